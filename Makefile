@@ -1,0 +1,44 @@
+# make demo | install | test | lint | docs | bench | wheel
+
+PYTHON ?= python3
+BIN = .venv/bin
+READY = .venv/.ready
+
+.PHONY: demo install test lint docs bench wheel clean
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python -m isaac_loop
+
+test: $(READY)
+	$(BIN)/python tools/check_exported.py
+	$(BIN)/nbdev-test --n-workers 2
+	$(BIN)/pytest -n 2
+	$(BIN)/ruff check .
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/nbdev-clean
+
+docs: $(READY)
+	$(BIN)/python tools/save_outputs.py
+
+bench: $(READY)
+	$(BIN)/python tools/bench.py
+
+wheel: $(READY)
+	rm -rf dist .venv-wheel
+	$(BIN)/python -m build --wheel --outdir dist .
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd dist && ../.venv-wheel/bin/python -m isaac_loop --epochs 5
+	rm -rf .venv-wheel
+
+clean:
+	rm -rf .venv .venv-wheel dist build *.egg-info
