@@ -10,9 +10,8 @@ import io, sys, time
 
 from tqdm.std import tqdm
 
-from .metrics import clock
 from ..events import Order
-from ..tables import Table, short
+from ..tables import Table, clock, short
 
 # %% ../../nbs/callbacks/51_progress.ipynb #7163b096
 def place_of_output()->str: # 'notebook', 'terminal' or 'plain'
