@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
@@ -68,7 +68,7 @@ def test_subclassing_method_runs_once_at_the_end_of_construction():
     n, state, callbacks = calls[0]
     assert n == 7 and callbacks == [first]
     assert state["dls"] is dls and state["model"] is model and state["opt_func"] is opt_func and state["loss_func"] is loss_func
-    assert state.keys() == vars(trainer).keys() - {"history"} | {"history"}, "construction went on after `subclassing_method`"
+    assert state.keys() == vars(trainer).keys() # Nothing is set after it
     assert [type(o) for o in trainer.callbacks] == [BasicTrainCB, DeviceCB]
 
 
@@ -78,7 +78,7 @@ def test_a_plain_trainer_needs_no_subclassing_method():
     assert [type(o) for o in trainer.callbacks] == [BasicTrainCB]
 
 
-# The signatures in the README's words
+# The signatures that the tutorial prints
 
 def test_the_trainer_prints_its_own_signature(momentum_trainer):
     "ISA-87, ISA-86: also after a subclass was decorated"
@@ -417,5 +417,5 @@ def test_a_slip_of_one_letter_is_mended_by_the_message(names, decorated, data):
     meant = data.draw(st.sampled_from(names))
     i = data.draw(st.integers(1, len(meant)-2))
     typed = data.draw(st.sampled_from([meant[:i] + meant[i+1:], meant[:i] + meant[i] + meant[i:], meant[:i] + meant[i+1] + meant[i] + meant[i+2:]]))
-    if typed == meant: return
+    assume(typed != meant)
     with pytest.raises(TypeError, match=f"Did you mean `{meant}`"): cls("m", [], **{typed: 1})

@@ -37,7 +37,7 @@ class Stream:
 
 
 class CountCB:
-    "Counts batches that were finished, drawn or not, by kind of pass"
+    "Counts finished batches by kind of pass"
     order = Order.RECORD
 
     def before_fit(self, trainer): self.train = self.valid = 0
