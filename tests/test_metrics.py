@@ -1,0 +1,522 @@
+"""Losses, metrics and times of `callbacks/metrics.py`, checked against numpy over all rows at once.
+
+Batches are unequal everywhere, so that a mean of means would be wrong. Where the numbers of a training pass are compared,
+the learning rate is 0: then the loss of every batch is that of the final model.
+"""
+import ast
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, optim
+from torch.nn import functional as F
+from torcheval.metrics import Mean, MeanSquaredError, MulticlassAccuracy
+
+from isaac_loop.callbacks.metrics import MetricsCB, as_text, clock
+from isaac_loop.callbacks.training import BasicTrainCB
+from isaac_loop.data import DataLoaders
+from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
+from isaac_loop.trainer import Trainer
+
+
+class QuietCB(MetricsCB):
+    "Prints nothing"
+    name = "MetricsCB"
+
+    def _log(self, row): pass
+
+
+class CountLogCB:
+    "Counts how often the event `log` came"
+    def __init__(self): self.n = 0
+
+    def log(self, trainer): self.n += 1
+
+
+class RowsMetric:
+    "Counts the rows it has seen, and keeps what it got"
+    def __init__(self): self.resets, self.updates = 0, []
+
+    def reset(self):
+        self.resets += 1
+        self.rows = 0
+
+    def update(self, preds, targets):
+        self.updates.append((preds, targets))
+        self.rows += len(targets)
+
+    def compute(self): return self.rows
+
+
+def make_batches(sizes, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(n, 2, generator=g), torch.randn(n, 1, generator=g)) for n in sizes]
+
+
+def make_trainer(callbacks, train=(8, 8, 4), valid=(13, 7), model=None, loss_func=F.mse_loss):
+    torch.manual_seed(0)
+    dls = DataLoaders(make_batches(train), make_batches(valid, seed=1))
+    return Trainer(dls, loss_func, optim.SGD, nn.Linear(2, 1) if model is None else model, [BasicTrainCB(), *callbacks])
+
+
+def squared_errors(model, batches):
+    "All of them, as float64 of numpy"
+    weight, bias = (p.detach().double().numpy() for p in model.parameters())
+    x, y = (np.concatenate([o.double().numpy() for o in column]) for column in zip(*batches))
+    return np.square(x @ weight.T + bias - y)
+
+
+# Losses
+
+sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(train=sizes, valid=sizes)
+def test_losses_are_means_over_all_rows_however_they_are_batched(train, valid):
+    "ISA-50"
+    trainer = make_trainer([QuietCB()], train, valid)
+    trainer.fit(1, lr=0)
+    row = trainer.history[-1]
+    assert row["train_loss"] == pytest.approx(squared_errors(trainer.model, trainer.dls.train).mean(), rel=1e-5)
+    assert row["valid_loss"] == pytest.approx(squared_errors(trainer.model, trainer.dls.valid).mean(), rel=1e-5)
+
+
+def test_training_losses_are_those_before_each_step():
+    "ISA-49: weights move during a pass, and each batch counts as it was met"
+    trainer = make_trainer([QuietCB()])
+    model = nn.Linear(2, 1)
+    model.load_state_dict(trainer.model.state_dict())
+    opt, losses = optim.SGD(model.parameters(), 0.1), []
+    for x, y in trainer.dls.train:
+        loss = F.mse_loss(model(x), y)
+        losses.append(loss.item())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    trainer.fit(1, lr=0.1)
+    assert trainer.history[-1]["train_loss"] == pytest.approx(np.average(losses, weights=[8, 8, 4]), rel=1e-6)
+    assert trainer.history.batches["loss"][:3] == losses
+
+
+def test_many_batches_are_averaged_like_few():
+    "ISA-56: losses are gathered on the device in stacks, and none is lost or counted twice at their borders"
+    for n in (511, 512, 513, 1025):
+        trainer = make_trainer([QuietCB()], train=[1] * n, valid=[3, 1])
+        trainer.fit(1, lr=0)
+        assert len(trainer.history.batches) == n + 2
+        assert trainer.history[-1]["train_loss"] == pytest.approx(squared_errors(trainer.model, trainer.dls.train).mean(), rel=1e-5)
+
+
+def test_losses_in_bfloat16_are_averaged_in_full_precision():
+    "ISA-56: in bfloat16 the sum of a thousand ones would stop at 256"
+    trainer = make_trainer([QuietCB()], train=[1] * 1000, valid=[3, 2, 1], model=nn.Linear(2, 1).bfloat16(),
+                           loss_func=lambda p, t: p.sum() * 0 + (1.0 if len(t) == 1 else 0.5))
+    for loader in (trainer.dls.train, trainer.dls.valid): loader[:] = [(x.bfloat16(), y.bfloat16()) for x, y in loader]
+    trainer.fit(1, lr=0)
+    assert trainer.loss.dtype == torch.bfloat16
+    assert trainer.history[-1]["train_loss"] == 1.0
+    assert trainer.history[-1]["valid_loss"] == pytest.approx((3 * 0.5 + 2 * 0.5 + 1) / 6)
+
+
+def test_rows_are_counted_on_the_inputs_of_a_dict():
+    class Dicts(Trainer):
+        def split(self, batch): return (batch["deep"]["x"],), (batch["y"],)
+
+    batches = [{"deep": {"x": x}, "y": y} for x, y in make_batches([6, 1])]
+    trainer = Dicts(DataLoaders(batches, batches), F.mse_loss, optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), QuietCB()])
+    trainer.fit(1, lr=0)
+    whole = squared_errors(trainer.model, make_batches([6, 1])).mean()
+    assert trainer.history[-1]["train_loss"] == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_batch_without_rows_to_count_is_an_error():
+    class Numbers(Trainer):
+        def split(self, batch): return batch, ()
+
+    trainer = Numbers(DataLoaders([(1.5,)]), lambda preds: preds, optim.SGD, lambda x: torch.tensor(x), [BasicTrainCB(), QuietCB()])
+    trainer.dls.valid = trainer.dls.train
+    with pytest.raises(TypeError, match="`MetricsCB` cannot tell how much its loss weighs"): trainer.fit(1, train=False)
+
+
+# Rows
+
+def test_three_epochs_leave_three_rows_and_one_row_for_each_batch():
+    "ISA-54, ISA-53: two losses and one metric in each row"
+    trainer = make_trainer([QuietCB(mse=MeanSquaredError())])
+    trainer.fit(3)
+    assert len(trainer.history) == 3 and len(trainer.history.batches) == 3 * (3 + 2)
+    assert [set(row) for row in trainer.history] == [{"fit", "epoch", "train_loss", "valid_loss", "mse", "elapsed"}] * 3
+    assert trainer.history["epoch"] == [0, 1, 2]
+    assert [row["batch"] for row in trainer.history.batches] == [0, 1, 2, 0, 1] * 3
+    assert [row["training"] for row in trainer.history.batches] == [True, True, True, False, False] * 3
+    assert [row["epoch"] for row in trainer.history.batches] == [e for e in range(3) for _ in range(5)]
+
+
+def test_without_validation_the_training_loss_is_logged():
+    "ISA-57"
+    metric = RowsMetric()
+    trainer = make_trainer([QuietCB(metric), CountLogCB()])
+    trainer.fit(2, valid=False)
+    assert [set(row) for row in trainer.history] == [{"fit", "epoch", "train_loss", "elapsed"}] * 2
+    assert trainer.CountLogCB.n == 2 and metric.updates == []
+
+
+def test_without_training_the_validation_loss_is_logged():
+    "ISA-57"
+    trainer = make_trainer([QuietCB(RowsMetric()), CountLogCB()])
+    trainer.fit(2, train=False)
+    assert [set(row) for row in trainer.history] == [{"fit", "epoch", "valid_loss", "RowsMetric", "elapsed"}] * 2
+    assert trainer.CountLogCB.n == 2
+
+
+class CancelCB:
+    "Raises once, at the given event, epoch, kind of pass and batch"
+    def __init__(self, event, error, epoch=1, training=True, batch=1, order=Order.DECIDE):
+        self.order, self.error, self.at = order, error, (epoch, training, batch)
+        setattr(self, event, self.cancel)
+
+    def cancel(self, trainer):
+        if (trainer.epoch, trainer.training, trainer.batch_num) == self.at: raise self.error
+
+
+@pytest.mark.parametrize("event", ["before_batch", "before_predict", "before_backward", "after_batch"])
+def test_a_skipped_batch_is_counted_nowhere(event):
+    "ISA-50: only batches that really happened count"
+    cancel = CancelCB(event, CancelBatchException("skipped"), epoch=0, order=Order.DATA)
+    trainer = make_trainer([QuietCB(RowsMetric(), train_metrics=True), cancel])
+    trainer.fit(1, lr=0)
+    first, _, last = trainer.dls.train
+    row = trainer.history[-1]
+    assert row["train_loss"] == pytest.approx(squared_errors(trainer.model, [first, last]).mean(), rel=1e-5)
+    assert (row["train_RowsMetric"], row["RowsMetric"]) == (12, 20)
+    assert [r["batch"] for r in trainer.history.batches if r["training"]] == [0, 2]
+
+
+def test_a_batch_that_is_cancelled_after_it_was_recorded_counts():
+    "ISA-50: whoever comes later in `after_batch` cannot undo it"
+    trainer = make_trainer([QuietCB(), CancelCB("after_batch", CancelBatchException("too late"), epoch=0)])
+    trainer.fit(1, lr=0)
+    assert len(trainer.history.batches) == 5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_cancelled_epoch_leaves_its_row_and_the_log_comes(training):
+    "ISA-53: with the batches it had, and the passes after it as usual"
+    cancel = CancelCB("after_batch", CancelEpochException("enough"), training=training, batch=0)
+    trainer = make_trainer([QuietCB(RowsMetric()), CountLogCB(), cancel])
+    trainer.fit(3, lr=0)
+    assert len(trainer.history) == trainer.CountLogCB.n == 3
+    whole = {kind: squared_errors(trainer.model, loader).mean() for kind, loader in (("train_loss", trainer.dls.train), ("valid_loss", trainer.dls.valid))}
+    part = squared_errors(trainer.model, (trainer.dls.train if training else trainer.dls.valid)[:1]).mean()
+    cut = "train_loss" if training else "valid_loss"
+    for row in trainer.history:
+        expected = whole | ({cut: part} if row["epoch"] == 1 else {})
+        assert {o: row[o] for o in whole} == pytest.approx(expected, rel=1e-5)
+    assert trainer.history["RowsMetric"] == [20, 20 if training else 13, 20]
+
+
+def test_a_pass_of_which_every_batch_was_skipped_leaves_no_loss():
+    "A mean over nothing is no number"
+    class SkipCB:
+        def before_batch(self, trainer):
+            if trainer.training: raise CancelBatchException("all of them")
+
+    trainer = make_trainer([QuietCB(RowsMetric()), SkipCB()])
+    trainer.fit(2)
+    assert [set(row) for row in trainer.history] == [{"fit", "epoch", "valid_loss", "RowsMetric", "elapsed"}] * 2
+    assert not any(o["training"] for o in trainer.history.batches)
+
+
+@pytest.mark.parametrize(("error", "training"), [(CancelFitException("enough"), True), (CancelFitException("enough"), False), (KeyboardInterrupt(), True)],
+                         ids=["cancelled in training", "cancelled in validation", "interrupted"])
+def test_a_fit_that_is_cut_short_leaves_a_partial_row_and_no_log(error, training):
+    "ISA-53"
+    trainer = make_trainer([QuietCB(), CountLogCB(), CancelCB("after_batch", error, training=training, batch=0)])
+    try: trainer.fit(3, lr=0)
+    except KeyboardInterrupt: assert isinstance(error, KeyboardInterrupt)
+    assert len(trainer.history) == 2 and trainer.CountLogCB.n == 1
+    row = trainer.history[-1]
+    assert row["epoch"] == 1 and ("valid_loss" in row) == (not training)
+    part = squared_errors(trainer.model, trainer.dls.train[:1] if training else trainer.dls.train).mean()
+    assert row["train_loss"] == pytest.approx(part, rel=1e-5)
+
+
+def test_two_fits_with_one_object_do_not_mix():
+    metric = RowsMetric()
+    trainer = make_trainer([QuietCB(metric, train_metrics=True)])
+    trainer.fit(2, lr=0)
+    trainer.fit(1, lr=0)
+    assert [(row["fit"], row["epoch"]) for row in trainer.history] == [(0, 0), (0, 1), (1, 0)]
+    assert trainer.history["RowsMetric"] == trainer.history["train_RowsMetric"] == [20, 20, 20]
+    assert len({row["train_loss"] for row in trainer.history}) == len({row["valid_loss"] for row in trainer.history}) == 1
+    assert [row["fit"] for row in trainer.history.batches] == [0] * 10 + [1] * 5
+
+
+def test_the_callback_may_come_for_one_fit_only():
+    trainer = make_trainer([])
+    trainer.fit(1, callbacks=QuietCB())
+    trainer.fit(1)
+    assert len(trainer.history) == 1
+
+
+# Time
+
+class Slow(list):
+    "A loader that takes its time"
+    seconds = 0.0
+
+    def __iter__(self):
+        time.sleep(self.seconds)
+        yield from list.__iter__(self)
+
+
+def test_elapsed_covers_training_and_validation_together():
+    "ISA-55: and no more than the fit really took"
+    trainer = make_trainer([QuietCB()])
+    trainer.dls = DataLoaders(Slow(trainer.dls.train), Slow(trainer.dls.valid))
+    trainer.dls.train.seconds, trainer.dls.valid.seconds = 0.12, 0.03
+    start = time.perf_counter()
+    trainer.fit(2)
+    total = time.perf_counter() - start
+    assert all(o >= 0.15 for o in trainer.history["elapsed"])
+    assert sum(trainer.history["elapsed"]) <= total
+
+
+def test_the_clock_starts_anew_in_every_epoch_and_every_fit():
+    "ISA-55: also where both fits have one epoch of the same number"
+    trainer = make_trainer([QuietCB()])
+    trainer.dls = DataLoaders(Slow(trainer.dls.train), Slow(trainer.dls.valid))
+    trainer.dls.train.seconds = 0.05
+    spans = []
+    for n in (1, 2):
+        start = time.perf_counter()
+        trainer.fit(n)
+        spans.append(time.perf_counter() - start)
+    assert trainer.history[0]["elapsed"] <= spans[0]
+    assert sum(trainer.history["elapsed"][1:]) <= spans[1]
+    assert min(trainer.history["elapsed"]) >= 0.05
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "00:00"), (59.99, "00:59"), (60, "01:00"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")])
+def test_durations_are_written_as_on_a_clock(seconds, text): assert clock(seconds) == text
+
+
+# Metrics
+
+def make_classifier(callbacks, sizes=(7, 7, 3)):
+    g = torch.Generator().manual_seed(2)
+    batches = [(torch.randn(n, 2, generator=g), torch.randint(0, 3, (n,), generator=g)) for n in sizes]
+    torch.manual_seed(0)
+    return Trainer(DataLoaders(batches, batches), F.cross_entropy, optim.SGD, nn.Linear(2, 3), [BasicTrainCB(), *callbacks])
+
+
+def accuracy_of_all(trainer):
+    with torch.no_grad(): hits = [(trainer.model(x).argmax(1) == y).numpy() for x, y in trainer.dls.valid]
+    return np.concatenate(hits).mean()
+
+
+def test_metrics_of_torcheval_agree_with_all_rows_at_once():
+    "ISA-48"
+    trainer = make_classifier([QuietCB(accuracy=MulticlassAccuracy())])
+    trainer.fit(3, lr=0.1)
+    assert trainer.history.latest("accuracy") == pytest.approx(accuracy_of_all(trainer))
+    assert isinstance(trainer.history.latest("accuracy"), float)
+
+
+def test_metrics_of_torchmetrics_agree_with_all_rows_at_once():
+    "ISA-48"
+    from torchmetrics.classification import MulticlassAccuracy as TorchmetricsAccuracy
+    trainer = make_classifier([QuietCB(accuracy=TorchmetricsAccuracy(3, average="micro"))])
+    trainer.fit(3, lr=0.1)
+    assert trainer.history.latest("accuracy") == pytest.approx(accuracy_of_all(trainer))
+    assert isinstance(trainer.history.latest("accuracy"), float)
+
+
+def test_metrics_of_different_make_stand_side_by_side():
+    "ISA-48, MIN-05: three for the mean squared error, which is the loss as well"
+    import torchmetrics
+
+    class OwnError:
+        def reset(self): self.total, self.n = 0.0, 0
+
+        def update(self, preds, targets):
+            self.total = self.total + (preds - targets).square().sum()
+            self.n += len(targets)
+
+        def compute(self): return self.total / self.n
+
+    trainer = make_trainer([QuietCB(MeanSquaredError(), OwnError(), theirs=torchmetrics.MeanSquaredError(), train_metrics=True)])
+    trainer.fit(2, lr=0)
+    train, valid = (squared_errors(trainer.model, o).mean() for o in (trainer.dls.train, trainer.dls.valid))
+    names = ("MeanSquaredError", "OwnError", "theirs")
+    expected = {"train_loss": train, "valid_loss": valid} | {o: valid for o in names} | {f"train_{o}": train for o in names}
+    for row in trainer.history:
+        assert {o: v for o, v in row.items() if o in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_metrics_look_at_validation_only():
+    "ISA-50: they start anew in each pass, and get every batch once"
+    metric = RowsMetric()
+    trainer = make_trainer([QuietCB(metric)])
+    trainer.fit(3)
+    assert trainer.history["RowsMetric"] == [20, 20, 20]
+    assert [len(t) for _, t in metric.updates] == [13, 7] * 3
+    assert all(t is y for (_, t), (_, y) in zip(metric.updates, trainer.dls.valid * 3))
+    assert metric.resets == 3
+
+
+def test_training_metrics_are_copies_that_see_no_gradients():
+    metric = RowsMetric()
+    trainer = make_trainer([QuietCB(metric, train_metrics=True)], valid=(5,))
+    trainer.fit(1)
+    assert (trainer.history.latest("train_RowsMetric"), trainer.history.latest("RowsMetric")) == (20, 5)
+    assert [len(t) for _, t in metric.updates] == [5]
+
+    class NoGradMetric(RowsMetric):
+        def update(self, preds, targets):
+            super().update(preds, targets)
+            assert not preds.requires_grad
+
+    make_trainer([QuietCB(NoGradMetric(), train_metrics=True)]).fit(1)
+
+
+def test_a_metric_gets_all_targets():
+    "ISA-48: as many as there are, in their order"
+    class TwoTargets:
+        def reset(self): self.shapes = []
+
+        def update(self, preds, first, second): self.shapes.append((tuple(first.shape), tuple(second.shape)))
+
+        def compute(self): return len(self.shapes)
+
+    metric, batches = TwoTargets(), [(torch.ones(4, 2), torch.ones(4, 1), torch.ones(4, 3))]
+    trainer = Trainer(DataLoaders(batches, batches), lambda p, a, b: F.mse_loss(p, a), optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), QuietCB(metric)])
+    trainer.fit(1)
+    assert metric.shapes == [((4, 1), (4, 3))]
+
+
+def test_a_metric_goes_where_the_model_is():
+    class MovableMetric(RowsMetric):
+        device = None
+
+        def to(self, device): self.device = device
+
+    metric = MovableMetric()
+    make_trainer([QuietCB(metric)]).fit(1)
+    assert metric.device == torch.device("cpu")
+
+
+def test_unnamed_metrics_are_called_like_their_class():
+    "MIN-05"
+    trainer = make_trainer([QuietCB(RowsMetric(), MeanSquaredError(), named=RowsMetric())])
+    trainer.fit(1)
+    assert list(trainer.MetricsCB.metrics) == ["RowsMetric", "MeanSquaredError", "named"]
+    assert {"RowsMetric", "MeanSquaredError", "named"} < set(trainer.history[-1])
+
+
+def test_results_in_a_dict_become_columns():
+    class F1:
+        def reset(self): pass
+
+        def update(self, preds, targets): pass
+
+        def compute(self): return {"cat": torch.tensor(0.5), "dog": 1.0, "by_size": {"big": torch.tensor([0.25])}, "curve": torch.tensor([1.0, 2.0])}
+
+    trainer = make_trainer([QuietCB(f1=F1())])
+    trainer.fit(1)
+    row = trainer.history[-1]
+    assert {o: v for o, v in row.items() if o.startswith("f1")} == {"f1_cat": 0.5, "f1_dog": 1.0, "f1_by_size_big": 0.25, "f1_curve": [1.0, 2.0]}
+
+
+def test_a_collection_of_torchmetrics_becomes_columns():
+    import torchmetrics
+    collection = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()])
+    trainer = make_trainer([QuietCB(err=collection)])
+    trainer.fit(2, lr=0)
+    errors = squared_errors(trainer.model, trainer.dls.valid)
+    assert trainer.history.latest("err_MeanSquaredError") == pytest.approx(errors.mean(), rel=1e-5)
+    assert trainer.history.latest("err_MeanAbsoluteError") == pytest.approx(np.sqrt(errors).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("missing", [("update",), ("compute",), ("update", "compute", "reset")])
+def test_a_metric_that_cannot_count_is_refused(missing):
+    "ISA-48"
+    half = type("Half", (), {o: lambda self, *args: 0 for o in ("update", "compute", "reset") if o not in missing})
+    with pytest.raises(TypeError, match=f"The metric `Half` has no method `{'`, `'.join(missing)}`.*torcheval or torchmetrics"): MetricsCB(half())
+    with pytest.raises(TypeError, match="The metric `mine` has no method"): MetricsCB(mine=half())
+
+
+def test_a_class_is_no_metric():
+    with pytest.raises(TypeError, match=r"The metric `Mean` is a class.*Make one: `Mean\(\)`"): MetricsCB(Mean)
+
+
+@pytest.mark.parametrize("name", ["train_loss", "valid_loss", "epoch", "elapsed", "fit"])
+def test_a_metric_may_not_hide_another_column(name):
+    with pytest.raises(ValueError, match=f"There are two columns called `{name}`"): MetricsCB(**{name: RowsMetric()})
+
+
+def test_two_unnamed_metrics_of_one_class_are_refused():
+    with pytest.raises(ValueError, match="There are two columns called `RowsMetric`.*name of its own"): MetricsCB(RowsMetric(), RowsMetric())
+
+
+# What is printed
+
+def test_a_dict_is_printed_after_each_epoch(capsys):
+    "ISA-51, MIN-05: values are text with three digits"
+    trainer = make_trainer([MetricsCB(mse=MeanSquaredError())])
+    trainer.fit(2)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for line, row in zip(lines, trainer.history):
+        shown = ast.literal_eval(line)
+        assert list(shown) == ["mse", "train_loss", "valid_loss", "epoch", "elapsed"]
+        assert shown["epoch"] == row["epoch"]
+        assert {o: shown[o] for o in ("mse", "train_loss", "valid_loss")} == {o: f"{row[o]:.3f}" for o in ("mse", "train_loss", "valid_loss")}
+        assert shown["elapsed"] == clock(row["elapsed"])
+
+
+def test_nothing_is_printed_when_another_callback_shows_the_rows(capsys):
+    "ISA-51"
+    class TableCB:
+        shows_rows = True
+        def log(self, trainer): self.row = trainer.history[-1]
+
+    trainer = make_trainer([MetricsCB(), TableCB()])
+    trainer.fit(1)
+    assert capsys.readouterr().out == ""
+    trainer.remove_callback("TableCB")
+    trainer.fit(1)
+    assert "valid_loss" in capsys.readouterr().out
+
+
+def test_the_output_can_be_replaced(capsys):
+    "ISA-52: by a subclass, or on one object; it gets the row"
+    rows = []
+
+    class IntoListCB(MetricsCB):
+        def _log(self, row): rows.append(row)
+
+    trainer = make_trainer([IntoListCB()])
+    trainer.fit(2)
+    assert rows == list(trainer.history)
+    cb = MetricsCB()
+    cb._log = rows.append
+    trainer = make_trainer([cb])
+    trainer.fit(1)
+    assert rows[2:] == list(trainer.history)
+    assert capsys.readouterr().out == ""
+
+
+def test_text_of_a_row_keeps_unknown_columns_and_leaves_out_missing_ones():
+    assert as_text({"fit": 0, "epoch": 3, "lr": 0.00012, "train_loss": 2.0}) == {"lr": "0.00012", "train_loss": "2.000", "epoch": 3}
+
+
+def test_watching_changes_no_weight():
+    "ISA-48: the same numbers with and without"
+    watched, alone = make_trainer([QuietCB(MeanSquaredError(), train_metrics=True)]), make_trainer([])
+    for trainer in (watched, alone): trainer.fit(3, lr=0.1)
+    assert all(torch.equal(p, q) for p, q in zip(watched.model.parameters(), alone.model.parameters()))
