@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['STEPS', 'SPANS', 'EVENTS', 'CancelException', 'CancelFitException', 'CancelEpochException', 'CancelBatchException',
-           'CancelStepException', 'Span', 'Order', 'callback_name', 'replaces', 'check_callback', 'Plan', 'with_cbs']
+           'CancelStepException', 'Span', 'Order', 'callback_name', 'replaces', 'members', 'check_callback',
+           'check_trainer_class', 'Plan', 'with_cbs']
 
-# %% ../nbs/00_events.ipynb #eaad2ff0
-import math, numbers
+# %% ../nbs/00_events.ipynb #73405794
+import inspect, math, numbers
 from difflib import get_close_matches
 from enum import IntEnum
 from functools import partial, wraps
@@ -70,6 +71,7 @@ def handler_of(
     "What `callback` does at `event`"
     name = _function_name(callback)
     if name is not None: return callback if name == event else None
+    if isinstance(getattr(type(callback), event, None), property): return getattr(callback, event) # Its own errors come out
     return getattr(callback, event, None)
 
 # %% ../nbs/00_events.ipynb #02d9135b
@@ -93,7 +95,7 @@ def replaces(
 def _replaces(callback, event):
     "Whether `callback` replaces the step, by its own method or by one that it overrides"
     own = [vars(o).get(event) for o in type(callback).__mro__] + [handler_of(callback, event)]
-    return any(getattr(o, 'replaces', False) for o in own)
+    return any(getattr(o, 'replaces', False) is True for o in own)
 
 # %% ../nbs/00_events.ipynb #558d1525
 def did_you_mean(
@@ -120,6 +122,23 @@ def _misspelt(callback, events):
     odd = [o for o in names if o[0] in 'abc' and o not in events and _looks_like_event(o, events)] # Comparing every name would cost milliseconds
     return [o for o in odd if callable(callback if function else getattr(callback, o, None))]
 
+# %% ../nbs/00_events.ipynb #39fa220a
+def _check_handler(name, handler, event):
+    "Refuse a handler that could not run, or would silently do nothing"
+    if not callable(handler): raise TypeError(f'`{name}` is {handler!r}, which cannot be called. An event needs a method that takes the trainer.')
+    if inspect.iscoroutinefunction(handler) or inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
+        raise TypeError(f'`{name}` is a coroutine or a generator, so calling it would do nothing. Make it a plain function, without `async` and `yield`.')
+    if event not in EVENTS: return # Events of one's own may get further arguments
+    try: inspect.signature(handler).bind(None)
+    except TypeError as e: raise TypeError(f'`{name}{inspect.signature(handler)}` is named after an event, and events call it with the trainer alone: {e}. '
+                                           'Let it take the trainer, or give it another name.') from None
+    except ValueError: pass # Some built-in functions have no signature
+
+def members(callback):
+    "The callbacks that `callback` brings along, if it is a group"
+    found = getattr(callback, 'callbacks', None)
+    return found if isinstance(found, (list, tuple, set, frozenset)) and not isinstance(callback, type) else None
+
 # %% ../nbs/00_events.ipynb #a3d35c09
 def check_callback(
     callback, # The candidate
@@ -134,15 +153,14 @@ def check_callback(
                          'If it is meant for your own use, call it something that does not begin like an event.')
     answered = [o for o in events if handler_of(callback, o) is not None]
     for o in answered:
-        if not callable(handler_of(callback, o)):
-            raise TypeError(f'`{name}.{o}` is {handler_of(callback, o)!r}, which cannot be called. An event needs a method that takes the trainer.')
+        _check_handler(f'{name}.{o}', handler_of(callback, o), o)
         if _replaces(callback, o) and (o == 'log' or o.startswith(_PREFIXES)):
             raise ValueError(f'`{name}.{o}` is marked with `@replaces`, but only a step can be replaced, such as {", ".join(STEPS)}.')
-    if not answered and not hasattr(callback, 'callbacks'):
+    if not answered and not members(callback):
         kind = 'a function' if _function_name(callback) else f'an object of class {type(callback).__name__}'
         raise ValueError(f'`{name}` ({kind}) has no method named after an event, so as a callback it would do nothing. '
                          f'Events are {", ".join(EVENTS[:4])}, ...; `isaac_loop.events.EVENTS` has them all. '
-                         'A function answers the event it is named after.')
+                         'A function answers the event it is named after; `SimpleNamespace(after_batch=f)` lets any function answer any event.')
     order = getattr(callback, 'order', 0)
     if not isinstance(order, numbers.Real) or math.isnan(order):
         raise TypeError(f'`{name}.order` is {order!r}, but callbacks are sorted by it. Use a number or a place such as `Order.RECORD`.')
@@ -161,9 +179,26 @@ def _own_spans(trainer_class):
 
 def _own_events(trainer_class, spans):
     "Events that `trainer_class` declares, and those of its own `spans`"
-    declared = [event for o in reversed(trainer_class.__mro__) for event in vars(o).get('events', ())]
+    declared = [event for o in reversed(trainer_class.__mro__) for event in _as_tuple(vars(o).get('events', ()))]
     around = [event for f in spans.values() for event in (f.span.before, f.span.name, f.span.after, f.span.cleanup)]
     return tuple(o for o in dict.fromkeys(declared + around) if o not in EVENTS)
+
+# %% ../nbs/00_events.ipynb #14396667
+def _as_tuple(names): return (names,) if isinstance(names, str) else tuple(names)
+
+def check_trainer_class(
+    trainer_class:type, # A subclass of the trainer
+    events, # Names that there are
+):
+    "Raise an error for methods of `trainer_class` that look like events and would never run, or could not"
+    own = {name: f for o in reversed(trainer_class.__mro__) for name,f in vars(o).items() if callable(f)}
+    for name,f in own.items():
+        where = f'{trainer_class.__name__}.{name}'
+        if name in STEPS and hasattr(f, 'span'):
+            raise ValueError(f'`{where}` is decorated with `with_cbs`, but the step `{name}` is a span already, so it would never run. Leave the decorator out.')
+        if name[0] in 'abc' and name not in events and _looks_like_event(name, events):
+            raise ValueError(f'`{where}` is not an event, so it would never run.{did_you_mean(name, events)} If it is meant for your own use, call it something that does not begin like an event.')
+        if name in EVENTS: _check_handler(where, f, name)
 
 # %% ../nbs/00_events.ipynb #3b7a8179
 class _TrainerMethods:
@@ -287,6 +322,7 @@ def blame(
     handler, # Who failed
 ):
     "Note on `error` which callback raised it, at which event, epoch and batch"
+    if isinstance(error, CancelException) and _reach(error, trainer.plan.spans) >= 0: return # It will be caught, and an object used again must not gather notes
     _add_note(error, f'raised by `{_whose(trainer.plan, event, handler)}.{event}`{whereabouts(trainer)}')
 
 def _whose(plan, event, handler):
@@ -342,7 +378,10 @@ def _run_cleanups(trainer, span, handlers, error, reach):
 # %% ../nbs/00_events.ipynb #c9287e36
 def _explain(trainer, span, error):
     "Note where `error` comes from if no callback raised it, and when it is a cancel that nothing will catch"
-    if not hasattr(error, '__notes__'): _add_note(error, f'raised in the body of `{span.name}`{whereabouts(trainer)}, by the loop or its loader')
+    if not any(o.startswith('raised ') for o in getattr(error, '__notes__', ())):
+        where = whereabouts(trainer)
+        if span.name == 'epoch': where = where.replace(', batch', ', after batch') # The loader has not given the next one yet
+        _add_note(error, f'raised in the body of `{span.name}`{where}, by the loop or its loader')
     if isinstance(error, CancelException) and not trainer.plan.spans:
         _add_note(error, f'`{type(error).__name__}` ends a part of the loop that was not open here, so nothing caught it. '
                         'Raise it inside that stretch, or raise the exception of one that is open.')

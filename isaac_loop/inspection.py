@@ -18,19 +18,20 @@ from .trainer import STATE, Trainer
 _WHEN = {'fit': 'the whole fit', 'epoch': 'one pass over a loader', 'batch': 'one batch', **{o: f'the step `{o}`' for o in STEPS}}
 
 def event_table(
-    trainer_class:type=Trainer, # Its own events are listed as well
+    trainer_class=Trainer, # A trainer or its class; its own events are listed as well
 )->Table:
     "Every event, when it comes, and which exception leaves its span early"
+    if not isinstance(trainer_class, type): trainer_class = type(trainer_class)
     return Table([_event_row(o) for o in Plan(trainer_class).events])
 
 def _event_row(event):
     "What there is to say about an event"
-    if event == 'log': return dict(event=event, when="after an epoch's last pass, when its row in the history is complete", left_by='')
+    if event == 'log': return dict(event=event, when="after an epoch's last pass, when its row in the history is complete", cancel_with='')
     prefix,_,name = event.partition('_') if event.startswith(('before_', 'after_', 'cleanup_')) else ('', '', event)
     span = SPANS.get(name)
     what = _WHEN.get(name, f'`{name}`')
     when = {'before': f'before {what}', 'after': f'after {what}, if it really happened', 'cleanup': f'after {what}, whatever happened', '': what.replace('the step', 'does the step')}[prefix]
-    return dict(event=event, when=when, left_by=span.exception.__name__ if span else '')
+    return dict(event=event, when=when, cancel_with=span.exception.__name__ if span else '')
 
 # %% ../nbs/91_inspection.ipynb #fc2d4ced
 def state_table()->Table:
@@ -47,7 +48,7 @@ def callback_table(
     train,valid = plan.entries[True],plan.entries[False]
     rows = []
     for event in plan.events:
-        both = train[event] + [o for o in valid[event] if o not in train[event]]
+        both = train[event] + [o for o in valid[event] if not any(o[0] is cb for cb,_ in train[event])]
         rows += [_callback_row(event, cb, handler, trainer) for cb,handler in both]
     return Table(rows, ['step', 'callback', 'does'])
 
@@ -68,8 +69,9 @@ def _callback_row(event, cb, handler, trainer):
 class show_source:
     "The source code of a function, a method or a class, as Python in a notebook"
     def __init__(self,
-        obj, # What to show
+        obj, # What to show; of an object its class
     ):
+        if not (inspect.isroutine(obj) or inspect.isclass(obj) or inspect.ismodule(obj)): obj = type(obj)
         self.code = inspect.getsource(inspect.unwrap(obj) if callable(obj) and not isinstance(obj, type) else obj)
 
     def __repr__(self): return inspect.cleandoc('\n'+self.code)

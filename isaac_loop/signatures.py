@@ -50,10 +50,19 @@ def _in_order(params):
         legal.append(p.replace(kind=Parameter.KEYWORD_ONLY) if late else p)
     return sorted(legal, key=lambda p: p.kind)
 
+def _inherited(cls):
+    "What the next `__init__` along the chain takes, for one that passes `*args` on"
+    inits = [vars(o)['__init__'] for o in cls.__mro__ if '__init__' in vars(o)]
+    wide = lambda f: any(p.kind is Parameter.VAR_POSITIONAL for p in inspect.signature(f).parameters.values())
+    parent = next((o for o in inits if not wide(_innermost(o))), None)
+    params = list(inspect.signature(_innermost(parent)).parameters.values())[1:] if parent else []
+    return {p.name: p for p in params if p.kind is not Parameter.VAR_KEYWORD}
+
 def _full_signature(cls, method):
     "The signature of `cls.__init__` with `**kwargs` written out"
     sig = inspect.signature(cls.__init__)
     own = {name: p for name,p in sig.parameters.items() if p.kind is not Parameter.VAR_KEYWORD}
+    if any(p.kind is Parameter.VAR_POSITIONAL for p in own.values()): own = {'self': own['self']} | _inherited(cls)
     return sig.replace(parameters=_in_order([*own.values(), *(p for p in delegated_parameters(cls, method) if p.name not in own)]))
 
 # %% ../nbs/01_signatures.ipynb #c1fb709a
@@ -61,10 +70,12 @@ def init_delegates(
     method:str='subclassing_method', # Name of the method whose arguments to show
 ): # A class decorator
     "Show the arguments of `method` in place of the `**kwargs` of `__init__`"
+    if isinstance(method, type): return init_delegates()(method) # Used without brackets
     def decorate(cls):
         init,sig = cls.__init__,_full_signature(_without_own_signature(cls), method)
         names = [p.name for p in sig.parameters.values() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
-        n_own = len([p for p in inspect.signature(_innermost(init)).parameters.values() if p.kind is not Parameter.VAR_KEYWORD])
+        taken = [p for p in inspect.signature(_innermost(init)).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        n_own = len(names) if any(p.kind is Parameter.VAR_POSITIONAL for p in taken) else len(taken)
 
         @wraps(init)
         def __init__(self, *args, **kwargs):

@@ -52,10 +52,11 @@ def _moves(x): return callable(getattr(x, 'to', None))
 
 def to_device(
     x, # Anything `map_tensors` walks through, with tensors or objects that have a method `to`
-    device=None, # Name or `torch.device`; default: `def_device()`
+    device=None, # Name, `torch.device`, or a function that gives one; default: `def_device`
 ): # The same structure
     "`x` with everything in it on `device`"
-    device = def_device() if device is None else torch.device(device)
+    if device is None or callable(device): device = (device or def_device)()
+    device = torch.device(device)
     options = {'non_blocking': True} if device.type == 'cuda' else {}
     return map_tensors(lambda o: o.to(device, **options) if torch.is_tensor(o) else o.to(device), x, _moves)
 

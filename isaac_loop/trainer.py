@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from fastcore.basics import patch
 
-from .events import CancelBatchException, CancelEpochException, CancelFitException, Order, STEPS, Plan, callback_name, check_callback, did_you_mean, run_event, run_events, with_cbs
+from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, STEPS, Plan, callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
 from .history import History
 from .signatures import check_keywords
 from .snapshot import Snapshot, random_state, set_random_state
@@ -25,13 +25,13 @@ STATE = {
     'loss_func': ('you', 'called with predictions and targets'),
     'opt_func': ('you', 'makes the optimizer from parameters and a rate; None if you set `trainer.opt` yourself'),
     'callbacks': ('`add_callbacks`', 'all callbacks, in the order of adding'),
-    'history': ('whoever records, such as `MetricsCB`', 'one row per epoch'),
+    'history': ('whoever records, such as `MetricsCB`', 'one row per epoch; read it in `log`, when the newest row is complete'),
     'opt': ('`fit`, from `opt_func`, or by you if that is None', 'the optimizer'),
     'lr': ('`fit`', 'the learning rate given to it'),
     'n_epochs': ('`fit`', 'how many epochs were asked for'),
     'epochs': ('`fit`', 'iterable of epoch numbers; callbacks may wrap it'),
     'epoch': ('`fit`', 'number of the epoch, from 0'),
-    'n_updates': ('the loop, between `step` and `after_step`', 'optimizer updates in this fit'),
+    'n_updates': ('the loop, between `step` and `after_step`', 'steps done in this fit; leave one out by `CancelStepException` in `before_step`, and it is not counted'),
     'updates_per_epoch': ('`fit`; lowered in `before_fit` by whoever limits or accumulates', 'optimizer updates in an epoch; None if the loader has no length'),
     'stop_reason': ('`request_stop`', 'why training is to stop, or None'),
     'training': ('`one_epoch`', 'whether this pass trains'),
@@ -65,7 +65,9 @@ def _check_epochs(n_epochs):
 
 def _check_lr(lr):
     "Refuse what cannot be a learning rate"
-    try: value = float(lr)
+    try:
+        if isinstance(lr, (str, bool)): raise TypeError
+        value = float(lr)
     except (TypeError, ValueError): raise TypeError(f'`lr` is {lr!r}, but the optimizer needs a number. Use one, as in `fit(3, lr=1e-3)`.') from None
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f'`lr` is {lr!r}, and the first step would spoil every weight. Use a finite number of 0 or more.')
@@ -78,28 +80,36 @@ def _check_passes(dls, train, valid):
         if not wanted: continue
         dl = getattr(dls, name, None)
         if dl is None: raise ValueError(f'`fit` was asked for a pass over `dls.{name}`, which is {"None" if hasattr(dls, name) else "missing"}. '
-                                        f'Give the trainer such a loader, or call `fit({name}=False)`.')
+                                        f'Give the trainer `DataLoaders({name}=...)`, or call `fit({name}=False)`.')
         if n_batches(dl) == 0: raise ValueError(f'`dls.{name}` has no batches, so nothing would be learnt or measured. '
                                                 'Is the dataset empty, or smaller than a batch while `drop_last=True`?')
+
+_pass_in_pass = ('`one_epoch` was called inside a pass, and two passes cannot share one state. '
+                 'For a validation in between use `with trainer.side_run() as side: side.fit(1, train=False)`.')
+
+def _wrong_order(opt_func, model):
+    "The message for arguments of `Trainer` in another order"
+    what = f'`model` is the class `{model.__name__}`' if isinstance(model, type) else f'`opt_func` is a module, {type(opt_func).__name__}'
+    return f'{what}, so nothing could be trained with it. The order is `Trainer(dls, loss_func, opt_func, model, callbacks)`, with a model that has been made.'
 
 def _warn_of_missing_steps(plan):
     "Warn when some steps have a provider and others have none"
     missing = [o for o in STEPS if not plan[o]]
     if 0 < len(missing) < len(STEPS):
         warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out. '
-                      'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=4)
+                      'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=3)
 
 # %% ../nbs/10_trainer.ipynb #01cb1fee
 def _flat(callbacks, seen=()):
     "All callbacks in `callbacks`, each group followed by its members"
-    if callbacks is None: return []
-    if not isinstance(callbacks, (list, tuple, set, frozenset)) and not hasattr(callbacks, '__next__'): callbacks = [callbacks]
-    flat = []
-    for cb in callbacks:
-        if cb is None or any(cb is o for o in seen): continue
-        members = getattr(cb, 'callbacks', None) if not isinstance(cb, type) else None
-        flat += [cb, *_flat(members, (*seen, cb))]
-    return flat
+    if callbacks is None or any(callbacks is o for o in seen): return []
+    if not _is_several(callbacks): return [callbacks, *_flat(members(callbacks), (*seen, callbacks))]
+    return [o for cb in callbacks for o in _flat(cb, seen)]
+
+def _is_several(x):
+    "Whether `x` holds callbacks, and is none itself"
+    if isinstance(x, (list, tuple, set, frozenset)): return True
+    return hasattr(type(x), '__iter__') and not isinstance(x, (str, type)) and not any(handler_of(x, o) is not None for o in EVENTS)
 
 # %% ../nbs/10_trainer.ipynb #72b76157
 class _ByName:
@@ -107,6 +117,7 @@ class _ByName:
     def __getattr__(self, name):
         named = vars(self).get('_named', {})
         if name in named: return named[name]
+        if isinstance(getattr(type(self), name, None), property): return getattr(type(self), name).__get__(self) # It failed inside; say why
         if name in STATE: raise AttributeError(f'`trainer.{name}` does not exist yet. It is written by {STATE[name][0]}, which has not happened.')
         known = [] if name.startswith('_') else [*STATE, *named, *(o for o in dir(type(self)) if not o.startswith('_'))]
         raise AttributeError(f'`{type(self).__name__}` has no attribute and no callback `{name}`.{did_you_mean(name, known)}')
@@ -134,11 +145,13 @@ class Trainer(_ByName):
     ):
         if isinstance(opt_func, torch.optim.Optimizer):
             raise TypeError(f'`opt_func` is an optimizer, but each fit makes its own. Pass the class, `{type(opt_func).__name__}`, or None and set `trainer.opt`.')
+        if isinstance(model, type) or isinstance(opt_func, torch.nn.Module): raise TypeError(_wrong_order(opt_func, model))
         check_keywords(type(self), kwargs)
         self.dls,self.loss_func,self.opt_func,self.model = dls,loss_func,opt_func,model
         self.callbacks,self.history,self.plan = [],History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception = 0,None,None,None
-        self._named,self._training,self._pass_ends,self._fitting = {},None,False,False
+        self._named,self._guests,self._training,self._pass_ends,self._fitting = {},[],None,False,False
+        check_trainer_class(type(self), self.plan.events)
         self.add_callbacks(callbacks)
         self.subclassing_method(**kwargs)
 
@@ -151,7 +164,7 @@ class Trainer(_ByName):
         callbacks=None, # Callbacks for this fit only
         train=True, # Run the training passes?
         valid=True, # Run the validation passes?
-        keep_opt=False # Go on with the optimizer of the last fit, at rate `lr`, instead of a new one?
+        keep_opt=False # Go on with the optimizer of the last fit instead of a new one? `lr` becomes the rate of its first group, the others keep their ratio to it
     ):
         "Train and validate for `n_epochs`; callbacks do all the work"
         if self._fitting: raise RuntimeError('`fit` was called inside `fit`, and two loops cannot share one state. Use another `Trainer` for the inner one.')
@@ -159,6 +172,7 @@ class Trainer(_ByName):
         _check_lr(lr)
         _check_passes(self.dls, train, valid)
         with self._one_fit(), self.added_callbacks(callbacks):
+            self._forget('epoch', 'dl', 'batches', 'n_batches', 'batch_num', 'batch', 'preds', 'loss')
             self.n_epochs,self.lr,self.epochs = n_epochs,lr,range(n_epochs)
             self.n_updates,self.stop_reason = 0,None
             self.updates_per_epoch = n_batches(self.dls.train) if train else 0
@@ -182,13 +196,17 @@ class Trainer(_ByName):
         training # True for a pass over `dls.train`, False for one over `dls.valid`
     ):
         "One pass over a loader, with the model in the right mode, and without gradients when validating"
+        if any(o.name == 'epoch' for o in self.plan.spans): raise RuntimeError(_pass_in_pass)
         self._forget('batch_num', 'batch', 'preds', 'loss')
         self._training,self._pass_ends = training,False
         self.dl = self.dls.train if training else self.dls.valid
         self.batches,self.n_batches = self.dl,n_batches(self.dl)
         if hasattr(self.model, 'train'): self.model.train(training)
         self.plan.select(training)
-        with nullcontext() if training else torch.no_grad(): self._one_epoch()
+        try:
+            with nullcontext() if training else torch.no_grad(): self._one_epoch()
+        finally:
+            if not self._fitting: self._training = None
 
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
@@ -234,11 +252,13 @@ def _add(self:Trainer, new, force=False):
     before,named = list(self.callbacks),dict(self._named)
     self.callbacks[:] = [o for o in self.callbacks if not any(o is gone for gone in old)] + new
     self._named.update({callback_name(o): o for o in new})
-    try: self._replan(old)
-    except Exception:
+    try:
+        self._replan(old)
+        for span in list(self.plan.spans): self._tell(new, span)
+    except BaseException:
         self.callbacks[:],self._named = before,named
+        self._replan(new)
         raise
-    for span in list(self.plan.spans): self._tell(new, span)
 
 @patch
 def add_callback(self:Trainer,
@@ -256,13 +276,14 @@ def _check_new(self:Trainer, new, force):
     for i,cb in enumerate(new):
         check_callback(cb, self.plan.events)
         name = callback_name(cb)
+        if isinstance(cb, Trainer): raise TypeError('A trainer cannot be the callback of a trainer. To take over its callbacks, pass `other.callbacks`.')
         if any(cb is o for o in [*self.callbacks, *new[:i]]):
             raise ValueError(f'`{name}` was added already, and would do everything twice. Add each callback once; a second one needs an object and a `name` of its own.')
         if name in STATE or hasattr(type(self), name) or name in vars(self):
             raise ValueError(f'A callback called `{name}` would hide `trainer.{name}`. Give it another `name`.')
         if name in map(callback_name, new[:i]) or (name in names and not force):
             raise ValueError(f'There is a callback called `{name}` already, and `trainer.{name}` can only be one. '
-                             'Give one of them another `name`, or replace it with `add_callback(..., force=True)`.')
+                             'Give one of them another `name` (a function can have that attribute as well), or replace it with `add_callback(..., force=True)`.')
         if name in names: old.append(names[name])
     return old
 
@@ -283,7 +304,7 @@ def _tell(self:Trainer, new, span):
 # %% ../nbs/10_trainer.ipynb #fe08feb9
 @patch
 def remove_callbacks(self:Trainer,
-    callbacks, # A callback or its name, several, or None; a group takes its members along
+    callbacks, # A callback, its name or its class, several, or None; a group takes its members along
     delete:bool=False, # Also forget `trainer.<name>`?
 ):
     "Take `callbacks` out of the loop"
@@ -295,13 +316,12 @@ def _remove(self:Trainer, gone, delete):
     "Take `gone` out; they are no groups any more"
     if not gone: return
     self.callbacks[:] = [o for o in self.callbacks if not any(o is cb for cb in gone)]
+    if delete: self._named = {name: o for name,o in self._named.items() if not any(o is cb for cb in gone)}
     self._replan(gone)
-    if delete:
-        for o in gone: self._named.pop(callback_name(o), None)
 
 @patch
 def remove_callback(self:Trainer,
-    callback, # As in `remove_callbacks`
+    callback, # The callback, its name or its class
     delete:bool=False, # Also forget `trainer.<name>`?
 ):
     "Take one callback out of the loop"
@@ -310,10 +330,10 @@ def remove_callback(self:Trainer,
 @patch
 def _find(self:Trainer, callback):
     "The callback that is meant by an object or a name"
-    found = [o for o in self.callbacks if o is callback or (isinstance(callback, str) and callback_name(o) == callback)]
+    found = [o for o in self.callbacks if o is callback or type(o) is callback or (isinstance(callback, str) and callback_name(o) == callback)]
     if found: return found[0]
     names = [callback_name(o) for o in self.callbacks]
-    wanted = callback if isinstance(callback, str) else callback_name(callback)
+    wanted = callback if isinstance(callback, str) else callback.__name__ if isinstance(callback, type) else callback_name(callback)
     raise LookupError(f'There is no callback `{wanted}` to remove; there are {names}.{did_you_mean(wanted, names)}')
 
 # %% ../nbs/10_trainer.ipynb #816d90d0
@@ -324,11 +344,15 @@ def added_callbacks(self:Trainer,
 ):
     "Have `callbacks` for the length of a `with` block"
     new,named = _flat(callbacks),dict(self._named)
-    self._add(new)
-    try: yield self
+    known = list(self.callbacks)
+    if self._fitting and not self.plan.spans: self._guests = [o for o in new if not any(o is cb for cb in known)]
+    try:
+        self._add(new)
+        yield self
     finally:
-        self._remove([o for o in new if any(o is cb for cb in self.callbacks)], delete=True)
-        self._named.update({name: o for name,o in named.items() if name not in self._named})
+        mine = [o for o in new if not any(o is cb for cb in known)]
+        self._named = named | {name: o for name,o in self._named.items() if not any(o is cb for cb in mine)}
+        self._remove([o for o in mine if any(o is cb for cb in self.callbacks)], delete=False)
 
 # %% ../nbs/10_trainer.ipynb #5015d116
 def _values(batch):
@@ -365,7 +389,9 @@ def _make_opt(self:Trainer, keep_opt):
     "Make the optimizer, or set the rate of the one that is kept"
     if keep_opt:
         if 'opt' not in vars(self): raise ValueError('`keep_opt=True` goes on with the optimizer of the last fit, but there is none yet. Leave it out the first time.')
-        for group in self.opt.param_groups: group['lr'] = self.lr
+        _check_kept(self.opt, self.model)
+        first = self.opt.param_groups[0]['lr']
+        for group in self.opt.param_groups: group['lr'] = self.lr*(group['lr']/first if first else 1)
     elif self.opt_func is not None:
         params = list(self.model.parameters()) if hasattr(self.model, 'parameters') else []
         if not params: raise ValueError(f'`{type(self.model).__name__}` has no parameters, so there is nothing to train. '
@@ -374,16 +400,33 @@ def _make_opt(self:Trainer, keep_opt):
         except TypeError as e:
             e.add_note('`fit` calls `opt_func(model.parameters(), lr)`. If it needs more, fill that in first: `functools.partial(opt_func, name=value)`.')
             raise
+        for p in params: p.grad = None # An interrupted fit may have left some
+
+def _check_kept(opt, model):
+    "Refuse an optimizer that holds other parameters than the model's"
+    held = {id(p) for group in opt.param_groups for p in group['params']}
+    if hasattr(model, 'parameters') and not any(id(p) in held for p in model.parameters()):
+        raise ValueError('`keep_opt=True` would go on with an optimizer that holds no parameter of this model, so the model would not learn. Leave it out after changing the model.')
 
 @patch
 @contextmanager
 def _one_fit(self:Trainer):
     "Leave the trainer free for another fit, however this one ends"
-    self._fitting = True
-    self.plan.spans.clear()
-    self.plan.leaving.clear()
-    try: yield
-    finally: self._fitting,self._training,self.exception = False,None,None
+    with_grad = torch.is_grad_enabled()
+    try:
+        self._fitting = True
+        self._remove([o for o in self.callbacks if any(o is g for g in self._guests)], delete=True) # Left by an interrupt in an unlucky place
+        self.plan.spans.clear()
+        self.plan.leaving.clear()
+        strangers = [o for o in self.callbacks if not any(o is known for known in self._named.values())]
+        if strangers: # Appended to the list by hand, past all checks
+            self.callbacks[:] = [o for o in self.callbacks if not any(o is s for s in strangers)]
+            self.add_callbacks(strangers)
+        yield
+    finally:
+        self._fitting,self._training,self.exception = False,None,None
+        self._guests = [o for o in self._guests if any(o is cb for cb in self.callbacks)]
+        torch.set_grad_enabled(with_grad) # An interrupt in the wrong place may have left it off
 
 @patch
 def _forget(self:Trainer, *names):
@@ -398,7 +441,7 @@ def request_stop(self:Trainer,
 ):
     "Stop in good order: this pass ends after its batch, the epoch closes as usual, and no other begins"
     if not self._fitting: raise RuntimeError(f'`request_stop({reason!r})` was called while nothing is training, so there is nothing to stop. Call it from a callback.')
-    self.stop_reason,self._pass_ends = reason,True
+    self.stop_reason,self._pass_ends = reason or 'asked to stop',True
 
 # %% ../nbs/10_trainer.ipynb #8e9ce878
 @patch(as_prop=True)

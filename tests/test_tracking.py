@@ -297,7 +297,7 @@ def test_the_table_of_events_has_every_event_once_in_order():
     assert tuple(row["event"] for row in table.rows) == EVENTS
     for row in table.rows:
         span = SPANS.get(re.sub("^(before|after|cleanup)_", "", row["event"]))
-        assert row["left_by"] == (span.exception.__name__ if span else "")
+        assert row["cancel_with"] == (span.exception.__name__ if span else "")
         assert row["when"] and row["when"] in str(table)
 
 

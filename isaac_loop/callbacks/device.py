@@ -17,13 +17,13 @@ class DeviceCB:
     "Move model, loss, optimizer state and every batch to a device"
     order = Order.DEVICE
     def __init__(self,
-        device=None, # Name or `torch.device`; default: `def_device()`, asked when training begins
+        device=None, # Name, `torch.device`, or a function that gives one; default: `def_device`, asked when training begins
     ):
-        self.device = None if device is None else _parse_device(device)
+        self.device = device if device is None or callable(device) else _parse_device(device)
 
     def before_fit(self, trainer):
         "Move model, loss and optimizer state"
-        device = self._device = self.device or def_device()
+        device = self._device = self.device if isinstance(self.device, torch.device) else _parse_device((self.device or def_device)())
         _check_device(device)
         if hasattr(trainer.model, 'to'): trainer.model.to(device)
         if isinstance(trainer.loss_func, nn.Module): trainer.loss_func.to(device)
@@ -37,13 +37,13 @@ class DeviceCB:
 def _parse_device(device):
     "`device` as a `torch.device`, or an error"
     try: return torch.device(device)
-    except RuntimeError: raise ValueError(f"`device` is {device!r}, which PyTorch does not know. Use a name such as 'cpu', 'cuda', 'cuda:1' or 'mps'.") from None
+    except (RuntimeError, TypeError): raise ValueError(f"`device` is {device!r}, which PyTorch does not know. Use a name such as 'cpu', 'cuda', 'cuda:1' or 'mps'.") from None
 
 def _check_device(device):
     "Raise an error that names what there is, if nothing can be stored on `device`"
     try: torch.empty(1, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as e:
-        raise RuntimeError(f"`DeviceCB` was told to use '{device}', but this machine cannot: {str(e).splitlines()[0]} "
+        raise RuntimeError(f"`DeviceCB` was told to use '{device}', but this machine cannot: {str(e).splitlines()[0].rstrip('.')}. "
                            f"Here '{def_device()}' works; pass that, or no device at all.") from None
 
 def _move_state(opt):

@@ -16,11 +16,13 @@ class BasicTrainCB:
 
     def predict(self, trainer):
         "Run the model on the inputs"
-        trainer.preds = trainer.model(*trainer.split(trainer.batch)[0])
+        try: trainer.preds = trainer.model(*trainer.split(trainer.batch)[0])
+        except TypeError as e: raise _hinted(e, 'positional argument', 'How many entries of the batch are inputs is said by `n_inp`, as in `DataLoaders(train, valid, n_inp=2)`.')
 
     def get_loss(self, trainer):
         "Compare predictions with targets"
-        trainer.loss = trainer.loss_func(trainer.preds, *trainer.split(trainer.batch)[1])
+        try: trainer.loss = trainer.loss_func(trainer.preds, *trainer.split(trainer.batch)[1])
+        except TypeError as e: raise _hinted(e, "'NoneType' object is not callable", 'The trainer was made with `loss_func=None`. Give it a loss function, or add a callback that does `get_loss` instead.')
 
     def backward(self, trainer):
         "Compute the gradients of the loss"
@@ -35,7 +37,12 @@ class BasicTrainCB:
         "Clear the gradients"
         trainer.opt.zero_grad()
 
-# %% ../../nbs/callbacks/30_training.ipynb #cae14f5f
+# %% ../../nbs/callbacks/30_training.ipynb #10162591
+def _hinted(error, sign, hint):
+    "`error` with the note `hint` if its text contains `sign`"
+    if sign in str(error): error.add_note(hint)
+    return error
+
 def _explained(error, loss):
     "`error` with a note if it is the loss that cannot be differentiated"
     if not torch.is_tensor(loss):

@@ -1,0 +1,415 @@
+"Faults that were found by using and attacking the library; each test would fail if its fault came back."
+import copy
+import pickle
+import signal
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from fastcore.foundation import L
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop.all import (BasicTrainCB, CancelStepException, DataLoaders, DeviceCB, MetricsCB, MomentumTrainCB, Order, ProgressCB, Trainer, callback_table,
+                            def_device, event_table, init_delegates, replaces, show_source, to_device, with_cbs)
+
+
+def data(n=3):
+    return [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(n)]
+
+
+def trainer_with(*callbacks, n=3, cls=Trainer, **kwargs):
+    return cls(DataLoaders(data(n), data(2)), F.mse_loss, optim.SGD, nn.Linear(1, 1), [BasicTrainCB(), *callbacks], **kwargs)
+
+
+def test_a_pass_inside_a_pass_is_refused_and_a_side_run_does_it():
+    def after_batch(trainer):
+        if trainer.training and trainer.batch_num == 1:
+            trainer.one_epoch(False)
+    with pytest.raises(RuntimeError, match="side_run"):
+        trainer_with().fit(1, callbacks=after_batch)
+
+    class EveryCB:
+        order, found = Order.DECIDE, 0
+
+        def after_batch(self, trainer):
+            if trainer.training and trainer.batch_num == 1:
+                with trainer.side_run(MetricsCB()) as side:
+                    side.fit(1, train=False, callbacks=ProgressCB("plain"))
+                    found = side.history.latest("valid_loss")
+                self.found = found
+    every = EveryCB()
+    t = trainer_with(every, n=10)
+    t.fit(1, valid=False)
+    assert (t.n_updates, t.model.training) == (10, True) and every.found > 0
+
+
+def test_a_pass_by_hand_leaves_the_mode_to_the_model():
+    t = trainer_with()
+    t.fit(1)
+    t.one_epoch(False)
+    t.model.train()
+    assert t.training
+
+
+@pytest.mark.parametrize("train_cb", [BasicTrainCB, MomentumTrainCB])
+def test_gradients_of_an_interrupted_fit_do_not_reach_the_next(train_cb):
+    torch.manual_seed(0)
+    batches, model = data(), nn.Linear(1, 1)
+
+    def trained(interrupted):
+        t = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, copy.deepcopy(model), train_cb())
+
+        def before_step(trainer): raise KeyboardInterrupt
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                t.fit(1, 0.1, callbacks=before_step, valid=False)
+        t.fit(1, 0.1, valid=False)
+        return t.model.weight.item()
+    assert trained(True) == trained(False)
+
+
+def test_a_step_of_the_trainer_and_one_of_a_callback_are_refused_together_unless_one_replaces():
+    "ISA-44: never two providers by accident"
+    class OwnStep(Trainer):
+        def step(self): self.opt.step()
+
+    class OwnStepAlone(Trainer):
+        @replaces
+        def step(self): self.opt.step()
+    with pytest.raises(ValueError, match="`OwnStep.step`, a method of the trainer itself, and `BasicTrainCB.step`"):
+        trainer_with(cls=OwnStep).fit(1)
+    t = trainer_with(cls=OwnStepAlone)
+    seen = []
+    t.opt_func = lambda params, lr: SimpleNamespace(step=lambda: seen.append(1), zero_grad=lambda: None, param_groups=[])
+    t.fit(1, valid=False)
+    assert len(seen) == t.n_updates == 3
+
+
+def bad_classes():
+    class Misspelt(Trainer):
+        def before_bach(self): ...
+
+    class Argument(Trainer):
+        def predict(self, x): ...
+
+    class Log(Trainer):
+        def log(self, message): ...
+
+    class Decorated(Trainer):
+        @with_cbs("predict", CancelStepException)
+        def predict(self): ...
+    return [(Misspelt, "Did you mean `before_batch`"), (Argument, "named after an event"), (Log, "named after an event"), (Decorated, "Leave the decorator out")]
+
+
+@pytest.mark.parametrize("cls, message", bad_classes(), ids=lambda o: getattr(o, "__name__", None))
+def test_methods_of_a_trainer_that_could_not_work_are_refused(cls, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Trainer.__init__(cls.__new__(cls), DataLoaders(data()), F.mse_loss, optim.SGD, nn.Linear(1, 1), None)
+
+
+async def _later(trainer): ...
+
+
+def _yielding(trainer):
+    yield
+
+
+def _too_many(trainer, more): ...
+
+
+@pytest.mark.parametrize("handler, message", [(_later, "coroutine"), (_yielding, "generator"), (_too_many, "with the trainer alone")])
+def test_handlers_that_would_do_nothing_or_fail_are_refused(handler, message):
+    with pytest.raises(TypeError, match=message):
+        trainer_with(SimpleNamespace(name="odd", after_batch=handler))
+
+
+def test_an_error_inside_a_property_comes_out():
+    class PropertyCB:
+        @property
+        def after_batch(self): return self.missing
+        def before_fit(self, trainer): ...
+    with pytest.raises(AttributeError, match="missing"):
+        trainer_with(PropertyCB())
+
+    class PropertyTrainer(Trainer):
+        @property
+        def n_params(self): return self.model.params()
+    with pytest.raises(AttributeError, match="object has no attribute 'params'"):
+        trainer_with(cls=PropertyTrainer).n_params
+
+
+def test_request_stop_without_a_reason_stops():
+    def after_batch(trainer): trainer.request_stop(None)
+    t = trainer_with()
+    t.fit(3, callbacks=after_batch)
+    assert t.epoch == 0 and t.stop_reason
+
+
+def test_keep_opt_keeps_the_ratio_of_the_rates_and_refuses_another_model():
+    t = trainer_with()
+    t.opt_func = lambda params, lr: optim.SGD([{"params": params[:1], "lr": lr}, {"params": params[1:], "lr": lr*10}])
+    with pytest.raises(ValueError, match="there is none yet"):
+        t.fit(1, keep_opt=True)
+    t.fit(1, 0.01)
+    t.fit(1, 0.02, keep_opt=True)
+    assert [g["lr"] for g in t.opt.param_groups] == pytest.approx([0.02, 0.2])
+    t.model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="no parameter of this model"):
+        t.fit(1, keep_opt=True)
+
+
+@pytest.mark.parametrize("lr", ["0.1", True, None, float("nan"), -1.])
+def test_what_is_no_rate_is_refused(lr):
+    with pytest.raises((TypeError, ValueError), match="`lr` is"):
+        trainer_with().fit(1, lr=lr)
+
+
+def test_an_interrupt_while_callbacks_come_leaves_none_of_them():
+    t = trainer_with()
+    extra, build = SimpleNamespace(name="extra", after_batch=lambda trainer: None), t.plan.build
+    calls = []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        build(*args, **kwargs)
+    t.plan.build = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        t.fit(1, callbacks=extra)
+    t.plan.build = build
+    assert extra not in t.callbacks and not hasattr(t, "extra")
+    t.fit(1, callbacks=extra)
+
+
+def test_an_alarm_at_any_moment_leaves_a_trainer_that_fits_again():
+    "Real signals, each a little later; a callback that an interrupt in the last lines leaves behind is gone at the next fit"
+    armed = [False]
+
+    def alarm(*args):
+        if armed[0]:
+            raise KeyboardInterrupt
+    old = signal.signal(signal.SIGALRM, alarm)
+    t = trainer_with()
+    try:
+        for i in range(300):
+            try:
+                armed[0] = True
+                signal.setitimer(signal.ITIMER_REAL, 1e-5*(i+1))
+                t.fit(1, callbacks=SimpleNamespace(name="extra", after_batch=lambda trainer: None))
+                armed[0] = False
+            except KeyboardInterrupt:
+                armed[0] = False
+            t.fit(0)
+            assert len(t.callbacks) == len(t._named) == 1
+            assert not t._fitting and torch.is_grad_enabled() and t.exception is None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_a_newcomer_that_fails_does_not_stay():
+    def before_fit(trainer): raise ValueError("no")
+    bad = SimpleNamespace(name="bad", before_fit=before_fit)
+
+    def after_batch(trainer):
+        with pytest.raises(ValueError), trainer.added_callbacks(bad):
+            pass
+        with pytest.raises(ValueError, match="no"):
+            trainer.add_callback(bad)
+    t = trainer_with()
+    t.fit(1, callbacks=after_batch)
+    assert bad not in t.callbacks and not hasattr(t, "bad")
+
+
+def test_a_callback_of_one_fit_that_removes_or_renames_itself_leaves_no_name():
+    class OnceCB:
+        def after_batch(self, trainer): trainer.remove_callback(self)
+    t = trainer_with()
+    t.fit(1, callbacks=OnceCB())
+    assert not hasattr(t, "OnceCB")
+    t.add_callback(cb := OnceCB())
+    cb.name = "another"
+    t.remove_callback(cb, delete=True)
+    assert not hasattr(t, "OnceCB") and not hasattr(t, "another")
+
+
+@pytest.mark.parametrize("place", ["plain", "terminal"])
+def test_a_trainer_with_bars_can_be_pickled_and_copied_after_a_fit(place, capsys):
+    t = trainer_with(ProgressCB(place), MetricsCB())
+    t.fit(1)
+    for again in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t)):
+        again.fit(1)
+        assert len(again.history) == 2
+
+
+def test_an_exception_used_again_gathers_no_notes():
+    skip = CancelStepException("skip")
+
+    def before_step(trainer): raise skip
+    trainer_with(n=50).fit(1, callbacks=before_step)
+    assert not getattr(skip, "__notes__", ())
+
+
+def test_notes_do_not_name_the_place_of_an_earlier_fit():
+    def before_fit(trainer): raise ValueError("early")
+    t = trainer_with()
+    t.fit(2)
+    with pytest.raises(ValueError) as e:
+        t.fit(1, callbacks=before_fit)
+    assert e.value.__notes__ == ["raised by `before_fit.before_fit`"]
+
+
+def test_a_loader_that_fails_is_said_to_fail_after_the_batch_before():
+    def broken():
+        yield from data(1)
+        error = OSError("disk")
+        error.add_note("file 17")
+        raise error
+    t = Trainer(DataLoaders(broken()), F.mse_loss, optim.SGD, nn.Linear(1, 1), BasicTrainCB())
+    with pytest.raises(OSError) as e:
+        t.fit(1, valid=False)
+    assert e.value.__notes__[0] == "file 17" and "after batch 0" in e.value.__notes__[1]
+
+
+def test_the_warning_about_missing_steps_points_at_the_line_with_fit():
+    t = Trainer(DataLoaders(data()), F.mse_loss, optim.SGD, nn.Linear(1, 1), SimpleNamespace(predict=lambda trainer: None))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        t.fit(1, valid=False)
+    assert caught[0].filename == __file__
+
+
+def test_callbacks_with_tensors_can_be_summarized():
+    @dataclass
+    class TensorCB:
+        weight: torch.Tensor
+        name: str
+        def after_batch(self, trainer): "Nothing"
+    t = trainer_with(TensorCB(torch.ones(2), "a"), TensorCB(torch.ones(2), "b"))
+    assert [o["callback"] for o in callback_table(t).rows if o["step"] == "after_batch"] == ["a", "b"]
+
+
+def test_a_mock_can_be_a_callback():
+    t = trainer_with(mock := Mock(spec=["after_batch"]))
+    t.fit(1, valid=False)
+    assert mock.after_batch.call_count == 3
+
+
+def test_bound_methods_and_partials_are_functions():
+    class Helper:
+        def __init__(self): self.n = 0
+        def after_batch(self, trainer): self.n += 1
+
+    def after_epoch(seen, trainer): seen.append(trainer.training)
+    helper, seen = Helper(), []
+    trainer_with(helper.after_batch, partial(after_epoch, seen)).fit(1)
+    assert (helper.n, seen) == (5, [True, False])
+
+
+@pytest.mark.parametrize("several", [lambda o: L(o), lambda o: {i: x for i, x in enumerate(o)}.values(), lambda o: [o[:1], [o[1:]]], lambda o: iter(o)])
+def test_callbacks_come_in_any_container(several):
+    t = Trainer(DataLoaders(data()), F.mse_loss, optim.SGD, nn.Linear(1, 1), several([BasicTrainCB(), MetricsCB()]))
+    assert [type(o) for o in t.callbacks] == [BasicTrainCB, MetricsCB]
+
+
+def test_a_trainer_is_no_callback():
+    with pytest.raises(TypeError, match="other.callbacks"):
+        trainer_with(trainer_with())
+
+
+def test_arguments_in_the_order_of_another_library_are_recognised():
+    with pytest.raises(TypeError, match="The order is"):
+        Trainer(DataLoaders(data()), nn.Linear(1, 1), F.mse_loss, optim.Adam, None)
+    with pytest.raises(TypeError, match="The order is"):
+        Trainer(DataLoaders(data()), F.mse_loss, nn.Linear(1, 1), optim.Adam, None)
+
+
+def test_forgotten_arguments_have_a_hint():
+    class TwoInputs(nn.Linear):
+        def forward(self, a, b): return super().forward(a+b)
+    t = Trainer(DataLoaders(data()), F.mse_loss, optim.SGD, TwoInputs(1, 1), BasicTrainCB())
+    with pytest.raises(TypeError) as e:
+        t.fit(1, valid=False)
+    assert "n_inp" in e.value.__notes__[0]
+    t = Trainer(DataLoaders(data()), None, optim.SGD, nn.Linear(1, 1), BasicTrainCB())
+    with pytest.raises(TypeError) as e:
+        t.fit(1, valid=False)
+    assert "loss_func=None" in e.value.__notes__[0]
+
+
+def test_init_delegates_works_without_brackets_and_with_star_args():
+    import inspect
+
+    @init_delegates
+    class Plain(Trainer):
+        def subclassing_method(self, x=1): self.x = x
+
+    @init_delegates()
+    class Star(Trainer):
+        def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs)
+        def subclassing_method(self, y=2): self.y = y
+    assert "x=1" in str(inspect.signature(Plain)) and trainer_with(cls=Plain, x=3).x == 3
+    assert str(inspect.signature(Star.__init__)) == "(self, dls, loss_func, opt_func, model, callbacks, y=2)"
+    assert trainer_with(cls=Star, y=5).y == 5
+
+
+def test_one_event_of_a_subclass_needs_no_tuple():
+    class OneEvent(Trainer):
+        events = "checked"
+    seen = []
+    t = trainer_with(SimpleNamespace(name="a", checked=seen.append), cls=OneEvent)
+    t.run_callbacks("checked")
+    assert seen == [t]
+
+
+def test_tools_take_objects_as_well_as_classes():
+    assert len(event_table(trainer_with())) == len(event_table(Trainer))
+    assert "class MetricsCB" in repr(show_source(MetricsCB()))
+
+
+def test_a_callback_can_be_removed_by_its_class():
+    t = trainer_with(MetricsCB())
+    t.remove_callback(MetricsCB)
+    assert len(t.callbacks) == 1
+    with pytest.raises(LookupError, match="`MetricsCB`"):
+        t.remove_callback(MetricsCB)
+
+
+def test_the_device_may_be_a_function():
+    "ISA-46: the default is printed as `def_device`, so passing it works"
+    t = trainer_with(DeviceCB(def_device))
+    t.fit(1)
+    assert next(t.model.parameters()).device.type == def_device().type
+    assert to_device(torch.ones(1), def_device).device.type == def_device().type
+    with pytest.raises(ValueError, match="which PyTorch does not know"):
+        DeviceCB(3.5)
+
+
+def test_what_is_appended_to_the_list_is_checked_and_named_when_a_fit_begins():
+    t = trainer_with()
+    t.callbacks.append(MetricsCB())
+    t.fit(1)
+    assert t.MetricsCB in t.callbacks
+    t.callbacks.append(MetricsCB)
+    with pytest.raises(TypeError, match="only an object can be a callback"):
+        t.fit(1)
+
+
+@pytest.mark.parametrize("path, message", [("loss.xyz", "is no format"), ("/proc/nowhere/loss.png", "cannot be written")])
+def test_a_plot_that_cannot_be_saved_is_refused_before_training(path, message, capsys):
+    from isaac_loop.demo import main
+    with pytest.raises(SystemExit) as e:
+        main(["--epochs", "1", "--plot", path])
+    assert e.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_plot_without_suffix_is_saved_where_it_says(tmp_path, capsys):
+    from isaac_loop.demo import main
+    main(["--epochs", "1", "--device", "cpu", "--plot", str(tmp_path/"loss")])
+    assert f"Loss plot: {tmp_path/'loss.png'}" in capsys.readouterr().out and (tmp_path/"loss.png").exists()
