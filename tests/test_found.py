@@ -140,7 +140,7 @@ def test_an_error_inside_a_property_comes_out():
         @property
         def n_params(self): return self.model.params()
     with pytest.raises(AttributeError, match="object has no attribute 'params'"):
-        trainer_with(cls=PropertyTrainer).n_params
+        _ = trainer_with(cls=PropertyTrainer).n_params
 
 
 def test_request_stop_without_a_reason_stops():
