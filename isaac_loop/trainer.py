@@ -38,6 +38,7 @@ STATE = {
     'dl': ('`one_epoch`', 'the loader of this pass'),
     'batches': ('`one_epoch`', 'iterable of batches; callbacks may wrap it in `before_epoch`'),
     'n_batches': ('`one_epoch`', 'batches in this pass; None if the loader has no length'),
+    'start_batch': ('`one_epoch`; raised in `before_epoch` by whoever resumes a pass', 'number of the first batch of this pass, mostly 0'),
     'batch_num': ('a pass, before each batch', 'number of the batch, from 0'),
     'batch': ('a pass, before each batch', 'what the loader gave'),
     'preds': ('the step `predict`, which `BasicTrainCB` provides', "the model's output for the batch"),
@@ -198,7 +199,7 @@ class Trainer(_ByName):
         "One pass over a loader, with the model in the right mode, and without gradients when validating"
         if any(o.name == 'epoch' for o in self.plan.spans): raise RuntimeError(_pass_in_pass)
         self._forget('batch_num', 'batch', 'preds', 'loss')
-        self._training,self._pass_ends = training,False
+        self._training,self._pass_ends,self.start_batch = training,False,0
         self.dl = self.dls.train if training else self.dls.valid
         self.batches,self.n_batches = self.dl,n_batches(self.dl)
         if hasattr(self.model, 'train'): self.model.train(training)
@@ -210,12 +211,12 @@ class Trainer(_ByName):
 
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
-        for self.batch_num,self.batch in enumerate(self.batches):
+        for self.batch_num,self.batch in enumerate(self.batches, self.start_batch):
             self.preds = self.loss = None # Dropped before the next forward pass needs the memory
             del self.preds,self.loss
             self.one_batch()
             if self._pass_ends: break
-        if 'batch_num' not in vars(self): raise ValueError(_no_batches(self))
+        if 'batch_num' not in vars(self) and not self.start_batch: raise ValueError(_no_batches(self))
 
     @with_cbs('batch', CancelBatchException)
     def one_batch(self):
