@@ -14,21 +14,6 @@ from pathlib import Path
 
 from ..events import Order, callback_name
 
-# %% ../../nbs/callbacks/52_tracking.ipynb #a68baa55
-def settings(
-    callback, # Any object
-)->dict: # `name.attribute` and value, for every public attribute that is not callable
-    "The settings of a callback"
-    name = callback_name(callback)
-    public = [o for o in sorted({*dir(type(callback)), *getattr(callback, '__dict__', {})}) if not o.startswith('_')]
-    values = {o: _value_of(callback, o) for o in public}
-    return {f'{name}.{o}': _setting(v) for o,v in values.items() if not (callable(v) or inspect.ismodule(v) or o == 'callbacks')}
-
-def _value_of(callback, attribute):
-    "An attribute, or what happened instead: a property may have nothing to tell yet, and that must not stop a run"
-    try: return getattr(callback, attribute, None)
-    except Exception as e: return f'({type(e).__name__}: {e})'
-
 # %% ../../nbs/callbacks/52_tracking.ipynb #cce63d9a
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 200
@@ -45,6 +30,21 @@ def _setting(value):
     if isinstance(value, int): return int(value)
     if isinstance(value, float): return float(value)
     return _text(value)
+
+# %% ../../nbs/callbacks/52_tracking.ipynb #a68baa55
+def settings(
+    callback, # Any object
+)->dict: # `name.attribute` and value, for every public attribute that is not callable
+    "The settings of a callback"
+    name = callback_name(callback)
+    public = [o for o in sorted({*dir(type(callback)), *getattr(callback, '__dict__', {})}) if not o.startswith('_')]
+    values = {o: _value_of(callback, o) for o in public}
+    return {f'{name}.{o}': _setting(v) for o,v in values.items() if not (callable(v) or inspect.ismodule(v) or o == 'callbacks')}
+
+def _value_of(callback, attribute):
+    "An attribute, or what happened instead: a property may have nothing to tell yet, and that must not stop a run"
+    try: return getattr(callback, attribute, None)
+    except Exception as e: return f'({type(e).__name__}: {e})'
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #1ff3d19e
 def described(
@@ -77,6 +77,36 @@ def plain(
     try: return plain(value.tolist()) # Tensors, arrays, and NumPy's own numbers
     except (AttributeError, RuntimeError, TypeError): return _text(value)
 
+# %% ../../nbs/callbacks/52_tracking.ipynb #d987f84c
+def _clean(text):
+    "`text` with half characters, which no file can hold, written out"
+    return text.encode('utf-8', 'backslashreplace').decode()
+
+def _as_json(value): return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+def _finite(value):
+    "Plain `value` with what JSON has no number for as text: 'NaN', 'Infinity' and '-Infinity'"
+    if isinstance(value, list): return [_finite(o) for o in value]
+    if isinstance(value, dict): return {k: _finite(v) for k,v in value.items()}
+    if not isinstance(value, float) or math.isfinite(value): return value
+    return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'
+
+# %% ../../nbs/callbacks/52_tracking.ipynb #4516331a
+def _quoted(name): return '"' + name.replace('"', '""') + '"'
+
+def _make_columns(db, table, names):
+    "Make what is missing; returns the column for each of `names`"
+    db.execute(f'create table if not exists {_quoted(table)} ({_quoted(_sql_name(names[0]))})')
+    taken,columns = {o[1].lower(): o[1] for o in db.execute(f'pragma table_info({_quoted(table)})')},{}
+    for name in names:
+        column = _sql_name(name)
+        while taken.get(column.lower(), column) != column or (column != name and column in names): column += '_'
+        if column.lower() not in taken: db.execute(f'alter table {_quoted(table)} add column {_quoted(column)}')
+        taken[column.lower()] = columns[name] = column
+    return columns
+
+def _sql_name(name): return _clean(name).replace('\0', '\\0')
+
 # %% ../../nbs/callbacks/52_tracking.ipynb #1f378e58
 def write_sqlite(
     path, # The database; made when it is not there
@@ -93,42 +123,12 @@ def write_sqlite(
         db.executemany(f'insert into {_quoted(table)} ({names}) values ({places})', [[_for_sqlite(row.get(o)) for o in columns] for row in rows])
         db.execute('commit')
 
-def _quoted(name): return '"' + name.replace('"', '""') + '"'
-
 def _for_sqlite(value):
     "`value` as SQLite can hold it: not a number becomes null, lists and dicts become JSON"
     value = plain(value)
     if isinstance(value, (list, dict)): value = _as_json(value)
     if isinstance(value, int) and not -2**63 <= value < 2**63: value = str(value)
     return _clean(value) if isinstance(value, str) else value
-
-# %% ../../nbs/callbacks/52_tracking.ipynb #d987f84c
-def _clean(text):
-    "`text` with half characters, which no file can hold, written out"
-    return text.encode('utf-8', 'backslashreplace').decode()
-
-def _as_json(value): return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
-
-def _finite(value):
-    "Plain `value` with what JSON has no number for as text: 'NaN', 'Infinity' and '-Infinity'"
-    if isinstance(value, list): return [_finite(o) for o in value]
-    if isinstance(value, dict): return {k: _finite(v) for k,v in value.items()}
-    if not isinstance(value, float) or math.isfinite(value): return value
-    return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'
-
-# %% ../../nbs/callbacks/52_tracking.ipynb #01f18034
-def _make_columns(db, table, names):
-    "Make what is missing; returns the column for each of `names`"
-    db.execute(f'create table if not exists {_quoted(table)} ({_quoted(_sql_name(names[0]))})')
-    taken,columns = {o[1].lower(): o[1] for o in db.execute(f'pragma table_info({_quoted(table)})')},{}
-    for name in names:
-        column = _sql_name(name)
-        while taken.get(column.lower(), column) != column or (column != name and column in names): column += '_'
-        if column.lower() not in taken: db.execute(f'alter table {_quoted(table)} add column {_quoted(column)}')
-        taken[column.lower()] = columns[name] = column
-    return columns
-
-def _sql_name(name): return _clean(name).replace('\0', '\\0')
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #445009eb
 def write_jsonl(
@@ -154,6 +154,20 @@ def _beside(name, row):
     while other in row: other += '_'
     return {other if o == name else o: v for o,v in row.items()}
 
+# %% ../../nbs/callbacks/52_tracking.ipynb #df6b0326
+def _csv_text(rows):
+    "`rows` of cells as CSV"
+    writer = csv.writer(text := io.StringIO(newline='')) # Lines end as RFC 4180 says; with a bare newline Python would leave a carriage return unquoted
+    writer.writerows(rows)
+    return text.getvalue()
+
+def _csv_rows(file, n=None):
+    "The first `n` rows of a file, as text; a model's source may be longer than Python expects a cell to be"
+    usual = csv.field_size_limit(2**31-1)
+    try:
+        with open(file, newline='', encoding='utf-8') as f: return [row for row,_ in zip(csv.reader(f), range(n) if n else iter(int, 1))]
+    finally: csv.field_size_limit(usual)
+
 # %% ../../nbs/callbacks/52_tracking.ipynb #588c5cdb
 def write_csv(
     path, # The folder; made when it is not there
@@ -177,20 +191,6 @@ def _cell(value):
     "`value` as one cell; nothing for None"
     value = plain(value)
     return _as_json(value) if isinstance(value, (list, dict)) else value
-
-# %% ../../nbs/callbacks/52_tracking.ipynb #df6b0326
-def _csv_text(rows):
-    "`rows` of cells as CSV"
-    writer = csv.writer(text := io.StringIO(newline='')) # Lines end as RFC 4180 says; with a bare newline Python would leave a carriage return unquoted
-    writer.writerows(rows)
-    return text.getvalue()
-
-def _csv_rows(file, n=None):
-    "The first `n` rows of a file, as text; a model's source may be longer than Python expects a cell to be"
-    usual = csv.field_size_limit(2**31-1)
-    try:
-        with open(file, newline='', encoding='utf-8') as f: return [row for row,_ in zip(csv.reader(f), range(n) if n else iter(int, 1))]
-    finally: csv.field_size_limit(usual)
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #7a15bdb6
 _WRITERS = {'.sqlite': write_sqlite, '.sqlite3': write_sqlite, '.db': write_sqlite, '.jsonl': write_jsonl, '': write_csv}
@@ -228,24 +228,27 @@ class TrackingCB:
         self._first_write()
         self._open = True
 
-    def log(self, trainer):
-        "Note the rows of the epoch and of its batches"
-        self._note('epoch_stats', trainer.history[self._n_epochs:])
-        self._n_epochs = len(trainer.history)
-        self._note_batches(trainer)
-        self._save()
-
-    def cleanup_fit(self, trainer):
-        "Note the batches of an unfinished epoch, and how the fit ended"
-        if not self._open: return # It never began
-        self._open = False
-        self._note_batches(trainer)
-        self._note('fit_ends', [self._end_row(trainer)])
-        self._save()
-
-# %% ../../nbs/callbacks/52_tracking.ipynb #76305ab3
+# %% ../../nbs/callbacks/52_tracking.ipynb #570f4fc6
 from fastcore.basics import patch
 
+@patch
+def log(self:TrackingCB, trainer):
+    "Note the rows of the epoch and of its batches"
+    self._note('epoch_stats', trainer.history[self._n_epochs:])
+    self._n_epochs = len(trainer.history)
+    self._note_batches(trainer)
+    self._save()
+
+@patch
+def cleanup_fit(self:TrackingCB, trainer):
+    "Note the batches of an unfinished epoch, and how the fit ended"
+    if not self._open: return # It never began
+    self._open = False
+    self._note_batches(trainer)
+    self._note('fit_ends', [self._end_row(trainer)])
+    self._save()
+
+# %% ../../nbs/callbacks/52_tracking.ipynb #419c57f9
 @patch
 def _fit_row(self:TrackingCB, trainer):
     "What there is to say about a fit before it begins"
@@ -288,6 +291,7 @@ def _flush(self:TrackingCB):
         self._write(where, table, self._pending[table])
         del self._pending[table]
 
+# %% ../../nbs/callbacks/52_tracking.ipynb #e286302e
 @patch
 def _first_write(self:TrackingCB):
     "Write the fit's row, or say why that cannot be done"
