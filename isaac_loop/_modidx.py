@@ -167,6 +167,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'isaac_loop/callbacks/tracking.py'),
                                                'isaac_loop.callbacks.tracking._value_of': ( 'callbacks/tracking.html#_value_of',
                                                                                             'isaac_loop/callbacks/tracking.py'),
+                                               'isaac_loop.callbacks.tracking._wait_for_turn': ( 'callbacks/tracking.html#_wait_for_turn',
+                                                                                                 'isaac_loop/callbacks/tracking.py'),
                                                'isaac_loop.callbacks.tracking._writer': ( 'callbacks/tracking.html#_writer',
                                                                                           'isaac_loop/callbacks/tracking.py'),
                                                'isaac_loop.callbacks.tracking.described': ( 'callbacks/tracking.html#described',

@@ -304,7 +304,7 @@ def test_a_run_can_be_read_without_this_library(kind, tmp_path):
     assert [o["outcome"] for o in tables["fit_ends"]] == ["finished", "finished"]
 
 
-ODD_NAMES = ['a "quoted" name', "semi;colon -- drop table", "Größe 📏", "comma,name", "line\nbreak", "Loss", "loss", "LOSS_", "run", "table", "select", "'", "[x]", "half \udc80", "nul\0l", ""]
+ODD_NAMES = ['a "quoted" name', "semi;colon -- drop table", "Größe 📏", "comma,name", "line\nbreak", "Loss", "loss", "LOSS", "LOSS #15", "loss #0", "loss #0 #0", "Ø", "ø", "run", "table", "select", "'", "[x]", "half \udc80", "nul\0l", ""]
 ODD_VALUES = [1, 2**70, -0.5, 1e300, float("nan"), float("inf"), float("-inf"), True, None, "Ä, \"x\";\n📏", "half \udc80", "", [1, [2.5, None]], {"a": {"b": "ü"}}, "x" * 200_000]
 
 
@@ -375,6 +375,20 @@ def test_any_rows_are_kept(kind, blocks):
         kept = [o for o in kept if o not in ("nan", "NaN", "Infinity", "-Infinity")]
         values = [o for o in values if o not in ("Infinity", "-Infinity")]
         assert sorted(map(as_text, kept)) == sorted(map(as_text, values))
+
+
+@settings_of_hypothesis(max_examples=60, deadline=None)
+@given(calls=st.lists(st.lists(st.text("aAbB #01", min_size=1, max_size=5), min_size=1, max_size=4, unique=True), min_size=2, max_size=5))
+def test_a_column_stands_for_one_name_at_any_time(calls):
+    "ISA-65: in SQLite, where capitals do not count, whatever came before"
+    with tempfile.TemporaryDirectory() as folder:
+        for i, call in enumerate(calls): write_sqlite(Path(folder) / "t.db", "t", [dict.fromkeys(call, i)])
+        rows = read_sqlite(Path(folder) / "t.db")["t"]
+    by_column = {}
+    for i, (call, row) in enumerate(zip(calls, rows, strict=True)):
+        filled = {re.sub(r" #\d+$", "", o) if re.search(r" #\d+$", o) else o: o for o, v in row.items() if v == i}
+        assert sorted(filled) == sorted(call)
+        for name, column in filled.items(): assert by_column.setdefault(column, name) == name
 
 
 def test_a_csv_file_is_complete_at_every_moment(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ __all__ = ['settings', 'described', 'source_of', 'plain', 'write_sqlite', 'write
 # %% ../../nbs/callbacks/52_tracking.ipynb #06ceda26
 import csv, inspect, io, json, math, os, re, reprlib, sqlite3, time, uuid, warnings, weakref
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -96,12 +96,14 @@ def _quoted(name): return '"' + name.replace('"', '""') + '"'
 
 def _make_columns(db, table, names):
     "Make what is missing; returns the column for each of `names`"
-    db.execute(f'create table if not exists {_quoted(table)} ({_quoted(_sql_name(names[0]))})')
     taken,columns = {o[1].lower(): o[1] for o in db.execute(f'pragma table_info({_quoted(table)})')},{}
+    exist = set(taken.values())
     for name in names:
         column = _sql_name(name)
-        while taken.get(column.lower(), column) != column or (column != name and column in names): column += '_'
-        if column.lower() not in taken: db.execute(f'alter table {_quoted(table)} add column {_quoted(column)}')
+        if taken.get(column.lower(), column) != column or re.search(r' #\d+$', column): column += f' #{sum(o.isupper() << i for i,o in enumerate(column))}'
+        if not exist: db.execute(f'create table {_quoted(table)} ({_quoted(column)})')
+        elif column not in exist: db.execute(f'alter table {_quoted(table)} add column {_quoted(column)}')
+        exist.add(column)
         taken[column.lower()] = columns[name] = column
     return columns
 
@@ -144,8 +146,16 @@ def _append(path, text):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     data = text.encode('utf-8', 'backslashreplace')
     with open(path, 'ab+', buffering=0) as f:
+        _wait_for_turn(f)
         if f.tell() and f.seek(-1, os.SEEK_END) >= 0 and f.read(1) != b'\n': data = b'\n'+data # A line that broke off stays by itself
         while data: data = data[f.write(data):]
+
+def _wait_for_turn(f):
+    "Lock `f` until it is closed, where the system can; the system unlocks it when the program is killed"
+    try: import fcntl
+    except ImportError: return
+    with suppress(OSError): fcntl.flock(f, fcntl.LOCK_EX) # Some network drives have no locks
+    f.seek(0, os.SEEK_END)
 
 def _beside(name, row):
     "`row` with a column of this `name` called otherwise, since the name is needed"
