@@ -28,6 +28,7 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python tools/save_outputs.py
+	$(BIN)/python tools/coverage.py
 
 bench: $(READY)
 	$(BIN)/python tools/bench.py

@@ -358,7 +358,7 @@ def make_chain(base, levels):
 @settings(max_examples=150, deadline=None)
 @given(chains)
 def test_every_decorated_class_shows_exactly_what_it_takes(chain):
-    "ISA-84, 85, 86, 90, 91, 92: names, defaults and annotations of any chain, also in the parents once the children exist"
+    "ISA-84 to ISA-86, ISA-90 to ISA-92: names, defaults and annotations of any chain, also in the parents once the children exist"
     base, levels = chain
     before = signature(base)
     for cls, takes, decorated in make_chain(base, levels):
@@ -380,7 +380,7 @@ def test_every_decorated_class_shows_exactly_what_it_takes(chain):
 @settings(max_examples=150, deadline=None)
 @given(chains, st.data())
 def test_every_value_that_fits_the_signature_arrives(chain, data):
-    "ISA-84, 85, 90, 92: by position and by name; what is left out has the youngest default"
+    "ISA-84, ISA-85, ISA-90, ISA-92: by position and by name; what is left out has the youngest default"
     base, levels = chain
     cls, takes, _ = make_chain(base, levels)[-1]
     params = list(inspect.signature(cls.__init__).parameters.values())[3:]
@@ -396,7 +396,7 @@ def test_every_value_that_fits_the_signature_arrives(chain, data):
 @settings(max_examples=100, deadline=None)
 @given(chains)
 def test_every_name_that_is_not_shown_is_refused(chain):
-    "ISA-85, 93: whether decorated or not, a class takes what `delegated_parameters` says and nothing else"
+    "ISA-85, ISA-93: whether decorated or not, a class takes what `delegated_parameters` says and nothing else"
     base, levels = chain
     for cls, takes, _ in make_chain(base, levels):
         needed = {k: 0 for k, v in takes.items() if v["required"]}

@@ -1,0 +1,174 @@
+"""The page that says where each feature is shown, and `tools/coverage.py`, which makes it.
+
+The parser is checked on a small list of its own, whose family `TST` no other test can show by accident.
+"""
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("coverage_tool", ROOT / "tools/coverage.py")
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+KNOWN = {f"TST-{i:02}": None for i in range(1, 13)} | {f"OTH-{i:02}": None for i in range(1, 4)}
+
+
+# The repository's own page
+
+def test_the_page_is_up_to_date_and_every_marker_names_a_feature():
+    done = subprocess.run([sys.executable, ROOT / "tools/coverage.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_links_to_files_tests_and_headings_that_are_there():
+    page = (ROOT / tool.PAGE).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)(?: (`[^|<]+`))?", page)
+    assert links
+    for href, names in links:
+        path, _, wanted = href.partition("#")
+        file = (ROOT / "nbs" / path).resolve()
+        assert file.is_file() and file.is_relative_to(ROOT), href
+        source = file.read_text(encoding="utf-8")
+        for name in re.findall("`([^`]+)`", names): assert f"def {name}(" in source
+        if path.endswith(".ipynb"): assert wanted in [tool.anchor(o) for c in json.loads(source)["cells"] for o in re.findall(r"(?m)^#+\s+(.+)$", "".join(c["source"]))], href
+
+
+def test_the_list_has_each_number_once_in_our_own_short_words():
+    features = tool.read_features(ROOT / "tools/features.csv")
+    numbers = {}
+    for o in features.values():
+        family, _, number = o.id.partition("-")
+        numbers.setdefault(family, []).append(int(number))
+        assert re.fullmatch("[SXE]?!?", o.kind) and o.kind and 1 <= len(o.title.split()) <= 10, o
+    for family, found in numbers.items(): assert found == list(range(1, len(found) + 1)), family
+    assert (len(numbers["ISA"]), len(numbers["MIN"])) == (119, 16)
+
+
+# Markers
+
+@pytest.mark.parametrize("text, found", [
+    ("TST-01", ["TST-01"]),
+    ("as in (TST-03, OTH-01): done", ["TST-03", "OTH-01"]),
+    ("TST-02 to TST-04", ["TST-02", "TST-03", "TST-04"]),
+    ("TST-02..04 and TST-09..TST-11", ["TST-02", "TST-03", "TST-04", "TST-09", "TST-10", "TST-11"]),
+    ("TST-09..12", ["TST-09", "TST-10", "TST-11", "TST-12"]),
+    ("TST-01, TST-01..02", ["TST-01", "TST-02"]),
+    ("TST-05 to 3 digits, over two\nlines TST-06 to\n    TST-07", ["TST-05", "TST-06", "TST-07"]),
+    ("TST-05 12 rows, UTF-8, SHA-256, XTST-01, NEMO-55", ["TST-05"]),
+    ("", []),
+])
+def test_numbers_and_ranges_are_found(text, found): assert tool.parse(text, KNOWN, "here") == found
+
+
+@pytest.mark.parametrize("text, words", [
+    ("TST-13", "no feature `TST-13`.*Did you mean `TST-1"), ("TST-1", "no feature `TST-1`.*Did you mean"), ("TST-001", "no feature `TST-001`"),
+    ("TST-10 to TST-14", "no feature `TST-13`"), ("TST-04..02", "runs backwards"), ("TST-01 to OTH-02", "from one family to another"),
+])
+def test_a_marker_that_names_nothing_is_an_error(text, words):
+    with pytest.raises(tool.MarkerError, match=f"here: .*{words}"): tool.parse(text, KNOWN, "here")
+
+
+@pytest.mark.parametrize("text, found", [(" TST-01 TST-02", ["TST-01", "TST-02"]), (" TST-01, TST-03..04", ["TST-01", "TST-03", "TST-04"]), (" TST-01 NEMO-55 F012", ["TST-01"]),
+                                         (" SON-10..12 TST-02", ["TST-02"])])
+def test_a_line_in_a_notebook_is_a_list(text, found): assert tool.parse_directive(text, KNOWN, "here") == found
+
+
+@pytest.mark.parametrize("text", ["", " TST01", " TST-01 and more", " TTS-01", " tst-01"])
+def test_a_line_in_a_notebook_has_nothing_else(text):
+    with pytest.raises(tool.MarkerError, match="should name features"): tool.parse_directive(text, KNOWN, "here")
+
+
+# A repository in small
+
+TESTS = '''
+"TST-09 in the docstring of the module is about no test"
+import pytest
+
+def helper(): "TST-09"
+
+@pytest.mark.parametrize("x", [pytest.param(1, id="TST-01")])
+def test_decorated(x): assert x
+
+def test_docstring():
+    "TST-02 to TST-03"
+
+class TestClass:
+    def test_body(self): assert "TST-04"
+'''
+CELLS = [("markdown", "# Title\n\n> words"), ("code", "#| shows: TST-01\n1+1"), ("markdown", "some text"), ("markdown", "## The `second` part, 2|3\n\ntext"),
+         ("code", "#| export\n#| shows: TST-05..06\ndef f(): pass"), ("markdown", "#| shows: TST-12"), ("code", "# TST-11 without a directive")]
+
+
+@pytest.fixture
+def small(tmp_path):
+    "A repository with one file of tests and one notebook"
+    for o in ("tools", "tests", "nbs/sub/.ipynb_checkpoints"): (tmp_path / o).mkdir(parents=True)
+    (tmp_path / "tools/features.csv").write_text("id,kind,title\n" + "".join(f"TST-{i:02},{'!' if i == 2 else 'X'},\"Title, {i}\"\n" for i in range(1, 13)))
+    (tmp_path / "tests/test_small.py").write_text(TESTS)
+    write_notebook(tmp_path / "nbs/sub/10_small.ipynb", CELLS)
+    write_notebook(tmp_path / "nbs/sub/.ipynb_checkpoints/10_small.ipynb", [("code", "#| shows: TST-10")])
+    return tmp_path
+
+
+def write_notebook(path, cells): path.write_text(json.dumps({"cells": [dict(cell_type=kind, source=source.splitlines(True)) for kind, source in cells]}))
+
+
+def test_places_are_tests_and_headings(small):
+    places = tool.find_places(tool.read_features(small / "tools/features.csv"), small)
+    notebook, tests = "nbs/sub/10_small.ipynb", "tests/test_small.py"
+    second = "The `second` part, 2|3"
+    assert {k: [tuple(o) for o in v] for k, v in places.items() if v} == {
+        "TST-01": [(notebook, "Title"), (tests, "test_decorated")], "TST-02": [(tests, "test_docstring")], "TST-03": [(tests, "test_docstring")],
+        "TST-04": [(tests, "test_body")], "TST-05": [(notebook, second)], "TST-06": [(notebook, second)]}
+
+
+def test_the_page_is_written_checked_and_noticed_when_old(small, capsys):
+    assert "out of date" in tool.main(["--check"], small), "there is none yet"
+    assert tool.main([], small) == 0 == tool.main(["--check"], small)
+    page = (small / tool.PAGE).read_text()
+    assert "| TST-02 | ! | Title, 2 | [test_small.py](../tests/test_small.py) `test_docstring` |" in page
+    assert "| TST-05 |  | Title, 5 | [10_small: The `second` part, 2\\|3](sub/10_small.ipynb#the-second-part-23) |" in page
+    assert "| TST-07 |  | Title, 7 | – |" in page and "## TST: 6 of 12" in page
+    (small / "tests/test_small.py").write_text(TESTS + "\ndef test_more(): 'TST-07'\n")
+    assert "Write it anew with" in tool.main(["--check"], small)
+    assert (small / tool.PAGE).read_text() == page, "`--check` writes nothing"
+
+
+def test_what_is_shown_nowhere_is_an_error_only_on_request(small):
+    assert tool.main([], small) == 0
+    assert tool.main(["--check", "--complete"], small).startswith("6 features are shown nowhere: TST-07, TST-08, TST-09, TST-10, TST-11, TST-12.")
+    (small / "tests/test_small.py").write_text(TESTS + "\ndef test_more(): 'TST-07..12'\n")
+    assert tool.main([], small) == 0 == tool.main(["--check", "--complete"], small)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda o: (o / "tests/test_small.py").write_text("def test_typo(): 'TST-99'"), "tests/test_small.py::test_typo: there is no feature `TST-99`"),
+    (lambda o: write_notebook(o / "nbs/sub/10_small.ipynb", [("markdown", "# Hooks"), ("code", "#| shows: TST-99")]), "nbs/sub/10_small.ipynb in the part Hooks: there is no feature `TST-99`"),
+])
+@pytest.mark.parametrize("option", [[], ["--check"]])
+def test_an_unknown_number_fails_with_its_place(change, words, option, small):
+    change(small)
+    assert words in tool.main(option, small)
+
+
+def test_a_feature_listed_twice_is_an_error(small):
+    with open(small / "tools/features.csv", "a") as f: f.write("TST-03,X,again\n")
+    with pytest.raises(ValueError, match="TST-03 more than once"): tool.main([], small)
+
+
+def test_a_new_family_needs_only_its_lines(small):
+    "Markers of a family that is not listed yet are left alone, and count once it is"
+    (small / "tests/test_small.py").write_text(TESTS + "\ndef test_other(): 'NEMO-01'\n")
+    assert tool.main([], small) == 0 and "NEMO" not in (small / tool.PAGE).read_text()
+    with open(small / "tools/features.csv", "a") as f: f.write("NEMO-01,S,Something\n")
+    assert tool.main([], small) == 0 and "| NEMO-01 |  | Something | [test_small.py](../tests/test_small.py) `test_other` |" in (small / tool.PAGE).read_text()
+
+
+@pytest.mark.parametrize("heading, found", [("Reading without this library", "reading-without-this-library"), ("`run_callbacks`", "run_callbacks"), ("2. What's new, in 3.0?", "whats-new-in-3.0")])
+def test_links_to_headings_are_those_of_pandoc(heading, found): assert tool.anchor(heading) == found

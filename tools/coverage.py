@@ -1,0 +1,179 @@
+"""Write the page that says where each feature is shown: `nbs/coverage.md`.
+
+The features stand in `tools/features.csv`, and their families (`ISA`, `MIN`) are those of its numbers. A test shows a
+feature by naming it in its docstring, a decorator or its body; a notebook's cell by a line `#| shows: ISA-70 ISA-71`.
+Ranges are written `ISA-31 to ISA-37` or `ISA-31..37`.
+
+    python tools/coverage.py              write the page
+    python tools/coverage.py --check      fail if the page is out of date, or a marker names a feature that is not there
+    python tools/coverage.py --complete   fail, besides, if a feature is shown nowhere
+"""
+import argparse
+import ast
+import csv
+import difflib
+import json
+import re
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = Path("nbs/coverage.md")
+LATER = {"NEMO", "PTA", "AIT", "SON"}  # Families that may be named in markers before they stand in the list, beside `F012` and `U03`
+DIRECTIVE = re.compile(r"^#\|\s*shows\b\s*:?(.*)$", re.M)
+
+Feature = namedtuple("Feature", "id kind title")
+Place = namedtuple("Place", "path name")  # A test and its name, or a notebook and the heading above the cell
+
+
+class MarkerError(ValueError):
+    "A marker that means nothing; the text says which, where, and what was perhaps meant"
+
+
+def read_features(path):
+    "Features by their number, in the order of the list"
+    with open(path, newline="", encoding="utf-8") as f:
+        rows = [Feature(**row) for row in csv.DictReader(f)]
+    features = {o.id: o for o in rows}
+    if len(features) < len(rows):
+        twice = sorted({o.id for o in rows if [p.id for p in rows].count(o.id) > 1})
+        raise ValueError(f"{path.name} has {', '.join(twice)} more than once. Give each feature one line.")
+    return features
+
+
+def parse(text, known, where):
+    "The features of the list that `text` names, ranges filled in"
+    families = {o.partition("-")[0] for o in known}
+    name = "|".join(sorted(map(re.escape, families)))
+    pattern = rf"\b({name})-(\d+)\b(?:\s+to\s+({name})-(\d+)\b|\.\.(?:({name})-)?(\d+)\b)?"
+    found = []
+    for family, first, *ends in re.findall(pattern, text):
+        other, last = ends[0] or ends[2], ends[1] or ends[3]
+        if other and other != family:
+            raise MarkerError(f"{where}: `{family}-{first} to {other}-{last}` goes from one family to another. Name two ranges.")
+        found += _numbers(family, first, last or first, known, where)
+    return list(dict.fromkeys(found))
+
+
+def _numbers(family, first, last, known, where):
+    "All features of `family` from `first` to `last`"
+    if int(first) > int(last):
+        raise MarkerError(f"{where}: the range `{family}-{first} to {last}` runs backwards.")
+    ids = [f"{family}-{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
+    for o in ids:
+        if o not in known:
+            near = difflib.get_close_matches(o, known, n=1)
+            raise MarkerError(f"{where}: there is no feature `{o}`.{f' Did you mean `{near[0]}`?' if near else ''}")
+    return ids
+
+
+def parse_directive(text, known, where):
+    "The features in the rest of a line `#| shows:`, which has nothing but numbers and ranges"
+    found = parse(text, known, where)
+    families = "|".join(sorted({o.partition("-")[0] for o in known} | LATER))
+    bare = re.sub(rf"\b(?:({families})-\d+(\s+to\s+({families})-\d+|\.\.(({families})-)?\d+)?|[FU]\d+)(?!\S*\w)", "", text)
+    odd = bare.replace(",", " ").split()
+    if odd or not text.strip():
+        raise MarkerError(f"{where}: `#| shows:{text}` should name features, such as `#| shows: {next(iter(known))}`{f', but has `{odd[0]}`' if odd else ''}.")
+    return found
+
+
+def test_markers(path, known, root):
+    "Pairs of feature and place in a file of tests"
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not node.name.startswith("test"):
+            continue
+        place = Place(path.relative_to(root).as_posix(), node.name)
+        start = min([node.lineno, *(o.lineno for o in node.decorator_list)])
+        for o in parse("\n".join(lines[start - 1:node.end_lineno]), known, "::".join(place)):
+            yield o, place
+
+
+def notebook_markers(path, known, root):
+    "Pairs of feature and place in a notebook"
+    heading = ""
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            heading = (re.findall(r"^#+\s+(.+)$", source, re.M) or [heading])[-1]
+        if cell["cell_type"] != "code":
+            continue
+        place = Place(path.relative_to(root).as_posix(), heading.strip())
+        for text in DIRECTIVE.findall(source):
+            for o in parse_directive(text, known, " in the part ".join(place)):
+                yield o, place
+
+
+def find_places(known, root=ROOT):
+    "Where each feature is shown"
+    places = {o: [] for o in known}
+    tests = [m for p in sorted((root / "tests").rglob("test_*.py")) for m in test_markers(p, known, root)]
+    notebooks = [p for p in sorted((root / "nbs").rglob("*.ipynb")) if not any(o.startswith((".", "_")) for o in p.parts)]
+    for o, place in [*(m for p in notebooks for m in notebook_markers(p, known, root)), *tests]:
+        if place not in places[o]:
+            places[o].append(place)
+    return places
+
+
+def anchor(heading):
+    "What Pandoc calls a heading in a link"
+    text = re.sub(r"[^\w\s.-]", "", heading.lower())
+    return re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", text.strip()))
+
+
+def link(path, names):
+    "Markdown for all places in one file"
+    href = Path(path).relative_to("nbs").as_posix() if path.startswith("nbs/") else f"../{path}"
+    if path.endswith(".ipynb"):
+        return ", ".join(f"[{Path(path).stem}: {o.replace('|', chr(92) + '|')}]({href}#{anchor(o)})" for o in names)
+    return f"[{Path(path).name}]({href}) " + ", ".join(f"`{o}`" for o in names)
+
+
+def make_page(features, places):
+    "The page as Markdown"
+    shown = [o for o in features if places[o]]
+    lines = ["---", "title: What is shown where", "---", "", "<!-- Written by tools/coverage.py from markers in tests and notebooks; do not edit -->", "",
+             f"Of {len(features)} features, {len(shown)} are shown by a test or by an executed cell of a notebook.",
+             "An exclamation mark stands for something that is easily got wrong, so that a test has to show it right.", ""]
+    for family in dict.fromkeys(o.partition("-")[0] for o in features):
+        ids = [o for o in features if o.startswith(family + "-")]
+        lines += [f"## {family}: {len([o for o in ids if places[o]])} of {len(ids)}", "", "| | | Feature | Shown in |", "|---|---|---|---|"]
+        lines += [f"| {o} | {'!' if '!' in features[o].kind else ''} | {features[o].title} | {_cell(places[o])} |" for o in ids] + [""]
+    return "\n".join(lines)
+
+
+def _cell(places):
+    by_file = {}
+    for o in places:
+        by_file.setdefault(o.path, []).append(o.name)
+    return "<br>".join(link(path, names) for path, names in by_file.items()) or "–"
+
+
+def main(argv=None, root=ROOT):
+    "Write the page, or say what is wrong; returns the exit status"
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    parser.add_argument("--complete", action="store_true", help="fail if a feature is shown nowhere")
+    args = parser.parse_args(argv)
+    features = read_features(root / "tools/features.csv")
+    try:
+        places = find_places(features, root)
+    except MarkerError as e:
+        return f"A marker names what is not there. {e}"
+    page, file = make_page(features, places), root / PAGE
+    if not args.check:
+        file.write_text(page, encoding="utf-8")
+    elif not file.exists() or file.read_text(encoding="utf-8") != page:
+        return f"{PAGE} is out of date: markers or features have changed. Write it anew with `python tools/coverage.py`."
+    missing = [o for o in features if not places[o]]
+    if args.complete and missing:
+        return f"{len(missing)} features are shown nowhere: {', '.join(missing)}. Mark the tests or cells that show them."
+    print(f"{len(features) - len(missing)} of {len(features)} features are shown")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
