@@ -12,5 +12,7 @@ from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.metrics import *
 from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
+from isaac_loop.callbacks.recorder import *
+from isaac_loop.callbacks.schedules import *
 from isaac_loop.inspection import *
 from isaac_loop.demo import *
