@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BatchSchedulerCB', 'EpochSchedulerCB', 'OneCycleSchedulerCB', 'WarmupSchedulerCB', 'WSDSchedulerCB',
-           'StepSchedulerCB', 'PlateauSchedulerCB', 'AttributeSchedulerCB', 'piecewise']
+           'StepSchedulerCB', 'PlateauSchedulerCB', 'piecewise', 'AttributeSchedulerCB']
 
 # %% ../../nbs/callbacks/61_schedules.ipynb #4cc87df2
 import copy, inspect, math, warnings
@@ -69,6 +69,23 @@ def _turning_points(scheduler):
     points = getattr(scheduler, 'milestones', None) or getattr(scheduler, '_milestones', None) or []
     return [scheduler.step_size] if isinstance(scheduler, lr_scheduler.StepLR) else sorted(points)
 
+# %% ../../nbs/callbacks/61_schedules.ipynb #6e420e25
+def _wants_trainer(f):
+    "Whether `f` has a parameter called `trainer`"
+    try: return 'trainer' in inspect.signature(f).parameters
+    except (TypeError, ValueError): return False
+
+def _checked(scheduler, opt, who):
+    "`scheduler`, or an error if it cannot be stepped without further ado"
+    if not callable(getattr(scheduler, 'step', None)):
+        raise TypeError(f'The `scheduler_func` of `{who}` gave {scheduler!r}, which has no method `step`. Let it return a scheduler, such as `StepLR(opt, 2)`.')
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) and who != 'PlateauSchedulerCB':
+        raise TypeError(f'`{who}` got a `ReduceLROnPlateau`, which needs a measured value at every step. Use `PlateauSchedulerCB(monitor)`, which gives it one.')
+    its_opt = getattr(scheduler, 'optimizer', opt)
+    if its_opt is not opt and getattr(its_opt, 'param_groups', None) is not opt.param_groups:
+        raise ValueError(f'The `scheduler_func` of `{who}` made a scheduler for another optimizer, so it would change nothing here. Use the optimizer that the function is given.')
+    return scheduler
+
 # %% ../../nbs/callbacks/61_schedules.ipynb #2afef6e0
 class _SchedulerCB:
     "Makes a scheduler when training begins and leaves a tidy optimizer"
@@ -104,23 +121,6 @@ class _SchedulerCB:
     def _make(self, opt, trainer):
         "The scheduler for this fit"
         return self.scheduler_func(opt, trainer=trainer) if _wants_trainer(self.scheduler_func) else self.scheduler_func(opt)
-
-# %% ../../nbs/callbacks/61_schedules.ipynb #6e420e25
-def _wants_trainer(f):
-    "Whether `f` has a parameter called `trainer`"
-    try: return 'trainer' in inspect.signature(f).parameters
-    except (TypeError, ValueError): return False
-
-def _checked(scheduler, opt, who):
-    "`scheduler`, or an error if it cannot be stepped without further ado"
-    if not callable(getattr(scheduler, 'step', None)):
-        raise TypeError(f'The `scheduler_func` of `{who}` gave {scheduler!r}, which has no method `step`. Let it return a scheduler, such as `StepLR(opt, 2)`.')
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) and who != 'PlateauSchedulerCB':
-        raise TypeError(f'`{who}` got a `ReduceLROnPlateau`, which needs a measured value at every step. Use `PlateauSchedulerCB(monitor)`, which gives it one.')
-    its_opt = getattr(scheduler, 'optimizer', opt)
-    if its_opt is not opt and getattr(its_opt, 'param_groups', None) is not opt.param_groups:
-        raise ValueError(f'The `scheduler_func` of `{who}` made a scheduler for another optimizer, so it would change nothing here. Use the optimizer that the function is given.')
-    return scheduler
 
 # %% ../../nbs/callbacks/61_schedules.ipynb #0a8b5836
 @patch
@@ -307,6 +307,12 @@ def _check_decay(decay, known):
     if not callable(decay) and decay not in known:
         raise ValueError(f'`decay` is {decay!r}, which is none of {list(known)} and no function of progress.{did_you_mean(str(decay), known)}')
 
+def _check_numbers(times, **shares):
+    "Refuse a decay that never comes, and factors above the top"
+    if isinstance(times, bool) or not isinstance(times, int) or times < 1: raise ValueError(f'A decay is to happen {times!r} times, but it happens at least once. Use a whole number of 1 or more.')
+    for name,value in shares.items():
+        if not 0 <= value <= 1: raise ValueError(f'`{name}` is {value!r}, but it is a share of the top rate. Use 0 to 1.')
+
 def _decay_at(decay, t, power):
     "The share of the way that is left at progress `t`"
     return decay(t) if callable(decay) else _DECAYS[decay](t, power)
@@ -327,6 +333,17 @@ def _rise(update, n, start):
     start = 1/(n+1) if start is None else start
     return start + (1-start)*update/n
 
+# %% ../../nbs/callbacks/61_schedules.ipynb #965a25bd
+def _cycle_progress(done, length, cycles, mult):
+    "Progress within the present cycle, after `done` of `length` updates"
+    if done >= length: return 1.
+    parts = [mult**i for i in range(cycles)]
+    place = done*sum(parts)/length
+    for part in parts:
+        if place < part: return place/part
+        place -= part
+    return 1.
+
 # %% ../../nbs/callbacks/61_schedules.ipynb #d2cef4eb
 class WarmupSchedulerCB(_FactorCB):
     "Warm-up, a while at the top, and then a decay, counted in optimizer updates"
@@ -346,41 +363,32 @@ class WarmupSchedulerCB(_FactorCB):
     ):
         _check_decay(decay, [*_DECAYS, 'inverse_sqrt'])
         _check_length(warmup=warmup, hold=hold, cooldown=cooldown)
+        _check_numbers(cycles, start_factor=start_factor or 0, end_factor=end_factor)
         if decay == 'inverse_sqrt' and not warmup and not timescale: raise ValueError("'inverse_sqrt' without a warm-up has no unit to count in. Give `timescale`, such as 1000 updates.")
-        if isinstance(cycles, bool) or not isinstance(cycles, int) or cycles < 1: raise ValueError(f'`cycles` is {cycles!r}, but a decay happens at least once. Use a whole number of 1 or more.')
-        for name,value in dict(start_factor=start_factor or 0, end_factor=end_factor).items():
-            if not 0 <= value <= 1: raise ValueError(f'`{name}` is {value!r}, but it is a share of the top rate. Use 0 to 1.')
         self.decay,self.warmup,self.hold,self.cooldown,self.start_factor,self.end_factor = decay,warmup,hold,cooldown,start_factor,end_factor
         self.power,self.k,self.cycles,self.cycle_mult,self.timescale,self.opt = power,k,cycles,cycle_mult,timescale,opt
 
-    def factor(self,
-        update:int, # Number of the update, from 0
-        total:int, # Updates in the run
-    )->float: # What the rate of each group is multiplied with
-        "The share of the top rate at an update"
-        warmup,hold,cooldown = (_updates(o, total) for o in (self.warmup, self.hold, self.cooldown))
-        if update < warmup+hold: return _rise(update, warmup, self.start_factor)
-        length = max(total-warmup-hold-cooldown, 0)
-        done = min(update-warmup-hold, length)
-        if self.decay == 'inverse_sqrt': left = (1+done/(self.timescale or max(warmup, 1)))**-0.5
-        else: left = _decay_at(self.decay, _cycle_progress(done, length, self.cycles, self.cycle_mult)**self.k, self.power)
-        return self.end_factor + (1-self.end_factor)*left
+# %% ../../nbs/callbacks/61_schedules.ipynb #aef6014d
+@patch
+def factor(self:WarmupSchedulerCB,
+    update:int, # Number of the update, from 0
+    total:int, # Updates in the run
+)->float: # What the rate of each group is multiplied with
+    "The share of the top rate at an update"
+    warmup,hold,cooldown = (_updates(o, total) for o in (self.warmup, self.hold, self.cooldown))
+    if update < warmup+hold: return _rise(update, warmup, self.start_factor)
+    length = max(total-warmup-hold-cooldown, 0)
+    done = min(update-warmup-hold, length)
+    if self.decay == 'inverse_sqrt': left = (1+done/(self.timescale or max(warmup, 1)))**-0.5
+    else: left = _decay_at(self.decay, _cycle_progress(done, length, self.cycles, self.cycle_mult)**self.k, self.power)
+    return self.end_factor + (1-self.end_factor)*left
 
-    def _check_total(self, total):
-        needed = sum(_updates(o, total) for o in (self.warmup, self.hold, self.cooldown))
-        if needed > total: warnings.warn(f'`{type(self).__name__}`: warm-up, hold and cool-down take {needed} updates, but this fit has only {total}. '
-                                         f'It will end on the way, at {self.factor(total-1, total):.3g} times the rate, and there is no decay.', stacklevel=2)
-
-# %% ../../nbs/callbacks/61_schedules.ipynb #965a25bd
-def _cycle_progress(done, length, cycles, mult):
-    "Progress within the present cycle, after `done` of `length` updates"
-    if done >= length: return 1.
-    parts = [mult**i for i in range(cycles)]
-    place = done*sum(parts)/length
-    for part in parts:
-        if place < part: return place/part
-        place -= part
-    return 1.
+@patch
+def _check_total(self:WarmupSchedulerCB, total):
+    "Say if the lengths do not fit into a run of `total` updates"
+    needed = sum(_updates(o, total) for o in (self.warmup, self.hold, self.cooldown))
+    if needed > total: warnings.warn(f'`{type(self).__name__}`: warm-up, hold and cool-down take {needed} updates, but this fit has only {total}. '
+                                     f'It will end on the way, at {self.factor(total-1, total):.3g} times the rate, and there is no decay.', stacklevel=2)
 
 # %% ../../nbs/callbacks/61_schedules.ipynb #bf160a6d
 class WSDSchedulerCB(_FactorCB):
@@ -398,8 +406,8 @@ class WSDSchedulerCB(_FactorCB):
     ):
         _check_decay(decay, _DECAYS)
         _check_length(warmup=warmup, decay_length=decay_length)
-        if isinstance(n_decays, bool) or not isinstance(n_decays, int) or n_decays < 1 or not spacing > 1:
-            raise ValueError(f'`n_decays` is {n_decays!r} and `spacing` {spacing!r}, but there is at least one decay, and a later one ends later. Use a whole number from 1 and a factor above 1.')
+        _check_numbers(n_decays, start_factor=start_factor or 0, end_factor=end_factor)
+        if not spacing > 1: raise ValueError(f'`spacing` is {spacing!r}, but each decay ends later than the one before. Use a factor above 1.')
         self.warmup,self.decay_length,self.decay,self.n_decays,self.spacing = warmup,decay_length,decay,n_decays,spacing
         self.start_factor,self.end_factor,self.power,self.opt = start_factor,end_factor,power,opt
 
@@ -448,6 +456,14 @@ class StepSchedulerCB(EpochSchedulerCB):
         for group,lr in zip(groups, before):
             if self.min_lr is not None and float(group['lr']) < min(lr, self.min_lr): _put(group, 'lr', lr)
 
+# %% ../../nbs/callbacks/61_schedules.ipynb #fb39e32d
+def _value_now(trainer, name):
+    "What the present epoch's row says about `name`, None if it says nothing"
+    row = trainer.history[-1] if len(trainer.history) else {}
+    value = row.get(name) if (row.get('fit'), row.get('epoch')) == (trainer.history.fit, trainer.epoch) else None
+    if isinstance(value, (list, tuple, str)): raise TypeError(f'`{name}` is {value!r} in the history, but whether it gets better can only be said of a number. Watch another column.')
+    return value
+
 # %% ../../nbs/callbacks/61_schedules.ipynb #15909f10
 class PlateauSchedulerCB(EpochSchedulerCB):
     "Reduce the rate when a column of the history stops improving"
@@ -483,14 +499,6 @@ class PlateauSchedulerCB(EpochSchedulerCB):
     def _make(self, opt, trainer): return lr_scheduler.ReduceLROnPlateau(opt, **self.options)
     def _count_steps(self, trainer): return None
 
-# %% ../../nbs/callbacks/61_schedules.ipynb #fb39e32d
-def _value_now(trainer, name):
-    "What the present epoch's row says about `name`, None if it says nothing"
-    row = trainer.history[-1] if len(trainer.history) else {}
-    value = row.get(name) if (row.get('fit'), row.get('epoch')) == (trainer.history.fit, trainer.epoch) else None
-    if isinstance(value, (list, tuple, str)): raise TypeError(f'`{name}` is {value!r} in the history, but whether it gets better can only be said of a number. Watch another column.')
-    return value
-
 # %% ../../nbs/callbacks/61_schedules.ipynb #1e0f54e7
 def _owners(trainer, target):
     "Who has the attribute that `target` names, a list of dicts and objects, and its name"
@@ -514,75 +522,6 @@ def _modules(model, pattern, name):
     if not found: raise LookupError(f'No module `{pattern}` of the model has an attribute `{name}`; there are {[o for o in named if o]}.{did_you_mean(pattern, named)}')
     return found
 
-# %% ../../nbs/callbacks/61_schedules.ipynb #9ca14ef1
-class AttributeSchedulerCB:
-    "Let attributes of the optimizer, of modules or of other objects follow functions of progress"
-    order = Order.SCHEDULE
-    _old,_n,_saved,_running = (),0,None,False
-    def __init__(self,
-        functions:dict, # By target, such as 'opt.momentum' or 'model.*.p', a function that gives the value
-        unit:str='progress', # What the functions are given: 'progress' (0 to 1), 'update' (its number) or 'epoch' (its number)
-    ):
-        if unit not in ('progress', 'update', 'epoch'): raise ValueError(f"`unit` is {unit!r}. Use 'progress', 'update' or 'epoch'.")
-        for target,f in functions.items():
-            if not callable(f): raise TypeError(f'`{target}` is to follow {f!r}, which is no function. Use one, such as `lambda progress: 0.1*progress`.')
-            if '.' not in target: raise ValueError(f'`{target}` does not say whose attribute it is. Begin with one of the trainer\'s, as in `opt.{target}` or `model.*.{target}`.')
-        self.functions,self.unit = functions,unit
-
-    def before_fit(self, trainer):
-        "Find the targets, remember their values and set the first ones"
-        self._old,self._n,self._running = [],0,trainer.updates_per_epoch != 0 and trainer.n_epochs > 0
-        if not self._running: return
-        self._total = trainer.total_updates if self.unit == 'progress' else None
-        self._targets = {target: _owners(trainer, target) for target in self.functions}
-        self._old = [(o, name, copy.copy(_get(o, name))) for owners,name in self._targets.values() for o in owners]
-        if self._saved is not None: self._n = self._saved.pop('n')
-        self._saved = None
-        self._set(self._n)
-
-    def before_epoch(self, trainer):
-        "Set the values of a new epoch, if the functions count epochs"
-        if self._running and trainer.training and self.unit == 'epoch': self._set(trainer.epoch)
-
-    def after_step(self, trainer):
-        "Set the values for the next update"
-        if not self._running or self.unit == 'epoch': return
-        self._n += 1
-        self._set(self._n)
-
-    def cleanup_fit(self, trainer):
-        "Put the old values back"
-        for owner,name,value in self._old: _assign(owner, name, value)
-        self._old,self._running = (),False
-
-    def _set(self, n):
-        for target,f in self.functions.items():
-            owners,name = self._targets[target]
-            for o in owners: _assign(o, name, f(min(n/self._total, 1.) if self._total else n))
-
-# %% ../../nbs/callbacks/61_schedules.ipynb #d2b7e8bc
-def _get(owner, name): return owner[name] if isinstance(owner, dict) else getattr(owner, name)
-
-def _assign(owner, name, value):
-    "Set an option of a group or an attribute"
-    if isinstance(owner, dict): _put(owner, name, value)
-    else: setattr(owner, name, value)
-
-@patch
-def state_dict(self:AttributeSchedulerCB)->dict: # How many updates there were
-    "Where the schedule stands, for `load_state_dict`"
-    return {'n': self._n}
-
-@patch
-def load_state_dict(self:AttributeSchedulerCB,
-    state:dict, # What `state_dict` gave
-):
-    "Go on from `state`: at once in a running fit, otherwise in the next one"
-    self._saved = dict(state)
-    if self._running:
-        self._n,self._saved = state['n'],None
-        if self.unit != 'epoch': self._set(self._n)
-
 # %% ../../nbs/callbacks/61_schedules.ipynb #9bb6d924
 def piecewise(
     *points, # Pairs of place (progress, or numbers of updates) and value, in order
@@ -597,21 +536,84 @@ def piecewise(
         return points[-1][1]
     return value
 
-# %% ../../nbs/callbacks/61_schedules.ipynb #5a4b7ab2
-@patch
-def preview(self:AttributeSchedulerCB,
-    n_epochs:int=1, # Epochs of the run
-    updates_per_epoch:int=100, # Optimizer updates in an epoch
-)->dict: # For each target one value per update
-    "What the values would be in a run, without training"
-    total = n_epochs*updates_per_epoch
-    places = {'progress': [i/total for i in range(total)], 'update': range(total), 'epoch': [i//updates_per_epoch for i in range(total)]}[self.unit]
-    return {target: [f(o) for o in places] for target,f in self.functions.items()}
+# %% ../../nbs/callbacks/61_schedules.ipynb #1a1d729a
+class _Functions:
+    "Functions of progress by target, and where they stand"
+    _old,_n,_saved,_running = (),0,None,False
+    def __init__(self,
+        functions:dict, # By target, such as 'opt.momentum' or 'model.*.p', a function that gives the value
+        unit:str='progress', # What the functions are given: 'progress' (0 to 1), 'update' (its number) or 'epoch' (its number)
+    ):
+        if unit not in ('progress', 'update', 'epoch'): raise ValueError(f"`unit` is {unit!r}. Use 'progress', 'update' or 'epoch'.")
+        for target,f in functions.items():
+            if not callable(f): raise TypeError(f'`{target}` is to follow {f!r}, which is no function. Use one, such as `lambda progress: 0.1*progress`.')
+            if '.' not in target: raise ValueError(f'`{target}` does not say whose attribute it is. Begin with one of the trainer\'s, as in `opt.{target}` or `model.*.{target}`.')
+        self.functions,self.unit = functions,unit
 
-@patch
-@delegates(AttributeSchedulerCB.preview)
-def plot(self:AttributeSchedulerCB,
-    **kwargs, # The run, as in `preview`
-): # The matplotlib axes
-    "Draw the values that the attributes would have, without training"
-    return _draw(self.preview(**kwargs), 'value')
+    def preview(self,
+        n_epochs:int=1, # Epochs of the run
+        updates_per_epoch:int=100, # Optimizer updates in an epoch
+    )->dict: # For each target one value per update
+        "What the values would be in a run, without training"
+        total = n_epochs*updates_per_epoch
+        places = {'progress': [i/total for i in range(total)], 'update': range(total), 'epoch': [i//updates_per_epoch for i in range(total)]}[self.unit]
+        return {target: [f(o) for o in places] for target,f in self.functions.items()}
+
+    @delegates(preview)
+    def plot(self,
+        **kwargs, # The run, as in `preview`
+    ): # The matplotlib axes
+        "Draw the values that the attributes would have, without training"
+        return _draw(self.preview(**kwargs), 'value')
+
+# %% ../../nbs/callbacks/61_schedules.ipynb #d2b7e8bc
+def _get(owner, name): return owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+def _assign(owner, name, value):
+    "Set an option of a group or an attribute"
+    if isinstance(owner, dict): _put(owner, name, value)
+    else: setattr(owner, name, value)
+
+class AttributeSchedulerCB(_Functions):
+    "Let attributes of the optimizer, of modules or of other objects follow functions of progress"
+    order = Order.SCHEDULE
+
+    def before_fit(self, trainer):
+        "Find the targets, remember their values and set the first ones"
+        self._old,self._n,self._running = [],0,trainer.updates_per_epoch != 0 and trainer.n_epochs > 0
+        if not self._running: return
+        self._total = trainer.total_updates if self.unit == 'progress' else None
+        self._targets = {target: _owners(trainer, target) for target in self.functions}
+        self._old = [(o, name, copy.copy(_get(o, name))) for owners,name in self._targets.values() for o in owners]
+        self.load_state_dict(self._saved or {'n': 0})
+
+    def before_epoch(self, trainer):
+        "Set the values of a new epoch, if the functions count epochs"
+        if self._running and trainer.training and self.unit == 'epoch': self._set(trainer.epoch)
+
+    def after_step(self, trainer):
+        "Set the values for the next update"
+        self._n += 1
+        if self._running and self.unit != 'epoch': self._set(self._n)
+
+    def cleanup_fit(self, trainer):
+        "Put the old values back"
+        for owner,name,value in reversed(self._old): _assign(owner, name, value)
+        self._old,self._running = (),False
+
+    def _set(self, n):
+        for target,f in self.functions.items():
+            owners,name = self._targets[target]
+            for o in owners: _assign(o, name, f(min(n/self._total, 1.) if self._total else n))
+
+    def state_dict(self)->dict: # How many updates there were
+        "Where the schedule stands, for `load_state_dict`"
+        return {'n': self._n}
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on from `state`: at once in a running fit, otherwise in the next one"
+        self._saved = None if self._running else dict(state)
+        if self._running: self._n = state['n']
+        if self._running and self.unit != 'epoch': self._set(self._n)
