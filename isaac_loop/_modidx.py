@@ -141,6 +141,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'isaac_loop/callbacks/recorder.py'),
                                                'isaac_loop.callbacks.recorder._Values.read': ( 'callbacks/recorder.html#_values.read',
                                                                                                'isaac_loop/callbacks/recorder.py'),
+                                               'isaac_loop.callbacks.recorder._copied': ( 'callbacks/recorder.html#_copied',
+                                                                                          'isaac_loop/callbacks/recorder.py'),
                                                'isaac_loop.callbacks.recorder._first_lr': ( 'callbacks/recorder.html#_first_lr',
                                                                                             'isaac_loop/callbacks/recorder.py')},
             'isaac_loop.callbacks.schedules': { 'isaac_loop.callbacks.schedules.AttributeSchedulerCB': ( 'callbacks/schedules.html#attributeschedulercb',

@@ -24,7 +24,7 @@ class _Values:
             what = f'a tensor of shape {tuple(value.shape)}' if torch.is_tensor(value) else repr(value)
             raise TypeError(f'`RecorderCB` asked for `{self.name}` and got {what}, but the history keeps one number per batch. Let the function return one.')
         self.plain.append(None if is_tensor else float(value))
-        if is_tensor: self.recent.append(value.detach().reshape(()).clone())
+        if is_tensor: self.recent.append(value.reshape(()))
         if len(self.recent) == 512: self._stack()
 
     def _stack(self): self.stacked,self.recent = [*self.stacked, torch.stack(self.recent)],[]
@@ -59,7 +59,7 @@ class RecorderCB:
 
     def after_get_loss(self, trainer):
         "Take the values that this batch is trained with"
-        self._now = [f(trainer) for f in self.functions.values()]
+        self._now = [_copied(f(trainer)) for f in self.functions.values()]
 
     def after_batch(self, trainer):
         "Keep them, as the batch has really happened"
@@ -77,6 +77,10 @@ class RecorderCB:
 
 # %% ../../nbs/callbacks/53_recorder.ipynb #b8ad7787
 def _first_lr(trainer): return trainer.opt.param_groups[0]['lr']
+
+def _copied(value):
+    "A tensor as it is now, for those that are changed in place"
+    return value.detach().clone() if torch.is_tensor(value) else value
 
 # %% ../../nbs/callbacks/53_recorder.ipynb #1dcfe428
 from fastcore.basics import patch

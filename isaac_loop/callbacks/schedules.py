@@ -61,7 +61,7 @@ def _warn_of_length(who, scheduler, n, unit):
     length = getattr(scheduler, name) if name else n
     if length > n: warnings.warn(f'{start} its `{name}` is {length}. It will be cut off before its end.', stacklevel=2)
     if length+slack < n: warnings.warn(f'{start} its `{name}` is {length}. From then on the rate will {afterwards}.', stacklevel=2)
-    never = [o for o in _turning_points(scheduler) if o >= n]
+    never = [o for o in _turning_points(scheduler) if o > n]
     if never: warnings.warn(f'{start} it changes after {", ".join(map(str, never))}. That will never come.', stacklevel=2)
 
 def _turning_points(scheduler):
