@@ -28,6 +28,7 @@ from isaac_loop.callbacks.schedules import (
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
+from isaac_loop.inspection import callback_table
 from isaac_loop.trainer import Trainer
 
 MOMENTUM = partial(optim.SGD, momentum=0.9)
@@ -321,10 +322,15 @@ def test_two_groups_and_two_optimizers_each_follow_their_own_rate():
         trainer.fit(2, lr=0.1, valid=False)
         body, head = (trainer.history.batches[o] for o in ("body", "head"))
         assert [10 * o for o in body] == pytest.approx(head) and len(set(head)) > 1
-    trainer = make_trainer(EpochSchedulerCB(partial(lrs.ExponentialLR, gamma=0.5), opt="other"))
-    trainer.other = optim.SGD([torch.zeros(1)], 1.)
-    trainer.fit(2, lr=0.1, valid=False)
-    assert trainer.other.param_groups[0]["lr"] == 0.25 and set(trainer.history.batches["lr"]) == {0.1}
+    seen = RecorderCBNamed(other=lambda t: t.other.param_groups[0]["lr"])
+    for cb, expected in ((EpochSchedulerCB(partial(lrs.ExponentialLR, gamma=0.5), opt="other"), [1.] * 5 + [0.5] * 5), (OneCycleSchedulerCB(pct_start=0.5, opt="other"), None)):
+        trainer = make_trainer(cb, seen)
+        trainer.other = optim.SGD([torch.zeros(1)], 1.)
+        trainer.fit(2, lr=0.1, valid=False)
+        found = trainer.history.batches["other"]
+        assert found == expected if expected else max(found) == 1
+        assert set(trainer.history.batches["lr"]) == {0.1}
+        assert trainer.other.param_groups[0]["lr"] == 1, "no fit would set it anew"
 
 
 class RecorderCBNamed(RecorderCB): name = "second_recorder"
@@ -379,6 +385,17 @@ def test_one_cycle_manages_runs_on_which_torch_divides_by_zero(n, share, three):
     "ISA-77, F041"
     found = rates(OneCycleSchedulerCB(pct_start=share, three_phase=three), n_epochs=1, n=n)
     assert len(found) == n and all(0 < o <= 0.1 + 1e-9 for o in found)
+
+
+def test_the_arguments_come_up_on_completion():
+    "ISA-77"
+    completer = pytest.importorskip("jedi").Interpreter("OneCycleSchedulerCB(pct_", [{"OneCycleSchedulerCB": OneCycleSchedulerCB}])
+    assert "pct_start=" in [o.name for o in completer.complete()]
+
+
+def test_a_summary_shows_what_a_schedule_does():
+    table = str(callback_table(make_trainer(OneCycleSchedulerCB(), PlateauSchedulerCB("train_loss"))))
+    assert "Step the schedule, as the optimizer has made an update" in table and "Tell the schedule the newest value" in table
 
 
 def test_a_stream_needs_a_length():

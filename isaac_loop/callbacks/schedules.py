@@ -105,7 +105,7 @@ class _SchedulerCB:
         self.scheduler,self._stepped = None,False
         if trainer.updates_per_epoch == 0 or trainer.n_epochs == 0: return # Nothing will be trained
         opt = getattr(trainer, self.opt)
-        self._before,self._own_opt = _Before(opt),trainer.opt_func is None
+        self._before,self._own_opt = _Before(opt),trainer.opt_func is None or self.opt != 'opt'
         self.scheduler = _checked(self._make(opt, trainer), opt, type(self).__name__)
         self._n_steps,self._running = self._count_steps(trainer),True
         if self._saved is not None: self._load()
@@ -258,7 +258,7 @@ def _try_out(make, options, **fixed):
         make(torch.optim.SGD([torch.zeros(1)], lr=1., momentum=0.9), **fixed, **options)
 
 def _tops(opt, lr, own):
-    "The top rate of each group: as `opt_func` made it from `lr`; in an optimizer of one's own the highest is `lr`, the others in proportion"
+    "The top rate of each group: its own, as `opt_func` made it from `lr`; in an optimizer set as `trainer.opt` the highest is `lr`, the others in proportion"
     rates = [float(g['lr']) for g in opt.param_groups]
     return [lr*o/max(rates) if max(rates) else lr for o in rates] if own else rates
 
@@ -277,7 +277,7 @@ class OneCycleSchedulerCB(BatchSchedulerCB):
     def _make(self, opt, trainer):
         n,share = trainer.total_updates,self.options.get('pct_start', 0.3)
         options = {**self.options, 'pct_start': share*(1+1e-9)} if share*n == 1 else self.options # Otherwise torch divides by zero
-        try: return lr_scheduler.OneCycleLR(opt, _tops(opt, float(trainer.lr), trainer.opt_func is None), total_steps=n, **options)
+        try: return lr_scheduler.OneCycleLR(opt, _tops(opt, float(trainer.lr), trainer.opt_func is None and self.opt == 'opt'), total_steps=n, **options)
         except ValueError as e:
             if 'cycle_momentum' in str(e): e.add_note(f'`{type(opt).__name__}` has no momentum. Use `OneCycleSchedulerCB(cycle_momentum=False)`.')
             raise
