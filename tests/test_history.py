@@ -8,6 +8,7 @@ import math
 import re
 import tracemalloc
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from isaac_loop.history import BatchRecord, History, Monitor
+from isaac_loop.history import BatchRecord, History, Monitor, check_monitored
 from isaac_loop.tables import Table, short
 
 # Rows
@@ -343,3 +344,63 @@ def test_a_table_shows_the_columns_asked_for():
     rows[0]["b"] = "changed"
     assert table.cells() == [["c", "missing", "b"], ["", "", "2"], ["4", "", "3"]]
     assert Table(rows, []).columns == [] and str(Table([])) == ""
+
+
+# Who will write what
+
+class Declares:
+    columns = ["score", "f1_*"]
+    def cleanup_epoch(self, trainer): trainer.history.write(score=1.)
+
+
+class DeclaresByMethod:
+    def columns(self, trainer): return [f"loss_of_{trainer.who}"]
+
+    def cleanup_epoch(self, trainer): trainer.history.write(**{f"loss_of_{trainer.who}": 1.})
+
+
+class WritesMore(Declares):
+    def after_epoch(self, trainer): trainer.history.write(more=1.)
+
+
+class WritesInside:
+    def after_epoch(self, trainer):
+        def later(): trainer.history.write(inside=1.)
+        later()
+
+
+class Reads:
+    "Has `history` and `write`, but not together"
+    def log(self, trainer): return trainer.history[-1]
+
+    def show(self, file): file.write("row")
+
+
+def cleanup_epoch(trainer): trainer.history.write(speed=1.)
+
+
+def monitored(name, *callbacks): return check_monitored(SimpleNamespace(callbacks=list(callbacks), who="me"), name, "StopCB")
+
+
+@pytest.mark.parametrize("name", ["score", "f1_cat", "loss_of_me", "epoch", "fit"])
+def test_a_declared_column_is_known(name):
+    assert monitored(name, Reads(), Declares(), DeclaresByMethod()) is True
+
+
+@pytest.mark.parametrize("writer", [WritesMore(), WritesInside(), cleanup_epoch], ids=["subclass", "inner function", "function"])
+def test_somebody_who_writes_without_declaring_leaves_it_open(writer):
+    assert monitored("more", writer, Declares()) is False
+    assert monitored("score", writer, Declares()) is True
+
+
+def test_a_subclass_or_an_object_that_declares_settles_it():
+    writer = WritesMore()
+    writer.columns = ["score", "more"]
+    assert monitored("more", writer) is True
+    with pytest.raises(LookupError): monitored("less", writer)
+
+
+@pytest.mark.parametrize("callbacks", [(), (Reads(),), (Declares(), Reads())])
+def test_a_column_of_nobody_is_an_error_with_the_names_there_are(callbacks):
+    with pytest.raises(LookupError, match="`StopCB` watches `scor`, which no callback records; recorded are") as caught: monitored("scor", *callbacks)
+    assert ("Did you mean `score`" in str(caught.value)) == (len(callbacks) == 2) and "*" not in str(caught.value)

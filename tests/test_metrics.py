@@ -5,6 +5,7 @@ the learning rate is 0: then the loss of every batch is that of the final model.
 """
 import ast
 import time
+from fnmatch import fnmatchcase
 
 import numpy as np
 import pytest
@@ -520,3 +521,22 @@ def test_watching_changes_no_weight():
     watched, alone = make_trainer([QuietCB(MeanSquaredError(), train_metrics=True)]), make_trainer([])
     for trainer in (watched, alone): trainer.fit(3, lr=0.1)
     assert all(torch.equal(p, q) for p, q in zip(watched.model.parameters(), alone.model.parameters()))
+
+
+class DictMetric(RowsMetric):
+    def compute(self): return {"cat": 1., "dog": 2.}
+
+
+@pytest.mark.parametrize("valid", [True, False])
+@pytest.mark.parametrize("train_metrics", [True, False])
+def test_the_declared_columns_are_those_that_are_written(train_metrics, valid):
+    "With `f1_*` for a metric that gives several"
+    trainer = make_trainer([QuietCB(rows=RowsMetric(), f1=DictMetric(), train_metrics=train_metrics)])
+    if not valid: trainer.dls.valid = None
+    trainer.fit(1, lr=0, valid=valid)
+    declared = trainer.MetricsCB.columns(trainer)
+    written = [o for o in trainer.history.names() if o not in ("fit", "epoch")]
+    assert all(any(fnmatchcase(o, pattern) for pattern in declared) for o in written)
+    families = ["rows", "f1_*"] if valid else []
+    assert {"train_loss", "elapsed", *families, *(["train_rows", "train_f1_*"] if train_metrics else [])} <= set(declared)
+    assert ("valid_loss" in declared) == valid == ("rows" in declared)

@@ -72,6 +72,12 @@ class MetricsCB:
     ):
         self.metrics,self.train_metrics = _named(ms, metrics),train_metrics
 
+    def columns(self, trainer)->list: # Names; one that ends in `_*` stands for the columns of a metric that gives a dict
+        "The columns that this callback will write into the history"
+        passes = ['train'] + ['valid']*(getattr(trainer.dls, 'valid', None) is not None)
+        metrics = (self.metrics if 'valid' in passes else []), [f'train_{o}' for o in self.metrics if self.train_metrics]
+        return [f'{o}_loss' for o in passes] + [o for names in metrics for name in names for o in (name, f'{name}_*')] + ['elapsed']
+
     def before_fit(self, trainer):
         "Forget the last run, and put the metrics where the model is"
         self._epoch,copies = None,copy.deepcopy(self.metrics) if self.train_metrics else {}
