@@ -4,9 +4,11 @@ from isaac_loop.signatures import *
 from isaac_loop.tables import *
 from isaac_loop.tensors import *
 from isaac_loop.history import *
+from isaac_loop.memory import *
 from isaac_loop.trainer import *
 from isaac_loop.data import *
 from isaac_loop.models import *
+from isaac_loop.images import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.metrics import *
