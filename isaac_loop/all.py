@@ -14,5 +14,6 @@ from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.metrics import *
 from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
+from isaac_loop.callbacks.augmentation import *
 from isaac_loop.inspection import *
 from isaac_loop.demo import *
