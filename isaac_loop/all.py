@@ -9,11 +9,14 @@ from isaac_loop.trainer import *
 from isaac_loop.data import *
 from isaac_loop.models import *
 from isaac_loop.images import *
+from isaac_loop.curves import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.metrics import *
 from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
+from isaac_loop.callbacks.live_plot import *
 from isaac_loop.callbacks.augmentation import *
+from isaac_loop.plots import *
 from isaac_loop.inspection import *
 from isaac_loop.demo import *
