@@ -47,6 +47,7 @@ def plot_history(
         for name in panel: _draw_column(ax, rows, name, label)
         _mark_fits(ax, rows)
         ax.set(xlabel='epochs trained', ylabel=_unit(panel))
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.legend(fontsize=8)
     return axes
 

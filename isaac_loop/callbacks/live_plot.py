@@ -50,16 +50,15 @@ class _LateLosses:
 def _figure(rows, losses, names, per_epoch, now):
     "Draw what there is so far"
     from matplotlib.figure import Figure
-    fig = Figure(figsize=(9, 3), layout='constrained')
-    axes = fig.subplots(1, 2)
     names = _drawable(rows, names)
+    n_losses = sum(o.endswith('loss') for o in names)
+    n = 2 if 0 < n_losses < len(names) else 1
+    fig = Figure(figsize=(1+4*n, 3), layout='constrained')
+    axes = fig.subplots(1, n, squeeze=False)[0]
     if names: plot_history(rows, names, axes=axes)
-    if losses and axes[0].get_ylabel() in ('', _LOSS): _draw_losses(axes[0], losses, per_epoch)
-    for ax in axes: ax.set_visible(bool(ax.lines))
+    if losses and (n_losses or not names): _draw_losses(axes[0], losses, per_epoch)
     fig.suptitle(now, fontsize=9)
     return fig
-
-_LOSS = 'mean loss per example' # The label of losses in `plot_history`
 
 def _drawable(rows, names):
     "Those of `names` that the rows have already"
@@ -69,11 +68,11 @@ def _drawable(rows, names):
 _MOST_POINTS = 1000
 
 def _draw_losses(ax, losses, per_epoch):
-    "The running mean over the batches, at most a thousand points of it"
+    "The running mean over some ten batches or a fiftieth of the run, at most a thousand points of it"
     every = -(-len(losses)//_MOST_POINTS)
-    means = smoothed(losses, 0.98)[::every]
+    means = smoothed(losses, 1-1/max(10, len(losses)/50))[::every]
     ax.plot([(i*every+1)/per_epoch for i in range(len(means))], means, color='grey', alpha=0.5, zorder=0, label='training batches, running mean')
-    ax.set(xlabel='epochs trained', ylabel=_LOSS)
+    ax.set(xlabel='epochs trained', ylabel='mean loss per example')
     ax.legend(fontsize=8)
 
 # %% ../../nbs/callbacks/54_live_plot.ipynb #58782f0b
