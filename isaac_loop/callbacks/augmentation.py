@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from ..events import Order, did_you_mean
-from ..tensors import batch_size, map_tensors
+from ..tensors import map_tensors
 
 # %% ../../nbs/callbacks/64_augmentation.ipynb #5fa3d002
 def _name(tfm):
@@ -199,13 +199,12 @@ class _MixCB:
 
     def before_fit(self, trainer):
         "Make sure that nobody else mixes"
-        others = [type(o).__name__ for o in trainer.callbacks if isinstance(o, _MixCB) and o is not self]
-        if others: raise ValueError(f'`{type(self).__name__}` and `{others[0]}` would both mix the same batch, and the loss would fit neither. Use one of them.')
+        _check_alone(self, trainer.callbacks)
 
     def before_batch(self, trainer):
         "Mix the inputs"
         inputs,targets = trainer.split(trainer.batch)
-        if not targets: raise ValueError(f'`{type(self).__name__}` mixes losses, but the batch has no targets to compute a second one from. Check `dls.n_inp`.')
+        _check_targets(self, targets)
         if self.p == 0: return
         first = _first_tensor(inputs)
         self._partner = torch.randperm(len(first), device=first.device)
@@ -221,6 +220,16 @@ class _MixCB:
     def cleanup_batch(self, trainer):
         "Forget the partners"
         self._partner = None
+
+# %% ../../nbs/callbacks/64_augmentation.ipynb #7b65a9eb
+def _check_alone(mixer, callbacks):
+    "Refuse two callbacks that mix"
+    others = [type(o).__name__ for o in callbacks if isinstance(o, _MixCB) and o is not mixer]
+    if others: raise ValueError(f'`{type(mixer).__name__}` and `{others[0]}` would both mix the same batch, and the loss would fit neither. Use one of them.')
+
+def _check_targets(mixer, targets):
+    "Refuse a batch for which no second loss can be computed"
+    if not targets: raise ValueError(f'`{type(mixer).__name__}` mixes losses, but the batch has no targets to compute a second one from. Check `dls.n_inp`.')
 
 # %% ../../nbs/callbacks/64_augmentation.ipynb #85abac8f
 from fastcore.basics import patch
