@@ -29,28 +29,6 @@ def _chosen(rows, names):
     if not names: raise ValueError(f'The rows have no losses and no metrics, only {known}, so there is nothing to plot. Add a callback that records, such as `MetricsCB`.')
     return names
 
-# %% ../nbs/25_curves.ipynb #5b8b06a7
-def plot_history(
-    rows, # A `History`, or a list of dicts such as the rows of a log
-    names=None, # Columns to draw, a list or one name; default: all losses and metrics
-    fit:int=None, # Draw only this fit, by the number in column `fit`
-    axes=None, # What an earlier call returned, to draw into the same figure
-    label:str='', # Put before each name in the legend, to tell several histories apart
-): # Array of axes: one for losses and one for everything else, if there are both
-    "Draw losses and metrics over the epochs"
-    rows = [o for o in rows if fit is None or o.get('fit') == fit]
-    names = _chosen(rows, names)
-    panels = [o for o in ([n for n in names if _is_loss(n)], [n for n in names if not _is_loss(n)]) if o]
-    if axes is None: axes = _new_axes(len(panels))
-    if len(axes) < len(panels): raise ValueError(f'There are {len(axes)} axes, but losses and metrics need {len(panels)}. Leave `axes` out, or choose `names` as in the first plot.')
-    for ax,panel in zip(axes, panels):
-        for name in panel: _draw_column(ax, rows, name, label)
-        _mark_fits(ax, rows)
-        ax.set(xlabel='epochs trained', ylabel=_unit(panel))
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.legend(fontsize=8)
-    return axes
-
 # %% ../nbs/25_curves.ipynb #d68ff1c0
 def _is_loss(name): return name == 'loss' or name.endswith('_loss')
 
@@ -74,6 +52,28 @@ def _mark_fits(ax, rows):
     "A dotted line where a new fit begins"
     for i,(a,b) in enumerate(zip(rows, rows[1:])):
         if a.get('fit') != b.get('fit'): ax.axvline(i+1.5, color='grey', linestyle=':', linewidth=1)
+
+# %% ../nbs/25_curves.ipynb #5b8b06a7
+def plot_history(
+    rows, # A `History`, or a list of dicts such as the rows of a log
+    names=None, # Columns to draw, a list or one name; default: all losses and metrics
+    fit:int=None, # Draw only this fit, by the number in column `fit`
+    axes=None, # What an earlier call returned, to draw into the same figure
+    label:str='', # Put before each name in the legend, to tell several histories apart
+): # Array of axes: one for losses and one for everything else, if there are both
+    "Draw losses and metrics over the epochs"
+    rows = [o for o in rows if fit is None or o.get('fit') == fit]
+    names = _chosen(rows, names)
+    panels = [o for o in ([n for n in names if _is_loss(n)], [n for n in names if not _is_loss(n)]) if o]
+    if axes is None: axes = _new_axes(len(panels))
+    if len(axes) < len(panels): raise ValueError(f'There are {len(axes)} axes, but losses and metrics need {len(panels)}. Leave `axes` out, or choose `names` as in the first plot.')
+    for ax,panel in zip(axes, panels):
+        for name in panel: _draw_column(ax, rows, name, label)
+        _mark_fits(ax, rows)
+        ax.set(xlabel='epochs trained', ylabel=_unit(panel))
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.legend(fontsize=8)
+    return axes
 
 # %% ../nbs/25_curves.ipynb #f54fea92
 @patch

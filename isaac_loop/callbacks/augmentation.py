@@ -59,6 +59,29 @@ class BatchTransformCB:
         "Transform the batch"
         trainer.batch = _transformed(self.tfm, trainer.batch, 'the batch')
 
+# %% ../../nbs/callbacks/64_augmentation.ipynb #979d4447
+def _items(batch):
+    "The items of a batch"
+    if isinstance(batch, Mapping): return list(batch.values())
+    return list(batch) if isinstance(batch, (tuple, list)) else [batch]
+
+def _position(batch, key, n):
+    "Where the item called `key` is"
+    names = list(batch) if isinstance(batch, Mapping) else list(getattr(batch, '_fields', ()))
+    if key in names: return names.index(key)
+    if isinstance(key, int) and key < n: return key
+    raise LookupError(f'There is a transform for item {key!r}, but the batch has {n} items{f", {names}" if names else ""}.'
+                      f'{did_you_mean(str(key), map(str, names))} Give a transform for each item, or fewer.')
+
+def _exchanged(batch, items):
+    "A batch of the same kind with other `items`"
+    if isinstance(batch, Mapping):
+        changed = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+        changed.update(zip(list(batch), items))
+        return changed
+    if not isinstance(batch, (tuple, list)): return items[0]
+    return type(batch)(*items) if hasattr(batch, '_fields') else type(batch)(items)
+
 # %% ../../nbs/callbacks/64_augmentation.ipynb #9ed2a8e3
 class BatchAugmentationCB:
     "Apply a transform to each item of the batch: the first to item 0, and so on"
@@ -83,28 +106,26 @@ class BatchAugmentationCB:
             items[i] = _transformed(tfm, items[i], f'item {key!r}')
         trainer.batch = _exchanged(trainer.batch, items)
 
-# %% ../../nbs/callbacks/64_augmentation.ipynb #979d4447
-def _items(batch):
-    "The items of a batch"
-    if isinstance(batch, Mapping): return list(batch.values())
-    return list(batch) if isinstance(batch, (tuple, list)) else [batch]
+# %% ../../nbs/callbacks/64_augmentation.ipynb #01f83562
+def _sides(pct, h, w): return max(1, round(pct*h)), max(1, round(pct*w))
 
-def _position(batch, key, n):
-    "Where the item called `key` is"
-    names = list(batch) if isinstance(batch, Mapping) else list(getattr(batch, '_fields', ()))
-    if key in names: return names.index(key)
-    if isinstance(key, int) and key < n: return key
-    raise LookupError(f'There is a transform for item {key!r}, but the batch has {n} items{f", {names}" if names else ""}.'
-                      f'{did_you_mean(str(key), map(str, names))} Give a transform for each item, or fewer.')
+def _corner(pct, n, h, w, device):
+    "Numbers of the first pixels of `n` random rectangles, (n, 1)"
+    height,width = _sides(pct, h, w)
+    return torch.randint(h-height+1, (n, 1), device=device)*w + torch.randint(w-width+1, (n, 1), device=device)
 
-def _exchanged(batch, items):
-    "A batch of the same kind with other `items`"
-    if isinstance(batch, Mapping):
-        changed = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-        changed.update(zip(list(batch), items))
-        return changed
-    if not isinstance(batch, (tuple, list)): return items[0]
-    return type(batch)(*items) if hasattr(batch, '_fields') else type(batch)(items)
+def _inside(pct, corner, h, w):
+    "Which pixels are in the rectangles that begin at `corner`, (n, h*w)"
+    height,width = _sides(pct, h, w)
+    pixel = torch.arange(h*w, device=corner.device)
+    down,right = pixel//w - corner//w, pixel%w - corner%w
+    return (down >= 0) & (down < height) & (right >= 0) & (right < width)
+
+def _check_chance(p):
+    if not 0 <= p <= 1: raise ValueError(f'`p` is {p!r}, which is no probability. Use a number from 0 to 1.')
+
+def _not_images(x):
+    return f'The shape {tuple(x.shape)} is no batch of images, so there are no pixels to exchange. It should be (n, channels, height, width) or (n, height, width).'
 
 # %% ../../nbs/callbacks/64_augmentation.ipynb #a8e122da
 class _RandPatch:
@@ -132,27 +153,6 @@ class _RandPatch:
             inside = _inside(self.pct, corner, h, w)
             source = torch.where(inside & (i < n_patches), self._fill(source, corner, inside, h, w), source)
         return images.flatten(-2).gather(-1, source.view(n, *[1]*(images.ndim-3), h*w).expand(*images.shape[:-2], h*w)).view_as(images)
-
-# %% ../../nbs/callbacks/64_augmentation.ipynb #01f83562
-def _sides(pct, h, w): return max(1, round(pct*h)), max(1, round(pct*w))
-
-def _corner(pct, n, h, w, device):
-    "Numbers of the first pixels of `n` random rectangles, (n, 1)"
-    height,width = _sides(pct, h, w)
-    return torch.randint(h-height+1, (n, 1), device=device)*w + torch.randint(w-width+1, (n, 1), device=device)
-
-def _inside(pct, corner, h, w):
-    "Which pixels are in the rectangles that begin at `corner`, (n, h*w)"
-    height,width = _sides(pct, h, w)
-    pixel = torch.arange(h*w, device=corner.device)
-    down,right = pixel//w - corner//w, pixel%w - corner%w
-    return (down >= 0) & (down < height) & (right >= 0) & (right < width)
-
-def _check_chance(p):
-    if not 0 <= p <= 1: raise ValueError(f'`p` is {p!r}, which is no probability. Use a number from 0 to 1.')
-
-def _not_images(x):
-    return f'The shape {tuple(x.shape)} is no batch of images, so there are no pixels to exchange. It should be (n, channels, height, width) or (n, height, width).'
 
 # %% ../../nbs/callbacks/64_augmentation.ipynb #0afea12f
 class RandErase(_RandPatch):

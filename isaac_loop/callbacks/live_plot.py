@@ -75,6 +75,31 @@ def _draw_losses(ax, losses, per_epoch):
     ax.set(xlabel='epochs trained', ylabel='mean loss per example')
     ax.legend(fontsize=8)
 
+# %% ../../nbs/callbacks/54_live_plot.ipynb #39db98d1
+def _now(trainer, rows):
+    "The newest values, as the title of the figure"
+    newest = rows[-1] if rows else {}
+    values = [f'{k} {short(v)}' for k,v in newest.items() if k not in ('fit', 'epoch', 'elapsed') and isinstance(v, float)]
+    return ', '.join([f'epoch {trainer.epoch}', *values]) if hasattr(trainer, 'epoch') else ''
+
+def _in_notebook():
+    "Whether figures can be shown below a cell"
+    try: return type(get_ipython()).__name__ != 'TerminalInteractiveShell' # noqa: F821 (IPython defines it)
+    except NameError: return False
+
+# %% ../../nbs/callbacks/54_live_plot.ipynb #f3a89837
+def _check_place(path, in_notebook):
+    "Write an empty figure, or say why that is impossible"
+    from matplotlib.figure import Figure
+    if path is None:
+        if in_notebook: return
+        raise ValueError('`LivePlotCB` has nowhere to draw: this is no notebook, and it has no `path`. Give it one, such as `LivePlotCB("loss.png")`.')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Figure(figsize=(1, 1)).savefig(path)
+    except (OSError, ValueError) as e:
+        raise ValueError(f'`LivePlotCB` cannot write its figure to `{path}`: {e}. Choose a folder that can be written, and an ending such as `.png` or `.pdf`.') from e
+
 # %% ../../nbs/callbacks/54_live_plot.ipynb #58782f0b
 class LivePlotCB:
     "Draw losses and metrics while training goes on"
@@ -90,12 +115,9 @@ class LivePlotCB:
 
     def before_fit(self, trainer):
         "Make sure that there is a place to draw"
-        self._handle,self._losses,self._failed = None,_LateLosses(),False
+        self._handle,self._losses,self._failed,self._in_notebook = None,_LateLosses(),False,_in_notebook()
         self._n_rows,self._per_epoch,self._drawn = len(trainer.history),trainer.updates_per_epoch,time.monotonic()
-        self._in_notebook = _in_notebook()
-        if self.path is None and not self._in_notebook:
-            raise ValueError('`LivePlotCB` has nowhere to draw: this is no notebook, and it has no `path`. Give it one, such as `LivePlotCB("loss.png")`.')
-        if self.path is not None: _try_path(self.path)
+        _check_place(self.path, self._in_notebook)
 
     def after_batch(self, trainer):
         "Keep the loss of a training batch, and redraw now and then"
@@ -142,24 +164,3 @@ def _show(self:LivePlotCB, fig):
     image = Image(data=data.getvalue())
     if self._handle is None: self._handle = display(image, display_id=True)
     else: self._handle.update(image)
-
-# %% ../../nbs/callbacks/54_live_plot.ipynb #39db98d1
-def _now(trainer, rows):
-    "The newest values, as the title of the figure"
-    newest = rows[-1] if rows else {}
-    values = [f'{k} {short(v)}' for k,v in newest.items() if k not in ('fit', 'epoch', 'elapsed') and isinstance(v, float)]
-    return ', '.join([f'epoch {trainer.epoch}', *values]) if hasattr(trainer, 'epoch') else ''
-
-def _in_notebook():
-    "Whether figures can be shown below a cell"
-    try: return type(get_ipython()).__name__ != 'TerminalInteractiveShell' # noqa: F821 (IPython defines it)
-    except NameError: return False
-
-def _try_path(path):
-    "Write an empty figure, or say why that is impossible"
-    from matplotlib.figure import Figure
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Figure(figsize=(1, 1)).savefig(path)
-    except (OSError, ValueError) as e:
-        raise ValueError(f'`LivePlotCB` cannot write its figure to `{path}`: {e}. Choose a folder that can be written, and an ending such as `.png` or `.pdf`.') from e
