@@ -5,9 +5,12 @@ from isaac_loop.tables import *
 from isaac_loop.tensors import *
 from isaac_loop.history import *
 from isaac_loop.snapshot import *
+from isaac_loop.memory import *
 from isaac_loop.trainer import *
 from isaac_loop.data import *
 from isaac_loop.models import *
+from isaac_loop.images import *
+from isaac_loop.curves import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.metrics import *
@@ -17,5 +20,8 @@ from isaac_loop.callbacks.lr_finder import *
 from isaac_loop.callbacks.averaging import *
 from isaac_loop.callbacks.recorder import *
 from isaac_loop.callbacks.schedules import *
+from isaac_loop.callbacks.live_plot import *
+from isaac_loop.callbacks.augmentation import *
+from isaac_loop.plots import *
 from isaac_loop.inspection import *
 from isaac_loop.demo import *
