@@ -15,7 +15,7 @@ def bits(x):
     "A tensor's or an array's type, shape and bytes"
     if isinstance(x, np.ndarray): return str(x.dtype), x.shape, list(map(id, x.flat)) if x.dtype == object else x.tobytes()
     if x.is_sparse: return "sparse", tuple(x.shape), bits(x.detach().to_dense())
-    return str(x.dtype), tuple(x.shape), x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return str(x.dtype), tuple(x.shape), x.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def random_states():
