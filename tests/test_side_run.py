@@ -75,7 +75,7 @@ def test_validating_on_the_side_at_any_event_changes_nothing(event, shuffle):
     assert looks.n > 0 and looks.n % 2 == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(events=st.lists(st.sampled_from(EVENTS), min_size=1, max_size=3, unique=True), steps=st.sampled_from([BasicTrainCB, MomentumTrainCB]),
        depth=st.integers(1, 3), seed=st.integers(0, 5))
 def test_any_side_runs_change_nothing(events, steps, depth, seed):
