@@ -15,4 +15,5 @@ from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
 from isaac_loop.callbacks.lr_finder import *
 from isaac_loop.inspection import *
+from isaac_loop.evaluation import *
 from isaac_loop.demo import *
