@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['in_order', 'join_batches', 'loss_per_example', 'Predictions', 'CapturePredsCB', 'DropoutOnCB']
 
-# %% ../nbs/92_evaluation.ipynb #4d2898c8
-import copy, dataclasses, inspect, warnings
+# %% ../nbs/92_evaluation.ipynb #8932c293
+import copy, dataclasses, inspect, math, warnings
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -69,7 +69,9 @@ def _is_leaf(x):
     if isinstance(x, (list, tuple)): return bool(x) and all(isinstance(o, _PLAIN) for o in x)
     return not (isinstance(x, Mapping) or dataclasses.is_dataclass(x))
 
+# %% ../nbs/92_evaluation.ipynb #2638c298
 def _leaves(x):
+    "All leaves of `x`, in their order"
     found = []
     map_tensors(found.append, x, _is_leaf)
     return found
@@ -299,8 +301,12 @@ def _looking_at(self:Trainer, dl, callbacks, *watchers):
         side.dls = _OtherData(self.dls, ordered)
         for o in watchers:
             if isinstance(o, CapturePredsCB): o.rows = rows
-        with side.added_callbacks([*watchers, whole]): yield side
-    if getattr(whole, 'why', None): warnings.warn(f'The pass was not complete ({whole.why}), so {whole.n_batches} batches are all that the result covers.', stacklevel=4)
+        try:
+            with side.added_callbacks([*watchers, whole]): yield side
+        except Exception as e:
+            if getattr(whole, 'why', None): e.add_note(f'The pass was left early ({whole.why}).')
+            raise
+    if getattr(whole, 'why', None): warnings.warn(f'The pass was not complete ({whole.why}), so {whole.n_batches} batches are all that the result covers.', stacklevel=4) # The caller of `get_preds`
 
 # %% ../nbs/92_evaluation.ipynb #d490c49e
 @patch
@@ -447,26 +453,7 @@ def _said(self:Predictions, decode):
     is_class = torch.is_tensor(self.targets) and not self.targets.is_floating_point()
     return _decoded(self.preds, decode) if decode is not None or is_class else self.preds
 
-# %% ../nbs/92_evaluation.ipynb #a8806738
-@patch
-def plot_top_losses(self:Predictions,
-    k:int=9, # How many images; all, if there are fewer
-    classes:list=None, # Names of the classes
-    decode=None, # Turns predictions into class numbers; default: the highest score, if targets are class numbers
-): # The matplotlib axes
-    "Draw the images with the highest losses, titled with prediction, target and loss"
-    import matplotlib.pyplot as plt
-    table,images = self.top_losses(k, classes, decode),_images(self.inputs)
-    n_columns = max(1, round(len(table)**0.5))
-    n_rows = -(-len(table)//n_columns)
-    fig,axes = plt.subplots(n_rows, n_columns, figsize=(1.7*n_columns, 1.8*n_rows), squeeze=False, layout='constrained')
-    for ax in axes.flat: ax.axis('off')
-    for row,i,ax in zip(table.rows, self._worst(k), axes.flat):
-        ax.imshow(_drawable(images[i]), cmap='gray')
-        ax.set_title(f'{_brief(row["prediction"])}, not {_brief(row["target"])}\nloss {row["loss"]:.2f}' if row['prediction'] != row['target']
-                     else f'{_brief(row["target"])}\nloss {row["loss"]:.2f}', fontsize=9)
-    return axes
-
+# %% ../nbs/92_evaluation.ipynb #13f005f7
 def _brief(value): return f'{value:.3g}' if isinstance(value, float) else str(value)
 
 def _images(inputs):
@@ -481,6 +468,26 @@ def _drawable(image):
     image = image.float() if image.ndim == 2 else image.float().permute(1, 2, 0).squeeze(-1)
     low,high = image.min(),image.max()
     return (image if 0 <= low and high <= 1 else (image-low)/(high-low).clamp(min=1e-12)).numpy()
+
+# %% ../nbs/92_evaluation.ipynb #a8806738
+@patch
+def plot_top_losses(self:Predictions,
+    k:int=9, # How many images; all, if there are fewer
+    classes:list=None, # Names of the classes
+    decode=None, # Turns predictions into class numbers; default: the highest score, if targets are class numbers
+): # The matplotlib axes
+    "Draw the images with the highest losses, titled with prediction, target and loss"
+    import matplotlib.pyplot as plt
+    table,images = self.top_losses(k, classes, decode),_images(self.inputs)
+    n_columns = math.ceil(len(table)**0.5)
+    n_rows = -(-len(table)//n_columns)
+    fig,axes = plt.subplots(n_rows, n_columns, figsize=(1.7*n_columns, 1.8*n_rows), squeeze=False, layout='constrained')
+    for ax in axes.flat: ax.axis('off')
+    for row,i,ax in zip(table.rows, self._worst(k), axes.flat):
+        ax.imshow(_drawable(images[i]), cmap='gray')
+        ax.set_title(f'{_brief(row["prediction"])}, not {_brief(row["target"])}\nloss {row["loss"]:.2f}' if row['prediction'] != row['target']
+                     else f'{_brief(row["target"])}\nloss {row["loss"]:.2f}', fontsize=9)
+    return axes
 
 # %% ../nbs/92_evaluation.ipynb #c0c1f034
 @patch
@@ -500,7 +507,7 @@ def confusion_matrix(self:Predictions,
     highest = max(said.max().item(), targets.max().item()) + 1
     n_classes = n_classes or (self.preds.shape[1] if decode is None else max(highest, 2))
     if highest > n_classes: raise ValueError(f'Class {highest-1} occurs, but there are {n_classes} classes, counted from 0. Pass `n_classes={highest}`, or look at the targets.')
-    return multiclass_confusion_matrix(said, targets, n_classes, normalize=normalize)
+    return multiclass_confusion_matrix(said, targets, n_classes, normalize=normalize).clone() # An inference tensor otherwise
 
 # %% ../nbs/92_evaluation.ipynb #7dbbd459
 @patch
