@@ -274,7 +274,8 @@ class _WholeCB:
     "Notice when a pass does not get to its end"
     order = Order.RECORD
     shows_rows = True # So that nobody prints the row
-    def before_fit(self, trainer): self.why,self.n_batches = None,0
+    why,n_batches = None,0 # A cancel may come before `before_fit` does
+    def before_fit(self, trainer): self.n_batches = 0
     def after_batch(self, trainer): self.n_batches += 1
     def cleanup_batch(self, trainer): self._note(trainer.exception)
     def cleanup_epoch(self, trainer):
@@ -304,9 +305,9 @@ def _looking_at(self:Trainer, dl, callbacks, *watchers):
         try:
             with side.added_callbacks([*watchers, whole]): yield side
         except Exception as e:
-            if getattr(whole, 'why', None): e.add_note(f'The pass was left early ({whole.why}).')
+            if whole.why: e.add_note(f'The pass was left early ({whole.why}).')
             raise
-    if getattr(whole, 'why', None): warnings.warn(f'The pass was not complete ({whole.why}), so {whole.n_batches} batches are all that the result covers.', stacklevel=4) # The caller of `get_preds`
+    if whole.why: warnings.warn(f'The pass was not complete ({whole.why}), so {whole.n_batches} batches are all that the result covers.', stacklevel=4) # The caller of `get_preds`
 
 # %% ../nbs/92_evaluation.ipynb #d490c49e
 @patch
@@ -360,7 +361,7 @@ def validate(self:Trainer,
     with self._looking_at(dl, callbacks, *recorders) as side:
         side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
-    if 'valid_loss' not in row: raise ValueError('No batch got to its end, so nothing was measured. Look for a callback that cancels.')
+        if 'valid_loss' not in row: raise ValueError('No batch got to its end, so nothing was measured. Look for a callback that cancels.')
     return {name: value for name,value in row.items() if name not in ('fit', 'epoch', 'elapsed')}
 
 def _fresh(recorder, without):
