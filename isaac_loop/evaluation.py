@@ -51,7 +51,7 @@ def in_order(
     if not isinstance(dl, DataLoader): return dl, None
     ordered = copy.copy(dl)
     own = vars(ordered) # `DataLoader` forbids changes by assignment
-    own.update(_iterator=None, generator=None, persistent_workers=False, in_order=True, drop_last=False)
+    own.update(generator=None, persistent_workers=False, in_order=True, drop_last=False)
     if isinstance(dl.dataset, IterableDataset): return ordered, None
     if dl.batch_sampler is None: # Each row of the dataset is a batch already
         own.update(sampler=_rows_of(dl.sampler))

@@ -125,7 +125,7 @@ def test_whatever_the_loader_does_results_come_in_the_order_of_the_dataset(kind,
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}], ids=["plain", "persistent", "unordered"])
 def test_workers_keep_the_order(options):
-    "U14"
+    "(U14)"
     data = make_data(40)
     trainer = make_trainer(data=data)
     found = trainer.get_preds(DataLoader(data, 3, shuffle=True, num_workers=2, **options))
@@ -147,6 +147,16 @@ def test_a_loader_whose_pass_is_running_goes_on_undisturbed():
         after_batch.order = Order.DECIDE
         trainer.fit(2, lr=0, valid=False, callbacks=after_batch)
     assert len(seen[True]) == 8 and seen[True] == seen[False]
+
+
+def test_asking_a_sampler_for_its_rows_leaves_its_random_numbers_alone():
+    "(U14)"
+    data, generator = make_data(), torch.Generator().manual_seed(2)
+    state = generator.get_state()
+    trainer = make_trainer(data=data)
+    for options in ({"sampler": SubsetRandomSampler(range(9), generator)}, {"batch_sampler": BatchSampler(SubsetRandomSampler(range(9), generator), 3, False)}):
+        assert trainer.get_preds(DataLoader(data, **options)).indices == list(range(9))
+        assert torch.equal(generator.get_state(), state)
 
 
 def test_a_loader_of_ones_own_class_keeps_what_it_adds():
@@ -253,7 +263,7 @@ def test_batches_that_hold_different_things_are_refused():
 
 
 def test_half_precision_comes_back_as_float():
-    "MIN-11"
+    "(MIN-11)"
     data = make_data()
     data = TensorDataset(data.tensors[0].bfloat16(), data.tensors[1])
     trainer = make_trainer(data=data, model=make_model().bfloat16())
@@ -281,7 +291,7 @@ def test_the_callback_holds_the_last_validation_pass_and_adds_nothing_up():
 
 
 def test_capture_preds_gives_a_plain_tuple():
-    "MIN-11"
+    "(MIN-11)"
     data = make_data()
     trainer = make_trainer(data=data)
     preds, targets, inputs = trainer.capture_preds(inps=True)
@@ -367,7 +377,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_of_an_example_is_the_loss_of_a_batch_of_one(name):
-    "F127"
+    "(F127)"
     loss_func, preds, targets = LOSSES[name]
     row = lambda x, i: tuple(o[i:i + 1] for o in x) if isinstance(x, tuple) else x[i:i + 1]
     losses = loss_per_example(loss_func, preds, targets)
@@ -594,7 +604,7 @@ def test_without_steps_the_error_says_who_predicts():
 # Dropout
 
 def test_dropout_is_on_and_everything_else_as_in_validation():
-    "MIN-11, F129"
+    "(MIN-11, F129)"
     trainer = make_trainer([DropoutOnCB()])
     modes = []
 
@@ -606,7 +616,7 @@ def test_dropout_is_on_and_everything_else_as_in_validation():
 
 @pytest.mark.parametrize("error", [CancelEpochException("enough"), CancelFitException("enough"), RuntimeError("broken")], ids=lambda e: type(e).__name__)
 def test_dropout_is_put_back_whatever_happens(error):
-    "MIN-11"
+    "(MIN-11)"
     trainer = make_trainer([DropoutOnCB(), RaiseCB(error)])
     try: trainer.fit(1, train=False)
     except RuntimeError: assert isinstance(error, RuntimeError)
@@ -697,7 +707,7 @@ def no_figures_left():
 
 @pytest.mark.parametrize("shape", [(5, 1, 4, 4), (5, 3, 4, 4), (5, 4, 4)])
 def test_top_losses_are_drawn_worst_first(shape):
-    "ISA-119"
+    "(ISA-119)"
     found = images_found(shape)
     axes = found.plot_top_losses(3, classes=["ant", "bee", "cat"])
     titles = [ax.get_title() for ax in axes.flat if ax.get_images()]
@@ -718,7 +728,7 @@ def test_what_is_no_image_is_not_drawn():
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(2, 40), n_classes=st.integers(2, 6), seed=st.integers(0, 99), normalize=st.sampled_from([None, "true", "pred", "all"]))
 def test_the_confusion_matrix_is_that_of_scikit_learn(n, n_classes, seed, normalize):
-    "ISA-119"
+    "(ISA-119)"
     from sklearn.metrics import confusion_matrix
     g = torch.Generator().manual_seed(seed)
     preds, targets = torch.randn(n, n_classes, generator=g), torch.randint(0, n_classes, (n,), generator=g)
@@ -754,7 +764,7 @@ def test_confusion_of_what_is_no_class_is_refused():
 
 
 def test_the_matrix_is_drawn_with_names_and_numbers():
-    "ISA-119"
+    "(ISA-119)"
     said, targets = torch.tensor([1, 1, 0, 2]), torch.tensor([0, 0, 0, 2])
     found = Predictions(F.one_hot(said, 3).float(), targets, indices=list(range(4)))
     ax = found.plot_confusion_matrix(classes=["ant", "bee", "cat"])
