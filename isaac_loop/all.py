@@ -24,4 +24,5 @@ from isaac_loop.callbacks.live_plot import *
 from isaac_loop.callbacks.augmentation import *
 from isaac_loop.plots import *
 from isaac_loop.inspection import *
+from isaac_loop.evaluation import *
 from isaac_loop.demo import *
