@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Hook', 'Hooks', 'find_modules', 'first_tensor', 'probing']
 
-# %% ../nbs/06_hooks.ipynb #f5a07a39
-import random, sys, weakref
+# %% ../nbs/06_hooks.ipynb #013533f3
+import copy, random, sys, weakref
 from contextlib import contextmanager
 
 import torch
@@ -49,6 +49,13 @@ class Hook:
     def __exit__(self, *args): self.remove()
     def __del__(self): self.remove()
     def __repr__(self): return f'Hook({self.name})'
+
+    def __deepcopy__(self, memo):
+        "What was gathered, on no module"
+        new = memo[id(self)] = object.__new__(type(self))
+        gathered = {k: v for k,v in vars(self).items() if k not in ('module', 'func', '_handle')}
+        vars(new).update(copy.deepcopy(gathered, memo), module=self.module, func=self.func)
+        return new
 
 # %% ../nbs/06_hooks.ipynb #60e4f144
 class Hooks(list):

@@ -87,25 +87,15 @@ class ActivationStatsCB(HooksCallback):
         on_train:bool=True, # Watch training passes?
         on_valid:bool=False, # Watch validation passes?
         modules=None, # These modules instead of filtered ones
-    ):
-        super().__init__(self._note, module_filter, on_train, on_valid, modules)
-        self.stats = {} # `ActivationStats` by the name of the layer
+    ): super().__init__(_note, module_filter, on_train, on_valid, modules)
 
     def before_fit(self, trainer):
         "Forget the last run, and put hooks on the modules"
         super().before_fit(trainer)
-        self._trainer = trainer
-        self.stats = {o.name: ActivationStats() for o in self.hooks}
+        for o in self.hooks: o.stats,o.place = ActivationStats(),lambda: place_of(trainer)
 
-    def cleanup_fit(self, trainer):
-        "Remove the hooks"
-        super().cleanup_fit(trainer)
-        self._trainer = None
-
-    def _note(self, hook, module, inp, outp):
-        x = first_tensor(outp)
-        if x is None: raise TypeError(f'`{hook.name}` gives {_kind(outp)}, which has no mean. Leave this module out with `module_filter`.')
-        self.stats[hook.name].add(x, place_of(self._trainer))
+    @property
+    def stats(self): return {o.name: o.stats for o in self.hooks} # By the name of the layer
 
     def rows(self):
         "One dict for each layer and batch: `layer`, `fit`, `epoch`, `training`, `batch`, `mean`, `std`, `dead`"
@@ -114,6 +104,12 @@ class ActivationStatsCB(HooksCallback):
     def table(self)->Table:
         "The last batch of each layer"
         return Table([dict(layer=name) | o.rows()[-1] for name,o in self.stats.items() if len(o)], ['layer', 'epoch', 'batch', 'mean', 'std', 'dead'])
+
+def _note(hook, module, inp, outp):
+    "Add an output to the statistics of its hook"
+    x = first_tensor(outp)
+    if x is None: raise TypeError(f'`{hook.name}` gives {_kind(outp)}, which has no mean. Leave this module out with `module_filter`.')
+    hook.stats.add(x, hook.place())
 
 def _kind(x): return f'a tensor of {x.dtype}' if torch.is_tensor(x) else f'a {type(x).__name__} without floating-point tensors'
 
