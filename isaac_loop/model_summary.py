@@ -5,7 +5,9 @@
 # %% auto #0
 __all__ = ['summarize_model']
 
-# %% ../nbs/92_model_summary.ipynb #027dafe9
+# %% ../nbs/92_model_summary.ipynb #955ebba0
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -23,17 +25,28 @@ def _shape(
     inner = x.values() if hasattr(x, 'values') else x if isinstance(x, (tuple, list)) else ()
     return ', '.join(filter(None, map(_shape, inner)))
 
-# %% ../nbs/92_model_summary.ipynb #b62776ae
-def _counter():
-    "PyTorch's counter of operations"
+# %% ../nbs/92_model_summary.ipynb #d8a7a217
+@contextmanager
+def _counting():
+    "PyTorch's counter of operations, with attention in pieces that it can count"
     from torch.utils.flop_counter import FlopCounterMode
-    return FlopCounterMode(display=False)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with FlopCounterMode(display=False) as counter: yield counter
+    finally: torch.backends.mha.set_fastpath_enabled(fast)
+
+def _recurrent(module, inp):
+    "Operations of a recurrent layer; 0 for others"
+    if not isinstance(module, nn.RNNBase): return 0
+    steps = getattr(inp[0], 'data', inp[0]).numel()//module.input_size # A packed sequence has its numbers in `data`
+    return 2*steps*sum(p.numel() for p in module.parameters() if p.ndim == 2)
 
 # %% ../nbs/92_model_summary.ipynb #4c7a75a3
 class _Rows:
     "Gathers a row whenever a layer has run"
     def __init__(self, model, counter):
-        self.counter,self.rows,self.seen,self.started = counter,[],set(),{}
+        self.counter,self.rows,self.seen,self.started,self.uncounted = counter,[],set(),{},0
         self.layers = {name: o for name,o in find_modules(model).items() if not list(o.children()) or list(o.parameters(recurse=False))}
 
     def start(self, module, inp):
@@ -43,6 +56,7 @@ class _Rows:
     def add(self, hook, module, inp, outp):
         "Called after a layer has run"
         flops = self.counter.get_total_flops() - self.started.pop(module)
+        if not flops: self.uncounted += (flops := _recurrent(module, inp))
         self.rows.append(self._row(hook.name, module, _shape(inp), _shape(outp), flops))
 
     def rest(self):
@@ -62,15 +76,15 @@ def _rows_of(model, run):
     "All rows, and the operations of the whole run"
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
         raise ValueError(f'`{type(model).__name__}` has lazy layers, whose parameters do not exist before the first batch. Run one batch through the model, and summarise it then.')
-    counter = _counter()
-    rows = _Rows(model, counter)
-    starts = [o.register_forward_pre_hook(rows.start) for o in rows.layers.values()]
-    try:
-        with Hooks(rows.layers, rows.add), probing(model), counter: run()
-    finally:
-        for o in starts: o.remove()
+    with _counting() as counter, probing(model):
+        rows = _Rows(model, counter)
+        starts = [o.register_forward_pre_hook(rows.start) for o in rows.layers.values()]
+        try:
+            with Hooks(rows.layers, rows.add): run()
+        finally:
+            for o in starts: o.remove()
     rows.rest()
-    return rows.rows,counter.get_total_flops()
+    return rows.rows,counter.get_total_flops() + rows.uncounted
 
 def _table(rows, flops, n):
     "The rows and their sums; operations in millions, for one example"
