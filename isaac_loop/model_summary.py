@@ -56,7 +56,9 @@ class _Rows:
     def add(self, hook, module, inp, outp):
         "Called after a layer has run"
         flops = self.counter.get_total_flops() - self.started.pop(module)
-        if not flops: self.uncounted += (flops := _recurrent(module, inp))
+        if not flops:
+            flops = _recurrent(module, inp)
+            self.uncounted += flops
         self.rows.append(self._row(hook.name, module, _shape(inp), _shape(outp), flops))
 
     def rest(self):
