@@ -29,11 +29,12 @@ def _shape(
 @contextmanager
 def _counting():
     "PyTorch's counter of operations, with attention in pieces that it can count"
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+    on_cpu = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value)}
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with FlopCounterMode(display=False) as counter: yield counter
+        with FlopCounterMode(display=False, custom_mapping=on_cpu) as counter: yield counter
     finally: torch.backends.mha.set_fastpath_enabled(fast)
 
 def _recurrent(module, inp):

@@ -62,7 +62,7 @@ def histogram(
     x = x.detach().float()
     if not torch.are_deterministic_algorithms_enabled(): return torch.histc(x, n_bins, low, high)
     edges = torch.linspace(low, high, n_bins+1, device=x.device)
-    ordered = x.flatten().sort().values
+    ordered = x.flatten().nan_to_num(torch.inf, torch.inf, -torch.inf).sort().values
     below = torch.searchsorted(ordered, edges)
     below[-1] = torch.searchsorted(ordered, edges[-1:], right=True)[0]
     return below.diff().float()

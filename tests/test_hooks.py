@@ -28,6 +28,7 @@ from isaac_loop.callbacks.nonfinite import NonFiniteCB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB, OneBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
+import isaac_loop.inspection # noqa: F401 (gives trainers `summarize_callbacks`)
 from isaac_loop.hooks import Hook, Hooks, find_modules, first_tensor, probing
 from isaac_loop.model_summary import summarize_model
 from isaac_loop.records import DeviceRecord, histogram
@@ -255,9 +256,12 @@ def test_a_filter_that_matches_nothing_fails_before_the_first_batch():
 
 def test_a_hookfunc_of_the_callback_cannot_change_the_output():
     "ISA-72"
-    plain, hooked = make_trainer([]), make_trainer([HooksCallback(lambda hook, m, inp, outp: outp * 0)])
-    for o in (plain, hooked): o.fit(2)
-    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), hooked.model.parameters(), strict=True))
+    weights = []
+    for callbacks in ([], [HooksCallback(lambda hook, m, inp, outp: outp * 0)]):
+        trainer = make_trainer(callbacks)
+        trainer.fit(2)
+        weights.append(list(trainer.model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     with pytest.raises(TypeError, match="`hookfunc` is None"): HooksCallback(None)
 
 
@@ -285,15 +289,15 @@ def test_activations_of_unusual_layers():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
-            self.lstm, self.twice, self.half = nn.LSTM(6, 6), nn.Identity(), nn.Identity()
+            self.lstm, self.twice, self.low = nn.LSTM(6, 6), nn.Identity(), nn.Identity()
 
         def forward(self, x):
             x = self.twice(self.twice(self.lstm(x)[0]))
-            return self.half(x.bfloat16()).float().mean(1, keepdim=True)
+            return self.low(x.bfloat16()).float().mean(1, keepdim=True)
 
     cb = ActivationStatsCB()
     make_trainer([cb], Odd()).fit(1)
-    assert {name: len(o) for name, o in cb.stats.items()} == {"Odd": 4, "lstm": 4, "twice": 8, "half": 4}
+    assert {name: len(o) for name, o in cb.stats.items()} == {"Odd": 4, "lstm": 4, "twice": 8, "low": 4}
     assert all(math.isfinite(o) for s in cb.stats.values() for o in s.mean + s.std)
     stats = ActivationStats()
     stats.add(torch.tensor([3.0]), (0, 0, 1, 0))
@@ -731,8 +735,7 @@ def test_what_cannot_be_summarised_says_why():
     "MIN-08"
     with pytest.raises(ValueError, match="lazy layers"): summarize_model(nn.LazyLinear(3), torch.zeros(1, 2))
     with pytest.raises(TypeError, match="no layers to list"): summarize_model(lambda x: x, torch.zeros(1, 2))
-    trainer = make_trainer([], batches=iter(make_batches()))
-    trainer.dls.valid = None
+    trainer = Trainer(DataLoaders(iter(make_batches())), F.mse_loss, optim.SGD, make_model(), BasicTrainCB())
     with pytest.raises(ValueError, match="walked only once"): trainer.summarize_model()
     assert trainer.summarize_model(make_batches()[0]).rows
     assert len(list(trainer.dls.train)) == 4
