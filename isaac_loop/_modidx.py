@@ -49,6 +49,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                               'isaac_loop/callbacks/activations.py'),
                                                   'isaac_loop.callbacks.activations.HooksCallback._find': ( 'callbacks/activations.html#hookscallback._find',
                                                                                                             'isaac_loop/callbacks/activations.py'),
+                                                  'isaac_loop.callbacks.activations.HooksCallback.after_epoch': ( 'callbacks/activations.html#hookscallback.after_epoch',
+                                                                                                                  'isaac_loop/callbacks/activations.py'),
                                                   'isaac_loop.callbacks.activations.HooksCallback.before_fit': ( 'callbacks/activations.html#hookscallback.before_fit',
                                                                                                                  'isaac_loop/callbacks/activations.py'),
                                                   'isaac_loop.callbacks.activations.HooksCallback.cleanup_fit': ( 'callbacks/activations.html#hookscallback.cleanup_fit',

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from .hooks import Hook, first_tensor, probing
-from .tables import Table
 
 # %% ../nbs/22_lsuv.ipynb #9fd2b07d
 def _measure(model, module, inputs):
@@ -22,6 +21,24 @@ def _measure(model, module, inputs):
     x = getattr(hook, 'x', None)
     if x is None: raise ValueError(f'The batch never reached `{type(module).__name__}`, so its output cannot be measured. Is it a module of this model?')
     return x.float().mean().item(),x.float().std().item()
+
+# %% ../nbs/22_lsuv.ipynb #17c02904
+def _correct(weight, bias, scale, shift):
+    "Scale weight and bias, then shift the bias"
+    with torch.no_grad():
+        weight *= scale
+        if bias is not None: bias.mul_(scale).add_(shift)
+
+def _weight_and_bias(module):
+    "The parameters to correct, or an error"
+    weight = getattr(module, 'weight', None)
+    if not torch.is_tensor(weight): raise TypeError(f'`trainable_module` is a `{type(module).__name__}`, which has no `weight` to scale. Pass a linear layer or a convolution, and the activation as `measurement_module`.')
+    return weight,getattr(module, 'bias', None)
+
+def _check_spread(std, module):
+    "Refuse to scale what no factor can mend"
+    if not (std > 0 and std < float('inf')):
+        raise ValueError(f'The standard deviation after `{type(module).__name__}` is {std:g}, and no scaling can mend that. Are all its outputs equal, or is the batch not finite?')
 
 # %% ../nbs/22_lsuv.ipynb #903cae1c
 def lsuv_init(
@@ -47,21 +64,3 @@ def lsuv_init(
     if not near: warnings.warn(f'After {max_loops} corrections the mean is {mean:.3g} (wanted: {targ_mean:g}) and the standard deviation {std:.3g} (wanted: {target_std:g}). '
                                'Choose targets that the activation can reach, or measure before it.')
     return dict(mean=mean, std=std, loops=loop)
-
-# %% ../nbs/22_lsuv.ipynb #17c02904
-def _correct(weight, bias, scale, shift):
-    "Scale weight and bias, then shift the bias"
-    with torch.no_grad():
-        weight *= scale
-        if bias is not None: bias.mul_(scale).add_(shift)
-
-def _weight_and_bias(module):
-    "The parameters to correct, or an error"
-    weight = getattr(module, 'weight', None)
-    if not torch.is_tensor(weight): raise TypeError(f'`trainable_module` is a `{type(module).__name__}`, which has no `weight` to scale. Pass a linear layer or a convolution, and the activation as `measurement_module`.')
-    return weight,getattr(module, 'bias', None)
-
-def _check_spread(std, module):
-    "Refuse to scale what no factor can mend"
-    if not (std > 0 and std < float('inf')):
-        raise ValueError(f'The standard deviation after `{type(module).__name__}` is {std:g}, and no scaling can mend that. Are all its outputs equal, or is the batch not finite?')

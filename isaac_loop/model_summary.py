@@ -89,6 +89,7 @@ def _rows_of(model, run):
     rows.rest()
     return rows.rows,counter.get_total_flops() + rows.uncounted
 
+# %% ../nbs/92_model_summary.ipynb #9ddc0073
 def _table(rows, flops, n):
     "The rows and their sums; operations in millions, for one example"
     million = 1e6*(n or 1)

@@ -5,7 +5,9 @@
 # %% auto #0
 __all__ = ['HooksCallback', 'ActivationStats', 'ActivationStatsCB']
 
-# %% ../../nbs/callbacks/80_activations.ipynb #ee504466
+# %% ../../nbs/callbacks/80_activations.ipynb #880b9967
+import warnings
+
 import torch
 
 from ..events import Order
@@ -31,8 +33,17 @@ class HooksCallback:
     def before_fit(self, trainer):
         "Put hooks on the modules"
         def call(hook, *args):
-            if self.on_train if trainer.training else self.on_valid: self.hookfunc(hook, *args)
-        self.hooks = Hooks(self._find(trainer.model), call)
+            if self.on_train if trainer.training else self.on_valid:
+                self._called = True
+                self.hookfunc(hook, *args)
+        self.hooks,self._called = Hooks(self._find(trainer.model), call),False
+
+    def after_epoch(self, trainer):
+        "Warn if no hook was called"
+        if self._called: return
+        warnings.warn(f'No hook of `{type(self).__name__}` was called in a whole pass, so nothing was seen: the chosen modules did not run. '
+                      'If the model is compiled, train it before you call `torch.compile`, or compile it when the hooks are on.')
+        self._called = True # Once is enough
 
     def cleanup_fit(self, trainer):
         "Remove the hooks"

@@ -86,23 +86,27 @@ class GradientStatsCB:
             if p.grad is not None: norms.append(self.stats[name].add(p.grad, place))
         if norms: self._total.add(torch.linalg.vector_norm(torch.stack([o.to(norms[0].device) for o in norms])), place)
 
-    def cleanup_epoch(self, trainer):
-        "Write the norms of this pass"
-        if not trainer.training or not len(self._total): return
-        if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
-        norms,batches = self._total.read().tolist(),[o['batch'] for o in self._total.places()]
-        trainer.history.write_batches(True, batches, grad_norm=norms)
-        trainer.history.write(grad_norm=math.fsum(norms)/len(norms))
-
-    def log(self, trainer):
-        "Print the table of this epoch, if asked to"
-        if self.report and any(map(len, self.stats.values())): self._log(self.table())
-
-    def _log(self, table): print(table)
-
-# %% ../../nbs/callbacks/81_gradients.ipynb #5ad19be3
+# %% ../../nbs/callbacks/81_gradients.ipynb #96767fb7
 from fastcore.basics import patch
 
+@patch
+def cleanup_epoch(self:GradientStatsCB, trainer):
+    "Write the norms of this pass"
+    if not trainer.training or not len(self._total): return
+    if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
+    norms,batches = self._total.read().tolist(),[o['batch'] for o in self._total.places()]
+    trainer.history.write_batches(True, batches, grad_norm=norms)
+    trainer.history.write(grad_norm=math.fsum(norms)/len(norms))
+
+@patch
+def log(self:GradientStatsCB, trainer):
+    "Print the table of this epoch, if asked to"
+    if self.report and any(map(len, self.stats.values())): self._log(self.table())
+
+@patch
+def _log(self:GradientStatsCB, table): print(table)
+
+# %% ../../nbs/callbacks/81_gradients.ipynb #bcc3b6bd
 @patch(as_prop=True)
 def without_grad(self:GradientStatsCB): return [name for name,o in self.stats.items() if not len(o)] # Names of parameters
 
@@ -233,13 +237,16 @@ class UpdateRatioCB:
     @property
     def ratios(self): return {name: o.read().tolist() for name,o in self.record.items()} # Lists by the name of the parameter
 
-    def rows(self):
-        "One dict for each parameter and update: `parameter`, `fit`, `epoch`, `training`, `batch`, `ratio`"
-        return [dict(parameter=name) | place | dict(ratio=r) for name,o in self.record.items() for place,r in zip(o.places(), o.read().tolist())]
+# %% ../../nbs/callbacks/81_gradients.ipynb #b4a8428b
+@patch
+def rows(self:UpdateRatioCB)->list:
+    "One dict for each parameter and update: `parameter`, `fit`, `epoch`, `training`, `batch`, `ratio`"
+    return [dict(parameter=name) | place | dict(ratio=r) for name,o in self.record.items() for place,r in zip(o.places(), o.read().tolist())]
 
-    def plot(self): # The matplotlib axes
-        "Draw the ratio of each parameter, update by update, and the rule of thumb"
-        found = _seen(self.record, 'updates', type(self).__name__)
-        ax = _lines({name: o.read().tolist() for name,o in found.items()}, '|update| / |weights|')
-        ax.axhline(1e-3, color='gray', linestyle=':')
-        return ax
+@patch
+def plot(self:UpdateRatioCB): # The matplotlib axes
+    "Draw the ratio of each parameter, update by update, and the rule of thumb"
+    found = _seen(self.record, 'updates', type(self).__name__)
+    ax = _lines({name: o.read().tolist() for name,o in found.items()}, '|update| / |weights|')
+    ax.axhline(1e-3, color='gray', linestyle=':')
+    return ax
