@@ -38,13 +38,6 @@ class HooksCallback:
                 self.hookfunc(hook, *args)
         self.hooks,self._called = Hooks(self._find(trainer.model), call),False
 
-    def after_epoch(self, trainer):
-        "Warn if no hook was called"
-        if self._called: return
-        warnings.warn(f'No hook of `{type(self).__name__}` was called in a whole pass, so nothing was seen: the chosen modules did not run. '
-                      'If the model is compiled, train it before you call `torch.compile`, or compile it when the hooks are on.')
-        self._called = True # Once is enough
-
     def cleanup_fit(self, trainer):
         "Remove the hooks"
         if self.hooks: self.hooks.remove()
@@ -57,6 +50,17 @@ class HooksCallback:
 
     def __iter__(self): return iter(self.hooks)
     def __len__(self): return len(self.hooks)
+
+# %% ../../nbs/callbacks/80_activations.ipynb #dc8e6bc3
+from fastcore.basics import patch
+
+@patch
+def after_epoch(self:HooksCallback, trainer):
+    "Warn if no hook was called"
+    if self._called or not hasattr(trainer, 'preds'): return # Without predictions no batch has run
+    warnings.warn(f'No hook of `{type(self).__name__}` was called in a whole pass, so nothing was seen: the chosen modules did not run. '
+                  'If the model was compiled with `torch.compile`, look inside the one it was compiled from.')
+    self._called = True # Once is enough
 
 # %% ../../nbs/callbacks/80_activations.ipynb #28eb406b
 class ActivationStats:
@@ -140,9 +144,7 @@ def _seen(stats):
     if not found: raise ValueError('No activations have been recorded, so there is nothing to draw. Give `ActivationStatsCB` to a trainer, and call `fit` first.')
     return found
 
-# %% ../../nbs/callbacks/80_activations.ipynb #fd7d5f35
-from fastcore.basics import patch
-
+# %% ../../nbs/callbacks/80_activations.ipynb #a9675638
 @patch
 def plot_stats(self:ActivationStatsCB)->list: # Two axes, for means and standard deviations
     "Draw mean and standard deviation of every layer, batch by batch"

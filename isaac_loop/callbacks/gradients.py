@@ -237,12 +237,11 @@ class UpdateRatioCB:
     @property
     def ratios(self): return {name: o.read().tolist() for name,o in self.record.items()} # Lists by the name of the parameter
 
-# %% ../../nbs/callbacks/81_gradients.ipynb #b4a8428b
-@patch
-def rows(self:UpdateRatioCB)->list:
-    "One dict for each parameter and update: `parameter`, `fit`, `epoch`, `training`, `batch`, `ratio`"
-    return [dict(parameter=name) | place | dict(ratio=r) for name,o in self.record.items() for place,r in zip(o.places(), o.read().tolist())]
+    def rows(self):
+        "One dict for each parameter and update: `parameter`, `fit`, `epoch`, `training`, `batch`, `ratio`"
+        return [dict(parameter=name) | place | dict(ratio=r) for name,o in self.record.items() for place,r in zip(o.places(), o.read().tolist())]
 
+# %% ../../nbs/callbacks/81_gradients.ipynb #dac991e1
 @patch
 def plot(self:UpdateRatioCB): # The matplotlib axes
     "Draw the ratio of each parameter, update by update, and the rule of thumb"
