@@ -11,6 +11,9 @@ from isaac_loop.data import *
 from isaac_loop.models import *
 from isaac_loop.images import *
 from isaac_loop.curves import *
+from isaac_loop.hooks import *
+from isaac_loop.records import *
+from isaac_loop.lsuv import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.metrics import *
@@ -25,4 +28,8 @@ from isaac_loop.callbacks.augmentation import *
 from isaac_loop.plots import *
 from isaac_loop.inspection import *
 from isaac_loop.evaluation import *
+from isaac_loop.callbacks.activations import *
+from isaac_loop.callbacks.gradients import *
+from isaac_loop.callbacks.nonfinite import *
+from isaac_loop.model_summary import *
 from isaac_loop.demo import *
