@@ -63,24 +63,25 @@ class BatchRecord(Sequence):
 # %% ../nbs/04_history.ipynb #c704ba16
 class History(Sequence):
     "One row (a dict) per epoch: `fit`, `epoch`, and whatever callbacks write"
-    def __init__(self): self.rows,self.batches,self.fit,self._next = [],BatchRecord(),-1,None
+    def __init__(self): self.rows,self.batches,self.fit,self._next,self._open = [],BatchRecord(),-1,None,False
 
     def start_fit(self):
         "The rows that follow belong to a new fit"
         self.fit += 1
+        self._next,self._open = None,False
 
     def start_epoch(self,
         epoch:int, # Its number within the fit
     ):
         "What is written from now on belongs to this epoch"
-        self._next = dict(fit=self.fit, epoch=epoch)
+        self._next,self._open = dict(fit=self.fit, epoch=epoch),True
 
     def write(self, **columns):
         "Write `columns` into the row of the present epoch"
+        self._check_open()
         if self._next is not None:
             self.rows.append(self._next)
             self._next = None
-        if not self.rows: raise LookupError('The history has no epoch to write to yet. Write from `before_epoch` on, or call `start_epoch` first.')
         self.rows[-1].update(columns)
 
     def write_batches(self,
@@ -89,8 +90,17 @@ class History(Sequence):
         **values, # For each column one number per batch
     ):
         "Write per-batch columns for the present epoch"
+        self._check_open()
         place = self._next or self.rows[-1]
         self.batches.write(place['fit'], place['epoch'], training, batches, **values)
+
+    @property
+    def current(self):
+        "The row of the present epoch, or None if nobody has written to it"
+        return self.rows[-1] if self._open and self._next is None else None
+
+    def _check_open(self):
+        if not self._open: raise LookupError('The history has no epoch to write to yet. Write from `before_epoch` on, or call `start_epoch` first.')
 
     def __len__(self): return len(self.rows)
     def __getitem__(self, i): return self.column(i) if isinstance(i, str) else self.rows[i]

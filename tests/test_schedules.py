@@ -543,7 +543,7 @@ def test_mistakes_are_told_where_they_are_made(make, message):
     (BatchSchedulerCB(lambda opt: lrs.SequentialLR(opt, [lrs.ConstantLR(opt), lrs.ExponentialLR(opt, 0.9)], [30])), "changes after 30"),
     (WarmupSchedulerCB(warmup=50), "take 50 updates, but this fit has only 10.*at 0.196 times"),
     (WSDSchedulerCB(warmup=6, decay_length=6), "take 12 updates, but the first decay is to end after 10"),
-], ids=str)
+], ids=lambda o: o if isinstance(o, str) else type(o).__name__)
 def test_a_length_that_does_not_fit_is_told_before_the_first_batch(cb, message):
     trainer = make_trainer(cb)
     with pytest.raises(UserWarning, match=message): trainer.fit(2, valid=False) # The fixture makes errors of warnings

@@ -124,8 +124,8 @@ class ProgressCB:
 
     def log(self, trainer):
         "Add the newest row to the table"
-        if not len(trainer.history): return
-        row = shown_row(trainer.history[-1])
+        if not trainer.history.current: return
+        row = shown_row(trainer.history.current)
         self._panel.add(row) if self._panel else self._lines.add(row)
 
     def cleanup_fit(self, trainer):
