@@ -25,6 +25,8 @@ from isaac_loop.callbacks.schedules import *
 from isaac_loop.callbacks.lr_finder import *
 from isaac_loop.callbacks.averaging import *
 from isaac_loop.callbacks.augmentation import *
+from isaac_loop.callbacks.interrupts import *
+from isaac_loop.callbacks.best import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *
 from isaac_loop.callbacks.nonfinite import *
