@@ -7,7 +7,7 @@ __all__ = ['SeededBatchSampler', 'WorkerCrashed', 'ExactLoader', 'ReplayLoader',
 
 # %% ../nbs/08_sampling.ipynb #65252704
 import random, sys, warnings, weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
 from operator import index
@@ -229,7 +229,8 @@ def _explained(error, num_workers, epoch):
 
 def _dismiss(batches):
     "End the workers behind an iterator of a `DataLoader`"
-    if hasattr(batches, '_shutdown_workers'): batches._shutdown_workers()
+    with suppress(RuntimeError): # PyTorch's signal handler may report the same death once more
+        if hasattr(batches, '_shutdown_workers'): batches._shutdown_workers()
 
 def _all_well(batches):
     "Whether the workers behind an iterator of a `DataLoader` can go on"
