@@ -13,6 +13,7 @@ from itertools import count
 from operator import index
 
 import torch
+from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 # %% ../nbs/08_sampling.ipynb #5ba6b4e2
@@ -33,7 +34,7 @@ def _seed(*key):
 def _seeded(*key):
     "Random numbers from `key` inside the block, and undisturbed ones after it"
     numpy = sys.modules.get('numpy')
-    states = random.getstate(),torch.default_generator.get_state(),numpy and numpy.random.get_state()
+    states = random.getstate(),torch.default_generator.get_state(),numpy and numpy.random.get_state(legacy=False)
     _seed(*key)
     try: yield
     finally:
@@ -50,10 +51,6 @@ def _whole(name, value, least=None):
     except TypeError: raise TypeError(f'`{name}` is {value!r}, but it is counted. Use a whole number.') from None
     if least is not None and number < least: raise ValueError(f'`{name}` is {number}, and less than {least} makes no sense here. Use {least} or more.')
     return number
-
-# %% ../nbs/08_sampling.ipynb #1de8ef86
-class _Batch(list):
-    "Row numbers, with the `key` for the random numbers of their batch"
 
 # %% ../nbs/08_sampling.ipynb #33e7fb24
 class SeededBatchSampler:
@@ -75,22 +72,6 @@ class SeededBatchSampler:
             raise ValueError(f'{n} rows cannot be shared among {world_size} processes, and one without a batch would hold up the others. Use fewer processes, or more rows.')
         self.shuffle,self.drop_last,self.epoch,self.start = shuffle,drop_last,0,0
 
-    def set_epoch(self,
-        epoch:int, # Number of the epoch, from 0
-    ):
-        "Go to the beginning of an epoch"
-        self.epoch,self.start = _whole('epoch', epoch, 0),0
-
-    def start_at(self,
-        samples:int, # Samples of this epoch that were used already, by all processes together
-    ):
-        "Leave out the first `samples` of the epoch"
-        if _whole('samples', samples, 0) > self.n: raise ValueError(f'`samples` is {samples}, but an epoch has only {self.n}. Is this position from another dataset?')
-        self.start = index(samples)
-        left = self.n - self.start
-        if 0 < left < self.world_size and not self.drop_last:
-            warnings.warn(f'The last {left} samples of this epoch cannot be shared among {self.world_size} processes, and are left out.', stacklevel=2)
-
     def __len__(self): # Of a whole epoch, wherever it starts
         full,rest = divmod(self.n, self.batch_size*self.world_size)
         return full + (not self.drop_last and rest >= self.world_size)
@@ -99,8 +80,28 @@ class SeededBatchSampler:
         order,epoch = self._order(),self.epoch
         return (self._share(order, epoch, *step) for step in self._steps(self.start))
 
-# %% ../nbs/08_sampling.ipynb #32b8b3de
-from fastcore.basics import patch
+# %% ../nbs/08_sampling.ipynb #a181dc34
+@patch
+def set_epoch(self:SeededBatchSampler,
+    epoch:int, # Number of the epoch, from 0
+):
+    "Go to the beginning of an epoch"
+    self.epoch,self.start = _whole('epoch', epoch, 0),0
+
+@patch
+def start_at(self:SeededBatchSampler,
+    samples:int, # Samples of this epoch that were used already, by all processes together
+):
+    "Leave out the first `samples` of the epoch"
+    if _whole('samples', samples, 0) > self.n: raise ValueError(f'`samples` is {samples}, but an epoch has only {self.n}. Is this position from another dataset?')
+    self.start = index(samples)
+    left = self.n - self.start
+    if 0 < left < self.world_size and not self.drop_last:
+        warnings.warn(f'The last {left} samples of this epoch cannot be shared among {self.world_size} processes, and are left out.', stacklevel=2)
+
+# %% ../nbs/08_sampling.ipynb #1de8ef86
+class _Batch(list):
+    "Row numbers, with the `key` for the random numbers of their batch"
 
 @patch
 def _order(self:SeededBatchSampler):
@@ -195,6 +196,7 @@ class _Resumable:
 
     def __getstate__(self): return {**vars(self), '_pass': None, '_engine': None, '_batches': None} # A copy has no workers yet
 
+# %% ../nbs/08_sampling.ipynb #32c1dcaa
 _two_passes = ('Another pass over this loader began before this one ended, and persistent workers serve only one, so this one would get the batches of the other. '
                'Use two loaders, or `persistent_workers=False`.')
 
@@ -227,6 +229,7 @@ def _explained(error, num_workers, epoch):
     crash.__cause__ = error
     return crash
 
+# %% ../nbs/08_sampling.ipynb #43c6c7c6
 def _dismiss(batches):
     "End the workers behind an iterator of a `DataLoader`"
     with suppress(RuntimeError): # PyTorch's signal handler may report the same death once more
@@ -261,41 +264,26 @@ class ExactLoader(_Resumable, DataLoader):
 
     def __len__(self): return len(self.batch_sampler) # Batches of a whole epoch, wherever it starts
 
-    @property
-    def samples(self)->int:
-        "Samples that were given in this epoch, to all processes together"
-        return self._here()[1]
+# %% ../nbs/08_sampling.ipynb #28bc4bc0
+@patch(as_prop=True)
+def samples(self:ExactLoader)->int:
+    "Samples that were given in this epoch, to all processes together"
+    return self._here()[1]
 
-    def start_at(self,
-        samples:int, # Samples of this epoch that were used already, by all processes together
-    ):
-        "Go on in the middle of the epoch in the next pass; nothing is read to get there"
-        self.batch_sampler.start_at(samples)
-        self._place(*self._normal(self.epoch, self.batch_sampler.start), goes_on=True)
-
-    def _normal(self, epoch, samples):
-        "The end of an epoch is the beginning of the next"
-        return (epoch+1, 0) if samples and next(self.batch_sampler._steps(samples), None) is None else (epoch, samples)
-
-# %% ../nbs/08_sampling.ipynb #a535412f
 @patch
-def _walk(self:ExactLoader, epoch, samples):
-    "The batches from a position on, each with the position behind it"
-    sampler = self.batch_sampler
-    if len(self.dataset) != sampler.n:
-        raise ValueError(f'The dataset has {len(self.dataset)} rows now, and had {sampler.n} when the loader was made, so the order does not fit any more. Make a new loader.')
-    sampler.set_epoch(epoch)
-    sampler.start_at(samples)
-    self.generator.manual_seed(_numbers(self.seed, epoch)[1])
-    batches = None
-    try:
-        batches = self._begin()
-        for batch,(first,size) in zip(batches, sampler._steps(samples)): yield batch,first+size
-    except GeneratorExit: raise # The pass was left early, and nothing is wrong
-    except BaseException as e:
-        self._forget(batches)
-        raise _explained(e, self.num_workers, epoch)
+def start_at(self:ExactLoader,
+    samples:int, # Samples of this epoch that were used already, by all processes together
+):
+    "Go on in the middle of the epoch in the next pass; nothing is read to get there"
+    self.batch_sampler.start_at(samples)
+    self._place(*self._normal(self.epoch, self.batch_sampler.start), goes_on=True)
 
+@patch
+def _normal(self:ExactLoader, epoch, samples):
+    "The end of an epoch is the beginning of the next"
+    return (epoch+1, 0) if samples and next(self.batch_sampler._steps(samples), None) is None else (epoch, samples)
+
+# %% ../nbs/08_sampling.ipynb #10cd6689
 @patch
 def _begin(self:ExactLoader):
     "Start reading; persistent workers are taken over from the last pass if they are well"
@@ -318,6 +306,25 @@ def _forget(self:ExactLoader, batches):
     "Throw the loader inside away, with its workers"
     self._engine = self._batches = None
     _dismiss(batches)
+
+# %% ../nbs/08_sampling.ipynb #a535412f
+@patch
+def _walk(self:ExactLoader, epoch, samples):
+    "The batches from a position on, each with the position behind it"
+    sampler = self.batch_sampler
+    if len(self.dataset) != sampler.n:
+        raise ValueError(f'The dataset has {len(self.dataset)} rows now, and had {sampler.n} when the loader was made, so the order does not fit any more. Make a new loader.')
+    sampler.set_epoch(epoch)
+    sampler.start_at(samples)
+    self.generator.manual_seed(_numbers(self.seed, epoch)[1])
+    batches = None
+    try:
+        batches = self._begin()
+        for batch,(first,size) in zip(batches, sampler._steps(samples)): yield batch,first+size
+    except GeneratorExit: raise # The pass was left early, and nothing is wrong
+    except BaseException as e:
+        self._forget(batches)
+        raise _explained(e, self.num_workers, epoch)
 
 # %% ../nbs/08_sampling.ipynb #94f0def1
 @patch
@@ -397,30 +404,55 @@ class ReplayLoader(_Resumable):
         if name.startswith('_') or vars(self).get('loader') is None: raise AttributeError(f'`{type(self).__name__}` has no attribute `{name}`')
         return getattr(self.loader, name)
 
-    @property
-    def batches(self)->int:
-        "Batches that were given in this epoch"
-        return self._here()[1]
+# %% ../nbs/08_sampling.ipynb #29d33ccb
+@patch(as_prop=True)
+def batches(self:ReplayLoader)->int:
+    "Batches that were given in this epoch"
+    return self._here()[1]
 
-    def start_at(self,
-        batches:int, # Batches of this epoch that were used already
-    ):
-        "Go on in the middle of the epoch in the next pass, by reading and dropping `batches` batches"
-        self._place(self.epoch, _whole('batches', batches, 0), goes_on=True)
+@patch
+def start_at(self:ReplayLoader,
+    batches:int, # Batches of this epoch that were used already
+):
+    "Go on in the middle of the epoch in the next pass, by reading and dropping `batches` batches"
+    self._place(self.epoch, _whole('batches', batches, 0), goes_on=True)
 
-    def state_dict(self)->dict: # Plain numbers
-        "The position behind the last batch, and what it depends on"
-        epoch,batches = self._here()
-        return dict(epoch=epoch, batches=batches, seed=self.seed, batch_size=getattr(self.loader, 'batch_size', None))
+@patch
+def state_dict(self:ReplayLoader)->dict: # Plain numbers
+    "The position behind the last batch, and what it depends on"
+    epoch,batches = self._here()
+    return dict(epoch=epoch, batches=batches, seed=self.seed, batch_size=getattr(self.loader, 'batch_size', None))
 
-    def load_state_dict(self,
-        state:dict, # What `state_dict` gave
-    ):
-        "Go on from a saved position in the next pass"
-        now = self.state_dict()
-        _check_same({o: (state[o], now[o]) for o in ('seed', 'batch_size') if o in state and state[o] != now[o]}, state['batches'])
-        self.set_epoch(state['epoch'])
-        if state['batches']: self.start_at(state['batches'])
+@patch
+def load_state_dict(self:ReplayLoader,
+    state:dict, # What `state_dict` gave
+):
+    "Go on from a saved position in the next pass"
+    now = self.state_dict()
+    _check_same({o: (state[o], now[o]) for o in ('seed', 'batch_size') if o in state and state[o] != now[o]}, state['batches'])
+    self.set_epoch(state['epoch'])
+    if state['batches']: self.start_at(state['batches'])
+
+# %% ../nbs/08_sampling.ipynb #cd6610cd
+@patch
+def _source(self:ReplayLoader, epoch):
+    "What to iterate in this pass, ready for its epoch"
+    if self._engine is not None and not _all_well(getattr(self._engine, '_iterator', None)): self._engine = None
+    if self._engine is None: self._engine = self._fresh()
+    source = self._engine
+    if isinstance(getattr(source, 'dataset', None), _SeededStream): source.dataset.epoch.fill_(epoch)
+    parts = [getattr(source, o, None) for o in ('dataset', 'sampler', 'batch_sampler')]
+    for o in (source, *parts, getattr(parts[0], 'dataset', None)):
+        _set_epoch(o, epoch)
+        if isinstance(getattr(o, 'generator', None), torch.Generator): o.generator.manual_seed(_numbers(self.seed, epoch)[1])
+    if self.make: self._engine = None # Another one for the next pass
+    return source
+
+@patch
+def _fresh(self:ReplayLoader):
+    "A new source"
+    if self.make: return self.make()
+    return _with_seeds(self.loader, self.seed) if _is_stream(self.loader) and self.loader.num_workers else self.loader
 
 # %% ../nbs/08_sampling.ipynb #b0bf3568
 _end = object()
@@ -449,26 +481,6 @@ def _read(self:ReplayLoader, batches, source, epoch, i):
     "The next batch, or `_end`"
     if getattr(source, 'num_workers', 0): return next(batches, _end)
     with _seeded(self.seed, epoch, i): return next(batches, _end)
-
-@patch
-def _source(self:ReplayLoader, epoch):
-    "What to iterate in this pass, ready for its epoch"
-    if self._engine is not None and not _all_well(getattr(self._engine, '_iterator', None)): self._engine = None
-    if self._engine is None: self._engine = self._fresh()
-    source = self._engine
-    if isinstance(getattr(source, 'dataset', None), _SeededStream): source.dataset.epoch.fill_(epoch)
-    parts = [getattr(source, o, None) for o in ('dataset', 'sampler', 'batch_sampler')]
-    for o in (source, *parts, getattr(parts[0], 'dataset', None)):
-        _set_epoch(o, epoch)
-        if isinstance(getattr(o, 'generator', None), torch.Generator): o.generator.manual_seed(_numbers(self.seed, epoch)[1])
-    if self.make: self._engine = None # Another one for the next pass
-    return source
-
-@patch
-def _fresh(self:ReplayLoader):
-    "A new source"
-    if self.make: return self.make()
-    return _with_seeds(self.loader, self.seed) if _is_stream(self.loader) and self.loader.num_workers else self.loader
 
 # %% ../nbs/08_sampling.ipynb #b4603081
 def exact_loader(
