@@ -6,6 +6,7 @@ from isaac_loop.tensors import *
 from isaac_loop.history import *
 from isaac_loop.snapshot import *
 from isaac_loop.state import *
+from isaac_loop.store import *
 from isaac_loop.trainer import *
 from isaac_loop.data import *
 from isaac_loop.models import *

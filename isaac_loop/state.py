@@ -98,7 +98,9 @@ class _Walk:
     def refuse(self, path, what):
         "Raise the error that names the place"
         keys = []
-        while path: path,key = path[0],f'[{path[1]!r}]'[:80] ; keys.append(key)
+        while path:
+            keys.append(f'[{path[1]!r}]'[:80])
+            path = path[0]
         raise UnsaveableState(f'{self.where}{"".join(reversed(keys))} is {what}. A checkpoint must be readable without running code, '
                               'so it holds numbers, text, tensors, and lists, tuples, sets and dicts of them.')
 
@@ -143,7 +145,7 @@ def _container(self, x, kind, path, depth):
 
 def _key(self, x, path):
     "`x` as a plain key"
-    made = None if isinstance(x, torch.Tensor) else self.walk(x, path, 99)
+    made = None if isinstance(x, torch.Tensor) else self.walk(x, path, 90)
     if made is None and x is not None or type(made) is bytearray: self.refuse(path, f'a key of type {_name_of(type(x))}; use text or a number')
     return made
 
