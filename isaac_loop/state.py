@@ -172,7 +172,7 @@ def set_plain_random_state(
     "Let all random numbers go on from `state`"
     state,lost = dict(state),[]
     if 'numpy' in state:
-        import numpy # Its global numbers are only in `state` if somebody used NumPy
+        import numpy # noqa: F401 - its global numbers are only in `state` if somebody used NumPy
         state['numpy'] = map_tensors(lambda o: o.numpy(), state['numpy'])
     if 'cuda' in state and len(state['cuda']) > torch.cuda.device_count(): lost.append('cuda')
     if 'mps' in state and not torch.backends.mps.is_available(): lost.append('mps')

@@ -6,7 +6,8 @@
 __all__ = ['FORMAT', 'load_weights', 'Checkpoint', 'CheckpointStore']
 
 # %% ../nbs/07_store.ipynb #fe79197d
-import hashlib, io, itertools, json, math, operator, os, platform, re, stat, string, sys, uuid, warnings, weakref, zipfile
+import hashlib, io, itertools, json, math, operator, os, platform, re, shutil, stat, string, sys, uuid, warnings, weakref, zipfile
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -66,8 +67,8 @@ def _parse(
     "Parse JSON of bounded size and depth, without NaN"
     if len(text) > limit: raise ValueError(f'it has {len(text)} characters, and more than {limit} are not read')
     depth = 0
-    for o in re.sub(r'"(?:[^"\\]|\\.)*"', '', text):
-        depth += (o in '[{') - (o in ']}')
+    for o in re.findall(r'[][{}]', re.sub(r'"(?:[^"\\]|\\.)*"', '', text)):
+        depth += 1 if o in '[{' else -1
         if depth > 20: raise ValueError('it is nested more than 20 deep')
     def no_nan(name): raise ValueError(f'{name} is no JSON')
     return json.loads(text, parse_constant=no_nan)
@@ -130,15 +131,21 @@ def _load_state(path):
         found = torch.load(path, map_location='cpu', weights_only=True)
         if not isinstance(found, dict) or set(found) != {'state', 'extra'} or not isinstance(found['extra'], dict): raise ValueError('it is not laid out as a state file')
         return found
-    except Exception as e:
-        why = str(e).partition('\n')[0]
-        raise CheckpointCorrupt(f'The state in `{path}` cannot be read, and none of it was used: {type(e).__name__}: {why} Use another checkpoint, or `load_weights` if the weights are all you need.') from e
+    except Exception as e: why,cause = _why_not(e)
+    raise CheckpointCorrupt(f'The state in `{path}` cannot be read, and none of it was used: {why}. Use another checkpoint, or `load_weights` if the weights are all you need.') from cause
+
+def _why_not(e):
+    "What went wrong in the safe reader, without its advice to read the file unsafely"
+    if 'Weights only' not in str(e): return str(e).partition('\n')[0].rstrip('.'), e
+    name = re.search(r'GLOBAL (\S+)', str(e))
+    return f'it holds {f"`{name[1]}`" if name else "something"} besides tensors and plain types, and reading that could run code', None
 
 # %% ../nbs/07_store.ipynb #842517d8
 def _manifest_bytes(fields):
     "The text of a manifest, with its own checksum"
-    checksum = hashlib.sha256(json.dumps(fields, allow_nan=False).encode()).hexdigest()
-    return json.dumps({**fields, 'checksum': checksum}, indent=1, allow_nan=False).encode()
+    lines = [f'{json.dumps(k)}: {json.dumps(v, allow_nan=False)}' for k,v in fields.items()]
+    checksum = hashlib.sha256('\n'.join(lines).encode()).hexdigest()
+    return ('{\n ' + ',\n '.join([*lines, f'"checksum": "{checksum}"']) + '\n}\n').encode()
 
 _WANTED = {'run_id': str, 'serial': int, 'step': int, 'epoch': (int, type(None)), 'samples': (int, type(None)), 'world_size': int, 'metrics': dict, 'info': dict, 'versions': dict, 'saved': str, 'files': dict}
 
@@ -198,7 +205,7 @@ def verify(self:Checkpoint):
         if digest != about['sha256']: raise CheckpointCorrupt(f'`{self.path/name}` is damaged: its sha256 is {digest[:12]}…, and {about["sha256"][:12]}… was written. Use another checkpoint.')
 
 @patch
-def load(self:Checkpoint,
+def read(self:Checkpoint,
     verify:str='sha256', # 'sha256' reads and compares every byte first, 'size' only compares sizes
 )->tuple: # Weights, state, manifest
     "Everything in the checkpoint"
@@ -236,7 +243,7 @@ def _discard(path):
     _remove(trash)
 
 # %% ../nbs/07_store.ipynb #77ff50ab
-_LEFTOVER = re.compile(r'\.(tmp|old|trash)-(.+)-[0-9a-f]{8}')
+_LEFTOVER = re.compile(r'\.(tmp|old|trash)-(.+)-[0-9a-f]+')
 
 def _sweep(folder):
     "Put away what a killed process left behind in `folder`"
@@ -244,7 +251,7 @@ def _sweep(folder):
         found = _LEFTOVER.fullmatch(name)
         if not found: continue
         path,target = folder/name,folder/found[2]
-        if found[1] == 'old' and not os.path.lexists(target) and _is_whole(path): os.rename(path, target)
+        if found[1] == 'old' and not os.path.lexists(target): os.rename(path, target)
         elif found[1] == 'trash': _remove(path)
         else: _discard(path)
 
@@ -257,7 +264,7 @@ def _is_whole(path):
 # %% ../nbs/07_store.ipynb #563efc30
 class _Lock:
     "Hold a folder for this process"
-    open = weakref.WeakSet()
+    held,fd,owner = weakref.WeakSet(),None,None
     def __init__(self, folder):
         self.fd,self.owner = os.open(folder/'.lock', os.O_RDWR | os.O_CREAT, 0o666),os.getpid()
         try:
@@ -269,7 +276,7 @@ class _Lock:
             raise CheckpointFolderBusy(f'`{folder}` is being written to by {who}. Two runs in one folder would delete each other\'s checkpoints. To look only, pass `read_only=True`.') from None
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, str(os.getpid()).encode(), 0)
-        _Lock.open.add(self)
+        _Lock.held.add(self)
 
     def release(self, unlock=True):
         "Let others have the folder"
@@ -281,7 +288,7 @@ class _Lock:
     def __del__(self): self.release()
 
 def _forget_locks():
-    for o in list(_Lock.open): o.release(unlock=False)
+    for o in list(_Lock.held): o.release(unlock=False)
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget_locks)
 
@@ -304,6 +311,13 @@ def _fill(name, values):
     if not re.fullmatch(r'[^./\\\0][^/\\\0]{0,150}', made): raise ValueError(f'`name` {name!r} gave {made!r}, which is no name for a folder.')
     return made
 
+# %% ../nbs/07_store.ipynb #72dd29f3
+def _check_keeping(keep_last, keep_best, keep_every, mode):
+    "Refuse numbers that would lose a run, or that mean nothing"
+    if keep_last is not None and keep_last < 2: raise ValueError(f'`keep_last` is {keep_last}, but if the only checkpoint turns out to be damaged the run is lost. Use 2 or more, or None for all.')
+    if keep_best < 0 or (keep_every is not None and keep_every < 1): raise ValueError(f'`keep_best` is {keep_best} and `keep_every` is {keep_every}. Use counts; 0 and None switch them off.')
+    if mode not in ('min', 'max'): raise ValueError(f"`mode` is {mode!r}. Use 'min' when lower is better, 'max' when higher is.")
+
 # %% ../nbs/07_store.ipynb #5bd58ee1
 class CheckpointStore:
     "A folder of checkpoints: save, find, load, and keep the right ones"
@@ -318,9 +332,7 @@ class CheckpointStore:
         mode:str='min', # 'min' when lower is better, 'max' when higher is
         read_only:bool=False, # Only look: no lock, and nothing is changed
     ):
-        if keep_last is not None and keep_last < 2: raise ValueError(f'`keep_last` is {keep_last}, but if the only checkpoint turns out to be damaged the run is lost. Use 2 or more, or None for all.')
-        if keep_best < 0 or (keep_every is not None and keep_every < 1): raise ValueError(f'`keep_best` is {keep_best} and `keep_every` is {keep_every}. Use counts; 0 and None switch them off.')
-        if mode not in ('min', 'max'): raise ValueError(f"`mode` is {mode!r}. Use 'min' when lower is better, 'max' when higher is.")
+        _check_keeping(keep_last, keep_best, keep_every, mode)
         _check_pattern(name)
         self.folder,self.run_id,self.name,self.monitor,self.mode,self.read_only = Path(folder).absolute(),run_id,name,monitor,mode,read_only
         self.keep_last,self.keep_best,self.keep_every = keep_last,keep_best,keep_every
@@ -347,6 +359,7 @@ def _open(self:CheckpointStore):
         _sweep(self.folder)
     except CheckpointFolderBusy: raise
     except OSError as e:
+        if self._lock: self._tidy()
         self.close()
         raise CheckpointWriteFailed(f'`{self.folder}` cannot be used for checkpoints: {e.strerror or e}. Choose a folder that can be written to.', self.folder) from e
 
@@ -374,11 +387,13 @@ def latest(self:CheckpointStore):
     return next(reversed(self.list()), None)
 
 @patch
-def ranked(self:CheckpointStore)->list: # Best first
-    "The checkpoints whose `monitor` is a finite number, best first; of equals the older comes first"
-    last = self.latest() if self.monitor else None
-    found = [o for o in self.list() if o.run_id == last.run_id and math.isfinite(o.metrics.get(self.monitor, math.nan))] if last else []
-    return sorted(found, key=lambda o: o.metrics[self.monitor], reverse=self.mode == 'max')
+def ranked(self:CheckpointStore,
+    found:list=None, # Checkpoints to compare; default: all that `list` gives
+)->list: # Best first
+    "Those of the newest run whose `monitor` is a finite number, best first; of equals the older comes first"
+    if found is None: found = self.list()
+    able = [o for o in found if o.run_id == found[-1].run_id and math.isfinite(o.metrics.get(self.monitor, math.nan))]
+    return sorted(able, key=lambda o: o.metrics[self.monitor], reverse=self.mode == 'max')
 
 @patch
 def best(self:CheckpointStore):
@@ -437,8 +452,9 @@ def save(self:CheckpointStore,
     self.run_id = self.run_id or uuid.uuid4().hex[:12]
     fields = {'format': FORMAT, 'run_id': self.run_id, 'serial': 1+max((o.serial for o in self._scan()[0]), default=0), **fields, 'metrics': metrics, 'info': info or {},
               'versions': _versions(), 'saved': datetime.now(timezone.utc).isoformat(timespec='seconds'),
-              'files': {k: {'bytes': len(v), 'sha256': hashlib.sha256(v).hexdigest()} for k,v in files.items()}}
-    return self._commit(name, {**files, _MANIFEST: _checked_manifest(fields)})
+              'files': {k: {'bytes': len(v), 'sha256': '0'*64} for k,v in files.items()}}
+    needed = math.ceil(1.2*sum(map(len, [*files.values(), _checked_manifest(fields)])))
+    return self._commit(name, fields['step'], needed, {**files, _MANIFEST: _in_background(_signed, fields, files)})
 
 # %% ../nbs/07_store.ipynb #8fac91f3
 def _checked_manifest(fields):
@@ -449,19 +465,27 @@ def _checked_manifest(fields):
     except (TypeError, ValueError, RecursionError) as e: raise UnsaveableState(f'`info` or `metrics` cannot be kept in a manifest: {e}. Use texts, numbers, lists, and dicts with text as keys.') from e
     return raw
 
+def _signed(fields, files):
+    "The manifest's bytes, with the checksums of `files`"
+    return _manifest_bytes({**fields, 'files': {k: {'bytes': len(v), 'sha256': hashlib.sha256(v).hexdigest()} for k,v in files.items()}})
+
+def _in_background(f, *args):
+    "Begin `f(*args)` in a thread; returns a function that waits for the result"
+    with_thread = ThreadPoolExecutor(1)
+    future = with_thread.submit(f, *args)
+    with_thread.shutdown(wait=False)
+    return future.result
+
+# %% ../nbs/07_store.ipynb #900cb5b5
 def _put(folder, name, target, files):
     "Write `files` into a hidden folder, and then make it visible as `target`"
     hidden = folder/f'.tmp-{name}-{uuid.uuid4().hex[:8]}'
     os.mkdir(hidden)
-    for file,data in files.items(): _write(hidden/file, data) # The manifest is last
+    for file,data in files.items(): _write(hidden/file, data() if callable(data) else data) # The manifest is last
     _sync(hidden)
-    old = None
-    if os.path.lexists(target):
-        old = folder/f'.old-{target.name}-{uuid.uuid4().hex[:8]}'
-        os.rename(target, old) # A folder cannot be renamed onto one that has something in it
+    if os.path.lexists(target): os.rename(target, folder/f'.old-{target.name}-{uuid.uuid4().hex[:8]}') # A folder cannot be renamed onto one that has something in it
     os.rename(hidden, target)
     _sync(folder)
-    if old: _discard(old)
 
 # %% ../nbs/07_store.ipynb #60ecb7ea
 @patch
@@ -482,17 +506,15 @@ def _target(self:CheckpointStore, name, step):
         if not os.path.lexists(path): return path
         if not path.is_symlink() and _is_whole(path) and ((found := Checkpoint(path)).run_id, found.step) == (self.run_id, step): return path
 
-# %% ../nbs/07_store.ipynb #c14e1319
+# %% ../nbs/07_store.ipynb #5ee58127
 @patch
-def _commit(self:CheckpointStore, name, files):
+def _commit(self:CheckpointStore, name, step, needed, files):
     "Put `files` on the disk as one checkpoint, then tidy up"
-    needed,free = math.ceil(1.2*sum(map(len, files.values()))),None
-    target = self.folder/name
+    free,target = None,self.folder/name
     try:
-        about = os.statvfs(self.folder)
-        free = about.f_bavail*about.f_frsize
+        free = shutil.disk_usage(self.folder).free
         if free < needed: raise OSError(28, 'there is not enough room')
-        target = self._target(name, json.loads(files[_MANIFEST])['step'])
+        target = self._target(name, step)
         _put(self.folder, name, target, files)
     except BaseException as e:
         self._tidy()
@@ -508,33 +530,34 @@ def _tidy(self:CheckpointStore):
     try: _sweep(self.folder)
     except OSError: pass
 
-# %% ../nbs/07_store.ipynb #ea95d840
+# %% ../nbs/07_store.ipynb #54edf0c5
 @patch
-def kept(self:CheckpointStore)->list: # Oldest first
-    "The checkpoints of this run that are safe from deletion"
-    mine = self.list()
-    keep = mine if self.keep_last is None else mine[-self.keep_last:]
-    best = self.ranked()[:self.keep_best]
-    every = [o for o in mine if self.keep_every and o.step % self.keep_every == 0]
-    paths = {o.path for o in [*keep, *best, *every]} | {self.resumed_from}
-    return [o for o in mine if o.path in paths]
+def droppable(self:CheckpointStore,
+    found:list, # Checkpoints of one run, oldest first
+)->list: # Oldest first
+    "Those that need not be kept: neither new, nor best, nor one in so many, nor resumed from"
+    last = found if self.keep_last is None else found[-self.keep_last:]
+    best = self.ranked(found)[:self.keep_best]
+    every = [o for o in found if self.keep_every and o.step % self.keep_every == 0]
+    kept = {o.path for o in [*last, *best, *every]} | {self.resumed_from}
+    return [o for o in found if o.path not in kept]
 
 @patch
 def _note_and_drop(self:CheckpointStore):
     "Renew the hints and delete what need not be kept; the checkpoint is safe already, so trouble here is a warning"
     try:
-        for file,found in {'last.json': self.latest(), 'best.json': self.best()}.items(): self._hint(file, found)
-        safe = {o.path for o in self.kept()}
-        for o in self.list():
-            if o.path not in safe: self._drop(o)
+        found = self.list()
+        for file,hint in {'last.json': found[-1:], 'best.json': self.ranked(found)[:1]}.items(): self._hint(file, *hint)
+        for o in self.droppable(found): self._drop(o)
+        _sweep(self.folder)
     except OSError as e: _warn(f'The checkpoint is written, but tidying up `{self.folder}` failed: {e}. Old checkpoints may be left.')
 
 @patch
-def _hint(self:CheckpointStore, file, found):
+def _hint(self:CheckpointStore, file, found=None):
     "Say in a small file which checkpoint is meant, for people and scripts; this library never reads it"
     if found is None: return (self.folder/file).unlink(missing_ok=True)
     hidden = self.folder/f'.tmp-{file}-{uuid.uuid4().hex[:8]}'
-    _write(hidden, json.dumps({'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}, indent=1).encode())
+    hidden.write_text(json.dumps({'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}, indent=1)) # Not synced: nothing depends on it
     os.replace(hidden, self.folder/file)
 
 @patch
@@ -556,16 +579,16 @@ def _find(self:CheckpointStore, path):
     "The folder that was meant by `path`"
     path = Path(path)
     inside = self.folder/path
-    found = inside if len(path.parts) == 1 and inside.exists() else path.absolute()
+    found = Path(os.path.realpath(inside if len(path.parts) == 1 and inside.exists() else path))
     if not found.is_dir(): raise NoValidCheckpoint(f'`{path}` is no checkpoint: there is no such folder. {_inside(inside if len(path.parts) == 1 else found)}')
     return found
 
 @patch
 def _take(self:CheckpointStore, found, verify):
     "Load `found`, and go on with its run"
-    loaded = found.load(verify)
-    if found.path.parent == self.folder:
-        self.resumed_from = found.path
+    loaded = found.read(verify)
+    if self.folder.is_dir() and os.path.samefile(found.path.parent, self.folder):
+        self.resumed_from = self.folder/found.path.name
         self.run_id = self.run_id or found.run_id
     return loaded
 
