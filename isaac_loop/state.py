@@ -10,6 +10,7 @@ __all__ = ['LoopError', 'CheckpointCorrupt', 'CheckpointFormatTooNew', 'NoValidC
 # %% ../nbs/06_state.ipynb #66e1a284
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from enum import Enum
 
 import torch
 
@@ -52,7 +53,7 @@ def _is_easy(x):
 
 # %% ../nbs/06_state.ipynb #7c7d2c65
 _ADVICE = {'pathlib.PurePath': 'str', 'datetime.date': '`isoformat()`', 'datetime.time': '`isoformat()`', 'datetime.timedelta': '`total_seconds()`',
-           'enum.Enum': 'its `value` or `name`', 'decimal.Decimal': 'str', 'fractions.Fraction': 'str', 'uuid.UUID': 'str', 'builtins.frozenset': 'set', 'builtins.range': 'list',
+           'decimal.Decimal': 'str', 'fractions.Fraction': 'str', 'uuid.UUID': 'str', 'builtins.frozenset': 'set', 'builtins.range': 'list',
            'builtins.slice': 'a tuple', 'builtins.memoryview': 'bytes', 'array.array': 'list', 'types.SimpleNamespace': '`vars(x)`', 'random.Random': '`getstate()`',
            'builtins.type': 'its name', 'builtins.function': 'its name, and look it up when loading', 'builtins.int': 'str', 'builtins.str': 'str', 'builtins.float': 'float',
            'collections.deque': 'list, since its length limit would be lost', 'builtins.dict': 'dict', 'builtins.list': 'list', 'builtins.set': 'set', 'builtins.bytes': 'bytes',
@@ -64,6 +65,7 @@ def _name_of(c): return 'pathlib.Path' if c.__module__.startswith('pathlib') els
 
 def _advice(x):
     "What to keep instead of `x`"
+    if isinstance(x, Enum): return 'its `value` or `name`'
     if isinstance(x, tuple): return '`_asdict()`' if hasattr(x, '_fields') else 'tuple'
     if hasattr(type(x), '__dataclass_fields__'): return '`dataclasses.asdict(x)`'
     names = (f'{o.__module__.partition("._local")[0]}.{o.__qualname__}' for o in type(x).__mro__)

@@ -214,14 +214,14 @@ def read(self:Checkpoint,
     found = _load_state(self.path/_STATE)
     return {**_load_tensors(self.path/_MODEL), **found['extra']}, found['state'], self.manifest
 
-# %% ../nbs/07_store.ipynb #7e480866
-def _write(path, data):
+# %% ../nbs/07_store.ipynb #0f5a0020
+def _write(path, data, sync=True):
     "Write a new file and wait until it is on the disk"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         rest = memoryview(data)
         while rest: rest = rest[os.write(fd, rest[:2**26]):]
-        os.fsync(fd)
+        if sync: os.fsync(fd)
     finally: os.close(fd)
 
 def _sync(folder):
@@ -424,8 +424,11 @@ def _versions(): return {'isaac_loop': __version__, 'torch': torch.__version__, 
 
 def _state_bytes(state, extra):
     "The state as the bytes of a file"
-    file = io.BytesIO()
-    torch.save({'state': plain(state, 'state', copy=False), 'extra': plain(extra, 'weights', copy=False)}, file)
+    file,tree = io.BytesIO(),{'state': plain(state, 'state', copy=False), 'extra': plain(extra, 'weights', copy=False)}
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False) # Our own checksum is stronger, and one is enough
+    try: torch.save(tree, file)
+    finally: torch.serialization.set_crc32_options(before)
     return file.getbuffer()
 
 # %% ../nbs/07_store.ipynb #0ccddc90
@@ -555,9 +558,9 @@ def _note_and_drop(self:CheckpointStore):
 @patch
 def _hint(self:CheckpointStore, file, found=None):
     "Say in a small file which checkpoint is meant, for people and scripts; this library never reads it"
-    if found is None: return (self.folder/file).unlink(missing_ok=True)
+    if found is None: return os.unlink(self.folder/file) if os.path.lexists(self.folder/file) else None
     hidden = self.folder/f'.tmp-{file}-{uuid.uuid4().hex[:8]}'
-    hidden.write_text(json.dumps({'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}, indent=1)) # Not synced: nothing depends on it
+    _write(hidden, json.dumps({'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}, indent=1).encode(), sync=False)
     os.replace(hidden, self.folder/file)
 
 @patch
