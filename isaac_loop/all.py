@@ -6,6 +6,8 @@ from isaac_loop.tensors import *
 from isaac_loop.history import *
 from isaac_loop.snapshot import *
 from isaac_loop.hooks import *
+from isaac_loop.state import *
+from isaac_loop.store import *
 from isaac_loop.sampling import *
 from isaac_loop.trainer import *
 from isaac_loop.data import *
