@@ -17,6 +17,7 @@ from isaac_loop.records import *
 from isaac_loop.images import *
 from isaac_loop.curves import *
 from isaac_loop.memory import *
+from isaac_loop.run_state import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.metrics import *
@@ -30,6 +31,7 @@ from isaac_loop.callbacks.averaging import *
 from isaac_loop.callbacks.augmentation import *
 from isaac_loop.callbacks.interrupts import *
 from isaac_loop.callbacks.best import *
+from isaac_loop.callbacks.checkpoint import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *
 from isaac_loop.callbacks.nonfinite import *
