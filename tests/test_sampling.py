@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 import time
 import warnings
 
@@ -584,13 +583,15 @@ def test_workers_of_a_stream_that_fail_are_replaced(tmp_path):
     class Fails(Stream):
         def __iter__(self):
             for row in super().__iter__():
-                if row[0] > 10 and flag.exists(): fail()
+                if row[0] > 10 and flag.exists(): self.fail()
                 yield row
 
     def spoilt(): raise ValueError("spoilt")
     for fail, error in ((lambda: os._exit(3), WorkerCrashed), (spoilt, ValueError)):
         for options in (dict(num_workers=1), dict(num_workers=1, persistent_workers=True)):
-            check_recovery(exact_loader(Fails(), 4, seed=9, **options), error, flag)
+            stream = Fails()
+            stream.fail = fail
+            check_recovery(exact_loader(stream, 4, seed=9, **options), error, flag)
 
 
 def check_recovery(loader, error, flag):
@@ -637,6 +638,3 @@ def test_a_stream_saved_behind_its_last_batch_has_nothing_left():
     loader.load_state_dict(state)
     with pytest.warns(UserWarning, match="Reading 3"): assert list(loader) == []
     assert list(loader) == [1, 2, 3] and loader.epoch == 2 and len(made) == 3
-
-
-if __name__ == "__main__": sys.exit(pytest.main([__file__]))
