@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 import time
 import warnings
 
@@ -584,15 +583,24 @@ def test_workers_of_a_stream_that_fail_are_replaced(tmp_path):
     class Fails(Stream):
         def __iter__(self):
             for row in super().__iter__():
-                if row[0] > 10 and flag.exists(): os._exit(3)
+                if row[0] > 10 and flag.exists(): self.fail()
                 yield row
-    for options in (dict(num_workers=1), dict(num_workers=1, persistent_workers=True)):
-        flag.touch()
-        loader = exact_loader(Fails(), 4, seed=9, **options)
-        with pytest.raises(WorkerCrashed): list(loader)
-        assert no_children()
-        flag.unlink()
-        assert sorted(rows_of(loader)) == list(range(24))
+
+    def spoilt(): raise ValueError("spoilt")
+    for fail, error in ((lambda: os._exit(3), WorkerCrashed), (spoilt, ValueError)):
+        for options in (dict(num_workers=1), dict(num_workers=1, persistent_workers=True)):
+            stream = Fails()
+            stream.fail = fail
+            check_recovery(exact_loader(stream, 4, seed=9, **options), error, flag)
+
+
+def check_recovery(loader, error, flag):
+    "An error while the flag is there, no workers after it, and then a whole epoch"
+    flag.touch()
+    with pytest.raises(error): list(loader)
+    assert no_children()
+    flag.unlink()
+    assert sorted(rows_of(loader)) == list(range(24))
 
 
 @pytest.mark.parametrize("mode", ["no workers", "two workers"])
@@ -620,4 +628,13 @@ def test_a_stream_that_is_too_short_is_not_taken_for_finished():
     assert list(loader) == [1, 2, 3] and len(loader) == 3
 
 
-if __name__ == "__main__": sys.exit(pytest.main([__file__]))
+def test_a_stream_saved_behind_its_last_batch_has_nothing_left():
+    "Without a length nobody knows that it was the last, so the pass is empty, and the next one is whole"
+    loader, made = ReplayLoader(lambda: made.append(1) or [1, 2, 3]), []
+    one_pass = iter(loader)
+    assert [next(one_pass) for _ in range(3)] == [1, 2, 3] and loader.batches == 3
+    state = loader.state_dict()
+    assert list(one_pass) == [] and loader.state_dict() == state | dict(epoch=1, batches=0)
+    loader.load_state_dict(state)
+    with pytest.warns(UserWarning, match="Reading 3"): assert list(loader) == []
+    assert list(loader) == [1, 2, 3] and loader.epoch == 2 and len(made) == 3
