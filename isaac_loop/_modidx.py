@@ -1236,6 +1236,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'isaac_loop.snapshot.Snapshot.restore': ('snapshot.html#snapshot.restore', 'isaac_loop/snapshot.py'),
                                      'isaac_loop.snapshot._is_data': ('snapshot.html#_is_data', 'isaac_loop/snapshot.py'),
                                      'isaac_loop.snapshot._is_outside': ('snapshot.html#_is_outside', 'isaac_loop/snapshot.py'),
+                                     'isaac_loop.snapshot._loaders': ('snapshot.html#_loaders', 'isaac_loop/snapshot.py'),
                                      'isaac_loop.snapshot._mementos': ('snapshot.html#_mementos', 'isaac_loop/snapshot.py'),
                                      'isaac_loop.snapshot._nothing': ('snapshot.html#_nothing', 'isaac_loop/snapshot.py'),
                                      'isaac_loop.snapshot._of_attributes': ('snapshot.html#_of_attributes', 'isaac_loop/snapshot.py'),

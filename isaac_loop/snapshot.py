@@ -13,6 +13,7 @@ from functools import partial
 from types import MemberDescriptorType, MethodType, ModuleType
 
 import torch
+from fastcore.basics import patch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -158,7 +159,7 @@ def _of_content(x):
     return _of_numpy(x, sys.modules['numpy']) if 'numpy' in sys.modules else (_nothing, ())
 
 def _of_loader(x):
-    "The position of a loader, or None if `x` is no loader that is known"
+    "Where a loader stands, or None if it cannot tell and is no `DataLoader`"
     if hasattr(type(x), 'state_dict') and hasattr(type(x), 'load_state_dict'):
         state = copy.deepcopy(x.state_dict())
         return lambda: x.load_state_dict(copy.deepcopy(state)), ()
@@ -169,10 +170,7 @@ def _mementos(x, below_loader):
     loader = _of_loader(x) if below_loader else None
     return [loader] if loader else [_of_content(x), _of_attributes(x)]
 
-# %% ../nbs/05_snapshot.ipynb #ea2a82bf
-_HERE = ('_fitting', '_training', 'exception') # Of a trainer: never put back
-_PLACE = ('_pass_ends', 'stop_reason', 'n_epochs', 'epochs', 'epoch', 'n_updates', 'updates_per_epoch', 'dl', 'batches', 'n_batches', 'start_batch', 'batch_num') # Only within one fit
-
+# %% ../nbs/05_snapshot.ipynb #488cc2b6
 class Snapshot:
     "Everything that can be reached from a trainer, as it is now"
     def __init__(self,
@@ -181,11 +179,10 @@ class Snapshot:
     ):
         own = _own(trainer) or {}
         self.trainer,self.random,self.mementos = trainer,random_state(),[]
-        self.plan = own.get('plan') if isinstance(own.get('plan'), Plan) else None
+        self.plan = own.get('plan') if isinstance(own.get('plan'), Plan) else None # Worked out anew when restoring
         self.fitting,self.training = own.get('_fitting'),getattr(self.plan, 'training', None)
-        seen = {id(o): o for o in [*(keep if isinstance(keep, (list, tuple, set, frozenset)) else [keep]), self.plan]}
-        dls = own.get('dls')
-        loaders = [dls, *(getattr(dls, o, None) for o in ('train', 'valid')), *(own.get(o) for o in ('dl', 'batches') if self.plan is not None)]
+        keep = keep if isinstance(keep, (list, tuple, set, frozenset)) else [keep]
+        seen,loaders = {id(o): o for o in [*keep, self.plan]},_loaders(own)
         self._walk([trainer], seen, loaders)
         self._walk(loaders, seen)
 
@@ -196,34 +193,44 @@ class Snapshot:
             x = todo.pop()
             if isinstance(x, _SIMPLE) or id(x) in seen or _is_outside(x): continue
             if loaders is None and _is_data(x): continue
-            if loaders is not None and (id(x) in apart or isinstance(x, (DataLoader, Sampler))):
-                loaders.append(x)
-                continue
-            seen[id(x)] = x # Held, so that no `id` is given to another object
-            for put_back,reached in _mementos(x, loaders is None):
-                if put_back is not _nothing: self.mementos.append(put_back)
-                todo += [o for o in reached if not isinstance(o, _SIMPLE)]
-
-    @torch.no_grad()
-    def restore(self):
-        "Put everything back; may be called any number of times"
-        own,errors = _own(self.trainer) if self.plan is not None else {},[]
-        names = _HERE if own.get('_fitting') is self.fitting else _HERE + _PLACE
-        stays = {o: own[o] for o in names if o in own}
-        try:
-            for put_back in self.mementos:
-                try: put_back()
-                except Exception as e: errors.append(e)
-            if self.plan is not None: self._go_on(names, stays)
-        finally: set_random_state(self.random)
-        if errors: raise errors[0]
-
-    def _go_on(self, names, stays):
-        "Let a trainer's loop go on from where it is, with the callbacks that are back"
-        for o in names: vars(self.trainer).pop(o, None)
-        vars(self.trainer).update(stays)
-        if self.trainer._training is None: self.plan.training = self.training
-        self.plan.build(self.trainer.callbacks, check=False)
+            if loaders is not None and (id(x) in apart or isinstance(x, (DataLoader, Sampler))): loaders.append(x)
+            else:
+                seen[id(x)] = x # Held, so that no `id` is given to another object
+                for put_back,reached in _mementos(x, loaders is None):
+                    if put_back is not _nothing: self.mementos.append(put_back)
+                    todo += [o for o in reached if not isinstance(o, _SIMPLE)]
 
     def __enter__(self): return self
     def __exit__(self, *args): self.restore()
+
+def _loaders(own):
+    "Where data begins, among a trainer's `own` attributes"
+    dls = own.get('dls')
+    return [dls, *(getattr(dls, o, None) for o in ('train', 'valid')), *(own.get(o) for o in ('dl', 'batches') if 'plan' in own)]
+
+# %% ../nbs/05_snapshot.ipynb #ea2a82bf
+_HERE = ('_fitting', '_training', 'exception') # Of a trainer: never put back
+_PLACE = ('_pass_ends', 'stop_reason', 'n_epochs', 'epochs', 'epoch', 'n_updates', 'updates_per_epoch', 'dl', 'batches', 'n_batches', 'start_batch', 'batch_num') # Only within one fit
+
+@patch
+@torch.no_grad()
+def restore(self:Snapshot):
+    "Put everything back; may be called any number of times"
+    own,errors = _own(self.trainer) if self.plan is not None else {},[]
+    names = _HERE if own.get('_fitting') is self.fitting else _HERE + _PLACE
+    stays = {o: own[o] for o in names if o in own}
+    try:
+        for put_back in self.mementos:
+            try: put_back()
+            except Exception as e: errors.append(e)
+        if self.plan is not None: self._go_on(names, stays)
+    finally: set_random_state(self.random)
+    if errors: raise errors[0]
+
+@patch
+def _go_on(self:Snapshot, names, stays):
+    "Let a trainer's loop go on from where it is, with the callbacks that are back"
+    for o in names: vars(self.trainer).pop(o, None)
+    vars(self.trainer).update(stays)
+    if self.trainer._training is None: self.plan.training = self.training
+    self.plan.build(self.trainer.callbacks, check=False)
