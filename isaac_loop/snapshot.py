@@ -113,6 +113,7 @@ def _own(x):
 
 def _slots(x):
     "What the filled slots of `x` hold, by their descriptors"
+    if not hasattr(type(x), '__slots__'): return {}
     found = {}
     for o in (o for c in type(x).__mro__ if '__slots__' in vars(c) for o in vars(c).values() if isinstance(o, MemberDescriptorType)):
         try: found[o] = o.__get__(x)
@@ -122,7 +123,7 @@ def _slots(x):
 def _of_attributes(x):
     "The class of any object, its `__dict__` and its slots"
     kind,own,slots = type(x),_own(x),_slots(x)
-    if own is None and not hasattr(kind, '__slots__'): return _nothing, ()
+    if own is None and not slots and not hasattr(kind, '__slots__'): return _nothing, ()
     def put_back():
         if type(x) is not kind: object.__setattr__(x, '__class__', kind)
         if _own(x) is not own: object.__setattr__(x, '__dict__', own)
@@ -133,12 +134,13 @@ def _of_attributes(x):
 # %% ../nbs/05_snapshot.ipynb #543b7c50
 _OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'logging', 'threading', '_thread', 'multiprocessing', 'concurrent', 'asyncio', 'queue', 'socket', 'sqlite3',
             'pandas', 'pyarrow', 'datasets', 'PIL', 'importlib', 'subprocess', 'wandb', 'mlflow', 'tensorboard', 'tensorboardX', 'trackio'}
+_PLAIN = {dict, OrderedDict, list, tuple, set, frozenset, deque} # Of just these classes: no attributes
 _SIMPLE = (str, bytes, int, float, complex, type(None))
 
 def _is_outside(x):
     "Whether `x` is data, or belongs to the world outside"
     if isinstance(x, (type, ModuleType, io.IOBase, BaseException, Dataset, _BaseDataLoaderIter)): return True
-    return any(str(c.__module__).partition('.')[0] in _OUTSIDE for c in type(x).__mro__)
+    return type(x) not in _PLAIN and any(str(c.__module__).partition('.')[0] in _OUTSIDE for c in type(x).__mro__)
 
 def _is_data(x):
     "Whether `x`, which a loader leads to, is what it loads"
@@ -168,7 +170,8 @@ def _of_loader(x):
 def _mementos(x, below_loader):
     "How to put `x` back as it is now, and the objects that can be reached from it"
     loader = _of_loader(x) if below_loader else None
-    return [loader] if loader else [_of_content(x), _of_attributes(x)]
+    if loader: return [loader]
+    return [_of_content(x)] if type(x) in _PLAIN else [_of_content(x), _of_attributes(x)]
 
 # %% ../nbs/05_snapshot.ipynb #488cc2b6
 class Snapshot:

@@ -459,6 +459,14 @@ def total_updates(self:Trainer):
                          'Limit the pass with `NBatchCB`, or set `trainer.updates_per_epoch` in `before_fit`.')
     return self.n_epochs * self.updates_per_epoch
 
+# %% ../nbs/10_trainer.ipynb #f118024c
+@patch
+def _trained(self:Trainer):
+    "What a run on the side may change for good"
+    loaders = [o for o in (getattr(self.dls, 'train', None), getattr(self.dls, 'valid', None)) if hasattr(o, 'load_state_dict')]
+    parts = [p for o in ('modules', 'parameters', 'buffers') if hasattr(self.model, o) for p in getattr(self.model, o)()]
+    return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
+
 # %% ../nbs/10_trainer.ipynb #6f2a125c
 @patch
 @contextmanager
@@ -485,13 +493,6 @@ def side_run(self:Trainer,
         for name,value in slots.items(): setattr(self, name, value)
         for module,mode in modes: module.training = mode
         before.restore()
-
-@patch
-def _trained(self:Trainer):
-    "What a run on the side may change for good, and loaders that would begin anew if they were told their position"
-    loaders = [o for o in (getattr(self.dls, 'train', None), getattr(self.dls, 'valid', None)) if hasattr(o, 'load_state_dict')]
-    parts = [p for o in ('modules', 'parameters', 'buffers') if hasattr(self.model, o) for p in getattr(self.model, o)()]
-    return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 
 # %% ../nbs/10_trainer.ipynb #0992cf19
 @patch
