@@ -20,6 +20,8 @@ from isaac_loop.memory import *
 from isaac_loop.run_state import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.device import *
+from isaac_loop.callbacks.precision import *
+from isaac_loop.callbacks.accelerated import *
 from isaac_loop.callbacks.metrics import *
 from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
@@ -35,6 +37,7 @@ from isaac_loop.callbacks.checkpoint import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *
 from isaac_loop.callbacks.nonfinite import *
+from isaac_loop.callbacks.profiler import *
 from isaac_loop.plots import *
 from isaac_loop.inspection import *
 from isaac_loop.evaluation import *
