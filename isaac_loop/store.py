@@ -539,9 +539,10 @@ def droppable(self:CheckpointStore,
     found:list, # Checkpoints of one run, oldest first
 )->list: # Oldest first
     "Those that need not be kept: neither new, nor best, nor one in so many, nor resumed from"
-    last = found if self.keep_last is None else found[-self.keep_last:]
-    best = self.ranked(found)[:self.keep_best]
-    every = [o for o in found if self.keep_every and o.step % self.keep_every == 0]
+    alive = sorted({o.step: o for o in found}.values(), key=lambda o: o.serial) # A step saved again replaces the former
+    last = alive if self.keep_last is None else alive[-self.keep_last:]
+    best = self.ranked(alive)[:self.keep_best]
+    every = [o for o in alive if self.keep_every and o.step % self.keep_every == 0]
     kept = {o.path for o in [*last, *best, *every]} | {self.resumed_from}
     return [o for o in found if o.path not in kept]
 
@@ -550,8 +551,10 @@ def _note_and_drop(self:CheckpointStore):
     "Renew the hints and delete what need not be kept; the checkpoint is safe already, so trouble here is a warning"
     try:
         found = self.list()
-        for file,hint in {'last.json': found[-1:], 'best.json': self.ranked(found)[:1]}.items(): self._hint(file, *hint)
-        for o in self.droppable(found): self._drop(o)
+        drop = self.droppable(found)
+        left = [o for o in found if o not in drop]
+        for file,hint in {'last.json': left[-1:], 'best.json': self.ranked(left)[:1]}.items(): self._hint(file, *hint)
+        for o in drop: self._drop(o)
         _sweep(self.folder)
     except OSError as e: _warn(f'The checkpoint is written, but tidying up `{self.folder}` failed: {e}. Old checkpoints may be left.')
 
