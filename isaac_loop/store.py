@@ -339,12 +339,12 @@ class CheckpointStore:
         self.resumed_from,self._lock = None,None
         if not read_only: self._open()
 
+    def __enter__(self): return self
+    def __exit__(self, *args): self.close()
+
     def list(self)->list: # Oldest first
         "The checkpoints of this run, or of all while no run is chosen, in the order in which they were saved"
         return [o for o in self._scan()[0] if self.run_id in (None, o.run_id)]
-
-    def __enter__(self): return self
-    def __exit__(self, *args): self.close()
 
 # %% ../nbs/07_store.ipynb #3d8dc36b
 @patch
@@ -369,6 +369,7 @@ def close(self:CheckpointStore):
     if self._lock is not None: self._lock.release()
     self._lock = None
 
+# %% ../nbs/07_store.ipynb #e45cf85f
 @patch
 def _scan(self:CheckpointStore):
     "Whole checkpoints in the order of saving, and the errors of the others by path"
@@ -379,6 +380,25 @@ def _scan(self:CheckpointStore):
         except (CheckpointCorrupt, CheckpointFormatTooNew) as e:
             if all(os.path.lexists(os.path.join(entry.path, o)) for o in (_MODEL, _STATE)) or os.path.lexists(os.path.join(entry.path, _MANIFEST)): bad[Path(entry.path)] = e
     return sorted(good, key=lambda o: (o.serial, o.step, o.path.name)), dict(sorted(bad.items()))
+
+# %% ../nbs/07_store.ipynb #60ecb7ea
+@patch
+def _check_open(self:CheckpointStore):
+    "Make sure that the folder is still ours"
+    if self.read_only or self._lock is None or self._lock.fd is None:
+        raise CheckpointWriteFailed(f'The store of `{self.folder}` is {"read-only" if self.read_only else "closed"}, so nothing was written. Make a new `CheckpointStore`.', self.folder)
+    try: same = os.path.samestat(os.stat(self.folder/'.lock'), os.fstat(self._lock.fd))
+    except OSError: same = False
+    if not same: raise CheckpointWriteFailed(f'`{self.folder}` was deleted or replaced while the run was going on, and its checkpoints with it. Nothing was written. '
+                                             'Put it back, or make a new `CheckpointStore`.', self.folder)
+
+@patch
+def _target(self:CheckpointStore, name, step):
+    "Where to put a checkpoint: only the same step of the same run is replaced, else another name is found"
+    for n in itertools.count(1):
+        path = self.folder/(name if n == 1 else f'{name}-{n}')
+        if not os.path.lexists(path): return path
+        if not path.is_symlink() and _is_whole(path) and ((found := Checkpoint(path)).run_id, found.step) == (self.run_id, step): return path
 
 # %% ../nbs/07_store.ipynb #00558823
 @patch
@@ -490,25 +510,6 @@ def _put(folder, name, target, files):
     os.rename(hidden, target)
     _sync(folder)
 
-# %% ../nbs/07_store.ipynb #60ecb7ea
-@patch
-def _check_open(self:CheckpointStore):
-    "Make sure that the folder is still ours"
-    if self.read_only or self._lock is None or self._lock.fd is None:
-        raise CheckpointWriteFailed(f'The store of `{self.folder}` is {"read-only" if self.read_only else "closed"}, so nothing was written. Make a new `CheckpointStore`.', self.folder)
-    try: same = os.path.samestat(os.stat(self.folder/'.lock'), os.fstat(self._lock.fd))
-    except OSError: same = False
-    if not same: raise CheckpointWriteFailed(f'`{self.folder}` was deleted or replaced while the run was going on, and its checkpoints with it. Nothing was written. '
-                                             'Put it back, or make a new `CheckpointStore`.', self.folder)
-
-@patch
-def _target(self:CheckpointStore, name, step):
-    "Where to put a checkpoint: only the same step of the same run is replaced, else another name is found"
-    for n in itertools.count(1):
-        path = self.folder/(name if n == 1 else f'{name}-{n}')
-        if not os.path.lexists(path): return path
-        if not path.is_symlink() and _is_whole(path) and ((found := Checkpoint(path)).run_id, found.step) == (self.run_id, step): return path
-
 # %% ../nbs/07_store.ipynb #5ee58127
 @patch
 def _commit(self:CheckpointStore, name, step, needed, files):
@@ -546,6 +547,7 @@ def droppable(self:CheckpointStore,
     kept = {o.path for o in [*last, *best, *every]} | {self.resumed_from}
     return [o for o in found if o.path not in kept]
 
+# %% ../nbs/07_store.ipynb #77de3807
 @patch
 def _note_and_drop(self:CheckpointStore):
     "Renew the hints and delete what need not be kept; the checkpoint is safe already, so trouble here is a warning"
