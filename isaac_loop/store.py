@@ -339,12 +339,12 @@ class CheckpointStore:
         self.resumed_from,self._lock = None,None
         if not read_only: self._open()
 
+    def __enter__(self): return self
+    def __exit__(self, *args): self.close()
+
     def list(self)->list: # Oldest first
         "The checkpoints of this run, or of all while no run is chosen, in the order in which they were saved"
         return [o for o in self._scan()[0] if self.run_id in (None, o.run_id)]
-
-    def __enter__(self): return self
-    def __exit__(self, *args): self.close()
 
 # %% ../nbs/08_store.ipynb #7128b78c
 @patch
@@ -369,6 +369,7 @@ def close(self:CheckpointStore):
     if self._lock is not None: self._lock.release()
     self._lock = None
 
+# %% ../nbs/08_store.ipynb #dd889920
 @patch
 def _scan(self:CheckpointStore):
     "Whole checkpoints in the order of saving, and the errors of the others by path"
@@ -379,6 +380,25 @@ def _scan(self:CheckpointStore):
         except (CheckpointCorrupt, CheckpointFormatTooNew) as e:
             if all(os.path.lexists(os.path.join(entry.path, o)) for o in (_MODEL, _STATE)) or os.path.lexists(os.path.join(entry.path, _MANIFEST)): bad[Path(entry.path)] = e
     return sorted(good, key=lambda o: (o.serial, o.step, o.path.name)), dict(sorted(bad.items()))
+
+# %% ../nbs/08_store.ipynb #2ed2c237
+@patch
+def _check_open(self:CheckpointStore):
+    "Make sure that the folder is still ours"
+    if self.read_only or self._lock is None or self._lock.fd is None:
+        raise CheckpointWriteFailed(f'The store of `{self.folder}` is {"read-only" if self.read_only else "closed"}, so nothing was written. Make a new `CheckpointStore`.', self.folder)
+    try: same = os.path.samestat(os.stat(self.folder/'.lock'), os.fstat(self._lock.fd))
+    except OSError: same = False
+    if not same: raise CheckpointWriteFailed(f'`{self.folder}` was deleted or replaced while the run was going on, and its checkpoints with it. Nothing was written. '
+                                             'Put it back, or make a new `CheckpointStore`.', self.folder)
+
+@patch
+def _target(self:CheckpointStore, name, step):
+    "Where to put a checkpoint: only the same step of the same run is replaced, else another name is found"
+    for n in itertools.count(1):
+        path = self.folder/(name if n == 1 else f'{name}-{n}')
+        if not os.path.lexists(path): return path
+        if not path.is_symlink() and _is_whole(path) and ((found := Checkpoint(path)).run_id, found.step) == (self.run_id, step): return path
 
 # %% ../nbs/08_store.ipynb #1a6a6584
 @patch
@@ -490,25 +510,6 @@ def _put(folder, name, target, files):
     os.rename(hidden, target)
     _sync(folder)
 
-# %% ../nbs/08_store.ipynb #2ed2c237
-@patch
-def _check_open(self:CheckpointStore):
-    "Make sure that the folder is still ours"
-    if self.read_only or self._lock is None or self._lock.fd is None:
-        raise CheckpointWriteFailed(f'The store of `{self.folder}` is {"read-only" if self.read_only else "closed"}, so nothing was written. Make a new `CheckpointStore`.', self.folder)
-    try: same = os.path.samestat(os.stat(self.folder/'.lock'), os.fstat(self._lock.fd))
-    except OSError: same = False
-    if not same: raise CheckpointWriteFailed(f'`{self.folder}` was deleted or replaced while the run was going on, and its checkpoints with it. Nothing was written. '
-                                             'Put it back, or make a new `CheckpointStore`.', self.folder)
-
-@patch
-def _target(self:CheckpointStore, name, step):
-    "Where to put a checkpoint: only the same step of the same run is replaced, else another name is found"
-    for n in itertools.count(1):
-        path = self.folder/(name if n == 1 else f'{name}-{n}')
-        if not os.path.lexists(path): return path
-        if not path.is_symlink() and _is_whole(path) and ((found := Checkpoint(path)).run_id, found.step) == (self.run_id, step): return path
-
 # %% ../nbs/08_store.ipynb #204ddf15
 @patch
 def _commit(self:CheckpointStore, name, step, needed, files):
@@ -539,19 +540,23 @@ def droppable(self:CheckpointStore,
     found:list, # Checkpoints of one run, oldest first
 )->list: # Oldest first
     "Those that need not be kept: neither new, nor best, nor one in so many, nor resumed from"
-    last = found if self.keep_last is None else found[-self.keep_last:]
-    best = self.ranked(found)[:self.keep_best]
-    every = [o for o in found if self.keep_every and o.step % self.keep_every == 0]
+    alive = sorted({o.step: o for o in found}.values(), key=lambda o: o.serial) # A step saved again replaces the former
+    last = alive if self.keep_last is None else alive[-self.keep_last:]
+    best = self.ranked(alive)[:self.keep_best]
+    every = [o for o in alive if self.keep_every and o.step % self.keep_every == 0]
     kept = {o.path for o in [*last, *best, *every]} | {self.resumed_from}
     return [o for o in found if o.path not in kept]
 
+# %% ../nbs/08_store.ipynb #3c85be60
 @patch
 def _note_and_drop(self:CheckpointStore):
     "Renew the hints and delete what need not be kept; the checkpoint is safe already, so trouble here is a warning"
     try:
         found = self.list()
-        for file,hint in {'last.json': found[-1:], 'best.json': self.ranked(found)[:1]}.items(): self._hint(file, *hint)
-        for o in self.droppable(found): self._drop(o)
+        drop = self.droppable(found)
+        left = [o for o in found if o not in drop]
+        for file,hint in {'last.json': left[-1:], 'best.json': self.ranked(left)[:1]}.items(): self._hint(file, *hint)
+        for o in drop: self._drop(o)
         _sweep(self.folder)
     except OSError as e: _warn(f'The checkpoint is written, but tidying up `{self.folder}` failed: {e}. Old checkpoints may be left.')
 
