@@ -1275,8 +1275,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'isaac_loop.records.DeviceRecord.read': ('records.html#devicerecord.read', 'isaac_loop/records.py'),
                                     'isaac_loop.records.histogram': ('records.html#histogram', 'isaac_loop/records.py'),
                                     'isaac_loop.records.place_of': ('records.html#place_of', 'isaac_loop/records.py')},
-            'isaac_loop.models': { 'isaac_loop.models.SimpleNet': ('models.html#simplenet', 'isaac_loop/models.py'),
-                                   'isaac_loop.models.SimpleNet.__init__': ('models.html#simplenet.__init__', 'isaac_loop/models.py')},
             'isaac_loop.sampling': { 'isaac_loop.sampling.ExactLoader': ('sampling.html#exactloader', 'isaac_loop/sampling.py'),
                                      'isaac_loop.sampling.ExactLoader.__init__': ( 'sampling.html#exactloader.__init__',
                                                                                    'isaac_loop/sampling.py'),

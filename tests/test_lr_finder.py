@@ -661,15 +661,13 @@ def test_a_size_that_cannot_be_meant_is_refused(start, max_size):
 
 
 @pytest.mark.parametrize("given", [
-    lambda cb: cb, lambda cb: [cb], lambda cb: (None, cb), lambda cb: None,
-    pytest.param(lambda cb: {cb}, marks=pytest.mark.xfail(strict=True, reason="a set of callbacks is taken for one callback, unlike everywhere else"))], ids=["one", "list", "tuple", "none", "set"])
+    lambda cb: cb, lambda cb: [cb], lambda cb: (None, cb), lambda cb: None, lambda cb: {cb}], ids=["one", "list", "tuple", "none", "set"])
 def test_callbacks_for_the_trials_in_any_form(given):
     cb = SeenCB("after_step", rate)
     assert make_trainer().find_batch_size(2, 8, callbacks=given(cb)) == 8
     assert len(cb.seen) == (0 if given(cb) is None else 3)
 
 
-@pytest.mark.xfail(strict=True, reason="groups are unfolded twice by `side_run`, so their members are refused")
 @pytest.mark.parametrize("search", ["lr_find", "find_batch_size"])
 def test_a_trainer_with_a_group_of_callbacks_can_search(search):
     class Group:

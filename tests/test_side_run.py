@@ -193,10 +193,6 @@ class Group:
     def __init__(self, *callbacks): self.callbacks = list(callbacks)
 
 
-FLAT_TWICE = "groups are unfolded twice, so their members come twice and are refused"
-
-
-@pytest.mark.xfail(strict=True, reason=FLAT_TWICE)
 def test_a_trainer_with_a_group_can_be_lent():
     limit, count = NBatchCB(1), CountCB()
     trainer = make_trainer([Group(limit, count)])
@@ -204,7 +200,6 @@ def test_a_trainer_with_a_group_can_be_lent():
     assert count.n == 0, "a member that only watches takes no part"
 
 
-@pytest.mark.xfail(strict=True, reason=FLAT_TWICE)
 def test_a_group_can_be_added():
     count = CountCB()
     validate(make_trainer(), Group(NBatchCB(1), count))
