@@ -144,7 +144,7 @@ def test_a_trainer_with_the_group_can_be_searched_evaluated_and_shown():
     trainer = new_trainer([CoreCBs("cpu", nn.ReLU, accuracy=MulticlassAccuracy())])
     trainer.fit(1)
     before, n = weights(trainer), len(trainer.history)
-    assert len(trainer.lr_find(n_batches=6).lrs) == 6 and trainer.find_batch_size(2, 8) == 8
+    assert len(trainer.lr_find(start_lr=1e-2, n_batches=6).lrs) == 6 and trainer.find_batch_size(2, 8) == 8
     assert len(trainer.get_preds()) == 32
     assert trainer.validate()["valid_loss"] == pytest.approx(trainer.history.latest("valid_loss"))
     assert torch.equal(before, weights(trainer)) and len(trainer.history) == n
