@@ -43,4 +43,5 @@ from isaac_loop.plots import *
 from isaac_loop.inspection import *
 from isaac_loop.evaluation import *
 from isaac_loop.model_summary import *
+from isaac_loop.recipes import *
 from isaac_loop.demo import *

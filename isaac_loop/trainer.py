@@ -106,7 +106,8 @@ def _flat(callbacks, seen=()):
     "All callbacks in `callbacks`, each group followed by its members"
     if callbacks is None or any(callbacks is o for o in seen): return []
     if not _is_several(callbacks): return [callbacks, *_flat(members(callbacks), (*seen, callbacks))]
-    return [o for cb in callbacks for o in _flat(cb, seen)]
+    given = list(callbacks)
+    return [o for cb in given for o in _flat(cb, seen) if o is cb or _is_several(cb) or not any(o is other for other in given)] # A member may stand beside its group
 
 def _is_several(x):
     "Whether `x` holds callbacks, and is none itself"
