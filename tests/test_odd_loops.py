@@ -306,6 +306,20 @@ def test_a_gan_that_is_stopped_has_finished_both_turns(n):
     assert same(ours, theirs)
 
 
+@pytest.mark.parametrize("turn", ["d", "g"])
+def test_after_an_interrupt_in_either_turn_a_gan_begins_anew(turn):
+    rows = make_rows(0)
+    ours, theirs = twins(Players, 0)
+
+    def before_step(trainer):
+        if trainer.turn == turn: raise KeyboardInterrupt
+    trainer = odd("GANTrainer")(DataLoaders(rows), None, None, ours, None)
+    with pytest.raises(KeyboardInterrupt): trainer.fit(1, lr=0.01, valid=False, callbacks=before_step)
+    theirs.load_state_dict(ours.state_dict())
+    both(0, lambda: trainer.fit(2, lr=0.01, valid=False), lambda: gan_by_hand(theirs, rows, 2, 0.01))
+    assert same(ours, theirs)
+
+
 def test_a_gan_can_be_validated_which_changes_nothing():
     rows = make_rows(0)
     ours, before = twins(Players, 0)
