@@ -476,17 +476,20 @@ def test_patience_stops_where_a_count_by_hand_does_and_the_last_row_is_written(v
 @over_seeds
 @pytest.mark.parametrize("decay", [0., 0.9])
 def test_the_mean_teacher_is_the_loop_by_hand_and_validates_with_the_teacher(seed, decay):
-    "F055"
-    rows = make_rows(seed)
+    "F055: and who records the loss records all of it, wherever it was added"
+    rows, recorded = make_rows(seed), []
     ours, theirs = twins(linear, seed)
-    trainer = Trainer(DataLoaders(rows, rows), F.cross_entropy, optim.SGD, ours, [BasicTrainCB(), odd("MeanTeacherCB")(decay, 2.), MetricsCB()])
+    first = RecorderCB(whole=lambda trainer: trainer.loss)
+    trainer = Trainer(DataLoaders(rows, rows), F.cross_entropy, optim.SGD, ours, [first, BasicTrainCB(), odd("MeanTeacherCB")(decay, 2.), MetricsCB()])
     trainer.fit(2, lr=0.1)
     opt, teacher, n = optim.SGD(theirs.parameters(), 0.1), copy.deepcopy(theirs), 0
     for _ in range(2):
         for x, y in rows:
             preds = theirs(x)
             with torch.no_grad(): target = teacher(x).softmax(1)
-            (F.cross_entropy(preds, y) + 2. * F.mse_loss(preds.softmax(1), target)).backward()
+            loss = F.cross_entropy(preds, y) + 2. * F.mse_loss(preds.softmax(1), target)
+            recorded.append(loss.item())
+            loss.backward()
             opt.step()
             with torch.no_grad():
                 for p, q in zip(teacher.parameters(), theirs.parameters()):
@@ -495,6 +498,7 @@ def test_the_mean_teacher_is_the_loop_by_hand_and_validates_with_the_teacher(see
             n += 1
             opt.zero_grad()
     assert same(ours, theirs) and same(trainer.MeanTeacherCB.average.module, teacher)
+    assert [o["whole"] for o in trainer.history.batches if o["training"]] == recorded
     with torch.no_grad(): losses = [F.cross_entropy(teacher(x), y).item() * len(x) for x, y in rows]
     assert trainer.history.latest("valid_loss") == pytest.approx(sum(losses) / 22)
 
