@@ -20,6 +20,8 @@ class SimpleNet(nn.Sequential):
     ):
         super().__init__(nn.Flatten(), nn.Linear(n_inp, n_hidden), nn.ReLU(), nn.Linear(n_hidden, n_out))
 
+    def __getitem__(self, i): return nn.Sequential(*list(self)[i]) if isinstance(i, slice) else super().__getitem__(i) # A part is no `SimpleNet`
+
 # %% ../nbs/21_models.ipynb #32180f6d
 class GeneralRelu(nn.Module):
     "ReLU with a slope below zero, a shift, and a largest value"

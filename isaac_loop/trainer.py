@@ -153,7 +153,7 @@ class Trainer(_ByName):
         self.dls,self.loss_func,self.opt_func,self.model = dls,loss_func,opt_func,model
         self.callbacks,self.history,self.plan = [],History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception = 0,None,None,None
-        self._named,self._guests,self._training,self._pass_ends,self._fitting = {},[],None,False,False
+        self._named,self._guests,self._training,self._pass_ends,self._fitting,self._broken = {},[],None,False,False,False
         check_trainer_class(type(self), self.plan.events)
         self.add_callbacks(callbacks)
         self.subclassing_method(**kwargs)
@@ -390,6 +390,7 @@ def _no_batches(trainer):
 @patch
 def _make_opt(self:Trainer, keep_opt):
     "Make the optimizer, or set the rate of the one that is kept"
+    if self._broken or not (keep_opt or self.opt_func is None): self._clear_grads()
     if keep_opt:
         if 'opt' not in vars(self): raise ValueError('`keep_opt=True` goes on with the optimizer of the last fit, but there is none yet. Leave it out the first time.')
         _check_kept(self.opt, self.model)
@@ -402,7 +403,13 @@ def _make_opt(self:Trainer, keep_opt):
         except TypeError as e:
             e.add_note('`fit` calls `opt_func(model.parameters(), lr)`. If it needs more, fill that in first: `functools.partial(opt_func, name=value)`.')
             raise
-        for p in params: p.grad = None # An interrupted fit may have left some
+
+@patch
+def _clear_grads(self:Trainer):
+    "Drop gradients that an earlier fit has left"
+    for module in [o for o in vars(self).values() if isinstance(o, torch.nn.Module)]:
+        for p in module.parameters(): p.grad = None
+    self._broken = False
 
 @patch
 def _scale_rates(self:Trainer):
@@ -431,6 +438,9 @@ def _one_fit(self:Trainer):
             self.callbacks[:] = [o for o in self.callbacks if not any(o is s for s in strangers)]
             self.add_callbacks(strangers)
         yield
+    except BaseException:
+        self._broken = True # Perhaps between `backward` and `zero_grad`
+        raise
     finally:
         self._fitting,self._training,self.exception = False,None,None
         self._guests = [o for o in self._guests if any(o is cb for cb in self.callbacks)]

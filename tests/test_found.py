@@ -56,6 +56,21 @@ def test_a_pass_by_hand_leaves_the_mode_to_the_model():
     assert t.training
 
 
+@pytest.mark.parametrize("own", [dict(keep_opt=True), dict()])
+def test_gradients_of_an_interrupted_fit_do_not_reach_one_with_the_same_optimizer(own):
+    def before_step(trainer): raise KeyboardInterrupt
+    t = trainer_with()
+    if not own:
+        t.opt_func, t.opt = None, optim.SGD(t.model.parameters(), 0.1)
+    t.fit(1, 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        t.fit(1, 0.1, callbacks=before_step, **own)
+    assert t.model.weight.grad is not None  # To be looked at
+    before = t.model.weight.item()
+    t.fit(0, 0.1, **own)
+    assert t.model.weight.grad is None and t.model.weight.item() == before
+
+
 @pytest.mark.parametrize("train_cb", [BasicTrainCB, MomentumTrainCB])
 def test_gradients_of_an_interrupted_fit_do_not_reach_the_next(train_cb):
     torch.manual_seed(0)
