@@ -1698,6 +1698,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'isaac_loop.tables.Table.__str__': ('tables.html#table.__str__', 'isaac_loop/tables.py'),
                                    'isaac_loop.tables.Table._repr_markdown_': ('tables.html#table._repr_markdown_', 'isaac_loop/tables.py'),
                                    'isaac_loop.tables.Table.cells': ('tables.html#table.cells', 'isaac_loop/tables.py'),
+                                   'isaac_loop.tables.Table.to_html': ('tables.html#table.to_html', 'isaac_loop/tables.py'),
+                                   'isaac_loop.tables.Table.to_markdown': ('tables.html#table.to_markdown', 'isaac_loop/tables.py'),
                                    'isaac_loop.tables.clock': ('tables.html#clock', 'isaac_loop/tables.py'),
                                    'isaac_loop.tables.short': ('tables.html#short', 'isaac_loop/tables.py')},
             'isaac_loop.tensors': { 'isaac_loop.tensors._like': ('tensors.html#_like', 'isaac_loop/tensors.py'),
