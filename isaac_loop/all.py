@@ -16,6 +16,8 @@ from isaac_loop.curves import *
 from isaac_loop.memory import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.accumulation import *
+from isaac_loop.callbacks.clipping import *
+from isaac_loop.callbacks.freezing import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.metrics import *
 from isaac_loop.callbacks.progress import *
