@@ -957,6 +957,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'isaac_loop/callbacks/stopping.py'),
                                                'isaac_loop.callbacks.stopping._FlagsCB._start': ( 'callbacks/stopping.html#_flagscb._start',
                                                                                                   'isaac_loop/callbacks/stopping.py'),
+                                               'isaac_loop.callbacks.stopping._FlagsCB.after_batch': ( 'callbacks/stopping.html#_flagscb.after_batch',
+                                                                                                       'isaac_loop/callbacks/stopping.py'),
                                                'isaac_loop.callbacks.stopping._FlagsCB.cleanup_batch': ( 'callbacks/stopping.html#_flagscb.cleanup_batch',
                                                                                                          'isaac_loop/callbacks/stopping.py'),
                                                'isaac_loop.callbacks.stopping._FlagsCB.cleanup_epoch': ( 'callbacks/stopping.html#_flagscb.cleanup_epoch',

@@ -191,10 +191,13 @@ class _FlagsCB(_KeepsState):
         "Forget the last run"
         self.found,self._pending,self._n = [],[],0
 
-    def cleanup_batch(self, trainer):
+    def after_batch(self, trainer):
         "Read the flags now and then"
-        self._n += 1
         if self._n >= self.every: self._read(trainer)
+
+    def cleanup_batch(self, trainer):
+        "Do so after a batch that was cancelled, too"
+        self.after_batch(trainer)
 
     def cleanup_epoch(self, trainer):
         "Read what is left"
@@ -202,6 +205,7 @@ class _FlagsCB(_KeepsState):
 
     def _flag(self, trainer, what, flag):
         "Keep a flag, or read it at once"
+        self._n += what == 'loss' # Once in each batch
         self._pending.append((what, place_of(trainer), flag))
         if self.every == 1: self._read(trainer)
 
@@ -306,7 +310,7 @@ def state_dict(self:NonFiniteStopCB)->dict: # Plain types; this waits for the de
 # %% ../../nbs/callbacks/60_stopping.ipynb #a55f6b27
 class LossSpikeCB(_FlagsCB):
     "Stop, or warn, when a training loss is far above its running mean"
-    order = Order.PRECISION+1
+    order = Order.DECIDE
     on_valid = False
     _kept = ('found', '_n', 'n_seen')
     _mean,n_seen = None,0
