@@ -62,42 +62,10 @@ class AccumulationCB:
         self._params = partial(_parameters, trainer)
         if trainer.updates_per_epoch: trainer.updates_per_epoch = math.ceil(trainer.updates_per_epoch/self.n_batches)
 
-    def before_backward(self, trainer):
-        "Weigh the loss"
-        self._loss,self._complete = trainer.loss,False
-        if self.n == 0: self._put_aside()
-        self._weight = self._weight_of(trainer)
-        if torch.is_tensor(self._weight) or self._weight != 1: trainer.loss = trainer.loss*self._weight
-
-    def after_backward(self, trainer):
-        "Count the batch, now that its gradient is in the sum"
-        self.n,self.total = self.n+1,self.total+self._weight
-
-    def cleanup_backward(self, trainer):
-        "Give the loss back as it was"
-        if self._loss is not None: trainer.loss,self._loss = self._loss,None
-
-    def before_step(self, trainer):
-        "Wait until the window is complete; then divide the gradients by the total"
-        last = trainer.n_batches is not None and trainer.batch_num+1 >= trainer.n_batches
-        if self.n < self.n_batches and not (last and self.n) and not self._closing: raise CancelStepException('gathering more gradients')
-        self._finish()
-
-    def before_zero_grad(self, trainer):
-        "Keep the gradients until they have been used"
-        if not self._complete: raise CancelStepException('gathering more gradients')
-
-    def after_epoch(self, trainer):
-        "Make the update of a window that the end of the pass came too early for"
-        if self.n: self._close(trainer)
-
-    def cleanup_epoch(self, trainer):
-        "Drop what was gathered in a pass that broke off"
-        if self.n or self._aside is not None: self._drop()
-
-    def cleanup_fit(self, trainer):
-        "Let go of the parameters"
-        self._params = None
+    def _forget(self):
+        "No window is open"
+        self.n,self.total,self._first,self._weight = 0,0,None,1.
+        self._loss,self._aside,self._complete,self._closing = None,None,False,False
 
 # %% ../../nbs/callbacks/31_accumulation.ipynb #6761ed55
 def _parameters(trainer):
@@ -107,10 +75,11 @@ def _parameters(trainer):
     return list({id(p): p for p in params}.values())
 
 @patch
-def _forget(self:AccumulationCB):
-    "No window is open"
-    self.n,self.total,self._first,self._weight = 0,0,None,1.
-    self._loss,self._aside,self._complete,self._closing = None,None,False,False
+def _put_aside(self:AccumulationCB):
+    "Begin a window with no gradients"
+    if self._aside is not None: return # An earlier beginning came to nothing
+    self._aside = [(p, p.grad) for p in self._params() if p.grad is not None]
+    for p,_ in self._aside: p.grad = None
 
 @patch
 def _weight_of(self:AccumulationCB, trainer):
@@ -120,14 +89,38 @@ def _weight_of(self:AccumulationCB, trainer):
     if self.n == 0: self._first = count
     return _relative(count, self._first, trainer.loss)
 
+# %% ../../nbs/callbacks/31_accumulation.ipynb #902d8c84
 @patch
-def _put_aside(self:AccumulationCB):
-    "Begin a window with no gradients"
-    if self._aside is not None: return # An earlier beginning came to nothing
-    self._aside = [(p, p.grad) for p in self._params() if p.grad is not None]
-    for p,_ in self._aside: p.grad = None
+def before_backward(self:AccumulationCB, trainer):
+    "Weigh the loss"
+    self._loss,self._complete = trainer.loss,False
+    if self.n == 0: self._put_aside()
+    self._weight = self._weight_of(trainer)
+    if torch.is_tensor(self._weight) or self._weight != 1: trainer.loss = trainer.loss*self._weight
 
-# %% ../../nbs/callbacks/31_accumulation.ipynb #a63899d7
+@patch
+def after_backward(self:AccumulationCB, trainer):
+    "Count the batch, now that its gradient is in the sum"
+    self.n,self.total = self.n+1,self.total+self._weight
+
+@patch
+def cleanup_backward(self:AccumulationCB, trainer):
+    "Give the loss back as it was"
+    if self._loss is not None: trainer.loss,self._loss = self._loss,None
+
+# %% ../../nbs/callbacks/31_accumulation.ipynb #57a549f9
+@patch
+def before_step(self:AccumulationCB, trainer):
+    "Wait until the window is complete; then divide the gradients by the total"
+    last = trainer.n_batches is not None and trainer.batch_num+1 >= trainer.n_batches
+    if self.n < self.n_batches and not (last and self.n) and not self._closing: raise CancelStepException('gathering more gradients')
+    self._finish()
+
+@patch
+def before_zero_grad(self:AccumulationCB, trainer):
+    "Keep the gradients until they have been used"
+    if not self._complete: raise CancelStepException('gathering more gradients')
+
 @patch
 def _finish(self:AccumulationCB):
     "Turn the sum into the gradient of the big batch"
@@ -135,9 +128,25 @@ def _finish(self:AccumulationCB):
     if torch.is_tensor(total): total = torch.where(total > 0, total, 1)
     if torch.is_tensor(total) or total not in (0, 1):
         for p in self._params():
-            if p.grad is not None: p.grad.div_(total)
+            if p.grad is not None: p.grad.div_(total.to(p.grad.device) if torch.is_tensor(total) else total)
     for p,old in self._aside or (): p.grad = old if p.grad is None else p.grad.add_(old)
     self.n,self.total,self._aside,self._complete = 0,0,None,True
+
+# %% ../../nbs/callbacks/31_accumulation.ipynb #3b97837c
+@patch
+def after_epoch(self:AccumulationCB, trainer):
+    "Make the update of a window that the end of the pass came too early for"
+    if self.n: self._close(trainer)
+
+@patch
+def cleanup_epoch(self:AccumulationCB, trainer):
+    "Drop what was gathered in a pass that broke off"
+    if self.n or self._aside is not None: self._drop()
+
+@patch
+def cleanup_fit(self:AccumulationCB, trainer):
+    "Let go of the parameters"
+    self._params = None
 
 @patch
 def _close(self:AccumulationCB, trainer):

@@ -65,43 +65,7 @@ class ClipGradCB:
         given = {'max_norm': max_norm, 'max_value': max_value, 'adaptive': adaptive}
         self.kind,self.limit = _one_limit({k: v for k,v in given.items() if v is not None})
         self.norm_type,self.params,self.column,self.norm = float(norm_type),params,column,None
-        self._record,self._now,self._resumed,self._in_pass = None,None,None,False
-
-    def columns(self, trainer)->list: # Names
-        "The columns that this callback will write into the history"
-        return [self.column, f'{self.column}_clipped'] if self.column else []
-
-    def before_fit(self, trainer):
-        "Forget the last run"
-        self.norm,self._now,self._record,self._in_pass = None,None,None,False
-
-    def before_epoch(self, trainer):
-        "Begin a new record, or go on with a saved one"
-        self._record,self._resumed,self._in_pass = self._resumed or DeviceRecord(),None,True
-
-    def before_step(self, trainer):
-        "Clip, and keep the norm on its device"
-        params = [p for p in (self.params or _held)(trainer) if p.grad is not None]
-        self._now = None
-        if not params: return
-        norm,reached = _CLIP[self.kind](params, self.limit, self.norm_type)
-        self.norm,self._now = norm.detach(),torch.stack([norm.detach(), reached])
-
-    def after_step(self, trainer):
-        "Note the norm, now that there was an update"
-        if self._now is not None: self._record.add(self._now, place_of(trainer))
-
-    def cleanup_epoch(self, trainer):
-        "Write the mean norm and the share of clipped updates into the history"
-        if self.column and self._record is not None and len(self._record): self._write(trainer.history)
-        self._record,self._in_pass = None,False
-
-# %% ../../nbs/callbacks/32_clipping.ipynb #86964bba
-_CLIP = {'max_norm': _clip_norm, 'max_value': _clip_value, 'adaptive': _clip_adaptive}
-
-def _held(trainer):
-    "All parameters that the optimizer holds"
-    return [p for group in trainer.opt.param_groups for p in group['params']]
+        self._record,self._now,self._resumed,self._in_pass = DeviceRecord(),None,None,False
 
 def _one_limit(given):
     "The kind of clipping and its limit, or an error"
@@ -113,7 +77,49 @@ def _one_limit(given):
         raise ValueError(f'`{kind}` is {limit!r}, and with that no gradient would be left to learn from. Use a number above 0.')
     return kind,float(limit)
 
-# %% ../../nbs/callbacks/32_clipping.ipynb #d725f701
+# %% ../../nbs/callbacks/32_clipping.ipynb #86964bba
+_CLIP = {'max_norm': _clip_norm, 'max_value': _clip_value, 'adaptive': _clip_adaptive}
+
+def _held(trainer):
+    "All parameters that the optimizer holds"
+    return [p for group in trainer.opt.param_groups for p in group['params']]
+
+@patch
+def before_step(self:ClipGradCB, trainer):
+    "Clip, and keep the norm on its device"
+    params = [p for p in (self.params or _held)(trainer) if p.grad is not None]
+    self._now = None
+    if not params: return
+    norm,reached = _CLIP[self.kind](params, self.limit, self.norm_type)
+    self.norm,self._now = norm.detach(),torch.stack([norm.detach(), reached])
+
+@patch
+def after_step(self:ClipGradCB, trainer):
+    "Note the norm, now that there was an update"
+    if self._now is not None: self._record.add(self._now, place_of(trainer))
+
+# %% ../../nbs/callbacks/32_clipping.ipynb #4acd2f27
+@patch
+def columns(self:ClipGradCB, trainer)->list: # Names
+    "The columns that this callback will write into the history"
+    return [self.column, f'{self.column}_clipped'] if self.column else []
+
+@patch
+def before_fit(self:ClipGradCB, trainer):
+    "Forget the last run"
+    self.norm,self._now,self._record,self._in_pass = None,None,None,False
+
+@patch
+def before_epoch(self:ClipGradCB, trainer):
+    "Begin a new record, or go on with a saved one"
+    self._record,self._resumed,self._in_pass = self._resumed or DeviceRecord(),None,True
+
+@patch
+def cleanup_epoch(self:ClipGradCB, trainer):
+    "Write the mean norm and the share of clipped updates into the history"
+    if self.column and self._record is not None and len(self._record): self._write(trainer.history)
+    self._record,self._in_pass = None,False
+
 @patch
 def _write(self:ClipGradCB, history):
     "Write what was recorded in this pass"

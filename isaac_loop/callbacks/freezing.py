@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['layer_groups', 'FreezeCB', 'discriminative_rates', 'BatchNormEvalCB']
 
-# %% ../../nbs/callbacks/33_freezing.ipynb #e8e793ab
+# %% ../../nbs/callbacks/33_freezing.ipynb #b8bbb2ce
 from fnmatch import fnmatchcase
 
-import torch
 from fastcore.basics import patch
 from torch import nn
 
@@ -62,27 +61,14 @@ class FreezeCB:
         for part,_,_ in self.ranges: _parameters_of(trainer.model, part, type(self).__name__)
         self.frozen,self._changed = [],()
 
-    def before_epoch(self, trainer):
-        "Freeze what is to be frozen in this epoch"
-        found = self._now(trainer.model, trainer.epoch)
-        self.frozen,self._changed = list(found),[p for p in found.values() if p.requires_grad]
-        for p in self._changed:
-            p.requires_grad_(False)
-            p.grad = None # One that is left over would still be stepped with
-        if self._changed and not any(p.requires_grad for p in trainer.model.parameters()): raise ValueError(_all_frozen(trainer.epoch))
-
-    def cleanup_epoch(self, trainer):
-        "Let them learn again"
-        for p in self._changed: p.requires_grad_(True)
-        self._changed = ()
-
-    def _now(self, model, epoch):
-        "The parameters that are frozen in `epoch`, by name"
-        found = {}
-        for part,start,until in self.ranges:
-            if start <= epoch and (until is None or epoch < until): found |= _parameters_of(model, part, type(self).__name__)
-        free = {} if self.batch_norms else _norm_parameters(model)
-        return {name: p for name,p in found.items() if name not in free}
+def _ranges(parts, start, until):
+    "Triples of part, first frozen epoch, and first free epoch"
+    if isinstance(parts, dict): found = [(o, *(v if isinstance(v, tuple) else (start, v))) for o,v in parts.items()]
+    else: found = [(o, start, until) for o in (parts if isinstance(parts, (list, tuple)) else [parts])]
+    for part,first,last in found:
+        if any(isinstance(o, bool) or not isinstance(o, int) for o in (first, 0 if last is None else last)) or first < 0 or (last is not None and last <= first):
+            raise ValueError(f'{part!r} is to be frozen from epoch {first!r} until {last!r}, which is no range of epochs. Use whole numbers from 0, `until` the larger.')
+    return found
 
 # %% ../../nbs/callbacks/33_freezing.ipynb #630cda4b
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -94,14 +80,30 @@ def _norm_parameters(model):
 def _all_frozen(epoch):
     return f'`FreezeCB` has frozen every parameter in epoch {epoch}, so nothing would be learnt and backward would fail. Leave a part of the model out, or let `until` come earlier.'
 
-def _ranges(parts, start, until):
-    "Triples of part, first frozen epoch, and first free epoch"
-    if isinstance(parts, dict): found = [(o, *(v if isinstance(v, tuple) else (start, v))) for o,v in parts.items()]
-    else: found = [(o, start, until) for o in (parts if isinstance(parts, (list, tuple)) else [parts])]
-    for part,first,last in found:
-        if any(isinstance(o, bool) or not isinstance(o, int) for o in (first, 0 if last is None else last)) or first < 0 or (last is not None and last <= first):
-            raise ValueError(f'{part!r} is to be frozen from epoch {first!r} until {last!r}, which is no range of epochs. Use whole numbers from 0, `until` the larger.')
-    return found
+@patch
+def before_epoch(self:FreezeCB, trainer):
+    "Freeze what is to be frozen in this epoch"
+    found = self._now(trainer.model, trainer.epoch)
+    self.frozen,self._changed = list(found),[p for p in found.values() if p.requires_grad]
+    for p in self._changed:
+        p.requires_grad_(False)
+        p.grad = None # One that is left over would still be stepped with
+    if self._changed and not any(p.requires_grad for p in trainer.model.parameters()): raise ValueError(_all_frozen(trainer.epoch))
+
+@patch
+def cleanup_epoch(self:FreezeCB, trainer):
+    "Let them learn again"
+    for p in self._changed: p.requires_grad_(True)
+    self._changed = ()
+
+@patch
+def _now(self:FreezeCB, model, epoch):
+    "The parameters that are frozen in `epoch`, by name"
+    found = {}
+    for part,start,until in self.ranges:
+        if start <= epoch and (until is None or epoch < until): found |= _parameters_of(model, part, type(self).__name__)
+    free = {} if self.batch_norms else _norm_parameters(model)
+    return {name: p for name,p in found.items() if name not in free}
 
 # %% ../../nbs/callbacks/33_freezing.ipynb #a460fdb3
 def discriminative_rates(

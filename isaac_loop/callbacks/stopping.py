@@ -18,7 +18,9 @@ from ..history import Monitor, check_monitored
 from ..records import place_of
 from ..tensors import batch_size
 
-# %% ../../nbs/callbacks/60_stopping.ipynb #b934e8ae
+# %% ../../nbs/callbacks/60_stopping.ipynb #35c9d9aa
+def _plain(x): return x.item() if torch.is_tensor(x) else x
+
 class _KeepsState:
     "Saves the attributes named in `_kept`, and takes them up again"
     _kept,_saved,_running = (),None,False
@@ -35,7 +37,7 @@ class _KeepsState:
 
     def state_dict(self)->dict: # Plain types
         "What has been seen so far"
-        return {name: getattr(self, name) for name in self._kept}
+        return {name: _plain(getattr(self, name)) for name in self._kept}
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave
@@ -76,21 +78,6 @@ class EarlyStoppingCB(_KeepsState, Monitor):
         "Forget everything seen"
         self.best,self.n_bad,self.n_seen = self.baseline,0,0
 
-    def log(self, trainer):
-        "Judge the newest row"
-        if not self._declared: trainer.history.check_name(self.monitor)
-        value = (trainer.history.current or {}).get(self.monitor)
-        if value is None or trainer.epoch < self.start_epoch: return
-        self.n_seen += 1
-        self.update(value)
-        reason = self._reason(value)
-        if reason: trainer.request_stop(f'`{self.monitor}` {reason}')
-
-    def after_fit(self, trainer):
-        "Say so if there never was a value"
-        if not self.n_seen and trainer.n_epochs > self.start_epoch:
-            warnings.warn(f'`{type(self).__name__}` watched `{self.monitor}`, which had no value in any epoch of this fit, so it could not stop anything. Was there no validation?', stacklevel=2)
-
 # %% ../../nbs/callbacks/60_stopping.ipynb #a08a40fb
 def _mode(monitor, mode):
     "`mode`, or 'min' if the name is that of a loss"
@@ -107,6 +94,24 @@ def _check_levels(mode, threshold, divergence):
     if None in (threshold, divergence) or (threshold < divergence if mode == 'min' else threshold > divergence): return
     raise ValueError(f"`threshold={threshold!r}` is no better than `divergence={divergence!r}` with `mode='{mode}'`, so every first epoch would stop. Are they swapped, or is the mode?")
 
+# %% ../../nbs/callbacks/60_stopping.ipynb #7820002b
+@patch
+def log(self:EarlyStoppingCB, trainer):
+    "Judge the newest row"
+    if not self._declared: trainer.history.check_name(self.monitor)
+    value = (trainer.history.current or {}).get(self.monitor)
+    if value is None or trainer.epoch < self.start_epoch: return
+    self.n_seen += 1
+    self.update(value)
+    reason = self._reason(value)
+    if reason: trainer.request_stop(f'`{self.monitor}` {reason}')
+
+@patch
+def after_fit(self:EarlyStoppingCB, trainer):
+    "Say so if there never was a value"
+    if not self.n_seen and trainer.n_epochs > self.start_epoch:
+        warnings.warn(f'`{type(self).__name__}` watched `{self.monitor}`, which had no value in any epoch of this fit, so it could not stop anything. Was there no validation?', stacklevel=2)
+
 @patch
 def _reason(self:EarlyStoppingCB, value):
     "Why to stop after `value`, or None"
@@ -114,6 +119,22 @@ def _reason(self:EarlyStoppingCB, value):
     if self.divergence is not None and not sign*value < sign*self.divergence: return f'is {value:.4g}, no better than {self.divergence}: this run has diverged'
     if self.threshold is not None and sign*value <= sign*self.threshold: return f'has reached {self.threshold}: {value:.4g}'
     if self.exhausted: return f'has not improved for {self.n_bad} epoch{"s"*(self.n_bad > 1)}; the best is {"none" if self.best is None else f"{self.best:.4g}"}'
+
+# %% ../../nbs/callbacks/60_stopping.ipynb #98fc9fbd
+def _seconds(limit):
+    "A limit of time in seconds"
+    if isinstance(limit, timedelta): limit = limit.total_seconds()
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not limit > 0):
+        raise ValueError(f'`seconds` is {limit!r}, and no batch fits into that. Use a number above 0, or a `timedelta`.')
+    return limit
+
+def _how_many(trainer, count):
+    "How many samples the batch has"
+    n = batch_size(trainer.split(trainer.batch)[0]) if count is None else count(trainer.batch)
+    if isinstance(n, bool) or not isinstance(n, numbers.Real):
+        raise TypeError(f'`LimitCB` cannot count samples: {"the inputs of the batch hold no tensor with rows" if count is None else f"`count` gave {n!r}"}. '
+                        'Let `count` return a number; a tensor would make the device wait in every batch, so count by shapes, or let the loader bring the number along.')
+    return n
 
 # %% ../../nbs/callbacks/60_stopping.ipynb #382aca19
 class LimitCB(_KeepsState):
@@ -138,37 +159,12 @@ class LimitCB(_KeepsState):
         "Begin to count"
         self.n_samples,self.elapsed,self._looked = 0,0.,time.monotonic()
 
-    def after_step(self, trainer):
-        "Stop when there were enough updates"
-        if self.updates is not None and trainer.n_updates >= self.updates: trainer.request_stop(f'{trainer.n_updates} updates are enough')
-
-    def after_batch(self, trainer):
-        "Count samples, and look at the clock"
-        if self.samples is not None: self.n_samples += _how_many(trainer, self.count)
-        if self.samples is not None and self.n_samples >= self.samples: trainer.request_stop(f'{self.n_samples} samples are enough')
-        self._look_at_clock(trainer)
-
     def log(self, trainer):
         "Count epochs, and look at the clock"
         if self.epochs is not None and trainer.epoch+1 >= self.epochs: trainer.request_stop(f'{trainer.epoch+1} epochs are enough')
         self._look_at_clock(trainer)
 
-# %% ../../nbs/callbacks/60_stopping.ipynb #98fc9fbd
-def _seconds(limit):
-    "A limit of time in seconds"
-    if isinstance(limit, timedelta): limit = limit.total_seconds()
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not limit > 0):
-        raise ValueError(f'`seconds` is {limit!r}, and no batch fits into that. Use a number above 0, or a `timedelta`.')
-    return limit
-
-def _how_many(trainer, count):
-    "How many samples the batch has"
-    n = batch_size(trainer.split(trainer.batch)[0]) if count is None else count(trainer.batch)
-    if isinstance(n, bool) or not isinstance(n, numbers.Real):
-        raise TypeError(f'`LimitCB` cannot count samples: {"the inputs of the batch hold no tensor with rows" if count is None else f"`count` gave {n!r}"}. '
-                        'Let `count` return a number; a tensor would make the device wait in every batch, so count by shapes, or let the loader bring the number along.')
-    return n
-
+# %% ../../nbs/callbacks/60_stopping.ipynb #03288e13
 @patch
 def _tick(self:LimitCB):
     "Add the time since the last look"
@@ -180,6 +176,18 @@ def _look_at_clock(self:LimitCB, trainer):
     "Stop when the time is up"
     self._tick()
     if self.seconds is not None and self.elapsed >= self.seconds: trainer.request_stop(f'{self.elapsed:.4g} seconds are enough')
+
+@patch
+def after_step(self:LimitCB, trainer):
+    "Stop when there were enough updates"
+    if self.updates is not None and trainer.n_updates >= self.updates: trainer.request_stop(f'{trainer.n_updates} updates are enough')
+
+@patch
+def after_batch(self:LimitCB, trainer):
+    "Count samples, and look at the clock"
+    if self.samples is not None: self.n_samples += _how_many(trainer, self.count)
+    if self.samples is not None and self.n_samples >= self.samples: trainer.request_stop(f'{self.n_samples} samples are enough')
+    self._look_at_clock(trainer)
 
 # %% ../../nbs/callbacks/60_stopping.ipynb #f1298af1
 class _FlagsCB(_KeepsState):
@@ -230,16 +238,28 @@ def _where(o): return f"at epoch {o['epoch']}, batch {o['batch']} ({'training' i
 @patch
 def state_dict(self:_FlagsCB)->dict: # Plain types; this waits for the device
     "What was found, and the flags that nobody has read yet"
-    return {name: getattr(self, name) for name in self._kept} | dict(pending=[[what, *place, bool(flag)] for what,place,flag in self._pending])
+    return _KeepsState.state_dict(self) | dict(pending=[[what, *place, bool(flag)] for what,place,flag in self._pending])
 
 @patch
 def load_state_dict(self:_FlagsCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on from `state`: at once in a running fit, otherwise in the next one"
-    self._saved = None if self._running else dict(state)
-    for name in self._kept: setattr(self, name, state[name])
+    _KeepsState.load_state_dict(self, state)
     self._pending = [(what, tuple(place), torch.tensor(flag)) for what,*place,flag in state['pending']]
+
+# %% ../../nbs/callbacks/60_stopping.ipynb #e556a667
+def _parameters(trainer):
+    "All parameters of the model and of the optimizer, each once"
+    params = list(trainer.model.parameters()) if hasattr(trainer.model, 'parameters') else []
+    params += [p for group in getattr(getattr(trainer, 'opt', None), 'param_groups', ()) for p in group['params']]
+    return list({id(p): p for p in params}.values())
+
+def _not_finite(xs):
+    "A flag on the device: is there a NaN or an infinity in one of `xs`?"
+    xs = [o.detach() if torch.is_tensor(o) else torch.tensor(float(o)) for o in xs]
+    xs = [o for o in xs if o.numel()]
+    return ~torch.isfinite(get_total_norm(xs, math.inf)) if xs else torch.tensor(False) # The largest number, which cannot overflow as a sum of squares does
 
 # %% ../../nbs/callbacks/60_stopping.ipynb #aafb3345
 class NonFiniteStopCB(_FlagsCB):
@@ -259,61 +279,48 @@ class NonFiniteStopCB(_FlagsCB):
         super()._start(trainer)
         self.bad = False
 
-    def after_get_loss(self, trainer):
-        "Look at the loss"
-        self._note(trainer, 'loss', _not_finite([trainer.loss]))
-
-    def before_backward(self, trainer):
-        "Leave a batch whose loss is known to be bad"
-        if self.found: raise CancelBatchException('the loss is not finite')
-
-    def before_step(self, trainer):
-        "Look at the gradients, and keep bad ones out of the weights"
-        grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in _parameters(trainer) if p.grad is not None]
-        if self.gradients and grads: self._note(trainer, 'gradient', _not_finite(grads))
-        if self.found: _refuse_step(trainer)
-        if torch.is_tensor(self.bad):
-            for o in grads: o.masked_fill_(self.bad.to(o.device), 0)
-
-    def _note(self, trainer, what, flag):
-        "Keep a flag, and remember on the device whether any was up"
-        if trainer.training and self.every > 1: self.bad = self.bad | flag
-        self._flag(trainer, what, flag)
-
-    def _act(self, trainer, first):
-        trainer.request_stop(f"the {first['what']} was NaN or infinite {_where(first)}")
-
-# %% ../../nbs/callbacks/60_stopping.ipynb #e556a667
-def _parameters(trainer):
-    "All parameters of the model and of the optimizer, each once"
-    params = list(trainer.model.parameters()) if hasattr(trainer.model, 'parameters') else []
-    params += [p for group in getattr(getattr(trainer, 'opt', None), 'param_groups', ()) for p in group['params']]
-    return list({id(p): p for p in params}.values())
-
-def _not_finite(xs):
-    "A flag on the device: is there a NaN or an infinity in one of `xs`?"
-    xs = [o.detach() if torch.is_tensor(o) else torch.tensor(float(o)) for o in xs]
-    xs = [o for o in xs if o.numel()]
-    return ~torch.isfinite(get_total_norm(xs, math.inf)) if xs else torch.tensor(False) # The largest number, which cannot overflow as a sum of squares does
-
+# %% ../../nbs/callbacks/60_stopping.ipynb #bdebedc5
 def _refuse_step(trainer):
     "Leave the step out, and forget its gradients"
     for p in _parameters(trainer): p.grad = None
     raise CancelStepException('a gradient is not finite')
 
 @patch
-def state_dict(self:NonFiniteStopCB)->dict: # Plain types; this waits for the device
-    "What was found, and the flags that nobody has read yet"
-    state = _FlagsCB.state_dict(self)
-    return state | dict(bad=bool(state['bad']))
+def after_get_loss(self:NonFiniteStopCB, trainer):
+    "Look at the loss"
+    self._note(trainer, 'loss', _not_finite([trainer.loss]))
+
+@patch
+def before_backward(self:NonFiniteStopCB, trainer):
+    "Leave a batch whose loss is known to be bad"
+    if self.found: raise CancelBatchException('the loss is not finite')
+
+@patch
+def before_step(self:NonFiniteStopCB, trainer):
+    "Look at the gradients, and keep bad ones out of the weights"
+    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in _parameters(trainer) if p.grad is not None]
+    if self.gradients and grads: self._note(trainer, 'gradient', _not_finite(grads))
+    if self.found: _refuse_step(trainer)
+    if torch.is_tensor(self.bad):
+        for o in grads: o.masked_fill_(self.bad.to(o.device), 0)
+
+@patch
+def _note(self:NonFiniteStopCB, trainer, what, flag):
+    "Keep a flag, and remember on the device whether any was up"
+    if trainer.training and self.every > 1: self.bad = self.bad | flag
+    self._flag(trainer, what, flag)
+
+@patch
+def _act(self:NonFiniteStopCB, trainer, first):
+    trainer.request_stop(f"the {first['what']} was NaN or infinite {_where(first)}")
 
 # %% ../../nbs/callbacks/60_stopping.ipynb #a55f6b27
 class LossSpikeCB(_FlagsCB):
     "Stop, or warn, when a training loss is far above its running mean"
     order = Order.DECIDE
     on_valid = False
-    _kept = ('found', '_n', 'n_seen')
-    _mean,n_seen = None,0
+    _kept = ('found', '_n', 'n_seen', 'mean')
+    mean,n_seen = None,0 # The running mean stays on the device
     def __init__(self,
         factor:float=3., # A loss above so many times its running mean is a spike
         *, decay:float=0.98, # Share of the old mean that stays at each batch, 0 to 1; 0.98 looks back over about 50 batches
@@ -333,12 +340,7 @@ class LossSpikeCB(_FlagsCB):
     def _start(self, trainer):
         "Forget the last run"
         super()._start(trainer)
-        self._mean,self.n_seen = None,0
-
-    def before_batch(self, trainer):
-        "Leave out batches known to be bad"
-        self._is_spike = False
-        if (trainer.epoch, trainer.batch_num) in self.skip: raise CancelBatchException('this batch is to be skipped')
+        self.mean,self.n_seen = None,0
 
     def after_get_loss(self, trainer):
         "Compare the loss with its running mean"
@@ -348,37 +350,38 @@ class LossSpikeCB(_FlagsCB):
         "Leave a batch that is known to be a spike"
         if self._is_spike: raise CancelBatchException('the loss is a spike')
 
-    def _act(self, trainer, first):
-        self._is_spike = self.every == 1
-        text = f'the loss was more than {self.factor:g} times its running mean {_where(first)}'
-        if self.stop: trainer.request_stop(text)
-        else: self.report(f'{text[0].upper()}{text[1:]}. `LossSpikeCB.found` lists all such batches; `skip` leaves them out of another run.')
-
 # %% ../../nbs/callbacks/60_stopping.ipynb #0948c7ff
 @patch
 def _compare(self:LossSpikeCB, loss):
     "A flag for a spike; the running mean stays on the device"
     loss = loss.detach().reshape(()) if torch.is_tensor(loss) else torch.tensor(float(loss))
     loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
-    mean = torch.zeros_like(loss) if self._mean is None else self._mean.to(loss)
+    mean = torch.as_tensor(0. if self.mean is None else self.mean, dtype=loss.dtype, device=loss.device)
     usual = loss <= mean + torch.clamp((self.factor-1)*mean.abs(), min=self.min_delta) # False for NaN
     spike = ~usual if self.n_seen >= self.warmup else ~torch.isfinite(loss)
-    self._mean = torch.where(spike, mean, torch.lerp(mean, loss, max(1-self.decay, 1/(self.n_seen+1))))
+    self.mean = torch.where(spike, mean, torch.lerp(mean, loss, max(1-self.decay, 1/(self.n_seen+1))))
     self.n_seen += 1
     return spike
 
+# %% ../../nbs/callbacks/60_stopping.ipynb #729161b1
 @patch
-def state_dict(self:LossSpikeCB)->dict: # Plain types; this waits for the device
-    "What was found, the running mean, and the flags that nobody has read yet"
-    return _FlagsCB.state_dict(self) | dict(mean=None if self._mean is None else self._mean.item())
+def before_batch(self:LossSpikeCB, trainer):
+    "Leave out batches known to be bad"
+    self._is_spike = False
+    if (trainer.epoch, trainer.batch_num) in self.skip: raise CancelBatchException('this batch is to be skipped')
 
 @patch
-def load_state_dict(self:LossSpikeCB,
-    state:dict, # What `state_dict` gave
-):
-    "Go on from `state`: at once in a running fit, otherwise in the next one"
-    _FlagsCB.load_state_dict(self, state)
-    self._mean = None if state['mean'] is None else torch.tensor(state['mean'], dtype=torch.float64)
+def _act(self:LossSpikeCB, trainer, first):
+    self._is_spike = self.every == 1
+    text = f'the loss was more than {self.factor:g} times its running mean {_where(first)}'
+    if self.stop: trainer.request_stop(text)
+    else: self.report(f'{text[0].upper()}{text[1:]}. `LossSpikeCB.found` lists all such batches; `skip` leaves them out of another run.')
+
+# %% ../../nbs/callbacks/60_stopping.ipynb #7ce2bc3c
+def _labels(preds):
+    "The class with the highest output, or the output itself if there is only one"
+    if not torch.is_tensor(preds): raise TypeError(f'The output of the model is a {type(preds).__name__}, and `SamePredictionsCB` cannot tell what it predicts. Pass `labels`, a function that gives a tensor of predictions.')
+    return preds.argmax(1) if preds.ndim > 1 and preds.shape[1] > 1 else preds
 
 # %% ../../nbs/callbacks/60_stopping.ipynb #677ffaf6
 class SamePredictionsCB(_KeepsState):
@@ -408,24 +411,25 @@ class SamePredictionsCB(_KeepsState):
 
     def after_batch(self, trainer):
         "Note the lowest and the highest prediction"
-        labels = (self.labels or _labels)(trainer.preds)
-        if not labels.numel(): return
-        if labels.dtype == torch.bool: labels = labels.int()
-        ends = torch.stack(labels.detach().aminmax())
-        self._range = ends if self._range is None else torch.stack([torch.minimum(self._range[0], ends[0]), torch.maximum(self._range[1], ends[1])])
-        self._n += labels.numel()
+        self._take((self.labels or _labels)(trainer.preds))
 
-    def after_epoch(self, trainer):
-        "Compare them"
-        if self._n < 2 or trainer.epoch < self.start_epoch: return
-        low,high = self._range.tolist()
-        self.n_same = self.n_same+1 if low == high and self.value in (None, low) else 0
-        if self.n_same < self.patience: return
-        text = f'all {self._n} predictions of the validation pass are {low:g}'
-        if self.stop: trainer.request_stop(text)
-        else: self.report(f'At epoch {trainer.epoch} {text}. Has the model collapsed, or not begun to learn?')
+# %% ../../nbs/callbacks/60_stopping.ipynb #89b3ca2e
+@patch
+def _take(self:SamePredictionsCB, labels):
+    "Note the lowest and the highest of `labels`"
+    if not labels.numel(): return
+    if labels.dtype == torch.bool: labels = labels.int()
+    ends = torch.stack(labels.detach().aminmax())
+    self._range = ends if self._range is None else torch.stack([torch.minimum(self._range[0], ends[0]), torch.maximum(self._range[1], ends[1])])
+    self._n += labels.numel()
 
-def _labels(preds):
-    "The class with the highest output, or the output itself if there is only one"
-    if not torch.is_tensor(preds): raise TypeError(f'The output of the model is a {type(preds).__name__}, and `SamePredictionsCB` cannot tell what it predicts. Pass `labels`, a function that gives a tensor of predictions.')
-    return preds.argmax(1) if preds.ndim > 1 and preds.shape[1] > 1 else preds
+@patch
+def after_epoch(self:SamePredictionsCB, trainer):
+    "Compare them"
+    if self._n < 2 or trainer.epoch < self.start_epoch: return
+    low,high = self._range.tolist()
+    self.n_same = self.n_same+1 if low == high and self.value in (None, low) else 0
+    if self.n_same < self.patience: return
+    text = f'all {self._n} predictions of the validation pass are {low:g}'
+    if self.stop: trainer.request_stop(text)
+    else: self.report(f'At epoch {trainer.epoch} {text}. Has the model collapsed, or not begun to learn?')
