@@ -37,7 +37,7 @@ def _relative(count, first, loss):
     "`count` divided by `first`; a tensor if one of them is, else a number"
     if not (torch.is_tensor(count) or torch.is_tensor(first)): return count/first if first else float(count)
     dtype = torch.promote_types(loss.dtype, torch.float32)
-    count,first = (torch.as_tensor(o, device=loss.device).to(dtype) for o in (count, first))
+    count,first = (o.to(loss.device, dtype, non_blocking=True) if torch.is_tensor(o) else loss.new_full((), o, dtype=dtype) for o in (count, first))
     return count/torch.where(first > 0, first, 1)
 
 # %% ../../nbs/callbacks/31_accumulation.ipynb #34b712e6

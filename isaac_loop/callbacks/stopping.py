@@ -356,7 +356,7 @@ def _compare(self:LossSpikeCB, loss):
     "A flag for a spike; the running mean stays on the device"
     loss = loss.detach().reshape(()) if torch.is_tensor(loss) else torch.tensor(float(loss))
     loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
-    mean = torch.as_tensor(0. if self.mean is None else self.mean, dtype=loss.dtype, device=loss.device)
+    mean = self.mean if torch.is_tensor(self.mean) else loss.new_full((), self.mean or 0.)
     usual = loss <= mean + torch.clamp((self.factor-1)*mean.abs(), min=self.min_delta) # False for NaN
     spike = ~usual if self.n_seen >= self.warmup else ~torch.isfinite(loss)
     self.mean = torch.where(spike, mean, torch.lerp(mean, loss, max(1-self.decay, 1/(self.n_seen+1))))
