@@ -539,6 +539,20 @@ def test_several_reasons_in_one_run():
     assert trainer.stop_reason == "12 updates are enough" and end.ended and end.logged == 2
 
 
+@pytest.mark.parametrize("event, n_updates, n_rows", [("after_step", 3, 1), ("after_batch", 3, 1), ("after_epoch", 8, 1), ("log", 8, 1)])
+def test_a_stop_waits_for_the_end_of_what_is_open(event, n_updates, n_rows):
+    "SON-06, AIT-17, PTA-14: the pass ends after its batch, the epoch closes with validation and its row, and `after_fit` runs"
+    class StopCB:
+        def __init__(self): setattr(self, event, self.ask)
+
+        def ask(self, trainer):
+            if trainer.n_updates >= 3: trainer.request_stop("enough")
+    trainer = make_trainer(StopCB(), end := EndCB())
+    trainer.fit(4)
+    assert (trainer.n_updates, len(trainer.history), end.logged, end.ended) == (n_updates, n_rows, n_rows, True)
+    assert "valid_loss" in trainer.history[-1]
+
+
 class RefuseToWait(TorchFunctionMode):
     inside = False
 

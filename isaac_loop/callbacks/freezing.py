@@ -77,6 +77,16 @@ def _norm_parameters(model):
     "The parameters of all batch norms, by name"
     return {name: p for prefix,o in model.named_modules() if isinstance(o, _BatchNorm) for name,p in _owned(prefix, o).items()}
 
+@patch
+def _now(self:FreezeCB, model, epoch):
+    "The parameters that are frozen in `epoch`, by name"
+    found = {}
+    for part,start,until in self.ranges:
+        if start <= epoch and (until is None or epoch < until): found |= _parameters_of(model, part, type(self).__name__)
+    free = {} if self.batch_norms else _norm_parameters(model)
+    return {name: p for name,p in found.items() if name not in free}
+
+# %% ../../nbs/callbacks/33_freezing.ipynb #55fa80b7
 def _all_frozen(epoch):
     return f'`FreezeCB` has frozen every parameter in epoch {epoch}, so nothing would be learnt and backward would fail. Leave a part of the model out, or let `until` come earlier.'
 
@@ -87,7 +97,7 @@ def before_epoch(self:FreezeCB, trainer):
     self.frozen,self._changed = list(found),[p for p in found.values() if p.requires_grad]
     for p in self._changed:
         p.requires_grad_(False)
-        p.grad = None # One that is left over would still be stepped with
+        p.grad = None
     if self._changed and not any(p.requires_grad for p in trainer.model.parameters()): raise ValueError(_all_frozen(trainer.epoch))
 
 @patch
@@ -95,15 +105,6 @@ def cleanup_epoch(self:FreezeCB, trainer):
     "Let them learn again"
     for p in self._changed: p.requires_grad_(True)
     self._changed = ()
-
-@patch
-def _now(self:FreezeCB, model, epoch):
-    "The parameters that are frozen in `epoch`, by name"
-    found = {}
-    for part,start,until in self.ranges:
-        if start <= epoch and (until is None or epoch < until): found |= _parameters_of(model, part, type(self).__name__)
-    free = {} if self.batch_norms else _norm_parameters(model)
-    return {name: p for name,p in found.items() if name not in free}
 
 # %% ../../nbs/callbacks/33_freezing.ipynb #a460fdb3
 def discriminative_rates(

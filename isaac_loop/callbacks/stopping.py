@@ -217,22 +217,24 @@ class _FlagsCB(_KeepsState):
         self._pending.append((what, place_of(trainer), flag))
         if self.every == 1: self._read(trainer)
 
-    def _read(self, trainer):
-        "Look for flags that are up"
-        pending,self._pending,self._n = self._pending,[],0
-        if not pending: return
-        device = pending[0][2].device
-        up = torch.stack([o.to(device) for *_,o in pending]).tolist()
-        new = [_place(what, place) for (what,place,_),raised in zip(pending, up) if raised]
-        if not new: return
-        self.found = self.found+new
-        self._act(trainer, new[0])
-
+# %% ../../nbs/callbacks/60_stopping.ipynb #d451790b
 def _place(what, place):
     fit,epoch,training,batch = place
     return dict(what=what, fit=fit, epoch=epoch, training=bool(training), batch=batch)
 
 def _where(o): return f"at epoch {o['epoch']}, batch {o['batch']} ({'training' if o['training'] else 'validation'})"
+
+@patch
+def _read(self:_FlagsCB, trainer):
+    "Look for flags that are up"
+    pending,self._pending,self._n = self._pending,[],0
+    if not pending: return
+    device = pending[0][2].device
+    up = torch.stack([o.to(device) for *_,o in pending]).tolist()
+    new = [_place(what, place) for (what,place,_),raised in zip(pending, up) if raised]
+    if not new: return
+    self.found = self.found+new
+    self._act(trainer, new[0])
 
 # %% ../../nbs/callbacks/60_stopping.ipynb #4b10fdc3
 @patch
@@ -279,12 +281,7 @@ class NonFiniteStopCB(_FlagsCB):
         super()._start(trainer)
         self.bad = False
 
-# %% ../../nbs/callbacks/60_stopping.ipynb #bdebedc5
-def _refuse_step(trainer):
-    "Leave the step out, and forget its gradients"
-    for p in _parameters(trainer): p.grad = None
-    raise CancelStepException('a gradient is not finite')
-
+# %% ../../nbs/callbacks/60_stopping.ipynb #f282fb9c
 @patch
 def after_get_loss(self:NonFiniteStopCB, trainer):
     "Look at the loss"
@@ -296,15 +293,6 @@ def before_backward(self:NonFiniteStopCB, trainer):
     if self.found: raise CancelBatchException('the loss is not finite')
 
 @patch
-def before_step(self:NonFiniteStopCB, trainer):
-    "Look at the gradients, and keep bad ones out of the weights"
-    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in _parameters(trainer) if p.grad is not None]
-    if self.gradients and grads: self._note(trainer, 'gradient', _not_finite(grads))
-    if self.found: _refuse_step(trainer)
-    if torch.is_tensor(self.bad):
-        for o in grads: o.masked_fill_(self.bad.to(o.device), 0)
-
-@patch
 def _note(self:NonFiniteStopCB, trainer, what, flag):
     "Keep a flag, and remember on the device whether any was up"
     if trainer.training and self.every > 1: self.bad = self.bad | flag
@@ -313,6 +301,21 @@ def _note(self:NonFiniteStopCB, trainer, what, flag):
 @patch
 def _act(self:NonFiniteStopCB, trainer, first):
     trainer.request_stop(f"the {first['what']} was NaN or infinite {_where(first)}")
+
+# %% ../../nbs/callbacks/60_stopping.ipynb #bdebedc5
+def _refuse_step(trainer):
+    "Leave the step out, and forget its gradients"
+    for p in _parameters(trainer): p.grad = None
+    raise CancelStepException('a gradient is not finite')
+
+@patch
+def before_step(self:NonFiniteStopCB, trainer):
+    "Look at the gradients, and keep bad ones out of the weights"
+    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in _parameters(trainer) if p.grad is not None]
+    if self.gradients and grads: self._note(trainer, 'gradient', _not_finite(grads))
+    if self.found: _refuse_step(trainer)
+    if torch.is_tensor(self.bad):
+        for o in grads: o.masked_fill_(self.bad.to(o.device), 0)
 
 # %% ../../nbs/callbacks/60_stopping.ipynb #a55f6b27
 class LossSpikeCB(_FlagsCB):
