@@ -5,14 +5,16 @@
 # %% auto #0
 __all__ = ['load_digits', 'image_to_tensor', 'sample_dataset_dict', 'collate_rows', 'get_dataloaders', 'DataLoaders']
 
-# %% ../nbs/20_data.ipynb #f7bfb61f
+# %% ../nbs/20_data.ipynb #4895b799
 from collections.abc import Mapping
+from functools import partial
 from importlib.resources import files
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from .events import did_you_mean
+from .sampling import exact_loader
 
 # %% ../nbs/20_data.ipynb #c9ad83b5
 def load_digits(): # A `DatasetDict` with splits `train` (1,437 rows) and `test` (360), columns `image` and `label`
@@ -55,11 +57,12 @@ def collate_rows(
     columns=None, # Names of the columns to take, in this order; default: all, as they come
 ): # A function from a list of rows to a batch
     "Make a `collate_fn` that turns rows, dicts or tuples, into a tuple of stacked columns"
-    def collate(rows):
-        batch = default_collate(rows)
-        if not isinstance(batch, Mapping): return batch
-        return tuple(batch[o] for o in _check_columns(batch, columns))
-    return collate
+    return partial(_collate_rows, columns=columns) # Can be sent to worker processes, unlike a function defined here
+
+def _collate_rows(rows, columns):
+    batch = default_collate(rows)
+    if not isinstance(batch, Mapping): return batch
+    return tuple(batch[o] for o in _check_columns(batch, columns))
 
 def _check_columns(batch, columns):
     "`columns`, or all of them, if the batch has them"
@@ -73,11 +76,13 @@ def get_dataloaders(
     valid, # Dataset for validation, or None
     batch_size:int, # Rows in a training batch; validation keeps no gradients and takes twice as many
     shuffle:bool=True, # Shuffle the training rows?
+    seed:int=None, # Makes the loaders exact: the same seed gives the same batches, and a run can go on at the next one
     **kwargs, # For both `DataLoader`s: `num_workers`, `collate_fn`, `pin_memory`, ...
 )->tuple: # Two `DataLoader`s, None where there is no dataset
     "A loader for training and one for validation"
-    return (None if train is None else DataLoader(train, batch_size, shuffle=shuffle and _has_len(train), **kwargs),
-            None if valid is None else DataLoader(valid, batch_size*2, shuffle=False, **kwargs))
+    make = DataLoader if seed is None else partial(exact_loader, seed=seed)
+    return (None if train is None else make(train, batch_size, shuffle=shuffle and _has_len(train), **kwargs),
+            None if valid is None else make(valid, batch_size*2, shuffle=False, **kwargs))
 
 def _has_len(dataset): return hasattr(dataset, '__len__') # A stream comes in its own order
 
@@ -118,7 +123,7 @@ class DataLoaders:
         valid:str=None, # Split to validate on; default: the only other one
         columns:list=None, # Columns of the rows to put into the batch, inputs first; default: all, as they come
         n_inp:int=1, # How many of them are inputs
-        **kwargs, # For `get_dataloaders` and both `DataLoader`s: `num_workers`, `shuffle`, ...
+        **kwargs, # For `get_dataloaders` and both `DataLoader`s: `num_workers`, `shuffle`, `seed` for exact loaders, ...
     ):
         "Loaders for two splits; a batch is a tuple, unless a `collate_fn` of your own makes something else"
         train,valid = _choose_splits(dataset_dict, train, valid)

@@ -28,11 +28,12 @@ def _to_tensors(batch): batch['image'] = [image_to_tensor(o) for o in batch['ima
 
 def digit_loaders(
     batch_size:int=64, # Rows in a training batch
+    seed:int=None, # Makes the loaders exact, so that a run can go on at any batch
 )->DataLoaders:
     "Loaders for the built-in digits as tensors in memory; splits `train` and `test`"
     digits = load_digits().with_transform(_to_tensors)
     in_memory = {name: list(ds) for name,ds in digits.items()}
-    return DataLoaders.from_dataset_dict(in_memory, batch_size)
+    return DataLoaders.from_dataset_dict(in_memory, batch_size, seed=seed)
 
 # %% ../nbs/95_demo.ipynb #0acb85c0
 def digit_trainer(

@@ -43,6 +43,13 @@ class BatchRecord(Sequence):
             for name,value in zip(self.keys, (*one_pass, batch)): self.columns[name].append(value)
         return known[batch]
 
+    def load(self,
+        columns:dict, # Lists of numbers by name
+    ):
+        "Hold these columns and nothing else"
+        self._rows = {}
+        self.columns = {name: array('q' if name in self.keys else 'd', values) for name,values in columns.items()}
+
     def __len__(self): return len(self.columns['batch'])
 
     def __getitem__(self, i):
@@ -93,6 +100,19 @@ class History(Sequence):
         self._check_open()
         place = self._next or self.rows[-1]
         self.batches.write(place['fit'], place['epoch'], training, batches, **values)
+
+    def state_dict(self):
+        "All rows, of epochs and of batches, as plain types"
+        return dict(rows=[dict(o) for o in self.rows], fit=self.fit, next=self._next and dict(self._next), open=self._open,
+                    batches={name: column.tolist() for name,column in self.batches.columns.items()})
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on from saved rows"
+        self.rows[:] = [dict(o) for o in state['rows']]
+        self.fit,self._next,self._open = state['fit'],state['next'] and dict(state['next']),state['open']
+        self.batches.load(state['batches'])
 
     @property
     def current(self):
@@ -206,6 +226,16 @@ class Monitor:
         if better: self.best = value
         self.n_bad = 0 if better else self.n_bad+1
         return better
+
+    def state_dict(self):
+        "The best value, and for how long there was no better one"
+        return dict(best=self.best, n_bad=self.n_bad)
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on from a saved state"
+        self.best,self.n_bad = state['best'],state['n_bad']
 
     @property
     def exhausted(self):

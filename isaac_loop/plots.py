@@ -62,7 +62,7 @@ def _second(trainer):
     if opt is not None: new.opt = opt
     new.callbacks,new._named,new.history,new._fitting = [],{},History(),False
     new.plan = Plan(type(trainer), trainer.plan.last)
-    new.add_callbacks([_spare(o) for o in trainer.callbacks if getattr(o, 'order', 0) < Order.RECORD])
+    new._add([_spare(o) for o in trainer.callbacks if getattr(o, 'order', 0) < Order.RECORD]) # Members of a group are among them already
     return new
 
 # %% ../nbs/90_plots.ipynb #ba080749

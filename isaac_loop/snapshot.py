@@ -5,15 +5,19 @@
 # %% auto #0
 __all__ = ['random_state', 'set_random_state', 'Snapshot']
 
-# %% ../nbs/05_snapshot.ipynb #e43ed0be
-import io, random, sys
+# %% ../nbs/05_snapshot.ipynb #bbd0f24a
+import copy, io, random, sys
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from functools import partial
-from types import MethodType
+from types import MemberDescriptorType, MethodType, ModuleType
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from fastcore.basics import patch
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from .events import Plan
 
 # %% ../nbs/05_snapshot.ipynb #9e279c74
 def random_state()->dict: # For `set_random_state`
@@ -24,6 +28,7 @@ def random_state()->dict: # For `set_random_state`
     if torch.backends.mps.is_available(): state['mps'] = torch.mps.get_rng_state()
     return state
 
+# %% ../nbs/05_snapshot.ipynb #e9aa0b93
 def set_random_state(
     state:dict, # What `random_state` gave
 ):
@@ -34,30 +39,21 @@ def set_random_state(
     if 'cuda' in state: torch.cuda.set_rng_state_all(state['cuda'])
     if 'mps' in state: torch.mps.set_rng_state(state['mps'])
 
-# %% ../nbs/05_snapshot.ipynb #22b4107f
-def _of_tensor(x):
-    "A tensor's values, where they are stored, its gradient, and whether it wants one"
-    data,grad,wanted = x.data,x.grad if x.is_leaf else None,x.requires_grad
-    values = data.clone()
-    def put_back():
-        data.copy_(values)
-        if not x.is_leaf: return
-        if x.data_ptr() != data.data_ptr() or x.device != data.device: x.data = data # It was moved or replaced in the meantime
-        x.grad = grad
-        x.requires_grad_(wanted)
-    return put_back, [grad]
-
-def _of_dict(x):
-    items = list(x.items())
-    def put_back():
-        x.clear()
-        x.update(items)
-    return put_back, [o for _,o in items]
+# %% ../nbs/05_snapshot.ipynb #d5e2c4d8
+def _nothing(): pass
 
 def _of_list(x):
-    items = list(x)
+    items = list(x) if isinstance(x, list) else x[:]
     def put_back(): x[:] = items
-    return put_back, items
+    return put_back, items if isinstance(x, list) else ()
+
+def _of_dict(x):
+    kind = OrderedDict if isinstance(x, OrderedDict) else dict # Subclasses such as `Counter` have an `update` of their own
+    items = list(kind.items(x))
+    def put_back():
+        kind.clear(x)
+        kind.update(x, items)
+    return put_back, [o for pair in items for o in pair]
 
 def _of_group(x):
     items = list(x)
@@ -66,105 +62,178 @@ def _of_group(x):
         (x.extend if isinstance(x, deque) else x.update)(items)
     return put_back, items
 
-# %% ../nbs/05_snapshot.ipynb #c0b0f84a
-def _of_array(x):
-    items = x[:] if isinstance(x, (bytearray, array)) else x.copy()
-    def put_back(): x[:] = items
-    return put_back, []
+# %% ../nbs/05_snapshot.ipynb #22b4107f
+def _of_tensor(x):
+    "A tensor's values, where they are stored, its gradient, whether it wants one, and its hooks"
+    kind,data,leaf,wanted = type(x),x.data,x.is_leaf,x.requires_grad
+    grad = x.grad if leaf else None
+    hooks = {o: getattr(x, o) for o in ('_backward_hooks', '_post_accumulate_grad_hooks')}
+    values,(put_grad_back,reached) = _once(data).clone(),_of_tensor(grad) if grad is not None else (_nothing, [])
+    def put_back():
+        put_grad_back()
+        _once(data).copy_(values)
+        if leaf and not x.is_leaf: x.detach_()
+        if x.is_leaf: x.grad = None
+        x.data = data
+        if type(x) is not kind: x.__class__ = kind # A lazy parameter has got its shape
+        for name,o in hooks.items():
+            if getattr(x, name) is not o: setattr(x, name, o)
+        if x.is_leaf: x.requires_grad,x.grad = wanted,grad
+    return put_back, [*reached, *hooks.values()]
 
+def _once(x):
+    "`x` without repetitions, which cannot be written to"
+    repeats = x.layout == torch.strided and 0 in x.stride()
+    return x[tuple(slice(0, 1) if o == 0 else slice(None) for o in x.stride())] if repeats else x
+
+# %% ../nbs/05_snapshot.ipynb #99a065b0
 def _of_generator(x):
-    get,put = ('get_state', 'set_state') if hasattr(x, 'get_state') else ('getstate', 'setstate')
-    return partial(getattr(x, put), getattr(x, get)()), []
+    if isinstance(x, random.SystemRandom): return _nothing, () # It has no state
+    if isinstance(x, random.Random): return partial(x.setstate, x.getstate()), ()
+    return partial(x.set_state, x.get_state()), ()
 
-def _of_numpy(x):
-    state = x.bit_generator.state
-    return partial(setattr, x.bit_generator, 'state', state), []
+def _of_numpy(x, np):
+    "An array or a generator of NumPy; nothing for anything else"
+    if isinstance(x, np.random.RandomState): return _of_generator(x)
+    if isinstance(x, np.random.Generator): return _nothing, (x.bit_generator,)
+    if isinstance(x, np.random.BitGenerator): return partial(setattr, x, 'state', x.state), ()
+    if not isinstance(x, np.ndarray) or isinstance(x, np.memmap): return _nothing, ()
+    plain = x.view(np.ndarray)
+    values = plain.copy()
+    def put_back():
+        if plain.flags.writeable: plain[...] = values
+    return put_back, values.flat if values.dtype == object else ()
 
-def _of_loader(x):
-    "A loader's own attributes and the random generators below it; never its data"
-    if hasattr(x, 'state_dict') and hasattr(x, 'load_state_dict'): return partial(x.load_state_dict, x.state_dict()), []
-    put_back = _of_dict(vars(x))[0] if not isinstance(x, DataLoader) else _nothing
-    parts = [o for o in vars(x).values() if _is_generator(o)]
-    for part in (getattr(x, 'sampler', None), getattr(x, 'batch_sampler', None)): parts += [o for o in getattr(part, '__dict__', {}).values() if _is_generator(o)]
-    return put_back, parts
+# %% ../nbs/05_snapshot.ipynb #9e3a1f7f
+def _own(x):
+    "The `__dict__` of `x`, or None"
+    try: own = object.__getattribute__(x, '__dict__')
+    except AttributeError: return None
+    return own if isinstance(own, dict) else None
 
-def _is_generator(x): return isinstance(x, (torch.Generator, random.Random)) or hasattr(type(x), 'bit_generator')
-def _nothing(): pass
+def _slots(x):
+    "What the filled slots of `x` hold, by their descriptors"
+    if not hasattr(type(x), '__slots__'): return {}
+    found = {}
+    for o in (o for c in type(x).__mro__ if '__slots__' in vars(c) for o in vars(c).values() if isinstance(o, MemberDescriptorType)):
+        try: found[o] = o.__get__(x)
+        except AttributeError: pass
+    return found
+
+def _of_attributes(x):
+    "The class of any object, its `__dict__` and its slots"
+    kind,own,slots = type(x),_own(x),_slots(x)
+    if own is None and not slots and not hasattr(kind, '__slots__'): return _nothing, ()
+    def put_back():
+        if type(x) is not kind: object.__setattr__(x, '__class__', kind)
+        if _own(x) is not own: object.__setattr__(x, '__dict__', own)
+        for o in _slots(x).keys() - slots.keys(): o.__delete__(x)
+        for o,value in slots.items(): o.__set__(x, value)
+    return put_back, [own, *slots.values()]
 
 # %% ../nbs/05_snapshot.ipynb #543b7c50
-_OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'tqdm', 'logging', 'threading', '_thread', 'multiprocessing', 'concurrent', 'asyncio', 'queue', 'socket',
-            'sqlite3', 'pandas', 'pyarrow', 'datasets', 'PIL', 'importlib', 'subprocess'}
+_OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'logging', 'threading', '_thread', 'multiprocessing', 'concurrent', 'asyncio', 'queue', 'socket', 'sqlite3',
+            'pandas', 'pyarrow', 'datasets', 'PIL', 'importlib', 'subprocess', 'wandb', 'mlflow', 'tensorboard', 'tensorboardX', 'trackio'}
+_PLAIN = {dict, OrderedDict, list, tuple, set, frozenset, deque} # Of just these classes: no attributes
+_SIMPLE = (str, bytes, int, float, complex, type(None))
 
-def _of_object(x):
-    "The attributes of any object, in its `__dict__` and in slots"
-    if isinstance(x, (type, io.IOBase, BaseException, Dataset)) or type(x).__module__.partition('.')[0] in _OUTSIDE: return _nothing, []
-    own = [vars(x)] if isinstance(getattr(x, '__dict__', None), dict) else []
-    names = [o for c in type(x).__mro__ for o in _slots(c)]
-    values = {o: getattr(x, o) for o in names if _filled(x, o)}
-    def put_back():
-        for o in names:
-            if o in values: setattr(x, o, values[o])
-            elif _filled(x, o): delattr(x, o)
-    return put_back if names else _nothing, own + list(values.values())
+def _is_outside(x):
+    "Whether `x` is data, or belongs to the world outside"
+    if isinstance(x, (type, ModuleType, io.IOBase, BaseException, Dataset, _BaseDataLoaderIter)): return True
+    return type(x) not in _PLAIN and any(str(c.__module__).partition('.')[0] in _OUTSIDE for c in type(x).__mro__)
 
-def _slots(c):
-    "Names of the slots that class `c` adds"
-    names = vars(c).get('__slots__', ()) if c.__module__ != 'builtins' else ()
-    return [o for o in ([names] if isinstance(names, str) else names) if o not in ('__dict__', '__weakref__')]
+def _is_data(x):
+    "Whether `x`, which a loader leads to, is what it loads"
+    if isinstance(x, torch.Tensor) or type(x).__name__ == 'ndarray': return True
+    return isinstance(x, (list, tuple, dict, set, frozenset, deque)) and len(x) > 1000
 
-def _filled(x, slot):
-    "Whether `slot` holds anything, without asking `__getattr__`"
-    try: object.__getattribute__(x, slot)
-    except AttributeError: return False
-    return True
-
-# %% ../nbs/05_snapshot.ipynb #71d73db1
-def _memento(x):
-    "How to put `x` back as it is now, and the objects that can be reached from it"
-    if isinstance(x, (str, bytes, int, float, complex, type(None))): return None, ()
+# %% ../nbs/05_snapshot.ipynb #3c95b54d
+def _of_content(x):
+    "What `x` holds beside its attributes"
     if isinstance(x, torch.Tensor): return _of_tensor(x)
     if isinstance(x, dict): return _of_dict(x)
-    if isinstance(x, list): return _of_list(x)
+    if isinstance(x, (list, array, bytearray)): return _of_list(x)
     if isinstance(x, (set, deque)): return _of_group(x)
-    if isinstance(x, (tuple, frozenset)): return None, x
+    if isinstance(x, (tuple, frozenset)): return _nothing, x
     if isinstance(x, (torch.Generator, random.Random)): return _of_generator(x)
-    if hasattr(type(x), 'bit_generator'): return _of_numpy(x)
-    if isinstance(x, (bytearray, array)) or type(x).__name__ == 'ndarray': return _of_array(x)
-    if isinstance(x, DataLoader): return _of_loader(x)
-    if isinstance(x, MethodType): return None, (x.__self__,)
-    if isinstance(x, partial): return None, (x.func, x.args, x.keywords)
-    return _of_object(x)
+    if isinstance(x, MethodType): return _nothing, (x.__self__,)
+    if isinstance(x, partial): return _nothing, (x.func, x.args, x.keywords)
+    return _of_numpy(x, sys.modules['numpy']) if 'numpy' in sys.modules else (_nothing, ())
+
+def _of_loader(x):
+    "Where a loader stands, or None if it cannot tell and is no `DataLoader`"
+    if hasattr(type(x), 'state_dict') and hasattr(type(x), 'load_state_dict'):
+        state = copy.deepcopy(x.state_dict())
+        return lambda: x.load_state_dict(copy.deepcopy(state)), ()
+    if isinstance(x, DataLoader): return _nothing, (x.generator, x.sampler, x.batch_sampler)
+
+def _mementos(x, below_loader):
+    "How to put `x` back as it is now, and the objects that can be reached from it"
+    loader = _of_loader(x) if below_loader else None
+    if loader: return [loader]
+    return [_of_content(x)] if type(x) in _PLAIN else [_of_content(x), _of_attributes(x)]
 
 # %% ../nbs/05_snapshot.ipynb #488cc2b6
 class Snapshot:
     "Everything that can be reached from a trainer, as it is now"
     def __init__(self,
         trainer, # A trainer, or any other object
-        keep=(), # Objects to leave as they are when restoring
+        keep=(), # One or several objects to leave as they are when restoring
     ):
-        self.trainer,self.random = trainer,random_state()
-        plan,dls = (vars(trainer).get(o) for o in ('plan', 'dls'))
-        self.mementos,seen = [],{id(o): o for o in (*keep, plan, dls)}
-        for loader in (getattr(dls, 'train', None), getattr(dls, 'valid', None)):
-            if hasattr(loader, '__dict__'): self._keep(_of_loader(loader), seen)
-        self._keep((None, [trainer]), seen)
+        own = _own(trainer) or {}
+        self.trainer,self.random,self.mementos = trainer,random_state(),[]
+        self.plan = own.get('plan') if isinstance(own.get('plan'), Plan) else None # Worked out anew when restoring
+        self.fitting,self.training = own.get('_fitting'),getattr(self.plan, 'training', None)
+        keep = keep if isinstance(keep, (list, tuple, set, frozenset)) else [keep]
+        seen,loaders = {id(o): o for o in [*keep, self.plan]},_loaders(own)
+        self._walk([trainer], seen, loaders)
+        self._walk(loaders, seen)
 
-    def _keep(self, memento, seen):
-        "Remember an object and what is reached from it"
-        todo = [memento]
+    def _walk(self, todo, seen, loaders=None):
+        "Remember all that `todo` leads to, and gather `loaders` for later; without them, all lies below loaders"
+        apart = set(map(id, loaders or ()))
         while todo:
-            put_back,reached = todo.pop()
-            if put_back is not None: self.mementos.append(put_back)
-            new = [o for o in reached if id(o) not in seen]
-            seen.update((id(o), o) for o in new) # Held, so that no `id` is given to another object
-            todo += map(_memento, {id(o): o for o in new}.values())
-
-    @torch.no_grad()
-    def restore(self):
-        "Put everything back; may be called any number of times"
-        for put_back in self.mementos: put_back()
-        if hasattr(self.trainer, 'plan'): self.trainer.plan.build(self.trainer.callbacks, check=False)
-        set_random_state(self.random)
+            x = todo.pop()
+            if isinstance(x, _SIMPLE) or id(x) in seen or _is_outside(x): continue
+            if loaders is None and _is_data(x): continue
+            if loaders is not None and (id(x) in apart or isinstance(x, (DataLoader, Sampler))): loaders.append(x)
+            else:
+                seen[id(x)] = x # Held, so that no `id` is given to another object
+                for put_back,reached in _mementos(x, loaders is None):
+                    if put_back is not _nothing: self.mementos.append(put_back)
+                    todo += [o for o in reached if not isinstance(o, _SIMPLE)]
 
     def __enter__(self): return self
     def __exit__(self, *args): self.restore()
+
+def _loaders(own):
+    "Where data begins, among a trainer's `own` attributes"
+    dls = own.get('dls')
+    return [dls, *(getattr(dls, o, None) for o in ('train', 'valid')), *(own.get(o) for o in ('dl', 'batches') if 'plan' in own)]
+
+# %% ../nbs/05_snapshot.ipynb #ea2a82bf
+_HERE = ('_fitting', '_training', 'exception') # Of a trainer: never put back
+_PLACE = ('_pass_ends', 'stop_reason', 'n_epochs', 'epochs', 'epoch', 'n_updates', 'updates_per_epoch', 'dl', 'batches', 'n_batches', 'start_batch', 'batch_num') # Only within one fit
+
+@patch
+@torch.no_grad()
+def restore(self:Snapshot):
+    "Put everything back; may be called any number of times"
+    own,errors = _own(self.trainer) if self.plan is not None else {},[]
+    names = _HERE if own.get('_fitting') is self.fitting else _HERE + _PLACE
+    stays = {o: own[o] for o in names if o in own}
+    try:
+        for put_back in self.mementos:
+            try: put_back()
+            except Exception as e: errors.append(e)
+        if self.plan is not None: self._go_on(names, stays)
+    finally: set_random_state(self.random)
+    if errors: raise errors[0]
+
+@patch
+def _go_on(self:Snapshot, names, stays):
+    "Let a trainer's loop go on from where it is, with the callbacks that are back"
+    for o in names: vars(self.trainer).pop(o, None)
+    vars(self.trainer).update(stays)
+    if self.trainer._training is None: self.plan.training = self.training
+    self.plan.build(self.trainer.callbacks, check=False)

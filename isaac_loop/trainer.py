@@ -9,6 +9,7 @@ __all__ = ['STATE', 'Trainer']
 import math, operator, warnings
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import torch
 from fastcore.basics import patch
@@ -16,7 +17,7 @@ from fastcore.basics import patch
 from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, STEPS, Plan, callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
 from .history import History
 from .signatures import check_keywords
-from .snapshot import Snapshot, random_state, set_random_state
+from .snapshot import Snapshot
 
 # %% ../nbs/10_trainer.ipynb #66a32ef4
 STATE = {
@@ -105,7 +106,8 @@ def _flat(callbacks, seen=()):
     "All callbacks in `callbacks`, each group followed by its members"
     if callbacks is None or any(callbacks is o for o in seen): return []
     if not _is_several(callbacks): return [callbacks, *_flat(members(callbacks), (*seen, callbacks))]
-    return [o for cb in callbacks for o in _flat(cb, seen)]
+    given = list(callbacks)
+    return [o for cb in given for o in _flat(cb, seen) if o is cb or _is_several(cb) or not any(o is other for other in given)] # A member may stand beside its group
 
 def _is_several(x):
     "Whether `x` holds callbacks, and is none itself"
@@ -391,8 +393,7 @@ def _make_opt(self:Trainer, keep_opt):
     if keep_opt:
         if 'opt' not in vars(self): raise ValueError('`keep_opt=True` goes on with the optimizer of the last fit, but there is none yet. Leave it out the first time.')
         _check_kept(self.opt, self.model)
-        first = self.opt.param_groups[0]['lr']
-        for group in self.opt.param_groups: group['lr'] = self.lr*(group['lr']/first if first else 1)
+        self._scale_rates()
     elif self.opt_func is not None:
         params = list(self.model.parameters()) if hasattr(self.model, 'parameters') else []
         if not params: raise ValueError(f'`{type(self.model).__name__}` has no parameters, so there is nothing to train. '
@@ -402,6 +403,12 @@ def _make_opt(self:Trainer, keep_opt):
             e.add_note('`fit` calls `opt_func(model.parameters(), lr)`. If it needs more, fill that in first: `functools.partial(opt_func, name=value)`.')
             raise
         for p in params: p.grad = None # An interrupted fit may have left some
+
+@patch
+def _scale_rates(self:Trainer):
+    "Give `lr` to the first parameter group; the others keep their ratio to it"
+    first = self.opt.param_groups[0]['lr']
+    for group in self.opt.param_groups: group['lr'] = self.lr*(group['lr']/first if first else 1)
 
 def _check_kept(opt, model):
     "Refuse an optimizer that holds other parameters than the model's"
@@ -415,7 +422,7 @@ def _one_fit(self:Trainer):
     "Leave the trainer free for another fit, however this one ends"
     with_grad = torch.is_grad_enabled()
     try:
-        self._fitting = True
+        self._fitting = object() # True, and another one in each fit
         self._remove([o for o in self.callbacks if any(o is g for g in self._guests)], delete=True) # Left by an interrupt in an unlucky place
         self.plan.spans.clear()
         self.plan.leaving.clear()
@@ -453,6 +460,14 @@ def total_updates(self:Trainer):
                          'Limit the pass with `NBatchCB`, or set `trainer.updates_per_epoch` in `before_fit`.')
     return self.n_epochs * self.updates_per_epoch
 
+# %% ../nbs/10_trainer.ipynb #f118024c
+@patch
+def _trained(self:Trainer):
+    "What a run on the side may change for good"
+    loaders = [o for o in (getattr(self.dls, 'train', None), getattr(self.dls, 'valid', None)) if hasattr(o, 'load_state_dict')]
+    parts = [p for o in ('modules', 'parameters', 'buffers') if hasattr(self.model, o) for p in getattr(self.model, o)()]
+    return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
+
 # %% ../nbs/10_trainer.ipynb #6f2a125c
 @patch
 @contextmanager
@@ -462,32 +477,28 @@ def side_run(self:Trainer,
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
     kept = [o for o in self.callbacks if getattr(o, 'order', 0) < below]
-    loop,slots,random = dict(vars(self)),{o: getattr(self, o) for o in self.__slots__ if hasattr(self, o)},random_state()
+    loop,slots = dict(vars(self)),{o: getattr(self, o) for o in Trainer.__slots__ if hasattr(self, o)}
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
-    states = [(vars(o), dict(vars(o))) for o in kept if hasattr(o, '__dict__')]
+    before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
+    validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     self.callbacks,self._named,self._fitting,self.history = [],{},False,History()
     self.plan = Plan(type(self), self.plan.last)
     try:
-        self.add_callbacks([*kept, *_flat(callbacks)])
-        yield self
+        with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off
+            self._add([*kept, *_flat(callbacks)])
+            yield self
     finally:
         vars(self).clear()
         vars(self).update(loop)
-        self._forget(*self.__slots__)
+        self._forget(*Trainer.__slots__)
         for name,value in slots.items(): setattr(self, name, value)
-        for own,state in states: _refill(own, state)
         for module,mode in modes: module.training = mode
-        set_random_state(random)
-
-def _refill(mapping, items):
-    "Let `mapping` hold `items` and nothing else"
-    mapping.clear()
-    mapping.update(items)
+        before.restore()
 
 # %% ../nbs/10_trainer.ipynb #0992cf19
 @patch
 def snapshot(self:Trainer,
-    keep=(), # Objects that stay as they are when the snapshot is restored
+    keep=(), # One or several objects that stay as they are when the snapshot is restored
 )->Snapshot: # Use it in a `with` block, or call its `restore`
     "Remember everything of this run: weights, optimizer, random states, history, callbacks"
     return Snapshot(self, keep)

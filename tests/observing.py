@@ -30,6 +30,19 @@ def _items(x):
     return {keys[k]: v for k, v in x.items()} | {f"key {keys[k]}": k for k in x}
 
 
+def _own(x):
+    "The `__dict__` of `x` without asking its `__getattr__`"
+    try: own = object.__getattribute__(x, "__dict__")
+    except AttributeError: return {}
+    return dict(own) if isinstance(own, dict) else {}
+
+
+def _filled(x, slot):
+    try: object.__getattribute__(x, slot)
+    except AttributeError: return False
+    return True
+
+
 def _parts(x):
     "A description of `x` alone, and the parts to look at next by name"
     if isinstance(x, torch.Tensor):
@@ -40,10 +53,10 @@ def _parts(x):
     if isinstance(x, np.random.Generator): return repr(x.bit_generator.state), {}
     if isinstance(x, Plan): return [(kind, event, [(id(cb), h.__name__) for cb, h in found]) for kind, d in x.entries.items() for event, found in d.items()], {}
     if isinstance(x, (array, bytearray)): return bytes(x), {}
-    own = dict(vars(x)) if isinstance(getattr(x, "__dict__", None), dict) else {}
+    own = _own(x)
     for c in type(x).__mro__:
         names = vars(c).get("__slots__", ())
-        own |= {o: getattr(x, o) for o in ([names] if isinstance(names, str) else names) if o not in ("__dict__", "__weakref__") and hasattr(x, o)}
+        own |= {o: getattr(x, o) for o in ([names] if isinstance(names, str) else names) if o not in ("__dict__", "__weakref__") and _filled(x, o)}
     if isinstance(x, dict): return list(map(id, x)), own | _items(x)
     if isinstance(x, (list, tuple, deque)): return len(x), own | {f"[{i}]": v for i, v in enumerate(x)}
     if isinstance(x, (set, frozenset)): return sorted(map(id, x)), own | {f"<{id(o)}>": o for o in x}

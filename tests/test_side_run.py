@@ -93,7 +93,6 @@ def test_any_side_runs_change_nothing(events, steps, depth, seed):
     assert results[0] == results[1]
 
 
-@pytest.mark.xfail(strict=True, reason="the generators of the loaders are not put back, and a `DataLoader` draws from its own even when it does not shuffle")
 def test_a_generator_that_both_loaders_share_goes_on_where_it_was():
     plain = outcome(make_trainer(shuffle=True, generator=torch.Generator().manual_seed(1)))
     assert outcome(make_trainer([function("log", validate)], shuffle=True, generator=torch.Generator().manual_seed(1))) == plain
@@ -193,10 +192,7 @@ class Group:
     def __init__(self, *callbacks): self.callbacks = list(callbacks)
 
 
-FLAT_TWICE = "groups are unfolded twice, so their members come twice and are refused"
 
-
-@pytest.mark.xfail(strict=True, reason=FLAT_TWICE)
 def test_a_trainer_with_a_group_can_be_lent():
     limit, count = NBatchCB(1), CountCB()
     trainer = make_trainer([Group(limit, count)])
@@ -204,7 +200,6 @@ def test_a_trainer_with_a_group_can_be_lent():
     assert count.n == 0, "a member that only watches takes no part"
 
 
-@pytest.mark.xfail(strict=True, reason=FLAT_TWICE)
 def test_a_group_can_be_added():
     count = CountCB()
     validate(make_trainer(), Group(NBatchCB(1), count))
@@ -221,6 +216,54 @@ def test_callbacks_may_come_and_go_inside():
         side.fit(1, train=False)
     assert count.n == 2
     unchanged(trainer, before)
+
+
+def test_watchers_of_a_kept_group_stay_out():
+    "Also when the group itself answers an event"
+    class Both(Group):
+        def before_fit(self, trainer): pass
+    watcher, limit = CountCB(), NBatchCB(1)
+    trainer = make_trainer([Both(watcher, limit)])
+    with trainer.side_run(CountCB("other")) as side:
+        assert watcher not in side.callbacks and limit in side.callbacks
+        side.fit(1, train=False)
+        assert side.other.n == 1
+    assert watcher in trainer.callbacks and watcher.n == 0
+
+
+def test_what_it_trains_stays_trained_though_callbacks_lead_there():
+    class HoldCB:
+        def before_fit(self, trainer): self.params, self.opt, self.trainer = list(trainer.model.parameters()), trainer.opt, trainer
+    trainer = make_trainer([HoldCB()])
+    trainer.fit(1)
+    def look(): return [bits(o) for o in (trainer.model[0].weight, trainer.model[1].running_mean, trainer.opt.state[trainer.model[0].weight]["momentum_buffer"])]
+    before = look()
+    with trainer.side_run() as side: side.fit(1, valid=False, keep_opt=True)
+    assert all(a != b for a, b in zip(before, look()))
+    assert trainer.n_updates == 3
+
+
+def test_a_callers_no_grad_holds_inside():
+    trainer, wanted = make_trainer(), []
+    def look(trainer):
+        with trainer.side_run(function("after_predict", lambda t: wanted.append(t.preds.requires_grad))) as side, torch.no_grad():
+            side.fit(1, train=False)
+    trainer.fit(1, callbacks=function("after_epoch", look))
+    assert wanted and not any(wanted)
+
+
+def test_a_loader_is_not_told_its_position_in_the_middle_of_a_pass():
+    "It would begin its next pass there"
+    class Told:
+        def __init__(self): self.told = 0
+        def __iter__(self): return iter([(X, Y)]*3)
+        def __len__(self): return 3
+        def state_dict(self): return {}
+        def load_state_dict(self, state): self.told += 1
+    trainer = make_trainer([function("after_batch", validate)])
+    trainer.dls.train = loader = Told()
+    trainer.fit(1)
+    assert loader.told == 0 and trainer.n_updates == 3
 
 
 # States of callbacks and modules
@@ -251,10 +294,7 @@ def test_a_kept_callback_is_as_before():
     assert vars(cb) == {"n": 0, "seen": []} and extra.n == 2, "what was added keeps what it has counted"
 
 
-@pytest.mark.parametrize("make", [
-    pytest.param(ListCB, marks=pytest.mark.xfail(strict=True, reason="only the attributes are put back, not what is in their lists")),
-    pytest.param(SlotCB, marks=pytest.mark.xfail(strict=True, reason="only attributes in `__dict__` are put back, not slots")),
-])
+@pytest.mark.parametrize("make", [ListCB, SlotCB])
 def test_a_kept_callback_is_as_before_however_it_counts(make):
     cb = make()
     trainer = make_trainer([cb])
@@ -298,8 +338,7 @@ def train_aside(trainer):
     with trainer.side_run() as side: side.fit(1, valid=False)
 
 
-@pytest.mark.parametrize("event, passes", [("before_epoch", True), ("after_batch", True), ("log", None), ("before_fit", None), pytest.param("after_epoch", False, marks=pytest.mark.xfail(
-    strict=True, reason="a training pass does not switch gradients on, and within a validation pass they are off"))])
+@pytest.mark.parametrize("event, passes", [("before_epoch", True), ("after_batch", True), ("log", None), ("before_fit", None), ("after_epoch", False)])
 def test_one_can_train_on_the_side(event, passes):
     done = []
     def look(trainer):
@@ -457,7 +496,6 @@ def test_a_subclass_has_its_spans_and_events_on_the_side_too(event):
     assert aside.seen[:4] == mine.seen[:4] and len(aside.seen) % 8 == 0
 
 
-@pytest.mark.xfail(strict=True, reason="`self.__slots__` of a subclass with slots hides those of `Trainer`, and `preds` and `loss` are lost")
 def test_a_subclass_may_have_slots():
     class Slotted(Trainer): __slots__ = ("extra",)
     def look(trainer):

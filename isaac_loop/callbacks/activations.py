@@ -174,5 +174,5 @@ def dead_chart(self:ActivationStatsCB)->list: # One axes for each layer
     axes = _grid(len(found))
     for ax,(name,o) in zip(axes, found.items()):
         ax.plot(o.dead)
-        ax.set(title=name, xlabel='batch', ylabel=f'share below {o.top/o.n_bins:g}', ylim=(0, 1))
+        ax.set(title=name, xlabel='batch', ylabel=f'share below {o.top/o.n_bins:g}', ylim=(-0.03, 1.03)) # A line at 1 is seen
     return axes

@@ -43,6 +43,11 @@ class _AveragingCB:
         "Leave the average in the model, if it is to be kept"
         if self.keep and self.average.n_averaged.item(): trainer.model.load_state_dict(self.average.module.state_dict())
 
+    @property
+    def evaluated(self):
+        "The average, which is what validation measures once it has begun"
+        return self.average.module if self.average.n_averaged.item() else None
+
     def _counts(self, trainer): return True
 
     def _swap(self, model):

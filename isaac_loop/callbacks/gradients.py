@@ -141,7 +141,7 @@ def _lines(series, ylabel):
     fig,ax = plt.subplots(figsize=(5, 3), layout='constrained')
     for name,values in series.items(): ax.plot(values, label=name)
     ax.set(xlabel='update', ylabel=ylabel, yscale='log')
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
     return ax
 
 @patch

@@ -11,7 +11,7 @@ import math, warnings
 import torch
 from fastcore.basics import patch
 
-from ..events import CancelFitException, Order
+from ..events import CancelEpochException, CancelFitException, Order
 from ..tensors import map_tensors
 from ..trainer import Trainer
 
@@ -54,28 +54,34 @@ def suggest_rates(
 class LRFinderCB:
     "Raise the learning rate after every batch until the loss explodes, then put everything back"
     order = Order.FIRST
-    on_valid = False
     def __init__(self,
         lr_mult:float=1.3, # Factor from one batch to the next
         max_mult:float=3., # Stop when the loss exceeds this multiple of the best
         n_batches:int=None, # Stop after so many batches at the latest
     ):
-        if not lr_mult > 1: raise ValueError(f'`lr_mult` is {lr_mult!r}, so the rate would never rise. Use a factor above 1, such as 1.3.')
+        if not 1 < lr_mult < math.inf: raise ValueError(f'`lr_mult` is {lr_mult!r}, so the rate would not rise step by step. Use a factor above 1, such as 1.3.')
         if not max_mult > 1: raise ValueError(f'`max_mult` is {max_mult!r}, so the very first losses would end the search. Use a factor above 1, such as 3.')
+        if n_batches is not None and n_batches < 1: raise ValueError(f'`n_batches` is {n_batches!r}, so no rate would be tried. Use 1 or more, or None for no such limit.')
         self.lr_mult,self.max_mult,self.n_batches = lr_mult,max_mult,n_batches
         self.lrs,self.losses = [],[]
+        self._snapshot,self._alone = None,True
 
     def before_fit(self, trainer):
-        "Remember everything"
-        self._snapshot = trainer.snapshot(keep=[self])
+        "Remember everything, and begin at `trainer.lr`"
+        if self._alone: self._snapshot = trainer.snapshot(keep=self)
         self.lrs,self.losses,self._best = [],[],math.inf
+        if trainer.opt_func is None: trainer._scale_rates()
+
+    def before_epoch(self, trainer):
+        "Leave out validation"
+        if not trainer.training: raise CancelEpochException('the finder needs no validation')
 
     def after_get_loss(self, trainer):
         "Note the loss at this rate, and leave when it explodes"
         loss = float(trainer.loss.detach())
         self._check_first(loss)
         if not math.isfinite(loss): raise CancelFitException(f'the loss is {loss}')
-        self.lrs.append(trainer.opt.param_groups[0]['lr'])
+        self.lrs.append(float(trainer.opt.param_groups[0]['lr']))
         self.losses.append(loss)
         if loss < self._best: self._best = loss
         if len(self.lrs) > 1 and self._best > 0 and loss > self._best*self.max_mult: raise CancelFitException('the loss explodes')
@@ -83,12 +89,14 @@ class LRFinderCB:
 
     def after_batch(self, trainer):
         "Raise the rate of every parameter group"
-        for group in trainer.opt.param_groups: group['lr'] *= self.lr_mult
+        for group,lr in [(o, float(o['lr'])*self.lr_mult) for o in trainer.opt.param_groups]: # Groups may share a rate that is a tensor
+            if isinstance(group['lr'], torch.Tensor): group['lr'].fill_(lr)
+            else: group['lr'] = lr
 
     def cleanup_fit(self, trainer):
         "Put everything back"
         snapshot,self._snapshot = self._snapshot,None
-        snapshot.restore()
+        if snapshot: snapshot.restore()
 
     def _check_first(self, loss):
         if self.lrs or math.isfinite(loss): return
@@ -128,11 +136,13 @@ def lr_find(self:Trainer,
     callbacks=None, # Further callbacks for the search
 )->LRFinderCB: # With `lrs`, `losses`, `suggestions()` and `plot()`
     "Try rising learning rates, and leave the trainer as it was"
-    finder = LRFinderCB(lr_mult, max_mult)
-    if not start_lr > 0: raise ValueError(f'`start_lr` is {start_lr!r}, and no factor raises that. Use a small positive rate, such as 1e-5.')
+    finder = LRFinderCB(lr_mult, max_mult, n_batches)
+    if not 0 < start_lr < math.inf: raise ValueError(f'`start_lr` is {start_lr!r}, and no factor raises that step by step. Use a small positive rate, such as 1e-5.')
     finder.n_batches = n_batches or max(2, math.ceil(math.log(100/start_lr, lr_mult)))
-    with self.snapshot(keep=[finder]), self.side_run(callbacks), self.added_callbacks(finder):
+    finder._alone = False # The snapshot is taken here, before there are any `callbacks`, so that they keep what they note
+    with self.snapshot(keep=finder), self.side_run(callbacks), self.added_callbacks(finder):
         self.fit(finder.n_batches, start_lr, valid=False)
+    if not finder.losses: raise RuntimeError('The search ended before any rate was tried, so there is no curve. One of the callbacks cancels the first batch: leave it out, or pass none.')
     if min(finder.losses) == finder.losses[0]: warnings.warn(f'No rate from {start_lr:g} on made the loss fall. Begin with a smaller `start_lr`, or look for a mistake in model or data.', stacklevel=2)
     return finder
 
@@ -161,6 +171,7 @@ def find_batch_size(self:Trainer,
 )->int: # The largest size, doubling from `start`, that fits
     "Try ever larger batches until memory runs out, and leave the trainer as it was"
     if start < 1: raise ValueError(f'`start` is {start!r}, but a batch holds at least one example. Use 1 or more.')
+    if max_size < start: raise ValueError(f'`max_size` is {max_size!r}, below `start`, {start!r}, so no batch would be tried. Use a larger limit or a smaller start.')
     fits,size,why = 0,start,None
     while size <= max_size and why is None:
         why = self._trial(size, callbacks)
@@ -171,10 +182,8 @@ def find_batch_size(self:Trainer,
 @patch
 def _trial(self:Trainer, size, callbacks):
     "Train one batch of `size`; returns the error if memory ran out"
-    with self.snapshot(), self.side_run([_BatchOf(size), *_as_list(callbacks)]):
+    with self.snapshot(), self.side_run([_BatchOf(size), callbacks]):
         try: self.fit(1, 1e-5, valid=False)
         except Exception as e:
             if not _out_of_memory(e): raise
             return e.with_traceback(None) # Its frames hold the tensors that did not fit
-
-def _as_list(callbacks): return [] if callbacks is None else callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]

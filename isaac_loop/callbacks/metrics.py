@@ -123,13 +123,46 @@ class MetricsCB:
             trainer.history.write_batches(trainer.training, losses.batches, loss=values)
         trainer.history.write(**columns, elapsed=time.perf_counter()-self._start)
 
+    def state_dict(self):
+        "The metrics, and the losses of a pass that is under way"
+        return dict(epoch=self._epoch, elapsed=time.perf_counter()-self._start if self._epoch is not None else 0.,
+                    metrics={name: _metric_state(m) for o in self._by_pass.values() for name,m in o.items()},
+                    losses=self._losses and dict(values=self._losses.read(), sizes=list(self._losses.sizes), batches=list(self._losses.batches)))
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on in the middle of a pass"
+        self._epoch,self._start = state['epoch'],time.perf_counter()-state['elapsed']
+        for o in self._by_pass.values():
+            for name,m in o.items(): _load_metric(m, state['metrics'][name])
+        if state['losses'] is None: return
+        self._losses = _Losses()
+        for loss,size,batch in zip(*(state['losses'][o] for o in ('values', 'sizes', 'batches'))): self._losses.add(torch.tensor(loss, dtype=torch.float64), size, batch)
+
     def log(self, trainer):
         "Print the newest row, unless another callback shows it"
         if trainer.history.current and not any(getattr(o, 'shows_rows', False) for o in trainer.callbacks): self._log(trainer.history.current)
 
     def _log(self, row): print(as_text(row))
 
-# %% ../../nbs/callbacks/50_metrics.ipynb #7a219421
+# %% ../../nbs/callbacks/50_metrics.ipynb #d87c2f6d
+def _state_names(m):
+    "Attributes that hold the state of a metric: torchmetrics' own, or all that are public"
+    if hasattr(m, '_defaults'): return [*m._defaults, '_update_count']
+    return [o for o in vars(m) if not o.startswith('_')]
+
+def _metric_state(m):
+    "What a metric has gathered: torcheval's own state, or its attributes"
+    if hasattr(m, 'state_dict') and not hasattr(m, '_defaults'): return m.state_dict()
+    return {o: getattr(m, o) for o in _state_names(m) if not callable(getattr(m, o))}
+
+def _load_metric(m, state):
+    "Let a metric go on from what it had gathered"
+    if hasattr(m, 'load_state_dict') and not hasattr(m, '_defaults'): m.load_state_dict(state)
+    else:
+        for name,value in state.items(): setattr(m, name, value)
+
 def _size(trainer, inputs):
     "How many examples the batch has"
     n = len(inputs[0]) if inputs and torch.is_tensor(inputs[0]) and inputs[0].ndim else batch_size(trainer.batch)

@@ -1,0 +1,210 @@
+"""Groups of callbacks against the same callbacks listed one by one, and the recipes of the tutorials in small.
+
+The hub cannot be reached from a test, so the recipes for larger images are run on the built-in digits, and a residual
+network stands in for the one of timm.
+"""
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torcheval.metrics import MulticlassAccuracy
+from torchmetrics.classification import MulticlassF1Score
+
+import isaac_loop.callbacks.lr_finder  # noqa: F401 (more methods of the trainer)
+import isaac_loop.evaluation  # noqa: F401
+import isaac_loop.plots  # noqa: F401
+from isaac_loop.callbacks.activations import ActivationStatsCB
+from isaac_loop.callbacks.device import DeviceCB
+from isaac_loop.callbacks.metrics import MetricsCB
+from isaac_loop.callbacks.progress import ProgressCB
+from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
+from isaac_loop.callbacks.tracking import TrackingCB
+from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB, OneBatchCB
+from isaac_loop.data import DataLoaders
+from isaac_loop.demo import digit_loaders
+from isaac_loop.inspection import callback_table
+from isaac_loop.models import conv, get_model_conv, get_model_timm
+from isaac_loop.recipes import CoreCBs
+from isaac_loop.tensors import set_seed
+from isaac_loop.trainer import Trainer
+
+
+def new_model(): return nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def new_trainer(callbacks):
+    set_seed(1)
+    batches = [(x := torch.randn(16, 2), (x[:, 0] > 0).long()) for _ in range(6)]
+    return Trainer(DataLoaders(batches, batches[:2]), F.cross_entropy, optim.Adam, new_model(), callbacks)
+
+
+def one_by_one(): return [DeviceCB("cpu"), BasicTrainCB(), MetricsCB(accuracy=MulticlassAccuracy()), ProgressCB()]
+
+
+def rows(trainer): return [{k: v for k, v in o.items() if k != "elapsed"} for o in trainer.history]
+
+
+def weights(trainer): return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+# The group and the list
+
+def test_the_group_is_the_five_callbacks_in_one():
+    "The usual callbacks, `ActivationStatsCB` among them only when a filter is given (ISA-38)"
+    kinds = [DeviceCB, BasicTrainCB, MetricsCB, ProgressCB]
+    assert [type(o) for o in CoreCBs().callbacks] == kinds
+    group = CoreCBs("cpu", nn.ReLU, accuracy=MulticlassAccuracy(), train_metrics=True)
+    device, _, metrics, _, activations = group.callbacks
+    assert [type(o) for o in group.callbacks] == [*kinds, ActivationStatsCB]
+    assert device.device == torch.device("cpu") and activations.module_filter is nn.ReLU
+    assert list(metrics.metrics) == ["accuracy"] and metrics.train_metrics
+    assert repr(group) == "CoreCBs(DeviceCB, BasicTrainCB, MetricsCB, ProgressCB, ActivationStatsCB)"
+
+
+def test_training_with_the_group_is_training_with_the_list(capsys):
+    "Same weights bit for bit, same rows, same table of what runs (ISA-37, ISA-38)"
+    ours, theirs = new_trainer(CoreCBs("cpu", accuracy=MulticlassAccuracy())), new_trainer(one_by_one())
+    shown = []
+    for trainer in (ours, theirs):
+        set_seed(3)
+        trainer.fit(2, lr=1e-2)
+        shown.append(capsys.readouterr().out)
+    assert torch.equal(weights(ours), weights(theirs)) and rows(ours) == rows(theirs) and len(rows(ours)) == 2
+    assert shown[0] == shown[1] and "accuracy" in shown[0]
+    assert callback_table(ours).rows == callback_table(theirs).rows
+
+
+def test_watching_activations_changes_no_weight():
+    "ISA-38"
+    plain, watched = new_trainer(CoreCBs("cpu")), new_trainer(CoreCBs("cpu", nn.ReLU))
+    for trainer in (plain, watched):
+        set_seed(3)
+        trainer.fit(1)
+    assert torch.equal(weights(plain), weights(watched))
+    assert not hasattr(plain, "ActivationStatsCB") and len(watched.ActivationStatsCB.stats["1"]) == 6
+    assert all(not o._forward_hooks for o in watched.model.modules())
+
+
+@pytest.mark.parametrize("make", [lambda m: CoreCBs(m), lambda m: CoreCBs("cpu", m)], ids=["device", "module_filter"])
+@pytest.mark.parametrize("metric", [MulticlassAccuracy, lambda: MulticlassF1Score(2)], ids=["torcheval", "torchmetrics"])
+def test_a_metric_without_its_name_is_refused_where_it_was_typed(make, metric):
+    with pytest.raises(TypeError, match="which is a metric.*by name.*CoreCBs\\(accuracy="): make(metric())
+
+
+@pytest.mark.parametrize("kwargs, error", [(dict(accuracy=MulticlassAccuracy), "only an object can count"), (dict(accuracy=3), "has no method"), (dict(device="cupboard"), "PyTorch does not know")])
+def test_mistakes_in_settings_are_those_of_the_members(kwargs, error):
+    with pytest.raises((TypeError, ValueError), match=error): CoreCBs(**kwargs)
+
+
+# Together with others
+
+def test_a_group_plus_one_batch_ends_after_one_batch():
+    "One update, hooks gone, a row for what was trained, and the trainer as good as new (ISA-115)"
+    trainer = new_trainer([CoreCBs("cpu", nn.ReLU, accuracy=MulticlassAccuracy()), OneBatchCB()])
+    trainer.fit(3)
+    assert trainer.n_updates == 1 and len(trainer.history.batches) == 1 and len(trainer.ActivationStatsCB.stats["1"]) == 1
+    assert list(trainer.history[0]) == ["fit", "epoch", "train_loss", "elapsed"]
+    assert all(not o._forward_hooks for o in trainer.model.modules())
+    trainer.remove_callback("OneBatchCB", delete=True)
+    trainer.fit(1)
+    assert trainer.n_updates == 6 and "accuracy" in trainer.history[-1]
+
+
+def test_one_batch_for_one_fit_only():
+    "ISA-115: the group stays, the guest goes"
+    trainer = new_trainer(CoreCBs("cpu"))
+    trainer.fit(1, callbacks=OneBatchCB())
+    assert trainer.n_updates == 1
+    trainer.fit(1)
+    assert trainer.n_updates == 6
+
+
+def test_the_group_and_one_of_its_members_twice_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match="callback called `DeviceCB` already"): new_trainer([CoreCBs("cpu"), DeviceCB("cpu")])
+    with pytest.raises(ValueError, match="called `.*` already"): new_trainer([CoreCBs("cpu"), CoreCBs("cpu")])
+
+
+def test_two_trainers_may_take_over_each_others_callbacks():
+    "A list that holds a group and its members means each of them once (ISA-37)"
+    first = new_trainer(CoreCBs("cpu"))
+    second = new_trainer(first.callbacks)
+    assert all(a is b for a, b in zip(first.callbacks, second.callbacks, strict=True))
+    inner = SimpleNamespace(name="inner", callbacks=[NBatchCB(1)])
+    outer = SimpleNamespace(name="outer", callbacks=[inner])
+    third = new_trainer([inner, outer, inner.callbacks[0]])
+    assert [getattr(o, "name", "NBatchCB") for o in third.callbacks] == ["inner", "outer", "NBatchCB"]
+    with pytest.raises(ValueError, match="was added already"): new_trainer([[o := NBatchCB(1)], o])
+
+
+def test_a_trainer_with_the_group_can_be_searched_evaluated_and_shown():
+    "Side runs keep the members that work and leave out those that watch (ISA-37)"
+    trainer = new_trainer([CoreCBs("cpu", nn.ReLU, accuracy=MulticlassAccuracy())])
+    trainer.fit(1)
+    before, n = weights(trainer), len(trainer.history)
+    assert len(trainer.lr_find(start_lr=1e-2, n_batches=6).lrs) == 6 and trainer.find_batch_size(2, 8) == 8
+    assert len(trainer.get_preds()) == 32
+    assert trainer.validate()["valid_loss"] == pytest.approx(trainer.history.latest("valid_loss"))
+    assert torch.equal(before, weights(trainer)) and len(trainer.history) == n
+    assert len(trainer.callbacks) == 6 and len(trainer.ActivationStatsCB.stats["1"]) == 6
+
+
+def test_an_image_batch_is_shown_through_the_group():
+    trainer = Trainer(DataLoaders([(torch.rand(4, 1, 5, 5), torch.arange(4))]), F.cross_entropy, optim.SGD, nn.Sequential(nn.Flatten(), nn.Linear(25, 4)), CoreCBs("cpu"))
+    assert [o.get_title() for o in trainer.show_image_batch().flat] == ["0", "1", "2", "3"]
+    assert "DeviceCB" in repr(trainer)
+
+
+def test_tracking_names_the_members():
+    trainer = new_trainer([CoreCBs("cpu"), TrackingCB()])
+    trainer.fit(1)
+    row = trainer.TrackingCB.fit_stats[0]
+    assert {"CoreCBs", "DeviceCB", "BasicTrainCB"} <= set(row["callbacks"])
+
+
+def test_the_group_leaves_with_all_it_brought():
+    "ISA-37"
+    trainer = new_trainer([CoreCBs("cpu", nn.ReLU), NBatchCB(1)])
+    trainer.remove_callback(CoreCBs, delete=True)
+    assert [type(o) for o in trainer.callbacks] == [NBatchCB] and not hasattr(trainer, "MetricsCB")
+
+
+# Recipes for images
+
+class ResBlock(nn.Module):
+    def __init__(self, n_inp, n_out):
+        super().__init__()
+        self.convs = nn.Sequential(conv(n_inp, n_out, norm=nn.BatchNorm2d), conv(n_out, n_out, stride=1, act=None, norm=nn.BatchNorm2d))
+        self.skip = conv(n_inp, n_out, ks=1, act=None, norm=nn.BatchNorm2d)
+
+    def forward(self, x): return F.relu(self.convs(x) + self.skip(x))
+
+
+def stand_in(name, in_chans=3, num_classes=1000, **kwargs):
+    "As timm's `create_model`, for one name"
+    assert name == "resnet18" and not kwargs
+    return nn.Sequential(conv(in_chans, 32, stride=1, norm=nn.BatchNorm2d), ResBlock(32, 64), ResBlock(64, 128), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, num_classes))
+
+
+def five_epochs(model):
+    "Five epochs of one cycle on the digits; the accuracy on images that were not trained on"
+    set_seed(42)
+    trainer = Trainer(digit_loaders(), F.cross_entropy, optim.Adam, model, [CoreCBs("cpu", accuracy=MulticlassAccuracy()), OneCycleSchedulerCB()])
+    trainer.fit(5, lr=1e-2)
+    return trainer.history["accuracy"]
+
+
+def test_five_epochs_of_one_cycle_with_the_small_conv_net_pass_90_percent():
+    "The recipe for Fashion-MNIST, on the built-in digits (ISA-111)"
+    accuracy = five_epochs(get_model_conv(nfs=(1, 32, 64, 128), norm=nn.BatchNorm2d))
+    assert len(accuracy) == 5 and accuracy[-1] > 0.9
+
+
+def test_a_resnet_of_one_input_channel_by_timm_passes_90_percent(monkeypatch):
+    "The same with `get_model_timm`; timm's function gets the name and the number of channels and classes (ISA-112)"
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=stand_in))
+    model = get_model_timm("resnet18", in_chans=1, num_classes=10)
+    assert model[0][0].in_channels == 1
+    assert five_epochs(model)[-1] > 0.9

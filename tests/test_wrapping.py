@@ -1,0 +1,45 @@
+"A before and an after around whoever provides a step: what chains of wrapped callbacks would be for."
+import copy
+
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop.all import BasicTrainCB, DataLoaders, MixedPrecisionCB, Order, ProfilerCB, Trainer, replaces
+
+
+def test_callbacks_stand_around_the_provider_of_a_step_in_layers():
+    "Tracer, precision and another provider at once: the lowest order is the outermost layer, and nobody knows the others (MIN-16)"
+    seen = []
+
+    def layer(name, at):
+        class LayerCB:
+            order = at
+            def before_step(self, trainer): seen.append(f"{name} opens")
+            def cleanup_step(self, trainer): seen.append(f"{name} closes")
+        cb = LayerCB()
+        cb.name = name
+        return cb
+
+    class OtherStepCB:
+        @replaces
+        def step(self, trainer):
+            seen.append("step")
+            trainer.opt.step()
+    batches = [(torch.randn(4, 1), torch.randn(4, 1))]
+    trainer = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, nn.Linear(1, 1), [BasicTrainCB(), OtherStepCB(), layer("inner", Order.STEP-1), layer("outer", Order.FIRST)])
+    trainer.fit(1, valid=False)
+    assert seen == ["outer opens", "inner opens", "step", "inner closes", "outer closes"]
+
+
+def test_precision_and_profiler_wrap_plain_training_without_touching_it():
+    "The unfinished note's own example: tracer and mixed precision around the plain training callback (MIN-12, MIN-14, MIN-16)"
+    torch.manual_seed(0)
+    batches, model = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(5)], nn.Linear(4, 1)
+
+    def trained(*callbacks):
+        trainer = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, copy.deepcopy(model), [BasicTrainCB(), *callbacks])
+        trainer.fit(1, 0.1, valid=False)
+        return trainer.model.weight
+    assert torch.equal(trained(MixedPrecisionCB()), trained(MixedPrecisionCB(), ProfilerCB()))
+    assert not torch.equal(trained(), trained(MixedPrecisionCB()))
