@@ -372,6 +372,22 @@ def test_gradients_are_looked_at_too(every, steps):
 
 
 @pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_infinite_gradient_is_seen_before_clipping_makes_it_look_finite(every, first):
+    "Clipping by value turns infinity into an ordinary number, so whoever looks must look before"
+    class InfiniteCB:
+        def after_backward(self, trainer):
+            if trainer.batch_num == 2: trainer.model.weight.grad[0, 0] = inf
+    pair = [NonFiniteStopCB(every), ClipGradCB(max_value=0.1)]
+    trainer = make_trainer(InfiniteCB(), *(pair if first else pair[::-1]))
+    trainer.fit(2)
+    assert trainer.NonFiniteStopCB.found[0] == dict(what="gradient", fit=0, epoch=0, training=True, batch=2)
+    good = make_trainer(ClipGradCB(max_value=0.1), batches=make_batches()[:2])
+    good.fit(1)
+    assert torch.equal(weights(trainer), weights(good))
+
+
+@pytest.mark.parametrize("every", [1, 100])
 def test_validation_is_looked_at_too(every):
     "PTA-20"
     trainer = make_trainer(NonFiniteStopCB(every), valid=spoilt(make_batches(3), 1))
