@@ -19,6 +19,9 @@ from isaac_loop.curves import *
 from isaac_loop.memory import *
 from isaac_loop.run_state import *
 from isaac_loop.callbacks.training import *
+from isaac_loop.callbacks.accumulation import *
+from isaac_loop.callbacks.clipping import *
+from isaac_loop.callbacks.freezing import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.precision import *
 from isaac_loop.callbacks.accelerated import *
@@ -27,6 +30,7 @@ from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
 from isaac_loop.callbacks.recorder import *
 from isaac_loop.callbacks.live_plot import *
+from isaac_loop.callbacks.stopping import *
 from isaac_loop.callbacks.schedules import *
 from isaac_loop.callbacks.lr_finder import *
 from isaac_loop.callbacks.averaging import *

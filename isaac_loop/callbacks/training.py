@@ -73,14 +73,16 @@ class NBatchCB:
     order = Order.FIRST
     def __init__(self,
         n_batches:int=1, # Batches to run in each pass
+        on_train:bool=True, # Limit training passes?
+        on_valid:bool=True, # Limit validation passes?
     ):
         if isinstance(n_batches, bool) or not isinstance(n_batches, int) or n_batches < 1:
             raise ValueError(f'`n_batches` is {n_batches!r}, but a pass of no batches would learn or measure nothing. Use a whole number of 1 or more.')
-        self.n_batches = n_batches
+        self.n_batches,self.on_train,self.on_valid = n_batches,on_train,on_valid
 
     def before_fit(self, trainer):
         "Lower the number of updates that schedules expect"
-        trainer.updates_per_epoch = self._limited(trainer.updates_per_epoch)
+        if self.on_train: trainer.updates_per_epoch = self._limited(trainer.updates_per_epoch)
 
     def before_epoch(self, trainer):
         "Lower the number of batches that bars expect"
