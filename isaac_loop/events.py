@@ -134,7 +134,9 @@ def _check_handler(name, handler, event):
                                            'Let it take the trainer, or give it another name.') from None
     except ValueError: pass # Some built-in functions have no signature
 
-def members(callback):
+def members(
+    callback, # Any callback
+): # What it holds in `callbacks`; None if it is no group
     "The callbacks that `callback` brings along, if it is a group"
     found = getattr(callback, 'callbacks', None)
     return found if isinstance(found, (list, tuple, set, frozenset)) and not isinstance(callback, type) else None

@@ -212,14 +212,18 @@ class Monitor:
         "Forget everything seen"
         self.best,self.n_bad = None,0
 
-    def is_better(self, value):
+    def is_better(self,
+        value:float, # A measured value, or None
+    )->bool: # False for None and NaN
         "Whether `value` is better than the best so far"
         if value is None or math.isnan(value): return False
         if self.best is None: return True
         gain = self.best-value if self.mode == 'min' else value-self.best
         return gain > self.min_delta
 
-    def update(self, value):
+    def update(self,
+        value:float, # A measured value; None is not counted
+    )->bool: # Whether it is the best so far
         "Take note of `value`; returns whether it is better"
         if value is None: return False
         better = self.is_better(value)

@@ -79,13 +79,24 @@ class ActivationStats:
         self.record.add(torch.cat([torch.stack([mean, std, torch.full_like(mean, x.numel())]), bins]), place)
 
     @property
-    def mean(self): return self._column(0)
+    def mean(self):
+        "Mean of each output"
+        return self._column(0)
+
     @property
-    def std(self): return self._column(1)
+    def std(self):
+        "Standard deviation of each output"
+        return self._column(1)
+
     @property
-    def hist(self): return self.record.read()[:,3:] if len(self) else self.record.read().reshape(0, self.n_bins) # (n, 40) Counts
+    def hist(self): # (n, 40) Counts
+        "Histogram of absolute values of each output"
+        return self.record.read()[:,3:] if len(self) else self.record.read().reshape(0, self.n_bins)
+
     @property
-    def dead(self): return (self.hist[:,0]/self.record.read()[:,2]).tolist() if len(self) else [] # Shares of the lowest bin
+    def dead(self):
+        "Share of each output that is in the lowest bin"
+        return (self.hist[:,0]/self.record.read()[:,2]).tolist() if len(self) else []
 
     def _column(self, i): return self.record.read()[:,i].tolist() if len(self) else []
     def __len__(self): return len(self.record)
@@ -110,7 +121,9 @@ class ActivationStatsCB(HooksCallback):
         for o in self.hooks: o.stats,o.place = ActivationStats(),lambda: place_of(trainer)
 
     @property
-    def stats(self): return {o.name: o.stats for o in self.hooks} # By the name of the layer
+    def stats(self):
+        "`ActivationStats` by the name of the layer"
+        return {o.name: o.stats for o in self.hooks}
 
     def rows(self):
         "One dict for each layer and batch: `layer`, `fit`, `epoch`, `training`, `batch`, `mean`, `std`, `dead`"

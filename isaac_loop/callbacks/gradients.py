@@ -43,15 +43,29 @@ class GradientStats:
         return norm
 
     @property
-    def norm(self): return self._column(0)
+    def norm(self):
+        "Norm of each gradient"
+        return self._column(0)
+
     @property
-    def mean(self): return self._column(1)
+    def mean(self):
+        "Mean of each gradient"
+        return self._column(1)
+
     @property
-    def std(self): return self._column(2)
+    def std(self):
+        "Standard deviation of each gradient"
+        return self._column(2)
+
     @property
-    def zeros(self): return self._column(3) # Shares, 0 to 1
+    def zeros(self):
+        "Share of zeros in each gradient, 0 to 1"
+        return self._column(3)
+
     @property
-    def hist(self): return self.record.read()[:,4:] if len(self) else self.record.read().reshape(0, self.n_bins) # (n, 32) Counts
+    def hist(self): # (n, 32) Counts
+        "Histogram of decimal logarithms of each gradient"
+        return self.record.read()[:,4:] if len(self) else self.record.read().reshape(0, self.n_bins)
 
     def _column(self, i): return self.record.read()[:,i].tolist() if len(self) else []
     def __len__(self): return len(self.record)
@@ -108,7 +122,9 @@ def _log(self:GradientStatsCB, table): print(table)
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #bcc3b6bd
 @patch(as_prop=True)
-def without_grad(self:GradientStatsCB): return [name for name,o in self.stats.items() if not len(o)] # Names of parameters
+def without_grad(self:GradientStatsCB)->list: # Names
+    "Parameters that never had a gradient"
+    return [name for name,o in self.stats.items() if not len(o)]
 
 @patch
 def rows(self:GradientStatsCB)->list:
@@ -235,7 +251,9 @@ class UpdateRatioCB:
         self._before = {}
 
     @property
-    def ratios(self): return {name: o.read().tolist() for name,o in self.record.items()} # Lists by the name of the parameter
+    def ratios(self):
+        "Lists of ratios by the name of the parameter; this waits for the device"
+        return {name: o.read().tolist() for name,o in self.record.items()}
 
     def rows(self):
         "One dict for each parameter and update: `parameter`, `fit`, `epoch`, `training`, `batch`, `ratio`"
