@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from .callbacks.metrics import MetricsCB
 from .events import CancelException, CancelStepException, Order, did_you_mean
 from .tables import Table
+from .sampling import ExactLoader
 from .tensors import batch_size, map_tensors
 from .trainer import Trainer, n_batches
 
@@ -43,11 +44,17 @@ def _listed(sampler, make):
     finally:
         for generator,state in zip(generators, states): generator.set_state(state)
 
-# %% ../nbs/92_evaluation.ipynb #dd7a3347
+# %% ../nbs/92_evaluation.ipynb #2f0424cf
+def _plain_loader(dl):
+    "The rows of an exact loader, one after the other; its own position stays where it is"
+    options = {o: getattr(dl, o) for o in ('num_workers', 'collate_fn', 'pin_memory', 'timeout', 'worker_init_fn', 'multiprocessing_context')}
+    return DataLoader(dl.dataset, dl.batch_size, **options)
+
 def in_order(
     dl, # A loader
 )->tuple: # A loader, and the numbers of its rows in the dataset; None in their place if there are none
     "A loader of the same rows in the order of the dataset; a stream or another iterable as it is"
+    if isinstance(dl, ExactLoader): dl = _plain_loader(dl)
     if not isinstance(dl, DataLoader): return dl, None
     ordered = copy.copy(dl)
     own = vars(ordered) # `DataLoader` forbids changes by assignment

@@ -195,6 +195,17 @@ def check_monitored(
     raise LookupError(f'`{who}` watches `{name}`, which no callback records; recorded are {names}.{did_you_mean(name, names)} '
                       'Watch one of those, add it as a metric to `MetricsCB`, or let the callback that writes it say so with `columns = [...]`.')
 
+# %% ../nbs/04_history.ipynb #5b06287d
+def mode_of(
+    monitor:str, # Column of the history
+    mode:str, # 'min', 'max', or None
+)->str: # 'min' or 'max'
+    "`mode`, or 'min' if it was left out and the name is that of a loss; any other name needs one"
+    if not isinstance(monitor, str): raise TypeError(f'`monitor` is {monitor!r}, but it is the name of a column of the history. Use one such as `valid_loss`.')
+    if mode is None and monitor.endswith('loss'): return 'min'
+    if mode is None: raise ValueError(f"Whether a higher `{monitor}` is better or a lower one cannot be seen from its name, and a wrong guess would keep the worst. Say `mode='max'` or `mode='min'`.")
+    return mode
+
 # %% ../nbs/04_history.ipynb #fe5294db
 class Monitor:
     "Watch one value: is it better, and for how long was it not?"

@@ -14,8 +14,8 @@ from fastcore.foundation import L
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.all import (BasicTrainCB, CancelEpochException, CancelStepException, DataLoaders, DeviceCB, History, MetricsCB, MomentumTrainCB, Order, ProgressCB, Trainer, callback_table,
-                            def_device, event_table, init_delegates, replaces, show_source, to_device, with_cbs)
+from isaac_loop.all import (AccumulationCB, BasicTrainCB, CancelEpochException, CancelStepException, DataLoaders, DeviceCB, EarlyStoppingCB, History, MetricsCB, MomentumTrainCB, Order, ProgressCB, StepSchedulerCB, Trainer, callback_table,
+                            def_device, digit_loaders, event_table, init_delegates, replaces, show_source, to_device, with_cbs)
 
 
 def data(n=3):
@@ -491,3 +491,29 @@ def test_a_vector_loss_in_validation_says_what_is_wrong():
     t = Trainer(DataLoaders(data(), data()), lambda preds, targets: (preds-targets)**2, optim.SGD, nn.Linear(1, 1), [BasicTrainCB(), MetricsCB()])
     with pytest.raises(ValueError, match="mean or a sum"):
         t.fit(1, train=False)
+
+
+@pytest.mark.parametrize("name", ["train", "valid", None])
+def test_predictions_from_exact_loaders_come_in_order_and_leave_their_position_alone(name):
+    dls, plain = digit_loaders(seed=3), digit_loaders()
+    t = Trainer(dls, F.cross_entropy, optim.SGD, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), [BasicTrainCB(), MetricsCB()])
+    t.MetricsCB._log = lambda row: None
+    t.fit(1)
+    before = dls.train.state_dict(), dls.valid.state_dict()
+    found = t.get_preds(name)
+    assert (dls.train.state_dict(), dls.valid.state_dict()) == before
+    expected = torch.cat([y for _, y in DataLoaders(plain.train, plain.valid).valid]) if name != "train" else torch.tensor([o["label"] for o in dls.train.dataset])
+    assert torch.equal(found.targets, expected)
+    assert t.validate()["valid_loss"] == pytest.approx(t.history.latest("valid_loss"))
+
+
+def test_the_finder_tries_one_rate_for_each_update_when_gradients_are_accumulated():
+    t = trainer_with(AccumulationCB(4), n=8)
+    found = t.lr_find(n_batches=6)
+    assert len(found.lrs) == 6 and found.lrs == pytest.approx([1e-5*1.3**i for i in range(6)])
+
+
+@pytest.mark.parametrize("make", [lambda: EarlyStoppingCB(3), lambda: StepSchedulerCB(2.5)])
+def test_numbers_in_the_wrong_place_have_a_clear_error(make):
+    with pytest.raises((TypeError, ValueError), match="`monitor` is 3|`epochs` is 2.5"):
+        make()

@@ -38,9 +38,9 @@ def _parameters_of(model, part, who):
     for name,o in _named_modules(model, part).items(): found |= _owned(name, o)
     if isinstance(part, str): found |= {name: p for name,p in model.named_parameters() if fnmatchcase(name, part)}
     if found: return found
-    names = [o for o,_ in model.named_modules() if o]
+    names = [o for o,m in model.named_modules() if o and next(m.parameters(), None) is not None]
     hint = did_you_mean(part, names) if isinstance(part, str) else ''
-    raise LookupError(f'`{who}` was given {part!r}, but nothing of that kind in the model has parameters; its parts are {names}.{hint}')
+    raise LookupError(f'`{who}` was given {part!r}, but nothing of that kind in the model has parameters; parts that have some are {names}.{hint}')
 
 # %% ../../nbs/callbacks/33_freezing.ipynb #58dbe5fd
 class FreezeCB:

@@ -69,7 +69,7 @@ class LRFinderCB:
     def before_fit(self, trainer):
         "Remember everything, and begin at `trainer.lr`"
         if self._alone: self._snapshot = trainer.snapshot(keep=self)
-        self.lrs,self.losses,self._best = [],[],math.inf
+        self.lrs,self.losses,self._best,self._updates = [],[],math.inf,-1
         if trainer.opt_func is None: trainer._scale_rates()
 
     def before_epoch(self, trainer):
@@ -81,14 +81,17 @@ class LRFinderCB:
         loss = float(trainer.loss.detach())
         self._check_first(loss)
         if not math.isfinite(loss): raise CancelFitException(f'the loss is {loss}')
-        self.lrs.append(float(trainer.opt.param_groups[0]['lr']))
-        self.losses.append(loss)
+        if trainer.n_updates != self._updates: # The first batch at this rate; there are more if gradients are accumulated
+            self.lrs.append(float(trainer.opt.param_groups[0]['lr']))
+            self.losses.append(loss)
+        self._updates = trainer.n_updates
         if loss < self._best: self._best = loss
         if len(self.lrs) > 1 and self._best > 0 and loss > self._best*self.max_mult: raise CancelFitException('the loss explodes')
         if len(self.lrs) == self.n_batches: raise CancelFitException('enough batches')
 
     def after_batch(self, trainer):
-        "Raise the rate of every parameter group"
+        "Raise the rate of every parameter group, if there was an update"
+        if trainer.n_updates == self._updates: return
         for group,lr in [(o, float(o['lr'])*self.lr_mult) for o in trainer.opt.param_groups]: # Groups may share a rate that is a tensor
             if isinstance(group['lr'], torch.Tensor): group['lr'].fill_(lr)
             else: group['lr'] = lr

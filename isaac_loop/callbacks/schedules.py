@@ -438,7 +438,7 @@ class StepSchedulerCB(EpochSchedulerCB):
         *, min_lr:float=None, # A reduction to below this rate is left out; default: none is
         opt:str='opt', # Attribute of the trainer that holds the optimizer
     ):
-        for o in [epochs] if isinstance(epochs, int) else epochs:
+        for o in [epochs] if isinstance(epochs, (int, float)) else epochs:
             if isinstance(o, bool) or not isinstance(o, int) or o < 1: raise ValueError(f'`epochs` is {epochs!r}, but a reduction comes after a whole number of epochs. Use 1 or more, or a list of such numbers.')
         if not factor > 0: raise ValueError(f'`factor` is {factor!r}, and nothing would be learnt from then on. Use a number above 0.')
         self.epochs = epochs if isinstance(epochs, int) else sorted(set(epochs))

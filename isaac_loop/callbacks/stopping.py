@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch.nn.utils import get_total_norm
 
 from ..events import CancelBatchException, CancelStepException, Order
-from ..history import Monitor, check_monitored
+from ..history import Monitor, check_monitored, mode_of
 from ..records import place_of
 from ..tensors import batch_size
 
@@ -66,7 +66,7 @@ class EarlyStoppingCB(_KeepsState, Monitor):
         self.threshold,self.baseline,self.divergence = threshold,baseline,divergence
         if patience is not None: _check_count('patience', patience)
         elif threshold is None and divergence is None: raise ValueError('`EarlyStoppingCB` has neither `patience` nor `threshold` nor `divergence`, so it would never stop. Give it one of them.')
-        Monitor.__init__(self, _mode(monitor, mode), min_delta, patience)
+        Monitor.__init__(self, mode_of(monitor, mode), min_delta, patience)
         _check_levels(self.mode, threshold, divergence)
 
     def _start(self, trainer):
@@ -78,13 +78,7 @@ class EarlyStoppingCB(_KeepsState, Monitor):
         "Forget everything seen"
         self.best,self.n_bad,self.n_seen = self.baseline,0,0
 
-# %% ../../nbs/callbacks/60_stopping.ipynb #a08a40fb
-def _mode(monitor, mode):
-    "`mode`, or 'min' if the name is that of a loss"
-    if mode is None and monitor.endswith('loss'): return 'min'
-    if mode is None: raise ValueError(f"Whether a higher `{monitor}` is better or a lower one cannot be seen from its name, and a wrong guess would stop the best runs. Say `mode='max'` or `mode='min'`.")
-    return mode
-
+# %% ../../nbs/callbacks/60_stopping.ipynb #6c6f17ba
 def _check_count(name, n):
     "Refuse what cannot be a number of epochs, batches or the like"
     if isinstance(n, bool) or not isinstance(n, int) or n < 1: raise ValueError(f'`{name}` is {n!r}, but it is a number of things that are counted. Use a whole number of 1 or more.')
