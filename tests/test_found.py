@@ -509,7 +509,7 @@ def test_predictions_from_exact_loaders_come_in_order_and_leave_their_position_a
 
 def test_the_finder_tries_one_rate_for_each_update_when_gradients_are_accumulated():
     t = trainer_with(AccumulationCB(4), n=8)
-    found = t.lr_find(n_batches=6)
+    found = t.lr_find(n_batches=6, max_mult=1e9)
     assert len(found.lrs) == 6 and found.lrs == pytest.approx([1e-5*1.3**i for i in range(6)])
 
 
