@@ -113,9 +113,12 @@ class SWACB(_AveragingCB):
 def _has_batch_norm(model): return any(isinstance(o, torch.nn.modules.batchnorm._BatchNorm) for o in model.modules())
 
 class _MeasureCB:
-    "Run batches through the average, so that its batch norms see them"
+    "Run batches through the average, so that its batch norms see them; nothing is learnt"
     def __init__(self, model): self.model = model
-    def before_batch(self, trainer): self.model(*trainer.split(trainer.batch)[0])
+    def predict(self, trainer): trainer.preds = self.model(*trainer.split(trainer.batch)[0])
+    def get_loss(self, trainer): trainer.loss = torch.zeros(())
+    def backward(self, trainer): "Nothing"
+    step = zero_grad = backward
 
 def _measure_anew(average, trainer):
     "Run the training data through `average`, with batch norms that take the plain mean over all batches"
@@ -124,12 +127,13 @@ def _measure_anew(average, trainer):
     for o in norms:
         o.reset_running_stats()
         o.momentum = None
-    modes,loader = [(o, o.training) for o in average.modules()],trainer.dls.train
+    modes,loader,grads = [(o, o.training) for o in average.modules()],trainer.dls.train,[p.grad for p in trainer.model.parameters()]
     position = loader.state_dict() if hasattr(loader, 'load_state_dict') else None
     average.train()
     try:
         with trainer.side_run(_MeasureCB(average), below=Order.STEP) as side, torch.no_grad(): side.fit(1, valid=False)
     finally:
         if position is not None: loader.load_state_dict(position)
+        for p,grad in zip(trainer.model.parameters(), grads): p.grad = grad
         for o,mode in modes: o.training = mode
         for o,momentum in zip(norms, momenta): o.momentum = momentum

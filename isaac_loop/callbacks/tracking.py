@@ -325,7 +325,7 @@ def load_state_dict(self:TrackingCB,
     rows = dict(fit_stats=[o for o in state['fit_stats'] if o['fit'] < own['fit']], epoch_stats=trainer.history[self._first[0]:self._n_epochs],
                 batch_stats=trainer.history.batches[self._first[1]:self._n_batches], fit_ends=[o for o in state['fit_ends'] if o['fit'] < own['fit']])
     for table,found in rows.items():
-        setattr(self, table, [])
+        setattr(self, table, [o for o in getattr(self, table) if o['run'] not in (self.run, state['run'])])
         self._note(table, [{k: v for k,v in o.items() if k != 'run'} for o in found])
     if again: self._note('fit_stats', [{k: v for k,v in own.items() if k != 'run'}])
     else: self.fit_stats.append(own)
