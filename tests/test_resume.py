@@ -29,6 +29,7 @@ from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchC
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelFitException
 from isaac_loop.sampling import ReplayLoader, exact_loader
+from isaac_loop.state import CheckpointFolderBusy, CheckpointWriteFailed, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
 from isaac_loop.store import CheckpointStore, load_weights
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, result, same, tree
 
@@ -134,13 +135,13 @@ def press(trainer, signum=signal.SIGINT):
 def pressing(event, when, signum=signal.SIGINT):
     def handler(trainer):
         if when(trainer): press(trainer, signum)
-    handler.__name__ = event
+    handler.__name__, handler.order = event, 60
     return handler
 
 
 MOMENTS = {
     "in the first batch": pressing("after_predict", lambda t: (t.epoch, t.batch_num) == (0, 0)),
-    "in the last batch of an epoch": pressing("before_step", lambda t: (t.epoch, t.batch_num) == (1, 6)),
+    "in the last batch of an epoch": pressing("before_step", lambda t: (t.epoch, t.batch_num) == (1, t.n_batches-1)),
     "at the end of a training pass": pressing("after_epoch", lambda t: t.training and t.epoch == 1),
     "in validation": pressing("after_predict", lambda t: not t.training and t.epoch == 1),
     "in the last batch of validation": pressing("after_predict", lambda t: not t.training and t.batch_num == 1),
@@ -166,17 +167,18 @@ def test_nothing_is_lost_whenever_an_interrupt_comes(moment, loaders, tmp_path):
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
         latest = CheckpointStore(folder, read_only=True).latest()
         assert latest.step == first.n_updates  # So no batch is done twice
+        if moment == "after everything" and again_here: continue  # There is nothing left of this fit, and another would be a second one
         same(whole, fit(first if again_here else make_trainer([*callbacks(folder), InterruptCB()], loaders())))
 
 
 def test_an_interrupt_is_not_swallowed_by_a_stop_or_a_cancel(tmp_path):
-    def before_step(trainer):
+    def log(trainer):
         press(trainer)
         trainer.request_stop("enough")
     trainer = make_trainer([*callbacks(tmp_path/"run"), InterruptCB()])
-    with pytest.raises(KeyboardInterrupt): fit(trainer, callbacks=before_step)
+    with pytest.raises(KeyboardInterrupt): fit(trainer, callbacks=log)
     position = CheckpointStore(tmp_path/"run", read_only=True).load()[1]["position"]
-    assert position["finished"] and position["stop_reason"] == "enough" and trainer.n_updates == 1
+    assert position["finished"] and position["stop_reason"] == "enough" and trainer.n_updates == 7
 
     def before_backward(trainer):
         press(trainer, signal.SIGTERM)
@@ -209,12 +211,13 @@ def test_nested_fits_put_back_the_handlers_of_the_outer_one():
     seen = []
 
     def after_batch(trainer):
+        if not trainer.training: return
         outer = signal.getsignal(signal.SIGTERM)
         fit(make_trainer([*callbacks(), InterruptCB()]), 1)
         seen.append(signal.getsignal(signal.SIGTERM) == outer == trainer.InterruptCB._note)
     before = signal.getsignal(signal.SIGTERM)
     fit(make_trainer([*callbacks(), InterruptCB()]), 1, callbacks=after_batch)
-    assert all(seen) and len(seen) == 9 and signal.getsignal(signal.SIGTERM) == before
+    assert all(seen) and len(seen) == 7 and signal.getsignal(signal.SIGTERM) == before
 
 
 class Asks(Rows):
@@ -229,3 +232,158 @@ def test_workers_leave_an_interrupt_to_the_main_process():
     dls.train = exact_loader(Asks(16), 8, num_workers=2)
     trainer = fit(make_trainer([*callbacks(), InterruptCB()], dls), 1)
     assert trainer.n_updates == 2 and trainer.InterruptCB.interrupted is None
+
+
+# ---- T4, T18: one folder, many starts
+
+def cut_at(n): return CutCB("after_backward", lambda t: t.n_updates == n)
+
+
+def broken_off(folder, n=10, cbs=None, **options):
+    "A run that lost its power after `n` updates"
+    trainer = make_trainer(cbs() + [CheckpointCB(folder, **options)] if cbs else callbacks(folder, **options))
+    with pytest.raises(Cut): fit(trainer, callbacks=cut_at(n))
+    return trainer
+
+
+def test_the_same_checkpoint_can_be_gone_on_from_again_and_again(tmp_path):
+    "T4: cut at the same batch several times, each time before anything new is saved"
+    for _ in range(4): broken_off(tmp_path/"run", every=4)
+    assert len(CheckpointStore(tmp_path/"run", read_only=True).list()) == 2
+    same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"run", every=4))))
+
+
+def test_two_runs_at_a_time_in_one_folder_are_refused(tmp_path):
+    "T18: the second one says so before it trains, and the first goes on"
+    def before_batch(trainer):
+        if trainer.batch_num: return
+        with pytest.raises(CheckpointFolderBusy): fit(make_trainer(callbacks(tmp_path/"run")))
+    same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"run")), callbacks=before_batch))
+
+
+def test_a_run_may_be_moved_or_copied(tmp_path):
+    "T18; PTA-50: a moved folder and a copied one go on alike, and a single checkpoint can be named by its path"
+    whole = fit(make_trainer())
+    broken_off(tmp_path/"run", every=4)
+    shutil.copytree(tmp_path/"run", tmp_path/"copy")
+    (tmp_path/"run").rename(tmp_path/"moved")
+    one = sorted((tmp_path/"copy").glob("step-*"))[0]
+    shutil.copytree(one, tmp_path/"elsewhere"/"one")
+    for cb in (CheckpointCB(tmp_path/"moved", resume="must"), CheckpointCB(tmp_path/"copy", resume="must"), CheckpointCB(tmp_path/"new", resume=tmp_path/"elsewhere"/"one")):
+        same(whole, fit(make_trainer([*callbacks(), cb])))
+    model = make_model()
+    model.load_state_dict(load_weights(CheckpointStore(tmp_path/"copy", read_only=True).latest().path))  # Plain PyTorch
+
+
+# ---- where to go on
+
+def test_must_insists_and_never_begins_anew(tmp_path):
+    "NEMO-24, NEMO-27, NEMO-36: nothing is ever replaced by random weights in silence"
+    with pytest.raises(NoValidCheckpoint, match="Is it the right folder"): fit(make_trainer(callbacks(tmp_path/"run", resume="must")))
+    with pytest.raises(NoValidCheckpoint): fit(make_trainer(callbacks(tmp_path/"run", resume=tmp_path/"run"/"step-7")))
+    broken_off(tmp_path/"run", every=4)
+    kept = {o.name for o in (tmp_path/"run").glob("step-*")}
+    fresh = make_trainer([*callbacks(tmp_path/"run", resume="never")])
+    fit(fresh, 1)
+    fit(fresh, 1)  # A second fit of the same run
+    found = CheckpointStore(tmp_path/"run", read_only=True)
+    assert kept <= {o.path.name for o in found.list()} and len({o.run_id for o in found.list()}) == 2
+    assert found.latest().step == 14
+
+
+def test_a_damaged_folder_is_no_fresh_start(tmp_path):
+    "NEMO-36"
+    broken_off(tmp_path/"run", every=4)
+    for o in (tmp_path/"run").glob("step-*/state.pt"): o.write_bytes(b"damaged")
+    with pytest.warns(UserWarning), pytest.raises(NoValidCheckpoint): fit(make_trainer(callbacks(tmp_path/"run")))
+
+
+def test_a_finished_run_is_not_run_again_and_gives_its_result(tmp_path, capsys):
+    "PTA-26: also the best weights are in the model"
+    whole = fit(make_trainer(callbacks(tmp_path/"run")))
+    again = make_trainer(callbacks(tmp_path/"run"))
+    before = sorted(o.name for o in (tmp_path/"run").iterdir())
+    again.fit(3, 0.02)
+    assert "complete already (3 epochs are done)" in capsys.readouterr().out
+    same(whole, again)
+    assert sorted(o.name for o in (tmp_path/"run").iterdir()) == before
+
+
+def test_more_epochs_than_before_go_on_and_fewer_do_not(tmp_path):
+    fit(make_trainer([BasicTrainCB(), MetricsCB(), CheckpointCB(tmp_path/"run")]), 2)
+    longer = fit(make_trainer([BasicTrainCB(), MetricsCB(), CheckpointCB(tmp_path/"run")]), 4)
+    same(fit(make_trainer([BasicTrainCB(), MetricsCB()]), 4), longer)
+    shorter = fit(make_trainer([BasicTrainCB(), MetricsCB(), CheckpointCB(tmp_path/"run")]), 3)
+    same(longer, shorter)
+
+
+def test_an_epoch_that_is_already_behind_is_not_saved_anew(tmp_path):
+    "Cut in epoch 2, and then asked for two epochs only"
+    broken_off(tmp_path/"run", n=17, every=4)
+    before = sorted(o.name for o in (tmp_path/"run").iterdir())
+    with pytest.warns(UserWarning, match="goes on with a schedule"): trainer = fit(make_trainer(callbacks(tmp_path/"run", every=4)), 2)
+    assert trainer.n_updates == 16 and sorted(o.name for o in (tmp_path/"run").iterdir()) == before
+
+
+def test_a_longer_schedule_says_what_follows(tmp_path):
+    fit(make_trainer(callbacks(tmp_path/"run")), 2)
+    with pytest.warns(UserWarning, match="saved in a fit of 14 steps, but this fit has 28"): fit(make_trainer(callbacks(tmp_path/"run")), 4)
+
+
+class SeenCB:
+    "Which rows were seen in which epoch"
+    def __init__(self): self.rows = {}
+    def after_batch(self, trainer):
+        if trainer.training: self.rows.setdefault(trainer.epoch, []).extend(trainer.batch[0][:, 0].tolist())
+    def state_dict(self): return {"rows": self.rows}
+    def load_state_dict(self, state): self.rows = state["rows"]
+
+
+@pytest.mark.parametrize("size", [4, 14, 16, 28, 40])
+def test_another_batch_size_uses_every_sample_once(size, tmp_path):
+    "T5 in one process: 16 samples of an epoch were used in batches of 8, and the rest comes in others; said to be inexact"
+    def make(size, folder):
+        rows = Rows(56, augment=False)
+        return make_trainer([BasicTrainCB(), MetricsCB(), SeenCB(), CheckpointCB(folder, every=1)], DataLoaders(exact_loader(rows, size)), optim.SGD)
+    with pytest.raises(Cut): fit(make(8, tmp_path/"run"), 2, callbacks=CutCB("before_batch", lambda t: t.n_updates == 2), valid=False)
+    again = make(size, tmp_path/"run")
+    with pytest.warns(UserWarning, match="not be the same bit for bit"): fit(again, 2, valid=False)
+    everybody = sorted(Rows(56).x[:, 0].tolist())
+    assert [sorted(o) for o in again.SeenCB.rows.values()] == [everybody, everybody]
+
+
+def test_a_batch_size_that_ends_the_epoch_at_once_does_not_lose_the_next_one(tmp_path):
+    "6 of 7 batches of 8 are done; with batches of 16 and `drop_last` nothing is left of this epoch"
+    def make(size):
+        return make_trainer([BasicTrainCB(), MetricsCB(), SeenCB(), CheckpointCB(tmp_path/"run", every=1)], DataLoaders(exact_loader(Rows(56, False), size, drop_last=True)), optim.SGD)
+    with pytest.raises(Cut): fit(make(8), 2, callbacks=CutCB("before_batch", lambda t: t.n_updates == 6), valid=False)
+    again = make(16)
+    with pytest.warns(UserWarning, match="bit for bit"): fit(again, 2, valid=False)
+    assert [len(o) for o in again.SeenCB.rows.values()] == [48, 48]
+
+
+# ---- what no longer fits
+
+def test_what_would_give_a_wrong_result_is_refused_with_both_sides(tmp_path):
+    "NEMO-29, NEMO-36: strict by default, before the first batch, and nothing in the folder changes"
+    broken_off(tmp_path/"run", every=4)
+    def wider(): return nn.Sequential(nn.Linear(8, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.3), nn.Linear(20, 3))
+    with pytest.raises(ResumeMismatch, match=r"`0.weight` was \(16, 8\), and is \(20, 8\)"): fit(make_trainer(callbacks(tmp_path/"run"), model=wider()))
+    def halves(params, lr): return optim.AdamW([{"params": params[:2]}, {"params": params[2:]}], lr)
+    with pytest.raises(ResumeMismatch, match=r"groups had \[6\] parameters, and have \[2, 4\]"): fit(make_trainer(callbacks(tmp_path/"run"), opt_func=halves))
+    with pytest.raises(StateOwnerMissing, match="EMACB"): fit(make_trainer([BasicTrainCB(), MetricsCB(), CheckpointCB(tmp_path/"run")]))
+    with pytest.raises(StateOwnerMissing, match="SeenCB"): fit(make_trainer([*callbacks(tmp_path/"run"), SeenCB()]))
+    relaxed = fit(make_trainer([*callbacks(tmp_path/"run", strict=False), SeenCB()]))
+    assert relaxed.n_updates == 21
+    with pytest.raises(ValueError, match="samples would be left out"):
+        broken_off(tmp_path/"other", every=4)
+        fit(make_trainer(callbacks(tmp_path/"other"), make_loaders(seed=8)))
+
+
+def test_random_numbers_of_a_device_that_is_not_here_are_an_error_unless_told_otherwise(tmp_path, monkeypatch):
+    from isaac_loop import run_state
+    real = run_state.plain_random_state
+    monkeypatch.setattr(run_state, "plain_random_state", lambda: real() | {"cuda": [torch.zeros(16, dtype=torch.uint8)]*64})
+    broken_off(tmp_path/"run", every=4)
+    with pytest.raises(ResumeMismatch, match="cuda"): fit(make_trainer(callbacks(tmp_path/"run")))
+    fit(make_trainer(callbacks(tmp_path/"run", strict=False)))
