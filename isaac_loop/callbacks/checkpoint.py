@@ -171,6 +171,7 @@ class CheckpointCB(_ResumingCB):
 
     def after_fit(self, trainer):
         "Save the end"
+        self._end = None
         self._save(trainer, self._next_epoch(trainer), finished=True)
 
     def cleanup_fit(self, trainer):
