@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from isaac_loop.callbacks.averaging import EMACB
 from isaac_loop.callbacks.best import KeepBestCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.interrupts import InterruptCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.progress import ProgressCB
 from isaac_loop.callbacks.recorder import RecorderCB
@@ -122,4 +121,4 @@ class CutCB:
 
 
 momentum_sgd = partial(optim.SGD, momentum=0.9, nesterov=True)
-InterruptCB = InterruptCB
+

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn, optim
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from isaac_loop.callbacks.augmentation import MixUpCB
 from isaac_loop.callbacks.averaging import EMACB, SWACB
 from isaac_loop.callbacks.best import KeepBestCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB, RewindCB
+from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.interrupts import InterruptCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.progress import ProgressCB
@@ -29,9 +28,9 @@ from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchC
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelFitException
 from isaac_loop.sampling import ReplayLoader, exact_loader
-from isaac_loop.state import CheckpointFolderBusy, CheckpointWriteFailed, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
+from isaac_loop.state import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
 from isaac_loop.store import CheckpointStore, load_weights
-from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, result, same, tree
+from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, same, tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
 

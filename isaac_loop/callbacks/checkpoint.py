@@ -139,7 +139,7 @@ class CheckpointCB(_ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
         folder, # Where the checkpoints of this run live; two runs at a time are refused
-        every='epoch', # 'epoch', 'best', a number of optimizer updates, or a `timedelta`; the end of the fit and an interrupt are always saved
+        every='epoch', # 'epoch', 'best', a number of optimizer updates, or a `timedelta`; the end of the fit, a cancel and an interrupt are always saved
         monitor:str=None, # Column of the history that says which is best
         mode:str='min', # 'min' when lower is better, 'max' when higher is
         keep_last:int=2, # How many of the newest to keep
@@ -177,7 +177,7 @@ class CheckpointCB(_ResumingCB):
     def cleanup_fit(self, trainer):
         "Save what an interrupt or a cancel leaves, and let others use the folder"
         try:
-            if isinstance(trainer.exception, CancelFitException) and not self._over: self._save(trainer, self._next_epoch(trainer), finished=True)
+            if isinstance(trainer.exception, CancelFitException) and not self._over: self._save(trainer, self._next_epoch(trainer), finished=True, reason=str(trainer.exception) or 'cancelled')
             elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, parts=self._end)
         finally:
             self._found = self._end = None
@@ -250,11 +250,12 @@ def _interrupted(trainer): return any(getattr(o, 'interrupted', None) is not Non
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5cb10688
 @patch
-def _save(self:CheckpointCB, trainer, epoch, batches=0, finished=False, parts=None):
+def _save(self:CheckpointCB, trainer, epoch, batches=0, finished=False, parts=None, reason=None):
     "Write a checkpoint of this position, with `parts` of the state as they were before"
     start = _start_of_pass(trainer) if batches else None
     weights,state = take_state(trainer, epoch, batches, finished, plain(start) if start else None, copy=False)
     state |= parts or {}
+    if reason: state['position']['stop_reason'] = reason
     state['checkpoint'] = dict(best=self._judge.best, steps=self._steps)
     row = trainer.history.current or {}
     metrics = {k: v for k,v in row.items() if isinstance(v, (int, float)) and k not in ('fit', 'epoch')} if not batches else {}
