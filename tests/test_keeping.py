@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import shutil
+import signal
 
 import pytest
 import torch
@@ -26,11 +27,12 @@ from isaac_loop.callbacks.schedules import (
 from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelFitException
+from isaac_loop.events import EVENTS, CancelFitException
 from isaac_loop.run_state import stateful_callbacks, take_state
 from isaac_loop.state import CheckpointWriteFailed, UnsaveableState, plain
 from isaac_loop.store import CheckpointStore
-from runs import Cut, CutCB, Rows, callbacks, differences, fit, make_loaders, make_trainer, result, same, tree
+from isaac_loop.tensors import set_seed
+from runs import Cut, CutCB, Rows, callbacks, differences, fit, make_loaders, make_model, make_trainer, result, same, tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
 
@@ -358,3 +360,34 @@ def test_a_hundred_failing_fits_leave_no_tensors_behind(tmp_path):
         counts.append(live())
     del sys.last_value
     assert len(set(counts[1:])) == 1, counts
+
+
+# ---- T12: after any failure, at any event
+
+EVENTS_TO_FAIL = [o for o in EVENTS if o not in ("cleanup_fit",)]
+
+
+@pytest.mark.parametrize("error", [ValueError, CancelFitException, KeyboardInterrupt])
+@pytest.mark.parametrize("order", [-60, 25, 60])
+def test_after_a_failure_at_any_event_everything_is_as_it_was(error, order):
+    "T12: signal handlers, modes, gradients on, training weights in the model; and the next fit is that of a fresh trainer"
+    def cbs(): return [BasicTrainCB(), MetricsCB(), OneCycleSchedulerCB(), EMACB(0.8), RecorderCB(), InterruptCB(), RewindCB()]
+    def start(trainer):
+        trainer.model.load_state_dict(weights)
+        trainer.dls.train.set_epoch(0)
+        trainer.dls.valid.set_epoch(0)
+        set_seed(3)
+        return fit(trainer, 2)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    weights = make_model().state_dict()
+    fresh = start(make_trainer(cbs()))
+    for event in EVENTS_TO_FAIL:
+        trainer, failing = make_trainer(cbs()), CutCB(event, lambda t: t.n_updates >= 3 or event == "before_fit", error)
+        failing.order = order
+        try: fit(trainer, 2, callbacks=failing)
+        except (ValueError, KeyboardInterrupt): pass
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers, event
+        assert torch.is_grad_enabled() and not trainer.EMACB.weights_swapped and failing not in trainer.callbacks, event
+        start(trainer)
+        assert tree(trainer.model.state_dict()) == tree(fresh.model.state_dict()), event
+        assert trainer.history["valid_loss"][-2:] == fresh.history["valid_loss"], event

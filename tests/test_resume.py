@@ -110,17 +110,17 @@ import runs
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.interrupts import InterruptCB
 def before_backward(trainer):
-    if trainer.epoch == 1: os.kill(os.getpid(), signal.{name})
-trainer = runs.make_trainer(runs.callbacks({folder!r}) + [InterruptCB(), before_backward])
+    if trainer.epoch == 1: {kill}(os.getpid(), signal.{name})
+trainer = runs.make_trainer(runs.callbacks({folder!r}) + [InterruptCB(), before_backward], runs.make_loaders(num_workers={workers}))
 runs.fit(trainer)
 """
 
 
-@pytest.mark.parametrize("name,code", [("SIGINT", -signal.SIGINT), ("SIGTERM", 143)])
-def test_a_script_that_is_interrupted_ends_as_the_system_expects(name, code, tmp_path):
-    "T13; SON-27: a shell sees 130 (a process that ended by SIGINT) and 143; every batch that was done is saved"
+@pytest.mark.parametrize("name,code,kill,workers", [("SIGINT", -signal.SIGINT, "os.kill", 0), ("SIGTERM", 143, "os.killpg", 2)])
+def test_a_script_that_is_interrupted_ends_as_the_system_expects(name, code, kill, workers, tmp_path):
+    "T13; SON-27: a shell sees 130 (a process that ended by SIGINT) and 143, also if SIGTERM comes to the workers as well; every batch that was done is saved"
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(paths=paths, name=name, folder=str(tmp_path/"run"))], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(paths=paths, name=name, kill=kill, workers=workers, folder=str(tmp_path/"run"))], capture_output=True, timeout=60, start_new_session=True)
     assert done.returncode == code, done.stderr
     assert CheckpointStore(tmp_path/"run", read_only=True).latest().step == 8
     same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"run"))))
@@ -387,3 +387,16 @@ def test_random_numbers_of_a_device_that_is_not_here_are_an_error_unless_told_ot
     broken_off(tmp_path/"run", every=4)
     with pytest.raises(ResumeMismatch, match="cuda"): fit(make_trainer(callbacks(tmp_path/"run")))
     fit(make_trainer(callbacks(tmp_path/"run", strict=False)))
+
+
+def test_the_seeds_example_with_its_six_arguments(tmp_path):
+    "NEMO-25, NEMO-26, NEMO-30, NEMO-32, NEMO-37, AIT-41, NEMO-24: folder, how often, how many to keep, another folder to load from, and insisting on it; no step 0, and the end is saved whatever the frequency"
+    fit(make_trainer(callbacks(tmp_path/"run", every=4, keep_last=4)))
+    assert [o.step for o in CheckpointStore(tmp_path/"run", read_only=True).list()] == [12, 16, 20, 21]
+    found = CheckpointStore(tmp_path/"run", read_only=True).list()[0]
+    same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"other", every="epoch", keep_last=2, resume=found.path))))
+    assert [o.step for o in CheckpointStore(tmp_path/"other", read_only=True).list()] == [14, 21]
+    for every in (0, -1, 1.5, "batch", None, True):
+        with pytest.raises(ValueError, match="`every` is"): CheckpointCB(tmp_path/"run", every=every)
+    with pytest.raises(ValueError, match="`resume` is"): CheckpointCB(tmp_path/"run", resume="yes")
+    with pytest.raises(ValueError, match="what is best"): CheckpointCB(tmp_path/"run", every="best")

@@ -62,5 +62,7 @@ class InterruptCB:
 # %% ../../nbs/callbacks/65_interrupts.ipynb #3d0e266e
 def _in_worker(signum):
     if signum != signal.SIGTERM: return
-    signal.signal(signum, signal.SIG_DFL)
-    os.kill(os.getpid(), signum)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not hasattr(signal, 'alarm'): return # Windows, which has no forked workers either
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(10)
