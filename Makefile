@@ -1,10 +1,10 @@
-# make demo | install | test | lint | docs | bench | wheel
+# make demo | install | test | torture | lint | docs | bench | wheel
 
 PYTHON ?= python3
 BIN = .venv/bin
 READY = .venv/.ready
 
-.PHONY: demo install test lint docs bench wheel clean
+.PHONY: demo install test torture lint docs bench wheel clean
 
 install: $(READY)
 
@@ -21,6 +21,9 @@ test: $(READY)
 	$(BIN)/nbdev-test --n-workers 2
 	$(BIN)/pytest -n 2
 	$(BIN)/ruff check .
+
+torture: $(READY)
+	$(BIN)/python tools/torture.py --kills 200 --signals 100
 
 lint: $(READY)
 	$(BIN)/ruff check .

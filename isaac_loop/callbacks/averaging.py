@@ -11,13 +11,13 @@ import math
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from ..events import Order
+from ..events import CancelEpochException, CancelException, Order
 
 # %% ../../nbs/callbacks/63_averaging.ipynb #fd9ef505
 class _AveragingCB:
     "Average the weights after every update, and validate with the average"
     order = Order.SCHEDULE
-    weights_swapped = False
+    weights_swapped,average = False,None
     def __init__(self,
         keep:bool=False, # Leave the average in the model when the fit has ended?
     ):
@@ -25,7 +25,7 @@ class _AveragingCB:
 
     def before_fit(self, trainer):
         "Begin a new average with the present weights"
-        self.average,self.weights_swapped = AveragedModel(trainer.model, multi_avg_fn=self._rule()),False
+        self.average,self.weights_swapped = AveragedModel(trainer.model, multi_avg_fn=self._rule()).eval(),False
 
     def after_step(self, trainer):
         "Take the new weights into the average"
@@ -39,14 +39,16 @@ class _AveragingCB:
         "Take it back"
         if self.weights_swapped: self._swap(trainer.model)
 
-    def after_fit(self, trainer):
-        "Leave the average in the model, if it is to be kept"
-        if self.keep and self.average.n_averaged.item(): trainer.model.load_state_dict(self.average.module.state_dict())
+    def cleanup_fit(self, trainer):
+        "Leave the average in the model, if it is to be kept; unless another callback put the best weights there"
+        ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
+        taken = any(getattr(o, 'best_epoch', None) is not None for o in trainer.callbacks)
+        if self.keep and ended_well and not taken and self.evaluated is not None: trainer.model.load_state_dict(self.evaluated.state_dict())
 
     @property
     def evaluated(self):
         "The average, which is what validation measures once it has begun"
-        return self.average.module if self.average.n_averaged.item() else None
+        return self.average.module if self.average is not None and self.average.n_averaged.item() else None
 
     def _counts(self, trainer): return True
 
@@ -93,14 +95,15 @@ class SWACB(_AveragingCB):
         super().__init__(keep)
         self.start,self.each,self.update_bn = start,each,update_bn
 
-    def after_epoch(self, trainer):
-        "Take the weights of this epoch into the mean"
-        if trainer.training and self.each == 'epoch' and self._begun(trainer): self.average.update_parameters(trainer.model)
+    def cleanup_epoch(self, trainer):
+        "Take the weights of this epoch into the mean, or the average out of the model"
+        super().cleanup_epoch(trainer)
+        ended_well = trainer.exception is None or isinstance(trainer.exception, CancelEpochException)
+        if trainer.training and ended_well and self.each == 'epoch' and self._begun(trainer): self.average.update_parameters(trainer.model)
 
     def after_fit(self, trainer):
-        "Measure batch norm anew for the average, and leave it in the model if it is to be kept"
-        if self.update_bn and self.average.n_averaged.item() and _has_batch_norm(self.average): _measure_anew(self.average, trainer)
-        super().after_fit(trainer)
+        "Measure batch norm anew for the average"
+        if self.update_bn and self.evaluated is not None and _has_batch_norm(self.average): _measure_anew(self.average, trainer)
 
     def _rule(self): return get_swa_multi_avg_fn()
     def _begun(self, trainer): return trainer.epoch >= math.floor(self.start*trainer.n_epochs)
@@ -110,9 +113,12 @@ class SWACB(_AveragingCB):
 def _has_batch_norm(model): return any(isinstance(o, torch.nn.modules.batchnorm._BatchNorm) for o in model.modules())
 
 class _MeasureCB:
-    "Run batches through the average, so that its batch norms see them"
+    "Run batches through the average, so that its batch norms see them; nothing is learnt"
     def __init__(self, model): self.model = model
-    def before_batch(self, trainer): self.model(*trainer.split(trainer.batch)[0])
+    def predict(self, trainer): trainer.preds = self.model(*trainer.split(trainer.batch)[0])
+    def get_loss(self, trainer): trainer.loss = torch.zeros(())
+    def backward(self, trainer): "Nothing"
+    step = zero_grad = backward
 
 def _measure_anew(average, trainer):
     "Run the training data through `average`, with batch norms that take the plain mean over all batches"
@@ -121,7 +127,13 @@ def _measure_anew(average, trainer):
     for o in norms:
         o.reset_running_stats()
         o.momentum = None
+    modes,loader,grads = [(o, o.training) for o in average.modules()],trainer.dls.train,[p.grad for p in trainer.model.parameters()]
+    position = loader.state_dict() if hasattr(loader, 'load_state_dict') else None
     average.train()
-    with trainer.side_run(_MeasureCB(average), below=Order.STEP) as side, torch.no_grad(): side.fit(1, valid=False)
-    average.eval()
-    for o,momentum in zip(norms, momenta): o.momentum = momentum
+    try:
+        with trainer.side_run(_MeasureCB(average), below=Order.STEP) as side, torch.no_grad(): side.fit(1, valid=False)
+    finally:
+        if position is not None: loader.load_state_dict(position)
+        for p,grad in zip(trainer.model.parameters(), grads): p.grad = grad
+        for o,mode in modes: o.training = mode
+        for o,momentum in zip(norms, momenta): o.momentum = momentum

@@ -5,34 +5,33 @@
 # %% auto #0
 __all__ = ['CheckpointCB', 'RewindCB']
 
-# %% ../../nbs/callbacks/70_checkpoint.ipynb #96ba2e3a
-import datetime, math, os, time, warnings
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #26f77fc4
+import datetime, math, os, time, warnings, weakref
 
 from fastcore.basics import patch
 
 from ..events import CancelFitException, Order
 from ..history import Monitor, check_monitored
-from ..run_state import check_fits, put_position, put_random, put_state, take_state
+from ..run_state import check_fits, put_position, put_random, put_state, take_parts, take_state
 from ..snapshot import random_state
-from ..state import plain, set_plain_random_state
+from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
 from ..store import CheckpointStore
-from ..tensors import map_tensors
 from ..trainer import Trainer, n_batches
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5e346dae
 class _ResumingCB:
     "Walks over epochs and batches from a saved position on, and knows when it is between two of them"
     order = Order.SAVE
-    def _begin(self, trainer, found):
+    def _begin(self, trainer, found, strict=True):
         "Walk over the epochs; `found` is weights and state to go on from, or None"
-        self._found,self._pass_start,self._batches = found,None,0
+        self._found,self._strict,self._pass_start,self._batches,self._next = found,strict,None,0,0
         trainer.epochs = self._epochs(trainer, trainer.epochs)
 
     def before_epoch(self, trainer):
         "Begin the pass where the saved run stood"
         if not trainer.training: return
         self._batches = self._resumes_in(trainer)
-        trainer.start_batch = self._batches
+        if self._batches: trainer.start_batch = self._batches
         trainer.batches = self._pass(trainer, trainer.batches)
 
     def _resumes_in(self, trainer):
@@ -42,53 +41,78 @@ class _ResumingCB:
         return position['batches'] if trainer.epoch == position['epoch'] else 0
 
     def _epochs(self, trainer, epochs):
-        first = self._found[1]['position']['epoch'] if self._found else 0
+        if self._found: self._next = self._found[1]['position']['epoch']
         if self._found and not self._found[1]['position']['batches']: self._restore(trainer)
+        first = self._next
         for epoch in epochs:
             if epoch < first: continue
             yield epoch
-            self._batches = 0
-            self._between_epochs(trainer, epoch)
+            self._batches,self._next = 0,epoch+1
+            self._between_epochs(trainer)
 
-    def _pass(self, trainer, batches):
-        found,done = self._found,self._batches
-        if found and done:
-            self._restore(trainer)
-            batches = self._rest(trainer, batches, found[1], done)
-        else: self._pass_start = random_state()
-        for batch in batches:
-            yield batch
-            self._batches = trainer.batch_num+1
-            self._between_batches(trainer)
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #3b2ac1f1
+@patch
+def _pass(self:_ResumingCB, trainer, batches):
+    "`batches`, after those that were done before"
+    found,done = self._found,self._batches
+    if found and done:
+        self._restore(trainer)
+        batches = self._rest(trainer, batches, found[1], done)
+    else: self._pass_start = random_state()
+    for batch in batches:
+        yield batch
+        if 'batch_num' not in vars(trainer): continue # It is being read again, for another callback that resumes
+        self._batches = trainer.batch_num+1
+        self._between_batches(trainer)
+        if self._batches == trainer.n_batches: self._pass_over(trainer)
+    if self._batches != trainer.n_batches: self._pass_over(trainer)
 
-    def _restore(self, trainer):
-        (weights,state),self._found = self._found,None
-        put_state(trainer, weights, state)
-        put_position(trainer, state)
-        put_random(state)
+@patch
+def _restore(self:_ResumingCB, trainer):
+    "Put back what was saved"
+    (weights,state),self._found = self._found,None
+    put_state(trainer, weights, state)
+    put_position(trainer, state)
+    put_random(state, self._strict)
 
-    def _between_batches(self, trainer): pass
-    def _between_epochs(self, trainer, epoch): pass
+@patch
+def _between_batches(self:_ResumingCB, trainer): pass
+@patch
+def _between_epochs(self:_ResumingCB, trainer): pass
+@patch
+def _pass_over(self:_ResumingCB, trainer): pass
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #8dae04c9
 @patch
 def _rest(self:_ResumingCB, trainer, batches, state, done):
     "The batches of this pass that are left"
-    self._pass_start = state['pass_start'] and map_tensors(lambda o: o, state['pass_start'])
-    if done == n_batches(trainer.dl):
-        trainer.batch_num = done-1 # The pass was over, but not what comes after it
+    self._pass_start = state['pass_start']
+    if _is_over(trainer.dl, done):
+        trainer.batch_num = done-1
         return iter(())
-    if hasattr(trainer.dl, 'state_dict') and hasattr(trainer.dl, 'load_state_dict'): return batches
-    return _replayed(batches, state, done)
+    if hasattr(trainer.dl, 'load_state_dict'): return batches
+    return _replayed(trainer.dl, batches, state, done)
 
-def _replayed(batches, state, done):
+def _is_over(dl, done):
+    "Whether a pass ended after `done` batches; a loader that knows its position stands at the next epoch then"
+    if not hasattr(dl, 'load_state_dict'): return done == n_batches(dl)
+    position = dl.state_dict()
+    if position.get('batches') and position['batches'] == n_batches(dl):
+        dl.set_epoch(position['epoch']+1) # All that is left of this epoch is its end
+        return True
+    return not position.get('samples', position.get('batches', 1))
+
+def _replayed(dl, batches, state, done):
     "`batches` after the first `done`, which are read and dropped"
-    warnings.warn(f'The training loader does not know its position, so {done} batches are read again. That is exact if it draws from the global random numbers only; '
-                  'make it with `exact_loader`, or `DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and exactly.', stacklevel=2)
-    if state['pass_start']: set_plain_random_state(state['pass_start'])
+    if not isinstance(dl, (list, tuple)):
+        warnings.warn(f'The training loader does not know its position, so {done} batches are read again. That is exact if it draws from the global random numbers only; '
+                      'make it with `exact_loader`, or `DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and exactly.', stacklevel=2)
+    now = plain_random_state()
+    set_plain_random_state(state['pass_start'], strict=False)
     rest = iter(batches)
-    for _ in range(done): next(rest)
-    put_random(state)
+    for _ in range(done):
+        if next(rest, None) is None: raise ResumeMismatch(f'The training loader ended before its batch {done}, where the run should go on. Is it the same data?')
+    set_plain_random_state(now)
     return rest
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #af0dd5fd
@@ -115,7 +139,7 @@ class CheckpointCB(_ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
         folder, # Where the checkpoints of this run live; two runs at a time are refused
-        every='epoch', # 'epoch', 'best', a number of optimizer updates, or a `timedelta`; the end of the fit and an interrupt are always saved
+        every='epoch', # 'epoch', 'best', a number of optimizer updates, or a `timedelta`; the end of the fit, a cancel and an interrupt are always saved
         monitor:str=None, # Column of the history that says which is best
         mode:str='min', # 'min' when lower is better, 'max' when higher is
         keep_last:int=2, # How many of the newest to keep
@@ -131,7 +155,7 @@ class CheckpointCB(_ResumingCB):
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,resume,strict,verify,monitor,every
         self._when,self._judge = _When(every),Monitor(mode)
         self._options = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0, monitor=monitor, mode=mode, name=name)
-        self._store,self.path,self._steps,self._done = None,None,0,False
+        self._store,self.path,self._steps,self._run,self._end,self._found,self._over = None,None,0,None,None,None,None
 
     def before_fit(self, trainer):
         "Find out where to go on"
@@ -139,23 +163,27 @@ class CheckpointCB(_ResumingCB):
         self._close()
         self._store = CheckpointStore(self.folder, **self._options)
         self._judge.reset()
-        self._done = False
-        self._begin(trainer, self._to_resume(trainer))
+        self._over,self._end = None,None
+        self._begin(trainer, self._to_resume(trainer), self.strict)
+        latest = self._store.latest() if self._store.run_id else None
+        self._steps = latest.step if latest else 0
         self._when.start(trainer)
 
     def after_fit(self, trainer):
         "Save the end"
-        if not self._done: self._save(trainer, trainer.epoch+1 if 'epoch' in vars(trainer) else 0, 0, finished=True)
+        self._end = None
+        self._save(trainer, self._next_epoch(trainer), finished=True)
 
     def cleanup_fit(self, trainer):
-        "Let others use the folder"
-        self._found = None
-        self._close()
+        "Save what an interrupt or a cancel leaves, and let others use the folder"
+        try:
+            if isinstance(trainer.exception, CancelFitException) and not self._over: self._save(trainer, self._next_epoch(trainer), finished=True, reason=str(trainer.exception) or 'cancelled')
+            elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, parts=self._end)
+        finally:
+            self._found = self._end = None
+            self._close()
 
-    def _restore(self, trainer):
-        own = self._found[1].get('checkpoint')
-        super()._restore(trainer)
-        if own: self._judge.best,self._steps = own['best'],own['steps']
+    def _next_epoch(self, trainer): return max(self._next, trainer.epoch+1 if 'epoch' in vars(trainer) else 0)
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #8158020d
 @patch
@@ -166,56 +194,85 @@ def _close(self:CheckpointCB):
 @patch
 def _to_resume(self:CheckpointCB, trainer):
     "Weights and state to go on from, or None for a fresh start"
-    if self.resume == 'never': return self._fresh()
-    path = None if self.resume in ('auto', 'must') else self.resume
-    if path is None and self.resume == 'auto' and not self._store.list() and not self._store.damaged(): return self._fresh()
-    weights,state,manifest = self._store.load(path, verify=self.verify)
-    position = state['position']
-    if position['fit'] < trainer.history.fit: return None # The run has come to a further fit by itself
-    check_fits(trainer, weights, state, self.strict)
-    if position['fit'] > trainer.history.fit or (position['finished'] and (position['epoch'] >= trainer.n_epochs or position['stop_reason'])): self._finished(trainer, weights, state)
+    mine = self._run is not None and self._run[0]() is trainer
+    if self.resume == 'never' and not mine: return None
+    self._store.run_id = self._run[1] if mine else None
+    path = None if self.resume in ('auto', 'must', 'never') or mine else self.resume
+    if path is None and (self.resume == 'auto' or mine) and not self._store.list() and not self._store.damaged(): return None
+    weights,state,_ = self._store.load(path, verify=self.verify)
+    position,fit = state['position'],trainer.history.fit
+    if position['fit'] < fit and (position['finished'] or position['fit'] < fit-1 or not mine): return None
+    self._over = _why_over(position, trainer)
+    if position['fit'] <= fit: check_fits(trainer, weights, state, self.strict)
     return weights,state
 
-@patch
-def _fresh(self:CheckpointCB): self._store.run_id = None
+def _why_over(position, trainer):
+    "Why there is nothing left to do in this fit, or None"
+    if position['fit'] > trainer.history.fit: return f'the run is in its fit {position["fit"]} (the first is 0) already'
+    if position['finished'] and position['stop_reason']: return position['stop_reason']
+    beyond = position['finished'] or position['batches'] or position['epoch'] > trainer.n_epochs
+    if position['epoch'] >= trainer.n_epochs and beyond: return f'{position["epoch"]} epochs are done' + f' and {position["batches"]} batches'*(position['batches'] > 0)
 
-# %% ../../nbs/callbacks/70_checkpoint.ipynb #a25c0887
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #4d1fb2d3
 @patch
-def _finished(self:CheckpointCB, trainer, weights, state):
-    "Take over the result of a fit that is complete, and leave"
-    position,self._done = state['position'],True
-    if position['fit'] == trainer.history.fit:
-        put_state(trainer, weights, state)
-        put_position(trainer, state)
-        put_random(state)
-    why = f' ({position["stop_reason"]})' if position['stop_reason'] else ''
-    print(f'This fit is complete already{why}: {self._store.folder.name} holds its end, after {position["epoch"]} of {position["n_epochs"]} epochs.')
+def _epochs(self:CheckpointCB, trainer, epochs):
+    "The epochs that are left; none, if the fit is complete"
+    if not self._over: return (yield from _ResumingCB._epochs(self, trainer, epochs))
+    state,later = self._found[1],self._found[1]['position']['fit'] > trainer.history.fit
+    if later: _put_rows(trainer.history, state['history'])
+    else: self._restore(trainer)
+    print(f'This fit is complete already ({self._over}): {self._store.resumed_from.name if self._store.resumed_from else self.resume} is where the run stands.')
     raise CancelFitException('the fit is complete already')
 
+def _put_rows(history, saved):
+    "Take over the rows of saved fits up to the present one"
+    fit,batches = history.fit,saved['batches']
+    old = [i for i,o in enumerate(batches['fit']) if o <= fit]
+    history.load_state_dict(dict(rows=[o for o in saved['rows'] if o['fit'] <= fit], fit=fit, next=None, open=False,
+                                 batches={k: [v[i] for i in old if i < len(v)] for k,v in batches.items()}))
+
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #2034a704
 @patch
 def _between_batches(self:CheckpointCB, trainer):
     if self._when.after_batch(trainer) or _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches)
 
 @patch
-def _between_epochs(self:CheckpointCB, trainer, epoch):
+def _between_epochs(self:CheckpointCB, trainer):
+    self._end = None
     better = self.monitor is not None and trainer.history.current is not None and self._judge.update(trainer.history.current.get(self.monitor))
-    if self._when.after_epoch(trainer, better) and epoch+1 < trainer.n_epochs or _interrupted(trainer): self._save(trainer, epoch+1, 0)
+    if (self._when.after_epoch(trainer, better) and self._next < trainer.n_epochs) or _interrupted(trainer): self._save(trainer, self._next)
 
-def _interrupted(trainer): return any(getattr(o, 'interrupted', None) is not None for o in trainer.callbacks)
+@patch
+def _pass_over(self:CheckpointCB, trainer):
+    if any(hasattr(o, 'interrupted') for o in trainer.callbacks): self._end = take_parts(trainer)
+
+def _interrupted(trainer): return any(getattr(o, 'interrupted', None) is not None and not getattr(o, 'hurried', False) for o in trainer.callbacks)
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5cb10688
 @patch
-def _save(self:CheckpointCB, trainer, epoch, batches, finished=False):
-    "Write a checkpoint of this position"
-    start = self._pass_start if batches else None
+def _save(self:CheckpointCB, trainer, epoch, batches=0, finished=False, parts=None, reason=None):
+    "Write a checkpoint of this position, with `parts` of the state as they were before"
+    start = _start_of_pass(trainer) if batches else None
     weights,state = take_state(trainer, epoch, batches, finished, plain(start) if start else None, copy=False)
+    state |= parts or {}
+    if reason: state['position']['stop_reason'] = reason
     state['checkpoint'] = dict(best=self._judge.best, steps=self._steps)
     row = trainer.history.current or {}
     metrics = {k: v for k,v in row.items() if isinstance(v, (int, float)) and k not in ('fit', 'epoch')} if not batches else {}
     self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=dict(fit=trainer.history.fit))
-    if finished: self._steps += trainer.n_updates
+    self._run = weakref.ref(trainer),self._store.run_id
     self._when.start(trainer)
-    return self.path
+
+@patch
+def _restore(self:CheckpointCB, trainer):
+    own = self._found[1].get('checkpoint')
+    _ResumingCB._restore(self, trainer)
+    if own: self._judge.best,self._steps = own['best'],own['steps']
+
+def _start_of_pass(trainer):
+    "Random numbers when this pass began, as the innermost callback that resumes knows them"
+    resuming = sorted((o for o in trainer.callbacks if isinstance(o, _ResumingCB)), key=lambda o: o.order)
+    return resuming[0]._pass_start
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #28e97ab1
 @patch
@@ -231,6 +288,7 @@ def save(self:Trainer,
 def load(self:Trainer,
     folder, # With checkpoints; the newest that is whole is taken
     callbacks:bool=False, # Also give the callbacks their state? Most set it anew in `before_fit`
+    strict:bool=True, # Raise an error if this machine lacks a device whose random numbers were saved?
 ):
     "Take over weights, optimizers, history and random numbers from a checkpoint; `fit(keep_opt=True)` goes on with them"
     weights,state,_ = CheckpointStore(folder, read_only=True).load()
@@ -238,7 +296,7 @@ def load(self:Trainer,
     if not callbacks: state['callbacks'] = {}
     check_fits(self, weights, state, strict=callbacks)
     put_state(self, weights, state)
-    put_random(state)
+    put_random(state, strict)
 
 @patch
 def _make_opt_for(self:Trainer, state):
@@ -249,13 +307,15 @@ def _make_opt_for(self:Trainer, state):
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #f5999680
 class RewindCB(_ResumingCB):
     "Keep the state at chosen batches in memory, so that the run can be taken back"
+    order = Order.SAVE-1 # A checkpoint beside it sees only what comes after the place
     def __init__(self,
         every:int=None, # Keep the state after every so many optimizer updates; default: at the beginning of each epoch
         keep:int=10, # How many states to keep, the newest
     ):
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1): raise ValueError(f'`every` is {every!r}, but updates are counted. Use a whole number of 1 or more, or None.')
-        if keep < 1: raise ValueError(f'`keep` is {keep!r}, so there would be nothing to go back to. Use 1 or more.')
-        self.every,self.keep,self.states,self._to = every,keep,{},None
+        for name,value in (('every', every), ('keep', keep)):
+            if value is None and name == 'every': continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1: raise ValueError(f'`{name}` is {value!r}, but it is counted. Use a whole number of 1 or more.')
+        self.every,self.keep,self.states,self._to,self._found = every,keep,{},None,None
 
     def before_fit(self, trainer):
         "Go on from the state that was chosen, if one was"
@@ -263,18 +323,23 @@ class RewindCB(_ResumingCB):
         if found is None: self.states = {}
         self._begin(trainer, found)
 
+    def cleanup_fit(self, trainer):
+        "Forget the state that was chosen"
+        self._found = None
+
     def _between_batches(self, trainer):
-        if self.every and trainer.n_updates % self.every == 0: self._remember(trainer, trainer.epoch, self._batches)
+        if self.every and trainer.n_updates and trainer.n_updates % self.every == 0: self._remember(trainer, trainer.epoch, self._batches)
 
-    def _between_epochs(self, trainer, epoch):
-        if not self.every: self._remember(trainer, epoch+1, 0)
+    def _between_epochs(self, trainer):
+        if not self.every: self._remember(trainer, self._next)
 
-    def _remember(self, trainer, epoch, batches):
-        self.states[epoch, batches] = take_state(trainer, epoch, batches, pass_start=plain(self._pass_start) if batches and self._pass_start else None)
+    def _remember(self, trainer, epoch, batches=0):
+        start = _start_of_pass(trainer) if batches else None
+        self.states[epoch, batches] = take_state(trainer, epoch, batches, pass_start=start and plain(start))
         for o in sorted(self.states)[:-self.keep]: del self.states[o]
 
     def _epochs(self, trainer, epochs):
-        if self._found is None and not self.every: self._remember(trainer, 0, 0)
+        if self._found is None and not self.every: self._remember(trainer, 0)
         yield from super()._epochs(trainer, epochs)
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #56e00d30

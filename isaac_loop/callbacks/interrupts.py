@@ -8,17 +8,19 @@ __all__ = ['InterruptCB']
 # %% ../../nbs/callbacks/65_interrupts.ipynb #60562b39
 import os, signal, threading
 
-from ..events import Order
+from ..events import CancelException, Order
 
 # %% ../../nbs/callbacks/65_interrupts.ipynb #b9ec773a
 class InterruptCB:
     "Let a batch end before Ctrl-C or SIGTERM ends the training"
     order = Order.RECORD
-    interrupted = None # The signal that has come, while training
+    interrupted = None # The signal that ends this fit, once the batch is over
+    hurried = False # Has Ctrl-C come twice? Then nothing is to be saved any more
+    _noted,_pid,_old = None,None,{}
 
     def before_fit(self, trainer):
         "Note signals instead of breaking off"
-        self.interrupted,self._pid,self._old = None,os.getpid(),{}
+        self.interrupted,self.hurried,self._noted,self._pid,self._old = None,False,None,os.getpid(),{}
         trainer.epochs = self._watched(trainer.epochs)
         if threading.current_thread() is not threading.main_thread(): return # Python lets only the main thread have handlers
         for o in (signal.SIGINT, signal.SIGTERM): self._old[o] = signal.signal(o, self._note)
@@ -27,14 +29,19 @@ class InterruptCB:
         "Look for a signal after every batch"
         trainer.batches = self._watched(trainer.batches)
 
-    def after_fit(self, trainer):
-        "Look for a signal once more"
-        self._leave()
+    def cleanup_batch(self, trainer):
+        "See whether a signal has come"
+        self.interrupted = self._noted
+
+    def log(self, trainer):
+        "See whether a signal has come"
+        self.interrupted = self._noted
 
     def cleanup_fit(self, trainer):
-        "Put the old handlers back"
-        for o,handler in getattr(self, '_old', {}).items(): signal.signal(o, handler)
-        self._old = {}
+        "Put the old handlers back, and leave if a signal was not obeyed yet"
+        for o,handler in self._old.items(): signal.signal(o, signal.SIG_DFL if handler is None else handler)
+        self._old,self.interrupted = {},self._noted
+        if trainer.exception is None or isinstance(trainer.exception, CancelException): self._leave()
 
     def _watched(self, iterable):
         for o in iterable:
@@ -47,11 +54,15 @@ class InterruptCB:
 
     def _note(self, signum, frame=None):
         if os.getpid() != self._pid: return _in_worker(signum)
-        if self.interrupted is not None and signum == signal.SIGINT: raise KeyboardInterrupt('the second Ctrl-C; training broke off inside a batch')
-        self.interrupted = signum
+        if self._noted is not None and signum == signal.SIGINT:
+            self.hurried = True
+            raise KeyboardInterrupt('the second Ctrl-C; training broke off inside a batch')
+        self._noted = signum
 
 # %% ../../nbs/callbacks/65_interrupts.ipynb #3d0e266e
 def _in_worker(signum):
     if signum != signal.SIGTERM: return
-    signal.signal(signum, signal.SIG_DFL)
-    os.kill(os.getpid(), signum)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not hasattr(signal, 'alarm'): return # Windows, which has no forked workers either
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(10)

@@ -73,6 +73,20 @@ class RecorderCB:
         if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)) or not self._batches: return
         trainer.history.write_batches(True, self._batches, **{o.name: o.read() for o in self._values})
 
+    def state_dict(self):
+        "The values of a pass that is under way"
+        return dict(fit=self._fit, values={o.name: o.read() for o in self._values}, batches=list(self._batches))
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on in the middle of a pass"
+        self._fit = state['fit']
+        self._start()
+        self._batches += state['batches']
+        for column in self._values:
+            for value in state['values'][column.name]: column.add(value)
+
     def _start(self): self._values,self._batches,self._now = [_Values(o) for o in self.functions],[],None
 
 # %% ../../nbs/callbacks/53_recorder.ipynb #b8ad7787

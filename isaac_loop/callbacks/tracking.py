@@ -226,17 +226,21 @@ class TrackingCB:
     ):
         self.path = None if path is None else Path(path).expanduser().absolute()
         self._write = None if path is None else _writer(self.path)
-        self.experiment,self.run,self._trainer,self._open = experiment,None,None,False
+        self.experiment,self.run,self.resumed,self._trainer,self._open = experiment,None,None,None,False
         self.fit_stats,self.epoch_stats,self.batch_stats,self.fit_ends = [],[],[],[]
 
     def before_fit(self, trainer):
         "Note the model, the callbacks and all settings"
         self._open,self._pending,self._start = False,{},time.monotonic()
         self._n_epochs,self._n_batches = len(trainer.history),len(trainer.history.batches)
-        if self._trainer is None or self._trainer() is not trainer: self._trainer,self.run = weakref.ref(trainer),uuid.uuid4().hex[:12]
+        if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
         self._note('fit_stats', [self._fit_row(trainer)])
         self._first_write()
         self._open = True
+
+    def _new_run(self, trainer):
+        self.run,self.resumed,self._trainer = uuid.uuid4().hex[:12],None,weakref.ref(trainer)
+        self._first = self._n_epochs,self._n_batches
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #570f4fc6
 from fastcore.basics import patch
@@ -276,7 +280,8 @@ def _end_row(self:TrackingCB, trainer):
     error = trainer.exception
     outcome = type(error).__name__ if error is not None else 'stopped' if trainer.stop_reason is not None else 'finished'
     reason = str(error) if error is not None else trainer.stop_reason
-    return dict(fit=trainer.history.fit, ended=_now(), outcome=outcome, reason=reason, n_updates=trainer.n_updates, seconds=time.monotonic()-self._start)
+    return dict(fit=trainer.history.fit, ended=_now(), outcome=outcome, reason=reason, n_updates=trainer.n_updates, seconds=time.monotonic()-self._start,
+                **({'resumed': self.resumed} if self.resumed else {}))
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #82969853
 @patch
@@ -300,6 +305,30 @@ def _flush(self:TrackingCB):
     for table in list(self._pending):
         self._write(where, table, self._pending[table])
         del self._pending[table]
+
+# %% ../../nbs/callbacks/52_tracking.ipynb #c3cc2664
+@patch
+def state_dict(self:TrackingCB):
+    "The fits so far, and how much of the history is noted"
+    mine = {name: [o for o in getattr(self, name) if o['run'] == self.run] for name in ('fit_stats', 'fit_ends')}
+    return dict(run=self.run, first=list(self._first), noted=[self._n_epochs, self._n_batches], **mine)
+
+@patch
+def load_state_dict(self:TrackingCB,
+    state:dict, # What `state_dict` gave
+):
+    "Note what was noted before, as a new run"
+    trainer,own = self._trainer(),{**self.fit_stats[-1], 'fit': self._trainer().history.fit}
+    again = self.run == state['run'] # Taken back in time: this run has rows of what did not happen
+    if again: self._new_run(trainer)
+    self.resumed,self._first,(self._n_epochs,self._n_batches) = state['run'],tuple(state['first']),state['noted']
+    rows = dict(fit_stats=[o for o in state['fit_stats'] if o['fit'] < own['fit']], epoch_stats=trainer.history[self._first[0]:self._n_epochs],
+                batch_stats=trainer.history.batches[self._first[1]:self._n_batches], fit_ends=[o for o in state['fit_ends'] if o['fit'] < own['fit']])
+    for table,found in rows.items():
+        setattr(self, table, [o for o in getattr(self, table) if o['run'] not in (self.run, state['run'])])
+        self._note(table, [{k: v for k,v in o.items() if k != 'run'} for o in found])
+    if again: self._note('fit_stats', [{k: v for k,v in own.items() if k != 'run'}])
+    else: self.fit_stats.append(own)
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #e286302e
 @patch

@@ -1,0 +1,393 @@
+"""Callbacks that keep weights or states, against what they should have kept.
+
+Laws over all callbacks of the library with a state, several fits in one script, failures of the disk, rewinding, averages and best weights.
+"""
+import copy
+import gc
+import io
+import shutil
+import signal
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import isaac_loop.all as library
+from isaac_loop.callbacks.averaging import EMACB, SWACB
+from isaac_loop.callbacks.best import KeepBestCB
+from isaac_loop.callbacks.checkpoint import CheckpointCB, RewindCB
+from isaac_loop.callbacks.interrupts import InterruptCB
+from isaac_loop.callbacks.metrics import MetricsCB
+from isaac_loop.callbacks.recorder import RecorderCB
+from isaac_loop.callbacks.schedules import (
+    BatchSchedulerCB, EpochSchedulerCB, OneCycleSchedulerCB, PlateauSchedulerCB, StepSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB,
+)
+from isaac_loop.callbacks.tracking import TrackingCB
+from isaac_loop.callbacks.training import BasicTrainCB
+from isaac_loop.data import DataLoaders
+from isaac_loop.events import EVENTS, CancelFitException
+from isaac_loop.run_state import stateful_callbacks, take_state
+from isaac_loop.state import CheckpointWriteFailed, UnsaveableState, plain
+from isaac_loop.store import CheckpointStore
+from isaac_loop.tensors import set_seed
+from runs import Cut, CutCB, Rows, callbacks, differences, fit, make_loaders, make_model, make_trainer, result, same, tree
+
+pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
+
+
+# ---- T9: every callback with a state
+
+STATEFUL = {
+    "MetricsCB": lambda: MetricsCB(train_metrics=True, mean=Mean()), "RecorderCB": RecorderCB, "TrackingCB": TrackingCB, "KeepBestCB": KeepBestCB,
+    "EMACB": lambda: EMACB(0.8), "SWACB": lambda: SWACB(0.2), "OneCycleSchedulerCB": OneCycleSchedulerCB,
+    "BatchSchedulerCB": lambda: BatchSchedulerCB(lambda opt: optim.lr_scheduler.ExponentialLR(opt, 0.9)),
+    "EpochSchedulerCB": lambda: EpochSchedulerCB(lambda opt: optim.lr_scheduler.ExponentialLR(opt, 0.9)),
+    "WarmupSchedulerCB": WarmupSchedulerCB, "WSDSchedulerCB": WSDSchedulerCB, "StepSchedulerCB": lambda: StepSchedulerCB(1), "PlateauSchedulerCB": lambda: PlateauSchedulerCB(patience=0),
+}
+OTHERWISE = {"AttributeSchedulerCB"}  # Needs an attribute to change; see its own tests
+
+
+class Mean:
+    "A metric of one's own"
+    def __init__(self): self.total, self.n = torch.zeros(()), 0
+    def update(self, preds, targets):
+        self.total += preds.sum()
+        self.n += len(preds)
+    def compute(self): return self.total/self.n
+    def reset(self):
+        self.total.zero_()
+        self.n = 0
+
+
+def test_no_callback_with_a_state_was_forgotten():
+    found = {name for name, o in vars(library).items() if isinstance(o, type) and name.endswith("CB") and hasattr(o, "state_dict") and hasattr(o, "load_state_dict")}
+    assert found - OTHERWISE == set(STATEFUL)
+
+
+def with_one(name): return [BasicTrainCB(), *([] if name == "MetricsCB" else [MetricsCB()]), STATEFUL[name]()]
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("n", [4, 6])
+def test_a_state_goes_through_a_file_and_back_in_the_middle_of_a_run(name, n, tmp_path):
+    "T9: what is saved at any batch is read by the safe reader, is the same when loaded and saved again, and the run ends as if it had never stopped"
+    whole, states = fit(make_trainer(with_one(name))), []
+
+    def keep(trainer): states.append(plain({k: o.state_dict() for k, o in stateful_callbacks(trainer).items() if k != "TrackingCB"}))
+    class NoteCB(CheckpointCB):
+        name = "CheckpointCB"
+        def _save(self, trainer, *args, **kwargs):
+            keep(trainer)
+            super()._save(trainer, *args, **kwargs)
+    with pytest.raises(Cut): fit(make_trainer([*with_one(name), NoteCB(tmp_path/"run", every=1)]), callbacks=CutCB("after_backward", lambda t: t.n_updates == n+1))
+    file = io.BytesIO()
+    torch.save(states[-1], file)
+    file.seek(0)
+    assert without_seconds(torch.load(file, weights_only=True)) == without_seconds(states[-1])
+
+    def before_predict(trainer):
+        if trainer.training and trainer.n_updates == n+1 and len(states) < 99: loaded.append(plain({k: o.state_dict() for k, o in stateful_callbacks(trainer).items() if k != "TrackingCB"}))
+    loaded = []
+    again = fit(make_trainer([*with_one(name), CheckpointCB(tmp_path/"run", every=1)]), callbacks=before_predict)
+    if (n+1) % 7: assert without_seconds(loaded[0]) == without_seconds(states[-1])
+    same(whole, again)
+
+
+def without_seconds(states): return tree({k: {a: b for a, b in o.items() if a != "elapsed"} for k, o in states.items()})
+
+
+def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path):
+    "G4: the path to the value is named"
+    class OddCB:
+        def after_batch(self, trainer): pass
+        def state_dict(self): return {"where": [tmp_path]}
+        def load_state_dict(self, state): pass
+    with pytest.raises(UnsaveableState, match=r"OddCB.state_dict\(\)\['where'\]\[0\] is a pathlib.Path; use str"): fit(make_trainer([*callbacks(tmp_path/"run"), OddCB()]))
+    class HalfCB:
+        def after_batch(self, trainer): pass
+        def state_dict(self): return {}
+    with pytest.raises(TypeError, match="only one of"): fit(make_trainer([*callbacks(tmp_path/"run"), HalfCB()]))
+
+
+# ---- several fits, cancels, stops
+
+def script(folder=None, cut=None):
+    "A new head first, and then everything, with another optimizer and another callback"
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(), *([CheckpointCB(folder, every=2)] if folder else [])])
+    if cut is not None: trainer.add_callback(CutCB("after_backward", lambda t: (t.history.fit, t.n_updates) == cut))
+    trainer.model[0].requires_grad_(False)
+    fit(trainer, 1)
+    assert len(trainer.history) >= 1
+    trainer.model[0].requires_grad_(True)
+    trainer.opt_func = optim.SGD
+    return fit(trainer, 2, callbacks=OneCycleSchedulerCB(cycle_momentum=False))
+
+
+@pytest.mark.parametrize("cut", [(0, 1), (0, 4), (1, 0), (1, 5), (1, 9)])
+def test_two_fits_in_one_script(cut, tmp_path):
+    "Killed in either; the first is not trained again when the second has begun"
+    for _ in range(2):
+        with pytest.raises(Cut): script(tmp_path/"run", cut)
+    same(script(), script(tmp_path/"run"))
+    steps = [o.step for o in CheckpointStore(tmp_path/"run", read_only=True).list()]
+    assert steps[-1] == 21 and steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("way", ["stop", "cancel"])
+def test_a_run_that_ended_early_by_itself_is_complete(way, tmp_path, capsys):
+    def before_step(trainer):
+        if trainer.n_updates == 9:
+            if way == "stop": trainer.request_stop("good enough")
+            else: raise CancelFitException("good enough")
+    first = fit(make_trainer(callbacks(tmp_path/"run")), callbacks=before_step)
+    again = make_trainer(callbacks(tmp_path/"run"))
+    again.fit(3, 0.02, callbacks=before_step)
+    assert "complete already" in capsys.readouterr().out
+    same(first, again)
+
+
+# ---- the disk
+
+def test_a_save_that_fails_is_an_error_and_training_can_go_on(tmp_path, monkeypatch):
+    "G7, T8: deleted folder, full disk; what was saved before is whole, and the trainer still trains"
+    def before_batch(trainer):
+        if trainer.epoch == 1: shutil.rmtree(tmp_path/"run", ignore_errors=True)
+    trainer = make_trainer([*callbacks(tmp_path/"run"), InterruptCB()])
+    with pytest.raises(CheckpointWriteFailed, match="deleted or replaced"): fit(trainer, callbacks=before_batch)
+    assert trainer.n_updates == 14
+    fit(trainer, 1)
+
+    import os
+    real, full = os.write, []
+    def write(fd, data):
+        if full and len(data) > 2000: raise OSError(28, "No space left on device")
+        return real(fd, data)
+    monkeypatch.setattr(os, "write", write)
+    def after_epoch(trainer): full.extend([1]*(trainer.epoch == 1))
+    trainer = make_trainer(callbacks(tmp_path/"other"))
+    with pytest.raises(CheckpointWriteFailed, match="No space left"): fit(trainer, callbacks=after_epoch)
+    full.clear()
+    assert CheckpointStore(tmp_path/"other", read_only=True).latest().step == 7
+    same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"other"))))
+
+
+def test_the_best_is_kept_and_never_a_wrong_one_deleted(tmp_path):
+    "NEMO-26, NEMO-35, AIT-39, AIT-40, PTA-25, PTA-27, SON-16: the original's own list of accuracies, .5 .9 .6 .7 .4 and two kept, and NaN is never best"
+    for values, best in [([.5, .9, .6, .7, .4], [.9, .7]), ([.5, float("nan"), .6, .7, float("nan")], [.7, .6])]:
+        folder = tmp_path/str(best)
+        def after_epoch(trainer, values=values):
+            if trainer.training: trainer.history.write(score=values[trainer.epoch])
+        after_epoch.columns = ["score"]
+        fit(make_trainer([BasicTrainCB(), MetricsCB(), after_epoch, CheckpointCB(folder, monitor="score", mode="max", keep_best=2)]), 5)
+        store = CheckpointStore(folder, read_only=True, monitor="score", mode="max")
+        assert [o.metrics["score"] for o in store.ranked()][:2] == best
+        assert [o.step for o in store.list()][-2:] == [28, 35]
+        assert store.best().metrics.keys() == store.latest().metrics.keys() >= {"train_loss", "valid_loss", "score"}  # Stored alike, first and later
+
+
+def test_best_only_saves_at_the_best_and_at_the_end(tmp_path):
+    "SON-16, NEMO-30: also after a resume the old best counts"
+    saved = []
+    class NotesCB(CheckpointCB):
+        name = "CheckpointCB"
+        def _save(self, trainer, *args, **kwargs):
+            super()._save(trainer, *args, **kwargs)
+            saved.append(trainer.n_updates)
+    values = [3, 2, 4, 2.5, 1, 5]
+    def after_epoch(trainer):
+        if trainer.training: trainer.history.write(score=values[trainer.epoch])
+    after_epoch.columns = ["score"]
+    def run(*more): return fit(make_trainer([BasicTrainCB(), MetricsCB(), after_epoch, NotesCB(tmp_path/"run", every="best", monitor="score"), *more]), 6)
+    with pytest.raises(Cut): run(CutCB("before_batch", lambda t: t.epoch == 3))
+    assert saved == [7, 14]
+    run()
+    assert saved == [7, 14, 35, 42]
+
+
+# ---- several networks
+
+class GanCB:
+    "Two networks, two optimizers, one after the other"
+    def predict(self, trainer): trainer.preds = trainer.model(trainer.batch[0])
+    def get_loss(self, trainer): trainer.loss = F.cross_entropy(trainer.preds, trainer.batch[1]) + trainer.critic(trainer.batch[0]).square().mean()
+    def backward(self, trainer): trainer.loss.backward()
+    def step(self, trainer):
+        trainer.opt.step()
+        trainer.opt_critic.step()
+    def zero_grad(self, trainer):
+        trainer.opt.zero_grad()
+        trainer.opt_critic.zero_grad()
+
+
+def test_every_network_and_optimizer_of_the_trainer_is_saved(tmp_path):
+    "NEMO-28, NEMO-33, NEMO-54, PTA-38: all in one checkpoint of one step"
+    def make(folder=None):
+        trainer = make_trainer([GanCB(), MetricsCB(), *([CheckpointCB(folder, every=3)] if folder else [])])
+        trainer.critic = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        trainer.opt_critic = optim.Adam(trainer.critic.parameters(), 0.01)
+        return trainer
+    with pytest.raises(Cut): fit(make(tmp_path/"run"), callbacks=CutCB("before_step", lambda t: t.n_updates == 10))
+    same(fit(make()), fit(make(tmp_path/"run")))
+
+
+# ---- best weights and averages
+
+@pytest.mark.parametrize("end", [None, CancelFitException, KeyboardInterrupt, SystemExit, ValueError])
+def test_the_best_weights_come_back_after_every_end_but_an_error(end):
+    "PTA-26"
+    kept = {}
+    def after_fit(trainer): kept["last"] = copy.deepcopy(trainer.model.state_dict())
+    values = [2, 1, 3]
+    def after_epoch(trainer):
+        if not trainer.training:
+            trainer.history.write(score=values[trainer.epoch])
+            if trainer.epoch == 1: kept["best"] = copy.deepcopy(trainer.model.state_dict())
+    after_epoch.columns = ["score"]
+    def log(trainer):
+        kept["now"] = copy.deepcopy(trainer.model.state_dict())
+        if end and trainer.epoch == 2: raise end()
+    log.order = 60
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(), KeepBestCB("score"), after_epoch])
+    try: fit(trainer, callbacks=log)
+    except (KeyboardInterrupt, SystemExit, ValueError): pass
+    assert tree(trainer.model.state_dict()) == tree(kept["now" if end is ValueError else "best"])
+
+
+@pytest.mark.parametrize("cb", [lambda: EMACB(0.8), lambda: SWACB(0.3), lambda: SWACB(0., each="update")])
+def test_averages_change_nothing_about_training(cb):
+    "The weights that are trained, and a second fit, are bit for bit as without; also the loader and the gradients"
+    with_it, without = (fit(fit(make_trainer([BasicTrainCB(), MetricsCB(), *more]), 2), 2, keep_opt=True) for more in ([cb()], []))
+    assert tree(with_it.model.state_dict()) == tree(without.model.state_dict()) and with_it.history["train_loss"] == without.history["train_loss"]
+    assert with_it.history["valid_loss"] != without.history["valid_loss"]
+    assert with_it.dls.train.state_dict() == without.dls.train.state_dict()
+    assert all(o.training for o in with_it.model.modules()) == all(o.training for o in without.model.modules())
+
+
+def test_an_average_is_that_of_the_hand_written_loop():
+    seen = []
+    def after_step(trainer): seen.append([p.detach().clone() for p in trainer.model.parameters()])
+    trainer = fit(make_trainer([BasicTrainCB(), EMACB(0.7)]), 1, callbacks=after_step)
+    mean = seen[0]
+    for now in seen[1:]: mean = [torch.lerp(a, b, 0.3) for a, b in zip(mean, now)]
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(mean, trainer.EMACB.average.module.parameters()))
+    seen.clear()
+    trainer = fit(make_trainer([BasicTrainCB(), SWACB(0., each="update")]), 1, callbacks=after_step)
+    mean = [torch.stack(o).mean(0) for o in zip(*seen)]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mean, trainer.SWACB.average.module.parameters()))
+
+
+@pytest.mark.parametrize("error", [CancelFitException, ValueError, KeyboardInterrupt])
+def test_the_average_is_taken_back_after_any_end_of_validation(error):
+    trained = {}
+    def before_epoch(trainer):
+        if not trainer.training: trained.update(copy.deepcopy(trainer.model.state_dict()))
+    before_epoch.order = -50
+    trainer = make_trainer([BasicTrainCB(), EMACB(0.8), before_epoch])
+    try: fit(trainer, callbacks=CutCB("after_predict", lambda t: not t.training, error))
+    except (ValueError, KeyboardInterrupt): pass
+    assert tree(trainer.model.state_dict()) == tree(trained) and not trainer.EMACB.weights_swapped
+
+
+def test_the_average_is_never_saved_as_the_weights(tmp_path):
+    "Saving in validation by hand is refused; `keep` leaves the average in the model only when the checkpoint is written, so more epochs go on from the training weights"
+    def after_predict(trainer):
+        if not trainer.training: take_state(trainer, 0)
+    with pytest.raises(RuntimeError, match="`EMACB` has its own weights"): fit(make_trainer([BasicTrainCB(), EMACB(0.8)]), callbacks=after_predict)
+    def cbs(): return [BasicTrainCB(), MetricsCB(), EMACB(0.8, keep=True), CheckpointCB(tmp_path/"run")]
+    short = fit(make_trainer(cbs()), 2)
+    assert tree(short.model.state_dict()) == tree(short.EMACB.average.module.state_dict())
+    rerun = fit(make_trainer(cbs()), 2)
+    assert tree(rerun.model.state_dict()) == tree(short.model.state_dict())
+    same(fit(make_trainer(cbs()[:3]), 4), fit(make_trainer(cbs()), 4))
+
+
+# ---- back in time (U10)
+
+LOADERS = {"exact": make_loaders, "a list": lambda: DataLoaders([o for o in DataLoader(Rows(40, False), 8)], list(DataLoader(Rows(24, False), 12))),
+           "plain": lambda: DataLoaders(DataLoader(Rows(40), 8, shuffle=True), DataLoader(Rows(24), 12))}
+
+
+@pytest.mark.parametrize("loaders", LOADERS)
+@pytest.mark.parametrize("every", [None, 2])
+def test_rewinding_to_any_kept_state_and_going_on_is_never_having_gone(loaders, every):
+    "U10"
+    whole = fit(make_trainer(dls=LOADERS[loaders]()))
+    trainer = make_trainer([*callbacks(), RewindCB(every, keep=30)], LOADERS[loaders]())
+    same(whole, fit(trainer))
+    for place in sorted(trainer.RewindCB.states, reverse=True):
+        trainer.rewind(place)
+        same(whole, fit(trainer))
+
+
+def test_two_futures_from_one_point():
+    "U10: what comes after the point is forgotten, the point itself stays"
+    trainer = make_trainer([*callbacks(), RewindCB(4)])
+    one = result(fit(trainer))
+    def before_step(trainer): trainer.opt.param_groups[0]["weight_decay"] = 0.5
+    trainer.rewind(to=(1, 1))
+    other = result(fit(trainer, callbacks=before_step))
+    assert differences(one, other)
+    trainer.rewind(to=(1, 1))
+    same(other, result(fit(trainer, callbacks=before_step)))
+    with pytest.raises(LookupError, match="kept are"): trainer.rewind(to=(1, 2))
+
+
+def test_rewinding_after_an_interrupt_and_beside_a_checkpoint(tmp_path):
+    "U10: a checkpoint that is written after going back holds what really happened"
+    whole = fit(make_trainer())
+    def make(): return make_trainer([*callbacks(tmp_path/"run", every=3), RewindCB(2, keep=30)])
+    trainer = make()
+    with pytest.raises(KeyboardInterrupt): fit(trainer, callbacks=CutCB("after_step", lambda t: t.n_updates == 12, KeyboardInterrupt))
+    trainer.rewind(to=(0, 4))
+    with pytest.raises(Cut): fit(trainer, callbacks=CutCB("after_backward", lambda t: t.n_updates == 10))
+    same(whole, fit(make()))
+
+
+# ---- T16
+
+def test_a_hundred_failing_fits_leave_no_tensors_behind(tmp_path):
+    "T16: also with `sys.last_value`, as in a notebook, where only the newest error is held"
+    import sys
+    def live(): return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    trainer, counts = make_trainer([*callbacks(tmp_path/"run"), InterruptCB(), RewindCB()]), []
+    for _ in range(101):
+        try: fit(trainer, 1, callbacks=CutCB("after_backward", lambda t: t.batch_num == 1))
+        except Cut as e: sys.last_value = e
+        if _ % 10: continue
+        gc.collect()
+        counts.append(live())
+    del sys.last_value
+    assert len(set(counts[1:])) == 1, counts
+
+
+# ---- T12: after any failure, at any event
+
+EVENTS_TO_FAIL = [o for o in EVENTS if o not in ("cleanup_fit",)]
+
+
+@pytest.mark.parametrize("error", [ValueError, CancelFitException, KeyboardInterrupt])
+@pytest.mark.parametrize("order", [-60, 25, 60])
+def test_after_a_failure_at_any_event_everything_is_as_it_was(error, order):
+    "T12: signal handlers, modes, gradients on, training weights in the model; and the next fit is that of a fresh trainer"
+    def cbs(): return [BasicTrainCB(), MetricsCB(), OneCycleSchedulerCB(), EMACB(0.8), RecorderCB(), InterruptCB(), RewindCB()]
+    def start(trainer):
+        trainer.model.load_state_dict(weights)
+        trainer.dls.train.set_epoch(0)
+        trainer.dls.valid.set_epoch(0)
+        set_seed(3)
+        return fit(trainer, 2)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    weights = make_model().state_dict()
+    fresh = start(make_trainer(cbs()))
+    for event in EVENTS_TO_FAIL:
+        trainer, failing = make_trainer(cbs()), CutCB(event, lambda t: t.n_updates >= 3 or event == "before_fit", error)
+        failing.order = order
+        try: fit(trainer, 2, callbacks=failing)
+        except (ValueError, KeyboardInterrupt): pass
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers, event
+        assert torch.is_grad_enabled() and not trainer.EMACB.weights_swapped and failing not in trainer.callbacks, event
+        start(trainer)
+        assert tree(trainer.model.state_dict()) == tree(fresh.model.state_dict()), event
+        assert trainer.history["valid_loss"][-2:] == fresh.history["valid_loss"], event

@@ -1,0 +1,402 @@
+"""A run that was stopped anywhere and goes on, against the same run that was never stopped.
+
+Everything is compared bit for bit: weights, optimizer, average, best weights, rows of the history and losses of all batches.
+"""
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+from isaac_loop.callbacks.augmentation import MixUpCB
+from isaac_loop.callbacks.averaging import EMACB, SWACB
+from isaac_loop.callbacks.best import KeepBestCB
+from isaac_loop.callbacks.checkpoint import CheckpointCB
+from isaac_loop.callbacks.interrupts import InterruptCB
+from isaac_loop.callbacks.metrics import MetricsCB
+from isaac_loop.callbacks.progress import ProgressCB
+from isaac_loop.callbacks.recorder import RecorderCB
+from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, PlateauSchedulerCB
+from isaac_loop.callbacks.tracking import TrackingCB
+from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
+from isaac_loop.data import DataLoaders
+from isaac_loop.events import CancelFitException
+from isaac_loop.sampling import ReplayLoader, exact_loader
+from isaac_loop.state import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
+from isaac_loop.store import CheckpointStore, load_weights
+from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, same, tree
+
+pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
+
+
+# ---- T3: save at every batch, go on from each
+
+def everything():
+    "As many callbacks as fit into one run"
+    import torcheval.metrics
+    import torchmetrics
+    accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+    return [BasicTrainCB(), MetricsCB(torcheval.metrics.MulticlassAccuracy(), train_metrics=True, accuracy=accuracy), OneCycleSchedulerCB(), EMACB(0.9),
+            KeepBestCB(), RecorderCB(rate=lambda t: t.opt.param_groups[0]["lr"], loss=lambda t: t.loss), TrackingCB(), ProgressCB("plain")]
+
+
+def plain_loaders(num_workers=0):
+    train = DataLoader(Rows(40), 8, shuffle=True, num_workers=num_workers)
+    return DataLoaders(train, DataLoader(Rows(24), 12))
+
+
+VARIANTS = {
+    "everything": (everything, make_loaders, optim.AdamW),
+    "momentum in the gradients": (lambda: callbacks(train=MomentumTrainCB(0.5)), make_loaders, momentum_sgd),
+    "swa, mixup, plateau": (lambda: [BasicTrainCB(), MetricsCB(), MixUpCB(), SWACB(0.3, each="update", keep=True), PlateauSchedulerCB(patience=0)], make_loaders, optim.Adam),
+    "swa by epoch, limited": (lambda: [BasicTrainCB(), MetricsCB(), NBatchCB(3), SWACB(0.3)], make_loaders, optim.Adam),
+    "plain loaders": (callbacks, plain_loaders, optim.Adam),
+    "a list": (callbacks, lambda: DataLoaders([o for o in DataLoader(Rows(40, False), 8)], list(DataLoader(Rows(24, False), 12))), optim.Adam),
+    "replayed": (callbacks, lambda: DataLoaders(ReplayLoader(DataLoader(Rows(40), 8, shuffle=True), 3), DataLoader(Rows(24), 12)), optim.Adam),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_going_on_from_every_batch_is_the_same_run(variant, tmp_path):
+    "T3; NEMO-23, NEMO-25, NEMO-34, PTA-38, PTA-51: three epochs, saved at every batch; one run from each of the checkpoints"
+    make_cbs, make_dls, opt_func = VARIANTS[variant]
+    whole = fit(make_trainer(make_cbs(), make_dls(), opt_func))
+    saved = fit(make_trainer([*make_cbs(), CheckpointCB(tmp_path/"all", every=1, keep_last=None)], make_dls(), opt_func))
+    same(whole, saved)
+    found = CheckpointStore(tmp_path/"all", read_only=True).list()
+    assert len(found) == whole.n_updates
+    for o in found:
+        again = fit(make_trainer([*make_cbs(), CheckpointCB(tmp_path/f"from {o.step}", every=1000, resume=o.path)], make_dls(), opt_func))
+        same(whole, again)
+        if hasattr(again, "TrackingCB"): same_tables(whole.TrackingCB, again.TrackingCB)
+
+
+def same_tables(a, b):
+    for name in ("epoch_stats", "batch_stats"):
+        found, expected = ([{k: v for k, v in row.items() if k not in ("run", "elapsed")} for row in getattr(o, name)] for o in (a, b))
+        assert tree(found) == tree(expected)
+
+
+@pytest.mark.parametrize("first,then", [(2, 2), (0, 2), (2, 1)])
+def test_the_number_of_workers_may_change(first, then, tmp_path):
+    "T3 with workers: one run from each place of the second epoch"
+    whole = fit(make_trainer(dls=make_loaders(24)), 2)
+    saved = fit(make_trainer(callbacks(tmp_path/"all", every=1, keep_last=None), make_loaders(24, num_workers=first)), 2)
+    same(whole, saved)
+    for o in CheckpointStore(tmp_path/"all", read_only=True).list()[1:5]:
+        same(whole, fit(make_trainer(callbacks(tmp_path/f"from {o.step}", resume=o.path), make_loaders(24, num_workers=then)), 2))
+
+
+# ---- T2, T4, T13: killed and interrupted from outside
+
+def test_killed_and_interrupted_processes_end_as_if_nothing_had_happened():
+    "T2, T4, T13; SON-34, SON-27, U10: 20 kills and 20 signals at random moments, also while resuming, saving and validating (`make torture` has more)"
+    tool = Path(__file__).parents[1]/"tools"/"torture.py"
+    done = subprocess.run([sys.executable, tool, "--kills", "20", "--signals", "20"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 lost" in done.stdout
+
+
+SCRIPT = """
+import os, signal, sys, warnings
+sys.path[:0] = {paths}
+import runs
+from isaac_loop.callbacks.checkpoint import CheckpointCB
+from isaac_loop.callbacks.interrupts import InterruptCB
+def before_backward(trainer):
+    if trainer.epoch == 1: {kill}(os.getpid(), signal.{name})
+trainer = runs.make_trainer(runs.callbacks({folder!r}) + [InterruptCB(), before_backward], runs.make_loaders(num_workers={workers}))
+runs.fit(trainer)
+"""
+
+
+@pytest.mark.parametrize("name,code,kill,workers", [("SIGINT", -signal.SIGINT, "os.kill", 0), ("SIGTERM", 143, "os.killpg", 2)])
+def test_a_script_that_is_interrupted_ends_as_the_system_expects(name, code, kill, workers, tmp_path):
+    "T13; SON-27: a shell sees 130 (a process that ended by SIGINT) and 143, also if SIGTERM comes to the workers as well; every batch that was done is saved"
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(paths=paths, name=name, kill=kill, workers=workers, folder=str(tmp_path/"run"))], capture_output=True, timeout=60, start_new_session=True)
+    assert done.returncode == code, done.stderr
+    assert CheckpointStore(tmp_path/"run", read_only=True).latest().step == 8
+    same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"run"))))
+
+
+def press(trainer, signum=signal.SIGINT):
+    "As if a signal came now"
+    trainer.InterruptCB._note(signum)
+
+
+def pressing(event, when, signum=signal.SIGINT):
+    def handler(trainer):
+        if when(trainer): press(trainer, signum)
+    handler.__name__, handler.order = event, 60
+    return handler
+
+
+MOMENTS = {
+    "in the first batch": pressing("after_predict", lambda t: (t.epoch, t.batch_num) == (0, 0)),
+    "in the last batch of an epoch": pressing("before_step", lambda t: (t.epoch, t.batch_num) == (1, t.n_batches-1)),
+    "at the end of a training pass": pressing("after_epoch", lambda t: t.training and t.epoch == 1),
+    "in validation": pressing("after_predict", lambda t: not t.training and t.epoch == 1),
+    "in the last batch of validation": pressing("after_predict", lambda t: not t.training and t.batch_num == 1),
+    "when a row is complete": pressing("log", lambda t: t.epoch == 1),
+    "in the last validation of all": pressing("after_predict", lambda t: not t.training and t.epoch == 2),
+    "in the last log": pressing("log", lambda t: t.epoch == 2),
+    "after everything": pressing("after_fit", lambda t: True),
+    "before anything": pressing("before_fit", lambda t: True),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("loaders", [make_loaders, plain_loaders])
+def test_nothing_is_lost_whenever_an_interrupt_comes(moment, loaders, tmp_path):
+    "T13 in one process: at most one more batch, everything saved, and the next fit, in this process or another, goes on"
+    whole = fit(make_trainer(dls=loaders()))
+    for again_here in (True, False):
+        folder = tmp_path/str(again_here)
+        first = make_trainer([*callbacks(folder), InterruptCB()], loaders())
+        handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            fit(first, callbacks=MOMENTS[moment])
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+        latest = CheckpointStore(folder, read_only=True).latest()
+        assert latest.step == first.n_updates  # So no batch is done twice
+        if moment in ("in the last log", "after everything") and again_here: continue  # There is nothing left of this fit, and another would be a second one
+        same(whole, fit(first if again_here else make_trainer([*callbacks(folder), InterruptCB()], loaders())))
+
+
+def test_an_interrupt_is_not_swallowed_by_a_stop_or_a_cancel(tmp_path):
+    def log(trainer):
+        press(trainer)
+        trainer.request_stop("enough")
+    trainer = make_trainer([*callbacks(tmp_path/"run"), InterruptCB()])
+    with pytest.raises(KeyboardInterrupt): fit(trainer, callbacks=log)
+    position = CheckpointStore(tmp_path/"run", read_only=True).load()[1]["position"]
+    assert position["finished"] and position["stop_reason"] == "enough" and trainer.n_updates == 7
+
+    def before_backward(trainer):
+        press(trainer, signal.SIGTERM)
+        raise CancelFitException("no more")
+    with pytest.raises(SystemExit): fit(make_trainer([*callbacks(), InterruptCB()]), callbacks=before_backward)
+
+
+def test_a_second_interrupt_is_immediate_and_saves_nothing(tmp_path):
+    def before_backward(trainer):
+        press(trainer)
+        press(trainer)
+    trainer = make_trainer([*callbacks(tmp_path/"run"), InterruptCB()])
+    with pytest.raises(KeyboardInterrupt, match="second"): fit(trainer, callbacks=before_backward)
+    assert trainer.n_updates == 0 and not CheckpointStore(tmp_path/"run", read_only=True).list()
+
+
+def test_outside_of_the_main_thread_no_handlers_are_touched():
+    before, errors = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        try: fit(make_trainer([*callbacks(), InterruptCB()]), 1, callbacks=CutCB("before_fit", lambda t: signal.getsignal(signal.SIGINT) is not before))
+        except BaseException as e: errors.append(e)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors and signal.getsignal(signal.SIGINT) is before
+
+
+def test_nested_fits_put_back_the_handlers_of_the_outer_one():
+    seen = []
+
+    def after_batch(trainer):
+        if not trainer.training: return
+        outer = signal.getsignal(signal.SIGTERM)
+        fit(make_trainer([*callbacks(), InterruptCB()]), 1)
+        seen.append(signal.getsignal(signal.SIGTERM) == outer == trainer.InterruptCB._note)
+    before = signal.getsignal(signal.SIGTERM)
+    fit(make_trainer([*callbacks(), InterruptCB()]), 1, callbacks=after_batch)
+    assert all(seen) and len(seen) == 7 and signal.getsignal(signal.SIGTERM) == before
+
+
+class Asks(Rows):
+    "Each item says whether a signal ends the worker that reads it, and what Ctrl-C does there"
+    def __getitem__(self, i):
+        signal.raise_signal(signal.SIGINT)  # Left to the main process
+        return super().__getitem__(i)
+
+
+def test_workers_leave_an_interrupt_to_the_main_process():
+    dls = make_loaders()
+    dls.train = exact_loader(Asks(16), 8, num_workers=2)
+    trainer = fit(make_trainer([*callbacks(), InterruptCB()], dls), 1)
+    assert trainer.n_updates == 2 and trainer.InterruptCB.interrupted is None
+
+
+# ---- T4, T18: one folder, many starts
+
+def cut_at(n): return CutCB("after_backward", lambda t: t.n_updates == n)
+
+
+def broken_off(folder, n=10, cbs=None, **options):
+    "A run that lost its power after `n` updates"
+    trainer = make_trainer(cbs() + [CheckpointCB(folder, **options)] if cbs else callbacks(folder, **options))
+    with pytest.raises(Cut): fit(trainer, callbacks=cut_at(n))
+    return trainer
+
+
+def test_the_same_checkpoint_can_be_gone_on_from_again_and_again(tmp_path):
+    "T4: cut at the same batch several times, each time before anything new is saved"
+    for _ in range(4): broken_off(tmp_path/"run", every=4)
+    assert len(CheckpointStore(tmp_path/"run", read_only=True).list()) == 2
+    same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"run", every=4))))
+
+
+def test_two_runs_at_a_time_in_one_folder_are_refused(tmp_path):
+    "T18: the second one says so before it trains, and the first goes on"
+    def before_batch(trainer):
+        if trainer.batch_num: return
+        with pytest.raises(CheckpointFolderBusy): fit(second)
+    second = make_trainer(callbacks(tmp_path/"run"))
+    same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"run")), callbacks=before_batch))
+
+
+def test_a_run_may_be_moved_or_copied(tmp_path):
+    "T18; PTA-50: a moved folder and a copied one go on alike, and a single checkpoint can be named by its path"
+    whole = fit(make_trainer())
+    broken_off(tmp_path/"run", every=4)
+    shutil.copytree(tmp_path/"run", tmp_path/"copy")
+    (tmp_path/"run").rename(tmp_path/"moved")
+    one = sorted((tmp_path/"copy").glob("step-*"))[0]
+    shutil.copytree(one, tmp_path/"elsewhere"/"one")
+    for cb in (CheckpointCB(tmp_path/"moved", resume="must"), CheckpointCB(tmp_path/"copy", resume="must"), CheckpointCB(tmp_path/"new", resume=tmp_path/"elsewhere"/"one")):
+        same(whole, fit(make_trainer([*callbacks(), cb])))
+    model = make_model()
+    model.load_state_dict(load_weights(CheckpointStore(tmp_path/"copy", read_only=True).latest().path))  # Plain PyTorch
+
+
+# ---- where to go on
+
+def test_must_insists_and_never_begins_anew(tmp_path):
+    "NEMO-24, NEMO-27, NEMO-36: nothing is ever replaced by random weights in silence"
+    with pytest.raises(NoValidCheckpoint, match="Is it the right folder"): fit(make_trainer(callbacks(tmp_path/"run", resume="must")))
+    with pytest.raises(NoValidCheckpoint): fit(make_trainer(callbacks(tmp_path/"run", resume=tmp_path/"run"/"step-7")))
+    broken_off(tmp_path/"run", every=4)
+    kept = {o.name for o in (tmp_path/"run").glob("step-*")}
+    fresh = make_trainer([*callbacks(tmp_path/"run", resume="never")])
+    fit(fresh, 1)
+    fit(fresh, 1)  # A second fit of the same run
+    found = CheckpointStore(tmp_path/"run", read_only=True)
+    assert kept <= {o.path.name for o in found.list()} and len({o.run_id for o in found.list()}) == 2
+    assert found.latest().step == 14
+
+
+def test_a_damaged_folder_is_no_fresh_start(tmp_path):
+    "NEMO-36"
+    broken_off(tmp_path/"run", every=4)
+    for o in (tmp_path/"run").glob("step-*/state.pt"): o.write_bytes(b"damaged")
+    with pytest.warns(UserWarning), pytest.raises(NoValidCheckpoint): fit(make_trainer(callbacks(tmp_path/"run")))
+
+
+def test_a_finished_run_is_not_run_again_and_gives_its_result(tmp_path, capsys):
+    "PTA-26: also the best weights are in the model"
+    whole = fit(make_trainer(callbacks(tmp_path/"run")))
+    again = make_trainer(callbacks(tmp_path/"run"))
+    before = sorted(o.name for o in (tmp_path/"run").iterdir())
+    again.fit(3, 0.02)
+    assert "complete already (3 epochs are done)" in capsys.readouterr().out
+    same(whole, again)
+    assert sorted(o.name for o in (tmp_path/"run").iterdir()) == before
+
+
+def test_more_epochs_than_before_go_on_and_fewer_do_not(tmp_path):
+    fit(make_trainer([BasicTrainCB(), MetricsCB(), CheckpointCB(tmp_path/"run")]), 2)
+    longer = fit(make_trainer([BasicTrainCB(), MetricsCB(), CheckpointCB(tmp_path/"run")]), 4)
+    same(fit(make_trainer([BasicTrainCB(), MetricsCB()]), 4), longer)
+    shorter = fit(make_trainer([BasicTrainCB(), MetricsCB(), CheckpointCB(tmp_path/"run")]), 3)
+    same(longer, shorter)
+
+
+def test_an_epoch_that_is_already_behind_is_not_saved_anew(tmp_path):
+    "Cut in epoch 2, and then asked for two epochs only"
+    broken_off(tmp_path/"run", n=17, every=4)
+    before = sorted(o.name for o in (tmp_path/"run").iterdir())
+    with pytest.warns(UserWarning, match="goes on with a schedule"): trainer = fit(make_trainer(callbacks(tmp_path/"run", every=4)), 2)
+    assert trainer.n_updates == 16 and sorted(o.name for o in (tmp_path/"run").iterdir()) == before
+
+
+def test_a_longer_schedule_says_what_follows(tmp_path):
+    fit(make_trainer(callbacks(tmp_path/"run")), 2)
+    with pytest.warns(UserWarning, match="saved in a fit of 14 steps, but this fit has 28"): fit(make_trainer(callbacks(tmp_path/"run")), 4)
+
+
+class SeenCB:
+    "Which rows were seen in which epoch"
+    def __init__(self): self.rows = {}
+    def after_batch(self, trainer):
+        if trainer.training: self.rows.setdefault(trainer.epoch, []).extend(trainer.batch[0][:, 0].tolist())
+    def state_dict(self): return {"rows": self.rows}
+    def load_state_dict(self, state): self.rows = state["rows"]
+
+
+@pytest.mark.parametrize("size", [4, 14, 16, 28, 40])
+def test_another_batch_size_uses_every_sample_once(size, tmp_path):
+    "T5 in one process: 16 samples of an epoch were used in batches of 8, and the rest comes in others; said to be inexact"
+    def make(size, folder):
+        rows = Rows(56, augment=False)
+        return make_trainer([BasicTrainCB(), MetricsCB(), SeenCB(), CheckpointCB(folder, every=1)], DataLoaders(exact_loader(rows, size)), optim.SGD)
+    with pytest.raises(Cut): fit(make(8, tmp_path/"run"), 2, callbacks=CutCB("before_batch", lambda t: t.n_updates == 2), valid=False)
+    again = make(size, tmp_path/"run")
+    with pytest.warns(UserWarning, match="not be the same bit for bit"): fit(again, 2, valid=False)
+    everybody = sorted(Rows(56).x[:, 0].tolist())
+    assert [sorted(o) for o in again.SeenCB.rows.values()] == [everybody, everybody]
+
+
+def test_a_batch_size_that_ends_the_epoch_at_once_does_not_lose_the_next_one(tmp_path):
+    "6 of 7 batches of 8 are done; with batches of 16 and `drop_last` nothing is left of this epoch"
+    def make(size):
+        return make_trainer([BasicTrainCB(), MetricsCB(), SeenCB(), CheckpointCB(tmp_path/"run", every=1)], DataLoaders(exact_loader(Rows(56, False), size, drop_last=True)), optim.SGD)
+    with pytest.raises(Cut): fit(make(8), 2, callbacks=CutCB("before_batch", lambda t: t.n_updates == 6), valid=False)
+    again = make(16)
+    with pytest.warns(UserWarning, match="bit for bit"): fit(again, 2, valid=False)
+    assert [len(o) for o in again.SeenCB.rows.values()] == [48, 48]
+
+
+# ---- what no longer fits
+
+def test_what_would_give_a_wrong_result_is_refused_with_both_sides(tmp_path):
+    "NEMO-29, NEMO-36: strict by default, before the first batch, and nothing in the folder changes"
+    broken_off(tmp_path/"run", every=4)
+    def wider(): return nn.Sequential(nn.Linear(8, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.3), nn.Linear(20, 3))
+    with pytest.raises(ResumeMismatch, match=r"`0.weight` was \(16, 8\), and is \(20, 8\)"): fit(make_trainer(callbacks(tmp_path/"run"), model=wider()))
+    def halves(params, lr): return optim.AdamW([{"params": params[:2]}, {"params": params[2:]}], lr)
+    with pytest.raises(ResumeMismatch, match=r"groups had \[6\] parameters, and have \[2, 4\]"): fit(make_trainer(callbacks(tmp_path/"run"), opt_func=halves))
+    with pytest.raises(StateOwnerMissing, match="EMACB"): fit(make_trainer([BasicTrainCB(), MetricsCB(), CheckpointCB(tmp_path/"run")]))
+    with pytest.raises(StateOwnerMissing, match="SeenCB"): fit(make_trainer([*callbacks(tmp_path/"run"), SeenCB()]))
+    relaxed = fit(make_trainer([*callbacks(tmp_path/"run", strict=False), SeenCB()]))
+    assert relaxed.n_updates == 21
+    with pytest.raises(ValueError, match="samples would be left out"):
+        broken_off(tmp_path/"other", every=4)
+        fit(make_trainer(callbacks(tmp_path/"other"), make_loaders(seed=8)))
+
+
+def test_random_numbers_of_a_device_that_is_not_here_are_an_error_unless_told_otherwise(tmp_path, monkeypatch):
+    from isaac_loop import run_state
+    real = run_state.plain_random_state
+    monkeypatch.setattr(run_state, "plain_random_state", lambda: real() | {"cuda": [torch.zeros(16, dtype=torch.uint8)]*64})
+    broken_off(tmp_path/"run", every=4)
+    with pytest.raises(ResumeMismatch, match="cuda"): fit(make_trainer(callbacks(tmp_path/"run")))
+    fit(make_trainer(callbacks(tmp_path/"run", strict=False)))
+
+
+def test_the_seeds_example_with_its_six_arguments(tmp_path):
+    "NEMO-25, NEMO-26, NEMO-30, NEMO-32, NEMO-37, AIT-41, NEMO-24: folder, how often, how many to keep, another folder to load from, and insisting on it; no step 0, and the end is saved whatever the frequency"
+    fit(make_trainer(callbacks(tmp_path/"run", every=4, keep_last=4)))
+    assert [o.step for o in CheckpointStore(tmp_path/"run", read_only=True).list()] == [12, 16, 20, 21]
+    found = CheckpointStore(tmp_path/"run", read_only=True).list()[0]
+    same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"other", every="epoch", keep_last=2, resume=found.path))))
+    assert [o.step for o in CheckpointStore(tmp_path/"other", read_only=True).list()] == [14, 21]
+    for every in (0, -1, 1.5, "batch", None, True):
+        with pytest.raises(ValueError, match="`every` is"): CheckpointCB(tmp_path/"run", every=every)
+    with pytest.raises(ValueError, match="`resume` is"): CheckpointCB(tmp_path/"run", resume="yes")
+    with pytest.raises(ValueError, match="what is best"): CheckpointCB(tmp_path/"run", every="best")
