@@ -393,6 +393,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'isaac_loop/callbacks/checkpoint.py'),
                                                  'isaac_loop.callbacks.checkpoint._start_of_pass': ( 'callbacks/checkpoint.html#_start_of_pass',
                                                                                                      'isaac_loop/callbacks/checkpoint.py'),
+                                                 'isaac_loop.callbacks.checkpoint._warn_of_rate': ( 'callbacks/checkpoint.html#_warn_of_rate',
+                                                                                                    'isaac_loop/callbacks/checkpoint.py'),
                                                  'isaac_loop.callbacks.checkpoint._why_over': ( 'callbacks/checkpoint.html#_why_over',
                                                                                                 'isaac_loop/callbacks/checkpoint.py')},
             'isaac_loop.callbacks.clipping': { 'isaac_loop.callbacks.clipping.ClipGradCB': ( 'callbacks/clipping.html#clipgradcb',

@@ -53,9 +53,10 @@ def take_state(
     "All that this run must remember to go on later"
     swapped = [callback_name(o) for o in trainer.callbacks if getattr(o, 'weights_swapped', False)]
     if swapped: raise RuntimeError(f'`{swapped[0]}` has its own weights in the model at present, so the training weights cannot be saved. Save between two passes, or in a training pass.')
-    position = dict(fit=trainer.history.fit, epoch=epoch, batches=batches, n_updates=trainer.n_updates, n_epochs=trainer.n_epochs, finished=finished,
+    position = dict(fit=trainer.history.fit, epoch=epoch, batches=batches, n_updates=trainer.n_updates, n_epochs=trainer.n_epochs, lr=float(trainer.lr), finished=finished,
                     stop_reason=None if trainer.stop_reason is None else str(trainer.stop_reason), n_batches=n_batches(trainer.dls.train) if getattr(trainer.dls, 'train', None) is not None else None)
-    state = dict(position=position, pass_start=pass_start, opts={name: o.state_dict() for name,o in _parts(trainer, optim.Optimizer).items()},
+    state = dict(position=position, pass_start=pass_start, opt_classes={name: type(o).__name__ for name,o in _parts(trainer, optim.Optimizer).items()},
+                 opts={name: o.state_dict() for name,o in _parts(trainer, optim.Optimizer).items()},
                  modules={name: o.state_dict() for name,o in _parts(trainer, nn.Module).items()},
                  grads={i: p.grad for i,p in enumerate(_parameters(trainer)) if p.grad is not None})
     state = {name: plain(o, f'the state of `{name}`', copy) for name,o in state.items()} | take_parts(trainer, copy)
@@ -82,7 +83,7 @@ def check_fits(
     lines = [*_differing(weights, trainer.model.state_dict(), 'the model'), *_unlike(state['opts'], _parts(trainer, optim.Optimizer), 'the optimizers'),
              *_unlike(state['modules'], _parts(trainer, nn.Module), 'the modules'), *_groups(trainer, state), *_lengths(trainer, state)]
     if lines: raise ResumeMismatch('What was saved does not fit this trainer, so going on would give a wrong result.\n' + '\n'.join(f'- {o}' for o in lines)
-                                   + '\nMake model, optimizer and data as they were, or start anew in another folder.')
+                                   + '\nMake model, optimizer and data as they were, or start anew in another folder. To evaluate a saved model only, use `trainer.load` and `trainer.validate`.')
     here,there = stateful_callbacks(trainer),state['callbacks']
     lost,new = [o for o in there if o not in here],[o for o in here if o not in there]
     if strict and (lost or new):
@@ -99,8 +100,10 @@ def _unlike(saved, now, what):
     if saved.keys() != now.keys(): yield f'{what}: saved were {list(saved)}, now there are {list(now)}'
 
 def _groups(trainer, state):
-    "Optimizers whose groups have other sizes"
+    "Optimizers of another class, or whose groups have other sizes"
     for name,opt in _parts(trainer, optim.Optimizer).items():
+        was = state['opt_classes'].get(name, type(opt).__name__)
+        if was != type(opt).__name__: yield f'`trainer.{name}`: it was a {was}, and is a {type(opt).__name__}'
         saved,now = ([len(g['params']) for g in groups] for groups in (state['opts'].get(name, {}).get('param_groups', opt.param_groups), opt.param_groups))
         if saved != now: yield f'`trainer.{name}`: its groups had {saved} parameters, and have {now}'
 

@@ -34,7 +34,7 @@ from isaac_loop.store import CheckpointStore
 from isaac_loop.tensors import set_seed
 from runs import Cut, CutCB, Rows, callbacks, differences, fit, make_loaders, make_model, make_trainer, result, same, tree
 
-pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
+pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading", "ignore:The loss was more than")
 
 
 # ---- T9: every callback with a state
@@ -45,6 +45,9 @@ STATEFUL = {
     "BatchSchedulerCB": lambda: BatchSchedulerCB(lambda opt: optim.lr_scheduler.ExponentialLR(opt, 0.9)),
     "EpochSchedulerCB": lambda: EpochSchedulerCB(lambda opt: optim.lr_scheduler.ExponentialLR(opt, 0.9)),
     "WarmupSchedulerCB": WarmupSchedulerCB, "WSDSchedulerCB": WSDSchedulerCB, "StepSchedulerCB": lambda: StepSchedulerCB(1), "PlateauSchedulerCB": lambda: PlateauSchedulerCB(patience=0),
+    "AccumulationCB": lambda: library.AccumulationCB(2), "ClipGradCB": lambda: library.ClipGradCB(max_norm=0.1), "MixedPrecisionCB": lambda: library.MixedPrecisionCB("float16"),
+    "EarlyStoppingCB": lambda: library.EarlyStoppingCB(patience=1), "LimitCB": lambda: library.LimitCB(updates=9, samples=10**6), "LossSpikeCB": lambda: library.LossSpikeCB(1.05, warmup=1, stop=False),
+    "NonFiniteStopCB": lambda: library.NonFiniteStopCB(every=3), "SamePredictionsCB": lambda: library.SamePredictionsCB(stop=False),
 }
 OTHERWISE = {"AttributeSchedulerCB"}  # Needs an attribute to change; see its own tests
 
@@ -199,7 +202,7 @@ def test_best_only_saves_at_the_best_and_at_the_end(tmp_path):
     def after_epoch(trainer):
         if trainer.training: trainer.history.write(score=values[trainer.epoch])
     after_epoch.columns = ["score"]
-    def run(*more): return fit(make_trainer([BasicTrainCB(), MetricsCB(), after_epoch, NotesCB(tmp_path/"run", every="best", monitor="score"), *more]), 6)
+    def run(*more): return fit(make_trainer([BasicTrainCB(), MetricsCB(), after_epoch, NotesCB(tmp_path/"run", every="best", monitor="score", mode="min"), *more]), 6)
     with pytest.raises(Cut): run(CutCB("before_batch", lambda t: t.epoch == 3))
     assert saved == [7, 14]
     run()
@@ -249,7 +252,7 @@ def test_the_best_weights_come_back_after_every_end_but_an_error(end):
         kept["now"] = copy.deepcopy(trainer.model.state_dict())
         if end and trainer.epoch == 2: raise end()
     log.order = 60
-    trainer = make_trainer([BasicTrainCB(), MetricsCB(), KeepBestCB("score"), after_epoch])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(), KeepBestCB("score", "min"), after_epoch])
     try: fit(trainer, callbacks=log)
     except (KeyboardInterrupt, SystemExit, ValueError): pass
     assert tree(trainer.model.state_dict()) == tree(kept["now" if end is ValueError else "best"])

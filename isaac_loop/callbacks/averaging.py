@@ -11,7 +11,7 @@ import math
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from ..events import CancelEpochException, CancelException, Order
+from ..events import callback_name, CancelEpochException, CancelException, Order
 
 # %% ../../nbs/callbacks/63_averaging.ipynb #fd9ef505
 class _AveragingCB:
@@ -25,6 +25,8 @@ class _AveragingCB:
 
     def before_fit(self, trainer):
         "Begin a new average with the present weights"
+        others = [callback_name(o) for o in trainer.callbacks if o is not self and hasattr(o, 'weights_swapped')]
+        if others: raise ValueError(f'`{callback_name(self)}` and `{others[0]}` both put an average into the model for validation, and only one can be measured. Use one of them in a fit.')
         self.average,self.weights_swapped = AveragedModel(trainer.model, multi_avg_fn=self._rule()).eval(),False
 
     def after_step(self, trainer):
@@ -75,7 +77,7 @@ class EMACB(_AveragingCB):
         decay:float=0.999, # Share of the old average that stays at each update, 0 to 1; 0.999 looks back over about 1,000 updates
         keep:bool=False, # Leave the average in the model when the fit has ended?
     ):
-        if not 0 <= decay < 1: raise ValueError(f'`decay` is {decay!r}; at 1 or more the average would never change or grow without end. Use a share such as 0.999.')
+        if isinstance(decay, (str, bool)) or not 0 <= decay < 1: raise ValueError(f'`decay` is {decay!r}; at 1 or more the average would never change or grow without end. Use a share such as 0.999.')
         super().__init__(keep)
         self.decay = decay
 

@@ -9,7 +9,7 @@ __all__ = ['evaluated_model', 'KeepBestCB']
 import torch
 
 from ..events import CancelException, Order
-from ..history import Monitor, check_monitored
+from ..history import Monitor, check_monitored, mode_of
 
 # %% ../../nbs/callbacks/66_best.ipynb #73777d25
 def evaluated_model(
@@ -25,10 +25,10 @@ class KeepBestCB:
     order = Order.DECIDE
     def __init__(self,
         monitor:str='valid_loss', # Column of the history to watch
-        mode:str='min', # 'min' when lower is better (losses), 'max' when higher is (accuracies)
+        mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         min_delta:float=0., # A change must be larger than this to count
     ):
-        self.monitor,self._judge,self.best_epoch,self._weights = monitor,Monitor(mode, min_delta),None,None
+        self.monitor,self._judge,self.best_epoch,self._weights = monitor,Monitor(mode_of(monitor, mode), min_delta),None,None
 
     def before_fit(self, trainer):
         "Forget the last run"
@@ -39,7 +39,7 @@ class KeepBestCB:
     def log(self, trainer):
         "Copy the weights if this epoch is the best"
         if not trainer.history.current: return
-        if self._judge.update(trainer.history.latest(self.monitor)):
+        if self._judge.update(trainer.history.current.get(self.monitor)):
             self.best_epoch,self._weights = trainer.epoch,{k: v.detach().clone() for k,v in evaluated_model(trainer).state_dict().items() if torch.is_tensor(v)}
 
     def cleanup_fit(self, trainer):

@@ -11,7 +11,7 @@ import datetime, math, os, time, warnings, weakref
 from fastcore.basics import patch
 
 from ..events import CancelFitException, Order
-from ..history import Monitor, check_monitored
+from ..history import Monitor, check_monitored, mode_of
 from ..run_state import check_fits, put_position, put_random, put_state, take_parts, take_state
 from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
@@ -141,7 +141,7 @@ class CheckpointCB(_ResumingCB):
         folder, # Where the checkpoints of this run live; two runs at a time are refused
         every='epoch', # 'epoch', 'best', a number of optimizer updates, or a `timedelta`; the end of the fit, a cancel and an interrupt are always saved
         monitor:str=None, # Column of the history that says which is best
-        mode:str='min', # 'min' when lower is better, 'max' when higher is
+        mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep
         keep_best:int=1, # How many of the best to keep, by `monitor`
         resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint
@@ -153,6 +153,7 @@ class CheckpointCB(_ResumingCB):
             raise ValueError(f"`resume` is {resume!r}. Use 'auto', 'must', 'never', or the path of a checkpoint.")
         if every == 'best' and monitor is None: raise ValueError("`every='best'` needs to know what is best. Pass a column of the history as `monitor`.")
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,resume,strict,verify,monitor,every
+        mode = mode_of(monitor, mode) if monitor is not None else 'min'
         self._when,self._judge = _When(every),Monitor(mode)
         self._options = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0, monitor=monitor, mode=mode, name=name)
         self._store,self.path,self._steps,self._run,self._end,self._found,self._over = None,None,0,None,None,None,None
@@ -204,7 +205,14 @@ def _to_resume(self:CheckpointCB, trainer):
     if position['fit'] < fit and (position['finished'] or position['fit'] < fit-1 or not mine): return None
     self._over = _why_over(position, trainer)
     if position['fit'] <= fit: check_fits(trainer, weights, state, self.strict)
+    if position['fit'] == fit and not self._over: _warn_of_rate(position, trainer)
     return weights,state
+
+def _warn_of_rate(position, trainer):
+    "Say that a rate given now has no effect on a run that goes on"
+    if position['lr'] != trainer.lr:
+        warnings.warn(f'The saved run was started with `lr={position["lr"]:g}`, and goes on with the rates of its optimizer; `lr={trainer.lr:g}` has no effect on it. '
+                      'For other rates load the weights with `trainer.load`, or begin anew in another folder.', stacklevel=2)
 
 def _why_over(position, trainer):
     "Why there is nothing left to do in this fit, or None"
@@ -259,6 +267,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, finished=False, parts=No
     state['checkpoint'] = dict(best=self._judge.best, steps=self._steps)
     row = trainer.history.current or {}
     metrics = {k: v for k,v in row.items() if isinstance(v, (int, float)) and k not in ('fit', 'epoch')} if not batches else {}
+    if self.monitor not in (None, *metrics): metrics = {} # This epoch was not measured
     self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=dict(fit=trainer.history.fit))
     self._run = weakref.ref(trainer),self._store.run_id
     self._when.start(trainer)
@@ -287,15 +296,15 @@ def save(self:Trainer,
 @patch
 def load(self:Trainer,
     folder, # With checkpoints; the newest that is whole is taken
-    callbacks:bool=False, # Also give the callbacks their state? Most set it anew in `before_fit`
     strict:bool=True, # Raise an error if this machine lacks a device whose random numbers were saved?
 ):
-    "Take over weights, optimizers, history and random numbers from a checkpoint; `fit(keep_opt=True)` goes on with them"
+    "Take over weights, optimizers, history, loaders and random numbers from a checkpoint; `fit(keep_opt=True)` goes on with them"
     weights,state,_ = CheckpointStore(folder, read_only=True).load()
     if 'opt' in state['opts'] and 'opt' not in vars(self): self._make_opt_for(state)
-    if not callbacks: state['callbacks'] = {}
-    check_fits(self, weights, state, strict=callbacks)
+    state['callbacks'] = {} # They begin anew with the next fit, as always
+    check_fits(self, weights, state, strict=False)
     put_state(self, weights, state)
+    put_position(self, state)
     put_random(state, strict)
 
 @patch
@@ -315,7 +324,7 @@ class RewindCB(_ResumingCB):
         for name,value in (('every', every), ('keep', keep)):
             if value is None and name == 'every': continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1: raise ValueError(f'`{name}` is {value!r}, but it is counted. Use a whole number of 1 or more.')
-        self.every,self.keep,self.states,self._to,self._found = every,keep,{},None,None
+        self.every,self.keep,self.states,self._to,self._found,self._at = every,keep,{},None,None,0
 
     def before_fit(self, trainer):
         "Go on from the state that was chosen, if one was"
@@ -328,13 +337,13 @@ class RewindCB(_ResumingCB):
         self._found = None
 
     def _between_batches(self, trainer):
-        if self.every and trainer.n_updates and trainer.n_updates % self.every == 0: self._remember(trainer, trainer.epoch, self._batches)
+        if self.every and trainer.n_updates not in (0, self._at) and trainer.n_updates % self.every == 0: self._remember(trainer, trainer.epoch, self._batches)
 
     def _between_epochs(self, trainer):
         if not self.every: self._remember(trainer, self._next)
 
     def _remember(self, trainer, epoch, batches=0):
-        start = _start_of_pass(trainer) if batches else None
+        start,self._at = _start_of_pass(trainer) if batches else None,trainer.n_updates
         self.states[epoch, batches] = take_state(trainer, epoch, batches, pass_start=start and plain(start))
         for o in sorted(self.states)[:-self.keep]: del self.states[o]
 
@@ -350,7 +359,9 @@ def rewind(self:Trainer,
     "Let the next `fit` go on from a state that `RewindCB` kept"
     cb = next((o for o in self.callbacks if isinstance(o, RewindCB)), None)
     if cb is None: raise LookupError('There is no `RewindCB` among the callbacks, so no state was kept. Add one before `fit`.')
-    to = (to, 0) if isinstance(to, int) else tuple(to)
+    to = (to, 0) if isinstance(to, int) else to
+    if not (isinstance(to, (tuple, list)) and len(to) == 2): raise TypeError(f'`to` is {to!r}, but a place is an epoch and a number of batches, such as {(1, 0)}.')
+    to = tuple(to)
     if to not in cb.states: raise LookupError(f'No state was kept for epoch {to[0]} after {to[1]} batches; kept are {sorted(cb.states)}. Choose one of those, or keep more with `every` and `keep`.')
     cb._to = cb.states[to]
     cb.states = {k: v for k,v in cb.states.items() if k <= to}
