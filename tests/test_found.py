@@ -14,8 +14,8 @@ from fastcore.foundation import L
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.all import (AccumulationCB, BasicTrainCB, CancelEpochException, CancelStepException, DataLoaders, DeviceCB, EarlyStoppingCB, History, MetricsCB, MomentumTrainCB, Order, ProgressCB, StepSchedulerCB, Trainer, callback_table,
-                            def_device, digit_loaders, event_table, init_delegates, replaces, show_source, to_device, with_cbs)
+from isaac_loop.all import (AccumulationCB, BasicTrainCB, CancelEpochException, CancelStepException, CheckpointCB, DataLoaders, DeviceCB, EMACB, EarlyStoppingCB, History, KeepBestCB, MetricsCB, MomentumTrainCB, Order, ProgressCB, ResumeMismatch, RewindCB, SWACB, StepSchedulerCB, Trainer, callback_table,
+                            def_device, digit_loaders, event_table, exact_loader, init_delegates, replaces, show_source, to_device, with_cbs)
 
 
 def data(n=3):
@@ -517,3 +517,75 @@ def test_the_finder_tries_one_rate_for_each_update_when_gradients_are_accumulate
 def test_numbers_in_the_wrong_place_have_a_clear_error(make):
     with pytest.raises((TypeError, ValueError), match="`monitor` is 3|`epochs` is 2.5"):
         make()
+
+
+def exact_trainer(*callbacks, opt_func=optim.Adam):
+    torch.manual_seed(0)
+    rows = [(torch.randn(1), torch.randn(1)) for _ in range(24)]
+    return Trainer(DataLoaders(exact_loader(rows, 4, seed=1)), F.mse_loss, opt_func, nn.Linear(1, 1), [BasicTrainCB(), *callbacks])
+
+
+class StopCB:
+    "An interrupt after five updates"
+    def after_step(self, trainer):
+        if trainer.n_updates == 5:
+            raise KeyboardInterrupt
+
+
+def cut_off(folder):
+    with pytest.raises(KeyboardInterrupt):
+        exact_trainer(CheckpointCB(folder, every=2)).fit(2, 0.1, callbacks=StopCB(), valid=False)
+
+
+def test_another_optimizer_is_noticed_before_a_run_goes_on(tmp_path):
+    cut_off(tmp_path)
+    with pytest.raises(ResumeMismatch, match="`trainer.opt`: it was a Adam, and is a SGD"):
+        exact_trainer(CheckpointCB(tmp_path, every=2), opt_func=optim.SGD).fit(2, 0.1, valid=False)
+
+
+def test_another_rate_is_said_to_have_no_effect_on_a_run_that_goes_on(tmp_path):
+    cut_off(tmp_path)
+    t = exact_trainer(CheckpointCB(tmp_path, every=2))
+    with pytest.warns(UserWarning, match="`lr=0.01` has no effect"):
+        t.fit(2, 0.01, valid=False)
+    assert t.opt.param_groups[0]["lr"] == 0.1 and t.n_updates == 12
+
+
+def test_a_checkpoint_loaded_by_hand_moves_the_loaders_on(tmp_path):
+    first, second = exact_trainer(), exact_trainer()
+    first.fit(2, 0.1, valid=False)
+    first.save(tmp_path)
+    first.fit(1, 0.1, valid=False, keep_opt=True)
+    second.load(tmp_path)
+    second.fit(1, 0.1, valid=False, keep_opt=True)
+    assert torch.equal(first.model.weight, second.model.weight)
+
+
+def test_two_averages_in_one_fit_are_refused():
+    with pytest.raises(ValueError, match="only one can be measured"):
+        trainer_with(EMACB(), SWACB()).fit(1)
+
+
+def test_which_way_is_better_is_never_guessed():
+    for make in (KeepBestCB, lambda name: CheckpointCB("nowhere", monitor=name), EarlyStoppingCB):
+        with pytest.raises(ValueError, match="Say `mode='max'`"):
+            make("accuracy")
+        make("valid_loss")
+
+
+@pytest.mark.parametrize("cb", [lambda folder: KeepBestCB(), lambda folder: CheckpointCB(folder, monitor="valid_loss")])
+def test_an_epoch_without_validation_is_no_error_for_who_keeps_the_best(cb, tmp_path):
+    def before_epoch(trainer):
+        if not trainer.training and trainer.epoch % 2 == 0:
+            raise CancelEpochException("not this time")
+    t = trainer_with(MetricsCB(), cb(tmp_path))
+    t.fit(3, callbacks=before_epoch)
+    assert [o is None for o in t.history["valid_loss"]] == [True, False, True]
+
+
+def test_states_to_go_back_to_are_kept_once_for_each_update():
+    t = trainer_with(AccumulationCB(2), RewindCB(every=2), n=8)
+    t.fit(1, valid=False)
+    assert sorted(t.RewindCB.states) == [(0, 4), (0, 8)]
+    with pytest.raises(TypeError, match="is an epoch and a number of batches"):
+        t.rewind("a")
