@@ -385,8 +385,8 @@ def _explain(trainer, span, error):
         if span.name == 'epoch': where = where.replace(', batch', ', after batch') # The loader has not given the next one yet
         _add_note(error, f'raised in the body of `{span.name}`{where}, by the loop or its loader')
     if isinstance(error, CancelException) and not trainer.plan.spans:
-        _add_note(error, f'`{type(error).__name__}` ends a part of the loop that was not open here, so nothing caught it. '
-                        'Raise it inside that stretch, or raise the exception of one that is open.')
+        _add_note(error, f'`{type(error).__name__}` ends a span that was not open here, so nothing caught it. '
+                        'Raise it inside that span, or raise the exception of one that is open.')
 
 def _with_leavers(plan, span, handlers):
     "`handlers`, and the cleanups of callbacks that were removed during `span`"
