@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import isaac_loop.callbacks.device as device_module
+import isaac_loop.all as library
 from isaac_loop.callbacks.device import DeviceCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.progress import ProgressCB
@@ -254,6 +255,15 @@ BUILT_IN = {
     "MetricsCB": lambda: [BasicTrainCB(), MetricsCB(HitsMetric(), train_metrics=True)],
     "ProgressCB": lambda: [BasicTrainCB(), ProgressCB("plain")],
     "TrackingCB": lambda: [BasicTrainCB(), TrackingCB()],
+    "RecorderCB": lambda: [BasicTrainCB(), library.RecorderCB()],
+    "OneCycleSchedulerCB": lambda: [BasicTrainCB(), library.OneCycleSchedulerCB()],
+    "ActivationStatsCB": lambda: [BasicTrainCB(), library.ActivationStatsCB(torch.nn.Linear)],
+    "GradientStatsCB": lambda: [BasicTrainCB(), library.GradientStatsCB()],
+    "NonFiniteCB": lambda: [BasicTrainCB(), library.NonFiniteCB()],
+    "NonFiniteStopCB": lambda: [BasicTrainCB(), library.NonFiniteStopCB()],
+    "ClipGradCB": lambda: [BasicTrainCB(), library.ClipGradCB(max_norm=1.)],
+    "AccumulationCB": lambda: [BasicTrainCB(), library.AccumulationCB(1)],
+    "InterruptCB": lambda: [BasicTrainCB(), library.InterruptCB()],
     "all together": lambda: [MomentumTrainCB(0.9), NBatchCB(600), DeviceCB("cpu"), MetricsCB(HitsMetric(), train_metrics=True), ProgressCB("plain"), TrackingCB()],
 }
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
+import isaac_loop.all as library
 from isaac_loop.all import (
     BasicTrainCB, DataLoaders, DeviceCB, History, MetricsCB, MomentumTrainCB, Order, ProgressCB, TrackingCB, Trainer, set_seed,
 )
@@ -143,11 +144,20 @@ WATCHERS = {
     "early watcher": lambda: Watcher("early", Order.RECORD),
     "late watcher": lambda: Watcher("late", Order.LAST),
     "device": lambda: DeviceCB("cpu"),
+    "recorder": lambda: library.RecorderCB(),
+    "activations": lambda: library.ActivationStatsCB(torch.nn.Linear),
+    "gradients": lambda: library.GradientStatsCB(),
+    "update ratios": lambda: library.UpdateRatioCB(),
+    "not finite": lambda: library.NonFiniteCB(every=1),
+    "rewind": lambda: library.RewindCB(every=3),
+    "interrupt": lambda: library.InterruptCB(),
+    "profiler": lambda: library.ProfilerCB(),
+    "limit": lambda: library.LimitCB(updates=10**6),
 }
 
 
 @settings(max_examples=40, deadline=None)
-@given(names=st.lists(st.sampled_from(sorted(WATCHERS)), unique=True), seed=st.integers(0, 100), opt=st.sampled_from(sorted(OPTIMIZERS)))
+@given(names=st.lists(st.sampled_from(sorted(WATCHERS)), unique=True, max_size=6), seed=st.integers(0, 100), opt=st.sampled_from(sorted(OPTIMIZERS)))
 def test_any_bundle_of_watchers_changes_nothing(names, seed, opt):
     dls = make_loaders(seed)
     set_seed(seed)
