@@ -188,18 +188,31 @@ def test_the_process_may_end_at_every_call(start, half, tmp_path, monkeypatch):
 def test_a_process_that_really_ends_leaves_whole_checkpoints_and_no_lock(tmp_path, monkeypatch):
     "T1: the same with processes of their own, ended at once by the system's call"
     START["the same step again, with leftovers"](tmp_path / "start")
+    in_a_fresh_process(CRASHES, tmp_path)
     for n in range(3, 60, 5):
-        folder = tmp_path / f"crash-{n}"
-        shutil.copytree(tmp_path / "start", folder)
-        child = os.fork()
-        if child == 0:
-            try:
-                store_module.os = Disk(n, end=lambda: os._exit(9))
-                one_life(folder)
-            finally:
-                os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-        check_after_crash(folder, [10, 40])
+        check_after_crash(tmp_path / f"crash-{n}", [10, 40])
+
+
+CRASHES = """
+for n in range(3, 60, 5):
+    folder = path / f'crash-{n}'
+    shutil.copytree(path / 'start', folder)
+    child = os.fork()
+    if child == 0:
+        try:
+            tests.store_module.os = tests.Disk(n, end=lambda: os._exit(9))
+            tests.one_life(folder)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9, n
+"""
+
+
+def in_a_fresh_process(code, path):
+    "Run `code` where no thread has begun yet, so that forking is safe"
+    start = "import os, pathlib, shutil, sys, torch; torch.set_num_threads(1); sys.path.insert(0, sys.argv[1]); import test_store as tests; path = pathlib.Path(sys.argv[2])"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", f"{start}\n{code}", str(ROOT / "tests"), str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_an_interrupt_in_a_save_clears_the_attempt_away(tmp_path, monkeypatch):
@@ -474,23 +487,20 @@ def test_the_system_refuses_a_call_in_the_middle(call, number, tmp_path, monkeyp
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_file_that_may_not_grow(tmp_path):
     "T8: the system's own limit on file sizes, in a process of its own"
-    import resource
     make(tmp_path / "run", (10, 20), run_id="r")
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-            store = CheckpointStore(tmp_path / "run", run_id="r")
-            try:
-                store.save({"w": torch.zeros(60_000)}, step=30)
-            except CheckpointWriteFailed as e:
-                code = 0 if isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EFBIG else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    in_a_fresh_process(LIMITED, tmp_path)
     assert visible(tmp_path / "run") == ["step-00000010", "step-00000020"]
+
+
+LIMITED = """
+import errno, resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+store = tests.CheckpointStore(path / 'run', run_id='r')
+try: store.save({'w': torch.zeros(60_000)}, step=30)
+except tests.CheckpointWriteFailed as e: assert isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EFBIG
+else: raise AssertionError('the file grew')
+"""
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path):
