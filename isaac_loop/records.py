@@ -66,3 +66,37 @@ def histogram(
     below = torch.searchsorted(ordered, edges)
     below[-1] = torch.searchsorted(ordered, edges[-1:], right=True)[0]
     return below.diff().float()
+
+# %% ../nbs/23_records.ipynb #2aa8b57b
+class LateNumbers:
+    "Numbers of batches, read only when they have arrived on the CPU"
+    def __init__(self): self.values,self._new,self._sent,self._event = [],[],None,None
+
+    def add(self,
+        number, # A tensor with one value, or a float
+    ):
+        "Keep the number of one batch"
+        self._new.append(number.detach().reshape(()).float() if torch.is_tensor(number) else torch.tensor(float(number)))
+
+    def collect(self,
+        wait:bool=False, # Read all, even if that waits for the device?
+    ):
+        "Read what has arrived, and send what is new on its way; with `wait` read all"
+        self._read(wait)
+        if self._sent is None and self._new: self._send()
+        if wait: self._read(True)
+
+    def _send(self):
+        numbers = torch.stack(self._new)
+        self._sent,self._new = numbers.to('cpu', non_blocking=True),[]
+        self._event = None
+        if numbers.device.type != 'cpu':
+            self._event = torch.Event(numbers.device.type)
+            self._event.record()
+
+    def _read(self, wait):
+        if self._sent is None: return
+        if wait and self._event is not None: self._event.synchronize()
+        if self._event is None or self._event.query():
+            self.values += self._sent.tolist() # On the CPU already
+            self._sent = None

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.overrides import TorchFunctionMode
 
 from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.clipping import ClipGradCB, _clip_adaptive
@@ -22,6 +21,7 @@ from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelStepException, Order
 from isaac_loop.history import check_monitored
 from isaac_loop.trainer import Trainer
+from waiting import InsideCB, RefuseToWait
 
 
 def make_batches(n=6, rows=4):
@@ -194,23 +194,6 @@ def test_a_step_that_is_refused_leaves_no_norm():
     trainer = make_trainer(ClipGradCB(0.5), RefuseCB())
     trainer.fit(1, valid=False)
     assert trainer.history.batches["batch"] == [2]
-
-
-class RefuseToWait(TorchFunctionMode):
-    inside = False
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if self.inside: assert getattr(func, "__name__", "") not in {"item", "cpu", "tolist", "numpy", "is_nonzero", "nonzero", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__"}
-        return func(*args, **kwargs or {})
-
-
-class InsideCB:
-    order = -10_000
-    def __init__(self, mode): self.mode = mode
-
-    def before_batch(self, trainer): self.mode.inside = True
-
-    def cleanup_batch(self, trainer): self.mode.inside = False
 
 
 @pytest.mark.parametrize("limit", [dict(max_norm=0.1), dict(max_norm=math.inf), dict(max_value=0.1), dict(adaptive=0.1)])

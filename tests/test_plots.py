@@ -297,7 +297,7 @@ def test_between_two_drawings_nobody_waits_for_the_device(tmp_path):
 
 def test_losses_still_on_their_way_are_left_for_the_next_drawing(monkeypatch):
     "An event stands in for the accelerator's"
-    late = live_plot._LateLosses()
+    late = live_plot.LateNumbers()
     ready = []
     Event = namedtuple("Event", "query synchronize")
     late.add(torch.tensor(2.0))

@@ -28,6 +28,7 @@ from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.progress import ProgressCB, place_of_output
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
+from isaac_loop.tables import short
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
 from isaac_loop.trainer import Trainer
 
@@ -415,3 +416,22 @@ def test_a_bar_knows_where_a_limited_pass_will_end(terminal):
     err, _ = terminal()
     make_trainer([NBatchCB(3), ProgressCB("terminal", seconds=0)], n_train=50, stream=True).fit(1)
     assert set(re.findall(r"Training: .*?\d+/(\d+) ", err.getvalue())) == {"3"}
+
+
+@pytest.mark.parametrize("place", ["terminal", "notebook"])
+def test_the_bar_shows_a_recent_loss(place, monkeypatch):
+    "MIN-06: the loss of a batch is on the bar, one redraw late, and is the loss that was computed"
+    from isaac_loop.callbacks import progress
+    shown = []
+    monkeypatch.setattr(progress.tqdm, "set_postfix_str", lambda self, text, refresh=True: shown.append(text))
+
+    class NoteCB:
+        order = 1000
+        def __init__(self): self.losses = []
+        def after_batch(self, trainer): self.losses.append(trainer.loss.item())
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(4)]
+    note = NoteCB()
+    trainer = Trainer(DataLoaders(batches), torch.nn.functional.mse_loss, torch.optim.SGD, torch.nn.Linear(1, 1), [BasicTrainCB(), ProgressCB(place, seconds=0.), note])
+    trainer.fit(1, valid=False)
+    assert shown == [f"loss {short(o)}" for o in note.losses[:-1]]

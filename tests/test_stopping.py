@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 import isaac_loop.callbacks.stopping as stopping
 from isaac_loop.callbacks.accumulation import AccumulationCB
@@ -25,6 +24,7 @@ from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchC
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, Order
 from isaac_loop.trainer import Trainer
+from waiting import InsideCB, RefuseToWait
 
 nan, inf = math.nan, math.inf
 
@@ -567,23 +567,6 @@ def test_a_stop_waits_for_the_end_of_what_is_open(event, n_updates, n_rows):
     trainer.fit(4)
     assert (trainer.n_updates, len(trainer.history), end.logged, end.ended) == (n_updates, n_rows, n_rows, True)
     assert "valid_loss" in trainer.history[-1]
-
-
-class RefuseToWait(TorchFunctionMode):
-    inside = False
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if self.inside: assert getattr(func, "__name__", "") not in {"item", "cpu", "tolist", "numpy", "is_nonzero", "nonzero", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__"}
-        return func(*args, **kwargs or {})
-
-
-class InsideCB:
-    order = -10_000
-    def __init__(self, mode): self.mode = mode
-
-    def before_batch(self, trainer): self.mode.inside = True
-
-    def cleanup_batch(self, trainer): self.mode.inside = False
 
 
 @pytest.mark.parametrize("cb", [lambda: NonFiniteStopCB(), lambda: LossSpikeCB(), lambda: EarlyStoppingCB(), lambda: LimitCB(99, samples=999, seconds=99), lambda: SamePredictionsCB()])

@@ -115,6 +115,7 @@ def child(*args):
     try:
         os.setpgid(0, 0)
         sys.stdout = sys.stderr
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # One that comes before or after `fit` ends the process as Ctrl-C would
         train(*args)
         code = 0
     except KeyboardInterrupt: code = 130

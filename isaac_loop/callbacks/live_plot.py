@@ -9,42 +9,12 @@ __all__ = ['LivePlotCB']
 import io, time, warnings
 from pathlib import Path
 
-import torch
 from fastcore.basics import patch
 
 from ..curves import plot_history, smoothed
 from ..events import Order
+from ..records import LateNumbers
 from ..tables import short
-
-# %% ../../nbs/callbacks/54_live_plot.ipynb #cf71abfb
-class _LateLosses:
-    "Losses of batches, read only when they have arrived on the CPU"
-    def __init__(self): self.values,self._new,self._sent,self._event = [],[],None,None
-
-    def add(self, loss):
-        "Keep the loss of one batch"
-        self._new.append(loss.detach().reshape(()).float() if torch.is_tensor(loss) else torch.tensor(float(loss)))
-
-    def collect(self, wait=False):
-        "Read what has arrived, and send what is new on its way; with `wait` read all"
-        self._read(wait)
-        if self._sent is None and self._new: self._send()
-        if wait: self._read(True)
-
-    def _send(self):
-        losses = torch.stack(self._new)
-        self._sent,self._new = losses.to('cpu', non_blocking=True),[]
-        self._event = None
-        if losses.device.type != 'cpu':
-            self._event = torch.Event(losses.device.type)
-            self._event.record()
-
-    def _read(self, wait):
-        if self._sent is None: return
-        if wait and self._event is not None: self._event.synchronize()
-        if self._event is None or self._event.query():
-            self.values += self._sent.tolist() # On the CPU already
-            self._sent = None
 
 # %% ../../nbs/callbacks/54_live_plot.ipynb #48f19844
 def _figure(rows, losses, names, per_epoch, now):
@@ -115,7 +85,7 @@ class LivePlotCB:
 
     def before_fit(self, trainer):
         "Make sure that there is a place to draw"
-        self._handle,self._losses,self._failed,self._in_notebook = None,_LateLosses(),False,_in_notebook()
+        self._handle,self._losses,self._failed,self._in_notebook = None,LateNumbers(),False,_in_notebook()
         self._n_rows,self._per_epoch,self._drawn = len(trainer.history),trainer.updates_per_epoch,time.monotonic()
         _check_place(self.path, self._in_notebook)
 

@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['ProgressCB']
 
-# %% ../../nbs/callbacks/51_progress.ipynb #94cd1380
+# %% ../../nbs/callbacks/51_progress.ipynb #eff4bd2b
 import io, sys, time
 
+import torch
 from tqdm.std import tqdm
 
 from ..events import Order
+from ..records import LateNumbers
 from ..tables import Table, clock, short
 
 # %% ../../nbs/callbacks/51_progress.ipynb #9f7b2468
@@ -107,7 +109,7 @@ class ProgressCB:
         self._place = self.place or place_of_output()
         self._panel = _Panel(self.seconds) if self._place == 'notebook' else None
         self._lines = _Lines({'terminal': self._write, 'plain': lambda o: print(o, flush=True)}.get(self._place))
-        self._bars = []
+        self._bars,self._late,self._shown = [],LateNumbers(),0.
         self._epochs = trainer.epochs
         if self._place != 'plain': trainer.epochs = self._bar(trainer.epochs, 'Epochs', trainer.n_epochs)
 
@@ -115,6 +117,16 @@ class ProgressCB:
         "Put a bar around the batches"
         self._batches = trainer.batches
         trainer.batches = self._bar(trainer.batches, 'Training' if trainer.training else 'Validation', trainer.n_batches)
+
+    def after_batch(self, trainer):
+        "Show a recent loss on the bar"
+        loss = getattr(trainer, 'loss', None)
+        if self._place == 'plain' or not torch.is_tensor(loss) or loss.numel() != 1 or time.monotonic()-self._shown < self.seconds: return
+        self._shown = time.monotonic()
+        self._late.collect()
+        if self._late.values: self._bars[-1].set_postfix_str(f'loss {short(self._late.values.pop())}', refresh=False)
+        self._late.add(loss)
+        self._late.collect() # On its way; it is shown at the next redraw
 
     def cleanup_epoch(self, trainer):
         "Take the bar of this pass away"
@@ -133,7 +145,7 @@ class ProgressCB:
         while self._bars: self._bars.pop().close()
         if self._panel: self._panel.close()
         trainer.epochs = self._epochs
-        self._panel = self._lines = self._epochs = self._batches = None # So that a trainer can be copied and pickled afterwards
+        self._panel = self._lines = self._epochs = self._batches = self._late = None # So that a trainer can be copied and pickled afterwards
 
     def _bar(self, iterable, label, total):
         kind,kwargs = {'notebook': (_NotebookBar, dict(panel=self._panel, delay=0.5)), 'plain': (_PlainBar, {}), 'terminal': (tqdm, {})}[self._place]
