@@ -11,6 +11,7 @@ install: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps aitoolbox # With its dependencies it brings torchvision
 	touch $@
 
 demo: $(READY)

@@ -1566,6 +1566,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'isaac_loop.history.History.write': ('history.html#history.write', 'isaac_loop/history.py'),
                                     'isaac_loop.history.History.write_batches': ( 'history.html#history.write_batches',
                                                                                   'isaac_loop/history.py'),
+                                    'isaac_loop.history.History.write_media': ('history.html#history.write_media', 'isaac_loop/history.py'),
                                     'isaac_loop.history.Monitor': ('history.html#monitor', 'isaac_loop/history.py'),
                                     'isaac_loop.history.Monitor.__init__': ('history.html#monitor.__init__', 'isaac_loop/history.py'),
                                     'isaac_loop.history.Monitor.exhausted': ('history.html#monitor.exhausted', 'isaac_loop/history.py'),
