@@ -25,6 +25,7 @@ test: $(READY)
 
 torture: $(READY)
 	$(BIN)/python tools/torture.py --kills 200 --signals 100
+	HYPOTHESIS_PROFILE=others $(BIN)/pytest -n 2
 
 lint: $(READY)
 	$(BIN)/ruff check .

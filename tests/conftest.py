@@ -1,7 +1,18 @@
-"Every test begins with the same random numbers, whichever ran before it."
+"""Every test begins with the same random numbers, whichever ran before it.
+
+Laws over random cases take the same cases each time, so that a failure is the fault of the change it came with.
+`make torture` tries others: `HYPOTHESIS_PROFILE=others`.
+"""
+import os
+
 import pytest
+from hypothesis import settings
 
 from isaac_loop.tensors import set_seed
+
+settings.register_profile("same", derandomize=True)
+settings.register_profile("others", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(autouse=True)
