@@ -10,13 +10,16 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
+from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.averaging import EMACB
 from isaac_loop.callbacks.best import KeepBestCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
+from isaac_loop.callbacks.clipping import ClipGradCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.progress import ProgressCB
 from isaac_loop.callbacks.recorder import RecorderCB
 from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
+from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.sampling import exact_loader
@@ -43,14 +46,20 @@ class Rows:
 def make_model(): return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
 
 
-def make_loaders(n=56, batch_size=8, num_workers=0, seed=7):
-    return DataLoaders(exact_loader(Rows(n), batch_size, seed=seed, num_workers=num_workers), exact_loader(Rows(24), 12, seed=seed, shuffle=False))
+def make_loaders(n=56, batch_size=8, seed=7, **options):
+    return DataLoaders(exact_loader(Rows(n), batch_size, seed=seed, **options), exact_loader(Rows(24), 12, seed=seed, shuffle=False))
 
 
 def callbacks(folder=None, train=None, **options):
     "The callbacks of the run; with `folder` it is saved there"
     cbs = [train or BasicTrainCB(), MetricsCB(), OneCycleSchedulerCB(), EMACB(0.9), KeepBestCB(), RecorderCB(), ProgressCB("plain")]
     return cbs + ([CheckpointCB(folder, **options)] if folder else [])
+
+
+def everything():
+    "Callbacks of all kinds: three batches to an update, clipped; schedule, average, best weights and stopping count updates or epochs"
+    return [BasicTrainCB(), MetricsCB(), AccumulationCB(3), ClipGradCB(max_norm=0.5), OneCycleSchedulerCB(), EMACB(0.9), EarlyStoppingCB(patience=9),
+            KeepBestCB(), RecorderCB(), ProgressCB("plain")]
 
 
 def make_trainer(cbs=None, dls=None, opt_func=optim.AdamW, model=None, seed=42):

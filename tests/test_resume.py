@@ -2,17 +2,19 @@
 
 Everything is compared bit for bit: weights, optimizer, average, best weights, rows of the history and losses of all batches.
 """
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn, optim
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from isaac_loop.callbacks.augmentation import MixUpCB
 from isaac_loop.callbacks.averaging import EMACB, SWACB
@@ -30,6 +32,7 @@ from isaac_loop.events import CancelFitException
 from isaac_loop.sampling import ReplayLoader, exact_loader
 from isaac_loop.state import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
 from isaac_loop.store import CheckpointStore, load_weights
+import runs
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, same, tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
@@ -83,14 +86,55 @@ def same_tables(a, b):
         assert tree(found) == tree(expected)
 
 
-@pytest.mark.parametrize("first,then", [(2, 2), (0, 2), (2, 1)])
+def test_going_on_in_the_middle_of_a_window(tmp_path):
+    "T3, NEMO-59: two epochs, saved after every batch and broken off after each, also when one or two of the three batches of an update are done"
+    whole = fit(make_trainer(runs.everything()), 2)
+    assert whole.n_updates == 2*3
+    for n in range(1, 14):
+        cut = CutCB("before_predict", lambda t: t.training and t.epoch*7 + t.batch_num == n)
+        saving = lambda: CheckpointCB(tmp_path/f"cut {n}", every=timedelta(0))
+        with pytest.raises(Cut): fit(make_trainer([*runs.everything(), saving(), cut]), 2)
+        same(whole, fit(make_trainer([*runs.everything(), saving()]), 2))
+
+
+WORKERS = {"none": dict(), "one": dict(num_workers=1), "two": dict(num_workers=2), "persistent": dict(num_workers=2, persistent_workers=True)}
+
+
+@pytest.mark.parametrize("first,then", [("two", "two"), ("none", "persistent"), ("persistent", "one"), ("persistent", "persistent")])
 def test_the_number_of_workers_may_change(first, then, tmp_path):
     "T3 with workers: one run from each place of the second epoch"
     whole = fit(make_trainer(dls=make_loaders(24)), 2)
-    saved = fit(make_trainer(callbacks(tmp_path/"all", every=1, keep_last=None), make_loaders(24, num_workers=first)), 2)
+    saved = fit(make_trainer(callbacks(tmp_path/"all", every=1, keep_last=None), make_loaders(24, **WORKERS[first])), 2)
     same(whole, saved)
     for o in CheckpointStore(tmp_path/"all", read_only=True).list()[1:5]:
-        same(whole, fit(make_trainer(callbacks(tmp_path/f"from {o.step}", resume=o.path), make_loaders(24, num_workers=then)), 2))
+        same(whole, fit(make_trainer(callbacks(tmp_path/f"from {o.step}", resume=o.path), make_loaders(24, **WORKERS[then])), 2))
+
+
+class Stream(IterableDataset):
+    "The rows through a shuffle buffer, each worker every n-th"
+    def __init__(self, rows): self.rows = rows
+
+    def __iter__(self):
+        info, buffer = get_worker_info(), []
+        for i in range(info.id if info else 0, len(self.rows), info.num_workers if info else 1):
+            buffer.append(self.rows[i])
+            if len(buffer) > 5: yield buffer.pop(random.randrange(6))
+        yield from buffer
+
+
+def stream_loaders(**options):
+    return DataLoaders(exact_loader(Stream(Rows(40)), 8, seed=5, **options), exact_loader(Rows(24), 12, shuffle=False))
+
+
+@pytest.mark.parametrize("workers", ["none", "two", "persistent"])
+def test_a_run_over_a_stream_goes_on_by_replay(workers, tmp_path):
+    "T19 through the trainer: saved after every batch of two epochs, and one run from each"
+    steps = lambda: [BasicTrainCB(), MetricsCB(), RecorderCB(), EMACB(0.9)]
+    whole = fit(make_trainer(steps(), stream_loaders(**WORKERS[workers])), 2)
+    same(whole, fit(make_trainer([*steps(), CheckpointCB(tmp_path/"all", every=1, keep_last=None)], stream_loaders(**WORKERS[workers])), 2))
+    found = CheckpointStore(tmp_path/"all", read_only=True).list()
+    assert len(found) == whole.n_updates and whole.n_updates in (10, 12)  # Two workers share the rows, and each ends with a batch that is not full
+    for o in found[::3]: same(whole, fit(make_trainer([*steps(), CheckpointCB(tmp_path/f"from {o.step}", every=1000, resume=o.path)], stream_loaders(**WORKERS[workers])), 2))
 
 
 # ---- T2, T4, T13: killed and interrupted from outside

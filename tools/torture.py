@@ -3,7 +3,7 @@
 A server process imports everything once, and forks a process for each attempt; each is killed by SIGKILL, or interrupted
 by SIGINT or SIGTERM, at a random moment. It is started again until the run is complete; then the next run begins in a
 new folder. Every run must end bit for bit like one that was never stopped, and no checkpoint may be lost that was
-reported as saved. The number of workers of the loader changes from attempt to attempt.
+reported as saved. Three batches make an update, and the gradients are clipped; the number of workers of the loader changes from attempt to attempt.
 
     python tools/torture.py                       200 kills and 100 signals
     python tools/torture.py --kills 20 --signals 20
@@ -62,7 +62,7 @@ class NotedCheckpointCB(CheckpointCB):
 
 
 def make(num_workers=0):
-    return runs.make_trainer(dls=runs.make_loaders(32, num_workers=num_workers))
+    return runs.make_trainer(runs.everything(), runs.make_loaders(72, num_workers=num_workers))
 
 
 def train(folder, num_workers, every, slow=0.):
