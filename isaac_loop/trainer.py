@@ -130,7 +130,17 @@ class _ByName:
     def __repr__(self):
         return f'{type(self).__name__}({type(self.model).__name__}, callbacks: {", ".join(map(callback_name, self.callbacks)) or "none"})'
 
-# %% ../nbs/10_trainer.ipynb #d05f5bb3
+# %% ../nbs/10_trainer.ipynb #dfd6b3da
+class _Batches:
+    "The batches of a loader; they end early if the pass is to end"
+    def __init__(self, trainer, dl): self.trainer,self.dl = trainer,dl
+    def __len__(self): return len(self.dl)
+
+    def __iter__(self):
+        for batch in self.dl:
+            yield batch
+            if self.trainer._pass_ends: return
+
 def _count_update(trainer): trainer.n_updates += 1
 
 class Trainer(_ByName):
@@ -203,7 +213,7 @@ class Trainer(_ByName):
         self._forget('batch_num', 'batch', 'preds', 'loss')
         self._training,self._pass_ends,self.start_batch = training,False,0
         self.dl = self.dls.train if training else self.dls.valid
-        self.batches,self.n_batches = self.dl,n_batches(self.dl)
+        self.batches,self.n_batches = _Batches(self, self.dl),n_batches(self.dl)
         if hasattr(self.model, 'train'): self.model.train(training)
         self.plan.select(training)
         try:
@@ -213,11 +223,14 @@ class Trainer(_ByName):
 
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
-        for self.batch_num,self.batch in enumerate(self.batches, self.start_batch):
+        over = False
+        for i,batch in enumerate(self.batches, self.start_batch):
+            if over: break # A callback gave other batches, and they go on
+            self.batch_num,self.batch = i,batch
             self.preds = self.loss = None # Dropped before the next forward pass needs the memory
             del self.preds,self.loss
             self.one_batch()
-            if self._pass_ends: break
+            over = self._pass_ends
         if 'batch_num' not in vars(self) and not self.start_batch: raise ValueError(_no_batches(self))
 
     @with_cbs('batch', CancelBatchException)

@@ -444,3 +444,20 @@ def test_the_seeds_example_with_its_six_arguments(tmp_path):
         with pytest.raises(ValueError, match="`every` is"): CheckpointCB(tmp_path/"run", every=every)
     with pytest.raises(ValueError, match="`resume` is"): CheckpointCB(tmp_path/"run", resume="yes")
     with pytest.raises(ValueError, match="what is best"): CheckpointCB(tmp_path/"run", every="best")
+
+
+@pytest.mark.parametrize("at", [3, 6])
+@pytest.mark.parametrize("loaders", [make_loaders, plain_loaders])
+@pytest.mark.parametrize("every", [1, "epoch"])
+def test_an_interrupt_after_a_request_to_stop_loses_nothing(at, loaders, every, tmp_path):
+    "A time limit ends the training pass, and Ctrl-C the validation after it: the next run validates and ends, and a second fit is the same as well"
+    def after_batch(trainer):
+        if trainer.training and trainer.epoch == 1 and trainer.batch_num == min(at, trainer.n_batches-1): trainer.request_stop("enough")
+    whole = fit(fit(make_trainer([*callbacks(), after_batch], loaders())), 1)
+    cbs = lambda: [*callbacks(tmp_path/"run", every=every), InterruptCB()]
+    first = make_trainer(cbs(), loaders())
+    with pytest.raises(KeyboardInterrupt): fit(first, callbacks=[after_batch, MOMENTS["in validation"]])
+    assert CheckpointStore(tmp_path/"run", read_only=True).latest().step == first.n_updates
+    again = fit(make_trainer(cbs(), loaders()))  # Who has asked to stop need not be there any more
+    assert again.stop_reason == "enough" and len(again.history) == 2
+    same(whole, fit(again, 1))

@@ -87,11 +87,18 @@ def _pass_over(self:_ResumingCB, trainer): pass
 def _rest(self:_ResumingCB, trainer, batches, state, done):
     "The batches of this pass that are left"
     self._pass_start = state['pass_start']
-    if _is_over(trainer.dl, done):
+    over,stopped = _is_over(trainer.dl, done),state['position']['stop_reason']
+    if stopped is not None: trainer.request_stop(stopped) # There is only the end of the epoch before it
+    if stopped is not None and not over: _leave_rest(trainer.dl)
+    if stopped is not None or over:
         trainer.batch_num = done-1
         return iter(())
     if hasattr(trainer.dl, 'load_state_dict'): return batches
     return _replayed(trainer.dl, batches, state, done)
+
+def _leave_rest(dl):
+    "Let a loader that knows its position begin the next epoch"
+    if hasattr(dl, 'load_state_dict') and hasattr(dl, 'set_epoch'): dl.set_epoch(dl.state_dict()['epoch']+1)
 
 def _is_over(dl, done):
     "Whether a pass ended after `done` batches; a loader that knows its position stands at the next epoch then"
@@ -179,7 +186,7 @@ class CheckpointCB(_ResumingCB):
         "Save what an interrupt or a cancel leaves, and let others use the folder"
         try:
             if isinstance(trainer.exception, CancelFitException) and not self._over: self._save(trainer, self._next_epoch(trainer), finished=True, reason=str(trainer.exception) or 'cancelled')
-            elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, parts=self._end)
+            elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, *self._end)
         finally:
             self._found = self._end = None
             self._close()
@@ -252,18 +259,18 @@ def _between_epochs(self:CheckpointCB, trainer):
 
 @patch
 def _pass_over(self:CheckpointCB, trainer):
-    if any(hasattr(o, 'interrupted') for o in trainer.callbacks): self._end = take_parts(trainer)
+    if any(hasattr(o, 'interrupted') for o in trainer.callbacks): self._end = take_parts(trainer),trainer.stop_reason
 
 def _interrupted(trainer): return any(getattr(o, 'interrupted', None) is not None and not getattr(o, 'hurried', False) for o in trainer.callbacks)
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5cb10688
 @patch
-def _save(self:CheckpointCB, trainer, epoch, batches=0, finished=False, parts=None, reason=None):
-    "Write a checkpoint of this position, with `parts` of the state as they were before"
+def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None, finished=False):
+    "Write a checkpoint of this position, with `parts` of the state and the `reason` to stop as they were before"
     start = _start_of_pass(trainer) if batches else None
     weights,state = take_state(trainer, epoch, batches, finished, plain(start) if start else None, copy=False)
     state |= parts or {}
-    if reason: state['position']['stop_reason'] = reason
+    if parts or reason: state['position']['stop_reason'] = reason
     state['checkpoint'] = dict(best=self._judge.best, steps=self._steps)
     row = trainer.history.current or {}
     metrics = {k: v for k,v in row.items() if isinstance(v, (int, float)) and k not in ('fit', 'epoch')} if not batches else {}
