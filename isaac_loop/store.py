@@ -342,9 +342,13 @@ class CheckpointStore:
     def __enter__(self): return self
     def __exit__(self, *args): self.close()
 
+    def all(self)->list: # Oldest first
+        "The checkpoints of all runs in the folder"
+        return self._scan()[0]
+
     def list(self)->list: # Oldest first
         "The checkpoints of this run, or of all while no run is chosen, in the order in which they were saved"
-        return [o for o in self._scan()[0] if self.run_id in (None, o.run_id)]
+        return [o for o in self.all() if self.run_id in (None, o.run_id)]
 
 # %% ../nbs/08_store.ipynb #7128b78c
 @patch
@@ -412,13 +416,22 @@ def ranked(self:CheckpointStore,
 )->list: # Best first
     "Those of the newest run whose `monitor` is a finite number, best first; of equals the older comes first"
     if found is None: found = self.list()
-    able = [o for o in found if o.run_id == found[-1].run_id and math.isfinite(o.metrics.get(self.monitor, math.nan))]
-    return sorted(able, key=lambda o: o.metrics[self.monitor], reverse=self.mode == 'max')
+    monitor,mode = self._criterion(found)
+    able = [o for o in found if o.run_id == found[-1].run_id and math.isfinite(o.metrics.get(monitor, math.nan))]
+    return sorted(able, key=lambda o: o.metrics[monitor], reverse=mode == 'max')
+
+@patch
+def _criterion(self:CheckpointStore, found):
+    "What says which is best: the store's own `monitor`, or what the newest checkpoint was saved with"
+    if self.monitor or not found: return self.monitor,self.mode
+    return found[-1].manifest['info'].get('monitor'),found[-1].manifest['info'].get('mode', self.mode)
 
 @patch
 def best(self:CheckpointStore):
-    "The best checkpoint by `monitor`, or None"
-    return next(iter(self.ranked()), None)
+    "The best checkpoint by `monitor`, or None while there is no checkpoint with such a number"
+    found = self.list()
+    if found and not self._criterion(found)[0]: raise LookupError(f'Nobody has said what is best in `{self.folder}`. Pass `monitor`, the name of a number in the checkpoints, such as {next(iter(found[-1].metrics), "valid_loss")!r}.')
+    return next(iter(self.ranked(found)), None)
 
 @patch
 def damaged(self:CheckpointStore)->dict: # Path to error
@@ -524,7 +537,7 @@ def _commit(self:CheckpointStore, name, step, needed, files):
         self._tidy()
         if not isinstance(e, OSError): raise
         raise CheckpointWriteFailed(f'The checkpoint `{target}` could not be written: {e.strerror or e}. It wants {needed:,} bytes and {"an unknown number" if free is None else f"{free:,}"} are free. '
-                                    'The checkpoints before it are whole. Make room or choose another folder; what was trained since is still in memory.', target, needed, free) from e
+                                    'The checkpoints before it are whole. Make room or choose another folder; what was trained since is in this process only.', target, needed, free) from e
     self._note_and_drop()
     return target
 

@@ -5,14 +5,16 @@
 # %% auto #0
 __all__ = ['CheckpointCB', 'RewindCB']
 
-# %% ../../nbs/callbacks/70_checkpoint.ipynb #26f77fc4
-import datetime, math, os, time, warnings, weakref
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #85755367
+import datetime, math, os, string, time, warnings, weakref
+
+from pathlib import Path
 
 from fastcore.basics import patch
 
 from ..events import CancelFitException, Order
 from ..history import Monitor, check_monitored, mode_of
-from ..run_state import check_fits, put_position, put_random, put_state, take_parts, take_state
+from ..run_state import check_fits, opt_defaults, put_position, put_weights, put_random, put_state, take_parts, take_state
 from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
 from ..store import CheckpointStore
@@ -124,10 +126,10 @@ def _replayed(dl, batches, state, done):
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #af0dd5fd
 class _When:
-    "Whether it is time to save: every n updates, every epoch, every so often, or at the best"
+    "Whether it is time to save: every n updates, every epoch or every so often; 'best' waits for better epochs only"
     def __init__(self, every):
         self.every = every
-        ok = every in ('epoch', 'best') if isinstance(every, str) else isinstance(every, datetime.timedelta) or (isinstance(every, int) and not isinstance(every, bool) and every > 0)
+        ok = every in ('epoch', 'best') if isinstance(every, str) else every >= datetime.timedelta(0) if isinstance(every, datetime.timedelta) else isinstance(every, int) and not isinstance(every, bool) and every > 0
         if not ok: raise ValueError(f"`every` is {every!r}. Use 'epoch', 'best', a number of optimizer updates, or a `timedelta`.")
         self.seconds = every.total_seconds() if isinstance(every, datetime.timedelta) else math.inf
 
@@ -137,37 +139,46 @@ class _When:
         if isinstance(self.every, int): return trainer.n_updates != self.updates and trainer.n_updates % self.every == 0
         return time.monotonic()-self.saved_at >= self.seconds
 
-    def after_epoch(self, trainer, better):
+    def after_epoch(self, trainer):
         "Whether to save between two epochs"
-        return self.every == 'epoch' or (self.every == 'best' and better) or self.after_batch(trainer)
+        return self.every == 'epoch' or self.after_batch(trainer)
 
-# %% ../../nbs/callbacks/70_checkpoint.ipynb #a948341a
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #646141f4
+_NAME = 'step-{step:08}'
+
+def _metrics_of(name):
+    "The columns of the history in a pattern for names"
+    return [o for _,o,_,_ in string.Formatter().parse(name) if o not in (None, 'step', 'epoch')]
+
 class CheckpointCB(_ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
         folder, # Where the checkpoints of this run live; two runs at a time are refused
-        every='epoch', # 'epoch', 'best', a number of optimizer updates, or a `timedelta`; the end of the fit, a cancel and an interrupt are always saved
+        every='epoch', # 'epoch', 'best', a number of optimizer updates, or a `timedelta`; a better epoch, the end of the fit, a cancel and an interrupt are always saved
         monitor:str=None, # Column of the history that says which is best
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
-        keep_last:int=2, # How many of the newest to keep
+        keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
         keep_best:int=1, # How many of the best to keep, by `monitor`
-        resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint
-        strict:bool=True, # Refuse to go on with other stateful callbacks?
-        name:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch`, `samples` and metrics
+        resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint, from which another run branches off
+        strict:bool=True, # Refuse to go on with other stateful callbacks, or without a device whose random numbers were saved?
+        name:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; in the middle of an epoch, which has no columns yet, this one is used
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
         if not (resume in ('auto', 'must', 'never') or hasattr(resume, '__fspath__') or (isinstance(resume, str) and ('/' in resume or os.sep in resume))):
             raise ValueError(f"`resume` is {resume!r}. Use 'auto', 'must', 'never', or the path of a checkpoint.")
         if every == 'best' and monitor is None: raise ValueError("`every='best'` needs to know what is best. Pass a column of the history as `monitor`.")
+        if verify not in ('sha256', 'size'): raise ValueError(f"`verify` is {verify!r}. Use 'sha256', or 'size' to save the time of reading everything twice.")
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,resume,strict,verify,monitor,every
         mode = mode_of(monitor, mode) if monitor is not None else 'min'
         self._when,self._judge = _When(every),Monitor(mode)
         self._options = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0, monitor=monitor, mode=mode, name=name)
-        self._store,self.path,self._steps,self._run,self._end,self._found,self._over = None,None,0,None,None,None,None
+        self._store,self.path,self._steps,self._run,self._end,self._found,self._over,self._lost,self._branch = None,None,0,None,None,None,None,0,None
+        self._wasted = self._before = None
 
     def before_fit(self, trainer):
         "Find out where to go on"
-        if self.monitor: check_monitored(trainer, self.monitor, 'CheckpointCB')
+        for o in [self.monitor, *_metrics_of(self._options['name'])]:
+            if o is not None: check_monitored(trainer, o, 'CheckpointCB')
         self._close()
         self._store = CheckpointStore(self.folder, **self._options)
         self._judge.reset()
@@ -188,6 +199,7 @@ class CheckpointCB(_ResumingCB):
             if isinstance(trainer.exception, CancelFitException) and not self._over: self._save(trainer, self._next_epoch(trainer), finished=True, reason=str(trainer.exception) or 'cancelled')
             elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, *self._end)
         finally:
+            if self.path == self._before and not self._over: self._wasted = weakref.ref(trainer),trainer.history.fit
             self._found = self._end = None
             self._close()
 
@@ -203,27 +215,53 @@ def _close(self:CheckpointCB):
 def _to_resume(self:CheckpointCB, trainer):
     "Weights and state to go on from, or None for a fresh start"
     mine = self._run is not None and self._run[0]() is trainer
-    if self.resume == 'never' and not mine: return None
+    self._count_fit(trainer, mine)
     self._store.run_id = self._run[1] if mine else None
-    path = None if self.resume in ('auto', 'must', 'never') or mine else self.resume
+    if self.resume == 'never': return None
+    path = None if self.resume in ('auto', 'must') or mine else self.resume
     if path is None and (self.resume == 'auto' or mine) and not self._store.list() and not self._store.damaged(): return None
-    weights,state,_ = self._store.load(path, verify=self.verify)
-    position,fit = state['position'],trainer.history.fit
+    weights,state = self._load(path)
+    position,fit = state['position'],trainer.history.fit-self._lost
     if position['fit'] < fit and (position['finished'] or position['fit'] < fit-1 or not mine): return None
-    self._over = _why_over(position, trainer)
+    if position['fit'] < fit: self._lost,fit = self._lost+1,fit-1 # An interrupted fit goes on
+    self._over = _why_over(position, trainer, fit)
     if position['fit'] <= fit: check_fits(trainer, weights, state, self.strict)
-    if position['fit'] == fit and not self._over: _warn_of_rate(position, trainer)
+    if position['fit'] == fit and not self._over: _warn_of_rate(state, trainer)
     return weights,state
 
-def _warn_of_rate(position, trainer):
-    "Say that a rate given now has no effect on a run that goes on"
+@patch
+def _count_fit(self:CheckpointCB, trainer, mine):
+    "A fit that failed before its first checkpoint does not count: a script that is started again will not have it"
+    wasted = self._wasted is not None and self._wasted[0]() is trainer and self._wasted[1] == trainer.history.fit-1
+    self._lost = self._lost+wasted if mine or wasted else 0
+    self._wasted,self._before = None,self.path
+
+@patch
+def _load(self:CheckpointCB, path):
+    "Weights and state; a path begins a run of its own, which goes on from its own newest checkpoint when the script is started again"
+    if path is None: weights,state,_ = self._store.load(verify=self.verify)
+    else:
+        weights,state,manifest = self._store.load(path, verify=self.verify)
+        self._branch = f"{manifest['run_id']} {manifest['serial']}"
+        mine = [o for o in self._store.all() if o.manifest['info'].get('branch') == self._branch]
+        self._store.run_id = mine[-1].run_id if mine else None
+        if mine: weights,state,_ = self._store.load(verify=self.verify)
+    if not isinstance(state, dict) or not {'position', 'opts', 'callbacks'} <= state.keys(): raise ResumeMismatch(f'`{self._store.resumed_from or path}` holds no run that `CheckpointCB` or `trainer.save` wrote, so a fit cannot go on from it. Read it with `CheckpointStore.load`.')
+    if state['position'].get('by_hand'): raise ResumeMismatch(f'`{self._store.resumed_from or path}` was saved by hand after a fit that did not end, so nobody knows at which batch it stands. Take over what it holds with `trainer.load`, in another folder.')
+    return weights,state
+
+def _warn_of_rate(state, trainer):
+    "Say that a rate or an option given now has no effect on a run that goes on"
+    position,saved,now = state['position'],state.get('opt_defaults', {}),opt_defaults(trainer)
+    changed = [f"`{k}={now[name][k]!r}` (saved: {v!r})" for name,options in saved.items() for k,v in options.items() if k in now.get(name, {}) and now[name][k] != v]
+    if changed: warnings.warn(f'The saved run goes on with the options of its optimizer, so {", ".join(changed)} has no effect. To change it, set it in `trainer.opt.param_groups` in a callback, or begin anew in another folder.', stacklevel=2)
     if position['lr'] != trainer.lr:
         warnings.warn(f'The saved run was started with `lr={position["lr"]:g}`, and goes on with the rates of its optimizer; `lr={trainer.lr:g}` has no effect on it. '
                       'For other rates load the weights with `trainer.load`, or begin anew in another folder.', stacklevel=2)
 
-def _why_over(position, trainer):
+def _why_over(position, trainer, fit):
     "Why there is nothing left to do in this fit, or None"
-    if position['fit'] > trainer.history.fit: return f'the run is in its fit {position["fit"]} (the first is 0) already'
+    if position['fit'] > fit: return f'the run is in its fit {position["fit"]} (the first is 0) already'
     if position['finished'] and position['stop_reason']: return position['stop_reason']
     beyond = position['finished'] or position['batches'] or position['epoch'] > trainer.n_epochs
     if position['epoch'] >= trainer.n_epochs and beyond: return f'{position["epoch"]} epochs are done' + f' and {position["batches"]} batches'*(position['batches'] > 0)
@@ -233,10 +271,13 @@ def _why_over(position, trainer):
 def _epochs(self:CheckpointCB, trainer, epochs):
     "The epochs that are left; none, if the fit is complete"
     if not self._over: return (yield from _ResumingCB._epochs(self, trainer, epochs))
-    state,later = self._found[1],self._found[1]['position']['fit'] > trainer.history.fit
+    (weights,state),later = self._found,self._found[1]['position']['fit'] > trainer.history.fit-self._lost
     if later: _put_rows(trainer.history, state['history'])
     else: self._restore(trainer)
-    print(f'This fit is complete already ({self._over}): {self._store.resumed_from.name if self._store.resumed_from else self.resume} is where the run stands.')
+    weights_too = not later or put_weights(trainer, weights)
+    print(f'This fit is complete already ({self._over}): {self._store.resumed_from.name if self._store.resumed_from else self.resume} is where the run stands' +
+          ('; its weights are in the model.' if weights_too else ', with another model, so the weights stay as they are until that fit.') +
+          ' To train further, ask for more epochs, or `trainer.load` it and save in another folder.')
     raise CancelFitException('the fit is complete already')
 
 def _put_rows(history, saved):
@@ -255,7 +296,7 @@ def _between_batches(self:CheckpointCB, trainer):
 def _between_epochs(self:CheckpointCB, trainer):
     self._end = None
     better = self.monitor is not None and trainer.history.current is not None and self._judge.update(trainer.history.current.get(self.monitor))
-    if (self._when.after_epoch(trainer, better) and self._next < trainer.n_epochs) or _interrupted(trainer): self._save(trainer, self._next)
+    if self._when.after_epoch(trainer) or better or _interrupted(trainer): self._save(trainer, self._next)
 
 @patch
 def _pass_over(self:CheckpointCB, trainer):
@@ -272,18 +313,22 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     state |= parts or {}
     if parts or reason: state['position']['stop_reason'] = reason
     state['checkpoint'] = dict(best=self._judge.best, steps=self._steps)
+    state['position']['fit'] -= self._lost
     row = trainer.history.current or {}
     metrics = {k: v for k,v in row.items() if isinstance(v, (int, float)) and k not in ('fit', 'epoch')} if not batches else {}
     if self.monitor not in (None, *metrics): metrics = {} # This epoch was not measured
-    self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=dict(fit=trainer.history.fit))
+    self._store.name = self._options['name'] if set(_metrics_of(self._options['name'])) <= metrics.keys() else _NAME
+    info = dict(fit=state['position']['fit'], monitor=self.monitor, mode=self._options['mode']) | ({'branch': self._branch} if self._branch else {})
+    self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=info)
     self._run = weakref.ref(trainer),self._store.run_id
     self._when.start(trainer)
 
 @patch
 def _restore(self:CheckpointCB, trainer):
-    own = self._found[1].get('checkpoint')
+    state = self._found[1]
     _ResumingCB._restore(self, trainer)
-    if own: self._judge.best,self._steps = own['best'],own['steps']
+    self._lost = trainer.history.fit-state['position']['fit']
+    if 'checkpoint' in state: self._judge.best,self._steps = state['checkpoint']['best'],state['checkpoint']['steps']
 
 def _start_of_pass(trainer):
     "Random numbers when this pass began, as the innermost callback that resumes knows them"
@@ -296,17 +341,23 @@ def save(self:Trainer,
     folder, # Where; made if missing
     **metrics, # Numbers to keep beside it
 ): # Path of the checkpoint
-    "Save everything of this run into a checkpoint"
+    "Save everything of this run into a checkpoint, between two fits"
     if not hasattr(self, 'n_epochs'): raise RuntimeError('This trainer has not trained yet, so there is no run to save. Call `fit` first; for weights alone safetensors is enough.')
-    with CheckpointStore(folder) as store: return store.save(*take_state(self, self.n_epochs, finished=True, copy=False), self.n_updates, metrics=metrics)
+    if self._fitting: raise RuntimeError('`trainer.save` was called inside a fit, where it cannot know at which batch the run stands. Let `CheckpointCB(folder, every=...)` save there.')
+    weights,state = take_state(self, self.n_epochs, finished=True, copy=False)
+    if self._broken: state['position']['by_hand'] = True # The last fit did not end
+    with CheckpointStore(folder) as store: return store.save(weights, state, self.n_updates, metrics=metrics)
 
 @patch
 def load(self:Trainer,
-    folder, # With checkpoints; the newest that is whole is taken
+    folder, # With checkpoints, of which the newest that is whole is taken; or one checkpoint
     strict:bool=True, # Raise an error if this machine lacks a device whose random numbers were saved?
+    best:bool=False, # Take the best by what `CheckpointCB` monitored instead of the newest?
 ):
     "Take over weights, optimizers, history, loaders and random numbers from a checkpoint; `fit(keep_opt=True)` goes on with them"
-    weights,state,_ = CheckpointStore(folder, read_only=True).load()
+    store = CheckpointStore(folder, read_only=True)
+    path = store.best().path if best else folder if (Path(folder)/'manifest.json').exists() else None
+    weights,state,_ = store.load(path)
     if 'opt' in state['opts'] and 'opt' not in vars(self): self._make_opt_for(state)
     state['callbacks'] = {} # They begin anew with the next fit, as always
     check_fits(self, weights, state, strict=False)
