@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SeededBatchSampler', 'WorkerCrashed', 'ExactLoader', 'ReplayLoader', 'exact_loader']
 
-# %% ../nbs/09_sampling.ipynb #983deba4
-import random, sys, warnings, weakref
+# %% ../nbs/09_sampling.ipynb #f4af71ab
+import multiprocessing, os, random, sys, threading, warnings, weakref
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
@@ -162,7 +162,13 @@ class _AtStart:
     def __call__(self, worker):
         info = get_worker_info()
         object.__setattr__(info, 'dataset', info.dataset.dataset) # The class is frozen
+        threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
         if self.worker_init_fn is not None: self.worker_init_fn(worker)
+
+def _end_with(parent):
+    "End this worker when its parent is gone, also when that was killed and the worker is busy"
+    parent.join()
+    os._exit(1)
 
 def _as_it_is(batch): return batch # Named, so that it can be pickled
 

@@ -311,9 +311,16 @@ def _fill(name, values):
     if not re.fullmatch(r'[^./\\\0][^/\\\0]{0,150}', made): raise ValueError(f'`name` {name!r} gave {made!r}, which is no name for a folder.')
     return made
 
-# %% ../nbs/08_store.ipynb #f0834297
-def _check_keeping(keep_last, keep_best, keep_every, mode):
+# %% ../nbs/08_store.ipynb #e9d790bd
+def check_keeping(
+    keep_last, # As for `CheckpointStore`, like the others
+    keep_best,
+    keep_every,
+    mode,
+):
     "Refuse numbers that would lose a run, or that mean nothing"
+    for name,value in (('keep_last', keep_last), ('keep_best', keep_best), ('keep_every', keep_every)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)): raise TypeError(f'`{name}` is {value!r}, but checkpoints are counted. Use a whole number.')
     if keep_last is not None and keep_last < 2: raise ValueError(f'`keep_last` is {keep_last}, but if the only checkpoint turns out to be damaged the run is lost. Use 2 or more, or None for all.')
     if keep_best < 0 or (keep_every is not None and keep_every < 1): raise ValueError(f'`keep_best` is {keep_best} and `keep_every` is {keep_every}. Use counts; 0 and None switch them off.')
     if mode not in ('min', 'max'): raise ValueError(f"`mode` is {mode!r}. Use 'min' when lower is better, 'max' when higher is.")
@@ -332,7 +339,7 @@ class CheckpointStore:
         mode:str='min', # 'min' when lower is better, 'max' when higher is
         read_only:bool=False, # Only look: no lock, and nothing is changed
     ):
-        _check_keeping(keep_last, keep_best, keep_every, mode)
+        check_keeping(keep_last, keep_best, keep_every, mode)
         _check_pattern(name)
         self.folder,self.run_id,self.name,self.monitor,self.mode,self.read_only = Path(folder).absolute(),run_id,name,monitor,mode,read_only
         self.keep_last,self.keep_best,self.keep_every = keep_last,keep_best,keep_every

@@ -14,10 +14,10 @@ from fastcore.basics import patch
 
 from ..events import CancelFitException, Order
 from ..history import Monitor, check_monitored, mode_of
-from ..run_state import check_fits, opt_defaults, put_position, put_weights, put_random, put_state, take_parts, take_state
+from ..run_state import check_fits, generators, opt_defaults, put_generators, put_position, put_weights, put_random, put_state, take_parts, take_state
 from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
-from ..store import CheckpointStore
+from ..store import CheckpointStore, check_keeping
 from ..trainer import Trainer, n_batches
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5e346dae
@@ -60,7 +60,7 @@ def _pass(self:_ResumingCB, trainer, batches):
     if found and done:
         self._restore(trainer)
         batches = self._rest(trainer, batches, found[1], done)
-    else: self._pass_start = random_state()
+    else: self._pass_start = random_state(),{name: o.get_state() for name,o in generators(trainer).items()}
     for batch in batches:
         yield batch
         if 'batch_num' not in vars(trainer): continue # It is being read again, for another callback that resumes
@@ -88,7 +88,9 @@ def _pass_over(self:_ResumingCB, trainer): pass
 @patch
 def _rest(self:_ResumingCB, trainer, batches, state, done):
     "The batches of this pass that are left"
-    self._pass_start = state['pass_start']
+    start = dict(state['pass_start'])
+    own = start.pop('generators')
+    self._pass_start = start,own
     over,stopped = _is_over(trainer.dl, done),state['position']['stop_reason']
     if stopped is not None: trainer.request_stop(stopped) # There is only the end of the epoch before it
     if stopped is not None and not over: _leave_rest(trainer.dl)
@@ -96,7 +98,8 @@ def _rest(self:_ResumingCB, trainer, batches, state, done):
         trainer.batch_num = done-1
         return iter(())
     if hasattr(trainer.dl, 'load_state_dict'): return batches
-    return _replayed(trainer.dl, batches, state, done)
+    put_generators(trainer, own)
+    return _replayed(trainer.dl, batches, start, done)
 
 def _leave_rest(dl):
     "Let a loader that knows its position begin the next epoch"
@@ -111,13 +114,13 @@ def _is_over(dl, done):
         return True
     return not position.get('samples', position.get('batches', 1))
 
-def _replayed(dl, batches, state, done):
+def _replayed(dl, batches, start, done):
     "`batches` after the first `done`, which are read and dropped"
     if not isinstance(dl, (list, tuple)):
-        warnings.warn(f'The training loader does not know its position, so {done} batches are read again. That is exact if it draws from the global random numbers only; '
+        warnings.warn(f'The training loader does not know its position, so {done} batches are read again. That is exact unless workers persist or a sampler draws from generators of its own; '
                       'make it with `exact_loader`, or `DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and exactly.', stacklevel=2)
     now = plain_random_state()
-    set_plain_random_state(state['pass_start'], strict=False)
+    set_plain_random_state(start, strict=False)
     rest = iter(batches)
     for _ in range(done):
         if next(rest, None) is None: raise ResumeMismatch(f'The training loader ended before its batch {done}, where the run should go on. Is it the same data?')
@@ -170,6 +173,7 @@ class CheckpointCB(_ResumingCB):
         if verify not in ('sha256', 'size'): raise ValueError(f"`verify` is {verify!r}. Use 'sha256', or 'size' to save the time of reading everything twice.")
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,resume,strict,verify,monitor,every
         mode = mode_of(monitor, mode) if monitor is not None else 'min'
+        check_keeping(keep_last, keep_best, None, mode)
         self._when,self._judge = _When(every),Monitor(mode)
         self._options = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0, monitor=monitor, mode=mode, name=name)
         self._store,self.path,self._steps,self._run,self._end,self._found,self._over,self._lost,self._branch = None,None,0,None,None,None,None,0,None
@@ -227,6 +231,7 @@ def _to_resume(self:CheckpointCB, trainer):
     self._over = _why_over(position, trainer, fit)
     if position['fit'] <= fit: check_fits(trainer, weights, state, self.strict)
     if position['fit'] == fit and not self._over: _warn_of_rate(state, trainer)
+    if not self._over and getattr(trainer.dls.train, 'persistent_workers', False) and not hasattr(trainer.dls.train, 'load_state_dict'): _warn_of_workers()
     return weights,state
 
 @patch
@@ -249,6 +254,10 @@ def _load(self:CheckpointCB, path):
     if not isinstance(state, dict) or not {'position', 'opts', 'callbacks'} <= state.keys(): raise ResumeMismatch(f'`{self._store.resumed_from or path}` holds no run that `CheckpointCB` or `trainer.save` wrote, so a fit cannot go on from it. Read it with `CheckpointStore.load`.')
     if state['position'].get('by_hand'): raise ResumeMismatch(f'`{self._store.resumed_from or path}` was saved by hand after a fit that did not end, so nobody knows at which batch it stands. Take over what it holds with `trainer.load`, in another folder.')
     return weights,state
+
+def _warn_of_workers():
+    warnings.warn('The training loader has persistent workers, whose random numbers cannot be saved, so augmentation in them will not go on exactly. '
+                  'Make the loader with `exact_loader`, or use workers that do not persist.', stacklevel=2)
 
 def _warn_of_rate(state, trainer):
     "Say that a rate or an option given now has no effect on a run that goes on"
@@ -308,8 +317,7 @@ def _interrupted(trainer): return any(getattr(o, 'interrupted', None) is not Non
 @patch
 def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None, finished=False):
     "Write a checkpoint of this position, with `parts` of the state and the `reason` to stop as they were before"
-    start = _start_of_pass(trainer) if batches else None
-    weights,state = take_state(trainer, epoch, batches, finished, plain(start) if start else None, copy=False)
+    weights,state = take_state(trainer, epoch, batches, finished, _start_of_pass(trainer) if batches else None, copy=False)
     state |= parts or {}
     if parts or reason: state['position']['stop_reason'] = reason
     state['checkpoint'] = dict(best=self._judge.best, steps=self._steps)
@@ -333,7 +341,8 @@ def _restore(self:CheckpointCB, trainer):
 def _start_of_pass(trainer):
     "Random numbers when this pass began, as the innermost callback that resumes knows them"
     resuming = sorted((o for o in trainer.callbacks if isinstance(o, _ResumingCB)), key=lambda o: o.order)
-    return resuming[0]._pass_start
+    start,own = resuming[0]._pass_start
+    return plain(start) | {'generators': own}
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #28e97ab1
 @patch
@@ -401,8 +410,8 @@ class RewindCB(_ResumingCB):
         if not self.every: self._remember(trainer, self._next)
 
     def _remember(self, trainer, epoch, batches=0):
-        start,self._at = _start_of_pass(trainer) if batches else None,trainer.n_updates
-        self.states[epoch, batches] = take_state(trainer, epoch, batches, pass_start=start and plain(start))
+        self._at = trainer.n_updates
+        self.states[epoch, batches] = take_state(trainer, epoch, batches, pass_start=_start_of_pass(trainer) if batches else None)
         for o in sorted(self.states)[:-self.keep]: del self.states[o]
 
     def _epochs(self, trainer, epochs):

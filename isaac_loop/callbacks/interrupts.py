@@ -5,8 +5,10 @@
 # %% auto #0
 __all__ = ['InterruptCB']
 
-# %% ../../nbs/callbacks/65_interrupts.ipynb #60562b39
+# %% ../../nbs/callbacks/65_interrupts.ipynb #2ef5b6d1
 import os, signal, threading
+
+from torch.utils.data import DataLoader
 
 from ..events import CancelException, Order
 
@@ -16,7 +18,7 @@ class InterruptCB:
     order = Order.RECORD
     interrupted = None # The signal that ends this fit, once the batch is over
     hurried = False # Has Ctrl-C come twice? Then nothing is to be saved any more
-    _noted,_pid,_old = None,None,{}
+    _noted,_pid,_old,_loader = None,None,{},None
 
     def before_fit(self, trainer):
         "Note signals instead of breaking off"
@@ -28,6 +30,13 @@ class InterruptCB:
     def before_epoch(self, trainer):
         "Look for a signal after every batch"
         trainer.batches = self._watched(trainer.batches)
+        self._loader = _with_workers(trainer.dl)
+        if self._loader is not None: self._loader.worker_init_fn = _Patient(self._loader.worker_init_fn)
+
+    def cleanup_epoch(self, trainer):
+        "Give the loader back as it was"
+        if self._loader is not None: self._loader.worker_init_fn = self._loader.worker_init_fn.init
+        self._loader = None
 
     def cleanup_batch(self, trainer):
         "See whether a signal has come"
@@ -59,8 +68,21 @@ class InterruptCB:
             raise KeyboardInterrupt('the second Ctrl-C; training broke off inside a batch')
         self._noted = signum
 
-# %% ../../nbs/callbacks/65_interrupts.ipynb #3d0e266e
-def _in_worker(signum):
+# %% ../../nbs/callbacks/65_interrupts.ipynb #80b6f219
+def _with_workers(dl):
+    "The `DataLoader` with workers that is, or is inside of, `dl`; or None"
+    inner = dl if isinstance(dl, DataLoader) else getattr(dl, 'loader', None)
+    return inner if isinstance(inner, DataLoader) and inner.num_workers else None
+
+class _Patient:
+    "What a worker does at its start: it takes the handler, and then does what the user wants done"
+    def __init__(self, init): self.init = init
+
+    def __call__(self, worker):
+        signal.signal(signal.SIGTERM, _in_worker)
+        if self.init is not None: self.init(worker)
+
+def _in_worker(signum, frame=None):
     if signum != signal.SIGTERM: return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not hasattr(signal, 'alarm'): return # Windows, which has no forked workers either

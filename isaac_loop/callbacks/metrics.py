@@ -11,6 +11,7 @@ import copy, math, time
 import torch
 
 from ..events import CancelException, Order
+from ..state import ResumeMismatch
 from ..tables import clock, short
 from ..tensors import batch_size
 
@@ -133,6 +134,9 @@ class MetricsCB:
         state:dict, # What `state_dict` gave
     ):
         "Go on in the middle of a pass"
+        names = list(dict.fromkeys(o for by_name in self._by_pass.values() for o in by_name))
+        if set(names) != set(state['metrics']): raise ResumeMismatch(f'`MetricsCB` measured {list(state["metrics"])} when it was saved, and measures {names} now, so rows would not fit one another. '
+                                                                     'Use the same metrics, or `trainer.load` what was saved and train on in another folder.')
         self._epoch,self._start = state['epoch'],time.perf_counter()-state['elapsed']
         for o in self._by_pass.values():
             for name,m in o.items(): _load_metric(m, state['metrics'][name])

@@ -193,8 +193,10 @@ def _load(self:_SchedulerCB):
     "Put the scheduler and the optimizer's groups where the saved state says"
     state,self._saved = self._saved,None
     if state['n_steps'] != self._n_steps:
-        warnings.warn(f'`{type(self).__name__}` goes on with a schedule that was saved in a fit of {state["n_steps"]} steps, but this fit has {self._n_steps}. '
-                      'Its curve follows the new length, unless the scheduler keeps one of its own, as one-cycle does.', stacklevel=2)
+        own = getattr(self.scheduler, 'total_steps', None) # One-cycle keeps its own length, and loading it puts the old one back
+        warnings.warn(f'`{type(self).__name__}` goes on with a schedule that was saved in a fit of {state["n_steps"]} steps, but this fit has {self._n_steps}. ' +
+                      ('Its curve follows the new length.' if own is None else f'Its curve ends after {state["n_steps"]} steps, and those after that train at its last rate, which is close to 0. '
+                       'For a curve of the new length, `trainer.load` the weights and save in another folder.'), stacklevel=2)
     self.scheduler.load_state_dict(_like(self.scheduler.state_dict(), state['scheduler']))
     for group,saved in zip(self.scheduler.optimizer.param_groups, state['groups'], strict=True):
         for name,value in saved.items(): _put(group, name, _like(group.get(name), value) if isinstance(value, list) else value)

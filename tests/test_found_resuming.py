@@ -1,0 +1,274 @@
+"""Faults that people found in checkpoints and resuming; each test fails without the mend that followed."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader, IterableDataset
+
+from isaac_loop.callbacks.checkpoint import CheckpointCB
+from isaac_loop.callbacks.interrupts import InterruptCB
+from isaac_loop.callbacks.metrics import MetricsCB
+from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
+from isaac_loop.callbacks.training import BasicTrainCB
+from isaac_loop.data import DataLoaders
+from isaac_loop.sampling import exact_loader
+from isaac_loop.state import ResumeMismatch
+from isaac_loop.store import CheckpointStore
+from runs import Cut, CutCB, Rows, fit, make_model, make_trainer, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know")
+
+
+def simple(folder=None, *more, **options):
+    return [BasicTrainCB(), MetricsCB(), *more] + ([CheckpointCB(folder, **options)] if folder else [])
+
+
+def cut_at(n): return CutCB("before_step", lambda t: t.n_updates == n)
+
+
+def broken_off(n, cbs, dls=None, **kwargs):
+    trainer = make_trainer(cbs, dls, **kwargs)
+    with pytest.raises(Cut): fit(trainer, callbacks=cut_at(n))
+    return trainer
+
+
+def steps(folder): return [o.step for o in CheckpointStore(folder, read_only=True).list()]
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows): self.rows = rows
+    def __iter__(self): return (self.rows[i] for i in range(len(self.rows)))
+
+
+LOADERS = {"plain": lambda: DataLoader(Rows(40), 8, shuffle=True), "exact": lambda: exact_loader(Rows(40), 8), "stream": lambda: exact_loader(Stream(Rows(40)), 8)}
+
+
+@pytest.mark.parametrize("first, then", [("plain", "exact"), ("exact", "plain"), ("exact", "stream"), ("stream", "exact")])
+def test_another_kind_of_loader_is_refused_in_the_middle_of_an_epoch(first, then, tmp_path):
+    "The rest of the epoch was left out in silence, or an error said nothing"
+    dls = lambda kind: DataLoaders(LOADERS[kind](), DataLoader(Rows(24), 12))
+    broken_off(3, simple(tmp_path/"run", every=1), dls(first))
+    with pytest.raises(ResumeMismatch, match="`dls.train`: it was one that"): fit(make_trainer(simple(tmp_path/"run", every=1), dls(then)))
+
+
+SCRIPT = """
+import sys, time
+sys.path[:0] = {paths}
+import runs
+from isaac_loop.callbacks.interrupts import InterruptCB
+from torch.utils.data import DataLoader
+from isaac_loop.data import DataLoaders
+def after_batch(trainer):
+    if trainer.epoch == 1: print("here", file=sys.__stdout__, flush=True)
+    time.sleep(0.02)
+loaders = DataLoaders({loader}, DataLoader(runs.Rows(24), 12))
+runs.fit(runs.make_trainer([*runs.callbacks({folder!r}), InterruptCB(), after_batch], loaders))
+"""
+
+
+@pytest.mark.parametrize("loader", ["runs.exact_loader(runs.Rows(56), 8, seed=7, num_workers=2)", "DataLoader(runs.Rows(56), 8, num_workers=2)"])
+def test_sigterm_from_outside_to_all_processes_of_a_job(loader, tmp_path):
+    "PyTorch's own handler ended the workers, and with them the run, with exit code 1 and nothing saved (T13)"
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    job = subprocess.Popen([sys.executable, "-c", SCRIPT.format(paths=paths, loader=loader, folder=str(tmp_path/"run"))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert job.stdout.readline().strip() == "here"
+        os.killpg(job.pid, signal.SIGTERM)
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 143, errors
+        assert steps(tmp_path/"run")[-1] > 7
+    finally: job.kill()
+
+
+ORPHANS = """
+import os, sys, time
+sys.path[:0] = {paths}
+import runs
+class Slow(runs.Rows):
+    def __getitem__(self, i):
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+next(iter(runs.exact_loader(Slow(8), 4, num_workers=1)))
+"""
+
+
+def lives(pid):
+    try: os.kill(pid, 0)
+    except ProcessLookupError: return False
+    try: return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError: return False
+
+
+def test_a_busy_worker_ends_with_a_parent_that_was_killed():
+    "It went on for as long as it was busy, and some for ever"
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    parent = subprocess.Popen([sys.executable, "-c", ORPHANS.format(paths=paths)], stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    assert lives(worker)
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 60
+    while lives(worker) and time.monotonic() < end: time.sleep(0.05)
+    assert not lives(worker)
+
+
+def test_a_fit_that_failed_before_its_first_checkpoint_does_not_count(tmp_path):
+    "A script that was started again thought that its first fit was complete, and kept untrained weights"
+    whole = fit(make_trainer(simple()))
+    trainer = broken_off(2, simple(tmp_path/"run", every=4))
+    for p in trainer.model.parameters(): nn.init.zeros_(p)
+    with pytest.raises(Cut): fit(trainer, callbacks=cut_at(6))
+    assert steps(tmp_path/"run") == [4]
+    again = fit(make_trainer(simple(tmp_path/"run", every=4)))
+    assert again.n_updates == whole.n_updates and len(again.history) == 3
+
+
+def test_an_interrupted_fit_that_went_on_in_another_is_one(tmp_path):
+    "Stopped in a notebook, gone on with in the next fit, and then the kernel was started anew"
+    whole = fit(make_trainer(simple()))
+    first = make_trainer(simple(tmp_path/"run", InterruptCB()))
+    with pytest.raises(KeyboardInterrupt): fit(first, callbacks=CutCB("before_step", lambda t: t.n_updates == 8, KeyboardInterrupt))
+    with pytest.raises(Cut): fit(first, callbacks=cut_at(16))
+    same(whole, fit(make_trainer(simple(tmp_path/"run", InterruptCB()))))
+
+
+def test_a_fit_that_is_behind_leaves_the_weights_of_the_run_in_the_model(tmp_path, capsys):
+    "After Run all, the model of a run in its second fit was untrained, and the message said that all was there"
+    trainer = fit(make_trainer(simple(tmp_path/"run")), 1)
+    fit(trainer, 1)
+    again = make_trainer(simple(tmp_path/"run"))
+    again.fit(1, 0.02)
+    assert torch.equal(again.model[0].weight, trainer.model[0].weight) and "its weights are in the model" in capsys.readouterr().out
+    other = make_trainer(simple(tmp_path/"run"), model=nn.Sequential(nn.Linear(8, 3)))
+    before = other.model[0].weight.clone()
+    other.fit(1, 0.02)
+    assert torch.equal(other.model[0].weight, before) and "with another model" in capsys.readouterr().out
+
+
+def test_saving_by_hand_never_calls_a_fit_finished_that_is_not(tmp_path):
+    trainer = broken_off(3, simple())
+    trainer.save(tmp_path/"hand")
+    with pytest.raises(ResumeMismatch, match="saved by hand after a fit that did not end"): fit(make_trainer(simple(tmp_path/"hand")))
+    other = make_trainer(simple())
+    other.load(tmp_path/"hand")
+    assert torch.equal(other.model[0].weight, trainer.model[0].weight)
+
+    def after_batch(trainer): trainer.save(tmp_path/"inside")
+    with pytest.raises(RuntimeError, match="inside a fit"): fit(make_trainer(simple()), callbacks=after_batch)
+
+
+def test_a_name_with_a_column_does_not_stop_an_interrupt_from_saving(tmp_path):
+    name = "e{epoch}-{valid_loss:.2f}"
+    trainer = make_trainer(simple(tmp_path/"run", InterruptCB(), name=name))
+    with pytest.raises(KeyboardInterrupt): fit(trainer, callbacks=press_at(9))
+    names = [o.path.name for o in CheckpointStore(tmp_path/"run", read_only=True).list()]
+    assert names[0].startswith("e1-") and names[1] == "step-00000010"
+    with pytest.raises(LookupError, match="valid_loss"): fit(make_trainer(simple(tmp_path/"other", name="{valid_los}")))
+
+
+def press_at(n):
+    def before_step(trainer):
+        if trainer.n_updates == n: trainer.InterruptCB._note(signal.SIGINT)
+    return before_step
+
+
+def test_a_branch_leaves_the_run_alone_and_goes_on_by_itself(tmp_path):
+    "Going on from a path deleted what came after it, and began at the path each time"
+    fit(make_trainer(simple(tmp_path/"run", every=5, keep_last=None)))
+    assert steps(tmp_path/"run") == [5, 7, 10, 14, 15, 20, 21] or steps(tmp_path/"run") == [5, 10, 15, 20, 21]
+    before = steps(tmp_path/"run")
+    branch = lambda: simple(tmp_path/"run", every=5, resume=tmp_path/"run"/"step-00000010")
+    broken_off(18, branch())
+    found = CheckpointStore(tmp_path/"run", read_only=True).list()
+    assert [o.step for o in found][:len(before)] == before and found[-1].step == 15 and found[-1].run_id != found[0].run_id
+    again = make_trainer(branch())
+    seen = []
+    def before_step(trainer): seen.append(trainer.n_updates)
+    fit(again, callbacks=before_step)
+    assert seen == [15, 16, 17, 18, 19, 20]
+    same(fit(make_trainer(simple())), again)
+
+
+def test_the_last_epoch_is_safe_before_anything_else_happens(tmp_path):
+    "A failing plot after training cost the last epoch"
+    def after_fit(trainer): raise Cut
+    with pytest.raises(Cut): fit(make_trainer(simple(tmp_path/"run")), callbacks=after_fit)
+    assert steps(tmp_path/"run")[-1] == 21
+    again = make_trainer(simple(tmp_path/"run"))
+    same(fit(make_trainer(simple())), fit(again))
+
+
+def test_the_best_epoch_is_kept_whatever_the_rule(tmp_path):
+    scores = [0.3, 0.1, 0.2, 0.4, 0.6]
+    def cleanup_epoch(trainer):
+        if not trainer.training: trainer.history.write(m=scores[trainer.epoch])
+    cleanup_epoch.columns = ["m"]
+    for every in (4, timedelta(hours=1)):
+        folder = tmp_path/str(every)
+        fit(make_trainer(simple(folder, monitor="m", mode="min", every=every)), 5, callbacks=cleanup_epoch)
+        store = CheckpointStore(folder, read_only=True)
+        assert store.best().metrics["m"] == 0.1 and store.best().step == 14
+        trainer = make_trainer(simple())
+        trainer.load(folder, best=True)
+        assert trainer.history.rows[-1]["m"] == 0.1
+        one = make_trainer(simple())
+        one.load(store.best().path)
+        assert torch.equal(one.model[0].weight, trainer.model[0].weight)
+    with pytest.raises(LookupError, match="Nobody has said what is best"):
+        fit(make_trainer(simple(tmp_path/"none")))
+        CheckpointStore(tmp_path/"none", read_only=True).best()
+
+
+@pytest.mark.parametrize("every", [1, "epoch"])
+def test_a_plain_loader_with_a_generator_of_its_own_goes_on_exactly(every, tmp_path):
+    "After a resume it gave the order of the first epoch once more"
+    def dls():
+        return DataLoaders(DataLoader(Rows(40), 8, shuffle=True, generator=torch.Generator().manual_seed(3)), DataLoader(Rows(24), 12))
+    whole = fit(make_trainer(simple(), dls()))
+    broken_off(8, simple(tmp_path/"run", every=every), dls())
+    same(whole, fit(make_trainer(simple(tmp_path/"run", every=every), dls())))
+
+
+def test_what_has_no_effect_is_said(tmp_path):
+    broken_off(8, simple(tmp_path/"run", OneCycleSchedulerCB()), opt_func=optim.AdamW)
+    with pytest.warns(UserWarning, match="`weight_decay=0.5` .saved: 0.01. has no effect"):
+        fit(make_trainer(simple(tmp_path/"run", OneCycleSchedulerCB()), opt_func=partial(optim.AdamW, weight_decay=0.5)))
+    with pytest.warns(UserWarning, match="train at its last rate, which is close to 0"):
+        fit(make_trainer(simple(tmp_path/"run", OneCycleSchedulerCB()), opt_func=optim.AdamW), 4)
+    with pytest.raises(ResumeMismatch, match="`MetricsCB` measured"):
+        import torchmetrics
+        cbs = simple(tmp_path/"run", OneCycleSchedulerCB())
+        cbs[1] = MetricsCB(accuracy=torchmetrics.Accuracy(task="multiclass", num_classes=3))
+        fit(make_trainer(cbs, opt_func=optim.AdamW), 5)
+
+
+def test_lazy_layers_go_on(tmp_path):
+    def model(): return nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(3))
+    def lazy(*cbs): return make_trainer(simple(*cbs), model=model(), opt_func=optim.SGD)
+    whole = fit(lazy())
+    with pytest.raises(Cut): fit(lazy(tmp_path/"run"), callbacks=cut_at(9))
+    same(whole, fit(lazy(tmp_path/"run")))
+
+
+def test_what_was_not_written_by_a_run_is_named(tmp_path):
+    with CheckpointStore(tmp_path/"run") as store: store.save(make_model().state_dict(), {"mine": 1}, step=3)
+    with pytest.raises(ResumeMismatch, match="holds no run"): fit(make_trainer(simple(tmp_path/"run")))
+
+
+@pytest.mark.parametrize("options, error", [(dict(verify="md5"), ValueError), (dict(every=timedelta(-1)), ValueError), (dict(keep_best=1.5), TypeError), (dict(keep_last=1), ValueError)])
+def test_bad_options_are_refused_where_they_were_typed(options, error, tmp_path):
+    with pytest.raises(error): CheckpointCB(tmp_path/"run", **options)
+
+
+def test_never_means_never(tmp_path):
+    trainer = broken_off(8, simple(tmp_path/"run", resume="never"))
+    fit(trainer)
+    assert trainer.n_updates == 21 and len([o for o in trainer.history if o["fit"] == 1]) == 3
