@@ -15,8 +15,9 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from ..events import CancelException, CancelStepException, Order, did_you_mean
+from ..events import CancelException, CancelStepException, Order, callback_name, did_you_mean
 from ..sampling import ExactLoader
+from ..snapshot import random_state, set_random_state
 from ..tensors import batch_size, map_tensors
 from ..trainer import Trainer, n_batches
 
@@ -394,6 +395,51 @@ def epoch_preds(self:Trainer,
         found = None if force else self._captured(key, with_loss)
         known[key] = dl,self.get_preds(dl, with_loss=with_loss) if found is None else found
     return known[key][1]
+
+# %% ../../nbs/callbacks/55_predictions.ipynb #e6cd7f02
+def data_sets(
+    dl, # A loader, 'train', 'valid', None, or a dict of them by name
+    name:str, # What a single one is called
+)->dict:
+    "Loaders, or names of the trainer's own, by the name of their data"
+    sets = dl if isinstance(dl, Mapping) else {name: dl}
+    if not sets: raise ValueError('`dl` is an empty dict, so there is nothing to evaluate. Give it a loader for each name.')
+    for name,o in sets.items():
+        if not isinstance(name, str) or not name: raise TypeError(f'A data set is called {name!r}, but columns begin with its name. Use a text.')
+        if o is not None and not isinstance(o, str): chosen_loader(None, o)
+        if hasattr(o, '__next__'): raise TypeError(f'The data of `{name}` are an iterator, and those can be walked only once. Pass an object whose `__iter__` starts anew, such as a `DataLoader` or a list.')
+    return dict(sets)
+
+# %% ../../nbs/callbacks/55_predictions.ipynb #470ef7a3
+@contextmanager
+def same_random():
+    "Put random numbers back"
+    state = random_state()
+    try: yield
+    finally: set_random_state(state)
+
+def check_sets(
+    trainer, # Its `dls` have the loaders that are meant by names
+    sets:dict, # What `data_sets` gave
+    who:str, # Name of the callback, for the message
+):
+    "Refuse data sets without a batch"
+    for name,dl in sets.items():
+        with same_random(): loader = in_order(chosen_loader(trainer.dls, dl))[0]
+        if n_batches(loader) == 0: raise ValueError(f'The data set `{name}` of `{who}` has no batches, so there is nothing to evaluate. Is its dataset empty?')
+
+# %% ../../nbs/callbacks/55_predictions.ipynb #338ee278
+def check_columns(
+    trainer, # Whose callbacks to look at
+    callback, # The one that writes
+    advice:str, # How to mend it
+):
+    "Refuse columns that another callback declares as well"
+    mine = callback.columns(trainer)
+    for other in trainer.callbacks:
+        theirs = getattr(other, 'columns', ()) if other is not callback else ()
+        taken = [o for o in (theirs(trainer) if callable(theirs) else theirs) if o in mine]
+        if taken: raise ValueError(f'`{callback_name(callback)}` and `{callback_name(other)}` both write the column `{taken[0]}`, so one would hide the other. {advice}')
 
 # %% ../../nbs/callbacks/55_predictions.ipynb #70bd8aa6
 def decoded(
