@@ -121,10 +121,12 @@ class EvaluatorCB:
         self._lookers = _lookers(eval_tensors or ['preds', 'targets'] + ['loss']*with_loss)
         self._pass = _PassCB(callback_name(self), metrics, with_loss, self._look if user_iter_callback else None)
 
-    def before_fit(self, trainer):
-        "Forget the last run, and look at names and data"
-        self._check(trainer)
-        self.n_evaluations,self._seen,self._started,self._fresh,self._measured,self._row,self._unwritten = 0,0,False,False,{},{},[]
+# %% ../../nbs/callbacks/67_evaluator.ipynb #b40d78f9
+def _numbers(returned):
+    "What the user's function returned as plain numbers by name"
+    if returned is None: return {}
+    if not isinstance(returned, Mapping): raise TypeError(f'`user_epochs_done_callback` returned {returned!r}. Return a dict of numbers or None; for anything else there is `write`.')
+    return {k: v for name,value in returned.items() for k,v in numbers_of(name, value).items()}
 
 # %% ../../nbs/callbacks/67_evaluator.ipynb #2c12bf62
 @patch
@@ -155,14 +157,13 @@ def _limit(self:EvaluatorCB):
     limit.name = f'{callback_name(self)}_limit'
     return limit
 
-# %% ../../nbs/callbacks/67_evaluator.ipynb #b40d78f9
-def _numbers(returned):
-    "What the user's function returned as plain numbers by name"
-    if returned is None: return {}
-    if not isinstance(returned, Mapping): raise TypeError(f'`user_epochs_done_callback` returned {returned!r}. Return a dict of numbers or None; for anything else there is `write`.')
-    return {k: v for name,value in returned.items() for k,v in numbers_of(name, value).items()}
+# %% ../../nbs/callbacks/67_evaluator.ipynb #febb18b4
+@patch
+def before_fit(self:EvaluatorCB, trainer):
+    "Forget the last run, and look at names and data"
+    self._check(trainer)
+    self.n_evaluations,self._seen,self._started,self._fresh,self._measured,self._row,self._unwritten = 0,0,False,False,{},{},[]
 
-# %% ../../nbs/callbacks/67_evaluator.ipynb #3b45c491
 @patch
 def columns(self:EvaluatorCB, trainer)->list: # One that ends in `_*` stands for columns whose names are not known before
     "The columns that this callback will write into the history"
@@ -267,5 +268,5 @@ def evaluate(self:EvaluatorCB,
     trainer, # Has the model, and the callbacks that run it
 )->dict: # The columns that would be written
     "Evaluate now, and write nothing"
-    self._check(trainer)
+    check_sets(trainer, self.sets, callback_name(self))
     return {k: v for name,dl in self.sets.items() for k,v in self._one(trainer, name, dl)[0].items()}
