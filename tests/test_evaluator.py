@@ -40,6 +40,8 @@ X, Y = torch.randn(22, 4, generator=G), torch.randint(0, 3, (22,), generator=G)
 DATA = TensorDataset(X, Y)
 OTHER = [(X[:9], Y[:9]), (X[9:], Y[9:])]  # Batches of different sizes: a mean of means would be wrong
 
+SGD = partial(optim.SGD, momentum=0.9)
+
 
 class QuietCB(MetricsCB):
     "Prints nothing"
@@ -48,7 +50,7 @@ class QuietCB(MetricsCB):
     def _log(self, row): pass
 
 
-def make_trainer(*callbacks, valid=True, seed=0, model=None, loss_func=F.cross_entropy, opt_func=partial(optim.SGD, momentum=0.9)):
+def make_trainer(*callbacks, valid=True, seed=0, model=None, loss_func=F.cross_entropy, opt_func=SGD):
     "Four batches in an epoch"
     set_seed(seed)
     model = model or nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
@@ -247,6 +249,27 @@ def test_losses_and_metrics_are_true_means_over_all_rows():
         assert trainer.history.latest(f"{name}_loss") == pytest.approx(F.cross_entropy(preds, targets).item(), rel=1e-5)
         assert trainer.history.latest(f"{name}_error") == pytest.approx((preds.argmax(1) != targets).float().mean().item())
     assert trainer.history["test_loss"][0] is None and {"train_loss", "valid_loss"} <= set(trainer.history.names())
+
+
+def test_an_evaluation_at_the_start_has_columns_of_its_own():
+    "NEMO-43: of the model as it was before the first update"
+    trainer = make_trainer(EvaluatorCB(OTHER, at_start=True, updates=1))
+    preds, targets = by_hand(trainer.model)
+    trainer.model.train()
+    trainer.fit(2)
+    assert trainer.history["start_eval_loss"] == [pytest.approx(F.cross_entropy(preds, targets).item(), rel=1e-5), None]
+    assert trainer.history["start_eval_loss"][0] > trainer.history.batches["eval_loss"][0]
+
+
+@pytest.mark.parametrize("options", [{}, dict(at_start=True), dict(user_epochs_done_callback=lambda store: dict(x=1)), dict(with_loss=False), dict(parts=lambda p, t: p.mean())])
+def test_every_column_that_it_writes_is_declared(options):
+    from fnmatch import fnmatchcase
+    without, trainer = make_trainer(), make_trainer(evaluator := EvaluatorCB({"a": OTHER, "b": "train"}, **options))
+    for o in (without, trainer): o.fit(1)
+    new = set(trainer.history.names()) - set(without.history.names())
+    declared = evaluator.columns(trainer)
+    assert new and all(any(fnmatchcase(o, d) for d in declared) for o in new)
+    assert {d for d in declared if "*" not in d} <= new
 
 
 def test_the_store_is_emptied_before_each_evaluation_and_the_functions_see_what_they_asked_for():

@@ -39,15 +39,17 @@ class DerivedColumnsCB:
         "The columns that this callback will write into the history"
         return [] if self.at_end else list(self.functions)
 
-    def log(self, trainer):
-        "Add the columns to the newest row"
-        if trainer.history.current is not None and not self.at_end: self._write(trainer, lambda: _Row(trainer.history.current))
+# %% ../../nbs/callbacks/56_columns.ipynb #14ab4f29
+@patch
+def log(self:DerivedColumnsCB, trainer):
+    "Add the columns to the newest row"
+    if trainer.history.current is not None and not self.at_end: self._write(trainer, lambda: _Row(trainer.history.current))
 
-    def after_fit(self, trainer):
-        "Add columns about the whole fit to the last row"
-        if self.at_end and trainer.history.current is not None: self._write(trainer, lambda: trainer.history)
+@patch
+def after_fit(self:DerivedColumnsCB, trainer):
+    "Add columns about the whole fit to the last row"
+    if self.at_end and trainer.history.current is not None: self._write(trainer, lambda: trainer.history)
 
-# %% ../../nbs/callbacks/56_columns.ipynb #a20bcb3b
 @patch
 def _write(self:DerivedColumnsCB, trainer, source):
     "Compute and write the columns one after the other, so that a later one may use an earlier one"
@@ -79,18 +81,20 @@ class RenameColumnsCB:
         "The columns that this callback will write into the history"
         return list(self.names.values())
 
-    def log(self, trainer):
-        "Rename the columns of the newest row"
-        row = trainer.history.current
-        if row is None: return
-        if self.strict:
-            for old in self.names: _Row(row)[old]
-        new = [self.names.get(o, o) for o in row]
-        for o in new:
-            if new.count(o) > 1: raise ValueError(f'A column cannot be called `{o}`, since the row has one of that name, and one would hide the other. Choose another name.')
-        values = list(row.values())
-        row.clear()
-        row.update(zip(new, values))
+# %% ../../nbs/callbacks/56_columns.ipynb #7d5242cc
+@patch
+def log(self:RenameColumnsCB, trainer):
+    "Rename the columns of the newest row"
+    row = trainer.history.current
+    if row is None: return
+    if self.strict:
+        for old in self.names: _Row(row)[old]
+    new = [self.names.get(o, o) for o in row]
+    for o in new:
+        if new.count(o) > 1: raise ValueError(f'A column cannot be called `{o}`, since the row has one of that name, and one would hide the other. Choose another name.')
+    values = list(row.values())
+    row.clear()
+    row.update(zip(new, values))
 
 # %% ../../nbs/callbacks/56_columns.ipynb #76ab48e8
 class PrintColumnsCB:
@@ -108,25 +112,27 @@ class PrintColumnsCB:
 
     def before_fit(self, trainer):
         "See whether somebody writes the columns"
-        self._mentioned = set()
-        if self.strict:
-            for o in self.names: check_monitored(trainer, o, callback_name(self))
+        self._mentioned,self._listed = set(),False
+        self._declared = [o for o in self.names if self.strict and check_monitored(trainer, o, callback_name(self))]
 
-    def log(self, trainer):
-        "Print the newest row"
-        row = trainer.history.current
-        if row is None or (trainer.epoch+1) % self.every: return
-        if self.list_names and not self._mentioned: self.report(f'columns: {", ".join(trainer.history.names())}')
-        for o in self.names:
-            if o not in row: self._miss(trainer, o)
-        shown = {o: row[o] for o in self.names or row if o in row and o not in ('fit', 'epoch')}
-        self._mentioned.add('')
-        self.report(f'epoch {trainer.epoch}: ' + ', '.join(f'{k} {short(v)}' for k,v in shown.items()))
+# %% ../../nbs/callbacks/56_columns.ipynb #6e50687d
+@patch
+def log(self:PrintColumnsCB, trainer):
+    "Print the newest row"
+    row = trainer.history.current
+    if row is None or (trainer.epoch+1) % self.every: return
+    if self.list_names and not self._listed: self.report(f'columns: {", ".join(trainer.history.names())}')
+    self._listed = True
+    for o in self.names:
+        if o not in row: self._miss(trainer, o)
+    shown = {o: row[o] for o in self.names or row if o in row and o not in ('fit', 'epoch')}
+    self.report(f'epoch {trainer.epoch}: ' + ', '.join(f'{k} {short(v)}' for k,v in shown.items()))
 
 @patch
 def _miss(self:PrintColumnsCB, trainer, name):
     "A column that the row does not have"
-    if self.strict: trainer.history.check_name(name) # It may come only now and then
+    if name in self._declared: return # It comes only now and then
+    if self.strict: trainer.history.check_name(name)
     elif name not in trainer.history.names() and name not in self._mentioned:
         self._mentioned.add(name)
         warnings.warn(f'`{callback_name(self)}` was asked to print `{name}`, which the history does not have; it has {trainer.history.names()}.{did_you_mean(name, trainer.history.names())}')
