@@ -548,6 +548,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'isaac_loop/callbacks/evaluator.py'),
                                                 'isaac_loop.callbacks.evaluator._check_counts': ( 'callbacks/evaluator.html#_check_counts',
                                                                                                   'isaac_loop/callbacks/evaluator.py'),
+                                                'isaac_loop.callbacks.evaluator._check_function': ( 'callbacks/evaluator.html#_check_function',
+                                                                                                    'isaac_loop/callbacks/evaluator.py'),
                                                 'isaac_loop.callbacks.evaluator._lookers': ( 'callbacks/evaluator.html#_lookers',
                                                                                              'isaac_loop/callbacks/evaluator.py'),
                                                 'isaac_loop.callbacks.evaluator._numbers': ( 'callbacks/evaluator.html#_numbers',

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MeanOf', 'EvaluatorCB']
 
-# %% ../../nbs/callbacks/67_evaluator.ipynb #d1e62ff4
-import math, numbers, time, warnings
+# %% ../../nbs/callbacks/67_evaluator.ipynb #964b0a67
+import inspect, math, numbers, time, warnings
 from collections.abc import Mapping
 
 import torch
@@ -88,6 +88,14 @@ def _check_counts(**counts):
     for name,n in counts.items():
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1): raise ValueError(f'`{name}` is {n!r}, but it is a number of things that are counted. Use a whole number of 1 or more.')
 
+def _check_function(name, f, *arguments):
+    "Refuse what cannot be called with these arguments"
+    if f is None: return
+    if not callable(f): raise TypeError(f'`{name}` is {f!r}, which cannot be called. Pass a function of ({", ".join(arguments)}).')
+    try: inspect.signature(f).bind(*arguments)
+    except TypeError as e: raise TypeError(f'`{name}` is called with ({", ".join(arguments)}), which this function does not take: {e}.') from None
+    except ValueError: pass # Some built-in functions have no signature
+
 # %% ../../nbs/callbacks/67_evaluator.ipynb #dd20e864
 class EvaluatorCB:
     "Evaluate every so many updates or epochs, at the start and at the end, without a trace in the training"
@@ -111,8 +119,10 @@ class EvaluatorCB:
         **metrics, # By name: metrics as for `MetricsCB`, or functions as for `MeanOf`
     ):
         _check_counts(updates=updates, epochs=epochs, n_batches=n_batches)
-        for o,f in dict(user_iter_callback=user_iter_callback, user_epochs_done_callback=user_epochs_done_callback, write=write, report=report).items():
-            if f is not None and not callable(f): raise TypeError(f'`{o}` is {f!r}, which cannot be called. Pass a function.')
+        _check_function('user_iter_callback', user_iter_callback, 'values', 'store')
+        _check_function('user_epochs_done_callback', user_epochs_done_callback, 'store')
+        _check_function('write', write, 'history', 'returned', 'n_updates')
+        _check_function('report', report, 'text')
         if write is not None and user_epochs_done_callback is None: raise ValueError('`write` gets what `user_epochs_done_callback` returns, and there is no such function. Pass both, or leave out `write`.')
         if name: self.name = name
         self.sets,self.updates,self.epochs,self.at_start,self.at_end = data_sets(dl, 'eval'),updates,epochs or (None if updates else 1),at_start,at_end
