@@ -67,19 +67,6 @@ def outcome(trainer, n_epochs=3):
     return [bits(o) for o in trainer.model.state_dict().values()], state, rows, batches, trainer.n_updates, random_states()
 
 
-class Turns:
-    "Says when it was called: at how many updates, or in which set"
-    def __init__(self): self.found, self.starts = [], 0
-
-    def iterate(self, values, store):
-        assert not torch.is_grad_enabled() and not values["preds"].requires_grad
-        store["n"] = store.get("n", 0) + 1
-
-    def done(self, store):
-        assert not torch.is_grad_enabled()
-        self.found.append(dict(store))
-
-
 def turns_of(n_epochs=3, callbacks=(), make=EvaluatorCB, **options):
     "After how many updates an evaluator has a turn"
     lines = []
@@ -98,7 +85,9 @@ SETS = {"none": None, "train": "train", "list": OTHER, "two": {"a": "valid", "b"
 def test_training_goes_on_bit_for_bit_as_without_it(sets, updates, epochs, at_start, seed):
     "PTA-36, NEMO-45: weights, optimizer, history, losses of all batches, random numbers; the user's functions use random numbers too"
     def noisy(values, store): store.setdefault("x", []).append(values["preds"] + torch.randn(()))
-    def done(store): return dict(random=torch.rand(()), n=len(store["x"]))
+    def done(store):
+        assert not torch.is_grad_enabled()
+        return dict(random=torch.rand(()), n=len(store["x"]))
     evaluator = EvaluatorCB(SETS[sets], noisy, done, updates=updates, epochs=epochs, at_start=at_start, report=lambda line: torch.rand(1), agreement=lambda preds, targets: preds.argmax(1) == targets)
     assert outcome(make_trainer(evaluator, seed=seed)) == outcome(make_trainer(seed=seed))
     assert evaluator.n_evaluations > 0
@@ -208,6 +197,17 @@ def test_however_the_training_ends_the_last_model_is_evaluated(stop, expected, i
     "NEMO-44"
     turns, trainer = turns_of(3, [stop], epochs=100)
     assert turns == expected and ("eval_loss" in trainer.history[-1]) == in_row
+
+
+def test_who_reads_the_last_row_finds_the_last_evaluation_in_it():
+    "NEMO-44: also if the stop was asked for in the middle of an epoch"
+    rows = []
+
+    class LoggerCB:
+        order = Order.REPORT
+        def log(self, trainer): rows.append(dict(trainer.history.current))
+    turns_of(3, [LoggerCB(), stop_at("after_step", lambda t: t.n_updates == 6)], epochs=100)
+    assert ["eval_loss" in o for o in rows] == [False, True]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
