@@ -18,6 +18,7 @@ from isaac_loop.images import *
 from isaac_loop.curves import *
 from isaac_loop.memory import *
 from isaac_loop.run_state import *
+from isaac_loop.bootstrap import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.accumulation import *
 from isaac_loop.callbacks.clipping import *
@@ -30,6 +31,8 @@ from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
 from isaac_loop.callbacks.recorder import *
 from isaac_loop.callbacks.live_plot import *
+from isaac_loop.callbacks.predictions import *
+from isaac_loop.callbacks.columns import *
 from isaac_loop.callbacks.stopping import *
 from isaac_loop.callbacks.schedules import *
 from isaac_loop.callbacks.lr_finder import *
@@ -37,6 +40,8 @@ from isaac_loop.callbacks.averaging import *
 from isaac_loop.callbacks.augmentation import *
 from isaac_loop.callbacks.interrupts import *
 from isaac_loop.callbacks.best import *
+from isaac_loop.callbacks.evaluator import *
+from isaac_loop.callbacks.reports import *
 from isaac_loop.callbacks.checkpoint import *
 from isaac_loop.callbacks.trackers import *
 from isaac_loop.callbacks.activations import *

@@ -47,8 +47,17 @@ class BatchRecord(Sequence):
         columns:dict, # Lists of numbers by name
     ):
         "Hold these columns and nothing else"
-        self._rows = {}
         self.columns = {name: array('q' if name in self.keys else 'd', values) for name,values in columns.items()}
+        self._rows = self._last_pass()
+
+    def _last_pass(self):
+        "Where the rows of the last pass are, which can still get columns"
+        *places,batches = (self.columns[o] for o in self.keys)
+        last,rows,i = tuple(o[-1] for o in places if o),{},len(batches)
+        while i and tuple(o[i-1] for o in places) == last:
+            i -= 1
+            rows[batches[i]] = i
+        return {last: rows} if rows else {}
 
     def __len__(self): return len(self.columns['batch'])
 

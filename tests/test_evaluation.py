@@ -22,9 +22,10 @@ from torcheval.metrics import MulticlassAccuracy
 
 from isaac_loop.callbacks.device import DeviceCB
 from isaac_loop.callbacks.metrics import MetricsCB
+from isaac_loop.callbacks.predictions import CapturePredsCB, Predictions, in_order, join_batches, loss_per_example
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.evaluation import CapturePredsCB, DropoutOnCB, Predictions, in_order, join_batches, loss_per_example
+from isaac_loop.evaluation import DropoutOnCB
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
 from isaac_loop.tensors import set_seed
 from isaac_loop.trainer import Trainer

@@ -1,0 +1,526 @@
+"""Evaluation in the middle of training (`callbacks/evaluator.py`).
+
+The law: whatever an evaluator looks at and whenever it does, the training goes on bit for bit as without it. Then: it
+looks when it was told to, at all that it was told to, and says so in the history.
+"""
+import sys
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import runs
+from isaac_loop.callbacks import evaluator as evaluator_module
+from isaac_loop.callbacks.accumulation import AccumulationCB
+from isaac_loop.callbacks.checkpoint import CheckpointCB
+from isaac_loop.callbacks.device import DeviceCB
+from isaac_loop.callbacks.evaluator import EvaluatorCB, MeanOf
+from isaac_loop.callbacks.metrics import MetricsCB
+from isaac_loop.callbacks.stopping import EarlyStoppingCB
+from isaac_loop.callbacks.trackers import WandBCB
+from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
+from isaac_loop.data import DataLoaders
+from isaac_loop.events import CancelBatchException, CancelFitException, Order
+from isaac_loop.history import BatchRecord
+from isaac_loop.store import CheckpointStore
+from isaac_loop.tensors import set_seed
+from isaac_loop.trainer import Trainer
+from observing import bits, random_states
+from waiting import InsideCB, RefuseToWait
+
+G = torch.Generator().manual_seed(0)
+X, Y = torch.randn(22, 4, generator=G), torch.randint(0, 3, (22,), generator=G)
+DATA = TensorDataset(X, Y)
+OTHER = [(X[:9], Y[:9]), (X[9:], Y[9:])]  # Batches of different sizes: a mean of means would be wrong
+
+SGD = partial(optim.SGD, momentum=0.9)
+
+
+class QuietCB(MetricsCB):
+    "Prints nothing"
+    name = "MetricsCB"
+
+    def _log(self, row): pass
+
+
+def make_trainer(*callbacks, valid=True, seed=0, model=None, loss_func=F.cross_entropy, opt_func=SGD):
+    "Four batches in an epoch"
+    set_seed(seed)
+    model = model or nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+    dls = DataLoaders(DataLoader(DATA, 6, shuffle=True), DataLoader(DATA, 10, shuffle=True) if valid else None)
+    return Trainer(dls, loss_func, opt_func, model, [BasicTrainCB(), QuietCB(), *callbacks])
+
+
+def outcome(trainer, n_epochs=3):
+    "All that a fit leaves, but for what an evaluator writes"
+    trainer.fit(n_epochs, lr=0.05)
+    rows = [{k: o[k] for k in ("epoch", "train_loss", "valid_loss")} for o in trainer.history]
+    state = [bits(v) for s in trainer.opt.state.values() for v in s.values() if torch.is_tensor(v)]
+    batches = [(o["epoch"], o["training"], o["batch"], o["loss"]) for o in trainer.history.batches]
+    return [bits(o) for o in trainer.model.state_dict().values()], state, rows, batches, trainer.n_updates, random_states()
+
+
+def turns_of(n_epochs=3, callbacks=(), make=EvaluatorCB, **options):
+    "After how many updates an evaluator has a turn"
+    lines = []
+    trainer = make_trainer(make(OTHER, report=lines.append, **options), *callbacks)
+    trainer.fit(n_epochs)
+    return [int(o.split()[1]) for o in lines], trainer
+
+
+# The law
+
+SETS = {"none": None, "train": "train", "list": OTHER, "two": {"a": "valid", "b": OTHER}, "shuffled": DataLoader(DATA, 5, shuffle=True, drop_last=True)}
+
+
+@settings(max_examples=20, deadline=None)
+@given(sets=st.sampled_from(sorted(SETS)), updates=st.sampled_from([None, 1, 3]), epochs=st.sampled_from([None, 1, 2]), at_start=st.booleans(), seed=st.integers(0, 9))
+def test_training_goes_on_bit_for_bit_as_without_it(sets, updates, epochs, at_start, seed):
+    "PTA-36, NEMO-45: weights, optimizer, history, losses of all batches, random numbers; the user's functions use random numbers too"
+    def noisy(values, store): store.setdefault("x", []).append(values["preds"] + torch.randn(()))
+    def done(store):
+        assert not torch.is_grad_enabled()
+        return dict(random=torch.rand(()), n=len(store["x"]))
+    evaluator = EvaluatorCB(SETS[sets], noisy, done, updates=updates, epochs=epochs, at_start=at_start, report=lambda line: torch.rand(1), agreement=lambda preds, targets: preds.argmax(1) == targets)
+    assert outcome(make_trainer(evaluator, seed=seed)) == outcome(make_trainer(seed=seed))
+    assert evaluator.n_evaluations > 0
+
+
+def test_every_module_is_back_in_its_own_mode_for_the_rest_of_the_epoch():
+    "PTA-36: after an evaluation in mid-epoch, also where a batch norm is kept in evaluation mode on purpose"
+    modes = []
+
+    class FreezeCB:
+        def before_epoch(self, trainer):
+            if trainer.training: trainer.model[1].eval()
+
+    class ModesCB:
+        on_valid = False
+        order = Order.REPORT
+        def before_predict(self, trainer): modes.append([m.training for m in trainer.model] + [trainer.training])
+        def after_batch(self, trainer): modes.append([m.training for m in trainer.model] + [trainer.training])
+    make_trainer(FreezeCB(), ModesCB(), EvaluatorCB(updates=1)).fit(1)
+    assert modes == [[True, False, True, True, True]]*8
+
+
+def test_a_run_that_was_cut_goes_on_with_its_evaluations(tmp_path, monkeypatch):
+    "Saved at every batch, and gone on from each: the same rows and batches, and no evaluation twice"
+    monkeypatch.setattr(evaluator_module, "time", SimpleNamespace(perf_counter=lambda: 0.))
+    make = lambda *more: runs.make_trainer([*runs.callbacks(), EvaluatorCB("valid", updates=3, epochs=2, at_start=True, accuracy=lambda p, t: p.argmax(1) == t), *more])
+    whole = runs.fit(make(), 2)
+    saved = runs.fit(make(CheckpointCB(tmp_path/"all", every=1, keep_last=None)), 2)
+    runs.same(whole, saved)
+    found = CheckpointStore(tmp_path/"all", read_only=True).list()
+    assert len(found) == 14
+    for o in found:
+        again = runs.fit(make(CheckpointCB(tmp_path/f"from {o.step}", every=1000, resume=o.path)), 2)
+        runs.same(whole, again)
+        assert again.EvaluatorCB.n_evaluations == whole.EvaluatorCB.n_evaluations == 6
+
+
+def test_batches_that_were_written_in_mid_pass_are_found_again_after_loading():
+    record = BatchRecord()
+    record.write(0, 0, True, [0, 1], loss=[1., 2.])
+    record.write(0, 1, True, [0, 1], a=[5., 6.])
+    again = BatchRecord()
+    again.load({k: list(v) for k, v in record.columns.items()})
+    for o in (record, again): o.write(0, 1, True, [0, 1, 2], loss=[3., 4., 5.])
+    assert len(again) == 5 and again["loss"] == record["loss"] == [1, 2, 3, 4, 5]
+    empty = BatchRecord()
+    empty.load({k: [] for k in record.columns})
+    empty.write(0, 0, True, [0], loss=[1.])
+    assert len(empty) == 1
+
+
+def test_nobody_waits_for_the_device_inside_a_batch():
+    mode = RefuseToWait()
+    kept = lambda values, store: store.setdefault("right", []).append(values["preds"].argmax(1) == values["targets"])
+    done = lambda store: dict(right=torch.cat(store["right"]).float().mean())
+    trainer = make_trainer(EvaluatorCB(OTHER, kept, done, epochs=1, mean=lambda p, t: (p.argmax(1) == t).float().mean()), InsideCB(mode))
+    with mode: trainer.fit(2)
+    assert trainer.history.latest("eval_right") == pytest.approx(trainer.history.latest("eval_mean"))
+
+
+# When
+
+@pytest.mark.parametrize("options, expected", [
+    ({}, [4, 8, 12]), (dict(epochs=2), [8, 12]), (dict(epochs=2, at_end=False), [8]), (dict(epochs=1, at_start=True), [0, 4, 8, 12]),
+    (dict(updates=5), [5, 10, 12]), (dict(updates=5, at_end=False), [5, 10]), (dict(updates=4), [4, 8, 12]), (dict(updates=3, epochs=2), [3, 6, 8, 9, 12]),
+    (dict(updates=100), [12]), (dict(epochs=100), [12]), (dict(epochs=100, at_start=True, at_end=False), [0]), (dict(updates=1), list(range(1, 13))),
+])
+def test_it_evaluates_when_it_was_told_to_and_once_for_each_state_of_the_model(options, expected):
+    "NEMO-43, NEMO-44, NEMO-49, PTA-35: by updates, by epochs, by both, at the start, and always at the end"
+    assert turns_of(**options)[0] == expected
+
+
+def test_updates_are_counted_and_not_batches():
+    "NEMO-43: with accumulation over two batches there are two updates in an epoch"
+    assert turns_of(2, [AccumulationCB(2)], updates=1, at_end=False)[0] == [1, 2, 3, 4]
+
+
+def test_a_fit_without_validation_or_without_training_is_evaluated_too():
+    lines = []
+    trainer = make_trainer(EvaluatorCB(OTHER, report=lines.append), valid=False)
+    trainer.fit(2, valid=False)
+    assert len(lines) == 2 and trainer.history["eval_loss"][0] is not None
+    trainer = make_trainer(EvaluatorCB(OTHER, report=lines.append))
+    trainer.fit(1, train=False)
+    assert len(lines) == 3 and "eval_loss" in trainer.history[-1]
+    trainer.fit(0)
+    assert len(lines) == 3
+
+
+def stop_at(event, when, error=None):
+    def handler(trainer):
+        if not when(trainer): return
+        if error is not None: raise error
+        trainer.request_stop("enough")
+    handler.__name__, handler.order = event, Order.DECIDE
+    return handler
+
+
+@pytest.mark.parametrize("stop, expected, in_row", [
+    (stop_at("after_step", lambda t: t.n_updates == 2), [2], True),
+    (stop_at("log", lambda t: t.epoch == 0), [4], True),
+    (stop_at("after_step", lambda t: t.n_updates == 2, CancelFitException("enough")), [2], True),
+    (stop_at("after_predict", lambda t: not t.training, CancelFitException("enough")), [4], True),
+    (stop_at("after_step", lambda t: t.n_updates == 2, CancelBatchException("skip")), [12], True),
+])
+def test_however_the_training_ends_the_last_model_is_evaluated(stop, expected, in_row):
+    "NEMO-44"
+    turns, trainer = turns_of(3, [stop], epochs=100)
+    assert turns == expected and ("eval_loss" in trainer.history[-1]) == in_row
+
+
+def test_who_reads_the_last_row_finds_the_last_evaluation_in_it():
+    "NEMO-44: also if the stop was asked for in the middle of an epoch"
+    rows = []
+
+    class LoggerCB:
+        order = Order.REPORT
+        def log(self, trainer): rows.append(dict(trainer.history.current))
+    turns_of(3, [LoggerCB(), stop_at("after_step", lambda t: t.n_updates == 6)], epochs=100)
+    assert ["eval_loss" in o for o in rows] == [False, True]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_training_that_breaks_is_not_evaluated_first(error):
+    lines = []
+    trainer = make_trainer(EvaluatorCB(OTHER, report=lines.append), stop_at("after_step", lambda t: t.n_updates == 2, error()))
+    with pytest.raises(error): trainer.fit(1)
+    assert lines == []
+
+
+def test_a_cancelled_pass_is_the_end_of_an_epoch_all_the_same():
+    "With a limit on training batches"
+    limit = NBatchCB(2, on_valid=False)
+    assert turns_of(3, [limit])[0] == [2, 4, 6]
+
+
+def test_an_evaluator_that_had_no_turn_says_so():
+    with pytest.warns(UserWarning, match="had no turn"): make_trainer(EvaluatorCB(OTHER, updates=100, at_end=False)).fit(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_trainer(EvaluatorCB(OTHER)).fit(1)
+
+
+# What
+
+def by_hand(model, batches=OTHER):
+    model.eval()
+    with torch.no_grad(): preds = torch.cat([model(x) for x, _ in batches])
+    return preds, torch.cat([y for _, y in batches])
+
+
+def test_losses_and_metrics_are_true_means_over_all_rows():
+    "AIT-67, PTA-57, SON-28: train loss, valid loss, and the loss of a test set, all by one callback; a shuffled loader that drops rows is seen whole"
+    sets = dict(test=OTHER, again=DataLoader(DATA, 5, shuffle=True, drop_last=True), train_end="train")
+    trainer = make_trainer(EvaluatorCB(sets, epochs=2, error=lambda preds, targets: (preds.argmax(1) != targets).float().mean()))
+    trainer.fit(2)
+    preds, targets = by_hand(trainer.model)
+    for name in sets:
+        assert trainer.history.latest(f"{name}_loss") == pytest.approx(F.cross_entropy(preds, targets).item(), rel=1e-5)
+        assert trainer.history.latest(f"{name}_error") == pytest.approx((preds.argmax(1) != targets).float().mean().item())
+    assert trainer.history["test_loss"][0] is None and {"train_loss", "valid_loss"} <= set(trainer.history.names())
+
+
+def test_an_evaluation_at_the_start_has_columns_of_its_own():
+    "NEMO-43: of the model as it was before the first update"
+    trainer = make_trainer(EvaluatorCB(OTHER, at_start=True, updates=1))
+    preds, targets = by_hand(trainer.model)
+    trainer.model.train()
+    trainer.fit(2)
+    assert trainer.history["start_eval_loss"] == [pytest.approx(F.cross_entropy(preds, targets).item(), rel=1e-5), None]
+    assert trainer.history["start_eval_loss"][0] != trainer.history.batches["eval_loss"][0]
+
+
+@pytest.mark.parametrize("options", [{}, dict(at_start=True), dict(user_epochs_done_callback=lambda store: dict(x=1)), dict(with_loss=False), dict(parts=lambda p, t: p.mean())])
+def test_every_column_that_it_writes_is_declared(options):
+    from fnmatch import fnmatchcase
+    without, trainer = make_trainer(), make_trainer(evaluator := EvaluatorCB({"a": OTHER, "b": "train"}, **options))
+    for o in (without, trainer): o.fit(1)
+    new = set(trainer.history.names()) - set(without.history.names())
+    declared = evaluator.columns(trainer)
+    assert new and all(any(fnmatchcase(o, d) for d in declared) for o in new)
+    assert {d for d in declared if "*" not in d} <= new
+
+
+def test_the_store_is_emptied_before_each_evaluation_and_the_functions_see_what_they_asked_for():
+    "NEMO-38, NEMO-39, NEMO-45: without gradients, in evaluation mode, one call for each batch"
+    seen = []
+
+    def iterate(values, store):
+        seen.append((sorted(values), values["mode"], values["preds"].requires_grad, values["inputs"].shape, values["y"].shape))
+        store["n"] = store.get("n", 0) + 1
+    counts = []
+    tensors = dict(preds="preds", inputs="inputs", y="targets", loss="loss", mode=lambda trainer: trainer.model.training)
+    make_trainer(EvaluatorCB(OTHER, iterate, lambda store: counts.append(dict(store)), tensors, updates=2)).fit(1)
+    assert counts == [dict(n=2), dict(n=2)]
+    assert seen[:2] == [(["inputs", "loss", "mode", "preds", "y"], False, False, (9, 4), (9,)), (["inputs", "loss", "mode", "preds", "y"], False, False, (13, 4), (13,))]
+
+
+def test_returned_numbers_go_to_the_row_or_to_the_batch_and_none_writes_nothing():
+    "NEMO-40, NEMO-47: also tensors and numbers of NumPy; the time is always there"
+    import numpy as np
+    n = iter(range(100))
+    trainer = make_trainer(EvaluatorCB({"a": OTHER}, None, lambda store: dict(x=next(n), y=torch.tensor(0.5), z=np.float32(0.25)), updates=3, at_end=False))
+    trainer.fit(2)
+    assert [(o["epoch"], o["batch"], o["a_x"], o["a_z"]) for o in trainer.history.batches if o["a_x"] == o["a_x"]] == [(0, 2, 0, 0.25), (1, 1, 1, 0.25)]
+    assert trainer.history["a_x"] == [0, 1] and trainer.history["a_y"] == [0.5, 0.5]
+    lines = []
+    silent = make_trainer(EvaluatorCB(OTHER, lambda values, store: None, lambda store: None, report=lines.append))
+    silent.fit(1)
+    assert {o for o in silent.history[-1] if o.startswith("eval")} == {"eval_loss", "eval_seconds"}
+    assert silent.history.latest("eval_seconds") > 0 and "eval_seconds" in lines[0]
+
+
+def test_what_is_returned_reaches_a_tracker(monkeypatch):
+    "NEMO-42: the row goes to Weights & Biases like any other"
+    sent = []
+    run = SimpleNamespace(log=lambda row, step: sent.append((row, step)), finish=lambda exit_code: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **kwargs: run))
+    make_trainer(EvaluatorCB({"test": OTHER}, None, lambda store: dict(score=0.75)), WandBCB("project")).fit(2)
+    assert [(row["test_score"], step) for row, step in sent] == [(0.75, 4), (0.75, 8)]
+
+
+def test_a_function_may_write_by_itself():
+    "NEMO-41: pictures and texts for loggers, and numbers under names of one's own"
+    seen = []
+
+    class LoggerCB:
+        order = Order.REPORT
+        def log(self, trainer): seen.append([(o["name"], o["kind"], o["step"]) for o in trainer.history.media])
+
+    def write(history, returned, step): history.write_media("worst", "image", returned, step=step)
+    trainer = make_trainer(LoggerCB(), EvaluatorCB(OTHER, None, lambda store: torch.zeros(1, 2, 2), write=write, updates=2))
+    trainer.fit(1)
+    assert seen == [[("worst", "image", 2), ("worst", "image", 4)]]
+
+
+def test_several_evaluators_each_with_its_own_data_and_times():
+    "NEMO-48"
+    trainer = make_trainer(EvaluatorCB({"a": OTHER}, name="a"), EvaluatorCB({"b": OTHER[:1]}, name="b", updates=2))
+    trainer.fit(2)
+    assert (trainer.a.n_evaluations, trainer.b.n_evaluations) == (2, 4)
+    assert trainer.history.latest("a_loss") != trainer.history.latest("b_loss")
+
+
+def test_a_limit_on_batches_limits():
+    "PTA-37: counted; one for intermediate evaluations only, and one for every evaluation"
+    class CountCB:
+        "Below `Order.RECORD`, so that it takes part in passes on the side"
+        on_train = False
+        def after_predict(self, trainer): seen[trainer.dl is trainer.dls.valid and not isinstance(trainer.dls.valid, list)] += 1
+    data = [(X[i:i+2], Y[i:i+2]) for i in range(0, 20, 2)]
+    seen = {True: 0, False: 0}
+    make_trainer(CountCB(), EvaluatorCB(data, n_batches=3)).fit(1)
+    assert seen == {True: 3, False: 3}, "the validation pass has its three batches, the evaluation three of ten"
+    seen = {True: 0, False: 0}
+    trainer = make_trainer(CountCB(), EvaluatorCB(data), NBatchCB(2, on_train=False))
+    trainer.fit(1)
+    assert seen == {True: 2, False: 2} and trainer.n_updates == 4
+    seen = {True: 0, False: 0}
+    make_trainer(CountCB(), EvaluatorCB(data, n_batches=100)).fit(1)
+    assert seen[False] == 10
+
+
+def test_callbacks_for_the_evaluation_hear_its_own_events():
+    "PTA-11, PTA-46: the beginning and the end of an evaluation run, and the end of an epoch after both passes"
+    heard = []
+
+    class HearCB:
+        order = Order.REPORT
+        def before_fit(self, trainer): heard.append("evaluation begins")
+        def after_predict(self, trainer): heard.append("batch")
+        def after_fit(self, trainer): heard.append("evaluation ends")
+
+    class OuterCB:
+        def after_epoch(self, trainer): heard.append("train" if trainer.training else "valid")
+        def log(self, trainer): heard.append("epoch ends")
+    outer = OuterCB()
+    outer.order = Order.REPORT
+    trainer = make_trainer(outer, EvaluatorCB(OTHER, callbacks=HearCB()))
+    trainer.fit(1)
+    assert heard == ["train", "evaluation begins", "batch", "batch", "evaluation ends", "valid", "epoch ends"]
+    before = outcome_of(trainer)
+    found = EvaluatorCB({"test": OTHER}, callbacks=HearCB(), right=lambda p, t: p.argmax(1) == t).evaluate(trainer)
+    preds, targets = by_hand(trainer.model)
+    assert found["test_right"] == pytest.approx((preds.argmax(1) == targets).float().mean().item())
+    assert outcome_of(trainer) == before and len(heard) == 11
+
+
+def outcome_of(trainer): return [bits(o) for o in trainer.model.state_dict().values()], list(trainer.history), random_states()
+
+
+def test_an_evaluation_without_a_fit():
+    "NEMO-08: a trainer that was never fit, with evaluators alone"
+    trainer = make_trainer()
+    before = outcome_of(trainer)
+    found = [EvaluatorCB({name: dl}).evaluate(trainer) for name, dl in dict(a=OTHER, b="train").items()]
+    assert found[0]["a_loss"] == pytest.approx(found[1]["b_loss"], rel=1e-5)
+    assert outcome_of(trainer) == before
+
+
+def test_classification_metrics_of_torchmetrics_where_the_model_is():
+    "PTA-58: moved to the device, updated with each batch, written into the history, and reset"
+    import torchmetrics
+    metric = torchmetrics.MetricCollection({o: getattr(torchmetrics, o)(task="multiclass", num_classes=3) for o in ("Accuracy", "Precision", "Recall")})
+    trainer = make_trainer(DeviceCB("cpu"), EvaluatorCB({"test": OTHER}, updates=2, scores=metric))
+    trainer.fit(2)
+    preds, targets = by_hand(trainer.model)
+    assert trainer.history.latest("test_scores_Accuracy") == pytest.approx((preds.argmax(1) == targets).float().mean().item())
+    assert len(trainer.history["test_scores_Recall"]) == 2
+
+
+def test_metrics_in_the_steps_of_a_trainer_of_ones_own():
+    "PTA-59: the same without any callback, in methods of a subclass; an evaluation on the side uses them too"
+    class Own(Trainer):
+        def before_epoch(self): self.right = self.n = 0
+        def after_batch(self):
+            self.right = self.right + (self.preds.argmax(1) == self.batch[1]).sum()
+            self.n += len(self.batch[1])
+        def cleanup_epoch(self): self.history.write(**{f"{'train' if self.training else 'valid'}_accuracy": (self.right/self.n).item()})
+    model = nn.Linear(4, 3)
+    trainer = Own(DataLoaders(OTHER, OTHER), F.cross_entropy, optim.SGD, model, [BasicTrainCB(), EvaluatorCB({"test": OTHER})])
+    trainer.fit(1)
+    preds, targets = by_hand(model)
+    expected = pytest.approx((preds.argmax(1) == targets).float().mean().item())
+    assert trainer.history.latest("valid_accuracy") == trainer.history.latest("test_valid_accuracy") == expected
+
+
+class Stream(IterableDataset):
+    def __init__(self, n): self.n = n
+
+    def __iter__(self): return iter([DATA[i] for i in range(self.n)])
+
+
+def test_data_without_a_length_without_targets_and_with_nan():
+    found = EvaluatorCB({"stream": DataLoader(Stream(13), 5)}).evaluate(make_trainer())
+    assert found["stream_loss"] > 0
+    unlabelled = [(X[:9],), (X[9:],)]
+    shapes = EvaluatorCB(unlabelled, lambda values, store: store.setdefault("preds", []).append(values["preds"]), lambda store: dict(n=len(torch.cat(store["preds"]))), with_loss=False).evaluate(make_trainer())
+    assert shapes.keys() == {"eval_n", "eval_seconds"} and shapes["eval_n"] == 22
+    bad = [(X[:9]*float("nan"), Y[:9])]
+    trainer = make_trainer(EvaluatorCB(bad), EarlyStoppingCB("eval_loss", patience=2))
+    trainer.fit(5)
+    assert len(trainer.history) == 2, "NaN is never better"
+
+
+def test_a_mean_of_a_function():
+    "SON-28"
+    mean = MeanOf(lambda preds, targets: (preds-targets).abs())
+    mean.update(torch.ones(3, 2), torch.zeros(3, 2))
+    mean.update(torch.ones(1, 2)*5, torch.zeros(1, 2))
+    assert mean.compute() == 2
+    mean.reset()
+    assert mean.compute() != mean.compute(), "nothing is NaN"
+    number = MeanOf(lambda preds, targets: 0.5)
+    number.update(torch.ones(3), torch.zeros(3))
+    assert number.compute() == 0.5
+
+
+# Bad input
+
+@pytest.mark.parametrize("options, error, words", [
+    (dict(updates=0), ValueError, "`updates` is 0"), (dict(updates=1.5), ValueError, "`updates`"), (dict(epochs=True), ValueError, "`epochs`"), (dict(epochs=-1), ValueError, "`epochs`"),
+    (dict(n_batches=0), ValueError, "`n_batches`"), (dict(dl={}), ValueError, "empty dict"), (dict(dl={1: OTHER}), TypeError, "called 1"), (dict(dl=iter(OTHER)), TypeError, "walked only once"),
+    (dict(dl=DATA), TypeError, "single rows"), (dict(dl=5), TypeError, "cannot be iterated"), (dict(user_iter_callback=5), TypeError, "`user_iter_callback` is 5"),
+    (dict(write=print), ValueError, "no such function"), (dict(user_iter_callback=lambda values: 0), TypeError, r"called with \(values, store\)"), (dict(user_epochs_done_callback=lambda: 0), TypeError, r"\(store\)"), (dict(eval_tensors=["pred"]), LookupError, "Did you mean `preds`"), (dict(eval_tensors=[5]), TypeError, "5"),
+    (dict(accuracy=MetricsCB), TypeError, "is a class"), (dict(accuracy=5), TypeError, "no method"),
+])
+def test_what_makes_no_sense_is_refused_at_once(options, error, words):
+    with pytest.raises(error, match=words): EvaluatorCB(**options)
+
+
+@pytest.mark.parametrize("dl", [[], DataLoader(TensorDataset(X[:0], Y[:0]), 4), {"good": OTHER, "test": []}])
+def test_an_empty_set_is_refused_before_the_first_batch(dl):
+    class SeenCB:
+        n = 0
+        def before_batch(self, trainer): self.n += 1
+    trainer = make_trainer(seen := SeenCB(), EvaluatorCB(dl))
+    with pytest.raises(ValueError, match="has no batches.*dataset empty"): trainer.fit(1)
+    assert seen.n == 0
+    with pytest.raises(ValueError, match="has no batches"): EvaluatorCB(dl).evaluate(trainer)
+
+
+def test_an_empty_stream_and_a_missing_validation_set_say_so():
+    with pytest.raises(ValueError, match="gave no batch") as e: make_trainer(EvaluatorCB({"stream": DataLoader(Stream(0), 5)})).fit(1)
+    assert any("while evaluating `stream`" in o for o in e.value.__notes__)
+    with pytest.raises(ValueError, match="nothing to look at"): make_trainer(EvaluatorCB(), valid=False).fit(1, valid=False)
+    with pytest.raises(LookupError, match="Did you mean `valid`"): make_trainer(EvaluatorCB("vaild")).fit(1)
+
+
+@pytest.mark.parametrize("position", ["user_iter_callback", "user_epochs_done_callback", "accuracy"])
+def test_an_error_in_a_function_names_callback_event_and_data_and_leaves_everything_in_order(position):
+    def broken(*args): raise ZeroDivisionError("oh")
+    trainer = make_trainer(EvaluatorCB({"test": OTHER}, updates=2, **{position: broken}))
+    with pytest.raises(ZeroDivisionError) as e: trainer.fit(1)
+    notes = " ".join(e.value.__notes__)
+    assert "while evaluating `test`" in notes and "raised by `EvaluatorCB.after_batch` at epoch 0, batch 1 (training)" in notes
+    assert all(m.training for m in trainer.model.modules()) and torch.is_grad_enabled()
+    trainer.remove_callback("EvaluatorCB")
+    trainer.fit(1)
+
+
+@pytest.mark.parametrize("returned, words", [([1], "there is `write`"), (dict(x=torch.zeros(2)), "single number"), (dict(x="text"), "single number")])
+def test_what_cannot_be_a_column_is_refused(returned, words):
+    with pytest.raises(TypeError, match=words): make_trainer(EvaluatorCB(OTHER, None, lambda store: returned)).fit(1)
+
+
+def test_two_who_write_one_column_are_told_before_the_first_batch():
+    with pytest.raises(ValueError, match="`EvaluatorCB` and `MetricsCB` both write the column `valid_loss`"): make_trainer(EvaluatorCB({"valid": OTHER})).fit(1)
+    with pytest.raises(ValueError, match="both write the column `eval_loss`"): make_trainer(EvaluatorCB(name="a"), EvaluatorCB(name="b")).fit(1)
+    with pytest.raises(ValueError, match="called `EvaluatorCB` already"): make_trainer(EvaluatorCB({"a": OTHER}), EvaluatorCB({"b": OTHER}))
+
+
+def test_its_columns_can_be_watched_and_others_cannot():
+    trainer = make_trainer(EvaluatorCB({"test": OTHER}, updates=2, right=lambda p, t: p.argmax(1) == t), EarlyStoppingCB("test_right", mode="max", patience=1, threshold=0.))
+    trainer.fit(3)
+    assert len(trainer.history) == 1
+    with pytest.raises(LookupError, match="Did you mean `test_loss`"): make_trainer(EvaluatorCB({"test": OTHER}), EarlyStoppingCB("test_los", mode="min")).fit(1)
+    scored = make_trainer(EvaluatorCB({"test": OTHER}, None, lambda store: dict(score=1.)), EarlyStoppingCB("test_score", mode="max", patience=1))
+    scored.fit(5)
+    assert len(scored.history) == 2
+    declared = {o for o in scored.EvaluatorCB.columns(scored)}
+    assert declared == {"test_loss", "test_seconds", "test_*"}
+
+
+def test_an_evaluation_in_which_all_batches_are_cancelled_warns_and_training_goes_on():
+    class SkipCB:
+        on_train = False
+        def before_batch(self, trainer): raise CancelBatchException("no")
+    with pytest.warns(UserWarning, match="No batch of `eval` got to its end"): make_trainer(SkipCB(), EvaluatorCB(OTHER)).fit(1)
+
+
+def test_an_evaluator_can_be_used_for_another_fit():
+    turns, trainer = turns_of(1, updates=3)
+    assert turns == [3, 4]
+    trainer.fit(1)
+    assert trainer.EvaluatorCB.n_evaluations == 2 and len(trainer.history["eval_loss"]) == 2
