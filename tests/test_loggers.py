@@ -19,9 +19,10 @@ from isaac_loop.callbacks.checkpoint import CheckpointCB, RewindCB
 from isaac_loop.callbacks.loggers import CSV, JSONLines, LoggerCB, Screen, run_map
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.recorder import RecorderCB
+from isaac_loop.callbacks.trackers import TensorBoard
 from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelFitException
+from isaac_loop.events import CancelBatchException, CancelFitException
 from isaac_loop.media import media_file, wav_bytes
 from isaac_loop.tensors import set_seed
 from isaac_loop.trainer import Trainer
@@ -113,7 +114,7 @@ def test_values_are_asked_on_steps_that_log_and_on_no_others():
 def test_an_update_over_several_batches_is_one_step():
     "Frequencies count optimizer updates"
     keep = Keep()
-    trainer = make_trainer(AccumulationCB(3, "mean"), RecorderCB(batch=lambda t: t.batch_num) if False else RecorderCB(number=lambda t: t.batch_num), LoggerCB(keep, every=2))
+    trainer = make_trainer(AccumulationCB(3, "mean"), LoggerCB(keep, every=2))
     trainer.fit(2)
     assert trainer.n_updates == 8 and list(keep.of("steps")) == [0, 2, 4, 6]
     losses = [o["loss"] for o in trainer.history.batches if o["training"]]
@@ -136,7 +137,7 @@ def test_the_step_goes_on_over_fits_and_begins_anew_with_another_trainer():
 def test_a_cancelled_or_skipped_batch_moves_nothing():
     class SkipCB:
         def before_batch(self, trainer):
-            if trainer.training and trainer.batch_num in (0, 3): raise __import__("isaac_loop.events").events.CancelBatchException
+            if trainer.training and trainer.batch_num in (0, 3): raise CancelBatchException
 
     keep = Keep()
     trainer = make_trainer(SkipCB(), RecorderCB(number=lambda t: t.batch_num), LoggerCB(keep, every=2))
@@ -231,7 +232,7 @@ def test_an_alert_goes_off_when_a_level_is_crossed_and_again_after_it_came_back(
     keep, values = Keep(), iter([1, 3, 4, float("nan"), 5, 1, 3])
     trainer = make_trainer(LoggerCB([keep, print], every=2, values=dict(heat=lambda t: next(values, 0)), alerts=[("heat", ">", 2), ("heat", "<", 2), ("valid_loss", ">", -1)]))
     trainer.fit(1)
-    assert [step for step, _ in keep.alerts] == [0, 2, 6, 8, 10, N - 1][:0] + [0, 2, 8, 10, N - 1] or [step for step, _ in keep.alerts] == [0, 2, 8, 10, 11]
+    assert [step for step, _ in keep.alerts] == [0, 2, 10, N - 1]
     assert keep.alerts[0][1] == "`heat` is 1, below 2" and keep.alerts[-1][1].startswith("`valid_loss` is")
 
 
@@ -255,7 +256,7 @@ def test_logs_hear_what_is_trained_with_which_settings():
 
 def test_no_batch_waits_for_the_device_unless_it_logs():
     "NEMO-19: reading is an error in all batches but those that log"
-    keep, step = Keep(), 0
+    keep = Keep()
 
     class InsideCB:
         order = -10_000
@@ -265,7 +266,7 @@ def test_no_batch_waits_for_the_device_unless_it_logs():
 
     with RefuseToWait() as mode: trainer = make_trainer(InsideCB(mode), LoggerCB(keep, every=5, values=dict(size=lambda t: t.preds.abs().mean())))
     with mode: trainer.fit(2)
-    assert list(keep.of("steps")) == [0, 5, 10, 15, 20] and step == 0
+    assert list(keep.of("steps")) == [0, 5, 10, 15, 20]
 
 
 def test_only_the_first_of_several_processes_logs(monkeypatch):
@@ -338,7 +339,7 @@ def without_times(tables):
 
 
 @files
-@pytest.mark.parametrize("at", [1, 6, 7, 8, 13, 20])
+@pytest.mark.parametrize("at", [4, 6, 7, 8, 13, 20])
 def test_the_log_of_a_run_that_was_killed_is_that_of_one_that_was_not(kind, at, tmp_path):
     "Rows after the checkpoint are dropped, those before it stay, means go on"
     make, read = FILES[kind]
@@ -353,7 +354,6 @@ def test_the_log_of_a_run_that_was_killed_is_that_of_one_that_was_not(kind, at, 
     again = fit(make_run([*cbs(tmp_path / "cut"), CheckpointCB(tmp_path / "store", every=3)]))
     same(whole, again)
     expected, found = without_times(read(tmp_path / "whole")), without_times(read(tmp_path / "cut"))
-    if at < 3: found = {name: [o for o in rows if o in expected[name]][-len(expected[name]):] for name, rows in found.items()}  # No checkpoint yet: another run
     assert found.keys() == expected.keys()
     for name, rows in expected.items():
         assert len(found[name]) == len(rows), name
@@ -379,18 +379,20 @@ def test_a_run_that_is_taken_back_takes_back_its_log(kind, tmp_path):
 
 class Broken(Keep):
     "Fails at some calls"
-    def __init__(self, method, when): super().__init__(); self.method, self.when, self.n = method, when, 0
+    def __init__(self, method, when):
+        super().__init__()
+        self.method, self.when, self.n = method, when, 0
 
     def _maybe(self, method):
         if method != self.method: return
         self.n += 1
         if self.when(self.n): raise ConnectionError("nobody answers")
 
-    def row(self, *args): self._maybe("row"); super().row(*args)
-    def start(self, *args): self._maybe("start"); super().start(*args)
-    def close(self, *args): self._maybe("close"); super().close(*args)
-    def alert(self, *args): self._maybe("alert"); super().alert(*args)
-    def media(self, *args, **kwargs): self._maybe("media"); super().media(*args, **kwargs)
+    def row(self, values, step, table): self._maybe("row") or super().row(values, step, table)
+    def start(self, run): self._maybe("start") or super().start(run)
+    def close(self, ok): self._maybe("close") or super().close(ok)
+    def alert(self, text, step): self._maybe("alert") or super().alert(text, step)
+    def media(self, *args, **kwargs): self._maybe("media") or super().media(*args, **kwargs)
 
 
 def rows_of(*logs, **options):
@@ -415,7 +417,7 @@ def test_a_log_that_fails_costs_one_warning_and_nobody_else_anything(method, whe
     assert names(other) == names(alone)
     assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), plain.model.parameters()))
     missing = trainer.LoggerCB.unsent.get("Broken", [])
-    assert sorted((t, s) for t, s, _ in broken.rows) == sorted({(t, s): 0 for t, s, _ in alone.rows} if False else [(t, s) for t, s, _ in alone.rows if (t, s) not in {(t, s) for _, s, t in missing}])
+    assert sorted([(t, s) for t, s, _ in broken.rows] + [(t, s) for _, s, t in missing]) == sorted((t, s) for t, s, _ in alone.rows)
 
 
 def test_a_log_that_fails_for_a_while_gets_all_rows_in_their_order():
@@ -440,7 +442,7 @@ def below_a_file(folder, make):
     return make(folder / "file" / "logs")
 
 
-@pytest.mark.parametrize("make", [CSV, lambda o: JSONLines(o / "log.jsonl"), lambda o: __import__("isaac_loop.callbacks.trackers").callbacks.trackers.TensorBoard(o)], ids=["csv", "jsonl", "tensorboard"])
+@pytest.mark.parametrize("make", [CSV, lambda o: JSONLines(o / "log.jsonl"), TensorBoard], ids=["csv", "jsonl", "tensorboard"])
 def test_a_place_that_cannot_be_written_is_an_error_before_the_first_batch(make, tmp_path):
     trainer = make_trainer(LoggerCB(below_a_file(tmp_path, make)))
     with pytest.raises(OSError, match="cannot write to .*Choose"): trainer.fit(1)

@@ -195,7 +195,7 @@ class _Alerts:
         "Texts of the alerts that `values` raise"
         for i,(name,direction,level) in enumerate(self.alerts):
             value = values.get(name)
-            if not isinstance(value, numbers.Real): continue
+            if not isinstance(value, numbers.Real) or math.isnan(value): continue
             before,self.crossed[i] = self.crossed[i],_CROSSED[direction](value, level)
             if self.crossed[i] and not before: yield f'`{name}` is {short(value)}, {"above" if direction == ">" else "below"} {level}'
 

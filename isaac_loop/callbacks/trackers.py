@@ -274,7 +274,7 @@ class Trackio:
         import trackio
         if kind == 'text': shown = trackio.Markdown(value)
         elif kind == 'table': shown = trackio.Markdown(Table(value).to_markdown())
-        elif kind == 'audio': shown = trackio.Audio(_sound(value)[0].numpy(), sample_rate=rate)
+        elif kind == 'audio': shown = trackio.Audio((_sound(value)[0]*32767).round().short().numpy(), sample_rate=rate)
         else: shown = trackio.Image(_figure_array(value) if kind == 'figure' else _bytes_array(value))
         self.run.log({name: shown}, step=step)
 
