@@ -18,6 +18,7 @@ from isaac_loop.images import *
 from isaac_loop.curves import *
 from isaac_loop.memory import *
 from isaac_loop.run_state import *
+from isaac_loop.media import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.accumulation import *
 from isaac_loop.callbacks.clipping import *
@@ -38,6 +39,7 @@ from isaac_loop.callbacks.augmentation import *
 from isaac_loop.callbacks.interrupts import *
 from isaac_loop.callbacks.best import *
 from isaac_loop.callbacks.checkpoint import *
+from isaac_loop.callbacks.loggers import *
 from isaac_loop.callbacks.trackers import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *

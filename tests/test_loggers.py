@@ -4,6 +4,7 @@ Files are read with the standard library. What a killed and resumed run has logg
 that was never stopped.
 """
 import argparse
+import copy
 import csv
 import json
 import warnings
@@ -22,7 +23,7 @@ from isaac_loop.callbacks.recorder import RecorderCB
 from isaac_loop.callbacks.trackers import TensorBoard
 from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelFitException
+from isaac_loop.events import CancelBatchException, CancelFitException, with_cbs
 from isaac_loop.media import media_file, wav_bytes
 from isaac_loop.tensors import set_seed
 from isaac_loop.trainer import Trainer
@@ -120,6 +121,19 @@ def test_an_update_over_several_batches_is_one_step():
     losses = [o["loss"] for o in trainer.history.batches if o["training"]]
     assert [o["loss"] for o in keep.of("steps").values()] == pytest.approx([losses[i] for i in (2, 8, 14, 20)])
     assert keep.of("steps")[2]["mean_loss"] == pytest.approx(sum(losses[3:9]) / 6, rel=1e-5)
+
+
+def test_a_batch_with_several_updates_jumps_over_no_row():
+    "As in a GAN, with an update for each of two optimizers"
+    class TwiceTrainer(Trainer):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self): self.run_callbacks("predict", "get_loss", *(["backward", "step", "step", "zero_grad"] if self.training else []))
+
+    keep = Keep()
+    trainer = make_trainer(RecorderCB(number=lambda t: t.batch_num), LoggerCB(keep, every=10))
+    trainer = TwiceTrainer(trainer.dls, trainer.loss_func, trainer.opt_func, trainer.model, trainer.callbacks)
+    trainer.fit(2)
+    assert trainer.n_updates == 4 * N and list(keep.of("steps")) == [1, 11, 21, 31, 41] == list(keep.of("batches"))
 
 
 def test_the_step_goes_on_over_fits_and_begins_anew_with_another_trainer():
@@ -310,7 +324,7 @@ def test_files_hold_the_whole_run(kind, tmp_path):
 
     def show(trainer):
         trainer.history.write_media("a/b: text", "text", "Größe, \"x\"\nnext")
-        for i in range(2): trainer.history.write_media("tone", "audio", torch.sin(torch.arange(100.)), rate=8000)
+        for _ in range(2): trainer.history.write_media("tone", "audio", torch.sin(torch.arange(100.)), rate=8000)
 
     trainer = make_trainer(LoggerCB(make(tmp_path), every=5, media=show, alerts=("loss", ">", -1), params=dict(seed=3)))
     trainer.fit(2, lr=0.1)
@@ -521,3 +535,16 @@ def test_media_become_files_that_others_read():
         found, data = media_file(kind, value, rate=100, anything="else")
         assert found == ending and data
     with pytest.raises(ValueError, match="is no image"): media_file("image", torch.zeros(2, 3, 4, 5))
+
+
+@files
+def test_a_fit_that_is_taken_back_is_no_part_of_the_log(kind, tmp_path):
+    make, read = FILES[kind]
+    trainer = make_trainer(LoggerCB(make(tmp_path), every=5))
+    trainer.fit(1)
+    before = read(tmp_path)
+    with trainer.snapshot(): trainer.fit(1)
+    copy.deepcopy(trainer)
+    trainer.fit(1)
+    steps = [int(o["step"]) for o in read(tmp_path)["steps"]]
+    assert before["steps"] == read(tmp_path)["steps"][:3] and steps[:3] == [0, 5, 10] and steps[-2:] == [15, 20]

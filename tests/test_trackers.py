@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -146,6 +147,7 @@ def wandb_records(folder):
                 at += left
                 continue
             length, kind = struct.unpack("<HB", data[at + 4:at + 7])
+            if at + 7 + length > len(data): return  # Being written
             whole += data[at + 7:at + 7 + length]
             at += 7 + length
             if kind in (1, 4):
@@ -153,6 +155,15 @@ def wandb_records(folder):
                 record.ParseFromString(whole)
                 yield record
                 whole = b""
+
+
+def wandb_read(folder):
+    "The same when the runs are complete: their process writes the end after `finish` has returned"
+    for _ in range(600):
+        records = list(wandb_records(folder))
+        if any(r.HasField("exit") for r in records): return records
+        time.sleep(0.1)
+    raise AssertionError("The run was never written to its end")
 
 
 def wandb_rows(records): return [{o.key or "/".join(o.nested_key): json.loads(o.value_json) for o in r.history.item} for r in records if r.HasField("history")]
@@ -171,16 +182,16 @@ def wandb_offline(monkeypatch, tmp_path):
 def test_wandb_has_the_rows_the_settings_the_media_and_the_alerts(wandb_offline, tmp_path):
     "NEMO-22, NEMO-51, NEMO-52, AIT-59, MIN-14: also samples"
     settings = wandb_offline.Settings(console="off")
-    trainer, losses = trained(WandB("digits", settings=settings, config=dict(mine=1)), alerts=("valid_loss", ">", -1), run="baseline")
+    trainer, losses = trained(WandB("digits", dir=tmp_path, settings=settings, config=dict(mine=1)), alerts=("valid_loss", ">", -1), run="baseline")
     assert wandb_offline.run is None, "closed"
-    records = list(wandb_records(tmp_path))
+    records = wandb_read(tmp_path)
     rows = wandb_rows(records)
     assert {o["step"]: o["loss"] for o in rows if "loss" in o} == pytest.approx(losses) and all("lr" in o for o in rows if "loss" in o)
     assert [o["valid_loss"] for o in rows if "valid_loss" in o] == pytest.approx(trainer.history["valid_loss"])
     config = {o.key: json.loads(o.value_json) for r in records if r.HasField("run") for o in r.run.config.update}
     assert config["note"] == "first" and config["lr"] == 0.1 and config["mine"] == 1 and "order" in config["callbacks"]["BasicTrainCB"]
     assert [(r.run.project, r.run.display_name) for r in records if r.HasField("run")][0] == ("digits", "baseline")
-    media = {name: o[name]["_type"] for o in rows for name in ("words", "scores", "figure", "grey", "tone") if name in o}
+    media = {name: o[f"{name}/_type"] for o in rows for name in ("words", "scores", "figure", "grey", "tone") if f"{name}/_type" in o}
     assert media == {"words": "table-file", "scores": "table-file", "figure": "image-file", "grey": "image-file", "tone": "audio-file"}
     alert, = [r.alert for r in records if r.HasField("alert")]
     assert "`valid_loss` is" in alert.title and "at step 11" in alert.text
@@ -190,13 +201,13 @@ def test_wandb_has_the_rows_the_settings_the_media_and_the_alerts(wandb_offline,
 @need("wandb")
 def test_a_session_that_is_open_already_is_joined_and_left_open(wandb_offline, tmp_path):
     "NEMO-53: and its own steps, which are further on, do not swallow ours"
-    run = wandb_offline.init(project="theirs", settings=wandb_offline.Settings(console="off"))
+    run = wandb_offline.init(project="theirs", dir=tmp_path, settings=wandb_offline.Settings(console="off"))
     for i in range(50): run.log(dict(mine=i))
     trainer, losses = trained(WandB("ours"))
     assert wandb_offline.run is run and run.config["note"] == "first"
     run.log(dict(mine=50))
     run.finish()
-    records = list(wandb_records(tmp_path))
+    records = wandb_read(tmp_path)
     rows = wandb_rows(records)
     assert [o["mine"] for o in rows if "mine" in o] == list(range(51)) and [o["step"] for o in rows if "loss" in o] == list(losses)
     assert {r.run.project for r in records if r.HasField("run")} == {"theirs"}

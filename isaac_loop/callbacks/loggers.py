@@ -252,7 +252,8 @@ def before_fit(self:LoggerCB, trainer):
     if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
     self._active,self._opened,self._sent,self._newest = _is_first_process(),False,[],None
     self._offset,self._last,self._epoch,self._seconds = self._n,0,None,0.
-    self._steps,self._losses,self._start = array('q'),_MeanLoss(),time.perf_counter()
+    self._steps,self._logged,self._losses,self._start = array('q'),[],_MeanLoss(),time.perf_counter()
+    self._set_due()
     self._mark = self._epoch_start = self._start
     self._last_media,self._seen = None,_lengths(trainer)
     for name in [*(self._columns or []), *(o[0] for o in self._alerts.alerts)]:
@@ -265,6 +266,9 @@ def _new_run(self:LoggerCB, trainer):
     self._id,self._n,self._rows,self._trainer = uuid.uuid4().hex[:12],0,{},weakref.ref(trainer)
     self._alerts.crossed = [False]*len(self._alerts.alerts)
     for o in self._outlets: o.unsent,o.warned,o.skipped = [],False,set()
+
+@patch
+def _set_due(self:LoggerCB): self._due = math.ceil(self._n/self.every)*self.every if self.every else None
 
 def _lengths(trainer): return {k: len(o) for k,o in trainer.history.batches.columns.items()}
 
@@ -305,7 +309,7 @@ def _open(self:LoggerCB, trainer):
 def before_epoch(self:LoggerCB, trainer):
     "Start the clocks"
     now = time.perf_counter()
-    if trainer.epoch != self._epoch: self._epoch,self._epoch_start,self._steps = trainer.epoch,now,array('q')
+    if trainer.epoch != self._epoch: self._epoch,self._epoch_start,self._steps,self._logged = trainer.epoch,now,array('q'),[]
     if trainer.training: self._mark,self._marked = now,trainer.n_updates
 
 @patch
@@ -324,7 +328,7 @@ def after_batch(self:LoggerCB, trainer):
     self._steps.extend([-1]*(trainer.batch_num-len(self._steps)) + [step])
     if self.every:
         if _is_number(loss): self._losses.add(loss)
-        if updated and step % self.every == 0: self._take_down(trainer, step, loss)
+        if updated and step >= self._due: self._take_down(trainer, step, loss)
     if self._sent: self._send_arrived()
     self._send_new(trainer, step)
 
@@ -333,7 +337,8 @@ def _is_number(loss): return loss.numel() == 1 if torch.is_tensor(loss) else isi
 @patch
 def _take_down(self:LoggerCB, trainer, step, loss):
     "Gather a row"
-    now = time.perf_counter()
+    now,self._due = time.perf_counter(),(step//self.every+1)*self.every # A batch may have several updates, and jump over a multiple
+    self._logged.append(step)
     row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **_rates(trainer),
                seconds_per_step=(now-self._mark)/max(trainer.n_updates-self._marked, 1))
     self._mark,self._marked = now,trainer.n_updates
@@ -380,11 +385,8 @@ def _new_cells(self:LoggerCB, trainer, thin):
         if name in trainer.history.batches.keys or (self.every and name in _OWN): continue
         for i in range(first, len(column)):
             mine = training[i] and fit[i] == trainer.history.fit and epoch[i] == self._epoch and batch[i] < len(self._steps)
-            if mine and not math.isnan(column[i]) and not (thin and self._is_thinned(self._steps[batch[i]])): found.setdefault(self._steps[batch[i]], {})[name] = column[i]
+            if mine and not math.isnan(column[i]) and (not thin or self._steps[batch[i]] in self._logged): found.setdefault(self._steps[batch[i]], {})[name] = column[i]
     return sorted(found.items(), key=operator.itemgetter(0))
-
-@patch
-def _is_thinned(self:LoggerCB, step): return not self.every or step < 0 or step % self.every != 0
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #7e12f0f1
 @patch
@@ -445,7 +447,7 @@ def state_dict(self:LoggerCB):
     "Number of the run, its step, and what has been sent"
     if self._opened: self._send_arrived(wait=True)
     now = time.perf_counter()
-    return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows), crossed=list(self._alerts.crossed), epoch=self._epoch, steps=self._steps.tolist(),
+    return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows), crossed=list(self._alerts.crossed), epoch=self._epoch, steps=self._steps.tolist(), logged=list(self._logged),
                 losses=self._losses.stacked().tolist(), total=float(self._losses.total), n_losses=self._losses.n, seconds=self._seconds+now-self._start, epoch_seconds=now-self._epoch_start)
 
 @patch
@@ -455,7 +457,8 @@ def load_state_dict(self:LoggerCB,
     "Go on with the same run"
     now = time.perf_counter()
     self._id,self._n,self._offset,self._last,self._epoch = (state[o] for o in ('id', 'n', 'offset', 'last', 'epoch'))
-    self._rows,self._steps,self._seconds = dict(state['rows']),array('q', state['steps']),state['seconds']
+    self._rows,self._steps,self._logged,self._seconds = dict(state['rows']),array('q', state['steps']),list(state['logged']),state['seconds']
+    self._set_due()
     if len(state['crossed']) == len(self._alerts.alerts): self._alerts.crossed = list(state['crossed'])
     self._losses.kept,self._losses.total,self._losses.n = [torch.tensor(o) for o in state['losses']],state['total'],state['n_losses']
     self._start = self._mark = now

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TensorBoard', 'WandB', 'MLflow', 'Trackio']
 
-# %% ../../nbs/callbacks/72_trackers.ipynb #376fc105
-import importlib.util, math, numbers, re, tempfile, time
+# %% ../../nbs/callbacks/72_trackers.ipynb #1c1052de
+import importlib.util, io, numbers, re, tempfile, time
 from pathlib import Path
 
 from .tracking import plain
@@ -164,7 +164,7 @@ def media(self:WandB, name, kind, value, step, rate=16_000, **about):
     columns = list(dict.fromkeys(k for row in value for k in row)) if kind == 'table' else ['text']
     if kind == 'table': shown = wandb.Table(columns=columns, data=[[plain(row.get(k)) for k in columns] for row in value])
     elif kind == 'text': shown = wandb.Table(columns=columns, data=[[value]])
-    else: shown = wandb.Image(value if kind == 'figure' else _bytes_array(value))
+    else: shown = wandb.Image(_pixels(kind, value))
     self.row({name: shown}, step)
 
 @patch
@@ -176,10 +176,11 @@ def _sound(self:WandB, name, value, step, rate):
         file.write_bytes(wav_bytes(value, rate))
         self.row({name: wandb.Audio(str(file), sample_rate=rate)}, step)
 
-def _bytes_array(image):
-    "An image as an array of bytes, which no service scales"
-    array = image_array(image)
-    return (array.clip(0, 1)*255).round().astype('uint8') if array.dtype.kind == 'f' else array
+def _pixels(kind, value):
+    "A figure or an image as an array of bytes, which no service scales"
+    import numpy as np
+    from PIL import Image
+    return np.asarray(Image.open(io.BytesIO(media_file(kind, value)[1])).convert('RGB'))
 
 # %% ../../nbs/callbacks/72_trackers.ipynb #716c1047
 class MLflow:
@@ -275,7 +276,7 @@ class Trackio:
         if kind == 'text': shown = trackio.Markdown(value)
         elif kind == 'table': shown = trackio.Markdown(Table(value).to_markdown())
         elif kind == 'audio': shown = trackio.Audio((_sound(value)[0]*32767).round().short().numpy(), sample_rate=rate)
-        else: shown = trackio.Image(_figure_array(value) if kind == 'figure' else _bytes_array(value))
+        else: shown = trackio.Image(_pixels(kind, value))
         self.run.log({name: shown}, step=step)
 
     def alert(self, text, step):
@@ -286,10 +287,3 @@ class Trackio:
         "Close the run"
         run,self.run = self.run,None
         if run is not None: run.finish()
-
-def _figure_array(figure):
-    "A matplotlib figure as an array of bytes"
-    import io
-    import numpy as np
-    from PIL import Image
-    return np.asarray(Image.open(io.BytesIO(media_file('figure', figure)[1])).convert('RGB'))
