@@ -525,6 +525,18 @@ def test_names_that_nobody_records_are_an_error_before_the_first_batch(options):
     assert trainer.n_updates == 0
 
 
+def test_a_column_that_never_came_is_told_in_the_end():
+    class UndeclaredCB:
+        def after_epoch(self, trainer):
+            if trainer.epoch == 1: trainer.history.write(rare=1.0)
+
+    def run(*columns): make_trainer(UndeclaredCB(), LoggerCB(lambda values, step: None, columns=columns)).fit(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run("rare", "valid_loss")
+    with pytest.warns(UserWarning, match=r"was to log the columns \['rear'\], but no row"): run("rare", "rear")
+
+
 @pytest.mark.parametrize("values, kind, message", [(dict(p=lambda t: t.preds), TypeError, r"`p` and got a tensor of shape \(4, 1\)"), (dict(p=lambda t: "x"), TypeError, "got 'x'"), ("modle", AttributeError, "Did you mean `model`")])
 def test_a_value_that_is_no_number_or_not_there_is_an_error_at_the_first_step(values, kind, message):
     with pytest.raises(kind, match=message): make_trainer(LoggerCB(lambda values, step: None, values=values)).fit(1)

@@ -6,7 +6,7 @@
 __all__ = ['LoggerCB', 'run_map', 'CSV', 'JSONLines', 'Screen']
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #506003bb
-import csv, inspect, io, json, math, numbers, operator, os, re, tempfile, time, uuid, warnings, weakref
+import csv, inspect, io, json, math, numbers, operator, os, re, time, uuid, warnings, weakref
 from array import array
 from collections.abc import Mapping
 from functools import partial
@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from .tracking import described, plain, settings, write_csv, write_jsonl
 from ..events import CancelException, CancelFitException, Order, callback_name
 from ..history import check_monitored
-from ..media import media_file
+from ..media import check_folder, media_file
 from ..tables import Table, short
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #fc5a887c
@@ -57,7 +57,7 @@ class _Outlet:
         except CancelException: raise
         except Exception as e:
             if not self.warned: warnings.warn(f'The log `{self.name}` failed at step {step} ({type(e).__name__}: {e}), and lacks {what}. Training goes on, and other logs lack nothing. '
-                                              'Rows are tried again when an epoch ends; those it never takes are in `unsent` of the callback, and those of epochs in `trainer.history` as well.', stacklevel=2)
+                                              'Rows are tried again when an epoch ends; those it never takes are in `LoggerCB.unsent`, and those of epochs in `trainer.history` as well.', stacklevel=2)
             self.warned = True
             return False
         return True
@@ -252,8 +252,9 @@ def before_fit(self:LoggerCB, trainer):
     if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
     self._active,self._opened,self._sent,self._newest = _is_first_process(),False,[],None
     self._offset,self._last,self._epoch,self._seconds = self._n,0,None,0.
-    self._steps,self._logged,self._losses,self._start = array('q'),[],_MeanLoss(),time.perf_counter()
+    self._steps,self._logged,self._losses,self._start = array('q'),set(),_MeanLoss(),time.perf_counter()
     self._set_due()
+    self._missing = set(self._columns or ())
     self._mark = self._epoch_start = self._start
     self._last_media,self._seen = None,_lengths(trainer)
     for name in [*(self._columns or []), *(o[0] for o in self._alerts.alerts)]:
@@ -261,8 +262,10 @@ def before_fit(self:LoggerCB, trainer):
     if self._active:
         for o in self._outlets: o.tell('check')
 
+# %% ../../nbs/callbacks/71_loggers.ipynb #6d5681cf
 @patch
 def _new_run(self:LoggerCB, trainer):
+    "Begin with step 0 and a number of its own"
     self._id,self._n,self._rows,self._trainer = uuid.uuid4().hex[:12],0,{},weakref.ref(trainer)
     self._alerts.crossed = [False]*len(self._alerts.alerts)
     for o in self._outlets: o.unsent,o.warned,o.skipped = [],False,set()
@@ -305,46 +308,18 @@ def _open(self:LoggerCB, trainer):
         raise
     self._mark = time.perf_counter() # A service may take its time
 
+# %% ../../nbs/callbacks/71_loggers.ipynb #36322de1
 @patch
 def before_epoch(self:LoggerCB, trainer):
     "Start the clocks"
     now = time.perf_counter()
-    if trainer.epoch != self._epoch: self._epoch,self._epoch_start,self._steps,self._logged = trainer.epoch,now,array('q'),[]
+    if trainer.epoch != self._epoch: self._epoch,self._epoch_start,self._steps,self._logged = trainer.epoch,now,array('q'),set()
     if trainer.training: self._mark,self._marked = now,trainer.n_updates
 
 @patch
 def before_batch(self:LoggerCB, trainer):
     "Start the logs at the first batch"
     if self._active and not self._opened: self._open(trainer)
-
-# %% ../../nbs/callbacks/71_loggers.ipynb #ecbd9acf
-@patch
-def after_batch(self:LoggerCB, trainer):
-    "Every so many updates, take down loss, rate, time and your values; send what others have written"
-    if not (trainer.training and self._active): return
-    updated,loss = trainer.n_updates != self._last,getattr(trainer, 'loss', None)
-    self._last,self._n = trainer.n_updates,self._offset+trainer.n_updates
-    step = self._n-1 if updated else self._n
-    self._steps.extend([-1]*(trainer.batch_num-len(self._steps)) + [step])
-    if self.every:
-        if _is_number(loss): self._losses.add(loss)
-        if updated and step >= self._due: self._take_down(trainer, step, loss)
-    if self._sent: self._send_arrived()
-    self._send_new(trainer, step)
-
-def _is_number(loss): return loss.numel() == 1 if torch.is_tensor(loss) else isinstance(loss, numbers.Real)
-
-@patch
-def _take_down(self:LoggerCB, trainer, step, loss):
-    "Gather a row"
-    now,self._due = time.perf_counter(),(step//self.every+1)*self.every # A batch may have several updates, and jump over a multiple
-    self._logged.append(step)
-    row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **_rates(trainer),
-               seconds_per_step=(now-self._mark)/max(trainer.n_updates-self._marked, 1))
-    self._mark,self._marked = now,trainer.n_updates
-    row |= {name: _checked(name, f(trainer)) for name,f in self._functions.items()}
-    self._sent.append(_Sent({k: o for k,o in row.items() if o is not None}, step))
-    if self.media: self.media(trainer)
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #a9fbe2ae
 @patch
@@ -361,6 +336,36 @@ def _send(self:LoggerCB, values, step, table):
     for o in self._outlets: o.send(dict(values), step, table)
     for text in self._alerts.new(values):
         for o in self._outlets: o._attempt('an alert', step, o.tell, 'alert', text, step)
+
+# %% ../../nbs/callbacks/71_loggers.ipynb #ecbd9acf
+@patch
+def after_batch(self:LoggerCB, trainer):
+    "Every so many updates, take down loss, rate, time and your values; send what others have written"
+    if not (trainer.training and self._active): return
+    updated,loss = trainer.n_updates != self._last,getattr(trainer, 'loss', None)
+    self._last,self._n = trainer.n_updates,self._offset+trainer.n_updates
+    step = self._n-1 if updated else self._n
+    self._steps.extend([-1]*(trainer.batch_num-len(self._steps)) + [step])
+    if self.every:
+        if _is_number(loss): self._losses.add(loss)
+        if updated and step >= self._due: self._take_down(trainer, step, loss)
+    if self._sent: self._send_arrived()
+    self._send_new(trainer, step)
+
+# %% ../../nbs/callbacks/71_loggers.ipynb #063b0d00
+def _is_number(loss): return loss.numel() == 1 if torch.is_tensor(loss) else isinstance(loss, numbers.Real)
+
+@patch
+def _take_down(self:LoggerCB, trainer, step, loss):
+    "Gather a row"
+    now,self._due = time.perf_counter(),(step//self.every+1)*self.every # A batch may have several updates, and jump over a multiple
+    self._logged.add(step)
+    row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **_rates(trainer),
+               seconds_per_step=(now-self._mark)/max(trainer.n_updates-self._marked, 1))
+    self._mark,self._marked = now,trainer.n_updates
+    row |= {name: _checked(name, f(trainer)) for name,f in self._functions.items()}
+    self._sent.append(_Sent({k: o for k,o in row.items() if o is not None}, step))
+    if self.media: self.media(trainer)
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #dc2f22b9
 @patch
@@ -411,6 +416,7 @@ def _send_epoch(self:LoggerCB, trainer, step):
     found = {'epoch': trainer.epoch, 'elapsed': time.perf_counter()-self._epoch_start, **row}
     if self._columns is not None: found = {k: o for k,o in found.items() if k == 'epoch' or k in self._columns}
     found.pop('fit', None)
+    self._missing -= found.keys()
     self._newest = row,dict(row)
     self._send({k: plain(o) for k,o in found.items()}, step, 'epochs')
 
@@ -439,6 +445,8 @@ def _send_late_columns(self:LoggerCB, step):
     if self._newest is None: return
     row,sent = self._newest
     late = {k: plain(o) for k,o in row.items() if k not in sent and (self._columns is None or k in self._columns)}
+    self._missing -= late.keys()
+    if self._missing: warnings.warn(f'`LoggerCB` was to log the columns {sorted(self._missing)}, but no row that it logged had them. The last has {sorted(row)}.', stacklevel=2)
     if late: self._send({'epoch': row['epoch'], **late}, step, 'epochs')
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #c9f2b3a8
@@ -447,7 +455,7 @@ def state_dict(self:LoggerCB):
     "Number of the run, its step, and what has been sent"
     if self._opened: self._send_arrived(wait=True)
     now = time.perf_counter()
-    return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows), crossed=list(self._alerts.crossed), epoch=self._epoch, steps=self._steps.tolist(), logged=list(self._logged),
+    return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows), crossed=list(self._alerts.crossed), epoch=self._epoch, steps=self._steps.tolist(), logged=sorted(self._logged),
                 losses=self._losses.stacked().tolist(), total=float(self._losses.total), n_losses=self._losses.n, seconds=self._seconds+now-self._start, epoch_seconds=now-self._epoch_start)
 
 @patch
@@ -457,7 +465,7 @@ def load_state_dict(self:LoggerCB,
     "Go on with the same run"
     now = time.perf_counter()
     self._id,self._n,self._offset,self._last,self._epoch = (state[o] for o in ('id', 'n', 'offset', 'last', 'epoch'))
-    self._rows,self._steps,self._logged,self._seconds = dict(state['rows']),array('q', state['steps']),list(state['logged']),state['seconds']
+    self._rows,self._steps,self._logged,self._seconds = dict(state['rows']),array('q', state['steps']),set(state['logged']),state['seconds']
     self._set_due()
     if len(state['crossed']) == len(self._alerts.alerts): self._alerts.crossed = list(state['crossed'])
     self._losses.kept,self._losses.total,self._losses.n = [torch.tensor(o) for o in state['losses']],state['total'],state['n_losses']
@@ -490,12 +498,16 @@ class _Files:
         "Append an alert"
         self._write('alerts', dict(text=text), step)
 
-    def _file_name(self, name, step, ending):
-        "A name that no other file of this run has"
-        stem = re.sub(r'[^\w.-]+', '_', name)+f'-{step}'
-        found = next(o for i in range(1, 10**9) if (o := stem+ending if i == 1 else f'{stem}-{i}{ending}') not in self._names)
-        self._names.add(found)
-        return found
+# %% ../../nbs/callbacks/71_loggers.ipynb #2e38dabe
+@patch
+def _file_name(self:_Files, name, step, ending):
+    "A name that no other file of this run has"
+    stem = re.sub(r'[^\w.-]+', '_', name)+f'-{step}'
+    for i in range(1, len(self._names)+2):
+        found = stem+ending if i == 1 else f'{stem}-{i}{ending}'
+        if found not in self._names: break
+    self._names.add(found)
+    return found
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #60ce3157
 class _Cut:
@@ -509,13 +521,6 @@ class _Cut:
         self.left[table] = self.left.get(table, 0)-1
         return self.left[table] >= 0
 
-def _try_folder(path, log):
-    "Make the folder, and write a file into it, or say why that is impossible"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path): pass
-    except OSError as e: raise OSError(f'`{log}` cannot write to the folder {path} ({e}), so nothing of this run would be logged. Choose one where you may write.') from e
-
 # %% ../../nbs/callbacks/71_loggers.ipynb #1da613e4
 class CSV(_Files):
     "A log in a folder of CSV files: `steps`, `epochs`, `batches`, `fits`, `runs`, `media`, `alerts`"
@@ -525,7 +530,7 @@ class CSV(_Files):
 
     def check(self):
         "Write into the folder, as a trial"
-        _try_folder(self.folder, 'CSV')
+        check_folder(self.folder, 'CSV')
 
     def _place(self): return self.folder/'media'
 

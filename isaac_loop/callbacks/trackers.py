@@ -9,9 +9,11 @@ __all__ = ['TensorBoard', 'WandB', 'MLflow', 'Trackio']
 import importlib.util, io, numbers, re, tempfile, time
 from pathlib import Path
 
+from fastcore.basics import patch
+
 from .tracking import plain
 from ..images import image_array
-from ..media import media_file, wav_bytes
+from ..media import check_folder, media_file, wav_bytes
 from ..tables import Table
 
 # %% ../../nbs/callbacks/72_trackers.ipynb #e04df255
@@ -54,20 +56,7 @@ class TensorBoard:
 
     def check(self):
         "Write into the folder, as a trial"
-        if self.folder is None: return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder): pass
-        except OSError as e: raise OSError(f'`TensorBoard` cannot write to the folder {self.folder} ({e}), so nothing of this run would be logged. Choose one where you may write.') from e
-
-    def start(self, run):
-        "Open the files, and write the map of the run"
-        from torch.utils.tensorboard import SummaryWriter
-        if self.folder is not None: self.writer = SummaryWriter(self.folder, **{'purge_step': run['step'] or None, **self._kwargs})
-        self._params = {k: o if isinstance(o, (bool, int, float, str)) else str(o) for k,o in _flat(run['params']).items()}
-        params = Table([dict(name=k, value=o) for k,o in self._params.items()])
-        callbacks = Table([dict(callback=o['name'], order=o['order'], settings=', '.join(f'{k}={v!r}' for k,v in o['settings'].items())) for o in run['callbacks']])
-        self.writer.add_text('run', f'{run["name"] or ""}\n\n{params.to_markdown()}\n\n{callbacks.to_markdown()}', run['step'])
+        if self.folder is not None: check_folder(self.folder, 'TensorBoard')
 
     def close(self, ok):
         "Write what is not written yet"
@@ -76,9 +65,18 @@ class TensorBoard:
         else: self.writer.close()
         if self.folder is not None: self.writer = None # A closed one could not be copied
 
-# %% ../../nbs/callbacks/72_trackers.ipynb #cbb69936
-from fastcore.basics import patch
+# %% ../../nbs/callbacks/72_trackers.ipynb #1aa8f02f
+@patch
+def start(self:TensorBoard, run):
+    "Open the files, and write the map of the run"
+    from torch.utils.tensorboard import SummaryWriter
+    if self.folder is not None: self.writer = SummaryWriter(self.folder, **{'purge_step': run['step'] or None, **self._kwargs})
+    self._params = {k: o if isinstance(o, (bool, int, float, str)) else str(o) for k,o in _flat(run['params']).items()}
+    params = Table([dict(name=k, value=o) for k,o in self._params.items()])
+    callbacks = Table([dict(callback=o['name'], order=o['order'], settings=', '.join(f'{k}={v!r}' for k,v in o['settings'].items())) for o in run['callbacks']])
+    self.writer.add_text('run', f'{run["name"] or ""}\n\n{params.to_markdown()}\n\n{callbacks.to_markdown()}', run['step'])
 
+# %% ../../nbs/callbacks/72_trackers.ipynb #388a5eee
 @patch
 def row(self:TensorBoard, values, step, table='steps'):
     "A point on each curve; text as text"
@@ -96,6 +94,7 @@ def _write_params(self:TensorBoard, metrics):
     if params is None: return
     for o in hparams(params, metrics): self.writer._get_file_writer().add_summary(o) # `add_hparams` would make a run of its own
 
+# %% ../../nbs/callbacks/72_trackers.ipynb #7cafede4
 @patch
 def media(self:TensorBoard, name, kind, value, step, rate=16_000, **about):
     "Text, table, figure, image or sound"
@@ -112,6 +111,7 @@ def _sound(value):
     import torch
     return torch.as_tensor(value).detach().cpu().float().reshape(1, -1).clamp(-1, 1)
 
+# %% ../../nbs/callbacks/72_trackers.ipynb #bd1f0b0c
 @patch
 def alert(self:TensorBoard, text, step):
     "A text"
@@ -138,22 +138,26 @@ class WandB:
         options = dict(project=self.project, name=run['name'], id=run['id'], **again) | self.kwargs
         self.run = wandb.init(**{**options, 'config': config | self.kwargs.get('config', {})})
 
-    def row(self, values, step):
-        "Send the values"
-        values = {k: o for k,o in values.items() if o is not None}
-        for name in values.keys() - self._known:
-            if not re.search(r'[*.\\]', name): self.run.define_metric(name, step_metric='step')
-        self._known |= values.keys()
-        self.run.log({**values, 'step': step})
+# %% ../../nbs/callbacks/72_trackers.ipynb #4d066718
+@patch
+def row(self:WandB, values, step):
+    "Send the values"
+    values = {k: o for k,o in values.items() if o is not None}
+    for name in values.keys() - self._known:
+        if not re.search(r'[*.\\]', name): self.run.define_metric(name, step_metric='step')
+    self._known |= values.keys()
+    self.run.log({**values, 'step': step})
 
-    def alert(self, text, step):
-        "Have the service send an alert"
-        self.run.alert(title=text.partition(',')[0], text=f'{text} at step {step}')
+@patch
+def alert(self:WandB, text, step):
+    "Have the service send an alert"
+    self.run.alert(title=text.partition(',')[0], text=f'{text} at step {step}')
 
-    def close(self, ok):
-        "Close the session, if it is our own"
-        run,self.run = self.run,None
-        if not self._joined and run is not None: run.finish(exit_code=0 if ok else 1)
+@patch
+def close(self:WandB, ok):
+    "Close the session, if it is our own"
+    run,self.run = self.run,None
+    if not self._joined and run is not None: run.finish(exit_code=0 if ok else 1)
 
 # %% ../../nbs/callbacks/72_trackers.ipynb #a10b8908
 @patch
@@ -202,16 +206,18 @@ class MLflow:
         beside = (Path(place[1]).absolute().parent/'mlartifacts').as_uri() if place else None
         self._experiment_id = found.experiment_id if found else self.client.create_experiment(self.experiment, artifact_location=beside)
 
-    def start(self, run):
-        "Join the open run, go on with our own, or make one; note its settings"
-        import mlflow
-        open_run = mlflow.active_run() if self.uri in (None, mlflow.get_tracking_uri()) else None
-        ours = self.client.search_runs([self._experiment_id], f"tags.`isaac_loop.run` = '{run['id']}'")
-        self._joined,found = open_run is not None, open_run or next(iter(ours), None)
-        if found is None: found = self.client.create_run(self._experiment_id, run_name=run['name'])
-        self.run_id = found.info.run_id
-        if not self._joined: self.client.update_run(self.run_id, 'RUNNING')
-        self._note(run, found.data.params)
+# %% ../../nbs/callbacks/72_trackers.ipynb #4dc4cda1
+@patch
+def start(self:MLflow, run):
+    "Join the open run, go on with our own, or make one; note its settings"
+    import mlflow
+    open_run = mlflow.active_run() if self.uri in (None, mlflow.get_tracking_uri()) else None
+    ours = self.client.search_runs([self._experiment_id], f"tags.`isaac_loop.run` = '{run['id']}'")
+    self._joined,found = open_run is not None, open_run or next(iter(ours), None)
+    if found is None: found = self.client.create_run(self._experiment_id, run_name=run['name'])
+    self.run_id = found.info.run_id
+    if not self._joined: self.client.update_run(self.run_id, 'RUNNING')
+    self._note(run, found.data.params)
 
 # %% ../../nbs/callbacks/72_trackers.ipynb #24a8dcc9
 _KEY = re.compile(r'[^\w .:/-]+') # What MLflow allows in a name, turned round
@@ -234,6 +240,7 @@ def row(self:MLflow, values, step):
     metrics = [Metric(_KEY.sub('_', k)[:250], o, now, step) for k,o in _numbers(values).items()]
     self.client.log_batch(self.run_id, metrics=metrics, tags=[RunTag(_KEY.sub('_', k)[:250], o) for k,o in _texts(values).items()])
 
+# %% ../../nbs/callbacks/72_trackers.ipynb #68357ab4
 @patch
 def media(self:MLflow, name, kind, value, step, **about):
     "Keep a file"
@@ -270,15 +277,6 @@ class Trackio:
         "Send the values"
         self.run.log({k: o for k,o in values.items() if o is not None}, step=step)
 
-    def media(self, name, kind, value, step, rate=16_000, **about):
-        "Text, table, figure, image or sound"
-        import trackio
-        if kind == 'text': shown = trackio.Markdown(value)
-        elif kind == 'table': shown = trackio.Markdown(Table(value).to_markdown())
-        elif kind == 'audio': shown = trackio.Audio((_sound(value)[0]*32767).round().short().numpy(), sample_rate=rate)
-        else: shown = trackio.Image(_pixels(kind, value))
-        self.run.log({name: shown}, step=step)
-
     def alert(self, text, step):
         "Raise an alert"
         self.run.alert(text.partition(',')[0], text, step=step)
@@ -287,3 +285,14 @@ class Trackio:
         "Close the run"
         run,self.run = self.run,None
         if run is not None: run.finish()
+
+# %% ../../nbs/callbacks/72_trackers.ipynb #4e7bb91a
+@patch
+def media(self:Trackio, name, kind, value, step, rate=16_000, **about):
+    "Text, table, figure, image or sound"
+    import trackio
+    if kind == 'text': shown = trackio.Markdown(value)
+    elif kind == 'table': shown = trackio.Markdown(Table(value).to_markdown())
+    elif kind == 'audio': shown = trackio.Audio((_sound(value)[0]*32767).round().short().numpy(), sample_rate=rate)
+    else: shown = trackio.Image(_pixels(kind, value))
+    self.run.log({name: shown}, step=step)
