@@ -23,6 +23,7 @@ from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.accumulation import *
 from isaac_loop.callbacks.clipping import *
 from isaac_loop.callbacks.freezing import *
+from isaac_loop.media import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.precision import *
 from isaac_loop.callbacks.accelerated import *
@@ -43,6 +44,7 @@ from isaac_loop.callbacks.best import *
 from isaac_loop.callbacks.evaluator import *
 from isaac_loop.callbacks.reports import *
 from isaac_loop.callbacks.checkpoint import *
+from isaac_loop.callbacks.loggers import *
 from isaac_loop.callbacks.trackers import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *

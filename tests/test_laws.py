@@ -153,6 +153,7 @@ WATCHERS = {
     "interrupt": lambda: library.InterruptCB(),
     "profiler": lambda: library.ProfilerCB(),
     "limit": lambda: library.LimitCB(updates=10**6),
+    "logger": lambda: library.LoggerCB(lambda values, step: None, every=2, values=dict(size=lambda t: t.preds.abs().mean()), media=lambda t: t.history.write_media("x", "text", "x")),
 }
 
 

@@ -21,6 +21,7 @@ from isaac_loop.callbacks.averaging import EMACB, SWACB
 from isaac_loop.callbacks.best import KeepBestCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.interrupts import InterruptCB
+from isaac_loop.callbacks.loggers import LoggerCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.progress import ProgressCB
 from isaac_loop.callbacks.recorder import RecorderCB
@@ -46,7 +47,7 @@ def everything():
     import torchmetrics
     accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
     return [BasicTrainCB(), MetricsCB(torcheval.metrics.MulticlassAccuracy(), train_metrics=True, accuracy=accuracy), OneCycleSchedulerCB(), EMACB(0.9),
-            KeepBestCB(), RecorderCB(rate=lambda t: t.opt.param_groups[0]["lr"], loss=lambda t: t.loss), TrackingCB(), ProgressCB("plain")]
+            KeepBestCB(), RecorderCB(rate=lambda t: t.opt.param_groups[0]["lr"], loss=lambda t: t.loss), TrackingCB(), LoggerCB(lambda values, step: None, every=3), ProgressCB("plain")]
 
 
 def plain_loaders(num_workers=0):
