@@ -12,6 +12,7 @@ from fastcore.basics import patch
 
 from ..events import CancelFitException, Order
 from ..history import Monitor, check_monitored, mode_of
+from ..run_folder import run_folder
 from ..run_state import check_fits, put_position, put_random, put_state, take_parts, take_state
 from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
@@ -138,7 +139,7 @@ class _When:
 class CheckpointCB(_ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
-        folder, # Where the checkpoints of this run live; two runs at a time are refused
+        folder=None, # Where the checkpoints of this run live, two runs at a time are refused; default: `checkpoints` in the folder that `ExperimentCB` made
         every='epoch', # 'epoch', 'best', a number of optimizer updates, or a `timedelta`; the end of the fit, a cancel and an interrupt are always saved
         monitor:str=None, # Column of the history that says which is best
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
@@ -162,7 +163,7 @@ class CheckpointCB(_ResumingCB):
         "Find out where to go on"
         if self.monitor: check_monitored(trainer, self.monitor, 'CheckpointCB')
         self._close()
-        self._store = CheckpointStore(self.folder, **self._options)
+        self._store = CheckpointStore(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), **self._options)
         self._judge.reset()
         self._over,self._end = None,None
         self._begin(trainer, self._to_resume(trainer), self.strict)
@@ -268,7 +269,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, finished=False, parts=No
     row = trainer.history.current or {}
     metrics = {k: v for k,v in row.items() if isinstance(v, (int, float)) and k not in ('fit', 'epoch')} if not batches else {}
     if self.monitor not in (None, *metrics): metrics = {} # This epoch was not measured
-    self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=dict(fit=trainer.history.fit))
+    self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=_about(trainer))
     self._run = weakref.ref(trainer),self._store.run_id
     self._when.start(trainer)
 
@@ -277,6 +278,11 @@ def _restore(self:CheckpointCB, trainer):
     own = self._found[1].get('checkpoint')
     _ResumingCB._restore(self, trainer)
     if own: self._judge.best,self._steps = own['best'],own['steps']
+
+def _about(trainer):
+    "What people may want to know who find a checkpoint alone"
+    experiment = trainer.experiment.to_dict() if trainer.experiment is not None else {}
+    return dict(fit=trainer.history.fit) | {k: experiment[k] for k in ('project', 'name', 'hyper') if k in experiment}
 
 def _start_of_pass(trainer):
     "Random numbers when this pass began, as the innermost callback that resumes knows them"
