@@ -18,6 +18,7 @@ from isaac_loop.images import *
 from isaac_loop.curves import *
 from isaac_loop.memory import *
 from isaac_loop.run_state import *
+from isaac_loop.run_folder import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.accumulation import *
 from isaac_loop.callbacks.clipping import *
@@ -30,6 +31,7 @@ from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
 from isaac_loop.callbacks.recorder import *
 from isaac_loop.callbacks.live_plot import *
+from isaac_loop.callbacks.run_config import *
 from isaac_loop.callbacks.stopping import *
 from isaac_loop.callbacks.schedules import *
 from isaac_loop.callbacks.lr_finder import *
@@ -39,6 +41,10 @@ from isaac_loop.callbacks.interrupts import *
 from isaac_loop.callbacks.best import *
 from isaac_loop.callbacks.checkpoint import *
 from isaac_loop.callbacks.trackers import *
+from isaac_loop.callbacks.experiment import *
+from isaac_loop.callbacks.remote import *
+from isaac_loop.callbacks.notify import *
+from isaac_loop.callbacks.history_files import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *
 from isaac_loop.callbacks.nonfinite import *

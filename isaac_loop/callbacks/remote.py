@@ -11,7 +11,8 @@ from pathlib import Path, PurePosixPath
 
 from fastcore.basics import patch
 
-from ..events import Order
+from .run_config import RunConfig
+from ..events import CancelException, Order
 from ..run_folder import experiment_of, run_folder, without_password
 
 # %% ../../nbs/callbacks/74_remote.ipynb #8ac04a38
@@ -107,12 +108,13 @@ class UploadCB:
         self.folder,self.every,self.drop,self.retries,self.wait = folder,every,drop,retries,wait
         self._url,self._options = url,options
         if url is not None: _connect(url, options)
-        self.target,self.behind,self._fs = None,[],None
+        self.target,self.behind,self._fs,self._main = None,[],None,False
 
     def before_fit(self, trainer):
         "Copy after each epoch, once the checkpoint is written"
         self._fs,self._warned,self.target,self.behind = None,False,None,[]
-        trainer.epochs = self._epochs(trainer, trainer.epochs)
+        self._main = RunConfig.of(trainer).is_main
+        if self._main: trainer.epochs = self._epochs(trainer, trainer.epochs)
 
     def _epochs(self, trainer, epochs):
         self._begin(trainer)
@@ -122,9 +124,11 @@ class UploadCB:
 
     def cleanup_fit(self, trainer):
         "Copy the end of the run, also after an error"
+        done = isinstance(trainer.exception, (type(None), CancelException))
+        if self._main and self._fs is None and done: self._begin(trainer) # A complete run, whose end may not have been copied
         if self._fs is None: return
         if not any(getattr(o, 'hurried', False) for o in trainer.callbacks): self._upload()
-        self._fs = None
+        self._fs,self._main = None,False
 
 # %% ../../nbs/callbacks/74_remote.ipynb #c19846b6
 @patch
@@ -160,13 +164,17 @@ def _try_out(self:UploadCB, fs):
 def _upload(self:UploadCB):
     "Copy what is new or has changed, and warn if that fails"
     here = _local(self._from)
-    self.behind = [o for o in here if self._sent.get(o) != here[o]]
+    self.behind = self._changed(here)
     try:
         self._take_back()
+        self.behind = self._changed(here)
         while self.behind: self._send(self.behind[0], here)
         if self.drop: self._drop_old(here)
     except Exception as e: self._warn(e)
     finally: _write_index(self._from, self.target, self._sent)
+
+@patch
+def _changed(self:UploadCB, here): return [o for o in here if self._sent.get(o) != here[o]]
 
 @patch
 def _send(self:UploadCB, name, here):
@@ -223,6 +231,7 @@ def fetch(
     try:
         for o in names: _get(fs, f'{far.rstrip("/")}/{o}', _inside(hidden, o))
         _write_index(hidden, shown.rstrip('/'), _local(hidden))
+        if folder.exists(): folder.rmdir() # Empty, as was seen above
         os.replace(hidden, folder)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
