@@ -52,7 +52,7 @@ def _definition(
     obj, # An object, a class or a function
 )->str: # Python code, or None where it is not to be had
     "The source code of a function, or of the class of an object, also from a notebook"
-    if inspect.isfunction(obj) or inspect.ismethod(obj):
+    if inspect.isfunction(obj) or inspect.ismethod(obj) or inspect.ismodule(obj):
         try: return inspect.getsource(obj)
         except (OSError, TypeError): return None
     return source_of(obj) or _from_cell(obj if isinstance(obj, type) else type(obj))
@@ -135,7 +135,8 @@ class _LogFile(logging.Handler):
 
     def emit(self, record):
         "Write what `logging` lets through"
-        self.line(self.format(record))
+        try: self.line(self.format(record))
+        except Exception: self.handleError(record) # As all handlers do with a message that does not fit its arguments
         last = logging.lastResort
         if last is not None and record.levelno >= last.level and not self._others(logging.getLogger(record.name)): last.handle(record) # Python would do so if we were not here
 
