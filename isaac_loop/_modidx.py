@@ -461,8 +461,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'isaac_loop/callbacks/experiment.py'),
                                                  'isaac_loop.callbacks.experiment.ExperimentCB._fit_row': ( 'callbacks/experiment.html#experimentcb._fit_row',
                                                                                                             'isaac_loop/callbacks/experiment.py'),
-                                                 'isaac_loop.callbacks.experiment.ExperimentCB._is_mine': ( 'callbacks/experiment.html#experimentcb._is_mine',
-                                                                                                            'isaac_loop/callbacks/experiment.py'),
                                                  'isaac_loop.callbacks.experiment.ExperimentCB._keep': ( 'callbacks/experiment.html#experimentcb._keep',
                                                                                                          'isaac_loop/callbacks/experiment.py'),
                                                  'isaac_loop.callbacks.experiment.ExperimentCB._note_end': ( 'callbacks/experiment.html#experimentcb._note_end',

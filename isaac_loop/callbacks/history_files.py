@@ -76,6 +76,20 @@ def _write_medium(folder, place, medium):
     if kind == 'image': _write_image(folder/'plots'/place/f'{name}.png', value)
     if kind == 'figure': _replace(folder/'plots'/place/f'{name}.png', lambda o: value.savefig(o))
 
+# %% ../../nbs/callbacks/76_history_files.ipynb #97ad9a12
+def _check_format(plot):
+    "Refuse a format that matplotlib does not know"
+    if plot is None: return
+    from matplotlib.figure import Figure
+    known = sorted(Figure().canvas.get_supported_filetypes())
+    if plot not in known: raise ValueError(f'`plot` is {plot!r}, which is no format for a picture. Use one of {known}.{did_you_mean(str(plot), known)}')
+
+def _check_folder(folder):
+    "Refuse a folder that cannot be written"
+    try: _replace(folder/'.probe', lambda o: o.touch())
+    except OSError as e: raise OSError(f'`HistoryFilesCB` cannot write to `{folder}` ({e.strerror or e}), so nobody would see the history. Choose a `folder` where you may write.') from e
+    (folder/'.probe').unlink()
+
 # %% ../../nbs/callbacks/76_history_files.ipynb #4a219ed5
 class HistoryFilesCB:
     "Write the history as a table and as curves, and its media as files"
@@ -112,20 +126,7 @@ class HistoryFilesCB:
         if self._folder is not None and _state(trainer) != self._written: self._try(lambda: self._write_rows(trainer))
         self._folder = None
 
-# %% ../../nbs/callbacks/76_history_files.ipynb #97ad9a12
-def _check_format(plot):
-    "Refuse a format that matplotlib does not know"
-    if plot is None: return
-    from matplotlib.figure import Figure
-    known = sorted(Figure().canvas.get_supported_filetypes())
-    if plot not in known: raise ValueError(f'`plot` is {plot!r}, which is no format for a picture. Use one of {known}.{did_you_mean(str(plot), known)}')
-
-def _check_folder(folder):
-    "Refuse a folder that cannot be written"
-    try: _replace(folder/'.probe', lambda o: o.touch())
-    except OSError as e: raise OSError(f'`HistoryFilesCB` cannot write to `{folder}` ({e.strerror or e}), so nobody would see the history. Choose a `folder` where you may write.') from e
-    (folder/'.probe').unlink()
-
+# %% ../../nbs/callbacks/76_history_files.ipynb #a3b570d2
 @patch
 def _try(self:HistoryFilesCB, write):
     "Write, or warn once"

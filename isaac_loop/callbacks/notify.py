@@ -103,6 +103,14 @@ def _outcome(trainer):
     if isinstance(error, (KeyboardInterrupt, SystemExit)): return 'Interrupted', [f'{type(error).__name__}: {error}']
     return 'Failed', [f'{type(error).__name__}: {error}', ''.join(traceback.format_exception(error))]
 
+# %% ../../nbs/callbacks/75_notify.ipynb #535a5a8b
+def _check_send(send):
+    "Refuse what could not be called after the first epoch"
+    if not callable(send): raise TypeError(f'`send` is {send!r}, which cannot be called. Pass a function of subject, text and files, or an `Email`.')
+    try: inspect.signature(send).bind('', '', {})
+    except TypeError as e: raise TypeError(f'`send` is called with subject, text and files, and {send!r} does not take that: {e}.') from None
+    except ValueError: pass # Some built-in functions have no signature
+
 # %% ../../nbs/callbacks/75_notify.ipynb #a1b5f093
 class NotifyCB:
     "Send rows, hyper-parameters and curves after epochs, at the end, and on failure"
@@ -134,14 +142,7 @@ class NotifyCB:
         if begun and not hurried and (self.end or word == 'Failed'): self._tell(trainer, word, lines)
         self._first = None
 
-# %% ../../nbs/callbacks/75_notify.ipynb #535a5a8b
-def _check_send(send):
-    "Refuse what could not be called after the first epoch"
-    if not callable(send): raise TypeError(f'`send` is {send!r}, which cannot be called. Pass a function of subject, text and files, or an `Email`.')
-    try: inspect.signature(send).bind('', '', {})
-    except TypeError as e: raise TypeError(f'`send` is called with subject, text and files, and {send!r} does not take that: {e}.') from None
-    except ValueError: pass # Some built-in functions have no signature
-
+# %% ../../nbs/callbacks/75_notify.ipynb #2861a150
 @patch
 def _tell(self:NotifyCB, trainer, what, lines=()):
     "Send one message, or warn once"

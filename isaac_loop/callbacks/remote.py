@@ -110,25 +110,29 @@ class UploadCB:
         if url is not None: _connect(url, options)
         self.target,self.behind,self._fs,self._main = None,[],None,False
 
-    def before_fit(self, trainer):
-        "Copy after each epoch, once the checkpoint is written"
-        self._fs,self._warned,self.target,self.behind = None,False,None,[]
-        self._main = RunConfig.of(trainer).is_main
-        if self._main: trainer.epochs = self._epochs(trainer, trainer.epochs)
+# %% ../../nbs/callbacks/74_remote.ipynb #7cdbfe84
+@patch
+def before_fit(self:UploadCB, trainer):
+    "Copy after each epoch, once the checkpoint is written"
+    self._fs,self._warned,self.target,self.behind = None,False,None,[]
+    self._main = RunConfig.of(trainer).is_main
+    if self._main: trainer.epochs = self._epochs(trainer, trainer.epochs)
 
-    def _epochs(self, trainer, epochs):
-        self._begin(trainer)
-        for n,epoch in enumerate(epochs, 1):
-            yield epoch
-            if n % self.every == 0: self._upload()
+@patch
+def _epochs(self:UploadCB, trainer, epochs):
+    self._begin(trainer)
+    for n,epoch in enumerate(epochs, 1):
+        yield epoch
+        if n % self.every == 0: self._upload()
 
-    def cleanup_fit(self, trainer):
-        "Copy the end of the run, also after an error"
-        done = isinstance(trainer.exception, (type(None), CancelException))
-        if self._main and self._fs is None and done: self._begin(trainer) # A complete run, whose end may not have been copied
-        if self._fs is None: return
-        if not any(getattr(o, 'hurried', False) for o in trainer.callbacks): self._upload()
-        self._fs,self._main = None,False
+@patch
+def cleanup_fit(self:UploadCB, trainer):
+    "Copy the end of the run, also after an error"
+    done = isinstance(trainer.exception, (type(None), CancelException))
+    if self._main and self._fs is None and done: self._begin(trainer) # A complete run, whose end may not have been copied
+    if self._fs is None: return
+    if not any(getattr(o, 'hurried', False) for o in trainer.callbacks): self._upload()
+    self._fs,self._main = None,False
 
 # %% ../../nbs/callbacks/74_remote.ipynb #c19846b6
 @patch
@@ -185,6 +189,15 @@ def _send(self:UploadCB, name, here):
     self.behind.pop(0)
 
 @patch
+def _warn(self:UploadCB, e):
+    "Warn, once in a fit"
+    if not self._warned:
+        warnings.warn(f'`UploadCB` could not copy to `{self.target}` ({type(e).__name__}: {without_password(str(e))}). Training goes on; '
+                      f'{len(self.behind)} files are missing there, and will be tried again after the next epoch.')
+    self._warned = True
+
+# %% ../../nbs/callbacks/74_remote.ipynb #34c5ce04
+@patch
 def _take_back(self:UploadCB):
     "Delete manifests there whose checkpoint is about to be replaced by another of the same name"
     for o in dict.fromkeys(str(PurePosixPath(o).parent/'manifest.json') for o in self.behind):
@@ -206,12 +219,16 @@ def _delete(self:UploadCB, name):
     _again(delete, self.retries, self.wait)
     del self._sent[name]
 
-@patch
-def _warn(self:UploadCB, e):
-    if not self._warned:
-        warnings.warn(f'`UploadCB` could not copy to `{self.target}` ({type(e).__name__}: {without_password(str(e))}). Training goes on; '
-                      f'{len(self.behind)} files are missing there, and will be tried again after the next epoch.')
-    self._warned = True
+# %% ../../nbs/callbacks/74_remote.ipynb #29fe5f8c
+def _inside(folder, name):
+    "Where a file of this name belongs, which must be within `folder`"
+    path = (folder/name).resolve()
+    if not path.is_relative_to(folder.resolve()): raise ValueError(f'The storage has a file called {name!r}, which leads out of the folder, so nothing was fetched.')
+    return path
+
+def _get(fs, far, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fs.get_file(far, str(path))
 
 # %% ../../nbs/callbacks/74_remote.ipynb #7eb40ba4
 def fetch(
@@ -237,13 +254,3 @@ def fetch(
         shutil.rmtree(hidden, ignore_errors=True)
         raise
     return folder
-
-def _inside(folder, name):
-    "Where a file of this name belongs, which must be within `folder`"
-    path = (folder/name).resolve()
-    if not path.is_relative_to(folder.resolve()): raise ValueError(f'The storage has a file called {name!r}, which leads out of the folder, so nothing was fetched.')
-    return path
-
-def _get(fs, far, path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fs.get_file(far, str(path))

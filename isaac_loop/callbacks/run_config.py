@@ -63,19 +63,20 @@ class RunConfig:
         "The record as a dict"
         return asdict(self)
 
-    @classmethod
-    def of(cls,
-        trainer, # One that has been told to fit
-    ):
-        "What this fit is run with, from `before_fit` on"
-        train,valid = (getattr(trainer.dls, o, None) for o in ('train', 'valid'))
-        accumulation,clip,first = _found(trainer, AccumulationCB),_found(trainer, ClipGradCB),_first_parameter(trainer)
-        (rank,n),size = _processes(),_batch_size(train)
-        every = accumulation.n_batches if accumulation is not None else 1
-        return cls(n_epochs=trainer.n_epochs, lr=float(trainer.lr), train_batch_size=size, valid_batch_size=_batch_size(valid),
-                   batches_per_epoch=None if train is None else n_batches(train), accumulation=every, effective_batch_size=None if size is None else size*every*n,
-                   updates_per_epoch=trainer.updates_per_epoch, clip=None if clip is None else {clip.kind: clip.limit}, precision=_precision(trainer),
-                   device=None if first is None else str(first.device), n_processes=n, rank=rank, is_main=rank == 0)
+# %% ../../nbs/callbacks/58_run_config.ipynb #ec8c8dad
+@patch(cls_method=True)
+def of(cls:RunConfig,
+    trainer, # One that has been told to fit
+)->RunConfig:
+    "What this fit is run with, from `before_fit` on"
+    train,valid = (getattr(trainer.dls, o, None) for o in ('train', 'valid'))
+    accumulation,clip,first = _found(trainer, AccumulationCB),_found(trainer, ClipGradCB),_first_parameter(trainer)
+    (rank,n),size = _processes(),_batch_size(train)
+    every = accumulation.n_batches if accumulation is not None else 1
+    return cls(n_epochs=trainer.n_epochs, lr=float(trainer.lr), train_batch_size=size, valid_batch_size=_batch_size(valid),
+               batches_per_epoch=None if train is None else n_batches(train), accumulation=every, effective_batch_size=None if size is None else size*every*n,
+               updates_per_epoch=trainer.updates_per_epoch, clip=None if clip is None else {clip.kind: clip.limit}, precision=_precision(trainer),
+               device=None if first is None else str(first.device), n_processes=n, rank=rank, is_main=rank == 0)
 
 # %% ../../nbs/callbacks/58_run_config.ipynb #95756134
 @patch(as_prop=True)
