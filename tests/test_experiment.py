@@ -931,3 +931,28 @@ def test_every_end_is_told_in_its_own_word(way, word, reason, monkeypatch):
     try: trainer.fit(3)
     except (Cut, KeyboardInterrupt): pass
     assert len(quiet) == (way == "error")
+
+
+def test_a_second_ctrl_c_waits_for_no_server(tmp_path, far):
+    class HurryCB:
+        hurried = False
+        def before_step(self, trainer):
+            self.hurried = True
+            raise KeyboardInterrupt
+    sent = []
+    (tmp_path/"a.txt").touch()
+    trainer = small(UploadCB("memory://far", tmp_path), NotifyCB(lambda *args: sent.append(args)), HurryCB())
+    with pytest.raises(KeyboardInterrupt): trainer.fit(1)
+    assert far.take() == [] and sent == []
+
+
+def test_an_interrupt_while_copying_loses_nothing_that_was_copied(tmp_path, far):
+    for name in ("a.txt", "b.txt", "c.txt"): (tmp_path/name).write_text(name)
+    def stop(name, path):
+        if path.endswith("b.txt"): raise KeyboardInterrupt
+    far.fail = stop
+    with pytest.raises(KeyboardInterrupt): small(UploadCB("memory://far", tmp_path)).fit(1)
+    far.fail = lambda name, path: False
+    assert [o[1] for o in far.take()][:1] == ["a.txt"]
+    small(UploadCB("memory://far", tmp_path)).fit(1)
+    assert sorted(o[1] for o in far.take()) == ["b.txt", "c.txt"]
