@@ -302,7 +302,7 @@ def test_secrets_of_the_command_line_are_left_out(tmp_path, monkeypatch):
 
 def test_git_says_commit_and_changes_and_may_be_missing(tmp_path, monkeypatch):
     "NEMO-60: hash and diff; without git, without a repository or with a git that hangs the run is kept all the same"
-    def git(*args): return subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me@localhost", *args], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    def git(*args): return subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me@localhost", "-c", "commit.gpgsign=false", *args], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     script = tmp_path/"train.py"
     script.write_text("lr = 0.1\n")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
@@ -756,6 +756,16 @@ def test_the_end_of_the_log_is_copied_also_after_an_error(tmp_path, memory):
     text = memory.cat_file(f"/logs/p/{trainer.experiment.folder.name}/logs/log.txt").decode()
     assert "Traceback" in text and "Cut, after" in text
     assert json.loads(memory.cat_file(f"/logs/p/{trainer.experiment.folder.name}/run.json"))["fits"][0]["outcome"] == "Cut"
+
+
+def test_a_storage_that_shows_and_deletes_nothing_still_takes_copies(tmp_path, far):
+    "Drop boxes: everything is copied once more at the next start, and a warning says that nothing is deleted there"
+    def find(path, detail): raise PermissionError("no listing")
+    far.find, far.fail = find, lambda name, path: name == "rm"
+    (tmp_path/"a.txt").touch()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="may write to `memory://far`, but not delete") as seen: small(UploadCB("memory://far", tmp_path)).fit(1)
+        assert far.take() == [("put", "a.txt")] and len(seen) == 1
 
 
 def test_a_folder_on_a_shared_disk_is_a_storage_too(tmp_path):

@@ -7,6 +7,7 @@ __all__ = ['TABLES', 'table_text', 'HistoryFilesCB']
 
 # %% ../../nbs/callbacks/76_history_files.ipynb #34637165
 import csv, io, os, re, warnings, wave
+from pathlib import Path
 
 import torch
 from fastcore.basics import patch

@@ -145,7 +145,8 @@ def _begin(self:UploadCB, trainer):
     fs,far = _connect(url, self._options)
     self._far,self.target = far.rstrip('/')+below,without_password(str(url)).rstrip('/')+below
     self._try_out(fs)
-    there = _found(fs, self._far)
+    try: there = _found(fs, self._far)
+    except Exception: there = {} # Allowed to write, but not to look: then everything is copied once more
     self._sent = {k: v for k,v in _read_index(folder, self.target).items() if there.get(k) == v[0]}
     self._from,self._fs = folder,fs
 
