@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['TABLES', 'table_text', 'HistoryFilesCB']
 
-# %% ../../nbs/callbacks/76_history_files.ipynb #34637165
+# %% ../../nbs/callbacks/76_history_files.ipynb #024dfa1d
 import csv, io, os, re, warnings, wave
-from pathlib import Path
 
 import torch
 from fastcore.basics import patch
