@@ -19,6 +19,7 @@ from isaac_loop.curves import *
 from isaac_loop.memory import *
 from isaac_loop.run_state import *
 from isaac_loop.bootstrap import *
+from isaac_loop.run_folder import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.accumulation import *
 from isaac_loop.callbacks.clipping import *
@@ -34,6 +35,7 @@ from isaac_loop.callbacks.recorder import *
 from isaac_loop.callbacks.live_plot import *
 from isaac_loop.callbacks.predictions import *
 from isaac_loop.callbacks.columns import *
+from isaac_loop.callbacks.run_config import *
 from isaac_loop.callbacks.stopping import *
 from isaac_loop.callbacks.schedules import *
 from isaac_loop.callbacks.lr_finder import *
@@ -46,6 +48,10 @@ from isaac_loop.callbacks.reports import *
 from isaac_loop.callbacks.checkpoint import *
 from isaac_loop.callbacks.loggers import *
 from isaac_loop.callbacks.trackers import *
+from isaac_loop.callbacks.experiment import *
+from isaac_loop.callbacks.remote import *
+from isaac_loop.callbacks.notify import *
+from isaac_loop.callbacks.history_files import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *
 from isaac_loop.callbacks.nonfinite import *

@@ -76,15 +76,18 @@ def to_cpu(
 def set_seed(
     seed:int, # The same number gives the same run
     deterministic:bool=False, # Also make PyTorch refuse operations that may differ from run to run
+    benchmark:bool=None, # Let cuDNN try out which algorithm is fastest, which may differ from run to run? Default: as it is set
 ):
     "Seed the random numbers of Python, NumPy and PyTorch (every device)"
+    if deterministic and benchmark:
+        raise ValueError('`deterministic=True` and `benchmark=True` contradict each other: cuDNN would choose algorithms by their speed, and another run may choose others. Leave one of them out.')
     random.seed(seed)
     torch.manual_seed(seed)
     if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(seed % 2**32)
     if deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8') # Without it, cuBLAS is not repeatable
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+    if deterministic or benchmark is not None: torch.backends.cudnn.benchmark = bool(benchmark)
 
 # %% ../nbs/03_tensors.ipynb #b6254534
 def inplace(

@@ -34,6 +34,7 @@ STATE = {
     'epoch': ('`fit`', 'number of the epoch, from 0'),
     'n_updates': ('the loop, between `step` and `after_step`', 'steps done in this fit; leave one out by `CancelStepException` in `before_step`, and it is not counted'),
     'updates_per_epoch': ('`fit`; lowered in `before_fit` by whoever limits or accumulates', 'optimizer updates in an epoch; None if the loader has no length'),
+    'experiment': ('`ExperimentCB`', 'project, name, folder and hyper-parameters of the run; None without one'),
     'stop_reason': ('`request_stop`', 'why training is to stop, or None'),
     'training': ('`one_epoch`', 'whether this pass trains'),
     'dl': ('`one_epoch`', 'the loader of this pass'),
@@ -162,7 +163,7 @@ class Trainer(_ByName):
         check_keywords(type(self), kwargs)
         self.dls,self.loss_func,self.opt_func,self.model = dls,loss_func,opt_func,model
         self.callbacks,self.history,self.plan = [],History(),Plan(type(self), {'step': _count_update})
-        self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception = 0,None,None,None
+        self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
         self._named,self._guests,self._training,self._pass_ends,self._fitting,self._broken = {},[],None,False,False,False
         check_trainer_class(type(self), self.plan.events)
         self.add_callbacks(callbacks)
