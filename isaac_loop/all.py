@@ -37,6 +37,7 @@ from isaac_loop.callbacks.averaging import *
 from isaac_loop.callbacks.augmentation import *
 from isaac_loop.callbacks.interrupts import *
 from isaac_loop.callbacks.best import *
+from isaac_loop.callbacks.text_comparison import *
 from isaac_loop.callbacks.checkpoint import *
 from isaac_loop.callbacks.trackers import *
 from isaac_loop.callbacks.activations import *
