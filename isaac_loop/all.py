@@ -30,6 +30,7 @@ from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
 from isaac_loop.callbacks.recorder import *
 from isaac_loop.callbacks.live_plot import *
+from isaac_loop.callbacks.epoch_time import *
 from isaac_loop.callbacks.stopping import *
 from isaac_loop.callbacks.schedules import *
 from isaac_loop.callbacks.lr_finder import *
