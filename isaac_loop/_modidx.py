@@ -1235,6 +1235,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                          'isaac_loop/callbacks/text_comparison.py'),
                                                       'isaac_loop.callbacks.text_comparison.TextComparisonCB.after_batch': ( 'callbacks/text_comparison.html#textcomparisoncb.after_batch',
                                                                                                                              'isaac_loop/callbacks/text_comparison.py'),
+                                                      'isaac_loop.callbacks.text_comparison.TextComparisonCB.after_fit': ( 'callbacks/text_comparison.html#textcomparisoncb.after_fit',
+                                                                                                                           'isaac_loop/callbacks/text_comparison.py'),
                                                       'isaac_loop.callbacks.text_comparison.TextComparisonCB.before_epoch': ( 'callbacks/text_comparison.html#textcomparisoncb.before_epoch',
                                                                                                                               'isaac_loop/callbacks/text_comparison.py'),
                                                       'isaac_loop.callbacks.text_comparison.TextComparisonCB.before_fit': ( 'callbacks/text_comparison.html#textcomparisoncb.before_fit',

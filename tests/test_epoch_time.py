@@ -76,6 +76,14 @@ def test_nobody_is_skipped_when_it_leaves(clock):
     for o in counters: assert o.seen == 3*([(True, i) for i in range(6)] + [(False, 0)]), o.name
 
 
+def test_the_weights_are_those_of_a_run_without_it(clock):
+    weights = []
+    for cb in (EpochTimeCB(2, show=False), Counter("nothing", 0)):
+        torch.manual_seed(0)
+        weights.append([o.clone() for o in run(cb, clock).model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
+
+
 def test_it_can_be_given_to_one_fit_and_used_again(clock):
     cb = EpochTimeCB(2, show=False)
     trainer = Trainer(DataLoaders([BATCH]*6), F.mse_loss, optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), clock])

@@ -376,3 +376,9 @@ def test_there_must_be_a_validation_set():
     trainer = trainer_with(texts())
     trainer.dls.valid = None
     with pytest.raises(ValueError, match="no `dls.valid`"): fit(trainer, 1, valid=False)
+
+
+def test_a_fit_without_validation_has_no_texts_and_says_so():
+    trainer = trainer_with(texts())
+    with pytest.warns(UserWarning, match="no texts to compare.*with validation"): fit(trainer, 1, valid=False)
+    with no_warning(): fit(trainer, 0, valid=False)

@@ -149,6 +149,12 @@ def log(self:TextComparisonCB, trainer):
     if self._new and self.show: tqdm.write(f'{self.name}, epoch {trainer.epoch}\n{Table(self.rows)}', file=sys.stdout) # Without tearing bars
     self._new = False
 
+@patch
+def after_fit(self:TextComparisonCB, trainer):
+    "Say so if there never was a text"
+    if self.rows or self._warned or trainer.n_updates == 0 or 'epoch' not in vars(trainer): return # Or nothing was left to do
+    warnings.warn(f'`{self.name}` had no texts to compare, as no validation batch was run after an update of this fit. Call `fit` with validation, or leave the callback out.', stacklevel=2)
+
 # %% ../../nbs/callbacks/69_text_comparison.ipynb #a476bbac
 @patch
 def _keep(self:TextComparisonCB, trainer):
