@@ -124,10 +124,12 @@ def test_training_goes_on_bit_for_bit_as_without_it(cb):
 
 
 class Mixed:
-    "Leaves one module in training mode during validation, as some do to get many answers; and looks at the modes afterwards"
+    "Validates with one module in training mode, and with gradients, as is done to adapt to the data"
     order = Order.LAST
-    def before_epoch(self, trainer): trainer.model.drop.train()
-    def cleanup_fit(self, trainer): self.modes = [o.training for o in trainer.model.modules()]
+    on_train = False
+    def before_epoch(self, trainer):
+        trainer.model.drop.train()
+        torch.set_grad_enabled(True)
 
 
 class After:
@@ -150,6 +152,7 @@ def test_it_runs_in_eval_mode_on_so_many_samples_and_puts_modes_back(samples, se
 
     trainer = trainer_with(texts(generate, samples=samples), Mixed(), after)
     fit(trainer, 1)
+    assert trainer.model.calls.pop()[1:] == (False, True, True)
     assert calls == [(seen, False, False, False)]
     assert len(trainer.texts.rows) == seen
     assert after.modes["drop"] and not any(v for k, v in after.modes.items() if k != "drop")
@@ -294,6 +297,26 @@ def test_targets_end_to_end_are_those_in_rows():
 
 class DictTrainer(Trainer):
     def split(self, batch): return (batch["x"],), (batch["y"],)
+
+
+class Reused:
+    "A loader that writes every batch into the same memory"
+    def __init__(self, batches): self.batches = batches
+    def __len__(self): return len(self.batches)
+    def __iter__(self):
+        x, y = (o.clone() for o in self.batches[0])
+        for a, b in self.batches: yield x.copy_(a), y.copy_(b)
+
+
+@pytest.mark.parametrize("generate", [None, greedy])
+def test_what_is_kept_of_a_batch_is_kept_as_it_was(generate):
+    found = []
+    for kind in (list, Reused):
+        trainer = trainer_with(texts(generate, tokens=None if generate else lambda preds: preds.argmax(-1)))
+        trainer.dls.valid = kind([(x, y) for x, y in (make_batch(8), make_batch(8))])
+        fit(trainer, 1)
+        found.append(trainer.texts.rows)
+    assert found[0] == found[1]
 
 
 def test_truths_may_be_texts_and_batches_dicts():

@@ -19,6 +19,7 @@ def _now():
     if torch.accelerator.is_available(): torch.accelerator.synchronize()
     return time.perf_counter()
 
+# %% ../../nbs/callbacks/56_epoch_time.ipynb #b7d0a292
 class EpochTimeCB:
     "Say after a few batches how long an epoch will take, and leave"
     order = Order.REPORT

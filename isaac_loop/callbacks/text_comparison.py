@@ -39,6 +39,23 @@ def char_error_rate(
 
 def _spelt(text): return ' '.join(str(ord(o)) for o in text) # One word for each character, spaces too
 
+# %% ../../nbs/callbacks/69_text_comparison.ipynb #9a95f594
+def _rows(tokens, lengths):
+    "Lists of numbers, cut to their `lengths`"
+    tokens,lengths = (o.tolist() if torch.is_tensor(o) else o for o in (tokens, lengths))
+    tokens = [o.tolist() if torch.is_tensor(o) else o for o in tokens]
+    if tokens and not isinstance(tokens[0], (list, tuple)): return _unflattened(tokens, lengths)
+    if lengths is None: return [list(o) for o in tokens]
+    return [list(row[:n]) for row,n in zip(tokens, lengths, strict=True)]
+
+def _unflattened(tokens, lengths):
+    "`tokens`, which stand end to end, as rows of these `lengths`"
+    if lengths is None:
+        raise ValueError(f'The tokens stand end to end, {len(tokens)} in one row, so nobody can tell where a text ends. Say how long each is: `lengths=...`.')
+    if sum(lengths) != len(tokens):
+        raise ValueError(f'The lengths add up to {sum(lengths)}, but there are {len(tokens)} tokens, so texts would get letters of others. Are these the lengths of the targets?')
+    return [tokens[end-n:end] for n,end in zip(lengths, accumulate(lengths))]
+
 # %% ../../nbs/callbacks/69_text_comparison.ipynb #9549100f
 def token_rows(
     tokens, # Token numbers: (bs, n_tokens), a list of rows, or all rows end to end, which needs `lengths`
@@ -56,22 +73,18 @@ def _stripped(row, eos, ignore):
     if eos in row: row = row[:row.index(eos)]
     return [o for o in row if o not in ignore]
 
-def _rows(tokens, lengths):
-    "Lists of numbers, cut to their `lengths`"
-    tokens,lengths = (o.tolist() if torch.is_tensor(o) else o for o in (tokens, lengths))
-    tokens = [o.tolist() if torch.is_tensor(o) else o for o in tokens]
-    if tokens and not isinstance(tokens[0], (list, tuple)): return _unflattened(tokens, lengths)
-    if lengths is None: return [list(o) for o in tokens]
-    return [list(row[:n]) for row,n in zip(tokens, lengths, strict=True)]
+# %% ../../nbs/callbacks/69_text_comparison.ipynb #7d64a4f2
+def _check_functions(decode, **others):
+    "Refuse what cannot be called"
+    for name,f in dict(decode=decode, **others).items():
+        if callable(f) or (f is None and name != 'decode'): continue
+        raise TypeError(f'`{name}` is {f!r}, which cannot be called, so there would be no texts. Pass a function, such as `decode=lambda row: "".join(letters[o] for o in row)`.')
 
-# %% ../../nbs/callbacks/69_text_comparison.ipynb #bbb1483e
-def _unflattened(tokens, lengths):
-    "`tokens`, which stand end to end, as rows of these `lengths`"
-    if lengths is None:
-        raise ValueError(f'The tokens stand end to end, {len(tokens)} in one row, so nobody can tell where a text ends. Say how long each is: `lengths=...`.')
-    if sum(lengths) != len(tokens):
-        raise ValueError(f'The lengths add up to {sum(lengths)}, but there are {len(tokens)} tokens, so texts would get letters of others. Are these the lengths of the targets?')
-    return [tokens[end-n:end] for n,end in zip(lengths, accumulate(lengths))]
+def _check_counts(**counts):
+    "Refuse what is no number of examples or epochs"
+    for name,n in counts.items():
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f'`{name}` is {n!r}, and then no text would ever be shown. Use a whole number of 1 or more.')
 
 # %% ../../nbs/callbacks/69_text_comparison.ipynb #346f0ef0
 class TextComparisonCB:
@@ -101,19 +114,6 @@ class TextComparisonCB:
         "The columns that this callback will write into the history"
         return [f'{self.name}_wer', f'{self.name}_cer']
 
-# %% ../../nbs/callbacks/69_text_comparison.ipynb #9f1afca5
-def _check_functions(decode, **others):
-    "Refuse what cannot be called"
-    for name,f in dict(decode=decode, **others).items():
-        if callable(f) or (f is None and name != 'decode'): continue
-        raise TypeError(f'`{name}` is {f!r}, which cannot be called, so there would be no texts. Pass a function, such as `decode=lambda row: "".join(letters[o] for o in row)`.')
-
-def _check_counts(**counts):
-    "Refuse what is no number of examples or epochs"
-    for name,n in counts.items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f'`{name}` is {n!r}, and then no text would ever be shown. Use a whole number of 1 or more.')
-
 # %% ../../nbs/callbacks/69_text_comparison.ipynb #16aa08dd
 @patch
 def before_fit(self:TextComparisonCB, trainer):
@@ -129,6 +129,7 @@ def before_epoch(self:TextComparisonCB, trainer):
     last = trainer.epoch+1 == trainer.n_epochs or trainer.stop_reason is not None
     self._kept,self._due = None,(last or (trainer.epoch+1) % self.every == 0) and not (trains and trainer.n_updates == 0)
 
+# %% ../../nbs/callbacks/69_text_comparison.ipynb #7d098efc
 @patch
 def after_batch(self:TextComparisonCB, trainer):
     "Keep what is needed of the first batch"
