@@ -404,4 +404,12 @@ def test_there_must_be_a_validation_set():
 def test_a_fit_without_validation_has_no_texts_and_says_so():
     trainer = trainer_with(texts())
     with pytest.warns(UserWarning, match="no texts to compare.*with validation"): fit(trainer, 1, valid=False)
-    with no_warning(): fit(trainer, 0, valid=False)
+    with no_warning():
+        fit(trainer, 0, valid=False)
+        fit(trainer_with(texts(every=5), stop_early()), 9)
+
+
+def stop_early():
+    def log(trainer):
+        if trainer.epoch == 1: trainer.request_stop("enough")
+    return log

@@ -95,7 +95,7 @@ class TextComparisonCB:
         decode, # Called with the token numbers of one example, a list; returns its text
         generate=None, # Called with the model and a tuple of inputs; returns token numbers, or texts at once; default: the predictions of the pass
         samples:int=4, # How many examples to show, at most a batch
-        every:int=1, # Compare after every so many epochs, and after the last
+        every:int=1, # Compare after every so many epochs, and after the last of `n_epochs`
         eos:int=None, # The token that ends a text
         ignore=(), # Tokens that are no text, such as padding and start; one or several
         truth=None, # Called with the batch; returns its true token numbers, or texts; default: the first target
@@ -118,14 +118,14 @@ class TextComparisonCB:
 @patch
 def before_fit(self:TextComparisonCB, trainer):
     "Forget the last run"
-    self.rows,self._kept,self._due,self._new,self._warned = [],None,False,False,False
+    self.rows,self._kept,self._due,self._new,self._warned,self._validated = [],None,False,False,False,False
     if getattr(trainer.dls, 'valid', None) is None:
         raise ValueError(f'`{self.name}` compares texts of the first validation batch, but there is no `dls.valid`. Give the trainer one, or leave the callback out.')
 
 @patch
 def before_epoch(self:TextComparisonCB, trainer):
     "See whether it is time to compare"
-    trains = trainer.updates_per_epoch != 0
+    self._validated,trains = True,trainer.updates_per_epoch != 0
     last = trainer.epoch+1 == trainer.n_epochs or trainer.stop_reason is not None
     self._kept,self._due = None,(last or (trainer.epoch+1) % self.every == 0) and not (trains and trainer.n_updates == 0)
 
@@ -153,8 +153,8 @@ def log(self:TextComparisonCB, trainer):
 @patch
 def after_fit(self:TextComparisonCB, trainer):
     "Say so if there never was a text"
-    if self.rows or self._warned or trainer.n_updates == 0 or 'epoch' not in vars(trainer): return # Or nothing was left to do
-    warnings.warn(f'`{self.name}` had no texts to compare, as no validation batch was run after an update of this fit. Call `fit` with validation, or leave the callback out.', stacklevel=2)
+    if self._validated or 'epoch' not in vars(trainer): return # Or there was no epoch to run
+    warnings.warn(f'`{self.name}` had no texts to compare, as there was no validation pass in this fit. Call `fit` with validation, or leave the callback out.', stacklevel=2)
 
 # %% ../../nbs/callbacks/69_text_comparison.ipynb #a476bbac
 @patch
