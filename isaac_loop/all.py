@@ -35,6 +35,7 @@ from isaac_loop.callbacks.recorder import *
 from isaac_loop.callbacks.live_plot import *
 from isaac_loop.callbacks.predictions import *
 from isaac_loop.callbacks.columns import *
+from isaac_loop.callbacks.epoch_time import *
 from isaac_loop.callbacks.run_config import *
 from isaac_loop.callbacks.stopping import *
 from isaac_loop.callbacks.schedules import *
@@ -45,6 +46,7 @@ from isaac_loop.callbacks.interrupts import *
 from isaac_loop.callbacks.best import *
 from isaac_loop.callbacks.evaluator import *
 from isaac_loop.callbacks.reports import *
+from isaac_loop.callbacks.text_comparison import *
 from isaac_loop.callbacks.checkpoint import *
 from isaac_loop.callbacks.loggers import *
 from isaac_loop.callbacks.trackers import *
