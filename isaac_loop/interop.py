@@ -25,7 +25,7 @@ from .trainer import STATE, n_batches
 class _Facade:
     "What a foreign callback takes for the trainer of its own library"
     _instead = {} # For a name that is not offered: what to use
-    def __init__(self, trainer, **own): vars(self).update(_trainer=trainer, _caller=None, _running=False, _plan=None, **own)
+    def __init__(self, trainer, **own): vars(self).update(_trainer=trainer, _caller=None, _running=False, _plan=None, _adapters=(), **own)
 
     def __getattr__(self, name):
         trainer = vars(self).get('_trainer')
@@ -70,13 +70,13 @@ class _ForeignCB:
             self.facade._plan,self.facade._adapters = trainer.plan.entries,found
         return self.facade._adapters
 
-    def _is_first(self, trainer): return self._everyone(trainer)[0] is self
-    def _is_last(self, trainer): return self._everyone(trainer)[-1] is self
+    def _is_first(self, trainer): return self._everyone(trainer)[:1] == (self,)
+    def _is_last(self, trainer): return self._everyone(trainer)[-1:] == (self,)
 
     def _join(self, trainer, keep=False):
         "Take part in the run; returns whether it is the first to do so"
-        self.facade = None
-        known = [o.facade for o in self._everyone(trainer) if o.facade is not None and o.facade._trainer is trainer]
+        old,self.facade = self.facade,None
+        known = [o for o in (*(o.facade for o in self._everyone(trainer)), old) if o is not None and o._trainer is trainer]
         running = [o for o in known if o._running]
         self.facade = (running or (known if keep else []) or [self.facade_class(trainer)])[0]
         self.facade._running = True
@@ -180,7 +180,7 @@ def _extra_argument(foreign):
         try: signature.bind(1, 0, {}, None, *extra)
         except TypeError: continue
         return extra
-    raise TypeError(f'`{getattr(foreign, "__name__", type(foreign).__name__)}{signature}` cannot be called as `cb(epoch, step, measures, trainer)`, which is how a plain callable is told about a batch. '
+    raise TypeError(f'`{_title(foreign)}{signature}` cannot be called as `cb(epoch, step, measures, trainer)`, which is how a plain callable is told about a batch. '
                     'Let it take these four, or name its methods after the events of a protocol that `adapt` knows.')
 
 # %% ../nbs/96_interop.ipynb #3dafef51
@@ -293,7 +293,9 @@ class _CallbackHandler:
     def __init__(self, facade): self._facade = facade
 
     @property
-    def callbacks(self): return [o.foreign for o in self._facade._trainer.callbacks if isinstance(o, _AcceleratedCB)]
+    def callbacks(self):
+        "The foreign callbacks; during a run on the side those of the outer one"
+        return [o.foreign for o in self._ours() or self._facade._adapters]
     @property
     def callback_list(self): return [type(o).__name__ for o in self.callbacks]
     def __iter__(self): return iter(self.callbacks)
@@ -301,7 +303,10 @@ class _CallbackHandler:
     def add_callback(self, callback): self._facade._trainer.add_callback(adapt(callback))
     def add_callbacks(self, callbacks):
         for o in callbacks: self.add_callback(o)
-    def clear_callbacks(self): self._facade._trainer.remove_callbacks([o for o in self._facade._trainer.callbacks if isinstance(o, _AcceleratedCB)])
+    def clear_callbacks(self):
+        self._facade._trainer.remove_callbacks(self._ours())
+        self._facade._adapters = ()
+    def _ours(self): return [o for o in self._facade._trainer.callbacks if isinstance(o, _AcceleratedCB)]
 
     def call_event(self, event, *args, **kwargs):
         for o in self.callbacks:
@@ -407,9 +412,15 @@ class _OnlyValid:
     def __init__(self, dls, valid): self._dls,self.train,self.valid = dls,None,valid
     def __getattr__(self, name): return getattr(vars(self)['_dls'], name)
 
-# %% ../nbs/96_interop.ipynb #2a58ec02
+# %% ../nbs/96_interop.ipynb #99fe7b4e
+def _record(self, trainer, columns):
+    "Write what foreign callbacks have recorded into the row of the epoch, and forget it"
+    if columns: trainer.history.write(**{name: o.item() if torch.is_tensor(o) and o.numel() == 1 else o for name,o in columns.items()})
+    columns.clear()
+
 class _AcceleratedCB(_ForeignCB):
     "A `TrainerCallback` of pytorch-accelerated"
+    _record = _record
     facade_class,default_order = _AcceleratedTrainer,Order.RECORD+1 # Before schedules, which want to know how long the passes are
     _met = None # The facade that has seen its `on_init_end`
 
@@ -461,14 +472,14 @@ def after_epoch(self:_AcceleratedCB, trainer):
     if self._is_first(trainer): facade._add_loss('train_loss_epoch' if trainer.training else 'eval_loss_epoch' if facade._training_run else 'evaluation_loss')
     if trainer.training: self._fire(trainer, 'on_train_epoch_end')
     else: self._fire(trainer, 'on_eval_epoch_end', is_intermediate=False)
-    if self._is_last(trainer): facade._write()
+    if self._is_last(trainer): self._record(trainer, facade.run_history._new)
 
 @patch
 def log(self:_AcceleratedCB, trainer):
     "Both passes are done"
     if self.facade._training_run: self._fire(trainer, 'on_training_run_epoch_end')
     if not self._is_last(trainer): return
-    self.facade._write()
+    self._record(trainer, self.facade.run_history._new)
     if self.facade._training_run and not self.facade.stopped: self.facade.run_history._increment_epoch()
 
 @patch
@@ -481,12 +492,6 @@ def _limit(n, dl):
     "Batches in a pass over `dl`, which may claim more than the `n` there are"
     lengths = [o for o in (n, n_batches(dl)) if o is not None]
     return min(lengths) if lengths else None
-
-@patch
-def _write(self:_AcceleratedTrainer):
-    "What callbacks have recorded, into the row of the epoch"
-    new,self.run_history._new = self.run_history._new,{}
-    if new: self._trainer.history.write(**{name: o.item() if torch.is_tensor(o) and o.numel() == 1 else o for name,o in new.items()})
 
 @patch
 def _fire(self:_AcceleratedCB, trainer, event, **kwargs):
@@ -567,8 +572,9 @@ class _Messages:
 
 _KEPT = ('keep_forever', 'until_end_of_epoch', 'until_read', 'overwrite')
 
-# %% ../nbs/96_interop.ipynb #8ce3e9b8
-_AIT_EVENTS = ('on_train_begin', 'on_epoch_begin', 'on_batch_begin', 'on_after_gradient_update', 'on_after_optimizer_step', 'on_batch_end', 'on_epoch_end', 'on_train_end', 'on_after_batch_prediction')
+# %% ../nbs/96_interop.ipynb #8ee01219
+_AIT_EVENTS = ('on_epoch_begin', 'on_epoch_end', 'on_train_begin', 'on_train_end', 'on_batch_begin', 'on_batch_end', 'on_after_gradient_update', 'on_after_optimizer_step',
+               'on_multiprocess_start', 'on_after_batch_prediction')
 
 def _is_empty(method):
     "Whether a method is missing, or does nothing at all"
@@ -613,7 +619,7 @@ class _TrainLoop(_Facade):
         super().__init__(trainer, epoch=0, iteration=0, total_iteration_idx=-1, early_stop=False, grad_cb_used=False, num_iterations=0, num_optimizers=1,
                          gpu_mode='single', use_amp=False, amp_scaler=_Scaler(), batch_model_feed_def=None, ddp_training_mode=False, ddp_rank=None, end_auto_eval=True,
                          train_history=_TrainHistory(trainer), message_service=_Messages(), callbacks_handler=_LoopHandler(self), loss_batch_accum=[],
-                         experiment_timestamp=time.strftime('%Y-%m-%d_%H-%M-%S'), _known={}, _val_losses=[])
+                         experiment_timestamp=time.strftime('%Y-%m-%d_%H-%M-%S'), _known={}, _val_losses=[], _new={})
 
     def _set(name): return property(lambda self: getattr(self._trainer, name), lambda self, value: setattr(self._trainer, name, value))
     model,optimizer,criterion = _set('model'),_set('opt'),_set('loss_func')
@@ -634,7 +640,7 @@ class _TrainLoop(_Facade):
 
     def insert_metric_result_into_history(self, metric_name, metric_result):
         self.train_history.insert_single_result_into_history(metric_name, metric_result)
-        if isinstance(metric_result, (int, float)) and self._trainer.history._open: self._trainer.history.write(**{metric_name: metric_result})
+        self._new[metric_name] = metric_result
 
 # %% ../nbs/96_interop.ipynb #aae4ac18
 _KINDS = {'train': 'train', 'validation': 'valid', 'test': 'test'} # Their names of the data sets and ours
@@ -706,7 +712,7 @@ def _place(execution_order):
 # %% ../nbs/96_interop.ipynb #911eec62
 class _LoopCB(_ForeignCB):
     "An `AbstractCallback` of AIToolbox"
-    facade_class = _TrainLoop
+    facade_class,_record = _TrainLoop,_record
     def before_fit(self, trainer):
         "Register it, and tell it that training begins"
         first = self._join(trainer)
@@ -779,6 +785,7 @@ def log(self:_LoopCB, trainer):
     if self._is_first(trainer): loop._close_epoch()
     self._tell('on_epoch_end')
     if not self._is_last(trainer): return
+    self._record(trainer, loop._new)
     loop.message_service.end_of_epoch_trigger()
     if loop.early_stop: trainer.request_stop('a callback set `early_stop`')
 
@@ -801,6 +808,7 @@ def after_fit(self:_LoopCB, trainer):
     if self._is_first(trainer) and self.facade.test_loader is not None and self.facade.end_auto_eval:
         self.facade.train_history._pending['train_end_test_loss'] = lambda: self.facade.evaluate_loss_on_test_set().item()
     self._tell('on_train_end')
+    if self._is_last(trainer): self._record(trainer, self.facade._new)
 
 # %% ../nbs/96_interop.ipynb #313fa46f
 class _State(_Facade):
@@ -885,7 +893,7 @@ class _StateCB(_ForeignCB):
 # %% ../nbs/96_interop.ipynb #aadf3aa1
 _PASSES = [f'on_{kind}_{span}_{end}' for kind in ('train', 'eval') for span in ('epoch', 'step') for end in ('start', 'end')]
 _PROTOCOLS = { # Class of the adapter, names that make certain, further names
-    'AIToolbox': (_LoopCB, ('register_train_loop_object',), ('on_train_loop_registration', 'on_multiprocess_start', *_AIT_EVENTS)),
+    'AIToolbox': (_LoopCB, ('register_train_loop_object',), ('on_train_loop_registration', *_AIT_EVENTS)),
     'pytorch-accelerated': (_AcceleratedCB, ('on_init_end', 'on_training_run_start', 'on_training_run_epoch_end', 'on_training_run_end', 'on_evaluation_run_start', 'on_evaluation_run_end',
                                              'on_stop_training_error', *_PASSES), ()),
     'NeMo': (_StateCB, ('on_action_start', 'on_action_end', 'on_iteration_start', 'on_iteration_end', 'on_step_start', 'on_step_end', 'on_batch_start', 'on_epoch_start'),
@@ -893,6 +901,8 @@ _PROTOCOLS = { # Class of the adapter, names that make certain, further names
 }
 
 def _on_names(foreign): return [o for o in dir(type(foreign)) if o.startswith('on_')] + [o for o in getattr(foreign, '__dict__', {}) if o.startswith('on_')]
+
+def _title(foreign): return foreign.__name__ if inspect.isroutine(foreign) else type(foreign).__name__
 
 def _protocol(foreign):
     "Name of the protocol of an object, or None"
@@ -904,11 +914,10 @@ def _protocol(foreign):
 # %% ../nbs/96_interop.ipynb #168aba3e
 def _check_foreign(foreign):
     "Refuse what is one of ours, and what nobody knows"
-    name = getattr(foreign, '__name__', type(foreign).__name__)
-    if any(handler_of(foreign, o) is not None for o in EVENTS if not _on_names(foreign)):
+    name,names = _title(foreign),_on_names(foreign)
+    if not names and any(handler_of(foreign, o) is not None for o in EVENTS):
         raise TypeError(f'`{name}` answers our own events, so it needs no adapting. Give it to the trainer as it is.')
     if _protocol(foreign) is not None: return
-    names = _on_names(foreign)
     known = [o for _,certain,further in _PROTOCOLS.values() for o in (*certain, *further)]
     near = next((o for o in (did_you_mean(n, known, 0.8) for n in names if n not in known) if o), '')
     raise TypeError(f'`{name}` follows no protocol that `adapt` knows' + (f': its methods are {names}.{near}' if names else '.') +
@@ -933,7 +942,7 @@ def adapt(
     if isinstance(callback, _ForeignCB): raise TypeError(f'`{callback.name}` has been adapted already. Give it to the trainer as it is.')
     if isinstance(callback, type): callback = _made(callback)
     _check_foreign(callback)
-    protocol,name = _protocol(callback),name or getattr(callback, '__name__', type(callback).__name__)
+    protocol,name = _protocol(callback),name or _title(callback)
     if protocol == 'Sonosco': return _PlainCB(callback, name, _PlainCB.default_order if order is None else order, test_step)
     _warn_of_misspelt(callback, protocol)
     kind = _PROTOCOLS[protocol][0]
