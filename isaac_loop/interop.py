@@ -12,12 +12,14 @@ from dataclasses import dataclass, asdict
 from functools import partial, partialmethod
 
 import torch
+from fastcore.basics import patch
 from torch.nn.utils import get_total_norm
 
-import isaac_loop.evaluation # More methods of the trainer
+import isaac_loop.evaluation  # noqa: F401  More methods of the trainer
 from .callbacks.accumulation import AccumulationCB
 from .callbacks.metrics import MetricsCB
 from .events import CancelEpochException, EVENTS, Order, did_you_mean, handler_of
+from .state import UnsaveableState, plain
 from .tensors import batch_size
 from .trainer import STATE, n_batches
 
@@ -51,16 +53,29 @@ def _method(foreign, name):
     if callable(own): return own
     return getattr(foreign, name) if callable(getattr(type(foreign), name, None)) else None
 
+def _title(foreign):
+    "What to call a foreign callback"
+    return foreign.__name__ if inspect.isroutine(foreign) else type(foreign).__name__
+
 def _accumulated(trainer):
     "How many batches an update takes"
     return next((o.n_batches for o in trainer.callbacks if isinstance(o, AccumulationCB)), 1)
+
+# %% ../nbs/96_interop.ipynb #d6f7c9bb
+def _plain_attributes(foreign):
+    "The attributes of an object that can be saved"
+    found = {}
+    for name,value in getattr(foreign, '__dict__', {}).items():
+        try: found[name] = plain(value, name, True)
+        except UnsaveableState: pass # A model, a train loop
+    return found
 
 # %% ../nbs/96_interop.ipynb #3da263ba
 class _ForeignCB:
     "A callback of another library; a subclass maps our events to its methods"
     facade_class,default_order = _Facade,Order.DECIDE
     def __init__(self, foreign, name, order):
-        self.foreign,self.name,self.order,self.facade = foreign,name,order,None
+        self.foreign,self.name,self.order,self.facade,self._made = foreign,name,order,None,_plain_attributes(foreign)
 
     def _everyone(self, trainer):
         "All adapters of this protocol, in the order in which they run"
@@ -73,25 +88,65 @@ class _ForeignCB:
     def _is_first(self, trainer): return self._everyone(trainer)[:1] == (self,)
     def _is_last(self, trainer): return self._everyone(trainer)[-1:] == (self,)
 
-    def _join(self, trainer, keep=False):
-        "Take part in the run; returns whether it is the first to do so"
-        old,self.facade = self.facade,None
-        known = [o for o in (*(o.facade for o in self._everyone(trainer)), old) if o is not None and o._trainer is trainer]
-        running = [o for o in known if o._running]
-        self.facade = (running or (known if keep else []) or [self.facade_class(trainer)])[0]
-        self.facade._running = True
-        return not running
+# %% ../nbs/96_interop.ipynb #b1736eac
+@patch
+def _join(self:_ForeignCB, trainer, keep=False):
+    "Take part in the run; returns whether it is the first to do so"
+    old,self.facade = self.facade,None
+    known = [o for o in (*(o.facade for o in self._everyone(trainer)), old) if o is not None and o._trainer is trainer]
+    running = [o for o in known if o._running]
+    self.facade = (running or (known if keep else []) or [self.facade_class(trainer)])[0]
+    self.facade._running = True
+    return not running
 
-    def _tell(self, event, *args, **kwargs):
-        "Call a method of the foreign callback, if it has it"
-        method = _method(self.foreign, event)
-        if method is None: return
-        self.facade._caller = type(self.foreign).__name__
-        return method(*args, **kwargs)
+@patch
+def _tell(self:_ForeignCB, event, *args, **kwargs):
+    "Call a method of the foreign callback, if it has it"
+    method = _method(self.foreign, event)
+    if method is None: return
+    self.facade._caller = type(self.foreign).__name__
+    return method(*args, **kwargs)
 
-    def cleanup_fit(self, trainer):
-        "The run is over"
-        if self.facade is not None: self.facade._running = False
+@patch
+def cleanup_fit(self:_ForeignCB, trainer):
+    "The run is over"
+    if self.facade is not None: self.facade._running = False
+
+# %% ../nbs/96_interop.ipynb #c1e05297
+def _differs(a, b):
+    "Whether two plain values are not surely the same"
+    try: return type(a) is not type(b) or bool(a != b)
+    except (RuntimeError, ValueError): return True # Tensors
+
+@patch
+def state_dict(self:_ForeignCB)->dict: # Plain data
+    "What the foreign callback has come to, and the histories it reads"
+    own,facade = _method(self.foreign, 'state_dict'),self.facade
+    if own is not None: found = own()
+    else: found = {name: o for name,o in _plain_attributes(self.foreign).items() if name not in self._made or _differs(o, self._made[name])}
+    shared = facade._state() if facade is not None and facade._adapters[:1] == (self,) else None
+    return dict(foreign=found, own=self._state(), shared=shared)
+
+@patch
+def load_state_dict(self:_ForeignCB,
+    state:dict, # What `state_dict` gave
+):
+    "Go on from a saved state; for a fit that is running"
+    load = _method(self.foreign, 'load_state_dict')
+    if load is not None: load(state['foreign'])
+    else: vars(self.foreign).update(plain(self._made, 'the callback', True) | state['foreign'])
+    self._load(state['own'])
+    if state['shared'] is not None: self.facade._load(state['shared'])
+
+# %% ../nbs/96_interop.ipynb #92c74ce2
+@patch
+def _state(self:_ForeignCB): return {}
+@patch
+def _load(self:_ForeignCB, state): vars(self).update(state)
+@patch
+def _state(self:_Facade): return {}
+@patch
+def _load(self:_Facade, state): vars(self).update(state)
 
 # %% ../nbs/96_interop.ipynb #284e8a80
 class _Measures(Mapping):
@@ -123,13 +178,15 @@ class _PlainTrainer(_Facade):
         "Stop when this epoch is done"
         self._stop = True
 
+    def _state(self): return dict(_stop=self._stop)
+
 # %% ../nbs/96_interop.ipynb #bb3bef8e
 class _PlainCB(_ForeignCB):
     "A callable that is told about every batch"
     facade_class = _PlainTrainer
     def __init__(self, foreign, name, order, test_step=50):
         super().__init__(foreign, name, order)
-        self.test_step,self.extra = test_step,_extra_argument(foreign)
+        self.test_step,self.extra,self._columns,self._measures = test_step,_extra_argument(foreign),{},None
 
     def before_fit(self, trainer):
         "Forget the last run"
@@ -145,31 +202,45 @@ class _PlainCB(_ForeignCB):
         grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
         if grads: self._columns.setdefault('gradient_norm', []).append(get_total_norm(grads))
 
-    def after_batch(self, trainer):
-        "Call it with epoch, batch, measures and trainer"
-        if not trainer.training: return
-        self._columns.setdefault('loss', []).append(trainer.loss.detach().reshape(()))
-        last = trainer.n_batches is not None and trainer.batch_num+1 == trainer.n_batches
-        if self._measures is None or last or (trainer.batch_num+1) % self.test_step == 0: self._refresh(trainer, last)
-        with torch.no_grad(): self.foreign(trainer.epoch+1, trainer.batch_num, self._measures, self.facade, *self.extra)
+# %% ../nbs/96_interop.ipynb #5b87981c
+@patch
+def after_batch(self:_PlainCB, trainer):
+    "Call it with epoch, batch, measures and trainer"
+    if not trainer.training: return
+    self._columns.setdefault('loss', []).append(trainer.loss.detach().reshape(()))
+    last = trainer.n_batches is not None and trainer.batch_num+1 == trainer.n_batches
+    if self._measures is None or last or (trainer.batch_num+1) % self.test_step == 0: self._refresh(trainer, last)
+    self.facade._caller = self.name
+    with torch.no_grad(): self.foreign(trainer.epoch+1, trainer.batch_num, self._measures, self.facade, *self.extra)
 
-    def _refresh(self, trainer, last):
-        "New measures, of the batches since the last ones"
-        valid = last and getattr(trainer.dls, 'valid', None) is not None
-        metrics = [name for o in trainer.callbacks if isinstance(o, MetricsCB) for name in o.metrics] if valid else []
-        if self._measures is not None or last: columns,self._columns = self._columns,{}
-        else: columns = {name: list(o) for name,o in self._columns.items()} # The first batch also counts for the measures that follow
-        self._measures = _Measures(columns, trainer.validate, ['val_loss', *(f'val_{o}' for o in metrics)] if valid else ())
+@patch
+def _refresh(self:_PlainCB, trainer, last):
+    "New measures, of the batches since the last ones"
+    valid = last and getattr(trainer.dls, 'valid', None) is not None
+    metrics = [name for o in trainer.callbacks if isinstance(o, MetricsCB) for name in o.metrics] if valid else []
+    if self._measures is not None or last: columns,self._columns = self._columns,{}
+    else: columns = {name: list(o) for name,o in self._columns.items()} # The first batch also counts for the measures that follow
+    self._measures = _Measures(columns, trainer.validate, ['val_loss', *(f'val_{o}' for o in metrics)] if valid else ())
 
-    def log(self, trainer):
-        "Stop, if the callable has asked for it"
-        if self.facade._stop: trainer.request_stop(f'`{self.name}` asked to stop')
+@patch
+def log(self:_PlainCB, trainer):
+    "Stop, if the callable has asked for it"
+    if self.facade._stop: trainer.request_stop(f'`{self.name}` asked to stop')
 
-    def cleanup_fit(self, trainer):
-        "Close it, however the run has ended"
-        super().cleanup_fit(trainer)
-        close = _method(self.foreign, 'close')
-        if close is not None: close()
+@patch
+def cleanup_fit(self:_PlainCB, trainer):
+    "Close it, however the run has ended"
+    _ForeignCB.cleanup_fit(self, trainer)
+    close = _method(self.foreign, 'close')
+    if close is not None: close()
+
+@patch
+def _state(self:_PlainCB): return dict(_columns=self._columns, measures=None if self._measures is None else self._measures._columns)
+
+@patch
+def _load(self:_PlainCB, state):
+    self._columns = state['_columns']
+    self._measures = None if state['measures'] is None else _Measures(state['measures'])
 
 # %% ../nbs/96_interop.ipynb #5587c2d9
 def _extra_argument(foreign):
@@ -306,7 +377,7 @@ class _CallbackHandler:
     def clear_callbacks(self):
         self._facade._trainer.remove_callbacks(self._ours())
         self._facade._adapters = ()
-    def _ours(self): return [o for o in self._facade._trainer.callbacks if isinstance(o, _AcceleratedCB)]
+    def _ours(self): return [o for o in self._facade._trainer.callbacks if isinstance(o, _ForeignCB) and o.facade is self._facade]
 
     def call_event(self, event, *args, **kwargs):
         for o in self.callbacks:
@@ -344,9 +415,7 @@ class _AcceleratedTrainer(_Facade):
         self._loaders,self.stopped,self._training_run = {},False,training
         self.run_config = self.create_run_config()
 
-# %% ../nbs/96_interop.ipynb #ce7b6c3c
-from fastcore.basics import patch
-
+# %% ../nbs/96_interop.ipynb #0b61e8e2
 @patch
 def save_checkpoint(self:_AcceleratedTrainer, save_path, checkpoint_kwargs=None, save_optimizer=True, save_scheduler=True, save_per_node=True):
     "Save weights, and optimizer and scheduler if wanted, in one file"
@@ -363,6 +432,15 @@ def load_checkpoint(self:_AcceleratedTrainer, checkpoint_path, load_optimizer=Tr
     if load_optimizer and 'optimizer_state_dict' in parts: self.optimizer.load_state_dict(parts['optimizer_state_dict'])
     if load_scheduler and 'scheduler_state_dict' in parts: self.scheduler.load_state_dict(parts['scheduler_state_dict'])
     return parts
+
+@patch
+def _state(self:_AcceleratedTrainer):
+    tracker = self._loss_tracker
+    return dict(metrics=self.run_history._metrics, losses=[o.clone() for o in tracker._losses], sizes=tracker._sizes)
+
+@patch
+def _load(self:_AcceleratedTrainer, state):
+    self.run_history._metrics,self._loss_tracker._losses,self._loss_tracker._sizes = dict(state['metrics']),state['losses'],state['sizes']
 
 # %% ../nbs/96_interop.ipynb #2eeb82b6
 class _StepsCB:
@@ -638,6 +716,14 @@ class _TrainLoop(_Facade):
     def is_main_process(self): return True
     def should_execute_optimizer_update(self): return (self.iteration+1) % self.grad_accumulation == 0 or self.iteration+1 == n_batches(self.train_loader)
 
+    def _state(self):
+        history = self.train_history
+        return dict(lists=history._lists, epoch=history._epoch, own=dict(total_iteration_idx=self.total_iteration_idx, early_stop=self.early_stop, loss_batch_accum=self.loss_batch_accum))
+
+    def _load(self, state):
+        vars(self).update(state['own'])
+        self.train_history._lists,self.train_history._epoch = state['lists'],state['epoch']
+
     def insert_metric_result_into_history(self, metric_name, metric_result):
         self.train_history.insert_single_result_into_history(metric_name, metric_result)
         self._new[metric_name] = metric_result
@@ -849,13 +935,13 @@ class _StateCB(_ForeignCB):
     def before_fit(self, trainer):
         "Their action starts"
         self._join(trainer)
-        vars(self.facade).setdefault('_in_step', False)
+        self.facade._in_step = False
         self._fresh = True
         try: self.foreign.action = self.facade
         except AttributeError: pass # It has a property of that name, and does without
-        self._state('on_action_start', 'on_train_start')
+        self._send('on_action_start', 'on_train_start')
 
-    def _state(self, *events):
+    def _send(self, *events):
         "Call methods, with the state if they take it"
         for event in events:
             method = _method(self.foreign, event)
@@ -863,32 +949,35 @@ class _StateCB(_ForeignCB):
 
     def before_epoch(self, trainer):
         "Their epoch starts"
-        if trainer.training: self._state('on_epoch_start')
+        if trainer.training: self._send('on_epoch_start')
 
     def before_batch(self, trainer):
         "Their batch starts, and perhaps their iteration"
         if not trainer.training: return
-        if self._fresh: self._state('on_iteration_start', 'on_step_start')
+        if self._fresh: self._send('on_iteration_start', 'on_step_start')
         self._fresh = False
-        self._state('on_batch_start')
+        self._send('on_batch_start')
 
     def after_step(self, trainer):
         "Their iteration ends"
         self.facade._in_step = self._fresh = True
-        self._state('on_iteration_end', 'on_step_end')
+        self._send('on_iteration_end', 'on_step_end')
         self.facade._in_step = False
 
     def after_batch(self, trainer):
         "Their batch ends"
-        if trainer.training: self._state('on_batch_end')
+        if trainer.training: self._send('on_batch_end')
 
     def after_epoch(self, trainer):
         "Their epoch ends"
-        if trainer.training: self._state('on_epoch_end')
+        if trainer.training: self._send('on_epoch_end')
 
     def after_fit(self, trainer):
         "Their action ends"
-        self._state('on_action_end', 'on_train_end')
+        self._send('on_action_end', 'on_train_end')
+
+    def _state(self): return dict(_fresh=self._fresh)
+    _fresh = True
 
 # %% ../nbs/96_interop.ipynb #aadf3aa1
 _PASSES = [f'on_{kind}_{span}_{end}' for kind in ('train', 'eval') for span in ('epoch', 'step') for end in ('start', 'end')]
@@ -901,8 +990,6 @@ _PROTOCOLS = { # Class of the adapter, names that make certain, further names
 }
 
 def _on_names(foreign): return [o for o in dir(type(foreign)) if o.startswith('on_')] + [o for o in getattr(foreign, '__dict__', {}) if o.startswith('on_')]
-
-def _title(foreign): return foreign.__name__ if inspect.isroutine(foreign) else type(foreign).__name__
 
 def _protocol(foreign):
     "Name of the protocol of an object, or None"

@@ -4,14 +4,10 @@ The same callback classes run in the loop of pytorch-accelerated and of AIToolbo
 calls in the same order, and the same weights bit for bit. What cannot be the same is said in the test that shows it. NeMo 0.x and Sonosco
 cannot be installed beside this library; their callbacks are written from their documentation.
 """
-import gc
 import io
-import sys
 import warnings
-import weakref
 from contextlib import redirect_stderr, redirect_stdout
-from copy import deepcopy
-from enum import Enum
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +18,7 @@ from torcheval.metrics import MulticlassAccuracy
 from waiting import InsideCB, RefuseToWait
 
 from isaac_loop.callbacks.accumulation import AccumulationCB
+from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.stopping import EarlyStoppingCB, LimitCB
 from isaac_loop.callbacks.training import BasicTrainCB
@@ -29,6 +26,7 @@ from isaac_loop.data import DataLoaders
 from isaac_loop.events import Order
 from isaac_loop.inspection import summarize_callbacks  # noqa: F401  A method of the trainer
 from isaac_loop.interop import adapt
+from isaac_loop.store import CheckpointStore
 from isaac_loop.tensors import set_seed
 from isaac_loop.trainer import Trainer
 
@@ -246,7 +244,6 @@ def test_their_averaged_model_is_evaluated_and_saved_alike(pta, tmp_path):
     "An evaluation with other callbacks and a prefix, inside the epoch (PTA-15, PTA-31, PTA-33, PTA-40)"
     from pytorch_accelerated.callbacks import ModelEmaCallback
     def make(name):
-        inner = []
         return lambda seen: [ModelEmaCallback(0.5, save_path=tmp_path/f"{name}{len(list(tmp_path.iterdir()))}.pt", callbacks=[pta_recorder(pta, seen, "Inner")]), pta_recorder(pta, seen, "A")]
     (theirs, seen), (mine, found) = both_pta(pta, make("ema"))
     assert found == seen and any(o[0] == "Inner" and o[1] == "on_eval_step_end" for o in found)
@@ -381,11 +378,29 @@ def test_a_foreign_callback_may_change_the_loss_before_backward(pta):
     assert same_weights(theirs.model, mine.model) and not same_weights(mine.model, ours().model)
 
 
+def test_with_two_batches_to_an_update_the_calls_and_the_weights_are_the_same(pta):
+    """Step events come for each batch with both (PTA-07)
+
+    The losses that callbacks see are divided by two with theirs, and as they are with ours."""
+    seen, found, losses = [], [], [[], []]
+    data = TensorDataset(X[:32], Y[:32])
+    model = make_model()
+    theirs = pta.Trainer(model, F.cross_entropy, optim.SGD(model.parameters(), 0.5), callbacks=[pta_recorder(pta, seen, "A")])
+    silent(theirs.train, data, 3, per_device_batch_size=8, gradient_accumulation_steps=2, train_dataloader_kwargs=dict(num_workers=0, shuffle=False))
+    callback = adapt(pta_recorder(pta, found, "A"))
+    mine = ours(callback, AccumulationCB(2, "mean"), dls=DataLoaders(DataLoader(data, 8)), valid=False)
+    assert [o[:6] for o in found] == [o[:6] for o in seen] and same_weights(theirs.model, mine.model)
+    losses = [[o[6] for o in log if o[1] == "on_train_step_end"] for log in (found, seen)]
+    assert losses[0] == [2*o for o in losses[1]]
+    assert callback.facade.run_config.gradient_accumulation_steps == 2 == theirs.run_config.gradient_accumulation_steps
+    assert callback.facade.run_config.num_update_steps_per_epoch == theirs.run_config.num_update_steps_per_epoch == 2
+
+
 def test_what_their_trainer_has_and_ours_has_not_is_named(pta):
     "The error says who asked, what there is, or what to use instead (PTA-03)"
     from pytorch_accelerated.callbacks import SaveTrainingStateCallback, TrainerCallback
     class Asks(TrainerCallback):
-        def on_training_run_start(self, trainer, **kwargs): trainer.run_historie
+        def on_training_run_start(self, trainer, **kwargs): return trainer.run_historie
     with pytest.raises(AttributeError, match=r"`Asks` asked its trainer for `run_historie`.*Did you mean `run_history`.*Offered are .*'run_config'"): ours(adapt(Asks))
     with pytest.raises(AttributeError, match="`SaveTrainingStateCallback` asked its trainer for `save_training_state`.*CheckpointCB"): ours(adapt(SaveTrainingStateCallback("unused")))
 
@@ -448,8 +463,8 @@ def theirs_ait(ait, *callbacks, n_epochs=3, lr=0.5, loss=None, accumulation=1, b
 
 
 def ours_ait(*callbacks, dls=None, **options):
-    "The same with our trainer"
-    return ours(*map(adapt, callbacks), dls=dls or DataLoaders(*BATCHES), model=ait_model(), **options)
+    "The same with our trainer, which gets them with `fit` as theirs does"
+    return ours(callbacks=[adapt(o) for o in callbacks], dls=dls or DataLoaders(*BATCHES), model=ait_model(), **options)
 
 
 def ait_recorder(seen, name, order=0, at=None):
@@ -692,7 +707,7 @@ def test_the_toolbox_history_takes_and_shows_metrics(ait):
 def test_an_error_names_the_toolbox_callback_and_the_attribute(ait):
     "(AIT-12, AIT-20)"
     def ask(self, event):
-        if event == "on_epoch_begin": self.train_loop_obj.batch_preds
+        if event == "on_epoch_begin": return self.train_loop_obj.batch_preds
     with pytest.raises(AttributeError, match="`A` asked its trainer for `batch_preds`.*Offered are"): ours_ait(ait_recorder([], "A", 0, ask))
     def test_set(self, event):
         if event == "on_train_end": self.train_loop_obj.predict_on_test_set()
@@ -712,7 +727,7 @@ def test_a_test_set_of_the_loaders_is_evaluated_when_asked_for(ait):
 
 
 def test_what_toolbox_callbacks_use_most_is_there(ait):
-    "(AIT-12, AIT-15, AIT-20)"
+    "(AIT-01, AIT-12, AIT-20)"
     recorder = ait_recorder([], "A")
     recorder.device_idx_execution = 0  # With one device it always runs
     mine = ours_ait(recorder)
@@ -813,7 +828,7 @@ def test_the_context_is_the_trainer():
     mine = Trainer(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), adapt(use)])
     mine.fit(1)
     assert mine.note == 4 and mine.opt.param_groups[0]["lr"] == 0.25
-    def ask(epoch, step, measures, trainer): trainer.modle
+    def ask(epoch, step, measures, trainer): return trainer.modle
     with pytest.raises(AttributeError, match="asked its trainer for `modle`"): ours(adapt(ask))
 
 
@@ -951,5 +966,89 @@ def test_callbacks_may_come_and_go_while_training_runs():
     assert len(mine.b.facade.run_history.get_metric_values("train_loss_epoch")) == 1
 
 
+def test_adapters_wait_for_nothing_in_a_batch():
+    "Losses stay on the device until an epoch ends"
+    class Accelerated:
+        def on_train_step_end(self, trainer, batch_output, batch, step): "Nothing"
+        def on_eval_step_end(self, trainer, batch_output, batch): "Nothing"
+    class Toolbox(ToolboxNotes):
+        def on_batch_end(self): "Nothing"
+        def on_after_gradient_update(self, optimizer_idx): "Nothing"
+    nemo = Nemo010()
+    mode = RefuseToWait()
+    with mode: mine = ours(adapt(Accelerated()), adapt(Toolbox()), adapt(nemo), InsideCB(mode))
+    assert len(nemo.seen) > 30 and same_weights(mine.model, ours().model)
+
+
+def test_toolbox_callbacks_sleep_in_a_fit_that_only_validates():
+    "Their loop has no such run; they are registered, and that is all"
+    seen = []
+    class Toolbox(ToolboxNotes):
+        def on_train_begin(self): seen.append("begin")
+        def on_epoch_end(self): seen.append("epoch")
+        def on_train_end(self): seen.append("end")
+    callback = Toolbox()
+    ours(adapt(callback), train=False, n_epochs=1)
+    assert seen == [] and callback.train_loop_obj.epoch == 0
+
+
+def test_an_error_in_a_foreign_callback_says_whose_it_is_and_where():
+    class Fails:
+        def on_train_step_end(self, trainer, **kwargs): raise ZeroDivisionError("by zero")
+    with pytest.raises(ZeroDivisionError) as e: ours(adapt(Fails()))
+    assert any("`Fails.after_get_loss` at epoch 0, batch 0" in o for o in e.value.__notes__)
+
+
+def test_functions_may_stand_for_the_events_of_nemo():
+    "There a decorator makes a callback of a function; here a namespace does (NEMO-07)"
+    steps = []
+    ours(adapt(SimpleNamespace(on_step_end=lambda state: steps.append(state.step)), name="steps"), n_epochs=1)
+    assert steps == list(range(5))
+
+
 def test_an_own_order_and_a_class_are_taken():
     assert adapt(Plain, order=77).order == 77 and adapt(Plain).foreign.calls == []
+
+
+class AcceleratedStops:
+    def __init__(self, patience): self.patience, self.best, self.n_bad, self.steps = patience, None, 0, []
+    def on_train_step_end(self, trainer, batch_output, batch, step): self.steps.append(step)
+    def on_training_run_epoch_end(self, trainer):
+        loss = trainer.run_history.get_latest_metric("eval_loss_epoch")
+        self.n_bad = 0 if self.best is None or loss < self.best - 0.1 else self.n_bad + 1
+        self.best = loss if self.n_bad == 0 else self.best
+        if self.n_bad >= self.patience: raise type("StopTrainingError", (Exception,), {})("enough")
+
+
+class ToolboxNotes:
+    execution_order, callback_name = 99, "notes"
+    def register_train_loop_object(self, loop):
+        self.train_loop_obj = loop
+        return self
+    def on_epoch_end(self): self.notes = (*getattr(self, "notes", ()), self.train_loop_obj.total_iteration_idx, *self.train_loop_obj.train_history["accumulated_loss"])
+
+
+class PlainNotes:
+    def __init__(self): self.seen = []
+    def __call__(self, epoch, step, measures, trainer): self.seen.append([epoch, step, measures["loss"], measures["gradient_norm"]])
+
+
+class NemoNotes:
+    def __init__(self): self.seen = []
+    def on_iteration_start(self, state): self.seen.append(state.step)
+
+
+def test_a_run_with_foreign_callbacks_goes_on_at_any_batch_as_if_it_had_not_stopped(tmp_path):
+    "What they have counted is saved with ours; settings are not"
+    def make(*extra):
+        foreign = AcceleratedStops(2), ToolboxNotes(), PlainNotes(), NemoNotes()
+        trainer = ours(*(adapt(o, test_step=2) for o in foreign), *extra, dls=DataLoaders(*BATCHES), n_epochs=9)
+        return trainer, [{k: v for k, v in vars(o).items() if k not in ("train_loop_obj", "action")} for o in foreign]
+    whole, notes = make()
+    assert whole.stop_reason == "enough" and whole.n_updates % 5 == 0 and 5 < whole.n_updates < 45
+    make(CheckpointCB(tmp_path/"all", every=1, keep_last=None))
+    found = CheckpointStore(tmp_path/"all", read_only=True).list()
+    assert len(found) == whole.n_updates > 8
+    for o in found[3:9:2]:
+        again, after = make(CheckpointCB(tmp_path/f"from {o.step}", every=1000, resume=o.path))
+        assert same_weights(whole.model, again.model) and after == notes
