@@ -85,6 +85,10 @@ class _ForeignCB:
             self.facade._plan,self.facade._adapters = trainer.plan.entries,found
         return self.facade._adapters
 
+    def cleanup_fit(self, trainer):
+        "The run is over"
+        if self.facade is not None: self.facade._running = False
+
     def _is_first(self, trainer): return self._everyone(trainer)[:1] == (self,)
     def _is_last(self, trainer): return self._everyone(trainer)[-1:] == (self,)
 
@@ -106,11 +110,6 @@ def _tell(self:_ForeignCB, event, *args, **kwargs):
     if method is None: return
     self.facade._caller = type(self.foreign).__name__
     return method(*args, **kwargs)
-
-@patch
-def cleanup_fit(self:_ForeignCB, trainer):
-    "The run is over"
-    if self.facade is not None: self.facade._running = False
 
 # %% ../nbs/96_interop.ipynb #c1e05297
 def _differs(a, b):
@@ -138,7 +137,6 @@ def load_state_dict(self:_ForeignCB,
     self._load(state['own'])
     if state['shared'] is not None: self.facade._load(state['shared'])
 
-# %% ../nbs/96_interop.ipynb #92c74ce2
 @patch
 def _state(self:_ForeignCB): return {}
 @patch
@@ -661,6 +659,7 @@ def _is_empty(method):
     code = getattr(method, '__code__', None)
     return method is None or (code is not None and code.co_code in [o.__code__.co_code for o in (nothing, nothing_with_docstring)] and set(code.co_consts) <= {None, method.__doc__})
 
+# %% ../nbs/96_interop.ipynb #5f791a4c
 class _LoopHandler:
     "What the callbacks of AIToolbox know as `callbacks_handler`"
     def __init__(self, loop): self.train_loop_obj = loop

@@ -934,6 +934,16 @@ def test_what_follows_no_protocol_is_refused_with_those_that_there_are():
     with pytest.raises(TypeError, match="has been adapted already"): adapt(adapt(Plain()))
 
 
+def test_a_foreign_callback_that_was_not_adapted_is_told_about_it(pta):
+    "Those of pytorch-accelerated answer any question with an error of their own, which has no text"
+    from pytorch_accelerated.callbacks import TrainerCallback
+    with pytest.raises(Exception) as e: ours(TrainerCallback())
+    assert any("`isaac_loop.interop.adapt`" in o for o in e.value.__notes__)
+    with pytest.raises(ValueError, match="has no method named after an event.*`isaac_loop.interop.adapt`"): ours(ToolboxNotes())
+    with pytest.raises(ValueError) as e: ours(SimpleNamespace(on_train=True))
+    assert "adapt" not in str(e.value)
+
+
 def test_a_method_that_is_nearly_an_event_is_named():
     with pytest.warns(UserWarning, match="`MistypedAccelerated.on_train_step_ends` is no event of pytorch-accelerated.*Did you mean `on_train_step_end`"): adapt(MistypedAccelerated())
 
