@@ -57,6 +57,10 @@ def _title(foreign):
     "What to call a foreign callback"
     return foreign.__name__ if inspect.isroutine(foreign) else type(foreign).__name__
 
+def _forwarded(name):
+    "A property of a facade that is an attribute of our trainer"
+    return property(lambda self: getattr(self._trainer, name), lambda self, value: setattr(self._trainer, name, value))
+
 def _accumulated(trainer):
     "How many batches an update takes"
     return next((o.n_batches for o in trainer.callbacks if isinstance(o, AccumulationCB)), 1)
@@ -391,8 +395,7 @@ class _AcceleratedTrainer(_Facade):
                          run_config=None, scheduler=None, create_scheduler_fn=None, collate_fn=None)
         self._accelerator,self._loss_tracker = _OneProcess(self),_LossSum()
 
-    def _set(name): return property(lambda self: getattr(self._trainer, name), lambda self, value: setattr(self._trainer, name, value))
-    model,optimizer,loss_func = _set('model'),_set('opt'),_set('loss_func')
+    model,optimizer,loss_func = _forwarded('model'),_forwarded('opt'),_forwarded('loss_func')
 
     def _loader(name): return property(lambda self: self._loaders.get(name, getattr(self._trainer.dls, name, None)), lambda self, value: self._loaders.update({name: value}))
     _train_dataloader,_eval_dataloader = _loader('train'),_loader('valid')
@@ -496,7 +499,7 @@ def _record(self, trainer, columns):
 
 class _AcceleratedCB(_ForeignCB):
     "A `TrainerCallback` of pytorch-accelerated"
-    _record = _record
+    _record = _record # A method, so that those who watch a column see that this class writes some
     facade_class,default_order = _AcceleratedTrainer,Order.RECORD+1 # Before schedules, which want to know how long the passes are
     _met = None # The facade that has seen its `on_init_end`
 
@@ -698,8 +701,7 @@ class _TrainLoop(_Facade):
                          train_history=_TrainHistory(trainer), message_service=_Messages(), callbacks_handler=_LoopHandler(self), loss_batch_accum=[],
                          experiment_timestamp=time.strftime('%Y-%m-%d_%H-%M-%S'), _known={}, _val_losses=[], _new={})
 
-    def _set(name): return property(lambda self: getattr(self._trainer, name), lambda self, value: setattr(self._trainer, name, value))
-    model,optimizer,criterion = _set('model'),_set('opt'),_set('loss_func')
+    model,optimizer,criterion = _forwarded('model'),_forwarded('opt'),_forwarded('loss_func')
     def _loader(name): return property(lambda self: getattr(self._trainer.dls, name, None))
     train_loader,validation_loader,test_loader = _loader('train'),_loader('valid'),_loader('test')
 
