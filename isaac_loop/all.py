@@ -64,3 +64,4 @@ from isaac_loop.evaluation import *
 from isaac_loop.model_summary import *
 from isaac_loop.recipes import *
 from isaac_loop.demo import *
+from isaac_loop.interop import *

@@ -134,11 +134,16 @@ def _check_handler(name, handler, event):
                                            'Let it take the trainer, or give it another name.') from None
     except ValueError: pass # Some built-in functions have no signature
 
+_FOREIGN = 'If it was written for another library, `isaac_loop.interop.adapt` may run it as it is.'
+
 def members(
     callback, # Any callback
 ): # What it holds in `callbacks`; None if it is no group
     "The callbacks that `callback` brings along, if it is a group"
-    found = getattr(callback, 'callbacks', None)
+    try: found = getattr(callback, 'callbacks', None)
+    except Exception as e:
+        e.add_note(f'raised by `{type(callback).__name__}` when asked whether it has `callbacks`. {_FOREIGN}')
+        raise
     return found if isinstance(found, (list, tuple, set, frozenset)) and not isinstance(callback, type) else None
 
 # %% ../nbs/00_events.ipynb #a3d35c09
@@ -162,7 +167,8 @@ def check_callback(
         kind = 'a function' if _function_name(callback) else f'an object of class {type(callback).__name__}'
         raise ValueError(f'`{name}` ({kind}) has no method named after an event, so as a callback it would do nothing. '
                          f'Events are {", ".join(EVENTS[:4])}, ...; `isaac_loop.events.EVENTS` has them all. '
-                         'A function answers the event it is named after; `SimpleNamespace(after_batch=f)` lets any function answer any event.')
+                         'A function answers the event it is named after; `SimpleNamespace(after_batch=f)` lets any function answer any event.'
+                         + (f' {_FOREIGN}' if any(o.startswith('on_') and callable(getattr(type(callback), o, None)) for o in dir(callback)) else ''))
     order = getattr(callback, 'order', 0)
     if not isinstance(order, numbers.Real) or math.isnan(order):
         raise TypeError(f'`{name}.order` is {order!r}, but callbacks are sorted by it. Use a number or a place such as `Order.RECORD`.')
