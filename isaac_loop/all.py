@@ -38,6 +38,7 @@ from isaac_loop.callbacks.augmentation import *
 from isaac_loop.callbacks.interrupts import *
 from isaac_loop.callbacks.best import *
 from isaac_loop.callbacks.checkpoint import *
+from isaac_loop.callbacks.exports import *
 from isaac_loop.callbacks.trackers import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *

@@ -117,16 +117,17 @@ def _replayed(dl, batches, state, done):
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #af0dd5fd
 class _When:
-    "Whether it is time to save: every n updates, every epoch, every so often, or at the best"
+    "Whether it is time to save: every n updates, every epoch, every so often, at the best, or when a function says so"
     def __init__(self, every):
         self.every = every
         ok = every in ('epoch', 'best') if isinstance(every, str) else isinstance(every, datetime.timedelta) or (isinstance(every, int) and not isinstance(every, bool) and every > 0)
-        if not ok: raise ValueError(f"`every` is {every!r}. Use 'epoch', 'best', a number of optimizer updates, or a `timedelta`.")
+        if not (ok or callable(every)): raise ValueError(f"`every` is {every!r}. Use 'epoch', 'best', a number of optimizer updates, a `timedelta`, or a function of the trainer.")
         self.seconds = every.total_seconds() if isinstance(every, datetime.timedelta) else math.inf
 
     def start(self, trainer): self.saved_at,self.updates = time.monotonic(),trainer.n_updates
     def after_batch(self, trainer):
         "Whether to save between two batches"
+        if callable(self.every): return trainer.n_updates != self.updates and bool(self.every(trainer))
         if isinstance(self.every, int): return trainer.n_updates != self.updates and trainer.n_updates % self.every == 0
         return time.monotonic()-self.saved_at >= self.seconds
 
@@ -139,7 +140,7 @@ class CheckpointCB(_ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
         folder, # Where the checkpoints of this run live; two runs at a time are refused
-        every='epoch', # 'epoch', 'best', a number of optimizer updates, or a `timedelta`; the end of the fit, a cancel and an interrupt are always saved
+        every='epoch', # 'epoch', 'best', a number of optimizer updates, a `timedelta`, or a function of the trainer that says when; the end of the fit, a cancel and an interrupt are always saved
         monitor:str=None, # Column of the history that says which is best
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep
