@@ -73,7 +73,7 @@ class Encoding:
 
 
 def test_every_tensor_in_a_nested_batch_is_moved_and_nothing_else_changes():
-    "ISA-46"
+    "ISA-46, SON-31"
     x = torch.ones(2, 3)
     batch = {"deep": [x, (x, {"x": x})], "named": Named(x, 7), "sample": Sample(x, "cat"), "encoding": Encoding("cpu"), "id": "row 1", "none": None}
     trainer = make_trainer([DeviceCB("meta"), BatchCB()], [batch])

@@ -146,7 +146,7 @@ def test_a_batch_without_rows_to_count_is_an_error():
 # Rows
 
 def test_three_epochs_leave_three_rows_and_one_row_for_each_batch():
-    "ISA-54, ISA-53: two losses and one metric in each row"
+    "ISA-54, ISA-53, SON-11: two losses and one metric in each row"
     trainer = make_trainer([QuietCB(mse=MeanSquaredError())])
     trainer.fit(3)
     assert len(trainer.history) == 3 and len(trainer.history.batches) == 3 * (3 + 2)
@@ -420,6 +420,7 @@ def test_unnamed_metrics_are_called_like_their_class():
 
 
 def test_results_in_a_dict_become_columns():
+    "AIT-70"
     class F1:
         def reset(self): pass
 

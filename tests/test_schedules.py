@@ -712,7 +712,7 @@ def test_any_attribute_follows_its_function_and_is_put_back():
 
 
 def test_an_attribute_can_be_flipped_after_an_epoch():
-    "NEMO-55: counted in epochs; F046"
+    "NEMO-55, SON-19: counted in epochs; F046"
     seen = []
 
     class LookCB:

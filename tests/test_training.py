@@ -156,7 +156,7 @@ class MomentumAsMethod(StepsAsMethods):
 
 
 def test_steps_may_be_methods_of_the_trainer():
-    "MIN-02: the same loop in either style, bit for bit"
+    "MIN-02, PTA-19: the same loop in either style, bit for bit"
     batches, start = make_batches(), nn.Linear(3, 1)
     pairs = [(StepsAsMethods, {}, None), (Trainer, {}, BasicTrainCB()), (MomentumAsMethod, {"mom": 0.7}, None), (Trainer, {}, MomentumTrainCB(0.7))]
     plain, plain_cb, momentum, momentum_cb = models = [copy.deepcopy(start) for _ in pairs]

@@ -24,6 +24,7 @@ class MixedPrecisionCB:
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if self.dtype not in (torch.bfloat16, torch.float16): raise ValueError(f"`dtype` is {dtype!r}, which autocast does not use. Choose 'bfloat16' or 'float16'.")
         self.init_scale,self._open,self._tried,self._overflowed = init_scale,None,0,0
+        if self.dtype == torch.bfloat16: self.step = None # Nothing is scaled, so any other way of stepping stays as it is
 
     def before_fit(self, trainer):
         "Begin with a new scaler"
