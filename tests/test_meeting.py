@@ -129,7 +129,7 @@ def test_a_callback_of_a_class_is_called_at_each_step(ending):
     except ValueError: pass
     cb = trainer.MeasuresCB
     assert [o[:2] for o in cb.seen] == [(e, b) for e in range(2) for b in (1, 3, 4)] and cb.closed
-    for n, (epoch, batch, mean) in enumerate(cb.seen): assert mean.item() == pytest.approx(sum(losses[:epoch*5+batch+1])/(epoch*5+batch+1), rel=1e-5)
+    for epoch, batch, mean in cb.seen: assert mean.item() == pytest.approx(sum(losses[:epoch*5+batch+1])/(epoch*5+batch+1), rel=1e-5)
 
 
 def test_a_callback_may_do_its_work_and_leave():

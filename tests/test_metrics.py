@@ -78,7 +78,7 @@ sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 @settings(max_examples=30, deadline=None)
 @given(train=sizes, valid=sizes)
 def test_losses_are_means_over_all_rows_however_they_are_batched(train, valid):
-    "ISA-50"
+    "ISA-50, PTA-55"
     trainer = make_trainer([QuietCB()], train, valid)
     trainer.fit(1, lr=0)
     row = trainer.history[-1]
