@@ -785,6 +785,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'isaac_loop/callbacks/precision.py'),
                                                 'isaac_loop.callbacks.precision.MixedPrecisionCB._exit': ( 'callbacks/precision.html#mixedprecisioncb._exit',
                                                                                                            'isaac_loop/callbacks/precision.py'),
+                                                'isaac_loop.callbacks.precision.MixedPrecisionCB._step': ( 'callbacks/precision.html#mixedprecisioncb._step',
+                                                                                                           'isaac_loop/callbacks/precision.py'),
                                                 'isaac_loop.callbacks.precision.MixedPrecisionCB.before_backward': ( 'callbacks/precision.html#mixedprecisioncb.before_backward',
                                                                                                                      'isaac_loop/callbacks/precision.py'),
                                                 'isaac_loop.callbacks.precision.MixedPrecisionCB.before_epoch': ( 'callbacks/precision.html#mixedprecisioncb.before_epoch',

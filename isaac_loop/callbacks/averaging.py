@@ -98,7 +98,9 @@ class EMACB(_AveragingCB):
         "The decay at an update"
         return min(self.decay, (1+n)/(10+n)) if self.warmup else self.decay
 
-    def load_state_dict(self, state):
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
         "Go on from a saved average"
         super().load_state_dict(state)
         self._n = self.average.n_averaged.item()

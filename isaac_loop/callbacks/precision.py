@@ -24,7 +24,6 @@ class MixedPrecisionCB:
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if self.dtype not in (torch.bfloat16, torch.float16): raise ValueError(f"`dtype` is {dtype!r}, which autocast does not use. Choose 'bfloat16' or 'float16'.")
         self.init_scale,self._open,self._tried,self._overflowed = init_scale,None,0,0
-        if self.dtype == torch.bfloat16: self.step = None # Nothing is scaled, so any other way of stepping stays as it is
 
     def before_fit(self, trainer):
         "Begin with a new scaler"
@@ -70,8 +69,13 @@ class MixedPrecisionCB:
         "Un-scale the gradients, so that whoever clips them sees the true ones"
         self.scaler.unscale_(trainer.opt)
 
+    @property
+    def step(self):
+        "What does the step instead of others; with `bfloat16` nothing does, and any other way of stepping stays as it is"
+        return self._step if self.dtype == torch.float16 else None
+
     @replaces
-    def step(self, trainer):
+    def _step(self, trainer):
         "Let the optimizer step, unless a gradient overflowed"
         before = self.scaler.get_scale()
         self.scaler.step(trainer.opt)
