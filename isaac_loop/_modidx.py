@@ -1091,6 +1091,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'isaac_loop/callbacks/schedules.py'),
                                                 'isaac_loop.callbacks.schedules._momentum': ( 'callbacks/schedules.html#_momentum',
                                                                                               'isaac_loop/callbacks/schedules.py'),
+                                                'isaac_loop.callbacks.schedules._no_effect': ( 'callbacks/schedules.html#_no_effect',
+                                                                                               'isaac_loop/callbacks/schedules.py'),
                                                 'isaac_loop.callbacks.schedules._options': ( 'callbacks/schedules.html#_options',
                                                                                              'isaac_loop/callbacks/schedules.py'),
                                                 'isaac_loop.callbacks.schedules._owners': ( 'callbacks/schedules.html#_owners',

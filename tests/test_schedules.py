@@ -843,7 +843,8 @@ def test_a_plot_has_axes_with_names():
 
 # Two schedules of one optimizer
 
-ALONE = {"OneCycleSchedulerCB": lambda: OneCycleSchedulerCB(), "WarmupSchedulerCB": WarmupSchedulerCB, "WSDSchedulerCB": WSDSchedulerCB, "BatchSchedulerCB": lambda: BatchSchedulerCB(lambda opt: lrs.CyclicLR(opt, 0.01, 0.1))}
+ALONE = {"OneCycleSchedulerCB": lambda: OneCycleSchedulerCB(), "WarmupSchedulerCB": WarmupSchedulerCB, "WSDSchedulerCB": WSDSchedulerCB, "BatchSchedulerCB": lambda: BatchSchedulerCB(lambda opt: lrs.CyclicLR(opt, 0.01, 0.1)),
+         "AttributeSchedulerCB": lambda: AttributeSchedulerCB({"opt.lr": lambda progress: 0.1*(1-progress)})}
 IDLE = {"PlateauSchedulerCB": lambda: PlateauSchedulerCB("train_loss", patience=0), "StepSchedulerCB": lambda: StepSchedulerCB(1), "EpochSchedulerCB": lambda: EpochSchedulerCB(partial(lrs.ExponentialLR, gamma=0.5))}
 
 

@@ -131,10 +131,15 @@ def _rules_alone(cb): return cb._unit == 'update' and isinstance(cb.scheduler, _
 def _check_company(cb, trainer):
     "Refuse a second schedule of the same optimizer, if one of the two sets the rate anew at every update"
     for other in trainer.callbacks:
+        targets = getattr(other, 'functions', None) # Of an `AttributeSchedulerCB`, below
+        if isinstance(targets, dict) and any(str(o).startswith(f'{cb.opt}.') and str(o).endswith('.lr') for o in targets): raise ValueError(_no_effect(other, cb))
         if other is cb or not isinstance(other, _SchedulerCB) or not other._running or getattr(trainer, other.opt) is not getattr(trainer, cb.opt): continue
         alone,idle = (cb, other) if _rules_alone(cb) else (other, cb)
-        if _rules_alone(alone): raise ValueError(f'`{callback_name(alone)}` sets the rate anew at every update, so whatever `{callback_name(idle)}` does to it would be gone at the next one. '
-                                                 f'Leave one of them out, or name another optimizer with `opt`.')
+        if _rules_alone(alone): raise ValueError(_no_effect(alone, idle))
+
+def _no_effect(alone, idle):
+    return (f'`{callback_name(alone)}` sets the rate anew at every update, so whatever `{callback_name(idle)}` does to it would be gone at the next one. '
+            'Leave one of them out, or name another optimizer with `opt`.')
 
 # %% ../../nbs/callbacks/61_schedules.ipynb #0a8b5836
 @patch
