@@ -275,7 +275,7 @@ def test_a_limit_makes_an_endless_stream_countable():
         def before_epoch(self, trainer): self.n_batches = trainer.n_batches
 
     trainer = make_trainer(Endless(), [BasicTrainCB(), AskCB()], valid=Endless())
-    with pytest.raises(ValueError, match="Limit the pass with `NBatchCB`"): trainer.fit(2)
+    with pytest.raises(ValueError, match="Limit it with `NBatchCB` or `LimitCB.updates.`"): trainer.fit(2)
     trainer.fit(2, callbacks=NBatchCB(4))
     assert (trainer.n_updates, trainer.AskCB.total, trainer.AskCB.n_batches) == (8, 8, 4)
 
