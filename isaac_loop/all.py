@@ -53,6 +53,7 @@ from isaac_loop.callbacks.trackers import *
 from isaac_loop.callbacks.experiment import *
 from isaac_loop.callbacks.remote import *
 from isaac_loop.callbacks.notify import *
+from isaac_loop.callbacks.exports import *
 from isaac_loop.callbacks.history_files import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *

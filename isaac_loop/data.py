@@ -77,9 +77,10 @@ def get_dataloaders(
     batch_size:int, # Rows in a training batch; validation keeps no gradients and takes twice as many
     shuffle:bool=True, # Shuffle the training rows?
     seed:int=None, # Makes the loaders exact: the same seed gives the same batches, and a run can go on at the next one
-    **kwargs, # For both `DataLoader`s: `num_workers`, `collate_fn`, `pin_memory`, ...
+    **kwargs, # For both `DataLoader`s: `num_workers`, `collate_fn`, ...; `pin_memory` is on by itself where there is CUDA
 )->tuple: # Two `DataLoader`s, None where there is no dataset
     "A loader for training and one for validation"
+    kwargs.setdefault('pin_memory', torch.cuda.is_available())
     make = DataLoader if seed is None else partial(exact_loader, seed=seed)
     return (None if train is None else make(train, batch_size, shuffle=shuffle and _has_len(train), **kwargs),
             None if valid is None else make(valid, batch_size*2, shuffle=False, **kwargs))

@@ -10,6 +10,7 @@ from .callbacks.activations import ActivationStatsCB
 from .callbacks.device import DeviceCB
 from .callbacks.metrics import MetricsCB
 from .callbacks.progress import ProgressCB
+from .callbacks.stopping import NonFiniteStopCB
 from .callbacks.training import BasicTrainCB
 
 # %% ../nbs/94_recipes.ipynb #63fd7e71
@@ -25,10 +26,14 @@ class CoreCBs:
     def __init__(self,
         device=None, # As for `DeviceCB`: where to train; default: the accelerator if there is one
         module_filter=None, # As for `ActivationStatsCB`: whose activations to follow, such as `nn.ReLU`; default: nobody's
+        *, progress:bool=True, # Show bars and a table? Otherwise one dict is printed per epoch
+        stop_nonfinite:bool=False, # Stop at a loss or gradient that is NaN or infinite?
         **metrics, # As for `MetricsCB`: metrics by name; also `train_metrics=True`
     ):
-        _check_no_metric(device=device, module_filter=module_filter)
-        self.callbacks = [DeviceCB(device), BasicTrainCB(), MetricsCB(**metrics), ProgressCB()]
+        _check_no_metric(device=device, module_filter=module_filter, progress=progress, stop_nonfinite=stop_nonfinite)
+        self.callbacks = [DeviceCB(device), BasicTrainCB(), MetricsCB(**metrics)]
+        if progress: self.callbacks.append(ProgressCB())
         if module_filter is not None: self.callbacks.append(ActivationStatsCB(module_filter))
+        if stop_nonfinite: self.callbacks.append(NonFiniteStopCB())
 
     def __repr__(self): return f'CoreCBs({", ".join(type(o).__name__ for o in self.callbacks)})'

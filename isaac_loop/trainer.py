@@ -479,10 +479,11 @@ def request_stop(self:Trainer,
 @patch(as_prop=True)
 def total_updates(self:Trainer):
     "Optimizer updates in the whole fit, for callbacks that must know it beforehand, such as schedules"
-    if self.updates_per_epoch is None:
-        raise ValueError('The length of this fit is unknown, because `dls.train` has no `len`. '
-                         'Limit the pass with `NBatchCB`, or set `trainer.updates_per_epoch` in `before_fit`.')
-    return self.n_epochs * self.updates_per_epoch
+    limits = [o.max_updates for o in self.callbacks if isinstance(getattr(o, 'max_updates', None), int)]
+    if self.updates_per_epoch is not None: limits.append(self.n_epochs * self.updates_per_epoch)
+    if not limits: raise ValueError('The length of this fit is unknown, because `dls.train` has no `len`. '
+                                    'Limit it with `NBatchCB` or `LimitCB(updates)`, or set `trainer.updates_per_epoch` in `before_fit`.')
+    return min(limits)
 
 # %% ../nbs/10_trainer.ipynb #f118024c
 @patch

@@ -478,3 +478,15 @@ def test_the_tool_makes_the_same_digits(digits, monkeypatch, tmp_path):
     for name, ds in digits.items():
         assert made[name].features == ds.features
         for ours, theirs in zip(as_arrays(ds), as_arrays(made[name])): np.testing.assert_array_equal(ours, theirs)
+
+
+def test_loaders_have_sensible_options_by_themselves(monkeypatch):
+    "PTA-56: training rows shuffled, no worker processes unless asked for, memory pinned where there is CUDA and nobody says otherwise"
+    rows = list(range(8))
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+        for seed in (None, 1):
+            train, valid = get_dataloaders(rows, rows, 2, seed=seed)
+            assert (train.pin_memory, valid.pin_memory, train.num_workers, valid.batch_size) == (there, there, 0, 4)
+            assert get_dataloaders(rows, None, 2, seed=seed, pin_memory=not there)[0].pin_memory is not there
+    assert isinstance(get_dataloaders(rows, None, 2)[0].sampler, torch.utils.data.RandomSampler)

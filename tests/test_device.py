@@ -73,7 +73,7 @@ class Encoding:
 
 
 def test_every_tensor_in_a_nested_batch_is_moved_and_nothing_else_changes():
-    "ISA-46"
+    "ISA-46, SON-31"
     x = torch.ones(2, 3)
     batch = {"deep": [x, (x, {"x": x})], "named": Named(x, 7), "sample": Sample(x, "cat"), "encoding": Encoding("cpu"), "id": "row 1", "none": None}
     trainer = make_trainer([DeviceCB("meta"), BatchCB()], [batch])
@@ -360,3 +360,16 @@ def test_cuda_notices_whoever_does_wait(sync_allowed_afterwards):
         def after_batch(self, trainer): trainer.loss.item()
 
     with pytest.raises(RuntimeError, match="synchroniz"): make_trainer([BasicTrainCB(), DeviceCB("cuda"), WaitCB(), SyncIsAnErrorCB()]).fit(1)
+
+
+def test_every_module_and_optimizer_of_the_trainer_is_moved(parameters_keep_their_identity):
+    "PTA-29: a teacher and a critic that are attributes of the trainer, and the state of optimizers that were there before"
+    trainer = make_trainer([BasicTrainCB(), DeviceCB("meta")])
+    trainer.teacher, trainer.critic = torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(3)
+    trainer.critic_opt = torch.optim.Adam(trainer.critic.parameters())
+    trainer.critic(torch.randn(4, 3)).sum().backward()
+    trainer.critic_opt.step()
+    trainer.critic_opt.zero_grad()
+    trainer.fit(1, valid=False)
+    tensors = [*trainer.teacher.parameters(), *trainer.critic.parameters(), *trainer.critic.buffers(), *(o["exp_avg"] for o in trainer.critic_opt.state.values())]
+    assert len(tensors) == 9 and {o.device.type for o in tensors} == {"meta"}

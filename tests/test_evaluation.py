@@ -429,7 +429,7 @@ def test_a_loss_that_compares_examples_is_noticed():
 
 @pytest.mark.parametrize("n", [5, 16, 22])
 def test_validate_is_the_row_that_the_history_would_get(n):
-    "True means, batches of unequal size, equal to the last bit (F127)"
+    "NEMO-08: true means, batches of unequal size, equal to the last bit (F127)"
     trainer = make_trainer([QuietCB(accuracy=MulticlassAccuracy())], make_data(n))
     trainer.fit(2, lr=0.01)
     row = trainer.validate()

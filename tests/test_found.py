@@ -317,6 +317,7 @@ def test_a_mock_can_be_a_callback():
 
 
 def test_bound_methods_and_partials_are_functions():
+    "NEMO-07, AIT-31"
     class Helper:
         def __init__(self): self.n = 0
         def after_batch(self, trainer): self.n += 1

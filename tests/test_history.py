@@ -178,7 +178,7 @@ def test_the_record_of_batches_is_compact():
 
 
 def test_a_wrong_column_or_a_missing_value_of_a_batch_is_an_error():
-    "As for epochs: the near name; and values are never quietly dropped"
+    "AIT-70: as for epochs: the near name; and values are never quietly dropped"
     record = BatchRecord()
     record.write(0, 0, True, [0, 1], loss=[2.0, 1.0])
     with pytest.raises(LookupError, match="Did you mean `loss`"): record["los"]

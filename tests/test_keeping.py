@@ -269,12 +269,20 @@ def test_averages_change_nothing_about_training(cb):
 
 
 def test_an_average_is_that_of_the_hand_written_loop():
+    "PTA-32, PTA-33: after every update, and not once per epoch; with the decay rising at first unless told otherwise"
     seen = []
     def after_step(trainer): seen.append([p.detach().clone() for p in trainer.model.parameters()])
-    trainer = fit(make_trainer([BasicTrainCB(), EMACB(0.7)]), 1, callbacks=after_step)
+    trainer = fit(make_trainer([BasicTrainCB(), EMACB(0.7, warmup=False)]), 1, callbacks=after_step)
     mean = seen[0]
     for now in seen[1:]: mean = [torch.lerp(a, b, 0.3) for a, b in zip(mean, now)]
+    assert len(seen) == 7
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(mean, trainer.EMACB.average.module.parameters()))
+    seen.clear()
+    trainer = fit(make_trainer([BasicTrainCB(), EMACB(0.35)]), 1, callbacks=after_step)
+    mean = seen[0]
+    for n, now in enumerate(seen[1:], 1): mean = [a*o + b*(1-o) for a, b, o in ((a, b, min(0.35, (1+n)/(10+n))) for a, b in zip(mean, now))]
+    assert trainer.EMACB.decay_at(3) < 0.35 == trainer.EMACB.decay_at(4)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mean, trainer.EMACB.average.module.parameters()))
     seen.clear()
     trainer = fit(make_trainer([BasicTrainCB(), SWACB(0., each="update")]), 1, callbacks=after_step)
     mean = [torch.stack(o).mean(0) for o in zip(*seen)]

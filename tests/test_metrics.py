@@ -78,7 +78,7 @@ sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 @settings(max_examples=30, deadline=None)
 @given(train=sizes, valid=sizes)
 def test_losses_are_means_over_all_rows_however_they_are_batched(train, valid):
-    "ISA-50"
+    "ISA-50, PTA-55"
     trainer = make_trainer([QuietCB()], train, valid)
     trainer.fit(1, lr=0)
     row = trainer.history[-1]
@@ -146,7 +146,7 @@ def test_a_batch_without_rows_to_count_is_an_error():
 # Rows
 
 def test_three_epochs_leave_three_rows_and_one_row_for_each_batch():
-    "ISA-54, ISA-53: two losses and one metric in each row"
+    "ISA-54, ISA-53, SON-11: two losses and one metric in each row"
     trainer = make_trainer([QuietCB(mse=MeanSquaredError())])
     trainer.fit(3)
     assert len(trainer.history) == 3 and len(trainer.history.batches) == 3 * (3 + 2)
@@ -420,6 +420,7 @@ def test_unnamed_metrics_are_called_like_their_class():
 
 
 def test_results_in_a_dict_become_columns():
+    "AIT-70"
     class F1:
         def reset(self): pass
 

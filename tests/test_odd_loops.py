@@ -166,7 +166,7 @@ class Hits:
 @over_seeds
 @pytest.mark.parametrize("opt_func", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_model_that_returns_its_loss_trains_as_by_hand_and_can_be_measured_and_asked(seed, opt_func):
-    "ISA-118: as models of Hugging Face do"
+    "ISA-118, AIT-68, SON-30: as models of Hugging Face do"
     rows = [dict(pixel_values=x, labels=y) for x, y in make_rows(seed)]
     ours, theirs = twins(OwnLoss, seed)
 

@@ -40,6 +40,7 @@ def test_ties_keep_the_order_of_adding_and_cleanups_are_reversed(names):
 
 @given(st.lists(st.sampled_from([-3, 0, 0.5, 7, Order.RECORD, Order.LAST]), max_size=8))
 def test_callbacks_are_sorted_by_order_and_stable(orders):
+    "AIT-14, AIT-13"
     seen = []
     trainer_with(*[teller(f"cb{i}", seen, o) for i, o in enumerate(orders)]).fit(0)
     expected = [f"cb{i}" for i, _ in sorted(enumerate(orders), key=lambda o: o[1])]
@@ -49,6 +50,7 @@ def test_callbacks_are_sorted_by_order_and_stable(orders):
 @pytest.mark.parametrize("event", ["before_fit", "before_epoch", "before_batch", "predict", "after_batch", "cleanup_batch"])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_one_that_leaves_skips_nobody_and_gets_its_cleanups(event, position):
+    "SON-18"
     seen = []
 
     def leaves(name): return lambda t: (seen.append((event, name)), t.remove_callback("leaver"))[0]
@@ -109,7 +111,7 @@ def module():
 @pytest.mark.parametrize("duck, said", [(PlainCB(), "instance"), (DataCB(), "dataclass"), (module(), "module"), (before_fit, "function"),
                                         (SimpleNamespace(before_fit=lambda t: CALLED.append("namespace")), "namespace")], ids=lambda o: str(o)[:20])
 def test_any_duck_is_a_callback(duck, said):
-    "ISA-11, F008"
+    "ISA-11, F008, NEMO-06, SON-05"
     CALLED.clear()
     trainer_with(duck).fit(0)
     assert CALLED == [said]
@@ -149,6 +151,7 @@ def test_force_replaces_the_callback_of_the_same_name():
 
 
 def test_two_of_one_class_live_together_under_different_names():
+    "AIT-13"
     a, b = PlainCB(), PlainCB()
     b.name = "other"
     trainer = trainer_with(a, b)

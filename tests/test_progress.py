@@ -264,7 +264,7 @@ trainer.fit(2, lr=0.1, callbacks=FailCB())
 
 
 def test_a_terminal_shows_bars_and_is_left_with_one_table_even_when_training_fails():
-    "ISA-66: a fit that ends well, and a second one that does not"
+    "ISA-66, PTA-24: a fit that ends well, and a second one that does not"
     text, status = run_in_terminal(PROGRAM + FAILURE)
     assert status == 1, text
     for label, total in (("Epochs", 2), ("Training", 30), ("Validation", 15)):
@@ -375,7 +375,7 @@ def test_no_bar_stays_open_however_training_ends(place, error, terminal, panel):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_bars_are_open_while_training_runs(place, terminal, panel):
-    "The test above could not fail otherwise"
+    "PTA-24: the test above could not fail otherwise"
     terminal()
 
     class LookCB:

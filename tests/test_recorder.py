@@ -42,7 +42,7 @@ class CountCB:
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_the_rate_is_the_one_that_the_batch_was_trained_with(as_tensor):
-    "MIN-10: also if it is a tensor that is changed in place"
+    "MIN-10, NEMO-04: also if it is a tensor that is changed in place"
     def opt_func(params, lr): return optim.Adam(params, torch.tensor(float(lr)) if as_tensor else lr, foreach=False)
     trainer = make_trainer(RecorderCB(), CountCB(), opt_func=opt_func)
     trainer.fit(2, lr=1, valid=False)

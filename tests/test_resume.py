@@ -68,7 +68,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_going_on_from_every_batch_is_the_same_run(variant, tmp_path):
-    "T3; NEMO-23, NEMO-25, NEMO-34, PTA-38, PTA-51: three epochs, saved at every batch; one run from each of the checkpoints"
+    "T3, AIT-45, AIT-64; NEMO-23, NEMO-25, NEMO-34, PTA-38, PTA-51: three epochs, saved at every batch; one run from each of the checkpoints"
     make_cbs, make_dls, opt_func = VARIANTS[variant]
     whole = fit(make_trainer(make_cbs(), make_dls(), opt_func))
     saved = fit(make_trainer([*make_cbs(), CheckpointCB(tmp_path/"all", every=1, keep_last=None)], make_dls(), opt_func))

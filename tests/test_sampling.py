@@ -638,3 +638,10 @@ def test_a_stream_saved_behind_its_last_batch_has_nothing_left():
     loader.load_state_dict(state)
     with pytest.warns(UserWarning, match="Reading 3"): assert list(loader) == []
     assert list(loader) == [1, 2, 3] and loader.epoch == 2 and len(made) == 3
+
+
+def test_no_two_workers_draw_the_same_numbers():
+    "PTA-55: neither in one epoch nor in the next, from none of the three generators"
+    loader = ExactLoader(Noisy(40), 5, num_workers=2)
+    noise = torch.cat([batch[:, 1:] for _ in range(2) for batch in loader])
+    assert noise.shape == (80, 3) and len(set(noise.flatten().tolist())) == 240

@@ -25,6 +25,7 @@ from isaac_loop.callbacks.schedules import (
     AttributeSchedulerCB, BatchSchedulerCB, EpochSchedulerCB, OneCycleSchedulerCB, PlateauSchedulerCB, StepSchedulerCB, WarmupSchedulerCB,
     WSDSchedulerCB, piecewise,
 )
+from isaac_loop.callbacks.stopping import LimitCB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
@@ -299,7 +300,8 @@ def test_nobody_waits_for_the_device():
     for everything in (False, True):
         assert run_guarded([BasicTrainCB(), RecorderCB(loss=lambda t: t.loss), OneCycleSchedulerCB(cycle_momentum=False), AttributeSchedulerCB({"opt.weight_decay": lambda p: p})], everything).n_updates == 8
         run_guarded([BasicTrainCB(), WarmupSchedulerCB()], everything)
-        run_guarded([BasicTrainCB(), WSDSchedulerCB(), StepSchedulerCB(1, min_lr=1e-9)], everything)
+        run_guarded([BasicTrainCB(), WSDSchedulerCB()], everything)
+        run_guarded([BasicTrainCB(), StepSchedulerCB(1, min_lr=1e-9)], everything)
 
 
 def test_a_rate_that_is_a_tensor_is_scheduled_in_place():
@@ -710,7 +712,7 @@ def test_any_attribute_follows_its_function_and_is_put_back():
 
 
 def test_an_attribute_can_be_flipped_after_an_epoch():
-    "NEMO-55: counted in epochs; F046"
+    "NEMO-55, SON-19: counted in epochs; F046"
     seen = []
 
     class LookCB:
@@ -837,3 +839,72 @@ def test_a_plot_has_axes_with_names():
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("optimizer update", "learning rate") and len(ax.get_lines()[0].get_ydata()) == 10
     assert "updates_per_epoch" in inspect.signature(OneCycleSchedulerCB().plot).parameters
     with pytest.raises(ValueError, match="follows `valid_loss`"): PlateauSchedulerCB().plot()
+
+
+# Two schedules of one optimizer
+
+ALONE = {"OneCycleSchedulerCB": lambda: OneCycleSchedulerCB(), "WarmupSchedulerCB": WarmupSchedulerCB, "WSDSchedulerCB": WSDSchedulerCB, "BatchSchedulerCB": lambda: BatchSchedulerCB(lambda opt: lrs.CyclicLR(opt, 0.01, 0.1)),
+         "AttributeSchedulerCB": lambda: AttributeSchedulerCB({"opt.lr": lambda progress: 0.1*(1-progress)})}
+IDLE = {"PlateauSchedulerCB": lambda: PlateauSchedulerCB("train_loss", patience=0), "StepSchedulerCB": lambda: StepSchedulerCB(1), "EpochSchedulerCB": lambda: EpochSchedulerCB(partial(lrs.ExponentialLR, gamma=0.5))}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+@pytest.mark.parametrize("idle", IDLE)
+@pytest.mark.parametrize("alone", ALONE)
+def test_a_schedule_that_would_have_no_effect_is_refused(alone, idle, first):
+    "Before the first batch, with both names, and the optimizer has its rate again"
+    cbs = [ALONE[alone](), IDLE[idle]()]
+    trainer = make_trainer(MetricsCB(), *(cbs if first else cbs[::-1]))
+    with pytest.raises(ValueError, match=f"`{alone}` sets the rate anew at every update, so whatever `{idle}` does"): trainer.fit(2, lr=0.1, valid=False)
+    assert trainer.n_updates == 0 and "initial_lr" not in trainer.opt.param_groups[0]
+    make_trainer(MetricsCB(), IDLE[idle]()).fit(2, lr=0.1, valid=False)
+
+
+def test_schedules_that_multiply_what_they_find_may_stand_together():
+    "Two that multiply; two optimizers; and one that ended with an error is no company for the next fit"
+    first, second = EpochSchedulerCB(partial(lrs.ExponentialLR, gamma=0.5)), StepSchedulerCB(1, factor=0.1)
+    second.name = "second"
+    trainer = make_trainer(first, second, n=1)
+    trainer.fit(3, lr=1., valid=False)
+    assert trainer.history.batches["lr"] == pytest.approx([1, 0.05, 0.0025])
+    trainer = make_trainer(OneCycleSchedulerCB(), StepSchedulerCB(1, opt="other"))
+    trainer.other = optim.SGD([torch.zeros(1, requires_grad=True)], 1.)
+    trainer.fit(2, valid=False)
+    assert trainer.other.param_groups[0]["lr"] == 1.
+    trainer = make_trainer(OneCycleSchedulerCB(), StepSchedulerCB(1))
+    with pytest.raises(ValueError): trainer.fit(1, valid=False)
+    trainer.remove_callback("OneCycleSchedulerCB")
+    trainer.fit(1, valid=False)
+
+
+# Limits
+
+def test_a_limit_on_updates_shortens_the_schedule():
+    "AIT-65, PTA-45: the curve is that of a run of so many updates, in epochs or in a stream of unknown length"
+    limited = make_trainer(LimitCB(8), WarmupSchedulerCB("linear", warmup=2))
+    limited.fit(10, lr=0.1, valid=False)
+    assert limited.n_updates == 8 == limited.total_updates
+    assert limited.history.batches["lr"] == pytest.approx(rates(WarmupSchedulerCB("linear", warmup=2), 2, n=4))
+    stream = make_trainer(LimitCB(8), WarmupSchedulerCB("linear", warmup=2), batches=Stream(make_batches(100)))
+    stream.fit(1, lr=0.1, valid=False)
+    assert stream.history.batches["lr"] == limited.history.batches["lr"]
+    longer = make_trainer(LimitCB(80))
+    longer.fit(2, valid=False)
+    assert longer.total_updates == 10, "a limit that is never reached is none"
+
+
+class Stream:
+    "Batches of which nobody knows the number"
+    def __init__(self, batches): self.batches = batches
+    def __iter__(self): return iter(self.batches)
+
+
+def test_where_decays_begin_and_end_is_known():
+    "PTA-39: the first decaying rate comes after `decay_begins`, the lowest before `decay_ends`"
+    for options in (dict(), dict(n_decays=3), dict(n_decays=2, spacing=3., decay_length=4)):
+        wsd, total = WSDSchedulerCB(warmup=2, **options), 60
+        curve = [wsd.factor(i, total) for i in range(total)]
+        for start, end in wsd.decays(total):
+            assert curve[start-1] == 1 == curve[start] and curve[start+1] < 1 and curve[end-1] == min(curve[start:end])
+            assert end == total or curve[end] == 1
+        assert wsd.factor(total, total) == 0, "and after the last one it stays there"

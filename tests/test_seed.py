@@ -115,7 +115,7 @@ def test_order_is_read_anew_at_each_fit():
 
 
 def test_a_method_gets_the_trainer_and_works_by_setting_attributes():
-    "ISA-12: the very trainer, and what one sets the next one sees, without any base class"
+    "ISA-12, AIT-12: the very trainer, and what one sets the next one sees, without any base class"
     seen = []
 
     class PredictCB:
@@ -155,7 +155,7 @@ def test_a_name_that_is_no_event_is_refused_and_own_ones_can_be_declared():
 
 
 def test_all_public_state_is_there_during_a_batch():
-    "ISA-15"
+    "ISA-15, NEMO-03, SON-08"
     names = "dls dl model loss_func opt_func opt lr n_epochs epochs epoch batches batch_num batch preds loss training callbacks".split()
     missing = []
     make_trainer(BasicTrainCB(), callback(after_batch=lambda self, trainer: missing.extend(o for o in names if not hasattr(trainer, o)))).fit(2)
@@ -217,7 +217,7 @@ def test_with_cbs_runs_before_after_and_always_cleanup():
 
 
 def test_the_fifteen_events_of_old_come_in_their_order():
-    "ISA-19, ISA-20, ISA-21"
+    "ISA-19, ISA-20, ISA-21, NEMO-02, AIT-02, AIT-03, AIT-04"
     assert len(BATCH_EVENTS + OTHER_EVENTS) == 15 and set(BATCH_EVENTS + OTHER_EVENTS) <= set(EVENTS)
     diary, cb = diary_of(BATCH_EVENTS + OTHER_EVENTS)
     make_trainer(cb).fit(1)
@@ -227,7 +227,7 @@ def test_the_fifteen_events_of_old_come_in_their_order():
 
 
 def test_training_and_validation_can_have_events_of_their_own():
-    "ISA-22: four for each pass by `with_cbs`, or a callback for one kind of pass"
+    "ISA-22, PTA-06: four for each pass by `with_cbs`, or a callback for one kind of pass"
     class Passes(Trainer):
         @with_cbs("train", CancelEpochException)
         def train_pass(self): super().one_epoch(True)
@@ -266,7 +266,7 @@ def test_a_cancelled_batch_is_like_continue(event):
 
 @pytest.mark.parametrize("error", [CancelEpochException(), CancelFitException(), ValueError()], ids=lambda o: type(o).__name__)
 def test_outer_cancels_and_errors_pass_every_inner_cleanup(error):
-    "ISA-28: only the error reaches the user"
+    "ISA-28, SON-02: only the error reaches the user"
     def predict(self, trainer):
         if trainer.batch_num == 1: raise error
     diary, cb = diary_of(["cleanup_batch", "cleanup_epoch", "after_epoch", "cleanup_fit", "after_fit"])
@@ -312,7 +312,7 @@ class OtherCB:
 
 
 def test_callbacks_are_added_one_by_one_or_together():
-    "ISA-31, ISA-32: None is ignored, and each is reachable by the name of its class"
+    "ISA-31, ISA-32, SON-05, PTA-15: None is ignored, and each is reachable by the name of its class"
     trainer = make_trainer(None)
     assert trainer.callbacks == []
     greet, other = GreetCB(), OtherCB()
@@ -347,7 +347,7 @@ def test_callbacks_are_removed_and_on_request_forgotten(wanted):
 
 @pytest.mark.parametrize("ending", [None, ValueError("oops"), KeyboardInterrupt(), CancelFitException("enough")], ids=lambda o: type(o).__name__)
 def test_after_callbacks_for_one_fit_the_trainer_is_exactly_as_before(ending):
-    "ISA-35, ISA-36: in the list and among the attributes, however the fit ended"
+    "ISA-35, ISA-36, NEMO-01, AIT-01: in the list and among the attributes, however the fit ended"
     def before_batch(self, trainer):
         if ending is not None: raise ending
     mine, guest, group = OtherCB(), GreetCB(), callback("GroupCB", callbacks=[callback("MemberCB", before_batch=before_batch)])
@@ -400,7 +400,7 @@ def test_values_of_training_and_validation_are_kept_apart():
 
 
 def test_there_are_events_after_each_step():
-    "MIN-01: in their places; the last one only after an update that really happened"
+    "MIN-01, NEMO-07, AIT-06, AIT-11: in their places; the last one only after an update that really happened"
     events = ["predict", "after_predict", "get_loss", "after_get_loss", "backward", "after_backward", "step", "after_step", "zero_grad"]
     diary, cb = diary_of(events)
     make_trainer(cb).fit(1, valid=False)

@@ -156,7 +156,7 @@ class MomentumAsMethod(StepsAsMethods):
 
 
 def test_steps_may_be_methods_of_the_trainer():
-    "MIN-02: the same loop in either style, bit for bit"
+    "MIN-02, PTA-19: the same loop in either style, bit for bit"
     batches, start = make_batches(), nn.Linear(3, 1)
     pairs = [(StepsAsMethods, {}, None), (Trainer, {}, BasicTrainCB()), (MomentumAsMethod, {"mom": 0.7}, None), (Trainer, {}, MomentumTrainCB(0.7))]
     plain, plain_cb, momentum, momentum_cb = models = [copy.deepcopy(start) for _ in pairs]
@@ -275,7 +275,7 @@ def test_a_limit_makes_an_endless_stream_countable():
         def before_epoch(self, trainer): self.n_batches = trainer.n_batches
 
     trainer = make_trainer(Endless(), [BasicTrainCB(), AskCB()], valid=Endless())
-    with pytest.raises(ValueError, match="Limit the pass with `NBatchCB`"): trainer.fit(2)
+    with pytest.raises(ValueError, match="Limit it with `NBatchCB` or `LimitCB.updates.`"): trainer.fit(2)
     trainer.fit(2, callbacks=NBatchCB(4))
     assert (trainer.n_updates, trainer.AskCB.total, trainer.AskCB.n_batches) == (8, 8, 4)
 

@@ -1,6 +1,8 @@
 "A before and an after around whoever provides a step: what chains of wrapped callbacks would be for."
 import copy
+import warnings
 
+import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
@@ -43,3 +45,15 @@ def test_precision_and_profiler_wrap_plain_training_without_touching_it():
         return trainer.model.weight
     assert torch.equal(trained(MixedPrecisionCB()), trained(MixedPrecisionCB(), ProfilerCB()))
     assert not torch.equal(trained(), trained(MixedPrecisionCB()))
+
+
+@pytest.mark.parametrize("scale, epochs", [(2.**127, [0]), (2.**16, [])])
+def test_an_epoch_without_a_step_is_told_of(scale, epochs):
+    "Every fp16 step of the first epoch overflows; the scale falls, and the second epoch learns"
+    batches = [(torch.full((4, 2), 8.), torch.ones(4, 1))] * 110
+    trainer = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), MixedPrecisionCB("float16", init_scale=scale)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(2, lr=1e-4, valid=False)
+    assert [f"In epoch {o} a gradient overflowed in every one of 110 steps" in str(w.message) for o, w in zip(epochs, told, strict=True)] == [True]*len(epochs)
+    assert trainer.n_updates > 0

@@ -1,8 +1,11 @@
 """Write the page that says where each feature is shown: `nbs/coverage.md`.
 
-The features stand in `tools/features.csv`, and their families (`ISA`, `MIN`) are those of its numbers. A test shows a
-feature by naming it in its docstring, a decorator or its body; a notebook's cell by a line `#| shows: ISA-70 ISA-71`.
+The features stand in `tools/features.csv`, and their families (`ISA`, `NEMO`, ...) are those of its numbers. A test shows
+a feature by naming it in its docstring, a decorator or its body; a notebook's cell by a line `#| shows: ISA-70 ISA-71`.
 Ranges are written `ISA-31 to ISA-37` or `ISA-31..37`.
+
+The column `later` says what comes with multi-process training: `all` of a feature, which may then be shown nowhere,
+or a `part` of it.
 
     python tools/coverage.py              write the page
     python tools/coverage.py --check      fail if the page is out of date, or a marker names a feature that is not there
@@ -20,10 +23,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path("nbs/coverage.md")
-LATER = {"NEMO", "PTA", "AIT", "SON"}  # Families that may be named in markers before they stand in the list, beside `F012` and `U03`
+LATER = {"": "", "part": "*across processes: later*", "all": "*comes with multi-process training*"}  # What the page says
 DIRECTIVE = re.compile(r"^#\|\s*shows\b\s*:?(.*)$", re.M)
 
-Feature = namedtuple("Feature", "id kind title")
+Feature = namedtuple("Feature", "id kind title later", defaults=[""])
 Place = namedtuple("Place", "path name")  # A test and its name, or a notebook and the heading above the cell
 
 
@@ -39,6 +42,9 @@ def read_features(path):
     if len(features) < len(rows):
         twice = sorted({o.id for o in rows if [p.id for p in rows].count(o.id) > 1})
         raise ValueError(f"{path.name} has {', '.join(twice)} more than once. Give each feature one line.")
+    odd = [f"{o.id} has {o.later!r}" for o in rows if o.later not in LATER]
+    if odd:
+        raise ValueError(f"In the column `later` of {path.name}, {', '.join(odd)}. Write `all`, `part` or nothing.")
     return features
 
 
@@ -71,7 +77,7 @@ def _numbers(family, first, last, known, where):
 def parse_directive(text, known, where):
     "The features in the rest of a line `#| shows:`, which has nothing but numbers and ranges"
     found = parse(text, known, where)
-    families = "|".join(sorted({o.partition("-")[0] for o in known} | LATER))
+    families = "|".join(sorted({o.partition("-")[0] for o in known}))
     bare = re.sub(rf"\b(?:({families})-\d+(\s+to\s+({families})-\d+|\.\.(({families})-)?\d+)?|[FU]\d+)(?!\S*\w)", "", text)
     odd = bare.replace(",", " ").split()
     if odd or not text.strip():
@@ -137,19 +143,29 @@ def make_page(features, places):
     shown = [o for o in features if places[o]]
     lines = ["---", "title: What is shown where", "---", "", "<!-- Written by tools/coverage.py from markers in tests and notebooks; do not edit -->", "",
              f"Of {len(features)} features, {len(shown)} are shown by a test or by an executed cell of a notebook.",
-             "An exclamation mark stands for something that is easily got wrong, so that a test has to show it right.", ""]
+             "An exclamation mark stands for something that is easily got wrong, so that a test has to show it right.", *_outlook(features, places), ""]
     for family in dict.fromkeys(o.partition("-")[0] for o in features):
         ids = [o for o in features if o.startswith(family + "-")]
         lines += [f"## {family}: {len([o for o in ids if places[o]])} of {len(ids)}", "", "| | | Feature | Shown in |", "|---|---|---|---|"]
-        lines += [f"| {o} | {'!' if '!' in features[o].kind else ''} | {features[o].title} | {_cell(places[o])} |" for o in ids] + [""]
+        lines += [f"| {o} | {'!' if '!' in features[o].kind else ''} | {features[o].title} | {_cell(places[o], features[o].later)} |" for o in ids] + [""]
     return "\n".join(lines)
 
 
-def _cell(places):
+def _outlook(features, places):
+    "What is still to come, as a sentence in a list, or nothing"
+    whole = [o for o in features if features[o].later == "all" and not places[o]]
+    part = [o for o in features if features[o].later == "part"]
+    if not whole and not part:
+        return []
+    return [f"Training in several processes is not there yet: {len(whole)} features come with it, and of {len(part)} others a part."]
+
+
+def _cell(places, later):
     by_file = {}
     for o in places:
         by_file.setdefault(o.path, []).append(o.name)
-    return "<br>".join(link(path, names) for path, names in by_file.items()) or "–"
+    shown = [link(path, names) for path, names in by_file.items()]
+    return "<br>".join(shown + [LATER[later]] * bool(later)) or "–"
 
 
 def main(argv=None, root=ROOT):
@@ -168,10 +184,10 @@ def main(argv=None, root=ROOT):
         file.write_text(page, encoding="utf-8")
     elif not file.exists() or file.read_text(encoding="utf-8") != page:
         return f"{PAGE} is out of date: markers or features have changed. Write it anew with `python tools/coverage.py`."
-    missing = [o for o in features if not places[o]]
+    missing = [o for o in features if not places[o] and features[o].later != "all"]
     if args.complete and missing:
         return f"{len(missing)} features are shown nowhere: {', '.join(missing)}. Mark the tests or cells that show them."
-    print(f"{len(features) - len(missing)} of {len(features)} features are shown")
+    print(f"{len([o for o in features if places[o]])} of {len(features)} features are shown")
     return 0
 
 

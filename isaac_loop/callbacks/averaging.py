@@ -76,12 +76,37 @@ class EMACB(_AveragingCB):
     def __init__(self,
         decay:float=0.999, # Share of the old average that stays at each update, 0 to 1; 0.999 looks back over about 1,000 updates
         keep:bool=False, # Leave the average in the model when the fit has ended?
+        *, warmup:bool=True, # Forget faster at first? Then `decay` is reached after about 9/(1-`decay`) updates
     ):
         if isinstance(decay, (str, bool)) or not 0 <= decay < 1: raise ValueError(f'`decay` is {decay!r}; at 1 or more the average would never change or grow without end. Use a share such as 0.999.')
         super().__init__(keep)
-        self.decay = decay
+        self.decay,self.warmup,self._n = decay,warmup,0
 
-    def _rule(self): return get_ema_multi_avg_fn(self.decay)
+    def before_fit(self, trainer):
+        "Begin a new average with the present weights"
+        super().before_fit(trainer)
+        self._n = 0
+
+    def after_step(self, trainer):
+        "Take the new weights into the average"
+        super().after_step(trainer)
+        self._n += 1
+
+    def decay_at(self,
+        n:int, # Updates that are in the average already
+    )->float: # Share of the old average that stays
+        "The decay at an update"
+        return min(self.decay, (1+n)/(10+n)) if self.warmup else self.decay
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on from a saved average"
+        super().load_state_dict(state)
+        self._n = self.average.n_averaged.item()
+
+    def _rule(self): return self._take_in
+    def _take_in(self, averages, weights, n): get_ema_multi_avg_fn(self.decay_at(self._n))(averages, weights, n)
 
 # %% ../../nbs/callbacks/63_averaging.ipynb #e871d31e
 class SWACB(_AveragingCB):

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 
 from ..events import CancelFitException, Order
 from ..history import Monitor, check_monitored, mode_of
+from ..run_folder import run_folder
 from ..run_state import check_fits, generators, opt_defaults, put_generators, put_position, put_weights, put_random, put_state, take_parts, take_state
 from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
@@ -129,16 +130,17 @@ def _replayed(dl, batches, start, done):
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #af0dd5fd
 class _When:
-    "Whether it is time to save: every n updates, every epoch or every so often; 'best' waits for better epochs only"
+    "Whether it is time to save: every n updates, every epoch or every so often, or when a function says so; 'best' waits for better epochs only"
     def __init__(self, every):
         self.every = every
         ok = every in ('epoch', 'best') if isinstance(every, str) else every >= datetime.timedelta(0) if isinstance(every, datetime.timedelta) else isinstance(every, int) and not isinstance(every, bool) and every > 0
-        if not ok: raise ValueError(f"`every` is {every!r}. Use 'epoch', 'best', a number of optimizer updates, or a `timedelta`.")
+        if not (ok or callable(every)): raise ValueError(f"`every` is {every!r}. Use 'epoch', 'best', a number of optimizer updates, a `timedelta` of 0 or more, or a function of the trainer.")
         self.seconds = every.total_seconds() if isinstance(every, datetime.timedelta) else math.inf
 
     def start(self, trainer): self.saved_at,self.updates = time.monotonic(),trainer.n_updates
     def after_batch(self, trainer):
         "Whether to save between two batches"
+        if callable(self.every): return trainer.n_updates != self.updates and bool(self.every(trainer))
         if isinstance(self.every, int): return trainer.n_updates != self.updates and trainer.n_updates % self.every == 0
         return time.monotonic()-self.saved_at >= self.seconds
 
@@ -156,8 +158,8 @@ def _metrics_of(name):
 class CheckpointCB(_ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
-        folder, # Where the checkpoints of this run live; two runs at a time are refused
-        every='epoch', # 'epoch', 'best', a number of optimizer updates, or a `timedelta`; a better epoch, the end of the fit, a cancel and an interrupt are always saved
+        folder=None, # Where the checkpoints of this run live, two runs at a time are refused; default: `checkpoints` in the folder that `ExperimentCB` made
+        every='epoch', # 'epoch', 'best', a number of optimizer updates, a `timedelta`, or a function of the trainer that says when; a better epoch, the end of the fit, a cancel and an interrupt are always saved
         monitor:str=None, # Column of the history that says which is best
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
@@ -184,7 +186,7 @@ class CheckpointCB(_ResumingCB):
         for o in [self.monitor, *_metrics_of(self._options['name'])]:
             if o is not None: check_monitored(trainer, o, 'CheckpointCB')
         self._close()
-        self._store = CheckpointStore(self.folder, **self._options)
+        self._store = CheckpointStore(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), **self._options)
         self._judge.reset()
         self._over,self._end = None,None
         self._begin(trainer, self._to_resume(trainer), self.strict)
@@ -326,7 +328,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     metrics = {k: v for k,v in row.items() if isinstance(v, (int, float)) and k not in ('fit', 'epoch')} if not batches else {}
     if self.monitor not in (None, *metrics): metrics = {} # This epoch was not measured
     self._store.name = self._options['name'] if set(_metrics_of(self._options['name'])) <= metrics.keys() else _NAME
-    info = dict(fit=state['position']['fit'], monitor=self.monitor, mode=self._options['mode']) | ({'branch': self._branch} if self._branch else {})
+    info = dict(fit=state['position']['fit'], monitor=self.monitor, mode=self._options['mode']) | ({'branch': self._branch} if self._branch else {}) | _about(trainer)
     self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=info)
     self._run = weakref.ref(trainer),self._store.run_id
     self._when.start(trainer)
@@ -337,6 +339,11 @@ def _restore(self:CheckpointCB, trainer):
     _ResumingCB._restore(self, trainer)
     self._lost = trainer.history.fit-state['position']['fit']
     if 'checkpoint' in state: self._judge.best,self._steps = state['checkpoint']['best'],state['checkpoint']['steps']
+
+def _about(trainer):
+    "What people may want to know who find a checkpoint alone"
+    experiment = trainer.experiment.to_dict() if trainer.experiment is not None else {}
+    return {k: experiment[k] for k in ('project', 'name', 'hyper') if k in experiment}
 
 def _start_of_pass(trainer):
     "Random numbers when this pass began, as the innermost callback that resumes knows them"

@@ -26,8 +26,10 @@ class DeviceCB:
         device = self._device = self.device if isinstance(self.device, torch.device) else _parse_device((self.device or def_device)())
         _check_device(device)
         if hasattr(trainer.model, 'to'): trainer.model.to(device)
-        if isinstance(trainer.loss_func, nn.Module): trainer.loss_func.to(device)
-        if hasattr(trainer, 'opt'): _move_state(trainer.opt)
+        for o in vars(trainer).values():
+            if isinstance(o, nn.Module): o.to(device) # Model and loss are among them
+        for o in vars(trainer).values():
+            if hasattr(o, 'param_groups'): _move_state(o)
 
     def before_batch(self, trainer):
         "Move the batch"

@@ -6,6 +6,8 @@
 __all__ = ['MixedPrecisionCB']
 
 # %% ../../nbs/callbacks/41_precision.ipynb #65f38879
+import warnings
+
 import torch
 from torch.amp import GradScaler, autocast
 
@@ -21,13 +23,21 @@ class MixedPrecisionCB:
     ):
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if self.dtype not in (torch.bfloat16, torch.float16): raise ValueError(f"`dtype` is {dtype!r}, which autocast does not use. Choose 'bfloat16' or 'float16'.")
-        self.init_scale,self._open = init_scale,None
+        self.init_scale,self._open,self._tried,self._overflowed = init_scale,None,0,0
 
     def before_fit(self, trainer):
         "Begin with a new scaler"
         parameter = next(iter(trainer.model.parameters()), torch.empty(0)) if hasattr(trainer.model, 'parameters') else torch.empty(0)
         self._device = parameter.device.type
         self.scaler = GradScaler(self._device, init_scale=self.init_scale, enabled=self.dtype == torch.float16)
+
+    def before_epoch(self, trainer):
+        "Begin to count steps"
+        self._tried,self._overflowed = 0,0
+
+    def cleanup_epoch(self, trainer):
+        "Say so if every step of the pass was left out"
+        if trainer.training and 0 < self._tried == self._overflowed: warnings.warn(_all_overflowed(trainer.epoch, self._tried, self.scaler.get_scale()), stacklevel=2)
 
     def before_predict(self, trainer):
         "Begin half precision"
@@ -59,13 +69,21 @@ class MixedPrecisionCB:
         "Un-scale the gradients, so that whoever clips them sees the true ones"
         self.scaler.unscale_(trainer.opt)
 
+    @property
+    def step(self):
+        "What does the step instead of others; with `bfloat16` nothing does, and any other way of stepping stays as it is"
+        return self._step if self.dtype == torch.float16 else None
+
     @replaces
-    def step(self, trainer):
+    def _step(self, trainer):
         "Let the optimizer step, unless a gradient overflowed"
         before = self.scaler.get_scale()
         self.scaler.step(trainer.opt)
         self.scaler.update()
-        if self.scaler.get_scale() < before: raise CancelStepException(f'a gradient overflowed at scale {before:g}, so this step was left out')
+        overflowed = self.scaler.get_scale() < before
+        self._tried += 1
+        self._overflowed += overflowed
+        if overflowed: raise CancelStepException(f'a gradient overflowed at scale {before:g}, so this step was left out')
 
     def state_dict(self):
         "The scaler's factor"
@@ -84,3 +102,8 @@ class MixedPrecisionCB:
     def _exit(self):
         context,self._open = self._open,None
         if context is not None: context.__exit__(None, None, None)
+
+# %% ../../nbs/callbacks/41_precision.ipynb #c84670ba
+def _all_overflowed(epoch, n, scale):
+    return (f'In epoch {epoch} a gradient overflowed in every one of {n} steps, so the model has learnt nothing in it. A few such steps are normal at first, while the scale falls (it is {scale:g} now). '
+            "If it goes on, is the loss finite? Lower `init_scale` or the learning rate, clip, or use 'bfloat16'.")

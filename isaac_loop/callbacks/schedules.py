@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from ..data import DataLoaders
-from ..events import Order, did_you_mean
+from ..events import Order, callback_name, did_you_mean
 from ..history import check_monitored
 from ..trainer import Trainer
 
@@ -108,6 +108,7 @@ class _SchedulerCB:
         self._before,self._own_opt = _Before(opt),trainer.opt_func is None or self.opt != 'opt'
         self.scheduler = _checked(self._make(opt, trainer), opt, type(self).__name__)
         self._n_steps,self._running = self._count_steps(trainer),True
+        _check_company(self, trainer)
         if self._saved is not None: self._load()
         elif self._n_steps is not None: _warn_of_length(type(self).__name__, self.scheduler, self._n_steps, self._unit)
 
@@ -121,6 +122,24 @@ class _SchedulerCB:
     def _make(self, opt, trainer):
         "The scheduler for this fit"
         return self.scheduler_func(opt, trainer=trainer) if _wants_trainer(self.scheduler_func) else self.scheduler_func(opt)
+
+# %% ../../nbs/callbacks/61_schedules.ipynb #4b541cca
+_BY_FORMULA = (lr_scheduler.LambdaLR, lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR, lr_scheduler.CosineAnnealingWarmRestarts)
+
+def _rules_alone(cb): return cb._unit == 'update' and isinstance(cb.scheduler, _BY_FORMULA)
+
+def _check_company(cb, trainer):
+    "Refuse a second schedule of the same optimizer, if one of the two sets the rate anew at every update"
+    for other in trainer.callbacks:
+        targets = getattr(other, 'functions', None) # Of an `AttributeSchedulerCB`, below
+        if isinstance(targets, dict) and any(str(o).startswith(f'{cb.opt}.') and str(o).endswith('.lr') for o in targets): raise ValueError(_no_effect(other, cb))
+        if other is cb or not isinstance(other, _SchedulerCB) or not other._running or getattr(trainer, other.opt) is not getattr(trainer, cb.opt): continue
+        alone,idle = (cb, other) if _rules_alone(cb) else (other, cb)
+        if _rules_alone(alone): raise ValueError(_no_effect(alone, idle))
+
+def _no_effect(alone, idle):
+    return (f'`{callback_name(alone)}` sets the rate anew at every update, so whatever `{callback_name(idle)}` does to it would be gone at the next one. '
+            'Leave one of them out, or name another optimizer with `opt`.')
 
 # %% ../../nbs/callbacks/61_schedules.ipynb #0a8b5836
 @patch
@@ -413,15 +432,22 @@ class WSDSchedulerCB(_FactorCB):
         self.warmup,self.decay_length,self.decay,self.n_decays,self.spacing = warmup,decay_length,decay,n_decays,spacing
         self.start_factor,self.end_factor,self.power,self.opt = start_factor,end_factor,power,opt
 
+    def decays(self,
+        total:int, # Updates in the run
+    )->list: # Pairs: the number of updates after which a decay begins, and after which it ends
+        "Where the decays lie"
+        ends = [round(total/self.spacing**i) for i in reversed(range(self.n_decays))]
+        return [(end-_updates(self.decay_length, end), end) for end in ends]
+
     def factor(self,
         update:int, # Number of the update, from 0
         total:int, # Updates in the run
     )->float: # What the rate of each group is multiplied with
         "The share of the top rate at an update"
-        ends = [round(total/self.spacing**i) for i in reversed(range(self.n_decays))]
-        end = next((o for o in ends if update < o), total)
-        length = _updates(self.decay_length, end)
-        if update < end-length or not length: return _rise(update, _updates(self.warmup, total), self.start_factor)
+        decays = self.decays(total)
+        start,end = next((o for o in decays if update < o[1]), decays[-1])
+        length = end-start
+        if update < start or not length: return _rise(update, _updates(self.warmup, total), self.start_factor)
         left = _decay_at(self.decay, min((update-end+length)/length, 1.), self.power)
         return self.end_factor + (1-self.end_factor)*left
 
@@ -430,6 +456,21 @@ class WSDSchedulerCB(_FactorCB):
         needed = _updates(self.warmup, total) + _updates(self.decay_length, first)
         if needed > first: warnings.warn(f'`{type(self).__name__}`: warm-up and decay take {needed} updates, but the first decay is to end after {first}. '
                                          'The decay will begin before the warm-up is over.', stacklevel=2)
+
+# %% ../../nbs/callbacks/61_schedules.ipynb #7d52a068
+@patch
+def decay_begins(self:WSDSchedulerCB,
+    trainer, # In a fit
+)->bool: # True between the last update at the top and the first of a decay
+    "Whether the next update is the first of a decay"
+    return trainer.n_updates in [start for start,_ in self.decays(trainer.total_updates)]
+
+@patch
+def decay_ends(self:WSDSchedulerCB,
+    trainer, # In a fit
+)->bool: # True after the last update of a decay
+    "Whether a decay has just ended"
+    return trainer.n_updates in [end for _,end in self.decays(trainer.total_updates)]
 
 # %% ../../nbs/callbacks/61_schedules.ipynb #e26fbc90
 class StepSchedulerCB(EpochSchedulerCB):

@@ -148,6 +148,7 @@ class LimitCB(_KeepsState):
             if n is not None: _check_count(name, n)
         if updates is samples is seconds is epochs is None: raise ValueError('`LimitCB` has no limit, so it would do nothing. Give it `updates`, `samples`, `seconds` or `epochs`.')
         self.updates,self.samples,self.seconds,self.epochs,self.count = updates,samples,_seconds(seconds),epochs,count
+        self.max_updates = updates # Read by `trainer.total_updates`
 
     def _start(self, trainer):
         "Begin to count"
