@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SeededBatchSampler', 'WorkerCrashed', 'ExactLoader', 'ReplayLoader', 'exact_loader']
 
-# %% ../nbs/09_sampling.ipynb #f4af71ab
-import multiprocessing, os, random, sys, threading, warnings, weakref
+# %% ../nbs/09_sampling.ipynb #15ea933a
+import gc, multiprocessing, os, random, sys, threading, warnings, weakref
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
@@ -162,6 +162,7 @@ class _AtStart:
     def __call__(self, worker):
         info = get_worker_info()
         object.__setattr__(info, 'dataset', info.dataset.dataset) # The class is frozen
+        gc.freeze() # Loaders of the parent that are garbage are for the parent to collect: here that would end its other workers
         threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
         if self.worker_init_fn is not None: self.worker_init_fn(worker)
 

@@ -134,13 +134,13 @@ class _ByName:
 # %% ../nbs/10_trainer.ipynb #dfd6b3da
 class _Batches:
     "The batches of a loader; they end early if the pass is to end"
-    def __init__(self, trainer, dl): self.trainer,self.dl = trainer,dl
+    def __init__(self, dl): self.dl,self.over = dl,False
     def __len__(self): return len(self.dl)
 
     def __iter__(self):
         for batch in self.dl:
             yield batch
-            if self.trainer._pass_ends: return
+            if self.over: return
 
 def _count_update(trainer): trainer.n_updates += 1
 
@@ -164,7 +164,7 @@ class Trainer(_ByName):
         self.dls,self.loss_func,self.opt_func,self.model = dls,loss_func,opt_func,model
         self.callbacks,self.history,self.plan = [],History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
-        self._named,self._guests,self._training,self._pass_ends,self._fitting,self._broken = {},[],None,False,False,False
+        self._named,self._guests,self._training,self._source,self._fitting,self._broken = {},[],None,_Batches(()),False,False
         check_trainer_class(type(self), self.plan.events)
         self.add_callbacks(callbacks)
         self.subclassing_method(**kwargs)
@@ -212,9 +212,10 @@ class Trainer(_ByName):
         "One pass over a loader, with the model in the right mode, and without gradients when validating"
         if any(o.name == 'epoch' for o in self.plan.spans): raise RuntimeError(_pass_in_pass)
         self._forget('batch_num', 'batch', 'preds', 'loss')
-        self._training,self._pass_ends,self.start_batch = training,False,0
+        self._training,self.start_batch = training,0
         self.dl = self.dls.train if training else self.dls.valid
-        self.batches,self.n_batches = _Batches(self, self.dl),n_batches(self.dl)
+        self.batches = self._source = _Batches(self.dl)
+        self.n_batches = n_batches(self.dl)
         if hasattr(self.model, 'train'): self.model.train(training)
         self.plan.select(training)
         try:
@@ -231,7 +232,7 @@ class Trainer(_ByName):
             self.preds = self.loss = None # Dropped before the next forward pass needs the memory
             del self.preds,self.loss
             self.one_batch()
-            over = self._pass_ends
+            over = self._source.over
         if 'batch_num' not in vars(self) and not self.start_batch: raise ValueError(_no_batches(self))
 
     @with_cbs('batch', CancelBatchException)
@@ -473,7 +474,7 @@ def request_stop(self:Trainer,
 ):
     "Stop in good order: this pass ends after its batch, the epoch closes as usual, and no other begins"
     if not self._fitting: raise RuntimeError(f'`request_stop({reason!r})` was called while nothing is training, so there is nothing to stop. Call it from a callback.')
-    self.stop_reason,self._pass_ends = reason or 'asked to stop',True
+    self.stop_reason,self._source.over = reason or 'asked to stop',True
 
 # %% ../nbs/10_trainer.ipynb #8e9ce878
 @patch(as_prop=True)

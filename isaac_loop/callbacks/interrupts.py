@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['InterruptCB']
 
-# %% ../../nbs/callbacks/65_interrupts.ipynb #2ef5b6d1
-import os, signal, threading
+# %% ../../nbs/callbacks/65_interrupts.ipynb #2f3b2149
+import gc, os, signal, threading
 
 from torch.utils.data import DataLoader
 
@@ -79,6 +79,7 @@ class _Patient:
     def __init__(self, init): self.init = init
 
     def __call__(self, worker):
+        gc.freeze() # As for the workers of an exact loader
         signal.signal(signal.SIGTERM, _in_worker)
         if self.init is not None: self.init(worker)
 
