@@ -396,13 +396,13 @@ def test_with_two_batches_to_an_update_the_calls_and_the_weights_are_the_same(pt
     assert callback.facade.run_config.num_update_steps_per_epoch == theirs.run_config.num_update_steps_per_epoch == 2
 
 
-def test_what_their_trainer_has_and_ours_has_not_is_named(pta):
+def test_what_their_trainer_has_and_ours_has_not_is_named(pta, tmp_path):
     "The error says who asked, what there is, or what to use instead (PTA-03)"
     from pytorch_accelerated.callbacks import SaveTrainingStateCallback, TrainerCallback
     class Asks(TrainerCallback):
         def on_training_run_start(self, trainer, **kwargs): return trainer.run_historie
     with pytest.raises(AttributeError, match=r"`Asks` asked its trainer for `run_historie`.*Did you mean `run_history`.*Offered are .*'run_config'"): ours(adapt(Asks))
-    with pytest.raises(AttributeError, match="`SaveTrainingStateCallback` asked its trainer for `save_training_state`.*CheckpointCB"): ours(adapt(SaveTrainingStateCallback("unused")))
+    with pytest.raises(AttributeError, match="`SaveTrainingStateCallback` asked its trainer for `save_training_state`.*CheckpointCB"): ours(adapt(SaveTrainingStateCallback(tmp_path)))
 
 
 def test_a_facade_is_kept_for_the_next_fit_and_its_history_begins_anew(pta):
