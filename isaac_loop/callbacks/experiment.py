@@ -20,6 +20,7 @@ from .. import __version__
 from .run_config import RunConfig
 from .tracking import described, plain, settings, source_of
 from ..events import CancelException, Order, callback_name
+from ..media import replace_file
 from ..run_folder import Experiment, without_password
 from ..tables import short
 
@@ -128,7 +129,7 @@ class _LogFile(logging.Handler):
         self.setFormatter(logging.Formatter('%(levelname)s %(name)s: %(message)s'))
 
     def line(self, text):
-        "Write one line, with the time before it"
+        "Write a text line by line, with the time before each"
         text = ''.join(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {o}\n' for o in str(text).splitlines())
         if self.path is None: self.waiting.append(text)
         else: self._append(text)
@@ -374,10 +375,8 @@ def _open_log(self:ExperimentCB):
 @patch
 def _write_record(self:ExperimentCB):
     "Write the record, all or nothing"
-    part = self._file.with_name(f'.{self._file.name}.part')
-    try:
-        part.write_text(_json(self._record), encoding='utf-8', errors='backslashreplace')
-        os.replace(part, self._file)
+    text = _json(self._record).encode('utf-8', 'backslashreplace')
+    try: replace_file(self._file, lambda part: part.write_bytes(text))
     except OSError as e: _warn_of(self._file, e)
 
 # %% ../../nbs/callbacks/73_experiment.ipynb #dcdf3254

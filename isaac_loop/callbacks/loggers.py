@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LoggerCB', 'run_map', 'CSV', 'JSONLines', 'Screen']
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #506003bb
-import csv, inspect, io, json, math, numbers, operator, os, re, time, uuid, warnings, weakref
+# %% ../../nbs/callbacks/71_loggers.ipynb #346bc5f7
+import csv, inspect, io, itertools, json, math, numbers, operator, re, time, uuid, warnings, weakref
 from array import array
 from collections.abc import Mapping
 from functools import partial
@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
+from .run_config import processes
 from .tracking import described, plain, settings, write_csv, write_jsonl
+from ..checks import check_count
 from ..events import CancelException, CancelFitException, Order, callback_name
 from ..history import check_monitored
-from ..media import check_folder, media_file
+from ..media import check_folder, media_file, replace_file
 from ..tables import Table, short
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #fc5a887c
@@ -92,16 +94,10 @@ def finish(self:_Outlet, ok, step):
     if self.unsent: self.retry()
     self._attempt('its end', step, self.tell, 'close', ok)
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #28436b07
-def _check_frequency(name, value):
-    "Refuse what cannot be counted"
-    if value is None or (isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1): return
-    raise ValueError(f'`{name}` is {value!r}, but it is counted. Use a whole number of 1 or more, or None to leave those rows out.')
-
+# %% ../../nbs/callbacks/71_loggers.ipynb #32802e8e
 def _check_frequencies(every, epochs, values, media, columns):
     "Refuse frequencies that contradict each other"
-    _check_frequency('every', every)
-    _check_frequency('epochs', epochs)
+    for name,n in dict(every=every, epochs=epochs).items(): check_count(n, name, none='to leave those rows out')
     if every is None and epochs is None: raise ValueError('`every=None` and `epochs=None` leave nothing to log. Give one of them a number.')
     if every is None and (values or media): raise ValueError('`values` and `media` are asked for at every so many updates, but `every` is None, so they never would be. Give it a number.')
     if epochs is None and columns is not None: raise ValueError('`columns` chooses from the rows of epochs, but `epochs` is None, so there are none. Give it a number.')
@@ -125,8 +121,8 @@ def _checked(name, value):
     what = f'a tensor of shape {tuple(value.shape)}' if torch.is_tensor(value) else repr(value)
     raise TypeError(f'`LoggerCB` asked for `{name}` and got {what}, but a row has one number for each name. Let a function return one; for anything else there is `media`.')
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #392f76ca
-def _rates(trainer):
+# %% ../../nbs/callbacks/71_loggers.ipynb #482d148d
+def _learning_rates(trainer):
     "The learning rates of all parameter groups"
     found = {}
     for name,opt in vars(trainer).items():
@@ -240,17 +236,12 @@ def shows_rows(self:LoggerCB)->bool:
     "Whether a log prints rows, so that nobody else has to"
     return any(getattr(o, 'shows_rows', False) for o in self.to)
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #965a7c65
-def _is_first_process():
-    "Whether this is the only process, or the first of several"
-    from torch import distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-
+# %% ../../nbs/callbacks/71_loggers.ipynb #17ad2063
 @patch
 def before_fit(self:LoggerCB, trainer):
     "Find out whether the logs can be written"
     if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
-    self._active,self._opened,self._sent,self._newest = _is_first_process(),False,[],None
+    self._active,self._opened,self._sent,self._newest = processes()[0] == 0,False,[],None
     self._offset,self._last,self._epoch,self._seconds = self._n,0,None,0.
     self._steps,self._logged,self._losses,self._start = array('q'),set(),_MeanLoss(),time.perf_counter()
     self._set_due()
@@ -360,7 +351,7 @@ def _take_down(self:LoggerCB, trainer, step, loss):
     "Gather a row"
     now,self._due = time.perf_counter(),(step//self.every+1)*self.every # A batch may have several updates, and jump over a multiple
     self._logged.add(step)
-    row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **_rates(trainer),
+    row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **_learning_rates(trainer),
                seconds_per_step=(now-self._mark)/max(trainer.n_updates-self._marked, 1))
     self._mark,self._marked = now,trainer.n_updates
     row |= {name: _checked(name, f(trainer)) for name,f in self._functions.items()}
@@ -449,9 +440,9 @@ def _send_late_columns(self:LoggerCB, step):
     if self._missing: warnings.warn(f'`LoggerCB` was to log the columns {sorted(self._missing)}, but no row that it logged had them. The last has {sorted(row)}.', stacklevel=2)
     if late: self._send({'epoch': row['epoch'], **late}, step, 'epochs')
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #c9f2b3a8
+# %% ../../nbs/callbacks/71_loggers.ipynb #c52b3271
 @patch
-def state_dict(self:LoggerCB):
+def state_dict(self:LoggerCB)->dict: # Plain types
     "Number of the run, its step, and what has been sent"
     if self._opened: self._send_arrived(wait=True)
     now = time.perf_counter()
@@ -503,9 +494,8 @@ class _Files:
 def _file_name(self:_Files, name, step, ending):
     "A name that no other file of this run has"
     stem = re.sub(r'[^\w.-]+', '_', name)+f'-{step}'
-    for i in range(1, len(self._names)+2):
-        found = stem+ending if i == 1 else f'{stem}-{i}{ending}'
-        if found not in self._names: break
+    names = itertools.chain([stem+ending], (f'{stem}-{i}{ending}' for i in itertools.count(2)))
+    found = next(o for o in names if o not in self._names)
     self._names.add(found)
     return found
 
@@ -542,14 +532,9 @@ class CSV(_Files):
             with open(file, newline='', encoding='utf-8') as f: rows = list(csv.reader(f))
             if not rows or rows[0][:2] != ['run', 'step']: continue # Somebody else's
             kept = [o for o in rows[1:] if len(o) > 1 and cut.keeps(file.stem, *o[:2])]
-            if len(kept) < len(rows)-1: _replace(file, [rows[0], *kept])
-
-def _replace(file, rows):
-    "Write a CSV file anew, at once"
-    csv.writer(text := io.StringIO(newline='')).writerows(rows)
-    part = file.with_suffix('.part')
-    part.write_bytes(text.getvalue().encode())
-    os.replace(part, file)
+            if len(kept) == len(rows)-1: continue
+            csv.writer(text := io.StringIO(newline='')).writerows([rows[0], *kept])
+            replace_file(file, lambda part, text=text: part.write_bytes(text.getvalue().encode()))
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #0ab0c136
 class JSONLines(_Files):
@@ -572,10 +557,7 @@ class JSONLines(_Files):
     def _cut(self, run):
         cut,lines = _Cut(run),self.path.read_bytes().splitlines(keepends=True)
         kept = [o for o in lines if _keeps_line(cut, o)]
-        if len(kept) == len(lines): return
-        part = self.path.with_suffix('.part')
-        part.write_bytes(b''.join(kept))
-        os.replace(part, self.path)
+        if len(kept) < len(lines): replace_file(self.path, lambda part: part.write_bytes(b''.join(kept)))
 
 def _keeps_line(cut, line):
     "Whether to keep a line; one that broke off is"

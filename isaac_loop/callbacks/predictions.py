@@ -223,16 +223,25 @@ class CapturePredsCB:
         "Compute the loss of each example"
         if self.with_loss: self._losses = loss_per_example(trainer.loss_func, trainer.preds, *trainer.split(trainer.batch)[1]).detach()
 
-    def after_batch(self, trainer):
-        "Copy predictions and targets to the CPU"
-        self._parts.append(self._part(trainer))
-        self._positions.append(range(self._start, self._start + (batch_size(trainer.batch) or 0)))
-        if self._compare: self._batch_losses.append(torch.as_tensor(trainer.loss).detach().reshape(()))
-        if self.write is not None: self._write()
+# %% ../../nbs/callbacks/55_predictions.ipynb #10d503cc
+@patch
+def after_batch(self:CapturePredsCB, trainer):
+    "Copy predictions and targets to the CPU"
+    self._parts.append(self._part(trainer))
+    self._positions.append(range(self._start, self._start + (batch_size(trainer.batch) or 0)))
+    if self._compare: self._batch_losses.append(torch.as_tensor(trainer.loss).detach().reshape(()))
+    if self.write is not None: self._write()
 
-    def cleanup_batch(self, trainer):
-        "Count the examples, also of a batch that was skipped"
-        self._start += batch_size(trainer.batch) or 0
+@patch
+def cleanup_batch(self:CapturePredsCB, trainer):
+    "Count the examples, also of a batch that was skipped"
+    self._start += batch_size(trainer.batch) or 0
+
+@patch
+def _part(self:CapturePredsCB, trainer):
+    "What is kept of the present batch"
+    inputs,targets = trainer.split(trainer.batch)
+    return _copied(dict(preds=trainer.preds, targets=only_one(targets), losses=self._losses, inputs=only_one(inputs) if self.with_inputs else None), self._devices)
 
 # %% ../../nbs/callbacks/55_predictions.ipynb #05c0993a
 def _warn_of_other_losses(parts, batch_losses):
@@ -244,13 +253,7 @@ def _warn_of_other_losses(parts, batch_losses):
                       'Either `loss_func` weights its examples, or it compares them with each other; then these losses mean little.', stacklevel=4)
         return
 
-# %% ../../nbs/callbacks/55_predictions.ipynb #c4fd21ba
-@patch
-def _part(self:CapturePredsCB, trainer):
-    "What is kept of the present batch"
-    inputs,targets = trainer.split(trainer.batch)
-    return _copied(dict(preds=trainer.preds, targets=only_one(targets), losses=self._losses, inputs=only_one(inputs) if self.with_inputs else None), self._devices)
-
+# %% ../../nbs/callbacks/55_predictions.ipynb #320ca6b9
 @patch
 def result(self:CapturePredsCB)->Predictions: # In the order of the pass
     "Everything captured in the last pass, joined; this waits for the device"
