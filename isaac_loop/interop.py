@@ -466,6 +466,7 @@ def _output(self:_AcceleratedTrainer):
     self._loss_tracker.update(loss, size)
     return dict(loss=trainer.loss, model_outputs=trainer.preds, batch_size=size)
 
+# %% ../nbs/96_interop.ipynb #86da1e90
 @patch
 def _add_loss(self:_AcceleratedTrainer, name):
     "The mean loss of a pass, into the run history"
@@ -485,7 +486,8 @@ def _run_eval_epoch(self:_AcceleratedTrainer, valid_dl, is_training=True, is_int
     with self._trainer.side_run(_StepsCB(self)) as side:
         side.dls = OtherData(side.dls, valid_dl)
         side.fit(1, train=False)
-    self._add_loss('intermediate_eval_loss' if is_intermediate else 'eval_loss_epoch' if is_training else 'evaluation_loss')
+    name = 'eval_loss_epoch' if is_training else 'evaluation_loss'
+    self._add_loss('intermediate_eval_loss' if is_intermediate else name)
     tell('on_eval_epoch_end', self)
 
 # %% ../nbs/96_interop.ipynb #99fe7b4e
@@ -552,7 +554,8 @@ def after_get_loss(self:_AcceleratedCB, trainer):
 def after_epoch(self:_AcceleratedCB, trainer):
     "Their epoch ends"
     facade = self.facade
-    if self._is_first(trainer): facade._add_loss('train_loss_epoch' if trainer.training else 'eval_loss_epoch' if facade._training_run else 'evaluation_loss')
+    of_valid = 'eval_loss_epoch' if facade._training_run else 'evaluation_loss'
+    if self._is_first(trainer): facade._add_loss('train_loss_epoch' if trainer.training else of_valid)
     if trainer.training: self._fire(trainer, 'on_train_epoch_end')
     else: self._fire(trainer, 'on_eval_epoch_end', is_intermediate=False)
     if self._is_last(trainer): self._record(trainer, facade.run_history._new)
@@ -729,6 +732,21 @@ class _TrainLoop(_Facade):
         self.train_history.insert_single_result_into_history(metric_name, metric_result)
         self._new[metric_name] = metric_result
 
+# %% ../nbs/96_interop.ipynb #a072d7c7
+class _LossesCB:
+    "Keep the loss of each batch"
+    order,on_train = Order.RECORD,False
+    def __init__(self): self.losses = []
+    def after_get_loss(self, trainer): self.losses.append(trainer.loss.detach().reshape(()))
+
+class _PredictionsCB:
+    "Show predictions to foreign callbacks, batch by batch"
+    order,on_train = Order.REPORT,False
+    def __init__(self, loop, kind): self.loop,self.info = loop,{'type': kind}
+    def after_predict(self, trainer):
+        targets = trainer.split(trainer.batch)[1]
+        for o in self.loop.callbacks: _method(o, 'on_after_batch_prediction')(trainer.preds, targets[0] if len(targets) == 1 else targets, {}, self.info)
+
 # %% ../nbs/96_interop.ipynb #aae4ac18
 _KINDS = {'train': 'train', 'validation': 'valid', 'test': 'test'} # Their names of the data sets and ours
 
@@ -769,21 +787,6 @@ def _mean(losses): return torch.stack(losses).double().mean().cpu()
 for kind in _KINDS: # predict_on_validation_set, evaluate_loss_on_validation_set, and so on
     setattr(_TrainLoop, f'predict_on_{kind}_set', partialmethod(_TrainLoop._predict, kind))
     setattr(_TrainLoop, f'evaluate_loss_on_{kind}_set', partialmethod(_TrainLoop._evaluate, kind))
-
-# %% ../nbs/96_interop.ipynb #a072d7c7
-class _LossesCB:
-    "Keep the loss of each batch"
-    order,on_train = Order.RECORD,False
-    def __init__(self): self.losses = []
-    def after_get_loss(self, trainer): self.losses.append(trainer.loss.detach().reshape(()))
-
-class _PredictionsCB:
-    "Show predictions to foreign callbacks, batch by batch"
-    order,on_train = Order.REPORT,False
-    def __init__(self, loop, kind): self.loop,self.info = loop,{'type': kind}
-    def after_predict(self, trainer):
-        targets = trainer.split(trainer.batch)[1]
-        for o in self.loop.callbacks: _method(o, 'on_after_batch_prediction')(trainer.preds, targets[0] if len(targets) == 1 else targets, {}, self.info)
 
 # %% ../nbs/96_interop.ipynb #7891fe29
 _PLACES = [(-100, Order.RECORD+1), (0, Order.SCHEDULE), (99, Order.DECIDE), (100, Order.SAVE), (1500, Order.REPORT)]

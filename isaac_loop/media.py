@@ -46,13 +46,19 @@ def _png_of_image(image):
     Image.fromarray(array).save(file := io.BytesIO(), format='png')
     return file.getvalue()
 
-def _csv_of_table(rows):
-    "Rows as CSV, with a column for every key"
+# %% ../nbs/34_media.ipynb #8dd2b741
+def csv_text(
+    rows, # Dicts
+    delimiter:str=',', # What stands between two cells
+    line_end:str='\r\n', # What ends a line; the default is that of RFC 4180
+)->str: # With one header that has all columns
+    "Rows as the text of a CSV file"
+    rows = [dict(o) for o in rows]
     columns = list(dict.fromkeys(k for row in rows for k in row))
-    writer = csv.DictWriter(text := io.StringIO(newline=''), columns)
+    writer = csv.DictWriter(text := io.StringIO(newline=''), columns, delimiter=delimiter, lineterminator=line_end)
     writer.writeheader()
     writer.writerows(rows)
-    return text.getvalue().encode('utf-8', 'backslashreplace')
+    return text.getvalue()
 
 # %% ../nbs/34_media.ipynb #7aebbf26
 def media_file(
@@ -63,7 +69,7 @@ def media_file(
 )->tuple: # Ending of a file's name, such as '.png', and the bytes to write
     "Something to look at or to listen to as a file"
     if kind == 'text': return '.txt',str(value).encode('utf-8', 'backslashreplace')
-    if kind == 'table': return '.csv',_csv_of_table(value)
+    if kind == 'table': return '.csv',csv_text(value).encode('utf-8', 'backslashreplace')
     if kind == 'figure': return '.png',_png_of_figure(value)
     if kind == 'image': return '.png',_png_of_image(value)
     if kind == 'audio': return '.wav',wav_bytes(value, rate)

@@ -266,7 +266,7 @@ def test_the_record_says_what_was_run(tmp_path):
     trainer.fit(1, lr=0.25)
     folder = trainer.experiment.folder
     found = record(folder)
-    assert found["hyper"] == {"width": 99, "nan": "nan", "x": [1, 2]}
+    assert found["hyper"] == {"width": 99, "nan": "NaN", "x": [1, 2]}
     assert (found["python"], found["torch"], found["seeds"]["torch"]) == (".".join(map(str, sys.version_info[:3])), torch.__version__, 0)
     assert found["fits"][0]["config"] == trainer.run_config.to_dict() and found["fits"][0]["opt_func"] == "Adam"
     assert {"InterruptCB", "BasicTrainCB", "QuietMetricsCB"} <= set(found["fits"][0]["callbacks"])

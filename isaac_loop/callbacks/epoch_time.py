@@ -52,8 +52,8 @@ class EpochTimeCB:
 @patch
 def _finish(self:EpochTimeCB, trainer, seconds):
     "Tell what follows from so many `seconds` for a batch, and leave"
-    n = trainer.n_batches
-    self.estimate = dict(batch=seconds, epoch=None if n is None else seconds*n, fit=None if n is None else seconds*n*trainer.n_epochs)
+    epoch = None if trainer.n_batches is None else seconds*trainer.n_batches
+    self.estimate = dict(batch=seconds, epoch=epoch, fit=None if epoch is None else epoch*trainer.n_epochs)
     if self.show: print(self._text(trainer), flush=True)
     trainer.remove_callback(self)
 

@@ -112,7 +112,8 @@ class EvaluatorCB:
         if report is not None: check_function(report, 'report', 'text')
         if write is not None and user_epochs_done_callback is None: raise ValueError('`write` gets what `user_epochs_done_callback` returns, and there is no such function. Pass both, or leave out `write`.')
         if name: self.name = name
-        self.sets,self.updates,self.epochs,self.at_start,self.at_end = data_sets(dl, 'eval'),updates,epochs or (None if updates else 1),at_start,at_end
+        self.sets,self.at_start,self.at_end = data_sets(dl, 'eval'),at_start,at_end
+        self.updates,self.epochs = updates,1 if updates is None and epochs is None else epochs
         self.n_batches,self.with_loss,self.write,self.report,self.callbacks_inside = n_batches,with_loss,write,report,callbacks
         self.user_iter_callback,self.user_epochs_done_callback,self.store = user_iter_callback,user_epochs_done_callback,{}
         self._askers = _askers(eval_tensors or ['preds', 'targets'] + ['loss']*with_loss)
@@ -159,7 +160,9 @@ def _limit(self:EvaluatorCB):
 def before_fit(self:EvaluatorCB, trainer):
     "Forget the last run, and look at names and data"
     self._check(trainer)
-    self.n_evaluations,self._seen,self._started,self._fresh,self._measured,self._row,self._unwritten = 0,0,False,False,{},{},[]
+    self.n_evaluations,self._measured,self._fresh = 0,{},False # How many, the last one, and whether the model is still the one it measured
+    self._started,self._seen = False,0 # Whether there was a batch, and updates when the last one was done
+    self._row,self._unwritten = {},[] # The newest values of this epoch, and batches that have no row yet
 
 @patch
 def columns(self:EvaluatorCB, trainer)->list: # One that ends in `_*` stands for columns whose names are not known before

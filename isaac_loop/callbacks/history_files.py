@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['table_text', 'HistoryFilesCB']
 
-# %% ../../nbs/callbacks/77_history_files.ipynb #71ea4055
-import csv, io, re, warnings
+# %% ../../nbs/callbacks/77_history_files.ipynb #90b8f59b
+import re, warnings
 
 from fastcore.basics import patch
 
 from .run_config import RunConfig
 from ..curves import history_figure
 from ..events import Order, did_you_mean
-from ..media import check_folder, media_file, replace_file
+from ..media import check_folder, csv_text, media_file, replace_file
 from ..run_folder import run_folder
 from ..tables import Table
 
@@ -25,12 +25,8 @@ def table_text(
     kind:str='csv', # 'csv', 'tsv', or 'txt' with aligned columns
 )->str: # With one header that has all columns
     "Rows as the text of a file"
-    rows = [dict(o) for o in rows]
     if kind == 'txt': return f'{Table(rows)}\n'
-    columns = list(dict.fromkeys(k for row in rows for k in row))
-    writer = csv.writer(text := io.StringIO(newline=''), delimiter='\t' if kind == 'tsv' else ',', lineterminator='\n')
-    writer.writerows([columns, *([row.get(o) for o in columns] for row in rows)])
-    return text.getvalue()
+    return csv_text(rows, '\t' if kind == 'tsv' else ',', line_end='\n')
 
 # %% ../../nbs/callbacks/77_history_files.ipynb #c61f7d70
 def _file_name(name):
@@ -62,7 +58,7 @@ class HistoryFilesCB:
         each_epoch:bool=True, # After each epoch, or else only at the end?
         keep_plots:bool=False, # Keep the curves of every epoch, in a folder for each?
     ):
-        tables = [] if table is None else [table] if isinstance(table, str) else list(table)
+        tables = [table] if isinstance(table, str) else list(table or ())
         for o in tables:
             if o not in _TABLES: raise ValueError(f'`table` is {o!r}, and the rows can be written as {list(_TABLES)}.{did_you_mean(str(o), _TABLES)}')
         _check_format(plot)

@@ -195,7 +195,8 @@ def only_one(
     values:tuple, # Inputs or targets of a batch
 ): # None, the only one, or all
     "A tuple of one value as this value, an empty one as None"
-    return None if not values else values[0] if len(values) == 1 else values
+    if len(values) == 1: return values[0]
+    return values or None
 
 # %% ../../nbs/callbacks/55_predictions.ipynb #86367db5
 class CapturePredsCB:
@@ -455,6 +456,7 @@ def decoded(
     raise TypeError(f'Predictions of shape {shapes(preds)} are not one score for each class, so the class is unknown. '
                     'Pass `decode`, a function from predictions to class numbers, such as `lambda preds: (preds > 0).long()`.')
 
+# %% ../../nbs/callbacks/55_predictions.ipynb #a19cb16a
 def class_name(
     i:int, # Its number
     classes, # Names in the order of the numbers, or None

@@ -89,6 +89,15 @@ def _overlap(a, b):
 
 text_scores.names = ('exact_match', 'word_f1')
 
+# %% ../../nbs/callbacks/68_reports.ipynb #c7d92afa
+def _named_sets(dl):
+    "Data sets by name"
+    if isinstance(dl, (list, tuple)) and all(isinstance(o, str) for o in dl): dl = {o: o for o in dl}
+    return data_sets(dl, dl if isinstance(dl, str) else 'report')
+
+def _is_valid(dls, dl): return chosen_loader(dls, dl) is getattr(dls, 'valid', None)
+def _check_every(every): check_count(every, 'every', 'epochs are counted', none='for the last epoch only')
+
 # %% ../../nbs/callbacks/68_reports.ipynb #aedb2341
 class _AfterPassCB:
     "Does something with the predictions of an epoch"
@@ -119,9 +128,6 @@ class _AfterPassCB:
         self._done[name] = trainer.epoch
         with same_random(): self._use(trainer, name, found)
 
-def _is_valid(dls, dl): return chosen_loader(dls, dl) is getattr(dls, 'valid', None)
-def _check_every(every): check_count(every, 'every', 'epochs are counted', none='for the last epoch only')
-
 # %% ../../nbs/callbacks/68_reports.ipynb #2e9b722b
 class ReportCB(_AfterPassCB):
     "Write scores over all predictions of an epoch into the history, as `valid_<name>` or `train_<name>`"
@@ -150,11 +156,6 @@ class ReportCB(_AfterPassCB):
         "The columns that this callback will write into the history"
         names = [o for f in self.functions for o in getattr(f, 'names', ['*'])] + [o for k in self.named for o in (k, f'{k}_*')]
         return [f'{start}_{o}' for start in self.sets for o in names]
-
-def _named_sets(dl):
-    "Data sets by name"
-    if isinstance(dl, (list, tuple)) and all(isinstance(o, str) for o in dl): dl = {o: o for o in dl}
-    return data_sets(dl, dl if isinstance(dl, str) else 'report')
 
 # %% ../../nbs/callbacks/68_reports.ipynb #d9f93cd0
 @patch
@@ -209,6 +210,12 @@ def write_preds_csv(
             table.writerows([cell(i) for cell in columns.values()] for i in range(len(predictions)))
     replace_file(path, write)
 
+# %% ../../nbs/callbacks/68_reports.ipynb #73ad5746
+def _check_path(path):
+    "Refuse a path to which nothing can be written"
+    if path.is_dir(): raise OSError(f'`PredictionsCSVCB` cannot write to {path}, because it is a folder. Choose the name of a file.')
+    check_folder(path.parent, 'PredictionsCSVCB')
+
 # %% ../../nbs/callbacks/68_reports.ipynb #b877fc0c
 class PredictionsCSVCB(_AfterPassCB):
     "Write predictions and targets of the newest evaluation to a CSV file"
@@ -234,11 +241,6 @@ class PredictionsCSVCB(_AfterPassCB):
         for name in self.sets: _check_path(self._path(name, 0))
 
     def _path(self, name, epoch): return Path(self.path.replace('{name}', name).replace('{epoch}', str(epoch))).expanduser()
-
-def _check_path(path):
-    "Refuse a path to which nothing can be written"
-    if path.is_dir(): raise OSError(f'`PredictionsCSVCB` cannot write to {path}, because it is a folder. Choose the name of a file.')
-    check_folder(path.parent, 'PredictionsCSVCB')
 
 # %% ../../nbs/callbacks/68_reports.ipynb #c37eea27
 @patch

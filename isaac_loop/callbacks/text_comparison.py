@@ -101,8 +101,9 @@ class TextComparisonCB:
     ):
         _check_functions(decode=decode, generate=generate, truth=truth, lengths=lengths, tokens=tokens)
         for counted,n in dict(samples=samples, every=every).items(): check_count(n, counted, 'then no text would ever be shown')
-        self.decode,self.generate,self.samples,self.every,self.eos,self.ignore = decode,generate,samples,every,eos,_several(ignore)
-        self.truth,self.lengths,self.tokens,self.name,self.show = truth,lengths,tokens,name,show
+        self.decode,self.generate,self.truth,self.lengths,self.tokens = decode,generate,truth,lengths,tokens
+        self.samples,self.every,self.name,self.show = samples,every,name,show
+        self.eos,self.ignore = eos,_several(ignore)
         self.rows = []
 
     def columns(self, trainer)->list: # Names
@@ -113,7 +114,8 @@ class TextComparisonCB:
 @patch
 def before_fit(self:TextComparisonCB, trainer):
     "Forget the last run"
-    self.rows,self._kept,self._due,self._new,self._warned,self._validated = [],None,False,False,False,False
+    self.rows,self._new,self._kept = [],False,None # The last table, whether it is still to be printed, and what the present pass keeps
+    self._due,self._warned,self._validated = False,False,False
     if getattr(trainer.dls, 'valid', None) is None:
         raise ValueError(f'`{self.name}` compares texts of the first validation batch, but there is no `dls.valid`. Give the trainer one, or leave the callback out.')
 
