@@ -10,6 +10,7 @@ from isaac_loop.state import *
 from isaac_loop.store import *
 from isaac_loop.sampling import *
 from isaac_loop.trainer import *
+from isaac_loop.checks import *
 from isaac_loop.data import *
 from isaac_loop.models import *
 from isaac_loop.lsuv import *

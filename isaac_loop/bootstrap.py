@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from .checks import check_count
 from .tables import Table
 from .tensors import batch_size, map_tensors
 
@@ -80,7 +81,7 @@ def bootstrap(
     **metrics, # By name: functions of predictions and targets, or metric objects
 )->Estimates: # Columns `metric`, `value`, `mean`, `std`, `low`, `high`, `n`
     "Mean, standard deviation and percentile interval of metrics over draws with replacement"
-    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 2: raise ValueError(f'`n_samples` is {n_samples!r}, but a spread needs some draws. Use a whole number of 2 or more, such as 1000.')
+    check_count(n_samples, 'n_samples', 'a spread needs several draws', least=2)
     if not 0 < level < 1: raise ValueError(f'`level` is {level!r}, but it is the share of the draws inside the interval. Use a number between 0 and 1, such as 0.95.')
     if not metrics: raise ValueError('There is no metric to estimate. Pass some by name: `bootstrap(preds, targets, accuracy=accuracy)`.')
     n,generator = _n_examples(preds, targets),torch.Generator().manual_seed(seed)

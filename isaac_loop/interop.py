@@ -18,6 +18,8 @@ from torch.nn.utils import get_total_norm
 import isaac_loop.evaluation  # noqa: F401  More methods of the trainer
 from .callbacks.accumulation import AccumulationCB
 from .callbacks.metrics import MetricsCB
+from .callbacks.predictions import OtherData
+from .checks import check_count
 from .events import CancelEpochException, EVENTS, Order, did_you_mean, handler_of
 from .state import UnsaveableState, plain
 from .tensors import batch_size
@@ -249,7 +251,7 @@ def _extra_argument(foreign):
     "A value for the fifth argument of a callable, if it needs one"
     try: signature = inspect.signature(foreign)
     except (TypeError, ValueError): return ()
-    for extra in ((), (False,)): # Some carry an argument that nobody uses
+    for extra in ((), (False,)):
         try: signature.bind(1, 0, {}, None, *extra)
         except TypeError: continue
         return extra
@@ -464,6 +466,7 @@ def _output(self:_AcceleratedTrainer):
     self._loss_tracker.update(loss, size)
     return dict(loss=trainer.loss, model_outputs=trainer.preds, batch_size=size)
 
+# %% ../nbs/96_interop.ipynb #86da1e90
 @patch
 def _add_loss(self:_AcceleratedTrainer, name):
     "The mean loss of a pass, into the run history"
@@ -481,15 +484,11 @@ def _run_eval_epoch(self:_AcceleratedTrainer, valid_dl, is_training=True, is_int
     tell('on_eval_epoch_start', self)
     if self._eval_dataloader is not before: valid_dl = self._eval_dataloader
     with self._trainer.side_run(_StepsCB(self)) as side:
-        side.dls = _OnlyValid(side.dls, valid_dl)
+        side.dls = OtherData(side.dls, valid_dl)
         side.fit(1, train=False)
-    self._add_loss('intermediate_eval_loss' if is_intermediate else 'eval_loss_epoch' if is_training else 'evaluation_loss')
+    name = 'eval_loss_epoch' if is_training else 'evaluation_loss'
+    self._add_loss('intermediate_eval_loss' if is_intermediate else name)
     tell('on_eval_epoch_end', self)
-
-class _OnlyValid:
-    "The loaders `dls`, with another one for validation"
-    def __init__(self, dls, valid): self._dls,self.train,self.valid = dls,None,valid
-    def __getattr__(self, name): return getattr(vars(self)['_dls'], name)
 
 # %% ../nbs/96_interop.ipynb #99fe7b4e
 def _record(self, trainer, columns):
@@ -516,18 +515,25 @@ class _AcceleratedCB(_ForeignCB):
             n = _limit(n_batches(trainer.dls.train), facade._train_dataloader)
             if n is not None: trainer.updates_per_epoch = math.ceil(n/_accumulated(trainer))
 
-    def before_epoch(self, trainer):
-        "Their epoch starts"
-        facade,kind = self.facade,'train' if trainer.training else 'valid'
-        if facade.stopped: raise CancelEpochException(f'stopped by a callback: {trainer.stop_reason}')
-        if self._is_first(trainer):
-            facade._loss_tracker.reset()
-            if trainer.training: facade.run_history._set_epoch(trainer.epoch+1)
-        if trainer.training: self._fire(trainer, 'on_train_epoch_start')
-        else: self._fire(trainer, 'on_eval_epoch_start', is_intermediate=False)
-        if self._is_last(trainer) and kind in facade._loaders:
-            trainer.batches = facade._loaders[kind]
-            trainer.n_batches = _limit(trainer.n_batches, trainer.batches)
+# %% ../nbs/96_interop.ipynb #00046a68
+@patch
+def before_epoch(self:_AcceleratedCB, trainer):
+    "Their epoch starts"
+    facade,kind = self.facade,'train' if trainer.training else 'valid'
+    if facade.stopped: raise CancelEpochException(f'stopped by a callback: {trainer.stop_reason}')
+    if self._is_first(trainer):
+        facade._loss_tracker.reset()
+        if trainer.training: facade.run_history._set_epoch(trainer.epoch+1)
+    if trainer.training: self._fire(trainer, 'on_train_epoch_start')
+    else: self._fire(trainer, 'on_eval_epoch_start', is_intermediate=False)
+    if self._is_last(trainer) and kind in facade._loaders:
+        trainer.batches = facade._loaders[kind]
+        trainer.n_batches = _limit(trainer.n_batches, trainer.batches)
+
+def _limit(n, dl):
+    "Batches in a pass over `dl`, which may claim more than the `n` there are"
+    lengths = [o for o in (n, n_batches(dl)) if o is not None]
+    return min(lengths) if lengths else None
 
 # %% ../nbs/96_interop.ipynb #132db3cf
 @patch
@@ -548,11 +554,13 @@ def after_get_loss(self:_AcceleratedCB, trainer):
 def after_epoch(self:_AcceleratedCB, trainer):
     "Their epoch ends"
     facade = self.facade
-    if self._is_first(trainer): facade._add_loss('train_loss_epoch' if trainer.training else 'eval_loss_epoch' if facade._training_run else 'evaluation_loss')
+    of_valid = 'eval_loss_epoch' if facade._training_run else 'evaluation_loss'
+    if self._is_first(trainer): facade._add_loss('train_loss_epoch' if trainer.training else of_valid)
     if trainer.training: self._fire(trainer, 'on_train_epoch_end')
     else: self._fire(trainer, 'on_eval_epoch_end', is_intermediate=False)
     if self._is_last(trainer): self._record(trainer, facade.run_history._new)
 
+# %% ../nbs/96_interop.ipynb #5e2e5cdf
 @patch
 def log(self:_AcceleratedCB, trainer):
     "Both passes are done"
@@ -566,12 +574,7 @@ def after_fit(self:_AcceleratedCB, trainer):
     "Their run ends"
     self._tell('on_training_run_end' if self.facade._training_run else 'on_evaluation_run_end', self.facade)
 
-# %% ../nbs/96_interop.ipynb #281bde69
-def _limit(n, dl):
-    "Batches in a pass over `dl`, which may claim more than the `n` there are"
-    lengths = [o for o in (n, n_batches(dl)) if o is not None]
-    return min(lengths) if lengths else None
-
+# %% ../nbs/96_interop.ipynb #cf9a69c9
 @patch
 def _fire(self:_AcceleratedCB, trainer, event, **kwargs):
     "Call a method that may stop the run"
@@ -729,6 +732,21 @@ class _TrainLoop(_Facade):
         self.train_history.insert_single_result_into_history(metric_name, metric_result)
         self._new[metric_name] = metric_result
 
+# %% ../nbs/96_interop.ipynb #a072d7c7
+class _LossesCB:
+    "Keep the loss of each batch"
+    order,on_train = Order.RECORD,False
+    def __init__(self): self.losses = []
+    def after_get_loss(self, trainer): self.losses.append(trainer.loss.detach().reshape(()))
+
+class _PredictionsCB:
+    "Show predictions to foreign callbacks, batch by batch"
+    order,on_train = Order.REPORT,False
+    def __init__(self, loop, kind): self.loop,self.info = loop,{'type': kind}
+    def after_predict(self, trainer):
+        targets = trainer.split(trainer.batch)[1]
+        for o in self.loop.callbacks: _method(o, 'on_after_batch_prediction')(trainer.preds, targets[0] if len(targets) == 1 else targets, {}, self.info)
+
 # %% ../nbs/96_interop.ipynb #aae4ac18
 _KINDS = {'train': 'train', 'validation': 'valid', 'test': 'test'} # Their names of the data sets and ours
 
@@ -770,21 +788,6 @@ for kind in _KINDS: # predict_on_validation_set, evaluate_loss_on_validation_set
     setattr(_TrainLoop, f'predict_on_{kind}_set', partialmethod(_TrainLoop._predict, kind))
     setattr(_TrainLoop, f'evaluate_loss_on_{kind}_set', partialmethod(_TrainLoop._evaluate, kind))
 
-# %% ../nbs/96_interop.ipynb #a072d7c7
-class _LossesCB:
-    "Keep the loss of each batch"
-    order,on_train = Order.RECORD,False
-    def __init__(self): self.losses = []
-    def after_get_loss(self, trainer): self.losses.append(trainer.loss.detach().reshape(()))
-
-class _PredictionsCB:
-    "Show predictions to foreign callbacks, batch by batch"
-    order,on_train = Order.REPORT,False
-    def __init__(self, loop, kind): self.loop,self.info = loop,{'type': kind}
-    def after_predict(self, trainer):
-        targets = trainer.split(trainer.batch)[1]
-        for o in self.loop.callbacks: _method(o, 'on_after_batch_prediction')(trainer.preds, targets[0] if len(targets) == 1 else targets, {}, self.info)
-
 # %% ../nbs/96_interop.ipynb #7891fe29
 _PLACES = [(-100, Order.RECORD+1), (0, Order.SCHEDULE), (99, Order.DECIDE), (100, Order.SAVE), (1500, Order.REPORT)]
 
@@ -814,26 +817,30 @@ class _LoopCB(_ForeignCB):
         self._tell('register_train_loop_object', loop)
     _registered = None
 
-    def before_epoch(self, trainer):
-        "Their epoch begins"
-        loop = self.facade
-        if not trainer.training:
-            if self._is_first(trainer): loop._val_losses = []
-            return
-        if self._is_first(trainer): loop.epoch,loop.loss_batch_accum = trainer.epoch,[]
-        self._tell('on_epoch_begin')
+# %% ../nbs/96_interop.ipynb #95c35352
+@patch
+def before_epoch(self:_LoopCB, trainer):
+    "Their epoch begins"
+    loop = self.facade
+    if not trainer.training:
+        if self._is_first(trainer): loop._val_losses = []
+        return
+    if self._is_first(trainer): loop.epoch,loop.loss_batch_accum = trainer.epoch,[]
+    self._tell('on_epoch_begin')
 
-    def before_batch(self, trainer):
-        "Their batch begins"
-        if not trainer.training: return
-        if self._is_first(trainer):
-            self.facade.iteration = trainer.batch_num
-            self.facade.total_iteration_idx += 1
-        self._tell('on_batch_begin')
+@patch
+def before_batch(self:_LoopCB, trainer):
+    "Their batch begins"
+    if not trainer.training: return
+    if self._is_first(trainer):
+        self.facade.iteration = trainer.batch_num
+        self.facade.total_iteration_idx += 1
+    self._tell('on_batch_begin')
 
-    def after_get_loss(self, trainer):
-        "Keep the loss"
-        if self._is_first(trainer): (self.facade.loss_batch_accum if trainer.training else self.facade._val_losses).append(trainer.loss.detach().reshape(()))
+@patch
+def after_get_loss(self:_LoopCB, trainer):
+    "Keep the loss"
+    if self._is_first(trainer): (self.facade.loss_batch_accum if trainer.training else self.facade._val_losses).append(trainer.loss.detach().reshape(()))
 
 # %% ../nbs/96_interop.ipynb #57fa6d88
 @patch
@@ -948,37 +955,44 @@ class _StateCB(_ForeignCB):
             method = _method(self.foreign, event)
             if method is not None: self._tell(event, *([self.facade] if inspect.signature(method).parameters else []))
 
-    def before_epoch(self, trainer):
-        "Their epoch starts"
-        if trainer.training: self._send('on_epoch_start')
-
-    def before_batch(self, trainer):
-        "Their batch starts, and perhaps their iteration"
-        if not trainer.training: return
-        if self._fresh: self._send('on_iteration_start', 'on_step_start')
-        self._fresh = False
-        self._send('on_batch_start')
-
-    def after_step(self, trainer):
-        "Their iteration ends"
-        self.facade._in_step = self._fresh = True
-        self._send('on_iteration_end', 'on_step_end')
-        self.facade._in_step = False
-
-    def after_batch(self, trainer):
-        "Their batch ends"
-        if trainer.training: self._send('on_batch_end')
-
-    def after_epoch(self, trainer):
-        "Their epoch ends"
-        if trainer.training: self._send('on_epoch_end')
-
-    def after_fit(self, trainer):
-        "Their action ends"
-        self._send('on_action_end', 'on_train_end')
-
     def _state(self): return dict(_fresh=self._fresh)
-    _fresh = True
+    _fresh = True # Whether the next batch begins an update
+
+# %% ../nbs/96_interop.ipynb #b12909ab
+@patch
+def before_epoch(self:_StateCB, trainer):
+    "Their epoch starts"
+    if trainer.training: self._send('on_epoch_start')
+
+@patch
+def before_batch(self:_StateCB, trainer):
+    "Their batch starts, and perhaps their iteration"
+    if not trainer.training: return
+    if self._fresh: self._send('on_iteration_start', 'on_step_start')
+    self._fresh = False
+    self._send('on_batch_start')
+
+@patch
+def after_step(self:_StateCB, trainer):
+    "Their iteration ends"
+    self.facade._in_step = self._fresh = True
+    self._send('on_iteration_end', 'on_step_end')
+    self.facade._in_step = False
+
+@patch
+def after_batch(self:_StateCB, trainer):
+    "Their batch ends"
+    if trainer.training: self._send('on_batch_end')
+
+@patch
+def after_epoch(self:_StateCB, trainer):
+    "Their epoch ends"
+    if trainer.training: self._send('on_epoch_end')
+
+@patch
+def after_fit(self:_StateCB, trainer):
+    "Their action ends"
+    self._send('on_action_end', 'on_train_end')
 
 # %% ../nbs/96_interop.ipynb #aadf3aa1
 _PASSES = [f'on_{kind}_{span}_{end}' for kind in ('train', 'eval') for span in ('epoch', 'step') for end in ('start', 'end')]
@@ -1026,7 +1040,7 @@ def adapt(
     test_step:int=50, # For a plain callable: batches between two refreshes of its measures
 ): # One of our callbacks
     "Make one of our callbacks from one that was written for another library, unmodified"
-    if isinstance(test_step, bool) or not isinstance(test_step, int) or test_step < 1: raise ValueError(f'`test_step` is {test_step!r}, but batches are counted. Use a whole number of 1 or more.')
+    check_count(test_step, 'test_step', 'batches are counted')
     if isinstance(callback, _ForeignCB): raise TypeError(f'`{callback.name}` has been adapted already. Give it to the trainer as it is.')
     if isinstance(callback, type): callback = _made(callback)
     _check_foreign(callback)

@@ -22,9 +22,10 @@ from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.device import DeviceCB
 from isaac_loop.callbacks.evaluator import EvaluatorCB, MeanOf
+from isaac_loop.callbacks.loggers import LoggerCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.stopping import EarlyStoppingCB
-from isaac_loop.callbacks.trackers import WandBCB
+from isaac_loop.callbacks.trackers import WandB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelFitException, Order
@@ -304,10 +305,10 @@ def test_returned_numbers_go_to_the_row_or_to_the_batch_and_none_writes_nothing(
 def test_what_is_returned_reaches_a_tracker(monkeypatch):
     "NEMO-42: the row goes to Weights & Biases like any other"
     sent = []
-    run = SimpleNamespace(log=lambda row, step: sent.append((row, step)), finish=lambda exit_code: None)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **kwargs: run))
-    make_trainer(EvaluatorCB({"test": OTHER}, None, lambda store: dict(score=0.75)), WandBCB("project")).fit(2)
-    assert [(row["test_score"], step) for row, step in sent] == [(0.75, 4), (0.75, 8)]
+    run = SimpleNamespace(log=sent.append, define_metric=lambda name, step_metric: None, finish=lambda exit_code: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__="installed", run=None, init=lambda **kwargs: run))
+    make_trainer(EvaluatorCB({"test": OTHER}, None, lambda store: dict(score=0.75)), LoggerCB(WandB("project"), every=None)).fit(2)
+    assert [(row["test_score"], row["step"]) for row in sent if "test_score" in row] == [(0.75, 3), (0.75, 7)]
 
 
 def test_a_function_may_write_by_itself():

@@ -266,7 +266,7 @@ def test_the_record_says_what_was_run(tmp_path):
     trainer.fit(1, lr=0.25)
     folder = trainer.experiment.folder
     found = record(folder)
-    assert found["hyper"] == {"width": 99, "nan": "nan", "x": [1, 2]}
+    assert found["hyper"] == {"width": 99, "nan": "NaN", "x": [1, 2]}
     assert (found["python"], found["torch"], found["seeds"]["torch"]) == (".".join(map(str, sys.version_info[:3])), torch.__version__, 0)
     assert found["fits"][0]["config"] == trainer.run_config.to_dict() and found["fits"][0]["opt_func"] == "Adam"
     assert {"InterruptCB", "BasicTrainCB", "QuietMetricsCB"} <= set(found["fits"][0]["callbacks"])
@@ -459,7 +459,7 @@ def test_an_interrupted_experiment_goes_on_in_its_folder(tmp_path):
     folder = trainer.experiment.folder
     assert record(folder)["fits"][0]["outcome"] == "KeyboardInterrupt"
     newest = CheckpointStore(folder/"checkpoints", read_only=True).latest()
-    assert newest.manifest["info"] == dict(fit=0, project="p", name="net", hyper=dict(width=16)) and newest.step == 10
+    assert dict(project="p", name="net", hyper=dict(width=16)).items() <= newest.manifest["info"].items() and newest.step == 10
     other = small(ExperimentCB(tmp_path, "p", "net_2"))
     other.fit(1)  # A newer one, of another name
     again = fit(start("latest"))
@@ -570,7 +570,7 @@ def test_media_become_files_that_can_be_opened(tmp_path):
     folder = trainer.experiment.folder
     assert files(folder/"results") == ["epoch-0/beep.wav", "epoch-0/labels.csv", "epoch-0/report-final-2.txt", "epoch-0/report-final.txt", "history.csv"]
     assert (folder/"results"/"epoch-0"/"labels.csv").read_text() == "true,predicted\n1,0\n2,2\n"
-    assert (imread(folder/"plots"/"epoch-0"/"digit.png")[..., 0]*255).round().tolist() == [[0, 255], [128, 255]]
+    assert (imread(folder/"plots"/"epoch-0"/"digit.png")*255).round().tolist() == [[0, 255], [128, 255]]
     with wave.open(str(folder/"results"/"epoch-0"/"beep.wav")) as f: assert (f.getframerate(), f.getnframes()) == (8000, 100)
     assert torch.equal(CheckpointStore(folder/"checkpoints", read_only=True).load()[0]["weight"], trainer.model.weight)
 
@@ -620,12 +620,12 @@ def test_a_run_goes_on_from_memory_bit_for_bit(tmp_path, memory):
     trainer = cut_run([ExperimentCB(tmp_path/"here", "p", url="memory://bucket/runs"), CheckpointCB(every=2), UploadCB()])
     target = trainer.UploadCB.target
     assert target == f"memory://bucket/runs/p/{trainer.experiment.folder.name}" and trainer.UploadCB.behind == []
-    assert sorted(remote._found(memory, target.partition("://")[2])) == [o for o in files(trainer.experiment.folder) if "/." not in f"/{o}"]
+    assert sorted(remote._files_there(memory, target.partition("://")[2])) == [o for o in files(trainer.experiment.folder) if "/." not in f"/{o}"]
     shutil.rmtree(tmp_path/"here")
     folder = fetch(target, tmp_path/"there"/trainer.experiment.folder.name)
     again = fit(make_trainer([*callbacks(), ExperimentCB(tmp_path/"there", "p", resume=folder), CheckpointCB(every=2), UploadCB("memory://bucket/runs")]))
     same(whole_run(), again)
-    assert again.UploadCB.target == target and "run-2.json" in remote._found(memory, target.partition("://")[2])
+    assert again.UploadCB.target == target and "run-2.json" in remote._files_there(memory, target.partition("://")[2])
 
 
 @pytest.fixture(scope="module")
@@ -646,11 +646,11 @@ def test_a_run_goes_on_from_s3_bit_for_bit(s3, tmp_path):
     trainer = cut_run([CheckpointCB(tmp_path/"here", every=2, keep_last=2), UploadCB("s3://bucket/runs/first", tmp_path/"here", **s3)])
     assert trainer.UploadCB.behind == []
     fs = fsspec.filesystem("s3", **s3)
-    found = remote._found(fs, "bucket/runs/first")
+    found = remote._files_there(fs, "bucket/runs/first")
     assert found == {o: (tmp_path/"here"/o).stat().st_size for o in files(tmp_path/"here") if not o.startswith(".")} and len(found) == 7
     again = fit(make_trainer([*callbacks(), CheckpointCB(fetch("s3://bucket/runs/first", tmp_path/"there", **s3), every=2), UploadCB("s3://bucket/runs/first", tmp_path/"there", **s3)]))
     same(whole_run(), again)
-    assert {o.path.name for o in CheckpointStore(tmp_path/"there", read_only=True).list()} == {o.partition("/")[0] for o in remote._found(fs, "bucket/runs/first") if "/" in o}, "old ones are dropped there too"
+    assert {o.path.name for o in CheckpointStore(tmp_path/"there", read_only=True).list()} == {o.partition("/")[0] for o in remote._files_there(fs, "bucket/runs/first") if "/" in o}, "old ones are dropped there too"
 
 
 def test_a_bucket_that_is_not_there_is_an_error_before_the_first_batch_and_is_not_made(s3, tmp_path):
@@ -742,7 +742,7 @@ def test_a_complete_run_copies_its_end_if_it_did_not_arrive(tmp_path, far, capsy
     with pytest.warns(UserWarning, match="Training goes on"): fit(make_trainer([*callbacks(), CheckpointCB(tmp_path), UploadCB("memory://far", tmp_path, retries=0)]))
     far.fail = lambda name, path: False
     again = fit(make_trainer([*callbacks(), CheckpointCB(tmp_path), UploadCB("memory://far", tmp_path)]))
-    assert "step-00000021/manifest.json" in remote._found(far.fs, "/far") and again.UploadCB.behind == []
+    assert "step-00000021/manifest.json" in remote._files_there(far.fs, "/far") and again.UploadCB.behind == []
 
 
 def test_the_end_of_the_log_is_copied_also_after_an_error(tmp_path, memory):

@@ -49,7 +49,7 @@ STATEFUL = {
     "EarlyStoppingCB": lambda: library.EarlyStoppingCB(patience=1), "LimitCB": lambda: library.LimitCB(updates=9, samples=10**6), "LossSpikeCB": lambda: library.LossSpikeCB(1.05, warmup=1, stop=False),
     "NonFiniteStopCB": lambda: library.NonFiniteStopCB(every=3), "SamePredictionsCB": lambda: library.SamePredictionsCB(stop=False),
 }
-OTHERWISE = {"AttributeSchedulerCB"}  # Needs an attribute to change; see its own tests
+OTHERWISE = {"AttributeSchedulerCB", "EvaluatorCB", "LoggerCB"}  # Need an attribute to change, or have times in their state; see their own tests
 
 
 class Mean:

@@ -288,6 +288,7 @@ def test_only_the_first_of_several_processes_logs(monkeypatch):
     rank, asked = [0], []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *args: rank[0])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args: 2)
     for rank[0], n in ((0, 1), (1, 0)):
         keep = Keep()
         make_trainer(LoggerCB(keep, values=dict(one=lambda t: asked.append(1) or 1))).fit(1)

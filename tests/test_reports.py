@@ -280,7 +280,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_whole(tmp_path, monkey
     before = path.read_bytes()
 
     def full(*args): raise OSError("No space left on device")
-    monkeypatch.setattr("isaac_loop.callbacks.reports.os.replace", full)
+    monkeypatch.setattr("isaac_loop.media.os.replace", full)
     with pytest.warns(UserWarning, match="No space left.*Training goes on"): trainer.fit(1, lr=0.5)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["preds.csv"]
     monkeypatch.undo()

@@ -5,21 +5,23 @@
 # %% auto #0
 __all__ = ['EpochTimeCB']
 
-# %% ../../nbs/callbacks/57_epoch_time.ipynb #7c131998
+# %% ../../nbs/callbacks/57_epoch_time.ipynb #de1ad858
 import time
 
 import torch
+from fastcore.basics import patch
 
+from ..checks import check_count
 from ..events import Order
 from ..tables import clock, short
 
-# %% ../../nbs/callbacks/57_epoch_time.ipynb #347fe434
+# %% ../../nbs/callbacks/57_epoch_time.ipynb #807e3805
 def _now():
     "The time in seconds, when all that was asked of the accelerator is done"
     if torch.accelerator.is_available(): torch.accelerator.synchronize()
     return time.perf_counter()
 
-# %% ../../nbs/callbacks/57_epoch_time.ipynb #b7d0a292
+# %% ../../nbs/callbacks/57_epoch_time.ipynb #75373e3c
 class EpochTimeCB:
     "Say after a few batches how long an epoch will take, and leave"
     order = Order.REPORT
@@ -28,8 +30,7 @@ class EpochTimeCB:
         batches:int=20, # Training batches to measure, after a first one; fewer if the pass has fewer
         show:bool=True, # Print the estimate?
     ):
-        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
-            raise ValueError(f'`batches` is {batches!r}, and then there would be nothing to measure. Use a whole number of 1 or more.')
+        check_count(batches, 'batches', 'then there would be nothing to measure')
         self.batches,self.show,self.estimate = batches,show,None
 
     def before_fit(self, trainer):
@@ -47,14 +48,12 @@ class EpochTimeCB:
         n = self.batches if trainer.n_batches is None else min(self.batches, trainer.n_batches-trainer.start_batch-1)
         if self._n and self._n >= n: self._finish(trainer, (_now()-self._start)/self._n)
 
-# %% ../../nbs/callbacks/57_epoch_time.ipynb #c837010b
-from fastcore.basics import patch
-
+# %% ../../nbs/callbacks/57_epoch_time.ipynb #e4bee99b
 @patch
 def _finish(self:EpochTimeCB, trainer, seconds):
     "Tell what follows from so many `seconds` for a batch, and leave"
-    n = trainer.n_batches
-    self.estimate = dict(batch=seconds, epoch=None if n is None else seconds*n, fit=None if n is None else seconds*n*trainer.n_epochs)
+    epoch = None if trainer.n_batches is None else seconds*trainer.n_batches
+    self.estimate = dict(batch=seconds, epoch=epoch, fit=None if epoch is None else epoch*trainer.n_epochs)
     if self.show: print(self._text(trainer), flush=True)
     trainer.remove_callback(self)
 

@@ -18,8 +18,9 @@ from fastcore.basics import patch
 
 from .. import __version__
 from .run_config import RunConfig
-from .tracking import described, plain, settings, source_of
+from .tracking import described, finite, outcome_of, plain, settings, source_of
 from ..events import CancelException, Order, callback_name
+from ..media import replace_file
 from ..run_folder import Experiment, without_password
 from ..tables import short
 
@@ -110,7 +111,9 @@ def _command():
     shown,hide = [],False
     for o in map(without_password, sys.orig_argv):
         name,equals,_ = o.partition('=')
-        shown.append('***' if hide else f'{name}=***' if equals and _SECRET.search(name) else o)
+        if hide: shown.append('***')
+        elif equals and _SECRET.search(name): shown.append(f'{name}=***')
+        else: shown.append(o)
         hide = not equals and o.startswith('-') and _SECRET.search(o) is not None
     return shlex.join(shown)
 
@@ -128,22 +131,10 @@ class _LogFile(logging.Handler):
         self.setFormatter(logging.Formatter('%(levelname)s %(name)s: %(message)s'))
 
     def line(self, text):
-        "Write one line, with the time before it"
+        "Write a text line by line, with the time before each"
         text = ''.join(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {o}\n' for o in str(text).splitlines())
         if self.path is None: self.waiting.append(text)
         else: self._append(text)
-
-    def emit(self, record):
-        "Write what `logging` lets through"
-        try: self.line(self.format(record))
-        except Exception: self.handleError(record) # As all handlers do with a message that does not fit its arguments
-        last = logging.lastResort
-        if last is not None and record.levelno >= last.level and not self._others(logging.getLogger(record.name)): last.handle(record) # Python would do so if we were not here
-
-    def _others(self, logger):
-        "Whether somebody else handles what `logger` gets"
-        if any(o is not self for o in logger.handlers): return True
-        return logger.propagate and logger.parent is not None and self._others(logger.parent)
 
     def _append(self, text):
         if self.failed: return
@@ -158,6 +149,21 @@ class _LogFile(logging.Handler):
         self.path,waiting = path,''.join(self.waiting)
         self.waiting.clear()
         self._append(waiting)
+
+# %% ../../nbs/callbacks/73_experiment.ipynb #69ea15ae
+@patch
+def emit(self:_LogFile, record):
+    "Write what `logging` lets through"
+    try: self.line(self.format(record))
+    except Exception: self.handleError(record) # As all handlers do with a message that does not fit its arguments
+    last = logging.lastResort
+    if last is not None and record.levelno >= last.level and not self._others(logging.getLogger(record.name)): last.handle(record) # Python would do so if we were not here
+
+@patch
+def _others(self:_LogFile, logger):
+    "Whether somebody else handles what `logger` gets"
+    if any(o is not self for o in logger.handlers): return True
+    return logger.propagate and logger.parent is not None and self._others(logger.parent)
 
 # %% ../../nbs/callbacks/73_experiment.ipynb #25c479bc
 class _Tee:
@@ -240,13 +246,7 @@ def _hyper(given):
     except (TypeError, ValueError): raise TypeError(f'`hyper` is {given!r}, but hyper-parameters have names. Use a dict, the result of `argparse`, or a dataclass.') from None
     return json.loads(_json(given))
 
-def _json(value): return json.dumps(_finite(plain(value)), indent=1, ensure_ascii=False)
-
-def _finite(value):
-    "`value` with text for infinities and NaN, which JSON does not have"
-    if isinstance(value, list): return [_finite(o) for o in value]
-    if isinstance(value, dict): return {k: _finite(v) for k,v in value.items()}
-    return str(value) if isinstance(value, float) and value-value != 0 else value
+def _json(value): return json.dumps(finite(plain(value)), indent=1, ensure_ascii=False)
 
 # %% ../../nbs/callbacks/73_experiment.ipynb #9d4a71c9
 def _archive(path, folder, without):
@@ -274,7 +274,8 @@ class ExperimentCB:
         url:str=None, # Where `UploadCB` copies the folder to, unless it is told otherwise
     ):
         self.root,self.project,self.experiment = Path(root).expanduser().absolute(),_plain_name('project', project),_plain_name('name', name)
-        self.hyper,self.files,self.resume,self.tee,self._url = _hyper(hyper),[Path(o).expanduser() for o in ([files] if isinstance(files, (str, Path)) else files)],resume,tee,url
+        self.files = [Path(o).expanduser() for o in ([files] if isinstance(files, (str, Path)) else files)]
+        self.hyper,self.resume,self.tee,self._url = _hyper(hyper),resume,tee,url
         missing = [str(o) for o in self.files if not o.exists()]
         if missing: raise ValueError(f'`files` names {missing}, which are not there, so they could not be kept. Paths are relative to the working directory.')
         self._of,self._about,self._log,self._row,self._tees,self._kept = None,None,None,None,{},False
@@ -374,10 +375,8 @@ def _open_log(self:ExperimentCB):
 @patch
 def _write_record(self:ExperimentCB):
     "Write the record, all or nothing"
-    part = self._file.with_name(f'.{self._file.name}.part')
-    try:
-        part.write_text(_json(self._record), encoding='utf-8', errors='backslashreplace')
-        os.replace(part, self._file)
+    text = _json(self._record).encode('utf-8', 'backslashreplace')
+    try: replace_file(self._file, lambda part: part.write_bytes(text))
     except OSError as e: _warn_of(self._file, e)
 
 # %% ../../nbs/callbacks/73_experiment.ipynb #dcdf3254
@@ -425,8 +424,7 @@ def _end_log(self:ExperimentCB, trainer):
 def _note_end(self:ExperimentCB, trainer):
     "Put the outcome into record and log"
     error = trainer.exception
-    outcome = type(error).__name__ if error is not None else 'stopped' if trainer.stop_reason is not None else 'finished'
-    reason = str(error) if error is not None else trainer.stop_reason
+    outcome,reason = outcome_of(trainer)
     if self._row is not None: self._row |= dict(outcome=outcome, reason=reason, ended=_now(), n_updates=trainer.n_updates)
     if error is not None and not isinstance(error, CancelException): self._log.line(''.join(traceback.format_exception(error)))
     self._log.line(f'{outcome}{f": {reason}" if reason else ""}, after {trainer.n_updates} updates')

@@ -40,7 +40,7 @@ class ExportCB:
         keep_last:int=4, # How many of the newest to keep, 2 or more; None for all
     ):
         if not (every == 'epoch' or callable(every) or (isinstance(every, int) and not isinstance(every, bool) and every > 0)):
-            raise ValueError(f"`every` is {every!r}. Use 'epoch', a number of optimizer updates, or a function of the trainer.")
+            raise ValueError(f"`every` is {every!r}, which does not say when to export. Use 'epoch', a number of optimizer updates, or a function of the trainer.")
         if isinstance(parts, str): parts = [parts]
         self.folder,self.every,self.parts,self.keep_last = folder,every,parts,keep_last
         self.path,self._store,self._at = None,None,None

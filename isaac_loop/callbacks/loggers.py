@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LoggerCB', 'run_map', 'CSV', 'JSONLines', 'Screen']
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #506003bb
-import csv, inspect, io, json, math, numbers, operator, os, re, time, uuid, warnings, weakref
+# %% ../../nbs/callbacks/71_loggers.ipynb #346bc5f7
+import csv, inspect, io, itertools, json, math, numbers, operator, re, time, uuid, warnings, weakref
 from array import array
 from collections.abc import Mapping
 from functools import partial
@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from .tracking import described, plain, settings, write_csv, write_jsonl
+from .run_config import processes
+from .tracking import described, outcome_of, plain, settings, write_csv, write_jsonl
+from ..checks import check_count
 from ..events import CancelException, CancelFitException, Order, callback_name
 from ..history import check_monitored
-from ..media import check_folder, media_file
+from ..media import check_folder, media_file, replace_file
 from ..tables import Table, short
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #fc5a887c
@@ -92,22 +94,16 @@ def finish(self:_Outlet, ok, step):
     if self.unsent: self.retry()
     self._attempt('its end', step, self.tell, 'close', ok)
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #28436b07
-def _check_frequency(name, value):
-    "Refuse what cannot be counted"
-    if value is None or (isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1): return
-    raise ValueError(f'`{name}` is {value!r}, but it is counted. Use a whole number of 1 or more, or None to leave those rows out.')
-
+# %% ../../nbs/callbacks/71_loggers.ipynb #32802e8e
 def _check_frequencies(every, epochs, values, media, columns):
     "Refuse frequencies that contradict each other"
-    _check_frequency('every', every)
-    _check_frequency('epochs', epochs)
+    for name,n in dict(every=every, epochs=epochs).items(): check_count(n, name, none='to leave those rows out')
     if every is None and epochs is None: raise ValueError('`every=None` and `epochs=None` leave nothing to log. Give one of them a number.')
     if every is None and (values or media): raise ValueError('`values` and `media` are asked for at every so many updates, but `every` is None, so they never would be. Give it a number.')
     if epochs is None and columns is not None: raise ValueError('`columns` chooses from the rows of epochs, but `epochs` is None, so there are none. Give it a number.')
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #84f74d5f
-_OWN = ('run', 'step', 'epoch', 'loss', 'mean_loss', 'lr', 'seconds_per_step')
+# %% ../../nbs/callbacks/71_loggers.ipynb #e6ba2a8b
+_RESERVED = ('run', 'step', 'epoch', 'loss', 'mean_loss', 'lr', 'seconds_per_step')
 
 def _functions(values):
     "Functions of the trainer, by name"
@@ -115,7 +111,7 @@ def _functions(values):
     if not isinstance(values, Mapping): values = {o: o for o in values or ()}
     for name,f in values.items():
         if not (callable(f) or isinstance(f, str)): raise TypeError(f'`{name}` is {f!r}, which cannot be asked. Give a function of the trainer, or the name of one of its attributes.')
-        if name in _OWN: raise ValueError(f'`{name}` is a name that every row has already, and one would hide the other. Call your value otherwise.')
+        if name in _RESERVED: raise ValueError(f'`{name}` is a name that every row has already, and one would hide the other. Call your value otherwise.')
     return {name: f if callable(f) else operator.attrgetter(f) for name,f in values.items()}
 
 def _checked(name, value):
@@ -125,8 +121,8 @@ def _checked(name, value):
     what = f'a tensor of shape {tuple(value.shape)}' if torch.is_tensor(value) else repr(value)
     raise TypeError(f'`LoggerCB` asked for `{name}` and got {what}, but a row has one number for each name. Let a function return one; for anything else there is `media`.')
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #392f76ca
-def _rates(trainer):
+# %% ../../nbs/callbacks/71_loggers.ipynb #482d148d
+def _learning_rates(trainer):
     "The learning rates of all parameter groups"
     found = {}
     for name,opt in vars(trainer).items():
@@ -217,7 +213,8 @@ class LoggerCB:
         _check_frequencies(every, epochs, values, media, columns)
         self.to = list(to) if isinstance(to, (list, tuple)) else [to]
         self.every,self.epochs,self.media,self.run = every,epochs,media,run
-        self._columns = [columns] if isinstance(columns, str) else columns if columns is None else list(columns)
+        if isinstance(columns, str): columns = [columns]
+        self._columns = None if columns is None else list(columns)
         self.params = dict(params if isinstance(params, Mapping) else vars(params)) if params is not None else {}
         self._functions,self._alerts = _functions(values),_Alerts(_check_alerts(alerts))
         self._outlets,self._trainer,self._opened,self._active = _outlets(self.to),None,False,False
@@ -240,40 +237,44 @@ def shows_rows(self:LoggerCB)->bool:
     "Whether a log prints rows, so that nobody else has to"
     return any(getattr(o, 'shows_rows', False) for o in self.to)
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #965a7c65
-def _is_first_process():
-    "Whether this is the only process, or the first of several"
-    from torch import distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-
+# %% ../../nbs/callbacks/71_loggers.ipynb #17ad2063
 @patch
 def before_fit(self:LoggerCB, trainer):
     "Find out whether the logs can be written"
     if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
-    self._active,self._opened,self._sent,self._newest = _is_first_process(),False,[],None
-    self._offset,self._last,self._epoch,self._seconds = self._n,0,None,0.
-    self._steps,self._logged,self._losses,self._start = array('q'),set(),_MeanLoss(),time.perf_counter()
+    self._active,self._opened = processes()[0] == 0,False
+    self._forget(trainer)
     self._set_due()
-    self._missing = set(self._columns or ())
-    self._mark = self._epoch_start = self._start
-    self._last_media,self._seen = None,_lengths(trainer)
     for name in [*(self._columns or []), *(o[0] for o in self._alerts.alerts)]:
-        if name not in (*_OWN, *self._functions): check_monitored(trainer, name, callback_name(self))
+        if name not in (*_RESERVED, *self._functions): check_monitored(trainer, name, callback_name(self))
     if self._active:
         for o in self._outlets: o.tell('check')
+
+# %% ../../nbs/callbacks/71_loggers.ipynb #1d073f80
+@patch
+def _forget(self:LoggerCB, trainer):
+    "Begin a fit"
+    self._offset,self._last = self._n,0 # Updates of earlier fits, and of this one when the last batch was done
+    self._epoch,self._steps,self._logged = None,array('q'),set() # The step of each batch in this epoch, and those that were logged
+    self._losses,self._sent,self._newest = _MeanLoss(),[],None # Rows on their way, and the last one of an epoch
+    self._missing = set(self._columns or ()) # Columns that no row has had
+    self._last_media,self._seen = None,_lengths(trainer) # How much of the history has been sent
+    self._start = self._mark = self._epoch_start = time.perf_counter()
+    self._seconds = 0. # Before this process
+
+def _lengths(trainer): return {k: len(o) for k,o in trainer.history.batches.columns.items()}
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #6d5681cf
 @patch
 def _new_run(self:LoggerCB, trainer):
     "Begin with step 0 and a number of its own"
-    self._id,self._n,self._rows,self._trainer = uuid.uuid4().hex[:12],0,{},weakref.ref(trainer)
+    self._id,self._trainer = uuid.uuid4().hex[:12],weakref.ref(trainer)
+    self._n,self._rows = 0,{} # Updates and rows of the whole run
     self._alerts.crossed = [False]*len(self._alerts.alerts)
     for o in self._outlets: o.unsent,o.warned,o.skipped = [],False,set()
 
 @patch
-def _set_due(self:LoggerCB): self._due = math.ceil(self._n/self.every)*self.every if self.every else None
-
-def _lengths(trainer): return {k: len(o) for k,o in trainer.history.batches.columns.items()}
+def _set_due(self:LoggerCB): self._due = math.ceil(self._n/self.every)*self.every if self.every else None # The next step to log
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #b75a40dd
 def run_map(
@@ -360,7 +361,7 @@ def _take_down(self:LoggerCB, trainer, step, loss):
     "Gather a row"
     now,self._due = time.perf_counter(),(step//self.every+1)*self.every # A batch may have several updates, and jump over a multiple
     self._logged.add(step)
-    row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **_rates(trainer),
+    row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **_learning_rates(trainer),
                seconds_per_step=(now-self._mark)/max(trainer.n_updates-self._marked, 1))
     self._mark,self._marked = now,trainer.n_updates
     row |= {name: _checked(name, f(trainer)) for name,f in self._functions.items()}
@@ -387,7 +388,7 @@ def _new_cells(self:LoggerCB, trainer, thin):
     fit,epoch,training,batch = (columns[o] for o in trainer.history.batches.keys)
     for name,column in columns.items():
         first,self._seen[name] = self._seen.get(name, 0),len(column)
-        if name in trainer.history.batches.keys or (self.every and name in _OWN): continue
+        if name in trainer.history.batches.keys or (self.every and name in _RESERVED): continue
         for i in range(first, len(column)):
             mine = training[i] and fit[i] == trainer.history.fit and epoch[i] == self._epoch and batch[i] < len(self._steps)
             if mine and not math.isnan(column[i]) and (not thin or self._steps[batch[i]] in self._logged): found.setdefault(self._steps[batch[i]], {})[name] = column[i]
@@ -433,8 +434,7 @@ def cleanup_fit(self:LoggerCB, trainer):
             if ok: raise
         self._send_new(trainer, step, thin=True)
         self._send_late_columns(step)
-        outcome = type(error).__name__ if error is not None else 'stopped' if trainer.stop_reason is not None else 'finished'
-        self._send(dict(total_seconds=time.perf_counter()-self._start+self._seconds, n_updates=trainer.n_updates, outcome=outcome), step, 'fits')
+        self._send(dict(total_seconds=time.perf_counter()-self._start+self._seconds, n_updates=trainer.n_updates, outcome=outcome_of(trainer)[0]), step, 'fits')
     finally:
         for o in self._outlets: o.finish(ok, step)
         self._sent = []
@@ -449,13 +449,14 @@ def _send_late_columns(self:LoggerCB, step):
     if self._missing: warnings.warn(f'`LoggerCB` was to log the columns {sorted(self._missing)}, but no row that it logged had them. The last has {sorted(row)}.', stacklevel=2)
     if late: self._send({'epoch': row['epoch'], **late}, step, 'epochs')
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #c9f2b3a8
+# %% ../../nbs/callbacks/71_loggers.ipynb #c52b3271
 @patch
-def state_dict(self:LoggerCB):
+def state_dict(self:LoggerCB)->dict: # Plain types
     "Number of the run, its step, and what has been sent"
     if self._opened: self._send_arrived(wait=True)
     now = time.perf_counter()
-    return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows), crossed=list(self._alerts.crossed), epoch=self._epoch, steps=self._steps.tolist(), logged=sorted(self._logged),
+    return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows), crossed=list(self._alerts.crossed),
+                epoch=self._epoch, steps=self._steps.tolist(), logged=sorted(self._logged),
                 losses=self._losses.stacked().tolist(), total=float(self._losses.total), n_losses=self._losses.n, seconds=self._seconds+now-self._start, epoch_seconds=now-self._epoch_start)
 
 @patch
@@ -503,9 +504,8 @@ class _Files:
 def _file_name(self:_Files, name, step, ending):
     "A name that no other file of this run has"
     stem = re.sub(r'[^\w.-]+', '_', name)+f'-{step}'
-    for i in range(1, len(self._names)+2):
-        found = stem+ending if i == 1 else f'{stem}-{i}{ending}'
-        if found not in self._names: break
+    names = itertools.chain([stem+ending], (f'{stem}-{i}{ending}' for i in itertools.count(2)))
+    found = next(o for o in names if o not in self._names)
     self._names.add(found)
     return found
 
@@ -542,14 +542,9 @@ class CSV(_Files):
             with open(file, newline='', encoding='utf-8') as f: rows = list(csv.reader(f))
             if not rows or rows[0][:2] != ['run', 'step']: continue # Somebody else's
             kept = [o for o in rows[1:] if len(o) > 1 and cut.keeps(file.stem, *o[:2])]
-            if len(kept) < len(rows)-1: _replace(file, [rows[0], *kept])
-
-def _replace(file, rows):
-    "Write a CSV file anew, at once"
-    csv.writer(text := io.StringIO(newline='')).writerows(rows)
-    part = file.with_suffix('.part')
-    part.write_bytes(text.getvalue().encode())
-    os.replace(part, file)
+            if len(kept) == len(rows)-1: continue
+            csv.writer(text := io.StringIO(newline='')).writerows([rows[0], *kept])
+            replace_file(file, lambda part, text=text: part.write_bytes(text.getvalue().encode()))
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #0ab0c136
 class JSONLines(_Files):
@@ -572,10 +567,7 @@ class JSONLines(_Files):
     def _cut(self, run):
         cut,lines = _Cut(run),self.path.read_bytes().splitlines(keepends=True)
         kept = [o for o in lines if _keeps_line(cut, o)]
-        if len(kept) == len(lines): return
-        part = self.path.with_suffix('.part')
-        part.write_bytes(b''.join(kept))
-        os.replace(part, self.path)
+        if len(kept) < len(lines): replace_file(self.path, lambda part: part.write_bytes(b''.join(kept)))
 
 def _keeps_line(cut, line):
     "Whether to keep a line; one that broke off is"

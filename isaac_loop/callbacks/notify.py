@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Email', 'NotifyCB']
 
-# %% ../../nbs/callbacks/75_notify.ipynb #3995e1cd
-import inspect, io, mimetypes, smtplib, ssl, traceback, warnings
+# %% ../../nbs/callbacks/75_notify.ipynb #e5474257
+import io, mimetypes, smtplib, ssl, traceback, warnings
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 
@@ -14,13 +14,22 @@ from fastcore.basics import patch
 
 from .metrics import as_text
 from .run_config import RunConfig
+from ..checks import check_count, check_function
 from ..curves import history_figure
 from ..events import CancelException, Order
 from ..tables import Table
 
-# %% ../../nbs/callbacks/75_notify.ipynb #93920eb0
+# %% ../../nbs/callbacks/75_notify.ipynb #653e0100
 _HERE = ('localhost', '127.0.0.1', '::1')
 
+def _check_login(host, user, password, tls):
+    "Refuse half a login, and one that others could read"
+    if tls not in ('starttls', 'ssl', None): raise ValueError(f"`tls` is {tls!r}, which is no way to encrypt a mail. Use 'starttls', 'ssl', or None for no encryption.")
+    if (user is None) != (password is None): raise ValueError('A login needs both `user` and `password`, and only one was given. Give both or none.')
+    if password is not None and tls is None and host not in _HERE:
+        raise ValueError(f"The password for `{host}` would be sent readable by everybody on the way. Use `tls='starttls'` or `tls='ssl'`.")
+
+# %% ../../nbs/callbacks/75_notify.ipynb #4865d743
 class Email:
     "Send a message by mail"
     def __init__(self,
@@ -34,10 +43,7 @@ class Email:
         timeout:float=20., # Seconds to wait for the server
         context=None, # An `ssl.SSLContext`, for certificates of one's own
     ):
-        if tls not in ('starttls', 'ssl', None): raise ValueError(f"`tls` is {tls!r}. Use 'starttls', 'ssl', or None for no encryption.")
-        if (user is None) != (password is None): raise ValueError('A login needs both `user` and `password`, and only one was given. Give both or none.')
-        if password is not None and tls is None and host not in _HERE:
-            raise ValueError(f"The password for `{host}` would be sent readable by everybody on the way. Use `tls='starttls'` or `tls='ssl'`.")
+        _check_login(host, user, password, tls)
         self.host,self.port,self.sender,self.recipients = host,port,sender,[recipients] if isinstance(recipients, str) else list(recipients)
         if not self.recipients: raise ValueError('`recipients` is empty, so nobody would get the mail. Give one address or several.')
         self.tls,self.timeout,self._user,self._password,self._context = tls,timeout,user,password,context
@@ -103,14 +109,6 @@ def _outcome(trainer):
     if isinstance(error, (KeyboardInterrupt, SystemExit)): return 'Interrupted', [f'{type(error).__name__}: {error}']
     return 'Failed', [f'{type(error).__name__}: {error}', ''.join(traceback.format_exception(error))]
 
-# %% ../../nbs/callbacks/75_notify.ipynb #535a5a8b
-def _check_send(send):
-    "Refuse what could not be called after the first epoch"
-    if not callable(send): raise TypeError(f'`send` is {send!r}, which cannot be called. Pass a function of subject, text and files, or an `Email`.')
-    try: inspect.signature(send).bind('', '', {})
-    except TypeError as e: raise TypeError(f'`send` is called with subject, text and files, and {send!r} does not take that: {e}.') from None
-    except ValueError: pass # Some built-in functions have no signature
-
 # %% ../../nbs/callbacks/75_notify.ipynb #a1b5f093
 class NotifyCB:
     "Send rows, hyper-parameters and curves after epochs, at the end, and on failure"
@@ -120,9 +118,8 @@ class NotifyCB:
         every:int=1, # After every so many epochs; None for the end alone
         end:bool=True, # Also when the fit is over in good order? A failure is always told
     ):
-        _check_send(send)
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f'`every` is {every!r}, but epochs are counted. Use a whole number of 1 or more, or None for the end alone.')
+        check_function(send, 'send', 'subject', 'text', 'files')
+        check_count(every, 'every', 'epochs are counted', none='for the end alone')
         self._send,self.every,self.end,self._first = send,every,end,None
 
     def before_fit(self, trainer):

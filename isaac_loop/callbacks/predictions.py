@@ -195,7 +195,8 @@ def only_one(
     values:tuple, # Inputs or targets of a batch
 ): # None, the only one, or all
     "A tuple of one value as this value, an empty one as None"
-    return None if not values else values[0] if len(values) == 1 else values
+    if len(values) == 1: return values[0]
+    return values or None
 
 # %% ../../nbs/callbacks/55_predictions.ipynb #86367db5
 class CapturePredsCB:
@@ -223,16 +224,25 @@ class CapturePredsCB:
         "Compute the loss of each example"
         if self.with_loss: self._losses = loss_per_example(trainer.loss_func, trainer.preds, *trainer.split(trainer.batch)[1]).detach()
 
-    def after_batch(self, trainer):
-        "Copy predictions and targets to the CPU"
-        self._parts.append(self._part(trainer))
-        self._positions.append(range(self._start, self._start + (batch_size(trainer.batch) or 0)))
-        if self._compare: self._batch_losses.append(torch.as_tensor(trainer.loss).detach().reshape(()))
-        if self.write is not None: self._write()
+# %% ../../nbs/callbacks/55_predictions.ipynb #10d503cc
+@patch
+def after_batch(self:CapturePredsCB, trainer):
+    "Copy predictions and targets to the CPU"
+    self._parts.append(self._part(trainer))
+    self._positions.append(range(self._start, self._start + (batch_size(trainer.batch) or 0)))
+    if self._compare: self._batch_losses.append(torch.as_tensor(trainer.loss).detach().reshape(()))
+    if self.write is not None: self._write()
 
-    def cleanup_batch(self, trainer):
-        "Count the examples, also of a batch that was skipped"
-        self._start += batch_size(trainer.batch) or 0
+@patch
+def cleanup_batch(self:CapturePredsCB, trainer):
+    "Count the examples, also of a batch that was skipped"
+    self._start += batch_size(trainer.batch) or 0
+
+@patch
+def _part(self:CapturePredsCB, trainer):
+    "What is kept of the present batch"
+    inputs,targets = trainer.split(trainer.batch)
+    return _copied(dict(preds=trainer.preds, targets=only_one(targets), losses=self._losses, inputs=only_one(inputs) if self.with_inputs else None), self._devices)
 
 # %% ../../nbs/callbacks/55_predictions.ipynb #05c0993a
 def _warn_of_other_losses(parts, batch_losses):
@@ -244,13 +254,7 @@ def _warn_of_other_losses(parts, batch_losses):
                       'Either `loss_func` weights its examples, or it compares them with each other; then these losses mean little.', stacklevel=4)
         return
 
-# %% ../../nbs/callbacks/55_predictions.ipynb #c4fd21ba
-@patch
-def _part(self:CapturePredsCB, trainer):
-    "What is kept of the present batch"
-    inputs,targets = trainer.split(trainer.batch)
-    return _copied(dict(preds=trainer.preds, targets=only_one(targets), losses=self._losses, inputs=only_one(inputs) if self.with_inputs else None), self._devices)
-
+# %% ../../nbs/callbacks/55_predictions.ipynb #320ca6b9
 @patch
 def result(self:CapturePredsCB)->Predictions: # In the order of the pass
     "Everything captured in the last pass, joined; this waits for the device"
@@ -452,6 +456,7 @@ def decoded(
     raise TypeError(f'Predictions of shape {shapes(preds)} are not one score for each class, so the class is unknown. '
                     'Pass `decode`, a function from predictions to class numbers, such as `lambda preds: (preds > 0).long()`.')
 
+# %% ../../nbs/callbacks/55_predictions.ipynb #a19cb16a
 def class_name(
     i:int, # Its number
     classes, # Names in the order of the numbers, or None

@@ -35,8 +35,8 @@ def _precision(trainer):
 
 def _first_parameter(trainer): return next(iter(trainer.model.parameters()), None) if hasattr(trainer.model, 'parameters') else None
 
-def _processes():
-    "Number of this process, and how many there are"
+def processes()->tuple: # Number of this process, from 0, and how many there are
+    "Which of several processes that train together this one is"
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if there else (0, 1)
 
@@ -57,7 +57,7 @@ class RunConfig:
     device:str # Where the model is
     n_processes:int # How many train together
     rank:int # Number of this one
-    is_main:bool # Is it the first?
+    is_main:bool # Is this the first process, which writes and speaks for all?
 
     def to_dict(self)->dict: # Plain types
         "The record as a dict"
@@ -71,7 +71,7 @@ def of(cls:RunConfig,
     "What this fit is run with, from `before_fit` on"
     train,valid = (getattr(trainer.dls, o, None) for o in ('train', 'valid'))
     accumulation,clip,first = _found(trainer, AccumulationCB),_found(trainer, ClipGradCB),_first_parameter(trainer)
-    (rank,n),size = _processes(),_batch_size(train)
+    (rank,n),size = processes(),_batch_size(train)
     every = accumulation.n_batches if accumulation is not None else 1
     return cls(n_epochs=trainer.n_epochs, lr=float(trainer.lr), train_batch_size=size, valid_batch_size=_batch_size(valid),
                batches_per_epoch=None if train is None else n_batches(train), accumulation=every, effective_batch_size=None if size is None else size*every*n,

@@ -14,8 +14,9 @@ import torch
 from fastcore.basics import patch
 from tqdm.std import tqdm
 
+from .predictions import same_random
+from ..checks import check_count
 from ..events import CancelException, Order
-from ..snapshot import random_state, set_random_state
 from ..tables import Table
 from ..tensors import batch_size, map_tensors
 
@@ -80,12 +81,6 @@ def _check_functions(decode, **others):
         if callable(f) or (f is None and name != 'decode'): continue
         raise TypeError(f'`{name}` is {f!r}, which cannot be called, so there would be no texts. Pass a function, such as `decode=lambda row: "".join(letters[o] for o in row)`.')
 
-def _check_counts(**counts):
-    "Refuse what is no number of examples or epochs"
-    for name,n in counts.items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f'`{name}` is {n!r}, and then no text would ever be shown. Use a whole number of 1 or more.')
-
 # %% ../../nbs/callbacks/69_text_comparison.ipynb #346f0ef0
 class TextComparisonCB:
     "Show texts of the model beside the truth, with their error rates"
@@ -105,9 +100,10 @@ class TextComparisonCB:
         show:bool=True, # Print the table?
     ):
         _check_functions(decode=decode, generate=generate, truth=truth, lengths=lengths, tokens=tokens)
-        _check_counts(samples=samples, every=every)
-        self.decode,self.generate,self.samples,self.every,self.eos,self.ignore = decode,generate,samples,every,eos,_several(ignore)
-        self.truth,self.lengths,self.tokens,self.name,self.show = truth,lengths,tokens,name,show
+        for counted,n in dict(samples=samples, every=every).items(): check_count(n, counted, 'then no text would ever be shown')
+        self.decode,self.generate,self.truth,self.lengths,self.tokens = decode,generate,truth,lengths,tokens
+        self.samples,self.every,self.name,self.show = samples,every,name,show
+        self.eos,self.ignore = eos,_several(ignore)
         self.rows = []
 
     def columns(self, trainer)->list: # Names
@@ -118,7 +114,8 @@ class TextComparisonCB:
 @patch
 def before_fit(self:TextComparisonCB, trainer):
     "Forget the last run"
-    self.rows,self._kept,self._due,self._new,self._warned,self._validated = [],None,False,False,False,False
+    self.rows,self._new,self._kept = [],False,None # The last table, whether it is still to be printed, and what the present pass keeps
+    self._due,self._warned,self._validated = False,False,False
     if getattr(trainer.dls, 'valid', None) is None:
         raise ValueError(f'`{self.name}` compares texts of the first validation batch, but there is no `dls.valid`. Give the trainer one, or leave the callback out.')
 
@@ -187,13 +184,12 @@ def _is_column(x): return torch.is_tensor(x) or (isinstance(x, (list, tuple)) an
 @contextmanager
 def _aside(model):
     "Eval mode, no gradients; modes and random numbers are put back"
-    modes,random = [(o, o.training) for o in (model.modules() if hasattr(model, 'modules') else ())],random_state()
+    modes = [(o, o.training) for o in (model.modules() if hasattr(model, 'modules') else ())]
     try:
         if hasattr(model, 'eval'): model.eval()
-        with torch.no_grad(): yield
+        with torch.no_grad(), same_random(): yield
     finally:
         for module,mode in modes: module.training = mode
-        set_random_state(random)
 
 # %% ../../nbs/callbacks/69_text_comparison.ipynb #66c99d5b
 @patch
@@ -207,15 +203,15 @@ def _compare(self:TextComparisonCB, trainer, truth, lengths, **kept):
     pairs = [[self._text(trainer, i, o) for o in (truths[i], texts[i])] for i in range(n)]
     self.rows = [_row(*o) for o in pairs]
     good = [o for o in pairs if None not in o]
-    if good: trainer.history.write(**{f'{self.name}_{kind}': value for kind,value in _rates(*zip(*good)).items()})
+    if good: trainer.history.write(**{f'{self.name}_{kind}': value for kind,value in _error_rates(*zip(*good)).items()})
     trainer.history.write_media(self.name, 'table', self.rows)
     self._new = True
 
-def _rates(truths, texts):
+def _error_rates(truths, texts):
     "Both error rates, by the end of their column's name"
     return dict(wer=word_error_rate(list(texts), list(truths)), cer=char_error_rate(list(texts), list(truths)))
 
-def _row(truth, text): return dict(truth=truth, text=text, **({} if None in (truth, text) else _rates([truth], [text])))
+def _row(truth, text): return dict(truth=truth, text=text, **({} if None in (truth, text) else _error_rates([truth], [text])))
 def _are_texts(x): return isinstance(x, (list, tuple)) and all(isinstance(o, str) for o in x)
 
 # %% ../../nbs/callbacks/69_text_comparison.ipynb #85e65ca0

@@ -9,6 +9,7 @@ __all__ = ['TensorBoard', 'WandB', 'MLflow', 'Trackio']
 import importlib.util, io, numbers, re, tempfile, time
 from pathlib import Path
 
+import torch
 from fastcore.basics import patch
 
 from .tracking import plain
@@ -16,8 +17,8 @@ from ..images import image_array
 from ..media import check_folder, media_file, wav_bytes
 from ..tables import Table
 
-# %% ../../nbs/callbacks/72_trackers.ipynb #e04df255
-def _need(package, log, extra):
+# %% ../../nbs/callbacks/72_trackers.ipynb #c84bf543
+def _check_installed(package, log, extra):
     "Raise an `ImportError` that names the extra, if `package` is not installed"
     if importlib.util.find_spec(package) is None:
         raise ImportError(f'`{log}` needs the package `{package}`, which is not installed. Install it with `pip install "isaac_loop[{extra}]"`.')
@@ -33,10 +34,10 @@ def _numbers(values):
 
 def _texts(values): return {k: o for k,o in values.items() if isinstance(o, str)}
 
-def _flat(settings, name=''):
+def _flattened(settings, name=''):
     "Nested settings with one name for each, as in `BasicTrainCB.order`"
     if not isinstance(settings, dict): return {name: settings}
-    return {k: v for key,o in settings.items() for k,v in _flat(o, f'{name}.{key}' if name else str(key)).items()}
+    return {k: v for key,o in settings.items() for k,v in _flattened(o, f'{name}.{key}' if name else str(key)).items()}
 
 def _by_name(run):
     "The hyper-parameters of a run, and below `callbacks` the map of its callbacks"
@@ -49,7 +50,7 @@ class TensorBoard:
         to, # A folder, made if missing; or a `SummaryWriter`, which stays open in the end
         **kwargs, # For `SummaryWriter`, such as `flush_secs`
     ):
-        _need('tensorboard', 'TensorBoard', 'tensorboard')
+        _check_installed('tensorboard', 'TensorBoard', 'tensorboard')
         self._given = to if hasattr(to, 'add_scalar') else None
         self.folder = None if self._given else Path(to).expanduser().absolute()
         self.writer,self._kwargs,self._params = self._given,kwargs,None
@@ -71,7 +72,7 @@ def start(self:TensorBoard, run):
     "Open the files, and write the map of the run"
     from torch.utils.tensorboard import SummaryWriter
     if self.folder is not None: self.writer = SummaryWriter(self.folder, **{'purge_step': run['step'] or None, **self._kwargs})
-    self._params = {k: o if isinstance(o, (bool, int, float, str)) else str(o) for k,o in _flat(run['params']).items()}
+    self._params = {k: o if isinstance(o, (bool, int, float, str)) else str(o) for k,o in _flattened(run['params']).items()}
     params = Table([dict(name=k, value=o) for k,o in self._params.items()])
     callbacks = Table([dict(callback=o['name'], order=o['order'], settings=', '.join(f'{k}={v!r}' for k,v in o['settings'].items())) for o in run['callbacks']])
     self.writer.add_text('run', f'{run["name"] or ""}\n\n{params.to_markdown()}\n\n{callbacks.to_markdown()}', run['step'])
@@ -79,7 +80,7 @@ def start(self:TensorBoard, run):
 # %% ../../nbs/callbacks/72_trackers.ipynb #388a5eee
 @patch
 def row(self:TensorBoard, values, step, table='steps'):
-    "A point on each curve; text as text"
+    "Add a point to each curve; text stays text"
     found = _numbers(values)
     for name,value in found.items(): self.writer.add_scalar(name, value, step)
     for name,value in _texts(values).items(): self.writer.add_text(name, value, step)
@@ -97,24 +98,23 @@ def _write_params(self:TensorBoard, metrics):
 # %% ../../nbs/callbacks/72_trackers.ipynb #7cafede4
 @patch
 def media(self:TensorBoard, name, kind, value, step, rate=16_000, **about):
-    "Text, table, figure, image or sound"
+    "Show a text, table, figure, image or sound"
     if kind == 'text': self.writer.add_text(name, value, step)
     elif kind == 'table': self.writer.add_text(name, Table(value).to_markdown(), step)
     elif kind == 'figure': self.writer.add_figure(name, value, step, close=False)
-    elif kind == 'audio': self.writer.add_audio(name, _sound(value), step, sample_rate=rate)
+    elif kind == 'audio': self.writer.add_audio(name, _samples(value), step, sample_rate=rate)
     else:
         image = image_array(value)
         self.writer.add_image(name, image, step, dataformats='HW' if image.ndim == 2 else 'HWC')
 
-def _sound(value):
-    "A sound as TensorBoard takes it"
-    import torch
+def _samples(value):
+    "A sound as TensorBoard takes it: (1, samples) on the CPU, from -1 to 1"
     return torch.as_tensor(value).detach().cpu().float().reshape(1, -1).clamp(-1, 1)
 
 # %% ../../nbs/callbacks/72_trackers.ipynb #bd1f0b0c
 @patch
 def alert(self:TensorBoard, text, step):
-    "A text"
+    "Write an alert as a text"
     self.writer.add_text('alerts', text, step)
 
 # %% ../../nbs/callbacks/72_trackers.ipynb #6c1a138f
@@ -124,7 +124,7 @@ class WandB:
         project:str=None, # Name of the project there
         **kwargs, # For `wandb.init`, such as `mode='offline'`, `dir`, `tags`, `config`
     ):
-        _need('wandb', 'WandB', 'wandb')
+        _check_installed('wandb', 'WandB', 'wandb')
         self.project,self.kwargs,self.run,self._joined,self._known = project,kwargs,None,False,set()
 
     def start(self, run):
@@ -162,7 +162,7 @@ def close(self:WandB, ok):
 # %% ../../nbs/callbacks/72_trackers.ipynb #a10b8908
 @patch
 def media(self:WandB, name, kind, value, step, rate=16_000, **about):
-    "Text, table, figure, image or sound"
+    "Show a text, table, figure, image or sound"
     import wandb
     if kind == 'audio': return self._sound(name, value, step, rate)
     columns = list(dict.fromkeys(k for row in value for k in row)) if kind == 'table' else ['text']
@@ -194,7 +194,7 @@ class MLflow:
         uri:str=None, # Of the store; default: what MLflow is set to
         tags:dict=None, # Further tags of the run
     ):
-        _need('mlflow', 'MLflow', 'mlflow')
+        _check_installed('mlflow', 'MLflow', 'mlflow')
         self.experiment,self.uri,self.tags,self.client,self.run_id,self._joined = experiment,uri,tags or {},None,None,False
 
     def check(self):
@@ -226,7 +226,7 @@ _KEY = re.compile(r'[^\w .:/-]+') # What MLflow allows in a name, turned round
 def _note(self:MLflow, run, known):
     "Note hyper-parameters and callbacks; what is noted already cannot be changed"
     from mlflow.entities import Param, RunTag
-    params = {_KEY.sub('_', k)[:250]: str(o)[:500] for k,o in _flat(_by_name(run)).items()}
+    params = {_KEY.sub('_', k)[:250]: str(o)[:500] for k,o in _flattened(_by_name(run)).items()}
     tags = {'isaac_loop.run': run['id'], 'callbacks': ', '.join(o['name'] for o in run['callbacks']), **self.tags}
     new = [Param(k, o) for k,o in params.items() if k not in known]
     for i in range(0, max(len(new), 1), 100): # As many as the interface takes at once
@@ -263,7 +263,7 @@ class Trackio:
         project:str, # Name of the project
         **kwargs, # For `trackio.init`, such as `group`, `space_id`, `auto_log_cpu`
     ):
-        _need('trackio', 'Trackio', 'trackio')
+        _check_installed('trackio', 'Trackio', 'trackio')
         self.project,self.kwargs,self.run = project,kwargs,None
 
     def start(self, run):
@@ -289,10 +289,10 @@ class Trackio:
 # %% ../../nbs/callbacks/72_trackers.ipynb #4e7bb91a
 @patch
 def media(self:Trackio, name, kind, value, step, rate=16_000, **about):
-    "Text, table, figure, image or sound"
+    "Show a text, table, figure, image or sound"
     import trackio
     if kind == 'text': shown = trackio.Markdown(value)
     elif kind == 'table': shown = trackio.Markdown(Table(value).to_markdown())
-    elif kind == 'audio': shown = trackio.Audio((_sound(value)[0]*32767).round().short().numpy(), sample_rate=rate)
+    elif kind == 'audio': shown = trackio.Audio((_samples(value)[0]*32767).round().short().numpy(), sample_rate=rate)
     else: shown = trackio.Image(_pixels(kind, value))
     self.run.log({name: shown}, step=step)

@@ -77,17 +77,28 @@ def plain(
     try: return plain(value.tolist()) # Tensors, arrays, and NumPy's own numbers
     except (AttributeError, RuntimeError, TypeError): return _text(value)
 
-# %% ../../nbs/callbacks/52_tracking.ipynb #d987f84c
+# %% ../../nbs/callbacks/52_tracking.ipynb #762474ef
+def outcome_of(
+    trainer, # In the cleanups of a fit
+)->tuple: # 'finished', 'stopped' or the name of the exception, and the reason; None without one
+    "How a fit ended"
+    error = trainer.exception
+    if error is not None: return type(error).__name__,str(error)
+    return ('finished', None) if trainer.stop_reason is None else ('stopped', trainer.stop_reason)
+
+# %% ../../nbs/callbacks/52_tracking.ipynb #0fb612a8
 def _clean(text):
     "`text` with half characters, which no file can hold, written out"
     return text.encode('utf-8', 'backslashreplace').decode()
 
-def _as_json(value): return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+def _as_json(value): return json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
 
-def _finite(value):
-    "Plain `value` with what JSON has no number for as text: 'NaN', 'Infinity' and '-Infinity'"
-    if isinstance(value, list): return [_finite(o) for o in value]
-    if isinstance(value, dict): return {k: _finite(v) for k,v in value.items()}
+def finite(
+    value, # Of plain types
+): # Of plain types that JSON knows
+    "`value` with what JSON has no number for as text: 'NaN', 'Infinity' and '-Infinity'"
+    if isinstance(value, list): return [finite(o) for o in value]
+    if isinstance(value, dict): return {k: finite(v) for k,v in value.items()}
     if not isinstance(value, float) or math.isfinite(value): return value
     return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'
 
@@ -277,9 +288,7 @@ def _fit_row(self:TrackingCB, trainer):
 @patch
 def _end_row(self:TrackingCB, trainer):
     "What there is to say about a fit when it is over"
-    error = trainer.exception
-    outcome = type(error).__name__ if error is not None else 'stopped' if trainer.stop_reason is not None else 'finished'
-    reason = str(error) if error is not None else trainer.stop_reason
+    outcome,reason = outcome_of(trainer)
     return dict(fit=trainer.history.fit, ended=_now(), outcome=outcome, reason=reason, n_updates=trainer.n_updates, seconds=time.monotonic()-self._start,
                 **({'resumed': self.resumed} if self.resumed else {}))
 
