@@ -19,8 +19,8 @@ from isaac_loop.images import *
 from isaac_loop.curves import *
 from isaac_loop.memory import *
 from isaac_loop.run_state import *
-from isaac_loop.bootstrap import *
 from isaac_loop.run_folder import *
+from isaac_loop.bootstrap import *
 from isaac_loop.callbacks.training import *
 from isaac_loop.callbacks.accumulation import *
 from isaac_loop.callbacks.clipping import *
