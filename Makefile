@@ -19,7 +19,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python tools/check_exported.py
-	$(BIN)/nbdev-test --n-workers 2
+	$(BIN)/python tools/test_notebooks.py
 	$(BIN)/pytest -n 2
 	$(BIN)/ruff check .
 
