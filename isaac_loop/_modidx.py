@@ -5,6 +5,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'isaac_loop.bootstrap.Estimates.to_dict': ( 'bootstrap.html#estimates.to_dict',
                                                                                   'isaac_loop/bootstrap.py'),
                                       'isaac_loop.bootstrap._estimate': ('bootstrap.html#_estimate', 'isaac_loop/bootstrap.py'),
+                                      'isaac_loop.bootstrap._is_array': ('bootstrap.html#_is_array', 'isaac_loop/bootstrap.py'),
                                       'isaac_loop.bootstrap._n_examples': ('bootstrap.html#_n_examples', 'isaac_loop/bootstrap.py'),
                                       'isaac_loop.bootstrap._take': ('bootstrap.html#_take', 'isaac_loop/bootstrap.py'),
                                       'isaac_loop.bootstrap.bootstrap': ('bootstrap.html#bootstrap', 'isaac_loop/bootstrap.py'),

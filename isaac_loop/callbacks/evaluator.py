@@ -47,6 +47,7 @@ class MeanOf:
         if torch.is_tensor(value): value = value.detach().float()
         elif not isinstance(value, numbers.Real): raise TypeError(f'The metric `{self.name}` gave {value!r}, which has no mean. Let it return one number for the batch, or one for each example; several need a name each.')
         each = torch.is_tensor(value) and value.ndim > 0 and len(value) == n
+        if torch.is_tensor(value) and value.numel() != 1 and not each: raise TypeError(f'The metric `{self.name}` gave values of shape {tuple(value.shape)} for {n} examples. Let it return one number for the batch, or one for each example; several need a name each.')
         self.total = self.total + (value.reshape(n, -1).mean(1).sum() if each else value*n)
         self.n += n
 
