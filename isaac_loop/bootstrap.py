@@ -19,12 +19,16 @@ from .tensors import batch_size, map_tensors
 def _take(x, rows, n):
     "The examples `rows` of whatever has `n` of them"
     if isinstance(x, list) and len(x) == n: return [x[i] for i in rows.tolist()]
+    if _is_array(x): return x[rows.numpy()]
     return map_tensors(lambda t: t[rows.to(t.device)] if t.ndim and len(t) == n else t, x)
+
+def _is_array(x): return hasattr(x, '__array_interface__') and x.ndim > 0 # Of NumPy, which need not be imported for it
 
 def _n_examples(preds, targets):
     "How many examples there are"
-    sizes = {len(o) if isinstance(o, list) else batch_size(o) for o in (preds, targets) if o is not None}
-    if len(sizes) != 1 or None in sizes: raise ValueError(f'Predictions and targets have {sorted(map(str, sizes))} examples, so nobody can tell which belong together. Pass as many targets as predictions.')
+    sizes = {len(o) if isinstance(o, list) or _is_array(o) else batch_size(o) for o in (preds, targets) if o is not None}
+    if None in sizes: raise TypeError(f'Predictions are a {type(preds).__name__} and targets a {type(targets).__name__}, and one of them has no rows to draw from. Pass tensors, NumPy arrays, structures of tensors, or lists with one entry for each example.')
+    if len(sizes) != 1: raise ValueError(f'Predictions and targets have {sorted(map(str, sizes))} examples, so nobody can tell which belong together. Pass as many targets as predictions.')
     n = sizes.pop()
     if n == 0: raise ValueError('There are no examples to draw from. Is the data set empty?')
     return n
@@ -73,7 +77,7 @@ def _estimate(name, value, draws, level):
 
 # %% ../nbs/29_bootstrap.ipynb #e03df07c
 def bootstrap(
-    preds, # Predictions for all examples: a tensor, a structure of tensors, or a list
+    preds, # Predictions for all examples: a tensor, a NumPy array, a structure of tensors, or a list
     targets, # Their targets
     n_samples:int=1000, # How many draws
     level:float=0.95, # Share of the draws inside the interval, between 0 and 1

@@ -214,6 +214,9 @@ def check_monitored(
 )->bool: # Whether some callback declares `name`; if not, an undeclared writer may still bring it
     "Raise a `LookupError` with the names there are, if no callback will write `name` into the history"
     known = ['fit', 'epoch', *dict.fromkeys(o for cb in trainer.callbacks for o in _declared(cb, trainer))]
+    renamed = {old: new for cb in trainer.callbacks for old,new in getattr(cb, 'renamed', {}).items()}
+    if name in renamed and name not in renamed.values():
+        raise LookupError(f'`{who}` watches `{name}`, which is called `{renamed[name]}` when the row is complete, so it would never see a value. Watch `{renamed[name]}`.')
     if any(fnmatchcase(name, o) for o in known): return True
     if any(_may_write_more(o) for o in trainer.callbacks): return False
     names = [o for o in known if '*' not in o]

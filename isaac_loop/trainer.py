@@ -397,9 +397,9 @@ def split(self:Trainer,
 # %% ../nbs/10_trainer.ipynb #4045780c
 def _no_batches(trainer):
     "The message for a pass in which the loader gave nothing"
-    name = 'train' if trainer.training else 'valid'
+    name = '`dls.train`' if trainer.training else getattr(trainer.dls, 'valid_name', '`dls.valid`')
     once = ' It is an iterator, and those can be walked only once: pass an object whose `__iter__` starts anew.' if hasattr(trainer.dl, '__next__') else ''
-    return f'`dls.{name}` gave no batch, so this pass would learn or measure nothing.{once}'
+    return f'{name} gave no batch, so this pass would learn or measure nothing.{once}'
 
 # %% ../nbs/10_trainer.ipynb #e64b16a4
 @patch

@@ -16,9 +16,11 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import isaac_loop.evaluation  # noqa: F401
 import runs
 from isaac_loop.callbacks import evaluator as evaluator_module
 from isaac_loop.callbacks.accumulation import AccumulationCB
+from isaac_loop.callbacks.averaging import EMACB, SWACB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.device import DeviceCB
 from isaac_loop.callbacks.evaluator import EvaluatorCB, MeanOf
@@ -28,7 +30,7 @@ from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.trackers import WandB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelFitException, Order
+from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
 from isaac_loop.history import BatchRecord
 from isaac_loop.store import CheckpointStore
 from isaac_loop.tensors import set_seed
@@ -232,6 +234,118 @@ def test_an_evaluator_that_had_no_turn_says_so():
         make_trainer(EvaluatorCB(OTHER)).fit(1)
 
 
+# Which weights
+
+def accuracy(preds, targets): return (preds.argmax(1) == targets).double().mean()
+
+
+def p_of_target(preds, targets): return preds.softmax(1).gather(1, targets[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("average", [lambda: EMACB(0.95), lambda: EMACB(0.95, keep=True), lambda: SWACB(0.5, update_bn=False), lambda: SWACB(0., each="update", update_bn=False, keep=True)])
+def test_an_evaluation_measures_the_weights_that_validation_measures(average):
+    "One row describes one model: the average, once it has begun"
+    set_seed(0)
+    dls = DataLoaders(DataLoader(DATA, 6, shuffle=True), DataLoader(DATA, 10))
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+    trainer = Trainer(dls, F.cross_entropy, SGD, model, [BasicTrainCB(), QuietCB(p=MeanOf(p_of_target)), average(), EvaluatorCB("valid", p=p_of_target)])
+    trainer.fit(4, lr=0.1)
+    assert trainer.history["eval_loss"] == pytest.approx(trainer.history["valid_loss"], rel=1e-6)
+    assert trainer.history["eval_p"] == pytest.approx(trainer.history["p"], rel=1e-6)
+    left = trainer.validate()["valid_loss"] == pytest.approx(trainer.history.latest("eval_loss"), rel=1e-6)
+    assert left == trainer.callbacks[2].keep, "after the fit, with `keep` the average is what it leaves"
+    assert trainer.EvaluatorCB.evaluate(trainer)["eval_loss"] == pytest.approx(trainer.validate()["valid_loss"], rel=1e-6)
+
+
+def test_an_evaluation_in_mid_epoch_and_its_functions_see_the_average_and_training_does_not():
+    seen = []
+    def done(store): seen.append((trainer.model[0].weight.clone(), trainer.model.training, torch.is_grad_enabled()))
+    evaluator = EvaluatorCB(OTHER, None, done, updates=3)
+    trainer = make_trainer(EMACB(0.9), evaluator)
+    def after_batch(trainer):
+        if trainer.training and trainer.n_updates == 6: seen.append(trainer.EMACB.evaluated[0].weight.clone())
+    trainer.add_callback(after_batch)
+    ours = outcome(trainer)
+    assert torch.equal(seen[1], seen[2][0]) and seen[2][1:] == (False, False) and not trainer.EMACB.weights_swapped
+    assert ours == outcome(make_trainer(EMACB(0.9)))
+
+
+# Stopping from an evaluation
+
+def stopping(how, trainers, where="done", at=1):
+    "The two functions of an evaluator, one of which wants to stop at its `at`-th call"
+    calls = []
+    def enough(*args):
+        calls.append((trainers[0].epoch, trainers[0].n_updates))
+        if len(calls) != at: return None
+        if how == "stop": trainers[0].request_stop("good enough")
+        else: raise how("good enough")
+    return (enough, None) if where == "look" else (None, enough), calls
+
+
+def run_stopping(how, where="done", at=1, n_epochs=3, **options):
+    trainers = []
+    functions, calls = stopping(how, trainers, where, at)
+    trainers.append(make_trainer(EvaluatorCB(OTHER, *functions, **options)))
+    trainers[0].fit(n_epochs)
+    return trainers[0], calls
+
+
+@pytest.mark.parametrize("options, updates, n", [(dict(updates=3), 3, 1), (dict(epochs=1), 4, 1), (dict(at_start=True), 0, 1), (dict(updates=3, at=2), 6, 2), (dict(epochs=100), 12, 1)])
+def test_a_cancel_of_the_fit_at_the_end_of_an_evaluation_ends_the_training(options, updates, n):
+    "No second evaluation of the same model, and what was measured is in the history"
+    trainer, calls = run_stopping(CancelFitException, **options)
+    assert trainer.n_updates == updates and len(calls) == trainer.EvaluatorCB.n_evaluations == n
+    assert ("start_eval_loss" if not updates else "eval_loss") in trainer.history[-1]
+    assert all(m.training for m in trainer.model.modules()) and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("how", [CancelEpochException, CancelBatchException])
+@pytest.mark.parametrize("options", [dict(epochs=1), dict(epochs=1, at=3), dict(epochs=100)])
+def test_a_cancel_of_what_is_over_does_nothing(how, options):
+    trainer, calls = run_stopping(how, **options)
+    assert trainer.n_updates == 12 and len(trainer.history) == 3 and "valid_loss" in trainer.history[-1] and "eval_loss" in trainer.history[-1]
+
+
+def test_a_cancel_of_the_epoch_in_its_middle_ends_it():
+    trainer, calls = run_stopping(CancelEpochException, updates=2)
+    assert trainer.n_updates == 2+4+4 and "valid_loss" in trainer.history[0]
+
+
+@pytest.mark.parametrize("options, updates", [(dict(updates=3), 3), (dict(epochs=1), 4), (dict(at_start=True), 1), (dict(epochs=100), 12)])
+def test_a_stop_at_the_end_of_an_evaluation_is_a_stop_of_the_training(options, updates):
+    "In good order: the epoch has its validation; the function sees the true epoch and updates"
+    trainer, calls = run_stopping("stop", **options)
+    assert trainer.n_updates == updates and trainer.stop_reason == "good enough" and "valid_loss" in trainer.history[-1]
+    assert calls[0] == (trainer.epoch if options.get("epochs") else 0, 0 if options.get("at_start") else updates)
+
+
+@pytest.mark.parametrize("how, updates, n_calls", [(CancelFitException, 3, 1), ("stop", 3, 1), (CancelEpochException, 12, 8)])
+def test_the_function_for_batches_can_stop_too_and_says_that_the_numbers_are_partial(how, updates, n_calls):
+    with pytest.warns(UserWarning, match=r"evaluation of `eval` was left early \((CancelFitException: |CancelEpochException: |)good enough, after 1 batches\)") as heard:
+        trainer, calls = run_stopping(how, "look", updates=3)
+    assert len(heard) == 1 and trainer.n_updates == updates and len(calls) == 2*trainer.EvaluatorCB.n_evaluations-1
+    assert trainer.stop_reason == ("good enough" if how == "stop" else None) and "eval_loss" in trainer.history[-1]
+
+
+def test_who_stops_at_the_last_batch_of_an_evaluation_has_seen_all_of_it():
+    trainer, calls = run_stopping("stop", "look", updates=3, at=2)
+    assert trainer.n_updates == 3 and len(calls) == 2
+    trainer, calls = run_stopping("stop", "look", updates=3, n_batches=1)
+    assert trainer.n_updates == 3 and len(calls) == 1
+
+
+def test_a_cancel_leaves_further_data_sets_and_a_report_may_cancel_as_well():
+    def enough(store): raise CancelFitException("enough")
+    trainer = make_trainer(EvaluatorCB({"a": OTHER, "b": OTHER}, None, enough))
+    trainer.fit(2)
+    assert "a_loss" in trainer.history[-1] and "b_loss" not in trainer.history[-1] and trainer.n_updates == 4
+    trainer = make_trainer(EvaluatorCB(OTHER, report=enough))
+    trainer.fit(2)
+    assert "eval_loss" in trainer.history[-1] and trainer.n_updates == 4
+    assert "eval_loss" in EvaluatorCB(OTHER, None, enough).evaluate(make_trainer()), "where there is no training, there is nothing to stop"
+
+
 # What
 
 def by_hand(model, batches=OTHER):
@@ -309,6 +423,9 @@ def test_what_is_returned_reaches_a_tracker(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__="installed", run=None, init=lambda **kwargs: run))
     make_trainer(EvaluatorCB({"test": OTHER}, None, lambda store: dict(score=0.75)), LoggerCB(WandB("project"), every=None)).fit(2)
     assert [(row["test_score"], row["step"]) for row in sent if "test_score" in row] == [(0.75, 3), (0.75, 7)]
+    run = SimpleNamespace(log=sent.append, finish=lambda exit_code: None, define_metric=lambda name, step_metric: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__=object(), init=lambda **kwargs: run, run=None))
+    assert [(o["test_score"], o["step"]) for o in sent if "test_score" in o] == [(0.75, 3), (0.75, 7)]
 
 
 def test_a_function_may_write_by_itself():
@@ -445,6 +562,9 @@ def test_a_mean_of_a_function():
     number = MeanOf(lambda preds, targets: 0.5)
     number.update(torch.ones(3), torch.zeros(3))
     assert number.compute() == 0.5
+    arrays = MeanOf(lambda preds, targets: preds.numpy()*2)
+    arrays.update(torch.tensor([1., 2.]), torch.zeros(2))
+    assert arrays.compute() == 3
 
 
 # Bad input
@@ -454,7 +574,7 @@ def test_a_mean_of_a_function():
     (dict(n_batches=0), ValueError, "`n_batches`"), (dict(dl={}), ValueError, "empty dict"), (dict(dl={1: OTHER}), TypeError, "called 1"), (dict(dl=iter(OTHER)), TypeError, "walked only once"),
     (dict(dl=DATA), TypeError, "single rows"), (dict(dl=5), TypeError, "cannot be iterated"), (dict(user_iter_callback=5), TypeError, "`user_iter_callback` is 5"),
     (dict(write=print), ValueError, "no such function"), (dict(user_iter_callback=lambda values: 0), TypeError, r"called with \(values, store\)"), (dict(user_epochs_done_callback=lambda: 0), TypeError, r"\(store\)"), (dict(eval_tensors=["pred"]), LookupError, "Did you mean `preds`"), (dict(eval_tensors=[5]), TypeError, "5"),
-    (dict(accuracy=MetricsCB), TypeError, "is a class"), (dict(accuracy=5), TypeError, "no method"),
+    (dict(accuracy=MetricsCB), TypeError, "is a class"), (dict(accuracy=5), TypeError, "no method"), (dict(seconds=accuracy), ValueError, "`seconds` is a column"), (dict(loss=accuracy), ValueError, "`loss` is a column"),
 ])
 def test_what_makes_no_sense_is_refused_at_once(options, error, words):
     with pytest.raises(error, match=words): EvaluatorCB(**options)
@@ -472,7 +592,7 @@ def test_an_empty_set_is_refused_before_the_first_batch(dl):
 
 
 def test_an_empty_stream_and_a_missing_validation_set_say_so():
-    with pytest.raises(ValueError, match="gave no batch") as e: make_trainer(EvaluatorCB({"stream": DataLoader(Stream(0), 5)})).fit(1)
+    with pytest.raises(ValueError, match="The data set `stream` gave no batch") as e: make_trainer(EvaluatorCB({"stream": DataLoader(Stream(0), 5)})).fit(1)
     assert any("while evaluating `stream`" in o for o in e.value.__notes__)
     with pytest.raises(ValueError, match="nothing to look at"): make_trainer(EvaluatorCB(), valid=False).fit(1, valid=False)
     with pytest.raises(LookupError, match="Did you mean `valid`"): make_trainer(EvaluatorCB("vaild")).fit(1)
@@ -493,6 +613,18 @@ def test_an_error_in_a_function_names_callback_event_and_data_and_leaves_everyth
 @pytest.mark.parametrize("returned, words", [([1], "there is `write`"), (dict(x=torch.zeros(2)), "single number"), (dict(x="text"), "single number")])
 def test_what_cannot_be_a_column_is_refused(returned, words):
     with pytest.raises(TypeError, match=words): make_trainer(EvaluatorCB(OTHER, None, lambda store: returned)).fit(1)
+
+
+@pytest.mark.parametrize("name", ["loss", "seconds", "right"])
+def test_what_is_measured_anyway_is_not_overwritten(name):
+    with pytest.raises(ValueError, match=f"returned `{name}`, which is measured already"): make_trainer(EvaluatorCB(OTHER, None, lambda store: {name: 1.}, right=accuracy)).fit(1)
+    free = EvaluatorCB(OTHER, None, lambda store: dict(loss=1.), with_loss=False).evaluate(make_trainer())
+    assert free["eval_loss"] == 1 and EvaluatorCB(OTHER, with_loss=False, loss=accuracy).columns(None) == ["eval_loss", "eval_loss_*", "eval_seconds"]
+
+
+@pytest.mark.parametrize("given", [dict(a=1.), None, "text", [1.], torch.zeros(5)])
+def test_a_metric_that_gives_no_number_is_named(given):
+    with pytest.raises(TypeError, match="metric `right` gave"): make_trainer(EvaluatorCB(OTHER, right=lambda preds, targets: given)).fit(1)
 
 
 def test_two_who_write_one_column_are_told_before_the_first_batch():

@@ -966,3 +966,24 @@ def test_an_interrupt_while_copying_loses_nothing_that_was_copied(tmp_path, far)
     assert [o[1] for o in far.take()][:1] == ["a.txt"]
     small(UploadCB("memory://far", tmp_path)).fit(1)
     assert sorted(o[1] for o in far.take()) == ["b.txt", "c.txt"]
+
+
+@pytest.mark.parametrize("far", ["here", "here/b", "here/deep/er"])
+def test_a_folder_is_not_copied_into_itself(far, tmp_path):
+    (tmp_path/"here").mkdir()
+    (tmp_path/"here"/"x").write_text("x")
+    for url in (str(tmp_path/far), (tmp_path/far).as_uri()):
+        with pytest.raises(ValueError, match="the same folder or inside it"): small(UploadCB(url, tmp_path/"here")).fit(1)
+    assert sorted(o.name for o in (tmp_path/"here").iterdir()) == ["x"]
+    fit(small(UploadCB(str(tmp_path/"herein"), tmp_path/"here")), 2)
+    assert (tmp_path/"herein"/"x").read_text() == "x", "a name that begins alike is another place"
+
+
+def test_an_experiment_is_not_copied_onto_itself(tmp_path):
+    with pytest.raises(ValueError, match="the same folder or inside it"): small(ExperimentCB(tmp_path, "p"), UploadCB(str(tmp_path))).fit(1)
+
+
+def test_a_folder_in_which_there_never_was_a_file_is_mentioned(tmp_path):
+    with pytest.warns(UserWarning, match="never found a file in"): small(UploadCB("memory://far", tmp_path/"missing")).fit(1)
+    def log(trainer): (tmp_path/"late").write_text("x")
+    fit(small(UploadCB("memory://far", tmp_path), log), 2)

@@ -7,6 +7,7 @@ import gc
 import io
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import isaac_loop.all as library
+from isaac_loop.callbacks import evaluator as evaluator_module
 from isaac_loop.callbacks.averaging import EMACB, SWACB
 from isaac_loop.callbacks.best import KeepBestCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB, RewindCB
@@ -47,6 +49,7 @@ STATEFUL = {
     "WarmupSchedulerCB": WarmupSchedulerCB, "WSDSchedulerCB": WSDSchedulerCB, "StepSchedulerCB": lambda: StepSchedulerCB(1), "PlateauSchedulerCB": lambda: PlateauSchedulerCB(patience=0),
     "AccumulationCB": lambda: library.AccumulationCB(2), "ClipGradCB": lambda: library.ClipGradCB(max_norm=0.1), "MixedPrecisionCB": lambda: library.MixedPrecisionCB("float16"),
     "EarlyStoppingCB": lambda: library.EarlyStoppingCB(patience=1), "LimitCB": lambda: library.LimitCB(updates=9, samples=10**6), "LossSpikeCB": lambda: library.LossSpikeCB(1.05, warmup=1, stop=False),
+    "EvaluatorCB": lambda: library.EvaluatorCB("valid", updates=3, epochs=2, at_start=True), "LoggerCB": lambda: library.LoggerCB(lambda values, step: None, every=3),
     "NonFiniteStopCB": lambda: library.NonFiniteStopCB(every=3), "SamePredictionsCB": lambda: library.SamePredictionsCB(stop=False),
 }
 OTHERWISE = {"AttributeSchedulerCB", "EvaluatorCB", "LoggerCB"}  # Need an attribute to change, or have times in their state; see their own tests
@@ -74,8 +77,9 @@ def with_one(name): return [BasicTrainCB(), *([] if name == "MetricsCB" else [Me
 
 @pytest.mark.parametrize("name", STATEFUL)
 @pytest.mark.parametrize("n", [4, 6])
-def test_a_state_goes_through_a_file_and_back_in_the_middle_of_a_run(name, n, tmp_path):
+def test_a_state_goes_through_a_file_and_back_in_the_middle_of_a_run(name, n, tmp_path, monkeypatch):
     "T9: what is saved at any batch is read by the safe reader, is the same when loaded and saved again, and the run ends as if it had never stopped"
+    monkeypatch.setattr(evaluator_module, "time", SimpleNamespace(perf_counter=lambda: 0.))
     whole, states = fit(make_trainer(with_one(name))), []
 
     def keep(trainer): states.append(plain({k: o.state_dict() for k, o in stateful_callbacks(trainer).items() if k != "TrackingCB"}))
@@ -98,7 +102,7 @@ def test_a_state_goes_through_a_file_and_back_in_the_middle_of_a_run(name, n, tm
     same(whole, again)
 
 
-def without_seconds(states): return tree({k: {a: b for a, b in o.items() if a != "elapsed"} for k, o in states.items()})
+def without_seconds(states): return tree({k: {a: b for a, b in o.items() if a not in ("elapsed", "seconds", "epoch_seconds")} for k, o in states.items()})
 
 
 def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path):
@@ -312,6 +316,24 @@ def test_the_average_is_never_saved_as_the_weights(tmp_path):
     rerun = fit(make_trainer(cbs()), 2)
     assert tree(rerun.model.state_dict()) == tree(short.model.state_dict())
     same(fit(make_trainer(cbs()[:3]), 4), fit(make_trainer(cbs()), 4))
+
+
+def test_an_average_is_lent_at_any_time_of_a_fit_and_taken_back_after_an_error():
+    "Never twice at once: in a validation pass it is in the model already"
+    seen = []
+    class LookCB:
+        def after_batch(self, trainer):
+            average = trainer.EMACB.evaluated[0].weight.clone() if trainer.training else trainer.model[0].weight.clone()
+            weights = trainer.model[0].weight.clone()
+            try:
+                with trainer.EMACB.lent(trainer.model), trainer.EMACB.lent(trainer.model):
+                    seen.append(trainer.EMACB.weights_swapped and torch.equal(trainer.model[0].weight, average))
+                    raise ZeroDivisionError
+            except ZeroDivisionError: seen.append(torch.equal(trainer.model[0].weight, weights))
+    trainer = fit(make_trainer([BasicTrainCB(), EMACB(0.8), LookCB()]), 1)
+    assert seen == [True]*2*9 and trainer.EMACB.n_averaged == 7
+    unused = EMACB()
+    with unused.lent(trainer.model): assert unused.n_averaged == 0
 
 
 # ---- back in time (U10)

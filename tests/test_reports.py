@@ -17,7 +17,9 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import isaac_loop.evaluation  # noqa: F401
 from isaac_loop.bootstrap import Estimates, bootstrap
+from isaac_loop.callbacks.averaging import EMACB, SWACB
 from isaac_loop.callbacks.columns import DerivedColumnsCB, PrintColumnsCB, RenameColumnsCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.predictions import CapturePredsCB, Predictions
@@ -128,6 +130,45 @@ def test_callbacks_hear_each_batch_of_a_prediction():
     assert heard == [(9, 9, False), (4, 4, False), "end"] and bits(trainer.model.weight) == weights
 
 
+@pytest.mark.parametrize("average", [lambda: EMACB(0.95), lambda: SWACB(0.5, update_bn=False), lambda: SWACB(0., each="update", update_bn=False)])
+@pytest.mark.parametrize("captured", [False, True])
+def test_predictions_are_those_of_the_weights_that_validation_measures(average, captured, tmp_path):
+    "One row describes one model, with an average in the trainer and with or without a `CapturePredsCB`; at any time of the fit, and never outside of it"
+    loss = lambda preds, targets: F.cross_entropy(preds, targets)
+    asked = []
+
+    class AskAlwaysCB:
+        order = Order.REPORT
+        def after_batch(self, trainer):
+            if trainer.epoch == 3: asked.append((trainer.epoch_preds(with_loss=True).losses.mean().item(), trainer.average.evaluated))
+        def log(self, trainer): asked.append((trainer.epoch_preds(with_loss=True).losses.mean().item(), None))
+    mean = average()
+    mean.name = "average"
+    trainer = make_trainer(mean, ReportCB(mean=loss), ReportCB(dl={"copy": DataLoader(DATA, 5)}, mean=loss, name="r2"), PredictionsCSVCB(tmp_path/"p.csv", with_loss=True), AskAlwaysCB(), *[CapturePredsCB()]*captured)
+    trainer.fit(4, lr=0.5)
+    history = trainer.history
+    assert history["valid_mean"] == pytest.approx(history["valid_loss"], rel=1e-5) and history["copy_mean"] == pytest.approx(history["valid_loss"], rel=1e-5)
+    in_file = [float(o["loss"]) for o in read(tmp_path/"p.csv")]
+    assert np.mean(in_file) == pytest.approx(history.latest("valid_loss"), rel=1e-5) and asked[-1][0] == pytest.approx(history.latest("valid_loss"), rel=1e-5)
+    outside = trainer.epoch_preds(with_loss=True).losses.mean().item()
+    assert outside == pytest.approx(trainer.validate()["valid_loss"], rel=1e-5) != pytest.approx(history.latest("valid_loss"), rel=1e-5)
+    assert len(asked) == 3+4+3+1
+
+
+def test_predictions_are_not_kept_when_the_average_has_changed_at_the_same_update():
+    "SWACB takes the weights in when the epoch ends, after the last update"
+    asked = {}
+
+    class AskTwiceCB:
+        on_valid = False
+        def after_batch(self, trainer): asked["batch"] = trainer.epoch_preds("train")
+        def cleanup_epoch(self, trainer): asked["epoch"] = trainer.epoch_preds("train")
+    trainer = make_trainer(SWACB(0., update_bn=False), AskTwiceCB())
+    trainer.fit(2, lr=0.5)
+    assert not torch.equal(asked["batch"].preds, asked["epoch"].preds)
+    assert torch.allclose(asked["epoch"].preds, trainer.SWACB.evaluated(X).detach(), atol=1e-6)
+
+
 # Scores
 
 @settings(max_examples=40, deadline=None)
@@ -231,7 +272,7 @@ def test_columns_of_a_report_can_be_watched():
     (lambda: ReportCB(), ValueError, "no function"), (lambda: ReportCB(5), TypeError, "cannot be called"), (lambda: ReportCB(accuracy=5), TypeError, "`accuracy` is 5"),
     (lambda: ReportCB(accuracy, every=0), ValueError, "`every` is 0"), (lambda: ReportCB(accuracy, every=True), ValueError, "`every`"), (lambda: ReportCB(accuracy, dl={}), ValueError, "empty dict"),
     (lambda: ReportCB(accuracy, dl=[]), ValueError, "empty dict"), (lambda: ReportCB(accuracy, dl=iter(OTHER)), TypeError, "walked only once"),
-    (lambda: PredictionsCSVCB("a.csv", dl=["train", "valid"]), ValueError, "Put `{name}`"), (lambda: PredictionsCSVCB("a.csv", every=-1), ValueError, "`every`"),
+    (lambda: PredictionsCSVCB(None), TypeError, "`path` is None"), (lambda: PredictionsCSVCB("a.csv", dl=["train", "valid"]), ValueError, "Put `{name}`"), (lambda: PredictionsCSVCB("a.csv", every=-1), ValueError, "`every`"),
 ])
 def test_what_makes_no_sense_is_refused_at_once(make, error, words):
     with pytest.raises(error, match=words): make()
@@ -372,11 +413,22 @@ def test_renamed_columns_keep_their_place_and_can_be_watched():
     swapped = make_trainer(RenameColumnsCB(train_loss="valid_loss", valid_loss="train_loss"))
     swapped.fit(1)
     assert swapped.history.names()[2] == "valid_loss"
+    make_trainer(RenameColumnsCB(train_loss="valid_loss", valid_loss="train_loss"), EarlyStoppingCB("valid_loss")).fit(1)
+
+
+def test_who_watches_a_name_that_is_renamed_away_is_told():
+    "It would never see a value"
+    for watcher in (EarlyStoppingCB("valid_loss"), PrintColumnsCB("valid_loss")):
+        trainer = make_trainer(RenameColumnsCB(valid_loss="test_loss"), watcher)
+        with pytest.raises(LookupError, match="Watch `test_loss`"): trainer.fit(1)
+        assert trainer.n_updates == 0
 
 
 @pytest.mark.parametrize("make, error, words", [
     (lambda: DerivedColumnsCB(), ValueError, "no function"), (lambda: DerivedColumnsCB(a=5), TypeError, "`a` is 5"), (lambda: RenameColumnsCB(), ValueError, "no names"),
     (lambda: RenameColumnsCB(a="c", b="c"), ValueError, "hide the other"), (lambda: PrintColumnsCB(every=0), ValueError, "`every` is 0"),
+    (lambda: RenameColumnsCB(epoch="ep"), ValueError, "`epoch` is what the rows"), (lambda: RenameColumnsCB(train_loss="fit"), ValueError, "`fit` is what the rows"),
+    (lambda: PrintColumnsCB(3), TypeError, "given 3, which is no name"), (lambda: PrintColumnsCB(["a", "b"]), TypeError, "one by one"),
 ])
 def test_columns_that_make_no_sense_are_refused(make, error, words):
     with pytest.raises(error, match=words): make()
@@ -413,6 +465,17 @@ def test_bootstrap_takes_metric_objects_dicts_texts_and_predictions_of_a_trainer
     assert texts["text_exact_match"]["value"] == pytest.approx(2/3) and texts["text_exact_match"]["std"] > 0
     structures = bootstrap(dict(a=torch.arange(5.)), (torch.arange(5.), torch.zeros(5)), n_samples=5, same=lambda p, t: (p["a"] == t[0]).float().mean())
     assert structures.rows[0]["mean"] == 1
+
+
+def test_bootstrap_takes_arrays_of_numpy():
+    "SON-29: the metric gets arrays too"
+    g = torch.Generator().manual_seed(0)
+    preds, targets = torch.randn(9, 3, generator=g), torch.randint(0, 3, (9,), generator=g)
+    def right(preds, targets):
+        assert isinstance(preds, np.ndarray) and isinstance(targets, np.ndarray)
+        return (preds.argmax(1) == targets).mean()
+    assert bootstrap(preds.numpy(), targets.numpy(), n_samples=20, accuracy=right).to_dict()["accuracy"] == pytest.approx(bootstrap(preds, targets, n_samples=20, accuracy=accuracy).to_dict()["accuracy"])
+    with pytest.raises(TypeError, match="Predictions are a dict.*Pass tensors, NumPy arrays"): bootstrap(dict(a="b"), targets, accuracy=accuracy)
 
 
 def test_draws_without_a_value_are_left_out_and_counted_and_json_has_no_nan():

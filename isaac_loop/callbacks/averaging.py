@@ -7,6 +7,7 @@ __all__ = ['EMACB', 'SWACB']
 
 # %% ../../nbs/callbacks/63_averaging.ipynb #af54da0e
 import math
+from contextlib import contextmanager
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
@@ -51,6 +52,20 @@ class _AveragingCB:
     def evaluated(self):
         "The average, which is what validation measures once it has begun"
         return self.average.module if self.average is not None and self.average.n_averaged.item() else None
+
+    @property
+    def n_averaged(self):
+        "How many weights are in the average"
+        return self.average.n_averaged.item() if self.average is not None else 0
+
+    @contextmanager
+    def lent(self, model):
+        "Have the average in the model for the length of a `with` block, as in a validation pass"
+        swap = self.evaluated is not None and not self.weights_swapped
+        if swap: self._swap(model)
+        try: yield
+        finally:
+            if swap: self._swap(model)
 
     def _counts(self, trainer): return True
 

@@ -75,12 +75,19 @@ class RenameColumnsCB:
         self.names,self.strict = {**(names or {}), **more},strict
         if name: self.name = name
         if not self.names: raise ValueError('`RenameColumnsCB` has no names, so it would do nothing. Pass new names by old ones: `valid_loss="test_loss"`.')
+        own = [o for pair in self.names.items() for o in pair if o in ('fit', 'epoch')]
+        if own: raise ValueError(f'`{own[0]}` is what the rows of the history are told apart by, so that column keeps its name, and no other can have it. Leave it out here.')
         twice = [o for o in self.names.values() if list(self.names.values()).count(o) > 1]
         if twice: raise ValueError(f'Two columns would be called `{twice[0]}`, and one would hide the other. Give each a name of its own.')
 
     def columns(self, trainer)->list: # Names
         "The columns that this callback will write into the history"
         return list(self.names.values())
+
+    @property
+    def renamed(self)->dict: # New names by old ones
+        "For those who watch a column, so that they do not watch an old name"
+        return self.names
 
 # %% ../../nbs/callbacks/56_columns.ipynb #7d5242cc
 @patch
@@ -109,6 +116,8 @@ class PrintColumnsCB:
         report=print, # Called with each line
     ):
         check_count(every, 'every', 'epochs are counted')
+        for o in names:
+            if not isinstance(o, str): raise TypeError(f'`PrintColumnsCB` was given {o!r}, which is no name of a column. Pass names one by one: `PrintColumnsCB("train_loss", "valid_loss")`; epochs are counted by `every`.')
         self.names,self.every,self.strict,self.list_names,self.report = names,every,strict,list_names,report
 
     def before_fit(self, trainer):

@@ -8,16 +8,17 @@ __all__ = ['MeanOf', 'EvaluatorCB']
 # %% ../../nbs/callbacks/67_evaluator.ipynb #d1e62ff4
 import math, numbers, time, warnings
 from collections.abc import Mapping
+from contextlib import contextmanager
 
 import torch
 from fastcore.basics import patch
 
 from ..bootstrap import numbers_of
 from .metrics import MetricsCB
-from .predictions import OtherData, check_columns, check_sets, chosen_loader, data_sets, in_order, only_one, same_random
+from .predictions import OtherData, check_columns, check_sets, chosen_loader, data_sets, evaluated_weights, in_order, only_one, same_random
 from .training import NBatchCB
 from ..checks import check_count, check_function
-from ..events import CancelEpochException, CancelException, CancelFitException, CancelStepException, Order, callback_name, did_you_mean
+from ..events import CancelBatchException, CancelEpochException, CancelException, CancelFitException, CancelStepException, Order, callback_name, did_you_mean
 from ..tables import short
 from ..tensors import batch_size
 from ..trainer import STATE
@@ -27,9 +28,10 @@ class MeanOf:
     "The mean over all examples of a function of predictions and targets, as a metric"
     def __init__(self,
         f, # Called with the predictions and targets of a batch; gives one number, or one for each example
+        name:str=None, # What it is called in messages
     ):
         if not callable(f): raise TypeError(f'`f` is {f!r}, which cannot be called with predictions and targets. Pass a function.')
-        self.f = f
+        self.f,self.name = f,name or getattr(f, '__name__', type(f).__name__)
         self.reset()
 
     def reset(self):
@@ -42,8 +44,11 @@ class MeanOf:
     ):
         "Add a batch"
         value,n = self.f(preds, *targets),batch_size(targets) or batch_size(preds) or 1
+        if hasattr(value, '__array__') and not torch.is_tensor(value): value = torch.as_tensor(value)
         if torch.is_tensor(value): value = value.detach().float()
+        elif not isinstance(value, numbers.Real): raise TypeError(f'The metric `{self.name}` gave {value!r}, which has no mean. Let it return one number for the batch, or one for each example; several need a name each.')
         each = torch.is_tensor(value) and value.ndim > 0 and len(value) == n
+        if torch.is_tensor(value) and value.numel() != 1 and not each: raise TypeError(f'The metric `{self.name}` gave values of shape {tuple(value.shape)} for {n} examples. Let it return one number for the batch, or one for each example; several need a name each.')
         self.total = self.total + (value.reshape(n, -1).mean(1).sum() if each else value*n)
         self.n += n
 
@@ -69,7 +74,7 @@ class _PassCB(MetricsCB):
     "Record an evaluation, and call a function after each batch"
     shows_rows = True # So that nobody prints the row
     def __init__(self, name, metrics, with_loss, look):
-        super().__init__(**{k: m if hasattr(m, 'update') or not callable(m) or isinstance(m, type) else MeanOf(m) for k,m in metrics.items()})
+        super().__init__(**{k: m if hasattr(m, 'update') or not callable(m) or isinstance(m, type) else MeanOf(m, k) for k,m in metrics.items()})
         self.name,self.with_loss,self.look = name,with_loss,look
 
     def before_get_loss(self, trainer):
@@ -111,11 +116,14 @@ class EvaluatorCB:
         if write is not None: check_function(write, 'write', 'history', 'returned', 'n_updates')
         if report is not None: check_function(report, 'report', 'text')
         if write is not None and user_epochs_done_callback is None: raise ValueError('`write` gets what `user_epochs_done_callback` returns, and there is no such function. Pass both, or leave out `write`.')
+        own = [o for o in ('seconds', *['loss']*with_loss) if o in metrics]
+        if own: raise ValueError(f'`{own[0]}` is a column that each evaluation writes itself, so one would hide the other. Give the metric another name, such as `my_{own[0]}`' + ('.' if own[0] == 'seconds' else ', or pass `with_loss=False`.'))
         if name: self.name = name
         self.sets,self.at_start,self.at_end = data_sets(dl, 'eval'),at_start,at_end
         self.updates,self.epochs = updates,1 if updates is None and epochs is None else epochs
         self.n_batches,self.with_loss,self.write,self.report,self.callbacks_inside = n_batches,with_loss,write,report,callbacks
         self.user_iter_callback,self.user_epochs_done_callback,self.store = user_iter_callback,user_epochs_done_callback,{}
+        self._cancel = None # What a function of the user's has raised, for the training
         self._askers = _askers(eval_tensors or ['preds', 'targets'] + ['loss']*with_loss)
         self._pass = _PassCB(callback_name(self), metrics, with_loss, self._look if user_iter_callback else None)
 
@@ -128,24 +136,14 @@ def _numbers(returned):
 
 # %% ../../nbs/callbacks/67_evaluator.ipynb #2c12bf62
 @patch
-def _look(self:EvaluatorCB, trainer):
-    "Call the user's function for a batch"
-    self.user_iter_callback({name: f(trainer) for name,f in self._askers.items()}, self.store)
-
-@patch
-def _evaluate_one(self:EvaluatorCB, trainer, name, dl):
-    "Evaluate one data set: columns of the history, and what the user's function returned"
-    start = time.perf_counter()
-    self.store.clear()
+def _run(self:EvaluatorCB, trainer, name, dl):
+    "Run over one data set; what was measured, by name"
     with trainer.side_run() as side:
-        side.dls = OtherData(side.dls, in_order(chosen_loader(side.dls, dl))[0])
+        side.dls = OtherData(side.dls, in_order(chosen_loader(side.dls, dl))[0], f'The data set `{name}`')
         with side.added_callbacks([self._pass, self._limit(), self.callbacks_inside]): side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
-        with torch.no_grad(): returned = self.user_epochs_done_callback(self.store) if self.user_epochs_done_callback else None
     if 'valid_loss' not in row: warnings.warn(f'No batch of `{name}` got to its end, so `{callback_name(self)}` has measured nothing. Look for a callback that cancels.')
-    columns = {'loss' if k == 'valid_loss' else k: v for k,v in row.items() if k not in ('fit', 'epoch', 'elapsed') and (self.with_loss or k != 'valid_loss')}
-    columns |= _numbers(returned) if self.write is None else {}
-    return {f'{name}_{k}': v for k,v in columns.items()} | {f'{name}_seconds': time.perf_counter()-start},returned
+    return {'loss' if k == 'valid_loss' else k: v for k,v in row.items() if k not in ('fit', 'epoch', 'elapsed') and (self.with_loss or k != 'valid_loss')}
 
 @patch
 def _limit(self:EvaluatorCB):
@@ -155,6 +153,61 @@ def _limit(self:EvaluatorCB):
     limit.name = f'{callback_name(self)}_limit'
     return limit
 
+# %% ../../nbs/callbacks/67_evaluator.ipynb #f06a57ce
+@patch
+def _look(self:EvaluatorCB, trainer):
+    "Call the user's function for a batch, and note if it has had enough"
+    stopped,left = trainer.stop_reason,None
+    try: self.user_iter_callback({name: f(trainer) for name,f in self._askers.items()}, self.store)
+    except (CancelEpochException, CancelFitException) as e:
+        if isinstance(e, CancelFitException): self._cancel = e
+        left = f'{type(e).__name__}: {e}'.rstrip(': ')
+        raise
+    finally:
+        if trainer.stop_reason != stopped: left = self._stop = trainer.stop_reason
+        if left is not None and trainer.batch_num+1 != trainer.n_batches: self._left = f'{left}, after {trainer.batch_num+1} batches'
+
+@patch
+def _pass_on(self:EvaluatorCB, trainer, name):
+    "Let the training know of a stop, and the user of an evaluation that is not complete"
+    stop,left,self._stop,self._left = self._stop,self._left,None,None
+    if left is not None: warnings.warn(f'The evaluation of `{name}` was left early ({left}), so its numbers are those of a part of the data.')
+    if stop is not None and trainer._fitting: trainer.request_stop(stop)
+
+# %% ../../nbs/callbacks/67_evaluator.ipynb #c074dcf7
+@contextmanager
+def _aside(model):
+    "Evaluation mode, no gradients; modes and random numbers are put back"
+    modes = [(o, o.training) for o in (model.modules() if hasattr(model, 'modules') else ())]
+    if hasattr(model, 'eval'): model.eval()
+    try:
+        with torch.no_grad(), same_random(): yield
+    finally:
+        for module,mode in modes: module.training = mode
+
+@patch
+def _done(self:EvaluatorCB, trainer):
+    "What the user's function for the end returns; a cancel is kept for later"
+    if self.user_epochs_done_callback is None or self._cancel is not None: return None
+    with _aside(trainer.model):
+        try: return self.user_epochs_done_callback(self.store)
+        except CancelException as e: self._cancel = e
+
+@patch
+def _evaluate_one(self:EvaluatorCB, trainer, name, dl):
+    "Evaluate one data set: columns of the history, and what the user's function returned"
+    start = time.perf_counter()
+    self.store.clear()
+    self._cancel,self._stop,self._left = None,None,None
+    with evaluated_weights(trainer):
+        columns = self._run(trainer, name, dl)
+        self._pass_on(trainer, name)
+        returned = self._done(trainer)
+    new = _numbers(returned) if self.write is None else {}
+    taken = [o for o in new if o in (*columns, 'seconds')]
+    if taken: raise ValueError(f'`user_epochs_done_callback` returned `{taken[0]}`, which is measured already, so one would hide the other. Return it under another name' + (', or pass `with_loss=False`.' if taken[0] == 'loss' else '.'))
+    return {f'{name}_{k}': v for k,v in (columns | new).items()} | {f'{name}_seconds': time.perf_counter()-start},returned
+
 # %% ../../nbs/callbacks/67_evaluator.ipynb #febb18b4
 @patch
 def before_fit(self:EvaluatorCB, trainer):
@@ -163,6 +216,7 @@ def before_fit(self:EvaluatorCB, trainer):
     self.n_evaluations,self._measured,self._fresh = 0,{},False # How many, the last one, and whether the model is still the one it measured
     self._started,self._seen = False,0 # Whether there was a batch, and updates when the last one was done
     self._row,self._unwritten = {},[] # The newest values of this epoch, and batches that have no row yet
+    self._cancel = None
 
 @patch
 def columns(self:EvaluatorCB, trainer)->list: # One that ends in `_*` stands for columns whose names are not known before
@@ -183,17 +237,32 @@ def _measure(self:EvaluatorCB, trainer):
     columns,returned = {},[]
     for name,dl in self.sets.items():
         try: new,what = self._evaluate_one(trainer, name, dl)
+        except CancelException: raise
         except Exception as e:
             e.add_note(f'while evaluating `{name}`')
             raise
         columns |= new
         returned.append(what)
+        if self._cancel is not None: break
     self.n_evaluations,self._fresh,self._measured = self.n_evaluations+1,True,columns
-    with same_random():
-        for what in returned if self.write is not None else ():
-            if what is not None: self.write(trainer.history, what, trainer.n_updates)
-        if self.report is not None: self.report(f'after {trainer.n_updates} updates: ' + ', '.join(f'{k} {short(v)}' for k,v in columns.items()))
+    try:
+        with same_random(): self._tell(trainer, columns, returned)
+    except CancelException as e: self._cancel = self._cancel or e
     return columns
+
+@patch
+def _tell(self:EvaluatorCB, trainer, columns, returned):
+    "Call the functions that write and report"
+    for what in returned if self.write is not None else ():
+        if what is not None: self.write(trainer.history, what, trainer.n_updates)
+    if self.report is not None: self.report(f'after {trainer.n_updates} updates: ' + ', '.join(f'{k} {short(v)}' for k,v in columns.items()))
+
+# %% ../../nbs/callbacks/67_evaluator.ipynb #05b72f8e
+@patch
+def _leave(self:EvaluatorCB, *over):
+    "Raise the cancel that a function has raised, unless what it ends is `over`"
+    cancel,self._cancel = self._cancel,None
+    if cancel is not None and not isinstance(cancel, over): raise cancel
 
 # %% ../../nbs/callbacks/67_evaluator.ipynb #88fda7bc
 @patch
@@ -206,6 +275,7 @@ def before_batch(self:EvaluatorCB, trainer):
     "Evaluate before the first update, if asked to"
     first,self._started = not self._started,True
     if first and self.at_start: trainer.history.write(**{f'start_{k}': v for k,v in self._measure(trainer).items()})
+    self._leave()
     self._fresh = False
 
 @patch
@@ -218,6 +288,7 @@ def after_batch(self:EvaluatorCB, trainer):
     self._row,batches,self._unwritten = self._measure(trainer),self._unwritten,[]
     gap = [math.nan]*(len(batches)-1) # All batches have rows, in their order
     trainer.history.write_batches(True, batches, **{k: [*gap, v] for k,v in self._row.items() if isinstance(v, numbers.Real)})
+    self._leave()
 
 # %% ../../nbs/callbacks/67_evaluator.ipynb #57b91ab0
 @patch
@@ -227,6 +298,7 @@ def cleanup_epoch(self:EvaluatorCB, trainer):
     if isinstance(trainer.exception, (type(None), CancelEpochException)) and self._is_due(trainer):
         self._row = self._measured if self._fresh else self._measure(trainer)
     if self._row: trainer.history.write(**self._row)
+    self._leave(CancelEpochException, CancelBatchException, CancelStepException)
 
 @patch
 def _is_due(self:EvaluatorCB, trainer):
@@ -239,12 +311,14 @@ def after_fit(self:EvaluatorCB, trainer):
     "Evaluate the model that the training leaves, unless that has been done"
     if 'epoch' not in vars(trainer): return
     if self.at_end and not self._fresh: trainer.history.write(**self._measure(trainer))
+    self._leave(CancelException)
     if not self.n_evaluations: warnings.warn(f'`{callback_name(self)}` had no turn in this fit, so nothing was evaluated. Lower `updates` or `epochs`, or leave out `at_end=False`.', stacklevel=2)
 
 @patch
 def cleanup_fit(self:EvaluatorCB, trainer):
     "Do so after a cancel as well"
     if isinstance(trainer.exception, CancelFitException) and self.at_end and not self._fresh and 'epoch' in vars(trainer): trainer.history.write(**self._measure(trainer))
+    self._leave(CancelException)
 
 # %% ../../nbs/callbacks/67_evaluator.ipynb #49e39a78
 _KEPT = ('n_evaluations', '_seen', '_started', '_fresh', '_measured', '_row', '_unwritten')
@@ -269,4 +343,6 @@ def evaluate(self:EvaluatorCB,
 )->dict: # The columns that would be written
     "Evaluate now, and write nothing"
     check_sets(trainer, self.sets, callback_name(self))
-    return {k: v for name,dl in self.sets.items() for k,v in self._evaluate_one(trainer, name, dl)[0].items()}
+    columns = {k: v for name,dl in self.sets.items() for k,v in self._evaluate_one(trainer, name, dl)[0].items()}
+    self._leave(*() if trainer._fitting else (CancelException,))
+    return columns

@@ -8,7 +8,7 @@ __all__ = ['in_order', 'join_batches', 'loss_per_example', 'Predictions', 'Captu
 # %% ../../nbs/callbacks/55_predictions.ipynb #7b14260e
 import copy, dataclasses, inspect, warnings
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -182,7 +182,7 @@ def shapes(
 # %% ../../nbs/callbacks/55_predictions.ipynb #54b33c39
 def _stage(trainer):
     "Where the training stands"
-    return trainer._fitting, vars(trainer).get('epoch'), trainer.n_updates
+    return trainer._fitting, vars(trainer).get('epoch'), trainer.n_updates, [o.n_averaged for o in trainer.callbacks if hasattr(o, 'n_averaged')]
 
 def _copied(x, devices):
     "`x` on the CPU; a copy from a CUDA device may still be under way, and the device is added to `devices`"
@@ -291,7 +291,7 @@ def chosen_loader(
 # %% ../../nbs/callbacks/55_predictions.ipynb #0612a328
 class OtherData:
     "The loaders `dls`, with another one for validation"
-    def __init__(self, dls, valid): self._dls,self.train,self.valid = dls,None,valid
+    def __init__(self, dls, valid, valid_name='The loader'): self._dls,self.train,self.valid,self.valid_name = dls,None,valid,valid_name
     def __getattr__(self, name): return getattr(vars(self)['_dls'], name)
 
 class WholeCB:
@@ -323,7 +323,7 @@ def _looking_at(self:Trainer, dl, callbacks, *watchers):
     with self.side_run(callbacks) as side:
         ordered,rows = in_order(dl)
         if n_batches(ordered) == 0: raise ValueError('The loader has no batches, so there is nothing to look at. Is its dataset empty?')
-        side.dls = OtherData(self.dls, ordered)
+        side.dls = OtherData(self.dls, ordered, '`dls.valid`' if dl is getattr(self.dls, 'valid', None) else 'The loader')
         for o in watchers:
             if isinstance(o, CapturePredsCB): o.rows = rows
         try:
@@ -370,6 +370,17 @@ def write_preds(self:Trainer,
     capture = CapturePredsCB(with_inputs, with_loss, write)
     with self._looking_at(dl, callbacks, capture, *([] if with_loss else [NoLossCB()])) as side: side.fit(1, train=False)
 
+# %% ../../nbs/callbacks/55_predictions.ipynb #295fc22c
+@contextmanager
+def evaluated_weights(
+    trainer, # Its callbacks may have an average to lend
+):
+    "Have the weights in the model that a validation pass would measure now; outside a fit it stays as it is"
+    lenders = [o for o in trainer.callbacks if callable(getattr(o, 'lent', None))] if trainer._fitting else []
+    with ExitStack() as stack:
+        for o in lenders: stack.enter_context(o.lent(trainer.model))
+        yield
+
 # %% ../../nbs/callbacks/55_predictions.ipynb #4de24ff6
 def _key(dls, dl):
     "What a loader is known by: its name, or else its identity"
@@ -397,7 +408,7 @@ def epoch_preds(self:Trainer,
     known = self._preds_at[1]
     if force or key not in known or (with_loss and known[key][1].losses is None):
         found = None if force else self._captured(key, with_loss)
-        known[key] = dl,self.get_preds(dl, with_loss=with_loss) if found is None else found
+        with evaluated_weights(self): known[key] = dl,self.get_preds(dl, with_loss=with_loss) if found is None else found
     return known[key][1]
 
 # %% ../../nbs/callbacks/55_predictions.ipynb #e6cd7f02

@@ -132,7 +132,9 @@ def cleanup_fit(self:UploadCB, trainer):
     done = isinstance(trainer.exception, (type(None), CancelException))
     if self._main and self._fs is None and done: self._begin(trainer) # A complete run, whose end may not have been copied
     if self._fs is None: return
-    if not any(getattr(o, 'hurried', False) for o in trainer.callbacks): self._upload()
+    if not any(getattr(o, 'hurried', False) for o in trainer.callbacks):
+        self._upload()
+        if not self._found_any: warnings.warn(f'`UploadCB` never found a file in `{self._from}`, so nothing was copied. Is that the folder of the run, and does a callback such as `CheckpointCB` write there?')
     self._fs,self._main = None,False
 
 # %% ../../nbs/callbacks/74_remote.ipynb #c19846b6
@@ -144,12 +146,19 @@ def _begin(self:UploadCB, trainer):
     if url is None: raise LookupError('`UploadCB` was given no `url`, and the experiment has none. Pass one such as `s3://bucket/runs`, to one of the two.')
     if self.folder is None: below = f'/{trainer.experiment.project}/{trainer.experiment.folder.name}'
     fs,far = _connect(url, self._options)
+    _check_apart(fs, far.rstrip('/')+below, folder)
     self._far,self.target = far.rstrip('/')+below,without_password(str(url)).rstrip('/')+below
     self._try_out(fs)
     try: there = _files_there(fs, self._far)
     except Exception: there = {} # Allowed to write, but not to look: then everything is copied once more
     self._sent = {k: v for k,v in _read_index(folder, self.target).items() if there.get(k) == v[0]}
-    self._from,self._fs = folder,fs
+    self._from,self._fs,self._found_any = folder,fs,False
+
+def _check_apart(fs, far, folder):
+    "Refuse to copy a folder into itself"
+    if 'file' not in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol): return
+    if Path(far).resolve().is_relative_to(Path(folder).resolve()):
+        raise ValueError(f'`UploadCB` would copy `{folder}` to `{far}`, which is the same folder or inside it, so each copy would be copied again. Choose a place outside.')
 
 @patch
 def _try_out(self:UploadCB, fs):
@@ -170,6 +179,7 @@ def _try_out(self:UploadCB, fs):
 def _upload(self:UploadCB):
     "Copy what is new or has changed, and warn if that fails"
     here = _files_here(self._from)
+    self._found_any = self._found_any or bool(here)
     self.behind = self._changed(here)
     try:
         self._take_back()

@@ -7,7 +7,7 @@ __all__ = ['classification_scores', 'binary_scores', 'regression_scores', 'text_
            'PredictionsCSVCB']
 
 # %% ../../nbs/callbacks/68_reports.ipynb #d3ec5e6f
-import csv, json, math, re, warnings
+import csv, json, math, os, re, warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -230,6 +230,7 @@ class PredictionsCSVCB(_AfterPassCB):
         name:str=None, # What this callback is called, if there are several
     ):
         _check_every(every)
+        if not isinstance(path, (str, os.PathLike)): raise TypeError(f'`path` is {path!r}, which names no file. Use one such as `preds.csv`.')
         self.path,self.sets,self.every,self.with_loss = str(path),_named_sets(dl),every,with_loss
         if len(self.sets) > 1 and '{name}' not in self.path: raise ValueError(f'`path` is {self.path!r}, one file for {len(self.sets)} data sets, so each would overwrite the other. Put `{{name}}` into it.')
         self._options = dict(classes=classes, decode=decode, with_scores=with_scores)
