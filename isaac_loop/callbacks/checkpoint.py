@@ -8,8 +8,6 @@ __all__ = ['CheckpointCB', 'RewindCB']
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #85755367
 import datetime, math, os, string, time, warnings, weakref
 
-from pathlib import Path
-
 from fastcore.basics import patch
 
 from ..events import CancelFitException, Order
@@ -18,7 +16,7 @@ from ..run_folder import run_folder
 from ..run_state import check_fits, generators, opt_defaults, put_generators, put_position, put_weights, put_random, put_state, take_parts, take_state
 from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
-from ..store import CheckpointStore, check_keeping
+from ..store import CheckpointStore, check_keeping, local_path
 from ..trainer import Trainer, n_batches
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5e346dae
@@ -164,13 +162,15 @@ class CheckpointCB(_ResumingCB):
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
         keep_best:int=1, # How many of the best to keep, by `monitor`
-        resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint, from which another run branches off
+        resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
         strict:bool=True, # Refuse to go on with other stateful callbacks, or without a device whose random numbers were saved?
         name:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; in the middle of an epoch, which has no columns yet, this one is used
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
         if not (resume in ('auto', 'must', 'never') or hasattr(resume, '__fspath__') or (isinstance(resume, str) and ('/' in resume or os.sep in resume))):
             raise ValueError(f"`resume` is {resume!r}. Use 'auto', 'must', 'never', or the path of a checkpoint.")
+        if folder is not None: local_path(folder, 'CheckpointCB')
+        if resume not in ('auto', 'must', 'never'): resume = local_path(resume, 'CheckpointCB', 'resume')
         if every == 'best' and monitor is None: raise ValueError("`every='best'` needs to know what is best. Pass a column of the history as `monitor`.")
         if verify not in ('sha256', 'size'): raise ValueError(f"`verify` is {verify!r}. Use 'sha256', or 'size' to save the time of reading everything twice.")
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,resume,strict,verify,monitor,every
@@ -372,7 +372,7 @@ def load(self:Trainer,
 ):
     "Take over weights, optimizers, history, loaders and random numbers from a checkpoint; `fit(keep_opt=True)` goes on with them"
     store = CheckpointStore(folder, read_only=True)
-    path = store.best().path if best else folder if (Path(folder)/'manifest.json').exists() else None
+    path = store.best().path if best else folder if (store.folder/'manifest.json').exists() else None
     weights,state,_ = store.load(path)
     if 'opt' in state['opts'] and 'opt' not in vars(self): self._make_opt_for(state)
     state['callbacks'] = {} # They begin anew with the next fit, as always

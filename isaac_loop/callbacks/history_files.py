@@ -7,6 +7,7 @@ __all__ = ['TABLES', 'table_text', 'HistoryFilesCB']
 
 # %% ../../nbs/callbacks/77_history_files.ipynb #024dfa1d
 import csv, io, os, re, warnings, wave
+from functools import partial
 
 import torch
 from fastcore.basics import patch
@@ -15,6 +16,7 @@ from .run_config import RunConfig
 from ..curves import history_figure
 from ..events import Order, did_you_mean
 from ..run_folder import run_folder
+from ..store import local_path
 from ..tables import Table
 
 # %% ../../nbs/callbacks/77_history_files.ipynb #858001ac
@@ -47,7 +49,8 @@ def _write_text(path, text): _replace(path, lambda o: o.write_text(text, encodin
 # %% ../../nbs/callbacks/77_history_files.ipynb #518b6eb3
 def _file_name(name):
     "`name` as the name of a file"
-    return re.sub(r'[^\w.+-]+', '-', str(name)).strip('-.') or 'unnamed'
+    plain = re.sub(r'[^\w.+-]+', '-', str(name)).strip('-.') or 'unnamed'
+    return plain.encode()[:180].decode(errors='ignore') # Few systems allow more than 255 bytes
 
 def _write_image(path, value):
     "An image of shape (channels, height, width), in 0..1 or as bytes"
@@ -105,12 +108,13 @@ class HistoryFilesCB:
         for o in tables:
             if o not in TABLES: raise ValueError(f'`table` is {o!r}, and the rows can be written as {list(TABLES)}.{did_you_mean(str(o), TABLES)}')
         _check_format(plot)
+        if folder is not None: local_path(folder, 'HistoryFilesCB')
         self.folder,self.table,self.plot,self.each_epoch,self.keep_plots = folder,tables,plot,each_epoch,keep_plots
-        self._folder,self._failed = None,False
+        self._folder,self._warned = None,set()
 
     def before_fit(self, trainer):
         "Make sure that there is a place to write to"
-        self._failed,self._folder,self._written = False,None,_state(trainer)
+        self._warned,self._folder,self._written = set(),None,_state(trainer)
         folder = run_folder(trainer, self.folder, who='HistoryFilesCB')
         if self.folder is not None: _check_folder(folder)
         self._folder = folder if RunConfig.of(trainer).is_main else None
@@ -118,23 +122,24 @@ class HistoryFilesCB:
     def log(self, trainer):
         "Write the files anew"
         if self._folder is None: return
-        self._try(lambda: self._write_media(trainer))
-        if self.each_epoch: self._try(lambda: self._write_rows(trainer))
+        self._write_media(trainer)
+        if self.each_epoch: self._write_rows(trainer)
 
     def cleanup_fit(self, trainer):
         "Write what there is, also after an error"
-        if self._folder is not None and _state(trainer) != self._written: self._try(lambda: self._write_rows(trainer))
+        if self._folder is not None and _state(trainer) != self._written: self._write_rows(trainer)
         self._folder = None
 
 # %% ../../nbs/callbacks/77_history_files.ipynb #a3b570d2
 @patch
-def _try(self:HistoryFilesCB, write):
-    "Write, or warn once"
-    if self._failed: return
+def _try(self:HistoryFilesCB, what, write):
+    "Whether it could be written; if not, warn, once for each thing in a fit"
     try: write()
     except Exception as e: # A figure of somebody else may fail in any way
-        self._failed = True
-        warnings.warn(f'`HistoryFilesCB` could not write to `{self._folder}` ({type(e).__name__}: {e}), and writes nothing more in this fit. Training goes on; the rows are in `trainer.history`.')
+        if what not in self._warned: warnings.warn(f'`HistoryFilesCB` could not write {what} to `{self._folder}` ({type(e).__name__}: {e}). Training goes on, and so do the other files; the rows are in `trainer.history`.')
+        self._warned.add(what)
+        return False
+    return True
 
 def _state(trainer):
     "What the rows say, to see whether they have changed"
@@ -149,15 +154,24 @@ def _write_media(self:HistoryFilesCB, trainer):
     "What was put down to look at in this epoch; a second one of the same name gets a number"
     counts = {}
     for o in trainer.history.media:
-        n = counts[o['name']] = counts.get(o['name'], 0)+1
-        _write_medium(self._folder, _place(trainer), {**o, 'name': o['name'] if n == 1 else f'{o["name"]}-{n}'})
+        name = _file_name(o['name'])
+        n = counts[name] = counts.get(name, 0)+1
+        self._try(f'{o["kind"]} `{o["name"]:.60}`', partial(_write_medium, self._folder, _place(trainer), {**o, 'name': name if n == 1 else f'{name}-{n}'}))
+
+def _write_table(folder, rows, kind): _write_text(folder/'results'/f'history.{kind}', table_text(rows, kind))
 
 @patch
 def _write_rows(self:HistoryFilesCB, trainer):
     "Table and curves"
-    rows,self._written = list(trainer.history),_state(trainer)
-    for o in self.table if rows else (): _write_text(self._folder/'results'/f'history.{o}', table_text(rows, o))
-    fig = history_figure(rows) if self.plot is not None else None
+    rows,state = list(trainer.history),_state(trainer)
+    done = [self._try(f'`history.{o}`', partial(_write_table, self._folder, rows, o)) for o in self.table if rows]
+    if self.plot is not None: done.append(self._try(f'`history.{self.plot}`', partial(self._write_curves, trainer, rows)))
+    if all(done): self._written = state
+
+@patch
+def _write_curves(self:HistoryFilesCB, trainer, rows):
+    "The curves, if there are any"
+    fig = history_figure(rows)
     if fig is None: return
     places = ['', _place(trainer)] if self.keep_plots else ['']
     for o in places: _replace(self._folder/'plots'/o/f'history.{self.plot}', lambda part: fig.savefig(part))

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from .run_config import RunConfig
 from ..events import CancelException, Order
 from ..run_folder import experiment_of, run_folder, without_password
+from ..store import local_path
 
 # %% ../../nbs/callbacks/74_remote.ipynb #8ac04a38
 _EXTRAS = {'s3': 'isaac_loop[s3]', 's3a': 'isaac_loop[s3]', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'abfs': 'adlfs', 'az': 'adlfs', 'sftp': 'paramiko', 'ssh': 'paramiko', 'hf': 'huggingface_hub'}
@@ -107,6 +108,7 @@ class UploadCB:
         if retries < 0 or wait < 0: raise ValueError(f'`retries` is {retries!r} and `wait` is {wait!r}. Use 0 or more.')
         self.folder,self.every,self.drop,self.retries,self.wait = folder,every,drop,retries,wait
         self._url,self._options = url,options
+        if folder is not None: local_path(folder, 'UploadCB')
         if url is not None: _connect(url, options)
         self.target,self.behind,self._fs,self._main = None,[],None,False
 
@@ -238,7 +240,7 @@ def fetch(
     **options, # For the file system, such as `key` and `secret`
 )->Path: # The folder
     "Get a folder from a storage, to look at or to go on with"
-    folder,shown = Path(folder).expanduser().absolute(),without_password(str(url))
+    folder,shown = local_path(folder, 'fetch').absolute(),without_password(str(url))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f'`{folder}` is there already, and may be newer than what `{shown}` has. Choose a new folder, or go on in this one.')
     fs,far = _connect(url, options)

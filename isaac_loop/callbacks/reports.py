@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from ..bootstrap import function_of, numbers_of
 from .predictions import Predictions, check_columns, check_sets, chosen_loader, class_name, data_sets, decoded, same_random
 from ..events import CancelEpochException, Order, callback_name
+from ..store import local_path
 
 # %% ../../nbs/callbacks/68_reports.ipynb #ac76e012
 def classification_scores(
@@ -202,7 +203,7 @@ def write_preds_csv(
 ):
     "Write predictions beside their targets to a CSV file, all of them or none"
     columns = predictions._columns(classes, decode, with_scores)
-    path = Path(path)
+    path = local_path(path, 'write_preds_csv', 'path')
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name+'.part')
     try:
@@ -227,7 +228,7 @@ class PredictionsCSVCB(_AfterPassCB):
         name:str=None, # What this callback is called, if there are several
     ):
         _check_every(every)
-        self.path,self.sets,self.every,self.with_loss = str(path),_named_sets(dl),every,with_loss
+        self.path,self.sets,self.every,self.with_loss = str(local_path(path, 'PredictionsCSVCB', 'path')),_named_sets(dl),every,with_loss
         if len(self.sets) > 1 and '{name}' not in self.path: raise ValueError(f'`path` is {self.path!r}, one file for {len(self.sets)} data sets, so each would overwrite the other. Put `{{name}}` into it.')
         self._options = dict(classes=classes, decode=decode, with_scores=with_scores)
         if name: self.name = name
@@ -237,7 +238,7 @@ class PredictionsCSVCB(_AfterPassCB):
         self._begin(trainer)
         for name in self.sets: _check_writable(self._path(name, 0))
 
-    def _path(self, name, epoch): return Path(self.path.replace('{name}', name).replace('{epoch}', str(epoch))).expanduser()
+    def _path(self, name, epoch): return Path(self.path.replace('{name}', name).replace('{epoch}', str(epoch)))
 
 def _check_writable(path):
     "Refuse a path to which nothing can be written"
