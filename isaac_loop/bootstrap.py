@@ -22,6 +22,8 @@ def _take(x, rows, n):
 
 def _n_examples(preds, targets):
     "How many examples there are"
+    for name,o in (('preds', preds), ('targets', targets)):
+        if not isinstance(o, list) and o is not None and batch_size(o) is None: raise TypeError(f'`{name}` is a {type(o).__name__}, from which nobody can draw rows. Use a tensor, a structure of tensors or a list; an array becomes a tensor by `torch.as_tensor`.')
     sizes = {len(o) if isinstance(o, list) else batch_size(o) for o in (preds, targets) if o is not None}
     if len(sizes) != 1 or None in sizes: raise ValueError(f'Predictions and targets have {sorted(map(str, sizes))} examples, so nobody can tell which belong together. Pass as many targets as predictions.')
     n = sizes.pop()

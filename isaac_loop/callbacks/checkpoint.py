@@ -224,7 +224,7 @@ def _to_resume(self:CheckpointCB, trainer):
     self._count_fit(trainer, mine)
     self._store.run_id = self._run[1] if mine else None
     if self.resume == 'never': return None
-    path = None if self.resume in ('auto', 'must') or mine else self.resume
+    path = None if self.resume in ('auto', 'must') or mine or self._is_own(self.resume) else self.resume
     if path is None and (self.resume == 'auto' or mine) and not self._store.list() and not self._store.damaged(): return None
     weights,state = self._load(path)
     position,fit = state['position'],trainer.history.fit-self._lost
@@ -244,13 +244,19 @@ def _count_fit(self:CheckpointCB, trainer, mine):
     self._wasted,self._before = None,self.path
 
 @patch
+def _is_own(self:CheckpointCB, path):
+    "Whether `path` is the folder that this callback writes to"
+    return os.path.isdir(path) and os.path.samefile(path, self._store.folder)
+
+@patch
 def _load(self:CheckpointCB, path):
     "Weights and state; a path begins a run of its own, which goes on from its own newest checkpoint when the script is started again"
     if path is None: weights,state,_ = self._store.load(verify=self.verify)
     else:
         weights,state,manifest = self._store.load(path, verify=self.verify)
         self._branch = f"{manifest['run_id']} {manifest['serial']}"
-        mine = [o for o in self._store.all() if o.manifest['info'].get('branch') == self._branch]
+        exactly = os.path.lexists(os.path.join(path, 'manifest.json')) or not os.path.isdir(path) # Else it is a folder, whose newest may be another one by now
+        mine = [o for o in self._store.all() if (found := o.manifest['info'].get('branch')) == self._branch or (found and not exactly and found.split()[0] == manifest['run_id'])]
         self._store.run_id = mine[-1].run_id if mine else None
         if mine: weights,state,_ = self._store.load(verify=self.verify)
     if not isinstance(state, dict) or not {'position', 'opts', 'callbacks'} <= state.keys(): raise ResumeMismatch(f'`{self._store.resumed_from or path}` holds no run that `CheckpointCB` or `trainer.save` wrote, so a fit cannot go on from it. Read it with `CheckpointStore.load`.')

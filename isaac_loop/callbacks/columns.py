@@ -108,6 +108,8 @@ class PrintColumnsCB:
         report=print, # Called with each line
     ):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1: raise ValueError(f'`every` is {every!r}, but epochs are counted. Use a whole number of 1 or more.')
+        for o in names:
+            if not isinstance(o, str): raise TypeError(f'{o!r} is no name of a column, which is text. To print after every so many epochs use `PrintColumnsCB(every=...)`.')
         self.names,self.every,self.strict,self.list_names,self.report = names,every,strict,list_names,report
 
     def before_fit(self, trainer):

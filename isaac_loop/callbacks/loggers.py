@@ -54,7 +54,7 @@ class _Outlet:
     "One log, which is asked only for what it has, and may fail"
     def __init__(self, log):
         _check_log(log)
-        self.log,self.name,self.unsent,self.refused,self.warned,self.skipped = log,callback_name(log),[],[],False,set()
+        self.log,self.name,self.unsent,self.refused,self.warned,self.skipped,self.over = log,callback_name(log),[],[],False,set(),False
         row = getattr(log, 'row', None) or (log if callable(log) else None)
         self.row = row if row is None or _takes_table(row) else lambda values, step, table: row(values, step)
 
@@ -66,7 +66,8 @@ class _Outlet:
     def _attempt(self, what, step, f, *args, **kwargs):
         "Whether `f` could do it; if not, warn, once"
         try: f(*args, **kwargs)
-        except CancelException: raise
+        except CancelException:
+            if not self.over: raise # When the fit has ended there is nothing left to cancel
         except Exception as e:
             self._never = isinstance(e, (TypeError, ValueError, OverflowError)) and not isinstance(e, (OSError, json.JSONDecodeError)) # A service that is down may answer with something else than JSON
             if not self.warned: warnings.warn(f'The log `{self.name}` failed at step {step} ({type(e).__name__}: {e}), and lacks {what}. Training goes on, and other logs lack nothing. '
@@ -270,6 +271,7 @@ def before_fit(self:LoggerCB, trainer):
     "Find out whether the logs can be written"
     if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
     self._active,self._opened,self._sent,self._newest = _is_first_process(),False,[],None
+    for o in self._outlets: o.over = False
     self._offset,self._last,self._epoch,self._seconds = self._n,0,None,0.
     self._steps,self._logged,self._losses,self._start = array('q'),set(),_MeanLoss(),time.perf_counter()
     self._set_due()
@@ -446,6 +448,7 @@ def cleanup_fit(self:LoggerCB, trainer):
     "Send the rest and the total time, and close the logs"
     if not self._opened: return
     self._opened,step,error = False,self._step(),trainer.exception
+    for o in self._outlets: o.over = True
     ok = error is None or isinstance(error, CancelFitException)
     try:
         try: self._send_arrived(wait=True)

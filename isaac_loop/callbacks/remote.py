@@ -105,7 +105,7 @@ class UploadCB:
         **options, # For the file system, such as `key` and `secret`; they are shown nowhere
     ):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1: raise ValueError(f'`every` is {every!r}, but epochs are counted. Use a whole number of 1 or more.')
-        if retries < 0 or wait < 0: raise ValueError(f'`retries` is {retries!r} and `wait` is {wait!r}. Use 0 or more.')
+        if isinstance(retries, bool) or not isinstance(retries, int) or not isinstance(wait, (int, float)) or retries < 0 or wait < 0: raise ValueError(f'`retries` is {retries!r} and `wait` is {wait!r}. Use whole retries and seconds of 0 or more.')
         self.folder,self.every,self.drop,self.retries,self.wait = folder,every,drop,retries,wait
         self._url,self._options = url,options
         if folder is not None: local_path(folder, 'UploadCB')
@@ -134,6 +134,7 @@ def cleanup_fit(self:UploadCB, trainer):
     if self._main and self._fs is None and done: self._begin(trainer) # A complete run, whose end may not have been copied
     if self._fs is None: return
     if not any(getattr(o, 'hurried', False) for o in trainer.callbacks): self._upload()
+    if not self._from.is_dir(): warnings.warn(f'`UploadCB` was to copy `{self._from}`, and there never was such a folder, so nothing is in `{self.target}`. Is it the folder that the other callbacks write to?')
     self._fs,self._main = None,False
 
 # %% ../../nbs/callbacks/74_remote.ipynb #c19846b6
@@ -145,12 +146,18 @@ def _begin(self:UploadCB, trainer):
     if url is None: raise LookupError('`UploadCB` was given no `url`, and the experiment has none. Pass one such as `s3://bucket/runs`, to one of the two.')
     if self.folder is None: below = f'/{trainer.experiment.project}/{trainer.experiment.folder.name}'
     fs,far = _connect(url, self._options)
+    _check_apart(fs, far.rstrip('/')+below, folder)
     self._far,self.target = far.rstrip('/')+below,without_password(str(url)).rstrip('/')+below
     self._try_out(fs)
     try: there = _found(fs, self._far)
     except Exception: there = {} # Allowed to write, but not to look: then everything is copied once more
     self._sent = {k: v for k,v in _read_index(folder, self.target).items() if there.get(k) == v[0]}
     self._from,self._fs = folder,fs
+
+def _check_apart(fs, far, folder):
+    "Refuse to copy a folder into itself"
+    if 'file' in ({fs.protocol} if isinstance(fs.protocol, str) else fs.protocol) and Path(far).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f'`UploadCB` would copy `{folder}` to `{far}`, which lies within it, so copies of copies would be made. Give a `url` outside of the folder.')
 
 @patch
 def _try_out(self:UploadCB, fs):
