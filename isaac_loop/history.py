@@ -81,6 +81,10 @@ class History(Sequence):
     "One row (a dict) per epoch: `fit`, `epoch`, and whatever callbacks write"
     def __init__(self): self.rows,self.batches,self.media,self.fit,self._next,self._open = [],BatchRecord(),[],-1,None,False
 
+    def __getattr__(self, name):
+        if name in ('plot', 'plot_batches'): raise AttributeError(f'`history.{name}` comes with `import isaac_loop.curves`, which has not been imported yet.')
+        raise AttributeError(f'`{type(self).__name__}` has no attribute `{name}`.{did_you_mean(name, [] if name.startswith("_") else dir(type(self)))}')
+
     def start_fit(self):
         "The rows that follow belong to a new fit"
         self.fit += 1

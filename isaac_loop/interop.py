@@ -153,6 +153,10 @@ def _state(self:_Facade): return {}
 def _load(self:_Facade, state): vars(self).update(state)
 
 # %% ../nbs/96_interop.ipynb #284e8a80
+class _NoColumn(KeyError):
+    "A `KeyError` whose message is not put in quotes"
+    __str__ = Exception.__str__
+
 class _Measures(Mapping):
     "Means over some batches, worked out when they are read"
     def __init__(self, columns, validate=None, names=()):
@@ -162,7 +166,7 @@ class _Measures(Mapping):
         if name not in self._known:
             if name in self._columns: self._known[name] = torch.stack(self._columns[name]).double().mean().item() # Waits for the device
             elif name in self._names: self._known |= {f'val_{k.removeprefix("valid_")}': v for k,v in self._validate().items()}
-            if name not in self._known: raise LookupError(f'No measure is called `{name}`; there are {self._all()}.{did_you_mean(str(name), self._all())}')
+            if name not in self._known: raise _NoColumn(f'No measure is called `{name}`; there are {self._all()}.{did_you_mean(str(name), self._all())}')
         return self._known[name]
 
     def _all(self): return list(dict.fromkeys([*self._columns, *self._names, *self._known]))
@@ -589,10 +593,6 @@ def _fire(self:_AcceleratedCB, trainer, event, **kwargs):
         if any(o.name == 'epoch' for o in trainer.plan.spans): raise CancelEpochException(str(e)) from None
 
 # %% ../nbs/96_interop.ipynb #c0a9420f
-class _NoColumn(KeyError):
-    "A `KeyError` whose message is not put in quotes"
-    __str__ = Exception.__str__
-
 class _TrainHistory(Mapping):
     "What the callbacks of AIToolbox know as `train_history`"
     def __init__(self, trainer): self._trainer,self._lists,self._pending,self._epoch = trainer,{},{},0
@@ -930,13 +930,20 @@ class _State(_Facade):
 
     def get_tensor(self, name, compute=True):
         tensors = self.tensors
-        if name not in tensors: raise LookupError(f'The batch has no tensor `{name}`; there are {list(tensors)}.{did_you_mean(name, tensors)}')
+        if name not in tensors: raise _NoColumn(f'The batch has no tensor `{name}`; there are {list(tensors)}.{did_you_mean(name, tensors)}')
         return tensors[name]
 
     registered_tensors = tensors
     def __getitem__(self, name): return getattr(self, name)
 
-# %% ../nbs/96_interop.ipynb #c260c544
+# %% ../nbs/96_interop.ipynb #33afa0ed
+class _Tensors(Mapping):
+    "The tensors of the batch that is there when they are asked for"
+    def __init__(self, state): self._asked = state
+    def __getitem__(self, name): return self._asked.get_tensor(name)
+    def __iter__(self): return iter(self._asked.tensors)
+    def __len__(self): return len(self._asked.tensors)
+
 class _StateCB(_ForeignCB):
     "A callback of NeMo 0.10 or 0.11"
     facade_class = _State
@@ -945,18 +952,25 @@ class _StateCB(_ForeignCB):
         self._join(trainer)
         self.facade._in_step = False
         self._fresh = True
-        try: self.foreign.action = self.facade
-        except AttributeError: pass # It has a property of that name, and does without
+        self._own_rate = self._own_rate or hasattr(self.foreign, 'learning_rate')
+        self._give(action=self.facade, _registered_tensors=_Tensors(self.facade))
         self._send('on_action_start', 'on_train_start')
+
+    def _give(self, **attributes):
+        "Set attributes that their callbacks read"
+        for name,value in attributes.items():
+            try: setattr(self.foreign, name, value)
+            except AttributeError: pass # It has a property of that name, and does without
 
     def _send(self, *events):
         "Call methods, with the state if they take it"
+        if not self._own_rate and 'opt' in vars(self.facade._trainer): self._give(learning_rate=self.facade.learning_rate)
         for event in events:
             method = _method(self.foreign, event)
             if method is not None: self._tell(event, *([self.facade] if inspect.signature(method).parameters else []))
 
     def _state(self): return dict(_fresh=self._fresh)
-    _fresh = True # Whether the next batch begins an update
+    _fresh,_own_rate = True,False # Whether the next batch begins an update; whether their callback keeps a rate of its own
 
 # %% ../nbs/96_interop.ipynb #b12909ab
 @patch
@@ -1004,6 +1018,8 @@ _PROTOCOLS = { # Class of the adapter, names that make certain, further names
              ('on_train_start', 'on_train_end', 'on_epoch_end', 'on_batch_end')),
 }
 
+_EVENT_NAMES = {o for _,certain,further in _PROTOCOLS.values() for o in (*certain, *further)}
+
 def _on_names(foreign): return [o for o in dir(type(foreign)) if o.startswith('on_')] + [o for o in getattr(foreign, '__dict__', {}) if o.startswith('on_')]
 
 def _protocol(foreign):
@@ -1011,7 +1027,21 @@ def _protocol(foreign):
     names = set(_on_names(foreign)) | ({'register_train_loop_object'} if _method(foreign, 'register_train_loop_object') else set())
     for name,(_,certain,_) in _PROTOCOLS.items():
         if names.intersection(certain): return name
+    if any(_takes_state(foreign, o) for o in names.intersection(('on_train_start', 'on_train_end', 'on_epoch_end', 'on_batch_end'))): return 'NeMo'
     return 'Sonosco' if callable(foreign) and not names else None
+
+def _takes_state(foreign, name):
+    "Whether a method takes one value, which NeMo's state would be; those of other libraries take none or more"
+    try: parameters = list(inspect.signature(_method(foreign, name)).parameters.values())
+    except (TypeError, ValueError): return False
+    return len(parameters) == 1 and parameters[0].kind in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD)
+
+def _with_events(f):
+    "A function that is named after an event as an object with that method; a plain callable stays as it is"
+    if not inspect.isroutine(f) or f.__name__ not in _EVENT_NAMES: return f
+    try: inspect.signature(f).bind(1, 0, {}, None)
+    except TypeError: return type(f.__name__, (), {'__init__': lambda self: setattr(self, f.__name__, f)})()
+    return f
 
 # %% ../nbs/96_interop.ipynb #168aba3e
 def _check_foreign(foreign):
@@ -1034,7 +1064,7 @@ def _warn_of_misspelt(foreign, protocol):
 
 # %% ../nbs/96_interop.ipynb #e7f35613
 def adapt(
-    callback, # A callback of pytorch-accelerated, AIToolbox, NeMo 0.x or Sonosco: an object, its class, or a plain callable
+    callback, # A callback of pytorch-accelerated, AIToolbox, NeMo 0.x or Sonosco: an object, its class, a function named after an event, or a plain callable
     name:str=None, # What it is called on our trainer; default: the name of its class or function
     order:float=None, # Place in our order; default: that of the protocol, or its own `execution_order`
     test_step:int=50, # For a plain callable: batches between two refreshes of its measures
@@ -1043,8 +1073,10 @@ def adapt(
     check_count(test_step, 'test_step', 'batches are counted')
     if isinstance(callback, _ForeignCB): raise TypeError(f'`{callback.name}` has been adapted already. Give it to the trainer as it is.')
     if isinstance(callback, type): callback = _made(callback)
+    name = name or _title(callback)
+    callback = _with_events(callback)
     _check_foreign(callback)
-    protocol,name = _protocol(callback),name or _title(callback)
+    protocol = _protocol(callback)
     if protocol == 'Sonosco': return _PlainCB(callback, name, _PlainCB.default_order if order is None else order, test_step)
     _warn_of_misspelt(callback, protocol)
     kind = _PROTOCOLS[protocol][0]

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .store import local_path
+
 # %% ../nbs/28_run_folder.ipynb #86f1c5a9
 def without_password(
     text:str, # An address, or any text with addresses in it
@@ -52,7 +54,7 @@ def run_folder(
     who:str='This callback', # For the message
 )->Path: # May not exist yet
     "The folder to use: the one that was given, or a part of the run's"
-    if given is not None: return Path(given).expanduser()
+    if given is not None: return local_path(given, who)
     return experiment_of(trainer, who, 'folder').folder/inside
 
 def experiment_of(

@@ -116,6 +116,11 @@ def _is_several(x):
     return hasattr(type(x), '__iter__') and not isinstance(x, (str, type)) and not any(handler_of(x, o) is not None for o in EVENTS)
 
 # %% ../nbs/10_trainer.ipynb #72b76157
+_ELSEWHERE = { # Which module brings a method of the trainer
+    **dict.fromkeys(('validate', 'sample_preds'), 'evaluation'), **dict.fromkeys(('get_preds', 'capture_preds', 'write_preds', 'epoch_preds'), 'callbacks.predictions'),
+    **dict.fromkeys(('lr_find', 'find_batch_size'), 'callbacks.lr_finder'), **dict.fromkeys(('save', 'load', 'rewind'), 'callbacks.checkpoint'), 'run_config': 'callbacks.run_config',
+    'summarize_callbacks': 'inspection', 'summarize_model': 'model_summary', 'show_image_batch': 'plots'}
+
 class _ByName:
     "Callbacks as attributes, and errors that say who writes what is missing"
     def __getattr__(self, name):
@@ -123,6 +128,7 @@ class _ByName:
         if name in named: return named[name]
         if isinstance(getattr(type(self), name, None), property): return getattr(type(self), name).__get__(self) # It failed inside; say why
         if name in STATE: raise AttributeError(f'`trainer.{name}` does not exist yet. It is written by {STATE[name][0]}, which has not happened.')
+        if name in _ELSEWHERE: raise AttributeError(f'`{name}` comes with `import isaac_loop.{_ELSEWHERE[name]}`, which has not been imported yet.')
         known = [] if name.startswith('_') else [*STATE, *named, *(o for o in dir(type(self)) if not o.startswith('_'))]
         raise AttributeError(f'`{type(self).__name__}` has no attribute and no callback `{name}`.{did_you_mean(name, known)}')
 

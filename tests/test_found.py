@@ -590,3 +590,30 @@ def test_states_to_go_back_to_are_kept_once_for_each_update():
     assert sorted(t.RewindCB.states) == [(0, 4), (0, 8)]
     with pytest.raises(TypeError, match="is an epoch and a number of batches"):
         t.rewind("a")
+
+
+def test_methods_of_modules_that_were_not_imported_are_named_with_their_module():
+    "The table of such methods is complete and true"
+    import importlib
+    from isaac_loop.history import History
+    from isaac_loop.trainer import _ELSEWHERE
+    importlib.import_module("isaac_loop.all")
+    module = lambda o: (getattr(o, "fget", None) or o).__module__
+    added = lambda cls: {k: module(v).removeprefix("isaac_loop.") for k, v in vars(cls).items() if not k.startswith("_") and (callable(v) or isinstance(v, property)) and module(v) != cls.__module__}
+    assert added(Trainer) == _ELSEWHERE and added(History) == dict(plot="curves", plot_batches="curves")
+    code = """
+from types import SimpleNamespace
+from isaac_loop.trainer import Trainer, _ELSEWHERE
+trainer = Trainer(SimpleNamespace(), None, None, None, None)
+for owner, names in ((trainer, _ELSEWHERE), (trainer.history, ['plot', 'plot_batches'])):
+    for name in names:
+        try: getattr(owner, name)
+        except AttributeError as e: print(name, e)
+try: trainer.history.latst
+except AttributeError as e: print(e)
+"""
+    import subprocess
+    import sys
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [o.split()[0] for o in lines[:-1]] == [*_ELSEWHERE, "plot", "plot_batches"]
+    assert "`validate` comes with `import isaac_loop.evaluation`" in lines[0] and all("has not been imported yet" in o for o in lines[:-1]) and "Did you mean `latest`?" in lines[-1]

@@ -20,7 +20,7 @@ from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.sampling import exact_loader
-from isaac_loop.state import ResumeMismatch
+from isaac_loop.state import CheckpointCorrupt, NoValidCheckpoint, ResumeMismatch
 from isaac_loop.store import CheckpointStore
 from runs import Cut, CutCB, Rows, fit, make_model, make_trainer, same
 
@@ -272,3 +272,48 @@ def test_never_means_never(tmp_path):
     trainer = broken_off(8, simple(tmp_path/"run", resume="never"))
     fit(trainer)
     assert trainer.n_updates == 21 and len([o for o in trainer.history if o["fit"] == 1]) == 3
+
+
+def test_a_folder_stands_for_its_newest_checkpoint(tmp_path):
+    "As in `load_from_folder` of NeMo; the branch goes on from its own when the script is started again, even if the other run has gone on"
+    broken_off(8, simple(tmp_path/"a", every=5))
+    def run(n=None):
+        seen = []
+        def before_step(trainer):
+            seen.append(trainer.n_updates)
+            if n is not None and trainer.n_updates == n: raise Cut
+        trainer = make_trainer(simple(tmp_path/"b", every=2, resume=tmp_path/"a"))
+        try: fit(trainer, callbacks=before_step)
+        except Cut: pass
+        return trainer, seen
+    assert run(13)[1][0] == steps(tmp_path/"a")[-1] == 5
+    broken_off(18, simple(tmp_path/"a", every=5))
+    again, seen = run()
+    assert seen[0] == 12 and steps(tmp_path/"a")[-1] == 15
+    same(fit(make_trainer(simple())), again)
+    trainer = make_trainer(simple())
+    weights = CheckpointStore(tmp_path/"a", read_only=True).latest().path
+    for resume in (tmp_path/"a", tmp_path/"a"/weights.name):
+        loaded = CheckpointStore(tmp_path/"c", read_only=True).load(resume)[2]
+        assert loaded["step"] == 15
+    trainer.load(tmp_path/"a")
+    with pytest.raises(NoValidCheckpoint, match="no such folder"): CheckpointStore(tmp_path/"c", read_only=True).load(tmp_path/"nowhere")
+    (tmp_path/"empty").mkdir()
+    with pytest.raises(CheckpointCorrupt, match="no `manifest.json`"): CheckpointStore(tmp_path/"c", read_only=True).load(tmp_path/"empty")
+
+
+def test_the_own_folder_as_resume_goes_on_there(tmp_path):
+    broken_off(8, simple(tmp_path/"a", every=5))
+    again = make_trainer(simple(tmp_path/"a", every=5, resume=tmp_path/"a"))
+    seen = []
+    def before_step(trainer): seen.append(trainer.n_updates)
+    same(fit(make_trainer(simple())), fit(again, callbacks=before_step))
+    assert seen[0] == 5 and len({o.run_id for o in CheckpointStore(tmp_path/"a", read_only=True).all()}) == 1
+
+
+def test_a_damaged_newest_of_another_folder_is_skipped_with_a_warning(tmp_path):
+    fit(make_trainer(simple(tmp_path/"a", every=5)))
+    newest = CheckpointStore(tmp_path/"a", read_only=True).latest()
+    (newest.path/"state.pt").write_bytes(b"x")
+    with pytest.warns(UserWarning, match=f"Skipped the checkpoint `{newest.path.name}`"):
+        assert CheckpointStore(tmp_path/"c", read_only=True).load(tmp_path/"a")[2]["step"] == steps(tmp_path/"a")[-1] < newest.step

@@ -1053,7 +1053,7 @@ def test_a_run_with_foreign_callbacks_goes_on_at_any_batch_as_if_it_had_not_stop
     def make(*extra):
         foreign = AcceleratedStops(2), ToolboxNotes(), PlainNotes(), NemoNotes()
         trainer = ours(*(adapt(o, test_step=2) for o in foreign), *extra, dls=DataLoaders(*BATCHES), n_epochs=9)
-        return trainer, [{k: v for k, v in vars(o).items() if k not in ("train_loop_obj", "action")} for o in foreign]
+        return trainer, [{k: v for k, v in vars(o).items() if k not in ("train_loop_obj", "action", "_registered_tensors")} for o in foreign]
     whole, notes = make()
     assert whole.stop_reason == "enough" and whole.n_updates % 5 == 0 and 5 < whole.n_updates < 45
     make(CheckpointCB(tmp_path/"all", every=1, keep_last=None))
@@ -1062,3 +1062,59 @@ def test_a_run_with_foreign_callbacks_goes_on_at_any_batch_as_if_it_had_not_stop
     for o in found[3:9:2]:
         again, after = make(CheckpointCB(tmp_path/f"from {o.step}", every=1000, resume=o.path))
         assert same_weights(whole.model, again.model) and after == notes
+
+
+class Logger010:
+    "In the manner of 0.10's own loggers: the action fills `_registered_tensors` and `learning_rate`"
+    def __init__(self): self._registered_tensors, self.rows = {}, []
+    @property
+    def registered_tensors(self): return self._registered_tensors
+    def on_iteration_end(self): self.rows.append((self.registered_tensors["loss"].item(), self.learning_rate, "input_0" in self.registered_tensors))
+
+
+def test_nemo_loggers_get_their_tensors_and_the_rate():
+    "(NEMO-02, NEMO-04)"
+    nemo, losses = Logger010(), []
+    class LossCB:
+        on_valid = False
+        def after_step(self, trainer): losses.append((trainer.loss.item(), 0.5, True))
+    trainer = ours(adapt(nemo), LossCB(), n_epochs=2)
+    assert nemo.rows == losses and len(losses) == 10
+    assert "registered" not in str(trainer.Logger010.state_dict()["foreign"])
+    with pytest.raises(KeyError, match="no tensor `los`.*Did you mean `loss`") as e: nemo.registered_tensors["los"]
+    assert not str(e.value).startswith('"')
+    class OwnRate(Logger010):
+        learning_rate = 7
+    own = OwnRate()
+    ours(adapt(own), n_epochs=1)
+    assert {o[1] for o in own.rows} == {7}
+
+
+def test_few_events_and_functions_are_enough_for_nemo():
+    "(NEMO-07)"
+    class Few:
+        seen = []
+        def on_train_start(self, state): self.seen.append("start")
+        def on_batch_end(self, state): self.seen.append(state.step)
+    ours(adapt(Few()), n_epochs=1)
+    assert Few.seen == ["start", 1, 2, 3, 4, 5]
+    steps, ends = [], []
+    def on_step_end(state): steps.append(state.step)
+    def on_epoch_end(state): ends.append(state.epoch)
+    trainer = ours(adapt(on_step_end), adapt(on_epoch_end), n_epochs=2)
+    assert steps == list(range(10)) and ends == [0, 1] and trainer.on_step_end.name == "on_step_end"
+    calls = []
+    def on_batch_end(epoch, step, measures, trainer): calls.append(step)
+    ours(adapt(on_batch_end), n_epochs=1)
+    assert calls == list(range(5))
+    class TwoArguments:
+        def on_epoch_end(self, epoch, logs=None): "Another library's"
+    with pytest.raises(TypeError, match="follows no protocol"): adapt(TwoArguments())
+
+
+def test_measures_have_get_like_any_dict():
+    "Sonosco's callbacks ask `performance_measures.get('val_loss')` at every batch, and it is there only at the last"
+    found = []
+    def ask(epoch, step, measures, trainer): found.append((measures.get("val_loss"), measures.get("x", 3)))
+    ours(adapt(ask), n_epochs=1)
+    assert [o[0] is None for o in found] == [True]*4 + [False] and {o[1] for o in found} == {3}

@@ -561,3 +561,83 @@ def test_a_fit_that_is_taken_back_is_no_part_of_the_log(kind, tmp_path):
     trainer.fit(1)
     steps = [int(o["step"]) for o in read(tmp_path)["steps"]]
     assert before["steps"] == read(tmp_path)["steps"][:3] and steps[:3] == [0, 5, 10] and steps[-2:] == [15, 20]
+
+
+class Sorts(Keep):
+    "Takes no row that has a text in `odd`"
+    def __init__(self, error): super().__init__(); self.error = error
+    def row(self, values, step, table):
+        if "odd" in values: raise self.error("no such value")
+        super().row(values, step, table)
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, OverflowError])
+def test_a_row_that_a_log_can_never_take_holds_up_no_other(error):
+    def after_epoch(trainer):
+        if trainer.training and trainer.epoch == 0: trainer.history.write(odd="x")
+    log, other = Sorts(error), Keep()
+    trainer = make_trainer(after_epoch, LoggerCB([log, other], every=5))
+    with pytest.warns(UserWarning, match="`Sorts` failed at step") as caught: trainer.fit(3)
+    assert len([o for o in caught if "failed at step" in str(o.message)]) == 1
+    assert [o[:2] for o in log.rows] == [o[:2] for o in other.rows if "odd" not in o[2]] and len(log.rows) == len(other.rows) - 1
+    assert [o[1:] for o in trainer.LoggerCB.unsent["Sorts"]] == [(N - 1, "epochs")]
+
+
+def test_a_number_that_is_too_large_for_tensorboard_costs_one_row(tmp_path):
+    def after_epoch(trainer):
+        if trainer.training and trainer.epoch == 0: trainer.history.write(large=10**400)
+    trainer = make_trainer(after_epoch, LoggerCB(TensorBoard(tmp_path), every=None))
+    with pytest.warns(UserWarning, match="OverflowError"): trainer.fit(3)
+    assert [o[1:] for o in trainer.LoggerCB.unsent["TensorBoard"]] == [(N - 1, "epochs")]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_columns_called_run_and_step_are_logged_under_another_name(kind, tmp_path):
+    "Every row has a run and a step of its own, and one would hide the other"
+    def after_epoch(trainer):
+        if not trainer.training: return
+        trainer.history.write(step=5, run="mine")
+        trainer.history.write_batches(True, range(trainer.n_batches), step=[7.]*trainer.n_batches)
+    log = CSV(tmp_path) if kind == "csv" else JSONLines(tmp_path/"log.jsonl")
+    trainer = make_trainer(after_epoch, LoggerCB(log, every=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.fit(2)
+    tables = read_csv(tmp_path) if kind == "csv" else read_jsonl(log.path)
+    assert not trainer.LoggerCB.unsent and [(str(o["step"]), str(o["step_"]), o["run_"]) for o in tables["epochs"]] == [("11", "5", "mine"), ("23", "5", "mine")]
+    assert [int(o["step"]) for o in tables["batches"]] == list(range(0, 2*N, 4)) and {float(o["step_"]) for o in tables["batches"]} == {7.}
+
+
+@pytest.mark.parametrize("make", [CSV, TensorBoard, lambda o: JSONLines(o/"log.jsonl")], ids=["csv", "tensorboard", "jsonl"])
+def test_two_logs_to_one_place_are_refused(make, tmp_path):
+    "On going on the one would cut what the other has written"
+    with pytest.raises(ValueError, match="two logs.*Each row would be there twice"): LoggerCB([make(tmp_path), make(tmp_path)])
+    LoggerCB([make(tmp_path/"a"), make(tmp_path/"b"), CSV(tmp_path/"c"), TensorBoard(tmp_path/"c")])
+
+
+@pytest.mark.parametrize("make", [CSV, TensorBoard, JSONLines])
+def test_an_address_is_no_folder_for_a_log(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for o in ("s3://bucket/logs", Path("memory://logs")):
+        with pytest.raises(ValueError, match="is an address.*UploadCB"): make(o)
+    for o in (None, 3):
+        with pytest.raises(TypeError, match="is no path"): make(o)
+    assert not list(tmp_path.iterdir())
+
+
+def test_logs_that_could_not_be_called_are_refused_where_they_are_typed():
+    with pytest.raises(TypeError, match=r"cannot be called as `<lambda>\(values, step\)`.*Let it take these"): LoggerCB(lambda values: None)
+    for name in ("row", "start", "alert", "close"):
+        cls = type("Bad", (Keep,), {name: lambda self: None})
+        with pytest.raises(TypeError, match=rf"`Bad.{name}` cannot be called as `Bad.{name}\("): LoggerCB(cls())
+    for fine in (lambda values, step: None, lambda *args: None, lambda values, step, *, table: None, print, {}.update): LoggerCB(fine)
+    for bad in (3, "lr"):
+        with pytest.raises(TypeError, match="hyper-parameters have names"): LoggerCB(print, params=bad)
+
+
+def test_a_log_may_cancel_the_fit_and_not_its_end():
+    def enough(values, step):
+        if step > 3: raise CancelFitException("enough")
+    trainer = make_trainer(LoggerCB(enough, every=2))
+    trainer.fit(3)
+    assert trainer.n_updates < N

@@ -8,8 +8,6 @@ __all__ = ['CheckpointCB', 'RewindCB']
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #85755367
 import datetime, math, os, string, time, warnings, weakref
 
-from pathlib import Path
-
 from fastcore.basics import patch
 
 from ..events import CancelFitException, Order
@@ -18,7 +16,7 @@ from ..run_folder import run_folder
 from ..run_state import check_fits, generators, opt_defaults, put_generators, put_position, put_weights, put_random, put_state, take_parts, take_state
 from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
-from ..store import CheckpointStore, check_keeping
+from ..store import CheckpointStore, check_keeping, local_path
 from ..trainer import Trainer, n_batches
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5e346dae
@@ -164,13 +162,15 @@ class CheckpointCB(_ResumingCB):
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
         keep_best:int=1, # How many of the best to keep, by `monitor`
-        resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint, from which another run branches off
+        resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
         strict:bool=True, # Refuse to go on with other stateful callbacks, or without a device whose random numbers were saved?
         name:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; in the middle of an epoch, which has no columns yet, this one is used
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
         if not (resume in ('auto', 'must', 'never') or hasattr(resume, '__fspath__') or (isinstance(resume, str) and ('/' in resume or os.sep in resume))):
             raise ValueError(f"`resume` is {resume!r}. Use 'auto', 'must', 'never', or the path of a checkpoint.")
+        if folder is not None: local_path(folder, 'CheckpointCB')
+        if resume not in ('auto', 'must', 'never'): resume = local_path(resume, 'CheckpointCB', 'resume')
         if every == 'best' and monitor is None: raise ValueError("`every='best'` needs to know what is best. Pass a column of the history as `monitor`.")
         if verify not in ('sha256', 'size'): raise ValueError(f"`verify` is {verify!r}. Use 'sha256', or 'size' to save the time of reading everything twice.")
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,resume,strict,verify,monitor,every
@@ -224,7 +224,7 @@ def _to_resume(self:CheckpointCB, trainer):
     self._count_fit(trainer, mine)
     self._store.run_id = self._run[1] if mine else None
     if self.resume == 'never': return None
-    path = None if self.resume in ('auto', 'must') or mine else self.resume
+    path = None if self.resume in ('auto', 'must') or mine or self._is_own(self.resume) else self.resume
     if path is None and (self.resume == 'auto' or mine) and not self._store.list() and not self._store.damaged(): return None
     weights,state = self._load(path)
     position,fit = state['position'],trainer.history.fit-self._lost
@@ -244,13 +244,19 @@ def _count_fit(self:CheckpointCB, trainer, mine):
     self._wasted,self._before = None,self.path
 
 @patch
+def _is_own(self:CheckpointCB, path):
+    "Whether `path` is the folder that this callback writes to"
+    return os.path.isdir(path) and os.path.samefile(path, self._store.folder)
+
+@patch
 def _load(self:CheckpointCB, path):
     "Weights and state; a path begins a run of its own, which goes on from its own newest checkpoint when the script is started again"
     if path is None: weights,state,_ = self._store.load(verify=self.verify)
     else:
         weights,state,manifest = self._store.load(path, verify=self.verify)
         self._branch = f"{manifest['run_id']} {manifest['serial']}"
-        mine = [o for o in self._store.all() if o.manifest['info'].get('branch') == self._branch]
+        exactly = os.path.lexists(os.path.join(path, 'manifest.json')) or not os.path.isdir(path) # Else it is a folder, whose newest may be another one by now
+        mine = [o for o in self._store.all() if (found := o.manifest['info'].get('branch')) == self._branch or (found and not exactly and found.split()[0] == manifest['run_id'])]
         self._store.run_id = mine[-1].run_id if mine else None
         if mine: weights,state,_ = self._store.load(verify=self.verify)
     if not isinstance(state, dict) or not {'position', 'opts', 'callbacks'} <= state.keys(): raise ResumeMismatch(f'`{self._store.resumed_from or path}` holds no run that `CheckpointCB` or `trainer.save` wrote, so a fit cannot go on from it. Read it with `CheckpointStore.load`.')
@@ -372,7 +378,7 @@ def load(self:Trainer,
 ):
     "Take over weights, optimizers, history, loaders and random numbers from a checkpoint; `fit(keep_opt=True)` goes on with them"
     store = CheckpointStore(folder, read_only=True)
-    path = store.best().path if best else folder if (Path(folder)/'manifest.json').exists() else None
+    path = store.best().path if best else folder if (store.folder/'manifest.json').exists() else None
     weights,state,_ = store.load(path)
     if 'opt' in state['opts'] and 'opt' not in vars(self): self._make_opt_for(state)
     state['callbacks'] = {} # They begin anew with the next fit, as always

@@ -22,6 +22,7 @@ from .tracking import described, finite, outcome_of, plain, settings, source_of
 from ..events import CancelException, Order, callback_name
 from ..media import replace_file
 from ..run_folder import Experiment, without_password
+from ..store import local_path
 from ..tables import short
 
 # %% ../../nbs/callbacks/73_experiment.ipynb #25071b84
@@ -268,14 +269,14 @@ class ExperimentCB:
         project:str, # Folder of the runs that belong together
         name:str='run', # What this run tries; the time is put behind it
         hyper=None, # Hyper-parameters to keep: a dict, the result of `argparse`, or a dataclass
-        files=(), # Files to copy into `code`, and folders, which are zipped
+        files=None, # Files to copy into `code`, and folders, which are zipped
         resume=None, # Go on in the folder of an earlier run: its path, or 'latest' for the newest of this name, if there is one
         tee:bool=False, # Also copy into the log what is printed?
         url:str=None, # Where `UploadCB` copies the folder to, unless it is told otherwise
     ):
-        self.root,self.project,self.experiment = Path(root).expanduser().absolute(),_plain_name('project', project),_plain_name('name', name)
-        self.files = [Path(o).expanduser() for o in ([files] if isinstance(files, (str, Path)) else files)]
-        self.hyper,self.resume,self.tee,self._url = _hyper(hyper),resume,tee,url
+        self.root,self.project,self.experiment = local_path(root, 'ExperimentCB', 'root').absolute(),_plain_name('project', project),_plain_name('name', name)
+        self.files = [local_path(o, 'ExperimentCB', 'files') for o in ([files] if isinstance(files, (str, Path)) else files or ())]
+        self.hyper,self.resume,self.tee,self._url = _hyper(hyper),resume if resume in (None, 'latest') else local_path(resume, 'ExperimentCB', 'resume'),tee,url
         missing = [str(o) for o in self.files if not o.exists()]
         if missing: raise ValueError(f'`files` names {missing}, which are not there, so they could not be kept. Paths are relative to the working directory.')
         self._of,self._about,self._log,self._row,self._tees,self._kept = None,None,None,None,{},False
@@ -333,7 +334,7 @@ def _choose(self:ExperimentCB):
     parent,found = self.root/self.project,None
     if self.resume == 'latest': found = _earlier(parent, self.experiment)
     elif self.resume is not None:
-        found = Path(self.resume).expanduser().absolute()
+        found = self.resume.absolute()
         if not found.is_dir(): return ValueError(f'`resume` is {str(self.resume)!r}, and there is no such folder to go on in. Leave it out to begin a new one, or use `fetch` to get one from elsewhere.')
     try:
         found = found or _take_folder(parent, self.experiment, time.strftime('%Y-%m-%d_%H-%M-%S'))

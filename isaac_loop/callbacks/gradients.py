@@ -7,13 +7,13 @@ __all__ = ['GradientStats', 'GradientStatsCB', 'GradientPlotCB', 'UpdateRatioCB'
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #05c68e65
 import math
-from pathlib import Path
 
 import torch
 
 from ..events import CancelException, Order
 from ..hooks import find_modules
 from ..records import DeviceRecord, histogram, place_of
+from ..store import local_path
 from ..tables import Table
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #d45f02a8
@@ -199,7 +199,7 @@ class GradientPlotCB(GradientStatsCB):
         module_filter=None, # Parameters of which modules: a class, a tuple of classes, or a function of a module; default: all
     ):
         super().__init__(module_filter)
-        self.folder,self.format = Path(folder).expanduser(),_check_format(format)
+        self.folder,self.format = local_path(folder, 'GradientPlotCB'),_check_format(format)
 
     def log(self, trainer):
         "Save the picture of this epoch"

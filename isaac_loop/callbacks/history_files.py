@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['table_text', 'HistoryFilesCB']
 
-# %% ../../nbs/callbacks/77_history_files.ipynb #90b8f59b
+# %% ../../nbs/callbacks/77_history_files.ipynb #c8b713d1
 import re, warnings
+from functools import partial
 
 from fastcore.basics import patch
 
@@ -15,6 +16,7 @@ from ..curves import history_figure
 from ..events import Order, did_you_mean
 from ..media import check_folder, csv_text, media_file, replace_file
 from ..run_folder import run_folder
+from ..store import local_path
 from ..tables import Table
 
 # %% ../../nbs/callbacks/77_history_files.ipynb #9c0249eb
@@ -31,7 +33,8 @@ def table_text(
 # %% ../../nbs/callbacks/77_history_files.ipynb #c61f7d70
 def _file_name(name):
     "`name` as the name of a file"
-    return re.sub(r'[^\w.+-]+', '-', str(name)).strip('-.') or 'unnamed'
+    plain = re.sub(r'[^\w.+-]+', '-', str(name)).strip('-.') or 'unnamed'
+    return plain.encode()[:180].decode(errors='ignore') # Few systems allow more than 255 bytes
 
 def _write_medium(folder, place, medium):
     "One of the `history.media` as a file: pictures below `plots`, everything else below `results`"
@@ -62,14 +65,15 @@ class HistoryFilesCB:
         for o in tables:
             if o not in _TABLES: raise ValueError(f'`table` is {o!r}, and the rows can be written as {list(_TABLES)}.{did_you_mean(str(o), _TABLES)}')
         _check_format(plot)
+        if folder is not None: local_path(folder, 'HistoryFilesCB')
         self.folder,self.table,self.plot,self.each_epoch,self.keep_plots = folder,tables,plot,each_epoch,keep_plots
-        self._folder,self._failed = None,False
+        self._folder,self._warned = None,set()
 
 # %% ../../nbs/callbacks/77_history_files.ipynb #1d11a9fe
 @patch
 def before_fit(self:HistoryFilesCB, trainer):
     "Make sure that there is a place to write to"
-    self._failed,self._folder,self._written = False,None,_state(trainer)
+    self._warned,self._folder,self._written = set(),None,_state(trainer)
     folder = run_folder(trainer, self.folder, who='HistoryFilesCB')
     if self.folder is not None: check_folder(folder, 'HistoryFilesCB')
     self._folder = folder if RunConfig.of(trainer).is_main else None
@@ -78,28 +82,29 @@ def before_fit(self:HistoryFilesCB, trainer):
 def log(self:HistoryFilesCB, trainer):
     "Write the files anew"
     if self._folder is None: return
-    self._try(lambda: self._write_media(trainer))
-    if self.each_epoch: self._try(lambda: self._write_rows(trainer))
+    self._write_media(trainer)
+    if self.each_epoch: self._write_rows(trainer)
 
 @patch
 def cleanup_fit(self:HistoryFilesCB, trainer):
     "Write what there is, also after an error"
-    if self._folder is not None and _state(trainer) != self._written: self._try(lambda: self._write_rows(trainer))
+    if self._folder is not None and _state(trainer) != self._written: self._write_rows(trainer)
     self._folder = None
 
 def _state(trainer):
     "What the rows say, to see whether they have changed"
     return len(trainer.history),dict(trainer.history[-1]) if trainer.history else None
 
-# %% ../../nbs/callbacks/77_history_files.ipynb #77d3e713
+# %% ../../nbs/callbacks/77_history_files.ipynb #0b870493
 @patch
-def _try(self:HistoryFilesCB, write):
-    "Write, or warn once"
-    if self._failed: return
+def _try(self:HistoryFilesCB, what, write):
+    "Whether it could be written; if not, warn, once for each thing in a fit"
     try: write()
     except Exception as e: # A figure of somebody else may fail in any way
-        self._failed = True
-        warnings.warn(f'`HistoryFilesCB` could not write to `{self._folder}` ({type(e).__name__}: {e}), and writes nothing more in this fit. Training goes on; the rows are in `trainer.history`.')
+        if what not in self._warned: warnings.warn(f'`HistoryFilesCB` could not write {what} to `{self._folder}` ({type(e).__name__}: {e}). Training goes on, and so do the other files; the rows are in `trainer.history`.')
+        self._warned.add(what)
+        return False
+    return True
 
 def _place(trainer):
     "Folder of the present epoch"
@@ -110,17 +115,26 @@ def _write_media(self:HistoryFilesCB, trainer):
     "What was put down to look at in this epoch; a second one of the same name gets a number"
     counts = {}
     for o in trainer.history.media:
-        n = counts[o['name']] = counts.get(o['name'], 0)+1
-        _write_medium(self._folder, _place(trainer), {**o, 'name': o['name'] if n == 1 else f'{o["name"]}-{n}'})
+        name = _file_name(o['name'])
+        n = counts[name] = counts.get(name, 0)+1
+        self._try(f'{o["kind"]} `{o["name"]:.60}`', partial(_write_medium, self._folder, _place(trainer), {**o, 'name': name if n == 1 else f'{name}-{n}'}))
+
+def _write_table(folder, rows, kind):
+    text = table_text(rows, kind).encode('utf-8', 'backslashreplace')
+    replace_file(folder/'results'/f'history.{kind}', lambda part: part.write_bytes(text))
 
 @patch
 def _write_rows(self:HistoryFilesCB, trainer):
     "Table and curves"
-    rows,self._written = list(trainer.history),_state(trainer)
-    for o in self.table if rows else ():
-        text = table_text(rows, o).encode('utf-8', 'backslashreplace')
-        replace_file(self._folder/'results'/f'history.{o}', lambda part, text=text: part.write_bytes(text))
-    fig = history_figure(rows) if self.plot is not None else None
+    rows,state = list(trainer.history),_state(trainer)
+    done = [self._try(f'`history.{o}`', partial(_write_table, self._folder, rows, o)) for o in self.table if rows]
+    if self.plot is not None: done.append(self._try(f'`history.{self.plot}`', partial(self._write_curves, trainer, rows)))
+    if all(done): self._written = state
+
+@patch
+def _write_curves(self:HistoryFilesCB, trainer, rows):
+    "The curves, if there are any"
+    fig = history_figure(rows)
     if fig is None: return
     places = ['', _place(trainer)] if self.keep_plots else ['']
     for o in places: replace_file(self._folder/'plots'/o/f'history.{self.plot}', lambda part: fig.savefig(part))

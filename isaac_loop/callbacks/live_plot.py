@@ -7,13 +7,13 @@ __all__ = ['LivePlotCB']
 
 # %% ../../nbs/callbacks/54_live_plot.ipynb #2a28cc6a
 import io, time, warnings
-from pathlib import Path
 
 from fastcore.basics import patch
 
 from ..curves import plot_history, smoothed
 from ..events import Order
 from ..records import LateNumbers
+from ..store import local_path
 from ..tables import short
 
 # %% ../../nbs/callbacks/54_live_plot.ipynb #48f19844
@@ -80,7 +80,7 @@ class LivePlotCB:
         seconds:float=5., # Least time between two drawings
     ):
         if not seconds >= 0: raise ValueError(f'`seconds` is {seconds!r}, and time does not run backwards. Use 0 to draw at every batch, or more.')
-        self.path,self.names,self.seconds = None if path is None else Path(path).expanduser(),names,seconds
+        self.path,self.names,self.seconds = None if path is None else local_path(path, 'LivePlotCB', 'path'),names,seconds
         self._losses = None # Nothing to draw before the fit
 
     def before_fit(self, trainer):

@@ -16,11 +16,12 @@ import torch
 from fastcore.basics import patch
 
 from .run_config import processes
-from .tracking import described, outcome_of, plain, settings, write_csv, write_jsonl
+from .tracking import _beside, described, outcome_of, plain, settings, write_csv, write_jsonl
 from ..checks import check_count
 from ..events import CancelException, CancelFitException, Order, callback_name
 from ..history import check_monitored
 from ..media import check_folder, media_file, replace_file
+from ..store import local_path
 from ..tables import Table, short
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #fc5a887c
@@ -38,13 +39,24 @@ def _check_log(log):
     if isinstance(log, (str, Path)): raise TypeError(f'`{log}` does not say what to write there. Choose a kind of log, such as `CSV({str(log)!r})` or `TensorBoard({str(log)!r})`.')
     if not callable(log) and not any(callable(getattr(log, o, None)) for o in _METHODS):
         raise TypeError(f'`{callback_name(log)}` can take nothing: it is no function, and has none of the methods {", ".join(_METHODS)}. Give it `row(values, step)`.')
+    if callable(log) and getattr(log, 'row', None) is None: _check_call(callback_name(log), log, _CALLED['row'])
+    for name,takes in _CALLED.items():
+        if callable(getattr(log, name, None)): _check_call(f'{callback_name(log)}.{name}', getattr(log, name), takes)
+
+_CALLED = {'row': ('values', 'step'), 'start': ('run',), 'alert': ('text', 'step'), 'close': ('ok',)}
+
+def _check_call(name, f, takes):
+    "Refuse what could not be called when there is something to log"
+    try: inspect.signature(f).bind(*takes, **({'table': ''} if takes == _CALLED['row'] and _takes_table(f) else {}))
+    except TypeError as e: raise TypeError(f'`{name}` cannot be called as `{name}({", ".join(takes)})`, so nothing would arrive there: {e}. Let it take these.') from None
+    except ValueError: pass # Some built-in functions have no signature
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #4a10258b
 class _Outlet:
     "One log, which is asked only for what it has, and may fail"
     def __init__(self, log):
         _check_log(log)
-        self.log,self.name,self.unsent,self.warned,self.skipped = log,callback_name(log),[],False,set()
+        self.log,self.name,self.unsent,self.refused,self.warned,self.skipped,self.over = log,callback_name(log),[],[],False,set(),False
         row = getattr(log, 'row', None) or (log if callable(log) else None)
         self.row = row if row is None or _takes_table(row) else lambda values, step, table: row(values, step)
 
@@ -56,8 +68,10 @@ class _Outlet:
     def _attempt(self, what, step, f, *args, **kwargs):
         "Whether `f` could do it; if not, warn, once"
         try: f(*args, **kwargs)
-        except CancelException: raise
+        except CancelException:
+            if not self.over: raise # When the fit has ended there is nothing left to cancel
         except Exception as e:
+            self._never = isinstance(e, (TypeError, ValueError, OverflowError)) and not isinstance(e, (OSError, json.JSONDecodeError)) # A service that is down may answer with something else than JSON
             if not self.warned: warnings.warn(f'The log `{self.name}` failed at step {step} ({type(e).__name__}: {e}), and lacks {what}. Training goes on, and other logs lack nothing. '
                                               'Rows are tried again when an epoch ends; those it never takes are in `LoggerCB.unsent`, and those of epochs in `trainer.history` as well.', stacklevel=2)
             self.warned = True
@@ -72,10 +86,12 @@ def send(self:_Outlet, values, step, table):
 
 @patch
 def retry(self:_Outlet):
-    "Try the rows that were not taken, in their order"
+    "Try the rows that were not taken, in their order; one that the log can never take is put aside"
     while self.unsent:
         values,step,table = self.unsent[0]
-        if not self._attempt('a row', step, self.row, values, step, table=table): return
+        if not self._attempt('a row', step, self.row, values, step, table=table):
+            if not self._never: return
+            self.refused.append(self.unsent[0])
         self.unsent.pop(0)
 
 @patch
@@ -215,6 +231,7 @@ class LoggerCB:
         self.every,self.epochs,self.media,self.run = every,epochs,media,run
         if isinstance(columns, str): columns = [columns]
         self._columns = None if columns is None else list(columns)
+        if params is not None and not isinstance(params, Mapping) and not hasattr(params, '__dict__'): raise TypeError(f'`params` is {params!r}, but hyper-parameters have names. Use a dict, or what `argparse` gives.')
         self.params = dict(params if isinstance(params, Mapping) else vars(params)) if params is not None else {}
         self._functions,self._alerts = _functions(values),_Alerts(_check_alerts(alerts))
         self._outlets,self._trainer,self._opened,self._active = _outlets(self.to),None,False,False
@@ -225,12 +242,15 @@ def _outlets(logs):
     "An outlet for each log"
     if not logs: raise ValueError('`to` is empty, so nothing would be logged. Give at least one log, such as `CSV("logs")`.')
     if any(o is other for i,o in enumerate(logs) for other in logs[:i]): raise ValueError('`to` has the same log twice, so it would get every row twice. Name it once.')
+    places = [(type(o), place) for o in logs if (place := getattr(o, 'folder', None) or getattr(o, 'path', None)) is not None]
+    for kind,place in places:
+        if places.count((kind, place)) > 1: raise ValueError(f'`to` has two logs `{kind.__name__}` that write to `{place}`. Each row would be there twice, and rows would be lost when the run goes on. Name it once.')
     return [_Outlet(o) for o in logs]
 
 @patch(as_prop=True)
 def unsent(self:LoggerCB)->dict: # By the name of the log, lists of values, step and table
     "The rows that a log has not taken"
-    return {o.name: list(o.unsent) for o in self._outlets if o.unsent}
+    return {o.name: [*o.refused, *o.unsent] for o in self._outlets if o.refused or o.unsent}
 
 @patch(as_prop=True)
 def shows_rows(self:LoggerCB)->bool:
@@ -244,6 +264,7 @@ def before_fit(self:LoggerCB, trainer):
     if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
     self._active,self._opened = processes()[0] == 0,False
     self._forget(trainer)
+    for o in self._outlets: o.over = False
     self._set_due()
     for name in [*(self._columns or []), *(o[0] for o in self._alerts.alerts)]:
         if name not in (*_RESERVED, *self._functions): check_monitored(trainer, name, callback_name(self))
@@ -271,7 +292,7 @@ def _new_run(self:LoggerCB, trainer):
     self._id,self._trainer = uuid.uuid4().hex[:12],weakref.ref(trainer)
     self._n,self._rows = 0,{} # Updates and rows of the whole run
     self._alerts.crossed = [False]*len(self._alerts.alerts)
-    for o in self._outlets: o.unsent,o.warned,o.skipped = [],False,set()
+    for o in self._outlets: o.unsent,o.refused,o.warned,o.skipped = [],[],False,set()
 
 @patch
 def _set_due(self:LoggerCB): self._due = math.ceil(self._n/self.every)*self.every if self.every else None # The next step to log
@@ -332,7 +353,8 @@ def _send_arrived(self:LoggerCB, wait=False):
 
 @patch
 def _send(self:LoggerCB, values, step, table):
-    "Send a row to every log, and the alerts it raises"
+    "Send a row to every log, and the alerts it raises; a column called `run` or `step` becomes `run_` or `step_`, as every row has these two"
+    values = _beside('run', _beside('step', values))
     self._rows[table] = self._rows.get(table, 0)+1
     for o in self._outlets: o.send(dict(values), step, table)
     for text in self._alerts.new(values):
@@ -388,7 +410,7 @@ def _new_cells(self:LoggerCB, trainer, thin):
     fit,epoch,training,batch = (columns[o] for o in trainer.history.batches.keys)
     for name,column in columns.items():
         first,self._seen[name] = self._seen.get(name, 0),len(column)
-        if name in trainer.history.batches.keys or (self.every and name in _RESERVED): continue
+        if name in trainer.history.batches.keys or (self.every and name in _RESERVED and name not in ('run', 'step')): continue
         for i in range(first, len(column)):
             mine = training[i] and fit[i] == trainer.history.fit and epoch[i] == self._epoch and batch[i] < len(self._steps)
             if mine and not math.isnan(column[i]) and (not thin or self._steps[batch[i]] in self._logged): found.setdefault(self._steps[batch[i]], {})[name] = column[i]
@@ -427,6 +449,7 @@ def cleanup_fit(self:LoggerCB, trainer):
     "Send the rest and the total time, and close the logs"
     if not self._opened: return
     self._opened,step,error = False,self._step(),trainer.exception
+    for o in self._outlets: o.over = True
     ok = error is None or isinstance(error, CancelFitException)
     try:
         try: self._send_arrived(wait=True)
@@ -526,7 +549,7 @@ class CSV(_Files):
     "A log in a folder of CSV files: `steps`, `epochs`, `batches`, `fits`, `runs`, `media`, `alerts`"
     def __init__(self,
         folder, # Made if missing
-    ): self.folder = Path(folder).expanduser().absolute()
+    ): self.folder = local_path(folder, 'CSV').absolute()
 
     def check(self):
         "Write into the folder, as a trial"
@@ -551,7 +574,7 @@ class JSONLines(_Files):
     "A log in one file with a JSON object in each line"
     def __init__(self,
         path, # The file, such as 'log.jsonl'; made if missing, with its folder
-    ): self.path = Path(path).expanduser().absolute()
+    ): self.path = local_path(path, 'JSONLines', 'path').absolute()
 
     def check(self):
         "Open the file, as a trial"

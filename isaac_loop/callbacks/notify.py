@@ -114,7 +114,7 @@ class NotifyCB:
     "Send rows, hyper-parameters and curves after epochs, at the end, and on failure"
     order = Order.LAST # When all others have had their say about the epoch
     def __init__(self,
-        send, # Called with subject, text, and attachments as a dict of bytes by file name
+        send, # Called with subject, text, and attachments as a dict of bytes by file name; it may stop the fit by `CancelFitException`
         every:int=1, # After every so many epochs; None for the end alone
         end:bool=True, # Also when the fit is over in good order? A failure is always told
     ):
@@ -136,15 +136,17 @@ class NotifyCB:
         "Say how it ended"
         begun,hurried = self._first is not None,any(getattr(o, 'hurried', False) for o in trainer.callbacks)
         word,lines = _outcome(trainer)
-        if begun and not hurried and (self.end or word == 'Failed'): self._tell(trainer, word, lines)
+        if begun and not hurried and (self.end or word == 'Failed'): self._tell(trainer, word, lines, over=True)
         self._first = None
 
 # %% ../../nbs/callbacks/75_notify.ipynb #2861a150
 @patch
-def _tell(self:NotifyCB, trainer, what, lines=()):
+def _tell(self:NotifyCB, trainer, what, lines=(), over=False):
     "Send one message, or warn once"
     rows = list(trainer.history)[self._first:]
     try: self._send(f'{what}: {_title(trainer)}', _message(trainer, rows, lines), _files(rows))
+    except CancelException:
+        if not over: raise # At the end there is nothing left to cancel
     except Exception as e:
         if not self._warned: warnings.warn(f'`NotifyCB` could not send a message ({type(e).__name__}: {e}). Training goes on, and later messages will be tried.')
         self._warned = True

@@ -16,6 +16,7 @@ from ..checks import check_count
 from ..events import CancelException, Order
 from ..media import replace_file
 from ..run_folder import experiment_of, run_folder, without_password
+from ..store import local_path
 
 # %% ../../nbs/callbacks/74_remote.ipynb #8ac04a38
 _EXTRAS = {'s3': 'isaac_loop[s3]', 's3a': 'isaac_loop[s3]', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'abfs': 'adlfs', 'az': 'adlfs', 'sftp': 'paramiko', 'ssh': 'paramiko', 'hf': 'huggingface_hub'}
@@ -108,6 +109,7 @@ class UploadCB:
         if wait < 0: raise ValueError(f'`wait` is {wait!r}, but nobody can wait for less than no time. Use 0 or more seconds.')
         self.folder,self.every,self.drop,self.retries,self.wait = folder,every,drop,retries,wait
         self._url,self._options = url,options
+        if folder is not None: local_path(folder, 'UploadCB')
         if url is not None: _connect(url, options)
         self.target,self.behind,self._fs,self._main = None,[],None,False
 
@@ -159,6 +161,11 @@ def _check_apart(fs, far, folder):
     if 'file' not in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol): return
     if Path(far).resolve().is_relative_to(Path(folder).resolve()):
         raise ValueError(f'`UploadCB` would copy `{folder}` to `{far}`, which is the same folder or inside it, so each copy would be copied again. Choose a place outside.')
+
+def _check_apart(fs, far, folder):
+    "Refuse to copy a folder into itself"
+    if 'file' in ({fs.protocol} if isinstance(fs.protocol, str) else fs.protocol) and Path(far).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f'`UploadCB` would copy `{folder}` to `{far}`, which lies within it, so copies of copies would be made. Give a `url` outside of the folder.')
 
 @patch
 def _try_out(self:UploadCB, fs):
@@ -249,7 +256,7 @@ def fetch(
     **options, # For the file system, such as `key` and `secret`
 )->Path: # The folder
     "Get a folder from a storage, to look at or to go on with"
-    folder,shown = Path(folder).expanduser().absolute(),without_password(str(url))
+    folder,shown = local_path(folder, 'fetch').absolute(),without_password(str(url))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f'`{folder}` is there already, and may be newer than what `{shown}` has. Choose a new folder, or go on in this one.')
     fs,far = _connect(url, options)

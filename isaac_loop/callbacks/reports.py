@@ -6,8 +6,8 @@
 __all__ = ['classification_scores', 'binary_scores', 'regression_scores', 'text_scores', 'ReportCB', 'write_preds_csv',
            'PredictionsCSVCB']
 
-# %% ../../nbs/callbacks/68_reports.ipynb #d3ec5e6f
-import csv, json, math, os, re, warnings
+# %% ../../nbs/callbacks/68_reports.ipynb #22d09775
+import csv, json, math, re, warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +20,7 @@ from .predictions import Predictions, check_columns, check_sets, chosen_loader, 
 from ..checks import check_count
 from ..events import CancelEpochException, Order, callback_name
 from ..media import check_folder, replace_file
+from ..store import local_path
 
 # %% ../../nbs/callbacks/68_reports.ipynb #ac76e012
 def classification_scores(
@@ -203,6 +204,7 @@ def write_preds_csv(
 ):
     "Write predictions beside their targets to a CSV file, all of them or none"
     columns = predictions._columns(classes, decode, with_scores)
+    path = local_path(path, 'write_preds_csv', 'path')
     def write(part):
         with open(part, 'w', newline='', encoding='utf-8') as f:
             table = csv.writer(f)
@@ -230,8 +232,7 @@ class PredictionsCSVCB(_AfterPassCB):
         name:str=None, # What this callback is called, if there are several
     ):
         _check_every(every)
-        if not isinstance(path, (str, os.PathLike)): raise TypeError(f'`path` is {path!r}, which names no file. Use one such as `preds.csv`.')
-        self.path,self.sets,self.every,self.with_loss = str(path),_named_sets(dl),every,with_loss
+        self.path,self.sets,self.every,self.with_loss = str(local_path(path, 'PredictionsCSVCB', 'path')),_named_sets(dl),every,with_loss
         if len(self.sets) > 1 and '{name}' not in self.path: raise ValueError(f'`path` is {self.path!r}, one file for {len(self.sets)} data sets, so each would overwrite the other. Put `{{name}}` into it.')
         self._options = dict(classes=classes, decode=decode, with_scores=with_scores)
         if name: self.name = name
@@ -241,7 +242,7 @@ class PredictionsCSVCB(_AfterPassCB):
         self._begin(trainer)
         for name in self.sets: _check_path(self._path(name, 0))
 
-    def _path(self, name, epoch): return Path(self.path.replace('{name}', name).replace('{epoch}', str(epoch))).expanduser()
+    def _path(self, name, epoch): return Path(self.path.replace('{name}', name).replace('{epoch}', str(epoch)))
 
 # %% ../../nbs/callbacks/68_reports.ipynb #c37eea27
 @patch

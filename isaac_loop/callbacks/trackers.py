@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from .tracking import plain
 from ..images import image_array
 from ..media import check_folder, media_file, wav_bytes
+from ..store import local_path
 from ..tables import Table
 
 # %% ../../nbs/callbacks/72_trackers.ipynb #c84bf543
@@ -52,7 +53,7 @@ class TensorBoard:
     ):
         _check_installed('tensorboard', 'TensorBoard', 'tensorboard')
         self._given = to if hasattr(to, 'add_scalar') else None
-        self.folder = None if self._given else Path(to).expanduser().absolute()
+        self.folder = None if self._given else local_path(to, 'TensorBoard', 'to').absolute()
         self.writer,self._kwargs,self._params = self._given,kwargs,None
 
     def check(self):

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ..events import Order, callback_name
+from ..store import local_path
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #cce63d9a
 _SHORT = reprlib.Repr()
@@ -235,7 +236,7 @@ class TrackingCB:
         path=None, # Where to write the rows as well: a file ending in `.sqlite`, `.db` or `.jsonl`, or a folder for CSV; default: they stay in memory
         experiment:str=None, # A name to find the run by, among others in the same place
     ):
-        self.path = None if path is None else Path(path).expanduser().absolute()
+        self.path = None if path is None else local_path(path, 'TrackingCB', 'path').absolute()
         self._write = None if path is None else _writer(self.path)
         self.experiment,self.run,self.resumed,self._trainer,self._open = experiment,None,None,None,False
         self.fit_stats,self.epoch_stats,self.batch_stats,self.fit_ends = [],[],[],[]
