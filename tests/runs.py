@@ -15,6 +15,7 @@ from isaac_loop.callbacks.averaging import EMACB
 from isaac_loop.callbacks.best import KeepBestCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.clipping import ClipGradCB
+from isaac_loop.callbacks.evaluator import EvaluatorCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.progress import ProgressCB
 from isaac_loop.callbacks.recorder import RecorderCB
@@ -57,9 +58,9 @@ def callbacks(folder=None, train=None, **options):
 
 
 def everything():
-    "Callbacks of all kinds: three batches to an update, clipped; schedule, average, best weights and stopping count updates or epochs"
+    "Callbacks of all kinds: three batches to an update, clipped; schedule, average, best weights, stopping and evaluations in between count updates or epochs"
     return [BasicTrainCB(), MetricsCB(), AccumulationCB(3), ClipGradCB(max_norm=0.5), OneCycleSchedulerCB(), EMACB(0.9), EarlyStoppingCB(patience=9),
-            KeepBestCB(), RecorderCB(), ProgressCB("plain")]
+            KeepBestCB(), RecorderCB(), EvaluatorCB(updates=2), ProgressCB("plain")]
 
 
 def make_trainer(cbs=None, dls=None, opt_func=optim.AdamW, model=None, seed=42):
@@ -88,8 +89,9 @@ def tree(x):
 
 def result(trainer):
     "All that a run leaves, but for seconds"
-    rows = [{k: v for k, v in o.items() if k != "elapsed"} for o in trainer.history]
-    found = dict(model=trainer.model.state_dict(), rows=rows, batches={k: v.tolist() for k, v in trainer.history.batches.columns.items()}, n_updates=trainer.n_updates)
+    rows = [{k: v for k, v in o.items() if k != "elapsed" and not k.endswith("seconds")} for o in trainer.history]
+    batches = {k: v.tolist() for k, v in trainer.history.batches.columns.items() if not k.endswith("seconds")}
+    found = dict(model=trainer.model.state_dict(), rows=rows, batches=batches, n_updates=trainer.n_updates)
     found |= {name: o.state_dict() for name, o in vars(trainer).items() if isinstance(o, (optim.Optimizer, nn.Module)) and name != "model"}
     for cb in trainer.callbacks:
         if getattr(cb, "average", None) is not None: found[type(cb).__name__] = cb.average.state_dict()

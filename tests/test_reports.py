@@ -502,10 +502,3 @@ def test_a_report_in_silence():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_trainer(ReportCB(classification_scores), CapturePredsCB()).fit(1)
-
-
-def test_arrays_and_numbers_in_the_wrong_place_are_named():
-    import numpy as np
-    for preds, targets, name in ((np.ones(3), np.ones(3), "preds"), (torch.ones(3), np.ones(3), "targets")):
-        with pytest.raises(TypeError, match=rf"`{name}` is a ndarray.*torch.as_tensor"): bootstrap(preds, targets, same=lambda p, t: 1.)
-    with pytest.raises(TypeError, match=r"3 is no name of a column.*every"): PrintColumnsCB(3)

@@ -106,7 +106,7 @@ class UploadCB:
     ):
         check_count(every, 'every', 'epochs are counted')
         check_count(retries, 'retries', 'tries are counted', least=0)
-        if wait < 0: raise ValueError(f'`wait` is {wait!r}, but nobody can wait for less than no time. Use 0 or more seconds.')
+        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or wait < 0: raise ValueError(f'`wait` is {wait!r}, but nobody can wait for less than no time. Use 0 or more seconds.')
         self.folder,self.every,self.drop,self.retries,self.wait = folder,every,drop,retries,wait
         self._url,self._options = url,options
         if folder is not None: local_path(folder, 'UploadCB')
@@ -161,12 +161,6 @@ def _check_apart(fs, far, folder):
     if 'file' not in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol): return
     if Path(far).resolve().is_relative_to(Path(folder).resolve()):
         raise ValueError(f'`UploadCB` would copy `{folder}` to `{far}`, which is the same folder or inside it, so each copy would be copied again. Choose a place outside.')
-
-def _check_apart(fs, far, folder):
-    "Refuse to copy a folder into itself"
-    if 'file' in ({fs.protocol} if isinstance(fs.protocol, str) else fs.protocol) and Path(far).resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f'`UploadCB` would copy `{folder}` to `{far}`, which lies within it, so copies of copies would be made. Give a `url` outside of the folder.')
-
 @patch
 def _try_out(self:UploadCB, fs):
     "Write a small file there and delete it, or say why that is impossible"
