@@ -183,7 +183,7 @@ def press_at(n):
 def test_a_branch_leaves_the_run_alone_and_goes_on_by_itself(tmp_path):
     "Going on from a path deleted what came after it, and began at the path each time"
     fit(make_trainer(simple(tmp_path/"run", every=5, keep_last=None)))
-    assert steps(tmp_path/"run") == [5, 7, 10, 14, 15, 20, 21] or steps(tmp_path/"run") == [5, 10, 15, 20, 21]
+    assert steps(tmp_path/"run") == [5, 10, 15, 20, 21]
     before = steps(tmp_path/"run")
     branch = lambda: simple(tmp_path/"run", every=5, resume=tmp_path/"run"/"step-00000010")
     broken_off(18, branch())

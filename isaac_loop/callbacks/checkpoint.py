@@ -132,7 +132,7 @@ class _When:
     def __init__(self, every):
         self.every = every
         ok = every in ('epoch', 'best') if isinstance(every, str) else every >= datetime.timedelta(0) if isinstance(every, datetime.timedelta) else isinstance(every, int) and not isinstance(every, bool) and every > 0
-        if not (ok or callable(every)): raise ValueError(f"`every` is {every!r}. Use 'epoch', 'best', a number of optimizer updates, a `timedelta` of 0 or more, or a function of the trainer.")
+        if not (ok or callable(every)): raise ValueError(f"`every` is {every!r}, which does not tell `CheckpointCB` when to save, so a crash could cost the whole run. Use 'epoch', 'best', a number of optimizer updates, a `timedelta` of 0 or more, or a function of the trainer.")
         self.seconds = every.total_seconds() if isinstance(every, datetime.timedelta) else math.inf
 
     def start(self, trainer): self.saved_at,self.updates = time.monotonic(),trainer.n_updates
@@ -168,7 +168,7 @@ class CheckpointCB(_ResumingCB):
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
         if not (resume in ('auto', 'must', 'never') or hasattr(resume, '__fspath__') or (isinstance(resume, str) and ('/' in resume or os.sep in resume))):
-            raise ValueError(f"`resume` is {resume!r}. Use 'auto', 'must', 'never', or the path of a checkpoint.")
+            raise ValueError(f"`resume` is {resume!r}, which does not tell `CheckpointCB` whether to go on or begin anew. Use 'auto', 'must', 'never', or the path of a checkpoint.")
         if folder is not None: local_path(folder, 'CheckpointCB')
         if resume not in ('auto', 'must', 'never'): resume = local_path(resume, 'CheckpointCB', 'resume')
         if every == 'best' and monitor is None: raise ValueError("`every='best'` needs to know what is best. Pass a column of the history as `monitor`.")
