@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SeededBatchSampler', 'WorkerCrashed', 'ExactLoader', 'ReplayLoader', 'exact_loader']
 
-# %% ../nbs/09_sampling.ipynb #15ea933a
-import gc, multiprocessing, os, random, sys, threading, warnings, weakref
-from contextlib import contextmanager, suppress
+# %% ../nbs/09_sampling.ipynb #9a321c6b
+import ctypes, gc, multiprocessing, os, random, sys, threading, warnings, weakref
+from contextlib import contextmanager, nullcontext, suppress
 from hashlib import blake2b
 from itertools import count
 from operator import index
@@ -29,18 +29,45 @@ def _seed(*key):
     torch.default_generator.manual_seed(for_torch) # `torch.manual_seed` seeds every device, and takes many times as long
     if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(for_numpy % 2**32)
 
+# %% ../nbs/09_sampling.ipynb #de5d5e07
+_spare = [] # Generators of NumPy to lend
+
+@contextmanager
+def _numpy_lent(numpy):
+    "Let NumPy's functions draw from another generator inside the block"
+    own = numpy.get_bit_generator()
+    kept = _kept_normal(numpy, own)
+    lent = _spare.pop() if _spare else numpy.MT19937()
+    numpy.set_bit_generator(lent)
+    try: yield
+    finally:
+        numpy.set_bit_generator(own)
+        _spare.append(lent)
+        if kept is not None: numpy.set_state(numpy.get_state(legacy=False) | dict(has_gauss=1, gauss=kept))
+
+def _kept_normal(numpy, generator):
+    "The normal number that is kept for the next call, or None; where it is kept may change"
+    if type(generator) is not numpy.MT19937:
+        state = numpy.get_state(legacy=False)
+        return state['gauss'] if state['has_gauss'] else None
+    memory = (ctypes.c_uint32*625).from_address(generator.ctypes.state_address) # 624 numbers and the position among them
+    before = bytes(memory)
+    number = numpy.standard_normal()
+    if bytes(memory) == before: return number
+    ctypes.memmove(memory, before, len(before))
+
 # %% ../nbs/09_sampling.ipynb #679efb22
 @contextmanager
 def _seeded(*key):
     "Random numbers from `key` inside the block, and undisturbed ones after it"
     numpy = sys.modules.get('numpy')
-    states = random.getstate(),torch.default_generator.get_state(),numpy and numpy.random.get_state(legacy=False)
-    _seed(*key)
-    try: yield
-    finally:
-        random.setstate(states[0])
-        torch.default_generator.set_state(states[1])
-        if numpy: numpy.random.set_state(states[2])
+    for_python,for_torch = random.getstate(),torch.default_generator.get_state()
+    with _numpy_lent(numpy.random) if numpy else nullcontext():
+        _seed(*key)
+        try: yield
+        finally:
+            random.setstate(for_python)
+            torch.default_generator.set_state(for_torch)
 
 # %% ../nbs/09_sampling.ipynb #44130a93
 def _whole(name, value, least=None):
@@ -141,18 +168,24 @@ class _Reader:
 
     def _read(self, batch):
         "The rows of `batch`, collated"
-        many = getattr(self.dataset, '__getitems__', None)
-        rows = self._rows(many, batch, list(batch)) if many else [self._rows(self.dataset.__getitem__, batch, i) for i in batch]
+        dataset,rows = self.dataset,[]
+        many = getattr(dataset, '__getitems__', None)
+        try:
+            if many: rows = many(list(batch))
+            else:
+                for i in batch: rows.append(dataset[i])
+        except Exception as e:
+            raise _located(e, f'while reading {f"the items {list(batch)}" if many else f"item {i}"} of the dataset, in epoch {batch.key[1]}')
         return self.collate_fn(rows)
 
-    def _rows(self, read, batch, which):
-        "`read(which)`, or an error that names the items"
-        where = f'while reading {"the items" if isinstance(which, list) else "item"} {which} of the dataset, in epoch {batch.key[1]}'
-        try: return read(which)
-        except StopIteration as e: raise RuntimeError(f'`StopIteration` {where}. A loader would take that for the end of the epoch; let the dataset raise another error.') from e
-        except Exception as e:
-            e.add_note(where)
-            raise
+def _located(error, where):
+    "`error`, which says where it happened"
+    if isinstance(error, StopIteration):
+        told = RuntimeError(f'`StopIteration` {where}. A loader would take that for the end of the epoch; let the dataset raise another error.')
+        told.__cause__ = error
+        return told
+    error.add_note(where)
+    return error
 
 # %% ../nbs/09_sampling.ipynb #672003cc
 class _AtStart:

@@ -6,6 +6,7 @@ in every bit. Covered of the torture plan: the data parts of T3 (a position save
 or number of processes), T15 (workers that fail) and T19 (streams).
 """
 import copy
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -645,3 +646,62 @@ def test_no_two_workers_draw_the_same_numbers():
     loader = ExactLoader(Noisy(40), 5, num_workers=2)
     noise = torch.cat([batch[:, 1:] for _ in range(2) for batch in loader])
     assert noise.shape == (80, 3) and len(set(noise.flatten().tolist())) == 240
+
+
+# --- NumPy's own numbers, while a batch is read in the training process
+
+
+class Drawing:
+    "A dataset whose rows draw from NumPy, and sometimes read from another such loader or replace NumPy's generator"
+    def __init__(self, inner=None, mischief=None): self.inner, self.mischief = inner, mischief
+
+    def __len__(self): return 4
+
+    def __getitem__(self, i):
+        if self.inner is not None: next(iter(self.inner))
+        if self.mischief: self.mischief()
+        return np.random.normal(size=3)
+
+
+def draws(kinds, between):
+    "What NumPy gives for a series of calls, with `between` done before each"
+    found = []
+    for kind in kinds:
+        between()
+        found.append(getattr(np.random, kind)())
+    return found
+
+
+@settings(max_examples=40)
+@given(st.lists(st.sampled_from(["normal", "random", "standard_normal"]), max_size=8), st.sampled_from(["MT19937", "PCG64"]), st.booleans())
+def test_reading_a_batch_leaves_numpys_numbers_alone_also_the_kept_half_of_a_pair(kinds, generator, nested):
+    dataset = Drawing(ExactLoader(Drawing(), 2) if nested else None)
+    loader = ExactLoader(dataset, 2)
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(getattr(np.random, generator)(3))
+        expected = draws(kinds, lambda: None)
+        np.random.set_bit_generator(getattr(np.random, generator)(3))
+        assert draws(kinds, lambda: next(iter(loader))) == expected
+    finally: np.random.set_bit_generator(before)
+
+
+def test_a_batch_read_within_a_batch_has_its_own_numpy_numbers():
+    plain, nested = (next(iter(ExactLoader(Drawing(inner), 2))) for inner in (None, ExactLoader(Drawing(), 2, seed=1)))
+    assert torch.equal(plain, nested)
+
+
+def test_numpys_generator_comes_back_after_an_error_and_after_the_dataset_replaced_it():
+    own = np.random.get_bit_generator()
+    next(iter(ExactLoader(Drawing(mischief=lambda: np.random.set_bit_generator(np.random.PCG64(1))), 2)))
+    assert np.random.get_bit_generator() is own
+    with pytest.raises(ZeroDivisionError): next(iter(ExactLoader(Drawing(mischief=lambda: 1 / 0), 2)))
+    assert np.random.get_bit_generator() is own
+
+
+def test_numpys_numbers_lie_in_memory_as_the_loader_takes_for_granted():
+    "The loader compares them there, since `get_state` takes as long as all the rest of its work"
+    np.random.seed(5)
+    generator, state = np.random.get_bit_generator(), np.random.get_state(legacy=False)["state"]
+    memory = (ctypes.c_uint32 * 625).from_address(generator.ctypes.state_address)
+    assert list(memory) == [*state["key"], state["pos"]]
