@@ -5,12 +5,14 @@ from isaac_loop.tables import *
 from isaac_loop.tensors import *
 from isaac_loop.history import *
 from isaac_loop.snapshot import *
-from isaac_loop.hooks import *
+from isaac_loop.checks import *
 from isaac_loop.state import *
-from isaac_loop.store import *
+from isaac_loop.checkpoint_files import *
 from isaac_loop.sampling import *
 from isaac_loop.trainer import *
-from isaac_loop.checks import *
+from isaac_loop.loaders import *
+from isaac_loop.hooks import *
+from isaac_loop.store import *
 from isaac_loop.data import *
 from isaac_loop.models import *
 from isaac_loop.lsuv import *
@@ -26,6 +28,8 @@ from isaac_loop.callbacks.accumulation import *
 from isaac_loop.callbacks.clipping import *
 from isaac_loop.callbacks.freezing import *
 from isaac_loop.media import *
+from isaac_loop.callbacks.resuming import *
+from isaac_loop.saving import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.precision import *
 from isaac_loop.callbacks.accelerated import *
@@ -56,6 +60,7 @@ from isaac_loop.callbacks.remote import *
 from isaac_loop.callbacks.notify import *
 from isaac_loop.callbacks.exports import *
 from isaac_loop.callbacks.history_files import *
+from isaac_loop.callbacks.rewind import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *
 from isaac_loop.callbacks.nonfinite import *

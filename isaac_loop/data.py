@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from .events import did_you_mean
-from .sampling import exact_loader
+from .loaders import exact_loader
 
 # %% ../nbs/20_data.ipynb #c9ad83b5
 def load_digits(): # A `DatasetDict` with splits `train` (1,437 rows) and `test` (360), columns `image` and `label`
@@ -90,6 +90,9 @@ def _has_len(dataset): return hasattr(dataset, '__len__') # A stream comes in it
 # %% ../nbs/20_data.ipynb #ed4e3fdc
 def _choose_splits(dataset_dict, train, valid):
     "Names of the splits for training and validation"
+    if not isinstance(dataset_dict, Mapping):
+        raise TypeError(f'`dataset_dict` is a {type(dataset_dict).__name__}, which has no splits by name. Pass a `DatasetDict`, such as `dataset.train_test_split(test_size=0.2)` makes; '
+                        'for two datasets use `get_dataloaders(train, valid, batch_size, collate_fn=collate_rows(columns))`.')
     names = list(dataset_dict)
     for o in (train, valid):
         if o is not None and o not in names: raise LookupError(f'There is no split `{o}`; there are {names}.{did_you_mean(o, names)}')

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .store import local_path
+from .checks import local_path
 
 # %% ../nbs/28_run_folder.ipynb #86f1c5a9
 def without_password(

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STATE', 'Trainer']
 
-# %% ../nbs/10_trainer.ipynb #1db6321e
-import math, operator, warnings
+# %% ../nbs/10_trainer.ipynb #3d03a11a
+import inspect, math, operator, warnings
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -96,11 +96,24 @@ def _wrong_order(opt_func, model):
     return f'{what}, so nothing could be trained with it. The order is `Trainer(dls, loss_func, opt_func, model, callbacks)`, with a model that has been made.'
 
 def _warn_of_missing_steps(plan):
-    "Warn when some steps have a provider and others have none"
+    "Warn when some steps have no provider, and others have one or are waited for"
     missing = [o for o in STEPS if not plan[o]]
-    if 0 < len(missing) < len(STEPS):
-        warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out. '
-                      'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=3)
+    waiting = [f'`{callback_name(found[0][0])}.{event}`' for s in STEPS.values() for event in (s.before, s.after, s.cleanup) if (found := plan.entries[True][event])]
+    if not missing or (len(missing) == len(STEPS) and not waiting): return # An empty loop is fine
+    warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out{f", and {waiting[0]} waits in vain" if len(missing) == len(STEPS) else ""}. '
+                  'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=3)
+
+def _warn_of_own_batch(trainer_class):
+    "Warn when a subclass writes a batch of its own, past the events around it"
+    f = inspect.unwrap(trainer_class.one_batch)
+    if hasattr(trainer_class.one_batch, 'span') or 'one_batch' in getattr(getattr(f, '__code__', None), 'co_names', ()): return # The second one calls the trainer's
+    warnings.warn(f'`{trainer_class.__name__}.one_batch` replaces the span of a batch, so `before_batch`, `after_batch` and `cleanup_batch` do not run: no losses or metrics are recorded. '
+                  "Decorate it with `@with_cbs('batch', CancelBatchException)`.", stacklevel=4)
+
+def _warn_without_update(trainer):
+    "Warn when a pass with a batch of its own ended, and nobody knows of any update"
+    warnings.warn(f'The training pass of epoch {trainer.epoch} ended without an update that the loop knows of, so schedules, averages and checkpoints stand still. '
+                  f"Let `{type(trainer).__name__}.one_batch` update by `self.run_callbacks('step')`, or count in it with `self.n_updates += 1`.", stacklevel=3)
 
 # %% ../nbs/10_trainer.ipynb #01cb1fee
 def _flat(callbacks, seen=()):
@@ -115,10 +128,10 @@ def _is_several(x):
     if isinstance(x, (list, tuple, set, frozenset)): return True
     return hasattr(type(x), '__iter__') and not isinstance(x, (str, type)) and not any(handler_of(x, o) is not None for o in EVENTS)
 
-# %% ../nbs/10_trainer.ipynb #72b76157
+# %% ../nbs/10_trainer.ipynb #4d2acd43
 _ELSEWHERE = { # Which module brings a method of the trainer
     **dict.fromkeys(('validate', 'sample_preds'), 'evaluation'), **dict.fromkeys(('get_preds', 'capture_preds', 'write_preds', 'epoch_preds'), 'callbacks.predictions'),
-    **dict.fromkeys(('lr_find', 'find_batch_size'), 'callbacks.lr_finder'), **dict.fromkeys(('save', 'load', 'rewind'), 'callbacks.checkpoint'), 'run_config': 'callbacks.run_config',
+    **dict.fromkeys(('lr_find', 'find_batch_size'), 'callbacks.lr_finder'), **dict.fromkeys(('save', 'load'), 'saving'), 'rewind': 'callbacks.rewind', 'run_config': 'callbacks.run_config',
     'summarize_callbacks': 'inspection', 'summarize_model': 'model_summary', 'show_image_batch': 'plots'}
 
 class _ByName:
@@ -166,12 +179,15 @@ class Trainer(_ByName):
         if isinstance(opt_func, torch.optim.Optimizer):
             raise TypeError(f'`opt_func` is an optimizer, but each fit makes its own. Pass the class, `{type(opt_func).__name__}`, or None and set `trainer.opt`.')
         if isinstance(model, type) or isinstance(opt_func, torch.nn.Module): raise TypeError(_wrong_order(opt_func, model))
+        if isinstance(loss_func, type) and issubclass(loss_func, torch.nn.Module):
+            raise TypeError(f'`loss_func` is the class `{loss_func.__name__}`, and calling it would make a module instead of a loss. Make one: `{loss_func.__name__}()`.')
         check_keywords(type(self), kwargs)
         self.dls,self.loss_func,self.opt_func,self.model = dls,loss_func,opt_func,model
         self.callbacks,self.history,self.plan = [],History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
-        self._named,self._guests,self._training,self._source,self._fitting,self._broken = {},[],None,_Batches(()),False,False
+        self._named,self._guests,self._training,self._source,self._fitting,self._broken,self._side_runs = {},[],None,_Batches(()),False,False,0
         check_trainer_class(type(self), self.plan.events)
+        _warn_of_own_batch(type(self))
         self.add_callbacks(callbacks)
         self.subclassing_method(**kwargs)
 
@@ -224,8 +240,10 @@ class Trainer(_ByName):
         self.n_batches = n_batches(self.dl)
         if hasattr(self.model, 'train'): self.model.train(training)
         self.plan.select(training)
+        before = self.n_updates
         try:
             with nullcontext() if training else torch.no_grad(): self._one_epoch()
+            if training and self.n_updates == before and type(self).one_batch is not Trainer.one_batch and self.plan['step']: _warn_without_update(self)
         finally:
             if not self._fitting: self._training = None
 
@@ -464,6 +482,8 @@ def _one_fit(self:Trainer):
         raise
     finally:
         self._fitting,self._training,self.exception = False,None,None
+        self.epochs = range(getattr(self, 'n_epochs', 0)) # Without what callbacks have wrapped around
+        self._forget('batches')
         self._guests = [o for o in self._guests if any(o is cb for cb in self.callbacks)]
         torch.set_grad_enabled(with_grad) # An interrupt in the wrong place may have left it off
 
@@ -480,7 +500,8 @@ def request_stop(self:Trainer,
 ):
     "Stop in good order: this pass ends after its batch, the epoch closes as usual, and no other begins"
     if not self._fitting: raise RuntimeError(f'`request_stop({reason!r})` was called while nothing is training, so there is nothing to stop. Call it from a callback.')
-    self.stop_reason,self._source.over = reason or 'asked to stop',True
+    if self.stop_reason is None: self.stop_reason = reason or 'asked to stop' # The first one is why it stops
+    self._source.over = True
 
 # %% ../nbs/10_trainer.ipynb #8e9ce878
 @patch(as_prop=True)
@@ -500,7 +521,10 @@ def _trained(self:Trainer):
     parts = [p for o in ('modules', 'parameters', 'buffers') if hasattr(self.model, o) for p in getattr(self.model, o)()]
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 
-# %% ../nbs/10_trainer.ipynb #6f2a125c
+# %% ../nbs/10_trainer.ipynb #bcffc13b
+_endless_side_runs = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for its own evaluation, and evaluates again. '
+                      'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out there, or choose who is kept with `side_run(below=...)`.')
+
 @patch
 @contextmanager
 def side_run(self:Trainer,
@@ -508,12 +532,13 @@ def side_run(self:Trainer,
     below=Order.RECORD, # Keep the trainer's own callbacks whose `order` is lower
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
+    if self._side_runs > 4: raise RuntimeError(_endless_side_runs)
     kept = [o for o in self.callbacks if getattr(o, 'order', 0) < below]
     loop,slots = dict(vars(self)),{o: getattr(self, o) for o in Trainer.__slots__ if hasattr(self, o)}
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
-    self.callbacks,self._named,self._fitting,self.history = [],{},False,History()
+    self.callbacks,self._named,self._fitting,self.history,self._side_runs = [],{},False,History(),self._side_runs+1
     self.plan = Plan(type(self), self.plan.last)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off

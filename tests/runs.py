@@ -23,7 +23,7 @@ from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
 from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.sampling import exact_loader
+from isaac_loop.loaders import exact_loader
 from isaac_loop.tensors import set_seed
 from isaac_loop.trainer import Trainer
 

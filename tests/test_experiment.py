@@ -1000,7 +1000,7 @@ def test_an_address_is_no_folder(tmp_path, monkeypatch):
     from isaac_loop.callbacks.gradients import GradientPlotCB
     from isaac_loop.callbacks.live_plot import LivePlotCB
     from isaac_loop.callbacks.reports import PredictionsCSVCB
-    from isaac_loop.store import load_weights
+    from isaac_loop.checkpoint_files import load_weights
     monkeypatch.chdir(tmp_path)
     trainer = small()
     trainer.fit(1)

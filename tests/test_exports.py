@@ -11,8 +11,9 @@ from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.exports import ExportCB
 from isaac_loop.callbacks.schedules import WSDSchedulerCB
 from isaac_loop.callbacks.training import BasicTrainCB
+from isaac_loop.checkpoint_files import Checkpoint, load_weights
 from isaac_loop.events import CancelFitException
-from isaac_loop.store import Checkpoint, CheckpointStore, load_weights
+from isaac_loop.store import CheckpointStore
 
 pytestmark = pytest.mark.filterwarnings("error")
 

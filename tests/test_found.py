@@ -547,7 +547,7 @@ def test_another_optimizer_is_noticed_before_a_run_goes_on(tmp_path):
 def test_another_rate_is_said_to_have_no_effect_on_a_run_that_goes_on(tmp_path):
     cut_off(tmp_path)
     t = exact_trainer(CheckpointCB(tmp_path, every=2))
-    with pytest.warns(UserWarning, match="`lr=0.01` has no effect"):
+    with pytest.warns(UserWarning, match=r"`lr=0.01` \(saved: 0.1\) has no effect"):
         t.fit(2, 0.01, valid=False)
     assert t.opt.param_groups[0]["lr"] == 0.1 and t.n_updates == 12
 

@@ -19,7 +19,7 @@ from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.sampling import exact_loader
+from isaac_loop.loaders import exact_loader
 from isaac_loop.state import CheckpointCorrupt, NoValidCheckpoint, ResumeMismatch
 from isaac_loop.store import CheckpointStore
 from runs import Cut, CutCB, Rows, fit, make_model, make_trainer, same

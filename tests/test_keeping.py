@@ -19,7 +19,8 @@ import isaac_loop.all as library
 from isaac_loop.callbacks import evaluator as evaluator_module
 from isaac_loop.callbacks.averaging import EMACB, SWACB
 from isaac_loop.callbacks.best import KeepBestCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB, RewindCB
+from isaac_loop.callbacks.checkpoint import CheckpointCB
+from isaac_loop.callbacks.rewind import RewindCB
 from isaac_loop.callbacks.interrupts import InterruptCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.recorder import RecorderCB

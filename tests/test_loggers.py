@@ -16,7 +16,8 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB, RewindCB
+from isaac_loop.callbacks.checkpoint import CheckpointCB
+from isaac_loop.callbacks.rewind import RewindCB
 from isaac_loop.callbacks.loggers import CSV, JSONLines, LoggerCB, Screen, run_map
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.recorder import RecorderCB

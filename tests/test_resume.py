@@ -28,11 +28,12 @@ from isaac_loop.callbacks.recorder import RecorderCB
 from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, PlateauSchedulerCB
 from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
+from isaac_loop.checkpoint_files import load_weights
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelFitException
-from isaac_loop.sampling import ReplayLoader, exact_loader
+from isaac_loop.loaders import ReplayLoader, exact_loader
 from isaac_loop.state import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
-from isaac_loop.store import CheckpointStore, load_weights
+from isaac_loop.store import CheckpointStore
 import runs
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, same, tree
 

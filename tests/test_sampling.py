@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_inf
 
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders, collate_rows, get_dataloaders
-from isaac_loop.sampling import ExactLoader, ReplayLoader, SeededBatchSampler, WorkerCrashed, exact_loader
+from isaac_loop.loaders import ExactLoader, ReplayLoader, WorkerCrashed, exact_loader
+from isaac_loop.sampling import SeededBatchSampler
 from isaac_loop.snapshot import random_state
 from isaac_loop.trainer import Trainer
 

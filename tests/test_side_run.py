@@ -449,7 +449,7 @@ def test_cleanups_of_a_failed_side_fit_have_run():
 
 def test_a_callback_that_is_always_part_of_its_own_side_run_is_the_users_mistake_but_no_endless_loop():
     trainer = make_trainer([function("after_batch", validate, order=Order.STEP)])
-    with pytest.raises(RecursionError): trainer.fit(1)
+    with pytest.raises(RuntimeError, match="evaluates again. Give it `order = Order.RECORD`"): trainer.fit(1)
     validate_only = make_trainer()
     validate(validate_only)
     trainer.remove_callback("DoCB")

@@ -22,14 +22,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from isaac_loop import checkpoint_files
 from isaac_loop import store as store_module
 from isaac_loop.state import (CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, LoopError,
                               NoValidCheckpoint, UnsaveableState)
-from isaac_loop.store import Checkpoint, CheckpointStore, load_weights
+from isaac_loop.checkpoint_files import Checkpoint, load_weights
+from isaac_loop.store import CheckpointStore
 
 ROOT = pathlib.Path(__file__).parents[1]
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
 FILES = ("model.safetensors", "state.pt", "manifest.json")
+
+
+def use_disk(monkeypatch, disk):
+    "Let all that the store asks of the system, also for reading, go through `disk`"
+    for module in (store_module, checkpoint_files): monkeypatch.setattr(module, "os", disk)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -162,7 +169,7 @@ def test_the_process_may_end_at_every_call(start, half, tmp_path, monkeypatch):
     before = sorted({int(o.name.split("-")[1 if o.name[0] != "." else 2]) for o in (tmp_path / "start").iterdir() if "step-" in o.name and (o.name[0] != "." or "old" in o.name)})
     disk = Disk()
     shutil.copytree(tmp_path / "start", tmp_path / "whole")
-    monkeypatch.setattr(store_module, "os", disk)
+    use_disk(monkeypatch, disk)
     one_life(tmp_path / "whole")
     points = len(disk.calls)
     assert points >= (30 if start == "empty" else 40)
@@ -172,13 +179,13 @@ def test_the_process_may_end_at_every_call(start, half, tmp_path, monkeypatch):
             continue
         folder = tmp_path / f"crash-{n}"
         shutil.copytree(tmp_path / "start", folder)
-        monkeypatch.setattr(store_module, "os", Disk(n, half))
+        use_disk(monkeypatch, Disk(n, half))
         with pytest.raises(Crash):
             one_life(folder)
         for lock in list(store_module._Lock.held):
-            monkeypatch.setattr(store_module, "os", os)
+            use_disk(monkeypatch, os)
             lock.release()  # As the system does for a process that is gone
-        monkeypatch.setattr(store_module, "os", os)
+        use_disk(monkeypatch, os)
         check_after_crash(folder, before)
         shutil.rmtree(folder)
 
@@ -200,7 +207,7 @@ for n in range(3, 60, 5):
     child = os.fork()
     if child == 0:
         try:
-            tests.store_module.os = tests.Disk(n, end=lambda: os._exit(9))
+            tests.store_module.os = tests.checkpoint_files.os = tests.Disk(n, end=lambda: os._exit(9))
             tests.one_life(folder)
         finally:
             os._exit(0)
@@ -233,13 +240,13 @@ def test_an_interrupt_in_a_save_clears_the_attempt_away(tmp_path, monkeypatch):
             return real(name, f, args, kwargs)
 
         disk.change = change
-        monkeypatch.setattr(store_module, "os", disk)
+        use_disk(monkeypatch, disk)
         try:
             save(store, 20)
             done = ("interrupt", ()) not in disk.calls
         except KeyboardInterrupt:
             done = False
-        monkeypatch.setattr(store_module, "os", os)
+        use_disk(monkeypatch, os)
         assert {10, 20} == {o.step for o in store.list()} and not store.damaged()
         if done:
             break
@@ -257,7 +264,7 @@ def test_files_then_manifest_then_folder_then_name_then_parent_then_deletion(tmp
         for step in (10, 20):
             save(store, step)
         disk, names, order = Disk(), {}, []
-        monkeypatch.setattr(store_module, "os", disk)
+        use_disk(monkeypatch, disk)
         real = disk.change
 
         def change(name, f, args, kwargs):
@@ -286,7 +293,7 @@ def test_what_is_replaced_goes_only_after_the_new_one_has_its_name(tmp_path, mon
     with CheckpointStore(tmp_path, run_id="r") as store:
         save(store, 10)
         disk = Disk()
-        monkeypatch.setattr(store_module, "os", disk)
+        use_disk(monkeypatch, disk)
         save(store, 10)
     renames = [[pathlib.Path(o).name.rpartition("-")[0] for o in args] for name, args in disk.calls if name == "rename"]
     assert [o[1].partition("-step")[0] for o in renames] == [".old", "step", ".trash-old"]
@@ -324,7 +331,7 @@ def edit(folder, **changes):
     "Change a manifest and make its checksum right again"
     fields = manifest_of(folder)
     fields.pop("checksum")
-    (folder / "manifest.json").write_bytes(store_module._manifest_bytes({**fields, **changes}))
+    (folder / "manifest.json").write_bytes(checkpoint_files.manifest_bytes({**fields, **changes}))
 
 
 def flip(file, k):
@@ -463,17 +470,17 @@ def test_the_system_refuses_a_call_in_the_middle(call, number, tmp_path, monkeyp
             return real(name, f, args, kwargs)
 
         disk.change = change
-        monkeypatch.setattr(store_module, "os", disk)
+        use_disk(monkeypatch, disk)
         try:
             with warnings.catch_warnings(record=True) as caught_warnings:
                 warnings.simplefilter("always")
                 save(store, 30)
         except CheckpointWriteFailed as e:
-            monkeypatch.setattr(store_module, "os", os)
+            use_disk(monkeypatch, os)
             assert os.strerror(number) in str(e) and e.needed and e.free
             assert {o.step for o in store.list()} >= ({10, 20} if skip < 3 else {20}) and not store.damaged()
         else:
-            monkeypatch.setattr(store_module, "os", os)
+            use_disk(monkeypatch, os)
             assert left[0] >= 0 or "tidying up" in str(caught_warnings[0].message)
             break
         shutil.rmtree(tmp_path / "step-00000030", ignore_errors=True)
@@ -533,7 +540,7 @@ def test_the_system_says_that_the_folder_is_read_only(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     disk.change = change
-    monkeypatch.setattr(store_module, "os", disk)
+    use_disk(monkeypatch, disk)
     with pytest.raises(CheckpointWriteFailed, match="Permission denied"):
         CheckpointStore(tmp_path)
 

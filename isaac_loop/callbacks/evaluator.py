@@ -134,7 +134,7 @@ def _numbers(returned):
     if not isinstance(returned, Mapping): raise TypeError(f'`user_epochs_done_callback` returned {returned!r}. Return a dict of numbers or None; for anything else there is `write`.')
     return {k: v for name,value in returned.items() for k,v in numbers_of(name, value).items()}
 
-# %% ../../nbs/callbacks/67_evaluator.ipynb #2c12bf62
+# %% ../../nbs/callbacks/67_evaluator.ipynb #ee57b051
 @patch
 def _run(self:EvaluatorCB, trainer, name, dl):
     "Run over one data set; what was measured, by name"
@@ -153,7 +153,7 @@ def _limit(self:EvaluatorCB):
     limit.name = f'{callback_name(self)}_limit'
     return limit
 
-# %% ../../nbs/callbacks/67_evaluator.ipynb #f06a57ce
+# %% ../../nbs/callbacks/67_evaluator.ipynb #2c12bf62
 @patch
 def _look(self:EvaluatorCB, trainer):
     "Call the user's function for a batch, and note if it has had enough"

@@ -19,10 +19,10 @@ from fastcore.basics import patch
 from .. import __version__
 from .run_config import RunConfig
 from .tracking import described, finite, outcome_of, plain, settings, source_of
+from ..checks import local_path
 from ..events import CancelException, Order, callback_name
 from ..media import replace_file
 from ..run_folder import Experiment, without_password
-from ..store import local_path
 from ..tables import short
 
 # %% ../../nbs/callbacks/73_experiment.ipynb #25071b84

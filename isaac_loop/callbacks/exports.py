@@ -11,8 +11,9 @@ from fnmatch import fnmatchcase
 from fastcore.basics import patch
 
 from .best import evaluated_model
+from ..checks import local_path
 from ..events import CancelException, Order, did_you_mean
-from ..store import CheckpointStore, local_path
+from ..store import CheckpointStore
 
 # %% ../../nbs/callbacks/76_exports.ipynb #f48fd03c
 def _chosen(

@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['GradientStats', 'GradientStatsCB', 'GradientPlotCB', 'UpdateRatioCB']
 
-# %% ../../nbs/callbacks/81_gradients.ipynb #05c68e65
+# %% ../../nbs/callbacks/81_gradients.ipynb #24f49e16
 import math
 
 import torch
 
+from ..checks import local_path
 from ..events import CancelException, Order
 from ..hooks import find_modules
 from ..records import DeviceRecord, histogram, place_of
-from ..store import local_path
 from ..tables import Table
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #d45f02a8

@@ -12,11 +12,11 @@ from functools import partial
 from fastcore.basics import patch
 
 from .run_config import RunConfig
+from ..checks import local_path
 from ..curves import history_figure
 from ..events import Order, did_you_mean
 from ..media import check_folder, csv_text, media_file, replace_file
 from ..run_folder import run_folder
-from ..store import local_path
 from ..tables import Table
 
 # %% ../../nbs/callbacks/77_history_files.ipynb #9c0249eb

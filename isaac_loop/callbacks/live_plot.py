@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['LivePlotCB']
 
-# %% ../../nbs/callbacks/54_live_plot.ipynb #2a28cc6a
+# %% ../../nbs/callbacks/54_live_plot.ipynb #e96ac392
 import io, time, warnings
 
 from fastcore.basics import patch
 
+from ..checks import local_path
 from ..curves import plot_history, smoothed
 from ..events import Order
 from ..records import LateNumbers
-from ..store import local_path
 from ..tables import short
 
 # %% ../../nbs/callbacks/54_live_plot.ipynb #48f19844

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from ..events import CancelException, CancelStepException, Order, callback_name, did_you_mean
-from ..sampling import ExactLoader
+from ..loaders import ExactLoader
 from ..snapshot import random_state, set_random_state
 from ..tensors import batch_size, map_tensors
 from ..trainer import Trainer, n_batches

@@ -12,11 +12,10 @@ from pathlib import Path, PurePosixPath
 from fastcore.basics import patch
 
 from .run_config import RunConfig
-from ..checks import check_count
+from ..checks import check_count, local_path
 from ..events import CancelException, Order
 from ..media import replace_file
 from ..run_folder import experiment_of, run_folder, without_password
-from ..store import local_path
 
 # %% ../../nbs/callbacks/74_remote.ipynb #8ac04a38
 _EXTRAS = {'s3': 'isaac_loop[s3]', 's3a': 'isaac_loop[s3]', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'abfs': 'adlfs', 'az': 'adlfs', 'sftp': 'paramiko', 'ssh': 'paramiko', 'hf': 'huggingface_hub'}

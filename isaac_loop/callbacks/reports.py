@@ -6,7 +6,7 @@
 __all__ = ['classification_scores', 'binary_scores', 'regression_scores', 'text_scores', 'ReportCB', 'write_preds_csv',
            'PredictionsCSVCB']
 
-# %% ../../nbs/callbacks/68_reports.ipynb #22d09775
+# %% ../../nbs/callbacks/68_reports.ipynb #d3ec5e6f
 import csv, json, math, re, warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -17,10 +17,9 @@ from fastcore.basics import patch
 
 from ..bootstrap import function_of, numbers_of
 from .predictions import Predictions, check_columns, check_sets, chosen_loader, class_name, data_sets, decoded, same_random
-from ..checks import check_count
+from ..checks import check_count, local_path
 from ..events import CancelEpochException, Order, callback_name
 from ..media import check_folder, replace_file
-from ..store import local_path
 
 # %% ../../nbs/callbacks/68_reports.ipynb #ac76e012
 def classification_scores(

@@ -13,9 +13,9 @@ import torch
 from fastcore.basics import patch
 
 from .tracking import plain
+from ..checks import local_path
 from ..images import image_array
 from ..media import check_folder, media_file, wav_bytes
-from ..store import local_path
 from ..tables import Table
 
 # %% ../../nbs/callbacks/72_trackers.ipynb #c84bf543

@@ -12,8 +12,8 @@ from contextlib import closing, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
+from ..checks import local_path
 from ..events import Order, callback_name
-from ..store import local_path
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #cce63d9a
 _SHORT = reprlib.Repr()
