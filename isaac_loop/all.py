@@ -71,4 +71,9 @@ from isaac_loop.evaluation import *
 from isaac_loop.model_summary import *
 from isaac_loop.recipes import *
 from isaac_loop.demo import *
+from isaac_loop.foreign.base import *
+from isaac_loop.foreign.aitoolbox import *
+from isaac_loop.foreign.nemo import *
+from isaac_loop.foreign.pytorch_accelerated import *
+from isaac_loop.foreign.sonosco import *
 from isaac_loop.interop import *
