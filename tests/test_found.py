@@ -10,11 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from datasets import Dataset
 from fastcore.foundation import L
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.all import (AccumulationCB, BasicTrainCB, CancelEpochException, CancelStepException, CheckpointCB, DataLoaders, DeviceCB, EMACB, EarlyStoppingCB, History, KeepBestCB, MetricsCB, MomentumTrainCB, Order, ProgressCB, ResumeMismatch, RewindCB, SWACB, StepSchedulerCB, Trainer, callback_table,
+from isaac_loop.all import (AccumulationCB, BasicTrainCB, CancelBatchException, CancelEpochException, CancelStepException, CheckpointCB, DataLoaders, DeviceCB, EMACB, EarlyStoppingCB, History, KeepBestCB, MetricsCB, MomentumTrainCB, Order, ProgressCB, ResumeMismatch, RewindCB, SWACB, StepSchedulerCB, Trainer, callback_table,
                             def_device, digit_loaders, event_table, exact_loader, init_delegates, replaces, show_source, to_device, with_cbs)
 
 
@@ -617,3 +618,83 @@ except AttributeError as e: print(e)
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert [o.split()[0] for o in lines[:-1]] == [*_ELSEWHERE, "plot", "plot_batches"]
     assert "`validate` comes with `import isaac_loop.evaluation`" in lines[0] and all("has not been imported yet" in o for o in lines[:-1]) and "Did you mean `latest`?" in lines[-1]
+
+
+# --- Found by the next who used it
+
+
+def test_the_first_reason_to_stop_is_the_one_that_is_kept():
+    "A validation after it overwrote the place where a loss had become NaN"
+    def after_batch(trainer): trainer.request_stop(f"{trainer.training}")
+    t = trainer_with()
+    t.fit(2, callbacks=after_batch)
+    assert t.stop_reason == "True"
+
+
+@pytest.mark.parametrize("watcher", [ProgressCB("plain"), RewindCB(), CheckpointCB])
+def test_a_trainer_can_be_copied_after_a_fit_whatever_walked_over_its_batches(watcher, tmp_path):
+    t = trainer_with(MetricsCB(), watcher(tmp_path/"run") if isinstance(watcher, type) else watcher)
+    t.fit(1)
+    again = copy.deepcopy(t)
+    assert torch.equal(again.model.weight, t.model.weight) and again.history.rows == t.history.rows and list(t.epochs) == [0]
+
+
+def test_a_loss_class_is_refused_where_it_is_typed():
+    with pytest.raises(TypeError, match=r"Make one: `MSELoss\(\)`"): Trainer(DataLoaders(data()), nn.MSELoss, optim.SGD, nn.Linear(1, 1), None)
+
+
+def test_a_callback_that_evaluates_itself_without_end_is_told_how_to_mend_it():
+    def log(trainer): trainer.validate()
+    with pytest.raises(RuntimeError, match="order = Order.RECORD"): trainer_with().fit(1, callbacks=log)
+    log.order = Order.RECORD
+    trainer_with().fit(1, callbacks=log)
+
+
+def test_steps_that_somebody_waits_for_and_nobody_does_are_missed():
+    def trainer(*callbacks): return Trainer(DataLoaders(data(), data()), F.mse_loss, optim.SGD, nn.Linear(1, 1), callbacks)
+    with pytest.warns(UserWarning, match="`EMACB.after_step` waits in vain.*Add `BasicTrainCB`"): trainer(EMACB()).fit(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer().fit(1) # An empty loop is fine
+
+
+class ByHand(Trainer):
+    "A batch as somebody would write it first"
+    def one_batch(self):
+        self.preds = self.model(self.batch[0])
+        self.loss = self.loss_func(self.preds, self.batch[1])
+        if self.training:
+            self.loss.backward()
+            self.opt.step()
+            self.opt.zero_grad()
+
+
+class Decorated(ByHand):
+    one_batch = with_cbs("batch", CancelBatchException)(ByHand.one_batch)
+
+
+class Counted(Decorated):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        ByHand.one_batch(self)
+        self.n_updates += self.training
+
+
+def test_a_batch_written_by_hand_is_told_what_it_leaves_out():
+    "Losses, schedules, averages and checkpoints stood still in silence"
+    with pytest.warns(UserWarning, match="`ByHand.one_batch` replaces the span of a batch"): trainer_with(cls=ByHand)
+    t = trainer_with(MetricsCB(), cls=Decorated)
+    with pytest.warns(UserWarning, match=r"epoch 0 ended without an update.*self.run_callbacks\('step'\)"): t.fit(1)
+    assert t.history.latest("train_loss") > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        t = trainer_with(MetricsCB(), cls=Counted)
+        t.fit(1)
+    assert t.n_updates == 3
+
+
+def test_one_dataset_where_splits_are_wanted_is_told_so_in_a_line():
+    "Every row was read, and printed"
+    rows = Dataset.from_dict(dict(x=list(range(500)), y=list(range(500))))
+    with pytest.raises(TypeError, match="is a Dataset, which has no splits") as e: DataLoaders.from_dataset_dict(rows, 32)
+    assert len(str(e.value)) < 500

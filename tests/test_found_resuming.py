@@ -1,9 +1,11 @@
 """Faults that people found in checkpoints and resuming; each test fails without the mend that followed."""
+import copy
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,14 +15,20 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader, IterableDataset
 
+import isaac_loop.saving  # noqa: F401  `trainer.load`
+from isaac_loop.callbacks.averaging import EMACB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.interrupts import InterruptCB
 from isaac_loop.callbacks.metrics import MetricsCB
+from isaac_loop.callbacks.rewind import RewindCB
 from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
+from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.training import BasicTrainCB
+from isaac_loop.checkpoint_files import load_weights
 from isaac_loop.data import DataLoaders
+from isaac_loop.events import CancelFitException
 from isaac_loop.loaders import exact_loader
-from isaac_loop.state import CheckpointCorrupt, NoValidCheckpoint, ResumeMismatch
+from isaac_loop.state import CheckpointCorrupt, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
 from isaac_loop.store import CheckpointStore
 from runs import Cut, CutCB, Rows, fit, make_model, make_trainer, same
 
@@ -317,3 +325,154 @@ def test_a_damaged_newest_of_another_folder_is_skipped_with_a_warning(tmp_path):
     (newest.path/"state.pt").write_bytes(b"x")
     with pytest.warns(UserWarning, match=f"Skipped the checkpoint `{newest.path.name}`"):
         assert CheckpointStore(tmp_path/"c", read_only=True).load(tmp_path/"a")[2]["step"] == steps(tmp_path/"a")[-1] < newest.step
+
+
+# --- Found by the next who attacked it
+
+
+def updates_of(*fits, folder):
+    "Updates in each of several fits of one trainer"
+    trainer, found = make_trainer(simple(folder)), []
+    for kwargs in fits:
+        fit(trainer, **kwargs)
+        found.append(trainer.n_updates)
+    return found
+
+
+@pytest.mark.parametrize("idle", [dict(n_epochs=1, train=False), dict(n_epochs=1, callbacks=CutCB("before_step", lambda t: True, CancelFitException))], ids=["validation", "cancelled"])
+def test_a_fit_without_an_update_is_a_fit_like_any_other(idle, tmp_path):
+    "The one after it was taken for complete, and trained nothing"
+    assert updates_of(dict(n_epochs=1), idle, dict(n_epochs=2), folder=tmp_path/"run") == [7, 0, 14]
+
+
+def test_two_validations_before_the_first_training_are_no_obstacle(tmp_path):
+    assert updates_of(dict(n_epochs=1, train=False), dict(n_epochs=1, train=False), dict(n_epochs=1), folder=tmp_path/"run") == [0, 0, 7]
+
+
+def with_generator(n):
+    "A plain loader that draws its order from a generator of its own"
+    return DataLoaders(DataLoader(Rows(n, augment=False), 8, shuffle=True, generator=torch.Generator().manual_seed(3)), DataLoader(Rows(24, augment=False), 12))
+
+
+@pytest.mark.parametrize("n", [24, 29])
+@pytest.mark.parametrize("place", ["before_batch", "after_batch"])
+def test_a_plain_loader_with_a_generator_goes_on_exactly_after_a_stop_in_validation(n, place, tmp_path):
+    "A sampler draws once more after the last batch; that was left out, and the next epoch had another order"
+    whole = fit(make_trainer(simple(), with_generator(n)))
+    trainer = make_trainer(simple(tmp_path/"run", every=1), with_generator(n))
+    with pytest.raises(Cut): fit(trainer, callbacks=CutCB(place, lambda t: t.epoch == 1 and not t.training))
+    same(whole, fit(make_trainer(simple(tmp_path/"run", every=1), with_generator(n))))
+
+
+def test_a_complete_run_leaves_the_model_in_the_mode_that_it_had(tmp_path):
+    "It was left training, so predictions changed from call to call"
+    for valid in (True, False):
+        folder = tmp_path/str(valid)
+        assert [fit(make_trainer(simple(folder)), 1, valid=valid).model.training for _ in range(2)] == [not valid]*2
+
+
+class Counting(optim.SGD):
+    "An optimizer with a counter and a sum in more digits than the weights"
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", torch.zeros((), dtype=torch.int64)) + 1
+                state["total"] = state.get("total", torch.zeros_like(p, dtype=torch.float64)) + p.detach().double()/3
+
+
+def test_the_state_of_an_optimizer_keeps_its_types(tmp_path):
+    "PyTorch makes everything floating of the weights' type when it loads"
+    def trainer(folder=None): return make_trainer(simple(folder, every=1), opt_func=Counting)
+    whole = fit(trainer())
+    with pytest.raises(Cut): fit(trainer(tmp_path/"run"), callbacks=cut_at(9))
+    again = fit(trainer(tmp_path/"run"))
+    for mine, theirs in zip(again.opt.state.values(), whole.opt.state.values()):
+        for name in ("count", "total"): assert mine[name].dtype == theirs[name].dtype and torch.equal(mine[name], theirs[name])
+
+
+class WrongLen:
+    "A loader that says it has six batches, and has ten"
+    def __len__(self): return 6
+    def __iter__(self): return iter(batches_of(10))
+
+
+def batches_of(n):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 8, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(n)]
+
+
+def test_a_loader_that_has_more_than_its_len_loses_nothing(tmp_path):
+    dls = lambda: DataLoaders(WrongLen(), DataLoader(Rows(24), 12))
+    with pytest.raises(Cut): fit(make_trainer(simple(tmp_path/"run", every=1), dls()), 2, callbacks=cut_at(6))
+    assert fit(make_trainer(simple(tmp_path/"run", every=1), dls()), 2).n_updates == 20
+
+
+def test_a_copy_of_a_store_does_not_take_the_folder_away(tmp_path):
+    "The copy closed the file that holds the lock, and the next save said the folder had been deleted"
+    def log(trainer): copy.deepcopy(trainer.CheckpointCB)
+    trainer = fit(make_trainer(simple(tmp_path/"run", every=1)), callbacks=log)
+    copy.deepcopy(trainer)
+    assert len(steps(tmp_path/"run")) == 2
+
+
+def test_states_are_kept_in_every_fit_and_again_after_going_back():
+    trainer = make_trainer(simple(None, RewindCB(every=5)))
+    fit(trainer, 2)
+    assert sorted(trainer.RewindCB.states) == [(0, 5), (1, 3)]
+    trainer.rewind(to=(0, 5))
+    fit(trainer, 2)
+    assert sorted(trainer.RewindCB.states) == [(0, 5), (1, 3)]
+
+
+def test_going_back_says_what_has_no_effect_and_refuses_what_would_not_fit():
+    trainer = make_trainer(simple(None, RewindCB()))
+    fit(trainer, 2)
+    trainer.rewind(to=1)
+    with pytest.warns(UserWarning, match=r"`lr=0.5` \(saved: 0.02\) has no effect"): fit(trainer, 2, lr=0.5)
+    trainer.rewind(to=1)
+    with pytest.raises(StateOwnerMissing, match="OneCycleSchedulerCB"): fit(trainer, 2, callbacks=OneCycleSchedulerCB())
+    trainer.rewind(to=1)
+    trainer.opt_func = optim.SGD
+    with pytest.raises(ResumeMismatch, match="was a AdamW, and is a SGD"): fit(trainer, 2)
+
+
+class Unready:
+    "A callback whose state cannot be taken"
+    def before_fit(self, trainer): ...
+    def state_dict(self): raise OSError("the disk of the state is gone")
+    def load_state_dict(self, state): ...
+
+
+def test_an_error_while_saving_names_who_saved_and_whose_state_it_was(tmp_path):
+    with pytest.raises(OSError) as e: fit(make_trainer(simple(tmp_path/"run", Unready(), every=1)))
+    notes = " ".join(e.value.__notes__)
+    assert "`CheckpointCB`" in notes and "`Unready.state_dict`" in notes and "its loader" not in notes
+
+
+@pytest.mark.parametrize("first, then", [(True, False), (False, True)])
+def test_a_compiled_model_and_a_plain_one_have_the_same_names(first, then, tmp_path):
+    def trainer(compiled):
+        model = make_model()
+        return make_trainer(simple(tmp_path/"run", every=1), model=torch.compile(model, backend="eager") if compiled else model)
+    with pytest.raises(Cut): fit(trainer(first), callbacks=cut_at(9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert fit(trainer(then)).n_updates == 21
+    assert "0.weight" in load_weights(CheckpointStore(tmp_path/"run", read_only=True).latest().path)
+
+
+def test_more_epochs_than_then_go_on_with_a_run_that_stopped_itself(tmp_path):
+    "The message advised to ask for more epochs, and that changed nothing"
+    trainer = lambda patience: make_trainer(simple(tmp_path/"run", EarlyStoppingCB(patience=patience, min_delta=9.)))
+    stopped = fit(trainer(1), 4)
+    assert len(stopped.history) == 2 and "not improved" in stopped.stop_reason
+    again = fit(trainer(1), 4)
+    assert len(again.history) == 2 and again.stop_reason == stopped.stop_reason
+    assert len(fit(trainer(9), 6).history) == 6
+
+
+def test_loading_says_that_the_numbers_are_those_of_an_average(tmp_path):
+    fit(make_trainer(simple(tmp_path/"run", EMACB(0.5), monitor="valid_loss")), 2)
+    with pytest.warns(UserWarning, match="measured with the average of weights in `EMACB`"): make_trainer(simple()).load(tmp_path/"run", best=True)

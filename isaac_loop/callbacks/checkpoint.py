@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from .resuming import ResumingCB, start_of_pass, warn_of_rates
 from ..checks import local_path
-from ..events import CancelFitException, callback_name
+from ..events import CancelFitException, Order, callback_name
 from ..history import Monitor, check_monitored, mode_of
 from ..run_folder import run_folder
 from ..run_state import check_fits, put_weights, take_parts, take_state
