@@ -26,9 +26,12 @@ from isaac_loop.callbacks.accumulation import *
 from isaac_loop.callbacks.clipping import *
 from isaac_loop.callbacks.freezing import *
 from isaac_loop.media import *
+from isaac_loop.outlets import *
+from isaac_loop.alerts import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.precision import *
 from isaac_loop.callbacks.accelerated import *
+from isaac_loop.readings import *
 from isaac_loop.callbacks.metrics import *
 from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
@@ -56,6 +59,7 @@ from isaac_loop.callbacks.remote import *
 from isaac_loop.callbacks.notify import *
 from isaac_loop.callbacks.exports import *
 from isaac_loop.callbacks.history_files import *
+from isaac_loop.callbacks.logs import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *
 from isaac_loop.callbacks.nonfinite import *
