@@ -11,6 +11,9 @@ from isaac_loop.store import *
 from isaac_loop.sampling import *
 from isaac_loop.trainer import *
 from isaac_loop.checks import *
+from isaac_loop.options import *
+from isaac_loop.annealing import *
+from isaac_loop.scheduler_checks import *
 from isaac_loop.data import *
 from isaac_loop.models import *
 from isaac_loop.lsuv import *
@@ -28,10 +31,12 @@ from isaac_loop.callbacks.freezing import *
 from isaac_loop.media import *
 from isaac_loop.outlets import *
 from isaac_loop.alerts import *
+from isaac_loop.callbacks.schedulers import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.precision import *
 from isaac_loop.callbacks.accelerated import *
 from isaac_loop.readings import *
+from isaac_loop.callbacks.reductions import *
 from isaac_loop.callbacks.metrics import *
 from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
@@ -41,6 +46,7 @@ from isaac_loop.callbacks.predictions import *
 from isaac_loop.callbacks.columns import *
 from isaac_loop.callbacks.epoch_time import *
 from isaac_loop.callbacks.run_config import *
+from isaac_loop.callbacks.attributes import *
 from isaac_loop.callbacks.stopping import *
 from isaac_loop.callbacks.schedules import *
 from isaac_loop.callbacks.lr_finder import *
