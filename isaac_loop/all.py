@@ -13,6 +13,7 @@ from isaac_loop.trainer import *
 from isaac_loop.checks import *
 from isaac_loop.options import *
 from isaac_loop.annealing import *
+from isaac_loop.kept_state import *
 from isaac_loop.scheduler_checks import *
 from isaac_loop.data import *
 from isaac_loop.models import *
@@ -32,9 +33,11 @@ from isaac_loop.media import *
 from isaac_loop.outlets import *
 from isaac_loop.alerts import *
 from isaac_loop.callbacks.schedulers import *
+from isaac_loop.callbacks.limits import *
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.precision import *
 from isaac_loop.callbacks.accelerated import *
+from isaac_loop.callbacks.flags import *
 from isaac_loop.readings import *
 from isaac_loop.callbacks.reductions import *
 from isaac_loop.callbacks.metrics import *
@@ -70,6 +73,9 @@ from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *
 from isaac_loop.callbacks.nonfinite import *
 from isaac_loop.callbacks.profiler import *
+from isaac_loop.callbacks.bad_numbers import *
+from isaac_loop.callbacks.spikes import *
+from isaac_loop.callbacks.collapse import *
 from isaac_loop.plots import *
 from isaac_loop.inspection import *
 from isaac_loop.evaluation import *

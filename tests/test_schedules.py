@@ -26,7 +26,7 @@ from isaac_loop.callbacks.attributes import AttributeSchedulerCB
 from isaac_loop.callbacks.reductions import PlateauSchedulerCB, StepSchedulerCB
 from isaac_loop.callbacks.schedulers import BatchSchedulerCB, EpochSchedulerCB
 from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB
-from isaac_loop.callbacks.stopping import LimitCB
+from isaac_loop.callbacks.limits import LimitCB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
