@@ -40,6 +40,8 @@ from isaac_loop.callbacks.accelerated import *
 from isaac_loop.callbacks.flags import *
 from isaac_loop.readings import *
 from isaac_loop.callbacks.reductions import *
+from isaac_loop.log_file import *
+from isaac_loop.provenance import *
 from isaac_loop.callbacks.metrics import *
 from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
