@@ -10,7 +10,7 @@ from .callbacks.activations import ActivationStatsCB
 from .callbacks.device import DeviceCB
 from .callbacks.metrics import MetricsCB
 from .callbacks.progress import ProgressCB
-from .callbacks.stopping import NonFiniteStopCB
+from .callbacks.bad_numbers import NonFiniteStopCB
 from .callbacks.training import BasicTrainCB
 
 # %% ../nbs/94_recipes.ipynb #63fd7e71

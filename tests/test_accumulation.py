@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.clipping import ClipGradCB
 from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.schedules import BatchSchedulerCB
+from isaac_loop.callbacks.schedulers import BatchSchedulerCB
 from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order

@@ -31,9 +31,10 @@ from torch.nn import functional as F
 
 import isaac_loop.callbacks.experiment as experiment
 import isaac_loop.callbacks.remote as remote
+import isaac_loop.provenance as provenance
 from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.experiment import ExperimentCB, git_state
+from isaac_loop.callbacks.experiment import ExperimentCB
 from isaac_loop.callbacks.history_files import HistoryFilesCB, table_text
 from isaac_loop.callbacks.interrupts import InterruptCB
 from isaac_loop.callbacks.metrics import MetricsCB
@@ -45,6 +46,7 @@ from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import EVENTS, CancelFitException
+from isaac_loop.provenance import git_state
 from isaac_loop.run_folder import Experiment, without_password
 from isaac_loop.store import CheckpointStore
 from isaac_loop.tensors import set_seed
@@ -73,7 +75,7 @@ def files(folder): return sorted(o.relative_to(folder).as_posix() for o in folde
 @pytest.fixture(autouse=True)
 def no_git_of_the_tests(monkeypatch, request):
     "Most tests need no git, and asking it a hundred times takes seconds"
-    if "git" not in request.node.name: monkeypatch.setattr(experiment, "_git", lambda *args: None)
+    if "git" not in request.node.name: monkeypatch.setattr(provenance, "_git", lambda *args: None)
 
 
 @pytest.fixture
@@ -321,7 +323,7 @@ def test_git_says_commit_and_changes_and_may_be_missing(tmp_path, monkeypatch):
     for name, value in (("PATH", str(tmp_path)), ("run", hangs)):
         with monkeypatch.context() as m:
             if name == "PATH": m.setenv(name, value)
-            else: m.setattr(experiment.subprocess, name, value)
+            else: m.setattr(provenance.subprocess, name, value)
             assert git_state(tmp_path) == {}
             trainer = small(ExperimentCB(tmp_path/"runs", "p"))
             trainer.fit(1)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.freezing import BatchNormEvalCB, FreezeCB, discriminative_rates, layer_groups
-from isaac_loop.callbacks.schedules import BatchSchedulerCB
+from isaac_loop.callbacks.schedulers import BatchSchedulerCB
 from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelEpochException, CancelFitException, Order

@@ -20,7 +20,8 @@ from waiting import InsideCB, RefuseToWait
 from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.stopping import EarlyStoppingCB, LimitCB
+from isaac_loop.callbacks.limits import LimitCB
+from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import Order

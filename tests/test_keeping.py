@@ -24,9 +24,9 @@ from isaac_loop.callbacks.rewind import RewindCB
 from isaac_loop.callbacks.interrupts import InterruptCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.schedules import (
-    BatchSchedulerCB, EpochSchedulerCB, OneCycleSchedulerCB, PlateauSchedulerCB, StepSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB,
-)
+from isaac_loop.callbacks.reductions import PlateauSchedulerCB, StepSchedulerCB
+from isaac_loop.callbacks.schedulers import BatchSchedulerCB, EpochSchedulerCB
+from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB
 from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders

@@ -1,4 +1,4 @@
-"""Logs: `callbacks/loggers.py`, against what really happened in the run.
+"""Logs: `callbacks/loggers.py`, `callbacks/logs.py` and `outlets.py`, against what really happened in the run.
 
 Files are read with the standard library. What a killed and resumed run has logged is compared with the log of the same run
 that was never stopped.
@@ -19,6 +19,9 @@ from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.rewind import RewindCB
 from isaac_loop.callbacks.loggers import CSV, JSONLines, LoggerCB, Screen, run_map
+from isaac_loop.callbacks.checkpoint import CheckpointCB, RewindCB
+from isaac_loop.callbacks.loggers import LoggerCB, run_map
+from isaac_loop.callbacks.logs import CSV, JSONLines, Screen
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.recorder import RecorderCB
 from isaac_loop.callbacks.trackers import TensorBoard

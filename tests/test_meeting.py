@@ -19,8 +19,8 @@ from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.precision import MixedPrecisionCB
 from isaac_loop.callbacks.progress import ProgressCB
 from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.schedules import BatchSchedulerCB
-from isaac_loop.callbacks.stopping import LimitCB
+from isaac_loop.callbacks.schedulers import BatchSchedulerCB
+from isaac_loop.callbacks.limits import LimitCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders, get_dataloaders
 from isaac_loop.events import CancelFitException, Order

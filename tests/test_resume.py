@@ -25,7 +25,8 @@ from isaac_loop.callbacks.loggers import LoggerCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.progress import ProgressCB
 from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, PlateauSchedulerCB
+from isaac_loop.callbacks.reductions import PlateauSchedulerCB
+from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
 from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.checkpoint_files import load_weights

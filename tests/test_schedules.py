@@ -1,4 +1,4 @@
-"""Schedules of `callbacks/schedules.py`, checked against loops written by hand with PyTorch's own schedulers, and against formulas.
+"""Schedules (`callbacks/schedulers.py`, `schedules.py`, `reductions.py` and `attributes.py`) checked against loops written by hand with PyTorch's own schedulers, and against formulas.
 
 The law: with a schedule callback the weights are those of the loop by hand with the same scheduler, bit for bit. Curves are
 compared with formulas written down here from their papers, not with the code that makes them.
@@ -21,11 +21,12 @@ from torch.optim import lr_scheduler as lrs
 
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.schedules import (
-    AttributeSchedulerCB, BatchSchedulerCB, EpochSchedulerCB, OneCycleSchedulerCB, PlateauSchedulerCB, StepSchedulerCB, WarmupSchedulerCB,
-    WSDSchedulerCB, piecewise,
-)
-from isaac_loop.callbacks.stopping import LimitCB
+from isaac_loop.annealing import piecewise
+from isaac_loop.callbacks.attributes import AttributeSchedulerCB
+from isaac_loop.callbacks.reductions import PlateauSchedulerCB, StepSchedulerCB
+from isaac_loop.callbacks.schedulers import BatchSchedulerCB, EpochSchedulerCB
+from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB
+from isaac_loop.callbacks.limits import LimitCB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from isaac_loop.callbacks.device import DeviceCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.schedules import AttributeSchedulerCB
+from isaac_loop.callbacks.attributes import AttributeSchedulerCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import Order

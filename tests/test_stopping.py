@@ -1,5 +1,5 @@
-"""Stopping (`callbacks/stopping.py`): early stopping against an oracle of ten lines, limits by counting, bad numbers by looking at
-weights and optimizer state bit for bit.
+"""Stopping (`callbacks/stopping.py`, `limits.py`, `bad_numbers.py`, `spikes.py`, `collapse.py`): early stopping against an oracle
+of ten lines, limits by counting, bad numbers by looking at weights and optimizer state bit for bit.
 
 Every stop is checked for leaving the loop in order: the last row is complete, `after_fit` runs, the reason is told.
 """
@@ -14,12 +14,16 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
-import isaac_loop.callbacks.stopping as stopping
+import isaac_loop.callbacks.limits as limits
 from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.clipping import ClipGradCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.nonfinite import NonFiniteCB
-from isaac_loop.callbacks.stopping import EarlyStoppingCB, LimitCB, LossSpikeCB, NonFiniteStopCB, SamePredictionsCB
+from isaac_loop.callbacks.bad_numbers import NonFiniteStopCB
+from isaac_loop.callbacks.collapse import SamePredictionsCB
+from isaac_loop.callbacks.limits import LimitCB
+from isaac_loop.callbacks.spikes import LossSpikeCB
+from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, Order
@@ -225,7 +229,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(stopping, "time", clock)
+    monkeypatch.setattr(limits, "time", clock)
     return clock
 
 
