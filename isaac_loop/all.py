@@ -10,17 +10,13 @@ from isaac_loop.state import *
 from isaac_loop.checkpoint_files import *
 from isaac_loop.sampling import *
 from isaac_loop.trainer import *
-<<<<<<< HEAD
 from isaac_loop.loaders import *
-from isaac_loop.hooks import *
-from isaac_loop.store import *
-=======
-from isaac_loop.checks import *
 from isaac_loop.options import *
 from isaac_loop.annealing import *
 from isaac_loop.kept_state import *
 from isaac_loop.scheduler_checks import *
->>>>>>> 991b66d1219aec8785f4e4a12642a88a8e512157
+from isaac_loop.hooks import *
+from isaac_loop.store import *
 from isaac_loop.data import *
 from isaac_loop.models import *
 from isaac_loop.lsuv import *
@@ -36,15 +32,11 @@ from isaac_loop.callbacks.accumulation import *
 from isaac_loop.callbacks.clipping import *
 from isaac_loop.callbacks.freezing import *
 from isaac_loop.media import *
-<<<<<<< HEAD
-from isaac_loop.callbacks.resuming import *
-from isaac_loop.saving import *
-=======
 from isaac_loop.outlets import *
 from isaac_loop.alerts import *
 from isaac_loop.callbacks.schedulers import *
+from isaac_loop.saving import *
 from isaac_loop.callbacks.limits import *
->>>>>>> 991b66d1219aec8785f4e4a12642a88a8e512157
 from isaac_loop.callbacks.device import *
 from isaac_loop.callbacks.precision import *
 from isaac_loop.callbacks.accelerated import *
@@ -53,6 +45,7 @@ from isaac_loop.readings import *
 from isaac_loop.callbacks.reductions import *
 from isaac_loop.log_file import *
 from isaac_loop.provenance import *
+from isaac_loop.callbacks.resuming import *
 from isaac_loop.callbacks.metrics import *
 from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *
@@ -81,11 +74,8 @@ from isaac_loop.callbacks.remote import *
 from isaac_loop.callbacks.notify import *
 from isaac_loop.callbacks.exports import *
 from isaac_loop.callbacks.history_files import *
-<<<<<<< HEAD
-from isaac_loop.callbacks.rewind import *
-=======
 from isaac_loop.callbacks.logs import *
->>>>>>> 991b66d1219aec8785f4e4a12642a88a8e512157
+from isaac_loop.callbacks.rewind import *
 from isaac_loop.callbacks.activations import *
 from isaac_loop.callbacks.gradients import *
 from isaac_loop.callbacks.nonfinite import *

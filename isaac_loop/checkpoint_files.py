@@ -7,7 +7,6 @@ __all__ = ['load_weights', 'checkpoints_near', 'Checkpoint']
 
 # %% ../nbs/08_checkpoint_files.ipynb #a77a7cf6
 import hashlib, json, math, os, re, stat, zipfile
-from pathlib import Path
 
 import torch
 from fastcore.basics import patch

@@ -18,8 +18,6 @@ from torch.nn import functional as F
 from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.rewind import RewindCB
-from isaac_loop.callbacks.loggers import CSV, JSONLines, LoggerCB, Screen, run_map
-from isaac_loop.callbacks.checkpoint import CheckpointCB, RewindCB
 from isaac_loop.callbacks.loggers import LoggerCB, run_map
 from isaac_loop.callbacks.logs import CSV, JSONLines, Screen
 from isaac_loop.callbacks.metrics import MetricsCB

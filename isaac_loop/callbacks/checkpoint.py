@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from .resuming import ResumingCB, start_of_pass, warn_of_rates
 from ..checks import local_path
-from ..events import CancelFitException, Order, callback_name
+from ..events import CancelFitException, callback_name
 from ..history import Monitor, check_monitored, mode_of
 from ..run_folder import run_folder
 from ..run_state import check_fits, put_weights, take_parts, take_state
@@ -85,7 +85,7 @@ class CheckpointCB(ResumingCB):
         self.path = self._store = None # The newest checkpoint; where it lies, while a fit is going on
         self._steps,self._run,self._branch = 0,None,None # Updates of former fits; whose run it is, and from which it branched off
         self._found = self._over = self._end = None # What to go on from; why nothing is left to do; how the training pass ended
-        self._lost,self._wasted,self._before = 0,None,None # Fits that do not count
+        self._lost,self._wasted,self._saved = 0,None,False # Fits that do not count, the last of them, and whether this one counts already
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5a965fc0
 @patch
@@ -170,7 +170,7 @@ def _count_fit(self:CheckpointCB, trainer, mine):
     "A fit that failed before its first checkpoint does not count: a script that is started again will not have it"
     wasted = self._wasted is not None and self._wasted[0]() is trainer and self._wasted[1] == trainer.history.fit-1
     self._lost = self._lost+wasted if mine or wasted else 0
-    self._wasted,self._before = None,self.path
+    self._wasted,self._saved = None,False
 
 @patch
 def _is_own(self:CheckpointCB, path):
@@ -186,7 +186,9 @@ def _epochs(self:CheckpointCB, trainer, epochs):
     if later: _put_rows(trainer.history, state['history'])
     else: self._restore(trainer)
     weights_too = not later or put_weights(trainer, weights)
-    if not later: trainer.stop_reason = state['position']['stop_reason']
+    if not later:
+        trainer.stop_reason = state['position']['stop_reason']
+        if hasattr(trainer.model, 'train'): trainer.model.train(state['position']['model_trains'])
     print(f'This fit is complete already ({self._over}): {self._store.resumed_from.name if self._store.resumed_from else self.resume} is where the run stands' +
           ('; its weights are in the model.' if weights_too else ', with another model, so the weights stay as they are until that fit.') +
           ' To train further, ask for more epochs, or `trainer.load` it and save in another folder.')
@@ -213,7 +215,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     self._store.name = self._options['name'] if set(_metrics_of(self._options['name'])) <= metrics.keys() else _NAME
     info = dict(fit=state['position']['fit'], monitor=self.monitor, mode=self._options['mode']) | ({'branch': self._branch} if self._branch else {}) | _about(trainer)
     self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=info)
-    self._run = weakref.ref(trainer),self._store.run_id
+    self._run,self._saved = (weakref.ref(trainer),self._store.run_id),True
     self._when.start(trainer)
 
 @patch
@@ -264,7 +266,7 @@ def cleanup_fit(self:CheckpointCB, trainer):
         if isinstance(trainer.exception, CancelFitException) and not self._over: self._save(trainer, self._next_epoch(trainer), finished=True, reason=str(trainer.exception) or 'cancelled')
         elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, *self._end)
     finally:
-        if self.path == self._before and not self._over: self._wasted = weakref.ref(trainer),trainer.history.fit
+        if not (self._saved or self._over): self._wasted = weakref.ref(trainer),trainer.history.fit
         self._found = self._end = None
         self._close()
 

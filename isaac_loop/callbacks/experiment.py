@@ -20,13 +20,8 @@ from ..checks import local_path
 from ..events import CancelException, Order, callback_name
 from ..log_file import LogFile, tee_streams, untee_streams
 from ..media import replace_file
-<<<<<<< HEAD
-from ..run_folder import Experiment, without_password
-=======
 from ..provenance import git_state, packages, running_script, surroundings
 from ..run_folder import Experiment
-from ..store import local_path
->>>>>>> 991b66d1219aec8785f4e4a12642a88a8e512157
 from ..tables import short
 
 # %% ../../nbs/callbacks/73_experiment.ipynb #e1164edf

@@ -11,8 +11,8 @@ import csv, io, itertools, json, re
 from fastcore.basics import patch
 
 from .tracking import write_csv, write_jsonl
+from ..checks import local_path
 from ..media import check_folder, media_file, replace_file
-from ..store import local_path
 from ..tables import Table, short
 
 # %% ../../nbs/callbacks/78_logs.ipynb #1dfa7d86
