@@ -1211,6 +1211,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'isaac_loop/callbacks/metrics.py'),
                                               'isaac_loop.callbacks.metrics._Losses.read': ( 'callbacks/metrics.html#_losses.read',
                                                                                              'isaac_loop/callbacks/metrics.py'),
+                                              'isaac_loop.callbacks.metrics._check_metric': ( 'callbacks/metrics.html#_check_metric',
+                                                                                              'isaac_loop/callbacks/metrics.py'),
                                               'isaac_loop.callbacks.metrics._check_train_names': ( 'callbacks/metrics.html#_check_train_names',
                                                                                                    'isaac_loop/callbacks/metrics.py'),
                                               'isaac_loop.callbacks.metrics._load_metric': ( 'callbacks/metrics.html#_load_metric',
