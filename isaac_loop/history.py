@@ -9,7 +9,10 @@ __all__ = ['MEDIA', 'BatchRecord', 'History', 'check_monitored', 'Monitor']
 import inspect, math
 from array import array
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from types import FunctionType
+
+from fastcore.basics import patch
 
 from .events import did_you_mean
 from .tables import Table
@@ -19,45 +22,6 @@ class BatchRecord(Sequence):
     "One row per batch, stored as one array per column"
     keys = ('fit', 'epoch', 'training', 'batch') # Which batch a row is about
     def __init__(self): self.columns,self._rows = {o: array('q') for o in self.keys},{}
-
-    def write(self,
-        fit:int, # Number of the fit
-        epoch:int, # Number of the epoch
-        training:bool, # Whether the pass trains
-        batches, # Numbers of the batches
-        **values, # For each column one number per batch
-    ):
-        "Write columns for the `batches` of one pass"
-        rows = [self._row((fit, epoch, int(training)), o) for o in batches]
-        for name,column in values.items():
-            data = self.columns.setdefault(name, array('d'))
-            data.extend([math.nan]*(len(self.columns['batch'])-len(data)))
-            for row,value in zip(rows, column, strict=True): data[row] = value
-
-    def _row(self, one_pass, batch):
-        "Number of the row for `batch`; a new one if the pass has none yet"
-        if one_pass not in self._rows: self._rows = {one_pass: {}} # Only the present pass can still get columns
-        known = self._rows[one_pass]
-        if batch not in known:
-            known[batch] = len(self.columns['batch'])
-            for name,value in zip(self.keys, (*one_pass, batch)): self.columns[name].append(value)
-        return known[batch]
-
-    def load(self,
-        columns:dict, # Lists of numbers by name
-    ):
-        "Hold these columns and nothing else"
-        self.columns = {name: array('q' if name in self.keys else 'd', values) for name,values in columns.items()}
-        self._rows = self._last_pass()
-
-    def _last_pass(self):
-        "Where the rows of the last pass are, which can still get columns"
-        *places,batches = (self.columns[o] for o in self.keys)
-        last,rows,i = tuple(o[-1] for o in places if o),{},len(batches)
-        while i and tuple(o[i-1] for o in places) == last:
-            i -= 1
-            rows[batches[i]] = i
-        return {last: rows} if rows else {}
 
     def __len__(self): return len(self.columns['batch'])
 
@@ -76,74 +40,129 @@ class BatchRecord(Sequence):
         value = column[i] if i < len(column) else math.nan
         return bool(value) if name == 'training' else value
 
+# %% ../nbs/04_history.ipynb #28d67fa2
+@patch
+def write(self:BatchRecord,
+    fit:int, # Number of the fit
+    epoch:int, # Number of the epoch
+    training:bool, # Whether the pass trains
+    batches, # Numbers of the batches
+    **values, # For each column one number per batch
+):
+    "Write columns for the `batches` of one pass"
+    rows = [self._row((fit, epoch, int(training)), o) for o in batches]
+    for name,column in values.items():
+        data = self.columns.setdefault(name, array('d'))
+        data.extend([math.nan]*(len(self.columns['batch'])-len(data)))
+        for row,value in zip(rows, column, strict=True): data[row] = value
+
+@patch
+def _row(self:BatchRecord, one_pass, batch):
+    "Number of the row for `batch`; a new one if the pass has none yet"
+    if one_pass not in self._rows: self._rows = {one_pass: {}}
+    known = self._rows[one_pass]
+    if batch not in known:
+        known[batch] = len(self.columns['batch'])
+        for name,value in zip(self.keys, (*one_pass, batch)): self.columns[name].append(value)
+    return known[batch]
+
+# %% ../nbs/04_history.ipynb #1465dde4
+@patch
+def load(self:BatchRecord,
+    columns:dict, # Lists of numbers by name
+):
+    "Hold these columns and nothing else"
+    self.columns = {name: array('q' if name in self.keys else 'd', values) for name,values in columns.items()}
+    self._rows = self._last_pass()
+
+@patch
+def _last_pass(self:BatchRecord):
+    "Where the rows of the last pass are, which can still get columns"
+    *places,batches = (self.columns[o] for o in self.keys)
+    last,rows,i = tuple(o[-1] for o in places if o),{},len(batches)
+    while i and tuple(o[i-1] for o in places) == last:
+        i -= 1
+        rows[batches[i]] = i
+    return {last: rows} if rows else {}
+
 # %% ../nbs/04_history.ipynb #c704ba16
 class History(Sequence):
     "One row (a dict) per epoch: `fit`, `epoch`, and whatever callbacks write"
     def __init__(self): self.rows,self.batches,self.media,self.fit,self._next,self._open = [],BatchRecord(),[],-1,None,False
-
-    def __getattr__(self, name):
-        if name in ('plot', 'plot_batches'): raise AttributeError(f'`history.{name}` comes with `import isaac_loop.curves`, which has not been imported yet.')
-        raise AttributeError(f'`{type(self).__name__}` has no attribute `{name}`.{did_you_mean(name, [] if name.startswith("_") else dir(type(self)))}')
-
-    def start_fit(self):
-        "The rows that follow belong to a new fit"
-        self.fit += 1
-        self._next,self._open = None,False
-
-    def start_epoch(self,
-        epoch:int, # Its number within the fit
-    ):
-        "What is written from now on belongs to this epoch"
-        self._next,self._open = dict(fit=self.fit, epoch=epoch),True
-        self.media.clear()
-
-    def write(self, **columns):
-        "Write `columns` into the row of the present epoch"
-        self._check_open()
-        if self._next is not None:
-            self.rows.append(self._next)
-            self._next = None
-        self.rows[-1].update(columns)
-
-    def write_batches(self,
-        training:bool, # Whether the pass trains
-        batches, # Numbers of the batches
-        **values, # For each column one number per batch
-    ):
-        "Write per-batch columns for the present epoch"
-        self._check_open()
-        place = self._next or self.rows[-1]
-        self.batches.write(place['fit'], place['epoch'], training, batches, **values)
-
-    def state_dict(self):
-        "All rows, of epochs and of batches, as plain types"
-        return dict(rows=[dict(o) for o in self.rows], fit=self.fit, next=self._next and dict(self._next), open=self._open,
-                    batches={name: column.tolist() for name,column in self.batches.columns.items()})
-
-    def load_state_dict(self,
-        state:dict, # What `state_dict` gave
-    ):
-        "Go on from saved rows"
-        self.rows[:] = [dict(o) for o in state['rows']]
-        self.fit,self._next,self._open = state['fit'],state['next'] and dict(state['next']),state['open']
-        self.batches.load(state['batches'])
-
-    @property
-    def current(self):
-        "The row of the present epoch, or None if nobody has written to it"
-        return self.rows[-1] if self._open and self._next is None else None
-
-    def _check_open(self):
-        if not self._open: raise LookupError('The history has no epoch to write to yet. Write from `before_epoch` on, or call `start_epoch` first.')
 
     def __len__(self): return len(self.rows)
     def __getitem__(self, i): return self.column(i) if isinstance(i, str) else self.rows[i]
     def __repr__(self): return str(Table(self.rows)) if self.rows else 'History: nothing recorded yet'
     def _repr_markdown_(self): return Table(self.rows)._repr_markdown_() if self.rows else repr(self)
 
-# %% ../nbs/04_history.ipynb #b9cfbbbe
-from fastcore.basics import patch
+    def __getattr__(self, name):
+        if name in ('plot', 'plot_batches'): raise AttributeError(f'`history.{name}` comes with `import isaac_loop.curves`, which has not been imported yet.')
+        raise AttributeError(f'`{type(self).__name__}` has no attribute `{name}`.{did_you_mean(name, [] if name.startswith("_") else dir(type(self)))}')
 
+# %% ../nbs/04_history.ipynb #349857c6
+@patch
+def start_fit(self:History):
+    "The rows that follow belong to a new fit"
+    self.fit += 1
+    self._next,self._open = None,False
+
+@patch
+def start_epoch(self:History,
+    epoch:int, # Its number within the fit
+):
+    "What is written from now on belongs to this epoch"
+    self._next,self._open = dict(fit=self.fit, epoch=epoch),True
+    self.media.clear()
+
+@patch
+def write(self:History, **columns):
+    "Write `columns` into the row of the present epoch"
+    self._check_open()
+    if self._next is not None:
+        self.rows.append(self._next)
+        self._next = None
+    self.rows[-1].update(columns)
+
+@patch
+def _check_open(self:History):
+    "Refuse to write when there is no epoch"
+    if not self._open: raise LookupError('The history has no epoch to write to yet. Write from `before_epoch` on, or call `start_epoch` first.')
+
+# %% ../nbs/04_history.ipynb #14787df6
+@patch(as_prop=True)
+def current(self:History):
+    "The row of the present epoch, or None if nobody has written to it"
+    return self.rows[-1] if self._open and self._next is None else None
+
+# %% ../nbs/04_history.ipynb #251ca17f
+@patch
+def write_batches(self:History,
+    training:bool, # Whether the pass trains
+    batches, # Numbers of the batches
+    **values, # For each column one number per batch
+):
+    "Write per-batch columns for the present epoch"
+    self._check_open()
+    place = self._next or self.rows[-1]
+    self.batches.write(place['fit'], place['epoch'], training, batches, **values)
+
+# %% ../nbs/04_history.ipynb #94c29094
+@patch
+def state_dict(self:History):
+    "All rows, of epochs and of batches, as plain types"
+    return dict(rows=[dict(o) for o in self.rows], fit=self.fit, next=self._next and dict(self._next), open=self._open,
+                batches={name: column.tolist() for name,column in self.batches.columns.items()})
+
+@patch
+def load_state_dict(self:History,
+    state:dict, # What `state_dict` gave
+):
+    "Go on from saved rows"
+    self.rows[:] = [dict(o) for o in state['rows']]
+    self.fit,self._next,self._open = state['fit'],state['next'] and dict(state['next']),state['open']
+    self.batches.load(state['batches'])
+
+# %% ../nbs/04_history.ipynb #50f7d86d
 MEDIA = ('text', 'table', 'figure', 'image', 'audio') # Kinds of things in `history.media`
 
 @patch
@@ -173,6 +192,7 @@ def check_name(self:History,
         raise LookupError(f'The history has no `{name}`; it has {self.names() or "nothing yet"}.{did_you_mean(name, self.names())} '
                           'Read one of those, or add a callback that writes it, such as `MetricsCB`.')
 
+# %% ../nbs/04_history.ipynb #16baf9da
 @patch
 def column(self:History,
     name:str, # A column
@@ -195,6 +215,7 @@ def _declared(callback, trainer):
     columns = getattr(callback, 'columns', ())
     return list(columns(trainer) if callable(columns) else columns)
 
+# %% ../nbs/04_history.ipynb #37a36d26
 def _mentions_write(code):
     "Whether a function's code, or a function inside it, has both `history` and `write` among its names"
     return {'history', 'write'} <= set(code.co_names) or any(_mentions_write(o) for o in code.co_consts if inspect.iscode(o))
@@ -208,9 +229,7 @@ def _may_write_more(callback):
         if any(_mentions_write(o.__code__) for o in vars(cls).values() if isinstance(o, FunctionType)): return True
     return False
 
-# %% ../nbs/04_history.ipynb #fb5e26ac
-from fnmatch import fnmatchcase
-
+# %% ../nbs/04_history.ipynb #bf7c0241
 def check_monitored(
     trainer, # Has `callbacks`, which may declare `columns`
     name:str, # The column to watch
@@ -264,27 +283,32 @@ class Monitor:
         gain = self.best-value if self.mode == 'min' else value-self.best
         return gain > self.min_delta
 
-    def update(self,
-        value:float, # A measured value; None is not counted
-    )->bool: # Whether it is the best so far
-        "Take note of `value`; returns whether it is better"
-        if value is None: return False
-        better = self.is_better(value)
-        if better: self.best = value
-        self.n_bad = 0 if better else self.n_bad+1
-        return better
+# %% ../nbs/04_history.ipynb #c4dbaf10
+@patch
+def update(self:Monitor,
+    value:float, # A measured value; None is not counted
+)->bool: # Whether it is the best so far
+    "Take note of `value`; returns whether it is better"
+    if value is None: return False
+    better = self.is_better(value)
+    if better: self.best = value
+    self.n_bad = 0 if better else self.n_bad+1
+    return better
 
-    def state_dict(self):
-        "The best value, and for how long there was no better one"
-        return dict(best=self.best, n_bad=self.n_bad)
+@patch(as_prop=True)
+def exhausted(self:Monitor):
+    "Whether `patience` has run out"
+    return self.patience is not None and self.n_bad >= max(self.patience, 1)
 
-    def load_state_dict(self,
-        state:dict, # What `state_dict` gave
-    ):
-        "Go on from a saved state"
-        self.best,self.n_bad = state['best'],state['n_bad']
+# %% ../nbs/04_history.ipynb #fda4dbbf
+@patch
+def state_dict(self:Monitor):
+    "The best value, and for how long there was no better one"
+    return dict(best=self.best, n_bad=self.n_bad)
 
-    @property
-    def exhausted(self):
-        "Whether `patience` has run out"
-        return self.patience is not None and self.n_bad >= max(self.patience, 1)
+@patch
+def load_state_dict(self:Monitor,
+    state:dict, # What `state_dict` gave
+):
+    "Go on from a saved state"
+    self.best,self.n_bad = state['best'],state['n_bad']

@@ -541,7 +541,7 @@ def cut_off(folder):
 
 def test_another_optimizer_is_noticed_before_a_run_goes_on(tmp_path):
     cut_off(tmp_path)
-    with pytest.raises(ResumeMismatch, match="`trainer.opt`: it was a Adam, and is a SGD"):
+    with pytest.raises(ResumeMismatch, match="`trainer.opt`: its class was `Adam`, and is `SGD`"):
         exact_trainer(CheckpointCB(tmp_path, every=2), opt_func=optim.SGD).fit(2, 0.1, valid=False)
 
 

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['EMACB', 'SWACB']
 
-# %% ../../nbs/callbacks/63_averaging.ipynb #af54da0e
+# %% ../../nbs/callbacks/63_averaging.ipynb #c1d83367
 import math
 from contextlib import contextmanager
 
 import torch
+from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..events import callback_name, CancelEpochException, CancelException, Order
@@ -34,56 +35,68 @@ class _AveragingCB:
         "Take the new weights into the average"
         if self._counts(trainer): self.average.update_parameters(trainer.model)
 
-    def before_epoch(self, trainer):
-        "Lend the average to the model while validating"
-        if not trainer.training and self.average.n_averaged.item(): self._swap(trainer.model)
-
-    def cleanup_epoch(self, trainer):
-        "Take it back"
-        if self.weights_swapped: self._swap(trainer.model)
-
-    def cleanup_fit(self, trainer):
-        "Leave the average in the model, if it is to be kept; unless another callback put the best weights there"
-        ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
-        taken = any(getattr(o, 'best_epoch', None) is not None for o in trainer.callbacks)
-        if self.keep and ended_well and not taken and self.evaluated is not None: trainer.model.load_state_dict(self.evaluated.state_dict())
-
-    @property
-    def evaluated(self):
-        "The average, which is what validation measures once it has begun"
-        return self.average.module if self.average is not None and self.average.n_averaged.item() else None
-
-    @property
-    def n_averaged(self):
-        "How many weights are in the average"
-        return self.average.n_averaged.item() if self.average is not None else 0
-
-    @contextmanager
-    def lent(self, model):
-        "Have the average in the model for the length of a `with` block, as in a validation pass"
-        swap = self.evaluated is not None and not self.weights_swapped
-        if swap: self._swap(model)
-        try: yield
-        finally:
-            if swap: self._swap(model)
-
     def _counts(self, trainer): return True
 
-    def _swap(self, model):
-        "Exchange the storage of all parameters and buffers"
-        pairs = [*zip(model.parameters(), self.average.module.parameters()), *zip(model.buffers(), self.average.module.buffers())]
-        for mine,other in pairs: mine.data,other.data = other.data,mine.data
-        self.weights_swapped = not self.weights_swapped
+# %% ../../nbs/callbacks/63_averaging.ipynb #7e42c52e
+@patch(as_prop=True)
+def evaluated(self:_AveragingCB):
+    "The average, which is what validation measures once it has begun"
+    return self.average.module if self.average is not None and self.average.n_averaged.item() else None
 
-    def state_dict(self):
-        "The average, and how many updates are in it"
-        return dict(average=self.average.state_dict())
+@patch(as_prop=True)
+def n_averaged(self:_AveragingCB):
+    "How many weights are in the average"
+    return self.average.n_averaged.item() if self.average is not None else 0
 
-    def load_state_dict(self,
-        state:dict, # What `state_dict` gave
-    ):
-        "Go on from a saved average"
-        self.average.load_state_dict(state['average'])
+# %% ../../nbs/callbacks/63_averaging.ipynb #647a370e
+@patch
+def _swap(self:_AveragingCB, model):
+    "Exchange the storage of all parameters and buffers"
+    pairs = [*zip(model.parameters(), self.average.module.parameters()), *zip(model.buffers(), self.average.module.buffers())]
+    for mine,other in pairs: mine.data,other.data = other.data,mine.data
+    self.weights_swapped = not self.weights_swapped
+
+@patch
+@contextmanager
+def lent(self:_AveragingCB, model):
+    "Have the average in the model for the length of a `with` block, as in a validation pass"
+    swap = self.evaluated is not None and not self.weights_swapped
+    if swap: self._swap(model)
+    try: yield
+    finally:
+        if swap: self._swap(model)
+
+# %% ../../nbs/callbacks/63_averaging.ipynb #f63969a5
+@patch
+def before_epoch(self:_AveragingCB, trainer):
+    "Lend the average to the model while validating"
+    if not trainer.training and self.average.n_averaged.item(): self._swap(trainer.model)
+
+@patch
+def cleanup_epoch(self:_AveragingCB, trainer):
+    "Take it back"
+    if self.weights_swapped: self._swap(trainer.model)
+
+# %% ../../nbs/callbacks/63_averaging.ipynb #68a46d1f
+@patch
+def cleanup_fit(self:_AveragingCB, trainer):
+    "Leave the average in the model, if it is to be kept; unless another callback put the best weights there"
+    ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
+    taken = any(getattr(o, 'best_epoch', None) is not None for o in trainer.callbacks)
+    if self.keep and ended_well and not taken and self.evaluated is not None: trainer.model.load_state_dict(self.evaluated.state_dict())
+
+# %% ../../nbs/callbacks/63_averaging.ipynb #61a3bd84
+@patch
+def state_dict(self:_AveragingCB):
+    "The average, and how many updates are in it"
+    return dict(average=self.average.state_dict())
+
+@patch
+def load_state_dict(self:_AveragingCB,
+    state:dict, # What `state_dict` gave
+):
+    "Go on from a saved average"
+    self.average.load_state_dict(state['average'])
 
 # %% ../../nbs/callbacks/63_averaging.ipynb #6149b565
 class EMACB(_AveragingCB):
@@ -107,12 +120,6 @@ class EMACB(_AveragingCB):
         super().after_step(trainer)
         self._n += 1
 
-    def decay_at(self,
-        n:int, # Updates that are in the average already
-    )->float: # Share of the old average that stays
-        "The decay at an update"
-        return min(self.decay, (1+n)/(10+n)) if self.warmup else self.decay
-
     def load_state_dict(self,
         state:dict, # What `state_dict` gave
     ):
@@ -122,6 +129,14 @@ class EMACB(_AveragingCB):
 
     def _rule(self): return self._take_in
     def _take_in(self, averages, weights, n): get_ema_multi_avg_fn(self.decay_at(self._n))(averages, weights, n)
+
+# %% ../../nbs/callbacks/63_averaging.ipynb #7b86655b
+@patch
+def decay_at(self:EMACB,
+    n:int, # Updates that are in the average already
+)->float: # Share of the old average that stays
+    "The decay at an update"
+    return min(self.decay, (1+n)/(10+n)) if self.warmup else self.decay
 
 # %% ../../nbs/callbacks/63_averaging.ipynb #e871d31e
 class SWACB(_AveragingCB):
@@ -143,17 +158,27 @@ class SWACB(_AveragingCB):
         ended_well = trainer.exception is None or isinstance(trainer.exception, CancelEpochException)
         if trainer.training and ended_well and self.each == 'epoch' and self._begun(trainer): self.average.update_parameters(trainer.model)
 
-    def after_fit(self, trainer):
-        "Measure batch norm anew for the average"
-        if self.update_bn and self.evaluated is not None and _has_batch_norm(self.average): _measure_anew(self.average, trainer)
-
     def _rule(self): return get_swa_multi_avg_fn()
     def _begun(self, trainer): return trainer.epoch >= math.floor(self.start*trainer.n_epochs)
     def _counts(self, trainer): return self.each == 'update' and self._begun(trainer)
 
-# %% ../../nbs/callbacks/63_averaging.ipynb #689546f4
-def _has_batch_norm(model): return any(isinstance(o, torch.nn.modules.batchnorm._BatchNorm) for o in model.modules())
+# %% ../../nbs/callbacks/63_averaging.ipynb #1e54b63c
+def _batch_norms(model): return [o for o in model.modules() if isinstance(o, torch.nn.modules.batchnorm._BatchNorm)]
 
+@contextmanager
+def _measuring(model):
+    "Let the batch norms of `model` forget what they know, and take the plain mean over the batches that come"
+    modes,momenta = [(o, o.training) for o in model.modules()],[(o, o.momentum) for o in _batch_norms(model)]
+    for o,_ in momenta:
+        o.reset_running_stats()
+        o.momentum = None
+    model.train()
+    try: yield
+    finally:
+        for o,mode in modes: o.training = mode
+        for o,momentum in momenta: o.momentum = momentum
+
+# %% ../../nbs/callbacks/63_averaging.ipynb #945a5a1f
 class _MeasureCB:
     "Run batches through the average, so that its batch norms see them; nothing is learnt"
     def __init__(self, model): self.model = model
@@ -163,19 +188,16 @@ class _MeasureCB:
     step = zero_grad = backward
 
 def _measure_anew(average, trainer):
-    "Run the training data through `average`, with batch norms that take the plain mean over all batches"
-    norms = [o for o in average.modules() if isinstance(o, torch.nn.modules.batchnorm._BatchNorm)]
-    momenta = [o.momentum for o in norms]
-    for o in norms:
-        o.reset_running_stats()
-        o.momentum = None
-    modes,loader,grads = [(o, o.training) for o in average.modules()],trainer.dls.train,[p.grad for p in trainer.model.parameters()]
+    "Run the training data through `average` for its batch norms"
+    loader,grads = trainer.dls.train,[p.grad for p in trainer.model.parameters()]
     position = loader.state_dict() if hasattr(loader, 'load_state_dict') else None
-    average.train()
     try:
-        with trainer.side_run(_MeasureCB(average), below=Order.STEP) as side, torch.no_grad(): side.fit(1, valid=False)
+        with _measuring(average), trainer.side_run(_MeasureCB(average), below=Order.STEP) as side, torch.no_grad(): side.fit(1, valid=False)
     finally:
         if position is not None: loader.load_state_dict(position)
         for p,grad in zip(trainer.model.parameters(), grads): p.grad = grad
-        for o,mode in modes: o.training = mode
-        for o,momentum in zip(norms, momenta): o.momentum = momentum
+
+@patch
+def after_fit(self:SWACB, trainer):
+    "Measure batch norm anew for the average"
+    if self.update_bn and self.evaluated is not None and _batch_norms(self.average): _measure_anew(self.average, trainer)

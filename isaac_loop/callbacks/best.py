@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['evaluated_model', 'KeepBestCB']
 
-# %% ../../nbs/callbacks/66_best.ipynb #16bdaf46
+# %% ../../nbs/callbacks/66_best.ipynb #fb60b198
 import torch
+from fastcore.basics import patch
 
 from ..events import CancelException, Order
 from ..history import Monitor, check_monitored, mode_of
@@ -19,6 +20,11 @@ def evaluated_model(
     offered = [getattr(o, 'evaluated', None) for o in trainer.callbacks]
     return next((o for o in offered if o is not None), trainer.model)
 
+# %% ../../nbs/callbacks/66_best.ipynb #d8538461
+def _weights_of(model):
+    "A copy of the weights and buffers of `model`"
+    return {k: v.detach().clone() for k,v in model.state_dict().items() if torch.is_tensor(v)}
+
 # %% ../../nbs/callbacks/66_best.ipynb #0a498c8d
 class KeepBestCB:
     "Leave the model with the weights of its best epoch"
@@ -28,7 +34,8 @@ class KeepBestCB:
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         min_delta:float=0., # A change must be larger than this to count
     ):
-        self.monitor,self._judge,self.best_epoch,self._weights = monitor,Monitor(mode_of(monitor, mode), min_delta),None,None
+        self.monitor,self._judge = monitor,Monitor(mode_of(monitor, mode), min_delta)
+        self.best_epoch,self._weights = None,None
 
     def before_fit(self, trainer):
         "Forget the last run"
@@ -40,25 +47,30 @@ class KeepBestCB:
         "Copy the weights if this epoch is the best"
         if not trainer.history.current: return
         if self._judge.update(trainer.history.current.get(self.monitor)):
-            self.best_epoch,self._weights = trainer.epoch,{k: v.detach().clone() for k,v in evaluated_model(trainer).state_dict().items() if torch.is_tensor(v)}
+            self.best_epoch,self._weights = trainer.epoch,_weights_of(evaluated_model(trainer))
 
-    def cleanup_fit(self, trainer):
-        "Put the best weights into the model"
-        ended_well = trainer.exception is None or isinstance(trainer.exception, (CancelException, KeyboardInterrupt, SystemExit))
-        if ended_well and self._weights is not None: trainer.model.load_state_dict(self._weights, strict=False)
+# %% ../../nbs/callbacks/66_best.ipynb #5c37c5b7
+@patch
+def cleanup_fit(self:KeepBestCB, trainer):
+    "Put the best weights into the model"
+    ended_well = trainer.exception is None or isinstance(trainer.exception, (CancelException, KeyboardInterrupt, SystemExit))
+    if ended_well and self._weights is not None: trainer.model.load_state_dict(self._weights, strict=False)
 
-    @property
-    def best(self):
-        "The best value so far, or None"
-        return self._judge.best
+@patch(as_prop=True)
+def best(self:KeepBestCB):
+    "The best value so far, or None"
+    return self._judge.best
 
-    def state_dict(self):
-        "The best weights, and when they were found"
-        return dict(judge=self._judge.state_dict(), best_epoch=self.best_epoch, weights=self._weights)
+# %% ../../nbs/callbacks/66_best.ipynb #30c5220f
+@patch
+def state_dict(self:KeepBestCB):
+    "The best weights, and when they were found"
+    return dict(judge=self._judge.state_dict(), best_epoch=self.best_epoch, weights=self._weights)
 
-    def load_state_dict(self,
-        state:dict, # What `state_dict` gave
-    ):
-        "Go on from what was the best"
-        self._judge.load_state_dict(state['judge'])
-        self.best_epoch,self._weights = state['best_epoch'],state['weights']
+@patch
+def load_state_dict(self:KeepBestCB,
+    state:dict, # What `state_dict` gave
+):
+    "Go on from what was the best"
+    self._judge.load_state_dict(state['judge'])
+    self.best_epoch,self._weights = state['best_epoch'],state['weights']

@@ -12,6 +12,27 @@ from torch import nn
 from ..events import Order
 from ..tensors import def_device, to_device
 
+# %% ../../nbs/callbacks/40_device.ipynb #85cec183
+def _parse_device(device):
+    "`device` as a `torch.device`, or an error"
+    try: return torch.device(device)
+    except (RuntimeError, TypeError): raise ValueError(f"`device` is {device!r}, which PyTorch does not know. Use a name such as 'cpu', 'cuda', 'cuda:1' or 'mps'.") from None
+
+# %% ../../nbs/callbacks/40_device.ipynb #606eb44b
+def _check_device(device):
+    "Raise an error that names what there is, if nothing can be stored on `device`"
+    try: torch.empty(1, device=device)
+    except (AssertionError, RuntimeError, NotImplementedError) as e:
+        raise RuntimeError(f"`DeviceCB` was told to use '{device}', but this machine cannot: {str(e).splitlines()[0].rstrip('.')}. "
+                           f"Here '{def_device()}' works; pass that, or no device at all.") from None
+
+# %% ../../nbs/callbacks/40_device.ipynb #998d7fff
+def _move_state(opt):
+    "Move the state of each parameter to where the parameter is"
+    for p,state in getattr(opt, 'state', {}).items():
+        for name,value in state.items():
+            if torch.is_tensor(value) and name != 'step': state[name] = value.to(p.device)
+
 # %% ../../nbs/callbacks/40_device.ipynb #45721eb0
 class DeviceCB:
     "Move model, loss, optimizer state and every batch to a device"
@@ -34,22 +55,3 @@ class DeviceCB:
     def before_batch(self, trainer):
         "Move the batch"
         trainer.batch = to_device(trainer.batch, self._device)
-
-# %% ../../nbs/callbacks/40_device.ipynb #85cec183
-def _parse_device(device):
-    "`device` as a `torch.device`, or an error"
-    try: return torch.device(device)
-    except (RuntimeError, TypeError): raise ValueError(f"`device` is {device!r}, which PyTorch does not know. Use a name such as 'cpu', 'cuda', 'cuda:1' or 'mps'.") from None
-
-def _check_device(device):
-    "Raise an error that names what there is, if nothing can be stored on `device`"
-    try: torch.empty(1, device=device)
-    except (AssertionError, RuntimeError, NotImplementedError) as e:
-        raise RuntimeError(f"`DeviceCB` was told to use '{device}', but this machine cannot: {str(e).splitlines()[0].rstrip('.')}. "
-                           f"Here '{def_device()}' works; pass that, or no device at all.") from None
-
-def _move_state(opt):
-    "Move the state of each parameter to where the parameter is"
-    for p,state in getattr(opt, 'state', {}).items():
-        for name,value in state.items():
-            if torch.is_tensor(value) and name != 'step': state[name] = value.to(p.device) # PyTorch keeps `step` on the CPU

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['InterruptCB']
 
-# %% ../../nbs/callbacks/65_interrupts.ipynb #2f3b2149
+# %% ../../nbs/callbacks/65_interrupts.ipynb #bbde0d7c
 import gc, os, signal, threading
 
+from fastcore.basics import patch
 from torch.utils.data import DataLoader
 
 from ..events import CancelException, Order
@@ -24,56 +25,59 @@ class InterruptCB:
         "Note signals instead of breaking off"
         self.interrupted,self.hurried,self._noted,self._pid,self._old = None,False,None,os.getpid(),{}
         trainer.epochs = self._watched(trainer.epochs)
-        if threading.current_thread() is not threading.main_thread(): return # Python lets only the main thread have handlers
+        if threading.current_thread() is not threading.main_thread(): return
         for o in (signal.SIGINT, signal.SIGTERM): self._old[o] = signal.signal(o, self._note)
 
-    def before_epoch(self, trainer):
-        "Look for a signal after every batch"
-        trainer.batches = self._watched(trainer.batches)
-        self._loader = _with_workers(trainer.dl)
-        if self._loader is not None: self._loader.worker_init_fn = _Patient(self._loader.worker_init_fn)
-
-    def cleanup_epoch(self, trainer):
-        "Give the loader back as it was"
-        if self._loader is not None: self._loader.worker_init_fn = self._loader.worker_init_fn.init
-        self._loader = None
-
-    def cleanup_batch(self, trainer):
-        "See whether a signal has come"
-        self.interrupted = self._noted
-
-    def log(self, trainer):
-        "See whether a signal has come"
-        self.interrupted = self._noted
-
-    def cleanup_fit(self, trainer):
-        "Put the old handlers back, and leave if a signal was not obeyed yet"
-        for o,handler in self._old.items(): signal.signal(o, signal.SIG_DFL if handler is None else handler)
-        self._old,self.interrupted = {},self._noted
-        if trainer.exception is None or isinstance(trainer.exception, CancelException): self._leave()
-
-    def _watched(self, iterable):
-        for o in iterable:
-            yield o
-            self._leave()
-
-    def _leave(self):
-        if self.interrupted == signal.SIGINT: raise KeyboardInterrupt('Ctrl-C came during the last batch; training stopped after it')
-        if self.interrupted == signal.SIGTERM: raise SystemExit(143)
-
     def _note(self, signum, frame=None):
+        "The handler: write down that the signal came"
         if os.getpid() != self._pid: return _in_worker(signum)
         if self._noted is not None and signum == signal.SIGINT:
             self.hurried = True
             raise KeyboardInterrupt('the second Ctrl-C; training broke off inside a batch')
         self._noted = signum
 
-# %% ../../nbs/callbacks/65_interrupts.ipynb #80b6f219
-def _with_workers(dl):
-    "The `DataLoader` with workers that is, or is inside of, `dl`; or None"
-    inner = dl if isinstance(dl, DataLoader) else getattr(dl, 'loader', None)
-    return inner if isinstance(inner, DataLoader) and inner.num_workers else None
+# %% ../../nbs/callbacks/65_interrupts.ipynb #32d6d02f
+@patch
+def _watched(self:InterruptCB, iterable):
+    "What `iterable` gives, until a signal has come"
+    for o in iterable:
+        yield o
+        self._leave()
 
+@patch
+def _leave(self:InterruptCB):
+    "Do now what the signal asked for"
+    if self.interrupted == signal.SIGINT: raise KeyboardInterrupt('Ctrl-C came during the last batch; training stopped after it')
+    if self.interrupted == signal.SIGTERM: raise SystemExit(143)
+
+# %% ../../nbs/callbacks/65_interrupts.ipynb #aad6b3db
+@patch
+def cleanup_batch(self:InterruptCB, trainer):
+    "See whether a signal has come"
+    self.interrupted = self._noted
+
+@patch
+def log(self:InterruptCB, trainer):
+    "See whether a signal has come"
+    self.interrupted = self._noted
+
+@patch
+def cleanup_fit(self:InterruptCB, trainer):
+    "Put the old handlers back, and leave if a signal was not obeyed yet"
+    for o,handler in self._old.items(): signal.signal(o, signal.SIG_DFL if handler is None else handler)
+    self._old,self.interrupted = {},self._noted
+    if trainer.exception is None or isinstance(trainer.exception, CancelException): self._leave()
+
+# %% ../../nbs/callbacks/65_interrupts.ipynb #bcf8ad7c
+def _in_worker(signum, frame=None):
+    "The handler in a worker: let a first SIGTERM pass, and see to it that the worker ends some time"
+    if signum != signal.SIGTERM: return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not hasattr(signal, 'alarm'): return # Windows, which has no forked workers either
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(10)
+
+# %% ../../nbs/callbacks/65_interrupts.ipynb #729ff787
 class _Patient:
     "What a worker does at its start: it takes the handler, and then does what the user wants done"
     def __init__(self, init): self.init = init
@@ -83,9 +87,21 @@ class _Patient:
         signal.signal(signal.SIGTERM, _in_worker)
         if self.init is not None: self.init(worker)
 
-def _in_worker(signum, frame=None):
-    if signum != signal.SIGTERM: return
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if not hasattr(signal, 'alarm'): return # Windows, which has no forked workers either
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(10)
+def _with_workers(dl):
+    "The `DataLoader` with workers that is, or is inside of, `dl`; or None"
+    inner = dl if isinstance(dl, DataLoader) else getattr(dl, 'loader', None)
+    return inner if isinstance(inner, DataLoader) and inner.num_workers else None
+
+# %% ../../nbs/callbacks/65_interrupts.ipynb #48948fdb
+@patch
+def before_epoch(self:InterruptCB, trainer):
+    "Look for a signal after every batch"
+    trainer.batches = self._watched(trainer.batches)
+    self._loader = _with_workers(trainer.dl)
+    if self._loader is not None: self._loader.worker_init_fn = _Patient(self._loader.worker_init_fn)
+
+@patch
+def cleanup_epoch(self:InterruptCB, trainer):
+    "Give the loader back as it was"
+    if self._loader is not None: self._loader.worker_init_fn = self._loader.worker_init_fn.init
+    self._loader = None

@@ -29,7 +29,7 @@ def smooth(
 
 # %% ../../nbs/callbacks/62_lr_finder.ipynb #8e77d31c
 def _longest_fall(values):
-    "First and last index of the longest falling subsequence (quadratic; curves are short)"
+    "First and last index of the longest falling subsequence"
     length,start = [1]*len(values),list(range(len(values)))
     for i,v in enumerate(values):
         for j in range(i):
@@ -37,6 +37,7 @@ def _longest_fall(values):
     last = max(range(len(values)), key=length.__getitem__)
     return start[last],last
 
+# %% ../../nbs/callbacks/62_lr_finder.ipynb #4a7823ad
 def suggest_rates(
     lrs:list, # Rates that were tried, rising
     losses:list, # A loss for each
@@ -64,7 +65,7 @@ class LRFinderCB:
         if n_batches is not None and n_batches < 1: raise ValueError(f'`n_batches` is {n_batches!r}, so no rate would be tried. Use 1 or more, or None for no such limit.')
         self.lr_mult,self.max_mult,self.n_batches = lr_mult,max_mult,n_batches
         self.lrs,self.losses = [],[]
-        self._snapshot,self._alone = None,True
+        self._snapshot,self._alone = None,True # Alone: nobody else has taken a snapshot
 
     def before_fit(self, trainer):
         "Remember everything, and begin at `trainer.lr`"
@@ -76,34 +77,39 @@ class LRFinderCB:
         "Leave out validation"
         if not trainer.training: raise CancelEpochException('the finder needs no validation')
 
-    def after_get_loss(self, trainer):
-        "Note the loss at this rate, and leave when it explodes"
-        loss = float(trainer.loss.detach())
-        self._check_first(loss)
-        if not math.isfinite(loss): raise CancelFitException(f'the loss is {loss}')
-        if trainer.n_updates != self._updates: # The first batch at this rate; there are more if gradients are accumulated
-            self.lrs.append(float(trainer.opt.param_groups[0]['lr']))
-            self.losses.append(loss)
-        self._updates = trainer.n_updates
-        if loss < self._best: self._best = loss
-        if len(self.lrs) > 1 and self._best > 0 and loss > self._best*self.max_mult: raise CancelFitException('the loss explodes')
-        if len(self.lrs) == self.n_batches: raise CancelFitException('enough batches')
-
-    def after_batch(self, trainer):
-        "Raise the rate of every parameter group, if there was an update"
-        if trainer.n_updates == self._updates: return
-        for group,lr in [(o, float(o['lr'])*self.lr_mult) for o in trainer.opt.param_groups]: # Groups may share a rate that is a tensor
-            if isinstance(group['lr'], torch.Tensor): group['lr'].fill_(lr)
-            else: group['lr'] = lr
-
     def cleanup_fit(self, trainer):
         "Put everything back"
         snapshot,self._snapshot = self._snapshot,None
         if snapshot: snapshot.restore()
 
-    def _check_first(self, loss):
-        if self.lrs or math.isfinite(loss): return
-        raise ValueError(f'The very first loss is {loss}, so no learning rate can be tried. Look at the model, the batch and the loss function first.')
+# %% ../../nbs/callbacks/62_lr_finder.ipynb #9d83385d
+@patch
+def after_get_loss(self:LRFinderCB, trainer):
+    "Note the loss at this rate, and leave when it explodes"
+    loss = float(trainer.loss.detach())
+    self._check_first(loss)
+    if not math.isfinite(loss): raise CancelFitException(f'the loss is {loss}')
+    if trainer.n_updates != self._updates:
+        self.lrs.append(float(trainer.opt.param_groups[0]['lr']))
+        self.losses.append(loss)
+    self._updates,self._best = trainer.n_updates,min(loss, self._best)
+    if len(self.lrs) > 1 and self._best > 0 and loss > self._best*self.max_mult: raise CancelFitException('the loss explodes')
+    if len(self.lrs) == self.n_batches: raise CancelFitException('enough batches')
+
+@patch
+def _check_first(self:LRFinderCB, loss):
+    "Refuse to begin with a loss that is no number"
+    if self.lrs or math.isfinite(loss): return
+    raise ValueError(f'The very first loss is {loss}, so no learning rate can be tried. Look at the model, the batch and the loss function first.')
+
+# %% ../../nbs/callbacks/62_lr_finder.ipynb #60d54b14
+@patch
+def after_batch(self:LRFinderCB, trainer):
+    "Raise the rate of every parameter group, if there was an update"
+    if trainer.n_updates == self._updates: return
+    for group,lr in [(o, float(o['lr'])*self.lr_mult) for o in trainer.opt.param_groups]:
+        if isinstance(group['lr'], torch.Tensor): group['lr'].fill_(lr)
+        else: group['lr'] = lr
 
 # %% ../../nbs/callbacks/62_lr_finder.ipynb #b3f559ee
 @patch
@@ -142,7 +148,7 @@ def lr_find(self:Trainer,
     finder = LRFinderCB(lr_mult, max_mult, n_batches)
     if not 0 < start_lr < math.inf: raise ValueError(f'`start_lr` is {start_lr!r}, and no factor raises that step by step. Use a small positive rate, such as 1e-5.')
     finder.n_batches = n_batches or max(2, math.ceil(math.log(100/start_lr, lr_mult)))
-    finder._alone = False # The snapshot is taken here, before there are any `callbacks`, so that they keep what they note
+    finder._alone = False
     with self.snapshot(keep=finder), self.side_run(callbacks), self.added_callbacks(finder):
         self.fit(finder.n_batches, start_lr, valid=False)
     if not finder.losses: raise RuntimeError('The search ended before any rate was tried, so there is no curve. One of the callbacks cancels the first batch: leave it out, or pass none.')
@@ -154,16 +160,26 @@ def _repeated(x, n):
     "`x` with its rows repeated until there are `n`"
     return x[torch.arange(n, device=x.device) % len(x)] if x.ndim else x
 
-def _out_of_memory(error):
-    "Whether `error` says that memory ran out"
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(o in str(error) for o in ("can't allocate memory", 'out of memory', 'not enough memory'))
-
 class _BatchOf:
     "Give batches of a chosen size, made from one real batch"
     order = Order.FIRST
     def __init__(self, n): self.n = n
     def before_batch(self, trainer): trainer.batch = map_tensors(lambda x: _repeated(x, self.n), trainer.batch)
     def after_batch(self, trainer): raise CancelFitException('one batch is enough')
+
+# %% ../../nbs/callbacks/62_lr_finder.ipynb #94161583
+def _out_of_memory(error):
+    "Whether `error` says that memory ran out"
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(o in str(error) for o in ("can't allocate memory", 'out of memory', 'not enough memory'))
+
+@patch
+def _trial(self:Trainer, size, callbacks):
+    "Train one batch of `size`; returns the error if memory ran out"
+    with self.snapshot(), self.side_run([_BatchOf(size), callbacks]):
+        try: self.fit(1, 1e-5, valid=False)
+        except Exception as e:
+            if not _out_of_memory(e): raise
+            return e.with_traceback(None)
 
 # %% ../../nbs/callbacks/62_lr_finder.ipynb #0b388ada
 @patch
@@ -181,12 +197,3 @@ def find_batch_size(self:Trainer,
         if why is None: fits,size = size,size*2
     if not fits and why is not None: raise RuntimeError(f'Not even a batch of {start} fits into memory. Use a smaller model, or `start=1`.') from why
     return fits
-
-@patch
-def _trial(self:Trainer, size, callbacks):
-    "Train one batch of `size`; returns the error if memory ran out"
-    with self.snapshot(), self.side_run([_BatchOf(size), callbacks]):
-        try: self.fit(1, 1e-5, valid=False)
-        except Exception as e:
-            if not _out_of_memory(e): raise
-            return e.with_traceback(None) # Its frames hold the tensors that did not fit

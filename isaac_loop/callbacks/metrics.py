@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['MetricsCB']
 
-# %% ../../nbs/callbacks/50_metrics.ipynb #6dd5c8fe
+# %% ../../nbs/callbacks/50_metrics.ipynb #9ca966a3
 import copy, math, time
 
 import torch
+from fastcore.basics import patch
 
 from ..events import CancelException, Order
 from ..state import ResumeMismatch
@@ -38,23 +39,38 @@ class _Losses:
         if self.recent: self._stack()
         return torch.cat([o.cpu().double() for o in self.stacked]).tolist() if self.stacked else []
 
-    def mean(self,
-        values:list, # What `read` gave
-    ):
-        "The mean over all examples"
-        n = sum(self.sizes)
-        return sum(loss*size for loss,size in zip(values, self.sizes))/n if n else math.nan
+# %% ../../nbs/callbacks/50_metrics.ipynb #c90f0bd4
+@patch
+def mean(self:_Losses,
+    values:list, # What `read` gave
+):
+    "The mean over all examples"
+    n = sum(self.sizes)
+    return sum(loss*size for loss,size in zip(values, self.sizes))/n if n else math.nan
+
+# %% ../../nbs/callbacks/50_metrics.ipynb #fdaab172
+def _size(trainer, inputs):
+    "How many examples the batch has"
+    n = len(inputs[0]) if inputs and torch.is_tensor(inputs[0]) and inputs[0].ndim else batch_size(trainer.batch)
+    if n is None: raise TypeError(f'The batch holds no tensor with rows, so `MetricsCB` cannot tell how much its loss weighs: {type(trainer.batch).__name__}. '
+                                  'Let the loader give at least one tensor whose first dimension is the examples.')
+    return n
+
+# %% ../../nbs/callbacks/50_metrics.ipynb #6679e4aa
+def _check_metric(name, m):
+    "Refuse what cannot gather values"
+    if isinstance(m, type): raise TypeError(f'The metric `{m.__name__}` is a class, and only an object can count. Make one: `{m.__name__}()`.')
+    if isinstance(m, (list, tuple, dict)): raise TypeError(f'The metric `{name}` is a {type(m).__name__}. Pass metrics one by one: `MetricsCB(a, b)`, or by name: `MetricsCB(accuracy=a)`.')
+    missing = [o for o in ('update', 'compute', 'reset') if not callable(getattr(m, o, None))]
+    if missing: raise TypeError(f'The metric `{name}` has no method `{"`, `".join(missing)}`, so its values could not be gathered. '
+                                'Use a metric of torcheval or torchmetrics, or give yours `update(preds, targets)`, `compute()` and `reset()`.')
 
 # %% ../../nbs/callbacks/50_metrics.ipynb #a1585aba
 def _named(ms, metrics):
     "All metrics by name, checked; unnamed ones are called like their class"
     named = {}
     for name,m in [*((type(o).__name__, o) for o in ms), *metrics.items()]:
-        if isinstance(m, type): raise TypeError(f'The metric `{m.__name__}` is a class, and only an object can count. Make one: `{m.__name__}()`.')
-        missing = [o for o in ('update', 'compute', 'reset') if not callable(getattr(m, o, None))]
-        if isinstance(m, (list, tuple, dict)): raise TypeError(f'The metric `{name}` is a {type(m).__name__}. Pass metrics one by one: `MetricsCB(a, b)`, or by name: `MetricsCB(accuracy=a)`.')
-        if missing: raise TypeError(f'The metric `{name}` has no method `{"`, `".join(missing)}`, so its values could not be gathered. '
-                                    'Use a metric of torcheval or torchmetrics, or give yours `update(preds, targets)`, `compute()` and `reset()`.')
+        _check_metric(name, m)
         if name in named or name in ('fit', 'epoch', 'elapsed', 'train_loss', 'valid_loss'):
             raise ValueError(f'There are two columns called `{name}`, and one would hide the other. Give the metric a name of its own: `MetricsCB(my_{name}=...)`.')
         named[name] = m
@@ -66,11 +82,18 @@ def _check_train_names(metrics):
         if f'train_{name}' in (*metrics, 'train_loss'):
             raise ValueError(f'With `train_metrics=True` the metric `{name}` also writes `train_{name}`, which is taken. Give it another name.')
 
+# %% ../../nbs/callbacks/50_metrics.ipynb #09108b8e
 def _values(name, value):
     "What a metric computed, as columns: one, or one for each entry of a dict"
     if isinstance(value, dict): return {k: v for key,o in value.items() for k,v in _values(f'{name}_{key}', o).items()}
     if torch.is_tensor(value): value = value.item() if value.numel() == 1 else value.tolist()
     return {name: value}
+
+def _merge(columns, new, name):
+    "Add `new` columns, none of which may be there already"
+    taken = [o for o in new if o in (*columns, 'fit', 'epoch', 'elapsed')]
+    if taken: raise ValueError(f'The metric `{name}` would write the column `{taken[0]}`, which is taken, so one would hide the other. Give the metric another name.')
+    columns.update(new)
 
 # %% ../../nbs/callbacks/50_metrics.ipynb #59524f6c
 class MetricsCB:
@@ -84,71 +107,73 @@ class MetricsCB:
         self.metrics,self.train_metrics = _named(ms, metrics),train_metrics
         if train_metrics: _check_train_names(self.metrics)
 
-    def columns(self, trainer)->list: # Names; one that ends in `_*` stands for the columns of a metric that gives a dict
-        "The columns that this callback will write into the history"
-        passes = ['train'] + ['valid']*(getattr(trainer.dls, 'valid', None) is not None)
-        metrics = (self.metrics if 'valid' in passes else []), [f'train_{o}' for o in self.metrics if self.train_metrics]
-        return [f'{o}_loss' for o in passes] + [o for names in metrics for name in names for o in (name, f'{name}_*')] + ['elapsed']
-
     def before_fit(self, trainer):
         "Forget the last run, and put the metrics where the model is"
-        self._losses,self._epoch,copies = None,None,copy.deepcopy(self.metrics) if self.train_metrics else {}
+        self._losses,self._epoch = None,None
+        copies = copy.deepcopy(self.metrics) if self.train_metrics else {}
         self._by_pass = {True: {f'train_{name}': m for name,m in copies.items()}, False: self.metrics}
         parameter = next(iter(trainer.model.parameters()), None) if hasattr(trainer.model, 'parameters') else None
         for m in [*self.metrics.values(), *copies.values()]:
             if parameter is not None and hasattr(m, 'to'): m.to(parameter.device)
 
-    def before_epoch(self, trainer):
-        "Reset losses and metrics; start the clock at the epoch's first pass"
-        if trainer.epoch != self._epoch: self._epoch,self._start = trainer.epoch,time.perf_counter()
-        self._losses,self._now = _Losses(),self._by_pass[trainer.training]
-        for m in self._now.values(): m.reset()
+# %% ../../nbs/callbacks/50_metrics.ipynb #6767306f
+@patch
+def before_epoch(self:MetricsCB, trainer):
+    "Reset losses and metrics; start the clock at the epoch's first pass"
+    if trainer.epoch != self._epoch: self._epoch,self._start = trainer.epoch,time.perf_counter()
+    self._losses,self._now = _Losses(),self._by_pass[trainer.training]
+    for m in self._now.values(): m.reset()
 
-    def after_batch(self, trainer):
-        "Note the loss, and update the metrics"
-        inputs,targets = trainer.split(trainer.batch)
-        self._losses.add(trainer.loss, _size(trainer, inputs), trainer.batch_num)
-        if self._now:
-            preds = trainer.preds.detach() if torch.is_tensor(trainer.preds) else trainer.preds
-            for m in self._now.values(): m.update(preds, *targets)
+@patch
+def after_batch(self:MetricsCB, trainer):
+    "Note the loss, and update the metrics"
+    inputs,targets = trainer.split(trainer.batch)
+    self._losses.add(trainer.loss, _size(trainer, inputs), trainer.batch_num)
+    if self._now:
+        preds = trainer.preds.detach() if torch.is_tensor(trainer.preds) else trainer.preds
+        for m in self._now.values(): m.update(preds, *targets)
 
-    def cleanup_epoch(self, trainer):
-        "Write losses, metrics and time into the history, also after a cancel"
-        losses,self._losses = getattr(self, '_losses', None),None
-        if losses is None or not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
-        columns = {}
-        if losses.sizes:
-            values = losses.read()
-            columns['train_loss' if trainer.training else 'valid_loss'] = losses.mean(values)
-            for name,m in self._now.items(): _merge(columns, _values(name, m.compute()), name)
-            trainer.history.write_batches(trainer.training, losses.batches, loss=values)
-        trainer.history.write(**columns, elapsed=time.perf_counter()-self._start)
+# %% ../../nbs/callbacks/50_metrics.ipynb #5aba873d
+@patch
+def cleanup_epoch(self:MetricsCB, trainer):
+    "Write losses, metrics and time into the history, also after a cancel"
+    losses,self._losses = getattr(self, '_losses', None),None
+    if losses is None or not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
+    columns = {}
+    if losses.sizes:
+        values = losses.read()
+        columns['train_loss' if trainer.training else 'valid_loss'] = losses.mean(values)
+        for name,m in self._now.items(): _merge(columns, _values(name, m.compute()), name)
+        trainer.history.write_batches(trainer.training, losses.batches, loss=values)
+    trainer.history.write(**columns, elapsed=time.perf_counter()-self._start)
 
-    def state_dict(self):
-        "The metrics, and the losses of a pass that is under way"
-        return dict(epoch=self._epoch, elapsed=time.perf_counter()-self._start if self._epoch is not None else 0.,
-                    metrics={name: _metric_state(m) for o in self._by_pass.values() for name,m in o.items()},
-                    losses=self._losses and dict(values=self._losses.read(), sizes=list(self._losses.sizes), batches=list(self._losses.batches)))
+# %% ../../nbs/callbacks/50_metrics.ipynb #b103f759
+@patch
+def columns(self:MetricsCB, trainer)->list: # Names; one that ends in `_*` stands for the columns of a metric that gives a dict
+    "The columns that this callback will write into the history"
+    passes = ['train'] + ['valid']*(getattr(trainer.dls, 'valid', None) is not None)
+    metrics = (self.metrics if 'valid' in passes else []), [f'train_{o}' for o in self.metrics if self.train_metrics]
+    return [f'{o}_loss' for o in passes] + [o for names in metrics for name in names for o in (name, f'{name}_*')] + ['elapsed']
 
-    def load_state_dict(self,
-        state:dict, # What `state_dict` gave
-    ):
-        "Go on in the middle of a pass"
-        names = list(dict.fromkeys(o for by_name in self._by_pass.values() for o in by_name))
-        if set(names) != set(state['metrics']): raise ResumeMismatch(f'`MetricsCB` measured {list(state["metrics"])} when it was saved, and measures {names} now, so rows would not fit one another. '
-                                                                     'Use the same metrics, or `trainer.load` what was saved and train on in another folder.')
-        self._epoch,self._start = state['epoch'],time.perf_counter()-state['elapsed']
-        for o in self._by_pass.values():
-            for name,m in o.items(): _load_metric(m, state['metrics'][name])
-        if state['losses'] is None: return
-        self._losses = _Losses()
-        for loss,size,batch in zip(*(state['losses'][o] for o in ('values', 'sizes', 'batches'))): self._losses.add(torch.tensor(loss, dtype=torch.float64), size, batch)
+# %% ../../nbs/callbacks/50_metrics.ipynb #0187fc61
+def as_text(
+    row:dict, # A row of the history
+)->dict: # Its values as text, three digits each; metrics first, then losses, epoch and time
+    "A row of the history for reading"
+    last = ('train_loss', 'valid_loss', 'epoch')
+    columns = [o for o in row if o not in (*last, 'fit', 'elapsed')] + [o for o in last if o in row]
+    shown = {o: row[o] if o == 'epoch' else short(row[o]) for o in columns}
+    if 'elapsed' in row: shown['elapsed'] = clock(row['elapsed'])
+    return shown
 
-    def log(self, trainer):
-        "Print the newest row, unless another callback shows it"
-        if trainer.history.current and not any(getattr(o, 'shows_rows', False) for o in trainer.callbacks): self._log(trainer.history.current)
+# %% ../../nbs/callbacks/50_metrics.ipynb #873bce38
+@patch
+def log(self:MetricsCB, trainer):
+    "Print the newest row, unless another callback shows it"
+    if trainer.history.current and not any(getattr(o, 'shows_rows', False) for o in trainer.callbacks): self._log(trainer.history.current)
 
-    def _log(self, row): print(as_text(row))
+@patch
+def _log(self:MetricsCB, row): print(as_text(row))
 
 # %% ../../nbs/callbacks/50_metrics.ipynb #d87c2f6d
 def _state_names(m):
@@ -167,25 +192,25 @@ def _load_metric(m, state):
     else:
         for name,value in state.items(): setattr(m, name, value)
 
-def _size(trainer, inputs):
-    "How many examples the batch has"
-    n = len(inputs[0]) if inputs and torch.is_tensor(inputs[0]) and inputs[0].ndim else batch_size(trainer.batch)
-    if n is None: raise TypeError(f'The batch holds no tensor with rows, so `MetricsCB` cannot tell how much its loss weighs: {type(trainer.batch).__name__}. '
-                                  'Let the loader give at least one tensor whose first dimension is the examples.')
-    return n
+# %% ../../nbs/callbacks/50_metrics.ipynb #2a27b0ca
+@patch
+def state_dict(self:MetricsCB):
+    "The metrics, and the losses of a pass that is under way"
+    return dict(epoch=self._epoch, elapsed=time.perf_counter()-self._start if self._epoch is not None else 0.,
+                metrics={name: _metric_state(m) for o in self._by_pass.values() for name,m in o.items()},
+                losses=self._losses and dict(values=self._losses.read(), sizes=list(self._losses.sizes), batches=list(self._losses.batches)))
 
-def _merge(columns, new, name):
-    "Add `new` columns, none of which may be there already"
-    taken = [o for o in new if o in (*columns, 'fit', 'epoch', 'elapsed')]
-    if taken: raise ValueError(f'The metric `{name}` would write the column `{taken[0]}`, which is taken, so one would hide the other. Give the metric another name.')
-    columns.update(new)
-
-def as_text(
-    row:dict, # A row of the history
-)->dict: # Its values as text, three digits each; metrics first, then losses, epoch and time
-    "A row of the history for reading"
-    last = ('train_loss', 'valid_loss', 'epoch')
-    columns = [o for o in row if o not in (*last, 'fit', 'elapsed')] + [o for o in last if o in row]
-    shown = {o: row[o] if o == 'epoch' else short(row[o]) for o in columns}
-    if 'elapsed' in row: shown['elapsed'] = clock(row['elapsed'])
-    return shown
+@patch
+def load_state_dict(self:MetricsCB,
+    state:dict, # What `state_dict` gave
+):
+    "Go on in the middle of a pass"
+    metrics = {name: m for o in self._by_pass.values() for name,m in o.items()}
+    if metrics.keys() != state['metrics'].keys():
+        raise ResumeMismatch(f'`MetricsCB` measured {list(state["metrics"])} when it was saved, and measures {list(metrics)} now, so rows would not fit one another. '
+                             'Use the same metrics, or `trainer.load` what was saved and train on in another folder.')
+    self._epoch,self._start = state['epoch'],time.perf_counter()-state['elapsed']
+    for name,m in metrics.items(): _load_metric(m, state['metrics'][name])
+    if state['losses'] is None: return
+    self._losses = _Losses()
+    for loss,size,batch in zip(*(state['losses'][o] for o in ('values', 'sizes', 'batches'))): self._losses.add(torch.tensor(loss, dtype=torch.float64), size, batch)

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['MixedPrecisionCB']
 
-# %% ../../nbs/callbacks/41_precision.ipynb #65f38879
+# %% ../../nbs/callbacks/41_precision.ipynb #3729c23b
 import warnings
 
 import torch
+from fastcore.basics import patch
 from torch.amp import GradScaler, autocast
 
 from ..events import CancelStepException, Order, replaces
@@ -23,7 +24,7 @@ class MixedPrecisionCB:
     ):
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if self.dtype not in (torch.bfloat16, torch.float16): raise ValueError(f"`dtype` is {dtype!r}, which autocast does not use. Choose 'bfloat16' or 'float16'.")
-        self.init_scale,self._open,self._tried,self._overflowed = init_scale,None,0,0
+        self.init_scale,self._open,self._loss,self._tried,self._overflowed = init_scale,None,None,0,0
 
     def before_fit(self, trainer):
         "Begin with a new scaler"
@@ -31,79 +32,98 @@ class MixedPrecisionCB:
         self._device = parameter.device.type
         self.scaler = GradScaler(self._device, init_scale=self.init_scale, enabled=self.dtype == torch.float16)
 
-    def before_epoch(self, trainer):
-        "Begin to count steps"
-        self._tried,self._overflowed = 0,0
+# %% ../../nbs/callbacks/41_precision.ipynb #dfba8f07
+@patch
+def _enter(self:MixedPrecisionCB):
+    self._open = autocast(self._device, self.dtype)
+    self._open.__enter__()
 
-    def cleanup_epoch(self, trainer):
-        "Say so if every step of the pass was left out"
-        if trainer.training and 0 < self._tried == self._overflowed: warnings.warn(_all_overflowed(trainer.epoch, self._tried, self.scaler.get_scale()), stacklevel=2)
+@patch
+def _exit(self:MixedPrecisionCB):
+    context,self._open = self._open,None
+    if context is not None: context.__exit__(None, None, None)
 
-    def before_predict(self, trainer):
-        "Begin half precision"
-        self._enter()
+@patch
+def before_predict(self:MixedPrecisionCB, trainer):
+    "Begin half precision"
+    self._enter()
 
-    def cleanup_predict(self, trainer):
-        "End half precision"
-        self._exit()
+@patch
+def cleanup_predict(self:MixedPrecisionCB, trainer):
+    "End half precision"
+    self._exit()
 
-    def before_get_loss(self, trainer):
-        "Begin half precision"
-        self._enter()
+@patch
+def before_get_loss(self:MixedPrecisionCB, trainer):
+    "Begin half precision"
+    self._enter()
 
-    def cleanup_get_loss(self, trainer):
-        "End half precision"
-        self._exit()
+@patch
+def cleanup_get_loss(self:MixedPrecisionCB, trainer):
+    "End half precision"
+    self._exit()
 
-    def before_backward(self, trainer):
-        "Scale the loss"
-        self._loss = trainer.loss
-        trainer.loss = self.scaler.scale(trainer.loss)
+# %% ../../nbs/callbacks/41_precision.ipynb #cf924924
+@patch
+def before_backward(self:MixedPrecisionCB, trainer):
+    "Scale the loss"
+    self._loss = trainer.loss
+    trainer.loss = self.scaler.scale(trainer.loss)
 
-    def cleanup_backward(self, trainer):
-        "Put the true loss back"
-        loss,self._loss = getattr(self, '_loss', None),None
-        if loss is not None: trainer.loss = loss
+@patch
+def cleanup_backward(self:MixedPrecisionCB, trainer):
+    "Put the true loss back"
+    loss,self._loss = self._loss,None
+    if loss is not None: trainer.loss = loss
 
-    def before_step(self, trainer):
-        "Un-scale the gradients, so that whoever clips them sees the true ones"
-        self.scaler.unscale_(trainer.opt)
+@patch
+def before_step(self:MixedPrecisionCB, trainer):
+    "Un-scale the gradients, so that whoever clips them sees the true ones"
+    self.scaler.unscale_(trainer.opt)
 
-    @property
-    def step(self):
-        "What does the step instead of others; with `bfloat16` nothing does, and any other way of stepping stays as it is"
-        return self._step if self.dtype == torch.float16 else None
+# %% ../../nbs/callbacks/41_precision.ipynb #1937e3a1
+@patch
+@replaces
+def _step(self:MixedPrecisionCB, trainer):
+    "Let the optimizer step, unless a gradient overflowed"
+    before = self.scaler.get_scale()
+    self.scaler.step(trainer.opt)
+    self.scaler.update()
+    overflowed = self.scaler.get_scale() < before
+    self._tried += 1
+    self._overflowed += overflowed
+    if overflowed: raise CancelStepException(f'a gradient overflowed at scale {before:g}, so this step was left out')
 
-    @replaces
-    def _step(self, trainer):
-        "Let the optimizer step, unless a gradient overflowed"
-        before = self.scaler.get_scale()
-        self.scaler.step(trainer.opt)
-        self.scaler.update()
-        overflowed = self.scaler.get_scale() < before
-        self._tried += 1
-        self._overflowed += overflowed
-        if overflowed: raise CancelStepException(f'a gradient overflowed at scale {before:g}, so this step was left out')
+@patch(as_prop=True)
+def step(self:MixedPrecisionCB):
+    "What does the step instead of others; with `bfloat16` nothing does, and any other way of stepping stays as it is"
+    return self._step if self.dtype == torch.float16 else None
 
-    def state_dict(self):
-        "The scaler's factor"
-        return self.scaler.state_dict()
-
-    def load_state_dict(self,
-        state:dict, # What `state_dict` gave
-    ):
-        "Go on with a saved factor"
-        self.scaler.load_state_dict(state)
-
-    def _enter(self):
-        self._open = autocast(self._device, self.dtype)
-        self._open.__enter__()
-
-    def _exit(self):
-        context,self._open = self._open,None
-        if context is not None: context.__exit__(None, None, None)
-
-# %% ../../nbs/callbacks/41_precision.ipynb #c84670ba
+# %% ../../nbs/callbacks/41_precision.ipynb #8f502b41
 def _all_overflowed(epoch, n, scale):
+    "The warning after an epoch without a step"
     return (f'In epoch {epoch} a gradient overflowed in every one of {n} steps, so the model has learnt nothing in it. A few such steps are normal at first, while the scale falls (it is {scale:g} now). '
             "If it goes on, is the loss finite? Lower `init_scale` or the learning rate, clip, or use 'bfloat16'.")
+
+@patch
+def before_epoch(self:MixedPrecisionCB, trainer):
+    "Begin to count steps"
+    self._tried,self._overflowed = 0,0
+
+@patch
+def cleanup_epoch(self:MixedPrecisionCB, trainer):
+    "Say so if every step of the pass was left out"
+    if trainer.training and 0 < self._tried == self._overflowed: warnings.warn(_all_overflowed(trainer.epoch, self._tried, self.scaler.get_scale()), stacklevel=2)
+
+# %% ../../nbs/callbacks/41_precision.ipynb #0496ace2
+@patch
+def state_dict(self:MixedPrecisionCB):
+    "The scaler's factor"
+    return self.scaler.state_dict()
+
+@patch
+def load_state_dict(self:MixedPrecisionCB,
+    state:dict, # What `state_dict` gave
+):
+    "Go on with a saved factor"
+    self.scaler.load_state_dict(state)

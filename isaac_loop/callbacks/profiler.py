@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ProfilerCB']
 
-# %% ../../nbs/callbacks/83_profiler.ipynb #e1916dcd
+# %% ../../nbs/callbacks/83_profiler.ipynb #6cc5311d
+from fastcore.basics import patch
 from torch import profiler
 
 from ..events import STEPS, Order
@@ -36,30 +37,38 @@ class ProfilerCB:
 
     def cleanup_fit(self, trainer):
         "Stop it"
-        while self._marks: self._end(trainer)
+        while self._marks: self._end()
         if self.profile is not None: self.profile.stop()
 
-    def table(self,
-        n:int=10, # Rows
-        sort_by:str='cpu_time_total', # Column of the profiler's table
-    )->str:
-        "The profiler's own table of what took longest"
-        return self.profile.key_averages().table(sort_by=sort_by, row_limit=n)
+# %% ../../nbs/callbacks/83_profiler.ipynb #89422ee6
+@patch
+def _begin(self:ProfilerCB, name):
+    "Open a mark"
+    self._marks.append(profiler.record_function(name))
+    self._marks[-1].__enter__()
 
-    def _begin(self, name):
-        self._marks.append(profiler.record_function(name))
-        self._marks[-1].__enter__()
+@patch
+def _end(self:ProfilerCB):
+    "Close the last mark, if one is open"
+    if self._marks: self._marks.pop().__exit__(None, None, None)
 
-    def _end(self, trainer):
-        if self._marks: self._marks.pop().__exit__(None, None, None)
-
+# %% ../../nbs/callbacks/83_profiler.ipynb #5b3a97d0
 def _mark(step):
     "The two handlers that mark one step"
     def before(self, trainer): self._begin(step)
     before.__doc__ = f'Mark the beginning of `{step}`'
-    def cleanup(self, trainer): self._end(trainer)
+    def cleanup(self, trainer): self._end()
     cleanup.__doc__ = f'Mark the end of `{step}`'
     return before,cleanup
 
 for o,span in STEPS.items():
     for event,handler in zip((span.before, span.cleanup), _mark(o)): setattr(ProfilerCB, event, handler)
+
+# %% ../../nbs/callbacks/83_profiler.ipynb #66da77c4
+@patch
+def table(self:ProfilerCB,
+    n:int=10, # Rows
+    sort_by:str='cpu_time_total', # Column of the profiler's table
+)->str:
+    "The profiler's own table of what took longest"
+    return self.profile.key_averages().table(sort_by=sort_by, row_limit=n)

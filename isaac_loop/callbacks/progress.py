@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['ProgressCB']
 
-# %% ../../nbs/callbacks/51_progress.ipynb #eff4bd2b
+# %% ../../nbs/callbacks/51_progress.ipynb #b5381238
 import io, sys, time
 
 import torch
+from fastcore.basics import patch
 from tqdm.std import tqdm
 
 from ..events import Order
@@ -31,11 +32,13 @@ def shown_row(
     shown = {k: v for k,v in row.items() if k not in ('fit', 'elapsed')}
     return shown | ({'time': clock(row['elapsed'])} if 'elapsed' in row else {})
 
+# %% ../../nbs/callbacks/51_progress.ipynb #56303d82
 class _Lines:
     "A table that is printed while it grows; its header comes once, and again only when there are new columns"
     def __init__(self, write): self.write,self.columns = write,None
 
     def add(self, row):
+        "Print one more row"
         new = [o for o in row if o not in (self.columns or ())]
         if self.columns is None or new:
             self.columns = (self.columns or []) + new
@@ -43,6 +46,16 @@ class _Lines:
         self.write(self._line(row))
 
     def _line(self, row): return '  '.join(short(row.get(o)).ljust(max(len(o), 6)) for o in self.columns).rstrip()
+
+# %% ../../nbs/callbacks/51_progress.ipynb #eda884f2
+class _PlainBar(tqdm):
+    "A bar that prints a line now and then"
+    def __init__(self, *args, panel=None, **kwargs):
+        seldom = dict(mininterval=10, delay=10, bar_format='{desc}: {n_fmt}/{total_fmt} batches, {elapsed}')
+        super().__init__(*args, file=io.StringIO(), **kwargs | seldom)
+
+    def display(self, msg=None, pos=None):
+        if msg is None: print(self, flush=True)
 
 # %% ../../nbs/callbacks/51_progress.ipynb #6abbf0eb
 class _NotebookBar(tqdm):
@@ -53,13 +66,7 @@ class _NotebookBar(tqdm):
 
     def display(self, msg=None, pos=None): self.panel.show(self, str(self) if msg is None else msg)
 
-class _PlainBar(tqdm):
-    "A bar that prints a line now and then"
-    def __init__(self, *args, panel=None, **kwargs): super().__init__(*args, file=io.StringIO(), **kwargs | dict(mininterval=10, delay=10, bar_format='{desc}: {n_fmt}/{total_fmt} batches, {elapsed}'))
-
-    def display(self, msg=None, pos=None):
-        if msg is None: print(self, flush=True)
-
+# %% ../../nbs/callbacks/51_progress.ipynb #fabd915e
 class _Panel:
     "The output of a notebook cell: the table, and below it the bars as long as they run"
     def __init__(self, seconds): self.seconds,self.rows,self.bars,self.handle,self.drawn = seconds,[],{},None,time.monotonic()
@@ -74,23 +81,27 @@ class _Panel:
         self.rows.append(row)
         self._draw()
 
-    def _draw(self, at_once=False):
-        from IPython.display import display
-        if not at_once and time.monotonic()-self.drawn < self.seconds: return
-        self.drawn = time.monotonic()
-        if self.handle is None: self.handle = display(self, display_id=True)
-        else: self.handle.update(self)
-
-    def close(self):
-        "Leave the table alone"
-        self.bars = {}
-        if self.rows or self.handle is not None: self._draw(at_once=True)
-
     def __repr__(self): return '\n'.join([*([str(Table(self.rows))] if self.rows else []), *filter(None, self.bars.values())])
 
     def _repr_markdown_(self):
         bars = '\n'.join(filter(None, self.bars.values()))
         return (Table(self.rows)._repr_markdown_() if self.rows else '') + (f'\n\n```\n{bars}\n```' if bars else '')
+
+# %% ../../nbs/callbacks/51_progress.ipynb #2a850a63
+@patch
+def _draw(self:_Panel, at_once=False):
+    "Show the panel, or show it anew in its place, unless that was done just now"
+    from IPython.display import display
+    if not at_once and time.monotonic()-self.drawn < self.seconds: return
+    self.drawn = time.monotonic()
+    if self.handle is None: self.handle = display(self, display_id=True)
+    else: self.handle.update(self)
+
+@patch
+def close(self:_Panel):
+    "Leave the table alone"
+    self.bars = {}
+    if self.rows or self.handle is not None: self._draw(at_once=True)
 
 # %% ../../nbs/callbacks/51_progress.ipynb #323e11e5
 class ProgressCB:
@@ -108,49 +119,61 @@ class ProgressCB:
         "Put a bar around the epochs"
         self._place = self.place or place_of_output()
         self._panel = _Panel(self.seconds) if self._place == 'notebook' else None
-        self._lines = _Lines({'terminal': self._write, 'plain': lambda o: print(o, flush=True)}.get(self._place))
-        self._bars,self._late,self._shown = [],LateNumbers(),0.
+        self._lines = _Lines(_print_above_bars if self._place == 'terminal' else _print_at_once)
+        self._bars,self._batches,self._late,self._shown = [],None,LateNumbers(),0.
         self._epochs = trainer.epochs
         if self._place != 'plain': trainer.epochs = self._bar(trainer.epochs, 'Epochs', trainer.n_epochs)
 
-    def before_epoch(self, trainer):
-        "Put a bar around the batches"
-        self._batches = trainer.batches
-        trainer.batches = self._bar(trainer.batches, 'Training' if trainer.training else 'Validation', trainer.n_batches)
+def _print_above_bars(line): tqdm.write(line, file=sys.stdout)
 
-    def after_batch(self, trainer):
-        "Show a recent loss on the bar"
-        loss = getattr(trainer, 'loss', None)
-        if self._place == 'plain' or not torch.is_tensor(loss) or loss.numel() != 1 or time.monotonic()-self._shown < self.seconds: return
-        self._shown = time.monotonic()
-        self._late.collect()
-        if self._late.values: self._bars[-1].set_postfix_str(f'loss {short(self._late.values.pop())}', refresh=False)
-        self._late.add(loss)
-        self._late.collect() # On its way; it is shown at the next redraw
+def _print_at_once(line): print(line, flush=True)
 
-    def cleanup_epoch(self, trainer):
-        "Take the bar of this pass away"
-        if len(self._bars) > (self._place != 'plain'):
-            self._bars.pop().close()
-            trainer.batches = self._batches
+# %% ../../nbs/callbacks/51_progress.ipynb #edd4244f
+@patch
+def _bar(self:ProgressCB, iterable, label, total):
+    "Open a bar around `iterable`, of the kind for this place"
+    kind,kwargs = {'notebook': (_NotebookBar, dict(panel=self._panel, delay=0.5)), 'plain': (_PlainBar, {}), 'terminal': (tqdm, {})}[self._place]
+    self._bars.append(kind(iterable, desc=label, total=total, leave=False, mininterval=self.seconds, **kwargs))
+    return self._bars[-1]
 
-    def log(self, trainer):
-        "Add the newest row to the table"
-        if not trainer.history.current: return
-        row = shown_row(trainer.history.current)
-        self._panel.add(row) if self._panel else self._lines.add(row)
+# %% ../../nbs/callbacks/51_progress.ipynb #f9b13ff5
+@patch
+def before_epoch(self:ProgressCB, trainer):
+    "Put a bar around the batches"
+    bar = self._bar(trainer.batches, 'Training' if trainer.training else 'Validation', trainer.n_batches)
+    self._batches,trainer.batches = trainer.batches,bar
 
-    def cleanup_fit(self, trainer):
-        "Take all bars away and leave the table"
-        while self._bars: self._bars.pop().close()
-        if self._panel: self._panel.close()
-        trainer.epochs = self._epochs
-        self._panel = self._lines = self._epochs = self._batches = self._late = None # So that a trainer can be copied and pickled afterwards
+@patch
+def cleanup_epoch(self:ProgressCB, trainer):
+    "Take the bar of this pass away"
+    if self._batches is None: return
+    self._bars.pop().close()
+    trainer.batches,self._batches = self._batches,None
 
-    def _bar(self, iterable, label, total):
-        kind,kwargs = {'notebook': (_NotebookBar, dict(panel=self._panel, delay=0.5)), 'plain': (_PlainBar, {}), 'terminal': (tqdm, {})}[self._place]
-        self._bars.append(kind(iterable, desc=label, total=total, leave=False, mininterval=self.seconds, **kwargs))
-        return self._bars[-1]
+# %% ../../nbs/callbacks/51_progress.ipynb #1b7bf366
+@patch
+def log(self:ProgressCB, trainer):
+    "Add the newest row to the table"
+    if not trainer.history.current: return
+    row = shown_row(trainer.history.current)
+    self._panel.add(row) if self._panel else self._lines.add(row)
 
-    @staticmethod
-    def _write(line): tqdm.write(line, file=sys.stdout)
+@patch
+def cleanup_fit(self:ProgressCB, trainer):
+    "Take all bars away and leave the table"
+    while self._bars: self._bars.pop().close()
+    if self._panel: self._panel.close()
+    trainer.epochs = self._epochs
+    self._panel = self._lines = self._epochs = self._batches = self._late = None
+
+# %% ../../nbs/callbacks/51_progress.ipynb #19abaaa3
+@patch
+def after_batch(self:ProgressCB, trainer):
+    "Show a recent loss on the bar"
+    loss = getattr(trainer, 'loss', None)
+    if self._place == 'plain' or not torch.is_tensor(loss) or loss.numel() != 1 or time.monotonic()-self._shown < self.seconds: return
+    self._shown = time.monotonic()
+    self._late.collect()
+    if self._late.values: self._bars[-1].set_postfix_str(f'loss {short(self._late.values.pop())}', refresh=False)
+    self._late.add(loss)
+    self._late.collect() # On its way; it is shown at the next redraw

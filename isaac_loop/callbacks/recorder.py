@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['RecorderCB']
 
-# %% ../../nbs/callbacks/53_recorder.ipynb #ba61a92a
+# %% ../../nbs/callbacks/53_recorder.ipynb #fcd590aa
 import numbers
 
 import torch
+from fastcore.basics import patch
 
 from ..events import CancelException, Order
 
@@ -35,7 +36,14 @@ class _Values:
         tensors = iter([v for o in self.stacked for v in o.cpu().double().tolist()])
         return [next(tensors) if o is None else o for o in self.plain]
 
-# %% ../../nbs/callbacks/53_recorder.ipynb #32f7cd9d
+# %% ../../nbs/callbacks/53_recorder.ipynb #65b47182
+def _copied(value):
+    "A tensor as it is now, for those that are changed in place"
+    return value.detach().clone() if torch.is_tensor(value) else value
+
+# %% ../../nbs/callbacks/53_recorder.ipynb #b8ad7787
+def _first_lr(trainer): return trainer.opt.param_groups[0]['lr']
+
 class RecorderCB:
     "Record functions of the trainer for every training batch"
     order = Order.RECORD
@@ -57,48 +65,55 @@ class RecorderCB:
         "Start a pass"
         self._start()
 
-    def after_get_loss(self, trainer):
-        "Take the values that this batch is trained with"
-        self._now = [_copied(f(trainer)) for f in self.functions.values()]
-
-    def after_batch(self, trainer):
-        "Keep them, as the batch has really happened"
-        if self._now is None: return
-        for column,value in zip(self._values, self._now): column.add(value)
-        self._batches.append(trainer.batch_num)
-        self._now = None
-
-    def cleanup_epoch(self, trainer):
-        "Write the pass into the history, also when it was cut short"
-        if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)) or not self._batches: return
-        trainer.history.write_batches(True, self._batches, **{o.name: o.read() for o in self._values})
-
-    def state_dict(self):
-        "The values of a pass that is under way"
-        return dict(fit=self._fit, values={o.name: o.read() for o in self._values}, batches=list(self._batches))
-
-    def load_state_dict(self,
-        state:dict, # What `state_dict` gave
-    ):
-        "Go on in the middle of a pass"
-        self._fit = state['fit']
-        self._start()
-        self._batches += state['batches']
-        for column in self._values:
-            for value in state['values'][column.name]: column.add(value)
-
     def _start(self): self._values,self._batches,self._now = [_Values(o) for o in self.functions],[],None
 
-# %% ../../nbs/callbacks/53_recorder.ipynb #b8ad7787
-def _first_lr(trainer): return trainer.opt.param_groups[0]['lr']
+# %% ../../nbs/callbacks/53_recorder.ipynb #6511c812
+@patch
+def after_get_loss(self:RecorderCB, trainer):
+    "Take the values that this batch is trained with"
+    self._now = [_copied(f(trainer)) for f in self.functions.values()]
 
-def _copied(value):
-    "A tensor as it is now, for those that are changed in place"
-    return value.detach().clone() if torch.is_tensor(value) else value
+@patch
+def after_batch(self:RecorderCB, trainer):
+    "Keep them, as the batch has really happened"
+    if self._now is None: return
+    for column,value in zip(self._values, self._now): column.add(value)
+    self._batches.append(trainer.batch_num)
+    self._now = None
 
-# %% ../../nbs/callbacks/53_recorder.ipynb #1dcfe428
-from fastcore.basics import patch
+@patch
+def cleanup_epoch(self:RecorderCB, trainer):
+    "Write the pass into the history, also when it was cut short"
+    if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)) or not self._batches: return
+    trainer.history.write_batches(True, self._batches, **{o.name: o.read() for o in self._values})
 
+# %% ../../nbs/callbacks/53_recorder.ipynb #5058f9bb
+@patch
+def state_dict(self:RecorderCB):
+    "The values of a pass that is under way"
+    return dict(fit=self._fit, values={o.name: o.read() for o in self._values}, batches=list(self._batches))
+
+@patch
+def load_state_dict(self:RecorderCB,
+    state:dict, # What `state_dict` gave
+):
+    "Go on in the middle of a pass"
+    self._fit = state['fit']
+    self._start()
+    self._batches += state['batches']
+    for column in self._values:
+        for value in state['values'][column.name]: column.add(value)
+
+# %% ../../nbs/callbacks/53_recorder.ipynb #10fc9956
+@patch
+def _recorded(self:RecorderCB, name):
+    "What the history has of column `name` for the training batches of the last fit"
+    batches = self._history.batches if hasattr(self, '_history') else {'training': [], 'fit': []}
+    mine = [training and fit == self._fit for training,fit in zip(batches['training'], batches['fit'])]
+    if not any(mine): raise ValueError('`RecorderCB` has recorded nothing yet, so there is nothing to draw. Let it take part in a `fit` first.')
+    return [value for value,o in zip(batches[name], mine) if o]
+
+# %% ../../nbs/callbacks/53_recorder.ipynb #dd83a191
 @patch
 def plot(self:RecorderCB,
     *names, # Columns to draw; default: all that this callback records
@@ -112,11 +127,3 @@ def plot(self:RecorderCB,
         ax.set_ylabel(name)
     axes.flat[-1].set_xlabel('training batch')
     return axes[:, 0]
-
-@patch
-def _recorded(self:RecorderCB, name):
-    "What the history has of column `name` for the training batches of the last fit"
-    batches = self._history.batches if hasattr(self, '_history') else {'training': [], 'fit': []}
-    mine = [training and fit == self._fit for training,fit in zip(batches['training'], batches['fit'])]
-    if not any(mine): raise ValueError('`RecorderCB` has recorded nothing yet, so there is nothing to draw. Let it take part in a `fit` first.')
-    return [value for value,o in zip(batches[name], mine) if o]
