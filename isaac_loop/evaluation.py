@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from .callbacks.metrics import MetricsCB
+from .callbacks.metrics import MetricsCB, check_no_options, weigh_of
 from .callbacks.predictions import CapturePredsCB, NoLossCB, Predictions, class_name, decoded, join_batches, shapes, value_at
 from .tables import Table
 from .tensors import map_tensors
@@ -23,12 +23,16 @@ from .trainer import Trainer
 def validate(self:Trainer,
     dl=None, # A loader, 'train' or 'valid'; default: `dls.valid`
     callbacks=None, # Callbacks for this pass
-    **metrics, # Further metrics by name
+    weigh=None, # What each batch's loss is a mean over, as for `MetricsCB`; default: as the trainer's own has it
+    **metrics, # Further metrics by name, or functions of predictions and targets
 )->dict: # `valid_loss` and the metrics
     "Loss and metrics over every row of a loader"
+    check_no_options(metrics, Trainer.validate)
     own = [o for o in self.callbacks if isinstance(o, MetricsCB)]
     recorders = [_fresh(o, without=metrics) for o in own]
-    if metrics or not own: recorders.append(MetricsCB(**metrics))
+    further = MetricsCB(weigh=weigh_of(self) if weigh is None else weigh, **metrics)
+    if metrics or not own: recorders.append(further)
+    for o in recorders: o.weigh = further.weigh
     for i,o in enumerate(recorders): o.name = f'validate_{i}'
     with self._looking_at(dl, callbacks, *recorders) as side:
         side.fit(1, train=False)

@@ -229,19 +229,19 @@ def _entries(callbacks, event, training):
         raise ValueError(f'`{first}.{event}` and `{second}.{event}` both replace the step `{event}`, and only one can. Leave one of them out.')
     return instead or found
 
-# %% ../nbs/00_events.ipynb #e802c825
-def _check_steps(entries):
+# %% ../nbs/00_events.ipynb #22ca8fe3
+def _check_steps(entries, callbacks):
     "Refuse two callbacks that would do one step twice"
     for step in STEPS:
         found = [o for o,_ in entries[step]]
         for i,first in enumerate(found):
-            for second in found[i+1:]: _check_pair(first, second, step)
+            for second in found[i+1:]: _check_pair(first, second, step, callbacks)
 
-def _check_pair(first, second, step):
+def _check_pair(first, second, step, callbacks):
     "Refuse `first` and `second` if they have `step` from one class, or if one of them is the trainer"
     if any(isinstance(o, _TrainerMethods) for o in (first, second)): raise ValueError(_own_and(first, second, step))
     shared = [o for o in type(first).__mro__ if step in vars(o) and o in type(second).__mro__]
-    if shared: raise ValueError(_twice(first, second, step, shared[0]))
+    if shared: raise ValueError(_twice(first, second, step, shared[0], callbacks))
 
 def _own_and(first, second, step):
     "The message for a trainer and a callback with the same step"
@@ -249,10 +249,12 @@ def _own_and(first, second, step):
     return (f'`{trainer}.{step}`, a method of the trainer itself, and `{callback}.{step}` would both run, so every batch would do `{step}` twice. '
             f'Leave one of them out, or mark the one that should do it alone with `@replaces`.')
 
-def _twice(first, second, step, shared):
+def _twice(first, second, step, shared, callbacks):
     "The message for two callbacks that share a step"
-    plain = [callback_name(o) for o in (first, second) if type(o) is shared]
-    spare = f'`{plain[0]}`' if len(plain) == 1 else 'one of them'
+    plain = [o for o in (first, second) if type(o) is shared]
+    spare = f'`{callback_name(plain[0])}`' if len(plain) == 1 else 'one of them'
+    groups = [callback_name(o) for o in callbacks if len(plain) == 1 and any(plain[0] is member for member in members(o) or ())]
+    if groups: spare += f', which came with the group `{groups[0]}` (hand the other one to the group, if it takes one, as `CoreCBs(train=...)` does, or list the members that you want)'
     return (f'`{callback_name(first)}` and `{callback_name(second)}` both have `{step}` from `{shared.__name__}`, so every batch would do it twice. '
             f'Leave out {spare}, or mark the method that should do it alone with `@replaces`.')
 
@@ -278,7 +280,7 @@ class Plan(dict):
         by_order = sorted(own + list(callbacks), key=lambda o: getattr(o, 'order', 0))
         entries = {kind: {event: _entries(by_order, event, kind) for event in self.events} for kind in (True, False)}
         if check:
-            for kind in entries.values(): _check_steps(kind)
+            for kind in entries.values(): _check_steps(kind, callbacks)
         self.entries = entries
         self.select(self.training)
 

@@ -8,10 +8,11 @@ __all__ = ['CoreCBs']
 # %% ../nbs/94_recipes.ipynb #87ffe047
 from .callbacks.activations import ActivationStatsCB
 from .callbacks.device import DeviceCB
-from .callbacks.metrics import MetricsCB
+from .callbacks.metrics import MetricsCB, check_no_options
 from .callbacks.progress import ProgressCB
 from .callbacks.bad_numbers import NonFiniteStopCB
 from .callbacks.training import BasicTrainCB
+from .events import STEPS, handler_of
 
 # %% ../nbs/94_recipes.ipynb #63fd7e71
 def _check_no_metric(**settings):
@@ -19,6 +20,12 @@ def _check_no_metric(**settings):
     for name,value in settings.items():
         if not isinstance(value, type) and hasattr(value, 'update') and hasattr(value, 'compute'):
             raise TypeError(f'`{name}` is a {type(value).__name__}, which is a metric. Pass metrics by name: `CoreCBs(accuracy={type(value).__name__}(...))`.')
+
+def _check_train(train):
+    "Refuse what does no step"
+    if isinstance(train, type): raise TypeError(f'`train` is the class `{train.__name__}`, and only an object can do the steps. Make one: `{train.__name__}()`.')
+    if not any(handler_of(train, o) is not None for o in STEPS):
+        raise TypeError(f'`train` is {train!r}, which does none of the steps {", ".join(STEPS)}. Pass a callback that does, such as `MomentumTrainCB()`; other callbacks stand beside the group.')
 
 # %% ../nbs/94_recipes.ipynb #ddd36163
 class CoreCBs:
@@ -28,10 +35,13 @@ class CoreCBs:
         module_filter=None, # As for `ActivationStatsCB`: whose activations to follow, such as `nn.ReLU`; default: nobody's
         *, progress:bool=True, # Show bars and a table? Otherwise one dict is printed per epoch
         stop_nonfinite:bool=False, # Stop at a loss or gradient that is NaN or infinite?
-        **metrics, # As for `MetricsCB`: metrics by name; also `train_metrics=True`
+        train=None, # The callback that does the five steps; default: `BasicTrainCB()`
+        **metrics, # As for `MetricsCB`: metrics or functions by name; also its options, such as `train_metrics=True`
     ):
-        _check_no_metric(device=device, module_filter=module_filter, progress=progress, stop_nonfinite=stop_nonfinite)
-        self.callbacks = [DeviceCB(device), BasicTrainCB(), MetricsCB(**metrics)]
+        check_no_options(metrics, type(self), CoreCBs, MetricsCB)
+        _check_no_metric(device=device, module_filter=module_filter, progress=progress, stop_nonfinite=stop_nonfinite, train=train)
+        if train is not None: _check_train(train)
+        self.callbacks = [DeviceCB(device), BasicTrainCB() if train is None else train, MetricsCB(**metrics)]
         if progress: self.callbacks.append(ProgressCB())
         if module_filter is not None: self.callbacks.append(ActivationStatsCB(module_filter))
         if stop_nonfinite: self.callbacks.append(NonFiniteStopCB())

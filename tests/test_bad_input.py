@@ -105,7 +105,7 @@ CASES = {
     "a loss that is no scalar": (lambda: fit(loss=lambda p, t: p - t), RuntimeError, "has shape (4, 1)"),
     "a loss without gradient": (lambda: fit(loss=lambda p, t: (p - t).mean().detach()), RuntimeError, "does not depend on any parameter"),
     "a loss that is a float": (lambda: fit(loss=lambda p, t: 0.5), AttributeError, "only a tensor remembers"),
-    "a metric without update": (lambda: MetricsCB(accuracy=print), TypeError, "no method `update`"),
+    "a metric without update": (lambda: MetricsCB(accuracy=SimpleNamespace(reset=print)), TypeError, "no method `update`"),
     "a metric's class": (lambda: MetricsCB(dict), TypeError, "is a class"),
     "a model without parameters": (lambda: fit(model=nn.Flatten()), ValueError, "no parameters"),
     "negative epochs": (lambda: fit(n_epochs=-1), ValueError, "`n_epochs` is -1"),

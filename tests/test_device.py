@@ -253,6 +253,7 @@ BUILT_IN = {
     "NBatchCB": lambda: [BasicTrainCB(), NBatchCB(3)],
     "DeviceCB": lambda: [BasicTrainCB(), DeviceCB("cpu")],
     "MetricsCB": lambda: [BasicTrainCB(), MetricsCB(HitsMetric(), train_metrics=True)],
+    "MetricsCB that counts": lambda: [BasicTrainCB(), MetricsCB(HitsMetric(), weigh=lambda batch: (batch[1] > -1).sum(), mae=torch.nn.functional.l1_loss)],
     "ProgressCB": lambda: [BasicTrainCB(), ProgressCB("plain")],
     "TrackingCB": lambda: [BasicTrainCB(), TrackingCB()],
     "RecorderCB": lambda: [BasicTrainCB(), library.RecorderCB()],

@@ -23,9 +23,9 @@ from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.averaging import EMACB, SWACB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.evaluator import EvaluatorCB, MeanOf
+from isaac_loop.callbacks.evaluator import EvaluatorCB
 from isaac_loop.callbacks.loggers import LoggerCB
-from isaac_loop.callbacks.metrics import MetricsCB
+from isaac_loop.callbacks.metrics import MeanOf, MetricsCB
 from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.trackers import WandB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
@@ -574,7 +574,7 @@ def test_a_mean_of_a_function():
     (dict(n_batches=0), ValueError, "`n_batches`"), (dict(dl={}), ValueError, "empty dict"), (dict(dl={1: OTHER}), TypeError, "called 1"), (dict(dl=iter(OTHER)), TypeError, "walked only once"),
     (dict(dl=DATA), TypeError, "single rows"), (dict(dl=5), TypeError, "cannot be iterated"), (dict(user_iter_callback=5), TypeError, "`user_iter_callback` is 5"),
     (dict(write=print), ValueError, "no such function"), (dict(user_iter_callback=lambda values: 0), TypeError, r"called with \(values, store\)"), (dict(user_epochs_done_callback=lambda: 0), TypeError, r"\(store\)"), (dict(eval_tensors=["pred"]), LookupError, "Did you mean `preds`"), (dict(eval_tensors=[5]), TypeError, "5"),
-    (dict(accuracy=MetricsCB), TypeError, "is a class"), (dict(accuracy=5), TypeError, "no method"), (dict(seconds=accuracy), ValueError, "`seconds` is a column"), (dict(loss=accuracy), ValueError, "`loss` is a column"),
+    (dict(accuracy=MetricsCB), TypeError, "is a class"), (dict(accuracy=5), TypeError, "`accuracy=5` is no metric.*Its options are `dl`"), (dict(every=10), TypeError, "`EvaluatorCB` has no option `every`"), (dict(epoch=3), TypeError, "Did you mean `epochs`"), (dict(seconds=accuracy), ValueError, "`seconds` is a column"), (dict(loss=accuracy), ValueError, "`loss` is a column"),
 ])
 def test_what_makes_no_sense_is_refused_at_once(options, error, words):
     with pytest.raises(error, match=words): EvaluatorCB(**options)

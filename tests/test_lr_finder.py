@@ -667,3 +667,13 @@ def test_a_trainer_with_a_group_of_callbacks_can_search(search):
     class Group:
         def __init__(self): self.callbacks = [DeviceCB("cpu")]
     _search(make_trainer([Group()]), search)
+
+
+def test_a_finder_says_what_it_found():
+    "The last line of a cell showed an address"
+    assert repr(LRFinderCB()) == "LRFinderCB(no rate tried yet)"
+    finder = LRFinderCB()
+    finder.lrs, finder.losses = [1e-5*1.3**i for i in range(3)], [1., 1., 9.]
+    assert repr(finder) == "LRFinderCB(3 rates from 1e-05 to 1.7e-05, too few for suggestions)"
+    finder.lrs, finder.losses = [1e-5*1.3**i for i in range(30)], [2 - i/20 for i in range(30)]
+    assert repr(finder).startswith("LRFinderCB(30 rates from 1e-05 to 0.02; ") and all(f"{rule} {lr:.2g}" in repr(finder) for rule, lr in finder.suggestions().items())

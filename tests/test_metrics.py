@@ -4,8 +4,10 @@ Batches are unequal everywhere, so that a mean of means would be wrong. Where th
 the learning rate is 0: then the loss of every batch is that of the final model.
 """
 import ast
+import math
 import time
 from fnmatch import fnmatchcase
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,12 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
-from torcheval.metrics import Mean, MeanSquaredError, MulticlassAccuracy
+from torcheval.metrics import Max, Mean, MeanSquaredError, MulticlassAccuracy
 
-from isaac_loop.callbacks.metrics import MetricsCB, as_text, clock
+import isaac_loop.evaluation  # noqa: F401 (more methods of the trainer)
+import runs
+from isaac_loop.callbacks.checkpoint import CheckpointCB
+from isaac_loop.callbacks.evaluator import EvaluatorCB
+from isaac_loop.callbacks.metrics import MeanOf, MetricOn, MetricsCB, as_text, clock
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
+from isaac_loop.state import UnsaveableState
 from isaac_loop.trainer import Trainer
 
 
@@ -541,3 +548,283 @@ def test_the_declared_columns_are_those_that_are_written(train_metrics, valid):
     families = ["rows", "f1_*"] if valid else []
     assert {"train_loss", "elapsed", *families, *(["train_rows", "train_f1_*"] if train_metrics else [])} <= set(declared)
     assert ("valid_loss" in declared) == valid == ("rows" in declared)
+
+
+# What a loss weighs
+
+def rows_of_zeros(*sizes, target=2.0):
+    "Batches whose loss under a model that gives 0 is `target` squared for each row"
+    return [(torch.zeros(n, 2), torch.full((n, 1), target)) for n in sizes]
+
+
+def zero_model():
+    model = nn.Linear(2, 1)
+    for p in model.parameters(): nn.init.zeros_(p)
+    return model
+
+
+def losses_by(loss_func, batches, **options):
+    "The validation loss by `MetricsCB`, by `validate` and by `EvaluatorCB`"
+    trainer = Trainer(DataLoaders(batches, batches), loss_func, optim.SGD, zero_model(), [BasicTrainCB(), MetricsCB(show=False, **options), EvaluatorCB("valid")])
+    trainer.fit(1, lr=0)
+    row = trainer.history[-1]
+    bare = Trainer(DataLoaders(batches, batches), loss_func, optim.SGD, zero_model(), BasicTrainCB())
+    found = {row["train_loss"], row["valid_loss"], row["eval_loss"], trainer.validate()["valid_loss"], trainer.validate(mae=F.l1_loss)["valid_loss"],
+             bare.validate(**options)["valid_loss"], EvaluatorCB("valid", **options).evaluate(bare)["eval_loss"]}
+    assert len(found) == 1, found
+    return found.pop()
+
+
+def mse_sum(preds, targets): return F.mse_loss(preds, targets, reduction="sum")
+
+
+class Both(nn.Module):
+    reduction = "sum"
+    def forward(self, preds, targets): return mse_sum(preds, targets)
+
+
+@pytest.mark.parametrize("loss_func, options", [
+    (nn.MSELoss(reduction="sum"), {}), (partial(F.mse_loss, reduction="sum"), {}), (partial(nn.MSELoss(reduction="sum")), {}), (Both(), {}), (mse_sum, dict(weigh="sum")),
+    (nn.MSELoss(reduction="sum"), dict(weigh=lambda batch: len(batch[1]))), (nn.MSELoss(), {}), (F.mse_loss, dict(weigh="samples"))])
+def test_sums_and_means_give_the_mean_of_an_example(loss_func, options):
+    "Sums of 32 and 8 over 8 and 2 rows gave 27.2"
+    assert losses_by(loss_func, rows_of_zeros(8, 2), **options) == 4
+
+
+def test_all_batches_alike_is_the_mean_of_their_means():
+    assert losses_by(F.mse_loss, rows_of_zeros(8) + rows_of_zeros(2, target=1.0), weigh="mean") == 2.5
+    assert losses_by(F.mse_loss, rows_of_zeros(8) + rows_of_zeros(2, target=1.0)) == 3.4
+
+
+def uneven_targets():
+    "Class numbers, many of which are to be ignored in one batch and few in the other"
+    g = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(n, 2, generator=g), torch.randint(3, (n,), generator=g)) for n in (8, 6)]
+    batches[0][1][1:] = -100
+    return batches
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.1])
+
+
+@pytest.mark.parametrize("loss_func, weigh", [
+    (nn.CrossEntropyLoss(), lambda batch: (batch[1] != -100).sum()),
+    (nn.CrossEntropyLoss(), lambda batch: int((batch[1] != -100).sum())),
+    (nn.CrossEntropyLoss(reduction="sum"), lambda batch: (batch[1] != -100).sum()),
+    (nn.CrossEntropyLoss(CLASS_WEIGHTS), lambda batch: CLASS_WEIGHTS[batch[1][batch[1] != -100]].sum())], ids=["ignored", "ignored, as a number", "a sum", "class weights"])
+def test_a_function_that_counts_makes_the_mean_exact(loss_func, weigh):
+    batches = uneven_targets()
+    torch.manual_seed(0)
+    trainer = Trainer(DataLoaders(batches, batches), loss_func, optim.SGD, nn.Linear(2, 3), [BasicTrainCB(), MetricsCB(weigh=weigh, show=False)])
+    trainer.fit(1, lr=0)
+    x, y = map(torch.cat, zip(*batches))
+    whole = nn.CrossEntropyLoss(loss_func.weight)(trainer.model(x), y).item()
+    assert trainer.history[-1]["train_loss"] == pytest.approx(whole, rel=1e-5) and trainer.history[-1]["valid_loss"] == pytest.approx(whole, rel=1e-5)
+    trainer.MetricsCB.weigh = "samples"
+    assert abs(trainer.validate()["valid_loss"] - whole) > 1e-2, "rows are the wrong weight here"
+
+
+def test_many_counts_on_the_device_keep_their_places():
+    "Over the borders of the stacks, with numbers among them"
+    counted = [0]
+
+    def count(batch):
+        counted[0] += 1
+        return torch.tensor(float(len(batch[1]))) if counted[0] % 700 else len(batch[1])
+
+    trainer = make_trainer([MetricsCB(weigh=count, show=False)], train=[1, 2] * 600)
+    trainer.fit(1, lr=0)
+    assert trainer.history[-1]["train_loss"] == pytest.approx(squared_errors(trainer.model, trainer.dls.train).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("weigh", ["rows", 3, True, ("sum",)])
+def test_a_weight_that_is_none_is_refused_where_it_is_typed(weigh):
+    for make in (lambda: MetricsCB(weigh=weigh), lambda: EvaluatorCB(weigh=weigh)):
+        with pytest.raises(ValueError, match="which says no weight for the loss"): make()
+
+
+@pytest.mark.parametrize("count", [-1, math.nan, "8", None, True, torch.ones(2)])
+def test_a_count_that_is_none_is_refused(count):
+    with pytest.raises(ValueError, match="`weigh` gave"): make_trainer([MetricsCB(weigh=lambda batch: count)]).fit(1)
+
+
+def test_batches_without_rows_that_are_all_alike_need_none():
+    class Numbers(Trainer):
+        def split(self, batch): return batch, ()
+
+    trainer = Numbers(DataLoaders([(1.5,), (2.5,)]), lambda preds: preds, optim.SGD, lambda x: torch.tensor(x), [BasicTrainCB(), MetricsCB(weigh="mean", show=False)])
+    trainer.dls.valid = trainer.dls.train
+    trainer.fit(1, train=False)
+    assert trainer.history[-1]["valid_loss"] == 2
+
+
+@pytest.mark.parametrize("options", [{}, dict(weigh="samples"), dict(weigh="mean"), dict(weigh="sum"), dict(weigh=lambda batch: len(batch[1]))])
+def test_an_empty_batch_counts_for_nothing(options):
+    "Its mean loss is NaN, and made NaN of the whole epoch"
+    means = nn.MSELoss(reduction="sum" if options.get("weigh") == "sum" else "mean")
+    assert losses_by(means, rows_of_zeros(8, 0, 2), **options) == 4
+    metric = RowsMetric()
+    trainer = Trainer(DataLoaders(rows_of_zeros(3, 0, 2), rows_of_zeros(3, 0, 2)), F.mse_loss, optim.SGD, zero_model(), [BasicTrainCB(), MetricsCB(metric, mae=F.l1_loss, mse=MeanSquaredError(), show=False)])
+    trainer.fit(1, lr=0)
+    assert len(metric.updates) == 2 and (trainer.history[-1]["mae"], trainer.history[-1]["mse"]) == (2, 4)
+    assert len(trainer.history.batches) == 6
+
+
+# Functions, options, and what a metric sees
+
+def test_a_function_is_averaged_over_all_examples():
+    "As in `EvaluatorCB`, by name or by its own"
+    def absolute(preds, targets): return (preds - targets).abs().squeeze(1)
+
+    trainer = make_trainer([MetricsCB(F.l1_loss, nn.MSELoss(), mae=absolute, train_metrics=True, show=False), EvaluatorCB("valid", mae=absolute)])
+    trainer.fit(1, lr=0)
+    row, errors = trainer.history[-1], np.sqrt(squared_errors(trainer.model, trainer.dls.valid))
+    assert row["mae"] == row["eval_mae"] and row["mae"] == pytest.approx(errors.mean(), rel=1e-5) and row["l1_loss"] == pytest.approx(errors.mean(), rel=1e-5)
+    assert row["MSELoss"] == pytest.approx((errors ** 2).mean(), rel=1e-5)
+    assert row["train_mae"] == pytest.approx(np.sqrt(squared_errors(trainer.model, trainer.dls.train)).mean(), rel=1e-5)
+
+
+def test_a_function_without_a_name_needs_one():
+    with pytest.raises(ValueError, match="A lambda has no name"): MetricsCB(lambda preds, targets: 0)
+    assert list(MetricsCB(partial(F.l1_loss, reduction="mean")).metrics) == ["l1_loss"]
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(average="macro"), "`average='macro'` is no metric, and `MetricsCB` has no option `average`.*Its options are `train_metrics`, `weigh`, `show`.*given to the metric itself"),
+    (dict(train_metric=True), "Did you mean `train_metrics`"), (dict(weight="mean"), "Did you mean `weigh`"), (dict(accuracy=None), "`accuracy=None` is no metric"), (dict(every=2.5), "no option `every`")])
+def test_an_option_that_there_is_not_is_no_metric(options, words):
+    with pytest.raises(TypeError, match=words): MetricsCB(**options)
+
+
+def test_a_metric_that_wants_other_arguments_is_told_how_to_get_them():
+    "A third part of the batch, the weights of the examples, goes to every metric"
+    batches = [(x, y, torch.rand(len(y))) for x, y in make_batches([6, 3])]
+
+    def trainer(**metrics):
+        torch.manual_seed(0)
+        return Trainer(DataLoaders(batches, batches, n_inp=1), lambda preds, targets, weights: F.mse_loss(preds, targets), optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), MetricsCB(show=False, **metrics)])
+
+    import torchmetrics
+    with pytest.raises(TypeError) as e: trainer(mae=torchmetrics.MeanAbsoluteError()).fit(1)
+    assert any("`mae` was updated with predictions (6, 1) and targets (6, 1), (6,)" in o and "MetricOn(" in o for o in e.value.__notes__)
+    t = trainer(mae=MetricOn(torchmetrics.MeanAbsoluteError(), lambda preds, targets, weights: (preds, targets)),
+                weighted=MetricOn(MeanSquaredError(), lambda preds, targets, weights: dict(input=preds, target=targets, sample_weight=weights)),
+                heaviest=MetricOn(Max(), lambda preds, targets, weights: weights))
+    t.fit(1, lr=0)
+    errors = squared_errors(t.model, [o[:2] for o in batches]).squeeze(1)
+    weights = torch.cat([o[2] for o in batches]).numpy()
+    row = t.history[-1]
+    assert row["mae"] == pytest.approx(np.sqrt(errors).mean(), rel=1e-5)
+    assert row["weighted"] == pytest.approx(np.average(errors, weights=weights), rel=1e-5) and row["heaviest"] == pytest.approx(weights.max())
+
+
+def test_tokens_are_told_apart_for_a_metric():
+    "Scores of shape (B, L, V) and class numbers of shape (B, L)"
+    batches = [(torch.randn(2, 5, 4), torch.randint(3, (2, 5))) for _ in range(2)]
+    flat = MetricOn(MulticlassAccuracy(), lambda preds, targets: (preds.flatten(0, 1), targets.flatten()))
+    trainer = Trainer(DataLoaders(batches, batches), lambda preds, targets: F.cross_entropy(preds.flatten(0, 1), targets.flatten()), optim.SGD, nn.Linear(4, 3), [BasicTrainCB(), MetricsCB(flat, show=False)])
+    trainer.fit(1, lr=0)
+    right = [trainer.model(x).argmax(-1) == y for x, y in batches]
+    assert trainer.history.latest("MulticlassAccuracy") == pytest.approx(torch.cat(right).float().mean().item())
+
+
+def test_a_wrapped_metric_has_to_be_one():
+    with pytest.raises(TypeError, match=r"Make one: `MeanSquaredError\(\)`"): MetricOn(MeanSquaredError, lambda *batch: batch)
+    with pytest.raises(TypeError, match="cannot be called"): MetricOn(MeanSquaredError(), 0)
+
+
+def test_nothing_is_printed_if_nothing_is_to_be_shown(capsys):
+    trainer = make_trainer([MetricsCB(show=False)])
+    trainer.fit(1)
+    assert capsys.readouterr().out == "" and len(trainer.history) == 1
+
+
+# Going on in the middle
+
+class PrivateMetric:
+    "Counts in attributes that nobody is to see, and in a module and a list of other metrics"
+    def __init__(self):
+        self.parts, self._by_name, self.score = [MeanSquaredError(), RowsCount()], {"mae": MeanOf(F.l1_loss)}, torch.nn.functional.mse_loss
+        self.reset()
+
+    def reset(self):
+        self._n, self._seen = 0, []
+        for o in (*self.parts, *self._by_name.values()): o.reset()
+
+    def update(self, preds, targets):
+        self._n += len(targets)
+        self._seen.append(targets.sum())
+        scores = preds[torch.arange(len(targets)), targets]
+        for o in (*self.parts, *self._by_name.values()): o.update(scores, targets.float())
+
+    def compute(self):
+        return {"n": self._n, "seen": torch.stack(self._seen).sum(), "mse": self.parts[0].compute(), "rows": self.parts[1].compute(), "mae": self._by_name["mae"].compute()}
+
+
+class RowsCount(nn.Module):
+    "A module with a count of its own, and one in a buffer"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self._net = nn.Linear(1, 1)
+        self.reset()
+
+    def reset(self):
+        self._rows = 0
+        self.calls = torch.zeros(())
+
+    def update(self, preds, targets):
+        self._rows += len(targets)
+        self.calls = self.calls + 1
+
+    def compute(self): return self._rows + 1000*self.calls
+
+
+def several_metrics():
+    import torchmetrics
+    from torchmetrics.classification import MulticlassAccuracy as Accuracy, MulticlassConfusionMatrix, MulticlassF1Score, MulticlassPrecision
+    from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
+    return {
+        "private": PrivateMetric(), "function": lambda preds, targets: preds.argmax(1) == targets, "module": RowsCount(),
+        "chosen": MetricOn(PrivateMetric(), lambda preds, targets: (preds, targets)),
+        "collection": torchmetrics.MetricCollection([Accuracy(3), MulticlassPrecision(3), MulticlassF1Score(3), MulticlassConfusionMatrix(3)]),
+        "min_max": MinMaxMetric(Accuracy(3)), "sum": Accuracy(3) + 1.0, "product": Accuracy(3) * MulticlassF1Score(3), "by_class": ClasswiseWrapper(Accuracy(3, average=None)),
+        "running": Running(Accuracy(3), window=3), "torcheval": MulticlassAccuracy(num_classes=3, average=None)}
+
+
+@pytest.mark.parametrize("name", list(several_metrics()))
+@pytest.mark.parametrize("at", [4, 11])
+def test_metrics_of_every_make_go_on_in_the_middle_of_a_pass(name, at, tmp_path):
+    "Cut at a batch of the first or the second epoch: the numbers are those of a run that was never stopped"
+    def make(*more): return runs.make_trainer([BasicTrainCB(), MetricsCB(train_metrics=True, show=False, m=several_metrics()[name]), *more])
+    whole = runs.fit(make(), 2)
+    with pytest.raises(runs.Cut): runs.fit(make(CheckpointCB(tmp_path/"run", every=1)), 2, callbacks=runs.CutCB("before_batch", lambda t: t.training and t.epoch*7 + t.batch_num == at))
+    runs.same(whole, runs.fit(make(CheckpointCB(tmp_path/"run", every=1)), 2))
+
+
+class Secret:
+    "Keeps its count where nobody finds it"
+    __slots__ = ("n",)
+
+    def reset(self): self.n = 0
+
+    def update(self, preds, targets): self.n += len(targets)
+
+    def compute(self): return self.n
+
+
+class Unreadable(RowsCount):
+    def reset(self):
+        super().reset()
+        self._generator = torch.Generator()
+
+
+def test_a_metric_that_cannot_be_saved_in_the_middle_says_so(tmp_path):
+    def make(metric, **options): return runs.make_trainer([BasicTrainCB(), MetricsCB(train_metrics=True, show=False, m=metric), CheckpointCB(tmp_path/"run", **options)])
+    with pytest.raises(UnsaveableState, match="The metric `train_m` has no attribute and no `state_dict`.*save only between epochs"): runs.fit(make(Secret(), every=1), 1)
+    with pytest.raises(UnsaveableState, match="_generator.*get_state"): runs.fit(make(Unreadable(), every=1), 1)
+
+
+def test_between_epochs_there_is_nothing_to_lose(tmp_path):
+    trainer = runs.make_trainer([BasicTrainCB(), MetricsCB(train_metrics=True, show=False, m=Secret()), CheckpointCB(tmp_path/"run")])
+    assert runs.fit(trainer, 1).history.latest("train_m") == 56

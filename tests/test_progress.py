@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.progress import ProgressCB, place_of_output
+from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.tables import short
@@ -435,3 +436,14 @@ def test_the_bar_shows_a_recent_loss(place, monkeypatch):
     trainer = Trainer(DataLoaders(batches), torch.nn.functional.mse_loss, torch.optim.SGD, torch.nn.Linear(1, 1), [BasicTrainCB(), ProgressCB(place, seconds=0.), note])
     trainer.fit(1, valid=False)
     assert shown == [f"loss {short(o)}" for o in note.losses[:-1]]
+
+
+@pytest.mark.parametrize("place", ["terminal", "notebook", "plain"])
+def test_a_fit_that_another_callback_refuses_leaves_only_its_own_error(place):
+    "`cleanup_fit` came without a `before_fit`, and added an error about `_bars`"
+    batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(2)]
+    trainer = Trainer(DataLoaders(batches, batches), F.mse_loss, optim.SGD, nn.Linear(1, 1), [BasicTrainCB(), MetricsCB(), ProgressCB(place), EarlyStoppingCB("acc", mode="max")])
+    for _ in range(2):
+        with pytest.raises(LookupError, match="acc") as e: trainer.fit(1)
+        assert not any("besides" in o for o in getattr(e.value, "__notes__", ()))
+    assert len(trainer.epochs) == 1 and open_bars() == []

@@ -94,7 +94,7 @@ def test_a_metric_without_its_name_is_refused_where_it_was_typed(make, metric):
     with pytest.raises(TypeError, match="which is a metric.*by name.*CoreCBs\\(accuracy="): make(metric())
 
 
-@pytest.mark.parametrize("kwargs, error", [(dict(accuracy=MulticlassAccuracy), "only an object can count"), (dict(accuracy=3), "has no method"), (dict(device="cupboard"), "PyTorch does not know")])
+@pytest.mark.parametrize("kwargs, error", [(dict(accuracy=MulticlassAccuracy), "only an object can count"), (dict(accuracy=3), "`accuracy=3` is no metric, and `CoreCBs` has no option"), (dict(train_metric=True), "Did you mean `train_metrics`"), (dict(device="cupboard"), "PyTorch does not know")])
 def test_mistakes_in_settings_are_those_of_the_members(kwargs, error):
     with pytest.raises((TypeError, ValueError), match=error): CoreCBs(**kwargs)
 
@@ -125,6 +125,31 @@ def test_one_batch_for_one_fit_only():
 def test_the_group_and_one_of_its_members_twice_is_an_error_that_says_so():
     with pytest.raises(ValueError, match="callback called `DeviceCB` already"): new_trainer([CoreCBs("cpu"), DeviceCB("cpu")])
     with pytest.raises(ValueError, match="called `.*` already"): new_trainer([CoreCBs("cpu"), CoreCBs("cpu")])
+
+
+class MyStepCB(BasicTrainCB):
+    def step(self, trainer): trainer.opt.step()
+
+
+def test_steps_of_ones_own_take_the_place_of_the_members():
+    "`Leave out BasicTrainCB` was no help for a member of a group"
+    with pytest.raises(ValueError, match=r"Leave out `BasicTrainCB`, which came with the group `CoreCBs` \(hand the other one to the group.*`CoreCBs\(train=...\)`"): new_trainer([CoreCBs("cpu"), MyStepCB()]).fit(1)
+    with pytest.raises(ValueError, match=r"Leave out `BasicTrainCB`, or mark"): new_trainer([CoreCBs("cpu", train=MyStepCB()), BasicTrainCB()]).fit(1)
+    ours, theirs = new_trainer([CoreCBs("cpu", train=MyStepCB())]), new_trainer([CoreCBs("cpu")])
+    for trainer in (ours, theirs): trainer.fit(2, lr=0.01)
+    assert torch.equal(weights(ours), weights(theirs)) and type(ours.callbacks[2]) is MyStepCB
+    assert repr(CoreCBs("cpu", train=MyStepCB())) == "CoreCBs(DeviceCB, MyStepCB, MetricsCB, ProgressCB)"
+
+
+@pytest.mark.parametrize("train, error", [(MyStepCB, r"Make one: `MyStepCB\(\)`"), (True, "does none of the steps"), (NBatchCB(1), "does none of the steps"), (MulticlassAccuracy(), "which is a metric")])
+def test_what_does_no_step_is_not_taken_for_training(train, error):
+    with pytest.raises(TypeError, match=error): CoreCBs("cpu", train=train)
+
+
+def test_a_group_can_be_silent_and_take_functions(capsys):
+    trainer = new_trainer([CoreCBs("cpu", progress=False, show=False, weigh="mean", error=lambda preds, targets: preds.argmax(1) != targets)])
+    trainer.fit(1)
+    assert capsys.readouterr().out == "" and 0 <= trainer.history.latest("error") <= 1 and trainer.MetricsCB.weigh == "mean"
 
 
 def test_two_trainers_may_take_over_each_others_callbacks():

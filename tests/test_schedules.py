@@ -909,3 +909,8 @@ def test_where_decays_begin_and_end_is_known():
             assert curve[start-1] == 1 == curve[start] and curve[start+1] < 1 and curve[end-1] == min(curve[start:end])
             assert end == total or curve[end] == 1
         assert wsd.factor(total, total) == 0, "and after the last one it stays there"
+
+
+@pytest.mark.parametrize("warmup", [5, 0.1])
+def test_a_length_in_the_place_of_the_decay_is_told_where_it_belongs(warmup):
+    with pytest.raises(ValueError, match=f"`decay` is {warmup}.*The length of the warm-up is `warmup={warmup}`"): WarmupSchedulerCB(warmup)

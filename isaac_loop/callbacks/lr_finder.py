@@ -82,6 +82,12 @@ class LRFinderCB:
         snapshot,self._snapshot = self._snapshot,None
         if snapshot: snapshot.restore()
 
+    def __repr__(self):
+        if not self.lrs: return 'LRFinderCB(no rate tried yet)'
+        tried = f'{len(self.lrs)} rates from {self.lrs[0]:.2g} to {self.lrs[-1]:.2g}'
+        try: return f'LRFinderCB({tried}; ' + ', '.join(f'{rule} {lr:.2g}' for rule,lr in self.suggestions().items()) + ')'
+        except ValueError: return f'LRFinderCB({tried}, too few for suggestions)'
+
 # %% ../../nbs/callbacks/62_lr_finder.ipynb #9d83385d
 @patch
 def after_get_loss(self:LRFinderCB, trainer):

@@ -114,6 +114,11 @@ class ProgressCB:
     ):
         if place not in (None, 'notebook', 'terminal', 'plain'): raise ValueError(f"`place` is {place!r}. Use 'notebook', 'terminal', 'plain', or None to find out.")
         self.place,self.seconds = place,seconds
+        self._forget()
+
+    def _forget(self):
+        "No bar, no table"
+        self._bars,self._panel,self._lines,self._epochs,self._batches,self._late = [],None,None,None,None,None
 
     def before_fit(self, trainer):
         "Put a bar around the epochs"
@@ -163,8 +168,8 @@ def cleanup_fit(self:ProgressCB, trainer):
     "Take all bars away and leave the table"
     while self._bars: self._bars.pop().close()
     if self._panel: self._panel.close()
-    trainer.epochs = self._epochs
-    self._panel = self._lines = self._epochs = self._batches = self._late = None
+    if self._epochs is not None: trainer.epochs = self._epochs
+    self._forget()
 
 # %% ../../nbs/callbacks/51_progress.ipynb #19abaaa3
 @patch

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['OneCycleSchedulerCB', 'WarmupSchedulerCB', 'WSDSchedulerCB']
 
-# %% ../../nbs/callbacks/61_schedules.ipynb #75f35976
+# %% ../../nbs/callbacks/61_schedules.ipynb #1baaa6b4
 import warnings
+from numbers import Real
 
 from fastcore.basics import patch
 from fastcore.meta import delegates
@@ -69,6 +70,7 @@ class WarmupSchedulerCB(_FactorCB):
         timescale:int=None, # Updates after which 'inverse_sqrt' would have fallen to 0.71; default: the length of the warm-up
         opt:str='opt', # Attribute of the trainer that holds the optimizer
     ):
+        if isinstance(decay, Real): raise ValueError(f'`decay` is {decay!r}, but it is a name or a function, the shape of the decay. The length of the warm-up is `warmup={decay!r}`.')
         check_decay(decay, [*DECAYS, 'inverse_sqrt'])
         check_length(warmup=warmup, hold=hold, cooldown=cooldown)
         check_numbers(cycles, start_factor=start_factor or 0, end_factor=end_factor)
