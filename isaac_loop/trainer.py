@@ -538,7 +538,7 @@ def side_run(self:Trainer,
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
-    self.callbacks,self._named,self._fitting,self.history,self._side_runs = [],{},False,History(),self._side_runs+1
+    self.callbacks,self._named,self._guests,self._fitting,self.history,self._side_runs = [],{},[],False,History(),self._side_runs+1
     self.plan = Plan(type(self), self.plan.last)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off
