@@ -98,7 +98,8 @@ def _wrong_order(opt_func, model):
 def _warn_of_missing_steps(plan):
     "Warn when some steps have no provider, and others have one or are waited for"
     missing = [o for o in STEPS if not plan[o]]
-    waiting = [f'`{callback_name(found[0][0])}.{event}`' for s in STEPS.values() for event in (s.before, s.after, s.cleanup) if (found := plan.entries[True][event])]
+    around = [event for o in ('backward', 'step', 'zero_grad') for event in (STEPS[o].before, STEPS[o].after, STEPS[o].cleanup)]
+    waiting = [f'`{callback_name(found[0][0])}.{event}`' for event in around if (found := plan.entries[True][event])]
     if not missing or (len(missing) == len(STEPS) and not waiting): return # An empty loop is fine
     warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out{f", and {waiting[0]} waits in vain" if len(missing) == len(STEPS) else ""}. '
                   'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=3)
