@@ -17,6 +17,8 @@ from isaac_loop.kept_state import *
 from isaac_loop.scheduler_checks import *
 from isaac_loop.hooks import *
 from isaac_loop.store import *
+from isaac_loop.joining import *
+from isaac_loop.example_losses import *
 from isaac_loop.data import *
 from isaac_loop.models import *
 from isaac_loop.lsuv import *
@@ -46,6 +48,7 @@ from isaac_loop.callbacks.reductions import *
 from isaac_loop.log_file import *
 from isaac_loop.provenance import *
 from isaac_loop.callbacks.resuming import *
+from isaac_loop.data_order import *
 from isaac_loop.callbacks.metrics import *
 from isaac_loop.callbacks.progress import *
 from isaac_loop.callbacks.tracking import *

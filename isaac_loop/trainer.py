@@ -98,7 +98,8 @@ def _wrong_order(opt_func, model):
 def _warn_of_missing_steps(plan):
     "Warn when some steps have no provider, and others have one or are waited for"
     missing = [o for o in STEPS if not plan[o]]
-    waiting = [f'`{callback_name(found[0][0])}.{event}`' for s in STEPS.values() for event in (s.before, s.after, s.cleanup) if (found := plan.entries[True][event])]
+    around = [event for o in ('backward', 'step', 'zero_grad') for event in (STEPS[o].before, STEPS[o].after, STEPS[o].cleanup)]
+    waiting = [f'`{callback_name(found[0][0])}.{event}`' for event in around if (found := plan.entries[True][event])]
     if not missing or (len(missing) == len(STEPS) and not waiting): return # An empty loop is fine
     warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out{f", and {waiting[0]} waits in vain" if len(missing) == len(STEPS) else ""}. '
                   'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=3)
@@ -538,7 +539,7 @@ def side_run(self:Trainer,
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
-    self.callbacks,self._named,self._fitting,self.history,self._side_runs = [],{},False,History(),self._side_runs+1
+    self.callbacks,self._named,self._guests,self._fitting,self.history,self._side_runs = [],{},[],False,History(),self._side_runs+1
     self.plan = Plan(type(self), self.plan.last)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off

@@ -22,7 +22,10 @@ from torcheval.metrics import MulticlassAccuracy
 
 from isaac_loop.callbacks.device import DeviceCB
 from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.predictions import CapturePredsCB, Predictions, in_order, join_batches, loss_per_example
+from isaac_loop.callbacks.predictions import CapturePredsCB, Predictions
+from isaac_loop.data_order import in_order
+from isaac_loop.example_losses import loss_per_example
+from isaac_loop.joining import join_batches
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.evaluation import DropoutOnCB

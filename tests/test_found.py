@@ -645,9 +645,26 @@ def test_a_loss_class_is_refused_where_it_is_typed():
 
 def test_a_callback_that_evaluates_itself_without_end_is_told_how_to_mend_it():
     def log(trainer): trainer.validate()
-    with pytest.raises(RuntimeError, match="order = Order.RECORD"): trainer_with().fit(1, callbacks=log)
+    for callbacks in ([log], []):
+        with pytest.raises(RuntimeError, match="order = Order.RECORD"): trainer_with(*callbacks).fit(1, callbacks=None if callbacks else log)
     log.order = Order.RECORD
     trainer_with().fit(1, callbacks=log)
+
+
+def test_a_run_on_the_side_keeps_the_callbacks_of_the_fit_too():
+    "Those that were given to `fit` were taken for leftovers, so a batch stayed on its device, say"
+    seen = []
+
+    class BatchCB:
+        order = Order.DATA
+        def before_batch(self, trainer): seen.append(trainer.history is outer)
+
+    def log(trainer): trainer.validate()
+    log.order = Order.RECORD
+    t = trainer_with()
+    outer = t.history
+    t.fit(1, callbacks=[BatchCB(), log])
+    assert seen == [True]*5 + [False]*2
 
 
 def test_steps_that_somebody_waits_for_and_nobody_does_are_missed():

@@ -435,7 +435,7 @@ def test_going_back_says_what_has_no_effect_and_refuses_what_would_not_fit():
     with pytest.raises(StateOwnerMissing, match="OneCycleSchedulerCB"): fit(trainer, 2, callbacks=OneCycleSchedulerCB())
     trainer.rewind(to=1)
     trainer.opt_func = optim.SGD
-    with pytest.raises(ResumeMismatch, match="was a AdamW, and is a SGD"): fit(trainer, 2)
+    with pytest.raises(ResumeMismatch, match="its class was `AdamW`, and is `SGD`"): fit(trainer, 2)
 
 
 class Unready:

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from .best import evaluated_model
 from ..checks import local_path
 from ..events import CancelException, Order, did_you_mean
+from ..run_state import bare
 from ..store import CheckpointStore
 
 # %% ../../nbs/callbacks/76_exports.ipynb #f48fd03c
@@ -48,7 +49,7 @@ class ExportCB:
 
     def before_fit(self, trainer):
         "Open the folder, and see whether the parts are there"
-        _chosen(trainer.model.state_dict(), self.parts)
+        _chosen(bare(trainer.model).state_dict(), self.parts)
         self._store,self._at = CheckpointStore(self.folder, keep_last=self.keep_last, keep_best=0),None
 
     def after_step(self, trainer):
@@ -77,5 +78,5 @@ def _export(self:ExportCB, trainer):
     "Write the weights as they are now, once for each update"
     if trainer.n_updates == self._at: return
     self._at = trainer.n_updates
-    weights = _chosen(evaluated_model(trainer).state_dict(), self.parts)
+    weights = _chosen(bare(evaluated_model(trainer)).state_dict(), self.parts)
     self.path = self._store.save(weights, step=trainer.n_updates, epoch=trainer.epoch, info=dict(fit=trainer.history.fit))

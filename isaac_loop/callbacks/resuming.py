@@ -78,7 +78,7 @@ def _named(self:ResumingCB, trainer):
     "An error comes out of a generator here, where nobody would see whose it is; so say it"
     try: yield
     except Exception as e:
-        if not any(o.startswith('raised ') for o in getattr(e, '__notes__', ())): e.add_note(f'raised by `{callback_name(self)}` between two batches or epochs{whereabouts(trainer)}')
+        e.add_note(f'raised by `{callback_name(self)}` between two batches or epochs{whereabouts(trainer)}')
         raise
 
 @patch
