@@ -463,7 +463,7 @@ def test_an_interrupted_experiment_goes_on_in_its_folder(tmp_path):
     assert record(folder)["fits"][0]["outcome"] == "KeyboardInterrupt"
     newest = CheckpointStore(folder/"checkpoints", read_only=True).latest()
     assert dict(project="p", name="net", hyper=dict(width=16)).items() <= newest.manifest["info"].items() and newest.step == 10
-    assert newest.manifest["info"] == dict(fit=0, monitor=None, mode="min", project="p", name="net", hyper=dict(width=16)) and newest.step == 10
+    assert newest.manifest["info"] == dict(fit=0, monitor=None, mode="min", project="p", name="net", hyper=dict(width=16), measured_with="EMACB") and newest.step == 10
     other = small(ExperimentCB(tmp_path, "p", "net_2"))
     other.fit(1)  # A newer one, of another name
     again = fit(start("latest"))

@@ -75,7 +75,7 @@ from isaac_loop.callbacks.interrupts import InterruptCB
 from torch.utils.data import DataLoader
 from isaac_loop.data import DataLoaders
 def after_batch(trainer):
-    if trainer.epoch == 1: print("here", file=sys.__stdout__, flush=True)
+    if trainer.epoch == 1 and trainer.batch_num >= 2: print("here", file=sys.__stdout__, flush=True) # Every worker is at work by now
     time.sleep(0.02)
 loaders = DataLoaders({loader}, DataLoader(runs.Rows(24), 12))
 runs.fit(runs.make_trainer([*runs.callbacks({folder!r}), InterruptCB(), after_batch], loaders))
