@@ -15,7 +15,7 @@ from fastcore.foundation import L
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.all import (AccumulationCB, BasicTrainCB, CancelBatchException, CancelEpochException, CancelStepException, CheckpointCB, DataLoaders, DeviceCB, EMACB, EarlyStoppingCB, History, KeepBestCB, MetricsCB, MomentumTrainCB, Order, ProgressCB, ResumeMismatch, RewindCB, SWACB, StepSchedulerCB, Trainer, callback_table,
+from isaac_loop.all import (AccumulationCB, BasicTrainCB, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, CheckpointCB, DataLoaders, DeviceCB, EMACB, EarlyStoppingCB, History, KeepBestCB, MetricsCB, MomentumTrainCB, Order, ProgressCB, ResumeMismatch, RewindCB, SWACB, StepSchedulerCB, Trainer, callback_table,
                             def_device, digit_loaders, event_table, exact_loader, init_delegates, replaces, show_source, to_device, with_cbs)
 
 
@@ -715,3 +715,20 @@ def test_one_dataset_where_splits_are_wanted_is_told_so_in_a_line():
     rows = Dataset.from_dict(dict(x=list(range(500)), y=list(range(500))))
     with pytest.raises(TypeError, match="is a Dataset, which has no splits") as e: DataLoaders.from_dataset_dict(rows, 32)
     assert len(str(e.value)) < 500
+
+
+@pytest.mark.parametrize("end", [CancelFitException, KeyboardInterrupt])
+@pytest.mark.parametrize("cb", [KeepBestCB, lambda: EMACB(0.9, keep=True), lambda: SWACB(0., keep=True)])
+def test_a_fit_that_is_left_before_it_has_begun_gets_no_weights_of_the_one_before(cb, end):
+    t = trainer_with(MetricsCB(), cb())
+    t.fit(1)
+    with torch.no_grad():
+        for p in t.model.parameters(): p.fill_(7)
+
+    def before_fit(trainer): raise end
+    before_fit.order = -200
+    try: t.fit(1, callbacks=before_fit)
+    except KeyboardInterrupt: pass
+    assert all((p == 7).all() for p in t.model.parameters())
+    t.fit(1)
+    assert not any((p == 7).all() for p in t.model.parameters())

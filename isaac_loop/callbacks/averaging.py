@@ -13,13 +13,13 @@ import torch
 from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from ..events import callback_name, CancelEpochException, CancelException, Order
+from ..events import callback_name, CancelBatchException, CancelEpochException, CancelException, CancelFitException, Order
 
 # %% ../../nbs/callbacks/63_averaging.ipynb #fd9ef505
 class _AveragingCB:
     "Average the weights after every update, and validate with the average"
     order = Order.SCHEDULE
-    weights_swapped,average = False,None
+    weights_swapped,average,_running = False,None,False
     def __init__(self,
         keep:bool=False, # Leave the average in the model when the fit has ended?
     ):
@@ -30,6 +30,7 @@ class _AveragingCB:
         others = [callback_name(o) for o in trainer.callbacks if o is not self and hasattr(o, 'weights_swapped')]
         if others: raise ValueError(f'`{callback_name(self)}` and `{others[0]}` both put an average into the model for validation, and only one can be measured. Use one of them in a fit.')
         self.average,self.weights_swapped = AveragedModel(trainer.model, multi_avg_fn=self._rule()).eval(),False
+        self._running = True
 
     def after_step(self, trainer):
         "Take the new weights into the average"
@@ -81,9 +82,10 @@ def cleanup_epoch(self:_AveragingCB, trainer):
 @patch
 def cleanup_fit(self:_AveragingCB, trainer):
     "Leave the average in the model, if it is to be kept; unless another callback put the best weights there"
+    begun,self._running = self._running,False
     ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
     taken = any(getattr(o, 'best_epoch', None) is not None for o in trainer.callbacks)
-    if self.keep and ended_well and not taken and self.evaluated is not None: trainer.model.load_state_dict(self.evaluated.state_dict())
+    if self.keep and begun and ended_well and not taken and self.evaluated is not None: trainer.model.load_state_dict(self.evaluated.state_dict())
 
 # %% ../../nbs/callbacks/63_averaging.ipynb #61a3bd84
 @patch

@@ -35,13 +35,13 @@ class KeepBestCB:
         min_delta:float=0., # A change must be larger than this to count
     ):
         self.monitor,self._judge = monitor,Monitor(mode_of(monitor, mode), min_delta)
-        self.best_epoch,self._weights = None,None
+        self.best_epoch,self._weights,self._running = None,None,False
 
     def before_fit(self, trainer):
         "Forget the last run"
         check_monitored(trainer, self.monitor, 'KeepBestCB')
         self._judge.reset()
-        self.best_epoch,self._weights = None,None
+        self.best_epoch,self._weights,self._running = None,None,True
 
     def log(self, trainer):
         "Copy the weights if this epoch is the best"
@@ -53,8 +53,9 @@ class KeepBestCB:
 @patch
 def cleanup_fit(self:KeepBestCB, trainer):
     "Put the best weights into the model"
+    begun,self._running = self._running,False
     ended_well = trainer.exception is None or isinstance(trainer.exception, (CancelException, KeyboardInterrupt, SystemExit))
-    if ended_well and self._weights is not None: trainer.model.load_state_dict(self._weights, strict=False)
+    if begun and ended_well and self._weights is not None: trainer.model.load_state_dict(self._weights, strict=False)
 
 @patch(as_prop=True)
 def best(self:KeepBestCB):
