@@ -164,6 +164,18 @@ class SWACB(_AveragingCB):
         super().__init__(keep)
         self.start,self.each,self.update_bn = start,each,update_bn
 
+    def before_fit(self, trainer):
+        "Begin a new average with the present weights"
+        super().before_fit(trainer)
+        self._loaded = 0 # Weights in the average that a former process has taken in
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on from a saved average"
+        super().load_state_dict(state)
+        self._loaded = self.n_averaged
+
     def cleanup_epoch(self, trainer):
         "Take the weights of this epoch into the mean, or the average out of the model"
         super().cleanup_epoch(trainer)
@@ -236,5 +248,5 @@ def cleanup_fit(self:SWACB, trainer):
     "Leave the average in the model, if it is to be kept; say so if a cancel left its batch norms without measurement"
     begun = self._of is not None and self._of() is trainer
     _AveragingCB.cleanup_fit(self, trainer)
-    if begun and isinstance(trainer.exception, CancelFitException) and self.update_bn and self.evaluated is not None and _batch_norms(self.average):
+    if begun and isinstance(trainer.exception, CancelFitException) and self.update_bn and self.n_averaged > self._loaded and _batch_norms(self.average):
         warnings.warn(_not_measured(f'the fit was cancelled ({trainer.exception})'), stacklevel=2)
