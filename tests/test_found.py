@@ -15,7 +15,7 @@ from fastcore.foundation import L
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.all import (AccumulationCB, BasicTrainCB, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, CheckpointCB, DataLoaders, DeviceCB, EMACB, EarlyStoppingCB, History, KeepBestCB, MetricsCB, MixedPrecisionCB, MomentumTrainCB, NBatchCB, OneBatchCB, Order, ProgressCB, ResumeMismatch, RewindCB, SWACB, StepSchedulerCB, Trainer, callback_table,
+from isaac_loop.all import (AccumulationCB, BasicTrainCB, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, CheckpointCB, DataLoaders, DeviceCB, EMACB, EarlyStoppingCB, GradientStatsCB, History, KeepBestCB, MetricsCB, MixedPrecisionCB, MomentumTrainCB, NBatchCB, OneBatchCB, Order, ProgressCB, RecorderCB, ResumeMismatch, RewindCB, SWACB, StepSchedulerCB, Trainer, callback_table,
                             def_device, digit_loaders, event_table, exact_loader, init_delegates, replaces, show_source, to_device, with_cbs)
 
 
@@ -780,3 +780,13 @@ def test_an_average_of_a_lazy_model_says_how_to_mend_it():
     with pytest.raises(ValueError, match="`0.weight` has no shape yet, .*`EMACB` .*Run one batch"): t.fit(1)
     t.model(data()[0][0])
     t.fit(1)
+
+
+@pytest.mark.parametrize("cb, column", [(RecorderCB, "lr"), (GradientStatsCB, "grad_norm")])
+def test_a_pass_that_is_left_before_it_has_begun_repeats_nothing_of_the_one_before(cb, column):
+    def before_epoch(trainer):
+        if trainer.epoch == 1: raise CancelEpochException
+    before_epoch.order = -200
+    t = trainer_with(cb(), before_epoch)
+    t.fit(3, valid=False)
+    assert [o["epoch"] for o in t.history.batches] == [0]*3 + [2]*3 and len(t.history.batches[column]) == 6
