@@ -2020,6 +2020,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'isaac_loop/callbacks/trackers.py'),
                                                'isaac_loop.callbacks.trackers.TensorBoard.__init__': ( 'callbacks/trackers.html#tensorboard.__init__',
                                                                                                        'isaac_loop/callbacks/trackers.py'),
+                                               'isaac_loop.callbacks.trackers.TensorBoard._place': ( 'callbacks/trackers.html#tensorboard._place',
+                                                                                                     'isaac_loop/callbacks/trackers.py'),
                                                'isaac_loop.callbacks.trackers.TensorBoard._write_params': ( 'callbacks/trackers.html#tensorboard._write_params',
                                                                                                             'isaac_loop/callbacks/trackers.py'),
                                                'isaac_loop.callbacks.trackers.TensorBoard.alert': ( 'callbacks/trackers.html#tensorboard.alert',
