@@ -1,11 +1,15 @@
 """Faults that people found in checkpoints and resuming; each test fails without the mend that followed."""
 import copy
+import csv
+import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 import warnings
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,6 +31,7 @@ from isaac_loop.callbacks.rewind import RewindCB
 from isaac_loop.callbacks.schedulers import BatchSchedulerCB, EpochSchedulerCB
 from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, WarmupSchedulerCB
 from isaac_loop.callbacks.stopping import EarlyStoppingCB
+from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.checkpoint_files import load_weights
 from isaac_loop.data import DataLoaders
@@ -527,3 +532,52 @@ def test_the_best_of_a_column_without_a_value_is_told_of_also_in_a_run_that_goes
             warnings.simplefilter("always", UserWarning)
             fit(make(value))
         assert ["`KeepBestCB` watched `score`, which had no value" in str(o.message) for o in told] == ([] if value else [True])
+
+
+def tables_of(path):
+    "All rows that a `TrackingCB` has written, by table, seconds apart"
+    if path.suffix == ".db":
+        with closing(sqlite3.connect(path)) as db:
+            db.row_factory = sqlite3.Row
+            found = {name: [dict(o) for o in db.execute(f"select * from {name}")] for name in ("fit_stats", "epoch_stats", "batch_stats", "fit_ends")}
+    elif path.suffix == ".jsonl":
+        rows = [json.loads(o) for o in path.read_text().splitlines()]
+        found = {name: [o for o in rows if o["table"] == name] for name in ("fit_stats", "epoch_stats", "batch_stats", "fit_ends")}
+    else: found = {name: [o for file in sorted(path.glob(f"*/{name}.csv")) for o in csv.DictReader(file.open(newline=""))] for name in ("fit_stats", "epoch_stats", "batch_stats", "fit_ends")}
+    return {name: [{k: v for k, v in o.items() if v not in (None, "") and k not in ("elapsed", "started", "ended", "seconds", "table", "model_source", "callbacks") and not k.startswith("CheckpointCB")} for o in rows] for name, rows in found.items()}
+
+
+@pytest.mark.parametrize("name", ["log.db", "log.jsonl", "log"])
+@pytest.mark.parametrize("n", [3, 10, 14])
+def test_a_tracked_run_that_was_cut_is_one_run_without_repetitions(name, n, tmp_path):
+    "It was a second run, which repeated the rows of the first; a run beside it in the same place, and an earlier fit, keep theirs"
+    def run(path, *more): return make_trainer(simple(tmp_path/"store", TrackingCB(path/name), *more, every=2, keep_last=None))
+    fit(fit(make_trainer(simple(None, TrackingCB(tmp_path/"whole"/name))), 1))
+    fit(make_trainer(simple(None, TrackingCB(tmp_path/name))), 2)
+    beside = tables_of(tmp_path/name)
+    first = fit(run(tmp_path), 1)
+    with pytest.raises(Cut): fit(first, callbacks=cut_at(n))
+    with pytest.raises(Cut): fit(fit(run(tmp_path), 1), callbacks=cut_at(n+2))  # And once more
+    again = fit(fit(run(tmp_path), 1))
+    found = tables_of(tmp_path/name)
+    expected = tables_of(tmp_path/"whole"/name)
+    mine = again.TrackingCB.run
+    assert mine == first.TrackingCB.run and {o["run"] for o in found["batch_stats"]} == {mine, beside["fit_stats"][0]["run"]}
+    for table, rows in expected.items():
+        ours = [{k: v for k, v in o.items() if k != "run"} for o in found[table] if o["run"] == mine]
+        assert len(ours) == len(rows) and [o for o in found[table] if o["run"] != mine] == beside[table]
+        if table.endswith("_stats") and table != "fit_stats": assert ours == [{k: v for k, v in o.items() if k != "run"} for o in rows]
+    assert [o["outcome"] for o in found["fit_ends"] if o["run"] == mine] == ["finished", "finished"]
+
+
+@pytest.mark.parametrize("name", ["log.db", "log.jsonl", "log"])
+def test_a_branch_of_a_tracked_run_that_is_complete_leaves_it_alone(name, tmp_path):
+    run = lambda store, **options: make_trainer(simple(tmp_path/store, TrackingCB(tmp_path/name), every=5, keep_last=None, **options))
+    first = fit(run("a"))
+    before = tables_of(tmp_path/name)
+    branch = fit(run("b", resume=tmp_path/"a"/"step-00000010"))
+    found = tables_of(tmp_path/name)
+    for table, rows in before.items():
+        assert [{k: v for k, v in o.items() if k in rows[0]} for o in found[table] if o["run"] == first.TrackingCB.run] == rows
+        assert len([o for o in found[table] if o["run"] == branch.TrackingCB.run]) == len(rows)
+    assert [o["resumed"] for o in found["fit_ends"] if o["run"] == branch.TrackingCB.run] == [first.TrackingCB.run]
