@@ -400,7 +400,7 @@ def load_state_dict(self:TrackingCB,
     else:
         self.run,self.resumed = old,state.get('resumed')
         own['started'] = next((o['started'] for o in state['fit_stats'] if o['fit'] == own['fit']), own['started'])
-    self._back,self._pending = {mine, self.run} - ({old} if over else set()),{}
+    self._back,self._pending = set() if self.path is None else {mine, self.run} - ({old} if over else set()),{}
     self._first,(self._n_epochs,self._n_batches) = tuple(state['first']),state['noted']
     rows = dict(fit_stats=[*earlier['fit_stats'], own], epoch_stats=trainer.history[self._first[0]:self._n_epochs],
                 batch_stats=trainer.history.batches[self._first[1]:self._n_batches], fit_ends=earlier['fit_ends'])
