@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.clipping import ClipGradCB, _clip_adaptive
+from isaac_loop.callbacks.clipping import ClipGradCB, _clip_adaptive, _with_entries
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB
 from isaac_loop.data import DataLoaders
@@ -265,3 +265,36 @@ def test_exactly_one_limit_is_given(limits):
 @pytest.mark.parametrize("kind", ["max_norm", "max_value", "adaptive"])
 def test_a_limit_is_a_number_above_zero(kind, limit):
     with pytest.raises(ValueError, match=f"`{kind}` is"): ClipGradCB(**{kind: limit})
+
+
+class Words(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 1)
+        self.words.weight.data[3] = 0  # Its norm counts as a little
+
+    def forward(self, x): return self.head(self.words(x).mean(1))
+
+
+@pytest.mark.parametrize("limit", [dict(max_norm=0.05), dict(max_value=0.005), dict(adaptive=0.01), dict(max_norm=math.inf), dict(max_norm=0.05, norm_type=math.inf), dict(max_norm=1e6)])
+def test_sparse_gradients_are_clipped_like_the_same_ones_with_all_their_zeros(limit):
+    "Words that come twice in a batch, and words that never come; PyTorch raised a NotImplementedError"
+    g = torch.Generator().manual_seed(0)
+    batches = [(torch.randint(6, (4, 3), generator=g), torch.randn(4, 1, generator=g)) for _ in range(5)]
+
+    def trained(sparse):
+        trainer = Trainer(DataLoaders(batches, batches), F.mse_loss, optim.SGD, Words(sparse), [BasicTrainCB(), QuietCB(), ClipGradCB(**limit)])
+        trainer.fit(2, lr=0.5)
+        return trainer
+    sparse, dense = trained(True), trained(False)
+    for a, b in zip(sparse.model.parameters(), dense.model.parameters()): assert torch.allclose(a, b, atol=1e-6)
+    assert sparse.history["grad_norm"] == pytest.approx(dense.history["grad_norm"], rel=1e-5) and sparse.history["grad_norm_clipped"] == dense.history["grad_norm_clipped"]
+
+
+def test_a_sparse_gradient_without_entries_or_without_rows():
+    p = nn.Parameter(torch.ones(3, 2))
+    p.grad = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 2), (3, 2), check_invariants=True)
+    assert _with_entries([p]) == []
+    p.grad = torch.sparse_coo_tensor([[0, 2], [1, 1]], [3., 4.], (3, 2), check_invariants=True)
+    with pytest.raises(ValueError, match="Use `max_norm` or `max_value`"): _clip_adaptive(_with_entries([p]), 0.1, 2.)

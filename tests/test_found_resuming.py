@@ -1,11 +1,15 @@
 """Faults that people found in checkpoints and resuming; each test fails without the mend that followed."""
 import copy
+import csv
+import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 import warnings
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,16 +17,21 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn, optim
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStepLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
 import isaac_loop.saving  # noqa: F401  `trainer.load`
 from isaac_loop.callbacks.averaging import EMACB
+from isaac_loop.callbacks.best import KeepBestCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.interrupts import InterruptCB
 from isaac_loop.callbacks.metrics import MetricsCB
+from isaac_loop.callbacks.reductions import PlateauSchedulerCB, StepSchedulerCB
 from isaac_loop.callbacks.rewind import RewindCB
-from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
+from isaac_loop.callbacks.schedulers import BatchSchedulerCB, EpochSchedulerCB
+from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, WarmupSchedulerCB
 from isaac_loop.callbacks.stopping import EarlyStoppingCB
+from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.checkpoint_files import load_weights
 from isaac_loop.data import DataLoaders
@@ -476,3 +485,99 @@ def test_more_epochs_than_then_go_on_with_a_run_that_stopped_itself(tmp_path):
 def test_loading_says_that_the_numbers_are_those_of_an_average(tmp_path):
     fit(make_trainer(simple(tmp_path/"run", EMACB(0.5), monitor="valid_loss")), 2)
     with pytest.warns(UserWarning, match="measured with the average of weights in `EMACB`"): make_trainer(simple()).load(tmp_path/"run", best=True)
+
+
+def watching(cb): return [BasicTrainCB(), MetricsCB(), cb]
+
+
+@pytest.mark.parametrize("first, then", [
+    (lambda: BatchSchedulerCB(partial(ExponentialLR, gamma=0.9)), lambda: BatchSchedulerCB(partial(StepLR, step_size=2))),
+    (lambda: StepSchedulerCB(2), lambda: StepSchedulerCB([2, 3])),
+    (lambda: KeepBestCB("valid_loss"), lambda: KeepBestCB("train_loss", mode="max")),
+    (lambda: KeepBestCB("valid_loss"), lambda: KeepBestCB("valid_loss", mode="max")),
+    (lambda: PlateauSchedulerCB("valid_loss"), lambda: PlateauSchedulerCB("train_loss")),
+    (lambda: PlateauSchedulerCB("valid_loss"), lambda: PlateauSchedulerCB("valid_loss", mode="max"))])
+def test_the_state_of_another_schedule_or_column_is_refused(first, then, tmp_path):
+    "The two were mixed in silence"
+    with pytest.raises(Cut): fit(make_trainer([*watching(first()), CheckpointCB(tmp_path, every=1)]), callbacks=cut_at(9))
+    with pytest.raises(ResumeMismatch, match="was saved|saved the state"): fit(make_trainer([*watching(then()), CheckpointCB(tmp_path, every=1)]))
+    fit(make_trainer([*watching(first()), CheckpointCB(tmp_path, every=1)]))
+
+
+@pytest.mark.parametrize("schedule, warned", [
+    (lambda: StepSchedulerCB(2), False), (lambda: StepSchedulerCB([1, 2]), False), (lambda: EpochSchedulerCB(partial(ExponentialLR, gamma=0.9)), False),
+    (lambda: EpochSchedulerCB(partial(MultiStepLR, milestones=[1])), False), (lambda: BatchSchedulerCB(partial(CosineAnnealingLR, T_max=14)), "rise again"),
+    (lambda: OneCycleSchedulerCB(), "ends after 14 steps"), (lambda: WarmupSchedulerCB(), "follows the new length"),
+    (lambda: BatchSchedulerCB(lambda opt, trainer: CosineAnnealingLR(opt, trainer.total_updates)), "keeps its `T_max`")])
+def test_more_epochs_are_a_warning_only_for_a_schedule_that_has_the_length_in_it(schedule, warned, tmp_path):
+    fit(make_trainer([*watching(schedule()), CheckpointCB(tmp_path)]), 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        fit(make_trainer([*watching(schedule()), CheckpointCB(tmp_path)]), 4)
+    told = [str(o.message) for o in told if "torch.jit" not in str(o.message)]
+    assert len(told) == bool(warned) and all(warned in o and ("goes on with" in o) == (warned != "rise again") for o in told)
+
+
+def test_the_best_of_a_column_without_a_value_is_told_of_also_in_a_run_that_goes_on(tmp_path):
+    class NothingCB:
+        columns = ["score"]
+        def after_epoch(self, trainer): trainer.history.write(score=1. if self.value and trainer.epoch == 0 else None)
+    def make(value):
+        nothing = NothingCB()
+        nothing.value = value
+        return make_trainer([*watching(KeepBestCB("score", "max")), nothing, CheckpointCB(tmp_path/str(value), every=1)])
+    for value in (False, True):
+        with pytest.raises(Cut): fit(make(value), callbacks=cut_at(9))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", UserWarning)
+            fit(make(value))
+        assert ["`KeepBestCB` watched `score`, which had no value" in str(o.message) for o in told] == ([] if value else [True])
+
+
+def tables_of(path):
+    "All rows that a `TrackingCB` has written, by table, seconds apart"
+    if path.suffix == ".db":
+        with closing(sqlite3.connect(path)) as db:
+            db.row_factory = sqlite3.Row
+            found = {name: [dict(o) for o in db.execute(f"select * from {name}")] for name in ("fit_stats", "epoch_stats", "batch_stats", "fit_ends")}
+    elif path.suffix == ".jsonl":
+        rows = [json.loads(o) for o in path.read_text().splitlines()]
+        found = {name: [o for o in rows if o["table"] == name] for name in ("fit_stats", "epoch_stats", "batch_stats", "fit_ends")}
+    else: found = {name: [o for file in sorted(path.glob(f"*/{name}.csv")) for o in csv.DictReader(file.open(newline=""))] for name in ("fit_stats", "epoch_stats", "batch_stats", "fit_ends")}
+    return {name: [{k: v for k, v in o.items() if v not in (None, "") and k not in ("elapsed", "started", "ended", "seconds", "table", "model_source", "callbacks") and not k.startswith("CheckpointCB")} for o in rows] for name, rows in found.items()}
+
+
+@pytest.mark.parametrize("name", ["log.db", "log.jsonl", "log"])
+@pytest.mark.parametrize("n", [3, 10, 14])
+def test_a_tracked_run_that_was_cut_is_one_run_without_repetitions(name, n, tmp_path):
+    "It was a second run, which repeated the rows of the first; a run beside it in the same place, and an earlier fit, keep theirs"
+    def run(path, *more): return make_trainer(simple(tmp_path/"store", TrackingCB(path/name), *more, every=2, keep_last=None))
+    fit(fit(make_trainer(simple(None, TrackingCB(tmp_path/"whole"/name))), 1))
+    fit(make_trainer(simple(None, TrackingCB(tmp_path/name))), 2)
+    beside = tables_of(tmp_path/name)
+    first = fit(run(tmp_path), 1)
+    with pytest.raises(Cut): fit(first, callbacks=cut_at(n))
+    with pytest.raises(Cut): fit(fit(run(tmp_path), 1), callbacks=cut_at(n+2))  # And once more
+    again = fit(fit(run(tmp_path), 1))
+    found = tables_of(tmp_path/name)
+    expected = tables_of(tmp_path/"whole"/name)
+    mine = again.TrackingCB.run
+    assert mine == first.TrackingCB.run and {o["run"] for o in found["batch_stats"]} == {mine, beside["fit_stats"][0]["run"]}
+    for table, rows in expected.items():
+        ours = [{k: v for k, v in o.items() if k != "run"} for o in found[table] if o["run"] == mine]
+        assert len(ours) == len(rows) and [o for o in found[table] if o["run"] != mine] == beside[table]
+        if table.endswith("_stats") and table != "fit_stats": assert ours == [{k: v for k, v in o.items() if k != "run"} for o in rows]
+    assert [o["outcome"] for o in found["fit_ends"] if o["run"] == mine] == ["finished", "finished"]
+
+
+@pytest.mark.parametrize("name", ["log.db", "log.jsonl", "log"])
+def test_a_branch_of_a_tracked_run_that_is_complete_leaves_it_alone(name, tmp_path):
+    run = lambda store, **options: make_trainer(simple(tmp_path/store, TrackingCB(tmp_path/name), every=5, keep_last=None, **options))
+    first = fit(run("a"))
+    before = tables_of(tmp_path/name)
+    branch = fit(run("b", resume=tmp_path/"a"/"step-00000010"))
+    found = tables_of(tmp_path/name)
+    for table, rows in before.items():
+        assert [{k: v for k, v in o.items() if k in rows[0]} for o in found[table] if o["run"] == first.TrackingCB.run] == rows
+        assert len([o for o in found[table] if o["run"] == branch.TrackingCB.run]) == len(rows)
+    assert [o["resumed"] for o in found["fit_ends"] if o["run"] == branch.TrackingCB.run] == [first.TrackingCB.run]

@@ -134,6 +134,22 @@ def test_a_resumed_run_is_one_curve(tmp_path):
     assert [o.value for o in points] == pytest.approx([o["loss"] for o in whole.history.batches if o["training"]], rel=1e-5)
 
 
+@need("tensorboard")
+def test_a_second_run_in_a_folder_is_a_run_of_its_own(tmp_path):
+    "It was laid over the first as one zigzag; both go on where they were, also when another came in between"
+    def run(store, *more, **options):
+        return make_run([*callbacks(), LoggerCB(TensorBoard(tmp_path / "tb", **options), every=1, run="my try"), CheckpointCB(tmp_path / store, every=4), *more])
+    def cut(): return CutCB("after_backward", lambda t: t.n_updates == 11)
+    for store in ("a", "b"):
+        with pytest.raises(Cut): fit(run(store, cut(), filename_suffix=".mine"))
+    for store in ("a", "b"): fit(fit(run(store)))
+    folders = {o.parent for o in (tmp_path / "tb").rglob("events.*")}
+    assert len(folders) == 2 and tmp_path / "tb" in folders
+    (second,) = folders - {tmp_path / "tb"}
+    assert second.parent == tmp_path / "tb" and second.name.startswith("my_try-")
+    for o in folders: assert [o.step for o in accumulated(o).Scalars("loss")] == list(range(42))
+
+
 # Weights & Biases
 
 def wandb_records(folder):

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.all import BasicTrainCB, DataLoaders, MixedPrecisionCB, Order, ProfilerCB, Trainer, replaces
+from isaac_loop.all import BasicTrainCB, CancelBatchException, CancelEpochException, CancelStepException, DataLoaders, MixedPrecisionCB, Order, ProfilerCB, Trainer, replaces
 
 
 def test_callbacks_stand_around_the_provider_of_a_step_in_layers():
@@ -57,3 +57,28 @@ def test_an_epoch_without_a_step_is_told_of(scale, epochs):
         trainer.fit(2, lr=1e-4, valid=False)
     assert [f"In epoch {o} a gradient overflowed in every one of 110 steps" in str(w.message) for o, w in zip(epochs, told, strict=True)] == [True]*len(epochs)
     assert trainer.n_updates > 0
+
+
+@pytest.mark.parametrize("cancel", [CancelStepException, CancelBatchException, CancelEpochException])
+@pytest.mark.parametrize("order", [Order.FIRST, Order.STEP])
+def test_an_update_that_is_left_out_in_float16_is_as_by_hand(cancel, order):
+    "The next batch failed, as its gradients had been un-scaled already; and gradients that stay are added to scaled ones"
+    batches = [(torch.randn(8, 2), torch.randn(8, 1)) for _ in range(5)]
+    first = nn.Linear(2, 1)
+
+    def before_step(trainer):
+        if trainer.batch_num == 2: raise cancel
+    before_step.order = order
+    trainer = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, copy.deepcopy(first), [BasicTrainCB(), MixedPrecisionCB("float16", init_scale=2.**10), before_step])
+    trainer.fit(2, lr=0.1, valid=False)
+    opt, scaler = optim.SGD(first.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=2.**10)
+    for _ in range(2):
+        for i, (x, y) in enumerate(batches):
+            with torch.autocast("cpu", torch.float16): loss = F.mse_loss(first(x), y)
+            scaler.scale(loss).backward()
+            if i == 2 and cancel is CancelEpochException: break
+            if i != 2:
+                scaler.step(opt)
+                scaler.update()
+            if i != 2 or cancel is CancelStepException: opt.zero_grad()
+    assert torch.equal(trainer.model.weight, first.weight) and trainer.n_updates == (4 if cancel is CancelEpochException else 8)

@@ -5,21 +5,21 @@
 # %% auto #0
 __all__ = ['EMACB', 'SWACB']
 
-# %% ../../nbs/callbacks/63_averaging.ipynb #c1d83367
-import math
+# %% ../../nbs/callbacks/63_averaging.ipynb #f9cc8f4f
+import math, warnings, weakref
 from contextlib import contextmanager
 
 import torch
 from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from ..events import callback_name, CancelEpochException, CancelException, Order
+from ..events import callback_name, CancelBatchException, CancelEpochException, CancelException, CancelFitException, Order
 
 # %% ../../nbs/callbacks/63_averaging.ipynb #fd9ef505
 class _AveragingCB:
     "Average the weights after every update, and validate with the average"
     order = Order.SCHEDULE
-    weights_swapped,average = False,None
+    weights_swapped,average,_of = False,None,None
     def __init__(self,
         keep:bool=False, # Leave the average in the model when the fit has ended?
     ):
@@ -29,7 +29,16 @@ class _AveragingCB:
         "Begin a new average with the present weights"
         others = [callback_name(o) for o in trainer.callbacks if o is not self and hasattr(o, 'weights_swapped')]
         if others: raise ValueError(f'`{callback_name(self)}` and `{others[0]}` both put an average into the model for validation, and only one can be measured. Use one of them in a fit.')
+        other = self._of and self._of()
+        if other is not None and other is not trainer and other._fitting: raise RuntimeError(f'This `{callback_name(self)}` is averaging the weights of another fit that is not over yet, and would mix two models. Give each trainer one of its own.')
+        self._check_lazy(trainer.model)
         self.average,self.weights_swapped = AveragedModel(trainer.model, multi_avg_fn=self._rule()).eval(),False
+        self._of = weakref.ref(trainer) # Whose fit this is, until it ends
+
+    def _check_lazy(self, model):
+        "Refuse weights that do not exist yet"
+        lazy = [name for name,o in model.named_parameters() if torch.nn.parameter.is_lazy(o)]
+        if lazy: raise ValueError(f'`{lazy[0]}` has no shape yet, as the model is lazy, so `{callback_name(self)}` has nothing to begin an average with. Run one batch through the model before `fit`, as in `model(x)`.')
 
     def after_step(self, trainer):
         "Take the new weights into the average"
@@ -81,6 +90,9 @@ def cleanup_epoch(self:_AveragingCB, trainer):
 @patch
 def cleanup_fit(self:_AveragingCB, trainer):
     "Leave the average in the model, if it is to be kept; unless another callback put the best weights there"
+    begun = self._of is not None and self._of() is trainer
+    if not begun: return
+    self._of = None
     ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
     taken = any(getattr(o, 'best_epoch', None) is not None for o in trainer.callbacks)
     if self.keep and ended_well and not taken and self.evaluated is not None: trainer.model.load_state_dict(self.evaluated.state_dict())
@@ -152,6 +164,18 @@ class SWACB(_AveragingCB):
         super().__init__(keep)
         self.start,self.each,self.update_bn = start,each,update_bn
 
+    def before_fit(self, trainer):
+        "Begin a new average with the present weights"
+        super().before_fit(trainer)
+        self._loaded = 0 # Weights in the average that a former process has taken in
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on from a saved average"
+        super().load_state_dict(state)
+        self._loaded = self.n_averaged
+
     def cleanup_epoch(self, trainer):
         "Take the weights of this epoch into the mean, or the average out of the model"
         super().cleanup_epoch(trainer)
@@ -181,23 +205,48 @@ def _measuring(model):
 # %% ../../nbs/callbacks/63_averaging.ipynb #945a5a1f
 class _MeasureCB:
     "Run batches through the average, so that its batch norms see them; nothing is learnt"
+    n_batches = 0
     def __init__(self, model): self.model = model
-    def predict(self, trainer): trainer.preds = self.model(*trainer.split(trainer.batch)[0])
-    def get_loss(self, trainer): trainer.loss = torch.zeros(())
-    def backward(self, trainer): "Nothing"
-    step = zero_grad = backward
+
+    def predict(self, trainer):
+        "Let the average see the batch"
+        trainer.preds = self.model(*trainer.split(trainer.batch)[0])
+        self.n_batches += 1
+
+    def after_predict(self, trainer):
+        "Leave the batch"
+        raise CancelBatchException('batch norm has seen it')
+
+    def get_loss(self, trainer): "Nothing"
+    backward = step = zero_grad = get_loss
 
 def _measure_anew(average, trainer):
     "Run the training data through `average` for its batch norms"
     loader,grads = trainer.dls.train,[p.grad for p in trainer.model.parameters()]
     position = loader.state_dict() if hasattr(loader, 'load_state_dict') else None
+    before,measure = {k: o.clone() for k,o in average.state_dict().items()},_MeasureCB(average)
     try:
-        with _measuring(average), trainer.side_run(_MeasureCB(average), below=Order.STEP) as side, torch.no_grad(): side.fit(1, valid=False)
+        with _measuring(average), trainer.side_run(measure, below=Order.STEP) as side, torch.no_grad(): side.fit(1, valid=False)
     finally:
         if position is not None: loader.load_state_dict(position)
         for p,grad in zip(trainer.model.parameters(), grads): p.grad = grad
+        if not measure.n_batches: average.load_state_dict(before)
+    return measure.n_batches
+
+def _not_measured(why):
+    return (f'The batch norms of the average that `SWACB` has made were not measured, because {why}. They have the running means of the last weights, which do not fit it. '
+            'Measure them with `torch.optim.swa_utils.update_bn`, or use the weights that were trained.')
 
 @patch
 def after_fit(self:SWACB, trainer):
     "Measure batch norm anew for the average"
-    if self.update_bn and self.evaluated is not None and _batch_norms(self.average): _measure_anew(self.average, trainer)
+    if not (self.update_bn and self.evaluated is not None and _batch_norms(self.average)): return
+    if not _measure_anew(self.average, trainer): warnings.warn(_not_measured('a callback let no batch through'), stacklevel=2)
+
+@patch
+def cleanup_fit(self:SWACB, trainer):
+    "Leave the average in the model, if it is to be kept; say so if a cancel left its batch norms without measurement"
+    begun = self._of is not None and self._of() is trainer
+    _AveragingCB.cleanup_fit(self, trainer)
+    if begun and isinstance(trainer.exception, CancelFitException) and self.update_bn and self.n_averaged > self._loaded and _batch_norms(self.average):
+        warnings.warn(_not_measured(f'the fit was cancelled ({trainer.exception})'), stacklevel=2)

@@ -5,12 +5,15 @@
 # %% auto #0
 __all__ = ['evaluated_model', 'KeepBestCB']
 
-# %% ../../nbs/callbacks/66_best.ipynb #fb60b198
+# %% ../../nbs/callbacks/66_best.ipynb #e42e3ad6
+import warnings
+
 import torch
 from fastcore.basics import patch
 
 from ..events import CancelException, Order
 from ..history import Monitor, check_monitored, mode_of
+from ..state import ResumeMismatch
 
 # %% ../../nbs/callbacks/66_best.ipynb #73777d25
 def evaluated_model(
@@ -35,26 +38,33 @@ class KeepBestCB:
         min_delta:float=0., # A change must be larger than this to count
     ):
         self.monitor,self._judge = monitor,Monitor(mode_of(monitor, mode), min_delta)
-        self.best_epoch,self._weights = None,None
+        self.best_epoch,self._weights,self._seen,self._running = None,None,False,False
 
     def before_fit(self, trainer):
         "Forget the last run"
         check_monitored(trainer, self.monitor, 'KeepBestCB')
         self._judge.reset()
-        self.best_epoch,self._weights = None,None
+        self.best_epoch,self._weights,self._seen,self._running = None,None,False,True
 
     def log(self, trainer):
         "Copy the weights if this epoch is the best"
-        if not trainer.history.current: return
-        if self._judge.update(trainer.history.current.get(self.monitor)):
-            self.best_epoch,self._weights = trainer.epoch,_weights_of(evaluated_model(trainer))
+        value = (trainer.history.current or {}).get(self.monitor)
+        if value is None: return
+        self._seen = True
+        if self._judge.update(value): self.best_epoch,self._weights = trainer.epoch,_weights_of(evaluated_model(trainer))
+
+    def after_fit(self, trainer):
+        "Say so if there never was a value"
+        if trainer.n_epochs and not self._seen:
+            warnings.warn(f'`{type(self).__name__}` watched `{self.monitor}`, which had no value in any epoch of this fit, so the weights are those of the last one. Was there no validation?', stacklevel=2)
 
 # %% ../../nbs/callbacks/66_best.ipynb #5c37c5b7
 @patch
 def cleanup_fit(self:KeepBestCB, trainer):
     "Put the best weights into the model"
+    begun,self._running = self._running,False
     ended_well = trainer.exception is None or isinstance(trainer.exception, (CancelException, KeyboardInterrupt, SystemExit))
-    if ended_well and self._weights is not None: trainer.model.load_state_dict(self._weights, strict=False)
+    if begun and ended_well and self._weights is not None: trainer.model.load_state_dict(self._weights, strict=False)
 
 @patch(as_prop=True)
 def best(self:KeepBestCB):
@@ -65,12 +75,15 @@ def best(self:KeepBestCB):
 @patch
 def state_dict(self:KeepBestCB):
     "The best weights, and when they were found"
-    return dict(judge=self._judge.state_dict(), best_epoch=self.best_epoch, weights=self._weights)
+    return dict(judge=self._judge.state_dict(), best_epoch=self.best_epoch, weights=self._weights, monitor=self.monitor, mode=self._judge.mode, seen=self._seen)
 
 @patch
 def load_state_dict(self:KeepBestCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on from what was the best"
+    was,now = (state.get('monitor', self.monitor), state.get('mode', self._judge.mode)),(self.monitor, self._judge.mode)
+    if was != now: raise ResumeMismatch(f'What was saved is the best by `{was[0]}` with `mode={was[1]!r}`, but `{type(self).__name__}` watches `{now[0]}` with `mode={now[1]!r}`, and the two cannot be compared. '
+                                        'Watch the same, or start anew in another folder.')
     self._judge.load_state_dict(state['judge'])
-    self.best_epoch,self._weights = state['best_epoch'],state['weights']
+    self.best_epoch,self._weights,self._seen = state['best_epoch'],state['weights'],state.get('seen', True)

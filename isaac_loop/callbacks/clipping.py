@@ -49,6 +49,23 @@ def _clip_adaptive(params, share, norm_type, eps=1e-3):
         p.grad.mul_(torch.where(size > limit, limit/size, 1.))
     return norm,torch.stack([o.to(norm.device) for o in reached]).any().to(norm.dtype)
 
+# %% ../../nbs/callbacks/32_clipping.ipynb #5ba5cced
+class _Entries:
+    "The entries of a sparse gradient, in the place of its parameter"
+    def __init__(self, p):
+        p.grad = p.grad.coalesce()
+        self.param,self.rows,self.grad = p,p.grad.indices(),p.grad.values() # Clipped in place
+
+    def detach(self):
+        "The weights of those rows"
+        if len(self.rows) > 1: raise ValueError('A sparse gradient with more than one sparse dimension has no whole rows, so `ClipGradCB(adaptive=...)` cannot clip it by the norm of its weights. Use `max_norm` or `max_value`.')
+        return self.param.detach()[self.rows[0]]
+
+def _with_entries(params):
+    "Those of `params` that have a gradient, the sparse ones by their entries"
+    found = [_Entries(p) if p.grad.is_sparse else p for p in params if p.grad is not None]
+    return [p for p in found if isinstance(p, torch.Tensor) or p.grad.numel()]
+
 # %% ../../nbs/callbacks/32_clipping.ipynb #f7393670
 class ClipGradCB:
     "Clip the gradients before each update, by norm, by value, or adaptively"
@@ -87,7 +104,7 @@ def _held(trainer):
 @patch
 def before_step(self:ClipGradCB, trainer):
     "Clip, and keep the norm on its device"
-    params = [p for p in (self.params or _held)(trainer) if p.grad is not None]
+    params = _with_entries((self.params or _held)(trainer))
     self._now = None
     if not params: return
     norm,reached = _CLIP[self.kind](params, self.limit, self.norm_type)

@@ -109,6 +109,7 @@ def cleanup_epoch(self:GradientStatsCB, trainer):
     if not trainer.training or not len(self._total): return
     if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
     norms,batches = self._total.read().tolist(),[o['batch'] for o in self._total.places()]
+    self._total = DeviceRecord() # The next pass may be left before it has begun here
     trainer.history.write_batches(True, batches, grad_norm=norms)
     trainer.history.write(grad_norm=math.fsum(norms)/len(norms))
 
@@ -119,6 +120,42 @@ def log(self:GradientStatsCB, trainer):
 
 @patch
 def _log(self:GradientStatsCB, table): print(table)
+
+# %% ../../nbs/callbacks/81_gradients.ipynb #21c39246
+def _kept(record, now):
+    "What `record` has of fit and epoch `now`, as two tables"
+    rows = [list(o.values()) for o in record.places()]
+    mine = [i for i,o in enumerate(rows) if tuple(o[:2]) == now]
+    return dict(values=record.read()[mine].float(), places=[rows[i] for i in mine])
+
+def _filled(kept, record, now):
+    "A record with what `record` has from before `now`, and then what was kept"
+    new = DeviceRecord()
+    for value,o in zip(record.read(), record.places()):
+        if (o['fit'], o['epoch']) < now: new.add(value, list(o.values()))
+    for value,place in zip(kept['values'], kept['places'], strict=True): new.add(value.double(), place)
+    new.read() # What comes may be on another device
+    return new
+
+# %% ../../nbs/callbacks/81_gradients.ipynb #33a69d75
+@patch
+def state_dict(self:GradientStatsCB)->dict: # Tensors and lists of numbers
+    "The gradients of a pass that is under way"
+    places = self._total.places()
+    now = (places[-1]['fit'], places[-1]['epoch']) if places else None
+    return dict(now=now, total=_kept(self._total, now), stats={name: _kept(o.record, now) for name,o in self.stats.items()} if now else {})
+
+@patch
+def load_state_dict(self:GradientStatsCB,
+    state:dict, # What `state_dict` gave
+):
+    "Go on in the middle of a pass"
+    self._total = DeviceRecord()
+    if state['now'] is None: return
+    now = tuple(state['now'])
+    self._total = _filled(state['total'], self._total, now)
+    for name,kept in state['stats'].items():
+        if name in self.stats: self.stats[name].record = _filled(kept, self.stats[name].record, now)
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #bcc3b6bd
 @patch(as_prop=True)

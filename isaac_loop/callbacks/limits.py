@@ -41,9 +41,9 @@ class LimitCB(KeepsState):
     n_samples,elapsed,_looked = 0,0.,None
     def __init__(self,
         updates:int=None, # Optimizer updates in the fit
-        *, samples:int=None, # Training samples, as counted by `count`
-        seconds=None, # Time since the fit began: seconds, or a `timedelta`
-        epochs:int=None, # Epochs of the fit
+        *, samples:int=None, # Training samples, as counted by `count`; schedules do not know it beforehand, and are cut off
+        seconds=None, # Time since the fit began: seconds, or a `timedelta`; schedules are cut off, too
+        epochs:int=None, # Epochs of the fit; schedules plan for those given to `fit`
         count=None, # Function of a batch that gives a number, of tokens say; default: the rows of its inputs
     ):
         for name,n in dict(updates=updates, samples=samples, epochs=epochs).items():

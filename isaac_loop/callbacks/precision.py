@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch.amp import GradScaler, autocast
 
-from ..events import CancelStepException, Order, replaces
+from ..events import CancelException, CancelStepException, Order, replaces
 
 # %% ../../nbs/callbacks/41_precision.ipynb #5fc9759b
 class MixedPrecisionCB:
@@ -24,13 +24,13 @@ class MixedPrecisionCB:
     ):
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if self.dtype not in (torch.bfloat16, torch.float16): raise ValueError(f"`dtype` is {dtype!r}, which autocast does not use. Choose 'bfloat16' or 'float16'.")
-        self.init_scale,self._open,self._loss,self._tried,self._overflowed = init_scale,None,None,0,0
+        self.init_scale,self._open,self._loss,self._unscaled,self._tried,self._overflowed = init_scale,None,None,False,0,0
 
     def before_fit(self, trainer):
         "Begin with a new scaler"
         parameter = next(iter(trainer.model.parameters()), torch.empty(0)) if hasattr(trainer.model, 'parameters') else torch.empty(0)
         self._device = parameter.device.type
-        self.scaler = GradScaler(self._device, init_scale=self.init_scale, enabled=self.dtype == torch.float16)
+        self.scaler,self._unscaled = GradScaler(self._device, init_scale=self.init_scale, enabled=self.dtype == torch.float16),False
 
 # %% ../../nbs/callbacks/41_precision.ipynb #dfba8f07
 @patch
@@ -80,6 +80,7 @@ def cleanup_backward(self:MixedPrecisionCB, trainer):
 def before_step(self:MixedPrecisionCB, trainer):
     "Un-scale the gradients, so that whoever clips them sees the true ones"
     self.scaler.unscale_(trainer.opt)
+    self._unscaled = self.scaler.is_enabled()
 
 # %% ../../nbs/callbacks/41_precision.ipynb #1937e3a1
 @patch
@@ -89,6 +90,7 @@ def _step(self:MixedPrecisionCB, trainer):
     before = self.scaler.get_scale()
     self.scaler.step(trainer.opt)
     self.scaler.update()
+    self._unscaled = False
     overflowed = self.scaler.get_scale() < before
     self._tried += 1
     self._overflowed += overflowed
@@ -98,6 +100,15 @@ def _step(self:MixedPrecisionCB, trainer):
 def step(self:MixedPrecisionCB):
     "What does the step instead of others; with `bfloat16` nothing does, and any other way of stepping stays as it is"
     return self._step if self.dtype == torch.float16 else None
+
+# %% ../../nbs/callbacks/41_precision.ipynb #9f0a4751
+@patch
+def cleanup_step(self:MixedPrecisionCB, trainer):
+    "Scale the gradients again, if the step was left out"
+    if not self._unscaled or not isinstance(trainer.exception, (type(None), CancelException)): return
+    scale,self._unscaled = self.scaler.get_scale(),False
+    for p in (p for group in trainer.opt.param_groups for p in group['params'] if p.grad is not None): p.grad.mul_(scale)
+    self.scaler.update(scale)
 
 # %% ../../nbs/callbacks/41_precision.ipynb #8f502b41
 def _all_overflowed(epoch, n, scale):

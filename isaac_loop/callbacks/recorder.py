@@ -84,8 +84,10 @@ def after_batch(self:RecorderCB, trainer):
 @patch
 def cleanup_epoch(self:RecorderCB, trainer):
     "Write the pass into the history, also when it was cut short"
-    if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)) or not self._batches: return
-    trainer.history.write_batches(True, self._batches, **{o.name: o.read() for o in self._values})
+    values,batches = self._values,self._batches
+    self._start() # The next pass may be left before it has begun here
+    if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)) or not batches: return
+    trainer.history.write_batches(True, batches, **{o.name: o.read() for o in values})
 
 # %% ../../nbs/callbacks/53_recorder.ipynb #5058f9bb
 @patch

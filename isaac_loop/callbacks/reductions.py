@@ -15,6 +15,7 @@ from .schedulers import EpochSchedulerCB
 from ..history import check_monitored
 from ..options import put_option
 from ..scheduler_checks import check_options, try_out
+from ..state import ResumeMismatch
 
 # %% ../../nbs/callbacks/45_reductions.ipynb #88e4601b
 class StepSchedulerCB(EpochSchedulerCB):
@@ -34,6 +35,8 @@ class StepSchedulerCB(EpochSchedulerCB):
     def _make(self, opt, trainer):
         if isinstance(self.epochs, int): return lr_scheduler.StepLR(opt, self.epochs, self.factor)
         return lr_scheduler.MultiStepLR(opt, self.epochs, self.factor)
+
+    def _knows_length(self): return False
 
     def _advance(self, n):
         "Take a step, and undo it for groups that would pass below `min_lr`"
@@ -82,6 +85,19 @@ class PlateauSchedulerCB(EpochSchedulerCB):
         "Say so if there never was a value"
         if self.scheduler is not None and trainer.n_updates and not self._seen:
             warnings.warn(f'`{type(self).__name__}` watched `{self.monitor}`, which had no value in any epoch of this fit, so the rate was never reduced. Was there no validation?', stacklevel=2)
+
+    def state_dict(self)->dict: # Numbers, strings, lists and dicts; empty before the first fit
+        "Where the schedule stands, and what it watches"
+        state = super().state_dict()
+        return state and state | dict(monitor=self.monitor)
+
+    def _load(self):
+        "Put the schedule where the saved state says, if that is about the same column"
+        now = self.monitor,self.scheduler.mode
+        was = self._saved.get('monitor', now[0]),self._saved['scheduler'].get('mode', now[1])
+        if was != now: raise ResumeMismatch(f'What was saved has watched `{was[0]}` with `mode={was[1]!r}`, but `{type(self).__name__}` watches `{now[0]}` with `mode={now[1]!r}`, and the two cannot be compared. '
+                                            'Watch the same, or start anew in another folder.')
+        super()._load()
 
     def _make(self, opt, trainer): return lr_scheduler.ReduceLROnPlateau(opt, **self.options)
     def _count_steps(self, trainer): return None

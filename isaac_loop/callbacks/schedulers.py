@@ -22,6 +22,7 @@ from ..data import DataLoaders
 from ..events import Order, callback_name
 from ..options import BeforeSchedule, options_of, put_option
 from ..scheduler_checks import check_scheduler, warn_of_length
+from ..state import ResumeMismatch
 from ..trainer import Trainer
 
 # %% ../../nbs/callbacks/37_schedulers.ipynb #9c0678bc
@@ -135,13 +136,35 @@ def _like(old, new):
     if isinstance(old, list) and len(old) == len(new): return [_like(*o) for o in zip(old, new)]
     return tuple(new) if isinstance(old, tuple) else new
 
+# %% ../../nbs/callbacks/37_schedulers.ipynb #a102e4c2
+def _kind(scheduler):
+    "The name of the class of a scheduler, with those that it is made of"
+    inner = getattr(scheduler, '_schedulers', None)
+    return type(scheduler).__name__ + (f'({", ".join(map(_kind, inner))})' if isinstance(inner, (list, tuple)) else '')
+
+# %% ../../nbs/callbacks/37_schedulers.ipynb #a4227bf6
+@patch
+def _knows_length(self:SchedulerCB):
+    "Whether the length of the fit is in the schedule"
+    own = type(self)._make is not SchedulerCB._make
+    return own or _wants_trainer(self.scheduler_func) or hasattr(self.scheduler, 'total_steps')
+
+def _warn_of_other_length(cb, n):
+    "Warn that a schedule of a fit of `n` steps goes on in one of another length"
+    kept = [o for o in ('total_steps', 'T_max', 'total_iters') if hasattr(cb.scheduler, o)] # Loading puts the old one back
+    curve = 'Its curve follows the new length.'
+    if kept: curve = f'Its curve keeps its `{kept[0]}`, and ends where it did.'
+    if kept == ['total_steps']: curve = f'Its curve ends after {n} steps, and those after that train at its last rate, which is close to 0.'
+    if kept: curve += ' For a curve of the new length, `trainer.load` the weights and save in another folder.'
+    warnings.warn(f'`{type(cb).__name__}` goes on with a schedule that was saved in a fit of {n} steps, but this fit has {cb._n_steps}. {curve}', stacklevel=2)
+
 # %% ../../nbs/callbacks/37_schedulers.ipynb #dd8e9b01
 @patch
 def state_dict(self:SchedulerCB)->dict: # Numbers, strings, lists and dicts; empty before the first fit
     "Where the schedule stands, for `load_state_dict`"
     if self.scheduler is None: return {}
     groups = options_of(self.scheduler.optimizer)
-    return _plain({'scheduler': self.scheduler.state_dict(), 'groups': groups, 'n_steps': self._n_steps})
+    return _plain({'kind': _kind(self.scheduler), 'scheduler': self.scheduler.state_dict(), 'groups': groups, 'n_steps': self._n_steps})
 
 @patch
 def load_state_dict(self:SchedulerCB,
@@ -155,11 +178,9 @@ def load_state_dict(self:SchedulerCB,
 def _load(self:SchedulerCB):
     "Put the scheduler and the optimizer's groups where the saved state says"
     state,self._saved = self._saved,None
-    if state['n_steps'] != self._n_steps:
-        own = getattr(self.scheduler, 'total_steps', None) # One-cycle keeps its own length, and loading it puts the old one back
-        warnings.warn(f'`{type(self).__name__}` goes on with a schedule that was saved in a fit of {state["n_steps"]} steps, but this fit has {self._n_steps}. ' +
-                      ('Its curve follows the new length.' if own is None else f'Its curve ends after {state["n_steps"]} steps, and those after that train at its last rate, which is close to 0. '
-                       'For a curve of the new length, `trainer.load` the weights and save in another folder.'), stacklevel=2)
+    was,kind = state.get('kind', _kind(self.scheduler)),_kind(self.scheduler)
+    if was != kind: raise ResumeMismatch(f'`{callback_name(self)}` saved the state of a `{was}`, but now makes a `{kind}`, and a mixture of the two would follow neither. Use the same scheduler, or start anew in another folder.')
+    if state['n_steps'] != self._n_steps and self._knows_length(): _warn_of_other_length(self, state['n_steps'])
     self.scheduler.load_state_dict(_like(self.scheduler.state_dict(), state['scheduler']))
     for group,saved in zip(self.scheduler.optimizer.param_groups, state['groups'], strict=True):
         for name,value in saved.items(): put_option(group, name, _like(group.get(name), value) if isinstance(value, list) else value)

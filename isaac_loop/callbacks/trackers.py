@@ -48,7 +48,7 @@ def _by_name(run):
 class TensorBoard:
     "A log in the files of TensorBoard"
     def __init__(self,
-        to, # A folder, made if missing; or a `SummaryWriter`, which stays open in the end
+        to, # A folder, made if missing, in which a second run gets a folder of its own; or a `SummaryWriter`, which stays open in the end
         **kwargs, # For `SummaryWriter`, such as `flush_secs`
     ):
         _check_installed('tensorboard', 'TensorBoard', 'tensorboard')
@@ -67,12 +67,24 @@ class TensorBoard:
         else: self.writer.close()
         if self.folder is not None: self.writer = None # A closed one could not be copied
 
+# %% ../../nbs/callbacks/72_trackers.ipynb #7499f917
+@patch
+def _place(self:TensorBoard, run):
+    "The folder for the files of this run"
+    files = [o.name for o in self.folder.glob('events.out.tfevents.*')]
+    if not files or any(o.endswith(run['id']) for o in files): return self.folder
+    name = re.sub(r'[^\w.-]+', '_', run['name'] or '')
+    known = next((o for o in self.folder.iterdir() if o.is_dir() and o.name.endswith(run['id'])), None)
+    return known or self.folder/(f'{name}-{run["id"]}' if name else run['id'])
+
 # %% ../../nbs/callbacks/72_trackers.ipynb #1aa8f02f
 @patch
 def start(self:TensorBoard, run):
     "Open the files, and write the map of the run"
     from torch.utils.tensorboard import SummaryWriter
-    if self.folder is not None: self.writer = SummaryWriter(self.folder, **{'purge_step': run['step'] or None, **self._kwargs})
+    if self.folder is not None:
+        options = {'purge_step': run['step'] or None, **self._kwargs, 'filename_suffix': f'{self._kwargs.get("filename_suffix", "")}.{run["id"]}'}
+        self.writer = SummaryWriter(self._place(run), **options)
     self._params = {k: o if isinstance(o, (bool, int, float, str)) else str(o) for k,o in _flattened(run['params']).items()}
     params = Table([dict(name=k, value=o) for k,o in self._params.items()])
     callbacks = Table([dict(callback=o['name'], order=o['order'], settings=', '.join(f'{k}={v!r}' for k,v in o['settings'].items())) for o in run['callbacks']])

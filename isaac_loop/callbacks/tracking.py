@@ -6,7 +6,7 @@
 __all__ = ['write_sqlite', 'write_jsonl', 'write_csv', 'TrackingCB']
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #06ceda26
-import csv, inspect, io, json, math, os, re, reprlib, sqlite3, time, uuid, warnings, weakref
+import csv, inspect, io, json, math, os, re, reprlib, shutil, sqlite3, time, uuid, warnings, weakref
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from datetime import datetime, timezone
@@ -157,10 +157,18 @@ def _append(path, text):
     "Append whole lines to a file at once, so that two programs may do so at the same time"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     data = text.encode('utf-8', 'backslashreplace')
-    with open(path, 'ab+', buffering=0) as f:
-        _wait_for_turn(f)
+    with _locked(path, 'ab+') as f:
         if f.tell() and f.seek(-1, os.SEEK_END) >= 0 and f.read(1) != b'\n': data = b'\n'+data # A line that broke off stays by itself
         while data: data = data[f.write(data):]
+
+def _locked(path, mode):
+    "The file at `path`, open and ours until it is closed; another look if somebody has put a new file in its place meanwhile"
+    for _ in range(5):
+        f = open(path, mode, buffering=0)
+        _wait_for_turn(f)
+        if os.path.exists(path) and os.path.samestat(os.fstat(f.fileno()), os.stat(path)): break
+        f.close()
+    return open(path, mode, buffering=0) if f.closed else f
 
 def _wait_for_turn(f):
     "Lock `f` until it is closed, where the system can; the system unlocks it when the program is killed"
@@ -214,6 +222,58 @@ def _cell(value):
     value = plain(value)
     return _as_json(value) if isinstance(value, (list, dict)) else value
 
+# %% ../../nbs/callbacks/52_tracking.ipynb #e346864e
+_TABLES = 'fit_stats', 'epoch_stats', 'batch_stats', 'fit_ends'
+
+def _sqlite_without(path, run):
+    "Delete all rows of `run` from a database"
+    with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as db:
+        db.execute('begin immediate')
+        for table in {o[0] for o in db.execute("select name from sqlite_master where type = 'table'")} & {*_TABLES}: db.execute(f'delete from {table} where run = ?', [run])
+        db.execute('commit')
+
+def _jsonl_without(path, run):
+    "Write a file of JSON lines anew, without those of `run`"
+    with _locked(path, 'rb') as f:
+        f.seek(0)
+        lines = f.readall().splitlines(keepends=True)
+        kept = [o for o in lines if not _line_of(o, run)]
+        if len(kept) == len(lines): return
+        part = Path(path).with_suffix('.part')
+        part.write_bytes(b''.join(kept))
+        os.replace(part, path)
+
+def _line_of(line, run):
+    "The row in a line of JSON if it belongs to `run`, None otherwise"
+    if run.encode() not in line: return None
+    try: row = json.loads(line)
+    except ValueError: return None # It broke off
+    return row if isinstance(row, dict) and row.get('run') == run and row.get('table') in _TABLES else None
+
+def _csv_without(path, run):
+    "Remove the folder of `run`"
+    if (path/run).exists(): shutil.rmtree(path/run)
+
+# %% ../../nbs/callbacks/52_tracking.ipynb #2994aa68
+def _sqlite_ends(path, run):
+    "The rows of `run` in `fit_ends`"
+    with closing(sqlite3.connect(path, timeout=60)) as db:
+        try: return [dict(zip(('fit', 'outcome'), o)) for o in db.execute('select fit, outcome from fit_ends where run = ?', [run])]
+        except sqlite3.OperationalError: return [] # No fit has ended yet
+
+def _jsonl_ends(path, run):
+    "The rows of `run` in `fit_ends`"
+    with open(path, 'rb') as f: rows = [row for o in f if (row := _line_of(o, run))]
+    return [o for o in rows if o['table'] == 'fit_ends']
+
+def _csv_ends(path, run):
+    "The rows of `run` in `fit_ends`"
+    file = path/run/'fit_ends.csv'
+    names,*rows = _csv_rows(file) if file.exists() else [[]]
+    return [dict(zip(names, o)) for o in rows]
+
+_TAKING_BACK = {write_sqlite: (_sqlite_without, _sqlite_ends), write_jsonl: (_jsonl_without, _jsonl_ends), write_csv: (_csv_without, _csv_ends)}
+
 # %% ../../nbs/callbacks/52_tracking.ipynb #7a15bdb6
 _WRITERS = {'.sqlite': write_sqlite, '.sqlite3': write_sqlite, '.db': write_sqlite, '.jsonl': write_jsonl, '': write_csv}
 
@@ -243,7 +303,7 @@ class TrackingCB:
 
     def before_fit(self, trainer):
         "Note the model, the callbacks and all settings"
-        self._open,self._pending,self._start = False,{},time.monotonic()
+        self._open,self._pending,self._back,self._start = False,{},set(),time.monotonic()
         self._n_epochs,self._n_batches = len(trainer.history),len(trainer.history.batches)
         if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
         self._note('fit_stats', [self._fit_row(trainer)])
@@ -312,6 +372,9 @@ def _note_batches(self:TrackingCB, trainer):
 def _flush(self:TrackingCB):
     "Write what has not been written"
     where = self.path/self.run if self._write is write_csv else self.path
+    for run in sorted(self._back):
+        _TAKING_BACK[self._write][0](self.path, run)
+        self._back.remove(run)
     for table in list(self._pending):
         self._write(where, table, self._pending[table])
         del self._pending[table]
@@ -321,24 +384,38 @@ def _flush(self:TrackingCB):
 def state_dict(self:TrackingCB):
     "The fits so far, and how much of the history is noted"
     mine = {name: [o for o in getattr(self, name) if o['run'] == self.run] for name in ('fit_stats', 'fit_ends')}
-    return dict(run=self.run, first=list(self._first), noted=[self._n_epochs, self._n_batches], **mine)
+    return dict(run=self.run, resumed=self.resumed, first=list(self._first), noted=[self._n_epochs, self._n_batches], **mine)
 
 @patch
 def load_state_dict(self:TrackingCB,
     state:dict, # What `state_dict` gave
 ):
-    "Note what was noted before, as a new run"
-    trainer,own = self._trainer(),{**self.fit_stats[-1], 'fit': self._trainer().history.fit}
-    again = self.run == state['run'] # Taken back in time: this run has rows of what did not happen
-    if again: self._new_run(trainer)
-    self.resumed,self._first,(self._n_epochs,self._n_batches) = state['run'],tuple(state['first']),state['noted']
-    rows = dict(fit_stats=[o for o in state['fit_stats'] if o['fit'] < own['fit']], epoch_stats=trainer.history[self._first[0]:self._n_epochs],
-                batch_stats=trainer.history.batches[self._first[1]:self._n_batches], fit_ends=[o for o in state['fit_ends'] if o['fit'] < own['fit']])
+    "Note what was noted before, and go on with the same run, or with a new one if the fit has ended already"
+    trainer,mine,old = self._trainer(),self.run,state['run']
+    own = {**self.fit_stats[-1], 'fit': trainer.history.fit}
+    earlier = {name: [o for o in state[name] if o['fit'] < own['fit']] for name in ('fit_stats', 'fit_ends')}
+    over = self._has_ended(old, own['fit'])
+    if over and mine == old: self._new_run(trainer)
+    if over: self.resumed = old
+    else:
+        self.run,self.resumed = old,state.get('resumed')
+        own['started'] = next((o['started'] for o in state['fit_stats'] if o['fit'] == own['fit']), own['started'])
+    self._back,self._pending = set() if self.path is None else {mine, self.run} - ({old} if over else set()),{}
+    self._first,(self._n_epochs,self._n_batches) = tuple(state['first']),state['noted']
+    rows = dict(fit_stats=[*earlier['fit_stats'], own], epoch_stats=trainer.history[self._first[0]:self._n_epochs],
+                batch_stats=trainer.history.batches[self._first[1]:self._n_batches], fit_ends=earlier['fit_ends'])
     for table,found in rows.items():
-        setattr(self, table, [o for o in getattr(self, table) if o['run'] not in (self.run, state['run'])])
+        setattr(self, table, [o for o in getattr(self, table) if o['run'] not in (mine, old, self.run)])
         self._note(table, [{k: v for k,v in o.items() if k != 'run'} for o in found])
-    if again: self._note('fit_stats', [{k: v for k,v in own.items() if k != 'run'}])
-    else: self.fit_stats.append(own)
+    self._save()
+
+@patch
+def _has_ended(self:TrackingCB, run, fit):
+    "Whether the file says that this fit came to its end"
+    if self.path is None: return False
+    try: ends = _TAKING_BACK[self._write][1](self.path, run)
+    except (OSError, sqlite3.Error): return False
+    return any(str(o['fit']) == str(fit) and o['outcome'] in ('finished', 'stopped', 'CancelFitException') for o in ends)
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #e286302e
 @patch
