@@ -121,6 +121,15 @@ def take_state(
     weights = bare(trainer.model).state_dict()
     return map_tensors(torch.clone, dict(weights)) if copy else weights, state
 
+# %% ../nbs/27_run_state.ipynb #7fe1da1a
+def check_is_run(
+    state, # What a checkpoint holds
+    where, # Its path, for the message
+):
+    "Raise `ResumeMismatch` if `state` is not what `take_state` gives"
+    if isinstance(state, dict) and {'position', 'opts', 'callbacks'} <= state.keys(): return
+    raise ResumeMismatch(f'`{where}` holds no run that `CheckpointCB` or `trainer.save` wrote, so nothing can go on from it. Read it with `CheckpointStore.load`.')
+
 # %% ../nbs/27_run_state.ipynb #589d9da3
 def _shape(x): return 'any' if torch.nn.parameter.is_lazy(x) else tuple(getattr(x, 'shape', ()))
 

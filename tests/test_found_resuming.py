@@ -476,3 +476,42 @@ def test_more_epochs_than_then_go_on_with_a_run_that_stopped_itself(tmp_path):
 def test_loading_says_that_the_numbers_are_those_of_an_average(tmp_path):
     fit(make_trainer(simple(tmp_path/"run", EMACB(0.5), monitor="valid_loss")), 2)
     with pytest.warns(UserWarning, match="measured with the average of weights in `EMACB`"): make_trainer(simple()).load(tmp_path/"run", best=True)
+
+
+def test_loading_the_best_says_why_there_is_none(tmp_path):
+    "It was an AttributeError about None, and asked for a parameter that did not exist"
+    trainer = make_trainer(simple())
+    for folder in (tmp_path/"nowhere", tmp_path):
+        with pytest.raises(NoValidCheckpoint, match="Is it the right folder?"): trainer.load(folder, best=True)
+        with pytest.raises(NoValidCheckpoint, match="Is it the right folder?"): trainer.load(folder, best=True, monitor="loss")
+    fit(trainer, 1)
+    path = trainer.save(tmp_path/"run", accuracy=0.9, loss=float("nan"))
+    with pytest.raises(NoValidCheckpoint, match="is one checkpoint"): trainer.load(path, best=True)
+    with pytest.raises(LookupError, match="Pass `monitor`"): trainer.load(tmp_path/"run", best=True)
+    with pytest.raises(ValueError, match="Say `mode='max'`"): trainer.load(tmp_path/"run", best=True, monitor="accuracy")
+    with pytest.raises(ValueError, match="'max' when higher is"): trainer.load(tmp_path/"run", best=True, monitor="accuracy", mode="auto")
+    with pytest.raises(NoValidCheckpoint, match="has a finite `loss`, so none is the best"): trainer.load(tmp_path/"run", best=True, monitor="loss")
+    with pytest.raises(NoValidCheckpoint, match="Did you mean `accuracy`"): trainer.load(tmp_path/"run", best=True, monitor="accurcy", mode="max")
+    for wrong in (dict(monitor="loss"), dict(mode="min"), dict(best=True, mode="min")):
+        with pytest.raises(ValueError, match="or leave it out"): trainer.load(tmp_path/"run", **wrong)
+
+
+@pytest.mark.parametrize("mode, best", [("max", 0.9), ("min", 0.7)])
+def test_the_best_of_what_was_saved_by_hand_can_be_loaded(mode, best, tmp_path):
+    trainer, kept = make_trainer(simple()), {}
+    for score in (0.7, 0.9, 0.9, float("nan"), 0.8):
+        fit(trainer, 1)
+        trainer.save(tmp_path, score=score)
+        kept.setdefault(score, trainer.model[0].weight.detach().clone())
+    again = make_trainer(simple())
+    again.load(tmp_path, best=True, monitor="score", mode=mode)
+    assert torch.equal(again.model[0].weight, kept[best])
+
+
+def test_a_checkpoint_without_a_run_is_not_loaded_into_a_trainer(tmp_path):
+    "It was a KeyError about `opts`"
+    with CheckpointStore(tmp_path) as store:
+        for state in (None, {"opts": 1}, {"mine": 1}):
+            path = store.save({"w": torch.ones(2)}, state)
+            for place in (tmp_path, path):
+                with pytest.raises(ResumeMismatch, match="holds no run that"): make_trainer(simple()).load(place)

@@ -15,7 +15,7 @@ from ..checks import local_path
 from ..events import CancelFitException, callback_name
 from ..history import Monitor, check_monitored, mode_of
 from ..run_folder import run_folder
-from ..run_state import check_fits, put_weights, take_parts, take_state
+from ..run_state import check_fits, check_is_run, put_weights, take_parts, take_state
 from ..state import ResumeMismatch
 from ..store import CheckpointStore, check_keeping
 
@@ -133,8 +133,10 @@ def _load(self:CheckpointCB, path):
         self._store.run_id = mine[-1].run_id if mine else None
         if mine: weights,state,_ = self._store.load(verify=self.verify)
     where = self._store.resumed_from or path
-    if not isinstance(state, dict) or not {'position', 'opts', 'callbacks'} <= state.keys(): raise ResumeMismatch(f'`{where}` holds no run that `CheckpointCB` or `trainer.save` wrote, so a fit cannot go on from it. Read it with `CheckpointStore.load`.')
-    if state['position'].get('by_hand'): raise ResumeMismatch(f'`{where}` was saved by hand after a fit that did not end, so nobody knows at which batch it stands. Take over what it holds with `trainer.load`, in another folder.')
+    check_is_run(state, where)
+    if state['position'].get('by_hand'):
+        raise ResumeMismatch(f'`{where}` was saved by hand after a fit that did not end, so nobody knows at which batch it stands. '
+                             'Take over what it holds with `trainer.load`, in another folder.')
     return weights,state
 
 @patch
