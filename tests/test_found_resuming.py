@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -274,6 +275,27 @@ def test_what_was_not_written_by_a_run_is_named(tmp_path):
 @pytest.mark.parametrize("options, error", [(dict(verify="md5"), ValueError), (dict(every=timedelta(-1)), ValueError), (dict(keep_best=1.5), TypeError), (dict(keep_last=1), ValueError)])
 def test_bad_options_are_refused_where_they_were_typed(options, error, tmp_path):
     with pytest.raises(error): CheckpointCB(tmp_path/"run", **options)
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_none_switches_off_what_the_message_says_it_does(store, tmp_path):
+    "The comparison with None was a bare TypeError"
+    make = (lambda **o: CheckpointStore(tmp_path/"run", monitor="loss", **o)) if store else (lambda **o: CheckpointCB(tmp_path/"run", monitor="loss", **o))
+    make(keep_best=None, keep_last=None)
+    for bad in (-1, True, 1.5):
+        with pytest.raises((ValueError, TypeError), match="counted"): make(keep_best=bad)
+
+
+def test_without_a_best_one_only_the_newest_stay(tmp_path):
+    with CheckpointStore(tmp_path, monitor="loss", keep_best=None) as store:
+        for step in (1, 2, 3, 4): store.save({}, step=step, metrics={"loss": step})
+        assert [o.step for o in store.list()] == [3, 4]
+
+
+def test_counts_may_come_from_numpy(tmp_path):
+    "A period that was computed by numpy was refused"
+    fit(make_trainer(simple(tmp_path/"run", every=np.int64(5), keep_last=np.int32(3), keep_best=np.int8(0))))
+    assert steps(tmp_path/"run") == [15, 20, 21]
 
 
 def test_never_means_never(tmp_path):

@@ -7,6 +7,7 @@ __all__ = ['CheckpointCB']
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #85755367
 import datetime, math, os, string, time, warnings, weakref
+from numbers import Integral
 
 from fastcore.basics import patch
 
@@ -24,7 +25,7 @@ def _says_when(every):
     "Whether `every` is a rule"
     if isinstance(every, str): return every in ('epoch', 'best')
     if isinstance(every, datetime.timedelta): return every >= datetime.timedelta(0)
-    if isinstance(every, int): return every > 0 and not isinstance(every, bool)
+    if isinstance(every, Integral): return every > 0 and not isinstance(every, bool)
     return callable(every)
 
 class _When:
@@ -38,7 +39,7 @@ class _When:
     def after_batch(self, trainer):
         "Whether to save between two batches"
         if callable(self.every): return trainer.n_updates != self.updates and bool(self.every(trainer))
-        if isinstance(self.every, int): return trainer.n_updates != self.updates and trainer.n_updates % self.every == 0
+        if isinstance(self.every, Integral): return trainer.n_updates != self.updates and trainer.n_updates % self.every == 0
         return time.monotonic()-self.saved_at >= self.seconds
 
     def after_epoch(self, trainer):
@@ -68,7 +69,7 @@ class CheckpointCB(ResumingCB):
         monitor:str=None, # Column of the history that says which is best
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
-        keep_best:int=1, # How many of the best to keep, by `monitor`
+        keep_best:int=1, # How many of the best to keep, by `monitor`; 0 and None keep none for that
         resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
         strict:bool=True, # Refuse to go on with other stateful callbacks, or without a device whose random numbers were saved?
         name:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; in the middle of an epoch, which has no columns yet, this one is used
