@@ -181,7 +181,8 @@ def check_fits(
     lines = [*_differing(weights, bare(trainer.model).state_dict(), 'the model'), *_unlike(state['opts'], _parts(trainer, optim.Optimizer), 'the optimizers'),
              *_unlike(state['modules'], _parts(trainer, nn.Module), 'the modules'), *_groups(trainer, state), *_lengths(trainer, state), *_loader_kinds(trainer, state)]
     if lines: raise ResumeMismatch('What was saved does not fit this trainer, so going on would give a wrong result.\n' + '\n'.join(f'- {o}' for o in lines)
-                                   + '\nMake model, optimizer and data as they were, or start anew in another folder. To use the weights alone, `load_weights(path)` gives them as a dict for `model.load_state_dict`.')
+                                   + '\nMake model, optimizer and data as they were, or start anew in another folder. '
+                                   'To use the weights alone, `load_weights(path)` gives them as a dict for `model.load_state_dict`.')
     here,there = stateful_callbacks(trainer),state['callbacks']
     lost,new = [o for o in there if o not in here],[o for o in here if o not in there]
     if strict and (lost or new):

@@ -251,7 +251,9 @@ def _criterion(self:CheckpointStore, found):
 def best(self:CheckpointStore):
     "The best checkpoint by `monitor`, or None while there is no checkpoint with such a number"
     found = self.list()
-    if found and not self._criterion(found)[0]: raise LookupError(f'Nobody has said what is best in `{self.folder}`. Pass `monitor`, the name of a number in the checkpoints, such as {next(iter(found[-1].metrics), "valid_loss")!r}.')
+    if found and not self._criterion(found)[0]:
+        number = next(iter(found[-1].metrics), 'valid_loss')
+        raise LookupError(f'Nobody has said what is best in `{self.folder}`. Pass `monitor`, the name of a number in the checkpoints, such as {number!r}.')
     return next(iter(self.ranked(found)), None)
 
 @patch
@@ -357,7 +359,8 @@ def _commit(self:CheckpointStore, name, step, needed, files):
     except BaseException as e:
         self._tidy()
         if not isinstance(e, OSError): raise
-        raise CheckpointWriteFailed(f'The checkpoint `{target}` could not be written: {e.strerror or e}. It wants {needed:,} bytes and {"an unknown number" if free is None else f"{free:,}"} are free. '
+        room = f'It wants {needed:,} bytes and {"an unknown number" if free is None else f"{free:,}"} are free. '
+        raise CheckpointWriteFailed(f'The checkpoint `{target}` could not be written: {e.strerror or e}. {room}'
                                     'The checkpoints before it are whole. Make room or choose another folder; what was trained since is in this process only.', target, needed, free) from e
     self._note_and_drop()
     return target
@@ -444,7 +447,10 @@ def load(self:CheckpointStore,
 )->tuple: # Weights, state, manifest
     "Load a checkpoint; later saves belong to the same run"
     if path is not None: return self._take(Checkpoint(self._find(path)), verify)
-    reasons = {o: str(e) for o,e in self.damaged().items() if not isinstance(e, CheckpointFormatTooNew) or _raise(e)}
+    reasons = {}
+    for o,e in self.damaged().items():
+        if isinstance(e, CheckpointFormatTooNew): raise e
+        reasons[o] = str(e)
     for o,why in reasons.items(): _warn(f'Skipped the checkpoint `{o.name}`. {why}')
     for found in reversed(self.list()):
         try: return self._take(found, verify)
@@ -453,5 +459,3 @@ def load(self:CheckpointStore,
             _warn(f'Skipped the checkpoint `{found.path.name}`. {e}')
     found = '\n'.join(f'- `{o.name}`: {why}' for o,why in reasons.items())
     raise NoValidCheckpoint(f'No checkpoint in `{self.folder}` can be loaded.\n{found}' if found else f'There is no checkpoint in `{self.folder}`. Is it the right folder?')
-
-def _raise(e): raise e

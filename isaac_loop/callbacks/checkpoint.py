@@ -228,7 +228,7 @@ def _epochs(self:CheckpointCB, trainer, epochs):
     "The epochs that are left; none, if the fit is complete"
     if not self._over: return (yield from ResumingCB._epochs(self, trainer, epochs))
     (weights,state),later = self._found,self._found[1]['position']['fit'] > trainer.history.fit-self._lost
-    if later: _put_rows(trainer.history, state['history'])
+    if later: trainer.history.load_state_dict(state['history'], until_fit=trainer.history.fit)
     else: self._restore(trainer)
     weights_too = not later or put_weights(trainer, weights)
     if not later:
@@ -238,13 +238,6 @@ def _epochs(self:CheckpointCB, trainer, epochs):
           ('; its weights are in the model.' if weights_too else ', with another model, so the weights stay as they are until that fit.') +
           ' To train further, ask for more epochs, or `trainer.load` it and save in another folder.')
     raise CancelFitException('the fit is complete already')
-
-def _put_rows(history, saved):
-    "Take over the rows of saved fits up to the present one"
-    fit,batches = history.fit,saved['batches']
-    old = [i for i,o in enumerate(batches['fit']) if o <= fit]
-    history.load_state_dict(dict(rows=[o for o in saved['rows'] if o['fit'] <= fit], fit=fit, next=None, open=False,
-                                 batches={k: [v[i] for i in old if i < len(v)] for k,v in batches.items()}))
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5cb10688
 @patch
