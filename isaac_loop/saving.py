@@ -43,8 +43,8 @@ def _best_in(folder, monitor, mode):
     if not found: return None
     best = store.best() if monitor is None else _best_of(found, monitor, store.mode)
     if best is not None: return best.path
-    names = sorted({name for o in found for name in o.metrics})
-    raise NoValidCheckpoint(f'No checkpoint in `{folder}` has a finite `{monitor or "number that was monitored"}`, so none is the best; they have {names}.{did_you_mean(str(monitor), names)}')
+    wanted,names = monitor or store._criterion(found)[0],sorted({name for o in found for name in o.metrics})
+    raise NoValidCheckpoint(f'No checkpoint in `{folder}` has a finite `{wanted}`, so none is the best; they have {names}.{did_you_mean(wanted, names)}')
 
 def _best_of(found, monitor, mode):
     "The best of all that have a finite `monitor`, of whatever run; of equals the oldest"

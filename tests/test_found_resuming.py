@@ -514,6 +514,8 @@ def test_loading_the_best_says_why_there_is_none(tmp_path):
     with pytest.raises(ValueError, match="'max' when higher is"): trainer.load(tmp_path/"run", best=True, monitor="accuracy", mode="auto")
     with pytest.raises(NoValidCheckpoint, match="has a finite `loss`, so none is the best"): trainer.load(tmp_path/"run", best=True, monitor="loss")
     with pytest.raises(NoValidCheckpoint, match="Did you mean `accuracy`"): trainer.load(tmp_path/"run", best=True, monitor="accurcy", mode="max")
+    with CheckpointStore(tmp_path/"monitored") as store: store.save({}, metrics={"m": float("nan")}, info={"monitor": "m", "mode": "min"})
+    with pytest.raises(NoValidCheckpoint, match="has a finite `m`, so none"): trainer.load(tmp_path/"monitored", best=True)
     for wrong in (dict(monitor="loss"), dict(mode="min"), dict(best=True, mode="min")):
         with pytest.raises(ValueError, match="or leave it out"): trainer.load(tmp_path/"run", **wrong)
 
