@@ -349,21 +349,16 @@ def _summary(error):
     "One line about an exception and its notes"
     return f'{type(error).__name__}: {error}'.rstrip(': ') + ''.join(f' ({o})' for o in getattr(error, '__notes__', ())[:1])
 
-# %% ../nbs/00_events.ipynb #c55edfb5
-def close_span(
-    trainer, # Has a `plan` and an `exception`
-    span:Span, # The innermost open one
-    error:BaseException=None, # What ended its body, if anything did
-)->bool: # Whether `error` has done its work and goes no further
-    "Run every cleanup of `span`, and raise what one of them raised if it weighs more than `error`"
-    plan = trainer.plan
-    while plan.spans and plan.spans.pop() is not span: pass # An interrupt in an unlucky place may have left inner ones
-    mine = error is not None and isinstance(error, span.exception)
-    handlers = plan[span.cleanup]
-    if plan.leaving: handlers = _with_leavers(plan, span, handlers)
-    if error is not None and not mine: _explain(trainer, span, error)
-    if handlers: _run_cleanups(trainer, span, handlers, error, len(plan.spans) if mine else _reach(error, plan.spans))
-    return mine
+# %% ../nbs/00_events.ipynb #c9287e36
+def _explain(trainer, span, error):
+    "Note where `error` comes from if no callback raised it, and when it is a cancel that nothing will catch"
+    if not any(o.startswith('raised ') for o in getattr(error, '__notes__', ())):
+        where = whereabouts(trainer)
+        if span.name == 'epoch': where = where.replace(', batch', ', after batch') # The loader has not given the next one yet
+        _add_note(error, f'raised in the body of `{span.name}`{where}, by the loop or its loader')
+    if isinstance(error, CancelException) and not trainer.plan.spans:
+        _add_note(error, f'`{type(error).__name__}` ends a span that was not open here, so nothing caught it. '
+                        'Raise it inside that span, or raise the exception of one that is open.')
 
 # %% ../nbs/00_events.ipynb #666f28e0
 def _run_cleanups(trainer, span, handlers, error, reach):
@@ -385,22 +380,38 @@ def _run_cleanups(trainer, span, handlers, error, reach):
         trainer.exception = outer
         del winner, error # They hold the frames they went through, and this frame would hold them
 
-# %% ../nbs/00_events.ipynb #c9287e36
-def _explain(trainer, span, error):
-    "Note where `error` comes from if no callback raised it, and when it is a cancel that nothing will catch"
-    if not any(o.startswith('raised ') for o in getattr(error, '__notes__', ())):
-        where = whereabouts(trainer)
-        if span.name == 'epoch': where = where.replace(', batch', ', after batch') # The loader has not given the next one yet
-        _add_note(error, f'raised in the body of `{span.name}`{where}, by the loop or its loader')
-    if isinstance(error, CancelException) and not trainer.plan.spans:
-        _add_note(error, f'`{type(error).__name__}` ends a span that was not open here, so nothing caught it. '
-                        'Raise it inside that span, or raise the exception of one that is open.')
-
+# %% ../nbs/00_events.ipynb #528f19e0
 def _with_leavers(plan, span, handlers):
     "`handlers`, and the cleanups of callbacks that were removed during `span`"
     owed = plan.leaving.pop(len(plan.spans), [])
     found = [o for o in owed if o[1] not in handlers] + plan.entries[plan.training][span.cleanup]
     return tuple(handler for _,handler in sorted(found, key=lambda o: -getattr(o[0], 'order', 0)))
+
+# %% ../nbs/00_events.ipynb #c55edfb5
+def close_span(
+    trainer, # Has a `plan` and an `exception`
+    span:Span, # The innermost open one
+    error:BaseException=None, # What ended its body, if anything did
+)->bool: # Whether `error` has done its work and goes no further
+    "Run every cleanup of `span`, and raise what one of them raised if it weighs more than `error`"
+    plan = trainer.plan
+    while plan.spans and plan.spans.pop() is not span: pass # An interrupt in an unlucky place may have left inner ones
+    mine = error is not None and isinstance(error, span.exception)
+    handlers = plan[span.cleanup]
+    if plan.leaving: handlers = _with_leavers(plan, span, handlers)
+    if error is not None and not mine: _explain(trainer, span, error)
+    if handlers: _run_cleanups(trainer, span, handlers, error, len(plan.spans) if mine else _reach(error, plan.spans))
+    return mine
+
+# %% ../nbs/00_events.ipynb #8912c6a9
+def _then_callbacks(f, name):
+    "`f`, and then the callbacks' own methods called `name`"
+    @wraps(f)
+    def body(trainer, *args, **kwargs):
+        result = f(trainer, *args, **kwargs)
+        run_event(trainer, name)
+        return result
+    return body
 
 # %% ../nbs/00_events.ipynb #98973b61
 def with_cbs(
@@ -428,16 +439,6 @@ def with_cbs(
         wrapped.span = span
         return wrapped
     return decorate
-
-# %% ../nbs/00_events.ipynb #8912c6a9
-def _then_callbacks(f, name):
-    "`f`, and then the callbacks' own methods called `name`"
-    @wraps(f)
-    def body(trainer, *args, **kwargs):
-        result = f(trainer, *args, **kwargs)
-        run_event(trainer, name)
-        return result
-    return body
 
 # %% ../nbs/00_events.ipynb #a3ec78ca
 def _make_step(name):

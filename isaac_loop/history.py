@@ -156,11 +156,20 @@ def state_dict(self:History):
 @patch
 def load_state_dict(self:History,
     state:dict, # What `state_dict` gave
+    until_fit:int=None, # Number of a fit: take over only what was written up to its end, and stand between two of its epochs; default: everything
 ):
     "Go on from saved rows"
+    if until_fit is not None: state = _until(state, until_fit)
     self.rows[:] = [dict(o) for o in state['rows']]
     self.fit,self._next,self._open = state['fit'],state['next'] and dict(state['next']),state['open']
     self.batches.load(state['batches'])
+
+def _until(state, fit):
+    "The part of a saved history that was written up to the end of a fit"
+    rows = [o for o in state['rows'] if o['fit'] <= fit]
+    old = [i for i,o in enumerate(state['batches']['fit']) if o <= fit]
+    batches = {name: [column[i] for i in old if i < len(column)] for name,column in state['batches'].items()}
+    return dict(rows=rows, fit=fit, next=None, open=False, batches=batches)
 
 # %% ../nbs/04_history.ipynb #50f7d86d
 MEDIA = ('text', 'table', 'figure', 'image', 'audio') # Kinds of things in `history.media`

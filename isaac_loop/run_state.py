@@ -121,6 +121,15 @@ def take_state(
     weights = bare(trainer.model).state_dict()
     return map_tensors(torch.clone, dict(weights)) if copy else weights, state
 
+# %% ../nbs/27_run_state.ipynb #7fe1da1a
+def check_is_run(
+    state, # What a checkpoint holds
+    where, # Its path, for the message
+):
+    "Raise `ResumeMismatch` if `state` is not what `take_state` gives"
+    if isinstance(state, dict) and {'position', 'opts', 'callbacks'} <= state.keys(): return
+    raise ResumeMismatch(f'`{where}` holds no run that `CheckpointCB` or `trainer.save` wrote, so nothing can go on from it. Read it with `CheckpointStore.load`.')
+
 # %% ../nbs/27_run_state.ipynb #589d9da3
 def _shape(x): return 'any' if torch.nn.parameter.is_lazy(x) else tuple(getattr(x, 'shape', ()))
 
@@ -172,7 +181,8 @@ def check_fits(
     lines = [*_differing(weights, bare(trainer.model).state_dict(), 'the model'), *_unlike(state['opts'], _parts(trainer, optim.Optimizer), 'the optimizers'),
              *_unlike(state['modules'], _parts(trainer, nn.Module), 'the modules'), *_groups(trainer, state), *_lengths(trainer, state), *_loader_kinds(trainer, state)]
     if lines: raise ResumeMismatch('What was saved does not fit this trainer, so going on would give a wrong result.\n' + '\n'.join(f'- {o}' for o in lines)
-                                   + '\nMake model, optimizer and data as they were, or start anew in another folder. To use the weights alone, `load_weights(path)` gives them as a dict for `model.load_state_dict`.')
+                                   + '\nMake model, optimizer and data as they were, or start anew in another folder. '
+                                   'To use the weights alone, `load_weights(path)` gives them as a dict for `model.load_state_dict`.')
     here,there = stateful_callbacks(trainer),state['callbacks']
     lost,new = [o for o in there if o not in here],[o for o in here if o not in there]
     if strict and (lost or new):

@@ -5,12 +5,16 @@
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/38_saving.ipynb #cc3df704
-import warnings
+# %% ../nbs/38_saving.ipynb #3ac35771
+import math, warnings
 
 from fastcore.basics import patch
 
-from .run_state import check_fits, put_position, put_random, put_state, take_state
+from .checkpoint_files import MANIFEST_FILE
+from .events import did_you_mean
+from .history import mode_of
+from .run_state import check_fits, check_is_run, put_position, put_random, put_state, take_state
+from .state import NoValidCheckpoint
 from .store import CheckpointStore
 from .trainer import Trainer
 
@@ -21,23 +25,62 @@ def save(self:Trainer,
     **metrics, # Numbers to keep beside it
 ): # Path of the checkpoint
     "Save everything of this run into a checkpoint, between two fits"
-    if not hasattr(self, 'n_epochs'): raise RuntimeError('This trainer has not trained yet, so there is no run to save. Call `fit` first; for weights alone safetensors is enough.')
-    if self._fitting: raise RuntimeError('`trainer.save` was called inside a fit, where it cannot know at which batch the run stands. Let `CheckpointCB(folder, every=...)` save there.')
+    if not hasattr(self, 'n_epochs'):
+        raise RuntimeError('This trainer has not trained yet, so there is no run to save. Call `fit` first; for weights alone safetensors is enough.')
+    if self._fitting:
+        raise RuntimeError('`trainer.save` was called inside a fit, where it cannot know at which batch the run stands. Let `CheckpointCB(folder, every=...)` save there.')
     weights,state = take_state(self, self.n_epochs, finished=True, copy=False)
     if self._broken: state['position']['by_hand'] = True # The last fit did not end
     with CheckpointStore(folder) as store: return store.save(weights, state, self.n_updates, metrics=metrics)
+
+# %% ../nbs/38_saving.ipynb #b767412f
+def _best_in(folder, monitor, mode):
+    "Path of the best checkpoint in `folder`, or None if there is none at all"
+    store = CheckpointStore(folder, monitor=monitor, mode='min' if monitor is None else mode_of(monitor, mode), read_only=True)
+    if (store.folder/MANIFEST_FILE).exists():
+        raise NoValidCheckpoint(f'`{folder}` is one checkpoint, so there are no others to be better than. Leave `best` out, or pass the folder that it lies in.')
+    found = store.list()
+    if not found: return None
+    best = store.best() if monitor is None else _best_of(found, monitor, store.mode)
+    if best is not None: return best.path
+    wanted,names = monitor or store._criterion(found)[0],sorted({name for o in found for name in o.metrics})
+    raise NoValidCheckpoint(f'No checkpoint in `{folder}` has a finite `{wanted}`, so none is the best; they have {names}.{did_you_mean(wanted, names)}')
+
+def _best_of(found, monitor, mode):
+    "The best of all that have a finite `monitor`, of whatever run; of equals the oldest"
+    able = [o for o in found if math.isfinite(o.metrics.get(monitor, math.nan))]
+    choose = min if mode == 'min' else max
+    return choose(able, key=lambda o: o.metrics[monitor], default=None)
+
+# %% ../nbs/38_saving.ipynb #33a708c0
+def _check_wanted(best, monitor, mode):
+    "Refuse what would have no effect"
+    if monitor is not None and not best:
+        raise ValueError(f'`monitor` is {monitor!r}, but the newest checkpoint is taken whatever its numbers are. Pass `best=True` with it, or leave it out.')
+    if mode is not None and monitor is None:
+        raise ValueError(f'`mode` is {mode!r}, but without a `monitor` it says nothing. Pass `monitor` with it, or leave it out.')
+
+def _read(folder, best, monitor, mode):
+    "Weights, state and manifest of the checkpoint that is meant"
+    store = CheckpointStore(folder, read_only=True)
+    path = folder if (store.folder/MANIFEST_FILE).exists() else None
+    if best: path = _best_in(folder, monitor, mode)
+    weights,state,manifest = store.load(path)
+    check_is_run(state, store.resumed_from or path)
+    return weights,state,manifest
 
 # %% ../nbs/38_saving.ipynb #dd97e300
 @patch
 def load(self:Trainer,
     folder, # With checkpoints, of which the newest that is whole is taken; or one checkpoint
     strict:bool=True, # Raise an error if this machine lacks a device whose random numbers were saved?
-    best:bool=False, # Take the best by what `CheckpointCB` monitored instead of the newest?
+    best:bool=False, # Take the best instead of the newest?
+    monitor:str=None, # With `best`: which number beside the checkpoints says so, among all in the folder; default: what `CheckpointCB` monitored in the newest run
+    mode:str=None, # With `monitor`: 'min' when lower is better, 'max' when higher is; may be left out for a loss
 ):
     "Take over weights, optimizers, history, loaders and random numbers from a checkpoint; `fit(keep_opt=True)` goes on with them"
-    store = CheckpointStore(folder, read_only=True)
-    path = store.best().path if best else folder if (store.folder/'manifest.json').exists() else None
-    weights,state,manifest = store.load(path)
+    _check_wanted(best, monitor, mode)
+    weights,state,manifest = _read(folder, best, monitor, mode)
     if 'measured_with' in manifest['info']: _warn_of_average(manifest)
     if 'opt' in state['opts'] and 'opt' not in vars(self): self._make_opt_for(state)
     state['callbacks'] = {} # They begin anew with the next fit, as always
@@ -46,13 +89,13 @@ def load(self:Trainer,
     put_position(self, state)
     put_random(state, strict)
 
-def _warn_of_average(manifest):
-    "Say that the numbers beside a checkpoint belong to other weights than it gives"
-    warnings.warn(f"The metrics of this checkpoint were measured with the average of weights in `{manifest['info']['measured_with']}`. What is loaded are the weights that were trained. "
-                  'For those that were measured use `ExportCB` in the run, or let the run go on with `CheckpointCB(resume=...)`.', stacklevel=3)
-
 @patch
 def _make_opt_for(self:Trainer, state):
     "An optimizer to load a saved state into"
     self.lr = state['opts']['opt']['param_groups'][0]['lr']
     self._make_opt(False)
+
+def _warn_of_average(manifest):
+    "Say that the numbers beside a checkpoint belong to other weights than it gives"
+    warnings.warn(f"The metrics of this checkpoint were measured with the average of weights in `{manifest['info']['measured_with']}`. What is loaded are the weights that were trained. "
+                  'For those that were measured use `ExportCB` in the run, or let the run go on with `CheckpointCB(resume=...)`.', stacklevel=3)

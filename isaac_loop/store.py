@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CheckpointStore']
 
-# %% ../nbs/17_store.ipynb #e24b6bdb
-import hashlib, io, itertools, json, math, operator, os, platform, re, shutil, string, sys, uuid, warnings, weakref
+# %% ../nbs/17_store.ipynb #ccd8087b
+import hashlib, io, itertools, json, math, numbers, operator, os, platform, re, shutil, string, sys, uuid, warnings, weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
@@ -130,9 +130,12 @@ def check_keeping(
 ):
     "Refuse numbers that would lose a run, or that mean nothing"
     for name,value in (('keep_last', keep_last), ('keep_best', keep_best), ('keep_every', keep_every)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)): raise TypeError(f'`{name}` is {value!r}, but checkpoints are counted. Use a whole number.')
-    if keep_last is not None and keep_last < 2: raise ValueError(f'`keep_last` is {keep_last}, but if the only checkpoint turns out to be damaged the run is lost. Use 2 or more, or None for all.')
-    if keep_best < 0 or (keep_every is not None and keep_every < 1): raise ValueError(f'`keep_best` is {keep_best} and `keep_every` is {keep_every}. Use counts; 0 and None switch them off.')
+        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+            raise TypeError(f'`{name}` is {value!r}, but checkpoints are counted. Use a whole number.')
+    if keep_last is not None and keep_last < 2:
+        raise ValueError(f'`keep_last` is {keep_last}, but if the only checkpoint turns out to be damaged the run is lost. Use 2 or more, or None for all.')
+    if keep_best is not None and keep_best < 0: raise ValueError(f'`keep_best` is {keep_best}, but checkpoints are counted. Use 0 or more; 0 and None keep no best one.')
+    if keep_every is not None and keep_every < 1: raise ValueError(f'`keep_every` is {keep_every}, but it is a number of steps. Use 1 or more; None switches it off.')
     if mode not in ('min', 'max'): raise ValueError(f"`mode` is {mode!r}. Use 'min' when lower is better, 'max' when higher is.")
 
 # %% ../nbs/17_store.ipynb #0998e1b9
@@ -142,7 +145,7 @@ class CheckpointStore:
         folder, # Where; made if missing
         run_id:str=None, # Whose checkpoints to see and keep in order; default: the run that is loaded, or else a new one
         keep_last:int=2, # Newest to keep, 2 or more; None keeps all
-        keep_best:int=1, # Best to keep, by `monitor`
+        keep_best:int=1, # Best to keep, by `monitor`; 0 and None keep none for that
         keep_every:int=None, # Also keep each one whose step is a multiple of this
         name:str='step-{step:08}', # Pattern of names, with `step`, `epoch`, `samples` and metrics
         monitor:str=None, # Metric that says which is best; None: there is no best
@@ -248,7 +251,9 @@ def _criterion(self:CheckpointStore, found):
 def best(self:CheckpointStore):
     "The best checkpoint by `monitor`, or None while there is no checkpoint with such a number"
     found = self.list()
-    if found and not self._criterion(found)[0]: raise LookupError(f'Nobody has said what is best in `{self.folder}`. Pass `monitor`, the name of a number in the checkpoints, such as {next(iter(found[-1].metrics), "valid_loss")!r}.')
+    if found and not self._criterion(found)[0]:
+        number = next(iter(found[-1].metrics), 'valid_loss')
+        raise LookupError(f'Nobody has said what is best in `{self.folder}`. Pass `monitor`, the name of a number in the checkpoints, such as {number!r}.')
     return next(iter(self.ranked(found)), None)
 
 @patch
@@ -354,7 +359,8 @@ def _commit(self:CheckpointStore, name, step, needed, files):
     except BaseException as e:
         self._tidy()
         if not isinstance(e, OSError): raise
-        raise CheckpointWriteFailed(f'The checkpoint `{target}` could not be written: {e.strerror or e}. It wants {needed:,} bytes and {"an unknown number" if free is None else f"{free:,}"} are free. '
+        room = f'It wants {needed:,} bytes and {"an unknown number" if free is None else f"{free:,}"} are free. '
+        raise CheckpointWriteFailed(f'The checkpoint `{target}` could not be written: {e.strerror or e}. {room}'
                                     'The checkpoints before it are whole. Make room or choose another folder; what was trained since is in this process only.', target, needed, free) from e
     self._note_and_drop()
     return target
@@ -373,7 +379,7 @@ def droppable(self:CheckpointStore,
     "Those that need not be kept: neither new, nor best, nor one in so many, nor resumed from"
     alive = sorted({o.step: o for o in found}.values(), key=lambda o: o.serial) # A step saved again replaces the former
     last = alive if self.keep_last is None else alive[-self.keep_last:]
-    best = self.ranked(alive)[:self.keep_best]
+    best = self.ranked(alive)[:self.keep_best or 0]
     every = [o for o in alive if self.keep_every and o.step % self.keep_every == 0]
     kept = {o.path for o in [*last, *best, *every]} | {self.resumed_from}
     return [o for o in found if o.path not in kept]
@@ -441,7 +447,10 @@ def load(self:CheckpointStore,
 )->tuple: # Weights, state, manifest
     "Load a checkpoint; later saves belong to the same run"
     if path is not None: return self._take(Checkpoint(self._find(path)), verify)
-    reasons = {o: str(e) for o,e in self.damaged().items() if not isinstance(e, CheckpointFormatTooNew) or _raise(e)}
+    reasons = {}
+    for o,e in self.damaged().items():
+        if isinstance(e, CheckpointFormatTooNew): raise e
+        reasons[o] = str(e)
     for o,why in reasons.items(): _warn(f'Skipped the checkpoint `{o.name}`. {why}')
     for found in reversed(self.list()):
         try: return self._take(found, verify)
@@ -450,5 +459,3 @@ def load(self:CheckpointStore,
             _warn(f'Skipped the checkpoint `{found.path.name}`. {e}')
     found = '\n'.join(f'- `{o.name}`: {why}' for o,why in reasons.items())
     raise NoValidCheckpoint(f'No checkpoint in `{self.folder}` can be loaded.\n{found}' if found else f'There is no checkpoint in `{self.folder}`. Is it the right folder?')
-
-def _raise(e): raise e

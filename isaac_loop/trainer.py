@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import torch
 from fastcore.basics import patch
 
-from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, STEPS, Plan, callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
+from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, STEPS, Plan
+from .events import callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
 from .history import History
 from .signatures import check_keywords
 from .snapshot import Snapshot
@@ -66,6 +67,7 @@ def _check_epochs(n_epochs):
     if n < 0: raise ValueError(f'`n_epochs` is {n}, and nothing can be trained fewer than 0 times. Use 0 or more.')
     return n
 
+# %% ../nbs/10_trainer.ipynb #e318aecf
 def _check_lr(lr):
     "Refuse what cannot be a learning rate"
     try:
@@ -87,6 +89,7 @@ def _check_passes(dls, train, valid):
         if n_batches(dl) == 0: raise ValueError(f'`dls.{name}` has no batches, so nothing would be learnt or measured. '
                                                 'Is the dataset empty, or smaller than a batch while `drop_last=True`?')
 
+# %% ../nbs/10_trainer.ipynb #3cb04bb3
 _pass_in_pass = ('`one_epoch` was called inside a pass, and two passes cannot share one state. '
                  'For a validation in between use `with trainer.side_run() as side: side.fit(1, train=False)`.')
 
@@ -95,6 +98,7 @@ def _wrong_order(opt_func, model):
     what = f'`model` is the class `{model.__name__}`' if isinstance(model, type) else f'`opt_func` is a module, {type(opt_func).__name__}'
     return f'{what}, so nothing could be trained with it. The order is `Trainer(dls, loss_func, opt_func, model, callbacks)`, with a model that has been made.'
 
+# %% ../nbs/10_trainer.ipynb #10976a07
 def _warn_of_missing_steps(plan):
     "Warn when some steps have no provider, and others have one or are waited for"
     missing = [o for o in STEPS if not plan[o]]
@@ -104,6 +108,7 @@ def _warn_of_missing_steps(plan):
     warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out{f", and {waiting[0]} waits in vain" if len(missing) == len(STEPS) else ""}. '
                   'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=3)
 
+# %% ../nbs/10_trainer.ipynb #4f1999e3
 def _warn_of_own_batch(trainer_class):
     "Warn when a subclass writes a batch of its own, past the events around it"
     f = inspect.unwrap(trainer_class.one_batch)
@@ -111,6 +116,7 @@ def _warn_of_own_batch(trainer_class):
     warnings.warn(f'`{trainer_class.__name__}.one_batch` replaces the span of a batch, so `before_batch`, `after_batch` and `cleanup_batch` do not run: no losses or metrics are recorded. '
                   "Decorate it with `@with_cbs('batch', CancelBatchException)`.", stacklevel=4)
 
+# %% ../nbs/10_trainer.ipynb #91d5661b
 def _warn_without_update(trainer):
     "Warn when a pass with a batch of its own ended, and nobody knows of any update"
     warnings.warn(f'The training pass of epoch {trainer.epoch} ended without an update that the loop knows of, so schedules, averages and checkpoints stand still. '
@@ -426,43 +432,7 @@ def _no_batches(trainer):
     once = ' It is an iterator, and those can be walked only once: pass an object whose `__iter__` starts anew.' if hasattr(trainer.dl, '__next__') else ''
     return f'{name} gave no batch, so this pass would learn or measure nothing.{once}'
 
-# %% ../nbs/10_trainer.ipynb #e64b16a4
-@patch
-def _make_opt(self:Trainer, keep_opt):
-    "Make the optimizer, or set the rate of the one that is kept"
-    if self._broken or not (keep_opt or self.opt_func is None): self._clear_grads()
-    if keep_opt:
-        if 'opt' not in vars(self): raise ValueError('`keep_opt=True` goes on with the optimizer of the last fit, but there is none yet. Leave it out the first time.')
-        _check_kept(self.opt, self.model)
-        self._scale_rates()
-    elif self.opt_func is not None:
-        params = list(self.model.parameters()) if hasattr(self.model, 'parameters') else []
-        if not params: raise ValueError(f'`{type(self.model).__name__}` has no parameters, so there is nothing to train. '
-                                        'Call `fit(train=False)`, or pass `opt_func=None` and set `trainer.opt` yourself.')
-        try: self.opt = self.opt_func(params, self.lr)
-        except TypeError as e:
-            e.add_note('`fit` calls `opt_func(model.parameters(), lr)`. If it needs more, fill that in first: `functools.partial(opt_func, name=value)`.')
-            raise
-
-@patch
-def _clear_grads(self:Trainer):
-    "Drop gradients that an earlier fit has left"
-    for module in [o for o in vars(self).values() if isinstance(o, torch.nn.Module)]:
-        for p in module.parameters(): p.grad = None
-    self._broken = False
-
-@patch
-def _scale_rates(self:Trainer):
-    "Give `lr` to the first parameter group; the others keep their ratio to it"
-    first = self.opt.param_groups[0]['lr']
-    for group in self.opt.param_groups: group['lr'] = self.lr*(group['lr']/first if first else 1)
-
-def _check_kept(opt, model):
-    "Refuse an optimizer that holds other parameters than the model's"
-    held = {id(p) for group in opt.param_groups for p in group['params']}
-    if hasattr(model, 'parameters') and not any(id(p) in held for p in model.parameters()):
-        raise ValueError('`keep_opt=True` would go on with an optimizer that holds no parameter of this model, so the model would not learn. Leave it out after changing the model.')
-
+# %% ../nbs/10_trainer.ipynb #d2a60644
 @patch
 @contextmanager
 def _one_fit(self:Trainer):
@@ -493,6 +463,44 @@ def _forget(self:Trainer, *names):
     "Remove attributes that belong to another batch or pass"
     for name in names:
         if hasattr(self, name): delattr(self, name)
+
+# %% ../nbs/10_trainer.ipynb #c1b1009f
+def _check_kept(opt, model):
+    "Refuse an optimizer that holds other parameters than the model's"
+    held = {id(p) for group in opt.param_groups for p in group['params']}
+    if hasattr(model, 'parameters') and not any(id(p) in held for p in model.parameters()):
+        raise ValueError('`keep_opt=True` would go on with an optimizer that holds no parameter of this model, so the model would not learn. Leave it out after changing the model.')
+
+@patch
+def _scale_rates(self:Trainer):
+    "Give `lr` to the first parameter group; the others keep their ratio to it"
+    first = self.opt.param_groups[0]['lr']
+    for group in self.opt.param_groups: group['lr'] = self.lr*(group['lr']/first if first else 1)
+
+# %% ../nbs/10_trainer.ipynb #e64b16a4
+@patch
+def _make_opt(self:Trainer, keep_opt):
+    "Make the optimizer, or set the rate of the one that is kept"
+    if self._broken or not (keep_opt or self.opt_func is None): self._clear_grads()
+    if keep_opt:
+        if 'opt' not in vars(self): raise ValueError('`keep_opt=True` goes on with the optimizer of the last fit, but there is none yet. Leave it out the first time.')
+        _check_kept(self.opt, self.model)
+        self._scale_rates()
+    elif self.opt_func is not None:
+        params = list(self.model.parameters()) if hasattr(self.model, 'parameters') else []
+        if not params: raise ValueError(f'`{type(self.model).__name__}` has no parameters, so there is nothing to train. '
+                                        'Call `fit(train=False)`, or pass `opt_func=None` and set `trainer.opt` yourself.')
+        try: self.opt = self.opt_func(params, self.lr)
+        except TypeError as e:
+            e.add_note('`fit` calls `opt_func(model.parameters(), lr)`. If it needs more, fill that in first: `functools.partial(opt_func, name=value)`.')
+            raise
+
+@patch
+def _clear_grads(self:Trainer):
+    "Drop gradients that an earlier fit has left"
+    for module in [o for o in vars(self).values() if isinstance(o, torch.nn.Module)]:
+        for p in module.parameters(): p.grad = None
+    self._broken = False
 
 # %% ../nbs/10_trainer.ipynb #fdd3e8e1
 @patch

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -283,6 +284,27 @@ def test_what_was_not_written_by_a_run_is_named(tmp_path):
 @pytest.mark.parametrize("options, error", [(dict(verify="md5"), ValueError), (dict(every=timedelta(-1)), ValueError), (dict(keep_best=1.5), TypeError), (dict(keep_last=1), ValueError)])
 def test_bad_options_are_refused_where_they_were_typed(options, error, tmp_path):
     with pytest.raises(error): CheckpointCB(tmp_path/"run", **options)
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_none_switches_off_what_the_message_says_it_does(store, tmp_path):
+    "The comparison with None was a bare TypeError"
+    make = (lambda **o: CheckpointStore(tmp_path/"run", monitor="loss", **o)) if store else (lambda **o: CheckpointCB(tmp_path/"run", monitor="loss", **o))
+    make(keep_best=None, keep_last=None)
+    for bad in (-1, True, 1.5):
+        with pytest.raises((ValueError, TypeError), match="counted"): make(keep_best=bad)
+
+
+def test_without_a_best_one_only_the_newest_stay(tmp_path):
+    with CheckpointStore(tmp_path, monitor="loss", keep_best=None) as store:
+        for step in (1, 2, 3, 4): store.save({}, step=step, metrics={"loss": step})
+        assert [o.step for o in store.list()] == [3, 4]
+
+
+def test_counts_may_come_from_numpy(tmp_path):
+    "A period that was computed by numpy was refused"
+    fit(make_trainer(simple(tmp_path/"run", every=np.int64(5), keep_last=np.int32(3), keep_best=np.int8(0))))
+    assert steps(tmp_path/"run") == [15, 20, 21]
 
 
 def test_never_means_never(tmp_path):
@@ -581,3 +603,38 @@ def test_a_branch_of_a_tracked_run_that_is_complete_leaves_it_alone(name, tmp_pa
         assert [{k: v for k, v in o.items() if k in rows[0]} for o in found[table] if o["run"] == first.TrackingCB.run] == rows
         assert len([o for o in found[table] if o["run"] == branch.TrackingCB.run]) == len(rows)
     assert [o["resumed"] for o in found["fit_ends"] if o["run"] == branch.TrackingCB.run] == [first.TrackingCB.run]
+def test_loading_the_best_says_why_there_is_none(tmp_path):
+    "It was an AttributeError about None, and asked for a parameter that did not exist"
+    trainer = make_trainer(simple())
+    for folder in (tmp_path/"nowhere", tmp_path):
+        with pytest.raises(NoValidCheckpoint, match="Is it the right folder?"): trainer.load(folder, best=True)
+        with pytest.raises(NoValidCheckpoint, match="Is it the right folder?"): trainer.load(folder, best=True, monitor="loss")
+    fit(trainer, 1)
+    path = trainer.save(tmp_path/"run", accuracy=0.9, loss=float("nan"))
+    with pytest.raises(NoValidCheckpoint, match="is one checkpoint"): trainer.load(path, best=True)
+    with pytest.raises(LookupError, match="Pass `monitor`"): trainer.load(tmp_path/"run", best=True)
+    with pytest.raises(ValueError, match="Say `mode='max'`"): trainer.load(tmp_path/"run", best=True, monitor="accuracy")
+    with pytest.raises(ValueError, match="'max' when higher is"): trainer.load(tmp_path/"run", best=True, monitor="accuracy", mode="auto")
+    with pytest.raises(NoValidCheckpoint, match="has a finite `loss`, so none is the best"): trainer.load(tmp_path/"run", best=True, monitor="loss")
+    with pytest.raises(NoValidCheckpoint, match="Did you mean `accuracy`"): trainer.load(tmp_path/"run", best=True, monitor="accurcy", mode="max")
+    with CheckpointStore(tmp_path/"monitored") as store: store.save({}, metrics={"m": float("nan")}, info={"monitor": "m", "mode": "min"})
+    with pytest.raises(NoValidCheckpoint, match="has a finite `m`, so none"): trainer.load(tmp_path/"monitored", best=True)
+    for wrong in (dict(monitor="loss"), dict(mode="min"), dict(best=True, mode="min")):
+        with pytest.raises(ValueError, match="or leave it out"): trainer.load(tmp_path/"run", **wrong)
+@pytest.mark.parametrize("mode, best", [("max", 0.9), ("min", 0.7)])
+def test_the_best_of_what_was_saved_by_hand_can_be_loaded(mode, best, tmp_path):
+    trainer, kept = make_trainer(simple()), {}
+    for score in (0.7, 0.9, 0.9, float("nan"), 0.8):
+        fit(trainer, 1)
+        trainer.save(tmp_path, score=score)
+        kept.setdefault(score, trainer.model[0].weight.detach().clone())
+    again = make_trainer(simple())
+    again.load(tmp_path, best=True, monitor="score", mode=mode)
+    assert torch.equal(again.model[0].weight, kept[best])
+def test_a_checkpoint_without_a_run_is_not_loaded_into_a_trainer(tmp_path):
+    "It was a KeyError about `opts`"
+    with CheckpointStore(tmp_path) as store:
+        for state in (None, {"opts": 1}, {"mine": 1}):
+            path = store.save({"w": torch.ones(2)}, state)
+            for place in (tmp_path, path):
+                with pytest.raises(ResumeMismatch, match="holds no run that"): make_trainer(simple()).load(place)

@@ -404,3 +404,22 @@ def test_a_subclass_or_an_object_that_declares_settles_it():
 def test_a_column_of_nobody_is_an_error_with_the_names_there_are(callbacks):
     with pytest.raises(LookupError, match="`StopCB` watches `scor`, which no callback records; recorded are") as caught: monitored("scor", *callbacks)
     assert ("Did you mean `score`" in str(caught.value)) == (len(callbacks) == 2) and "*" not in str(caught.value)
+
+
+@pytest.mark.parametrize("until", [0, 1, 2])
+def test_rows_up_to_a_fit_are_those_that_were_there_when_it_ended(until):
+    "Also where a column began in a later fit, or was left off in one"
+    def write(history, fit):
+        history.start_fit()
+        for epoch in range(2):
+            history.start_epoch(epoch)
+            history.write(loss=10.*fit+epoch)
+            history.write_batches(True, [0, 1], **{"late" if fit else "early": [fit+0.5, fit+0.25]}, loss=[1., 2.])
+    whole, then = History(), History()
+    for fit in range(3): write(whole, fit)
+    for fit in range(until+1): write(then, fit)
+    taken = History()
+    taken.load_state_dict(whole.state_dict(), until_fit=until)
+    assert taken.fit == until and taken.rows == then.rows and taken.current is None
+    for name, column in then.batches.columns.items(): assert str(taken.batches[name]) == str(then.batches[name]) and len(column) <= len(taken.batches)
+    with pytest.raises(LookupError, match="no epoch to write to"): taken.write(loss=1.)

@@ -7,6 +7,7 @@ __all__ = ['CheckpointCB']
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #85755367
 import datetime, math, os, string, time, warnings, weakref
+from numbers import Integral
 
 from fastcore.basics import patch
 
@@ -15,7 +16,7 @@ from ..checks import local_path
 from ..events import CancelFitException, callback_name
 from ..history import Monitor, check_monitored, mode_of
 from ..run_folder import run_folder
-from ..run_state import check_fits, put_weights, take_parts, take_state
+from ..run_state import check_fits, check_is_run, put_weights, take_parts, take_state
 from ..state import ResumeMismatch
 from ..store import CheckpointStore, check_keeping
 
@@ -24,21 +25,23 @@ def _says_when(every):
     "Whether `every` is a rule"
     if isinstance(every, str): return every in ('epoch', 'best')
     if isinstance(every, datetime.timedelta): return every >= datetime.timedelta(0)
-    if isinstance(every, int): return every > 0 and not isinstance(every, bool)
+    if isinstance(every, Integral): return every > 0 and not isinstance(every, bool)
     return callable(every)
 
 class _When:
     "Whether it is time to save: every n updates, every epoch or every so often, or when a function says so; 'best' waits for better epochs only"
     def __init__(self, every):
         self.every = every
-        if not _says_when(every): raise ValueError(f"`every` is {every!r}, which does not tell `CheckpointCB` when to save, so a crash could cost the whole run. Use 'epoch', 'best', a number of optimizer updates, a `timedelta` of 0 or more, or a function of the trainer.")
+        if not _says_when(every):
+            raise ValueError(f'`every` is {every!r}, which does not tell `CheckpointCB` when to save, so a crash could cost the whole run. '
+                             "Use 'epoch', 'best', a number of optimizer updates, a `timedelta` of 0 or more, or a function of the trainer.")
         self.seconds = every.total_seconds() if isinstance(every, datetime.timedelta) else math.inf
 
     def start(self, trainer): self.saved_at,self.updates = time.monotonic(),trainer.n_updates
     def after_batch(self, trainer):
         "Whether to save between two batches"
         if callable(self.every): return trainer.n_updates != self.updates and bool(self.every(trainer))
-        if isinstance(self.every, int): return trainer.n_updates != self.updates and trainer.n_updates % self.every == 0
+        if isinstance(self.every, Integral): return trainer.n_updates != self.updates and trainer.n_updates % self.every == 0
         return time.monotonic()-self.saved_at >= self.seconds
 
     def after_epoch(self, trainer):
@@ -64,11 +67,11 @@ class CheckpointCB(ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
         folder=None, # Where the checkpoints of this run live, two runs at a time are refused; default: `checkpoints` in the folder that `ExperimentCB` made
-        every='epoch', # 'epoch', 'best', a number of optimizer updates, a `timedelta`, or a function of the trainer that says when; a better epoch, the end of the fit, a cancel and an interrupt are always saved
+        every='epoch', # 'epoch', 'best', a number of optimizer updates, a `timedelta`, or a function of the trainer; better epochs, ends, cancels and interrupts are always saved
         monitor:str=None, # Column of the history that says which is best
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
-        keep_best:int=1, # How many of the best to keep, by `monitor`
+        keep_best:int=1, # How many of the best to keep, by `monitor`; 0 and None keep none for that
         resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
         strict:bool=True, # Refuse to go on with other stateful callbacks, or without a device whose random numbers were saved?
         name:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; in the middle of an epoch, which has no columns yet, this one is used
@@ -82,10 +85,17 @@ class CheckpointCB(ResumingCB):
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,_checked_resume(resume),strict,verify,monitor,every
         self._when,self._judge = _When(every),Monitor(mode)
         self._options = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0, monitor=monitor, mode=mode, name=name)
-        self.path = self._store = None # The newest checkpoint; where it lies, while a fit is going on
-        self._steps,self._run,self._branch = 0,None,None # Updates of former fits; whose run it is, and from which it branched off
-        self._found = self._over = self._end = None # What to go on from; why nothing is left to do; how the training pass ended
-        self._lost,self._wasted,self._saved = 0,None,False # Fits that do not count, the last of them, and whether this one counts already
+        self.path = None # The newest checkpoint
+        self._store = None # Where it lies, while a fit is going on
+        self._run = None # Of what was saved: the trainer, as a weak reference, and the id of the run
+        self._branch = None # Id and serial number of the checkpoint from which it branched off
+        self._steps = 0 # Updates of former fits
+        self._found = None # Weights and state to go on from
+        self._over = None # Why nothing is left to do in this fit
+        self._end = None # What a validation pass may change, as it was before it
+        self._saved = False # Whether this fit counts, because something of it was saved
+        self._wasted = None # The last fit that does not count: the trainer, as a weak reference, and the number of the fit
+        self._lost = 0 # How many fits do not count
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5a965fc0
 @patch
@@ -106,6 +116,14 @@ def before_fit(self:CheckpointCB, trainer):
 def _close(self:CheckpointCB):
     if self._store is not None: self._store.close()
     self._store = None
+
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #ce6ad2fe
+def _belongs_to(position, fit, mine):
+    "Which fit a saved position belongs to, seen from `fit`; `mine` says whether this trainer saved it"
+    if position['fit'] > fit: return 'a later fit'
+    if position['fit'] == fit: return 'this fit'
+    interrupted = not position['finished'] and position['fit'] == fit-1 and mine
+    return 'an interrupted fit' if interrupted else 'an earlier fit'
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #70127f59
 def _why_over(position, trainer, fit):
@@ -133,8 +151,10 @@ def _load(self:CheckpointCB, path):
         self._store.run_id = mine[-1].run_id if mine else None
         if mine: weights,state,_ = self._store.load(verify=self.verify)
     where = self._store.resumed_from or path
-    if not isinstance(state, dict) or not {'position', 'opts', 'callbacks'} <= state.keys(): raise ResumeMismatch(f'`{where}` holds no run that `CheckpointCB` or `trainer.save` wrote, so a fit cannot go on from it. Read it with `CheckpointStore.load`.')
-    if state['position'].get('by_hand'): raise ResumeMismatch(f'`{where}` was saved by hand after a fit that did not end, so nobody knows at which batch it stands. Take over what it holds with `trainer.load`, in another folder.')
+    check_is_run(state, where)
+    if state['position'].get('by_hand'):
+        raise ResumeMismatch(f'`{where}` was saved by hand after a fit that did not end, so nobody knows at which batch it stands. '
+                             'Take over what it holds with `trainer.load`, in another folder.')
     return weights,state
 
 @patch
@@ -145,37 +165,62 @@ def _branches_of(self:CheckpointCB, path, manifest):
     branches = [(o, o.manifest['info'].get('branch')) for o in self._store.all()]
     return [o for o,branch in branches if branch == self._branch or (branch and not exactly and branch.split()[0] == manifest['run_id'])]
 
-# %% ../../nbs/callbacks/70_checkpoint.ipynb #5d55d5b9
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #55dd812a
 @patch
-def _to_resume(self:CheckpointCB, trainer):
-    "Weights and state to go on from, or None for a fresh start"
-    mine = self._run is not None and self._run[0]() is trainer
-    self._count_fit(trainer, mine)
-    self._store.run_id = self._run[1] if mine else None
-    if self.resume == 'never': return None
-    path = None if self.resume in ('auto', 'must') or mine or self._is_own(self.resume) else self.resume
-    if path is None and (self.resume == 'auto' or mine) and not self._store.list() and not self._store.damaged(): return None
-    weights,state = self._load(path)
-    position,fit = state['position'],trainer.history.fit-self._lost
-    if position['fit'] < fit and (position['finished'] or position['fit'] < fit-1 or not mine): return None
-    if position['fit'] < fit: self._lost,fit = self._lost+1,fit-1 # An interrupted fit goes on
-    self._over = _why_over(position, trainer, fit)
-    if position['fit'] <= fit: check_fits(trainer, weights, state, self.strict)
-    if position['fit'] == fit and not self._over: warn_of_rates(trainer, state, 'begin anew in another folder')
-    if not self._over: _warn_of_workers(trainer.dls.train)
-    return weights,state
+def _is_mine(self:CheckpointCB, trainer):
+    "Whether the newest checkpoints were saved by this callback from this trainer"
+    return self._run is not None and self._run[0]() is trainer
 
 @patch
 def _count_fit(self:CheckpointCB, trainer, mine):
-    "A fit that failed before its first checkpoint does not count: a script that is started again will not have it"
+    "Leave out the fit before, if nothing of it was saved"
     wasted = self._wasted is not None and self._wasted[0]() is trainer and self._wasted[1] == trainer.history.fit-1
     self._lost = self._lost+wasted if mine or wasted else 0
     self._wasted,self._saved = None,False
+
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #985a0b49
+@patch
+def _place_to_load(self:CheckpointCB, mine):
+    "The path that `resume` names, or None for the newest checkpoint in the own folder"
+    if mine or self.resume in ('auto', 'must') or self._is_own(self.resume): return None
+    return self.resume
 
 @patch
 def _is_own(self:CheckpointCB, path):
     "Whether `path` is the folder that this callback writes to"
     return os.path.isdir(path) and os.path.samefile(path, self._store.folder)
+
+@patch
+def _nothing_there(self:CheckpointCB, mine):
+    "Whether the own folder is empty, and may be"
+    return (self.resume == 'auto' or mine) and not self._store.list() and not self._store.damaged()
+
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #5d55d5b9
+@patch
+def _to_resume(self:CheckpointCB, trainer):
+    "Weights and state to go on from, or None for a fresh start"
+    mine = self._is_mine(trainer)
+    self._count_fit(trainer, mine)
+    self._store.run_id = self._run[1] if mine else None
+    if self.resume == 'never': return None
+    path = self._place_to_load(mine)
+    if path is None and self._nothing_there(mine): return None
+    weights,state = self._load(path)
+    return (weights, state) if self._takes_up(trainer, weights, state, mine) else None
+
+@patch
+def _takes_up(self:CheckpointCB, trainer, weights, state, mine):
+    "Whether this fit has to do with what was saved; if so, check that it fits, and find out whether anything is left to do"
+    position,fit = state['position'],trainer.history.fit-self._lost
+    whose = _belongs_to(position, fit, mine)
+    if whose == 'an earlier fit': return False
+    if whose == 'an interrupted fit': self._lost,fit = self._lost+1,fit-1
+    self._over = _why_over(position, trainer, fit)
+    if whose != 'a later fit': check_fits(trainer, weights, state, self.strict)
+    if not self._over:
+        warn_of_rates(trainer, state, 'begin anew in another folder')
+        _warn_of_workers(trainer.dls.train)
+    return True
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #4d1fb2d3
 @patch
@@ -183,7 +228,7 @@ def _epochs(self:CheckpointCB, trainer, epochs):
     "The epochs that are left; none, if the fit is complete"
     if not self._over: return (yield from ResumingCB._epochs(self, trainer, epochs))
     (weights,state),later = self._found,self._found[1]['position']['fit'] > trainer.history.fit-self._lost
-    if later: _put_rows(trainer.history, state['history'])
+    if later: trainer.history.load_state_dict(state['history'], until_fit=trainer.history.fit)
     else: self._restore(trainer)
     weights_too = not later or put_weights(trainer, weights)
     if not later:
@@ -193,13 +238,6 @@ def _epochs(self:CheckpointCB, trainer, epochs):
           ('; its weights are in the model.' if weights_too else ', with another model, so the weights stay as they are until that fit.') +
           ' To train further, ask for more epochs, or `trainer.load` it and save in another folder.')
     raise CancelFitException('the fit is complete already')
-
-def _put_rows(history, saved):
-    "Take over the rows of saved fits up to the present one"
-    fit,batches = history.fit,saved['batches']
-    old = [i for i,o in enumerate(batches['fit']) if o <= fit]
-    history.load_state_dict(dict(rows=[o for o in saved['rows'] if o['fit'] <= fit], fit=fit, next=None, open=False,
-                                 batches={k: [v[i] for i in old if i < len(v)] for k,v in batches.items()}))
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5cb10688
 @patch

@@ -19,6 +19,15 @@ from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
 from ..trainer import n_batches
 
+# %% ../../nbs/callbacks/48_resuming.ipynb #5a2c5cce
+@contextmanager
+def _named(callback, trainer):
+    "Note on an error from between two batches or epochs whose it is"
+    try: yield
+    except Exception as e:
+        e.add_note(f'raised by `{callback_name(callback)}` between two batches or epochs{whereabouts(trainer)}')
+        raise
+
 # %% ../../nbs/callbacks/48_resuming.ipynb #723edf63
 class ResumingCB:
     "Walks over epochs and batches from a saved position on, and knows when it is between two of them"
@@ -28,20 +37,8 @@ class ResumingCB:
         self._found,self._strict,self._pass_start,self._batches,self._next = found,strict,None,0,0
         trainer.epochs = self._epochs(trainer, trainer.epochs)
 
-    def before_epoch(self, trainer):
-        "Begin the pass where the saved run stood"
-        if not trainer.training: return
-        self._batches = self._resumes_in(trainer)
-        if self._batches: trainer.start_batch = self._batches
-        trainer.batches = self._pass(trainer, trainer.batches)
-
-    def _resumes_in(self, trainer):
-        "Batches of this pass that were done before"
-        if self._found is None: return 0
-        position = self._found[1]['position']
-        return position['batches'] if trainer.epoch == position['epoch'] else 0
-
     def _epochs(self, trainer, epochs):
+        "`epochs`, without those that were done before"
         if self._found: self._next = self._found[1]['position']['epoch']
         if self._found and not self._found[1]['position']['batches']: self._restore(trainer)
         first = self._next
@@ -49,9 +46,35 @@ class ResumingCB:
             if epoch < first: continue
             yield epoch
             self._batches,self._next = 0,epoch+1
-            with self._named(trainer): self._between_epochs(trainer)
+            with _named(self, trainer): self._between_epochs(trainer)
 
-# %% ../../nbs/callbacks/48_resuming.ipynb #c8ec1c21
+    def _restore(self, trainer):
+        "Put back what was saved"
+        (weights,state),self._found = self._found,None
+        put_state(trainer, weights, state)
+        put_position(trainer, state)
+        put_random(state, self._strict)
+
+    def _between_epochs(self, trainer): "For a subclass: `self._next` is the epoch that comes next"
+    def _between_batches(self, trainer): "For a subclass: `self._batches` of this pass are done"
+    def _pass_over(self, trainer): "For a subclass: the training pass has given its last batch"
+
+# %% ../../nbs/callbacks/48_resuming.ipynb #381f520f
+@patch
+def before_epoch(self:ResumingCB, trainer):
+    "Begin the pass where the saved run stood"
+    if not trainer.training: return
+    self._batches = self._resumes_in(trainer)
+    if self._batches: trainer.start_batch = self._batches
+    trainer.batches = self._pass(trainer, trainer.batches)
+
+@patch
+def _resumes_in(self:ResumingCB, trainer):
+    "Batches of this pass that were done before"
+    if self._found is None: return 0
+    position = self._found[1]['position']
+    return position['batches'] if trainer.epoch == position['epoch'] else 0
+
 @patch
 def _pass(self:ResumingCB, trainer, batches):
     "`batches`, after those that were done before"
@@ -64,68 +87,25 @@ def _pass(self:ResumingCB, trainer, batches):
         yield batch
         if 'batch_num' not in vars(trainer): continue # It is being read again, for another callback that resumes
         self._batches = trainer.batch_num+1
-        with self._named(trainer): self._between_batches(trainer)
+        with _named(self, trainer): self._between_batches(trainer)
         if self._batches == trainer.n_batches: self._is_through(trainer)
     if self._batches != trainer.n_batches: self._is_through(trainer)
 
 @patch
 def _is_through(self:ResumingCB, trainer):
-    with self._named(trainer): self._pass_over(trainer)
+    with _named(self, trainer): self._pass_over(trainer)
 
-@patch
-@contextmanager
-def _named(self:ResumingCB, trainer):
-    "An error comes out of a generator here, where nobody would see whose it is; so say it"
-    try: yield
-    except Exception as e:
-        e.add_note(f'raised by `{callback_name(self)}` between two batches or epochs{whereabouts(trainer)}')
-        raise
+# %% ../../nbs/callbacks/48_resuming.ipynb #ad1d1e74
+def start_of_pass(trainer):
+    "Random numbers when this pass began, as the innermost callback that resumes knows them"
+    resuming = sorted((o for o in trainer.callbacks if isinstance(o, ResumingCB)), key=lambda o: o.order)
+    start,own = resuming[0]._pass_start
+    return plain(start) | {'generators': own}
 
-@patch
-def _restore(self:ResumingCB, trainer):
-    "Put back what was saved"
-    (weights,state),self._found = self._found,None
-    put_state(trainer, weights, state)
-    put_position(trainer, state)
-    put_random(state, self._strict)
-
-@patch
-def _between_batches(self:ResumingCB, trainer): pass
-@patch
-def _between_epochs(self:ResumingCB, trainer): pass
-@patch
-def _pass_over(self:ResumingCB, trainer): pass
-
-# %% ../../nbs/callbacks/48_resuming.ipynb #04f62435
-@patch
-def _rest(self:ResumingCB, trainer, batches, state, done):
-    "The batches of this pass that are left"
-    start = dict(state['pass_start'])
-    own = start.pop('generators')
-    self._pass_start = start,own
-    over,stopped = _is_over(trainer.dl, done),state['position']['stop_reason']
-    if stopped is not None: trainer.request_stop(stopped) # There is only the end of the epoch before it
-    if stopped is not None and not over: _leave_rest(trainer.dl)
-    if over and stopped is None and own: _run_samplers(trainer, own)
-    if stopped is not None or over:
-        trainer.batch_num = done-1
-        return iter(())
-    if hasattr(trainer.dl, 'load_state_dict'): return batches
-    put_generators(trainer, own)
-    return _replayed(trainer.dl, batches, start, done)
-
-def _run_samplers(trainer, start):
-    "Draw from the generators of a plain loader what it draws in a whole pass, also after the last batch; nothing is read"
-    if not isinstance(trainer.dl, DataLoader): return
-    now = plain_random_state()
-    put_generators(trainer, start)
-    torch.empty((), dtype=torch.int64).random_(generator=trainer.dl.generator) # The seed of its workers
-    for _ in trainer.dl.sampler if trainer.dl.batch_sampler is None else trainer.dl.batch_sampler: pass
-    set_plain_random_state(now, strict=False)
-
-def _leave_rest(dl):
-    "Let a loader that knows its position begin the next epoch"
-    if hasattr(dl, 'load_state_dict') and hasattr(dl, 'set_epoch'): dl.set_epoch(dl.state_dict()['epoch']+1)
+# %% ../../nbs/callbacks/48_resuming.ipynb #7e2a4d7d
+def _knows_its_length(dl):
+    "Whether the `len` of a loader can be trusted; others are read again to see whether more comes"
+    return isinstance(dl, (list, tuple)) or (isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset))
 
 def _is_over(dl, done):
     "Whether a pass ended after `done` batches; a loader that knows its position stands at the next epoch then"
@@ -136,10 +116,45 @@ def _is_over(dl, done):
         return True
     return not position.get('samples', position.get('batches', 1))
 
-def _knows_its_length(dl):
-    "Whether the `len` of a loader can be trusted; others are read again to see whether more comes"
-    return isinstance(dl, (list, tuple)) or (isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset))
+# %% ../../nbs/callbacks/48_resuming.ipynb #dc2a3b73
+def _leave_rest(dl):
+    "Let a loader that knows its position begin the next epoch"
+    if hasattr(dl, 'load_state_dict') and hasattr(dl, 'set_epoch'): dl.set_epoch(dl.state_dict()['epoch']+1)
 
+# %% ../../nbs/callbacks/48_resuming.ipynb #cc338659
+def _run_samplers(trainer, start):
+    "Draw from the generators of a plain loader what it draws in a whole pass, also after the last batch; nothing is read"
+    if not isinstance(trainer.dl, DataLoader): return
+    now = plain_random_state()
+    put_generators(trainer, start)
+    torch.empty((), dtype=torch.int64).random_(generator=trainer.dl.generator) # The seed of its workers
+    for _ in trainer.dl.sampler if trainer.dl.batch_sampler is None else trainer.dl.batch_sampler: pass
+    set_plain_random_state(now, strict=False)
+
+# %% ../../nbs/callbacks/48_resuming.ipynb #04f62435
+@patch
+def _rest(self:ResumingCB, trainer, batches, state, done):
+    "The batches of this pass that are left"
+    start = dict(state['pass_start'])
+    own = start.pop('generators')
+    self._pass_start = start,own
+    over,stopped = _is_over(trainer.dl, done),state['position']['stop_reason']
+    if over or stopped is not None:
+        _end_pass(trainer, over, stopped, own)
+        trainer.batch_num = done-1
+        return iter(())
+    if hasattr(trainer.dl, 'load_state_dict'): return batches
+    put_generators(trainer, own)
+    return _replayed(trainer.dl, batches, start, done)
+
+def _end_pass(trainer, over, stopped, own):
+    "Leave the loader as it is after a whole pass, and stop if the run was stopping"
+    if stopped is not None:
+        trainer.request_stop(stopped) # There is only the end of the epoch before it
+        if not over: _leave_rest(trainer.dl)
+    elif own: _run_samplers(trainer, own)
+
+# %% ../../nbs/callbacks/48_resuming.ipynb #15767108
 def _replayed(dl, batches, start, done):
     "`batches` after the first `done`, which are read and dropped"
     if not isinstance(dl, (list, tuple)):
@@ -152,13 +167,6 @@ def _replayed(dl, batches, start, done):
         if next(rest, None) is None: raise ResumeMismatch(f'The training loader ended before its batch {done}, where the run should go on. Is it the same data?')
     set_plain_random_state(now)
     return rest
-
-# %% ../../nbs/callbacks/48_resuming.ipynb #ad1d1e74
-def start_of_pass(trainer):
-    "Random numbers when this pass began, as the innermost callback that resumes knows them"
-    resuming = sorted((o for o in trainer.callbacks if isinstance(o, ResumingCB)), key=lambda o: o.order)
-    start,own = resuming[0]._pass_start
-    return plain(start) | {'generators': own}
 
 # %% ../../nbs/callbacks/48_resuming.ipynb #9880437b
 def warn_of_rates(

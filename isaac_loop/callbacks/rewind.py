@@ -59,7 +59,7 @@ class RewindCB(ResumingCB):
 # %% ../../nbs/callbacks/79_rewind.ipynb #8e09bb22
 @patch
 def rewind(self:Trainer,
-    to:tuple, # Epoch, and how many batches of its training pass are done; one of `trainer.RewindCB.states`
+    to:tuple, # Epoch, and how many batches of its training pass are done, one of `trainer.RewindCB.states`; an epoch alone means its beginning
 ):
     "Let the next `fit` go on from a state that `RewindCB` kept"
     cb = next((o for o in self.callbacks if isinstance(o, RewindCB)), None)
