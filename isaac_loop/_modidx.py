@@ -3514,6 +3514,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'isaac_loop.trainer._flat': ('trainer.html#_flat', 'isaac_loop/trainer.py'),
                                     'isaac_loop.trainer._is_several': ('trainer.html#_is_several', 'isaac_loop/trainer.py'),
                                     'isaac_loop.trainer._no_batches': ('trainer.html#_no_batches', 'isaac_loop/trainer.py'),
+                                    'isaac_loop.trainer._only_reads': ('trainer.html#_only_reads', 'isaac_loop/trainer.py'),
                                     'isaac_loop.trainer._too_few': ('trainer.html#_too_few', 'isaac_loop/trainer.py'),
                                     'isaac_loop.trainer._values': ('trainer.html#_values', 'isaac_loop/trainer.py'),
                                     'isaac_loop.trainer._warn_of_missing_steps': ( 'trainer.html#_warn_of_missing_steps',

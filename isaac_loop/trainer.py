@@ -149,6 +149,7 @@ class _ByName:
         if isinstance(getattr(type(self), name, None), property): return getattr(type(self), name).__get__(self) # It failed inside; say why
         if name in STATE: raise AttributeError(f'`trainer.{name}` does not exist yet. It is written by {STATE[name][0]}, which has not happened.')
         if name in _ELSEWHERE: raise AttributeError(f'`{name}` comes with `import isaac_loop.{_ELSEWHERE[name]}`, which has not been imported yet.')
+        if name == 'predict': raise AttributeError('A trainer predicts for a whole loader: `trainer.get_preds(dl)`. For one batch call the model: `trainer.model(x)`.')
         known = [] if name.startswith('_') else [*STATE, *named, *(o for o in dir(type(self)) if not o.startswith('_'))]
         raise AttributeError(f'`{type(self).__name__}` has no attribute and no callback `{name}`.{did_you_mean(name, known)}')
 
@@ -530,7 +531,11 @@ def _trained(self:Trainer):
     parts = [p for o in ('modules', 'parameters', 'buffers') if hasattr(self.model, o) for p in getattr(self.model, o)()]
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 
-# %% ../nbs/10_trainer.ipynb #bcffc13b
+# %% ../nbs/10_trainer.ipynb #4241fc3a
+def _only_reads(callback):
+    "Whether `callback` answers `log` alone, where one only reads; it belongs to the run that it was given to"
+    return handler_of(callback, 'log') is not None and all(handler_of(callback, o) is None for o in EVENTS if o != 'log')
+
 _endless_side_runs = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for its own evaluation, and evaluates again. '
                       'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out there, or choose who is kept with `side_run(below=...)`.')
 
@@ -538,11 +543,11 @@ _endless_side_runs = ('Five runs on the side were begun one inside the other: a 
 @contextmanager
 def side_run(self:Trainer,
     callbacks=None, # Callbacks for this run, beside those that are kept
-    below=Order.RECORD, # Keep the trainer's own callbacks whose `order` is lower
+    below=Order.RECORD, # Keep the trainer's own callbacks whose `order` is lower, but for those that answer `log` alone
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
     if self._side_runs > 4: raise RuntimeError(_endless_side_runs)
-    kept = [o for o in self.callbacks if getattr(o, 'order', 0) < below]
+    kept = [o for o in self.callbacks if getattr(o, 'order', 0) < below and not _only_reads(o)]
     loop,slots = dict(vars(self)),{o: getattr(self, o) for o in Trainer.__slots__ if hasattr(self, o)}
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())

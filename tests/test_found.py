@@ -644,11 +644,19 @@ def test_a_loss_class_is_refused_where_it_is_typed():
 
 
 def test_a_callback_that_evaluates_itself_without_end_is_told_how_to_mend_it():
-    def log(trainer): trainer.validate()
-    for callbacks in ([log], []):
-        with pytest.raises(RuntimeError, match="order = Order.RECORD"): trainer_with(*callbacks).fit(1, callbacks=None if callbacks else log)
-    log.order = Order.RECORD
-    trainer_with().fit(1, callbacks=log)
+    def after_epoch(trainer): trainer.validate()
+    for callbacks in ([after_epoch], []):
+        with pytest.raises(RuntimeError, match="order = Order.RECORD"): trainer_with(*callbacks).fit(1, callbacks=None if callbacks else after_epoch)
+    after_epoch.order = Order.RECORD
+    trainer_with().fit(1, callbacks=after_epoch)
+
+
+def test_a_function_that_only_reads_the_rows_may_evaluate():
+    found = []
+    def log(trainer): found.append(trainer.validate()["valid_loss"])
+    t = trainer_with(MetricsCB(), log)
+    t.fit(2)
+    assert found == pytest.approx(t.history["valid_loss"])
 
 
 def test_a_run_on_the_side_keeps_the_callbacks_of_the_fit_too():

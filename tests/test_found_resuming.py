@@ -376,6 +376,15 @@ def test_a_fit_without_an_update_is_a_fit_like_any_other(idle, tmp_path):
     assert updates_of(dict(n_epochs=1), idle, dict(n_epochs=2), folder=tmp_path/"run") == [7, 0, 14]
 
 
+def test_a_fit_that_is_left_before_it_has_begun_saves_nothing(tmp_path):
+    class FirstCB:
+        order = -200
+        def before_fit(self, trainer):
+            if trainer.history.fit == 1: raise CancelFitException("not now")
+    trainer = make_trainer(simple(tmp_path/"run", FirstCB()))
+    assert [fit(trainer, 1).n_updates for _ in range(3)] == [7, 0, 7] and steps(tmp_path/"run") == [7, 14]
+
+
 def test_two_validations_before_the_first_training_are_no_obstacle(tmp_path):
     assert updates_of(dict(n_epochs=1, train=False), dict(n_epochs=1, train=False), dict(n_epochs=1), folder=tmp_path/"run") == [0, 0, 7]
 

@@ -11,6 +11,7 @@ from numbers import Integral
 
 from fastcore.basics import patch
 
+import isaac_loop.saving  # noqa: F401  `trainer.save` and `trainer.load`
 from .resuming import ResumingCB, start_of_pass, warn_of_rates
 from ..checks import local_path
 from ..events import CancelFitException, callback_name
@@ -300,11 +301,13 @@ def after_fit(self:CheckpointCB, trainer):
 @patch
 def cleanup_fit(self:CheckpointCB, trainer):
     "Save what an interrupt or a cancel leaves, and let others use the folder"
+    begun = self._store is not None # Somebody may have left the fit before this callback's turn
     try:
+        if not begun: return
         if isinstance(trainer.exception, CancelFitException) and not self._over: self._save(trainer, self._next_epoch(trainer), finished=True, reason=str(trainer.exception) or 'cancelled')
         elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, *self._end)
     finally:
-        if not (self._saved or self._over): self._wasted = weakref.ref(trainer),trainer.history.fit
+        if not (begun and (self._saved or self._over)): self._wasted = weakref.ref(trainer),trainer.history.fit
         self._found = self._end = None
         self._close()
 
