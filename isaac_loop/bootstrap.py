@@ -85,7 +85,7 @@ def bootstrap(
     **metrics, # By name: functions of predictions and targets, or metric objects
 )->Estimates: # Columns `metric`, `value`, `mean`, `std`, `low`, `high`, `n`
     "Mean, standard deviation and percentile interval of metrics over draws with replacement"
-    check_count(n_samples, 'n_samples', 'a spread needs several draws', least=2)
+    n_samples = check_count(n_samples, 'n_samples', 'draws are counted, and a spread needs several', least=2)
     if not 0 < level < 1: raise ValueError(f'`level` is {level!r}, but it is the share of the draws inside the interval. Use a number between 0 and 1, such as 0.95.')
     if not metrics: raise ValueError('There is no metric to estimate. Pass some by name: `bootstrap(preds, targets, accuracy=accuracy)`.')
     n,generator = _n_examples(preds, targets),torch.Generator().manual_seed(seed)

@@ -37,7 +37,7 @@ class _Resumable:
         epoch:int, # Number of the epoch, from 0
     ):
         "Begin the next pass at the beginning of an epoch"
-        self._place(whole_number('epoch', epoch, 0), 0)
+        self._place(whole_number(epoch, 'epoch', 'epochs are numbered from 0', least=0), 0)
 
     def _here(self):
         "Epoch and amount, where going on from now would begin"
@@ -246,7 +246,7 @@ class ReplayLoader(_Resumable):
             raise TypeError(f'`loader` is a {type(loader).__name__}, which cannot be iterated more than once, and going on needs that. Pass a `DataLoader`, or a function that makes one.')
         if getattr(loader, 'persistent_workers', False) and not _is_stream(loader):
             raise ValueError('Persistent workers keep their random numbers from pass to pass, so no pass of this loader could be repeated. Use `exact_loader` with its dataset, or ordinary workers.')
-        self.loader,self.seed = None if self.make else loader,whole_number('seed', seed)
+        self.loader,self.seed = None if self.make else loader,whole_number(seed, 'seed', 'seeds are numbers', least=None)
 
     def __len__(self): return len(self.loader)
 
@@ -265,7 +265,7 @@ def start_at(self:ReplayLoader,
     batches:int, # Batches of this epoch that were used already
 ):
     "Go on in the middle of the epoch in the next pass, by reading and dropping `batches` batches"
-    self._place(self.epoch, whole_number('batches', batches, 0), goes_on=True)
+    self._place(self.epoch, whole_number(batches, 'batches', 'batches are counted', least=0), goes_on=True)
 
 @patch
 def state_dict(self:ReplayLoader)->dict: # Plain numbers

@@ -507,7 +507,7 @@ def test_a_fit_that_never_began_tells_nobody():
 # Mistakes
 
 @pytest.mark.parametrize("options, message", [
-    (dict(every=0), "`every` is 0, but it is counted"), (dict(every=-1), "counted"), (dict(every=2.5), "counted"), (dict(every=True), "counted"), (dict(epochs=0), "`epochs` is 0"),
+    (dict(every=0), "`every` is 0, but updates are counted"), (dict(every=-1), "counted"), (dict(every=2.5), "counted"), (dict(every=True), "counted"), (dict(epochs=0), "`epochs` is 0"),
     (dict(every=None, epochs=None), "leave nothing to log"), (dict(every=None, values="loss_func"), "`every` is None"), (dict(every=None, media=print), "`every` is None"),
     (dict(epochs=None, columns=["valid_loss"]), "`epochs` is None"), (dict(values=dict(lr=len)), "every row has already"), (dict(alerts=[("loss", "=", 1)]), "a direction and a level"),
     (dict(alerts="loss > 1"), "a direction and a level"), (dict(alerts=[("loss", ">", float("nan"))]), "a direction and a level"),

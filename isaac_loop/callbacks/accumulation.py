@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 
+from ..checks import check_count
 from ..events import CancelBatchException, CancelStepException, Order
 from ..tensors import batch_size
 
@@ -49,11 +50,10 @@ class AccumulationCB:
         n_batches:int=2, # Batches for one update
         weigh='samples', # What each batch's loss is a mean over: its 'samples'; 'mean' weighs all batches alike; 'sum' if losses are sums; or a function of the batch that counts, tokens say
     ):
-        if isinstance(n_batches, bool) or not isinstance(n_batches, int) or n_batches < 1:
-            raise ValueError(f'`n_batches` is {n_batches!r}, but the batches for an update are counted. Use a whole number of 1 or more.')
+        self.n_batches = check_count(n_batches, 'n_batches', 'the batches for an update are counted')
         if not callable(weigh) and weigh not in ('samples', 'mean', 'sum'):
             raise ValueError(f"`weigh` is {weigh!r}. Use 'samples', 'mean', 'sum', or a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`.")
-        self.n_batches,self.weigh,self._params = n_batches,weigh,None
+        self.weigh,self._params = weigh,None
         self._forget()
 
     def before_fit(self, trainer):

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from ..checks import check_count
 from ..events import Order, did_you_mean
 from ..tensors import map_tensors
 
@@ -138,8 +139,8 @@ class _RandPatch:
     ):
         _check_chance(p)
         if not 0 < pct <= 1: raise ValueError(f'`pct` is {pct!r}, but a rectangle is a part of an image. Use a share above 0 and up to 1.')
-        if isinstance(max_n, bool) or not isinstance(max_n, int) or max_n < 1: raise ValueError(f'`max_n` is {max_n!r}, so nothing would happen. Use a whole number of 1 or more.')
-        self.p,self.pct,self.max_n,self.per_image = p,pct,max_n,per_image
+        self.max_n = check_count(max_n, 'max_n', 'rectangles are counted, and without any nothing would happen')
+        self.p,self.pct,self.per_image = p,pct,per_image
 
     def __call__(self,
         images, # (n, ..., height, width), any dtype, on any device
@@ -316,8 +317,7 @@ class ProgressiveResizeCB:
     ):
         for name,value in (('start', start), ('until', until)):
             if not 0 < value <= 1: raise ValueError(f'`{name}` is {value!r}, but it is a share of the whole. Use a number above 0 and up to 1.')
-        if not multiple >= 1: raise ValueError(f'`multiple` is {multiple!r}, but images consist of whole pixels. Use 1 or more.')
-        self.start,self.until,self.multiple = start,until,multiple
+        self.start,self.until,self.multiple = start,until,check_count(multiple, 'multiple', 'pixels are counted')
 
     def before_epoch(self, trainer):
         "Choose this epoch's size"

@@ -39,8 +39,7 @@ class NonFiniteStopCB(FlagsCB):
         every:int=100, # Read the flags after so many batches, and at the end of each pass; 1 reads at once and prevents the bad step
         gradients:bool=True, # Look at gradients too? Not with fp16 loss scaling, where an infinite one now and then is normal and the scaler leaves it out
     ):
-        check_count(every, 'every')
-        self.every,self.gradients = every,gradients
+        self.every,self.gradients = check_count(every, 'every', 'batches are counted'),gradients
 
     def _start(self, trainer):
         "Forget the last run"

@@ -36,8 +36,8 @@ class SamePredictionsCB(KeepsState):
         labels=None, # Function from the model's output to predictions; default: the class with the highest output
         report=warnings.warn, # Called with a sentence if there is no stop
     ):
-        check_count(patience, 'patience')
-        self.value,self.patience,self.start_epoch,self.stop,self.labels,self.report = value,patience,start_epoch,stop,labels,report
+        self.patience = check_count(patience, 'patience', 'passes are counted')
+        self.value,self.start_epoch,self.stop,self.labels,self.report = value,start_epoch,stop,labels,report
 
     def _start(self, trainer):
         "Forget the last run"

@@ -115,10 +115,10 @@ class PrintColumnsCB:
         list_names:bool=False, # Also print once which columns there are?
         report=print, # Called with each line
     ):
-        check_count(every, 'every', 'epochs are counted')
+        self.every = check_count(every, 'every', 'epochs are counted')
         for o in names:
             if not isinstance(o, str): raise TypeError(f'`PrintColumnsCB` was given {o!r}, which is no name of a column. Pass names one by one: `PrintColumnsCB("train_loss", "valid_loss")`; epochs are counted by `every`.')
-        self.names,self.every,self.strict,self.list_names,self.report = names,every,strict,list_names,report
+        self.names,self.strict,self.list_names,self.report = names,strict,list_names,report
 
     def before_fit(self, trainer):
         "See whether somebody writes the columns"

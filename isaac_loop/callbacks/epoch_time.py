@@ -30,8 +30,8 @@ class EpochTimeCB:
         batches:int=20, # Training batches to measure, after a first one; fewer if the pass has fewer
         show:bool=True, # Print the estimate?
     ):
-        check_count(batches, 'batches', 'then there would be nothing to measure')
-        self.batches,self.show,self.estimate = batches,show,None
+        self.batches = check_count(batches, 'batches', 'batches are counted, and without any there would be nothing to measure')
+        self.show,self.estimate = show,None
 
     def before_fit(self, trainer):
         "Forget the last run"

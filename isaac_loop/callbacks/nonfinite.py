@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['NonFiniteCB']
 
-# %% ../../nbs/callbacks/82_nonfinite.ipynb #0a390a70
+# %% ../../nbs/callbacks/82_nonfinite.ipynb #b4d24d59
 import warnings
 
 import torch
 
+from ..checks import check_count
 from ..events import Order
 from ..hooks import Hooks, find_modules
 from ..records import place_of
@@ -35,8 +36,8 @@ class NonFiniteCB:
         module_filter=None, # Which modules to follow: a class, a tuple of classes, or a function of a module; default: all
         report=warnings.warn, # Called once with a sentence about what was found
     ):
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1: raise ValueError(f'`every` is {every!r}, but batches are counted. Use a whole number of 1 or more.')
-        self.every,self.module_filter,self.report = every,module_filter,report
+        self.every = check_count(every, 'every', 'batches are counted')
+        self.module_filter,self.report = module_filter,report
         self.found,self.hooks,self._flags,self._pending = None,[],[],[]
 
     def before_fit(self, trainer):

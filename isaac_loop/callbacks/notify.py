@@ -119,8 +119,8 @@ class NotifyCB:
         end:bool=True, # Also when the fit is over in good order? A failure is always told
     ):
         check_function(send, 'send', 'subject', 'text', 'files')
-        check_count(every, 'every', 'epochs are counted', none='for the end alone')
-        self._send,self.every,self.end,self._first = send,every,end,None
+        self.every = check_count(every, 'every', 'epochs are counted', none='for the end alone')
+        self._send,self.end,self._first = send,end,None
 
     def before_fit(self, trainer):
         "Begin a new story"

@@ -103,10 +103,9 @@ class UploadCB:
         wait:float=1., # Seconds before the first retry; twice as many before the next
         **options, # For the file system, such as `key` and `secret`; they are shown nowhere
     ):
-        check_count(every, 'every', 'epochs are counted')
-        check_count(retries, 'retries', 'tries are counted', least=0)
+        self.every,self.retries = check_count(every, 'every', 'epochs are counted'),check_count(retries, 'retries', 'tries are counted', least=0)
         if isinstance(wait, bool) or not isinstance(wait, (int, float)) or wait < 0: raise ValueError(f'`wait` is {wait!r}, but nobody can wait for less than no time. Use 0 or more seconds.')
-        self.folder,self.every,self.drop,self.retries,self.wait = folder,every,drop,retries,wait
+        self.folder,self.drop,self.wait = folder,drop,wait
         self._url,self._options = url,options
         if folder is not None: local_path(folder, 'UploadCB')
         if url is not None: _connect(url, options)

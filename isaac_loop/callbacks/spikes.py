@@ -32,10 +32,10 @@ class LossSpikeCB(FlagsCB):
         skip=(), # Pairs of epoch and batch to leave out, known from an earlier run
         report=warnings.warn, # Called with a sentence if there is no stop
     ):
-        check_count(every, 'every')
+        self.every = check_count(every, 'every', 'batches are counted')
         if not factor > 1: raise ValueError(f'`factor` is {factor!r}, so that an ordinary loss would be a spike. Use a number above 1, such as 3.')
         if not 0 <= decay < 1: raise ValueError(f'`decay` is {decay!r}; at 1 or more the mean would never change. Use a share such as 0.98.')
-        self.factor,self.decay,self.warmup,self.min_delta,self.every = factor,decay,warmup,min_delta,every
+        self.factor,self.decay,self.warmup,self.min_delta = factor,decay,warmup,min_delta
         self.stop,self.skip,self.report = stop,{tuple(o) for o in skip},report
 
     def _start(self, trainer):

@@ -39,7 +39,7 @@ class EarlyStoppingCB(KeepsState, Monitor):
     ):
         self.monitor,self.start_epoch,self.anew = monitor,start_epoch,reset
         self.threshold,self.baseline,self.divergence = threshold,baseline,divergence
-        if patience is not None: check_count(patience, 'patience')
+        if patience is not None: patience = check_count(patience, 'patience', 'epochs are counted')
         elif threshold is None and divergence is None: raise ValueError('`EarlyStoppingCB` has neither `patience` nor `threshold` nor `divergence`, so it would never stop. Give it one of them.')
         Monitor.__init__(self, mode_of(monitor, mode), min_delta, patience)
         _check_levels(self.mode, threshold, divergence)

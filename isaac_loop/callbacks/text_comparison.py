@@ -100,9 +100,9 @@ class TextComparisonCB:
         show:bool=True, # Print the table?
     ):
         _check_functions(decode=decode, generate=generate, truth=truth, lengths=lengths, tokens=tokens)
-        for counted,n in dict(samples=samples, every=every).items(): check_count(n, counted, 'then no text would ever be shown')
+        self.samples,self.every = check_count(samples, 'samples', 'examples are counted'),check_count(every, 'every', 'epochs are counted')
         self.decode,self.generate,self.truth,self.lengths,self.tokens = decode,generate,truth,lengths,tokens
-        self.samples,self.every,self.name,self.show = samples,every,name,show
+        self.name,self.show = name,show
         self.eos,self.ignore = eos,_several(ignore)
         self.rows = []
 
