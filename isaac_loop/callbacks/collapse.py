@@ -29,15 +29,16 @@ class SamePredictionsCB(KeepsState):
     _kept = ('n_same',)
     n_same,_range,_n = 0,None,0
     def __init__(self,
-        value=None, # Only if they are all this class or value; default: any
-        *, patience:int=1, # Passes in a row in which this has to happen
-        start_epoch:int=0, # First epoch to look at
+        *, value=None, # Only if they are all this class or value; default: any
+        patience:int=1, # Passes in a row in which this has to happen
+        start_epoch:int=0, # First epoch to look at, numbered from 0
         stop:bool=True, # Stop, or only report?
         labels=None, # Function from the model's output to predictions; default: the class with the highest output
         report=warnings.warn, # Called with a sentence if there is no stop
     ):
         self.patience = check_count(patience, 'patience', 'passes are counted')
-        self.value,self.start_epoch,self.stop,self.labels,self.report = value,start_epoch,stop,labels,report
+        self.start_epoch = check_count(start_epoch, 'start_epoch', 'epochs are numbered from 0', least=0)
+        self.value,self.stop,self.labels,self.report = value,stop,labels,report
 
     def _start(self, trainer):
         "Forget the last run"
