@@ -37,11 +37,12 @@ def check_function(
     f, # What was given
     name:str, # Name of the argument, for the message
     *arguments:str, # What the function will be called with, a name for each
+    **keywords, # What it will be given by keyword, with any value
 ):
     "Refuse what cannot be called with these arguments"
-    wanted = f'({", ".join(arguments)})'
+    wanted = f'({", ".join([*arguments, *keywords])})'
     if not callable(f): raise TypeError(f'`{name}` is {f!r}, which cannot be called. Pass a function of {wanted}.')
-    try: inspect.signature(f).bind(*arguments)
+    try: inspect.signature(f).bind(*arguments, **keywords)
     except TypeError as e: raise TypeError(f'`{name}` is called with {wanted}, and does not take that: {e}. Pass a function that does.') from None
     except ValueError: pass # It has no signature
 

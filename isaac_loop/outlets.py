@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
+from .checks import check_function
 from .events import CancelException, callback_name
 
 # %% ../nbs/35_outlets.ipynb #2df95f83
@@ -23,11 +24,10 @@ def _takes_table(f):
 
 _CALLED = {'row': ('values', 'step'), 'start': ('run',), 'alert': ('text', 'step'), 'close': ('ok',)}
 
-def _check_call(name, f, takes):
-    "Refuse what could not be called when there is something to log"
-    try: inspect.signature(f).bind(*takes, **({'table': ''} if takes == _CALLED['row'] and _takes_table(f) else {}))
-    except TypeError as e: raise TypeError(f'`{name}` cannot be called as `{name}({", ".join(takes)})`, so nothing would arrive there: {e}. Let it take these.') from None
-    except ValueError: pass # Some built-in functions have no signature
+def _check_call(f, name, method):
+    "Refuse what could not be called as a log's `method` is"
+    by_name = dict(table='') if method == 'row' and _takes_table(f) else {}
+    check_function(f, name, *_CALLED[method], **by_name)
 
 # %% ../nbs/35_outlets.ipynb #f7a83cbe
 _METHODS = ('check', 'start', 'row', 'media', 'alert', 'close')
@@ -38,9 +38,9 @@ def _check_log(log):
     if isinstance(log, (str, Path)): raise TypeError(f'`{log}` does not say what to write there. Choose a kind of log, such as `CSV({str(log)!r})` or `TensorBoard({str(log)!r})`.')
     if not callable(log) and not any(callable(getattr(log, o, None)) for o in _METHODS):
         raise TypeError(f'`{callback_name(log)}` can take nothing: it is no function, and has none of the methods {", ".join(_METHODS)}. Give it `row(values, step)`.')
-    if callable(log) and getattr(log, 'row', None) is None: _check_call(callback_name(log), log, _CALLED['row'])
-    for name,takes in _CALLED.items():
-        if callable(getattr(log, name, None)): _check_call(f'{callback_name(log)}.{name}', getattr(log, name), takes)
+    if callable(log) and getattr(log, 'row', None) is None: _check_call(log, callback_name(log), 'row')
+    for method in _CALLED:
+        if callable(getattr(log, method, None)): _check_call(getattr(log, method), f'{callback_name(log)}.{method}', method)
 
 # %% ../nbs/35_outlets.ipynb #6e23c97b
 class Outlet:

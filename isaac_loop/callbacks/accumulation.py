@@ -14,6 +14,7 @@ from fastcore.basics import patch
 
 from ..checks import check_count
 from ..events import CancelBatchException, CancelStepException, Order
+from ..options import parameters_of
 from ..tensors import batch_size
 
 # %% ../../nbs/callbacks/31_accumulation.ipynb #ebe7e091
@@ -59,7 +60,7 @@ class AccumulationCB:
     def before_fit(self, trainer):
         "Lower the number of updates that schedules expect"
         self._forget()
-        self._params = partial(_parameters, trainer)
+        self._params = partial(parameters_of, trainer)
         if trainer.updates_per_epoch: trainer.updates_per_epoch = math.ceil(trainer.updates_per_epoch/self.n_batches)
 
     def _forget(self):
@@ -67,13 +68,7 @@ class AccumulationCB:
         self.n,self.total,self._first,self._weight = 0,0,None,1.
         self._loss,self._aside,self._complete,self._closing = None,None,False,False
 
-# %% ../../nbs/callbacks/31_accumulation.ipynb #6761ed55
-def _parameters(trainer):
-    "All parameters of the model and of the optimizer, each once"
-    params = list(trainer.model.parameters()) if hasattr(trainer.model, 'parameters') else []
-    params += [p for group in getattr(getattr(trainer, 'opt', None), 'param_groups', ()) for p in group['params']]
-    return list({id(p): p for p in params}.values())
-
+# %% ../../nbs/callbacks/31_accumulation.ipynb #a37d1c36
 @patch
 def _put_aside(self:AccumulationCB):
     "Begin a window with no gradients"
