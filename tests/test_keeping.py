@@ -51,7 +51,7 @@ STATEFUL = {
     "AccumulationCB": lambda: library.AccumulationCB(2), "ClipGradCB": lambda: library.ClipGradCB(max_norm=0.1), "MixedPrecisionCB": lambda: library.MixedPrecisionCB("float16"),
     "EarlyStoppingCB": lambda: library.EarlyStoppingCB(patience=1), "LimitCB": lambda: library.LimitCB(updates=9, samples=10**6), "LossSpikeCB": lambda: library.LossSpikeCB(1.05, start_batch=1, stop=False),
     "EvaluatorCB": lambda: library.EvaluatorCB("valid", updates=3, epochs=2, at_start=True), "LoggerCB": lambda: library.LoggerCB(lambda values, step: None, every=3),
-    "NonFiniteStopCB": lambda: library.NonFiniteStopCB(every=3), "SamePredictionsCB": lambda: library.SamePredictionsCB(stop=False),
+    "NonFiniteCB": lambda: library.NonFiniteCB(every=3), "NonFiniteStopCB": lambda: library.NonFiniteStopCB(every=3), "SamePredictionsCB": lambda: library.SamePredictionsCB(stop=False),
 }
 OTHERWISE = {"AttributeSchedulerCB"}  # Needs an attribute to change; see its own tests
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from functools import partial
 
 import torch
+from fastcore.basics import patch
 from torch.nn import functional as F
 
 from ..checks import check_count
@@ -232,9 +233,7 @@ def _check_targets(mixer, targets):
     "Refuse a batch for which no second loss can be computed"
     if not targets: raise ValueError(f'`{type(mixer).__name__}` mixes losses, but the batch has no targets to compute a second one from. Check `dls.n_inp`.')
 
-# %% ../../nbs/callbacks/64_augmentation.ipynb #85abac8f
-from fastcore.basics import patch
-
+# %% ../../nbs/callbacks/64_augmentation.ipynb #34698d9f
 @patch
 def _proportion(self:_MixCB):
     "A random proportion between 0 and 1; 1 for a batch that is not to be mixed"
