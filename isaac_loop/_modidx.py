@@ -3159,7 +3159,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'isaac_loop.sampling._located': ('sampling.html#_located', 'isaac_loop/sampling.py'),
                                      'isaac_loop.sampling._numpy_lent': ('sampling.html#_numpy_lent', 'isaac_loop/sampling.py'),
                                      'isaac_loop.sampling.as_it_is': ('sampling.html#as_it_is', 'isaac_loop/sampling.py'),
-                                     'isaac_loop.sampling.numbers_of': ('sampling.html#numbers_of', 'isaac_loop/sampling.py'),
+                                     'isaac_loop.sampling.hashed': ('sampling.html#hashed', 'isaac_loop/sampling.py'),
                                      'isaac_loop.sampling.seed_with': ('sampling.html#seed_with', 'isaac_loop/sampling.py'),
                                      'isaac_loop.sampling.seeded_with': ('sampling.html#seeded_with', 'isaac_loop/sampling.py')},
             'isaac_loop.saving': { 'isaac_loop.saving.Trainer._make_opt_for': ('saving.html#trainer._make_opt_for', 'isaac_loop/saving.py'),

@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from .sampling import BatchReader, SeededBatchSampler, WorkerStart, as_it_is, numbers_of, seed_with, seeded_with, whole_number
+from .sampling import BatchReader, SeededBatchSampler, WorkerStart, as_it_is, hashed, seed_with, seeded_with, whole_number
 
 # %% ../nbs/11_loaders.ipynb #ecbc30c0
 class _Resumable:
@@ -166,7 +166,7 @@ def _walk(self:ExactLoader, epoch, samples):
         raise ValueError(f'The dataset has {len(self.dataset)} rows now, and had {sampler.n} when the loader was made, so the order does not fit any more. Make a new loader.')
     sampler.set_epoch(epoch)
     sampler.start_at(samples)
-    self.generator.manual_seed(numbers_of(self.seed, epoch)[1])
+    self.generator.manual_seed(hashed(self.seed, epoch)[1])
     batches = None
     try:
         batches = self._begin()
@@ -294,7 +294,7 @@ def _source(self:ReplayLoader, epoch):
     parts = [getattr(source, o, None) for o in ('dataset', 'sampler', 'batch_sampler')]
     for o in (source, *parts, getattr(parts[0], 'dataset', None)):
         _set_epoch(o, epoch)
-        if isinstance(getattr(o, 'generator', None), torch.Generator): o.generator.manual_seed(numbers_of(self.seed, epoch)[1])
+        if isinstance(getattr(o, 'generator', None), torch.Generator): o.generator.manual_seed(hashed(self.seed, epoch)[1])
     if self.make: self._engine = None # Another one for the next pass
     return source
 

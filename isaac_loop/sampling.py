@@ -17,15 +17,15 @@ from torch.utils.data import get_worker_info
 
 from .checks import check_count
 
-# %% ../nbs/09_sampling.ipynb #b33b476c
-def numbers_of(*key):
+# %% ../nbs/09_sampling.ipynb #9dd004a3
+def hashed(*key):
     "Three whole numbers that look unrelated, to each other and to those of other keys"
     digest = blake2b(repr(key).encode(), digest_size=24).digest()
     return [int.from_bytes(digest[i:i+8], 'little') for i in (0, 8, 16)]
 
 def seed_with(*key):
     "Let the random numbers of Python, PyTorch (CPU) and NumPy begin anew from `key`"
-    for_python,for_torch,for_numpy = numbers_of(*key)
+    for_python,for_torch,for_numpy = hashed(*key)
     random.seed(for_python)
     torch.default_generator.manual_seed(for_torch) # `torch.manual_seed` seeds every device, and takes many times as long
     if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(for_numpy % 2**32)
@@ -131,7 +131,7 @@ class _Batch(list):
 def _order(self:SeededBatchSampler):
     "The row numbers in the order of this epoch"
     if not self.shuffle: return torch.arange(self.n)
-    return torch.randperm(self.n, generator=torch.Generator().manual_seed(numbers_of(self.seed, self.epoch)[0]))
+    return torch.randperm(self.n, generator=torch.Generator().manual_seed(hashed(self.seed, self.epoch)[0]))
 
 @patch
 def steps(self:SeededBatchSampler,
