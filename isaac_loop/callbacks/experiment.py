@@ -162,7 +162,7 @@ def before_fit(self:ExperimentCB, trainer):
     "Take a folder, note what runs, and begin the log"
     mine = self._of is not None and self._of() is trainer and (self.folder.is_dir() or self._rank is not None)
     if not mine: self._take(trainer)
-    trainer.experiment,self._log,self._row = self._about,LogFile(),None
+    trainer.experiment,self._log,self._row = self._about,LogFile('ExperimentCB'),None
     self._note_start(trainer)
     self._begin_log(trainer)
 
