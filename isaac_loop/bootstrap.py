@@ -27,7 +27,9 @@ def _is_array(x): return hasattr(x, '__array_interface__') and x.ndim > 0 # Of N
 def _n_examples(preds, targets):
     "How many examples there are"
     sizes = {len(o) if isinstance(o, list) or _is_array(o) else batch_size(o) for o in (preds, targets) if o is not None}
-    if None in sizes: raise TypeError(f'Predictions are a {type(preds).__name__} and targets a {type(targets).__name__}, and one of them has no rows to draw from. Pass tensors, NumPy arrays, structures of tensors, or lists with one entry for each example.')
+    if None in sizes:
+        raise TypeError(f'Predictions are a {type(preds).__name__} and targets a {type(targets).__name__}, and one of them has no rows to draw from. '
+                        'Pass tensors, NumPy arrays, structures of tensors, or lists with one entry for each example.')
     if len(sizes) != 1: raise ValueError(f'Predictions and targets have {sorted(map(str, sizes))} examples, so nobody can tell which belong together. Pass as many targets as predictions.')
     n = sizes.pop()
     if n == 0: raise ValueError('There are no examples to draw from. Is the data set empty?')

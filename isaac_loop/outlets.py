@@ -99,7 +99,8 @@ def show(self:Outlet, media, step):
     if kind in getattr(self.log, 'kinds', (kind,)): self._attempt(f'{kind} `{media["name"]}`', step, partial(f, step=step, **media))
     elif kind not in self.skipped:
         self.skipped.add(kind)
-        warnings.warn(f'The log `{self.name}` cannot show {kind}, so `{media["name"]}` and others like it are missing there. It can show {", ".join(self.log.kinds) or "nothing"}; for the rest add another log.', stacklevel=2)
+        warnings.warn(f'The log `{self.name}` cannot show {kind}, so `{media["name"]}` and others like it are missing there. '
+                      f'It can show {", ".join(self.log.kinds) or "nothing"}; for the rest add another log.', stacklevel=2)
 
 @patch
 def alert(self:Outlet, text, step):
@@ -119,5 +120,6 @@ def outlets_of(logs):
     if any(o is other for i,o in enumerate(logs) for other in logs[:i]): raise ValueError('`to` has the same log twice, so it would get every row twice. Name it once.')
     places = [(type(o), place) for o in logs if (place := getattr(o, 'folder', None) or getattr(o, 'path', None)) is not None]
     for kind,place in places:
-        if places.count((kind, place)) > 1: raise ValueError(f'`to` has two logs `{kind.__name__}` that write to `{place}`. Each row would be there twice, and rows would be lost when the run goes on. Name it once.')
+        if places.count((kind, place)) > 1:
+            raise ValueError(f'`to` has two logs `{kind.__name__}` that write to `{place}`. Each row would be there twice, and rows would be lost when the run goes on. Name it once.')
     return [Outlet(o) for o in logs]

@@ -261,7 +261,11 @@ def _with_inputs(trainer, f):
         return _exchanged(trainer.batch, [*map_tensors(f, inputs), *targets])
     new,used = {},set()
     map_tensors(lambda o: new.setdefault(id(o), f(o)), inputs)
-    batch = map_tensors(lambda o: used.add(id(o)) or new[id(o)] if id(o) in new else o, trainer.batch)
+    def exchanged(o):
+        if id(o) not in new: return o
+        used.add(id(o))
+        return new[id(o)]
+    batch = map_tensors(exchanged, trainer.batch)
     if used != set(new):
         raise ValueError(f'`{type(trainer).__name__}.split` gives inputs that are not in the batch, so changed ones cannot be put back. Let `split` pick tensors, and compute in the model.')
     return batch
@@ -278,7 +282,8 @@ class MixUpCB(_MixCB):
 
     def _mix(self, t):
         "`t` mixed with the rows of the partners"
-        if not t.is_floating_point(): raise TypeError(f'`MixUpCB` cannot add up inputs of {t.dtype}: half a byte or half a token is nothing. Give the model floats, or use `CutMixCB` for images of bytes.')
+        if not t.is_floating_point():
+            raise TypeError(f'`MixUpCB` cannot add up inputs of {t.dtype}: half a byte or half a token is nothing. Give the model floats, or use `CutMixCB` for images of bytes.')
         return self._share*t + (1-self._share)*self._of_partner(t)
 
 # %% ../../nbs/callbacks/64_augmentation.ipynb #aeed5a8d
@@ -301,7 +306,8 @@ class CutMixCB(_MixCB):
 
     def _mix(self, t):
         "`t` with a rectangle of the partners"
-        if t.shape[-2:] != self._inside.shape: raise ValueError(f'The inputs have different sizes, {tuple(self._inside.shape)} and {tuple(t.shape[-2:])}, so one rectangle does not fit both. Use `MixUpCB`.')
+        if t.shape[-2:] != self._inside.shape:
+            raise ValueError(f'The inputs have different sizes, {tuple(self._inside.shape)} and {tuple(t.shape[-2:])}, so one rectangle does not fit both. Use `MixUpCB`.')
         return torch.where(self._inside, self._of_partner(t), t)
 
 # %% ../../nbs/callbacks/64_augmentation.ipynb #09dd3e01

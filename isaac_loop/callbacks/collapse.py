@@ -18,7 +18,8 @@ from ..kept_state import KeepsState
 # %% ../../nbs/callbacks/86_collapse.ipynb #715ec28b
 def _labels(preds):
     "The class with the highest output, or the output itself if there is only one"
-    if not torch.is_tensor(preds): raise TypeError(f'The output of the model is a {type(preds).__name__}, and `SamePredictionsCB` cannot tell what it predicts. Pass `labels`, a function that gives a tensor of predictions.')
+    if not torch.is_tensor(preds):
+        raise TypeError(f'The output of the model is a {type(preds).__name__}, and `SamePredictionsCB` cannot tell what it predicts. Pass `labels`, a function that gives a tensor of predictions.')
     return preds.argmax(1) if preds.ndim > 1 and preds.shape[1] > 1 else preds
 
 # %% ../../nbs/callbacks/86_collapse.ipynb #16381d82

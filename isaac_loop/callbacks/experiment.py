@@ -205,7 +205,8 @@ def _choose(self:ExperimentCB):
     if self.resume == 'latest': found = _earlier(parent, self.experiment)
     elif self.resume is not None:
         found = self.resume.absolute()
-        if not found.is_dir(): return ValueError(f'`resume` is {str(self.resume)!r}, and there is no such folder to go on in. Leave it out to begin a new one, or use `fetch` to get one from elsewhere.')
+        if not found.is_dir():
+            return ValueError(f'`resume` is {str(self.resume)!r}, and there is no such folder to go on in. Leave it out to begin a new one, or use `fetch` to get one from elsewhere.')
     try:
         found = found or _take_folder(parent, self.experiment, time.strftime('%Y-%m-%d_%H-%M-%S'))
         probe = found/f'.probe-{os.getpid()}'

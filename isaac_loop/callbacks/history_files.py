@@ -93,7 +93,8 @@ def _try(self:HistoryFilesCB, what, write):
     "Whether it could be written; if not, warn, once for each thing in a fit"
     try: write()
     except Exception as e: # A figure of somebody else may fail in any way
-        if what not in self._warned: warnings.warn(f'`HistoryFilesCB` could not write {what} to `{self._folder}` ({type(e).__name__}: {e}). Training goes on, and so do the other files; the rows are in `trainer.history`.')
+        if what not in self._warned:
+            warnings.warn(f'`HistoryFilesCB` could not write {what} to `{self._folder}` ({type(e).__name__}: {e}). Training goes on, and so do the other files; the rows are in `trainer.history`.')
         self._warned.add(what)
         return False
     return True

@@ -81,7 +81,8 @@ class LoggerCB:
         self.media,self.run = media,run
         if isinstance(columns, str): columns = [columns]
         self._columns = None if columns is None else list(columns)
-        if params is not None and not isinstance(params, Mapping) and not hasattr(params, '__dict__'): raise TypeError(f'`params` is {params!r}, but hyper-parameters have names. Use a dict, or what `argparse` gives.')
+        if params is not None and not isinstance(params, Mapping) and not hasattr(params, '__dict__'):
+            raise TypeError(f'`params` is {params!r}, but hyper-parameters have names. Use a dict, or what `argparse` gives.')
         self.params = dict(params if isinstance(params, Mapping) else vars(params)) if params is not None else {}
         self._functions,self._alerts = _functions(values),Alerts(check_alerts(alerts))
         self._outlets,self._trainer,self._opened,self._active = outlets_of(self.to),None,False,False

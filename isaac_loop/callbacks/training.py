@@ -23,7 +23,8 @@ class BasicTrainCB:
     def get_loss(self, trainer):
         "Compare predictions with targets"
         try: trainer.loss = trainer.loss_func(trainer.preds, *trainer.split(trainer.batch)[1])
-        except TypeError as e: raise _hinted(e, "'NoneType' object is not callable", 'The trainer was made with `loss_func=None`. Give it a loss function, or add a callback that does `get_loss` instead.')
+        except TypeError as e:
+            raise _hinted(e, "'NoneType' object is not callable", 'The trainer was made with `loss_func=None`. Give it a loss function, or add a callback that does `get_loss` instead.')
 
     def backward(self, trainer):
         "Compute the gradients of the loss"
