@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 TUTORIALS = ROOT/"nbs/tutorials"
 
 
-def local_links(text): return [o for o in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in o]
+def local_links(text): return [o for o in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in o and not o.endswith(".html")]  # Pages are made of notebooks later
 
 
 def prose(path): return "\n".join("".join(o["source"]) for o in json.loads(path.read_text())["cells"] if o["cell_type"] == "markdown")

@@ -100,7 +100,7 @@ def load_state_dict(self:NonFiniteCB,
 def _act(self:NonFiniteCB, trainer, first):
     "Keep the first finding alone, and report it"
     what,layer,kind = first['what']
-    self.found = first | dict(what=what, layer=layer, kind=kind)
+    self.found = dict(what=what, layer=layer, kind=kind) | {**first, 'what': what}
     self.hooks.remove()
     self.report(_sentence(self.found))
 
