@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['piecewise']
 
-# %% ../nbs/13_annealing.ipynb #1112e748
+# %% ../nbs/13_annealing.ipynb #26854b65
 import math
 
+from .checks import check_count
 from .events import did_you_mean
 
 # %% ../nbs/13_annealing.ipynb #6f74eff7
@@ -49,7 +50,7 @@ def check_decay(decay, known):
 
 def check_numbers(times, **shares):
     "Refuse a decay that never comes, and factors above the top"
-    if isinstance(times, bool) or not isinstance(times, int) or times < 1: raise ValueError(f'A decay is to happen {times!r} times, but it happens at least once. Use a whole number of 1 or more.')
+    check_count(times, 'number of decays', 'a decay happens at least once')
     for name,value in shares.items():
         if not 0 <= value <= 1: raise ValueError(f'`{name}` is {value!r}, but it is a share of the top rate. Use 0 to 1.')
 

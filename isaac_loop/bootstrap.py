@@ -27,7 +27,9 @@ def _is_array(x): return hasattr(x, '__array_interface__') and x.ndim > 0 # Of N
 def _n_examples(preds, targets):
     "How many examples there are"
     sizes = {len(o) if isinstance(o, list) or _is_array(o) else batch_size(o) for o in (preds, targets) if o is not None}
-    if None in sizes: raise TypeError(f'Predictions are a {type(preds).__name__} and targets a {type(targets).__name__}, and one of them has no rows to draw from. Pass tensors, NumPy arrays, structures of tensors, or lists with one entry for each example.')
+    if None in sizes:
+        raise TypeError(f'Predictions are a {type(preds).__name__} and targets a {type(targets).__name__}, and one of them has no rows to draw from. '
+                        'Pass tensors, NumPy arrays, structures of tensors, or lists with one entry for each example.')
     if len(sizes) != 1: raise ValueError(f'Predictions and targets have {sorted(map(str, sizes))} examples, so nobody can tell which belong together. Pass as many targets as predictions.')
     n = sizes.pop()
     if n == 0: raise ValueError('There are no examples to draw from. Is the data set empty?')
@@ -85,7 +87,7 @@ def bootstrap(
     **metrics, # By name: functions of predictions and targets, or metric objects
 )->Estimates: # Columns `metric`, `value`, `mean`, `std`, `low`, `high`, `n`
     "Mean, standard deviation and percentile interval of metrics over draws with replacement"
-    check_count(n_samples, 'n_samples', 'a spread needs several draws', least=2)
+    n_samples = check_count(n_samples, 'n_samples', 'draws are counted, and a spread needs several', least=2)
     if not 0 < level < 1: raise ValueError(f'`level` is {level!r}, but it is the share of the draws inside the interval. Use a number between 0 and 1, such as 0.95.')
     if not metrics: raise ValueError('There is no metric to estimate. Pass some by name: `bootstrap(preds, targets, accuracy=accuracy)`.')
     n,generator = _n_examples(preds, targets),torch.Generator().manual_seed(seed)

@@ -5,35 +5,44 @@
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/06_checks.ipynb #37370472
+# %% ../nbs/06_checks.ipynb #320bc70a
 import inspect, os, re
-from numbers import Integral
+from operator import index
 from pathlib import Path
 
 # %% ../nbs/06_checks.ipynb #709f2ef1
 def check_count(
     value, # What was given
     name:str, # Name of the argument, for the message
-    why:str='it is counted', # Why nothing else will do, for the message
-    least:int=1, # The smallest number that will do
+    why:str='it is counted', # Why nothing else will do, with the unit, for the message: 'batches are counted'
+    least:int=1, # The smallest number that will do; None if all do
     none:str=None, # What None means, for the message; without it None is refused
-):
-    "Refuse what is no whole number of at least `least`"
-    if value is None and none is not None: return
-    if isinstance(value, Integral) and not isinstance(value, bool) and value >= least: return
+    wrong_type:type=ValueError, # Class of the error for what is no whole number; one that is too small is always a `ValueError`
+)->int: # None if that was given and has a meaning
+    "`value` as an int, if it is a whole number of at least `least`, or an error"
+    if value is None and none is not None: return None
+    number = _whole(value)
+    if number is not None and (least is None or number >= least): return number
+    wanted = 'a whole number' if least is None else f'a whole number of {least} or more'
     instead = '' if none is None else f', or None {none}'
-    raise ValueError(f'`{name}` is {value!r}, but {why}. Use a whole number of {least} or more{instead}.')
+    raise (wrong_type if number is None else ValueError)(f'`{name}` is {value!r}, but {why}. Use {wanted}{instead}.')
+
+def _whole(value):
+    "`value` as an int, or None if it is no whole number"
+    try: return None if isinstance(value, bool) else index(value)
+    except TypeError: return None
 
 # %% ../nbs/06_checks.ipynb #3d35f753
 def check_function(
     f, # What was given
     name:str, # Name of the argument, for the message
     *arguments:str, # What the function will be called with, a name for each
+    **keywords, # What it will be given by keyword, with any value
 ):
     "Refuse what cannot be called with these arguments"
-    wanted = f'({", ".join(arguments)})'
+    wanted = f'({", ".join([*arguments, *keywords])})'
     if not callable(f): raise TypeError(f'`{name}` is {f!r}, which cannot be called. Pass a function of {wanted}.')
-    try: inspect.signature(f).bind(*arguments)
+    try: inspect.signature(f).bind(*arguments, **keywords)
     except TypeError as e: raise TypeError(f'`{name}` is called with {wanted}, and does not take that: {e}. Pass a function that does.') from None
     except ValueError: pass # It has no signature
 

@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from .sampling import BatchReader, SeededBatchSampler, WorkerStart, as_it_is, numbers_of, seed_with, seeded_with, whole_number
+from .sampling import BatchReader, SeededBatchSampler, WorkerStart, as_it_is, hashed, seed_with, seeded_with, whole_number
 
 # %% ../nbs/11_loaders.ipynb #ecbc30c0
 class _Resumable:
@@ -37,7 +37,7 @@ class _Resumable:
         epoch:int, # Number of the epoch, from 0
     ):
         "Begin the next pass at the beginning of an epoch"
-        self._place(whole_number('epoch', epoch, 0), 0)
+        self._place(whole_number(epoch, 'epoch', 'epochs are numbered from 0', least=0), 0)
 
     def _here(self):
         "Epoch and amount, where going on from now would begin"
@@ -166,7 +166,7 @@ def _walk(self:ExactLoader, epoch, samples):
         raise ValueError(f'The dataset has {len(self.dataset)} rows now, and had {sampler.n} when the loader was made, so the order does not fit any more. Make a new loader.')
     sampler.set_epoch(epoch)
     sampler.start_at(samples)
-    self.generator.manual_seed(numbers_of(self.seed, epoch)[1])
+    self.generator.manual_seed(hashed(self.seed, epoch)[1])
     batches = None
     try:
         batches = self._begin()
@@ -246,7 +246,7 @@ class ReplayLoader(_Resumable):
             raise TypeError(f'`loader` is a {type(loader).__name__}, which cannot be iterated more than once, and going on needs that. Pass a `DataLoader`, or a function that makes one.')
         if getattr(loader, 'persistent_workers', False) and not _is_stream(loader):
             raise ValueError('Persistent workers keep their random numbers from pass to pass, so no pass of this loader could be repeated. Use `exact_loader` with its dataset, or ordinary workers.')
-        self.loader,self.seed = None if self.make else loader,whole_number('seed', seed)
+        self.loader,self.seed = None if self.make else loader,whole_number(seed, 'seed', 'seeds are numbers', least=None)
 
     def __len__(self): return len(self.loader)
 
@@ -265,7 +265,7 @@ def start_at(self:ReplayLoader,
     batches:int, # Batches of this epoch that were used already
 ):
     "Go on in the middle of the epoch in the next pass, by reading and dropping `batches` batches"
-    self._place(self.epoch, whole_number('batches', batches, 0), goes_on=True)
+    self._place(self.epoch, whole_number(batches, 'batches', 'batches are counted', least=0), goes_on=True)
 
 @patch
 def state_dict(self:ReplayLoader)->dict: # Plain numbers
@@ -294,7 +294,7 @@ def _source(self:ReplayLoader, epoch):
     parts = [getattr(source, o, None) for o in ('dataset', 'sampler', 'batch_sampler')]
     for o in (source, *parts, getattr(parts[0], 'dataset', None)):
         _set_epoch(o, epoch)
-        if isinstance(getattr(o, 'generator', None), torch.Generator): o.generator.manual_seed(numbers_of(self.seed, epoch)[1])
+        if isinstance(getattr(o, 'generator', None), torch.Generator): o.generator.manual_seed(hashed(self.seed, epoch)[1])
     if self.make: self._engine = None # Another one for the next pass
     return source
 

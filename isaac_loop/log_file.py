@@ -13,9 +13,11 @@ from fastcore.basics import patch
 # %% ../nbs/46_log_file.ipynb #55c71e71
 class LogFile(logging.Handler):
     "Lines that wait in memory until there is a file for them"
-    def __init__(self):
+    def __init__(self,
+        who:str, # Who keeps the log, for the warning
+    ):
         super().__init__()
-        self.path,self.waiting,self.failed = None,[],False
+        self.who,self.path,self.waiting,self.failed = who,None,[],False
         self.setFormatter(logging.Formatter('%(levelname)s %(name)s: %(message)s'))
 
     def line(self, text):
@@ -30,7 +32,7 @@ class LogFile(logging.Handler):
             with open(self.path, 'a', encoding='utf-8', errors='backslashreplace') as f: f.write(text)
         except OSError as e:
             self.failed = True
-            warnings.warn(f'`ExperimentCB` could not write to `{self.path}` ({e}), and writes no log any more; training goes on.')
+            warnings.warn(f'`{self.who}` could not write to `{self.path}` ({e}), and writes no log any more; training goes on.')
 
     def begin(self, path):
         "From now on write to `path`, first of all what has waited"

@@ -32,7 +32,8 @@ def _correct(weight, bias, scale, shift):
 def _weight_and_bias(module):
     "The parameters to correct, or an error"
     weight = getattr(module, 'weight', None)
-    if not torch.is_tensor(weight): raise TypeError(f'`trainable_module` is a `{type(module).__name__}`, which has no `weight` to scale. Pass a linear layer or a convolution, and the activation as `measurement_module`.')
+    if not torch.is_tensor(weight):
+        raise TypeError(f'`trainable_module` is a `{type(module).__name__}`, which has no `weight` to scale. Pass a linear layer or a convolution, and the activation as `measurement_module`.')
     return weight,getattr(module, 'bias', None)
 
 def _check_spread(std, module):

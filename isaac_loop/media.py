@@ -46,6 +46,17 @@ def _png_of_image(image):
     Image.fromarray(array).save(file := io.BytesIO(), format='png')
     return file.getvalue()
 
+# %% ../nbs/34_media.ipynb #0840e1f1
+def check_format(
+    ending, # What was given, such as 'png'
+    name:str, # Name of the argument, for the message
+): # The same
+    "`ending`, if matplotlib writes pictures of that format, or an error"
+    from matplotlib.backend_bases import FigureCanvasBase
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if ending not in known: raise ValueError(f'`{name}` is {ending!r}, which matplotlib cannot write. Use one of {known}.{did_you_mean(str(ending), known)}')
+    return ending
+
 # %% ../nbs/34_media.ipynb #8dd2b741
 def csv_text(
     rows, # Dicts

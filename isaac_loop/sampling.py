@@ -8,22 +8,24 @@ __all__ = ['SeededBatchSampler']
 # %% ../nbs/09_sampling.ipynb #9a321c6b
 import ctypes, gc, multiprocessing, os, random, sys, threading, warnings
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from hashlib import blake2b
-from operator import index
 
 import torch
 from fastcore.basics import patch
 from torch.utils.data import get_worker_info
 
-# %% ../nbs/09_sampling.ipynb #b33b476c
-def numbers_of(*key):
+from .checks import check_count
+
+# %% ../nbs/09_sampling.ipynb #9dd004a3
+def hashed(*key):
     "Three whole numbers that look unrelated, to each other and to those of other keys"
     digest = blake2b(repr(key).encode(), digest_size=24).digest()
     return [int.from_bytes(digest[i:i+8], 'little') for i in (0, 8, 16)]
 
 def seed_with(*key):
     "Let the random numbers of Python, PyTorch (CPU) and NumPy begin anew from `key`"
-    for_python,for_torch,for_numpy = numbers_of(*key)
+    for_python,for_torch,for_numpy = hashed(*key)
     random.seed(for_python)
     torch.default_generator.manual_seed(for_torch) # `torch.manual_seed` seeds every device, and takes many times as long
     if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(for_numpy % 2**32)
@@ -68,15 +70,8 @@ def seeded_with(*key):
             random.setstate(for_python)
             torch.default_generator.set_state(for_torch)
 
-# %% ../nbs/09_sampling.ipynb #c1e268e1
-def whole_number(name, value, least=None):
-    "`value` as an int that is not below `least`, or an error"
-    try:
-        if isinstance(value, bool): raise TypeError
-        number = index(value)
-    except TypeError: raise TypeError(f'`{name}` is {value!r}, but it is counted. Use a whole number.') from None
-    if least is not None and number < least: raise ValueError(f'`{name}` is {number}, and less than {least} makes no sense here. Use {least} or more.')
-    return number
+# %% ../nbs/09_sampling.ipynb #4ea6f282
+whole_number = partial(check_count, wrong_type=TypeError)
 
 # %% ../nbs/09_sampling.ipynb #4eb9c543
 class SeededBatchSampler:
@@ -90,8 +85,10 @@ class SeededBatchSampler:
         rank:int=0, # Number of this process, from 0
         world_size:int=1, # How many processes share the data
     ):
-        self.n,self.batch_size,self.seed = whole_number('n', n, 0),whole_number('batch_size', batch_size, 1),whole_number('seed', seed)
-        self.rank,self.world_size = whole_number('rank', rank, 0),whole_number('world_size', world_size, 1)
+        self.n,self.batch_size = whole_number(n, 'n', 'rows are counted', least=0),whole_number(batch_size, 'batch_size', 'rows are counted')
+        self.seed = whole_number(seed, 'seed', 'seeds are numbers', least=None)
+        self.rank = whole_number(rank, 'rank', 'processes are numbered from 0', least=0)
+        self.world_size = whole_number(world_size, 'world_size', 'processes are counted')
         if self.rank >= self.world_size:
             raise ValueError(f'`rank` is {rank}, but with `world_size={world_size}` the processes have the numbers 0 to {self.world_size-1}. Use one of those.')
         if 0 < self.n < self.world_size and not drop_last:
@@ -112,15 +109,16 @@ def set_epoch(self:SeededBatchSampler,
     epoch:int, # Number of the epoch, from 0
 ):
     "Go to the beginning of an epoch"
-    self.epoch,self.start = whole_number('epoch', epoch, 0),0
+    self.epoch,self.start = whole_number(epoch, 'epoch', 'epochs are numbered from 0', least=0),0
 
 @patch
 def start_at(self:SeededBatchSampler,
     samples:int, # Samples of this epoch that were used already, by all processes together
 ):
     "Leave out the first `samples` of the epoch"
-    if whole_number('samples', samples, 0) > self.n: raise ValueError(f'`samples` is {samples}, but an epoch has only {self.n}. Is this position from another dataset?')
-    self.start = index(samples)
+    start = whole_number(samples, 'samples', 'rows are counted', least=0)
+    if start > self.n: raise ValueError(f'`samples` is {samples}, but an epoch has only {self.n}. Is this position from another dataset?')
+    self.start = start
     left = self.n - self.start
     if 0 < left < self.world_size and not self.drop_last:
         warnings.warn(f'The last {left} samples of this epoch cannot be shared among {self.world_size} processes, and are left out.', stacklevel=2)
@@ -133,7 +131,7 @@ class _Batch(list):
 def _order(self:SeededBatchSampler):
     "The row numbers in the order of this epoch"
     if not self.shuffle: return torch.arange(self.n)
-    return torch.randperm(self.n, generator=torch.Generator().manual_seed(numbers_of(self.seed, self.epoch)[0]))
+    return torch.randperm(self.n, generator=torch.Generator().manual_seed(hashed(self.seed, self.epoch)[0]))
 
 @patch
 def steps(self:SeededBatchSampler,

@@ -49,9 +49,9 @@ STATEFUL = {
     "EpochSchedulerCB": lambda: EpochSchedulerCB(lambda opt: optim.lr_scheduler.ExponentialLR(opt, 0.9)),
     "WarmupSchedulerCB": WarmupSchedulerCB, "WSDSchedulerCB": WSDSchedulerCB, "StepSchedulerCB": lambda: StepSchedulerCB(1), "PlateauSchedulerCB": lambda: PlateauSchedulerCB(patience=0),
     "AccumulationCB": lambda: library.AccumulationCB(2), "ClipGradCB": lambda: library.ClipGradCB(max_norm=0.1), "MixedPrecisionCB": lambda: library.MixedPrecisionCB("float16"),
-    "EarlyStoppingCB": lambda: library.EarlyStoppingCB(patience=1), "LimitCB": lambda: library.LimitCB(updates=9, samples=10**6), "LossSpikeCB": lambda: library.LossSpikeCB(1.05, warmup=1, stop=False),
+    "EarlyStoppingCB": lambda: library.EarlyStoppingCB(patience=1), "LimitCB": lambda: library.LimitCB(updates=9, samples=10**6), "LossSpikeCB": lambda: library.LossSpikeCB(1.05, start_batch=1, stop=False),
     "EvaluatorCB": lambda: library.EvaluatorCB("valid", updates=3, epochs=2, at_start=True), "LoggerCB": lambda: library.LoggerCB(lambda values, step: None, every=3),
-    "NonFiniteStopCB": lambda: library.NonFiniteStopCB(every=3), "SamePredictionsCB": lambda: library.SamePredictionsCB(stop=False), "GradientStatsCB": lambda: library.GradientStatsCB(),
+    "NonFiniteCB": lambda: library.NonFiniteCB(every=3), "NonFiniteStopCB": lambda: library.NonFiniteStopCB(every=3), "SamePredictionsCB": lambda: library.SamePredictionsCB(stop=False), "GradientStatsCB": lambda: library.GradientStatsCB(),
 }
 OTHERWISE = {"AttributeSchedulerCB", "GradientPlotCB"}  # Needs an attribute to change, see its own tests; the same state as `GradientStatsCB`, and pictures
 STATELESS = {  # They must need none
@@ -59,7 +59,7 @@ STATELESS = {  # They must need none
     "ProgressCB": lambda: library.ProgressCB("plain"), "LivePlotCB": None, "CapturePredsCB": library.CapturePredsCB, "DerivedColumnsCB": lambda: library.DerivedColumnsCB(double=lambda row: 2*row["train_loss"]),
     "RenameColumnsCB": lambda: library.RenameColumnsCB(train_loss="training"), "PrintColumnsCB": lambda: library.PrintColumnsCB("train_loss"), "EpochTimeCB": library.EpochTimeCB,
     "BatchTransformCB": lambda: library.BatchTransformCB(lambda batch: (batch[0] + torch.randn(()), batch[1])), "MixUpCB": library.MixUpCB, "ReportCB": lambda: library.ReportCB(accuracy=lambda preds, targets: (preds.argmax(1) == targets).float().mean()),
-    "ActivationStatsCB": library.ActivationStatsCB, "UpdateRatioCB": library.UpdateRatioCB, "NonFiniteCB": library.NonFiniteCB, "RewindCB": library.RewindCB, "DropoutOnCB": library.DropoutOnCB,
+    "ActivationStatsCB": library.ActivationStatsCB, "UpdateRatioCB": library.UpdateRatioCB, "RewindCB": library.RewindCB, "DropoutOnCB": library.DropoutOnCB,
     "BatchAugmentationCB": None, "CutMixCB": None, "ProgressiveResizeCB": None, "PredictionsCSVCB": None, "TextComparisonCB": None,  # For images and text; a pass of their own
     "OneBatchCB": None, "LRFinderCB": None, "AccelerateCB": None, "ProfilerCB": None, "InterruptCB": None, "CheckpointCB": None, "ExperimentCB": None, "UploadCB": None, "NotifyCB": None, "ExportCB": None, "HistoryFilesCB": None,
 }

@@ -507,7 +507,7 @@ def test_a_fit_that_never_began_tells_nobody():
 # Mistakes
 
 @pytest.mark.parametrize("options, message", [
-    (dict(every=0), "`every` is 0, but it is counted"), (dict(every=-1), "counted"), (dict(every=2.5), "counted"), (dict(every=True), "counted"), (dict(epochs=0), "`epochs` is 0"),
+    (dict(every=0), "`every` is 0, but updates are counted"), (dict(every=-1), "counted"), (dict(every=2.5), "counted"), (dict(every=True), "counted"), (dict(epochs=0), "`epochs` is 0"),
     (dict(every=None, epochs=None), "leave nothing to log"), (dict(every=None, values="loss_func"), "`every` is None"), (dict(every=None, media=print), "`every` is None"),
     (dict(epochs=None, columns=["valid_loss"]), "`epochs` is None"), (dict(values=dict(lr=len)), "every row has already"), (dict(alerts=[("loss", "=", 1)]), "a direction and a level"),
     (dict(alerts="loss > 1"), "a direction and a level"), (dict(alerts=[("loss", ">", float("nan"))]), "a direction and a level"),
@@ -628,10 +628,10 @@ def test_an_address_is_no_folder_for_a_log(make, tmp_path, monkeypatch):
 
 
 def test_logs_that_could_not_be_called_are_refused_where_they_are_typed():
-    with pytest.raises(TypeError, match=r"cannot be called as `<lambda>\(values, step\)`.*Let it take these"): LoggerCB(lambda values: None)
+    with pytest.raises(TypeError, match=r"`<lambda>` is called with \(values, step\), and does not take that"): LoggerCB(lambda values: None)
     for name in ("row", "start", "alert", "close"):
         cls = type("Bad", (Keep,), {name: lambda self: None})
-        with pytest.raises(TypeError, match=rf"`Bad.{name}` cannot be called as `Bad.{name}\("): LoggerCB(cls())
+        with pytest.raises(TypeError, match=rf"`Bad.{name}` is called with \("): LoggerCB(cls())
     for fine in (lambda values, step: None, lambda *args: None, lambda values, step, *, table: None, print, {}.update): LoggerCB(fine)
     for bad in (3, "lr"):
         with pytest.raises(TypeError, match="hyper-parameters have names"): LoggerCB(print, params=bad)

@@ -183,7 +183,7 @@ def test_two_can_watch_one_run():
 
 
 @pytest.mark.parametrize("options, words", [
-    (dict(patience=0), "whole number of 1 or more"), (dict(patience=1.5), "whole number"), (dict(patience=None), "would never stop"), (dict(min_delta=-1.), "`min_delta`"),
+    (dict(patience=0), "whole number of 1 or more"), (dict(patience=1.5), "whole number"), (dict(patience=None), "would never stop"), (dict(min_delta=-1.), "`min_delta`"), (dict(start_epoch=-1), "epochs are numbered from 0"),
     (dict(mode="up"), "'min' or 'max'"), (dict(threshold=2., divergence=1.), "swapped"), (dict(threshold=1., divergence=2., mode="max"), "swapped"), (dict(min_delta=nan), "`min_delta`"),
 ])
 def test_settings_that_make_no_sense_are_refused_at_once(options, words):
@@ -444,7 +444,7 @@ def spiky(places, size=100.):
 
 def test_a_spike_is_found_and_does_not_enter_the_mean():
     "F103: two in a row are both found, and the mean stays"
-    cb = LossSpikeCB(5., warmup=3, stop=False, report=(heard := []).append)
+    cb = LossSpikeCB(5., start_batch=3, stop=False, report=(heard := []).append)
     trainer = make_trainer(cb, batches=spiky({5, 6}), opt_func=lambda ps, lr: optim.SGD(ps, 0.))
     trainer.fit(1)
     assert [o["batch"] for o in cb.found] == [5, 6] and len(heard) == 1 and "batch 5 (training)" in heard[0] and trainer.stop_reason is None
@@ -457,7 +457,7 @@ def test_a_spike_is_found_and_does_not_enter_the_mean():
 
 @pytest.mark.parametrize("value", [nan, inf])
 def test_nan_is_a_spike_and_never_spoils_the_mean(value):
-    cb = LossSpikeCB(50., warmup=2, stop=False, report=lambda text: None)
+    cb = LossSpikeCB(50., start_batch=2, stop=False, report=lambda text: None)
     trainer = make_trainer(cb, NonFiniteStopCB(1), batches=spoilt(make_batches(), 0, value), valid=make_batches(2))
     trainer.fit(1)
     assert [o["batch"] for o in cb.found] == [0] and math.isfinite(cb.state_dict()["mean"])
@@ -465,24 +465,25 @@ def test_nan_is_a_spike_and_never_spoils_the_mean(value):
 
 def test_read_at_once_a_spike_is_not_learnt_from_and_can_be_skipped_next_time():
     "F103"
-    trainer = make_trainer(LossSpikeCB(5., warmup=3, every=1), end := EndCB(), batches=spiky({7}))
+    trainer = make_trainer(LossSpikeCB(5., start_batch=3, every=1), end := EndCB(), batches=spiky({7}))
     trainer.fit(2, lr=0.01)
     good = make_trainer(batches=make_batches(7))
     good.fit(1, lr=0.01)
     assert torch.equal(weights(trainer), weights(good)) and end.ended and "5 times its running mean at epoch 0, batch 7" in trainer.stop_reason
     skip = [(o["epoch"], o["batch"]) for o in trainer.LossSpikeCB.found]
-    trainer = make_trainer(LossSpikeCB(5., warmup=3, skip=skip), batches=spiky({7}))
+    trainer = make_trainer(LossSpikeCB(5., start_batch=3, skip=skip), batches=spiky({7}))
     trainer.fit(1, lr=0.01)
     assert trainer.n_updates == 11 and trainer.stop_reason is None
 
 
 def test_small_changes_of_a_small_loss_are_no_spikes_with_a_least_size():
-    options = dict(warmup=3, stop=False, report=lambda text: None)
-    counts = [len(o.found) for o in (LossSpikeCB(1.1, **options), LossSpikeCB(1.1, min_delta=100., **options)) if not make_trainer(o).fit(1)]
-    assert counts[0] > 0 and counts[1] == 0
+    options = dict(start_batch=3, stop=False, report=lambda text: None)
+    often, never = LossSpikeCB(1.1, **options), LossSpikeCB(1.1, min_delta=100., **options)
+    for o in (often, never): make_trainer(o).fit(1)
+    assert often.found and not never.found
 
 
-@pytest.mark.parametrize("options", [dict(factor=1.), dict(factor=nan), dict(decay=1.), dict(decay=-0.1), dict(every=0)])
+@pytest.mark.parametrize("options", [dict(factor=1.), dict(factor=nan), dict(decay=1.), dict(decay=-0.1), dict(every=0), dict(start_batch=-5), dict(start_batch=2.5), dict(min_delta=-1), dict(min_delta=nan)])
 def test_a_spike_needs_sensible_settings(options):
     with pytest.raises(ValueError): LossSpikeCB(**options)
 
@@ -550,6 +551,12 @@ def test_one_prediction_alone_is_no_sign_and_an_output_of_many_parts_is_an_error
     with pytest.raises(TypeError, match="Pass `labels`"): trainer.fit(1)
 
 
+@pytest.mark.parametrize("options, words", [(dict(patience=0), "passes are counted"), (dict(start_epoch=-3), "epochs are numbered from 0"), (dict(start_epoch=True), "`start_epoch` is True")])
+def test_when_it_counts_is_said_in_whole_numbers(options, words):
+    with pytest.raises(ValueError, match=words): SamePredictionsCB(**options)
+    with pytest.raises(TypeError): SamePredictionsCB(2)  # A number alone could be a patience as well
+
+
 # All together
 
 def test_several_reasons_in_one_run():
@@ -599,7 +606,7 @@ class StopAndGoCB:
 @pytest.mark.parametrize("at", [(0, 0), (0, 4), (1, 2)])
 @pytest.mark.parametrize("make, batches", [
     (lambda: EarlyStoppingCB("train_loss", 2, min_delta=0.5), make_batches()), (lambda: LimitCB(samples=75), make_batches()), (lambda: NonFiniteStopCB(6), spoilt(make_batches(), 4)),
-    (lambda: NonFiniteStopCB(100), spoilt(make_batches(), 0)), (lambda: LossSpikeCB(2., warmup=6, every=5), spiky({9})), (lambda: LossSpikeCB(2., warmup=6, every=1, stop=False, report=str), spiky({9})),
+    (lambda: NonFiniteStopCB(100), spoilt(make_batches(), 0)), (lambda: LossSpikeCB(2., start_batch=6, every=5), spiky({9})), (lambda: LossSpikeCB(2., start_batch=6, every=1, stop=False, report=str), spiky({9})),
     (lambda: SamePredictionsCB(patience=3, labels=lambda preds: preds*0), make_batches()),
 ], ids=["early", "samples", "nan", "nan at once", "spike", "spikes", "same"])
 def test_going_on_from_a_saved_state_is_never_having_stopped(make, batches, at):

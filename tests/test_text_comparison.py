@@ -111,7 +111,7 @@ def restless(model, inputs):
     return found
 
 
-@pytest.mark.parametrize("cb", [texts(), texts(restless), texts(restless, every=2, samples=100), texts(decode=lambda row: 1/0)])
+@pytest.mark.parametrize("cb", [texts(), texts(restless), texts(restless, every=2, n_samples=100), texts(decode=lambda row: 1/0)])
 @pytest.mark.filterwarnings("ignore:`texts`")
 def test_training_goes_on_bit_for_bit_as_without_it(cb):
     results = []
@@ -139,9 +139,9 @@ class After:
         if not trainer.training: self.modes = {name: o.training for name, o in trainer.model.named_modules()}
 
 
-@pytest.mark.parametrize("samples,seen", [(1, 1), (3, 3), (8, 8), (50, 8)])
-def test_it_runs_in_eval_mode_on_so_many_samples_and_puts_modes_back(samples, seen):
-    "SON-21, SON-25: in eval mode as a whole, `samples` honoured, every module's own mode put back, no gradients"
+@pytest.mark.parametrize("n_samples,seen", [(1, 1), (3, 3), (8, 8), (50, 8)])
+def test_it_runs_in_eval_mode_on_so_many_samples_and_puts_modes_back(n_samples, seen):
+    "SON-21, SON-25: in eval mode as a whole, `n_samples` honoured, every module's own mode put back, no gradients"
     calls, after = [], After()
 
     def generate(model, inputs):
@@ -150,7 +150,7 @@ def test_it_runs_in_eval_mode_on_so_many_samples_and_puts_modes_back(samples, se
         calls.append(model.calls.pop())
         return found
 
-    trainer = trainer_with(texts(generate, samples=samples), Mixed(), after)
+    trainer = trainer_with(texts(generate, n_samples=n_samples), Mixed(), after)
     fit(trainer, 1)
     assert trainer.model.calls.pop()[1:] == (False, True, True)
     assert calls == [(seen, False, False, False)]
@@ -158,10 +158,10 @@ def test_it_runs_in_eval_mode_on_so_many_samples_and_puts_modes_back(samples, se
     assert after.modes["drop"] and not any(v for k, v in after.modes.items() if k != "drop")
 
 
-@pytest.mark.parametrize("samples,seen", [(3, 3), (50, 8)])
-def test_teacher_forcing_uses_the_predictions_of_the_pass(samples, seen):
+@pytest.mark.parametrize("n_samples,seen", [(3, 3), (50, 8)])
+def test_teacher_forcing_uses_the_predictions_of_the_pass(n_samples, seen):
     "SON-22, SON-25: no further call of the model; in the mode of the pass, as many samples as asked for"
-    trainer = trainer_with(texts(samples=samples))
+    trainer = trainer_with(texts(n_samples=n_samples))
     fit(trainer, 1)
     assert [o[0] for o in trainer.model.calls] == [8, 8, 8, 8, 5] and trainer.model.calls[3][1:] == (False, False, False)
     assert len(trainer.texts.rows) == seen
@@ -253,7 +253,7 @@ def test_rates_are_columns_and_texts_are_media(capsys):
     media = []
 
     def log(trainer): media.extend(trainer.history.media)
-    cb = TextComparisonCB(decode, samples=2, eos=EOS, ignore=PAD, name="heard")
+    cb = TextComparisonCB(decode, n_samples=2, eos=EOS, ignore=PAD, name="heard")
     trainer = trainer_with(cb, EarlyStoppingCB("heard_cer", mode="min", patience=1), log)
     trainer.fit(2)
     assert trainer.history.names() == ["fit", "epoch", *cb.columns(trainer)]
@@ -389,7 +389,7 @@ def test_a_cancel_is_no_failure():
 
 @pytest.mark.parametrize("options,error,words", [
     (dict(decode=None), TypeError, "`decode` is None"), (dict(generate="beam"), TypeError, "`generate` is 'beam'"), (dict(lengths=[3, 4]), TypeError, "`lengths`"),
-    (dict(samples=0), ValueError, "`samples` is 0"), (dict(samples=True), ValueError, "`samples` is True"), (dict(every=1.5), ValueError, "`every` is 1.5"),
+    (dict(n_samples=0), ValueError, "`n_samples` is 0"), (dict(n_samples=True), ValueError, "`n_samples` is True"), (dict(every=1.5), ValueError, "`every` is 1.5"),
 ])
 def test_settings_that_cannot_work_are_refused_where_they_are_typed(options, error, words):
     with pytest.raises(error, match=words): texts(**options)

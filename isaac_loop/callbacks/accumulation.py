@@ -12,7 +12,9 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 
+from ..checks import check_count
 from ..events import CancelBatchException, CancelStepException, Order
+from ..options import parameters_of
 from ..tensors import batch_size
 
 # %% ../../nbs/callbacks/31_accumulation.ipynb #ebe7e091
@@ -49,17 +51,16 @@ class AccumulationCB:
         n_batches:int=2, # Batches for one update
         weigh='samples', # What each batch's loss is a mean over: its 'samples'; 'mean' weighs all batches alike; 'sum' if losses are sums; or a function of the batch that counts, tokens say
     ):
-        if isinstance(n_batches, bool) or not isinstance(n_batches, int) or n_batches < 1:
-            raise ValueError(f'`n_batches` is {n_batches!r}, but the batches for an update are counted. Use a whole number of 1 or more.')
+        self.n_batches = check_count(n_batches, 'n_batches', 'the batches for an update are counted')
         if not callable(weigh) and weigh not in ('samples', 'mean', 'sum'):
             raise ValueError(f"`weigh` is {weigh!r}. Use 'samples', 'mean', 'sum', or a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`.")
-        self.n_batches,self.weigh,self._params = n_batches,weigh,None
+        self.weigh,self._params = weigh,None
         self._forget()
 
     def before_fit(self, trainer):
         "Lower the number of updates that schedules expect"
         self._forget()
-        self._params = partial(_parameters, trainer)
+        self._params = partial(parameters_of, trainer)
         if trainer.updates_per_epoch: trainer.updates_per_epoch = math.ceil(trainer.updates_per_epoch/self.n_batches)
 
     def _forget(self):
@@ -67,13 +68,7 @@ class AccumulationCB:
         self.n,self.total,self._first,self._weight = 0,0,None,1.
         self._loss,self._aside,self._complete,self._closing = None,None,False,False
 
-# %% ../../nbs/callbacks/31_accumulation.ipynb #6761ed55
-def _parameters(trainer):
-    "All parameters of the model and of the optimizer, each once"
-    params = list(trainer.model.parameters()) if hasattr(trainer.model, 'parameters') else []
-    params += [p for group in getattr(getattr(trainer, 'opt', None), 'param_groups', ()) for p in group['params']]
-    return list({id(p): p for p in params}.values())
-
+# %% ../../nbs/callbacks/31_accumulation.ipynb #a37d1c36
 @patch
 def _put_aside(self:AccumulationCB):
     "Begin a window with no gradients"

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['HooksCallback', 'ActivationStats', 'ActivationStatsCB']
 
-# %% ../../nbs/callbacks/80_activations.ipynb #880b9967
+# %% ../../nbs/callbacks/80_activations.ipynb #8b5072bc
 import warnings
 
 import torch
+from fastcore.basics import patch
 
 from ..events import Order
 from ..hooks import Hooks, find_modules, first_tensor
@@ -51,9 +52,7 @@ class HooksCallback:
     def __iter__(self): return iter(self.hooks)
     def __len__(self): return len(self.hooks)
 
-# %% ../../nbs/callbacks/80_activations.ipynb #dc8e6bc3
-from fastcore.basics import patch
-
+# %% ../../nbs/callbacks/80_activations.ipynb #94c08416
 @patch
 def after_epoch(self:HooksCallback, trainer):
     "Warn if no hook was called"

@@ -12,8 +12,10 @@ from collections.abc import Mapping, MutableMapping
 from functools import partial
 
 import torch
+from fastcore.basics import patch
 from torch.nn import functional as F
 
+from ..checks import check_count
 from ..events import Order, did_you_mean
 from ..tensors import map_tensors
 
@@ -138,8 +140,8 @@ class _RandPatch:
     ):
         _check_chance(p)
         if not 0 < pct <= 1: raise ValueError(f'`pct` is {pct!r}, but a rectangle is a part of an image. Use a share above 0 and up to 1.')
-        if isinstance(max_n, bool) or not isinstance(max_n, int) or max_n < 1: raise ValueError(f'`max_n` is {max_n!r}, so nothing would happen. Use a whole number of 1 or more.')
-        self.p,self.pct,self.max_n,self.per_image = p,pct,max_n,per_image
+        self.max_n = check_count(max_n, 'max_n', 'rectangles are counted, and without any nothing would happen')
+        self.p,self.pct,self.per_image = p,pct,per_image
 
     def __call__(self,
         images, # (n, ..., height, width), any dtype, on any device
@@ -231,9 +233,7 @@ def _check_targets(mixer, targets):
     "Refuse a batch for which no second loss can be computed"
     if not targets: raise ValueError(f'`{type(mixer).__name__}` mixes losses, but the batch has no targets to compute a second one from. Check `dls.n_inp`.')
 
-# %% ../../nbs/callbacks/64_augmentation.ipynb #85abac8f
-from fastcore.basics import patch
-
+# %% ../../nbs/callbacks/64_augmentation.ipynb #34698d9f
 @patch
 def _proportion(self:_MixCB):
     "A random proportion between 0 and 1; 1 for a batch that is not to be mixed"
@@ -261,7 +261,11 @@ def _with_inputs(trainer, f):
         return _exchanged(trainer.batch, [*map_tensors(f, inputs), *targets])
     new,used = {},set()
     map_tensors(lambda o: new.setdefault(id(o), f(o)), inputs)
-    batch = map_tensors(lambda o: used.add(id(o)) or new[id(o)] if id(o) in new else o, trainer.batch)
+    def exchanged(o):
+        if id(o) not in new: return o
+        used.add(id(o))
+        return new[id(o)]
+    batch = map_tensors(exchanged, trainer.batch)
     if used != set(new):
         raise ValueError(f'`{type(trainer).__name__}.split` gives inputs that are not in the batch, so changed ones cannot be put back. Let `split` pick tensors, and compute in the model.')
     return batch
@@ -278,7 +282,8 @@ class MixUpCB(_MixCB):
 
     def _mix(self, t):
         "`t` mixed with the rows of the partners"
-        if not t.is_floating_point(): raise TypeError(f'`MixUpCB` cannot add up inputs of {t.dtype}: half a byte or half a token is nothing. Give the model floats, or use `CutMixCB` for images of bytes.')
+        if not t.is_floating_point():
+            raise TypeError(f'`MixUpCB` cannot add up inputs of {t.dtype}: half a byte or half a token is nothing. Give the model floats, or use `CutMixCB` for images of bytes.')
         return self._share*t + (1-self._share)*self._of_partner(t)
 
 # %% ../../nbs/callbacks/64_augmentation.ipynb #aeed5a8d
@@ -301,7 +306,8 @@ class CutMixCB(_MixCB):
 
     def _mix(self, t):
         "`t` with a rectangle of the partners"
-        if t.shape[-2:] != self._inside.shape: raise ValueError(f'The inputs have different sizes, {tuple(self._inside.shape)} and {tuple(t.shape[-2:])}, so one rectangle does not fit both. Use `MixUpCB`.')
+        if t.shape[-2:] != self._inside.shape:
+            raise ValueError(f'The inputs have different sizes, {tuple(self._inside.shape)} and {tuple(t.shape[-2:])}, so one rectangle does not fit both. Use `MixUpCB`.')
         return torch.where(self._inside, self._of_partner(t), t)
 
 # %% ../../nbs/callbacks/64_augmentation.ipynb #09dd3e01
@@ -316,8 +322,7 @@ class ProgressiveResizeCB:
     ):
         for name,value in (('start', start), ('until', until)):
             if not 0 < value <= 1: raise ValueError(f'`{name}` is {value!r}, but it is a share of the whole. Use a number above 0 and up to 1.')
-        if not multiple >= 1: raise ValueError(f'`multiple` is {multiple!r}, but images consist of whole pixels. Use 1 or more.')
-        self.start,self.until,self.multiple = start,until,multiple
+        self.start,self.until,self.multiple = start,until,check_count(multiple, 'multiple', 'pixels are counted')
 
     def before_epoch(self, trainer):
         "Choose this epoch's size"

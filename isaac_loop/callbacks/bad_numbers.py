@@ -15,14 +15,9 @@ from torch.nn.utils import get_total_norm
 from .flags import FlagsCB, where_found
 from ..checks import check_count
 from ..events import CancelBatchException, CancelStepException, Order
+from ..options import parameters_of
 
-# %% ../../nbs/callbacks/84_bad_numbers.ipynb #accfd275
-def _parameters(trainer):
-    "All parameters of the model and of the optimizer, each once"
-    params = list(trainer.model.parameters()) if hasattr(trainer.model, 'parameters') else []
-    params += [p for group in getattr(getattr(trainer, 'opt', None), 'param_groups', ()) for p in group['params']]
-    return list({id(p): p for p in params}.values())
-
+# %% ../../nbs/callbacks/84_bad_numbers.ipynb #1706a957
 def _not_finite(xs):
     "A flag on the device: is there a NaN or an infinity in one of `xs`?"
     xs = [o.detach() if torch.is_tensor(o) else torch.tensor(float(o)) for o in xs]
@@ -39,8 +34,7 @@ class NonFiniteStopCB(FlagsCB):
         every:int=100, # Read the flags after so many batches, and at the end of each pass; 1 reads at once and prevents the bad step
         gradients:bool=True, # Look at gradients too? Not with fp16 loss scaling, where an infinite one now and then is normal and the scaler leaves it out
     ):
-        check_count(every, 'every')
-        self.every,self.gradients = every,gradients
+        self.every,self.gradients = check_count(every, 'every', 'batches are counted'),gradients
 
     def _start(self, trainer):
         "Forget the last run"
@@ -71,13 +65,13 @@ def _act(self:NonFiniteStopCB, trainer, first):
 # %% ../../nbs/callbacks/84_bad_numbers.ipynb #21671547
 def _refuse_step(trainer):
     "Leave the step out, and forget its gradients"
-    for p in _parameters(trainer): p.grad = None
+    for p in parameters_of(trainer): p.grad = None
     raise CancelStepException('a gradient is not finite')
 
 @patch
 def before_step(self:NonFiniteStopCB, trainer):
     "Look at the gradients, and keep bad ones out of the weights"
-    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in _parameters(trainer) if p.grad is not None]
+    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters_of(trainer) if p.grad is not None]
     if self.gradients and grads: self._note(trainer, 'gradient', _not_finite(grads))
     if self.found: _refuse_step(trainer)
     if torch.is_tensor(self.bad):

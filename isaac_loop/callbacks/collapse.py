@@ -18,7 +18,8 @@ from ..kept_state import KeepsState
 # %% ../../nbs/callbacks/86_collapse.ipynb #715ec28b
 def _labels(preds):
     "The class with the highest output, or the output itself if there is only one"
-    if not torch.is_tensor(preds): raise TypeError(f'The output of the model is a {type(preds).__name__}, and `SamePredictionsCB` cannot tell what it predicts. Pass `labels`, a function that gives a tensor of predictions.')
+    if not torch.is_tensor(preds):
+        raise TypeError(f'The output of the model is a {type(preds).__name__}, and `SamePredictionsCB` cannot tell what it predicts. Pass `labels`, a function that gives a tensor of predictions.')
     return preds.argmax(1) if preds.ndim > 1 and preds.shape[1] > 1 else preds
 
 # %% ../../nbs/callbacks/86_collapse.ipynb #16381d82
@@ -29,15 +30,16 @@ class SamePredictionsCB(KeepsState):
     _kept = ('n_same',)
     n_same,_range,_n = 0,None,0
     def __init__(self,
-        value=None, # Only if they are all this class or value; default: any
-        *, patience:int=1, # Passes in a row in which this has to happen
-        start_epoch:int=0, # First epoch to look at
+        *, value=None, # Only if they are all this class or value; default: any
+        patience:int=1, # Passes in a row in which this has to happen
+        start_epoch:int=0, # First epoch to look at, numbered from 0
         stop:bool=True, # Stop, or only report?
         labels=None, # Function from the model's output to predictions; default: the class with the highest output
         report=warnings.warn, # Called with a sentence if there is no stop
     ):
-        check_count(patience, 'patience')
-        self.value,self.patience,self.start_epoch,self.stop,self.labels,self.report = value,patience,start_epoch,stop,labels,report
+        self.patience = check_count(patience, 'patience', 'passes are counted')
+        self.start_epoch = check_count(start_epoch, 'start_epoch', 'epochs are numbered from 0', least=0)
+        self.value,self.stop,self.labels,self.report = value,stop,labels,report
 
     def _start(self, trainer):
         "Forget the last run"

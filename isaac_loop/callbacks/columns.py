@@ -19,7 +19,8 @@ from ..tables import short
 # %% ../../nbs/callbacks/56_columns.ipynb #a8e05f3f
 class _Row(dict):
     "A row that says what it has"
-    def __missing__(self, name): raise LookupError(f'The row has no `{name}`; it has {list(self)}.{did_you_mean(str(name), self)} Use one of those, or pass `strict=False` if it comes only now and then.')
+    def __missing__(self, name):
+        raise LookupError(f'The row has no `{name}`; it has {list(self)}.{did_you_mean(str(name), self)} Use one of those, or pass `strict=False` if it comes only now and then.')
 
 class DerivedColumnsCB:
     "Compute columns of the history from others"
@@ -115,10 +116,11 @@ class PrintColumnsCB:
         list_names:bool=False, # Also print once which columns there are?
         report=print, # Called with each line
     ):
-        check_count(every, 'every', 'epochs are counted')
+        self.every = check_count(every, 'every', 'epochs are counted')
         for o in names:
-            if not isinstance(o, str): raise TypeError(f'`PrintColumnsCB` was given {o!r}, which is no name of a column. Pass names one by one: `PrintColumnsCB("train_loss", "valid_loss")`; epochs are counted by `every`.')
-        self.names,self.every,self.strict,self.list_names,self.report = names,every,strict,list_names,report
+            if not isinstance(o, str):
+                raise TypeError(f'`PrintColumnsCB` was given {o!r}, which is no name of a column. Pass names one by one: `PrintColumnsCB("train_loss", "valid_loss")`; epochs are counted by `every`.')
+        self.names,self.strict,self.list_names,self.report = names,strict,list_names,report
 
     def before_fit(self, trainer):
         "See whether somebody writes the columns"

@@ -27,11 +27,11 @@ class EpochTimeCB:
     order = Order.REPORT
     on_valid = False
     def __init__(self,
-        batches:int=20, # Training batches to measure, after a first one; fewer if the pass has fewer
+        n_batches:int=20, # Training batches to measure, after a first one; fewer if the pass has fewer
         show:bool=True, # Print the estimate?
     ):
-        check_count(batches, 'batches', 'then there would be nothing to measure')
-        self.batches,self.show,self.estimate = batches,show,None
+        self.n_batches = check_count(n_batches, 'n_batches', 'batches are counted, and without any there would be nothing to measure')
+        self.show,self.estimate = show,None
 
     def before_fit(self, trainer):
         "Forget the last run"
@@ -45,7 +45,7 @@ class EpochTimeCB:
         "Measure; when there were enough batches, say so and leave"
         if self._start is None: self._start = _now()
         else: self._n += 1
-        n = self.batches if trainer.n_batches is None else min(self.batches, trainer.n_batches-trainer.start_batch-1)
+        n = self.n_batches if trainer.n_batches is None else min(self.n_batches, trainer.n_batches-trainer.start_batch-1)
         if self._n and self._n >= n: self._finish(trainer, (_now()-self._start)/self._n)
 
 # %% ../../nbs/callbacks/57_epoch_time.ipynb #e4bee99b

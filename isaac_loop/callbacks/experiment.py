@@ -162,7 +162,7 @@ def before_fit(self:ExperimentCB, trainer):
     "Take a folder, note what runs, and begin the log"
     mine = self._of is not None and self._of() is trainer and (self.folder.is_dir() or self._rank is not None)
     if not mine: self._take(trainer)
-    trainer.experiment,self._log,self._row = self._about,LogFile(),None
+    trainer.experiment,self._log,self._row = self._about,LogFile('ExperimentCB'),None
     self._note_start(trainer)
     self._begin_log(trainer)
 
@@ -205,7 +205,8 @@ def _choose(self:ExperimentCB):
     if self.resume == 'latest': found = _earlier(parent, self.experiment)
     elif self.resume is not None:
         found = self.resume.absolute()
-        if not found.is_dir(): return ValueError(f'`resume` is {str(self.resume)!r}, and there is no such folder to go on in. Leave it out to begin a new one, or use `fetch` to get one from elsewhere.')
+        if not found.is_dir():
+            return ValueError(f'`resume` is {str(self.resume)!r}, and there is no such folder to go on in. Leave it out to begin a new one, or use `fetch` to get one from elsewhere.')
     try:
         found = found or _take_folder(parent, self.experiment, time.strftime('%Y-%m-%d_%H-%M-%S'))
         probe = found/f'.probe-{os.getpid()}'

@@ -36,34 +36,47 @@ class FlagsCB(KeepsState):
 
     def _flag(self, trainer, what, flag):
         "Keep a flag, or read it at once"
-        self._n += what == 'loss' # Once in each batch
-        self._pending.append((what, place_of(trainer), flag))
+        self._keep(trainer, [what], flag.reshape(1))
         if self.every == 1: self._read(trainer)
 
-# %% ../../nbs/callbacks/43_flags.ipynb #c47d9ea9
+    def _keep(self, trainer, about, flags):
+        "Keep flags of the present batch, (n,) on the device, with what each is `about`"
+        place = place_of(trainer)
+        self._n += not self._pending or self._pending[-1][1] != place # The first of this batch
+        self._pending.append((about, place, flags))
+
+# %% ../../nbs/callbacks/43_flags.ipynb #ca026e86
+def _raised(pending):
+    "What each flag that is up is about, and its place; this waits for the device, once"
+    if not pending: return []
+    device = pending[0][2].device
+    up = torch.cat([o.to(device) for *_,o in pending]).tolist()
+    flags = [(what, place) for about,place,_ in pending for what in about]
+    return [o for o,is_up in zip(flags, up) if is_up]
+
 def _place(what, place):
+    "An entry of `found`"
     fit,epoch,training,batch = place
     return dict(what=what, fit=fit, epoch=epoch, training=bool(training), batch=batch)
 
-def where_found(o): return f"at epoch {o['epoch']}, batch {o['batch']} ({'training' if o['training'] else 'validation'})"
+def where_found(o):
+    "The place of an entry of `found`, in words"
+    return f"at epoch {o['epoch']}, batch {o['batch']} ({'training' if o['training'] else 'validation'})"
 
 @patch
 def _read(self:FlagsCB, trainer):
     "Look for flags that are up"
     pending,self._pending,self._n = self._pending,[],0
-    if not pending: return
-    device = pending[0][2].device
-    up = torch.stack([o.to(device) for *_,o in pending]).tolist()
-    new = [_place(what, place) for (what,place,_),raised in zip(pending, up) if raised]
+    new = [_place(*o) for o in _raised(pending)]
     if not new: return
-    self.found = self.found+new
+    self.found = [*(self.found or ()), *new]
     self._act(trainer, new[0])
 
 # %% ../../nbs/callbacks/43_flags.ipynb #7d8c51fa
 @patch
 def state_dict(self:FlagsCB)->dict: # Plain types; this waits for the device
     "What was found, and the flags that nobody has read yet"
-    return KeepsState.state_dict(self) | dict(pending=[[what, *place, bool(flag)] for what,place,flag in self._pending])
+    return KeepsState.state_dict(self) | dict(pending=[[what, *place, True] for what,place in _raised(self._pending)])
 
 @patch
 def load_state_dict(self:FlagsCB,
@@ -71,4 +84,4 @@ def load_state_dict(self:FlagsCB,
 ):
     "Go on from `state`: at once in a running fit, otherwise in the next one"
     KeepsState.load_state_dict(self, state)
-    self._pending = [(what, tuple(place), torch.tensor(flag)) for what,*place,flag in state['pending']]
+    self._pending = [([what], tuple(place), torch.tensor([flag])) for what,*place,flag in state['pending']]

@@ -15,7 +15,7 @@ from .run_config import RunConfig
 from ..checks import local_path
 from ..curves import history_figure
 from ..events import Order, did_you_mean
-from ..media import check_folder, csv_text, media_file, replace_file
+from ..media import check_folder, check_format, csv_text, media_file, replace_file
 from ..run_folder import run_folder
 from ..tables import Table
 
@@ -42,14 +42,6 @@ def _write_medium(folder, place, medium):
     where = 'plots' if ending == '.png' else 'results'
     replace_file(folder/where/place/f'{_file_name(medium["name"])}{ending}', lambda part: part.write_bytes(data))
 
-# %% ../../nbs/callbacks/77_history_files.ipynb #9fbb0744
-def _check_format(plot):
-    "Refuse a format that matplotlib does not know"
-    if plot is None: return
-    from matplotlib.figure import Figure
-    known = sorted(Figure().canvas.get_supported_filetypes())
-    if plot not in known: raise ValueError(f'`plot` is {plot!r}, which is no format for a picture. Use one of {known}.{did_you_mean(str(plot), known)}')
-
 # %% ../../nbs/callbacks/77_history_files.ipynb #1cfa9cd2
 class HistoryFilesCB:
     "Write the history as a table and as curves, and its media as files"
@@ -64,7 +56,7 @@ class HistoryFilesCB:
         tables = [table] if isinstance(table, str) else list(table or ())
         for o in tables:
             if o not in _TABLES: raise ValueError(f'`table` is {o!r}, and the rows can be written as {list(_TABLES)}.{did_you_mean(str(o), _TABLES)}')
-        _check_format(plot)
+        if plot is not None: check_format(plot, 'plot')
         if folder is not None: local_path(folder, 'HistoryFilesCB')
         self.folder,self.table,self.plot,self.each_epoch,self.keep_plots = folder,tables,plot,each_epoch,keep_plots
         self._folder,self._warned = None,set()
@@ -101,7 +93,8 @@ def _try(self:HistoryFilesCB, what, write):
     "Whether it could be written; if not, warn, once for each thing in a fit"
     try: write()
     except Exception as e: # A figure of somebody else may fail in any way
-        if what not in self._warned: warnings.warn(f'`HistoryFilesCB` could not write {what} to `{self._folder}` ({type(e).__name__}: {e}). Training goes on, and so do the other files; the rows are in `trainer.history`.')
+        if what not in self._warned:
+            warnings.warn(f'`HistoryFilesCB` could not write {what} to `{self._folder}` ({type(e).__name__}: {e}). Training goes on, and so do the other files; the rows are in `trainer.history`.')
         self._warned.add(what)
         return False
     return True

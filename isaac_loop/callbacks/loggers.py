@@ -22,13 +22,15 @@ from ..history import check_monitored
 from ..outlets import outlets_of
 from ..readings import MeanLoss, Sent
 
-# %% ../../nbs/callbacks/71_loggers.ipynb #32802e8e
-def _check_frequencies(every, epochs, values, media, columns):
-    "Refuse frequencies that contradict each other"
-    for name,n in dict(every=every, epochs=epochs).items(): check_count(n, name, none='to leave those rows out')
+# %% ../../nbs/callbacks/71_loggers.ipynb #15811259
+def _frequencies(every, epochs, values, media, columns):
+    "The two frequencies, unless they contradict other arguments"
+    every = check_count(every, 'every', 'updates are counted', none='to leave those rows out')
+    epochs = check_count(epochs, 'epochs', 'epochs are counted', none='to leave those rows out')
     if every is None and epochs is None: raise ValueError('`every=None` and `epochs=None` leave nothing to log. Give one of them a number.')
     if every is None and (values or media): raise ValueError('`values` and `media` are asked for at every so many updates, but `every` is None, so they never would be. Give it a number.')
     if epochs is None and columns is not None: raise ValueError('`columns` chooses from the rows of epochs, but `epochs` is None, so there are none. Give it a number.')
+    return every,epochs
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #e6ba2a8b
 _RESERVED = ('run', 'step', 'epoch', 'loss', 'mean_loss', 'lr', 'seconds_per_step')
@@ -74,12 +76,13 @@ class LoggerCB:
         params=None, # Hyper-parameters to note beside those that are known: a dict, or what `argparse` gives
         run:str=None, # What to call the run
     ):
-        _check_frequencies(every, epochs, values, media, columns)
+        self.every,self.epochs = _frequencies(every, epochs, values, media, columns)
         self.to = list(to) if isinstance(to, (list, tuple)) else [to]
-        self.every,self.epochs,self.media,self.run = every,epochs,media,run
+        self.media,self.run = media,run
         if isinstance(columns, str): columns = [columns]
         self._columns = None if columns is None else list(columns)
-        if params is not None and not isinstance(params, Mapping) and not hasattr(params, '__dict__'): raise TypeError(f'`params` is {params!r}, but hyper-parameters have names. Use a dict, or what `argparse` gives.')
+        if params is not None and not isinstance(params, Mapping) and not hasattr(params, '__dict__'):
+            raise TypeError(f'`params` is {params!r}, but hyper-parameters have names. Use a dict, or what `argparse` gives.')
         self.params = dict(params if isinstance(params, Mapping) else vars(params)) if params is not None else {}
         self._functions,self._alerts = _functions(values),Alerts(check_alerts(alerts))
         self._outlets,self._trainer,self._opened,self._active = outlets_of(self.to),None,False,False

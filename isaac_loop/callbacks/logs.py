@@ -126,15 +126,27 @@ class Screen:
         *names, # Print only these; default: all
     ): self.names = names
 
-    def row(self, values, step):
+    def row(self,
+        values:dict, # Numbers by name
+        step:int, # Number of the optimizer update, from 0
+    ):
         "Print the values in one line"
         shown = {k: o for k,o in values.items() if not self.names or k in self.names}
         if shown: print(f'step {step}:', '  '.join(f'{k} {short(o)}' for k,o in shown.items()), flush=True)
 
-    def media(self, name, kind, value, step, **about):
+    def media(self,
+        name:str, # What it is called
+        kind:str, # 'text' or 'table'
+        value, # A text, or rows as dicts
+        step:int, # Number of the optimizer update, from 0
+        **about, # What else is known about it; not shown
+    ):
         "Print a text or a table"
         print(f'step {step}: {name}', Table(value) if kind == 'table' else value, sep='\n', flush=True)
 
-    def alert(self, text, step):
+    def alert(self,
+        text:str, # Which value has crossed which level
+        step:int, # Number of the optimizer update, from 0
+    ):
         "Print an alert"
         print(f'step {step}: ALERT: {text}', flush=True)

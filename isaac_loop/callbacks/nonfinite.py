@@ -5,14 +5,16 @@
 # %% auto #0
 __all__ = ['NonFiniteCB']
 
-# %% ../../nbs/callbacks/82_nonfinite.ipynb #0a390a70
+# %% ../../nbs/callbacks/82_nonfinite.ipynb #d4a522d0
 import warnings
 
 import torch
+from fastcore.basics import patch
 
+from .flags import FlagsCB, where_found
+from ..checks import check_count
 from ..events import Order
 from ..hooks import Hooks, find_modules
-from ..records import place_of
 from ..tensors import map_tensors
 
 # %% ../../nbs/callbacks/82_nonfinite.ipynb #46f664eb
@@ -26,8 +28,8 @@ def _bad(
     map_tensors(check, x)
     return [torch.stack(flags).any()] if flags else []
 
-# %% ../../nbs/callbacks/82_nonfinite.ipynb #cd9faa28
-class NonFiniteCB:
+# %% ../../nbs/callbacks/82_nonfinite.ipynb #2b7c65e1
+class NonFiniteCB(FlagsCB):
     "Name the first layer whose output or gradient was NaN or infinite, as `found`"
     order = Order.RECORD
     def __init__(self,
@@ -35,14 +37,19 @@ class NonFiniteCB:
         module_filter=None, # Which modules to follow: a class, a tuple of classes, or a function of a module; default: all
         report=warnings.warn, # Called once with a sentence about what was found
     ):
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1: raise ValueError(f'`every` is {every!r}, but batches are counted. Use a whole number of 1 or more.')
-        self.every,self.module_filter,self.report = every,module_filter,report
-        self.found,self.hooks,self._flags,self._pending = None,[],[],[]
+        self.every = check_count(every, 'every', 'batches are counted')
+        self.module_filter,self.report = module_filter,report
+        self.found,self.hooks,self._of_batch = None,[],[]
 
     def before_fit(self, trainer):
         "Forget the last run, and put hooks on the modules"
-        self.found,self._flags,self._pending = None,[],[]
         self.hooks = Hooks(find_modules(trainer.model, self.module_filter), lambda hook, module, inp, outp: self._note('output', hook.name, type(module).__name__, outp))
+        super().before_fit(trainer)
+
+    def _start(self, trainer):
+        "Forget the last run"
+        super()._start(trainer)
+        self.found,self._of_batch = None,[]
 
     def before_predict(self, trainer):
         "Check the batch itself"
@@ -55,46 +62,45 @@ class NonFiniteCB:
     def after_backward(self, trainer):
         "Check the gradients, from the last module that ran to the first"
         if self.found: return
-        ran = {name: None for _,what,name,_ in reversed(self._flags) if what == 'output'}
+        ran = {name: None for (what,name,_),_ in reversed(self._of_batch) if what == 'output'}
         modules = {o.name: o.module for o in self.hooks}
         for name in ran: self._note('gradient', name, type(modules[name]).__name__, [p.grad for p in modules[name].parameters(recurse=False)])
 
-    def cleanup_batch(self, trainer):
-        "Line the flags up, and read them now and then"
-        if self._flags:
-            flags,*what = zip(*self._flags)
-            self._pending.append((place_of(trainer), torch.stack([o.to(flags[0].device) for o in flags]), list(zip(*what))))
-            self._flags = []
-        if len(self._pending) >= self.every: self._read()
-
-    def cleanup_epoch(self, trainer):
-        "Read what is left"
-        self._read()
-
-    def cleanup_fit(self, trainer):
-        "Remove the hooks"
-        self._read()
-        if self.hooks: self.hooks.remove()
-
-# %% ../../nbs/callbacks/82_nonfinite.ipynb #5887215a
-from fastcore.basics import patch
-
+# %% ../../nbs/callbacks/82_nonfinite.ipynb #8da7ee81
 @patch
 def _note(self:NonFiniteCB, what, layer, kind, x):
     "Leave a flag on the device"
-    if not self.found: self._flags += [(o, what, layer, kind) for o in _bad(x)]
+    if not self.found: self._of_batch += [((what, layer, kind), o) for o in _bad(x)]
 
 @patch
-def _read(self:NonFiniteCB):
-    "Look for the first flag that is up"
-    pending,self._pending = self._pending,[]
-    if self.found or not pending: return
-    device = pending[0][1].device
-    up = torch.cat([o.to(device) for _,o,_ in pending]).tolist()
-    if True not in up: return
-    place,(what,layer,kind) = [(place, o) for place,_,names in pending for o in names][up.index(True)]
-    self.found = dict(what=what, layer=layer, kind=kind) | dict(zip(('fit', 'epoch', 'training', 'batch'), place))
-    self.found['training'] = bool(self.found['training'])
+def after_batch(self:NonFiniteCB, trainer):
+    "Line the flags up, and read them now and then"
+    if self._of_batch:
+        about,flags = zip(*self._of_batch)
+        self._of_batch = []
+        self._keep(trainer, about, torch.stack([o.to(flags[0].device) for o in flags]))
+    FlagsCB.after_batch(self, trainer)
+
+@patch
+def cleanup_fit(self:NonFiniteCB, trainer):
+    "Remove the hooks"
+    FlagsCB.cleanup_fit(self, trainer)
+    if self.hooks: self.hooks.remove()
+
+@patch
+def load_state_dict(self:NonFiniteCB,
+    state:dict, # What `state_dict` gave
+):
+    "Go on from `state`: at once in a running fit, otherwise in the next one"
+    FlagsCB.load_state_dict(self, state)
+    if self.found and self.hooks: self.hooks.remove()
+
+# %% ../../nbs/callbacks/82_nonfinite.ipynb #5c31b4f3
+@patch
+def _act(self:NonFiniteCB, trainer, first):
+    "Keep the first finding alone, and report it"
+    what,layer,kind = first['what']
+    self.found = dict(what=what, layer=layer, kind=kind) | {**first, 'what': what}
     self.hooks.remove()
     self.report(_sentence(self.found))
 
@@ -103,4 +109,4 @@ def _sentence(found):
     who = {'batch': 'The batch', 'loss': 'The loss'}.get(found['what']) or f"The {found['what']} of `{found['layer']}` ({found['kind']})"
     hint = {'batch': 'Look at the data and its transforms.', 'gradient': 'The numbers on the way forward were finite.',
             'loss': 'The output of the model was finite, so look at the loss function and the targets.', 'output': 'Everything before it was finite.'}[found['what']]
-    return f"{who} was the first to hold a NaN or an infinity, at epoch {found['epoch']}, batch {found['batch']} ({'training' if found['training'] else 'validation'}). {hint}"
+    return f"{who} was the first to hold a NaN or an infinity, {where_found(found)}. {hint}"

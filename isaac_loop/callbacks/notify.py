@@ -14,6 +14,7 @@ from fastcore.basics import patch
 
 from .metrics import as_text
 from .run_config import RunConfig
+from .tracking import outcome_of
 from ..checks import check_count, check_function
 from ..curves import history_figure
 from ..events import CancelException, Order
@@ -103,11 +104,10 @@ def _files(rows):
 # %% ../../nbs/callbacks/75_notify.ipynb #518bef54
 def _outcome(trainer):
     "One word for how the fit ended, and the lines that explain it"
-    error = trainer.exception
-    if error is None: return ('Stopped', [str(trainer.stop_reason)]) if trainer.stop_reason is not None else ('Finished', [])
-    if isinstance(error, CancelException): return 'Cancelled', [str(error)] if str(error) else []
-    if isinstance(error, (KeyboardInterrupt, SystemExit)): return 'Interrupted', [f'{type(error).__name__}: {error}']
-    return 'Failed', [f'{type(error).__name__}: {error}', ''.join(traceback.format_exception(error))]
+    error,(outcome,reason) = trainer.exception,outcome_of(trainer)
+    if error is None or isinstance(error, CancelException): return 'Cancelled' if error else outcome.capitalize(), [str(reason)] if reason else []
+    if isinstance(error, (KeyboardInterrupt, SystemExit)): return 'Interrupted', [f'{outcome}: {reason}']
+    return 'Failed', [f'{outcome}: {reason}', ''.join(traceback.format_exception(error))]
 
 # %% ../../nbs/callbacks/75_notify.ipynb #a1b5f093
 class NotifyCB:
@@ -119,8 +119,8 @@ class NotifyCB:
         end:bool=True, # Also when the fit is over in good order? A failure is always told
     ):
         check_function(send, 'send', 'subject', 'text', 'files')
-        check_count(every, 'every', 'epochs are counted', none='for the end alone')
-        self._send,self.every,self.end,self._first = send,every,end,None
+        self.every = check_count(every, 'every', 'epochs are counted', none='for the end alone')
+        self._send,self.end,self._first = send,end,None
 
     def before_fit(self, trainer):
         "Begin a new story"

@@ -27,7 +27,8 @@ def _connect(url, options):
     try: return url_to_fs(str(url), **options)
     except ImportError as e:
         raise ImportError(f'`{shown}` needs a package that is not installed: {e}. Install it with `pip install {_EXTRAS.get(protocol, protocol)}`.') from None
-    except ValueError as e: raise ValueError(f'`{shown}` is no address that can be copied to: {without_password(str(e))}. Use one such as `s3://bucket/runs`, or `file:///disk/runs` for a folder.') from None
+    except ValueError as e:
+        raise ValueError(f'`{shown}` is no address that can be copied to: {without_password(str(e))}. Use one such as `s3://bucket/runs`, or `file:///disk/runs` for a folder.') from None
 
 # %% ../../nbs/callbacks/74_remote.ipynb #f389af6a
 _OBJECTS = {'s3', 's3a', 'gs', 'gcs', 'abfs', 'abfss', 'az', 'adl', 'oss', 'oci', 'obs'}
@@ -103,10 +104,9 @@ class UploadCB:
         wait:float=1., # Seconds before the first retry; twice as many before the next
         **options, # For the file system, such as `key` and `secret`; they are shown nowhere
     ):
-        check_count(every, 'every', 'epochs are counted')
-        check_count(retries, 'retries', 'tries are counted', least=0)
+        self.every,self.retries = check_count(every, 'every', 'epochs are counted'),check_count(retries, 'retries', 'tries are counted', least=0)
         if isinstance(wait, bool) or not isinstance(wait, (int, float)) or wait < 0: raise ValueError(f'`wait` is {wait!r}, but nobody can wait for less than no time. Use 0 or more seconds.')
-        self.folder,self.every,self.drop,self.retries,self.wait = folder,every,drop,retries,wait
+        self.folder,self.drop,self.wait = folder,drop,wait
         self._url,self._options = url,options
         if folder is not None: local_path(folder, 'UploadCB')
         if url is not None: _connect(url, options)
@@ -135,7 +135,8 @@ def cleanup_fit(self:UploadCB, trainer):
     if self._fs is None: return
     if not any(getattr(o, 'hurried', False) for o in trainer.callbacks):
         self._upload()
-        if not self._found_any: warnings.warn(f'`UploadCB` never found a file in `{self._from}`, so nothing was copied. Is that the folder of the run, and does a callback such as `CheckpointCB` write there?')
+        if not self._found_any:
+            warnings.warn(f'`UploadCB` never found a file in `{self._from}`, so nothing was copied. Is that the folder of the run, and does a callback such as `CheckpointCB` write there?')
     self._fs,self._main = None,False
 
 # %% ../../nbs/callbacks/74_remote.ipynb #c19846b6

@@ -96,7 +96,7 @@ def _named_sets(dl):
     return data_sets(dl, dl if isinstance(dl, str) else 'report')
 
 def _is_valid(dls, dl): return chosen_loader(dls, dl) is getattr(dls, 'valid', None)
-def _check_every(every): check_count(every, 'every', 'epochs are counted', none='for the last epoch only')
+def _checked_every(every): return check_count(every, 'every', 'epochs are counted', none='for the last epoch only')
 
 # %% ../../nbs/callbacks/68_reports.ipynb #aedb2341
 class _AfterPassCB:
@@ -139,12 +139,12 @@ class ReportCB(_AfterPassCB):
         name:str=None, # What this callback is called, if there are several
         **named, # By name: functions that give a number or a dict, or metrics
     ):
-        _check_every(every)
+        self.every = _checked_every(every)
         if not functions and not named: raise ValueError('`ReportCB` has no function, so it would report nothing. Pass one, such as `classification_scores`.')
         for f in functions:
             if not callable(f): raise TypeError(f'`{f!r}` cannot be called with predictions and targets. Pass a function; a metric needs a name: `ReportCB(accuracy=metric)`.')
         if name: self.name = name
-        self.sets,self.every,self.prepare,self.with_loss = _named_sets(dl),every,prepare,False
+        self.sets,self.prepare,self.with_loss = _named_sets(dl),prepare,False
         self.functions,self.named = functions,{k: function_of(k, m) for k,m in named.items()}
 
     def before_fit(self, trainer):
@@ -230,9 +230,10 @@ class PredictionsCSVCB(_AfterPassCB):
         with_scores:bool=False, # Also the score of each class?
         name:str=None, # What this callback is called, if there are several
     ):
-        _check_every(every)
-        self.path,self.sets,self.every,self.with_loss = str(local_path(path, 'PredictionsCSVCB', 'path')),_named_sets(dl),every,with_loss
-        if len(self.sets) > 1 and '{name}' not in self.path: raise ValueError(f'`path` is {self.path!r}, one file for {len(self.sets)} data sets, so each would overwrite the other. Put `{{name}}` into it.')
+        self.every = _checked_every(every)
+        self.path,self.sets,self.with_loss = str(local_path(path, 'PredictionsCSVCB', 'path')),_named_sets(dl),with_loss
+        if len(self.sets) > 1 and '{name}' not in self.path:
+            raise ValueError(f'`path` is {self.path!r}, one file for {len(self.sets)} data sets, so each would overwrite the other. Put `{{name}}` into it.')
         self._options = dict(classes=classes, decode=decode, with_scores=with_scores)
         if name: self.name = name
 

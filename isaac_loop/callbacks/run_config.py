@@ -20,7 +20,7 @@ from ..trainer import Trainer, n_batches
 # %% ../../nbs/callbacks/58_run_config.ipynb #1225d08a
 def _found(trainer, cls): return next((o for o in trainer.callbacks if isinstance(o, cls)), None)
 
-def _batch_size(dl):
+def loader_batch_size(dl):
     "Examples in a batch, as far as the loader or its sampler tells"
     found = [getattr(o, 'batch_size', None) for o in (dl, getattr(dl, 'batch_sampler', None))]
     return next((o for o in found if isinstance(o, int)), None)
@@ -71,9 +71,9 @@ def of(cls:RunConfig,
     "What this fit is run with, from `before_fit` on"
     train,valid = (getattr(trainer.dls, o, None) for o in ('train', 'valid'))
     accumulation,clip,first = _found(trainer, AccumulationCB),_found(trainer, ClipGradCB),_first_parameter(trainer)
-    (rank,n),size = processes(),_batch_size(train)
+    (rank,n),size = processes(),loader_batch_size(train)
     every = accumulation.n_batches if accumulation is not None else 1
-    return cls(n_epochs=trainer.n_epochs, lr=float(trainer.lr), train_batch_size=size, valid_batch_size=_batch_size(valid),
+    return cls(n_epochs=trainer.n_epochs, lr=float(trainer.lr), train_batch_size=size, valid_batch_size=loader_batch_size(valid),
                batches_per_epoch=None if train is None else n_batches(train), accumulation=every, effective_batch_size=None if size is None else size*every*n,
                updates_per_epoch=trainer.updates_per_epoch, clip=None if clip is None else {clip.kind: clip.limit}, precision=_precision(trainer),
                device=None if first is None else str(first.device), n_processes=n, rank=rank, is_main=rank == 0)

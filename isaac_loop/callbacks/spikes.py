@@ -25,17 +25,19 @@ class LossSpikeCB(FlagsCB):
     def __init__(self,
         factor:float=3., # A loss above so many times its running mean is a spike
         *, decay:float=0.98, # Share of the old mean that stays at each batch, 0 to 1; 0.98 looks back over about 50 batches
-        warmup:int=20, # Batches to watch before the first verdict
+        start_batch:int=20, # First training batch to judge, numbered from 0 through all epochs; those before it only enter the mean
         min_delta:float=0., # A spike is also higher than the mean by more than this, in the loss's own units
         every:int=100, # Read the flags after so many batches; 1 reads at once and leaves a bad batch out
         stop:bool=True, # Stop, or only report?
         skip=(), # Pairs of epoch and batch to leave out, known from an earlier run
         report=warnings.warn, # Called with a sentence if there is no stop
     ):
-        check_count(every, 'every')
+        self.every = check_count(every, 'every', 'batches are counted')
         if not factor > 1: raise ValueError(f'`factor` is {factor!r}, so that an ordinary loss would be a spike. Use a number above 1, such as 3.')
         if not 0 <= decay < 1: raise ValueError(f'`decay` is {decay!r}; at 1 or more the mean would never change. Use a share such as 0.98.')
-        self.factor,self.decay,self.warmup,self.min_delta,self.every = factor,decay,warmup,min_delta,every
+        if not min_delta >= 0: raise ValueError(f'`min_delta` is {min_delta!r}, but a spike is above the mean, not below it. Use 0 or more, in the units of the loss.')
+        self.start_batch = check_count(start_batch, 'start_batch', 'batches are numbered from 0', least=0)
+        self.factor,self.decay,self.min_delta = factor,decay,min_delta
         self.stop,self.skip,self.report = stop,{tuple(o) for o in skip},report
 
     def _start(self, trainer):
@@ -59,7 +61,7 @@ def _compare(self:LossSpikeCB, loss):
     loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
     mean = self.mean if torch.is_tensor(self.mean) else loss.new_full((), self.mean or 0.)
     usual = loss <= mean + torch.clamp((self.factor-1)*mean.abs(), min=self.min_delta) # False for NaN
-    spike = ~usual if self.n_seen >= self.warmup else ~torch.isfinite(loss)
+    spike = ~usual if self.n_seen >= self.start_batch else ~torch.isfinite(loss)
     self.mean = torch.where(spike, mean, torch.lerp(mean, loss, max(1-self.decay, 1/(self.n_seen+1))))
     self.n_seen += 1
     return spike

@@ -31,15 +31,16 @@ class EarlyStoppingCB(KeepsState, Monitor):
         patience:int=3, # Stop after so many measured epochs in a row without improvement; None never does
         *, mode:str=None, # 'min' if lower is better, 'max' if higher is; may be left out for a loss
         min_delta:float=0., # An improvement must be larger than this, in the column's own units
-        start_epoch:int=0, # First epoch to look at; what comes before counts for nothing
+        start_epoch:int=0, # First epoch to look at, numbered from 0; what comes before counts for nothing
         threshold:float=None, # Stop as soon as the value is this good
         baseline:float=None, # A value must be better than this to count as an improvement at all
         divergence:float=None, # Stop at once when the value is this bad, or NaN
         reset:bool=True, # Begin anew in each fit, or go on counting?
     ):
-        self.monitor,self.start_epoch,self.anew = monitor,start_epoch,reset
+        self.monitor,self.anew = monitor,reset
+        self.start_epoch = check_count(start_epoch, 'start_epoch', 'epochs are numbered from 0', least=0)
         self.threshold,self.baseline,self.divergence = threshold,baseline,divergence
-        if patience is not None: check_count(patience, 'patience')
+        if patience is not None: patience = check_count(patience, 'patience', 'epochs are counted')
         elif threshold is None and divergence is None: raise ValueError('`EarlyStoppingCB` has neither `patience` nor `threshold` nor `divergence`, so it would never stop. Give it one of them.')
         Monitor.__init__(self, mode_of(monitor, mode), min_delta, patience)
         _check_levels(self.mode, threshold, divergence)

@@ -89,7 +89,7 @@ class TextComparisonCB:
     def __init__(self,
         decode, # Called with the token numbers of one example, a list; returns its text
         generate=None, # Called with the model and a tuple of inputs; returns token numbers, or texts at once; default: the predictions of the pass
-        samples:int=4, # How many examples to show, at most a batch
+        n_samples:int=4, # How many examples to show, at most a batch
         every:int=1, # Compare after every so many epochs, and after the last of `n_epochs`
         eos:int=None, # The token that ends a text
         ignore=(), # Tokens that are no text, such as padding and start; one or several
@@ -100,9 +100,9 @@ class TextComparisonCB:
         show:bool=True, # Print the table?
     ):
         _check_functions(decode=decode, generate=generate, truth=truth, lengths=lengths, tokens=tokens)
-        for counted,n in dict(samples=samples, every=every).items(): check_count(n, counted, 'then no text would ever be shown')
+        self.n_samples,self.every = check_count(n_samples, 'n_samples', 'examples are counted'),check_count(every, 'every', 'epochs are counted')
         self.decode,self.generate,self.truth,self.lengths,self.tokens = decode,generate,truth,lengths,tokens
-        self.samples,self.every,self.name,self.show = samples,every,name,show
+        self.name,self.show = name,show
         self.eos,self.ignore = eos,_several(ignore)
         self.rows = []
 
@@ -161,7 +161,7 @@ def _keep(self:TextComparisonCB, trainer):
     truth = self.truth(trainer.batch) if self.truth else _first_of(targets)
     lengths = self.lengths(trainer.batch) if self.lengths else None
     kept = dict(truth=truth, lengths=lengths)
-    if self.generate: kept['inputs'] = _head(inputs, self.samples, batch_size(inputs))
+    if self.generate: kept['inputs'] = _head(inputs, self.n_samples, batch_size(inputs))
     else: kept['predicted'] = (self.tokens or _likeliest)(trainer.preds)
     return map_tensors(lambda o: o.detach().clone(), kept)
 
@@ -198,7 +198,7 @@ def _compare(self:TextComparisonCB, trainer, truth, lengths, **kept):
     ends,truths = self._truths(truth, lengths)
     found = self.generate(trainer.model, kept['inputs']) if self.generate else self._aligned(kept['predicted'], ends)
     texts = found if _are_texts(found) else token_rows(found, eos=self.eos, ignore=self.ignore)
-    n = min(self.samples, len(truths))
+    n = min(self.n_samples, len(truths))
     if len(texts) < n: raise ValueError(f'There are {len(texts)} texts for {n} samples. Let `generate` return one row for each, in their order.')
     pairs = [[self._text(trainer, i, o) for o in (truths[i], texts[i])] for i in range(n)]
     self.rows = [_row(*o) for o in pairs]

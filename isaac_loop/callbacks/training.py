@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['BasicTrainCB', 'MomentumTrainCB', 'NBatchCB', 'OneBatchCB']
 
-# %% ../../nbs/callbacks/30_training.ipynb #c98cbf08
+# %% ../../nbs/callbacks/30_training.ipynb #260461aa
 import torch
 
+from ..checks import check_count
 from ..events import CancelEpochException, CancelFitException, Order
 
 # %% ../../nbs/callbacks/30_training.ipynb #bae09470
@@ -22,7 +23,8 @@ class BasicTrainCB:
     def get_loss(self, trainer):
         "Compare predictions with targets"
         try: trainer.loss = trainer.loss_func(trainer.preds, *trainer.split(trainer.batch)[1])
-        except TypeError as e: raise _hinted(e, "'NoneType' object is not callable", 'The trainer was made with `loss_func=None`. Give it a loss function, or add a callback that does `get_loss` instead.')
+        except TypeError as e:
+            raise _hinted(e, "'NoneType' object is not callable", 'The trainer was made with `loss_func=None`. Give it a loss function, or add a callback that does `get_loss` instead.')
 
     def backward(self, trainer):
         "Compute the gradients of the loss"
@@ -76,9 +78,8 @@ class NBatchCB:
         on_train:bool=True, # Limit training passes?
         on_valid:bool=True, # Limit validation passes?
     ):
-        if isinstance(n_batches, bool) or not isinstance(n_batches, int) or n_batches < 1:
-            raise ValueError(f'`n_batches` is {n_batches!r}, but a pass of no batches would learn or measure nothing. Use a whole number of 1 or more.')
-        self.n_batches,self.on_train,self.on_valid = n_batches,on_train,on_valid
+        self.n_batches = check_count(n_batches, 'n_batches', 'batches are counted, and a pass without any would learn or measure nothing')
+        self.on_train,self.on_valid = on_train,on_valid
 
     def before_fit(self, trainer):
         "Lower the number of updates that schedules expect"

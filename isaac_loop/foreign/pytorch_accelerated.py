@@ -14,6 +14,7 @@ import torch
 from fastcore.basics import patch
 
 from ..callbacks.predictions import OtherData
+from ..callbacks.run_config import loader_batch_size
 from ..events import CancelEpochException, Order, did_you_mean
 from .base import Facade, ForeignCB, RecordingCB, accumulated, forwarded, method_of
 from ..tensors import batch_size
@@ -81,10 +82,9 @@ class _RunConfig:
 
 # %% ../../nbs/foreign/97_pytorch_accelerated.ipynb #c7cf2da9
 def _rows_per_batch(dl):
-    "How many rows a loader gives at once, or None"
-    if dl is None: return None
-    if isinstance(getattr(dl, 'batch_size', None), int): return dl.batch_size
-    return batch_size(dl[0]) if isinstance(dl, (list, tuple)) and dl else None
+    "How many rows a loader gives at once, as far as it or the first entry of a list tells"
+    size = loader_batch_size(dl)
+    return batch_size(dl[0]) if size is None and isinstance(dl, (list, tuple)) and dl else size
 
 def _run_config(trainer):
     "The configuration of the present fit"
