@@ -5,8 +5,10 @@
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/14_kept_state.ipynb #58864d7b
+# %% ../nbs/14_kept_state.ipynb #6c281087
 import torch
+
+from .state import ResumeMismatch
 
 # %% ../nbs/14_kept_state.ipynb #8d0ad8d3
 def _plain(x): return x.item() if torch.is_tensor(x) else x
@@ -35,3 +37,14 @@ class KeepsState:
         "Go on from `state`: at once in a running fit, otherwise in the next one"
         self._saved = None if self._running else dict(state)
         for name in self._kept: setattr(self, name, state[name])
+
+# %% ../nbs/14_kept_state.ipynb #97ae49ac
+def check_same_monitor(
+    callback, # Has a `monitor`; named in the message
+    mode:str, # 'min' or 'max', as it compares now
+    state:dict, # With `monitor` and `mode`, as they were saved; what is missing is taken for the same
+):
+    "Refuse a state that compared another column, or the other way round"
+    was,now = (state.get('monitor', callback.monitor), state.get('mode', mode)),(callback.monitor, mode)
+    if was != now: raise ResumeMismatch(f'What was saved has watched `{was[0]}` with `mode={was[1]!r}`, but `{type(callback).__name__}` watches `{now[0]}` with `mode={now[1]!r}`, '
+                                        'and the two cannot be compared. Watch the same, or start anew in another folder.')

@@ -108,17 +108,17 @@ _FIXED = ('step', 'epoch', 'samples')
 def _check_pattern(name):
     "Refuse a pattern that could not become the name of a folder"
     try: fields = [o for _,o,_,_ in string.Formatter().parse(name) if o is not None]
-    except ValueError as e: raise ValueError(f'`name` is {name!r}, which is no pattern: {e}. Use something like `step-{{step:08}}`.') from None
+    except ValueError as e: raise ValueError(f'`pattern` is {name!r}, which is no pattern: {e}. Use something like `step-{{step:08}}`.') from None
     odd = [o for o in fields if not o.isidentifier()]
     if odd or not name or name.startswith('.') or re.search(r'[/\\\0]', name):
-        raise ValueError(f'`name` is {name!r}, but a checkpoint is one visible folder in the run\'s folder. Use a plain name such as `step-{{step:08}}`.')
+        raise ValueError(f'`pattern` is {name!r}, but a checkpoint is one visible folder in the run\'s folder. Use a plain name such as `step-{{step:08}}`.')
 
 def _fill(name, values):
     "The name of a checkpoint"
     missing = [o for _,o,_,_ in string.Formatter().parse(name) if o is not None and values.get(o) is None]
-    if missing: raise LookupError(f'`name` is {name!r}, but this checkpoint has no `{missing[0]}`. It has {[k for k,v in values.items() if v is not None]}.{did_you_mean(missing[0], values)}')
+    if missing: raise LookupError(f'`pattern` is {name!r}, but this checkpoint has no `{missing[0]}`. It has {[k for k,v in values.items() if v is not None]}.{did_you_mean(missing[0], values)}')
     made = name.format(**values)
-    if not re.fullmatch(r'[^./\\\0][^/\\\0]{0,150}', made): raise ValueError(f'`name` {name!r} gave {made!r}, which is no name for a folder.')
+    if not re.fullmatch(r'[^./\\\0][^/\\\0]{0,150}', made): raise ValueError(f'`pattern` {name!r} gave {made!r}, which is no name for a folder.')
     return made
 
 # %% ../nbs/17_store.ipynb #73f7c32c
@@ -147,14 +147,14 @@ class CheckpointStore:
         keep_last:int=2, # Newest to keep, 2 or more; None keeps all
         keep_best:int=1, # Best to keep, by `monitor`; 0 and None keep none for that
         keep_every:int=None, # Also keep each one whose step is a multiple of this
-        name:str='step-{step:08}', # Pattern of names, with `step`, `epoch`, `samples` and metrics
+        pattern:str='step-{step:08}', # Pattern of names, with `step`, `epoch`, `samples` and metrics
         monitor:str=None, # Metric that says which is best; None: there is no best
         mode:str='min', # 'min' when lower is better, 'max' when higher is
         read_only:bool=False, # Only look: no lock, and nothing is changed
     ):
         check_keeping(keep_last, keep_best, keep_every, mode)
-        _check_pattern(name)
-        self.folder,self.run_id,self.name,self.monitor,self.mode,self.read_only = local_path(folder, 'CheckpointStore').absolute(),run_id,name,monitor,mode,read_only
+        _check_pattern(pattern)
+        self.folder,self.run_id,self.pattern,self.monitor,self.mode,self.read_only = local_path(folder, 'CheckpointStore').absolute(),run_id,pattern,monitor,mode,read_only
         self.keep_last,self.keep_best,self.keep_every = keep_last,keep_best,keep_every
         self.resumed_from,self._lock = None,None
         if not read_only: self._open()
@@ -305,7 +305,7 @@ def save(self:CheckpointStore,
     if self.monitor and metrics and self.monitor not in metrics:
         raise LookupError(f'The best checkpoint is chosen by `{self.monitor}`, but the metrics are {list(metrics)}.{did_you_mean(self.monitor, metrics)}')
     fields = {'step': _count('step', step), 'epoch': _count('epoch', epoch, True), 'samples': _count('samples', samples, True), 'world_size': _count('world_size', world_size)}
-    name = _fill(self.name, {**{k: float(v) for k,v in metrics.items()}, **{o: fields[o] for o in _FIXED}})
+    name = _fill(self.pattern, {**{k: float(v) for k,v in metrics.items()}, **{o: fields[o] for o in _FIXED}})
     tensors,extra,notes = pack_weights(weights)
     files = {MODEL_FILE: safetensors_bytes(tensors, notes), STATE_FILE: _state_bytes(state, extra)}
     self.run_id = self.run_id or uuid.uuid4().hex[:12]

@@ -109,17 +109,11 @@ def test_each_kind_of_pass_can_be_switched(kind, on_train, on_valid):
 def test_validation_is_left_alone_by_default(callback):
     "ISA-80: pixels, targets and losses"
     model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
-    trainer = run([callback, QuietMetricsCB()], model=model)
+    trainer = run([callback, MetricsCB(show=False)], model=model)
     assert all(equal(a, b) for a, b in zip(trainer.SeenCB.valid, make_batches()))
     assert not all(equal(a, b) for a, b in zip(trainer.SeenCB.train, make_batches()))
     with torch.no_grad(): losses = [F.cross_entropy(trainer.model(x), y).item() for x, y in make_batches()]
     assert trainer.history.latest("valid_loss") == pytest.approx(sum(losses) / 3, rel=1e-6)
-
-
-class QuietMetricsCB(MetricsCB):
-    name = "MetricsCB"
-
-    def _log(self, row): pass
 
 
 def test_transform_i_is_for_item_i_and_missing_ones_do_nothing():
@@ -402,7 +396,7 @@ def test_metrics_see_the_targets_as_they_are():
 
         def compute(self): return all(torch.equal(a, y) for a, (_, y) in zip(self.seen, make_batches()))
 
-    trainer = run([MixUpCB(), QuietMetricsCB(same=TargetsMetric(), train_metrics=True)])
+    trainer = run([MixUpCB(), MetricsCB(same=TargetsMetric(), train_metrics=True, show=False)])
     assert trainer.history.latest("train_same") is True
 
 

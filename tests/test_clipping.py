@@ -34,10 +34,6 @@ def make_model():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-class QuietCB(MetricsCB):
-    def log(self, trainer): "Print nothing"
-
-
 def make_trainer(*callbacks, steps=None, batches=None, opt_func=optim.SGD, model=None):
     batches = batches or make_batches()
     return Trainer(DataLoaders(batches, batches[:2]), F.mse_loss, opt_func, model or make_model(), [steps or BasicTrainCB(), *callbacks])
@@ -204,11 +200,11 @@ def test_nothing_waits_inside_a_batch(limit):
 # The history
 
 def test_the_columns_are_declared_and_can_be_renamed_or_left_out():
-    trainer = make_trainer(QuietCB(), ClipGradCB(0.5, column="length"))
+    trainer = make_trainer(MetricsCB(show=False), ClipGradCB(0.5, column="length"))
     assert check_monitored(trainer, "length", "me") and check_monitored(trainer, "length_clipped", "me")
     trainer.fit(1)
     assert {"length", "length_clipped", "train_loss", "valid_loss"} <= set(trainer.history.names())
-    trainer = make_trainer(QuietCB(), ClipGradCB(0.5, column=None))
+    trainer = make_trainer(MetricsCB(show=False), ClipGradCB(0.5, column=None))
     trainer.fit(1)
     assert trainer.history.names() == ["fit", "epoch", "train_loss", "elapsed", "valid_loss"] and trainer.ClipGradCB.norm > 0
 
@@ -284,7 +280,7 @@ def test_sparse_gradients_are_clipped_like_the_same_ones_with_all_their_zeros(li
     batches = [(torch.randint(6, (4, 3), generator=g), torch.randn(4, 1, generator=g)) for _ in range(5)]
 
     def trained(sparse):
-        trainer = Trainer(DataLoaders(batches, batches), F.mse_loss, optim.SGD, Words(sparse), [BasicTrainCB(), QuietCB(), ClipGradCB(**limit)])
+        trainer = Trainer(DataLoaders(batches, batches), F.mse_loss, optim.SGD, Words(sparse), [BasicTrainCB(), MetricsCB(show=False), ClipGradCB(**limit)])
         trainer.fit(2, lr=0.5)
         return trainer
     sparse, dense = trained(True), trained(False)

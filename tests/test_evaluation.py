@@ -34,13 +34,6 @@ from isaac_loop.tensors import set_seed
 from isaac_loop.trainer import Trainer
 
 
-class QuietCB(MetricsCB):
-    "Prints nothing"
-    name = "MetricsCB"
-
-    def _log(self, row): pass
-
-
 def make_data(n=22, n_classes=3, seed=0):
     g = torch.Generator().manual_seed(seed)
     return TensorDataset(torch.randn(n, 4, generator=g), torch.randint(0, n_classes, (n,), generator=g))
@@ -70,7 +63,7 @@ def predict_by_hand(model, data):
 def test_predictions_are_those_of_the_loop_written_by_hand():
     "Also for a trainer that was never fit (U14, F127)"
     data = make_data()
-    trainer = make_trainer([QuietCB()], data)
+    trainer = make_trainer([MetricsCB(show=False)], data)
     for was_training in (True, False):
         assert trainer.model.training == was_training
         preds, targets = trainer.get_preds()
@@ -340,7 +333,7 @@ class InsideCB:
 
 @pytest.mark.parametrize("loss_func", [F.cross_entropy, lambda p, t: F.cross_entropy(p, t)], ids=["whole", "one by one"])
 def test_nobody_waits_for_the_device_in_a_batch(loss_func):
-    trainer = make_trainer([QuietCB()], loss_func=loss_func)
+    trainer = make_trainer([MetricsCB(show=False)], loss_func=loss_func)
     with NoWaiting():
         trainer.get_preds(with_inputs=True, with_loss=True, callbacks=InsideCB())
         trainer.validate(callbacks=InsideCB())
@@ -433,7 +426,7 @@ def test_a_loss_that_compares_examples_is_noticed():
 @pytest.mark.parametrize("n", [5, 16, 22])
 def test_validate_is_the_row_that_the_history_would_get(n):
     "NEMO-08: true means, batches of unequal size, equal to the last bit (F127)"
-    trainer = make_trainer([QuietCB(accuracy=MulticlassAccuracy())], make_data(n))
+    trainer = make_trainer([MetricsCB(accuracy=MulticlassAccuracy(), show=False)], make_data(n))
     trainer.fit(2, lr=0.01)
     row = trainer.validate()
     assert row == {o: trainer.history[-1][o] for o in ("valid_loss", "accuracy")}
@@ -453,7 +446,7 @@ def test_validate_works_without_metrics_and_takes_others(capsys):
 
 
 def test_a_metrics_callback_of_ones_own_measures_in_its_own_way():
-    class Halved(QuietCB):
+    class Halved(MetricsCB):
         def cleanup_epoch(self, trainer):
             super().cleanup_epoch(trainer)
             trainer.history.write(half=trainer.history[-1]["valid_loss"] / 2)
@@ -516,7 +509,7 @@ def trained(callbacks):
     set_seed(3)
     data = make_data()
     dls = DataLoaders(DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(1)), DataLoader(data, 8, shuffle=True))
-    trainer = Trainer(dls, F.cross_entropy, partial(optim.SGD, momentum=0.9), make_model(), [BasicTrainCB(), QuietCB(accuracy=MulticlassAccuracy()), *callbacks])
+    trainer = Trainer(dls, F.cross_entropy, partial(optim.SGD, momentum=0.9), make_model(), [BasicTrainCB(), MetricsCB(accuracy=MulticlassAccuracy(), show=False), *callbacks])
     trainer.fit(2, lr=0.05)
     return everything(trainer)
 
@@ -538,7 +531,7 @@ def test_a_fit_that_is_looked_at_is_the_same_fit(look, event, without):
 @pytest.mark.parametrize("error", [CancelBatchException("skip"), CancelEpochException("enough"), CancelFitException("enough"), RuntimeError("broken")], ids=lambda e: type(e).__name__)
 def test_what_ends_a_pass_early_is_told_and_leaves_everything_usable(error):
     data = make_data()
-    trainer = make_trainer([QuietCB()], data)
+    trainer = make_trainer([MetricsCB(show=False)], data)
     if isinstance(error, RuntimeError):
         with pytest.raises(RuntimeError, match="broken"): trainer.get_preds(callbacks=RaiseCB(error))
     else:
@@ -546,7 +539,7 @@ def test_what_ends_a_pass_early_is_told_and_leaves_everything_usable(error):
         assert caught[0].filename == __file__
         assert found.indices == ([*range(8), *range(16, 22)] if isinstance(error, CancelBatchException) else [*range(8)])
         assert torch.equal(found.targets, data.tensors[1][found.indices])
-    assert [type(o) for o in trainer.callbacks] == [BasicTrainCB, QuietCB]
+    assert [type(o) for o in trainer.callbacks] == [BasicTrainCB, MetricsCB]
     assert torch.equal(trainer.get_preds().preds, predict_by_hand(trainer.model, data))
     trainer.fit(1)
 
@@ -783,7 +776,7 @@ def test_the_matrix_is_drawn_with_names_and_numbers():
 
 def test_a_copy_of_the_trainer_state_is_the_same_before_and_after():
     "Between fits as well, callbacks' attributes included (U14)"
-    trainer = make_trainer([QuietCB(accuracy=MulticlassAccuracy())])
+    trainer = make_trainer([MetricsCB(accuracy=MulticlassAccuracy(), show=False)])
     trainer.fit(1)
     before = {k: v for k, v in vars(trainer).items() if k != "plan"}
     metrics = copy.deepcopy(trainer.MetricsCB.state_dict()["losses"])

@@ -46,19 +46,12 @@ OTHER = [(X[:9], Y[:9]), (X[9:], Y[9:])]  # Batches of different sizes: a mean o
 SGD = partial(optim.SGD, momentum=0.9)
 
 
-class QuietCB(MetricsCB):
-    "Prints nothing"
-    name = "MetricsCB"
-
-    def _log(self, row): pass
-
-
 def make_trainer(*callbacks, valid=True, seed=0, model=None, loss_func=F.cross_entropy, opt_func=SGD):
     "Four batches in an epoch"
     set_seed(seed)
     model = model or nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
     dls = DataLoaders(DataLoader(DATA, 6, shuffle=True), DataLoader(DATA, 10, shuffle=True) if valid else None)
-    return Trainer(dls, loss_func, opt_func, model, [BasicTrainCB(), QuietCB(), *callbacks])
+    return Trainer(dls, loss_func, opt_func, model, [BasicTrainCB(), MetricsCB(show=False), *callbacks])
 
 
 def outcome(trainer, n_epochs=3):
@@ -242,13 +235,13 @@ def accuracy(preds, targets): return (preds.argmax(1) == targets).double().mean(
 def p_of_target(preds, targets): return preds.softmax(1).gather(1, targets[:, None]).squeeze(1)
 
 
-@pytest.mark.parametrize("average", [lambda: EMACB(0.95), lambda: EMACB(0.95, keep=True), lambda: SWACB(0.5, update_bn=False), lambda: SWACB(0., each="update", update_bn=False, keep=True)])
+@pytest.mark.parametrize("average", [lambda: EMACB(0.95), lambda: EMACB(0.95, keep=True), lambda: SWACB(0.5, update_bn=False), lambda: SWACB(0., every="update", update_bn=False, keep=True)])
 def test_an_evaluation_measures_the_weights_that_validation_measures(average):
     "One row describes one model: the average, once it has begun"
     set_seed(0)
     dls = DataLoaders(DataLoader(DATA, 6, shuffle=True), DataLoader(DATA, 10))
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
-    trainer = Trainer(dls, F.cross_entropy, SGD, model, [BasicTrainCB(), QuietCB(p=MeanOf(p_of_target)), average(), EvaluatorCB("valid", p=p_of_target)])
+    trainer = Trainer(dls, F.cross_entropy, SGD, model, [BasicTrainCB(), MetricsCB(p=MeanOf(p_of_target), show=False), average(), EvaluatorCB("valid", p=p_of_target)])
     trainer.fit(4, lr=0.1)
     assert trainer.history["eval_loss"] == pytest.approx(trainer.history["valid_loss"], rel=1e-6)
     assert trainer.history["eval_p"] == pytest.approx(trainer.history["p"], rel=1e-6)

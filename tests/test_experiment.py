@@ -55,15 +55,11 @@ from runs import Cut, CutCB, callbacks, fit, make_trainer, momentum_sgd, same
 from waiting import InsideCB, RefuseToWait
 
 
-class QuietMetricsCB(MetricsCB):
-    def _log(self, row): pass
-
-
 def small(*cbs, model=None):
     "A trainer that is done in a moment"
     set_seed(0)
     data = [(torch.randn(6, 3), torch.randn(6, 1)) for _ in range(3)]
-    return Trainer(DataLoaders(data, data[:1]), F.mse_loss, optim.Adam, model or nn.Linear(3, 1), [BasicTrainCB(), QuietMetricsCB(), *cbs])
+    return Trainer(DataLoaders(data, data[:1]), F.mse_loss, optim.Adam, model or nn.Linear(3, 1), [BasicTrainCB(), MetricsCB(show=False), *cbs])
 
 
 def record(folder, name="run.json"): return json.loads((folder/name).read_text())
@@ -105,7 +101,7 @@ def test_watching_changes_nothing_and_no_batch_waits(name, tmp_path, memory):
         model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         data = [(torch.randn(6, 3), torch.randn(6, 1)) for _ in range(3)]
         trainer = Trainer(DataLoaders(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*map(torch.cat, zip(*data))), 5, shuffle=True), data[:1]),
-                          F.mse_loss, momentum_sgd, model, [BasicTrainCB(), QuietMetricsCB(), *cbs])
+                          F.mse_loss, momentum_sgd, model, [BasicTrainCB(), MetricsCB(show=False), *cbs])
         mode = RefuseToWait()
         if not any(isinstance(o, CheckpointCB) for o in cbs): trainer.add_callback(InsideCB(mode))  # Saving in the middle of an epoch has to wait
         with mode: trainer.fit(2, lr=0.1)
@@ -272,11 +268,11 @@ def test_the_record_says_what_was_run(tmp_path):
     assert found["hyper"] == {"width": 99, "nan": "NaN", "x": [1, 2]}
     assert (found["python"], found["torch"], found["seeds"]["torch"]) == (".".join(map(str, sys.version_info[:3])), torch.__version__, 0)
     assert found["fits"][0]["config"] == trainer.run_config.to_dict() and found["fits"][0]["opt_func"] == "Adam"
-    assert {"InterruptCB", "BasicTrainCB", "QuietMetricsCB"} <= set(found["fits"][0]["callbacks"])
+    assert {"InterruptCB", "BasicTrainCB", "MetricsCB"} <= set(found["fits"][0]["callbacks"])
     code = folder/"code"
     assert "class OwnNet(nn.Linear): pass" in (code/"model.py").read_text()
     sources = (code/"callbacks.py").read_text()
-    assert "class InterruptCB" in sources and "class QuietMetricsCB" in sources
+    assert "class InterruptCB" in sources and "class MetricsCB" in sources
     assert f"torch=={torch.__version__.partition('+')[0]}" in (code/"requirements.txt").read_text()
     assert zipfile.ZipFile(code/"src.zip").namelist() == ["a.py"] and (code/"notes.md").exists()
     with pytest.raises(ValueError, match="not there"): ExperimentCB(tmp_path, "p", files=[tmp_path/"nothing"])

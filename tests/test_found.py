@@ -758,7 +758,7 @@ def test_an_average_beside_float16_has_its_batch_norms_measured_in_the_end():
 @pytest.mark.parametrize("callback, n", [(NBatchCB(2), 2), (AccumulationCB(3), 7), (OneBatchCB(), None)])
 def test_an_average_is_measured_on_the_batches_of_a_training_pass_or_says_that_it_is_not(callback, n):
     batches = data(7)
-    t = Trainer(DataLoaders(batches, batches), F.mse_loss, optim.SGD, norms(), [BasicTrainCB(), SWACB(0., each="update"), callback])
+    t = Trainer(DataLoaders(batches, batches), F.mse_loss, optim.SGD, norms(), [BasicTrainCB(), SWACB(0., every="update"), callback])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         t.fit(2, lr=0.01)

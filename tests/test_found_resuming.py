@@ -185,11 +185,11 @@ def test_saving_by_hand_never_calls_a_fit_finished_that_is_not(tmp_path):
 
 def test_a_name_with_a_column_does_not_stop_an_interrupt_from_saving(tmp_path):
     name = "e{epoch}-{valid_loss:.2f}"
-    trainer = make_trainer(simple(tmp_path/"run", InterruptCB(), name=name))
+    trainer = make_trainer(simple(tmp_path/"run", InterruptCB(), pattern=name))
     with pytest.raises(KeyboardInterrupt): fit(trainer, callbacks=press_at(9))
     names = [o.path.name for o in CheckpointStore(tmp_path/"run", read_only=True).list()]
     assert names[0].startswith("e1-") and names[1] == "step-00000010"
-    with pytest.raises(LookupError, match="valid_loss"): fit(make_trainer(simple(tmp_path/"other", name="{valid_los}")))
+    with pytest.raises(LookupError, match="valid_loss"): fit(make_trainer(simple(tmp_path/"other", pattern="{valid_los}")))
 
 
 def press_at(n):

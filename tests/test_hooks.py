@@ -451,7 +451,7 @@ def test_sparse_gradients_and_fits_that_do_not_train():
 
 def test_the_report_is_printed_once_an_epoch(capsys):
     "AIT-54: mean, standard deviation and share of zeros of each layer"
-    make_trainer([GradientStatsCB(nn.Linear, report=True)]).fit(2)
+    make_trainer([GradientStatsCB(nn.Linear, show=True)]).fit(2)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * 5 and lines[0].split() == lines[5].split() == ["parameter", "epoch", "norm", "mean", "std", "zeros"]
     assert lines[6].split()[:2] == ["0.weight", "1"]

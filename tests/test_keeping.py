@@ -286,7 +286,7 @@ def test_the_best_weights_come_back_after_every_end_but_an_error(end):
     assert tree(trainer.model.state_dict()) == tree(kept["now" if end is ValueError else "best"])
 
 
-@pytest.mark.parametrize("cb", [lambda: EMACB(0.8), lambda: SWACB(0.3), lambda: SWACB(0., each="update")])
+@pytest.mark.parametrize("cb", [lambda: EMACB(0.8), lambda: SWACB(0.3), lambda: SWACB(0., every="update")])
 def test_averages_change_nothing_about_training(cb):
     "The weights that are trained, and a second fit, are bit for bit as without; also the loader and the gradients"
     with_it, without = (fit(fit(make_trainer([BasicTrainCB(), MetricsCB(), *more]), 2), 2, keep_opt=True) for more in ([cb()], []))
@@ -312,7 +312,7 @@ def test_an_average_is_that_of_the_hand_written_loop():
     assert trainer.EMACB.decay_at(3) < 0.35 == trainer.EMACB.decay_at(4)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mean, trainer.EMACB.average.module.parameters()))
     seen.clear()
-    trainer = fit(make_trainer([BasicTrainCB(), SWACB(0., each="update")]), 1, callbacks=after_step)
+    trainer = fit(make_trainer([BasicTrainCB(), SWACB(0., every="update")]), 1, callbacks=after_step)
     mean = [torch.stack(o).mean(0) for o in zip(*seen)]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mean, trainer.SWACB.average.module.parameters()))
 

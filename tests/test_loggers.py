@@ -36,11 +36,6 @@ from waiting import RefuseToWait
 N = 12
 
 
-class QuietCB(MetricsCB):
-    "Prints nothing"
-    def _log(self, row): pass
-
-
 class Keep:
     "A log that keeps all it is told"
     def __init__(self): self.rows, self.seen, self.alerts, self.runs, self.ends = [], [], [], [], []
@@ -56,7 +51,7 @@ class Keep:
 def make_trainer(*callbacks, metrics=True, opt_func=optim.SGD, model=None):
     set_seed(1)
     batches = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(N)]
-    cbs = [BasicTrainCB(), *([QuietCB()] if metrics else []), *callbacks]
+    cbs = [BasicTrainCB(), *([MetricsCB(show=False)] if metrics else []), *callbacks]
     return Trainer(DataLoaders(batches, batches[:2]), F.mse_loss, opt_func, model or nn.Linear(3, 1), cbs)
 
 
@@ -263,7 +258,7 @@ def test_logs_hear_what_is_trained_with_which_settings():
     trainer.fit(1, lr=0.5)
     run, = keep.runs
     assert run["name"] == "baseline" and run["params"] == dict(model="Linear", loss_func="mse_loss", opt_func="SGD", lr=0.5, n_epochs=1, layers=3, note="first", rates=[0.1, 0.2])
-    assert [o["name"] for o in run["callbacks"]] == ["MomentumTrainCB", "QuietCB", "LoggerCB"] and json.dumps(run)
+    assert [o["name"] for o in run["callbacks"]] == ["MomentumTrainCB", "MetricsCB", "LoggerCB"] and json.dumps(run)
     assert run["callbacks"][0]["settings"]["momentum"] == 0.9 and run["callbacks"][1]["order"] == 10
     assert [o["name"] for o in run_map(trainer)] == [o["name"] for o in run["callbacks"]]
 
@@ -363,7 +358,7 @@ def test_the_log_of_a_run_that_was_killed_is_that_of_one_that_was_not(kind, at, 
 
     def cbs(folder):
         log = LoggerCB(make(folder), every=2, alerts=("lr", ">", 0.015), media=lambda t: t.history.write_media("note", "text", str(t.n_updates)))
-        return [BasicTrainCB(), QuietCB(), RecorderCB(number=lambda t: t.batch_num), log]
+        return [BasicTrainCB(), MetricsCB(show=False), RecorderCB(number=lambda t: t.batch_num), log]
 
     whole = fit(make_run(cbs(tmp_path / "whole")))
     killed = make_run([*cbs(tmp_path / "cut"), CheckpointCB(tmp_path / "store", every=3), CutCB("after_backward", lambda t: t.n_updates == at)])
@@ -382,7 +377,7 @@ def test_the_log_of_a_run_that_was_killed_is_that_of_one_that_was_not(kind, at, 
 @files
 def test_a_run_that_is_taken_back_takes_back_its_log(kind, tmp_path):
     make, read = FILES[kind]
-    trainer = make_run([BasicTrainCB(), QuietCB(), RewindCB(), LoggerCB(make(tmp_path), every=2)])
+    trainer = make_run([BasicTrainCB(), MetricsCB(show=False), RewindCB(), LoggerCB(make(tmp_path), every=2)])
     fit(trainer)
     first = without_times(read(tmp_path))
     trainer.rewind(1)

@@ -28,10 +28,6 @@ from isaac_loop.history import History
 from isaac_loop.trainer import Trainer
 
 
-class QuietCB(MetricsCB):
-    def log(self, trainer): "Print nothing"
-
-
 def make_batches(n=4, rows=4):
     g = torch.Generator().manual_seed(n)
     return [(torch.randn(rows, 3, generator=g), torch.randn(rows, 1, generator=g)) for _ in range(n)]
@@ -92,7 +88,7 @@ def test_an_event_of_ones_own_takes_arguments():
             super().predict(trainer)
             trainer.run_callbacks("shout", word="hey", times=trainer.batch_num)
     torch.manual_seed(0)
-    shouting = Shouting(DataLoaders(make_batches(3)), F.mse_loss, optim.SGD, nn.Linear(3, 1), [PredictCB(), HearCB(), QuietCB()])
+    shouting = Shouting(DataLoaders(make_batches(3)), F.mse_loss, optim.SGD, nn.Linear(3, 1), [PredictCB(), HearCB(), MetricsCB(show=False)])
     shouting.fit(1, valid=False)
     assert said == [(True, ""), (True, "hey"), (True, "heyhey")]
 
@@ -161,7 +157,7 @@ def test_every_batch_that_is_meant_is_recorded_and_no_other():
             if trainer.batch_num % 3 == 0: self.kept.append((trainer.epoch, trainer.batch_num))
     cb = EveryCB()
     cb.kept = []
-    make_trainer(cb, QuietCB(), n=7).fit(2)
+    make_trainer(cb, MetricsCB(show=False), n=7).fit(2)
     assert cb.kept == [(e, b) for e in range(2) for b in (0, 3, 6)]
 
 
@@ -202,7 +198,7 @@ def test_progress_is_told_for_training_and_for_an_evaluation_alone():
 
 def test_the_history_answers_what_others_ask_of_theirs():
     "PTA-40: names, all values, the newest, one more value, the number of the epoch, deleting, beginning anew; a number that is not there is an error"
-    trainer = make_trainer(QuietCB())
+    trainer = make_trainer(MetricsCB(show=False))
     trainer.fit(3)
     history = trainer.history
     assert set(history.names()) == {"fit", "epoch", "train_loss", "valid_loss", "elapsed"} and len(history["train_loss"]) == 3
@@ -230,7 +226,7 @@ class ListHistory(History):
 
 def test_another_class_of_history_may_take_its_place():
     "PTA-40"
-    trainer = make_trainer(QuietCB())
+    trainer = make_trainer(MetricsCB(show=False))
     trainer.history = ListHistory()
     trainer.fit(1)
     assert set().union(*trainer.history.told) == {"train_loss", "valid_loss", "elapsed"} and len(trainer.history) == 1
@@ -247,7 +243,7 @@ def test_all_options_of_training_together():
         return optim.lr_scheduler.LinearLR(opt, 1., 0., total_iters=trainer.total_updates - 2)
     torch.manual_seed(0)
     dls = DataLoaders(*get_dataloaders(rows, rows, 4, drop_last=True, collate_fn=lambda o: tuple(map(torch.stack, zip(*o)))))
-    trainer = Trainer(dls, F.mse_loss, optim.AdamW, nn.Linear(3, 1), [BasicTrainCB(), QuietCB(), AccumulationCB(2), ClipGradCB(max_norm=0.1), LimitCB(10), BatchSchedulerCB(schedule), RecorderCB()])
+    trainer = Trainer(dls, F.mse_loss, optim.AdamW, nn.Linear(3, 1), [BasicTrainCB(), MetricsCB(show=False), AccumulationCB(2), ClipGradCB(max_norm=0.1), LimitCB(10), BatchSchedulerCB(schedule), RecorderCB()])
     trainer.fit(5, lr=0.1)
     assert made == [(5, 4, 7, 10)] and trainer.n_updates == 10 and trainer.stop_reason == "10 updates are enough"
     assert trainer.opt.param_groups[0]["lr"] == 0
@@ -282,7 +278,7 @@ def test_the_best_average_is_measured_and_kept():
     class LookCB:
         order = Order.LAST
         def log(self, trainer): kept.append(copy.deepcopy(trainer.EMACB.evaluated))
-    trainer = make_trainer(QuietCB(mean=HitsMetric()), EMACB(0.5), KeepBestCB(), LookCB())
+    trainer = make_trainer(MetricsCB(mean=HitsMetric(), show=False), EMACB(0.5), KeepBestCB(), LookCB())
     trainer.fit(4, lr=0.7)
     for row, average in zip(trainer.history, kept):
         with torch.no_grad(): preds = [average(x) for x, _ in trainer.dls.valid]

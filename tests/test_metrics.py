@@ -30,13 +30,6 @@ from isaac_loop.state import UnsaveableState
 from isaac_loop.trainer import Trainer
 
 
-class QuietCB(MetricsCB):
-    "Prints nothing"
-    name = "MetricsCB"
-
-    def _log(self, row): pass
-
-
 class CountLogCB:
     "Counts how often the event `log` came"
     def __init__(self): self.n = 0
@@ -86,7 +79,7 @@ sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 @given(train=sizes, valid=sizes)
 def test_losses_are_means_over_all_rows_however_they_are_batched(train, valid):
     "ISA-50, PTA-55"
-    trainer = make_trainer([QuietCB()], train, valid)
+    trainer = make_trainer([MetricsCB(show=False)], train, valid)
     trainer.fit(1, lr=0)
     row = trainer.history[-1]
     assert row["train_loss"] == pytest.approx(squared_errors(trainer.model, trainer.dls.train).mean(), rel=1e-5)
@@ -95,7 +88,7 @@ def test_losses_are_means_over_all_rows_however_they_are_batched(train, valid):
 
 def test_training_losses_are_those_before_each_step():
     "ISA-49: weights move during a pass, and each batch counts as it was met"
-    trainer = make_trainer([QuietCB()])
+    trainer = make_trainer([MetricsCB(show=False)])
     model = nn.Linear(2, 1)
     model.load_state_dict(trainer.model.state_dict())
     opt, losses = optim.SGD(model.parameters(), 0.1), []
@@ -113,7 +106,7 @@ def test_training_losses_are_those_before_each_step():
 def test_many_batches_are_averaged_like_few():
     "ISA-56: losses are gathered on the device in stacks, and none is lost or counted twice at their borders"
     for n in (511, 512, 513, 1025):
-        trainer = make_trainer([QuietCB()], train=[1] * n, valid=[3, 1])
+        trainer = make_trainer([MetricsCB(show=False)], train=[1] * n, valid=[3, 1])
         trainer.fit(1, lr=0)
         assert len(trainer.history.batches) == n + 2
         assert trainer.history[-1]["train_loss"] == pytest.approx(squared_errors(trainer.model, trainer.dls.train).mean(), rel=1e-5)
@@ -121,7 +114,7 @@ def test_many_batches_are_averaged_like_few():
 
 def test_losses_in_bfloat16_are_averaged_in_full_precision():
     "ISA-56: in bfloat16 the sum of a thousand ones would stop at 256"
-    trainer = make_trainer([QuietCB()], train=[1] * 1000, valid=[3, 2, 1], model=nn.Linear(2, 1).bfloat16(),
+    trainer = make_trainer([MetricsCB(show=False)], train=[1] * 1000, valid=[3, 2, 1], model=nn.Linear(2, 1).bfloat16(),
                            loss_func=lambda p, t: p.sum() * 0 + (1.0 if len(t) == 1 else 0.5))
     for loader in (trainer.dls.train, trainer.dls.valid): loader[:] = [(x.bfloat16(), y.bfloat16()) for x, y in loader]
     trainer.fit(1, lr=0)
@@ -135,7 +128,7 @@ def test_rows_are_counted_on_the_inputs_of_a_dict():
         def split(self, batch): return (batch["deep"]["x"],), (batch["y"],)
 
     batches = [{"deep": {"x": x}, "y": y} for x, y in make_batches([6, 1])]
-    trainer = Dicts(DataLoaders(batches, batches), F.mse_loss, optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), QuietCB()])
+    trainer = Dicts(DataLoaders(batches, batches), F.mse_loss, optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), MetricsCB(show=False)])
     trainer.fit(1, lr=0)
     whole = squared_errors(trainer.model, make_batches([6, 1])).mean()
     assert trainer.history[-1]["train_loss"] == pytest.approx(whole, rel=1e-5)
@@ -145,7 +138,7 @@ def test_a_batch_without_rows_to_count_is_an_error():
     class Numbers(Trainer):
         def split(self, batch): return batch, ()
 
-    trainer = Numbers(DataLoaders([(1.5,)]), lambda preds: preds, optim.SGD, lambda x: torch.tensor(x), [BasicTrainCB(), QuietCB()])
+    trainer = Numbers(DataLoaders([(1.5,)]), lambda preds: preds, optim.SGD, lambda x: torch.tensor(x), [BasicTrainCB(), MetricsCB(show=False)])
     trainer.dls.valid = trainer.dls.train
     with pytest.raises(TypeError, match="`MetricsCB` cannot tell how much its loss weighs"): trainer.fit(1, train=False)
 
@@ -154,7 +147,7 @@ def test_a_batch_without_rows_to_count_is_an_error():
 
 def test_three_epochs_leave_three_rows_and_one_row_for_each_batch():
     "ISA-54, ISA-53, SON-11: two losses and one metric in each row"
-    trainer = make_trainer([QuietCB(mse=MeanSquaredError())])
+    trainer = make_trainer([MetricsCB(mse=MeanSquaredError(), show=False)])
     trainer.fit(3)
     assert len(trainer.history) == 3 and len(trainer.history.batches) == 3 * (3 + 2)
     assert [set(row) for row in trainer.history] == [{"fit", "epoch", "train_loss", "valid_loss", "mse", "elapsed"}] * 3
@@ -167,7 +160,7 @@ def test_three_epochs_leave_three_rows_and_one_row_for_each_batch():
 def test_without_validation_the_training_loss_is_logged():
     "ISA-57"
     metric = RowsMetric()
-    trainer = make_trainer([QuietCB(metric), CountLogCB()])
+    trainer = make_trainer([MetricsCB(metric, show=False), CountLogCB()])
     trainer.fit(2, valid=False)
     assert [set(row) for row in trainer.history] == [{"fit", "epoch", "train_loss", "elapsed"}] * 2
     assert trainer.CountLogCB.n == 2 and metric.updates == []
@@ -175,7 +168,7 @@ def test_without_validation_the_training_loss_is_logged():
 
 def test_without_training_the_validation_loss_is_logged():
     "ISA-57"
-    trainer = make_trainer([QuietCB(RowsMetric()), CountLogCB()])
+    trainer = make_trainer([MetricsCB(RowsMetric(), show=False), CountLogCB()])
     trainer.fit(2, train=False)
     assert [set(row) for row in trainer.history] == [{"fit", "epoch", "valid_loss", "RowsMetric", "elapsed"}] * 2
     assert trainer.CountLogCB.n == 2
@@ -195,7 +188,7 @@ class CancelCB:
 def test_a_skipped_batch_is_counted_nowhere(event):
     "ISA-50: only batches that really happened count"
     cancel = CancelCB(event, CancelBatchException("skipped"), epoch=0, order=Order.DATA)
-    trainer = make_trainer([QuietCB(RowsMetric(), train_metrics=True), cancel])
+    trainer = make_trainer([MetricsCB(RowsMetric(), train_metrics=True, show=False), cancel])
     trainer.fit(1, lr=0)
     first, _, last = trainer.dls.train
     row = trainer.history[-1]
@@ -206,7 +199,7 @@ def test_a_skipped_batch_is_counted_nowhere(event):
 
 def test_a_batch_that_is_cancelled_after_it_was_recorded_counts():
     "ISA-50: whoever comes later in `after_batch` cannot undo it"
-    trainer = make_trainer([QuietCB(), CancelCB("after_batch", CancelBatchException("too late"), epoch=0)])
+    trainer = make_trainer([MetricsCB(show=False), CancelCB("after_batch", CancelBatchException("too late"), epoch=0)])
     trainer.fit(1, lr=0)
     assert len(trainer.history.batches) == 5
 
@@ -215,7 +208,7 @@ def test_a_batch_that_is_cancelled_after_it_was_recorded_counts():
 def test_a_cancelled_epoch_leaves_its_row_and_the_log_comes(training):
     "ISA-53: with the batches it had, and the passes after it as usual"
     cancel = CancelCB("after_batch", CancelEpochException("enough"), training=training, batch=0)
-    trainer = make_trainer([QuietCB(RowsMetric()), CountLogCB(), cancel])
+    trainer = make_trainer([MetricsCB(RowsMetric(), show=False), CountLogCB(), cancel])
     trainer.fit(3, lr=0)
     assert len(trainer.history) == trainer.CountLogCB.n == 3
     whole = {kind: squared_errors(trainer.model, loader).mean() for kind, loader in (("train_loss", trainer.dls.train), ("valid_loss", trainer.dls.valid))}
@@ -233,7 +226,7 @@ def test_a_pass_of_which_every_batch_was_skipped_leaves_no_loss():
         def before_batch(self, trainer):
             if trainer.training: raise CancelBatchException("all of them")
 
-    trainer = make_trainer([QuietCB(RowsMetric()), SkipCB()])
+    trainer = make_trainer([MetricsCB(RowsMetric(), show=False), SkipCB()])
     trainer.fit(2)
     assert [set(row) for row in trainer.history] == [{"fit", "epoch", "valid_loss", "RowsMetric", "elapsed"}] * 2
     assert not any(o["training"] for o in trainer.history.batches)
@@ -243,7 +236,7 @@ def test_a_pass_of_which_every_batch_was_skipped_leaves_no_loss():
                          ids=["cancelled in training", "cancelled in validation", "interrupted"])
 def test_a_fit_that_is_cut_short_leaves_a_partial_row_and_no_log(error, training):
     "ISA-53"
-    trainer = make_trainer([QuietCB(), CountLogCB(), CancelCB("after_batch", error, training=training, batch=0)])
+    trainer = make_trainer([MetricsCB(show=False), CountLogCB(), CancelCB("after_batch", error, training=training, batch=0)])
     try: trainer.fit(3, lr=0)
     except KeyboardInterrupt: assert isinstance(error, KeyboardInterrupt)
     assert len(trainer.history) == 2 and trainer.CountLogCB.n == 1
@@ -255,7 +248,7 @@ def test_a_fit_that_is_cut_short_leaves_a_partial_row_and_no_log(error, training
 
 def test_two_fits_with_one_object_do_not_mix():
     metric = RowsMetric()
-    trainer = make_trainer([QuietCB(metric, train_metrics=True)])
+    trainer = make_trainer([MetricsCB(metric, train_metrics=True, show=False)])
     trainer.fit(2, lr=0)
     trainer.fit(1, lr=0)
     assert [(row["fit"], row["epoch"]) for row in trainer.history] == [(0, 0), (0, 1), (1, 0)]
@@ -266,7 +259,7 @@ def test_two_fits_with_one_object_do_not_mix():
 
 def test_the_callback_may_come_for_one_fit_only():
     trainer = make_trainer([])
-    trainer.fit(1, callbacks=QuietCB())
+    trainer.fit(1, callbacks=MetricsCB(show=False))
     trainer.fit(1)
     assert len(trainer.history) == 1
 
@@ -284,7 +277,7 @@ class Slow(list):
 
 def test_elapsed_covers_training_and_validation_together():
     "ISA-55: and no more than the fit really took"
-    trainer = make_trainer([QuietCB()])
+    trainer = make_trainer([MetricsCB(show=False)])
     trainer.dls = DataLoaders(Slow(trainer.dls.train), Slow(trainer.dls.valid))
     trainer.dls.train.seconds, trainer.dls.valid.seconds = 0.12, 0.03
     start = time.perf_counter()
@@ -296,7 +289,7 @@ def test_elapsed_covers_training_and_validation_together():
 
 def test_the_clock_starts_anew_in_every_epoch_and_every_fit():
     "ISA-55: also where both fits have one epoch of the same number"
-    trainer = make_trainer([QuietCB()])
+    trainer = make_trainer([MetricsCB(show=False)])
     trainer.dls = DataLoaders(Slow(trainer.dls.train), Slow(trainer.dls.valid))
     trainer.dls.train.seconds = 0.05
     spans = []
@@ -329,7 +322,7 @@ def accuracy_of_all(trainer):
 
 def test_metrics_of_torcheval_agree_with_all_rows_at_once():
     "ISA-48"
-    trainer = make_classifier([QuietCB(accuracy=MulticlassAccuracy())])
+    trainer = make_classifier([MetricsCB(accuracy=MulticlassAccuracy(), show=False)])
     trainer.fit(3, lr=0.1)
     assert trainer.history.latest("accuracy") == pytest.approx(accuracy_of_all(trainer))
     assert isinstance(trainer.history.latest("accuracy"), float)
@@ -338,7 +331,7 @@ def test_metrics_of_torcheval_agree_with_all_rows_at_once():
 def test_metrics_of_torchmetrics_agree_with_all_rows_at_once():
     "ISA-48"
     from torchmetrics.classification import MulticlassAccuracy as TorchmetricsAccuracy
-    trainer = make_classifier([QuietCB(accuracy=TorchmetricsAccuracy(3, average="micro"))])
+    trainer = make_classifier([MetricsCB(accuracy=TorchmetricsAccuracy(3, average="micro"), show=False)])
     trainer.fit(3, lr=0.1)
     assert trainer.history.latest("accuracy") == pytest.approx(accuracy_of_all(trainer))
     assert isinstance(trainer.history.latest("accuracy"), float)
@@ -357,7 +350,7 @@ def test_metrics_of_different_make_stand_side_by_side():
 
         def compute(self): return self.total / self.n
 
-    trainer = make_trainer([QuietCB(MeanSquaredError(), OwnError(), theirs=torchmetrics.MeanSquaredError(), train_metrics=True)])
+    trainer = make_trainer([MetricsCB(MeanSquaredError(), OwnError(), theirs=torchmetrics.MeanSquaredError(), train_metrics=True, show=False)])
     trainer.fit(2, lr=0)
     train, valid = (squared_errors(trainer.model, o).mean() for o in (trainer.dls.train, trainer.dls.valid))
     names = ("MeanSquaredError", "OwnError", "theirs")
@@ -369,7 +362,7 @@ def test_metrics_of_different_make_stand_side_by_side():
 def test_metrics_look_at_validation_only():
     "ISA-50: they start anew in each pass, and get every batch once"
     metric = RowsMetric()
-    trainer = make_trainer([QuietCB(metric)])
+    trainer = make_trainer([MetricsCB(metric, show=False)])
     trainer.fit(3)
     assert trainer.history["RowsMetric"] == [20, 20, 20]
     assert [len(t) for _, t in metric.updates] == [13, 7] * 3
@@ -379,7 +372,7 @@ def test_metrics_look_at_validation_only():
 
 def test_training_metrics_are_copies_that_see_no_gradients():
     metric = RowsMetric()
-    trainer = make_trainer([QuietCB(metric, train_metrics=True)], valid=(5,))
+    trainer = make_trainer([MetricsCB(metric, train_metrics=True, show=False)], valid=(5,))
     trainer.fit(1)
     assert (trainer.history.latest("train_RowsMetric"), trainer.history.latest("RowsMetric")) == (20, 5)
     assert [len(t) for _, t in metric.updates] == [5]
@@ -389,7 +382,7 @@ def test_training_metrics_are_copies_that_see_no_gradients():
             super().update(preds, targets)
             assert not preds.requires_grad
 
-    make_trainer([QuietCB(NoGradMetric(), train_metrics=True)]).fit(1)
+    make_trainer([MetricsCB(NoGradMetric(), train_metrics=True, show=False)]).fit(1)
 
 
 def test_a_metric_gets_all_targets():
@@ -402,7 +395,7 @@ def test_a_metric_gets_all_targets():
         def compute(self): return len(self.shapes)
 
     metric, batches = TwoTargets(), [(torch.ones(4, 2), torch.ones(4, 1), torch.ones(4, 3))]
-    trainer = Trainer(DataLoaders(batches, batches), lambda p, a, b: F.mse_loss(p, a), optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), QuietCB(metric)])
+    trainer = Trainer(DataLoaders(batches, batches), lambda p, a, b: F.mse_loss(p, a), optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), MetricsCB(metric, show=False)])
     trainer.fit(1)
     assert metric.shapes == [((4, 1), (4, 3))]
 
@@ -414,13 +407,13 @@ def test_a_metric_goes_where_the_model_is():
         def to(self, device): self.device = device
 
     metric = MovableMetric()
-    make_trainer([QuietCB(metric)]).fit(1)
+    make_trainer([MetricsCB(metric, show=False)]).fit(1)
     assert metric.device == torch.device("cpu")
 
 
 def test_unnamed_metrics_are_called_like_their_class():
     "MIN-05"
-    trainer = make_trainer([QuietCB(RowsMetric(), MeanSquaredError(), named=RowsMetric())])
+    trainer = make_trainer([MetricsCB(RowsMetric(), MeanSquaredError(), named=RowsMetric(), show=False)])
     trainer.fit(1)
     assert list(trainer.MetricsCB.metrics) == ["RowsMetric", "MeanSquaredError", "named"]
     assert {"RowsMetric", "MeanSquaredError", "named"} < set(trainer.history[-1])
@@ -435,7 +428,7 @@ def test_results_in_a_dict_become_columns():
 
         def compute(self): return {"cat": torch.tensor(0.5), "dog": 1.0, "by_size": {"big": torch.tensor([0.25])}, "curve": torch.tensor([1.0, 2.0])}
 
-    trainer = make_trainer([QuietCB(f1=F1())])
+    trainer = make_trainer([MetricsCB(f1=F1(), show=False)])
     trainer.fit(1)
     row = trainer.history[-1]
     assert {o: v for o, v in row.items() if o.startswith("f1")} == {"f1_cat": 0.5, "f1_dog": 1.0, "f1_by_size_big": 0.25, "f1_curve": [1.0, 2.0]}
@@ -444,7 +437,7 @@ def test_results_in_a_dict_become_columns():
 def test_a_collection_of_torchmetrics_becomes_columns():
     import torchmetrics
     collection = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()])
-    trainer = make_trainer([QuietCB(err=collection)])
+    trainer = make_trainer([MetricsCB(err=collection, show=False)])
     trainer.fit(2, lr=0)
     errors = squared_errors(trainer.model, trainer.dls.valid)
     assert trainer.history.latest("err_MeanSquaredError") == pytest.approx(errors.mean(), rel=1e-5)
@@ -526,7 +519,7 @@ def test_text_of_a_row_keeps_unknown_columns_and_leaves_out_missing_ones():
 
 def test_watching_changes_no_weight():
     "ISA-48: the same numbers with and without"
-    watched, alone = make_trainer([QuietCB(MeanSquaredError(), train_metrics=True)]), make_trainer([])
+    watched, alone = make_trainer([MetricsCB(MeanSquaredError(), train_metrics=True, show=False)]), make_trainer([])
     for trainer in (watched, alone): trainer.fit(3, lr=0.1)
     assert all(torch.equal(p, q) for p, q in zip(watched.model.parameters(), alone.model.parameters()))
 
@@ -539,7 +532,7 @@ class DictMetric(RowsMetric):
 @pytest.mark.parametrize("train_metrics", [True, False])
 def test_the_declared_columns_are_those_that_are_written(train_metrics, valid):
     "With `f1_*` for a metric that gives several"
-    trainer = make_trainer([QuietCB(rows=RowsMetric(), f1=DictMetric(), train_metrics=train_metrics)])
+    trainer = make_trainer([MetricsCB(rows=RowsMetric(), f1=DictMetric(), train_metrics=train_metrics, show=False)])
     if not valid: trainer.dls.valid = None
     trainer.fit(1, lr=0, valid=valid)
     declared = trainer.MetricsCB.columns(trainer)

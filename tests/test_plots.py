@@ -41,12 +41,6 @@ def no_window():
     plt.close("all")
 
 
-class QuietMetricsCB(MetricsCB):
-    name = "MetricsCB"
-
-    def _log(self, row): pass
-
-
 class AccuracyMetric:
     def reset(self): self.hits, self.n = 0, 0
 
@@ -71,7 +65,7 @@ def make_trainer(callbacks=(), shuffle=True, generator=None, n=20, model=None, l
 
 
 def trained(n_epochs=3, **kwargs):
-    trainer = make_trainer([QuietMetricsCB(accuracy=AccuracyMetric())], **kwargs)
+    trainer = make_trainer([MetricsCB(accuracy=AccuracyMetric(), show=False)], **kwargs)
     trainer.fit(n_epochs, lr=0.1)
     return trainer
 
@@ -185,7 +179,7 @@ def figures(monkeypatch):
 
 def test_the_figure_is_drawn_at_the_end_whatever_the_interval(tmp_path, figures):
     "ISA-118, MIN-06"
-    trainer = make_trainer([QuietMetricsCB(accuracy=AccuracyMetric()), LivePlotCB(tmp_path / "deep" / "loss.png", seconds=1000)])
+    trainer = make_trainer([MetricsCB(accuracy=AccuracyMetric(), show=False), LivePlotCB(tmp_path / "deep" / "loss.png", seconds=1000)])
     trainer.fit(3, lr=0.1)
     assert [o[:2] for o in figures] == [(3, 12)]
     losses, metrics = figures[0][2]
@@ -197,7 +191,7 @@ def test_the_figure_is_drawn_at_the_end_whatever_the_interval(tmp_path, figures)
 
 def test_it_is_redrawn_while_a_pass_runs(tmp_path, figures):
     "MIN-06: also before the first epoch is over"
-    trainer = make_trainer([QuietMetricsCB(), LivePlotCB(tmp_path / "loss.png", seconds=0)])
+    trainer = make_trainer([MetricsCB(show=False), LivePlotCB(tmp_path / "loss.png", seconds=0)])
     trainer.fit(1)
     assert any(rows == 0 and losses > 0 for rows, losses, *_ in figures)
     assert [o[:2] for o in figures][-1] == (1, 4)
@@ -205,7 +199,7 @@ def test_it_is_redrawn_while_a_pass_runs(tmp_path, figures):
 
 
 def test_only_the_present_fit_is_drawn_and_names_choose(tmp_path, figures):
-    trainer = make_trainer([QuietMetricsCB(accuracy=AccuracyMetric())])
+    trainer = make_trainer([MetricsCB(accuracy=AccuracyMetric(), show=False)])
     trainer.fit(3)
     trainer.fit(2, callbacks=LivePlotCB(tmp_path / "loss.png", names="accuracy", seconds=1000))
     rows, _, (drawn,), _ = figures[-1]
@@ -235,7 +229,7 @@ def test_no_notebook_and_no_path_is_an_error():
 
 def test_a_disk_that_fills_up_does_not_end_training(tmp_path, monkeypatch):
     callback = LivePlotCB(tmp_path / "loss.png", seconds=0)
-    trainer = make_trainer([QuietMetricsCB(), callback])
+    trainer = make_trainer([MetricsCB(show=False), callback])
 
     class FullDiskCB:
         def before_epoch(self, trainer):
@@ -261,7 +255,7 @@ def test_in_a_notebook_one_output_is_replaced(monkeypatch):
 
     monkeypatch.setattr(live_plot, "_in_notebook", lambda: True)
     monkeypatch.setattr(IPython.display, "display", display)
-    make_trainer([QuietMetricsCB(), LivePlotCB(seconds=0)]).fit(2)
+    make_trainer([MetricsCB(show=False), LivePlotCB(seconds=0)]).fit(2)
     assert shown[0] == ("new", b"\x89PNG") and set(shown[1:]) == {("update", b"\x89PNG")}
 
 
@@ -269,7 +263,7 @@ def test_a_live_plot_changes_nothing_about_training(tmp_path):
     "Weights, history and random numbers, bit for bit"
     results = []
     for callbacks in ([], [LivePlotCB(tmp_path / "loss.png", seconds=0)]):
-        trainer = make_trainer([QuietMetricsCB(), *callbacks], model=make_model(0.5))
+        trainer = make_trainer([MetricsCB(show=False), *callbacks], model=make_model(0.5))
         trainer.fit(2, lr=0.1)
         results.append((trainer.model[2].weight, trainer.history["train_loss"], torch.get_rng_state()))
     assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1] and torch.equal(results[0][2], results[1][2])
@@ -364,7 +358,7 @@ def state_of(trainer):
 @pytest.mark.parametrize("fitted", [False, True])
 def test_looking_leaves_the_trainer_as_it_was(fitted):
     "ISA-82: state, history, random numbers, callbacks and their lists, modes of the modules"
-    trainer = make_trainer([CountCB(), QuietMetricsCB(), DeviceCB("cpu"), BatchAugmentationCB(RandErase())])
+    trainer = make_trainer([CountCB(), MetricsCB(show=False), DeviceCB("cpu"), BatchAugmentationCB(RandErase())])
     if fitted: trainer.fit(1)
     trainer.model[2].eval()
     objects, plan, before = list(trainer.callbacks), trainer.plan, state_of(trainer)
@@ -410,7 +404,7 @@ def test_watchers_and_steps_do_not_run():
     class StepCB:
         def predict(self, trainer): raise AssertionError("a step ran")
 
-    make_trainer([WatchCB(), StepCB(), QuietMetricsCB()]).show_image_batch()
+    make_trainer([WatchCB(), StepCB(), MetricsCB(show=False)]).show_image_batch()
 
 
 def test_validation_images_further_callbacks_and_a_limit():

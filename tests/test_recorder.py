@@ -26,11 +26,6 @@ def make_trainer(*callbacks, n=4, opt_func=optim.SGD):
     return Trainer(DataLoaders(batches, batches[:2]), F.mse_loss, opt_func, nn.Linear(2, 1), [BasicTrainCB(), *callbacks])
 
 
-class QuietCB(MetricsCB):
-    name = "MetricsCB"
-    def _log(self, row): pass
-
-
 class CountCB:
     "Changes the rate after every step; a tensor in place"
     order = Order.SCHEDULE
@@ -51,7 +46,7 @@ def test_the_rate_is_the_one_that_the_batch_was_trained_with(as_tensor):
 
 def test_values_stand_beside_the_losses_and_validation_has_none():
     "MIN-10"
-    trainer = make_trainer(QuietCB(), RecorderCB(again=lambda t: t.loss, two=lambda t: 2, n=lambda t: t.n_updates))
+    trainer = make_trainer(MetricsCB(show=False), RecorderCB(again=lambda t: t.loss, two=lambda t: 2, n=lambda t: t.n_updates))
     trainer.fit(2, lr=0.01)
     batches = trainer.history.batches
     assert len(batches) == 12
@@ -119,7 +114,7 @@ def test_the_plot_shows_the_last_fit():
     "MIN-10"
     recorder = RecorderCB(lr=lambda t: t.opt.param_groups[0]["lr"], loss2=lambda t: t.loss)
     with pytest.raises(ValueError, match="recorded nothing yet"): recorder.plot()
-    trainer = make_trainer(recorder, QuietCB())
+    trainer = make_trainer(recorder, MetricsCB(show=False))
     trainer.fit(2, lr=0.5)
     trainer.fit(1, lr=0.25)
     axes = recorder.plot()

@@ -37,13 +37,6 @@ X, Y = torch.randn(22, 4, generator=G), torch.randint(0, 3, (22,), generator=G)
 DATA, OTHER = TensorDataset(X, Y), [(X[:9], Y[:9]), (X[9:13], Y[9:13])]
 
 
-class QuietCB(MetricsCB):
-    "Prints nothing"
-    name = "MetricsCB"
-
-    def _log(self, row): pass
-
-
 class Counting(nn.Linear):
     "Counts its passes in evaluation mode"
     n = 0
@@ -56,7 +49,7 @@ class Counting(nn.Linear):
 def make_trainer(*callbacks, model=None, loss_func=F.cross_entropy, data=DATA):
     set_seed(0)
     dls = DataLoaders(DataLoader(data, 6, shuffle=True), DataLoader(data, 8))
-    return Trainer(dls, loss_func, optim.SGD, model or Counting(4, 3), [BasicTrainCB(), QuietCB(), *callbacks])
+    return Trainer(dls, loss_func, optim.SGD, model or Counting(4, 3), [BasicTrainCB(), MetricsCB(show=False), *callbacks])
 
 
 def accuracy(preds, targets): return (preds.argmax(1) == targets).float().mean()
@@ -130,7 +123,7 @@ def test_callbacks_hear_each_batch_of_a_prediction():
     assert heard == [(9, 9, False), (4, 4, False), "end"] and bits(trainer.model.weight) == weights
 
 
-@pytest.mark.parametrize("average", [lambda: EMACB(0.95), lambda: SWACB(0.5, update_bn=False), lambda: SWACB(0., each="update", update_bn=False)])
+@pytest.mark.parametrize("average", [lambda: EMACB(0.95), lambda: SWACB(0.5, update_bn=False), lambda: SWACB(0., every="update", update_bn=False)])
 @pytest.mark.parametrize("captured", [False, True])
 def test_predictions_are_those_of_the_weights_that_validation_measures(average, captured, tmp_path):
     "One row describes one model, with an average in the trainer and with or without a `CapturePredsCB`; at any time of the fit, and never outside of it"

@@ -60,7 +60,7 @@ def plain_loaders(num_workers=0):
 VARIANTS = {
     "everything": (everything, make_loaders, optim.AdamW),
     "momentum in the gradients": (lambda: callbacks(train=MomentumTrainCB(0.5)), make_loaders, momentum_sgd),
-    "swa, mixup, plateau": (lambda: [BasicTrainCB(), MetricsCB(), MixUpCB(), SWACB(0.3, each="update", keep=True), PlateauSchedulerCB(patience=0)], make_loaders, optim.Adam),
+    "swa, mixup, plateau": (lambda: [BasicTrainCB(), MetricsCB(), MixUpCB(), SWACB(0.3, every="update", keep=True), PlateauSchedulerCB(patience=0)], make_loaders, optim.Adam),
     "swa by epoch, limited": (lambda: [BasicTrainCB(), MetricsCB(), NBatchCB(3), SWACB(0.3)], make_loaders, optim.Adam),
     "plain loaders": (callbacks, plain_loaders, optim.Adam),
     "a list": (callbacks, lambda: DataLoaders([o for o in DataLoader(Rows(40, False), 8)], list(DataLoader(Rows(24, False), 12))), optim.Adam),

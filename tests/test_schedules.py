@@ -237,15 +237,10 @@ ALL = {
 }
 
 
-class QuietCB(MetricsCB):
-    name = "MetricsCB"
-    def _log(self, row): pass
-
-
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 def test_a_fit_without_training_needs_no_schedule(make):
     "ISA-76: `train=False` and `fit(0)`, also before there is any optimizer"
-    trainer = make_trainer(make(), QuietCB(), valid=make_batches(2))
+    trainer = make_trainer(make(), MetricsCB(show=False), valid=make_batches(2))
     trainer.fit(1, train=False)
     trainer.fit(0)
     assert trainer.n_updates == 0
@@ -258,11 +253,11 @@ def test_a_fit_without_training_needs_no_schedule(make):
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 def test_a_second_fit_schedules_anew(make, keep):
     "ISA-76, ISA-77: with twice the epochs, twice the rate, and the notes that torch leaves in a kept optimizer out of the way"
-    trainer = make_trainer(make(), QuietCB())
+    trainer = make_trainer(make(), MetricsCB(show=False))
     trainer.fit(2, lr=0.1, valid=False)
     n = len(trainer.history.batches)
     trainer.fit(4, lr=0.2, valid=False, keep_opt=keep)
-    again = make_trainer(make(), QuietCB())
+    again = make_trainer(make(), MetricsCB(show=False))
     again.fit(4, lr=0.2, valid=False)
     ours, fresh = trainer.history.batches["lr"][n:], again.history.batches["lr"]
     if "Plateau" not in repr(trainer): assert ours == fresh
@@ -280,7 +275,7 @@ def test_the_optimizer_is_left_without_notes_and_an_own_one_with_its_rate(make):
             if trainer.epoch == 1 and trainer.batch_num == 2: raise self.error("now")
 
     for error in (CancelFitException, RuntimeError, KeyboardInterrupt):
-        trainer = make_trainer(make(), QuietCB(), FailCB(error), opt_func=None)
+        trainer = make_trainer(make(), MetricsCB(show=False), FailCB(error), opt_func=None)
         trainer.opt = MOMENTUM(trainer.model.parameters(), 0.1)
         before = copy.deepcopy({k: v for k, v in trainer.opt.param_groups[0].items() if k != "params"})
         if error is CancelFitException: trainer.fit(3, lr=0.1, valid=False)
@@ -655,17 +650,17 @@ def test_nan_never_is_better_and_no_value_says_nothing():
 
 def test_a_plateau_of_validation_loss():
     "AIT-47"
-    trainer = make_trainer(QuietCB(), PlateauSchedulerCB(factor=0.5, patience=0, threshold=10, threshold_mode="abs"), valid=make_batches(2))
+    trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB(factor=0.5, patience=0, threshold=10, threshold_mode="abs"), valid=make_batches(2))
     trainer.fit(3, lr=0.1)
     assert trainer.history.batches["lr"][:5] == [0.1] * 5 and trainer.opt.param_groups[0]["lr"] == 0.025
 
 
 def test_a_name_that_nobody_records_fails_before_the_first_batch():
     "AIT-48"
-    trainer = make_trainer(QuietCB(), PlateauSchedulerCB("vaild_loss"), valid=make_batches(2))
+    trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB("vaild_loss"), valid=make_batches(2))
     with pytest.raises(LookupError, match=r"`PlateauSchedulerCB` watches `vaild_loss`.*'train_loss', 'valid_loss', 'elapsed'\]. Did you mean `valid_loss`"): trainer.fit(1)
     assert trainer.n_updates == 0 and "initial_lr" not in trainer.opt.param_groups[0]
-    trainer = make_trainer(QuietCB(), PlateauSchedulerCB())
+    trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB())
     with pytest.raises(LookupError, match="`valid_loss`, which no callback records"): trainer.fit(1, valid=False)
 
 
@@ -681,7 +676,7 @@ def test_a_name_of_somebody_who_declares_nothing_is_seen_at_the_first_row():
 
 def test_a_column_that_never_came_and_one_that_is_no_number_are_told():
     "AIT-47"
-    trainer = make_trainer(QuietCB(), PlateauSchedulerCB(), valid=make_batches(2))
+    trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB(), valid=make_batches(2))
     with pytest.warns(UserWarning, match="no value in any epoch"): trainer.fit(1, valid=False)
     trainer = make_trainer(WriteCB([[1., 2.]]), PlateauSchedulerCB("score"))
     with pytest.raises(TypeError, match="`score` is \\[1.0, 2.0\\]"): trainer.fit(1, valid=False)

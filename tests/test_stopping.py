@@ -33,10 +33,6 @@ from waiting import InsideCB, RefuseToWait
 nan, inf = math.nan, math.inf
 
 
-class QuietCB(MetricsCB):
-    def log(self, trainer): "Print nothing"
-
-
 def make_batches(n=8, rows=4):
     g = torch.Generator().manual_seed(0)
     return [(torch.randn(rows, 3, generator=g), torch.randn(rows, 1, generator=g)) for _ in range(n)]
@@ -45,7 +41,7 @@ def make_batches(n=8, rows=4):
 def make_trainer(*callbacks, batches=None, valid=None, opt_func=optim.SGD, loss_func=F.mse_loss, steps=None, model=None):
     torch.manual_seed(0)
     batches = batches or make_batches()
-    return Trainer(DataLoaders(batches, valid or batches[:2]), loss_func, opt_func, model or nn.Linear(3, 1), [steps or BasicTrainCB(), QuietCB(), *callbacks])
+    return Trainer(DataLoaders(batches, valid or batches[:2]), loss_func, opt_func, model or nn.Linear(3, 1), [steps or BasicTrainCB(), MetricsCB(show=False), *callbacks])
 
 
 def weights(trainer): return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])

@@ -790,7 +790,7 @@ def test_step_and_epoch_with_the_same_number_do_not_go_together(tmp_path):
     "NEMO-35, NEMO-28: names end alike, and the checkpoints of an earlier process are counted"
     for name, ids in (("net-STEP-{step}", range(1, 4)), ("net-EPOCH-{epoch}", range(1, 4))):
         for n in ids:
-            with CheckpointStore(tmp_path, run_id=name[:6], name=name) as store:
+            with CheckpointStore(tmp_path, run_id=name[:6], pattern=name) as store:
                 save(store, n, epoch=n)
     assert visible(tmp_path) == ["net-EPOCH-2", "net-EPOCH-3", "net-STEP-2", "net-STEP-3"]
 
@@ -1031,14 +1031,14 @@ def test_what_could_not_be_loaded_is_not_saved(kwargs, error, text, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "{step", "{step.__class__}", "{step[0]}", "{}", "{0}", "a\0b", "{step!r:>{step}}x/"])
 def test_patterns_that_are_no_names(name, tmp_path):
-    with pytest.raises(ValueError, match="name"):
-        CheckpointStore(tmp_path / "run", name=name)
+    with pytest.raises(ValueError, match="pattern"):
+        CheckpointStore(tmp_path / "run", pattern=name)
     assert not (tmp_path / "run").exists()
 
 
 def test_names_are_filled_with_numbers_and_metrics(tmp_path):
     "NEMO-28: a pattern of one's own"
-    with CheckpointStore(tmp_path, name="e{epoch:02}-{loss:.2f}") as store:
+    with CheckpointStore(tmp_path, pattern="e{epoch:02}-{loss:.2f}") as store:
         assert save(store, 5, epoch=3, metrics={"loss": torch.tensor(0.256)}).name == "e03-0.26"
         assert save(store, 6, epoch=3, metrics={"loss": 0.26}).name == "e03-0.26-2"
         assert save(store, 7, epoch=3, metrics={"loss": float("nan")}).name == "e03-nan"

@@ -33,11 +33,6 @@ N = 12
 def need(package): return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-class QuietCB(MetricsCB):
-    "Prints nothing; has a metric with one value for each class"
-    def _log(self, row): pass
-
-
 class PerClass:
     def reset(self): pass
     def update(self, preds, targets): pass
@@ -47,7 +42,7 @@ class PerClass:
 def make_trainer(*callbacks):
     set_seed(1)
     batches = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(N)]
-    return Trainer(DataLoaders(batches, batches[:2]), F.mse_loss, optim.SGD, nn.Linear(3, 1), [BasicTrainCB(), QuietCB(recall=PerClass()), *callbacks])
+    return Trainer(DataLoaders(batches, batches[:2]), F.mse_loss, optim.SGD, nn.Linear(3, 1), [BasicTrainCB(), MetricsCB(recall=PerClass(), show=False), *callbacks])
 
 
 def show(trainer):
@@ -148,6 +143,18 @@ def test_a_second_run_in_a_folder_is_a_run_of_its_own(tmp_path):
     (second,) = folders - {tmp_path / "tb"}
     assert second.parent == tmp_path / "tb" and second.name.startswith("my_try-")
     for o in folders: assert [o.step for o in accumulated(o).Scalars("loss")] == list(range(42))
+
+
+@need("tensorboard")
+def test_the_files_of_a_resumed_run_are_read_in_the_order_in_which_they_were_written(tmp_path):
+    "Their names count seconds and then writers, `.9` and `.10`, so two of one second came in the wrong order, and the newer was dropped"
+    log = TensorBoard(tmp_path)
+    for step in (0, 2, 4):
+        log.start(dict(id="a", name="a", step=step, params={}, callbacks=[]))
+        for n in (step, step + 1): log.row(dict(loss=float(n)), n)
+        log.close(True)
+    assert [o.step for o in accumulated(tmp_path).Scalars("loss")] == list(range(6))
+    assert len({o.name.split(".")[3] for o in tmp_path.iterdir()}) == 3 # No two of one second
 
 
 # Weights & Biases
@@ -255,7 +262,7 @@ def test_mlflow_has_metrics_parameters_tags_and_files(mlflow_local, tmp_path):
     assert [o.value for o in client.get_metric_history(run.info.run_id, "valid_loss")] == pytest.approx(trainer.history["valid_loss"])
     assert run.data.metrics["recall/1"] == 0.75
     assert run.data.params["lr"] == "0.1" and run.data.params["nested.deep"] == "1" and run.data.params["callbacks.BasicTrainCB.order"] == "0"
-    assert run.data.tags["team"] == "vision" and run.data.tags["outcome"] == "finished" and "QuietCB" in run.data.tags["callbacks"]
+    assert run.data.tags["team"] == "vision" and run.data.tags["outcome"] == "finished" and "MetricsCB" in run.data.tags["callbacks"]
     files = {Path(o.path).name for o in client.list_artifacts(run.info.run_id, "media")}
     assert {"words-0.txt", "scores-0.csv", "figure-0.png", "grey-0.png", "tone-0.wav"} <= files
     assert {o.name for o in tmp_path.iterdir()} <= {"store.db", "mlartifacts"}, "nothing in the present folder"

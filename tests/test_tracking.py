@@ -48,11 +48,6 @@ def make_trainer(callbacks, cls=Trainer, model=None, opt_func=optim.SGD, loss_fu
     return cls(DataLoaders(batches, batches[:2]), loss_func, opt_func, SimpleNet(4, 3, 1) if model is None else model, callbacks)
 
 
-class QuietCB(MetricsCB):
-    "Prints nothing"
-    def _log(self, row): pass
-
-
 def with_run(cb, rows): return [{"run": cb.run, **row} for row in rows]
 
 
@@ -60,14 +55,14 @@ def with_run(cb, rows): return [{"run": cb.run, **row} for row in rows]
 
 def test_a_fit_an_epoch_and_a_batch_each_leave_a_row():
     "ISA-62, ISA-63"
-    trainer = make_trainer([MomentumTrainCB(0.9), QuietCB(), TrackingCB()])
+    trainer = make_trainer([MomentumTrainCB(0.9), MetricsCB(show=False), TrackingCB()])
     trainer.fit(2, lr=0.05)
     cb = trainer.TrackingCB
     row, = cb.fit_stats
     assert row["model"] == str(trainer.model) and row["model_class"] == "SimpleNet"
     assert row["model_source"] == inspect.getsource(SimpleNet)
     assert (row["loss_func"], row["opt_func"], row["lr"], row["n_epochs"]) == ("mse_loss", "SGD", 0.05, 2)
-    assert row["callbacks"] == ["MomentumTrainCB", "QuietCB", "TrackingCB"]
+    assert row["callbacks"] == ["MomentumTrainCB", "MetricsCB", "TrackingCB"]
     assert row["MomentumTrainCB.momentum"] == 0.9
     assert cb.epoch_stats == with_run(cb, trainer.history)
     assert cb.batch_stats == with_run(cb, trainer.history.batches) and len(cb.batch_stats) == 2 * (3 + 2)
@@ -107,10 +102,10 @@ def test_every_public_attribute_that_cannot_be_called_is_a_setting():
 
 def test_settings_of_all_built_in_callbacks_are_found():
     "ISA-63"
-    trainer = make_trainer([BasicTrainCB(), NBatchCB(2), QuietCB(train_metrics=True), DeviceCB("cpu"), ProgressCB("plain", seconds=3), TrackingCB()])
+    trainer = make_trainer([BasicTrainCB(), NBatchCB(2), MetricsCB(train_metrics=True, show=False), DeviceCB("cpu"), ProgressCB("plain", seconds=3), TrackingCB()])
     trainer.fit(1)
     row, = trainer.TrackingCB.fit_stats
-    expected = {"NBatchCB.n_batches": 2, "QuietCB.train_metrics": True, "DeviceCB.device": "device(type='cpu')", "ProgressCB.place": "plain", "ProgressCB.seconds": 3}
+    expected = {"NBatchCB.n_batches": 2, "MetricsCB.train_metrics": True, "DeviceCB.device": "device(type='cpu')", "ProgressCB.place": "plain", "ProgressCB.seconds": 3}
     assert {o: row[o] for o in expected} == expected
 
 
@@ -120,7 +115,7 @@ def test_records_are_plain_data():
         def __init__(self): self.array, self.long, self.orders = torch.ones(2), list(range(10_000)), NBatchCB.order
         def before_fit(self, trainer): pass
 
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), OddCB(), TrackingCB()])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), OddCB(), TrackingCB()])
     trainer.fit(1)
     cb = trainer.TrackingCB
     for rows in (cb.fit_stats, cb.epoch_stats, cb.batch_stats): assert json.loads(json.dumps(rows)) == rows
@@ -131,7 +126,7 @@ def test_records_are_plain_data():
 
 def test_two_fits_are_kept_apart_and_keep_what_they_were_trained_with():
     "ISA-63"
-    trainer = make_trainer([MomentumTrainCB(0.9), QuietCB(), TrackingCB()])
+    trainer = make_trainer([MomentumTrainCB(0.9), MetricsCB(show=False), TrackingCB()])
     trainer.fit(2, lr=0.05)
     trainer.MomentumTrainCB.momentum = 0.5
     trainer.fit(1, lr=0.01, callbacks=NBatchCB(1))
@@ -147,13 +142,13 @@ def test_two_fits_are_kept_apart_and_keep_what_they_were_trained_with():
 def test_one_object_may_track_two_trainers():
     "ISA-65: nothing is taken from a global"
     cb = TrackingCB()
-    for model in (SimpleNet(4, 3, 1), nn.Linear(4, 1)): make_trainer([BasicTrainCB(), QuietCB(), cb], model=model).fit(1)
+    for model in (SimpleNet(4, 3, 1), nn.Linear(4, 1)): make_trainer([BasicTrainCB(), MetricsCB(show=False), cb], model=model).fit(1)
     assert [row["model_class"] for row in cb.fit_stats] == ["SimpleNet", "Linear"]
     assert (len(cb.epoch_stats), len(cb.batch_stats)) == (2, 10)
 
 
 def test_the_rows_of_epochs_are_copies():
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), TrackingCB()])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), TrackingCB()])
     trainer.fit(1)
     trainer.history.write(valid_loss="changed later")
     assert trainer.TrackingCB.epoch_stats[0]["valid_loss"] != "changed later"
@@ -167,7 +162,7 @@ def test_a_fit_that_is_cut_short_leaves_its_record(error):
         def after_batch(self, trainer):
             if (trainer.epoch, trainer.batch_num) == (1, 1): raise error
 
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), TrackingCB(), EndCB()])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), TrackingCB(), EndCB()])
     try: trainer.fit(3)
     except (ValueError, KeyboardInterrupt) as e: assert e is error
     cb = trainer.TrackingCB
@@ -186,7 +181,7 @@ def test_tracking_works_without_metrics():
 
 def test_everything_comes_as_three_data_frames():
     "ISA-63"
-    trainer = make_trainer([MomentumTrainCB(0.9), QuietCB(), TrackingCB()])
+    trainer = make_trainer([MomentumTrainCB(0.9), MetricsCB(show=False), TrackingCB()])
     trainer.fit(2)
     trainer.fit(1)
     fits, epochs, batches = frames = trainer.TrackingCB.frames()
@@ -288,7 +283,7 @@ def same(kind, value, found):
 def test_a_run_can_be_read_without_this_library(kind, tmp_path):
     "ISA-62, ISA-63, ISA-64: what was trained, with which callbacks and settings, per fit, epoch and batch"
     path = tmp_path / f"new folder/runs{kind}"
-    trainer = make_trainer([MomentumTrainCB(0.9), QuietCB(), TrackingCB(path, "first try")])
+    trainer = make_trainer([MomentumTrainCB(0.9), MetricsCB(show=False), TrackingCB(path, "first try")])
     trainer.fit(2, lr=0.05)
     trainer.fit(1)
     cb, tables = trainer.TrackingCB, STORES[kind][1](path)
@@ -461,7 +456,7 @@ def test_a_killed_run_keeps_what_was_written_and_the_next_one_goes_on(kind, tmp_
     killed = python(KILLED, path)
     killed.communicate(timeout=120)
     assert killed.returncode == -signal.SIGKILL
-    make_trainer([BasicTrainCB(), QuietCB(), TrackingCB(path)]).fit(1)
+    make_trainer([BasicTrainCB(), MetricsCB(show=False), TrackingCB(path)]).fit(1)
     tables = STORES[kind][1](path)
     first, second = (o["run"] for o in sorted(tables["fit_stats"], key=lambda o: int(o["n_epochs"]), reverse=True))
     of = lambda run, table: [row for row in tables[table] if row["run"] == run]
@@ -486,7 +481,7 @@ def test_a_fit_that_is_cut_short_is_written_as_far_as_it_came(outcome, kind, tmp
         def after_batch(self, trainer):
             if trainer.epoch == 1 and outcome == "stopped": trainer.request_stop("by hand")
 
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), TrackingCB(tmp_path / f"t{kind}"), EndCB()])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), TrackingCB(tmp_path / f"t{kind}"), EndCB()])
     try: trainer.fit(3)
     except (ValueError, KeyboardInterrupt) as e: assert e is ENDS[outcome]
     tables = STORES[kind][1](tmp_path / f"t{kind}")
@@ -511,7 +506,7 @@ def test_what_other_callbacks_log_is_included_also_when_it_comes_late(kind, tmp_
             trainer.history.write_batches(True, self.numbers, grad_norm=[o.item() for o in self.norms])
             trainer.history.write(hardest=torch.stack(self.norms).max(), note="übrigens")
 
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), GradNormCB(), TrackingCB(tmp_path / f"t{kind}")])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), GradNormCB(), TrackingCB(tmp_path / f"t{kind}")])
     trainer.fit(2)
     tables = STORES[kind][1](tmp_path / f"t{kind}")
     norms = [row.get("grad_norm") for row in tables["batch_stats"]]
@@ -528,7 +523,7 @@ def test_a_column_called_run_keeps_its_value_beside_ours(tmp_path):
         order = 20
         def cleanup_epoch(self, trainer): trainer.history.write(run="mine", run_=2, table=3)
 
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), RunCB(), TrackingCB(tmp_path / "t.jsonl")])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), RunCB(), TrackingCB(tmp_path / "t.jsonl")])
     trainer.fit(1)
     row, = read_jsonl(tmp_path / "t.jsonl")["epoch_stats"]
     assert (row["run"], row["run__"], row["run_"], row["table_"]) == (trainer.TrackingCB.run, "mine", 2, 3)
@@ -548,9 +543,9 @@ def test_runs_have_numbers_of_their_own():
 
 def test_rows_of_an_older_fit_are_not_repeated():
     "A second fit without the callback that writes rows"
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), TrackingCB()])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), TrackingCB()])
     trainer.fit(2)
-    trainer.remove_callback("QuietCB")
+    trainer.remove_callback("MetricsCB")
     trainer.fit(2)
     assert [row["epoch"] for row in trainer.TrackingCB.epoch_stats] == [0, 1] and len(trainer.TrackingCB.batch_stats) == 10
 
@@ -559,7 +554,7 @@ def test_a_fit_that_never_began_leaves_nothing():
     class BadCB:
         def before_fit(self, trainer): raise ValueError
 
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), TrackingCB()])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), TrackingCB()])
     trainer.fit(1)
     with pytest.raises(ValueError): trainer.fit(1, callbacks=BadCB())
     cb = trainer.TrackingCB
@@ -578,7 +573,7 @@ def test_a_path_that_says_nothing_is_refused_where_it_is_typed(suffix, hint):
 def test_a_place_that_cannot_be_written_is_an_error_before_the_first_batch(make, tmp_path):
     path = make(tmp_path)
     before = {o: o.read_bytes() for o in tmp_path.rglob("*") if o.is_file()}
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), TrackingCB(path)])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), TrackingCB(path)])
     with pytest.raises(OSError, match="`TrackingCB` cannot write to .*Choose a `path`") as caught: trainer.fit(1)
     assert caught.value.__cause__ is not None and trainer.n_updates == 0
     assert {o: o.read_bytes() for o in tmp_path.rglob("*") if o.is_file()} == before
@@ -613,7 +608,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_training_and_no_row(kind, tmp_
 
     cb = TrackingCB(tmp_path / f"t{kind}")
     cb._write = write
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), cb, FillCB()])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), cb, FillCB()])
     with pytest.warns(UserWarning, match="No space left on device.*Training goes on"): trainer.fit(3)
     tables = STORES[kind][1](tmp_path / f"t{kind}")
     assert [int(o["epoch"]) for o in tables["epoch_stats"]] == [0, 1, 2] and len(tables["batch_stats"]) == 15
@@ -622,7 +617,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_training_and_no_row(kind, tmp_
 @stores
 def test_a_callback_with_a_store_can_be_copied_and_holds_nothing_open(kind, tmp_path):
     "A snapshot copies what callbacks hold"
-    trainer = make_trainer([BasicTrainCB(), QuietCB(), TrackingCB(tmp_path / f"t{kind}")])
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), TrackingCB(tmp_path / f"t{kind}")])
     copies = []
 
     def log(trainer): copies.append(copy.deepcopy(trainer.TrackingCB.__dict__))
@@ -634,7 +629,7 @@ def test_a_callback_with_a_store_can_be_copied_and_holds_nothing_open(kind, tmp_
 def test_writing_changes_no_weight_and_no_random_number(kind, tmp_path):
     "The law of all watchers"
     results = []
-    for callbacks in ([], [QuietCB(), TrackingCB(tmp_path / f"t{kind}", "law")]):
+    for callbacks in ([], [MetricsCB(show=False), TrackingCB(tmp_path / f"t{kind}", "law")]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         make_trainer([BasicTrainCB(), *callbacks], model=model, opt_func=optim.Adam).fit(3, lr=0.1)
@@ -650,7 +645,7 @@ def test_inside_a_batch_nothing_is_written_or_read(tmp_path):
 def test_runs_can_be_compared_in_sql(tmp_path):
     "ISA-64: one file, several experiments"
     path = tmp_path / "runs.db"
-    for momentum in (0.1, 0.5, 0.9): make_trainer([MomentumTrainCB(momentum), QuietCB(), TrackingCB(path, f"m{momentum}")]).fit(2)
+    for momentum in (0.1, 0.5, 0.9): make_trainer([MomentumTrainCB(momentum), MetricsCB(show=False), TrackingCB(path, f"m{momentum}")]).fit(2)
     with closing(sqlite3.connect(path)) as db:
         found = db.execute('select experiment, "MomentumTrainCB.momentum", count(*) from fit_stats join epoch_stats using (run, fit) group by experiment order by 1').fetchall()
     assert found == [("m0.1", 0.1, 2), ("m0.5", 0.5, 2), ("m0.9", 0.9, 2)]
@@ -685,7 +680,7 @@ def test_the_summary_is_in_the_order_in_which_things_really_run():
     diary = []
     watch = type("WatchCB", (), {event: lambda self, trainer: None for event in EVENTS})
     late = type("LateCB", (), {"order": 60, **{event: lambda self, trainer: None for event in EVENTS}})
-    trainer = make_trainer([spy(diary, late), spy(diary, ProgressCB, "plain"), spy(diary, QuietCB), spy(diary, BasicTrainCB), spy(diary, watch), spy(diary, DeviceCB, "cpu"), spy(diary, TrackingCB)])
+    trainer = make_trainer([spy(diary, late), spy(diary, ProgressCB, "plain"), spy(diary, MetricsCB), spy(diary, BasicTrainCB), spy(diary, watch), spy(diary, DeviceCB, "cpu"), spy(diary, TrackingCB)])
     trainer.fit(1)
     table = callback_table(trainer)
     assert [(row["step"], row["callback"]) for row in table.rows] == list(dict.fromkeys(diary))

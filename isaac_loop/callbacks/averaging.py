@@ -155,14 +155,14 @@ class SWACB(_AveragingCB):
     "Keep the mean of the weights over the last part of the run, and validate with it"
     def __init__(self,
         start:float=0.75, # Begin after this share of the epochs, 0 to 1
-        each:str='epoch', # Take the weights in at the end of each 'epoch', or at each 'update'
+        every:str='epoch', # Take the weights in at the end of each 'epoch', or at each 'update'
         update_bn:bool=True, # Measure batch norm's running means anew for the average, in a pass over `dls.train` after the fit?
         keep:bool=False, # Leave the average in the model when the fit has ended?
     ):
         if not 0 <= start < 1: raise ValueError(f'`start` is {start!r}, but it is a share of the epochs. Use 0 or more and less than 1, such as 0.75.')
-        if each not in ('epoch', 'update'): raise ValueError(f"`each` is {each!r}. Use 'epoch' or 'update'.")
+        if every not in ('epoch', 'update'): raise ValueError(f"`every` is {every!r}. Use 'epoch' or 'update'.")
         super().__init__(keep)
-        self.start,self.each,self.update_bn = start,each,update_bn
+        self.start,self.every,self.update_bn = start,every,update_bn
 
     def before_fit(self, trainer):
         "Begin a new average with the present weights"
@@ -180,11 +180,11 @@ class SWACB(_AveragingCB):
         "Take the weights of this epoch into the mean, or the average out of the model"
         super().cleanup_epoch(trainer)
         ended_well = trainer.exception is None or isinstance(trainer.exception, CancelEpochException)
-        if trainer.training and ended_well and self.each == 'epoch' and self._begun(trainer): self.average.update_parameters(trainer.model)
+        if trainer.training and ended_well and self.every == 'epoch' and self._begun(trainer): self.average.update_parameters(trainer.model)
 
     def _rule(self): return get_swa_multi_avg_fn()
     def _begun(self, trainer): return trainer.epoch >= math.floor(self.start*trainer.n_epochs)
-    def _counts(self, trainer): return self.each == 'update' and self._begun(trainer)
+    def _counts(self, trainer): return self.every == 'update' and self._begun(trainer)
 
 # %% ../../nbs/callbacks/63_averaging.ipynb #1e54b63c
 def _batch_norms(model): return [o for o in model.modules() if isinstance(o, torch.nn.modules.batchnorm._BatchNorm)]

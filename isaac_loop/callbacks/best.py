@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..events import CancelException, Order
 from ..history import Monitor, check_monitored, mode_of
-from ..state import ResumeMismatch
+from ..kept_state import check_same_monitor
 
 # %% ../../nbs/callbacks/66_best.ipynb #73777d25
 def evaluated_model(
@@ -82,8 +82,6 @@ def load_state_dict(self:KeepBestCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on from what was the best"
-    was,now = (state.get('monitor', self.monitor), state.get('mode', self._judge.mode)),(self.monitor, self._judge.mode)
-    if was != now: raise ResumeMismatch(f'What was saved is the best by `{was[0]}` with `mode={was[1]!r}`, but `{type(self).__name__}` watches `{now[0]}` with `mode={now[1]!r}`, and the two cannot be compared. '
-                                        'Watch the same, or start anew in another folder.')
+    check_same_monitor(self, self._judge.mode, state)
     self._judge.load_state_dict(state['judge'])
     self.best_epoch,self._weights,self._seen = state['best_epoch'],state['weights'],state.get('seen', True)

@@ -75,7 +75,7 @@ class CheckpointCB(ResumingCB):
         keep_best:int=1, # How many of the best to keep, by `monitor`; 0 and None keep none for that
         resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
         strict:bool=True, # Refuse to go on with other stateful callbacks, or without a device whose random numbers were saved?
-        name:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; in the middle of an epoch, which has no columns yet, this one is used
+        pattern:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; in the middle of an epoch, which has no columns yet, this one is used
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
         if folder is not None: local_path(folder, 'CheckpointCB')
@@ -85,7 +85,7 @@ class CheckpointCB(ResumingCB):
         check_keeping(keep_last, keep_best, None, mode)
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,_checked_resume(resume),strict,verify,monitor,every
         self._when,self._judge = _When(every),Monitor(mode)
-        self._options = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0, monitor=monitor, mode=mode, name=name)
+        self._options = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0, monitor=monitor, mode=mode, pattern=pattern)
         self.path = None # The newest checkpoint
         self._store = None # Where it lies, while a fit is going on
         self._run = None # Of what was saved: the trainer, as a weak reference, and the id of the run
@@ -102,7 +102,7 @@ class CheckpointCB(ResumingCB):
 @patch
 def before_fit(self:CheckpointCB, trainer):
     "Find out where to go on"
-    for o in [self.monitor, *_metrics_of(self._options['name'])]:
+    for o in [self.monitor, *_metrics_of(self._options['pattern'])]:
         if o is not None: check_monitored(trainer, o, 'CheckpointCB')
     self._close()
     self._store = CheckpointStore(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), **self._options)
@@ -251,7 +251,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     state['position']['fit'] -= self._lost
     metrics = _numbers(trainer.history.current) if not batches else {}
     if self.monitor not in (None, *metrics): metrics = {} # This epoch was not measured
-    self._store.name = self._options['name'] if set(_metrics_of(self._options['name'])) <= metrics.keys() else _NAME
+    self._store.pattern = self._options['pattern'] if set(_metrics_of(self._options['pattern'])) <= metrics.keys() else _NAME
     info = dict(fit=state['position']['fit'], monitor=self.monitor, mode=self._options['mode']) | ({'branch': self._branch} if self._branch else {}) | _about(trainer)
     self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=info)
     self._run,self._saved = (weakref.ref(trainer),self._store.run_id),True

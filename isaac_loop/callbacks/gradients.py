@@ -13,6 +13,7 @@ import torch
 from ..checks import local_path
 from ..events import CancelException, Order
 from ..hooks import find_modules
+from ..media import check_format
 from ..records import DeviceRecord, histogram, place_of
 from ..tables import Table
 
@@ -80,8 +81,8 @@ class GradientStatsCB:
     order = Order.RECORD
     def __init__(self,
         module_filter=None, # Parameters of which modules: a class, a tuple of classes, or a function of a module; default: all
-        report:bool=False, # Print the table of each epoch?
-    ): self.module_filter,self.report,self.stats = module_filter,report,{}
+        show:bool=False, # Print the table of each epoch?
+    ): self.module_filter,self.show,self.stats = module_filter,show,{}
 
     def before_fit(self, trainer):
         "Forget the last run, and find the parameters"
@@ -116,7 +117,7 @@ def cleanup_epoch(self:GradientStatsCB, trainer):
 @patch
 def log(self:GradientStatsCB, trainer):
     "Print the table of this epoch, if asked to"
-    if self.report and any(map(len, self.stats.values())): self._log(self.table())
+    if self.show and any(map(len, self.stats.values())): self._log(self.table())
 
 @patch
 def _log(self:GradientStatsCB, table): print(table)
@@ -236,7 +237,7 @@ class GradientPlotCB(GradientStatsCB):
         module_filter=None, # Parameters of which modules: a class, a tuple of classes, or a function of a module; default: all
     ):
         super().__init__(module_filter)
-        self.folder,self.format = local_path(folder, 'GradientPlotCB'),_check_format(format)
+        self.folder,self.format = local_path(folder, 'GradientPlotCB'),check_format(format, 'format')
 
     def log(self, trainer):
         "Save the picture of this epoch"
@@ -246,13 +247,6 @@ class GradientPlotCB(GradientStatsCB):
         self.plot_distributions(trainer.epoch, figure)
         self.folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(self.folder/f'gradients-fit{trainer.history.fit}-epoch{trainer.epoch:03}.{self.format}')
-
-def _check_format(format):
-    "`format`, if matplotlib can write it"
-    from matplotlib.backend_bases import FigureCanvasBase
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if format not in known: raise ValueError(f'`format` is {format!r}, which matplotlib cannot write. Use one of {known}.')
-    return format
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #851de5ea
 class UpdateRatioCB:

@@ -13,9 +13,9 @@ from torch.optim import lr_scheduler
 
 from .schedulers import EpochSchedulerCB
 from ..history import check_monitored
+from ..kept_state import check_same_monitor
 from ..options import put_option
 from ..scheduler_checks import check_options, try_out
-from ..state import ResumeMismatch
 
 # %% ../../nbs/callbacks/45_reductions.ipynb #88e4601b
 class StepSchedulerCB(EpochSchedulerCB):
@@ -93,10 +93,7 @@ class PlateauSchedulerCB(EpochSchedulerCB):
 
     def _load(self):
         "Put the schedule where the saved state says, if that is about the same column"
-        now = self.monitor,self.scheduler.mode
-        was = self._saved.get('monitor', now[0]),self._saved['scheduler'].get('mode', now[1])
-        if was != now: raise ResumeMismatch(f'What was saved has watched `{was[0]}` with `mode={was[1]!r}`, but `{type(self).__name__}` watches `{now[0]}` with `mode={now[1]!r}`, and the two cannot be compared. '
-                                            'Watch the same, or start anew in another folder.')
+        check_same_monitor(self, self.scheduler.mode, dict(monitor=self._saved.get('monitor', self.monitor), mode=self._saved['scheduler'].get('mode', self.scheduler.mode)))
         super()._load()
 
     def _make(self, opt, trainer): return lr_scheduler.ReduceLROnPlateau(opt, **self.options)

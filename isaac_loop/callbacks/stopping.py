@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..checks import check_count
 from ..events import Order
 from ..history import Monitor, check_monitored, mode_of
-from ..kept_state import KeepsState
+from ..kept_state import KeepsState, check_same_monitor
 
 # %% ../../nbs/callbacks/60_stopping.ipynb #7275a1c9
 def _check_levels(mode, threshold, divergence):
@@ -44,6 +44,17 @@ class EarlyStoppingCB(KeepsState, Monitor):
         elif threshold is None and divergence is None: raise ValueError('`EarlyStoppingCB` has neither `patience` nor `threshold` nor `divergence`, so it would never stop. Give it one of them.')
         Monitor.__init__(self, mode_of(monitor, mode), min_delta, patience)
         _check_levels(self.mode, threshold, divergence)
+
+    def state_dict(self):
+        "What has been seen so far, and of which column"
+        return super().state_dict() | dict(monitor=self.monitor, mode=self.mode)
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on from what has been seen, if it is about the same column"
+        check_same_monitor(self, self.mode, state)
+        super().load_state_dict(state)
 
     def _start(self, trainer):
         "Forget the last run, and see whether somebody records what is watched"

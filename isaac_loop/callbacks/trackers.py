@@ -84,11 +84,19 @@ def start(self:TensorBoard, run):
     from torch.utils.tensorboard import SummaryWriter
     if self.folder is not None:
         options = {'purge_step': run['step'] or None, **self._kwargs, 'filename_suffix': f'{self._kwargs.get("filename_suffix", "")}.{run["id"]}'}
-        self.writer = SummaryWriter(self._place(run), **options)
+        place = self._place(run)
+        if options['purge_step']: _wait_for_later_name(place)
+        self.writer = SummaryWriter(place, **options)
     self._params = {k: o if isinstance(o, (bool, int, float, str)) else str(o) for k,o in _flattened(run['params']).items()}
     params = Table([dict(name=k, value=o) for k,o in self._params.items()])
     callbacks = Table([dict(callback=o['name'], order=o['order'], settings=', '.join(f'{k}={v!r}' for k,v in o['settings'].items())) for o in run['callbacks']])
     self.writer.add_text('run', f'{run["name"] or ""}\n\n{params.to_markdown()}\n\n{callbacks.to_markdown()}', run['step'])
+
+def _wait_for_later_name(folder):
+    "Let this second pass if a file was begun in it: files are read in the order of their names, which count seconds, and a resumed run drops what was read before it"
+    begun = max((int(o.name.split('.')[3]) for o in folder.glob('events.out.tfevents.*') if o.name.split('.')[3].isdigit()), default=0)
+    now = time.time()
+    if begun == int(now): time.sleep(1.01 - now%1)
 
 # %% ../../nbs/callbacks/72_trackers.ipynb #388a5eee
 @patch
