@@ -13,6 +13,18 @@ import torch
 
 from .tensors import batch_size, map_tensors
 
+# %% ../nbs/19_example_losses.ipynb #699bdbda
+def reduction_of(
+    loss_func, # A module, a function, or a `partial` of one
+): # 'mean', 'sum' or another; None if it has no such setting
+    "The `reduction` that a loss says it has"
+    if isinstance(loss_func, partial): return loss_func.keywords.get('reduction') or reduction_of(loss_func.func)
+    own = getattr(loss_func, 'reduction', None)
+    if own is not None: return own
+    try: found = inspect.signature(loss_func).parameters.get('reduction')
+    except (TypeError, ValueError): return None
+    return found and found.default
+
 # %% ../nbs/19_example_losses.ipynb #7906017f
 def unreduced_loss(
     loss_func, # A module, a function, or a `partial` of one
@@ -24,7 +36,7 @@ def unreduced_loss(
         return plain, loss_func.reduction
     try: parameters = inspect.signature(loss_func).parameters
     except (TypeError, ValueError): return None
-    return (partial(loss_func, reduction='none'), parameters['reduction'].default) if 'reduction' in parameters else None
+    return (partial(loss_func, reduction='none'), reduction_of(loss_func)) if 'reduction' in parameters else None
 
 def _by_rows(losses, n, reduction):
     "One loss for each of `n` rows"

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['map_tensors', 'def_device', 'to_device', 'to_cpu', 'set_seed', 'inplace']
 
-# %% ../nbs/03_tensors.ipynb #ee3aa3e3
-import dataclasses, os, random, sys
+# %% ../nbs/03_tensors.ipynb #6e4be381
+import dataclasses, math, numbers, os, random, sys
 from collections.abc import Mapping
 from functools import wraps
 
@@ -41,6 +41,18 @@ def batch_size(
     sizes = []
     map_tensors(lambda o: sizes.append(len(o)) if o.ndim else None, x)
     return sizes[0] if sizes else None
+
+# %% ../nbs/03_tensors.ipynb #0ed954d7
+def batch_weight(
+    count, # A number, or a tensor with one
+): # The same; of a tensor without dimensions, which stays on its device
+    "What a user's function counted in a batch, if a loss can be weighed with it"
+    if torch.is_tensor(count):
+        if count.numel() != 1: raise ValueError(f'`weigh` gave a tensor of shape {tuple(count.shape)}, but a batch has one weight. Let it return a number or a tensor with one.')
+        return count.detach().reshape(())
+    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= count < math.inf:
+        raise ValueError(f'`weigh` gave {count!r} for a batch, but the weight of a batch is a number of 0 or more. Let it count rows or tokens, say.')
+    return count
 
 # %% ../nbs/03_tensors.ipynb #019abae5
 def def_device()->torch.device: # The accelerator of this machine, or the CPU

@@ -5,6 +5,8 @@ Whatever makes a window odd is tried: unequal batches, cancelled ones, a pass th
 """
 import copy
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -340,3 +342,19 @@ def test_clipping_meets_the_whole_gradient_once():
     pieces = cut(make_data(12), [3]*4)
     small = train(pieces, AccumulationCB(2), ClipGradCB(0.05))
     torch.testing.assert_close(weights(small), weights(train(cut(make_data(12), [6, 6]), ClipGradCB(0.05))), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss_func", [nn.MSELoss(reduction="sum"), partial(F.mse_loss, reduction="sum")])
+def test_a_loss_that_says_it_is_a_sum_is_not_taken_for_a_mean(loss_func):
+    "Its gradients were weighed by rows once more, in silence"
+    batches = [(torch.ones(n, 1), torch.ones(n, 1)*3) for n in (8, 2)]
+
+    def gradient(cb, loss_func, data):
+        trainer, found = Trainer(DataLoaders(data), loss_func, optim.SGD, nn.Linear(1, 1), [BasicTrainCB(), *cb]), []
+        nn.init.ones_(trainer.model.weight)
+        nn.init.zeros_(trainer.model.bias)
+        trainer.fit(1, valid=False, callbacks=SimpleNamespace(before_step=lambda t: found.append(t.model.weight.grad.item()), order=50, name="look"))
+        return found[-1]
+    with pytest.raises(ValueError, match="weigh='sum'"): gradient([AccumulationCB(2)], loss_func, batches)
+    whole = [tuple(torch.cat(o) for o in zip(*batches))]
+    assert gradient([AccumulationCB(2, weigh="sum")], loss_func, batches) == gradient([], loss_func, whole)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['AccumulationCB']
 
-# %% ../../nbs/callbacks/31_accumulation.ipynb #43658ea2
-import math, numbers
+# %% ../../nbs/callbacks/31_accumulation.ipynb #7d830a97
+import math
 from functools import partial
 
 import torch
@@ -14,8 +14,9 @@ from fastcore.basics import patch
 
 from ..checks import check_count
 from ..events import CancelBatchException, CancelStepException, Order
+from ..example_losses import reduction_of
 from ..options import parameters_of
-from ..tensors import batch_size
+from ..tensors import batch_size, batch_weight
 
 # %% ../../nbs/callbacks/31_accumulation.ipynb #ebe7e091
 def _rows(trainer):
@@ -24,15 +25,6 @@ def _rows(trainer):
     if n is None: raise TypeError(f'The inputs of the batch hold no tensor with rows, so `AccumulationCB` cannot tell how much its loss weighs: {type(trainer.batch).__name__}. '
                                   "Say it: `weigh='mean'` if all batches weigh the same, or a function of the batch.")
     return n
-
-def _checked_count(count):
-    "What a function of the user's gave, if a loss can be weighed with it"
-    if torch.is_tensor(count):
-        if count.numel() != 1: raise ValueError(f'`weigh` gave a tensor of shape {tuple(count.shape)}, but a batch has one weight. Let it return a number or a tensor with one.')
-        return count.detach().reshape(())
-    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= count < math.inf:
-        raise ValueError(f'`weigh` gave {count!r} for a batch, but the weight of a batch is a number of 0 or more. Let it count rows or tokens, say.')
-    return count
 
 # %% ../../nbs/callbacks/31_accumulation.ipynb #e32d6ab9
 def _relative(count, first, loss):
@@ -59,6 +51,7 @@ class AccumulationCB:
 
     def before_fit(self, trainer):
         "Lower the number of updates that schedules expect"
+        if self.weigh == 'samples' and reduction_of(trainer.loss_func) == 'sum': raise ValueError(_is_a_sum)
         self._forget()
         self._params = partial(parameters_of, trainer)
         if trainer.updates_per_epoch: trainer.updates_per_epoch = math.ceil(trainer.updates_per_epoch/self.n_batches)
@@ -67,6 +60,9 @@ class AccumulationCB:
         "No window is open"
         self.n,self.total,self._first,self._weight = 0,0,None,1.
         self._loss,self._aside,self._complete,self._closing = None,None,False,False
+
+_is_a_sum = ("`AccumulationCB` weighs each loss as a mean over its rows, but `loss_func` has `reduction='sum'`, so large batches would count twice. "
+             "Pass `AccumulationCB(..., weigh='sum')`, or let the loss be a mean.")
 
 # %% ../../nbs/callbacks/31_accumulation.ipynb #a37d1c36
 @patch
@@ -80,7 +76,7 @@ def _put_aside(self:AccumulationCB):
 def _weight_of(self:AccumulationCB, trainer):
     "How much the batch weighs beside the first of its window"
     if self.weigh in ('mean', 'sum'): return 1.
-    count = _rows(trainer) if self.weigh == 'samples' else _checked_count(self.weigh(trainer.batch))
+    count = _rows(trainer) if self.weigh == 'samples' else batch_weight(self.weigh(trainer.batch))
     if self.n == 0: self._first = count
     return _relative(count, self._first, trainer.loss)
 

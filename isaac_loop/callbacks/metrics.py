@@ -14,9 +14,10 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..events import CancelException, Order, did_you_mean
+from ..example_losses import reduction_of
 from ..state import ResumeMismatch, UnsaveableState
 from ..tables import clock, short
-from ..tensors import batch_size
+from ..tensors import batch_size, batch_weight
 
 # %% ../../nbs/callbacks/50_metrics.ipynb #941784df
 class _Numbers:
@@ -68,16 +69,6 @@ def _rows(trainer, inputs):
     "How many examples the batch has; None if it holds no tensor with rows"
     return len(inputs[0]) if inputs and torch.is_tensor(inputs[0]) and inputs[0].ndim else batch_size(trainer.batch)
 
-# %% ../../nbs/callbacks/50_metrics.ipynb #b21f1926
-def _reduction(loss_func):
-    "The `reduction` that a loss says it has, or None"
-    if isinstance(loss_func, partial): return loss_func.keywords.get('reduction') or _reduction(loss_func.func)
-    own = getattr(loss_func, 'reduction', None)
-    if own is not None: return own
-    try: found = inspect.signature(loss_func).parameters.get('reduction')
-    except (TypeError, ValueError): return None
-    return found and found.default
-
 # %% ../../nbs/callbacks/50_metrics.ipynb #bdf81a7b
 _WEIGHS = (None, 'samples', 'mean', 'sum')
 
@@ -86,19 +77,10 @@ def _check_weigh(weigh):
     if callable(weigh) or (weigh is None or isinstance(weigh, str)) and weigh in _WEIGHS: return
     raise ValueError(f"`weigh` is {weigh!r}, which says no weight for the loss of a batch. Use 'samples', 'mean', 'sum', None to ask the loss, or a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`.")
 
-def _checked_count(count):
-    "What a function of the user's gave, if a loss can be weighed with it"
-    if torch.is_tensor(count):
-        if count.numel() != 1: raise ValueError(f'`weigh` gave a tensor of shape {tuple(count.shape)}, but a batch has one weight. Let it return a number or a tensor with one.')
-        return count.detach().reshape(())
-    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= count < math.inf:
-        raise ValueError(f'`weigh` gave {count!r} for a batch, but the weight of a batch is a number of 0 or more. Let it count rows or tokens, say.')
-    return count
-
 def _weight(weigh, batch, rows):
     "What the loss of `batch` weighs"
     if rows == 0: return 0
-    if callable(weigh): return _checked_count(weigh(batch))
+    if callable(weigh): return batch_weight(weigh(batch))
     if weigh == 'mean': return 1
     if rows is None: raise TypeError(f'The batch holds no tensor with rows, so `MetricsCB` cannot tell how much its loss weighs: {type(batch).__name__}. '
                                      "Let the loader give at least one tensor whose first dimension is the examples, or say it: `weigh='mean'` if all batches weigh the same, or a function of the batch.")
@@ -285,7 +267,7 @@ def after_batch(self:MetricsCB, trainer):
 @patch
 def _summed(self:MetricsCB, loss_func):
     "Whether losses are sums"
-    return self.weigh == 'sum' or (_reduction(loss_func) == 'sum' and (self.weigh is None or callable(self.weigh)))
+    return self.weigh == 'sum' or (reduction_of(loss_func) == 'sum' and (self.weigh is None or callable(self.weigh)))
 
 def _update(name, m, preds, targets):
     "Update a metric; an error says what it was called with"
