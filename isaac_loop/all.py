@@ -86,6 +86,7 @@ from isaac_loop.callbacks.profiler import *
 from isaac_loop.callbacks.bad_numbers import *
 from isaac_loop.callbacks.spikes import *
 from isaac_loop.callbacks.collapse import *
+from isaac_loop.callbacks.update_ratios import *
 from isaac_loop.plots import *
 from isaac_loop.inspection import *
 from isaac_loop.evaluation import *
@@ -98,3 +99,4 @@ from isaac_loop.foreign.nemo import *
 from isaac_loop.foreign.pytorch_accelerated import *
 from isaac_loop.foreign.sonosco import *
 from isaac_loop.interop import *
+from isaac_loop.batch_finder import *

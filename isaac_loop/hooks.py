@@ -148,3 +148,14 @@ def _put_back(module, objects, values):
     module._buffers.update(objects)
     with torch.no_grad():
         for name,value in values.items(): objects[name].copy_(value)
+
+# %% ../nbs/16_hooks.ipynb #88466b65
+def find_parameters(
+    model, # Where to look
+    module_filter=None, # As for `find_modules`; default: all parameters
+)->dict: # Parameters by name
+    "The parameters of those modules that `module_filter` accepts"
+    chosen = {id(p) for o in find_modules(model, module_filter).values() for p in o.parameters(recurse=module_filter is None)}
+    found = {name: p for name,p in model.named_parameters() if id(p) in chosen}
+    if not found: raise ValueError('The modules that `module_filter` accepts have no parameters of their own, so they have no gradients either. Choose layers such as `nn.Linear`.')
+    return found

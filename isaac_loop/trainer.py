@@ -138,7 +138,7 @@ def _is_several(x):
 # %% ../nbs/10_trainer.ipynb #4d2acd43
 _ELSEWHERE = { # Which module brings a method of the trainer
     **dict.fromkeys(('validate', 'sample_preds'), 'evaluation'), **dict.fromkeys(('get_preds', 'capture_preds', 'write_preds', 'epoch_preds'), 'callbacks.predictions'),
-    **dict.fromkeys(('lr_find', 'find_batch_size'), 'callbacks.lr_finder'), **dict.fromkeys(('save', 'load'), 'saving'), 'rewind': 'callbacks.rewind', 'run_config': 'callbacks.run_config',
+    'lr_find': 'callbacks.lr_finder', 'find_batch_size': 'batch_finder', **dict.fromkeys(('save', 'load'), 'saving'), 'rewind': 'callbacks.rewind', 'run_config': 'callbacks.run_config',
     'summarize_callbacks': 'inspection', 'summarize_model': 'model_summary', 'show_image_batch': 'plots'}
 
 class _ByName:

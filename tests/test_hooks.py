@@ -22,10 +22,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from isaac_loop.callbacks.activations import ActivationStats, ActivationStatsCB, HooksCallback
-from isaac_loop.callbacks.gradients import GradientPlotCB, GradientStats, GradientStatsCB, UpdateRatioCB
+from isaac_loop.callbacks.gradients import GradientPlotCB, GradientStats, GradientStatsCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.nonfinite import NonFiniteCB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB, OneBatchCB
+from isaac_loop.callbacks.update_ratios import UpdateRatioCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
 import isaac_loop.inspection # noqa: F401 (gives trainers `summarize_callbacks`)
