@@ -150,6 +150,8 @@ def test_what_is_shown_nowhere_is_an_error_only_on_request(small):
 @pytest.mark.parametrize("change, words", [
     (lambda o: (o / "tests/test_small.py").write_text("def test_typo(): 'TST-99'"), "tests/test_small.py::test_typo: there is no feature `TST-99`"),
     (lambda o: write_notebook(o / "nbs/sub/10_small.ipynb", [("markdown", "# Hooks"), ("code", "#| shows: TST-99")]), "nbs/sub/10_small.ipynb in the part Hooks: there is no feature `TST-99`"),
+    (lambda o: write_notebook(o / "nbs/sub/10_small.ipynb", [("markdown", "# Hub"), ("code", "#| eval: false\n#| shows: TST-01")]),
+     "nbs/sub/10_small.ipynb in the part Hub: a cell that is never run shows nothing"),
 ])
 @pytest.mark.parametrize("option", [[], ["--check"]])
 def test_an_unknown_number_fails_with_its_place(change, words, option, small):
@@ -181,6 +183,13 @@ def test_what_comes_later_is_said_and_need_not_be_shown(small):
     assert "(sub/10_small.ipynb#the-second-part-23)<br>*across processes: later* |" in page
     write({7: "soon"})
     with pytest.raises(ValueError, match="TST-07 has 'soon'. Write `all`, `part` or nothing"): tool.main([], small)
+
+
+def test_what_is_otherwise_is_said_beside_what_is_shown(small):
+    rows = [f"TST-{i:02},X,Title,,{'only on Sundays' if i == 1 else ''}\n" for i in range(1, 10)]
+    (small / "tools/features.csv").write_text("id,kind,title,later,otherwise\n" + "".join(rows))
+    assert tool.main([], small) == 0
+    assert "`test_decorated`<br>*only on Sundays* |" in (small / tool.PAGE).read_text()
 
 
 @pytest.mark.parametrize("heading, found", [("Reading without this library", "reading-without-this-library"), ("`run_callbacks`", "run_callbacks"), ("2. What's new, in 3.0?", "whats-new-in-3.0")])

@@ -148,12 +148,22 @@ def test_a_function_is_a_model_too():
 
 
 def test_the_default_device_is_asked_for_when_training_begins(monkeypatch):
-    "ISA-46, ISA-47: a choice made later counts"
+    "ISA-46: a choice made later counts"
     cb = DeviceCB()
     monkeypatch.setattr(device_module, "def_device", lambda: torch.device("meta"))
     trainer = make_trainer([BasicTrainCB(), cb])
     trainer.fit(1)
     assert trainer.preds.is_meta
+
+
+def test_the_device_that_was_given_is_kept_whatever_the_default_is(monkeypatch):
+    "ISA-47: it has the name that it was given by, in every fit"
+    cb = DeviceCB("meta")
+    monkeypatch.setattr(device_module, "def_device", lambda: torch.device("cpu"))
+    trainer = make_trainer([BasicTrainCB(), cb])
+    for _ in range(2):
+        trainer.fit(1)
+        assert str(cb.device) == "meta" and trainer.preds.is_meta
 
 
 def test_one_object_serves_two_trainers_and_two_fits():

@@ -488,7 +488,7 @@ def ait_recorder(seen, name, order=0, at=None):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_toolbox_callbacks_get_the_same_calls_in_the_same_order_and_the_weights_are_the_same(ait, accumulation):
-    """Every event with its epoch, iteration, gradients and weights; the orders are theirs (AIT-01 to AIT-08, AIT-12 to AIT-14)
+    """Every event with its epoch, iteration, gradients and weights; the orders are theirs (AIT-01 to AIT-07, AIT-12 to AIT-14)
 
     With two batches to an update, the gradient event comes for each batch, that of the optimizer for each update (AIT-05, AIT-06); with ours
     a gradient that only accumulates has not been divided yet, and a window that is not full is divided by its own length, so the number of

@@ -3,6 +3,7 @@ import ast
 import configparser
 import importlib
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -98,3 +99,9 @@ def test_saved_outputs_hold_no_paths_and_no_warnings():
         outputs = json.dumps([c.get("outputs") for c in json.loads(path.read_text())["cells"]])
         for bad in (str(ROOT), "site-packages", "Warning:", " at 0x", "Traceback"):
             assert bad not in outputs, f"{path.name} shows {bad}"
+
+
+def test_every_cell_of_every_notebook_can_be_run():
+    "`eval: false` is obeyed by nbdev alone: *Run All* in Jupyter would fail. What cannot run is text"
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        assert not any(re.search(r"^#\|\s*eval\s*:\s*false", o, re.M) for o in cells(path)), path.name

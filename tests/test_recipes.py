@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torcheval.metrics import MulticlassAccuracy
 from torchmetrics.classification import MulticlassF1Score
 
-import isaac_loop.callbacks.lr_finder  # noqa: F401 (more methods of the trainer)
+import isaac_loop.batch_finder  # noqa: F401 (more methods of the trainer)
+import isaac_loop.callbacks.lr_finder  # noqa: F401
 import isaac_loop.evaluation  # noqa: F401
 import isaac_loop.plots  # noqa: F401
 from isaac_loop.callbacks.activations import ActivationStatsCB

@@ -5,7 +5,7 @@ a feature by naming it in its docstring, a decorator or its body; a notebook's c
 Ranges are written `ISA-31 to ISA-37` or `ISA-31..37`.
 
 The column `later` says what comes with multi-process training: `all` of a feature, which may then be shown nowhere,
-or a `part` of it.
+or a `part` of it. The column `otherwise` says what is not as the feature's own words have it.
 
     python tools/coverage.py              write the page
     python tools/coverage.py --check      fail if the page is out of date, or a marker names a feature that is not there
@@ -26,7 +26,9 @@ PAGE = Path("nbs/coverage.md")
 LATER = {"": "", "part": "*across processes: later*", "all": "*comes with multi-process training*"}  # What the page says
 DIRECTIVE = re.compile(r"^#\|\s*shows\b\s*:?(.*)$", re.M)
 
-Feature = namedtuple("Feature", "id kind title later", defaults=[""])
+NEVER_RUN = re.compile(r"^#\|\s*eval\s*:\s*false", re.M)
+
+Feature = namedtuple("Feature", "id kind title later otherwise", defaults=["", ""])
 Place = namedtuple("Place", "path name")  # A test and its name, or a notebook and the heading above the cell
 
 
@@ -108,6 +110,8 @@ def notebook_markers(path, known, root):
         if cell["cell_type"] != "code":
             continue
         place = Place(path.relative_to(root).as_posix(), heading.strip())
+        if DIRECTIVE.search(source) and NEVER_RUN.search(source):
+            raise MarkerError(f"{' in the part '.join(place)}: a cell that is never run shows nothing. Take its `#| shows:` away.")
         for text in DIRECTIVE.findall(source):
             for o in parse_directive(text, known, " in the part ".join(place)):
                 yield o, place
@@ -147,7 +151,7 @@ def make_page(features, places):
     for family in dict.fromkeys(o.partition("-")[0] for o in features):
         ids = [o for o in features if o.startswith(family + "-")]
         lines += [f"## {family}: {len([o for o in ids if places[o]])} of {len(ids)}", "", "| | | Feature | Shown in |", "|---|---|---|---|"]
-        lines += [f"| {o} | {'!' if '!' in features[o].kind else ''} | {features[o].title} | {_cell(places[o], features[o].later)} |" for o in ids] + [""]
+        lines += [f"| {o} | {'!' if '!' in features[o].kind else ''} | {features[o].title} | {_cell(places[o], features[o])} |" for o in ids] + [""]
     return "\n".join(lines)
 
 
@@ -160,12 +164,14 @@ def _outlook(features, places):
     return [f"Training in several processes is not there yet: {len(whole)} features come with it, and of {len(part)} others a part."]
 
 
-def _cell(places, later):
+def _cell(places, feature):
+    "Links to the places, then what comes later, and what is otherwise"
     by_file = {}
     for o in places:
         by_file.setdefault(o.path, []).append(o.name)
     shown = [link(path, names) for path, names in by_file.items()]
-    return "<br>".join(shown + [LATER[later]] * bool(later)) or "–"
+    told = [LATER[feature.later]] * bool(feature.later) + [f"*{feature.otherwise}*"] * bool(feature.otherwise)
+    return "<br>".join(shown + told) or "–"
 
 
 def main(argv=None, root=ROOT):

@@ -18,7 +18,7 @@ def main():
         if ".ipynb_checkpoints" in path.parts or (wanted and not any(o in str(path) for o in wanted)):
             continue
         nb = nbformat.read(path, as_version=4)
-        skipped = {i: c.source for i, c in enumerate(nb.cells) if c.cell_type == "code" and ("eval: false" in c.source or "nbdev_export()" in c.source)}
+        skipped = {i: c.source for i, c in enumerate(nb.cells) if c.cell_type == "code" and "nbdev_export()" in c.source}
         for i in skipped:
             nb.cells[i].source = ""
         NotebookClient(nb, timeout=600, coalesce_streams=True, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
