@@ -70,7 +70,7 @@ MUTANTS = [
            ["test_orders_differ_between_seeds_and_epochs_and_stay_the_same"]),
     Mutant("an epoch begins anew where it should go on", "SeededBatchSampler.start_at", "self.start = start\n", "self.start = 0\n",
            ["test_going_on_gives_the_tail_of_the_order"]),
-    Mutant("predictions leave out what the loader drops", "in_order", "in_order=True, drop_last=False)", "in_order=True)",
+    Mutant("predictions leave out what the loader drops", "in_order", "BatchSampler(rows, size, drop_last=False)", "BatchSampler(rows, size, drop_last=True)",
            ["test_whatever_the_loader_does_results_come_in_the_order_of_the_dataset"]),
     # Checkpoints
     Mutant("files are not waited for", "_write", "if sync: os.fsync(fd)", "pass",
