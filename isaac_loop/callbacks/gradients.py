@@ -214,7 +214,7 @@ class GradientPlotCB(GradientStatsCB):
         module_filter=None, # Parameters of which modules: a class, a tuple of classes, or a function of a module; default: all
     ):
         super().__init__(module_filter)
-        self.folder,self.format = local_path(folder, 'GradientPlotCB'),check_format(format, 'format')
+        self.folder,self.format = local_path(folder, 'GradientPlotCB').absolute(),check_format(format, 'format')
 
     def log(self, trainer):
         "Save the picture of this epoch"
