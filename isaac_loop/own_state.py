@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/09_own_state.ipynb #e3ae9c57
+# %% ../nbs/09_own_state.ipynb #a0542bb7
 import copy, io, random, warnings, weakref
+from array import array
 from collections import Counter, OrderedDict, deque
 from pathlib import PurePath, Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -20,7 +21,7 @@ from .events import callback_name
 from .state import UnsaveableState, from_plain, plain
 from .tensors import map_tensors
 
-# %% ../nbs/09_own_state.ipynb #ef075607
+# %% ../nbs/09_own_state.ipynb #9e581eea
 class _Is:
     "An object, remembered without keeping it alive"
     def __init__(self, x):
@@ -37,7 +38,7 @@ class _Mark:
     def __eq__(self, other):
         return isinstance(other, _Mark) and self.who == other.who and self.value == other.value and self.parts == other.parts
 
-# %% ../nbs/09_own_state.ipynb #f56a3a90
+# %% ../nbs/09_own_state.ipynb #33ef1589
 _OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'fastprogress', 'rich', 'logging', 'threading', '_thread', 'multiprocessing', 'concurrent', 'asyncio', 'weakref',
             'socket', 'sqlite3', 'subprocess', 'PIL', 'wandb', 'mlflow', 'tensorboard', 'tensorboardX', 'trackio', 'datasets'}
 _OF_TORCH = ('torch.utils.hooks', 'torch.utils.data', 'torch.utils.tensorboard', 'torch.cuda', 'torch.profiler', 'torch.autograd', 'torch.distributed')
@@ -61,7 +62,7 @@ def _own(x):
 
 def _names(x): return (x,) if isinstance(x, str) else tuple(x)
 
-# %% ../nbs/09_own_state.ipynb #caf63b46
+# %% ../nbs/09_own_state.ipynb #1f91687b
 _OF_MODULES = frozenset(vars(nn.Module())) - {'training'}
 
 def _members(x):
@@ -79,7 +80,7 @@ def _random_state(x):
     if isinstance(x, random.Random): return x.getstate()
     if type(x).__module__.startswith('numpy.random'): return x.get_state() if hasattr(x, 'get_state') else x.bit_generator.state if hasattr(x, 'bit_generator') else None
 
-# %% ../nbs/09_own_state.ipynb #048a024d
+# %% ../nbs/09_own_state.ipynb #802a00d5
 _SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MANY,_DEEP = 10_000,50
 
@@ -100,6 +101,7 @@ class _Marker:
     def _mark(self, x):
         if id(x) in self.world or _is_outside(x) or self.depth > _DEEP: return _Mark(_Is(x))
         if isinstance(x, torch.Tensor): return _Mark(_Is(x), None if x.is_inference() else x._version)
+        if isinstance(x, (array, bytearray)): return _Mark(value=(type(x), bytes(x)))
         if type(x).__module__ == 'numpy' and hasattr(x, 'tobytes'): return _Mark(value=(type(x), str(x.dtype), x.shape, x.tobytes()))
         drawn = _random_state(x)
         if drawn is not None: return _Mark(_Is(x), repr(drawn.tolist() if torch.is_tensor(drawn) else drawn))
@@ -115,7 +117,7 @@ class _Marker:
         if len(values) > _MANY: return _Mark(_Is(x), len(values))
         return _Mark(None, type(x), {k if type(k) in _SIMPLE else id(k): self.mark(o) for k,o in zip(keys, values)})
 
-# %% ../nbs/09_own_state.ipynb #bebc3702
+# %% ../nbs/09_own_state.ipynb #49e771ac
 _KIND = '__own__' # The key of a dict that says how a value is put back
 _ANEW = {_KIND: 'anew'} # Made again by the script
 
@@ -131,6 +133,7 @@ class _Keeper:
         if id(x) in self.world or _is_outside(x): return _ANEW
         if isinstance(x, torch.Tensor): return _kept_tensor(x)
         if isinstance(x, PurePath): return {_KIND: 'path', 'value': str(x)}
+        if type(x) is array: return {_KIND: 'array', 'type': x.typecode, 'value': x.tobytes()}
         if _is_iterator(x) or any(x is o for o in self.inside): raise _Unkept
         self.inside.append(x)
         try: return self._keep_parts(x, begin, ready)
@@ -184,7 +187,7 @@ def _is_plain(x):
     except UnsaveableState: return False
     return True
 
-# %% ../nbs/09_own_state.ipynb #11e66194
+# %% ../nbs/09_own_state.ipynb #1c361a6b
 _NOTHING = object()
 
 class _Putter:
@@ -197,6 +200,7 @@ class _Putter:
         kind,value = saved[_KIND],saved.get('value')
         if kind == 'anew': return here
         if kind == 'path': return Path(value)
+        if kind == 'array': return array(saved['type'], bytes(value))
         if kind == 'on': return value.detach().to(self._device(saved['device'])).requires_grad_(value.requires_grad)
         if kind == 'deque': return deque(self._list(list(here) if isinstance(here, deque) else None, value, path), saved['maxlen'])
         if kind == 'like': return self._like(here, saved['of'], value, path)
@@ -251,7 +255,7 @@ def _set_random_state(x, state):
     elif hasattr(x, 'set_state'): x.set_state(state)
     else: x.bit_generator.state = state
 
-# %% ../nbs/09_own_state.ipynb #7b0dd634
+# %% ../nbs/09_own_state.ipynb #a7eee1b9
 def _unasked(callback):
     "Names of attributes that need not be kept, as the class and its bases say in `stateless`; True for all"
     said = [own['stateless'] for own in (getattr(callback, '__dict__', {}), *map(vars, type(callback).__mro__)) if own.get('stateless')]
@@ -271,9 +275,9 @@ def _tensors(x):
     map_tensors(found.append, x)
     return found
 
-def _world(trainer):
-    "The ids of what the trainer has, and saves itself"
-    own = {**_own(trainer)}
+def _world(trainer, loop):
+    "The ids of what the trainer has in attributes that the `loop` writes, and of its modules and optimizers"
+    own = {k: o for k,o in _own(trainer).items() if k in loop or isinstance(o, (nn.Module, optim.Optimizer))}
     modules = [m for o in own.values() if isinstance(o, nn.Module) for m in o.modules()]
     opts = [o for o in own.values() if isinstance(o, optim.Optimizer)]
     parts = [trainer, *own.values(), *trainer.callbacks, *modules, *(p for m in modules for o in (m._parameters, m._buffers) for p in o.values() if p is not None)]
@@ -282,7 +286,7 @@ def _world(trainer):
     parts += [getattr(own.get('dls'), o, None) for o in ('train', 'valid')] + [t for o in ('batch', 'preds', 'loss') for t in _tensors(own.get(o))]
     return {id(o) for o in parts if type(o) not in _SIMPLE}
 
-# %% ../nbs/09_own_state.ipynb #c56a3048
+# %% ../nbs/09_own_state.ipynb #ba30cfe0
 class OwnState:
     "What changes during a fit in callbacks that do not tell their state, and in the trainer"
     def __init__(self,
@@ -310,7 +314,7 @@ class OwnState:
         ready:bool=False, # Has every `before_fit` run?
     ):
         "Remember what there is now"
-        marker,marks = _Marker(_world(trainer)),self.ready if ready else self.begin
+        marker,marks = _Marker(_world(trainer, self.loop)),self.ready if ready else self.begin
         for name,(_,own) in self._owners(trainer, callbacks).items(): marks[name] = _Mark(parts={k: marker.mark(o) for k,o in own.items()})
 
     def _changed(self, marker, name, own):
@@ -320,14 +324,14 @@ class OwnState:
 
     def close(self, trainer):
         "Note what has changed in this fit, for the next ones"
-        marker = _Marker(_world(trainer))
+        marker = _Marker(_world(trainer, self.loop))
         for name,(_,own) in self._owners(trainer, None).items(): self.ever.setdefault(name, set()).update(self._changed(marker, name, own))
 
 def _trainers_own(trainer, without):
     "Attributes of a trainer that neither the loop writes nor `take_state` saves as a part"
     return {k: o for k,o in _attributes(trainer, without).items() if not isinstance(o, (nn.Module, optim.Optimizer))}
 
-# %% ../nbs/09_own_state.ipynb #18f06120
+# %% ../nbs/09_own_state.ipynb #16e030b1
 _CANNOT = ('{} changed during this fit and cannot be kept in a checkpoint, so a run that goes on will make {} anew and may be another run. Keep numbers, tensors and containers of them in attributes, '
            'make objects in `before_fit`, or give the callback `state_dict()` and `load_state_dict(state)`. If nothing is lost, say so in its class: `stateless = {!r}`.')
 
@@ -337,7 +341,7 @@ def take(self:OwnState,
     copy:bool=True, # Copy tensors that are on the CPU already?
 )->dict: # Plain data, for `put`
     "The state that nobody tells, and the settings beside it"
-    world = _world(trainer)
+    world = _world(trainer, self.loop)
     found,unkept = {},[]
     for name,(_,own) in self._owners(trainer, None).items():
         kept,settings,lost = self._kept(_Keeper(world), name, own)
@@ -361,13 +365,13 @@ def _kept(self:OwnState, keeper, name, own):
         except _Unkept:
             if made != keeper.marker.mark(own[k]): lost.append(k)
     settings = {k: o for k,o in own.items() if k not in changed and _is_setting(o)}
-    return {k: o for k,o in state.items() if o != _ANEW}, settings, lost
+    return {k: o for k,o in state.items() if o is not _ANEW}, settings, lost
 
 def _is_setting(x): return type(x) in _SIMPLE or (type(x) in (list, tuple) and len(x) <= 20 and set(map(type, x)) <= _SIMPLE)
 def _path(name, k): return f'`{name or "trainer"}.{k}`'
 def _listed(found): return ', '.join(found[:8]) + (f' and {len(found)-8} more' if len(found) > 8 else '')
 
-# %% ../nbs/09_own_state.ipynb #eaa5f521
+# %% ../nbs/09_own_state.ipynb #a169c12e
 _TOLD = {'lost': 'There is no place any more for what was saved as {}, so it begins anew.',
          'gone': 'What was saved of {} has no callback any more, so it is lost.',
          'differ': 'The run goes on with the settings that the script has now: {}.'}
@@ -379,7 +383,7 @@ def put(self:OwnState,
     tell:bool=True, # Warn of what differs?
 ):
     "Put back what was taken"
-    marker,putter,differ = _Marker(_world(trainer)),_Putter(_device_of(trainer)),[]
+    marker,putter,differ = _Marker(_world(trainer, self.loop)),_Putter(_device_of(trainer)),[]
     owners = self._owners(trainer, None)
     for name,(owner,own) in owners.items():
         if name not in saved: continue
