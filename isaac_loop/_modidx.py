@@ -3541,6 +3541,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'isaac_loop.trainer._only_reads': ('trainer.html#_only_reads', 'isaac_loop/trainer.py'),
                                     'isaac_loop.trainer._other_batches': ('trainer.html#_other_batches', 'isaac_loop/trainer.py'),
                                     'isaac_loop.trainer._pass_begins': ('trainer.html#_pass_begins', 'isaac_loop/trainer.py'),
+                                    'isaac_loop.trainer._speaks_of': ('trainer.html#_speaks_of', 'isaac_loop/trainer.py'),
                                     'isaac_loop.trainer._telling': ('trainer.html#_telling', 'isaac_loop/trainer.py'),
                                     'isaac_loop.trainer._too_few': ('trainer.html#_too_few', 'isaac_loop/trainer.py'),
                                     'isaac_loop.trainer._unknown': ('trainer.html#_unknown', 'isaac_loop/trainer.py'),

@@ -119,15 +119,30 @@ def _warn_of_missing_steps(plan):
                   'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=3)
 
 # %% ../nbs/10_trainer.ipynb #ed36e34d
-_TWICE = {'predict': 'only the predictions of the last one count', 'get_loss': 'only the loss of the last one counts', 'backward': 'the gradients of all of them add up'}
+_TWICE = {'predict': ('preds', 'only the predictions of the last one count'), 'get_loss': ('loss', 'only the loss of the last one counts'),
+          'backward': ('backward', 'the gradients of all of them add up')}
+
+def _speaks_of(word, callback, handler):
+    "Whether the code of `handler`, or of what it calls, has `word` in it; code that cannot be read might"
+    todo,seen = [handler],set()
+    while todo:
+        f = todo.pop()
+        f = inspect.unwrap(getattr(f, '__func__', f))
+        if not hasattr(f, '__code__') or word in (*f.__code__.co_names, *f.__code__.co_consts): return True
+        called = set(f.__code__.co_names) - seen
+        seen |= called
+        todo += [o for name in called for where in type(callback).__mro__ if inspect.isfunction(o := vars(where).get(name))]
+        todo += [o for name in called if inspect.isfunction(o := f.__globals__.get(name))]
+    return False
 
 def _warn_of_two_providers(plan, train, valid):
     "Warn when several callbacks do a step that one is enough for"
-    for step,outcome in _TWICE.items():
+    for step,(word,outcome) in _TWICE.items():
         kinds = [kind for kind,wanted in ((True, train), (False, valid and step != 'backward')) if wanted]
-        names = max(([f'`{callback_name(o)}.{step}`' for o,_ in plan.entries[kind][step]] for kind in kinds), key=len, default=[])
+        found = max((plan.entries[kind][step] for kind in kinds), key=len, default=[])
+        names = [f'`{callback_name(cb)}.{step}`' for cb,handler in found if len(found) > 1 and _speaks_of(word, cb, handler)] # Others only look
         if len(names) > 1: warnings.warn(f'{" and ".join(names)} {"both" if len(names) == 2 else "all"} run in every batch, and {outcome}. Leave out all but one, or mark the one that should do it alone with `@replaces`. '
-                                         f'One that only watches, or changes the outcome, does so in `after_{step}`.', stacklevel=3)
+                                         f'One that only looks, or changes the outcome, does so in `after_{step}`.', stacklevel=3)
 
 # %% ../nbs/10_trainer.ipynb #4f1999e3
 def _warn_of_own_batch(trainer_class):

@@ -829,6 +829,9 @@ def test_an_argument_called_as_elsewhere_is_answered_with_its_name_here(name, me
     with pytest.raises(TypeError, match=f"keyword `{name}`.*Did you mean `{meant}`"): trainer_with().fit(**{name: 1})
 
 
+def put_preds(trainer): trainer.preds = trainer.model(trainer.batch[0])
+
+
 def test_two_callbacks_that_both_predict_are_warned_of_once_in_a_fit():
     "ISA-44: with no class in common both run, which is right for `step` alone"
     class OtherCB:
@@ -845,9 +848,18 @@ def test_two_callbacks_that_both_predict_are_warned_of_once_in_a_fit():
         def get_loss(self, trainer): super().get_loss(trainer)
     with pytest.warns(UserWarning) as told: trainer_with(OtherCB()).fit(2)
     assert [str(o.message).split(" both run")[0] for o in told] == ["`BasicTrainCB.predict` and `OtherCB.predict`", "`BasicTrainCB.get_loss` and `OtherCB.get_loss`"]
+
+
+    class HelpedCB:
+        def predict(self, trainer): self.help(trainer)
+        def help(self, trainer): put_preds(trainer)
+
+    class LooksCB:
+        def predict(self, trainer): self.seen = trainer.batch_num
+    with pytest.warns(UserWarning, match="`HelpedCB.predict` both run"): trainer_with(HelpedCB()).fit(1, train=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trainer_with(AloneCB()).fit(1)
+        for cb in (AloneCB(), LooksCB()): trainer_with(cb).fit(1)
 
 
 class WalkCB:
@@ -914,12 +926,13 @@ class ComesCB:
 @pytest.mark.parametrize("come", [lambda t, cb: t.callbacks.append(cb), lambda t, cb: t.callbacks.insert(0, cb), lambda t, cb: t.callbacks.extend([cb]),
                                   lambda t, cb: setattr(t, "callbacks", [*t.callbacks, cb]), lambda t, cb: t.callbacks.append(SimpleNamespace(callbacks=[cb]))])
 def test_a_callback_that_is_put_into_the_list_joins_from_the_next_step_on(come):
+    "And is told of the spans that are open"
     cb = ComesCB()
     def after_predict(trainer):
         if trainer.batch_num == 1 and cb not in trainer.callbacks: come(trainer, cb)
     t = trainer_with()
     t.fit(1, valid=False, callbacks=after_predict)
-    assert cb.seen == ["fit", "batch", "backward", "cleanup", "batch", "predict", "backward", "cleanup"]
+    assert cb.seen == ["fit", "batch", "predict", "backward", "cleanup"] + ["batch", "predict", "backward", "cleanup"]
     assert t.ComesCB is cb and cb in t.callbacks
 
 
