@@ -193,6 +193,7 @@ def test_cleanups_know_how_their_span_ended():
 
     class LookCB:
         def before_batch(self, trainer):
+            assert trainer.exception is None # The next span knows nothing of how the last one ended
             if trainer.batch_num == 0: raise CancelBatchException("skip")
         def cleanup_batch(self, trainer): seen.append(("batch", type(trainer.exception)))
         def cleanup_epoch(self, trainer): seen.append(("epoch", type(trainer.exception)))
@@ -316,9 +317,15 @@ def test_updates_are_counted_between_step_and_after_step():
     class SkipSecond:
         def before_step(self, trainer):
             if trainer.batch_num == 1: raise CancelStepException
+
+    class BackwardCB:
+        def backward(self, trainer): pass
     with pytest.warns(UserWarning, match="No callback does"):
         Trainer(Loaders(), None, None, Model(), [StepCB(), SkipSecond()]).fit(2, valid=False)
     assert seen == [("step", 0), ("after_step", 1), ("step", 1), ("after_step", 2)]
+    with pytest.warns(UserWarning, match="No callback does"):
+        (trainer := Trainer(Loaders(), None, None, Model(), BackwardCB())).fit(1, valid=False)
+    assert trainer.n_updates == 0
 
 
 def test_all_cancels_are_cancel_exceptions():

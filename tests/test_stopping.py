@@ -562,6 +562,15 @@ def test_several_reasons_in_one_run():
     assert trainer.stop_reason == "12 updates are enough" and end.ended and end.logged == 2
 
 
+def test_the_first_reason_is_why_it_stops():
+    "SON-06: later ones change nothing"
+    def after_batch(trainer): trainer.request_stop(f"after batch {trainer.batch_num}")
+    def log(trainer): trainer.request_stop("the epoch is over")
+    trainer = make_trainer(after_batch, log)
+    trainer.fit(2)
+    assert trainer.stop_reason == "after batch 0" and trainer.n_updates == 1
+
+
 @pytest.mark.parametrize("event, n_updates, n_rows", [("after_step", 3, 1), ("after_batch", 3, 1), ("after_epoch", 8, 1), ("log", 8, 1)])
 def test_a_stop_waits_for_the_end_of_what_is_open(event, n_updates, n_rows):
     "SON-06, AIT-17, PTA-14: the pass ends after its batch, the epoch closes with validation and its row, and `after_fit` runs"
