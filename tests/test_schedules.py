@@ -643,9 +643,15 @@ def test_a_plateau_reduces_when_torch_would(values, mode, patience, cooldown, de
 
 def test_nan_never_is_better_and_no_value_says_nothing():
     "SON-15"
-    trainer = make_trainer(WriteCB([1., math.nan, None, math.nan, 0.5]), PlateauSchedulerCB("score", patience=1, factor=0.5), n=1)
+    trainer = make_trainer(WriteCB([1., math.nan, None, math.nan, 0.5]), PlateauSchedulerCB("score", mode="min", patience=1, factor=0.5), n=1)
     trainer.fit(5, lr=0.1, valid=False)
     assert trainer.history.batches["lr"] == [0.1, 0.1, 0.1, 0.1, 0.05]
+
+
+def test_the_direction_of_a_plateau_is_never_guessed():
+    "AIT-48: as with every other callback that watches a column"
+    with pytest.raises(ValueError, match="Say `mode='max'` or `mode='min'`"): PlateauSchedulerCB("accuracy")
+    assert (PlateauSchedulerCB("my_loss").options["mode"], PlateauSchedulerCB("accuracy", mode="max").options["mode"]) == ("min", "max")
 
 
 def test_a_plateau_of_validation_loss():
@@ -666,10 +672,10 @@ def test_a_name_that_nobody_records_fails_before_the_first_batch():
 
 def test_a_name_of_somebody_who_declares_nothing_is_seen_at_the_first_row():
     "AIT-48"
-    trainer = make_trainer(WriteCB([1.] * 3, declare=False), PlateauSchedulerCB("score", patience=0, factor=0.5), n=2)
+    trainer = make_trainer(WriteCB([1.] * 3, declare=False), PlateauSchedulerCB("score", mode="min", patience=0, factor=0.5), n=2)
     trainer.fit(3, lr=0.1, valid=False)
     assert trainer.history.batches["lr"] == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
-    trainer = make_trainer(WriteCB([1.] * 3, declare=False), PlateauSchedulerCB("scores"), n=2)
+    trainer = make_trainer(WriteCB([1.] * 3, declare=False), PlateauSchedulerCB("scores", mode="min"), n=2)
     with pytest.raises(LookupError, match="Did you mean `score`"): trainer.fit(3, valid=False)
     assert trainer.n_updates == 2
 
@@ -678,7 +684,7 @@ def test_a_column_that_never_came_and_one_that_is_no_number_are_told():
     "AIT-47"
     trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB(), valid=make_batches(2))
     with pytest.warns(UserWarning, match="no value in any epoch"): trainer.fit(1, valid=False)
-    trainer = make_trainer(WriteCB([[1., 2.]]), PlateauSchedulerCB("score"))
+    trainer = make_trainer(WriteCB([[1., 2.]]), PlateauSchedulerCB("score", mode="min"))
     with pytest.raises(TypeError, match="`score` is \\[1.0, 2.0\\]"): trainer.fit(1, valid=False)
 
 
