@@ -72,7 +72,7 @@ class CheckpointCB(ResumingCB):
         monitor:str=None, # Column of the history that says which is best
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
-        keep_best:int=None, # How many of the best to keep, by `monitor`; default: 1 with one; 0 keeps none for that
+        keep_best:int=1, # How many of the best to keep, by `monitor`; 0 and None keep none for that
         resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
         strict:bool=True, # Refuse to go on with other stateful callbacks, or without a device whose random numbers were saved?
         pattern:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; where they were not measured, mostly in the middle of an epoch, this one is used
@@ -81,13 +81,12 @@ class CheckpointCB(ResumingCB):
         if folder is not None: local_path(folder, 'CheckpointCB')
         if verify not in ('sha256', 'size'): raise ValueError(f"`verify` is {verify!r}. Use 'sha256', or 'size' to save the time of reading everything twice.")
         mode = mode_of(monitor, mode) if monitor is not None else 'min'
-        if keep_best is None: keep_best = 1 if monitor else 0
         check_keeping(keep_last, keep_best, None, mode)
-        wanted = "every='best'" if isinstance(every, str) and every == 'best' else f'keep_best={keep_best}' if keep_best else None
+        wanted = "every='best'" if isinstance(every, str) and every == 'best' else f'keep_best={keep_best}' if (keep_best or 0) > 1 else None
         if wanted and monitor is None: raise ValueError(f"`{wanted}` needs to know what is best. Pass a column of the history as `monitor`, such as 'valid_loss'.")
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,_checked_resume(resume),strict,verify,monitor,every
         self._when,self._judge = _When(every),Monitor(mode)
-        self._options = dict(keep_last=keep_last, keep_best=keep_best, monitor=monitor, mode=mode, pattern=pattern)
+        self._options = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0, monitor=monitor, mode=mode, pattern=pattern)
         self.path = None # The newest checkpoint
         self._store = None # Where it lies, while a fit is going on
         self._run = None # Of what was saved: the trainer, as a weak reference, and the id of the run

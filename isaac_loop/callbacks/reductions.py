@@ -15,7 +15,7 @@ from .schedulers import EpochSchedulerCB
 from ..history import check_monitored, mode_of
 from ..kept_state import check_same_monitor
 from ..options import put_option
-from ..scheduler_checks import check_options, try_out
+from ..scheduler_checks import check_options, check_rates, try_out
 
 # %% ../../nbs/callbacks/45_reductions.ipynb #88e4601b
 class StepSchedulerCB(EpochSchedulerCB):
@@ -85,6 +85,7 @@ class PlateauSchedulerCB(EpochSchedulerCB):
         if value is None: return
         self._seen += 1
         self.scheduler.step(value)
+        check_rates(getattr(trainer, self.opt), self, trainer.n_updates, 'update')
 
     def after_fit(self, trainer):
         "Say so if there never was a value"
