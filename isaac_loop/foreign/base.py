@@ -232,8 +232,9 @@ def _walk_other(self:ForeignCB, trainer):
     "Walk the loader that was put in the place of ours"
     kind = 'train' if trainer.training else 'valid'
     if not self._is_last(trainer) or kind not in self.facade._loaders: return
+    n = self._length(trainer.n_batches, self.facade._loaders[kind])
     trainer.batches = self.facade._loaders[kind]
-    trainer.n_batches = self._length(trainer.n_batches, trainer.batches)
+    trainer.n_batches = n
 
 # %% ../../nbs/foreign/96_base.ipynb #cb8d823a
 @patch
