@@ -194,6 +194,7 @@ class Trainer(_ByName):
         self.callbacks,self.history,self.plan = [],History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
         self._named,self._guests,self._training,self._source,self._fitting,self._broken,self._side_runs = {},[],None,_Batches(()),False,False,0
+        self._ended = self._last_ended = True # Did this fit, and the one before it, come to the end?
         check_trainer_class(type(self), self.plan.events)
         _warn_of_own_batch(type(self))
         self.add_callbacks(callbacks)
@@ -224,7 +225,9 @@ class Trainer(_ByName):
             self.plan.build(self.callbacks)
             if train: _warn_of_missing_steps(self.plan)
             self.history.start_fit()
+            self._last_ended,self._ended = self._ended,False
             self._fit(train, valid)
+        self._ended = True
 
     @with_cbs('fit', CancelFitException)
     def _fit(self, train, valid):
@@ -553,6 +556,7 @@ def side_run(self:Trainer,
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     self.callbacks,self._named,self._guests,self._fitting,self.history,self._side_runs = [],{},[],False,History(),self._side_runs+1
+    self._ended = True
     self.plan = Plan(type(self), self.plan.last)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off
