@@ -44,7 +44,9 @@ def _nothing(): pass
 
 def _of_list(x):
     items = list(x) if isinstance(x, list) else x[:]
-    def put_back(): x[:] = items
+    def put_back():
+        if isinstance(x, list): list.__setitem__(x, slice(None), items) # A subclass may tell others when it changes
+        else: x[:] = items
     return put_back, items if isinstance(x, list) else ()
 
 def _of_dict(x):

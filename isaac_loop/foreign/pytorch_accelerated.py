@@ -318,8 +318,9 @@ def before_epoch(self:PytorchAcceleratedCB, trainer):
     if trainer.training: self._fire(trainer, 'on_train_epoch_start')
     else: self._fire(trainer, 'on_eval_epoch_start', is_intermediate=False)
     if self._is_last(trainer) and kind in facade._loaders:
+        n = _limit(trainer.n_batches, facade._loaders[kind])
         trainer.batches = facade._loaders[kind]
-        trainer.n_batches = _limit(trainer.n_batches, trainer.batches)
+        trainer.n_batches = n
 
 # %% ../../nbs/foreign/97_pytorch_accelerated.ipynb #2a62908e
 @patch
