@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, STEPS, Plan
 from .events import callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
 from .history import History
+from .own_state import OwnState
 from .signatures import check_keywords
 from .snapshot import Snapshot
 
@@ -335,6 +336,7 @@ class Trainer(_ByName):
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
         self._named,self._guests,self._training,self._source,self._fitting,self._broken,self._side_runs = {},[],None,_Batches(()),False,False,0
         self._ended = self._last_ended = True # Did this fit, and the one before it, come to the end?
+        self._own_state = None # What changes in callbacks that do not tell it, since the fit began
         check_trainer_class(type(self), self.plan.events)
         _warn_of_own_batch(type(self))
         self.add_callbacks(callbacks)
@@ -369,11 +371,13 @@ class Trainer(_ByName):
             if not self._side_runs: _warn_of_two_providers(self.plan, train, valid)
             self.history.start_fit()
             self._last_ended,self._ended = self._ended,False
+            self._note_state()
             self._fit(train, valid)
         self._ended = True
 
     @with_cbs('fit', CancelFitException)
     def _fit(self, train, valid):
+        self._note_state(ready=True)
         if self.stop_reason is not None: return
         for self.epoch in self.epochs:
             self.history.start_epoch(self.epoch)
@@ -456,7 +460,9 @@ def _put(self:Trainer, callbacks, new=(), gone=()):
     self._named.update({callback_name(o): o for o in new})
     try:
         self._replan(gone)
+        if self.plan.spans: self._note_state(new)
         for span in list(self.plan.spans): self._tell(new, span)
+        if self.plan.spans: self._note_state(new, ready=True)
     except BaseException:
         list.__setitem__(self.callbacks, slice(None), before)
         self._named = named
@@ -625,6 +631,7 @@ def _one_fit(self:Trainer):
         self._broken = True # Perhaps between `backward` and `zero_grad`
         raise
     finally:
+        if self._own_state is not None and not self._side_runs: self._own_state.close(self)
         self._fitting,self._training,self.exception = False,None,None
         self.epochs = range(getattr(self, 'n_epochs', 0)) # Without what callbacks have wrapped around
         self._forget('batches')
@@ -636,6 +643,15 @@ def _forget(self:Trainer, *names):
     "Remove attributes that belong to another batch or pass"
     for name in names:
         if hasattr(self, name): delattr(self, name)
+
+_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_side_runs', '_own_state', '_preds_at'} # The last is of `epoch_preds`
+
+@patch
+def _note_state(self:Trainer, callbacks=None, ready=False):
+    "Remember what callbacks and subclass hold, before or after their `before_fit`, so that a save can tell what has changed"
+    if self._side_runs: return # Nothing is saved there
+    if callbacks is None and not ready: self._own_state = OwnState(self, _OF_LOOP, self._own_state)
+    elif self._own_state is not None: self._own_state.note(self, callbacks, ready)
 
 # %% ../nbs/10_trainer.ipynb #c1b1009f
 def _holds(opt, params):
