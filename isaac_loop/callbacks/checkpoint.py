@@ -12,7 +12,7 @@ from numbers import Integral
 from fastcore.basics import patch
 
 import isaac_loop.saving  # noqa: F401  `trainer.save` and `trainer.load`
-from .resuming import ResumingCB, start_of_pass, warn_of_rates
+from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
 from ..checks import local_path
 from ..events import CancelFitException, callback_name
 from ..history import Monitor, check_monitored, mode_of
@@ -235,7 +235,7 @@ def _epochs(self:CheckpointCB, trainer, epochs):
     print(f'This fit is complete already ({self._over}): {self._store.resumed_from.name if self._store.resumed_from else self.resume} is where the run stands' +
           ('; its weights are in the model.' if weights_too else ', with another model, so the weights stay as they are until that fit.') +
           ' To train further, ask for more epochs, or ' + ('call `fit` once more.' if not (later or trainer._last_ended) else '`trainer.load` it and save in another folder.'))
-    raise CancelFitException('the fit is complete already')
+    raise CompleteAlready('the fit is complete already')
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5cb10688
 @patch
