@@ -19,7 +19,8 @@ from .events import CancelBatchException, CancelEpochException, CancelFitExcepti
 from .events import callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
 from .history import History
 from .signatures import check_keywords
-from .snapshot import Snapshot
+from .snapshot import Snapshot, random_state, same_random_state, set_random_state
+from .tensors import set_seed
 
 # %% ../nbs/10_trainer.ipynb #66a32ef4
 STATE = {
@@ -334,6 +335,7 @@ class Trainer(_ByName):
         self.callbacks,self.history,self.plan = (),History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
         self._named,self._guests,self._training,self._source,self._fitting,self._broken,self._side_runs = {},[],None,_Batches(()),False,False,0
+        self._aside = {} # Random numbers of the last run on the side: where they began, and where they ended
         check_trainer_class(type(self), self.plan.events)
         _warn_of_own_batch(type(self))
         self.add_callbacks(callbacks)
@@ -720,6 +722,12 @@ def _only_reads(callback):
     "Whether `callback` answers `log` alone, where one only reads; it belongs to the run that it was given to"
     return handler_of(callback, 'log') is not None and all(handler_of(callback, o) is None for o in EVENTS if o != 'log')
 
+@patch
+def _go_on_aside(self:Trainer, now):
+    "Let random numbers go on where the last run on the side ended, if nobody else has drawn any since"
+    last = self._aside
+    if last.get('seedings') == set_seed.calls and same_random_state(last['began'], now): set_random_state(last['ended'])
+
 _endless_side_runs = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for its own evaluation, and evaluates again. '
                       'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out there, or choose who is kept with `side_run(below=...)`.')
 
@@ -733,17 +741,20 @@ def side_run(self:Trainer,
     if self._side_runs > 4: raise RuntimeError(_endless_side_runs)
     kept = [o for o in self.callbacks if getattr(o, 'order', 0) < below and not _only_reads(o)]
     loop,slots = dict(vars(self)),{o: getattr(self, o) for o in Trainer.__slots__ if hasattr(self, o)}
+    between_fits = not (self._fitting or self._side_runs)
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     self._fitting = False # From here on the callbacks are those of the other run
     self.callbacks,self._named,self._guests,self.history,self._side_runs = (),{},[],History(),self._side_runs+1
     self.plan = Plan(type(self), self.plan.last)
+    if between_fits: self._go_on_aside(before.random)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off
             self._add([*kept, *_flat(callbacks)])
             yield self
     finally:
+        if between_fits: self._aside.update(began=before.random, seedings=set_seed.calls, ended=random_state())
         vars(self).clear()
         vars(self).update(loop)
         self._forget(*Trainer.__slots__)
