@@ -304,8 +304,11 @@ class _Batches:
         return n if self.limit is None or (n is not None and n < self.limit) else self.limit
 
     def __iter__(self):
-        done = self.first if hasattr(self.dl, 'load_state_dict') else 0 # Another loader is read from its beginning
-        for batch in self.dl if self.limit is None else islice(self.dl, max(self.limit-done, 0)):
+        left,placed = self.limit,hasattr(self.dl, 'load_state_dict') # Another loader is read from its beginning
+        if left is not None and placed:
+            left = max(left-self.first, 0)
+            if not left and hasattr(self.dl, 'set_epoch'): self.dl.set_epoch(self.dl.state_dict()['epoch']+1) # It is not walked over, and stays in this pass
+        for batch in self.dl if left is None else islice(self.dl, left):
             yield batch
             if self.over: return
 
