@@ -200,7 +200,7 @@ class Snapshot:
         self.plan = own.get('plan') if isinstance(own.get('plan'), Plan) else None # Worked out anew when restoring
         self.fitting,self.training = own.get('_fitting'),getattr(self.plan, 'training', None)
         keep = keep if isinstance(keep, (list, tuple, set, frozenset)) else [keep]
-        seen,loaders = {id(o): o for o in [*keep, self.plan]},_loaders(own)
+        seen,loaders = {id(o): o for o in [*keep, self.plan, own.get('_own_state')]},_loaders(own)
         self._walk([trainer], seen, loaders)
         self._walk(loaders, seen)
 

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import torch
 from fastcore.basics import patch
 
-from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, STEPS, Plan
+from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, ROW_EVENTS, STEPS, Plan
 from .events import callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
 from .history import History
+from .own_state import OwnState
 from .signatures import check_keywords
 from .snapshot import Snapshot, random_state, same_random_state, set_random_state
 from .tensors import set_seed
@@ -29,7 +30,7 @@ STATE = {
     'loss_func': ('you', 'called with predictions and targets'),
     'opt_func': ('you', 'makes the optimizer from parameters and a rate; None if you set `trainer.opt` yourself'),
     'callbacks': ('`add_callbacks`', 'all callbacks, in the order of adding; who changes the list in a fit has them come and go as well'),
-    'history': ('whoever records, such as `MetricsCB`', 'one row per epoch; read it in `log`, when the newest row is complete'),
+    'history': ('whoever records, such as `MetricsCB`', 'one row per epoch; read it in `log`, when the newest row is complete, and its `news` in `measured`'),
     'opt': ('`fit`, from `opt_func`, or by you if that is None', 'the optimizer'),
     'lr': ('`fit`', 'the learning rate given to it'),
     'n_epochs': ('`fit`', 'how many epochs were asked for'),
@@ -339,6 +340,7 @@ class Trainer(_ByName):
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
         self._named,self._guests,self._training,self._source,self._fitting,self._broken,self._side_runs = {},[],None,_Batches(()),False,False,0
         self._aside = {} # Random numbers of the last run on the side: where they began, and where they ended
+        self._own_state = None # What changes in callbacks that do not tell it, since the fit began
         check_trainer_class(type(self), self.plan.events)
         _warn_of_own_batch(type(self))
         self.add_callbacks(callbacks)
@@ -372,10 +374,12 @@ class Trainer(_ByName):
             if train: _warn_of_missing_steps(self.plan)
             if not self._side_runs: _warn_of_two_providers(self.plan, train, valid)
             self.history.start_fit()
+            self._note_state()
             self._fit(train, valid)
 
     @with_cbs('fit', CancelFitException)
     def _fit(self, train, valid):
+        self._note_state(ready=True)
         if self.stop_reason is not None: return
         for self.epoch in self.epochs:
             self.history.start_epoch(self.epoch)
@@ -458,7 +462,9 @@ def _put(self:Trainer, callbacks, new=(), gone=()):
     self._named.update({callback_name(o): o for o in new})
     try:
         self._replan(gone)
+        if self.plan.spans: self._note_state(new)
         for span in list(self.plan.spans): self._tell(new, span)
+        if self.plan.spans: self._note_state(new, ready=True)
     except BaseException:
         list.__setitem__(self.callbacks, slice(None), before)
         self._named = named
@@ -627,17 +633,29 @@ def _one_fit(self:Trainer):
         self._broken = True # Perhaps between `backward` and `zero_grad`
         raise
     finally:
-        self._fitting,self._training,self.exception = False,None,None
-        self.epochs = range(getattr(self, 'n_epochs', 0)) # Without what callbacks have wrapped around
-        self._forget('batches')
-        self._guests = [o for o in self._guests if any(o is cb for cb in self.callbacks)]
-        torch.set_grad_enabled(with_grad) # An interrupt in the wrong place may have left it off
+        try:
+            if self._own_state is not None and not self._side_runs: self._own_state.close(self)
+        finally: # An interrupt may come there too
+            self._fitting,self._training,self.exception = False,None,None
+            self.epochs = range(getattr(self, 'n_epochs', 0)) # Without what callbacks have wrapped around
+            self._forget('batches')
+            self._guests = [o for o in self._guests if any(o is cb for cb in self.callbacks)]
+            torch.set_grad_enabled(with_grad) # An interrupt in the wrong place may have left it off
 
 @patch
 def _forget(self:Trainer, *names):
     "Remove attributes that belong to another batch or pass"
     for name in names:
         if hasattr(self, name): delattr(self, name)
+
+_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_side_runs', '_own_state', '_aside', '_preds_at'} # The last is of `epoch_preds`
+
+@patch
+def _note_state(self:Trainer, callbacks=None, ready=False):
+    "Remember what callbacks and subclass hold, before or after their `before_fit`, so that a save can tell what has changed"
+    if self._side_runs: return # Nothing is saved there
+    if callbacks is None and not ready: self._own_state = OwnState(self, _OF_LOOP, self._own_state)
+    elif self._own_state is not None: self._own_state.note(self, callbacks, ready)
 
 # %% ../nbs/10_trainer.ipynb #c1b1009f
 def _holds(opt, params):
@@ -702,6 +720,15 @@ def request_stop(self:Trainer,
     if self.stop_reason is None: self.stop_reason = reason or 'asked to stop' # The first one is why it stops
     self._source.over = True
 
+# %% ../nbs/10_trainer.ipynb #ce3de8fb
+@patch
+def write_measured(self:Trainer,
+    **columns # As for `history.write`
+):
+    "Write what was measured in the middle of an epoch, and let `measured` tell of it"
+    self.history.write(**columns)
+    with self.history.telling(columns): self.run_callbacks('measured')
+
 # %% ../nbs/10_trainer.ipynb #8e9ce878
 @patch(as_prop=True)
 def total_updates(self:Trainer):
@@ -722,8 +749,8 @@ def _trained(self:Trainer):
 
 # %% ../nbs/10_trainer.ipynb #4241fc3a
 def _only_reads(callback):
-    "Whether `callback` answers `log` alone, where one only reads; it belongs to the run that it was given to"
-    return handler_of(callback, 'log') is not None and all(handler_of(callback, o) is None for o in EVENTS if o != 'log')
+    "Whether `callback` answers `log` or `measured` alone, where one only reads; it belongs to the run that it was given to"
+    return any(handler_of(callback, o) is not None for o in ROW_EVENTS) and all(handler_of(callback, o) is None for o in EVENTS if o not in ROW_EVENTS)
 
 @patch
 def _go_on_aside(self:Trainer, now):
@@ -738,7 +765,7 @@ _endless_side_runs = ('Five runs on the side were begun one inside the other: a 
 @contextmanager
 def side_run(self:Trainer,
     callbacks=None, # Callbacks for this run, beside those that are kept
-    below=Order.RECORD, # Keep the trainer's own callbacks whose `order` is lower, but for those that answer `log` alone
+    below=Order.RECORD, # Keep the trainer's own callbacks whose `order` is lower, but for those that only read rows
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
     if self._side_runs > 4: raise RuntimeError(_endless_side_runs)

@@ -13,6 +13,7 @@ from .training import BasicTrainCB
 class AccelerateCB(BasicTrainCB):
     "Let Accelerate prepare model, optimizer and loaders, and do the backward pass"
     order = Order.STEP+5 # After whoever transforms the batch, or exchanges model or optimizer
+    stateless = '_before','accelerator','_made'
     mixed_precision,kwargs,accelerator,_made,_before = None,{},None,None,None # A subclass may have an `__init__` of its own
     predict,get_loss,step,zero_grad = map(fills_in, (BasicTrainCB.predict, BasicTrainCB.get_loss, BasicTrainCB.step, BasicTrainCB.zero_grad))
 
