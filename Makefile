@@ -1,10 +1,10 @@
-# make demo | install | test | torture | lint | docs | bench | wheel
+# make demo | install | test | torture | mutants | lint | docs | bench | wheel
 
 PYTHON ?= python3
 BIN = .venv/bin
 READY = .venv/.ready
 
-.PHONY: demo install test torture lint docs bench wheel clean
+.PHONY: demo install test torture mutants lint docs bench wheel clean
 
 install: $(READY)
 
@@ -26,6 +26,9 @@ test: $(READY)
 torture: $(READY)
 	$(BIN)/python tools/torture.py --kills 200 --signals 100
 	HYPOTHESIS_PROFILE=others $(BIN)/pytest -n 2
+
+mutants: $(READY)
+	$(BIN)/python tools/mutants.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -270,6 +270,12 @@ def test_equal_and_nan_are_not_better(values, mode, min_delta, value):
     assert (monitor.best, monitor.n_bad) == (best, n_bad+2)
 
 
+def test_what_comes_first_is_not_the_best_if_it_is_nan():
+    "Else nothing would ever be better"
+    monitor = Monitor()
+    assert [monitor.update(o) for o in (math.nan, 2., math.nan, 1.)] == [False, True, False, True]
+
+
 @settings(max_examples=50, deadline=None)
 @given(news, news, modes)
 def test_a_reset_monitor_is_a_new_one(first, second, mode):

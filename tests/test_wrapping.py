@@ -59,6 +59,16 @@ def test_an_epoch_without_a_step_is_told_of(scale, epochs):
     assert trainer.n_updates > 0
 
 
+def test_a_scaled_loss_is_given_back():
+    "Only `backward` sees it; whoever records afterwards gets the loss as it is"
+    seen = []
+    def after_batch(trainer): seen.append(trainer.loss.item())
+    batches, model = [(torch.randn(8, 2), torch.randn(8, 1)) for _ in range(3)], nn.Linear(2, 1)
+    for cbs in ([], [MixedPrecisionCB("float16", init_scale=2.**10)]):
+        Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, copy.deepcopy(model), [BasicTrainCB(), *cbs, after_batch]).fit(1, 0.1, valid=False)
+    assert seen[3:] == pytest.approx(seen[:3], rel=0.01)
+
+
 @pytest.mark.parametrize("cancel", [CancelStepException, CancelBatchException, CancelEpochException])
 @pytest.mark.parametrize("order", [Order.FIRST, Order.STEP])
 def test_an_update_that_is_left_out_in_float16_is_as_by_hand(cancel, order):

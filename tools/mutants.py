@@ -76,12 +76,14 @@ def broken(mutant, functions):
 
 
 def find_tests(names, root):
-    "Arguments for pytest, by test"
-    files = {o: o.read_text(encoding="utf-8") for o in sorted((root/"tests").glob("test_*.py"))}
-    found = {name: [o for o, source in files.items() if re.search(rf"^def {name}\(", source, re.M)] for name in names}
-    for name, paths in found.items():
+    "Arguments for pytest, by test; a name that several files use has its file before it, as in `test_clipping::test_it`"
+    files, found = {o: o.read_text(encoding="utf-8") for o in sorted((root/"tests").glob("test_*.py"))}, {}
+    for name in names:
+        file, _, test = name.rpartition("::")
+        paths = [o for o, source in files.items() if file in ("", o.stem) and re.search(rf"^def {test}\(", source, re.M)]
         if len(paths) != 1: raise StaleMutant(f"There are {len(paths)} tests called `{name}`; there must be one.")
-    return {name: f"tests/{paths[0].name}::{name}" for name, paths in found.items()}
+        found[name] = f"tests/{paths[0].name}::{test}"
+    return found
 
 
 def run_tests(arguments, root):
@@ -112,7 +114,7 @@ def survivors(mutant, root):
         _, failed, output = run_tests(find_tests(mutant.tests, root).values(), root)
     finally:
         path.write_text(whole, encoding="utf-8")
-    return [o for o in mutant.tests if o not in failed], output
+    return [o for o in mutant.tests if o.rpartition("::")[2] not in failed], output
 
 
 def check_healthy(mutants, root):
