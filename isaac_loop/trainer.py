@@ -340,6 +340,7 @@ class Trainer(_ByName):
         self.callbacks,self.history,self.plan = (),History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
         self._named,self._guests,self._training,self._source,self._fitting,self._broken,self._side_runs = {},[],None,_Batches(()),False,False,0
+        self._ended = self._last_ended = True # Did this fit, and the one before it, come to the end?
         self._own_state = None # What changes in callbacks that do not tell it, since the fit began
         check_trainer_class(type(self), self.plan.events)
         _warn_of_own_batch(type(self))
@@ -375,8 +376,10 @@ class Trainer(_ByName):
             if train: _warn_of_missing_steps(self.plan, type(self).__name__ if own else None)
             if not self._side_runs: _warn_of_two_providers(self.plan, train, valid)
             self.history.start_fit()
+            self._last_ended,self._ended = self._ended,False
             self._note_state()
             self._fit(train, valid)
+        self._ended = True
 
     @with_cbs('fit', CancelFitException)
     def _fit(self, train, valid):
@@ -647,7 +650,7 @@ def _forget(self:Trainer, *names):
     for name in names:
         if hasattr(self, name): delattr(self, name)
 
-_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_side_runs', '_own_state', '_preds_at'} # The last is of `epoch_preds`
+_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended', '_last_ended', '_side_runs', '_own_state', '_preds_at'} # The last is of `epoch_preds`
 
 @patch
 def _note_state(self:Trainer, callbacks=None, ready=False):
@@ -769,6 +772,7 @@ def side_run(self:Trainer,
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     self._fitting = False # From here on the callbacks are those of the other run
     self.callbacks,self._named,self._guests,self.history,self._side_runs = (),{},[],History(),self._side_runs+1
+    self._ended = True
     self.plan = Plan(type(self), self.plan.last)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off

@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
+from .resuming import CompleteAlready
 from ..checks import local_path
 from ..events import Order, callback_name
 
@@ -84,8 +85,10 @@ def outcome_of(
 )->tuple: # 'finished', 'stopped' or the name of the exception, and the reason; None without one
     "How a fit ended"
     error = trainer.exception
-    if error is not None: return type(error).__name__,str(error)
-    return ('finished', None) if trainer.stop_reason is None else ('stopped', trainer.stop_reason)
+    if error is not None and not isinstance(error, CompleteAlready): return type(error).__name__,str(error)
+    return ('finished', error and str(error)) if trainer.stop_reason is None else ('stopped', trainer.stop_reason)
+
+ENDED = 'finished','stopped','CancelFitException' # Outcomes in good order
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #0fb612a8
 def _clean(text):
@@ -462,7 +465,7 @@ def _has_ended(self:TrackingCB, run, fit):
     if self.path is None: return False
     try: ends = _TAKING_BACK[self._write][1](self.path, run)
     except (OSError, sqlite3.Error): return False
-    return any(str(o['fit']) == str(fit) and o['outcome'] in ('finished', 'stopped', 'CancelFitException') for o in ends)
+    return any(str(o['fit']) == str(fit) and o['outcome'] in ENDED for o in ends)
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #e286302e
 @patch
