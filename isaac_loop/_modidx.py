@@ -1823,8 +1823,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                     'isaac_loop/callbacks/schedulers.py'),
                                                  'isaac_loop.callbacks.schedulers.BatchSchedulerCB.after_step': ( 'callbacks/schedulers.html#batchschedulercb.after_step',
                                                                                                                   'isaac_loop/callbacks/schedulers.py'),
-                                                 'isaac_loop.callbacks.schedulers.BatchSchedulerCB.log': ( 'callbacks/schedulers.html#batchschedulercb.log',
-                                                                                                           'isaac_loop/callbacks/schedulers.py'),
                                                  'isaac_loop.callbacks.schedulers.EpochSchedulerCB': ( 'callbacks/schedulers.html#epochschedulercb',
                                                                                                        'isaac_loop/callbacks/schedulers.py'),
                                                  'isaac_loop.callbacks.schedulers.EpochSchedulerCB._count_steps': ( 'callbacks/schedulers.html#epochschedulercb._count_steps',
