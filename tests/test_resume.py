@@ -10,6 +10,7 @@ import sys
 import threading
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -578,6 +579,16 @@ def test_a_look_at_the_data_is_no_part_of_the_run(tmp_path):
         dataset.read, dataset.file, dataset.numbers = 0, None, random.Random(1)
     assert seen[0][:3] == seen[1][:3] == (0, None, True)
     assert torch.equal(seen[0][3], seen[1][3]) and seen[0][4] == seen[1][4]
+
+
+def test_what_is_seldom_drawn_by_numbers_of_ones_own_is_no_other_row(tmp_path):
+    "A flip comes up twice alike in one row, so it is taken for random only because it is not in others"
+    class Flipped(Points):
+        def __init__(self, *flips): self.flips, self.ticks, (self.x, self.y) = flips, count(), vars(points()).values()
+        def __getitem__(self, i): return self.x[i]*self.flips[next(self.ticks) % 4], self.y[i]
+    def make_run(*flips): return make_trainer([BasicTrainCB(), CheckpointCB(tmp_path/"run")], DataLoaders(batches_of(Flipped(*flips))), optim.SGD)
+    fit(make_run(1, 1, 1, -1), 1, valid=False)
+    fit(make_run(-1, -1, 1, -1), 2, valid=False)
 
 
 def test_data_that_grow_in_the_course_of_a_fit_go_on_in_the_same_program(tmp_path):
