@@ -13,6 +13,7 @@ from isaac_loop.trainer import *
 from isaac_loop.loaders import *
 from isaac_loop.options import *
 from isaac_loop.annealing import *
+from isaac_loop.own_state import *
 from isaac_loop.kept_state import *
 from isaac_loop.scheduler_checks import *
 from isaac_loop.hooks import *

@@ -66,7 +66,7 @@ def _parse(
     def no_nan(name): raise ValueError(f'{name} is no JSON')
     return json.loads(text, parse_constant=no_nan)
 
-def _read(path, limit):
+def read_small(path, limit):
     "The bytes of an ordinary file, at most `limit`"
     fd = os.open(path, os.O_RDONLY | getattr(os, 'O_NOFOLLOW', 0) | getattr(os, 'O_NONBLOCK', 0))
     with os.fdopen(fd, 'rb') as file:
@@ -158,6 +158,27 @@ def check_manifest(raw):
     for score in fields['metrics'].values(): float(score) # A number, or text such as 'nan'
     return fields
 
+def read_manifest(path):
+    "What the manifest in a folder says, or an error that says why nobody can trust it"
+    try: return check_manifest(read_small(path/MANIFEST_FILE, 10**6))
+    except CheckpointFormatTooNew as e: raise CheckpointFormatTooNew(f'`{path}` {e}') from None
+    except FileNotFoundError:
+        raise CheckpointCorrupt(f'`{path}` has no `{MANIFEST_FILE}`, so it was never finished, or it is no checkpoint. Use another one.') from None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
+        raise CheckpointCorrupt(f'`{path/MANIFEST_FILE}` cannot be trusted: {e}. Use another checkpoint.') from e
+
+# %% ../nbs/08_checkpoint_files.ipynb #3f196c3e
+_DEVICES = {'CON', 'PRN', 'AUX', 'NUL', *(f'{o}{i}' for o in ('COM', 'LPT') for i in range(1, 10))} # Windows knows no files of these names
+
+def name_fault(name):
+    "What is wrong with the name of a checkpoint, or None"
+    if not name or name[0] in '.~ ': return 'it is empty, or begins with a dot, a space or `~`'
+    if name[-1] in '. ': return 'it ends with a dot or a space'
+    odd = sorted({o for o in name if o in '/\\:*?"<>|' or not o.isprintable()})
+    if odd: return f'it has {", ".join(map(repr, odd))} in it'
+    if name.partition('.')[0].rstrip().upper() in _DEVICES: return 'Windows keeps it for a device'
+    if len(os.fsencode(name)) > 200: return 'it has more than 200 bytes'
+
 # %% ../nbs/08_checkpoint_files.ipynb #dea15d4a
 def _check_files(files):
     "Refuse a list of files that names anything but ours, in this folder"
@@ -174,11 +195,7 @@ class Checkpoint:
         path, # Its folder
     ):
         self.path = local_path(path, 'Checkpoint', 'path')
-        try: self.manifest = check_manifest(_read(self.path/MANIFEST_FILE, 10**6))
-        except CheckpointFormatTooNew as e: raise CheckpointFormatTooNew(f'`{self.path}` {e}') from None
-        except FileNotFoundError: raise CheckpointCorrupt(f'`{self.path}` has no `{MANIFEST_FILE}`, so it was never finished, or it is no checkpoint. Use another one.') from None
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
-            raise CheckpointCorrupt(f'`{self.path/MANIFEST_FILE}` cannot be trusted: {e}. Use another checkpoint.') from e
+        self.manifest = read_manifest(self.path)
         for o in ('run_id', 'serial', 'step', 'epoch', 'samples'): setattr(self, o, self.manifest[o])
         self.metrics = {k: float(v) for k,v in self.manifest['metrics'].items()}
         for name,about in self.manifest['files'].items(): self._check_size(name, about['bytes'])

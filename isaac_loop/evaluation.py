@@ -49,6 +49,7 @@ def _fresh(recorder, without):
 # %% ../nbs/92_evaluation.ipynb #13838542
 class DropoutOnCB:
     "Leave dropout on during validation"
+    stateless = '_switched'
     on_train = False
     def __init__(self,
         kinds=nn.modules.dropout._DropoutNd, # Class of the modules to switch on, or a tuple of classes

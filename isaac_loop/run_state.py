@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['stateful_callbacks', 'bare', 'opt_defaults', 'generators', 'take_parts', 'take_state', 'check_fits', 'put_state',
-           'put_weights', 'put_position', 'put_generators', 'put_random']
+           'put_callbacks', 'put_weights', 'put_position', 'put_generators', 'put_random']
 
 # %% ../nbs/27_run_state.ipynb #43547c4f
-import warnings
+import inspect, warnings
+from contextlib import contextmanager
 
 import torch
 from torch import nn, optim
 
 from .events import callback_name
 from .fingerprint import data_of, differences, loss_of, unchecked
-from .state import ResumeMismatch, StateOwnerMissing, plain, plain_random_state, set_plain_random_state
+from .snapshot import random_state, set_random_state
+from .state import ResumeMismatch, StateOwnerMissing, from_plain, plain, plain_random_state, set_plain_random_state
 from .tensors import map_tensors
 from .trainer import n_batches
 
@@ -29,8 +31,18 @@ def stateful_callbacks(
         name = callback_name(cb)
         if any(has) and not all(has):
             raise TypeError(f'`{name}` has only one of `state_dict` and `load_state_dict`, so its state would be saved and lost, or never saved. Give it both.')
-        if all(has): found[name] = cb
+        if all(has): found[name] = _checked(name, cb)
     return found
+
+def _checked(name, callback):
+    "`callback`, if its two methods can be called as they are"
+    for method,given,form in (('state_dict', (), 'state_dict(self)'), ('load_state_dict', ({},), 'load_state_dict(self, state)')):
+        try: inspect.signature(getattr(callback, method)).bind(*given)
+        except TypeError as e:
+            raise TypeError(f'`{name}.{method}` cannot be called as `{form}`: {e}. Its state would be lost. '
+                            'What it needs of the trainer it can keep as an attribute in `before_fit`.') from None
+        except ValueError: pass # Some built-in functions have no signature
+    return callback
 
 # %% ../nbs/27_run_state.ipynb #b82c6b1d
 def _parts(trainer, kind): return {name: o for name,o in vars(trainer).items() if isinstance(o, kind) and name != 'model'}
@@ -84,10 +96,28 @@ def take_parts(
     copy:bool=True, # As for `take_state`
 )->dict: # Plain data, a part of what `take_state` gives
     "What a validation pass may change: history, random numbers, loaders and callbacks"
-    state = dict(history=trainer.history.state_dict(), random=plain_random_state(), loaders={name: o.state_dict() for name,o in _loaders(trainer).items()})
-    state = {name: plain(o, f'the state of `{name}`', copy) for name,o in state.items()}
-    state['generators'] = {name: o.get_state() for name,o in generators(trainer).items()}
-    return state | {'callbacks': {name: plain(_state_of(name, cb), f'{name}.state_dict()', copy) for name,cb in stateful_callbacks(trainer).items()}}
+    with _undrawn():
+        state = dict(random=plain_random_state(), history=trainer.history.state_dict(), loaders={name: o.state_dict() for name,o in _loaders(trainer).items()})
+        state = {name: plain(o, f'the state of `{name}`', copy) for name,o in state.items()}
+        state['generators'] = {name: o.get_state() for name,o in generators(trainer).items()}
+        return state | dict(callbacks=_told_states(trainer, copy), own=_own_states(trainer, copy))
+
+@contextmanager
+def _undrawn():
+    "Put random numbers back that a `state_dict` has drawn"
+    before = random_state()
+    try: yield
+    finally: set_random_state(before)
+
+def _told_states(trainer, copy):
+    "What callbacks tell of themselves"
+    theirs = {id(p): name for m in [trainer.model, *_parts(trainer, nn.Module).values()] if isinstance(m, nn.Module) for name,p in m.named_parameters()}
+    return {name: plain(_state_of(name, cb), f'{name}.state_dict()', copy, exact=theirs) for name,cb in stateful_callbacks(trainer).items()}
+
+def _own_states(trainer, copy):
+    "What changes in callbacks that tell nothing"
+    own = getattr(trainer, '_own_state', None)
+    return own.take(trainer, copy) if own is not None else {}
 
 def _state_of(name, callback):
     "The state of `callback`; an error says whose it is"
@@ -115,12 +145,15 @@ def take_state(
     "All that this run must remember to go on later"
     swapped = [callback_name(o) for o in trainer.callbacks if getattr(o, 'weights_swapped', False)]
     if swapped: raise RuntimeError(f'`{swapped[0]}` has its own weights in the model at present, so the training weights cannot be saved. Save between two passes, or in a training pass.')
-    opts,modules = _parts(trainer, optim.Optimizer),_parts(trainer, nn.Module)
+    with _undrawn(): return _take(trainer, epoch, batches, finished, pass_start, copy)
+
+def _take(trainer, epoch, batches, finished, pass_start, copy):
+    parts,opts,modules = take_parts(trainer, copy),_parts(trainer, optim.Optimizer),_parts(trainer, nn.Module)
     state = dict(position=_position(trainer, epoch, batches, finished), pass_start=pass_start, opt_defaults=opt_defaults(trainer), data=data_of(trainer), loss_func=loss_of(trainer),
                  opt_classes={name: type(o).__name__ for name,o in opts.items()}, opts={name: o.state_dict() for name,o in opts.items()},
                  modules={name: o.state_dict() for name,o in modules.items()},
                  grads={i: p.grad for i,p in enumerate(_parameters(trainer)) if p.grad is not None})
-    state = {name: plain(o, f'the state of `{name}`', copy) for name,o in state.items()} | take_parts(trainer, copy)
+    state = {name: plain(o, f'the state of `{name}`', copy) for name,o in state.items()} | parts
     weights = bare(trainer.model).state_dict()
     return map_tensors(torch.clone, dict(weights)) if copy else weights, state
 
@@ -250,8 +283,18 @@ def put_state(
     for i,p in enumerate(_parameters(trainer)): p.grad = state['grads'][i].to(p.device, copy=True) if i in state['grads'] else None
     trainer.history.load_state_dict(state['history'])
     trainer.n_updates = state['position']['n_updates']
+    put_callbacks(trainer, state)
+
+def put_callbacks(
+    trainer, # As for `put_state`
+    state:dict, # As `take_state` gave it
+    tell:bool=True, # Warn of what differs?
+):
+    "Let callbacks be as they were, whether they tell their state or not"
     for name,cb in stateful_callbacks(trainer).items():
-        if name in state['callbacks']: cb.load_state_dict(map_tensors(torch.clone, state['callbacks'][name]))
+        if name in state['callbacks']: cb.load_state_dict(from_plain(state['callbacks'][name]))
+    own = getattr(trainer, '_own_state', None)
+    if own is not None and state.get('own'): own.put(trainer, state['own'], tell)
 
 # %% ../nbs/27_run_state.ipynb #8fc9549f
 @torch.no_grad()

@@ -83,7 +83,7 @@ def load(self:Trainer,
     weights,state,manifest = _read(folder, best, monitor, mode)
     if 'measured_with' in manifest['info']: _warn_of_average(manifest)
     if 'opt' in state['opts'] and 'opt' not in vars(self): self._make_opt_for(state)
-    state['callbacks'] = {} # They begin anew with the next fit, as always
+    state['callbacks'],state['own'] = {},{k: o for k,o in state.get('own', {}).items() if not k} # Callbacks begin anew with the next fit, as always
     check_fits(self, weights, state, strict=False)
     put_state(self, weights, state)
     put_position(self, state)

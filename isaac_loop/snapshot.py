@@ -44,7 +44,9 @@ def _nothing(): pass
 
 def _of_list(x):
     items = list(x) if isinstance(x, list) else x[:]
-    def put_back(): x[:] = items
+    def put_back():
+        if isinstance(x, list): list.__setitem__(x, slice(None), items) # A subclass may tell others when it changes
+        else: x[:] = items
     return put_back, items if isinstance(x, list) else ()
 
 def _of_dict(x):
@@ -185,7 +187,7 @@ class Snapshot:
         self.plan = own.get('plan') if isinstance(own.get('plan'), Plan) else None # Worked out anew when restoring
         self.fitting,self.training = own.get('_fitting'),getattr(self.plan, 'training', None)
         keep = keep if isinstance(keep, (list, tuple, set, frozenset)) else [keep]
-        seen,loaders = {id(o): o for o in [*keep, self.plan]},_loaders(own)
+        seen,loaders = {id(o): o for o in [*keep, self.plan, own.get('_own_state')]},_loaders(own)
         self._walk([trainer], seen, loaders)
         self._walk(loaders, seen)
 

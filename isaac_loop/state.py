@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LoopError', 'CheckpointCorrupt', 'CheckpointFormatTooNew', 'NoValidCheckpoint', 'CheckpointFolderBusy',
-           'ResumeMismatch', 'UnsaveableState', 'StateOwnerMissing', 'CheckpointWriteFailed', 'plain',
+           'ResumeMismatch', 'UnsaveableState', 'StateOwnerMissing', 'CheckpointWriteFailed', 'plain', 'from_plain',
            'plain_random_state', 'set_plain_random_state']
 
 # %% ../nbs/07_state.ipynb #5ad79ff5
@@ -93,18 +93,20 @@ def _plain_numpy(x):
     return torch.from_numpy(x.astype(x.dtype.newbyteorder('='), copy=True, order='C'))
 
 # %% ../nbs/07_state.ipynb #77e8686f
+_PLAIN_ONLY = ('A checkpoint must be readable without running code, '
+               'so it holds numbers, text, tensors, and lists, tuples, sets and dicts of them.')
+
 class _Walk:
     "One walk through a tree of state"
     def __init__(self, where, copy): self.where,self.copy,self.tensors = where,copy,{}
 
-    def refuse(self, path, what):
+    def refuse(self, path, what, why=_PLAIN_ONLY):
         "Raise the error that names the place"
         keys = []
         while path:
             keys.append(f'[{path[1]!r}]'[:80])
             path = path[0]
-        raise UnsaveableState(f'{self.where}{"".join(reversed(keys))} is {what}. A checkpoint must be readable without running code, '
-                              'so it holds numbers, text, tensors, and lists, tuples, sets and dicts of them.')
+        raise UnsaveableState(f'{self.where}{"".join(reversed(keys))} is {what}. {why}')
 
 # %% ../nbs/07_state.ipynb #0f1b597f
 def _kind(x):
@@ -153,14 +155,123 @@ def _key(self, x, path):
 
 _Walk.walk,_Walk.container,_Walk.key = _walk,_container,_key
 
+# %% ../nbs/07_state.ipynb #a9ee45dd
+_KEPT = '__kept__' # The key of a dict that says what `from_plain` makes of it
+
+class _ExactWalk(_Walk):
+    "A walk that keeps the types of NumPy, parameters, and memory that tensors share"
+    def __init__(self, where, copy, others):
+        super().__init__(where, copy)
+        self.others,self.memory,self.arrays = others,{},[]
+
+    def walk(self, x, path=None, depth=0):
+        "`x` as plain data, from which `from_plain` makes `x` again"
+        numpy = type(x).__module__ == 'numpy'
+        if not (numpy or isinstance(x, torch.Tensor)): return super().walk(x, path, depth)
+        if id(x) not in self.tensors: self.tensors[id(x)] = ((self.numpy if numpy else self.tensor)(x, path), x)
+        return self.tensors[id(x)][0]
+
+    def key(self, x, path): return super().key(x.item() if type(x).__module__ == 'numpy' and hasattr(x, 'item') else x, path)
+
+    def numpy(self, x, path):
+        "A number or an array of NumPy"
+        value,np = super().walk(x, path),sys.modules['numpy']
+        if isinstance(x, np.ndarray):
+            if any((x.base is not None or o.base is not None) and np.may_share_memory(o, x) for o in self.arrays): self.refuse(path, *_SHARED_ARRAY)
+            self.arrays.append(x)
+        return {_KEPT: 'numpy', 'value': value, 'dtype': x.dtype.str, 'order': 'F' if x.flags.fnc else 'C'}
+
+    def tensor(self, x, path):
+        "A tensor; a parameter, or one that wants a gradient, says so"
+        if id(x) in self.others: self.refuse(path, f'the parameter `{self.others[id(x)]}` of the model itself', _PARAMETER)
+        if x.requires_grad and not x.is_leaf: self.refuse(path, *_ON_GRAPH)
+        made = self.in_memory(x, path)
+        if not (x.requires_grad or type(x) is torch.nn.Parameter): return made
+        return {_KEPT: 'leaf', 'value': made, 'parameter': type(x) is torch.nn.Parameter, 'requires_grad': x.requires_grad}
+
+_PARAMETER = 'It is saved with the model, and a tensor apart would come back. Leave it out, or save a copy: `x.detach().clone()`.'
+_ON_GRAPH = 'a tensor that hangs on the graph of its gradient', 'The graph cannot be kept, so another tensor would come back. Save `x.detach()`.'
+_SHARED_ARRAY = 'an array in the memory of another one of this state', 'Two arrays apart would come back. Save one of them, and make the other from it in `load_state_dict`, or save a copy.'
+
+# %% ../nbs/07_state.ipynb #932bf560
+def _extent(x):
+    "First byte of a tensor in its memory, and the one behind its last"
+    first,size = x.storage_offset(),x.element_size()
+    return first*size, (first+1+sum((n-1)*step for n,step in zip(x.shape, x.stride())))*size
+
+def _geometry(x): return x.dtype,tuple(x.shape),x.stride(),x.storage_offset()
+
+def _in_memory(self, x, path):
+    "The plain tensor for `x`, or a dict that describes it as a view"
+    odd = type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_conj() or x.is_neg()
+    if odd or x.is_meta or x.is_nested or not x.numel(): return _Walk.walk(self, x, path)
+    memory = x.untyped_storage()
+    there = self.memory.setdefault((x.device, memory.data_ptr()), [])
+    made = next((made for o,made in there if _geometry(o) == _geometry(x)), None)
+    if made is None:
+        alone = not there and memory.nbytes() == x.numel()*x.element_size()
+        made = _Walk.walk(self, x, path) if alone else {_KEPT: 'view', **dict(zip(('dtype', 'shape', 'stride', 'offset'), _geometry(x)))}
+        there.append((x, made))
+    return made
+
+def _finish(self, made):
+    "Give the views the memory that they lie in"
+    for there in self.memory.values():
+        spans = sorted(_extent(o) for o,_ in there)
+        overlap = any(after[0] < before[1] for before,after in zip(spans, spans[1:]))
+        whole = there[0][1] if torch.is_tensor(there[0][1]) else None
+        if overlap and whole is None: whole = _plain_tensor(torch.empty(0, dtype=torch.uint8, device=there[0][0].device).set_(there[0][0].untyped_storage()), self.copy)
+        for x,view in there:
+            if torch.is_tensor(view): continue
+            if overlap: view['of'] = whole
+            else: view.update({_KEPT: 'apart', 'value': _plain_tensor(x, self.copy)})
+    return made
+
+_ExactWalk.in_memory,_ExactWalk.finish = _in_memory,_finish
+
 # %% ../nbs/07_state.ipynb #76ef534f
 def plain(
     tree, # State: numbers, text, tensors, NumPy values, and containers of them, however deep
     where:str='', # What to call the tree in an error, such as 'EarlyStop.state_dict()'
     copy:bool=True, # Copy tensors that are on the CPU already?
+    exact=False, # True to keep types of NumPy, parameters and shared memory, for `from_plain`; or names, by `id`, of parameters that others save and that are refused here
 ): # The same tree in plain types, its tensors detached and on the CPU
     "`tree` as data that `torch.load(weights_only=True)` is certain to read"
-    return _Walk(where or 'state', copy).walk(tree)
+    if exact is False: return _Walk(where or 'state', copy).walk(tree)
+    walk = _ExactWalk(where or 'state', copy, {} if exact is True else exact)
+    return walk.finish(walk.walk(tree))
+
+def from_plain(
+    tree, # What `plain` gave, saved and loaded or not
+): # The same tree, in memory of its own
+    "What `plain(..., exact=True)` was given; other plain data is copied"
+    return _again(tree, {})
+
+def _again(x, made):
+    "`x` made again; `made` has what stands in several places"
+    if _is_easy(x): return x
+    if id(x) not in made: made[id(x)] = _remade(x, made) if type(x) is dict and _KEPT in x else _copied(x, made)
+    return made[id(x)]
+
+def _copied(x, made):
+    "A copy of a tensor or container"
+    if torch.is_tensor(x): return x.clone()
+    if isinstance(x, dict):
+        found = type(x)({k: _again(o, made) for k,o in x.items()})
+        if hasattr(x, '__dict__'): vars(found).update(vars(x))
+        return found
+    return type(x)(_again(o, made) for o in x) if type(x) in (list, tuple, set) else x
+
+def _remade(x, made):
+    "What a dict of an exact state describes"
+    kind = x[_KEPT]
+    if kind == 'view': return torch.empty(0, dtype=x['dtype']).set_(_again(x['of'], made).untyped_storage(), x['offset'], x['shape'], x['stride'])
+    value = _again(x['value'], made)
+    if kind == 'leaf': return torch.nn.Parameter(value, x['requires_grad']) if x['parameter'] else value.requires_grad_(x['requires_grad'])
+    if kind != 'numpy': return value
+    import numpy as np # Only in a state of somebody who used NumPy
+    dtype = np.dtype(x['dtype'])
+    return value.numpy().astype(dtype, order=x['order'], copy=False) if torch.is_tensor(value) else dtype.type(value)
 
 # %% ../nbs/07_state.ipynb #1e0e48d7
 def plain_random_state()->dict: # For `set_plain_random_state`

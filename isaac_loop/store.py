@@ -7,16 +7,18 @@ __all__ = ['CheckpointStore']
 
 # %% ../nbs/17_store.ipynb #ccd8087b
 import hashlib, io, itertools, json, math, numbers, operator, os, platform, re, shutil, string, sys, uuid, warnings, weakref
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from fastcore.basics import patch
+from safetensors import safe_open
 from safetensors.torch import save as safetensors_bytes
 
 from . import __version__
-from .checkpoint_files import Checkpoint, FORMAT, MANIFEST_FILE, MODEL_FILE, STATE_FILE, check_manifest, checkpoints_near, manifest_bytes, pack_weights
+from .checkpoint_files import Checkpoint, FORMAT, MANIFEST_FILE, MODEL_FILE, STATE_FILE, check_manifest, checkpoints_near, manifest_bytes, name_fault, pack_weights, read_manifest, read_small
 from .checks import local_path
 from .events import did_you_mean
 from .state import CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, NoValidCheckpoint, UnsaveableState, plain
@@ -40,60 +42,113 @@ def _sync(folder):
     try: os.fsync(fd)
     finally: os.close(fd)
 
+# %% ../nbs/17_store.ipynb #aede0b28
+_MARK = '.isaac_loop' # In every hidden folder until its contents are complete
+_HINTS = ('last.json', 'best.json')
+_WRITTEN = (MODEL_FILE, STATE_FILE, *_HINTS, MANIFEST_FILE, _MARK) # All that is ever written into a folder, the proofs last
+
+def _hidden(folder, kind, name):
+    "A new name for what nobody is to see"
+    return folder/f'.{kind}-{name}-{uuid.uuid4().hex[:8]}'
+
+def _make_hidden(folder, name):
+    "Make a marked folder for what is not complete"
+    path = _hidden(folder, 'tmp', name)
+    os.mkdir(path)
+    _write(path/_MARK, b'', sync=False)
+    return path
+
 def _remove(path):
-    "Delete a file, a link or a folder; a checkpoint's manifest first, so that what is left cannot be taken for one"
-    if os.path.islink(path) or not os.path.isdir(path): return os.unlink(path)
-    for name in sorted(os.listdir(path), key=lambda o: o != MANIFEST_FILE): _remove(os.path.join(path, name))
+    "Delete a folder that this library wrote"
+    for name in _WRITTEN:
+        if os.path.lexists(path/name): os.unlink(path/name)
     os.rmdir(path)
 
 def _discard(path):
-    "Take `path` out of sight at once, then delete it"
-    trash = path.with_name(f'.trash-{path.name.lstrip(".")}-{uuid.uuid4().hex[:8]}')
+    "Take a checkpoint out of sight at once, then delete it"
+    trash = _hidden(path.parent, 'trash', path.name)
     os.rename(path, trash)
     _remove(trash)
 
+# %% ../nbs/17_store.ipynb #a655bcc3
+def _has_manifest(path):
+    "Whether a folder has a manifest that this library wrote"
+    try: return bool(read_manifest(path))
+    except (CheckpointCorrupt, CheckpointFormatTooNew): return False
+
+def _is_ours(path):
+    "Whether a hidden folder was certainly made by this library, and has nothing else in it"
+    if os.path.islink(path) or not os.path.isdir(path): return False
+    with os.scandir(path) as found: files = {o.name: o.is_file(follow_symlinks=False) for o in found}
+    if not all(o in _WRITTEN and is_file for o,is_file in files.items()): return False
+    return not files or _MARK in files or _has_manifest(path) # An empty one has nothing to lose
+
 # %% ../nbs/17_store.ipynb #1eb65953
-_LEFTOVER = re.compile(r'\.(tmp|old|trash)-(.+)-[0-9a-f]+')
+_LEFTOVER = re.compile(r'\.(tmp|old|trash)-(.+)-[0-9a-f]{8}')
 
 def _sweep(folder):
     "Put away what a killed process left behind in `folder`"
     for name in sorted(os.listdir(folder)):
         found = _LEFTOVER.fullmatch(name)
-        if not found: continue
-        path,target = folder/name,folder/found[2]
-        if found[1] == 'old' and not os.path.lexists(target): os.rename(path, target)
-        elif found[1] == 'trash': _remove(path)
-        else: _discard(path)
+        if not found or not _is_ours(folder/name): continue
+        old = _whole(folder/name) if found[1] == 'old' else None
+        if old is None: _remove(folder/name)
+        else: _put_back_or_remove(old, folder/found[2])
 
-def _is_whole(path):
-    "Whether `path` is a checkpoint with all its files"
-    try: Checkpoint(path)
-    except (CheckpointCorrupt, CheckpointFormatTooNew): return False
-    return True
+def _put_back_or_remove(old, target):
+    "Give a replaced checkpoint its name back if the new one did not arrive; those of other runs stay where they are"
+    if not os.path.lexists(target): return os.rename(old.path, target) if _is_at_home(old) else None
+    new = _whole(target)
+    if new is not None and new.run_id == old.run_id: _remove(old.path)
+
+def _whole(path):
+    "The checkpoint at `path`, or None if there is none with all its files"
+    try: return Checkpoint(path) if not os.path.islink(path) else None
+    except (CheckpointCorrupt, CheckpointFormatTooNew): return None
+
+def _is_at_home(old):
+    "Whether the run of a replaced checkpoint has others in its folder, or one that was to replace it, or is alone"
+    folder = old.path.parent
+    found = [_whole(folder/o) for o in os.listdir(folder) if not o.startswith('.') or o.startswith('.tmp-')]
+    runs = {o.run_id for o in found if o is not None}
+    return not runs or old.run_id in runs
 
 # %% ../nbs/17_store.ipynb #797158e9
 class _Lock:
     "Hold a folder for this process"
     held,fd,owner = weakref.WeakSet(),None,None
     def __init__(self, folder):
-        self.fd,self.owner = os.open(folder/'.lock', os.O_RDWR | os.O_CREAT, 0o666),os.getpid()
+        fd = os.open(folder/'.lock', os.O_RDWR | os.O_CREAT | getattr(os, 'O_NOFOLLOW', 0), 0o666)
+        try: self._hold(fd, folder)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd,self.owner,self._is = fd,os.getpid(),os.fstat(fd)
+        _Lock.held.add(self)
+
+    def _hold(self, fd, folder):
+        "Lock the file, and write into it whose it is"
+        holder = os.pread(fd, 100, 0).decode(errors='replace')
+        if not re.fullmatch('[0-9]*', holder): raise OSError('the file `.lock` in it was not written by this library')
         try:
-            if fcntl: fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fcntl: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self.fd, 100, 0).decode(errors='replace')
-            self.release(unlock=False)
             who = 'this process itself; close the other store first' if holder == str(os.getpid()) else f'the process {holder}; wait until it ends, or use another folder'
             raise CheckpointFolderBusy(f'`{folder}` is being written to by {who}. Two runs in one folder would delete each other\'s checkpoints. To look only, pass `read_only=True`.') from None
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, str(os.getpid()).encode(), 0)
-        _Lock.held.add(self)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
 
     def release(self, unlock=True):
         "Let others have the folder"
         fd,self.fd = self.fd,None
-        if fd is None: return
+        if fd is None or not self._is_open(fd): return
         if unlock and fcntl and os.getpid() == self.owner: fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+
+    def _is_open(self, fd):
+        "Whether `fd` is still the lock: a program that becomes a daemon closes everything, and others get the numbers"
+        try: return os.path.samestat(os.fstat(fd), self._is)
+        except OSError: return False
 
     def __del__(self): self.release()
 
@@ -104,21 +159,33 @@ if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget_l
 
 # %% ../nbs/17_store.ipynb #15d605d3
 _FIXED = ('step', 'epoch', 'samples')
+STEP_NAME = 'step-{step:08}' # The usual pattern, and that for the middle of an epoch
 
-def _check_pattern(name):
+def _fields(pattern): return [o for _,o,_,_ in string.Formatter().parse(pattern) if o is not None]
+
+def check_pattern(
+    pattern, # For the names of checkpoints
+):
     "Refuse a pattern that could not become the name of a folder"
-    try: fields = [o for _,o,_,_ in string.Formatter().parse(name) if o is not None]
-    except ValueError as e: raise ValueError(f'`pattern` is {name!r}, which is no pattern: {e}. Use something like `step-{{step:08}}`.') from None
-    odd = [o for o in fields if not o.isidentifier()]
-    if odd or not name or name.startswith('.') or re.search(r'[/\\\0]', name):
-        raise ValueError(f'`pattern` is {name!r}, but a checkpoint is one visible folder in the run\'s folder. Use a plain name such as `step-{{step:08}}`.')
+    advice = 'Use a plain name such as `step-{step:08}`.'
+    try:
+        fields = _fields(pattern)
+        made = pattern.format(**{o: 0 if o in _FIXED else 0.5 for o in fields if o.isidentifier()})
+    except (ValueError, LookupError, TypeError, AttributeError) as e: raise ValueError(f'`pattern` is {pattern!r}, which is no pattern: {e}. {advice}') from None
+    if fault := name_fault(made): raise ValueError(f'`pattern` is {pattern!r}, but a checkpoint is one visible folder in the run\'s folder, and {made!r} is no name for that: {fault}. {advice}')
 
-def _fill(name, values):
+def _may_be_named(name, pattern):
+    "Whether `pattern` may have given the name"
+    number = r'(?:[-+.e\d]+|nan|-?inf)'
+    parts = [re.escape(text) + ('' if field is None else number) for text,field,_,_ in string.Formatter().parse(pattern)]
+    return re.fullmatch(''.join(parts) + r'(-\d+)?', name) is not None
+
+def _fill(pattern, values):
     "The name of a checkpoint"
-    missing = [o for _,o,_,_ in string.Formatter().parse(name) if o is not None and values.get(o) is None]
-    if missing: raise LookupError(f'`pattern` is {name!r}, but this checkpoint has no `{missing[0]}`. It has {[k for k,v in values.items() if v is not None]}.{did_you_mean(missing[0], values)}')
-    made = name.format(**values)
-    if not re.fullmatch(r'[^./\\\0][^/\\\0]{0,150}', made): raise ValueError(f'`pattern` {name!r} gave {made!r}, which is no name for a folder.')
+    missing = [o for o in _fields(pattern) if values.get(o) is None]
+    if missing: raise LookupError(f'`pattern` is {pattern!r}, but this checkpoint has no `{missing[0]}`. It has {[k for k,v in values.items() if v is not None]}.{did_you_mean(missing[0], values)}')
+    made = pattern.format(**values)
+    if fault := name_fault(made): raise ValueError(f'`pattern` {pattern!r} gave {made!r}, which is no name for a folder: {fault}.')
     return made
 
 # %% ../nbs/17_store.ipynb #73f7c32c
@@ -147,16 +214,16 @@ class CheckpointStore:
         keep_last:int=2, # Newest to keep, 2 or more; None keeps all
         keep_best:int=1, # Best to keep, by `monitor`; 0 and None keep none for that
         keep_every:int=None, # Also keep each one whose step is a multiple of this
-        pattern:str='step-{step:08}', # Pattern of names, with `step`, `epoch`, `samples` and metrics
+        pattern:str=STEP_NAME, # Pattern of names, with `step`, `epoch`, `samples` and metrics
         monitor:str=None, # Metric that says which is best; None: there is no best
         mode:str='min', # 'min' when lower is better, 'max' when higher is
         read_only:bool=False, # Only look: no lock, and nothing is changed
     ):
         check_keeping(keep_last, keep_best, keep_every, mode)
-        _check_pattern(pattern)
+        check_pattern(pattern)
         self.folder,self.run_id,self.pattern,self.monitor,self.mode,self.read_only = local_path(folder, 'CheckpointStore').absolute(),run_id,pattern,monitor,mode,read_only
         self.keep_last,self.keep_best,self.keep_every = keep_last,keep_best,keep_every
-        self.resumed_from,self._lock = None,None
+        self.resumed_from,self.loaded_from,self._lock = None,None,None
         if not read_only: self._open()
 
     def __enter__(self): return self
@@ -175,12 +242,12 @@ class CheckpointStore:
 @patch
 def _open(self:CheckpointStore):
     "Make the folder, lock it, try it out, and tidy up"
-    probe = self.folder/f'.tmp-probe-{uuid.uuid4().hex[:8]}'
+    probe = _hidden(self.folder, 'tmp', 'probe')
     try:
         os.makedirs(self.folder, exist_ok=True)
         self._lock = _Lock(self.folder)
-        _write(probe, b'x')
-        os.unlink(probe)
+        os.mkdir(probe)
+        os.rmdir(probe)
         _sweep(self.folder)
     except CheckpointFolderBusy: raise
     except OSError as e:
@@ -199,12 +266,68 @@ def close(self:CheckpointStore):
 def _scan(self:CheckpointStore):
     "Whole checkpoints in the order of saving, and the errors of the others by path"
     good,bad = [],{}
-    for entry in os.scandir(self.folder) if self.folder.is_dir() else ():
-        if entry.name.startswith('.') or not entry.is_dir(follow_symlinks=False): continue
-        try: good.append(Checkpoint(entry.path))
+    for path in self._visible():
+        try:
+            if path.is_symlink(): self._check_link(path)
+            elif path.is_dir(): good.append(Checkpoint(path))
         except (CheckpointCorrupt, CheckpointFormatTooNew) as e:
-            if all(os.path.lexists(os.path.join(entry.path, o)) for o in (MODEL_FILE, STATE_FILE)) or os.path.lexists(os.path.join(entry.path, MANIFEST_FILE)): bad[Path(entry.path)] = e
-    return sorted(good, key=lambda o: (o.serial, o.step, o.path.name)), dict(sorted(bad.items()))
+            if path.is_symlink() or self._looks_saved(path): bad[path] = e
+    return sorted(good, key=lambda o: (o.serial, o.step, o.path.name)), bad
+
+@patch
+def _visible(self:CheckpointStore): return [self.folder/o for o in sorted(os.listdir(self.folder)) if not o.startswith('.')] if self.folder.is_dir() else []
+
+@patch
+def _is_name(self:CheckpointStore, name): return any(_may_be_named(name, o) for o in (self.pattern, STEP_NAME))
+
+@patch
+def _looks_saved(self:CheckpointStore, path):
+    "Whether a folder that is no whole checkpoint is, or was to be, a part of one"
+    names = set(_names(path))
+    if len(names & {MODEL_FILE, STATE_FILE, MANIFEST_FILE}) > 1 or (self._is_name(path.name) and names <= set(_WRITTEN)): return True
+    return _has_manifest(path) or _are_our_weights(path/MODEL_FILE)
+
+def _names(path):
+    "What is in a folder, if one may look"
+    try: return sorted(os.listdir(path))
+    except OSError: return []
+
+def _are_our_weights(path):
+    "Whether a file has weights that this library wrote"
+    try:
+        with safe_open(str(path), 'pt') as file: return 'isaac_loop' in (file.metadata() or {})
+    except Exception: return False
+
+@patch
+def _check_link(self:CheckpointStore, path):
+    "Raise an error for a link to a checkpoint elsewhere, which would be passed over"
+    there = Path(os.path.realpath(path))
+    if os.path.lexists(there/MANIFEST_FILE): lost = not os.path.samefile(there.parent, self.folder)
+    else: lost = self._is_name(path.name)
+    if lost: raise CheckpointCorrupt(f'`{path}` is a link to `{there}`, and links are not followed, since what is there may change or go without this folder. Copy the checkpoint itself.')
+
+# %% ../nbs/17_store.ipynb #f897c18e
+@patch
+def traces(self:CheckpointStore)->dict: # Path to reason, as text
+    "Everything here that a run has left, or that was copied here, and that nothing can go on from"
+    good,bad = self._scan()
+    found = {path: str(e) for path,e in bad.items()}
+    for path in self._visible():
+        if path in found or path in [o.path for o in good] or path.is_symlink(): continue
+        why = _why_below(path) if path.is_dir() else _why_loose(path)
+        if why: found[path] = why
+    return found
+
+def _why_loose(path):
+    "What a file says about checkpoints that are not there, or None"
+    if path.name in _HINTS and (hint := _read_hint(path)): return None if os.path.lexists(path.parent/str(hint['path'])) else f'it names the checkpoint {hint["path"]!r:.60}, which is not there'
+    ours = path.name == STATE_FILE or (path.name == MANIFEST_FILE and _has_manifest(path.parent)) or (path.suffix == '.safetensors' and _are_our_weights(path))
+    return f'it is one of the files of a checkpoint, which is a folder with `{MODEL_FILE}`, `{STATE_FILE}` and `{MANIFEST_FILE}`' if ours else None
+
+def _why_below(path):
+    "Which checkpoints were moved into a folder, or None; one with a lock is the folder of another run"
+    names = [] if os.path.lexists(path/'.lock') else [o for o in _names(path) if os.path.lexists(path/o/MANIFEST_FILE)]
+    return f'it has {names[-3:]} in it, and nothing is looked for in there' if names else None
 
 # %% ../nbs/17_store.ipynb #f830a030
 @patch
@@ -223,7 +346,8 @@ def _target(self:CheckpointStore, name, step):
     for n in itertools.count(1):
         path = self.folder/(name if n == 1 else f'{name}-{n}')
         if not os.path.lexists(path): return path
-        if not path.is_symlink() and _is_whole(path) and ((found := Checkpoint(path)).run_id, found.step) == (self.run_id, step): return path
+        found = _whole(path)
+        if found is not None and (found.run_id, found.step) == (self.run_id, step): return path
 
 # %% ../nbs/17_store.ipynb #a6615407
 @patch
@@ -301,6 +425,9 @@ def save(self:CheckpointStore,
 )->Path: # Folder of the checkpoint
     "Write a checkpoint; when this returns it is on the disk, whole"
     self._check_open()
+    if not isinstance(weights, Mapping):
+        hint = ' Pass its `state_dict()`.' if hasattr(weights, 'state_dict') else ''
+        raise UnsaveableState(f'`weights` is a {type(weights).__name__}, but weights are tensors by name, as in the `state_dict` of a model.{hint}')
     metrics = {str(k): _score(k, v) for k,v in (metrics or {}).items()}
     if self.monitor and metrics and self.monitor not in metrics:
         raise LookupError(f'The best checkpoint is chosen by `{self.monitor}`, but the metrics are {list(metrics)}.{did_you_mean(self.monitor, metrics)}')
@@ -338,11 +465,11 @@ def _in_background(f, *args):
 # %% ../nbs/17_store.ipynb #1503c8f1
 def _put(folder, name, target, files):
     "Write `files` into a hidden folder, and then make it visible as `target`"
-    hidden = folder/f'.tmp-{name}-{uuid.uuid4().hex[:8]}'
-    os.mkdir(hidden)
+    hidden = _make_hidden(folder, name)
     for file,data in files.items(): _write(hidden/file, data() if callable(data) else data) # The manifest is last
+    os.unlink(hidden/_MARK) # From here on the manifest is the proof
     _sync(hidden)
-    if os.path.lexists(target): os.rename(target, folder/f'.old-{target.name}-{uuid.uuid4().hex[:8]}') # A folder cannot be renamed onto one that has something in it
+    if os.path.lexists(target): os.rename(target, _hidden(folder, 'old', target.name)) # A folder cannot be renamed onto one that has something in it
     os.rename(hidden, target)
     _sync(folder)
 
@@ -399,11 +526,22 @@ def _note_and_drop(self:CheckpointStore):
 
 @patch
 def _hint(self:CheckpointStore, file, found=None):
-    "Say in a small file which checkpoint is meant, for people and scripts; this library never reads it"
-    if found is None: return os.unlink(self.folder/file) if os.path.lexists(self.folder/file) else None
-    hidden = self.folder/f'.tmp-{file}-{uuid.uuid4().hex[:8]}'
-    _write(hidden, json.dumps({'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}, indent=1).encode(), sync=False)
-    os.replace(hidden, self.folder/file)
+    "Say in a small file which checkpoint is meant, for people and scripts; no decision rests on it"
+    path = self.folder/file
+    if os.path.lexists(path) and _read_hint(path) is None:
+        return _warn(f'The checkpoint is written, but `{path}` is left as it is, because this library did not write it. Move it elsewhere, so that it can say which checkpoint is the {path.stem}.')
+    if found is None: return os.unlink(path) if os.path.lexists(path) else None
+    hidden = _make_hidden(self.folder, file)
+    _write(hidden/file, json.dumps({'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}, indent=1).encode(), sync=False)
+    os.replace(hidden/file, path)
+    _remove(hidden)
+
+def _read_hint(path):
+    "What a small file says, if this library wrote it, and nothing if the power was cut before; None for a file of others"
+    try:
+        found = json.loads(read_small(path, 10**6) or '{}')
+        return found if not found or {'path', 'step', 'metrics'} <= found.keys() else None
+    except (OSError, ValueError, AttributeError, RecursionError): return None
 
 @patch
 def _drop(self:CheckpointStore, found):
@@ -422,9 +560,12 @@ def _warn(message):
 @patch
 def _find(self:CheckpointStore, path):
     "The checkpoint's folder that was meant by `path`; of a folder of checkpoints the newest that is whole"
+    if isinstance(path, str) and not re.search(r'[/\\]', path) and (fault := name_fault(path)):
+        raise ValueError(f'{path!r} is no name of a checkpoint: {fault}. Use one such as `step-00000060`, or a path with a `/` in it.')
     path = local_path(path, 'CheckpointStore', 'path')
     inside = self.folder/path
-    found = Path(os.path.realpath(inside if len(path.parts) == 1 and inside.exists() else path))
+    is_name = name_fault(str(path)) is None and inside.exists()
+    found = Path(os.path.realpath(inside if is_name else path))
     if not found.is_dir(): raise NoValidCheckpoint(f'`{path}` is no checkpoint: there is no such folder. {checkpoints_near(inside if len(path.parts) == 1 else found)}')
     if os.path.lexists(found/MANIFEST_FILE): return found
     good,bad = CheckpointStore(found, read_only=True)._scan()
@@ -435,6 +576,7 @@ def _find(self:CheckpointStore, path):
 def _take(self:CheckpointStore, found, verify):
     "Load `found`, and go on with its run"
     loaded = found.read(verify)
+    self.loaded_from = found.path
     if self.folder.is_dir() and os.path.samefile(found.path.parent, self.folder):
         self.resumed_from = self.folder/found.path.name
         self.run_id = self.run_id or found.run_id
@@ -457,5 +599,5 @@ def load(self:CheckpointStore,
         except CheckpointCorrupt as e:
             reasons[found.path] = str(e)
             _warn(f'Skipped the checkpoint `{found.path.name}`. {e}')
-    found = '\n'.join(f'- `{o.name}`: {why}' for o,why in reasons.items())
+    found = '\n'.join(f'- `{o.name}`: {why}' for o,why in (self.traces() | reasons).items())
     raise NoValidCheckpoint(f'No checkpoint in `{self.folder}` can be loaded.\n{found}' if found else f'There is no checkpoint in `{self.folder}`. Is it the right folder?')

@@ -6,9 +6,10 @@
 __all__ = ['STATE', 'Trainer']
 
 # %% ../nbs/10_trainer.ipynb #3d03a11a
-import inspect, math, operator, warnings
+import inspect, math, operator, warnings, weakref
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +18,7 @@ from fastcore.basics import patch
 from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, STEPS, Plan
 from .events import callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
 from .history import History
+from .own_state import OwnState
 from .signatures import check_keywords
 from .snapshot import Snapshot
 
@@ -26,7 +28,7 @@ STATE = {
     'model': ('you', 'what is trained'),
     'loss_func': ('you', 'called with predictions and targets'),
     'opt_func': ('you', 'makes the optimizer from parameters and a rate; None if you set `trainer.opt` yourself'),
-    'callbacks': ('`add_callbacks`', 'all callbacks, in the order of adding'),
+    'callbacks': ('`add_callbacks`', 'all callbacks, in the order of adding; who changes the list in a fit has them come and go as well'),
     'history': ('whoever records, such as `MetricsCB`', 'one row per epoch; read it in `log`, when the newest row is complete'),
     'opt': ('`fit`, from `opt_func`, or by you if that is None', 'the optimizer'),
     'lr': ('`fit`', 'the learning rate given to it'),
@@ -38,9 +40,9 @@ STATE = {
     'experiment': ('`ExperimentCB`', 'project, name, folder and hyper-parameters of the run; None without one'),
     'stop_reason': ('`request_stop`', 'why training is to stop, or None'),
     'training': ('`one_epoch`', 'whether this pass trains'),
-    'dl': ('`one_epoch`', 'the loader of this pass'),
-    'batches': ('`one_epoch`', 'iterable of batches; callbacks may wrap it in `before_epoch`'),
-    'n_batches': ('`one_epoch`', 'batches in this pass; None if the loader has no length'),
+    'dl': ('`one_epoch`', 'the loader of this pass; callbacks may set another one in `before_epoch`'),
+    'batches': ('`one_epoch`', 'iterable of batches; callbacks may wrap it in `before_epoch`, and `range(3)` stands for the first three'),
+    'n_batches': ('`one_epoch`', 'batches in this pass; None if the loader has no length; follows `dl` and `batches`'),
     'start_batch': ('`one_epoch`; raised in `before_epoch` by whoever resumes a pass', 'number of the first batch of this pass, mostly 0'),
     'batch_num': ('a pass, before each batch', 'number of the batch, from 0'),
     'batch': ('a pass, before each batch', 'what the loader gave'),
@@ -66,6 +68,15 @@ def _check_epochs(n_epochs):
     except TypeError: raise TypeError(f'`n_epochs` is {n_epochs!r}, but epochs are counted. Use a whole number, as in `fit(3)`.') from None
     if n < 0: raise ValueError(f'`n_epochs` is {n}, and nothing can be trained fewer than 0 times. Use 0 or more.')
     return n
+
+# %% ../nbs/10_trainer.ipynb #02a6fe4d
+_CALLED = dict.fromkeys(('num_epochs', 'max_epochs', 'epoch', 'epochs'), 'n_epochs') | {'learning_rate': 'lr', 'cbs': 'callbacks'} # What others say
+
+def _unknown(given):
+    "The message for arguments that `fit` does not have"
+    name,known = next(iter(given)),[o for o in inspect.signature(Trainer.fit).parameters if o not in ('self', 'unknown')]
+    hint = f' Did you mean `{_CALLED[name]}`?' if name in _CALLED else did_you_mean(name, known)
+    return f'`fit` got the keyword `{name}`, which nobody takes, so it would have no effect. `fit` takes {", ".join(f"`{o}`" for o in known)}.{hint}'
 
 # %% ../nbs/10_trainer.ipynb #e318aecf
 def _check_lr(lr):
@@ -107,6 +118,32 @@ def _warn_of_missing_steps(plan):
     if not missing or (len(missing) == len(STEPS) and not waiting): return # An empty loop is fine
     warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out{f", and {waiting[0]} waits in vain" if len(missing) == len(STEPS) else ""}. '
                   'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=3)
+
+# %% ../nbs/10_trainer.ipynb #ed36e34d
+_TWICE = {'predict': ('preds', 'only the predictions of the last one count'), 'get_loss': ('loss', 'only the loss of the last one counts'),
+          'backward': ('backward', 'the gradients of all of them add up')}
+
+def _speaks_of(word, callback, handler):
+    "Whether the code of `handler`, or of what it calls, has `word` in it; code that cannot be read might"
+    todo,seen = [handler],set()
+    while todo:
+        f = todo.pop()
+        f = inspect.unwrap(getattr(f, '__func__', f))
+        if not hasattr(f, '__code__') or word in (*f.__code__.co_names, *f.__code__.co_consts): return True
+        called = set(f.__code__.co_names) - seen
+        seen |= called
+        todo += [o for name in called for where in type(callback).__mro__ if inspect.isfunction(o := vars(where).get(name))]
+        todo += [o for name in called if inspect.isfunction(o := f.__globals__.get(name))]
+    return False
+
+def _warn_of_two_providers(plan, train, valid):
+    "Warn when several callbacks do a step that one is enough for"
+    for step,(word,outcome) in _TWICE.items():
+        kinds = [kind for kind,wanted in ((True, train), (False, valid and step != 'backward')) if wanted]
+        found = max((plan.entries[kind][step] for kind in kinds), key=len, default=[])
+        names = [f'`{callback_name(cb)}.{step}`' for cb,handler in found if len(found) > 1 and _speaks_of(word, cb, handler)] # Others only look
+        if len(names) > 1: warnings.warn(f'{" and ".join(names)} {"both" if len(names) == 2 else "all"} run in every batch, and {outcome}. Leave out all but one, or mark the one that should do it alone with `@replaces`. '
+                                         f'One that only looks, or changes the outcome, does so in `after_{step}`.', stacklevel=3)
 
 # %% ../nbs/10_trainer.ipynb #4f1999e3
 def _warn_of_own_batch(trainer_class):
@@ -158,14 +195,117 @@ class _ByName:
     def __repr__(self):
         return f'{type(self).__name__}({type(self.model).__name__}, callbacks: {", ".join(map(callback_name, self.callbacks)) or "none"})'
 
+# %% ../nbs/10_trainer.ipynb #a0502227
+class _Told:
+    "An attribute that is written by a function of the trainer and the new value"
+    def __init__(self, write): self.write = write
+    def __set_name__(self, owner, name): self.name = name
+
+    def __get__(self, trainer, owner=None):
+        if trainer is None: return self
+        if self.name in vars(trainer): return vars(trainer)[self.name]
+        raise AttributeError(self.name) # `__getattr__` says who writes it
+
+    def __set__(self, trainer, value): vars(trainer)[self.name] = self.write(trainer, value)
+    def __delete__(self, trainer): del vars(trainer)[self.name]
+
+# %% ../nbs/10_trainer.ipynb #46451004
+def _check_iterable(name, value):
+    "Refuse what cannot be walked over"
+    if hasattr(value, '__iter__') or hasattr(value, '__getitem__'): return
+    instead = f'`range({value})`' if isinstance(value, int) else 'something that can be iterated'
+    raise TypeError(f'`trainer.{name}` was set to {value!r}, but the loop walks over it. Use {instead}.')
+
+def _checked_epochs(trainer, epochs):
+    "`epochs`, which the loop will walk over"
+    _check_iterable('epochs', epochs)
+    return epochs
+
+# %% ../nbs/10_trainer.ipynb #a72d9839
+def _pass_begins(trainer, name, value):
+    "Whether `trainer` may walk over `value` in this pass; refuse what would have no effect"
+    _check_iterable(name, value)
+    spans = [o.name for o in trainer.plan.spans]
+    wrong = 'before any pass has begun' if 'n_batches' not in vars(trainer) else 'in a batch' if 'batch' in spans else None
+    if trainer._fitting and wrong: raise RuntimeError(f'`trainer.{name}` was set {wrong}, which has no effect: a pass begins with a loader of `trainer.dls`, and walks over what it has '
+                                                      'when the first batch is drawn. Set it in `before_epoch`, or change `trainer.dls`.')
+    return 'epoch' in spans and not trainer._source.begun
+
+def _expect(trainer, n):
+    "Expect `n` batches in this pass, or as many as somebody has limited it to"
+    now,source = trainer.n_batches,trainer._source
+    if now == source.expected: trainer.n_batches = n
+    elif None not in (now, n): trainer.n_batches = min(now, n)
+    source.expected = n
+
+def _another_loader(trainer, dl):
+    "The loader to walk over in this pass"
+    if _pass_begins(trainer, 'dl', dl):
+        trainer._source.dl = dl
+        _expect(trainer, trainer._source.length())
+    return dl
+
+def _other_batches(trainer, batches):
+    "The batches of this pass; a `range` says how many of those that there are"
+    begins,n = _pass_begins(trainer, 'batches', batches),n_batches(batches)
+    if begins and isinstance(batches, range):
+        if batches != range(n): raise ValueError(f'`trainer.batches` was set to {batches!r}, but every pass begins with its first batch. Use `range({n})`, or wrap `trainer.batches`.')
+        trainer._source.limit,batches = n,trainer.batches
+        n = trainer._source.length()
+    if begins and n is not None: _expect(trainer, n)
+    return batches
+
+# %% ../nbs/10_trainer.ipynb #eb108db5
+class _Callbacks(list):
+    "The callbacks of a trainer, which is told when the list changes in a fit"
+    __slots__ = ('_trainer',)
+    def __init__(self, trainer, callbacks):
+        super().__init__(callbacks)
+        self._trainer = weakref.ref(trainer)
+
+    def __reduce_ex__(self, protocol): return list, (list(self),) # A copy belongs to another trainer
+
+def _telling(change):
+    "`change`, a method of lists, for a list that tells its trainer"
+    def changed(self, *args, **kwargs):
+        before,trainer = list(self),self._trainer()
+        result = change(self, *args, **kwargs)
+        if trainer is not None and trainer._fitting and trainer.callbacks is self:
+            now = list(self)
+            list.__setitem__(self, slice(None), before)
+            trainer._exchange(now)
+        return result
+    return changed
+
+for o in ('append', 'extend', 'insert', 'remove', 'pop', 'clear', 'sort', 'reverse', '__setitem__', '__delitem__', '__iadd__'):
+    setattr(_Callbacks, o, _telling(getattr(list, o)))
+
+def _exchanged(trainer, callbacks):
+    "The list of callbacks, after somebody has set it"
+    mine = vars(trainer).get('callbacks')
+    if callbacks is mine: return mine # `+=` has changed it
+    callbacks = list(callbacks) if _is_several(callbacks) else [] if callbacks is None else [callbacks]
+    if not vars(trainer).get('_fitting'): return _Callbacks(trainer, callbacks)
+    trainer._exchange(callbacks)
+    return mine
+
 # %% ../nbs/10_trainer.ipynb #dfd6b3da
 class _Batches:
     "The batches of a loader; they end early if the pass is to end"
-    def __init__(self, dl): self.dl,self.over = dl,False
-    def __len__(self): return len(self.dl)
+    def __init__(self, dl):
+        self.dl,self.over,self.begun = dl,False,False
+        self.limit,self.first = None,0 # Of all batches in the pass; number of the one that comes next
+        self.expected = n_batches(dl)
+
+    def __len__(self): return len(self.dl) if self.limit is None else self.length()
+
+    def length(self):
+        n = n_batches(self.dl)
+        return n if self.limit is None or (n is not None and n < self.limit) else self.limit
 
     def __iter__(self):
-        for batch in self.dl:
+        done = self.first if hasattr(self.dl, 'load_state_dict') else 0 # Another loader is read from its beginning
+        for batch in self.dl if self.limit is None else islice(self.dl, max(self.limit-done, 0)):
             yield batch
             if self.over: return
 
@@ -175,6 +315,7 @@ class Trainer(_ByName):
     "Runs `fit`, epochs and batches; callbacks do everything that happens in them"
     events = () # Names of further events that a subclass runs
     __slots__ = ('preds', 'loss') # Removed at every batch, which slots make cheap
+    callbacks,epochs,dl,batches = _Told(_exchanged), _Told(_checked_epochs), _Told(_another_loader), _Told(_other_batches)
 
     def __init__(self,
         dls, # Has loaders `train` and `valid`; anything that can be iterated is a loader
@@ -191,9 +332,10 @@ class Trainer(_ByName):
             raise TypeError(f'`loss_func` is the class `{loss_func.__name__}`, and calling it would make a module instead of a loss. Make one: `{loss_func.__name__}()`.')
         check_keywords(type(self), kwargs)
         self.dls,self.loss_func,self.opt_func,self.model = dls,loss_func,opt_func,model
-        self.callbacks,self.history,self.plan = [],History(),Plan(type(self), {'step': _count_update})
+        self.callbacks,self.history,self.plan = (),History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
         self._named,self._guests,self._training,self._source,self._fitting,self._broken,self._side_runs = {},[],None,_Batches(()),False,False,0
+        self._own_state = None # What changes in callbacks that do not tell it, since the fit began
         check_trainer_class(type(self), self.plan.events)
         _warn_of_own_batch(type(self))
         self.add_callbacks(callbacks)
@@ -208,9 +350,11 @@ class Trainer(_ByName):
         callbacks=None, # Callbacks for this fit only
         train=True, # Run the training passes?
         valid=True, # Run the validation passes?
-        keep_opt=False # Go on with the optimizer of the last fit instead of a new one? `lr` becomes the rate of its first group, the others keep their ratio to it
+        keep_opt=False, # Go on with the optimizer of the last fit instead of a new one? `lr` becomes the rate of its first group, the others keep their ratio to it
+        **unknown # Any other name is an error
     ):
         "Train and validate for `n_epochs`; callbacks do all the work"
+        if unknown: raise TypeError(_unknown(unknown))
         if self._fitting: raise RuntimeError('`fit` was called inside `fit`, and two loops cannot share one state. Use another `Trainer` for the inner one.')
         n_epochs = _check_epochs(n_epochs)
         _check_lr(lr)
@@ -223,11 +367,14 @@ class Trainer(_ByName):
             if train: self._make_opt(keep_opt)
             self.plan.build(self.callbacks)
             if train: _warn_of_missing_steps(self.plan)
+            if not self._side_runs: _warn_of_two_providers(self.plan, train, valid)
             self.history.start_fit()
+            self._note_state()
             self._fit(train, valid)
 
     @with_cbs('fit', CancelFitException)
     def _fit(self, train, valid):
+        self._note_state(ready=True)
         if self.stop_reason is not None: return
         for self.epoch in self.epochs:
             self.history.start_epoch(self.epoch)
@@ -243,9 +390,9 @@ class Trainer(_ByName):
         if any(o.name == 'epoch' for o in self.plan.spans): raise RuntimeError(_pass_in_pass)
         self._forget('batch_num', 'batch', 'preds', 'loss')
         self._training,self.start_batch = training,0
-        self.dl = self.dls.train if training else self.dls.valid
-        self.batches = self._source = _Batches(self.dl)
-        self.n_batches = n_batches(self.dl)
+        dl = self.dls.train if training else self.dls.valid
+        self._source = _Batches(dl)
+        vars(self).update(dl=dl, batches=self._source, n_batches=self._source.expected)
         if hasattr(self.model, 'train'): self.model.train(training)
         self.plan.select(training)
         before = self.n_updates
@@ -258,6 +405,7 @@ class Trainer(_ByName):
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
         over = False
+        self._source.begun,self._source.first = True,self.start_batch
         for i,batch in enumerate(self.batches, self.start_batch):
             if over: break # A callback gave other batches, and they go on
             self.batch_num,self.batch = i,batch
@@ -299,14 +447,22 @@ def _add(self:Trainer, new, force=False):
     "Add `new`, which are no groups any more"
     if not new: return
     old = self._check_new(new, force)
+    self._put([*_without(self.callbacks, old), *new], new, old)
+
+@patch
+def _put(self:Trainer, callbacks, new=(), gone=()):
+    "Go on with `callbacks`, of which `new` have just come, and without `gone`"
     before,named = list(self.callbacks),dict(self._named)
-    self.callbacks[:] = [o for o in self.callbacks if not any(o is gone for gone in old)] + new
+    list.__setitem__(self.callbacks, slice(None), callbacks)
     self._named.update({callback_name(o): o for o in new})
     try:
-        self._replan(old)
+        self._replan(gone)
+        if self.plan.spans: self._note_state(new)
         for span in list(self.plan.spans): self._tell(new, span)
+        if self.plan.spans: self._note_state(new, ready=True)
     except BaseException:
-        self.callbacks[:],self._named = before,named
+        list.__setitem__(self.callbacks, slice(None), before)
+        self._named = named
         self._replan(new)
         raise
 
@@ -319,16 +475,18 @@ def add_callback(self:Trainer,
     self.add_callbacks(callback, force)
 
 # %% ../nbs/10_trainer.ipynb #39e6643d
+def _added_twice(cb):
+    return f'`{callback_name(cb)}` was added already, and would do everything twice. Add each callback once; a second one needs an object and a `name` of its own.'
+
 @patch
-def _check_new(self:Trainer, new, force):
-    "Check each of `new`; returns the callbacks that they replace"
-    names,old = {callback_name(o): o for o in self.callbacks},[]
+def _check_new(self:Trainer, new, force=False, gone=()):
+    "Check each of `new`; returns the callbacks that they replace, beside `gone`"
+    names,old = {callback_name(o): o for o in _without(self.callbacks, gone)},[]
     for i,cb in enumerate(new):
         check_callback(cb, self.plan.events)
         name = callback_name(cb)
         if isinstance(cb, Trainer): raise TypeError('A trainer cannot be the callback of a trainer. To take over its callbacks, pass `other.callbacks`.')
-        if any(cb is o for o in [*self.callbacks, *new[:i]]):
-            raise ValueError(f'`{name}` was added already, and would do everything twice. Add each callback once; a second one needs an object and a `name` of its own.')
+        if any(cb is o for o in [*self.callbacks, *new[:i]]): raise ValueError(_added_twice(cb))
         if name in STATE or hasattr(type(self), name) or name in vars(self):
             raise ValueError(f'A callback called `{name}` would hide `trainer.{name}`. Give it another `name`.')
         if name in map(callback_name, new[:i]) or (name in names and not force):
@@ -351,6 +509,26 @@ def _tell(self:Trainer, new, span):
     mine = [handler for cb,handler in self.plan.entries[self.plan.training][span.before] if any(cb is o for o in new)]
     run_event(self, span.before, handlers=tuple(mine))
 
+# %% ../nbs/10_trainer.ipynb #e916f3a2
+def _without(callbacks, gone): return [o for o in callbacks if not any(o is cb for cb in gone)]
+
+@patch
+def _exchange(self:Trainer, callbacks):
+    "Go on with `callbacks`, a list that somebody has made by hand"
+    twice = [o for i,o in enumerate(callbacks) if any(o is cb for cb in callbacks[:i])]
+    if twice: raise ValueError(_added_twice(twice[0]))
+    new,gone = _flat(_without(callbacks, self.callbacks)),_without(self.callbacks, callbacks)
+    listed = [o for o in callbacks if any(o is cb for cb in [*self.callbacks, *new])]
+    self._check_new(new, gone=gone)
+    self._put([*listed, *_without(new, listed)], new, gone) # Members of a group stand at the end
+
+@patch
+def _take_strangers(self:Trainer):
+    "Check and name the callbacks that were put into the list by hand"
+    listed,known = list(self.callbacks),list(self._named.values())
+    vars(self)['callbacks'] = _Callbacks(self, [o for i,o in enumerate(listed) if any(o is cb for cb in known) and not any(o is cb for cb in listed[:i])])
+    if len(listed) > len(self.callbacks): self._exchange(listed)
+
 # %% ../nbs/10_trainer.ipynb #fe08feb9
 @patch
 def remove_callbacks(self:Trainer,
@@ -365,7 +543,7 @@ def remove_callbacks(self:Trainer,
 def _remove(self:Trainer, gone, delete):
     "Take `gone` out; they are no groups any more"
     if not gone: return
-    self.callbacks[:] = [o for o in self.callbacks if not any(o is cb for cb in gone)]
+    list.__setitem__(self.callbacks, slice(None), _without(self.callbacks, gone))
     if delete: self._named = {name: o for name,o in self._named.items() if not any(o is cb for cb in gone)}
     self._replan(gone)
 
@@ -444,15 +622,13 @@ def _one_fit(self:Trainer):
         self._remove([o for o in self.callbacks if any(o is g for g in self._guests)], delete=True) # Left by an interrupt in an unlucky place
         self.plan.spans.clear()
         self.plan.leaving.clear()
-        strangers = [o for o in self.callbacks if not any(o is known for known in self._named.values())]
-        if strangers: # Appended to the list by hand, past all checks
-            self.callbacks[:] = [o for o in self.callbacks if not any(o is s for s in strangers)]
-            self.add_callbacks(strangers)
+        self._take_strangers()
         yield
     except BaseException:
         self._broken = True # Perhaps between `backward` and `zero_grad`
         raise
     finally:
+        if self._own_state is not None and not self._side_runs: self._own_state.close(self)
         self._fitting,self._training,self.exception = False,None,None
         self.epochs = range(getattr(self, 'n_epochs', 0)) # Without what callbacks have wrapped around
         self._forget('batches')
@@ -465,11 +641,24 @@ def _forget(self:Trainer, *names):
     for name in names:
         if hasattr(self, name): delattr(self, name)
 
+_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_side_runs', '_own_state', '_preds_at'} # The last is of `epoch_preds`
+
+@patch
+def _note_state(self:Trainer, callbacks=None, ready=False):
+    "Remember what callbacks and subclass hold, before or after their `before_fit`, so that a save can tell what has changed"
+    if self._side_runs: return # Nothing is saved there
+    if callbacks is None and not ready: self._own_state = OwnState(self, _OF_LOOP, self._own_state)
+    elif self._own_state is not None: self._own_state.note(self, callbacks, ready)
+
 # %% ../nbs/10_trainer.ipynb #c1b1009f
+def _holds(opt, params):
+    "Whether `opt` has any of `params`"
+    held = {id(p) for group in opt.param_groups for p in group['params']}
+    return any(id(p) in held for p in params)
+
 def _check_kept(opt, model):
     "Refuse an optimizer that holds other parameters than the model's"
-    held = {id(p) for group in opt.param_groups for p in group['params']}
-    if hasattr(model, 'parameters') and not any(id(p) in held for p in model.parameters()):
+    if hasattr(model, 'parameters') and not _holds(opt, model.parameters()):
         raise ValueError('`keep_opt=True` would go on with an optimizer that holds no parameter of this model, so the model would not learn. Leave it out after changing the model.')
 
 @patch
@@ -479,6 +668,16 @@ def _scale_rates(self:Trainer):
     for group in self.opt.param_groups: group['lr'] = self.lr*(group['lr']/first if first else 1)
 
 # %% ../nbs/10_trainer.ipynb #e64b16a4
+def _check_made(opt, params, trainer):
+    "Refuse what `opt_func` has made if no weight would change by it"
+    if not (callable(getattr(opt, 'step', None)) or (isinstance(opt, (list, tuple, Mapping)) and opt)): # Several, for steps of one's own
+        raise TypeError(f'`opt_func` returned {"None" if opt is None else f"an object of class {type(opt).__name__}"}, which has no `step`, so no weight would change. '
+                        'Let it return an optimizer, such as `torch.optim.SGD(params, lr)`.')
+    if not isinstance(opt, torch.optim.Optimizer) or _holds(opt, params): return
+    if not any(_holds(opt, o.parameters()) for x in (trainer, *trainer.callbacks) for o in getattr(x, '__dict__', {}).values() if isinstance(o, torch.nn.Module)):
+        raise ValueError(f'The optimizer that `opt_func` made has no parameter of `{type(trainer.model).__name__}`, nor of any other module that the trainer or a callback has, '
+                         'so training would change nothing here. Let it use the parameters that it is given: `opt_func(params, lr)`.')
+
 @patch
 def _make_opt(self:Trainer, keep_opt):
     "Make the optimizer, or set the rate of the one that is kept"
@@ -495,6 +694,7 @@ def _make_opt(self:Trainer, keep_opt):
         except TypeError as e:
             e.add_note('`fit` calls `opt_func(model.parameters(), lr)`. If it needs more, fill that in first: `functools.partial(opt_func, name=value)`.')
             raise
+        _check_made(self.opt, params, self)
 
 @patch
 def _clear_grads(self:Trainer):
@@ -552,7 +752,8 @@ def side_run(self:Trainer,
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
-    self.callbacks,self._named,self._guests,self._fitting,self.history,self._side_runs = [],{},[],False,History(),self._side_runs+1
+    self._fitting = False # From here on the callbacks are those of the other run
+    self.callbacks,self._named,self._guests,self.history,self._side_runs = (),{},[],History(),self._side_runs+1
     self.plan = Plan(type(self), self.plan.last)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off

@@ -798,3 +798,165 @@ def test_a_pass_that_is_left_before_it_has_begun_repeats_nothing_of_the_one_befo
     t = trainer_with(cb(), before_epoch)
     t.fit(3, valid=False)
     assert [o["epoch"] for o in t.history.batches] == [0]*3 + [2]*3 and len(t.history.batches[column]) == 6
+
+
+# What callbacks set and change
+
+@pytest.mark.parametrize("opt_func, message", [(lambda params, lr: None, "returned None"), (lambda params, lr: "sgd", "class str, which has no `step`"),
+                                               (lambda params, lr: optim.SGD(nn.Linear(1, 1).parameters(), lr), "no parameter of `Linear`")])
+def test_what_opt_func_makes_must_change_the_model(opt_func, message):
+    t = trainer_with()
+    t.opt_func = opt_func
+    with pytest.raises((TypeError, ValueError), match=message): t.fit(1)
+
+
+def test_an_optimizer_of_other_modules_of_the_run_is_fine():
+    "The second net of a GAN, a loss with parameters, a head that a callback has, several optimizers"
+    class HeadCB:
+        def __init__(self): self.head = nn.Linear(1, 1)
+        def before_fit(self, trainer): ...
+    t, head = trainer_with(HeadCB()), HeadCB()
+    t.critic, t.loss_func = nn.Linear(1, 1), nn.PReLU()
+    for module in (t.critic, t.loss_func, t.HeadCB.head):
+        t.opt_func = lambda params, lr, module=module: optim.SGD(module.parameters(), lr)
+        t.fit(0)
+    t.opt_func = lambda params, lr: [optim.SGD(params, lr), optim.SGD(head.head.parameters(), lr)]
+    t.fit(0)
+
+
+@pytest.mark.parametrize("name, meant", [("epochs", "n_epochs"), ("max_epochs", "n_epochs"), ("learning_rate", "lr"), ("callback", "callbacks")])
+def test_an_argument_called_as_elsewhere_is_answered_with_its_name_here(name, meant):
+    with pytest.raises(TypeError, match=f"keyword `{name}`.*Did you mean `{meant}`"): trainer_with().fit(**{name: 1})
+
+
+def put_preds(trainer): trainer.preds = trainer.model(trainer.batch[0])
+
+
+def test_two_callbacks_that_both_predict_are_warned_of_once_in_a_fit():
+    "ISA-44: with no class in common both run, which is right for `step` alone"
+    class OtherCB:
+        order = 1
+        def predict(self, trainer): trainer.preds = trainer.model(trainer.batch[0])
+        def get_loss(self, trainer): trainer.loss = trainer.loss_func(trainer.preds, trainer.batch[1])
+        def step(self, trainer): ...
+        def zero_grad(self, trainer): ...
+
+    class AloneCB(OtherCB):
+        @replaces
+        def predict(self, trainer): super().predict(trainer)
+        @replaces
+        def get_loss(self, trainer): super().get_loss(trainer)
+    with pytest.warns(UserWarning) as told: trainer_with(OtherCB()).fit(2)
+    assert [str(o.message).split(" both run")[0] for o in told] == ["`BasicTrainCB.predict` and `OtherCB.predict`", "`BasicTrainCB.get_loss` and `OtherCB.get_loss`"]
+
+
+    class HelpedCB:
+        def predict(self, trainer): self.help(trainer)
+        def help(self, trainer): put_preds(trainer)
+
+    class LooksCB:
+        def predict(self, trainer): self.seen = trainer.batch_num
+    with pytest.warns(UserWarning, match="`HelpedCB.predict` both run"): trainer_with(HelpedCB()).fit(1, train=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for cb in (AloneCB(), LooksCB()): trainer_with(cb).fit(1)
+
+
+class WalkCB:
+    "Notes what a pass walks over, as it sees it from the end of the order"
+    order = Order.LAST
+    def before_fit(self, trainer): self.seen = []
+    def before_epoch(self, trainer): self.seen.append([trainer.n_batches])
+    def before_batch(self, trainer): self.seen[-1].append(len(trainer.batch[0]))
+
+
+def sized(*sizes): return [(torch.randn(n, 1), torch.randn(n, 1)) for n in sizes]
+
+
+@pytest.mark.parametrize("change, train, valid", [
+    (lambda t: setattr(t, "dl", sized(1, 2, 3, 5)), [4, 1, 2, 3, 5], [4, 1, 2, 3, 5]),
+    (lambda t: setattr(t, "dl", iter(sized(1, 2))), [None, 1, 2], [None, 1, 2]),
+    (lambda t: setattr(t, "batches", range(1)), [1, 4], [1, 4]),
+    (lambda t: setattr(t, "batches", range(9)), [3, 4, 4, 4], [2, 4, 4]),
+    (lambda t: setattr(t, "batches", sized(1, 2, 3, 5)), [4, 1, 2, 3, 5], [4, 1, 2, 3, 5]),
+    (lambda t: setattr(t, "batches", (o for o in t.batches)), [3, 4, 4, 4], [2, 4, 4]),
+    (lambda t: (setattr(t, "batches", range(2)), setattr(t, "dl", sized(1, 2, 3))), [2, 1, 2], [2, 1, 2])])
+def test_a_pass_walks_over_what_a_callback_gives_it(change, train, valid):
+    t = trainer_with(WalkCB(), ProgressCB())
+    t.fit(2, callbacks=type("GiveCB", (), {"before_epoch": lambda self, trainer: change(trainer)})())
+    assert t.WalkCB.seen == [train, valid] * 2
+
+
+def test_a_limit_stays_when_the_loader_changes():
+    t = trainer_with(WalkCB(), NBatchCB(1))
+    def before_epoch(trainer): trainer.dl = sized(1, 2, 3, 5)
+    t.fit(1, callbacks=before_epoch)
+    assert t.WalkCB.seen == 2 * [[1, 1]]
+
+
+@pytest.mark.parametrize("event, name, value, message", [
+    ("before_fit", "epochs", 5, r"Use `range\(5\)`"), ("before_epoch", "batches", 5, r"Use `range\(5\)`"), ("before_epoch", "dl", None, "set to None"),
+    ("before_epoch", "batches", range(2, 5), "begins with its first batch"), ("before_batch", "dl", [], "in a batch, which has no effect"),
+    ("after_batch", "batches", range(2), "in a batch, which has no effect"), ("before_fit", "dl", [], "before any pass has begun, which has no effect")])
+def test_what_the_loop_could_not_walk_over_or_would_not_see_is_refused(event, name, value, message):
+    cb = type("SetCB", (), {event: lambda self, trainer: setattr(trainer, name, value)})()
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message) as e: trainer_with(cb).fit(1)
+    assert f"`SetCB.{event}`" in e.value.__notes__[0]
+
+
+def test_what_was_set_for_a_pass_may_be_put_back_after_it():
+    class UndoCB:
+        def before_epoch(self, trainer): self.old, trainer.dl = trainer.dl, sized(1)
+        def cleanup_epoch(self, trainer): trainer.dl = self.old
+    t = trainer_with(WalkCB(), UndoCB())
+    t.fit(1)
+    assert t.WalkCB.seen == [[1, 1], [1, 1]] and t.dl is t.dls.valid
+
+
+class ComesCB:
+    "Notes what it is told"
+    def __init__(self, name="ComesCB", order=0): self.name, self.order, self.seen = name, order, []
+    def before_fit(self, trainer): self.seen.append("fit")
+    def before_batch(self, trainer): self.seen.append("batch")
+    def before_predict(self, trainer): self.seen.append("predict")
+    def after_backward(self, trainer): self.seen.append("backward")
+    def cleanup_batch(self, trainer): self.seen.append("cleanup")
+
+
+@pytest.mark.parametrize("come", [lambda t, cb: t.callbacks.append(cb), lambda t, cb: t.callbacks.insert(0, cb), lambda t, cb: t.callbacks.extend([cb]),
+                                  lambda t, cb: setattr(t, "callbacks", [*t.callbacks, cb]), lambda t, cb: t.callbacks.append(SimpleNamespace(callbacks=[cb]))])
+def test_a_callback_that_is_put_into_the_list_joins_from_the_next_step_on(come):
+    "And is told of the spans that are open"
+    cb = ComesCB()
+    def after_predict(trainer):
+        if trainer.batch_num == 1 and cb not in trainer.callbacks: come(trainer, cb)
+    t = trainer_with()
+    t.fit(1, valid=False, callbacks=after_predict)
+    assert cb.seen == ["fit", "batch", "predict", "backward", "cleanup"] + ["batch", "predict", "backward", "cleanup"]
+    assert t.ComesCB is cb and cb in t.callbacks
+
+
+@pytest.mark.parametrize("go", [lambda t, cb: t.callbacks.remove(cb), lambda t, cb: t.callbacks.pop(), lambda t, cb: t.callbacks.__delitem__(-1),
+                                lambda t, cb: setattr(t, "callbacks", [o for o in t.callbacks if o is not cb])])
+def test_a_callback_that_is_taken_from_the_list_leaves_with_its_cleanup(go):
+    cb = ComesCB()
+    def after_predict(trainer):
+        if trainer.batch_num == 1 and cb in trainer.callbacks: go(trainer, cb)
+    t = trainer_with(SimpleNamespace(name="first", after_predict=after_predict), cb)
+    t.fit(1, valid=False)
+    assert cb.seen == ["fit", "batch", "predict", "backward", "cleanup", "batch", "predict", "cleanup"]
+
+
+def test_the_list_is_checked_when_it_changes_and_stays_as_it_was():
+    def before_epoch(trainer):
+        for wrong in (MetricsCB, trainer.BasicTrainCB, BasicTrainCB()):
+            with pytest.raises((TypeError, ValueError)): trainer.callbacks.append(wrong)
+            assert trainer.callbacks == before
+        trainer.callbacks[0] = BasicTrainCB()
+    t = trainer_with()
+    t.add_callback(before_epoch)
+    before = list(t.callbacks)
+    t.fit(1, train=False)
+    assert t.BasicTrainCB is not before[0] and t.callbacks[0] is t.BasicTrainCB
+    t.callbacks += [t.BasicTrainCB]
+    with pytest.raises(ValueError, match="was added already"): t.fit(1)

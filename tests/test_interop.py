@@ -7,6 +7,7 @@ cannot be installed beside this library; their callbacks are written from their 
 import io
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +20,11 @@ from waiting import InsideCB, RefuseToWait
 
 from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
+from isaac_loop.callbacks.clipping import ClipGradCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.limits import LimitCB
+from isaac_loop.callbacks.precision import MixedPrecisionCB
+from isaac_loop.callbacks.schedulers import BatchSchedulerCB
 from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
@@ -397,13 +401,76 @@ def test_with_two_batches_to_an_update_the_calls_and_the_weights_are_the_same(pt
     assert callback.facade.run_config.num_update_steps_per_epoch == theirs.run_config.num_update_steps_per_epoch == 2
 
 
-def test_what_their_trainer_has_and_ours_has_not_is_named(pta, tmp_path):
-    "The error says who asked, what there is, or what to use instead (PTA-03)"
-    from pytorch_accelerated.callbacks import SaveTrainingStateCallback, TrainerCallback
+def test_what_their_trainer_has_and_ours_has_not_is_named(pta):
+    "The error says who asked, and what there is (PTA-03); a warning says so when the run begins"
+    from pytorch_accelerated.callbacks import TrainerCallback
     class Asks(TrainerCallback):
-        def on_training_run_start(self, trainer, **kwargs): return trainer.run_historie
-    with pytest.raises(AttributeError, match=r"`Asks` asked its trainer for `run_historie`.*Did you mean `run_history`.*Offered are .*'run_config'"): ours(adapt(Asks))
-    with pytest.raises(AttributeError, match="`SaveTrainingStateCallback` asked its trainer for `save_training_state`.*CheckpointCB"): ours(adapt(SaveTrainingStateCallback(tmp_path)))
+        def on_training_run_end(self, trainer, **kwargs): return trainer.run_historie
+    trainer = Trainer(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), adapt(Asks)])
+    with pytest.warns(UserWarning, match="`Asks.on_training_run_end` asks its trainer for `run_historie`, which nobody has so far.*Did you mean `run_history`"):
+        with pytest.raises(AttributeError, match=r"`Asks` asked its trainer for `run_historie`.*Did you mean `run_history`.*Offered are .*'run_config'"): trainer.fit(1)
+
+
+def test_training_states_in_their_layout_are_refused_before_any_training(pta, tmp_path):
+    "Their two callbacks would fail after hours; the error names what serves here (PTA-03)"
+    from pytorch_accelerated.callbacks import SaveTrainingStateCallback, WSDCheckpointCallback
+    for cls in (SaveTrainingStateCallback, WSDCheckpointCallback):
+        with pytest.raises(TypeError, match=f"`{cls.__name__}._save.*` asks for `save_training_state`.*`CheckpointCB.folder, every=.*`WSDSchedulerCB`.*`ExportCB"): adapt(cls(tmp_path/"states"))
+    class Overridden(SaveTrainingStateCallback):
+        def _save(self, trainer, name): trainer.save_checkpoint(self.save_dir/f"{name}.pt")
+    ours(adapt(Overridden(tmp_path/"mine", save_every_n_epochs=2)))
+    assert sorted(o.name for o in (tmp_path/"mine").iterdir()) == ["epoch_2.pt", "final.pt"]
+
+
+def test_all_their_other_callbacks_are_taken_without_a_word(pta, tmp_path, recwarn):
+    "Nothing in them asks for what is not there"
+    from pytorch_accelerated import callbacks
+    given = dict(LimitBatchesCallback=(2,), LimitEvalStepsCallback=(1,), StepBasedEvaluationCallback=(2,), ModelEmaCallback=(0.9, True, tmp_path/"ema.pt"), SaveBestModelCallback=(tmp_path/"best.pt",))
+    refused = ("TrainerCallback", "SaveTrainingStateCallback", "WSDCheckpointCallback")
+    classes = [o for o in vars(callbacks).values() if isinstance(o, type) and issubclass(o, callbacks.TrainerCallback) and o.__name__ not in refused]
+    trainer = Trainer(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), *(adapt(o(*given.get(o.__name__, ()))) for o in classes)])
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()): trainer.fit(1)
+    assert len(classes) == 12 and trainer.n_updates == 2 and not [o for o in recwarn if issubclass(o.category, UserWarning)]
+
+
+def test_the_scheduler_of_their_trainer_is_ours(pta, tmp_path):
+    "It is there from the first epoch on, and in their files; before that, and where it is set, there is an error and no None (PTA-41)"
+    from pytorch_accelerated.callbacks import SaveBestModelCallback, TrainerCallback
+    make = partial(optim.lr_scheduler.MultiStepLR, milestones=[1, 8], gamma=0.5)
+    class Rates(TrainerCallback):
+        def __init__(self): self.seen = []
+        def on_train_epoch_start(self, trainer, **kwargs): self.seen.append((trainer.create_scheduler_fn is make, trainer.scheduler.get_last_lr()))
+    class Early(TrainerCallback):
+        def on_training_run_start(self, trainer, **kwargs): self.rate = trainer.scheduler.get_last_lr()
+    class Sets(TrainerCallback):
+        def on_training_run_start(self, trainer, **kwargs): trainer.scheduler = None
+    files,seen = [],[]
+    for name,run in (("theirs", lambda *cbs: theirs_pta(pta, *cbs, create_scheduler_fn=make)), ("ours", lambda *cbs: ours(BatchSchedulerCB(make), *map(adapt, cbs)))):
+        rates = Rates()
+        run(rates, SaveBestModelCallback(tmp_path/name))
+        seen.append(rates.seen)
+        files.append(torch.load(tmp_path/name, weights_only=True))
+    assert seen[0] == seen[1] and seen[1][-1][0]
+    assert files[0]["scheduler_state_dict"] == files[1]["scheduler_state_dict"] and files[1]["scheduler_state_dict"]["last_epoch"] == 15
+    with pytest.raises(AttributeError, match="`Early` asked its trainer for `scheduler`, which is not there now.*from `on_train_epoch_start` on"): ours(BatchSchedulerCB(make), adapt(Early))
+    with pytest.raises(TypeError, match="`Sets.on_training_run_start` sets `scheduler`.*BatchSchedulerCB"): adapt(Sets)
+
+
+def test_their_configuration_tells_of_clipping_and_half_precision(pta):
+    "What ours do is not hidden from theirs (PTA-41)"
+    class Config:
+        def on_training_run_start(self, trainer): self.seen = trainer.run_config.gradient_clip_value, trainer.run_config.mixed_precision, trainer._accelerator.mixed_precision
+    plain,told = Config(),Config()
+    ours(adapt(plain), n_epochs=1)
+    ours(adapt(told), ClipGradCB(max_value=0.5), MixedPrecisionCB(), n_epochs=1)
+    assert (plain.seen, told.seen) == ((None, "no", "no"), (0.5, "bf16", "bf16"))
+
+
+def test_several_processes_are_told_of(monkeypatch):
+    "Foreign callbacks believe that they are alone"
+    monkeypatch.setattr("isaac_loop.foreign.base.processes", lambda: (0, 2))
+    trainer = Trainer(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), adapt(Nemo010)])
+    with pytest.warns(UserWarning, match="there is one process, but several train together"): trainer.fit(1)
 
 
 def test_a_facade_is_kept_for_the_next_fit_and_its_history_begins_anew(pta):

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from isaac_loop import state as state_module
-from isaac_loop.state import LoopError, ResumeMismatch, UnsaveableState, plain, plain_random_state, set_plain_random_state
+from isaac_loop.state import LoopError, ResumeMismatch, UnsaveableState, from_plain, plain, plain_random_state, set_plain_random_state
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -297,3 +297,66 @@ def test_no_source_of_the_package_can_run_code_from_a_file():
         assert not re.search(r"pickle\.|\bdill\b|(?<![.\w])eval\(|weights_only\s*=\s*False", text), path
     for bad in ("import dill", "from pickle import loads", "torch.load(f)", "torch.load(f, weights_only=safe)", "eval(x)", "np.load(f, allow_pickle=True)"):
         assert list(loads_unsafely(ast.parse(bad))), bad
+
+
+# ---- exact states
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(trees)
+def test_an_exact_state_is_plain_and_stays_so(tree):
+    "The law of plain data holds for it as well"
+    made = plain(tree, exact=True)
+    assert same(there_and_back(made), made)
+
+
+EXACT = {
+    "numpy numbers": [np.float32(0.1), np.float16(0.1), np.int8(-3), np.bool_(True), np.uint64(2**64-1), np.complex64(1j), np.str_("a"), np.bytes_(b"a")],
+    "numpy arrays": [np.arange(3, dtype="float32"), np.asfortranarray(np.ones((2, 3))), np.array(1.5), np.zeros((0, 2), "int8"), np.arange(3, dtype=">i4")],
+    "leaves": [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False), torch.ones(2, requires_grad=True), torch.ones(2)],
+    "odd tensors": [torch.zeros(0, 3), torch.tensor([1j]).conj(), torch.eye(2).to_sparse(), torch.ones(1).expand(3), torch.rand(4)[1:2], torch.arange(6).view(2, 3).t()],
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_exact_state_keeps_the_types_that_arithmetic_notices(name):
+    made = from_plain(there_and_back(plain({"x": EXACT[name]}, exact=True)))["x"]
+    for a, b in zip(made, EXACT[name], strict=True):
+        assert type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape
+        if torch.is_tensor(a): assert same(a.detach().resolve_conj(), b.detach().resolve_conj()) and a.requires_grad == b.requires_grad
+        else: assert np.array_equal(a, b) and a.flags.fnc == b.flags.fnc
+
+
+SHARING = {
+    "two names": lambda x: (x, x), "a row": lambda x: (x, x[1]), "rows that overlap": lambda x: (x[:2], x[1:]), "another shape": lambda x: (x, x.flatten()),
+    "detached": lambda x: (x, x.detach()), "another type": lambda x: (x, x.view(torch.int32)), "turned": lambda x: (x.t(), x),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("copy", [True, False])
+def test_tensors_that_share_memory_share_it_again_and_no_others_do(name, copy):
+    x = torch.arange(12.).view(4, 3)
+    a, b = SHARING[name](x)
+    kept = there_and_back(plain({"a": a, "b": b, "apart": x.clone()}, copy=copy, exact=True))
+    first, second = from_plain(kept), from_plain(kept)
+    assert same(first["a"], a) and same(first["b"], b)
+    for o in (a, first["a"]): o.mul_(2)
+    assert same(first["a"], a) and same(first["b"], b) and same(second["b"], SHARING[name](torch.arange(12.).view(4, 3))[1])
+    assert first["apart"].max() == 11
+
+
+def test_rows_that_do_not_overlap_are_kept_apart():
+    "So a part of a large tensor does not drag the rest along"
+    x = torch.zeros(1000, 2)
+    made = plain([x[0], x[1]], exact=True)
+    file = io.BytesIO()
+    torch.save(made, file)
+    assert file.tell() < 3000 and [o.tolist() for o in from_plain(made)] == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("tree, words", [
+    ([torch.ones(2, requires_grad=True)*2], r"EMA.state_dict\(\)\[0\] is a tensor that hangs on the graph.*Save `x.detach\(\)`"),
+    ([o := np.zeros(3), o[1:]], r"EMA.state_dict\(\)\[1\] is an array in the memory of another one"),
+])
+def test_what_cannot_come_back_as_it_was_is_refused_by_name(tree, words):
+    with pytest.raises(UnsaveableState, match=words): plain(tree, "EMA.state_dict()", exact=True)

@@ -136,7 +136,11 @@ def leftovers(folder):
         shutil.copytree(folder / "step-00000010", folder / name)
     (folder / ".tmp-step-00000050-00000001" / "manifest.json").unlink()
     (folder / ".trash-step-00000005-00000001" / "state.pt").unlink()
-    (folder / ".tmp-last.json-0a0b0c0d").write_text("{")
+    (folder / ".tmp-last.json-0a0b0c0d").mkdir()
+    (folder / ".tmp-last.json-0a0b0c0d" / "last.json").write_text("{")
+    for name in (".tmp-step-00000050-00000001", ".tmp-last.json-0a0b0c0d"):
+        (folder / name / ".isaac_loop").touch()
+    (folder / ".tmp-step-00000060-00000001").mkdir()
 
 
 def one_life(folder, keep_last=2):
@@ -280,7 +284,7 @@ def test_files_then_manifest_then_folder_then_name_then_parent_then_deletion(tmp
     hidden = next(o[1][0] for o in order if o[0] == "mkdir")
     spot = {"model": order.index(("fsync", "model.safetensors")), "state": order.index(("fsync", "state.pt")), "manifest": order.index(("fsync", "manifest.json")),
             "hidden": order.index(("fsync", hidden)), "rename": order.index(("rename", [hidden, "step-00000030"])), "parent": order.index(("fsync", tmp_path.name)),
-            "delete": next(i for i, o in enumerate(order) if o[0] in ("unlink", "rmdir") or (o[0] == "rename" and ".trash-" in o[1][1]))}
+            "delete": next(i for i, o in enumerate(order) if (o[0] == "unlink" and o[1][0] in FILES) or o[0] == "rmdir" or (o[0] == "rename" and ".trash-" in o[1][1]))}
     begin = next(i for i, o in enumerate(order) if o[0] == "create" and o[1] == ["manifest.json"])
     assert max(spot["model"], spot["state"]) < begin < spot["manifest"] < spot["hidden"] < spot["rename"] < spot["parent"] < spot["delete"]
     assert hidden.startswith(".tmp-step-00000030-")
@@ -296,9 +300,9 @@ def test_what_is_replaced_goes_only_after_the_new_one_has_its_name(tmp_path, mon
         use_disk(monkeypatch, disk)
         save(store, 10)
     renames = [[pathlib.Path(o).name.rpartition("-")[0] for o in args] for name, args in disk.calls if name == "rename"]
-    assert [o[1].partition("-step")[0] for o in renames] == [".old", "step", ".trash-old"]
-    first_deletion = next(i for i, o in enumerate(disk.calls) if o[0] == "unlink")
-    assert first_deletion > max(i for i, o in enumerate(disk.calls) if o[0] == "rename" and ".trash" not in str(o[1][1]))
+    assert [o[1].partition("-step")[0] for o in renames] == [".old", "step"]
+    first_deletion = next(i for i, o in enumerate(disk.calls) if o[0] == "unlink" and pathlib.Path(o[1][0]).name in FILES)
+    assert first_deletion > max(i for i, o in enumerate(disk.calls) if o[0] == "rename")
 
 
 # ---------------------------------------------------------------- damage
@@ -849,7 +853,151 @@ def test_what_somebody_put_into_a_checkpoint_is_not_deleted(tmp_path):
     store.close()
 
 
+FOREIGN = [".tmp-results-2024", ".old-notes-1", ".trash-mine-0", ".tmp-results-20240101", ".old-step-00000010-00000001", ".trash-x-0a0b0c0d"]
+
+
+def test_what_others_put_into_the_folder_stays(tmp_path):
+    "A name like ours is no proof, and neither is the name of a file in it; a file or a link is never ours"
+    make(tmp_path / "run", (10,), run_id="r")
+    for i, name in enumerate(FOREIGN):
+        for kind in ("folder", "file", "link"):
+            folder = tmp_path / f"{kind}-{i}"
+            shutil.copytree(tmp_path / "run", folder)
+            if kind == "folder":
+                (folder / name).mkdir()
+                (folder / name / "model.safetensors").write_text("mine")
+            elif kind == "file":
+                (folder / name).write_text("mine")
+            else:
+                (folder / name).symlink_to("step-00000010")
+            with CheckpointStore(folder, run_id="r") as store:
+                save(store, 20)
+            assert os.path.lexists(folder / name) and [o.step for o in store.list()] == [10, 20]
+
+
+def test_a_hidden_folder_of_ours_with_something_else_in_it_stays(tmp_path):
+    make(tmp_path, (10,))
+    hidden = tmp_path / ".tmp-step-00000020-00000001"
+    shutil.copytree(tmp_path / "step-00000010", hidden)
+    (hidden / "notes.txt").write_text("mine")
+    CheckpointStore(tmp_path).close()
+    assert sorted(os.listdir(hidden)) == sorted([*FILES, "notes.txt"])
+
+
+def test_a_replaced_checkpoint_of_another_run_is_not_put_among_ours(tmp_path):
+    "Copied in; ours gets its name back, also when it is the only one of its run, beside an old run"
+    make(tmp_path / "other", (30,), run_id="other")
+    make(tmp_path / "ours", (10,), run_id="old")
+    make(tmp_path / "new", (40,), run_id="r")
+    shutil.copytree(tmp_path / "other" / "step-00000030", tmp_path / "ours" / ".old-step-00000030-00000001")
+    for kind in ("old", "tmp"):
+        shutil.copytree(tmp_path / "new" / "step-00000040", tmp_path / "ours" / f".{kind}-step-00000040-00000001")
+    with CheckpointStore(tmp_path / "ours") as store:
+        assert [o.run_id for o in store.all()] == ["old", "r"]
+    assert (tmp_path / "ours" / ".old-step-00000030-00000001").exists()
+
+
+def test_small_files_of_others_are_neither_overwritten_nor_deleted(tmp_path):
+    "Every save without a `monitor` deleted a `best.json`, whoever had written it"
+    for name in ("best.json", "last.json"):
+        (tmp_path / name).write_text('{"accuracy": 0.9}')
+    with CheckpointStore(tmp_path) as store, pytest.warns(UserWarning, match="did not write it"):
+        save(store, 10)
+    assert [(tmp_path / o).read_text() for o in ("best.json", "last.json")] == ['{"accuracy": 0.9}'] * 2
+
+
+def test_a_lock_file_of_others_is_not_overwritten(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    for make_it in (lambda: (tmp_path / ".lock").symlink_to("notes"), lambda: (tmp_path / ".lock").write_text("mine")):
+        make_it()
+        with pytest.raises(CheckpointWriteFailed, match="cannot be used for checkpoints"):
+            CheckpointStore(tmp_path)
+        assert (tmp_path / ".lock").read_text() == "mine"
+        (tmp_path / ".lock").unlink()
+
+
+def copied(name):
+    "A step's folder with only one of its files"
+    return lambda run: [o.unlink() for o in (run / "step-00000010").iterdir() if o.name != name]
+
+
+TRACES = {
+    "only weights": (copied("model.safetensors"), "step-00000010"),
+    "only the state": (copied("state.pt"), "step-00000010"),
+    "only the manifest": (copied("manifest.json"), "step-00000010"),
+    "nothing in the folder": (copied(None), "step-00000010"),
+    "weights without a folder": (lambda run: [(run / "step-00000010" / "model.safetensors").rename(run / "step-10.safetensors"), shutil.rmtree(run / "step-00000010")], "step-10.safetensors"),
+    "the state without a folder": (lambda run: [(run / "step-00000010" / "state.pt").rename(run / "state.pt"), shutil.rmtree(run / "step-00000010")], "state.pt"),
+    "a checkpoint as the folder": (lambda run: [o.rename(run / o.name) for o in (run / "step-00000010").iterdir()], "manifest.json"),
+    "a hint": (lambda run: shutil.rmtree(run / "step-00000010"), "last.json"),
+    "moved into a folder": (lambda run: [(run / "old").mkdir(), (run / "step-00000010").rename(run / "old" / "step-00000010")], "old"),
+    "a link to elsewhere": (lambda run: [(run / "step-00000010").rename(run.parent / "there"), (run / "step-00000010").symlink_to(run.parent / "there")], "step-00000010"),
+    "a link to nothing": (lambda run: [shutil.rmtree(run / "step-00000010"), (run / "step-00000010").symlink_to("gone")], "step-00000010"),
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_what_is_left_of_a_run_is_named(name, tmp_path):
+    change, trace = TRACES[name]
+    change(make(tmp_path / "run", (10,)))
+    store = CheckpointStore(tmp_path / "run", read_only=True)
+    assert trace in [o.name for o in store.traces()] and not store.list()
+    with pytest.raises(NoValidCheckpoint, match=trace), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store.load()
+
+
+def test_what_may_lie_beside_checkpoints_is_no_trace(tmp_path):
+    "Results, logs, weights from elsewhere, another store below, another name of a checkpoint, and what a killed process leaves"
+    from safetensors.torch import save_file
+    make(tmp_path / "exports", (10,))
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "manifest.json").write_text("{}")
+    (tmp_path / "log.json").write_text("{}")
+    (tmp_path / ".tmp-step-00000010-00000001").mkdir()
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    make(tmp_path)
+    assert CheckpointStore(tmp_path, read_only=True).traces() == {}
+    with CheckpointStore(tmp_path) as store:
+        path = save(store, 20)
+        (tmp_path / "favourite").symlink_to(path.name)
+        assert store.traces() == {}
+
+
+def test_a_link_to_the_newest_is_passed_over_aloud(tmp_path):
+    make(tmp_path / "run", (10, 20))
+    (tmp_path / "run" / "step-00000020").rename(tmp_path / "there")
+    (tmp_path / "run" / "step-00000020").symlink_to(tmp_path / "there")
+    loaded, told = quiet_load(tmp_path / "run")
+    assert loaded[1]["step"] == 10 and len(told) == 1 and "is a link to" in told[0]
+
+
 # ---------------------------------------------------------------- two runs, copies, locks
+
+
+def test_a_lock_that_somebody_closed_is_let_go_without_a_word(tmp_path):
+    "A daemon closes all files at its start; the number may belong to another file by then"
+    store = CheckpointStore(tmp_path / "run")
+    fd = store._lock.fd
+    os.close(fd)
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    try:
+        assert other == fd
+        store.close()
+        os.write(other, b"still open")
+    finally:
+        os.close(other)
+    CheckpointStore(tmp_path / "run").close()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_file_system_without_locks_is_one_error(tmp_path, monkeypatch):
+    "It was followed by `Exception ignored in _Lock.__del__`"
+    def flock(fd, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(store_module, "fcntl", type("fcntl", (), dict(flock=staticmethod(flock), LOCK_EX=2, LOCK_NB=4, LOCK_UN=8)))
+    with pytest.raises(CheckpointWriteFailed, match="No locks available"):
+        CheckpointStore(tmp_path)
 
 
 def test_two_runs_in_one_folder(tmp_path):
@@ -1013,6 +1161,7 @@ def test_any_part_of_a_model_can_be_kept_alone(tmp_path):
     (dict(weights={"w": torch.eye(2).to_sparse()}), UnsaveableState, "to_dense"),
     (dict(weights={"w": torch.empty(2, device="meta")}), UnsaveableState, "weights['w']"),
     (dict(weights={1: torch.ones(1)}), UnsaveableState, "no name for a weight"),
+    (dict(weights=nn.Linear(1, 1)), UnsaveableState, "Pass its `state_dict()`"), (dict(weights=[torch.ones(1)]), UnsaveableState, "is a list"),
     (dict(weights={"_extra_state": object()}), UnsaveableState, "weights['_extra_state']"),
     (dict(step=1.5), TypeError, "whole number"), (dict(step=-1), ValueError, "0 or more"), (dict(samples="many"), TypeError, "samples"),
     (dict(metrics={"loss": "low"}), UnsaveableState, "metrics['loss']"), (dict(metrics={"los": 1.0}), LookupError, "Did you mean `los`?"),
@@ -1029,11 +1178,20 @@ def test_what_could_not_be_loaded_is_not_saved(kwargs, error, text, tmp_path):
         assert os.listdir(tmp_path) == [".lock"]
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "{step", "{step.__class__}", "{step[0]}", "{}", "{0}", "a\0b", "{step!r:>{step}}x/"])
+@pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "{step", "{step.__class__}", "{step[0]}", "{}", "{0}", "a\0b", "{step!r:>{step}}x/",
+                                  "..", "~", "~me", "/x", "a\nb", "CON", "aux.txt", "com1", "a:b", "{step}.", "{step} ", "{step:x>300}", "{loss:d}"])
 def test_patterns_that_are_no_names(name, tmp_path):
     with pytest.raises(ValueError, match="pattern"):
         CheckpointStore(tmp_path / "run", pattern=name)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["..", ".", "~", "a\nb", "CON", "aux.txt", "a:b", "x.", ".lock"])
+def test_names_that_are_none_are_not_looked_for(name, tmp_path):
+    "`load('..')` took the newest checkpoint of the folder above"
+    make(tmp_path, (10,))
+    with pytest.raises(ValueError, match="no name of a checkpoint"):
+        CheckpointStore(make(tmp_path / "run", (20,)), read_only=True).load(name)
 
 
 def test_names_are_filled_with_numbers_and_metrics(tmp_path):

@@ -12,6 +12,7 @@ from ..events import Order, replaces
 class AccelerateCB:
     "Let Accelerate prepare model, optimizer and loaders, and do the backward pass"
     order = Order.DEVICE+5
+    stateless = '_before','accelerator'
     def __init__(self,
         mixed_precision:str=None, # 'no', 'fp16' or 'bf16'; default: as Accelerate is configured
         **kwargs, # For `accelerate.Accelerator`

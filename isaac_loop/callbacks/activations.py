@@ -20,6 +20,7 @@ from ..tables import Table
 class HooksCallback:
     "Have a hook on each chosen module during the fit"
     order = Order.RECORD
+    stateless = 'hooks','_called'
     def __init__(self,
         hookfunc, # Called with the hook, the module, its input and its output
         module_filter=None, # Which modules: a class, a tuple of classes, or a function of a module; default: all
@@ -107,6 +108,7 @@ class ActivationStats:
 # %% ../../nbs/callbacks/80_activations.ipynb #b8099cf2
 class ActivationStatsCB(HooksCallback):
     "Gather mean, standard deviation and histogram of the activations of each layer in each batch"
+    stateless = 'modules','record'
     def __init__(self,
         module_filter=None, # Which modules: a class, a tuple of classes, or a function of a module; default: all
         on_train:bool=True, # Watch training passes?

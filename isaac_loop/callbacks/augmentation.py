@@ -193,6 +193,7 @@ def albumentations_transform(
 class _MixCB:
     "Mixes the inputs of each example with those of a partner, and the losses in the same proportion"
     order = Order.DATA
+    stateless = '_partner','_share','_inside'
     on_valid = False # A mixture says nothing about how well real examples are told apart
     def __init__(self, alpha, p):
         _check_chance(p)
@@ -314,6 +315,7 @@ class CutMixCB(_MixCB):
 class ProgressiveResizeCB:
     "Begin with small images and let them grow"
     order = Order.DATA
+    stateless = '_scale'
     on_valid = False # Validation is about images as they are
     def __init__(self,
         start:float=0.5, # Height and width in the first epoch, as a share of the full ones

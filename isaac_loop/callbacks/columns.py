@@ -109,6 +109,7 @@ def log(self:RenameColumnsCB, trainer):
 class PrintColumnsCB:
     "Print some columns of the history"
     order = Order.REPORT
+    stateless = True
     def __init__(self,
         *names:str, # Columns; default: all
         every:int=1, # Print after every so many epochs

@@ -37,6 +37,7 @@ def _move_state(opt):
 class DeviceCB:
     "Move model, loss, optimizer state and every batch to a device"
     order = Order.DEVICE
+    stateless = '_device'
     def __init__(self,
         device=None, # Name, `torch.device`, or a function that gives one; default: `def_device`, asked when training begins
     ):

@@ -25,6 +25,7 @@ def _now():
 class EpochTimeCB:
     "Say after a few batches how long an epoch will take, and leave"
     order = Order.REPORT
+    stateless = True
     on_valid = False
     def __init__(self,
         n_batches:int=20, # Training batches to measure, after a first one; fewer if the pass has fewer

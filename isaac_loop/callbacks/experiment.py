@@ -134,6 +134,7 @@ def _archive(path, folder, without):
 class ExperimentCB:
     "Keep everything about the run in a folder of its own"
     order = Order.RECORD+1 # Before everybody who may ask for the folder
+    stateless = True
     def __init__(self,
         root, # Folder of all projects; made if missing
         project:str, # Folder of the runs that belong together

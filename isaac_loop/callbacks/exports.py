@@ -35,6 +35,7 @@ def _inside(name, part): return fnmatchcase(name, part) or fnmatchcase(name, f'{
 class ExportCB:
     "Write the weights alone, for others to load, now and then and at the end"
     order = Order.SAVE
+    stateless = True
     def __init__(self,
         folder, # Where; each export is a folder of its own in it, for `load_weights`
         every='epoch', # 'epoch', a number of optimizer updates, or a function of the trainer, asked after each update

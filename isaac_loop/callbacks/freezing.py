@@ -46,6 +46,7 @@ def _parameters_of(model, part, who):
 class FreezeCB:
     "Freeze parts of the model for a range of epochs"
     order = Order.FIRST
+    stateless = '_changed','frozen'
     on_valid = False
     def __init__(self,
         parts, # What to freeze: a name, a pattern, a class, a module, or a list of them; or a dict from these to `until`, or to pairs of `start` and `until`
@@ -140,6 +141,7 @@ _other_model = '`discriminative_rates` was made for another model: none of its p
 class BatchNormEvalCB:
     "Keep batch norms in eval mode while training, so that their running statistics stay"
     order = Order.FIRST+1 # After everybody who freezes
+    stateless = '_changed'
     on_valid = False
     def __init__(self,
         parts=None, # Which: a name, a pattern, a class, a module, or a list of them; default: all batch norms

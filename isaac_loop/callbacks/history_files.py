@@ -46,6 +46,7 @@ def _write_medium(folder, place, medium):
 class HistoryFilesCB:
     "Write the history as a table and as curves, and its media as files"
     order = Order.REPORT
+    stateless = True
     def __init__(self,
         folder=None, # Where; default: the folder that `ExperimentCB` made
         table='csv', # 'csv', 'tsv' or 'txt', several of them, or None for no table

@@ -17,6 +17,7 @@ from ..events import CancelException, Order
 class InterruptCB:
     "Let a batch end before Ctrl-C or SIGTERM ends the training"
     order = Order.RECORD
+    stateless = True
     interrupted = None # The signal that ends this fit, once the batch is over
     hurried = False # Has Ctrl-C come twice? Then nothing is to be saved any more
     _noted,_pid,_old,_loader = None,None,{},None

@@ -74,6 +74,7 @@ def _check_place(path, in_notebook):
 class LivePlotCB:
     "Draw losses and metrics while training goes on"
     order = Order.REPORT
+    stateless = True
     def __init__(self,
         path=None, # File for the figure, such as 'loss.png'; needed outside notebooks
         names=None, # Columns of the history to draw; default: all losses and metrics

@@ -54,6 +54,7 @@ def suggest_rates(
 class LRFinderCB:
     "Raise the learning rate after every batch until the loss explodes, then put everything back"
     order = Order.FIRST
+    stateless = True
     def __init__(self,
         lr_mult:float=1.3, # Factor from one batch to the next
         max_mult:float=3., # Stop when the loss exceeds this multiple of the best

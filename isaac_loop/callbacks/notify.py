@@ -113,6 +113,7 @@ def _outcome(trainer):
 class NotifyCB:
     "Send rows, hyper-parameters and curves after epochs, at the end, and on failure"
     order = Order.LAST # When all others have had their say about the epoch
+    stateless = True
     def __init__(self,
         send, # Called with subject, text, and attachments as a dict of bytes by file name; it may stop the fit by `CancelFitException`
         every:int=1, # After every so many epochs; None for the end alone

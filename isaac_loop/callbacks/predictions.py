@@ -72,6 +72,7 @@ def only_one(
 class CapturePredsCB:
     "Keep predictions and targets of the last validation pass"
     order = Order.RECORD
+    stateless = True
     on_train = False
     rows = None # Numbers of the loader's rows in the dataset, where known
     def __init__(self,

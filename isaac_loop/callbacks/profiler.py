@@ -15,6 +15,7 @@ from ..events import STEPS, Order
 class ProfilerCB:
     "Profile a few training batches"
     order = Order.LAST
+    stateless = True
     on_valid = False
     def __init__(self,
         wait:int=1, # Batches to let pass first

@@ -107,6 +107,7 @@ def close(self:_Panel):
 class ProgressCB:
     "Show bars over epochs and batches, and a table with a row for each epoch"
     order = Order.REPORT
+    stateless = True
     shows_rows = True # So nobody else prints the rows
     def __init__(self,
         place:str=None, # 'notebook', 'terminal' or 'plain'; default: found out when training begins

@@ -95,6 +95,7 @@ def _retried(f, retries, wait):
 class UploadCB:
     "Copy the run's folder to a storage after each epoch and at the end"
     order = Order.RECORD # Cleans up after all who write files
+    stateless = True
     def __init__(self,
         url:str=None, # Where to: an address for fsspec, below which an experiment gets its own folder; default: the `url` of `ExperimentCB`
         folder=None, # What to copy, straight to `url`; default: the folder that `ExperimentCB` made

@@ -102,6 +102,7 @@ def _checked_every(every): return check_count(every, 'every', 'epochs are counte
 class _AfterPassCB:
     "Does something with the predictions of an epoch"
     order = Order.RECORD
+    stateless = True
     def _begin(self, trainer):
         "Forget the last run, and look at the data"
         self._done = {}

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..events import Order, callback_name, whereabouts
 from ..fingerprint import data_of, loss_of
-from ..run_state import generators, opt_defaults, put_generators, put_position, put_random, put_state
+from ..run_state import generators, opt_defaults, put_callbacks, put_generators, put_position, put_random, put_state, stateful_callbacks
 from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
 from ..trainer import n_batches
@@ -33,8 +33,10 @@ def _named(callback, trainer):
 class ResumingCB:
     "Walks over epochs and batches from a saved position on, and knows when it is between two of them"
     order = Order.SAVE
+    stateless = True
     def _begin(self, trainer, found, strict=True):
         "Walk over the epochs; `found` is weights and state to go on from, or None"
+        stateful_callbacks(trainer) # One whose state could not be taken is refused now, and not at the first save
         self._found,self._strict,self._pass_start,self._batches,self._next = found,strict,None,0,0
         data_of(trainer), loss_of(trainer) # As they are now, for all that is saved in this fit
         trainer.epochs = self._epochs(trainer, trainer.epochs)
@@ -147,7 +149,9 @@ def _rest(self:ResumingCB, trainer, batches, state, done):
         return iter(())
     if hasattr(trainer.dl, 'load_state_dict'): return batches
     put_generators(trainer, own)
-    return _replayed(trainer.dl, batches, start, done)
+    rest = _replayed(trainer.dl, batches, start, done)
+    put_callbacks(trainer, state, tell=False) # Whoever wraps the batches has seen them again
+    return rest
 
 def _end_pass(trainer, over, stopped, own):
     "Leave the loader as it is after a whole pass, and stop if the run was stopping"

@@ -85,6 +85,7 @@ def _check_functions(decode, **others):
 class TextComparisonCB:
     "Show texts of the model beside the truth, with their error rates"
     order = Order.REPORT # Its cleanup comes before that of an average, which takes its weights out of the model
+    stateless = True
     on_train = False
     def __init__(self,
         decode, # Called with the token numbers of one example, a list; returns its text

@@ -18,6 +18,7 @@ from ..records import DeviceRecord, place_of, plot_lines, recorded
 class UpdateRatioCB:
     "Compare the size of each update with the size of the weights it changes"
     order = Order.RECORD
+    stateless = '_before','_named','record'
     def __init__(self,
         module_filter=None, # Parameters of which modules: a class, a tuple of classes, or a function of a module; default: all
         every:int=1, # Look at every so many updates

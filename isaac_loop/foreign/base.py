@@ -6,34 +6,40 @@
 __all__ = []
 
 # %% ../../nbs/foreign/96_base.ipynb #ddf0d136
-import inspect
+import dis, inspect, math, warnings
 from collections.abc import Mapping
 
 import torch
 from fastcore.basics import patch
 
 from ..callbacks.accumulation import AccumulationCB
+from ..callbacks.run_config import processes
 from ..events import Order, did_you_mean
 from ..state import UnsaveableState, plain
-from ..trainer import STATE
+from ..trainer import STATE, n_batches
 
 # %% ../../nbs/foreign/96_base.ipynb #01855cef
 class Facade:
     "What a foreign callback takes for the trainer of its own library"
-    _instead = {} # For a name that is not offered: what to use
+    _instead = {} # For a name that is never offered: what to use
+    _when = {} # For a name that is offered at times: what it takes
+    _fixed = {} # For a name that cannot be set: what to use
     def __init__(self,
         trainer, # Ours
         **own, # Attributes that belong to the facade alone
-    ): vars(self).update(_trainer=trainer, _caller=None, _running=False, _plan=None, _adapters=(), **own)
+    ): vars(self).update(_trainer=trainer, _caller=None, _running=False, _plan=None, _adapters=(), _loaders={}, **own)
 
     def __getattr__(self, name):
         trainer = vars(self).get('_trainer')
         if not name.startswith('_') and (name in STATE or hasattr(trainer, name)): return getattr(trainer, name)
         offered = sorted({o for o in [*dir(type(self)), *vars(self)] if not o.startswith('_')})
+        who = f'`{vars(self).get("_caller") or "A callback"}` asked its trainer for `{name}`'
+        if name in self._when: raise AttributeError(f'{who}, which is not there now. {self._when[name]}.')
         way = f' Instead: {self._instead[name]}.' if name in self._instead else did_you_mean(name, offered) + f' Offered are {offered}, and whatever our `Trainer` has.'
-        raise AttributeError(f'`{vars(self).get("_caller") or "A callback"}` asked its trainer for `{name}`, which `adapt` does not provide.{way}')
+        raise AttributeError(f'{who}, which `adapt` does not provide.{way}')
 
     def __setattr__(self, name, value):
+        if name in self._fixed: raise AttributeError(f'`{self._caller or "A callback"}` set `{name}` of its trainer, which would have no effect. Instead: {self._fixed[name]}.')
         mine = name.startswith('_') or name in vars(self) or hasattr(type(self), name)
         object.__setattr__(self, name, value) if mine else setattr(self._trainer, name, value)
 
@@ -49,6 +55,13 @@ def forwarded(
 )->property: # For the class of a facade
     "A property of a facade that is an attribute of our trainer"
     return property(lambda self: getattr(self._trainer, name), lambda self, value: setattr(self._trainer, name, value))
+
+# %% ../../nbs/foreign/96_base.ipynb #78181d93
+def replaceable(
+    name:str, # 'train', 'valid' or 'test'
+)->property: # For the class of a facade
+    "A property of a facade that is one of our loaders, until a callback puts another in its place"
+    return property(lambda self: self._loaders.get(name, getattr(self._trainer.dls, name, None)), lambda self, value: self._loaders.update({name: value}))
 
 # %% ../../nbs/foreign/96_base.ipynb #6bd4a23b
 def accumulated(
@@ -104,6 +117,33 @@ def title_of(
     "What to call a foreign callback"
     return foreign.__name__ if inspect.isroutine(foreign) else type(foreign).__name__
 
+# %% ../../nbs/foreign/96_base.ipynb #f0ae34b3
+def _taken(code, variables, attributes):
+    "Names that a piece of code takes from its trainer, and whether it sets them"
+    there = False # Whether the trainer is what the next instruction works on
+    for o in dis.get_instructions(code):
+        if o.opname == 'EXTENDED_ARG': continue
+        is_set,is_read = o.opname == 'STORE_ATTR',o.opname in ('LOAD_ATTR', 'LOAD_METHOD')
+        if there and (is_set or is_read): yield o.argval, is_set
+        loaded = o.argval if 'LOAD_FAST' in o.opname or o.opname == 'LOAD_DEREF' else None
+        if isinstance(loaded, tuple): loaded = loaded[-1] # From Python 3.13 on, two variables at once
+        there = o.argval in attributes if is_read else loaded in variables
+    for inner in filter(inspect.iscode, code.co_consts): yield from _taken(inner, variables, attributes)
+
+def uses(
+    foreign, # A callback of another library
+    variables:tuple, # What its methods call the trainer
+    attributes:tuple, # Its attributes that hold the trainer
+)->list: # Of the name of a method, the name that it takes, and whether it sets it
+    "What the methods of a foreign callback take from its trainer, as far as their code shows"
+    methods,found = {name: inspect.getattr_static(type(foreign), name) for name in dir(type(foreign))} | getattr(foreign, '__dict__', {}),[]
+    for method,f in methods.items():
+        code = getattr(getattr(f, '__func__', f), '__code__', None) if isinstance(f, (staticmethod, classmethod)) or inspect.isroutine(f) else None
+        if code is None: continue
+        careful = 'AttributeError' in code.co_names
+        found += [(method, name, is_set) for name,is_set in _taken(code, variables, attributes) if is_set or not (careful or name in code.co_consts)]
+    return found
+
 # %% ../../nbs/foreign/96_base.ipynb #d8dd442f
 def _plain_attributes(foreign):
     "The attributes of an object that can be saved"
@@ -117,11 +157,19 @@ def _plain_attributes(foreign):
 class ForeignCB:
     "A callback of another library; a subclass maps our events to its methods"
     facade_class,default_order = Facade,Order.DECIDE
+    variables,attributes = (),() # Where its methods find their trainer
     def __init__(self,
         foreign, # The callback itself
         name:str, # What our trainer calls it
         order:float, # Its place among our callbacks
-    ): self.foreign,self.name,self.order,self.facade,self._made = foreign,name,order,None,_plain_attributes(foreign)
+    ):
+        self.foreign,self.name,self.order,self.facade,self._made = foreign,name,order,None,_plain_attributes(foreign)
+        self._uses = uses(foreign, self.variables, self.attributes)
+        for method,asked,is_set in self._uses:
+            way = (self.facade_class._fixed if is_set else self.facade_class._instead).get(asked)
+            if way is None: continue
+            raise TypeError(f'`{title_of(foreign)}.{method}` {"sets" if is_set else "asks for"} `{asked}` of its trainer, which `adapt` does not provide. '
+                            f'That would end the run in its middle, so it is refused now. Instead: {way}.')
 
     def _everyone(self, trainer):
         "All adapters of this protocol, in the order in which they run"
@@ -147,7 +195,46 @@ def _join(self:ForeignCB, trainer, keep=False):
     running = [o for o in known if o._running]
     self.facade = (running or (known if keep else []) or [self.facade_class(trainer)])[0]
     self.facade._running = True
+    if not running:
+        _warn_of_unknown(self._everyone(trainer), self.facade)
+        if processes()[1] > 1: warnings.warn(_each_alone, stacklevel=2)
     return not running
+
+_each_alone = ('Foreign callbacks are told that there is one process, but several train together. Each prints and writes as if it were alone, and what it gathers is its own part. '
+               'Leave out those that write files or gather, or use ours, which know of processes.')
+
+def _warn_of_unknown(adapters, facade):
+    "Warn, once for each, of what nobody has when a run begins"
+    trainer = facade._trainer
+    known = {*dir(type(facade)), *vars(facade), *facade._when, *STATE, *(name for o in adapters for _,name,is_set in o._uses if is_set)}
+    for o in adapters:
+        missing = [(method, name) for method,name,is_set in o._uses if not is_set and name not in known and (name.startswith('_') or not hasattr(trainer, name))]
+        for method,name in missing:
+            warnings.warn(f'`{title_of(o.foreign)}.{method}` asks its trainer for `{name}`, which nobody has so far, so the run would end there.{did_you_mean(name, sorted(known))} '
+                          'Set it on our trainer if that is where it comes from.', stacklevel=2)
+        o._uses = []
+
+# %% ../../nbs/foreign/96_base.ipynb #893f4764
+@patch
+def _length(self:ForeignCB, n, dl):
+    "Batches in a pass over `dl`, which stands in for a loader with `n`"
+    return n_batches(dl)
+
+@patch
+def _shorten(self:ForeignCB, trainer):
+    "Count updates by the loader that was put in the place of ours before the run"
+    if not self._is_last(trainer) or 'train' not in self.facade._loaders: return
+    n = self._length(n_batches(trainer.dls.train), self.facade._loaders['train'])
+    if n is not None: trainer.updates_per_epoch = math.ceil(n/accumulated(trainer))
+
+@patch
+def _walk_other(self:ForeignCB, trainer):
+    "Walk the loader that was put in the place of ours"
+    kind = 'train' if trainer.training else 'valid'
+    if not self._is_last(trainer) or kind not in self.facade._loaders: return
+    n = self._length(trainer.n_batches, self.facade._loaders[kind])
+    trainer.batches = self.facade._loaders[kind]
+    trainer.n_batches = n
 
 # %% ../../nbs/foreign/96_base.ipynb #cb8d823a
 @patch

@@ -6,17 +6,20 @@
 __all__ = []
 
 # %% ../../nbs/foreign/97_pytorch_accelerated.ipynb #d9abebc0
-import math
 from dataclasses import dataclass, asdict
 from functools import partial
 
 import torch
 from fastcore.basics import patch
 
+from ..callbacks.accelerated import AccelerateCB
+from ..callbacks.clipping import ClipGradCB
+from ..callbacks.precision import MixedPrecisionCB
 from ..callbacks.predictions import OtherData
-from ..callbacks.run_config import loader_batch_size
+from ..callbacks.schedulers import SchedulerCB
+from ..callbacks.run_config import RunConfig, loader_batch_size
 from ..events import CancelEpochException, Order, did_you_mean
-from .base import Facade, ForeignCB, RecordingCB, accumulated, forwarded, method_of
+from .base import Facade, ForeignCB, RecordingCB, accumulated, forwarded, method_of, replaceable
 from ..tensors import batch_size
 from ..trainer import n_batches
 
@@ -86,22 +89,32 @@ def _rows_per_batch(dl):
     size = loader_batch_size(dl)
     return batch_size(dl[0]) if size is None and isinstance(dl, (list, tuple)) and dl else size
 
+_HALVES = dict(bfloat16='bf16', float16='fp16', bf16='bf16', fp16='fp16')
+
+def _half(trainer):
+    "Their name of the type in which is predicted, if that is half precision"
+    halved = any(isinstance(o, (MixedPrecisionCB, AccelerateCB)) for o in trainer.callbacks)
+    return _HALVES.get(RunConfig.of(trainer).precision, 'no') if halved else 'no'
+
 def _run_config(trainer):
     "The configuration of the present fit"
     train,valid = (_rows_per_batch(getattr(trainer.dls, o, None)) for o in ('train', 'valid'))
     n_accumulated,updates = accumulated(trainer),trainer.updates_per_epoch
+    clip = next((o.limit for o in trainer.callbacks if isinstance(o, ClipGradCB) and o.kind == 'max_value'), None)
     return _RunConfig(trainer.n_epochs, train, valid, n_accumulated, train and train*n_accumulated, valid, updates, updates, None if updates is None else trainer.n_epochs*updates + 1,
-                      dict(batch_size=train), dict(batch_size=valid))
+                      dict(batch_size=train), dict(batch_size=valid), clip, mixed_precision=_half(trainer))
 
 # %% ../../nbs/foreign/97_pytorch_accelerated.ipynb #2004fde5
 class _OneProcess:
     "What callbacks ask an accelerator, answered for one process"
     is_main_process = is_local_main_process = is_last_process = True
-    num_processes,process_index,local_process_index,mixed_precision,optimizer_step_was_skipped = 1,0,0,'no',False
+    num_processes,process_index,local_process_index,optimizer_step_was_skipped = 1,0,0,False
     def __init__(self, facade): self._facade = facade
 
     @property
     def device(self): return self._facade.device
+    @property
+    def mixed_precision(self): return _half(self._facade._trainer)
     def print(self, *args, **kwargs): print(*args, **kwargs)
     def wait_for_everyone(self): pass
     def gather(self, tensor): return tensor
@@ -154,26 +167,28 @@ class _CallbackHandler:
             if method is not None: method(*args, **kwargs)
 
 # %% ../../nbs/foreign/97_pytorch_accelerated.ipynb #d193448a
-def _loader(name): return property(lambda self: self._loaders.get(name, getattr(self._trainer.dls, name, None)), lambda self, value: self._loaders.update({name: value}))
-
 class _Loaders(Facade):
-    "A facade whose loaders can be replaced"
-    def __init__(self, trainer, **own): super().__init__(trainer, _loaders={}, **own)
+    "A facade with loaders and their datasets"
+    _train_dataloader,_eval_dataloader = replaceable('train'),replaceable('valid')
 
-    _train_dataloader,_eval_dataloader = _loader('train'),_loader('valid')
-
+    @property
+    def collate_fn(self): return getattr(self._train_dataloader, 'collate_fn', None)
     @property
     def train_dataset(self): return getattr(self._train_dataloader, 'dataset', self._train_dataloader)
     @property
     def eval_dataset(self): return getattr(self._eval_dataloader, 'dataset', self._eval_dataloader)
 
 # %% ../../nbs/foreign/97_pytorch_accelerated.ipynb #fe202c88
+_STATES = ('`CheckpointCB(folder, every=...)` keeps everything of the run, and the next `fit` goes on at the very batch; '
+           'with `WSDSchedulerCB`, `every=wsd.decay_begins` saves before each decay, and `ExportCB(folder, every=wsd.decay_ends)` after it')
+
 class _AcceleratedTrainer(_Loaders):
     "Our trainer, for callbacks of pytorch-accelerated"
-    _instead = {o: '`CheckpointCB` keeps everything of the run, and goes on at the very batch' for o in ('save_training_state', 'load_training_state')}
+    _instead = {o: _STATES for o in ('save_training_state', 'load_training_state')}
+    _when = {'scheduler': 'A schedule is made when the run knows how long its passes are; ask for it from `on_train_epoch_start` on'}
+    _fixed = {'scheduler': 'give our trainer `BatchSchedulerCB(make_scheduler)`, which also steps it'}
     def __init__(self, trainer):
-        super().__init__(trainer, stopped=False, run_history=_RunHistory(trainer), callback_handler=_CallbackHandler(self),
-                         run_config=None, scheduler=None, create_scheduler_fn=None, collate_fn=None)
+        super().__init__(trainer, stopped=False, run_history=_RunHistory(trainer), callback_handler=_CallbackHandler(self), run_config=None)
         self._accelerator,self._loss_tracker = _OneProcess(self),_LossSum()
 
     model,optimizer,loss_func = forwarded('model'),forwarded('opt'),forwarded('loss_func')
@@ -182,6 +197,16 @@ class _AcceleratedTrainer(_Loaders):
     def gather(self, tensor, padding_value=None): return tensor
     def get_model(self, keep_torch_compile=True): return self.model if keep_torch_compile else getattr(self.model, '_orig_mod', self.model)
     def create_run_config(self): return _run_config(self._trainer)
+
+    @property
+    def _schedule(self): return next((o for o in self._trainer.callbacks if isinstance(o, SchedulerCB)), None)
+    @property
+    def create_scheduler_fn(self): return getattr(self._schedule, 'scheduler_func', None)
+    @property
+    def scheduler(self):
+        "What steps the rate of this run; None if nobody does"
+        if self._schedule is not None and not self._schedule._running: raise AttributeError('scheduler') # The way to `__getattr__`
+        return getattr(self._schedule, 'scheduler', None)
 
     def _begin(self, training):
         "A run begins"
@@ -204,7 +229,9 @@ def load_checkpoint(self:_AcceleratedTrainer, checkpoint_path, load_optimizer=Tr
     parts = torch.load(checkpoint_path, map_location='cpu', weights_only=True)
     self.get_model(keep_torch_compile=False).load_state_dict(parts['model_state_dict'])
     if load_optimizer and 'optimizer_state_dict' in parts: self.optimizer.load_state_dict(parts['optimizer_state_dict'])
-    if load_scheduler and 'scheduler_state_dict' in parts: self.scheduler.load_state_dict(parts['scheduler_state_dict'])
+    if load_scheduler and 'scheduler_state_dict' in parts:
+        if self.scheduler is None: raise ValueError(f'`{checkpoint_path}` has the state of a scheduler, but this run has none to take it. Give the trainer a `BatchSchedulerCB`, or pass `load_scheduler=False`.')
+        self.scheduler.load_state_dict(parts['scheduler_state_dict'])
     return parts
 
 # %% ../../nbs/foreign/97_pytorch_accelerated.ipynb #c90650a5
@@ -268,7 +295,7 @@ _PASSES = [f'on_{kind}_{span}_{end}' for kind in ('train', 'eval') for span in (
 
 class PytorchAcceleratedCB(RecordingCB):
     "A `TrainerCallback` of pytorch-accelerated"
-    facade_class,protocol = _AcceleratedTrainer,'pytorch-accelerated'
+    facade_class,protocol,variables = _AcceleratedTrainer,'pytorch-accelerated',('trainer',)
     default_order = Order.RECORD+1 # Before schedules, which want to know how long the passes are
     certain = ('on_init_end', 'on_training_run_start', 'on_training_run_epoch_end', 'on_training_run_end', 'on_evaluation_run_start', 'on_evaluation_run_end',
                'on_stop_training_error', *_PASSES)
@@ -283,14 +310,11 @@ class PytorchAcceleratedCB(RecordingCB):
             o.facade,o._met = facade,facade
             o._tell('on_init_end', facade)
         self._tell('on_training_run_start' if facade._training_run else 'on_evaluation_run_start', facade)
-        if self._is_last(trainer) and 'train' in facade._loaders:
-            n = _limit(n_batches(trainer.dls.train), facade._train_dataloader)
-            if n is not None: trainer.updates_per_epoch = math.ceil(n/accumulated(trainer))
+        self._shorten(trainer)
 
-def _limit(n, dl):
-    "Batches in a pass over `dl`, which may claim more than the `n` there are"
-    lengths = [o for o in (n, n_batches(dl)) if o is not None]
-    return min(lengths) if lengths else None
+    def _length(self, n, dl):
+        "Batches in a pass over `dl`, which may claim more than the `n` there are"
+        return min((o for o in (n, n_batches(dl)) if o is not None), default=None)
 
 # %% ../../nbs/foreign/97_pytorch_accelerated.ipynb #e376bdcd
 @patch
@@ -310,16 +334,14 @@ def _fire(self:PytorchAcceleratedCB, trainer, event, **kwargs):
 @patch
 def before_epoch(self:PytorchAcceleratedCB, trainer):
     "Their epoch starts"
-    facade,kind = self.facade,'train' if trainer.training else 'valid'
+    facade = self.facade
     if facade.stopped: raise CancelEpochException(f'stopped by a callback: {trainer.stop_reason}')
     if self._is_first(trainer):
         facade._loss_tracker.reset()
         if trainer.training: facade.run_history._set_epoch(trainer.epoch+1)
     if trainer.training: self._fire(trainer, 'on_train_epoch_start')
     else: self._fire(trainer, 'on_eval_epoch_start', is_intermediate=False)
-    if self._is_last(trainer) and kind in facade._loaders:
-        trainer.batches = facade._loaders[kind]
-        trainer.n_batches = _limit(trainer.n_batches, trainer.batches)
+    self._walk_other(trainer)
 
 # %% ../../nbs/foreign/97_pytorch_accelerated.ipynb #2a62908e
 @patch
