@@ -32,7 +32,7 @@ def _whole(value):
     try: return None if isinstance(value, bool) else index(value)
     except TypeError: return None
 
-# %% ../nbs/06_checks.ipynb #3d35f753
+# %% ../nbs/06_checks.ipynb #8590a238
 def check_flag(
     value, # What was given
     name:str, # Name of the argument, for the message
@@ -41,6 +41,7 @@ def check_flag(
     if value in (False, True): return bool(value)
     raise TypeError(f'`{name}` is {value!r}, which is neither True nor False. Use one of them.')
 
+# %% ../nbs/06_checks.ipynb #3d35f753
 def check_function(
     f, # What was given
     name:str, # Name of the argument, for the message

@@ -198,9 +198,8 @@ def load_state_dict(self:ExactLoader,
     changed = {o: (state[o], now[o]) for o in now if o in state and state[o] != now[o]}
     _check_same({o: changed[o] for o in ('seed', 'n', 'shuffle') if o in changed}, state['samples'])
     others = {o: changed[o] for o in ('batch_size', 'drop_last', 'world_size') if o in changed}
-    if others and state['samples']:
-        warnings.warn(f'The position was saved with {_listed(others, 0)}, and the loader has {_listed(others, 1)}: every sample still comes once in this epoch, '
-                      'but in other batches, so the run will not be the same bit for bit.', stacklevel=2)
+    if others: warnings.warn(f'The position was saved with {_listed(others, 0)}, and the loader has {_listed(others, 1)}: every sample still comes once in an epoch, '
+                             'but in other batches, so the run will not be the same bit for bit.', stacklevel=2)
     self.set_epoch(state['epoch'])
     if state['samples']: self.start_at(state['samples'])
 
@@ -235,7 +234,7 @@ def _with_seeds(loader, seed):
     names = ('batch_size', 'drop_last', 'num_workers', 'collate_fn', 'pin_memory', 'timeout', 'prefetch_factor', 'persistent_workers', 'multiprocessing_context')
     return DataLoader(_SeededStream(loader.dataset, seed), generator=torch.Generator(), worker_init_fn=WorkerStart(loader.worker_init_fn), **{o: getattr(loader, o) for o in names})
 
-# %% ../nbs/11_loaders.ipynb #61fb7194
+# %% ../nbs/11_loaders.ipynb #f986b2b2
 def _knows_its_place(loader):
     "Whether `loader` reads a stream, in this process, that can go on anywhere by its own state"
     if not _is_stream(loader) or loader.num_workers: return False
@@ -248,6 +247,7 @@ def _loses_rows(x):
     if 'BufferShuffled' in type(x).__name__ or (getattr(x, 'batched', False) and x.iter_arrow): return True
     return any(_loses_rows(o) for v in vars(x).values() for o in (v if isinstance(v, (list, tuple)) else [v]))
 
+# %% ../nbs/11_loaders.ipynb #61fb7194
 class ReplayLoader(_Resumable):
     "Any loader, made repeatable; it goes on in the middle of an epoch by reading the epoch again, or by the state of a stream that has one"
     _stream = _beginning = None # The state of a stream to go on from; the one that it had before it was read
@@ -324,9 +324,7 @@ def _fresh(self:ReplayLoader):
     if self.make: return self.make()
     return _with_seeds(self.loader, self.seed) if _is_stream(self.loader) and self.loader.num_workers else self.loader
 
-# %% ../nbs/11_loaders.ipynb #9e128b12
-_end = object()
-
+# %% ../nbs/11_loaders.ipynb #da24fb65
 @patch
 def _take_up(self:ReplayLoader, done):
     "Let a stream that knows its place go there, or to its beginning; returns the number of the batch that it gives next"
@@ -338,6 +336,9 @@ def _take_up(self:ReplayLoader, done):
     elif self._moved: dataset.load_state_dict(copy.deepcopy(self._beginning))
     self._moved = stream is not None
     return done if stream is not None else 0
+
+# %% ../nbs/11_loaders.ipynb #9e128b12
+_end = object()
 
 @patch
 def _walk(self:ReplayLoader, epoch, done):

@@ -402,6 +402,12 @@ def test_another_batch_size_uses_every_sample_once(size, tmp_path):
     assert [sorted(o) for o in again.SeenCB.rows.values()] == [everybody, everybody]
 
 
+def test_another_batch_size_between_two_epochs_is_told(tmp_path):
+    def make(size): return make_trainer([BasicTrainCB(), CheckpointCB(tmp_path/"run")], DataLoaders(exact_loader(Rows(56), size)), optim.SGD)
+    fit(make(8), 1, valid=False)
+    with pytest.warns(UserWarning, match="`batch_size=8`, and the loader has `batch_size=14`"): fit(make(14), 2, valid=False)
+
+
 def test_a_batch_size_that_ends_the_epoch_at_once_does_not_lose_the_next_one(tmp_path):
     "6 of 7 batches of 8 are done; with batches of 16 and `drop_last` nothing is left of this epoch"
     def make(size):
