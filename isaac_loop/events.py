@@ -41,7 +41,10 @@ SPANS = {'fit': Span('fit', CancelFitException), 'epoch': Span('epoch', CancelEp
 # %% ../nbs/00_events.ipynb #d286abf7
 EVENTS = ('before_fit', 'before_epoch', 'before_batch',
           *(event for s in STEPS.values() for event in (s.before, s.name, s.after, s.cleanup)),
-          'after_batch', 'cleanup_batch', 'after_epoch', 'cleanup_epoch', 'log', 'after_fit', 'cleanup_fit')
+          'after_batch', 'measured', 'cleanup_batch', 'after_epoch', 'cleanup_epoch', 'log', 'after_fit', 'cleanup_fit')
+
+# %% ../nbs/00_events.ipynb #f0ef0651
+ROW_EVENTS = ('measured', 'log') # At these there is something new to read in the history
 
 # %% ../nbs/00_events.ipynb #72a5914d
 class Order(IntEnum):
@@ -161,7 +164,7 @@ def check_callback(
     answered = [o for o in events if handler_of(callback, o) is not None]
     for o in answered:
         _check_handler(f'{name}.{o}', handler_of(callback, o), o)
-        if _replaces(callback, o) and (o == 'log' or o.startswith(_PREFIXES)):
+        if _replaces(callback, o) and (o in ROW_EVENTS or o.startswith(_PREFIXES)):
             raise ValueError(f'`{name}.{o}` is marked with `@replaces`, but only a step can be replaced, such as {", ".join(STEPS)}.')
     if not answered and not members(callback):
         kind = 'a function' if _function_name(callback) else f'an object of class {type(callback).__name__}'
@@ -174,7 +177,7 @@ def check_callback(
         raise TypeError(f'`{name}.order` is {order!r}, but callbacks are sorted by it. Use a number or a place such as `Order.RECORD`.')
 
 # %% ../nbs/00_events.ipynb #38dbec55
-_WHOLE_FIT = ('before_fit', 'after_fit', 'cleanup_fit', 'log')
+_WHOLE_FIT = ('before_fit', 'after_fit', 'cleanup_fit', *ROW_EVENTS)
 
 def _takes_part(callback, event, training):
     "Whether `callback` answers `event` in this kind of pass"

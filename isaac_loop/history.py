@@ -9,6 +9,7 @@ __all__ = ['MEDIA', 'BatchRecord', 'History', 'check_monitored', 'Monitor']
 import inspect, math
 from array import array
 from collections.abc import Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import FunctionType
 
@@ -88,7 +89,9 @@ def _last_pass(self:BatchRecord):
 # %% ../nbs/04_history.ipynb #c704ba16
 class History(Sequence):
     "One row (a dict) per epoch: `fit`, `epoch`, and whatever callbacks write"
-    def __init__(self): self.rows,self.batches,self.media,self.fit,self._next,self._open = [],BatchRecord(),[],-1,None,False
+    def __init__(self):
+        self.rows,self.batches,self.media,self.fit,self._next,self._open = [],BatchRecord(),[],-1,None,False
+        self._told,self._telling = set(),None # Columns of the present row that are known, and those that are being told
 
     def __len__(self): return len(self.rows)
     def __getitem__(self, i): return self.column(i) if isinstance(i, str) else self.rows[i]
@@ -111,7 +114,7 @@ def start_epoch(self:History,
     epoch:int, # Its number within the fit
 ):
     "What is written from now on belongs to this epoch"
-    self._next,self._open = dict(fit=self.fit, epoch=epoch),True
+    self._next,self._open,self._told = dict(fit=self.fit, epoch=epoch),True,set()
     self.media.clear()
 
 @patch
@@ -122,6 +125,7 @@ def write(self:History, **columns):
         self.rows.append(self._next)
         self._next = None
     self.rows[-1].update(columns)
+    self._told -= columns.keys()
 
 @patch
 def _check_open(self:History):
@@ -133,6 +137,24 @@ def _check_open(self:History):
 def current(self:History):
     "The row of the present epoch, or None if nobody has written to it"
     return self.rows[-1] if self._open and self._next is None else None
+
+# %% ../nbs/04_history.ipynb #ce58a9ce
+@patch(as_prop=True)
+def news(self:History):
+    "The columns of the present row that are new: in `measured` those just measured, in `log` those that no `measured` has told of"
+    row = self.current or {}
+    if self._telling is not None: return {k: row[k] for k in self._telling if k in row}
+    return {k: v for k,v in row.items() if k not in self._told and k not in ('fit', 'epoch')}
+
+@patch
+@contextmanager
+def telling(self:History,
+    names, # Columns of the present row
+):
+    "Have these columns alone as `news` for the length of a `with` block, and count them as known afterwards"
+    outer,self._telling = self._telling,list(names)
+    try: yield
+    finally: self._telling,self._told = outer,self._told.union(names)
 
 # %% ../nbs/04_history.ipynb #251ca17f
 @patch
@@ -150,7 +172,7 @@ def write_batches(self:History,
 @patch
 def state_dict(self:History):
     "All rows, of epochs and of batches, as plain types"
-    return dict(rows=[dict(o) for o in self.rows], fit=self.fit, next=self._next and dict(self._next), open=self._open,
+    return dict(rows=[dict(o) for o in self.rows], fit=self.fit, next=self._next and dict(self._next), open=self._open, told=sorted(self._told),
                 batches={name: column.tolist() for name,column in self.batches.columns.items()})
 
 @patch
@@ -162,6 +184,7 @@ def load_state_dict(self:History,
     if until_fit is not None: state = _until(state, until_fit)
     self.rows[:] = [dict(o) for o in state['rows']]
     self.fit,self._next,self._open = state['fit'],state['next'] and dict(state['next']),state['open']
+    self._told = set(state.get('told', ()))
     self.batches.load(state['batches'])
 
 def _until(state, fit):
@@ -273,10 +296,11 @@ class Monitor:
         mode:str='min', # 'min' when lower is better (losses), 'max' when higher is (accuracies)
         min_delta:float=0., # A change must be larger than this to count, in the value's own units
         patience:int=None, # Give up after so many values in a row without improvement; None never does
+        or_equal:bool=False, # Does a value count that is just as good as the best, or better by just `min_delta`?
     ):
         if mode not in ('min', 'max'): raise ValueError(f"`mode` is {mode!r}, but a value can only get better by going down or up. Use 'min' or 'max'.")
         if not min_delta >= 0: raise ValueError(f'`min_delta` is {min_delta!r}, which would call a change for the worse an improvement. Use 0 or more.')
-        self.mode,self.min_delta,self.patience = mode,min_delta,patience
+        self.mode,self.min_delta,self.patience,self.or_equal = mode,min_delta,patience,or_equal
         self.reset()
 
     def reset(self):
@@ -290,7 +314,7 @@ class Monitor:
         if value is None or math.isnan(value): return False
         if self.best is None: return True
         gain = self.best-value if self.mode == 'min' else value-self.best
-        return gain > self.min_delta
+        return gain > self.min_delta or (self.or_equal and gain == self.min_delta)
 
 # %% ../nbs/04_history.ipynb #c4dbaf10
 @patch

@@ -17,6 +17,9 @@ from .trainer import STATE, Trainer
 # %% ../nbs/91_inspection.ipynb #0788b144
 _WHEN = {'fit': 'the whole fit', 'epoch': 'one pass over a loader', 'batch': 'one batch', **{o: f'the step `{o}`' for o in STEPS}}
 
+_ROW = {'log': "after an epoch's last pass, when its row in the history is complete",
+        'measured': 'when something was measured in the middle of an epoch, and is in its row'}
+
 def event_table(
     trainer_class=Trainer, # A trainer or its class; its own events are listed as well
 )->Table:
@@ -26,7 +29,7 @@ def event_table(
 
 def _event_row(event):
     "What there is to say about an event"
-    if event == 'log': return dict(event=event, when="after an epoch's last pass, when its row in the history is complete", cancel_with='')
+    if event in _ROW: return dict(event=event, when=_ROW[event], cancel_with='')
     prefix,_,name = event.partition('_') if event.startswith(('before_', 'after_', 'cleanup_')) else ('', '', event)
     span = SPANS.get(name)
     what = _WHEN.get(name, f'`{name}`')

@@ -11,7 +11,7 @@ import inspect, math, warnings
 import torch
 from torch.optim import lr_scheduler
 
-from .events import did_you_mean
+from .events import callback_name, did_you_mean
 
 # %% ../nbs/15_scheduler_checks.ipynb #ba49d6e3
 _LENGTHS = {'OneCycleLR': ('total_steps', 0, 'stay where it ends'), 'CosineAnnealingLR': ('T_max', 1, 'rise again'), 'PolynomialLR': ('total_iters', 1, 'stay at zero'),
@@ -44,6 +44,21 @@ def check_scheduler(scheduler, opt, who):
     if its_opt is not opt and getattr(its_opt, 'param_groups', None) is not opt.param_groups:
         raise ValueError(f'The `scheduler_func` of `{who}` made a scheduler for another optimizer, so it would change nothing here. Use the optimizer that the function is given.')
     return scheduler
+
+# %% ../nbs/15_scheduler_checks.ipynb #66a95b4f
+def check_rates(
+    opt, # The optimizer whose rates have been set
+    cb, # The callback that set them
+    n:int, # After how many updates or epochs
+    unit:str, # 'update' or 'epoch'
+    wait:bool=True, # Look at rates that are tensors as well?
+):
+    "Refuse a rate that would spoil the weights; rounding may leave one a hair below 0"
+    for i,group in enumerate(opt.param_groups):
+        rate = group['lr']
+        if (not wait and torch.is_tensor(rate)) or -1e-12 <= rate < math.inf: continue
+        raise ValueError(f'`{callback_name(cb)}` has set the learning rate of parameter group {i} to {float(rate):g} after {n} {unit}s, and the next update would spoil its weights. '
+                         'A rate is a finite number of 0 or more: look at the function or the options that it comes from.')
 
 # %% ../nbs/15_scheduler_checks.ipynb #3b6e0b79
 def check_options(cb, options):

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 from fastcore.basics import patch
 
-from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, STEPS, Plan
+from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, ROW_EVENTS, STEPS, Plan
 from .events import callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
 from .history import History
 from .own_state import OwnState
@@ -29,7 +29,7 @@ STATE = {
     'loss_func': ('you', 'called with predictions and targets'),
     'opt_func': ('you', 'makes the optimizer from parameters and a rate; None if you set `trainer.opt` yourself'),
     'callbacks': ('`add_callbacks`', 'all callbacks, in the order of adding; who changes the list in a fit has them come and go as well'),
-    'history': ('whoever records, such as `MetricsCB`', 'one row per epoch; read it in `log`, when the newest row is complete'),
+    'history': ('whoever records, such as `MetricsCB`', 'one row per epoch; read it in `log`, when the newest row is complete, and its `news` in `measured`'),
     'opt': ('`fit`, from `opt_func`, or by you if that is None', 'the optimizer'),
     'lr': ('`fit`', 'the learning rate given to it'),
     'n_epochs': ('`fit`', 'how many epochs were asked for'),
@@ -716,6 +716,15 @@ def request_stop(self:Trainer,
     if self.stop_reason is None: self.stop_reason = reason or 'asked to stop' # The first one is why it stops
     self._source.over = True
 
+# %% ../nbs/10_trainer.ipynb #ce3de8fb
+@patch
+def write_measured(self:Trainer,
+    **columns # As for `history.write`
+):
+    "Write what was measured in the middle of an epoch, and let `measured` tell of it"
+    self.history.write(**columns)
+    with self.history.telling(columns): self.run_callbacks('measured')
+
 # %% ../nbs/10_trainer.ipynb #8e9ce878
 @patch(as_prop=True)
 def total_updates(self:Trainer):
@@ -736,8 +745,8 @@ def _trained(self:Trainer):
 
 # %% ../nbs/10_trainer.ipynb #4241fc3a
 def _only_reads(callback):
-    "Whether `callback` answers `log` alone, where one only reads; it belongs to the run that it was given to"
-    return handler_of(callback, 'log') is not None and all(handler_of(callback, o) is None for o in EVENTS if o != 'log')
+    "Whether `callback` answers `log` or `measured` alone, where one only reads; it belongs to the run that it was given to"
+    return any(handler_of(callback, o) is not None for o in ROW_EVENTS) and all(handler_of(callback, o) is None for o in EVENTS if o not in ROW_EVENTS)
 
 _endless_side_runs = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for its own evaluation, and evaluates again. '
                       'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out there, or choose who is kept with `side_run(below=...)`.')
@@ -746,7 +755,7 @@ _endless_side_runs = ('Five runs on the side were begun one inside the other: a 
 @contextmanager
 def side_run(self:Trainer,
     callbacks=None, # Callbacks for this run, beside those that are kept
-    below=Order.RECORD, # Keep the trainer's own callbacks whose `order` is lower, but for those that answer `log` alone
+    below=Order.RECORD, # Keep the trainer's own callbacks whose `order` is lower, but for those that only read rows
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
     if self._side_runs > 4: raise RuntimeError(_endless_side_runs)

@@ -21,11 +21,14 @@ import runs
 from isaac_loop.callbacks import evaluator as evaluator_module
 from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.averaging import EMACB, SWACB
+from isaac_loop.callbacks.best import KeepBestCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.device import DeviceCB
 from isaac_loop.callbacks.evaluator import EvaluatorCB
 from isaac_loop.callbacks.loggers import LoggerCB
 from isaac_loop.callbacks.metrics import MeanOf, MetricsCB
+from isaac_loop.callbacks.recorder import RecorderCB
+from isaac_loop.callbacks.reductions import PlateauSchedulerCB
 from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.trackers import WandB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
@@ -106,18 +109,28 @@ def test_every_module_is_back_in_its_own_mode_for_the_rest_of_the_epoch():
     assert modes == [[True, False, True, True, True]]*8
 
 
-def test_a_run_that_was_cut_goes_on_with_its_evaluations(tmp_path, monkeypatch):
-    "Saved at every batch, and gone on from each: the same rows and batches, and no evaluation twice"
+def test_a_run_that_was_cut_goes_on_with_its_evaluations_and_with_what_they_steer(tmp_path, monkeypatch):
+    "Saved at every batch, and gone on from each: the same rows and batches, no evaluation twice, and half of the patience used"
     monkeypatch.setattr(evaluator_module, "time", SimpleNamespace(perf_counter=lambda: 0.))
-    make = lambda *more: runs.make_trainer([*runs.callbacks(), EvaluatorCB("valid", updates=3, epochs=2, at_start=True, accuracy=lambda p, t: p.argmax(1) == t), *more])
+    def make(*more):
+        steering = [KeepBestCB("eval_loss"), EarlyStoppingCB("eval_loss", 4, min_delta=10.), PlateauSchedulerCB("eval_loss", patience=0, threshold=10., threshold_mode="abs", factor=0.5)]
+        evaluator = EvaluatorCB("valid", updates=3, epochs=2, at_start=True, accuracy=lambda p, t: p.argmax(1) == t)
+        return runs.make_trainer([BasicTrainCB(), MetricsCB(show=False), EMACB(0.9), RecorderCB(), *steering, evaluator, *more])
+    def save(name, **options): return CheckpointCB(tmp_path/name, monitor="eval_loss", **options)
+    def steered(trainer): return trainer.stop_reason, trainer.EarlyStoppingCB.state_dict(), trainer.PlateauSchedulerCB.state_dict()
+    def last(name):
+        found = CheckpointStore(tmp_path/name, read_only=True).list()[-1]
+        return found.step, {k: v for k, v in found.metrics.items() if k.startswith("eval_")}
     whole = runs.fit(make(), 2)
-    saved = runs.fit(make(CheckpointCB(tmp_path/"all", every=1, keep_last=None)), 2)
+    saved = runs.fit(make(save("all", every=1, keep_last=None)), 2)
     runs.same(whole, saved)
     found = CheckpointStore(tmp_path/"all", read_only=True).list()
     assert len(found) == 14
     for o in found:
-        again = runs.fit(make(CheckpointCB(tmp_path/f"from {o.step}", every=1000, resume=o.path)), 2)
+        again = runs.fit(make(save(f"from {o.step}", every=1000, resume=o.path)), 2)
         runs.same(whole, again)
+        assert steered(again) == steered(whole)
+        if o is not found[-1]: assert last(f"from {o.step}") == last("all")
         assert again.EvaluatorCB.n_evaluations == whole.EvaluatorCB.n_evaluations == 6
 
 
@@ -636,6 +649,69 @@ def test_its_columns_can_be_watched_and_others_cannot():
     assert len(scored.history) == 2
     declared = {o for o in scored.EvaluatorCB.columns(scored)}
     assert declared == {"test_loss", "test_seconds", "test_*"}
+
+
+# What is measured in the middle of an epoch steers at once
+
+FOUR = [(X[i:i+6], Y[i:i+6]) for i in (0, 6, 11, 16)]
+
+
+def steered(folder, endless, n=20):
+    "Measured after every fourth update, in one epoch or in twenty; what all that watch the measure have done"
+    watched, rates = "eval_loss" if endless else "valid_loss", []
+    def before_step(trainer): rates.append(trainer.opt.param_groups[0]["lr"])
+    set_seed(0)
+    trainer = Trainer(DataLoaders(FOUR*n if endless else FOUR, OTHER), F.cross_entropy, SGD, nn.Linear(4, 3), [
+        BasicTrainCB(), MetricsCB(show=False), KeepBestCB(watched), EarlyStoppingCB(watched, 3), PlateauSchedulerCB(watched, patience=0, factor=0.3), before_step,
+        CheckpointCB(folder, "best", watched)] + [EvaluatorCB(OTHER, updates=4, at_end=False)]*endless)
+    trainer.fit(1 if endless else n, lr=0.3, valid=not endless)
+    best = CheckpointStore(folder, read_only=True).best()
+    return trainer.n_updates, rates, bits(trainer.model.weight), trainer.EarlyStoppingCB.best, trainer.KeepBestCB.best, best.step, best.metrics[watched]
+
+
+def test_one_epoch_without_end_is_steered_like_epochs_that_end_at_each_measurement(tmp_path):
+    "Early stopping, best weights, best checkpoint and a plateau, bit for bit"
+    endless, epochs = steered(tmp_path/"endless", True), steered(tmp_path/"epochs", False)
+    assert endless == epochs and 16 < endless[0] < 80 and endless[5] < endless[0] and len(set(endless[1])) > 1
+
+
+def test_a_checkpoint_says_what_was_measured_with_its_weights_and_nothing_older(tmp_path):
+    "Four updates in an epoch and a look after every third: only those checkpoints have a number, and it is theirs"
+    trainer = make_trainer(EvaluatorCB(OTHER, updates=3, at_end=False), CheckpointCB(tmp_path, 1, "eval_loss", keep_last=None))
+    trainer.fit(3)
+    found = CheckpointStore(tmp_path, read_only=True).list()
+    assert {o.step for o in found if o.metrics} == {3, 6, 9, 12} and {o.step for o in found} == {*range(1, 13)}
+    for o in found:
+        if not o.metrics: continue
+        trainer.load(o.path)
+        assert EvaluatorCB(OTHER).evaluate(trainer)["eval_loss"] == o.metrics["eval_loss"]
+
+
+@pytest.mark.parametrize("options", [dict(updates=3), dict(updates=2), dict(updates=3, epochs=1), dict(updates=1, epochs=1), dict(epochs=1), dict(updates=3, at_end=False), dict(updates=100)])
+def test_each_value_is_counted_once(options):
+    stopping, told = EarlyStoppingCB("eval_loss", 100), []
+    def measured(trainer): told.append(trainer.history.news)
+    trainer = make_trainer(EvaluatorCB(OTHER, **options), stopping, measured)
+    trainer.fit(3)
+    assert stopping.n_seen == trainer.EvaluatorCB.n_evaluations and all(set(o) == {"eval_loss", "eval_seconds"} for o in told)
+
+
+def test_a_value_of_the_last_state_after_a_stop_counts_too():
+    "The stop is asked for in `log`, so that the last evaluation comes when the fit ends"
+    def log(trainer): trainer.request_stop("enough")
+    trainer = make_trainer(EvaluatorCB(OTHER, epochs=100), KeepBestCB("eval_loss"), EarlyStoppingCB("valid_loss", 100), log)
+    trainer.fit(3)
+    assert trainer.KeepBestCB.best == trainer.history.latest("eval_loss") and trainer.EarlyStoppingCB.n_seen == 1 and trainer.stop_reason == "enough"
+
+
+def test_who_leaves_in_measured_leaves_what_it_says():
+    "And nobody is told twice"
+    def measured(trainer): raise CancelEpochException("seen enough")
+    stopping = EarlyStoppingCB("eval_loss", 100)
+    measured.order = Order.REPORT
+    trainer = make_trainer(EvaluatorCB(OTHER, updates=3, at_end=False), stopping, measured)
+    trainer.fit(2)
+    assert (trainer.n_updates, stopping.n_seen, len(trainer.history)) == (6, 2, 2)
 
 
 def test_an_evaluation_in_which_all_batches_are_cancelled_warns_and_training_goes_on():

@@ -281,7 +281,7 @@ def test_what_was_not_written_by_a_run_is_named(tmp_path):
     with pytest.raises(ResumeMismatch, match="holds no run"): fit(make_trainer(simple(tmp_path/"run")))
 
 
-@pytest.mark.parametrize("options, error", [(dict(verify="md5"), ValueError), (dict(every=timedelta(-1)), ValueError), (dict(keep_best=1.5), TypeError), (dict(keep_last=1), ValueError)])
+@pytest.mark.parametrize("options, error", [(dict(verify="md5"), ValueError), (dict(every=timedelta(-1)), ValueError), (dict(keep_best=1.5), TypeError), (dict(keep_last=1), ValueError), (dict(keep_best=3), ValueError)])
 def test_bad_options_are_refused_where_they_were_typed(options, error, tmp_path):
     with pytest.raises(error): CheckpointCB(tmp_path/"run", **options)
 

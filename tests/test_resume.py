@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -30,13 +31,14 @@ from isaac_loop.callbacks.progress import ProgressCB
 from isaac_loop.callbacks.recorder import RecorderCB
 from isaac_loop.callbacks.reductions import PlateauSchedulerCB
 from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
+from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.checkpoint_files import load_weights
 from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelFitException
+from isaac_loop.events import CancelFitException, Order
 from isaac_loop.loaders import ReplayLoader, exact_loader
-from isaac_loop.state import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
+from isaac_loop.state import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing, UnsaveableState
 from isaac_loop.store import CheckpointStore
 import runs
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, same, tree
@@ -647,3 +649,66 @@ def test_another_loss_is_told(first, then, words, tmp_path, recwarn):
         with pytest.warns(UserWarning, match="had the loss"): fit(make_run(then), 3, valid=False)
     else:
         with pytest.raises(ResumeMismatch, match="loss_func"): fit(make_run(then), 3, valid=False)
+
+
+# ---- states of all kinds
+
+class AverageCB:
+    "Its state draws a random number, shares memory, and holds NumPy's numbers"
+    def __init__(self): self.total, self.table = np.float32(0.1), torch.zeros(2, 3)
+
+    def after_step(self, trainer):
+        self.total = self.total*np.float32(1.1)
+        self.row = self.table[1]
+        self.row += trainer.loss.detach()
+        with torch.no_grad(): trainer.model[0].bias += float(self.total)*1e-3 + 1e-3*self.table.sum()*torch.rand(())
+
+    def state_dict(self): return dict(total=self.total, table=self.table, row=getattr(self, "row", None), salt=random.random() + torch.rand(()).item())
+    def load_state_dict(self, state): self.total, self.table, self.row = state["total"], state["table"], state["row"]
+
+
+def test_a_state_that_draws_shares_memory_and_counts_in_numpy_goes_on(tmp_path):
+    "Saving changes no random number; `float32` stays `float32`; a view stays a view"
+    make = lambda: [BasicTrainCB(), AverageCB()]
+    whole = fit(make_trainer(make(), plain_loaders()))
+    same(whole, fit(make_trainer([*make(), CheckpointCB(tmp_path/"run", every=1, keep_last=None)], plain_loaders())))
+    for o in CheckpointStore(tmp_path/"run", read_only=True).list()[1::4]:
+        again = fit(make_trainer([*make(), CheckpointCB(tmp_path/f"from {o.step}", resume=o.path)], plain_loaders()))
+        same(whole, again)
+        assert type(again.AverageCB.total) is np.float32 and torch.equal(again.AverageCB.table, whole.AverageCB.table)
+
+
+def test_a_state_that_could_not_come_back_is_refused_by_name(tmp_path):
+    class HoldingCB:
+        def after_step(self, trainer): self.weight, self.loss = trainer.model[0].weight, trainer.loss
+        def load_state_dict(self, state): "Never"
+    class WeightCB(HoldingCB):
+        def state_dict(self): return dict(held=self.weight)
+    class LossCB(HoldingCB):
+        def state_dict(self): return dict(held=self.loss)
+    for cb, words in ((WeightCB(), r"WeightCB.state_dict\(\)\['held'\] is the parameter `0.weight` of the model itself.*Leave it out"), (LossCB(), r"LossCB.state_dict\(\)\['held'\] .* Save `x.detach\(\)`")):
+        with pytest.raises(UnsaveableState, match=words): fit(make_trainer([BasicTrainCB(), cb, CheckpointCB(tmp_path/cb.__class__.__name__)]))
+
+
+def test_a_state_dict_that_wants_an_argument_is_refused_before_the_first_batch(tmp_path):
+    class WantingCB:
+        def after_step(self, trainer): "Nothing"
+        def state_dict(self, trainer): return {}
+        def load_state_dict(self, state): "Nothing"
+    trainer = make_trainer([BasicTrainCB(), WantingCB(), CheckpointCB(tmp_path/"run")])
+    with pytest.raises(TypeError, match=r"`WantingCB.state_dict` cannot be called as `state_dict\(self\)`: missing a required argument: 'trainer'"): fit(trainer)
+    assert trainer.n_updates == 0
+
+
+def test_early_stopping_goes_on_with_its_count(tmp_path):
+    "Stopped and started again after each epoch, it stops in the same one"
+    def log(trainer): trainer.history.write(spoilt=float(trainer.epoch))
+    log.order = Order.RECORD
+    make = lambda: [BasicTrainCB(), MetricsCB(show=False), log, EarlyStoppingCB("spoilt", patience=3, mode="min")]
+    whole = fit(make_trainer(make()), 9)
+    assert len(whole.history) == 4
+    for epoch in (2, 3):
+        with pytest.raises(Cut): fit(make_trainer([*make(), CheckpointCB(tmp_path/"run"), CutCB("before_predict", lambda t: t.epoch == epoch)]), 9)
+    again = fit(make_trainer([*make(), CheckpointCB(tmp_path/"run")]), 9)
+    assert again.EarlyStoppingCB.state_dict() == whole.EarlyStoppingCB.state_dict() and again.stop_reason == whole.stop_reason
+    same(whole, again)

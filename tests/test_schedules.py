@@ -23,6 +23,7 @@ from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.recorder import RecorderCB
 from isaac_loop.annealing import piecewise
 from isaac_loop.callbacks.attributes import AttributeSchedulerCB
+from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.reductions import PlateauSchedulerCB, StepSchedulerCB
 from isaac_loop.callbacks.schedulers import BatchSchedulerCB, EpochSchedulerCB
 from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB
@@ -31,6 +32,7 @@ from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
 from isaac_loop.inspection import callback_table
+from isaac_loop.store import CheckpointStore
 from isaac_loop.trainer import Trainer
 
 MOMENTUM = partial(optim.SGD, momentum=0.9)
@@ -601,6 +603,39 @@ def test_schedulers_of_timm_are_told_the_number():
     assert batch.scheduler.calls == [("update", i) for i in (1, 2, 3, 4)] and epoch.scheduler.calls == [("epoch", 1), ("epoch", 2)]
 
 
+# A rate that is none
+
+def _broken(bad, good=1.): return lambda o: bad if o == 2 else good
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.])
+@pytest.mark.parametrize("make, n_updates, where", [
+    (lambda bad: BatchSchedulerCB(partial(lrs.LambdaLR, lr_lambda=[lambda n: 1., _broken(bad)])), 2, "parameter group 1 to .* after 2 updates"),
+    (lambda bad: EpochSchedulerCB(partial(lrs.LambdaLR, lr_lambda=_broken(bad))), 10, "parameter group 0 to .* after 2 epochs"),
+    (lambda bad: WarmupSchedulerCB(lambda t: bad, warmup=3), 3, "parameter group 0 to .* after 3 updates"),
+    (lambda bad: BatchSchedulerCB(partial(lrs.LambdaLR, lr_lambda=lambda n: bad)), 0, "parameter group 0 to .* after 0 updates"),
+    (lambda bad: AttributeSchedulerCB({"opt.lr": _broken(bad)}, "update"), 2, "`opt.lr` gives .* at update 2")], ids=["batch", "epoch", "decay", "first", "attribute"])
+def test_a_schedule_that_gives_no_rate_is_an_error_before_anything_is_spoilt_or_saved(make, n_updates, where, bad, tmp_path):
+    "The message names callback, parameter group and step; no checkpoint and no weight has seen the rate"
+    def opt_func(params, lr):
+        first, *rest = params
+        return optim.SGD([dict(params=[first]), dict(params=rest)], lr)
+
+    trainer = make_trainer(cb := make(bad), CheckpointCB(tmp_path, 1), opt_func=opt_func)
+    with pytest.raises(ValueError, match=f"`{type(cb).__name__}`.*{where}"): trainer.fit(3, lr=0.1, valid=False)
+    assert trainer.n_updates == n_updates and all(torch.isfinite(o).all() for o in trainer.model.parameters())
+    store = CheckpointStore(tmp_path, read_only=True)
+    for o in store.list(): assert all(0 < g["lr"] <= 1 for g in store.load(o.path)[1]["opts"]["opt"]["param_groups"])
+
+
+def test_a_value_of_nan_is_refused_for_any_attribute_and_a_rate_on_a_device_when_the_epoch_ends():
+    with pytest.raises(ValueError, match=r"`AttributeSchedulerCB` has for `model.1.p` gives nan at progress 0.5"):
+        make_trainer(AttributeSchedulerCB({"model.1.p": lambda p: math.nan if p == 0.5 else 0.1}), n=4).fit(1, valid=False)
+    def tensor_rate(params, lr): return optim.Adam(params, lr=torch.tensor(lr), foreach=False)
+    trainer = make_trainer(BatchSchedulerCB(partial(lrs.LambdaLR, lr_lambda=_broken(math.nan))), n=2, opt_func=tensor_rate)
+    with pytest.raises(ValueError, match="to nan after 2 updates"): trainer.fit(1, valid=False)
+
+
 # Reductions and plateaus
 
 def test_a_reduction_below_the_lowest_rate_is_skipped_for_each_group():
@@ -643,9 +678,15 @@ def test_a_plateau_reduces_when_torch_would(values, mode, patience, cooldown, de
 
 def test_nan_never_is_better_and_no_value_says_nothing():
     "SON-15"
-    trainer = make_trainer(WriteCB([1., math.nan, None, math.nan, 0.5]), PlateauSchedulerCB("score", patience=1, factor=0.5), n=1)
+    trainer = make_trainer(WriteCB([1., math.nan, None, math.nan, 0.5]), PlateauSchedulerCB("score", mode="min", patience=1, factor=0.5), n=1)
     trainer.fit(5, lr=0.1, valid=False)
     assert trainer.history.batches["lr"] == [0.1, 0.1, 0.1, 0.1, 0.05]
+
+
+def test_the_direction_of_a_plateau_is_never_guessed():
+    "AIT-48: as with every other callback that watches a column"
+    with pytest.raises(ValueError, match="Say `mode='max'` or `mode='min'`"): PlateauSchedulerCB("accuracy")
+    assert (PlateauSchedulerCB("my_loss").options["mode"], PlateauSchedulerCB("accuracy", mode="max").options["mode"]) == ("min", "max")
 
 
 def test_a_plateau_of_validation_loss():
@@ -666,10 +707,10 @@ def test_a_name_that_nobody_records_fails_before_the_first_batch():
 
 def test_a_name_of_somebody_who_declares_nothing_is_seen_at_the_first_row():
     "AIT-48"
-    trainer = make_trainer(WriteCB([1.] * 3, declare=False), PlateauSchedulerCB("score", patience=0, factor=0.5), n=2)
+    trainer = make_trainer(WriteCB([1.] * 3, declare=False), PlateauSchedulerCB("score", mode="min", patience=0, factor=0.5), n=2)
     trainer.fit(3, lr=0.1, valid=False)
     assert trainer.history.batches["lr"] == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
-    trainer = make_trainer(WriteCB([1.] * 3, declare=False), PlateauSchedulerCB("scores"), n=2)
+    trainer = make_trainer(WriteCB([1.] * 3, declare=False), PlateauSchedulerCB("scores", mode="min"), n=2)
     with pytest.raises(LookupError, match="Did you mean `score`"): trainer.fit(3, valid=False)
     assert trainer.n_updates == 2
 
@@ -678,7 +719,7 @@ def test_a_column_that_never_came_and_one_that_is_no_number_are_told():
     "AIT-47"
     trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB(), valid=make_batches(2))
     with pytest.warns(UserWarning, match="no value in any epoch"): trainer.fit(1, valid=False)
-    trainer = make_trainer(WriteCB([[1., 2.]]), PlateauSchedulerCB("score"))
+    trainer = make_trainer(WriteCB([[1., 2.]]), PlateauSchedulerCB("score", mode="min"))
     with pytest.raises(TypeError, match="`score` is \\[1.0, 2.0\\]"): trainer.fit(1, valid=False)
 
 

@@ -22,7 +22,7 @@ from isaac_loop.all import (
 
 G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(20, 4, generator=G), torch.randint(0, 3, (20,), generator=G)
-INNER = [o for o in EVENTS if o not in ("before_fit", "log", "after_fit", "cleanup_fit")]
+INNER = [o for o in EVENTS if o not in ("before_fit", "measured", "log", "after_fit", "cleanup_fit")]
 
 
 SGD = functools.partial(optim.SGD, momentum=0.9)
@@ -49,6 +49,13 @@ def validate(trainer, *callbacks, **kwargs):
     with trainer.side_run(callbacks, **kwargs) as side: side.fit(1, train=False)
 
 
+class MeasureCB:
+    "Measures something after each training batch"
+    order = Order.RECORD
+    def after_batch(self, trainer):
+        if trainer.training: trainer.write_measured(score=trainer.batch_num)
+
+
 class CountCB:
     order = Order.REPORT
     def __init__(self, name="CountCB"): self.name, self.n = name, 0
@@ -70,8 +77,8 @@ def outcome(trainer, n_epochs=2, **kwargs):
 def test_validating_on_the_side_at_any_event_changes_nothing(event, shuffle):
     "Weights, optimizer, history and random numbers are those of the fit without"
     looks = CountCB()
-    plain = outcome(make_trainer([MetricsCB()], shuffle))
-    assert outcome(make_trainer([MetricsCB(), function(event, lambda t: validate(t, looks))], shuffle)) == plain
+    plain = outcome(make_trainer([MetricsCB(), MeasureCB()], shuffle))
+    assert outcome(make_trainer([MetricsCB(), MeasureCB(), function(event, lambda t: validate(t, looks))], shuffle)) == plain
     assert looks.n > 0 and looks.n % 2 == 0
 
 
@@ -111,7 +118,7 @@ def test_the_loop_is_where_it_was(event):
         unchanged(trainer, before)
         assert (random_states(), torch.is_grad_enabled()) == (numbers, grad)
         seen.append(1)
-    make_trainer([MetricsCB(), TrackingCB(), ProgressCB("plain"), function(event, look)]).fit(1)
+    make_trainer([MetricsCB(), MeasureCB(), TrackingCB(), ProgressCB("plain"), function(event, look)]).fit(1)
     assert seen
 
 

@@ -79,12 +79,13 @@ def epochs_of(values, **options):
 
 # Early stopping
 
-def oracle(values, mode="min", patience=3, min_delta=0., start_epoch=0, threshold=None, baseline=None, divergence=None):
+def oracle(values, mode="min", patience=3, min_delta=0., or_equal=False, start_epoch=0, threshold=None, baseline=None, divergence=None):
     "The epochs that are run, written down from the description"
     sign, best, bad = (1 if mode == "min" else -1), baseline, 0
     for n, value in enumerate(values, 1):
         if value is ... or n <= start_epoch: continue
-        better = not math.isnan(value) and (best is None or (best - value)*sign > min_delta)
+        gain = None if best is None else (best - value)*sign
+        better = not math.isnan(value) and (gain is None or gain > min_delta or (or_equal and gain == min_delta))
         best, bad = (value, 0) if better else (best, bad + 1)
         if divergence is not None and (math.isnan(value) or value*sign >= divergence*sign): return n
         if threshold is not None and value*sign <= threshold*sign: return n
@@ -98,17 +99,18 @@ level = st.sampled_from([-1., 0., 0.25, 0.5, 1., 2.])
 @pytest.mark.filterwarnings("ignore:.*had no value")
 @settings(max_examples=150, deadline=None)
 @given(values=st.lists(st.sampled_from([-1., 0., 0.25, 0.5, 1., 2., nan, inf, -inf, ...]), min_size=1, max_size=10), mode=st.sampled_from(["min", "max"]),
-       patience=st.integers(1, 3), min_delta=st.sampled_from([0., 0.3]), start_epoch=st.integers(0, 3),
+       patience=st.integers(1, 3), min_delta=st.sampled_from([0., 0.25]), or_equal=st.booleans(), start_epoch=st.integers(0, 3),
        threshold=st.none() | level, baseline=st.none() | level)
-def test_it_stops_where_the_description_says(values, mode, patience, min_delta, start_epoch, threshold, baseline):
-    "AIT-24, PTA-28, SON-09, F100, F101: equal is not better, NaN never is, epochs without a value count for nothing"
-    options = dict(mode=mode, patience=patience, min_delta=min_delta, start_epoch=start_epoch, threshold=threshold, baseline=baseline)
+def test_it_stops_where_the_description_says(values, mode, patience, min_delta, or_equal, start_epoch, threshold, baseline):
+    "AIT-24, PTA-28, SON-09, F100, F101: equal is not better, or is if asked for, NaN never is, epochs without a value count for nothing"
+    options = dict(mode=mode, patience=patience, min_delta=min_delta, or_equal=or_equal, start_epoch=start_epoch, threshold=threshold, baseline=baseline)
     assert epochs_of(values, **options)[0] == oracle(values, **options)
 
 
 @pytest.mark.parametrize("values, options, n, reason", [
     ([3., 2., 2., 2., 1.], dict(patience=2), 4, "has not improved for 2 epochs; the best is 2"),
     ([nan, nan, 1.], dict(patience=2), 2, "has not improved for 2 epochs; the best is none"),
+    ([3., 2., 2., 2., 3., 3.], dict(patience=2, or_equal=True), 6, "the best is 2"),
     ([nan, 2., nan, 1., 1.5, 1.5], dict(patience=2), 6, "the best is 1"),
     ([1., 0.995, 0.991, 0.5], dict(patience=2, min_delta=0.01), 3, "the best is 1"),
     ([1., 2., 3.], dict(patience=1), 2, "has not improved for 1 epoch;"),
@@ -121,7 +123,7 @@ def test_it_stops_where_the_description_says(values, mode, patience, min_delta, 
     ([50., 1., 1., 1.], dict(divergence=10., start_epoch=1, patience=2), 4, "the best is 1"),
 ])
 def test_each_reason_is_told(values, options, n, reason):
-    "F101, AIT-25, AIT-24, PTA-28, SON-09: an equal value is no progress"
+    "F101, AIT-25, AIT-24, PTA-28, SON-09: an equal value is no progress, unless `or_equal` says so"
     found, trainer = epochs_of(values, **dict(mode="min") | options)
     assert found == n and reason in trainer.stop_reason and trainer.stop_reason.startswith("`score` ")
 

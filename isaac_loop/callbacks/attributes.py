@@ -6,15 +6,16 @@
 __all__ = ['AttributeSchedulerCB']
 
 # %% ../../nbs/callbacks/59_attributes.ipynb #c84339f1
-import copy
+import copy, math
 from fnmatch import fnmatchcase
+from numbers import Real
 
 from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch import nn
 
 from ..annealing import draw_curves
-from ..events import Order, did_you_mean
+from ..events import Order, callback_name, did_you_mean
 from ..options import put_option
 
 # %% ../../nbs/callbacks/59_attributes.ipynb #1ffd31d6
@@ -73,12 +74,19 @@ class _Functions:
 # %% ../../nbs/callbacks/59_attributes.ipynb #b20b5743
 def _get(owner, name): return owner[name] if isinstance(owner, dict) else getattr(owner, name)
 
+def _spoils(owner, name, value):
+    "Whether training with this value would spoil the weights: NaN, or a rate that is no finite number of 0 or more"
+    if not isinstance(value, Real): return False
+    return math.isnan(value) or (isinstance(owner, dict) and name == 'lr' and not -1e-12 <= value < math.inf)
+
 def _assign(owner, name, value):
     "Set an option of a group or an attribute"
     if isinstance(owner, dict): put_option(owner, name, value)
     else: setattr(owner, name, value)
 
 # %% ../../nbs/callbacks/59_attributes.ipynb #dbfe5aec
+_no_value = 'The function that `{}` has for `{}` gives {} at {} {:g}, and training with that would spoil the weights. Look at what the function does there.'
+
 class AttributeSchedulerCB(_Functions):
     "Let attributes of the optimizer, of modules or of other objects follow functions of progress"
     order = Order.SCHEDULE
@@ -108,8 +116,11 @@ class AttributeSchedulerCB(_Functions):
 
     def _set(self, n):
         for target,f in self.functions.items():
-            owners,name = self._targets[target]
-            for o in owners: _assign(o, name, f(min(n/self._total, 1.) if self._total else n))
+            (owners,name),place = self._targets[target],min(n/self._total, 1.) if self._total else n
+            for o in owners:
+                value = f(place)
+                if _spoils(o, name, value): raise ValueError(_no_value.format(callback_name(self), target, value, self.unit, place))
+                _assign(o, name, value)
 
 # %% ../../nbs/callbacks/59_attributes.ipynb #e77ca6e2
 @patch

@@ -30,7 +30,7 @@ def _says_when(every):
     return callable(every)
 
 class _When:
-    "Whether it is time to save: every n updates, every epoch or every so often, or when a function says so; 'best' waits for better epochs only"
+    "Whether it is time to save: every n updates, every epoch or every so often, or when a function says so; 'best' waits for better values only"
     def __init__(self, every):
         self.every = every
         if not _says_when(every):
@@ -68,21 +68,22 @@ class CheckpointCB(ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
         folder=None, # Where the checkpoints of this run live, two runs at a time are refused; default: `checkpoints` in the folder that `ExperimentCB` made
-        every='epoch', # 'epoch', 'best', a number of optimizer updates, a `timedelta`, or a function of the trainer; better epochs, ends, cancels and interrupts are always saved
+        every='epoch', # 'epoch', 'best', a number of optimizer updates, a `timedelta`, or a function of the trainer; what is better, ends, cancels and interrupts are always saved
         monitor:str=None, # Column of the history that says which is best
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
         keep_best:int=1, # How many of the best to keep, by `monitor`; 0 and None keep none for that
         resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
         strict:bool=True, # Refuse to go on with other data, other stateful callbacks, or without a device whose random numbers were saved?
-        pattern:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; in the middle of an epoch, which has no columns yet, this one is used
+        pattern:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; where they were not measured, mostly in the middle of an epoch, this one is used
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
         if folder is not None: local_path(folder, 'CheckpointCB')
-        if every == 'best' and monitor is None: raise ValueError("`every='best'` needs to know what is best. Pass a column of the history as `monitor`.")
         if verify not in ('sha256', 'size'): raise ValueError(f"`verify` is {verify!r}. Use 'sha256', or 'size' to save the time of reading everything twice.")
         mode = mode_of(monitor, mode) if monitor is not None else 'min'
         check_keeping(keep_last, keep_best, None, mode)
+        wanted = "every='best'" if isinstance(every, str) and every == 'best' else f'keep_best={keep_best}' if (keep_best or 0) > 1 else None
+        if wanted and monitor is None: raise ValueError(f"`{wanted}` needs to know what is best. Pass a column of the history as `monitor`, such as 'valid_loss'.")
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,_checked_resume(resume),strict,verify,monitor,every
         self._when,self._judge = _When(every),Monitor(mode)
         self._options = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0, monitor=monitor, mode=mode, pattern=pattern)
@@ -97,6 +98,7 @@ class CheckpointCB(ResumingCB):
         self._saved = False # Whether this fit counts, because something of it was saved
         self._wasted = None # The last fit that does not count: the trainer, as a weak reference, and the number of the fit
         self._lost = 0 # How many fits do not count
+        self._measured,self._better = (0, {}),False # What was measured in mid-epoch, after how many updates; whether it was the best and is to be saved
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5a965fc0
 @patch
@@ -107,7 +109,7 @@ def before_fit(self:CheckpointCB, trainer):
     self._close()
     self._store = CheckpointStore(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), **self._options)
     self._judge.reset()
-    self._over,self._end = None,None
+    self._over,self._end,self._measured,self._better = None,None,(0, {}),False
     self._begin(trainer, self._to_resume(trainer), self.strict)
     latest = self._store.latest() if self._store.run_id else None
     self._steps = latest.step if latest else 0
@@ -248,10 +250,9 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     weights,state = take_state(trainer, epoch, batches, finished, start_of_pass(trainer) if batches else None, copy=False)
     state |= parts or {}
     if parts or reason: state['position']['stop_reason'] = reason
-    state['checkpoint'] = dict(best=self._judge.best, steps=self._steps)
+    state['checkpoint'] = dict(best=self._judge.best, steps=self._steps, measured=list(self._measured))
     state['position']['fit'] -= self._lost
-    metrics = _numbers(trainer.history.current) if not batches else {}
-    if self.monitor not in (None, *metrics): metrics = {} # This epoch was not measured
+    metrics = self._numbers_of(trainer, between_epochs=not batches)
     self._store.pattern = self._options['pattern'] if set(_metrics_of(self._options['pattern'])) <= metrics.keys() else _NAME
     info = dict(fit=state['position']['fit'], monitor=self.monitor, mode=self._options['mode']) | ({'branch': self._branch} if self._branch else {}) | _about(trainer)
     self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=info)
@@ -263,7 +264,16 @@ def _restore(self:CheckpointCB, trainer):
     state = self._found[1]
     ResumingCB._restore(self, trainer)
     self._lost = trainer.history.fit-state['position']['fit']
-    if 'checkpoint' in state: self._judge.best,self._steps = state['checkpoint']['best'],state['checkpoint']['steps']
+    if 'checkpoint' not in state: return
+    own = state['checkpoint']
+    self._judge.best,self._steps,self._measured = own['best'],own['steps'],own.get('measured', (0, {}))
+
+@patch
+def _numbers_of(self:CheckpointCB, trainer, between_epochs):
+    "What was measured with the weights as they are: in the middle of an epoch, since the last update, and at its end"
+    updates,mine = self._measured
+    found = (_numbers(trainer.history.news) if between_epochs else {}) | (mine if updates == trainer.n_updates else {})
+    return found if self.monitor is None or self.monitor in found else {} # Nothing that says how good they are
 
 def _numbers(row):
     "What was measured in an epoch"
@@ -277,14 +287,31 @@ def _about(trainer):
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #2034a704
 @patch
+def measured(self:CheckpointCB, trainer):
+    "Note what was measured just now; if it is the best, it is saved when the batch is over"
+    updates,before = self._measured
+    self._measured = trainer.n_updates,(before if updates == trainer.n_updates else {}) | _numbers(trainer.history.news)
+    self._judge_news(trainer)
+
+@patch
+def _judge_news(self:CheckpointCB, trainer):
+    if self._judge.update(trainer.history.news.get(self.monitor)): self._better = True
+
+@patch
+def _is_better(self:CheckpointCB):
+    "Whether the best value was measured since the last time"
+    better,self._better = self._better,False
+    return better
+
+@patch
 def _between_batches(self:CheckpointCB, trainer):
-    if self._when.after_batch(trainer) or _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches)
+    if self._is_better() or self._when.after_batch(trainer) or _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches)
 
 @patch
 def _between_epochs(self:CheckpointCB, trainer):
     self._end = None
-    better = self.monitor is not None and trainer.history.current is not None and self._judge.update(trainer.history.current.get(self.monitor))
-    if self._when.after_epoch(trainer) or better or _interrupted(trainer): self._save(trainer, self._next)
+    self._judge_news(trainer)
+    if self._is_better() or self._when.after_epoch(trainer) or _interrupted(trainer): self._save(trainer, self._next)
 
 def _interrupted(trainer): return any(getattr(o, 'interrupted', None) is not None and not getattr(o, 'hurried', False) for o in trainer.callbacks)
 

@@ -184,7 +184,7 @@ def before_fit(self:EvaluatorCB, trainer):
     self._check(trainer)
     self.n_evaluations,self._measured,self._fresh = 0,{},False # How many, the last one, and whether the model is still the one it measured
     self._started,self._seen = False,0 # Whether there was a batch, and updates when the last one was done
-    self._row,self._unwritten = {},[] # The newest values of this epoch, and batches that have no row yet
+    self._unwritten = [] # Batches that have no row yet
     self._cancel = None
 
 @patch
@@ -237,13 +237,13 @@ def _leave(self:EvaluatorCB, *over):
 @patch
 def before_epoch(self:EvaluatorCB, trainer):
     "Begin an epoch without an evaluation"
-    self._row,self._unwritten = {},[]
+    self._unwritten = []
 
 @patch
 def before_batch(self:EvaluatorCB, trainer):
     "Evaluate before the first update, if asked to"
     first,self._started = not self._started,True
-    if first and self.at_start: trainer.history.write(**{f'start_{k}': v for k,v in self._measure(trainer).items()})
+    if first and self.at_start: trainer.write_measured(**{f'start_{k}': v for k,v in self._measure(trainer).items()})
     self._leave()
     self._fresh = False
 
@@ -254,19 +254,18 @@ def after_batch(self:EvaluatorCB, trainer):
     self._unwritten.append(trainer.batch_num)
     due,self._seen = trainer.n_updates//self.updates > self._seen//self.updates,trainer.n_updates
     if not due: return
-    self._row,batches,self._unwritten = self._measure(trainer),self._unwritten,[]
+    row,batches,self._unwritten = self._measure(trainer),self._unwritten,[]
     gap = [math.nan]*(len(batches)-1) # All batches have rows, in their order
-    trainer.history.write_batches(True, batches, **{k: [*gap, v] for k,v in self._row.items() if isinstance(v, numbers.Real)})
+    trainer.history.write_batches(True, batches, **{k: [*gap, v] for k,v in row.items() if isinstance(v, numbers.Real)})
+    trainer.write_measured(**row)
     self._leave()
 
 # %% ../../nbs/callbacks/67_evaluator.ipynb #57b91ab0
 @patch
 def cleanup_epoch(self:EvaluatorCB, trainer):
-    "Evaluate when enough epochs are over, and write the newest values into the row"
-    if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
-    if isinstance(trainer.exception, (type(None), CancelEpochException)) and self._is_due(trainer):
-        self._row = self._measured if self._fresh else self._measure(trainer)
-    if self._row: trainer.history.write(**self._row)
+    "Evaluate when enough epochs are over, unless the model is still the one that was measured last"
+    if not isinstance(trainer.exception, (type(None), CancelEpochException)): return
+    if self._is_due(trainer) and not self._fresh: trainer.history.write(**self._measure(trainer))
     self._leave(CancelEpochException, CancelBatchException, CancelStepException)
 
 @patch
@@ -279,7 +278,7 @@ def _is_due(self:EvaluatorCB, trainer):
 def after_fit(self:EvaluatorCB, trainer):
     "Evaluate the model that the training leaves, unless that has been done"
     if 'epoch' not in vars(trainer): return
-    if self.at_end and not self._fresh: trainer.history.write(**self._measure(trainer))
+    if self.at_end and not self._fresh: trainer.write_measured(**self._measure(trainer))
     self._leave(CancelException)
     if not self.n_evaluations: warnings.warn(f'`{callback_name(self)}` had no turn in this fit, so nothing was evaluated. Lower `updates` or `epochs`, or leave out `at_end=False`.', stacklevel=2)
 
@@ -290,7 +289,7 @@ def cleanup_fit(self:EvaluatorCB, trainer):
     self._leave(CancelException)
 
 # %% ../../nbs/callbacks/67_evaluator.ipynb #49e39a78
-_KEPT = ('n_evaluations', '_seen', '_started', '_fresh', '_measured', '_row', '_unwritten')
+_KEPT = ('n_evaluations', '_seen', '_started', '_fresh', '_measured', '_unwritten')
 
 @patch
 def state_dict(self:EvaluatorCB)->dict: # Plain types
@@ -303,7 +302,7 @@ def load_state_dict(self:EvaluatorCB,
 ):
     "Go on from a saved state"
     for o in _KEPT: setattr(self, o, state[o.strip('_')])
-    self._measured,self._row,self._unwritten = dict(self._measured),dict(self._row),list(self._unwritten)
+    self._measured,self._unwritten = dict(self._measured),list(self._unwritten)
 
 # %% ../../nbs/callbacks/67_evaluator.ipynb #7d98d255
 @patch

@@ -12,10 +12,10 @@ from fastcore.meta import delegates
 from torch.optim import lr_scheduler
 
 from .schedulers import EpochSchedulerCB
-from ..history import check_monitored
+from ..history import check_monitored, mode_of
 from ..kept_state import check_same_monitor
 from ..options import put_option
-from ..scheduler_checks import check_options, try_out
+from ..scheduler_checks import check_options, check_rates, try_out
 
 # %% ../../nbs/callbacks/45_reductions.ipynb #88e4601b
 class StepSchedulerCB(EpochSchedulerCB):
@@ -48,9 +48,8 @@ class StepSchedulerCB(EpochSchedulerCB):
 
 # %% ../../nbs/callbacks/45_reductions.ipynb #42355452
 def _value_now(trainer, name):
-    "What the present epoch's row says about `name`, None if it says nothing"
-    row = trainer.history[-1] if len(trainer.history) else {}
-    value = row.get(name) if (row.get('fit'), row.get('epoch')) == (trainer.history.fit, trainer.epoch) else None
+    "What the present epoch's row newly says about `name`, None if it says nothing"
+    value = trainer.history.news.get(name)
     if isinstance(value, (list, tuple, str)): raise TypeError(f'`{name}` is {value!r} in the history, but whether it gets better can only be said of a number. Watch another column.')
     return value
 
@@ -60,10 +59,12 @@ class PlateauSchedulerCB(EpochSchedulerCB):
     @delegates(lr_scheduler.ReduceLROnPlateau)
     def __init__(self,
         monitor:str='valid_loss', # Column of `trainer.history` to watch
-        *, opt:str='opt', # Attribute of the trainer that holds the optimizer
-        **kwargs, # For `ReduceLROnPlateau`; `mode='max'` if higher is better
+        *, mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
+        opt:str='opt', # Attribute of the trainer that holds the optimizer
+        **kwargs, # For `ReduceLROnPlateau`; its `patience` counts values, one for each epoch unless somebody measures more often
     ):
         check_options(self, kwargs)
+        kwargs['mode'] = mode_of(monitor, mode)
         try_out(lr_scheduler.ReduceLROnPlateau, kwargs)
         self.monitor,self.opt,self.options = monitor,opt,kwargs
 
@@ -76,10 +77,15 @@ class PlateauSchedulerCB(EpochSchedulerCB):
         "Tell the schedule the newest value"
         if self.scheduler is None: return
         if not self._declared: trainer.history.check_name(self.monitor)
-        value = _value_now(trainer, self.monitor)
+        self.measured(trainer)
+
+    def measured(self, trainer):
+        "Tell the schedule what was measured just now"
+        value = _value_now(trainer, self.monitor) if self.scheduler is not None else None
         if value is None: return
         self._seen += 1
         self.scheduler.step(value)
+        check_rates(getattr(trainer, self.opt), self, trainer.n_updates, 'update')
 
     def after_fit(self, trainer):
         "Say so if there never was a value"

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..events import Order, callback_name, whereabouts
 from ..fingerprint import data_of, loss_of
-from ..run_state import generators, opt_defaults, put_callbacks, put_generators, put_position, put_random, put_state, stateful_callbacks
+from ..run_state import check_states, generators, opt_defaults, put_callbacks, put_generators, put_position, put_random, put_state
 from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
 from ..trainer import n_batches
@@ -36,7 +36,7 @@ class ResumingCB:
     stateless = True
     def _begin(self, trainer, found, strict=True):
         "Walk over the epochs; `found` is weights and state to go on from, or None"
-        stateful_callbacks(trainer) # One whose state could not be taken is refused now, and not at the first save
+        check_states(trainer)
         self._found,self._strict,self._pass_start,self._batches,self._next = found,strict,None,0,0
         data_of(trainer), loss_of(trainer) # As they are now, for all that is saved in this fit
         trainer.epochs = self._epochs(trainer, trainer.epochs)

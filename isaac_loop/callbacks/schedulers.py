@@ -21,7 +21,7 @@ from ..annealing import draw_curves
 from ..data import DataLoaders
 from ..events import Order, callback_name
 from ..options import BeforeSchedule, options_of, put_option
-from ..scheduler_checks import check_scheduler, warn_of_length
+from ..scheduler_checks import check_rates, check_scheduler, warn_of_length
 from ..state import ResumeMismatch
 from ..trainer import Trainer
 
@@ -56,6 +56,7 @@ class SchedulerCB:
         _check_company(self, trainer)
         if self._saved is not None: self._load()
         elif self._n_steps is not None: warn_of_length(type(self).__name__, self.scheduler, self._n_steps, self._unit)
+        check_rates(opt, self, 0, self._unit)
 
     def cleanup_fit(self, trainer):
         "Take the scheduler's notes out of the optimizer"
@@ -105,7 +106,13 @@ class BatchSchedulerCB(SchedulerCB):
     _unit = 'update'
     def after_step(self, trainer):
         "Step the schedule, as the optimizer has made an update"
-        if self.scheduler is not None: self._advance(trainer.n_updates)
+        if self.scheduler is None: return
+        self._advance(trainer.n_updates)
+        check_rates(getattr(trainer, self.opt), self, trainer.n_updates, 'update', wait=False)
+
+    def log(self, trainer):
+        "Look at rates that are tensors, for which nobody waits in a batch"
+        if self.scheduler is not None: check_rates(getattr(trainer, self.opt), self, trainer.n_updates, 'update')
 
     def _count_steps(self, trainer): return None if trainer.updates_per_epoch is None else trainer.total_updates
 
@@ -115,7 +122,9 @@ class EpochSchedulerCB(SchedulerCB):
     _unit = 'epoch'
     def log(self, trainer):
         "Step the schedule, as an epoch is over"
-        if self.scheduler is not None: self._advance(trainer.epoch+1)
+        if self.scheduler is None: return
+        self._advance(trainer.epoch+1)
+        check_rates(getattr(trainer, self.opt), self, trainer.epoch+1, 'epoch')
 
     def _count_steps(self, trainer): return trainer.n_epochs
 

@@ -28,9 +28,10 @@ class EarlyStoppingCB(KeepsState, Monitor):
     _kept = ('best', 'n_bad', 'n_seen')
     def __init__(self,
         monitor:str='valid_loss', # Column of `trainer.history` to watch
-        patience:int=3, # Stop after so many measured epochs in a row without improvement; None never does
+        patience:int=3, # Stop after so many values in a row without improvement, one for each epoch unless somebody measures more often; None never does
         *, mode:str=None, # 'min' if lower is better, 'max' if higher is; may be left out for a loss
         min_delta:float=0., # An improvement must be larger than this, in the column's own units
+        or_equal:bool=False, # Is a value just as good as the best an improvement as well?
         start_epoch:int=0, # First epoch to look at, numbered from 0; what comes before counts for nothing
         threshold:float=None, # Stop as soon as the value is this good
         baseline:float=None, # A value must be better than this to count as an improvement at all
@@ -40,9 +41,9 @@ class EarlyStoppingCB(KeepsState, Monitor):
         self.monitor,self.anew = monitor,reset
         self.start_epoch = check_count(start_epoch, 'start_epoch', 'epochs are numbered from 0', least=0)
         self.threshold,self.baseline,self.divergence = threshold,baseline,divergence
-        if patience is not None: patience = check_count(patience, 'patience', 'epochs are counted')
+        if patience is not None: patience = check_count(patience, 'patience', 'measured values are counted')
         elif threshold is None and divergence is None: raise ValueError('`EarlyStoppingCB` has neither `patience` nor `threshold` nor `divergence`, so it would never stop. Give it one of them.')
-        Monitor.__init__(self, mode_of(monitor, mode), min_delta, patience)
+        Monitor.__init__(self, mode_of(monitor, mode), min_delta, patience, or_equal)
         _check_levels(self.mode, threshold, divergence)
 
     def state_dict(self):
@@ -70,11 +71,21 @@ class EarlyStoppingCB(KeepsState, Monitor):
 def log(self:EarlyStoppingCB, trainer):
     "Judge the newest row"
     if not self._declared: trainer.history.check_name(self.monitor)
-    value = (trainer.history.current or {}).get(self.monitor)
+    self._judge(trainer, 'epoch')
+
+@patch
+def measured(self:EarlyStoppingCB, trainer):
+    "Judge what was measured in the middle of an epoch"
+    self._judge(trainer, 'measurement')
+
+@patch
+def _judge(self:EarlyStoppingCB, trainer, unit):
+    "Stop if what is new gives reason to"
+    value = trainer.history.news.get(self.monitor)
     if value is None or trainer.epoch < self.start_epoch: return
     self.n_seen += 1
     self.update(value)
-    reason = self._reason(value)
+    reason = self._reason(value, unit)
     if reason: trainer.request_stop(f'`{self.monitor}` {reason}')
 
 @patch
@@ -84,9 +95,9 @@ def after_fit(self:EarlyStoppingCB, trainer):
         warnings.warn(f'`{type(self).__name__}` watched `{self.monitor}`, which had no value in any epoch of this fit, so it could not stop anything. Was there no validation?', stacklevel=2)
 
 @patch
-def _reason(self:EarlyStoppingCB, value):
+def _reason(self:EarlyStoppingCB, value, unit):
     "Why to stop after `value`, or None"
     sign = 1 if self.mode == 'min' else -1
     if self.divergence is not None and not sign*value < sign*self.divergence: return f'is {value:.4g}, no better than {self.divergence}: this run has diverged'
     if self.threshold is not None and sign*value <= sign*self.threshold: return f'has reached {self.threshold}: {value:.4g}'
-    if self.exhausted: return f'has not improved for {self.n_bad} epoch{"s"*(self.n_bad > 1)}; the best is {"none" if self.best is None else f"{self.best:.4g}"}'
+    if self.exhausted: return f'has not improved for {self.n_bad} {unit}{"s"*(self.n_bad > 1)}; the best is {"none" if self.best is None else f"{self.best:.4g}"}'
