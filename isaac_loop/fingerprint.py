@@ -149,7 +149,8 @@ def rows_of(
     if isinstance(own, (str, int)) and not isinstance(own, bool): return dict(own=str(own))
     if dataset is None: return dict(unread='does not show its dataset')
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, '__len__'): return dict(unread='is a stream')
-    n = len(dataset)
+    try: n = len(dataset)
+    except (TypeError, NotImplementedError): return dict(unread='is a stream')
     if not (hasattr(dataset, '__getitem__') or hasattr(dataset, '__getitems__')): return dict(n=n, unread='has no rows by number')
     if hasattr(type(dataset), '__del__') and not _is_hugging_face(dataset): return dict(n=n, unread='has a dataset with a `__del__`, which a look might disturb')
     try: rows = _read_rows(dataset, n)
@@ -197,7 +198,7 @@ def described(
 )->str: # The same for the same function in another process
     "A function and its settings in words"
     if isinstance(f, functools.partial): return f'{described(f.func)} with {_settings([*enumerate(f.args), *f.keywords.items()])}'
-    if isinstance(f, MethodType): return f'{described(f.__self__)}.{f.__name__}'
+    if isinstance(f, MethodType): return f'{type(f.__self__).__qualname__}.{f.__name__}'
     if isinstance(f, FunctionType):
         found = _settings([*_default_values(f), *_around(f)])
         code = f.__code__.co_names, [o for o in f.__code__.co_consts if isinstance(o, float)]

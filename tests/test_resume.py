@@ -147,6 +147,45 @@ def test_a_run_over_a_stream_goes_on_by_replay(workers, tmp_path):
 
 # ---- T2, T4, T13: killed and interrupted from outside
 
+class Placed(IterableDataset):
+    "An endless stream that knows its place, and how many rows were read"
+    start = at = read = 0
+    def state_dict(self): return {"at": self.at}
+    def load_state_dict(self, state): self.start = state["at"]
+
+    def __iter__(self):
+        rows = Rows(64)
+        for self.at in count(self.start+1):
+            self.read += 1
+            yield rows[(self.at-1) % 64]
+
+
+class Honoured:
+    "A loader of somebody else's that keeps its place: the contract of torchdata's"
+    def __init__(self): self.rows, self.at, self.start = Rows(40, False), 0, 0
+    def state_dict(self): return {"_num_yielded": self.at}
+    def load_state_dict(self, state): self.start = self.at = state["_num_yielded"]
+    def __len__(self): return 5
+
+    def __iter__(self):
+        first, self.start = self.start, 0
+        for k in range(first, 5):
+            self.at = k+1
+            yield self.rows.x[8*k:8*k+8], self.rows.y[8*k:8*k+8]
+        self.at = 0
+
+
+@pytest.mark.parametrize("make", [lambda: exact_loader(Placed(), 8, seed=5), Honoured])
+def test_what_knows_its_place_is_not_read_again(make, tmp_path):
+    "Two epochs of five batches, also where one ends; a run from every second batch"
+    def make_run(folder, **options): return make_trainer([BasicTrainCB(), MetricsCB(), NBatchCB(5), RecorderCB(), CheckpointCB(folder, every=1, keep_last=None, **options)], DataLoaders(make()), optim.SGD)
+    whole = fit(make_run(tmp_path/"all"), 2, valid=False)
+    for o in CheckpointStore(tmp_path/"all", read_only=True).list()[::2]:
+        again = fit(make_run(tmp_path/f"from {o.step}", resume=o.path), 2, valid=False)
+        same(whole, again)
+        if make is not Honoured: assert again.dls.train.dataset.read <= 8*(10-o.step+2)  # `NBatchCB` reads one more in each epoch
+
+
 def test_killed_and_interrupted_processes_end_as_if_nothing_had_happened():
     "T2, T4, T13; SON-34, SON-27, U10: 20 kills and 20 signals at random moments, also while resuming, saving and validating (`make torture` has more)"
     tool = Path(__file__).parents[1]/"tools"/"torture.py"
