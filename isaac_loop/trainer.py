@@ -113,14 +113,20 @@ def _wrong_order(opt_func, model):
     return f'{what}, so nothing could be trained with it. The order is `Trainer(dls, loss_func, opt_func, model, callbacks)`, with a model that has been made.'
 
 # %% ../nbs/10_trainer.ipynb #10976a07
-def _warn_of_missing_steps(plan):
-    "Warn when some steps have no provider, and others have one or are waited for"
+def _calls_the_trainers(one_batch):
+    "Whether the method of a subclass goes on with `super().one_batch()`"
+    return 'one_batch' in getattr(getattr(inspect.unwrap(one_batch), '__code__', None), 'co_names', ())
+
+def _warn_of_missing_steps(plan, own=None):
+    "Warn when some steps have no provider, and others have one or are waited for; with a batch of a subclass's `own`, when they are waited for"
     missing = [o for o in STEPS if not plan[o]]
     around = [event for o in ('backward', 'step', 'zero_grad') for event in (STEPS[o].before, STEPS[o].after, STEPS[o].cleanup)]
     waiting = [f'`{callback_name(found[0][0])}.{event}`' for event in around if (found := plan.entries[True][event])]
-    if not missing or (len(missing) == len(STEPS) and not waiting): return # An empty loop is fine
-    warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out{f", and {waiting[0]} waits in vain" if len(missing) == len(STEPS) else ""}. '
-                  'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=3)
+    alone = own or len(missing) == len(STEPS)
+    if not missing or (alone and not waiting): return # An empty loop is fine
+    warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out{f", and {waiting[0]} waits in vain" if alone else ""}. '
+                  + (f"Let `{own}.one_batch` run its steps, as in `self.run_callbacks('step')`, and give each a method of that name, in the trainer or in a callback." if own else
+                     'Add `BasicTrainCB`, or a callback with a method of that name.'), stacklevel=3)
 
 # %% ../nbs/10_trainer.ipynb #ed36e34d
 _TWICE = {'predict': ('preds', 'only the predictions of the last one count'), 'get_loss': ('loss', 'only the loss of the last one counts'),
@@ -151,8 +157,7 @@ def _warn_of_two_providers(plan, train, valid):
 # %% ../nbs/10_trainer.ipynb #4f1999e3
 def _warn_of_own_batch(trainer_class):
     "Warn when a subclass writes a batch of its own, past the events around it"
-    f = inspect.unwrap(trainer_class.one_batch)
-    if hasattr(trainer_class.one_batch, 'span') or 'one_batch' in getattr(getattr(f, '__code__', None), 'co_names', ()): return # The second one calls the trainer's
+    if hasattr(trainer_class.one_batch, 'span') or _calls_the_trainers(trainer_class.one_batch): return
     warnings.warn(f'`{trainer_class.__name__}.one_batch` replaces the span of a batch, so `before_batch`, `after_batch` and `cleanup_batch` do not run: no losses or metrics are recorded. '
                   "Decorate it with `@with_cbs('batch', CancelBatchException)`.", stacklevel=4)
 
@@ -338,6 +343,7 @@ class Trainer(_ByName):
         self.callbacks,self.history,self.plan = (),History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
         self._named,self._guests,self._training,self._source,self._fitting,self._broken,self._side_runs = {},[],None,_Batches(()),False,False,0
+        self._ended = self._last_ended = True # Did this fit, and the one before it, come to the end?
         self._own_state = None # What changes in callbacks that do not tell it, since the fit began
         check_trainer_class(type(self), self.plan.events)
         _warn_of_own_batch(type(self))
@@ -369,11 +375,14 @@ class Trainer(_ByName):
             self.updates_per_epoch = n_batches(self.dls.train) if train else 0
             if train: self._make_opt(keep_opt)
             self.plan.build(self.callbacks)
-            if train: _warn_of_missing_steps(self.plan)
+            own = type(self).one_batch is not Trainer.one_batch and not _calls_the_trainers(type(self).one_batch)
+            if train: _warn_of_missing_steps(self.plan, type(self).__name__ if own else None)
             if not self._side_runs: _warn_of_two_providers(self.plan, train, valid)
             self.history.start_fit()
+            self._last_ended,self._ended = self._ended,False
             self._note_state()
             self._fit(train, valid)
+        self._ended = True
 
     @with_cbs('fit', CancelFitException)
     def _fit(self, train, valid):
@@ -644,7 +653,7 @@ def _forget(self:Trainer, *names):
     for name in names:
         if hasattr(self, name): delattr(self, name)
 
-_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_side_runs', '_own_state', '_preds_at'} # The last is of `epoch_preds`
+_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended', '_last_ended', '_side_runs', '_own_state', '_preds_at'} # The last is of `epoch_preds`
 
 @patch
 def _note_state(self:Trainer, callbacks=None, ready=False):
@@ -766,6 +775,7 @@ def side_run(self:Trainer,
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     self._fitting = False # From here on the callbacks are those of the other run
     self.callbacks,self._named,self._guests,self.history,self._side_runs = (),{},[],History(),self._side_runs+1
+    self._ended = True
     self.plan = Plan(type(self), self.plan.last)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off

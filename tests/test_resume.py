@@ -41,7 +41,7 @@ from isaac_loop.loaders import ReplayLoader, exact_loader
 from isaac_loop.state import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing, UnsaveableState
 from isaac_loop.store import CheckpointStore
 import runs
-from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, same, tree
+from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, result, same, tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
 
@@ -257,8 +257,66 @@ def test_nothing_is_lost_whenever_an_interrupt_comes(moment, loaders, tmp_path):
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
         latest = CheckpointStore(folder, read_only=True).latest()
         assert latest.step == first.n_updates  # So no batch is done twice
-        if moment in ("in the last log", "after everything") and again_here: continue  # There is nothing left of this fit, and another would be a second one
         same(whole, fit(first if again_here else make_trainer([*callbacks(folder), InterruptCB()], loaders())))
+
+
+@pytest.mark.parametrize("event", ["log", "after_fit", "cleanup_fit"])
+@pytest.mark.parametrize("with_callback", [True, False])
+def test_a_fit_that_was_interrupted_at_its_very_end_is_not_trained_twice(event, with_callback, tmp_path):
+    "T13: the cell is run again, and ends as one fit; the one after that trains"
+    def cbs(folder=None): return [BasicTrainCB(), MetricsCB(show=False), SWACB(0.5, keep=True), *([CheckpointCB(folder)] if folder else [])]
+    whole = fit(make_trainer(cbs()), 2)
+    one_fit, two_fits = result(whole), result(fit(whole, 2))
+    for order in (5, 35, 45):
+        def last(trainer):
+            if trainer.epoch != 1: return
+            if not with_callback: raise KeyboardInterrupt
+            press(trainer)
+        last.__name__, last.order = event, order if event != "cleanup_fit" else order + 10  # While handlers are still there
+        trainer = make_trainer(cbs(tmp_path/str(order)) + [InterruptCB()]*with_callback)
+        with pytest.raises(KeyboardInterrupt): fit(trainer, 2, callbacks=last)
+        same(one_fit, fit(trainer, 2))
+    same(two_fits, fit(trainer, 2))
+
+
+def test_a_run_that_somebody_else_has_finished_meanwhile_is_not_trained_again(tmp_path, capsys):
+    "A notebook was interrupted, a script went on in its folder, and then the cells are run once more"
+    def cbs(): return [*callbacks(tmp_path/"run"), InterruptCB()]
+    for n_fits in (1, 2):
+        trainer = make_trainer(cbs())
+        with pytest.raises(KeyboardInterrupt): fit(trainer, callbacks=CutCB("before_step", lambda t: t.n_updates == 16 and press(t)))
+        script = make_trainer(cbs())
+        for _ in range(n_fits): fit(script)
+        trainer.fit(3, 0.02)
+        assert "complete already" in capsys.readouterr().out
+        if n_fits == 2: fit(trainer)
+        same(script, trainer)
+        same(fit(script), fit(trainer))
+        shutil.rmtree(tmp_path/"run")
+
+
+def test_callbacks_of_one_fit_go_on_with_it_when_it_was_interrupted(tmp_path):
+    whole, trainer = fit(make_trainer()), make_trainer([])
+    for n in (9, 16):
+        with pytest.raises(KeyboardInterrupt): fit(trainer, callbacks=[*callbacks(tmp_path/"run"), InterruptCB(), CutCB("before_step", lambda t: t.n_updates == n and press(t))])
+    fit(trainer, callbacks=callbacks(tmp_path/"run"))
+    assert torch.equal(whole.model[0].weight, trainer.model[0].weight) and len(trainer.history) == 3
+
+
+def test_a_fit_after_loading_is_a_new_one_though_the_last_was_interrupted(tmp_path):
+    "It went on with the newest checkpoint, and what had been loaded was gone"
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(), InterruptCB(), CheckpointCB(tmp_path/"run", keep_last=None)])
+    with pytest.raises(KeyboardInterrupt): fit(trainer, callbacks=CutCB("after_fit", press))
+    trainer.load(tmp_path/"run"/"step-00000007")
+    assert len(trainer.history) == 1 and len(fit(trainer, 1).history) == 2 and trainer.n_updates == 7
+
+
+def test_a_second_interrupt_in_validation_saves_nothing_either(tmp_path):
+    def predict(trainer):
+        if not trainer.training: press(trainer), press(trainer)
+    trainer = make_trainer([*callbacks(tmp_path/"run"), InterruptCB()])
+    with pytest.raises(KeyboardInterrupt, match="second"): fit(trainer, callbacks=predict)
+    assert trainer.n_updates == 7 and not CheckpointStore(tmp_path/"run", read_only=True).list()
 
 
 def test_an_interrupt_is_not_swallowed_by_a_stop_or_a_cancel(tmp_path):

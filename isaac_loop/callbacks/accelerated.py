@@ -7,12 +7,13 @@ __all__ = ['AccelerateCB']
 
 # %% ../../nbs/callbacks/42_accelerated.ipynb #42293163
 from ..events import Order, replaces
+from ..tensors import to_device
 
 # %% ../../nbs/callbacks/42_accelerated.ipynb #944cbb6a
 class AccelerateCB:
     "Let Accelerate prepare model, optimizer and loaders, and do the backward pass"
     order = Order.DEVICE+5
-    stateless = '_before','accelerator'
+    accelerator = None # Accelerate's, from the first fit on
     def __init__(self,
         mixed_precision:str=None, # 'no', 'fp16' or 'bf16'; default: as Accelerate is configured
         **kwargs, # For `accelerate.Accelerator`
@@ -26,13 +27,30 @@ class AccelerateCB:
         self.accelerator = Accelerator(mixed_precision=self.mixed_precision, **self.kwargs)
         opt = vars(trainer).get('opt')
         self._before = trainer.model,opt,trainer.dls.train,trainer.dls.valid,vars(trainer.model).get('forward')
-        trainer.model,trainer.dls.train,trainer.dls.valid = self.accelerator.prepare(trainer.model, trainer.dls.train, trainer.dls.valid)
+        trainer.model = self.accelerator.prepare(trainer.model)
+        if self._shares: trainer.dls.train,trainer.dls.valid = self.accelerator.prepare(trainer.dls.train, trainer.dls.valid)
         if opt is not None: trainer.opt = self.accelerator.prepare(opt)
+
+    @property
+    def _shares(self): return self.accelerator.num_processes > 1
+
+    def before_batch(self, trainer):
+        "Move the batch; where there are several processes Accelerate's loaders have done so"
+        if not self._shares: trainer.batch = to_device(trainer.batch, self.accelerator.device)
 
     @replaces
     def backward(self, trainer):
         "Let Accelerate compute the gradients"
         self.accelerator.backward(trainer.loss)
+
+    def state_dict(self):
+        "The scale of the loss in fp16; nothing otherwise"
+        scaler = getattr(self.accelerator, 'scaler', None)
+        return {} if scaler is None else scaler.state_dict()
+
+    def load_state_dict(self, state):
+        "Go on with this scale"
+        if state: self.accelerator.scaler.load_state_dict(state)
 
     def cleanup_fit(self, trainer):
         "Take the wrappers off again"

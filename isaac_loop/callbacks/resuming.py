@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..events import Order, callback_name, whereabouts
+from ..events import CancelFitException, Order, callback_name, whereabouts
 from ..fingerprint import data_of, loss_of
 from ..run_state import check_states, generators, opt_defaults, put_callbacks, put_generators, put_position, put_random, put_state
 from ..snapshot import random_state
@@ -30,6 +30,8 @@ def _named(callback, trainer):
         raise
 
 # %% ../../nbs/callbacks/48_resuming.ipynb #723edf63
+class CompleteAlready(CancelFitException): "Nothing of this fit is left to train"
+
 class ResumingCB:
     "Walks over epochs and batches from a saved position on, and knows when it is between two of them"
     order = Order.SAVE
