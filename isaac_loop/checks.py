@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/06_checks.ipynb #320bc70a
-import inspect, os, re
+import inspect, os, re, sys
 from operator import index
 from pathlib import Path
 
@@ -32,6 +32,15 @@ def _whole(value):
     try: return None if isinstance(value, bool) else index(value)
     except TypeError: return None
 
+# %% ../nbs/06_checks.ipynb #8590a238
+def check_flag(
+    value, # What was given
+    name:str, # Name of the argument, for the message
+)->bool: # The same
+    "`value`, if it is True or False, or an error; a text such as 'no' would count as True"
+    if value in (False, True): return bool(value)
+    raise TypeError(f'`{name}` is {value!r}, which is neither True nor False. Use one of them.')
+
 # %% ../nbs/06_checks.ipynb #3d35f753
 def check_function(
     f, # What was given
@@ -47,6 +56,16 @@ def check_function(
     except ValueError: pass # It has no signature
 
 # %% ../nbs/06_checks.ipynb #66e7ec33
+def check_file_name(
+    text:str, # What becomes the name of a file or folder
+    what:str, # Name of the argument, for the message
+):
+    "Refuse a name that this system cannot write"
+    try: os.fsencode(text)
+    except UnicodeEncodeError:
+        raise ValueError(f'`{what}` is {text!r}, but this Python names files in {sys.getfilesystemencoding()}, so nothing could be written there. '
+                         'Use plain letters, or set the environment variable `PYTHONUTF8=1` before Python starts.') from None
+
 def local_path(
     path, # What a user gave: text or a path
     who:str, # Who is going to use it, for the message
@@ -56,6 +75,8 @@ def local_path(
     try: text = os.fsdecode(path)
     except TypeError: raise TypeError(f'`{what}` is {path!r}, which is no path, so `{who}` would not know where to look or to write. Use text or a `Path`, such as {"logs"!r}.') from None
     found = re.match(r'([A-Za-z][\w+.-]+):/', text)
-    if found is None: return Path(text).expanduser()
+    if found is None:
+        check_file_name(text, what)
+        return Path(text).expanduser()
     raise ValueError(f'`{what}` is an address, `{found[1]}://...`, but `{who}` works with files of this machine. Give a local {what}; '
                      '`UploadCB(url)` copies the folder of a run to such an address, and `fetch(url, folder)` gets it from there.')

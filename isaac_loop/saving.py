@@ -88,6 +88,7 @@ def load(self:Trainer,
     put_state(self, weights, state)
     put_position(self, state)
     put_random(state, strict)
+    self._ended = True # The next fit is a new one, even if the last one broke off
 
 @patch
 def _make_opt_for(self:Trainer, state):

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import logging
+import os
 import re
 import shutil
 import socket
@@ -465,6 +466,46 @@ def test_an_interrupted_experiment_goes_on_in_its_folder(tmp_path):
     assert again.experiment.folder == folder and again.experiment.stamp == trainer.experiment.stamp
     same(whole, again)
     assert record(folder, "run-2.json")["fits"][0]["outcome"] == "finished" and (folder/"code"/"start-2"/"callbacks.py").exists()
+
+
+@pytest.mark.parametrize("order", [35, 200])
+def test_a_run_that_was_killed_when_all_was_trained_is_finished_by_the_next_start(order, tmp_path):
+    "Before the last checkpoint or after it: the record said for ever that it was running"
+    def start(root): return make_trainer([*callbacks(), ExperimentCB(root, "p", "net", resume="latest"), CheckpointCB()])
+    def after_fit(trainer): shutil.copytree(tmp_path/"a", tmp_path/"b")  # As a kill leaves it
+    after_fit.order = order
+    fit(start(tmp_path/"a"), 2, callbacks=after_fit)
+    folder, = (tmp_path/"b"/"p").iterdir()
+    assert record(folder)["fits"][0]["outcome"] == "running"
+    for _ in range(2): fit(start(tmp_path/"b"), 2)
+    row, = record(folder)["fits"]
+    assert (row["outcome"], row["n_updates"]) == ("finished", 14) and not (folder/"run-2.json").exists()
+    assert (folder/"logs"/"log.txt").read_text().count("finished") == 1
+
+
+def test_code_is_kept_again_only_where_it_has_changed(tmp_path):
+    "And a start that was killed is told from one that is running"
+    def start(*more): return small(ExperimentCB(tmp_path, "p", resume="latest", files=[tmp_path/"notes.md"]), *more)
+    (tmp_path/"notes.md").write_text("one")
+    for note, more in (("one", ()), ("one", ()), ("two", ()), ("two", ()), ("two", [InterruptCB()]), ("one", ())):
+        (tmp_path/"notes.md").write_text(note)
+        trainer = start(*more)
+        trainer.fit(1)
+    folder = trainer.experiment.folder
+    assert sorted(o.name for o in (folder/"code").iterdir() if o.is_dir()) == ["start-3", "start-5", "start-6"]
+    assert [record(folder, f"run{n}.json")["code"] for n in ("", "-2", "-3", "-4")] == ["code", "code", "code/start-3", "code/start-3"]
+    found = record(folder)
+    found["fits"][0]["outcome"] = "running"
+    for o in range(2, 7): (folder/f"run-{o}.json").unlink()
+    (folder/"run.json").write_text(json.dumps(found))
+    start().fit(1)
+    assert (record(folder)["fits"][0]["outcome"], record(folder)["fits"][0]["reason"]) == ("broken off", "the run went on in run-2.json")
+
+
+def test_a_name_that_the_system_cannot_write_is_refused_where_it_was_typed(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsencode", lambda o: str(o).encode("ascii"))  # As in the locale C without UTF-8 mode
+    with pytest.raises(ValueError, match="`name` is 'rün'.*PYTHONUTF8=1"): ExperimentCB(tmp_path, "p", "rün")
+    with pytest.raises(ValueError, match="`root` is .*PYTHONUTF8=1"): ExperimentCB("läufe", "p")
 
 
 def test_the_newest_folder_is_the_one_begun_last(tmp_path):

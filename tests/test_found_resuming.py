@@ -13,6 +13,7 @@ from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStep
 from torch.utils.data import DataLoader, IterableDataset
 
 import isaac_loop.saving  # noqa: F401  `trainer.load`
+from isaac_loop.callbacks.accelerated import AccelerateCB
 from isaac_loop.callbacks.averaging import EMACB
 from isaac_loop.callbacks.best import KeepBestCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
@@ -40,7 +42,7 @@ from isaac_loop.events import CancelFitException
 from isaac_loop.loaders import exact_loader
 from isaac_loop.state import CheckpointCorrupt, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
 from isaac_loop.store import CheckpointStore
-from runs import Cut, CutCB, Rows, fit, make_model, make_trainer, same
+from runs import Cut, CutCB, Rows, fit, make_loaders, make_model, make_trainer, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know")
 
@@ -640,6 +642,23 @@ def test_the_best_of_what_was_saved_by_hand_can_be_loaded(mode, best, tmp_path):
     again = make_trainer(simple())
     again.load(tmp_path, best=True, monitor="score", mode=mode)
     assert torch.equal(again.model[0].weight, kept[best])
+@pytest.mark.parametrize("loaders", [make_loaders, lambda: DataLoaders(DataLoader(Rows(56, augment=False), 8, shuffle=True), DataLoader(Rows(24, augment=False), 12))], ids=["exact", "plain"])
+def test_a_run_with_accelerate_goes_on_in_the_middle_of_an_epoch(loaders, tmp_path):
+    "Its loaders say that they know their position, and do not: the first save failed"
+    pytest.importorskip("accelerate")
+    def run(*more): return make_trainer([BasicTrainCB(), MetricsCB(), AccelerateCB("no", cpu=True), *more], loaders())
+    whole = fit(make_trainer([BasicTrainCB(), MetricsCB()], loaders()), 2)
+    with pytest.raises(Cut): fit(run(CheckpointCB(tmp_path/"run", every=2), CutCB("before_step", lambda t: t.n_updates == 11)), 2)
+    same(whole, fit(run(CheckpointCB(tmp_path/"run", every=2)), 2))
+
+
+def test_the_scale_of_the_loss_in_fp16_with_accelerate_is_kept():
+    first, then = AccelerateCB(), AccelerateCB()
+    first.accelerator, then.accelerator = (SimpleNamespace(scaler=torch.amp.GradScaler("cpu", init_scale=o)) for o in (8., 2.))
+    then.load_state_dict(first.state_dict())
+    assert then.accelerator.scaler.state_dict()["scale"] == 8. and AccelerateCB().state_dict() == {}
+
+
 def test_a_checkpoint_without_a_run_is_not_loaded_into_a_trainer(tmp_path):
     "It was a KeyError about `opts`"
     with CheckpointStore(tmp_path) as store:

@@ -5,6 +5,7 @@ calls in the same order, and the same weights bit for bit. What cannot be the sa
 cannot be installed beside this library; their callbacks are written from their documentation.
 """
 import io
+import re
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -21,6 +22,7 @@ from waiting import InsideCB, RefuseToWait
 from isaac_loop.callbacks.accumulation import AccumulationCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
 from isaac_loop.callbacks.clipping import ClipGradCB
+from isaac_loop.callbacks.experiment import ExperimentCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.limits import LimitCB
 from isaac_loop.callbacks.precision import MixedPrecisionCB
@@ -29,6 +31,8 @@ from isaac_loop.callbacks.stopping import EarlyStoppingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import Order
+from isaac_loop.foreign.aitoolbox import AIToolboxCB
+from isaac_loop.foreign.base import uses
 from isaac_loop.inspection import summarize_callbacks  # noqa: F401  A method of the trainer
 from isaac_loop.interop import adapt
 from isaac_loop.store import CheckpointStore
@@ -412,7 +416,7 @@ def test_what_their_trainer_has_and_ours_has_not_is_named(pta):
 
 
 def test_training_states_in_their_layout_are_refused_before_any_training(pta, tmp_path):
-    "Their two callbacks would fail after hours; the error names what serves here (PTA-03)"
+    "Their two callbacks would fail after hours; the error names what serves here"
     from pytorch_accelerated.callbacks import SaveTrainingStateCallback, WSDCheckpointCallback
     for cls in (SaveTrainingStateCallback, WSDCheckpointCallback):
         with pytest.raises(TypeError, match=f"`{cls.__name__}._save.*` asks for `save_training_state`.*`CheckpointCB.folder, every=.*`WSDSchedulerCB`.*`ExportCB"): adapt(cls(tmp_path/"states"))
@@ -434,7 +438,7 @@ def test_all_their_other_callbacks_are_taken_without_a_word(pta, tmp_path, recwa
 
 
 def test_the_scheduler_of_their_trainer_is_ours(pta, tmp_path):
-    "It is there from the first epoch on, and in their files; before that, and where it is set, there is an error and no None (PTA-41)"
+    "It is there from the first epoch on, and in their files; before that, and where it is set, there is an error and no None"
     from pytorch_accelerated.callbacks import SaveBestModelCallback, TrainerCallback
     make = partial(optim.lr_scheduler.MultiStepLR, milestones=[1, 8], gamma=0.5)
     class Rates(TrainerCallback):
@@ -511,6 +515,9 @@ def ait():
 BATCHES = list(zip(X[:40].split(8), Y[:40].split(8))), list(zip(X[40:].split(8), Y[40:].split(8)))
 
 
+STAMP = re.compile(r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}")
+
+
 def ait_model():
     from aitoolbox.torchtrain.model import TTBasicModel
     class Net(TTBasicModel):
@@ -521,9 +528,9 @@ def ait_model():
     return Net()
 
 
-def theirs_ait(ait, *callbacks, n_epochs=3, lr=0.5, loss=None, accumulation=1, batches=BATCHES, opt=optim.SGD, **options):
+def theirs_ait(ait, *callbacks, n_epochs=3, lr=0.5, loss=None, accumulation=1, batches=BATCHES, opt=optim.SGD, model=None, **options):
     "Their train loop after a run"
-    model = ait_model()
+    model = ait_model() if model is None else model
     loop = ait.TrainLoop(model, *batches, None, opt(model.parameters(), lr), loss or nn.CrossEntropyLoss(), **options)
     loop.device = torch.device("cpu")
     loop.printed = silent(loop.fit, n_epochs, callbacks=list(callbacks), grad_accumulation=accumulation)[1]
@@ -532,7 +539,7 @@ def theirs_ait(ait, *callbacks, n_epochs=3, lr=0.5, loss=None, accumulation=1, b
 
 def ours_ait(*callbacks, dls=None, **options):
     "The same with our trainer, which gets them with `fit` as theirs does"
-    return ours(callbacks=[adapt(o) for o in callbacks], dls=dls or DataLoaders(*BATCHES), model=ait_model(), **options)
+    return ours(callbacks=[adapt(o) for o in callbacks], dls=dls or DataLoaders(*BATCHES), **dict(model=ait_model()) | options)
 
 
 def ait_recorder(seen, name, order=0, at=None):
@@ -548,7 +555,7 @@ def ait_recorder(seen, name, order=0, at=None):
             if event == "on_train_loop_registration": loop.grad_cb_used = True
             if at: at(self, event)
         return told
-    events = [o for o in vars(AbstractCallback) if o.startswith("on_") and o not in ("on_after_batch_prediction",)]
+    events = [o for o in vars(AbstractCallback) if o.startswith("on_") and o not in ("on_after_batch_prediction", "on_multiprocess_start")]
     cls = type(name, (AbstractCallback,), {o: method(o) for o in events})
     return cls(name, execution_order=order)
 
@@ -792,6 +799,134 @@ def test_a_test_set_of_the_loaders_is_evaluated_when_asked_for(ait):
     mine = ours_ait(recorder, dls=dls)
     mine.model.eval()
     assert recorder.result == (pytest.approx(F.cross_entropy(mine.model(dls.test[0][0]), dls.test[0][1]).item()), 8)
+
+
+def ait_classes():
+    "A model as in their first example: it answers with class numbers, and with the numbers of rows"
+    class Net(type(ait_model())):
+        def get_predictions(self, batch_data, device):
+            return self(batch_data[0]).argmax(1), batch_data[1], dict(first=batch_data[0][:, 0], rows=list(range(len(batch_data[1]))))
+    return Net()
+
+
+def test_the_toolbox_model_predicts_in_its_own_way(ait):
+    "Class numbers and further data, as at home; batch by batch for those who listen (AIT-19)"
+    from aitoolbox.torchtrain.callbacks.abstract import AbstractCallback
+    class Looks(AbstractCallback):
+        def __init__(self):
+            super().__init__("looks")
+            self.seen = []
+        def on_after_batch_prediction(self, *batch): self.batches.append(batch)
+        def on_epoch_end(self):
+            self.batches = []
+            found = self.train_loop_obj.predict_on_validation_set(execute_callbacks=True)
+            self.seen.append((found, self.batches))
+    looks = Looks(), Looks()
+    theirs = theirs_ait(ait, looks[0], model=ait_classes())
+    mine = ours_ait(looks[1], model=ait_classes())
+    for ((*tensors, further), batches), ((*our_tensors, our_further), our_batches) in zip(*(o.seen for o in looks), strict=True):
+        assert all(torch.equal(*o) for o in zip(tensors, our_tensors, strict=True)) and tensors[0].shape == (16,)
+        assert torch.equal(further["first"], our_further["first"]) and further["rows"] == our_further["rows"] == [*range(8), *range(8)]
+        assert [(len(o[0]), o[3]) for o in batches] == [(len(o[0]), o[3]) for o in our_batches] == [(8, {"type": "validation"})]*2
+    assert same_weights(theirs.model, mine.model)
+
+
+def test_the_first_toolbox_example_reports_the_same_numbers(ait):
+    "Results of class numbers after each epoch, printed and watched (AIT-32, AIT-33)"
+    from aitoolbox.experiment.result_package.basic_packages import ClassificationResultPackage
+    from aitoolbox.torchtrain.callbacks.basic import AllPredictionsSame
+    from aitoolbox.torchtrain.callbacks.performance_eval import ModelPerformanceEvaluation, ModelPerformancePrintReport
+    def made(): return [ModelPerformanceEvaluation(ClassificationResultPackage(), {}, on_train_data=True), ModelPerformancePrintReport(["train_Accuracy", "val_Accuracy"]),
+                        AllPredictionsSame(0., stop_training=True)]
+    theirs,mine = theirs_ait(ait, *made(), model=ait_classes()),ours_ait(*made(), model=ait_classes())
+    for name in ("train_Accuracy", "val_Accuracy"): assert mine.history[name] == theirs.train_history[name]
+    def reported(printed): return [o for o in printed if "Accuracy:" in o]
+    assert reported(mine.printed) == reported(theirs.printed) and len(reported(mine.printed)) == 8
+
+
+@pytest.mark.parametrize("n_train,n_valid", [(2, 1), (1, 0)])
+def test_toolbox_subsets_are_what_is_trained_and_measured(ait, n_train, n_valid):
+    "Its loaders are replaced for the run; ours stay as they are (AIT-30)"
+    from aitoolbox.torchtrain.callbacks.basic import DataSubsetTestRun
+    theirs = theirs_ait(ait, DataSubsetTestRun(n_train, n_valid))
+    seen = []
+    mine = ours_ait(DataSubsetTestRun(n_train, n_valid), ait_recorder(seen, "notes", at=lambda cb, event: seen.append(dict(cb.train_loop_obj.train_history)) if event == "on_epoch_end" else None))
+    assert same_weights(theirs.model, mine.model) and mine.n_updates == 3*n_train and mine.updates_per_epoch == n_train
+    assert len(mine.dls.train) == 5 and all(seen[-2][name] == theirs.train_history[name] for name in ("loss", "val_loss", "accumulated_loss"))
+    with pytest.raises(ValueError, match="Test loader was not provided"): ours_ait(DataSubsetTestRun(1, 1, 1))
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_toolbox_checkpoints_are_the_same_files(ait, tmp_path, every):
+    "`ModelCheckpoint` after each epoch, `ModelIterationCheckpoint` after each `every` batches, with the hyper-parameters beside them (AIT-39, AIT-41, AIT-43)"
+    from aitoolbox.torchtrain.callbacks.model_save import ModelCheckpoint, ModelIterationCheckpoint
+    found = []
+    for name,run in (("theirs", lambda cb: theirs_ait(ait, cb)), ("ours", ours_ait)):
+        (tmp_path/name).mkdir()
+        options = ("digits", "wide", tmp_path/name, dict(lr=0.5, experiment_file_path=__file__), "local")
+        run(ModelCheckpoint(*options) if every is None else ModelIterationCheckpoint(every, *options))
+        folder, = (tmp_path/name/"digits").iterdir()
+        saved = sorted((folder/"checkpoint_model").iterdir())
+        found.append(([STAMP.sub("", o.name) for o in saved], [torch.load(o, weights_only=False) for o in saved], (folder/"hyperparams_list.txt").read_text()))
+    (names, theirs, about), (our_names, mine, our_about) = found
+    assert names == our_names and about == our_about and len(mine) == (3 if every is None else 7+3)
+    for a,b in zip(theirs, mine): assert (a["epoch"], a["iteration_idx"]) == (b["epoch"], b["iteration_idx"]) and all(torch.equal(*o) for o in zip(a["model_state_dict"].values(), b["model_state_dict"].values()))
+
+
+def test_toolbox_callbacks_infer_the_experiment_from_ours(ait, tmp_path):
+    "`ExperimentCB` names project, experiment and folder; without it their error comes with our remedy (AIT-21, AIT-22)"
+    from aitoolbox.torchtrain.callbacks.performance_eval import ModelTrainHistoryFileWriter
+    experiment = ExperimentCB(tmp_path, "digits", "wide", hyper=dict(lr=0.5))
+    callback = ModelTrainHistoryFileWriter(file_format="csv")
+    trainer = ours(experiment, callbacks=[adapt(callback)], dls=DataLoaders(*BATCHES), model=ait_model())
+    assert (callback.project_name, callback.experiment_name, callback.local_model_result_folder_path) == ("digits", "wide", str(tmp_path))
+    assert callback.train_loop_obj.hyperparams == dict(lr=0.5) and callback.cloud_save_mode == "local"
+    assert len((trainer.experiment.folder/"results"/"results.csv").read_text().splitlines()) == 4
+    with pytest.raises(AttributeError, match="does not support automatic project folder") as found: ours_ait(ModelTrainHistoryFileWriter())
+    assert "Give the trainer `ExperimentCB(root, project, name)`" in found.value.__notes__[0]
+
+
+def test_the_fully_tracked_toolbox_example_leaves_the_same_files(ait, tmp_path):
+    "Their loop with checkpoints and a save at the end is `ExperimentCB` and the two callbacks here; all lies in one folder (AIT-42, AIT-78)"
+    from aitoolbox.experiment.result_package.basic_packages import ClassificationResultPackage
+    from aitoolbox.torchtrain.callbacks.basic import EarlyStopping
+    from aitoolbox.torchtrain.callbacks.model_save import ModelCheckpoint, ModelTrainEndSave
+    from aitoolbox.torchtrain.callbacks.performance_eval import ModelPerformanceEvaluation, ModelTrainHistoryFileWriter
+    class Loop(ait.TrainLoop):
+        project_name,experiment_name,local_model_result_folder_path = "digits","wide",str(tmp_path/"theirs")
+        cloud_save_mode = bucket_name = cloud_dir_prefix = None
+    def made(name):
+        where = "digits","wide",tmp_path/name,dict(experiment_file_path=__file__)
+        (tmp_path/name).mkdir()
+        return [ModelPerformanceEvaluation(ClassificationResultPackage(), {}), ModelTrainHistoryFileWriter(), EarlyStopping(patience=5),
+                ModelCheckpoint(*where, "local", rm_subopt_local_models=True), ModelTrainEndSave(*where, ClassificationResultPackage(), cloud_save_mode="local")]
+    theirs_ait(SimpleNamespace(TrainLoop=Loop), *made("theirs"), model=ait_classes())
+    callbacks = made("ours")
+    mine = ours(ExperimentCB(tmp_path/"ours", "digits", "wide"), callbacks=[adapt(o) for o in callbacks], dls=DataLoaders(*BATCHES), model=ait_classes())
+    folder, = (tmp_path/"theirs"/"digits").iterdir()
+    def names(folder): return {STAMP.sub("", str(o.relative_to(folder))) for o in folder.rglob("*") if o.is_file()}
+    assert names(folder) <= names(mine.experiment.folder) and len(names(folder)) > 6
+    assert sorted((folder/"results"/"results.txt").open()) == sorted((mine.experiment.folder/"results"/"results.txt").open())
+
+
+def test_toolbox_callbacks_that_cannot_work_say_so_at_once(ait):
+    "Going on from their checkpoints would train all epochs again; loaders made in further processes would never be made"
+    from aitoolbox.torchtrain.callbacks.ddp import InMultiProcessDataLoad
+    from aitoolbox.torchtrain.callbacks.model_load import ModelLoadContinueTraining
+    with pytest.raises(TypeError, match="`ModelLoadContinueTraining.on_train_loop_registration` sets `epoch`.*`CheckpointCB"): adapt(ModelLoadContinueTraining("2020-01-01_00-00-00"))
+    with pytest.warns(UserWarning, match="`InMultiProcessDataLoad.on_multiprocess_start` will not be called"): adapt(InMultiProcessDataLoad(list))
+
+
+def test_all_other_toolbox_callbacks_ask_for_what_is_there(ait):
+    "Their code, read without running it (AIT-20)"
+    from importlib import import_module
+    modules = [import_module(f"aitoolbox.torchtrain.{o}") for o in ("callbacks.abstract", "callbacks.basic", "callbacks.ddp", "callbacks.gradient", "callbacks.model_save",
+               "callbacks.performance_eval", "callbacks.tensorboard", "callbacks.wandb", "schedulers.basic", "schedulers.warmup")]
+    classes = {o for m in modules for o in vars(m).values() if isinstance(o, type) and hasattr(o, "register_train_loop_object")}
+    loop = AIToolboxCB.facade_class(Trainer(DataLoaders(*BATCHES), F.cross_entropy, optim.SGD, make_model(), []))
+    asked = {name for cls in classes for _,name,_ in uses(cls.__new__(cls), AIToolboxCB.variables, AIToolboxCB.attributes)}
+    assert len(classes) > 30 and {"predict_on_validation_set", "early_stop", "parse_loss"} <= asked
+    assert not [o for o in asked if o not in vars(loop) and not hasattr(type(loop), o)]
 
 
 def test_what_toolbox_callbacks_use_most_is_there(ait):

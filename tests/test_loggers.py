@@ -7,6 +7,7 @@ import argparse
 import copy
 import csv
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -372,6 +373,24 @@ def test_the_log_of_a_run_that_was_killed_is_that_of_one_that_was_not(kind, at, 
         for a, b in zip(rows, found[name]):
             assert a.keys() == b.keys()
             for k in a: assert a[k] == b[k] or float(a[k]) == pytest.approx(float(b[k]), rel=1e-5), (name, k)
+
+
+@files
+@pytest.mark.parametrize("order", [35, 200])
+def test_the_end_of_a_run_that_was_killed_when_all_was_trained_is_logged_once(kind, order, tmp_path):
+    "Before the last checkpoint, or after it and before the logs were closed"
+    make, read = FILES[kind]
+    def start(folder): return make_run([BasicTrainCB(), MetricsCB(show=False), LoggerCB(make(folder), every=4), CheckpointCB(folder/"store")])
+    def after_fit(trainer): shutil.copytree(tmp_path/"whole", tmp_path/"killed")  # As a kill leaves it
+    after_fit.order = order
+    whole = fit(start(tmp_path/"whole"), 2, callbacks=after_fit)
+    assert "fits" not in read(tmp_path/"killed")
+    for _ in range(3):
+        again = fit(start(tmp_path/"killed"), 2)
+        assert without_times(read(tmp_path/"killed")) == without_times(read(tmp_path/"whole"))
+    assert len(read(tmp_path/"killed")["runs"]) == 2
+    for trainer in (whole, again): fit(trainer, 1)
+    assert [(o["outcome"], o["n_updates"]) for o in read(tmp_path/"killed")["fits"]] == [("finished", "14"), ("finished", "7")]
 
 
 @files

@@ -12,12 +12,12 @@ from numbers import Integral
 from fastcore.basics import patch
 
 import isaac_loop.saving  # noqa: F401  `trainer.save` and `trainer.load`
-from .resuming import ResumingCB, start_of_pass, warn_of_rates
+from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
 from ..checks import local_path
 from ..events import CancelFitException, callback_name
 from ..history import Monitor, check_monitored, mode_of
 from ..run_folder import run_folder
-from ..run_state import check_fits, check_is_run, put_weights, take_parts, take_state
+from ..run_state import check_fits, check_is_run, data_unchecked, put_weights, take_parts, take_state
 from ..state import ResumeMismatch
 from ..store import CheckpointStore, check_keeping
 
@@ -74,7 +74,7 @@ class CheckpointCB(ResumingCB):
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
         keep_best:int=1, # How many of the best to keep, by `monitor`; 0 and None keep none for that
         resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
-        strict:bool=True, # Refuse to go on with other stateful callbacks, or without a device whose random numbers were saved?
+        strict:bool=True, # Refuse to go on with other data, other stateful callbacks, or without a device whose random numbers were saved?
         pattern:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; where they were not measured, mostly in the middle of an epoch, this one is used
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
@@ -121,12 +121,10 @@ def _close(self:CheckpointCB):
     self._store = None
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #ce6ad2fe
-def _belongs_to(position, fit, mine):
-    "Which fit a saved position belongs to, seen from `fit`; `mine` says whether this trainer saved it"
-    if position['fit'] > fit: return 'a later fit'
+def _belongs_to(position, fit):
+    "Which fit a saved position belongs to, seen from `fit`"
     if position['fit'] == fit: return 'this fit'
-    interrupted = not position['finished'] and position['fit'] == fit-1 and mine
-    return 'an interrupted fit' if interrupted else 'an earlier fit'
+    return 'a later fit' if position['fit'] > fit else 'an earlier fit'
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #70127f59
 def _why_over(position, trainer, fit):
@@ -176,9 +174,9 @@ def _is_mine(self:CheckpointCB, trainer):
 
 @patch
 def _count_fit(self:CheckpointCB, trainer, mine):
-    "Leave out the fit before, if nothing of it was saved"
+    "Leave out the fit before, if nothing of it was saved or if it broke off: this one is the same once more"
     wasted = self._wasted is not None and self._wasted[0]() is trainer and self._wasted[1] == trainer.history.fit-1
-    self._lost = self._lost+wasted if mine or wasted else 0
+    self._lost = self._lost*(mine or wasted) + (wasted or not trainer._last_ended)
     self._wasted,self._saved = None,False
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #985a0b49
@@ -209,20 +207,20 @@ def _to_resume(self:CheckpointCB, trainer):
     path = self._place_to_load(mine)
     if path is None and self._nothing_there(mine): return None
     weights,state = self._load(path)
-    return (weights, state) if self._takes_up(trainer, weights, state, mine) else None
+    return (weights, state) if self._takes_up(trainer, weights, state) else None
 
 @patch
-def _takes_up(self:CheckpointCB, trainer, weights, state, mine):
+def _takes_up(self:CheckpointCB, trainer, weights, state):
     "Whether this fit has to do with what was saved; if so, check that it fits, and find out whether anything is left to do"
     position,fit = state['position'],trainer.history.fit-self._lost
-    whose = _belongs_to(position, fit, mine)
+    whose = _belongs_to(position, fit)
     if whose == 'an earlier fit': return False
-    if whose == 'an interrupted fit': self._lost,fit = self._lost+1,fit-1
     self._over = _why_over(position, trainer, fit)
     if whose != 'a later fit': check_fits(trainer, weights, state, self.strict)
     if not self._over:
         warn_of_rates(trainer, state, 'begin anew in another folder')
         _warn_of_workers(trainer.dls.train)
+        if told := data_unchecked(trainer, state): print(f'Whether these are the data of the saved run cannot be told: {told}.')
     return True
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #4d1fb2d3
@@ -239,8 +237,8 @@ def _epochs(self:CheckpointCB, trainer, epochs):
         if hasattr(trainer.model, 'train'): trainer.model.train(state['position']['model_trains'])
     print(f'This fit is complete already ({self._over}): {self._store.resumed_from.name if self._store.resumed_from else self.resume} is where the run stands' +
           ('; its weights are in the model.' if weights_too else ', with another model, so the weights stay as they are until that fit.') +
-          ' To train further, ask for more epochs, or `trainer.load` it and save in another folder.')
-    raise CancelFitException('the fit is complete already')
+          ' To train further, ask for more epochs, or ' + ('call `fit` once more.' if not (later or trainer._last_ended) else '`trainer.load` it and save in another folder.'))
+    raise CompleteAlready('the fit is complete already')
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5cb10688
 @patch

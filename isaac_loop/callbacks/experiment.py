@@ -6,7 +6,7 @@
 __all__ = ['ExperimentCB']
 
 # %% ../../nbs/callbacks/73_experiment.ipynb #261ab632
-import ast, inspect, json, linecache, logging, os, re, shutil, sys, time, traceback, warnings, weakref, zipfile
+import ast, filecmp, inspect, itertools, json, linecache, logging, os, re, shutil, sys, time, traceback, warnings, weakref, zipfile
 from dataclasses import asdict, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,8 +15,8 @@ import torch
 from fastcore.basics import patch
 
 from .run_config import RunConfig
-from .tracking import described, finite, outcome_of, plain, settings, source_of
-from ..checks import local_path
+from .tracking import ENDED, described, finite, outcome_of, plain, settings, source_of
+from ..checks import check_file_name, local_path
 from ..events import CancelException, Order, callback_name
 from ..log_file import LogFile, tee_streams, untee_streams
 from ..media import replace_file
@@ -74,6 +74,7 @@ def _plain_name(what, name):
     "`name` as the name of a folder, or an error"
     if not isinstance(name, str) or not re.fullmatch(r'[^./\\\0\s][^/\\\0\n]{0,150}', name):
         raise ValueError(f'`{what}` is {name!r}, but it becomes the name of one folder. Use a plain name without slashes that does not begin with a dot, such as `wide-net`.')
+    check_file_name(name, what)
     return name
 
 def _take_folder(parent, name, stamp):
@@ -96,11 +97,11 @@ def _earlier(parent, name):
     "The newest folder of this name that has a record, or None"
     stamped = re.compile(re.escape(name) + r'_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d+)?')
     found = [o for o in parent.iterdir() if stamped.fullmatch(o.name) and (o/'run.json').is_file()] if parent.is_dir() else []
-    return max(found, key=lambda o: (_read_record(o).get('created', ''), o.name), default=None)
+    return max(found, key=lambda o: (_read_record(o/'run.json').get('created', ''), o.name), default=None)
 
-def _read_record(folder):
-    "What the run wrote when it was begun, or an empty dict"
-    try: found = json.loads((folder/'run.json').read_text(encoding='utf-8'))
+def _read_record(file):
+    "What a run wrote when it was begun, or an empty dict"
+    try: found = json.loads(file.read_text(encoding='utf-8'))
     except (OSError, ValueError): return {}
     return found if isinstance(found, dict) else {}
 
@@ -248,28 +249,61 @@ def _open_log(self:ExperimentCB):
 @patch
 def _write_record(self:ExperimentCB):
     "Write the record, all or nothing"
-    text = _json(self._record).encode('utf-8', 'backslashreplace')
-    try: replace_file(self._file, lambda part: part.write_bytes(text))
-    except OSError as e: _warn_of(self._file, e)
+    _write_json(self._file, self._record)
+
+def _write_json(file, record):
+    text = _json(record).encode('utf-8', 'backslashreplace')
+    try: replace_file(file, lambda part: part.write_bytes(text))
+    except OSError as e: _warn_of(file, e)
 
 # %% ../../nbs/callbacks/73_experiment.ipynb #dcdf3254
+@patch
+def _n_starts(self:ExperimentCB):
+    "How many records there are"
+    return next(n for n in itertools.count() if not (self.folder/_numbered('run.json', n+1)).exists())
+
+@patch
+def _settle(self:ExperimentCB, n, which, how):
+    "Note in the record of start `n` how its fits ended that could not say so themselves, as it was killed; returns them"
+    file = self.folder/_numbered('run.json', n)
+    record = _read_record(file) if n and self._main else {}
+    found = [o for o in record.get('fits', ()) if which(o)]
+    for o in found: o |= how
+    if found: _write_json(file, record)
+    return found
+
 @patch
 def _keep(self:ExperimentCB):
     "Write record, code and log; what fails is a warning"
     self._kept = True
     self._open_log()
     if not self._main: return
-    n = 1
-    while (self.folder/_numbered('run.json', n)).exists(): n += 1
+    n = self._n_starts()+1
     self._file = self.folder/_numbered('run.json', n)
-    self._write_record()
-    try:
-        code = self._about.path(*(['code'] if n == 1 else ['code', f'start-{n}']), 'requirements.txt')
-        code.write_text(packages(), encoding='utf-8')
-        for name,text in self._texts.items():
-            if text: (code.parent/name).write_text(text, encoding='utf-8', errors='backslashreplace')
-        for o in self.files: _archive(o, code.parent, self.root)
+    self._settle(n-1, lambda row: row['outcome'] == 'running', dict(outcome='broken off', reason=f'the run went on in {self._file.name}'))
+    try: self._record['code'] = self._keep_code(n)
     except OSError as e: _warn_of(self.folder, e)
+    self._write_record()
+
+@patch
+def _keep_code(self:ExperimentCB, n):
+    "Write the code of this start, unless it is that of the one before; returns the name of its folder"
+    code = self._about.path(*(['code'] if n == 1 else ['code', f'start-{n}']), 'requirements.txt').parent
+    (code/'requirements.txt').write_text(packages(), encoding='utf-8')
+    for name,text in self._texts.items():
+        if text: (code/name).write_text(text, encoding='utf-8', errors='backslashreplace')
+    for o in self.files: _archive(o, code, self.root)
+    others = [self.folder/'code'/f'start-{i}' for i in reversed(range(2, n))] + [self.folder/'code']
+    last = next(o for o in others if o.is_dir())
+    if n > 1 and _same_files(code, last):
+        shutil.rmtree(code)
+        code = last
+    return code.relative_to(self.folder).as_posix()
+
+def _same_files(a, b):
+    "Whether two folders have the same files; what is in folders below does not count"
+    names,others = ({o.name for o in folder.iterdir() if o.is_file()} for folder in (a, b))
+    return names == others and all(filecmp.cmp(a/o, b/o, shallow=False) for o in names)
 
 # %% ../../nbs/callbacks/73_experiment.ipynb #86801819
 @patch
@@ -302,3 +336,7 @@ def _note_end(self:ExperimentCB, trainer):
     if error is not None and not isinstance(error, CancelException): self._log.line(''.join(traceback.format_exception(error)))
     self._log.line(f'{outcome}{f": {reason}" if reason else ""}, after {trainer.n_updates} updates')
     if self._kept and self._main: self._write_record()
+    if self._kept or outcome not in ENDED[:2] or not trainer.n_updates: return
+    n = self._n_starts() # Only the end was left, so this start has no record of its own
+    how = dict(outcome=outcome, reason=trainer.stop_reason or 'only the end was left to a later start', n_updates=trainer.n_updates)
+    if self._settle(n, lambda row: row['fit'] == trainer.history.fit and row['outcome'] not in ENDED, how): self._open_log()

@@ -14,8 +14,9 @@ import torch
 from fastcore.basics import patch
 
 from ..alerts import Alerts, check_alerts
+from .resuming import CompleteAlready
 from .run_config import processes
-from .tracking import _beside, described, outcome_of, plain, settings
+from .tracking import ENDED, _beside, described, outcome_of, plain, settings
 from ..checks import check_count
 from ..events import CancelFitException, Order, callback_name
 from ..history import check_monitored
@@ -123,7 +124,7 @@ def _forget(self:LoggerCB, trainer):
     self._missing = set(self._columns or ()) # Columns that no row has had
     self._last_media,self._seen = None,_lengths(trainer) # How much of the history has been sent
     self._start = self._mark = self._epoch_start = time.perf_counter()
-    self._seconds = 0. # Before this process
+    self._seconds,self._goes_on = 0.,False # Before this process, of the same fit
 
 def _lengths(trainer): return {k: len(o) for k,o in trainer.history.batches.columns.items()}
 
@@ -289,6 +290,7 @@ def _send_epoch(self:LoggerCB, trainer, step):
 @patch
 def cleanup_fit(self:LoggerCB, trainer):
     "Send the rest and the total time, and close the logs"
+    if not self._opened and self._lacks_end(trainer): self._open(trainer)
     if not self._opened: return
     self._opened,step,error = False,self._step(),trainer.exception
     for o in self._outlets: o.over = True
@@ -303,6 +305,15 @@ def cleanup_fit(self:LoggerCB, trainer):
     finally:
         for o in self._outlets: o.finish(ok, step)
         self._sent = []
+
+@patch
+def _lacks_end(self:LoggerCB, trainer):
+    "Whether a fit of which only the end was left has to be closed in the logs"
+    if not (self._active and self._goes_on and outcome_of(trainer)[0] in ENDED): return False
+    if not isinstance(trainer.exception, CompleteAlready): return True
+    found = [o.log.rows_if_ended(self._id, self._rows.get('fits', 0)) for o in self._outlets if hasattr(o.log, 'rows_if_ended')]
+    self._rows |= next((o for o in found if o is not None), {}) # A fit that follows leaves them
+    return None in found
 
 @patch
 def _send_late_columns(self:LoggerCB, step):
@@ -331,6 +342,7 @@ def load_state_dict(self:LoggerCB,
     "Go on with the same run"
     now = time.perf_counter()
     self._id,self._n,self._offset,self._last,self._epoch = (state[o] for o in ('id', 'n', 'offset', 'last', 'epoch'))
+    self._goes_on = True
     self._rows,self._steps,self._logged,self._seconds = dict(state['rows']),array('q', state['steps']),set(state['logged']),state['seconds']
     self._set_due()
     if len(state['crossed']) == len(self._alerts.alerts): self._alerts.crossed = list(state['crossed'])

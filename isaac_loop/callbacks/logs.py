@@ -7,10 +7,11 @@ __all__ = ['CSV', 'JSONLines', 'Screen']
 
 # %% ../../nbs/callbacks/78_logs.ipynb #492218f3
 import csv, io, itertools, json, re
+from collections import Counter
 
 from fastcore.basics import patch
 
-from .tracking import write_csv, write_jsonl
+from .tracking import ENDED, _csv_rows, write_csv, write_jsonl
 from ..checks import local_path
 from ..media import check_folder, media_file, replace_file
 from ..tables import Table, short
@@ -40,6 +41,12 @@ class _Files:
     def alert(self, text, step):
         "Append an alert"
         self._write('alerts', dict(text=text), step)
+
+    def rows_if_ended(self, run, n_fits):
+        "How many rows of `run` each table has, if the fit after `n_fits` others has its last one; else None"
+        rows = [(table, row) for table,row in self._rows() if row.get('run') == run]
+        ends = [row.get('outcome') for table,row in rows if table == 'fits']
+        return dict(Counter(table for table,_ in rows)) if len(ends) > n_fits and ends[n_fits] in ENDED else None
 
 # %% ../../nbs/callbacks/78_logs.ipynb #9561156b
 @patch
@@ -78,6 +85,12 @@ class CSV(_Files):
 
     def _write(self, table, values, step): write_csv(self.folder, table, [dict(run=self.run, step=step, **values)])
 
+    def _rows(self):
+        "Pairs of table and row"
+        for file in self.folder.glob('*.csv'):
+            names,*rows = _csv_rows(file) or [[]]
+            yield from ((file.stem, dict(zip(names, o))) for o in rows)
+
     def _cut(self, run):
         cut = _Cut(run)
         for file in self.folder.glob('*.csv'):
@@ -105,6 +118,13 @@ class JSONLines(_Files):
     def _place(self): return self.path.with_name(self.path.stem+'-media')
 
     def _write(self, table, values, step): write_jsonl(self.path, table, [dict(run=self.run, step=step, **values)])
+
+    def _rows(self):
+        "Pairs of table and row; a line that broke off is none"
+        for line in self.path.read_bytes().splitlines():
+            try: row = json.loads(line)
+            except ValueError: continue
+            if isinstance(row, dict) and 'table' in row: yield row['table'],row
 
     def _cut(self, run):
         cut,lines = _Cut(run),self.path.read_bytes().splitlines(keepends=True)

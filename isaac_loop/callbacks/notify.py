@@ -14,7 +14,7 @@ from fastcore.basics import patch
 
 from .metrics import as_text
 from .run_config import RunConfig
-from .tracking import outcome_of
+from .tracking import ENDED, outcome_of
 from ..checks import check_count, check_function
 from ..curves import history_figure
 from ..events import CancelException, Order
@@ -105,7 +105,7 @@ def _files(rows):
 def _outcome(trainer):
     "One word for how the fit ended, and the lines that explain it"
     error,(outcome,reason) = trainer.exception,outcome_of(trainer)
-    if error is None or isinstance(error, CancelException): return 'Cancelled' if error else outcome.capitalize(), [str(reason)] if reason else []
+    if error is None or isinstance(error, CancelException): return outcome.capitalize() if outcome in ENDED[:2] else 'Cancelled', [str(reason)] if reason else []
     if isinstance(error, (KeyboardInterrupt, SystemExit)): return 'Interrupted', [f'{outcome}: {reason}']
     return 'Failed', [f'{outcome}: {reason}', ''.join(traceback.format_exception(error))]
 

@@ -6,14 +6,19 @@
 __all__ = []
 
 # %% ../../nbs/foreign/97_aitoolbox.ipynb #2545931b
-import time
+import time, warnings
 from functools import partialmethod
+
+import numpy as np
 
 from fastcore.basics import patch
 
 import isaac_loop.evaluation  # noqa: F401  More methods of the trainer
-from ..events import Order, did_you_mean
-from .base import Facade, LateValues, RecordingCB, accumulated, forwarded, loss_of, mean_of, method_of, missing, told
+from ..callbacks.predictions import NoLossCB
+from ..events import CancelStepException, Order, did_you_mean
+from .base import Facade, LateValues, RecordingCB, accumulated, forwarded, loss_of, mean_of, method_of, missing, replaceable, title_of, told
+from ..joining import join_batches
+from ..tensors import map_tensors
 from ..trainer import n_batches
 
 # %% ../../nbs/foreign/97_aitoolbox.ipynb #9e7155f3
@@ -126,22 +131,29 @@ class _Scaler:
     def get_scale(self): return 1.
     def scale(self, outputs): return outputs
 
-def _loader(name): return property(lambda self: getattr(self._trainer.dls, name, None))
+def _of_experiment(get): return property(lambda self: get(self._trainer.experiment))
+
+_OF_EXPERIMENT = dict(project_name=lambda o: o.project, experiment_name=lambda o: o.name, local_model_result_folder_path=lambda o: str(o.folder.parent.parent), hyperparams=lambda o: dict(o.hyper))
 
 class _TrainLoop(Facade):
     "Our trainer, for callbacks of AIToolbox"
-    _instead = {o: 'pass it to the callback, or use our `CheckpointCB`' for o in ('project_name', 'experiment_name', 'local_model_result_folder_path')}
+    _when = {o: 'Give the trainer `ExperimentCB(root, project, name)`, whose folder it then is, or pass it to the callback' for o in _OF_EXPERIMENT}
+    _fixed = dict(epoch='`CheckpointCB(folder)`, whose next `fit` goes on at the very batch; for weights alone `trainer.load(path)`')
     def __init__(self, trainer):
         super().__init__(trainer, epoch=0, iteration=0, total_iteration_idx=-1, early_stop=False, grad_cb_used=False, num_iterations=0, num_optimizers=1,
-                         gpu_mode='single', use_amp=False, amp_scaler=_Scaler(), batch_model_feed_def=None, ddp_training_mode=False, ddp_rank=None, end_auto_eval=True,
+                         lazy_experiment_save=False, cloud_save_mode='local', bucket_name=None, cloud_dir_prefix='', source_dirs=(), gpu_mode='single', use_amp=False, amp_scaler=_Scaler(), batch_model_feed_def=None, ddp_training_mode=False, ddp_rank=None, end_auto_eval=True,
                          train_history=_TrainHistory(trainer), message_service=_Messages(), callbacks_handler=_LoopHandler(self), loss_batch_accum=[],
-                         experiment_timestamp=time.strftime('%Y-%m-%d_%H-%M-%S'), _known={}, _val_losses=[], _new={})
+                         _made=time.strftime('%Y-%m-%d_%H-%M-%S'), _known={}, _val_losses=[], _new={})
 
     model,optimizer,criterion = forwarded('model'),forwarded('opt'),forwarded('loss_func')
-    train_loader,validation_loader,test_loader = _loader('train'),_loader('valid'),_loader('test')
+    train_loader,validation_loader,test_loader = replaceable('train'),replaceable('valid'),replaceable('test')
+    @property
+    def experiment_timestamp(self): return getattr(getattr(self._trainer, 'experiment', None), 'stamp', self._made)
 
     @property
     def callbacks(self): return [o.foreign for o in self._adapters]
+
+for name,get in _OF_EXPERIMENT.items(): setattr(_TrainLoop, name, _of_experiment(get))
 
 # %% ../../nbs/foreign/97_aitoolbox.ipynb #8b0ae3ff
 @patch(as_prop=True)
@@ -166,7 +178,7 @@ def insert_metric_result_into_history(self:_TrainLoop, metric_name, metric_resul
 @patch
 def _state(self:_TrainLoop):
     history = self.train_history
-    return dict(lists=history._lists, epoch=history._epoch, own=dict(total_iteration_idx=self.total_iteration_idx, early_stop=self.early_stop, loss_batch_accum=self.loss_batch_accum))
+    return dict(lists=history._lists, epoch=history._epoch, own=dict(total_iteration_idx=self.total_iteration_idx, early_stop=self.early_stop, loss_batch_accum=self.loss_batch_accum, _made=self._made))
 
 @patch
 def _load(self:_TrainLoop, state):
@@ -180,13 +192,36 @@ class _LossesCB:
     def __init__(self): self.losses = []
     def after_get_loss(self, trainer): self.losses.append(loss_of(trainer))
 
+def _joined(parts): return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else join_batches(parts)
+
 class _PredictionsCB:
-    "Show predictions to foreign callbacks, batch by batch"
+    "Keep what the model says about each batch, and show it to foreign callbacks"
     order,on_train = Order.REPORT,False
-    def __init__(self, loop, kind): self.loop,self.info = loop,{'type': kind}
+    def __init__(self, loop,
+        info, # What they are told of the data set
+        show, # Are they shown each batch?
+    ): self.loop,self.info,self.show,self.parts = loop,info,show,[]
+
+    def before_predict(self, trainer):
+        "Let the model predict in its own way, if it has one"
+        if not hasattr(trainer.model, 'get_predictions'): return
+        self._keep(*trainer.model.get_predictions(trainer.batch, self.loop.device))
+        raise CancelStepException('the model has predicted in its own way')
+
     def after_predict(self, trainer):
+        "Take the predictions of the forward pass"
         targets = trainer.split(trainer.batch)[1]
-        for o in self.loop.callbacks: method_of(o, 'on_after_batch_prediction')(trainer.preds, targets[0] if len(targets) == 1 else targets, {}, self.info)
+        self._keep(trainer.preds, targets[0] if len(targets) == 1 else targets, {})
+
+    def _keep(self, preds, targets, further):
+        if self.show:
+            for o in self.loop.callbacks: method_of(o, 'on_after_batch_prediction')(preds, targets, further, self.info)
+        self.parts.append(map_tensors(lambda o: o.detach().cpu(), (preds, targets, further or {})))
+
+    def result(self):
+        "Predictions, targets and further data of all batches"
+        preds,targets,further = zip(*self.parts)
+        return _joined(preds), _joined(targets), {name: _joined([o[name] for o in further if name in o]) for name in dict.fromkeys(k for o in further for k in o)}
 
 # %% ../../nbs/foreign/97_aitoolbox.ipynb #160889dd
 _KINDS = {'train': 'train', 'validation': 'valid', 'test': 'test'} # Their names of the data sets and ours
@@ -201,27 +236,37 @@ def _once(self:_TrainLoop, key, compute, again):
 @patch
 def _data(self:_TrainLoop, kind):
     "The loader that is meant"
-    dl = getattr(self._trainer.dls, _KINDS[kind], None)
+    dl = getattr(self, f'{kind}_loader')
     if dl is None: raise ValueError(f'`{self._caller}` asked for the {kind} set, but there is no `dls.{_KINDS[kind]}`. Set that attribute, or leave the callback out.')
     return dl
 
 # %% ../../nbs/foreign/97_aitoolbox.ipynb #d6000b57
 @patch
+def predict_with_model(self:_TrainLoop, data_loader, execute_callbacks=False, move_to_cpu=False, dataset_info=None):
+    "Predictions, targets and further data of a loader, on the CPU"
+    found = _PredictionsCB(self, dataset_info, execute_callbacks)
+    with self._trainer._looking_at(data_loader, None, found, NoLossCB()) as side: side.fit(1, train=False)
+    return found.result()
+
+@patch
+def parse_loss(self:_TrainLoop, loss_record): return mean_of(loss_record)
+
+@patch
+def evaluate_model_loss(self:_TrainLoop, data_loader, move_to_cpu=False, dataset_info=None):
+    "The mean loss of the batches of a loader"
+    losses = _LossesCB()
+    self._trainer.validate(data_loader, callbacks=losses)
+    return mean_of(losses.losses)
+
+@patch
 def _predict(self:_TrainLoop, kind, force_prediction=False, execute_callbacks=False):
-    "Predictions, targets and metadata of a data set"
-    def compute():
-        preds,targets = self._trainer.get_preds(self._data(kind), callbacks=[_PredictionsCB(self, kind)] if execute_callbacks else None)
-        return preds,targets,{}
-    return self._once(f'predictions {kind}', compute, force_prediction)
+    "Predictions, targets and further data of a data set"
+    return self._once(f'predictions {kind}', lambda: self.predict_with_model(self._data(kind), execute_callbacks, dataset_info={'type': kind}), force_prediction)
 
 @patch
 def _evaluate(self:_TrainLoop, kind, force_prediction=False, float_dict_format=False):
     "The mean loss of the batches of a data set"
-    def compute():
-        losses = _LossesCB()
-        self._trainer.validate(self._data(kind), callbacks=losses)
-        return mean_of(losses.losses)
-    loss = self._once(f'loss {kind}', compute, force_prediction)
+    loss = self._once(f'loss {kind}', lambda: self.evaluate_model_loss(self._data(kind)), force_prediction)
     return loss.item() if float_dict_format else loss
 
 for kind in _KINDS:
@@ -242,7 +287,7 @@ def _close_epoch(self:_TrainLoop):
         if self._val_losses: history['val_loss']
 
 # %% ../../nbs/foreign/97_aitoolbox.ipynb #92177673
-_PLACES = [(-100, Order.RECORD+1), (0, Order.SCHEDULE), (99, Order.DECIDE), (100, Order.SAVE), (1500, Order.REPORT)]
+_PLACES = [(-100, Order.RECORD+2), (0, Order.SCHEDULE), (99, Order.DECIDE), (100, Order.SAVE), (1500, Order.REPORT)]
 
 def _place(execution_order):
     "Our order for one of AIToolbox; a lower one comes earlier"
@@ -255,9 +300,13 @@ def _place(execution_order):
 # %% ../../nbs/foreign/97_aitoolbox.ipynb #9986f065
 class AIToolboxCB(RecordingCB):
     "An `AbstractCallback` of AIToolbox"
-    facade_class,protocol = _TrainLoop,'AIToolbox'
+    facade_class,protocol,variables,attributes = _TrainLoop,'AIToolbox',('train_loop_obj', 'train_loop'),('train_loop_obj',)
     certain,further = ('register_train_loop_object',),('on_train_loop_registration', *_EVENTS)
     _registered,_updates = None,False # The loop it knows; whether the batch makes an update
+    def __init__(self, foreign, name, order):
+        super().__init__(foreign, name, order)
+        if _is_empty(method_of(foreign, 'on_multiprocess_start')): return
+        warnings.warn(f'`{title_of(foreign)}.on_multiprocess_start` will not be called, since no processes are started here. Do what it does before the trainer is made: give `DataLoaders` the loaders of this process.', stacklevel=3)
 
     @classmethod
     def recognises(cls, foreign, names): return method_of(foreign, 'register_train_loop_object') is not None
@@ -272,12 +321,16 @@ class AIToolboxCB(RecordingCB):
         everyone = sorted(self._everyone(trainer), key=trainer.callbacks.index) if first else [self]
         for o in everyone: o._register(trainer, self.facade)
         if trainer.updates_per_epoch != 0: self._tell('on_train_begin')
+        self._shorten(trainer)
 
     def _register(self, trainer, loop):
         "Hand the train loop over, once in a run"
         if self.facade is loop and self._registered is loop: return
         self.facade = self._registered = loop
-        self._tell('register_train_loop_object', loop)
+        try: self._tell('register_train_loop_object', loop)
+        except AttributeError as e:
+            if isinstance(e.__context__, AttributeError): e.add_note(str(e.__context__)) # Theirs does not know of our remedy
+            raise
 
 # %% ../../nbs/foreign/97_aitoolbox.ipynb #74d8b130
 @patch
@@ -286,9 +339,10 @@ def before_epoch(self:AIToolboxCB, trainer):
     loop = self.facade
     if not trainer.training:
         if self._is_first(trainer): loop._val_losses = []
-        return
-    if self._is_first(trainer): loop.epoch,loop.loss_batch_accum = trainer.epoch,[]
-    self._tell('on_epoch_begin')
+    else:
+        if self._is_first(trainer): vars(loop).update(epoch=trainer.epoch, loss_batch_accum=[])
+        self._tell('on_epoch_begin')
+    self._walk_other(trainer)
 
 @patch
 def before_batch(self:AIToolboxCB, trainer):
