@@ -499,7 +499,12 @@ def test_one_line_says_where_the_run_begins(tmp_path, capsys, monkeypatch):
     assert [o.partition(":")[0] for o in told("runs/a")] == ["This fit is complete already (3 epochs are done)"]
     trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), CheckpointCB("runs/c")])
     for _ in range(2): trainer.fit(1, 0.02)
-    assert capsys.readouterr().out.splitlines() == ["beginning anew in runs/c", "beginning anew in runs/c (fit 1 of this run, the first is 0)"]
+    now = "with the weights that the model has now"
+    assert capsys.readouterr().out.splitlines() == ["beginning anew in runs/c", f"beginning anew in runs/c (fit 1 of this run, the first is 0), {now}"]
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), CheckpointCB("runs/d")])
+    with pytest.raises(Cut): trainer.fit(1, 0.02, callbacks=cut_at(2))
+    trainer.fit(1, 0.02)
+    assert capsys.readouterr().out.splitlines() == ["beginning anew in runs/d", f"beginning anew in runs/d, {now} (the fit before broke off)"]
 
 
 def test_a_relative_folder_is_the_same_one_in_every_fit(tmp_path, monkeypatch):

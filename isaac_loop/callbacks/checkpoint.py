@@ -241,8 +241,9 @@ def _to_resume(self:CheckpointCB, trainer):
 
 @patch
 def _begins_anew(self:CheckpointCB, trainer):
-    fit = trainer.history.fit-self._lost
-    print(f'beginning anew in {short_path(self._store.folder)}' + f' (fit {fit} of this run, the first is 0)'*(fit > 0), flush=True)
+    fit,later = trainer.history.fit-self._lost,trainer.history.fit > 0
+    print(f'beginning anew in {short_path(self._store.folder)}' + f' (fit {fit} of this run, the first is 0)'*(fit > 0) + ', with the weights that the model has now'*later
+          + ' (the fit before broke off)'*(later and not trainer._last_ended), flush=True)
 
 @patch
 def _where(self:CheckpointCB): return self._store.resumed_from.name if self._store.resumed_from else short_path(self._store.loaded_from)
