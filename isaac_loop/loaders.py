@@ -197,7 +197,8 @@ def load_state_dict(self:ExactLoader,
     changed = {o: (state[o], now[o]) for o in now if o in state and state[o] != now[o]}
     _check_same({o: changed[o] for o in ('seed', 'n', 'shuffle') if o in changed}, state['samples'])
     others = {o: changed[o] for o in ('batch_size', 'drop_last', 'world_size') if o in changed}
-    if others and state['samples']:
+    if not state['samples']: _check_same({o: both for o,both in others.items() if self.batch_sampler.shuffle or o == 'drop_last'}, 0)
+    elif others:
         warnings.warn(f'The position was saved with {_listed(others, 0)}, and the loader has {_listed(others, 1)}: every sample still comes once in this epoch, '
                       'but in other batches, so the run will not be the same bit for bit.', stacklevel=2)
     self.set_epoch(state['epoch'])

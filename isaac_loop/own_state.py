@@ -217,7 +217,7 @@ class _Putter:
         else: return saved
         def place(k): return here[k] if (isinstance(here, dict) and k in here) or (isinstance(here, (list, tuple)) and k < len(here)) else _NOTHING
         found = [(k, self.put(place(k), o, f'{path}[{k!r}]') if type(o) not in _SIMPLE else o) for k,o in pairs]
-        return type(saved)(found if isinstance(saved, dict) else [o for _,o in found])
+        return type(saved)(dict(found) if isinstance(saved, dict) else [o for _,o in found])
 
     def _like(self, here, of, value, path):
         "A container of a class of its own, such as a `defaultdict`"

@@ -99,6 +99,7 @@ class ManyCB:
 
     def before_fit(self, trainer):
         self.left, self.meter, self.window, self.counts, self.best = 30, Meter(), collections.deque(maxlen=3), collections.defaultdict(int), None
+        self.places, self.order = collections.Counter(), collections.OrderedDict(a=0)
         self.average, self.rng, self.python, self.slot = nn.BatchNorm1d(3), np.random.default_rng(0), random.Random(0), 0.
         self.trainer, self.weights = trainer, list(trainer.model.parameters())
         self.meters = {"a": Meter(), "b": [Meter()]}
@@ -112,6 +113,8 @@ class ManyCB:
         self.best = trainer.loss if self.best is None else torch.minimum(self.best, trainer.loss)
         self.window.append(float(self.drawn_number()))
         self.counts[trainer.batch_num] += 1
+        self.places.update("ab")
+        self.order[trainer.batch_num] = self.n
         for o in (self.meter, self.meters["a"], self.meters["b"][0]): o.add(self.window[-1])
         self.average(torch.randn(4, 3, generator=self.drawn))
         with torch.no_grad():
@@ -121,7 +124,7 @@ class ManyCB:
 
 
 def test_every_kind_of_attribute_goes_on(tmp_path):
-    kept = lambda t: {k: getattr(t.ManyCB, k) for k in ("n", "left", "unset", "slot", "tensor", "row", "numpy", "best")} | dict(meter=vars(t.ManyCB.meters["b"][0]), counts=t.ManyCB.counts)
+    kept = lambda t: {k: getattr(t.ManyCB, k) for k in ("n", "left", "unset", "slot", "tensor", "row", "numpy", "best")} | dict(meter=vars(t.ManyCB.meters["b"][0]), counts=t.ManyCB.counts, places=t.ManyCB.places, order=t.ManyCB.order)
     trainer = stopped_and_not(tmp_path, lambda: make_trainer([BasicTrainCB(), ManyCB()]), [3, 8, 9, 14, 20], attributes=kept)
     cb = trainer.ManyCB
     assert cb.numpy.dtype == np.float32 and cb.window.maxlen == 3 and cb.counts["new"] == 0 and cb.trainer is trainer

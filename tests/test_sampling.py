@@ -186,6 +186,17 @@ def test_an_epoch_can_be_finished_with_other_sizes(before, after, drop_last):
     assert len(set(again)) == len(again) and 1000 - len(again) == (1000 % (after[0]*after[1]) if drop_last else 0)
 
 
+@pytest.mark.parametrize("changed", [dict(batch_size=4), dict(drop_last=True), dict(world_size=2)])
+def test_other_sizes_between_two_epochs_are_told_where_the_order_trains(changed):
+    "A loader in order gives the same rows in batches of any size; that is how one validates"
+    made = lambda shuffle, **o: ExactLoader(Noisy(10), **dict(batch_size=3, seed=1, shuffle=shuffle) | o)
+    with pytest.warns(UserWarning, match=f"`{next(iter(changed))}=.*epochs to come will not be those"): made(True, **changed).load_state_dict(made(True).state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if "drop_last" not in changed: made(False, **changed).load_state_dict(made(False).state_dict())
+        made(True).load_state_dict(made(True).state_dict())
+
+
 def test_a_rest_that_cannot_be_shared_is_not_lost_in_silence():
     sampler = SeededBatchSampler(10, 2, world_size=3)
     with pytest.warns(UserWarning, match="last 2 samples"): sampler.start_at(8)
