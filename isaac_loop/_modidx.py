@@ -1071,6 +1071,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'isaac_loop/callbacks/loggers.py'),
                                               'isaac_loop.callbacks.loggers.LoggerCB._take_down': ( 'callbacks/loggers.html#loggercb._take_down',
                                                                                                     'isaac_loop/callbacks/loggers.py'),
+                                              'isaac_loop.callbacks.loggers.LoggerCB._was_logged': ( 'callbacks/loggers.html#loggercb._was_logged',
+                                                                                                     'isaac_loop/callbacks/loggers.py'),
                                               'isaac_loop.callbacks.loggers.LoggerCB.after_batch': ( 'callbacks/loggers.html#loggercb.after_batch',
                                                                                                      'isaac_loop/callbacks/loggers.py'),
                                               'isaac_loop.callbacks.loggers.LoggerCB.before_batch': ( 'callbacks/loggers.html#loggercb.before_batch',
