@@ -20,7 +20,8 @@ from .events import callback_name, check_callback, check_trainer_class, did_you_
 from .history import History
 from .own_state import OwnState
 from .signatures import check_keywords
-from .snapshot import Snapshot
+from .snapshot import Snapshot, random_state, same_random_state, set_random_state
+from .tensors import set_seed
 
 # %% ../nbs/10_trainer.ipynb #66a32ef4
 STATE = {
@@ -99,6 +100,9 @@ def _check_passes(dls, train, valid):
                                         f'Give the trainer `DataLoaders({name}=...)`, or call `fit({name}=False)`.')
         if n_batches(dl) == 0: raise ValueError(f'`dls.{name}` has no batches, so nothing would be learnt or measured. '
                                                 'Is the dataset empty, or smaller than a batch while `drop_last=True`?')
+    if train and valid and dls.train is dls.valid and hasattr(dls.train, 'load_state_dict'):
+        raise ValueError('`dls.train` and `dls.valid` are one loader, which keeps its position, and would lose it in every validation. '
+                         'Make two over the same data; the second may leave the rows in order, with `shuffle=False`.')
 
 # %% ../nbs/10_trainer.ipynb #3cb04bb3
 _pass_in_pass = ('`one_epoch` was called inside a pass, and two passes cannot share one state. '
@@ -309,8 +313,11 @@ class _Batches:
         return n if self.limit is None or (n is not None and n < self.limit) else self.limit
 
     def __iter__(self):
-        done = self.first if hasattr(self.dl, 'load_state_dict') else 0 # Another loader is read from its beginning
-        for batch in self.dl if self.limit is None else islice(self.dl, max(self.limit-done, 0)):
+        left,placed = self.limit,hasattr(self.dl, 'load_state_dict') # Another loader is read from its beginning
+        if left is not None and placed:
+            left = max(left-self.first, 0)
+            if not left and hasattr(self.dl, 'set_epoch'): self.dl.set_epoch(self.dl.state_dict()['epoch']+1) # It is not walked over, and stays in this pass
+        for batch in self.dl if left is None else islice(self.dl, left):
             yield batch
             if self.over: return
 
@@ -340,6 +347,7 @@ class Trainer(_ByName):
         self.callbacks,self.history,self.plan = (),History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
         self._named,self._guests,self._training,self._source,self._fitting,self._broken,self._side_runs = {},[],None,_Batches(()),False,False,0
+        self._aside = {} # Random numbers of the last run on the side: where they began, and where they ended
         self._ended = self._last_ended = True # Did this fit, and the one before it, come to the end?
         self._own_state = None # What changes in callbacks that do not tell it, since the fit began
         check_trainer_class(type(self), self.plan.events)
@@ -637,12 +645,14 @@ def _one_fit(self:Trainer):
         self._broken = True # Perhaps between `backward` and `zero_grad`
         raise
     finally:
-        if self._own_state is not None and not self._side_runs: self._own_state.close(self)
-        self._fitting,self._training,self.exception = False,None,None
-        self.epochs = range(getattr(self, 'n_epochs', 0)) # Without what callbacks have wrapped around
-        self._forget('batches')
-        self._guests = [o for o in self._guests if any(o is cb for cb in self.callbacks)]
-        torch.set_grad_enabled(with_grad) # An interrupt in the wrong place may have left it off
+        try:
+            if self._own_state is not None and not self._side_runs: self._own_state.close(self)
+        finally: # An interrupt may come there too
+            self._fitting,self._training,self.exception = False,None,None
+            self.epochs = range(getattr(self, 'n_epochs', 0)) # Without what callbacks have wrapped around
+            self._forget('batches')
+            self._guests = [o for o in self._guests if any(o is cb for cb in self.callbacks)]
+            torch.set_grad_enabled(with_grad) # An interrupt in the wrong place may have left it off
 
 @patch
 def _forget(self:Trainer, *names):
@@ -650,7 +660,7 @@ def _forget(self:Trainer, *names):
     for name in names:
         if hasattr(self, name): delattr(self, name)
 
-_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended', '_last_ended', '_side_runs', '_own_state', '_preds_at'} # The last is of `epoch_preds`
+_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended', '_last_ended', '_side_runs', '_own_state', '_aside', '_preds_at'} # The last is of `epoch_preds`
 
 @patch
 def _note_state(self:Trainer, callbacks=None, ready=False):
@@ -754,6 +764,12 @@ def _only_reads(callback):
     "Whether `callback` answers `log` or `measured` alone, where one only reads; it belongs to the run that it was given to"
     return any(handler_of(callback, o) is not None for o in ROW_EVENTS) and all(handler_of(callback, o) is None for o in EVENTS if o not in ROW_EVENTS)
 
+@patch
+def _go_on_aside(self:Trainer, now):
+    "Let random numbers go on where the last run on the side ended, if nobody else has drawn any since"
+    last = self._aside
+    if last.get('seedings') == set_seed.calls and same_random_state(last['began'], now): set_random_state(last['ended'])
+
 _endless_side_runs = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for its own evaluation, and evaluates again. '
                       'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out there, or choose who is kept with `side_run(below=...)`.')
 
@@ -767,6 +783,7 @@ def side_run(self:Trainer,
     if self._side_runs > 4: raise RuntimeError(_endless_side_runs)
     kept = [o for o in self.callbacks if getattr(o, 'order', 0) < below and not _only_reads(o)]
     loop,slots = dict(vars(self)),{o: getattr(self, o) for o in Trainer.__slots__ if hasattr(self, o)}
+    between_fits = not (self._fitting or self._side_runs)
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
@@ -774,11 +791,13 @@ def side_run(self:Trainer,
     self.callbacks,self._named,self._guests,self.history,self._side_runs = (),{},[],History(),self._side_runs+1
     self._ended = True
     self.plan = Plan(type(self), self.plan.last)
+    if between_fits: self._go_on_aside(before.random)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off
             self._add([*kept, *_flat(callbacks)])
             yield self
     finally:
+        if between_fits: self._aside.update(began=before.random, seedings=set_seed.calls, ended=random_state())
         vars(self).clear()
         vars(self).update(loop)
         self._forget(*Trainer.__slots__)
