@@ -55,7 +55,7 @@ STATEFUL = {
     "EvaluatorCB": lambda: library.EvaluatorCB("valid", updates=3, epochs=2, at_start=True), "LoggerCB": lambda: library.LoggerCB(lambda values, step: None, every=3),
     "NonFiniteCB": lambda: library.NonFiniteCB(every=3), "NonFiniteStopCB": lambda: library.NonFiniteStopCB(every=3), "SamePredictionsCB": lambda: library.SamePredictionsCB(stop=False), "GradientStatsCB": lambda: library.GradientStatsCB(),
 }
-OTHERWISE = {"AttributeSchedulerCB", "GradientPlotCB"}  # Needs an attribute to change, see its own tests; the same state as `GradientStatsCB`, and pictures
+OTHERWISE = {"AttributeSchedulerCB", "GradientPlotCB", "AccelerateCB"}  # Needs an attribute to change, see its own tests; the same state as `GradientStatsCB`, and pictures; the scale of fp16, on a GPU
 STATELESS = {  # They must need none
     "BasicTrainCB": None, "MomentumTrainCB": None, "NBatchCB": lambda: library.NBatchCB(6), "FreezeCB": lambda: library.FreezeCB("0", until=2), "BatchNormEvalCB": library.BatchNormEvalCB, "DeviceCB": lambda: library.DeviceCB("cpu"),
     "ProgressCB": lambda: library.ProgressCB("plain"), "LivePlotCB": None, "CapturePredsCB": library.CapturePredsCB, "DerivedColumnsCB": lambda: library.DerivedColumnsCB(double=lambda row: 2*row["train_loss"]),
@@ -63,7 +63,7 @@ STATELESS = {  # They must need none
     "BatchTransformCB": lambda: library.BatchTransformCB(lambda batch: (batch[0] + torch.randn(()), batch[1])), "MixUpCB": library.MixUpCB, "ReportCB": lambda: library.ReportCB(accuracy=lambda preds, targets: (preds.argmax(1) == targets).float().mean()),
     "ActivationStatsCB": library.ActivationStatsCB, "UpdateRatioCB": library.UpdateRatioCB, "RewindCB": library.RewindCB, "DropoutOnCB": library.DropoutOnCB,
     "BatchAugmentationCB": None, "CutMixCB": None, "ProgressiveResizeCB": None, "PredictionsCSVCB": None, "TextComparisonCB": None,  # For images and text; a pass of their own
-    "OneBatchCB": None, "LRFinderCB": None, "AccelerateCB": None, "ProfilerCB": None, "InterruptCB": None, "CheckpointCB": None, "ExperimentCB": None, "UploadCB": None, "NotifyCB": None, "ExportCB": None, "HistoryFilesCB": None,
+    "OneBatchCB": None, "LRFinderCB": None, "ProfilerCB": None, "InterruptCB": None, "CheckpointCB": None, "ExperimentCB": None, "UploadCB": None, "NotifyCB": None, "ExportCB": None, "HistoryFilesCB": None,
 }
 
 
