@@ -32,6 +32,15 @@ def _whole(value):
     try: return None if isinstance(value, bool) else index(value)
     except TypeError: return None
 
+# %% ../nbs/06_checks.ipynb #8590a238
+def check_flag(
+    value, # What was given
+    name:str, # Name of the argument, for the message
+)->bool: # The same
+    "`value`, if it is True or False, or an error; a text such as 'no' would count as True"
+    if value in (False, True): return bool(value)
+    raise TypeError(f'`{name}` is {value!r}, which is neither True nor False. Use one of them.')
+
 # %% ../nbs/06_checks.ipynb #3d35f753
 def check_function(
     f, # What was given
@@ -71,3 +80,11 @@ def local_path(
         return Path(text).expanduser()
     raise ValueError(f'`{what}` is an address, `{found[1]}://...`, but `{who}` works with files of this machine. Give a local {what}; '
                      '`UploadCB(url)` copies the folder of a run to such an address, and `fetch(url, folder)` gets it from there.')
+
+# %% ../nbs/06_checks.ipynb #3d366ed0
+def short_path(
+    path, # An absolute path
+)->str: # Relative, if it lies below the working directory
+    "`path` as people type it"
+    path,here = Path(path),Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
