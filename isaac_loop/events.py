@@ -100,6 +100,16 @@ def _replaces(callback, event):
     own = [vars(o).get(event) for o in type(callback).__mro__] + [handler_of(callback, event)]
     return any(getattr(o, 'replaces', False) is True for o in own)
 
+# %% ../nbs/00_events.ipynb #f033a109
+def fills_in(
+    f, # A callback's method for a step
+): # A function that does the same, marked
+    "Make a step method that runs only where no other callback does the step"
+    @wraps(f)
+    def marked(self, trainer): return f(self, trainer)
+    marked.fills_in = True
+    return marked
+
 # %% ../nbs/00_events.ipynb #558d1525
 def did_you_mean(
     name:str, # What was written
@@ -225,6 +235,7 @@ def _entries(callbacks, event, training):
     "Pairs of callback and handler for `event`, in the order in which they run"
     found = [(o, handler_of(o, event)) for o in callbacks if _takes_part(o, event, training)]
     found = [(o, handler) for o,handler in found if handler is not None]
+    found = [o for o in found if getattr(o[1], 'fills_in', False) is not True] or found
     if event.startswith('cleanup_'): return found[::-1]
     instead = [o for o in found if _replaces(o[0], event)]
     if len(instead) > 1:

@@ -8,21 +8,56 @@ __all__ = ['MEDIA', 'BatchRecord', 'History', 'check_monitored', 'Monitor']
 # %% ../nbs/04_history.ipynb #8673937e
 import inspect, math
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import chain, groupby, pairwise, repeat
 from types import FunctionType
 
+import torch
 from fastcore.basics import patch
 
 from .events import did_you_mean
 from .tables import Table
 
+# %% ../nbs/04_history.ipynb #0a1b2c3d
+class Runs(Sequence):
+    "Whole numbers of which most are like the one before: each run of equal ones is kept once"
+    def __init__(self, numbers=()):
+        self.values,self.starts,self.n = array('q'),array('q'),0
+        for value,run in groupby(numbers): self.fill(value, self.n+sum(1 for _ in run))
+
+    def fill(self, value, n):
+        "Append `value` until there are `n` numbers"
+        if n > self.n and not (self.values and self.values[-1] == value):
+            self.values.append(value)
+            self.starts.append(self.n)
+        self.n = n
+
+    def lengths(self): return [b-a for a,b in pairwise([*self.starts, self.n])]
+    def tolist(self): return list(self)
+    def __len__(self): return self.n
+    def __getitem__(self, i): return self.values[bisect_right(self.starts, range(self.n)[i])-1]
+    def __iter__(self): return chain.from_iterable(map(repeat, self.values, self.lengths()))
+    def __eq__(self, other): return list(self) == list(other)
+
+# %% ../nbs/04_history.ipynb #0a1b2c3e
+def as_tensor(
+    column, # `Runs`, or an array of batches or of values
+)->torch.Tensor: # (n,)
+    "A column as a tensor of its own"
+    if isinstance(column, Runs): return torch.tensor(column.values.tolist(), dtype=torch.int32).repeat_interleave(torch.tensor(column.lengths(), dtype=torch.int64))
+    dtype = torch.float64 if column.typecode == 'd' else torch.uint32
+    return torch.frombuffer(column, dtype=dtype).clone() if column else torch.empty(0, dtype=dtype)
+
 # %% ../nbs/04_history.ipynb #e3ff9e54
 class BatchRecord(Sequence):
     "One row per batch, stored as one array per column"
     keys = ('fit', 'epoch', 'training', 'batch') # Which batch a row is about
-    def __init__(self): self.columns,self._rows = {o: array('q') for o in self.keys},{}
+    def __init__(self):
+        self.columns = {**{o: Runs() for o in self.keys[:3]}, 'batch': array('I')}
+        self._pass,self._first,self._rows = None,0,None # The last pass, its first row, and its rows by batch if they are not in order
 
     def __len__(self): return len(self.columns['batch'])
 
@@ -34,7 +69,8 @@ class BatchRecord(Sequence):
 
     def _column(self, name):
         if name not in self.columns: raise LookupError(f'No batch has a column `{name}`; there are {list(self.columns)}.{did_you_mean(name, self.columns)}')
-        return [self._value(name, i) for i in range(len(self))]
+        values = self.columns[name].tolist()
+        return [*map(bool, values)] if name == 'training' else values + [math.nan]*(len(self)-len(values))
 
     def _value(self, name, i):
         column = self.columns[name]
@@ -51,40 +87,38 @@ def write(self:BatchRecord,
     **values, # For each column one number per batch
 ):
     "Write columns for the `batches` of one pass"
-    rows = [self._row((fit, epoch, int(training)), o) for o in batches]
+    one_pass,batches = (fit, epoch, int(training)),array('I', batches)
+    if one_pass != self._pass: self._pass,self._first,self._rows = one_pass,len(self),None
+    rows = [self._row(o) for o in batches]
+    for name,value in zip(self.keys, one_pass): self.columns[name].fill(value, len(self))
     for name,column in values.items():
         data = self.columns.setdefault(name, array('d'))
-        data.extend([math.nan]*(len(self.columns['batch'])-len(data)))
+        data.extend(repeat(math.nan, len(self)-len(data)))
         for row,value in zip(rows, column, strict=True): data[row] = value
 
 @patch
-def _row(self:BatchRecord, one_pass, batch):
-    "Number of the row for `batch`; a new one if the pass has none yet"
-    if one_pass not in self._rows: self._rows = {one_pass: {}}
-    known = self._rows[one_pass]
-    if batch not in known:
-        known[batch] = len(self.columns['batch'])
-        for name,value in zip(self.keys, (*one_pass, batch)): self.columns[name].append(value)
-    return known[batch]
+def _row(self:BatchRecord, batch):
+    "Number of the row for `batch` in the last pass; a new one if it has none yet"
+    known,new = self.columns['batch'],len(self)
+    late = self._rows is None and new > self._first and batch <= known[-1]
+    row = bisect_left(known, batch, self._first) if late else new
+    if late and known[row] != batch: self._rows = {o: i for i,o in enumerate(known[self._first:], self._first)} # No longer in the order of the batches
+    if self._rows is not None: row = self._rows.setdefault(batch, new)
+    if row == new: known.append(batch)
+    return row
 
 # %% ../nbs/04_history.ipynb #1465dde4
 @patch
 def load(self:BatchRecord,
-    columns:dict, # Lists of numbers by name
+    columns:dict, # Lists or tensors of numbers by name
 ):
     "Hold these columns and nothing else"
-    self.columns = {name: array('q' if name in self.keys else 'd', values) for name,values in columns.items()}
-    self._rows = self._last_pass()
-
-@patch
-def _last_pass(self:BatchRecord):
-    "Where the rows of the last pass are, which can still get columns"
-    *places,batches = (self.columns[o] for o in self.keys)
-    last,rows,i = tuple(o[-1] for o in places if o),{},len(batches)
-    while i and tuple(o[i-1] for o in places) == last:
-        i -= 1
-        rows[batches[i]] = i
-    return {last: rows} if rows else {}
+    columns = {name: o.tolist() if hasattr(o, 'tolist') else o for name,o in columns.items()}
+    self.columns = {name: Runs(o) if name in self.keys[:3] else array('I' if name == 'batch' else 'd', o) for name,o in columns.items()}
+    *passes,batches = (self.columns[o] for o in self.keys)
+    self._pass,self._first = tuple(o[-1] for o in passes if o),max(o.starts[-1] if o else 0 for o in passes)
+    in_order = all(a < b for a,b in pairwise(batches[self._first:]))
+    self._rows = None if in_order else {o: i for i,o in enumerate(batches[self._first:], self._first)}
 
 # %% ../nbs/04_history.ipynb #c704ba16
 class History(Sequence):
@@ -171,9 +205,9 @@ def write_batches(self:History,
 # %% ../nbs/04_history.ipynb #94c29094
 @patch
 def state_dict(self:History):
-    "All rows, of epochs and of batches, as plain types"
+    "All rows, of epochs as dicts and of batches as tensors"
     return dict(rows=[dict(o) for o in self.rows], fit=self.fit, next=self._next and dict(self._next), open=self._open, told=sorted(self._told),
-                batches={name: column.tolist() for name,column in self.batches.columns.items()})
+                batches={name: as_tensor(column) for name,column in self.batches.columns.items()})
 
 @patch
 def load_state_dict(self:History,
@@ -190,9 +224,8 @@ def load_state_dict(self:History,
 def _until(state, fit):
     "The part of a saved history that was written up to the end of a fit"
     rows = [o for o in state['rows'] if o['fit'] <= fit]
-    old = [i for i,o in enumerate(state['batches']['fit']) if o <= fit]
-    batches = {name: [column[i] for i in old if i < len(column)] for name,column in state['batches'].items()}
-    return dict(rows=rows, fit=fit, next=None, open=False, batches=batches)
+    n = sum(o <= fit for o in torch.as_tensor(state['batches']['fit']).tolist()) # The rows of later fits come last
+    return dict(rows=rows, fit=fit, next=None, open=False, batches={name: column[:n] for name,column in state['batches'].items()})
 
 # %% ../nbs/04_history.ipynb #50f7d86d
 MEDIA = ('text', 'table', 'figure', 'image', 'audio') # Kinds of things in `history.media`

@@ -8,8 +8,6 @@ __all__ = []
 # %% ../nbs/44_readings.ipynb #3303b47f
 import torch
 
-from .records import DeviceRecord
-
 # %% ../nbs/44_readings.ipynb #913e537e
 class Sent:
     "The values of one row, on their way to the CPU"
@@ -37,7 +35,7 @@ class MeanLoss:
         "Keep the loss of one batch where it is"
         self.kept.append(loss.detach().reshape(()).float() if torch.is_tensor(loss) else torch.tensor(float(loss)))
         self.n += 1
-        if len(self.kept) == DeviceRecord.stack_size: self._add_up()
+        if len(self.kept) == 512: self._add_up()
 
     def stacked(self):
         "The single losses that are kept"

@@ -39,6 +39,19 @@ def set_random_state(
     if 'cuda' in state: torch.cuda.set_rng_state_all(state['cuda'])
     if 'mps' in state: torch.mps.set_rng_state(state['mps'])
 
+# %% ../nbs/05_snapshot.ipynb #666a2a73
+def same_random_state(
+    a:dict, # What `random_state` gave
+    b:dict, # The same at another moment
+)->bool:
+    "Whether the same random numbers come after `a` and after `b`"
+    return a.keys() == b.keys() and all(map(_same, a.values(), b.values()))
+
+def _same(a, b):
+    "Whether two parts of a random state are equal"
+    if isinstance(a, (tuple, list)): return len(a) == len(b) and all(map(_same, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else bool((a == b).all()) if hasattr(a, 'all') else a == b
+
 # %% ../nbs/05_snapshot.ipynb #d5e2c4d8
 def _nothing(): pass
 

@@ -100,6 +100,9 @@ def set_seed(
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8') # Without it, cuBLAS is not repeatable
         torch.use_deterministic_algorithms(True)
     if deterministic or benchmark is not None: torch.backends.cudnn.benchmark = bool(benchmark)
+    set_seed.calls += 1 # To be noticed also where the state was the same before
+
+set_seed.calls = 0
 
 # %% ../nbs/03_tensors.ipynb #b6254534
 def inplace(

@@ -20,7 +20,8 @@ from .events import callback_name, check_callback, check_trainer_class, did_you_
 from .history import History
 from .own_state import OwnState
 from .signatures import check_keywords
-from .snapshot import Snapshot
+from .snapshot import Snapshot, random_state, same_random_state, set_random_state
+from .tensors import set_seed
 
 # %% ../nbs/10_trainer.ipynb #66a32ef4
 STATE = {
@@ -110,14 +111,20 @@ def _wrong_order(opt_func, model):
     return f'{what}, so nothing could be trained with it. The order is `Trainer(dls, loss_func, opt_func, model, callbacks)`, with a model that has been made.'
 
 # %% ../nbs/10_trainer.ipynb #10976a07
-def _warn_of_missing_steps(plan):
-    "Warn when some steps have no provider, and others have one or are waited for"
+def _calls_the_trainers(one_batch):
+    "Whether the method of a subclass goes on with `super().one_batch()`"
+    return 'one_batch' in getattr(getattr(inspect.unwrap(one_batch), '__code__', None), 'co_names', ())
+
+def _warn_of_missing_steps(plan, own=None):
+    "Warn when some steps have no provider, and others have one or are waited for; with a batch of a subclass's `own`, when they are waited for"
     missing = [o for o in STEPS if not plan[o]]
     around = [event for o in ('backward', 'step', 'zero_grad') for event in (STEPS[o].before, STEPS[o].after, STEPS[o].cleanup)]
     waiting = [f'`{callback_name(found[0][0])}.{event}`' for event in around if (found := plan.entries[True][event])]
-    if not missing or (len(missing) == len(STEPS) and not waiting): return # An empty loop is fine
-    warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out{f", and {waiting[0]} waits in vain" if len(missing) == len(STEPS) else ""}. '
-                  'Add `BasicTrainCB`, or a callback with a method of that name.', stacklevel=3)
+    alone = own or len(missing) == len(STEPS)
+    if not missing or (alone and not waiting): return # An empty loop is fine
+    warnings.warn(f'No callback does {", ".join(f"`{o}`" for o in missing)}, so the loop will leave it out{f", and {waiting[0]} waits in vain" if alone else ""}. '
+                  + (f"Let `{own}.one_batch` run its steps, as in `self.run_callbacks('step')`, and give each a method of that name, in the trainer or in a callback." if own else
+                     'Add `BasicTrainCB`, or a callback with a method of that name.'), stacklevel=3)
 
 # %% ../nbs/10_trainer.ipynb #ed36e34d
 _TWICE = {'predict': ('preds', 'only the predictions of the last one count'), 'get_loss': ('loss', 'only the loss of the last one counts'),
@@ -148,8 +155,7 @@ def _warn_of_two_providers(plan, train, valid):
 # %% ../nbs/10_trainer.ipynb #4f1999e3
 def _warn_of_own_batch(trainer_class):
     "Warn when a subclass writes a batch of its own, past the events around it"
-    f = inspect.unwrap(trainer_class.one_batch)
-    if hasattr(trainer_class.one_batch, 'span') or 'one_batch' in getattr(getattr(f, '__code__', None), 'co_names', ()): return # The second one calls the trainer's
+    if hasattr(trainer_class.one_batch, 'span') or _calls_the_trainers(trainer_class.one_batch): return
     warnings.warn(f'`{trainer_class.__name__}.one_batch` replaces the span of a batch, so `before_batch`, `after_batch` and `cleanup_batch` do not run: no losses or metrics are recorded. '
                   "Decorate it with `@with_cbs('batch', CancelBatchException)`.", stacklevel=4)
 
@@ -304,8 +310,11 @@ class _Batches:
         return n if self.limit is None or (n is not None and n < self.limit) else self.limit
 
     def __iter__(self):
-        done = self.first if hasattr(self.dl, 'load_state_dict') else 0 # Another loader is read from its beginning
-        for batch in self.dl if self.limit is None else islice(self.dl, max(self.limit-done, 0)):
+        left,placed = self.limit,hasattr(self.dl, 'load_state_dict') # Another loader is read from its beginning
+        if left is not None and placed:
+            left = max(left-self.first, 0)
+            if not left and hasattr(self.dl, 'set_epoch'): self.dl.set_epoch(self.dl.state_dict()['epoch']+1) # It is not walked over, and stays in this pass
+        for batch in self.dl if left is None else islice(self.dl, left):
             yield batch
             if self.over: return
 
@@ -335,6 +344,7 @@ class Trainer(_ByName):
         self.callbacks,self.history,self.plan = (),History(),Plan(type(self), {'step': _count_update})
         self.n_updates,self.updates_per_epoch,self.stop_reason,self.exception,self.experiment = 0,None,None,None,None
         self._named,self._guests,self._training,self._source,self._fitting,self._broken,self._side_runs = {},[],None,_Batches(()),False,False,0
+        self._aside = {} # Random numbers of the last run on the side: where they began, and where they ended
         self._ended = self._last_ended = True # Did this fit, and the one before it, come to the end?
         self._own_state = None # What changes in callbacks that do not tell it, since the fit began
         check_trainer_class(type(self), self.plan.events)
@@ -367,7 +377,8 @@ class Trainer(_ByName):
             self.updates_per_epoch = n_batches(self.dls.train) if train else 0
             if train: self._make_opt(keep_opt)
             self.plan.build(self.callbacks)
-            if train: _warn_of_missing_steps(self.plan)
+            own = type(self).one_batch is not Trainer.one_batch and not _calls_the_trainers(type(self).one_batch)
+            if train: _warn_of_missing_steps(self.plan, type(self).__name__ if own else None)
             if not self._side_runs: _warn_of_two_providers(self.plan, train, valid)
             self.history.start_fit()
             self._last_ended,self._ended = self._ended,False
@@ -631,12 +642,14 @@ def _one_fit(self:Trainer):
         self._broken = True # Perhaps between `backward` and `zero_grad`
         raise
     finally:
-        if self._own_state is not None and not self._side_runs: self._own_state.close(self)
-        self._fitting,self._training,self.exception = False,None,None
-        self.epochs = range(getattr(self, 'n_epochs', 0)) # Without what callbacks have wrapped around
-        self._forget('batches')
-        self._guests = [o for o in self._guests if any(o is cb for cb in self.callbacks)]
-        torch.set_grad_enabled(with_grad) # An interrupt in the wrong place may have left it off
+        try:
+            if self._own_state is not None and not self._side_runs: self._own_state.close(self)
+        finally: # An interrupt may come there too
+            self._fitting,self._training,self.exception = False,None,None
+            self.epochs = range(getattr(self, 'n_epochs', 0)) # Without what callbacks have wrapped around
+            self._forget('batches')
+            self._guests = [o for o in self._guests if any(o is cb for cb in self.callbacks)]
+            torch.set_grad_enabled(with_grad) # An interrupt in the wrong place may have left it off
 
 @patch
 def _forget(self:Trainer, *names):
@@ -644,7 +657,7 @@ def _forget(self:Trainer, *names):
     for name in names:
         if hasattr(self, name): delattr(self, name)
 
-_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended', '_last_ended', '_side_runs', '_own_state', '_preds_at'} # The last is of `epoch_preds`
+_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended', '_last_ended', '_side_runs', '_own_state', '_aside', '_preds_at'} # The last is of `epoch_preds`
 
 @patch
 def _note_state(self:Trainer, callbacks=None, ready=False):
@@ -748,6 +761,12 @@ def _only_reads(callback):
     "Whether `callback` answers `log` or `measured` alone, where one only reads; it belongs to the run that it was given to"
     return any(handler_of(callback, o) is not None for o in ROW_EVENTS) and all(handler_of(callback, o) is None for o in EVENTS if o not in ROW_EVENTS)
 
+@patch
+def _go_on_aside(self:Trainer, now):
+    "Let random numbers go on where the last run on the side ended, if nobody else has drawn any since"
+    last = self._aside
+    if last.get('seedings') == set_seed.calls and same_random_state(last['began'], now): set_random_state(last['ended'])
+
 _endless_side_runs = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for its own evaluation, and evaluates again. '
                       'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out there, or choose who is kept with `side_run(below=...)`.')
 
@@ -761,6 +780,7 @@ def side_run(self:Trainer,
     if self._side_runs > 4: raise RuntimeError(_endless_side_runs)
     kept = [o for o in self.callbacks if getattr(o, 'order', 0) < below and not _only_reads(o)]
     loop,slots = dict(vars(self)),{o: getattr(self, o) for o in Trainer.__slots__ if hasattr(self, o)}
+    between_fits = not (self._fitting or self._side_runs)
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
@@ -768,11 +788,13 @@ def side_run(self:Trainer,
     self.callbacks,self._named,self._guests,self.history,self._side_runs = (),{},[],History(),self._side_runs+1
     self._ended = True
     self.plan = Plan(type(self), self.plan.last)
+    if between_fits: self._go_on_aside(before.random)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off
             self._add([*kept, *_flat(callbacks)])
             yield self
     finally:
+        if between_fits: self._aside.update(began=before.random, seedings=set_seed.calls, ended=random_state())
         vars(self).clear()
         vars(self).update(loop)
         self._forget(*Trainer.__slots__)

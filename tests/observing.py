@@ -34,7 +34,7 @@ def _own(x):
     "The `__dict__` of `x` without asking its `__getattr__`"
     try: own = object.__getattribute__(x, "__dict__")
     except AttributeError: return {}
-    return dict(own) if isinstance(own, dict) else {}
+    return {k: v for k, v in own.items() if k != "_aside"} if isinstance(own, dict) else {}  # Random numbers on the side go on
 
 
 def _filled(x, slot):

@@ -69,6 +69,12 @@ def test_windows_equal_big_batches(sizes, n, opt):
     torch.testing.assert_close(weights(small), weights(big), rtol=1e-9, atol=1e-11)
 
 
+def test_weighed_alike_a_short_last_window_is_the_mean_of_the_batches_it_has():
+    data = make_data(8)
+    small, big = train(cut(data, [2]*4), AccumulationCB(3, "mean")), train(cut(data, [6, 2]))
+    torch.testing.assert_close(weights(small), weights(big), rtol=1e-9, atol=1e-11)
+
+
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), n=st.integers(1, 4), momentum=st.sampled_from([0., 0.5, 0.85]))
 def test_gradients_from_before_the_window_are_not_divided(sizes, n, momentum):

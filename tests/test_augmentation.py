@@ -121,7 +121,7 @@ def test_transform_i_is_for_item_i_and_missing_ones_do_nothing():
     batches = [(x, y, y * 2) for x, y in make_batches()]
     loss = lambda preds, y, z: F.cross_entropy(preds, y)
     for tfms in ([None, None, lambda z: z + 1], {2: lambda z: z + 1}):
-        for (x, y, z), seen in zip(batches, run([BatchAugmentationCB(tfms)], batches, loss).SeenCB.train):
+        for (x, y, z), seen in zip(batches, run([BatchAugmentationCB(tfms, on_valid=False)], batches, loss).SeenCB.train):
             assert seen[0] is x and seen[1] is y and torch.equal(seen[2], z + 1)
 
 
@@ -187,7 +187,7 @@ def test_a_split_that_computes_cannot_be_mixed_and_says_so():
 def halve(x): return x[::2]
 
 
-@pytest.mark.parametrize("make, name", [(lambda: BatchAugmentationCB(halve), "`halve` of item 0"), (lambda: BatchAugmentationCB([None, halve]), "`halve` of item 1"),
+@pytest.mark.parametrize("make, name", [(lambda: BatchAugmentationCB(halve), "`halve` of item 0"), (lambda: BatchAugmentationCB([None, halve], on_valid=False), "`halve` of item 1"),
                                         (lambda: BatchAugmentationCB(partial(halve)), "`halve` of item 0"),
                                         (lambda: BatchTransformCB(lambda b: tuple(map(halve, b))), "`<lambda>` of the batch"),
                                         (lambda: BatchTransformCB(lambda b: (halve(b[0]), b[1])), "`<lambda>` of the batch")])

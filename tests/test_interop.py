@@ -416,7 +416,7 @@ def test_what_their_trainer_has_and_ours_has_not_is_named(pta):
 
 
 def test_training_states_in_their_layout_are_refused_before_any_training(pta, tmp_path):
-    "Their two callbacks would fail after hours; the error names what serves here (PTA-03)"
+    "Their two callbacks would fail after hours; the error names what serves here"
     from pytorch_accelerated.callbacks import SaveTrainingStateCallback, WSDCheckpointCallback
     for cls in (SaveTrainingStateCallback, WSDCheckpointCallback):
         with pytest.raises(TypeError, match=f"`{cls.__name__}._save.*` asks for `save_training_state`.*`CheckpointCB.folder, every=.*`WSDSchedulerCB`.*`ExportCB"): adapt(cls(tmp_path/"states"))
@@ -438,7 +438,7 @@ def test_all_their_other_callbacks_are_taken_without_a_word(pta, tmp_path, recwa
 
 
 def test_the_scheduler_of_their_trainer_is_ours(pta, tmp_path):
-    "It is there from the first epoch on, and in their files; before that, and where it is set, there is an error and no None (PTA-41)"
+    "It is there from the first epoch on, and in their files; before that, and where it is set, there is an error and no None"
     from pytorch_accelerated.callbacks import SaveBestModelCallback, TrainerCallback
     make = partial(optim.lr_scheduler.MultiStepLR, milestones=[1, 8], gamma=0.5)
     class Rates(TrainerCallback):
@@ -910,7 +910,7 @@ def test_the_fully_tracked_toolbox_example_leaves_the_same_files(ait, tmp_path):
 
 
 def test_toolbox_callbacks_that_cannot_work_say_so_at_once(ait):
-    "Going on from their checkpoints would train all epochs again; loaders made in further processes would never be made (AIT-45, AIT-61)"
+    "Going on from their checkpoints would train all epochs again; loaders made in further processes would never be made"
     from aitoolbox.torchtrain.callbacks.ddp import InMultiProcessDataLoad
     from aitoolbox.torchtrain.callbacks.model_load import ModelLoadContinueTraining
     with pytest.raises(TypeError, match="`ModelLoadContinueTraining.on_train_loop_registration` sets `epoch`.*`CheckpointCB"): adapt(ModelLoadContinueTraining("2020-01-01_00-00-00"))

@@ -419,6 +419,19 @@ def test_unnamed_metrics_are_called_like_their_class():
     assert {"RowsMetric", "MeanSquaredError", "named"} < set(trainer.history[-1])
 
 
+def test_one_metric_object_has_one_name_and_one_owner():
+    "It would be updated twice for each batch; a function, a copy, or evaluators who take turns are all right"
+    m = RowsMetric()
+    with pytest.raises(ValueError, match="`a` and `b` are one RowsMetric object, which would count every batch twice"): MetricsCB(a=m, b=m)
+    with pytest.raises(ValueError, match="`a` and `b` are one"): MetricsCB(a=m, b=MetricOn(m, lambda preds, targets: (preds, targets)))
+    two, loader = [MetricsCB(a=m), MetricsCB(a=m)], make_batches([4])
+    two[1].name = "Second"
+    with pytest.raises(ValueError, match="`MetricsCB.a` and `Second.a` are one"): make_trainer(two).fit(1)
+    with pytest.raises(ValueError, match="`MetricsCB.a` and `EvaluatorCB.a` are one"): make_trainer([MetricsCB(a=m), EvaluatorCB({"other": loader}, epochs=1, a=m)]).fit(1)
+    f = lambda preds, targets: (preds-targets).abs().mean()
+    make_trainer([MetricsCB(show=False, a=f, b=f, c=RowsMetric()), EvaluatorCB({"x": loader}, epochs=1, a=m), EvaluatorCB({"y": loader}, epochs=1, name="y", a=m)]).fit(1)
+
+
 def test_results_in_a_dict_become_columns():
     "AIT-70"
     class F1:

@@ -12,17 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 import isaac_loop.evaluation  # noqa: F401  (brings `get_preds` and `validate`)
+from isaac_loop.callbacks.accelerated import AccelerateCB
+from isaac_loop.callbacks.augmentation import BatchAugmentationCB
 from isaac_loop.callbacks.device import DeviceCB
 from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.progress import ProgressCB
 from isaac_loop.callbacks.recorder import RecorderCB
+from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
 from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
@@ -575,3 +580,56 @@ def test_none_of_them_reads_a_tensor(name):
     trainer = cls(DataLoaders(make_rows(0)), loss_func, opt_func, model, [*callbacks, DeviceCB("meta")])
     trainer.fit(2, valid=False)
     assert trainer.loss.is_meta
+
+
+class SeedDreamBoothCB(AccelerateCB):
+    "The class of the old library in miniature, written for it: an accelerator, an `__init__` and a `before_fit` of its own, and no `step`"
+    def __init__(self, mixed_precision="no", class_image_weight=0.5):
+        self.class_image_weight = class_image_weight
+        self.acc = Accelerator(mixed_precision=mixed_precision, cpu=True)
+
+    def before_fit(self, trainer):
+        trainer.model, trainer.opt, trainer.dls.train, trainer.dls.valid = self.acc.prepare(trainer.model, trainer.opt, trainer.dls.train, trainer.dls.valid)
+
+    def before_batch(self, trainer): trainer.batch.append(trainer.batch[0] + torch.randn_like(trainer.batch[0]))
+    def predict(self, trainer): trainer.preds = trainer.model(trainer.batch[2] + trainer.batch[1])  # Words are numbers by now
+
+    def get_loss(self, trainer):
+        (guess, prior_guess), (truth, prior_truth) = trainer.preds.chunk(2), trainer.batch[0].chunk(2)
+        loss, prior_loss = trainer.loss_func(guess, truth), trainer.loss_func(prior_guess, prior_truth)
+        trainer.loss = (1 - self.class_image_weight)*loss + self.class_image_weight*prior_loss
+
+    def backward(self, trainer):
+        self.acc.backward(trainer.loss)
+        if self.acc.sync_gradients: self.acc.clip_grad_norm_(trainer.model.parameters(), 1.)
+
+    def zero_grad(self, trainer): trainer.opt.zero_grad(set_to_none=True)
+
+
+def test_the_dreambooth_class_of_the_old_library_trains_as_the_loop_by_hand():
+    "ISA-78, ISA-80, ISA-116: alone it does all steps, after the transforms of images and words, and its cleanup finds nothing to undo"
+    from accelerate.state import AcceleratorState
+    words = {"a dog": 1., "my dog": 2.}
+    def to_number(given): return torch.tensor([words[o] for o in given]).reshape(-1, 1)
+    rows = [(torch.randn(2, 3), ("my dog", "a dog")) for _ in range(4)]
+    ours, theirs = twins(lambda: nn.Linear(3, 3), 0)
+    callbacks = [SeedDreamBoothCB(class_image_weight=0.25), OneCycleSchedulerCB(), BatchAugmentationCB((torch.neg, to_number), on_valid=True), DeviceCB("cpu"), MetricsCB(show=False), ProgressCB()]
+    trainer = Trainer(DataLoaders(*(DataLoader(rows, batch_size=None) for _ in range(2))), F.mse_loss, optim.AdamW, ours, callbacks)
+    torch.manual_seed(1)
+    try: trainer.fit(2, lr=0.01)
+    finally: AcceleratorState._reset_state(True)
+    assert trainer.n_updates == 8 and set(trainer.history[-1]) >= {"train_loss", "valid_loss"}
+
+    opt = optim.AdamW(theirs.parameters(), 0.01)
+    schedule = optim.lr_scheduler.OneCycleLR(opt, 0.01, total_steps=8)
+    torch.manual_seed(1)
+    for _ in range(2):
+        for x, w in DataLoader(rows, batch_size=None):
+            parts = (theirs(-x + torch.randn_like(x) + to_number(w)) + x).square().mean(1)  # The truth is -x
+            (0.75*parts[0] + 0.25*parts[1]).backward()
+            nn.utils.clip_grad_norm_(theirs.parameters(), 1.)
+            opt.step()
+            schedule.step()
+            opt.zero_grad()
+        for x, _ in DataLoader(rows, batch_size=None): torch.randn_like(x)
+    assert torch.allclose(ours.weight, theirs.weight, atol=1e-6)

@@ -299,9 +299,9 @@ def test_losses_still_on_their_way_are_left_for_the_next_drawing(monkeypatch):
     late._event = Event(lambda: bool(ready), lambda: ready.append(True))
     late.add(torch.tensor(3.0))
     late.collect()
-    assert late.values == []
+    assert list(late.values) == []
     late.collect(wait=True)
-    assert late.values == [2.0, 3.0]
+    assert list(late.values) == [2.0, 3.0]
 
 
 # The batch as the model sees it

@@ -13,8 +13,9 @@ from isaac_loop.callbacks.metrics import MetricsCB
 from isaac_loop.callbacks.recorder import RecorderCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
+from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order, with_cbs
 from isaac_loop.history import check_monitored
+from isaac_loop.state import ResumeMismatch
 from isaac_loop.trainer import Trainer
 
 matplotlib.use("Agg")
@@ -57,7 +58,7 @@ def test_values_stand_beside_the_losses_and_validation_has_none():
 
 def test_many_tensors_are_stacked_and_none_is_lost():
     "MIN-10: at the borders of the stacks, mixed with numbers"
-    for n in (511, 512, 513, 1025):
+    for n in (63, 64, 65, 300):
         trainer = make_trainer(RecorderCB(x=lambda t: torch.tensor(t.batch_num) if t.batch_num % 3 else t.batch_num), n=n)
         trainer.fit(1, valid=False)
         assert trainer.history.batches["x"] == list(range(n))
@@ -77,6 +78,45 @@ def test_only_batches_that_happened_are_recorded(exception, expected):
     assert trainer.history.batches["number"] == trainer.history.batches["batch"] == expected
 
 
+class OwnTrainer(Trainer):
+    "Writes a batch in one method, as many scripts do"
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        self.loss = self.loss_func(self.model(x), y)
+        if not self.training: return
+        self.loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        self.n_updates += 1
+
+
+def make_own(*callbacks):
+    ours = make_trainer()
+    return OwnTrainer(ours.dls, ours.loss_func, ours.opt_func, ours.model, callbacks)
+
+
+def test_a_batch_of_ones_own_without_steps_is_recorded_when_it_is_over():
+    trainer = make_own(MetricsCB(show=False), RecorderCB(again=lambda t: t.loss, lr=lambda t: t.opt.param_groups[0]["lr"]))
+    trainer.fit(2, lr=0.5)
+    rows = [o for o in trainer.history.batches if o["training"]]
+    assert len(rows) == 8 and all(o["again"] == o["loss"] and o["lr"] == 0.5 for o in rows)
+
+
+def test_who_waits_for_a_step_of_a_batch_of_ones_own_is_told_how_it_could_run():
+    class WaitsCB:
+        def before_step(self, trainer): raise AssertionError
+
+    with pytest.warns(UserWarning, match=r"`WaitsCB.before_step` waits in vain. Let `OwnTrainer.one_batch` run its steps, as in `self.run_callbacks\('step'\)`") as found: make_own(WaitsCB()).fit(1)
+    assert "BasicTrainCB" not in str(found[0].message)
+
+
+def test_going_on_with_other_columns_is_refused_in_mid_pass_only():
+    state = dict(fit=0, values=dict(lr=[0.1]), batches=[0])
+    with pytest.raises(ResumeMismatch, match=r"recorded \['lr'\] when it was saved, and records \['x'\] now"): RecorderCB(x=lambda t: 1).load_state_dict(state)
+    RecorderCB(x=lambda t: 1).load_state_dict(dict(fit=0, values=dict(lr=[]), batches=[]))
+
+
 def test_recording_changes_nothing_and_waits_for_nothing():
     "MIN-10: weights bit for bit the same with and without"
     weights = []
@@ -94,7 +134,7 @@ def test_what_is_kept_holds_no_graph():
 
     class LookCB:
         order = Order.LAST
-        def after_batch(self, trainer): assert not any(o.requires_grad for o in recorder._values[0].recent)
+        def after_batch(self, trainer): assert not any(o.requires_grad for o in recorder._values["loss2"]._new)
 
     make_trainer(recorder, LookCB()).fit(1, valid=False)
 

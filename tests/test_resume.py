@@ -59,6 +59,17 @@ def plain_loaders(num_workers=0):
     return DataLoaders(train, DataLoader(Rows(24), 12))
 
 
+class ThreeCB:
+    "Has the first three batches of each pass only"
+    def before_epoch(self, trainer): trainer.batches = range(3)
+
+
+class OtherLoaderCB:
+    "Trains on two other batches in every second epoch"
+    def before_epoch(self, trainer):
+        if trainer.training and trainer.epoch % 2: trainer.dl = list(DataLoader(Rows(16, False), 8))
+
+
 VARIANTS = {
     "everything": (everything, make_loaders, optim.AdamW),
     "momentum in the gradients": (lambda: callbacks(train=MomentumTrainCB(0.5)), make_loaders, momentum_sgd),
@@ -66,6 +77,8 @@ VARIANTS = {
     "swa by epoch, limited": (lambda: [BasicTrainCB(), MetricsCB(), NBatchCB(3), SWACB(0.3)], make_loaders, optim.Adam),
     "plain loaders": (callbacks, plain_loaders, optim.Adam),
     "a list": (callbacks, lambda: DataLoaders([o for o in DataLoader(Rows(40, False), 8)], list(DataLoader(Rows(24, False), 12))), optim.Adam),
+    "cut short": (lambda: [BasicTrainCB(), MetricsCB(), ThreeCB()], make_loaders, optim.Adam),
+    "another loader": (lambda: [BasicTrainCB(), MetricsCB(), OtherLoaderCB()], plain_loaders, optim.Adam),
     "replayed": (callbacks, lambda: DataLoaders(ReplayLoader(DataLoader(Rows(40), 8, shuffle=True), 3), DataLoader(Rows(24), 12)), optim.Adam),
 }
 

@@ -142,6 +142,43 @@ def test_before_the_first_fit():
     assert not hasattr(trainer, "epoch") and not hasattr(trainer, "dl")
 
 
+class DropoutCB:
+    "Dropout in evaluation, the way the course does it"
+    def before_epoch(self, trainer): trainer.model.apply(lambda m: m.train() if isinstance(m, nn.Dropout) else None)
+
+
+def looks(trainer, n=3):
+    "Results of `n` evaluations with dropout"
+    found = []
+    for _ in range(n): validate(trainer, DropoutCB(), function("after_predict", lambda t: found.append(t.preds.clone())))
+    return [torch.cat(found[2*i:2*i + 2]) for i in range(n)]
+
+
+def test_between_fits_the_random_numbers_on_the_side_go_on_and_those_of_training_do_not_notice():
+    alone = make_trainer()
+    alone.fit(1)
+    expected = outcome(alone)
+    trainer = make_trainer()
+    trainer.fit(1)
+    a, b, c = looks(trainer)
+    assert not torch.equal(a, b) and not torch.equal(b, c)
+    assert outcome(trainer) == expected
+    set_seed(5)
+    first = looks(trainer, 2)
+    set_seed(5)
+    assert all(map(torch.equal, first, looks(trainer, 2)))
+    torch.rand(1)
+    assert not torch.equal(first[0], looks(trainer, 1)[0])
+
+
+def test_within_a_fit_each_look_begins_where_training_stands():
+    "So that a run that goes on, and knows of no look before, sees the same"
+    found = []
+    def after_fit(trainer): found.extend(looks(trainer, 2))
+    make_trainer([function("after_fit", after_fit)]).fit(1)
+    assert torch.equal(*found)
+
+
 # Which callbacks take part
 
 def test_callbacks_below_record_are_kept_and_the_others_are_not():

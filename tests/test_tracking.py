@@ -118,7 +118,7 @@ def test_records_are_plain_data():
     trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), OddCB(), TrackingCB()])
     trainer.fit(1)
     cb = trainer.TrackingCB
-    for rows in (cb.fit_stats, cb.epoch_stats, cb.batch_stats): assert json.loads(json.dumps(rows)) == rows
+    for rows in (cb.fit_stats, cb.epoch_stats, list(cb.batch_stats)): assert json.loads(json.dumps(rows)) == rows
     row = cb.fit_stats[0]
     assert row["OddCB.array"] == "tensor([1., 1.])" and row["OddCB.orders"] == -100
     assert row["OddCB.long"].startswith("[0, 1, 2") and row["OddCB.long"].endswith("...]") and len(row["OddCB.long"]) <= 200
@@ -145,6 +145,27 @@ def test_one_object_may_track_two_trainers():
     for model in (SimpleNet(4, 3, 1), nn.Linear(4, 1)): make_trainer([BasicTrainCB(), MetricsCB(show=False), cb], model=model).fit(1)
     assert [row["model_class"] for row in cb.fit_stats] == ["SimpleNet", "Linear"]
     assert (len(cb.epoch_stats), len(cb.batch_stats)) == (2, 10)
+
+
+@pytest.mark.parametrize("path", ["runs.db", "runs.jsonl", "runs"])
+def test_batches_are_kept_once_and_written_in_blocks(tmp_path, monkeypatch, path):
+    "Nothing beside the history's own columns, however many batches there are; what failed in mid-way is not written twice"
+    seen, fails = [], iter([False, False, True])
+    def write(where, table, rows):
+        if table == "batch_stats":
+            if next(fails, False): raise OSError("full")
+            seen.append(len(rows))
+        real(where, table, rows)
+
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), TrackingCB(tmp_path/path)])
+    cb, real = trainer.TrackingCB, trainer.TrackingCB._write
+    trainer.fit(1)
+    monkeypatch.setattr(cb, "_write", write)
+    monkeypatch.setattr("isaac_loop.callbacks.tracking._BLOCK", 2)
+    monkeypatch.setitem(tracking._TAKING_BACK, write, tracking._TAKING_BACK[real])
+    with pytest.warns(UserWarning, match="could not write"): trainer.fit(2)
+    assert seen == [2, 2, 2, 2, 2] and [o[1] for o in cb.batch_stats.parts] == [trainer.history.batches]
+    assert len(cb.batch_stats) == 15 == len(trainer.history.batches)
 
 
 def test_the_rows_of_epochs_are_copies():

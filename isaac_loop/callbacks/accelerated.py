@@ -6,25 +6,36 @@
 __all__ = ['AccelerateCB']
 
 # %% ../../nbs/callbacks/42_accelerated.ipynb #42293163
-from ..events import Order, replaces
+from ..events import Order, fills_in, replaces
 from ..tensors import to_device
+from .training import BasicTrainCB
 
 # %% ../../nbs/callbacks/42_accelerated.ipynb #944cbb6a
-class AccelerateCB:
+class AccelerateCB(BasicTrainCB):
     "Let Accelerate prepare model, optimizer and loaders, and do the backward pass"
-    order = Order.DEVICE+5
-    accelerator = None # Accelerate's, from the first fit on
+    order = Order.STEP+5 # After whoever transforms the batch, or exchanges model or optimizer
+    mixed_precision,kwargs,accelerator,_made,_before = None,{},None,None,None # A subclass may have an `__init__` of its own
+    predict,get_loss,step,zero_grad = map(fills_in, (BasicTrainCB.predict, BasicTrainCB.get_loss, BasicTrainCB.step, BasicTrainCB.zero_grad))
+
     def __init__(self,
         mixed_precision:str=None, # 'no', 'fp16' or 'bf16'; default: as Accelerate is configured
         **kwargs, # For `accelerate.Accelerator`
     ):
-        self.mixed_precision,self.kwargs,self._before = mixed_precision,kwargs,None
+        self.mixed_precision,self.kwargs = mixed_precision,kwargs
+
+    @property
+    def acc(self):
+        "The accelerator by its short name"
+        return self.accelerator
+
+    @acc.setter
+    def acc(self, accelerator): self.accelerator = accelerator
 
     def before_fit(self, trainer):
         "Let Accelerate wrap everything"
         try: from accelerate import Accelerator
         except ImportError: raise ImportError('`AccelerateCB` needs the package `accelerate`, which is not installed. Install it with `pip install accelerate`.') from None
-        self.accelerator = Accelerator(mixed_precision=self.mixed_precision, **self.kwargs)
+        if self.accelerator is self._made: self.accelerator = self._made = Accelerator(mixed_precision=self.mixed_precision, **self.kwargs) # Or it was given
         opt = vars(trainer).get('opt')
         self._before = trainer.model,opt,trainer.dls.train,trainer.dls.valid,vars(trainer.model).get('forward')
         trainer.model = self.accelerator.prepare(trainer.model)
@@ -34,9 +45,12 @@ class AccelerateCB:
     @property
     def _shares(self): return self.accelerator.num_processes > 1
 
-    def before_batch(self, trainer):
-        "Move the batch; where there are several processes Accelerate's loaders have done so"
-        if not self._shares: trainer.batch = to_device(trainer.batch, self.accelerator.device)
+    def before_epoch(self, trainer):
+        "Move the batches; where there are several processes Accelerate's loaders do so"
+        if self.accelerator is not None and not self._shares: trainer.batches = self._moved(trainer.batches)
+
+    def _moved(self, batches):
+        for batch in batches: yield to_device(batch, self.accelerator.device)
 
     @replaces
     def backward(self, trainer):
@@ -60,5 +74,6 @@ class AccelerateCB:
         vars(trainer.model).pop('forward', None) # Accelerate has put one that casts onto the module itself
         if forward is not None: trainer.model.forward = forward
         self._before = None
+        if self.accelerator is not self._made: return
         self.accelerator.free_memory()
         type(self.accelerator.state)._reset_state() # It is one for the whole process, and would refuse other settings in the next fit

@@ -11,6 +11,7 @@ import warnings
 import torch
 from fastcore.basics import patch
 
+from ..checks import check_count
 from ..events import Order
 from ..hooks import Hooks, find_modules, first_tensor
 from ..records import DeviceRecord, histogram, place_of
@@ -114,12 +115,15 @@ class ActivationStatsCB(HooksCallback):
         on_train:bool=True, # Watch training passes?
         on_valid:bool=False, # Watch validation passes?
         modules=None, # These modules instead of filtered ones
-    ): super().__init__(_note, module_filter, on_train, on_valid, modules)
+        every:int=1, # Look at every so many batches of a pass
+    ):
+        super().__init__(_note, module_filter, on_train, on_valid, modules)
+        self.every = check_count(every, 'every', 'batches are counted')
 
     def before_fit(self, trainer):
         "Forget the last run, and put hooks on the modules"
         super().before_fit(trainer)
-        for o in self.hooks: o.stats,o.place = ActivationStats(),lambda: place_of(trainer)
+        for o in self.hooks: o.stats,o.place,o.every = ActivationStats(),lambda: place_of(trainer),self.every
 
     @property
     def stats(self):
@@ -136,9 +140,11 @@ class ActivationStatsCB(HooksCallback):
 
 def _note(hook, module, inp, outp):
     "Add an output to the statistics of its hook"
+    place = hook.place()
+    if place[3] % hook.every: return
     x = first_tensor(outp)
     if x is None: raise TypeError(f'`{hook.name}` gives {_kind(outp)}, which has no mean. Leave this module out with `module_filter`.')
-    hook.stats.add(x, hook.place())
+    hook.stats.add(x, place)
 
 def _kind(x): return f'a tensor of {x.dtype}' if torch.is_tensor(x) else f'a {type(x).__name__} without floating-point tensors'
 

@@ -85,19 +85,23 @@ def _exchanged(batch, items):
     return type(batch)(*items) if hasattr(batch, '_fields') else type(batch)(items)
 
 # %% ../../nbs/callbacks/64_augmentation.ipynb #9ed2a8e3
+def _which_targets(key):
+    return (f'There is a transform for item {key!r}, a target, and it is not said whether validation needs it too. Targets that differ make its loss and metrics another thing. '
+            'Use `on_valid=True`, or `on_valid=False` if only training has such targets; inputs that are to change in training alone then have a `BatchAugmentationCB` of their own, with another `name`.')
+
 class BatchAugmentationCB:
     "Apply a transform to each item of the batch: the first to item 0, and so on"
     order = Order.DATA
     def __init__(self,
         tfms, # One transform, a list of them, or a dict by name of the item; None leaves an item alone
         on_train:bool=True, # In training passes?
-        on_valid:bool=False, # In validation passes?
+        on_valid:bool=None, # In validation passes? Default: no, and a transform of a target wants to be told
     ):
         if not isinstance(tfms, (list, tuple, Mapping)): tfms = [tfms]
         self.tfms = dict(tfms) if isinstance(tfms, Mapping) else dict(enumerate(tfms))
         for key,tfm in self.tfms.items():
             if tfm is not None and not callable(tfm): raise TypeError(f'The transform for item {key!r} is {tfm!r}, which cannot be called. Pass a function, or None.')
-        self.on_train,self.on_valid = on_train,on_valid
+        self.on_train,self.on_valid,self._not_said = on_train,bool(on_valid),on_valid is None
 
     def before_batch(self, trainer):
         "Transform the items"
@@ -105,6 +109,7 @@ class BatchAugmentationCB:
         for key,tfm in self.tfms.items():
             if tfm is None: continue
             i = _position(trainer.batch, key, len(items))
+            if self._not_said and i >= getattr(trainer.dls, 'n_inp', 1) and getattr(trainer.dls, 'valid', None) is not None: raise ValueError(_which_targets(key))
             items[i] = _transformed(tfm, items[i], f'item {key!r}')
         trainer.batch = _exchanged(trainer.batch, items)
 

@@ -140,18 +140,16 @@ def cleanup_epoch(self:ClipGradCB, trainer):
 @patch
 def _write(self:ClipGradCB, history):
     "Write what was recorded in this pass"
-    values,places = self._record.read(),self._record.places()
-    norms,reached = values.T.tolist()
-    last = {o['batch']: i for i,o in enumerate(places)} # An update at the end of a pass belongs to its last batch
+    norms,reached = self._record.read().T.tolist()
+    last = {o: i for i,o in enumerate(self._record.columns['batch'])} # An update at the end of a pass belongs to its last batch
     history.write(**dict(zip(self.columns(None), (sum(norms)/len(norms), sum(reached)/len(reached)))))
     history.write_batches(True, list(last), **{self.column: [norms[i] for i in last.values()]})
 
 # %% ../../nbs/callbacks/32_clipping.ipynb #40ba46fd
 @patch
-def state_dict(self:ClipGradCB)->dict: # Lists of numbers
+def state_dict(self:ClipGradCB)->dict: # Tensors
     "The norms recorded in this pass"
-    if self._record is None or not len(self._record): return dict(values=[], places=[])
-    return dict(values=self._record.read().tolist(), places=[list(o.values()) for o in self._record.places()])
+    return (DeviceRecord() if self._record is None else self._record).state_dict()
 
 @patch
 def load_state_dict(self:ClipGradCB,
@@ -159,7 +157,6 @@ def load_state_dict(self:ClipGradCB,
 ):
     "Go on with the saved record: at once in a running pass, otherwise in the next one"
     record = DeviceRecord()
-    for value,place in zip(state['values'], state['places'], strict=True): record.add(torch.tensor(value, dtype=torch.float64), place)
-    record.read() # What comes may be on another device
+    record.load_state_dict(state)
     if self._in_pass: self._record = record
     else: self._resumed = record

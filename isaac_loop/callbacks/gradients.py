@@ -7,11 +7,13 @@ __all__ = ['GradientStats', 'GradientStatsCB', 'GradientPlotCB']
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #24f49e16
 import math
+from bisect import bisect_left
 
 import torch
 
-from ..checks import local_path
+from ..checks import check_count, local_path
 from ..events import CancelException, Order
+from ..history import as_tensor
 from ..hooks import find_parameters
 from ..media import check_format
 from ..records import DeviceRecord, histogram, place_of, plot_lines, recorded
@@ -21,7 +23,7 @@ from ..tables import Table
 class GradientStats:
     "What the gradient of one parameter was like at each update, as plain numbers when read"
     n_bins,low,high = 32,-12,4 # Bins of the histogram, and the decimal logarithms where it begins and ends
-    def __init__(self): self.record = DeviceRecord()
+    def __init__(self): self.record,self.counts = DeviceRecord(),{}
 
     def add(self,
         grad, # Of any shape
@@ -31,8 +33,10 @@ class GradientStats:
         g = (grad.coalesce().values() if grad.is_sparse else grad).detach().float()
         std,mean = torch.std_mean(g, correction=int(g.numel() > 1))
         norm,zeros = torch.linalg.vector_norm(g),(g == 0).float().mean()
-        bins = histogram(g.abs().log10(), self.n_bins, self.low, self.high)
-        self.record.add(torch.cat([torch.stack([norm, mean, std, zeros]), bins]), place)
+        bins = histogram(g.abs().log10(), self.n_bins, self.low, self.high).long()
+        counts = self.counts.get(place[1])
+        self.counts[place[1]] = bins if counts is None else counts.to(bins.device)+bins
+        self.record.add(torch.stack([norm, mean, std, zeros]), place)
         return norm
 
     @property
@@ -57,15 +61,17 @@ class GradientStats:
 
     @property
     def hist(self): # (n, 32) Counts
-        "Histogram of decimal logarithms of each gradient"
-        return self.record.read()[:,4:] if len(self) else self.record.read().reshape(0, self.n_bins)
+        "For each epoch that was seen, the histogram of decimal logarithms of all its gradients"
+        return torch.stack([o.cpu() for o in self.counts.values()]) if self.counts else torch.zeros(0, self.n_bins, dtype=torch.int64)
 
     def _column(self, i): return self.record.read()[:,i].tolist() if len(self) else []
     def __len__(self): return len(self.record)
 
     def rows(self):
         "One dict for each update: where it was, `norm`, `mean`, `std` and `zeros`"
-        return [o | dict(norm=n, mean=m, std=s, zeros=z) for o,n,m,s,z in zip(self.record.places(), self.norm, self.mean, self.std, self.zeros)]
+        return [o | dict(zip(_COLUMNS, values)) for o,values in zip(self.record.places(), self.record.read().tolist())]
+
+_COLUMNS = 'norm', 'mean', 'std', 'zeros'
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #9dd73b11
 class GradientStatsCB:
@@ -74,7 +80,8 @@ class GradientStatsCB:
     def __init__(self,
         module_filter=None, # Parameters of which modules: a class, a tuple of classes, or a function of a module; default: all
         show:bool=False, # Print the table of each epoch?
-    ): self.module_filter,self.show,self.stats = module_filter,show,{}
+        every:int=1, # Look at every so many updates
+    ): self.module_filter,self.show,self.every,self.stats = module_filter,show,check_count(every, 'every', 'updates are counted'),{}
 
     def before_fit(self, trainer):
         "Forget the last run, and find the parameters"
@@ -88,6 +95,7 @@ class GradientStatsCB:
 
     def before_step(self, trainer):
         "Note the gradients that the step is about to use"
+        if trainer.n_updates % self.every: return
         place,norms = place_of(trainer),[]
         for name,p in self._named().items():
             if p.grad is not None: norms.append(self.stats[name].add(p.grad, place))
@@ -100,8 +108,10 @@ from fastcore.basics import patch
 def cleanup_epoch(self:GradientStatsCB, trainer):
     "Write the norms of this pass"
     if not trainer.training or not len(self._total): return
+    for o in self.stats.values():
+        if trainer.epoch in o.counts: o.counts[trainer.epoch] = o.counts[trainer.epoch].cpu()
     if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
-    norms,batches = self._total.read().tolist(),[o['batch'] for o in self._total.places()]
+    norms,batches = self._total.read().tolist(),self._total.columns['batch']
     self._total = DeviceRecord() # The next pass may be left before it has begun here
     trainer.history.write_batches(True, batches, grad_norm=norms)
     trainer.history.write(grad_norm=math.fsum(norms)/len(norms))
@@ -115,28 +125,29 @@ def log(self:GradientStatsCB, trainer):
 def _log(self:GradientStatsCB, table): print(table)
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #21c39246
-def _kept(record, now):
-    "What `record` has of fit and epoch `now`, as two tables"
-    rows = [list(o.values()) for o in record.places()]
-    mine = [i for i,o in enumerate(rows) if tuple(o[:2]) == now]
-    return dict(values=record.read()[mine].float(), places=[rows[i] for i in mine])
+def _first_of(record, now):
+    "As many values of `record` are from before fit and epoch `now`"
+    return bisect_left(range(len(record)), now, key=lambda i: record.place(i)[:2])
 
-def _filled(kept, record, now):
-    "A record with what `record` has from before `now`, and then what was kept"
-    new = DeviceRecord()
-    for value,o in zip(record.read(), record.places()):
-        if (o['fit'], o['epoch']) < now: new.add(value, list(o.values()))
-    for value,place in zip(kept['values'], kept['places'], strict=True): new.add(value.double(), place)
-    new.read() # What comes may be on another device
-    return new
+@patch
+def _kept(self:GradientStats, now):
+    "What was added since fit and epoch `now` began"
+    return self.record.state_dict(_first_of(self.record, now)) | dict(counts=self.counts.get(now[1]))
+
+@patch
+def _go_on(self:GradientStats, kept, now):
+    "Let what was kept take the place of all since `now`"
+    values,counts = torch.as_tensor(kept['values']),kept.get('counts')
+    if values.ndim == 2 and values.shape[1] > len(_COLUMNS): counts,values = values[:,len(_COLUMNS):].sum(0).long(),values[:,:len(_COLUMNS)] # Earlier versions had a histogram for each update
+    self.record.load_state_dict({**kept, 'values': values}, _first_of(self.record, now))
+    self.counts = {epoch: o for epoch,o in self.counts.items() if epoch < now[1]} | ({} if counts is None else {now[1]: counts})
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #33a69d75
 @patch
-def state_dict(self:GradientStatsCB)->dict: # Tensors and lists of numbers
+def state_dict(self:GradientStatsCB)->dict: # Tensors
     "The gradients of a pass that is under way"
-    places = self._total.places()
-    now = (places[-1]['fit'], places[-1]['epoch']) if places else None
-    return dict(now=now, total=_kept(self._total, now), stats={name: _kept(o.record, now) for name,o in self.stats.items()} if now else {})
+    now = self._total.place(-1)[:2] if len(self._total) else None
+    return dict(now=now, total=self._total.state_dict(), stats={name: o._kept(now) for name,o in self.stats.items()} if now else {})
 
 @patch
 def load_state_dict(self:GradientStatsCB,
@@ -145,10 +156,9 @@ def load_state_dict(self:GradientStatsCB,
     "Go on in the middle of a pass"
     self._total = DeviceRecord()
     if state['now'] is None: return
-    now = tuple(state['now'])
-    self._total = _filled(state['total'], self._total, now)
+    self._total.load_state_dict(state['total'])
     for name,kept in state['stats'].items():
-        if name in self.stats: self.stats[name].record = _filled(kept, self.stats[name].record, now)
+        if name in self.stats: self.stats[name]._go_on(kept, tuple(state['now']))
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #bcc3b6bd
 @patch(as_prop=True)
@@ -166,13 +176,15 @@ def table(self:GradientStatsCB,
     epoch:int=None, # Which one; default: the last that was recorded
 )->Table:
     "Means over the updates of one epoch, for each parameter; empty cells where there was no gradient"
-    if epoch is None: epoch = max((o.rows()[-1]['epoch'] for o in self.stats.values() if len(o)), default=0)
+    if epoch is None: epoch = _last_epoch(self.stats)
     return Table([_epoch_row(name, o, epoch) for name,o in self.stats.items()], ['parameter', 'epoch', 'norm', 'mean', 'std', 'zeros'])
+
+def _last_epoch(stats): return max((o.record.place(-1)[1] for o in stats.values() if len(o)), default=0)
 
 def _epoch_row(name, stats, epoch):
     "Means of one parameter"
-    rows = [o for o in stats.rows() if o['epoch'] == epoch]
-    return dict(parameter=name, epoch=epoch) | {k: math.fsum(o[k] for o in rows)/len(rows) for k in ('norm', 'mean', 'std', 'zeros') if rows}
+    values = stats.record.read()[as_tensor(stats.record.columns['epoch']) == epoch]
+    return dict(parameter=name, epoch=epoch) | ({k: math.fsum(o)/len(o) for k,o in zip(_COLUMNS, values.T.tolist())} if len(values) else {})
 
 # %% ../../nbs/callbacks/81_gradients.ipynb #7a81116f
 @patch
@@ -188,12 +200,12 @@ def plot_distributions(self:GradientStatsCB,
 )->list: # One axes for each parameter that has a gradient
     "Draw how the sizes of each parameter's gradients are distributed in one epoch"
     found = recorded(self.stats, 'gradients', type(self).__name__)
-    if epoch is None: epoch = max(o.rows()[-1]['epoch'] for o in found.values())
+    if epoch is None: epoch = _last_epoch(found)
     axes = _axes(len(found), figure)
     for ax,(name,o) in zip(axes, found.items()):
-        now = [row['epoch'] == epoch for row in o.rows()]
+        counts = o.counts.get(epoch, torch.zeros(o.n_bins))
         zeros = _epoch_row(name, o, epoch).get('zeros', 0)
-        ax.stairs(o.hist[torch.tensor(now)].sum(0).tolist(), torch.linspace(o.low, o.high, o.n_bins+1).tolist(), fill=True)
+        ax.stairs(counts.tolist(), torch.linspace(o.low, o.high, o.n_bins+1).tolist(), fill=True)
         ax.set(title=f'{name} ({zeros:.0%} zero)', xlabel='log₁₀ |gradient|', ylabel='count')
     return axes
 
@@ -212,8 +224,9 @@ class GradientPlotCB(GradientStatsCB):
         folder, # Where to write; made if it does not exist
         format:str='png', # 'png' or 'pdf', or whatever else matplotlib can write
         module_filter=None, # Parameters of which modules: a class, a tuple of classes, or a function of a module; default: all
+        every:int=1, # Look at every so many updates
     ):
-        super().__init__(module_filter)
+        super().__init__(module_filter, every=every)
         self.folder,self.format = local_path(folder, 'GradientPlotCB'),check_format(format, 'format')
 
     def log(self, trainer):

@@ -7,49 +7,36 @@ __all__ = ['MeanOf', 'MetricOn', 'MetricsCB']
 
 # %% ../../nbs/callbacks/50_metrics.ipynb #ce6848ba
 import copy, inspect, math, numbers, time
+from array import array
 from functools import partial
 
 import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..events import CancelException, Order, did_you_mean
+from ..events import CancelException, Order, callback_name, did_you_mean
 from ..example_losses import reduction_of
+from ..history import as_tensor
+from ..records import DeviceValues
 from ..state import ResumeMismatch, UnsaveableState
 from ..tables import clock, short
 from ..tensors import batch_size, batch_weight
 
-# %% ../../nbs/callbacks/50_metrics.ipynb #941784df
-class _Numbers:
-    "Numbers of one pass, on their device until they are read"
-    def __init__(self, values=()): self.parts,self.recent = list(values),[]
-
-    def add(self, value):
-        "Keep a number, or a tensor without dimensions"
-        if torch.is_tensor(value): self.recent.append(value)
-        else: self._stacked().append(value)
-        if len(self.recent) == 512: self._stacked()
-
-    def _stacked(self):
-        "All parts, the recent ones as one tensor"
-        if self.recent: self.parts.append(torch.stack(self.recent))
-        self.recent = []
-        return self.parts
-
-    def read(self):
-        "All of them as Python numbers; this waits for the device"
-        return [o for part in self._stacked() for o in (part.cpu().double().tolist() if torch.is_tensor(part) else [part])]
-
 # %% ../../nbs/callbacks/50_metrics.ipynb #99fecf17
 class _Losses:
     "The losses of one pass, and what each of them weighs"
-    def __init__(self, values=(), sizes=(), batches=()): self.values,self.sizes,self.batches = _Numbers(values),_Numbers(sizes),list(batches)
+    def __init__(self, values=(), sizes=(), batches=()):
+        self.values,self.sizes,self.batches = DeviceValues(),DeviceValues(),array('I', torch.as_tensor(batches).tolist())
+        self.values.keep(values)
+        self.sizes.keep(sizes)
+
+    def state_dict(self): return dict(values=self.values.tensor(), sizes=self.sizes.tensor(), batches=as_tensor(self.batches))
 
     def add(self, loss, size, batch):
         "Keep the loss of a batch of `size` examples"
         if torch.is_tensor(loss) and loss.numel() != 1:
             raise ValueError(f'The loss has shape {tuple(loss.shape)}, but only one number per batch can be averaged. Let `loss_func` return a mean or a sum.')
-        self.values.add(loss.detach().reshape(()) if torch.is_tensor(loss) else torch.tensor(float(loss)))
+        self.values.add(loss.detach().reshape(()) if torch.is_tensor(loss) else float(loss))
         self.sizes.add(size)
         self.batches.append(batch)
 
@@ -60,7 +47,7 @@ def mean(self:_Losses,
     summed:bool=False, # Are the losses sums over the examples of their batch?
 ):
     "The mean over all examples"
-    sizes = self.sizes.read()
+    sizes = self.sizes.read().tolist()
     n = sum(sizes)
     return sum(loss if summed else loss*size for loss,size in zip(values, sizes) if size)/n if n else math.nan
 
@@ -200,7 +187,24 @@ def _named(ms, metrics):
         if name in named or name in ('fit', 'epoch', 'elapsed', 'train_loss', 'valid_loss'):
             raise ValueError(f'There are two columns called `{name}`, and one would hide the other. Give the metric a name of its own: `MetricsCB(my_{name}=...)`.')
         named[name] = m
+    _check_apart(named.items())
     return named
+
+def _check_apart(named):
+    "Refuse one object under two names, also inside a `MetricOn`: it would be updated twice for a batch"
+    owners = {}
+    for name,m in named:
+        while m is not None:
+            other = owners.setdefault(id(m), name)
+            if other is not name: raise ValueError(f'The metrics `{other}` and `{name}` are one {type(m).__name__} object, which would count every batch twice. Leave one of them out, or make an object for each.')
+            m = m.metric if isinstance(m, MetricOn) else None
+
+def _check_owners(callbacks):
+    "Refuse a metric of two `MetricsCB`, or of one and an evaluator: what one has gathered the other would add to, or reset"
+    own = [o for o in callbacks if isinstance(o, MetricsCB)]
+    inner = [o for cb in callbacks for o in getattr(cb, '__dict__', {}).values() if isinstance(o, MetricsCB) and all(o is not known for known in own)]
+    for group in (own, *([*own, o] for o in inner)):
+        _check_apart((f'{callback_name(o)}.{name}', m) for o in group for name,m in o.metrics.items())
 
 def _check_train_names(metrics):
     "Refuse metrics whose `train_` columns would hide others"
@@ -240,6 +244,7 @@ class MetricsCB:
     def before_fit(self, trainer):
         "Forget the last run, and put the metrics where the model is"
         self._losses,self._epoch = None,None
+        _check_owners(getattr(trainer, 'callbacks', ()))
         copies = copy.deepcopy(self.metrics) if self.train_metrics else {}
         self._by_pass = {True: {f'train_{name}': m for name,m in copies.items()}, False: self.metrics}
         parameter = next(iter(trainer.model.parameters()), None) if hasattr(trainer.model, 'parameters') else None
@@ -292,7 +297,7 @@ def cleanup_epoch(self:MetricsCB, trainer):
     if losses is None or not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
     columns = {}
     if losses.batches:
-        values = losses.values.read()
+        values = losses.values.read().tolist()
         columns['train_loss' if trainer.training else 'valid_loss'] = losses.mean(values, self._summed(getattr(trainer, 'loss_func', None)))
         for name,m in self._now.items(): _merge(columns, _values(name, m.compute()), name)
         trainer.history.write_batches(trainer.training, losses.batches, loss=values)
@@ -411,7 +416,7 @@ def state_dict(self:MetricsCB):
     under_way = self._losses is not None and len(self._losses.batches) > 0
     return dict(epoch=self._epoch, elapsed=time.perf_counter()-self._start if self._epoch is not None else 0.,
                 metrics={name: _checked_state(name, m) if under_way and o is self._now else _metric_state(m) for o in self._by_pass.values() for name,m in o.items()},
-                losses=self._losses and dict(values=self._losses.values.read(), sizes=self._losses.sizes.read(), batches=list(self._losses.batches)))
+                losses=self._losses and self._losses.state_dict())
 
 @patch
 def load_state_dict(self:MetricsCB,

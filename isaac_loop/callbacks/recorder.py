@@ -7,39 +7,23 @@ __all__ = ['RecorderCB']
 
 # %% ../../nbs/callbacks/53_recorder.ipynb #fcd590aa
 import numbers
+from array import array
 
 import torch
 from fastcore.basics import patch
 
 from ..events import CancelException, Order
+from ..history import as_tensor
+from ..records import DeviceValues
+from ..state import ResumeMismatch
 
 # %% ../../nbs/callbacks/53_recorder.ipynb #336427b7
-class _Values:
-    "The values of one column in one pass, tensors on their device until they are read"
-    def __init__(self, name): self.name,self.plain,self.recent,self.stacked = name,[],[],[]
-
-    def add(self, value):
-        "Keep a value: a number, or a tensor with one entry"
-        is_tensor = torch.is_tensor(value) and value.numel() == 1
-        if not is_tensor and not isinstance(value, numbers.Real):
-            what = f'a tensor of shape {tuple(value.shape)}' if torch.is_tensor(value) else repr(value)
-            raise TypeError(f'`RecorderCB` asked for `{self.name}` and got {what}, but the history keeps one number per batch. Let the function return one.')
-        self.plain.append(None if is_tensor else float(value))
-        if is_tensor: self.recent.append(value.reshape(()))
-        if len(self.recent) == 512: self._stack()
-
-    def _stack(self): self.stacked,self.recent = [*self.stacked, torch.stack(self.recent)],[]
-
-    def read(self):
-        "All values as floats; this waits for the device"
-        if self.recent: self._stack()
-        tensors = iter([v for o in self.stacked for v in o.cpu().double().tolist()])
-        return [next(tensors) if o is None else o for o in self.plain]
-
-# %% ../../nbs/callbacks/53_recorder.ipynb #65b47182
-def _copied(value):
-    "A tensor as it is now, for those that are changed in place"
-    return value.detach().clone() if torch.is_tensor(value) else value
+def _checked(name, value):
+    "A number as a float, or a copy of a tensor with one entry"
+    if torch.is_tensor(value) and value.numel() == 1: return value.detach().reshape(()).clone() # Some are changed in place
+    if not torch.is_tensor(value) and isinstance(value, numbers.Real): return float(value)
+    what = f'a tensor of shape {tuple(value.shape)}' if torch.is_tensor(value) else repr(value)
+    raise TypeError(f'`RecorderCB` asked for `{name}` and got {what}, but the history keeps one number per batch. Let the function return one.')
 
 # %% ../../nbs/callbacks/53_recorder.ipynb #b8ad7787
 def _first_lr(trainer): return trainer.opt.param_groups[0]['lr']
@@ -65,21 +49,31 @@ class RecorderCB:
         "Start a pass"
         self._start()
 
-    def _start(self): self._values,self._batches,self._now = [_Values(o) for o in self.functions],[],None
+    def _start(self): self._values,self._batches,self._now,self._had_loss = {o: DeviceValues() for o in self.functions},array('I'),None,False
 
 # %% ../../nbs/callbacks/53_recorder.ipynb #6511c812
 @patch
 def after_get_loss(self:RecorderCB, trainer):
     "Take the values that this batch is trained with"
-    self._now = [_copied(f(trainer)) for f in self.functions.values()]
+    self._now = [_checked(name, f(trainer)) for name,f in self.functions.items()]
+
+@patch
+def cleanup_get_loss(self:RecorderCB, trainer):
+    "Note that this batch has that step"
+    self._had_loss = True
 
 @patch
 def after_batch(self:RecorderCB, trainer):
     "Keep them, as the batch has really happened"
-    if self._now is None: return
-    for column,value in zip(self._values, self._now): column.add(value)
-    self._batches.append(trainer.batch_num)
-    self._now = None
+    if not self._had_loss: self.after_get_loss(trainer)
+    if self._now is not None:
+        for column,value in zip(self._values.values(), self._now): column.add(value)
+        self._batches.append(trainer.batch_num)
+
+@patch
+def cleanup_batch(self:RecorderCB, trainer):
+    "Forget the batch"
+    self._now,self._had_loss = None,False
 
 @patch
 def cleanup_epoch(self:RecorderCB, trainer):
@@ -87,24 +81,26 @@ def cleanup_epoch(self:RecorderCB, trainer):
     values,batches = self._values,self._batches
     self._start() # The next pass may be left before it has begun here
     if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)) or not batches: return
-    trainer.history.write_batches(True, batches, **{o.name: o.read() for o in values})
+    trainer.history.write_batches(True, batches, **{name: o.read().tolist() for name,o in values.items()})
 
 # %% ../../nbs/callbacks/53_recorder.ipynb #5058f9bb
 @patch
 def state_dict(self:RecorderCB):
     "The values of a pass that is under way"
-    return dict(fit=self._fit, values={o.name: o.read() for o in self._values}, batches=list(self._batches))
+    return dict(fit=self._fit, values={name: o.tensor() for name,o in self._values.items()}, batches=as_tensor(self._batches))
 
 @patch
 def load_state_dict(self:RecorderCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on in the middle of a pass"
+    if len(state['batches']) and state['values'].keys() != self.functions.keys():
+        raise ResumeMismatch(f'`RecorderCB` recorded {list(state["values"])} when it was saved, and records {list(self.functions)} now, so the rows of this pass would have gaps. Record the same.')
     self._fit = state['fit']
     self._start()
-    self._batches += state['batches']
-    for column in self._values:
-        for value in state['values'][column.name]: column.add(value)
+    if not len(state['batches']): return
+    self._batches.extend(torch.as_tensor(state['batches']).tolist())
+    for name,column in self._values.items(): column.keep(state['values'][name])
 
 # %% ../../nbs/callbacks/53_recorder.ipynb #10fc9956
 @patch

@@ -7,7 +7,7 @@ __all__ = ['write_sqlite', 'write_jsonl', 'write_csv', 'TrackingCB']
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #06ceda26
 import csv, inspect, io, json, math, os, re, reprlib, shutil, sqlite3, time, uuid, warnings, weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -292,6 +292,41 @@ def _writer(path):
 
 def _now(): return datetime.now(timezone.utc).isoformat(timespec='seconds')
 
+# %% ../../nbs/callbacks/52_tracking.ipynb #7c8d9e0f
+_BLOCK = 10_000 # Rows that are written at once
+
+def _with_run(run, row): return {'run': run, **_beside('run', plain(row))}
+
+class _BatchRows(Sequence):
+    "Rows of batches, made from what histories keep when somebody asks for them"
+    def __init__(self): self.parts = [] # A run, its record of batches, the first row and the one after the last
+
+    def add(self, run, record, first, last):
+        "Put rows of a record behind the others"
+        if self.parts and self.parts[-1][:2] == (run, record) and self.parts[-1][3] == first: first = self.parts.pop()[2]
+        if first < last: self.parts.append((run, record, first, last))
+
+    def __len__(self): return sum(last-first for _,_,first,last in self.parts)
+
+    def __getitem__(self, i):
+        if isinstance(i, slice): return [self[o] for o in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        for run,record,first,last in self.parts:
+            if i < last-first: return _with_run(run, record[first+i])
+            i -= last-first
+
+    def __delitem__(self, i):
+        "Leave out the first rows, `[:n]`"
+        n = i.stop
+        while n:
+            run,record,first,last = self.parts.pop(0)
+            left = max(first+n, last)-last
+            if not left and first+n < last: self.parts.insert(0, (run, record, first+n, last))
+            n = left
+
+    def __eq__(self, other): return list(self) == list(other)
+    def __repr__(self): return f'{len(self)} rows'
+
 # %% ../../nbs/callbacks/52_tracking.ipynb #649ff155
 class TrackingCB:
     "Keep what was trained, with which settings, and how it went"
@@ -303,7 +338,7 @@ class TrackingCB:
         self.path = None if path is None else local_path(path, 'TrackingCB', 'path').absolute()
         self._write = None if path is None else _writer(self.path)
         self.experiment,self.run,self.resumed,self._trainer,self._open = experiment,None,None,None,False
-        self.fit_stats,self.epoch_stats,self.batch_stats,self.fit_ends = [],[],[],[]
+        self.fit_stats,self.epoch_stats,self.batch_stats,self.fit_ends = [],[],_BatchRows(),[]
 
     def before_fit(self, trainer):
         "Note the model, the callbacks and all settings"
@@ -361,16 +396,22 @@ def _end_row(self:TrackingCB, trainer):
 @patch
 def _note(self:TrackingCB, table, rows):
     "Keep `rows`, and put them down for writing"
-    rows = [{'run': self.run, **_beside('run', plain(row))} for row in rows]
+    rows = [_with_run(self.run, row) for row in rows]
     getattr(self, table).extend(rows)
     if self.path is not None: self._pending.setdefault(table, []).extend(rows)
 
 @patch
 def _note_batches(self:TrackingCB, trainer):
-    "Keep the batches that are new"
+    "Keep where the batches are that are new"
     batches = trainer.history.batches
-    self._note('batch_stats', batches[self._n_batches:])
+    self._note_part(batches, self._n_batches, len(batches))
     self._n_batches = len(batches)
+
+@patch
+def _note_part(self:TrackingCB, batches, first, last):
+    "Keep where the rows of batches are, and put them down for writing"
+    self.batch_stats.add(self.run, batches, first, last)
+    if self.path is not None: self._pending.setdefault('batch_stats', _BatchRows()).add(self.run, batches, first, last)
 
 @patch
 def _flush(self:TrackingCB):
@@ -379,8 +420,10 @@ def _flush(self:TrackingCB):
     for run in sorted(self._back):
         _TAKING_BACK[self._write][0](self.path, run)
         self._back.remove(run)
-    for table in list(self._pending):
-        self._write(where, table, self._pending[table])
+    for table,rows in list(self._pending.items()):
+        while block := rows[:_BLOCK]: # Rows of batches are made here, and there may be millions
+            self._write(where, table, block)
+            del rows[:len(block)]
         del self._pending[table]
 
 # %% ../../nbs/callbacks/52_tracking.ipynb #c3cc2664
@@ -406,11 +449,15 @@ def load_state_dict(self:TrackingCB,
         own['started'] = next((o['started'] for o in state['fit_stats'] if o['fit'] == own['fit']), own['started'])
     self._back,self._pending = set() if self.path is None else {mine, self.run} - ({old} if over else set()),{}
     self._first,(self._n_epochs,self._n_batches) = tuple(state['first']),state['noted']
-    rows = dict(fit_stats=[*earlier['fit_stats'], own], epoch_stats=trainer.history[self._first[0]:self._n_epochs],
-                batch_stats=trainer.history.batches[self._first[1]:self._n_batches], fit_ends=earlier['fit_ends'])
-    for table,found in rows.items():
-        setattr(self, table, [o for o in getattr(self, table) if o['run'] not in (mine, old, self.run)])
-        self._note(table, [{k: v for k,v in o.items() if k != 'run'} for o in found])
+    gone = mine, old, self.run
+    rows = dict(fit_stats=[*earlier['fit_stats'], own], epoch_stats=trainer.history[self._first[0]:self._n_epochs], batch_stats=None, fit_ends=earlier['fit_ends'])
+    for table,found in rows.items(): # In the order in which they are written
+        if table == 'batch_stats':
+            self.batch_stats.parts = [o for o in self.batch_stats.parts if o[0] not in gone]
+            self._note_part(trainer.history.batches, self._first[1], self._n_batches)
+        else:
+            setattr(self, table, [o for o in getattr(self, table) if o['run'] not in gone])
+            self._note(table, [{k: v for k,v in o.items() if k != 'run'} for o in found])
     self._save()
 
 @patch
