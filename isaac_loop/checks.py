@@ -32,6 +32,15 @@ def _whole(value):
     try: return None if isinstance(value, bool) else index(value)
     except TypeError: return None
 
+# %% ../nbs/06_checks.ipynb #8590a238
+def check_flag(
+    value, # What was given
+    name:str, # Name of the argument, for the message
+)->bool: # The same
+    "`value`, if it is True or False, or an error; a text such as 'no' would count as True"
+    if value in (False, True): return bool(value)
+    raise TypeError(f'`{name}` is {value!r}, which is neither True nor False. Use one of them.')
+
 # %% ../nbs/06_checks.ipynb #3d35f753
 def check_function(
     f, # What was given

@@ -11,8 +11,9 @@ from functools import partial
 from importlib.resources import files
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from .checks import check_flag
 from .events import did_you_mean
 from .loaders import exact_loader
 
@@ -80,6 +81,7 @@ def get_dataloaders(
     **kwargs, # For both `DataLoader`s: `num_workers`, `collate_fn`, ...; `pin_memory` is on by itself where there is CUDA
 )->tuple: # Two `DataLoader`s, None where there is no dataset
     "A loader for training and one for validation"
+    check_flag(shuffle, 'shuffle')
     kwargs.setdefault('pin_memory', torch.cuda.is_available())
     make = DataLoader if seed is None else partial(exact_loader, seed=seed)
     return (None if train is None else make(train, batch_size, shuffle=shuffle and _has_len(train), **kwargs),
@@ -105,6 +107,15 @@ def _choose_splits(dataset_dict, train, valid):
     return train,valid
 
 # %% ../nbs/20_data.ipynb #b77b44fe
+def _check_no_dataset(o, name):
+    "Refuse a dataset in the place of a loader; one that has an `__iter__` of its own may give batches"
+    if type(o).__module__ == 'datasets.dataset_dict':
+        raise TypeError(f'`{name}` is a {type(o).__name__}, which has a dataset for each split. Use `DataLoaders.from_dataset_dict(dataset_dict, batch_size)`.')
+    gives_rows = isinstance(o, Dataset) and not hasattr(o, '__iter__')
+    if gives_rows or type(o).__module__ in ('datasets.arrow_dataset', 'datasets.iterable_dataset'):
+        raise TypeError(f'`{name}` is a dataset, {type(o).__name__}, which gives single rows, and a model wants batches. Use `DataLoaders(*get_dataloaders(train, valid, batch_size))`; '
+                        'or, if its rows are batches already, `DataLoader(dataset, batch_size=None)`.')
+
 class DataLoaders:
     "The loaders of a trainer, `train` and `valid`"
     def __init__(self,
@@ -117,6 +128,7 @@ class DataLoaders:
         for o,name in ((train, 'train'), (valid, 'valid')):
             if o is not None and not hasattr(o, '__iter__') and not hasattr(o, '__getitem__'):
                 raise TypeError(f'`{name}` is a {type(o).__name__}, which cannot be iterated. Pass a `DataLoader`, or any object with `__iter__`.')
+            _check_no_dataset(o, name)
         self.train,self.valid,self.n_inp = train,valid,n_inp
 
     @classmethod

@@ -6,7 +6,7 @@
 __all__ = ['WorkerCrashed', 'ExactLoader', 'ReplayLoader', 'exact_loader']
 
 # %% ../nbs/11_loaders.ipynb #1f047e06
-import warnings, weakref
+import copy, warnings, weakref
 from contextlib import suppress
 from itertools import count
 
@@ -14,6 +14,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from .checks import check_flag
 from .sampling import BatchReader, SeededBatchSampler, WorkerStart, as_it_is, hashed, seed_with, seeded_with, whole_number
 
 # %% ../nbs/11_loaders.ipynb #ecbc30c0
@@ -197,9 +198,8 @@ def load_state_dict(self:ExactLoader,
     changed = {o: (state[o], now[o]) for o in now if o in state and state[o] != now[o]}
     _check_same({o: changed[o] for o in ('seed', 'n', 'shuffle') if o in changed}, state['samples'])
     others = {o: changed[o] for o in ('batch_size', 'drop_last', 'world_size') if o in changed}
-    if others and state['samples']:
-        warnings.warn(f'The position was saved with {_listed(others, 0)}, and the loader has {_listed(others, 1)}: every sample still comes once in this epoch, '
-                      'but in other batches, so the run will not be the same bit for bit.', stacklevel=2)
+    if others: warnings.warn(f'The position was saved with {_listed(others, 0)}, and the loader has {_listed(others, 1)}: every sample still comes once in an epoch, '
+                             'but in other batches, so the run will not be the same bit for bit.', stacklevel=2)
     self.set_epoch(state['epoch'])
     if state['samples']: self.start_at(state['samples'])
 
@@ -234,9 +234,25 @@ def _with_seeds(loader, seed):
     names = ('batch_size', 'drop_last', 'num_workers', 'collate_fn', 'pin_memory', 'timeout', 'prefetch_factor', 'persistent_workers', 'multiprocessing_context')
     return DataLoader(_SeededStream(loader.dataset, seed), generator=torch.Generator(), worker_init_fn=WorkerStart(loader.worker_init_fn), **{o: getattr(loader, o) for o in names})
 
+# %% ../nbs/11_loaders.ipynb #f986b2b2
+def _knows_its_place(loader):
+    "Whether `loader` reads a stream, in this process, that can go on anywhere by its own state"
+    if not _is_stream(loader) or loader.num_workers: return False
+    able = all(hasattr(loader.dataset, o) for o in ('state_dict', 'load_state_dict'))
+    return able and not _loses_rows(getattr(loader.dataset, '_ex_iterable', None))
+
+def _loses_rows(x):
+    "Whether a part of a Hugging Face stream holds rows that its state lacks: a shuffle buffer, or a batched `map` over Arrow tables"
+    if type(x).__module__ != 'datasets.iterable_dataset': return False
+    if 'BufferShuffled' in type(x).__name__ or (getattr(x, 'batched', False) and x.iter_arrow): return True
+    return any(_loses_rows(o) for v in vars(x).values() for o in (v if isinstance(v, (list, tuple)) else [v]))
+
 # %% ../nbs/11_loaders.ipynb #61fb7194
 class ReplayLoader(_Resumable):
-    "Any loader, made repeatable; it goes on in the middle of an epoch by reading the epoch again"
+    "Any loader, made repeatable; it goes on in the middle of an epoch by reading the epoch again, or by the state of a stream that has one"
+    _stream = _beginning = None # The state of a stream to go on from; the one that it had before it was read
+    _moved = False # Does the stream stand elsewhere than at its beginning?
+
     def __init__(self,
         loader, # Gives batches anew each time it is iterated; or a function without arguments that makes such a thing for every pass
         seed:int=0, # The same seed gives the same batches
@@ -265,23 +281,27 @@ def start_at(self:ReplayLoader,
     batches:int, # Batches of this epoch that were used already
 ):
     "Go on in the middle of the epoch in the next pass, by reading and dropping `batches` batches"
+    self._stream = None
     self._place(self.epoch, whole_number(batches, 'batches', 'batches are counted', least=0), goes_on=True)
 
 @patch
 def state_dict(self:ReplayLoader)->dict: # Plain numbers
     "The position behind the last batch, and what it depends on"
     epoch,batches = self._here()
-    return dict(epoch=epoch, batches=batches, seed=self.seed, batch_size=getattr(self.loader, 'batch_size', None))
+    state = dict(epoch=epoch, batches=batches, seed=self.seed, batch_size=getattr(self.loader, 'batch_size', None))
+    stream = self._stream if self._goes_on else self.loader.dataset.state_dict() if batches and _knows_its_place(self.loader) else None
+    return state if stream is None else state | dict(stream=stream)
 
 @patch
 def load_state_dict(self:ReplayLoader,
     state:dict, # What `state_dict` gave
 ):
     "Go on from a saved position in the next pass"
-    now = self.state_dict()
+    now = dict(seed=self.seed, batch_size=getattr(self.loader, 'batch_size', None))
     _check_same({o: (state[o], now[o]) for o in ('seed', 'batch_size') if o in state and state[o] != now[o]}, state['batches'])
     self.set_epoch(state['epoch'])
     if state['batches']: self.start_at(state['batches'])
+    self._stream = state.get('stream') if state['batches'] else None
 
 # %% ../nbs/11_loaders.ipynb #8a4e2712
 @patch
@@ -304,18 +324,32 @@ def _fresh(self:ReplayLoader):
     if self.make: return self.make()
     return _with_seeds(self.loader, self.seed) if _is_stream(self.loader) and self.loader.num_workers else self.loader
 
+# %% ../nbs/11_loaders.ipynb #da24fb65
+@patch
+def _take_up(self:ReplayLoader, done):
+    "Let a stream that knows its place go there, or to its beginning; returns the number of the batch that it gives next"
+    stream,self._stream = self._stream,None
+    if not _knows_its_place(self.loader): return 0
+    dataset = self.loader.dataset
+    if self._beginning is None: self._beginning = copy.deepcopy(dataset.state_dict())
+    if stream is not None: dataset.load_state_dict(copy.deepcopy(stream))
+    elif self._moved: dataset.load_state_dict(copy.deepcopy(self._beginning))
+    self._moved = stream is not None
+    return done if stream is not None else 0
+
 # %% ../nbs/11_loaders.ipynb #9e128b12
 _end = object()
 
 @patch
 def _walk(self:ReplayLoader, epoch, done):
     "The batches from a position on, each with the position behind it"
-    if done: warnings.warn(f'Reading {done} batches of epoch {epoch} again and dropping them: a stream has no other way to the place where it stopped.', stacklevel=3)
     source = batches = None
     try:
         source = self._source(epoch)
+        first = self._take_up(done)
+        if done > first: warnings.warn(f'Reading {done} batches of epoch {epoch} again and dropping them: a stream has no other way to the place where it stopped.', stacklevel=3)
         with seeded_with(self.seed, epoch): batches = iter(source)
-        for i in count():
+        for i in count(first):
             batch = self._read(batches, source, epoch, i)
             if batch is _end: break
             if i >= done: yield batch,i+1
@@ -333,6 +367,14 @@ def _read(self:ReplayLoader, batches, source, epoch, i):
     with seeded_with(self.seed, epoch, i): return next(batches, _end)
 
 # %% ../nbs/11_loaders.ipynb #a424831b
+def _check_dataset(dataset):
+    "Refuse what is no dataset"
+    if isinstance(dataset, DataLoader) or hasattr(dataset, '__next__'):
+        raise TypeError(f'`dataset` is a {type(dataset).__name__}, which gives batches one after the other, and not rows. Pass the dataset itself, such as `loader.dataset`; '
+                        'or make a loader that you have repeatable with `ReplayLoader(loader)`.')
+    if hasattr(dataset, '__len__') and not isinstance(dataset, IterableDataset) and not (hasattr(dataset, '__getitem__') or hasattr(dataset, '__getitems__')):
+        raise TypeError(f'`dataset` is a {type(dataset).__name__}, which has a length but no rows by number. Give it a `__getitem__`, or make a list of it.')
+
 def exact_loader(
     dataset, # With rows by number, or a stream (an `IterableDataset`, or anything without a length)
     batch_size:int, # Rows of a batch
@@ -344,6 +386,8 @@ def exact_loader(
     **kwargs, # For `DataLoader`, and for `ExactLoader` also `rank` and `world_size`
 ): # An `ExactLoader`, or for a stream a `ReplayLoader`
     "A loader whose batches can be found again"
+    _check_dataset(dataset)
+    check_flag(shuffle, 'shuffle')
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, '__len__'):
         return ReplayLoader(DataLoader(dataset, batch_size, drop_last=drop_last, num_workers=num_workers, collate_fn=collate_fn, **kwargs), seed)
     return ExactLoader(dataset, batch_size, seed, shuffle, drop_last, num_workers, collate_fn, **kwargs)

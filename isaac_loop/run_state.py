@@ -7,13 +7,14 @@ __all__ = ['stateful_callbacks', 'check_states', 'bare', 'opt_defaults', 'genera
            'put_state', 'put_callbacks', 'put_weights', 'put_position', 'put_generators', 'put_random']
 
 # %% ../nbs/27_run_state.ipynb #43547c4f
-import inspect
+import inspect, warnings
 from contextlib import contextmanager
 
 import torch
 from torch import nn, optim
 
 from .events import callback_name
+from .fingerprint import data_of, differences, loss_of, unchecked
 from .snapshot import random_state, set_random_state
 from .state import ResumeMismatch, StateOwnerMissing, from_plain, plain, plain_random_state, set_plain_random_state
 from .tensors import map_tensors
@@ -150,7 +151,7 @@ def take_state(
 
 def _take(trainer, epoch, batches, finished, pass_start, copy):
     parts,opts,modules = take_parts(trainer, copy),_parts(trainer, optim.Optimizer),_parts(trainer, nn.Module)
-    state = dict(position=_position(trainer, epoch, batches, finished), pass_start=pass_start, opt_defaults=opt_defaults(trainer),
+    state = dict(position=_position(trainer, epoch, batches, finished), pass_start=pass_start, opt_defaults=opt_defaults(trainer), data=data_of(trainer), loss_func=loss_of(trainer),
                  opt_classes={name: type(o).__name__ for name,o in opts.items()}, opts={name: o.state_dict() for name,o in opts.items()},
                  modules={name: o.state_dict() for name,o in modules.items()},
                  grads={i: p.grad for i,p in enumerate(_parameters(trainer)) if p.grad is not None})
@@ -207,19 +208,51 @@ def _loader_kinds(trainer, state):
     was,here = _kind_of(saved),_kind_of(None if now is None else now.state_dict())
     if was != here and (state['position']['batches'] or None not in (saved, now)): yield f'`dls.train`: it was {was}, and is {here}'
 
+def _orders(trainer, state):
+    "In the middle of an epoch, a training loader that would go on with other rows than those which are left"
+    if not state['position']['batches']: return
+    saved,loader = state['loaders'].get('train'),_loaders(trainer).get('train')
+    was,now = (state.get('data', {}).get('train', {}), data_of(trainer).get('train', {})) if loader is None else (saved or {}, loader.state_dict())
+    names = ('batch_size', 'drop_last', 'sampler') if loader is None else ('seed', 'n', 'shuffle') if 'samples' in was else ('seed', 'batch_size')
+    for o in names:
+        if o in was and o in now and was[o] != now[o]: yield f'`dls.train`: its `{o}` was {was[o]}, and is {now[o]}; in the middle of an epoch samples would be left out and others come twice'
+
+# %% ../nbs/27_run_state.ipynb #f2bade3a
+def _data(trainer, state):
+    "Other rows, or a plain loader that makes other batches of them"
+    for name,now in data_of(trainer).items():
+        saved = state.get('data', {}).get(name, {})
+        found = list(differences(saved, now))
+        if name == 'train': found += [f'its `{o}` was {saved[o]}, and is {now[o]}' for o in ('batch_size', 'drop_last', 'sampler') if o in saved and o in now and saved[o] != now[o]]
+        yield from (f'`dls.{name}`: {o}' for o in found)
+
+# %% ../nbs/27_run_state.ipynb #af463b7a
+def data_unchecked(
+    trainer, # That goes on
+    state:dict, # As `take_state` gave it
+)->str: # Empty if something of all its data was compared
+    "Of which loaders nobody can tell whether they give the data of the saved run"
+    reasons = {name: unchecked(state.get('data', {}).get(name, {}), now) for name,now in data_of(trainer).items()}
+    return ', '.join(f'`dls.{name}` {o}' for name,o in reasons.items() if o)
+
 # %% ../nbs/27_run_state.ipynb #bb6d0d8d
+_on_purpose = 'To go on with other data on purpose, use `CheckpointCB(strict=False)` or `RewindCB(strict=False)`. '
+
 def check_fits(
     trainer, # That is to go on
     weights:dict, # As `take_state` gave them
     state:dict, # The same
-    strict:bool=True, # Also refuse callbacks without state, and state without a callback?
+    strict:bool=True, # Also refuse other data, callbacks without state, and state without a callback? If not, it warns of other data
 ):
     "Raise `ResumeMismatch` with a line for every difference that would make the result wrong"
     lines = [*_differing(weights, bare(trainer.model).state_dict(), 'the model'), *_unlike(state['opts'], _parts(trainer, optim.Optimizer), 'the optimizers'),
-             *_unlike(state['modules'], _parts(trainer, nn.Module), 'the modules'), *_groups(trainer, state), *_lengths(trainer, state), *_loader_kinds(trainer, state)]
-    if lines: raise ResumeMismatch('What was saved does not fit this trainer, so going on would give a wrong result.\n' + '\n'.join(f'- {o}' for o in lines)
-                                   + '\nMake model, optimizer and data as they were, or start anew in another folder. '
-                                   'To use the weights alone, `load_weights(path)` gives them as a dict for `model.load_state_dict`.')
+             *_unlike(state['modules'], _parts(trainer, nn.Module), 'the modules'), *_groups(trainer, state), *_lengths(trainer, state), *_loader_kinds(trainer, state), *_orders(trainer, state)]
+    others = list(_data(trainer, state))
+    if lines or (others and strict):
+        raise ResumeMismatch('What was saved does not fit this trainer, so going on would give a wrong result.\n' + '\n'.join(f'- {o}' for o in lines+others)
+                             + '\nMake model, optimizer and data as they were, or start anew in another folder. ' + _on_purpose*(not lines) +
+                             'To use the weights alone, `load_weights(path)` gives them as a dict for `model.load_state_dict`.')
+    if others: warnings.warn(f'These are not the data of the saved run, so it goes on as another one: {"; ".join(others)}.', stacklevel=2)
     here,there = stateful_callbacks(trainer),state['callbacks']
     lost,new = [o for o in there if o not in here],[o for o in here if o not in there]
     if strict and (lost or new):

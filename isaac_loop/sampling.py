@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import get_worker_info
 
-from .checks import check_count
+from .checks import check_count, check_flag
 
 # %% ../nbs/09_sampling.ipynb #9dd004a3
 def hashed(*key):
@@ -93,7 +93,7 @@ class SeededBatchSampler:
             raise ValueError(f'`rank` is {rank}, but with `world_size={world_size}` the processes have the numbers 0 to {self.world_size-1}. Use one of those.')
         if 0 < self.n < self.world_size and not drop_last:
             raise ValueError(f'{n} rows cannot be shared among {world_size} processes, and one without a batch would hold up the others. Use fewer processes, or more rows.')
-        self.shuffle,self.drop_last,self.epoch,self.start = shuffle,drop_last,0,0
+        self.shuffle,self.drop_last,self.epoch,self.start = check_flag(shuffle, 'shuffle'),check_flag(drop_last, 'drop_last'),0,0
 
     def __len__(self): # Of a whole epoch, wherever it starts
         full,rest = divmod(self.n, self.batch_size*self.world_size)

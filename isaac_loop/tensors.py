@@ -9,6 +9,7 @@ __all__ = ['map_tensors', 'def_device', 'to_device', 'to_cpu', 'set_seed', 'inpl
 import dataclasses, math, numbers, os, random, sys
 from collections.abc import Mapping
 from functools import wraps
+from operator import index
 
 import torch
 
@@ -93,6 +94,8 @@ def set_seed(
     "Seed the random numbers of Python, NumPy and PyTorch (every device)"
     if deterministic and benchmark:
         raise ValueError('`deterministic=True` and `benchmark=True` contradict each other: cuDNN would choose algorithms by their speed, and another run may choose others. Leave one of them out.')
+    try: seed = index(seed)
+    except TypeError: raise TypeError(f'`seed` is {seed!r}, but random numbers begin from a number. Use a whole one, such as `set_seed(42)`.') from None
     random.seed(seed)
     torch.manual_seed(seed)
     if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(seed % 2**32)

@@ -100,6 +100,9 @@ def _check_passes(dls, train, valid):
                                         f'Give the trainer `DataLoaders({name}=...)`, or call `fit({name}=False)`.')
         if n_batches(dl) == 0: raise ValueError(f'`dls.{name}` has no batches, so nothing would be learnt or measured. '
                                                 'Is the dataset empty, or smaller than a batch while `drop_last=True`?')
+    if train and valid and dls.train is dls.valid and hasattr(dls.train, 'load_state_dict'):
+        raise ValueError('`dls.train` and `dls.valid` are one loader, which keeps its position, and would lose it in every validation. '
+                         'Make two over the same data; the second may leave the rows in order, with `shuffle=False`.')
 
 # %% ../nbs/10_trainer.ipynb #3cb04bb3
 _pass_in_pass = ('`one_epoch` was called inside a pass, and two passes cannot share one state. '

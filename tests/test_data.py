@@ -222,7 +222,36 @@ def test_a_loader_that_cannot_be_iterated_is_refused():
     assert dls.valid is None and dls.n_inp == 1 and repr(dls) == "DataLoaders(train: 2 batches, valid: none, n_inp: 1)"
 
 
+class Batches(torch.utils.data.Dataset):
+    "A dataset that walks over batches by itself"
+    def __iter__(self): return iter([(torch.ones(2, 1), torch.ones(2, 1))])
+
+
+@pytest.mark.parametrize("dataset", [torch.utils.data.TensorDataset(torch.ones(4, 1)), numbered(4), numbered(4).to_iterable_dataset(), splits()])
+def test_a_dataset_is_no_loader(dataset):
+    "It would train row by row; a list of batches, a loader, and what gives batches by itself are taken"
+    with pytest.raises(TypeError, match="`train` is a .*get_dataloaders|`train` is a .*from_dataset_dict"): DataLoaders(dataset)
+    with pytest.raises(TypeError, match="`valid` is a"): DataLoaders([1], dataset)
+    for o in (Batches(), Stream(4), iter([1]), torch.utils.data.DataLoader([1])): assert DataLoaders(o, o).train is o
+
+
 # `get_dataloaders`
+
+def test_a_text_is_no_answer_to_whether_to_shuffle():
+    with pytest.raises(TypeError, match="`shuffle` is 'no'"): get_dataloaders(numbered(4), None, 2, shuffle="no")
+
+
+def test_one_exact_loader_does_not_serve_two_passes():
+    "It would lose its place in each validation; a plain loader has none"
+    from isaac_loop.callbacks.training import BasicTrainCB
+    from isaac_loop.trainer import Trainer
+    rows = [(torch.ones(1), torch.ones(1))]*4
+    def make_trainer(dl): return Trainer(DataLoaders(dl, dl), torch.nn.functional.mse_loss, torch.optim.SGD, torch.nn.Linear(1, 1), BasicTrainCB())
+    exact = get_dataloaders(rows, None, 2, seed=1)[0]
+    with pytest.raises(ValueError, match="are one loader"): make_trainer(exact).fit(1)
+    make_trainer(exact).fit(1, valid=False)
+    make_trainer(get_dataloaders(rows, None, 2)[0]).fit(1)
+
 
 def test_a_missing_dataset_has_no_loader():
     "ISA-100: training or validation alone"

@@ -344,6 +344,11 @@ def test_a_copy_goes_on_from_the_same_place():
     (lambda: SeededBatchSampler(10, 2).start_at(11), ValueError, "an epoch has only 10"),
     (lambda: SeededBatchSampler(10, 2).set_epoch(-1), ValueError, "`epoch` is -1"),
     (lambda: ExactLoader(Noisy(), None), TypeError, "`batch_size` is None"),
+    (lambda: exact_loader(Noisy(), 2, shuffle="no"), TypeError, "`shuffle` is 'no'"),
+    (lambda: exact_loader(Stream(), 2, shuffle="no"), TypeError, "`shuffle` is 'no'"),
+    (lambda: exact_loader(Noisy(), 2, drop_last="no"), TypeError, "`drop_last` is 'no'"),
+    (lambda: exact_loader(DataLoader(Noisy(), 2), 2), TypeError, "Pass the dataset itself"),
+    (lambda: exact_loader(iter([1, 2]), 2), TypeError, "Pass the dataset itself"),
     (lambda: ExactLoader(Noisy(), 2, sampler=[1, 2]), TypeError, "`sampler` was given"),
     (lambda: ExactLoader(Noisy(), 2, generator=torch.Generator()), TypeError, "`generator` was given"),
     (lambda: ExactLoader(Noisy(), 2, in_order=False), ValueError, "fastest worker"),
@@ -576,6 +581,53 @@ def test_a_stream_goes_on_by_replay(make, mode, place):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert equal(list(later), epochs[e+1])
+
+
+class Placed(IterableDataset):
+    "Rows with random numbers; knows its place, and how many rows were read"
+    def __init__(self, n=24): self.n, self.i, self.read = n, 0, 0
+    def state_dict(self): return {"i": self.i}
+    def load_state_dict(self, state): self.start = state["i"]
+    start = 0
+
+    def __iter__(self):
+        for self.i in range(self.start+1, self.n+1):
+            self.read += 1
+            yield torch.tensor([self.i-1, *draw()], dtype=torch.float64)
+
+
+def counted_stream():
+    "A stream of Hugging Face without a buffer, whose rows are counted by the last `map`"
+    stream = Dataset.from_dict({"i": list(range(24))}).to_iterable_dataset(num_shards=2).map(noisy_row, remove_columns=["i"]).filter(lambda row: True)
+    return stream.map(lambda row: {"row": torch.tensor(row["row"], dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("make", [Placed, counted_stream])
+def test_a_stream_that_knows_its_place_goes_on_there(make):
+    "At every batch of two epochs; nothing is read again, nothing warned of, and the epoch after it is whole"
+    make_loader = lambda: exact_loader(make(), 5, seed=9, collate_fn=first_column)
+    loader, states = make_loader(), []
+    epochs = [[states.append(loader.state_dict()) or batch for batch in loader] for _ in range(2)] + [list(loader)]
+    assert [sorted(rows_of(o)) for o in epochs] == [list(range(24))]*3
+    for k, state in enumerate(states):
+        later = make_loader()
+        later.load_state_dict(state)
+        assert later.state_dict() == state
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert equal(list(later), epochs[k//5][k%5+1:])
+            if make is Placed: assert later.dataset.read == max(24 - 5*(k%5+1), 0)
+            assert equal(list(later), epochs[k//5+1])
+    later.load_state_dict(states[1])  # Once more by the same loader, and another pass broken off
+    assert torch.equal(next(iter(later)), epochs[0][2]) and equal(list(later), epochs[1])
+
+
+def test_a_stream_whose_state_lacks_rows_is_read_again():
+    "A shuffle buffer of Hugging Face is lost, and a worker's state is out of reach"
+    for loader in (exact_loader(hub_stream(), 4, collate_fn=first_column), exact_loader(Placed(), 4, num_workers=1)):
+        for _ in loader:
+            assert "stream" not in loader.state_dict()
+            break
 
 
 def test_workers_of_a_stream_that_fail_are_replaced(tmp_path):

@@ -226,6 +226,14 @@ def test_the_same_seed_gives_the_same_numbers(global_state, seed):
     assert all(a != b for a, b in zip(first, second))
 
 
+@pytest.mark.parametrize("seed", ["42", 1.5, None])
+def test_a_seed_is_a_whole_number(global_state, seed):
+    "And nothing is seeded by halves"
+    before = random.getstate()
+    with pytest.raises(TypeError, match="`seed` is"): set_seed(seed)
+    assert random.getstate() == before
+
+
 def test_another_seed_gives_other_numbers(global_state):
     "ISA-94: from every generator"
     set_seed(1)

@@ -17,7 +17,7 @@ from ..checks import local_path
 from ..events import CancelFitException, callback_name
 from ..history import Monitor, check_monitored, mode_of
 from ..run_folder import run_folder
-from ..run_state import check_fits, check_is_run, put_weights, take_parts, take_state
+from ..run_state import check_fits, check_is_run, data_unchecked, put_weights, take_parts, take_state
 from ..state import ResumeMismatch
 from ..store import CheckpointStore, check_keeping
 
@@ -74,7 +74,7 @@ class CheckpointCB(ResumingCB):
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
         keep_best:int=1, # How many of the best to keep, by `monitor`; 0 and None keep none for that
         resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
-        strict:bool=True, # Refuse to go on with other stateful callbacks, or without a device whose random numbers were saved?
+        strict:bool=True, # Refuse to go on with other data, other stateful callbacks, or without a device whose random numbers were saved?
         pattern:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; where they were not measured, mostly in the middle of an epoch, this one is used
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
@@ -220,6 +220,7 @@ def _takes_up(self:CheckpointCB, trainer, weights, state):
     if not self._over:
         warn_of_rates(trainer, state, 'begin anew in another folder')
         _warn_of_workers(trainer.dls.train)
+        if told := data_unchecked(trainer, state): print(f'Whether these are the data of the saved run cannot be told: {told}.')
     return True
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #4d1fb2d3

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..events import CancelFitException, Order, callback_name, whereabouts
+from ..fingerprint import data_of, loss_of
 from ..run_state import check_states, generators, opt_defaults, put_callbacks, put_generators, put_position, put_random, put_state
 from ..snapshot import random_state
 from ..state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
@@ -39,6 +40,7 @@ class ResumingCB:
         "Walk over the epochs; `found` is weights and state to go on from, or None"
         check_states(trainer)
         self._found,self._strict,self._pass_start,self._batches,self._next = found,strict,None,0,0
+        data_of(trainer), loss_of(trainer) # As they are now, for all that is saved in this fit
         trainer.epochs = self._epochs(trainer, trainer.epochs)
 
     def _epochs(self, trainer, epochs):
@@ -180,7 +182,10 @@ def warn_of_rates(
     state:dict, # As `take_state` gave it
     instead:str='rewind to the beginning', # What else could be done, for the message
 ):
-    "Say that a rate or an option given now has no effect on a run that goes on"
+    "Say that a rate or an option given now has no effect on a run that goes on, and that another loss has one"
+    was,loss = state.get('loss_func'),loss_of(trainer)
+    if was not in (None, loss): warnings.warn(f'The saved run had the loss `{was}`, and goes on with `{loss}`, so its losses before and after cannot be compared. '
+                                              'To go on as it was, give the trainer the same `loss_func`.', stacklevel=2)
     position,saved,now = state['position'],state.get('opt_defaults', {}),opt_defaults(trainer)
     changed = [f"`{k}={now[name][k]!r}` (saved: {v!r})" for name,options in saved.items() for k,v in options.items() if k in now.get(name, {}) and now[name][k] != v]
     if position['lr'] != trainer.lr: changed.insert(0, f"`lr={trainer.lr:g}` (saved: {position['lr']:g})")
