@@ -80,3 +80,11 @@ def local_path(
         return Path(text).expanduser()
     raise ValueError(f'`{what}` is an address, `{found[1]}://...`, but `{who}` works with files of this machine. Give a local {what}; '
                      '`UploadCB(url)` copies the folder of a run to such an address, and `fetch(url, folder)` gets it from there.')
+
+# %% ../nbs/06_checks.ipynb #3d366ed0
+def short_path(
+    path, # An absolute path
+)->str: # Relative, if it lies below the working directory
+    "`path` as people type it"
+    path,here = Path(path),Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -16,7 +16,7 @@ from torch import nn, optim
 from .events import callback_name
 from .fingerprint import data_of, differences, loss_of, unchecked
 from .snapshot import random_state, set_random_state
-from .state import ResumeMismatch, StateOwnerMissing, from_plain, plain, plain_random_state, set_plain_random_state
+from .state import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing, from_plain, plain, plain_random_state, set_plain_random_state
 from .tensors import map_tensors
 from .trainer import n_batches
 
@@ -160,13 +160,37 @@ def _take(trainer, epoch, batches, finished, pass_start, copy):
     return map_tensors(torch.clone, dict(weights)) if copy else weights, state
 
 # %% ../nbs/27_run_state.ipynb #7fe1da1a
+_NUMBER,_TEXT = (int, type(None)),(str, type(None))
+_POSITION = dict(fit=int, epoch=int, batches=int, n_updates=int, n_epochs=int, lr=float, finished=bool, stop_reason=_TEXT, n_batches=_NUMBER, model_trains=bool)
+_RUN = dict(position=_POSITION, opts=dict, opt_classes=dict, modules=dict, grads=dict, loaders=dict, callbacks=dict, random=dict(python=tuple, torch=torch.Tensor),
+            history=dict(rows=list, fit=int, next=(dict, type(None)), open=bool, batches=dict))
+
+def _lacking(found, wanted, where='state'):
+    "A line for everything that is missing in a state, or is not of the kind that was written"
+    for name,kind in wanted.items():
+        value = found.get(name, _lacking) # No value is this function
+        if value is _lacking: yield f"{where}['{name}'] is missing"
+        elif isinstance(kind, dict) and isinstance(value, dict): yield from _lacking(value, kind, f"{where}['{name}']")
+        elif isinstance(kind, dict) or not isinstance(value, kind) or (isinstance(value, bool) and kind in (int, _NUMBER)): yield f"{where}['{name}'] is {value!r:.60}"
+
+def _faults(state):
+    "What is wrong with the state of a run"
+    yield from _lacking(state, _RUN)
+    for name,opt in state['opts'].items() if isinstance(state['opts'], dict) else ():
+        if isinstance(opt, dict): yield from _lacking(opt, dict(state=dict, param_groups=list), f"state['opts']['{name}']")
+        else: yield f"state['opts']['{name}'] is {opt!r:.60}"
+    if isinstance(state['position'], dict) and state['position'].get('batches'): yield from _lacking(state, dict(pass_start=dict(generators=dict, **_RUN['random'])))
+
 def check_is_run(
     state, # What a checkpoint holds
     where, # Its path, for the message
 ):
-    "Raise `ResumeMismatch` if `state` is not what `take_state` gives"
-    if isinstance(state, dict) and {'position', 'opts', 'callbacks'} <= state.keys(): return
-    raise ResumeMismatch(f'`{where}` holds no run that `CheckpointCB` or `trainer.save` wrote, so nothing can go on from it. Read it with `CheckpointStore.load`.')
+    "Raise `ResumeMismatch` if `state` is not what `take_state` gives, `CheckpointCorrupt` if a part of that is missing"
+    if not isinstance(state, dict) or not {'position', 'opts', 'callbacks'} <= state.keys():
+        raise ResumeMismatch(f'`{where}` holds no run that `CheckpointCB` or `trainer.save` wrote, so nothing can go on from it. Read it with `CheckpointStore.load`.')
+    if lines := list(_faults(state)):
+        raise CheckpointCorrupt(f'`{where}` holds a run that was changed after it was saved, or was written by something else, so nothing can go on from it:\n'
+                                + '\n'.join(f'- {o}' for o in lines) + '\nUse another checkpoint; `load_weights` gives its weights.')
 
 # %% ../nbs/27_run_state.ipynb #589d9da3
 def _shape(x): return 'any' if torch.nn.parameter.is_lazy(x) else tuple(getattr(x, 'shape', ()))
@@ -294,9 +318,17 @@ def put_callbacks(
 ):
     "Let callbacks be as they were, whether they tell their state or not"
     for name,cb in stateful_callbacks(trainer).items():
-        if name in state['callbacks']: cb.load_state_dict(from_plain(state['callbacks'][name]))
+        if name in state['callbacks']: _put_state_of(name, cb, from_plain(state['callbacks'][name]))
     own = getattr(trainer, '_own_state', None)
     if own is not None and state.get('own'): own.put(trainer, state['own'], tell)
+
+def _put_state_of(name, callback, state):
+    "Let `callback` take its state; an error says whose it is"
+    try: callback.load_state_dict(state)
+    except Exception as e:
+        e.add_note(f'raised by `{name}.load_state_dict`, while the state of the run was put back')
+        raise
+
 
 # %% ../nbs/27_run_state.ipynb #8fc9549f
 @torch.no_grad()

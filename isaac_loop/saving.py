@@ -31,7 +31,7 @@ def save(self:Trainer,
         raise RuntimeError('`trainer.save` was called inside a fit, where it cannot know at which batch the run stands. Let `CheckpointCB(folder, every=...)` save there.')
     weights,state = take_state(self, self.n_epochs, finished=True, copy=False)
     if self._broken: state['position']['by_hand'] = True # The last fit did not end
-    with CheckpointStore(folder) as store: return store.save(weights, state, self.n_updates, metrics=metrics)
+    with CheckpointStore(folder) as store: return store.save(weights, state, self.n_updates, metrics=metrics, info=dict(by_hand=True))
 
 # %% ../nbs/38_saving.ipynb #b767412f
 def _best_in(folder, monitor, mode):
@@ -63,7 +63,10 @@ def _check_wanted(best, monitor, mode):
 def _read(folder, best, monitor, mode):
     "Weights, state and manifest of the checkpoint that is meant"
     store = CheckpointStore(folder, read_only=True)
-    path = folder if (store.folder/MANIFEST_FILE).exists() else None
+    if store.folder.is_file():
+        raise NoValidCheckpoint(f'`{folder}` is a file, and `trainer.load` takes over a whole run, from the folder of a checkpoint or from one that has some. '
+                                'For weights alone use `model.load_state_dict(load_weights(path))`.')
+    path = store.folder if (store.folder/MANIFEST_FILE).exists() else None
     if best: path = _best_in(folder, monitor, mode)
     weights,state,manifest = store.load(path)
     check_is_run(state, store.resumed_from or path)

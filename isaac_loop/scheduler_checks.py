@@ -49,15 +49,15 @@ def check_scheduler(scheduler, opt, who):
 def check_rates(
     opt, # The optimizer whose rates have been set
     cb, # The callback that set them
-    n:int, # After how many updates or epochs
-    unit:str, # 'update' or 'epoch'
-    wait:bool=True, # Look at rates that are tensors as well?
+    when:str='by now', # For the message, with a place for `n`
+    n:int=0, # After how many updates or epochs
+    wait:bool=True, # Look at rates on a device as well?
 ):
     "Refuse a rate that would spoil the weights; rounding may leave one a hair below 0"
     for i,group in enumerate(opt.param_groups):
         rate = group['lr']
-        if (not wait and torch.is_tensor(rate)) or -1e-12 <= rate < math.inf: continue
-        raise ValueError(f'`{callback_name(cb)}` has set the learning rate of parameter group {i} to {float(rate):g} after {n} {unit}s, and the next update would spoil its weights. '
+        if (not wait and torch.is_tensor(rate) and rate.device.type != 'cpu') or -1e-12 <= rate < math.inf: continue
+        raise ValueError(f'`{callback_name(cb)}` has set the learning rate of parameter group {i} to {float(rate):g} {when.format(n)}, and the next update would spoil its weights. '
                          'A rate is a finite number of 0 or more: look at the function or the options that it comes from.')
 
 # %% ../nbs/15_scheduler_checks.ipynb #3b6e0b79

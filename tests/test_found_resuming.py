@@ -666,3 +666,31 @@ def test_a_checkpoint_without_a_run_is_not_loaded_into_a_trainer(tmp_path):
             path = store.save({"w": torch.ones(2)}, state)
             for place in (tmp_path, path):
                 with pytest.raises(ResumeMismatch, match="holds no run that"): make_trainer(simple()).load(place)
+
+
+
+CHANGES = {"['position']['fit'] is missing": lambda o: o["position"].pop("fit"), "['position']['epoch'] is 'two'": lambda o: o["position"].update(epoch="two"),
+           "['history']['rows'] is missing": lambda o: o["history"].pop("rows"), "['history'] is missing": lambda o: o.pop("history"),
+           "['position'] is None": lambda o: o.update(position=None), "['opts']['opt'] is 3": lambda o: o["opts"].update(opt=3),
+           "['pass_start']['generators'] is missing": lambda o: o["pass_start"].pop("generators"), "['random']['torch'] is missing": lambda o: o["random"].pop("torch")}
+
+
+@pytest.mark.parametrize("line", CHANGES)
+def test_a_state_without_a_part_is_named_before_anything_is_put_back(line, tmp_path):
+    "It was a KeyError about `fit`, with half of the run put back"
+    broken_off(8, simple(tmp_path/"run", every=5))
+    weights, state, _ = CheckpointStore(tmp_path/"run", read_only=True).load()
+    CHANGES[line](state)
+    with CheckpointStore(tmp_path/"changed") as store: store.save(weights, state)
+    for go_on in (lambda o: fit(o), lambda o: o.load(tmp_path/"changed")):
+        trainer = make_trainer(simple(tmp_path/"changed"))
+        before = trainer.model[0].weight.clone()
+        with pytest.raises(CheckpointCorrupt) as caught: go_on(trainer)
+        assert f"- state{line}" in str(caught.value) and torch.equal(trainer.model[0].weight, before)
+
+
+def test_a_file_is_no_run(tmp_path):
+    "The message was about a folder without checkpoints"
+    trainer = fit(make_trainer(simple(tmp_path/"run")), 1)
+    for name in ("model.safetensors", "manifest.json"):
+        with pytest.raises(NoValidCheckpoint, match="is a file.*load_weights"): trainer.load(trainer.CheckpointCB.path/name)

@@ -20,6 +20,7 @@ from isaac_loop.callbacks import evaluator as evaluator_module
 from isaac_loop.callbacks.averaging import EMACB, SWACB
 from isaac_loop.callbacks.best import KeepBestCB
 from isaac_loop.callbacks.checkpoint import CheckpointCB
+from isaac_loop.callbacks.precision import MixedPrecisionCB
 from isaac_loop.callbacks.rewind import RewindCB
 from isaac_loop.callbacks.interrupts import InterruptCB
 from isaac_loop.callbacks.metrics import MetricsCB
@@ -30,11 +31,12 @@ from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, WarmupSchedulerC
 from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.events import EVENTS, CancelFitException
+from isaac_loop.events import EVENTS, CancelFitException, CancelStepException
 from isaac_loop.run_state import stateful_callbacks, take_state
 from isaac_loop.state import CheckpointWriteFailed, UnsaveableState, plain
 from isaac_loop.store import CheckpointStore
 from isaac_loop.tensors import set_seed
+from isaac_loop.trainer import Trainer
 from runs import Cut, CutCB, Rows, callbacks, differences, fit, make_loaders, make_model, make_trainer, result, same, tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading", "ignore:The loss was more than")
@@ -53,7 +55,7 @@ STATEFUL = {
     "EvaluatorCB": lambda: library.EvaluatorCB("valid", updates=3, epochs=2, at_start=True), "LoggerCB": lambda: library.LoggerCB(lambda values, step: None, every=3),
     "NonFiniteCB": lambda: library.NonFiniteCB(every=3), "NonFiniteStopCB": lambda: library.NonFiniteStopCB(every=3), "SamePredictionsCB": lambda: library.SamePredictionsCB(stop=False), "GradientStatsCB": lambda: library.GradientStatsCB(),
 }
-OTHERWISE = {"AttributeSchedulerCB", "GradientPlotCB"}  # Needs an attribute to change, see its own tests; the same state as `GradientStatsCB`, and pictures
+OTHERWISE = {"AttributeSchedulerCB", "GradientPlotCB", "AccelerateCB"}  # Needs an attribute to change, see its own tests; the same state as `GradientStatsCB`, and pictures; the scale of fp16, on a GPU
 STATELESS = {  # They must need none
     "BasicTrainCB": None, "MomentumTrainCB": None, "NBatchCB": lambda: library.NBatchCB(6), "FreezeCB": lambda: library.FreezeCB("0", until=2), "BatchNormEvalCB": library.BatchNormEvalCB, "DeviceCB": lambda: library.DeviceCB("cpu"),
     "ProgressCB": lambda: library.ProgressCB("plain"), "LivePlotCB": None, "CapturePredsCB": library.CapturePredsCB, "DerivedColumnsCB": lambda: library.DerivedColumnsCB(double=lambda row: 2*row["train_loss"]),
@@ -61,7 +63,7 @@ STATELESS = {  # They must need none
     "BatchTransformCB": lambda: library.BatchTransformCB(lambda batch: (batch[0] + torch.randn(()), batch[1])), "MixUpCB": library.MixUpCB, "ReportCB": lambda: library.ReportCB(accuracy=lambda preds, targets: (preds.argmax(1) == targets).float().mean()),
     "ActivationStatsCB": library.ActivationStatsCB, "UpdateRatioCB": library.UpdateRatioCB, "RewindCB": library.RewindCB, "DropoutOnCB": library.DropoutOnCB,
     "BatchAugmentationCB": None, "CutMixCB": None, "ProgressiveResizeCB": None, "PredictionsCSVCB": None, "TextComparisonCB": None,  # For images and text; a pass of their own
-    "OneBatchCB": None, "LRFinderCB": None, "AccelerateCB": None, "ProfilerCB": None, "InterruptCB": None, "CheckpointCB": None, "ExperimentCB": None, "UploadCB": None, "NotifyCB": None, "ExportCB": None, "HistoryFilesCB": None,
+    "OneBatchCB": None, "LRFinderCB": None, "ProfilerCB": None, "InterruptCB": None, "CheckpointCB": None, "ExperimentCB": None, "UploadCB": None, "NotifyCB": None, "ExportCB": None, "HistoryFilesCB": None,
 }
 
 
@@ -315,6 +317,30 @@ def test_an_average_is_that_of_the_hand_written_loop():
     trainer = fit(make_trainer([BasicTrainCB(), SWACB(0., every="update")]), 1, callbacks=after_step)
     mean = [torch.stack(o).mean(0) for o in zip(*seen)]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mean, trainer.SWACB.average.module.parameters()))
+
+
+@pytest.mark.parametrize("average", [lambda: EMACB(0.6, warmup=False), lambda: EMACB(0.6), lambda: SWACB(0., every="update")], ids=["EMA", "rising", "SWA"])
+@pytest.mark.parametrize("half", [False, True], ids=["left out", "overflowed"])
+def test_a_step_that_was_left_out_is_not_averaged(average, half):
+    "PTA-32: whether a callback left it out or the gradients of half precision overflowed; the weights of each update count once"
+    seen, watched = [], [nn.Linear(2, 1), average()]
+    def cleanup_step(trainer): seen.append([p.detach().clone() for p in trainer.model.parameters()])
+    def before_step(trainer):
+        if trainer.batch_num % 2: raise CancelStepException("not this one")
+    set_seed(0)
+    batches = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(8)]
+    if half: batches[0] = torch.full((4, 2), 1e4), torch.zeros(4, 1) # Overflows once, then the scale is lower
+    skip = MixedPrecisionCB("float16", init_scale=2.**13) if half else before_step
+    trainer = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, watched[0], [BasicTrainCB(), skip, watched[1], cleanup_step])
+    seen.append([p.detach().clone() for p in watched[0].parameters()])
+    trainer.fit(1, lr=0.01, valid=False)
+    real = [now for before, now in zip(seen, seen[1:]) if not torch.equal(before[0], now[0])]
+    assert 0 < len(real) == trainer.n_updates == watched[1].n_averaged < 8
+    mean = real[0]
+    for n, now in enumerate(real[1:], 1):
+        kept = watched[1].decay_at(n) if isinstance(watched[1], EMACB) else n/(n+1)
+        mean = [a*kept + b*(1-kept) for a, b in zip(mean, now)]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mean, watched[1].average.module.parameters()))
 
 
 @pytest.mark.parametrize("error", [CancelFitException, ValueError, KeyboardInterrupt])

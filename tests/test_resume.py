@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -457,7 +458,78 @@ def test_a_damaged_folder_is_no_fresh_start(tmp_path):
     "NEMO-36"
     broken_off(tmp_path/"run", every=4)
     for o in (tmp_path/"run").glob("step-*/state.pt"): o.write_bytes(b"damaged")
-    with pytest.warns(UserWarning), pytest.raises(NoValidCheckpoint): fit(make_trainer(callbacks(tmp_path/"run")))
+    with pytest.raises(NoValidCheckpoint, match="state.pt"): fit(make_trainer(callbacks(tmp_path/"run")))
+
+
+def only_weights(run):
+    for o in [*run.glob("step-*/state.pt"), *run.glob("step-*/manifest.json")]: o.unlink()
+
+
+def moved_away(run):
+    (run/"old").mkdir()
+    for o in run.glob("step-*"): o.rename(run/"old"/o.name)
+
+
+def linked(run):
+    for o in run.glob("step-*"):
+        o.rename(run.parent/o.name)
+        o.symlink_to(run.parent/o.name)
+
+
+@pytest.mark.parametrize("change, trace", [(only_weights, "step-00000004"), (moved_away, "old"), (linked, "is a link"), (lambda run: [shutil.rmtree(o) for o in run.glob("step-*")], "last.json")])
+def test_what_is_left_of_a_run_is_no_fresh_start(change, trace, tmp_path, capsys):
+    "A copy without all files began anew, and nobody was told"
+    broken_off(tmp_path/"run", every=4)
+    change(tmp_path/"run")
+    with pytest.raises(NoValidCheckpoint, match=f"(?s)traces of a run.*{trace}.*resume='never'"): fit(make_trainer(callbacks(tmp_path/"run")))
+    make_trainer(callbacks(tmp_path/"run", resume="never")).fit(1, 0.02)
+    assert f"beginning anew in {tmp_path/'run'}\n" in capsys.readouterr().out
+    if change is moved_away: same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"new", resume=tmp_path/"run"/"old"))))
+
+
+def test_one_line_says_where_the_run_begins(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    def told(folder, n_epochs=3, cut=(), **options):
+        trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), CheckpointCB(folder, every=4, **options)])
+        with suppress(Cut): trainer.fit(n_epochs, 0.02, callbacks=cut)
+        return capsys.readouterr().out.splitlines()
+    assert told("runs/a", cut=cut_at(11)) == ["beginning anew in runs/a"]
+    assert told("runs/b", resume="runs/a/step-00000008") == ["continuing from runs/a/step-00000008 (epoch 1, batch 1)"]
+    assert told("runs/a") == ["continuing from step-00000008 (epoch 1, batch 1)"]
+    assert [o.partition(":")[0] for o in told("runs/a")] == ["This fit is complete already (3 epochs are done)"]
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), CheckpointCB("runs/c")])
+    for _ in range(2): trainer.fit(1, 0.02)
+    assert capsys.readouterr().out.splitlines() == ["beginning anew in runs/c", "beginning anew in runs/c (fit 1 of this run, the first is 0)"]
+
+
+def test_a_relative_folder_is_the_same_one_in_every_fit(tmp_path, monkeypatch):
+    "Interrupted, gone elsewhere, and run again: it began at epoch 0"
+    for name in ("here", "there"): (tmp_path/name).mkdir()
+    monkeypatch.chdir(tmp_path/"here")
+    trainer = make_trainer(callbacks("run", every=4))
+    with pytest.raises(Cut): fit(trainer, callbacks=cut_at(11))
+    monkeypatch.chdir(tmp_path/"there")
+    fit(trainer)
+    assert list((tmp_path/"there").iterdir()) == [] and CheckpointStore(tmp_path/"here"/"run", read_only=True).latest().step == 21
+
+
+def test_whose_checkpoint_goes_on_is_not_guessed(tmp_path):
+    "One of another run with the same model, copied in with a higher number, was taken over"
+    broken_off(tmp_path/"run", every=4)
+    fit(make_trainer(callbacks(tmp_path/"other", every=1)), 1)
+    ours, other = (CheckpointStore(tmp_path/o, read_only=True).latest() for o in ("run", "other"))
+    shutil.copytree(other.path, tmp_path/"run"/"a better one")
+    for resume in ("auto", "must", tmp_path/"run"):
+        with pytest.raises(ResumeMismatch, match="(?s)2 runs") as caught: fit(make_trainer(callbacks(tmp_path/"run", every=4, resume=resume)))
+        assert all(o in str(caught.value) for o in (ours.run_id, ours.path.name, other.run_id, "a better one"))
+    same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"run", every=4, resume=ours.path))))
+
+
+def test_what_was_saved_by_hand_beside_a_run_is_no_other_run(tmp_path):
+    def trained(n_epochs, *cbs): return fit(make_trainer([BasicTrainCB(), MetricsCB(), *cbs]), n_epochs)
+    trainer = trained(1, CheckpointCB(tmp_path/"run"))
+    for _ in range(2): trainer.save(tmp_path/"run", accuracy=0.5)
+    same(trained(2), trained(2, CheckpointCB(tmp_path/"run")))
 
 
 def test_a_finished_run_is_not_run_again_and_gives_its_result(tmp_path, capsys):

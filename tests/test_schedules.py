@@ -9,6 +9,7 @@ import json
 import math
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
 from isaac_loop.inspection import callback_table
+from isaac_loop.scheduler_checks import check_rates
 from isaac_loop.store import CheckpointStore
 from isaac_loop.trainer import Trainer
 
@@ -613,7 +615,7 @@ def _broken(bad, good=1.): return lambda o: bad if o == 2 else good
     (lambda bad: BatchSchedulerCB(partial(lrs.LambdaLR, lr_lambda=[lambda n: 1., _broken(bad)])), 2, "parameter group 1 to .* after 2 updates"),
     (lambda bad: EpochSchedulerCB(partial(lrs.LambdaLR, lr_lambda=_broken(bad))), 10, "parameter group 0 to .* after 2 epochs"),
     (lambda bad: WarmupSchedulerCB(lambda t: bad, warmup=3), 3, "parameter group 0 to .* after 3 updates"),
-    (lambda bad: BatchSchedulerCB(partial(lrs.LambdaLR, lr_lambda=lambda n: bad)), 0, "parameter group 0 to .* after 0 updates"),
+    (lambda bad: BatchSchedulerCB(partial(lrs.LambdaLR, lr_lambda=lambda n: bad)), 0, "parameter group 0 to .* before the first update"),
     (lambda bad: AttributeSchedulerCB({"opt.lr": _broken(bad)}, "update"), 2, "`opt.lr` gives .* at update 2")], ids=["batch", "epoch", "decay", "first", "attribute"])
 def test_a_schedule_that_gives_no_rate_is_an_error_before_anything_is_spoilt_or_saved(make, n_updates, where, bad, tmp_path):
     "The message names callback, parameter group and step; no checkpoint and no weight has seen the rate"
@@ -628,12 +630,14 @@ def test_a_schedule_that_gives_no_rate_is_an_error_before_anything_is_spoilt_or_
     for o in store.list(): assert all(0 < g["lr"] <= 1 for g in store.load(o.path)[1]["opts"]["opt"]["param_groups"])
 
 
-def test_a_value_of_nan_is_refused_for_any_attribute_and_a_rate_on_a_device_when_the_epoch_ends():
+def test_a_value_of_nan_is_refused_for_any_attribute_and_a_rate_that_is_a_tensor_as_well():
     with pytest.raises(ValueError, match=r"`AttributeSchedulerCB` has for `model.1.p` gives nan at progress 0.5"):
         make_trainer(AttributeSchedulerCB({"model.1.p": lambda p: math.nan if p == 0.5 else 0.1}), n=4).fit(1, valid=False)
     def tensor_rate(params, lr): return optim.Adam(params, lr=torch.tensor(lr), foreach=False)
     trainer = make_trainer(BatchSchedulerCB(partial(lrs.LambdaLR, lr_lambda=_broken(math.nan))), n=2, opt_func=tensor_rate)
     with pytest.raises(ValueError, match="to nan after 2 updates"): trainer.fit(1, valid=False)
+    elsewhere = SimpleNamespace(param_groups=[dict(lr=torch.tensor(math.nan, device="meta"))]) # Whose value nobody can ask for
+    check_rates(elsewhere, trainer.BatchSchedulerCB, wait=False)
 
 
 # Reductions and plateaus

@@ -165,6 +165,38 @@ def test_an_error_keeps_type_and_text_and_says_whose_it_was(event):
         assert error.__notes__[0].endswith("at epoch 0, batch 0 (training)")
 
 
+@pytest.mark.parametrize("cancel, expected", [
+    (CancelStepException, [(o, i) for i in (0, 1) for o in STEPS]), (CancelBatchException, [("predict", 0), *((o, 1) for o in STEPS)]),
+    (CancelEpochException, [("predict", 0)]), (CancelFitException, [("predict", 0)])])
+def test_a_cancel_in_a_step_without_neighbours_ends_what_it_says(cancel, expected):
+    "Where nobody answers the events around a step, it is run by a shorter way; what ends is the same"
+    seen = []
+
+    def step(name):
+        def handler(self, trainer):
+            seen.append((name, trainer.batch_num))
+            if len(seen) == 1: raise cancel("prepared")
+        return handler
+    Trainer(Loaders(), None, None, Model(), type("BareCB", (), {o: step(o) for o in STEPS})()).fit(1, valid=False)
+    assert seen == expected
+
+
+@pytest.mark.parametrize("leaves", ["low", "middle", "high"])
+def test_who_leaves_in_a_span_gets_its_cleanup_in_its_turn(leaves):
+    "From the highest order down, wherever the one that leaves has stood"
+    seen = []
+
+    def cleaner(name, order):
+        def cleanup_batch(trainer): seen.append(name)
+        cleanup_batch.name, cleanup_batch.order = name, order
+        return cleanup_batch
+    def before_batch(trainer):
+        if trainer.batch_num == 0: trainer.remove_callback(leaves)
+    Trainer(Loaders(), None, None, Model(), [cleaner("middle", 2), cleaner("high", 3), cleaner("low", 1), before_batch]).fit(1, valid=False)
+    everybody = ["high", "middle", "low"]
+    assert seen == everybody + [o for o in everybody if o != leaves]
+
+
 def test_the_losers_become_notes_on_the_winner():
     raises = {("before_batch", "first"): ValueError("the first thing"), ("cleanup_batch", "middle"): RuntimeError("another"),
               ("cleanup_batch", "last"): KeyError("a third")}

@@ -1,7 +1,9 @@
 """Execute every notebook in a Jupyter kernel and save its outputs, then clean them."""
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -27,6 +29,8 @@ def main():
         for cell in nb.cells:  # PyTorch's profiler prints the time at which it starts and stops
             if "outputs" in cell:
                 cell.outputs = [o for o in cell.outputs if not (o.output_type == "stream" and o.text.startswith("USDT:"))]
+                for o in cell.outputs:  # A temporary folder has another name each time
+                    if o.output_type == "stream": o.text = re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w+", "...", o.text)
         nbformat.write(nb, path)
         print(path.relative_to(ROOT))
     subprocess.run([Path(sys.executable).parent / "nbdev-clean"], cwd=ROOT, check=True)

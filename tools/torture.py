@@ -3,7 +3,9 @@
 A server process imports everything once, and forks a process for each attempt; each is killed by SIGKILL, or interrupted
 by SIGINT or SIGTERM, at a random moment. It is started again until the run is complete; then the next run begins in a
 new folder. Every run must end bit for bit like one that was never stopped, and no checkpoint may be lost that was
-reported as saved. Three batches make an update, and the gradients are clipped; the number of workers of the loader changes from attempt to attempt.
+reported as saved. In a folder that a kill left without a checkpoint the next attempt begins anew, and nothing half
+written stays behind. Three batches make an update, and the gradients are clipped; the number of workers of the loader
+changes from attempt to attempt.
 
     python tools/torture.py                       200 kills and 100 signals
     python tools/torture.py --kills 20 --signals 20
@@ -158,15 +160,17 @@ def compare(folder, expected):
 
 def kill_runs(n, expected, place, duration):
     "Kill `n` times at random moments; returns what was struck how often"
-    struck, attempts, n_runs, unfinished = collections.Counter(), 0, 0, 0
+    struck, attempts, n_runs, unfinished, empty = collections.Counter(), 0, 0, 0, 0
     while sum(struck.values()) < n:
         folder = Path(tempfile.mkdtemp(dir=place))
         n_runs += 1
+        every = random.choice([1, 1, "epoch"])  # Once an epoch, so that many an attempt leaves a folder without a checkpoint
         while True:
             safe = max((o["step"] for o in entries(folder) if o["what"] == "saved"), default=0)
             n_before, workers = len(entries(folder)), random.choice([0, 0, 2])
             attempts += 1
-            pid = child(folder, workers, 1)
+            empty += (folder/"run").exists() and not list((folder/"run").glob("step-*"))
+            pid = child(folder, workers, every)
             late = random.random() < 0.6  # The other moments are early ones, so that resuming itself is struck as well
             code = wait(pid, random.uniform(0, 0.6*duration if late else 0.1*duration) if sum(struck.values()) < n else 60)
             if code is None:
@@ -183,7 +187,9 @@ def kill_runs(n, expected, place, duration):
             if safe and not restored and code == 0: raise Failed(f"lost: step {safe} was saved, and the run began anew")
             if code == 0: break
         compare(folder, expected)
-    return struck, attempts, n_runs, unfinished
+        left = [o.name for o in (folder/"run").iterdir() if o.name.startswith((".tmp-", ".old-", ".trash-"))]
+        if left: raise Failed(f"after the end of the run these were left: {left}")
+    return struck, attempts, n_runs, unfinished, empty
 
 
 def signal_runs(n, expected, place):
@@ -253,9 +259,9 @@ def main():
         random.seed(args.seed)  # The trainer has seeded it
         start = time.monotonic()
         if args.kills:
-            struck, attempts, n_runs, unfinished = kill_runs(args.kills, expected, place, duration)
+            struck, attempts, n_runs, unfinished, empty = kill_runs(args.kills, expected, place, duration)
             print(f"{sum(struck.values())} kills in {attempts} attempts at {n_runs} runs: 0 lost, {n_runs} of {n_runs} bit-identical, in {time.monotonic()-start:.0f} s")
-            print(f"  struck: {dict(struck.most_common())}; {unfinished} left a checkpoint half written")
+            print(f"  struck: {dict(struck.most_common())}; {unfinished} left a checkpoint half written, {empty} a folder without any")
         start = time.monotonic()
         if args.signals:
             struck, n_runs, most = signal_runs(args.signals, expected, place)

@@ -13,13 +13,13 @@ from fastcore.basics import patch
 
 import isaac_loop.saving  # noqa: F401  `trainer.save` and `trainer.load`
 from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
-from ..checks import local_path
+from ..checks import local_path, short_path
 from ..events import CancelFitException, callback_name
 from ..history import Monitor, check_monitored, mode_of
 from ..run_folder import run_folder
 from ..run_state import check_fits, check_is_run, data_unchecked, put_weights, take_parts, take_state
-from ..state import ResumeMismatch
-from ..store import CheckpointStore, check_keeping
+from ..state import CheckpointFormatTooNew, NoValidCheckpoint, ResumeMismatch
+from ..store import STEP_NAME, CheckpointStore, check_keeping, check_pattern
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #1aeb8c12
 def _says_when(every):
@@ -53,12 +53,10 @@ class _When:
 def _checked_resume(resume):
     "What `resume` says, or an error if it says nothing"
     if isinstance(resume, str) and resume in ('auto', 'must', 'never'): return resume
-    if hasattr(resume, '__fspath__') or (isinstance(resume, str) and ('/' in resume or os.sep in resume)): return local_path(resume, 'CheckpointCB', 'resume')
+    if hasattr(resume, '__fspath__') or (isinstance(resume, str) and ('/' in resume or os.sep in resume)): return local_path(resume, 'CheckpointCB', 'resume').absolute()
     raise ValueError(f"`resume` is {resume!r}, which does not tell `CheckpointCB` whether to go on or begin anew. Use 'auto', 'must', 'never', or the path of a checkpoint.")
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #646141f4
-_NAME = 'step-{step:08}'
-
 def _metrics_of(name):
     "The columns of the history in a pattern for names"
     return [o for _,o,_,_ in string.Formatter().parse(name) if o not in (None, 'step', 'epoch')]
@@ -75,13 +73,14 @@ class CheckpointCB(ResumingCB):
         keep_best:int=1, # How many of the best to keep, by `monitor`; 0 and None keep none for that
         resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
         strict:bool=True, # Refuse to go on with other data, other stateful callbacks, or without a device whose random numbers were saved?
-        pattern:str='step-{step:08}', # Pattern of the folders' names, with `step`, `epoch` and columns of the history; where they were not measured, mostly in the middle of an epoch, this one is used
+        pattern:str=STEP_NAME, # Pattern of the folders' names, with `step`, `epoch` and columns of the history; where they were not measured, mostly in the middle of an epoch, this one is used
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
-        if folder is not None: local_path(folder, 'CheckpointCB')
+        if folder is not None: folder = local_path(folder, 'CheckpointCB').absolute() # The same in every fit, wherever the program is by then
         if verify not in ('sha256', 'size'): raise ValueError(f"`verify` is {verify!r}. Use 'sha256', or 'size' to save the time of reading everything twice.")
         mode = mode_of(monitor, mode) if monitor is not None else 'min'
         check_keeping(keep_last, keep_best, None, mode)
+        check_pattern(pattern)
         wanted = "every='best'" if isinstance(every, str) and every == 'best' else f'keep_best={keep_best}' if (keep_best or 0) > 1 else None
         if wanted and monitor is None: raise ValueError(f"`{wanted}` needs to know what is best. Pass a column of the history as `monitor`, such as 'valid_loss'.")
         self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,_checked_resume(resume),strict,verify,monitor,every
@@ -179,6 +178,33 @@ def _count_fit(self:CheckpointCB, trainer, mine):
     self._lost = self._lost*(mine or wasted) + (wasted or not trainer._last_ended)
     self._wasted,self._saved = None,False
 
+# %% ../../nbs/callbacks/70_checkpoint.ipynb #ac7b7d6a
+@patch
+def _choose_run(self:CheckpointCB):
+    "Look at the checkpoints of one run only"
+    found = self._store.all()
+    newest = {o.run_id: o for o in found if not o.manifest['info'].get('by_hand')} or {o.run_id: o for o in found}
+    if len(newest) < 2: self._store.run_id = next(iter(newest), None)
+    else: raise ResumeMismatch(_SEVERAL.format(short_path(self._store.folder), len(newest), '\n'.join(map(_line_of, newest.values())), short_path(found[-1].path)))
+
+_SEVERAL = """`{}` has checkpoints of {} runs, and which one goes on cannot be guessed:
+{}
+Pass the path of the right one, such as `resume={!r}`, and a branch of it goes on; or move the others elsewhere; or begin anew with `resume='never'` or in another folder."""
+
+def _line_of(newest): return f'- run {newest.run_id}, up to `{newest.path.name}` (epoch {newest.epoch}, saved at {newest.manifest["saved"]})'
+
+@patch
+def _check_traces(self:CheckpointCB):
+    "Refuse to begin anew beside what is left of a run"
+    for e in self._store.damaged().values():
+        if isinstance(e, CheckpointFormatTooNew): raise e
+    found = [f'- `{path.name}`: {why}' for path,why in self._store.traces().items()]
+    if found: raise NoValidCheckpoint(_TRACES.format(short_path(self._store.folder), '\n'.join(found)))
+
+_TRACES = """`{}` has traces of a run, and nothing to go on from:
+{}
+Bring back what is missing, since a checkpoint is its folder with all files; if checkpoints lie elsewhere, pass the path as `resume`. To begin anew use another folder, or `resume='never'`."""
+
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #985a0b49
 @patch
 def _place_to_load(self:CheckpointCB, mine):
@@ -193,8 +219,11 @@ def _is_own(self:CheckpointCB, path):
 
 @patch
 def _nothing_there(self:CheckpointCB, mine):
-    "Whether the own folder is empty, and may be"
-    return (self.resume == 'auto' or mine) and not self._store.list() and not self._store.damaged()
+    "Whether the own folder is new, and may be"
+    if not mine: self._choose_run()
+    if not (self.resume == 'auto' or mine) or self._store.list(): return False
+    self._check_traces()
+    return True
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #5d55d5b9
 @patch
@@ -203,11 +232,20 @@ def _to_resume(self:CheckpointCB, trainer):
     mine = self._is_mine(trainer)
     self._count_fit(trainer, mine)
     self._store.run_id = self._run[1] if mine else None
-    if self.resume == 'never': return None
-    path = self._place_to_load(mine)
-    if path is None and self._nothing_there(mine): return None
+    path = None if self.resume == 'never' else self._place_to_load(mine)
+    if self.resume == 'never' or (path is None and self._nothing_there(mine)): return self._begins_anew(trainer)
     weights,state = self._load(path)
-    return (weights, state) if self._takes_up(trainer, weights, state) else None
+    if not self._takes_up(trainer, weights, state): return self._begins_anew(trainer)
+    if not self._over: print(f'continuing from {self._where()} (epoch {state["position"]["epoch"]}, batch {state["position"]["batches"]})', flush=True)
+    return weights,state
+
+@patch
+def _begins_anew(self:CheckpointCB, trainer):
+    fit = trainer.history.fit-self._lost
+    print(f'beginning anew in {short_path(self._store.folder)}' + f' (fit {fit} of this run, the first is 0)'*(fit > 0), flush=True)
+
+@patch
+def _where(self:CheckpointCB): return self._store.resumed_from.name if self._store.resumed_from else short_path(self._store.loaded_from)
 
 @patch
 def _takes_up(self:CheckpointCB, trainer, weights, state):
@@ -235,7 +273,7 @@ def _epochs(self:CheckpointCB, trainer, epochs):
     if not later:
         trainer.stop_reason = state['position']['stop_reason']
         if hasattr(trainer.model, 'train'): trainer.model.train(state['position']['model_trains'])
-    print(f'This fit is complete already ({self._over}): {self._store.resumed_from.name if self._store.resumed_from else self.resume} is where the run stands' +
+    print(f'This fit is complete already ({self._over}): {self._where()} is where the run stands' +
           ('; its weights are in the model.' if weights_too else ', with another model, so the weights stay as they are until that fit.') +
           ' To train further, ask for more epochs, or ' + ('call `fit` once more.' if not (later or trainer._last_ended) else '`trainer.load` it and save in another folder.'))
     raise CompleteAlready('the fit is complete already')
@@ -250,7 +288,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     state['checkpoint'] = dict(best=self._judge.best, steps=self._steps, measured=list(self._measured))
     state['position']['fit'] -= self._lost
     metrics = self._numbers_of(trainer, between_epochs=not batches)
-    self._store.pattern = self._options['pattern'] if set(_metrics_of(self._options['pattern'])) <= metrics.keys() else _NAME
+    self._store.pattern = self._options['pattern'] if set(_metrics_of(self._options['pattern'])) <= metrics.keys() else STEP_NAME
     info = dict(fit=state['position']['fit'], monitor=self.monitor, mode=self._options['mode']) | ({'branch': self._branch} if self._branch else {}) | _about(trainer)
     self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=info)
     self._run,self._saved = (weakref.ref(trainer),self._store.run_id),True

@@ -148,7 +148,7 @@ class ExperimentCB:
     ):
         self.root,self.project,self.experiment = local_path(root, 'ExperimentCB', 'root').absolute(),_plain_name('project', project),_plain_name('name', name)
         self.files = [local_path(o, 'ExperimentCB', 'files') for o in ([files] if isinstance(files, (str, Path)) else files or ())]
-        self.hyper,self.resume,self.tee,self._url = _hyper(hyper),resume if resume in (None, 'latest') else local_path(resume, 'ExperimentCB', 'resume'),tee,url
+        self.hyper,self.resume,self.tee,self._url = _hyper(hyper),resume if resume in (None, 'latest') else local_path(resume, 'ExperimentCB', 'resume').absolute(),tee,url
         missing = [str(o) for o in self.files if not o.exists()]
         if missing: raise ValueError(f'`files` names {missing}, which are not there, so they could not be kept. Paths are relative to the working directory.')
         self._of,self._about,self._log,self._row,self._tees,self._kept = None,None,None,None,{},False

@@ -45,7 +45,7 @@ class ExportCB:
         if not (every == 'epoch' or callable(every) or (isinstance(every, int) and not isinstance(every, bool) and every > 0)):
             raise ValueError(f"`every` is {every!r}, which does not say when to export. Use 'epoch', a number of optimizer updates, or a function of the trainer.")
         if isinstance(parts, str): parts = [parts]
-        self.folder,self.every,self.parts,self.keep_last = local_path(folder, 'ExportCB'),every,parts,keep_last
+        self.folder,self.every,self.parts,self.keep_last = local_path(folder, 'ExportCB').absolute(),every,parts,keep_last
         self.path,self._store,self._at = None,None,None
 
     def before_fit(self, trainer):

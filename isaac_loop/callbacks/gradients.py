@@ -227,7 +227,7 @@ class GradientPlotCB(GradientStatsCB):
         every:int=1, # Look at every so many updates
     ):
         super().__init__(module_filter, every=every)
-        self.folder,self.format = local_path(folder, 'GradientPlotCB'),check_format(format, 'format')
+        self.folder,self.format = local_path(folder, 'GradientPlotCB').absolute(),check_format(format, 'format')
 
     def log(self, trainer):
         "Save the picture of this epoch"

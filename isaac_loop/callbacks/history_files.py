@@ -58,7 +58,7 @@ class HistoryFilesCB:
         for o in tables:
             if o not in _TABLES: raise ValueError(f'`table` is {o!r}, and the rows can be written as {list(_TABLES)}.{did_you_mean(str(o), _TABLES)}')
         if plot is not None: check_format(plot, 'plot')
-        if folder is not None: local_path(folder, 'HistoryFilesCB')
+        if folder is not None: folder = local_path(folder, 'HistoryFilesCB').absolute()
         self.folder,self.table,self.plot,self.each_epoch,self.keep_plots = folder,tables,plot,each_epoch,keep_plots
         self._folder,self._warned = None,set()
 

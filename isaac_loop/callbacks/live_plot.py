@@ -81,7 +81,7 @@ class LivePlotCB:
         seconds:float=5., # Least time between two drawings
     ):
         if not seconds >= 0: raise ValueError(f'`seconds` is {seconds!r}, and time does not run backwards. Use 0 to draw at every batch, or more.')
-        self.path,self.names,self.seconds = None if path is None else local_path(path, 'LivePlotCB', 'path'),names,seconds
+        self.path,self.names,self.seconds = None if path is None else local_path(path, 'LivePlotCB', 'path').absolute(),names,seconds
         self._losses = None # Nothing to draw before the fit
 
     def before_fit(self, trainer):

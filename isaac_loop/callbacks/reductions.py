@@ -85,7 +85,7 @@ class PlateauSchedulerCB(EpochSchedulerCB):
         if value is None: return
         self._seen += 1
         self.scheduler.step(value)
-        check_rates(getattr(trainer, self.opt), self, trainer.n_updates, 'update')
+        check_rates(getattr(trainer, self.opt), self, 'after {} updates', trainer.n_updates)
 
     def after_fit(self, trainer):
         "Say so if there never was a value"

@@ -107,9 +107,8 @@ class UploadCB:
     ):
         self.every,self.retries = check_count(every, 'every', 'epochs are counted'),check_count(retries, 'retries', 'tries are counted', least=0)
         if isinstance(wait, bool) or not isinstance(wait, (int, float)) or wait < 0: raise ValueError(f'`wait` is {wait!r}, but nobody can wait for less than no time. Use 0 or more seconds.')
-        self.folder,self.drop,self.wait = folder,drop,wait
+        self.folder,self.drop,self.wait = None if folder is None else local_path(folder, 'UploadCB').absolute(),drop,wait
         self._url,self._options = url,options
-        if folder is not None: local_path(folder, 'UploadCB')
         if url is not None: _connect(url, options)
         self.target,self.behind,self._fs,self._main = None,[],None,False
 

@@ -232,7 +232,7 @@ class PredictionsCSVCB(_AfterPassCB):
         name:str=None, # What this callback is called, if there are several
     ):
         self.every = _checked_every(every)
-        self.path,self.sets,self.with_loss = str(local_path(path, 'PredictionsCSVCB', 'path')),_named_sets(dl),with_loss
+        self.path,self.sets,self.with_loss = str(local_path(path, 'PredictionsCSVCB', 'path').absolute()),_named_sets(dl),with_loss
         if len(self.sets) > 1 and '{name}' not in self.path:
             raise ValueError(f'`path` is {self.path!r}, one file for {len(self.sets)} data sets, so each would overwrite the other. Put `{{name}}` into it.')
         self._options = dict(classes=classes, decode=decode, with_scores=with_scores)

@@ -56,7 +56,7 @@ class SchedulerCB:
         _check_company(self, trainer)
         if self._saved is not None: self._load()
         elif self._n_steps is not None: warn_of_length(type(self).__name__, self.scheduler, self._n_steps, self._unit)
-        check_rates(opt, self, 0, self._unit)
+        check_rates(opt, self, 'before the first update')
 
     def cleanup_fit(self, trainer):
         "Take the scheduler's notes out of the optimizer"
@@ -108,11 +108,7 @@ class BatchSchedulerCB(SchedulerCB):
         "Step the schedule, as the optimizer has made an update"
         if self.scheduler is None: return
         self._advance(trainer.n_updates)
-        check_rates(getattr(trainer, self.opt), self, trainer.n_updates, 'update', wait=False)
-
-    def log(self, trainer):
-        "Look at rates that are tensors, for which nobody waits in a batch"
-        if self.scheduler is not None: check_rates(getattr(trainer, self.opt), self, trainer.n_updates, 'update')
+        check_rates(getattr(trainer, self.opt), self, 'after {} updates', trainer.n_updates, wait=False)
 
     def _count_steps(self, trainer): return None if trainer.updates_per_epoch is None else trainer.total_updates
 
@@ -124,7 +120,7 @@ class EpochSchedulerCB(SchedulerCB):
         "Step the schedule, as an epoch is over"
         if self.scheduler is None: return
         self._advance(trainer.epoch+1)
-        check_rates(getattr(trainer, self.opt), self, trainer.epoch+1, 'epoch')
+        check_rates(getattr(trainer, self.opt), self, 'after {} epochs', trainer.epoch+1)
 
     def _count_steps(self, trainer): return trainer.n_epochs
 
@@ -172,6 +168,7 @@ def _warn_of_other_length(cb, n):
 def state_dict(self:SchedulerCB)->dict: # Numbers, strings, lists and dicts; empty before the first fit
     "Where the schedule stands, for `load_state_dict`"
     if self.scheduler is None: return {}
+    check_rates(self.scheduler.optimizer, self)
     groups = options_of(self.scheduler.optimizer)
     return _plain({'kind': _kind(self.scheduler), 'scheduler': self.scheduler.state_dict(), 'groups': groups, 'n_steps': self._n_steps})
 
