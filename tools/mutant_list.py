@@ -5,6 +5,10 @@ Mutant = namedtuple("Mutant", "why function old new tests")
 
 MUTANTS = [
     # Spans, order, cancels
+    Mutant("any cancel in a step without neighbours ends the step alone", "run_events", "isinstance(e, CancelStepException)",
+           "isinstance(e, CancelException)", ["test_a_cancel_in_a_step_without_neighbours_ends_what_it_says"]),
+    Mutant("cleanups of those who left come in the wrong order", "_with_leavers", "-getattr(o[0], 'order', 0)", "getattr(o[0], 'order', 0)",
+           ["test_who_leaves_in_a_span_gets_its_cleanup_in_its_turn"]),
     Mutant("cleanups run in ascending order", "_entries", "return found[::-1]", "return found",
            ["test_ties_keep_the_order_of_adding_and_cleanups_are_reversed"]),
     Mutant("callbacks are not sorted", "Plan.build", "key=lambda o: getattr(o, 'order', 0)", "key=lambda o: 0",
@@ -38,6 +42,10 @@ MUTANTS = [
     Mutant("gradients are cleared before the step", "Trainer.one_batch", "'backward', 'step', 'zero_grad'",
            "'backward', 'zero_grad', 'step'", ["test_weights_are_those_of_the_loop_written_by_hand"]),
     # The history and what watches it
+    Mutant("a value that `measured` has told of counts again in `log`", "History.telling", "self._told.union(names)", "self._told",
+           ["test_each_value_is_counted_once"]),
+    Mutant("early stopping begins to count anew", "KeepsState.load_state_dict", "setattr(self, name, state[name])", "pass",
+           ["test_early_stopping_goes_on_with_its_count"]),
     Mutant("equal counts as better", "Monitor.is_better", "gain > self.min_delta", "gain >= self.min_delta",
            ["test_equal_and_nan_are_not_better"]),
     Mutant("a NaN that comes first is the best for ever", "Monitor.is_better", "value is None or math.isnan(value)", "value is None",
@@ -45,6 +53,9 @@ MUTANTS = [
     Mutant("patience is one too many", "Monitor.exhausted", "self.n_bad >= max", "self.n_bad > max",
            ["test_it_stops_where_the_description_says"]),
     # Accumulation, clipping, averages
+    Mutant("a short last window is divided like a full one", "AccumulationCB._finish", "else self.total\n",
+           "else self.n_batches if self.weigh == 'mean' else self.total\n",
+           ["test_weighed_alike_a_short_last_window_is_the_mean_of_the_batches_it_has"]),
     Mutant("the last window of a stream is dropped", "AccumulationCB.after_epoch", "if self.n: self._close(trainer)", "pass",
            ["test_a_loader_with_no_length_or_a_wrong_one_loses_nothing"]),
     Mutant("batches of another size weigh alike", "AccumulationCB._weight_of", "if self.weigh in ('mean', 'sum'): return 1.",
@@ -73,6 +84,16 @@ MUTANTS = [
     Mutant("predictions leave out what the loader drops", "in_order", "BatchSampler(rows, size, drop_last=False)", "BatchSampler(rows, size, drop_last=True)",
            ["test_whatever_the_loader_does_results_come_in_the_order_of_the_dataset"]),
     # Checkpoints
+    Mutant("folders of others are swept away", "_is_ours", "return not files or _MARK in files or _has_manifest(path)", "return True",
+           ["test_what_others_put_into_the_folder_stays"]),
+    Mutant("what callbacks hold is forgotten", "_own_states", "if own is not None", "if False", ["test_a_rewind_takes_own_states_back"]),
+    Mutant("a loader goes on where the run is not", "_is_elsewhere", "hasattr(trainer.dl, 'load_state_dict') and", "False and",
+           ["test_wrapped_batches_that_are_read_again_do_not_undo_it"]),
+    Mutant("a second interrupt saves all the same", "_interrupted", " and not getattr(o, 'hurried', False)", "",
+           ["test_a_second_interrupt_in_validation_saves_nothing_either"]),
+    Mutant("a complete fit that was interrupted is trained once more", "CheckpointCB._count_fit",
+           "(wasted or not trainer._last_ended)", "wasted",
+           ["test_a_fit_that_was_interrupted_at_its_very_end_is_not_trained_twice"]),
     Mutant("files are not waited for", "_write", "if sync: os.fsync(fd)", "pass",
            ["test_files_then_manifest_then_folder_then_name_then_parent_then_deletion"]),
     Mutant("the best is dropped like any other", "CheckpointStore.droppable", "[*last, *best, *every]", "[*last, *every]",
@@ -89,10 +110,12 @@ MUTANTS = [
            ["test_going_on_from_every_batch_is_the_same_run"]),
     Mutant("loaders begin anew", "put_position", "o.load_state_dict(state['loaders'][name])", "pass",
            ["test_going_on_from_every_batch_is_the_same_run"]),
-    Mutant("the callbacks' states are not put back", "put_state", "if name in state['callbacks']:", "if False:",
+    Mutant("the callbacks' states are not put back", "put_callbacks", "if name in state['callbacks']:", "if False:",
            ["test_going_on_from_every_batch_is_the_same_run"]),
     Mutant("an average is saved as the weights", "take_state", "if swapped: raise", "if False: raise",
            ["test_the_average_is_never_saved_as_the_weights"]),
+    Mutant("other data are taken for the same", "check_fits", "list(_data(trainer, state))", "[]",
+           ["test_other_data_are_refused_before_anything_is_put_back"]),
     Mutant("a complete fit is trained once more", "_why_over", "if position['epoch'] >= trainer.n_epochs and beyond:", "if False:",
            ["test_a_finished_run_is_not_run_again_and_gives_its_result"]),
     # What is measured
