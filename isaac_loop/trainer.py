@@ -661,7 +661,9 @@ def _forget(self:Trainer, *names):
     for name in names:
         if hasattr(self, name): delattr(self, name)
 
-_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended', '_last_ended', '_side_runs', '_own_state', '_aside', '_preds_at'} # The last is of `epoch_preds`
+# %% ../nbs/10_trainer.ipynb #d6621263
+_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended',
+            '_last_ended', '_side_runs', '_own_state', '_aside', '_preds_at'} # The last is of `epoch_preds`
 
 @patch
 def _note_state(self:Trainer, callbacks=None, ready=False):

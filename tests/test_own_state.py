@@ -23,6 +23,7 @@ from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, with_cbs
 from isaac_loop.loaders import exact_loader
+from isaac_loop.own_state import OwnState
 from isaac_loop.trainer import Trainer
 from runs import Cut, CutCB, fit, make_loaders, make_trainer, tree
 import runs
@@ -318,3 +319,12 @@ def test_no_callback_of_the_library_holds_what_cannot_be_kept(tmp_path, capsys):
         trainer = fit(make_trainer([BasicTrainCB(), MetricsCB(), *everybody(tmp_path), CheckpointCB(tmp_path/"run", every=2)]), 2)
     assert not [str(o.message) for o in told if "cannot be kept" in str(o.message)]
     assert not {k: v for k, v in trainer._own_state.take(trainer).items() if v["state"]}, "each has a `state_dict`, or says what may go"
+
+
+def test_what_is_kept_stands_in_the_order_of_the_attributes():
+    "The same run writes the same checkpoint, whatever Python hashes names to"
+    trainer = make_trainer()
+    trainer.add_callbacks(SimpleNamespace(name="many", before_batch=lambda t: None, **dict.fromkeys("heapqyzx", 0)))
+    own = OwnState(trainer)
+    for o in "heapqyzx": setattr(trainer.many, o, 1)
+    assert list(own.take(trainer)["many"]["state"]) == list("heapqyzx")

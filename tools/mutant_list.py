@@ -42,6 +42,12 @@ MUTANTS = [
     Mutant("gradients are cleared before the step", "Trainer.one_batch", "'backward', 'step', 'zero_grad'",
            "'backward', 'zero_grad', 'step'", ["test_weights_are_those_of_the_loop_written_by_hand"]),
     # The history and what watches it
+    Mutant("what is measured in mid-epoch is told to nobody", "EvaluatorCB.after_batch", "trainer.write_measured(**row)", "trainer.history.write(**row)",
+           ["test_one_epoch_without_end_is_steered_like_epochs_that_end_at_each_measurement"]),
+    Mutant("the direction of a plateau is guessed", "PlateauSchedulerCB.__init__", "mode_of(monitor, mode)", "mode or 'min'",
+           ["test_the_direction_of_a_plateau_is_never_guessed"]),
+    Mutant("a rate may be anything", "check_rates", "-1e-12 <= rate < math.inf", "not rate < -1e-12",
+           ["test_a_schedule_that_gives_no_rate_is_an_error_before_anything_is_spoilt_or_saved"]),
     Mutant("a value that `measured` has told of counts again in `log`", "History.telling", "self._told.union(names)", "self._told",
            ["test_each_value_is_counted_once"]),
     Mutant("early stopping begins to count anew", "KeepsState.load_state_dict", "setattr(self, name, state[name])", "pass",
@@ -53,6 +59,8 @@ MUTANTS = [
     Mutant("patience is one too many", "Monitor.exhausted", "self.n_bad >= max", "self.n_bad > max",
            ["test_it_stops_where_the_description_says"]),
     # Accumulation, clipping, averages
+    Mutant("an average takes the weights though the step was left out", "_AveragingCB.after_step", "def after_step", "def cleanup_step",
+           ["test_a_step_that_was_left_out_is_not_averaged"]),
     Mutant("a short last window is divided like a full one", "AccumulationCB._finish", "else self.total\n",
            "else self.n_batches if self.weigh == 'mean' else self.total\n",
            ["test_weighed_alike_a_short_last_window_is_the_mean_of_the_batches_it_has"]),
@@ -84,6 +92,8 @@ MUTANTS = [
     Mutant("predictions leave out what the loader drops", "in_order", "BatchSampler(rows, size, drop_last=False)", "BatchSampler(rows, size, drop_last=True)",
            ["test_whatever_the_loader_does_results_come_in_the_order_of_the_dataset"]),
     # Checkpoints
+    Mutant("a checkpoint says what was measured with older weights", "CheckpointCB._numbers_of", "(mine if updates == trainer.n_updates else {})", "mine",
+           ["test_a_checkpoint_says_what_was_measured_with_its_weights_and_nothing_older"]),
     Mutant("folders of others are swept away", "_is_ours", "return not files or _MARK in files or _has_manifest(path)", "return True",
            ["test_what_others_put_into_the_folder_stays"]),
     Mutant("what callbacks hold is forgotten", "_own_states", "if own is not None", "if False", ["test_a_rewind_takes_own_states_back"]),
