@@ -44,11 +44,11 @@ class Runs(Sequence):
 
 # %% ../nbs/04_history.ipynb #0a1b2c3e
 def as_tensor(
-    column, # `Runs`, or an array of batches or of values
+    column, # `Runs`, or an array: of values 'd', of whole numbers 'q', of batches 'I'
 )->torch.Tensor: # (n,)
     "A column as a tensor of its own"
     if isinstance(column, Runs): return torch.tensor(column.values.tolist(), dtype=torch.int32).repeat_interleave(torch.tensor(column.lengths(), dtype=torch.int64))
-    dtype = torch.float64 if column.typecode == 'd' else torch.uint32
+    dtype = {'d': torch.float64, 'q': torch.int64, 'I': torch.uint32}[column.typecode]
     return torch.frombuffer(column, dtype=dtype).clone() if column else torch.empty(0, dtype=dtype)
 
 # %% ../nbs/04_history.ipynb #e3ff9e54

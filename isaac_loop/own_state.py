@@ -39,13 +39,17 @@ class _Mark:
         return isinstance(other, _Mark) and self.who == other.who and self.value == other.value and self.parts == other.parts
 
 # %% ../nbs/09_own_state.ipynb #33ef1589
-_OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'fastprogress', 'rich', 'logging', 'threading', '_thread', 'multiprocessing', 'concurrent', 'asyncio', 'weakref',
-            'socket', 'sqlite3', 'subprocess', 'PIL', 'wandb', 'mlflow', 'tensorboard', 'tensorboardX', 'trackio', 'datasets'}
-_OF_TORCH = ('torch.utils.hooks', 'torch.utils.data', 'torch.utils.tensorboard', 'torch.cuda', 'torch.profiler', 'torch.autograd', 'torch.distributed')
+_OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'fastprogress', 'rich', 'PIL', 'logging',
+            'threading', '_thread', 'multiprocessing', 'concurrent', 'asyncio', 'weakref', 'socket', 'sqlite3',
+            'subprocess', 'wandb', 'mlflow', 'tensorboard', 'tensorboardX', 'trackio', 'datasets'}
+_OF_TORCH = ('torch.utils.hooks', 'torch.utils.data', 'torch.utils.tensorboard', 'torch.cuda', 'torch.profiler',
+             'torch.autograd', 'torch.distributed')
+_MADE_ANEW = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, io.IOBase, BaseException, Dataset,
+              weakref.ref)
 
 def _is_outside(x):
     "Whether `x` is made anew by every run, or belongs to the world outside"
-    if isinstance(x, (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, io.IOBase, BaseException, Dataset, weakref.ref)): return True
+    if isinstance(x, _MADE_ANEW): return True
     modules = [str(c.__module__) for c in type(x).__mro__]
     if any(o.partition('.')[0] in _OUTSIDE or o.startswith(_OF_TORCH) for o in modules): return True
     return hasattr(type(x), '__exit__') or (callable(x) and not isinstance(x, nn.Module) and not _own(x))
@@ -78,7 +82,9 @@ def _random_state(x):
     "The state of a generator of random numbers; None for anything else"
     if isinstance(x, torch.Generator): return x.get_state()
     if isinstance(x, random.Random): return x.getstate()
-    if type(x).__module__.startswith('numpy.random'): return x.get_state() if hasattr(x, 'get_state') else x.bit_generator.state if hasattr(x, 'bit_generator') else None
+    if not type(x).__module__.startswith('numpy.random'): return None
+    if hasattr(x, 'get_state'): return x.get_state()
+    return x.bit_generator.state if hasattr(x, 'bit_generator') else None
 
 # %% ../nbs/09_own_state.ipynb #802a00d5
 _SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -204,7 +210,8 @@ class _Putter:
         if kind == 'on': return value.detach().to(self._device(saved['device'])).requires_grad_(value.requires_grad)
         if kind == 'deque': return deque(self._list(list(here) if isinstance(here, deque) else None, value, path), saved['maxlen'])
         if kind == 'like': return self._like(here, saved['of'], value, path)
-        if kind == 'members' and type(here).__qualname__ != saved['of'] or here is _NOTHING or here is None: return self._lose(here, path)
+        other = here is None or here is _NOTHING or (kind == 'members' and type(here).__qualname__ != saved['of'])
+        if other: return self._lose(here, path)
         if kind == 'members': self.members(here, value, path)
         elif kind == 'state': here.load_state_dict(value)
         else: _set_random_state(here, value)
@@ -215,9 +222,11 @@ class _Putter:
         if isinstance(saved, dict): pairs = saved.items()
         elif type(saved) in (list, tuple): pairs = enumerate(saved)
         else: return saved
-        def place(k): return here[k] if (isinstance(here, dict) and k in here) or (isinstance(here, (list, tuple)) and k < len(here)) else _NOTHING
+        def place(k):
+            there = k in here if isinstance(here, dict) else isinstance(here, (list, tuple)) and k < len(here)
+            return here[k] if there else _NOTHING
         found = [(k, self.put(place(k), o, f'{path}[{k!r}]') if type(o) not in _SIMPLE else o) for k,o in pairs]
-        return type(saved)(dict(found) if isinstance(saved, dict) else [o for _,o in found]) # A `Counter` would count pairs
+        return type(saved)(dict(found) if isinstance(saved, dict) else [o for _,o in found])
 
     def _like(self, here, of, value, path):
         "A container of a class of its own, such as a `defaultdict`"
@@ -280,10 +289,12 @@ def _world(trainer, loop):
     own = {k: o for k,o in _own(trainer).items() if k in loop or isinstance(o, (nn.Module, optim.Optimizer))}
     modules = [m for o in own.values() if isinstance(o, nn.Module) for m in o.modules()]
     opts = [o for o in own.values() if isinstance(o, optim.Optimizer)]
-    parts = [trainer, *own.values(), *trainer.callbacks, *modules, *(p for m in modules for o in (m._parameters, m._buffers) for p in o.values() if p is not None)]
+    parts = [trainer, *own.values(), *trainer.callbacks, *modules]
+    parts += [p for m in modules for o in (m._parameters, m._buffers) for p in o.values() if p is not None]
     parts += [p.grad for p in parts if isinstance(p, nn.Parameter) and p.grad is not None]
     parts += [o for opt in opts for o in (opt.state, opt.param_groups, *opt.param_groups)]
-    parts += [getattr(own.get('dls'), o, None) for o in ('train', 'valid')] + [t for o in ('batch', 'preds', 'loss') for t in _tensors(own.get(o))]
+    parts += [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
+    parts += [t for o in ('batch', 'preds', 'loss') for t in _tensors(own.get(o))]
     return {id(o) for o in parts if type(o) not in _SIMPLE}
 
 # %% ../nbs/09_own_state.ipynb #ba30cfe0
@@ -315,25 +326,29 @@ class OwnState:
     ):
         "Remember what there is now"
         marker,marks = _Marker(_world(trainer, self.loop)),self.ready if ready else self.begin
-        for name,(_,own) in self._owners(trainer, callbacks).items(): marks[name] = _Mark(parts={k: marker.mark(o) for k,o in own.items()})
+        for name,(_,own) in self._owners(trainer, callbacks).items():
+            marks[name] = _Mark(parts={k: marker.mark(o) for k,o in own.items()})
 
     def _changed(self, marker, name, own):
-        "Names of attributes of `own` that have been set or changed"
+        "Names of attributes of `own` that have been set or changed, in their order"
         was,ever = self.begin.get(name),self.ever.get(name, set())
-        return {k for k,o in own.items() if k in ever or was is None or was.part(k) != marker.mark(o)}
+        return [k for k,o in own.items() if k in ever or was is None or was.part(k) != marker.mark(o)]
 
     def close(self, trainer):
         "Note what has changed in this fit, for the next ones"
         marker = _Marker(_world(trainer, self.loop))
-        for name,(_,own) in self._owners(trainer, None).items(): self.ever.setdefault(name, set()).update(self._changed(marker, name, own))
+        for name,(_,own) in self._owners(trainer, None).items():
+            self.ever.setdefault(name, set()).update(self._changed(marker, name, own))
 
 def _trainers_own(trainer, without):
     "Attributes of a trainer that neither the loop writes nor `take_state` saves as a part"
     return {k: o for k,o in _attributes(trainer, without).items() if not isinstance(o, (nn.Module, optim.Optimizer))}
 
 # %% ../nbs/09_own_state.ipynb #16e030b1
-_CANNOT = ('{} changed during this fit and cannot be kept in a checkpoint, so a run that goes on will make {} anew and may be another run. Keep numbers, tensors and containers of them in attributes, '
-           'make objects in `before_fit`, or give the callback `state_dict()` and `load_state_dict(state)`. If nothing is lost, say so in its class: `stateless = {!r}`.')
+_CANNOT = ('{} changed during this fit and cannot be kept in a checkpoint, so a run that goes on will make {} anew '
+           'and may be another run. Keep numbers, tensors and containers of them in attributes, make objects in '
+           '`before_fit`, or give the callback `state_dict()` and `load_state_dict(state)`. '
+           'If nothing is lost, say so in its class: `stateless = {!r}`.')
 
 @patch
 def take(self:OwnState,
@@ -351,14 +366,16 @@ def take(self:OwnState,
             kept,lost = plain({k: o for k,o in kept.items() if k not in odd}, name, copy, exact=True),lost+odd
         if kept or settings: found[name] = dict(state=kept, settings=settings)
         unkept += [(name, k) for k in lost if (name, k) not in self.told]
-    if unkept: warnings.warn(_CANNOT.format(_listed([_path(*o) for o in unkept]), 'it' if len(unkept) == 1 else 'them', tuple(k for _,k in unkept)), stacklevel=2)
+    what,them = _listed([_path(*o) for o in unkept]),'it' if len(unkept) == 1 else 'them'
+    if unkept: warnings.warn(_CANNOT.format(what, them, tuple(k for _,k in unkept)), stacklevel=2)
     self.told.update(unkept)
     return found
 
 @patch
 def _kept(self:OwnState, keeper, name, own):
     "What is kept of the attributes `own`, the settings, and names of what cannot be kept"
-    begin,ready,changed,state,lost = self.begin.get(name),self.ready.get(name),self._changed(keeper.marker, name, own),{},[]
+    begin,ready,state,lost = self.begin.get(name),self.ready.get(name),{},[]
+    changed = self._changed(keeper.marker, name, own)
     for k in changed:
         was,made = (begin and begin.part(k)),(ready and ready.part(k))
         try: state[k] = keeper.keep(own[k], was, made)
@@ -375,6 +392,7 @@ def _listed(found): return ', '.join(found[:8]) + (f' and {len(found)-8} more' i
 _TOLD = {'lost': 'There is no place any more for what was saved as {}, so it begins anew.',
          'gone': 'What was saved of {} has no callback any more, so it is lost.',
          'differ': 'The run goes on with the settings that the script has now: {}.'}
+_AS_IT_WAS = ' If that is not meant, let callbacks and settings be as they were, or begin anew in another folder.'
 
 @patch
 def put(self:OwnState,
@@ -389,11 +407,14 @@ def put(self:OwnState,
         if name not in saved: continue
         settings,changed = saved[name]['settings'],self._changed(marker, name, own)
         back = {k: o for k,o in settings.items() if k in changed}
-        differ += [f'{_path(name, k)[:-1]}={own[k]!r}` (saved: {o!r})' for k,o in settings.items() if k in own and k not in changed and marker.mark(own[k]) != marker.mark(o)]
+        others = {k: o for k,o in settings.items() if k in own and k not in changed and marker.mark(own[k]) != marker.mark(o)}
+        differ += [f'{_path(name, k)[:-1]}={own[k]!r}` (saved: {o!r})' for k,o in others.items()]
         putter.members(owner, from_plain(back | saved[name]['state']), name or 'trainer')
     gone = [f'`{o}`' for o in saved if o not in owners and saved[o]['state']]
-    told = [_TOLD[k].format(_listed(found)) for k,found in (('lost', [f'`{o}`' for o in putter.lost]), ('gone', gone), ('differ', differ)) if found]
-    if told and tell: warnings.warn(' '.join(told) + ' If that is not meant, let callbacks and settings be as they were, or begin anew in another folder.', stacklevel=2)
+    found = dict(lost=[f'`{o}`' for o in putter.lost], gone=gone, differ=differ)
+    told = [_TOLD[k].format(_listed(o)) for k,o in found.items() if o]
+    if told and tell: warnings.warn(' '.join(told) + _AS_IT_WAS, stacklevel=2)
 
 def _device_of(trainer):
-    return next((p.device for p in trainer.model.parameters()), torch.device('cpu')) if isinstance(trainer.model, nn.Module) else torch.device('cpu')
+    params = trainer.model.parameters() if isinstance(trainer.model, nn.Module) else ()
+    return next((p.device for p in params), torch.device('cpu'))

@@ -302,7 +302,7 @@ def _exchanged(trainer, callbacks):
 class _Batches:
     "The batches of a loader; they end early if the pass is to end"
     def __init__(self, dl):
-        self.dl,self.over,self.begun = dl,False,False
+        self.dl,self.over,self.begun,self.given = dl,False,False,0
         self.limit,self.first = None,0 # Of all batches in the pass; number of the one that comes next
         self.expected = n_batches(dl)
 
@@ -318,6 +318,7 @@ class _Batches:
             left = max(left-self.first, 0)
             if not left and hasattr(self.dl, 'set_epoch'): self.dl.set_epoch(self.dl.state_dict()['epoch']+1) # It is not walked over, and stays in this pass
         for batch in self.dl if left is None else islice(self.dl, left):
+            self.given += 1
             yield batch
             if self.over: return
 
@@ -660,7 +661,9 @@ def _forget(self:Trainer, *names):
     for name in names:
         if hasattr(self, name): delattr(self, name)
 
-_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended', '_last_ended', '_side_runs', '_own_state', '_aside', '_preds_at'} # The last is of `epoch_preds`
+# %% ../nbs/10_trainer.ipynb #d6621263
+_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended',
+            '_last_ended', '_side_runs', '_own_state', '_aside', '_preds_at'} # The last is of `epoch_preds`
 
 @patch
 def _note_state(self:Trainer, callbacks=None, ready=False):

@@ -22,6 +22,8 @@ from isaac_loop.callbacks.rewind import RewindCB
 from isaac_loop.callbacks.training import BasicTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.events import CancelBatchException, with_cbs
+from isaac_loop.loaders import exact_loader
+from isaac_loop.own_state import OwnState
 from isaac_loop.trainer import Trainer
 from runs import Cut, CutCB, fit, make_loaders, make_trainer, tree
 import runs
@@ -99,7 +101,7 @@ class ManyCB:
 
     def before_fit(self, trainer):
         self.left, self.meter, self.window, self.counts, self.best = 30, Meter(), collections.deque(maxlen=3), collections.defaultdict(int), None
-        self.classes = collections.Counter()
+        self.places, self.order = collections.Counter(), collections.OrderedDict(a=0)
         self.average, self.rng, self.python, self.slot = nn.BatchNorm1d(3), np.random.default_rng(0), random.Random(0), 0.
         self.trainer, self.weights = trainer, list(trainer.model.parameters())
         self.meters = {"a": Meter(), "b": [Meter()]}
@@ -113,7 +115,8 @@ class ManyCB:
         self.best = trainer.loss if self.best is None else torch.minimum(self.best, trainer.loss)
         self.window.append(float(self.drawn_number()))
         self.counts[trainer.batch_num] += 1
-        self.classes[trainer.n_updates % 3] += 1
+        self.places.update("ab")
+        self.order[trainer.batch_num] = self.n
         for o in (self.meter, self.meters["a"], self.meters["b"][0]): o.add(self.window[-1])
         self.average(torch.randn(4, 3, generator=self.drawn))
         with torch.no_grad():
@@ -123,7 +126,7 @@ class ManyCB:
 
 
 def test_every_kind_of_attribute_goes_on(tmp_path):
-    kept = lambda t: {k: getattr(t.ManyCB, k) for k in ("n", "left", "unset", "slot", "tensor", "row", "numpy", "best")} | dict(meter=vars(t.ManyCB.meters["b"][0]), counts=t.ManyCB.counts, classes=t.ManyCB.classes)
+    kept = lambda t: {k: getattr(t.ManyCB, k) for k in ("n", "left", "unset", "slot", "tensor", "row", "numpy", "best")} | dict(meter=vars(t.ManyCB.meters["b"][0]), counts=t.ManyCB.counts, places=t.ManyCB.places, order=t.ManyCB.order)
     trainer = stopped_and_not(tmp_path, lambda: make_trainer([BasicTrainCB(), ManyCB()]), [3, 8, 9, 14, 20], attributes=kept)
     cb = trainer.ManyCB
     assert cb.numpy.dtype == np.float32 and cb.window.maxlen == 3 and cb.counts["new"] == 0 and cb.trainer is trainer
@@ -190,19 +193,23 @@ def test_a_trainer_that_carries_a_state_goes_on_with_it(tmp_path):
     assert trainer.seen == 3*56
 
 
-def test_wrapped_batches_that_are_read_again_do_not_undo_it(tmp_path):
-    "A loader that does not know its position is read again through all wrappers, which change their callback's state"
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("piece", [0, 5, 9, 11])
+def test_wrapped_batches_that_are_read_again_do_not_undo_it(exact, piece, tmp_path):
+    "Where batches are split, the run is not where its loader is: it is read again through all wrappers, which change their callback's state"
     odd = classes_of("odd_loops")
 
     def make():
         torch.manual_seed(1)
         phases = 6.3*torch.rand(4, 8, 1, 1)
         waves = torch.sin(phases + 0.3*torch.arange(61).view(1, 1, -1, 1))
-        return Trainer(DataLoaders([(o[:, :-1], o[:, 1:]) for o in waves]), F.mse_loss, optim.Adam, odd.NextNumber(), [odd.PiecesCB(3)])
+        batches = [(o[:, :-1], o[:, 1:]) for o in waves]
+        dl = exact_loader([row for batch in batches for row in zip(*batch)], 8, seed=3) if exact else batches
+        return Trainer(DataLoaders(dl), F.mse_loss, optim.Adam, odd.NextNumber(), [odd.PiecesCB(3)])
     whole = fit(make(), 2, valid=False)
     first, second = make(), make()
     for o in (first, second): o.add_callbacks(CheckpointCB(tmp_path/"run", every=1))
-    with pytest.raises(Cut): fit(first, 2, valid=False, callbacks=CutCB("before_predict", lambda t: t.epoch == 1 and t.batch_num == 5))
+    with pytest.raises(Cut): fit(first, 2, valid=False, callbacks=CutCB("before_predict", lambda t: t.epoch == 1 and t.batch_num == piece))
     fit(second, 2, valid=False)
     runs.same(whole, second)
 
@@ -315,3 +322,12 @@ def test_no_callback_of_the_library_holds_what_cannot_be_kept(tmp_path, capsys):
         trainer = fit(make_trainer([BasicTrainCB(), MetricsCB(), *everybody(tmp_path), CheckpointCB(tmp_path/"run", every=2)]), 2)
     assert not [str(o.message) for o in told if "cannot be kept" in str(o.message)]
     assert not {k: v for k, v in trainer._own_state.take(trainer).items() if v["state"]}, "each has a `state_dict`, or says what may go"
+
+
+def test_what_is_kept_stands_in_the_order_of_the_attributes():
+    "The same run writes the same checkpoint, whatever Python hashes names to"
+    trainer = make_trainer()
+    trainer.add_callbacks(SimpleNamespace(name="many", before_batch=lambda t: None, **dict.fromkeys("heapqyzx", 0)))
+    own = OwnState(trainer)
+    for o in "heapqyzx": setattr(trainer.many, o, 1)
+    assert list(own.take(trainer)["many"]["state"]) == list("heapqyzx")

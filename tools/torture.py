@@ -232,7 +232,7 @@ def twice(place):
     while not any(o["what"] == "train" for o in entries(folder)): time.sleep(0.01)
     start = time.monotonic()
     os.kill(pid, signal.SIGINT)
-    time.sleep(0.1)
+    time.sleep(0.5)
     os.kill(pid, signal.SIGINT)
     code = wait(pid, 10)
     if code != 130: raise Failed(f"two SIGINTs ended a run with {code}")

@@ -8,6 +8,7 @@ __all__ = ['LoggerCB', 'run_map']
 # %% ../../nbs/callbacks/71_loggers.ipynb #bf01e3a9
 import math, numbers, operator, time, uuid, warnings, weakref
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping
 
 import torch
@@ -19,7 +20,7 @@ from .run_config import processes
 from .tracking import ENDED, _beside, described, outcome_of, plain, settings
 from ..checks import check_count
 from ..events import CancelFitException, Order, callback_name
-from ..history import check_monitored
+from ..history import as_tensor, check_monitored
 from ..outlets import outlets_of
 from ..readings import MeanLoss, Sent
 
@@ -119,7 +120,7 @@ def before_fit(self:LoggerCB, trainer):
 def _forget(self:LoggerCB, trainer):
     "Begin a fit"
     self._offset,self._last = self._n,0 # Updates of earlier fits, and of this one when the last batch was done
-    self._epoch,self._steps,self._logged = None,array('q'),set() # The step of each batch in this epoch, and those that were logged
+    self._epoch,self._steps,self._logged = None,array('q'),array('q') # The step of each batch in this epoch, and those that were logged
     self._losses,self._sent,self._newest = MeanLoss(),[],None # Rows on their way, and the last one of an epoch
     self._missing = set(self._columns or ()) # Columns that no row has had
     self._last_media,self._seen = None,_lengths(trainer) # How much of the history has been sent
@@ -178,7 +179,7 @@ def _open(self:LoggerCB, trainer):
 def before_epoch(self:LoggerCB, trainer):
     "Start the clocks"
     now = time.perf_counter()
-    if trainer.epoch != self._epoch: self._epoch,self._epoch_start,self._steps,self._logged = trainer.epoch,now,array('q'),set()
+    if trainer.epoch != self._epoch: self._epoch,self._epoch_start,self._steps,self._logged = trainer.epoch,now,array('q'),array('q')
     if trainer.training: self._mark,self._marked = now,trainer.n_updates
 
 @patch
@@ -225,7 +226,7 @@ def _is_number(loss): return loss.numel() == 1 if torch.is_tensor(loss) else isi
 def _take_down(self:LoggerCB, trainer, step, loss):
     "Gather a row"
     now,self._due = time.perf_counter(),(step//self.every+1)*self.every # A batch may have several updates, and jump over a multiple
-    self._logged.add(step)
+    self._logged.append(step)
     row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **_learning_rates(trainer),
                seconds_per_step=(now-self._mark)/max(trainer.n_updates-self._marked, 1))
     self._mark,self._marked = now,trainer.n_updates
@@ -256,8 +257,14 @@ def _new_cells(self:LoggerCB, trainer, thin):
         if name in trainer.history.batches.keys or (self.every and name in _RESERVED and name not in ('run', 'step')): continue
         for i in range(first, len(column)):
             mine = training[i] and fit[i] == trainer.history.fit and epoch[i] == self._epoch and batch[i] < len(self._steps)
-            if mine and not math.isnan(column[i]) and (not thin or self._steps[batch[i]] in self._logged): found.setdefault(self._steps[batch[i]], {})[name] = column[i]
+            if mine and not math.isnan(column[i]) and (not thin or self._was_logged(self._steps[batch[i]])): found.setdefault(self._steps[batch[i]], {})[name] = column[i]
     return sorted(found.items(), key=operator.itemgetter(0))
+
+@patch
+def _was_logged(self:LoggerCB, step):
+    "Whether this epoch has a row of `step`; they come in order"
+    i = bisect_left(self._logged, step)
+    return i < len(self._logged) and self._logged[i] == step
 
 # %% ../../nbs/callbacks/71_loggers.ipynb #7e12f0f1
 @patch
@@ -332,7 +339,7 @@ def state_dict(self:LoggerCB)->dict: # Plain types
     if self._opened: self._send_arrived(wait=True)
     now = time.perf_counter()
     return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows), crossed=list(self._alerts.crossed),
-                epoch=self._epoch, steps=self._steps.tolist(), logged=sorted(self._logged),
+                epoch=self._epoch, steps=as_tensor(self._steps), logged=as_tensor(self._logged),
                 losses=self._losses.stacked().tolist(), total=float(self._losses.total), n_losses=self._losses.n, seconds=self._seconds+now-self._start, epoch_seconds=now-self._epoch_start)
 
 @patch
@@ -343,7 +350,8 @@ def load_state_dict(self:LoggerCB,
     now = time.perf_counter()
     self._id,self._n,self._offset,self._last,self._epoch = (state[o] for o in ('id', 'n', 'offset', 'last', 'epoch'))
     self._goes_on = True
-    self._rows,self._steps,self._logged,self._seconds = dict(state['rows']),array('q', state['steps']),set(state['logged']),state['seconds']
+    self._rows,self._seconds = dict(state['rows']),state['seconds']
+    self._steps,self._logged = (array('q', torch.as_tensor(state[o], dtype=torch.int64).tolist()) for o in ('steps', 'logged'))
     self._set_due()
     if len(state['crossed']) == len(self._alerts.alerts): self._alerts.crossed = list(state['crossed'])
     self._losses.kept,self._losses.total,self._losses.n = [torch.tensor(o) for o in state['losses']],state['total'],state['n_losses']

@@ -88,7 +88,7 @@ def _pass(self:ResumingCB, trainer, batches):
     if found and done:
         self._restore(trainer)
         batches = self._rest(trainer, batches, found[1], done)
-    else: self._pass_start = random_state(),{name: o.get_state() for name,o in generators(trainer).items()}
+    else: self._pass_start = random_state(),{name: o.get_state() for name,o in generators(trainer).items()},_place_of(trainer.dl)
     for batch in batches:
         yield batch
         if 'batch_num' not in vars(trainer): continue # It is being read again, for another callback that resumes
@@ -103,10 +103,18 @@ def _is_through(self:ResumingCB, trainer):
 
 # %% ../../nbs/callbacks/48_resuming.ipynb #ad1d1e74
 def start_of_pass(trainer):
-    "Random numbers when this pass began, as the innermost callback that resumes knows them"
+    "Random numbers when this pass began, as the innermost callback that resumes knows them; where its loader stood, and whether that must be read again"
     resuming = sorted((o for o in trainer.callbacks if isinstance(o, ResumingCB)), key=lambda o: o.order)
-    start,own = resuming[0]._pass_start
-    return plain(start) | {'generators': own}
+    start,own,place = resuming[0]._pass_start
+    return plain(start) | {'generators': own, 'loader': plain(place), 'again': _is_elsewhere(trainer)}
+
+def _place_of(dl):
+    "Where a loader that knows its position stands"
+    return dl.state_dict() if hasattr(dl, 'load_state_dict') else None
+
+def _is_elsewhere(trainer):
+    "Whether somebody splits, merges or keeps back batches, so that the position of the loader is not that of the run"
+    return hasattr(trainer.dl, 'load_state_dict') and trainer._source.first+trainer._source.given != trainer.batch_num+1
 
 # %% ../../nbs/callbacks/48_resuming.ipynb #7e2a4d7d
 def _knows_its_length(dl):
@@ -142,18 +150,24 @@ def _run_samplers(trainer, start):
 def _rest(self:ResumingCB, trainer, batches, state, done):
     "The batches of this pass that are left"
     start = dict(state['pass_start'])
-    own = start.pop('generators')
-    self._pass_start = start,own
-    over,stopped = _is_over(trainer.dl, done),state['position']['stop_reason']
+    own,place,again = start.pop('generators'),start.pop('loader', None),start.pop('again', False)
+    self._pass_start = start,own,place
+    over,stopped = not again and _is_over(trainer.dl, done),state['position']['stop_reason']
     if over or stopped is not None:
         _end_pass(trainer, over, stopped, own)
         trainer.batch_num = done-1
         return iter(())
-    if hasattr(trainer.dl, 'load_state_dict'): return batches
+    if again: _begin_anew(trainer, place)
+    elif hasattr(trainer.dl, 'load_state_dict'): return batches
     put_generators(trainer, own)
     rest = _replayed(trainer.dl, batches, start, done)
     put_callbacks(trainer, state, tell=False) # Whoever wraps the batches has seen them again
     return rest
+
+def _begin_anew(trainer, place):
+    "Let the loader give the pass from its beginning, since what callbacks made of its batches is made again"
+    trainer.dl.load_state_dict(place)
+    trainer._source.first = 0
 
 def _end_pass(trainer, over, stopped, own):
     "Leave the loader as it is after a whole pass, and stop if the run was stopping"
@@ -165,7 +179,7 @@ def _end_pass(trainer, over, stopped, own):
 # %% ../../nbs/callbacks/48_resuming.ipynb #15767108
 def _replayed(dl, batches, start, done):
     "`batches` after the first `done`, which are read and dropped"
-    if not isinstance(dl, (list, tuple)):
+    if not isinstance(dl, (list, tuple)) and not hasattr(dl, 'load_state_dict'):
         warnings.warn(f'The training loader does not know its position, so {done} batches are read again. That is exact unless workers persist or a sampler draws from generators of its own; '
                       'make it with `exact_loader`, or `DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and exactly.', stacklevel=2)
     now = plain_random_state()

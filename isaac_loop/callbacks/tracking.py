@@ -39,9 +39,10 @@ def settings(
 )->dict: # `name.attribute` and value, for every public attribute that is not callable
     "The settings of a callback"
     name = callback_name(callback)
-    public = [o for o in sorted({*dir(type(callback)), *getattr(callback, '__dict__', {})}) if not o.startswith('_')]
+    about_itself = 'callbacks','stateless' # What it brings along and what it may forget are no settings
+    public = [o for o in sorted({*dir(type(callback)), *getattr(callback, '__dict__', {})}) if not o.startswith('_') and o not in about_itself]
     values = {o: _value_of(callback, o) for o in public}
-    return {f'{name}.{o}': _setting(v) for o,v in values.items() if not (callable(v) or inspect.ismodule(v) or o == 'callbacks')}
+    return {f'{name}.{o}': _setting(v) for o,v in values.items() if not (callable(v) or inspect.ismodule(v))}
 
 def _value_of(callback, attribute):
     "An attribute, or what happened instead: a property may have nothing to tell yet, and that must not stop a run"
