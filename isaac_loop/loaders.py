@@ -347,7 +347,7 @@ def _walk(self:ReplayLoader, epoch, done):
     try:
         source = self._source(epoch)
         first = self._take_up(done)
-        if done > first: warnings.warn(f'Reading {done} batches of epoch {epoch} again and dropping them: a stream has no other way to the place where it stopped.', stacklevel=3)
+        if done > first: warnings.warn(f'Reading {done} batch{"es"*(done > 1)} of epoch {epoch} again and dropping them: a stream has no other way to the place where it stopped.', stacklevel=3)
         with seeded_with(self.seed, epoch): batches = iter(source)
         for i in count(first):
             batch = self._read(batches, source, epoch, i)

@@ -131,7 +131,7 @@ def _why_over(position, trainer, fit):
     if position['fit'] > fit: return f'the run is in its fit {position["fit"]} (the first is 0) already'
     if position['finished'] and position['stop_reason'] and trainer.n_epochs <= position['n_epochs']: return position['stop_reason'] # Whoever asks for more epochs than then wants to go on
     beyond = position['finished'] or position['batches'] or position['epoch'] > trainer.n_epochs
-    if position['epoch'] >= trainer.n_epochs and beyond: return f'{position["epoch"]} epochs are done' + f' and {position["batches"]} batches'*(position['batches'] > 0)
+    if position['epoch'] >= trainer.n_epochs and beyond: return ('1 epoch is done' if position['epoch'] == 1 else f'{position["epoch"]} epochs are done') + f', and of the next {position["batches"]} batches'*(position['batches'] > 0)
 
 # %% ../../nbs/callbacks/70_checkpoint.ipynb #4f1b58ce
 def _warn_of_workers(dl):
