@@ -66,6 +66,10 @@ class ResumingCB:
     def _pass_over(self, trainer): "For a subclass: the training pass has given its last batch"
 
 # %% ../../nbs/callbacks/48_resuming.ipynb #381f520f
+def _place_of(dl):
+    "Where a loader that knows its position stands"
+    return dl.state_dict() if hasattr(dl, 'load_state_dict') else None
+
 @patch
 def before_epoch(self:ResumingCB, trainer):
     "Begin the pass where the saved run stood"
@@ -107,10 +111,6 @@ def start_of_pass(trainer):
     resuming = sorted((o for o in trainer.callbacks if isinstance(o, ResumingCB)), key=lambda o: o.order)
     start,own,place = resuming[0]._pass_start
     return plain(start) | {'generators': own, 'loader': plain(place), 'again': _is_elsewhere(trainer)}
-
-def _place_of(dl):
-    "Where a loader that knows its position stands"
-    return dl.state_dict() if hasattr(dl, 'load_state_dict') else None
 
 def _is_elsewhere(trainer):
     "Whether somebody splits, merges or keeps back batches, so that the position of the loader is not that of the run"
