@@ -6,11 +6,12 @@
 __all__ = []
 
 # %% ../nbs/09_own_state.ipynb #a0542bb7
-import copy, io, random, warnings, weakref
+import copy, io, random, sys, warnings, weakref
 from array import array
 from collections import Counter, OrderedDict, deque
+from functools import partial
 from pathlib import PurePath, Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 
 import torch
 from fastcore.basics import patch
@@ -56,6 +57,15 @@ def _is_outside(x):
 
 def _is_iterator(x): return hasattr(type(x), '__next__')
 
+_CONTAINERS = dict, list, tuple, set, frozenset, deque
+_HELD = *_CONTAINERS, array, bytearray
+
+def _held(x):
+    "What a callable carries along: whose method it is, what a `partial` adds, what a function has closed over"
+    if isinstance(x, partial): return [o for o in (x.func, *x.args, *x.keywords.values()) if isinstance(o, (*_HELD, *_MADE_ANEW, partial))]
+    held = [o.cell_contents for o in x.__closure__ or () if o != CellType()] if isinstance(x, FunctionType) else [getattr(x, '__self__', None)]
+    return [o for o in held if isinstance(o, _HELD)] if isinstance(x, _MADE_ANEW) else []
+
 def _own(x):
     "The attributes of any object, also those in slots"
     found = {}
@@ -92,7 +102,12 @@ _MANY,_DEEP = 10_000,50
 
 class _Marker:
     "Makes marks; `world` has the ids of what the trainer saves itself"
-    def __init__(self, world): self.world,self.made,self.depth = world,{},0
+    def __init__(self, world): self.world,self.made,self.depth,self.shared = world,{},0,set()
+
+    def part(self, x):
+        "The mark of `x`, which has a name or a place; with a second one it is `shared`"
+        if id(x) in self.made: self.shared.add(id(x))
+        return self.mark(x)
 
     def mark(self, x):
         "The mark of `x`"
@@ -105,23 +120,24 @@ class _Marker:
         return self.made[id(x)][0]
 
     def _mark(self, x):
-        if id(x) in self.world or _is_outside(x) or self.depth > _DEEP: return _Mark(_Is(x))
+        if id(x) in self.world or self.depth > _DEEP: return _Mark(_Is(x))
+        if _is_outside(x): return _Mark(_Is(x), None, {i: self.mark(o) for i,o in enumerate(_held(x))})
         if isinstance(x, torch.Tensor): return _Mark(_Is(x), None if x.is_inference() else x._version)
         if isinstance(x, (array, bytearray)): return _Mark(value=(type(x), bytes(x)))
         if type(x).__module__ == 'numpy' and hasattr(x, 'tobytes'): return _Mark(value=(type(x), str(x.dtype), x.shape, x.tobytes()))
         drawn = _random_state(x)
         if drawn is not None: return _Mark(_Is(x), repr(drawn.tolist() if torch.is_tensor(drawn) else drawn))
         if _is_iterator(x): return _Mark(_Is(x), object())
-        if isinstance(x, (dict, list, tuple, set, frozenset, deque)): return self._container(x)
+        if isinstance(x, _CONTAINERS): return self._container(x)
         members = _members(x)
-        return _Mark(_Is(x), type(x), {k: self.mark(o) for k,o in members.items()})
+        return _Mark(_Is(x), type(x), {k: self.part(o) for k,o in members.items()})
 
     def _container(self, x):
         values = list(x.values()) if isinstance(x, dict) else list(x)
         keys = list(x) if isinstance(x, dict) else range(len(values))
         if set(map(type, values)) <= _SIMPLE and set(map(type, keys)) <= _SIMPLE: return _Mark(value=(type(x), tuple(keys), tuple(values)))
         if len(values) > _MANY: return _Mark(_Is(x), len(values))
-        return _Mark(None, type(x), {k if type(k) in _SIMPLE else id(k): self.mark(o) for k,o in zip(keys, values)})
+        return _Mark(None, type(x), {k if type(k) in _SIMPLE else id(k): self.part(o) for k,o in zip(keys, values)})
 
 # %% ../nbs/09_own_state.ipynb #49e771ac
 _KIND = '__own__' # The key of a dict that says how a value is put back
@@ -130,23 +146,28 @@ _ANEW = {_KIND: 'anew'} # Made again by the script
 class _Unkept(Exception): "A changed value that cannot be kept"
 
 class _Keeper:
-    "Makes data of changed values"
-    def __init__(self, world): self.world,self.marker,self.inside = world,_Marker(world),[]
+    "Makes data of changed values; what is `shared` gets a number"
+    def __init__(self, world): self.world,self.marker,self.inside,self.numbers = world,_Marker(world),[],{}
 
     def keep(self, x, begin, ready):
         "`x` as data; `begin` and `ready` are its marks from before and after `before_fit`"
         if type(x) in _SIMPLE: return x
-        if id(x) in self.world or _is_outside(x): return _ANEW
+        if id(x) in self.world: return _ANEW
+        if _is_outside(x):
+            if ready and ready.who == _Is(x) and ready != self.marker.mark(x): raise _Unkept # In what a callable carries along
+            return _ANEW
         if isinstance(x, torch.Tensor): return _kept_tensor(x)
         if isinstance(x, PurePath): return {_KIND: 'path', 'value': str(x)}
-        if type(x) is array: return {_KIND: 'array', 'type': x.typecode, 'value': x.tobytes()}
         if _is_iterator(x) or any(x is o for o in self.inside): raise _Unkept
         self.inside.append(x)
-        try: return self._keep_parts(x, begin, ready)
+        try: made = self._keep_parts(x, begin, ready)
         finally: self.inside.pop()
+        if id(x) not in self.marker.shared or not isinstance(x, _HELD) or _is_hashable(x): return made
+        return {_KIND: 'shared', 'number': self.numbers.setdefault(id(x), len(self.numbers)), 'value': made}
 
     def _keep_parts(self, x, begin, ready):
-        if isinstance(x, (dict, list, tuple, set, frozenset, deque)): return self._container(x, begin, ready)
+        if isinstance(x, _CONTAINERS): return self._container(x, begin, ready)
+        if type(x) is array: return {_KIND: 'array', 'type': x.typecode, 'value': x.tobytes()}
         drawn = _random_state(x)
         if drawn is not None: return {_KIND: 'random', 'value': drawn}
         if _is_plain(x): return x
@@ -181,6 +202,11 @@ def _kept_tensor(x):
     if x.requires_grad and not x.is_leaf: x = x.detach() # What is carried from batch to batch is its value
     return x if x.device.type == 'cpu' else {_KIND: 'on', 'device': str(x.device), 'value': x}
 
+def _is_hashable(x):
+    try: hash(x)
+    except TypeError: return False
+    return True
+
 def _tells(x): return callable(getattr(x, 'state_dict', None)) and callable(getattr(x, 'load_state_dict', None))
 
 def _told(x):
@@ -198,13 +224,17 @@ _NOTHING = object()
 
 class _Putter:
     "Puts back what `_Keeper` made; `lost` names what has no place any more"
-    def __init__(self, device): self.device,self.lost = device,[]
+    def __init__(self, device): self.device,self.lost,self.shared = device,[],{}
 
     def put(self, here, saved, path):
         "What takes the place of `here`"
         if type(saved) is not dict or _KIND not in saved: return self._list(here, saved, path)
         kind,value = saved[_KIND],saved.get('value')
         if kind == 'anew': return here
+        if kind == 'shared':
+            number = saved['number']
+            if number not in self.shared: self.shared[number] = self.put(here, value, path)
+            return self.shared[number]
         if kind == 'path': return Path(value)
         if kind == 'array': return array(saved['type'], bytes(value))
         if kind == 'on': return value.detach().to(self._device(saved['device'])).requires_grad_(value.requires_grad)
@@ -306,6 +336,7 @@ class OwnState:
         former=None, # The one of the fit before
     ):
         self.loop,self.begin,self.ready,self.told = set(loop),{},{},former.told if former else set()
+        self.back = {} # Marks of what was put back
         self.ever = {name: set(names) for name,names in former.ever.items()} if former else {}
         self.note(trainer)
 
@@ -356,10 +387,11 @@ def take(self:OwnState,
     copy:bool=True, # Copy tensors that are on the CPU already?
 )->dict: # Plain data, for `put`
     "The state that nobody tells, and the settings beside it"
-    world = _world(trainer, self.loop)
+    keeper,owners = _Keeper(_world(trainer, self.loop)),self._owners(trainer, None)
     found,unkept = {},[]
-    for name,(_,own) in self._owners(trainer, None).items():
-        kept,settings,lost = self._kept(_Keeper(world), name, own)
+    for o in [o for _,own in owners.values() for o in own.values()]: keeper.marker.part(o)
+    for name,(_,own) in owners.items():
+        kept,settings,lost = self._kept(keeper, name, own)
         try: kept = plain(kept, name, copy, exact=True)
         except UnsaveableState:
             odd = [k for k,o in kept.items() if not _is_plain(o)]
@@ -382,7 +414,58 @@ def _kept(self:OwnState, keeper, name, own):
         except _Unkept:
             if made != keeper.marker.mark(own[k]): lost.append(k)
     settings = {k: o for k,o in own.items() if k not in changed and _is_setting(o)}
-    return {k: o for k,o in state.items() if o is not _ANEW}, settings, lost
+    part = lambda marks, k: marks and marks.part(k)
+    touched = {k for k in changed if keeper.marker.mark(own[k]) not in (part(ready, k), part(self.back.get(name), k))}
+    state,views = _part_views({k: o for k,o in state.items() if o is not _ANEW}, own, touched, {k for k in own if part(begin, k) != part(ready, k)})
+    return state, settings, lost+views
+
+def _in_one_memory(kept, own):
+    "Arrays of NumPy that overlap another array or a tensor: lists of names and values. `plain` keeps no such pair"
+    found = [(*_span(x), k, x) for k,o in kept.items() for x in _with_memory(o, {})]
+    if all(torch.is_tensor(x) for *_,x in found): return []
+    found += [(*_span(x), k, x) for k,x in own.items() if k not in kept and torch.is_tensor(x) and _with_memory(x, {})]
+    groups,end = [],0
+    for low,high,k,x in sorted(found, key=lambda o: o[:2]):
+        if low >= end: groups.append([])
+        groups[-1].append((k, x))
+        end = max(end, high)
+    return [o for o in groups if len({id(x) for _,x in o}) > 1 and not all(torch.is_tensor(x) for _,x in o)]
+
+def _part_views(kept, own, touched, made):
+    """What is kept of `kept` when arrays share memory, and names of what is not
+
+    `touched` has changed since `before_fit`, which has `made` some."""
+    kept,lost = dict(kept),[]
+    for group in _in_one_memory(kept, own):
+        names,arrays = dict.fromkeys(k for k,_ in group),[x for k,x in group if k in touched and not torch.is_tensor(x)]
+        still = [k for k in own if k in names and k not in touched]
+        if still and all(x.base is not None for x in arrays): # Pieces of data that stays as it is
+            again = [k for k in still if k in kept and k in made] # What `before_fit` makes, it makes again, in one memory
+            again = again if len(again) > 1 else []
+            others = [k for k in names if k in kept and k not in again and not torch.is_tensor(kept[k])]
+            kept.update({k: kept[k].copy() for k in others if not isinstance(kept[k], _CONTAINERS)})
+            inside = [k for k in others if isinstance(kept[k], _CONTAINERS)]
+            lost,gone = lost+inside,again+inside
+        else:
+            order = [k for k in own if k in names and k in touched]+still
+            gone = order[1:] or order
+            lost += gone
+        for k in gone: kept.pop(k, None)
+    return kept,lost
+
+def _with_memory(x, met):
+    "The arrays of NumPy in containers, and the tensors on the CPU"
+    if torch.is_tensor(x): return [x] if x.device.type == 'cpu' and x.layout == torch.strided and not x.is_nested and x.numel() else []
+    if 'numpy' in sys.modules and isinstance(x, sys.modules['numpy'].ndarray): return [x] if x.size else []
+    if not isinstance(x, (dict, list, tuple)) or id(x) in met: return []
+    met[id(x)],values = x,list(x.values() if isinstance(x, dict) else x)
+    return [] if set(map(type, values)) <= _SIMPLE else [m for o in values for m in _with_memory(o, met)]
+
+def _span(x):
+    "First byte of the memory, and the one behind its last"
+    if torch.is_tensor(x): return x.untyped_storage().data_ptr(), x.untyped_storage().data_ptr()+x.untyped_storage().nbytes()
+    first,steps = x.__array_interface__['data'][0],[(n-1)*step for n,step in zip(x.shape, x.strides)]
+    return first+sum(o for o in steps if o < 0), first+x.itemsize+sum(o for o in steps if o > 0)
 
 def _is_setting(x): return type(x) in _SIMPLE or (type(x) in (list, tuple) and len(x) <= 20 and set(map(type, x)) <= _SIMPLE)
 def _path(name, k): return f'`{name or "trainer"}.{k}`'
@@ -410,6 +493,8 @@ def put(self:OwnState,
         others = {k: o for k,o in settings.items() if k in own and k not in changed and marker.mark(own[k]) != marker.mark(o)}
         differ += [f'{_path(name, k)[:-1]}={own[k]!r}` (saved: {o!r})' for k,o in others.items()]
         putter.members(owner, from_plain(back | saved[name]['state']), name or 'trainer')
+    after = _Marker(marker.world)
+    self.back = {name: _Mark(parts={k: after.mark(o) for k,o in own.items()}) for name,(_,own) in self._owners(trainer, None).items()}
     gone = [f'`{o}`' for o in saved if o not in owners and saved[o]['state']]
     found = dict(lost=[f'`{o}`' for o in putter.lost], gone=gone, differ=differ)
     told = [_TOLD[k].format(_listed(o)) for k,o in found.items() if o]

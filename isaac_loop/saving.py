@@ -92,12 +92,19 @@ def load(self:Trainer,
     put_position(self, state)
     put_random(state, strict)
     self._ended = True # The next fit is a new one, even if the last one broke off
+    if hasattr(self.dls.train, 'set_epoch') and hasattr(self.dls.train, 'load_state_dict'): _warn_of_place(state['loaders'].get('train', {}))
 
 @patch
 def _make_opt_for(self:Trainer, state):
     "An optimizer to load a saved state into"
     self.lr = state['opts']['opt']['param_groups'][0]['lr']
     self._make_opt(False)
+
+def _warn_of_place(place):
+    "Say that the next pass is not a whole one"
+    if 'epoch' not in place or not place.get('samples', place.get('batches')): return
+    warnings.warn('This checkpoint was saved in the middle of an epoch, and the training loader goes on there: the first epoch of the next fit has only the rest of its batches, '
+                  f'while schedules count whole ones. For a whole one call `trainer.dls.train.set_epoch({place["epoch"]+1})`, or load a checkpoint from the end of an epoch.', stacklevel=3)
 
 def _warn_of_average(manifest):
     "Say that the numbers beside a checkpoint belong to other weights than it gives"

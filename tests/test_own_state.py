@@ -5,6 +5,7 @@ Whatever changes during a fit in attributes of a callback, or of a subclass of t
 import collections
 import random
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -285,6 +286,98 @@ def test_what_cannot_be_kept_is_named_once_and_may_be_said_to_go(make, path, tmp
     assert [f"`{path}` changed during this fit and cannot be kept" in str(o.message) for o in told] == [True]
     may_go = type(make.__name__, (make,), dict(stateless=path.partition(".")[2]))
     fit(make_trainer([BasicTrainCB(), may_go(), CheckpointCB(tmp_path/"again", every=2)]))
+
+
+class AppendCB:
+    def before_fit(self, trainer): self.add = [].append
+    def after_step(self, trainer): self.add(trainer.batch_num)
+
+
+class PartialCB(AppendCB):
+    def before_fit(self, trainer): self.add = partial(lambda seen, n: seen.append(n), [])
+
+
+class ClosureCB(AppendCB):
+    def before_fit(self, trainer):
+        seen = []
+        self.add = lambda n: seen.append(n)
+
+
+class KnownCB(AppendCB):
+    "The list is kept, and is another one than that of the method"
+    stateless = "seen"
+    def before_fit(self, trainer):
+        self.seen = []
+        self.add = partial(self.seen.append)
+
+
+class ViewCB:
+    def before_fit(self, trainer):
+        self.sums = np.zeros(3)
+        self.view = self.look(self.sums)
+    def look(self, x): return x[:1]
+    def after_step(self, trainer): self.sums += 1
+
+
+class MemoryCB(ViewCB):
+    def look(self, x): return torch.from_numpy(x)
+
+
+class OtherWayCB(ViewCB):
+    def before_fit(self, trainer):
+        self.sums = torch.zeros(3)
+        self.view = [self.sums.numpy()]
+
+
+class InsideCB(ViewCB):
+    def look(self, x): return [x, torch.from_numpy(x[:1])]
+
+
+@pytest.mark.parametrize("make, name", [(AppendCB, "add"), (PartialCB, "add"), (ClosureCB, "add"), (KnownCB, "add"), (ViewCB, "view"), (MemoryCB, "view"), (OtherWayCB, "view"), (InsideCB, "view")])
+def test_what_a_callable_holds_and_memory_of_arrays_is_named(make, name):
+    trainer, cb = make_trainer(), make()
+    trainer.add_callbacks(cb)
+    own = OwnState(trainer)
+    cb.before_fit(trainer)
+    own.note(trainer, ready=True)
+    trainer.batch_num = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.take(trainer)
+    cb.after_step(trainer)
+    with pytest.warns(UserWarning, match=f"^`{make.__name__}.{name}` changed during this fit and cannot be kept"): taken = own.take(trainer)
+    assert name not in taken.get(make.__name__, dict(state=()))["state"]
+
+
+class PieceCB:
+    "Looks at pieces of data that stay as they are, and has functions that do"
+    def before_fit(self, trainer):
+        seen = [1]
+        self.rows, self.many, self.functions = np.arange(4.), torch.arange(4.), [print, self.after_step, partial(max, [1]), lambda: seen]
+    def after_step(self, trainer): self.row, self.one, self.now = self.rows[1:2], self.many[:2].numpy(), [].append
+
+
+class TwoNamesCB:
+    "A list with two names, also inside others"
+    def before_fit(self, trainer):
+        self.seen = []
+        self.places = dict(seen=self.seen, pair=([], self.seen), meter=Meter())
+        self.places["meter"].seen, self.again = self.seen, self.places["pair"]
+        self.bytes = self.more = bytearray(b"a")
+    def after_step(self, trainer):
+        self.seen.append(len(self.places["meter"].seen))
+        self.again[0].append(len(self.places["seen"]))
+        self.more += b"b"
+
+
+@pytest.mark.parametrize("make", [PieceCB, TwoNamesCB])
+def test_what_has_two_names_goes_on_as_one_and_pieces_are_not_named(make, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = stopped_and_not(tmp_path, lambda: make_trainer([BasicTrainCB(), make()]), [4, 10], 2, lambda t: (t.TwoNamesCB.seen, t.TwoNamesCB.again, t.TwoNamesCB.bytes) if make is TwoNamesCB else (t.PieceCB.row, t.PieceCB.one))
+    if make is TwoNamesCB:
+        cb = trainer.TwoNamesCB
+        assert cb.seen is cb.places["seen"] is cb.places["pair"][1] is cb.places["meter"].seen and cb.again is cb.places["pair"] and cb.bytes is cb.more
 
 
 class ShowingCB:

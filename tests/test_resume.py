@@ -325,6 +325,19 @@ def test_a_fit_after_loading_is_a_new_one_though_the_last_was_interrupted(tmp_pa
     assert len(trainer.history) == 1 and len(fit(trainer, 1).history) == 2 and trainer.n_updates == 7
 
 
+def test_a_fit_after_loading_from_mid_epoch_says_that_its_first_epoch_is_not_whole(tmp_path):
+    "A schedule for 14 updates had 12"
+    whole = fit(make_trainer([BasicTrainCB(), CheckpointCB(tmp_path/"run", every=9, keep_last=None)]))
+    n, trainer = whole.n_updates, make_trainer([BasicTrainCB()])
+    with pytest.warns(UserWarning, match=r"only the rest of its batches.*set_epoch\(2\)"): trainer.load(tmp_path/"run"/"step-00000009")
+    assert fit(trainer, 1).n_updates == 2*7-9
+    with pytest.warns(UserWarning, match="rest"): trainer.load(tmp_path/"run"/"step-00000009")
+    trainer.dls.train.set_epoch(2)
+    assert fit(trainer, 1).n_updates == 7
+    trainer.load(tmp_path/"run"/f"step-{n:08}")
+    assert fit(trainer, 1).n_updates == 7
+
+
 def test_a_second_interrupt_in_validation_saves_nothing_either(tmp_path):
     def predict(trainer):
         if not trainer.training: press(trainer), press(trainer)
