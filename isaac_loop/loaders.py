@@ -45,6 +45,10 @@ class _Resumable:
         if not (self._pass and self._pass()): return self._next() # Nobody holds the last pass any more
         return self.epoch,self._done
 
+    def leave_pass(self):
+        "Let the next pass be another epoch, though a cancel has left this one and somebody still holds it"
+        self._place(*self._next(), self._goes_on)
+
     def __getstate__(self): return {**vars(self), '_pass': None, '_engine': None, '_batches': None} # A copy has no workers yet
 
 # %% ../nbs/11_loaders.ipynb #7822407e

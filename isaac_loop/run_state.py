@@ -147,7 +147,13 @@ def take_state(
     "All that this run must remember to go on later"
     swapped = [callback_name(o) for o in trainer.callbacks if getattr(o, 'weights_swapped', False)]
     if swapped: raise RuntimeError(f'`{swapped[0]}` has its own weights in the model at present, so the training weights cannot be saved. Save between two passes, or in a training pass.')
+    if not batches: _leave_passes(trainer)
     with _undrawn(): return _take(trainer, epoch, batches, finished, pass_start, copy)
+
+def _leave_passes(trainer):
+    "Between two epochs no loader stands in the middle of one, also where a cancel has left a pass"
+    for o in _loaders(trainer).values():
+        if hasattr(o, 'leave_pass'): o.leave_pass()
 
 def _take(trainer, epoch, batches, finished, pass_start, copy):
     parts,opts,modules = take_parts(trainer, copy),_parts(trainer, optim.Optimizer),_parts(trainer, nn.Module)

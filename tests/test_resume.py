@@ -37,7 +37,7 @@ from isaac_loop.callbacks.tracking import TrackingCB
 from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.checkpoint_files import load_weights
 from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelFitException, Order
+from isaac_loop.events import CancelEpochException, CancelFitException, Order
 from isaac_loop.loaders import ReplayLoader, exact_loader
 from isaac_loop.state import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing, UnsaveableState
 from isaac_loop.store import CheckpointStore
@@ -359,6 +359,28 @@ def test_an_interrupt_is_not_swallowed_by_a_stop_or_a_cancel(tmp_path):
         press(trainer, signal.SIGTERM)
         raise CancelFitException("no more")
     with pytest.raises(SystemExit): fit(make_trainer([*callbacks(), InterruptCB()]), callbacks=before_backward)
+
+
+@pytest.mark.parametrize("error", [CancelFitException, CancelEpochException])
+def test_the_epoch_after_a_cancelled_one_is_whole(error, tmp_path):
+    "The loader was saved in the middle of the pass that the cancel had left, so the next one had only the rest"
+    class LeaveCB:
+        seen = 0
+        def after_batch(self, trainer):
+            self.seen += 1
+            if self.seen == 2: raise error
+        def state_dict(self): return {"seen": self.seen}
+        def load_state_dict(self, state): self.seen = state["seen"]
+
+    def run(folder, cut=False):
+        trainer = make_trainer([BasicTrainCB(), MetricsCB(), OneCycleSchedulerCB(), CheckpointCB(folder), LeaveCB(), CutCB("before_step", lambda t: cut and t.LeaveCB.seen == 2)])
+        with suppress(Cut):
+            for _ in range(2): fit(trainer, 2, valid=False)
+        return trainer
+
+    whole = run(tmp_path/"whole")
+    run(tmp_path/"cut", cut=True)
+    same(whole, run(tmp_path/"cut"))
 
 
 def test_a_second_interrupt_is_immediate_and_saves_nothing(tmp_path):
