@@ -302,7 +302,8 @@ def _exchanged(trainer, callbacks):
 class _Batches:
     "The batches of a loader; they end early if the pass is to end"
     def __init__(self, dl):
-        self.dl,self.over,self.begun,self.given = dl,False,False,0
+        self.dl,self.over,self.begun = dl,False,False
+        self.given,self.last = 0,None # How many batches were drawn, and the last of them
         self.limit,self.first = None,0 # Of all batches in the pass; number of the one that comes next
         self.expected = n_batches(dl)
 
@@ -318,9 +319,10 @@ class _Batches:
             left = max(left-self.first, 0)
             if not left and hasattr(self.dl, 'set_epoch'): self.dl.set_epoch(self.dl.state_dict()['epoch']+1) # It is not walked over, and stays in this pass
         for batch in self.dl if left is None else islice(self.dl, left):
-            self.given += 1
+            self.given,self.last = self.given+1,batch
             yield batch
-            if self.over: return
+            if self.over: break
+        self.last = None
 
 def _count_update(trainer): trainer.n_updates += 1
 

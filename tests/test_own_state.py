@@ -215,6 +215,31 @@ def test_wrapped_batches_that_are_read_again_do_not_undo_it(exact, piece, tmp_pa
     runs.same(whole, second)
 
 
+class HalvesCB:
+    order = -5
+    def before_epoch(self, trainer):
+        if trainer.training: trainer.batches = self.walk(trainer.batches)
+    def walk(self, batches):
+        for x, y in batches: yield from ((x[:4], y[:4]), (x[4:], y[4:]))
+
+
+class TwiceCB(HalvesCB):
+    def walk(self, batches):
+        for batch in batches: yield from (batch, batch)
+
+
+@pytest.mark.parametrize("cls, cuts", [(HalvesCB, [1, 2, 3, 13, 15]), (TwiceCB, [2, 3, 13, 15])])
+def test_a_run_that_is_elsewhere_than_its_exact_loader_goes_on(cls, cuts, tmp_path):
+    "Split or repeated, also where both have counted as far by chance"
+    make = lambda: make_trainer([BasicTrainCB(), cls()], make_loaders())
+    whole = fit(make(), 2, valid=False)
+    for n in cuts:
+        first, second = make(), make()
+        for o in (first, second): o.add_callbacks(CheckpointCB(tmp_path/f"{n}", every=1))
+        with pytest.raises(Cut): fit(first, 2, valid=False, callbacks=CutCB("before_predict", lambda t: t.n_updates == n))
+        runs.same(whole, fit(second, 2, valid=False))
+
+
 def test_a_rewind_takes_own_states_back():
     class CountCB:
         def __init__(self): self.n = 0

@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant("folders of others are swept away", "_is_ours", "return not files or _MARK in files or _has_manifest(path)", "return True",
            ["test_what_others_put_into_the_folder_stays"]),
     Mutant("what callbacks hold is forgotten", "_own_states", "if own is not None", "if False", ["test_a_rewind_takes_own_states_back"]),
-    Mutant("a loader goes on where the run is not", "_is_elsewhere", "hasattr(trainer.dl, 'load_state_dict') and", "False and",
+    Mutant("a loader goes on where the run is not", "_is_elsewhere", "if hasattr(trainer.dl, 'load_state_dict')", "if False",
            ["test_wrapped_batches_that_are_read_again_do_not_undo_it"]),
     Mutant("a second interrupt saves all the same", "_interrupted", " and not getattr(o, 'hurried', False)", "",
            ["test_a_second_interrupt_in_validation_saves_nothing_either"]),

@@ -36,10 +36,12 @@ class ResumingCB:
     "Walks over epochs and batches from a saved position on, and knows when it is between two of them"
     order = Order.SAVE
     stateless = True
+    _as_given,_elsewhere = True,False # Is this batch the loader's own? Has the run ever been elsewhere than its loader?
     def _begin(self, trainer, found, strict=True):
         "Walk over the epochs; `found` is weights and state to go on from, or None"
         check_states(trainer)
         self._found,self._strict,self._pass_start,self._batches,self._next = found,strict,None,0,0
+        self._elsewhere = bool(found and (found[1]['pass_start'] or {}).get('again'))
         data_of(trainer), loss_of(trainer) # As they are now, for all that is saved in this fit
         trainer.epochs = self._epochs(trainer, trainer.epochs)
 
@@ -94,6 +96,7 @@ def _pass(self:ResumingCB, trainer, batches):
         batches = self._rest(trainer, batches, found[1], done)
     else: self._pass_start = random_state(),{name: o.get_state() for name,o in generators(trainer).items()},_place_of(trainer.dl)
     for batch in batches:
+        self._as_given = batch is trainer._source.last
         yield batch
         if 'batch_num' not in vars(trainer): continue # It is being read again, for another callback that resumes
         self._batches = trainer.batch_num+1
@@ -110,11 +113,13 @@ def start_of_pass(trainer):
     "Random numbers when this pass began, as the innermost callback that resumes knows them; where its loader stood, and whether that must be read again"
     resuming = sorted((o for o in trainer.callbacks if isinstance(o, ResumingCB)), key=lambda o: o.order)
     start,own,place = resuming[0]._pass_start
-    return plain(start) | {'generators': own, 'loader': plain(place), 'again': _is_elsewhere(trainer)}
+    return plain(start) | {'generators': own, 'loader': plain(place), 'again': _is_elsewhere(resuming[0], trainer)}
 
-def _is_elsewhere(trainer):
-    "Whether somebody splits, merges or keeps back batches, so that the position of the loader is not that of the run"
-    return hasattr(trainer.dl, 'load_state_dict') and trainer._source.first+trainer._source.given != trainer.batch_num+1
+def _is_elsewhere(self, trainer):
+    "Whether somebody splits, repeats, merges or keeps back batches, so that the position of the loader is not that of the run"
+    source = trainer._source if hasattr(trainer.dl, 'load_state_dict') else None
+    if source is not None and not (self._as_given and source.first+source.given == trainer.batch_num+1): self._elsewhere = True
+    return self._elsewhere
 
 # %% ../../nbs/callbacks/48_resuming.ipynb #7e2a4d7d
 def _knows_its_length(dl):
@@ -180,7 +185,7 @@ def _end_pass(trainer, over, stopped, own):
 def _replayed(dl, batches, start, done):
     "`batches` after the first `done`, which are read and dropped"
     if not isinstance(dl, (list, tuple)) and not hasattr(dl, 'load_state_dict'):
-        warnings.warn(f'The training loader does not know its position, so {done} batches are read again. That is exact unless workers persist or a sampler draws from generators of its own; '
+        warnings.warn(f'The training loader does not know its position, so {done} batches are read again. That is exact unless workers persist, a sampler draws from generators of its own, or a callback keeps back batches that were drawn at random; '
                       'make it with `exact_loader`, or `DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and exactly.', stacklevel=2)
     now = plain_random_state()
     set_plain_random_state(start, strict=False)
