@@ -1823,6 +1823,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'isaac_loop/callbacks/resuming.py'),
                                                'isaac_loop.callbacks.resuming._run_samplers': ( 'callbacks/resuming.html#_run_samplers',
                                                                                                 'isaac_loop/callbacks/resuming.py'),
+                                               'isaac_loop.callbacks.resuming._warn_of_order': ( 'callbacks/resuming.html#_warn_of_order',
+                                                                                                 'isaac_loop/callbacks/resuming.py'),
                                                'isaac_loop.callbacks.resuming.start_of_pass': ( 'callbacks/resuming.html#start_of_pass',
                                                                                                 'isaac_loop/callbacks/resuming.py'),
                                                'isaac_loop.callbacks.resuming.warn_of_rates': ( 'callbacks/resuming.html#warn_of_rates',

@@ -298,6 +298,10 @@ def _set_random_state(x, state):
 def _unasked(callback):
     "Names of attributes that need not be kept, as the class and its bases say in `stateless`; True for all"
     said = [own['stateless'] for own in (getattr(callback, '__dict__', {}), *map(vars, type(callback).__mro__)) if own.get('stateless')]
+    for o in said:
+        if o is not True and not isinstance(o, (str, *_CONTAINERS)):
+            raise TypeError(f'`{callback_name(callback)}.stateless` is {o!r}, which does not say what may be forgotten when a run goes on. '
+                            "Use the name of an attribute, several as a tuple, or True for all of them.")
     return True if any(o is True for o in said) else {name for o in said for name in _names(o)}
 
 def _looked_at(callback):

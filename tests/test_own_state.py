@@ -240,6 +240,21 @@ def test_a_run_that_is_elsewhere_than_its_exact_loader_goes_on(cls, cuts, tmp_pa
         runs.same(whole, fit(second, 2, valid=False))
 
 
+def test_what_may_be_forgotten_is_said_by_name():
+    class CountCB:
+        stateless = 3
+        def after_step(self, trainer): self.n = trainer.n_updates
+    with pytest.raises(TypeError, match="`CountCB.stateless` is 3, .* the name of an attribute"): fit(make_trainer([BasicTrainCB(), CountCB()]), 1)
+
+
+def test_whoever_splits_batches_behind_the_back_of_what_is_saved_is_told(tmp_path):
+    "With a higher order than `CheckpointCB` nobody knows which pieces were trained"
+    late = HalvesCB()
+    late.order = 60
+    with pytest.warns(UserWarning, match="`CheckpointCB` has handed on 1 batches, but 2 were trained.*`order` below 40"):
+        fit(make_trainer([BasicTrainCB(), late, CheckpointCB(tmp_path/"run")]), 1, valid=False)
+
+
 def test_a_rewind_takes_own_states_back():
     class CountCB:
         def __init__(self): self.n = 0

@@ -90,19 +90,27 @@ def _resumes_in(self:ResumingCB, trainer):
 @patch
 def _pass(self:ResumingCB, trainer, batches):
     "`batches`, after those that were done before"
-    found,done = self._found,self._batches
+    found,done,handed,told = self._found,self._batches,self._batches,False
     if found and done:
         self._restore(trainer)
         batches = self._rest(trainer, batches, found[1], done)
     else: self._pass_start = random_state(),{name: o.get_state() for name,o in generators(trainer).items()},_place_of(trainer.dl)
     for batch in batches:
-        self._as_given = batch is trainer._source.last
+        self._as_given,handed = batch is trainer._source.last,handed+1
         yield batch
         if 'batch_num' not in vars(trainer): continue # It is being read again, for another callback that resumes
         self._batches = trainer.batch_num+1
+        if self._batches != handed and not told: told = _warn_of_order(self, trainer, handed)
         with _named(self, trainer): self._between_batches(trainer)
         if self._batches == trainer.n_batches: self._is_through(trainer)
     if self._batches != trainer.n_batches: self._is_through(trainer)
+
+def _warn_of_order(self, trainer, handed):
+    "Say that somebody makes other batches of those that have passed by here"
+    name = callback_name(self)
+    warnings.warn(f'`{name}` has handed on {handed} batches, but {trainer.batch_num+1} were trained: a callback with a higher `order` splits, joins or keeps them back, '
+                  f'so what is saved in the middle of an epoch goes on as another run. Give that callback an `order` below {int(self.order)}.', stacklevel=2)
+    return True
 
 @patch
 def _is_through(self:ResumingCB, trainer):
