@@ -251,7 +251,7 @@ def test_whoever_splits_batches_behind_the_back_of_what_is_saved_is_told(tmp_pat
     "With a higher order than `CheckpointCB` nobody knows which pieces were trained"
     late = HalvesCB()
     late.order = 60
-    with pytest.warns(UserWarning, match="`CheckpointCB` has handed on 1 batches, but 2 were trained.*`order` below 40"):
+    with pytest.warns(UserWarning, match="`CheckpointCB` has handed on 2 batches, but 4 were trained.*`order` below 40"):
         fit(make_trainer([BasicTrainCB(), late, CheckpointCB(tmp_path/"run")]), 1, valid=False)
 
 

@@ -90,7 +90,7 @@ def _resumes_in(self:ResumingCB, trainer):
 @patch
 def _pass(self:ResumingCB, trainer, batches):
     "`batches`, after those that were done before"
-    found,done,handed,told = self._found,self._batches,self._batches,False
+    found,done,handed,ahead,told = self._found,self._batches,0,None,False
     if found and done:
         self._restore(trainer)
         batches = self._rest(trainer, batches, found[1], done)
@@ -100,7 +100,8 @@ def _pass(self:ResumingCB, trainer, batches):
         yield batch
         if 'batch_num' not in vars(trainer): continue # It is being read again, for another callback that resumes
         self._batches = trainer.batch_num+1
-        if self._batches != handed and not told: told = _warn_of_order(self, trainer, handed)
+        if ahead is None: ahead = self._batches-handed # Somebody else may have begun this pass further on
+        if self._batches-handed != ahead and not told: told = _warn_of_order(self, trainer, handed)
         with _named(self, trainer): self._between_batches(trainer)
         if self._batches == trainer.n_batches: self._is_through(trainer)
     if self._batches != trainer.n_batches: self._is_through(trainer)
