@@ -8,7 +8,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from isaac_loop.tensors import set_seed
+from isaac_loop.basics.tensors import set_seed
 
 settings.register_profile("same", derandomize=True)
 settings.register_profile("others", derandomize=False)

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from isaac_loop.events import Plan
+from isaac_loop.loop.events import Plan
 
 
 def bits(x):

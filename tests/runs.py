@@ -10,22 +10,22 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.averaging import EMACB
-from isaac_loop.callbacks.best import KeepBestCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.clipping import ClipGradCB
-from isaac_loop.callbacks.evaluator import EvaluatorCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.progress import ProgressCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
-from isaac_loop.callbacks.stopping import EarlyStoppingCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.loaders import exact_loader
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.averaging import EMACB
+from isaac_loop.checkpoints.best_weights import KeepBestCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.train.clipping import ClipGradCB
+from isaac_loop.evaluate.evaluator import EvaluatorCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.show.progress import ProgressCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.schedules import OneCycleSchedulerCB
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 
 
 class Rows:

@@ -1,4 +1,4 @@
-"""Accumulation (`callbacks/accumulation.py`) against the big batch and against a loop written by hand.
+"""Accumulation (`train/accumulation.py`) against the big batch and against a loop written by hand.
 
 Arithmetic is in double precision, so that "equal" leaves no room; where every operation is the same it is bit for bit.
 Whatever makes a window odd is tried: unequal batches, cancelled ones, a pass that ends early, gradients that were there before.
@@ -16,14 +16,14 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.clipping import ClipGradCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.schedulers import BatchSchedulerCB
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.clipping import ClipGradCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.schedule.schedulers import BatchSchedulerCB
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
+from isaac_loop.loop.trainer import Trainer
 
 
 def make_data(n=24, seed=0):

@@ -1,4 +1,4 @@
-"""Augmentation (`callbacks/augmentation.py`) against loops written by hand, bit for bit and with the same random numbers.
+"""Augmentation (`data/augmentation.py`) against loops written by hand, bit for bit and with the same random numbers.
 
 Every callback is also run on tuples, lists, named tuples, dicts and batches with two inputs, with validation watched, and
 inside a guard that makes it an error to turn a tensor into a number while a batch is being worked on.
@@ -15,16 +15,16 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from isaac_loop.callbacks.augmentation import (
+from isaac_loop.data.augmentation import (
     BatchAugmentationCB, BatchTransformCB, CutMixCB, MixUpCB, ProgressiveResizeCB, RandCopy, RandErase, albumentations_transform, each_image,
 )
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import Order
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import Order
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 
 N_CLASSES = 3
 

@@ -1,4 +1,4 @@
-"""Clipping (`callbacks/clipping.py`) against PyTorch's functions in a loop by hand, and against a unit-by-unit oracle.
+"""Clipping (`train/clipping.py`) against PyTorch's functions in a loop by hand, and against a unit-by-unit oracle.
 
 When it happens is checked with an accumulation and with a loss scale that stand in its way; that nobody waits, by making it impossible.
 """
@@ -13,14 +13,14 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.clipping import ClipGradCB, _clip_adaptive, _with_entries
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelStepException, Order
-from isaac_loop.history import check_monitored
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.clipping import ClipGradCB, _clip_adaptive, _with_entries
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelStepException, Order
+from isaac_loop.loop.history import check_monitored
+from isaac_loop.loop.trainer import Trainer
 from waiting import InsideCB, RefuseToWait
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import isaac_loop.all as everything
-from isaac_loop.events import EVENTS
-from isaac_loop.trainer import STATE
+from isaac_loop.loop.events import EVENTS
+from isaac_loop.loop.trainer import STATE
 
 PAGES = sorted((Path(__file__).parents[1]/"nbs/tutorials").glob("coming_from_*.ipynb"))
 KNOWN = {*vars(everything), "SimpleNamespace"}

@@ -24,11 +24,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, get_worker_info
 
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders, collate_rows, get_dataloaders, image_to_tensor, load_digits, sample_dataset_dict
-from isaac_loop.models import SimpleNet
-from isaac_loop.tensors import inplace, set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders, collate_rows, get_dataloaders, image_to_tensor, load_digits, sample_dataset_dict
+from isaac_loop.models.small_models import SimpleNet
+from isaac_loop.basics.tensors import inplace, set_seed
+from isaac_loop.loop.trainer import Trainer
 
 matplotlib.use("Agg")
 
@@ -243,8 +243,8 @@ def test_a_text_is_no_answer_to_whether_to_shuffle():
 
 def test_one_exact_loader_does_not_serve_two_passes():
     "It would lose its place in each validation; a plain loader has none"
-    from isaac_loop.callbacks.training import BasicTrainCB
-    from isaac_loop.trainer import Trainer
+    from isaac_loop.train.training import BasicTrainCB
+    from isaac_loop.loop.trainer import Trainer
     rows = [(torch.ones(1), torch.ones(1))]*4
     def make_trainer(dl): return Trainer(DataLoaders(dl, dl), torch.nn.functional.mse_loss, torch.optim.SGD, torch.nn.Linear(1, 1), BasicTrainCB())
     exact = get_dataloaders(rows, None, 2, seed=1)[0]

@@ -1,4 +1,4 @@
-"""Where things are computed (`callbacks/device.py`), and that nobody waits for the device inside a batch.
+"""Where things are computed (`device/device.py`), and that nobody waits for the device inside a batch.
 
 `DeviceCB` is checked against the device of everything that takes part; the `meta` device, which knows shapes and no
 values, stands in for an accelerator. Waiting is checked by making it impossible: while a batch is being worked on, every
@@ -14,16 +14,16 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-import isaac_loop.callbacks.device as device_module
+import isaac_loop.device.device as device_module
 import isaac_loop.all as library
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.progress import ProgressCB
-from isaac_loop.callbacks.tracking import TrackingCB
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import Order
-from isaac_loop.trainer import Trainer
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.show.progress import ProgressCB
+from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import Order
+from isaac_loop.loop.trainer import Trainer
 
 
 def make_batches(n=3):

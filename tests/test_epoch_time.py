@@ -6,12 +6,12 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks import epoch_time
-from isaac_loop.callbacks.epoch_time import EpochTimeCB
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import Order
-from isaac_loop.trainer import Trainer
+from isaac_loop.metrics import epoch_time
+from isaac_loop.metrics.epoch_time import EpochTimeCB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import Order
+from isaac_loop.loop.trainer import Trainer
 
 BATCH = torch.ones(4, 2), torch.ones(4, 1)
 

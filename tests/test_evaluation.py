@@ -20,18 +20,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 from torcheval.metrics import MulticlassAccuracy
 
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.predictions import CapturePredsCB, Predictions
-from isaac_loop.data_order import in_order
-from isaac_loop.example_losses import loss_per_example
-from isaac_loop.joining import join_batches
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.evaluation import DropoutOnCB
-from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.evaluate.predictions import CapturePredsCB, Predictions
+from isaac_loop.data.dataset_order import in_order
+from isaac_loop.train.example_losses import loss_per_example
+from isaac_loop.evaluate.join_batches import join_batches
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.evaluate.evaluation import DropoutOnCB
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 
 
 def make_data(n=22, n_classes=3, seed=0):

@@ -1,4 +1,4 @@
-"""Evaluation in the middle of training (`callbacks/evaluator.py`).
+"""Evaluation in the middle of training (`evaluate/evaluator.py`).
 
 The law: whatever an evaluator looks at and whenever it does, the training goes on bit for bit as without it. Then: it
 looks when it was told to, at all that it was told to, and says so in the history.
@@ -16,28 +16,28 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import isaac_loop.evaluation  # noqa: F401
+import isaac_loop.evaluate.evaluation  # noqa: F401
 import runs
-from isaac_loop.callbacks import evaluator as evaluator_module
-from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.averaging import EMACB, SWACB
-from isaac_loop.callbacks.best import KeepBestCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.evaluator import EvaluatorCB
-from isaac_loop.callbacks.loggers import LoggerCB
-from isaac_loop.callbacks.metrics import MeanOf, MetricsCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.reductions import PlateauSchedulerCB
-from isaac_loop.callbacks.stopping import EarlyStoppingCB
-from isaac_loop.callbacks.trackers import WandB
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
-from isaac_loop.history import BatchRecord
-from isaac_loop.store import CheckpointStore
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.evaluate import evaluator as evaluator_module
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.averaging import EMACB, SWACB
+from isaac_loop.checkpoints.best_weights import KeepBestCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.evaluate.evaluator import EvaluatorCB
+from isaac_loop.log.loggers import LoggerCB
+from isaac_loop.metrics.metrics import MeanOf, MetricsCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.plateau import PlateauSchedulerCB
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
+from isaac_loop.log.trackers import WandB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
+from isaac_loop.loop.history import BatchRecord
+from isaac_loop.state.store import CheckpointStore
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 from observing import bits, random_states
 from waiting import InsideCB, RefuseToWait
 

@@ -30,28 +30,28 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-import isaac_loop.callbacks.experiment as experiment
-import isaac_loop.callbacks.remote as remote
-import isaac_loop.provenance as provenance
-from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.experiment import ExperimentCB
-from isaac_loop.callbacks.history_files import HistoryFilesCB, table_text
-from isaac_loop.callbacks.interrupts import InterruptCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.notify import Email, NotifyCB
-from isaac_loop.callbacks.precision import MixedPrecisionCB
-from isaac_loop.callbacks.remote import UploadCB, fetch
-from isaac_loop.callbacks.run_config import RunConfig
-from isaac_loop.callbacks.tracking import TrackingCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import EVENTS, CancelFitException
-from isaac_loop.provenance import git_state
-from isaac_loop.run_folder import Experiment, without_password
-from isaac_loop.store import CheckpointStore
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+import isaac_loop.log.experiment as experiment
+import isaac_loop.log.upload as remote
+import isaac_loop.log.code_version as provenance
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.log.experiment import ExperimentCB
+from isaac_loop.log.history_files import HistoryFilesCB, table_text
+from isaac_loop.stop.interrupts import InterruptCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.log.notify import Email, NotifyCB
+from isaac_loop.device.precision import MixedPrecisionCB
+from isaac_loop.log.upload import UploadCB, fetch
+from isaac_loop.log.run_config import RunConfig
+from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import EVENTS, CancelFitException
+from isaac_loop.log.code_version import git_state
+from isaac_loop.state.run_folder import Experiment, without_password
+from isaac_loop.state.store import CheckpointStore
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 from runs import Cut, CutCB, callbacks, fit, make_trainer, momentum_sgd, same
 from waiting import InsideCB, RefuseToWait
 
@@ -117,7 +117,7 @@ def test_watching_changes_nothing_and_no_batch_waits(name, tmp_path, memory):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, CancelFitException])
 def test_after_a_failure_at_any_event_streams_and_handlers_are_as_before(error, tmp_path, memory, monkeypatch):
-    monkeypatch.setattr("isaac_loop.callbacks.notify.history_figure", lambda rows: None)  # Slow
+    monkeypatch.setattr("isaac_loop.log.notify.history_figure", lambda rows: None)  # Slow
     handlers, streams = list(logging.getLogger().handlers), (sys.stdout, sys.stderr)
     for event in [o for o in EVENTS if "fit" in o or "epoch" in o or o in ("log", "before_batch", "after_step")]:
         cbs = [ExperimentCB(tmp_path, "p", tee=True), HistoryFilesCB(plot=None), UploadCB("memory://any"), NotifyCB(lambda *args: None)]
@@ -524,11 +524,11 @@ def test_the_newest_folder_is_the_one_begun_last(tmp_path):
 PROCESSES = """
 import os, sys, torch, torch.distributed as dist
 from torch.nn import functional as F
-from isaac_loop.callbacks.experiment import ExperimentCB
-from isaac_loop.callbacks.history_files import HistoryFilesCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.trainer import Trainer
+from isaac_loop.log.experiment import ExperimentCB
+from isaac_loop.log.history_files import HistoryFilesCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.trainer import Trainer
 root, store = sys.argv[1:]
 child = os.fork() # Quicker than importing everything twice
 rank = int(child == 0)
@@ -916,7 +916,7 @@ def certificate(folder):
 @pytest.mark.filterwarnings("ignore:Requiring AUTH")  # Of the server
 def test_a_login_goes_through_an_encrypted_line_only(tls, tmp_path, mail_server, monkeypatch):
     from aiosmtpd.smtp import AuthResult
-    monkeypatch.setattr("isaac_loop.callbacks.notify.history_figure", lambda rows: None)  # Slow
+    monkeypatch.setattr("isaac_loop.log.notify.history_figure", lambda rows: None)  # Slow
     seen = []
     def authenticator(server, session, envelope, mechanism, data):
         seen.append((session.ssl is not None or tls == "ssl", data.login, data.password))
@@ -946,7 +946,7 @@ def test_an_email_that_could_not_work_is_refused():
 
 
 def test_a_server_that_is_down_costs_one_warning(monkeypatch):
-    monkeypatch.setattr("isaac_loop.callbacks.notify.history_figure", lambda rows: None)  # Slow
+    monkeypatch.setattr("isaac_loop.log.notify.history_figure", lambda rows: None)  # Slow
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # Taken, and nobody listens
         trainer = small(NotifyCB(Email("127.0.0.1", s.getsockname()[1], "a@x.org", "b@x.org", tls=None)))
@@ -962,7 +962,7 @@ def test_a_server_that_is_down_costs_one_warning(monkeypatch):
 
 @pytest.mark.parametrize("way, word, reason", [("error", "Failed", "Cut: pulled"), ("cancel", "Cancelled", "enough"), ("stop", "Stopped", "time is up"), ("interrupt", "Interrupted", "KeyboardInterrupt"), ("end", "Finished", "")])
 def test_every_end_is_told_in_its_own_word(way, word, reason, monkeypatch):
-    monkeypatch.setattr("isaac_loop.callbacks.notify.history_figure", lambda rows: None)
+    monkeypatch.setattr("isaac_loop.log.notify.history_figure", lambda rows: None)
     sent = []
     def before_backward(trainer):
         if trainer.epoch != 1: return
@@ -1034,12 +1034,12 @@ def test_a_folder_in_which_there_never_was_a_file_is_mentioned(tmp_path):
 
 def test_an_address_is_no_folder(tmp_path, monkeypatch):
     "A local folder called `s3:` would be made, and the run be lost with the machine"
-    from isaac_loop.callbacks.exports import ExportCB
-    from isaac_loop.callbacks.gradients import GradientPlotCB
-    from isaac_loop.callbacks.live_plot import LivePlotCB
-    from isaac_loop.callbacks.reports import PredictionsCSVCB
-    from isaac_loop.checkpoint_files import load_weights
-    import isaac_loop.saving  # noqa: F401  `trainer.save`
+    from isaac_loop.checkpoints.exports import ExportCB
+    from isaac_loop.inspection.gradients import GradientPlotCB
+    from isaac_loop.show.live_plot import LivePlotCB
+    from isaac_loop.evaluate.reports import PredictionsCSVCB
+    from isaac_loop.state.checkpoint_files import load_weights
+    import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save`
     monkeypatch.chdir(tmp_path)
     trainer = small()
     trainer.fit(1)
@@ -1053,7 +1053,7 @@ def test_an_address_is_no_folder(tmp_path, monkeypatch):
 
 
 def test_what_is_no_path_is_named(tmp_path):
-    from isaac_loop.callbacks.reports import PredictionsCSVCB
+    from isaac_loop.evaluate.reports import PredictionsCSVCB
     for make in (lambda: PredictionsCSVCB(None), lambda: ExperimentCB(tmp_path, "p", resume=True), lambda: ExperimentCB(tmp_path, "p", files=[3]), lambda: CheckpointCB(3)):
         with pytest.raises(TypeError, match="is no path"): make()
     assert ExperimentCB(tmp_path, "p", files=None).files == []

@@ -1,4 +1,4 @@
-"""`callbacks/exports.py`, and saving when a function says so: which files there are, what is in them, and that training takes no notice.
+"""`checkpoints/exports.py`, and saving when a function says so: which files there are, what is in them, and that training takes no notice.
 
 The law of warm-up, stable, decay: what is saved before a decay goes on into a longer run as if that had been meant from the start.
 """
@@ -6,14 +6,14 @@ import pytest
 import torch
 from runs import Cut, CutCB, fit, make_model, make_trainer, same, tree
 
-from isaac_loop.callbacks.averaging import EMACB
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.exports import ExportCB
-from isaac_loop.callbacks.schedules import WSDSchedulerCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.checkpoint_files import Checkpoint, load_weights
-from isaac_loop.events import CancelFitException
-from isaac_loop.store import CheckpointStore
+from isaac_loop.train.averaging import EMACB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.checkpoints.exports import ExportCB
+from isaac_loop.schedule.schedules import WSDSchedulerCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.state.checkpoint_files import Checkpoint, load_weights
+from isaac_loop.loop.events import CancelFitException
+from isaac_loop.state.store import CheckpointStore
 
 pytestmark = pytest.mark.filterwarnings("error")
 

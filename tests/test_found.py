@@ -420,14 +420,14 @@ def test_what_is_appended_to_the_list_is_checked_and_named_when_a_fit_begins():
 
 @pytest.mark.parametrize("path, message", [("loss.xyz", "is no format"), ("/proc/nowhere/loss.png", "cannot be written")])
 def test_a_plot_that_cannot_be_saved_is_refused_before_training(path, message, capsys):
-    from isaac_loop.demo import main
+    from isaac_loop.recipes.demo import main
     with pytest.raises(SystemExit) as e:
         main(["--epochs", "1", "--plot", path])
     assert e.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_a_plot_without_suffix_is_saved_where_it_says(tmp_path, capsys):
-    from isaac_loop.demo import main
+    from isaac_loop.recipes.demo import main
     main(["--epochs", "1", "--device", "cpu", "--plot", str(tmp_path/"loss")])
     assert f"Loss plot: {tmp_path/'loss.png'}" in capsys.readouterr().out and (tmp_path/"loss.png").exists()
 
@@ -596,15 +596,15 @@ def test_states_to_go_back_to_are_kept_once_for_each_update():
 def test_methods_of_modules_that_were_not_imported_are_named_with_their_module():
     "The table of such methods is complete and true"
     import importlib
-    from isaac_loop.history import History
-    from isaac_loop.trainer import _ELSEWHERE
+    from isaac_loop.loop.history import History
+    from isaac_loop.loop.trainer import _ELSEWHERE
     importlib.import_module("isaac_loop.all")
     module = lambda o: (getattr(o, "fget", None) or o).__module__
     added = lambda cls: {k: module(v).removeprefix("isaac_loop.") for k, v in vars(cls).items() if not k.startswith("_") and (callable(v) or isinstance(v, property)) and module(v) != cls.__module__}
-    assert added(Trainer) == _ELSEWHERE and added(History) == dict(plot="curves", plot_batches="curves")
+    assert added(Trainer) == _ELSEWHERE and added(History) == dict(plot="show.curves", plot_batches="show.curves")
     code = """
 from types import SimpleNamespace
-from isaac_loop.trainer import Trainer, _ELSEWHERE
+from isaac_loop.loop.trainer import Trainer, _ELSEWHERE
 trainer = Trainer(SimpleNamespace(), None, None, None, None)
 for owner, names in ((trainer, _ELSEWHERE), (trainer.history, ['plot', 'plot_batches'])):
     for name in names:
@@ -617,7 +617,7 @@ except AttributeError as e: print(e)
     import sys
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert [o.split()[0] for o in lines[:-1]] == [*_ELSEWHERE, "plot", "plot_batches"]
-    assert "`validate` comes with `import isaac_loop.evaluation`" in lines[0] and all("has not been imported yet" in o for o in lines[:-1]) and "Did you mean `latest`?" in lines[-1]
+    assert "`validate` comes with `import isaac_loop.evaluate.evaluation`" in lines[0] and all("has not been imported yet" in o for o in lines[:-1]) and "Did you mean `latest`?" in lines[-1]
 
 
 # --- Found by the next who used it

@@ -22,26 +22,26 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStepLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
-import isaac_loop.saving  # noqa: F401  `trainer.load`
-from isaac_loop.callbacks.accelerated import AccelerateCB
-from isaac_loop.callbacks.averaging import EMACB
-from isaac_loop.callbacks.best import KeepBestCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.interrupts import InterruptCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.reductions import PlateauSchedulerCB, StepSchedulerCB
-from isaac_loop.callbacks.rewind import RewindCB
-from isaac_loop.callbacks.schedulers import BatchSchedulerCB, EpochSchedulerCB
-from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, WarmupSchedulerCB
-from isaac_loop.callbacks.stopping import EarlyStoppingCB
-from isaac_loop.callbacks.tracking import TrackingCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.checkpoint_files import load_weights
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelFitException
-from isaac_loop.loaders import exact_loader
-from isaac_loop.state import CheckpointCorrupt, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
-from isaac_loop.store import CheckpointStore
+import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.load`
+from isaac_loop.device.accelerated import AccelerateCB
+from isaac_loop.train.averaging import EMACB
+from isaac_loop.checkpoints.best_weights import KeepBestCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.stop.interrupts import InterruptCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.schedule.plateau import PlateauSchedulerCB, StepSchedulerCB
+from isaac_loop.checkpoints.rewind import RewindCB
+from isaac_loop.schedule.schedulers import BatchSchedulerCB, EpochSchedulerCB
+from isaac_loop.schedule.schedules import OneCycleSchedulerCB, WarmupSchedulerCB
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
+from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.state.checkpoint_files import load_weights
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelFitException
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.loop.plain_state import CheckpointCorrupt, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
+from isaac_loop.state.store import CheckpointStore
 from runs import Cut, CutCB, Rows, fit, make_loaders, make_model, make_trainer, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know")
@@ -83,9 +83,9 @@ SCRIPT = """
 import sys, time
 sys.path[:0] = {paths}
 import runs
-from isaac_loop.callbacks.interrupts import InterruptCB
+from isaac_loop.stop.interrupts import InterruptCB
 from torch.utils.data import DataLoader
-from isaac_loop.data import DataLoaders
+from isaac_loop.data.dataloaders import DataLoaders
 def after_batch(trainer):
     if trainer.epoch == 1 and trainer.batch_num >= 2: print("here", file=sys.__stdout__, flush=True) # Every worker is at work by now
     time.sleep(0.02)

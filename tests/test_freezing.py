@@ -1,4 +1,4 @@
-"""Freezing (`callbacks/freezing.py`): what moves in each epoch, under every optimizer, and what is put back after every kind of end."""
+"""Freezing (`train/freezing.py`): what moves in each epoch, under every optimizer, and what is put back after every kind of end."""
 import copy
 import math
 
@@ -7,13 +7,13 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.freezing import BatchNormEvalCB, FreezeCB, discriminative_rates, layer_groups
-from isaac_loop.callbacks.schedulers import BatchSchedulerCB
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelEpochException, CancelFitException, Order
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.freezing import BatchNormEvalCB, FreezeCB, discriminative_rates, layer_groups
+from isaac_loop.schedule.schedulers import BatchSchedulerCB
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelEpochException, CancelFitException, Order
+from isaac_loop.loop.trainer import Trainer
 
 
 def make_model():

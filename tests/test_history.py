@@ -15,8 +15,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from isaac_loop.history import BatchRecord, History, Monitor, check_monitored
-from isaac_loop.tables import Table, short
+from isaac_loop.loop.history import BatchRecord, History, Monitor, check_monitored
+from isaac_loop.basics.tables import Table, short
 
 # Rows
 

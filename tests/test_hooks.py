@@ -21,20 +21,20 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from isaac_loop.callbacks.activations import ActivationStats, ActivationStatsCB, HooksCallback
-from isaac_loop.callbacks.gradients import GradientPlotCB, GradientStats, GradientStatsCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.nonfinite import NonFiniteCB
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB, OneBatchCB
-from isaac_loop.callbacks.update_ratios import UpdateRatioCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
-import isaac_loop.inspection # noqa: F401 (gives trainers `summarize_callbacks`)
-from isaac_loop.hooks import Hook, Hooks, find_modules, first_tensor, probing
-from isaac_loop.model_summary import summarize_model
-from isaac_loop.records import DeviceRecord, histogram
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.inspection.activations import ActivationStats, ActivationStatsCB, HooksCallback
+from isaac_loop.inspection.gradients import GradientPlotCB, GradientStats, GradientStatsCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.inspection.first_nonfinite import NonFiniteCB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB, OneBatchCB
+from isaac_loop.inspection.update_ratios import UpdateRatioCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
+import isaac_loop.inspection.loop_tables # noqa: F401 (gives trainers `summarize_callbacks`)
+from isaac_loop.models.hooks import Hook, Hooks, find_modules, first_tensor, probing
+from isaac_loop.inspection.model_summary import summarize_model
+from isaac_loop.loop.device_records import DeviceRecord, histogram
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 
 matplotlib.use("Agg")
 

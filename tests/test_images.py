@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from isaac_loop.images import UnNormalize, get_grid, image_array, show_image, show_images, subplots
-from isaac_loop.memory import clean_memory
+from isaac_loop.show.images import UnNormalize, get_grid, image_array, show_image, show_images, subplots
+from isaac_loop.device.memory import clean_memory
 
 
 @pytest.fixture(autouse=True)

@@ -19,25 +19,25 @@ from torch.utils.data import DataLoader, TensorDataset
 from torcheval.metrics import MulticlassAccuracy
 from waiting import InsideCB, RefuseToWait
 
-from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.clipping import ClipGradCB
-from isaac_loop.callbacks.experiment import ExperimentCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.limits import LimitCB
-from isaac_loop.callbacks.precision import MixedPrecisionCB
-from isaac_loop.callbacks.schedulers import BatchSchedulerCB
-from isaac_loop.callbacks.stopping import EarlyStoppingCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import Order
-from isaac_loop.foreign.aitoolbox import AIToolboxCB
-from isaac_loop.foreign.base import uses
-from isaac_loop.inspection import summarize_callbacks  # noqa: F401  A method of the trainer
-from isaac_loop.interop import adapt
-from isaac_loop.store import CheckpointStore
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.train.clipping import ClipGradCB
+from isaac_loop.log.experiment import ExperimentCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.stop.limits import LimitCB
+from isaac_loop.device.precision import MixedPrecisionCB
+from isaac_loop.schedule.schedulers import BatchSchedulerCB
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import Order
+from isaac_loop.interop.aitoolbox import AIToolboxCB
+from isaac_loop.interop.base import uses
+from isaac_loop.inspection.loop_tables import summarize_callbacks  # noqa: F401  A method of the trainer
+from isaac_loop.interop.adapt import adapt
+from isaac_loop.state.store import CheckpointStore
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(56, 4, generator=generator)
@@ -472,7 +472,7 @@ def test_their_configuration_tells_of_clipping_and_half_precision(pta):
 
 def test_several_processes_are_told_of(monkeypatch):
     "Foreign callbacks believe that they are alone"
-    monkeypatch.setattr("isaac_loop.foreign.base.processes", lambda: (0, 2))
+    monkeypatch.setattr("isaac_loop.interop.base.processes", lambda: (0, 2))
     trainer = Trainer(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), adapt(Nemo010)])
     with pytest.warns(UserWarning, match="there is one process, but several train together"): trainer.fit(1)
 
@@ -1141,8 +1141,8 @@ def test_a_foreign_callback_that_was_not_adapted_is_told_about_it(pta):
     "Those of pytorch-accelerated answer any question with an error of their own, which has no text"
     from pytorch_accelerated.callbacks import TrainerCallback
     with pytest.raises(Exception) as e: ours(TrainerCallback())
-    assert any("`isaac_loop.interop.adapt`" in o for o in e.value.__notes__)
-    with pytest.raises(ValueError, match="has no method named after an event.*`isaac_loop.interop.adapt`"): ours(ToolboxNotes())
+    assert any("`isaac_loop.interop.adapt.adapt`" in o for o in e.value.__notes__)
+    with pytest.raises(ValueError, match="has no method named after an event.*`isaac_loop.interop.adapt.adapt`"): ours(ToolboxNotes())
     with pytest.raises(ValueError) as e: ours(SimpleNamespace(on_train=True))
     assert "adapt" not in str(e.value)
 

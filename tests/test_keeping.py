@@ -16,27 +16,27 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import isaac_loop.all as library
-from isaac_loop.callbacks import evaluator as evaluator_module
-from isaac_loop.callbacks.averaging import EMACB, SWACB
-from isaac_loop.callbacks.best import KeepBestCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.precision import MixedPrecisionCB
-from isaac_loop.callbacks.rewind import RewindCB
-from isaac_loop.callbacks.interrupts import InterruptCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.reductions import PlateauSchedulerCB, StepSchedulerCB
-from isaac_loop.callbacks.schedulers import BatchSchedulerCB, EpochSchedulerCB
-from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB
-from isaac_loop.callbacks.tracking import TrackingCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import EVENTS, CancelFitException, CancelStepException
-from isaac_loop.run_state import stateful_callbacks, take_state
-from isaac_loop.state import CheckpointWriteFailed, UnsaveableState, plain
-from isaac_loop.store import CheckpointStore
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.evaluate import evaluator as evaluator_module
+from isaac_loop.train.averaging import EMACB, SWACB
+from isaac_loop.checkpoints.best_weights import KeepBestCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.device.precision import MixedPrecisionCB
+from isaac_loop.checkpoints.rewind import RewindCB
+from isaac_loop.stop.interrupts import InterruptCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.plateau import PlateauSchedulerCB, StepSchedulerCB
+from isaac_loop.schedule.schedulers import BatchSchedulerCB, EpochSchedulerCB
+from isaac_loop.schedule.schedules import OneCycleSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB
+from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import EVENTS, CancelFitException, CancelStepException
+from isaac_loop.state.run_state import stateful_callbacks, take_state
+from isaac_loop.loop.plain_state import CheckpointWriteFailed, UnsaveableState, plain
+from isaac_loop.state.store import CheckpointStore
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 from runs import Cut, CutCB, Rows, callbacks, differences, fit, make_loaders, make_model, make_trainer, result, same, tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading", "ignore:The loss was more than")

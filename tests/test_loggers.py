@@ -1,4 +1,4 @@
-"""Logs: `callbacks/loggers.py`, `callbacks/logs.py` and `outlets.py`, against what really happened in the run.
+"""Logs: `log/loggers.py`, `log/log_files.py` and `outlets.py`, against what really happened in the run.
 
 Files are read with the standard library. What a killed and resumed run has logged is compared with the log of the same run
 that was never stopped.
@@ -16,20 +16,20 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.rewind import RewindCB
-from isaac_loop.callbacks.loggers import LoggerCB, run_map
-from isaac_loop.callbacks.logs import CSV, JSONLines, Screen
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.trackers import TensorBoard
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelFitException, with_cbs
-from isaac_loop.media import media_file, wav_bytes
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.checkpoints.rewind import RewindCB
+from isaac_loop.log.loggers import LoggerCB, run_map
+from isaac_loop.log.log_files import CSV, JSONLines, Screen
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.log.trackers import TensorBoard
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, CancelFitException, with_cbs
+from isaac_loop.show.media_files import media_file, wav_bytes
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 from runs import Cut, CutCB, fit, same
 from runs import make_trainer as make_run
 from waiting import RefuseToWait

@@ -1,4 +1,4 @@
-"""The finders of learning rates and batch sizes (`callbacks/lr_finder.py`).
+"""The finders of learning rates and batch sizes (`tune/lr_finder.py`).
 
 A fit after `lr_find` or `find_batch_size` is the fit without, bit for bit, whatever callbacks and optimizer the trainer
 has; nothing the trainer leads to has changed, and no file was written. What they find is compared with curves, rates and

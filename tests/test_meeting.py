@@ -10,22 +10,22 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-import isaac_loop.evaluation  # noqa: F401, brings `get_preds`
-from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.averaging import EMACB
-from isaac_loop.callbacks.best import KeepBestCB
-from isaac_loop.callbacks.clipping import ClipGradCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.precision import MixedPrecisionCB
-from isaac_loop.callbacks.progress import ProgressCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.schedulers import BatchSchedulerCB
-from isaac_loop.callbacks.limits import LimitCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders, get_dataloaders
-from isaac_loop.events import CancelFitException, Order
-from isaac_loop.history import History
-from isaac_loop.trainer import Trainer
+import isaac_loop.evaluate.evaluation  # noqa: F401, brings `get_preds`
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.averaging import EMACB
+from isaac_loop.checkpoints.best_weights import KeepBestCB
+from isaac_loop.train.clipping import ClipGradCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.device.precision import MixedPrecisionCB
+from isaac_loop.show.progress import ProgressCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.schedulers import BatchSchedulerCB
+from isaac_loop.stop.limits import LimitCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders, get_dataloaders
+from isaac_loop.loop.events import CancelFitException, Order
+from isaac_loop.loop.history import History
+from isaac_loop.loop.trainer import Trainer
 
 
 def make_batches(n=4, rows=4):

@@ -1,4 +1,4 @@
-"""Losses, metrics and times of `callbacks/metrics.py`, checked against numpy over all rows at once.
+"""Losses, metrics and times of `metrics/metrics.py`, checked against numpy over all rows at once.
 
 Batches are unequal everywhere, so that a mean of means would be wrong. Where the numbers of a training pass are compared,
 the learning rate is 0: then the loss of every batch is that of the final model.
@@ -18,16 +18,16 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torcheval.metrics import Max, Mean, MeanSquaredError, MulticlassAccuracy
 
-import isaac_loop.evaluation  # noqa: F401 (more methods of the trainer)
+import isaac_loop.evaluate.evaluation  # noqa: F401 (more methods of the trainer)
 import runs
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.evaluator import EvaluatorCB
-from isaac_loop.callbacks.metrics import MeanOf, MetricOn, MetricsCB, as_text, clock
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
-from isaac_loop.state import UnsaveableState
-from isaac_loop.trainer import Trainer
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.evaluate.evaluator import EvaluatorCB
+from isaac_loop.metrics.metrics import MeanOf, MetricOn, MetricsCB, as_text, clock
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
+from isaac_loop.loop.plain_state import UnsaveableState
+from isaac_loop.loop.trainer import Trainer
 
 
 class CountLogCB:

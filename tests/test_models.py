@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from isaac_loop.lsuv import lsuv_init
-from isaac_loop.models import GeneralRelu, conv, get_model_conv, get_model_fc, get_model_timm, init_weights, plot_func
+from isaac_loop.models.lsuv import lsuv_init
+from isaac_loop.models.small_models import GeneralRelu, conv, get_model_conv, get_model_fc, get_model_timm, init_weights, plot_func
 
 matplotlib.use("Agg")
 

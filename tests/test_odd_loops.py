@@ -20,20 +20,20 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-import isaac_loop.evaluation  # noqa: F401  (brings `get_preds` and `validate`)
-from isaac_loop.callbacks.accelerated import AccelerateCB
-from isaac_loop.callbacks.augmentation import BatchAugmentationCB
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.progress import ProgressCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
-from isaac_loop.callbacks.tracking import TrackingCB
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import EVENTS, CancelBatchException, Order
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+import isaac_loop.evaluate.evaluation  # noqa: F401  (brings `get_preds` and `validate`)
+from isaac_loop.device.accelerated import AccelerateCB
+from isaac_loop.data.augmentation import BatchAugmentationCB
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.show.progress import ProgressCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.schedules import OneCycleSchedulerCB
+from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import EVENTS, CancelBatchException, Order
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 
 TUTORIALS = Path(__file__).parents[1] / "nbs" / "tutorials"
 DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isaac_loop.events import Order
-from isaac_loop.trainer import Trainer
+from isaac_loop.loop.events import Order
+from isaac_loop.loop.trainer import Trainer
 
 
 class Loaders:

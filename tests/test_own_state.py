@@ -17,15 +17,15 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import isaac_loop.all as library
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.rewind import RewindCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, with_cbs
-from isaac_loop.loaders import exact_loader
-from isaac_loop.own_state import OwnState
-from isaac_loop.trainer import Trainer
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.checkpoints.rewind import RewindCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, with_cbs
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.loop.own_state import OwnState
+from isaac_loop.loop.trainer import Trainer
 from runs import Cut, CutCB, fit, make_loaders, make_trainer, tree
 import runs
 

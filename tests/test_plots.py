@@ -1,4 +1,4 @@
-"""Curves (`curves.py`), live plots (`callbacks/live_plot.py`) and the batch as the model sees it (`plots.py`).
+"""Curves (`curves.py`), live plots (`show/live_plot.py`) and the batch as the model sees it (`plots.py`).
 
 Figures are checked on the numbers in their lines, `show_image_batch` on the batch that a fit really begins with and on a
 trainer that must be the same in every respect afterwards.
@@ -20,18 +20,18 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, RandomSampler
 
-from isaac_loop.callbacks import live_plot
-from isaac_loop.callbacks.augmentation import BatchAugmentationCB, BatchTransformCB, MixUpCB, RandErase
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.live_plot import LivePlotCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
-from isaac_loop.curves import plot_history, smoothed
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelFitException, Order
-from isaac_loop.history import History
-from isaac_loop.images import UnNormalize
-from isaac_loop.plots import Trainer # With `show_image_batch`
+from isaac_loop.show import live_plot
+from isaac_loop.data.augmentation import BatchAugmentationCB, BatchTransformCB, MixUpCB, RandErase
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.show.live_plot import LivePlotCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.show.curves import plot_history, smoothed
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, CancelFitException, Order
+from isaac_loop.loop.history import History
+from isaac_loop.show.images import UnNormalize
+from isaac_loop.show.plots import Trainer # With `show_image_batch`
 
 
 @pytest.fixture(autouse=True)

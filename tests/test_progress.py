@@ -1,4 +1,4 @@
-"""Bars and tables of `callbacks/progress.py`, checked against what a person would see in each place.
+"""Bars and tables of `show/progress.py`, checked against what a person would see in each place.
 
 A pipe is what pytest captures. A terminal is a pseudo-terminal with a program of its own, and a small screen that obeys
 the control characters. A notebook is executed in a real kernel. Redraws are counted, not timed.
@@ -24,14 +24,14 @@ from nbclient import NotebookClient
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.progress import ProgressCB, place_of_output
-from isaac_loop.callbacks.stopping import EarlyStoppingCB
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.tables import short
-from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
-from isaac_loop.trainer import Trainer
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.show.progress import ProgressCB, place_of_output
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.basics.tables import short
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
+from isaac_loop.loop.trainer import Trainer
 
 PLACES = ("plain", "terminal", "notebook")
 
@@ -238,11 +238,11 @@ PROGRAM = """
 import time, torch
 from torch import nn, optim
 from torch.nn import functional as F
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.progress import ProgressCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.trainer import Trainer
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.show.progress import ProgressCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.trainer import Trainer
 
 class SlowCB:
     def after_batch(self, trainer): time.sleep(0.015 if trainer.training else 0.03) # So each pass lasts longer than a redraw waits
@@ -422,7 +422,7 @@ def test_a_bar_knows_where_a_limited_pass_will_end(terminal):
 @pytest.mark.parametrize("place", ["terminal", "notebook"])
 def test_the_bar_shows_a_recent_loss(place, monkeypatch):
     "MIN-06: the loss of a batch is on the bar, one redraw late, and is the loss that was computed"
-    from isaac_loop.callbacks import progress
+    from isaac_loop.show import progress
     shown = []
     monkeypatch.setattr(progress.tqdm, "set_postfix_str", lambda self, text, refresh=True: shown.append(text))
 

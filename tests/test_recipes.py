@@ -14,24 +14,24 @@ from torch.nn import functional as F
 from torcheval.metrics import MulticlassAccuracy
 from torchmetrics.classification import MulticlassF1Score
 
-import isaac_loop.batch_finder  # noqa: F401 (more methods of the trainer)
-import isaac_loop.callbacks.lr_finder  # noqa: F401
-import isaac_loop.evaluation  # noqa: F401
-import isaac_loop.plots  # noqa: F401
-from isaac_loop.callbacks.activations import ActivationStatsCB
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.progress import ProgressCB
-from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
-from isaac_loop.callbacks.tracking import TrackingCB
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB, OneBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.demo import digit_loaders
-from isaac_loop.inspection import callback_table
-from isaac_loop.models import conv, get_model_conv, get_model_timm
-from isaac_loop.recipes import CoreCBs
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+import isaac_loop.tune.batch_finder  # noqa: F401 (more methods of the trainer)
+import isaac_loop.tune.lr_finder  # noqa: F401
+import isaac_loop.evaluate.evaluation  # noqa: F401
+import isaac_loop.show.plots  # noqa: F401
+from isaac_loop.inspection.activations import ActivationStatsCB
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.show.progress import ProgressCB
+from isaac_loop.schedule.schedules import OneCycleSchedulerCB
+from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB, OneBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.recipes.demo import digit_loaders
+from isaac_loop.inspection.loop_tables import callback_table
+from isaac_loop.models.small_models import conv, get_model_conv, get_model_timm
+from isaac_loop.recipes.recipes import CoreCBs
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 
 
 def new_model(): return nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -1,4 +1,4 @@
-"""`callbacks/recorder.py`: what is recorded is what each batch was trained with, whoever changes it and however the pass ends."""
+"""`metrics/recorder.py`: what is recorded is what each batch was trained with, whoever changes it and however the pass ends."""
 import math
 
 import matplotlib
@@ -9,14 +9,14 @@ from test_device import run_guarded
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order, with_cbs
-from isaac_loop.history import check_monitored
-from isaac_loop.state import ResumeMismatch
-from isaac_loop.trainer import Trainer
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order, with_cbs
+from isaac_loop.loop.history import check_monitored
+from isaac_loop.loop.plain_state import ResumeMismatch
+from isaac_loop.loop.trainer import Trainer
 
 matplotlib.use("Agg")
 

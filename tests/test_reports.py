@@ -17,19 +17,19 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import isaac_loop.evaluation  # noqa: F401
-from isaac_loop.bootstrap import Estimates, bootstrap
-from isaac_loop.callbacks.averaging import EMACB, SWACB
-from isaac_loop.callbacks.columns import DerivedColumnsCB, PrintColumnsCB, RenameColumnsCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.predictions import CapturePredsCB, Predictions
-from isaac_loop.callbacks.reports import PredictionsCSVCB, ReportCB, binary_scores, classification_scores, regression_scores, text_scores, write_preds_csv
-from isaac_loop.callbacks.stopping import EarlyStoppingCB
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelEpochException, Order
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+import isaac_loop.evaluate.evaluation  # noqa: F401
+from isaac_loop.metrics.bootstrap import Estimates, bootstrap
+from isaac_loop.train.averaging import EMACB, SWACB
+from isaac_loop.show.columns import DerivedColumnsCB, PrintColumnsCB, RenameColumnsCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.evaluate.predictions import CapturePredsCB, Predictions
+from isaac_loop.evaluate.reports import PredictionsCSVCB, ReportCB, binary_scores, classification_scores, regression_scores, text_scores, write_preds_csv
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelEpochException, Order
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 from observing import bits, random_states
 
 G = torch.Generator().manual_seed(0)
@@ -314,7 +314,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_whole(tmp_path, monkey
     before = path.read_bytes()
 
     def full(*args): raise OSError("No space left on device")
-    monkeypatch.setattr("isaac_loop.media.os.replace", full)
+    monkeypatch.setattr("isaac_loop.show.media_files.os.replace", full)
     with pytest.warns(UserWarning, match="No space left.*Training goes on"): trainer.fit(1, lr=0.5)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["preds.csv"]
     monkeypatch.undo()

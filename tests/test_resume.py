@@ -21,26 +21,26 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
-from isaac_loop.callbacks.augmentation import MixUpCB
-from isaac_loop.callbacks.averaging import EMACB, SWACB
-from isaac_loop.callbacks.best import KeepBestCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.interrupts import InterruptCB
-from isaac_loop.callbacks.loggers import LoggerCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.progress import ProgressCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.reductions import PlateauSchedulerCB
-from isaac_loop.callbacks.schedules import OneCycleSchedulerCB
-from isaac_loop.callbacks.stopping import EarlyStoppingCB
-from isaac_loop.callbacks.tracking import TrackingCB
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
-from isaac_loop.checkpoint_files import load_weights
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelEpochException, CancelFitException, Order
-from isaac_loop.loaders import ReplayLoader, exact_loader
-from isaac_loop.state import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing, UnsaveableState
-from isaac_loop.store import CheckpointStore
+from isaac_loop.data.augmentation import MixUpCB
+from isaac_loop.train.averaging import EMACB, SWACB
+from isaac_loop.checkpoints.best_weights import KeepBestCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.stop.interrupts import InterruptCB
+from isaac_loop.log.loggers import LoggerCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.show.progress import ProgressCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.plateau import PlateauSchedulerCB
+from isaac_loop.schedule.schedules import OneCycleSchedulerCB
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
+from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
+from isaac_loop.state.checkpoint_files import load_weights
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelEpochException, CancelFitException, Order
+from isaac_loop.data.exact_loaders import ReplayLoader, exact_loader
+from isaac_loop.loop.plain_state import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing, UnsaveableState
+from isaac_loop.state.store import CheckpointStore
 import runs
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, result, same, tree
 
@@ -212,8 +212,8 @@ SCRIPT = """
 import os, signal, sys, warnings
 sys.path[:0] = {paths}
 import runs
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.interrupts import InterruptCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.stop.interrupts import InterruptCB
 def before_backward(trainer):
     if trainer.epoch == 1: {kill}(os.getpid(), signal.{name})
 trainer = runs.make_trainer(runs.callbacks({folder!r}) + [InterruptCB(), before_backward], runs.make_loaders(num_workers={workers}))
@@ -661,7 +661,7 @@ def test_what_would_give_a_wrong_result_is_refused_with_both_sides(tmp_path):
 
 
 def test_random_numbers_of_a_device_that_is_not_here_are_an_error_unless_told_otherwise(tmp_path, monkeypatch):
-    from isaac_loop import run_state
+    from isaac_loop.state import run_state
     real = run_state.plain_random_state
     monkeypatch.setattr(run_state, "plain_random_state", lambda: real() | {"cuda": [torch.zeros(16, dtype=torch.uint8)]*64})
     broken_off(tmp_path/"run", every=4)
@@ -846,7 +846,7 @@ def test_data_that_nobody_can_compare_are_named_and_go_on(tmp_path, capsys):
 
 
 def runs_state(trainer):
-    from isaac_loop.run_state import take_state
+    from isaac_loop.state.run_state import take_state
     trainer.remove_callbacks("CheckpointCB")
     fit(trainer, 1, valid=False)
     return take_state(trainer, 1)

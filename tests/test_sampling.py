@@ -26,12 +26,12 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders, collate_rows, get_dataloaders
-from isaac_loop.loaders import ExactLoader, ReplayLoader, WorkerCrashed, exact_loader
-from isaac_loop.sampling import SeededBatchSampler
-from isaac_loop.snapshot import random_state
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders, collate_rows, get_dataloaders
+from isaac_loop.data.exact_loaders import ExactLoader, ReplayLoader, WorkerCrashed, exact_loader
+from isaac_loop.data.sampling import SeededBatchSampler
+from isaac_loop.loop.snapshot import random_state
+from isaac_loop.loop.trainer import Trainer
 
 MODES = {"no workers": {}, "two workers": dict(num_workers=2), "persistent": dict(num_workers=2, persistent_workers=True)}
 

@@ -1,4 +1,4 @@
-"""Schedules (`callbacks/schedulers.py`, `schedules.py`, `reductions.py` and `attributes.py`) checked against loops written by hand with PyTorch's own schedulers, and against formulas.
+"""Schedules (`schedule/schedulers.py`, `schedules.py`, `reductions.py` and `attributes.py`) checked against loops written by hand with PyTorch's own schedulers, and against formulas.
 
 The law: with a schedule callback the weights are those of the loop by hand with the same scheduler, bit for bit. Curves are
 compared with formulas written down here from their papers, not with the code that makes them.
@@ -20,22 +20,22 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as lrs
 
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.annealing import piecewise
-from isaac_loop.callbacks.attributes import AttributeSchedulerCB
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.reductions import PlateauSchedulerCB, StepSchedulerCB
-from isaac_loop.callbacks.schedulers import BatchSchedulerCB, EpochSchedulerCB
-from isaac_loop.callbacks.schedules import OneCycleSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB
-from isaac_loop.callbacks.limits import LimitCB
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
-from isaac_loop.inspection import callback_table
-from isaac_loop.scheduler_checks import check_rates
-from isaac_loop.store import CheckpointStore
-from isaac_loop.trainer import Trainer
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.annealing import piecewise
+from isaac_loop.schedule.attribute_schedule import AttributeSchedulerCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.schedule.plateau import PlateauSchedulerCB, StepSchedulerCB
+from isaac_loop.schedule.schedulers import BatchSchedulerCB, EpochSchedulerCB
+from isaac_loop.schedule.schedules import OneCycleSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB
+from isaac_loop.stop.limits import LimitCB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order
+from isaac_loop.inspection.loop_tables import callback_table
+from isaac_loop.schedule.scheduler_checks import check_rates
+from isaac_loop.state.store import CheckpointStore
+from isaac_loop.loop.trainer import Trainer
 
 MOMENTUM = partial(optim.SGD, momentum=0.9)
 

@@ -13,16 +13,16 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torcheval.metrics import MulticlassAccuracy
 
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.progress import ProgressCB
-from isaac_loop.callbacks.tracking import TrackingCB
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB
-from isaac_loop.data import DataLoaders, image_to_tensor, load_digits, sample_dataset_dict
-from isaac_loop.events import EVENTS, CancelBatchException, CancelEpochException, CancelFitException, with_cbs
-from isaac_loop.models import SimpleNet
-from isaac_loop.tensors import inplace
-from isaac_loop.trainer import Trainer
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.show.progress import ProgressCB
+from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB
+from isaac_loop.data.dataloaders import DataLoaders, image_to_tensor, load_digits, sample_dataset_dict
+from isaac_loop.loop.events import EVENTS, CancelBatchException, CancelEpochException, CancelFitException, with_cbs
+from isaac_loop.models.small_models import SimpleNet
+from isaac_loop.basics.tensors import inplace
+from isaac_loop.loop.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 BATCH_EVENTS = ["before_batch", "predict", "get_loss", "before_backward", "backward", "step", "zero_grad", "after_batch", "cleanup_batch"]

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.tracking import TrackingCB
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.signatures import check_keywords, delegated_parameters, init_delegates
-from isaac_loop.trainer import Trainer
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.subclassing import check_keywords, delegated_parameters, init_delegates
+from isaac_loop.loop.trainer import Trainer
 
 TUTORIAL = Path(__file__).parents[1] / "nbs" / "tutorials" / "callbacks.ipynb"
 TRAINER_SIGNATURE = "(self, dls, loss_func, opt_func, model, callbacks, **kwargs)"

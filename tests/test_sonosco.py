@@ -4,14 +4,14 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.attributes import AttributeSchedulerCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import Order
-from isaac_loop.trainer import Trainer
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.attribute_schedule import AttributeSchedulerCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import Order
+from isaac_loop.loop.trainer import Trainer
 from runs import fit
 
 
@@ -70,7 +70,7 @@ def test_nested_batches_are_moved_at_any_depth():
     trainer = NestedTrainer(DataLoaders([batch]), F.mse_loss, optim.SGD, nn.Linear(2, 1, device="meta"), [DeviceCB("meta"), BasicTrainCB(), after_batch])
     trainer.remove_callback("BasicTrainCB")
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("isaac_loop.callbacks.device._check_device", lambda device: None)
+        m.setattr("isaac_loop.device.device._check_device", lambda device: None)
         fit(trainer, 1, valid=False)
     (audio, name), text = seen[0]["audio"][0], seen[0]["text"]
     assert {o.device.type for o in (audio, text["y"], text["sizes"][0])} == {"meta"} and name == "a.wav"

@@ -8,10 +8,10 @@ import itertools
 
 import pytest
 
-from isaac_loop.events import (
+from isaac_loop.loop.events import (
     EVENTS, STEPS, CancelBatchException, CancelEpochException, CancelException, CancelFitException, CancelStepException,
 )
-from isaac_loop.trainer import Trainer
+from isaac_loop.loop.trainer import Trainer
 
 OWN_CANCEL = {"fit": CancelFitException, "epoch": CancelEpochException, "batch": CancelBatchException,
               **dict.fromkeys(STEPS, CancelStepException)}
@@ -268,7 +268,7 @@ def test_no_exception_is_kept_alive_by_the_trainer():
 
 def test_own_spans_and_events_of_a_subclass():
     "F006: four new events for a wrapped method, one for a declared name, with extra arguments"
-    from isaac_loop.events import with_cbs
+    from isaac_loop.loop.events import with_cbs
     seen = []
 
     class Verified(Trainer):

@@ -1,4 +1,4 @@
-"""Stopping (`callbacks/stopping.py`, `limits.py`, `bad_numbers.py`, `spikes.py`, `collapse.py`): early stopping against an oracle
+"""Stopping (`stop/early_stopping.py`, `limits.py`, `bad_numbers.py`, `spikes.py`, `collapse.py`): early stopping against an oracle
 of ten lines, limits by counting, bad numbers by looking at weights and optimizer state bit for bit.
 
 Every stop is checked for leaving the loop in order: the last row is complete, `after_fit` runs, the reason is told.
@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
-import isaac_loop.callbacks.limits as limits
-from isaac_loop.callbacks.accumulation import AccumulationCB
-from isaac_loop.callbacks.clipping import ClipGradCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.nonfinite import NonFiniteCB
-from isaac_loop.callbacks.bad_numbers import NonFiniteStopCB
-from isaac_loop.callbacks.collapse import SamePredictionsCB
-from isaac_loop.callbacks.limits import LimitCB
-from isaac_loop.callbacks.spikes import LossSpikeCB
-from isaac_loop.callbacks.stopping import EarlyStoppingCB
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelBatchException, Order
-from isaac_loop.trainer import Trainer
+import isaac_loop.stop.limits as limits
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.clipping import ClipGradCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.inspection.first_nonfinite import NonFiniteCB
+from isaac_loop.stop.nonfinite_stop import NonFiniteStopCB
+from isaac_loop.stop.same_predictions import SamePredictionsCB
+from isaac_loop.stop.limits import LimitCB
+from isaac_loop.stop.loss_spikes import LossSpikeCB
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, Order
+from isaac_loop.loop.trainer import Trainer
 from waiting import InsideCB, RefuseToWait
 
 nan, inf = math.nan, math.inf

@@ -22,12 +22,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from isaac_loop import checkpoint_files
-from isaac_loop import store as store_module
-from isaac_loop.state import (CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, LoopError,
+from isaac_loop.state import checkpoint_files
+from isaac_loop.state import store as store_module
+from isaac_loop.loop.plain_state import (CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, LoopError,
                               NoValidCheckpoint, UnsaveableState)
-from isaac_loop.checkpoint_files import Checkpoint, load_weights
-from isaac_loop.store import CheckpointStore
+from isaac_loop.state.checkpoint_files import Checkpoint, load_weights
+from isaac_loop.state.store import CheckpointStore
 
 ROOT = pathlib.Path(__file__).parents[1]
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
@@ -1008,7 +1008,7 @@ def test_two_runs_in_one_folder(tmp_path):
         with pytest.raises(CheckpointFolderBusy, match="this process itself"):
             CheckpointStore(tmp_path)
         assert (tmp_path / ".tmp-step-2-00000001").exists(), "only the owner sweeps"
-        other = subprocess.run([sys.executable, "-c", f"from isaac_loop.store import *\nCheckpointStore({str(tmp_path)!r})"], capture_output=True, text=True, cwd=ROOT)
+        other = subprocess.run([sys.executable, "-c", f"from isaac_loop.state.store import *\nCheckpointStore({str(tmp_path)!r})"], capture_output=True, text=True, cwd=ROOT)
         assert other.returncode == 1 and f"CheckpointFolderBusy: `{tmp_path}`" in other.stderr and str(os.getpid()) in other.stderr
         save(store, 2)
     CheckpointStore(tmp_path).close()
@@ -1027,7 +1027,7 @@ def test_the_lock_ends_with_the_store(tmp_path):
 
 CHILD = """
 import os, sys, time
-from isaac_loop.store import CheckpointStore
+from isaac_loop.state.store import CheckpointStore
 store = CheckpointStore(sys.argv[1])
 if os.fork() == 0:
     os.close(1)

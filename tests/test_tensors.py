@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from isaac_loop import tensors
-from isaac_loop.tensors import batch_size, def_device, inplace, map_tensors, set_seed, to_cpu, to_device
+from isaac_loop.basics import tensors
+from isaac_loop.basics.tensors import batch_size, def_device, inplace, map_tensors, set_seed, to_cpu, to_device
 
 Pair = namedtuple("Pair", "x y")
 

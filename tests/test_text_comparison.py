@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks.averaging import EMACB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.stopping import EarlyStoppingCB
-from isaac_loop.callbacks.text_comparison import TextComparisonCB, char_error_rate, token_rows, word_error_rate
-from isaac_loop.callbacks.training import BasicTrainCB, NBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import CancelFitException, CancelStepException, Order
-from isaac_loop.snapshot import random_state
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.averaging import EMACB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
+from isaac_loop.evaluate.text_comparison import TextComparisonCB, char_error_rate, token_rows, word_error_rate
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelFitException, CancelStepException, Order
+from isaac_loop.loop.snapshot import random_state
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 from runs import Cut, CutCB, callbacks, fit, make_trainer, same, tree
 from waiting import InsideCB, RefuseToWait
 

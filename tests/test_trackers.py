@@ -1,4 +1,4 @@
-"""Logs at tracking services, `callbacks/trackers.py`: the real packages, offline, each read back by its own means."""
+"""Logs at tracking services, `log/trackers.py`: the real packages, offline, each read back by its own means."""
 import importlib.util
 import json
 import logging
@@ -16,14 +16,14 @@ from matplotlib.figure import Figure
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks.checkpoint import CheckpointCB
-from isaac_loop.callbacks.loggers import LoggerCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.trackers import MLflow, TensorBoard, Trackio, WandB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.tensors import set_seed
-from isaac_loop.trainer import Trainer
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.log.loggers import LoggerCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.log.trackers import MLflow, TensorBoard, Trackio, WandB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.trainer import Trainer
 from runs import Cut, CutCB, callbacks, fit
 from runs import make_trainer as make_run
 
@@ -73,7 +73,7 @@ def test_a_package_that_is_not_installed_is_named_where_the_log_is_made(package,
 
 
 def test_importing_the_chapter_imports_no_service():
-    code = "import sys, isaac_loop.callbacks.trackers; sys.exit(any(o in sys.modules for o in ('tensorboard', 'wandb', 'mlflow', 'trackio')))"
+    code = "import sys, isaac_loop.log.trackers; sys.exit(any(o in sys.modules for o in ('tensorboard', 'wandb', 'mlflow', 'trackio')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""What is written down and shown: `callbacks/tracking.py`, `inspection.py`, `demo.py` and the imports.
+"""What is written down and shown: `log/tracking.py`, `inspection.py`, `demo.py` and the imports.
 
 Records are checked against the objects that they are about, tables against what really ran or is really there, and the
 demo against what a person reads in a shell.
@@ -29,18 +29,18 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
-import isaac_loop.callbacks.tracking as tracking
-import isaac_loop.demo as demo
-from isaac_loop.callbacks.device import DeviceCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.progress import ProgressCB
-from isaac_loop.callbacks.tracking import TrackingCB, settings, source_of, write_csv, write_jsonl, write_sqlite
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import EVENTS, SPANS, CancelEpochException, CancelException, CancelFitException, replaces, with_cbs
-from isaac_loop.inspection import callback_table, event_table, show_source, state_table
-from isaac_loop.models import SimpleNet
-from isaac_loop.trainer import STATE, Trainer
+import isaac_loop.log.tracking as tracking
+import isaac_loop.recipes.demo as demo
+from isaac_loop.device.device import DeviceCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.show.progress import ProgressCB
+from isaac_loop.log.tracking import TrackingCB, settings, source_of, write_csv, write_jsonl, write_sqlite
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import EVENTS, SPANS, CancelEpochException, CancelException, CancelFitException, replaces, with_cbs
+from isaac_loop.inspection.loop_tables import callback_table, event_table, show_source, state_table
+from isaac_loop.models.small_models import SimpleNet
+from isaac_loop.loop.trainer import STATE, Trainer
 
 
 def make_trainer(callbacks, cls=Trainer, model=None, opt_func=optim.SGD, loss_func=F.mse_loss):
@@ -161,7 +161,7 @@ def test_batches_are_kept_once_and_written_in_blocks(tmp_path, monkeypatch, path
     cb, real = trainer.TrackingCB, trainer.TrackingCB._write
     trainer.fit(1)
     monkeypatch.setattr(cb, "_write", write)
-    monkeypatch.setattr("isaac_loop.callbacks.tracking._BLOCK", 2)
+    monkeypatch.setattr("isaac_loop.log.tracking._BLOCK", 2)
     monkeypatch.setitem(tracking._TAKING_BACK, write, tracking._TAKING_BACK[real])
     with pytest.warns(UserWarning, match="could not write"): trainer.fit(2)
     assert seen == [2, 2, 2, 2, 2] and [o[1] for o in cb.batch_stats.parts] == [trainer.history.batches]
@@ -437,7 +437,7 @@ def python(program, *args, **kwargs): return subprocess.Popen([sys.executable, "
 
 WRITE_MANY = """
 import sys
-from isaac_loop.callbacks.tracking import write_jsonl, write_sqlite
+from isaac_loop.log.tracking import write_jsonl, write_sqlite
 path, who = sys.argv[1:]
 write = write_jsonl if path.endswith('jsonl') else write_sqlite
 for i in range(60): write(path, 't', [{'who': who, 'i': i, f'only {who} {i//20}': 'x'*3000, 'j': j} for j in range(3)])
@@ -876,7 +876,7 @@ def test_no_epochs_show_the_callbacks_and_draw_nothing(tmp_path, capsys):
 
 # Imports
 
-@pytest.mark.parametrize(("module", "heavy"), [("isaac_loop.trainer", ["matplotlib", "pandas", "datasets", "torcheval", "torchmetrics", "IPython"]), ("isaac_loop.events", ["torch", "numpy"])])
+@pytest.mark.parametrize(("module", "heavy"), [("isaac_loop.loop.trainer", ["matplotlib", "pandas", "datasets", "torcheval", "torchmetrics", "IPython"]), ("isaac_loop.loop.events", ["torch", "numpy"])])
 def test_an_import_brings_only_what_it_needs(module, heavy):
     "The loop alone starts quickly"
     program = f"import sys, {module}; print([o for o in {heavy} if o in sys.modules])"

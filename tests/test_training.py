@@ -1,4 +1,4 @@
-"""The steps of training and the limits (`callbacks/training.py`), checked against loops written by hand.
+"""The steps of training and the limits (`train/training.py`), checked against loops written by hand.
 
 `BasicTrainCB` is compared with the plain loop for every kind of batch, and with a trainer that has the steps as its own
 methods; `MomentumTrainCB` with the momentum of `torch.optim.SGD`; `NBatchCB` and `OneBatchCB` with counting on fingers.
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.callbacks.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
-from isaac_loop.data import DataLoaders
-from isaac_loop.events import Order
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import Order
+from isaac_loop.loop.trainer import Trainer
 
 Pair = namedtuple("Pair", "x y")
 AS_BATCH = {

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import torch
 from torch import nn, optim
 
-from isaac_loop.callbacks.clipping import ClipGradCB
-from isaac_loop.callbacks.gradients import GradientStatsCB
-from isaac_loop.callbacks.metrics import MetricsCB
-from isaac_loop.callbacks.recorder import RecorderCB
-from isaac_loop.callbacks.training import BasicTrainCB
-from isaac_loop.run_state import take_state
-from isaac_loop.store import CheckpointStore
-from isaac_loop.trainer import Trainer
+from isaac_loop.train.clipping import ClipGradCB
+from isaac_loop.inspection.gradients import GradientStatsCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.state.run_state import take_state
+from isaac_loop.state.store import CheckpointStore
+from isaac_loop.loop.trainer import Trainer
 
 
 def memory():

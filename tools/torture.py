@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT), str(ROOT/"tests")]
 import torch  # noqa: E402
 
 import runs  # noqa: E402
-from isaac_loop.callbacks.checkpoint import CheckpointCB  # noqa: E402
-from isaac_loop.callbacks.interrupts import InterruptCB  # noqa: E402
+from isaac_loop.checkpoints.checkpoint import CheckpointCB  # noqa: E402
+from isaac_loop.stop.interrupts import InterruptCB  # noqa: E402
 
 N_EPOCHS = 3
 
