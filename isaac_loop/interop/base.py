@@ -14,7 +14,8 @@ from fastcore.basics import patch
 
 from ..train.accumulation import AccumulationCB
 from ..log.run_config import processes
-from ..loop.events import Order, did_you_mean
+from ..loop.events import Order
+from ..basics.checks import did_you_mean
 from ..loop.plain_state import UnsaveableState, plain
 from ..loop.trainer import STATE, n_batches
 

@@ -16,7 +16,8 @@ import torch
 from fastcore.basics import patch
 
 from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, ROW_EVENTS, STEPS, Plan
-from .events import callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
+from .events import callback_name, check_callback, check_trainer_class, handler_of, members, run_event, run_events, with_cbs
+from ..basics.checks import did_you_mean
 from .history import History
 from .own_state import OwnState
 from .subclassing import check_keywords

@@ -14,7 +14,8 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..loop.events import CancelException, Order, callback_name, did_you_mean
+from ..loop.events import CancelException, Order, callback_name
+from ..basics.checks import did_you_mean
 from ..train.example_losses import reduction_of
 from ..loop.history import as_tensor
 from ..loop.device_records import DeviceValues
