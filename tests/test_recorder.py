@@ -15,7 +15,7 @@ from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, Order, with_cbs
 from isaac_loop.loop.history import check_monitored
-from isaac_loop.loop.plain_state import ResumeMismatch
+from isaac_loop.state.plain_state import ResumeMismatch
 from isaac_loop.loop.trainer import Trainer
 
 matplotlib.use("Agg")

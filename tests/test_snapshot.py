@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from tqdm.std import tqdm
 
 from isaac_loop.all import BasicTrainCB, CancelFitException, DataLoaders, History, MetricsCB, MomentumTrainCB, NBatchCB, Order, ProgressCB, TrackingCB, Trainer, set_seed
-from isaac_loop.loop.snapshot import Snapshot, random_state, set_random_state
+from isaac_loop.state.snapshot import Snapshot, random_state, set_random_state
 
 
 def named(name, *values):

@@ -24,7 +24,7 @@ from torch import nn
 
 from isaac_loop.state import checkpoint_files
 from isaac_loop.state import store as store_module
-from isaac_loop.loop.plain_state import (CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, LoopError,
+from isaac_loop.state.plain_state import (CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, LoopError,
                               NoValidCheckpoint, UnsaveableState)
 from isaac_loop.state.checkpoint_files import Checkpoint, load_weights
 from isaac_loop.state.store import CheckpointStore

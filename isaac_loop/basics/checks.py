@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/basics/10_checks.ipynb #320bc70a
 import inspect, os, re, sys
+from difflib import get_close_matches
 from operator import index
 from pathlib import Path
 

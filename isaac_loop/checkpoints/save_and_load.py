@@ -14,7 +14,7 @@ from ..state.checkpoint_files import MANIFEST_FILE
 from ..basics.checks import did_you_mean
 from ..loop.history import mode_of
 from ..state.run_state import check_fits, check_is_run, put_position, put_random, put_state, take_state
-from ..loop.plain_state import NoValidCheckpoint
+from ..state.plain_state import NoValidCheckpoint
 from ..state.store import CheckpointStore
 from ..loop.trainer import Trainer
 

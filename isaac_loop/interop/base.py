@@ -16,7 +16,7 @@ from ..train.accumulation import AccumulationCB
 from ..log.run_config import processes
 from ..loop.events import Order
 from ..basics.checks import did_you_mean
-from ..loop.plain_state import UnsaveableState, plain
+from ..state.plain_state import UnsaveableState, plain
 from ..loop.trainer import STATE, n_batches
 
 # %% ../../nbs/interop/20_base.ipynb #01855cef
