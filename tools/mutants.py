@@ -77,12 +77,12 @@ def broken(mutant, functions):
 
 def find_tests(names, root):
     "Arguments for pytest, by test; a name that several files use has its file before it, as in `test_clipping::test_it`"
-    files, found = {o: o.read_text(encoding="utf-8") for o in sorted((root/"tests").glob("test_*.py"))}, {}
+    files, found = {o: o.read_text(encoding="utf-8") for o in sorted((root/"tests").rglob("test_*.py"))}, {}
     for name in names:
         file, _, test = name.rpartition("::")
         paths = [o for o, source in files.items() if file in ("", o.stem) and re.search(rf"^def {test}\(", source, re.M)]
         if len(paths) != 1: raise StaleMutant(f"There are {len(paths)} tests called `{name}`; there must be one.")
-        found[name] = f"tests/{paths[0].name}::{test}"
+        found[name] = f"{paths[0].relative_to(root).as_posix()}::{test}"
     return found
 
 

@@ -43,6 +43,7 @@ from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.loop.plain_state import CheckpointCorrupt, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
 from isaac_loop.state.store import CheckpointStore
 from runs import Cut, CutCB, Rows, fit, make_loaders, make_model, make_trainer, same
+from places import PATHS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know")
 
@@ -97,8 +98,7 @@ runs.fit(runs.make_trainer([*runs.callbacks({folder!r}), InterruptCB(), after_ba
 @pytest.mark.parametrize("loader", ["runs.exact_loader(runs.Rows(56), 8, seed=7, num_workers=2)", "DataLoader(runs.Rows(56), 8, num_workers=2)"])
 def test_sigterm_from_outside_to_all_processes_of_a_job(loader, tmp_path):
     "PyTorch's own handler ended the workers, and with them the run, with exit code 1 and nothing saved (T13)"
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    job = subprocess.Popen([sys.executable, "-c", SCRIPT.format(paths=paths, loader=loader, folder=str(tmp_path/"run"))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    job = subprocess.Popen([sys.executable, "-c", SCRIPT.format(paths=PATHS, loader=loader, folder=str(tmp_path/"run"))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert job.stdout.readline().strip() == "here"
         os.killpg(job.pid, signal.SIGTERM)
@@ -129,8 +129,7 @@ def lives(pid):
 
 def test_a_busy_worker_ends_with_a_parent_that_was_killed():
     "It went on for as long as it was busy, and some for ever"
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    parent = subprocess.Popen([sys.executable, "-c", ORPHANS.format(paths=paths)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", ORPHANS.format(paths=PATHS)], stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
     assert lives(worker)
     parent.kill()

@@ -3,7 +3,6 @@ import ast
 import inspect
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,9 @@ import isaac_loop.all as everything
 from isaac_loop.loop.events import EVENTS
 from isaac_loop.loop.trainer import STATE
 
-PAGES = sorted((Path(__file__).parents[1]/"nbs/tutorials").glob("coming_from_*.ipynb"))
+from places import TUTORIALS
+
+PAGES = sorted(TUTORIALS.glob("coming_from_*.ipynb"))
 KNOWN = {*vars(everything), "SimpleNamespace"}
 
 

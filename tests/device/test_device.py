@@ -6,13 +6,11 @@ way from a tensor to a number raises an error.
 """
 import dataclasses
 from collections import namedtuple
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 import isaac_loop.device.device as device_module
 import isaac_loop.all as library
@@ -24,11 +22,7 @@ from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import Order
 from isaac_loop.loop.trainer import Trainer
-
-
-def make_batches(n=3):
-    g = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 3, generator=g), torch.randn(4, 1, generator=g)) for _ in range(n)]
+from guarded import Guarded, Waited, make_batches, run_guarded
 
 
 def make_trainer(callbacks, batches=None, model=None, loss_func=F.mse_loss, opt_func=optim.SGD):
@@ -202,50 +196,6 @@ def test_a_device_that_this_machine_lacks_is_an_error_before_anything_is_moved()
 
 # Nobody waits
 
-WAITING = {"item", "cpu", "tolist", "numpy", "is_nonzero", "nonzero", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__",
-           "__complex__", "__array__", "__format__", "__repr__", "__contains__"}
-inside = SimpleNamespace(batch=False)
-
-
-class Waited(Exception): "Somebody turned a tensor into a number while a batch was being worked on"
-
-
-def refuse_to_wait(func):
-    name = getattr(func, "__name__", "")
-    if inside.batch and name in WAITING: raise Waited(name)
-
-
-class Guarded(torch.Tensor):
-    "A tensor that, inside a batch, will not become a number; what is computed from it will not either"
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        refuse_to_wait(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-class GuardEverything(TorchFunctionMode):
-    "The same for all tensors there are: parameters, gradients, whatever a callback makes for itself"
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        refuse_to_wait(func)
-        return func(*args, **kwargs or {})
-
-
-class InsideCB:
-    "Knows whether a batch is being worked on: first at its beginning and, as cleanups run in reverse, last at its end"
-    order = -10_000
-
-    def before_batch(self, trainer): inside.batch = True
-
-    def cleanup_batch(self, trainer): inside.batch = False
-
-
-@pytest.fixture(autouse=True)
-def outside():
-    inside.batch = False
-    yield
-    inside.batch = False
-
-
 class HitsMetric:
     "Counts on the device"
     def reset(self): self.hits, self.n = torch.zeros(()), 0
@@ -277,16 +227,6 @@ BUILT_IN = {
     "InterruptCB": lambda: [BasicTrainCB(), library.InterruptCB()],
     "all together": lambda: [MomentumTrainCB(0.9), NBatchCB(600), DeviceCB("cpu"), MetricsCB(HitsMetric(), train_metrics=True), ProgressCB("plain"), TrackingCB()],
 }
-
-
-def run_guarded(callbacks, everything, n_batches=4):
-    "Two epochs in which waiting inside a batch is an error"
-    batches = [tuple(o.as_subclass(Guarded) for o in batch) for batch in make_batches(n_batches)]
-    trainer = make_trainer([*callbacks, InsideCB()], batches)
-    if everything:
-        with GuardEverything(): trainer.fit(2, lr=0.01)
-    else: trainer.fit(2, lr=0.01)
-    return trainer
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["batch guarded", "everything guarded"])

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from places import ROOT
+
 NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("[0-9]*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 
 

@@ -29,7 +29,8 @@ from isaac_loop.loop.plain_state import (CheckpointCorrupt, CheckpointFolderBusy
 from isaac_loop.state.checkpoint_files import Checkpoint, load_weights
 from isaac_loop.state.store import CheckpointStore
 
-ROOT = pathlib.Path(__file__).parents[1]
+from places import PATHS, ROOT
+
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
 FILES = ("model.safetensors", "state.pt", "manifest.json")
 
@@ -219,10 +220,19 @@ for n in range(3, 60, 5):
 """
 
 
+FRESH = """
+import os, pathlib, shutil, sys, torch
+torch.set_num_threads(1)
+sys.path[:0] = {paths}
+import test_store as tests
+path = pathlib.Path(sys.argv[1])
+"""
+
+
 def in_a_fresh_process(code, path):
     "Run `code` where no thread has begun yet, so that forking is safe"
-    start = "import os, pathlib, shutil, sys, torch; torch.set_num_threads(1); sys.path.insert(0, sys.argv[1]); import test_store as tests; path = pathlib.Path(sys.argv[2])"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", f"{start}\n{code}", str(ROOT / "tests"), str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    start = FRESH.format(paths=[str(pathlib.Path(__file__).parent), *PATHS])
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", f"{start}\n{code}", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -8,7 +8,6 @@ import runpy
 import socket
 import sys
 from collections import Counter
-from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -29,6 +28,8 @@ from isaac_loop.data.dataloaders import DataLoaders, collate_rows, get_dataloade
 from isaac_loop.models.small_models import SimpleNet
 from isaac_loop.basics.tensors import inplace, set_seed
 from isaac_loop.loop.trainer import Trainer
+
+from places import ROOT
 
 matplotlib.use("Agg")
 
@@ -499,7 +500,7 @@ def test_the_digits_need_no_network_and_no_particular_folder(monkeypatch, tmp_pa
 
 def test_the_tool_makes_the_same_digits(digits, monkeypatch, tmp_path):
     "`tools/make_digits.py`, run into another folder: same images and labels in the same order, same features"
-    tool = Path(__file__).parents[1] / "tools" / "make_digits.py"
+    tool = ROOT / "tools/make_digits.py"
     monkeypatch.setattr(sys, "argv", [str(tool), str(tmp_path)])
     runpy.run_path(str(tool), run_name="__main__")
     assert sorted(o.name for o in tmp_path.iterdir()) == ["digits-test.parquet", "digits-train.parquet"]

@@ -8,7 +8,6 @@ import copy
 import inspect
 import json
 from inspect import Parameter
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,9 @@ from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.subclassing import check_keywords, delegated_parameters, init_delegates
 from isaac_loop.loop.trainer import Trainer
 
-TUTORIAL = Path(__file__).parents[1] / "nbs" / "tutorials" / "callbacks.ipynb"
+from places import TUTORIALS
+
+TUTORIAL = TUTORIALS / "callbacks.ipynb"
 TRAINER_SIGNATURE = "(self, dls, loss_func, opt_func, model, callbacks, **kwargs)"
 
 

@@ -3,9 +3,10 @@ import contextlib
 import io
 import json
 import re
-from pathlib import Path
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+from places import ROOT, TUTORIALS
+
+README = (ROOT / "README.md").read_text()
 
 
 def without_times(text):
@@ -29,10 +30,6 @@ def test_code_blocks_run_and_print_what_the_readme_says(tmp_path, monkeypatch):
         stops.append(namespace["trainer"].stop_reason)
     assert stops == [None, "good enough", None]
     assert namespace["trainer"].history.latest("accuracy") > 0.8 and (tmp_path / "runs/digits").exists()
-
-
-ROOT = Path(__file__).parents[1]
-TUTORIALS = ROOT/"nbs/tutorials"
 
 
 def local_links(text): return [o for o in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in o and not o.endswith(".html")]  # Pages are made of notebooks later

@@ -5,7 +5,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from test_device import run_guarded
+from guarded import run_guarded
 from torch import nn, optim
 from torch.nn import functional as F
 

@@ -12,7 +12,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +42,7 @@ from isaac_loop.loop.plain_state import CheckpointFolderBusy, NoValidCheckpoint,
 from isaac_loop.state.store import CheckpointStore
 import runs
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_model, make_trainer, momentum_sgd, result, same, tree
+from places import PATHS, ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
 
@@ -202,7 +202,7 @@ def test_what_knows_its_place_is_not_read_again(make, tmp_path):
 
 def test_killed_and_interrupted_processes_end_as_if_nothing_had_happened():
     "T2, T4, T13; SON-34, SON-27, U10: 20 kills and 20 signals at random moments, also while resuming, saving and validating (`make torture` has more)"
-    tool = Path(__file__).parents[1]/"tools"/"torture.py"
+    tool = ROOT / "tools/torture.py"
     done = subprocess.run([sys.executable, tool, "--kills", "20", "--signals", "20"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 lost" in done.stdout
@@ -224,8 +224,7 @@ runs.fit(trainer)
 @pytest.mark.parametrize("name,code,kill,workers", [("SIGINT", -signal.SIGINT, "os.kill", 0), ("SIGTERM", 143, "os.killpg", 2)])
 def test_a_script_that_is_interrupted_ends_as_the_system_expects(name, code, kill, workers, tmp_path):
     "T13; SON-27: a shell sees 130 (a process that ended by SIGINT) and 143, also if SIGTERM comes to the workers as well; every batch that was done is saved"
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(paths=paths, name=name, kill=kill, workers=workers, folder=str(tmp_path/"run"))], capture_output=True, timeout=60, start_new_session=True)
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(paths=PATHS, name=name, kill=kill, workers=workers, folder=str(tmp_path/"run"))], capture_output=True, timeout=60, start_new_session=True)
     assert done.returncode == code, done.stderr
     assert CheckpointStore(tmp_path/"run", read_only=True).latest().step == 8
     same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"run"))))

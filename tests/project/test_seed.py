@@ -5,7 +5,6 @@ Each test reads one promise as a user would and tries exactly that; where the ol
 import ast
 import inspect
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,8 @@ from isaac_loop.models.small_models import SimpleNet
 from isaac_loop.basics.tensors import inplace
 from isaac_loop.loop.trainer import Trainer
 
-ROOT = Path(__file__).parents[1]
+from places import TUTORIALS
+
 BATCH_EVENTS = ["before_batch", "predict", "get_loss", "before_backward", "backward", "step", "zero_grad", "after_batch", "cleanup_batch"]
 OTHER_EVENTS = ["before_epoch", "after_epoch", "cleanup_epoch", "before_fit", "after_fit", "cleanup_fit"]
 
@@ -443,7 +443,7 @@ def test_the_basic_trainer_of_the_tutorial_learns_and_prints_a_dict_per_epoch(ca
 
 def test_the_tutorial_has_its_chapters():
     "ISA-117: in their order, each with code that was run"
-    cells = json.loads((ROOT / "nbs/tutorials/callbacks.ipynb").read_text())["cells"]
+    cells = json.loads((TUTORIALS / "callbacks.ipynb").read_text())["cells"]
     chapters, ran = [], {}
     for cell in cells:
         source = "".join(cell["source"])

@@ -26,6 +26,7 @@ from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer
 from runs import Cut, CutCB, callbacks, fit
 from runs import make_trainer as make_run
+from places import PATHS
 
 N = 12
 
@@ -292,7 +293,7 @@ print("RESULT" + json.dumps(dict(name=name, logs=SQLiteStorage.get_logs("digits"
 def test_trackio_has_the_rows_in_its_local_store(tmp_path):
     "NEMO-22"
     env = os.environ | dict(TRACKIO_DIR=str(tmp_path), HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", MPLCONFIGDIR=str(tmp_path))
-    code = TRACKIO.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    code = TRACKIO.format(paths=[str(Path(__file__).parent), *PATHS])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.partition("RESULT")[2].splitlines()[0])

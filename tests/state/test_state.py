@@ -27,7 +27,8 @@ from torch import nn
 from isaac_loop.loop import plain_state as state_module
 from isaac_loop.loop.plain_state import LoopError, ResumeMismatch, UnsaveableState, from_plain, plain, plain_random_state, set_plain_random_state
 
-ROOT = pathlib.Path(__file__).parents[1]
+from places import ROOT
+
 
 
 def there_and_back(tree):

@@ -6,7 +6,6 @@ import collections
 import random
 import warnings
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,8 +27,8 @@ from isaac_loop.loop.own_state import OwnState
 from isaac_loop.loop.trainer import Trainer
 from runs import Cut, CutCB, fit, make_loaders, make_trainer, tree
 import runs
+from places import TUTORIALS
 
-TUTORIALS = Path(__file__).parents[1]/"nbs"/"tutorials"
 
 
 def classes_of(tutorial):

@@ -8,7 +8,6 @@ import copy
 import json
 import math
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +34,8 @@ from isaac_loop.loop.events import EVENTS, CancelBatchException, Order
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer
 
-TUTORIALS = Path(__file__).parents[1] / "nbs" / "tutorials"
+from places import TUTORIALS
+
 DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
 
 

@@ -7,11 +7,11 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from places import ROOT
+
 spec = importlib.util.spec_from_file_location("coverage_tool", ROOT / "tools/coverage.py")
 tool = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tool)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_device import run_guarded
+from guarded import run_guarded
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as lrs
