@@ -1,8 +1,8 @@
 """Write the page that says where each feature is shown: `nbs/coverage.md`.
 
 The features stand in `tools/features.csv`, and their families (`ISA`, `NEMO`, ...) are those of its numbers. A test shows
-a feature by naming it in its docstring, a decorator or its body; a notebook's cell by a line `#| shows: ISA-70 ISA-71`.
-Ranges are written `ISA-31 to ISA-37` or `ISA-31..37`.
+a feature by the marker `@pytest.mark.shows("ISA-70", "ISA-71")`, a notebook's cell by a line `#| shows: ISA-70 ISA-71`.
+Ranges are written `ISA-31 to ISA-37` or `ISA-31..37`. What else a test says is not read.
 
 The column `later` says what comes with multi-process training: `all` of a feature, which may then be shown nowhere,
 or a `part` of it. The column `otherwise` says what is not as the feature's own words have it.
@@ -76,28 +76,37 @@ def _numbers(family, first, last, known, where):
     return ids
 
 
-def parse_directive(text, known, where):
-    "The features in the rest of a line `#| shows:`, which has nothing but numbers and ranges"
+def parse_list(text, known, where):
+    "The features of a marker, which has nothing but numbers and ranges"
     found = parse(text, known, where)
     families = "|".join(sorted({o.partition("-")[0] for o in known}))
     bare = re.sub(rf"\b(?:({families})-\d+(\s+to\s+({families})-\d+|\.\.(({families})-)?\d+)?|[FU]\d+)(?!\S*\w)", "", text)
     odd = bare.replace(",", " ").split()
     if odd or not text.strip():
-        raise MarkerError(f"{where}: `#| shows:{text}` should name features, such as `#| shows: {next(iter(known))}`{f', but has `{odd[0]}`' if odd else ''}.")
+        raise MarkerError(f"{where}: `{text.strip()}` should name features, such as `{next(iter(known))}`{f', but has `{odd[0]}`' if odd else ''}.")
     return found
+
+
+def shown_by(decorator, where):
+    "What the decorator `pytest.mark.shows(...)` names, or nothing if it is another one"
+    if not isinstance(decorator, ast.Call) or ast.unparse(decorator.func) != "pytest.mark.shows":
+        return None
+    if not all(isinstance(o, ast.Constant) and isinstance(o.value, str) for o in decorator.args) or decorator.keywords:
+        raise MarkerError(f"{where}: `{ast.unparse(decorator)}` should name features by plain texts.")
+    return ", ".join(o.value for o in decorator.args)
 
 
 def test_markers(path, known, root):
     "Pairs of feature and place in a file of tests"
-    source = path.read_text(encoding="utf-8")
-    lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not node.name.startswith("test"):
             continue
         place = Place(path.relative_to(root).as_posix(), node.name)
-        start = min([node.lineno, *(o.lineno for o in node.decorator_list)])
-        for o in parse("\n".join(lines[start - 1:node.end_lineno]), known, "::".join(place)):
-            yield o, place
+        where = "::".join(place)
+        markers = [shown_by(o, where) for o in node.decorator_list]
+        for text in [o for o in markers if o is not None]:
+            for feature in parse_list(text, known, where):
+                yield feature, place
 
 
 def notebook_markers(path, known, root):
@@ -113,7 +122,7 @@ def notebook_markers(path, known, root):
         if DIRECTIVE.search(source) and NEVER_RUN.search(source):
             raise MarkerError(f"{' in the part '.join(place)}: a cell that is never run shows nothing. Take its `#| shows:` away.")
         for text in DIRECTIVE.findall(source):
-            for o in parse_directive(text, known, " in the part ".join(place)):
+            for o in parse_list(text, known, " in the part ".join(place)):
                 yield o, place
 
 

@@ -1,6 +1,6 @@
 """Walks through batches, moves between devices, and seeds, checked against a walk written down as a list of paths.
 
-Requirements ISA-94, ISA-95 and ISA-104. The batches are drawn at random from lists, tuples, named tuples, mappings,
+The batches are drawn at random from lists, tuples, named tuples, mappings,
 dataclasses, tensors and things that are none of these. PyTorch's `meta` device stands for an accelerator, so that a
 move can be seen on any machine.
 """
@@ -75,19 +75,21 @@ def paths(x, here=()):
 
 # The walk
 
+@pytest.mark.shows("ISA-104")
 @settings(max_examples=200, deadline=None)
 @given(batches)
 def test_a_walk_that_changes_nothing_keeps_structure_and_every_object(x):
-    "ISA-104: same types, same places, the very same tensors and other things"
+    "Same types, same places, the very same tensors and other things"
     before, after = paths(x), paths(map_tensors(lambda o: o, x))
     assert [p for p, _ in after] == [p for p, _ in before]
     assert all(a is b for (_, a), (_, b) in zip(after, before))
 
 
+@pytest.mark.shows("ISA-104")
 @settings(max_examples=200, deadline=None)
 @given(batches)
 def test_the_function_meets_each_tensor_once_and_nothing_else(x):
-    "ISA-104: in order, and its results stand where the tensors stood"
+    "In order, and its results stand where the tensors stood"
     met = []
 
     def number(o):
@@ -103,8 +105,9 @@ def test_the_function_meets_each_tensor_once_and_nothing_else(x):
     assert all(a is b for (_, a), (_, b) in zip(paths(x), before)) # The batch itself is as it was
 
 
+@pytest.mark.shows("ISA-104")
 def test_another_leaf_may_be_asked_for():
-    "ISA-104: `is_leaf` says where the walk stops"
+    "`is_leaf` says where the walk stops"
     x = {"a": [1, 2.5], "b": Pair("text", 3)}
     assert map_tensors(lambda o: o+1, x, lambda o: isinstance(o, int)) == {"a": [2, 2.5], "b": Pair("text", 4)}
     assert map_tensors(len, x, lambda o: isinstance(o, list)) == {"a": 2, "b": Pair("text", 3)}
@@ -137,8 +140,9 @@ def test_the_size_of_a_batch_is_the_length_of_its_first_tensor_with_rows(x):
 
 # Devices
 
+@pytest.mark.shows("ISA-104")
 def test_the_default_device_is_the_accelerator_or_the_cpu(monkeypatch):
-    "ISA-104: asked anew at each call"
+    "Asked anew at each call"
     expected = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     assert def_device() == expected
     for found, device in ((torch.device("cuda"), "cuda"), (torch.device("mps"), "mps"), (None, "cpu")):
@@ -146,10 +150,11 @@ def test_the_default_device_is_the_accelerator_or_the_cpu(monkeypatch):
         assert def_device() == torch.device(device)
 
 
+@pytest.mark.shows("ISA-104")
 @settings(max_examples=200, deadline=None)
 @given(nests(a_tensor | other | st.builds(Movable)), st.sampled_from(["meta", torch.device("meta")]))
 def test_everything_that_can_be_moved_is_moved_however_deep(x, device):
-    "ISA-104: nested mappings, named tuples, dataclasses and objects with `to`; the rest stays the very same"
+    "Nested mappings, named tuples, dataclasses and objects with `to`; the rest stays the very same"
     before, after = paths(x), paths(to_device(x, device))
     assert [p for p, _ in after] == [p for p, _ in before]
     for (_, a), (_, b) in zip(after, before):
@@ -159,30 +164,33 @@ def test_everything_that_can_be_moved_is_moved_however_deep(x, device):
         else: assert a is b
 
 
+@pytest.mark.shows("ISA-104")
 def test_a_packed_sequence_moves_itself():
-    "ISA-104: it is a named tuple too, but its own `to` comes first"
+    "It is a named tuple too, but its own `to` comes first"
     packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     moved = to_device({"x": packed}, "meta")["x"]
     assert type(moved) is type(packed) and moved.data.device.type == "meta" and moved.batch_sizes.device.type == "cpu"
 
 
+@pytest.mark.shows("ISA-104")
 def test_without_a_device_the_default_is_asked(monkeypatch):
-    "ISA-104"
     monkeypatch.setattr(tensors, "def_device", lambda: torch.device("meta"))
     assert to_device([torch.ones(1)])[0].device.type == "meta"
     assert to_device([torch.ones(1)], "cpu")[0].device.type == "cpu"
 
 
+@pytest.mark.shows("ISA-104")
 def test_what_is_on_the_device_already_is_not_copied():
-    "ISA-104: a second move costs nothing"
+    "A second move costs nothing"
     x = {"a": torch.ones(2)}
     assert to_device(x, "cpu")["a"] is x["a"]
 
 
+@pytest.mark.shows("ISA-104")
 @settings(max_examples=200, deadline=None)
 @given(nests(a_tensor | other | st.builds(Movable, st.just("meta"))))
 def test_on_the_cpu_everything_is_detached_and_in_full_precision(x):
-    "ISA-104: values are kept, half precision becomes float, other types stay"
+    "Values are kept, half precision becomes float, other types stay"
     attached = map_tensors(lambda o: o.clone().requires_grad_() if o.is_floating_point() else o, x)
     before, after = paths(attached), paths(to_cpu(attached))
     assert [p for p, _ in after] == [p for p, _ in before]
@@ -215,9 +223,10 @@ def draw():
     return random.random(), float(np.random.rand()), torch.rand(3).tolist(), torch.randperm(20).tolist()
 
 
+@pytest.mark.shows("ISA-94")
 @pytest.mark.parametrize("seed", [0, 42, 2**32-1, 2**32+42, 2**60])
 def test_the_same_seed_gives_the_same_numbers(global_state, seed):
-    "ISA-94: Python, NumPy and PyTorch, also with seeds that NumPy alone would refuse"
+    "Python, NumPy and PyTorch, also with seeds that NumPy alone would refuse"
     set_seed(seed)
     first = draw()
     second = draw()
@@ -234,24 +243,27 @@ def test_a_seed_is_a_whole_number(global_state, seed):
     assert random.getstate() == before
 
 
+@pytest.mark.shows("ISA-94")
 def test_another_seed_gives_other_numbers(global_state):
-    "ISA-94: from every generator"
+    "From every generator"
     set_seed(1)
     first = draw()
     set_seed(2)
     assert all(a != b for a, b in zip(first, draw()))
 
 
+@pytest.mark.shows("ISA-94")
 def test_the_numbers_are_those_of_each_librarys_own_seed(global_state):
-    "ISA-94: nothing is hidden behind the seed"
+    "Nothing is hidden behind the seed"
     set_seed(7)
     ours = draw()
     random.seed(7); np.random.seed(7); torch.manual_seed(7)
     assert draw() == ours
 
 
+@pytest.mark.shows("ISA-94")
 def test_determinism_comes_only_on_request(global_state):
-    "ISA-94: and a setting of cuBLAS that the user made is left alone"
+    "And a setting of cuBLAS that the user made is left alone"
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = True
     set_seed(0)
@@ -266,8 +278,9 @@ def test_determinism_comes_only_on_request(global_state):
 
 # Transforms in place
 
+@pytest.mark.shows("ISA-95")
 def test_an_inplace_function_returns_the_very_argument_it_changed():
-    "ISA-95: whatever it returns itself, and with all further arguments"
+    "Whatever it returns itself, and with all further arguments"
     @inplace
     def scale(batch, by, shift=0):
         "Scale the batch"
@@ -279,6 +292,6 @@ def test_an_inplace_function_returns_the_very_argument_it_changed():
     assert (scale.__name__, scale.__doc__) == ("scale", "Scale the batch")
 
 
+@pytest.mark.shows("ISA-95")
 def test_an_inplace_function_does_not_hide_an_error():
-    "ISA-95"
     with pytest.raises(KeyError, match="missing"): inplace(lambda batch: batch["missing"])({})

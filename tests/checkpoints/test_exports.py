@@ -24,9 +24,10 @@ def steps(folder): return [o.step for o in CheckpointStore(folder, read_only=Tru
 def new(*callbacks): return make_trainer([BasicTrainCB(), *callbacks])
 
 
+@pytest.mark.shows("NEMO-54", "PTA-50")
 @pytest.mark.parametrize("every, found", [("epoch", [7, 14, 21]), (5, [5, 10, 15, 20, 21]), (lambda t: t.n_updates in (2, 14), [2, 14, 21])])
 def test_exports_come_when_asked_for_and_at_the_end(every, found, tmp_path):
-    "NEMO-54, PTA-50: every so many updates, after epochs, or when a function says so; each is what the model was then, and training is as without"
+    "Every so many updates, after epochs, or when a function says so; each is what the model was then, and training is as without"
     seen = {}
     def after_step(trainer): seen[trainer.n_updates] = {k: v.clone() for k, v in trainer.model.state_dict().items()}
     trainer = fit(new(ExportCB(tmp_path, every, keep_last=None), after_step), 3)
@@ -40,8 +41,9 @@ def test_only_the_newest_are_kept(tmp_path):
     assert steps(tmp_path) == [12, 14]
 
 
+@pytest.mark.shows("NEMO-54")
 def test_chosen_parts_only(tmp_path):
-    "NEMO-54: the others are not in the file, and a name that fits nothing is an error before the first batch"
+    "The others are not in the file, and a name that fits nothing is an error before the first batch"
     trainer = fit(new(ExportCB(tmp_path, parts=["0", "4.bias"])), 1)
     assert {k: v.tolist() for k, v in load_weights(trainer.ExportCB.path).items()} == {k: trainer.model.state_dict()[k].tolist() for k in ("0.weight", "0.bias", "4.bias")}
     other = new(ExportCB(tmp_path, parts=["0", "5"]))
@@ -69,16 +71,18 @@ def test_beside_an_average_the_average_is_exported(tmp_path):
 def wsd(**options): return WSDSchedulerCB(warmup=2, decay_length=4, **options)
 
 
+@pytest.mark.shows("PTA-39")
 def test_a_state_before_each_decay_and_an_export_after_it(tmp_path):
-    "PTA-39: with several decays; a checkpoint of the end is written as always"
+    "With several decays; a checkpoint of the end is written as always"
     schedule = wsd(n_decays=2)
     fit(new(schedule, CheckpointCB(tmp_path/"full", every=schedule.decay_begins, keep_last=None), ExportCB(tmp_path/"portable", every=schedule.decay_ends, keep_last=None)), 4)
     assert schedule.decays(28) == [(10, 14), (24, 28)]
     assert steps(tmp_path/"full") == [10, 24, 28] and steps(tmp_path/"portable") == [14, 28]
 
 
+@pytest.mark.shows("PTA-39")
 def test_what_was_saved_before_the_decay_goes_on_into_a_longer_run(tmp_path):
-    "PTA-39: bit for bit the long run, although a short one with its decay came first; the export is where something else may begin"
+    "Bit for bit the long run, although a short one with its decay came first; the export is where something else may begin"
     schedule = wsd()
     fit(new(schedule, CheckpointCB(tmp_path/"short", every=schedule.decay_begins, keep_last=None), ExportCB(tmp_path/"out", every=schedule.decay_ends)), 2)
     before = CheckpointStore(tmp_path/"short", read_only=True).list()[0]

@@ -97,7 +97,7 @@ runs.fit(runs.make_trainer([*runs.callbacks({folder!r}), InterruptCB(), after_ba
 
 @pytest.mark.parametrize("loader", ["runs.exact_loader(runs.Rows(56), 8, seed=7, num_workers=2)", "DataLoader(runs.Rows(56), 8, num_workers=2)"])
 def test_sigterm_from_outside_to_all_processes_of_a_job(loader, tmp_path):
-    "PyTorch's own handler ended the workers, and with them the run, with exit code 1 and nothing saved (T13)"
+    "PyTorch's own handler ended the workers, and with them the run, with exit code 1 and nothing saved"
     job = subprocess.Popen([sys.executable, "-c", SCRIPT.format(paths=PATHS, loader=loader, folder=str(tmp_path/"run"))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert job.stdout.readline().strip() == "here"

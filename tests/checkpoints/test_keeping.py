@@ -42,7 +42,7 @@ from runs import Cut, CutCB, Rows, callbacks, differences, fit, make_loaders, ma
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading", "ignore:The loss was more than")
 
 
-# ---- T9: every callback with a state
+# ---- every callback with a state
 
 STATEFUL = {
     "MetricsCB": lambda: MetricsCB(train_metrics=True, mean=Mean()), "RecorderCB": RecorderCB, "TrackingCB": TrackingCB, "KeepBestCB": KeepBestCB,
@@ -104,7 +104,7 @@ def without_times(found): return found | {"rows": [{k: v for k, v in row.items()
 @pytest.mark.parametrize("name", STATEFUL)
 @pytest.mark.parametrize("n", [4, 6])
 def test_a_state_goes_through_a_file_and_back_in_the_middle_of_a_run(name, n, tmp_path, monkeypatch):
-    "T9: what is saved at any batch is read by the safe reader, is the same when loaded and saved again, and the run ends as if it had never stopped"
+    "What is saved at any batch is read by the safe reader, is the same when loaded and saved again, and the run ends as if it had never stopped"
     monkeypatch.setattr(evaluator_module, "time", SimpleNamespace(perf_counter=lambda: 0.))
     whole, states = fit(make_trainer(with_one(name))), []
 
@@ -132,7 +132,7 @@ def without_seconds(states): return tree({k: {a: b for a, b in o.items() if a no
 
 
 def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path):
-    "G4: the path to the value is named"
+    "The path to the value is named"
     class OddCB:
         def after_batch(self, trainer): pass
         def state_dict(self): return {"where": [tmp_path]}
@@ -184,7 +184,7 @@ def test_a_run_that_ended_early_by_itself_is_complete(way, tmp_path, capsys):
 # ---- the disk
 
 def test_a_save_that_fails_is_an_error_and_training_can_go_on(tmp_path, monkeypatch):
-    "G7, T8: deleted folder, full disk; what was saved before is whole, and the trainer still trains"
+    "Deleted folder, full disk; what was saved before is whole, and the trainer still trains"
     def before_batch(trainer):
         if trainer.epoch == 1: shutil.rmtree(tmp_path/"run", ignore_errors=True)
     trainer = make_trainer([*callbacks(tmp_path/"run"), InterruptCB()])
@@ -206,8 +206,9 @@ def test_a_save_that_fails_is_an_error_and_training_can_go_on(tmp_path, monkeypa
     same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"other"))))
 
 
+@pytest.mark.shows("NEMO-26", "NEMO-35", "AIT-39", "AIT-40", "PTA-25", "PTA-27", "SON-16")
 def test_the_best_is_kept_and_never_a_wrong_one_deleted(tmp_path):
-    "NEMO-26, NEMO-35, AIT-39, AIT-40, PTA-25, PTA-27, SON-16: the original's own list of accuracies, .5 .9 .6 .7 .4 and two kept, and NaN is never best"
+    "The original's own list of accuracies, .5 .9 .6 .7 .4 and two kept, and NaN is never best"
     for values, best in [([.5, .9, .6, .7, .4], [.9, .7]), ([.5, float("nan"), .6, .7, float("nan")], [.7, .6])]:
         folder = tmp_path/str(best)
         def after_epoch(trainer, values=values):
@@ -220,8 +221,9 @@ def test_the_best_is_kept_and_never_a_wrong_one_deleted(tmp_path):
         assert store.best().metrics.keys() == store.latest().metrics.keys() >= {"train_loss", "valid_loss", "score"}  # Stored alike, first and later
 
 
+@pytest.mark.shows("SON-16", "NEMO-30")
 def test_best_only_saves_at_the_best_and_at_the_end(tmp_path):
-    "SON-16, NEMO-30: also after a resume the old best counts"
+    "Also after a resume the old best counts"
     saved = []
     class NotesCB(CheckpointCB):
         name = "CheckpointCB"
@@ -254,8 +256,9 @@ class GanCB:
         trainer.opt_critic.zero_grad()
 
 
+@pytest.mark.shows("NEMO-28", "NEMO-33", "NEMO-54", "PTA-38")
 def test_every_network_and_optimizer_of_the_trainer_is_saved(tmp_path):
-    "NEMO-28, NEMO-33, NEMO-54, PTA-38: all in one checkpoint of one step"
+    "All in one checkpoint of one step"
     def make(folder=None):
         trainer = make_trainer([GanCB(), MetricsCB(), *([CheckpointCB(folder, every=3)] if folder else [])])
         trainer.critic = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -267,9 +270,9 @@ def test_every_network_and_optimizer_of_the_trainer_is_saved(tmp_path):
 
 # ---- best weights and averages
 
+@pytest.mark.shows("PTA-26")
 @pytest.mark.parametrize("end", [None, CancelFitException, KeyboardInterrupt, SystemExit, ValueError])
 def test_the_best_weights_come_back_after_every_end_but_an_error(end):
-    "PTA-26"
     kept = {}
     def after_fit(trainer): kept["last"] = copy.deepcopy(trainer.model.state_dict())
     values = [2, 1, 3]
@@ -298,8 +301,9 @@ def test_averages_change_nothing_about_training(cb):
     assert all(o.training for o in with_it.model.modules()) == all(o.training for o in without.model.modules())
 
 
+@pytest.mark.shows("PTA-32", "PTA-33")
 def test_an_average_is_that_of_the_hand_written_loop():
-    "PTA-32, PTA-33: after every update, and not once per epoch; with the decay rising at first unless told otherwise"
+    "After every update, and not once per epoch; with the decay rising at first unless told otherwise"
     seen = []
     def after_step(trainer): seen.append([p.detach().clone() for p in trainer.model.parameters()])
     trainer = fit(make_trainer([BasicTrainCB(), EMACB(0.7, warmup=False)]), 1, callbacks=after_step)
@@ -319,10 +323,11 @@ def test_an_average_is_that_of_the_hand_written_loop():
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mean, trainer.SWACB.average.module.parameters()))
 
 
+@pytest.mark.shows("PTA-32")
 @pytest.mark.parametrize("average", [lambda: EMACB(0.6, warmup=False), lambda: EMACB(0.6), lambda: SWACB(0., every="update")], ids=["EMA", "rising", "SWA"])
 @pytest.mark.parametrize("half", [False, True], ids=["left out", "overflowed"])
 def test_a_step_that_was_left_out_is_not_averaged(average, half):
-    "PTA-32: whether a callback left it out or the gradients of half precision overflowed; the weights of each update count once"
+    "Whether a callback left it out or the gradients of half precision overflowed; the weights of each update count once"
     seen, watched = [], [nn.Linear(2, 1), average()]
     def cleanup_step(trainer): seen.append([p.detach().clone() for p in trainer.model.parameters()])
     def before_step(trainer):
@@ -386,16 +391,16 @@ def test_an_average_is_lent_at_any_time_of_a_fit_and_taken_back_after_an_error()
     with unused.lent(trainer.model): assert unused.n_averaged == 0
 
 
-# ---- back in time (U10)
+# ---- back in time
 
 LOADERS = {"exact": make_loaders, "a list": lambda: DataLoaders([o for o in DataLoader(Rows(40, False), 8)], list(DataLoader(Rows(24, False), 12))),
            "plain": lambda: DataLoaders(DataLoader(Rows(40), 8, shuffle=True), DataLoader(Rows(24), 12))}
 
 
+@pytest.mark.shows("U10")
 @pytest.mark.parametrize("loaders", LOADERS)
 @pytest.mark.parametrize("every", [None, 2])
 def test_rewinding_to_any_kept_state_and_going_on_is_never_having_gone(loaders, every):
-    "U10"
     whole = fit(make_trainer(dls=LOADERS[loaders]()))
     trainer = make_trainer([*callbacks(), RewindCB(every, keep=30)], LOADERS[loaders]())
     same(whole, fit(trainer))
@@ -404,8 +409,9 @@ def test_rewinding_to_any_kept_state_and_going_on_is_never_having_gone(loaders, 
         same(whole, fit(trainer))
 
 
+@pytest.mark.shows("U10")
 def test_two_futures_from_one_point():
-    "U10: what comes after the point is forgotten, the point itself stays"
+    "What comes after the point is forgotten, the point itself stays"
     trainer = make_trainer([*callbacks(), RewindCB(4)])
     one = result(fit(trainer))
     def before_step(trainer): trainer.opt.param_groups[0]["weight_decay"] = 0.5
@@ -417,8 +423,9 @@ def test_two_futures_from_one_point():
     with pytest.raises(LookupError, match="kept are"): trainer.rewind(to=(1, 2))
 
 
+@pytest.mark.shows("U10")
 def test_rewinding_after_an_interrupt_and_beside_a_checkpoint(tmp_path):
-    "U10: a checkpoint that is written after going back holds what really happened"
+    "A checkpoint that is written after going back holds what really happened"
     whole = fit(make_trainer())
     def make(): return make_trainer([*callbacks(tmp_path/"run", every=3), RewindCB(2, keep=30)])
     trainer = make()
@@ -428,10 +435,10 @@ def test_rewinding_after_an_interrupt_and_beside_a_checkpoint(tmp_path):
     same(whole, fit(make()))
 
 
-# ---- T16
+# ---- what is left in memory
 
 def test_a_hundred_failing_fits_leave_no_tensors_behind(tmp_path):
-    "T16: also with `sys.last_value`, as in a notebook, where only the newest error is held"
+    "Also with `sys.last_value`, as in a notebook, where only the newest error is held"
     import sys
     def live(): return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
     trainer, counts = make_trainer([*callbacks(tmp_path/"run"), InterruptCB(), RewindCB()]), []
@@ -445,7 +452,7 @@ def test_a_hundred_failing_fits_leave_no_tensors_behind(tmp_path):
     assert len(set(counts[1:])) == 1, counts
 
 
-# ---- T12: after any failure, at any event
+# ---- after any failure, at any event
 
 EVENTS_TO_FAIL = [o for o in EVENTS if o not in ("cleanup_fit",)]
 
@@ -453,7 +460,7 @@ EVENTS_TO_FAIL = [o for o in EVENTS if o not in ("cleanup_fit",)]
 @pytest.mark.parametrize("error", [ValueError, CancelFitException, KeyboardInterrupt])
 @pytest.mark.parametrize("order", [-60, 25, 60])
 def test_after_a_failure_at_any_event_everything_is_as_it_was(error, order):
-    "T12: signal handlers, modes, gradients on, training weights in the model; and the next fit is that of a fresh trainer"
+    "Signal handlers, modes, gradients on, training weights in the model; and the next fit is that of a fresh trainer"
     def cbs(): return [BasicTrainCB(), MetricsCB(), OneCycleSchedulerCB(), EMACB(0.8), RecorderCB(), InterruptCB(), RewindCB()]
     def start(trainer):
         trainer.model.load_state_dict(weights)

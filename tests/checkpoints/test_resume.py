@@ -47,7 +47,7 @@ from places import PATHS, ROOT
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
 
 
-# ---- T3: save at every batch, go on from each
+# ---- save at every batch, go on from each
 
 def everything():
     "As many callbacks as fit into one run"
@@ -87,9 +87,10 @@ VARIANTS = {
 }
 
 
+@pytest.mark.shows("AIT-45", "AIT-64", "NEMO-23", "NEMO-25", "NEMO-34", "PTA-38", "PTA-51")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_going_on_from_every_batch_is_the_same_run(variant, tmp_path):
-    "T3, AIT-45, AIT-64; NEMO-23, NEMO-25, NEMO-34, PTA-38, PTA-51: three epochs, saved at every batch; one run from each of the checkpoints"
+    "Three epochs, saved at every batch; one run from each of the checkpoints"
     make_cbs, make_dls, opt_func = VARIANTS[variant]
     whole = fit(make_trainer(make_cbs(), make_dls(), opt_func))
     saved = fit(make_trainer([*make_cbs(), CheckpointCB(tmp_path/"all", every=1, keep_last=None)], make_dls(), opt_func))
@@ -108,8 +109,9 @@ def same_tables(a, b):
         assert tree(found) == tree(expected)
 
 
+@pytest.mark.shows("NEMO-59")
 def test_going_on_in_the_middle_of_a_window(tmp_path):
-    "T3, NEMO-59: two epochs, saved after every batch and broken off after each, also when one or two of the three batches of an update are done"
+    "Two epochs, saved after every batch and broken off after each, also when one or two of the three batches of an update are done"
     whole = fit(make_trainer(runs.everything()), 2)
     assert whole.n_updates == 2*3
     for n in range(1, 14):
@@ -124,7 +126,7 @@ WORKERS = {"none": dict(), "one": dict(num_workers=1), "two": dict(num_workers=2
 
 @pytest.mark.parametrize("first,then", [("two", "two"), ("none", "persistent"), ("persistent", "one"), ("persistent", "persistent")])
 def test_the_number_of_workers_may_change(first, then, tmp_path):
-    "T3 with workers: one run from each place of the second epoch"
+    "One run from each place of the second epoch"
     whole = fit(make_trainer(dls=make_loaders(24)), 2)
     saved = fit(make_trainer(callbacks(tmp_path/"all", every=1, keep_last=None), make_loaders(24, **WORKERS[first])), 2)
     same(whole, saved)
@@ -150,7 +152,7 @@ def stream_loaders(**options):
 
 @pytest.mark.parametrize("workers", ["none", "two", "persistent"])
 def test_a_run_over_a_stream_goes_on_by_replay(workers, tmp_path):
-    "T19 through the trainer: saved after every batch of two epochs, and one run from each"
+    "Saved after every batch of two epochs, and one run from each"
     steps = lambda: [BasicTrainCB(), MetricsCB(), RecorderCB(), EMACB(0.9)]
     whole = fit(make_trainer(steps(), stream_loaders(**WORKERS[workers])), 2)
     same(whole, fit(make_trainer([*steps(), CheckpointCB(tmp_path/"all", every=1, keep_last=None)], stream_loaders(**WORKERS[workers])), 2))
@@ -159,7 +161,7 @@ def test_a_run_over_a_stream_goes_on_by_replay(workers, tmp_path):
     for o in found[::3]: same(whole, fit(make_trainer([*steps(), CheckpointCB(tmp_path/f"from {o.step}", every=1000, resume=o.path)], stream_loaders(**WORKERS[workers])), 2))
 
 
-# ---- T2, T4, T13: killed and interrupted from outside
+# ---- killed and interrupted from outside
 
 class Placed(IterableDataset):
     "An endless stream that knows its place, and how many rows were read"
@@ -200,8 +202,9 @@ def test_what_knows_its_place_is_not_read_again(make, tmp_path):
         if make is not Honoured: assert again.dls.train.dataset.read <= 8*(10-o.step+2)  # `NBatchCB` reads one more in each epoch
 
 
+@pytest.mark.shows("SON-34", "SON-27", "U10")
 def test_killed_and_interrupted_processes_end_as_if_nothing_had_happened():
-    "T2, T4, T13; SON-34, SON-27, U10: 20 kills and 20 signals at random moments, also while resuming, saving and validating (`make torture` has more)"
+    "20 kills and 20 signals at random moments, also while resuming, saving and validating (`make torture` has more)"
     tool = ROOT / "tools/torture.py"
     done = subprocess.run([sys.executable, tool, "--kills", "20", "--signals", "20"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -221,9 +224,10 @@ runs.fit(trainer)
 """
 
 
+@pytest.mark.shows("SON-27")
 @pytest.mark.parametrize("name,code,kill,workers", [("SIGINT", -signal.SIGINT, "os.kill", 0), ("SIGTERM", 143, "os.killpg", 2)])
 def test_a_script_that_is_interrupted_ends_as_the_system_expects(name, code, kill, workers, tmp_path):
-    "T13; SON-27: a shell sees 130 (a process that ended by SIGINT) and 143, also if SIGTERM comes to the workers as well; every batch that was done is saved"
+    "A shell sees 130 (a process that ended by SIGINT) and 143, also if SIGTERM comes to the workers as well; every batch that was done is saved"
     done = subprocess.run([sys.executable, "-c", SCRIPT.format(paths=PATHS, name=name, kill=kill, workers=workers, folder=str(tmp_path/"run"))], capture_output=True, timeout=60, start_new_session=True)
     assert done.returncode == code, done.stderr
     assert CheckpointStore(tmp_path/"run", read_only=True).latest().step == 8
@@ -259,7 +263,7 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("loaders", [make_loaders, plain_loaders])
 def test_nothing_is_lost_whenever_an_interrupt_comes(moment, loaders, tmp_path):
-    "T13 in one process: at most one more batch, everything saved, and the next fit, in this process or another, goes on"
+    "At most one more batch, everything saved, and the next fit, in this process or another, goes on"
     whole = fit(make_trainer(dls=loaders()))
     for again_here in (True, False):
         folder = tmp_path/str(again_here)
@@ -276,7 +280,7 @@ def test_nothing_is_lost_whenever_an_interrupt_comes(moment, loaders, tmp_path):
 @pytest.mark.parametrize("event", ["log", "after_fit", "cleanup_fit"])
 @pytest.mark.parametrize("with_callback", [True, False])
 def test_a_fit_that_was_interrupted_at_its_very_end_is_not_trained_twice(event, with_callback, tmp_path):
-    "T13: the cell is run again, and ends as one fit; the one after that trains"
+    "The cell is run again, and ends as one fit; the one after that trains"
     def cbs(folder=None): return [BasicTrainCB(), MetricsCB(show=False), SWACB(0.5, keep=True), *([CheckpointCB(folder)] if folder else [])]
     whole = fit(make_trainer(cbs()), 2)
     one_fit, two_fits = result(whole), result(fit(whole, 2))
@@ -430,7 +434,7 @@ def test_workers_leave_an_interrupt_to_the_main_process():
     assert trainer.n_updates == 2 and trainer.InterruptCB.interrupted is None
 
 
-# ---- T4, T18: one folder, many starts
+# ---- one folder, many starts
 
 def cut_at(n): return CutCB("after_backward", lambda t: t.n_updates == n)
 
@@ -443,14 +447,14 @@ def broken_off(folder, n=10, cbs=None, **options):
 
 
 def test_the_same_checkpoint_can_be_gone_on_from_again_and_again(tmp_path):
-    "T4: cut at the same batch several times, each time before anything new is saved"
+    "Cut at the same batch several times, each time before anything new is saved"
     for _ in range(4): broken_off(tmp_path/"run", every=4)
     assert len(CheckpointStore(tmp_path/"run", read_only=True).list()) == 2
     same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"run", every=4))))
 
 
 def test_two_runs_at_a_time_in_one_folder_are_refused(tmp_path):
-    "T18: the second one says so before it trains, and the first goes on"
+    "The second one says so before it trains, and the first goes on"
     def before_batch(trainer):
         if trainer.batch_num: return
         with pytest.raises(CheckpointFolderBusy): fit(second)
@@ -458,8 +462,9 @@ def test_two_runs_at_a_time_in_one_folder_are_refused(tmp_path):
     same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path/"run")), callbacks=before_batch))
 
 
+@pytest.mark.shows("PTA-50")
 def test_a_run_may_be_moved_or_copied(tmp_path):
-    "T18; PTA-50: a moved folder and a copied one go on alike, and a single checkpoint can be named by its path"
+    "A moved folder and a copied one go on alike, and a single checkpoint can be named by its path"
     whole = fit(make_trainer())
     broken_off(tmp_path/"run", every=4)
     shutil.copytree(tmp_path/"run", tmp_path/"copy")
@@ -474,8 +479,9 @@ def test_a_run_may_be_moved_or_copied(tmp_path):
 
 # ---- where to go on
 
+@pytest.mark.shows("NEMO-24", "NEMO-27", "NEMO-36")
 def test_must_insists_and_never_begins_anew(tmp_path):
-    "NEMO-24, NEMO-27, NEMO-36: nothing is ever replaced by random weights in silence"
+    "Nothing is ever replaced by random weights in silence"
     with pytest.raises(NoValidCheckpoint, match="Is it the right folder"): fit(make_trainer(callbacks(tmp_path/"run", resume="must")))
     with pytest.raises(NoValidCheckpoint): fit(make_trainer(callbacks(tmp_path/"run", resume=tmp_path/"run"/"step-7")))
     broken_off(tmp_path/"run", every=4)
@@ -488,8 +494,8 @@ def test_must_insists_and_never_begins_anew(tmp_path):
     assert found.latest().step == 14
 
 
+@pytest.mark.shows("NEMO-36")
 def test_a_damaged_folder_is_no_fresh_start(tmp_path):
-    "NEMO-36"
     broken_off(tmp_path/"run", every=4)
     for o in (tmp_path/"run").glob("step-*/state.pt"): o.write_bytes(b"damaged")
     with pytest.raises(NoValidCheckpoint, match="state.pt"): fit(make_trainer(callbacks(tmp_path/"run")))
@@ -571,8 +577,9 @@ def test_what_was_saved_by_hand_beside_a_run_is_no_other_run(tmp_path):
     same(trained(2), trained(2, CheckpointCB(tmp_path/"run")))
 
 
+@pytest.mark.shows("PTA-26")
 def test_a_finished_run_is_not_run_again_and_gives_its_result(tmp_path, capsys):
-    "PTA-26: also the best weights are in the model"
+    "Also the best weights are in the model"
     whole = fit(make_trainer(callbacks(tmp_path/"run")))
     again = make_trainer(callbacks(tmp_path/"run"))
     before = sorted(o.name for o in (tmp_path/"run").iterdir())
@@ -614,7 +621,7 @@ class SeenCB:
 
 @pytest.mark.parametrize("size", [4, 14, 16, 28, 40])
 def test_another_batch_size_uses_every_sample_once(size, tmp_path):
-    "T5 in one process: 16 samples of an epoch were used in batches of 8, and the rest comes in others; said to be inexact"
+    "16 samples of an epoch were used in batches of 8, and the rest comes in others; said to be inexact"
     def make(size, folder):
         rows = Rows(56, augment=False)
         return make_trainer([BasicTrainCB(), MetricsCB(), SeenCB(), CheckpointCB(folder, every=1)], DataLoaders(exact_loader(rows, size)), optim.SGD)
@@ -643,8 +650,9 @@ def test_a_batch_size_that_ends_the_epoch_at_once_does_not_lose_the_next_one(tmp
 
 # ---- what no longer fits
 
+@pytest.mark.shows("NEMO-29", "NEMO-36")
 def test_what_would_give_a_wrong_result_is_refused_with_both_sides(tmp_path):
-    "NEMO-29, NEMO-36: strict by default, before the first batch, and nothing in the folder changes"
+    "Strict by default, before the first batch, and nothing in the folder changes"
     broken_off(tmp_path/"run", every=4)
     def wider(): return nn.Sequential(nn.Linear(8, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.3), nn.Linear(20, 3))
     with pytest.raises(ResumeMismatch, match=r"`0.weight` was \(16, 8\), and is \(20, 8\)"): fit(make_trainer(callbacks(tmp_path/"run"), model=wider()))
@@ -668,8 +676,9 @@ def test_random_numbers_of_a_device_that_is_not_here_are_an_error_unless_told_ot
     fit(make_trainer(callbacks(tmp_path/"run", strict=False)))
 
 
+@pytest.mark.shows("NEMO-25", "NEMO-26", "NEMO-30", "NEMO-32", "NEMO-37", "AIT-41", "NEMO-24")
 def test_the_seeds_example_with_its_six_arguments(tmp_path):
-    "NEMO-25, NEMO-26, NEMO-30, NEMO-32, NEMO-37, AIT-41, NEMO-24: folder, how often, how many to keep, another folder to load from, and insisting on it; no step 0, and the end is saved whatever the frequency"
+    "Folder, how often, how many to keep, another folder to load from, and insisting on it; no step 0, and the end is saved whatever the frequency"
     fit(make_trainer(callbacks(tmp_path/"run", every=4, keep_last=4)))
     assert [o.step for o in CheckpointStore(tmp_path/"run", read_only=True).list()] == [12, 16, 20, 21]
     found = CheckpointStore(tmp_path/"run", read_only=True).list()[0]

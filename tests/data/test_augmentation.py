@@ -84,30 +84,32 @@ def by_hand(change, loss_of, n_epochs=1):
 
 # Transforms of items and batches
 
+@pytest.mark.shows("ISA-79", "MIN-09", "MIN-13")
 @pytest.mark.parametrize("tfm", [RandErase(), RandCopy(), RandErase(per_image=False), lambda x: x + torch.randn_like(x)], ids=["erase", "copy", "per batch", "noise"])
 @pytest.mark.parametrize("how", [lambda t: BatchAugmentationCB([t]), lambda t: BatchAugmentationCB(t),
                                  lambda t: BatchTransformCB(lambda b: (t(b[0]), b[1]), on_valid=False)], ids=["list", "alone", "batch"])
 def test_training_with_a_transform_is_the_loop_written_by_hand(tfm, how):
-    "ISA-79, MIN-09, MIN-13: bit for bit, from the same seed"
+    "Bit for bit, from the same seed"
     trainer = run([how(tfm)], n_epochs=2)
     assert same(trainer.model, by_hand(lambda x: (tfm(x),), F.cross_entropy, n_epochs=2))
 
 
+@pytest.mark.shows("ISA-80", "MIN-09")
 @pytest.mark.parametrize("on_train", [True, False])
 @pytest.mark.parametrize("on_valid", [True, False])
 @pytest.mark.parametrize("kind", [BatchAugmentationCB, BatchTransformCB])
 def test_each_kind_of_pass_can_be_switched(kind, on_train, on_valid):
-    "ISA-80, MIN-09"
     tfm = (lambda x: x + 1) if kind is BatchAugmentationCB else (lambda batch: (batch[0] + 1, batch[1]))
     seen = run([kind(tfm, on_train=on_train, on_valid=on_valid)]).SeenCB
     for (x, _), (train, _), (valid, _) in zip(make_batches(), seen.train, seen.valid):
         assert torch.equal(train, x + on_train) and torch.equal(valid, x + on_valid)
 
 
+@pytest.mark.shows("ISA-80")
 @pytest.mark.parametrize("callback", [BatchAugmentationCB(RandErase(p=1)), MixUpCB(), CutMixCB(), ProgressiveResizeCB(), BatchAugmentationCB([RandCopy(p=1)])],
                          ids=["erase", "mixup", "cutmix", "resize", "copy"])
 def test_validation_is_left_alone_by_default(callback):
-    "ISA-80: pixels, targets and losses"
+    "Pixels, targets and losses"
     model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
     trainer = run([callback, MetricsCB(show=False)], model=model)
     assert all(equal(a, b) for a, b in zip(trainer.SeenCB.valid, make_batches()))
@@ -116,8 +118,8 @@ def test_validation_is_left_alone_by_default(callback):
     assert trainer.history.latest("valid_loss") == pytest.approx(sum(losses) / 3, rel=1e-6)
 
 
+@pytest.mark.shows("ISA-79")
 def test_transform_i_is_for_item_i_and_missing_ones_do_nothing():
-    "ISA-79"
     batches = [(x, y, y * 2) for x, y in make_batches()]
     loss = lambda preds, y, z: F.cross_entropy(preds, y)
     for tfms in ([None, None, lambda z: z + 1], {2: lambda z: z + 1}):
@@ -135,9 +137,9 @@ CONTAINERS = {
 }
 
 
+@pytest.mark.shows("ISA-79")
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_a_batch_comes_back_as_what_it_was(kind):
-    "ISA-79"
     batches = [CONTAINERS[kind](*o) for o in make_batches()]
     callbacks = [[BatchAugmentationCB([RandErase(p=1)])], [MixUpCB()], [CutMixCB()]]
     if kind in ("named tuple", "dict", "ordered dict"): callbacks.append([BatchAugmentationCB({"image": RandErase(p=1)})])
@@ -156,16 +158,17 @@ class TwoInputs(nn.Module):
     def forward(self, a, b): return self.layer(torch.cat([a.flatten(1), b.flatten(1)], 1))
 
 
+@pytest.mark.shows("F060")
 @pytest.mark.parametrize("callback", [MixUpCB(), CutMixCB()])
 def test_two_inputs_are_mixed_alike(callback):
-    "F060"
     batches = [(x, x * 2, y) for x, y in make_batches()]
     a, b, y = run([callback], batches, n_inp=2, model=TwoInputs()).SeenCB.train[0]
     assert torch.allclose(a * 2, b) and torch.equal(y, batches[0][2]) and not torch.equal(a, batches[0][0])
 
 
+@pytest.mark.shows("F060")
 def test_a_split_of_ones_own_is_respected_however_deep_the_inputs_are():
-    "F060: the input is deep in the batch, and is put back there"
+    "The input is deep in the batch, and is put back there"
     class Deep(Trainer):
         def split(self, batch): return (batch["deep"]["x"],), (batch["y"],)
 
@@ -227,12 +230,12 @@ def test_settings_out_of_range_are_refused_where_they_were_typed(make, message):
 PATCHES = [RandErase, RandCopy]
 
 
+@pytest.mark.shows("MIN-13", "F062")
 @pytest.mark.parametrize("kind", PATCHES)
 @settings(max_examples=25, deadline=None)
 @given(shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), pct=st.floats(0.05, 1), max_n=st.integers(1, 5),
        per_image=st.booleans(), seed=st.integers(0, 99))
 def test_every_pixel_comes_from_its_own_image_with_all_its_channels(kind, shape, pct, max_n, per_image, seed):
-    "MIN-13, F062"
     set_seed(seed)
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     before = x.clone()
@@ -243,9 +246,9 @@ def test_every_pixel_comes_from_its_own_image_with_all_its_channels(kind, shape,
         assert {tuple(o.tolist()) for o in image.flatten(1).T} <= pixels
 
 
+@pytest.mark.shows("MIN-13")
 @pytest.mark.parametrize("kind", PATCHES)
 def test_probability_0_is_the_identity_and_1_changes_every_image(kind):
-    "MIN-13"
     x = torch.rand(64, 3, 16, 16)
     assert torch.equal(kind(p=0)(x), x)
     changed = (kind(p=1)(x) != x).flatten(1).any(1)
@@ -259,8 +262,9 @@ def test_the_chance_is_that_of_an_image(kind):
     assert changed == pytest.approx(0.3, abs=0.05)
 
 
+@pytest.mark.shows("MIN-13")
 def test_erasing_keeps_mean_and_deviation():
-    "MIN-13: of normalised images, and of dark ones with few bright spots, which noise cut off at black would make brighter"
+    "Of normalised images, and of dark ones with few bright spots, which noise cut off at black would make brighter"
     set_seed(0)
     for x in (torch.randn(200, 3, 32, 32), (torch.rand(200, 3, 32, 32) ** 8)):
         new = RandErase(p=1, pct=0.4)(x)
@@ -285,8 +289,9 @@ def test_one_draw_per_batch_changes_all_images_alike(kind):
     assert (alike == alike[:1]).all() and not (apart == apart[:1]).all()
 
 
+@pytest.mark.shows("MIN-13")
 def test_a_copied_rectangle_is_one_that_stood_elsewhere():
-    "MIN-13: with one rectangle, all changed pixels are shifted by the same way"
+    "With one rectangle, all changed pixels are shifted by the same way"
     x = torch.arange(400).view(1, 1, 20, 20)
     shifts = {(new - old).item() for new, old in zip(RandCopy(p=1, max_n=1)(x).flatten(), x.flatten())} - {0}
     assert len(shifts) <= 1
@@ -305,15 +310,17 @@ def mixup_by_hand(alpha, n=8):
 def mixed_loss(preds, y, partner, share, loss=F.cross_entropy): return share * loss(preds, y) + (1 - share) * loss(preds, y[partner])
 
 
+@pytest.mark.shows("F060")
 @pytest.mark.parametrize("alpha", [0.1, 0.4, 1.0, 3.0])
 def test_mixup_is_the_loop_written_by_hand(alpha):
-    "F060: bit for bit, over two epochs"
+    "Bit for bit, over two epochs"
     assert same(run([MixUpCB(alpha)], n_epochs=2).model, by_hand(mixup_by_hand(alpha), mixed_loss, n_epochs=2))
 
 
+@pytest.mark.shows("F060")
 @pytest.mark.parametrize("callback", [MixUpCB, CutMixCB])
 def test_the_mixed_loss_is_that_of_mixed_probabilities(callback):
-    "F060: so it does what mixing targets would do"
+    "So it does what mixing targets would do"
     class SoftCB:
         order, on_valid = Order.RECORD, False
 
@@ -327,16 +334,18 @@ def test_the_mixed_loss_is_that_of_mixed_probabilities(callback):
     assert run([callback(), SoftCB()]).SoftCB.done
 
 
+@pytest.mark.shows("F060", "F061")
 def test_mixup_works_with_other_losses_and_smooth_labels():
-    "F060, F061: the loss stays the user's own"
+    "The loss stays the user's own"
     smooth = partial(F.cross_entropy, label_smoothing=0.1)
     assert same(run([MixUpCB()], loss_func=smooth).model, by_hand(mixup_by_hand(0.4), partial(mixed_loss, loss=smooth)))
     batches = [(x, x.flatten(1)[:, :3]) for x, _ in make_batches()]
     assert run([MixUpCB()], batches, F.mse_loss).n_updates == 3
 
 
+@pytest.mark.shows("F060")
 def test_cutmix_pastes_one_rectangle_and_weighs_it_by_its_area():
-    "F060: over many batches, every pixel is its own or the partner's, and the share is the area that is left"
+    "Over many batches, every pixel is its own or the partner's, and the share is the area that is left"
     class CheckCB:
         order = Order.RECORD
 
@@ -356,8 +365,8 @@ def test_cutmix_pastes_one_rectangle_and_weighs_it_by_its_area():
     assert min(shares) < 0.3 and max(shares) > 0.9
 
 
+@pytest.mark.shows("F060")
 def test_cutmix_takes_bytes_and_mixup_says_why_it_cannot():
-    "F060"
     batches = [((x * 50).byte(), y) for x, y in make_batches()]
     model = nn.Sequential(nn.Flatten(), ToFloat(), nn.Linear(36, N_CLASSES))
     assert run([CutMixCB()], batches, model=model).SeenCB.train[0][0].dtype == torch.uint8
@@ -368,9 +377,9 @@ class ToFloat(nn.Module):
     def forward(self, x): return x.float()
 
 
+@pytest.mark.shows("F060")
 @pytest.mark.parametrize("callback", [MixUpCB, CutMixCB])
 def test_probability_0_mixes_nothing_and_a_half_mixes_half(callback):
-    "F060"
     assert same(run([callback(p=0)]).model, run([]).model)
     batches = make_batches(200)
     trainer = run([callback(p=0.5)], batches)
@@ -387,8 +396,9 @@ def test_dtype_and_device_are_kept_when_mixing(callback):
     assert trainer.SeenCB.train[0][0].is_meta and trainer.loss.is_meta
 
 
+@pytest.mark.shows("F060")
 def test_metrics_see_the_targets_as_they_are():
-    "F060: class numbers, although the loss is mixed"
+    "Class numbers, although the loss is mixed"
     class TargetsMetric:
         def reset(self): self.seen = []
 
@@ -415,17 +425,17 @@ def test_a_mixer_serves_again_after_an_error_and_in_another_trainer():
 
 # Growing images
 
+@pytest.mark.shows("F063")
 @pytest.mark.parametrize("start, until, multiple, sizes", [(0.5, 0.75, 1, [3, 4, 5, 6]), (0.5, 1.0, 1, [3, 4, 4, 5]), (1.0, 1.0, 1, [6] * 4), (0.1, 0.5, 2, [2, 4, 6, 6])])
 def test_images_grow_and_reach_their_full_size(start, until, multiple, sizes):
-    "F063"
     model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
     trainer = run([ProgressiveResizeCB(start, until, multiple)], n_epochs=4, model=model)
     assert [tuple(o[0].shape[-2:]) for o in trainer.SeenCB.train[::3]] == [(o, o) for o in sizes]
     assert {o[0].shape[-1] for o in trainer.SeenCB.valid} == {6}
 
 
+@pytest.mark.shows("F063")
 def test_full_size_is_the_identity():
-    "F063"
     assert same(run([ProgressiveResizeCB(start=1)]).model, run([]).model)
 
 
@@ -440,9 +450,10 @@ class Albumentations:
         return {"image": self.f(image), "more": None}
 
 
+@pytest.mark.shows("ISA-118")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_transforms_of_albumentations_take_and_return_tensors(dtype):
-    "ISA-118: on single images, and with `each_image` on a batch"
+    "On single images, and with `each_image` on a batch"
     x = (torch.rand(4, 3, 5, 7) * 255).to(dtype)
     tfm = albumentations_transform(Albumentations(lambda image: image[:, ::-1]))
     assert torch.equal(tfm(x[0]), x[0].flip(-1)) and tfm(x[0]).dtype == dtype
@@ -451,8 +462,9 @@ def test_transforms_of_albumentations_take_and_return_tensors(dtype):
     assert torch.equal(to_tensor(x[0]), x[0])
 
 
+@pytest.mark.shows("ISA-118", "F062")
 def test_modules_called_with_a_tensor_need_nothing():
-    "ISA-118, F062: as torchvision's are"
+    "As torchvision's are"
     class Flip(nn.Module):
         def forward(self, *inputs): return inputs[0].flip(-1)
 

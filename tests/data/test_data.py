@@ -1,6 +1,6 @@
 """From datasets to loaders, checked against the datasets' own rows; the stored digits, against scikit-learn's copy.
 
-Requirements ISA-96 to ISA-101. A dataset here is a Hugging Face `DatasetDict` whose rows are numbered, so that one can
+A dataset here is a Hugging Face `DatasetDict` whose rows are numbered, so that one can
 see which rows come, how often and in which order. The digits in the package are compared pixel by pixel with the copy
 that scikit-learn ships, and `tools/make_digits.py` is run to show that it makes the same files.
 """
@@ -56,8 +56,9 @@ def to_tensors(batch): batch["image"] = [image_to_tensor(o) for o in batch["imag
 
 # `DataLoaders.from_dataset_dict`
 
+@pytest.mark.shows("ISA-96")
 def test_a_dataset_dict_becomes_two_loaders():
-    "ISA-96: every row once, as tuples of stacked columns in the order of the dataset"
+    "Every row once, as tuples of stacked columns in the order of the dataset"
     dls = DataLoaders.from_dataset_dict(splits(), 16)
     assert sorted(rows_of(dls.train)) == list(range(40)) and rows_of(dls.valid) == list(range(1000, 1030))
     for x, y in (*dls.train, *dls.valid): assert x.shape == (len(y), 2) and torch.equal(x[:, 0], y.float())
@@ -65,8 +66,9 @@ def test_a_dataset_dict_becomes_two_loaders():
     assert repr(dls) == "DataLoaders(train: 3 batches, valid: 1 batches, n_inp: 1)"
 
 
+@pytest.mark.shows("ISA-100")
 def test_the_training_rows_are_shuffled_anew_and_the_others_are_not():
-    "ISA-100: and the seed says in which order"
+    "And the seed says in which order"
     set_seed(0)
     dls = DataLoaders.from_dataset_dict(splits(), 16)
     first, second = rows_of(dls.train), rows_of(dls.train)
@@ -76,16 +78,18 @@ def test_the_training_rows_are_shuffled_anew_and_the_others_are_not():
     assert rows_of(dls.train) == first
 
 
+@pytest.mark.shows("ISA-100")
 @pytest.mark.parametrize("batch_size", [1, 7, 16, 100])
 def test_a_batch_for_validation_is_twice_as_large(batch_size):
-    "ISA-100: it keeps no gradients"
+    "It keeps no gradients"
     dls = DataLoaders.from_dataset_dict(splits(), batch_size)
     assert [len(y) for _, y in dls.train] == [len(o) for o in torch.arange(40).split(batch_size)]
     assert [len(y) for _, y in dls.valid] == [len(o) for o in torch.arange(30).split(batch_size*2)]
 
 
+@pytest.mark.shows("ISA-97")
 def test_arguments_for_loaders_reach_both_loaders():
-    "ISA-97: each of them, by name"
+    "Each of them, by name"
     generator, start = torch.Generator(), (lambda worker: None)
     options = dict(num_workers=2, prefetch_factor=3, persistent_workers=True, drop_last=True, timeout=60, worker_init_fn=start, generator=generator)
     dls = DataLoaders.from_dataset_dict(splits(), 16, **options)
@@ -93,8 +97,9 @@ def test_arguments_for_loaders_reach_both_loaders():
         for name, value in options.items(): assert getattr(dl, name) is value or getattr(dl, name) == value, name
 
 
+@pytest.mark.shows("ISA-97")
 def test_arguments_for_loaders_have_their_effect():
-    "ISA-97: rows come from worker processes, incomplete batches are dropped, and the order may be kept"
+    "Rows come from worker processes, incomplete batches are dropped, and the order may be kept"
     class WhoLoads:
         def __len__(self): return 5
         def __getitem__(self, i): return i, -1 if get_worker_info() is None else get_worker_info().id
@@ -107,19 +112,22 @@ def test_arguments_for_loaders_have_their_effect():
     assert rows_of(dls.train) == list(range(32)) and rows_of(dls.valid) == []
 
 
+@pytest.mark.shows("ISA-97")
 def test_a_misspelt_argument_for_loaders_is_an_error():
-    "ISA-97: nothing is dropped in silence"
+    "Nothing is dropped in silence"
     with pytest.raises(TypeError, match="num_worker"): DataLoaders.from_dataset_dict(splits(), 16, num_worker=2)
 
 
+@pytest.mark.shows("ISA-97")
 def test_a_collate_fn_of_ones_own_has_the_last_word():
-    "ISA-97: for both loaders; `columns` then has nobody to listen to it"
+    "For both loaders; `columns` then has nobody to listen to it"
     dls = DataLoaders.from_dataset_dict(splits(), 16, collate_fn=len)
     assert list(dls.train) == [16, 16, 8] and list(dls.valid) == [30]
 
 
 # Which splits
 
+@pytest.mark.shows("ISA-96")
 @pytest.mark.parametrize("names, said, expected", [
     (("train", "test"), {}, ("train", "test")),
     (("test", "train"), {}, ("train", "test")),
@@ -136,7 +144,7 @@ def test_a_collate_fn_of_ones_own_has_the_last_word():
     (("a", "b"), {}, None),
 ])
 def test_the_splits_are_chosen_only_when_the_choice_is_clear(names, said, expected):
-    "ISA-96: `train` and one other, or what was said; otherwise an error that lists the splits"
+    "`train` and one other, or what was said; otherwise an error that lists the splits"
     dataset_dict = DatasetDict({name: numbered(3, 100*i) for i, name in enumerate(names)})
     if expected is None:
         with pytest.raises(ValueError) as caught: DataLoaders.from_dataset_dict(dataset_dict, 2, **said)
@@ -146,8 +154,8 @@ def test_the_splits_are_chosen_only_when_the_choice_is_clear(names, said, expect
         assert [sorted(rows_of(dl)) for dl in (dls.train, dls.valid)] == [[100*names.index(o) + i for i in range(3)] for o in expected]
 
 
+@pytest.mark.shows("ISA-96")
 def test_a_split_that_is_not_there_is_answered_with_the_near_one():
-    "ISA-96"
     for said in (dict(train="trian"), dict(valid="tset")):
         with pytest.raises(LookupError) as caught: DataLoaders.from_dataset_dict(splits(), 2, **said)
         assert f"`{[*said.values()][0]}`" in str(caught.value) and "Did you mean `t" in str(caught.value)
@@ -155,38 +163,41 @@ def test_a_split_that_is_not_there_is_answered_with_the_near_one():
 
 # Rows of many kinds
 
+@pytest.mark.shows("ISA-100")
 def test_rows_may_be_tuples():
-    "ISA-100: any dict of datasets will do"
+    "Any dict of datasets will do"
     data = [(torch.full((3,), float(i)), i) for i in range(8)]
     dls = DataLoaders.from_dataset_dict({"train": data, "valid": data}, 4, shuffle=False)
     for x, y in dls.train: assert torch.equal(x, y[:, None].float().expand(-1, 3)) and len(y) == 4
     assert rows_of(dls.train) == rows_of(dls.valid) == list(range(8))
 
 
+@pytest.mark.shows("ISA-100")
 @pytest.mark.parametrize("columns", [("b", "a", "y"), ("y",), ("a", "a")])
 def test_columns_come_in_the_order_asked_for(columns):
-    "ISA-100: of rows that are dicts; some may be left out and some be taken twice"
+    "Of rows that are dicts; some may be left out and some be taken twice"
     rows = [dict(a=i, b=10*i, y=100*i) for i in range(5)]
     batch = collate_rows(columns)(rows)
     assert type(batch) is tuple and [o.tolist() for o in batch] == [[row[o] for row in rows] for o in columns]
 
 
+@pytest.mark.shows("ISA-100")
 def test_without_columns_all_come_in_the_order_of_the_rows():
-    "ISA-100"
     rows = [dict(y=i, a=2*i) for i in range(3)]
     assert [o.tolist() for o in collate_rows()(rows)] == [[0, 1, 2], [0, 2, 4]]
 
 
+@pytest.mark.shows("ISA-100")
 def test_a_wrong_column_is_an_error_with_the_near_one():
-    "ISA-100"
     with pytest.raises(LookupError) as caught: collate_rows(["image", "labl"])([dict(image=1, label=2)])
     assert not isinstance(caught.value, KeyError)
     assert "`labl`" in str(caught.value) and "['image', 'label']" in str(caught.value) and "Did you mean `label`?" in str(caught.value)
 
 
+@pytest.mark.shows("ISA-99", "ISA-96")
 @pytest.mark.parametrize("as_dicts", [False, True])
 def test_two_inputs_reach_the_model_as_two_arguments(as_dicts):
-    "ISA-99, ISA-96: `n_inp=2`, with rows as tuples and as dicts whose columns are put in order"
+    "`n_inp=2`, with rows as tuples and as dicts whose columns are put in order"
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
@@ -209,14 +220,15 @@ def test_two_inputs_reach_the_model_as_two_arguments(as_dicts):
     assert model.seen == [([0, 1, 2, 3], [0, 10, 20, 30])]*2 and model.w.item() > 0
 
 
+@pytest.mark.shows("ISA-99")
 @pytest.mark.parametrize("n_inp", [0, -1, 1.0, True, None, "1"])
 def test_the_number_of_inputs_is_a_whole_number_of_one_or_more(n_inp):
-    "ISA-99"
     with pytest.raises(ValueError, match="`n_inp` is"): DataLoaders([], n_inp=n_inp)
 
 
+@pytest.mark.shows("ISA-99")
 def test_a_loader_that_cannot_be_iterated_is_refused():
-    "ISA-99: and one for validation may be missing"
+    "And one for validation may be missing"
     with pytest.raises(TypeError, match="`train` is a int"): DataLoaders(3)
     with pytest.raises(TypeError, match="`valid` is a int"): DataLoaders([], 3)
     dls = DataLoaders([1, 2])
@@ -254,16 +266,18 @@ def test_one_exact_loader_does_not_serve_two_passes():
     make_trainer(get_dataloaders(rows, None, 2)[0]).fit(1)
 
 
+@pytest.mark.shows("ISA-100")
 def test_a_missing_dataset_has_no_loader():
-    "ISA-100: training or validation alone"
+    "Training or validation alone"
     train, valid = get_dataloaders(numbered(4), None, 2)
     assert len(train) == 2 and valid is None
     train, valid = get_dataloaders(None, numbered(4), 2)
     assert train is None and len(valid) == 1
 
 
+@pytest.mark.shows("ISA-100")
 def test_the_training_rows_may_be_left_in_order():
-    "ISA-100: `shuffle=False`"
+    "`shuffle=False`"
     train, valid = get_dataloaders(numbered(10), numbered(10), 3, shuffle=False, collate_fn=collate_rows(["x", "y"]))
     assert rows_of(train) == rows_of(valid) == list(range(10))
 
@@ -276,16 +290,18 @@ class Stream(IterableDataset):
     def __iter__(self): return ((torch.full((2,), float(i)), i) for i in range(self.n))
 
 
+@pytest.mark.shows("ISA-96", "ISA-100")
 def test_a_stream_comes_in_its_own_order():
-    "ISA-96, ISA-100: a PyTorch stream cannot be shuffled, and begins anew at each pass"
+    "A PyTorch stream cannot be shuffled, and begins anew at each pass"
     dls = DataLoaders.from_dataset_dict({"train": Stream(10), "valid": Stream(7)}, 4)
     for _ in range(2): assert [len(y) for _, y in dls.train] == [4, 4, 2] and rows_of(dls.train) == list(range(10))
     assert [len(y) for _, y in dls.valid] == [7]
     assert repr(dls) == "DataLoaders(train: a stream, valid: a stream, n_inp: 1)"
 
 
+@pytest.mark.shows("ISA-96")
 def test_a_stream_from_hugging_face_trains():
-    "ISA-96: an `IterableDatasetDict` goes the same way as a `DatasetDict`"
+    "An `IterableDatasetDict` goes the same way as a `DatasetDict`"
     streams = IterableDatasetDict({name: ds.to_iterable_dataset() for name, ds in splits().items()})
     dls = DataLoaders.from_dataset_dict(streams, 16)
     assert rows_of(dls.train) == list(range(40)) and rows_of(dls.valid) == list(range(1000, 1030))
@@ -297,10 +313,11 @@ def test_a_stream_from_hugging_face_trains():
 
 # `sample_dataset_dict`
 
+@pytest.mark.shows("ISA-98")
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 12), st.integers(0, 9), st.booleans())
 def test_a_sample_has_its_size_and_no_row_twice(n_train, n_test, by_name):
-    "ISA-98: sizes in the order of the splits, or by name"
+    "Sizes in the order of the splits, or by name"
     whole = splits(12, 9)
     sizes = dict(test=n_test, train=n_train) if by_name else (n_train, n_test)
     sample = sample_dataset_dict(whole, sizes)
@@ -311,8 +328,9 @@ def test_a_sample_has_its_size_and_no_row_twice(n_train, n_test, by_name):
         assert sample[name].features == whole[name].features
 
 
+@pytest.mark.shows("ISA-98", "ISA-94")
 def test_a_sample_is_random_and_repeatable():
-    "ISA-98, ISA-94: the seed says which rows, and every row has its chance"
+    "The seed says which rows, and every row has its chance"
     whole = splits(30, 30)
     draw = lambda seed: (set_seed(seed), [[int(o) for o in ds["y"]] for ds in sample_dataset_dict(whole, (10, 10)).values()])[1]
     assert draw(0) == draw(0) != draw(1)
@@ -321,27 +339,30 @@ def test_a_sample_is_random_and_repeatable():
     assert {o for seed in range(30) for o in draw(seed)[0]} == set(range(30))
 
 
+@pytest.mark.shows("ISA-98")
 def test_a_sample_may_have_all_rows_and_no_more():
-    "ISA-98: one more is an error which names the split and its size"
+    "One more is an error which names the split and its size"
     whole = splits(5, 4)
     assert sorted(int(o) for o in sample_dataset_dict(whole, (5, 4))["train"]["y"]) == list(range(5))
     for sizes, name, n in (((6, 4), "train", 5), ((5, 5), "test", 4), ((-1, 4), "train", 5), (dict(train=5, test=99), "test", 4)):
         with pytest.raises(ValueError, match=f"split `{name}`, which has {n}"): sample_dataset_dict(whole, sizes)
 
 
+@pytest.mark.shows("ISA-98")
 @pytest.mark.parametrize("sizes", [(5,), (5, 4, 3), ()])
 def test_a_sample_needs_a_size_for_each_split(sizes):
-    "ISA-98"
     with pytest.raises(ValueError, match=f"2 splits, .*but {len(sizes)} sizes"): sample_dataset_dict(splits(5, 4), sizes)
 
 
+@pytest.mark.shows("ISA-98")
 def test_a_sample_draws_500_rows_when_no_size_is_said():
-    "ISA-98: from each of two splits"
+    "From each of two splits"
     assert sample_dataset_dict(splits(600, 501)).num_rows == {"train": 500, "test": 500}
 
 
+@pytest.mark.shows("ISA-98")
 def test_a_sample_keeps_the_transform():
-    "ISA-98: and so goes straight to the loaders"
+    "And so goes straight to the loaders"
     digits = sample_dataset_dict(load_digits().with_transform(to_tensors), (20, 10))
     x, y = next(iter(DataLoaders.from_dataset_dict(digits, 20).train))
     assert x.shape == (20, 1, 8, 8) and x.dtype == torch.float32 and y.shape == (20,)
@@ -366,10 +387,11 @@ def shown(axes):
 images = {"gray": torch.rand(12, 1, 8, 6), "colour": torch.rand(12, 3, 8, 6), "without channels": torch.rand(12, 8, 6)}
 
 
+@pytest.mark.shows("ISA-99")
 @pytest.mark.parametrize("kind", images)
 @pytest.mark.parametrize("n, expected", [(1, 1), (4, 4), (5, 5), (9, 9), (50, 12)])
 def test_show_batch_draws_the_first_images_with_their_targets(plt, kind, n, expected):
-    "ISA-99: at most `n` of them"
+    "At most `n` of them"
     x, y = images[kind], torch.arange(100, 112)
     pictures, titles = shown(DataLoaders([(x, y)]).show_batch(n))
     assert titles == [str(100+i) for i in range(expected)]
@@ -377,16 +399,18 @@ def test_show_batch_draws_the_first_images_with_their_targets(plt, kind, n, expe
         np.testing.assert_array_equal(picture, (image if image.ndim == 2 else image.permute(1, 2, 0).squeeze(-1)).numpy())
 
 
+@pytest.mark.shows("ISA-99")
 def test_show_batch_draws_nine_training_images_unless_told(plt):
-    "ISA-99: three by three; or those for validation"
+    "Three by three; or those for validation"
     dls = DataLoaders([(images["gray"], torch.zeros(12, dtype=int))], [(images["gray"], torch.ones(12, dtype=int))])
     axes = dls.show_batch()
     assert axes.shape == (3, 3) and shown(axes)[1] == ["0"]*9
     assert shown(dls.show_batch(train_dataset=False))[1] == ["1"]*9
 
 
+@pytest.mark.shows("ISA-99")
 def test_show_batch_takes_mappings_and_batches_without_labels(plt):
-    "ISA-99: the first entry are the images; targets that are no single numbers are not shown"
+    "The first entry are the images; targets that are no single numbers are not shown"
     x = images["gray"]
     assert shown(DataLoaders([dict(image=x, label=torch.arange(12))]).show_batch(2))[1] == ["0", "1"]
     for batch in ((x,), (x, torch.rand(12, 4)), (x, ["text"]*12)):
@@ -394,8 +418,9 @@ def test_show_batch_takes_mappings_and_batches_without_labels(plt):
         assert len(pictures) == 2 and titles == ["", ""]
 
 
+@pytest.mark.shows("ISA-99")
 def test_show_batch_draws_the_digits(plt):
-    "ISA-99: from the dataset in the package to the picture"
+    "From the dataset in the package to the picture"
     dls = DataLoaders.from_dataset_dict(load_digits().with_transform(to_tensors), 16, shuffle=False)
     pictures, titles = shown(dls.show_batch(n=4))
     for i, row in enumerate(load_digits()["train"].select(range(4))):
@@ -403,9 +428,9 @@ def test_show_batch_draws_the_digits(plt):
         np.testing.assert_array_equal(np.rint(pictures[i]*255), np.array(row["image"]))
 
 
+@pytest.mark.shows("ISA-99")
 @pytest.mark.parametrize("batch, what", [((torch.rand(4, 7), torch.arange(4)), r"torch.Size\(\[4, 7\]\)"), ((["a", "b"],), "list")])
 def test_show_batch_says_when_there_are_no_images(plt, batch, what):
-    "ISA-99"
     with pytest.raises(TypeError, match=f"{what}, which is no batch of images"): DataLoaders([batch]).show_batch()
 
 
@@ -426,8 +451,9 @@ def test_an_image_becomes_floats_and_can_be_taken_back(mode, channels):
 
 # `SimpleNet`
 
+@pytest.mark.shows("ISA-101")
 def test_simple_net_is_flatten_linear_relu_linear():
-    "ISA-101: against the formula written by hand"
+    "Against the formula written by hand"
     torch.manual_seed(0)
     model = SimpleNet(12, 7, 5)
     assert [type(o) for o in model] == [nn.Flatten, nn.Linear, nn.ReLU, nn.Linear]
@@ -438,8 +464,9 @@ def test_simple_net_is_flatten_linear_relu_linear():
     assert torch.equal(model(x), model(x.reshape(6, 12)))
 
 
+@pytest.mark.shows("ISA-101", "ISA-96")
 def test_simple_net_learns_the_digits():
-    "ISA-101, ISA-96: most of the 360 that it has not seen"
+    "Most of the 360 that it has not seen"
     set_seed(0)
     dls = DataLoaders.from_dataset_dict(load_digits().with_transform(to_tensors), 64)
     dls.train, dls.valid = list(dls.train), list(dls.valid) # Decoded once
@@ -510,8 +537,9 @@ def test_the_tool_makes_the_same_digits(digits, monkeypatch, tmp_path):
         for ours, theirs in zip(as_arrays(ds), as_arrays(made[name])): np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.shows("PTA-56")
 def test_loaders_have_sensible_options_by_themselves(monkeypatch):
-    "PTA-56: training rows shuffled, no worker processes unless asked for, memory pinned where there is CUDA and nobody says otherwise"
+    "Training rows shuffled, no worker processes unless asked for, memory pinned where there is CUDA and nobody says otherwise"
     rows = list(range(8))
     for there in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: there)

@@ -2,8 +2,7 @@
 
 The datasets here give their row number together with random numbers from Python, NumPy and PyTorch, so that one can see
 which rows come, in which order, and whether they are augmented as they would have been. "The same" always means equal
-in every bit. Covered of the torture plan: the data parts of T3 (a position saved at every batch), T5 (another batch size
-or number of processes), T15 (workers that fail) and T19 (streams).
+in every bit. A position is saved at every batch, batch size and number of processes change, workers fail, and data are streams.
 """
 import copy
 import ctypes
@@ -88,10 +87,11 @@ def all_ranks(epoch, start=0, **kwargs):
 def possible(n, world_size, drop_last, **_): return drop_last or n == 0 or n >= world_size
 
 
+@pytest.mark.shows("F141")
 @settings(max_examples=150, deadline=None)
 @given(**sizes)
 def test_every_sample_comes_once_in_an_epoch(epoch, **kwargs):
-    "Whatever the sizes, all processes have the same number of batches, none is empty (F141)"
+    "Whatever the sizes, all processes have the same number of batches, none is empty"
     if not possible(**kwargs): return
     ranks, length = all_ranks(epoch, **kwargs)
     given_rows = [row for batches in ranks for batch in batches for row in batch]
@@ -104,10 +104,11 @@ def test_every_sample_comes_once_in_an_epoch(epoch, **kwargs):
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.shows("F085")
 @settings(max_examples=150, deadline=None)
 @given(start=st.integers(0, 60), **sizes)
 def test_going_on_gives_the_tail_of_the_order(start, epoch, **kwargs):
-    "From any sample the rows are those that an uninterrupted epoch would have given after it (F085)"
+    "From any sample the rows are those that an uninterrupted epoch would have given after it"
     kwargs |= dict(world_size=1)
     start = min(start, kwargs["n"])
     [whole], _ = all_ranks(epoch, **kwargs | dict(drop_last=False))
@@ -162,11 +163,12 @@ def test_the_sampler_serves_a_plain_loader_too():
     assert [o.tolist() for o in loader] == [[8, 1, 7, 0], [6, 9, 4, 3], [2, 5]]
 
 
+@pytest.mark.shows("F141")
 @pytest.mark.parametrize("before, after", [((16, 4), o) for o in ((32, 2), (16, 2), (8, 8), (64, 1), (16, 3))] +
                          [((5, 1), (7, 3)), ((7, 3), (5, 1)), ((1, 1), (64, 4)), ((64, 1), (3, 5)), ((8, 2), (8, 2))])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_epoch_can_be_finished_with_other_sizes(before, after, drop_last):
-    "T5: batch size and number of processes change in the middle; every sample comes once, but for a dropped tail (F141)"
+    "Batch size and number of processes change in the middle; every sample comes once, but for a dropped tail"
     dataset = Noisy(1000)
     loaders = [[ExactLoader(dataset, size, seed=1, drop_last=drop_last, rank=rank, world_size=world) for rank in range(world)] for size, world in (before, after)]
     first = [iter(o) for o in loaders[0]]
@@ -200,9 +202,10 @@ def reference(n_epochs=3, **kwargs):
     return [list(loader) for _ in range(n_epochs)]
 
 
+@pytest.mark.shows("F085", "F141", "NEMO-34", "PTA-51")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_position_saved_at_any_batch_leads_to_the_same_run(mode):
-    "T3: saved at every batch of three epochs, in each mode, resumed in another one: rows and random numbers are the same (F085, F141, NEMO-34, PTA-51)"
+    "Saved at every batch of three epochs, in each mode, resumed in another one: rows and random numbers are the same"
     epochs = reference()
     assert len({tuple(rows_of(o)) for o in epochs}) == 3 and all(sorted(rows_of(o)) == list(range(22)) for o in epochs)
     loader = ExactLoader(Noisy(), 5, seed=3, collate_fn=mixed, **MODES[mode])
@@ -221,11 +224,12 @@ def test_a_position_saved_at_any_batch_leads_to_the_same_run(mode):
         for e in range(epoch, min(3, epoch+2)): assert equal(list(later), epochs[e][batch if e == epoch else 0:])
 
 
+@pytest.mark.shows("ISA-100")
 @pytest.mark.parametrize("dataset", [NoisyBatches(), Subset(NoisyBatches(), range(22)), Subset(Noisy(), range(22))], ids=["getitems", "subset", "subset of items"])
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_every_kind_of_dataset_gives_the_same(dataset, workers):
-    "`__getitems__` or not, in any number of workers, one of them idle at times (ISA-100)"
+    "`__getitems__` or not, in any number of workers, one of them idle at times"
     assert equal(list(ExactLoader(dataset, 5, seed=3, collate_fn=mixed, num_workers=workers)), reference(1)[0])
 
 
@@ -258,8 +262,9 @@ def test_loading_leaves_the_random_numbers_alone(kind, mode):
     assert same_random_state(before, random_state())
 
 
+@pytest.mark.shows("F085")
 def test_nothing_is_read_to_reach_the_end_of_a_million_rows():
-    "Going on at row 992,000 reads the 8,000 that are left (F085)"
+    "Going on at row 992,000 reads the 8,000 that are left"
     dataset = Noisy(1_000_000)
     loader = ExactLoader(dataset, 500, seed=7)
     loader.start_at(992_000)
@@ -311,8 +316,9 @@ def test_two_passes_at_once_do_not_disturb_each_other():
     assert len(list(loader)) == 5
 
 
+@pytest.mark.shows("ISA-97")
 def test_a_loader_is_a_data_loader_with_all_its_attributes():
-    "And the dataset is the user's own, also where workers begin (ISA-97)"
+    "And the dataset is the user's own, also where workers begin"
     dataset = Noisy()
     loader = ExactLoader(dataset, 5, num_workers=2, collate_fn=mixed, timeout=50, prefetch_factor=3, drop_last=True)
     assert isinstance(loader, DataLoader) and loader.dataset is dataset and loader.collate_fn is mixed
@@ -400,9 +406,10 @@ class Seen:
         if trainer.training: self.rows += trainer.batch[0][:, 0].int().tolist()
 
 
+@pytest.mark.shows("ISA-100", "F141")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_seed_makes_both_loaders_exact(workers):
-    "`seed` is enough, whatever was drawn before; validation keeps its order (ISA-100, F141)"
+    "`seed` is enough, whatever was drawn before; validation keeps its order"
     def epochs():
         dls = DataLoaders.from_dataset_dict(DatasetDict(train=numbered(40), test=numbered(30)), 16, seed=42, num_workers=workers)
         assert type(dls.train) is type(dls.valid) is ExactLoader and (dls.train.batch_size, dls.valid.batch_size) == (16, 32)
@@ -419,8 +426,9 @@ def test_a_seed_works_for_streams_and_single_datasets():
     assert DataLoaders(train, None).train is train and "a stream" in repr(DataLoaders(train))
 
 
+@pytest.mark.shows("F141")
 def test_a_snapshot_takes_the_order_back_too():
-    "What is tried out between two fits leaves no trace in the data of the next (F141)"
+    "What is tried out between two fits leaves no trace in the data of the next"
     rows = []
     for tries in (False, True):
         trainer = make_trainer(Seen())
@@ -435,8 +443,9 @@ def test_a_snapshot_takes_the_order_back_too():
     assert rows[0] == rows[1] and len(rows[0]) == 40 + 16 + 80
 
 
+@pytest.mark.shows("F085", "NEMO-34")
 def test_the_position_after_a_batch_goes_on_with_the_next():
-    "Saved by a callback in `after_batch`, while workers have read ahead (F085, NEMO-34)"
+    "Saved by a callback in `after_batch`, while workers have read ahead"
     class Saves:
         def __init__(self): self.states = []
         def after_batch(self, trainer):
@@ -480,7 +489,7 @@ def no_children(seconds=10):
 @pytest.mark.parametrize("how, error, words", [("raises", ValueError, "while reading item 7 of the dataset, in epoch 0"), ("exits", WorkerCrashed, "worker process of the loader died"),
                                                ("is_killed", WorkerCrashed, "worker process of the loader died"), ("hangs", WorkerCrashed, "timed out")])
 def test_a_failing_worker_is_named_and_the_next_fit_works(how, error, words, persistent, tmp_path, monkeypatch):
-    "T15: raise, exit, SIGKILL, hang; nothing hangs, and no process is left behind"
+    "Raise, exit, SIGKILL, hang; nothing hangs, and no process is left behind"
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5) # How long PyTorch waits for a worker that hangs
     flag = tmp_path/"flag"
     flag.touch()
@@ -557,11 +566,12 @@ def hub_stream():
 def first_column(rows): return torch.stack([torch.as_tensor(o["row"]) for o in rows]) if isinstance(rows[0], dict) else torch.stack(rows)
 
 
+@pytest.mark.shows("F066", "F085")
 @pytest.mark.parametrize("place", ["in the first epoch", "in the second epoch"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [Stream, hub_stream])
 def test_a_stream_goes_on_by_replay(make, mode, place):
-    "T19: exact with shuffle buffer and augmentation, in each mode; the epoch after it is whole (F066, F085)"
+    "Exact with shuffle buffer and augmentation, in each mode; the epoch after it is whole"
     make_loader = lambda: exact_loader(make(), 4, seed=9, collate_fn=first_column, **MODES[mode])
     loader = make_loader()
     epochs = [list(loader) for _ in range(3)]
@@ -631,7 +641,7 @@ def test_a_stream_whose_state_lacks_rows_is_read_again():
 
 
 def test_workers_of_a_stream_that_fail_are_replaced(tmp_path):
-    "T15 for streams: persistent workers too"
+    "Persistent workers too"
     flag = tmp_path/"flag"
 
     class Fails(Stream):
@@ -694,8 +704,9 @@ def test_a_stream_saved_behind_its_last_batch_has_nothing_left():
     assert list(loader) == [1, 2, 3] and loader.epoch == 2 and len(made) == 3
 
 
+@pytest.mark.shows("PTA-55")
 def test_no_two_workers_draw_the_same_numbers():
-    "PTA-55: neither in one epoch nor in the next, from none of the three generators"
+    "Neither in one epoch nor in the next, from none of the three generators"
     loader = ExactLoader(Noisy(40), 5, num_workers=2)
     noise = torch.cat([batch[:, 1:] for _ in range(2) for batch in loader])
     assert noise.shape == (80, 3) and len(set(noise.flatten().tolist())) == 240

@@ -39,9 +39,9 @@ class BatchCB:
     def before_batch(self, trainer): self.seen = trainer.batch
 
 
+@pytest.mark.shows("ISA-46")
 @pytest.mark.parametrize("position", [0, 1])
 def test_model_and_batch_are_moved_wherever_the_callback_stands(position):
-    "ISA-46"
     callbacks = [BasicTrainCB()]
     callbacks.insert(position, DeviceCB("meta"))
     trainer = make_trainer(callbacks)
@@ -66,8 +66,8 @@ class Encoding:
     def to(self, device): return Encoding(torch.device(device))
 
 
+@pytest.mark.shows("ISA-46", "SON-31")
 def test_every_tensor_in_a_nested_batch_is_moved_and_nothing_else_changes():
-    "ISA-46, SON-31"
     x = torch.ones(2, 3)
     batch = {"deep": [x, (x, {"x": x})], "named": Named(x, 7), "sample": Sample(x, "cat"), "encoding": Encoding("cpu"), "id": "row 1", "none": None}
     trainer = make_trainer([DeviceCB("meta"), BatchCB()], [batch])
@@ -82,8 +82,9 @@ def test_every_tensor_in_a_nested_batch_is_moved_and_nothing_else_changes():
     assert batch["deep"][0] is x and batch["sample"].image is x, "the loader's own batch must stay as it was"
 
 
+@pytest.mark.shows("ISA-46")
 def test_a_loss_with_buffers_is_moved():
-    "ISA-46: class weights have to be where the predictions are"
+    "Class weights have to be where the predictions are"
     loss = nn.CrossEntropyLoss(weight=torch.ones(5))
     batches = [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))]
     make_trainer([BasicTrainCB(), DeviceCB("meta")], batches, nn.Linear(3, 5), loss).fit(1)
@@ -99,9 +100,9 @@ def parameters_keep_their_identity():
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+@pytest.mark.shows("ISA-46")
 @pytest.mark.parametrize("opt_func", [lambda params, lr: optim.SGD(params, lr, momentum=0.9), optim.Adam, optim.Adagrad], ids=["sgd", "adam", "adagrad"])
 def test_the_state_of_an_optimizer_that_is_kept_is_moved(opt_func, parameters_keep_their_identity):
-    "ISA-46"
     trainer = make_trainer([BasicTrainCB()], opt_func=opt_func)
     trainer.fit(1)
     opt = trainer.opt
@@ -126,23 +127,25 @@ class Callable:
     def __call__(self, x): return x @ self.weight
 
 
+@pytest.mark.shows("ISA-46")
 def test_a_model_that_cannot_be_moved_is_left_where_it_is():
-    "ISA-46"
     model = Callable()
     trainer = make_trainer([BasicTrainCB(), DeviceCB("cpu")], model=model)
     trainer.fit(1, lr=0.1)
     assert trainer.n_updates == 3 and not torch.equal(model.weight, torch.ones(3, 1))
 
 
+@pytest.mark.shows("ISA-46")
 def test_a_function_is_a_model_too():
-    "ISA-46: no parameters, no `to`, and its batches are still moved"
+    "No parameters, no `to`, and its batches are still moved"
     trainer = make_trainer([BasicTrainCB(), DeviceCB("meta")], model=lambda x: x.sum(1, keepdim=True))
     trainer.fit(1, train=False)
     assert trainer.preds.is_meta
 
 
+@pytest.mark.shows("ISA-46")
 def test_the_default_device_is_asked_for_when_training_begins(monkeypatch):
-    "ISA-46: a choice made later counts"
+    "A choice made later counts"
     cb = DeviceCB()
     monkeypatch.setattr(device_module, "def_device", lambda: torch.device("meta"))
     trainer = make_trainer([BasicTrainCB(), cb])
@@ -150,8 +153,9 @@ def test_the_default_device_is_asked_for_when_training_begins(monkeypatch):
     assert trainer.preds.is_meta
 
 
+@pytest.mark.shows("ISA-47")
 def test_the_device_that_was_given_is_kept_whatever_the_default_is(monkeypatch):
-    "ISA-47: it has the name that it was given by, in every fit"
+    "It has the name that it was given by, in every fit"
     cb = DeviceCB("meta")
     monkeypatch.setattr(device_module, "def_device", lambda: torch.device("cpu"))
     trainer = make_trainer([BasicTrainCB(), cb])
@@ -174,14 +178,15 @@ def test_a_device_may_be_a_name_or_an_object(device):
     assert DeviceCB(device).device == torch.device("meta")
 
 
+@pytest.mark.shows("ISA-46")
 @pytest.mark.parametrize("name", ["cudda", "", "cpu:x"])
 def test_a_name_that_no_device_has_is_refused_at_once(name):
-    "ISA-46"
     with pytest.raises(ValueError, match=f"`device` is '{name}', which PyTorch does not know. Use a name such as 'cpu'"): DeviceCB(name)
 
 
+@pytest.mark.shows("ISA-46")
 def test_a_device_that_this_machine_lacks_is_an_error_before_anything_is_moved():
-    "ISA-46: and the message says what there is"
+    "And the message says what there is"
     trainer = make_trainer([BasicTrainCB(), DeviceCB("cuda:99")])
     before = [p.device for p in trainer.model.parameters()]
     with pytest.raises(RuntimeError, match=r"`DeviceCB` was told to use 'cuda:99', but this machine cannot: (.|\n)*works; pass that") as caught: trainer.fit(1)
@@ -229,10 +234,10 @@ BUILT_IN = {
 }
 
 
+@pytest.mark.shows("ISA-56")
 @pytest.mark.parametrize("everything", [False, True], ids=["batch guarded", "everything guarded"])
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_built_in_callback_waits_for_the_device(name, everything):
-    "ISA-56"
     n_batches = 550 if name == "all together" else 4 # More losses than are kept unstacked
     trainer = run_guarded(BUILT_IN[name](), everything, n_batches)
     assert trainer.n_updates == 2 * min(n_batches, 3 if name == "NBatchCB" else n_batches)
@@ -294,9 +299,9 @@ class CudaHitsMetric(HitsMetric):
     def reset(self): self.hits, self.n = torch.zeros((), device="cuda"), 0
 
 
+@pytest.mark.shows("ISA-56")
 @needs_gpu
 def test_no_built_in_callback_waits_for_a_real_gpu(sync_allowed_afterwards):
-    "ISA-56"
     callbacks = [MomentumTrainCB(0.9), NBatchCB(600), DeviceCB("cuda"), MetricsCB(CudaHitsMetric(), train_metrics=True), ProgressCB("plain"), TrackingCB(), SyncIsAnErrorCB()]
     batches = [tuple(o.pin_memory() for o in batch) for batch in make_batches(550)]
     trainer = make_trainer(callbacks, batches)
@@ -313,8 +318,9 @@ def test_cuda_notices_whoever_does_wait(sync_allowed_afterwards):
     with pytest.raises(RuntimeError, match="synchroniz"): make_trainer([BasicTrainCB(), DeviceCB("cuda"), WaitCB(), SyncIsAnErrorCB()]).fit(1)
 
 
+@pytest.mark.shows("PTA-29")
 def test_every_module_and_optimizer_of_the_trainer_is_moved(parameters_keep_their_identity):
-    "PTA-29: a teacher and a critic that are attributes of the trainer, and the state of optimizers that were there before"
+    "A teacher and a critic that are attributes of the trainer, and the state of optimizers that were there before"
     trainer = make_trainer([BasicTrainCB(), DeviceCB("meta")])
     trainer.teacher, trainer.critic = torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(3)
     trainer.critic_opt = torch.optim.Adam(trainer.critic.parameters())

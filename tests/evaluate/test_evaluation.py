@@ -60,8 +60,9 @@ def predict_by_hand(model, data):
 
 # The order of the data
 
+@pytest.mark.shows("U14", "F127")
 def test_predictions_are_those_of_the_loop_written_by_hand():
-    "Also for a trainer that was never fit (U14, F127)"
+    "Also for a trainer that was never fit"
     data = make_data()
     trainer = make_trainer([MetricsCB(show=False)], data)
     for was_training in (True, False):
@@ -104,10 +105,11 @@ LOADERS = {
 }
 
 
+@pytest.mark.shows("U14")
 @settings(max_examples=60, deadline=None)
 @given(kind=st.sampled_from(sorted(LOADERS)), n=st.integers(4, 23), seed=st.integers(0, 99))
 def test_whatever_the_loader_does_results_come_in_the_order_of_the_dataset(kind, n, seed):
-    "Each row once, none left out, and a subset stays a subset (U14)"
+    "Each row once, none left out, and a subset stays a subset"
     data = make_data(n, seed=seed)
     set_seed(seed)
     make, is_subset = LOADERS[kind]
@@ -120,9 +122,9 @@ def test_whatever_the_loader_does_results_come_in_the_order_of_the_dataset(kind,
     torch.testing.assert_close(found.preds, predict_by_hand(trainer.model, data)[rows])
 
 
+@pytest.mark.shows("U14")
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}], ids=["plain", "persistent", "unordered"])
 def test_workers_keep_the_order(options):
-    "(U14)"
     data = make_data(40)
     trainer = make_trainer(data=data)
     found = trainer.get_preds(DataLoader(data, 3, shuffle=True, num_workers=2, **options))
@@ -146,8 +148,8 @@ def test_a_loader_whose_pass_is_running_goes_on_undisturbed():
     assert len(seen[True]) == 8 and seen[True] == seen[False]
 
 
+@pytest.mark.shows("U14")
 def test_asking_a_sampler_for_its_rows_leaves_its_random_numbers_alone():
-    "(U14)"
     data, generator = make_data(), torch.Generator().manual_seed(2)
     state = generator.get_state()
     trainer = make_trainer(data=data)
@@ -179,10 +181,11 @@ class Stream(IterableDataset):
     def __iter__(self): return iter(make_data(11))
 
 
+@pytest.mark.shows("U14")
 @pytest.mark.parametrize("make", [lambda: DataLoader(Stream(), 4, drop_last=True), lambda: list(DataLoader(make_data(11), 4)), lambda: iter(DataLoader(make_data(11), 4))],
                          ids=["stream", "list", "iterator"])
 def test_any_other_iterable_keeps_its_order(make):
-    "And a stream loses no rows to `drop_last` (U14)"
+    "And a stream loses no rows to `drop_last`"
     found = make_trainer().get_preds(make())
     assert found.targets.tolist() == make_data(11).tensors[1].tolist() and found.indices == list(range(11))
 
@@ -217,9 +220,10 @@ class Two(nn.Module):
         return out, OrderedDict(hidden=x * 2, penalty=out.square().mean())
 
 
+@pytest.mark.shows("F127")
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_several_inputs_dict_batches_and_nested_outputs(as_dict):
-    "`n_inp=2`, a model that returns a tuple with a dict in it, on a device (F127)"
+    "`n_inp=2`, a model that returns a tuple with a dict in it, on a device"
     g = torch.Generator().manual_seed(0)
     x, z, y = torch.randn(7, 4, generator=g), torch.randn(7, 2, generator=g), torch.randint(0, 3, (7,), generator=g)
     data = [dict(x=x[i], z=z[i], y=y[i]) if as_dict else (x[i], z[i], y[i]) for i in range(7)]
@@ -259,16 +263,17 @@ def test_batches_that_hold_different_things_are_refused():
     with pytest.raises(ValueError, match="between 1 and 2 values each, so they cannot be put together"): join_batches([(torch.ones(1),), (torch.ones(1), torch.ones(1))])
 
 
+@pytest.mark.shows("MIN-11")
 def test_half_precision_comes_back_as_float():
-    "(MIN-11)"
     data = make_data()
     data = TensorDataset(data.tensors[0].bfloat16(), data.tensors[1])
     trainer = make_trainer(data=data, model=make_model().bfloat16())
     assert trainer.get_preds(with_loss=True).preds.dtype == torch.float32
 
 
+@pytest.mark.shows("F127")
 def test_data_without_targets_can_be_predicted():
-    "A loss could not be computed (F127)"
+    "A loss could not be computed"
     data = make_data()
     trainer = make_trainer(data=data)
     found = trainer.get_preds(DataLoader(TensorDataset(data.tensors[0]), 5))
@@ -277,8 +282,9 @@ def test_data_without_targets_can_be_predicted():
 
 # Captured and written
 
+@pytest.mark.shows("MIN-11")
 def test_the_callback_holds_the_last_validation_pass_and_adds_nothing_up():
-    "Targets as well as predictions, and each epoch starts anew (MIN-11)"
+    "Targets as well as predictions, and each epoch starts anew"
     data = make_data()
     trainer = make_trainer([capture := CapturePredsCB(with_inputs=True)], data)
     trainer.fit(3, lr=0.01)
@@ -287,8 +293,8 @@ def test_the_callback_holds_the_last_validation_pass_and_adds_nothing_up():
     assert torch.equal(found.preds, predict_by_hand(trainer.model, data))
 
 
+@pytest.mark.shows("MIN-11")
 def test_capture_preds_gives_a_plain_tuple():
-    "(MIN-11)"
     data = make_data()
     trainer = make_trainer(data=data)
     preds, targets, inputs = trainer.capture_preds(inps=True)
@@ -300,8 +306,9 @@ def test_asking_before_a_pass_is_an_error():
     with pytest.raises(ValueError, match="No batch was captured"): CapturePredsCB().result()
 
 
+@pytest.mark.shows("F128")
 def test_what_is_written_batch_by_batch_is_what_is_kept():
-    "In the same order, one call for each batch (F128)"
+    "In the same order, one call for each batch"
     trainer = make_trainer()
     parts = []
     assert trainer.write_preds(parts.append, "train", with_loss=True) is None
@@ -372,9 +379,9 @@ LOSSES = {
 }
 
 
+@pytest.mark.shows("F127")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_of_an_example_is_the_loss_of_a_batch_of_one(name):
-    "(F127)"
     loss_func, preds, targets = LOSSES[name]
     row = lambda x, i: tuple(o[i:i + 1] for o in x) if isinstance(x, tuple) else x[i:i + 1]
     losses = loss_per_example(loss_func, preds, targets)
@@ -423,9 +430,10 @@ def test_a_loss_that_compares_examples_is_noticed():
 
 # Validate
 
+@pytest.mark.shows("NEMO-08", "F127")
 @pytest.mark.parametrize("n", [5, 16, 22])
 def test_validate_is_the_row_that_the_history_would_get(n):
-    "NEMO-08: true means, batches of unequal size, equal to the last bit (F127)"
+    "True means, batches of unequal size, equal to the last bit"
     trainer = make_trainer([MetricsCB(accuracy=MulticlassAccuracy(), show=False)], make_data(n))
     trainer.fit(2, lr=0.01)
     row = trainer.validate()
@@ -434,8 +442,9 @@ def test_validate_is_the_row_that_the_history_would_get(n):
     assert row["valid_loss"] == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.shows("F068")
 def test_validate_works_without_metrics_and_takes_others(capsys):
-    "Other data, other metrics, and nothing is printed (F068)"
+    "Other data, other metrics, and nothing is printed"
     data = make_data(9, seed=4)
     trainer = make_trainer([MetricsCB(accuracy=MulticlassAccuracy())])
     row = trainer.validate(DataLoader(data, 4), top2=MulticlassAccuracy(k=2), accuracy=MulticlassAccuracy(k=3))
@@ -518,11 +527,12 @@ def trained(callbacks):
 def without(): return trained([])
 
 
+@pytest.mark.shows("U14")
 @pytest.mark.filterwarnings("ignore:The pass was not complete")
 @pytest.mark.parametrize("event", ["after_batch", "after_backward", "log", "after_predict"])
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_fit_that_is_looked_at_is_the_same_fit(look, event, without):
-    "Bit for bit, also in the middle of a training or a validation pass, between gradients and step, and after a cancel or an error inside (U14)"
+    "Bit for bit, also in the middle of a training or a validation pass, between gradients and step, and after a cancel or an error inside"
     callback = LookCB(event, LOOKS[look])
     assert trained([callback]) == without
     assert callback.n == {"after_batch": 12, "after_predict": 12, "after_backward": 6, "log": 2}[event]
@@ -600,8 +610,8 @@ def test_without_steps_the_error_says_who_predicts():
 
 # Dropout
 
+@pytest.mark.shows("MIN-11", "F129")
 def test_dropout_is_on_and_everything_else_as_in_validation():
-    "(MIN-11, F129)"
     trainer = make_trainer([DropoutOnCB()])
     modes = []
 
@@ -611,17 +621,18 @@ def test_dropout_is_on_and_everything_else_as_in_validation():
     assert not any(m.training for m in trainer.model), "put back"
 
 
+@pytest.mark.shows("MIN-11")
 @pytest.mark.parametrize("error", [CancelEpochException("enough"), CancelFitException("enough"), RuntimeError("broken")], ids=lambda e: type(e).__name__)
 def test_dropout_is_put_back_whatever_happens(error):
-    "(MIN-11)"
     trainer = make_trainer([DropoutOnCB(), RaiseCB(error)])
     try: trainer.fit(1, train=False)
     except RuntimeError: assert isinstance(error, RuntimeError)
     assert not trainer.model[3].training
 
 
+@pytest.mark.shows("F129")
 def test_passes_differ_by_dropout_alone_and_leave_the_random_numbers_alone():
-    "The same seed gives the same passes, and with dropout of 0 they are all the prediction (F129)"
+    "The same seed gives the same passes, and with dropout of 0 they are all the prediction"
     trainer = make_trainer()
     set_seed(3)
     state = torch.get_rng_state()
@@ -635,8 +646,9 @@ def test_passes_differ_by_dropout_alone_and_leave_the_random_numbers_alone():
     assert torch.equal(trainer.sample_preds(2), trainer.get_preds().preds.expand(2, -1, -1))
 
 
+@pytest.mark.shows("F129")
 def test_the_mean_over_many_masks_of_a_linear_model_is_its_prediction():
-    "What dropout leaves is scaled so that its expectation stays (F129)"
+    "What dropout leaves is scaled so that its expectation stays"
     trainer = make_trainer(model=nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 3)))
     torch.testing.assert_close(trainer.sample_preds(1500).mean(0), trainer.get_preds().preds, atol=0.1, rtol=0)
 
@@ -655,8 +667,9 @@ def test_other_kinds_of_modules_can_be_switched_on():
 
 # Top losses
 
+@pytest.mark.shows("F127")
 def test_top_losses_are_the_highest_and_know_their_rows():
-    "With rows numbered as in the dataset, although the loader draws a subset and shuffles (F127)"
+    "With rows numbered as in the dataset, although the loader draws a subset and shuffles"
     data = make_data(30)
     trainer = make_trainer(data=data)
     found = trainer.get_preds(DataLoader(data, 4, sampler=SubsetRandomSampler(range(9, 30))), with_loss=True)
@@ -705,9 +718,9 @@ def no_figures_left():
     if "matplotlib.pyplot" in sys.modules: sys.modules["matplotlib.pyplot"].close("all")
 
 
+@pytest.mark.shows("ISA-119")
 @pytest.mark.parametrize("shape", [(5, 1, 4, 4), (5, 3, 4, 4), (5, 4, 4)])
 def test_top_losses_are_drawn_worst_first(shape):
-    "(ISA-119)"
     found = images_found(shape)
     axes = found.plot_top_losses(3, classes=["ant", "bee", "cat"])
     titles = [ax.get_title() for ax in axes.flat if ax.get_images()]
@@ -725,10 +738,10 @@ def test_what_is_no_image_is_not_drawn():
 
 # Confusion
 
+@pytest.mark.shows("ISA-119")
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(2, 40), n_classes=st.integers(2, 6), seed=st.integers(0, 99), normalize=st.sampled_from([None, "true", "pred", "all"]))
 def test_the_confusion_matrix_is_that_of_scikit_learn(n, n_classes, seed, normalize):
-    "(ISA-119)"
     from sklearn.metrics import confusion_matrix
     g = torch.Generator().manual_seed(seed)
     preds, targets = torch.randn(n, n_classes, generator=g), torch.randint(0, n_classes, (n,), generator=g)
@@ -763,8 +776,8 @@ def test_confusion_of_what_is_no_class_is_refused():
     with pytest.raises(TypeError, match="Targets None are not"): Predictions(LOGITS, None).confusion_matrix()
 
 
+@pytest.mark.shows("ISA-119")
 def test_the_matrix_is_drawn_with_names_and_numbers():
-    "(ISA-119)"
     said, targets = torch.tensor([1, 1, 0, 2]), torch.tensor([0, 0, 0, 2])
     found = Predictions(F.one_hot(said, 3).float(), targets, indices=list(range(4)))
     ax = found.plot_confusion_matrix(classes=["ant", "bee", "cat"])
@@ -777,8 +790,9 @@ def test_the_matrix_is_drawn_with_names_and_numbers():
     assert {o.get_text() for o in own.texts} == {"0.33", "0.67", "1.00"}
 
 
+@pytest.mark.shows("U14")
 def test_a_copy_of_the_trainer_state_is_the_same_before_and_after():
-    "Between fits as well, callbacks' attributes included (U14)"
+    "Between fits as well, callbacks' attributes included"
     trainer = make_trainer([MetricsCB(accuracy=MulticlassAccuracy(), show=False)])
     trainer.fit(1)
     before = {k: v for k, v in vars(trainer).items() if k != "plan"}

@@ -79,10 +79,11 @@ def turns_of(n_epochs=3, callbacks=(), make=EvaluatorCB, **options):
 SETS = {"none": None, "train": "train", "list": OTHER, "two": {"a": "valid", "b": OTHER}, "shuffled": DataLoader(DATA, 5, shuffle=True, drop_last=True)}
 
 
+@pytest.mark.shows("PTA-36", "NEMO-45")
 @settings(max_examples=20, deadline=None)
 @given(sets=st.sampled_from(sorted(SETS)), updates=st.sampled_from([None, 1, 3]), epochs=st.sampled_from([None, 1, 2]), at_start=st.booleans(), seed=st.integers(0, 9))
 def test_training_goes_on_bit_for_bit_as_without_it(sets, updates, epochs, at_start, seed):
-    "PTA-36, NEMO-45: weights, optimizer, history, losses of all batches, random numbers; the user's functions use random numbers too"
+    "Weights, optimizer, history, losses of all batches, random numbers; the user's functions use random numbers too"
     def noisy(values, store): store.setdefault("x", []).append(values["preds"] + torch.randn(()))
     def done(store):
         assert not torch.is_grad_enabled()
@@ -92,8 +93,9 @@ def test_training_goes_on_bit_for_bit_as_without_it(sets, updates, epochs, at_st
     assert evaluator.n_evaluations > 0
 
 
+@pytest.mark.shows("PTA-36")
 def test_every_module_is_back_in_its_own_mode_for_the_rest_of_the_epoch():
-    "PTA-36: after an evaluation in mid-epoch, also where a batch norm is kept in evaluation mode on purpose"
+    "After an evaluation in mid-epoch, also where a batch norm is kept in evaluation mode on purpose"
     modes = []
 
     class FreezeCB:
@@ -159,18 +161,20 @@ def test_nobody_waits_for_the_device_inside_a_batch():
 
 # When
 
+@pytest.mark.shows("NEMO-43", "NEMO-44", "NEMO-49", "PTA-35")
 @pytest.mark.parametrize("options, expected", [
     ({}, [4, 8, 12]), (dict(epochs=2), [8, 12]), (dict(epochs=2, at_end=False), [8]), (dict(epochs=1, at_start=True), [0, 4, 8, 12]),
     (dict(updates=5), [5, 10, 12]), (dict(updates=5, at_end=False), [5, 10]), (dict(updates=4), [4, 8, 12]), (dict(updates=3, epochs=2), [3, 6, 8, 9, 12]),
     (dict(updates=100), [12]), (dict(epochs=100), [12]), (dict(epochs=100, at_start=True, at_end=False), [0]), (dict(updates=1), list(range(1, 13))),
 ])
 def test_it_evaluates_when_it_was_told_to_and_once_for_each_state_of_the_model(options, expected):
-    "NEMO-43, NEMO-44, NEMO-49, PTA-35: by updates, by epochs, by both, at the start, and always at the end"
+    "By updates, by epochs, by both, at the start, and always at the end"
     assert turns_of(**options)[0] == expected
 
 
+@pytest.mark.shows("NEMO-43")
 def test_updates_are_counted_and_not_batches():
-    "NEMO-43: with accumulation over two batches there are two updates in an epoch"
+    "With accumulation over two batches there are two updates in an epoch"
     assert turns_of(2, [AccumulationCB(2)], updates=1, at_end=False)[0] == [1, 2, 3, 4]
 
 
@@ -195,6 +199,7 @@ def stop_at(event, when, error=None):
     return handler
 
 
+@pytest.mark.shows("NEMO-44")
 @pytest.mark.parametrize("stop, expected, in_row", [
     (stop_at("after_step", lambda t: t.n_updates == 2), [2], True),
     (stop_at("log", lambda t: t.epoch == 0), [4], True),
@@ -203,13 +208,13 @@ def stop_at(event, when, error=None):
     (stop_at("after_step", lambda t: t.n_updates == 2, CancelBatchException("skip")), [12], True),
 ])
 def test_however_the_training_ends_the_last_model_is_evaluated(stop, expected, in_row):
-    "NEMO-44"
     turns, trainer = turns_of(3, [stop], epochs=100)
     assert turns == expected and ("eval_loss" in trainer.history[-1]) == in_row
 
 
+@pytest.mark.shows("NEMO-44")
 def test_who_reads_the_last_row_finds_the_last_evaluation_in_it():
-    "NEMO-44: also if the stop was asked for in the middle of an epoch"
+    "Also if the stop was asked for in the middle of an epoch"
     rows = []
 
     class LoggerCB:
@@ -360,8 +365,9 @@ def by_hand(model, batches=OTHER):
     return preds, torch.cat([y for _, y in batches])
 
 
+@pytest.mark.shows("AIT-67", "PTA-57", "SON-28")
 def test_losses_and_metrics_are_true_means_over_all_rows():
-    "AIT-67, PTA-57, SON-28: train loss, valid loss, and the loss of a test set, all by one callback; a shuffled loader that drops rows is seen whole"
+    "Train loss, valid loss, and the loss of a test set, all by one callback; a shuffled loader that drops rows is seen whole"
     sets = dict(test=OTHER, again=DataLoader(DATA, 5, shuffle=True, drop_last=True), train_end="train")
     trainer = make_trainer(EvaluatorCB(sets, epochs=2, error=lambda preds, targets: (preds.argmax(1) != targets).float().mean()))
     trainer.fit(2)
@@ -372,8 +378,9 @@ def test_losses_and_metrics_are_true_means_over_all_rows():
     assert trainer.history["test_loss"][0] is None and {"train_loss", "valid_loss"} <= set(trainer.history.names())
 
 
+@pytest.mark.shows("NEMO-43")
 def test_an_evaluation_at_the_start_has_columns_of_its_own():
-    "NEMO-43: of the model as it was before the first update"
+    "Of the model as it was before the first update"
     trainer = make_trainer(EvaluatorCB(OTHER, at_start=True, updates=1))
     preds, targets = by_hand(trainer.model)
     trainer.model.train()
@@ -393,8 +400,9 @@ def test_every_column_that_it_writes_is_declared(options):
     assert {d for d in declared if "*" not in d} <= new
 
 
+@pytest.mark.shows("NEMO-38", "NEMO-39", "NEMO-45")
 def test_the_store_is_emptied_before_each_evaluation_and_the_functions_see_what_they_asked_for():
-    "NEMO-38, NEMO-39, NEMO-45: without gradients, in evaluation mode, one call for each batch"
+    "Without gradients, in evaluation mode, one call for each batch"
     seen = []
 
     def iterate(values, store):
@@ -407,8 +415,9 @@ def test_the_store_is_emptied_before_each_evaluation_and_the_functions_see_what_
     assert seen[:2] == [(["inputs", "loss", "mode", "preds", "y"], False, False, (9, 4), (9,)), (["inputs", "loss", "mode", "preds", "y"], False, False, (13, 4), (13,))]
 
 
+@pytest.mark.shows("NEMO-40", "NEMO-47")
 def test_returned_numbers_go_to_the_row_or_to_the_batch_and_none_writes_nothing():
-    "NEMO-40, NEMO-47: also tensors and numbers of NumPy; the time is always there"
+    "Also tensors and numbers of NumPy; the time is always there"
     import numpy as np
     n = iter(range(100))
     trainer = make_trainer(EvaluatorCB({"a": OTHER}, None, lambda store: dict(x=next(n), y=torch.tensor(0.5), z=np.float32(0.25)), updates=3, at_end=False))
@@ -422,8 +431,9 @@ def test_returned_numbers_go_to_the_row_or_to_the_batch_and_none_writes_nothing(
     assert silent.history.latest("eval_seconds") > 0 and "eval_seconds" in lines[0]
 
 
+@pytest.mark.shows("NEMO-42")
 def test_what_is_returned_reaches_a_tracker(monkeypatch):
-    "NEMO-42: the row goes to Weights & Biases like any other"
+    "The row goes to Weights & Biases like any other"
     sent = []
     run = SimpleNamespace(log=sent.append, define_metric=lambda name, step_metric: None, finish=lambda exit_code: None)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__="installed", run=None, init=lambda **kwargs: run))
@@ -434,8 +444,9 @@ def test_what_is_returned_reaches_a_tracker(monkeypatch):
     assert [(o["test_score"], o["step"]) for o in sent if "test_score" in o] == [(0.75, 3), (0.75, 7)]
 
 
+@pytest.mark.shows("NEMO-41")
 def test_a_function_may_write_by_itself():
-    "NEMO-41: pictures and texts for loggers, and numbers under names of one's own"
+    "Pictures and texts for loggers, and numbers under names of one's own"
     seen = []
 
     class LoggerCB:
@@ -448,16 +459,17 @@ def test_a_function_may_write_by_itself():
     assert seen == [[("worst", "image", 2), ("worst", "image", 4)]]
 
 
+@pytest.mark.shows("NEMO-48")
 def test_several_evaluators_each_with_its_own_data_and_times():
-    "NEMO-48"
     trainer = make_trainer(EvaluatorCB({"a": OTHER}, name="a"), EvaluatorCB({"b": OTHER[:1]}, name="b", updates=2))
     trainer.fit(2)
     assert (trainer.a.n_evaluations, trainer.b.n_evaluations) == (2, 4)
     assert trainer.history.latest("a_loss") != trainer.history.latest("b_loss")
 
 
+@pytest.mark.shows("PTA-37")
 def test_a_limit_on_batches_limits():
-    "PTA-37: counted; one for intermediate evaluations only, and one for every evaluation"
+    "Counted; one for intermediate evaluations only, and one for every evaluation"
     class CountCB:
         "Below `Order.RECORD`, so that it takes part in passes on the side"
         on_train = False
@@ -475,8 +487,9 @@ def test_a_limit_on_batches_limits():
     assert seen[False] == 10
 
 
+@pytest.mark.shows("PTA-11", "PTA-46")
 def test_callbacks_for_the_evaluation_hear_its_own_events():
-    "PTA-11, PTA-46: the beginning and the end of an evaluation run, and the end of an epoch after both passes"
+    "The beginning and the end of an evaluation run, and the end of an epoch after both passes"
     heard = []
 
     class HearCB:
@@ -503,8 +516,9 @@ def test_callbacks_for_the_evaluation_hear_its_own_events():
 def outcome_of(trainer): return [bits(o) for o in trainer.model.state_dict().values()], list(trainer.history), random_states()
 
 
+@pytest.mark.shows("NEMO-08")
 def test_an_evaluation_without_a_fit():
-    "NEMO-08: a trainer that was never fit, with evaluators alone"
+    "A trainer that was never fit, with evaluators alone"
     trainer = make_trainer()
     before = outcome_of(trainer)
     found = [EvaluatorCB({name: dl}).evaluate(trainer) for name, dl in dict(a=OTHER, b="train").items()]
@@ -512,8 +526,9 @@ def test_an_evaluation_without_a_fit():
     assert outcome_of(trainer) == before
 
 
+@pytest.mark.shows("PTA-58")
 def test_classification_metrics_of_torchmetrics_where_the_model_is():
-    "PTA-58: moved to the device, updated with each batch, written into the history, and reset"
+    "Moved to the device, updated with each batch, written into the history, and reset"
     import torchmetrics
     metric = torchmetrics.MetricCollection({o: getattr(torchmetrics, o)(task="multiclass", num_classes=3) for o in ("Accuracy", "Precision", "Recall")})
     trainer = make_trainer(DeviceCB("cpu"), EvaluatorCB({"test": OTHER}, updates=2, scores=metric))
@@ -523,8 +538,9 @@ def test_classification_metrics_of_torchmetrics_where_the_model_is():
     assert len(trainer.history["test_scores_Recall"]) == 2
 
 
+@pytest.mark.shows("PTA-59")
 def test_metrics_in_the_steps_of_a_trainer_of_ones_own():
-    "PTA-59: the same without any callback, in methods of a subclass; an evaluation on the side uses them too"
+    "The same without any callback, in methods of a subclass; an evaluation on the side uses them too"
     class Own(Trainer):
         def before_epoch(self): self.right = self.n = 0
         def after_batch(self):
@@ -557,8 +573,8 @@ def test_data_without_a_length_without_targets_and_with_nan():
     assert len(trainer.history) == 2, "NaN is never better"
 
 
+@pytest.mark.shows("SON-28")
 def test_a_mean_of_a_function():
-    "SON-28"
     mean = MeanOf(lambda preds, targets: (preds-targets).abs())
     mean.update(torch.ones(3, 2), torch.zeros(3, 2))
     mean.update(torch.ones(1, 2)*5, torch.zeros(1, 2))

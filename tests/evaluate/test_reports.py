@@ -64,9 +64,10 @@ class AskCB:
     def log(self, trainer): self.found.append(trainer.epoch_preds(**self.options))
 
 
+@pytest.mark.shows("AIT-19")
 @pytest.mark.parametrize("captured, passes", [(True, 1), (False, 2)])
 def test_one_pass_serves_all_who_ask_at_the_end_of_an_epoch(captured, passes):
-    "AIT-19: reports, files and own questions; the validation pass has three batches"
+    "Reports, files and own questions; the validation pass has three batches"
     asking = [AskCB("a"), AskCB("b", dl="valid")]
     trainer = make_trainer(*asking, ReportCB(classification_scores), *[CapturePredsCB()]*captured)
     trainer.fit(2)
@@ -76,8 +77,8 @@ def test_one_pass_serves_all_who_ask_at_the_end_of_an_epoch(captured, passes):
         assert torch.allclose(o.preds, trainer.model(X).detach(), atol=1e-6) and torch.equal(o.targets, Y)
 
 
+@pytest.mark.shows("AIT-19")
 def test_force_looks_again_and_losses_are_computed_when_somebody_wants_them():
-    "AIT-19"
     trainer = make_trainer(AskCB("a"), AskCB("b", force=True), AskCB("c", with_loss=True), AskCB("d", with_loss=True))
     trainer.fit(1)
     a, b, c, d = (getattr(trainer, o).found[0] for o in "abcd")
@@ -109,8 +110,9 @@ def test_captured_predictions_of_another_stage_are_not_used():
     assert seen == [True]*2
 
 
+@pytest.mark.shows("AIT-09", "AIT-71")
 def test_callbacks_hear_each_batch_of_a_prediction():
-    "AIT-09, AIT-71: predictions and targets of every batch, and the end, without any training"
+    "Predictions and targets of every batch, and the end, without any training"
     heard = []
 
     class HearCB:
@@ -164,10 +166,10 @@ def test_predictions_are_not_kept_when_the_average_has_changed_at_the_same_updat
 
 # Scores
 
+@pytest.mark.shows("AIT-69")
 @settings(max_examples=40, deadline=None)
 @given(n=st.integers(1, 30), n_classes=st.integers(2, 5), seed=st.integers(0, 1000))
 def test_scores_are_those_of_scikit_learn(n, n_classes, seed):
-    "AIT-69"
     import sklearn.metrics as sk
     g = torch.Generator().manual_seed(seed)
     preds, targets = torch.randn(n, n_classes, generator=g), torch.randint(0, n_classes, (n,), generator=g)
@@ -188,8 +190,8 @@ def test_scores_are_those_of_scikit_learn(n, n_classes, seed):
     if n > 1: assert ours["r2"] == pytest.approx(sk.r2_score(other, numbers))
 
 
+@pytest.mark.shows("AIT-69")
 def test_text_scores():
-    "AIT-69"
     assert text_scores(["A b", "c", "", "x y"], ["a  B!", "d", "", "y z"]) == dict(exact_match=0.5, word_f1=pytest.approx((1+0+1+0.5)/4))
     assert text_scores([], []) == dict(exact_match=0, word_f1=0)
     with pytest.raises(ValueError): text_scores(["a"], [])
@@ -203,8 +205,9 @@ def test_regression_scores_of_odd_targets():
 
 # The report
 
+@pytest.mark.shows("AIT-32", "AIT-69", "SON-28")
 def test_packages_metrics_and_functions_together_with_prefixes():
-    "AIT-32, AIT-69, SON-28: several packages, a metric of torchmetrics, one in the manner of Hugging Face, word error rate by jiwer; on training and validation data"
+    "Several packages, a metric of torchmetrics, one in the manner of Hugging Face, word error rate by jiwer; on training and validation data"
     import jiwer
     import torchmetrics
 
@@ -223,16 +226,17 @@ def test_packages_metrics_and_functions_together_with_prefixes():
     assert row["valid_accuracy"] == pytest.approx(accuracy(trainer.model(X), Y).item())
 
 
+@pytest.mark.shows("AIT-32", "AIT-42")
 @pytest.mark.parametrize("every, expected", [(1, [0, 1, 2, 3, 4]), (2, [1, 3, 4]), (None, [4]), (100, [4])])
 def test_reports_come_every_so_many_epochs_and_after_the_last(every, expected):
-    "AIT-32, AIT-42"
     trainer = make_trainer(ReportCB(dl={"test": OTHER, "valid": "valid"}, every=every, accuracy=accuracy))
     trainer.fit(5)
     assert [o["epoch"] for o in trainer.history if "test_accuracy" in o] == [o["epoch"] for o in trainer.history if "valid_accuracy" in o] == expected
 
 
+@pytest.mark.shows("AIT-42")
 def test_a_report_comes_at_the_end_however_the_training_stops():
-    "AIT-42: after a stop that nobody knew of, and without a validation pass"
+    "After a stop that nobody knew of, and without a validation pass"
     def log(trainer):
         if trainer.epoch == 1: trainer.request_stop("enough")
     trainer = make_trainer(ReportCB(accuracy=accuracy, every=None), log)
@@ -253,8 +257,8 @@ def test_a_report_changes_nothing_about_the_training(tmp_path):
     assert outcome() == outcome(ReportCB(classification_scores, dl=["train", "valid"], noisy=noisy), CapturePredsCB(with_loss=True), PredictionsCSVCB(tmp_path/"a.csv", dl="train"))
 
 
+@pytest.mark.shows("AIT-33")
 def test_columns_of_a_report_can_be_watched():
-    "AIT-33"
     trainer = make_trainer(ReportCB(classification_scores), EarlyStoppingCB("valid_f1", mode="max", threshold=0.), PrintColumnsCB("valid_f1", report=(lines := []).append))
     trainer.fit(3)
     assert len(trainer.history) == 1 and lines[0].startswith("epoch 0: valid_f1 ")
@@ -287,8 +291,9 @@ def test_trouble_in_a_report_is_named():
 def read(path): return list(csv.DictReader(open(path, newline="", encoding="utf-8")))
 
 
+@pytest.mark.shows("PTA-61")
 def test_a_file_holds_predictions_and_targets_of_the_newest_evaluation_only(tmp_path):
-    "PTA-61: both, one line for each example however many epochs there were, in the order of the data"
+    "Both, one line for each example however many epochs there were, in the order of the data"
     trainer = make_trainer(PredictionsCSVCB(tmp_path/"new"/"preds.csv", with_loss=True, with_scores=True, classes=["a", "b", "c"]))
     trainer.fit(3, lr=0.1)
     lines = read(tmp_path/"new"/"preds.csv")
@@ -306,8 +311,9 @@ def test_one_file_for_each_epoch_or_data_set_if_asked(tmp_path):
     assert len(read(tmp_path/"other-2.csv")) == 13 and len(read(tmp_path/"valid-1.csv")) == 22
 
 
+@pytest.mark.shows("PTA-61")
 def test_a_file_that_cannot_be_written_leaves_the_old_one_whole(tmp_path, monkeypatch):
-    "PTA-61: written aside and put in place at once; a full disk costs a warning"
+    "Written aside and put in place at once; a full disk costs a warning"
     path = tmp_path/"preds.csv"
     trainer = make_trainer(PredictionsCSVCB(path))
     trainer.fit(1)
@@ -356,8 +362,9 @@ def test_files_of_other_kinds_of_predictions(tmp_path):
     with pytest.raises(TypeError, match="not one score for each"): write_preds_csv(path, Predictions(torch.ones(2)), with_scores=True)
 
 
+@pytest.mark.shows("AIT-42")
 def test_everything_at_the_end_of_a_training(tmp_path):
-    "AIT-42: the final evaluation on validation and test data, their scores, and true and predicted labels"
+    "The final evaluation on validation and test data, their scores, and true and predicted labels"
     sets = {"valid": "valid", "test": OTHER}
     trainer = make_trainer(ReportCB(classification_scores, dl=sets, every=None), PredictionsCSVCB(f"{tmp_path}/{{name}}.csv", dl=sets, every=None))
     trainer.fit(3)
@@ -369,16 +376,18 @@ def test_everything_at_the_end_of_a_training(tmp_path):
 
 # Columns
 
+@pytest.mark.shows("AIT-34")
 def test_a_derived_column_is_there_for_all_who_read_rows():
-    "AIT-34: also derived from a derived one, once at the end, and watched by early stopping"
+    "Also derived from a derived one, once at the end, and watched by early stopping"
     trainer = make_trainer(DerivedColumnsCB(gap=lambda row: row["valid_loss"]-row["train_loss"], twice=lambda row: 2*row["gap"]), DerivedColumnsCB(at_end=True, name="end", best=lambda h: min(h["gap"])),
                            EarlyStoppingCB("twice", mode="min", threshold=1e9))
     trainer.fit(3)
     assert len(trainer.history) == 1 and trainer.history.latest("twice") == 2*trainer.history.latest("gap") == 2*trainer.history.latest("best")
 
 
+@pytest.mark.shows("AIT-33", "AIT-34", "AIT-35")
 def test_a_missing_column_is_an_error_or_left_out():
-    "AIT-33, AIT-34, AIT-35: strict or lenient"
+    "Strict or lenient"
     double = lambda row: 2*row["acc"]
     with pytest.raises(LookupError, match=r"row has no `acc`; it has \['fit', 'epoch', 'train_loss'") as e: make_trainer(DerivedColumnsCB(double=double)).fit(1)
     assert any("while deriving the column `double`" in o for o in e.value.__notes__)
@@ -391,15 +400,16 @@ def test_a_missing_column_is_an_error_or_left_out():
     assert "double" not in trainer.history.names() and "loss" in trainer.history.names()
 
 
+@pytest.mark.shows("AIT-33")
 def test_a_column_that_comes_now_and_then_is_printed_when_it_is_there():
-    "AIT-33: also strictly"
+    "Also strictly"
     trainer = make_trainer(ReportCB(every=2, accuracy=accuracy), PrintColumnsCB("train_loss", "valid_accuracy", list_names=True, report=(lines := []).append))
     trainer.fit(3)
     assert lines[0].startswith("columns: fit, epoch, train_loss") and ["valid_accuracy" in o for o in lines[1:]] == [False, True, True]
 
 
+@pytest.mark.shows("AIT-35")
 def test_renamed_columns_keep_their_place_and_can_be_watched():
-    "AIT-35"
     trainer = make_trainer(RenameColumnsCB({"valid_loss": "validation loss"}, train_loss="training_loss"), EarlyStoppingCB("training_loss", threshold=1e9))
     trainer.fit(2)
     assert trainer.history.names() == ["fit", "epoch", "training_loss", "elapsed", "validation loss"] and len(trainer.history) == 1
@@ -429,10 +439,11 @@ def test_columns_that_make_no_sense_are_refused(make, error, words):
 
 # Bootstrap
 
+@pytest.mark.shows("SON-29")
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_estimates_are_those_of_a_loop_written_by_hand(n, seed):
-    "SON-29: same draws, NumPy's mean, deviation and quantiles"
+    "Same draws, NumPy's mean, deviation and quantiles"
     g = torch.Generator().manual_seed(seed)
     preds, targets = torch.randn(n, 3, generator=g), torch.randint(0, 3, (n,), generator=g)
     before = random_states()
@@ -446,8 +457,8 @@ def test_estimates_are_those_of_a_loop_written_by_hand(n, seed):
                          low=pytest.approx(np.quantile(values, 0.1)), high=pytest.approx(np.quantile(values, 0.9)), n=50)
 
 
+@pytest.mark.shows("SON-29", "SON-28")
 def test_bootstrap_takes_metric_objects_dicts_texts_and_predictions_of_a_trainer():
-    "SON-29, SON-28"
     from torcheval.metrics import MulticlassAccuracy
     trainer = make_trainer()
     found = bootstrap(*trainer.get_preds(), n_samples=20, accuracy=accuracy, torcheval=MulticlassAccuracy(), scores=classification_scores)
@@ -460,8 +471,9 @@ def test_bootstrap_takes_metric_objects_dicts_texts_and_predictions_of_a_trainer
     assert structures.rows[0]["mean"] == 1
 
 
+@pytest.mark.shows("SON-29")
 def test_bootstrap_takes_arrays_of_numpy():
-    "SON-29: the metric gets arrays too"
+    "The metric gets arrays too"
     g = torch.Generator().manual_seed(0)
     preds, targets = torch.randn(9, 3, generator=g), torch.randint(0, 3, (9,), generator=g)
     def right(preds, targets):
@@ -471,8 +483,8 @@ def test_bootstrap_takes_arrays_of_numpy():
     with pytest.raises(TypeError, match="Predictions are a dict.*Pass tensors, NumPy arrays"): bootstrap(dict(a="b"), targets, accuracy=accuracy)
 
 
+@pytest.mark.shows("SON-29")
 def test_draws_without_a_value_are_left_out_and_counted_and_json_has_no_nan():
-    "SON-29"
     def share(preds, targets): return preds[targets == 1].mean()
     found = bootstrap(torch.tensor([1., 2., 3.]), torch.tensor([0, 0, 1]), n_samples=200, share=share, never=lambda p, t: math.nan)
     share, never = found.rows

@@ -71,10 +71,11 @@ def texts(generate=None, **kwargs):
 sentences = st.lists(st.text("ab ", max_size=8), min_size=1, max_size=4)
 
 
+@pytest.mark.shows("SON-28")
 @given(sentences, sentences)
 @settings(max_examples=60, deadline=None)
 def test_error_rates_are_those_of_jiwer(found, truths):
-    "SON-28: words and characters, one text or several, also empty ones"
+    "Words and characters, one text or several, also empty ones"
     n = min(len(found), len(truths))
     found, truths = found[:n], truths[:n]
     for ours, theirs, size in ((word_error_rate, jiwer.process_words, lambda o: len(o.split())), (char_error_rate, jiwer.process_characters, len)):
@@ -90,8 +91,9 @@ def test_rates_without_a_truth(rate):
     assert rate("", "") == 0 and rate("abc", "") == float("inf") and rate("", "abc") == 1
 
 
+@pytest.mark.shows("SON-24")
 def test_rows_are_cut_by_lengths_eos_and_what_to_ignore():
-    "SON-24: targets that stand end to end are taken apart by their lengths"
+    "Targets that stand end to end are taken apart by their lengths"
     flat, lengths = torch.tensor([5, 6, 7, 8, 1, 9]), torch.tensor([3, 0, 3])
     assert token_rows(flat, lengths) == [[5, 6, 7], [], [8, 1, 9]]
     assert token_rows(flat, lengths, eos=1, ignore=(5, 6)) == [[7], [], [8]]
@@ -139,9 +141,10 @@ class After:
         if not trainer.training: self.modes = {name: o.training for name, o in trainer.model.named_modules()}
 
 
+@pytest.mark.shows("SON-21", "SON-25")
 @pytest.mark.parametrize("n_samples,seen", [(1, 1), (3, 3), (8, 8), (50, 8)])
 def test_it_runs_in_eval_mode_on_so_many_samples_and_puts_modes_back(n_samples, seen):
-    "SON-21, SON-25: in eval mode as a whole, `n_samples` honoured, every module's own mode put back, no gradients"
+    "In eval mode as a whole, `n_samples` honoured, every module's own mode put back, no gradients"
     calls, after = [], After()
 
     def generate(model, inputs):
@@ -158,9 +161,10 @@ def test_it_runs_in_eval_mode_on_so_many_samples_and_puts_modes_back(n_samples, 
     assert after.modes["drop"] and not any(v for k, v in after.modes.items() if k != "drop")
 
 
+@pytest.mark.shows("SON-22", "SON-25")
 @pytest.mark.parametrize("n_samples,seen", [(3, 3), (50, 8)])
 def test_teacher_forcing_uses_the_predictions_of_the_pass(n_samples, seen):
-    "SON-22, SON-25: no further call of the model; in the mode of the pass, as many samples as asked for"
+    "No further call of the model; in the mode of the pass, as many samples as asked for"
     trainer = trainer_with(texts(n_samples=n_samples))
     fit(trainer, 1)
     assert [o[0] for o in trainer.model.calls] == [8, 8, 8, 8, 5] and trainer.model.calls[3][1:] == (False, False, False)
@@ -171,8 +175,8 @@ def test_teacher_forcing_uses_the_predictions_of_the_pass(n_samples, seen):
     assert [o["text"] for o in trainer.texts.rows] == [decode(o) for o in token_rows(expected, eos=EOS, ignore=PAD)][:seen]
 
 
+@pytest.mark.shows("SON-23")
 def test_a_recogniser_may_give_texts_at_once():
-    "SON-23"
     trainer = trainer_with(texts(lambda model, inputs: ["abc"]*len(inputs[0]), decode=decode))
     fit(trainer, 1)
     assert [o["text"] for o in trainer.texts.rows] == ["abc"]*4
@@ -198,8 +202,9 @@ def test_every_so_many_epochs_and_after_the_last():
     assert epochs(trainer) == [1, 3, 4]
 
 
+@pytest.mark.shows("SON-24")
 def test_a_model_that_has_learnt_nothing_is_not_shown_unless_nothing_is_to_be_learnt():
-    "SON-24: nothing before the first step; but a fit without training is there to look"
+    "Nothing before the first step; but a fit without training is there to look"
     def before_step(trainer):
         if trainer.epoch == 0: raise CancelStepException("not yet")
     trainer = trainer_with(MetricsCB(), texts(), before_step)
@@ -285,8 +290,9 @@ class CutLossCB(BasicTrainCB):
         trainer.loss = F.cross_entropy(trainer.preds[:, :rows.shape[1]].transpose(1, 2), rows, ignore_index=PAD)
 
 
+@pytest.mark.shows("SON-24")
 def test_targets_end_to_end_are_those_in_rows():
-    "SON-24: un-flattened by their lengths"
+    "Un-flattened by their lengths"
     batches = [make_batch(8)]
     plain = trainer_with(texts(), batches=batches)
     flat = trainer_with(texts(lengths=lambda batch: batch[2]), train=CutLossCB(), batches=[flattened(o) for o in batches])

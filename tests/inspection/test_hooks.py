@@ -63,8 +63,8 @@ def count(hook, module, inp, outp): hook.n = getattr(hook, "n", 0) + 1
 
 # Hook
 
+@pytest.mark.shows("ISA-70")
 def test_a_hook_gets_what_pytorch_gives_and_lasts_as_long_as_its_block():
-    "ISA-70"
     model, x = make_model().eval(), torch.randn(3, 6)
     seen = []
     with Hook(model[0], lambda *args: seen.append(args)) as hook: outp = model[0](x)
@@ -74,10 +74,11 @@ def test_a_hook_gets_what_pytorch_gives_and_lasts_as_long_as_its_block():
     hook.remove()
 
 
+@pytest.mark.shows("ISA-70", "ISA-71")
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("how", ["delete", "remove", "block", "error in the block"])
 def test_a_hook_ends(how, backward):
-    "ISA-70, ISA-71: `__exit__` of the original took no arguments"
+    "`__exit__` of the original took no arguments"
     layer = nn.Linear(2, 2)
     hook = Hook(layer, count, backward)
     assert n_hooks(layer) == 1
@@ -90,8 +91,8 @@ def test_a_hook_ends(how, backward):
     assert n_hooks(layer) == 0
 
 
+@pytest.mark.shows("ISA-70", "ISA-71", "MIN-15")
 def test_hooks_are_a_list_that_ends_as_a_whole_and_in_parts():
-    "ISA-70, ISA-71, MIN-15"
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
     hooks = Hooks(model, count)
     assert isinstance(hooks, list) and len(hooks) == 5
@@ -107,8 +108,8 @@ def test_hooks_are_a_list_that_ends_as_a_whole_and_in_parts():
     assert n_hooks(model) == 0
 
 
+@pytest.mark.shows("ISA-70")
 def test_backward_hooks_get_gradients():
-    "ISA-70"
     layer, x = nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
     with Hook(layer, lambda hook, m, gi, go: vars(hook).update(gi=gi[0], go=go[0]), backward=True) as hook: layer(x).square().sum().backward()
     assert torch.equal(hook.gi, x.grad) and torch.allclose(hook.go, 2 * layer(x).detach())
@@ -203,11 +204,12 @@ ENDINGS = [("before_fit", ValueError), ("before_fit", CancelFitException), ("bef
 HOOKED = {"HooksCallback": lambda: HooksCallback(count), "ActivationStatsCB": lambda: ActivationStatsCB(nn.ReLU), "NonFiniteCB": lambda: NonFiniteCB()}
 
 
+@pytest.mark.shows("ISA-73")
 @pytest.mark.parametrize("order", [Order.FIRST, Order.LAST])
 @pytest.mark.parametrize("event, exception", ENDINGS)
 @pytest.mark.parametrize("name", HOOKED)
 def test_no_hook_is_left_after_any_ending(name, event, exception, order):
-    "ISA-73: the original removed them in `after_fit`, which a cancelled fit skips"
+    "The original removed them in `after_fit`, which a cancelled fit skips"
     trainer = make_trainer([HOOKED[name](), RaiseCB(event, exception("on purpose"), order)])
     try: trainer.fit(2)
     except (ValueError, KeyboardInterrupt) as e: assert "on purpose" in str(e)
@@ -217,16 +219,17 @@ def test_no_hook_is_left_after_any_ending(name, event, exception, order):
     assert n_hooks(trainer.model) == 0 and trainer.n_updates == 4
 
 
+@pytest.mark.shows("ISA-73")
 def test_hooks_are_gone_after_one_batch():
-    "ISA-73"
     trainer = make_trainer([HooksCallback(count, nn.Linear), OneBatchCB()])
     trainer.fit(3)
     assert [o.n for o in trainer.HooksCallback] == [1, 1] and n_hooks(trainer.model) == 0
 
 
+@pytest.mark.shows("ISA-72")
 @pytest.mark.parametrize("on_train, on_valid, n", [(True, False, 8), (False, True, 4), (True, True, 12), (False, False, None)])
 def test_hooks_follow_the_kinds_of_pass_that_were_asked_for(on_train, on_valid, n):
-    "ISA-72: 4 training and 2 validation batches in each of 2 epochs"
+    "4 training and 2 validation batches in each of 2 epochs"
     cb = HooksCallback(count, nn.Linear, on_train, on_valid)
     trainer = make_trainer([cb])
     trainer.fit(2)
@@ -235,16 +238,16 @@ def test_hooks_follow_the_kinds_of_pass_that_were_asked_for(on_train, on_valid, 
     assert [getattr(o, "n", None) for o in cb] == [n and n // 2] * 2, "the second fit starts from nothing"
 
 
+@pytest.mark.shows("ISA-72")
 def test_modules_can_be_given_and_keep_their_names():
-    "ISA-72"
     model = make_model()
     cb = HooksCallback(count, modules=[model[4], model[0]])
     make_trainer([cb], model).fit(1)
     assert {o.name: o.n for o in cb} == {"4": 4, "0": 4}
 
 
+@pytest.mark.shows("ISA-72")
 def test_a_filter_that_matches_nothing_fails_before_the_first_batch():
-    "ISA-72"
     class BatchesCB:
         n = 0
         def before_batch(self, trainer): self.n += 1
@@ -255,8 +258,8 @@ def test_a_filter_that_matches_nothing_fails_before_the_first_batch():
         assert trainer.BatchesCB.n == 0 and f"raised by `{type(cb).__name__}.before_fit`" in caught.value.__notes__[0]
 
 
+@pytest.mark.shows("ISA-72")
 def test_a_hookfunc_of_the_callback_cannot_change_the_output():
-    "ISA-72"
     weights = []
     for callbacks in ([], [HooksCallback(lambda hook, m, inp, outp: outp * 0)]):
         trainer = make_trainer(callbacks)
@@ -266,9 +269,10 @@ def test_a_hookfunc_of_the_callback_cannot_change_the_output():
     with pytest.raises(TypeError, match="`hookfunc` is None"): HooksCallback(None)
 
 
+@pytest.mark.shows("ISA-72")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_hooks_that_are_never_called_are_told_of_once(compiled):
-    "ISA-72: a module that does not run, and a model that was compiled and has run before"
+    "A module that does not run, and a model that was compiled and has run before"
     model = make_model()
     if compiled:
         model = torch.compile(model, backend="eager")
@@ -285,8 +289,8 @@ def test_hooks_that_are_never_called_are_told_of_once(compiled):
 
 # Activations
 
+@pytest.mark.shows("ISA-74", "F125")
 def test_activation_statistics_are_those_of_numpy():
-    "ISA-74, F125"
     seen = []
     cb = ActivationStatsCB(lambda o: isinstance(o, (nn.Linear, nn.ReLU)), on_valid=True)
     trainer = make_trainer([cb, HooksCallback(lambda hook, m, inp, outp: seen.append(outp.detach().clone()), nn.ReLU, on_valid=True)])
@@ -302,8 +306,9 @@ def test_activation_statistics_are_those_of_numpy():
     assert len(cb.rows()) == 36 and {type(o["mean"]) for o in cb.rows()} == {float}
 
 
+@pytest.mark.shows("ISA-74")
 def test_activations_of_unusual_layers():
-    "ISA-74: several outputs, half precision, a layer that runs twice, one number, NaN"
+    "Several outputs, half precision, a layer that runs twice, one number, NaN"
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -335,8 +340,8 @@ def test_a_layer_without_floats_is_named():
     make_trainer([ActivationStatsCB(nn.Linear)], model).fit(1)
 
 
+@pytest.mark.shows("ISA-75", "F125")
 def test_activation_plots_draw_what_was_recorded():
-    "ISA-75, F125"
     cb = ActivationStatsCB(nn.Linear)
     for draw in (cb.plot_stats, cb.color_dim, cb.dead_chart):
         with pytest.raises(ValueError, match="nothing to draw"): draw()
@@ -370,9 +375,10 @@ def gradients_by_hand(opt_func, n_epochs, lr, clip=None):
             opt.zero_grad()
 
 
+@pytest.mark.shows("SON-10", "AIT-54", "F126")
 @pytest.mark.parametrize("opt_func", [optim.SGD, optim.Adam])
 def test_gradient_statistics_are_those_of_the_loop_by_hand(opt_func):
-    "SON-10, AIT-54, F126: norm per parameter and batch, and its mean per epoch"
+    "Norm per parameter and batch, and its mean per epoch"
     trainer = make_trainer([GradientStatsCB()], opt_func=opt_func)
     trainer.fit(2, lr=0.05)
     cb, totals = trainer.GradientStatsCB, []
@@ -411,8 +417,9 @@ def test_what_is_kept_of_a_long_run_is_on_the_cpu_and_no_more_than_its_numbers()
         assert sum(o.untyped_storage().nbytes() for o in record._here) <= 4 * 4 * 520 and [len(c) for c in o.counts.values()] == [32]
 
 
+@pytest.mark.shows("F126")
 def test_gradients_are_seen_as_the_step_gets_them():
-    "F126: after clipping, and only at real updates"
+    "After clipping, and only at real updates"
     class ClipCB:
         def before_step(self, trainer): nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1)
 
@@ -432,8 +439,9 @@ def test_gradients_are_seen_as_the_step_gets_them():
     assert trainer.n_updates == 2
 
 
+@pytest.mark.shows("AIT-55")
 def test_parameters_without_a_gradient_are_named_and_no_error():
-    "AIT-55: frozen ones, and those that the batch did not use"
+    "Frozen ones, and those that the batch did not use"
     model = make_model()
     model.spare = nn.Linear(3, 3)
     model.forward = lambda x: nn.Sequential.forward(model[:5], x)
@@ -469,17 +477,18 @@ def test_sparse_gradients_and_fits_that_do_not_train():
     assert trainer.GradientStatsCB.stats["bag.weight"].norm == pytest.approx([w.grad.norm().item()], rel=1e-5)
 
 
+@pytest.mark.shows("AIT-54")
 def test_the_report_is_printed_once_an_epoch(capsys):
-    "AIT-54: mean, standard deviation and share of zeros of each layer"
+    "Mean, standard deviation and share of zeros of each layer"
     make_trainer([GradientStatsCB(nn.Linear, show=True)]).fit(2)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * 5 and lines[0].split() == lines[5].split() == ["parameter", "epoch", "norm", "mean", "std", "zeros"]
     assert lines[6].split()[:2] == ["0.weight", "1"]
 
 
+@pytest.mark.shows("AIT-55")
 @pytest.mark.parametrize("format", ["png", "pdf"])
 def test_pictures_of_the_distributions_are_saved_each_epoch(tmp_path, format):
-    "AIT-55"
     trainer = make_trainer([GradientPlotCB(tmp_path / "deep" / "folder", format, nn.Linear)])
     trainer.fit(2)
     trainer.fit(1)
@@ -489,8 +498,8 @@ def test_pictures_of_the_distributions_are_saved_each_epoch(tmp_path, format):
     assert not matplotlib.pyplot.get_fignums(), "no figure stays open"
 
 
+@pytest.mark.shows("AIT-55", "F126")
 def test_distributions_are_those_of_the_epoch_asked_for():
-    "AIT-55, F126"
     cb = GradientStatsCB(nn.Linear)
     for draw in (cb.plot_norms, cb.plot_distributions):
         with pytest.raises(ValueError, match="nothing to draw"): draw()
@@ -512,10 +521,10 @@ def test_wrong_settings_of_the_gradient_callbacks():
         with pytest.raises(ValueError, match="`every` is"): NonFiniteCB(every=every)
 
 
+@pytest.mark.shows("F126")
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("opt_func", [optim.SGD, optim.Adam])
 def test_update_ratios_are_those_of_the_loop_by_hand(opt_func, every):
-    "F126"
     trainer = make_trainer([UpdateRatioCB(every=every)], opt_func=opt_func)
     trainer.fit(2, lr=0.05)
     steps = list(gradients_by_hand(opt_func, 2, 0.05))[::every]
@@ -544,11 +553,12 @@ class Bad(nn.Module):
 EVERY = [1, 2, 3, 100]
 
 
+@pytest.mark.shows("F104")
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("n", [0, 3, 5])
 def test_the_first_bad_layer_is_named_however_seldom_we_look(every, backward, n):
-    "F104: layer, epoch and batch"
+    "Layer, epoch and batch"
     said = []
     model = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.ReLU(), Bad(n, backward)), nn.Linear(4, 1))
     trainer = make_trainer([NonFiniteCB(every, report=said.append)], model)
@@ -564,9 +574,9 @@ def test_the_first_bad_layer_is_named_however_seldom_we_look(every, backward, n)
     assert trainer.NonFiniteCB.found is None, "the second fit starts from nothing"
 
 
+@pytest.mark.shows("F104")
 @pytest.mark.parametrize("every", EVERY)
 def test_a_bad_batch_and_a_bad_loss_are_told_from_a_bad_layer(every):
-    "F104"
     batches = make_batches()
     batches[2][1][0] = math.inf
     for loss_func, bad_batches, what, batch in ((F.mse_loss, batches, "batch", 2), (lambda p, t: F.mse_loss(p, t) / 0, make_batches(), "loss", 0)):
@@ -575,8 +585,8 @@ def test_a_bad_batch_and_a_bad_loss_are_told_from_a_bad_layer(every):
         assert (trainer.NonFiniteCB.found["what"], trainer.NonFiniteCB.found["layer"], trainer.NonFiniteCB.found["batch"]) == (what, None, batch)
 
 
+@pytest.mark.shows("F104")
 def test_what_went_bad_is_known_after_an_error_too_and_by_default_a_warning_says_it():
-    "F104"
     model = nn.Sequential(nn.Linear(6, 1), Bad(1))
 
     def strict(preds, targets):
@@ -588,8 +598,8 @@ def test_what_went_bad_is_known_after_an_error_too_and_by_default_a_warning_says
     assert trainer.NonFiniteCB.found["batch"] == 1 and n_hooks(model) == 0
 
 
+@pytest.mark.shows("F104")
 def test_a_healthy_run_and_integers_are_not_accused():
-    "F104"
     model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 1))
     trainer = make_trainer([NonFiniteCB(1)], model, [(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 1))])
     trainer.fit(2)
@@ -608,10 +618,11 @@ WATCHERS = {
 }
 
 
+@pytest.mark.shows("F125", "F126")
 @settings(max_examples=20, deadline=None)
 @given(names=st.sets(st.sampled_from(sorted(set(WATCHERS) - {"not finite, at once"}))), opt=st.sampled_from([optim.SGD, optim.Adam]))
 def test_any_bundle_of_those_who_look_inside_changes_nothing(names, opt):
-    "F125, F126: weights, buffers, optimizer and random states are the same bit for bit"
+    "Weights, buffers, optimizer and random states are the same bit for bit"
     ends = []
     for callbacks in ([], [WATCHERS[o]() for o in sorted(names)]):
         trainer = make_trainer(callbacks, opt_func=opt)
@@ -644,9 +655,10 @@ class Guard(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.shows("F125", "F126")
 @pytest.mark.parametrize("name", WATCHERS)
 def test_those_who_look_inside_do_not_wait_for_the_device(name):
-    "F125, F126: 520 batches, more than are kept unstacked; only a flag that is read at once does wait, as it says"
+    "520 batches, more than are kept unstacked; only a flag that is read at once does wait, as it says"
     cb = InsideCB()
     trainer = make_trainer([WATCHERS[name](), cb], batches=make_batches(5 if "finite" in name else 520))
     with Guard(cb):
@@ -692,8 +704,9 @@ def test_probing_puts_everything_back(training, error):
 
 # Summary
 
+@pytest.mark.shows("MIN-08")
 def test_a_summary_counts_every_parameter_once():
-    "MIN-08: a layer that runs twice, tied weights, a parameter outside any layer, a layer that never runs"
+    "A layer that runs twice, tied weights, a parameter outside any layer, a layer that never runs"
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -712,6 +725,7 @@ def test_a_summary_counts_every_parameter_once():
     assert table.rows[5]["output"] is None and n_hooks(model) == 0
 
 
+@pytest.mark.shows("MIN-08")
 @pytest.mark.parametrize("model, x, flops", [
     (nn.Conv2d(3, 5, 3, padding=1), torch.randn(2, 3, 8, 8), 2 * 5 * 8 * 8 * 3 * 9),
     (nn.Conv2d(4, 8, 1, groups=2), torch.randn(2, 4, 8, 8), 2 * 8 * 8 * 8 * 2),
@@ -719,12 +733,11 @@ def test_a_summary_counts_every_parameter_once():
     (nn.LSTM(4, 8, batch_first=True), torch.randn(2, 5, 4), 5 * 2 * 4 * 8 * (4 + 8)),
     (nn.ReLU(), torch.randn(2, 5), 0)])
 def test_operations_are_counted_for_one_example(model, x, flops):
-    "MIN-08"
     assert summarize_model(model, x).rows[-1]["MFLOPs"] * 1e6 == pytest.approx(flops)
 
 
+@pytest.mark.shows("MIN-08")
 def test_attention_is_counted_and_its_fast_path_comes_back():
-    "MIN-08"
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     rows = summarize_model(model, torch.randn(2, 3, 8)).rows
     projections, scores = 2 * 3 * 8 * 8 * 4, 2 * 2 * 3 * 3 * 8
@@ -738,8 +751,8 @@ class DictCB(BasicTrainCB):
     def get_loss(self, trainer): trainer.loss = F.mse_loss(trainer.preds, trainer.batch["y"])
 
 
+@pytest.mark.shows("MIN-08", "ISA-42", "ISA-43")
 def test_a_trainer_is_summarised_by_its_own_predict_and_left_as_it_was():
-    "MIN-08, ISA-42, ISA-43"
     batches = [dict(x=x, y=y) for x, y in make_batches()]
     trainer = Trainer(DataLoaders(batches, batches), None, optim.SGD, make_model(), DictCB())
     rows = trainer.summarize_model().rows
@@ -753,9 +766,10 @@ def test_a_trainer_is_summarised_by_its_own_predict_and_left_as_it_was():
     assert "| layer |" in trainer.summarize_model()._repr_markdown_() and len(trainer.summarize_callbacks()) == 5
 
 
+@pytest.mark.shows("MIN-08")
 @pytest.mark.parametrize("generator", [None, 3])
 def test_a_summary_before_training_does_not_change_the_training(generator):
-    "MIN-08: drawing a batch from a shuffling loader takes no random numbers away"
+    "Drawing a batch from a shuffling loader takes no random numbers away"
     ends = []
     for summary in (False, True):
         set_seed(0)
@@ -769,8 +783,8 @@ def test_a_summary_before_training_does_not_change_the_training(generator):
     assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
 
 
+@pytest.mark.shows("MIN-08")
 def test_what_cannot_be_summarised_says_why():
-    "MIN-08"
     with pytest.raises(ValueError, match="lazy layers"): summarize_model(nn.LazyLinear(3), torch.zeros(1, 2))
     with pytest.raises(TypeError, match="no layers to list"): summarize_model(lambda x: x, torch.zeros(1, 2))
     trainer = Trainer(DataLoaders(iter(make_batches())), F.mse_loss, optim.SGD, make_model(), BasicTrainCB())
@@ -783,15 +797,17 @@ def test_what_cannot_be_summarised_says_why():
     assert n_hooks(model) == 0 and model.training
 
 
+@pytest.mark.shows("ISA-43")
 def test_a_summary_also_stops_at_the_limits_of_a_pass():
-    "ISA-43: fit, and then both summaries"
+    "Fit, and then both summaries"
     trainer = make_trainer([NBatchCB(2), OneBatchCB()])
     trainer.fit(1)
     assert len(trainer.summarize_callbacks()) and trainer.summarize_model().rows[-1]["layer"] == "total"
 
 
+@pytest.mark.shows("ISA-74")
 def test_a_record_can_be_read_in_the_middle_of_a_fit_and_hooks_survive_it():
-    "ISA-74: reading early loses nothing"
+    "Reading early loses nothing"
     class ReadCB:
         order = Order.LAST
         def after_batch(self, trainer): self.n = len(trainer.ActivationStatsCB.stats["2"].mean), len(trainer.GradientStatsCB.stats["0.bias"].norm)

@@ -116,10 +116,11 @@ def both_pta(pta, make, **options):
     return runs
 
 
+@pytest.mark.shows("PTA-01", "PTA-03 to PTA-09", "PTA-11", "PTA-12", "PTA-02")
 def test_accelerated_callbacks_get_the_same_calls_in_the_same_order_and_the_weights_are_the_same(pta):
-    """Every event, its epoch, step, loss, batch and the metrics known by then (PTA-01, PTA-03 to PTA-09, PTA-11, PTA-12)
+    """Every event, its epoch, step, loss, batch and the metrics known by then
 
-    The loss of each step is compared, so that a callback must come after the trainer's own part of the moment (PTA-02)."""
+    The loss of each step is compared, so that a callback must come after the trainer's own part of the moment."""
     (theirs, seen), (mine, found) = both_pta(pta, lambda seen: [pta_recorder(pta, seen, "A"), pta_recorder(pta, seen, "B")])
     assert {o[1] for o in seen} >= {"on_init_end", "on_training_run_start", "on_train_step_end", "on_eval_step_end", "on_training_run_epoch_end", "on_training_run_end"}
     first = [o for o in seen if o[1] != "on_init_end"]
@@ -128,17 +129,19 @@ def test_accelerated_callbacks_get_the_same_calls_in_the_same_order_and_the_weig
     assert same_weights(theirs.model, mine.model)
 
 
+@pytest.mark.shows("PTA-13")
 def test_their_step_ends_after_the_forward_pass_and_before_backward(pta):
-    "Gradients are never there at `on_train_step_end`, with both trainers (PTA-13)"
+    "Gradients are never there at `on_train_step_end`, with both trainers"
     for _, seen in both_pta(pta, lambda seen: [pta_recorder(pta, seen, "A")]):
         ends = [o for o in seen if o[1] == "on_train_step_end"]
         assert len(ends) == 15 and all(o[-1] for o in ends)
 
 
+@pytest.mark.shows("PTA-10", "PTA-14")
 @pytest.mark.parametrize("event, step", [("on_train_epoch_start", None), ("on_train_step_start", None), ("on_train_step_end", 2), ("on_train_epoch_end", None), ("on_eval_step_end", None),
                                          ("on_eval_epoch_end", None), ("on_training_run_epoch_end", None)])
 def test_a_stop_skips_the_rest_of_the_epoch_wherever_it_is_raised(pta, event, step):
-    "The message is printed, everybody hears of it, the end of the run still comes; weights as theirs (PTA-10, PTA-14)"
+    "The message is printed, everybody hears of it, the end of the run still comes; weights as theirs"
     stop = lambda e, epoch, s: e == event and epoch == 2 and s == step
     (theirs, seen), (mine, found) = both_pta(pta, lambda seen: [pta_recorder(pta, seen, "A", stop), pta_recorder(pta, seen, "B")])
     assert [o[:4] for o in found] == [o[:4] for o in seen]
@@ -148,8 +151,9 @@ def test_a_stop_skips_the_rest_of_the_epoch_wherever_it_is_raised(pta, event, st
     assert mine.stop_reason == "enough"
 
 
+@pytest.mark.shows("PTA-14")
 def test_our_callbacks_get_their_last_row_after_a_foreign_stop(pta):
-    "In their loop the epoch that is stopped has no end; with ours `log` and `after_fit` still come (PTA-14)"
+    "In their loop the epoch that is stopped has no end; with ours `log` and `after_fit` still come"
     heard = []
     def log(trainer): heard.append(dict(trainer.history[-1]))
     def after_fit(trainer): heard.append("after_fit")
@@ -159,24 +163,24 @@ def test_our_callbacks_get_their_last_row_after_a_foreign_stop(pta):
     assert len(heard) == 3 and heard[-1] == "after_fit" and "train_loss" in heard[1] and "valid_loss" not in heard[1]
 
 
+@pytest.mark.shows("PTA-14")
 def test_a_stop_before_or_after_the_run_is_an_error_with_both(pta):
-    "(PTA-14)"
     for event in ("on_training_run_start", "on_training_run_end"):
         for run in (lambda cb: theirs_pta(pta, cb), lambda cb: ours(adapt(cb))):
             with pytest.raises(Exception, match="enough") as e: run(pta_recorder(pta, [], "A", lambda o, *_: o == event))
             assert type(e.value).__name__ == "StopTrainingError"
 
 
+@pytest.mark.shows("PTA-08", "PTA-09")
 def test_without_validation_its_events_do_not_come(pta):
-    "(PTA-08, PTA-09)"
     seen, found = [], []
     theirs = theirs_pta(pta, pta_recorder(pta, seen, "A"), evaluate=False)
     mine = ours(adapt(pta_recorder(pta, found, "A")), valid=False)
     assert found == seen and not any("eval" in o[1] for o in found) and same_weights(theirs.model, mine.model)
 
 
+@pytest.mark.shows("PTA-11")
 def test_validation_alone_is_their_evaluation_run(pta):
-    "(PTA-11)"
     seen, found = [], []
     model = make_model()
     theirs = pta.Trainer(model, F.cross_entropy, optim.SGD(model.parameters(), 0.1), callbacks=[pta_recorder(pta, seen, "A")])
@@ -186,9 +190,10 @@ def test_validation_alone_is_their_evaluation_run(pta):
     assert mine.A.facade.run_history.get_latest_metric("evaluation_loss") == theirs.run_history.get_latest_metric("evaluation_loss")
 
 
+@pytest.mark.shows("PTA-14", "PTA-28", "PTA-40")
 @pytest.mark.parametrize("patience, threshold", [(1, 0.), (2, 0.05), (1, 0.2)])
 def test_their_early_stopping_stops_at_the_same_epoch(pta, patience, threshold):
-    "Same counter, same words, same weights (PTA-14, PTA-28, PTA-40)"
+    "Same counter, same words, same weights"
     from pytorch_accelerated.callbacks import EarlyStoppingCallback
     make = lambda seen: [EarlyStoppingCallback(patience, threshold), pta_recorder(pta, seen, "A")]
     (theirs, seen), (mine, found) = both_pta(pta, make, n_epochs=12, lr=0.9)
@@ -196,8 +201,9 @@ def test_their_early_stopping_stops_at_the_same_epoch(pta, patience, threshold):
     assert theirs.printed == mine.printed and same_weights(theirs.model, mine.model)
 
 
+@pytest.mark.shows("PTA-40")
 def test_a_foreign_early_stopping_watches_a_metric_of_ours(pta):
-    "A name that no foreign callback records is looked up in our history (PTA-40)"
+    "A name that no foreign callback records is looked up in our history"
     from pytorch_accelerated.callbacks import EarlyStoppingCallback
     mine = ours(adapt(EarlyStoppingCallback(1, 1.1, watch_metric="accuracy", greater_is_better=True)), MetricsCB(accuracy=MulticlassAccuracy()), n_epochs=9)
     assert len(mine.history) == 2 and "no improvement" in mine.stop_reason
@@ -214,8 +220,8 @@ def nan_from(batch):
     return loss
 
 
+@pytest.mark.shows("PTA-13", "PTA-14", "PTA-20")
 def test_their_nan_callback_stops_before_the_weights_are_spoilt_and_ends_the_process(pta):
-    "(PTA-13, PTA-14, PTA-20)"
     from pytorch_accelerated.callbacks import TerminateOnNaNCallback
     models = []
     for run in (lambda cb: theirs_pta(pta, cb, loss=nan_from(3)), lambda cb: ours(adapt(cb), loss=nan_from(3))):
@@ -226,8 +232,9 @@ def test_their_nan_callback_stops_before_the_weights_are_spoilt_and_ends_the_pro
     assert not same_weights(models[1], make_model())
 
 
+@pytest.mark.shows("PTA-25", "PTA-26", "PTA-40")
 def test_their_best_model_is_the_same_file_and_is_loaded_at_the_end(pta, tmp_path):
-    "Either side reads the other's checkpoint (PTA-25, PTA-26, PTA-40)"
+    "Either side reads the other's checkpoint"
     from pytorch_accelerated.callbacks import SaveBestModelCallback
     files = [tmp_path/"theirs.pt", tmp_path/"ours.pt"]
     theirs = theirs_pta(pta, SaveBestModelCallback(files[0]), n_epochs=6, lr=2.)
@@ -240,8 +247,9 @@ def test_their_best_model_is_the_same_file_and_is_loaded_at_the_end(pta, tmp_pat
     assert same_weights(theirs.model, mine.model)
 
 
+@pytest.mark.shows("PTA-30")
 def test_their_limit_of_batches_limits_both_passes(pta):
-    "Schedules of ours learn of it, too (PTA-30)"
+    "Schedules of ours learn of it, too"
     from pytorch_accelerated.callbacks import LimitBatchesCallback
     (theirs, seen), (mine, found) = both_pta(pta, lambda seen: [LimitBatchesCallback(2), pta_recorder(pta, seen, "A")])
     assert found == seen and len([o for o in found if o[1] == "on_eval_step_end"]) == 6
@@ -249,8 +257,9 @@ def test_their_limit_of_batches_limits_both_passes(pta):
     assert ours(adapt(LimitBatchesCallback(99))).updates_per_epoch == 5
 
 
+@pytest.mark.shows("PTA-15", "PTA-31", "PTA-33", "PTA-40")
 def test_their_averaged_model_is_evaluated_and_saved_alike(pta, tmp_path):
-    "An evaluation with other callbacks and a prefix, inside the epoch (PTA-15, PTA-31, PTA-33, PTA-40)"
+    "An evaluation with other callbacks and a prefix, inside the epoch"
     from pytorch_accelerated.callbacks import ModelEmaCallback
     def make(name):
         return lambda seen: [ModelEmaCallback(0.5, save_path=tmp_path/f"{name}{len(list(tmp_path.iterdir()))}.pt", callbacks=[pta_recorder(pta, seen, "Inner")]), pta_recorder(pta, seen, "A")]
@@ -262,8 +271,9 @@ def test_their_averaged_model_is_evaluated_and_saved_alike(pta, tmp_path):
     assert mine.history["ema_model_eval_loss_epoch"] == theirs.run_history.get_metric_values("ema_model_eval_loss_epoch")
 
 
+@pytest.mark.shows("PTA-35", "PTA-36")
 def test_an_evaluation_between_steps_leaves_the_model_in_training_mode(pta):
-    """Same calls as theirs; but their model is in eval mode for the rest of the epoch, and ours trains on (PTA-35, PTA-36)
+    """Same calls as theirs; but their model is in eval mode for the rest of the epoch, and ours trains on
 
     So weights are compared with a run without the evaluation."""
     from pytorch_accelerated.callbacks import StepBasedEvaluationCallback, TrainerCallback
@@ -278,8 +288,9 @@ def test_an_evaluation_between_steps_leaves_the_model_in_training_mode(pta):
     assert "intermediate_eval_loss" not in mine.history.names()
 
 
+@pytest.mark.shows("PTA-37")
 def test_their_limit_of_evaluation_steps_works_with_ours(pta):
-    "They replace a loader that their running pass no longer looks at; ours looks again when the pass begins (PTA-37)"
+    "They replace a loader that their running pass no longer looks at; ours looks again when the pass begins"
     from pytorch_accelerated.callbacks import LimitEvalStepsCallback
     counts = []
     for _, seen in both_pta(pta, lambda seen: [LimitEvalStepsCallback(1, limit_intermediate_only=False), pta_recorder(pta, seen, "A")]):
@@ -287,8 +298,9 @@ def test_their_limit_of_evaluation_steps_works_with_ours(pta):
     assert counts == [6, 3]
 
 
+@pytest.mark.shows("PTA-16", "PTA-18", "PTA-21", "PTA-23", "PTA-24", "PTA-29", "PTA-43")
 def test_their_default_callbacks_run_as_they_are(pta):
-    "Classes are taken; the words on the screen are theirs (PTA-16, PTA-18, PTA-21, PTA-23, PTA-24, PTA-29, PTA-43)"
+    "Classes are taken; the words on the screen are theirs"
     from pytorch_accelerated.callbacks import get_default_callbacks
     theirs = theirs_pta(pta, *get_default_callbacks())
     mine = ours(*map(adapt, get_default_callbacks()))
@@ -296,16 +308,18 @@ def test_their_default_callbacks_run_as_they_are(pta):
     assert [type(o).__name__ for o in mine.MoveModulesToDeviceCallback.facade.callback_handler] == [o.__name__ for o in get_default_callbacks()]
 
 
+@pytest.mark.shows("PTA-16")
 def test_a_second_callback_of_one_class_is_refused_with_those_that_are_there(pta):
-    "Unless it gets another name (PTA-16)"
+    "Unless it gets another name"
     from pytorch_accelerated.callbacks import LimitBatchesCallback
     with pytest.raises(ValueError, match="There is a callback called `LimitBatchesCallback` already"): ours(adapt(LimitBatchesCallback(2)), adapt(LimitBatchesCallback(3)))
     assert ours(adapt(LimitBatchesCallback(3)), adapt(LimitBatchesCallback(2), name="second")).n_updates == 6
     with pytest.raises(TypeError, match="cannot be made without arguments.*num_batches"): adapt(LimitBatchesCallback)
 
 
+@pytest.mark.shows("PTA-15", "PTA-17")
 def test_the_handler_adds_clears_lists_and_calls_any_event(pta):
-    "Callbacks without the event are skipped, although they answer any name with an error (PTA-15, PTA-17)"
+    "Callbacks without the event are skipped, although they answer any name with an error"
     from pytorch_accelerated.callbacks import TrainerCallback
     heard = []
     class Listens(TrainerCallback):
@@ -321,8 +335,9 @@ def test_the_handler_adds_clears_lists_and_calls_any_event(pta):
     assert heard == [4, [["Manages", "Listens"], True]]*5 and [type(o) for o in mine.callbacks] == [BasicTrainCB]
 
 
+@pytest.mark.shows("PTA-17", "PTA-41", "PTA-62")
 def test_a_batch_is_verified_by_an_event_of_ones_own(pta):
-    "Their example reads the configuration with brackets, which their frozen record refuses; ours has both ways (PTA-17, PTA-41, PTA-62)"
+    "Their example reads the configuration with brackets, which their frozen record refuses; ours has both ways"
     from pytorch_accelerated.callbacks import TrainerCallback
     class VerifyBatch(TrainerCallback):
         def on_training_run_start(self, trainer, **kwargs): self.n = 0
@@ -347,8 +362,9 @@ def test_a_batch_is_verified_by_an_event_of_ones_own(pta):
     with pytest.raises(AttributeError): config.num_epochs = 5
 
 
+@pytest.mark.shows("PTA-42", "PTA-43")
 def test_in_one_process_gathering_changes_nothing(pta, capsys):
-    "Theirs drops rows that equal the padding value even then; ours keeps them (PTA-42, PTA-43)"
+    "Theirs drops rows that equal the padding value even then; ours keeps them"
     from pytorch_accelerated.callbacks import TrainerCallback
     got = []
     class Gathers(TrainerCallback):
@@ -363,8 +379,9 @@ def test_in_one_process_gathering_changes_nothing(pta, capsys):
     assert [o[1] for o in got[n:]] == [8, 8] and min(o[1] for o in got[:n]) < 8
 
 
+@pytest.mark.shows("PTA-40")
 def test_foreign_metrics_reach_our_loggers_and_monitors(pta):
-    "What is written to the run history in an epoch stands in our row, also as a tensor (PTA-40)"
+    "What is written to the run history in an epoch stands in our row, also as a tensor"
     from pytorch_accelerated.callbacks import TrainerCallback
     class Writes(TrainerCallback):
         def on_eval_epoch_end(self, trainer, **kwargs): trainer.run_history.update_metric("score", torch.tensor(0.5))
@@ -378,8 +395,8 @@ def test_foreign_metrics_reach_our_loggers_and_monitors(pta):
     assert history.get_metric_values("score") == [0.5]*3  # Those of our rows
 
 
+@pytest.mark.shows("PTA-12", "PTA-13")
 def test_a_foreign_callback_may_change_the_loss_before_backward(pta):
-    "(PTA-12, PTA-13)"
     from pytorch_accelerated.callbacks import TrainerCallback
     class Doubles(TrainerCallback):
         def on_train_step_end(self, trainer, batch_output, **kwargs): batch_output["loss"] = batch_output["loss"]*2
@@ -387,8 +404,9 @@ def test_a_foreign_callback_may_change_the_loss_before_backward(pta):
     assert same_weights(theirs.model, mine.model) and not same_weights(mine.model, ours().model)
 
 
+@pytest.mark.shows("PTA-07")
 def test_with_two_batches_to_an_update_the_calls_and_the_weights_are_the_same(pta):
-    """Step events come for each batch with both (PTA-07)
+    """Step events come for each batch with both
 
     The losses that callbacks see are divided by two with theirs, and as they are with ours."""
     seen, found, losses = [], [], [[], []]
@@ -405,8 +423,9 @@ def test_with_two_batches_to_an_update_the_calls_and_the_weights_are_the_same(pt
     assert callback.facade.run_config.num_update_steps_per_epoch == theirs.run_config.num_update_steps_per_epoch == 2
 
 
+@pytest.mark.shows("PTA-03")
 def test_what_their_trainer_has_and_ours_has_not_is_named(pta):
-    "The error says who asked, and what there is (PTA-03); a warning says so when the run begins"
+    "The error says who asked, and what there is; a warning says so when the run begins"
     from pytorch_accelerated.callbacks import TrainerCallback
     class Asks(TrainerCallback):
         def on_training_run_end(self, trainer, **kwargs): return trainer.run_historie
@@ -460,8 +479,9 @@ def test_the_scheduler_of_their_trainer_is_ours(pta, tmp_path):
     with pytest.raises(TypeError, match="`Sets.on_training_run_start` sets `scheduler`.*BatchSchedulerCB"): adapt(Sets)
 
 
+@pytest.mark.shows("PTA-41")
 def test_their_configuration_tells_of_clipping_and_half_precision(pta):
-    "What ours do is not hidden from theirs (PTA-41)"
+    "What ours do is not hidden from theirs"
     class Config:
         def on_training_run_start(self, trainer): self.seen = trainer.run_config.gradient_clip_value, trainer.run_config.mixed_precision, trainer._accelerator.mixed_precision
     plain,told = Config(),Config()
@@ -477,8 +497,9 @@ def test_several_processes_are_told_of(monkeypatch):
     with pytest.warns(UserWarning, match="there is one process, but several train together"): trainer.fit(1)
 
 
+@pytest.mark.shows("PTA-04")
 def test_a_facade_is_kept_for_the_next_fit_and_its_history_begins_anew(pta):
-    "`on_init_end` comes once for a trainer (PTA-04)"
+    "`on_init_end` comes once for a trainer"
     seen = []
     callback = adapt(pta_recorder(pta, seen, "A"))
     trainer = ours(callback, n_epochs=1)
@@ -490,8 +511,9 @@ def test_a_facade_is_kept_for_the_next_fit_and_its_history_begins_anew(pta):
     assert [o[1] for o in seen].count("on_init_end") == 2 and callback.facade is not facade and other.n_updates == 5
 
 
+@pytest.mark.shows("PTA-19")
 def test_a_subclass_hook_and_a_callback_do_the_same_job():
-    "Their two ways of putting code at a moment are ours as well: a method of the trainer, or a callback (PTA-19)"
+    "Their two ways of putting code at a moment are ours as well: a method of the trainer, or a callback"
     class CountingTrainer(Trainer):
         n = 0
         def after_batch(self): self.n += 1
@@ -560,11 +582,12 @@ def ait_recorder(seen, name, order=0, at=None):
     return cls(name, execution_order=order)
 
 
+@pytest.mark.shows("AIT-01 to AIT-07", "AIT-12 to AIT-14")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_toolbox_callbacks_get_the_same_calls_in_the_same_order_and_the_weights_are_the_same(ait, accumulation):
-    """Every event with its epoch, iteration, gradients and weights; the orders are theirs (AIT-01 to AIT-07, AIT-12 to AIT-14)
+    """Every event with its epoch, iteration, gradients and weights; the orders are theirs
 
-    With two batches to an update, the gradient event comes for each batch, that of the optimizer for each update (AIT-05, AIT-06); with ours
+    With two batches to an update, the gradient event comes for each batch, that of the optimizer for each update; with ours
     a gradient that only accumulates has not been divided yet, and a window that is not full is divided by its own length, so the number of
     batches is even here. Neither side calls `on_multiprocess_start` in a single process."""
     batches = BATCHES if accumulation == 1 else (BATCHES[0][:4], BATCHES[1])
@@ -580,8 +603,9 @@ def test_toolbox_callbacks_get_the_same_calls_in_the_same_order_and_the_weights_
     assert n == ([15, 15] if accumulation == 1 else [12, 6])
 
 
+@pytest.mark.shows("AIT-11")
 def test_the_gradient_events_need_no_switch(ait):
-    "Theirs stay silent until a callback asks for them at registration (AIT-11)"
+    "Theirs stay silent until a callback asks for them at registration"
     from aitoolbox.torchtrain.callbacks.abstract import AbstractCallback
     class Counts(AbstractCallback):
         n = 0
@@ -593,16 +617,17 @@ def test_the_gradient_events_need_no_switch(ait):
     assert (theirs.n, mine.n) == (0, 15)
 
 
+@pytest.mark.shows("AIT-10")
 def test_a_callback_that_overrides_nothing_has_no_effect(ait):
-    "(AIT-10)"
     from aitoolbox.torchtrain.callbacks.abstract import AbstractCallback
     idle = AbstractCallback("idle")
     assert same_weights(ours_ait(idle).model, ours_ait().model) and "idle" not in str(idle.train_loop_obj.callbacks_handler)
 
 
+@pytest.mark.shows("AIT-12", "AIT-14", "AIT-17", "AIT-20", "AIT-24")
 @pytest.mark.parametrize("patience, min_delta, monitor", [(0, 0., "val_loss"), (1, 0.05, "val_loss"), (0, 0., "accumulated_loss"), (0, 0.05, "loss")])
 def test_toolbox_early_stopping_stops_at_the_same_epoch(ait, patience, min_delta, monitor):
-    "Same losses bit for bit, same epoch, same weights (AIT-12, AIT-14, AIT-17, AIT-20, AIT-24)"
+    "Same losses bit for bit, same epoch, same weights"
     from aitoolbox.torchtrain.callbacks.basic import EarlyStopping
     theirs = theirs_ait(ait, EarlyStopping(monitor, min_delta, patience), n_epochs=12, lr=0.9)
     callback = EarlyStopping(monitor, min_delta, patience)
@@ -612,16 +637,17 @@ def test_toolbox_early_stopping_stops_at_the_same_epoch(ait, patience, min_delta
     assert same_weights(theirs.model, mine.model) and mine.printed[-1] == next(o for o in theirs.printed if o.startswith("Early stopping"))
 
 
+@pytest.mark.shows("AIT-17", "AIT-25")
 @pytest.mark.parametrize("threshold", [0.1, 10.])
 def test_toolbox_threshold_stopping_stops_at_the_same_epoch(ait, threshold):
-    "(AIT-17, AIT-25)"
     from aitoolbox.torchtrain.callbacks.basic import ThresholdEarlyStopping
     theirs, mine = theirs_ait(ait, ThresholdEarlyStopping("val_loss", threshold, 1), n_epochs=6), ours_ait(ThresholdEarlyStopping("val_loss", threshold, 1), n_epochs=6)
     assert same_weights(theirs.model, mine.model) and (mine.stop_reason is None) == (threshold == 10.)
 
 
+@pytest.mark.shows("AIT-17", "AIT-26")
 def test_toolbox_nan_stopping_stops_at_the_end_of_the_epoch(ait):
-    "With both (AIT-17, AIT-26)"
+    "With both"
     from aitoolbox.torchtrain.callbacks.basic import TerminateOnNaN
     class Loss(nn.Module):
         def forward(self, preds, targets): return F.cross_entropy(preds, targets)*float("inf")
@@ -630,9 +656,9 @@ def test_toolbox_nan_stopping_stops_at_the_end_of_the_epoch(ait):
     assert mine.n_updates == theirs.total_iteration_idx+1 == 5 and "Terminating on loss" in mine.printed[-1]
 
 
+@pytest.mark.shows("AIT-19", "AIT-27")
 @pytest.mark.parametrize("value", [0., 1.])
 def test_toolbox_sees_that_all_predictions_are_the_same(ait, value):
-    "(AIT-19, AIT-27)"
     from aitoolbox.torchtrain.callbacks.basic import AllPredictionsSame
     from aitoolbox.torchtrain.model import TTBasicModel
     class Zero(TTBasicModel):
@@ -650,10 +676,11 @@ def test_toolbox_sees_that_all_predictions_are_the_same(ait, value):
     assert [o for o in printed if "All the predicted" in o or "Executing" in o] == mine.printed
 
 
+@pytest.mark.shows("AIT-05", "AIT-20", "AIT-52", "AIT-53")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", ["GradNormClip", "GradValueClip"])
 def test_toolbox_clipping_clips_the_gradients_of_the_update(ait, kind, accumulation):
-    "Also when two batches make an update (AIT-05, AIT-20, AIT-52, AIT-53)"
+    "Also when two batches make an update"
     from aitoolbox.torchtrain.callbacks import gradient
     clip = getattr(gradient, kind)
     batches = BATCHES if accumulation == 1 else (BATCHES[0][:4], BATCHES[1])
@@ -663,8 +690,9 @@ def test_toolbox_clipping_clips_the_gradients_of_the_update(ait, kind, accumulat
     assert same_weights(theirs.model, mine.model) and not same_weights(mine.model, free.model)
 
 
+@pytest.mark.shows("AIT-20", "AIT-46 to AIT-50")
 def test_toolbox_schedules_set_the_same_rates(ait):
-    "Stepped at the end of epochs, or of batches that update; on the validation loss, or on any metric (AIT-20, AIT-46 to AIT-50)"
+    "Stepped at the end of epochs, or of batches that update; on the validation loss, or on any metric"
     from aitoolbox.torchtrain.schedulers import basic
     made = [lambda: basic.StepLRScheduler(1, gamma=0.5), lambda: basic.MultiStepLRScheduler([1, 2], gamma=0.1),
             lambda: basic.LambdaLRScheduler(lambda n: 0.9**n, execute_epoch_end=False, execute_batch_end=True),
@@ -677,8 +705,9 @@ def test_toolbox_schedules_set_the_same_rates(ait):
         assert same_weights(theirs.model, mine.model) and callback.train_loop_obj.get_schedulers() == [callback]
 
 
+@pytest.mark.shows("AIT-07", "AIT-31")
 def test_toolbox_functions_run_at_the_moments_they_were_given(ait):
-    "Several of one class live together under names of their own (AIT-07, AIT-31)"
+    "Several of one class live together under names of their own"
     from aitoolbox.torchtrain.callbacks.basic import FunctionOnTrainLoop
     switches = ["tl_registration", "train_begin", "epoch_begin", "batch_begin", "after_gradient_update", "after_optimizer_step", "batch_end", "epoch_end", "train_end"]
     logs = [], []
@@ -688,8 +717,9 @@ def test_toolbox_functions_run_at_the_moments_they_were_given(ait):
     assert logs[0] == logs[1] and {o for o, *_ in logs[1]} == set(switches) and same_weights(theirs.model, mine.model)
 
 
+@pytest.mark.shows("AIT-16", "AIT-23")
 def test_the_toolbox_handler_lists_its_callbacks(ait):
-    "Event by event, by name or class, with `+=`; callbacks may also register others (AIT-16, AIT-23)"
+    "Event by event, by name or class, with `+=`; callbacks may also register others"
     from aitoolbox.torchtrain.callbacks.basic import EarlyStopping, ListRegisteredCallbacks, TerminateOnNaN, ThresholdEarlyStopping
     stop, listing = EarlyStopping(), ListRegisteredCallbacks()
     def add(self, event):
@@ -705,8 +735,9 @@ def test_the_toolbox_handler_lists_its_callbacks(ait):
     assert len(handler) == 5 and EarlyStopping in handler and "TerminateOnNaN" in handler and "none" not in handler and AccumulationCB not in handler
 
 
+@pytest.mark.shows("AIT-09", "AIT-19")
 def test_one_validation_pass_serves_all_who_ask(ait):
-    "Their store and ours: one pass per update, unless forced; batch by batch with callbacks (AIT-09, AIT-19)"
+    "Their store and ours: one pass per update, unless forced; batch by batch with callbacks"
     got = []
     passes = []
     def ask(self, event):
@@ -732,8 +763,9 @@ def test_one_validation_pass_serves_all_who_ask(ait):
     assert len(passes) == 3*(2 + 3 + 1) + 1
 
 
+@pytest.mark.shows("AIT-19", "AIT-20")
 def test_a_loss_that_nobody_reads_costs_no_pass(ait):
-    "Theirs runs over the whole training set after each epoch (AIT-19, AIT-20)"
+    "Theirs runs over the whole training set after each epoch"
     passes = []
     class CountsCB:
         order = Order.STEP
@@ -745,8 +777,9 @@ def test_a_loss_that_nobody_reads_costs_no_pass(ait):
     assert history["loss"][:2] == [None, None] and len(history["loss"]) == 3 and len(passes) == 7
 
 
+@pytest.mark.shows("AIT-18")
 def test_messages_between_toolbox_callbacks(ait):
-    "Kept for ever, until read, until the end of the epoch, or overwritten (AIT-18)"
+    "Kept for ever, until read, until the end of the epoch, or overwritten"
     from aitoolbox.torchtrain.train_loop.components.message_passing import MessageHandling
     def talk(log):
         def at(self, event):
@@ -766,8 +799,9 @@ def test_messages_between_toolbox_callbacks(ait):
     with pytest.raises(ValueError, match="cannot be kept in two ways"): callback.message_service.write_message("a", 1, list(MessageHandling)[:2])
 
 
+@pytest.mark.shows("AIT-20")
 def test_the_toolbox_history_takes_and_shows_metrics(ait):
-    "What is inserted stands in our row; our columns can be read; a missing one is named (AIT-20)"
+    "What is inserted stands in our row; our columns can be read; a missing one is named"
     def insert(self, event):
         if event == "on_epoch_end": self.train_loop_obj.insert_metric_result_into_history("val_score", 0.25*self.train_loop_obj.epoch)
     recorder = ait_recorder([], "A", 0, insert)
@@ -779,8 +813,8 @@ def test_the_toolbox_history_takes_and_shows_metrics(ait):
     with pytest.raises(KeyError, match="has no `acuracy`.*Did you mean `accuracy`"): history["acuracy"]
 
 
+@pytest.mark.shows("AIT-12", "AIT-20")
 def test_an_error_names_the_toolbox_callback_and_the_attribute(ait):
-    "(AIT-12, AIT-20)"
     def ask(self, event):
         if event == "on_epoch_begin": return self.train_loop_obj.batch_preds
     with pytest.raises(AttributeError, match="`A` asked its trainer for `batch_preds`.*Offered are"): ours_ait(ait_recorder([], "A", 0, ask))
@@ -789,8 +823,8 @@ def test_an_error_names_the_toolbox_callback_and_the_attribute(ait):
     with pytest.raises(ValueError, match="`A` asked for the test set, but there is no `dls.test`"): ours_ait(ait_recorder([], "A", 0, test_set))
 
 
+@pytest.mark.shows("AIT-20")
 def test_a_test_set_of_the_loaders_is_evaluated_when_asked_for(ait):
-    "(AIT-20)"
     def ask(self, event):
         if event == "on_train_end": self.result = self.train_loop_obj.train_history["train_end_test_loss"][-1], len(self.train_loop_obj.predict_on_test_set()[0])
     dls = DataLoaders(*BATCHES)
@@ -809,8 +843,9 @@ def ait_classes():
     return Net()
 
 
+@pytest.mark.shows("AIT-19")
 def test_the_toolbox_model_predicts_in_its_own_way(ait):
-    "Class numbers and further data, as at home; batch by batch for those who listen (AIT-19)"
+    "Class numbers and further data, as at home; batch by batch for those who listen"
     from aitoolbox.torchtrain.callbacks.abstract import AbstractCallback
     class Looks(AbstractCallback):
         def __init__(self):
@@ -831,8 +866,9 @@ def test_the_toolbox_model_predicts_in_its_own_way(ait):
     assert same_weights(theirs.model, mine.model)
 
 
+@pytest.mark.shows("AIT-32", "AIT-33")
 def test_the_first_toolbox_example_reports_the_same_numbers(ait):
-    "Results of class numbers after each epoch, printed and watched (AIT-32, AIT-33)"
+    "Results of class numbers after each epoch, printed and watched"
     from aitoolbox.experiment.result_package.basic_packages import ClassificationResultPackage
     from aitoolbox.torchtrain.callbacks.basic import AllPredictionsSame
     from aitoolbox.torchtrain.callbacks.performance_eval import ModelPerformanceEvaluation, ModelPerformancePrintReport
@@ -844,9 +880,10 @@ def test_the_first_toolbox_example_reports_the_same_numbers(ait):
     assert reported(mine.printed) == reported(theirs.printed) and len(reported(mine.printed)) == 8
 
 
+@pytest.mark.shows("AIT-30")
 @pytest.mark.parametrize("n_train,n_valid", [(2, 1), (1, 0)])
 def test_toolbox_subsets_are_what_is_trained_and_measured(ait, n_train, n_valid):
-    "Its loaders are replaced for the run; ours stay as they are (AIT-30)"
+    "Its loaders are replaced for the run; ours stay as they are"
     from aitoolbox.torchtrain.callbacks.basic import DataSubsetTestRun
     theirs = theirs_ait(ait, DataSubsetTestRun(n_train, n_valid))
     seen = []
@@ -856,9 +893,10 @@ def test_toolbox_subsets_are_what_is_trained_and_measured(ait, n_train, n_valid)
     with pytest.raises(ValueError, match="Test loader was not provided"): ours_ait(DataSubsetTestRun(1, 1, 1))
 
 
+@pytest.mark.shows("AIT-39", "AIT-41", "AIT-43")
 @pytest.mark.parametrize("every", [None, 2])
 def test_toolbox_checkpoints_are_the_same_files(ait, tmp_path, every):
-    "`ModelCheckpoint` after each epoch, `ModelIterationCheckpoint` after each `every` batches, with the hyper-parameters beside them (AIT-39, AIT-41, AIT-43)"
+    "`ModelCheckpoint` after each epoch, `ModelIterationCheckpoint` after each `every` batches, with the hyper-parameters beside them"
     from aitoolbox.torchtrain.callbacks.model_save import ModelCheckpoint, ModelIterationCheckpoint
     found = []
     for name,run in (("theirs", lambda cb: theirs_ait(ait, cb)), ("ours", ours_ait)):
@@ -873,8 +911,9 @@ def test_toolbox_checkpoints_are_the_same_files(ait, tmp_path, every):
     for a,b in zip(theirs, mine): assert (a["epoch"], a["iteration_idx"]) == (b["epoch"], b["iteration_idx"]) and all(torch.equal(*o) for o in zip(a["model_state_dict"].values(), b["model_state_dict"].values()))
 
 
+@pytest.mark.shows("AIT-21", "AIT-22")
 def test_toolbox_callbacks_infer_the_experiment_from_ours(ait, tmp_path):
-    "`ExperimentCB` names project, experiment and folder; without it their error comes with our remedy (AIT-21, AIT-22)"
+    "`ExperimentCB` names project, experiment and folder; without it their error comes with our remedy"
     from aitoolbox.torchtrain.callbacks.performance_eval import ModelTrainHistoryFileWriter
     experiment = ExperimentCB(tmp_path, "digits", "wide", hyper=dict(lr=0.5))
     callback = ModelTrainHistoryFileWriter(file_format="csv")
@@ -886,8 +925,9 @@ def test_toolbox_callbacks_infer_the_experiment_from_ours(ait, tmp_path):
     assert "Give the trainer `ExperimentCB(root, project, name)`" in found.value.__notes__[0]
 
 
+@pytest.mark.shows("AIT-42", "AIT-78")
 def test_the_fully_tracked_toolbox_example_leaves_the_same_files(ait, tmp_path):
-    "Their loop with checkpoints and a save at the end is `ExperimentCB` and the two callbacks here; all lies in one folder (AIT-42, AIT-78)"
+    "Their loop with checkpoints and a save at the end is `ExperimentCB` and the two callbacks here; all lies in one folder"
     from aitoolbox.experiment.result_package.basic_packages import ClassificationResultPackage
     from aitoolbox.torchtrain.callbacks.basic import EarlyStopping
     from aitoolbox.torchtrain.callbacks.model_save import ModelCheckpoint, ModelTrainEndSave
@@ -917,8 +957,9 @@ def test_toolbox_callbacks_that_cannot_work_say_so_at_once(ait):
     with pytest.warns(UserWarning, match="`InMultiProcessDataLoad.on_multiprocess_start` will not be called"): adapt(InMultiProcessDataLoad(list))
 
 
+@pytest.mark.shows("AIT-20")
 def test_all_other_toolbox_callbacks_ask_for_what_is_there(ait):
-    "Their code, read without running it (AIT-20)"
+    "Their code, read without running it"
     from importlib import import_module
     modules = [import_module(f"aitoolbox.torchtrain.{o}") for o in ("callbacks.abstract", "callbacks.basic", "callbacks.ddp", "callbacks.gradient", "callbacks.model_save",
                "callbacks.performance_eval", "callbacks.tensorboard", "callbacks.wandb", "schedulers.basic", "schedulers.warmup")]
@@ -929,8 +970,8 @@ def test_all_other_toolbox_callbacks_ask_for_what_is_there(ait):
     assert not [o for o in asked if o not in vars(loop) and not hasattr(type(loop), o)]
 
 
+@pytest.mark.shows("AIT-01", "AIT-12", "AIT-20")
 def test_what_toolbox_callbacks_use_most_is_there(ait):
-    "(AIT-01, AIT-12, AIT-20)"
     recorder = ait_recorder([], "A")
     recorder.device_idx_execution = 0  # With one device it always runs
     mine = ours_ait(recorder)
@@ -953,8 +994,9 @@ class Plain:
     def close(self): self.closed += 1
 
 
+@pytest.mark.shows("SON-01", "SON-02", "SON-03", "SON-05", "SON-08", "SON-32")
 def test_a_plain_callback_is_called_after_every_update_without_gradients_and_closed():
-    "Epochs from 1, steps from 0; not in validation passes (SON-01, SON-02, SON-03, SON-05, SON-08, SON-32)"
+    "Epochs from 1, steps from 0; not in validation passes"
     plain, weights = Plain(), []
     class WeightsCB:
         on_valid = False
@@ -965,8 +1007,9 @@ def test_a_plain_callback_is_called_after_every_update_without_gradients_and_clo
     assert plain.closed == 1 and mine.Plain.foreign is plain and same_weights(mine.model, ours().model)
 
 
+@pytest.mark.shows("SON-02")
 def test_a_plain_callback_is_closed_after_a_stop_and_after_an_error():
-    "Theirs was not closed after an error (SON-02)"
+    "Theirs was not closed after an error"
     plain = Plain()
     ours(adapt(plain), LimitCB(updates=2))
     assert plain.closed == 1 and len(plain.calls) == 2
@@ -977,10 +1020,9 @@ def test_a_plain_callback_is_closed_after_a_stop_and_after_an_error():
         assert broken.closed == 1
 
 
+@pytest.mark.shows("SON-04")
 def test_measures_are_means_since_the_last_refresh_and_the_validation_joins_at_the_end():
-    """(SON-04)
-
-    Differs: the first batch has measures, too; metrics are those of the validation, since ours are not measured while training unless asked for."""
+    "Differs: the first batch has measures, too; metrics are those of the validation, since ours are not measured while training unless asked for."
     seen, losses, norms = [], [], []
     class WatchCB:
         on_valid, order = False, Order.REPORT
@@ -994,8 +1036,9 @@ def test_measures_are_means_since_the_last_refresh_and_the_validation_joins_at_t
     assert [seen[o]["val_loss"] for o in (4, 9)] == [pytest.approx(o) for o in mine.history["valid_loss"]] and seen[9]["val_accuracy"] == mine.history["accuracy"][-1]
 
 
+@pytest.mark.shows("SON-04")
 def test_measures_that_nobody_reads_wait_for_nothing():
-    "No number is asked from the device, and no validation pass is run (SON-04)"
+    "No number is asked from the device, and no validation pass is run"
     passes = []
     class CountsCB:
         order = Order.STEP
@@ -1008,13 +1051,13 @@ def test_measures_that_nobody_reads_wait_for_nothing():
     mode.inside = False
 
 
+@pytest.mark.shows("SON-04")
 def test_a_validation_on_the_last_batch_changes_nothing():
-    "(SON-04)"
     assert same_weights(ours(adapt(lambda e, s, m, c: dict(m), name="plain")).model, ours().model)
 
 
+@pytest.mark.shows("SON-06")
 def test_stop_training_takes_effect_at_the_end_of_the_epoch():
-    "(SON-06)"
     plain = Plain(lambda epoch, step, measures, trainer: trainer.stop_training() if (epoch, step) == (2, 1) else None)
     mine = ours(adapt(plain), n_epochs=5)
     assert plain.calls[-1][:2] == (2, 4) and mine.n_updates == 10 and "asked to stop" in mine.stop_reason
@@ -1022,8 +1065,9 @@ def test_stop_training_takes_effect_at_the_end_of_the_epoch():
     assert mine.stop_reason is None and plain.closed == 2
 
 
+@pytest.mark.shows("SON-08")
 def test_the_context_is_the_trainer():
-    "Every member can be read and set (SON-08)"
+    "Every member can be read and set"
     def use(epoch, step, measures, trainer):
         assert trainer.n_updates == 5*(epoch-1)+step+1 and trainer.loss is mine.loss and trainer.optimizer is mine.opt
         trainer.note = step
@@ -1035,8 +1079,8 @@ def test_the_context_is_the_trainer():
     with pytest.raises(AttributeError, match="asked its trainer for `modle`"): ours(adapt(ask))
 
 
+@pytest.mark.shows("SON-03", "SON-05")
 def test_a_fifth_argument_is_served_and_fewer_than_four_are_refused():
-    "(SON-03, SON-05)"
     got = []
     ours(adapt(lambda epoch, step, measures, trainer, validation: got.append(validation), name="five"), n_epochs=1)
     assert got == [False]*5
@@ -1045,8 +1089,9 @@ def test_a_fifth_argument_is_served_and_fewer_than_four_are_refused():
     with pytest.raises(ValueError, match="`test_step` is 0"): adapt(lambda a, b, c, d: 0, test_step=0)
 
 
+@pytest.mark.shows("SON-05")
 def test_plain_callbacks_are_added_like_any_other():
-    "Theirs: `set_callbacks`, `add_callback` (SON-05)"
+    "Theirs: `set_callbacks`, `add_callback`"
     calls = []
     trainer = Trainer(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB()])
     trainer.add_callback(adapt(lambda *args: calls.append(args[1]), name="plain"))
@@ -1081,16 +1126,17 @@ class Nemo011:
     def on_train_end(self, state): self.seen.append(("train_end", state["step"]))
 
 
+@pytest.mark.shows("NEMO-01 to NEMO-05")
 def test_nemo_callbacks_get_their_events_once_per_update():
-    "A batch that only accumulates is no iteration; the rate and the ranks are known (NEMO-01 to NEMO-05)"
+    "A batch that only accumulates is no iteration; the rate and the ranks are known"
     nemo, other = Nemo010(), Nemo010()
     ours(adapt(nemo), adapt(other, name="other"), AccumulationCB(2), n_epochs=1)
     rows = [("action_start", 0), ("epoch_start", 0), *((f"iteration_{o}", n) for n in range(3) for o in ("start", "end")), ("epoch_end", 3), ("action_end", 3)]
     assert [o[:2] for o in nemo.seen] == rows and all(o[2:] == (0.5, 0, 0) for o in nemo.seen) and other.seen == nemo.seen
 
 
+@pytest.mark.shows("NEMO-02", "NEMO-03", "NEMO-07")
 def test_nemo_states_give_batches_steps_and_tensors_by_name():
-    "(NEMO-02, NEMO-03, NEMO-07)"
     nemo, losses = Nemo011(), []
     class LossCB:
         on_valid = False
@@ -1104,8 +1150,9 @@ def test_nemo_states_give_batches_steps_and_tensors_by_name():
     with pytest.raises(LookupError, match="no tensor `inputs`.*Did you mean `input_0`"): facade.get_tensor("inputs")
 
 
+@pytest.mark.shows("NEMO-06")
 def test_any_object_is_a_callback_and_there_may_be_several_of_a_kind():
-    "NeMo takes only its own base class, and one loss logger at a time (NEMO-06)"
+    "NeMo takes only its own base class, and one loss logger at a time"
     class Ducks:
         def on_iteration_end(self, state): self.n = state.step
     ducks = Ducks(), Ducks()
@@ -1162,8 +1209,9 @@ def test_foreign_callbacks_stay_out_of_runs_on_the_side():
     assert "Plain" in str(trainer.summarize_callbacks())
 
 
+@pytest.mark.shows("PTA-15")
 def test_callbacks_may_come_and_go_while_training_runs():
-    "One that comes is told that the run starts, and one that goes leaves the others at work (PTA-15)"
+    "One that comes is told that the run starts, and one that goes leaves the others at work"
     class Accelerated:
         def __init__(self): self.seen = []
         def on_training_run_start(self, trainer): self.seen.append("start")
@@ -1212,8 +1260,9 @@ def test_an_error_in_a_foreign_callback_says_whose_it_is_and_where():
     assert any("`Fails.after_get_loss` at epoch 0, batch 0" in o for o in e.value.__notes__)
 
 
+@pytest.mark.shows("NEMO-07")
 def test_functions_may_stand_for_the_events_of_nemo():
-    "There a decorator makes a callback of a function; here a namespace does (NEMO-07)"
+    "There a decorator makes a callback of a function; here a namespace does"
     steps = []
     ours(adapt(SimpleNamespace(on_step_end=lambda state: steps.append(state.step)), name="steps"), n_epochs=1)
     assert steps == list(range(5))
@@ -1275,8 +1324,8 @@ class Logger010:
     def on_iteration_end(self): self.rows.append((self.registered_tensors["loss"].item(), self.learning_rate, "input_0" in self.registered_tensors))
 
 
+@pytest.mark.shows("NEMO-02", "NEMO-04")
 def test_nemo_loggers_get_their_tensors_and_the_rate():
-    "(NEMO-02, NEMO-04)"
     nemo, losses = Logger010(), []
     class LossCB:
         on_valid = False
@@ -1293,8 +1342,8 @@ def test_nemo_loggers_get_their_tensors_and_the_rate():
     assert {o[1] for o in own.rows} == {7}
 
 
+@pytest.mark.shows("NEMO-07")
 def test_few_events_and_functions_are_enough_for_nemo():
-    "(NEMO-07)"
     class Few:
         seen = []
         def on_train_start(self, state): self.seen.append("start")

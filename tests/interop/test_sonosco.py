@@ -36,9 +36,10 @@ class NoteCB:
 def error(trainer): return (trainer.preds.detach() - trainer.batch[1]).abs().max()
 
 
+@pytest.mark.shows("SON-11")
 @pytest.mark.parametrize("every", [1, 2, 3, 7, 10])
 def test_the_batches_meant_are_those_that_are_recorded(every):
-    "SON-11: losses and metrics of every batch are there, and every n-th is a choice made afterwards; the original wrote all but those"
+    "Losses and metrics of every batch are there, and every n-th is a choice made afterwards; the original wrote all but those"
     note = NoteCB(every)
     trainer = fit(trainer_with(RecorderCB(error=error), note), 2)
     rows = [o for o in trainer.history.batches if o["training"]]
@@ -47,9 +48,10 @@ def test_the_batches_meant_are_those_that_are_recorded(every):
     assert chosen == note.seen
 
 
+@pytest.mark.shows("SON-19")
 @pytest.mark.parametrize("epoch", [0, 1, 3, 9])
 def test_an_attribute_of_the_model_is_switched_after_an_epoch(epoch):
-    "SON-19: for both passes of an epoch, and put back in the end"
+    "For both passes of an epoch, and put back in the end"
     seen = []
 
     def before_epoch(trainer): seen.append((trainer.epoch, trainer.training, trainer.model.window))
@@ -59,8 +61,9 @@ def test_an_attribute_of_the_model_is_switched_after_an_epoch(epoch):
     assert trainer.model.window is True
 
 
+@pytest.mark.shows("SON-31")
 def test_nested_batches_are_moved_at_any_depth():
-    "SON-31: lists, tuples and dicts within each other; what is no tensor stays"
+    "Lists, tuples and dicts within each other; what is no tensor stays"
     class NestedTrainer(Trainer):
         def split(self, batch): return (batch["audio"][0][0],), (batch["text"]["y"],)
     batch = dict(audio=[(torch.randn(4, 2), "a.wav")], text={"y": torch.randn(4, 1), "sizes": [torch.tensor([3, 1])]})

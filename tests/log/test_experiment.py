@@ -132,8 +132,9 @@ def test_after_a_failure_at_any_event_streams_and_handlers_are_as_before(error, 
 
 # ---- the folder
 
+@pytest.mark.shows("AIT-44", "SON-26")
 def test_the_folder_has_its_layout_and_only_what_was_needed(tmp_path):
-    "AIT-44, SON-26: `<root>/<project>/<name>_<time>`, parts made when something is put there; own files find a place"
+    "`<root>/<project>/<name>_<time>`, parts made when something is put there; own files find a place"
     trainer = small(ExperimentCB(tmp_path, "digits", "wide"), CheckpointCB(), HistoryFilesCB())
     trainer.fit(1)
     folder = trainer.experiment.folder
@@ -148,8 +149,9 @@ def test_the_folder_has_its_layout_and_only_what_was_needed(tmp_path):
     with pytest.raises(FrozenInstanceError): lone.experiment.project = "other"
 
 
+@pytest.mark.shows("AIT-44")
 def test_a_run_that_has_nothing_to_keep_leaves_no_folder(tmp_path):
-    "AIT-44: also beside a checkpoint store, which had locked its part already; the next fit gets a folder"
+    "Also beside a checkpoint store, which had locked its part already; the next fit gets a folder"
     trainer = small(ExperimentCB(tmp_path, "p"), CheckpointCB(), model=nn.Linear(4, 1))
     with pytest.raises(RuntimeError): trainer.fit(1)
     assert list((tmp_path/"p").iterdir()) == [] and trainer.experiment is None
@@ -217,8 +219,9 @@ def test_fits_of_one_trainer_share_a_folder_and_trainers_do_not(tmp_path):
 
 # ---- who infers
 
+@pytest.mark.shows("AIT-21", "AIT-22")
 def test_details_come_from_the_run_or_are_named_as_missing(tmp_path):
-    "AIT-21, AIT-22: what is given wins, what is not given comes from the loop, and a loop without says what to do"
+    "What is given wins, what is not given comes from the loop, and a loop without says what to do"
     for cb in (CheckpointCB(), HistoryFilesCB(), UploadCB("memory://x")):
         with pytest.raises(LookupError, match=rf"`{type(cb).__name__}` was given no `folder`.*add `ExperimentCB"): small(cb).fit(1)
     with pytest.raises(LookupError, match="given no `url`, and this run has no experiment"): small(UploadCB(folder=tmp_path)).fit(1)
@@ -253,8 +256,9 @@ def test_side_runs_make_no_folder(tmp_path):
 
 # ---- the record
 
+@pytest.mark.shows("NEMO-60", "AIT-43", "PTA-41")
 def test_the_record_says_what_was_run(tmp_path):
-    "NEMO-60, AIT-43, PTA-41: hyper-parameters, versions, seeds, settings of callbacks, sources; files and folders that were asked for"
+    "Hyper-parameters, versions, seeds, settings of callbacks, sources; files and folders that were asked for"
     (tmp_path/"src"/"__pycache__").mkdir(parents=True)
     (tmp_path/"src"/"runs").mkdir()
     for o in ("src/a.py", "src/.secret", "src/__pycache__/a.pyc", "src/runs/old.bin", "notes.md"): (tmp_path/o).write_text("x = 1\n")
@@ -279,8 +283,8 @@ def test_the_record_says_what_was_run(tmp_path):
     with pytest.raises(ValueError, match="not there"): ExperimentCB(tmp_path, "p", files=[tmp_path/"nothing"])
 
 
+@pytest.mark.shows("NEMO-60", "AIT-43", "SON-26")
 def test_the_running_script_is_kept_as_it_was_when_the_run_began(tmp_path, monkeypatch):
-    "NEMO-60, AIT-43, SON-26"
     script = tmp_path/"train.py"
     script.write_text("lr = 0.1\n")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
@@ -300,8 +304,9 @@ def test_secrets_of_the_command_line_are_left_out(tmp_path, monkeypatch):
     assert not re.search(rb"abc\d", everything)
 
 
+@pytest.mark.shows("NEMO-60")
 def test_git_says_commit_and_changes_and_may_be_missing(tmp_path, monkeypatch):
-    "NEMO-60: hash and diff; without git, without a repository or with a git that hangs the run is kept all the same"
+    "Hash and diff; without git, without a repository or with a git that hangs the run is kept all the same"
     def git(*args): return subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me@localhost", "-c", "commit.gpgsign=false", *args], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     script = tmp_path/"train.py"
     script.write_text("lr = 0.1\n")
@@ -337,8 +342,9 @@ def test_hyper_parameters_come_in_three_kinds(tmp_path):
     with pytest.raises(TypeError, match="have names"): ExperimentCB(tmp_path, "p", hyper=[1, 2])
 
 
+@pytest.mark.shows("PTA-41")
 def test_the_configuration_is_what_the_loop_does():
-    "PTA-41: sizes, accumulation, precision and updates, and it cannot be changed"
+    "Sizes, accumulation, precision and updates, and it cannot be changed"
     data = torch.utils.data.TensorDataset(torch.randn(22, 3), torch.randn(22, 1))
     dls = DataLoaders(torch.utils.data.DataLoader(data, 4), torch.utils.data.DataLoader(data, 11))
     trainer = Trainer(dls, F.mse_loss, optim.SGD, nn.Linear(3, 1), [BasicTrainCB(), AccumulationCB(4), MixedPrecisionCB()])
@@ -350,8 +356,9 @@ def test_the_configuration_is_what_the_loop_does():
     with pytest.raises(FrozenInstanceError): config.n_epochs = 5
 
 
+@pytest.mark.shows("NEMO-61")
 def test_a_seed_with_determinism_and_benchmark_mode_is_refused():
-    "NEMO-61: seeds and deterministic algorithms belong together, and a race between algorithms does not"
+    "Seeds and deterministic algorithms belong together, and a race between algorithms does not"
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     state = torch.get_rng_state()
     with pytest.raises(ValueError, match="contradict each other"): set_seed(1, deterministic=True, benchmark=True)
@@ -368,8 +375,8 @@ def test_a_seed_with_determinism_and_benchmark_mode_is_refused():
 
 # ---- the log
 
+@pytest.mark.shows("NEMO-60", "SON-26")
 def test_the_log_has_rows_logging_prints_and_the_traceback(tmp_path):
-    "NEMO-60, SON-26"
     trainer = small(ExperimentCB(tmp_path, "p", tee=True))
     def before_epoch(trainer):
         print("printed", trainer.epoch, trainer.training)
@@ -447,8 +454,9 @@ def test_a_disk_that_fails_in_the_middle_is_a_warning(what, tmp_path):
 
 # ---- going on
 
+@pytest.mark.shows("SON-27", "SON-34", "SON-07", "SON-17", "AIT-39")
 def test_an_interrupted_experiment_goes_on_in_its_folder(tmp_path):
-    "SON-27, SON-34, SON-07, SON-17, AIT-39: Ctrl-C stores trainer and model; started again, the run ends bit for bit as if nothing had happened"
+    "Ctrl-C stores trainer and model; started again, the run ends bit for bit as if nothing had happened"
     whole = fit(make_trainer(callbacks()))
     def start(resume, *extra):
         cb = ExperimentCB(tmp_path, "p", "net", hyper=dict(width=16), resume=resume)
@@ -543,8 +551,9 @@ if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.shows("NEMO-60")
 def test_several_processes_share_a_time_stamp_and_each_has_a_log(tmp_path):
-    "NEMO-60: one folder, one record, one log file per rank"
+    "One folder, one record, one log file per rank"
     done = subprocess.run([sys.executable, "-c", PROCESSES, str(tmp_path/"runs"), str(tmp_path/"store")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path/"runs"/"p").iterdir()
@@ -555,8 +564,9 @@ def test_several_processes_share_a_time_stamp_and_each_has_a_log(tmp_path):
 
 # ---- the history as files
 
+@pytest.mark.shows("AIT-37")
 def test_metrics_that_appear_later_get_a_header(tmp_path):
-    "AIT-37: text, tabs or commas; the file is always a table"
+    "Text, tabs or commas; the file is always a table"
     def cleanup_epoch(trainer):
         if trainer.epoch == 1 and not trainer.training: trainer.history.write(**{"f1, macro": 0.5})
     trainer = small(HistoryFilesCB(tmp_path, table=["csv", "tsv", "txt"], plot=None))
@@ -573,8 +583,9 @@ def test_metrics_that_appear_later_get_a_header(tmp_path):
     assert table_text([]) == "\n"
 
 
+@pytest.mark.shows("AIT-36", "AIT-22")
 def test_curves_are_drawn_when_and_as_they_are_wanted(tmp_path):
-    "AIT-36, AIT-22: each epoch or at the end, png or pdf, a folder for each epoch"
+    "Each epoch or at the end, png or pdf, a folder for each epoch"
     trainer = small(ExperimentCB(tmp_path, "p"), HistoryFilesCB(plot="pdf", keep_plots=True))
     trainer.fit(2)
     assert files(trainer.experiment.folder/"plots") == ["epoch-0/history.pdf", "epoch-1/history.pdf", "history.pdf"]
@@ -591,8 +602,9 @@ def test_curves_are_drawn_when_and_as_they_are_wanted(tmp_path):
         with pytest.raises(ValueError, match=f"`{next(iter(bad))}` is"): HistoryFilesCB(tmp_path, **bad)
 
 
+@pytest.mark.shows("AIT-42")
 def test_media_become_files_that_can_be_opened(tmp_path):
-    "AIT-42: labels, reports and pictures that somebody put down are kept with their epoch, the model in its checkpoint"
+    "Labels, reports and pictures that somebody put down are kept with their epoch, the model in its checkpoint"
     from matplotlib.figure import Figure
     from matplotlib.image import imread
     sound = torch.sin(torch.arange(100)/5)
@@ -655,8 +667,9 @@ def cut_run(cbs, n=11):
     return trainer
 
 
+@pytest.mark.shows("AIT-38", "AIT-21")
 def test_a_run_goes_on_from_memory_bit_for_bit(tmp_path, memory):
-    "AIT-38, AIT-21: uploaded with its experiment, fetched elsewhere, and ended as if it had never moved"
+    "Uploaded with its experiment, fetched elsewhere, and ended as if it had never moved"
     trainer = cut_run([ExperimentCB(tmp_path/"here", "p", url="memory://bucket/runs"), CheckpointCB(every=2), UploadCB()])
     target = trainer.UploadCB.target
     assert target == f"memory://bucket/runs/p/{trainer.experiment.folder.name}" and trainer.UploadCB.behind == []
@@ -681,8 +694,9 @@ def s3():
     server.stop()
 
 
+@pytest.mark.shows("AIT-38")
 def test_a_run_goes_on_from_s3_bit_for_bit(s3, tmp_path):
-    "AIT-38: a real client and the real protocol; what is in the bucket is what is in the folder"
+    "A real client and the real protocol; what is in the bucket is what is in the folder"
     trainer = cut_run([CheckpointCB(tmp_path/"here", every=2, keep_last=2), UploadCB("s3://bucket/runs/first", tmp_path/"here", **s3)])
     assert trainer.UploadCB.behind == []
     fs = fsspec.filesystem("s3", **s3)
@@ -785,8 +799,9 @@ def test_a_complete_run_copies_its_end_if_it_did_not_arrive(tmp_path, far, capsy
     assert "step-00000021/manifest.json" in remote._files_there(far.fs, "/far") and again.UploadCB.behind == []
 
 
+@pytest.mark.shows("AIT-29")
 def test_the_end_of_the_log_is_copied_also_after_an_error(tmp_path, memory):
-    "AIT-29: after each epoch and at the end, whatever the end is"
+    "After each epoch and at the end, whatever the end is"
     trainer = small(UploadCB("memory://logs"), ExperimentCB(tmp_path, "p"), CutCB("before_batch", lambda t: t.epoch == 1))
     def before_epoch(trainer):
         if trainer.epoch == 1: copied.append(memory.cat_file(f"/logs/p/{trainer.experiment.folder.name}/logs/log.txt").decode())
@@ -881,8 +896,9 @@ def mail_server():
     for o in running: o.stop()
 
 
+@pytest.mark.shows("AIT-28")
 def test_rows_hyper_parameters_and_curves_come_by_mail(tmp_path, mail_server):
-    "AIT-28: after each epoch and at the end"
+    "After each epoch and at the end"
     box, port = mail_server()
     trainer = small(ExperimentCB(tmp_path, "digits", "wide", hyper=dict(width=256)), NotifyCB(Email("127.0.0.1", port, "gpu@x.org", ["me@x.org", "you@x.org"], tls=None)))
     trainer.fit(2)

@@ -58,10 +58,11 @@ def make_trainer(*callbacks, metrics=True, opt_func=optim.SGD, model=None):
 
 # What is logged, and when
 
+@pytest.mark.shows("SON-11", "SON-20", "NEMO-14", "NEMO-52")
 @pytest.mark.parametrize("every", [1, 2, 5, 25, 1000, None])
 @pytest.mark.parametrize("epochs", [1, 2, 3, None])
 def test_exactly_the_steps_that_were_meant_are_logged(every, epochs):
-    "SON-11, SON-20, NEMO-14, NEMO-52: step 0, then every so many updates over the whole run; epochs by their own count, the last one always"
+    "Step 0, then every so many updates over the whole run; epochs by their own count, the last one always"
     if every is None and epochs is None: return
     keep = Keep()
     trainer = make_trainer(LoggerCB(keep, every=every, epochs=epochs))
@@ -80,22 +81,23 @@ def test_exactly_the_steps_that_were_meant_are_logged(every, epochs):
     assert end["outcome"] == "finished" and end["n_updates"] == 5 * N and end["total_seconds"] > 0
 
 
+@pytest.mark.shows("NEMO-16", "NEMO-52")
 def test_the_time_of_an_epoch_is_there_without_metrics():
-    "NEMO-16, NEMO-52"
     keep = Keep()
     make_trainer(LoggerCB(keep), metrics=False).fit(2)
     assert all(set(o) == {"epoch", "elapsed"} and o["elapsed"] > 0 for o in keep.of("epochs").values()) and len(keep.of("epochs")) == 2
 
 
+@pytest.mark.shows("AIT-57", "PTA-21")
 def test_chosen_columns_are_logged_and_no_others():
-    "AIT-57, PTA-21"
     keep = Keep()
     make_trainer(LoggerCB(keep, columns="valid_loss")).fit(1)
     assert set(keep.of("epochs")[N - 1]) == {"epoch", "valid_loss"}
 
 
+@pytest.mark.shows("NEMO-10", "NEMO-12", "NEMO-19", "NEMO-20")
 def test_values_are_asked_on_steps_that_log_and_on_no_others():
-    "NEMO-10, NEMO-12, NEMO-19, NEMO-20: a function, an attribute, and one deeper down"
+    "A function, an attribute, and one deeper down"
     asked, keep = [], Keep()
 
     def double(trainer):
@@ -204,8 +206,9 @@ class EvaluatorCB:
         trainer.history.write_media("said", "text", f"batch {trainer.batch_num}", speaker="me")
 
 
+@pytest.mark.shows("AIT-18")
 def test_what_is_written_in_the_middle_of_an_epoch_is_sent_at_once():
-    "AIT-18: callbacks meet in the history"
+    "Callbacks meet in the history"
     order, keep = [], Keep()
     keep.row = lambda values, step, table: order.append((table, step, values))
     trainer = make_trainer(EvaluatorCB(), LoggerCB(keep, every=5, media=lambda t: t.history.write_media("mine", "text", "x")))
@@ -239,8 +242,8 @@ def test_what_comes_after_the_last_row_is_not_lost():
     assert [values for table, _, values in keep.rows if table == "epochs"][-1] == dict(epoch=1, test_loss=7.0) and keep.seen == [("last words", "text", 2 * N - 1, {})]
 
 
+@pytest.mark.shows("AIT-59")
 def test_an_alert_goes_off_when_a_level_is_crossed_and_again_after_it_came_back():
-    "AIT-59"
     keep, values = Keep(), iter([1, 3, 4, float("nan"), 5, 1, 3])
     trainer = make_trainer(LoggerCB([keep, print], every=2, values=dict(heat=lambda t: next(values, 0)), alerts=[("heat", ">", 2), ("heat", "<", 2), ("valid_loss", ">", -1)]))
     trainer.fit(1)
@@ -250,8 +253,8 @@ def test_an_alert_goes_off_when_a_level_is_crossed_and_again_after_it_came_back(
 
 # Hyper-parameters and the map of the run
 
+@pytest.mark.shows("NEMO-51", "PTA-60")
 def test_logs_hear_what_is_trained_with_which_settings():
-    "NEMO-51, PTA-60"
     keep = Keep()
     args = argparse.Namespace(layers=3, note="first", rates=(0.1, 0.2))
     trainer = make_trainer(MomentumTrainCB(0.9), LoggerCB(keep, params=args, run="baseline"))
@@ -266,8 +269,9 @@ def test_logs_hear_what_is_trained_with_which_settings():
 
 # Watching only
 
+@pytest.mark.shows("NEMO-19")
 def test_no_batch_waits_for_the_device_unless_it_logs():
-    "NEMO-19: reading is an error in all batches but those that log"
+    "Reading is an error in all batches but those that log"
     keep = Keep()
 
     class InsideCB:
@@ -281,8 +285,8 @@ def test_no_batch_waits_for_the_device_unless_it_logs():
     assert list(keep.of("steps")) == [0, 5, 10, 15, 20]
 
 
+@pytest.mark.shows("NEMO-18", "PTA-21")
 def test_only_the_first_of_several_processes_logs(monkeypatch):
-    "NEMO-18, PTA-21"
     rank, asked = [0], []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *args: rank[0])
@@ -316,9 +320,10 @@ FILES = {"csv": (lambda folder: CSV(folder / "logs"), lambda folder: read_csv(fo
 files = pytest.mark.parametrize("kind", FILES)
 
 
+@pytest.mark.shows("NEMO-22", "AIT-57")
 @files
 def test_files_hold_the_whole_run(kind, tmp_path):
-    "NEMO-22, AIT-57: rows at their steps, media, alerts and the map"
+    "Rows at their steps, media, alerts and the map"
     make, read = FILES[kind]
 
     def show(trainer):
@@ -494,9 +499,10 @@ def test_what_a_log_cannot_show_is_skipped_with_one_warning(capsys):
     assert [o[0] for o in keep.seen] == ["picture", "said"] * N
 
 
+@pytest.mark.shows("NEMO-16")
 @pytest.mark.parametrize("error, ok", [(ValueError("x"), False), (KeyboardInterrupt(), False), (CancelFitException("x"), True)])
 def test_however_a_fit_ends_logs_are_closed_and_lack_nothing(error, ok):
-    "NEMO-16: total time and the end"
+    "Total time and the end"
     def after_backward(trainer):
         if trainer.epoch == 1 and trainer.batch_num == 5: raise error
 

@@ -66,9 +66,10 @@ def trained(log, n_epochs=2, **options):
     return trainer, {i: losses[i] for i in range(0, len(losses), 5)}
 
 
+@pytest.mark.shows("NEMO-53")
 @pytest.mark.parametrize("package, make, extra", [("tensorboard", lambda: TensorBoard("x"), "tensorboard"), ("wandb", lambda: WandB("x"), "wandb"), ("mlflow", lambda: MLflow("x"), "mlflow"), ("trackio", lambda: Trackio("x"), "trackio")])
 def test_a_package_that_is_not_installed_is_named_where_the_log_is_made(package, make, extra, monkeypatch):
-    "NEMO-53: the error names the extra"
+    "The error names the extra"
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"`{package}`, which is not installed.*isaac_loop\[{extra}\]"): make()
 
@@ -87,9 +88,9 @@ def accumulated(path):
     return found
 
 
+@pytest.mark.shows("NEMO-09", "NEMO-13", "NEMO-17", "NEMO-22", "AIT-56 to AIT-58", "SON-20")
 @need("tensorboard")
 def test_tensorboard_reads_all_of_it_at_its_steps(tmp_path):
-    "NEMO-09, NEMO-13, NEMO-17, NEMO-22, AIT-56 to AIT-58, SON-20"
     trainer, losses = trained(TensorBoard(tmp_path / "new" / "runs"), alerts=("loss", ">", -1))
     found = accumulated(tmp_path / "new" / "runs")
     assert {o.step: o.value for o in found.Scalars("loss")} == pytest.approx(losses)
@@ -107,9 +108,9 @@ def test_tensorboard_reads_all_of_it_at_its_steps(tmp_path):
     assert len(list((tmp_path / "new" / "runs").iterdir())) == 1, "one run, and none of its own for the hyper-parameters"
 
 
+@pytest.mark.shows("NEMO-15")
 @need("tensorboard")
 def test_a_writer_that_is_there_already_is_used_and_left_open(tmp_path):
-    "NEMO-15"
     from torch.utils.tensorboard import SummaryWriter
     writer = SummaryWriter(tmp_path)
     trainer, losses = trained(TensorBoard(writer))
@@ -202,9 +203,10 @@ def wandb_offline(monkeypatch, tmp_path):
     if wandb.run is not None: wandb.run.finish()
 
 
+@pytest.mark.shows("NEMO-22", "NEMO-51", "NEMO-52", "AIT-59", "MIN-14")
 @need("wandb")
 def test_wandb_has_the_rows_the_settings_the_media_and_the_alerts(wandb_offline, tmp_path):
-    "NEMO-22, NEMO-51, NEMO-52, AIT-59, MIN-14: also samples"
+    "Also samples"
     settings = wandb_offline.Settings(console="off")
     trainer, losses = trained(WandB("digits", dir=tmp_path, settings=settings, config=dict(mine=1)), alerts=("valid_loss", ">", -1), run="baseline")
     assert wandb_offline.run is None, "closed"
@@ -222,9 +224,10 @@ def test_wandb_has_the_rows_the_settings_the_media_and_the_alerts(wandb_offline,
     assert [r.exit.exit_code for r in records if r.HasField("exit")] == [0]
 
 
+@pytest.mark.shows("NEMO-53")
 @need("wandb")
 def test_a_session_that_is_open_already_is_joined_and_left_open(wandb_offline, tmp_path):
-    "NEMO-53: and its own steps, which are further on, do not swallow ours"
+    "And its own steps, which are further on, do not swallow ours"
     run = wandb_offline.init(project="theirs", dir=tmp_path, settings=wandb_offline.Settings(console="off"))
     for i in range(50): run.log(dict(mine=i))
     trainer, losses = trained(WandB("ours"))
@@ -248,10 +251,11 @@ def mlflow_local(monkeypatch, tmp_path):
     return f"sqlite:///{tmp_path}/store.db"
 
 
+@pytest.mark.shows("PTA-60", "AIT-57")
 @need("mlflow")
 @need("sqlalchemy")
 def test_mlflow_has_metrics_parameters_tags_and_files(mlflow_local, tmp_path):
-    "PTA-60, AIT-57: read through its client; a second fit goes on with the same run, a killed one fails"
+    "Read through its client; a second fit goes on with the same run, a killed one fails"
     from mlflow import MlflowClient
     trainer, losses = trained(MLflow("digits", mlflow_local, dict(team="vision")), run="baseline")
     trainer.fit(1, lr=0.2)
@@ -289,9 +293,9 @@ print("RESULT" + json.dumps(dict(name=name, logs=SQLiteStorage.get_logs("digits"
 """
 
 
+@pytest.mark.shows("NEMO-22")
 @need("trackio")
 def test_trackio_has_the_rows_in_its_local_store(tmp_path):
-    "NEMO-22"
     env = os.environ | dict(TRACKIO_DIR=str(tmp_path), HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", MPLCONFIGDIR=str(tmp_path))
     code = TRACKIO.format(paths=[str(Path(__file__).parent), *PATHS])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=120)

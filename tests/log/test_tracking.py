@@ -53,8 +53,8 @@ def with_run(cb, rows): return [{"run": cb.run, **row} for row in rows]
 
 # TrackingCB
 
+@pytest.mark.shows("ISA-62", "ISA-63")
 def test_a_fit_an_epoch_and_a_batch_each_leave_a_row():
-    "ISA-62, ISA-63"
     trainer = make_trainer([MomentumTrainCB(0.9), MetricsCB(show=False), TrackingCB()])
     trainer.fit(2, lr=0.05)
     cb = trainer.TrackingCB
@@ -86,8 +86,9 @@ class SecondCB(FirstCB):
     def computed(self): return self.own + 1
 
 
+@pytest.mark.shows("ISA-65")
 def test_equal_settings_of_two_callbacks_do_not_collide():
-    "ISA-65: each has the name of its callback before it"
+    "Each has the name of its callback before it"
     trainer = make_trainer([BasicTrainCB(), FirstCB(), SecondCB(), TrackingCB()])
     trainer.fit(1)
     row, = trainer.TrackingCB.fit_stats
@@ -95,13 +96,13 @@ def test_equal_settings_of_two_callbacks_do_not_collide():
     assert (row["First.shared"], row["Second.shared"]) == ("first", "second")
 
 
+@pytest.mark.shows("ISA-63")
 def test_every_public_attribute_that_cannot_be_called_is_a_setting():
-    "ISA-63"
     assert settings(SecondCB()) == {"Second.computed": 4, "Second.momentum": 0.2, "Second.name": "Second", "Second.own": 3, "Second.shared": "second"}
 
 
+@pytest.mark.shows("ISA-63")
 def test_settings_of_all_built_in_callbacks_are_found():
-    "ISA-63"
     trainer = make_trainer([BasicTrainCB(), NBatchCB(2), MetricsCB(train_metrics=True, show=False), DeviceCB("cpu"), ProgressCB("plain", seconds=3), TrackingCB()])
     trainer.fit(1)
     row, = trainer.TrackingCB.fit_stats
@@ -109,8 +110,9 @@ def test_settings_of_all_built_in_callbacks_are_found():
     assert {o: row[o] for o in expected} == expected
 
 
+@pytest.mark.shows("ISA-63")
 def test_records_are_plain_data():
-    "ISA-63: readable without our code, whatever a callback keeps"
+    "Readable without our code, whatever a callback keeps"
     class OddCB:
         def __init__(self): self.array, self.long, self.orders = torch.ones(2), list(range(10_000)), NBatchCB.order
         def before_fit(self, trainer): pass
@@ -124,8 +126,8 @@ def test_records_are_plain_data():
     assert row["OddCB.long"].startswith("[0, 1, 2") and row["OddCB.long"].endswith("...]") and len(row["OddCB.long"]) <= 200
 
 
+@pytest.mark.shows("ISA-63")
 def test_two_fits_are_kept_apart_and_keep_what_they_were_trained_with():
-    "ISA-63"
     trainer = make_trainer([MomentumTrainCB(0.9), MetricsCB(show=False), TrackingCB()])
     trainer.fit(2, lr=0.05)
     trainer.MomentumTrainCB.momentum = 0.5
@@ -139,8 +141,9 @@ def test_two_fits_are_kept_apart_and_keep_what_they_were_trained_with():
     assert ["NBatchCB" in row["callbacks"] for row in cb.fit_stats] == [False, True]
 
 
+@pytest.mark.shows("ISA-65")
 def test_one_object_may_track_two_trainers():
-    "ISA-65: nothing is taken from a global"
+    "Nothing is taken from a global"
     cb = TrackingCB()
     for model in (SimpleNet(4, 3, 1), nn.Linear(4, 1)): make_trainer([BasicTrainCB(), MetricsCB(show=False), cb], model=model).fit(1)
     assert [row["model_class"] for row in cb.fit_stats] == ["SimpleNet", "Linear"]
@@ -175,9 +178,10 @@ def test_the_rows_of_epochs_are_copies():
     assert trainer.TrackingCB.epoch_stats[0]["valid_loss"] != "changed later"
 
 
+@pytest.mark.shows("ISA-63")
 @pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt(), CancelFitException(), CancelEpochException()], ids=lambda o: type(o).__name__)
 def test_a_fit_that_is_cut_short_leaves_its_record(error):
-    "ISA-63: everything that was measured until then"
+    "Everything that was measured until then"
     class EndCB:
         order = 30
         def after_batch(self, trainer):
@@ -192,16 +196,16 @@ def test_a_fit_that_is_cut_short_leaves_its_record(error):
     assert [row["epoch"] for row in cb.epoch_stats] == ([0, 1, 2] if isinstance(error, CancelEpochException) else [0])
 
 
+@pytest.mark.shows("ISA-62")
 def test_tracking_works_without_metrics():
-    "ISA-62"
     trainer = make_trainer([BasicTrainCB(), TrackingCB()])
     trainer.fit(2)
     fits, epochs, batches = trainer.TrackingCB.frames()
     assert len(fits) == 1 and epochs.empty and batches.empty
 
 
+@pytest.mark.shows("ISA-63")
 def test_everything_comes_as_three_data_frames():
-    "ISA-63"
     trainer = make_trainer([MomentumTrainCB(0.9), MetricsCB(show=False), TrackingCB()])
     trainer.fit(2)
     trainer.fit(1)
@@ -222,8 +226,9 @@ def test_functions_partials_and_modules_have_names():
     assert (row["opt_func"], row["loss_func"]) == ("SGD(momentum=0.9)", "MSELoss")
 
 
+@pytest.mark.shows("ISA-63")
 def test_a_model_without_source_has_none():
-    "ISA-63: a class that was typed into a shell"
+    "A class that was typed into a shell"
     scope = {"nn": nn}
     exec("class Typed(nn.Linear): pass", scope)
     assert source_of(scope["Typed"](4, 1)) is None
@@ -232,8 +237,9 @@ def test_a_model_without_source_has_none():
     assert trainer.TrackingCB.fit_stats[0]["model_class"] == "Typed"
 
 
+@pytest.mark.shows("ISA-63")
 def test_two_equal_fits_leave_equal_settings():
-    "ISA-63: no addresses in memory, and a property that has nothing to tell stops nobody"
+    "No addresses in memory, and a property that has nothing to tell stops nobody"
     class ShyCB:
         def __init__(self): self.helper = object()
         @property
@@ -243,8 +249,9 @@ def test_two_equal_fits_leave_equal_settings():
     assert settings(ShyCB()) == settings(ShyCB()) == {"ShyCB.helper": "<object object>", "ShyCB.result": "(RuntimeError: nothing measured yet)"}
 
 
+@pytest.mark.shows("ISA-63")
 def test_a_long_setting_costs_no_more_than_its_beginning():
-    "ISA-63: a list of tensors from the last run, of which a few are looked at"
+    "A list of tensors from the last run, of which a few are looked at"
     class Counted:
         looked_at = 0
         def __repr__(self):
@@ -300,9 +307,10 @@ def same(kind, value, found):
     return found == value
 
 
+@pytest.mark.shows("ISA-62", "ISA-63", "ISA-64")
 @stores
 def test_a_run_can_be_read_without_this_library(kind, tmp_path):
-    "ISA-62, ISA-63, ISA-64: what was trained, with which callbacks and settings, per fit, epoch and batch"
+    "What was trained, with which callbacks and settings, per fit, epoch and batch"
     path = tmp_path / f"new folder/runs{kind}"
     trainer = make_trainer([MomentumTrainCB(0.9), MetricsCB(show=False), TrackingCB(path, "first try")])
     trainer.fit(2, lr=0.05)
@@ -324,9 +332,10 @@ ODD_NAMES = ['a "quoted" name', "semi;colon -- drop table", "Größe 📏", "com
 ODD_VALUES = [1, 2**70, -0.5, 1e300, float("nan"), float("inf"), float("-inf"), True, None, "Ä, \"x\";\n📏", "half \udc80", "", [1, [2.5, None]], {"a": {"b": "ü"}}, "x" * 200_000]
 
 
+@pytest.mark.shows("ISA-65")
 @stores
 def test_odd_names_and_values_come_back(kind, tmp_path):
-    "ISA-65: no name is lost, and none stands for two"
+    "No name is lost, and none stands for two"
     write, read = STORES[kind]
     path = tmp_path / f"odd{kind}"
     names = [o for o in ODD_NAMES if not (kind == ".jsonl" and o == "table")]
@@ -371,11 +380,12 @@ names = st.text(min_size=0, max_size=6)
 cells = st.one_of(st.none(), st.booleans(), st.integers(-2**80, 2**80), st.floats(), st.text(max_size=8))
 
 
+@pytest.mark.shows("ISA-65")
 @settings_of_hypothesis(max_examples=40, deadline=None)
 @given(blocks=st.lists(st.lists(st.dictionaries(names, cells, min_size=1, max_size=4), min_size=1, max_size=3), min_size=1, max_size=3))
 @pytest.mark.parametrize("kind", STORES, ids=lambda o: o or "csv")
 def test_any_rows_are_kept(kind, blocks):
-    "ISA-65: whatever the names, as many cells come back as were written, with their values"
+    "Whatever the names, as many cells come back as were written, with their values"
     write, read = STORES[kind]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"t{kind}"
@@ -393,10 +403,11 @@ def test_any_rows_are_kept(kind, blocks):
         assert sorted(map(as_text, kept)) == sorted(map(as_text, values))
 
 
+@pytest.mark.shows("ISA-65")
 @settings_of_hypothesis(max_examples=60, deadline=None)
 @given(calls=st.lists(st.lists(st.text("aAbB #01", min_size=1, max_size=5), min_size=1, max_size=4, unique=True), min_size=2, max_size=5))
 def test_a_column_stands_for_one_name_at_any_time(calls):
-    "ISA-65: in SQLite, where capitals do not count, whatever came before"
+    "In SQLite, where capitals do not count, whatever came before"
     with tempfile.TemporaryDirectory() as folder:
         for i, call in enumerate(calls): write_sqlite(Path(folder) / "t.db", "t", [dict.fromkeys(call, i)])
         rows = read_sqlite(Path(folder) / "t.db")["t"]
@@ -444,9 +455,10 @@ for i in range(60): write(path, 't', [{'who': who, 'i': i, f'only {who} {i//20}'
 """
 
 
+@pytest.mark.shows("ISA-64")
 @pytest.mark.parametrize("kind", [".sqlite", ".jsonl"])
 def test_several_programs_may_write_to_one_file_at_the_same_time(kind, tmp_path):
-    "ISA-64: rows and new columns of all, none lost and none mixed"
+    "Rows and new columns of all, none lost and none mixed"
     path = tmp_path / f"t{kind}"
     running = [python(WRITE_MANY, path, who) for who in "abc"]
     for o in running: assert (o.communicate(timeout=120)[1], o.returncode) == ("", 0)
@@ -469,10 +481,11 @@ trainer.fit(5, valid=False, callbacks=after_batch)
 """
 
 
+@pytest.mark.shows("ISA-63")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="nothing kills like that here")
 @stores
 def test_a_killed_run_keeps_what_was_written_and_the_next_one_goes_on(kind, tmp_path):
-    "ISA-63: all complete epochs; a fit without an end was killed"
+    "All complete epochs; a fit without an end was killed"
     path = tmp_path / f"runs{kind}"
     killed = python(KILLED, path)
     killed.communicate(timeout=120)
@@ -491,10 +504,11 @@ def test_a_killed_run_keeps_what_was_written_and_the_next_one_goes_on(kind, tmp_
 ENDS = {"CancelFitException": CancelFitException("enough"), "KeyboardInterrupt": KeyboardInterrupt(), "ValueError": ValueError("bad batch"), "stopped": None}
 
 
+@pytest.mark.shows("ISA-63")
 @stores
 @pytest.mark.parametrize("outcome", ENDS)
 def test_a_fit_that_is_cut_short_is_written_as_far_as_it_came(outcome, kind, tmp_path):
-    "ISA-63: the batches of the unfinished epoch too, and how it ended"
+    "The batches of the unfinished epoch too, and how it ended"
     class EndCB:
         order = 30
         def cleanup_epoch(self, trainer): # Before the metrics write their rows of this pass
@@ -513,9 +527,10 @@ def test_a_fit_that_is_cut_short_is_written_as_far_as_it_came(outcome, kind, tmp
     assert len(tables["batch_stats"]) == len(trainer.history.batches) >= 7
 
 
+@pytest.mark.shows("ISA-63")
 @stores
 def test_what_other_callbacks_log_is_included_also_when_it_comes_late(kind, tmp_path):
-    "ISA-63: per batch what anybody writes; per epoch too"
+    "Per batch what anybody writes; per epoch too"
     class GradNormCB:
         order = 20
         def before_epoch(self, trainer): self.norms, self.numbers = [], []
@@ -538,8 +553,8 @@ def test_what_other_callbacks_log_is_included_also_when_it_comes_late(kind, tmp_
     assert float(late["hardest"]) == pytest.approx(max(expected[5:8])) and late["note"] == "übrigens"
 
 
+@pytest.mark.shows("ISA-65")
 def test_a_column_called_run_keeps_its_value_beside_ours(tmp_path):
-    "ISA-65"
     class RunCB:
         order = 20
         def cleanup_epoch(self, trainer): trainer.history.write(run="mine", run_=2, table=3)
@@ -550,8 +565,9 @@ def test_a_column_called_run_keeps_its_value_beside_ours(tmp_path):
     assert (row["run"], row["run__"], row["run_"], row["table_"]) == (trainer.TrackingCB.run, "mine", 2, 3)
 
 
+@pytest.mark.shows("ISA-64")
 def test_runs_have_numbers_of_their_own():
-    "ISA-64: one for each trainer, whoever shares the callback, and the same for its second fit"
+    "One for each trainer, whoever shares the callback, and the same for its second fit"
     cb, trainers = TrackingCB(), []
     for _ in range(2):
         trainers.append(make_trainer([BasicTrainCB(), cb]))
@@ -658,13 +674,15 @@ def test_writing_changes_no_weight_and_no_random_number(kind, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
+@pytest.mark.shows("ISA-56")
 def test_inside_a_batch_nothing_is_written_or_read(tmp_path):
-    "ISA-56: the callback answers no event of a batch at all"
+    "The callback answers no event of a batch at all"
     assert [o for o in EVENTS if hasattr(TrackingCB, o)] == ["before_fit", "log", "cleanup_fit"]
 
 
+@pytest.mark.shows("ISA-64")
 def test_runs_can_be_compared_in_sql(tmp_path):
-    "ISA-64: one file, several experiments"
+    "One file, several experiments"
     path = tmp_path / "runs.db"
     for momentum in (0.1, 0.5, 0.9): make_trainer([MomentumTrainCB(momentum), MetricsCB(show=False), TrackingCB(path, f"m{momentum}")]).fit(2)
     with closing(sqlite3.connect(path)) as db:
@@ -674,8 +692,8 @@ def test_runs_can_be_compared_in_sql(tmp_path):
 
 # The summary of callbacks
 
+@pytest.mark.shows("ISA-40", "ISA-41")
 def test_the_summary_of_three_callbacks_has_eight_rows_in_order():
-    "ISA-40, ISA-41"
     trainer = make_trainer([BasicTrainCB(), DeviceCB(), OneBatchCB()])
     table = trainer.summarize_callbacks()
     assert [(row["step"], row["callback"]) for row in table.rows] == [
@@ -696,8 +714,9 @@ def spy(diary, cls, *args, **kwargs):
     return made(*args, **kwargs)
 
 
+@pytest.mark.shows("ISA-40")
 def test_the_summary_is_in_the_order_in_which_things_really_run():
-    "ISA-40: first of all the first calls, in a fit of one epoch with both passes"
+    "First of all the first calls, in a fit of one epoch with both passes"
     diary = []
     watch = type("WatchCB", (), {event: lambda self, trainer: None for event in EVENTS})
     late = type("LateCB", (), {"order": 60, **{event: lambda self, trainer: None for event in EVENTS}, "after_batch": lambda self, trainer: trainer.write_measured(score=1)})
@@ -708,16 +727,16 @@ def test_the_summary_is_in_the_order_in_which_things_really_run():
     assert {row["step"] for row in table.rows} == set(EVENTS)
 
 
+@pytest.mark.shows("ISA-40")
 def test_a_summary_needs_no_fit_and_changes_nothing():
-    "ISA-40"
     trainer = make_trainer([BasicTrainCB(), OneBatchCB()])
     before = str(trainer.summarize_callbacks())
     trainer.fit(2)
     assert str(trainer.summarize_callbacks()) == before and trainer.n_updates == 1
 
 
+@pytest.mark.shows("ISA-40", "ISA-44")
 def test_the_summary_says_who_is_replaced_and_who_sees_which_pass():
-    "ISA-40, ISA-44"
     class StepCB:
         @replaces
         def step(self, trainer): "Do nothing at all"
@@ -752,8 +771,8 @@ class WarmTrainer(Trainer):
     def warm_up(self): pass
 
 
+@pytest.mark.shows("ISA-40", "MIN-02")
 def test_a_trainer_with_methods_and_events_of_its_own_is_in_the_summary():
-    "ISA-40, MIN-02"
     class WarmCB:
         def after_warning(self, trainer): "Blink"
         def before_warm_up(self, trainer): "Light the fire"
@@ -794,9 +813,10 @@ def test_the_table_of_state_has_what_a_trainer_has_while_it_trains():
     assert trainer.LookCB.missing == [] and set(trainer.LookCB.public) <= set(STATE)
 
 
+@pytest.mark.shows("ISA-110")
 @pytest.mark.parametrize("obj", [Trainer.one_batch, BasicTrainCB, with_cbs, DeviceCB, Trainer._fit, MomentumTrainCB.zero_grad], ids=lambda o: o.__qualname__)
 def test_source_is_that_of_the_library_itself(obj):
-    "ISA-110: line by line as it stands in the file"
+    "Line by line as it stands in the file"
     shown = repr(show_source(obj)).splitlines()
     written = [line.strip() for line in Path(inspect.getsourcefile(inspect.unwrap(obj))).read_text().splitlines()]
     start = next(i for i in range(len(written)) if written[i:i + len(shown)] == [line.strip() for line in shown])
@@ -804,8 +824,8 @@ def test_source_is_that_of_the_library_itself(obj):
     assert any(re.match(rf"(def|class) {obj.__name__}\b", line) for line in shown)
 
 
+@pytest.mark.shows("ISA-110")
 def test_source_shows_the_decorator_and_not_its_inside():
-    "ISA-110"
     lines = repr(show_source(Trainer.one_batch)).splitlines()
     assert lines[0] == "@with_cbs('batch', CancelBatchException)" and lines[1].startswith("def one_batch(self)")
     assert show_source(Trainer.one_batch)._repr_markdown_() == "```python\n" + "\n".join(lines) + "\n```"
@@ -818,8 +838,9 @@ def run_demo(*options):
     return subprocess.run([sys.executable, "-m", "isaac_loop", *options], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.shows("F130")
 def test_the_demo_learns_to_read_digits_and_shows_its_parts(tmp_path):
-    "F130: the table, the callbacks, and a plot that is there"
+    "The table, the callbacks, and a plot that is there"
     done = run_demo("--epochs", "10", "--plot", str(tmp_path / "new folder" / "loss.png"))
     assert done.returncode == 0 and done.stderr == ""
     table, callbacks = done.stdout.split("What ran at each step:")

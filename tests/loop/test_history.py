@@ -193,8 +193,9 @@ def test_a_saved_history_is_a_tensor_for_each_column_and_lists_of_earlier_versio
         assert again.batches["batch"][3:] == [0, 1, 3, 2, 4] and again.batches["loss"][3:] == [3., 2., 1., 0.5, 0.25]
 
 
+@pytest.mark.shows("AIT-70")
 def test_a_wrong_column_or_a_missing_value_of_a_batch_is_an_error():
-    "AIT-70: as for epochs: the near name; and values are never quietly dropped"
+    "As for epochs: the near name; and values are never quietly dropped"
     record = BatchRecord()
     record.write(0, 0, True, [0, 1], loss=[2.0, 1.0])
     with pytest.raises(LookupError, match="Did you mean `loss`"): record["los"]

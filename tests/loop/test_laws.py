@@ -96,8 +96,9 @@ def test_weights_are_those_of_the_loop_by_hand_with_a_shuffling_loader_and_worke
     assert same(ours, theirs)
 
 
+@pytest.mark.shows("ISA-04")
 def test_a_second_fit_starts_with_a_fresh_optimizer_and_can_keep_the_old_one():
-    "ISA-04: fresh by default, as by hand; `keep_opt=True` is one long run by hand"
+    "Fresh by default, as by hand; `keep_opt=True` is one long run by hand"
     dls = make_loaders(0)
     for keep in (False, True):
         ours = MODELS["linear"]()
@@ -177,10 +178,11 @@ def test_any_bundle_of_watchers_changes_nothing(names, seed, opt):
     assert states[0][2:] == states[1][2:]
 
 
+@pytest.mark.shows("ISA-58")
 @settings(max_examples=25, deadline=None)
 @given(momentum=st.floats(0, 0.95), lr=st.floats(1e-4, 0.05), seed=st.integers(0, 50))
 def test_momentum_is_the_momentum_of_sgd(momentum, lr, seed):
-    "ISA-58: scaling old gradients equals PyTorch's own momentum, up to rounding"
+    "Scaling old gradients equals PyTorch's own momentum, up to rounding"
     dls = make_loaders(seed)
     ours = MODELS["linear"]().double()
     theirs = copy.deepcopy(ours)
@@ -191,8 +193,9 @@ def test_momentum_is_the_momentum_of_sgd(momentum, lr, seed):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.shows("ISA-05", "ISA-06", "ISA-21")
 def test_epochs_validate_without_gradients_and_in_the_right_mode():
-    "ISA-05, ISA-06, ISA-21: the pass decides mode and gradients, and epoch events come once for each pass"
+    "The pass decides mode and gradients, and epoch events come once for each pass"
     seen = []
 
     class ModeCB:
@@ -209,9 +212,9 @@ def test_epochs_validate_without_gradients_and_in_the_right_mode():
     assert trainer.training is True, "between fits it tells the model's mode"
 
 
+@pytest.mark.shows("ISA-03")
 @pytest.mark.parametrize("train, valid", [(True, False), (False, True)])
 def test_fit_can_leave_out_a_pass(train, valid):
-    "ISA-03"
     seen = set()
 
     def before_epoch(trainer): seen.add(trainer.training)
@@ -230,8 +233,9 @@ def test_validating_leaves_the_optimizer_alone():
     assert trainer.opt is opt
 
 
+@pytest.mark.shows("MIN-04")
 def test_the_user_may_bring_an_optimizer():
-    "MIN-04: `opt_func=None`"
+    "`opt_func=None`"
     dls = make_loaders(0)
     ours = MODELS["linear"]()
     theirs = copy.deepcopy(ours)
@@ -242,8 +246,9 @@ def test_the_user_may_bring_an_optimizer():
     assert same(ours, theirs)
 
 
+@pytest.mark.shows("MIN-04")
 def test_a_subclass_can_have_a_rate_of_its_own():
-    "MIN-04: a default rate on the trainer"
+    "A default rate on the trainer"
     class Fast(Trainer):
         def fit(self, n_epochs=3, lr=0.5, **kwargs): super().fit(n_epochs, lr, **kwargs)
     trainer = Fast(make_loaders(0), F.cross_entropy, optim.SGD, MODELS["linear"](), BasicTrainCB())
@@ -251,8 +256,9 @@ def test_a_subclass_can_have_a_rate_of_its_own():
     assert trainer.opt.param_groups[0]["lr"] == trainer.lr == 0.5
 
 
+@pytest.mark.shows("ISA-02")
 def test_no_callback_means_that_nothing_is_trained():
-    "ISA-02: every action comes from a callback"
+    "Every action comes from a callback"
     model = MODELS["conv with batch norm"]()
     before = copy.deepcopy(model)
     trainer = Trainer(make_loaders(0), F.cross_entropy, optim.SGD, model, None)

@@ -40,8 +40,9 @@ def make_trainer(*callbacks, n=4, cls=Trainer):
 
 # Messages
 
+@pytest.mark.shows("AIT-18")
 def test_messages_go_through_the_trainer():
-    "AIT-18: one that stays, one that is taken, one for an epoch only, one that is overwritten; the reader knows no writer"
+    "One that stays, one that is taken, one for an epoch only, one that is overwritten; the reader knows no writer"
     class WriterCB:
         "Leaves messages"
         def before_fit(self, trainer): trainer.kept, trainer.mail = "for good", []
@@ -66,8 +67,9 @@ def test_messages_go_through_the_trainer():
     assert trainer.kept == "for good" and trainer.newest == 3 and not hasattr(trainer, "of_this_epoch") and trainer.mail == []
 
 
+@pytest.mark.shows("AIT-18", "PTA-01")
 def test_a_message_that_nobody_wrote_is_an_error_that_says_who_should_have():
-    "AIT-18, PTA-01: read before it is written, it is no silent None"
+    "Read before it is written, it is no silent None"
     def before_batch(trainer): trainer.loss  # noqa: B018
     with pytest.raises(AttributeError, match="`trainer.loss` does not exist yet. It is written by the step `get_loss`"): make_trainer(before_batch).fit(1)
     def after_batch(trainer): trainer.mial  # noqa: B018
@@ -76,8 +78,9 @@ def test_a_message_that_nobody_wrote_is_an_error_that_says_who_should_have():
     with pytest.raises(AttributeError, match="no attribute and no callback `mial`"): trainer.fit(1)
 
 
+@pytest.mark.shows("PTA-03", "PTA-17")
 def test_an_event_of_ones_own_takes_arguments():
-    "PTA-03, PTA-17: whoever has the method gets them, the others are skipped"
+    "Whoever has the method gets them, the others are skipped"
     class Shouting(Trainer):
         events = ("shout",)
     said = []
@@ -112,9 +115,10 @@ class MeasuresCB:
     def cleanup_fit(self, trainer): self.closed = True
 
 
+@pytest.mark.shows("SON-02", "SON-04", "SON-08", "SON-32")
 @pytest.mark.parametrize("ending", [None, CancelFitException(), ValueError()])
 def test_a_callback_of_a_class_is_called_at_each_step(ending):
-    "SON-02, SON-04, SON-08, SON-32: with the averages at every second batch and at the last, and closed after any end"
+    "With the averages at every second batch and at the last, and closed after any end"
     def after_epoch(trainer):
         if ending is not None and trainer.epoch == 1: raise ending
     losses = []
@@ -128,8 +132,9 @@ def test_a_callback_of_a_class_is_called_at_each_step(ending):
     for epoch, batch, mean in cb.seen: assert mean.item() == pytest.approx(sum(losses[:epoch*5+batch+1])/(epoch*5+batch+1), rel=1e-5)
 
 
+@pytest.mark.shows("SON-18")
 def test_a_callback_may_do_its_work_and_leave():
-    "SON-18: it predicts the seconds of an epoch from its first batches, removes itself, and the one behind it misses nothing"
+    "It predicts the seconds of an epoch from its first batches, removes itself, and the one behind it misses nothing"
     clock = iter(range(0, 1000, 3))
     class EstimateCB:
         def __init__(self, n): self.n = n
@@ -149,8 +154,9 @@ def test_a_callback_may_do_its_work_and_leave():
     assert [type(o) for o in trainer.callbacks] == [BasicTrainCB, BehindCB]
 
 
+@pytest.mark.shows("SON-11")
 def test_every_batch_that_is_meant_is_recorded_and_no_other():
-    "SON-11: a recorder for every third batch has those and not their complement"
+    "A recorder for every third batch has those and not their complement"
     class EveryCB(RecorderCB):
         on_valid = False
         def after_batch(self, trainer):
@@ -163,8 +169,9 @@ def test_every_batch_that_is_meant_is_recorded_and_no_other():
 
 # A report
 
+@pytest.mark.shows("AIT-76")
 def test_a_report_of_predictions_after_each_epoch_and_at_the_end():
-    "AIT-76: when it began, the number of each epoch, predictions for the validation rows, and in the end for rows nobody trained on; training takes no notice"
+    "When it began, the number of each epoch, predictions for the validation rows, and in the end for rows nobody trained on; training takes no notice"
     test = make_batches(3)
     class ReportCB:
         "Keeps what it would print"
@@ -184,8 +191,9 @@ def test_a_report_of_predictions_after_each_epoch_and_at_the_end():
         assert torch.equal(trainer.ReportCB.lines[-1][1], torch.cat([trainer.model(x) for x, _ in test]))
 
 
+@pytest.mark.shows("PTA-23")
 def test_progress_is_told_for_training_and_for_an_evaluation_alone():
-    "PTA-23: a header when the first row comes, a row for each epoch, and the same for a run that only evaluates"
+    "A header when the first row comes, a row for each epoch, and the same for a run that only evaluates"
     trainer = make_trainer(MetricsCB(), ProgressCB("plain"))
     for kwargs, column in ((dict(), "train_loss"), (dict(train=False), "valid_loss")):
         with redirect_stdout(io.StringIO()) as out: trainer.fit(2, **kwargs)
@@ -196,8 +204,9 @@ def test_progress_is_told_for_training_and_for_an_evaluation_alone():
 
 # The history
 
+@pytest.mark.shows("PTA-40")
 def test_the_history_answers_what_others_ask_of_theirs():
-    "PTA-40: names, all values, the newest, one more value, the number of the epoch, deleting, beginning anew; a number that is not there is an error"
+    "Names, all values, the newest, one more value, the number of the epoch, deleting, beginning anew; a number that is not there is an error"
     trainer = make_trainer(MetricsCB(show=False))
     trainer.fit(3)
     history = trainer.history
@@ -224,8 +233,8 @@ class ListHistory(History):
         self.told.append(set(columns))
 
 
+@pytest.mark.shows("PTA-40")
 def test_another_class_of_history_may_take_its_place():
-    "PTA-40"
     trainer = make_trainer(MetricsCB(show=False))
     trainer.history = ListHistory()
     trainer.fit(1)
@@ -234,8 +243,9 @@ def test_another_class_of_history_may_take_its_place():
 
 # Training with many options
 
+@pytest.mark.shows("PTA-45", "PTA-47")
 def test_all_options_of_training_together():
-    "PTA-45, PTA-47: a number of updates, accumulation, clipping, a schedule made from the trainer's counts, options of loaders; each is one callback or argument"
+    "A number of updates, accumulation, clipping, a schedule made from the trainer's counts, options of loaders; each is one callback or argument"
     rows = list(zip(torch.randn(30, 3), torch.randn(30, 1)))
     made = []
     def schedule(opt, trainer):
@@ -268,8 +278,9 @@ def test_half_precision_leaves_an_own_way_of_stepping_alone():
         assert trainer.n_steps == expected and trainer.n_updates == 4
 
 
+@pytest.mark.shows("PTA-31")
 def test_the_best_average_is_measured_and_kept():
-    "PTA-31: validation measures the average, other metrics included, and the best of it ends in the model"
+    "Validation measures the average, other metrics included, and the best of it ends in the model"
     class HitsMetric:
         def reset(self): self.x = []
         def update(self, preds, targets): self.x.append(preds.mean())

@@ -101,10 +101,10 @@ class Weighed(nn.Module):
     def forward(self, x, scale): return self.net(x * scale[:, None, None, None])
 
 
+@pytest.mark.shows("MIN-03")
 @over_seeds
 @pytest.mark.parametrize("opt_func", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_several_inputs_and_targets_train_as_by_hand(seed, opt_func):
-    "MIN-03"
     rows = [(x, torch.rand(len(x)), y, torch.rand(len(x))) for x, y in make_rows(seed)]
     ours, theirs = twins(Weighed, seed)
     def loss_func(preds, y, weight): return (F.cross_entropy(preds, y, reduction="none") * weight).mean()
@@ -121,10 +121,11 @@ def test_several_inputs_and_targets_train_as_by_hand(seed, opt_func):
     assert same(ours, theirs)
 
 
+@pytest.mark.shows("ISA-17")
 @over_seeds
 @pytest.mark.parametrize("style", ["mapping", "split"])
 def test_batches_of_dicts_train_as_by_hand(seed, style):
-    "ISA-17: the order of a mapping, or names in `split`"
+    "The order of a mapping, or names in `split`"
     rows = make_rows(seed)
     dicts = [dict(image=x, label=y) if style == "mapping" else dict(label=y, other="text", image=x) for x, y in rows]
     ours, theirs = twins(mlp, seed)
@@ -168,10 +169,11 @@ class Hits:
     def compute(self): return self.hits / self.n
 
 
+@pytest.mark.shows("ISA-118", "AIT-68", "SON-30")
 @over_seeds
 @pytest.mark.parametrize("opt_func", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_model_that_returns_its_loss_trains_as_by_hand_and_can_be_measured_and_asked(seed, opt_func):
-    "ISA-118, AIT-68, SON-30: as models of Hugging Face do"
+    "As models of Hugging Face do"
     rows = [dict(pixel_values=x, labels=y) for x, y in make_rows(seed)]
     ours, theirs = twins(OwnLoss, seed)
 
@@ -229,12 +231,13 @@ def sam_by_hand(model, rows, opt_func, n_epochs, lr, rho, weight=0.):
     return first
 
 
+@pytest.mark.shows("F052")
 @over_seeds
 @pytest.mark.parametrize("make", [mlp, conv])
 @pytest.mark.parametrize("opt_func", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("weight", [0., 0.1], ids=["alone", "with a gradient penalty"])
 def test_sam_is_the_loop_by_hand_also_with_dropout_batch_norm_and_a_penalty(seed, make, opt_func, weight):
-    "F052: and what is recorded is the loss of the first round"
+    "And what is recorded is the loss of the first round"
     rows = make_rows(seed)
     ours, theirs = twins(make, seed)
     extra, first = [odd("GradientPenaltyCB")(weight)] if weight else [], []
@@ -285,10 +288,10 @@ def gan_by_hand(model, rows, n_epochs, lr, n_batches=None):
             done += 1
 
 
+@pytest.mark.shows("MIN-02", "MIN-04", "F053")
 @over_seeds
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_gan_with_two_named_optimizers_is_the_loop_by_hand(seed, watched):
-    "MIN-02, MIN-04, F053"
     rows = make_rows(seed)
     ours, theirs = twins(Players, seed)
     trainer = odd("GANTrainer")(DataLoaders(rows), None, None, ours, watchers() if watched else None)
@@ -354,10 +357,11 @@ def accumulating(model, rows, n, *callbacks, **kwargs):
     return Trainer(DataLoaders(rows), F.cross_entropy, opt_func, model, [*callbacks, BasicTrainCB(), own("AccumulateCB")(n)], **kwargs)
 
 
+@pytest.mark.shows("F023", "F024")
 @settings(max_examples=30, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=7), n=st.integers(1, 5), seed=st.integers(0, 50))
 def test_accumulation_is_the_loop_by_hand_and_the_big_batch(sizes, n, seed):
-    "F023, F024: whatever the sizes of batches and of the last window"
+    "Whatever the sizes of batches and of the last window"
     rows = [(x.double(), y) for x, y in make_rows(seed, sizes)]
     ours, theirs = twins(lambda: linear().double(), seed)
     big = copy.deepcopy(ours)
@@ -423,10 +427,11 @@ def test_a_stream_carries_its_open_window_into_the_next_epoch():
 
 # The other callbacks of the first page
 
+@pytest.mark.shows("ISA-39")
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 100), opt=st.sampled_from(sorted(OPTIMIZERS)))
 def test_the_watcher_changes_nothing(seed, opt):
-    "ISA-39: a callback without any base class"
+    "A callback without any base class"
     rows = make_rows(seed)
     plain, watched = twins(mlp, seed)
     watcher = own("GainCB")()
@@ -478,10 +483,11 @@ def test_patience_stops_where_a_count_by_hand_does_and_the_last_row_is_written(v
 
 # Teacher, top layer first, pieces
 
+@pytest.mark.shows("F055")
 @over_seeds
 @pytest.mark.parametrize("decay", [0., 0.9])
 def test_the_mean_teacher_is_the_loop_by_hand_and_validates_with_the_teacher(seed, decay):
-    "F055: and who records the loss records all of it, wherever it was added"
+    "And who records the loss records all of it, wherever it was added"
     rows, recorded = make_rows(seed), []
     ours, theirs = twins(linear, seed)
     first = RecorderCB(whole=lambda trainer: trainer.loss)
@@ -508,9 +514,9 @@ def test_the_mean_teacher_is_the_loop_by_hand_and_validates_with_the_teacher(see
     assert trainer.history.latest("valid_loss") == pytest.approx(sum(losses) / 22)
 
 
+@pytest.mark.shows("ISA-118", "F049")
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_after_the_top_layer_was_trained_first_nothing_stays_frozen(error):
-    "ISA-118, F049"
     model, before = twins(mlp, 0)
     seen = []
 
@@ -527,17 +533,17 @@ def test_after_the_top_layer_was_trained_first_nothing_stays_frozen(error):
 
 # Diffusion
 
+@pytest.mark.shows("ISA-116")
 def test_dreambooth_is_one_subclass_with_six_methods():
-    "ISA-116"
     cls = diffusion("DreamBoothCB")
     assert cls.__bases__[0].__name__ == "BasicTrainCB"
     assert {o for o in vars(cls) if o in EVENTS} == {"before_fit", "before_batch", "predict", "get_loss", "backward", "zero_grad"}
 
 
+@pytest.mark.shows("ISA-116")
 @over_seeds
 @pytest.mark.parametrize("prior_weight", [0., 0.5])
 def test_dreambooth_is_the_loop_by_hand(seed, prior_weight):
-    "ISA-116"
     g = torch.Generator().manual_seed(seed)
     rows = [(torch.randn(4, 1, 8, 8, generator=g), torch.randint(0, 12, (4, 2), generator=g), torch.randn(4, 1, 8, 8, generator=g),
              torch.randint(0, 12, (4, 2), generator=g)) for _ in range(3)]
@@ -606,8 +612,9 @@ class SeedDreamBoothCB(AccelerateCB):
     def zero_grad(self, trainer): trainer.opt.zero_grad(set_to_none=True)
 
 
+@pytest.mark.shows("ISA-78", "ISA-80", "ISA-116")
 def test_the_dreambooth_class_of_the_old_library_trains_as_the_loop_by_hand():
-    "ISA-78, ISA-80, ISA-116: alone it does all steps, after the transforms of images and words, and its cleanup finds nothing to undo"
+    "Alone it does all steps, after the transforms of images and words, and its cleanup finds nothing to undo"
     from accelerate.state import AcceleratorState
     words = {"a dog": 1., "my dog": 2.}
     def to_number(given): return torch.tensor([words[o] for o in given]).reshape(-1, 1)

@@ -30,27 +30,27 @@ def teller(name, seen, order=0):
     return SimpleNamespace(name=name, order=order, before_fit=lambda t: seen.append(name), cleanup_fit=lambda t: seen.append(f"cleanup {name}"))
 
 
+@pytest.mark.shows("ISA-09", "ISA-10")
 @pytest.mark.parametrize("names", list(itertools.permutations("abcd")))
 def test_ties_keep_the_order_of_adding_and_cleanups_are_reversed(names):
-    "ISA-09, ISA-10"
     seen = []
     trainer_with(*[teller(o, seen) for o in names]).fit(0)
     assert seen == [*names, *(f"cleanup {o}" for o in reversed(names))]
 
 
+@pytest.mark.shows("AIT-14", "AIT-13")
 @given(st.lists(st.sampled_from([-3, 0, 0.5, 7, Order.RECORD, Order.LAST]), max_size=8))
 def test_callbacks_are_sorted_by_order_and_stable(orders):
-    "AIT-14, AIT-13"
     seen = []
     trainer_with(*[teller(f"cb{i}", seen, o) for i, o in enumerate(orders)]).fit(0)
     expected = [f"cb{i}" for i, _ in sorted(enumerate(orders), key=lambda o: o[1])]
     assert seen == [*expected, *(f"cleanup {o}" for o in reversed(expected))]
 
 
+@pytest.mark.shows("SON-18")
 @pytest.mark.parametrize("event", ["before_fit", "before_epoch", "before_batch", "predict", "after_batch", "cleanup_batch"])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_one_that_leaves_skips_nobody_and_gets_its_cleanups(event, position):
-    "SON-18"
     seen = []
 
     def leaves(name): return lambda t: (seen.append((event, name)), t.remove_callback("leaver"))[0]
@@ -108,17 +108,17 @@ def module():
     return m
 
 
+@pytest.mark.shows("ISA-11", "F008", "NEMO-06", "SON-05")
 @pytest.mark.parametrize("duck, said", [(PlainCB(), "instance"), (DataCB(), "dataclass"), (module(), "module"), (before_fit, "function"),
                                         (SimpleNamespace(before_fit=lambda t: CALLED.append("namespace")), "namespace")], ids=lambda o: str(o)[:20])
 def test_any_duck_is_a_callback(duck, said):
-    "ISA-11, F008, NEMO-06, SON-05"
     CALLED.clear()
     trainer_with(duck).fit(0)
     assert CALLED == [said]
 
 
+@pytest.mark.shows("F010")
 def test_on_train_and_on_valid_switch_a_callback_off_for_a_kind_of_pass():
-    "F010"
     seen = []
     for name, options in (("train", dict(on_valid=False)), ("valid", dict(on_train=False))):
         cb = SimpleNamespace(before_epoch=lambda t: seen.append(t.training), before_fit=lambda t: seen.append("fit"), **options)
@@ -127,8 +127,8 @@ def test_on_train_and_on_valid_switch_a_callback_off_for_a_kind_of_pass():
         assert seen == ["fit", name == "train"]
 
 
+@pytest.mark.shows("ISA-31 to ISA-37")
 def test_groups_bring_their_members_along_and_take_them_away():
-    "ISA-31 to ISA-37"
     a, b = PlainCB(), DataCB()
     inner = SimpleNamespace(name="inner", callbacks=[b])
     group = SimpleNamespace(name="group", callbacks=[a, inner], before_fit=lambda t: CALLED.append("group"))
@@ -142,16 +142,16 @@ def test_groups_bring_their_members_along_and_take_them_away():
     assert trainer.callbacks == [] and "PlainCB" not in dir(trainer)
 
 
+@pytest.mark.shows("ISA-33")
 def test_force_replaces_the_callback_of_the_same_name():
-    "ISA-33"
     old, new = PlainCB(), PlainCB()
     trainer = trainer_with(old)
     trainer.add_callback(new, force=True)
     assert trainer.callbacks == [new] and trainer.PlainCB is new
 
 
+@pytest.mark.shows("AIT-13")
 def test_two_of_one_class_live_together_under_different_names():
-    "AIT-13"
     a, b = PlainCB(), PlainCB()
     b.name = "other"
     trainer = trainer_with(a, b)

@@ -1,6 +1,6 @@
 """Set-up methods and the signatures they give to subclasses, checked against what Python really accepts.
 
-Requirements ISA-83 to ISA-93. The chains of subclasses are drawn at random: some classes are decorated and some are not,
+The chains of subclasses are drawn at random: some classes are decorated and some are not,
 some pass `**kwargs` on and some end the chain, some declare an argument anew. What a class should take is worked out
 here by a plain merge of dicts, and each signature is then tried by calling it.
 """
@@ -53,8 +53,9 @@ def momentum_trainer():
 
 # `subclassing_method`
 
+@pytest.mark.shows("ISA-83")
 def test_subclassing_method_runs_once_at_the_end_of_construction():
-    "ISA-83: the trainer is complete by then, and what it adds comes after the callbacks of the caller"
+    "The trainer is complete by then, and what it adds comes after the callbacks of the caller"
     calls = []
 
     class Ours(Trainer):
@@ -73,30 +74,33 @@ def test_subclassing_method_runs_once_at_the_end_of_construction():
     assert [type(o) for o in trainer.callbacks] == [BasicTrainCB, DeviceCB]
 
 
+@pytest.mark.shows("ISA-83")
 def test_a_plain_trainer_needs_no_subclassing_method():
-    "ISA-83: on `Trainer` itself it does nothing"
+    "On `Trainer` itself it does nothing"
     trainer = Trainer(*trainer_parts(), BasicTrainCB())
     assert [type(o) for o in trainer.callbacks] == [BasicTrainCB]
 
 
 # The signatures that the tutorial prints
 
+@pytest.mark.shows("ISA-87", "ISA-86")
 def test_the_trainer_prints_its_own_signature(momentum_trainer):
-    "ISA-87, ISA-86: also after a subclass was decorated"
+    "Also after a subclass was decorated"
     assert signature(momentum_trainer) != signature(Trainer)
     assert signature(Trainer) == TRAINER_SIGNATURE
     assert not hasattr(Trainer.__init__, "__signature__")
 
 
+@pytest.mark.shows("ISA-84", "ISA-88")
 def test_the_momentum_trainer_of_the_tutorial_prints_its_arguments(momentum_trainer):
-    "ISA-84, ISA-88"
     assert signature(momentum_trainer) == "(self, dls, loss_func, opt_func, model, callbacks, momentum=0.85)"
     assert str(inspect.signature(momentum_trainer)) == "(dls, loss_func, opt_func, model, callbacks, momentum=0.85)"
 
 
+@pytest.mark.shows("ISA-89")
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 def test_the_momentum_trainer_trains_like_a_trainer_with_its_callbacks(momentum_trainer, momentum):
-    "ISA-89: same weights, bit for bit, whether the argument is given by name or by position"
+    "Same weights, bit for bit, whether the argument is given by name or by position"
     dls, loss_func, opt_func, model = trainer_parts()
     models = [copy.deepcopy(model) for _ in range(3)]
     momentum_trainer(dls, loss_func, opt_func, models[0], None, momentum=momentum).fit(2, lr=0.1)
@@ -108,8 +112,9 @@ def test_the_momentum_trainer_trains_like_a_trainer_with_its_callbacks(momentum_
 
 # Chains of subclasses, one by one
 
+@pytest.mark.shows("ISA-85")
 def test_the_whole_chain_is_followed_through_an_undecorated_class():
-    "ISA-85: three generations, the middle one undecorated"
+    "Three generations, the middle one undecorated"
     @init_delegates()
     class First(Trainer):
         def subclassing_method(self, momentum=0.85, **kwargs):
@@ -135,8 +140,9 @@ def test_the_whole_chain_is_followed_through_an_undecorated_class():
     assert (second.momentum, second.clip) == (0.3, 2.0)
 
 
+@pytest.mark.shows("ISA-85")
 def test_a_class_that_passes_nothing_on_shows_only_what_it_takes():
-    "ISA-85: without `**kwargs` the parents' arguments cannot be given, so they are not shown"
+    "Without `**kwargs` the parents' arguments cannot be given, so they are not shown"
     @init_delegates()
     class First(Trainer):
         def subclassing_method(self, momentum=0.85): self.momentum = momentum
@@ -153,8 +159,9 @@ def test_a_class_that_passes_nothing_on_shows_only_what_it_takes():
     with pytest.raises(TypeError, match="`Second` got the keyword `momentum`"): Second(*trainer_parts(), None, momentum=0.1)
 
 
+@pytest.mark.shows("ISA-85")
 def test_a_mixin_belongs_to_the_chain():
-    "ISA-85: the chain is Python's own order of classes"
+    "The chain is Python's own order of classes"
     class Warmup:
         def subclassing_method(self, warmup=10, **kwargs):
             super().subclassing_method(**kwargs)
@@ -173,8 +180,9 @@ def test_a_mixin_belongs_to_the_chain():
     assert (trainer.momentum, trainer.warmup) == (0.1, 5)
 
 
+@pytest.mark.shows("ISA-84")
 def test_an_init_of_the_subclass_keeps_its_own_arguments_first():
-    "ISA-84: a subclass may also have an `__init__` that hands `**kwargs` on"
+    "A subclass may also have an `__init__` that hands `**kwargs` on"
     @init_delegates()
     class Sized(Trainer):
         def __init__(self, size, model, **kwargs):
@@ -189,8 +197,8 @@ def test_an_init_of_the_subclass_keeps_its_own_arguments_first():
     assert (trainer.size, trainer.momentum) == (3, 0.5)
 
 
+@pytest.mark.shows("ISA-86")
 def test_the_name_of_the_method_is_an_option():
-    "ISA-86"
     class Base:
         def __init__(self, model, **kwargs):
             check_keywords(type(self), kwargs, "set_up")
@@ -209,8 +217,9 @@ def test_the_name_of_the_method_is_an_option():
     with pytest.raises(TypeError, match="`Child.set_up` takes `depth`. Did you mean `depth`"): Child("m", dept=5)
 
 
+@pytest.mark.shows("ISA-90")
 def test_arguments_without_defaults_work_at_every_level():
-    "ISA-90: three levels that each require something; what comes after a default is given by name"
+    "Three levels that each require something; what comes after a default is given by name"
     @init_delegates()
     class First(Trainer):
         def subclassing_method(self, a, **kwargs):
@@ -238,8 +247,9 @@ def test_arguments_without_defaults_work_at_every_level():
         with pytest.raises(TypeError, match=f"'{missing}'"): Third(*trainer_parts(), None, **{o: 0 for o in "abd" if o != missing})
 
 
+@pytest.mark.shows("ISA-91")
 def test_annotations_are_carried_over():
-    "ISA-91: in the signature and in `__annotations__`, from every level, and not into the parent"
+    "In the signature and in `__annotations__`, from every level, and not into the parent"
     @init_delegates()
     class First(Trainer):
         def subclassing_method(self, momentum: float = 0.85, **kwargs): super().subclassing_method(**kwargs)
@@ -254,8 +264,9 @@ def test_annotations_are_carried_over():
     assert Trainer.__init__.__annotations__ == {}
 
 
+@pytest.mark.shows("ISA-92")
 def test_a_child_may_declare_a_default_anew():
-    "ISA-92: its default counts, the argument keeps its place, and the parent keeps its own default"
+    "Its default counts, the argument keeps its place, and the parent keeps its own default"
     @init_delegates()
     class First(Trainer):
         def subclassing_method(self, momentum=0.85, clip=1.0, **kwargs):
@@ -273,9 +284,9 @@ def test_a_child_may_declare_a_default_anew():
     assert (trainer.momentum, trainer.clip) == (0.1, 0.2)
 
 
+@pytest.mark.shows("ISA-93")
 @pytest.mark.parametrize("decorate", [init_delegates(), lambda cls: cls], ids=["decorated", "undecorated"])
 def test_a_misspelt_keyword_is_refused_with_the_near_name(decorate):
-    "ISA-93"
     @decorate
     class Ours(Trainer):
         def subclassing_method(self, momentum=0.85, **kwargs): super().subclassing_method(**kwargs)
@@ -286,14 +297,16 @@ def test_a_misspelt_keyword_is_refused_with_the_near_name(decorate):
     assert "`zzz`" in str(caught.value) and "takes `momentum`" in str(caught.value) and "Did you mean" not in str(caught.value)
 
 
+@pytest.mark.shows("ISA-93")
 def test_a_plain_trainer_refuses_every_keyword():
-    "ISA-93: `Trainer.subclassing_method` has `**kwargs` and takes nothing"
+    "`Trainer.subclassing_method` has `**kwargs` and takes nothing"
     with pytest.raises(TypeError, match="`Trainer` got the keyword `momentum`, which nobody takes"):
         Trainer(*trainer_parts(), None, momentum=0.9)
 
 
+@pytest.mark.shows("ISA-84")
 def test_an_argument_given_twice_or_beyond_the_last_is_refused(momentum_trainer):
-    "ISA-84: the decorated class is as strict as any function"
+    "The decorated class is as strict as any function"
     with pytest.raises(TypeError, match="`momentum` twice"): momentum_trainer(*trainer_parts(), None, 0.5, momentum=0.6)
     with pytest.raises(TypeError, match="positional"): momentum_trainer(*trainer_parts(), None, 0.5, 0.6)
     with pytest.raises(TypeError, match="callbacks"): momentum_trainer(*trainer_parts())
@@ -356,10 +369,11 @@ def make_chain(base, levels):
     return chain
 
 
+@pytest.mark.shows("ISA-84 to ISA-86", "ISA-90 to ISA-92")
 @settings(max_examples=150, deadline=None)
 @given(chains)
 def test_every_decorated_class_shows_exactly_what_it_takes(chain):
-    "ISA-84 to ISA-86, ISA-90 to ISA-92: names, defaults and annotations of any chain, also in the parents once the children exist"
+    "Names, defaults and annotations of any chain, also in the parents once the children exist"
     base, levels = chain
     before = signature(base)
     for cls, takes, decorated in make_chain(base, levels):
@@ -378,10 +392,11 @@ def test_every_decorated_class_shows_exactly_what_it_takes(chain):
     assert signature(base) == before
 
 
+@pytest.mark.shows("ISA-84", "ISA-85", "ISA-90", "ISA-92")
 @settings(max_examples=150, deadline=None)
 @given(chains, st.data())
 def test_every_value_that_fits_the_signature_arrives(chain, data):
-    "ISA-84, ISA-85, ISA-90, ISA-92: by position and by name; what is left out has the youngest default"
+    "By position and by name; what is left out has the youngest default"
     base, levels = chain
     cls, takes, _ = make_chain(base, levels)[-1]
     params = list(inspect.signature(cls.__init__).parameters.values())[3:]
@@ -394,10 +409,11 @@ def test_every_value_that_fits_the_signature_arrives(chain, data):
     assert {o: made.got[o] for o in takes} == {o: values[o] if o in given_names else takes[o]["default"] for o in takes}
 
 
+@pytest.mark.shows("ISA-85", "ISA-93")
 @settings(max_examples=100, deadline=None)
 @given(chains)
 def test_every_name_that_is_not_shown_is_refused(chain):
-    "ISA-85, ISA-93: whether decorated or not, a class takes what `delegated_parameters` says and nothing else"
+    "Whether decorated or not, a class takes what `delegated_parameters` says and nothing else"
     base, levels = chain
     for cls, takes, _ in make_chain(base, levels):
         needed = {k: 0 for k, v in takes.items() if v["required"]}
@@ -407,10 +423,11 @@ def test_every_name_that_is_not_shown_is_refused(chain):
                 with pytest.raises(TypeError, match=f"`{cls.__name__}` got the keyword `{name}`"): cls("m", [], **needed, **{name: 1})
 
 
+@pytest.mark.shows("ISA-93")
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(["momentum", "patience", "clip_value", "warmup_epochs"]), min_size=1, unique=True), st.booleans(), st.data())
 def test_a_slip_of_one_letter_is_mended_by_the_message(names, decorated, data):
-    "ISA-93: a letter left out, doubled or swapped with its neighbour"
+    "A letter left out, doubled or swapped with its neighbour"
     body = {}
     exec(f"def subclassing_method(self, {', '.join(f'{o}=0' for o in names)}): pass", {}, body)
     cls = type("Ours", (NeedsCallbacks,), body)

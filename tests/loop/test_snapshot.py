@@ -138,11 +138,12 @@ class ClosureCB:
         trainer.opt.step(closure)
 
 
+@pytest.mark.shows("ISA-68")
 @pytest.mark.parametrize("fresh", [True, False], ids=["never trained", "trained"])
 @pytest.mark.parametrize("opt_func", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS)
 def test_training_in_the_block_did_not_happen(make_model, opt_func, fresh):
-    "Every value and identity is as before, and the future is the same (ISA-68)"
+    "Every value and identity is as before, and the future is the same"
     trainer = Trainer(DataLoaders(make_batches()), F.cross_entropy, opt_func, make_model(), ClosureCB())
     if not fresh: trainer.fit(1, lr=0.01, valid=False)
     before, numbers = observe(trainer), random_states()
@@ -1226,11 +1227,12 @@ def _named_hold(n):
     return cb
 
 
+@pytest.mark.shows("ISA-68")
 @settings(max_examples=25, deadline=None)
 @given(first=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=3), inside=st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=6),
        opt=st.sampled_from([optim.Adam, functools.partial(optim.SGD, momentum=0.9)]), momentum=st.booleans())
 def test_whatever_is_done_in_the_block_changes_nothing(first, inside, opt, momentum):
-    "Any operations in any order leave no trace (ISA-68)"
+    "Any operations in any order leave no trace"
     batches = make_batches()
     steps = MomentumTrainCB() if momentum else BasicTrainCB()
     loader = DataLoader(rows(), 8, shuffle=True, generator=seeded())

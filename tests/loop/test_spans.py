@@ -140,10 +140,11 @@ CLEAN = Expected({}).run()[0]
 OUTCOMES = [ValueError, KeyboardInterrupt, SystemExit, CancelStepException, CancelBatchException, CancelEpochException, CancelFitException]
 
 
+@pytest.mark.shows("ISA-24 to ISA-29")
 @pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda o: o.__name__)
 @pytest.mark.parametrize("event", IN_EVERY_RUN)
 def test_right_things_run_in_the_right_order_and_the_right_error_comes_out(event, outcome):
-    "ISA-24 to ISA-29: every event × position × outcome × none, one or two failing cleanups"
+    "Every event × position × outcome × none, one or two failing cleanups"
     cleanup = f"cleanup_{span_of(event)}"
     for position, n_failing, other in itertools.product(NAMES, (0, 1, 2), (RuntimeError, CancelFitException, CancelStepException)):
         failing = [o for o in NAMES if (cleanup, o) != (event, position)][:n_failing]
@@ -154,9 +155,10 @@ def test_right_things_run_in_the_right_order_and_the_right_error_comes_out(event
         assert error is expected_error, (event, position, failing)
 
 
+@pytest.mark.shows("F012")
 @pytest.mark.parametrize("event", IN_EVERY_RUN)
 def test_an_error_keeps_type_and_text_and_says_whose_it_was(event):
-    "F012: the exception itself is unchanged; its note names callback, event, epoch and batch"
+    "The exception itself is unchanged; its note names callback, event, epoch and batch"
     prepared = ValueError("prepared")
     _, error = run({(event, "middle"): prepared})
     assert error is prepared and str(error) == "prepared" and error.args == ("prepared",)
@@ -213,10 +215,10 @@ def test_an_error_in_a_cleanup_beats_the_cancel_that_ended_the_span():
     assert isinstance(error, RuntimeError) and any("besides: CancelBatchException: skip" in o for o in error.__notes__)
 
 
+@pytest.mark.shows("ISA-27", "ISA-30")
 @pytest.mark.parametrize("event, cancel", [("before_epoch", CancelBatchException), ("before_fit", CancelEpochException), ("log", CancelStepException),
                                            ("cleanup_batch", CancelBatchException), ("cleanup_fit", CancelFitException), ("before_batch", CancelStepException)])
 def test_a_cancel_for_which_nothing_is_open_is_an_error_that_says_so(event, cancel):
-    "ISA-27, ISA-30"
     _, error = run({(event, "first"): cancel("too early")})
     assert type(error) is cancel
     assert any("was not open here" in o for o in error.__notes__)
@@ -266,8 +268,9 @@ def test_no_exception_is_kept_alive_by_the_trainer():
         gc.enable()
 
 
+@pytest.mark.shows("F006")
 def test_own_spans_and_events_of_a_subclass():
-    "F006: four new events for a wrapped method, one for a declared name, with extra arguments"
+    "Four new events for a wrapped method, one for a declared name, with extra arguments"
     from isaac_loop.loop.events import with_cbs
     seen = []
 
@@ -363,6 +366,6 @@ def test_updates_are_counted_between_step_and_after_step():
     assert trainer.n_updates == 0
 
 
+@pytest.mark.shows("ISA-23")
 def test_all_cancels_are_cancel_exceptions():
-    "ISA-23"
     assert all(issubclass(o, CancelException) for o in OWN_CANCEL.values())

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from isaac_loop.all import BasicTrainCB, CancelBatchException, CancelEpochException, CancelStepException, DataLoaders, MixedPrecisionCB, Order, ProfilerCB, Trainer, replaces
 
 
+@pytest.mark.shows("MIN-16")
 def test_callbacks_stand_around_the_provider_of_a_step_in_layers():
-    "Tracer, precision and another provider at once: the lowest order is the outermost layer, and nobody knows the others (MIN-16)"
+    "Tracer, precision and another provider at once: the lowest order is the outermost layer, and nobody knows the others"
     seen = []
 
     def layer(name, at):
@@ -34,8 +35,9 @@ def test_callbacks_stand_around_the_provider_of_a_step_in_layers():
     assert seen == ["outer opens", "inner opens", "step", "inner closes", "outer closes"]
 
 
+@pytest.mark.shows("MIN-12", "MIN-14", "MIN-16")
 def test_precision_and_profiler_wrap_plain_training_without_touching_it():
-    "The unfinished note's own example: tracer and mixed precision around the plain training callback (MIN-12, MIN-14, MIN-16)"
+    "The unfinished note's own example: tracer and mixed precision around the plain training callback"
     torch.manual_seed(0)
     batches, model = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(5)], nn.Linear(4, 1)
 

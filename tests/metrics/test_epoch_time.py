@@ -38,9 +38,10 @@ def run(cb, clock, *others, batches=6, n_epochs=3):
     return trainer
 
 
+@pytest.mark.shows("SON-18")
 @pytest.mark.parametrize("n", [1, 3, 5, 100])
 def test_an_estimate_after_so_many_batches(n, clock, capsys):
-    "SON-18: also if the pass has fewer"
+    "Also if the pass has fewer"
     cb = EpochTimeCB(n)
     trainer = run(cb, clock)
     assert cb.estimate == dict(batch=2, epoch=12, fit=36) and cb not in trainer.callbacks
@@ -69,8 +70,9 @@ class Counter:
     def after_batch(self, trainer): self.seen.append((trainer.training, trainer.batch_num))
 
 
+@pytest.mark.shows("SON-18")
 def test_nobody_is_skipped_when_it_leaves(clock):
-    "SON-18: the original took itself out of the list that was being walked, and the next callback missed that batch"
+    "The original took itself out of the list that was being walked, and the next callback missed that batch"
     counters = [Counter("before", Order.REPORT-1), Counter("next", Order.REPORT), Counter("last", Order.LAST)]
     run(EpochTimeCB(2, show=False), clock, *counters)
     for o in counters: assert o.seen == 3*([(True, i) for i in range(6)] + [(False, 0)]), o.name

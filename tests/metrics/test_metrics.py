@@ -75,10 +75,10 @@ def squared_errors(model, batches):
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
+@pytest.mark.shows("ISA-50", "PTA-55")
 @settings(max_examples=30, deadline=None)
 @given(train=sizes, valid=sizes)
 def test_losses_are_means_over_all_rows_however_they_are_batched(train, valid):
-    "ISA-50, PTA-55"
     trainer = make_trainer([MetricsCB(show=False)], train, valid)
     trainer.fit(1, lr=0)
     row = trainer.history[-1]
@@ -86,8 +86,9 @@ def test_losses_are_means_over_all_rows_however_they_are_batched(train, valid):
     assert row["valid_loss"] == pytest.approx(squared_errors(trainer.model, trainer.dls.valid).mean(), rel=1e-5)
 
 
+@pytest.mark.shows("ISA-49")
 def test_training_losses_are_those_before_each_step():
-    "ISA-49: weights move during a pass, and each batch counts as it was met"
+    "Weights move during a pass, and each batch counts as it was met"
     trainer = make_trainer([MetricsCB(show=False)])
     model = nn.Linear(2, 1)
     model.load_state_dict(trainer.model.state_dict())
@@ -103,8 +104,9 @@ def test_training_losses_are_those_before_each_step():
     assert trainer.history.batches["loss"][:3] == losses
 
 
+@pytest.mark.shows("ISA-56")
 def test_many_batches_are_averaged_like_few():
-    "ISA-56: losses are gathered on the device in stacks, and none is lost or counted twice at their borders"
+    "Losses are gathered on the device in stacks, and none is lost or counted twice at their borders"
     for n in (511, 512, 513, 1025):
         trainer = make_trainer([MetricsCB(show=False)], train=[1] * n, valid=[3, 1])
         trainer.fit(1, lr=0)
@@ -112,8 +114,9 @@ def test_many_batches_are_averaged_like_few():
         assert trainer.history[-1]["train_loss"] == pytest.approx(squared_errors(trainer.model, trainer.dls.train).mean(), rel=1e-5)
 
 
+@pytest.mark.shows("ISA-56")
 def test_losses_in_bfloat16_are_averaged_in_full_precision():
-    "ISA-56: in bfloat16 the sum of a thousand ones would stop at 256"
+    "In bfloat16 the sum of a thousand ones would stop at 256"
     trainer = make_trainer([MetricsCB(show=False)], train=[1] * 1000, valid=[3, 2, 1], model=nn.Linear(2, 1).bfloat16(),
                            loss_func=lambda p, t: p.sum() * 0 + (1.0 if len(t) == 1 else 0.5))
     for loader in (trainer.dls.train, trainer.dls.valid): loader[:] = [(x.bfloat16(), y.bfloat16()) for x, y in loader]
@@ -145,8 +148,9 @@ def test_a_batch_without_rows_to_count_is_an_error():
 
 # Rows
 
+@pytest.mark.shows("ISA-54", "ISA-53", "SON-11")
 def test_three_epochs_leave_three_rows_and_one_row_for_each_batch():
-    "ISA-54, ISA-53, SON-11: two losses and one metric in each row"
+    "Two losses and one metric in each row"
     trainer = make_trainer([MetricsCB(mse=MeanSquaredError(), show=False)])
     trainer.fit(3)
     assert len(trainer.history) == 3 and len(trainer.history.batches) == 3 * (3 + 2)
@@ -157,8 +161,8 @@ def test_three_epochs_leave_three_rows_and_one_row_for_each_batch():
     assert [row["epoch"] for row in trainer.history.batches] == [e for e in range(3) for _ in range(5)]
 
 
+@pytest.mark.shows("ISA-57")
 def test_without_validation_the_training_loss_is_logged():
-    "ISA-57"
     metric = RowsMetric()
     trainer = make_trainer([MetricsCB(metric, show=False), CountLogCB()])
     trainer.fit(2, valid=False)
@@ -166,8 +170,8 @@ def test_without_validation_the_training_loss_is_logged():
     assert trainer.CountLogCB.n == 2 and metric.updates == []
 
 
+@pytest.mark.shows("ISA-57")
 def test_without_training_the_validation_loss_is_logged():
-    "ISA-57"
     trainer = make_trainer([MetricsCB(RowsMetric(), show=False), CountLogCB()])
     trainer.fit(2, train=False)
     assert [set(row) for row in trainer.history] == [{"fit", "epoch", "valid_loss", "RowsMetric", "elapsed"}] * 2
@@ -184,9 +188,10 @@ class CancelCB:
         if (trainer.epoch, trainer.training, trainer.batch_num) == self.at: raise self.error
 
 
+@pytest.mark.shows("ISA-50")
 @pytest.mark.parametrize("event", ["before_batch", "before_predict", "before_backward", "after_batch"])
 def test_a_skipped_batch_is_counted_nowhere(event):
-    "ISA-50: only batches that really happened count"
+    "Only batches that really happened count"
     cancel = CancelCB(event, CancelBatchException("skipped"), epoch=0, order=Order.DATA)
     trainer = make_trainer([MetricsCB(RowsMetric(), train_metrics=True, show=False), cancel])
     trainer.fit(1, lr=0)
@@ -197,16 +202,18 @@ def test_a_skipped_batch_is_counted_nowhere(event):
     assert [r["batch"] for r in trainer.history.batches if r["training"]] == [0, 2]
 
 
+@pytest.mark.shows("ISA-50")
 def test_a_batch_that_is_cancelled_after_it_was_recorded_counts():
-    "ISA-50: whoever comes later in `after_batch` cannot undo it"
+    "Whoever comes later in `after_batch` cannot undo it"
     trainer = make_trainer([MetricsCB(show=False), CancelCB("after_batch", CancelBatchException("too late"), epoch=0)])
     trainer.fit(1, lr=0)
     assert len(trainer.history.batches) == 5
 
 
+@pytest.mark.shows("ISA-53")
 @pytest.mark.parametrize("training", [True, False])
 def test_a_cancelled_epoch_leaves_its_row_and_the_log_comes(training):
-    "ISA-53: with the batches it had, and the passes after it as usual"
+    "With the batches it had, and the passes after it as usual"
     cancel = CancelCB("after_batch", CancelEpochException("enough"), training=training, batch=0)
     trainer = make_trainer([MetricsCB(RowsMetric(), show=False), CountLogCB(), cancel])
     trainer.fit(3, lr=0)
@@ -232,10 +239,10 @@ def test_a_pass_of_which_every_batch_was_skipped_leaves_no_loss():
     assert not any(o["training"] for o in trainer.history.batches)
 
 
+@pytest.mark.shows("ISA-53")
 @pytest.mark.parametrize(("error", "training"), [(CancelFitException("enough"), True), (CancelFitException("enough"), False), (KeyboardInterrupt(), True)],
                          ids=["cancelled in training", "cancelled in validation", "interrupted"])
 def test_a_fit_that_is_cut_short_leaves_a_partial_row_and_no_log(error, training):
-    "ISA-53"
     trainer = make_trainer([MetricsCB(show=False), CountLogCB(), CancelCB("after_batch", error, training=training, batch=0)])
     try: trainer.fit(3, lr=0)
     except KeyboardInterrupt: assert isinstance(error, KeyboardInterrupt)
@@ -275,8 +282,9 @@ class Slow(list):
         yield from list.__iter__(self)
 
 
+@pytest.mark.shows("ISA-55")
 def test_elapsed_covers_training_and_validation_together():
-    "ISA-55: and no more than the fit really took"
+    "And no more than the fit really took"
     trainer = make_trainer([MetricsCB(show=False)])
     trainer.dls = DataLoaders(Slow(trainer.dls.train), Slow(trainer.dls.valid))
     trainer.dls.train.seconds, trainer.dls.valid.seconds = 0.12, 0.03
@@ -287,8 +295,9 @@ def test_elapsed_covers_training_and_validation_together():
     assert sum(trainer.history["elapsed"]) <= total
 
 
+@pytest.mark.shows("ISA-55")
 def test_the_clock_starts_anew_in_every_epoch_and_every_fit():
-    "ISA-55: also where both fits have one epoch of the same number"
+    "Also where both fits have one epoch of the same number"
     trainer = make_trainer([MetricsCB(show=False)])
     trainer.dls = DataLoaders(Slow(trainer.dls.train), Slow(trainer.dls.valid))
     trainer.dls.train.seconds = 0.05
@@ -320,16 +329,16 @@ def accuracy_of_all(trainer):
     return np.concatenate(hits).mean()
 
 
+@pytest.mark.shows("ISA-48")
 def test_metrics_of_torcheval_agree_with_all_rows_at_once():
-    "ISA-48"
     trainer = make_classifier([MetricsCB(accuracy=MulticlassAccuracy(), show=False)])
     trainer.fit(3, lr=0.1)
     assert trainer.history.latest("accuracy") == pytest.approx(accuracy_of_all(trainer))
     assert isinstance(trainer.history.latest("accuracy"), float)
 
 
+@pytest.mark.shows("ISA-48")
 def test_metrics_of_torchmetrics_agree_with_all_rows_at_once():
-    "ISA-48"
     from torchmetrics.classification import MulticlassAccuracy as TorchmetricsAccuracy
     trainer = make_classifier([MetricsCB(accuracy=TorchmetricsAccuracy(3, average="micro"), show=False)])
     trainer.fit(3, lr=0.1)
@@ -337,8 +346,9 @@ def test_metrics_of_torchmetrics_agree_with_all_rows_at_once():
     assert isinstance(trainer.history.latest("accuracy"), float)
 
 
+@pytest.mark.shows("ISA-48", "MIN-05")
 def test_metrics_of_different_make_stand_side_by_side():
-    "ISA-48, MIN-05: three for the mean squared error, which is the loss as well"
+    "Three for the mean squared error, which is the loss as well"
     import torchmetrics
 
     class OwnError:
@@ -359,8 +369,9 @@ def test_metrics_of_different_make_stand_side_by_side():
         assert {o: v for o, v in row.items() if o in expected} == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.shows("ISA-50")
 def test_metrics_look_at_validation_only():
-    "ISA-50: they start anew in each pass, and get every batch once"
+    "They start anew in each pass, and get every batch once"
     metric = RowsMetric()
     trainer = make_trainer([MetricsCB(metric, show=False)])
     trainer.fit(3)
@@ -385,8 +396,9 @@ def test_training_metrics_are_copies_that_see_no_gradients():
     make_trainer([MetricsCB(NoGradMetric(), train_metrics=True, show=False)]).fit(1)
 
 
+@pytest.mark.shows("ISA-48")
 def test_a_metric_gets_all_targets():
-    "ISA-48: as many as there are, in their order"
+    "As many as there are, in their order"
     class TwoTargets:
         def reset(self): self.shapes = []
 
@@ -411,8 +423,8 @@ def test_a_metric_goes_where_the_model_is():
     assert metric.device == torch.device("cpu")
 
 
+@pytest.mark.shows("MIN-05")
 def test_unnamed_metrics_are_called_like_their_class():
-    "MIN-05"
     trainer = make_trainer([MetricsCB(RowsMetric(), MeanSquaredError(), named=RowsMetric(), show=False)])
     trainer.fit(1)
     assert list(trainer.MetricsCB.metrics) == ["RowsMetric", "MeanSquaredError", "named"]
@@ -432,8 +444,8 @@ def test_one_metric_object_has_one_name_and_one_owner():
     make_trainer([MetricsCB(show=False, a=f, b=f, c=RowsMetric()), EvaluatorCB({"x": loader}, epochs=1, a=m), EvaluatorCB({"y": loader}, epochs=1, name="y", a=m)]).fit(1)
 
 
+@pytest.mark.shows("AIT-70")
 def test_results_in_a_dict_become_columns():
-    "AIT-70"
     class F1:
         def reset(self): pass
 
@@ -457,9 +469,9 @@ def test_a_collection_of_torchmetrics_becomes_columns():
     assert trainer.history.latest("err_MeanAbsoluteError") == pytest.approx(np.sqrt(errors).mean(), rel=1e-5)
 
 
+@pytest.mark.shows("ISA-48")
 @pytest.mark.parametrize("missing", [("update",), ("compute",), ("update", "compute", "reset")])
 def test_a_metric_that_cannot_count_is_refused(missing):
-    "ISA-48"
     half = type("Half", (), {o: lambda self, *args: 0 for o in ("update", "compute", "reset") if o not in missing})
     with pytest.raises(TypeError, match=f"The metric `Half` has no method `{'`, `'.join(missing)}`.*torcheval or torchmetrics"): MetricsCB(half())
     with pytest.raises(TypeError, match="The metric `mine` has no method"): MetricsCB(mine=half())
@@ -480,8 +492,9 @@ def test_two_unnamed_metrics_of_one_class_are_refused():
 
 # What is printed
 
+@pytest.mark.shows("ISA-51", "MIN-05")
 def test_a_dict_is_printed_after_each_epoch(capsys):
-    "ISA-51, MIN-05: values are text with three digits"
+    "Values are text with three digits"
     trainer = make_trainer([MetricsCB(mse=MeanSquaredError())])
     trainer.fit(2)
     lines = capsys.readouterr().out.splitlines()
@@ -494,8 +507,8 @@ def test_a_dict_is_printed_after_each_epoch(capsys):
         assert shown["elapsed"] == clock(row["elapsed"])
 
 
+@pytest.mark.shows("ISA-51")
 def test_nothing_is_printed_when_another_callback_shows_the_rows(capsys):
-    "ISA-51"
     class TableCB:
         shows_rows = True
         def log(self, trainer): self.row = trainer.history[-1]
@@ -508,8 +521,9 @@ def test_nothing_is_printed_when_another_callback_shows_the_rows(capsys):
     assert "valid_loss" in capsys.readouterr().out
 
 
+@pytest.mark.shows("ISA-52")
 def test_the_output_can_be_replaced(capsys):
-    "ISA-52: by a subclass, or on one object; it gets the row"
+    "By a subclass, or on one object; it gets the row"
     rows = []
 
     class IntoListCB(MetricsCB):
@@ -530,8 +544,9 @@ def test_text_of_a_row_keeps_unknown_columns_and_leaves_out_missing_ones():
     assert as_text({"fit": 0, "epoch": 3, "lr": 0.00012, "train_loss": 2.0}) == {"lr": "0.00012", "train_loss": "2.000", "epoch": 3}
 
 
+@pytest.mark.shows("ISA-48")
 def test_watching_changes_no_weight():
-    "ISA-48: the same numbers with and without"
+    "The same numbers with and without"
     watched, alone = make_trainer([MetricsCB(MeanSquaredError(), train_metrics=True, show=False)]), make_trainer([])
     for trainer in (watched, alone): trainer.fit(3, lr=0.1)
     assert all(torch.equal(p, q) for p, q in zip(watched.model.parameters(), alone.model.parameters()))

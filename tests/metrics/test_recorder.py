@@ -36,17 +36,18 @@ class CountCB:
         else: trainer.opt.param_groups[0]["lr"] = lr + 1
 
 
+@pytest.mark.shows("MIN-10", "NEMO-04")
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_the_rate_is_the_one_that_the_batch_was_trained_with(as_tensor):
-    "MIN-10, NEMO-04: also if it is a tensor that is changed in place"
+    "Also if it is a tensor that is changed in place"
     def opt_func(params, lr): return optim.Adam(params, torch.tensor(float(lr)) if as_tensor else lr, foreach=False)
     trainer = make_trainer(RecorderCB(), CountCB(), opt_func=opt_func)
     trainer.fit(2, lr=1, valid=False)
     assert trainer.history.batches["lr"] == [1., 2., 3., 4., 5., 6., 7., 8.]
 
 
+@pytest.mark.shows("MIN-10")
 def test_values_stand_beside_the_losses_and_validation_has_none():
-    "MIN-10"
     trainer = make_trainer(MetricsCB(show=False), RecorderCB(again=lambda t: t.loss, two=lambda t: 2, n=lambda t: t.n_updates))
     trainer.fit(2, lr=0.01)
     batches = trainer.history.batches
@@ -56,17 +57,19 @@ def test_values_stand_beside_the_losses_and_validation_has_none():
         else: assert math.isnan(row["again"]) and math.isnan(row["two"])
 
 
+@pytest.mark.shows("MIN-10")
 def test_many_tensors_are_stacked_and_none_is_lost():
-    "MIN-10: at the borders of the stacks, mixed with numbers"
+    "At the borders of the stacks, mixed with numbers"
     for n in (63, 64, 65, 300):
         trainer = make_trainer(RecorderCB(x=lambda t: torch.tensor(t.batch_num) if t.batch_num % 3 else t.batch_num), n=n)
         trainer.fit(1, valid=False)
         assert trainer.history.batches["x"] == list(range(n))
 
 
+@pytest.mark.shows("MIN-10")
 @pytest.mark.parametrize("exception, expected", [(CancelBatchException, [0, 1, 3]), (CancelEpochException, [0, 1]), (CancelFitException, [0, 1]), (CancelStepException, [0, 1, 2, 3]), (KeyboardInterrupt, [0, 1])])
 def test_only_batches_that_happened_are_recorded(exception, expected):
-    "MIN-10: also the values that were taken before a batch was cancelled are dropped"
+    "Also the values that were taken before a batch was cancelled are dropped"
     class CancelCB:
         def before_backward(self, trainer):
             if trainer.batch_num == 2: raise exception("now")
@@ -117,8 +120,9 @@ def test_going_on_with_other_columns_is_refused_in_mid_pass_only():
     RecorderCB(x=lambda t: 1).load_state_dict(dict(fit=0, values=dict(lr=[]), batches=[]))
 
 
+@pytest.mark.shows("MIN-10")
 def test_recording_changes_nothing_and_waits_for_nothing():
-    "MIN-10: weights bit for bit the same with and without"
+    "Weights bit for bit the same with and without"
     weights = []
     for extra in ([], [RecorderCB(loss2=lambda t: t.loss, w=lambda t: t.model.weight[0, 0], lr=lambda t: t.opt.param_groups[0]["lr"])]):
         torch.manual_seed(1)
@@ -139,9 +143,9 @@ def test_what_is_kept_holds_no_graph():
     make_trainer(recorder, LookCB()).fit(1, valid=False)
 
 
+@pytest.mark.shows("MIN-10")
 @pytest.mark.parametrize("value, message", [(torch.ones(2), r"shape \(2,\)"), ("fast", "'fast'"), (None, "None")])
 def test_what_is_not_one_number_is_an_error_that_names_the_column(value, message):
-    "MIN-10"
     with pytest.raises(TypeError, match=f"asked for `speed` and got .*{message}"): make_trainer(RecorderCB(speed=lambda t: value)).fit(1)
 
 
@@ -150,8 +154,8 @@ def test_the_columns_that_number_batches_are_not_overwritten(name):
     with pytest.raises(ValueError, match="another name"): RecorderCB(**{name: lambda t: 1})
 
 
+@pytest.mark.shows("MIN-10")
 def test_the_plot_shows_the_last_fit():
-    "MIN-10"
     recorder = RecorderCB(lr=lambda t: t.opt.param_groups[0]["lr"], loss2=lambda t: t.loss)
     with pytest.raises(ValueError, match="recorded nothing yet"): recorder.plot()
     trainer = make_trainer(recorder, MetricsCB(show=False))
@@ -164,8 +168,8 @@ def test_the_plot_shows_the_last_fit():
     with pytest.raises(LookupError, match="Did you mean `loss2`"): recorder.plot("los2")
 
 
+@pytest.mark.shows("MIN-10")
 def test_recorders_of_other_names_live_together_and_write_no_columns_of_rows():
-    "MIN-10"
     second = RecorderCB(x=lambda t: 1)
     second.name = "second"
     trainer = make_trainer(RecorderCB(), second)

@@ -76,12 +76,12 @@ def test_a_marker_that_names_nothing_is_an_error(text, words):
 
 @pytest.mark.parametrize("text, found", [(" TST-01 TST-02", ["TST-01", "TST-02"]), (" TST-01, TST-03..04", ["TST-01", "TST-03", "TST-04"]), (" TST-01 F012 U03", ["TST-01"]),
                                          (" OTH-01..03 TST-02", ["OTH-01", "OTH-02", "OTH-03", "TST-02"])])
-def test_a_line_in_a_notebook_is_a_list(text, found): assert tool.parse_directive(text, KNOWN, "here") == found
+def test_a_marker_is_a_list(text, found): assert tool.parse_list(text, KNOWN, "here") == found
 
 
 @pytest.mark.parametrize("text", ["", " TST01", " TST-01 and more", " TTS-01", " tst-01", " TST-01 QRS-55"])
-def test_a_line_in_a_notebook_has_nothing_else(text):
-    with pytest.raises(tool.MarkerError, match="should name features"): tool.parse_directive(text, KNOWN, "here")
+def test_a_marker_has_nothing_else(text):
+    with pytest.raises(tool.MarkerError, match="should name features"): tool.parse_list(text, KNOWN, "here")
 
 
 # A repository in small
@@ -92,17 +92,23 @@ import pytest
 
 def helper(): "TST-09"
 
-@pytest.mark.parametrize("x", [pytest.param(1, id="TST-01")])
-def test_decorated(x): assert x
+@pytest.mark.shows("TST-01")
+@pytest.mark.parametrize("x", [pytest.param(1, id="TST-09")])
+def test_one(x): assert x
 
-def test_docstring():
-    "TST-02 to TST-03"
+@pytest.mark.shows("TST-02 to TST-03", "TST-02")
+def test_range():
+    "TST-09 in the docstring is only told"
 
 class TestClass:
-    def test_body(self): assert "TST-04"
+    @pytest.mark.shows("TST-04")
+    def test_in_class(self): assert "TST-09"
 '''
 CELLS = [("markdown", "# Title\n\n> words"), ("code", "#| shows: TST-01\n1+1"), ("markdown", "some text"), ("markdown", "## The `second` part, 2|3\n\ntext"),
          ("code", "#| export\n#| shows: TST-05..06\ndef f(): pass"), ("markdown", "#| shows: TST-12"), ("code", "# TST-11 without a directive")]
+
+
+def marked(feature): return f"\n@pytest.mark.shows('{feature}')\ndef test_more(): pass\n"
 
 
 @pytest.fixture
@@ -124,18 +130,18 @@ def test_places_are_tests_and_headings(small):
     notebook, tests = "nbs/sub/10_small.ipynb", "tests/test_small.py"
     second = "The `second` part, 2|3"
     assert {k: [tuple(o) for o in v] for k, v in places.items() if v} == {
-        "TST-01": [(notebook, "Title"), (tests, "test_decorated")], "TST-02": [(tests, "test_docstring")], "TST-03": [(tests, "test_docstring")],
-        "TST-04": [(tests, "test_body")], "TST-05": [(notebook, second)], "TST-06": [(notebook, second)]}
+        "TST-01": [(notebook, "Title"), (tests, "test_one")], "TST-02": [(tests, "test_range")], "TST-03": [(tests, "test_range")],
+        "TST-04": [(tests, "test_in_class")], "TST-05": [(notebook, second)], "TST-06": [(notebook, second)]}
 
 
 def test_the_page_is_written_checked_and_noticed_when_old(small, capsys):
     assert "out of date" in tool.main(["--check"], small), "there is none yet"
     assert tool.main([], small) == 0 == tool.main(["--check"], small)
     page = (small / tool.PAGE).read_text()
-    assert "| TST-02 | ! | Title, 2 | [test_small.py](../tests/test_small.py) `test_docstring` |" in page
+    assert "| TST-02 | ! | Title, 2 | [test_small.py](../tests/test_small.py) `test_range` |" in page
     assert "| TST-05 |  | Title, 5 | [10_small: The `second` part, 2\\|3](sub/10_small.ipynb#the-second-part-23) |" in page
     assert "| TST-07 |  | Title, 7 | – |" in page and "## TST: 6 of 12" in page
-    (small / "tests/test_small.py").write_text(TESTS + "\ndef test_more(): 'TST-07'\n")
+    (small / "tests/test_small.py").write_text(TESTS + marked("TST-07"))
     assert "Write it anew with" in tool.main(["--check"], small)
     assert (small / tool.PAGE).read_text() == page, "`--check` writes nothing"
 
@@ -143,15 +149,17 @@ def test_the_page_is_written_checked_and_noticed_when_old(small, capsys):
 def test_what_is_shown_nowhere_is_an_error_only_on_request(small):
     assert tool.main([], small) == 0
     assert tool.main(["--check", "--complete"], small).startswith("6 features are shown nowhere: TST-07, TST-08, TST-09, TST-10, TST-11, TST-12.")
-    (small / "tests/test_small.py").write_text(TESTS + "\ndef test_more(): 'TST-07..12'\n")
+    (small / "tests/test_small.py").write_text(TESTS + marked("TST-07..12"))
     assert tool.main([], small) == 0 == tool.main(["--check", "--complete"], small)
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda o: (o / "tests/test_small.py").write_text("def test_typo(): 'TST-99'"), "tests/test_small.py::test_typo: there is no feature `TST-99`"),
+    (lambda o: (o / "tests/test_small.py").write_text(marked("TST-99")), "tests/test_small.py::test_more: there is no feature `TST-99`"),
     (lambda o: write_notebook(o / "nbs/sub/10_small.ipynb", [("markdown", "# Hooks"), ("code", "#| shows: TST-99")]), "nbs/sub/10_small.ipynb in the part Hooks: there is no feature `TST-99`"),
     (lambda o: write_notebook(o / "nbs/sub/10_small.ipynb", [("markdown", "# Hub"), ("code", "#| eval: false\n#| shows: TST-01")]),
      "nbs/sub/10_small.ipynb in the part Hub: a cell that is never run shows nothing"),
+    (lambda o: (o / "tests/test_small.py").write_text(marked("TST-01 and more")), "tests/test_small.py::test_more: `TST-01 and more` should name features"),
+    (lambda o: (o / "tests/test_small.py").write_text("@pytest.mark.shows(FEATURE)\ndef test_more(): pass"), "`pytest.mark.shows(FEATURE)` should name features by plain texts"),
 ])
 @pytest.mark.parametrize("option", [[], ["--check"]])
 def test_an_unknown_number_fails_with_its_place(change, words, option, small):
@@ -165,11 +173,11 @@ def test_a_feature_listed_twice_is_an_error(small):
 
 
 def test_a_new_family_needs_only_its_lines(small):
-    "Markers of a family that is not listed yet are left alone, and count once it is"
-    (small / "tests/test_small.py").write_text(TESTS + "\ndef test_other(): 'QRS-01'\n")
-    assert tool.main([], small) == 0 and "QRS" not in (small / tool.PAGE).read_text()
+    "Until it is listed a marker of it is an error"
+    (small / "tests/test_small.py").write_text(TESTS + marked("QRS-01"))
+    assert "`QRS-01` should name features" in tool.main([], small)
     with open(small / "tools/features.csv", "a") as f: f.write("QRS-01,S,Something\n")
-    assert tool.main([], small) == 0 and "| QRS-01 |  | Something | [test_small.py](../tests/test_small.py) `test_other` |" in (small / tool.PAGE).read_text()
+    assert tool.main([], small) == 0 and "| QRS-01 |  | Something | [test_small.py](../tests/test_small.py) `test_more` |" in (small / tool.PAGE).read_text()
 
 
 def test_what_comes_later_is_said_and_need_not_be_shown(small):
@@ -189,7 +197,7 @@ def test_what_is_otherwise_is_said_beside_what_is_shown(small):
     rows = [f"TST-{i:02},X,Title,,{'only on Sundays' if i == 1 else ''}\n" for i in range(1, 10)]
     (small / "tools/features.csv").write_text("id,kind,title,later,otherwise\n" + "".join(rows))
     assert tool.main([], small) == 0
-    assert "`test_decorated`<br>*only on Sundays* |" in (small / tool.PAGE).read_text()
+    assert "`test_one`<br>*only on Sundays* |" in (small / tool.PAGE).read_text()
 
 
 @pytest.mark.parametrize("heading, found", [("Reading without this library", "reading-without-this-library"), ("`run_callbacks`", "run_callbacks"), ("2. What's new, in 3.0?", "whats-new-in-3.0")])

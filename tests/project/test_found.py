@@ -89,8 +89,9 @@ def test_gradients_of_an_interrupted_fit_do_not_reach_the_next(train_cb):
     assert trained(True) == trained(False)
 
 
+@pytest.mark.shows("ISA-44")
 def test_a_step_of_the_trainer_and_one_of_a_callback_are_refused_together_unless_one_replaces():
-    "ISA-44: never two providers by accident"
+    "Never two providers by accident"
     class OwnStep(Trainer):
         def step(self): self.opt.step()
 
@@ -317,8 +318,8 @@ def test_a_mock_can_be_a_callback():
     assert mock.after_batch.call_count == 3
 
 
+@pytest.mark.shows("NEMO-07", "AIT-31")
 def test_bound_methods_and_partials_are_functions():
-    "NEMO-07, AIT-31"
     class Helper:
         def __init__(self): self.n = 0
         def after_batch(self, trainer): self.n += 1
@@ -398,8 +399,9 @@ def test_a_callback_can_be_removed_by_its_class():
         t.remove_callback(MetricsCB)
 
 
+@pytest.mark.shows("ISA-46")
 def test_the_device_may_be_a_function():
-    "ISA-46: the default is printed as `def_device`, so passing it works"
+    "The default is printed as `def_device`, so passing it works"
     t = trainer_with(DeviceCB(def_device))
     t.fit(1)
     assert next(t.model.parameters()).device.type == def_device().type
@@ -832,8 +834,9 @@ def test_an_argument_called_as_elsewhere_is_answered_with_its_name_here(name, me
 def put_preds(trainer): trainer.preds = trainer.model(trainer.batch[0])
 
 
+@pytest.mark.shows("ISA-44")
 def test_two_callbacks_that_both_predict_are_warned_of_once_in_a_fit():
-    "ISA-44: with no class in common both run, which is right for `step` alone"
+    "With no class in common both run, which is right for `step` alone"
     class OtherCB:
         order = 1
         def predict(self, trainer): trainer.preds = trainer.model(trainer.batch[0])

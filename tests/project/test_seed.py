@@ -49,8 +49,9 @@ def diary_of(events, name="DiaryCB"):
 
 # Trainer and loop
 
+@pytest.mark.shows("ISA-01")
 def test_the_trainer_takes_five_plain_things():
-    "ISA-01: by position or by name, each an ordinary thing of PyTorch; the optimizer is a class or any factory"
+    "By position or by name, each an ordinary thing of PyTorch; the optimizer is a class or any factory"
     dls, model, cb = DataLoaders(make_batches()), nn.Linear(2, 1), BasicTrainCB()
     for opt_func in (optim.SGD, lambda params, lr: optim.AdamW(params, lr, weight_decay=0.1)):
         by_position = Trainer(dls, F.mse_loss, opt_func, model, [cb])
@@ -61,8 +62,9 @@ def test_the_trainer_takes_five_plain_things():
             assert isinstance(trainer.opt, optim.Optimizer)
 
 
+@pytest.mark.shows("ISA-02", "ISA-03")
 def test_fit_has_the_defaults_of_old_and_trains_by_itself():
-    "ISA-02, ISA-03: three epochs at 1e-3 with both passes"
+    "Three epochs at 1e-3 with both passes"
     defaults = {o.name: o.default for o in inspect.signature(Trainer.fit).parameters.values()}
     assert {o: defaults[o] for o in ("n_epochs", "lr", "callbacks", "train", "valid")} == dict(n_epochs=3, lr=1e-3, callbacks=None, train=True, valid=True)
     diary, cb = diary_of(["before_epoch", "step"])
@@ -73,8 +75,9 @@ def test_fit_has_the_defaults_of_old_and_trains_by_itself():
     assert not torch.equal(trainer.model.weight, before)
 
 
+@pytest.mark.shows("ISA-07")
 def test_one_batch_runs_five_steps_in_training_and_two_in_validation():
-    "ISA-07: in this order, with `before_backward` before `backward`"
+    "In this order, with `before_backward` before `backward`"
     steps = ["predict", "get_loss", "before_backward", "backward", "step", "zero_grad"]
     diary, cb = diary_of(steps)
     trainer = make_trainer(cb)
@@ -85,8 +88,9 @@ def test_one_batch_runs_five_steps_in_training_and_two_in_validation():
     assert diary == ["predict", "get_loss"] * 2
 
 
+@pytest.mark.shows("ISA-08")
 def test_run_callbacks_takes_a_name_or_several():
-    "ISA-08: names are the outer loop, callbacks the inner one"
+    "Names are the outer loop, callbacks the inner one"
     diary = []
 
     def noting(who): return callback(who, **{o: lambda self, trainer, o=o: diary.append((o, who)) for o in ("predict", "get_loss")})
@@ -103,8 +107,9 @@ def test_run_callbacks_takes_a_name_or_several():
     assert diary == both
 
 
+@pytest.mark.shows("ISA-09", "ISA-10")
 def test_order_is_read_anew_at_each_fit():
-    "ISA-09, ISA-10: it may change between fits; without one it is 0"
+    "It may change between fits; without one it is 0"
     diary, plain = diary_of(["before_fit"], "PlainCB")
     early = callback("EarlyCB", order=-1, before_fit=lambda self, trainer: diary.append("early"))
     trainer = make_trainer(plain, early)
@@ -114,8 +119,9 @@ def test_order_is_read_anew_at_each_fit():
     assert diary == ["early", "before_fit", "before_fit", "early"]
 
 
+@pytest.mark.shows("ISA-12", "AIT-12")
 def test_a_method_gets_the_trainer_and_works_by_setting_attributes():
-    "ISA-12, AIT-12: the very trainer, and what one sets the next one sees, without any base class"
+    "The very trainer, and what one sets the next one sees, without any base class"
     seen = []
 
     class PredictCB:
@@ -128,8 +134,9 @@ def test_a_method_gets_the_trainer_and_works_by_setting_attributes():
     assert seen == [(trainer, "mine", True)] * 2
 
 
+@pytest.mark.shows("ISA-13")
 def test_nobody_uses_before_backward_and_anybody_may():
-    "ISA-13: for instance to weigh the loss"
+    "For instance to weigh the loss"
     assert not any(hasattr(o, "before_backward") for o in (BasicTrainCB, MomentumTrainCB, DeviceCB, MetricsCB, ProgressCB, TrackingCB))
     weights = []
     for factor in (1, 0):
@@ -142,8 +149,9 @@ def test_nobody_uses_before_backward_and_anybody_may():
     assert weights == [False, True]
 
 
+@pytest.mark.shows("ISA-14")
 def test_a_name_that_is_no_event_is_refused_and_own_ones_can_be_declared():
-    "ISA-14: in `run_callbacks` and on a callback"
+    "In `run_callbacks` and on a callback"
     with pytest.raises(LookupError, match="Did you mean `get_loss`"): make_trainer().run_callbacks("get_los")
     with pytest.raises(ValueError, match="Did you mean `after_batch`"): make_trainer(callback(after_bach=lambda self, trainer: None))
 
@@ -154,16 +162,17 @@ def test_a_name_that_is_no_event_is_refused_and_own_ones_can_be_declared():
     assert said == ["hello"]
 
 
+@pytest.mark.shows("ISA-15", "NEMO-03", "SON-08")
 def test_all_public_state_is_there_during_a_batch():
-    "ISA-15, NEMO-03, SON-08"
     names = "dls dl model loss_func opt_func opt lr n_epochs epochs epoch batches batch_num batch preds loss training callbacks".split()
     missing = []
     make_trainer(BasicTrainCB(), callback(after_batch=lambda self, trainer: missing.extend(o for o in names if not hasattr(trainer, o)))).fit(2)
     assert missing == []
 
 
+@pytest.mark.shows("ISA-16")
 def test_epochs_and_batches_can_be_wrapped():
-    "ISA-16: a callback puts its own iterables in their place before they are walked"
+    "A callback puts its own iterables in their place before they are walked"
     walked = []
 
     def noting(what, items):
@@ -179,9 +188,10 @@ def test_epochs_and_batches_can_be_wrapped():
     assert walked == 2 * ["epoch", "train", "train", "train", "valid", "valid"] and trainer.n_updates == 6
 
 
+@pytest.mark.shows("ISA-17")
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_a_batch_is_what_the_loader_gave(kind):
-    "ISA-17: the very object; its first entry is the input, its second the target"
+    "The very object; its first entry is the input, its second the target"
     batches, seen = [kind(o) for o in make_batches()], []
 
     class LookCB:
@@ -194,8 +204,9 @@ def test_a_batch_is_what_the_loader_gave(kind):
 
 # Events
 
+@pytest.mark.shows("ISA-18")
 def test_with_cbs_runs_before_after_and_always_cleanup():
-    "ISA-18: around any method; the exception given ends it quietly, any other reaches the user"
+    "Around any method; the exception given ends it quietly, any other reaches the user"
     class Enough(Exception): "Ends tea"
     events = ["before_tea", "after_tea", "cleanup_tea"]
 
@@ -216,8 +227,8 @@ def test_with_cbs_runs_before_after_and_always_cleanup():
         assert diary == ["before_tea", "body", "cleanup_tea"]
 
 
+@pytest.mark.shows("ISA-19", "ISA-20", "ISA-21", "NEMO-02", "AIT-02", "AIT-03", "AIT-04")
 def test_the_fifteen_events_of_old_come_in_their_order():
-    "ISA-19, ISA-20, ISA-21, NEMO-02, AIT-02, AIT-03, AIT-04"
     assert len(BATCH_EVENTS + OTHER_EVENTS) == 15 and set(BATCH_EVENTS + OTHER_EVENTS) <= set(EVENTS)
     diary, cb = diary_of(BATCH_EVENTS + OTHER_EVENTS)
     make_trainer(cb).fit(1)
@@ -226,8 +237,9 @@ def test_the_fifteen_events_of_old_come_in_their_order():
                      "before_epoch", *valid * 2, "after_epoch", "cleanup_epoch", "after_fit", "cleanup_fit"]
 
 
+@pytest.mark.shows("ISA-22", "PTA-06")
 def test_training_and_validation_can_have_events_of_their_own():
-    "ISA-22, PTA-06: four for each pass by `with_cbs`, or a callback for one kind of pass"
+    "Four for each pass by `with_cbs`, or a callback for one kind of pass"
     class Passes(Trainer):
         @with_cbs("train", CancelEpochException)
         def train_pass(self): super().one_epoch(True)
@@ -251,9 +263,10 @@ EXPECTED = { # Who comes first, what is left out, and what goes on, for a cancel
 }
 
 
+@pytest.mark.shows("ISA-23 to ISA-26", "ISA-29")
 @pytest.mark.parametrize("event", EXPECTED)
 def test_a_cancelled_batch_is_like_continue(event):
-    "ISA-23 to ISA-26, ISA-29: the rest is skipped, cleanup comes, nobody after it runs, and training goes on"
+    "The rest is skipped, cleanup comes, nobody after it runs, and training goes on"
     def cancel(self, trainer):
         if trainer.batch_num == 1: raise CancelBatchException("skip it")
     events = ["before_batch", "predict", "after_batch", "cleanup_batch"]
@@ -264,9 +277,10 @@ def test_a_cancelled_batch_is_like_continue(event):
     assert last == events + [o for o in EXPECTED[event] if o != event]
 
 
+@pytest.mark.shows("ISA-28", "SON-02")
 @pytest.mark.parametrize("error", [CancelEpochException(), CancelFitException(), ValueError()], ids=lambda o: type(o).__name__)
 def test_outer_cancels_and_errors_pass_every_inner_cleanup(error):
-    "ISA-28, SON-02: only the error reaches the user"
+    "Only the error reaches the user"
     def predict(self, trainer):
         if trainer.batch_num == 1: raise error
     diary, cb = diary_of(["cleanup_batch", "cleanup_epoch", "after_epoch", "cleanup_fit", "after_fit"])
@@ -278,8 +292,9 @@ def test_outer_cancels_and_errors_pass_every_inner_cleanup(error):
     assert diary == ["cleanup_batch"] * 2 + ["cleanup_epoch"] + (["after_fit"] if isinstance(error, CancelEpochException) else []) + ["cleanup_fit"]
 
 
+@pytest.mark.shows("ISA-27")
 def test_a_cancel_in_a_cleanup_goes_up():
-    "ISA-27: the batch's own does not end there but is an error; the epoch's ends the epoch"
+    "The batch's own does not end there but is an error; the epoch's ends the epoch"
     for cancel in (CancelBatchException, CancelEpochException):
         def cleanup_batch(self, trainer, cancel=cancel): raise cancel
         diary, cb = diary_of(["cleanup_batch", "cleanup_epoch", "after_fit"])
@@ -292,9 +307,10 @@ def test_a_cancel_in_a_cleanup_goes_up():
             assert diary == ["cleanup_batch", "cleanup_epoch"]
 
 
+@pytest.mark.shows("ISA-30")
 @pytest.mark.parametrize("event", ["before_fit", "before_epoch", "after_epoch", "log"])
 def test_a_batch_cannot_be_cancelled_where_there_is_none(event):
-    "ISA-30: it reaches the user with a note on who raised it, where, and why nothing caught it"
+    "It reaches the user with a note on who raised it, where, and why nothing caught it"
     def cancel(self, trainer): raise CancelBatchException("too early")
     with pytest.raises(CancelBatchException) as caught: make_trainer(callback("EagerCB", **{event: cancel})).fit(1)
     notes = "\n".join(caught.value.__notes__)
@@ -311,8 +327,9 @@ class OtherCB:
     def before_fit(self, trainer): "Do something else"
 
 
+@pytest.mark.shows("ISA-31", "ISA-32", "SON-05", "PTA-15")
 def test_callbacks_are_added_one_by_one_or_together():
-    "ISA-31, ISA-32, SON-05, PTA-15: None is ignored, and each is reachable by the name of its class"
+    "None is ignored, and each is reachable by the name of its class"
     trainer = make_trainer(None)
     assert trainer.callbacks == []
     greet, other = GreetCB(), OtherCB()
@@ -322,8 +339,8 @@ def test_callbacks_are_added_one_by_one_or_together():
     assert trainer.callbacks == [greet, other] and trainer.GreetCB is greet and trainer.OtherCB is other
 
 
+@pytest.mark.shows("ISA-33")
 def test_a_second_of_the_same_name_is_refused_or_forced():
-    "ISA-33"
     old, new = GreetCB(), GreetCB()
     trainer = make_trainer(old)
     with pytest.raises(ValueError, match="There is a callback called `GreetCB` already"): trainer.add_callback(new)
@@ -332,9 +349,10 @@ def test_a_second_of_the_same_name_is_refused_or_forced():
     assert trainer.callbacks == [new] and trainer.GreetCB is new
 
 
+@pytest.mark.shows("ISA-34")
 @pytest.mark.parametrize("wanted", ["object", "name", "list"])
 def test_callbacks_are_removed_and_on_request_forgotten(wanted):
-    "ISA-34: by object or by name; only with `delete` is the attribute gone"
+    "By object or by name; only with `delete` is the attribute gone"
     greet, other = GreetCB(), OtherCB()
     trainer = make_trainer(greet, other)
     what = {"object": greet, "name": "GreetCB", "list": [greet]}[wanted]
@@ -345,9 +363,10 @@ def test_callbacks_are_removed_and_on_request_forgotten(wanted):
     assert trainer.callbacks == [other] and not hasattr(trainer, "GreetCB")
 
 
+@pytest.mark.shows("ISA-35", "ISA-36", "NEMO-01", "AIT-01")
 @pytest.mark.parametrize("ending", [None, ValueError("oops"), KeyboardInterrupt(), CancelFitException("enough")], ids=lambda o: type(o).__name__)
 def test_after_callbacks_for_one_fit_the_trainer_is_exactly_as_before(ending):
-    "ISA-35, ISA-36, NEMO-01, AIT-01: in the list and among the attributes, however the fit ended"
+    "In the list and among the attributes, however the fit ended"
     def before_batch(self, trainer):
         if ending is not None: raise ending
     mine, guest, group = OtherCB(), GreetCB(), callback("GroupCB", callbacks=[callback("MemberCB", before_batch=before_batch)])
@@ -362,8 +381,9 @@ def test_after_callbacks_for_one_fit_the_trainer_is_exactly_as_before(ending):
     assert not any(hasattr(trainer, o) for o in ("GreetCB", "GroupCB", "MemberCB"))
 
 
+@pytest.mark.shows("ISA-37")
 def test_a_group_brings_its_callbacks_and_may_act_itself():
-    "ISA-37: recursively; the group comes before its members"
+    "Recursively; the group comes before its members"
     diary = []
 
     def noting(name, **members): return callback(name, before_fit=lambda self, trainer: diary.append(name), **members)
@@ -375,9 +395,10 @@ def test_a_group_brings_its_callbacks_and_may_act_itself():
     assert all(hasattr(trainer, o) for o in ("Outer", "Inner", "Deep", "Side", "Bare", "Last"))
 
 
+@pytest.mark.shows("ISA-44")
 @pytest.mark.parametrize("other", [MomentumTrainCB, type("OwnTrainCB", (BasicTrainCB,), {})], ids=lambda o: o.__name__)
 def test_training_twice_in_one_loop_is_noticed(other):
-    "ISA-44: a provider and its subclass together would step twice in silence"
+    "A provider and its subclass together would step twice in silence"
     trainer = make_trainer(BasicTrainCB(), other())
     before = trainer.model.weight.clone()
     with pytest.raises(ValueError, match=f"`BasicTrainCB` and `{other.__name__}` both have `predict`.*Leave out `BasicTrainCB`"): trainer.fit(1)
@@ -386,8 +407,9 @@ def test_training_twice_in_one_loop_is_noticed(other):
 
 # Metrics
 
+@pytest.mark.shows("MIN-05")
 def test_values_of_training_and_validation_are_kept_apart():
-    "MIN-05: two passes, two sets of columns; unnamed metrics go by their class"
+    "Two passes, two sets of columns; unnamed metrics go by their class"
     batches = [(torch.eye(2), torch.tensor([0, 1]))]
     wrong = [(torch.eye(2), torch.tensor([1, 0]))]
     model = nn.Linear(2, 2)
@@ -399,8 +421,9 @@ def test_values_of_training_and_validation_are_kept_apart():
     assert (row["train_MulticlassAccuracy"], row["MulticlassAccuracy"]) == (1, 0) and row["train_loss"] < row["valid_loss"]
 
 
+@pytest.mark.shows("MIN-01", "NEMO-07", "AIT-06", "AIT-11")
 def test_there_are_events_after_each_step():
-    "MIN-01, NEMO-07, AIT-06, AIT-11: in their places; the last one only after an update that really happened"
+    "In their places; the last one only after an update that really happened"
     events = ["predict", "after_predict", "get_loss", "after_get_loss", "backward", "after_backward", "step", "after_step", "zero_grad"]
     diary, cb = diary_of(events)
     make_trainer(cb).fit(1, valid=False)
@@ -418,8 +441,9 @@ def digit_loaders():
     return DataLoaders.from_dataset_dict({name: list(ds) for name, ds in digits.items()}, batch_size=64)
 
 
+@pytest.mark.shows("ISA-108", "ISA-109")
 def test_the_basic_trainer_of_the_tutorial_learns_and_prints_a_dict_per_epoch(capsys):
-    "ISA-108, ISA-109: losses fall and accuracy rises; `DeviceCB` stands last and works first"
+    "Losses fall and accuracy rises; `DeviceCB` stands last and works first"
     diary = []
 
     class LastCB(DeviceCB):
@@ -441,8 +465,9 @@ def test_the_basic_trainer_of_the_tutorial_learns_and_prints_a_dict_per_epoch(ca
     assert diary == ["device", "metrics"]
 
 
+@pytest.mark.shows("ISA-117")
 def test_the_tutorial_has_its_chapters():
-    "ISA-117: in their order, each with code that was run"
+    "In their order, each with code that was run"
     cells = json.loads((TUTORIALS / "callbacks.ipynb").read_text())["cells"]
     chapters, ran = [], {}
     for cell in cells:

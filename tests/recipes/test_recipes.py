@@ -54,8 +54,9 @@ def weights(trainer): return torch.cat([p.detach().flatten() for p in trainer.mo
 
 # The group and the list
 
+@pytest.mark.shows("ISA-38")
 def test_the_group_is_the_five_callbacks_in_one():
-    "The usual callbacks, `ActivationStatsCB` among them only when a filter is given (ISA-38)"
+    "The usual callbacks, `ActivationStatsCB` among them only when a filter is given"
     kinds = [DeviceCB, BasicTrainCB, MetricsCB, ProgressCB]
     assert [type(o) for o in CoreCBs().callbacks] == kinds
     group = CoreCBs("cpu", nn.ReLU, accuracy=MulticlassAccuracy(), train_metrics=True)
@@ -66,8 +67,9 @@ def test_the_group_is_the_five_callbacks_in_one():
     assert repr(group) == "CoreCBs(DeviceCB, BasicTrainCB, MetricsCB, ProgressCB, ActivationStatsCB)"
 
 
+@pytest.mark.shows("ISA-37", "ISA-38")
 def test_training_with_the_group_is_training_with_the_list(capsys):
-    "Same weights bit for bit, same rows, same table of what runs (ISA-37, ISA-38)"
+    "Same weights bit for bit, same rows, same table of what runs"
     ours, theirs = new_trainer(CoreCBs("cpu", accuracy=MulticlassAccuracy())), new_trainer(one_by_one())
     shown = []
     for trainer in (ours, theirs):
@@ -79,8 +81,8 @@ def test_training_with_the_group_is_training_with_the_list(capsys):
     assert callback_table(ours).rows == callback_table(theirs).rows
 
 
+@pytest.mark.shows("ISA-38")
 def test_watching_activations_changes_no_weight():
-    "ISA-38"
     plain, watched = new_trainer(CoreCBs("cpu")), new_trainer(CoreCBs("cpu", nn.ReLU))
     for trainer in (plain, watched):
         set_seed(3)
@@ -103,8 +105,9 @@ def test_mistakes_in_settings_are_those_of_the_members(kwargs, error):
 
 # Together with others
 
+@pytest.mark.shows("ISA-115")
 def test_a_group_plus_one_batch_ends_after_one_batch():
-    "One update, hooks gone, a row for what was trained, and the trainer as good as new (ISA-115)"
+    "One update, hooks gone, a row for what was trained, and the trainer as good as new"
     trainer = new_trainer([CoreCBs("cpu", nn.ReLU, accuracy=MulticlassAccuracy()), OneBatchCB()])
     trainer.fit(3)
     assert trainer.n_updates == 1 and len(trainer.history.batches) == 1 and len(trainer.ActivationStatsCB.stats["1"]) == 1
@@ -115,8 +118,9 @@ def test_a_group_plus_one_batch_ends_after_one_batch():
     assert trainer.n_updates == 6 and "accuracy" in trainer.history[-1]
 
 
+@pytest.mark.shows("ISA-115")
 def test_one_batch_for_one_fit_only():
-    "ISA-115: the group stays, the guest goes"
+    "The group stays, the guest goes"
     trainer = new_trainer(CoreCBs("cpu"))
     trainer.fit(1, callbacks=OneBatchCB())
     assert trainer.n_updates == 1
@@ -154,8 +158,9 @@ def test_a_group_can_be_silent_and_take_functions(capsys):
     assert capsys.readouterr().out == "" and 0 <= trainer.history.latest("error") <= 1 and trainer.MetricsCB.weigh == "mean"
 
 
+@pytest.mark.shows("ISA-37")
 def test_two_trainers_may_take_over_each_others_callbacks():
-    "A list that holds a group and its members means each of them once (ISA-37)"
+    "A list that holds a group and its members means each of them once"
     first = new_trainer(CoreCBs("cpu"))
     second = new_trainer(first.callbacks)
     assert all(a is b for a, b in zip(first.callbacks, second.callbacks, strict=True))
@@ -166,8 +171,9 @@ def test_two_trainers_may_take_over_each_others_callbacks():
     with pytest.raises(ValueError, match="was added already"): new_trainer([[o := NBatchCB(1)], o])
 
 
+@pytest.mark.shows("ISA-37")
 def test_a_trainer_with_the_group_can_be_searched_evaluated_and_shown():
-    "Side runs keep the members that work and leave out those that watch (ISA-37)"
+    "Side runs keep the members that work and leave out those that watch"
     trainer = new_trainer([CoreCBs("cpu", nn.ReLU, accuracy=MulticlassAccuracy())])
     trainer.fit(1)
     before, n = weights(trainer), len(trainer.history)
@@ -191,8 +197,8 @@ def test_tracking_names_the_members():
     assert {"CoreCBs", "DeviceCB", "BasicTrainCB"} <= set(row["callbacks"])
 
 
+@pytest.mark.shows("ISA-37")
 def test_the_group_leaves_with_all_it_brought():
-    "ISA-37"
     trainer = new_trainer([CoreCBs("cpu", nn.ReLU), NBatchCB(1)])
     trainer.remove_callback(CoreCBs, delete=True)
     assert [type(o) for o in trainer.callbacks] == [NBatchCB] and not hasattr(trainer, "MetricsCB")
@@ -223,14 +229,16 @@ def five_epochs(model):
     return trainer.history["accuracy"]
 
 
+@pytest.mark.shows("ISA-111")
 def test_five_epochs_of_one_cycle_with_the_small_conv_net_pass_90_percent():
-    "The recipe for Fashion-MNIST, on the built-in digits (ISA-111)"
+    "The recipe for Fashion-MNIST, on the built-in digits"
     accuracy = five_epochs(get_model_conv(nfs=(1, 32, 64, 128), norm=nn.BatchNorm2d))
     assert len(accuracy) == 5 and accuracy[-1] > 0.9
 
 
+@pytest.mark.shows("ISA-112")
 def test_a_resnet_of_one_input_channel_by_timm_passes_90_percent(monkeypatch):
-    "The same with `get_model_timm`; timm's function gets the name and the number of channels and classes (ISA-112)"
+    "The same with `get_model_timm`; timm's function gets the name and the number of channels and classes"
     monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=stand_in))
     model = get_model_timm("resnet18", in_chans=1, num_classes=10)
     assert model[0][0].in_channels == 1

@@ -118,10 +118,11 @@ PER_BATCH = {
 }
 
 
+@pytest.mark.shows("ISA-76", "AIT-46", "AIT-49", "F041")
 @pytest.mark.parametrize("opt_func", [MOMENTUM, optim.AdamW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("make", PER_BATCH.values(), ids=PER_BATCH)
 def test_weights_are_those_of_the_loop_by_hand_with_the_same_scheduler(make, opt_func):
-    "Stepped after every update (ISA-76, AIT-46, AIT-49, F041)"
+    "Stepped after every update"
     ours = still_model()
     theirs = copy.deepcopy(ours)
     make_trainer(BatchSchedulerCB(lambda opt, trainer: make(opt, trainer.total_updates)), model=ours, opt_func=opt_func).fit(3, lr=0.1, valid=False)
@@ -139,9 +140,9 @@ PER_EPOCH = {
 }
 
 
+@pytest.mark.shows("ISA-76", "AIT-46", "AIT-50")
 @pytest.mark.parametrize("make", PER_EPOCH.values(), ids=PER_EPOCH)
 def test_weights_are_those_of_the_loop_by_hand_stepped_after_each_epoch(make):
-    "ISA-76, AIT-46, AIT-50"
     ours = still_model()
     theirs = copy.deepcopy(ours)
     make_trainer(EpochSchedulerCB(make), model=ours).fit(4, lr=0.1, valid=False)
@@ -150,12 +151,12 @@ def test_weights_are_those_of_the_loop_by_hand_stepped_after_each_epoch(make):
     assert same(ours, theirs)
 
 
+@pytest.mark.shows("SON-12", "SON-13", "AIT-50")
 @pytest.mark.parametrize("cb, by_hand", [
     (lambda: StepSchedulerCB(2, 0.5), lambda opt: lrs.StepLR(opt, 2, 0.5)),
     (lambda: StepSchedulerCB([3, 1], 0.5), lambda opt: lrs.MultiStepLR(opt, [1, 3], 0.5)),
 ], ids=["every", "listed"])
 def test_reductions_train_like_those_of_torch(cb, by_hand):
-    "SON-12, SON-13, AIT-50"
     ours = still_model()
     theirs = copy.deepcopy(ours)
     make_trainer(cb(), model=ours).fit(5, lr=0.1, valid=False)
@@ -166,10 +167,11 @@ def test_reductions_train_like_those_of_torch(cb, by_hand):
 
 # How many steps
 
+@pytest.mark.shows("PTA-47", "ISA-76")
 @settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 7), n_epochs=st.integers(1, 4), n_gather=st.integers(1, 3), limit=st.one_of(st.none(), st.integers(1, 9)))
 def test_a_cosine_ends_with_the_run_whatever_makes_up_its_length(n, n_epochs, n_gather, limit):
-    "PTA-47, ISA-76: epochs, batches, accumulation and limits; updates alone move the schedule"
+    "Epochs, batches, accumulation and limits; updates alone move the schedule"
     cb = BatchSchedulerCB(lambda opt, trainer: lrs.CosineAnnealingLR(opt, max(trainer.total_updates, 1)))
     callbacks = [cb] + ([NBatchCB(limit)] if limit else []) + [AccumulateCB(n_gather)]
     trainer = make_trainer(*callbacks, n=n)
@@ -180,9 +182,10 @@ def test_a_cosine_ends_with_the_run_whatever_makes_up_its_length(n, n_epochs, n_
     if total: assert cb.scheduler.last_epoch == total and trainer.opt.param_groups[0]["lr"] == pytest.approx(0, abs=1e-7)
 
 
+@pytest.mark.shows("ISA-77")
 @pytest.mark.parametrize("n, limit, n_gather, total", [(5, None, 1, 10), (5, 3, 1, 6), (6, None, 2, 6), (6, 4, 2, 4)])
 def test_one_cycle_counts_updates(n, limit, n_gather, total):
-    "ISA-77: total steps = epochs x training batches, in updates"
+    "Total steps = epochs x training batches, in updates"
     cb = OneCycleSchedulerCB()
     trainer = make_trainer(*([NBatchCB(limit)] if limit else []), AccumulateCB(n_gather), cb, n=n)
     trainer.fit(2, lr=0.5, valid=False)
@@ -190,8 +193,8 @@ def test_one_cycle_counts_updates(n, limit, n_gather, total):
     assert trainer.opt.param_groups[0]["lr"] == pytest.approx(0.5 / 25 / 1e4), "it arrives at its end with the run"
 
 
+@pytest.mark.shows("ISA-76")
 def test_epochs_cut_short_and_of_unequal_length_are_epochs():
-    "ISA-76"
     class Unequal:
         def __init__(self): self.n = 0
         def __iter__(self):
@@ -205,9 +208,10 @@ def test_epochs_cut_short_and_of_unequal_length_are_epochs():
     assert trainer.history.batches["lr"] == [0.1] * 2 + [0.05] * 2 + [0.025] * 2
 
 
+@pytest.mark.shows("ISA-76")
 @pytest.mark.parametrize("exception, n_steps, n_epochs_stepped", [(CancelBatchException, 4 * 3, 3), (CancelEpochException, 2 * 3, 3), (CancelFitException, 2, 0)])
 def test_what_is_cancelled_does_not_move_the_schedule(exception, n_steps, n_epochs_stepped):
-    "ISA-76: in the third batch before its step; the fit is left at once, so no epoch was completed"
+    "In the third batch before its step; the fit is left at once, so no epoch was completed"
     class CancelCB:
         def before_step(self, trainer):
             if trainer.batch_num == 2: raise exception("enough")
@@ -219,8 +223,8 @@ def test_what_is_cancelled_does_not_move_the_schedule(exception, n_steps, n_epoc
     assert "initial_lr" not in trainer.opt.param_groups[0]
 
 
+@pytest.mark.shows("ISA-76")
 def test_after_a_stop_in_good_order_the_epoch_counts():
-    "ISA-76"
     class StopCB:
         def after_batch(self, trainer): trainer.request_stop("enough")
 
@@ -241,9 +245,10 @@ ALL = {
 }
 
 
+@pytest.mark.shows("ISA-76")
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 def test_a_fit_without_training_needs_no_schedule(make):
-    "ISA-76: `train=False` and `fit(0)`, also before there is any optimizer"
+    "`train=False` and `fit(0)`, also before there is any optimizer"
     trainer = make_trainer(make(), MetricsCB(show=False), valid=make_batches(2))
     trainer.fit(1, train=False)
     trainer.fit(0)
@@ -253,10 +258,11 @@ def test_a_fit_without_training_needs_no_schedule(make):
     assert trainer.history.fit == 3
 
 
+@pytest.mark.shows("ISA-76", "ISA-77")
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 def test_a_second_fit_schedules_anew(make, keep):
-    "ISA-76, ISA-77: with twice the epochs, twice the rate, and the notes that torch leaves in a kept optimizer out of the way"
+    "With twice the epochs, twice the rate, and the notes that torch leaves in a kept optimizer out of the way"
     trainer = make_trainer(make(), MetricsCB(show=False))
     trainer.fit(2, lr=0.1, valid=False)
     n = len(trainer.history.batches)
@@ -269,9 +275,10 @@ def test_a_second_fit_schedules_anew(make, keep):
     assert trainer.opt.param_groups[0]["momentum"] == 0.9
 
 
+@pytest.mark.shows("ISA-76", "NEMO-55")
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 def test_the_optimizer_is_left_without_notes_and_an_own_one_with_its_rate(make):
-    "ISA-76, NEMO-55: however the fit ends"
+    "However the fit ends"
     class FailCB:
         order = Order.LAST
         def __init__(self, error): self.error = error
@@ -295,8 +302,9 @@ def test_the_rate_stays_where_it_ended_as_by_hand():
     assert trainer.opt.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.shows("F046")
 def test_nobody_waits_for_the_device():
-    "F046: inside a batch no schedule turns a tensor into a number"
+    "Inside a batch no schedule turns a tensor into a number"
     for everything in (False, True):
         assert run_guarded([BasicTrainCB(), RecorderCB(loss=lambda t: t.loss), OneCycleSchedulerCB(cycle_momentum=False), AttributeSchedulerCB({"opt.weight_decay": lambda p: p})], everything).n_updates == 8
         run_guarded([BasicTrainCB(), WarmupSchedulerCB()], everything)
@@ -313,8 +321,9 @@ def test_a_rate_that_is_a_tensor_is_scheduled_in_place():
     assert trainer.history.batches["lr"] == pytest.approx(rates(WarmupSchedulerCB(warmup=4)))
 
 
+@pytest.mark.shows("AIT-46", "ISA-77")
 def test_two_groups_and_two_optimizers_each_follow_their_own_rate():
-    "AIT-46: an optimizer is named; ISA-77: tops in proportion"
+    "An optimizer is named; tops in proportion"
     def two_groups(params, lr):
         params = list(params)
         return MOMENTUM([dict(params=params[:2], lr=lr / 10), dict(params=params[2:])], lr)
@@ -338,8 +347,9 @@ def test_two_groups_and_two_optimizers_each_follow_their_own_rate():
 class RecorderCBNamed(RecorderCB): name = "second_recorder"
 
 
+@pytest.mark.shows("ISA-77")
 def test_an_own_optimizer_gets_the_top_from_fit():
-    "ISA-77: the highest group at `lr`, the others in proportion"
+    "The highest group at `lr`, the others in proportion"
     trainer = make_trainer(OneCycleSchedulerCB(pct_start=0.5), RecorderCBNamed(a=lr_of(0), b=lr_of(1)), opt_func=None)
     params = list(trainer.model.parameters())
     trainer.opt = MOMENTUM([dict(params=params[:2], lr=0.01), dict(params=params[2:], lr=0.04)], 0.04)
@@ -349,8 +359,8 @@ def test_an_own_optimizer_gets_the_top_from_fit():
 
 # One cycle
 
+@pytest.mark.shows("ISA-77")
 def test_one_cycle_shows_and_passes_on_the_arguments_of_torch():
-    "ISA-77"
     shown = set(inspect.signature(OneCycleSchedulerCB).parameters)
     torchs = set(inspect.signature(lrs.OneCycleLR).parameters)
     assert shown == torchs - {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"} | {"opt"}
@@ -364,17 +374,17 @@ def test_one_cycle_shows_and_passes_on_the_arguments_of_torch():
     assert rates(OneCycleSchedulerCB(**options)) == theirs
 
 
+@pytest.mark.shows("ISA-77", "SON-15")
 @pytest.mark.parametrize("cls", [OneCycleSchedulerCB, PlateauSchedulerCB])
 def test_a_misspelt_or_impossible_option_is_refused_where_it_is_typed(cls):
-    "ISA-77, SON-15"
     wrong = {OneCycleSchedulerCB: ("div_facter", "div_factor"), PlateauSchedulerCB: ("patiance", "patience")}[cls]
     with pytest.raises(TypeError, match=f"`{wrong[0]}`.*Did you mean `{wrong[1]}`"): cls(**{wrong[0]: 3})
     with pytest.raises(ValueError): cls(**({"pct_start": 2.} if cls is OneCycleSchedulerCB else {"factor": 1.}))
     with pytest.raises(TypeError, match="`total_steps`"): OneCycleSchedulerCB(total_steps=10)
 
 
+@pytest.mark.shows("ISA-77", "F041")
 def test_one_cycle_says_what_to_do_without_momentum():
-    "ISA-77, F041"
     trainer = make_trainer(OneCycleSchedulerCB(), opt_func=optim.Adagrad)
     with pytest.raises(ValueError) as caught: trainer.fit(1, valid=False)
     assert any("cycle_momentum=False" in o for o in caught.value.__notes__)
@@ -382,15 +392,15 @@ def test_one_cycle_says_what_to_do_without_momentum():
     make_trainer(OneCycleSchedulerCB(cycle_momentum=False), opt_func=optim.Adagrad).fit(1, valid=False)
 
 
+@pytest.mark.shows("ISA-77", "F041")
 @pytest.mark.parametrize("n, share, three", [(1, 0.3, False), (2, 0.5, False), (4, 0.25, False), (4, 0.25, True), (5, 1., False), (5, 0., False)])
 def test_one_cycle_manages_runs_on_which_torch_divides_by_zero(n, share, three):
-    "ISA-77, F041"
     found = rates(OneCycleSchedulerCB(pct_start=share, three_phase=three), n_epochs=1, n=n)
     assert len(found) == n and all(0 < o <= 0.1 + 1e-9 for o in found)
 
 
+@pytest.mark.shows("ISA-77")
 def test_the_arguments_come_up_on_completion():
-    "ISA-77"
     completer = pytest.importorskip("jedi").Interpreter("OneCycleSchedulerCB(pct_", [{"OneCycleSchedulerCB": OneCycleSchedulerCB}])
     assert "pct_start=" in [o.name for o in completer.complete()]
 
@@ -432,24 +442,25 @@ FORMULAS = {
 OPTIONS = {"square": dict(decay="polynomial", power=2), "square root": dict(decay="polynomial", power=0.5)}
 
 
+@pytest.mark.shows("NEMO-62", "F043", "PTA-48")
 @pytest.mark.parametrize("end", [0, 0.1])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_warm_up_hold_decay_and_cool_down_follow_their_formulas(name, end):
-    "NEMO-62, F043, PTA-48"
     cb = WarmupSchedulerCB(**OPTIONS.get(name, dict(decay=name)), warmup=10, hold=0.05, cooldown=0.1, end_factor=end)
     expected = [up(i, 10) for i in range(10)] + [1] * 5
     expected += [end + (1 - end) * FORMULAS[name](j / 75) for j in range(75)] + [end + (1 - end) * FORMULAS[name](1)] * 10
     assert curve(cb, 100) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.shows("F043")
 def test_what_is_trained_with_is_the_curve_times_the_rate():
-    "F043"
     cb = WarmupSchedulerCB("linear", warmup=0.2)
     assert rates(cb, 2, lr=0.3) == pytest.approx([0.3 * o for o in curve(cb, 10)])
 
 
+@pytest.mark.shows("AIT-51", "NEMO-62")
 def test_policies_of_other_libraries_are_members_of_the_family():
-    "AIT-51: the four of Hugging Face, which begin at zero; NEMO-62: NeMo's, which begin at the first step up"
+    "The four of Hugging Face, which begin at zero; NeMo's, which begin at the first step up"
     W, T = 10, 50
     for i in range(T):
         t = (i - W) / (T - W)
@@ -467,8 +478,9 @@ def test_policies_of_other_libraries_are_members_of_the_family():
         assert WarmupSchedulerCB("inverse_sqrt", warmup=0, timescale=100).factor(i, T) == pytest.approx(1 / math.sqrt((i + 100) / 100))
 
 
+@pytest.mark.shows("F043", "F042")
 def test_the_curves_are_those_of_torch_where_it_has_them():
-    "F043, F042: LinearLR, CosineAnnealingLR, PolynomialLR, CosineAnnealingWarmRestarts"
+    "LinearLR, CosineAnnealingLR, PolynomialLR, CosineAnnealingWarmRestarts"
     def torchs(make, n):
         opt = optim.SGD([torch.zeros(1)], 1.)
         scheduler, found = make(opt), []
@@ -485,13 +497,14 @@ def test_the_curves_are_those_of_torch_where_it_has_them():
     assert curve(WarmupSchedulerCB(warmup=0, cycles=3, cycle_mult=2), 70) == pytest.approx(restarts, abs=1e-9)
 
 
+@pytest.mark.shows("PTA-48")
 def test_k_decay_is_that_of_its_paper():
-    "PTA-48"
     assert curve(WarmupSchedulerCB(warmup=0, k=2.5, end_factor=0.1), 30) == pytest.approx([0.1 + 0.9 / 2 * (1 + math.cos(math.pi * i ** 2.5 / 30 ** 2.5)) for i in range(30)])
 
 
+@pytest.mark.shows("F044", "PTA-48")
 def test_several_decays_end_in_geometric_spacing():
-    "F044, PTA-48: at 100, 200 and 400, each over the last fifth of the way to it"
+    "At 100, 200 and 400, each over the last fifth of the way to it"
     found = curve(WSDSchedulerCB(warmup=20, n_decays=3, end_factor=0.1), 400)
     for i, value in enumerate(found):
         end = next(o for o in (100, 200, 400) if i < o)
@@ -598,8 +611,8 @@ class TimmLike:
     def step_update(self, num_updates, metric=None): self.calls.append(("update", num_updates))
 
 
+@pytest.mark.shows("PTA-48")
 def test_schedulers_of_timm_are_told_the_number():
-    "PTA-48"
     batch, epoch = BatchSchedulerCB(TimmLike), EpochSchedulerCB(TimmLike)
     make_trainer(batch, epoch, n=2).fit(2, valid=False)
     assert batch.scheduler.calls == [("update", i) for i in (1, 2, 3, 4)] and epoch.scheduler.calls == [("epoch", 1), ("epoch", 2)]
@@ -642,8 +655,9 @@ def test_a_value_of_nan_is_refused_for_any_attribute_and_a_rate_that_is_a_tensor
 
 # Reductions and plateaus
 
+@pytest.mark.shows("SON-14")
 def test_a_reduction_below_the_lowest_rate_is_skipped_for_each_group():
-    "SON-14: not clamped"
+    "Not clamped"
     def two_groups(params, lr):
         params = list(params)
         return optim.SGD([dict(params=params[:2], lr=lr / 10), dict(params=params[2:])], lr)
@@ -664,11 +678,11 @@ class WriteCB:
         if self.values[trainer.epoch] is not None: trainer.history.write(**{self.column: self.values[trainer.epoch]})
 
 
+@pytest.mark.shows("SON-15", "AIT-47", "AIT-48", "F045")
 @settings(max_examples=40, deadline=None)
 @given(values=st.lists(st.floats(-10, 10), min_size=1, max_size=12), mode=st.sampled_from(["min", "max"]), patience=st.integers(0, 3), cooldown=st.integers(0, 2),
        delta=st.floats(0, 2), min_lr=st.sampled_from([0, 0.03]))
 def test_a_plateau_reduces_when_torch_would(values, mode, patience, cooldown, delta, min_lr):
-    "SON-15, AIT-47, AIT-48, F045"
     options = dict(mode=mode, factor=0.5, patience=patience, cooldown=cooldown, threshold=delta, threshold_mode="abs", min_lr=min_lr)
     opt = optim.SGD([torch.zeros(1)], 0.1)
     scheduler, theirs = lrs.ReduceLROnPlateau(opt, **options), []
@@ -680,28 +694,29 @@ def test_a_plateau_reduces_when_torch_would(values, mode, patience, cooldown, de
     assert trainer.history.batches["lr"] == theirs
 
 
+@pytest.mark.shows("SON-15")
 def test_nan_never_is_better_and_no_value_says_nothing():
-    "SON-15"
     trainer = make_trainer(WriteCB([1., math.nan, None, math.nan, 0.5]), PlateauSchedulerCB("score", mode="min", patience=1, factor=0.5), n=1)
     trainer.fit(5, lr=0.1, valid=False)
     assert trainer.history.batches["lr"] == [0.1, 0.1, 0.1, 0.1, 0.05]
 
 
+@pytest.mark.shows("AIT-48")
 def test_the_direction_of_a_plateau_is_never_guessed():
-    "AIT-48: as with every other callback that watches a column"
+    "As with every other callback that watches a column"
     with pytest.raises(ValueError, match="Say `mode='max'` or `mode='min'`"): PlateauSchedulerCB("accuracy")
     assert (PlateauSchedulerCB("my_loss").options["mode"], PlateauSchedulerCB("accuracy", mode="max").options["mode"]) == ("min", "max")
 
 
+@pytest.mark.shows("AIT-47")
 def test_a_plateau_of_validation_loss():
-    "AIT-47"
     trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB(factor=0.5, patience=0, threshold=10, threshold_mode="abs"), valid=make_batches(2))
     trainer.fit(3, lr=0.1)
     assert trainer.history.batches["lr"][:5] == [0.1] * 5 and trainer.opt.param_groups[0]["lr"] == 0.025
 
 
+@pytest.mark.shows("AIT-48")
 def test_a_name_that_nobody_records_fails_before_the_first_batch():
-    "AIT-48"
     trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB("vaild_loss"), valid=make_batches(2))
     with pytest.raises(LookupError, match=r"`PlateauSchedulerCB` watches `vaild_loss`.*'train_loss', 'valid_loss', 'elapsed'\]. Did you mean `valid_loss`"): trainer.fit(1)
     assert trainer.n_updates == 0 and "initial_lr" not in trainer.opt.param_groups[0]
@@ -709,8 +724,8 @@ def test_a_name_that_nobody_records_fails_before_the_first_batch():
     with pytest.raises(LookupError, match="`valid_loss`, which no callback records"): trainer.fit(1, valid=False)
 
 
+@pytest.mark.shows("AIT-48")
 def test_a_name_of_somebody_who_declares_nothing_is_seen_at_the_first_row():
-    "AIT-48"
     trainer = make_trainer(WriteCB([1.] * 3, declare=False), PlateauSchedulerCB("score", mode="min", patience=0, factor=0.5), n=2)
     trainer.fit(3, lr=0.1, valid=False)
     assert trainer.history.batches["lr"] == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
@@ -719,8 +734,8 @@ def test_a_name_of_somebody_who_declares_nothing_is_seen_at_the_first_row():
     assert trainer.n_updates == 2
 
 
+@pytest.mark.shows("AIT-47")
 def test_a_column_that_never_came_and_one_that_is_no_number_are_told():
-    "AIT-47"
     trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB(), valid=make_batches(2))
     with pytest.warns(UserWarning, match="no value in any epoch"): trainer.fit(1, valid=False)
     trainer = make_trainer(WriteCB([[1., 2.]]), PlateauSchedulerCB("score", mode="min"))
@@ -729,8 +744,9 @@ def test_a_column_that_never_came_and_one_that_is_no_number_are_told():
 
 # Attributes
 
+@pytest.mark.shows("NEMO-55", "F046")
 def test_any_attribute_follows_its_function_and_is_put_back():
-    "NEMO-55, F046: groups, one group, modules, and anything else that the trainer has"
+    "Groups, one group, modules, and anything else that the trainer has"
     seen = []
 
     class LookCB:
@@ -752,8 +768,9 @@ def test_any_attribute_follows_its_function_and_is_put_back():
     assert (trainer.opt.param_groups[0]["weight_decay"], trainer.opt.param_groups[1]["momentum"], trainer.model[1].p, trainer.loss_func.beta) == (0, 0.9, 0.1, 0.7)
 
 
+@pytest.mark.shows("NEMO-55", "SON-19", "F046")
 def test_an_attribute_can_be_flipped_after_an_epoch():
-    "NEMO-55, SON-19: counted in epochs; F046"
+    "Counted in epochs"
     seen = []
 
     class LookCB:
@@ -764,18 +781,19 @@ def test_an_attribute_can_be_flipped_after_an_epoch():
     assert seen == [0.5, 0.5, 0., 0., 0., 0.]
 
 
+@pytest.mark.shows("NEMO-55")
 @pytest.mark.parametrize("target, message", [
     ("opt.momentun", "Did you mean `momentum`"), ("model.*.q", "has an attribute `q`"), ("model.7.p", "No module `7`"), ("model.0.weigth", "Did you mean `weight`"),
 ])
 def test_a_target_that_does_not_exist_fails_before_the_first_batch(target, message):
-    "NEMO-55"
     trainer = make_trainer(AttributeSchedulerCB({target: lambda p: p}))
     with pytest.raises(LookupError, match=message): trainer.fit(1, valid=False)
     assert trainer.n_updates == 0
 
 
+@pytest.mark.shows("NEMO-55", "F046")
 def test_scheduling_the_rate_by_a_function_equals_doing_it_by_hand():
-    "NEMO-55, F046: bit for bit"
+    "Bit for bit"
     ours = still_model()
     theirs = copy.deepcopy(ours)
     make_trainer(AttributeSchedulerCB({"opt.momentum": piecewise((0, 0.9), (1, 0.5))}), model=ours).fit(2, lr=0.1, valid=False)
@@ -807,10 +825,11 @@ RESUMABLE = {**{f"batch {k}": partial(lambda make: BatchSchedulerCB(lambda opt, 
              **{f"epoch {k}": partial(EpochSchedulerCB, v) for k, v in PER_EPOCH.items()}, **ALL}
 
 
+@pytest.mark.shows("AIT-46")
 @pytest.mark.parametrize("when", ["before the fit", "in the fit"])
 @pytest.mark.parametrize("make", RESUMABLE.values(), ids=RESUMABLE)
 def test_a_schedule_goes_on_where_its_state_says(make, when):
-    "AIT-46: state in plain types, through JSON; rates and momentum of the second half as if never stopped"
+    "State in plain types, through JSON; rates and momentum of the second half as if never stopped"
     def make_run(cb, *callbacks):
         notes = RecorderCBNamed(m=lambda t: t.opt.param_groups[0]["momentum"], p=lambda t: t.model[1].p)
         return make_trainer(cb, WriteCB([3., 3., 2., 2.], "train_loss"), notes, *callbacks)
@@ -852,9 +871,9 @@ def test_a_state_counts_for_one_fit_only():
 
 # Preview
 
+@pytest.mark.shows("F047")
 @pytest.mark.parametrize("make", [v for k, v in ALL.items() if k not in ("plateau", "attribute")])
 def test_a_preview_is_what_a_fit_does_and_leaves_no_trace(make):
-    "F047"
     cb = make()
     before, state = dict(vars(cb)), torch.get_rng_state()
     seen = cb.preview(n_epochs=2, updates_per_epoch=5, lr=0.1)
@@ -862,8 +881,8 @@ def test_a_preview_is_what_a_fit_does_and_leaves_no_trace(make):
     assert seen["lr"] == rates(cb)
 
 
+@pytest.mark.shows("F047")
 def test_a_preview_in_the_middle_of_a_fit_touches_nothing():
-    "F047"
     class LookCB:
         def after_batch(self, trainer): trainer.OneCycleSchedulerCB.preview(1, 3)
 
@@ -874,8 +893,8 @@ def test_a_preview_in_the_middle_of_a_fit_touches_nothing():
     assert same(plain.model, looked.model)
 
 
+@pytest.mark.shows("F047")
 def test_a_plot_has_axes_with_names():
-    "F047"
     ax = OneCycleSchedulerCB().plot(n_epochs=2, updates_per_epoch=5, lr=0.1)
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("optimizer update", "learning rate") and len(ax.get_lines()[0].get_ydata()) == 10
     assert "updates_per_epoch" in inspect.signature(OneCycleSchedulerCB().plot).parameters
@@ -920,8 +939,9 @@ def test_schedules_that_multiply_what_they_find_may_stand_together():
 
 # Limits
 
+@pytest.mark.shows("AIT-65", "PTA-45")
 def test_a_limit_on_updates_shortens_the_schedule():
-    "AIT-65, PTA-45: the curve is that of a run of so many updates, in epochs or in a stream of unknown length"
+    "The curve is that of a run of so many updates, in epochs or in a stream of unknown length"
     limited = make_trainer(LimitCB(8), WarmupSchedulerCB("linear", warmup=2))
     limited.fit(10, lr=0.1, valid=False)
     assert limited.n_updates == 8 == limited.total_updates
@@ -940,8 +960,9 @@ class Stream:
     def __iter__(self): return iter(self.batches)
 
 
+@pytest.mark.shows("PTA-39")
 def test_where_decays_begin_and_end_is_known():
-    "PTA-39: the first decaying rate comes after `decay_begins`, the lowest before `decay_ends`"
+    "The first decaying rate comes after `decay_begins`, the lowest before `decay_ends`"
     for options in (dict(), dict(n_decays=3), dict(n_decays=2, spacing=3., decay_length=4)):
         wsd, total = WSDSchedulerCB(warmup=2, **options), 60
         curve = [wsd.factor(i, total) for i in range(total)]

@@ -31,17 +31,17 @@ GREY = COLOUR[0]
 
 # Layouts
 
+@pytest.mark.shows("ISA-107")
 @pytest.mark.parametrize("image", [COLOUR, COLOUR.permute(1, 2, 0), COLOUR.numpy(), COLOUR.permute(1, 2, 0).numpy(), COLOUR.double(),
                                    COLOUR.clone().requires_grad_(), COLOUR.permute(1, 2, 0).tolist()],
                          ids=["first", "last", "array first", "array last", "double", "with gradient", "lists"])
 def test_colour_images_of_any_layout_are_the_same_picture(image):
-    "ISA-107"
     assert np.array_equal(image_array(image), COLOUR.permute(1, 2, 0).numpy())
 
 
+@pytest.mark.shows("ISA-107")
 @pytest.mark.parametrize("image", [GREY, GREY[None], GREY[..., None], GREY.numpy(), GREY[None].numpy(), GREY[..., None].numpy()])
 def test_grey_images_lose_their_channel(image):
-    "ISA-107"
     assert np.array_equal(image_array(image), GREY.numpy())
 
 
@@ -65,9 +65,10 @@ def test_where_both_ends_could_be_channels_tensors_have_them_first_and_arrays_la
     assert np.array_equal(image_array(image.numpy()), image.squeeze(-1).numpy())
 
 
+@pytest.mark.shows("ISA-107")
 @pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGB", "RGBA", "CMYK"])
 def test_pil_images_of_every_mode_are_drawn_in_their_colours(mode):
-    "ISA-107: a palette's numbers are no colours"
+    "A palette's numbers are no colours"
     original = Image.fromarray((COLOUR.permute(1, 2, 0).numpy() * 255).astype("uint8")).convert("RGB")
     image = original.convert(mode)
     array = image_array(image)
@@ -135,8 +136,8 @@ def test_a_grid_too_small_or_empty_is_an_error():
     with pytest.raises(ValueError, match="nothing to draw"): show_images([])
 
 
+@pytest.mark.shows("ISA-107")
 def test_images_of_different_size_and_kind_share_a_grid():
-    "ISA-107"
     axes = show_images([GREY, COLOUR, COLOUR.numpy(), Image.new("L", (9, 4))], titles=torch.arange(4))
     assert [ax.get_title() for ax in axes.flat] == ["0", "1", "2", "3"]
     assert axes.flat[3].images[0].get_array().shape == (4, 9)
@@ -153,10 +154,11 @@ def test_titles_of_another_number_are_an_error():
 
 # UnNormalize
 
+@pytest.mark.shows("ISA-81")
 @settings(max_examples=25, deadline=None)
 @given(mean=st.lists(st.floats(-3, 3), min_size=3, max_size=3), std=st.lists(st.floats(0.1, 9), min_size=3, max_size=3))
 def test_a_normalisation_is_undone_and_the_argument_stays(mean, std):
-    "ISA-81: not in place"
+    "Not in place"
     m, s = (torch.tensor(o).view(3, 1, 1) for o in (mean, std))
     normalised = ((COLOUR - m) / s)[None]
     before = normalised.clone()
@@ -164,9 +166,9 @@ def test_a_normalisation_is_undone_and_the_argument_stays(mean, std):
     assert torch.equal(normalised, before)
 
 
+@pytest.mark.shows("ISA-81")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_undoing_keeps_dtype_device_and_shape(dtype):
-    "ISA-81"
     undo = UnNormalize(torch.tensor([0.5] * 3), np.array([0.2] * 3))
     for shape in ((3, 4, 5), (2, 3, 4, 5)):
         new = undo(torch.zeros(shape, dtype=dtype))
@@ -174,8 +176,8 @@ def test_undoing_keeps_dtype_device_and_shape(dtype):
     assert undo(torch.zeros(3, 4, 5, device="meta")).is_meta
 
 
+@pytest.mark.shows("ISA-81")
 def test_one_number_stands_for_all_channels():
-    "ISA-81"
     assert torch.allclose(UnNormalize(0.5, 0.25)((COLOUR - 0.5) / 0.25), COLOUR)
 
 
@@ -216,9 +218,10 @@ def no_last_error():
         if hasattr(sys, name): delattr(sys, name)
 
 
+@pytest.mark.shows("ISA-105")
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_what_the_last_error_held_is_let_go(depth, no_last_error):
-    "ISA-105: also what the errors it came from held, and although somebody keeps the error itself"
+    "Also what the errors it came from held, and although somebody keeps the error itself"
     error, things = failed(depth)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     gc.collect()
@@ -229,8 +232,8 @@ def test_what_the_last_error_held_is_let_go(depth, no_last_error):
     assert type(error) is (ValueError if depth else RuntimeError)
 
 
+@pytest.mark.shows("ISA-105")
 def test_garbage_in_circles_is_collected_and_what_is_in_use_stays():
-    "ISA-105"
     gc.disable()
     try:
         circle, kept = Thing(), Thing()
@@ -243,8 +246,8 @@ def test_garbage_in_circles_is_collected_and_what_is_in_use_stays():
     finally: gc.enable()
 
 
+@pytest.mark.shows("ISA-105")
 def test_the_cache_of_the_device_is_emptied(monkeypatch):
-    "ISA-105"
     emptied = []
     module = type("module", (), {"empty_cache": staticmethod(lambda: emptied.append(True))})
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
@@ -252,8 +255,8 @@ def test_the_cache_of_the_device_is_emptied(monkeypatch):
     assert emptied == [True]
 
 
+@pytest.mark.shows("ISA-105")
 def test_outputs_of_a_notebook_are_forgotten_unless_asked_to_stay(monkeypatch):
-    "ISA-105"
     import builtins
 
     from IPython.core.interactiveshell import InteractiveShell

@@ -75,8 +75,9 @@ def lines(ax): return {o.get_label(): list(o.get_ydata()) for o in ax.lines if n
 
 # History
 
+@pytest.mark.shows("ISA-118")
 def test_losses_and_metrics_are_drawn_as_they_were_recorded():
-    "ISA-118: one figure, labelled"
+    "One figure, labelled"
     history = trained().history
     losses, metrics = history.plot()
     assert lines(losses) == {"train_loss": history["train_loss"], "valid_loss": history["valid_loss"]}
@@ -126,8 +127,9 @@ def test_rows_without_a_value_leave_a_gap_and_lists_are_not_drawn():
     with pytest.raises(LookupError, match="no column of numbers called `per_class`"): plot_history(rows, "per_class")
 
 
+@pytest.mark.shows("ISA-118")
 def test_a_log_file_is_drawn_like_a_history(tmp_path):
-    "ISA-118: plots from a log, written to CSV and read again"
+    "Plots from a log, written to CSV and read again"
     history = trained().history
     with open(tmp_path / "log.csv", "w", newline="") as f:
         writer = csv.DictWriter(f, history.names())
@@ -137,8 +139,8 @@ def test_a_log_file_is_drawn_like_a_history(tmp_path):
     assert [lines(ax) for ax in plot_history(rows)] == [lines(ax) for ax in history.plot()]
 
 
+@pytest.mark.shows("ISA-118")
 def test_batches_are_drawn_with_their_running_mean():
-    "ISA-118"
     history = trained().history
     ax = history.plot_batches()
     losses = [o["loss"] for o in history.batches if o["training"]]
@@ -177,8 +179,8 @@ def figures(monkeypatch):
     return drawn
 
 
+@pytest.mark.shows("ISA-118", "MIN-06")
 def test_the_figure_is_drawn_at_the_end_whatever_the_interval(tmp_path, figures):
-    "ISA-118, MIN-06"
     trainer = make_trainer([MetricsCB(accuracy=AccuracyMetric(), show=False), LivePlotCB(tmp_path / "deep" / "loss.png", seconds=1000)])
     trainer.fit(3, lr=0.1)
     assert [o[:2] for o in figures] == [(3, 12)]
@@ -189,8 +191,9 @@ def test_the_figure_is_drawn_at_the_end_whatever_the_interval(tmp_path, figures)
     assert not plt.get_fignums()
 
 
+@pytest.mark.shows("MIN-06")
 def test_it_is_redrawn_while_a_pass_runs(tmp_path, figures):
-    "MIN-06: also before the first epoch is over"
+    "Also before the first epoch is over"
     trainer = make_trainer([MetricsCB(show=False), LivePlotCB(tmp_path / "loss.png", seconds=0)])
     trainer.fit(1)
     assert any(rows == 0 and losses > 0 for rows, losses, *_ in figures)
@@ -241,8 +244,8 @@ def test_a_disk_that_fills_up_does_not_end_training(tmp_path, monkeypatch):
     assert trainer.n_updates == 8 and len(caught) == 1
 
 
+@pytest.mark.shows("ISA-118")
 def test_in_a_notebook_one_output_is_replaced(monkeypatch):
-    "ISA-118"
     import IPython.display
     shown = []
 
@@ -335,9 +338,10 @@ GENERATORS = {"global": lambda: {}, "own": lambda: dict(generator=torch.Generato
               "sampler": lambda: dict(shuffle=False, sampler=RandomSampler(range(20), generator=torch.Generator().manual_seed(3)))}
 
 
+@pytest.mark.shows("ISA-82", "ISA-114", "MIN-13")
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_the_batch_is_the_one_that_the_next_fit_begins_with(kind):
-    "ISA-82, ISA-114, MIN-13: shuffled and augmented, after the device, with its targets as titles; twice the same"
+    "Shuffled and augmented, after the device, with its targets as titles; twice the same"
     kwargs = GENERATORS[kind]()
     if kind == "sampler": kwargs["shuffle"] = None
     trainer = make_trainer([BatchAugmentationCB(RandErase(p=1)), CountCB(), DeviceCB("cpu"), MixUpCB()], **kwargs)
@@ -355,9 +359,10 @@ def state_of(trainer):
                           str(random.getstate()), str(np.random.get_state()), torch.get_rng_state().tolist()))
 
 
+@pytest.mark.shows("ISA-82")
 @pytest.mark.parametrize("fitted", [False, True])
 def test_looking_leaves_the_trainer_as_it_was(fitted):
-    "ISA-82: state, history, random numbers, callbacks and their lists, modes of the modules"
+    "State, history, random numbers, callbacks and their lists, modes of the modules"
     trainer = make_trainer([CountCB(), MetricsCB(show=False), DeviceCB("cpu"), BatchAugmentationCB(RandErase())])
     if fitted: trainer.fit(1)
     trainer.model[2].eval()
@@ -370,8 +375,9 @@ def test_looking_leaves_the_trainer_as_it_was(fitted):
     assert all(p.data_ptr() == pointer for p, pointer in tensors)
 
 
+@pytest.mark.shows("ISA-82")
 def test_fit_after_a_look_equals_fit_without():
-    "ISA-82: bit for bit"
+    "Bit for bit"
     weights = []
     for look in (False, True):
         trainer = make_trainer([BatchAugmentationCB(RandErase())], model=make_model(0.5))
@@ -407,8 +413,8 @@ def test_watchers_and_steps_do_not_run():
     make_trainer([WatchCB(), StepCB(), MetricsCB(show=False)]).show_image_batch()
 
 
+@pytest.mark.shows("ISA-82")
 def test_validation_images_further_callbacks_and_a_limit():
-    "ISA-82"
     trainer = make_trainer([BatchAugmentationCB(RandErase(p=1))])
     data = trainer.dls.valid.dataset
     assert torch.equal(pixels(trainer.show_image_batch(train=False)), torch.stack([data[i][0][0] for i in range(8)]))

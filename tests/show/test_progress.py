@@ -117,8 +117,9 @@ def test_an_unknown_place_is_refused(place):
     with pytest.raises(ValueError, match=f"`place` is {place!r}. Use 'notebook', 'terminal', 'plain', or None"): ProgressCB(place)
 
 
+@pytest.mark.shows("ISA-66")
 def test_the_place_is_found_out_when_training_begins(panel, capsys, monkeypatch):
-    "ISA-66: not when the callback is made"
+    "Not when the callback is made"
     cb = ProgressCB()
     monkeypatch.setattr(builtins, "get_ipython", type("ZMQInteractiveShell", (), {}), raising=False)
     make_trainer([MetricsCB(), cb]).fit(1)
@@ -133,9 +134,9 @@ def test_the_place_is_found_out_when_training_begins(panel, capsys, monkeypatch)
 def is_plain(text): return not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
 
 
+@pytest.mark.shows("ISA-66")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_pipe_gets_one_header_one_row_per_epoch_and_no_control_characters(stream, capfd):
-    "ISA-66"
     trainer = make_trainer([MetricsCB(), ProgressCB("plain")], stream=stream)
     trainer.fit(3, lr=0.1)
     out, err = capfd.readouterr()
@@ -264,8 +265,9 @@ trainer.fit(2, lr=0.1, callbacks=FailCB())
 """
 
 
+@pytest.mark.shows("ISA-66", "PTA-24")
 def test_a_terminal_shows_bars_and_is_left_with_one_table_even_when_training_fails():
-    "ISA-66, PTA-24: a fit that ends well, and a second one that does not"
+    "A fit that ends well, and a second one that does not"
     text, status = run_in_terminal(PROGRAM + FAILURE)
     assert status == 1, text
     for label, total in (("Epochs", 2), ("Training", 30), ("Validation", 15)):
@@ -286,8 +288,8 @@ def run_in_notebook(code):
     return notebook.cells[0].outputs
 
 
+@pytest.mark.shows("ISA-66")
 def test_a_notebook_is_left_with_exactly_one_output_the_table():
-    "ISA-66"
     output, = run_in_notebook(PROGRAM)
     assert output.output_type == "display_data"
     header, *rows = words(output.data["text/plain"])
@@ -297,8 +299,8 @@ def test_a_notebook_is_left_with_exactly_one_output_the_table():
     assert [row.split(" | ")[0] for row in rows] == ["| 0", "| 1"]
 
 
+@pytest.mark.shows("ISA-66")
 def test_a_notebook_shows_a_bar_below_the_table_while_a_pass_runs(panel):
-    "ISA-66"
     class SlowCB:
         order = Order.LAST
         def after_batch(self, trainer):
@@ -322,8 +324,9 @@ class SlowCB:
     def after_batch(self, trainer): time.sleep(0.001)
 
 
+@pytest.mark.shows("ISA-66")
 def test_a_notebook_is_redrawn_at_most_four_times_a_second(panel):
-    "ISA-66: a thousand batches, a handful of drawings"
+    "A thousand batches, a handful of drawings"
     start = time.monotonic()
     make_trainer([MetricsCB(), ProgressCB("notebook"), SlowCB()], n_train=900, n_valid=100).fit(1)
     seconds = time.monotonic() - start
@@ -337,9 +340,10 @@ def test_many_short_epochs_do_not_redraw_a_notebook_more_often(panel):
     assert len(words(panel.drawn[-1])) == 201
 
 
+@pytest.mark.shows("ISA-66")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_terminal_is_redrawn_at_most_four_times_a_second(terminal, stream):
-    "ISA-66: each of the two bars"
+    "Each of the two bars"
     err, _ = terminal()
     start = time.monotonic()
     make_trainer([ProgressCB("terminal"), SlowCB()], n_train=900, n_valid=100, stream=stream).fit(1)
@@ -359,11 +363,11 @@ class EndCB:
         if trainer.epoch == 1 and trainer.batch_num == 1: raise self.error
 
 
+@pytest.mark.shows("ISA-66")
 @pytest.mark.parametrize("error", [None, ValueError(), KeyboardInterrupt(), CancelFitException(), CancelEpochException(), CancelBatchException()],
                          ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("place", PLACES)
 def test_no_bar_stays_open_however_training_ends(place, error, terminal, panel):
-    "ISA-66"
     _, out = terminal()
     trainer = make_trainer([MetricsCB(), ProgressCB(place, seconds=0)] + ([EndCB(error)] if error else []))
     try: trainer.fit(3)
@@ -374,9 +378,10 @@ def test_no_bar_stays_open_however_training_ends(place, error, terminal, panel):
     assert [line[0] for line in words(shown)] == ["epoch", *map(str, range(rows))]
 
 
+@pytest.mark.shows("PTA-24")
 @pytest.mark.parametrize("place", PLACES)
 def test_bars_are_open_while_training_runs(place, terminal, panel):
-    "PTA-24: the test above could not fail otherwise"
+    "The test above could not fail otherwise"
     terminal()
 
     class LookCB:
@@ -401,10 +406,11 @@ def test_a_callback_that_is_removed_in_the_middle_closes_its_bars(place, termina
     assert open_bars() == [] and trainer.n_updates == 8
 
 
+@pytest.mark.shows("ISA-66")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_bars_leave_the_number_of_batches_and_weights_alone(place, stream, terminal, panel):
-    "ISA-66: streams without a length too"
+    "Streams without a length too"
     terminal()
     shown, bare = (make_trainer(callbacks, stream=stream) for callbacks in ([ProgressCB(place)], []))
     for trainer in (shown, bare): trainer.fit(3, lr=0.1)
@@ -412,16 +418,17 @@ def test_bars_leave_the_number_of_batches_and_weights_alone(place, stream, termi
     assert torch.equal(shown.model.weight, bare.model.weight)
 
 
+@pytest.mark.shows("ISA-60", "ISA-66")
 def test_a_bar_knows_where_a_limited_pass_will_end(terminal):
-    "ISA-60, ISA-66"
     err, _ = terminal()
     make_trainer([NBatchCB(3), ProgressCB("terminal", seconds=0)], n_train=50, stream=True).fit(1)
     assert set(re.findall(r"Training: .*?\d+/(\d+) ", err.getvalue())) == {"3"}
 
 
+@pytest.mark.shows("MIN-06")
 @pytest.mark.parametrize("place", ["terminal", "notebook"])
 def test_the_bar_shows_a_recent_loss(place, monkeypatch):
-    "MIN-06: the loss of a batch is on the bar, one redraw late, and is the loss that was computed"
+    "The loss of a batch is on the bar, one redraw late, and is the loss that was computed"
     from isaac_loop.show import progress
     shown = []
     monkeypatch.setattr(progress.tqdm, "set_postfix_str", lambda self, text, refresh=True: shown.append(text))

@@ -148,7 +148,7 @@ UNSAVEABLE = {
 @pytest.mark.parametrize("name", UNSAVEABLE)
 @pytest.mark.filterwarnings("ignore")
 def test_types_that_would_not_load_are_refused_when_saving(name):
-    "T9: the error names the place, the type and what to use instead"
+    "The error names the place, the type and what to use instead"
     x, advice = UNSAVEABLE[name]
     with pytest.raises(UnsaveableState, match=re.escape("EarlyStop.state_dict()['best'][1] is a ")) as caught:
         plain({"fine": 1, "best": [0, x]}, "EarlyStop.state_dict()")
@@ -230,8 +230,9 @@ def draw():
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist()
 
 
+@pytest.mark.shows("PTA-38", "PTA-50")
 def test_random_numbers_go_on_where_they_were():
-    "PTA-38, PTA-50: the state of random numbers is plain data and comes back exactly"
+    "The state of random numbers is plain data and comes back exactly"
     random.gauss(0, 1), np.random.randn()  # Both keep a second number in hand
     state = there_and_back(plain_random_state())
     first = draw()
@@ -290,8 +291,9 @@ def loads_unsafely(tree):
             yield "weights_only that is not True"
 
 
+@pytest.mark.shows("SON-17")
 def test_no_source_of_the_package_can_run_code_from_a_file():
-    "SON-17, G4: no trainer is serialised whole, and nothing is read that may hold more than data"
+    "No trainer is serialised whole, and nothing is read that may hold more than data"
     for path in (ROOT / "isaac_loop").rglob("*.py"):
         text = path.read_text()
         assert list(loads_unsafely(ast.parse(text))) == [], path

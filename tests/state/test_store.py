@@ -166,10 +166,11 @@ def check_after_crash(folder, before):
     assert not [o for o in os.listdir(folder) if o.startswith((".tmp-", ".old-", ".trash-"))]
 
 
+@pytest.mark.shows("NEMO-36", "NEMO-35")
 @pytest.mark.parametrize("half", [False, True], ids=["before the call", "half a write"])
 @pytest.mark.parametrize("start", START)
 def test_the_process_may_end_at_every_call(start, half, tmp_path, monkeypatch):
-    "T1: at each call of open, sweep, save, overwrite and retention, and after half of each write (NEMO-36, NEMO-35)"
+    "At each call of open, sweep, save, overwrite and retention, and after half of each write"
     START[start](tmp_path / "start")
     before = sorted({int(o.name.split("-")[1 if o.name[0] != "." else 2]) for o in (tmp_path / "start").iterdir() if "step-" in o.name and (o.name[0] != "." or "old" in o.name)})
     disk = Disk()
@@ -198,7 +199,7 @@ def test_the_process_may_end_at_every_call(start, half, tmp_path, monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_process_that_really_ends_leaves_whole_checkpoints_and_no_lock(tmp_path, monkeypatch):
-    "T1: the same with processes of their own, ended at once by the system's call"
+    "The same with processes of their own, ended at once by the system's call"
     START["the same step again, with leftovers"](tmp_path / "start")
     in_a_fresh_process(CRASHES, tmp_path)
     for n in range(3, 60, 5):
@@ -236,8 +237,9 @@ def in_a_fresh_process(code, path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.shows("SON-27")
 def test_an_interrupt_in_a_save_clears_the_attempt_away(tmp_path, monkeypatch):
-    "SON-27: Ctrl-C at any call of a save; the process lives on and can save again"
+    "Ctrl-C at any call of a save; the process lives on and can save again"
     store = CheckpointStore(tmp_path, run_id="r")
     save(store, 10)
     save(store, 20)
@@ -273,7 +275,7 @@ def test_an_interrupt_in_a_save_clears_the_attempt_away(tmp_path, monkeypatch):
 
 
 def test_files_then_manifest_then_folder_then_name_then_parent_then_deletion(tmp_path, monkeypatch):
-    "T6: nothing is deleted before the new checkpoint and its name are on the disk"
+    "Nothing is deleted before the new checkpoint and its name are on the disk"
     with CheckpointStore(tmp_path, run_id="r") as store:
         for step in (10, 20):
             save(store, step)
@@ -303,7 +305,7 @@ def test_files_then_manifest_then_folder_then_name_then_parent_then_deletion(tmp
 
 
 def test_what_is_replaced_goes_only_after_the_new_one_has_its_name(tmp_path, monkeypatch):
-    "T6: when a step is saved again"
+    "When a step is saved again"
     with CheckpointStore(tmp_path, run_id="r") as store:
         save(store, 10)
         disk = Disk()
@@ -368,9 +370,10 @@ def test_there_are_enough_damages():
     assert len(DAMAGES) >= 150
 
 
+@pytest.mark.shows("NEMO-33", "NEMO-36")
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_noticed_and_the_one_before_is_loaded(name, two_steps, tmp_path):
-    "T7 (NEMO-33, NEMO-36): named file and reason, never loaded; a path that was given is not replaced by another"
+    "Named file and reason, never loaded; a path that was given is not replaced by another"
     shutil.copytree(two_steps, tmp_path / "run")
     bad = tmp_path / "run" / "step-00000020"
     DAMAGES[name](bad)
@@ -401,8 +404,9 @@ def test_only_sizes_are_compared_when_asked_for(two_steps, tmp_path):
         quiet_load(tmp_path / "run", verify="md5")
 
 
+@pytest.mark.shows("NEMO-27", "NEMO-36")
 def test_when_none_is_good_each_candidate_is_listed(two_steps, tmp_path):
-    "NEMO-27, NEMO-36: no going on with random weights"
+    "No going on with random weights"
     shutil.copytree(two_steps, tmp_path / "run")
     (tmp_path / "run" / "step-00000010" / "state.pt").write_bytes(b"")
     flip(tmp_path / "run" / "step-00000020" / "model.safetensors", 5)
@@ -444,7 +448,7 @@ def check_failed_save(caught, folder, steps):
 
 @pytest.mark.parametrize("room", [0, 3_000, 50_000, 150_000, 250_000])
 def test_a_full_disk(room, small_disk):
-    "T8: five levels of fill; the error says how much room was wanted, and after making room it works"
+    "Five levels of fill; the error says how much room was wanted, and after making room it works"
     store = CheckpointStore(small_disk, run_id="r")
     save(store, 10)
     save(store, 20)
@@ -468,7 +472,7 @@ def test_a_full_disk(room, small_disk):
 @pytest.mark.parametrize("call", ["write", "fsync", "mkdir", "rename", "open"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
 def test_the_system_refuses_a_call_in_the_middle(call, number, tmp_path, monkeypatch):
-    "T8: the disk fills up, breaks or goes read-only between the check and the writing"
+    "The disk fills up, breaks or goes read-only between the check and the writing"
     store = CheckpointStore(tmp_path, run_id="r")
     for step in (10, 20):
         save(store, step)
@@ -507,7 +511,7 @@ def test_the_system_refuses_a_call_in_the_middle(call, number, tmp_path, monkeyp
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_file_that_may_not_grow(tmp_path):
-    "T8: the system's own limit on file sizes, in a process of its own"
+    "The system's own limit on file sizes, in a process of its own"
     make(tmp_path / "run", (10, 20), run_id="r")
     in_a_fresh_process(LIMITED, tmp_path)
     assert visible(tmp_path / "run") == ["step-00000010", "step-00000020"]
@@ -524,8 +528,9 @@ else: raise AssertionError('the file grew')
 """
 
 
+@pytest.mark.shows("NEMO-23")
 def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path):
-    "T8: a file where the folder should be, also higher up; a read-only folder; NEMO-23: a missing parent is made"
+    "A file where the folder should be, also higher up; a read-only folder; a missing parent is made"
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(CheckpointWriteFailed, match="cannot be used for checkpoints") as caught:
@@ -538,7 +543,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path):
 
 
 def test_a_read_only_disk(small_disk):
-    "T8: refused at the start; reading goes on"
+    "Refused at the start; reading goes on"
     make(small_disk, (10,), run_id="r")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(CheckpointWriteFailed, match="Read-only file system"):
@@ -547,7 +552,7 @@ def test_a_read_only_disk(small_disk):
 
 
 def test_the_system_says_that_the_folder_is_read_only(tmp_path, monkeypatch):
-    "T8: the same wherever a disk cannot be mounted"
+    "The same wherever a disk cannot be mounted"
     disk = Disk()
 
     def change(name, f, args, kwargs):
@@ -560,7 +565,7 @@ def test_the_system_says_that_the_folder_is_read_only(tmp_path, monkeypatch):
 
 
 def test_the_folder_is_deleted_while_the_run_goes_on(tmp_path):
-    "T8: an error that says so, not a new folder in silence; also when somebody made another one in its place"
+    "An error that says so, not a new folder in silence; also when somebody made another one in its place"
     store = CheckpointStore(tmp_path / "runs" / "a")
     save(store, 10)
     shutil.rmtree(tmp_path / "runs")
@@ -704,10 +709,11 @@ ATTACKS = {
 }
 
 
+@pytest.mark.shows("PTA-50")
 @pytest.mark.parametrize("forced", [False, True], ids=["", "unsafe reading asked for"])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_strangers_checkpoint_cannot_run_anything(name, forced, two_steps, tmp_path, monkeypatch):
-    "T10 (PTA-50, G4): all checksums are right, and still there is a named error and no canary"
+    "All checksums are right, and still there is a named error and no canary"
     if forced:
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     shutil.copytree(two_steps, tmp_path / "run")
@@ -723,7 +729,7 @@ def test_a_strangers_checkpoint_cannot_run_anything(name, forced, two_steps, tmp
 
 
 def test_weights_are_loaded_without_a_look_at_the_state(two_steps, tmp_path):
-    "T10: `load_weights` opens the safetensors file alone"
+    "`load_weights` opens the safetensors file alone"
     shutil.copytree(two_steps, tmp_path / "run")
     folder = tmp_path / "run" / "step-00000020"
     torch.save(Runs(tmp_path / "canary"), folder / "state.pt")
@@ -759,11 +765,12 @@ scores = st.sampled_from([0.1, 0.2, 0.2, 0.3, 0.5, float("nan"), float("inf"), f
 steps = st.sampled_from([1, 2, 3, 5, 8, 9, 10, 99, 100, 101, 9_999, 10_000, 123_456_789])
 
 
+@pytest.mark.shows("NEMO-26", "NEMO-35", "AIT-40", "PTA-25")
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(saved=st.lists(st.tuples(steps, scores), min_size=1, max_size=10), keep_last=st.integers(2, 4), keep_best=st.integers(0, 3),
        keep_every=st.sampled_from([None, 5, 100]), mode=st.sampled_from(["min", "max"]), name=st.sampled_from(["step-{step}", "step-{step:08}", "same", "x-{loss:.1f}", "{step}-STEP"]))
 def test_retention_is_the_rule(saved, keep_last, keep_best, keep_every, mode, name, tmp_path_factory):
-    "T17 (NEMO-26, NEMO-35, AIT-40, PTA-25): ties, NaN, going back, 9 999 and 10 000, folders of others, any names"
+    "Ties, NaN, going back, 9 999 and 10 000, folders of others, any names"
     folder = tmp_path_factory.mktemp("retention") / "run"
     (folder / "step-1-mine").mkdir(parents=True)
     (folder / "step-1-mine" / "notes.txt").write_text("keep me")
@@ -788,8 +795,9 @@ def test_retention_is_the_rule(saved, keep_last, keep_best, keep_every, mode, na
     shutil.rmtree(folder.parent)
 
 
+@pytest.mark.shows("AIT-40")
 def test_the_list_that_deleted_the_best(tmp_path):
-    "AIT-40: accuracies .5 .9 .6 .7 .4 with the best two kept; the fault kept .5 and .6"
+    "Accuracies .5 .9 .6 .7 .4 with the best two kept; the fault kept .5 and .6"
     with CheckpointStore(tmp_path, keep_best=2, monitor="accuracy", mode="max") as store:
         for step, accuracy in enumerate([0.5, 0.9, 0.6, 0.7, 0.4]):
             save(store, step, metrics={"accuracy": accuracy})
@@ -800,8 +808,9 @@ def test_the_list_that_deleted_the_best(tmp_path):
         assert [o.metrics["accuracy"] for o in store.list()] == [0.9, 0.4, 0.1]
 
 
+@pytest.mark.shows("NEMO-35", "NEMO-28")
 def test_step_and_epoch_with_the_same_number_do_not_go_together(tmp_path):
-    "NEMO-35, NEMO-28: names end alike, and the checkpoints of an earlier process are counted"
+    "Names end alike, and the checkpoints of an earlier process are counted"
     for name, ids in (("net-STEP-{step}", range(1, 4)), ("net-EPOCH-{epoch}", range(1, 4))):
         for n in ids:
             with CheckpointStore(tmp_path, run_id=name[:6], pattern=name) as store:
@@ -1011,7 +1020,7 @@ def test_a_file_system_without_locks_is_one_error(tmp_path, monkeypatch):
 
 
 def test_two_runs_in_one_folder(tmp_path):
-    "T18: the second is refused at once, and nothing of the first is touched"
+    "The second is refused at once, and nothing of the first is touched"
     with CheckpointStore(tmp_path) as store:
         save(store, 1)
         (tmp_path / ".tmp-step-2-00000001").mkdir()
@@ -1050,7 +1059,7 @@ else:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_lock_ends_with_the_process_even_if_its_workers_live_on(tmp_path):
-    "T18: SIGKILL; the run can be started again at once"
+    "SIGKILL; the run can be started again at once"
     process = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
         assert process.stdout.readline() == "ready\n"
@@ -1065,7 +1074,7 @@ def test_the_lock_ends_with_the_process_even_if_its_workers_live_on(tmp_path):
 
 
 def test_a_run_that_was_copied_or_moved_goes_on(tmp_path):
-    "T18: everything a checkpoint is stands inside it"
+    "Everything a checkpoint is stands inside it"
     make(tmp_path / "first", (10, 20), run_id="r")
     shutil.copytree(tmp_path / "first", tmp_path / "copy")
     (tmp_path / "first").rename(tmp_path / "moved")
@@ -1118,8 +1127,9 @@ def test_every_kind_of_weights_comes_back(tmp_path):
         assert store.save({}, None, step=2) and store.load()[:2] == ({}, None)
 
 
+@pytest.mark.shows("PTA-50")
 def test_a_model_loads_without_the_library(tmp_path):
-    "PTA-50: the weights are a plain safetensors file, for any program"
+    "The weights are a plain safetensors file, for any program"
     from safetensors.torch import load_file
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with CheckpointStore(tmp_path) as store:
@@ -1139,8 +1149,9 @@ def test_extra_state_of_modules_travels_too(tmp_path):
     assert other.seen == 7
 
 
+@pytest.mark.shows("PTA-27", "PTA-38", "NEMO-28", "AIT-39")
 def test_one_layout_for_every_save(tmp_path):
-    "PTA-27, PTA-38, NEMO-28, AIT-39: the first, the best and any other save hold the same things under the same names"
+    "The first, the best and any other save hold the same things under the same names"
     model = nn.Linear(2, 2)
     opt = torch.optim.Adam(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(opt, 3)
@@ -1155,8 +1166,9 @@ def test_one_layout_for_every_save(tmp_path):
     schedule.load_state_dict(loaded[-1][1]["schedule"])
 
 
+@pytest.mark.shows("NEMO-54", "AIT-43")
 def test_any_part_of_a_model_can_be_kept_alone(tmp_path):
-    "NEMO-54, AIT-43: chosen modules only, with the settings as readable text in the manifest"
+    "Chosen modules only, with the settings as readable text in the manifest"
     model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
     with CheckpointStore(tmp_path) as store:
         path = store.save(model["head"].state_dict(), step=1, info={"lr": 0.1, "layers": ["body", "head"]})
@@ -1204,8 +1216,9 @@ def test_names_that_are_none_are_not_looked_for(name, tmp_path):
         CheckpointStore(make(tmp_path / "run", (20,)), read_only=True).load(name)
 
 
+@pytest.mark.shows("NEMO-28")
 def test_names_are_filled_with_numbers_and_metrics(tmp_path):
-    "NEMO-28: a pattern of one's own"
+    "A pattern of one's own"
     with CheckpointStore(tmp_path, pattern="e{epoch:02}-{loss:.2f}") as store:
         assert save(store, 5, epoch=3, metrics={"loss": torch.tensor(0.256)}).name == "e03-0.26"
         assert save(store, 6, epoch=3, metrics={"loss": 0.26}).name == "e03-0.26-2"

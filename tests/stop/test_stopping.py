@@ -96,17 +96,19 @@ def oracle(values, mode="min", patience=3, min_delta=0., or_equal=False, start_e
 level = st.sampled_from([-1., 0., 0.25, 0.5, 1., 2.])
 
 
+@pytest.mark.shows("AIT-24", "PTA-28", "SON-09", "F100", "F101")
 @pytest.mark.filterwarnings("ignore:.*had no value")
 @settings(max_examples=150, deadline=None)
 @given(values=st.lists(st.sampled_from([-1., 0., 0.25, 0.5, 1., 2., nan, inf, -inf, ...]), min_size=1, max_size=10), mode=st.sampled_from(["min", "max"]),
        patience=st.integers(1, 3), min_delta=st.sampled_from([0., 0.25]), or_equal=st.booleans(), start_epoch=st.integers(0, 3),
        threshold=st.none() | level, baseline=st.none() | level)
 def test_it_stops_where_the_description_says(values, mode, patience, min_delta, or_equal, start_epoch, threshold, baseline):
-    "AIT-24, PTA-28, SON-09, F100, F101: equal is not better, or is if asked for, NaN never is, epochs without a value count for nothing"
+    "Equal is not better, or is if asked for, NaN never is, epochs without a value count for nothing"
     options = dict(mode=mode, patience=patience, min_delta=min_delta, or_equal=or_equal, start_epoch=start_epoch, threshold=threshold, baseline=baseline)
     assert epochs_of(values, **options)[0] == oracle(values, **options)
 
 
+@pytest.mark.shows("F101", "AIT-25", "AIT-24", "PTA-28", "SON-09")
 @pytest.mark.parametrize("values, options, n, reason", [
     ([3., 2., 2., 2., 1.], dict(patience=2), 4, "has not improved for 2 epochs; the best is 2"),
     ([nan, nan, 1.], dict(patience=2), 2, "has not improved for 2 epochs; the best is none"),
@@ -123,7 +125,7 @@ def test_it_stops_where_the_description_says(values, mode, patience, min_delta, 
     ([50., 1., 1., 1.], dict(divergence=10., start_epoch=1, patience=2), 4, "the best is 1"),
 ])
 def test_each_reason_is_told(values, options, n, reason):
-    "F101, AIT-25, AIT-24, PTA-28, SON-09: an equal value is no progress, unless `or_equal` says so"
+    "An equal value is no progress, unless `or_equal` says so"
     found, trainer = epochs_of(values, **dict(mode="min") | options)
     assert found == n and reason in trainer.stop_reason and trainer.stop_reason.startswith("`score` ")
 
@@ -153,15 +155,16 @@ def test_a_column_that_never_has_a_value_is_told_of():
     with pytest.warns(UserWarning, match="had no value in any epoch"): make_trainer(EarlyStoppingCB()).fit(2, valid=False)
 
 
+@pytest.mark.shows("AIT-74")
 @pytest.mark.parametrize("name", ["accuracy", "val_error", "error_free", "f1", "lossless"])
 def test_the_direction_is_never_guessed(name):
-    "AIT-74"
     with pytest.raises(ValueError, match="Say `mode='max'` or `mode='min'`"): EarlyStoppingCB(name)
     assert EarlyStoppingCB(name, mode="max").mode == "max" and EarlyStoppingCB("my_loss").mode == "min"
 
 
+@pytest.mark.shows("PTA-28")
 def test_a_second_fit_begins_anew_unless_told_otherwise():
-    "PTA-28: `reset_on_train`"
+    "`reset_on_train`"
     for reset, expected in ((True, 2), (False, 1)):
         values, cb = ValuesCB([1., 2., 2., 2.]), EarlyStoppingCB("score", 3, mode="min", reset=reset)
         trainer = Trainer(DataLoaders([1]), None, None, nn.Identity(), [values, cb])
@@ -190,19 +193,19 @@ def test_settings_that_make_no_sense_are_refused_at_once(options, words):
 
 # Limits
 
+@pytest.mark.shows("F105", "NEMO-57", "PTA-45", "AIT-65")
 @pytest.mark.parametrize("n", [1, 5, 8, 9, 20])
 @pytest.mark.parametrize("gather", [1, 3])
 def test_updates_are_counted_and_not_batches(n, gather):
-    "F105, NEMO-57, PTA-45, AIT-65"
     trainer = make_trainer(LimitCB(n), AccumulationCB(gather), end := EndCB())
     trainer.fit(30)
     assert trainer.n_updates == n and end.ended and end.logged == len(trainer.history) == math.ceil(n/math.ceil(8/gather))
     assert trainer.stop_reason == f"{n} updates are enough" and all("valid_loss" in row for row in trainer.history)
 
 
+@pytest.mark.shows("F105")
 @pytest.mark.parametrize("options, n", [(dict(samples=1), 1), (dict(samples=9), 3), (dict(samples=33), 9), (dict(samples=30, count=lambda batch: batch[0].numel()), 3), (dict(epochs=2), 16)])
 def test_samples_and_epochs_are_counted(options, n):
-    "F105"
     trainer = make_trainer(LimitCB(**options))
     trainer.fit(5)
     assert trainer.n_updates == n and "enough" in trainer.stop_reason
@@ -237,9 +240,9 @@ class TakesTimeCB:
     def predict(self, trainer): self.clock.now += self.seconds[trainer.training]
 
 
+@pytest.mark.shows("F105")
 @pytest.mark.parametrize("limit", [25, 25., timedelta(seconds=25)])
 def test_the_clock_is_looked_at_after_each_batch(clock, limit):
-    "F105"
     trainer = make_trainer(LimitCB(seconds=limit), TakesTimeCB(clock, 10, 0), steps=BasicTrainCB())
     trainer.fit(5)
     assert trainer.n_updates == 3 and trainer.stop_reason == "30 seconds are enough"
@@ -283,8 +286,9 @@ def test_a_count_that_would_wait_is_refused(count):
     with pytest.raises(TypeError, match="cannot count samples"): make_trainer(LimitCB(samples=3, count=count)).fit(1)
 
 
+@pytest.mark.shows("PTA-30", "PTA-37", "AIT-30", "AIT-73")
 def test_a_limit_in_batches_is_undone_with_its_callback_and_takes_no_data_away():
-    "PTA-30, PTA-37, AIT-30, AIT-73: counted, in both passes, in a block and after it"
+    "Counted, in both passes, in a block and after it"
     class SeenCB:
         def before_fit(self, trainer): self.seen = []
         def after_batch(self, trainer): self.seen.append((trainer.training, trainer.batch_num))
@@ -314,11 +318,12 @@ OPTIMIZERS = [optim.SGD, lambda ps, lr: optim.SGD(ps, lr, momentum=0.9, weight_d
 def opt_state(trainer): return [v for s in trainer.opt.state.values() for v in s.values() if torch.is_tensor(v)]
 
 
+@pytest.mark.shows("PTA-20", "AIT-26", "AIT-72", "F102", "NEMO-57")
 @pytest.mark.parametrize("value", [nan, inf, -inf])
 @pytest.mark.parametrize("i", [0, 3, 7])
 @pytest.mark.parametrize("opt_func", OPTIMIZERS, ids=["sgd", "momentum", "adamw"])
 def test_with_every_batch_read_the_bad_step_does_not_happen(value, i, opt_func):
-    "PTA-20, AIT-26, AIT-72, F102, NEMO-57: weights and optimizer are those after the last good batch, bit for bit"
+    "Weights and optimizer are those after the last good batch, bit for bit"
     trainer = make_trainer(NonFiniteStopCB(every=1), end := EndCB(), batches=spoilt(make_batches(), i, value), valid=make_batches(2), opt_func=opt_func)
     trainer.fit(4, lr=0.05)
     good = make_trainer(batches=make_batches()[:max(i, 1)], opt_func=opt_func)
@@ -330,11 +335,12 @@ def test_with_every_batch_read_the_bad_step_does_not_happen(value, i, opt_func):
     assert math.isfinite(trainer.history["valid_loss"][0]) and (not i or math.isfinite(trainer.history["train_loss"][0]))
 
 
+@pytest.mark.shows("PTA-20", "AIT-72", "F102")
 @pytest.mark.parametrize("every", [2, 3, 100])
 @pytest.mark.parametrize("opt_func", OPTIMIZERS, ids=["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize("extra", [(), (lambda: AccumulationCB(2),), (lambda: ClipGradCB(1.),), (lambda: ClipGradCB(max_value=0.1),)], ids=["alone", "accumulated", "clipped", "clipped by value"])
 def test_without_waiting_nothing_bad_gets_into_weights_or_optimizer(every, opt_func, extra):
-    "PTA-20, AIT-72, F102: whichever way the gradients go"
+    "Whichever way the gradients go"
     for value in (nan, inf):
         trainer = make_trainer(NonFiniteStopCB(every), *[o() for o in extra], batches=spoilt(make_batches(), 4, value), opt_func=opt_func)
         trainer.fit(5, lr=0.05)
@@ -357,10 +363,11 @@ class SqrtAtZero(nn.Module):
     def forward(self, x): return self.linear(x).abs().sqrt()
 
 
+@pytest.mark.shows("F102")
 @pytest.mark.parametrize("every", [1, 100])
 @pytest.mark.parametrize("steps", [BasicTrainCB, MomentumTrainCB])
 def test_gradients_are_looked_at_too(every, steps):
-    "F102: a finite loss with an infinite gradient"
+    "A finite loss with an infinite gradient"
     batches = make_batches()
     batches[3] = torch.zeros_like(batches[3][0]), batches[3][1]
     trainer = make_trainer(NonFiniteStopCB(every), batches=batches, model=SqrtAtZero(), valid=make_batches(2), steps=steps())
@@ -389,16 +396,17 @@ def test_an_infinite_gradient_is_seen_before_clipping_makes_it_look_finite(every
     assert torch.equal(weights(trainer), weights(good))
 
 
+@pytest.mark.shows("PTA-20")
 @pytest.mark.parametrize("every", [1, 100])
 def test_validation_is_looked_at_too(every):
-    "PTA-20"
     trainer = make_trainer(NonFiniteStopCB(every), valid=spoilt(make_batches(3), 1))
     trainer.fit(3)
     assert trainer.stop_reason == "the loss was NaN or infinite at epoch 0, batch 1 (validation)" and len(trainer.history) == 1
 
 
+@pytest.mark.shows("F104")
 def test_the_layer_is_named_by_another_callback_in_the_same_run():
-    "F104: they meet through the trainer, and a stop leaves both time to read"
+    "They meet through the trainer, and a stop leaves both time to read"
     for every in (1, 100):
         heard = []
         model = nn.Sequential(nn.Linear(3, 4), nn.Threshold(0., nan), nn.Linear(4, 1))
@@ -440,8 +448,9 @@ def spiky(places, size=100.):
     return [(x, y*size) if i in places else (x, y) for i, (x, y) in enumerate(make_batches(12))]
 
 
+@pytest.mark.shows("F103")
 def test_a_spike_is_found_and_does_not_enter_the_mean():
-    "F103: two in a row are both found, and the mean stays"
+    "Two in a row are both found, and the mean stays"
     cb = LossSpikeCB(5., start_batch=3, stop=False, report=(heard := []).append)
     trainer = make_trainer(cb, batches=spiky({5, 6}), opt_func=lambda ps, lr: optim.SGD(ps, 0.))
     trainer.fit(1)
@@ -461,8 +470,8 @@ def test_nan_is_a_spike_and_never_spoils_the_mean(value):
     assert [o["batch"] for o in cb.found] == [0] and math.isfinite(cb.state_dict()["mean"])
 
 
+@pytest.mark.shows("F103")
 def test_read_at_once_a_spike_is_not_learnt_from_and_can_be_skipped_next_time():
-    "F103"
     trainer = make_trainer(LossSpikeCB(5., start_batch=3, every=1), end := EndCB(), batches=spiky({7}))
     trainer.fit(2, lr=0.01)
     good = make_trainer(batches=make_batches(7))
@@ -509,6 +518,7 @@ def answer(*classes): return F.one_hot(torch.tensor(classes), 3)
 SAME, OTHER, VARIED = answer(1, 1, 1, 1), answer(2, 2, 2, 2), answer(0, 1, 1, 2)
 
 
+@pytest.mark.shows("AIT-27")
 @pytest.mark.parametrize("outputs, options, n", [
     ([VARIED, SAME, VARIED], {}, 2), ([VARIED]*3, {}, 3), ([SAME, SAME], dict(value=2), 2), ([SAME, OTHER, SAME], dict(value=2), 2),
     ([SAME, VARIED, SAME, OTHER, SAME], dict(patience=2), 4), ([SAME, SAME, VARIED], dict(start_epoch=1), 2),
@@ -516,15 +526,14 @@ SAME, OTHER, VARIED = answer(1, 1, 1, 1), answer(2, 2, 2, 2), answer(0, 1, 1, 2)
     ([torch.full((4, 1), nan)]*2, {}, 2),
 ])
 def test_it_stops_when_all_predictions_of_a_validation_are_one(outputs, options, n):
-    "AIT-27"
     loss = lambda preds, targets: preds.float().mean()
     trainer = make_trainer(EpochCB(), SamePredictionsCB(**options), end := EndCB(), model=Answers(outputs), loss_func=loss)
     trainer.fit(len(outputs))
     assert len(trainer.history) == n and end.ended and (n == len(outputs) or "predictions of the validation pass are" in trainer.stop_reason)
 
 
+@pytest.mark.shows("AIT-27")
 def test_batches_of_one_class_each_are_not_all_the_same_and_a_warning_may_do():
-    "AIT-27"
     class PerBatchCB:
         def before_predict(self, trainer): trainer.model.epoch = trainer.batch_num % 2
     heard = []
@@ -557,15 +566,17 @@ def test_when_it_counts_is_said_in_whole_numbers(options, words):
 
 # All together
 
+@pytest.mark.shows("AIT-75", "AIT-17", "PTA-14")
 def test_several_reasons_in_one_run():
-    "AIT-75, AIT-17, PTA-14: the first reason stops, and everybody hears of the end"
+    "The first reason stops, and everybody hears of the end"
     trainer = make_trainer(EarlyStoppingCB(patience=50), NonFiniteStopCB(every=1), SamePredictionsCB(), LimitCB(12), end := EndCB())
     trainer.fit(9, lr=0.01)
     assert trainer.stop_reason == "12 updates are enough" and end.ended and end.logged == 2
 
 
+@pytest.mark.shows("SON-06")
 def test_the_first_reason_is_why_it_stops():
-    "SON-06: later ones change nothing"
+    "Later ones change nothing"
     def after_batch(trainer): trainer.request_stop(f"after batch {trainer.batch_num}")
     def log(trainer): trainer.request_stop("the epoch is over")
     trainer = make_trainer(after_batch, log)
@@ -573,9 +584,10 @@ def test_the_first_reason_is_why_it_stops():
     assert trainer.stop_reason == "after batch 0" and trainer.n_updates == 1
 
 
+@pytest.mark.shows("SON-06", "AIT-17", "PTA-14")
 @pytest.mark.parametrize("event, n_updates, n_rows", [("after_step", 3, 1), ("after_batch", 3, 1), ("after_epoch", 8, 1), ("log", 8, 1)])
 def test_a_stop_waits_for_the_end_of_what_is_open(event, n_updates, n_rows):
-    "SON-06, AIT-17, PTA-14: the pass ends after its batch, the epoch closes with validation and its row, and `after_fit` runs"
+    "The pass ends after its batch, the epoch closes with validation and its row, and `after_fit` runs"
     class StopCB:
         def __init__(self): setattr(self, event, self.ask)
 
@@ -587,9 +599,10 @@ def test_a_stop_waits_for_the_end_of_what_is_open(event, n_updates, n_rows):
     assert "valid_loss" in trainer.history[-1]
 
 
+@pytest.mark.shows("AIT-72")
 @pytest.mark.parametrize("cb", [lambda: NonFiniteStopCB(), lambda: LossSpikeCB(), lambda: EarlyStoppingCB(), lambda: LimitCB(99, samples=999, seconds=99), lambda: SamePredictionsCB()])
 def test_nothing_waits_inside_a_batch(cb):
-    "AIT-72: cheaply"
+    "Cheaply"
     with RefuseToWait() as mode: make_trainer(InsideCB(mode), cb()).fit(2, lr=0.01)
 
 

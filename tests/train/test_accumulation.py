@@ -57,11 +57,12 @@ def grouped(sizes, n):
 
 # It equals the big batch
 
+@pytest.mark.shows("F023", "F024", "NEMO-59", "AIT-65")
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=7), n=st.integers(1, 5),
        opt=st.sampled_from([optim.SGD, optim.Adam, lambda params, lr: optim.SGD(params, lr, momentum=0.9, weight_decay=0.1)]))
 def test_windows_equal_big_batches(sizes, n, opt):
-    "F023, F024, NEMO-59, AIT-65: unequal batches, a shorter last window, any optimizer"
+    "Unequal batches, a shorter last window, any optimizer"
     data = make_data(sum(sizes))
     small = train(cut(data, sizes), AccumulationCB(n), opt_func=opt)
     big = train(cut(data, grouped(sizes, n)), opt_func=opt)
@@ -92,8 +93,9 @@ def test_one_batch_to_an_update_is_no_accumulation_bit_for_bit(weigh, steps):
     assert torch.equal(weights(train(data, AccumulationCB(1, weigh), steps=steps())), weights(train(data, steps=steps())))
 
 
+@pytest.mark.shows("F023")
 def test_equal_batches_are_the_loop_by_hand_bit_for_bit():
-    "F023: losses are untouched, and the sum of gradients is divided once"
+    "Losses are untouched, and the sum of gradients is divided once"
     data, model = cut(make_data(), [6]*4), make_model()
     opt = optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
@@ -112,10 +114,11 @@ def test_a_sum_is_neither_weighed_nor_divided():
     torch.testing.assert_close(weights(small), weights(big), rtol=1e-12, atol=0)
 
 
+@pytest.mark.shows("PTA-53", "F024")
 @settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.integers(1, 6), min_size=2, max_size=6), n=st.integers(2, 4), as_tensor=st.booleans())
 def test_tokens_are_the_weight_of_a_mean_over_tokens(lengths, n, as_tensor):
-    "PTA-53, F024: the count is a number or stays a tensor on the device, and is not known beforehand"
+    "The count is a number or stays a tensor on the device, and is not known beforehand"
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(len(lengths), 6, 3, generator=g, dtype=torch.float64), torch.randint(4, (len(lengths), 6), generator=g)
     for row, length in zip(y, lengths): row[length:] = -100
@@ -143,8 +146,8 @@ def test_a_batch_that_counts_nothing_adds_nothing(counts, as_tensor):
 
 # Windows and the rest of the loop
 
+@pytest.mark.shows("F023", "PTA-47", "NEMO-05")
 def test_schedules_step_once_per_update_and_end_with_the_run():
-    "F023, PTA-47, NEMO-05"
     class LrCB:
         order = Order.LAST
         def before_fit(self, trainer): self.seen = []
@@ -166,9 +169,9 @@ def test_a_limit_on_batches_comes_first_whatever_the_order_of_adding(first):
     torch.testing.assert_close(weights(trainer), weights(big), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.shows("NEMO-59")
 @pytest.mark.parametrize("length", [None, 3, 8, 4])
 def test_a_loader_with_no_length_or_a_wrong_one_loses_nothing(length):
-    "NEMO-59"
     data = cut(make_data(12), [3]*4 if length == 4 else [3, 3, 3, 3])[: 3]
 
     class Loader:
@@ -216,9 +219,9 @@ def test_a_step_that_another_callback_refuses_ends_the_window_all_the_same():
     torch.testing.assert_close(weights(trainer), weights(train(cut(make_data(12), [6, 6])[1:], n_epochs=1)), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.shows("AIT-65")
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_stop_in_the_middle_of_a_window_steps_with_the_rest(at):
-    "AIT-65"
     class StopCB:
         def after_batch(self, trainer):
             if trainer.batch_num == at: trainer.request_stop("enough")
@@ -343,8 +346,9 @@ def test_inputs_without_rows_need_a_stated_weight():
     assert train(batches, AccumulationCB(2, "mean"), model=model).n_updates == 2
 
 
+@pytest.mark.shows("PTA-52", "AIT-52")
 def test_clipping_meets_the_whole_gradient_once():
-    "PTA-52, AIT-52: once per update, on the sum, not on each piece"
+    "Once per update, on the sum, not on each piece"
     pieces = cut(make_data(12), [3]*4)
     small = train(pieces, AccumulationCB(2), ClipGradCB(0.05))
     torch.testing.assert_close(weights(small), weights(train(cut(make_data(12), [6, 6]), ClipGradCB(0.05))), rtol=1e-10, atol=1e-12)

@@ -65,13 +65,13 @@ def agc(params, share=0.05):
 
 # The three ways
 
+@pytest.mark.shows("F025", "AIT-52", "AIT-53", "PTA-45", "SON-30")
 @pytest.mark.parametrize("cb, clip", [
     (lambda: ClipGradCB(0.5), lambda ps: clip_grad_norm_(ps, 0.5)),
     (lambda: ClipGradCB(0.5, norm_type=math.inf), lambda ps: clip_grad_norm_(ps, 0.5, math.inf)),
     (lambda: ClipGradCB(max_value=0.1), lambda ps: clip_grad_value_(ps, 0.1)),
 ], ids=["norm", "inf norm", "value"])
 def test_weights_are_those_of_the_loop_by_hand(cb, clip):
-    "F025, AIT-52, AIT-53, PTA-45, SON-30"
     theirs = make_model()
     norms = train_by_hand(theirs, clip)
     trainer = make_trainer(cb())
@@ -80,8 +80,8 @@ def test_weights_are_those_of_the_loop_by_hand(cb, clip):
     if trainer.ClipGradCB.norm_type == 2: assert trainer.history.batches["grad_norm"] == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.shows("F025")
 def test_adaptive_clipping_is_that_of_the_paper():
-    "F025"
     theirs = make_model()
     train_by_hand(theirs, agc)
     trainer = make_trainer(ClipGradCB(adaptive=0.05))
@@ -119,9 +119,10 @@ def test_a_gradient_of_zeros_stays():
         assert same(trainer.model, make_model()) and trainer.history["grad_norm"] == [0.]
 
 
+@pytest.mark.shows("SON-30")
 @pytest.mark.parametrize("steps", [BasicTrainCB, MomentumTrainCB])
 def test_an_infinite_limit_only_measures(steps):
-    "SON-30: the norm is always measured; weights bit for bit the same"
+    "The norm is always measured; weights bit for bit the same"
     plain, measured = make_trainer(steps=steps()), make_trainer(ClipGradCB(math.inf), steps=steps())
     for o in (plain, measured): o.fit(2, lr=0.05, valid=False)
     assert same(plain.model, measured.model)
@@ -148,8 +149,9 @@ def test_frozen_parameters_and_a_model_without_gradients_are_no_trouble():
 
 # When
 
+@pytest.mark.shows("PTA-52", "NEMO-05")
 def test_it_clips_once_per_update_and_the_whole_sum():
-    "PTA-52, NEMO-05: the pieces of an accumulation are not clipped, and the norm is that of the sum"
+    "The pieces of an accumulation are not clipped, and the norm is that of the sum"
     big = [tuple(map(torch.cat, zip(*make_batches()[i:i+3]))) for i in (0, 3)]
     a, b = make_trainer(AccumulationCB(3), ClipGradCB(0.5)), make_trainer(ClipGradCB(0.5), batches=big)
     for o in (a, b): o.fit(2, lr=0.1, valid=False)
@@ -171,10 +173,10 @@ class ScaleCB:
         for p in trainer.model.parameters(): p.grad /= 1024.
 
 
+@pytest.mark.shows("PTA-52", "AIT-52", "AIT-53", "F021")
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_it_comes_after_un_scaling_wherever_it_stands(position, accumulate):
-    "PTA-52, AIT-52, AIT-53, F021"
     callbacks = [ClipGradCB(0.5), *[AccumulationCB(2)]*accumulate]
     plain = make_trainer(*callbacks)
     scaled = make_trainer(*[ClipGradCB(0.5), ScaleCB()][::1 if position else -1], *[AccumulationCB(2)]*accumulate)

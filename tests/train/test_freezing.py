@@ -61,11 +61,12 @@ def all_learn(trainer): return all(p.requires_grad for p in trainer.model.parame
 
 # Freezing
 
+@pytest.mark.shows("NEMO-56", "PTA-49", "F049")
 @pytest.mark.parametrize("opt_func", OPTIMIZERS, ids=["sgd", "momentum and decay", "adamw", "rmsprop"])
 @pytest.mark.parametrize("steps", [BasicTrainCB, MomentumTrainCB])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_what_is_frozen_stays_bit_for_bit_whatever_the_optimizer_remembers(opt_func, steps, accumulate):
-    "NEMO-56, PTA-49, F049: no momentum and no weight decay moves it, nor a gradient from before"
+    "No momentum and no weight decay moves it, nor a gradient from before"
     trainer = fit(FreezeCB("body", until=3, start=1), *[AccumulationCB(2)]*accumulate, n_epochs=4, opt_func=opt_func, steps=steps())
     assert trainer.MovedCB.moved == [ALL, ALL-BODY, ALL-BODY, ALL]
     assert all_learn(trainer)
@@ -85,12 +86,12 @@ def test_training_after_a_freeze_equals_training_with_the_flags_set_by_hand():
     assert all(torch.equal(*o) for o in zip(model.parameters(), by_hand.parameters()))
 
 
+@pytest.mark.shows("PTA-49")
 @pytest.mark.parametrize("parts, frozen", [
     ("body", BODY), ("body.*", BODY), ("body.[03]", BODY), (["body.0", "body.3"], BODY), ("*.bias", {"head.bias"}),
     ("body.0.weight", {"body.0.weight"}), (nn.Linear, BODY | HEAD), ({"body": None}, BODY), ({"body.0": 9, "head": (0, None)}, {"body.0.weight"} | HEAD),
 ])
 def test_parts_are_named_in_many_ways(parts, frozen):
-    "PTA-49"
     assert fit(FreezeCB(parts)).MovedCB.moved == [ALL-frozen]*3
 
 
@@ -99,13 +100,14 @@ def test_a_module_itself_can_be_named():
     assert fit(FreezeCB(model.body), model=model).MovedCB.moved == [ALL-BODY]*3
 
 
+@pytest.mark.shows("PTA-49")
 def test_batch_norms_are_left_alone_unless_asked_for():
-    "PTA-49"
     assert fit(FreezeCB("body", batch_norms=True)).MovedCB.moved == [ALL-BODY-BODY_NORM]*3
 
 
+@pytest.mark.shows("PTA-49")
 def test_each_part_has_its_own_range():
-    "PTA-49: gradual unfreezing"
+    "Gradual unfreezing"
     trainer = fit(FreezeCB({"body.0": 2, "body.3": 1, "head": (2, 3)}))
     assert trainer.MovedCB.moved == [ALL-BODY, ALL-{"body.0.weight"}, ALL-HEAD]
 
@@ -168,9 +170,9 @@ def test_a_range_of_epochs_is_two_numbers_in_order(options):
 def stats(model): return [o.clone() for m in model.modules() if isinstance(m, nn.BatchNorm1d) for o in (m.running_mean, m.running_var, m.num_batches_tracked)]
 
 
+@pytest.mark.shows("F049", "PTA-49")
 @pytest.mark.parametrize("parts, still", [(None, [0, 1, 2, 3, 4, 5]), ("body", [0, 1, 2]), ("body.1", [0, 1, 2]), (["norm"], [3, 4, 5]), (nn.BatchNorm1d, [0, 1, 2, 3, 4, 5])])
 def test_running_statistics_stay(parts, still):
-    "F049, PTA-49"
     model = make_model()
     before = stats(model)
     trainer = fit(BatchNormEvalCB(parts), model=model)
@@ -205,15 +207,15 @@ def test_a_part_without_batch_norms_is_an_error(parts):
 
 # Groups and rates
 
+@pytest.mark.shows("PTA-49", "F048")
 def test_layer_groups_are_the_children_with_parameters():
-    "PTA-49, F048"
     model = make_model()
     assert list(layer_groups(model)) == ["body", "norm", "head"] and layer_groups(model)["head"] is model.head
     with pytest.raises(TypeError, match="has no parts"): layer_groups(lambda x: x)
 
 
+@pytest.mark.shows("F048")
 def test_rates_fall_from_group_to_group_and_schedules_keep_the_ratio():
-    "F048"
     model = make_model()
     scheduler = BatchSchedulerCB(lambda opt: optim.lr_scheduler.ExponentialLR(opt, 0.5))
     seen = []
@@ -234,8 +236,8 @@ def test_a_factor_of_one_is_no_discrimination_bit_for_bit():
     assert all(torch.equal(*o) for o in zip(a.parameters(), b.parameters()))
 
 
+@pytest.mark.shows("F048")
 def test_parts_have_the_rates_they_are_given_and_the_last_word_counts():
-    "F048"
     model = make_model()
     trainer = fit(model=model, opt_func=discriminative_rates(optim.Adam, model, {"body": 0.1, "*.bias": 0.5}), n_epochs=1)
     found = {id(p): o["lr"] for o in trainer.opt.param_groups for p in o["params"]}

@@ -74,9 +74,9 @@ def same_weights(a, b): return all(torch.equal(p, q) for p, q in zip(a.parameter
 
 # BasicTrainCB
 
+@pytest.mark.shows("ISA-45")
 @pytest.mark.parametrize("kind", AS_BATCH)
 def test_any_kind_of_batch_trains_like_the_loop_by_hand(kind):
-    "ISA-45"
     batches, theirs = make_batches(), nn.Linear(3, 1)
     ours = copy.deepcopy(theirs)
     train_by_hand(theirs, batches, lambda b: F.mse_loss(theirs(b[0]), b[1]), 3, 0.1)
@@ -96,9 +96,10 @@ class TwoInTwoOut(nn.Module):
 def two_losses(preds, target_a, target_b): return F.mse_loss(preds[0], target_a) + 2 * F.l1_loss(preds[1], target_b)
 
 
+@pytest.mark.shows("MIN-03", "ISA-45")
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_several_inputs_and_several_targets_go_where_they_belong(as_dict):
-    "MIN-03, ISA-45: the first `n_inp` entries to the model, all others to the loss"
+    "The first `n_inp` entries to the model, all others to the loss"
     g = torch.Generator().manual_seed(3)
     batches = [tuple(torch.randn(5, n, generator=g) for n in (3, 3, 2, 1)) for _ in range(4)]
     theirs = TwoInTwoOut()
@@ -117,8 +118,8 @@ def test_a_loss_without_targets_gets_the_predictions_alone():
     assert same_weights(ours, theirs)
 
 
+@pytest.mark.shows("ISA-45")
 def test_a_trainer_with_its_own_split_decides_what_is_input_and_what_is_target():
-    "ISA-45"
     class TargetFirst(Trainer):
         def split(self, batch): return (batch[1],), (batch[0],)
 
@@ -155,8 +156,9 @@ class MomentumAsMethod(StepsAsMethods):
         for p in self.model.parameters(): p.grad *= self.mom
 
 
+@pytest.mark.shows("MIN-02", "PTA-19")
 def test_steps_may_be_methods_of_the_trainer():
-    "MIN-02, PTA-19: the same loop in either style, bit for bit"
+    "The same loop in either style, bit for bit"
     batches, start = make_batches(), nn.Linear(3, 1)
     pairs = [(StepsAsMethods, {}, None), (Trainer, {}, BasicTrainCB()), (MomentumAsMethod, {"mom": 0.7}, None), (Trainer, {}, MomentumTrainCB(0.7))]
     plain, plain_cb, momentum, momentum_cb = models = [copy.deepcopy(start) for _ in pairs]
@@ -168,8 +170,9 @@ def test_steps_may_be_methods_of_the_trainer():
     assert not same_weights(plain, momentum) and not same_weights(plain, start)
 
 
+@pytest.mark.shows("ISA-45")
 def test_validation_changes_neither_weights_nor_gradients():
-    "ISA-45: only prediction and loss happen there"
+    "Only prediction and loss happen there"
     trainer = make_trainer(make_batches(), BasicTrainCB(), valid=make_batches(seed=5))
     before = copy.deepcopy(trainer.model)
     trainer.fit(2, train=False)
@@ -194,9 +197,9 @@ def test_a_loss_that_cannot_be_differentiated_is_explained(loss_func, kind, note
 
 # MomentumTrainCB
 
+@pytest.mark.shows("ISA-58")
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.85, 1.0])
 def test_momentum_is_that_of_sgd(momentum):
-    "ISA-58"
     batches = [(x.double(), y.double()) for x, y in make_batches()]
     theirs = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     ours = copy.deepcopy(theirs)
@@ -218,8 +221,8 @@ class HalfUsed(nn.Module):
     def forward(self, x): return self.used(self.frozen(x))
 
 
+@pytest.mark.shows("ISA-59")
 def test_momentum_leaves_frozen_and_idle_parameters_alone():
-    "ISA-59"
     batches, ours = make_batches(), HalfUsed()
     theirs, start = copy.deepcopy(ours), copy.deepcopy(ours)
     train_by_hand(theirs, batches, lambda b: F.mse_loss(theirs(b[0]), b[1]), 2, 0.02, momentum=0.9)
@@ -231,8 +234,9 @@ def test_momentum_leaves_frozen_and_idle_parameters_alone():
         assert getattr(ours, name).weight.grad is None
 
 
+@pytest.mark.shows("ISA-58")
 def test_momentum_takes_its_other_steps_from_plain_training():
-    "ISA-58: one method differs, and 0.85 is the default"
+    "One method differs, and 0.85 is the default"
     own = [o for o in ("predict", "get_loss", "backward", "step", "zero_grad") if o in vars(MomentumTrainCB)]
     assert own == ["zero_grad"] and issubclass(MomentumTrainCB, BasicTrainCB)
     assert MomentumTrainCB().momentum == 0.85
@@ -243,18 +247,18 @@ def test_a_momentum_beyond_0_to_1_is_refused(momentum):
     with pytest.raises(ValueError, match="`momentum` is .*Use a share such as 0.85"): MomentumTrainCB(momentum)
 
 
+@pytest.mark.shows("ISA-44")
 def test_training_twice_in_one_loop_is_refused():
-    "ISA-44"
     with pytest.raises(ValueError, match="every batch would do it twice"):
         make_trainer(make_batches(), [BasicTrainCB(), MomentumTrainCB()]).fit(1, valid=False)
 
 
 # NBatchCB
 
+@pytest.mark.shows("ISA-60")
 @settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 6), n_train=st.integers(1, 5), n_valid=st.integers(1, 5), n_epochs=st.integers(0, 3), stream=st.booleans())
 def test_each_pass_ends_after_its_batches(n, n_train, n_valid, n_epochs, stream):
-    "ISA-60"
     batches, counter = [(torch.ones(2, 3), torch.ones(2, 1))] * 5, CountCB()
     loaders = [batches[:n_train], batches[:n_valid]]
     if stream: loaders = [Stream(o) for o in loaders]
@@ -265,8 +269,9 @@ def test_each_pass_ends_after_its_batches(n, n_train, n_valid, n_epochs, stream)
     if not stream: assert trainer.total_updates == trainer.n_updates
 
 
+@pytest.mark.shows("ISA-60")
 def test_a_limit_makes_an_endless_stream_countable():
-    "ISA-60: without one, nobody can say how many updates there will be"
+    "Without one, nobody can say how many updates there will be"
     class Endless:
         def __iter__(self): return ((torch.ones(2, 3), torch.ones(2, 1)) for _ in count())
 
@@ -280,8 +285,8 @@ def test_a_limit_makes_an_endless_stream_countable():
     assert (trainer.n_updates, trainer.AskCB.total, trainer.AskCB.n_batches) == (8, 8, 4)
 
 
+@pytest.mark.shows("ISA-60")
 def test_the_limit_is_gone_when_its_callback_is():
-    "ISA-60"
     trainer = make_trainer(make_batches(), [BasicTrainCB()])
     trainer.fit(2, callbacks=NBatchCB(2), valid=False)
     limited = trainer.n_updates, trainer.total_updates
@@ -290,15 +295,16 @@ def test_the_limit_is_gone_when_its_callback_is():
     assert (trainer.n_updates, trainer.total_updates) == (6, 6)
 
 
+@pytest.mark.shows("ISA-60")
 def test_one_batch_in_each_pass_is_the_default():
-    "ISA-60"
     counter = CountCB()
     make_trainer(make_batches(), [NBatchCB(), BasicTrainCB(), counter], valid=make_batches()).fit(3)
     assert (counter.train, counter.valid) == (3, 3)
 
 
+@pytest.mark.shows("ISA-60")
 def test_the_limit_comes_before_anybody_works_on_the_batch():
-    "ISA-60: whoever prepares batches never sees the one too many"
+    "Whoever prepares batches never sees the one too many"
     seen = []
 
     class LookCB:
@@ -316,25 +322,27 @@ def test_a_limit_that_is_no_number_of_batches_is_refused(n):
 
 # OneBatchCB
 
+@pytest.mark.shows("ISA-61")
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_fit_ends_after_one_batch(stream):
-    "ISA-61: for everybody, whatever stands around it in the list"
+    "For everybody, whatever stands around it in the list"
     batches, counter = make_batches(), CountCB()
     trainer = make_trainer(Stream(batches) if stream else batches, [OneBatchCB(), BasicTrainCB(), counter], valid=batches)
     trainer.fit(5)
     assert (counter.train, counter.valid, trainer.n_updates, trainer.epoch, trainer.batch_num) == (1, 0, 1, 0, 0)
 
 
+@pytest.mark.shows("ISA-61")
 def test_one_batch_of_validation_is_one_batch_too():
-    "ISA-61"
     counter = CountCB()
     trainer = make_trainer(make_batches(), [OneBatchCB(), BasicTrainCB(), counter], valid=make_batches())
     trainer.fit(5, train=False)
     assert (counter.train, counter.valid, trainer.n_updates) == (0, 1, 0)
 
 
+@pytest.mark.shows("ISA-61")
 def test_everybody_else_finishes_the_one_batch_first():
-    "ISA-61: its order is the last, and cleanups come as always"
+    "Its order is the last, and cleanups come as always"
     seen = []
 
     class WatchCB:
@@ -352,8 +360,8 @@ def test_everybody_else_finishes_the_one_batch_first():
     assert seen == ["after_batch", "cleanup_batch", "cleanup_epoch", "cleanup_fit"]
 
 
+@pytest.mark.shows("ISA-61")
 def test_a_trainer_is_as_good_as_new_after_one_batch():
-    "ISA-61"
     batches, theirs = make_batches(), nn.Linear(3, 1)
     ours = copy.deepcopy(theirs)
     train_by_hand(theirs, batches[:1], lambda b: F.mse_loss(theirs(b[0]), b[1]), 1, 0.1)

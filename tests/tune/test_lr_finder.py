@@ -82,10 +82,11 @@ def rate(trainer): return trainer.opt.param_groups[0]["lr"]
 
 # No trace
 
+@pytest.mark.shows("ISA-68", "F026", "F040")
 @pytest.mark.parametrize("name, steps", [*((o, BasicTrainCB) for o in OPTIMIZERS), ("sgd", MomentumTrainCB), ("adam", MomentumTrainCB)])
 @pytest.mark.parametrize("search", ["lr_find", "find_batch_size"])
 def test_the_fit_after_it_is_the_fit_without_it(search, name, steps):
-    "Also after a fit, with its gradients and its optimizer, and with every built-in callback (ISA-68, F026, F040)"
+    "Also after a fit, with its gradients and its optimizer, and with every built-in callback"
     results = []
     for find in (False, True):
         trainer = make_trainer([o() for o in CALLBACKS.values()], steps(), OPTIMIZERS[name], generator=torch.Generator().manual_seed(5))
@@ -101,10 +102,11 @@ def _search(trainer, search):
     else: trainer.find_batch_size(max_size=16)
 
 
+@pytest.mark.shows("ISA-68")
 @settings(max_examples=15, deadline=None)
 @given(names=st.lists(st.sampled_from(sorted(CALLBACKS)), unique=True), fits=st.integers(0, 2), n=st.integers(2, 12), start=st.sampled_from([1e-6, 1e-2, 1.]), repeat=st.integers(1, 2))
 def test_nothing_that_can_be_reached_has_changed(names, fits, n, start, repeat):
-    "The trainer's `vars`, every callback's `__dict__`, deeply, with identities (ISA-68)"
+    "The trainer's `vars`, every callback's `__dict__`, deeply, with identities"
     trainer = make_trainer([CALLBACKS[o]() for o in names], generator=torch.Generator())
     if fits: trainer.fit(fits)
     before, numbers = observe(trainer), random_states()
@@ -116,8 +118,9 @@ def test_nothing_that_can_be_reached_has_changed(names, fits, n, start, repeat):
     assert random_states() == numbers
 
 
+@pytest.mark.shows("ISA-69")
 def test_no_file_is_written(tmp_path, monkeypatch):
-    "And the variable of the caller is the same trainer, weight by weight (ISA-69)"
+    "And the variable of the caller is the same trainer, weight by weight"
     monkeypatch.chdir(tmp_path)
     trainer = make_trainer([CALLBACKS[o]() for o in CALLBACKS])
     same, weights = trainer, list(map(id, trainer.model.parameters()))
@@ -127,8 +130,9 @@ def test_no_file_is_written(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == [] and trainer is same and list(map(id, trainer.model.parameters())) == weights
 
 
+@pytest.mark.shows("ISA-69")
 def test_it_can_be_asked_by_somebody_who_cannot_be_pickled():
-    "The original pickled the trainer; lambdas, locals and open files are no hindrance (ISA-69)"
+    "The original pickled the trainer; lambdas, locals and open files are no hindrance"
     class Local(nn.Module):
         def __init__(self):
             super().__init__()
@@ -185,10 +189,10 @@ def test_within_a_validation_pass():
 
 # What is tried
 
+@pytest.mark.shows("ISA-67", "MIN-07")
 @pytest.mark.parametrize("start, mult", [(1e-5, 1.3), (1e-3, 2.), (0.5, 1.01)])
 @pytest.mark.filterwarnings("ignore:No rate")
 def test_the_rate_begins_where_one_says_and_is_multiplied_after_every_batch(start, mult):
-    "(ISA-67, MIN-07)"
     seen = SeenCB("after_step", rate)
     finder = make_trainer().lr_find(start, mult, n_batches=9, callbacks=seen)
     assert finder.lrs == pytest.approx([start*mult**i for i in range(len(finder.lrs))]) and len(finder.lrs) > 2
@@ -196,14 +200,15 @@ def test_the_rate_begins_where_one_says_and_is_multiplied_after_every_batch(star
     assert len(finder.losses) == len(finder.lrs) and all(type(o) is float for o in finder.losses)
 
 
+@pytest.mark.shows("ISA-67", "MIN-07")
 def test_the_defaults_are_those_of_the_original():
-    "A factor of 1.3, three times the best loss (ISA-67, MIN-07)"
+    "A factor of 1.3, three times the best loss"
     assert (LRFinderCB().lr_mult, LRFinderCB().max_mult) == (1.3, 3.)
     assert make_trainer().lr_find(n_batches=3, start_lr=0.01).lrs == pytest.approx([0.01, 0.013, 0.0169])
 
 
+@pytest.mark.shows("ISA-67")
 def test_losses_are_those_of_a_loop_by_hand():
-    "(ISA-67)"
     x, y = make_rows()
     batches = list(zip(x.split(8), y.split(8)))
     model = nn.Linear(4, 3)
@@ -220,8 +225,8 @@ def test_losses_are_those_of_a_loop_by_hand():
     assert finder.losses == losses[:len(finder.losses)] and len(finder.losses) > 6
 
 
+@pytest.mark.shows("ISA-67")
 def test_validation_is_skipped():
-    "(ISA-67)"
     seen = SeenCB("before_batch", lambda t: t.training)
     make_trainer(valid=[]).lr_find(callbacks=seen)
     assert set(seen.seen) == {True}
@@ -266,18 +271,18 @@ def losses_from(values):
     return lambda preds, targets: preds.sum()*0 + next(values)
 
 
+@pytest.mark.shows("ISA-67", "MIN-07")
 @pytest.mark.parametrize("max_mult, losses, n", [
     (3., [4, 2, 1, 2.9, 3.0, 3.01, 1, 1], 6), (2., [4, 2, 1, 1.9, 2.1, 1], 5), (1.5, [1, 1.4, 1.6, 1], 3), (3., [1, 10, 1], 2), (100., [1, 50, 99, 101, 1], 4)])
 @pytest.mark.filterwarnings("ignore:No rate")
 def test_it_ends_when_the_loss_exceeds_a_multiple_of_the_best(max_mult, losses, n):
-    "(ISA-67, MIN-07)"
     finder = make_trainer(loss_func=losses_from(losses + [0.5]*99)).lr_find(max_mult=max_mult)
     assert finder.losses == pytest.approx(losses[:n])
 
 
+@pytest.mark.shows("MIN-07")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_it_ends_when_the_loss_is_no_number(bad):
-    "(MIN-07)"
     finder = make_trainer(loss_func=losses_from([3, 2, 1, bad, 1])).lr_find()
     assert finder.losses == [3, 2, 1] and len(finder.lrs) == 3
 
@@ -390,9 +395,10 @@ def test_what_cannot_be_meant_is_refused_where_it_was_typed(wrong, message):
 
 # The callback alone
 
+@pytest.mark.shows("ISA-67", "ISA-68")
 @pytest.mark.parametrize("fits", [0, 1])
 def test_the_callback_alone_takes_back_weights_records_and_random_numbers(fits, capsys):
-    "Begins at `fit`'s rate; others take part, and forget it (ISA-67, ISA-68)"
+    "Begins at `fit`'s rate; others take part, and forget it"
     metrics, tracking = MetricsCB(accuracy=MulticlassAccuracy()), TrackingCB()
     trainer = make_trainer([metrics, ProgressCB("plain"), tracking])
     if fits: trainer.fit(1)
@@ -407,8 +413,8 @@ def test_the_callback_alone_takes_back_weights_records_and_random_numbers(fits, 
     assert not hasattr(trainer, "LRFinderCB") and finder.plot(suggest=False)
 
 
+@pytest.mark.shows("ISA-67")
 def test_the_callback_alone_learns_nothing_from_validation():
-    "(ISA-67)"
     finder = LRFinderCB(n_batches=8)
     trainer = make_trainer(loss_func=lambda preds, targets: F.cross_entropy(preds, targets) if torch.is_grad_enabled() else preds.sum()*math.nan)
     trainer.fit(2, lr=1e-4, callbacks=finder)
@@ -424,8 +430,9 @@ def test_the_callback_can_be_used_twice():
     assert found[0] == found[1] and len(found[0][0]) == 4
 
 
+@pytest.mark.shows("ISA-68")
 def test_after_the_callback_alone_stays_what_the_fit_has_written_before():
-    "The optimizer, fresh, the rate and the number of the fit; everything else is as before (ISA-68)"
+    "The optimizer, fresh, the rate and the number of the fit; everything else is as before"
     trainer = make_trainer([MetricsCB()])
     trainer.fit(1, lr=1e-3)
     before, opt = observe(trainer.model), trainer.opt
@@ -451,9 +458,10 @@ RATES = [10**(-5+i/20) for i in range(141)]
 def curve(best): return [2 - 1.5/(1+(best/10/lr)**2) + (lr/best/3)**4 for lr in RATES]
 
 
+@pytest.mark.shows("F040", "MIN-07")
 @pytest.mark.parametrize("best", [0.01, 0.1, 1.])
 def test_suggestions_on_a_known_curve(best):
-    "Where it falls fastest, a tenth of the lowest, and two thirds along the fall (F040, MIN-07)"
+    "Where it falls fastest, a tenth of the lowest, and two thirds along the fall"
     found = suggest_rates(RATES, curve(best))
     lowest = min(range(141), key=smooth(curve(best)).__getitem__)
     assert list(found) == ["valley", "steepest", "minimum"]
@@ -493,8 +501,9 @@ def test_smoothing_stays_within_what_it_smooths(values, beta):
     assert smooth(values, 0) == values
 
 
+@pytest.mark.shows("F040")
 def test_the_suggested_rates_train():
-    "All three rules lead to a lower loss than the smallest rate (F040)"
+    "All three rules lead to a lower loss than the smallest rate"
     trainer = make_trainer([MetricsCB()], opt_func=optim.SGD)
     finder = trainer.lr_find(1e-4)
     reached = {}
@@ -507,8 +516,8 @@ def test_the_suggested_rates_train():
 
 # The plot
 
+@pytest.mark.shows("ISA-67")
 def test_the_plot_has_a_logarithmic_axis_with_labels():
-    "(ISA-67)"
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -543,11 +552,12 @@ class Limited(nn.Module):
 sizes = [] # Outside of everything that is put back
 
 
+@pytest.mark.shows("F026")
 @pytest.mark.parametrize("room, start, max_size, found, tried", [
     (300, 2, 65536, 256, [2, 4, 8, 16, 32, 64, 128, 256, 512]), (256, 2, 65536, 256, [2, 4, 8, 16, 32, 64, 128, 256, 512]), (255, 16, 65536, 128, [16, 32, 64, 128, 256]),
     (20, 3, 65536, 12, [3, 6, 12, 24]), (10**9, 2, 64, 64, [2, 4, 8, 16, 32, 64]), (10**9, 2, 63, 32, [2, 4, 8, 16, 32]), (5, 5, 5, 5, [5]), (2, 2, 99, 2, [2, 4])])
 def test_the_largest_size_that_fits(room, start, max_size, found, tried):
-    "Doubling from `start`, one batch each, also larger than the loader's (F026)"
+    "Doubling from `start`, one batch each, also larger than the loader's"
     sizes.clear()
     trainer = make_trainer(model=Limited(room))
     before, numbers = observe(trainer), random_states()
@@ -627,9 +637,9 @@ class Unwrapping(nn.Linear):
     def forward(self, x): return super().forward(x[0] if isinstance(x, tuple) else x)
 
 
+@pytest.mark.shows("F026")
 @pytest.mark.parametrize("make", [as_dicts, as_lists, nested])
 def test_batches_of_any_kind_are_repeated(make):
-    "(F026)"
     batches = make(*make_rows())
     before = copy.deepcopy(batches)
     seen = SeenCB("after_predict", lambda t: len(t.preds))
