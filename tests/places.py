@@ -1,4 +1,5 @@
 "Where things are, for tests that read them or start a process which must find them"
+
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]

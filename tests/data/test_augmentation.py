@@ -3,6 +3,7 @@
 Every callback is also run on tuples, lists, named tuples, dicts and batches with two inputs, with validation watched, and
 inside a guard that makes it an error to turn a tensor into a number while a batch is being worked on.
 """
+
 import copy
 from collections import OrderedDict, namedtuple
 from functools import partial
@@ -16,7 +17,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from isaac_loop.data.augmentation import (
-    BatchAugmentationCB, BatchTransformCB, CutMixCB, MixUpCB, ProgressiveResizeCB, RandCopy, RandErase, albumentations_transform, each_image,
+    BatchAugmentationCB,
+    BatchTransformCB,
+    CutMixCB,
+    MixUpCB,
+    ProgressiveResizeCB,
+    RandCopy,
+    RandErase,
+    albumentations_transform,
+    each_image,
 )
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.metrics.metrics import MetricsCB
@@ -31,40 +40,57 @@ N_CLASSES = 3
 
 def make_batches(n_batches=3, size=8, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return [(torch.randn(size, 1, 6, 6, generator=g), torch.randint(N_CLASSES, (size,), generator=g)) for _ in range(n_batches)]
+    return [
+        (torch.randn(size, 1, 6, 6, generator=g), torch.randint(N_CLASSES, (size,), generator=g))
+        for _ in range(n_batches)
+    ]
 
 
-def make_model(): return nn.Sequential(nn.Flatten(), nn.Linear(36, N_CLASSES))
+def make_model():
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, N_CLASSES))
 
 
 class SeenCB:
     "Keeps what the model sees"
+
     order = Order.RECORD
 
-    def before_fit(self, trainer): self.train, self.valid = [], []
+    def before_fit(self, trainer):
+        self.train, self.valid = [], []
 
-    def before_batch(self, trainer): (self.train if trainer.training else self.valid).append(trainer.batch)
+    def before_batch(self, trainer):
+        (self.train if trainer.training else self.valid).append(trainer.batch)
 
 
-def run(callbacks, batches=None, loss_func=F.cross_entropy, trainer_class=Trainer, n_inp=1, n_epochs=1, model=None):
+def run(
+    callbacks, batches=None, loss_func=F.cross_entropy, trainer_class=Trainer, n_inp=1, n_epochs=1, model=None
+):
     "Train from one seed; the loaders' own batches must stay as they were"
     batches = make_batches() if batches is None else batches
     before = copy.deepcopy(batches)
     set_seed(7)
-    trainer = trainer_class(DataLoaders(batches, batches, n_inp=n_inp), loss_func, optim.SGD, make_model() if model is None else model,
-                            [BasicTrainCB(), SeenCB(), *callbacks])
+    trainer = trainer_class(
+        DataLoaders(batches, batches, n_inp=n_inp),
+        loss_func,
+        optim.SGD,
+        make_model() if model is None else model,
+        [BasicTrainCB(), SeenCB(), *callbacks],
+    )
     trainer.fit(n_epochs, lr=0.1)
     assert all(equal(a, b) for a, b in zip(batches, before)), "the loader's own data was changed"
     return trainer
 
 
 def equal(a, b):
-    if torch.is_tensor(a): return torch.equal(a, b)
-    if isinstance(a, dict): return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if torch.is_tensor(a):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
     return len(a) == len(b) and all(map(equal, a, b))
 
 
-def same(a, b): return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+def same(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def by_hand(change, loss_of, n_epochs=1):
@@ -84,10 +110,22 @@ def by_hand(change, loss_of, n_epochs=1):
 
 # Transforms of items and batches
 
+
 @pytest.mark.shows("ISA-79", "MIN-09", "MIN-13")
-@pytest.mark.parametrize("tfm", [RandErase(), RandCopy(), RandErase(per_image=False), lambda x: x + torch.randn_like(x)], ids=["erase", "copy", "per batch", "noise"])
-@pytest.mark.parametrize("how", [lambda t: BatchAugmentationCB([t]), lambda t: BatchAugmentationCB(t),
-                                 lambda t: BatchTransformCB(lambda b: (t(b[0]), b[1]), on_valid=False)], ids=["list", "alone", "batch"])
+@pytest.mark.parametrize(
+    "tfm",
+    [RandErase(), RandCopy(), RandErase(per_image=False), lambda x: x + torch.randn_like(x)],
+    ids=["erase", "copy", "per batch", "noise"],
+)
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda t: BatchAugmentationCB([t]),
+        lambda t: BatchAugmentationCB(t),
+        lambda t: BatchTransformCB(lambda b: (t(b[0]), b[1]), on_valid=False),
+    ],
+    ids=["list", "alone", "batch"],
+)
 def test_training_with_a_transform_is_the_loop_written_by_hand(tfm, how):
     "Bit for bit, from the same seed"
     trainer = run([how(tfm)], n_epochs=2)
@@ -106,15 +144,25 @@ def test_each_kind_of_pass_can_be_switched(kind, on_train, on_valid):
 
 
 @pytest.mark.shows("ISA-80")
-@pytest.mark.parametrize("callback", [BatchAugmentationCB(RandErase(p=1)), MixUpCB(), CutMixCB(), ProgressiveResizeCB(), BatchAugmentationCB([RandCopy(p=1)])],
-                         ids=["erase", "mixup", "cutmix", "resize", "copy"])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        BatchAugmentationCB(RandErase(p=1)),
+        MixUpCB(),
+        CutMixCB(),
+        ProgressiveResizeCB(),
+        BatchAugmentationCB([RandCopy(p=1)]),
+    ],
+    ids=["erase", "mixup", "cutmix", "resize", "copy"],
+)
 def test_validation_is_left_alone_by_default(callback):
     "Pixels, targets and losses"
     model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
     trainer = run([callback, MetricsCB(show=False)], model=model)
     assert all(equal(a, b) for a, b in zip(trainer.SeenCB.valid, make_batches()))
     assert not all(equal(a, b) for a, b in zip(trainer.SeenCB.train, make_batches()))
-    with torch.no_grad(): losses = [F.cross_entropy(trainer.model(x), y).item() for x, y in make_batches()]
+    with torch.no_grad():
+        losses = [F.cross_entropy(trainer.model(x), y).item() for x, y in make_batches()]
     assert trainer.history.latest("valid_loss") == pytest.approx(sum(losses) / 3, rel=1e-6)
 
 
@@ -123,7 +171,9 @@ def test_transform_i_is_for_item_i_and_missing_ones_do_nothing():
     batches = [(x, y, y * 2) for x, y in make_batches()]
     loss = lambda preds, y, z: F.cross_entropy(preds, y)
     for tfms in ([None, None, lambda z: z + 1], {2: lambda z: z + 1}):
-        for (x, y, z), seen in zip(batches, run([BatchAugmentationCB(tfms, on_valid=False)], batches, loss).SeenCB.train):
+        for (x, y, z), seen in zip(
+            batches, run([BatchAugmentationCB(tfms, on_valid=False)], batches, loss).SeenCB.train
+        ):
             assert seen[0] is x and seen[1] is y and torch.equal(seen[2], z + 1)
 
 
@@ -142,7 +192,8 @@ CONTAINERS = {
 def test_a_batch_comes_back_as_what_it_was(kind):
     batches = [CONTAINERS[kind](*o) for o in make_batches()]
     callbacks = [[BatchAugmentationCB([RandErase(p=1)])], [MixUpCB()], [CutMixCB()]]
-    if kind in ("named tuple", "dict", "ordered dict"): callbacks.append([BatchAugmentationCB({"image": RandErase(p=1)})])
+    if kind in ("named tuple", "dict", "ordered dict"):
+        callbacks.append([BatchAugmentationCB({"image": RandErase(p=1)})])
     for cbs in callbacks:
         seen = run(cbs, batches).SeenCB.train[0]
         assert type(seen) is type(batches[0])
@@ -155,7 +206,8 @@ class TwoInputs(nn.Module):
         super().__init__()
         self.layer = nn.Linear(72, N_CLASSES)
 
-    def forward(self, a, b): return self.layer(torch.cat([a.flatten(1), b.flatten(1)], 1))
+    def forward(self, a, b):
+        return self.layer(torch.cat([a.flatten(1), b.flatten(1)], 1))
 
 
 @pytest.mark.shows("F060")
@@ -169,8 +221,10 @@ def test_two_inputs_are_mixed_alike(callback):
 @pytest.mark.shows("F060")
 def test_a_split_of_ones_own_is_respected_however_deep_the_inputs_are():
     "The input is deep in the batch, and is put back there"
+
     class Deep(Trainer):
-        def split(self, batch): return (batch["deep"]["x"],), (batch["y"],)
+        def split(self, batch):
+            return (batch["deep"]["x"],), (batch["y"],)
 
     batches = [{"deep": {"x": x, "other": x.clone()}, "y": y} for x, y in make_batches()]
     seen = run([MixUpCB()], batches, trainer_class=Deep).SeenCB.train[0]
@@ -180,49 +234,84 @@ def test_a_split_of_ones_own_is_respected_however_deep_the_inputs_are():
 
 def test_a_split_that_computes_cannot_be_mixed_and_says_so():
     class Computes(Trainer):
-        def split(self, batch): return (batch[0] * 2,), batch[1:]
+        def split(self, batch):
+            return (batch[0] * 2,), batch[1:]
 
-    with pytest.raises(ValueError, match="`Computes.split` gives inputs that are not in the batch"): run([MixUpCB()], trainer_class=Computes)
+    with pytest.raises(ValueError, match="`Computes.split` gives inputs that are not in the batch"):
+        run([MixUpCB()], trainer_class=Computes)
 
 
 # What goes wrong
 
-def halve(x): return x[::2]
+
+def halve(x):
+    return x[::2]
 
 
-@pytest.mark.parametrize("make, name", [(lambda: BatchAugmentationCB(halve), "`halve` of item 0"), (lambda: BatchAugmentationCB([None, halve], on_valid=False), "`halve` of item 1"),
-                                        (lambda: BatchAugmentationCB(partial(halve)), "`halve` of item 0"),
-                                        (lambda: BatchTransformCB(lambda b: tuple(map(halve, b))), "`<lambda>` of the batch"),
-                                        (lambda: BatchTransformCB(lambda b: (halve(b[0]), b[1])), "`<lambda>` of the batch")])
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (lambda: BatchAugmentationCB(halve), "`halve` of item 0"),
+        (lambda: BatchAugmentationCB([None, halve], on_valid=False), "`halve` of item 1"),
+        (lambda: BatchAugmentationCB(partial(halve)), "`halve` of item 0"),
+        (lambda: BatchTransformCB(lambda b: tuple(map(halve, b))), "`<lambda>` of the batch"),
+        (lambda: BatchTransformCB(lambda b: (halve(b[0]), b[1])), "`<lambda>` of the batch"),
+    ],
+)
 def test_a_transform_that_changes_the_length_is_named_with_both_lengths(make, name):
-    with pytest.raises(ValueError, match=f"The transform {name} made a length of 4 out of 8") as caught: run([make()])
+    with pytest.raises(ValueError, match=f"The transform {name} made a length of 4 out of 8") as caught:
+        run([make()])
     assert "at epoch 0, batch 0 (training)" in caught.value.__notes__[0]
 
 
 def test_a_transform_that_forgets_to_return_is_an_error():
-    with pytest.raises(TypeError, match="`<lambda>` of item 0 returned None.*inplace"): run([BatchAugmentationCB(lambda x: None)])
-    with pytest.raises(TypeError, match="of the batch returned None"): run([BatchTransformCB(lambda b: None)])
+    with pytest.raises(TypeError, match="`<lambda>` of item 0 returned None.*inplace"):
+        run([BatchAugmentationCB(lambda x: None)])
+    with pytest.raises(TypeError, match="of the batch returned None"):
+        run([BatchTransformCB(lambda b: None)])
 
 
 def test_too_many_transforms_and_unknown_names_are_errors():
-    with pytest.raises(LookupError, match="item 2, but the batch has 2 items"): run([BatchAugmentationCB([None, None, halve])])
+    with pytest.raises(LookupError, match="item 2, but the batch has 2 items"):
+        run([BatchAugmentationCB([None, None, halve])])
     batches = [CONTAINERS["dict"](*o) for o in make_batches()]
-    with pytest.raises(LookupError, match=r"item 'images'.*\['image', 'label'\].*Did you mean `image`"): run([BatchAugmentationCB({"images": halve})], batches)
+    with pytest.raises(LookupError, match=r"item 'images'.*\['image', 'label'\].*Did you mean `image`"):
+        run([BatchAugmentationCB({"images": halve})], batches)
 
 
-@pytest.mark.parametrize("make", [lambda: BatchAugmentationCB([3]), lambda: BatchAugmentationCB("flip"), lambda: BatchTransformCB([halve])])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BatchAugmentationCB([3]),
+        lambda: BatchAugmentationCB("flip"),
+        lambda: BatchTransformCB([halve]),
+    ],
+)
 def test_what_cannot_be_called_is_refused_where_it_was_typed(make):
-    with pytest.raises(TypeError, match="cannot be called"): make()
+    with pytest.raises(TypeError, match="cannot be called"):
+        make()
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: RandErase(p=1.1), "no probability"), (lambda: RandErase(pct=0), "`pct` is 0"), (lambda: RandCopy(pct=2), "`pct` is 2"), (lambda: RandErase(max_n=0), "`max_n` is 0"),
-    (lambda: RandErase(max_n=1.5), "`max_n` is 1.5"), (lambda: MixUpCB(alpha=0), "`alpha` is 0"), (lambda: CutMixCB(alpha=-1), "`alpha` is -1"), (lambda: MixUpCB(p=-0.1), "no probability"),
-    (lambda: ProgressiveResizeCB(start=0), "`start` is 0"), (lambda: ProgressiveResizeCB(until=1.5), "`until` is 1.5"), (lambda: ProgressiveResizeCB(multiple=0), "`multiple` is 0"),
-    (lambda: RandErase()(torch.zeros(4, 5)), r"The shape \(4, 5\) is no batch of images"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: RandErase(p=1.1), "no probability"),
+        (lambda: RandErase(pct=0), "`pct` is 0"),
+        (lambda: RandCopy(pct=2), "`pct` is 2"),
+        (lambda: RandErase(max_n=0), "`max_n` is 0"),
+        (lambda: RandErase(max_n=1.5), "`max_n` is 1.5"),
+        (lambda: MixUpCB(alpha=0), "`alpha` is 0"),
+        (lambda: CutMixCB(alpha=-1), "`alpha` is -1"),
+        (lambda: MixUpCB(p=-0.1), "no probability"),
+        (lambda: ProgressiveResizeCB(start=0), "`start` is 0"),
+        (lambda: ProgressiveResizeCB(until=1.5), "`until` is 1.5"),
+        (lambda: ProgressiveResizeCB(multiple=0), "`multiple` is 0"),
+        (lambda: RandErase()(torch.zeros(4, 5)), r"The shape \(4, 5\) is no batch of images"),
+    ],
+)
 def test_settings_out_of_range_are_refused_where_they_were_typed(make, message):
-    with pytest.raises(ValueError, match=message): make()
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 # Random patches
@@ -233,8 +322,13 @@ PATCHES = [RandErase, RandCopy]
 @pytest.mark.shows("MIN-13", "F062")
 @pytest.mark.parametrize("kind", PATCHES)
 @settings(max_examples=25, deadline=None)
-@given(shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), pct=st.floats(0.05, 1), max_n=st.integers(1, 5),
-       per_image=st.booleans(), seed=st.integers(0, 99))
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
+    pct=st.floats(0.05, 1),
+    max_n=st.integers(1, 5),
+    per_image=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_every_pixel_comes_from_its_own_image_with_all_its_channels(kind, shape, pct, max_n, per_image, seed):
     set_seed(seed)
     x = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -252,7 +346,7 @@ def test_probability_0_is_the_identity_and_1_changes_every_image(kind):
     x = torch.rand(64, 3, 16, 16)
     assert torch.equal(kind(p=0)(x), x)
     changed = (kind(p=1)(x) != x).flatten(1).any(1)
-    assert changed.float().mean() > 0.9 # A copy may fall onto itself
+    assert changed.float().mean() > 0.9  # A copy may fall onto itself
 
 
 @pytest.mark.parametrize("kind", PATCHES)
@@ -299,28 +393,34 @@ def test_a_copied_rectangle_is_one_that_stood_elsewhere():
 
 # Mixtures
 
+
 def mixup_by_hand(alpha, n=8):
     def change(x):
         partner = torch.randperm(n)
         share = torch.distributions.Beta(alpha, alpha).sample()
         return share * x + (1 - share) * x[partner], partner, share
+
     return change
 
 
-def mixed_loss(preds, y, partner, share, loss=F.cross_entropy): return share * loss(preds, y) + (1 - share) * loss(preds, y[partner])
+def mixed_loss(preds, y, partner, share, loss=F.cross_entropy):
+    return share * loss(preds, y) + (1 - share) * loss(preds, y[partner])
 
 
 @pytest.mark.shows("F060")
 @pytest.mark.parametrize("alpha", [0.1, 0.4, 1.0, 3.0])
 def test_mixup_is_the_loop_written_by_hand(alpha):
     "Bit for bit, over two epochs"
-    assert same(run([MixUpCB(alpha)], n_epochs=2).model, by_hand(mixup_by_hand(alpha), mixed_loss, n_epochs=2))
+    assert same(
+        run([MixUpCB(alpha)], n_epochs=2).model, by_hand(mixup_by_hand(alpha), mixed_loss, n_epochs=2)
+    )
 
 
 @pytest.mark.shows("F060")
 @pytest.mark.parametrize("callback", [MixUpCB, CutMixCB])
 def test_the_mixed_loss_is_that_of_mixed_probabilities(callback):
     "So it does what mixing targets would do"
+
     class SoftCB:
         order, on_valid = Order.RECORD, False
 
@@ -338,7 +438,10 @@ def test_the_mixed_loss_is_that_of_mixed_probabilities(callback):
 def test_mixup_works_with_other_losses_and_smooth_labels():
     "The loss stays the user's own"
     smooth = partial(F.cross_entropy, label_smoothing=0.1)
-    assert same(run([MixUpCB()], loss_func=smooth).model, by_hand(mixup_by_hand(0.4), partial(mixed_loss, loss=smooth)))
+    assert same(
+        run([MixUpCB()], loss_func=smooth).model,
+        by_hand(mixup_by_hand(0.4), partial(mixed_loss, loss=smooth)),
+    )
     batches = [(x, x.flatten(1)[:, :3]) for x, _ in make_batches()]
     assert run([MixUpCB()], batches, F.mse_loss).n_updates == 3
 
@@ -346,13 +449,16 @@ def test_mixup_works_with_other_losses_and_smooth_labels():
 @pytest.mark.shows("F060")
 def test_cutmix_pastes_one_rectangle_and_weighs_it_by_its_area():
     "Over many batches, every pixel is its own or the partner's, and the share is the area that is left"
+
     class CheckCB:
         order = Order.RECORD
 
-        def before_fit(self, trainer): self.shares = []
+        def before_fit(self, trainer):
+            self.shares = []
 
         def before_batch(self, trainer):
-            if not trainer.training: return
+            if not trainer.training:
+                return
             mixer, (old, _), new = trainer.CutMixCB, trainer.dls.train[trainer.batch_num], trainer.batch[0]
             inside = mixer._inside
             assert torch.equal(new, torch.where(inside, old[mixer._partner], old))
@@ -370,11 +476,13 @@ def test_cutmix_takes_bytes_and_mixup_says_why_it_cannot():
     batches = [((x * 50).byte(), y) for x, y in make_batches()]
     model = nn.Sequential(nn.Flatten(), ToFloat(), nn.Linear(36, N_CLASSES))
     assert run([CutMixCB()], batches, model=model).SeenCB.train[0][0].dtype == torch.uint8
-    with pytest.raises(TypeError, match="torch.uint8.*`CutMixCB`"): run([MixUpCB()], batches, model=model)
+    with pytest.raises(TypeError, match="torch.uint8.*`CutMixCB`"):
+        run([MixUpCB()], batches, model=model)
 
 
 class ToFloat(nn.Module):
-    def forward(self, x): return x.float()
+    def forward(self, x):
+        return x.float()
 
 
 @pytest.mark.shows("F060")
@@ -399,34 +507,51 @@ def test_dtype_and_device_are_kept_when_mixing(callback):
 @pytest.mark.shows("F060")
 def test_metrics_see_the_targets_as_they_are():
     "Class numbers, although the loss is mixed"
+
     class TargetsMetric:
-        def reset(self): self.seen = []
+        def reset(self):
+            self.seen = []
 
-        def update(self, preds, targets): self.seen.append(targets)
+        def update(self, preds, targets):
+            self.seen.append(targets)
 
-        def compute(self): return all(torch.equal(a, y) for a, (_, y) in zip(self.seen, make_batches()))
+        def compute(self):
+            return all(torch.equal(a, y) for a, (_, y) in zip(self.seen, make_batches()))
 
     trainer = run([MixUpCB(), MetricsCB(same=TargetsMetric(), train_metrics=True, show=False)])
     assert trainer.history.latest("train_same") is True
 
 
 def test_two_mixers_or_no_targets_are_errors():
-    with pytest.raises(ValueError, match="`MixUpCB` and `CutMixCB` would both mix"): run([MixUpCB(), CutMixCB()])
-    with pytest.raises(ValueError, match="the batch has no targets"): run([MixUpCB()], n_inp=2, model=TwoInputs(), loss_func=lambda p: p.sum())
-    with pytest.raises(ValueError, match="is no batch of images"): run([CutMixCB()], [(x.flatten(1), y) for x, y in make_batches()])
+    with pytest.raises(ValueError, match="`MixUpCB` and `CutMixCB` would both mix"):
+        run([MixUpCB(), CutMixCB()])
+    with pytest.raises(ValueError, match="the batch has no targets"):
+        run([MixUpCB()], n_inp=2, model=TwoInputs(), loss_func=lambda p: p.sum())
+    with pytest.raises(ValueError, match="is no batch of images"):
+        run([CutMixCB()], [(x.flatten(1), y) for x, y in make_batches()])
 
 
 def test_a_mixer_serves_again_after_an_error_and_in_another_trainer():
     mixer = MixUpCB()
-    with pytest.raises(ZeroDivisionError): run([mixer], loss_func=lambda p, y: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run([mixer], loss_func=lambda p, y: 1 / 0)
     assert mixer._partner is None
     assert same(run([mixer]).model, run([MixUpCB()]).model)
 
 
 # Growing images
 
+
 @pytest.mark.shows("F063")
-@pytest.mark.parametrize("start, until, multiple, sizes", [(0.5, 0.75, 1, [3, 4, 5, 6]), (0.5, 1.0, 1, [3, 4, 4, 5]), (1.0, 1.0, 1, [6] * 4), (0.1, 0.5, 2, [2, 4, 6, 6])])
+@pytest.mark.parametrize(
+    "start, until, multiple, sizes",
+    [
+        (0.5, 0.75, 1, [3, 4, 5, 6]),
+        (0.5, 1.0, 1, [3, 4, 4, 5]),
+        (1.0, 1.0, 1, [6] * 4),
+        (0.1, 0.5, 2, [2, 4, 6, 6]),
+    ],
+)
 def test_images_grow_and_reach_their_full_size(start, until, multiple, sizes):
     model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
     trainer = run([ProgressiveResizeCB(start, until, multiple)], n_epochs=4, model=model)
@@ -441,9 +566,12 @@ def test_full_size_is_the_identity():
 
 # Other libraries
 
+
 class Albumentations:
     "The calling convention of albumentations: by name, channels last, on arrays, a dict back"
-    def __init__(self, f): self.f = f
+
+    def __init__(self, f):
+        self.f = f
 
     def __call__(self, *args, image):
         assert not args and type(image).__module__ == "numpy" and image.shape[-1] == 3
@@ -458,15 +586,19 @@ def test_transforms_of_albumentations_take_and_return_tensors(dtype):
     tfm = albumentations_transform(Albumentations(lambda image: image[:, ::-1]))
     assert torch.equal(tfm(x[0]), x[0].flip(-1)) and tfm(x[0]).dtype == dtype
     assert torch.equal(each_image(tfm)(x), x.flip(-1))
-    to_tensor = albumentations_transform(Albumentations(lambda image: torch.from_numpy(image).permute(2, 0, 1)))
+    to_tensor = albumentations_transform(
+        Albumentations(lambda image: torch.from_numpy(image).permute(2, 0, 1))
+    )
     assert torch.equal(to_tensor(x[0]), x[0])
 
 
 @pytest.mark.shows("ISA-118", "F062")
 def test_modules_called_with_a_tensor_need_nothing():
     "As torchvision's are"
+
     class Flip(nn.Module):
-        def forward(self, *inputs): return inputs[0].flip(-1)
+        def forward(self, *inputs):
+            return inputs[0].flip(-1)
 
     seen = run([BatchAugmentationCB([Flip()])]).SeenCB.train
     assert torch.equal(seen[0][0], make_batches()[0][0].flip(-1))
@@ -474,49 +606,97 @@ def test_modules_called_with_a_tensor_need_nothing():
 
 # Nobody waits
 
-WAITING = {"item", "cpu", "tolist", "numpy", "is_nonzero", "nonzero", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__", "__array__", "__format__", "__repr__"}
+WAITING = {
+    "item",
+    "cpu",
+    "tolist",
+    "numpy",
+    "is_nonzero",
+    "nonzero",
+    "equal",
+    "allclose",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__array__",
+    "__format__",
+    "__repr__",
+}
 
 
-class Waited(Exception): "Somebody turned a tensor into a number inside a batch"
+class Waited(Exception):
+    "Somebody turned a tensor into a number inside a batch"
 
 
 class GuardCB(TorchFunctionMode):
     "Has every way from a tensor to a number raise an error while a batch is being worked on"
+
     order, inside = -10_000, False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if self.inside and getattr(func, "__name__", "") in WAITING: raise Waited(func.__name__)
+        if self.inside and getattr(func, "__name__", "") in WAITING:
+            raise Waited(func.__name__)
         return func(*args, **kwargs or {})
 
-    def before_batch(self, trainer): self.inside = True
+    def before_batch(self, trainer):
+        self.inside = True
 
-    def cleanup_batch(self, trainer): self.inside = False
+    def cleanup_batch(self, trainer):
+        self.inside = False
 
 
-@pytest.mark.parametrize("callback", [
-    BatchAugmentationCB(RandErase()), BatchAugmentationCB([RandCopy()], on_valid=True), BatchTransformCB(lambda b: (b[0] / 2, b[1])), MixUpCB(), MixUpCB(p=0.5),
-    CutMixCB(), CutMixCB(p=0.5), BatchAugmentationCB(each_image(torch.sin)),
-], ids=["erase", "copy", "whole", "mixup", "mixup half", "cutmix", "cutmix half", "each"])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        BatchAugmentationCB(RandErase()),
+        BatchAugmentationCB([RandCopy()], on_valid=True),
+        BatchTransformCB(lambda b: (b[0] / 2, b[1])),
+        MixUpCB(),
+        MixUpCB(p=0.5),
+        CutMixCB(),
+        CutMixCB(p=0.5),
+        BatchAugmentationCB(each_image(torch.sin)),
+    ],
+    ids=["erase", "copy", "whole", "mixup", "mixup half", "cutmix", "cutmix half", "each"],
+)
 def test_nobody_waits_for_the_device(callback):
     guard = GuardCB()
     batches = make_batches()
-    trainer = Trainer(DataLoaders(batches, batches), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), callback, guard])
-    with guard: trainer.fit(1)
+    trainer = Trainer(
+        DataLoaders(batches, batches),
+        F.cross_entropy,
+        optim.SGD,
+        make_model(),
+        [BasicTrainCB(), callback, guard],
+    )
+    with guard:
+        trainer.fit(1)
     assert trainer.n_updates == 3
 
 
 def test_the_guard_notices_who_waits():
     guard = GuardCB()
-    trainer = Trainer(DataLoaders(make_batches(), make_batches()), F.cross_entropy, optim.SGD, make_model(),
-                      [BasicTrainCB(), BatchAugmentationCB(lambda x: x * x.max().item()), guard])
-    with pytest.raises(Waited), guard: trainer.fit(1)
+    trainer = Trainer(
+        DataLoaders(make_batches(), make_batches()),
+        F.cross_entropy,
+        optim.SGD,
+        make_model(),
+        [BasicTrainCB(), BatchAugmentationCB(lambda x: x * x.max().item()), guard],
+    )
+    with pytest.raises(Waited), guard:
+        trainer.fit(1)
 
 
 def test_callbacks_run_after_the_device_whatever_the_order_of_adding():
     class DeviceOfCB:
         order = Order.DATA
 
-        def before_batch(self, trainer): self.seen = trainer.batch[0].device.type
+        def before_batch(self, trainer):
+            self.seen = trainer.batch[0].device.type
 
-    for callbacks in ([BatchAugmentationCB(lambda x: x if x.is_meta else 1 / 0), DeviceCB("meta")], [DeviceCB("meta"), BatchAugmentationCB(lambda x: x if x.is_meta else 1 / 0)]):
+    for callbacks in (
+        [BatchAugmentationCB(lambda x: x if x.is_meta else 1 / 0), DeviceCB("meta")],
+        [DeviceCB("meta"), BatchAugmentationCB(lambda x: x if x.is_meta else 1 / 0)],
+    ):
         assert run([*callbacks, DeviceOfCB()]).DeviceOfCB.seen == "meta"

@@ -4,6 +4,7 @@
 values, stands in for an accelerator. Waiting is checked by making it impossible: while a batch is being worked on, every
 way from a tensor to a number raises an error.
 """
+
 import dataclasses
 from collections import namedtuple
 
@@ -27,16 +28,25 @@ from guarded import Guarded, Waited, make_batches, run_guarded
 
 def make_trainer(callbacks, batches=None, model=None, loss_func=F.mse_loss, opt_func=optim.SGD):
     batches = make_batches() if batches is None else batches
-    return Trainer(DataLoaders(batches, batches[:2]), loss_func, opt_func, nn.Linear(3, 1) if model is None else model, callbacks)
+    return Trainer(
+        DataLoaders(batches, batches[:2]),
+        loss_func,
+        opt_func,
+        nn.Linear(3, 1) if model is None else model,
+        callbacks,
+    )
 
 
 # What is moved
 
+
 class BatchCB:
     "Keeps the batch that the steps will see"
+
     order = Order.DATA
 
-    def before_batch(self, trainer): self.seen = trainer.batch
+    def before_batch(self, trainer):
+        self.seen = trainer.batch
 
 
 @pytest.mark.shows("ISA-46")
@@ -61,22 +71,34 @@ class Sample:
 
 class Encoding:
     "Not a tensor, but it can be moved"
-    def __init__(self, device): self.device = device
 
-    def to(self, device): return Encoding(torch.device(device))
+    def __init__(self, device):
+        self.device = device
+
+    def to(self, device):
+        return Encoding(torch.device(device))
 
 
 @pytest.mark.shows("ISA-46", "SON-31")
 def test_every_tensor_in_a_nested_batch_is_moved_and_nothing_else_changes():
     x = torch.ones(2, 3)
-    batch = {"deep": [x, (x, {"x": x})], "named": Named(x, 7), "sample": Sample(x, "cat"), "encoding": Encoding("cpu"), "id": "row 1", "none": None}
+    batch = {
+        "deep": [x, (x, {"x": x})],
+        "named": Named(x, 7),
+        "sample": Sample(x, "cat"),
+        "encoding": Encoding("cpu"),
+        "id": "row 1",
+        "none": None,
+    }
     trainer = make_trainer([DeviceCB("meta"), BatchCB()], [batch])
     trainer.fit(1, train=False)
     seen = trainer.BatchCB.seen
     assert list(seen) == list(batch)
     assert seen["deep"][0].is_meta and seen["deep"][1][0].is_meta and seen["deep"][1][1]["x"].is_meta
     assert isinstance(seen["named"], Named) and seen["named"].a.is_meta and seen["named"].b == 7
-    assert isinstance(seen["sample"], Sample) and seen["sample"].image.is_meta and seen["sample"].label == "cat"
+    assert (
+        isinstance(seen["sample"], Sample) and seen["sample"].image.is_meta and seen["sample"].label == "cat"
+    )
     assert seen["encoding"].device.type == "meta"
     assert seen["id"] == "row 1" and seen["none"] is None
     assert batch["deep"][0] is x and batch["sample"].image is x, "the loader's own batch must stay as it was"
@@ -101,14 +123,19 @@ def parameters_keep_their_identity():
 
 
 @pytest.mark.shows("ISA-46")
-@pytest.mark.parametrize("opt_func", [lambda params, lr: optim.SGD(params, lr, momentum=0.9), optim.Adam, optim.Adagrad], ids=["sgd", "adam", "adagrad"])
+@pytest.mark.parametrize(
+    "opt_func",
+    [lambda params, lr: optim.SGD(params, lr, momentum=0.9), optim.Adam, optim.Adagrad],
+    ids=["sgd", "adam", "adagrad"],
+)
 def test_the_state_of_an_optimizer_that_is_kept_is_moved(opt_func, parameters_keep_their_identity):
     trainer = make_trainer([BasicTrainCB()], opt_func=opt_func)
     trainer.fit(1)
     opt = trainer.opt
     parameters = list(trainer.model.parameters())
     assert all(not v.is_meta for s in opt.state.values() for v in s.values())
-    for p in parameters: p.grad = None # `swap_tensors` wants them to itself
+    for p in parameters:
+        p.grad = None  # `swap_tensors` wants them to itself
     trainer.loss = trainer.preds = None
     trainer.fit(1, callbacks=DeviceCB("meta"), keep_opt=True)
     assert trainer.opt is opt and list(opt.state) == parameters
@@ -120,11 +147,15 @@ def test_the_state_of_an_optimizer_that_is_kept_is_moved(opt_func, parameters_ke
 
 class Callable:
     "A model that is no module and cannot be moved"
-    def __init__(self): self.weight = torch.ones(3, 1, requires_grad=True)
 
-    def parameters(self): return iter([self.weight])
+    def __init__(self):
+        self.weight = torch.ones(3, 1, requires_grad=True)
 
-    def __call__(self, x): return x @ self.weight
+    def parameters(self):
+        return iter([self.weight])
+
+    def __call__(self, x):
+        return x @ self.weight
 
 
 @pytest.mark.shows("ISA-46")
@@ -181,7 +212,10 @@ def test_a_device_may_be_a_name_or_an_object(device):
 @pytest.mark.shows("ISA-46")
 @pytest.mark.parametrize("name", ["cudda", "", "cpu:x"])
 def test_a_name_that_no_device_has_is_refused_at_once(name):
-    with pytest.raises(ValueError, match=f"`device` is '{name}', which PyTorch does not know. Use a name such as 'cpu'"): DeviceCB(name)
+    with pytest.raises(
+        ValueError, match=f"`device` is '{name}', which PyTorch does not know. Use a name such as 'cpu'"
+    ):
+        DeviceCB(name)
 
 
 @pytest.mark.shows("ISA-46")
@@ -189,7 +223,11 @@ def test_a_device_that_this_machine_lacks_is_an_error_before_anything_is_moved()
     "And the message says what there is"
     trainer = make_trainer([BasicTrainCB(), DeviceCB("cuda:99")])
     before = [p.device for p in trainer.model.parameters()]
-    with pytest.raises(RuntimeError, match=r"`DeviceCB` was told to use 'cuda:99', but this machine cannot: (.|\n)*works; pass that") as caught: trainer.fit(1)
+    with pytest.raises(
+        RuntimeError,
+        match=r"`DeviceCB` was told to use 'cuda:99', but this machine cannot: (.|\n)*works; pass that",
+    ) as caught:
+        trainer.fit(1)
     assert f"'{device_module.def_device()}' works" in str(caught.value)
     assert "raised by `DeviceCB.before_fit`" in caught.value.__notes__
     assert caught.value.__suppress_context__, "one error is enough"
@@ -201,15 +239,19 @@ def test_a_device_that_this_machine_lacks_is_an_error_before_anything_is_moved()
 
 # Nobody waits
 
+
 class HitsMetric:
     "Counts on the device"
-    def reset(self): self.hits, self.n = torch.zeros(()), 0
+
+    def reset(self):
+        self.hits, self.n = torch.zeros(()), 0
 
     def update(self, preds, targets):
         self.hits = self.hits + ((preds - targets).abs() < 1).sum()
         self.n += len(targets)
 
-    def compute(self): return self.hits / self.n
+    def compute(self):
+        return self.hits / self.n
 
 
 BUILT_IN = {
@@ -218,7 +260,10 @@ BUILT_IN = {
     "NBatchCB": lambda: [BasicTrainCB(), NBatchCB(3)],
     "DeviceCB": lambda: [BasicTrainCB(), DeviceCB("cpu")],
     "MetricsCB": lambda: [BasicTrainCB(), MetricsCB(HitsMetric(), train_metrics=True)],
-    "MetricsCB that counts": lambda: [BasicTrainCB(), MetricsCB(HitsMetric(), weigh=lambda batch: (batch[1] > -1).sum(), mae=torch.nn.functional.l1_loss)],
+    "MetricsCB that counts": lambda: [
+        BasicTrainCB(),
+        MetricsCB(HitsMetric(), weigh=lambda batch: (batch[1] > -1).sum(), mae=torch.nn.functional.l1_loss),
+    ],
     "ProgressCB": lambda: [BasicTrainCB(), ProgressCB("plain")],
     "TrackingCB": lambda: [BasicTrainCB(), TrackingCB()],
     "RecorderCB": lambda: [BasicTrainCB(), library.RecorderCB()],
@@ -227,10 +272,17 @@ BUILT_IN = {
     "GradientStatsCB": lambda: [BasicTrainCB(), library.GradientStatsCB()],
     "NonFiniteCB": lambda: [BasicTrainCB(), library.NonFiniteCB()],
     "NonFiniteStopCB": lambda: [BasicTrainCB(), library.NonFiniteStopCB()],
-    "ClipGradCB": lambda: [BasicTrainCB(), library.ClipGradCB(max_norm=1.)],
+    "ClipGradCB": lambda: [BasicTrainCB(), library.ClipGradCB(max_norm=1.0)],
     "AccumulationCB": lambda: [BasicTrainCB(), library.AccumulationCB(1)],
     "InterruptCB": lambda: [BasicTrainCB(), library.InterruptCB()],
-    "all together": lambda: [MomentumTrainCB(0.9), NBatchCB(600), DeviceCB("cpu"), MetricsCB(HitsMetric(), train_metrics=True), ProgressCB("plain"), TrackingCB()],
+    "all together": lambda: [
+        MomentumTrainCB(0.9),
+        NBatchCB(600),
+        DeviceCB("cpu"),
+        MetricsCB(HitsMetric(), train_metrics=True),
+        ProgressCB("plain"),
+        TrackingCB(),
+    ],
 }
 
 
@@ -238,11 +290,12 @@ BUILT_IN = {
 @pytest.mark.parametrize("everything", [False, True], ids=["batch guarded", "everything guarded"])
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_built_in_callback_waits_for_the_device(name, everything):
-    n_batches = 550 if name == "all together" else 4 # More losses than are kept unstacked
+    n_batches = 550 if name == "all together" else 4  # More losses than are kept unstacked
     trainer = run_guarded(BUILT_IN[name](), everything, n_batches)
     assert trainer.n_updates == 2 * min(n_batches, 3 if name == "NBatchCB" else n_batches)
     assert isinstance(trainer.loss, Guarded)
-    if hasattr(trainer, "MetricsCB"): assert len(trainer.history) == 2 and 0 <= trainer.history.latest("HitsMetric") <= 1
+    if hasattr(trainer, "MetricsCB"):
+        assert len(trainer.history) == 2 and 0 <= trainer.history.latest("HitsMetric") <= 1
 
 
 WAYS = {
@@ -263,27 +316,36 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_the_guard_notices_whoever_does_wait(way, everything):
     "The tests above could not fail otherwise"
+
     class WaitCB:
         order = Order.RECORD
-        def after_batch(self, trainer): WAYS[way](trainer.loss.detach())
 
-    with pytest.raises(Waited): run_guarded([BasicTrainCB(), WaitCB()], everything)
+        def after_batch(self, trainer):
+            WAYS[way](trainer.loss.detach())
+
+    with pytest.raises(Waited):
+        run_guarded([BasicTrainCB(), WaitCB()], everything)
 
 
 def test_the_guard_notices_who_waits_for_a_gradient():
     class WaitCB:
-        def after_backward(self, trainer): trainer.model.weight.grad.sum().item()
+        def after_backward(self, trainer):
+            trainer.model.weight.grad.sum().item()
 
-    with pytest.raises(Waited): run_guarded([BasicTrainCB(), WaitCB()], everything=True)
+    with pytest.raises(Waited):
+        run_guarded([BasicTrainCB(), WaitCB()], everything=True)
 
 
 class SyncIsAnErrorCB:
     "Has CUDA raise an error whenever the host waits while a batch is being worked on"
+
     order = -10_000
 
-    def before_batch(self, trainer): torch.cuda.set_sync_debug_mode("error")
+    def before_batch(self, trainer):
+        torch.cuda.set_sync_debug_mode("error")
 
-    def cleanup_batch(self, trainer): torch.cuda.set_sync_debug_mode("default")
+    def cleanup_batch(self, trainer):
+        torch.cuda.set_sync_debug_mode("default")
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU to wait for")
@@ -296,13 +358,22 @@ def sync_allowed_afterwards():
 
 
 class CudaHitsMetric(HitsMetric):
-    def reset(self): self.hits, self.n = torch.zeros((), device="cuda"), 0
+    def reset(self):
+        self.hits, self.n = torch.zeros((), device="cuda"), 0
 
 
 @pytest.mark.shows("ISA-56")
 @needs_gpu
 def test_no_built_in_callback_waits_for_a_real_gpu(sync_allowed_afterwards):
-    callbacks = [MomentumTrainCB(0.9), NBatchCB(600), DeviceCB("cuda"), MetricsCB(CudaHitsMetric(), train_metrics=True), ProgressCB("plain"), TrackingCB(), SyncIsAnErrorCB()]
+    callbacks = [
+        MomentumTrainCB(0.9),
+        NBatchCB(600),
+        DeviceCB("cuda"),
+        MetricsCB(CudaHitsMetric(), train_metrics=True),
+        ProgressCB("plain"),
+        TrackingCB(),
+        SyncIsAnErrorCB(),
+    ]
     batches = [tuple(o.pin_memory() for o in batch) for batch in make_batches(550)]
     trainer = make_trainer(callbacks, batches)
     trainer.fit(2, lr=0.01)
@@ -312,10 +383,13 @@ def test_no_built_in_callback_waits_for_a_real_gpu(sync_allowed_afterwards):
 @needs_gpu
 def test_cuda_notices_whoever_does_wait(sync_allowed_afterwards):
     "The test above could not fail otherwise"
-    class WaitCB:
-        def after_batch(self, trainer): trainer.loss.item()
 
-    with pytest.raises(RuntimeError, match="synchroniz"): make_trainer([BasicTrainCB(), DeviceCB("cuda"), WaitCB(), SyncIsAnErrorCB()]).fit(1)
+    class WaitCB:
+        def after_batch(self, trainer):
+            trainer.loss.item()
+
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        make_trainer([BasicTrainCB(), DeviceCB("cuda"), WaitCB(), SyncIsAnErrorCB()]).fit(1)
 
 
 @pytest.mark.shows("PTA-29")
@@ -328,5 +402,10 @@ def test_every_module_and_optimizer_of_the_trainer_is_moved(parameters_keep_thei
     trainer.critic_opt.step()
     trainer.critic_opt.zero_grad()
     trainer.fit(1, valid=False)
-    tensors = [*trainer.teacher.parameters(), *trainer.critic.parameters(), *trainer.critic.buffers(), *(o["exp_avg"] for o in trainer.critic_opt.state.values())]
+    tensors = [
+        *trainer.teacher.parameters(),
+        *trainer.critic.parameters(),
+        *trainer.critic.buffers(),
+        *(o["exp_avg"] for o in trainer.critic_opt.state.values()),
+    ]
     assert len(tensors) == 9 and {o.device.type for o in tensors} == {"meta"}

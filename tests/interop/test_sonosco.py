@@ -1,4 +1,5 @@
 """Faults that Sonosco's callbacks have, against ours in the same situation."""
+
 import pytest
 import torch
 from torch import nn, optim
@@ -21,19 +22,34 @@ class Net(nn.Linear):
 
 def trainer_with(*cbs, n=7, **kwargs):
     batches = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(n)]
-    return Trainer(DataLoaders(batches, batches[:1]), F.mse_loss, optim.SGD, Net(2, 1), [BasicTrainCB(), MetricsCB(train_metrics=True), *cbs], **kwargs)
+    return Trainer(
+        DataLoaders(batches, batches[:1]),
+        F.mse_loss,
+        optim.SGD,
+        Net(2, 1),
+        [BasicTrainCB(), MetricsCB(train_metrics=True), *cbs],
+        **kwargs,
+    )
 
 
 class NoteCB:
     "Losses and errors of the batches meant, noted independently"
+
     order, on_valid = Order.LAST, False
-    def __init__(self, every): self.every, self.seen = every, {}
+
+    def __init__(self, every):
+        self.every, self.seen = every, {}
 
     def after_batch(self, trainer):
-        if trainer.batch_num % self.every == 0: self.seen[trainer.epoch, trainer.batch_num] = (trainer.loss.double().item(), error(trainer).double().item())
+        if trainer.batch_num % self.every == 0:
+            self.seen[trainer.epoch, trainer.batch_num] = (
+                trainer.loss.double().item(),
+                error(trainer).double().item(),
+            )
 
 
-def error(trainer): return (trainer.preds.detach() - trainer.batch[1]).abs().max()
+def error(trainer):
+    return (trainer.preds.detach() - trainer.batch[1]).abs().max()
 
 
 @pytest.mark.shows("SON-11")
@@ -54,9 +70,14 @@ def test_an_attribute_of_the_model_is_switched_after_an_epoch(epoch):
     "For both passes of an epoch, and put back in the end"
     seen = []
 
-    def before_epoch(trainer): seen.append((trainer.epoch, trainer.training, trainer.model.window))
+    def before_epoch(trainer):
+        seen.append((trainer.epoch, trainer.training, trainer.model.window))
+
     before_epoch.order = Order.LAST
-    trainer = fit(trainer_with(AttributeSchedulerCB({"model.window": lambda n: n < epoch}, unit="epoch"), before_epoch), 4)
+    trainer = fit(
+        trainer_with(AttributeSchedulerCB({"model.window": lambda n: n < epoch}, unit="epoch"), before_epoch),
+        4,
+    )
     assert seen == [(e, training, e < epoch) for e in range(4) for training in (True, False)]
     assert trainer.model.window is True
 
@@ -64,13 +85,26 @@ def test_an_attribute_of_the_model_is_switched_after_an_epoch(epoch):
 @pytest.mark.shows("SON-31")
 def test_nested_batches_are_moved_at_any_depth():
     "Lists, tuples and dicts within each other; what is no tensor stays"
+
     class NestedTrainer(Trainer):
-        def split(self, batch): return (batch["audio"][0][0],), (batch["text"]["y"],)
-    batch = dict(audio=[(torch.randn(4, 2), "a.wav")], text={"y": torch.randn(4, 1), "sizes": [torch.tensor([3, 1])]})
+        def split(self, batch):
+            return (batch["audio"][0][0],), (batch["text"]["y"],)
+
+    batch = dict(
+        audio=[(torch.randn(4, 2), "a.wav")], text={"y": torch.randn(4, 1), "sizes": [torch.tensor([3, 1])]}
+    )
     seen = []
 
-    def after_batch(trainer): seen.append(trainer.batch)
-    trainer = NestedTrainer(DataLoaders([batch]), F.mse_loss, optim.SGD, nn.Linear(2, 1, device="meta"), [DeviceCB("meta"), BasicTrainCB(), after_batch])
+    def after_batch(trainer):
+        seen.append(trainer.batch)
+
+    trainer = NestedTrainer(
+        DataLoaders([batch]),
+        F.mse_loss,
+        optim.SGD,
+        nn.Linear(2, 1, device="meta"),
+        [DeviceCB("meta"), BasicTrainCB(), after_batch],
+    )
     trainer.remove_callback("BasicTrainCB")
     with pytest.MonkeyPatch.context() as m:
         m.setattr("isaac_loop.device.device._check_device", lambda device: None)

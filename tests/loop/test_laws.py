@@ -3,6 +3,7 @@
 Callbacks may organise training and never change it: the weights are those of a plain loop, bit for bit, whatever the
 optimizer, the model and the seed; and callbacks that only watch leave every number and every random state alone.
 """
+
 import copy
 from functools import partial
 
@@ -15,7 +16,17 @@ from torch.nn import functional as F
 
 import isaac_loop.all as library
 from isaac_loop.all import (
-    BasicTrainCB, DataLoaders, DeviceCB, History, MetricsCB, MomentumTrainCB, Order, ProgressCB, TrackingCB, Trainer, set_seed,
+    BasicTrainCB,
+    DataLoaders,
+    DeviceCB,
+    History,
+    MetricsCB,
+    MomentumTrainCB,
+    Order,
+    ProgressCB,
+    TrackingCB,
+    Trainer,
+    set_seed,
 )
 
 OPTIMIZERS = {
@@ -28,8 +39,12 @@ OPTIMIZERS = {
 }
 MODELS = {
     "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
-    "mlp with dropout": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)),
-    "conv with batch norm": lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)),
+    "mlp with dropout": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
+    ),
+    "conv with batch norm": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+    ),
 }
 
 
@@ -90,7 +105,9 @@ def test_weights_are_those_of_the_loop_by_hand_with_a_shuffling_loader_and_worke
     ours = nn.Linear(4, 3)
     theirs = copy.deepcopy(ours)
     set_seed(1)
-    Trainer(dls, F.cross_entropy, optim.Adam, ours, [BasicTrainCB(), MetricsCB(), ProgressCB("plain")]).fit(2, lr=0.01)
+    Trainer(dls, F.cross_entropy, optim.Adam, ours, [BasicTrainCB(), MetricsCB(), ProgressCB("plain")]).fit(
+        2, lr=0.01
+    )
     set_seed(1)
     train_by_hand(theirs, dls, optim.Adam, 2, 0.01)
     assert same(ours, theirs)
@@ -118,6 +135,7 @@ def test_a_second_fit_starts_with_a_fresh_optimizer_and_can_keep_the_old_one():
 
 class Watcher:
     "Answers every event that a watcher may answer, and looks at everything"
+
     order = Order.RECORD
 
     def __init__(self, name, order):
@@ -126,16 +144,26 @@ class Watcher:
     def _look(self, trainer):
         _ = repr(trainer), dict(vars(trainer)), trainer.training, len(trainer.history)
 
-    before_fit = after_fit = cleanup_fit = before_epoch = after_epoch = cleanup_epoch = before_batch = after_batch = _look
-    cleanup_batch = before_predict = after_predict = cleanup_predict = after_get_loss = before_backward = after_backward = _look
+    before_fit = after_fit = cleanup_fit = before_epoch = after_epoch = cleanup_epoch = before_batch = (
+        after_batch
+    ) = _look
+    cleanup_batch = before_predict = after_predict = cleanup_predict = after_get_loss = before_backward = (
+        after_backward
+    ) = _look
     before_step = after_step = cleanup_step = before_zero_grad = after_zero_grad = log = _look
 
 
 class EvenMetric:
     "A metric that needs no library"
-    def reset(self): self.n = 0
-    def update(self, preds, targs): self.n = self.n + (preds.argmax(1) == targs).sum()
-    def compute(self): return self.n
+
+    def reset(self):
+        self.n = 0
+
+    def update(self, preds, targs):
+        self.n = self.n + (preds.argmax(1) == targs).sum()
+
+    def compute(self):
+        return self.n
 
 
 WATCHERS = {
@@ -154,12 +182,21 @@ WATCHERS = {
     "interrupt": lambda: library.InterruptCB(),
     "profiler": lambda: library.ProfilerCB(),
     "limit": lambda: library.LimitCB(updates=10**6),
-    "logger": lambda: library.LoggerCB(lambda values, step: None, every=2, values=dict(size=lambda t: t.preds.abs().mean()), media=lambda t: t.history.write_media("x", "text", "x")),
+    "logger": lambda: library.LoggerCB(
+        lambda values, step: None,
+        every=2,
+        values=dict(size=lambda t: t.preds.abs().mean()),
+        media=lambda t: t.history.write_media("x", "text", "x"),
+    ),
 }
 
 
 @settings(max_examples=40, deadline=None)
-@given(names=st.lists(st.sampled_from(sorted(WATCHERS)), unique=True, max_size=6), seed=st.integers(0, 100), opt=st.sampled_from(sorted(OPTIMIZERS)))
+@given(
+    names=st.lists(st.sampled_from(sorted(WATCHERS)), unique=True, max_size=6),
+    seed=st.integers(0, 100),
+    opt=st.sampled_from(sorted(OPTIMIZERS)),
+)
 def test_any_bundle_of_watchers_changes_nothing(names, seed, opt):
     dls = make_loaders(seed)
     set_seed(seed)
@@ -170,7 +207,9 @@ def test_any_bundle_of_watchers_changes_nothing(names, seed, opt):
         set_seed(seed)
         trainer = Trainer(dls, F.cross_entropy, OPTIMIZERS[opt], model, [*extra, BasicTrainCB()])
         trainer.fit(2, lr=0.01)
-        states.append((trainer.opt.state_dict()["state"], torch.get_rng_state(), trainer.loss.item(), trainer.n_updates))
+        states.append(
+            (trainer.opt.state_dict()["state"], torch.get_rng_state(), trainer.loss.item(), trainer.n_updates)
+        )
     assert same(plain, watched)
     for a, b in zip(states[0][0].values(), states[1][0].values(), strict=True):
         assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
@@ -199,13 +238,27 @@ def test_epochs_validate_without_gradients_and_in_the_right_mode():
     seen = []
 
     class ModeCB:
-        def before_epoch(self, trainer): seen.append(("before_epoch", trainer.training))
-        def after_predict(self, trainer): seen.append((trainer.training, trainer.model.training, trainer.preds.requires_grad))
-        def after_epoch(self, trainer): seen.append(("after_epoch", trainer.training))
-    trainer = Trainer(make_loaders(0), F.cross_entropy, optim.SGD, MODELS["linear"](), [BasicTrainCB(), ModeCB()])
+        def before_epoch(self, trainer):
+            seen.append(("before_epoch", trainer.training))
+
+        def after_predict(self, trainer):
+            seen.append((trainer.training, trainer.model.training, trainer.preds.requires_grad))
+
+        def after_epoch(self, trainer):
+            seen.append(("after_epoch", trainer.training))
+
+    trainer = Trainer(
+        make_loaders(0), F.cross_entropy, optim.SGD, MODELS["linear"](), [BasicTrainCB(), ModeCB()]
+    )
     trainer.fit(1)
-    assert seen == [("before_epoch", True), *[(True, True, True)] * 3, ("after_epoch", True),
-                    ("before_epoch", False), *[(False, False, False)] * 2, ("after_epoch", False)]
+    assert seen == [
+        ("before_epoch", True),
+        *[(True, True, True)] * 3,
+        ("after_epoch", True),
+        ("before_epoch", False),
+        *[(False, False, False)] * 2,
+        ("after_epoch", False),
+    ]
     with pytest.raises(AttributeError):
         trainer.training = True
     trainer.model.train()
@@ -217,10 +270,14 @@ def test_epochs_validate_without_gradients_and_in_the_right_mode():
 def test_fit_can_leave_out_a_pass(train, valid):
     seen = set()
 
-    def before_epoch(trainer): seen.add(trainer.training)
+    def before_epoch(trainer):
+        seen.add(trainer.training)
+
     model = MODELS["linear"]()
     before = copy.deepcopy(model)
-    Trainer(make_loaders(0), F.cross_entropy, optim.SGD, model, [BasicTrainCB(), before_epoch]).fit(2, train=train, valid=valid)
+    Trainer(make_loaders(0), F.cross_entropy, optim.SGD, model, [BasicTrainCB(), before_epoch]).fit(
+        2, train=train, valid=valid
+    )
     assert seen == {train}
     assert same(model, before) == (not train)
 
@@ -249,8 +306,11 @@ def test_the_user_may_bring_an_optimizer():
 @pytest.mark.shows("MIN-04")
 def test_a_subclass_can_have_a_rate_of_its_own():
     "A default rate on the trainer"
+
     class Fast(Trainer):
-        def fit(self, n_epochs=3, lr=0.5, **kwargs): super().fit(n_epochs, lr, **kwargs)
+        def fit(self, n_epochs=3, lr=0.5, **kwargs):
+            super().fit(n_epochs, lr, **kwargs)
+
     trainer = Fast(make_loaders(0), F.cross_entropy, optim.SGD, MODELS["linear"](), BasicTrainCB())
     trainer.fit(1)
     assert trainer.opt.param_groups[0]["lr"] == trainer.lr == 0.5

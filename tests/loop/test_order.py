@@ -1,4 +1,5 @@
 "Order, coming and going, and what counts as a callback: laws over permutations and kinds of objects."
+
 import dataclasses
 import itertools
 import types
@@ -19,15 +20,22 @@ class Loaders:
 class Model:
     training = True
 
-    def train(self, mode): self.training = mode
+    def train(self, mode):
+        self.training = mode
 
 
-def trainer_with(*callbacks): return Trainer(Loaders(), None, None, Model(), list(callbacks))
+def trainer_with(*callbacks):
+    return Trainer(Loaders(), None, None, Model(), list(callbacks))
 
 
 def teller(name, seen, order=0):
     "Tells when it was called"
-    return SimpleNamespace(name=name, order=order, before_fit=lambda t: seen.append(name), cleanup_fit=lambda t: seen.append(f"cleanup {name}"))
+    return SimpleNamespace(
+        name=name,
+        order=order,
+        before_fit=lambda t: seen.append(name),
+        cleanup_fit=lambda t: seen.append(f"cleanup {name}"),
+    )
 
 
 @pytest.mark.shows("ISA-09", "ISA-10")
@@ -48,12 +56,16 @@ def test_callbacks_are_sorted_by_order_and_stable(orders):
 
 
 @pytest.mark.shows("SON-18")
-@pytest.mark.parametrize("event", ["before_fit", "before_epoch", "before_batch", "predict", "after_batch", "cleanup_batch"])
+@pytest.mark.parametrize(
+    "event", ["before_fit", "before_epoch", "before_batch", "predict", "after_batch", "cleanup_batch"]
+)
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_one_that_leaves_skips_nobody_and_gets_its_cleanups(event, position):
     seen = []
 
-    def leaves(name): return lambda t: (seen.append((event, name)), t.remove_callback("leaver"))[0]
+    def leaves(name):
+        return lambda t: (seen.append((event, name)), t.remove_callback("leaver"))[0]
+
     others = [SimpleNamespace(name=o, **{event: lambda t, o=o: seen.append((event, o))}) for o in "ab"]
     leaver = SimpleNamespace(name="leaver", **{event: leaves("leaver")})
     cleanups = [o for o in ("cleanup_batch", "cleanup_epoch", "cleanup_fit") if o != event]
@@ -65,27 +77,42 @@ def test_one_that_leaves_skips_nobody_and_gets_its_cleanups(event, position):
     for o in "ab":
         assert seen.count((event, o)) == {"before_fit": 1, "before_epoch": 1}.get(event, 2)
     assert seen.count((event, "leaver")) == 1
-    open_then = {"before_fit": ["cleanup_fit"], "before_epoch": ["cleanup_epoch", "cleanup_fit"]}.get(event, ["cleanup_batch", "cleanup_epoch", "cleanup_fit"])
-    assert [o for o, name in seen if name == "leaver" and o in cleanups] == [o for o in open_then if o in cleanups]
+    open_then = {"before_fit": ["cleanup_fit"], "before_epoch": ["cleanup_epoch", "cleanup_fit"]}.get(
+        event, ["cleanup_batch", "cleanup_epoch", "cleanup_fit"]
+    )
+    assert [o for o, name in seen if name == "leaver" and o in cleanups] == [
+        o for o in open_then if o in cleanups
+    ]
 
 
-@pytest.mark.parametrize("event, told", [("before_fit", ["before_fit"]), ("before_epoch", ["before_fit", "before_epoch"]),
-                                         ("before_batch", ["before_fit", "before_epoch", "before_batch"]), ("log", ["before_fit"])])
+@pytest.mark.parametrize(
+    "event, told",
+    [
+        ("before_fit", ["before_fit"]),
+        ("before_epoch", ["before_fit", "before_epoch"]),
+        ("before_batch", ["before_fit", "before_epoch", "before_batch"]),
+        ("log", ["before_fit"]),
+    ],
+)
 def test_one_that_comes_is_told_of_all_open_spans(event, told):
     seen = []
     events = ("before_fit", "before_epoch", "before_batch", "cleanup_batch", "cleanup_epoch", "cleanup_fit")
-    newcomer = SimpleNamespace(name="new", order=Order.LAST, **{o: lambda t, o=o: seen.append(o) for o in events})
+    newcomer = SimpleNamespace(
+        name="new", order=Order.LAST, **{o: lambda t, o=o: seen.append(o) for o in events}
+    )
 
     def comes(trainer):
         if newcomer not in trainer.callbacks:
             trainer.add_callback(newcomer)
             assert seen == told
+
     trainer_with(SimpleNamespace(name="host", **{event: comes})).fit(1, valid=False)
     for level in ("fit", "epoch", "batch"):
         assert seen.count(f"before_{level}") == seen.count(f"cleanup_{level}")
 
 
-def before_fit(trainer): CALLED.append("function")
+def before_fit(trainer):
+    CALLED.append("function")
 
 
 CALLED = []
@@ -95,11 +122,13 @@ CALLED = []
 class DataCB:
     label: str = "dataclass"
 
-    def before_fit(self, trainer): CALLED.append(self.label)
+    def before_fit(self, trainer):
+        CALLED.append(self.label)
 
 
 class PlainCB:
-    def before_fit(self, trainer): CALLED.append("instance")
+    def before_fit(self, trainer):
+        CALLED.append("instance")
 
 
 def module():
@@ -109,8 +138,17 @@ def module():
 
 
 @pytest.mark.shows("ISA-11", "F008", "NEMO-06", "SON-05")
-@pytest.mark.parametrize("duck, said", [(PlainCB(), "instance"), (DataCB(), "dataclass"), (module(), "module"), (before_fit, "function"),
-                                        (SimpleNamespace(before_fit=lambda t: CALLED.append("namespace")), "namespace")], ids=lambda o: str(o)[:20])
+@pytest.mark.parametrize(
+    "duck, said",
+    [
+        (PlainCB(), "instance"),
+        (DataCB(), "dataclass"),
+        (module(), "module"),
+        (before_fit, "function"),
+        (SimpleNamespace(before_fit=lambda t: CALLED.append("namespace")), "namespace"),
+    ],
+    ids=lambda o: str(o)[:20],
+)
 def test_any_duck_is_a_callback(duck, said):
     CALLED.clear()
     trainer_with(duck).fit(0)
@@ -121,7 +159,9 @@ def test_any_duck_is_a_callback(duck, said):
 def test_on_train_and_on_valid_switch_a_callback_off_for_a_kind_of_pass():
     seen = []
     for name, options in (("train", dict(on_valid=False)), ("valid", dict(on_train=False))):
-        cb = SimpleNamespace(before_epoch=lambda t: seen.append(t.training), before_fit=lambda t: seen.append("fit"), **options)
+        cb = SimpleNamespace(
+            before_epoch=lambda t: seen.append(t.training), before_fit=lambda t: seen.append("fit"), **options
+        )
         seen.clear()
         trainer_with(cb).fit(1)
         assert seen == ["fit", name == "train"]
@@ -161,6 +201,7 @@ def test_two_of_one_class_live_together_under_different_names():
 def test_a_method_patched_onto_the_class_counts_at_the_next_fit():
     class Late:
         def before_fit(self, trainer): ...
+
     seen = []
     trainer = trainer_with(Late())
     trainer.fit(1)

@@ -4,17 +4,28 @@ The rules: `before_x`, body, `after_x`, and always `cleanup_x` in reverse order;
 span that it belongs to; an error beats a cancel, an outer cancel an inner one, the first a later one. The interpreter
 below knows them as plain recursion over a table of ranks, and nothing of plans, bound methods or reach.
 """
+
 import itertools
 
 import pytest
 
 from isaac_loop.loop.events import (
-    EVENTS, STEPS, CancelBatchException, CancelEpochException, CancelException, CancelFitException, CancelStepException,
+    EVENTS,
+    STEPS,
+    CancelBatchException,
+    CancelEpochException,
+    CancelException,
+    CancelFitException,
+    CancelStepException,
 )
 from isaac_loop.loop.trainer import Trainer
 
-OWN_CANCEL = {"fit": CancelFitException, "epoch": CancelEpochException, "batch": CancelBatchException,
-              **dict.fromkeys(STEPS, CancelStepException)}
+OWN_CANCEL = {
+    "fit": CancelFitException,
+    "epoch": CancelEpochException,
+    "batch": CancelBatchException,
+    **dict.fromkeys(STEPS, CancelStepException),
+}
 RANK = {CancelFitException: 1, CancelEpochException: 2, CancelBatchException: 3, CancelStepException: 4}
 NAMES = ("first", "middle", "last")
 
@@ -26,7 +37,8 @@ class Loaders:
 class Model:
     training = True
 
-    def train(self, mode): self.training = mode
+    def train(self, mode):
+        self.training = mode
 
 
 IN_EVERY_RUN = [o for o in EVENTS if o != "measured"]  # That one waits for somebody who measures
@@ -38,6 +50,7 @@ def _handler(event):
         error = self.raises.pop((event, self.name), None)
         if error is not None:
             raise error
+
     return handler
 
 
@@ -52,6 +65,7 @@ def recorder(name, diary, raises):
 
 class Expected:
     "The naive interpreter: what ought to be called, and what ought to come out"
+
     def __init__(self, raises):
         self.raises, self.diary, self.open = dict(raises), [], []
 
@@ -87,7 +101,8 @@ class Expected:
         if winner is not None and not (winner is ended and caught):
             raise winner
 
-    def step(self, name): self.span(name, lambda: self.call(name))
+    def step(self, name):
+        self.span(name, lambda: self.call(name))
 
     def batch(self, training):
         for name in ("predict", "get_loss", *(("backward", "step", "zero_grad") if training else ())):
@@ -126,7 +141,9 @@ def run(raises):
         trainer.fit(1, callbacks=callbacks)
     except BaseException as e:
         error = e
-    assert trainer.callbacks == [] and not any(o in dir(trainer) for o in NAMES), "callbacks given to `fit` are gone"
+    assert trainer.callbacks == [] and not any(o in dir(trainer) for o in NAMES), (
+        "callbacks given to `fit` are gone"
+    )
     assert trainer.exception is None and trainer.plan.spans == []
     first = list(diary)
     diary.clear()
@@ -137,7 +154,15 @@ def run(raises):
 
 
 CLEAN = Expected({}).run()[0]
-OUTCOMES = [ValueError, KeyboardInterrupt, SystemExit, CancelStepException, CancelBatchException, CancelEpochException, CancelFitException]
+OUTCOMES = [
+    ValueError,
+    KeyboardInterrupt,
+    SystemExit,
+    CancelStepException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+]
 
 
 @pytest.mark.shows("ISA-24 to ISA-29")
@@ -146,9 +171,14 @@ OUTCOMES = [ValueError, KeyboardInterrupt, SystemExit, CancelStepException, Canc
 def test_right_things_run_in_the_right_order_and_the_right_error_comes_out(event, outcome):
     "Every event × position × outcome × none, one or two failing cleanups"
     cleanup = f"cleanup_{span_of(event)}"
-    for position, n_failing, other in itertools.product(NAMES, (0, 1, 2), (RuntimeError, CancelFitException, CancelStepException)):
+    for position, n_failing, other in itertools.product(
+        NAMES, (0, 1, 2), (RuntimeError, CancelFitException, CancelStepException)
+    ):
         failing = [o for o in NAMES if (cleanup, o) != (event, position)][:n_failing]
-        raises = {(event, position): outcome("prepared"), **{(cleanup, o): other(f"cleanup of {o}") for o in failing}}
+        raises = {
+            (event, position): outcome("prepared"),
+            **{(cleanup, o): other(f"cleanup of {o}") for o in failing},
+        }
         diary, error = run(raises)
         expected_diary, expected_error = Expected(raises).run()
         assert diary == expected_diary, (event, position, failing)
@@ -167,9 +197,15 @@ def test_an_error_keeps_type_and_text_and_says_whose_it_was(event):
         assert error.__notes__[0].endswith("at epoch 0, batch 0 (training)")
 
 
-@pytest.mark.parametrize("cancel, expected", [
-    (CancelStepException, [(o, i) for i in (0, 1) for o in STEPS]), (CancelBatchException, [("predict", 0), *((o, 1) for o in STEPS)]),
-    (CancelEpochException, [("predict", 0)]), (CancelFitException, [("predict", 0)])])
+@pytest.mark.parametrize(
+    "cancel, expected",
+    [
+        (CancelStepException, [(o, i) for i in (0, 1) for o in STEPS]),
+        (CancelBatchException, [("predict", 0), *((o, 1) for o in STEPS)]),
+        (CancelEpochException, [("predict", 0)]),
+        (CancelFitException, [("predict", 0)]),
+    ],
+)
 def test_a_cancel_in_a_step_without_neighbours_ends_what_it_says(cancel, expected):
     "Where nobody answers the events around a step, it is run by a shorter way; what ends is the same"
     seen = []
@@ -177,9 +213,14 @@ def test_a_cancel_in_a_step_without_neighbours_ends_what_it_says(cancel, expecte
     def step(name):
         def handler(self, trainer):
             seen.append((name, trainer.batch_num))
-            if len(seen) == 1: raise cancel("prepared")
+            if len(seen) == 1:
+                raise cancel("prepared")
+
         return handler
-    Trainer(Loaders(), None, None, Model(), type("BareCB", (), {o: step(o) for o in STEPS})()).fit(1, valid=False)
+
+    Trainer(Loaders(), None, None, Model(), type("BareCB", (), {o: step(o) for o in STEPS})()).fit(
+        1, valid=False
+    )
     assert seen == expected
 
 
@@ -189,19 +230,33 @@ def test_who_leaves_in_a_span_gets_its_cleanup_in_its_turn(leaves):
     seen = []
 
     def cleaner(name, order):
-        def cleanup_batch(trainer): seen.append(name)
+        def cleanup_batch(trainer):
+            seen.append(name)
+
         cleanup_batch.name, cleanup_batch.order = name, order
         return cleanup_batch
+
     def before_batch(trainer):
-        if trainer.batch_num == 0: trainer.remove_callback(leaves)
-    Trainer(Loaders(), None, None, Model(), [cleaner("middle", 2), cleaner("high", 3), cleaner("low", 1), before_batch]).fit(1, valid=False)
+        if trainer.batch_num == 0:
+            trainer.remove_callback(leaves)
+
+    Trainer(
+        Loaders(),
+        None,
+        None,
+        Model(),
+        [cleaner("middle", 2), cleaner("high", 3), cleaner("low", 1), before_batch],
+    ).fit(1, valid=False)
     everybody = ["high", "middle", "low"]
     assert seen == everybody + [o for o in everybody if o != leaves]
 
 
 def test_the_losers_become_notes_on_the_winner():
-    raises = {("before_batch", "first"): ValueError("the first thing"), ("cleanup_batch", "middle"): RuntimeError("another"),
-              ("cleanup_batch", "last"): KeyError("a third")}
+    raises = {
+        ("before_batch", "first"): ValueError("the first thing"),
+        ("cleanup_batch", "middle"): RuntimeError("another"),
+        ("cleanup_batch", "last"): KeyError("a third"),
+    }
     _, error = run(raises)
     assert isinstance(error, ValueError)
     notes = "\n".join(error.__notes__)
@@ -210,14 +265,28 @@ def test_the_losers_become_notes_on_the_winner():
 
 
 def test_an_error_in_a_cleanup_beats_the_cancel_that_ended_the_span():
-    raises = {("before_batch", "first"): CancelBatchException("skip"), ("cleanup_batch", "middle"): RuntimeError("worse")}
+    raises = {
+        ("before_batch", "first"): CancelBatchException("skip"),
+        ("cleanup_batch", "middle"): RuntimeError("worse"),
+    }
     _, error = run(raises)
-    assert isinstance(error, RuntimeError) and any("besides: CancelBatchException: skip" in o for o in error.__notes__)
+    assert isinstance(error, RuntimeError) and any(
+        "besides: CancelBatchException: skip" in o for o in error.__notes__
+    )
 
 
 @pytest.mark.shows("ISA-27", "ISA-30")
-@pytest.mark.parametrize("event, cancel", [("before_epoch", CancelBatchException), ("before_fit", CancelEpochException), ("log", CancelStepException),
-                                           ("cleanup_batch", CancelBatchException), ("cleanup_fit", CancelFitException), ("before_batch", CancelStepException)])
+@pytest.mark.parametrize(
+    "event, cancel",
+    [
+        ("before_epoch", CancelBatchException),
+        ("before_fit", CancelEpochException),
+        ("log", CancelStepException),
+        ("cleanup_batch", CancelBatchException),
+        ("cleanup_fit", CancelFitException),
+        ("before_batch", CancelStepException),
+    ],
+)
 def test_a_cancel_for_which_nothing_is_open_is_an_error_that_says_so(event, cancel):
     _, error = run({(event, "first"): cancel("too early")})
     assert type(error) is cancel
@@ -230,13 +299,26 @@ def test_cleanups_know_how_their_span_ended():
 
     class LookCB:
         def before_batch(self, trainer):
-            assert trainer.exception is None # The next span knows nothing of how the last one ended
-            if trainer.batch_num == 0: raise CancelBatchException("skip")
-        def cleanup_batch(self, trainer): seen.append(("batch", type(trainer.exception)))
-        def cleanup_epoch(self, trainer): seen.append(("epoch", type(trainer.exception)))
-        def cleanup_fit(self, trainer): seen.append(("fit", type(trainer.exception)))
+            assert trainer.exception is None  # The next span knows nothing of how the last one ended
+            if trainer.batch_num == 0:
+                raise CancelBatchException("skip")
+
+        def cleanup_batch(self, trainer):
+            seen.append(("batch", type(trainer.exception)))
+
+        def cleanup_epoch(self, trainer):
+            seen.append(("epoch", type(trainer.exception)))
+
+        def cleanup_fit(self, trainer):
+            seen.append(("fit", type(trainer.exception)))
+
     Trainer(Loaders(), None, None, Model(), LookCB()).fit(1, valid=False)
-    assert seen == [("batch", CancelBatchException), ("batch", type(None)), ("epoch", type(None)), ("fit", type(None))]
+    assert seen == [
+        ("batch", CancelBatchException),
+        ("batch", type(None)),
+        ("epoch", type(None)),
+        ("fit", type(None)),
+    ]
 
 
 def test_no_exception_is_kept_alive_by_the_trainer():
@@ -254,7 +336,10 @@ def test_no_exception_is_kept_alive_by_the_trainer():
             here = Big()
             refs.append(weakref.ref(here))
             raise ValueError
-        def cleanup_batch(self, trainer): raise RuntimeError
+
+        def cleanup_batch(self, trainer):
+            raise RuntimeError
+
     refs = []
     trainer = Trainer(Loaders(), None, None, Model(), FailCB())
     gc.disable()
@@ -272,6 +357,7 @@ def test_no_exception_is_kept_alive_by_the_trainer():
 def test_own_spans_and_events_of_a_subclass():
     "Four new events for a wrapped method, one for a declared name, with extra arguments"
     from isaac_loop.loop.events import with_cbs
+
     seen = []
 
     class Verified(Trainer):
@@ -281,17 +367,29 @@ def test_own_spans_and_events_of_a_subclass():
         def verify(self, limit):
             seen.append("body")
             self.run_callbacks("checked", limit=limit)
-            if limit < 0: raise LookupError
+            if limit < 0:
+                raise LookupError
             return limit
 
-        def one_batch(self): self.verify(self.batch)
+        def one_batch(self):
+            self.verify(self.batch)
 
     class VerifyCB:
-        def before_verify(self, trainer): seen.append("before_verify")
-        def checked(self, trainer, limit): seen.append(limit)
-        def verify(self, trainer): seen.append("verify")
-        def after_verify(self, trainer): seen.append("after_verify")
-        def cleanup_verify(self, trainer): seen.append("cleanup_verify")
+        def before_verify(self, trainer):
+            seen.append("before_verify")
+
+        def checked(self, trainer, limit):
+            seen.append(limit)
+
+        def verify(self, trainer):
+            seen.append("verify")
+
+        def after_verify(self, trainer):
+            seen.append("after_verify")
+
+        def cleanup_verify(self, trainer):
+            seen.append("cleanup_verify")
+
     trainer = Verified(Loaders(), None, None, Model(), VerifyCB())
     assert trainer.verify(3) == 3
     assert seen == ["before_verify", "body", 3, "verify", "after_verify", "cleanup_verify"]
@@ -312,14 +410,39 @@ def test_stopping_is_not_cancelling():
     class Stop:
         def after_batch(self, trainer):
             seen.append((trainer.epoch, trainer.training, trainer.batch_num))
-            if trainer.epoch == 1 and trainer.training: trainer.request_stop("enough")
-        def after_epoch(self, trainer): seen.append(("after_epoch", trainer.training))
-        def log(self, trainer): seen.append("log")
-        def after_fit(self, trainer): seen.append("after_fit")
+            if trainer.epoch == 1 and trainer.training:
+                trainer.request_stop("enough")
+
+        def after_epoch(self, trainer):
+            seen.append(("after_epoch", trainer.training))
+
+        def log(self, trainer):
+            seen.append("log")
+
+        def after_fit(self, trainer):
+            seen.append("after_fit")
+
     trainer = Trainer(Loaders(), None, None, Model(), Stop())
     trainer.fit(5)
-    whole = [(0, True, 0), (0, True, 1), ("after_epoch", True), (0, False, 0), (0, False, 1), ("after_epoch", False), "log"]
-    assert seen == [*whole, (1, True, 0), ("after_epoch", True), (1, False, 0), (1, False, 1), ("after_epoch", False), "log", "after_fit"]
+    whole = [
+        (0, True, 0),
+        (0, True, 1),
+        ("after_epoch", True),
+        (0, False, 0),
+        (0, False, 1),
+        ("after_epoch", False),
+        "log",
+    ]
+    assert seen == [
+        *whole,
+        (1, True, 0),
+        ("after_epoch", True),
+        (1, False, 0),
+        (1, False, 1),
+        ("after_epoch", False),
+        "log",
+        "after_fit",
+    ]
     assert trainer.stop_reason == "enough"
     seen.clear()
     trainer.fit(1)
@@ -329,9 +452,14 @@ def test_stopping_is_not_cancelling():
 @pytest.mark.parametrize("event, n_epochs_begun", [("before_fit", 0), ("before_epoch", 1), ("log", 1)])
 def test_stop_may_be_requested_at_any_event(event, n_epochs_begun):
     from types import SimpleNamespace
+
     begun, ended = [], []
-    watch = SimpleNamespace(name="watch", before_epoch=lambda t: begun.append(t.epoch), after_fit=lambda t: ended.append(True))
-    Trainer(Loaders(), None, None, Model(), [watch, SimpleNamespace(**{event: lambda t: t.request_stop("now")})]).fit(3, valid=False)
+    watch = SimpleNamespace(
+        name="watch", before_epoch=lambda t: begun.append(t.epoch), after_fit=lambda t: ended.append(True)
+    )
+    Trainer(
+        Loaders(), None, None, Model(), [watch, SimpleNamespace(**{event: lambda t: t.request_stop("now")})]
+    ).fit(3, valid=False)
     assert len(begun) == n_epochs_begun and ended == [True]
 
 
@@ -349,15 +477,21 @@ def test_updates_are_counted_between_step_and_after_step():
     seen = []
 
     class StepCB:
-        def step(self, trainer): seen.append(("step", trainer.n_updates))
-        def after_step(self, trainer): seen.append(("after_step", trainer.n_updates))
+        def step(self, trainer):
+            seen.append(("step", trainer.n_updates))
+
+        def after_step(self, trainer):
+            seen.append(("after_step", trainer.n_updates))
 
     class SkipSecond:
         def before_step(self, trainer):
-            if trainer.batch_num == 1: raise CancelStepException
+            if trainer.batch_num == 1:
+                raise CancelStepException
 
     class BackwardCB:
-        def backward(self, trainer): pass
+        def backward(self, trainer):
+            pass
+
     with pytest.warns(UserWarning, match="No callback does"):
         Trainer(Loaders(), None, None, Model(), [StepCB(), SkipSecond()]).fit(2, valid=False)
     assert seen == [("step", 0), ("after_step", 1), ("step", 1), ("after_step", 2)]

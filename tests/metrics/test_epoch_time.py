@@ -1,4 +1,5 @@
 "The estimate against a clock that we set, and the callbacks behind one that leaves."
+
 from types import SimpleNamespace
 
 import pytest
@@ -18,22 +19,28 @@ BATCH = torch.ones(4, 2), torch.ones(4, 1)
 
 class Stream:
     "A loader without a length"
-    def __iter__(self): return iter([BATCH]*6)
+
+    def __iter__(self):
+        return iter([BATCH] * 6)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     "A clock that goes on by two seconds at each batch"
-    now = SimpleNamespace(seconds=0.)
+    now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(epoch_time.time, "perf_counter", lambda: now.seconds)
 
-    def before_predict(trainer): now.seconds += 100 if trainer.batch_num == 0 else 2  # The first batch does not count
+    def before_predict(trainer):
+        now.seconds += 100 if trainer.batch_num == 0 else 2  # The first batch does not count
+
     return before_predict
 
 
 def run(cb, clock, *others, batches=6, n_epochs=3):
-    dl = [BATCH]*batches if batches else Stream()
-    trainer = Trainer(DataLoaders(dl, [BATCH]), F.mse_loss, optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), clock, cb, *others])
+    dl = [BATCH] * batches if batches else Stream()
+    trainer = Trainer(
+        DataLoaders(dl, [BATCH]), F.mse_loss, optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), clock, cb, *others]
+    )
     trainer.fit(n_epochs)
     return trainer
 
@@ -45,7 +52,10 @@ def test_an_estimate_after_so_many_batches(n, clock, capsys):
     cb = EpochTimeCB(n)
     trainer = run(cb, clock)
     assert cb.estimate == dict(batch=2, epoch=12, fit=36) and cb not in trainer.callbacks
-    assert capsys.readouterr().out == "2.000 s for a training batch, so about 00:12 for the training pass of an epoch, 00:36 for those of all 3\n"
+    assert (
+        capsys.readouterr().out
+        == "2.000 s for a training batch, so about 00:12 for the training pass of an epoch, 00:36 for those of all 3\n"
+    )
 
 
 def test_a_stream_has_no_known_epoch(clock, capsys):
@@ -66,16 +76,24 @@ def test_one_batch_is_never_enough(clock, capsys):
 
 
 class Counter:
-    def __init__(self, name, order): self.name, self.order, self.seen = name, order, []
-    def after_batch(self, trainer): self.seen.append((trainer.training, trainer.batch_num))
+    def __init__(self, name, order):
+        self.name, self.order, self.seen = name, order, []
+
+    def after_batch(self, trainer):
+        self.seen.append((trainer.training, trainer.batch_num))
 
 
 @pytest.mark.shows("SON-18")
 def test_nobody_is_skipped_when_it_leaves(clock):
     "The original took itself out of the list that was being walked, and the next callback missed that batch"
-    counters = [Counter("before", Order.REPORT-1), Counter("next", Order.REPORT), Counter("last", Order.LAST)]
+    counters = [
+        Counter("before", Order.REPORT - 1),
+        Counter("next", Order.REPORT),
+        Counter("last", Order.LAST),
+    ]
     run(EpochTimeCB(2, show=False), clock, *counters)
-    for o in counters: assert o.seen == 3*([(True, i) for i in range(6)] + [(False, 0)]), o.name
+    for o in counters:
+        assert o.seen == 3 * ([(True, i) for i in range(6)] + [(False, 0)]), o.name
 
 
 def test_the_weights_are_those_of_a_run_without_it(clock):
@@ -88,12 +106,15 @@ def test_the_weights_are_those_of_a_run_without_it(clock):
 
 def test_it_can_be_given_to_one_fit_and_used_again(clock):
     cb = EpochTimeCB(2, show=False)
-    trainer = Trainer(DataLoaders([BATCH]*6), F.mse_loss, optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), clock])
+    trainer = Trainer(
+        DataLoaders([BATCH] * 6), F.mse_loss, optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), clock]
+    )
     for n_epochs in (2, 5):
         trainer.fit(n_epochs, callbacks=cb, valid=False)
-        assert cb.estimate["fit"] == 12*n_epochs and cb not in trainer.callbacks
+        assert cb.estimate["fit"] == 12 * n_epochs and cb not in trainer.callbacks
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.5, True, "20"])
 def test_what_is_no_number_of_batches_is_refused(n):
-    with pytest.raises(ValueError, match="nothing to measure"): EpochTimeCB(n)
+    with pytest.raises(ValueError, match="nothing to measure"):
+        EpochTimeCB(n)

@@ -1,4 +1,5 @@
 "The package's own shape: layers, imports, names, and facts that stand in two places."
+
 import ast
 import configparser
 import importlib
@@ -24,7 +25,9 @@ def cells(path):
 
 def module_of(path):
     "The module that a notebook exports"
-    return next(line.split()[-1] for o in cells(path) for line in o.splitlines() if line.startswith("#| default_exp"))
+    return next(
+        line.split()[-1] for o in cells(path) for line in o.splitlines() if line.startswith("#| default_exp")
+    )
 
 
 MODULES = {f"isaac_loop.{module_of(p)}": p for p in NOTEBOOKS}
@@ -41,13 +44,19 @@ def test_a_module_lies_where_its_notebook_lies():
 def test_imports_go_downhill():
     "The contracts in `pyproject.toml`: folders stand one above the other, and nothing goes in a circle"
     command = [Path(sys.executable).parent / "lint-imports", "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 0, done.stdout
 
 
 def test_the_star_stands_only_in_all():
     for path in (ROOT / "isaac_loop").rglob("*.py"):
-        stars = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom) and any(o.name == "*" for o in n.names)]
+        stars = [
+            n
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.ImportFrom) and any(o.name == "*" for o in n.names)
+        ]
         assert bool(stars) == (path.name == "all.py"), path
 
 
@@ -58,12 +67,21 @@ def test_all_brings_every_module_and_no_name_is_exported_twice():
         for public in importlib.import_module(name).__all__:
             if "." in public:
                 continue
-            assert owners.setdefault(public, name) == name, f"{public} is exported by {owners[public]} and {name}"
+            assert owners.setdefault(public, name) == name, (
+                f"{public} is exported by {owners[public]} and {name}"
+            )
             assert hasattr(everything, public), f"`isaac_loop.all` lacks {public} of {name}"
 
 
-@pytest.mark.parametrize("module, unwanted", [("isaac_loop.loop.events", "torch"), ("isaac_loop.loop.trainer", "matplotlib"),
-                                              ("isaac_loop.loop.trainer", "pandas"), ("isaac_loop.loop.trainer", "datasets")])
+@pytest.mark.parametrize(
+    "module, unwanted",
+    [
+        ("isaac_loop.loop.events", "torch"),
+        ("isaac_loop.loop.trainer", "matplotlib"),
+        ("isaac_loop.loop.trainer", "pandas"),
+        ("isaac_loop.loop.trainer", "datasets"),
+    ],
+)
 def test_importing_stays_light(module, unwanted):
     code = f"import sys, {module}; sys.exit({unwanted!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -2,6 +2,7 @@
 
 Each test reads one promise as a user would and tries exactly that; where the old library had a fault, ours must not.
 """
+
 import ast
 import inspect
 import json
@@ -18,36 +19,63 @@ from isaac_loop.show.progress import ProgressCB
 from isaac_loop.log.tracking import TrackingCB
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB
 from isaac_loop.data.dataloaders import DataLoaders, image_to_tensor, load_digits, sample_dataset_dict
-from isaac_loop.loop.events import EVENTS, CancelBatchException, CancelEpochException, CancelFitException, with_cbs
+from isaac_loop.loop.events import (
+    EVENTS,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    with_cbs,
+)
 from isaac_loop.models.small_models import SimpleNet
 from isaac_loop.basics.tensors import inplace
 from isaac_loop.loop.trainer import Trainer
 
 from places import TUTORIALS
 
-BATCH_EVENTS = ["before_batch", "predict", "get_loss", "before_backward", "backward", "step", "zero_grad", "after_batch", "cleanup_batch"]
+BATCH_EVENTS = [
+    "before_batch",
+    "predict",
+    "get_loss",
+    "before_backward",
+    "backward",
+    "step",
+    "zero_grad",
+    "after_batch",
+    "cleanup_batch",
+]
 OTHER_EVENTS = ["before_epoch", "after_epoch", "cleanup_epoch", "before_fit", "after_fit", "cleanup_fit"]
 
 
-def make_batches(n=3): return [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(n)]
+def make_batches(n=3):
+    return [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(n)]
 
 
 def make_trainer(*callbacks, cls=Trainer, train=None, valid=None):
-    return cls(DataLoaders(train or make_batches(), valid or make_batches(2)), F.mse_loss, optim.SGD, nn.Linear(2, 1), list(callbacks))
+    return cls(
+        DataLoaders(train or make_batches(), valid or make_batches(2)),
+        F.mse_loss,
+        optim.SGD,
+        nn.Linear(2, 1),
+        list(callbacks),
+    )
 
 
-def callback(class_name="AnyCB", **members): return type(class_name, (), members)()
+def callback(class_name="AnyCB", **members):
+    return type(class_name, (), members)()
 
 
 def diary_of(events, name="DiaryCB"):
     "A callback that writes down each of `events`"
     diary = []
 
-    def noting(event): return lambda self, trainer: diary.append(event)
+    def noting(event):
+        return lambda self, trainer: diary.append(event)
+
     return diary, callback(name, **{o: noting(o) for o in events})
 
 
 # Trainer and loop
+
 
 @pytest.mark.shows("ISA-01")
 def test_the_trainer_takes_five_plain_things():
@@ -57,7 +85,13 @@ def test_the_trainer_takes_five_plain_things():
         by_position = Trainer(dls, F.mse_loss, opt_func, model, [cb])
         by_name = Trainer(callbacks=[cb], model=model, opt_func=opt_func, loss_func=F.mse_loss, dls=dls)
         for trainer in (by_position, by_name):
-            assert (trainer.dls, trainer.loss_func, trainer.opt_func, trainer.model, trainer.callbacks) == (dls, F.mse_loss, opt_func, model, [cb])
+            assert (trainer.dls, trainer.loss_func, trainer.opt_func, trainer.model, trainer.callbacks) == (
+                dls,
+                F.mse_loss,
+                opt_func,
+                model,
+                [cb],
+            )
             trainer.fit(1, valid=False)
             assert isinstance(trainer.opt, optim.Optimizer)
 
@@ -66,12 +100,17 @@ def test_the_trainer_takes_five_plain_things():
 def test_fit_has_the_defaults_of_old_and_trains_by_itself():
     "Three epochs at 1e-3 with both passes"
     defaults = {o.name: o.default for o in inspect.signature(Trainer.fit).parameters.values()}
-    assert {o: defaults[o] for o in ("n_epochs", "lr", "callbacks", "train", "valid")} == dict(n_epochs=3, lr=1e-3, callbacks=None, train=True, valid=True)
+    assert {o: defaults[o] for o in ("n_epochs", "lr", "callbacks", "train", "valid")} == dict(
+        n_epochs=3, lr=1e-3, callbacks=None, train=True, valid=True
+    )
     diary, cb = diary_of(["before_epoch", "step"])
     trainer = make_trainer(BasicTrainCB(), cb)
     before = trainer.model.weight.clone()
     trainer.fit()
-    assert diary == 3 * (["before_epoch"] + ["step"] * 3 + ["before_epoch"]) and trainer.opt.param_groups[0]["lr"] == 1e-3
+    assert (
+        diary == 3 * (["before_epoch"] + ["step"] * 3 + ["before_epoch"])
+        and trainer.opt.param_groups[0]["lr"] == 1e-3
+    )
     assert not torch.equal(trainer.model.weight, before)
 
 
@@ -93,7 +132,11 @@ def test_run_callbacks_takes_a_name_or_several():
     "Names are the outer loop, callbacks the inner one"
     diary = []
 
-    def noting(who): return callback(who, **{o: lambda self, trainer, o=o: diary.append((o, who)) for o in ("predict", "get_loss")})
+    def noting(who):
+        return callback(
+            who, **{o: lambda self, trainer, o=o: diary.append((o, who)) for o in ("predict", "get_loss")}
+        )
+
     trainer = make_trainer(noting("One"), noting("Two"))
     trainer.run_callbacks("predict")
     assert diary == [("predict", "One"), ("predict", "Two")]
@@ -125,10 +168,13 @@ def test_a_method_gets_the_trainer_and_works_by_setting_attributes():
     seen = []
 
     class PredictCB:
-        def predict(self, trainer): trainer.preds, trainer.mark = trainer.batch[0] * 2, "mine"
+        def predict(self, trainer):
+            trainer.preds, trainer.mark = trainer.batch[0] * 2, "mine"
 
     class LookCB:
-        def after_batch(self, trainer): seen.append((trainer, trainer.mark, torch.equal(trainer.preds, trainer.batch[0] * 2)))
+        def after_batch(self, trainer):
+            seen.append((trainer, trainer.mark, torch.equal(trainer.preds, trainer.batch[0] * 2)))
+
     trainer = make_trainer(PredictCB(), LookCB())
     trainer.fit(1, train=False)
     assert seen == [(trainer, "mine", True)] * 2
@@ -137,10 +183,16 @@ def test_a_method_gets_the_trainer_and_works_by_setting_attributes():
 @pytest.mark.shows("ISA-13")
 def test_nobody_uses_before_backward_and_anybody_may():
     "For instance to weigh the loss"
-    assert not any(hasattr(o, "before_backward") for o in (BasicTrainCB, MomentumTrainCB, DeviceCB, MetricsCB, ProgressCB, TrackingCB))
+    assert not any(
+        hasattr(o, "before_backward")
+        for o in (BasicTrainCB, MomentumTrainCB, DeviceCB, MetricsCB, ProgressCB, TrackingCB)
+    )
     weights = []
     for factor in (1, 0):
-        def before_backward(trainer, factor=factor): trainer.loss = trainer.loss * factor
+
+        def before_backward(trainer, factor=factor):
+            trainer.loss = trainer.loss * factor
+
         torch.manual_seed(0)
         trainer = make_trainer(BasicTrainCB(), before_backward)
         first = trainer.model.weight.clone()
@@ -152,13 +204,18 @@ def test_nobody_uses_before_backward_and_anybody_may():
 @pytest.mark.shows("ISA-14")
 def test_a_name_that_is_no_event_is_refused_and_own_ones_can_be_declared():
     "In `run_callbacks` and on a callback"
-    with pytest.raises(LookupError, match="Did you mean `get_loss`"): make_trainer().run_callbacks("get_los")
-    with pytest.raises(ValueError, match="Did you mean `after_batch`"): make_trainer(callback(after_bach=lambda self, trainer: None))
+    with pytest.raises(LookupError, match="Did you mean `get_loss`"):
+        make_trainer().run_callbacks("get_los")
+    with pytest.raises(ValueError, match="Did you mean `after_batch`"):
+        make_trainer(callback(after_bach=lambda self, trainer: None))
 
     class Greeting(Trainer):
         events = ("greet",)
+
     said = []
-    make_trainer(callback(greet=lambda self, trainer: said.append("hello")), cls=Greeting).run_callbacks("greet")
+    make_trainer(callback(greet=lambda self, trainer: said.append("hello")), cls=Greeting).run_callbacks(
+        "greet"
+    )
     assert said == ["hello"]
 
 
@@ -166,7 +223,12 @@ def test_a_name_that_is_no_event_is_refused_and_own_ones_can_be_declared():
 def test_all_public_state_is_there_during_a_batch():
     names = "dls dl model loss_func opt_func opt lr n_epochs epochs epoch batches batch_num batch preds loss training callbacks".split()
     missing = []
-    make_trainer(BasicTrainCB(), callback(after_batch=lambda self, trainer: missing.extend(o for o in names if not hasattr(trainer, o)))).fit(2)
+    make_trainer(
+        BasicTrainCB(),
+        callback(
+            after_batch=lambda self, trainer: missing.extend(o for o in names if not hasattr(trainer, o))
+        ),
+    ).fit(2)
     assert missing == []
 
 
@@ -181,8 +243,12 @@ def test_epochs_and_batches_can_be_wrapped():
             yield o
 
     class WrapCB:
-        def before_fit(self, trainer): trainer.epochs = noting("epoch", trainer.epochs)
-        def before_epoch(self, trainer): trainer.batches = noting("train" if trainer.training else "valid", trainer.batches)
+        def before_fit(self, trainer):
+            trainer.epochs = noting("epoch", trainer.epochs)
+
+        def before_epoch(self, trainer):
+            trainer.batches = noting("train" if trainer.training else "valid", trainer.batches)
+
     trainer = make_trainer(BasicTrainCB(), WrapCB())
     trainer.fit(2)
     assert walked == 2 * ["epoch", "train", "train", "train", "valid", "valid"] and trainer.n_updates == 6
@@ -195,35 +261,48 @@ def test_a_batch_is_what_the_loader_gave(kind):
     batches, seen = [kind(o) for o in make_batches()], []
 
     class LookCB:
-        def before_batch(self, trainer): seen.append(trainer.batch)
+        def before_batch(self, trainer):
+            seen.append(trainer.batch)
+
         def after_batch(self, trainer):
-            assert torch.equal(trainer.preds, trainer.model(trainer.batch[0])) and torch.equal(trainer.loss, F.mse_loss(trainer.preds, trainer.batch[1]))
+            assert torch.equal(trainer.preds, trainer.model(trainer.batch[0])) and torch.equal(
+                trainer.loss, F.mse_loss(trainer.preds, trainer.batch[1])
+            )
+
     make_trainer(BasicTrainCB(), LookCB(), train=batches, valid=batches).fit(1, train=False)
     assert len(seen) == 3 and all(a is b for a, b in zip(seen, batches))
 
 
 # Events
 
+
 @pytest.mark.shows("ISA-18")
 def test_with_cbs_runs_before_after_and_always_cleanup():
     "Around any method; the exception given ends it quietly, any other reaches the user"
-    class Enough(Exception): "Ends tea"
+
+    class Enough(Exception):
+        "Ends tea"
+
     events = ["before_tea", "after_tea", "cleanup_tea"]
 
     class TeaTrainer(Trainer):
         @with_cbs("tea", Enough)
         def drink(self, error=None):
             diary.append("body")
-            if error is not None: raise error
+            if error is not None:
+                raise error
             return "refreshed"
+
     diary, cb = diary_of(events)
     trainer = make_trainer(cb, cls=TeaTrainer)
     assert trainer.drink() == "refreshed" and diary == ["before_tea", "body", "after_tea", "cleanup_tea"]
     for error in (Enough(), ValueError("spilt")):
         diary.clear()
-        if isinstance(error, Enough): trainer.drink(error)
+        if isinstance(error, Enough):
+            trainer.drink(error)
         else:
-            with pytest.raises(ValueError, match="spilt"): trainer.drink(error)
+            with pytest.raises(ValueError, match="spilt"):
+                trainer.drink(error)
         assert diary == ["before_tea", "body", "cleanup_tea"]
 
 
@@ -233,32 +312,56 @@ def test_the_fifteen_events_of_old_come_in_their_order():
     diary, cb = diary_of(BATCH_EVENTS + OTHER_EVENTS)
     make_trainer(cb).fit(1)
     valid = [o for o in BATCH_EVENTS if o not in ("before_backward", "backward", "step", "zero_grad")]
-    assert diary == ["before_fit", "before_epoch", *BATCH_EVENTS * 3, "after_epoch", "cleanup_epoch",
-                     "before_epoch", *valid * 2, "after_epoch", "cleanup_epoch", "after_fit", "cleanup_fit"]
+    assert diary == [
+        "before_fit",
+        "before_epoch",
+        *BATCH_EVENTS * 3,
+        "after_epoch",
+        "cleanup_epoch",
+        "before_epoch",
+        *valid * 2,
+        "after_epoch",
+        "cleanup_epoch",
+        "after_fit",
+        "cleanup_fit",
+    ]
 
 
 @pytest.mark.shows("ISA-22", "PTA-06")
 def test_training_and_validation_can_have_events_of_their_own():
     "Four for each pass by `with_cbs`, or a callback for one kind of pass"
+
     class Passes(Trainer):
         @with_cbs("train", CancelEpochException)
-        def train_pass(self): super().one_epoch(True)
+        def train_pass(self):
+            super().one_epoch(True)
 
         @with_cbs("valid", CancelEpochException)
-        def valid_pass(self): super().one_epoch(False)
+        def valid_pass(self):
+            super().one_epoch(False)
 
-        def one_epoch(self, training): self.train_pass() if training else self.valid_pass()
+        def one_epoch(self, training):
+            self.train_pass() if training else self.valid_pass()
+
     diary, cb = diary_of(["before_train", "after_train", "before_valid", "after_valid", "before_epoch"])
     make_trainer(cb, cls=Passes).fit(2)
-    assert diary == 2 * ["before_train", "before_epoch", "after_train", "before_valid", "before_epoch", "after_valid"]
+    assert diary == 2 * [
+        "before_train",
+        "before_epoch",
+        "after_train",
+        "before_valid",
+        "before_epoch",
+        "after_valid",
+    ]
     diary, cb = diary_of(["before_epoch", "after_epoch"])
     cb.on_valid = False
     make_trainer(cb).fit(2)
     assert diary == 2 * ["before_epoch", "after_epoch"]
 
 
-EXPECTED = { # Who comes first, what is left out, and what goes on, for a cancel raised in the second of two callbacks
-    "before_batch": ["before_batch", "cleanup_batch"], "predict": ["before_batch", "predict", "cleanup_batch"],
+EXPECTED = {  # Who comes first, what is left out, and what goes on, for a cancel raised in the second of two callbacks
+    "before_batch": ["before_batch", "cleanup_batch"],
+    "predict": ["before_batch", "predict", "cleanup_batch"],
     "after_batch": ["before_batch", "predict", "after_batch", "cleanup_batch"],
 }
 
@@ -267,8 +370,11 @@ EXPECTED = { # Who comes first, what is left out, and what goes on, for a cancel
 @pytest.mark.parametrize("event", EXPECTED)
 def test_a_cancelled_batch_is_like_continue(event):
     "The rest is skipped, cleanup comes, nobody after it runs, and training goes on"
+
     def cancel(self, trainer):
-        if trainer.batch_num == 1: raise CancelBatchException("skip it")
+        if trainer.batch_num == 1:
+            raise CancelBatchException("skip it")
+
     events = ["before_batch", "predict", "after_batch", "cleanup_batch"]
     first, before_it = diary_of(events, "First")
     last, after_it = diary_of(events, "Last")
@@ -278,32 +384,45 @@ def test_a_cancelled_batch_is_like_continue(event):
 
 
 @pytest.mark.shows("ISA-28", "SON-02")
-@pytest.mark.parametrize("error", [CancelEpochException(), CancelFitException(), ValueError()], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize(
+    "error", [CancelEpochException(), CancelFitException(), ValueError()], ids=lambda o: type(o).__name__
+)
 def test_outer_cancels_and_errors_pass_every_inner_cleanup(error):
     "Only the error reaches the user"
+
     def predict(self, trainer):
-        if trainer.batch_num == 1: raise error
+        if trainer.batch_num == 1:
+            raise error
+
     diary, cb = diary_of(["cleanup_batch", "cleanup_epoch", "after_epoch", "cleanup_fit", "after_fit"])
     trainer = make_trainer(cb, callback("CancelCB", predict=predict))
     if isinstance(error, ValueError):
-        with pytest.raises(ValueError) as caught: trainer.fit(1, train=False)
+        with pytest.raises(ValueError) as caught:
+            trainer.fit(1, train=False)
         assert caught.value is error
-    else: trainer.fit(1, train=False)
-    assert diary == ["cleanup_batch"] * 2 + ["cleanup_epoch"] + (["after_fit"] if isinstance(error, CancelEpochException) else []) + ["cleanup_fit"]
+    else:
+        trainer.fit(1, train=False)
+    assert diary == ["cleanup_batch"] * 2 + ["cleanup_epoch"] + (
+        ["after_fit"] if isinstance(error, CancelEpochException) else []
+    ) + ["cleanup_fit"]
 
 
 @pytest.mark.shows("ISA-27")
 def test_a_cancel_in_a_cleanup_goes_up():
     "The batch's own does not end there but is an error; the epoch's ends the epoch"
     for cancel in (CancelBatchException, CancelEpochException):
-        def cleanup_batch(self, trainer, cancel=cancel): raise cancel
+
+        def cleanup_batch(self, trainer, cancel=cancel):
+            raise cancel
+
         diary, cb = diary_of(["cleanup_batch", "cleanup_epoch", "after_fit"])
         trainer = make_trainer(cb, callback("CancelCB", cleanup_batch=cleanup_batch))
         if cancel is CancelEpochException:
             trainer.fit(1, train=False)
             assert diary == ["cleanup_batch", "cleanup_epoch", "after_fit"]
         else:
-            with pytest.raises(CancelBatchException): trainer.fit(1, train=False)
+            with pytest.raises(CancelBatchException):
+                trainer.fit(1, train=False)
             assert diary == ["cleanup_batch", "cleanup_epoch"]
 
 
@@ -311,20 +430,31 @@ def test_a_cancel_in_a_cleanup_goes_up():
 @pytest.mark.parametrize("event", ["before_fit", "before_epoch", "after_epoch", "log"])
 def test_a_batch_cannot_be_cancelled_where_there_is_none(event):
     "It reaches the user with a note on who raised it, where, and why nothing caught it"
-    def cancel(self, trainer): raise CancelBatchException("too early")
-    with pytest.raises(CancelBatchException) as caught: make_trainer(callback("EagerCB", **{event: cancel})).fit(1)
+
+    def cancel(self, trainer):
+        raise CancelBatchException("too early")
+
+    with pytest.raises(CancelBatchException) as caught:
+        make_trainer(callback("EagerCB", **{event: cancel})).fit(1)
     notes = "\n".join(caught.value.__notes__)
-    assert f"`EagerCB.{event}`" in notes and "was not open here" in notes and "exception of one that is open" in notes
+    assert (
+        f"`EagerCB.{event}`" in notes
+        and "was not open here" in notes
+        and "exception of one that is open" in notes
+    )
 
 
 # Adding, removing, finding
 
+
 class GreetCB:
-    def before_fit(self, trainer): "Greet"
+    def before_fit(self, trainer):
+        "Greet"
 
 
 class OtherCB:
-    def before_fit(self, trainer): "Do something else"
+    def before_fit(self, trainer):
+        "Do something else"
 
 
 @pytest.mark.shows("ISA-31", "ISA-32", "SON-05", "PTA-15")
@@ -343,7 +473,8 @@ def test_callbacks_are_added_one_by_one_or_together():
 def test_a_second_of_the_same_name_is_refused_or_forced():
     old, new = GreetCB(), GreetCB()
     trainer = make_trainer(old)
-    with pytest.raises(ValueError, match="There is a callback called `GreetCB` already"): trainer.add_callback(new)
+    with pytest.raises(ValueError, match="There is a callback called `GreetCB` already"):
+        trainer.add_callback(new)
     assert trainer.callbacks == [old] and trainer.GreetCB is old
     trainer.add_callback(new, force=True)
     assert trainer.callbacks == [new] and trainer.GreetCB is new
@@ -359,25 +490,44 @@ def test_callbacks_are_removed_and_on_request_forgotten(wanted):
     trainer.remove_callbacks(what) if wanted == "list" else trainer.remove_callback(what)
     assert trainer.callbacks == [other] and trainer.GreetCB is greet
     trainer.add_callback(greet)
-    trainer.remove_callbacks(what, delete=True) if wanted == "list" else trainer.remove_callback(what, delete=True)
+    trainer.remove_callbacks(what, delete=True) if wanted == "list" else trainer.remove_callback(
+        what, delete=True
+    )
     assert trainer.callbacks == [other] and not hasattr(trainer, "GreetCB")
 
 
 @pytest.mark.shows("ISA-35", "ISA-36", "NEMO-01", "AIT-01")
-@pytest.mark.parametrize("ending", [None, ValueError("oops"), KeyboardInterrupt(), CancelFitException("enough")], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize(
+    "ending",
+    [None, ValueError("oops"), KeyboardInterrupt(), CancelFitException("enough")],
+    ids=lambda o: type(o).__name__,
+)
 def test_after_callbacks_for_one_fit_the_trainer_is_exactly_as_before(ending):
     "In the list and among the attributes, however the fit ended"
+
     def before_batch(self, trainer):
-        if ending is not None: raise ending
-    mine, guest, group = OtherCB(), GreetCB(), callback("GroupCB", callbacks=[callback("MemberCB", before_batch=before_batch)])
+        if ending is not None:
+            raise ending
+
+    mine, guest, group = (
+        OtherCB(),
+        GreetCB(),
+        callback("GroupCB", callbacks=[callback("MemberCB", before_batch=before_batch)]),
+    )
     trainer = make_trainer(BasicTrainCB(), mine)
     trainer.fit(1)
     callbacks, names = list(trainer.callbacks), set(dir(trainer))
     error = None
-    try: trainer.fit(1, callbacks=[guest, None, group])
-    except (ValueError, KeyboardInterrupt) as e: error = e
+    try:
+        trainer.fit(1, callbacks=[guest, None, group])
+    except (ValueError, KeyboardInterrupt) as e:
+        error = e
     assert error is (None if isinstance(ending, CancelFitException) else ending)
-    assert trainer.callbacks == callbacks and trainer.OtherCB is mine and set(dir(trainer)) - {"preds", "loss"} == names - {"preds", "loss"}
+    assert (
+        trainer.callbacks == callbacks
+        and trainer.OtherCB is mine
+        and set(dir(trainer)) - {"preds", "loss"} == names - {"preds", "loss"}
+    )
     assert not any(hasattr(trainer, o) for o in ("GreetCB", "GroupCB", "MemberCB"))
 
 
@@ -386,7 +536,9 @@ def test_a_group_brings_its_callbacks_and_may_act_itself():
     "Recursively; the group comes before its members"
     diary = []
 
-    def noting(name, **members): return callback(name, before_fit=lambda self, trainer: diary.append(name), **members)
+    def noting(name, **members):
+        return callback(name, before_fit=lambda self, trainer: diary.append(name), **members)
+
     inner = noting("Inner", callbacks=[noting("Deep")])
     bare = callback("Bare", callbacks=[noting("Last")])
     trainer = make_trainer(noting("Outer", callbacks=[inner, noting("Side")]), bare)
@@ -396,16 +548,23 @@ def test_a_group_brings_its_callbacks_and_may_act_itself():
 
 
 @pytest.mark.shows("ISA-44")
-@pytest.mark.parametrize("other", [MomentumTrainCB, type("OwnTrainCB", (BasicTrainCB,), {})], ids=lambda o: o.__name__)
+@pytest.mark.parametrize(
+    "other", [MomentumTrainCB, type("OwnTrainCB", (BasicTrainCB,), {})], ids=lambda o: o.__name__
+)
 def test_training_twice_in_one_loop_is_noticed(other):
     "A provider and its subclass together would step twice in silence"
     trainer = make_trainer(BasicTrainCB(), other())
     before = trainer.model.weight.clone()
-    with pytest.raises(ValueError, match=f"`BasicTrainCB` and `{other.__name__}` both have `predict`.*Leave out `BasicTrainCB`"): trainer.fit(1)
+    with pytest.raises(
+        ValueError,
+        match=f"`BasicTrainCB` and `{other.__name__}` both have `predict`.*Leave out `BasicTrainCB`",
+    ):
+        trainer.fit(1)
     assert torch.equal(trainer.model.weight, before)
 
 
 # Metrics
+
 
 @pytest.mark.shows("MIN-05")
 def test_values_of_training_and_validation_are_kept_apart():
@@ -415,16 +574,34 @@ def test_values_of_training_and_validation_are_kept_apart():
     model = nn.Linear(2, 2)
     nn.init.eye_(model.weight)
     nn.init.zeros_(model.bias)
-    trainer = Trainer(DataLoaders(batches, wrong), F.cross_entropy, optim.SGD, model, [BasicTrainCB(), MetricsCB(MulticlassAccuracy(), train_metrics=True)])
+    trainer = Trainer(
+        DataLoaders(batches, wrong),
+        F.cross_entropy,
+        optim.SGD,
+        model,
+        [BasicTrainCB(), MetricsCB(MulticlassAccuracy(), train_metrics=True)],
+    )
     trainer.fit(1, lr=0)
     row = trainer.history[-1]
-    assert (row["train_MulticlassAccuracy"], row["MulticlassAccuracy"]) == (1, 0) and row["train_loss"] < row["valid_loss"]
+    assert (row["train_MulticlassAccuracy"], row["MulticlassAccuracy"]) == (1, 0) and row["train_loss"] < row[
+        "valid_loss"
+    ]
 
 
 @pytest.mark.shows("MIN-01", "NEMO-07", "AIT-06", "AIT-11")
 def test_there_are_events_after_each_step():
     "In their places; the last one only after an update that really happened"
-    events = ["predict", "after_predict", "get_loss", "after_get_loss", "backward", "after_backward", "step", "after_step", "zero_grad"]
+    events = [
+        "predict",
+        "after_predict",
+        "get_loss",
+        "after_get_loss",
+        "backward",
+        "after_backward",
+        "step",
+        "after_step",
+        "zero_grad",
+    ]
     diary, cb = diary_of(events)
     make_trainer(cb).fit(1, valid=False)
     assert diary == events * 3
@@ -432,8 +609,10 @@ def test_there_are_events_after_each_step():
 
 # The tutorial
 
+
 @inplace
-def to_tensors(rows): rows["image"] = [image_to_tensor(o) for o in rows["image"]]
+def to_tensors(rows):
+    rows["image"] = [image_to_tensor(o) for o in rows["image"]]
 
 
 def digit_loaders():
@@ -455,12 +634,20 @@ def test_the_basic_trainer_of_the_tutorial_learns_and_prints_a_dict_per_epoch(ca
         def before_fit(self, trainer):
             diary.append("metrics")
             super().before_fit(trainer)
-    trainer = Trainer(digit_loaders(), F.cross_entropy, optim.Adam, SimpleNet(64, 100, 10), [BasicTrainCB(), NotedCB(Accuracy=MulticlassAccuracy()), LastCB()])
+
+    trainer = Trainer(
+        digit_loaders(),
+        F.cross_entropy,
+        optim.Adam,
+        SimpleNet(64, 100, 10),
+        [BasicTrainCB(), NotedCB(Accuracy=MulticlassAccuracy()), LastCB()],
+    )
     trainer.fit(3, lr=3e-3)
     printed = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines()]
     assert [list(o) for o in printed] == [["Accuracy", "train_loss", "valid_loss", "epoch", "elapsed"]] * 3
     columns = {name: [float(o[name]) for o in printed] for name in ("Accuracy", "train_loss", "valid_loss")}
-    for name in ("train_loss", "valid_loss"): assert columns[name] == sorted(columns[name], reverse=True) and columns[name][-1] < columns[name][0]
+    for name in ("train_loss", "valid_loss"):
+        assert columns[name] == sorted(columns[name], reverse=True) and columns[name][-1] < columns[name][0]
     assert columns["Accuracy"][0] < columns["Accuracy"][-1] and columns["Accuracy"][-1] > 0.6
     assert diary == ["device", "metrics"]
 
@@ -472,7 +659,19 @@ def test_the_tutorial_has_its_chapters():
     chapters, ran = [], {}
     for cell in cells:
         source = "".join(cell["source"])
-        if cell["cell_type"] == "markdown" and source.startswith("## "): chapters.append(source.splitlines()[0][3:].replace("`", "").lower())
-        elif cell["cell_type"] == "code" and cell["outputs"]: ran[chapters[-1]] = True
-    assert chapters == ["setup", "basic trainer", "one batch", "run_callbacks", "with_cbs", "other callbacks", "available events", "cancel exceptions", "inheritance"]
+        if cell["cell_type"] == "markdown" and source.startswith("## "):
+            chapters.append(source.splitlines()[0][3:].replace("`", "").lower())
+        elif cell["cell_type"] == "code" and cell["outputs"]:
+            ran[chapters[-1]] = True
+    assert chapters == [
+        "setup",
+        "basic trainer",
+        "one batch",
+        "run_callbacks",
+        "with_cbs",
+        "other callbacks",
+        "available events",
+        "cancel exceptions",
+        "inheritance",
+    ]
     assert all(ran[o] for o in chapters)

@@ -2,6 +2,7 @@
 
 Every image is given in many ways: tensor or array, channels first or last, floats or bytes; what is drawn must be the same.
 """
+
 import gc
 import sys
 import weakref
@@ -31,16 +32,29 @@ GREY = COLOUR[0]
 
 # Layouts
 
+
 @pytest.mark.shows("ISA-107")
-@pytest.mark.parametrize("image", [COLOUR, COLOUR.permute(1, 2, 0), COLOUR.numpy(), COLOUR.permute(1, 2, 0).numpy(), COLOUR.double(),
-                                   COLOUR.clone().requires_grad_(), COLOUR.permute(1, 2, 0).tolist()],
-                         ids=["first", "last", "array first", "array last", "double", "with gradient", "lists"])
+@pytest.mark.parametrize(
+    "image",
+    [
+        COLOUR,
+        COLOUR.permute(1, 2, 0),
+        COLOUR.numpy(),
+        COLOUR.permute(1, 2, 0).numpy(),
+        COLOUR.double(),
+        COLOUR.clone().requires_grad_(),
+        COLOUR.permute(1, 2, 0).tolist(),
+    ],
+    ids=["first", "last", "array first", "array last", "double", "with gradient", "lists"],
+)
 def test_colour_images_of_any_layout_are_the_same_picture(image):
     assert np.array_equal(image_array(image), COLOUR.permute(1, 2, 0).numpy())
 
 
 @pytest.mark.shows("ISA-107")
-@pytest.mark.parametrize("image", [GREY, GREY[None], GREY[..., None], GREY.numpy(), GREY[None].numpy(), GREY[..., None].numpy()])
+@pytest.mark.parametrize(
+    "image", [GREY, GREY[None], GREY[..., None], GREY.numpy(), GREY[None].numpy(), GREY[..., None].numpy()]
+)
 def test_grey_images_lose_their_channel(image):
     assert np.array_equal(image_array(image), GREY.numpy())
 
@@ -79,11 +93,13 @@ def test_pil_images_of_every_mode_are_drawn_in_their_colours(mode):
 
 @pytest.mark.parametrize("shape", [(7,), (2, 5, 7), (5, 6, 7), (2, 3, 5, 7)])
 def test_what_is_no_image_is_an_error_with_its_shape(shape):
-    with pytest.raises(ValueError, match=f"The shape \\({', '.join(map(str, shape))}.*is no image") as caught: show_image(torch.zeros(shape))
+    with pytest.raises(ValueError, match=f"The shape \\({', '.join(map(str, shape))}.*is no image") as caught:
+        show_image(torch.zeros(shape))
     assert ("show_images" in str(caught.value)) == (len(shape) == 4)
 
 
 # One image
+
 
 def test_an_image_is_drawn_on_the_axes_that_are_given():
     fig, axes = subplots(1, 2)
@@ -101,7 +117,8 @@ def test_grey_values_keep_their_brightness_and_wider_ones_are_stretched():
 
 
 def test_colours_far_out_of_range_are_cut_off_with_a_warning():
-    with pytest.warns(UserWarning, match=r"from -2.*only 0 to 1 can be shown.*`UnNormalize`"): ax = show_image(COLOUR * 4 - 2)
+    with pytest.warns(UserWarning, match=r"from -2.*only 0 to 1 can be shown.*`UnNormalize`"):
+        ax = show_image(COLOUR * 4 - 2)
     shown = ax.images[0].get_array()
     assert shown.min() == 0 and shown.max() == 1
 
@@ -121,19 +138,23 @@ def test_drawing_changes_neither_image_nor_random_numbers():
 
 # Grids
 
+
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 12), n_rows=st.none() | st.integers(1, 5))
 def test_a_grid_has_a_place_for_every_image_and_no_row_too_many(n, n_rows):
     axes = get_grid(n, n_rows)
     assert axes.size >= n and (n_rows is None or axes.shape[0] == n_rows)
     assert [ax.axison for ax in axes.flat] == [True] * n + [False] * (axes.size - n)
-    if n_rows is None: assert axes.size - n < axes.shape[1]
+    if n_rows is None:
+        assert axes.size - n < axes.shape[1]
     plt.close("all")
 
 
 def test_a_grid_too_small_or_empty_is_an_error():
-    with pytest.raises(ValueError, match="2 rows of 2 have no place for 5 images"): get_grid(5, 2, 2)
-    with pytest.raises(ValueError, match="nothing to draw"): show_images([])
+    with pytest.raises(ValueError, match="2 rows of 2 have no place for 5 images"):
+        get_grid(5, 2, 2)
+    with pytest.raises(ValueError, match="nothing to draw"):
+        show_images([])
 
 
 @pytest.mark.shows("ISA-107")
@@ -149,14 +170,19 @@ def test_the_figure_grows_with_the_images():
 
 
 def test_titles_of_another_number_are_an_error():
-    with pytest.raises(ValueError, match="2 images and 3 titles"): show_images([GREY, GREY], titles="abc")
+    with pytest.raises(ValueError, match="2 images and 3 titles"):
+        show_images([GREY, GREY], titles="abc")
 
 
 # UnNormalize
 
+
 @pytest.mark.shows("ISA-81")
 @settings(max_examples=25, deadline=None)
-@given(mean=st.lists(st.floats(-3, 3), min_size=3, max_size=3), std=st.lists(st.floats(0.1, 9), min_size=3, max_size=3))
+@given(
+    mean=st.lists(st.floats(-3, 3), min_size=3, max_size=3),
+    std=st.lists(st.floats(0.1, 9), min_size=3, max_size=3),
+)
 def test_a_normalisation_is_undone_and_the_argument_stays(mean, std):
     "Not in place"
     m, s = (torch.tensor(o).view(3, 1, 1) for o in (mean, std))
@@ -182,14 +208,19 @@ def test_one_number_stands_for_all_channels():
 
 
 def test_wrong_use_of_a_normalisation_is_an_error():
-    with pytest.raises(ValueError, match="3 means and 2 deviations"): UnNormalize([0, 0, 0], [1, 1])
-    with pytest.raises(ValueError, match="nothing can have been divided"): UnNormalize(0, 0)
+    with pytest.raises(ValueError, match="3 means and 2 deviations"):
+        UnNormalize([0, 0, 0], [1, 1])
+    with pytest.raises(ValueError, match="nothing can have been divided"):
+        UnNormalize(0, 0)
     undo = UnNormalize([0.0] * 3, [1.0] * 3)
-    with pytest.raises(ValueError, match="there are 3 means"): undo(torch.zeros(2, 1, 4, 4))
-    with pytest.raises(TypeError, match="torch.uint8"): undo(torch.zeros(3, 4, 4, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="there are 3 means"):
+        undo(torch.zeros(2, 1, 4, 4))
+    with pytest.raises(TypeError, match="torch.uint8"):
+        undo(torch.zeros(3, 4, 4, dtype=torch.uint8))
 
 
 # Memory
+
 
 class Thing:
     "Can be watched"
@@ -202,12 +233,17 @@ def failed(depth=0):
     def fail(depth):
         thing = Thing()
         things.append(weakref.ref(thing))
-        if depth == 0: raise RuntimeError("out of memory")
-        try: fail(depth - 1)
-        except RuntimeError as e: raise ValueError("because of that") from e
+        if depth == 0:
+            raise RuntimeError("out of memory")
+        try:
+            fail(depth - 1)
+        except RuntimeError as e:
+            raise ValueError("because of that") from e
 
-    try: fail(depth)
-    except Exception as e: error = e
+    try:
+        fail(depth)
+    except Exception as e:
+        error = e
     return error, things
 
 
@@ -215,7 +251,8 @@ def failed(depth=0):
 def no_last_error():
     yield
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-        if hasattr(sys, name): delattr(sys, name)
+        if hasattr(sys, name):
+            delattr(sys, name)
 
 
 @pytest.mark.shows("ISA-105")
@@ -243,7 +280,8 @@ def test_garbage_in_circles_is_collected_and_what_is_in_use_stays():
         assert gone() is not None
         clean_memory()
         assert gone() is None and isinstance(kept, Thing)
-    finally: gc.enable()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.shows("ISA-105")
@@ -260,6 +298,7 @@ def test_outputs_of_a_notebook_are_forgotten_unless_asked_to_stay(monkeypatch):
     import builtins
 
     from IPython.core.interactiveshell import InteractiveShell
+
     shell = InteractiveShell()
     monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
     shell.user_ns["things"] = [Thing()]

@@ -1,4 +1,5 @@
 "The store of checkpoints: whole or not there, whatever ends the process, fills the disk, damages a file or lies in one."
+
 import errno
 import hashlib
 import itertools
@@ -24,8 +25,15 @@ from torch import nn
 
 from isaac_loop.state import checkpoint_files
 from isaac_loop.state import store as store_module
-from isaac_loop.loop.plain_state import (CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, LoopError,
-                              NoValidCheckpoint, UnsaveableState)
+from isaac_loop.loop.plain_state import (
+    CheckpointCorrupt,
+    CheckpointFolderBusy,
+    CheckpointFormatTooNew,
+    CheckpointWriteFailed,
+    LoopError,
+    NoValidCheckpoint,
+    UnsaveableState,
+)
 from isaac_loop.state.checkpoint_files import Checkpoint, load_weights
 from isaac_loop.state.store import CheckpointStore
 
@@ -37,7 +45,8 @@ FILES = ("model.safetensors", "state.pt", "manifest.json")
 
 def use_disk(monkeypatch, disk):
     "Let all that the store asks of the system, also for reading, go through `disk`"
-    for module in (store_module, checkpoint_files): monkeypatch.setattr(module, "os", disk)
+    for module in (store_module, checkpoint_files):
+        monkeypatch.setattr(module, "os", disk)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,7 +96,21 @@ class Crash(BaseException):
 
 class Disk:
     "The module `os` as the store sees it: notes every call that changes the disk, and can end the process before the n-th"
-    CHANGES = ("open", "write", "fsync", "close", "mkdir", "makedirs", "rename", "replace", "unlink", "rmdir", "ftruncate", "pwrite")
+
+    CHANGES = (
+        "open",
+        "write",
+        "fsync",
+        "close",
+        "mkdir",
+        "makedirs",
+        "rename",
+        "replace",
+        "unlink",
+        "rmdir",
+        "ftruncate",
+        "pwrite",
+    )
 
     def __init__(self, end_at=None, half=False, end=None):
         self.calls, self.end_at, self.half, self.dead, self.end = [], end_at, half, False, end
@@ -127,13 +150,19 @@ START = {
     "empty": lambda folder: make(folder),
     "full, so that something is deleted": lambda folder: make(folder, (10, 20, 30), run_id="r"),
     "the same step again, with leftovers": lambda folder: leftovers(make(folder, (10, 40), run_id="r")),
-    "killed between the two renames": lambda folder: os.rename(make(folder, (10, 40), run_id="r") / "step-00000040", folder / ".old-step-00000040-00000001"),
+    "killed between the two renames": lambda folder: os.rename(
+        make(folder, (10, 40), run_id="r") / "step-00000040", folder / ".old-step-00000040-00000001"
+    ),
 }
 
 
 def leftovers(folder):
     "What a killed process may have left: half a checkpoint, a replaced one, one half deleted"
-    for name in (".tmp-step-00000050-00000001", ".old-step-00000010-00000001", ".trash-step-00000005-00000001"):
+    for name in (
+        ".tmp-step-00000050-00000001",
+        ".old-step-00000010-00000001",
+        ".trash-step-00000005-00000001",
+    ):
         shutil.copytree(folder / "step-00000010", folder / name)
     (folder / ".tmp-step-00000050-00000001" / "manifest.json").unlink()
     (folder / ".trash-step-00000005-00000001" / "state.pt").unlink()
@@ -158,7 +187,10 @@ def check_after_crash(folder, before):
     with CheckpointStore(folder, run_id="r") as store:
         assert store.damaged() == {}
         steps = [o.step for o in store.list()]
-        assert set(before[-1:] if 40 in steps else before) <= {*steps, 40} and (steps or not before), (before, steps)
+        assert set(before[-1:] if 40 in steps else before) <= {*steps, 40} and (steps or not before), (
+            before,
+            steps,
+        )
         assert len(steps) >= min(2, len(before))
         save(store, 50)
         assert store.load()[1]["step"] == 50
@@ -172,7 +204,13 @@ def check_after_crash(folder, before):
 def test_the_process_may_end_at_every_call(start, half, tmp_path, monkeypatch):
     "At each call of open, sweep, save, overwrite and retention, and after half of each write"
     START[start](tmp_path / "start")
-    before = sorted({int(o.name.split("-")[1 if o.name[0] != "." else 2]) for o in (tmp_path / "start").iterdir() if "step-" in o.name and (o.name[0] != "." or "old" in o.name)})
+    before = sorted(
+        {
+            int(o.name.split("-")[1 if o.name[0] != "." else 2])
+            for o in (tmp_path / "start").iterdir()
+            if "step-" in o.name and (o.name[0] != "." or "old" in o.name)
+        }
+    )
     disk = Disk()
     shutil.copytree(tmp_path / "start", tmp_path / "whole")
     use_disk(monkeypatch, disk)
@@ -233,7 +271,13 @@ path = pathlib.Path(sys.argv[1])
 def in_a_fresh_process(code, path):
     "Run `code` where no thread has begun yet, so that forking is safe"
     start = FRESH.format(paths=[str(pathlib.Path(__file__).parent), *PATHS])
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", f"{start}\n{code}", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"{start}\n{code}", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -288,20 +332,51 @@ def test_files_then_manifest_then_folder_then_name_then_parent_then_deletion(tmp
             if name == "open":
                 names[result] = pathlib.Path(args[0]).name
             name = "create" if name == "open" and args[1] & os.O_CREAT else name
-            order.append((name, names.get(args[0]) if name in ("fsync", "write", "close") else [pathlib.Path(o).name for o in args if isinstance(o, (str, pathlib.Path))]))
+            order.append(
+                (
+                    name,
+                    names.get(args[0])
+                    if name in ("fsync", "write", "close")
+                    else [pathlib.Path(o).name for o in args if isinstance(o, (str, pathlib.Path))],
+                )
+            )
             return result
 
         disk.change = change
         save(store, 30)
     hidden = next(o[1][0] for o in order if o[0] == "mkdir")
-    spot = {"model": order.index(("fsync", "model.safetensors")), "state": order.index(("fsync", "state.pt")), "manifest": order.index(("fsync", "manifest.json")),
-            "hidden": order.index(("fsync", hidden)), "rename": order.index(("rename", [hidden, "step-00000030"])), "parent": order.index(("fsync", tmp_path.name)),
-            "delete": next(i for i, o in enumerate(order) if (o[0] == "unlink" and o[1][0] in FILES) or o[0] == "rmdir" or (o[0] == "rename" and ".trash-" in o[1][1]))}
+    spot = {
+        "model": order.index(("fsync", "model.safetensors")),
+        "state": order.index(("fsync", "state.pt")),
+        "manifest": order.index(("fsync", "manifest.json")),
+        "hidden": order.index(("fsync", hidden)),
+        "rename": order.index(("rename", [hidden, "step-00000030"])),
+        "parent": order.index(("fsync", tmp_path.name)),
+        "delete": next(
+            i
+            for i, o in enumerate(order)
+            if (o[0] == "unlink" and o[1][0] in FILES)
+            or o[0] == "rmdir"
+            or (o[0] == "rename" and ".trash-" in o[1][1])
+        ),
+    }
     begin = next(i for i, o in enumerate(order) if o[0] == "create" and o[1] == ["manifest.json"])
-    assert max(spot["model"], spot["state"]) < begin < spot["manifest"] < spot["hidden"] < spot["rename"] < spot["parent"] < spot["delete"]
+    assert (
+        max(spot["model"], spot["state"])
+        < begin
+        < spot["manifest"]
+        < spot["hidden"]
+        < spot["rename"]
+        < spot["parent"]
+        < spot["delete"]
+    )
     assert hidden.startswith(".tmp-step-00000030-")
     for file in FILES:
-        assert max(i for i, o in enumerate(order) if o == ("write", file)) < order.index(("fsync", file)) < order.index(("close", file))
+        assert (
+            max(i for i, o in enumerate(order) if o == ("write", file))
+            < order.index(("fsync", file))
+            < order.index(("close", file))
+        )
 
 
 def test_what_is_replaced_goes_only_after_the_new_one_has_its_name(tmp_path, monkeypatch):
@@ -311,9 +386,15 @@ def test_what_is_replaced_goes_only_after_the_new_one_has_its_name(tmp_path, mon
         disk = Disk()
         use_disk(monkeypatch, disk)
         save(store, 10)
-    renames = [[pathlib.Path(o).name.rpartition("-")[0] for o in args] for name, args in disk.calls if name == "rename"]
+    renames = [
+        [pathlib.Path(o).name.rpartition("-")[0] for o in args]
+        for name, args in disk.calls
+        if name == "rename"
+    ]
     assert [o[1].partition("-step")[0] for o in renames] == [".old", "step"]
-    first_deletion = next(i for i, o in enumerate(disk.calls) if o[0] == "unlink" and pathlib.Path(o[1][0]).name in FILES)
+    first_deletion = next(
+        i for i, o in enumerate(disk.calls) if o[0] == "unlink" and pathlib.Path(o[1][0]).name in FILES
+    )
     assert first_deletion > max(i for i, o in enumerate(disk.calls) if o[0] == "rename")
 
 
@@ -323,19 +404,53 @@ def test_what_is_replaced_goes_only_after_the_new_one_has_its_name(tmp_path, mon
 def damages():
     "150 ways to damage a checkpoint: a name and a function of its folder"
     for file, k in itertools.product(FILES, range(8)):
-        yield f"{file} cut to {k}/8", lambda folder, file=file, k=k: (folder / file).write_bytes((b := (folder / file).read_bytes())[: len(b) * k // 8])
+        yield (
+            f"{file} cut to {k}/8",
+            lambda folder, file=file, k=k: (folder / file).write_bytes(
+                (b := (folder / file).read_bytes())[: len(b) * k // 8]
+            ),
+        )
     for file, k in itertools.product(FILES, range(36)):
         yield f"{file} bit {k}", lambda folder, file=file, k=k: flip(folder / file, k)
     for file in FILES:
         yield f"{file} deleted", lambda folder, file=file: (folder / file).unlink()
-        yield f"{file} longer", lambda folder, file=file: (folder / file).write_bytes((folder / file).read_bytes() + b"\0")
-        yield f"{file} of another step", lambda folder, file=file: shutil.copy(folder.parent / "step-00000010" / file, folder / file)
-        yield f"{file} a folder", lambda folder, file=file: ((folder / file).unlink(), (folder / file).mkdir())
+        yield (
+            f"{file} longer",
+            lambda folder, file=file: (folder / file).write_bytes((folder / file).read_bytes() + b"\0"),
+        )
+        yield (
+            f"{file} of another step",
+            lambda folder, file=file: shutil.copy(folder.parent / "step-00000010" / file, folder / file),
+        )
+        yield (
+            f"{file} a folder",
+            lambda folder, file=file: ((folder / file).unlink(), (folder / file).mkdir()),
+        )
     yield "future format", lambda folder: edit(folder, format=2)
-    yield "a manifest that says other sizes", lambda folder: edit(folder, files={k: {**v, "bytes": v["bytes"] + 1} for k, v in manifest_of(folder)["files"].items()})
-    yield "another step in the manifest", lambda folder: (folder / "manifest.json").write_text((folder / "manifest.json").read_text().replace('"step": 20', '"step": 21'))
-    yield "a manifest of zeros", lambda folder: (folder / "manifest.json").write_bytes(b"\0" * (folder / "manifest.json").stat().st_size)
-    yield "a manifest with NaN", lambda folder: (folder / "manifest.json").write_text((folder / "manifest.json").read_text().replace('"samples": null', '"samples": NaN'))
+    yield (
+        "a manifest that says other sizes",
+        lambda folder: edit(
+            folder, files={k: {**v, "bytes": v["bytes"] + 1} for k, v in manifest_of(folder)["files"].items()}
+        ),
+    )
+    yield (
+        "another step in the manifest",
+        lambda folder: (folder / "manifest.json").write_text(
+            (folder / "manifest.json").read_text().replace('"step": 20', '"step": 21')
+        ),
+    )
+    yield (
+        "a manifest of zeros",
+        lambda folder: (folder / "manifest.json").write_bytes(
+            b"\0" * (folder / "manifest.json").stat().st_size
+        ),
+    )
+    yield (
+        "a manifest with NaN",
+        lambda folder: (folder / "manifest.json").write_text(
+            (folder / "manifest.json").read_text().replace('"samples": null', '"samples": NaN')
+        ),
+    )
     yield "a manifest that is a list", lambda folder: (folder / "manifest.json").write_text("[]")
 
 
@@ -386,7 +501,12 @@ def test_damage_is_noticed_and_the_one_before_is_loaded(name, two_steps, tmp_pat
         return
     (_, state, manifest), messages = quiet_load(tmp_path / "run")
     assert state["step"] == manifest["step"] == 10
-    assert len(messages) == 1 and "step-00000020" in messages[0] and next(o for o in FILES if o in name or o == "manifest.json" or "sizes" in name) and "Use another" in messages[0]
+    assert (
+        len(messages) == 1
+        and "step-00000020" in messages[0]
+        and next(o for o in FILES if o in name or o == "manifest.json" or "sizes" in name)
+        and "Use another" in messages[0]
+    )
 
 
 def test_only_sizes_are_compared_when_asked_for(two_steps, tmp_path):
@@ -414,7 +534,9 @@ def test_when_none_is_good_each_candidate_is_listed(two_steps, tmp_path):
         warnings.simplefilter("always")
         CheckpointStore(tmp_path / "run", read_only=True).load()
     lines = str(caught.value).splitlines()
-    assert "0 bytes" in next(o for o in lines if "step-00000010" in o) and "damaged" in next(o for o in lines if "step-00000020" in o)
+    assert "0 bytes" in next(o for o in lines if "step-00000010" in o) and "damaged" in next(
+        o for o in lines if "step-00000020" in o
+    )
     with pytest.raises(NoValidCheckpoint, match="Is it the right folder"):
         CheckpointStore(tmp_path / "nothing", read_only=True).load()
     assert not (tmp_path / "nothing").exists()
@@ -428,9 +550,17 @@ def small_disk(tmp_path):
     "A file system of one megabyte"
     folder = tmp_path / "small"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True) if shutil.which("mount") else None
+    done = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True
+        )
+        if shutil.which("mount")
+        else None
+    )
     if done is None or done.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted here: {done.stderr.strip() if done else 'no mount command'}")
+        pytest.skip(
+            f"a small tmpfs cannot be mounted here: {done.stderr.strip() if done else 'no mount command'}"
+        )
     yield folder
     subprocess.run(["umount", "-l", str(folder)])
 
@@ -587,36 +717,59 @@ def test_the_folder_is_deleted_while_the_run_goes_on(tmp_path):
 
 class Runs:
     "Runs a command when an ordinary reader reads it"
-    def __init__(self, canary): self.canary = canary
-    def __reduce__(self): return os.system, (f"touch {self.canary}",)
+
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
 
 
 class Evaluates:
-    def __init__(self, canary): self.canary = canary
-    def __reduce__(self): return eval, (f"open({str(self.canary)!r}, 'w')",)
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return eval, (f"open({str(self.canary)!r}, 'w')",)
 
 
 def resign(folder):
     "Make all checksums right, as an attacker would"
-    edit(folder, files={o: {"bytes": (folder / o).stat().st_size, "sha256": hashlib.sha256((folder / o).read_bytes()).hexdigest()} for o in FILES[:2]})
+    edit(
+        folder,
+        files={
+            o: {
+                "bytes": (folder / o).stat().st_size,
+                "sha256": hashlib.sha256((folder / o).read_bytes()).hexdigest(),
+            }
+            for o in FILES[:2]
+        },
+    )
 
 
 def evil_state(tree):
     def attack(folder, canary):
         torch.save(tree(canary), folder / "state.pt")
         resign(folder)
+
     return attack
 
 
 def header(text, data=b""):
     "A safetensors file with any header"
-    return lambda folder, canary: ((folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data), resign(folder))
+    return lambda folder, canary: (
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data),
+        resign(folder),
+    )
 
 
 def compressed(folder, canary):
     "A small file that unfolds into a huge one"
     torch.save({"state": torch.zeros(10**6), "extra": {}}, folder / "plain.pt")
-    with zipfile.ZipFile(folder / "plain.pt") as old, zipfile.ZipFile(folder / "state.pt", "w", zipfile.ZIP_DEFLATED) as new:
+    with (
+        zipfile.ZipFile(folder / "plain.pt") as old,
+        zipfile.ZipFile(folder / "state.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         for o in old.infolist():
             new.writestr(o.filename, old.read(o))
     resign(folder)
@@ -626,6 +779,7 @@ def rename_entry(name):
     def attack(folder, canary):
         about = manifest_of(folder)["files"]
         edit(folder, files={name: about["state.pt"], "model.safetensors": about["model.safetensors"]})
+
     return attack
 
 
@@ -634,6 +788,7 @@ def link(file, target):
         aim = target(folder)
         (folder / file).unlink()
         (folder / file).symlink_to(aim)
+
     return attack
 
 
@@ -650,6 +805,7 @@ def pipe(folder, canary):
 
 def raw_pickle(folder, canary):
     import pickle
+
     (folder / "state.pt").write_bytes(pickle.dumps(Runs(canary)))
     resign(folder)
 
@@ -659,9 +815,15 @@ NOTES = {"names": ["w"], "aliases": {}, "views": {}}
 
 def noted(**notes):
     "Real weights with notes that lie"
+
     def attack(folder, canary):
-        (folder / "model.safetensors").write_bytes(store_module.safetensors_bytes({"w": torch.ones(3)}, {"isaac_loop": json.dumps({**NOTES, **notes})}))
+        (folder / "model.safetensors").write_bytes(
+            store_module.safetensors_bytes(
+                {"w": torch.ones(3)}, {"isaac_loop": json.dumps({**NOTES, **notes})}
+            )
+        )
         resign(folder)
+
     return attack
 
 
@@ -669,42 +831,73 @@ ATTACKS = {
     "code instead of the state": evil_state(lambda c: Runs(c)),
     "code in the state": evil_state(lambda c: {"state": Runs(c), "extra": {}}),
     "code deep in the state": evil_state(lambda c: {"state": {"a": [{"b": (1, Runs(c))}]}, "extra": {}}),
-    "code in the optimizer": evil_state(lambda c: {"state": {"opt": {"state": {0: {"exp_avg": Runs(c)}}, "param_groups": []}}, "extra": {}}),
-    "code among the random numbers": evil_state(lambda c: {"state": {"random": {"python": (3, Evaluates(c), None)}}, "extra": {}}),
+    "code in the optimizer": evil_state(
+        lambda c: {"state": {"opt": {"state": {0: {"exp_avg": Runs(c)}}, "param_groups": []}}, "extra": {}}
+    ),
+    "code among the random numbers": evil_state(
+        lambda c: {"state": {"random": {"python": (3, Evaluates(c), None)}}, "extra": {}}
+    ),
     "code as a key": evil_state(lambda c: {"state": {Evaluates(c): 1}, "extra": {}}),
     "code in the extra state": evil_state(lambda c: {"state": {}, "extra": {"x": Evaluates(c)}}),
     "a whole module": evil_state(lambda c: {"state": nn.Linear(1, 1), "extra": {}}),
     "code in the old format": raw_pickle,
-    "code in the old format of torch": lambda folder, canary: (torch.save({"state": Runs(canary), "extra": {}}, folder / "state.pt", _use_new_zipfile_serialization=False), resign(folder)),
+    "code in the old format of torch": lambda folder, canary: (
+        torch.save(
+            {"state": Runs(canary), "extra": {}}, folder / "state.pt", _use_new_zipfile_serialization=False
+        ),
+        resign(folder),
+    ),
     "a compressed file": compressed,
     "another layout": evil_state(lambda c: [1, 2]),
     "a name with dots": rename_entry("../../state.pt"),
     "an absolute name": rename_entry("/etc/passwd"),
     "a hidden name": rename_entry(".bashrc"),
     "a name with a zero": rename_entry("state.pt\0x"),
-    "a third file": lambda folder, canary: edit(folder, files={**manifest_of(folder)["files"], "more": {"bytes": 0, "sha256": "0" * 64}}),
+    "a third file": lambda folder, canary: edit(
+        folder, files={**manifest_of(folder)["files"], "more": {"bytes": 0, "sha256": "0" * 64}}
+    ),
     "a link for the state": link("state.pt", outside),
     "a link for the weights": link("model.safetensors", lambda folder: "/etc/passwd"),
-    "a link for the manifest": link("manifest.json", lambda folder: folder.parent / "step-00000010" / "manifest.json"),
+    "a link for the manifest": link(
+        "manifest.json", lambda folder: folder.parent / "step-00000010" / "manifest.json"
+    ),
     "a pipe for the manifest": pipe,
-    "a huge header": lambda folder, canary: ((folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}"), resign(folder)),
-    "a header larger than the file": lambda folder, canary: ((folder / "model.safetensors").write_bytes(struct.pack("<Q", 10**6) + b"{}"), resign(folder)),
+    "a huge header": lambda folder, canary: (
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}"),
+        resign(folder),
+    ),
+    "a header larger than the file": lambda folder, canary: (
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", 10**6) + b"{}"),
+        resign(folder),
+    ),
     "a huge shape": header(b'{"w":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4]}}', b"0000"),
-    "overlapping weights": header(b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"v":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"0000"),
+    "overlapping weights": header(
+        b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"v":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b"0000",
+    ),
     "a deep header": header(b'{"w":' + b"[" * 5000 + b"]" * 5000 + b"}"),
     "notes that name others": noted(names=["w", "v"]),
     "an alias to nothing": noted(names=["w", "v"], aliases={"v": "u"}),
     "aliases in a circle": noted(names=["w", "v"], aliases={"v": "v"}),
     "a view of another kind": noted(views={"w": "__class__"}),
-    "deep notes": lambda folder, canary: ((folder / "model.safetensors").write_bytes(store_module.safetensors_bytes({"w": torch.ones(3)}, {"isaac_loop": "[" * 10**5})), resign(folder)),
+    "deep notes": lambda folder, canary: (
+        (folder / "model.safetensors").write_bytes(
+            store_module.safetensors_bytes({"w": torch.ones(3)}, {"isaac_loop": "[" * 10**5})
+        ),
+        resign(folder),
+    ),
     "a deep manifest": lambda folder, canary: (folder / "manifest.json").write_text("[" * 10**5),
     "a huge manifest": lambda folder, canary: (folder / "manifest.json").write_bytes(b" " * (2 * 10**6)),
-    "a huge number": lambda folder, canary: (folder / "manifest.json").write_text('{"format": ' + "9" * 10**5 + "}"),
+    "a huge number": lambda folder, canary: (folder / "manifest.json").write_text(
+        '{"format": ' + "9" * 10**5 + "}"
+    ),
     "deep facts": lambda folder, canary: edit(folder, info={"a": json.loads("[" * 30 + "]" * 30)}),
     "a negative step": lambda folder, canary: edit(folder, step=-1),
     "a step that is true": lambda folder, canary: edit(folder, step=True),
     "a metric that is text": lambda folder, canary: edit(folder, metrics={"loss": "touch"}),
-    "sizes that are text": lambda folder, canary: edit(folder, files={k: {**v, "bytes": str(v["bytes"])} for k, v in manifest_of(folder)["files"].items()}),
+    "sizes that are text": lambda folder, canary: edit(
+        folder, files={k: {**v, "bytes": str(v["bytes"])} for k, v in manifest_of(folder)["files"].items()}
+    ),
     "files that are numbers": lambda folder, canary: edit(folder, files={o: 1 for o in FILES[:2]}),
 }
 
@@ -721,7 +914,9 @@ def test_a_strangers_checkpoint_cannot_run_anything(name, forced, two_steps, tmp
     ATTACKS[name](folder, canary)
     with pytest.raises(CheckpointCorrupt, match="step-00000020") as caught:
         CheckpointStore(tmp_path / "run", read_only=True).load(folder)
-    assert "(1)" not in str(caught.value) and "arbitrary" not in str(caught.value), "torch's advice how to read it all the same"
+    assert "(1)" not in str(caught.value) and "arbitrary" not in str(caught.value), (
+        "torch's advice how to read it all the same"
+    )
     assert quiet_load(tmp_path / "run")[0][1]["step"] == 10
     with CheckpointStore(tmp_path / "run", run_id="r") as store:
         save(store, 30)
@@ -756,7 +951,11 @@ def model_of_retention(saved, keep_last, keep_best, keep_every, mode):
         alive = [o for o in alive if o[0] != step] + [(step, score)]
         finite = [o for o in alive if math.isfinite(o[1])]
         ranked = sorted(finite, key=lambda o: o[1] if mode == "min" else -o[1])
-        safe = [*alive[-keep_last:], *ranked[:keep_best], *(o for o in alive if keep_every and o[0] % keep_every == 0)]
+        safe = [
+            *alive[-keep_last:],
+            *ranked[:keep_best],
+            *(o for o in alive if keep_every and o[0] % keep_every == 0),
+        ]
         alive = [o for o in alive if any(o is p for p in safe)]
     return [o[0] for o in alive]
 
@@ -767,8 +966,14 @@ steps = st.sampled_from([1, 2, 3, 5, 8, 9, 10, 99, 100, 101, 9_999, 10_000, 123_
 
 @pytest.mark.shows("NEMO-26", "NEMO-35", "AIT-40", "PTA-25")
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(saved=st.lists(st.tuples(steps, scores), min_size=1, max_size=10), keep_last=st.integers(2, 4), keep_best=st.integers(0, 3),
-       keep_every=st.sampled_from([None, 5, 100]), mode=st.sampled_from(["min", "max"]), name=st.sampled_from(["step-{step}", "step-{step:08}", "same", "x-{loss:.1f}", "{step}-STEP"]))
+@given(
+    saved=st.lists(st.tuples(steps, scores), min_size=1, max_size=10),
+    keep_last=st.integers(2, 4),
+    keep_best=st.integers(0, 3),
+    keep_every=st.sampled_from([None, 5, 100]),
+    mode=st.sampled_from(["min", "max"]),
+    name=st.sampled_from(["step-{step}", "step-{step:08}", "same", "x-{loss:.1f}", "{step}-STEP"]),
+)
 def test_retention_is_the_rule(saved, keep_last, keep_best, keep_every, mode, name, tmp_path_factory):
     "Ties, NaN, going back, 9 999 and 10 000, folders of others, any names"
     folder = tmp_path_factory.mktemp("retention") / "run"
@@ -782,7 +987,9 @@ def test_retention_is_the_rule(saved, keep_last, keep_best, keep_every, mode, na
             save(store, step, metrics={"loss": score})
             assert store.latest().step == step
             assert len(store.list()) >= min(2, len({o for o, _ in saved[: saved.index((step, score)) + 1]}))
-        assert [o.step for o in store.list()] == model_of_retention(saved, keep_last, keep_best, keep_every, mode)
+        assert [o.step for o in store.list()] == model_of_retention(
+            saved, keep_last, keep_best, keep_every, mode
+        )
         finite = [o for o in store.list() if math.isfinite(o.metrics["loss"])]
         best = store.best()
         assert (best is None) == (not finite)
@@ -846,7 +1053,11 @@ def test_a_name_that_is_taken_by_another_run_is_not_overwritten(tmp_path):
     make(tmp_path, (10,), run_id="old")
     (tmp_path / "step-00000020").mkdir()
     with CheckpointStore(tmp_path) as store:
-        assert [save(store, o).name for o in (10, 20, 20)] == ["step-00000010-2", "step-00000020-2", "step-00000020-2"]
+        assert [save(store, o).name for o in (10, 20, 20)] == [
+            "step-00000010-2",
+            "step-00000020-2",
+            "step-00000020-2",
+        ]
     assert os.listdir(tmp_path / "step-00000020") == []
 
 
@@ -872,7 +1083,14 @@ def test_what_somebody_put_into_a_checkpoint_is_not_deleted(tmp_path):
     store.close()
 
 
-FOREIGN = [".tmp-results-2024", ".old-notes-1", ".trash-mine-0", ".tmp-results-20240101", ".old-step-00000010-00000001", ".trash-x-0a0b0c0d"]
+FOREIGN = [
+    ".tmp-results-2024",
+    ".old-notes-1",
+    ".trash-mine-0",
+    ".tmp-results-20240101",
+    ".old-step-00000010-00000001",
+    ".trash-x-0a0b0c0d",
+]
 
 
 def test_what_others_put_into_the_folder_stays(tmp_path):
@@ -910,7 +1128,9 @@ def test_a_replaced_checkpoint_of_another_run_is_not_put_among_ours(tmp_path):
     make(tmp_path / "new", (40,), run_id="r")
     shutil.copytree(tmp_path / "other" / "step-00000030", tmp_path / "ours" / ".old-step-00000030-00000001")
     for kind in ("old", "tmp"):
-        shutil.copytree(tmp_path / "new" / "step-00000040", tmp_path / "ours" / f".{kind}-step-00000040-00000001")
+        shutil.copytree(
+            tmp_path / "new" / "step-00000040", tmp_path / "ours" / f".{kind}-step-00000040-00000001"
+        )
     with CheckpointStore(tmp_path / "ours") as store:
         assert [o.run_id for o in store.all()] == ["old", "r"]
     assert (tmp_path / "ours" / ".old-step-00000030-00000001").exists()
@@ -927,7 +1147,10 @@ def test_small_files_of_others_are_neither_overwritten_nor_deleted(tmp_path):
 
 def test_a_lock_file_of_others_is_not_overwritten(tmp_path):
     (tmp_path / "notes").write_text("mine")
-    for make_it in (lambda: (tmp_path / ".lock").symlink_to("notes"), lambda: (tmp_path / ".lock").write_text("mine")):
+    for make_it in (
+        lambda: (tmp_path / ".lock").symlink_to("notes"),
+        lambda: (tmp_path / ".lock").write_text("mine"),
+    ):
         make_it()
         with pytest.raises(CheckpointWriteFailed, match="cannot be used for checkpoints"):
             CheckpointStore(tmp_path)
@@ -945,13 +1168,40 @@ TRACES = {
     "only the state": (copied("state.pt"), "step-00000010"),
     "only the manifest": (copied("manifest.json"), "step-00000010"),
     "nothing in the folder": (copied(None), "step-00000010"),
-    "weights without a folder": (lambda run: [(run / "step-00000010" / "model.safetensors").rename(run / "step-10.safetensors"), shutil.rmtree(run / "step-00000010")], "step-10.safetensors"),
-    "the state without a folder": (lambda run: [(run / "step-00000010" / "state.pt").rename(run / "state.pt"), shutil.rmtree(run / "step-00000010")], "state.pt"),
-    "a checkpoint as the folder": (lambda run: [o.rename(run / o.name) for o in (run / "step-00000010").iterdir()], "manifest.json"),
+    "weights without a folder": (
+        lambda run: [
+            (run / "step-00000010" / "model.safetensors").rename(run / "step-10.safetensors"),
+            shutil.rmtree(run / "step-00000010"),
+        ],
+        "step-10.safetensors",
+    ),
+    "the state without a folder": (
+        lambda run: [
+            (run / "step-00000010" / "state.pt").rename(run / "state.pt"),
+            shutil.rmtree(run / "step-00000010"),
+        ],
+        "state.pt",
+    ),
+    "a checkpoint as the folder": (
+        lambda run: [o.rename(run / o.name) for o in (run / "step-00000010").iterdir()],
+        "manifest.json",
+    ),
     "a hint": (lambda run: shutil.rmtree(run / "step-00000010"), "last.json"),
-    "moved into a folder": (lambda run: [(run / "old").mkdir(), (run / "step-00000010").rename(run / "old" / "step-00000010")], "old"),
-    "a link to elsewhere": (lambda run: [(run / "step-00000010").rename(run.parent / "there"), (run / "step-00000010").symlink_to(run.parent / "there")], "step-00000010"),
-    "a link to nothing": (lambda run: [shutil.rmtree(run / "step-00000010"), (run / "step-00000010").symlink_to("gone")], "step-00000010"),
+    "moved into a folder": (
+        lambda run: [(run / "old").mkdir(), (run / "step-00000010").rename(run / "old" / "step-00000010")],
+        "old",
+    ),
+    "a link to elsewhere": (
+        lambda run: [
+            (run / "step-00000010").rename(run.parent / "there"),
+            (run / "step-00000010").symlink_to(run.parent / "there"),
+        ],
+        "step-00000010",
+    ),
+    "a link to nothing": (
+        lambda run: [shutil.rmtree(run / "step-00000010"), (run / "step-00000010").symlink_to("gone")],
+        "step-00000010",
+    ),
 }
 
 
@@ -969,6 +1219,7 @@ def test_what_is_left_of_a_run_is_named(name, tmp_path):
 def test_what_may_lie_beside_checkpoints_is_no_trace(tmp_path):
     "Results, logs, weights from elsewhere, another store below, another name of a checkpoint, and what a killed process leaves"
     from safetensors.torch import save_file
+
     make(tmp_path / "exports", (10,))
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "manifest.json").write_text("{}")
@@ -1012,9 +1263,15 @@ def test_a_lock_that_somebody_closed_is_let_go_without_a_word(tmp_path):
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_file_system_without_locks_is_one_error(tmp_path, monkeypatch):
     "It was followed by `Exception ignored in _Lock.__del__`"
+
     def flock(fd, how):
         raise OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(store_module, "fcntl", type("fcntl", (), dict(flock=staticmethod(flock), LOCK_EX=2, LOCK_NB=4, LOCK_UN=8)))
+
+    monkeypatch.setattr(
+        store_module,
+        "fcntl",
+        type("fcntl", (), dict(flock=staticmethod(flock), LOCK_EX=2, LOCK_NB=4, LOCK_UN=8)),
+    )
     with pytest.raises(CheckpointWriteFailed, match="No locks available"):
         CheckpointStore(tmp_path)
 
@@ -1027,8 +1284,21 @@ def test_two_runs_in_one_folder(tmp_path):
         with pytest.raises(CheckpointFolderBusy, match="this process itself"):
             CheckpointStore(tmp_path)
         assert (tmp_path / ".tmp-step-2-00000001").exists(), "only the owner sweeps"
-        other = subprocess.run([sys.executable, "-c", f"from isaac_loop.state.store import *\nCheckpointStore({str(tmp_path)!r})"], capture_output=True, text=True, cwd=ROOT)
-        assert other.returncode == 1 and f"CheckpointFolderBusy: `{tmp_path}`" in other.stderr and str(os.getpid()) in other.stderr
+        other = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                f"from isaac_loop.state.store import *\nCheckpointStore({str(tmp_path)!r})",
+            ],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        assert (
+            other.returncode == 1
+            and f"CheckpointFolderBusy: `{tmp_path}`" in other.stderr
+            and str(os.getpid()) in other.stderr
+        )
         save(store, 2)
     CheckpointStore(tmp_path).close()
 
@@ -1060,7 +1330,13 @@ else:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_lock_ends_with_the_process_even_if_its_workers_live_on(tmp_path):
     "SIGKILL; the run can be started again at once"
-    process = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
     try:
         assert process.stdout.readline() == "ready\n"
         with pytest.raises(CheckpointFolderBusy, match=str(process.pid)):
@@ -1094,7 +1370,9 @@ def test_a_run_may_be_moved_while_it_is_closed_and_links_are_not_followed(tmp_pa
     (tmp_path / "run" / "favourite").symlink_to("step-00000010")
     store = CheckpointStore(tmp_path / "run", read_only=True)
     assert [o.path.name for o in store.list()] == ["step-00000010"]
-    assert store.load("favourite")[1]["step"] == 10 and store.resumed_from == tmp_path / "run" / "step-00000010"
+    assert (
+        store.load("favourite")[1]["step"] == 10 and store.resumed_from == tmp_path / "run" / "step-00000010"
+    )
 
 
 # ---------------------------------------------------------------- contents
@@ -1102,27 +1380,49 @@ def test_a_run_may_be_moved_while_it_is_closed_and_links_are_not_followed(tmp_pa
 
 class Extra(nn.Module):
     "A module with state that is no tensor"
+
     def __init__(self):
         super().__init__()
         self.lin, self.seen = nn.Linear(2, 2), 0
-    def get_extra_state(self): return {"seen": self.seen}
-    def set_extra_state(self, state): self.seen = state["seen"]
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
 
 
 def test_every_kind_of_weights_comes_back(tmp_path):
     "Tied, transposed, expanded, empty, complex, in small numbers, on no weights at all"
     tied = nn.Linear(3, 3).weight
     flat = torch.arange(12.0)
-    weights = {"z": tied, "a.b": tied, "t": flat.view(3, 4).t(), "part": flat[2:5], "wide": torch.ones(1).expand(4), "none": torch.zeros(0, 3), "one": torch.tensor(2), "bool": torch.tensor([True]),
-               "half": torch.ones(2, dtype=torch.bfloat16), "c64": torch.tensor([1j]), "c128": torch.ones((2, 2), dtype=torch.complex128) * 1j, "c0": torch.tensor(1j, dtype=torch.complex128),
-               "f8": torch.ones(3).to(torch.float8_e4m3fn), "e8": torch.tensor([1.0, 2.0]).to(torch.float8_e8m0fnu), "last": torch.rand(1, 2, 3, 3).to(memory_format=torch.channels_last)}
+    weights = {
+        "z": tied,
+        "a.b": tied,
+        "t": flat.view(3, 4).t(),
+        "part": flat[2:5],
+        "wide": torch.ones(1).expand(4),
+        "none": torch.zeros(0, 3),
+        "one": torch.tensor(2),
+        "bool": torch.tensor([True]),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "c64": torch.tensor([1j]),
+        "c128": torch.ones((2, 2), dtype=torch.complex128) * 1j,
+        "c0": torch.tensor(1j, dtype=torch.complex128),
+        "f8": torch.ones(3).to(torch.float8_e4m3fn),
+        "e8": torch.tensor([1.0, 2.0]).to(torch.float8_e8m0fnu),
+        "last": torch.rand(1, 2, 3, 3).to(memory_format=torch.channels_last),
+    }
     with CheckpointStore(tmp_path) as store:
         path = store.save(weights, step=1)
         for loaded in (store.load()[0], load_weights(path)):
             assert list(loaded) == list(weights)
             for name, x in weights.items():
                 assert loaded[name].dtype == x.dtype and loaded[name].shape == x.shape, name
-                assert torch.equal(loaded[name].contiguous().reshape(-1).view(torch.uint8), x.detach().contiguous().reshape(-1).view(torch.uint8)), name
+                assert torch.equal(
+                    loaded[name].contiguous().reshape(-1).view(torch.uint8),
+                    x.detach().contiguous().reshape(-1).view(torch.uint8),
+                ), name
             assert loaded["z"] is loaded["a.b"]
         assert store.save({}, None, step=2) and store.load()[:2] == ({}, None)
 
@@ -1131,6 +1431,7 @@ def test_every_kind_of_weights_comes_back(tmp_path):
 def test_a_model_loads_without_the_library(tmp_path):
     "The weights are a plain safetensors file, for any program"
     from safetensors.torch import load_file
+
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with CheckpointStore(tmp_path) as store:
         path = store.save(model.state_dict(), step=1)
@@ -1157,11 +1458,21 @@ def test_one_layout_for_every_save(tmp_path):
     schedule = torch.optim.lr_scheduler.StepLR(opt, 3)
     with CheckpointStore(tmp_path, keep_last=None, monitor="f1", mode="max") as store:
         for step, f1 in enumerate([0.1, 0.5, 0.3]):
-            store.save(model.state_dict(), {"opt": opt.state_dict(), "schedule": schedule.state_dict()}, step=step, epoch=step, samples=8 * step, metrics={"f1": f1}, info={"lr": 0.1})
+            store.save(
+                model.state_dict(),
+                {"opt": opt.state_dict(), "schedule": schedule.state_dict()},
+                step=step,
+                epoch=step,
+                samples=8 * step,
+                metrics={"f1": f1},
+                info={"lr": 0.1},
+            )
         loaded = [o.read() for o in store.list()]
         assert store.best().step == 1
     assert len({(tuple(w), tuple(s), tuple(m)) for w, s, m in loaded}) == 1
-    assert [(m["samples"], m["metrics"], m["info"]) for _, _, m in loaded] == [(8 * i, {"f1": f}, {"lr": 0.1}) for i, f in enumerate([0.1, 0.5, 0.3])]
+    assert [(m["samples"], m["metrics"], m["info"]) for _, _, m in loaded] == [
+        (8 * i, {"f1": f}, {"lr": 0.1}) for i, f in enumerate([0.1, 0.5, 0.3])
+    ]
     opt.load_state_dict(loaded[-1][1]["opt"])
     schedule.load_state_dict(loaded[-1][1]["schedule"])
 
@@ -1178,19 +1489,29 @@ def test_any_part_of_a_model_can_be_kept_alone(tmp_path):
     assert '"lr": 0.1' in (path / "manifest.json").read_text()
 
 
-@pytest.mark.parametrize("kwargs, error, text", [
-    (dict(state={"f": pathlib.Path("x")}), UnsaveableState, "state['f'] is a pathlib.Path"),
-    (dict(weights={"w": torch.eye(2).to_sparse()}), UnsaveableState, "to_dense"),
-    (dict(weights={"w": torch.empty(2, device="meta")}), UnsaveableState, "weights['w']"),
-    (dict(weights={1: torch.ones(1)}), UnsaveableState, "no name for a weight"),
-    (dict(weights=nn.Linear(1, 1)), UnsaveableState, "Pass its `state_dict()`"), (dict(weights=[torch.ones(1)]), UnsaveableState, "is a list"),
-    (dict(weights={"_extra_state": object()}), UnsaveableState, "weights['_extra_state']"),
-    (dict(step=1.5), TypeError, "whole number"), (dict(step=-1), ValueError, "0 or more"), (dict(samples="many"), TypeError, "samples"),
-    (dict(metrics={"loss": "low"}), UnsaveableState, "metrics['loss']"), (dict(metrics={"los": 1.0}), LookupError, "Did you mean `los`?"),
-    (dict(info={"a": torch.ones(1)}), UnsaveableState, "manifest"), (dict(info={1: 2}), UnsaveableState, "manifest"), (dict(info={"a": float("nan")}), UnsaveableState, "manifest"),
-    (dict(info={"a": json.loads("[" * 30 + "]" * 30)}), UnsaveableState, "manifest"), (dict(info={"a": "x" * 2_000_000}), UnsaveableState, "manifest"),
-    (dict(info={"a": (1, 2)}), UnsaveableState, "manifest"),
-])
+@pytest.mark.parametrize(
+    "kwargs, error, text",
+    [
+        (dict(state={"f": pathlib.Path("x")}), UnsaveableState, "state['f'] is a pathlib.Path"),
+        (dict(weights={"w": torch.eye(2).to_sparse()}), UnsaveableState, "to_dense"),
+        (dict(weights={"w": torch.empty(2, device="meta")}), UnsaveableState, "weights['w']"),
+        (dict(weights={1: torch.ones(1)}), UnsaveableState, "no name for a weight"),
+        (dict(weights=nn.Linear(1, 1)), UnsaveableState, "Pass its `state_dict()`"),
+        (dict(weights=[torch.ones(1)]), UnsaveableState, "is a list"),
+        (dict(weights={"_extra_state": object()}), UnsaveableState, "weights['_extra_state']"),
+        (dict(step=1.5), TypeError, "whole number"),
+        (dict(step=-1), ValueError, "0 or more"),
+        (dict(samples="many"), TypeError, "samples"),
+        (dict(metrics={"loss": "low"}), UnsaveableState, "metrics['loss']"),
+        (dict(metrics={"los": 1.0}), LookupError, "Did you mean `los`?"),
+        (dict(info={"a": torch.ones(1)}), UnsaveableState, "manifest"),
+        (dict(info={1: 2}), UnsaveableState, "manifest"),
+        (dict(info={"a": float("nan")}), UnsaveableState, "manifest"),
+        (dict(info={"a": json.loads("[" * 30 + "]" * 30)}), UnsaveableState, "manifest"),
+        (dict(info={"a": "x" * 2_000_000}), UnsaveableState, "manifest"),
+        (dict(info={"a": (1, 2)}), UnsaveableState, "manifest"),
+    ],
+)
 def test_what_could_not_be_loaded_is_not_saved(kwargs, error, text, tmp_path):
     "And the folder stays as it was"
     with CheckpointStore(tmp_path, monitor="loss") as store:
@@ -1200,8 +1521,35 @@ def test_what_could_not_be_loaded_is_not_saved(kwargs, error, text, tmp_path):
         assert os.listdir(tmp_path) == [".lock"]
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "{step", "{step.__class__}", "{step[0]}", "{}", "{0}", "a\0b", "{step!r:>{step}}x/",
-                                  "..", "~", "~me", "/x", "a\nb", "CON", "aux.txt", "com1", "a:b", "{step}.", "{step} ", "{step:x>300}", "{loss:d}"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "a/b",
+        "../x",
+        ".hidden",
+        "{step",
+        "{step.__class__}",
+        "{step[0]}",
+        "{}",
+        "{0}",
+        "a\0b",
+        "{step!r:>{step}}x/",
+        "..",
+        "~",
+        "~me",
+        "/x",
+        "a\nb",
+        "CON",
+        "aux.txt",
+        "com1",
+        "a:b",
+        "{step}.",
+        "{step} ",
+        "{step:x>300}",
+        "{loss:d}",
+    ],
+)
 def test_patterns_that_are_no_names(name, tmp_path):
     with pytest.raises(ValueError, match="pattern"):
         CheckpointStore(tmp_path / "run", pattern=name)
