@@ -7,9 +7,6 @@ from isaac_loop.loop.trainer import *
 from isaac_loop.loop.history import *
 from isaac_loop.loop.device_records import *
 from isaac_loop.loop.subclassing import *
-from isaac_loop.loop.snapshot import *
-from isaac_loop.loop.plain_state import *
-from isaac_loop.loop.own_state import *
 from isaac_loop.data.dataloaders import *
 from isaac_loop.data.sampling import *
 from isaac_loop.data.exact_loaders import *
@@ -19,6 +16,10 @@ from isaac_loop.data.fingerprint import *
 from isaac_loop.models.small_models import *
 from isaac_loop.models.lsuv import *
 from isaac_loop.models.hooks import *
+from isaac_loop.state.plain_state import *
+from isaac_loop.state.snapshot import *
+from isaac_loop.state.own_state import *
+from isaac_loop.state.side_runs import *
 from isaac_loop.state.counting_state import *
 from isaac_loop.state.run_state import *
 from isaac_loop.state.checkpoint_files import *

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/basics/10_checks.ipynb #320bc70a
 import inspect, os, re, sys
+from difflib import get_close_matches
 from operator import index
 from pathlib import Path
 
@@ -88,3 +89,13 @@ def short_path(
     "`path` as people type it"
     path,here = Path(path),Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+# %% ../../nbs/basics/10_checks.ipynb #558d1525
+def did_you_mean(
+    name:str, # What was written
+    known, # Names that exist
+    cutoff:float=0.6, # How alike they must be, 0 to 1
+)->str: # A question to append to an error, or nothing
+    "Suggest the nearest of the `known` names"
+    near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f' Did you mean `{near[0]}`?' if near else ''

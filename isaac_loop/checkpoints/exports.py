@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from fastcore.basics import patch
 
 from .best_weights import evaluated_model
-from ..basics.checks import local_path
-from ..loop.events import CancelException, Order, did_you_mean
+from ..basics.checks import did_you_mean, local_path
+from ..loop.events import CancelException, Order
 from ..state.run_state import bare
 from ..state.store import CheckpointStore
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..loop.events import CancelFitException, Order, callback_name, whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..state.run_state import check_states, generators, opt_defaults, put_callbacks, put_generators, put_position, put_random, put_state
-from ..loop.snapshot import random_state
-from ..loop.plain_state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
+from ..state.snapshot import random_state
+from ..state.plain_state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
 from ..loop.trainer import n_batches
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #5a2c5cce

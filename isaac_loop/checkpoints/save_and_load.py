@@ -11,10 +11,10 @@ import math, warnings
 from fastcore.basics import patch
 
 from ..state.checkpoint_files import MANIFEST_FILE
-from ..loop.events import did_you_mean
+from ..basics.checks import did_you_mean
 from ..loop.history import mode_of
 from ..state.run_state import check_fits, check_is_run, put_position, put_random, put_state, take_state
-from ..loop.plain_state import NoValidCheckpoint
+from ..state.plain_state import NoValidCheckpoint
 from ..state.store import CheckpointStore
 from ..loop.trainer import Trainer
 

@@ -15,8 +15,8 @@ import torch
 from fastcore.basics import patch
 from torch.nn import functional as F
 
-from ..basics.checks import check_count
-from ..loop.events import Order, did_you_mean
+from ..basics.checks import check_count, did_you_mean
+from ..loop.events import Order
 from ..basics.tensors import map_tensors
 
 # %% ../../nbs/data/40_augmentation.ipynb #5fa3d002

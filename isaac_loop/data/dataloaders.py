@@ -13,8 +13,7 @@ from importlib.resources import files
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..basics.checks import check_flag
-from ..loop.events import did_you_mean
+from ..basics.checks import check_flag, did_you_mean
 from .exact_loaders import exact_loader
 
 # %% ../../nbs/data/10_dataloaders.ipynb #c9ad83b5

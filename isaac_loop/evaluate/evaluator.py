@@ -17,8 +17,8 @@ from ..metrics.bootstrap import numbers_of
 from ..metrics.metrics import MetricsCB, check_no_options, weigh_of
 from .predictions import OtherData, check_columns, check_sets, chosen_loader, data_sets, evaluated_weights, in_order, only_one, same_random
 from ..train.training import NBatchCB
-from ..basics.checks import check_count, check_function
-from ..loop.events import CancelBatchException, CancelEpochException, CancelException, CancelFitException, CancelStepException, Order, callback_name, did_you_mean
+from ..basics.checks import check_count, check_function, did_you_mean
+from ..loop.events import CancelBatchException, CancelEpochException, CancelException, CancelFitException, CancelStepException, Order, callback_name
 from ..basics.tables import short
 from ..loop.trainer import STATE
 

@@ -15,10 +15,11 @@ from fastcore.basics import patch
 from torch.utils.data import Dataset, IterableDataset
 
 from ..data.dataset_order import in_order
-from ..loop.events import CancelException, CancelStepException, Order, callback_name, did_you_mean
+from ..loop.events import CancelException, CancelStepException, Order, callback_name
+from ..basics.checks import did_you_mean
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 from .join_batches import join_batches
-from ..loop.snapshot import random_state, set_random_state
+from ..state.snapshot import random_state, set_random_state
 from ..basics.tensors import batch_size, map_tensors
 from ..loop.trainer import Trainer, n_batches
 

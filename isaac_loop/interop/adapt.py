@@ -10,8 +10,8 @@ import inspect, warnings
 
 from fastcore.basics import patch
 
-from ..basics.checks import check_count
-from ..loop.events import EVENTS, did_you_mean, handler_of
+from ..basics.checks import check_count, did_you_mean
+from ..loop.events import EVENTS, handler_of
 from .aitoolbox import AIToolboxCB
 from .base import Facade, ForeignCB, title_of
 from .nemo import NeMoCB

@@ -15,7 +15,8 @@ from fastcore.basics import patch
 
 import isaac_loop.evaluate.evaluation  # noqa: F401  More methods of the trainer
 from ..evaluate.predictions import NoLossCB
-from ..loop.events import CancelStepException, Order, did_you_mean
+from ..loop.events import CancelStepException, Order
+from ..basics.checks import did_you_mean
 from .base import Facade, LateValues, RecordingCB, accumulated, forwarded, loss_of, mean_of, method_of, missing, replaceable, title_of, told
 from ..evaluate.join_batches import join_batches
 from ..basics.tensors import map_tensors

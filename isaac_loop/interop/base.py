@@ -14,8 +14,9 @@ from fastcore.basics import patch
 
 from ..train.accumulation import AccumulationCB
 from ..log.run_config import processes
-from ..loop.events import Order, did_you_mean
-from ..loop.plain_state import UnsaveableState, plain
+from ..loop.events import Order
+from ..basics.checks import did_you_mean
+from ..state.plain_state import UnsaveableState, plain
 from ..loop.trainer import STATE, n_batches
 
 # %% ../../nbs/interop/20_base.ipynb #01855cef

@@ -18,7 +18,8 @@ from ..device.precision import MixedPrecisionCB
 from ..evaluate.predictions import OtherData
 from ..schedule.schedulers import SchedulerCB
 from ..log.run_config import RunConfig, loader_batch_size
-from ..loop.events import CancelEpochException, Order, did_you_mean
+from ..loop.events import CancelEpochException, Order
+from ..basics.checks import did_you_mean
 from .base import Facade, ForeignCB, RecordingCB, accumulated, forwarded, method_of, replaceable
 from ..basics.tensors import batch_size
 from ..loop.trainer import n_batches

@@ -12,9 +12,9 @@ from functools import partial
 from fastcore.basics import patch
 
 from .run_config import RunConfig
-from ..basics.checks import local_path
+from ..basics.checks import did_you_mean, local_path
 from ..show.curves import history_figure
-from ..loop.events import Order, did_you_mean
+from ..loop.events import Order
 from ..show.media_files import check_folder, check_format, csv_text, media_file, replace_file
 from ..state.run_folder import run_folder
 from ..basics.tables import Table

@@ -14,6 +14,8 @@ from enum import IntEnum
 from functools import partial, wraps
 from types import FunctionType, MethodType, ModuleType
 
+from ..basics.checks import did_you_mean
+
 # %% ../../nbs/loop/10_events.ipynb #fb55020b
 class CancelException(Exception): "Leave a part of the loop early, on purpose; the text says why"
 class CancelFitException(CancelException): "Leave the whole fit now"
@@ -109,16 +111,6 @@ def fills_in(
     def marked(self, trainer): return f(self, trainer)
     marked.fills_in = True
     return marked
-
-# %% ../../nbs/loop/10_events.ipynb #558d1525
-def did_you_mean(
-    name:str, # What was written
-    known, # Names that exist
-    cutoff:float=0.6, # How alike they must be, 0 to 1
-)->str: # A question to append to an error, or nothing
-    "Suggest the nearest of the `known` names"
-    near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f' Did you mean `{near[0]}`?' if near else ''
 
 # %% ../../nbs/loop/10_events.ipynb #68adf1aa
 _PREFIXES = ('before_', 'after_', 'cleanup_')

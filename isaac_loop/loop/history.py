@@ -18,7 +18,7 @@ from types import FunctionType
 import torch
 from fastcore.basics import patch
 
-from .events import did_you_mean
+from ..basics.checks import did_you_mean
 from ..basics.tables import Table
 
 # %% ../../nbs/loop/30_history.ipynb #0a1b2c3d

@@ -10,7 +10,7 @@ import inspect
 from functools import wraps
 from inspect import Parameter
 
-from .events import did_you_mean
+from ..basics.checks import did_you_mean
 
 # %% ../../nbs/loop/50_subclassing.ipynb #480ddeca
 def delegated_parameters(

@@ -9,19 +9,17 @@ __all__ = ['STATE', 'Trainer']
 import inspect, math, operator, warnings, weakref
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from itertools import islice
-from types import SimpleNamespace
 
 import torch
 from fastcore.basics import patch
 
-from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, Order, ROW_EVENTS, STEPS, Plan
-from .events import callback_name, check_callback, check_trainer_class, did_you_mean, handler_of, members, run_event, run_events, with_cbs
+from .events import CancelBatchException, CancelEpochException, CancelFitException, EVENTS, STEPS, Plan
+from .events import callback_name, check_callback, check_trainer_class, handler_of, members, run_event, run_events, with_cbs
+from ..basics.checks import did_you_mean
 from .history import History
-from .own_state import OwnState
 from .subclassing import check_keywords
-from .snapshot import Snapshot, random_state, same_random_state, set_random_state
-from ..basics.tensors import set_seed
 
 # %% ../../nbs/loop/20_trainer.ipynb #66a32ef4
 STATE = {
@@ -182,7 +180,8 @@ def _is_several(x):
     return hasattr(type(x), '__iter__') and not isinstance(x, (str, type)) and not any(handler_of(x, o) is not None for o in EVENTS)
 
 # %% ../../nbs/loop/20_trainer.ipynb #4d2acd43
-_ELSEWHERE = { # Which module brings a method of the trainer
+_ELSEWHERE = { # Which module brings a method of the trainer; it is imported when somebody asks
+    **dict.fromkeys(('side_run', 'snapshot'), 'state.side_runs'), '_note_state': 'state.own_state',
     **dict.fromkeys(('validate', 'sample_preds'), 'evaluate.evaluation'), **dict.fromkeys(('get_preds', 'capture_preds', 'write_preds', 'epoch_preds'), 'evaluate.predictions'),
     'lr_find': 'tune.lr_finder', 'find_batch_size': 'tune.batch_finder', **dict.fromkeys(('save', 'load'), 'checkpoints.save_and_load'), 'rewind': 'checkpoints.rewind', 'run_config': 'log.run_config',
     'summarize_callbacks': 'inspection.loop_tables', 'summarize_model': 'inspection.model_summary', 'show_image_batch': 'show.plots'}
@@ -194,7 +193,9 @@ class _ByName:
         if name in named: return named[name]
         if isinstance(getattr(type(self), name, None), property): return getattr(type(self), name).__get__(self) # It failed inside; say why
         if name in STATE: raise AttributeError(f'`trainer.{name}` does not exist yet. It is written by {STATE[name][0]}, which has not happened.')
-        if name in _ELSEWHERE: raise AttributeError(f'`{name}` comes with `import isaac_loop.{_ELSEWHERE[name]}`, which has not been imported yet.')
+        if name in _ELSEWHERE:
+            import_module(f'isaac_loop.{_ELSEWHERE[name]}')
+            return vars(import_module('isaac_loop.loop.trainer').Trainer)[name].__get__(self) # This notebook has a class of its own
         if name == 'predict': raise AttributeError('A trainer predicts for a whole loader: `trainer.get_preds(dl)`. For one batch call the model: `trainer.model(x)`.')
         known = [] if name.startswith('_') else [*STATE, *named, *(o for o in dir(type(self)) if not o.startswith('_'))]
         raise AttributeError(f'`{type(self).__name__}` has no attribute and no callback `{name}`.{did_you_mean(name, known)}')
@@ -507,7 +508,7 @@ def _check_new(self:Trainer, new, force=False, gone=()):
         name = callback_name(cb)
         if isinstance(cb, Trainer): raise TypeError('A trainer cannot be the callback of a trainer. To take over its callbacks, pass `other.callbacks`.')
         if any(cb is o for o in [*self.callbacks, *new[:i]]): raise ValueError(_added_twice(cb))
-        if name in STATE or hasattr(type(self), name) or name in vars(self):
+        if name in STATE or name in _ELSEWHERE or hasattr(type(self), name) or name in vars(self):
             raise ValueError(f'A callback called `{name}` would hide `trainer.{name}`. Give it another `name`.')
         if name in map(callback_name, new[:i]) or (name in names and not force):
             raise ValueError(f'There is a callback called `{name}` already, and `trainer.{name}` can only be one. '
@@ -663,17 +664,6 @@ def _forget(self:Trainer, *names):
     for name in names:
         if hasattr(self, name): delattr(self, name)
 
-# %% ../../nbs/loop/20_trainer.ipynb #d6621263
-_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended',
-            '_last_ended', '_side_runs', '_own_state', '_aside', '_preds_at'} # The last is of `epoch_preds`
-
-@patch
-def _note_state(self:Trainer, callbacks=None, ready=False):
-    "Remember what callbacks and subclass hold, before or after their `before_fit`, so that a save can tell what has changed"
-    if self._side_runs: return # Nothing is saved there
-    if callbacks is None and not ready: self._own_state = OwnState(self, _OF_LOOP, self._own_state)
-    elif self._own_state is not None: self._own_state.note(self, callbacks, ready)
-
 # %% ../../nbs/loop/20_trainer.ipynb #c1b1009f
 def _holds(opt, params):
     "Whether `opt` has any of `params`"
@@ -755,65 +745,3 @@ def total_updates(self:Trainer):
     if not limits: raise ValueError('The length of this fit is unknown, because `dls.train` has no `len`. '
                                     'Limit it with `NBatchCB` or `LimitCB(updates)`, or set `trainer.updates_per_epoch` in `before_fit`.')
     return min(limits)
-
-# %% ../../nbs/loop/20_trainer.ipynb #f118024c
-@patch
-def _trained(self:Trainer):
-    "What a run on the side may change for good"
-    loaders = [o for o in (getattr(self.dls, 'train', None), getattr(self.dls, 'valid', None)) if hasattr(o, 'load_state_dict')]
-    parts = [p for o in ('modules', 'parameters', 'buffers') if hasattr(self.model, o) for p in getattr(self.model, o)()]
-    return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
-
-# %% ../../nbs/loop/20_trainer.ipynb #4241fc3a
-def _only_reads(callback):
-    "Whether `callback` answers `log` or `measured` alone, where one only reads; it belongs to the run that it was given to"
-    return any(handler_of(callback, o) is not None for o in ROW_EVENTS) and all(handler_of(callback, o) is None for o in EVENTS if o not in ROW_EVENTS)
-
-@patch
-def _go_on_aside(self:Trainer, now):
-    "Let random numbers go on where the last run on the side ended, if nobody else has drawn any since"
-    last = self._aside
-    if last.get('seedings') == set_seed.calls and same_random_state(last['began'], now): set_random_state(last['ended'])
-
-_endless_side_runs = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for its own evaluation, and evaluates again. '
-                      'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out there, or choose who is kept with `side_run(below=...)`.')
-
-@patch
-@contextmanager
-def side_run(self:Trainer,
-    callbacks=None, # Callbacks for this run, beside those that are kept
-    below=Order.RECORD, # Keep the trainer's own callbacks whose `order` is lower, but for those that only read rows
-):
-    "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
-    if self._side_runs > 4: raise RuntimeError(_endless_side_runs)
-    kept = [o for o in self.callbacks if getattr(o, 'order', 0) < below and not _only_reads(o)]
-    loop,slots = dict(vars(self)),{o: getattr(self, o) for o in Trainer.__slots__ if hasattr(self, o)}
-    between_fits = not (self._fitting or self._side_runs)
-    modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
-    before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
-    validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
-    self._fitting = False # From here on the callbacks are those of the other run
-    self.callbacks,self._named,self._guests,self.history,self._side_runs = (),{},[],History(),self._side_runs+1
-    self._ended = True
-    self.plan = Plan(type(self), self.plan.last)
-    if between_fits: self._go_on_aside(before.random)
-    try:
-        with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off
-            self._add([*kept, *_flat(callbacks)])
-            yield self
-    finally:
-        if between_fits: self._aside.update(began=before.random, seedings=set_seed.calls, ended=random_state())
-        vars(self).clear()
-        vars(self).update(loop)
-        self._forget(*Trainer.__slots__)
-        for name,value in slots.items(): setattr(self, name, value)
-        for module,mode in modes: module.training = mode
-        before.restore()
-
-# %% ../../nbs/loop/20_trainer.ipynb #0992cf19
-@patch
-def snapshot(self:Trainer,
-    keep=(), # One or several objects that stay as they are when the snapshot is restored
-)->Snapshot: # Use it in a `with` block, or call its `restore`
-    "Remember everything of this run: weights, optimizer, random states, history, callbacks"
-    return Snapshot(self, keep)

@@ -14,11 +14,12 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..loop.events import CancelException, Order, callback_name, did_you_mean
+from ..loop.events import CancelException, Order, callback_name
+from ..basics.checks import did_you_mean
 from ..train.example_losses import reduction_of
 from ..loop.history import as_tensor
 from ..loop.device_records import DeviceValues
-from ..loop.plain_state import ResumeMismatch, UnsaveableState
+from ..state.plain_state import ResumeMismatch, UnsaveableState
 from ..basics.tables import clock, short
 from ..basics.tensors import batch_size, batch_weight
 

@@ -8,8 +8,7 @@ __all__ = ['piecewise']
 # %% ../../nbs/schedule/40_annealing.ipynb #26854b65
 import math
 
-from ..basics.checks import check_count
-from ..loop.events import did_you_mean
+from ..basics.checks import check_count, did_you_mean
 
 # %% ../../nbs/schedule/40_annealing.ipynb #6f74eff7
 def check_length(**lengths):

@@ -15,7 +15,8 @@ from fastcore.meta import delegates
 from torch import nn
 
 from .annealing import draw_curves
-from ..loop.events import Order, callback_name, did_you_mean
+from ..loop.events import Order, callback_name
+from ..basics.checks import did_you_mean
 from ..train.optimizer_options import put_option
 
 # %% ../../nbs/schedule/50_attribute_schedule.ipynb #1ffd31d6

@@ -11,7 +11,8 @@ import inspect, math, warnings
 import torch
 from torch.optim import lr_scheduler
 
-from ..loop.events import callback_name, did_you_mean
+from ..loop.events import callback_name
+from ..basics.checks import did_you_mean
 
 # %% ../../nbs/schedule/60_scheduler_checks.ipynb #ba49d6e3
 _LENGTHS = {'OneCycleLR': ('total_steps', 0, 'stay where it ends'), 'CosineAnnealingLR': ('T_max', 1, 'rise again'), 'PolynomialLR': ('total_iters', 1, 'stay at zero'),

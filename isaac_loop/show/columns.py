@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from fastcore.basics import patch
 
-from ..basics.checks import check_count
-from ..loop.events import Order, callback_name, did_you_mean
+from ..basics.checks import check_count, did_you_mean
+from ..loop.events import Order, callback_name
 from ..loop.history import check_monitored
 from ..basics.tables import short
 

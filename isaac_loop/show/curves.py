@@ -10,7 +10,7 @@ import math, numbers
 
 from fastcore.basics import patch
 
-from ..loop.events import did_you_mean
+from ..basics.checks import did_you_mean
 from ..loop.history import History
 from ..basics.tables import short
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..loop.events import did_you_mean
+from ..basics.checks import did_you_mean
 from ..loop.history import MEDIA
 from .images import image_array
 from ..basics.tensors import to_cpu

@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 from fastcore.basics import patch
 from torch import nn
 
-from ..loop.events import Order, did_you_mean
+from ..loop.events import Order
+from ..basics.checks import did_you_mean
 
 # %% ../../nbs/train/40_freezing.ipynb #bcddb16b
 def layer_groups(

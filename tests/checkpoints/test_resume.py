@@ -39,7 +39,7 @@ from isaac_loop.state.checkpoint_files import load_weights
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelEpochException, CancelFitException, Order
 from isaac_loop.data.exact_loaders import ReplayLoader, exact_loader
-from isaac_loop.loop.plain_state import (
+from isaac_loop.state.plain_state import (
     CheckpointFolderBusy,
     NoValidCheckpoint,
     ResumeMismatch,

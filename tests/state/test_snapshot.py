@@ -43,7 +43,7 @@ from isaac_loop.all import (
     Trainer,
     set_seed,
 )
-from isaac_loop.loop.snapshot import Snapshot, random_state, set_random_state
+from isaac_loop.state.snapshot import Snapshot, random_state, set_random_state
 
 
 def named(name, *values):
