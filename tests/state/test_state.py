@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from isaac_loop.loop import plain_state as state_module
+from isaac_loop.state import plain_state as state_module
 from isaac_loop.state.plain_state import (
     LoopError,
     ResumeMismatch,
