@@ -23,7 +23,8 @@ import isaac_loop.evaluate.evaluation  # noqa: F401 (more methods of the trainer
 import runs
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.evaluate.evaluator import EvaluatorCB
-from isaac_loop.metrics.metrics import MeanOf, MetricOn, MetricsCB, as_text, clock
+from isaac_loop.basics.tables import clock
+from isaac_loop.metrics.metrics import MeanOf, MetricOn, MetricsCB, as_text
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
