@@ -136,7 +136,7 @@ def result(trainer):
         if getattr(cb, "average", None) is not None:
             found[type(cb).__name__] = cb.average.state_dict()
         if hasattr(cb, "best_epoch"):
-            found["best"] = cb.best_epoch, cb.best, cb._weights
+            found["best"] = cb.best_epoch, cb.best, cb.weights
     return tree(found)
 
 
