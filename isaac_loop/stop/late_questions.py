@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/stop/70_late_questions.ipynb #9d4e8b1d
 import torch
 
-from ..state.counting_state import KeepsState
+from ..state.keeps_state import KeepsState
 from ..loop.device_numbers import DeviceNumbers, place_of
 
 # %% ../../nbs/stop/70_late_questions.ipynb #b8ffc118
