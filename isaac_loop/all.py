@@ -87,6 +87,8 @@ from isaac_loop.log.trackers import *
 from isaac_loop.log.log_interface import *
 from isaac_loop.log.alerts import *
 from isaac_loop.log.late_numbers import *
+from isaac_loop.log.row_files import *
+from isaac_loop.log.run_facts import *
 from isaac_loop.log.tracking import *
 from isaac_loop.log.experiment import *
 from isaac_loop.log.run_config import *
