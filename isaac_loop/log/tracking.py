@@ -95,7 +95,7 @@ class TrackingCB:
     "Keep what was trained, with which settings, and how it went"
     order = Order.REPORT
     def __init__(self,
-        path=None, # Where to write as well: a file `*.sqlite`, `*.db` or `*.jsonl`, or a folder for CSV, or None
+        path=None, # Where to write as well: a file `*.sqlite`, `*.db` or `*.jsonl`, or a folder for CSV
         experiment:str=None, # A name to find the run by, among others in the same place
     ):
         self.path = None if path is None else local_path(path, 'TrackingCB', 'path').absolute()
