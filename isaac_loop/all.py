@@ -7,6 +7,7 @@ from isaac_loop.loop.trainer import *
 from isaac_loop.loop.history import *
 from isaac_loop.loop.device_records import *
 from isaac_loop.loop.subclassing import *
+from isaac_loop.loop.shared_attributes import *
 from isaac_loop.data.dataloaders import *
 from isaac_loop.data.sampling import *
 from isaac_loop.data.exact_loaders import *

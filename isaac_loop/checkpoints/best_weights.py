@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from ..loop.events import CancelException, Order
 from ..loop.history import Monitor, check_monitored, mode_of
+from ..loop.shared_attributes import offered
 from ..state.counting_state import check_same_monitor
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #73777d25
@@ -20,8 +21,7 @@ def evaluated_model(
     trainer, # Its callbacks may offer a model `evaluated`
 ): # A module
     "The model that the validation pass measures"
-    offered = [getattr(o, 'evaluated', None) for o in trainer.callbacks]
-    return next((o for o in offered if o is not None), trainer.model)
+    return next(iter(offered(trainer, 'evaluated')), trainer.model)
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #d8538461
 def _weights_of(model):
