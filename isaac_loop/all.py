@@ -21,7 +21,7 @@ from isaac_loop.state.plain_state import *
 from isaac_loop.state.snapshot import *
 from isaac_loop.state.own_state import *
 from isaac_loop.state.side_runs import *
-from isaac_loop.state.counting_state import *
+from isaac_loop.state.keeps_state import *
 from isaac_loop.state.run_state import *
 from isaac_loop.state.checkpoint_files import *
 from isaac_loop.state.store import *

@@ -1,8 +1,9 @@
 """Callbacks of other libraries through `adapt`, against the trainers they were written for.
 
-The same callback classes run in the loop of pytorch-accelerated and of AIToolbox and in ours, on the same weights and batches: the same
-calls in the same order, and the same weights bit for bit. What cannot be the same is said in the test that shows it. NeMo 0.x and Sonosco
-cannot be installed beside this library; their callbacks are written from their documentation.
+The same callback classes run in the loop of pytorch-accelerated and of AIToolbox and in ours, on the same
+weights and batches: the same calls in the same order, and the same weights bit for bit. What cannot be the
+same is said in the test that shows it. NeMo 0.x and Sonosco cannot be installed beside this library; their
+callbacks are written from their documentation.
 """
 
 import io
@@ -155,7 +156,8 @@ def both_pta(pta, make, **options):
 def test_accelerated_callbacks_get_the_same_calls_in_the_same_order_and_the_weights_are_the_same(pta):
     """Every event, its epoch, step, loss, batch and the metrics known by then
 
-    The loss of each step is compared, so that a callback must come after the trainer's own part of the moment."""
+    The loss of each step is compared, so that a callback must come after the trainer's own part of the
+    moment."""
     (theirs, seen), (mine, found) = both_pta(
         pta, lambda seen: [pta_recorder(pta, seen, "A"), pta_recorder(pta, seen, "B")]
     )
@@ -478,7 +480,7 @@ def test_the_handler_adds_clears_lists_and_calls_any_event(pta):
 
 @pytest.mark.shows("PTA-17", "PTA-41", "PTA-62")
 def test_a_batch_is_verified_by_an_event_of_ones_own(pta):
-    "Their example reads the configuration with brackets, which their frozen record refuses; ours has both ways"
+    "Their example reads the configuration with brackets, which their record refuses; ours has both ways"
     from pytorch_accelerated.callbacks import TrainerCallback
 
     class VerifyBatch(TrainerCallback):
@@ -645,11 +647,13 @@ def test_what_their_trainer_has_and_ours_has_not_is_named(pta):
     trainer = Trainer(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), adapt(Asks)])
     with pytest.warns(
         UserWarning,
-        match="`Asks.on_training_run_end` asks its trainer for `run_historie`, which nobody has so far.*Did you mean `run_history`",
+        match="`Asks.on_training_run_end` asks its trainer for `run_historie`, which nobody has so far.*"
+        "Did you mean `run_history`",
     ):
         with pytest.raises(
             AttributeError,
-            match=r"`Asks` asked its trainer for `run_historie`.*Did you mean `run_history`.*Offered are .*'run_config'",
+            match="`Asks` asked its trainer for `run_historie`.*"
+            "Did you mean `run_history`.*Offered are .*'run_config'",
         ):
             trainer.fit(1)
 
@@ -661,7 +665,8 @@ def test_training_states_in_their_layout_are_refused_before_any_training(pta, tm
     for cls in (SaveTrainingStateCallback, WSDCheckpointCallback):
         with pytest.raises(
             TypeError,
-            match=f"`{cls.__name__}._save.*` asks for `save_training_state`.*`CheckpointCB.folder, every=.*`WSDSchedulerCB`.*`ExportCB",
+            match=f"`{cls.__name__}._save.*` asks for `save_training_state`.*"
+            "`CheckpointCB.folder, every=.*`WSDSchedulerCB`.*`ExportCB",
         ):
             adapt(cls(tmp_path / "states"))
 
@@ -707,7 +712,7 @@ def test_all_their_other_callbacks_are_taken_without_a_word(pta, tmp_path, recwa
 
 
 def test_the_scheduler_of_their_trainer_is_ours(pta, tmp_path):
-    "It is there from the first epoch on, and in their files; before that, and where it is set, there is an error and no None"
+    "From the first epoch on, and in their files; before that, and where it is set, there is an error"
     from pytorch_accelerated.callbacks import SaveBestModelCallback, TrainerCallback
 
     make = partial(optim.lr_scheduler.MultiStepLR, milestones=[1, 8], gamma=0.5)
@@ -743,7 +748,7 @@ def test_the_scheduler_of_their_trainer_is_ours(pta, tmp_path):
     )
     with pytest.raises(
         AttributeError,
-        match="`Early` asked its trainer for `scheduler`, which is not there now.*from `on_train_epoch_start` on",
+        match="`Early` asked its trainer for `scheduler`, which is not there.*from `on_train_epoch_start` on",
     ):
         ours(BatchSchedulerCB(make), adapt(Early))
     with pytest.raises(TypeError, match="`Sets.on_training_run_start` sets `scheduler`.*BatchSchedulerCB"):
@@ -925,9 +930,10 @@ def test_toolbox_callbacks_get_the_same_calls_in_the_same_order_and_the_weights_
 ):
     """Every event with its epoch, iteration, gradients and weights; the orders are theirs
 
-    With two batches to an update, the gradient event comes for each batch, that of the optimizer for each update; with ours
-    a gradient that only accumulates has not been divided yet, and a window that is not full is divided by its own length, so the number of
-    batches is even here. Neither side calls `on_multiprocess_start` in a single process."""
+    With two batches to an update, the gradient event comes for each batch, that of the optimizer for each
+    update; with ours a gradient that only accumulates has not been divided yet, and a window that is not
+    full is divided by its own length, so the number of batches is even here. Neither side calls
+    `on_multiprocess_start` in a single process."""
     batches = BATCHES if accumulation == 1 else (BATCHES[0][:4], BATCHES[1])
     seen, found = [], []
     make = lambda log: [
@@ -1222,8 +1228,8 @@ def test_one_validation_pass_serves_all_who_ask(ait):
     for mine, theirs in zip(got[n::2], got[:n], strict=True):
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(mine, theirs))
     assert logs[0] == logs[1] and len(logs[1]) == 2
-    # In each epoch a training and a validation pass, a pass for predictions and two forced ones, one over the training set; predictions once more at the end
-    assert len(passes) == 3 * (2 + 3 + 1) + 1
+    # In each epoch: training and validation, predictions and two forced passes, one over the training set
+    assert len(passes) == 3 * (2 + 3 + 1) + 1  # Predictions once more at the end
 
 
 @pytest.mark.shows("AIT-19", "AIT-20")
@@ -1458,7 +1464,7 @@ def test_toolbox_subsets_are_what_is_trained_and_measured(ait, n_train, n_valid)
 @pytest.mark.shows("AIT-39", "AIT-41", "AIT-43")
 @pytest.mark.parametrize("every", [None, 2])
 def test_toolbox_checkpoints_are_the_same_files(ait, tmp_path, every):
-    "`ModelCheckpoint` after each epoch, `ModelIterationCheckpoint` after each `every` batches, with the hyper-parameters beside them"
+    "After each epoch, or after every so many batches, with the hyper-parameters beside them"
     from aitoolbox.torchtrain.callbacks.model_save import ModelCheckpoint, ModelIterationCheckpoint
 
     found = []
@@ -1505,7 +1511,7 @@ def test_toolbox_callbacks_infer_the_experiment_from_ours(ait, tmp_path):
 
 @pytest.mark.shows("AIT-42", "AIT-78")
 def test_the_fully_tracked_toolbox_example_leaves_the_same_files(ait, tmp_path):
-    "Their loop with checkpoints and a save at the end is `ExperimentCB` and the two callbacks here; all lies in one folder"
+    "Their loop with checkpoints is `ExperimentCB` and the two callbacks here; all lies in one folder"
     from aitoolbox.experiment.result_package.basic_packages import ClassificationResultPackage
     from aitoolbox.torchtrain.callbacks.basic import EarlyStopping
     from aitoolbox.torchtrain.callbacks.model_save import ModelCheckpoint, ModelTrainEndSave
@@ -1553,7 +1559,7 @@ def test_the_fully_tracked_toolbox_example_leaves_the_same_files(ait, tmp_path):
 
 
 def test_toolbox_callbacks_that_cannot_work_say_so_at_once(ait):
-    "Going on from their checkpoints would train all epochs again; loaders made in further processes would never be made"
+    "Their checkpoints would train all epochs again; loaders for other processes would never be made"
     from aitoolbox.torchtrain.callbacks.ddp import InMultiProcessDataLoad
     from aitoolbox.torchtrain.callbacks.model_load import ModelLoadContinueTraining
 
@@ -1700,7 +1706,7 @@ def test_a_plain_callback_is_closed_after_a_stop_and_after_an_error():
 
 @pytest.mark.shows("SON-04")
 def test_measures_are_means_since_the_last_refresh_and_the_validation_joins_at_the_end():
-    "Differs: the first batch has measures, too; metrics are those of the validation, since ours are not measured while training unless asked for."
+    "The first batch has measures, too; metrics are those of the validation"
     seen, losses, norms = [], [], []
 
     class WatchCB:
@@ -1836,7 +1842,7 @@ def test_plain_callbacks_are_added_like_any_other():
     assert calls == list(range(5))
 
 
-# NeMo 0.x: cannot be installed beside this library (it wants torch 1.x), so these callbacks are written from its documentation
+# NeMo 0.x: it wants torch 1.x, so these callbacks are written from its documentation
 
 
 class Nemo010:
@@ -1995,7 +2001,8 @@ def test_what_follows_no_protocol_is_refused_with_those_that_there_are():
 
     with pytest.raises(
         TypeError,
-        match="`Near` follows no protocol.*Did you mean `on_train_loop_registration`.*pytorch-accelerated.*plain callables",
+        match="`Near` follows no protocol.*Did you mean `on_train_loop_registration`.*"
+        "pytorch-accelerated.*plain callables",
     ):
         adapt(Near())
     with pytest.raises(
@@ -2036,13 +2043,14 @@ def test_a_foreign_callback_that_was_not_adapted_is_told_about_it(pta):
 def test_a_method_that_is_nearly_an_event_is_named():
     with pytest.warns(
         UserWarning,
-        match="`MistypedAccelerated.on_train_step_ends` is no event of pytorch-accelerated.*Did you mean `on_train_step_end`",
+        match="`MistypedAccelerated.on_train_step_ends` is no event of pytorch-accelerated.*"
+        "Did you mean `on_train_step_end`",
     ):
         adapt(MistypedAccelerated())
 
 
 def test_foreign_callbacks_stay_out_of_runs_on_the_side():
-    "Their order is above that of what records; predictions in between wake nobody, and nothing of the facade is lost"
+    "Their order is above that of what records; predictions in between wake nobody"
     plain, nemo = Plain(), Nemo010()
     trainer = ours(adapt(plain), adapt(nemo), n_epochs=1)
     before = len(plain.calls), len(nemo.seen)
@@ -2300,7 +2308,7 @@ def test_few_events_and_functions_are_enough_for_nemo():
 
 
 def test_measures_have_get_like_any_dict():
-    "Sonosco's callbacks ask `performance_measures.get('val_loss')` at every batch, and it is there only at the last"
+    "Sonosco's callbacks ask for `val_loss` at every batch, and it is there only at the last"
     found = []
 
     def ask(epoch, step, measures, trainer):

@@ -1,7 +1,7 @@
 """Losses, metrics and times of `metrics/metrics.py`, checked against numpy over all rows at once.
 
-Batches are unequal everywhere, so that a mean of means would be wrong. Where the numbers of a training pass are compared,
-the learning rate is 0: then the loss of every batch is that of the final model.
+Batches are unequal everywhere, so that a mean of means would be wrong. Where the numbers of a training pass
+are compared, the learning rate is 0: then the loss of every batch is that of the final model.
 """
 
 import ast
@@ -23,7 +23,8 @@ import isaac_loop.evaluate.evaluation  # noqa: F401 (more methods of the trainer
 import runs
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.evaluate.evaluator import EvaluatorCB
-from isaac_loop.metrics.metrics import MeanOf, MetricOn, MetricsCB, as_text, clock
+from isaac_loop.basics.tables import clock
+from isaac_loop.metrics.metrics import MeanOf, MetricOn, MetricsCB, as_text
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
@@ -967,7 +968,8 @@ def test_a_function_without_a_name_needs_one():
     [
         (
             dict(average="macro"),
-            "`average='macro'` is no metric, and `MetricsCB` has no option `average`.*Its options are `train_metrics`, `weigh`, `show`.*given to the metric itself",
+            "`average='macro'` is no metric, and `MetricsCB` has no option `average`.*"
+            "Its options are `train_metrics`, `weigh`, `show`.*given to the metric itself",
         ),
         (dict(train_metric=True), "Did you mean `train_metrics`"),
         (dict(weight="mean"), "Did you mean `weigh`"),
