@@ -382,7 +382,7 @@ def test_the_record_says_what_was_run(tmp_path):
     )
     assert {"InterruptCB", "BasicTrainCB", "MetricsCB"} <= set(found["fits"][0]["callbacks"])
     code = folder / "code"
-    assert "class OwnNet(nn.Linear): pass" in (code / "model.py").read_text()
+    assert "class OwnNet(nn.Linear):" in (code / "model.py").read_text()
     sources = (code / "callbacks.py").read_text()
     assert "class InterruptCB" in sources and "class MetricsCB" in sources
     assert f"torch=={torch.__version__.partition('+')[0]}" in (code / "requirements.txt").read_text()
