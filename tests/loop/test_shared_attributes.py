@@ -1,4 +1,4 @@
-"""What callbacks ask of one another is written down: every look at a callback, found in the code, is in `OFFERS`."""
+"""What callbacks ask of one another is written down: every look at one, found in the code, is in `OFFERS`."""
 
 import ast
 from pathlib import Path
