@@ -7,6 +7,7 @@ from isaac_loop.loop.trainer import *
 from isaac_loop.loop.history import *
 from isaac_loop.loop.device_records import *
 from isaac_loop.loop.subclassing import *
+from isaac_loop.loop.shared_attributes import *
 from isaac_loop.data.dataloaders import *
 from isaac_loop.data.sampling import *
 from isaac_loop.data.exact_loaders import *
@@ -20,7 +21,7 @@ from isaac_loop.state.plain_state import *
 from isaac_loop.state.snapshot import *
 from isaac_loop.state.own_state import *
 from isaac_loop.state.side_runs import *
-from isaac_loop.state.counting_state import *
+from isaac_loop.state.keeps_state import *
 from isaac_loop.state.run_state import *
 from isaac_loop.state.checkpoint_files import *
 from isaac_loop.state.store import *
