@@ -45,6 +45,7 @@ from isaac_loop.schedule.attribute_schedule import *
 from isaac_loop.schedule.scheduler_checks import *
 from isaac_loop.tune.lr_finder import *
 from isaac_loop.tune.batch_finder import *
+from isaac_loop.metrics.any_metric import *
 from isaac_loop.metrics.metrics import *
 from isaac_loop.metrics.recorder import *
 from isaac_loop.metrics.epoch_time import *

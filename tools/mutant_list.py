@@ -399,16 +399,16 @@ MUTANTS = [
     # What is measured
     Mutant(
         "a sum is weighed like a mean",
-        "_Losses.mean",
+        "mean_loss",
         "loss if summed else loss*size",
         "loss*size",
         ["test_sums_and_means_give_the_mean_of_an_example"],
     ),
     Mutant(
         "small batches weigh as much as large ones",
-        "MeanOf.update",
-        "value*n)",
-        "value)",
+        "MeanOf._sum",
+        "if value.numel() == 1: return value*n",
+        "if value.numel() == 1: return value",
         ["test_a_function_is_averaged_over_all_examples"],
     ),
     Mutant(
