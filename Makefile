@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN = .venv/bin
-PIP = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
+PIP = $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 DEMO = .venv/.demo
 READY = .venv/.ready
 
@@ -56,7 +56,7 @@ wheel: $(READY)
 	rm -rf dist .venv-wheel
 	$(BIN)/python -m build --wheel --outdir dist .
 	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
+	.venv-wheel/bin/pip install -qq --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd dist && ../.venv-wheel/bin/python -m isaac_loop --epochs 5
 	rm -rf .venv-wheel
 
