@@ -33,6 +33,7 @@ test: $(READY)
 	$(BIN)/python tools/test_notebooks.py
 	$(BIN)/pytest -n 2
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check tests tools
 
 torture: $(READY)
 	$(BIN)/python tools/torture.py --kills 200 --signals 100
@@ -43,6 +44,7 @@ mutants: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check tests tools
 	$(BIN)/nbdev-clean
 
 docs: $(READY)

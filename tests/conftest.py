@@ -3,6 +3,7 @@
 Laws over random cases take the same cases each time, so that a failure is the fault of the change it came with.
 `make torture` tries others: `HYPOTHESIS_PROFILE=others`.
 """
+
 import os
 
 import pytest

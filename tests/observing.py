@@ -1,4 +1,5 @@
 "Describes everything that can be seen from an object, without any help from the library, so that two moments can be compared."
+
 import random
 import types
 from array import array
@@ -13,9 +14,20 @@ from isaac_loop.loop.events import Plan
 
 def bits(x):
     "A tensor's or an array's type, shape and bytes"
-    if isinstance(x, np.ndarray): return str(x.dtype), x.shape, list(map(id, x.flat)) if x.dtype == object else x.tobytes()
-    if x.is_sparse: return "sparse", tuple(x.shape), bits(x.detach().to_dense())
-    return str(x.dtype), tuple(x.shape), x.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(x, np.ndarray):
+        return str(x.dtype), x.shape, list(map(id, x.flat)) if x.dtype == object else x.tobytes()
+    if x.is_sparse:
+        return "sparse", tuple(x.shape), bits(x.detach().to_dense())
+    return (
+        str(x.dtype),
+        tuple(x.shape),
+        x.detach()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes(),
+    )
 
 
 def random_states():
@@ -32,14 +44,20 @@ def _items(x):
 
 def _own(x):
     "The `__dict__` of `x` without asking its `__getattr__`"
-    try: own = object.__getattribute__(x, "__dict__")
-    except AttributeError: return {}
-    return {k: v for k, v in own.items() if k != "_aside"} if isinstance(own, dict) else {}  # Random numbers on the side go on
+    try:
+        own = object.__getattribute__(x, "__dict__")
+    except AttributeError:
+        return {}
+    return (
+        {k: v for k, v in own.items() if k != "_aside"} if isinstance(own, dict) else {}
+    )  # Random numbers on the side go on
 
 
 def _filled(x, slot):
-    try: object.__getattribute__(x, slot)
-    except AttributeError: return False
+    try:
+        object.__getattribute__(x, slot)
+    except AttributeError:
+        return False
     return True
 
 
@@ -47,19 +65,36 @@ def _parts(x):
     "A description of `x` alone, and the parts to look at next by name"
     if isinstance(x, torch.Tensor):
         return (bits(x), x.requires_grad), {"grad": x.grad} if x.is_leaf else {}
-    if isinstance(x, np.ndarray): return bits(x), {f"[{i}]": o for i, o in enumerate(x.flat)} if x.dtype == object else {}
-    if isinstance(x, torch.Generator): return x.get_state().tolist(), {}
-    if isinstance(x, random.Random): return x.getstate(), {}
-    if isinstance(x, np.random.Generator): return repr(x.bit_generator.state), {}
-    if isinstance(x, Plan): return [(kind, event, [(id(cb), h.__name__) for cb, h in found]) for kind, d in x.entries.items() for event, found in d.items()], {}
-    if isinstance(x, (array, bytearray)): return bytes(x), {}
+    if isinstance(x, np.ndarray):
+        return bits(x), {f"[{i}]": o for i, o in enumerate(x.flat)} if x.dtype == object else {}
+    if isinstance(x, torch.Generator):
+        return x.get_state().tolist(), {}
+    if isinstance(x, random.Random):
+        return x.getstate(), {}
+    if isinstance(x, np.random.Generator):
+        return repr(x.bit_generator.state), {}
+    if isinstance(x, Plan):
+        return [
+            (kind, event, [(id(cb), h.__name__) for cb, h in found])
+            for kind, d in x.entries.items()
+            for event, found in d.items()
+        ], {}
+    if isinstance(x, (array, bytearray)):
+        return bytes(x), {}
     own = _own(x)
     for c in type(x).__mro__:
         names = vars(c).get("__slots__", ())
-        own |= {o: getattr(x, o) for o in ([names] if isinstance(names, str) else names) if o not in ("__dict__", "__weakref__") and _filled(x, o)}
-    if isinstance(x, dict): return list(map(id, x)), own | _items(x)
-    if isinstance(x, (list, tuple, deque)): return len(x), own | {f"[{i}]": v for i, v in enumerate(x)}
-    if isinstance(x, (set, frozenset)): return sorted(map(id, x)), own | {f"<{id(o)}>": o for o in x}
+        own |= {
+            o: getattr(x, o)
+            for o in ([names] if isinstance(names, str) else names)
+            if o not in ("__dict__", "__weakref__") and _filled(x, o)
+        }
+    if isinstance(x, dict):
+        return list(map(id, x)), own | _items(x)
+    if isinstance(x, (list, tuple, deque)):
+        return len(x), own | {f"[{i}]": v for i, v in enumerate(x)}
+    if isinstance(x, (set, frozenset)):
+        return sorted(map(id, x)), own | {f"<{id(o)}>": o for o in x}
     return sorted(own), own
 
 
@@ -68,11 +103,19 @@ def observe(root, skip=()):
     found, seen, todo = {}, {id(o) for o in skip}, [("", root)]
     while todo:
         path, x = todo.pop()
-        if x is None or isinstance(x, (str, bytes, int, float, complex)): found[path] = repr(x)
-        elif isinstance(x, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)): found[path] = id(x)
-        elif isinstance(x, types.MethodType): found[path] = id(x.__func__), id(x.__self__)
-        elif isinstance(x, partial): found[path], todo = id(x.func), [*todo, (path + ".args", x.args), (path + ".keywords", x.keywords)]
-        elif id(x) in seen: found[path] = id(x)
+        if x is None or isinstance(x, (str, bytes, int, float, complex)):
+            found[path] = repr(x)
+        elif isinstance(x, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)):
+            found[path] = id(x)
+        elif isinstance(x, types.MethodType):
+            found[path] = id(x.__func__), id(x.__self__)
+        elif isinstance(x, partial):
+            found[path], todo = (
+                id(x.func),
+                [*todo, (path + ".args", x.args), (path + ".keywords", x.keywords)],
+            )
+        elif id(x) in seen:
+            found[path] = id(x)
         else:
             seen.add(id(x))
             description, parts = _parts(x)

@@ -10,6 +10,7 @@ itself, with the processor's caches to itself. Beside real tensors the same inst
 Then come two costs of never losing work: a checkpoint against `torch.save` and `fsync` of the same state (at most twice
 as long), and the exact loader against a plain `DataLoader`: with workers, what the training process does for each batch.
 """
+
 import copy
 import os
 import pickle
@@ -24,16 +25,32 @@ from torch.nn import functional as F
 
 from torch.utils.data import DataLoader, TensorDataset
 
-from isaac_loop.all import BasicTrainCB, CheckpointStore, DataLoaders, MetricsCB, ProgressCB, Table, Trainer, exact_loader, take_state
+from isaac_loop.all import (
+    BasicTrainCB,
+    CheckpointStore,
+    DataLoaders,
+    MetricsCB,
+    ProgressCB,
+    Table,
+    Trainer,
+    exact_loader,
+    take_state,
+)
 
 N_BATCHES, ROUNDS = 300, 60
 
 
 class Nothing:
     "A callback that answers two events and does nothing"
-    def __init__(self, i): self.name = f"nothing{i}"
-    def before_batch(self, trainer): pass
-    def after_batch(self, trainer): pass
+
+    def __init__(self, i):
+        self.name = f"nothing{i}"
+
+    def before_batch(self, trainer):
+        pass
+
+    def after_batch(self, trainer):
+        pass
 
 
 def by_hand(model, data, early=False):
@@ -52,11 +69,21 @@ def by_hand(model, data, early=False):
 
 class StandIn:
     "A model, a loss and an optimizer that do nothing"
-    def __call__(self, *args): return self
-    def train(self, mode): pass
-    def backward(self): pass
-    def step(self): pass
-    def zero_grad(self): pass
+
+    def __call__(self, *args):
+        return self
+
+    def train(self, mode):
+        pass
+
+    def backward(self):
+        pass
+
+    def step(self):
+        pass
+
+    def zero_grad(self):
+        pass
 
 
 def loop_alone(n=20_000):
@@ -75,7 +102,11 @@ def loop_alone(n=20_000):
         trainer.opt = it
         return lambda: trainer.fit(1, 0.01, valid=False)
 
-    variants = {"by hand": by_hand, "BasicTrainCB": ours(), "... + 10 that do nothing": ours(*map(Nothing, range(10)))}
+    variants = {
+        "by hand": by_hand,
+        "BasicTrainCB": ours(),
+        "... + 10 that do nothing": ours(*map(Nothing, range(10))),
+    }
     return measure(variants, n, rounds=15)
 
 
@@ -98,37 +129,90 @@ def main():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def ours(*callbacks):
-        trainer = Trainer(DataLoaders(data), F.cross_entropy, optim.SGD, copy.deepcopy(model), [BasicTrainCB(), *callbacks])
+        trainer = Trainer(
+            DataLoaders(data), F.cross_entropy, optim.SGD, copy.deepcopy(model), [BasicTrainCB(), *callbacks]
+        )
         return lambda n=1: trainer.fit(n, 0.01, valid=False)
 
     bare = ours()
     first, second = copy.deepcopy(model), copy.deepcopy(model)
-    variants = {"by hand": lambda: by_hand(first, data), "by hand, early": lambda: by_hand(second, data, True), "BasicTrainCB": bare,
-                "... + 10 that do nothing": ours(*map(Nothing, range(10))), "... + MetricsCB": ours(MetricsCB(), ProgressCB("plain")),
-                "start-up of fit": lambda: bare(0)}
+    variants = {
+        "by hand": lambda: by_hand(first, data),
+        "by hand, early": lambda: by_hand(second, data, True),
+        "BasicTrainCB": bare,
+        "... + 10 that do nothing": ours(*map(Nothing, range(10))),
+        "... + MetricsCB": ours(MetricsCB(), ProgressCB("plain")),
+        "start-up of fit": lambda: bare(0),
+    }
     variants["... + MetricsCB"] = quiet(variants["... + MetricsCB"])
     best = measure(variants, N_BATCHES, ROUNDS)
-    print(Table([{"variant": name, "us per batch": us, "over by hand": us - best["by hand"], "ratio": us / best["by hand"]} for name, us in best.items()]))
+    print(
+        Table(
+            [
+                {
+                    "variant": name,
+                    "us per batch": us,
+                    "over by hand": us - best["by hand"],
+                    "ratio": us / best["by hand"],
+                }
+                for name, us in best.items()
+            ]
+        )
+    )
     hook = (best["... + 10 that do nothing"] - best["BasicTrainCB"]) / 20
-    print(f"\none do-nothing hook: {hook:.3f} us; fit starts in {best['start-up of fit'] * N_BATCHES / 1000:.2f} ms (shared by {N_BATCHES} batches above)")
+    print(
+        f"\none do-nothing hook: {hook:.3f} us; fit starts in {best['start-up of fit'] * N_BATCHES / 1000:.2f} ms (shared by {N_BATCHES} batches above)"
+    )
     alone = loop_alone()
     print("\nWithout tensors\n")
-    print(Table([{"variant": name, "us per batch": us, "over by hand": us - alone["by hand"]} for name, us in alone.items()]))
+    print(
+        Table(
+            [
+                {"variant": name, "us per batch": us, "over by hand": us - alone["by hand"]}
+                for name, us in alone.items()
+            ]
+        )
+    )
     print("\nA checkpoint with Adam's state\n")
     both = {n: saving(n) for n in (100_000, 5_000_000)}
-    print(Table([{"parameters": n, **{k: f"{v:.1f} ms" for k, v in o.items()}, "ratio": o["checkpoint"] / o["torch.save + fsync"]} for n, o in both.items()]))
+    print(
+        Table(
+            [
+                {
+                    "parameters": n,
+                    **{k: f"{v:.1f} ms" for k, v in o.items()},
+                    "ratio": o["checkpoint"] / o["torch.save + fsync"],
+                }
+                for n, o in both.items()
+            ]
+        )
+    )
     print("\nMicroseconds per batch of 32 rows\n")
     loads = {"none": loading(), "two; work of the training process": handing_out()}
-    print(Table([{"workers": n, **o, "over DataLoader": o["exact_loader"] - o["DataLoader"]} for n, o in loads.items()]))
+    print(
+        Table(
+            [
+                {"workers": n, **o, "over DataLoader": o["exact_loader"] - o["DataLoader"]}
+                for n, o in loads.items()
+            ]
+        )
+    )
 
 
 def saving(n_parameters):
     "Milliseconds for a checkpoint, and for `torch.save` and `fsync` of the same, of a model with Adam"
     width = int((n_parameters / 2) ** 0.5)
-    trainer = Trainer(DataLoaders([(torch.randn(4, width),)]), None, optim.Adam, nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)), [BasicTrainCB()])
+    trainer = Trainer(
+        DataLoaders([(torch.randn(4, width),)]),
+        None,
+        optim.Adam,
+        nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)),
+        [BasicTrainCB()],
+    )
     trainer.loss_func = lambda preds: preds.square().mean()
     trainer.fit(1, valid=False)
     with tempfile.TemporaryDirectory(dir=".") as place, CheckpointStore(Path(place) / "ours") as store:
+
         def raw():
             weights, state = take_state(trainer, 1, copy=False)
             path = Path(place) / "raw.pt"
@@ -148,7 +232,9 @@ def saving(n_parameters):
 def loading(n=20_000, batch_size=32):
     "Microseconds per batch for the exact loader and a plain one, without workers"
     loaders = two_loaders(n, batch_size, 0)
-    return measure({name: lambda o=o: [None for _ in o] for name, o in loaders.items()}, n // batch_size, rounds=9)
+    return measure(
+        {name: lambda o=o: [None for _ in o] for name, o in loaders.items()}, n // batch_size, rounds=9
+    )
 
 
 def handing_out(n=20_000, batch_size=32):
@@ -163,14 +249,23 @@ def handing_out(n=20_000, batch_size=32):
         return lambda: [pickle.dumps((0, o)) for o in loader.batch_sampler]
 
     def note():
-        for _ in exact: pass
-    found = measure({"DataLoader": choose(plain), "exact_loader": choose(exact), "position": note}, n // batch_size, rounds=15)
+        for _ in exact:
+            pass
+
+    found = measure(
+        {"DataLoader": choose(plain), "exact_loader": choose(exact), "position": note},
+        n // batch_size,
+        rounds=15,
+    )
     return {"DataLoader": found["DataLoader"], "exact_loader": found["exact_loader"] + found["position"]}
 
 
 def two_loaders(n, batch_size, num_workers):
     data = TensorDataset(torch.randn(n, 16), torch.randint(3, (n,)))
-    return {"DataLoader": DataLoader(data, batch_size, shuffle=True, num_workers=num_workers), "exact_loader": exact_loader(data, batch_size, num_workers=num_workers)}
+    return {
+        "DataLoader": DataLoader(data, batch_size, shuffle=True, num_workers=num_workers),
+        "exact_loader": exact_loader(data, batch_size, num_workers=num_workers),
+    }
 
 
 def quiet(f):
@@ -181,6 +276,7 @@ def quiet(f):
     def run():
         with contextlib.redirect_stdout(io.StringIO()):
             f()
+
     return run
 
 

@@ -1,8 +1,8 @@
 """Write the page that says where each feature is shown: `nbs/coverage.md`.
 
 The features stand in `tools/features.csv`, and their families (`ISA`, `NEMO`, ...) are those of its numbers. A test shows
-a feature by naming it in its docstring, a decorator or its body; a notebook's cell by a line `#| shows: ISA-70 ISA-71`.
-Ranges are written `ISA-31 to ISA-37` or `ISA-31..37`.
+a feature by the marker `@pytest.mark.shows("ISA-70", "ISA-71")`, a notebook's cell by a line `#| shows: ISA-70 ISA-71`.
+Ranges are written `ISA-31 to ISA-37` or `ISA-31..37`. What else a test says is not read.
 
 The column `later` says what comes with multi-process training: `all` of a feature, which may then be shown nowhere,
 or a `part` of it. The column `otherwise` says what is not as the feature's own words have it.
@@ -11,6 +11,7 @@ or a `part` of it. The column `otherwise` says what is not as the feature's own 
     python tools/coverage.py --check      fail if the page is out of date, or a marker names a feature that is not there
     python tools/coverage.py --complete   fail, besides, if a feature is shown nowhere
 """
+
 import argparse
 import ast
 import csv
@@ -23,7 +24,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path("nbs/coverage.md")
-LATER = {"": "", "part": "*across processes: later*", "all": "*comes with multi-process training*"}  # What the page says
+LATER = {
+    "": "",
+    "part": "*across processes: later*",
+    "all": "*comes with multi-process training*",
+}  # What the page says
 DIRECTIVE = re.compile(r"^#\|\s*shows\b\s*:?(.*)$", re.M)
 
 NEVER_RUN = re.compile(r"^#\|\s*eval\s*:\s*false", re.M)
@@ -46,7 +51,9 @@ def read_features(path):
         raise ValueError(f"{path.name} has {', '.join(twice)} more than once. Give each feature one line.")
     odd = [f"{o.id} has {o.later!r}" for o in rows if o.later not in LATER]
     if odd:
-        raise ValueError(f"In the column `later` of {path.name}, {', '.join(odd)}. Write `all`, `part` or nothing.")
+        raise ValueError(
+            f"In the column `later` of {path.name}, {', '.join(odd)}. Write `all`, `part` or nothing."
+        )
     return features
 
 
@@ -59,7 +66,9 @@ def parse(text, known, where):
     for family, first, *ends in re.findall(pattern, text):
         other, last = ends[0] or ends[2], ends[1] or ends[3]
         if other and other != family:
-            raise MarkerError(f"{where}: `{family}-{first} to {other}-{last}` goes from one family to another. Name two ranges.")
+            raise MarkerError(
+                f"{where}: `{family}-{first} to {other}-{last}` goes from one family to another. Name two ranges."
+            )
         found += _numbers(family, first, last or first, known, where)
     return list(dict.fromkeys(found))
 
@@ -72,32 +81,52 @@ def _numbers(family, first, last, known, where):
     for o in ids:
         if o not in known:
             near = difflib.get_close_matches(o, known, n=1)
-            raise MarkerError(f"{where}: there is no feature `{o}`.{f' Did you mean `{near[0]}`?' if near else ''}")
+            raise MarkerError(
+                f"{where}: there is no feature `{o}`.{f' Did you mean `{near[0]}`?' if near else ''}"
+            )
     return ids
 
 
-def parse_directive(text, known, where):
-    "The features in the rest of a line `#| shows:`, which has nothing but numbers and ranges"
+def parse_list(text, known, where):
+    "The features of a marker, which has nothing but numbers and ranges"
     found = parse(text, known, where)
     families = "|".join(sorted({o.partition("-")[0] for o in known}))
-    bare = re.sub(rf"\b(?:({families})-\d+(\s+to\s+({families})-\d+|\.\.(({families})-)?\d+)?|[FU]\d+)(?!\S*\w)", "", text)
+    bare = re.sub(
+        rf"\b(?:({families})-\d+(\s+to\s+({families})-\d+|\.\.(({families})-)?\d+)?|[FU]\d+)(?!\S*\w)",
+        "",
+        text,
+    )
     odd = bare.replace(",", " ").split()
     if odd or not text.strip():
-        raise MarkerError(f"{where}: `#| shows:{text}` should name features, such as `#| shows: {next(iter(known))}`{f', but has `{odd[0]}`' if odd else ''}.")
+        raise MarkerError(
+            f"{where}: `{text.strip()}` should name features, such as `{next(iter(known))}`{f', but has `{odd[0]}`' if odd else ''}."
+        )
     return found
+
+
+def shown_by(decorator, where):
+    "What the decorator `pytest.mark.shows(...)` names, or nothing if it is another one"
+    if not isinstance(decorator, ast.Call) or ast.unparse(decorator.func) != "pytest.mark.shows":
+        return None
+    if (
+        not all(isinstance(o, ast.Constant) and isinstance(o.value, str) for o in decorator.args)
+        or decorator.keywords
+    ):
+        raise MarkerError(f"{where}: `{ast.unparse(decorator)}` should name features by plain texts.")
+    return ", ".join(o.value for o in decorator.args)
 
 
 def test_markers(path, known, root):
     "Pairs of feature and place in a file of tests"
-    source = path.read_text(encoding="utf-8")
-    lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not node.name.startswith("test"):
             continue
         place = Place(path.relative_to(root).as_posix(), node.name)
-        start = min([node.lineno, *(o.lineno for o in node.decorator_list)])
-        for o in parse("\n".join(lines[start - 1:node.end_lineno]), known, "::".join(place)):
-            yield o, place
+        where = "::".join(place)
+        markers = [shown_by(o, where) for o in node.decorator_list]
+        for text in [o for o in markers if o is not None]:
+            for feature in parse_list(text, known, where):
+                yield feature, place
 
 
 def notebook_markers(path, known, root):
@@ -111,9 +140,11 @@ def notebook_markers(path, known, root):
             continue
         place = Place(path.relative_to(root).as_posix(), heading.strip())
         if DIRECTIVE.search(source) and NEVER_RUN.search(source):
-            raise MarkerError(f"{' in the part '.join(place)}: a cell that is never run shows nothing. Take its `#| shows:` away.")
+            raise MarkerError(
+                f"{' in the part '.join(place)}: a cell that is never run shows nothing. Take its `#| shows:` away."
+            )
         for text in DIRECTIVE.findall(source):
-            for o in parse_directive(text, known, " in the part ".join(place)):
+            for o in parse_list(text, known, " in the part ".join(place)):
                 yield o, place
 
 
@@ -121,7 +152,11 @@ def find_places(known, root=ROOT):
     "Where each feature is shown"
     places = {o: [] for o in known}
     tests = [m for p in sorted((root / "tests").rglob("test_*.py")) for m in test_markers(p, known, root)]
-    notebooks = [p for p in sorted((root / "nbs").rglob("*.ipynb")) if not any(o.startswith((".", "_")) for o in p.parts)]
+    notebooks = [
+        p
+        for p in sorted((root / "nbs").rglob("*.ipynb"))
+        if not any(o.startswith((".", "_")) for o in p.parts)
+    ]
     for o, place in [*(m for p in notebooks for m in notebook_markers(p, known, root)), *tests]:
         if place not in places[o]:
             places[o].append(place)
@@ -138,20 +173,39 @@ def link(path, names):
     "Markdown for all places in one file"
     href = Path(path).relative_to("nbs").as_posix() if path.startswith("nbs/") else f"../{path}"
     if path.endswith(".ipynb"):
-        return ", ".join(f"[{Path(path).stem}: {o.replace('|', chr(92) + '|')}]({href}#{anchor(o)})" for o in names)
+        return ", ".join(
+            f"[{Path(path).stem}: {o.replace('|', chr(92) + '|')}]({href}#{anchor(o)})" for o in names
+        )
     return f"[{Path(path).name}]({href}) " + ", ".join(f"`{o}`" for o in names)
 
 
 def make_page(features, places):
     "The page as Markdown"
     shown = [o for o in features if places[o]]
-    lines = ["---", "title: What is shown where", "---", "", "<!-- Written by tools/coverage.py from markers in tests and notebooks; do not edit -->", "",
-             f"Of {len(features)} features, {len(shown)} are shown by a test or by an executed cell of a notebook.",
-             "An exclamation mark stands for something that is easily got wrong, so that a test has to show it right.", *_outlook(features, places), ""]
+    lines = [
+        "---",
+        "title: What is shown where",
+        "---",
+        "",
+        "<!-- Written by tools/coverage.py from markers in tests and notebooks; do not edit -->",
+        "",
+        f"Of {len(features)} features, {len(shown)} are shown by a test or by an executed cell of a notebook.",
+        "An exclamation mark stands for something that is easily got wrong, so that a test has to show it right.",
+        *_outlook(features, places),
+        "",
+    ]
     for family in dict.fromkeys(o.partition("-")[0] for o in features):
         ids = [o for o in features if o.startswith(family + "-")]
-        lines += [f"## {family}: {len([o for o in ids if places[o]])} of {len(ids)}", "", "| | | Feature | Shown in |", "|---|---|---|---|"]
-        lines += [f"| {o} | {'!' if '!' in features[o].kind else ''} | {features[o].title} | {_cell(places[o], features[o])} |" for o in ids] + [""]
+        lines += [
+            f"## {family}: {len([o for o in ids if places[o]])} of {len(ids)}",
+            "",
+            "| | | Feature | Shown in |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {o} | {'!' if '!' in features[o].kind else ''} | {features[o].title} | {_cell(places[o], features[o])} |"
+            for o in ids
+        ] + [""]
     return "\n".join(lines)
 
 
@@ -161,7 +215,9 @@ def _outlook(features, places):
     part = [o for o in features if features[o].later == "part"]
     if not whole and not part:
         return []
-    return [f"Training in several processes is not there yet: {len(whole)} features come with it, and of {len(part)} others a part."]
+    return [
+        f"Training in several processes is not there yet: {len(whole)} features come with it, and of {len(part)} others a part."
+    ]
 
 
 def _cell(places, feature):

@@ -1,8 +1,9 @@
 """Write `isaac_loop/data/digits-*.parquet` from the copy of the handwritten digits that scikit-learn ships.
 
-Run once; `tests/test_data.py` compares every stored pixel with scikit-learn's. Grey values 0 to 16 are stretched
+Run once; `tests/data/test_data.py` compares every stored pixel with scikit-learn's. Grey values 0 to 16 are stretched
 to 0 to 255, as image viewers expect, and can be taken back exactly. The split is random with a fixed seed.
 """
+
 import sys
 from pathlib import Path
 
@@ -23,7 +24,9 @@ def main():
     features = Features({"image": Image(mode="L"), "label": ClassLabel(names=[str(i) for i in range(10)])})
     for name, rows in (("train", order[:N_TRAIN]), ("test", order[N_TRAIN:])):
         images = [PILImage.fromarray(pixels[i]) for i in rows]
-        Dataset.from_dict({"image": images, "label": digits.target[rows].tolist()}, features=features).to_parquet(folder / f"digits-{name}.parquet")
+        Dataset.from_dict(
+            {"image": images, "label": digits.target[rows].tolist()}, features=features
+        ).to_parquet(folder / f"digits-{name}.parquet")
 
 
 if __name__ == "__main__":

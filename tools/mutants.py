@@ -6,6 +6,7 @@ no path and no line, so files and code may move; a text that is not there exactl
     python tools/mutants.py                 all mutants, two at a time
     python tools/mutants.py Accumulation    those whose function has one of these texts in its name
 """
+
 import argparse
 import ast
 import os
@@ -22,7 +23,16 @@ from queue import SimpleQueue
 from mutant_list import MUTANTS
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("isaac_loop", "tests", "tools", "nbs", "pyproject.toml", "settings.ini", "README.md", "CONTRIBUTING.md")
+COPIED = (
+    "isaac_loop",
+    "tests",
+    "tools",
+    "nbs",
+    "pyproject.toml",
+    "settings.ini",
+    "README.md",
+    "CONTRIBUTING.md",
+)
 
 Place = namedtuple("Place", "path start end")  # A function's text, as offsets in its file
 
@@ -33,31 +43,43 @@ class StaleMutant(ValueError):
 
 def owner_of(node, within):
     "Name of the class that a function belongs to: the one around it, or the one it is patched onto"
-    if within: return within
+    if within:
+        return within
     patched = any("patch" in ast.unparse(o) for o in node.decorator_list)
     first = next(iter(node.args.args), None)
-    return ast.unparse(first.annotation) if patched and first is not None and first.annotation is not None else ""
+    return (
+        ast.unparse(first.annotation)
+        if patched and first is not None and first.annotation is not None
+        else ""
+    )
 
 
 def functions_in(path):
     "Qualified names of the functions and methods in a file, with the place of each"
     source = path.read_text(encoding="utf-8")
     starts = [0]
-    for line in source.splitlines(keepends=True): starts.append(starts[-1] + len(line))
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
     for node in ast.parse(source).body:
         inside = [(o, node.name) for o in node.body] if isinstance(node, ast.ClassDef) else [(node, "")]
         for part, within in inside:
-            if not isinstance(part, ast.FunctionDef): continue
+            if not isinstance(part, ast.FunctionDef):
+                continue
             owner = owner_of(part, within)
-            yield f"{owner}.{part.name}".lstrip("."), Place(path, starts[part.lineno - 1], starts[part.end_lineno])
+            yield (
+                f"{owner}.{part.name}".lstrip("."),
+                Place(path, starts[part.lineno - 1], starts[part.end_lineno]),
+            )
 
 
 def all_functions(root):
     "Places by qualified name; a name that several modules use has several"
     found = {}
-    for path in sorted((root/"isaac_loop").rglob("*.py")):
-        if path.name == "_modidx.py": continue
-        for name, place in functions_in(path): found.setdefault(name, []).append(place)
+    for path in sorted((root / "isaac_loop").rglob("*.py")):
+        if path.name == "_modidx.py":
+            continue
+        for name, place in functions_in(path):
+            found.setdefault(name, []).append(place)
     return found
 
 
@@ -66,30 +88,48 @@ def broken(mutant, functions):
     able = []
     for place in functions.get(mutant.function, ()):
         source = place.path.read_text(encoding="utf-8")
-        text = source[place.start:place.end]
-        if text.count(mutant.old) == 1: able.append((place, source, text))
+        text = source[place.start : place.end]
+        if text.count(mutant.old) == 1:
+            able.append((place, source, text))
     if len(able) != 1:
-        raise StaleMutant(f"`{mutant.function}` has the text {mutant.old!r} {len(able)} times in one place each; it must be there once. "
-                          "Change the mutant together with the code.")
+        raise StaleMutant(
+            f"`{mutant.function}` has the text {mutant.old!r} {len(able)} times in one place each; it must be there once. "
+            "Change the mutant together with the code."
+        )
     place, source, text = able[0]
-    return place.path, source[:place.start] + text.replace(mutant.old, mutant.new) + source[place.end:]
+    return place.path, source[: place.start] + text.replace(mutant.old, mutant.new) + source[place.end :]
 
 
 def find_tests(names, root):
     "Arguments for pytest, by test; a name that several files use has its file before it, as in `test_clipping::test_it`"
-    files, found = {o: o.read_text(encoding="utf-8") for o in sorted((root/"tests").glob("test_*.py"))}, {}
+    files, found = {o: o.read_text(encoding="utf-8") for o in sorted((root / "tests").rglob("test_*.py"))}, {}
     for name in names:
         file, _, test = name.rpartition("::")
-        paths = [o for o, source in files.items() if file in ("", o.stem) and re.search(rf"^def {test}\(", source, re.M)]
-        if len(paths) != 1: raise StaleMutant(f"There are {len(paths)} tests called `{name}`; there must be one.")
-        found[name] = f"tests/{paths[0].name}::{test}"
+        paths = [
+            o
+            for o, source in files.items()
+            if file in ("", o.stem) and re.search(rf"^def {test}\(", source, re.M)
+        ]
+        if len(paths) != 1:
+            raise StaleMutant(f"There are {len(paths)} tests called `{name}`; there must be one.")
+        found[name] = f"{paths[0].relative_to(root).as_posix()}::{test}"
     return found
 
 
 def run_tests(arguments, root):
     "Exit status, names of the tests that failed, and the output"
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [Path(sys.executable).parent/"pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rfE", "--tb=line", *arguments]
+    command = [
+        Path(sys.executable).parent / "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-rfE",
+        "--tb=line",
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     failed = set(re.findall(r"^(?:FAILED|ERROR) \S+?::(\w+)", done.stdout, re.M))
     return done.returncode, failed, done.stdout + done.stderr
@@ -99,9 +139,11 @@ def make_copy():
     "A folder with everything that a test may look at"
     folder = Path(tempfile.mkdtemp(prefix="mutants-"))
     for name in COPIED:
-        source = ROOT/name
-        if source.is_dir(): shutil.copytree(source, folder/name, ignore=shutil.ignore_patterns("__pycache__"))
-        else: shutil.copy(source, folder/name)
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder / name)
     return folder
 
 
@@ -119,16 +161,22 @@ def survivors(mutant, root):
 
 def check_healthy(mutants, root):
     "Without a mutant every test must pass, and every mutant must find its place"
-    for mutant in mutants: broken(mutant, all_functions(root))
+    for mutant in mutants:
+        broken(mutant, all_functions(root))
     wanted = find_tests(dict.fromkeys(o for mutant in mutants for o in mutant.tests), root)
     status, failed, output = run_tests(wanted.values(), root)
-    if status: raise SystemExit(f"These fail without any mutant: {sorted(failed)}\n{output}")
+    if status:
+        raise SystemExit(f"These fail without any mutant: {sorted(failed)}\n{output}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="texts in the names of functions; default: all mutants")
-    parser.add_argument("--check", action="store_true", help="only see that every mutant finds its function, its text and its tests")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only see that every mutant finds its function, its text and its tests",
+    )
     parser.add_argument("--n-workers", type=int, default=2)
     args = parser.parse_args()
     mutants = [o for o in MUTANTS if not args.words or any(w in o.function for w in args.words)]
@@ -140,12 +188,15 @@ def main():
         print(f"{len(mutants)} mutants find their place")
         return 0
     folders, free, alive = [make_copy() for _ in range(args.n_workers)], SimpleQueue(), []
-    for folder in folders: free.put(folder)
+    for folder in folders:
+        free.put(folder)
 
     def try_one(mutant):
         folder = free.get()
-        try: return mutant, *survivors(mutant, folder)
-        finally: free.put(folder)
+        try:
+            return mutant, *survivors(mutant, folder)
+        finally:
+            free.put(folder)
 
     try:
         check_healthy(mutants, folders[0])
@@ -156,9 +207,11 @@ def main():
                     alive.append(mutant)
                     print(f"       did not fail: {', '.join(silent)}\n{output[-600:]}")
     finally:
-        for folder in folders: shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
     print(f"{len(mutants) - len(alive)} of {len(mutants)} mutants are dead")
     return 1 if alive or not mutants else 0
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__":
+    raise SystemExit(main())

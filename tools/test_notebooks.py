@@ -6,6 +6,7 @@ patches onto a class of the library is still there for the next.
     python tools/test_notebooks.py                all notebooks, two at a time
     python tools/test_notebooks.py 71_ 72_        those with one of these texts in their path
 """
+
 import argparse
 import multiprocessing
 import multiprocessing.connection
@@ -45,14 +46,21 @@ def main():
     parser.add_argument("words", nargs="*", help="texts in the path; default: all notebooks")
     parser.add_argument("--n-workers", type=int, default=2)
     args = parser.parse_args()
-    paths = [o for o in sorted((ROOT/"nbs").rglob("*.ipynb")) if not any(p.startswith((".", "_")) for p in o.relative_to(ROOT).parts)]
+    paths = [
+        o
+        for o in sorted((ROOT / "nbs").rglob("*.ipynb"))
+        if not any(p.startswith((".", "_")) for p in o.relative_to(ROOT).parts)
+    ]
     paths = [o for o in paths if not args.words or any(w in str(o.relative_to(ROOT)) for w in args.words)]
     start, failed = time.perf_counter(), []
     for path, code, seconds in run_all(paths, args.n_workers):
-        if seconds > 30: print(f"{path.relative_to(ROOT)}: {seconds:.0f} s")
-        if code: failed.append(str(path.relative_to(ROOT)))
+        if seconds > 30:
+            print(f"{path.relative_to(ROOT)}: {seconds:.0f} s")
+        if code:
+            failed.append(str(path.relative_to(ROOT)))
     print(f"{len(paths)} notebooks, {len(failed)} failed, in {time.perf_counter() - start:.0f} s")
     return "\n".join(failed) or None
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -10,6 +10,7 @@ changes from attempt to attempt.
     python tools/torture.py                       200 kills and 100 signals
     python tools/torture.py --kills 20 --signals 20
 """
+
 import argparse
 import collections
 import json
@@ -23,7 +24,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT/"tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 
@@ -36,21 +37,37 @@ N_EPOCHS = 3
 
 class Diary:
     "Lines in a file, each with its time; they survive a kill"
-    def __init__(self, path): self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    def write(self, what, **about): os.write(self.fd, (json.dumps({"what": what, "time": time.monotonic(), **about}) + "\n").encode())
+
+    def __init__(self, path):
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, what, **about):
+        os.write(self.fd, (json.dumps({"what": what, "time": time.monotonic(), **about}) + "\n").encode())
 
 
 class DiaryCB:
     "Notes what the run is about to do"
+
     order = 200
-    def __init__(self, diary): self.diary = diary
-    def before_batch(self, trainer): self.diary.write("train" if trainer.training else "valid", epoch=trainer.epoch, batch=trainer.batch_num)
-    def cleanup_batch(self, trainer): self.diary.write("batch over")
-    def log(self, trainer): self.diary.write("between epochs")
+
+    def __init__(self, diary):
+        self.diary = diary
+
+    def before_batch(self, trainer):
+        self.diary.write(
+            "train" if trainer.training else "valid", epoch=trainer.epoch, batch=trainer.batch_num
+        )
+
+    def cleanup_batch(self, trainer):
+        self.diary.write("batch over")
+
+    def log(self, trainer):
+        self.diary.write("between epochs")
 
 
 class NotedCheckpointCB(CheckpointCB):
     "Notes when it begins to save, and what is safely saved"
+
     name = "CheckpointCB"
 
     def _save(self, trainer, *args, **kwargs):
@@ -67,24 +84,29 @@ def make(num_workers=0):
     return runs.make_trainer(runs.everything(), runs.make_loaders(72, num_workers=num_workers))
 
 
-def train(folder, num_workers, every, slow=0.):
+def train(folder, num_workers, every, slow=0.0):
     "One attempt, in a process of its own; leaves the result when it comes to the end"
-    diary = Diary(folder/"diary")
-    checkpoint = NotedCheckpointCB(folder/"run", every=every)
+    diary = Diary(folder / "diary")
+    checkpoint = NotedCheckpointCB(folder / "run", every=every)
     checkpoint.diary = diary
     trainer = make(num_workers)
     trainer.add_callbacks([InterruptCB(), checkpoint, DiaryCB(diary)])
-    if slow: trainer.add_callbacks(slow_batch(slow))
+    if slow:
+        trainer.add_callbacks(slow_batch(slow))
     before = [signal.getsignal(o) for o in (signal.SIGINT, signal.SIGTERM)]
     diary.write("begin")
-    try: runs.fit(trainer, N_EPOCHS)
-    finally: diary.write("end", handlers=before == [signal.getsignal(o) for o in (signal.SIGINT, signal.SIGTERM)])
+    try:
+        runs.fit(trainer, N_EPOCHS)
+    finally:
+        diary.write("end", handlers=before == [signal.getsignal(o) for o in (signal.SIGINT, signal.SIGTERM)])
     found = runs.result(trainer)
-    (folder/"result.json").write_text(json.dumps(found))
+    (folder / "result.json").write_text(json.dumps(found))
 
 
 def slow_batch(seconds):
-    def after_predict(trainer): time.sleep(seconds)
+    def after_predict(trainer):
+        time.sleep(seconds)
+
     return after_predict
 
 
@@ -102,8 +124,10 @@ def left_behind(seconds):
 
 
 def group_lives(group, signum):
-    try: os.killpg(group, signum)
-    except ProcessLookupError: return False
+    try:
+        os.killpg(group, signum)
+    except ProcessLookupError:
+        return False
     return True
 
 
@@ -117,15 +141,21 @@ def child(*args):
     try:
         os.setpgid(0, 0)
         sys.stdout = sys.stderr
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # One that comes before or after `fit` ends the process as Ctrl-C would
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(143)
+        )  # One that comes before or after `fit` ends the process as Ctrl-C would
         train(*args)
         code = 0
-    except KeyboardInterrupt: code = 130
-    except SystemExit as e: code = e.code
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as e:
+        code = e.code
     except BaseException:
         import traceback
+
         traceback.print_exc()
-    finally: os._exit(code)
+    finally:
+        os._exit(code)
 
 
 def wait(pid, seconds):
@@ -133,29 +163,36 @@ def wait(pid, seconds):
     end = time.monotonic() + seconds
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
-        if done: return os.waitstatus_to_exitcode(status)
-        if time.monotonic() >= end: return None
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= end:
+            return None
         time.sleep(min(0.001, max(0, end - time.monotonic())))
 
 
 def entries(folder):
-    path = folder/"diary"
+    path = folder / "diary"
     return [json.loads(o) for o in path.read_text().splitlines()] if path.exists() else []
 
 
 def where(diary, moment):
     "What the process was doing at `moment`"
     past = [o["what"] for o in diary if o["time"] <= moment]
-    if not past or past[-1] == "begin": return "start or resume"
-    return {"restored": "start or resume", "batch over": "between batches", "saved": "between batches"}.get(past[-1], past[-1])
+    if not past or past[-1] == "begin":
+        return "start or resume"
+    return {"restored": "start or resume", "batch over": "between batches", "saved": "between batches"}.get(
+        past[-1], past[-1]
+    )
 
 
-class Failed(Exception): pass
+class Failed(Exception):
+    pass
 
 
 def compare(folder, expected):
-    found = runs.differences(expected, json.loads((folder/"result.json").read_text()))
-    if found: raise Failed("the run ended otherwise:\n" + "\n".join(found[:10]))
+    found = runs.differences(expected, json.loads((folder / "result.json").read_text()))
+    if found:
+        raise Failed("the run ended otherwise:\n" + "\n".join(found[:10]))
 
 
 def kill_runs(n, expected, place, duration):
@@ -164,15 +201,24 @@ def kill_runs(n, expected, place, duration):
     while sum(struck.values()) < n:
         folder = Path(tempfile.mkdtemp(dir=place))
         n_runs += 1
-        every = random.choice([1, 1, "epoch"])  # Once an epoch, so that many an attempt leaves a folder without a checkpoint
+        every = random.choice(
+            [1, 1, "epoch"]
+        )  # Once an epoch, so that many an attempt leaves a folder without a checkpoint
         while True:
             safe = max((o["step"] for o in entries(folder) if o["what"] == "saved"), default=0)
             n_before, workers = len(entries(folder)), random.choice([0, 0, 2])
             attempts += 1
-            empty += (folder/"run").exists() and not list((folder/"run").glob("step-*"))
+            empty += (folder / "run").exists() and not list((folder / "run").glob("step-*"))
             pid = child(folder, workers, every)
-            late = random.random() < 0.6  # The other moments are early ones, so that resuming itself is struck as well
-            code = wait(pid, random.uniform(0, 0.6*duration if late else 0.1*duration) if sum(struck.values()) < n else 60)
+            late = (
+                random.random() < 0.6
+            )  # The other moments are early ones, so that resuming itself is struck as well
+            code = wait(
+                pid,
+                random.uniform(0, 0.6 * duration if late else 0.1 * duration)
+                if sum(struck.values()) < n
+                else 60,
+            )
             if code is None:
                 moment = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
@@ -180,15 +226,27 @@ def kill_runs(n, expected, place, duration):
                 new = entries(folder)[n_before:]
                 restored = [o["step"] for o in new if o["what"] == "restored"]
                 struck[where(new, moment)] += 1
-                unfinished += any(o.name.startswith(".tmp-") for o in (folder/"run").glob(".*")) if (folder/"run").exists() else 0
-            elif code != 0: raise Failed(f"an attempt ended with {code}")
-            else: restored = [o["step"] for o in entries(folder)[n_before:] if o["what"] == "restored"]
-            if restored and restored[0] < safe: raise Failed(f"lost: step {safe} was saved, and the run went on from {restored[0]}")
-            if safe and not restored and code == 0: raise Failed(f"lost: step {safe} was saved, and the run began anew")
-            if code == 0: break
+                unfinished += (
+                    any(o.name.startswith(".tmp-") for o in (folder / "run").glob(".*"))
+                    if (folder / "run").exists()
+                    else 0
+                )
+            elif code != 0:
+                raise Failed(f"an attempt ended with {code}")
+            else:
+                restored = [o["step"] for o in entries(folder)[n_before:] if o["what"] == "restored"]
+            if restored and restored[0] < safe:
+                raise Failed(f"lost: step {safe} was saved, and the run went on from {restored[0]}")
+            if safe and not restored and code == 0:
+                raise Failed(f"lost: step {safe} was saved, and the run began anew")
+            if code == 0:
+                break
         compare(folder, expected)
-        left = [o.name for o in (folder/"run").iterdir() if o.name.startswith((".tmp-", ".old-", ".trash-"))]
-        if left: raise Failed(f"after the end of the run these were left: {left}")
+        left = [
+            o.name for o in (folder / "run").iterdir() if o.name.startswith((".tmp-", ".old-", ".trash-"))
+        ]
+        if left:
+            raise Failed(f"after the end of the run these were left: {left}")
     return struck, attempts, n_runs, unfinished, empty
 
 
@@ -203,24 +261,35 @@ def signal_runs(n, expected, place):
             n_before = len(entries(folder))
             which = random.choice([signal.SIGINT, signal.SIGTERM])
             pid = child(folder, random.choice([0, 0, 2]), "epoch", 0.01)
-            while not any(o["what"] in ("train", "valid", "restored", "end") for o in entries(folder)[n_before:]): time.sleep(0.002)
+            while not any(
+                o["what"] in ("train", "valid", "restored", "end") for o in entries(folder)[n_before:]
+            ):
+                time.sleep(0.002)
             code = wait(pid, random.uniform(0, 0.15) if sum(struck.values()) < n else 60)
             if code is None:
                 moment = time.monotonic()
                 os.kill(pid, which)
                 code = wait(pid, 30)
                 new = entries(folder)[n_before:]
-                if code == 0: continue  # It came after the end
-                if code != 128 + which: raise Failed(f"{which.name} ended a run with {code}")
+                if code == 0:
+                    continue  # It came after the end
+                if code != 128 + which:
+                    raise Failed(f"{which.name} ended a run with {code}")
                 begun = sum(o["what"] in ("train", "valid") and o["time"] > moment for o in new)
-                if begun > 1: raise Failed(f"{begun} batches were begun after {which.name}")
-                if not new[-1]["handlers"]: raise Failed("the signal handlers were not put back")
+                if begun > 1:
+                    raise Failed(f"{begun} batches were begun after {which.name}")
+                if not new[-1]["handlers"]:
+                    raise Failed("the signal handlers were not put back")
                 most = max(most, begun)
                 struck[where(new, moment)] += 1
                 saved = [i for i, o in enumerate(new) if o["what"] == "saved"]
                 trained = [i for i, o in enumerate(new) if o["what"] == "train"]
-                if trained and not (saved and saved[-1] > trained[-1]): raise Failed(f"a batch was trained, and not saved when {which.name} came ({where(new, moment)})")
-            elif code != 0: raise Failed(f"an attempt ended with {code}")
+                if trained and not (saved and saved[-1] > trained[-1]):
+                    raise Failed(
+                        f"a batch was trained, and not saved when {which.name} came ({where(new, moment)})"
+                    )
+            elif code != 0:
+                raise Failed(f"an attempt ended with {code}")
         compare(folder, expected)
     return struck, n_runs, most
 
@@ -228,16 +297,20 @@ def signal_runs(n, expected, place):
 def twice(place):
     "Seconds from the first of two quick SIGINTs, in a batch that takes long, to the end"
     folder = Path(tempfile.mkdtemp(dir=place))
-    pid = child(folder, 0, 1, 20.)
-    while not any(o["what"] == "train" for o in entries(folder)): time.sleep(0.01)
+    pid = child(folder, 0, 1, 20.0)
+    while not any(o["what"] == "train" for o in entries(folder)):
+        time.sleep(0.01)
     start = time.monotonic()
     os.kill(pid, signal.SIGINT)
     time.sleep(0.5)
     os.kill(pid, signal.SIGINT)
     code = wait(pid, 10)
-    if code != 130: raise Failed(f"two SIGINTs ended a run with {code}")
-    if any(o["what"] == "save" for o in entries(folder)): raise Failed("something was saved after the second SIGINT")
-    if not entries(folder)[-1]["handlers"]: raise Failed("the signal handlers were not put back after two SIGINTs")
+    if code != 130:
+        raise Failed(f"two SIGINTs ended a run with {code}")
+    if any(o["what"] == "save" for o in entries(folder)):
+        raise Failed("something was saved after the second SIGINT")
+    if not entries(folder)[-1]["handlers"]:
+        raise Failed("the signal handlers were not put back after two SIGINTs")
     return time.monotonic() - start
 
 
@@ -245,35 +318,50 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--signals", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=None, help="of the moments; default: another one each time")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the moments; default: another one each time"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         pid = child(Path(place), 0, 1)
         start = time.monotonic()
-        if wait(pid, 60) != 0: raise Failed("not even an undisturbed run works")
+        if wait(pid, 60) != 0:
+            raise Failed("not even an undisturbed run works")
         duration = time.monotonic() - start
-        expected = json.loads(json.dumps(runs.result(runs.fit(make(), N_EPOCHS))))  # Never saved, never stopped
+        expected = json.loads(
+            json.dumps(runs.result(runs.fit(make(), N_EPOCHS)))
+        )  # Never saved, never stopped
         compare(Path(place), expected)
         random.seed(args.seed)  # The trainer has seeded it
         start = time.monotonic()
         if args.kills:
             struck, attempts, n_runs, unfinished, empty = kill_runs(args.kills, expected, place, duration)
-            print(f"{sum(struck.values())} kills in {attempts} attempts at {n_runs} runs: 0 lost, {n_runs} of {n_runs} bit-identical, in {time.monotonic()-start:.0f} s")
-            print(f"  struck: {dict(struck.most_common())}; {unfinished} left a checkpoint half written, {empty} a folder without any")
+            print(
+                f"{sum(struck.values())} kills in {attempts} attempts at {n_runs} runs: 0 lost, {n_runs} of {n_runs} bit-identical, in {time.monotonic() - start:.0f} s"
+            )
+            print(
+                f"  struck: {dict(struck.most_common())}; {unfinished} left a checkpoint half written, {empty} a folder without any"
+            )
         start = time.monotonic()
         if args.signals:
             struck, n_runs, most = signal_runs(args.signals, expected, place)
             seconds = max(twice(place) for _ in range(3))
-            if seconds > 2: raise Failed(f"two SIGINTs took {seconds:.1f} s")
-            print(f"{sum(struck.values())} signals in {n_runs} runs: {n_runs} of {n_runs} bit-identical, at most {most} batch begun after the signal, in {time.monotonic()-start:.0f} s")
+            if seconds > 2:
+                raise Failed(f"two SIGINTs took {seconds:.1f} s")
+            print(
+                f"{sum(struck.values())} signals in {n_runs} runs: {n_runs} of {n_runs} bit-identical, at most {most} batch begun after the signal, in {time.monotonic() - start:.0f} s"
+            )
             print(f"  struck: {dict(struck.most_common())}; two SIGINTs: {seconds:.2f} s")
 
 
 if __name__ == "__main__":
-    try: main()
-    except Failed as e: sys.exit(f"FAILED: {e}")
+    try:
+        main()
+    except Failed as e:
+        sys.exit(f"FAILED: {e}")
     finally:
         orphans = left_behind(8 if len(groups) > 100 else 0)
-        if len(groups) > 100: print(f"{orphans} of {len(groups)} attempts left workers behind for more than 8 s")
+        if len(groups) > 100:
+            print(f"{orphans} of {len(groups)} attempts left workers behind for more than 8 s")

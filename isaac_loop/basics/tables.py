@@ -14,7 +14,8 @@ def short(
 )->str: # A few characters
     "Write `value` the way a table should: floats with three digits, `None` as nothing"
     if value is None: return ''
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or isinstance(value, numbers.Integral): return str(value)
+    is_fraction = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) # A bool is an integral number
+    if not is_fraction: return str(value)
     return f'{value:.3f}' if value == 0 or abs(value) >= 0.001 else f'{value:.3g}'
 
 # %% ../../nbs/basics/20_tables.ipynb #3cc3597c
@@ -26,7 +27,38 @@ def clock(
     hours,m = divmod(minutes, 60)
     return f'{hours}:{m:02}:{s:02}' if hours else f'{m:02}:{s:02}'
 
+# %% ../../nbs/basics/20_tables.ipynb #a85f5600
+def row_text(
+    row:dict, # Values by name
+    leave_out=(), # Names that are not told
+    between:str=', ', # What stands between two values
+)->str: # Each name with its value
+    "A row in one line"
+    return between.join(f'{name} {short(value)}' for name,value in row.items() if name not in leave_out)
+
+# %% ../../nbs/basics/20_tables.ipynb #39a62dc3
+def shown_row(
+    row:dict, # A row of the history
+    last=(), # Names that stand behind the others
+    time:str='time', # What to call the time of the epoch
+)->dict: # Texts by name, the time at the end
+    "A row of the history for reading"
+    columns = [name for name in row if name not in (*last, 'fit', 'elapsed')] + [name for name in last if name in row]
+    shown = {name: short(row[name]) for name in columns}
+    return shown | ({time: clock(row['elapsed'])} if 'elapsed' in row else {})
+
+# %% ../../nbs/basics/20_tables.ipynb #01946481
+def aligned(
+    cells:list, # Texts
+    widths:list, # Characters for each
+)->str:
+    "One line of a table"
+    return '  '.join(cell.ljust(width) for cell,width in zip(cells, widths)).rstrip()
+
 # %% ../../nbs/basics/20_tables.ipynb #a7e1ac1c
+def _html_row(line, tag):
+    return '<tr>' + ''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line) + '</tr>'
+
 class Table:
     "Rows as a table: text when printed, Markdown in a notebook"
     def __init__(self,
@@ -34,7 +66,7 @@ class Table:
         columns:list=None, # Which keys to show and in which order; default: all, as they first appear
     ):
         self.rows = [dict(o) for o in rows]
-        self.columns = list(columns) if columns is not None else list(dict.fromkeys(k for o in self.rows for k in o))
+        self.columns = list(dict.fromkeys(k for o in self.rows for k in o) if columns is None else columns)
 
     def cells(self):
         "All cells as text, the header first"
@@ -45,7 +77,7 @@ class Table:
     def __str__(self):
         cells = self.cells()
         widths = [max(map(len, column)) for column in zip(*cells)]
-        return '\n'.join('  '.join(o.ljust(w) for o,w in zip(line, widths)).rstrip() for line in cells)
+        return '\n'.join(aligned(line, widths) for line in cells)
 
     __repr__ = __str__
 
@@ -56,8 +88,8 @@ class Table:
 
     def to_html(self)->str:
         "The table as HTML, for a report or a web page"
-        row = lambda line, tag: '<tr>' + ''.join(f'<{tag}>{html.escape(o)}</{tag}>' for o in line) + '</tr>'
         header,*body = self.cells()
-        return '\n'.join(['<table>', f'<thead>{row(header, "th")}</thead>', '<tbody>', *(row(o, 'td') for o in body), '</tbody>', '</table>'])
+        rows = [_html_row(line, 'td') for line in body]
+        return '\n'.join(['<table>', f'<thead>{_html_row(header, "th")}</thead>', '<tbody>', *rows, '</tbody>', '</table>'])
 
     def _repr_markdown_(self): return self.to_markdown()

@@ -19,7 +19,7 @@ from .predictions import OtherData, check_columns, check_sets, chosen_loader, da
 from ..train.training import NBatchCB
 from ..basics.checks import check_count, check_function, did_you_mean
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException, CancelFitException, CancelStepException, Order, callback_name
-from ..basics.tables import short
+from ..basics.tables import row_text
 from ..loop.trainer import STATE
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #26d6dc61
@@ -224,7 +224,7 @@ def _tell(self:EvaluatorCB, trainer, columns, returned):
     "Call the functions that write and report"
     for what in returned if self.write is not None else ():
         if what is not None: self.write(trainer.history, what, trainer.n_updates)
-    if self.report is not None: self.report(f'after {trainer.n_updates} updates: ' + ', '.join(f'{k} {short(v)}' for k,v in columns.items()))
+    if self.report is not None: self.report(f'after {trainer.n_updates} updates: ' + row_text(columns))
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #05b72f8e
 @patch

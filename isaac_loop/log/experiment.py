@@ -22,7 +22,7 @@ from .log_text import LogFile, tee_streams, untee_streams
 from ..show.media_files import replace_file
 from .code_version import git_state, packages, running_script, surroundings
 from ..state.run_folder import Experiment
-from ..basics.tables import short
+from ..basics.tables import row_text
 
 # %% ../../nbs/log/40_experiment.ipynb #e1164edf
 def _definition(
@@ -177,7 +177,7 @@ def after_batch(self:ExperimentCB, trainer):
 def log(self:ExperimentCB, trainer):
     "Put the newest row into the log"
     row = trainer.history.current
-    if row: self._log.line(', '.join(f'{k} {short(v)}' for k,v in row.items() if k != 'fit'))
+    if row: self._log.line(row_text(row, leave_out=['fit']))
 
 @patch
 def cleanup_fit(self:ExperimentCB, trainer):

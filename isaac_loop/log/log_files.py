@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from .tracking import ENDED, _csv_rows, write_csv, write_jsonl
 from ..basics.checks import local_path
 from ..show.media_files import check_folder, media_file, replace_file
-from ..basics.tables import Table, short
+from ..basics.tables import Table, row_text
 
 # %% ../../nbs/log/10_log_files.ipynb #1dfa7d86
 class _Files:
@@ -152,7 +152,7 @@ class Screen:
     ):
         "Print the values in one line"
         shown = {k: o for k,o in values.items() if not self.names or k in self.names}
-        if shown: print(f'step {step}:', '  '.join(f'{k} {short(o)}' for k,o in shown.items()), flush=True)
+        if shown: print(f'step {step}:', row_text(shown, between='  '), flush=True)
 
     def media(self,
         name:str, # What it is called

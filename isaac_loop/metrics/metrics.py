@@ -20,7 +20,7 @@ from ..train.example_losses import reduction_of
 from ..loop.history import as_tensor
 from ..loop.device_records import DeviceValues
 from ..state.plain_state import ResumeMismatch, UnsaveableState
-from ..basics.tables import clock, short
+from ..basics.tables import shown_row
 from ..basics.tensors import batch_size, batch_weight
 
 # %% ../../nbs/metrics/10_metrics.ipynb #99fecf17
@@ -324,11 +324,8 @@ def as_text(
     row:dict, # A row of the history
 )->dict: # Its values as text, three digits each; metrics first, then losses, epoch and time
     "A row of the history for reading"
-    last = ('train_loss', 'valid_loss', 'epoch')
-    columns = [o for o in row if o not in (*last, 'fit', 'elapsed')] + [o for o in last if o in row]
-    shown = {o: row[o] if o == 'epoch' else short(row[o]) for o in columns}
-    if 'elapsed' in row: shown['elapsed'] = clock(row['elapsed'])
-    return shown
+    shown = shown_row(row, last=('train_loss', 'valid_loss', 'epoch'), time='elapsed')
+    return shown | ({'epoch': row['epoch']} if 'epoch' in row else {})
 
 # %% ../../nbs/metrics/10_metrics.ipynb #873bce38
 @patch

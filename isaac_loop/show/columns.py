@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..basics.checks import check_count, did_you_mean
 from ..loop.events import Order, callback_name
 from ..loop.history import check_monitored
-from ..basics.tables import short
+from ..basics.tables import row_text
 
 # %% ../../nbs/show/20_columns.ipynb #a8e05f3f
 class _Row(dict):
@@ -138,8 +138,8 @@ def log(self:PrintColumnsCB, trainer):
     self._listed = True
     for o in self.names:
         if o not in row: self._miss(trainer, o)
-    shown = {o: row[o] for o in self.names or row if o in row and o not in ('fit', 'epoch')}
-    self.report(f'epoch {trainer.epoch}: ' + ', '.join(f'{k} {short(v)}' for k,v in shown.items()))
+    shown = {o: row[o] for o in self.names or row if o in row}
+    self.report(f'epoch {trainer.epoch}: ' + row_text(shown, leave_out=('fit', 'epoch')))
 
 @patch
 def _miss(self:PrintColumnsCB, trainer, name):

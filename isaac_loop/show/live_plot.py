@@ -14,7 +14,7 @@ from ..basics.checks import local_path
 from .curves import plot_history, smoothed
 from ..loop.events import Order
 from ..loop.device_records import LateNumbers
-from ..basics.tables import short
+from ..basics.tables import row_text
 
 # %% ../../nbs/show/40_live_plot.ipynb #48f19844
 def _figure(rows, losses, names, per_epoch, now):
@@ -49,8 +49,9 @@ def _draw_losses(ax, losses, per_epoch):
 def _now(trainer, rows):
     "The newest values, as the title of the figure"
     newest = rows[-1] if rows else {}
-    values = [f'{k} {short(v)}' for k,v in newest.items() if k not in ('fit', 'epoch', 'elapsed') and isinstance(v, float)]
-    return ', '.join([f'epoch {trainer.epoch}', *values]) if hasattr(trainer, 'epoch') else ''
+    values = row_text({k: v for k,v in newest.items() if isinstance(v, float)}, leave_out=('fit', 'epoch', 'elapsed'))
+    if not hasattr(trainer, 'epoch'): return ''
+    return f'epoch {trainer.epoch}' + (f', {values}' if values else '')
 
 def _in_notebook():
     "Whether figures can be shown below a cell"

@@ -14,7 +14,7 @@ from tqdm.std import tqdm
 
 from ..loop.events import Order
 from ..loop.device_records import LateNumbers
-from ..basics.tables import Table, clock, short
+from ..basics.tables import Table, aligned, short, shown_row
 
 # %% ../../nbs/show/10_progress.ipynb #9f7b2468
 def place_of_output()->str: # 'notebook', 'terminal' or 'plain'
@@ -23,14 +23,6 @@ def place_of_output()->str: # 'notebook', 'terminal' or 'plain'
     except NameError: shell = ''
     if shell and shell != 'TerminalInteractiveShell': return 'notebook'
     return 'terminal' if sys.stderr.isatty() and sys.stdout.isatty() else 'plain'
-
-# %% ../../nbs/show/10_progress.ipynb #acfd1e02
-def shown_row(
-    row:dict, # A row of the history
-)->dict: # What to show of it
-    "A row for the table"
-    shown = {k: v for k,v in row.items() if k not in ('fit', 'elapsed')}
-    return shown | ({'time': clock(row['elapsed'])} if 'elapsed' in row else {})
 
 # %% ../../nbs/show/10_progress.ipynb #56303d82
 class _Lines:
@@ -45,7 +37,7 @@ class _Lines:
             self.write(self._line({o: o for o in self.columns}))
         self.write(self._line(row))
 
-    def _line(self, row): return '  '.join(short(row.get(o)).ljust(max(len(o), 6)) for o in self.columns).rstrip()
+    def _line(self, row): return aligned([short(row.get(o)) for o in self.columns], [max(len(o), 6) for o in self.columns])
 
 # %% ../../nbs/show/10_progress.ipynb #eda884f2
 class _PlainBar(tqdm):

@@ -1,0 +1,127 @@
+"The package's own shape: layers, imports, names, and facts that stand in two places."
+
+import ast
+import configparser
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+
+NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("[0-9]*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+
+
+def cells(path):
+    "Sources of the code cells of a notebook"
+    return ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+
+
+def module_of(path):
+    "The module that a notebook exports"
+    return next(
+        line.split()[-1] for o in cells(path) for line in o.splitlines() if line.startswith("#| default_exp")
+    )
+
+
+MODULES = {f"isaac_loop.{module_of(p)}": p for p in NOTEBOOKS}
+
+
+def test_a_module_lies_where_its_notebook_lies():
+    "`nbs/loop/20_trainer.ipynb` is `isaac_loop/loop/trainer.py`, and no two notebooks of a folder have one number"
+    for name, path in MODULES.items():
+        assert name.split(".")[1:] == [path.parent.name, path.stem[3:]]
+    places = [(p.parent.name, p.name[:2]) for p in NOTEBOOKS]
+    assert len(set(places)) == len(places)
+
+
+def test_imports_go_downhill():
+    "The contracts in `pyproject.toml`: folders stand one above the other, and nothing goes in a circle"
+    command = [Path(sys.executable).parent / "lint-imports", "--no-cache"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_star_stands_only_in_all():
+    for path in (ROOT / "isaac_loop").rglob("*.py"):
+        stars = [
+            n
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.ImportFrom) and any(o.name == "*" for o in n.names)
+        ]
+        assert bool(stars) == (path.name == "all.py"), path
+
+
+def test_all_brings_every_module_and_no_name_is_exported_twice():
+    owners = {}
+    everything = importlib.import_module("isaac_loop.all")
+    for name in MODULES:
+        for public in importlib.import_module(name).__all__:
+            if "." in public:
+                continue
+            assert owners.setdefault(public, name) == name, (
+                f"{public} is exported by {owners[public]} and {name}"
+            )
+            assert hasattr(everything, public), f"`isaac_loop.all` lacks {public} of {name}"
+
+
+@pytest.mark.parametrize(
+    "module, unwanted",
+    [
+        ("isaac_loop.loop.events", "torch"),
+        ("isaac_loop.loop.trainer", "matplotlib"),
+        ("isaac_loop.loop.trainer", "pandas"),
+        ("isaac_loop.loop.trainer", "datasets"),
+    ],
+)
+def test_importing_stays_light(module, unwanted):
+    code = f"import sys, {module}; sys.exit({unwanted!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_public_functions_and_classes_say_what_they_do():
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for public in module.__all__:
+            obj = getattr(module, public.split(".")[0])
+            if callable(obj):
+                assert obj.__doc__, f"{name}.{public} has no docstring"
+
+
+def test_settings_ini_says_the_same_as_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "settings.ini")
+    settings = parser["DEFAULT"]
+    version = importlib.import_module("isaac_loop").__version__
+    assert settings["version"] == version
+    assert settings["lib_name"] == project["name"]
+    assert settings["description"] == project["description"]
+    assert project["requires-python"] == f">={settings['min_python']}"
+    assert settings["requirements"].split() == project["dependencies"]
+    assert settings["dev_requirements"].split() == project["optional-dependencies"]["dev"]
+    assert [o.strip() for o in settings["keywords"].split(",")] == project["keywords"]
+    assert settings["author"] == project["authors"][0]["name"]
+
+
+def test_saved_outputs_hold_no_paths_and_no_warnings():
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        if ".ipynb_checkpoints" in path.parts:
+            continue
+        outputs = json.dumps([c.get("outputs") for c in json.loads(path.read_text())["cells"]])
+        for bad in (str(ROOT), "site-packages", "Warning:", " at 0x", "Traceback"):
+            assert bad not in outputs, f"{path.name} shows {bad}"
+
+
+def test_every_cell_of_every_notebook_can_be_run():
+    "`eval: false` is obeyed by nbdev alone: *Run All* in Jupyter would fail. What cannot run is text"
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        assert not any(re.search(r"^#\|\s*eval\s*:\s*false", o, re.M) for o in cells(path)), path.name

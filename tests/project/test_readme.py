@@ -1,0 +1,66 @@
+"The README's code blocks run, and print what it says (but for the time an epoch took); its tutorials are all there, and links lead somewhere."
+
+import contextlib
+import io
+import json
+import re
+
+from places import ROOT, TUTORIALS
+
+README = (ROOT / "README.md").read_text()
+
+
+def without_times(text):
+    "Seconds depend on the machine"
+    return re.sub(r"'elapsed': '[\d:]+'", "'elapsed': ''", text).strip()
+
+
+def test_code_blocks_run_and_print_what_the_readme_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # One of them keeps checkpoints
+    blocks = re.findall(r"```(python|text)\n(.*?)```", README, flags=re.S)
+    assert [kind for kind, _ in blocks] == ["python", "text", "python", "python"]
+    namespace, printed, stops = {}, [], []
+    for kind, block in blocks:
+        if kind == "text":
+            assert without_times(printed[-1]) == without_times(block)
+            continue
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(block, "README.md", "exec"), namespace)
+        printed.append(out.getvalue())
+        stops.append(namespace["trainer"].stop_reason)
+    assert stops == [None, "good enough", None]
+    assert namespace["trainer"].history.latest("accuracy") > 0.8 and (tmp_path / "runs/digits").exists()
+
+
+def local_links(text):
+    return [
+        o for o in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in o and not o.endswith(".html")
+    ]  # Pages are made of notebooks later
+
+
+def prose(path):
+    return "\n".join(
+        "".join(o["source"]) for o in json.loads(path.read_text())["cells"] if o["cell_type"] == "markdown"
+    )
+
+
+def test_every_tutorial_is_listed_once_and_leads_to_the_next():
+    first, listed = (re.findall(r"\(nbs/tutorials/(\w+)\.ipynb\)", o) for o in README.split("this order:"))
+    assert first == ["callbacks", "own_callbacks", "reliability"]
+    assert sorted(listed) == sorted(o.stem for o in TUTORIALS.glob("*.ipynb"))
+    for name, following in zip(listed, listed[1:]):
+        assert re.findall(
+            r"^Next: \[.+\]\((\w+)\.ipynb\)", prose(TUTORIALS / f"{name}.ipynb"), flags=re.M
+        ) == [following], name
+
+
+def test_links_lead_somewhere():
+    texts = {o: o.read_text() for o in (ROOT / "README.md", ROOT / "CONTRIBUTING.md")}
+    texts |= {o: prose(o) for o in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in o.parts}
+    assert [
+        (str(path), o)
+        for path, text in texts.items()
+        for o in local_links(text)
+        if not (path.parent / o).exists()
+    ] == []

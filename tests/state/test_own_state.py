@@ -1,0 +1,701 @@
+"""The state of callbacks that tell none: a run that was stopped and goes on, against the same run that was never stopped.
+
+Whatever changes during a fit in attributes of a callback, or of a subclass of the trainer, is kept or named.
+"""
+
+import collections
+import random
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fastcore.nbio import read_nb
+from torch import nn, optim
+from torch.nn import functional as F
+
+import isaac_loop.all as library
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.checkpoints.rewind import RewindCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException, with_cbs
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.state.own_state import OwnState
+from isaac_loop.loop.trainer import Trainer
+from runs import Cut, CutCB, fit, make_loaders, make_trainer, tree
+import runs
+from places import TUTORIALS
+
+
+def classes_of(tutorial):
+    "The classes that a tutorial defines, made by its own cells"
+    names = dict(vars(library))
+    for cell in read_nb(TUTORIALS / f"{tutorial}.ipynb").cells:
+        if cell.cell_type == "code" and (
+            cell.source.startswith(("import", "class", "def ")) or "\nclass " in cell.source
+        ):
+            try:
+                exec(cell.source, names)
+            except Exception:
+                pass  # A cell that goes on to use them
+    return SimpleNamespace(**names)
+
+
+def stopped_and_not(tmp_path, make, places, n_epochs=3, attributes=lambda t: None):
+    "The same run left alone, and cut at every one of `places`, numbers of training batches, one after the other"
+    whole = fit(make(), n_epochs)
+    for n in places:
+        cut = CutCB("before_batch", lambda t: t.training and t.epoch * 7 + t.batch_num == n)
+        trainer = make()
+        trainer.add_callbacks([CheckpointCB(tmp_path / "run", every=1), cut])
+        with pytest.raises(Cut):
+            fit(trainer, n_epochs)
+    trainer = make()
+    trainer.add_callbacks(CheckpointCB(tmp_path / "run", every=1))
+    fit(trainer, n_epochs)
+    runs.same(whole, trainer)
+    assert tree(attributes(whole)) == tree(attributes(trainer))
+    assert whole.stop_reason == trainer.stop_reason
+    return trainer
+
+
+# ---- the callbacks of the tutorial
+
+OWN = classes_of("own_callbacks")
+
+
+def worse(trainer):
+    trainer.history.write(spoilt=float(len(trainer.history)))
+
+
+worse.__name__ = "after_epoch"
+TAUGHT = {
+    "PatienceCB": (lambda: [OWN.PatienceCB("spoilt", patience=4), worse], lambda t: vars(t.PatienceCB.watch)),
+    "AccumulateCB": (lambda: [OWN.AccumulateCB(3)], lambda t: (t.AccumulateCB.rows, t.AccumulateCB.n_seen)),
+    "TriangleCB": (lambda: [OWN.TriangleCB()], lambda t: t.TriangleCB.tops),
+    "ClipCB": (lambda: [OWN.ClipCB()], lambda t: None),
+    "GainCB": (
+        lambda: [OWN.GainCB()],
+        lambda t: {k: (o.read(), o.places()) for k, o in t.GainCB.record.items()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_callbacks_of_the_tutorial_go_on_where_they_were(name, tmp_path):
+    make_cbs, attributes = TAUGHT[name]
+    trainer = stopped_and_not(
+        tmp_path,
+        lambda: make_trainer([BasicTrainCB(), MetricsCB(show=False), *make_cbs()]),
+        [4, 10, 14],
+        9 if name == "PatienceCB" else 3,
+        attributes,
+    )
+    if name == "PatienceCB":
+        assert len(trainer.history) == 5
+
+
+# ---- states of all kinds
+
+
+class Meter:
+    "What everybody has written once"
+
+    def __init__(self):
+        self.sum, self.n = 0.0, 0
+
+    def add(self, x):
+        self.sum, self.n = self.sum + x, self.n + 1
+
+
+class ManyCB:
+    "Holds state of many kinds, and lets all of it decide how the weights change"
+
+    order = 5
+    unset = 0
+    __slots__ = ("slot", "__dict__")
+
+    def __init__(self):
+        self.n, self.tensor, self.numpy, self.drawn = (
+            0,
+            torch.zeros(3),
+            np.zeros(2, "float32"),
+            torch.Generator().manual_seed(3),
+        )
+
+    def before_fit(self, trainer):
+        self.left, self.meter, self.window, self.counts, self.best = (
+            30,
+            Meter(),
+            collections.deque(maxlen=3),
+            collections.defaultdict(int),
+            None,
+        )
+        self.places, self.order = collections.Counter(), collections.OrderedDict(a=0)
+        self.average, self.rng, self.python, self.slot = (
+            nn.BatchNorm1d(3),
+            np.random.default_rng(0),
+            random.Random(0),
+            0.0,
+        )
+        self.trainer, self.weights = trainer, list(trainer.model.parameters())
+        self.meters = {"a": Meter(), "b": [Meter()]}
+
+    def after_step(self, trainer):
+        self.n, self.left, self.unset, self.slot = self.n + 1, self.left - 1, self.unset + 1, self.slot + 0.5
+        self.tensor += trainer.loss.detach()
+        self.row = self.tensor[1:]
+        self.numpy *= np.float32(1.1)
+        self.numpy += np.float32(0.1)
+        self.best = trainer.loss if self.best is None else torch.minimum(self.best, trainer.loss)
+        self.window.append(float(self.drawn_number()))
+        self.counts[trainer.batch_num] += 1
+        self.places.update("ab")
+        self.order[trainer.batch_num] = self.n
+        for o in (self.meter, self.meters["a"], self.meters["b"][0]):
+            o.add(self.window[-1])
+        self.average(torch.randn(4, 3, generator=self.drawn))
+        with torch.no_grad():
+            for w in self.weights:
+                w += 1e-3 * (
+                    self.meter.sum / self.meter.n
+                    + self.numpy[0]
+                    + self.average.running_mean.sum()
+                    + len(self.window)
+                    + self.left
+                    + self.best
+                    + self.slot
+                    + self.unset
+                )
+
+    def drawn_number(self):
+        return self.rng.random() + self.python.random() + torch.rand((), generator=self.drawn)
+
+
+def test_every_kind_of_attribute_goes_on(tmp_path):
+    kept = lambda t: (
+        {k: getattr(t.ManyCB, k) for k in ("n", "left", "unset", "slot", "tensor", "row", "numpy", "best")}
+        | dict(
+            meter=vars(t.ManyCB.meters["b"][0]),
+            counts=t.ManyCB.counts,
+            places=t.ManyCB.places,
+            order=t.ManyCB.order,
+        )
+    )
+    trainer = stopped_and_not(
+        tmp_path, lambda: make_trainer([BasicTrainCB(), ManyCB()]), [3, 8, 9, 14, 20], attributes=kept
+    )
+    cb = trainer.ManyCB
+    assert (
+        cb.numpy.dtype == np.float32
+        and cb.window.maxlen == 3
+        and cb.counts["new"] == 0
+        and cb.trainer is trainer
+    )
+    before = cb.row[0].item()
+    cb.tensor += 1
+    assert cb.row[0].item() == before + 1, "a view is a view again"
+
+
+def after_step(trainer):
+    "A function that counts, and acts on it"
+    after_step.n += 1
+    trainer.opt.param_groups[0]["lr"] = 0.01 / after_step.n
+
+
+def test_functions_and_namespaces_and_methods_have_state_too(tmp_path):
+    class Owner:
+        def __init__(self):
+            self.n = 0
+
+        def after_step(self, trainer):
+            self.n += 1
+            trainer.opt.param_groups[0]["weight_decay"] = 0.01 * self.n
+
+    def make():
+        after_step.n, space = 0, SimpleNamespace(name="space", total=0.0)
+        space.after_batch = lambda trainer: setattr(space, "total", space.total + 1)
+        owner = Owner()
+        method = owner.after_step
+        trainer = make_trainer(
+            [
+                BasicTrainCB(),
+                after_step,
+                space,
+                SimpleNamespace(name="holder", after_epoch=lambda t: None, method=method),
+            ]
+        )
+        trainer.owner = owner
+        return trainer
+
+    trainer = stopped_and_not(tmp_path, make, [3, 10], attributes=lambda t: t.space.total)
+    assert after_step.n == 21 and trainer.space.total == 3 * (7 + 2)
+
+
+class Carrying(Trainer):
+    "Carries the state of an LSTM from batch to batch, and counts"
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.carried, self.seen = None, 0
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        out, (h, c) = self.model.rnn(x[:, None], self.carried if self.training else None)
+        self.preds = self.model.out(out[:, -1])
+        self.loss = F.cross_entropy(self.preds, y)
+        if self.training:
+            self.carried, self.seen = (h.detach(), c.detach()), self.seen + len(x)
+            self.loss.backward()
+            self.run_callbacks("step")
+            self.opt.zero_grad()
+
+
+def test_a_trainer_that_carries_a_state_goes_on_with_it(tmp_path):
+    def make():
+        library.set_seed(3)
+        model = nn.ModuleDict(dict(rnn=nn.LSTM(8, 5, batch_first=True), out=nn.Linear(5, 3)))
+        step = SimpleNamespace(name="step_cb", step=lambda t: t.opt.step())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Carrying(make_loaders(), F.cross_entropy, optim.Adam, model, [step, MetricsCB(show=False)])
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="No callback does")
+        trainer = stopped_and_not(tmp_path, make, [4, 10, 14], attributes=lambda t: (t.carried, t.seen))
+    assert trainer.seen == 3 * 56
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("piece", [0, 5, 9, 11])
+def test_wrapped_batches_that_are_read_again_do_not_undo_it(exact, piece, tmp_path):
+    "Where batches are split, the run is not where its loader is: it is read again through all wrappers, which change their callback's state"
+    odd = classes_of("odd_loops")
+
+    def make():
+        torch.manual_seed(1)
+        phases = 6.3 * torch.rand(4, 8, 1, 1)
+        waves = torch.sin(phases + 0.3 * torch.arange(61).view(1, 1, -1, 1))
+        batches = [(o[:, :-1], o[:, 1:]) for o in waves]
+        dl = exact_loader([row for batch in batches for row in zip(*batch)], 8, seed=3) if exact else batches
+        return Trainer(DataLoaders(dl), F.mse_loss, optim.Adam, odd.NextNumber(), [odd.PiecesCB(3)])
+
+    whole = fit(make(), 2, valid=False)
+    first, second = make(), make()
+    for o in (first, second):
+        o.add_callbacks(CheckpointCB(tmp_path / "run", every=1))
+    with pytest.raises(Cut):
+        fit(
+            first,
+            2,
+            valid=False,
+            callbacks=CutCB("before_predict", lambda t: t.epoch == 1 and t.batch_num == piece),
+        )
+    fit(second, 2, valid=False)
+    runs.same(whole, second)
+
+
+class HalvesCB:
+    order = -5
+
+    def before_epoch(self, trainer):
+        if trainer.training:
+            trainer.batches = self.walk(trainer.batches)
+
+    def walk(self, batches):
+        for x, y in batches:
+            yield from ((x[:4], y[:4]), (x[4:], y[4:]))
+
+
+class TwiceCB(HalvesCB):
+    def walk(self, batches):
+        for batch in batches:
+            yield from (batch, batch)
+
+
+@pytest.mark.parametrize("cls, cuts", [(HalvesCB, [1, 2, 3, 13, 15]), (TwiceCB, [2, 3, 13, 15])])
+def test_a_run_that_is_elsewhere_than_its_exact_loader_goes_on(cls, cuts, tmp_path):
+    "Split or repeated, also where both have counted as far by chance"
+    make = lambda: make_trainer([BasicTrainCB(), cls()], make_loaders())
+    whole = fit(make(), 2, valid=False)
+    for n in cuts:
+        first, second = make(), make()
+        for o in (first, second):
+            o.add_callbacks(CheckpointCB(tmp_path / f"{n}", every=1))
+        with pytest.raises(Cut):
+            fit(first, 2, valid=False, callbacks=CutCB("before_predict", lambda t: t.n_updates == n))
+        runs.same(whole, fit(second, 2, valid=False))
+
+
+def test_what_may_be_forgotten_is_said_by_name():
+    class CountCB:
+        stateless = 3
+
+        def after_step(self, trainer):
+            self.n = trainer.n_updates
+
+    with pytest.raises(TypeError, match="`CountCB.stateless` is 3, .* the name of an attribute"):
+        fit(make_trainer([BasicTrainCB(), CountCB()]), 1)
+
+
+def test_whoever_splits_batches_behind_the_back_of_what_is_saved_is_told(tmp_path):
+    "With a higher order than `CheckpointCB` nobody knows which pieces were trained"
+    late = HalvesCB()
+    late.order = 60
+    with pytest.warns(
+        UserWarning, match="`CheckpointCB` has handed on 2 batches, but 4 were trained.*`order` below 40"
+    ):
+        fit(make_trainer([BasicTrainCB(), late, CheckpointCB(tmp_path / "run")]), 1, valid=False)
+
+
+def test_a_rewind_takes_own_states_back():
+    class CountCB:
+        def __init__(self):
+            self.n = 0
+
+        def after_step(self, trainer):
+            self.n += 1
+
+    trainer = fit(make_trainer([BasicTrainCB(), CountCB(), RewindCB()]))
+    for epoch in (2, 1, 0):
+        trainer.rewind(epoch)
+        fit(trainer)
+        assert trainer.CountCB.n == 21
+
+
+def test_a_value_that_came_back_to_where_it_began_is_state_all_the_same(tmp_path):
+    class LivesCB:
+        "Begins at 0, has 5 lives in a fit, and loses one in each epoch"
+
+        def __init__(self):
+            self.left = 0
+
+        def before_fit(self, trainer):
+            self.left = 2
+
+        def log(self, trainer):
+            self.left -= 1
+            if self.left < 0:
+                trainer.request_stop("no life left")
+
+    stopped_and_not(tmp_path, lambda: make_trainer([BasicTrainCB(), LivesCB()]), [14], 6)
+
+
+# ---- settings, and what is told
+
+
+class RateCB:
+    def __init__(self, rate=0.1):
+        self.rate, self.n = rate, 0
+
+    def after_step(self, trainer):
+        self.n += 1
+
+
+def saved_and_again(tmp_path, first, *second):
+    "What is told when a run goes on with other callbacks, and its trainer"
+    with pytest.raises(Cut):
+        fit(
+            make_trainer(
+                [
+                    BasicTrainCB(),
+                    first,
+                    CheckpointCB(tmp_path / "run", every=2),
+                    CutCB("before_step", lambda t: t.n_updates == 9),
+                ]
+            )
+        )
+    trainer = make_trainer([BasicTrainCB(), *second, CheckpointCB(tmp_path / "run", every=2)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(trainer)
+    return trainer, " ".join(str(o.message) for o in told if issubclass(o.category, UserWarning))
+
+
+def test_settings_are_those_of_the_script_and_a_difference_is_told(tmp_path):
+    trainer, told = saved_and_again(tmp_path / "a", RateCB(), RateCB(0.2))
+    assert (trainer.RateCB.rate, trainer.RateCB.n) == (0.2, 21) and "`RateCB.rate=0.2` (saved: 0.1)" in told
+    assert not saved_and_again(tmp_path / "b", RateCB(), RateCB())[1]
+    assert "saved of `RateCB` has no callback any more" in saved_and_again(tmp_path / "c", RateCB())[1]
+
+
+class StreamCB:
+    "Has another stream of data, which no checkpoint can hold"
+
+    def before_fit(self, trainer):
+        self.rows = iter(range(100))
+
+    def after_step(self, trainer):
+        self.row = next(self.rows)
+
+
+class LazyCB:
+    "Makes an object in the middle of a fit"
+
+    meter = None
+
+    def after_step(self, trainer):
+        self.meter = self.meter or Meter()
+
+
+class KeyedCB:
+    def before_fit(self, trainer):
+        self.norms = {}
+
+    def after_step(self, trainer):
+        self.norms |= {p: p.norm().item() for p in trainer.model.parameters()}
+
+
+@pytest.mark.parametrize(
+    "make, path", [(StreamCB, "StreamCB.rows"), (LazyCB, "LazyCB.meter"), (KeyedCB, "KeyedCB.norms")]
+)
+def test_what_cannot_be_kept_is_named_once_and_may_be_said_to_go(make, path, tmp_path):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(make_trainer([BasicTrainCB(), make(), CheckpointCB(tmp_path / "run", every=2)]))
+    assert [f"`{path}` changed during this fit and cannot be kept" in str(o.message) for o in told] == [True]
+    may_go = type(make.__name__, (make,), dict(stateless=path.partition(".")[2]))
+    fit(make_trainer([BasicTrainCB(), may_go(), CheckpointCB(tmp_path / "again", every=2)]))
+
+
+class AppendCB:
+    def before_fit(self, trainer):
+        self.add = [].append
+
+    def after_step(self, trainer):
+        self.add(trainer.batch_num)
+
+
+class PartialCB(AppendCB):
+    def before_fit(self, trainer):
+        self.add = partial(lambda seen, n: seen.append(n), [])
+
+
+class ClosureCB(AppendCB):
+    def before_fit(self, trainer):
+        seen = []
+        self.add = lambda n: seen.append(n)
+
+
+class KnownCB(AppendCB):
+    "The list is kept, and is another one than that of the method"
+
+    stateless = "seen"
+
+    def before_fit(self, trainer):
+        self.seen = []
+        self.add = partial(self.seen.append)
+
+
+class ViewCB:
+    def before_fit(self, trainer):
+        self.sums = np.zeros(3)
+        self.view = self.look(self.sums)
+
+    def look(self, x):
+        return x[:1]
+
+    def after_step(self, trainer):
+        self.sums += 1
+
+
+class MemoryCB(ViewCB):
+    def look(self, x):
+        return torch.from_numpy(x)
+
+
+class OtherWayCB(ViewCB):
+    def before_fit(self, trainer):
+        self.sums = torch.zeros(3)
+        self.view = [self.sums.numpy()]
+
+
+class InsideCB(ViewCB):
+    def look(self, x):
+        return [x, torch.from_numpy(x[:1])]
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (AppendCB, "add"),
+        (PartialCB, "add"),
+        (ClosureCB, "add"),
+        (KnownCB, "add"),
+        (ViewCB, "view"),
+        (MemoryCB, "view"),
+        (OtherWayCB, "view"),
+        (InsideCB, "view"),
+    ],
+)
+def test_what_a_callable_holds_and_memory_of_arrays_is_named(make, name):
+    trainer, cb = make_trainer(), make()
+    trainer.add_callbacks(cb)
+    own = OwnState(trainer)
+    cb.before_fit(trainer)
+    own.note(trainer, ready=True)
+    trainer.batch_num = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.take(trainer)
+    cb.after_step(trainer)
+    with pytest.warns(
+        UserWarning, match=f"^`{make.__name__}.{name}` changed during this fit and cannot be kept"
+    ):
+        taken = own.take(trainer)
+    assert name not in taken.get(make.__name__, dict(state=()))["state"]
+
+
+class PieceCB:
+    "Looks at pieces of data that stay as they are, and has functions that do"
+
+    def before_fit(self, trainer):
+        seen = [1]
+        self.rows, self.many, self.functions = (
+            np.arange(4.0),
+            torch.arange(4.0),
+            [print, self.after_step, partial(max, [1]), lambda: seen],
+        )
+
+    def after_step(self, trainer):
+        self.row, self.one, self.now = self.rows[1:2], self.many[:2].numpy(), [].append
+
+
+class TwoNamesCB:
+    "A list with two names, also inside others"
+
+    def before_fit(self, trainer):
+        self.seen = []
+        self.places = dict(seen=self.seen, pair=([], self.seen), meter=Meter())
+        self.places["meter"].seen, self.again = self.seen, self.places["pair"]
+        self.bytes = self.more = bytearray(b"a")
+
+    def after_step(self, trainer):
+        self.seen.append(len(self.places["meter"].seen))
+        self.again[0].append(len(self.places["seen"]))
+        self.more += b"b"
+
+
+@pytest.mark.parametrize("make", [PieceCB, TwoNamesCB])
+def test_what_has_two_names_goes_on_as_one_and_pieces_are_not_named(make, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = stopped_and_not(
+            tmp_path,
+            lambda: make_trainer([BasicTrainCB(), make()]),
+            [4, 10],
+            2,
+            lambda t: (
+                (t.TwoNamesCB.seen, t.TwoNamesCB.again, t.TwoNamesCB.bytes)
+                if make is TwoNamesCB
+                else (t.PieceCB.row, t.PieceCB.one)
+            ),
+        )
+    if make is TwoNamesCB:
+        cb = trainer.TwoNamesCB
+        assert (
+            cb.seen is cb.places["seen"] is cb.places["pair"][1] is cb.places["meter"].seen
+            and cb.again is cb.places["pair"]
+            and cb.bytes is cb.more
+        )
+
+
+class ShowingCB:
+    "Holds what callbacks hold that draw, print and look"
+
+    def before_fit(self, trainer):
+        self.trainer, self.model, self.file, self.hooks = trainer, trainer.model, open("/dev/null", "w"), []
+
+    def before_epoch(self, trainer):
+        from tqdm import tqdm
+
+        self.bar, self.show, self.params = (
+            tqdm(disable=True),
+            lambda x: x,
+            dict(trainer.model.named_parameters()),
+        )
+        self.handle = trainer.model[0].register_forward_hook(lambda *args: None)
+
+    def after_batch(self, trainer):
+        (self.x, self.y), self.batch, self.loss, self.groups = (
+            trainer.batch,
+            trainer.batch,
+            trainer.loss,
+            trainer.opt.param_groups,
+        )
+
+    def cleanup_epoch(self, trainer):
+        self.handle.remove()
+
+    def cleanup_fit(self, trainer):
+        self.file.close()
+
+
+def test_what_callbacks_hold_to_look_and_show_is_not_named(tmp_path):
+    fit(make_trainer([BasicTrainCB(), ShowingCB(), CheckpointCB(tmp_path / "run", every=2)]))
+
+
+def everybody(folder):
+    "Callbacks of the library that hold something during a fit and have no `state_dict`"
+    accuracy = lambda preds, targs: (preds.argmax(1) == targs).float().mean().item()
+    return [
+        library.MixUpCB(),
+        library.DeviceCB("cpu"),
+        library.FreezeCB("0", until=1),
+        library.BatchNormEvalCB(),
+        library.ActivationStatsCB(nn.Linear),
+        library.GradientStatsCB(),
+        library.UpdateRatioCB(),
+        library.EpochTimeCB(show=False),
+        library.PrintColumnsCB("epoch"),
+        library.ProfilerCB(),
+        library.InterruptCB(),
+        library.LivePlotCB(folder / "plot.png"),
+        library.ReportCB(accuracy=accuracy),
+        library.PredictionsCSVCB(folder / "{epoch}.csv"),
+        library.HistoryFilesCB(folder, plot=None),
+        library.NotifyCB(lambda *args: None),
+        library.RewindCB(),
+        library.ExportCB(folder / "export"),
+        library.CapturePredsCB(),
+        library.RenameColumnsCB(train_loss="loss"),
+        library.DerivedColumnsCB(twice=lambda row: 2 * row["valid_loss"]),
+        library.BatchTransformCB(lambda batch: batch),
+        library.DropoutOnCB(),
+        library.ProgressCB("plain"),
+        library.NBatchCB(5),
+        library.TextComparisonCB(decode=str, truth=lambda batch: [[1]] * len(batch[1])),
+    ]
+
+
+def test_no_callback_of_the_library_holds_what_cannot_be_kept(tmp_path, capsys):
+    "A save in the middle of a pass, and one after each epoch"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = fit(
+            make_trainer(
+                [BasicTrainCB(), MetricsCB(), *everybody(tmp_path), CheckpointCB(tmp_path / "run", every=2)]
+            ),
+            2,
+        )
+    assert not [str(o.message) for o in told if "cannot be kept" in str(o.message)]
+    assert not {k: v for k, v in trainer._own_state.take(trainer).items() if v["state"]}, (
+        "each has a `state_dict`, or says what may go"
+    )
+
+
+def test_what_is_kept_stands_in_the_order_of_the_attributes():
+    "The same run writes the same checkpoint, whatever Python hashes names to"
+    trainer = make_trainer()
+    trainer.add_callbacks(
+        SimpleNamespace(name="many", before_batch=lambda t: None, **dict.fromkeys("heapqyzx", 0))
+    )
+    own = OwnState(trainer)
+    for o in "heapqyzx":
+        setattr(trainer.many, o, 1)
+    assert list(own.take(trainer)["many"]["state"]) == list("heapqyzx")

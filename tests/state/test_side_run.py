@@ -1,0 +1,819 @@
+"""`Trainer.side_run`, at every event and in every kind of trouble.
+
+Lending the trainer to another run leaves the loop where it was: a fit with looks at the validation set in between gives
+the same weights, the same history and the same random numbers, bit for bit, as the fit without. What happens inside,
+a cancel, an error, a request to stop, ends what happens inside.
+"""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observing import bits, observe, random_states, unchanged
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from isaac_loop.all import (
+    EVENTS,
+    BasicTrainCB,
+    CancelBatchException,
+    CancelEpochException,
+    CancelException,
+    CancelFitException,
+    CancelStepException,
+    DataLoaders,
+    DeviceCB,
+    MetricsCB,
+    MomentumTrainCB,
+    NBatchCB,
+    Order,
+    ProgressCB,
+    TrackingCB,
+    Trainer,
+    set_seed,
+    with_cbs,
+)
+
+G = torch.Generator().manual_seed(0)
+X, Y = torch.randn(20, 4, generator=G), torch.randint(0, 3, (20,), generator=G)
+INNER = [o for o in EVENTS if o not in ("before_fit", "measured", "log", "after_fit", "cleanup_fit")]
+
+
+SGD = functools.partial(optim.SGD, momentum=0.9)
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+
+
+def make_trainer(
+    callbacks=(), shuffle=False, cls=Trainer, steps=None, generator=None, opt_func=SGD, **kwargs
+):
+    set_seed(0)
+    rows = TensorDataset(X, Y)
+    dls = DataLoaders(
+        DataLoader(rows, 8, shuffle=shuffle, generator=generator),
+        DataLoader(rows, 10, shuffle=shuffle, generator=generator),
+    )
+    return cls(dls, F.cross_entropy, opt_func, make_model(), [steps or BasicTrainCB(), *callbacks], **kwargs)
+
+
+def function(name, action, order=Order.DECIDE):
+    "A callback that does `action` at the event `name`"
+    cb = type("DoCB", (), {"order": order, "__init__": lambda self: None})()
+    setattr(cb, name, action)
+    return cb
+
+
+def validate(trainer, *callbacks, **kwargs):
+    with trainer.side_run(callbacks, **kwargs) as side:
+        side.fit(1, train=False)
+
+
+class MeasureCB:
+    "Measures something after each training batch"
+
+    order = Order.RECORD
+
+    def after_batch(self, trainer):
+        if trainer.training:
+            trainer.write_measured(score=trainer.batch_num)
+
+
+class CountCB:
+    order = Order.REPORT
+
+    def __init__(self, name="CountCB"):
+        self.name, self.n = name, 0
+
+    def after_batch(self, trainer):
+        self.n += 1
+
+
+def outcome(trainer, n_epochs=2, **kwargs):
+    "All that a fit leaves behind"
+    trainer.fit(n_epochs, lr=0.05, **kwargs)
+    rows = [{k: v for k, v in o.items() if k != "elapsed"} for o in trainer.history]
+    state = [bits(v) for s in trainer.opt.state.values() for v in s.values() if torch.is_tensor(v)]
+    return (
+        [bits(o) for o in trainer.model.state_dict().values()],
+        state,
+        rows,
+        list(trainer.history.batches),
+        trainer.n_updates,
+        random_states(),
+    )
+
+
+# The law
+
+
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_validating_on_the_side_at_any_event_changes_nothing(event, shuffle):
+    "Weights, optimizer, history and random numbers are those of the fit without"
+    looks = CountCB()
+    plain = outcome(make_trainer([MetricsCB(), MeasureCB()], shuffle))
+    assert (
+        outcome(
+            make_trainer([MetricsCB(), MeasureCB(), function(event, lambda t: validate(t, looks))], shuffle)
+        )
+        == plain
+    )
+    assert looks.n > 0 and looks.n % 2 == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    events=st.lists(st.sampled_from(EVENTS), min_size=1, max_size=3, unique=True),
+    steps=st.sampled_from([BasicTrainCB, MomentumTrainCB]),
+    depth=st.integers(1, 3),
+    seed=st.integers(0, 5),
+)
+def test_any_side_runs_change_nothing(events, steps, depth, seed):
+    def look(trainer, depth=depth):
+        with trainer.side_run() as side:
+            side.fit(1, train=False)
+            if depth > 1:
+                look(side, depth - 1)
+
+    results = []
+    for with_looks in (False, True):
+        cbs = [function(o, look) for o in events] if with_looks else []
+        for i, cb in enumerate(cbs):
+            cb.name = f"look{i}"
+        trainer = make_trainer(
+            [MetricsCB(), DeviceCB("cpu"), ProgressCB("plain"), *cbs], shuffle=True, steps=steps()
+        )
+        set_seed(seed)
+        results.append(outcome(trainer))
+    assert results[0] == results[1]
+
+
+def test_a_generator_that_both_loaders_share_goes_on_where_it_was():
+    plain = outcome(make_trainer(shuffle=True, generator=torch.Generator().manual_seed(1)))
+    assert (
+        outcome(
+            make_trainer(
+                [function("log", validate)], shuffle=True, generator=torch.Generator().manual_seed(1)
+            )
+        )
+        == plain
+    )
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_loop_is_where_it_was(event):
+    "Every attribute of the trainer, its plan and its callbacks; and they are the same objects"
+    seen = []
+
+    def look(trainer):
+        before, numbers, grad = observe(trainer), random_states(), torch.is_grad_enabled()
+        with trainer.side_run(CountCB()) as side:
+            side.fit(1, train=False)
+            side.new, side.lr = 1, 99
+            side.model.train()
+        unchanged(trainer, before)
+        assert (random_states(), torch.is_grad_enabled()) == (numbers, grad)
+        seen.append(1)
+
+    make_trainer([MetricsCB(), MeasureCB(), TrackingCB(), ProgressCB("plain"), function(event, look)]).fit(1)
+    assert seen
+
+
+def test_between_fits_it_leaves_no_trace_but_what_it_trained():
+    trainer = make_trainer([MetricsCB()])
+    trainer.fit(1)
+    before, weight = observe(trainer, skip=[trainer.model, trainer.opt]), trainer.model[0].weight.clone()
+    validate(trainer)
+    unchanged(trainer, before, skip=[trainer.model, trainer.opt])
+    assert torch.equal(trainer.model[0].weight, weight)
+    opt = trainer.opt
+    with trainer.side_run() as side:
+        side.fit(1, valid=False)
+    assert (
+        not torch.equal(trainer.model[0].weight, weight) and trainer.opt is opt and len(trainer.history) == 1
+    )
+
+
+def test_before_the_first_fit():
+    trainer = make_trainer()
+    before = observe(trainer)
+    validate(trainer, CountCB())
+    unchanged(trainer, before)
+    assert not hasattr(trainer, "epoch") and not hasattr(trainer, "dl")
+
+
+class DropoutCB:
+    "Dropout in evaluation, the way the course does it"
+
+    def before_epoch(self, trainer):
+        trainer.model.apply(lambda m: m.train() if isinstance(m, nn.Dropout) else None)
+
+
+def looks(trainer, n=3):
+    "Results of `n` evaluations with dropout"
+    found = []
+    for _ in range(n):
+        validate(trainer, DropoutCB(), function("after_predict", lambda t: found.append(t.preds.clone())))
+    return [torch.cat(found[2 * i : 2 * i + 2]) for i in range(n)]
+
+
+def test_between_fits_the_random_numbers_on_the_side_go_on_and_those_of_training_do_not_notice():
+    alone = make_trainer()
+    alone.fit(1)
+    expected = outcome(alone)
+    trainer = make_trainer()
+    trainer.fit(1)
+    a, b, c = looks(trainer)
+    assert not torch.equal(a, b) and not torch.equal(b, c)
+    assert outcome(trainer) == expected
+    set_seed(5)
+    first = looks(trainer, 2)
+    set_seed(5)
+    assert all(map(torch.equal, first, looks(trainer, 2)))
+    torch.rand(1)
+    assert not torch.equal(first[0], looks(trainer, 1)[0])
+
+
+def test_within_a_fit_each_look_begins_where_training_stands():
+    "So that a run that goes on, and knows of no look before, sees the same"
+    found = []
+
+    def after_fit(trainer):
+        found.extend(looks(trainer, 2))
+
+    make_trainer([function("after_fit", after_fit)]).fit(1)
+    assert torch.equal(*found)
+
+
+# Which callbacks take part
+
+
+def test_callbacks_below_record_are_kept_and_the_others_are_not():
+    below, at, above = (CountCB(o) for o in ("below", "at", "above"))
+    below.order, at.order = Order.RECORD - 0.5, Order.RECORD
+    trainer = make_trainer([below, at, above])
+    watch = []
+    with trainer.side_run(
+        function("after_batch", lambda t: watch.append([getattr(o, "name", "") for o in t.callbacks]))
+    ) as side:
+        assert side is trainer and [o.name for o in side.callbacks[1:-1]] == ["below"]
+        assert not hasattr(side, "at") and side.below is below
+        side.fit(1, train=False)
+    assert len(watch) == 2 and (at.n, above.n) == (0, 0)
+    assert [o for o in trainer.callbacks[1:]] == [below, at, above] and trainer.at is at
+    validate(trainer, below=Order.LAST)
+    assert below.n == 0, "a kept callback is as before"
+
+
+@pytest.mark.parametrize("below, kept", [(-1000, 0), (0.5, 1), (float("inf"), 2)])
+def test_the_limit_may_be_any_number(below, kept):
+    trainer = make_trainer([CountCB()])
+    with trainer.side_run(below=below):
+        assert len(trainer.callbacks) == kept
+
+
+def test_a_name_that_left_with_its_callback_is_free():
+    mine, other = CountCB(), CountCB()
+    trainer = make_trainer([mine])
+    validate(trainer, other)
+    assert (mine.n, other.n) == (0, 2) and trainer.CountCB is mine
+
+
+def test_a_name_that_is_kept_is_taken():
+    mine = CountCB()
+    mine.order = 0
+    trainer = make_trainer([mine])
+    before = observe(trainer)
+    with pytest.raises(ValueError, match="CountCB"), trainer.side_run(CountCB()):
+        pass
+    with pytest.raises(ValueError, match="added already"), trainer.side_run(mine):
+        pass
+    with pytest.raises(TypeError, match="class"), trainer.side_run(CountCB):
+        pass
+    unchanged(trainer, before)
+    trainer.fit(1)
+    assert mine.n == 5
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda cb: cb,
+        lambda cb: [cb],
+        lambda cb: (cb,),
+        lambda cb: {cb},
+        lambda cb: iter([cb]),
+        lambda cb: [None, cb],
+    ],
+    ids=["one", "list", "tuple", "set", "iterator", "with None"],
+)
+def test_callbacks_in_any_form(given):
+    cb = CountCB()
+    trainer = make_trainer()
+    with trainer.side_run(given(cb)):
+        trainer.fit(1, train=False)
+    assert cb.n == 2 and cb not in trainer.callbacks
+
+
+class Group:
+    "Brings two callbacks along"
+
+    def __init__(self, *callbacks):
+        self.callbacks = list(callbacks)
+
+
+def test_a_trainer_with_a_group_can_be_lent():
+    limit, count = NBatchCB(1), CountCB()
+    trainer = make_trainer([Group(limit, count)])
+    validate(trainer)
+    assert count.n == 0, "a member that only watches takes no part"
+
+
+def test_a_group_can_be_added():
+    count = CountCB()
+    validate(make_trainer(), Group(NBatchCB(1), count))
+    assert count.n == 1
+
+
+def test_callbacks_may_come_and_go_inside():
+    trainer = make_trainer([NBatchCB(1), CountCB()])
+    before = observe(trainer)
+    count = CountCB()
+    with trainer.side_run() as side:
+        side.remove_callback("NBatchCB", delete=True)
+        side.add_callback(count)
+        side.fit(1, train=False)
+    assert count.n == 2
+    unchanged(trainer, before)
+
+
+def test_watchers_of_a_kept_group_stay_out():
+    "Also when the group itself answers an event"
+
+    class Both(Group):
+        def before_fit(self, trainer):
+            pass
+
+    watcher, limit = CountCB(), NBatchCB(1)
+    trainer = make_trainer([Both(watcher, limit)])
+    with trainer.side_run(CountCB("other")) as side:
+        assert watcher not in side.callbacks and limit in side.callbacks
+        side.fit(1, train=False)
+        assert side.other.n == 1
+    assert watcher in trainer.callbacks and watcher.n == 0
+
+
+def test_what_it_trains_stays_trained_though_callbacks_lead_there():
+    class HoldCB:
+        def before_fit(self, trainer):
+            self.params, self.opt, self.trainer = list(trainer.model.parameters()), trainer.opt, trainer
+
+    trainer = make_trainer([HoldCB()])
+    trainer.fit(1)
+
+    def look():
+        return [
+            bits(o)
+            for o in (
+                trainer.model[0].weight,
+                trainer.model[1].running_mean,
+                trainer.opt.state[trainer.model[0].weight]["momentum_buffer"],
+            )
+        ]
+
+    before = look()
+    with trainer.side_run() as side:
+        side.fit(1, valid=False, keep_opt=True)
+    assert all(a != b for a, b in zip(before, look()))
+    assert trainer.n_updates == 3
+
+
+def test_a_callers_no_grad_holds_inside():
+    trainer, wanted = make_trainer(), []
+
+    def look(trainer):
+        with (
+            trainer.side_run(
+                function("after_predict", lambda t: wanted.append(t.preds.requires_grad))
+            ) as side,
+            torch.no_grad(),
+        ):
+            side.fit(1, train=False)
+
+    trainer.fit(1, callbacks=function("after_epoch", look))
+    assert wanted and not any(wanted)
+
+
+def test_a_loader_is_not_told_its_position_in_the_middle_of_a_pass():
+    "It would begin its next pass there"
+
+    class Told:
+        def __init__(self):
+            self.told = 0
+
+        def __iter__(self):
+            return iter([(X, Y)] * 3)
+
+        def __len__(self):
+            return 3
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            self.told += 1
+
+    trainer = make_trainer([function("after_batch", validate)])
+    trainer.dls.train = loader = Told()
+    trainer.fit(1)
+    assert loader.told == 0 and trainer.n_updates == 3
+
+
+# States of callbacks and modules
+
+
+class StateCB:
+    "Counts in a number, in a list, and on an attribute of its own"
+
+    def __init__(self):
+        self.n, self.seen = 0, []
+
+    def before_fit(self, trainer):
+        self.fresh = True
+
+    def after_batch(self, trainer):
+        self.n += 1
+        self.seen = [*self.seen, trainer.batch_num]
+
+
+class ListCB:
+    def __init__(self):
+        self.seen = []
+
+    def after_batch(self, trainer):
+        self.seen.append(trainer.batch_num)
+
+
+class SlotCB:
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+    def after_batch(self, trainer):
+        self.n += 1
+
+
+def test_a_kept_callback_is_as_before():
+    cb, extra = StateCB(), CountCB()
+    trainer = make_trainer([cb])
+    validate(trainer, extra)
+    assert vars(cb) == {"n": 0, "seen": []} and extra.n == 2, "what was added keeps what it has counted"
+
+
+@pytest.mark.parametrize("make", [ListCB, SlotCB])
+def test_a_kept_callback_is_as_before_however_it_counts(make):
+    cb = make()
+    trainer = make_trainer([cb])
+    before = observe(cb)
+    validate(trainer)
+    unchanged(cb, before)
+
+
+@pytest.mark.parametrize("inside", ["validate", "train", "nothing", "fail"])
+@pytest.mark.parametrize(
+    "prepare",
+    [lambda m: m.train(), lambda m: m.eval(), lambda m: m[1].eval(), lambda m: (m.eval(), m[2].train())],
+    ids=["train", "eval", "one in eval", "one in train"],
+)
+def test_each_module_is_in_the_mode_it_was_in(prepare, inside):
+    trainer = make_trainer()
+    prepare(trainer.model)
+    modes = [o.training for o in trainer.model.modules()]
+    try:
+        with trainer.side_run() as side:
+            if inside in ("validate", "train"):
+                side.fit(1, train=inside == "train", valid=inside != "train")
+            if inside == "fail":
+                side.model.train(not side.model.training)
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert [o.training for o in trainer.model.modules()] == modes
+
+
+def test_a_model_that_is_no_module():
+    trainer = Trainer(
+        DataLoaders([(X, Y)], [(X, Y)]), F.cross_entropy, None, lambda x: x[:, :3], BasicTrainCB()
+    )
+    validate(trainer, count := CountCB())
+    assert count.n == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_the_gradient_mode_is_that_of_the_caller(mode):
+    trainer = make_trainer()
+    with mode():
+        before = torch.is_grad_enabled()
+        validate(trainer)
+        assert torch.is_grad_enabled() == before
+
+
+def train_aside(trainer):
+    with trainer.side_run() as side:
+        side.fit(1, valid=False)
+
+
+@pytest.mark.parametrize(
+    "event, passes",
+    [
+        ("before_epoch", True),
+        ("after_batch", True),
+        ("log", None),
+        ("before_fit", None),
+        ("after_epoch", False),
+    ],
+)
+def test_one_can_train_on_the_side(event, passes):
+    done = []
+
+    def look(trainer):
+        if passes is None or trainer.training == passes:
+            done.append(train_aside(trainer))
+
+    make_trainer([function(event, look)]).fit(1)
+    assert done
+
+
+# Trouble inside
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError,
+        KeyboardInterrupt,
+        SystemExit,
+        StopIteration,
+        GeneratorExit,
+        CancelFitException,
+        CancelEpochException,
+        CancelBatchException,
+    ],
+)
+@pytest.mark.parametrize("where", ["callback", "body"])
+def test_an_error_inside_comes_out_and_the_loop_is_where_it_was(where, error):
+    "But a cancel that a callback of the side run raises ends no more than that"
+    trainer = make_trainer([MetricsCB()])
+    trainer.fit(1)
+    before, numbers = observe(trainer, skip=[trainer.model]), random_states()
+
+    def after_batch(trainer):
+        raise error("trouble")
+
+    caught = where == "callback" and issubclass(error, CancelException)
+    try:
+        with trainer.side_run() as side:
+            if where == "callback":
+                side.fit(1, train=False, callbacks=after_batch)
+            else:
+                raise error("trouble")
+    except error as e:
+        assert not caught and str(e) == "trouble"
+    else:
+        assert caught
+    unchanged(trainer, before, skip=[trainer.model])
+    assert random_states() == numbers
+    trainer.fit(1)
+
+
+@pytest.mark.parametrize(
+    "error", [CancelFitException, CancelEpochException, CancelBatchException, CancelStepException]
+)
+def test_a_cancel_in_the_side_fit_does_not_reach_the_outer_fit(error):
+    def cancel(trainer):
+        raise error("inner")
+
+    def look(trainer):
+        with trainer.side_run(function("after_predict", cancel)) as side:
+            side.fit(1, train=False)
+
+    assert outcome(make_trainer([MetricsCB(), function("after_step", look)])) == outcome(
+        make_trainer([MetricsCB()])
+    )
+
+
+@pytest.mark.parametrize(
+    "error, batches", [(CancelFitException, 1), (CancelEpochException, 2), (CancelBatchException, 6)]
+)
+def test_a_cancel_between_side_fits_ends_the_outer_part_that_it_names(error, batches):
+    "Raised in the block and outside the side run's own fit, it belongs to the outer one"
+    seen = []
+
+    def look(trainer):
+        with trainer.side_run() as side:
+            side.fit(1, train=False)
+            seen.append(1)
+            raise error("outer")
+
+    trainer = make_trainer([function("before_predict", look)])
+    trainer.fit(2, valid=False)
+    assert len(seen) == batches and trainer.n_updates == 0
+    trainer.fit(1, train=False)
+
+
+def test_a_request_to_stop_inside_stops_only_what_is_inside():
+    stopped = []
+
+    def stop(trainer):
+        trainer.request_stop("inner")
+
+    def look(trainer):
+        with trainer.side_run([function("after_batch", stop), count := CountCB()]) as side:
+            side.fit(3, train=False)
+            stopped.append((side.stop_reason, count.n))
+        assert trainer.stop_reason is None
+
+    assert outcome(make_trainer([MetricsCB(), function("after_batch", look)])) == outcome(
+        make_trainer([MetricsCB()])
+    )
+    assert set(stopped) == {("inner", 1)}
+
+
+def test_a_request_to_stop_before_it_is_still_there_after_it():
+    def look(trainer):
+        trainer.request_stop("outer")
+        validate(trainer, count := CountCB())
+        assert count.n == 2 and trainer.stop_reason == "outer"
+
+    trainer = make_trainer([function("after_batch", look)])
+    trainer.fit(3)
+    assert trainer.n_updates == 1 and trainer.stop_reason == "outer"
+
+
+def test_a_request_to_stop_in_the_block_outside_its_fit_is_refused():
+    def look(trainer):
+        with trainer.side_run() as side:
+            side.request_stop("whom?")
+
+    with pytest.raises(RuntimeError, match="nothing is training"):
+        make_trainer([function("after_batch", look)]).fit(1)
+
+
+def test_fit_inside_fit_is_refused_also_inside():
+    def again(trainer):
+        trainer.fit(1)
+
+    trainer = make_trainer()
+    with pytest.raises(RuntimeError, match="inside"), trainer.side_run(function("log", again)) as side:
+        side.fit(1)
+    trainer.fit(1)
+
+
+def test_an_error_in_a_side_run_names_the_inner_and_the_outer_callback():
+    def fail(trainer):
+        raise ValueError("no")
+
+    def look(trainer):
+        validate(trainer, inner)
+
+    inner, outer = function("after_predict", fail), function("after_step", look)
+    inner.name, outer.name = "inner", "outer"
+    with pytest.raises(ValueError) as e:
+        make_trainer([outer]).fit(1)
+    assert any("`inner.after_predict`" in o for o in e.value.__notes__) and any(
+        "`outer.after_step`" in o for o in e.value.__notes__
+    )
+
+
+def test_cleanups_of_a_failed_side_fit_have_run():
+    ended = []
+
+    def look(trainer):
+        cleanup = function("cleanup_fit", lambda t: ended.append(type(t.exception)))
+        cleanup.name = "cleanup"
+
+        def fail(trainer):
+            raise ZeroDivisionError
+
+        with trainer.side_run([cleanup, function("after_get_loss", fail)]) as side:
+            side.fit(1)
+
+    with pytest.raises(ZeroDivisionError):
+        make_trainer([function("after_batch", look)]).fit(1)
+    assert ended == [ZeroDivisionError]
+
+
+def test_a_callback_that_is_always_part_of_its_own_side_run_is_the_users_mistake_but_no_endless_loop():
+    trainer = make_trainer([function("after_batch", validate, order=Order.STEP)])
+    with pytest.raises(RuntimeError, match="evaluates again. Give it `order = Order.RECORD`"):
+        trainer.fit(1)
+    validate_only = make_trainer()
+    validate(validate_only)
+    trainer.remove_callback("DoCB")
+    trainer.fit(1)
+
+
+# Subclasses
+
+
+class Phased(Trainer):
+    "With a span, an event, a method named after an event, and attributes of its own"
+
+    events = ("halfway",)
+
+    def subclassing_method(self, note):
+        self.note, self.phases, self.own_batches = note, 0, 0
+
+    @with_cbs("phase", CancelBatchException)
+    def phase(self):
+        self.phases = self.phases + 1
+
+    def one_batch(self):
+        self.phase()
+        super().one_batch()
+        self.run_callbacks("halfway")
+
+    def after_batch(self):
+        self.own_batches = self.own_batches + 1
+
+
+class PhaseCB:
+    order = Order.RECORD
+
+    def __init__(self):
+        self.seen = []
+
+    def before_phase(self, trainer):
+        self.seen.append("before")
+
+    def phase(self, trainer):
+        self.seen.append("phase")
+
+    def cleanup_phase(self, trainer):
+        self.seen.append("cleanup")
+
+    def halfway(self, trainer):
+        self.seen.append("halfway")
+
+
+@pytest.mark.parametrize(
+    "event", ["before_phase", "phase", "after_phase", "cleanup_phase", "halfway", "after_predict", "log"]
+)
+def test_a_subclass_has_its_spans_and_events_on_the_side_too(event):
+    aside, mine = PhaseCB(), PhaseCB()
+
+    def look(trainer):
+        attributes = dict(vars(trainer))
+        validate(trainer, aside)
+        assert vars(trainer) == attributes and trainer.note == ["mine"]
+
+    trainer = make_trainer([mine, function(event, look)], cls=Phased, note=["mine"])
+    trainer.fit(1)
+    assert (
+        mine.seen == ["before", "phase", "cleanup", "halfway"] * 5
+        and trainer.phases == trainer.own_batches == 5
+    )
+    assert aside.seen[:4] == mine.seen[:4] and len(aside.seen) % 8 == 0
+
+
+def test_a_subclass_may_have_slots():
+    class Slotted(Trainer):
+        __slots__ = ("extra",)
+
+    def look(trainer):
+        preds = trainer.preds
+        validate(trainer)
+        assert trainer.preds is preds
+
+    make_trainer([function("after_predict", look)], cls=Slotted).fit(1, valid=False)
+
+
+def test_preds_and_loss_are_there_if_they_were():
+    trainer = make_trainer()
+    trainer.fit(1)
+    preds, loss = trainer.preds, trainer.loss
+    validate(trainer)
+    assert trainer.preds is preds and trainer.loss is loss
+    del trainer.preds
+    validate(trainer)
+    assert not hasattr(trainer, "preds") and trainer.loss is loss
+
+
+def test_a_side_run_in_a_snapshot_in_a_side_run_in_a_snapshot():
+    trainer = make_trainer([MetricsCB()])
+    before = observe(trainer)
+    with trainer.snapshot(), trainer.side_run(), trainer.snapshot():
+        inner = observe(trainer)
+        with trainer.side_run(MetricsCB()) as side:
+            side.fit(1)
+            assert len(side.history) == 1
+        with trainer.snapshot():
+            trainer.fit(1)
+        assert len(trainer.history) == 0 and inner.keys()
+    unchanged(trainer, before)

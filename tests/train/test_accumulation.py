@@ -1,0 +1,552 @@
+"""Accumulation (`train/accumulation.py`) against the big batch and against a loop written by hand.
+
+Arithmetic is in double precision, so that "equal" leaves no room; where every operation is the same it is bit for bit.
+Whatever makes a window odd is tried: unequal batches, cancelled ones, a pass that ends early, gradients that were there before.
+"""
+
+import copy
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.clipping import ClipGradCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.schedule.schedulers import BatchSchedulerCB
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import (
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelStepException,
+    Order,
+)
+from isaac_loop.loop.trainer import Trainer
+
+
+def make_data(n=24, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 3, generator=g, dtype=torch.float64), torch.randn(
+        n, 1, generator=g, dtype=torch.float64
+    )
+
+
+def cut(data, sizes):
+    return list(zip(*(o.split(list(sizes)) for o in data)))
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def train(
+    batches, *callbacks, steps=None, loss_func=F.mse_loss, opt_func=optim.SGD, n_epochs=2, lr=0.1, model=None
+):
+    "A trainer that has trained"
+    callbacks = [MetricsCB(show=False) if o is MetricsCB else o for o in callbacks]
+    trainer = Trainer(
+        DataLoaders(batches),
+        loss_func,
+        opt_func,
+        model or make_model(),
+        [steps or BasicTrainCB(), *callbacks],
+    )
+    trainer.fit(n_epochs, lr=lr, valid=False)
+    return trainer
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def grouped(sizes, n):
+    "The big batches that belong to windows of n"
+    return [sum(sizes[i : i + n]) for i in range(0, len(sizes), n)]
+
+
+# It equals the big batch
+
+
+@pytest.mark.shows("F023", "F024", "NEMO-59", "AIT-65")
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=7),
+    n=st.integers(1, 5),
+    opt=st.sampled_from(
+        [optim.SGD, optim.Adam, lambda params, lr: optim.SGD(params, lr, momentum=0.9, weight_decay=0.1)]
+    ),
+)
+def test_windows_equal_big_batches(sizes, n, opt):
+    "Unequal batches, a shorter last window, any optimizer"
+    data = make_data(sum(sizes))
+    small = train(cut(data, sizes), AccumulationCB(n), opt_func=opt)
+    big = train(cut(data, grouped(sizes, n)), opt_func=opt)
+    assert small.n_updates == big.n_updates == 2 * math.ceil(len(sizes) / n) == small.total_updates
+    torch.testing.assert_close(weights(small), weights(big), rtol=1e-9, atol=1e-11)
+
+
+def test_weighed_alike_a_short_last_window_is_the_mean_of_the_batches_it_has():
+    data = make_data(8)
+    small, big = train(cut(data, [2] * 4), AccumulationCB(3, "mean")), train(cut(data, [6, 2]))
+    torch.testing.assert_close(weights(small), weights(big), rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    n=st.integers(1, 4),
+    momentum=st.sampled_from([0.0, 0.5, 0.85]),
+)
+def test_gradients_from_before_the_window_are_not_divided(sizes, n, momentum):
+    "With `MomentumTrainCB` a part of the old gradients is there when a window begins"
+    data = make_data(sum(sizes))
+    small = train(cut(data, sizes), AccumulationCB(n), steps=MomentumTrainCB(momentum), n_epochs=3)
+    big = train(cut(data, grouped(sizes, n)), steps=MomentumTrainCB(momentum), n_epochs=3)
+    torch.testing.assert_close(weights(small), weights(big), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("weigh", ["samples", "mean", "sum"])
+@pytest.mark.parametrize("steps", [BasicTrainCB, MomentumTrainCB])
+def test_one_batch_to_an_update_is_no_accumulation_bit_for_bit(weigh, steps):
+    data = cut(make_data(), [5, 5, 5, 5, 4])
+    assert torch.equal(
+        weights(train(data, AccumulationCB(1, weigh), steps=steps())), weights(train(data, steps=steps()))
+    )
+
+
+@pytest.mark.shows("F023")
+def test_equal_batches_are_the_loop_by_hand_bit_for_bit():
+    "Losses are untouched, and the sum of gradients is divided once"
+    data, model = cut(make_data(), [6] * 4), make_model()
+    opt = optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        for i, (x, y) in enumerate(data):
+            F.mse_loss(model(x), y).backward()
+            if i % 2:
+                for p in model.parameters():
+                    p.grad /= 2
+                opt.step()
+                opt.zero_grad()
+    assert torch.equal(
+        weights(train(data, AccumulationCB(2))), torch.cat([p.detach().flatten() for p in model.parameters()])
+    )
+
+
+def test_a_sum_is_neither_weighed_nor_divided():
+    data, loss = make_data(10), lambda preds, targets: F.mse_loss(preds, targets, reduction="sum")
+    small, big = (
+        train(o, *cbs, loss_func=loss, lr=0.01)
+        for o, cbs in ((cut(data, [4, 3, 3]), [AccumulationCB(3, "sum")]), ([data], []))
+    )
+    torch.testing.assert_close(weights(small), weights(big), rtol=1e-12, atol=0)
+
+
+@pytest.mark.shows("PTA-53", "F024")
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=2, max_size=6), n=st.integers(2, 4), as_tensor=st.booleans()
+)
+def test_tokens_are_the_weight_of_a_mean_over_tokens(lengths, n, as_tensor):
+    "The count is a number or stays a tensor on the device, and is not known beforehand"
+    g = torch.Generator().manual_seed(0)
+    x, y = (
+        torch.randn(len(lengths), 6, 3, generator=g, dtype=torch.float64),
+        torch.randint(4, (len(lengths), 6), generator=g),
+    )
+    for row, length in zip(y, lengths):
+        row[length:] = -100
+    loss = lambda preds, targets: F.cross_entropy(preds.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    count = lambda batch: (batch[1] != -100).sum() if as_tensor else int((batch[1] != -100).sum())
+    model = nn.Linear(3, 4).double()
+    data = list(zip(x.split(1), y.split(1)))
+    big = list(zip(x.split(n), y.split(n)))
+    small = train(data, AccumulationCB(n, count), loss_func=loss, model=copy.deepcopy(model))
+    torch.testing.assert_close(
+        weights(small), weights(train(big, loss_func=loss, model=copy.deepcopy(model))), rtol=1e-9, atol=1e-11
+    )
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("counts", [[0, 2, 1], [2, 0, 0], [0, 0, 3]])
+def test_a_batch_that_counts_nothing_adds_nothing(counts, as_tensor):
+    data = cut(make_data(6), [2, 2, 2])
+    data = [(x, y, torch.tensor(c)) for (x, y), c in zip(data, counts)]
+    loss = lambda preds, targets, c: F.mse_loss(preds, targets)
+    small = train(
+        data,
+        AccumulationCB(3, lambda batch: batch[2] if as_tensor else batch[2].item()),
+        loss_func=loss,
+        n_epochs=1,
+    )
+    model, total = make_model(), sum(counts)
+    sum(F.mse_loss(model(x), y) * c / total for x, y, c in data).backward()
+    ours, theirs = (
+        weights(small),
+        torch.cat([(p - 0.1 * p.grad).detach().flatten() for p in model.parameters()]),
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+# Windows and the rest of the loop
+
+
+@pytest.mark.shows("F023", "PTA-47", "NEMO-05")
+def test_schedules_step_once_per_update_and_end_with_the_run():
+    class LrCB:
+        order = Order.LAST
+
+        def before_fit(self, trainer):
+            self.seen = []
+
+        def after_step(self, trainer):
+            self.seen.append((trainer.n_updates, trainer.opt.param_groups[0]["lr"]))
+
+    scheduler = BatchSchedulerCB(
+        lambda opt, trainer: optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, total_iters=trainer.total_updates)
+    )
+    trainer = train(
+        cut(make_data(10), [2] * 5), AccumulationCB(2), scheduler, cb := LrCB(), n_epochs=2, lr=0.6
+    )
+    assert [n for n, _ in cb.seen] == [1, 2, 3, 4, 5, 6]
+    assert [lr for _, lr in cb.seen] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    assert trainer.updates_per_epoch == 3
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_limit_on_batches_comes_first_whatever_the_order_of_adding(first):
+    pair = [NBatchCB(5), AccumulationCB(2)]
+    trainer = train(cut(make_data(), [3] * 8), *(pair if first else pair[::-1]), n_epochs=2)
+    assert trainer.updates_per_epoch == 3 and trainer.n_updates == 6
+    big = train(cut(make_data(), [6, 6, 3, 9])[:3])
+    torch.testing.assert_close(weights(trainer), weights(big), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.shows("NEMO-59")
+@pytest.mark.parametrize("length", [None, 3, 8, 4])
+def test_a_loader_with_no_length_or_a_wrong_one_loses_nothing(length):
+    data = cut(make_data(12), [3] * 4 if length == 4 else [3, 3, 3, 3])[:3]
+
+    class Loader:
+        def __iter__(self):
+            return iter(data)
+
+    if length:
+        Loader.__len__ = lambda self: length
+    trainer = train(Loader(), AccumulationCB(2))
+    torch.testing.assert_close(
+        weights(trainer),
+        weights(train(cut(make_data(12)[0:1] + make_data(12)[1:], [6, 3, 3])[:2])),
+        rtol=1e-10,
+        atol=1e-12,
+    )
+    assert trainer.n_updates == 4
+
+
+class CancelCB:
+    "Raises at one event of one batch"
+
+    def __init__(self, event, batch, exception, order=0):
+        self.order, self.batch, self.exception = order, batch, exception
+        setattr(self, event, self._raise)
+
+    def _raise(self, trainer):
+        if trainer.batch_num == self.batch and trainer.training:
+            raise self.exception("on purpose")
+
+
+@pytest.mark.parametrize("event", ["before_batch", "before_predict", "after_get_loss", "before_backward"])
+@pytest.mark.parametrize("batch", [0, 1, 2, 4])
+def test_a_batch_cancelled_before_backward_is_not_in_the_window(event, batch):
+    "The window waits for another one; the last window is stepped even if its last batch was cancelled"
+    sizes = [2, 3, 4, 1, 5]
+    pieces = cut(make_data(15), sizes)
+    trainer = train(pieces, AccumulationCB(2), CancelCB(event, batch, CancelBatchException))
+    kept = [o for i, o in enumerate(pieces) if i != batch]
+    big = [tuple(map(torch.cat, zip(*kept[i : i + 2]))) for i in (0, 2)]
+    torch.testing.assert_close(weights(trainer), weights(train(big)), rtol=1e-10, atol=1e-12)
+    assert trainer.n_updates == 4
+
+
+@pytest.mark.parametrize("order", [Order.FIRST, 0])
+def test_a_backward_that_was_left_out_is_not_counted(order):
+    trainer = train(
+        cut(make_data(12), [3] * 4),
+        AccumulationCB(2),
+        CancelCB("before_backward", 1, CancelStepException, order),
+        n_epochs=1,
+    )
+    pieces = cut(make_data(12), [3] * 4)
+    big = [tuple(map(torch.cat, zip(pieces[0], pieces[2]))), pieces[3]]
+    torch.testing.assert_close(weights(trainer), weights(train(big, n_epochs=1)), rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_that_another_callback_refuses_ends_the_window_all_the_same():
+    trainer = train(
+        cut(make_data(12), [3] * 4),
+        AccumulationCB(2),
+        CancelCB("before_step", 1, CancelStepException),
+        n_epochs=1,
+    )
+    assert trainer.n_updates == 1
+    torch.testing.assert_close(
+        weights(trainer), weights(train(cut(make_data(12), [6, 6])[1:], n_epochs=1)), rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.shows("AIT-65")
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_stop_in_the_middle_of_a_window_steps_with_the_rest(at):
+    class StopCB:
+        def after_batch(self, trainer):
+            if trainer.batch_num == at:
+                trainer.request_stop("enough")
+
+    trainer = train(cut(make_data(12), [3] * 4), AccumulationCB(2), StopCB(), n_epochs=5)
+    assert trainer.n_updates == at // 2 + 1
+    torch.testing.assert_close(
+        weights(trainer),
+        weights(train(cut(make_data(12), {0: [3, 9], 2: [6, 3, 3]}[at])[: at // 2 + 1], n_epochs=1)),
+        rtol=1e-10,
+        atol=1e-12,
+    )
+
+
+@pytest.mark.parametrize(
+    "exception", [CancelEpochException, CancelFitException, ZeroDivisionError, KeyboardInterrupt]
+)
+def test_a_pass_that_breaks_off_leaves_no_half_window(exception):
+    "Nothing is stepped, and nothing of it reaches a later fit"
+    trainer = Trainer(
+        DataLoaders(cut(make_data(12), [3] * 4)),
+        F.mse_loss,
+        optim.SGD,
+        make_model(),
+        [BasicTrainCB(), AccumulationCB(4)],
+    )
+    before = weights(trainer)
+    cancel = CancelCB("after_batch", 1, exception)
+    try:
+        trainer.fit(1, valid=False, callbacks=cancel)
+    except (ZeroDivisionError, KeyboardInterrupt):
+        pass
+    assert trainer.n_updates == 0 and torch.equal(weights(trainer), before)
+    assert all(p.grad is None for p in trainer.model.parameters())
+    trainer.fit(1, lr=0.1, valid=False, keep_opt=True)
+    assert trainer.n_updates == 1
+    torch.testing.assert_close(
+        weights(trainer), weights(train([make_data(12)], n_epochs=1)), rtol=1e-10, atol=1e-12
+    )
+
+
+def test_a_cancelled_batch_in_the_closing_step_does_not_end_the_fit():
+    class RefuseCB:
+        def before_step(self, trainer):
+            raise CancelBatchException("not this one")
+
+    class Stream:
+        def __iter__(self):
+            return iter(cut(make_data(9), [3] * 3))
+
+    trainer = train(Stream(), AccumulationCB(2), RefuseCB(), n_epochs=2)
+    assert trainer.n_updates == 0 and trainer.epoch == 1
+
+
+def test_losses_and_gradients_are_given_back_and_recorded_as_they_are():
+    "What is weighed for backward is nobody else's business"
+
+    class SeeCB:
+        order = Order.LAST
+
+        def before_fit(self, trainer):
+            self.weighed, self.after = [], []
+
+        def before_backward(self, trainer):
+            self.weighed.append(trainer.loss.item())
+
+        def after_batch(self, trainer):
+            self.after.append(trainer.loss.item())
+
+    pieces, model = cut(make_data(10), [4, 4, 2]), make_model()
+    plain = [F.mse_loss(model(x), y).item() for x, y in pieces]
+    trainer = train(pieces, AccumulationCB(3), MetricsCB, see := SeeCB(), n_epochs=1)
+    assert see.after == plain and see.weighed == [*plain[:2], plain[2] / 2]
+    assert trainer.history["train_loss"][0] == pytest.approx(
+        sum(o * n for o, n in zip(plain, (4, 4, 2))) / 10
+    )
+
+
+def test_validation_is_left_alone():
+    trainer = Trainer(
+        DataLoaders(*[cut(make_data(9), [3] * 3)] * 2),
+        F.mse_loss,
+        optim.SGD,
+        make_model(),
+        [BasicTrainCB(), AccumulationCB(2)],
+    )
+    trainer.fit(2)
+    assert trainer.n_updates == 4
+
+
+class RefuseToWait(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert getattr(func, "__name__", "") not in {
+            "item",
+            "cpu",
+            "tolist",
+            "numpy",
+            "is_nonzero",
+            "nonzero",
+            "equal",
+            "allclose",
+            "__bool__",
+            "__float__",
+            "__int__",
+            "__index__",
+        }
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("weigh", ["samples", lambda batch: (batch[1] > 0).sum()])
+def test_nothing_waits(weigh):
+    with RefuseToWait():
+        train(cut(make_data(), [5] * 4 + [4]), AccumulationCB(2, weigh), n_epochs=1)
+
+
+# State
+
+
+@pytest.mark.parametrize("steps", [BasicTrainCB, MomentumTrainCB])
+@pytest.mark.parametrize("weigh", ["samples", lambda batch: torch.tensor(len(batch[0]))])
+@pytest.mark.parametrize("at", range(5))
+def test_going_on_from_a_saved_state_is_never_having_stopped(at, weigh, steps):
+    class StopAndGoCB:
+        order = Order.SAVE
+
+        def after_batch(self, trainer):
+            if trainer.batch_num == at:
+                self.saved, self.grads = (
+                    copy.deepcopy(trainer.AccumulationCB.state_dict()),
+                    [None if p.grad is None else p.grad.clone() for p in trainer.model.parameters()],
+                )
+
+    class RestoreCB:
+        order = Order.FIRST - 1
+
+        def before_batch(self, trainer):
+            if trainer.batch_num != at + 1:
+                return
+            cb, see = trainer.AccumulationCB, trainer.StopAndGoCB
+            cb._forget()
+            cb.n, cb.total = 7, 99
+            for p, g in zip(trainer.model.parameters(), see.grads):
+                p.grad = None if see.saved["n"] else g
+            cb.load_state_dict(see.saved)
+
+    pieces = cut(make_data(14), [3, 2, 4, 1, 4])
+    resumed = train(pieces, AccumulationCB(3, weigh), StopAndGoCB(), RestoreCB(), steps=steps())
+    assert torch.equal(weights(resumed), weights(train(pieces, AccumulationCB(3, weigh), steps=steps())))
+
+
+def test_state_is_plain_and_empty_between_windows():
+    cb = AccumulationCB(2)
+    train(cut(make_data(12), [3] * 4), cb)
+    assert cb.state_dict() == dict(n=0, total=0, first=3, grads=[], aside=[])
+    cb.load_state_dict(cb.state_dict())
+    with pytest.raises(RuntimeError, match="while nothing is training"):
+        cb.load_state_dict(dict(n=1, total=1.0, first=3, grads=[], aside=[]))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True, "2", None])
+def test_a_window_is_a_whole_number_of_batches(n):
+    with pytest.raises(ValueError, match="`n_batches` is"):
+        AccumulationCB(n)
+
+
+@pytest.mark.parametrize("weigh", ["tokens", None, 3])
+def test_a_weight_that_is_none_is_refused_at_once(weigh):
+    with pytest.raises(ValueError, match="`weigh` is"):
+        AccumulationCB(2, weigh)
+
+
+@pytest.mark.parametrize(
+    "count, words",
+    [
+        (-1, "0 or more"),
+        (math.nan, "0 or more"),
+        (math.inf, "0 or more"),
+        (None, "0 or more"),
+        (torch.ones(3), "one weight"),
+        (True, "0 or more"),
+    ],
+)
+def test_a_count_that_cannot_weigh_is_an_error(count, words):
+    with pytest.raises(ValueError, match=words):
+        train(cut(make_data(4), [2, 2]), AccumulationCB(2, lambda batch: count))
+
+
+def test_inputs_without_rows_need_a_stated_weight():
+    batches = [(torch.tensor(1.0), torch.tensor(2.0))]
+    model = type(
+        "Scale",
+        (nn.Module,),
+        {
+            "__init__": lambda self: (
+                nn.Module.__init__(self),
+                setattr(self, "w", nn.Parameter(torch.ones(()))),
+            )[0],
+            "forward": lambda self, x: self.w * x,
+        },
+    )()
+    with pytest.raises(TypeError, match="`weigh='mean'`"):
+        train(batches, AccumulationCB(2), model=model)
+    assert train(batches, AccumulationCB(2, "mean"), model=model).n_updates == 2
+
+
+@pytest.mark.shows("PTA-52", "AIT-52")
+def test_clipping_meets_the_whole_gradient_once():
+    "Once per update, on the sum, not on each piece"
+    pieces = cut(make_data(12), [3] * 4)
+    small = train(pieces, AccumulationCB(2), ClipGradCB(0.05))
+    torch.testing.assert_close(
+        weights(small), weights(train(cut(make_data(12), [6, 6]), ClipGradCB(0.05))), rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("loss_func", [nn.MSELoss(reduction="sum"), partial(F.mse_loss, reduction="sum")])
+def test_a_loss_that_says_it_is_a_sum_is_not_taken_for_a_mean(loss_func):
+    "Its gradients were weighed by rows once more, in silence"
+    batches = [(torch.ones(n, 1), torch.ones(n, 1) * 3) for n in (8, 2)]
+
+    def gradient(cb, loss_func, data):
+        trainer, found = (
+            Trainer(DataLoaders(data), loss_func, optim.SGD, nn.Linear(1, 1), [BasicTrainCB(), *cb]),
+            [],
+        )
+        nn.init.ones_(trainer.model.weight)
+        nn.init.zeros_(trainer.model.bias)
+        trainer.fit(
+            1,
+            valid=False,
+            callbacks=SimpleNamespace(
+                before_step=lambda t: found.append(t.model.weight.grad.item()), order=50, name="look"
+            ),
+        )
+        return found[-1]
+
+    with pytest.raises(ValueError, match="weigh='sum'"):
+        gradient([AccumulationCB(2)], loss_func, batches)
+    whole = [tuple(torch.cat(o) for o in zip(*batches))]
+    assert gradient([AccumulationCB(2, weigh="sum")], loss_func, batches) == gradient([], loss_func, whole)
