@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/loop/90_elsewhere.ipynb #39d1d2fa
+# %% ../../nbs/loop/90_elsewhere.ipynb #86fd2570
 from importlib import import_module
 
-# %% ../../nbs/loop/90_elsewhere.ipynb #d0ca5977
+# %% ../../nbs/loop/90_elsewhere.ipynb #fa3ef75c
 ELSEWHERE = {
     'Trainer': {
         'summarize_callbacks': 'inspection.loop_tables',
@@ -37,7 +37,7 @@ ELSEWHERE = {
 }
 _HOMES = {'Trainer': 'loop.trainer', 'History': 'loop.history'}
 
-# %% ../../nbs/loop/90_elsewhere.ipynb #94e78f69
+# %% ../../nbs/loop/90_elsewhere.ipynb #8d659726
 def _kind(owner): return next(o.__name__ for o in type(owner).__mro__ if o.__name__ in ELSEWHERE)
 
 def elsewhere(
@@ -55,3 +55,7 @@ def bring(
     import_module(f'isaac_loop.{ELSEWHERE[kind][name]}')
     patched = getattr(import_module(f'isaac_loop.{_HOMES[kind]}'), kind)
     return vars(patched)[name].__get__(owner)
+
+def bring_all():
+    "Put all of them onto their classes, where a subclass can override them and `Trainer.save?` shows them"
+    for module in {module for methods in ELSEWHERE.values() for module in methods.values()}: import_module(f'isaac_loop.{module}')
