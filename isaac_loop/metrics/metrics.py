@@ -15,9 +15,10 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..loop.events import CancelException, Order, callback_name
-from ..basics.checks import did_you_mean
+from ..basics.checks import check_choice, did_you_mean
 from ..train.example_losses import reduction_of
 from ..loop.history import as_tensor
+from ..loop.shared_attributes import offered
 from ..loop.device_records import DeviceValues
 from ..state.plain_state import ResumeMismatch, UnsaveableState
 from ..basics.tables import shown_row
@@ -58,12 +59,11 @@ def _rows(trainer, inputs):
     return len(inputs[0]) if inputs and torch.is_tensor(inputs[0]) and inputs[0].ndim else batch_size(trainer.batch)
 
 # %% ../../nbs/metrics/10_metrics.ipynb #bdf81a7b
-_WEIGHS = (None, 'samples', 'mean', 'sum')
-
 def _check_weigh(weigh):
     "Refuse what says no weight"
-    if callable(weigh) or (weigh is None or isinstance(weigh, str)) and weigh in _WEIGHS: return
-    raise ValueError(f"`weigh` is {weigh!r}, which says no weight for the loss of a batch. Use 'samples', 'mean', 'sum', None to ask the loss, or a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`.")
+    if callable(weigh): return
+    check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), 'it weighs the loss of a batch', none='to ask the loss',
+                 also='a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`')
 
 def _weight(weigh, batch, rows):
     "What the loss of `batch` weighs"
@@ -304,12 +304,17 @@ def cleanup_epoch(self:MetricsCB, trainer):
         trainer.history.write_batches(trainer.training, losses.batches, loss=values)
     trainer.history.write(**columns, elapsed=time.perf_counter()-self._start)
 
+# %% ../../nbs/metrics/10_metrics.ipynb #366b0d0e
+def recorders_of(trainer):
+    "The trainer's own `MetricsCB`s"
+    return [o for o in trainer.callbacks if isinstance(o, MetricsCB)]
+
 # %% ../../nbs/metrics/10_metrics.ipynb #5d9a1284
 def weigh_of(
     trainer, # May have a `MetricsCB`
 ): # Its `weigh`, or None
     "What the trainer's own `MetricsCB` weighs losses by"
-    return next((o.weigh for o in trainer.callbacks if isinstance(o, MetricsCB)), None)
+    return next((o.weigh for o in recorders_of(trainer)), None)
 
 # %% ../../nbs/metrics/10_metrics.ipynb #b103f759
 @patch
@@ -331,7 +336,8 @@ def as_text(
 @patch
 def log(self:MetricsCB, trainer):
     "Print the newest row, unless another callback shows it"
-    if self.show and trainer.history.current and not any(getattr(o, 'shows_rows', False) for o in trainer.callbacks): self._log(trainer.history.current)
+    row = trainer.history.current
+    if self.show and row and not any(offered(trainer, 'shows_rows')): self._log(row)
 
 @patch
 def _log(self:MetricsCB, row): print(as_text(row))
