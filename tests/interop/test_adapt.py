@@ -76,9 +76,7 @@ def test_a_foreign_callback_that_was_not_adapted_is_told_about_it(pta):
     with pytest.raises(Exception) as e:
         ours(TrainerCallback())
     assert any("`isaac_loop.interop.adapt" in o for o in e.value.__notes__)
-    with pytest.raises(
-        ValueError, match="has no method named after an event.*`isaac_loop.interop.adapt"
-    ):
+    with pytest.raises(ValueError, match="has no method named after an event.*`isaac_loop.interop.adapt"):
         ours(ToolboxNotes())
     with pytest.raises(ValueError) as e:
         ours(SimpleNamespace(on_train=True))
