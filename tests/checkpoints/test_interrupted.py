@@ -398,4 +398,4 @@ def test_workers_leave_an_interrupt_to_the_main_process():
     dls = make_loaders()
     dls.train = exact_loader(Asks(16), 8, num_workers=2)
     trainer = fit(make_trainer([*callbacks(), InterruptCB()], dls), 1)
-    assert trainer.n_updates == 2 and trainer.InterruptCB.interrupted is None
+    assert trainer.n_updates == 2 and trainer.interrupted is None
