@@ -14,7 +14,7 @@ from fastcore.basics import patch
 
 from ..metrics.metrics import as_text
 from .run_config import RunConfig
-from .tracking import ENDED, outcome_of
+from .run_facts import ENDED, outcome_of
 from ..basics.checks import check_choice, check_count, check_function
 from ..show.curves import history_figure
 from ..loop.events import CancelException, Order

@@ -85,7 +85,7 @@ FACES = {
     """,
     "checkpoints": "CheckpointCB ExportCB KeepBestCB RewindCB",
     "log": """
-        CSV Email ExperimentCB fetch HistoryFilesCB JSONLines LoggerCB MLflow NotifyCB Screen TensorBoard
+        CSV Email ExperimentCB fetch HistoryFilesCB JSONLines LoggerCB MLflow NotifyCB Screen SQLite TensorBoard
         TrackingCB Trackio UploadCB WandB
     """,
     "recipes": "CoreCBs digit_loaders digit_trainer",
