@@ -85,8 +85,8 @@ FACES = {
     """,
     "checkpoints": "CheckpointCB ExportCB KeepBestCB RewindCB",
     "log": """
-        CSV Email ExperimentCB fetch HistoryFilesCB JSONLines LoggerCB MLflow NotifyCB Screen SQLite TensorBoard
-        TrackingCB Trackio UploadCB WandB
+        CSV Email ExperimentCB fetch HistoryFilesCB JSONLines LoggerCB MLflow NotifyCB Screen SQLite
+        TensorBoard TrackingCB Trackio UploadCB WandB
     """,
     "recipes": "CoreCBs digit_loaders digit_trainer",
     "interop": "adapt",
