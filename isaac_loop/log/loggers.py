@@ -23,7 +23,7 @@ from ..basics.checks import check_count
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.history import as_tensor, check_monitored
 from .log_interface import outlets_of
-from .late_numbers import MeanLoss, Sent
+from ..loop.device_numbers import DeviceMean, Sent
 from ..train.optimizer_options import learning_rates
 
 # %% ../../nbs/log/05_loggers.ipynb #15811259
@@ -113,7 +113,7 @@ def _forget(self:LoggerCB, trainer):
     "Begin a fit"
     self._offset,self._last = self._n,0 # Updates of earlier fits, and of this one when the last batch was done
     self._epoch,self._steps,self._logged = None,array('q'),array('q') # The step of each batch in this epoch, and those that were logged
-    self._losses,self._sent,self._newest = MeanLoss(),[],None # Rows on their way, and the last one of an epoch
+    self._losses,self._sent,self._newest = DeviceMean(),[],None # Steps and rows on their way, and the last one of an epoch
     self._missing = set(self._columns or ()) # Columns that no row has had
     self._last_media,self._seen = None,_lengths(trainer) # How much of the history has been sent
     self._start = self._mark = self._epoch_start = time.perf_counter()
@@ -170,9 +170,10 @@ def before_batch(self:LoggerCB, trainer):
 @patch
 def _send_arrived(self:LoggerCB, wait=False):
     "Send the rows that have arrived, or all"
-    while self._sent and (wait or self._sent[0].arrived()):
-        row = self._sent.pop(0)
-        self._send(row.read(), row.step, 'steps')
+    while self._sent and (wait or self._sent[0][1].arrived()):
+        step,row = self._sent.pop(0)
+        values = {name: value.item() if torch.is_tensor(value) else value for name,value in row.read().items()}
+        self._send(values, step, 'steps')
 
 @patch
 def _send(self:LoggerCB, values, step, table):
@@ -210,7 +211,7 @@ def _take_down(self:LoggerCB, trainer, step, loss):
                seconds_per_step=(now-self._mark)/max(trainer.n_updates-self._marked, 1))
     self._mark,self._marked = now,trainer.n_updates
     row |= {name: _checked(name, f(trainer)) for name,f in self._functions.items()}
-    self._sent.append(Sent({k: o for k,o in row.items() if o is not None}, step))
+    self._sent.append((step, Sent({k: o for k,o in row.items() if o is not None})))
     if self.media: self.media(trainer)
 
 # %% ../../nbs/log/05_loggers.ipynb #dc2f22b9
@@ -319,7 +320,7 @@ def state_dict(self:LoggerCB)->dict: # Plain types
     now = time.perf_counter()
     return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows), crossed=list(self._alerts.crossed),
                 epoch=self._epoch, steps=as_tensor(self._steps), logged=as_tensor(self._logged),
-                losses=self._losses.stacked().tolist(), total=float(self._losses.total), n_losses=self._losses.n, seconds=self._seconds+now-self._start, epoch_seconds=now-self._epoch_start)
+                **self._losses.state_dict(), seconds=self._seconds+now-self._start, epoch_seconds=now-self._epoch_start)
 
 @patch
 def load_state_dict(self:LoggerCB,
@@ -333,6 +334,6 @@ def load_state_dict(self:LoggerCB,
     self._steps,self._logged = (array('q', torch.as_tensor(state[o], dtype=torch.int64).tolist()) for o in ('steps', 'logged'))
     self._set_due()
     if len(state['crossed']) == len(self._alerts.alerts): self._alerts.crossed = list(state['crossed'])
-    self._losses.kept,self._losses.total,self._losses.n = [torch.tensor(o) for o in state['losses']],state['total'],state['n_losses']
+    self._losses.load_state_dict(state)
     self._start = self._mark = now
     self._epoch_start,self._marked,self._seen = now-state['epoch_seconds'],state['last'],_lengths(self._trainer())
