@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from ..basics.checks import check_choice
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
+from ..loop.shared_attributes import offering
 
 # %% ../../nbs/train/50_averaging.ipynb #fd9ef505
 _TWO_AVERAGES = ('`{cb}` and `{other}` both put an average into the model for validation, and only one can '
@@ -28,7 +29,7 @@ _LAZY = ('`{parameter}` has no shape yet, as the model is lazy, so `{cb}` has no
 def _check_can_begin(cb, trainer):
     "Refuse a second average in a fit, a second fit of an average, and weights that do not exist yet"
     name = callback_name(cb)
-    others = [callback_name(o) for o in trainer.callbacks if o is not cb and hasattr(o, 'weights_swapped')]
+    others = [callback_name(o) for o in offering(trainer, 'weights_swapped') if o is not cb]
     if others: raise ValueError(_TWO_AVERAGES.format(cb=name, other=others[0]))
     owner = (cb._of and cb._of()) or trainer
     if owner is not trainer and owner._fitting: raise RuntimeError(_TWO_FITS.format(cb=name))
@@ -118,8 +119,7 @@ def cleanup_fit(self:_AveragingCB, trainer):
     if not self._is_of(trainer): return
     self._of = None
     ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
-    taken = any(getattr(cb, 'best_epoch', None) is not None for cb in trainer.callbacks)
-    if not self.keep or taken or not ended_well or self.evaluated is None: return
+    if not self.keep or offering(trainer, 'best_epoch') or not ended_well or self.evaluated is None: return
     trainer.model.load_state_dict(self.evaluated.state_dict())
 
 # %% ../../nbs/train/50_averaging.ipynb #6149b565
