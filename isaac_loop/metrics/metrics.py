@@ -19,7 +19,7 @@ from ..basics.checks import did_you_mean
 from ..train.example_losses import reduction_of
 from ..loop.history import as_tensor
 from ..loop.device_records import DeviceValues
-from ..state.plain_state import ResumeMismatch, UnsaveableState
+from ..state.errors import ResumeMismatch, UnsaveableState
 from ..basics.tables import shown_row
 from ..basics.tensors import batch_size, batch_weight
 

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ..loop.events import CancelException, Order
 from ..loop.history import as_tensor
 from ..loop.device_records import DeviceValues
-from ..state.plain_state import ResumeMismatch
+from ..state.errors import ResumeMismatch
 
 # %% ../../nbs/metrics/20_recorder.ipynb #336427b7
 def _checked(name, value):

@@ -21,7 +21,8 @@ from torch.utils.data import Dataset
 from ..basics.tensors import map_tensors
 from ..loop.events import callback_name
 from ..loop.trainer import STATE, Trainer
-from .plain_state import UnsaveableState, from_plain, plain
+from .errors import UnsaveableState
+from .plain_state import from_plain, plain
 
 # %% ../../nbs/state/30_own_state.ipynb #9e581eea
 class _Is:

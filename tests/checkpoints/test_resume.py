@@ -40,7 +40,7 @@ from isaac_loop.state.checkpoint_files import load_weights
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelEpochException, CancelFitException, Order
 from isaac_loop.data.exact_loaders import ReplayLoader, exact_loader
-from isaac_loop.state.plain_state import (
+from isaac_loop.state.errors import (
     CheckpointFolderBusy,
     NoValidCheckpoint,
     ResumeMismatch,
@@ -1036,9 +1036,9 @@ def test_random_numbers_of_a_device_that_is_not_here_are_an_error_unless_told_ot
 ):
     from isaac_loop.state import run_state
 
-    real = run_state.plain_random_state
+    real = run_state.random_state
     monkeypatch.setattr(
-        run_state, "plain_random_state", lambda: real() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 64}
+        run_state, "random_state", lambda: real() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 64}
     )
     broken_off(tmp_path / "run", every=4)
     with pytest.raises(ResumeMismatch, match="cuda"):

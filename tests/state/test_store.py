@@ -25,7 +25,7 @@ from torch import nn
 
 from isaac_loop.state import checkpoint_files
 from isaac_loop.state import store as store_module
-from isaac_loop.state.plain_state import (
+from isaac_loop.state.errors import (
     CheckpointCorrupt,
     CheckpointFolderBusy,
     CheckpointFormatTooNew,
