@@ -5,8 +5,9 @@ from isaac_loop.basics.tensors import *
 from isaac_loop.loop.events import *
 from isaac_loop.loop.trainer import *
 from isaac_loop.loop.history import *
-from isaac_loop.loop.device_records import *
+from isaac_loop.loop.device_numbers import *
 from isaac_loop.loop.subclassing import *
+from isaac_loop.loop.shared_attributes import *
 from isaac_loop.data.dataloaders import *
 from isaac_loop.data.sampling import *
 from isaac_loop.data.exact_loaders import *
@@ -90,7 +91,8 @@ from isaac_loop.log.log_files import *
 from isaac_loop.log.trackers import *
 from isaac_loop.log.log_interface import *
 from isaac_loop.log.alerts import *
-from isaac_loop.log.late_numbers import *
+from isaac_loop.log.row_files import *
+from isaac_loop.log.run_facts import *
 from isaac_loop.log.tracking import *
 from isaac_loop.log.experiment import *
 from isaac_loop.log.run_config import *

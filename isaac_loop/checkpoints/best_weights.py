@@ -12,6 +12,7 @@ import torch
 
 from ..loop.events import CancelException, Order
 from ..loop.history import Monitor, check_monitored, mode_of
+from ..loop.shared_attributes import offered
 from ..state.keeps_state import KeepsBest
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #73777d25
@@ -19,8 +20,7 @@ def evaluated_model(
     trainer, # Its callbacks may offer a model `evaluated`
 ): # A module
     "The model that the validation pass measures"
-    offered = [getattr(o, 'evaluated', None) for o in trainer.callbacks]
-    return next((o for o in offered if o is not None), trainer.model)
+    return next(iter(offered(trainer, 'evaluated')), trainer.model)
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #d8538461
 def _weights_of(model):

@@ -13,9 +13,10 @@ from fastcore.basics import patch
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
 from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
-from ..basics.checks import local_path, short_path
+from ..basics.checks import check_choice, local_path, short_path
 from ..loop.events import CancelFitException, callback_name
 from ..loop.history import Monitor, check_monitored, mode_of
+from ..loop.shared_attributes import offered, offering
 from ..state.run_folder import run_folder
 from ..state.run_checks import check_fits, check_is_run, data_unchecked
 from ..state.run_state import put_weights, take_parts, take_state
@@ -78,7 +79,7 @@ class CheckpointCB(ResumingCB):
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
         if folder is not None: folder = local_path(folder, 'CheckpointCB').absolute() # The same in every fit, wherever the program is by then
-        if verify not in ('sha256', 'size'): raise ValueError(f"`verify` is {verify!r}. Use 'sha256', or 'size' to save the time of reading everything twice.")
+        check_choice(verify, 'verify', ('sha256', 'size'), 'files are compared by every byte or by size alone')
         mode = mode_of(monitor, mode) if monitor is not None else 'min'
         check_keeping(keep_last, keep_best, None, mode)
         check_pattern(pattern)
@@ -319,7 +320,7 @@ def _numbers(row):
 def _about(trainer):
     "What people may want to know who find a checkpoint alone"
     experiment = trainer.experiment.to_dict() if trainer.experiment is not None else {}
-    averages = [callback_name(o) for o in trainer.callbacks if getattr(o, 'evaluated', None) is not None]
+    averages = [callback_name(o) for o in offering(trainer, 'evaluated')]
     return {k: experiment[k] for k in ('project', 'name', 'hyper') if k in experiment} | ({'measured_with': averages[0]} if averages else {})
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #2034a704
@@ -350,12 +351,13 @@ def _between_epochs(self:CheckpointCB, trainer):
     self._judge_news(trainer)
     if self._is_better() or self._when.after_epoch(trainer) or _interrupted(trainer): self._save(trainer, self._next)
 
-def _interrupted(trainer): return any(getattr(o, 'interrupted', None) is not None and not getattr(o, 'hurried', False) for o in trainer.callbacks)
+def _signal(trainer): return vars(trainer).get('interrupted') # None if nobody watches for signals
+def _interrupted(trainer): return bool(_signal(trainer)) and not any(offered(trainer, 'hurried'))
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #71e2054a
 @patch
 def _pass_over(self:CheckpointCB, trainer):
-    if any(hasattr(o, 'interrupted') for o in trainer.callbacks): self._end = take_parts(trainer),trainer.stop_reason
+    if _signal(trainer) is not None: self._end = take_parts(trainer),trainer.stop_reason
 
 @patch
 def after_fit(self:CheckpointCB, trainer):

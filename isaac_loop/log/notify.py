@@ -14,10 +14,11 @@ from fastcore.basics import patch
 
 from ..metrics.metrics import as_text
 from .run_config import RunConfig
-from .tracking import ENDED, outcome_of
-from ..basics.checks import check_count, check_function
+from .run_facts import ENDED, outcome_of
+from ..basics.checks import check_choice, check_count, check_function
 from ..show.curves import history_figure
 from ..loop.events import CancelException, Order
+from ..loop.shared_attributes import offered
 from ..basics.tables import Table
 
 # %% ../../nbs/log/70_notify.ipynb #653e0100
@@ -25,7 +26,7 @@ _HERE = ('localhost', '127.0.0.1', '::1')
 
 def _check_login(host, user, password, tls):
     "Refuse half a login, and one that others could read"
-    if tls not in ('starttls', 'ssl', None): raise ValueError(f"`tls` is {tls!r}, which is no way to encrypt a mail. Use 'starttls', 'ssl', or None for no encryption.")
+    check_choice(tls, 'tls', ('starttls', 'ssl'), 'mails are not encrypted that way', none='for no encryption')
     if (user is None) != (password is None): raise ValueError('A login needs both `user` and `password`, and only one was given. Give both or none.')
     if password is not None and tls is None and host not in _HERE:
         raise ValueError(f"The password for `{host}` would be sent readable by everybody on the way. Use `tls='starttls'` or `tls='ssl'`.")
@@ -135,7 +136,7 @@ class NotifyCB:
 
     def cleanup_fit(self, trainer):
         "Say how it ended"
-        begun,hurried = self._first is not None,any(getattr(o, 'hurried', False) for o in trainer.callbacks)
+        begun,hurried = self._first is not None,any(offered(trainer, 'hurried'))
         word,lines = _outcome(trainer)
         if begun and not hurried and (self.end or word == 'Failed'): self._tell(trainer, word, lines, over=True)
         self._first = None

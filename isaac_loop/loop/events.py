@@ -339,6 +339,8 @@ def blame(
 ):
     "Note on `error` which callback raised it, at which event, epoch and batch"
     if isinstance(error, CancelException) and _reach(error, trainer.plan.spans) >= 0: return # It will be caught, and an object used again must not gather notes
+    explain = getattr(getattr(handler, '__self__', None), 'explain', None) # A callback may know the usual reason
+    if explain is not None and not isinstance(error, CancelException): explain(trainer, event, error)
     _add_note(error, f'raised by `{_whose(trainer.plan, event, handler)}.{event}`{whereabouts(trainer)}')
 
 def _whose(plan, event, handler):

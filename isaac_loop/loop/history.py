@@ -18,8 +18,9 @@ from types import FunctionType
 import torch
 from fastcore.basics import patch
 
-from ..basics.checks import did_you_mean
+from ..basics.checks import did_you_mean, check_choice
 from ..basics.tables import Table
+from .shared_attributes import offered, offering
 
 # %% ../../nbs/loop/30_history.ipynb #0a1b2c3d
 class Runs(Sequence):
@@ -239,7 +240,7 @@ def write_media(self:History,
 ):
     "Put down something to look at or to listen to, until the next epoch begins"
     self._check_open()
-    if kind not in MEDIA: raise ValueError(f'`kind` is {kind!r}, so no log would know what to do with `{name}`. Use one of {list(MEDIA)}.{did_you_mean(str(kind), MEDIA)}')
+    check_choice(kind, 'kind', MEDIA, f'no log would know what to do with `{name}`')
     self.media.append(dict(name=name, kind=kind, value=value, **about))
 
 # %% ../../nbs/loop/30_history.ipynb #d36fe215
@@ -275,9 +276,9 @@ def latest(self:History,
     return self.rows[-1].get(name)
 
 # %% ../../nbs/loop/30_history.ipynb #f9beca1e
-def _declared(callback, trainer):
+def declared_columns(callback, trainer):
     "The columns that `callback` says it writes"
-    columns = getattr(callback, 'columns', ())
+    columns = callback.columns
     return list(columns(trainer) if callable(columns) else columns)
 
 # %% ../../nbs/loop/30_history.ipynb #37a36d26
@@ -301,8 +302,8 @@ def check_monitored(
     who:str, # The callback that watches, for the message
 )->bool: # Whether some callback declares `name`; if not, an undeclared writer may still bring it
     "Raise a `LookupError` with the names there are, if no callback will write `name` into the history"
-    known = ['fit', 'epoch', *dict.fromkeys(o for cb in trainer.callbacks for o in _declared(cb, trainer))]
-    renamed = {old: new for cb in trainer.callbacks for old,new in getattr(cb, 'renamed', {}).items()}
+    known = ['fit', 'epoch', *dict.fromkeys(o for cb in offering(trainer, 'columns') for o in declared_columns(cb, trainer))]
+    renamed = {old: new for names in offered(trainer, 'renamed') for old,new in names.items()}
     if name in renamed and name not in renamed.values():
         raise LookupError(f'`{who}` watches `{name}`, which is called `{renamed[name]}` when the row is complete, so it would never see a value. Watch `{renamed[name]}`.')
     if any(fnmatchcase(name, o) for o in known): return True
@@ -331,7 +332,7 @@ class Monitor:
         patience:int=None, # Give up after so many values in a row without improvement; None never does
         or_equal:bool=False, # Does a value count that is just as good as the best, or better by just `min_delta`?
     ):
-        if mode not in ('min', 'max'): raise ValueError(f"`mode` is {mode!r}, but a value can only get better by going down or up. Use 'min' or 'max'.")
+        check_choice(mode, 'mode', ('min', 'max'), 'a value can only get better by going down or up')
         if not min_delta >= 0: raise ValueError(f'`min_delta` is {min_delta!r}, which would call a change for the worse an improvement. Use 0 or more.')
         self.mode,self.min_delta,self.patience,self.or_equal = mode,min_delta,patience,or_equal
         self.reset()

@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 
 from ..basics.tensors import map_tensors
 from ..loop.events import callback_name
-from ..loop.trainer import STATE, Trainer
+from ..loop.shared_attributes import STATE
+from ..loop.trainer import Trainer
 from .errors import UnsaveableState
 from .plain_state import from_plain, plain
 

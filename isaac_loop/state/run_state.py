@@ -13,6 +13,7 @@ from torch import nn, optim
 from ..basics.tensors import map_tensors
 from ..data.fingerprint import data_of, loss_of
 from ..loop.events import callback_name
+from ..loop.shared_attributes import offering
 from ..loop.trainer import n_batches
 from .plain_state import Exactly, from_plain, plain
 from .random_numbers import random_state, set_plain_random_state, undrawn
@@ -94,7 +95,7 @@ _SWAPPED = ('`{}` has its own weights in the model at present, so the training w
 
 def _check_weights(trainer):
     "Refuse to save an average in place of the weights"
-    swapped = [callback_name(cb) for cb in trainer.callbacks if getattr(cb, 'weights_swapped', False)]
+    swapped = [callback_name(cb) for cb in offering(trainer, 'weights_swapped') if cb.weights_swapped]
     if swapped: raise RuntimeError(_SWAPPED.format(swapped[0]))
 
 def _leave_passes(trainer):

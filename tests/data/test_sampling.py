@@ -34,6 +34,13 @@ from isaac_loop.data.sampling import SeededBatchSampler
 from isaac_loop.state.random_numbers import random_state
 from isaac_loop.loop.trainer import Trainer
 
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch):
+    "PyTorch waits 5 seconds for each worker that does not end at once"
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+
+
 MODES = {
     "no workers": {},
     "two workers": dict(num_workers=2),
@@ -329,6 +336,7 @@ def test_loading_leaves_the_random_numbers_alone(kind, mode):
             ExactLoader([1, 2, 3][:2] + [Noisy()], 3, collate_fn=lambda rows: [draw(), [][0]], **MODES[mode])
         )
     assert same_random_state(before, random_state())
+    gc.collect()  # The workers of the loader that failed end here, and not in another test
 
 
 @pytest.mark.shows("F085")
@@ -640,13 +648,8 @@ def no_children(seconds=10):
         ("hangs", WorkerCrashed, "timed out"),
     ],
 )
-def test_a_failing_worker_is_named_and_the_next_fit_works(
-    how, error, words, persistent, tmp_path, monkeypatch
-):
+def test_a_failing_worker_is_named_and_the_next_fit_works(how, error, words, persistent, tmp_path):
     "Raise, exit, SIGKILL, hang; nothing hangs, and no process is left behind"
-    monkeypatch.setattr(
-        torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5
-    )  # How long PyTorch waits for a worker that hangs
     flag = tmp_path / "flag"
     flag.touch()
     train = ExactLoader(

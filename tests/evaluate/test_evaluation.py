@@ -870,7 +870,7 @@ def test_the_mean_over_many_masks_of_a_linear_model_is_its_prediction():
     "What dropout leaves is scaled so that its expectation stays"
     trainer = make_trainer(model=nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 3)))
     torch.testing.assert_close(
-        trainer.sample_preds(1500).mean(0), trainer.get_preds().preds, atol=0.1, rtol=0
+        trainer.sample_preds(500).mean(0), trainer.get_preds().preds, atol=0.15, rtol=0
     )
 
 

@@ -201,7 +201,7 @@ def test_what_is_kept_holds_no_graph():
         order = Order.LAST
 
         def after_batch(self, trainer):
-            assert not any(o.requires_grad for o in recorder._values["loss2"]._new)
+            assert not any(o.requires_grad for o in recorder._pass.columns["loss2"]._new)
 
     make_trainer(recorder, LookCB()).fit(1, valid=False)
 
