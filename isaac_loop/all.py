@@ -17,12 +17,16 @@ from isaac_loop.data.fingerprint import *
 from isaac_loop.models.small_models import *
 from isaac_loop.models.lsuv import *
 from isaac_loop.models.hooks import *
+from isaac_loop.state.errors import *
 from isaac_loop.state.plain_state import *
+from isaac_loop.state.random_numbers import *
 from isaac_loop.state.snapshot import *
 from isaac_loop.state.own_state import *
 from isaac_loop.state.side_runs import *
 from isaac_loop.state.keeps_state import *
+from isaac_loop.state.run_parts import *
 from isaac_loop.state.run_state import *
+from isaac_loop.state.run_checks import *
 from isaac_loop.state.checkpoint_files import *
 from isaac_loop.state.store import *
 from isaac_loop.state.run_folder import *
