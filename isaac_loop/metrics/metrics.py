@@ -18,7 +18,7 @@ from ..basics.checks import check_choice, did_you_mean
 from ..train.example_losses import reduction_of
 from ..loop.device_numbers import PassNumbers, one_number
 from ..loop.shared_attributes import offered
-from ..state.plain_state import ResumeMismatch, UnsaveableState
+from ..state.errors import ResumeMismatch, UnsaveableState
 from ..basics.tables import shown_row
 from ..basics.tensors import batch_size, batch_weight
 

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..loop.events import CancelException, Order
 from ..loop.device_numbers import PassNumbers
-from ..state.plain_state import ResumeMismatch
+from ..state.errors import ResumeMismatch
 from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/metrics/20_recorder.ipynb #336427b7

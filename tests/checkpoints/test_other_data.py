@@ -17,7 +17,7 @@ from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
-from isaac_loop.state.plain_state import ResumeMismatch, StateOwnerMissing
+from isaac_loop.state.errors import ResumeMismatch, StateOwnerMissing
 from isaac_loop.state.store import CheckpointStore
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_trainer, same, tree
 from resumed import MOMENTS, broken_off, plain_loaders, SeenCB, Stream
@@ -63,9 +63,9 @@ def test_random_numbers_of_a_device_that_is_not_here_are_an_error_unless_told_ot
 ):
     from isaac_loop.state import run_state
 
-    real = run_state.plain_random_state
+    real = run_state.random_state
     monkeypatch.setattr(
-        run_state, "plain_random_state", lambda: real() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 64}
+        run_state, "random_state", lambda: real() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 64}
     )
     broken_off(tmp_path / "run", every=4)
     with pytest.raises(ResumeMismatch, match="cuda"):

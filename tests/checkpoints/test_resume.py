@@ -32,12 +32,7 @@ from isaac_loop.state.checkpoint_files import load_weights
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import Order
 from isaac_loop.data.exact_loaders import ReplayLoader, exact_loader
-from isaac_loop.state.plain_state import (
-    CheckpointFolderBusy,
-    NoValidCheckpoint,
-    ResumeMismatch,
-    UnsaveableState,
-)
+from isaac_loop.state.errors import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, UnsaveableState
 from isaac_loop.state.store import CheckpointStore
 import runs
 from runs import (

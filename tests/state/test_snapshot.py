@@ -37,7 +37,8 @@ from isaac_loop.all import (
     Trainer,
     set_seed,
 )
-from isaac_loop.state.snapshot import Snapshot, random_state, set_random_state
+from isaac_loop.state.random_numbers import random_state, set_random_state
+from isaac_loop.state.snapshot import Snapshot
 from snapshots import (
     HoldCB,
     make_batches,

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from isaac_loop.state import store as store_module
-from isaac_loop.state.plain_state import (
+from isaac_loop.state.errors import (
     CheckpointFolderBusy,
     CheckpointWriteFailed,
     NoValidCheckpoint,

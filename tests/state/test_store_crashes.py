@@ -14,7 +14,7 @@ import torch
 
 from isaac_loop.state import checkpoint_files
 from isaac_loop.state import store as store_module
-from isaac_loop.state.plain_state import CheckpointWriteFailed, LoopError
+from isaac_loop.state.errors import CheckpointWriteFailed, LoopError
 from isaac_loop.state.checkpoint_files import Checkpoint
 from isaac_loop.state.store import CheckpointStore
 from places import PATHS, ROOT

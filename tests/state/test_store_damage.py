@@ -15,7 +15,7 @@ from torch import nn
 
 from isaac_loop.state import checkpoint_files
 from isaac_loop.state import store as store_module
-from isaac_loop.state.plain_state import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint
+from isaac_loop.state.errors import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint
 from isaac_loop.state.checkpoint_files import load_weights
 from isaac_loop.state.store import CheckpointStore
 from stores import FILES, make, manifest_of, quiet_load, save
