@@ -16,7 +16,8 @@ from ..train.accumulation import AccumulationCB
 from ..log.run_config import processes
 from ..loop.events import Order
 from ..basics.checks import did_you_mean
-from ..state.plain_state import UnsaveableState, plain
+from ..state.errors import UnsaveableState
+from ..state.plain_state import plain
 from ..loop.trainer import STATE, n_batches
 
 # %% ../../nbs/interop/20_base.ipynb #01855cef

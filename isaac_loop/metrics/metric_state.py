@@ -9,7 +9,7 @@ __all__ = []
 import torch
 from torch import nn
 
-from ..state.plain_state import UnsaveableState
+from ..state.errors import UnsaveableState
 
 # %% ../../nbs/metrics/08_metric_state.ipynb #8ef5a433
 _OF_MODULES = frozenset(vars(nn.Module())) # What every module has

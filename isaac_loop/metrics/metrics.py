@@ -19,7 +19,7 @@ from .any_metric import named_metrics, update_metric
 from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
 from .losses import rows_of, weight_of
 from .metric_state import checked_state, load_metric, metric_state
-from ..state.plain_state import ResumeMismatch
+from ..state.errors import ResumeMismatch
 
 # %% ../../nbs/metrics/10_metrics.ipynb #59524f6c
 class MetricsCB:

@@ -15,7 +15,7 @@ from ..loop.events import Order
 from ..loop.device_numbers import PassNumbers, one_number
 from .losses import ended_in_error
 from ..loop.history import BatchRecord
-from ..state.plain_state import ResumeMismatch
+from ..state.errors import ResumeMismatch
 from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/metrics/20_recorder.ipynb #336427b7

@@ -23,7 +23,7 @@ from isaac_loop.loop.events import (
     with_cbs,
 )
 from isaac_loop.loop.history import check_monitored
-from isaac_loop.state.plain_state import ResumeMismatch
+from isaac_loop.state.errors import ResumeMismatch
 from isaac_loop.loop.trainer import Trainer
 
 matplotlib.use("Agg")
