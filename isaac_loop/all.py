@@ -28,6 +28,8 @@ from isaac_loop.state.run_parts import *
 from isaac_loop.state.run_state import *
 from isaac_loop.state.run_checks import *
 from isaac_loop.state.checkpoint_files import *
+from isaac_loop.state.whole_folders import *
+from isaac_loop.state.checkpoint_folder import *
 from isaac_loop.state.store import *
 from isaac_loop.state.run_folder import *
 from isaac_loop.train.training import *
