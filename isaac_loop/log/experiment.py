@@ -6,7 +6,7 @@
 __all__ = ['ExperimentCB']
 
 # %% ../../nbs/log/40_experiment.ipynb #261ab632
-import itertools, json, logging, os, re, shutil, time, traceback, warnings, weakref
+import itertools, json, logging, os, shutil, time, traceback, warnings, weakref
 from dataclasses import asdict, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,58 +17,15 @@ from fastcore.basics import patch
 from .run_config import RunConfig
 from .file_values import finite, plain
 from .run_facts import ENDED, described, outcome_of, settings
-from ..basics.checks import check_file_name, local_path
+from ..basics.checks import local_path
 from ..loop.events import CancelException, Order, callback_name
 from .log_text import LogFile, tee_streams, untee_streams
 from ..show.media_files import replace_file
 from .code_version import git_state, packages, surroundings
+from .folder_names import earlier_folder, is_empty, plain_name, read_record, take_folder
 from .kept_code import archive, same_files, sources_of
 from ..state.run_folder import Experiment
 from ..basics.tables import row_text
-
-# %% ../../nbs/log/40_experiment.ipynb #aca935a6
-_NO_NAME = ('`{what}` is {name!r}, but it becomes the name of one folder. '
-            'Use a plain name without slashes that does not begin with a dot, such as `wide-net`.')
-
-def _plain_name(what, name):
-    "`name` as the name of a folder, or an error"
-    if not isinstance(name, str) or not re.fullmatch(r'[^./\\\0\s][^/\\\0\n]{0,150}', name):
-        raise ValueError(_NO_NAME.format(what=what, name=name))
-    check_file_name(name, what)
-    return name
-
-def _take_folder(parent, name, stamp):
-    "Make a folder that nobody has; returns its path"
-    n = 1
-    while True:
-        path = parent/(f'{name}_{stamp}' if n == 1 else f'{name}_{stamp}-{n}')
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-            return path
-        except FileExistsError:
-            if not parent.is_dir(): raise
-            n += 1
-
-def _now(): return datetime.now(timezone.utc).isoformat(timespec='milliseconds')
-
-# %% ../../nbs/log/40_experiment.ipynb #ed215dd6
-def _earlier(parent, name):
-    "The newest folder of this name that has a record, or None"
-    stamped = re.compile(re.escape(name) + r'_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d+)?')
-    folders = [folder for folder in parent.iterdir() if stamped.fullmatch(folder.name)] if parent.is_dir() else []
-    found = [folder for folder in folders if (folder/'run.json').is_file()]
-    return max(found, key=lambda o: (_read_record(o/'run.json').get('created', ''), o.name), default=None)
-
-def _read_record(file):
-    "What a run wrote when it was begun, or an empty dict"
-    try: found = json.loads(file.read_text(encoding='utf-8'))
-    except (OSError, ValueError): return {}
-    return found if isinstance(found, dict) else {}
-
-def _is_empty(folder):
-    "Whether nothing but folders and a checkpoint store's lock is in `folder`"
-    return all(o.is_dir() or o.name == '.lock' for o in folder.rglob('*'))
 
 # %% ../../nbs/log/40_experiment.ipynb #80934ef5
 _NO_HYPER = ('`hyper` is {given!r}, but hyper-parameters have names. '
@@ -83,6 +40,8 @@ def _hyper(given):
     return json.loads(_json(given))
 
 def _json(value): return json.dumps(finite(plain(value)), indent=1, ensure_ascii=False)
+
+def _now(): return datetime.now(timezone.utc).isoformat(timespec='milliseconds')
 
 # %% ../../nbs/log/40_experiment.ipynb #732f3a6c
 _NO_FILES = ('`files` names {missing}, which are not there, so they could not be kept. '
@@ -108,12 +67,12 @@ class ExperimentCB:
         name:str='run', # What this run tries; the time is put behind it
         hyper=None, # Hyper-parameters to keep: a dict, the result of `argparse`, or a dataclass
         files=None, # Files to copy into `code`, and folders, which are zipped
-        resume=None, # Go on in an earlier folder: its path, or 'latest' for the newest of this name, if there is one
+        resume=None, # Go on in an earlier folder: its path, or 'latest' for the newest of this name, if any
         tee:bool=False, # Also copy into the log what is printed?
         url:str=None, # Where `UploadCB` copies the folder to, unless it is told otherwise
     ):
         self.root = local_path(root, 'ExperimentCB', 'root').absolute()
-        self.project,self.experiment = _plain_name('project', project),_plain_name('name', name)
+        self.project,self.experiment = plain_name('project', project),plain_name('name', name)
         self.hyper,self.files,self.resume = _hyper(hyper),_checked_files(files),_checked_resume(resume)
         self.tee,self._url = tee,url
         self._of,self._about = None,None # The trainer, and what others are told
@@ -176,12 +135,12 @@ _NO_PLACE = ('`ExperimentCB` cannot write to `{place}` ({error}), so nothing of 
 def _choose(self:ExperimentCB):
     "Path of the folder, or the error that prevents it, for all processes to raise"
     parent,found = self.root/self.project,None
-    if self.resume == 'latest': found = _earlier(parent, self.experiment)
+    if self.resume == 'latest': found = earlier_folder(parent, self.experiment)
     elif self.resume is not None:
         found = self.resume.absolute()
         if not found.is_dir(): return ValueError(_NO_FOLDER.format(resume=str(self.resume)))
     try:
-        found = found or _take_folder(parent, self.experiment, time.strftime('%Y-%m-%d_%H-%M-%S'))
+        found = found or take_folder(parent, self.experiment, time.strftime('%Y-%m-%d_%H-%M-%S'))
         probe = found/f'.probe-{os.getpid()}'
         probe.touch()
         probe.unlink()
@@ -205,8 +164,9 @@ def _fit_row(self:ExperimentCB, trainer):
     "What there is to say about a fit when it begins"
     told = {callback_name(cb): settings(cb) for cb in trainer.callbacks if cb is not self}
     callbacks = {name: {k.partition('.')[2]: v for k,v in found.items()} for name,found in told.items()}
-    return dict(fit=trainer.history.fit, started=_now(), outcome='running', model=type(trainer.model).__name__,
-                loss_func=described(trainer.loss_func), opt_func=described(trainer.opt_func),
+    return dict(fit=trainer.history.fit, started=_now(), outcome='running',
+                model=type(trainer.model).__name__, loss_func=described(trainer.loss_func),
+                opt_func=described(trainer.opt_func),
                 config=RunConfig.of(trainer).to_dict(), callbacks=callbacks)
 
 # %% ../../nbs/log/40_experiment.ipynb #9a37d797
@@ -242,9 +202,9 @@ def _n_starts(self:ExperimentCB):
 
 @patch
 def _settle(self:ExperimentCB, n, which, how):
-    "Note in the record of start `n` how its fits ended that were killed before they could say so; returns them"
+    "Note in the record of start `n` how those fits ended that were killed, and return them"
     file = self.folder/_numbered('run.json', n)
-    record = _read_record(file) if n and self._main else {}
+    record = read_record(file) if n and self._main else {}
     found = [o for o in record.get('fits', ()) if which(o)]
     for row in found: row |= how
     if found: _write_json(file, record)
@@ -298,7 +258,7 @@ def _end_log(self:ExperimentCB, trainer):
     untee_streams(tees)
     logging.getLogger().removeHandler(log)
     if self._kept: return
-    if self._main and _is_empty(self.folder): shutil.rmtree(self.folder, ignore_errors=True)
+    if self._main and is_empty(self.folder): shutil.rmtree(self.folder, ignore_errors=True)
     self._of = self._about = trainer.experiment = None # The next fit takes a new one
 
 # %% ../../nbs/log/40_experiment.ipynb #ed21b215
