@@ -25,13 +25,21 @@ def loader_batch_size(dl):
     found = [getattr(o, 'batch_size', None) for o in (dl, getattr(dl, 'batch_sampler', None))]
     return next((o for o in found if isinstance(o, int)), None)
 
-def _precision(trainer):
-    "In which type is predicted: that of autocast, or of the weights"
+def accumulation_of(trainer): # 1, unless gradients are accumulated
+    "How many batches an update takes"
+    found = _found(trainer, AccumulationCB)
+    return 1 if found is None else found.n_batches
+
+def autocast_type(trainer): # As text; None without autocast
+    "The type in which a callback lets the model predict"
     autocast,accelerated = _found(trainer, MixedPrecisionCB),_found(trainer, AccelerateCB)
     if autocast is not None: return str(autocast.dtype).removeprefix('torch.')
-    if accelerated is not None and accelerated.mixed_precision not in (None, 'no'): return accelerated.mixed_precision
+    return None if accelerated is None or accelerated.mixed_precision == 'no' else accelerated.mixed_precision
+
+def _precision(trainer):
+    "In which type is predicted: that of autocast, or of the weights"
     first = _first_parameter(trainer)
-    return None if first is None else str(first.dtype).removeprefix('torch.')
+    return autocast_type(trainer) or (None if first is None else str(first.dtype).removeprefix('torch.'))
 
 def _first_parameter(trainer): return next(iter(trainer.model.parameters()), None) if hasattr(trainer.model, 'parameters') else None
 
@@ -70,9 +78,9 @@ def of(cls:RunConfig,
 )->RunConfig:
     "What this fit is run with, from `before_fit` on"
     train,valid = (getattr(trainer.dls, o, None) for o in ('train', 'valid'))
-    accumulation,clip,first = _found(trainer, AccumulationCB),_found(trainer, ClipGradCB),_first_parameter(trainer)
+    clip,first = _found(trainer, ClipGradCB),_first_parameter(trainer)
     (rank,n),size = processes(),loader_batch_size(train)
-    every = accumulation.n_batches if accumulation is not None else 1
+    every = accumulation_of(trainer)
     return cls(n_epochs=trainer.n_epochs, lr=float(trainer.lr), train_batch_size=size, valid_batch_size=loader_batch_size(valid),
                batches_per_epoch=None if train is None else n_batches(train), accumulation=every, effective_batch_size=None if size is None else size*every*n,
                updates_per_epoch=trainer.updates_per_epoch, clip=None if clip is None else {clip.kind: clip.limit}, precision=_precision(trainer),

@@ -666,7 +666,7 @@ def test_distributions_are_those_of_the_epoch_asked_for():
 
 def test_wrong_settings_of_the_gradient_callbacks():
     with pytest.raises(
-        ValueError, match="`format` is 'word', which matplotlib cannot write. Use one of .*'pdf'"
+        ValueError, match="`format` is 'word', but matplotlib does not write that. Use .*'pdf'"
     ):
         GradientPlotCB("x", "word")
     with pytest.raises(ValueError, match="have no parameters of their own"):
