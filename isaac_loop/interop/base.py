@@ -16,7 +16,8 @@ from .facade import Facade
 from ..log.run_config import accumulation_of, processes
 from ..loop.events import Order
 from ..loop.trainer import n_batches
-from ..state.plain_state import UnsaveableState, plain
+from ..state.errors import UnsaveableState
+from ..state.plain_state import plain
 
 # %% ../../nbs/interop/20_base.ipynb #0f61dbc5
 def method_of(

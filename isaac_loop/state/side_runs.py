@@ -16,7 +16,8 @@ from ..basics.tensors import set_seed
 from ..loop.events import EVENTS, Order, ROW_EVENTS, Plan, handler_of
 from ..loop.history import History
 from ..loop.trainer import Trainer, _flat
-from .snapshot import Snapshot, random_state, same_random_state, set_random_state
+from .random_numbers import random_state, same_random_state, set_random_state
+from .snapshot import Snapshot
 
 # %% ../../nbs/state/40_side_runs.ipynb #f118024c
 @patch
