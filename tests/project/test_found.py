@@ -164,46 +164,6 @@ def test_numbers_in_the_wrong_place_have_a_clear_error(make):
         make()
 
 
-def test_methods_of_modules_that_were_not_imported_are_brought_when_somebody_asks():
-    "The table of such methods is complete and true"
-    import importlib
-    from isaac_loop.loop.history import History
-    from isaac_loop.loop.trainer import _ELSEWHERE
-
-    importlib.import_module("isaac_loop.all")
-    module = lambda o: (getattr(o, "fget", None) or o).__module__
-    added = lambda cls: {
-        k: module(v).removeprefix("isaac_loop.")
-        for k, v in vars(cls).items()
-        if not k.startswith("__") and (callable(v) or isinstance(v, property)) and module(v) != cls.__module__
-    }
-    private = {k for k in added(Trainer) if k.startswith("_")} - set(_ELSEWHERE)
-    assert {k: v for k, v in added(Trainer).items() if k not in private} == _ELSEWHERE and added(
-        History
-    ) == dict(plot="show.curves", plot_batches="show.curves")
-    code = """
-from types import SimpleNamespace
-from isaac_loop.loop.trainer import Trainer, _ELSEWHERE
-trainer = Trainer(SimpleNamespace(), None, None, None, None)
-for name in ['plot', 'plot_batches', 'latst']:
-    try: getattr(trainer.history, name)
-    except AttributeError as e: print(name, e)
-for name in _ELSEWHERE:
-    try: getattr(trainer, name)
-    except Exception: pass # The configuration of an empty trainer
-    method = vars(Trainer)[name]
-    print(name, getattr(method, 'fget', method).__module__)
-"""
-    import subprocess
-    import sys
-
-    lines = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert lines[3:] == [f"{name} isaac_loop.{module}" for name, module in _ELSEWHERE.items()]
-    assert "has not been imported yet" in lines[0] and "Did you mean `latest`?" in lines[2]
-
-
 @pytest.mark.parametrize("watcher", [ProgressCB("plain"), RewindCB(), CheckpointCB])
 def test_a_trainer_can_be_copied_after_a_fit_whatever_walked_over_its_batches(watcher, tmp_path):
     t = trainer_with(MetricsCB(), watcher(tmp_path / "run") if isinstance(watcher, type) else watcher)
