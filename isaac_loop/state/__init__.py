@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .errors import NoValidCheckpoint as NoValidCheckpoint
     from .errors import CheckpointFolderBusy as CheckpointFolderBusy
     from .errors import ResumeMismatch as ResumeMismatch
-    from .plain_state import UnsaveableState as UnsaveableState
+    from .errors import UnsaveableState as UnsaveableState
     from .errors import StateOwnerMissing as StateOwnerMissing
     from .errors import CheckpointWriteFailed as CheckpointWriteFailed
     from .snapshot import Snapshot as Snapshot
