@@ -12,8 +12,7 @@ from fastcore.basics import patch
 
 from ..loop.events import SPANS, STEPS, Plan, callback_name, handler_of
 from ..basics.tables import Table
-from ..loop.shared_attributes import STATE
-from ..loop.trainer import Trainer
+from ..loop.trainer import STATE, Trainer
 
 # %% ../../nbs/inspection/10_loop_tables.ipynb #0788b144
 _WHEN = {'fit': 'the whole fit', 'epoch': 'one pass over a loader', 'batch': 'one batch', **{o: f'the step `{o}`' for o in STEPS}}

@@ -16,7 +16,7 @@ from ..state.keeps_state import KeepsBest
 # %% ../../nbs/stop/10_early_stopping.ipynb #7275a1c9
 _NEVER = ('`EarlyStoppingCB` has no `patience`, `threshold` or `divergence`, so it would never stop. '
           'Give it one of them.')
-_SWAPPED = ("`threshold={!r}` is no better than `divergence={!r}` with `mode='{}'`, so each run would stop at once. "
+_SWAPPED = ("`threshold={!r}` is no better than `divergence={!r}` with `mode='{}'`, so a run stops at once. "
             'Are they swapped, or is the mode?')
 _NO_VALUE = ('`{}` watched `{}`, which had no value in any epoch of this fit, so it could not stop anything. '
              'Was there no validation?')

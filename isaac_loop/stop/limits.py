@@ -75,7 +75,8 @@ class LimitCB(KeepsState):
     def after_batch(self, trainer):
         "Count samples, and look at the clock"
         if self.samples is not None: self.n_samples += _how_many(trainer, self.count)
-        if _reached(self.n_samples, self.samples): trainer.request_stop(f'{self.n_samples} samples are enough')
+        n = self.n_samples
+        if _reached(n, self.samples): trainer.request_stop(f'{n} samples are enough')
         self._look_at_clock(trainer)
 
     def log(self, trainer):
@@ -88,4 +89,5 @@ class LimitCB(KeepsState):
         "Add the time since the last look, and stop when it is up"
         now = time.monotonic()
         self.elapsed,self._looked = self.elapsed+now-self._looked,now
-        if _reached(self.elapsed, self.seconds): trainer.request_stop(f'{self.elapsed:.4g} seconds are enough')
+        over = _reached(self.elapsed, self.seconds)
+        if over: trainer.request_stop(f'{self.elapsed:.4g} seconds are enough')
