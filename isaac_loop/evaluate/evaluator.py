@@ -20,7 +20,7 @@ from ..train.training import NBatchCB
 from ..basics.checks import check_count, check_function, did_you_mean
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException, CancelFitException, CancelStepException, Order, callback_name
 from ..basics.tables import row_text
-from ..loop.trainer import STATE
+from ..loop.shared_attributes import STATE
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #26d6dc61
 _FROM_BATCH = dict(inputs=lambda trainer: only_one(trainer.split(trainer.batch)[0]), targets=lambda trainer: only_one(trainer.split(trainer.batch)[1]))

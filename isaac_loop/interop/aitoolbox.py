@@ -20,7 +20,7 @@ from ..basics.checks import did_you_mean
 from .base import Facade, LateValues, RecordingCB, accumulated, forwarded, loss_of, mean_of, method_of, missing, replaceable, title_of, told
 from ..evaluate.join_batches import join_batches
 from ..basics.tensors import map_tensors
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #9e7155f3
 class _TrainHistory(LateValues):

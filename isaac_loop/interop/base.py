@@ -17,7 +17,8 @@ from ..log.run_config import processes
 from ..loop.events import Order
 from ..basics.checks import did_you_mean
 from ..state.plain_state import UnsaveableState, plain
-from ..loop.trainer import STATE, n_batches
+from ..loop.shared_attributes import STATE
+from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/20_base.ipynb #01855cef
 class Facade:

@@ -22,7 +22,7 @@ from ..loop.events import CancelEpochException, Order
 from ..basics.checks import did_you_mean
 from .base import Facade, ForeignCB, RecordingCB, accumulated, forwarded, method_of, replaceable
 from ..basics.tensors import batch_size
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/50_pytorch_accelerated.ipynb #5f836974
 class _RunHistory:

@@ -18,7 +18,7 @@ from ..data.fingerprint import data_of, differences, loss_of, unchecked
 from .snapshot import random_state, set_random_state
 from .plain_state import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing, from_plain, plain, plain_random_state, set_plain_random_state
 from ..basics.tensors import map_tensors
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 
 # %% ../../nbs/state/60_run_state.ipynb #e82b7fa8
 def stateful_callbacks(

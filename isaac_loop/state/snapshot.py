@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..loop.events import Plan
+from ..loop.trainer import Plan
 
 # %% ../../nbs/state/20_snapshot.ipynb #9e279c74
 def random_state()->dict: # For `set_random_state`

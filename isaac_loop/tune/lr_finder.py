@@ -12,6 +12,7 @@ import torch
 from fastcore.basics import patch
 
 from ..loop.events import CancelEpochException, CancelFitException, Order
+from ..loop.fitting import scale_rates
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #465e8517
@@ -71,7 +72,7 @@ class LRFinderCB:
         "Remember everything, and begin at `trainer.lr`"
         if self._alone: self._snapshot = trainer.snapshot(keep=self)
         self.lrs,self.losses,self._best,self._updates = [],[],math.inf,-1
-        if trainer.opt_func is None: trainer._scale_rates()
+        if trainer.opt_func is None: scale_rates(trainer)
 
     def before_epoch(self, trainer):
         "Leave out validation"

@@ -761,7 +761,7 @@ def test_methods_of_modules_that_were_not_imported_are_brought_when_somebody_ask
     "The table of such methods is complete and true"
     import importlib
     from isaac_loop.loop.history import History
-    from isaac_loop.loop.trainer import _ELSEWHERE
+    from isaac_loop.loop.elsewhere import _ELSEWHERE
 
     importlib.import_module("isaac_loop.all")
     module = lambda o: (getattr(o, "fget", None) or o).__module__
@@ -776,7 +776,8 @@ def test_methods_of_modules_that_were_not_imported_are_brought_when_somebody_ask
     ) == dict(plot="show.curves", plot_batches="show.curves")
     code = """
 from types import SimpleNamespace
-from isaac_loop.loop.trainer import Trainer, _ELSEWHERE
+from isaac_loop.loop.trainer import Trainer
+from isaac_loop.loop.elsewhere import _ELSEWHERE
 trainer = Trainer(SimpleNamespace(), None, None, None, None)
 for name in ['plot', 'plot_batches', 'latst']:
     try: getattr(trainer.history, name)
