@@ -2,20 +2,31 @@
 
 PYTHON ?= python3
 BIN = .venv/bin
+PIP = $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
+DEMO = .venv/.demo
 READY = .venv/.ready
 
 .PHONY: demo install test torture mutants lint docs bench wheel clean
 
+demo: $(DEMO)
+	@echo "Training on handwritten digits ..."
+	@$(BIN)/python -m isaac_loop
+
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps aitoolbox # With its dependencies it brings torchvision
-	touch $@
+$(DEMO): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "Making .venv ..."; $(PYTHON) -m venv .venv; }
+	@echo "Installing torch (about a minute, most of it the download) ..."
+	@$(PIP) torch
+	@echo "Installing the library, with datasets and matplotlib (half a minute) ..."
+	@$(PIP) -e .
+	@touch $@
 
-demo: $(READY)
-	$(BIN)/python -m isaac_loop
+$(READY): pyproject.toml constraints.txt | $(DEMO)
+	@echo "Installing the development tools (a minute or two) ..."
+	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps aitoolbox # With its dependencies it brings torchvision
+	@touch $@
 
 test: $(READY)
 	$(BIN)/python tools/check_exported.py
@@ -47,7 +58,7 @@ wheel: $(READY)
 	rm -rf dist .venv-wheel
 	$(BIN)/python -m build --wheel --outdir dist .
 	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
+	.venv-wheel/bin/pip install -qq --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd dist && ../.venv-wheel/bin/python -m isaac_loop --epochs 5
 	rm -rf .venv-wheel
 

@@ -34,8 +34,8 @@ from isaac_loop.all import (
     Table,
     Trainer,
     exact_loader,
-    take_state,
 )
+from isaac_loop.state.run_state import take_state
 
 N_BATCHES, ROUNDS = 300, 60
 

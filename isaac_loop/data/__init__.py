@@ -1,0 +1,28 @@
+"Loaders, the exact order of samples, augmentation"
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy
+
+if TYPE_CHECKING:
+    from .dataloaders import load_digits as load_digits
+    from .dataloaders import image_to_tensor as image_to_tensor
+    from .dataloaders import sample_dataset_dict as sample_dataset_dict
+    from .dataloaders import collate_rows as collate_rows
+    from .dataloaders import get_dataloaders as get_dataloaders
+    from .dataloaders import DataLoaders as DataLoaders
+    from .sampling import SeededBatchSampler as SeededBatchSampler
+    from .exact_loaders import WorkerCrashed as WorkerCrashed
+    from .exact_loaders import ExactLoader as ExactLoader
+    from .exact_loaders import ReplayLoader as ReplayLoader
+    from .exact_loaders import exact_loader as exact_loader
+    from .augmentation import BatchTransformCB as BatchTransformCB
+    from .augmentation import BatchAugmentationCB as BatchAugmentationCB
+    from .augmentation import RandErase as RandErase
+    from .augmentation import RandCopy as RandCopy
+    from .augmentation import each_image as each_image
+    from .augmentation import albumentations_transform as albumentations_transform
+    from .augmentation import MixUpCB as MixUpCB
+    from .augmentation import CutMixCB as CutMixCB
+    from .augmentation import ProgressiveResizeCB as ProgressiveResizeCB
+else:
+    __getattr__, __dir__ = lazy(__name__)

@@ -1,0 +1,12 @@
+"Device, precision, Accelerate, memory"
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy
+
+if TYPE_CHECKING:
+    from .device import DeviceCB as DeviceCB
+    from .precision import MixedPrecisionCB as MixedPrecisionCB
+    from .accelerated import AccelerateCB as AccelerateCB
+    from .memory import clean_memory as clean_memory
+else:
+    __getattr__, __dir__ = lazy(__name__)

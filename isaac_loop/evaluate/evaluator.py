@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 
-from ..metrics.bootstrap import numbers_of
+from ..metrics.confidence import numbers_of
 from ..metrics.metrics import MetricsCB, check_no_options, weigh_of
 from .predictions import OtherData, check_columns, check_sets, chosen_loader, data_sets, evaluated_weights, in_order, only_one, same_random
 from ..train.training import NBatchCB

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..metrics.bootstrap import function_of, numbers_of
+from ..metrics.confidence import function_of, numbers_of
 from .predictions import Predictions, check_columns, check_sets, chosen_loader, class_name, data_sets, decoded, same_random
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelEpochException, Order, callback_name

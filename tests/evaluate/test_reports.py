@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import isaac_loop.evaluate.evaluation  # noqa: F401
-from isaac_loop.metrics.bootstrap import Estimates, bootstrap
+from isaac_loop.metrics.confidence import Estimates, bootstrap
 from isaac_loop.train.averaging import EMACB, SWACB
 from isaac_loop.show.columns import DerivedColumnsCB, PrintColumnsCB, RenameColumnsCB
 from isaac_loop.metrics.metrics import MetricsCB

@@ -35,7 +35,7 @@ from isaac_loop.loop.events import Order
 from isaac_loop.interop.aitoolbox import AIToolboxCB
 from isaac_loop.interop.base import uses
 from isaac_loop.inspection.loop_tables import summarize_callbacks  # noqa: F401  A method of the trainer
-from isaac_loop.interop.adapt import adapt
+from isaac_loop.interop.adapters import adapt
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer
@@ -2023,10 +2023,8 @@ def test_a_foreign_callback_that_was_not_adapted_is_told_about_it(pta):
 
     with pytest.raises(Exception) as e:
         ours(TrainerCallback())
-    assert any("`isaac_loop.interop.adapt.adapt`" in o for o in e.value.__notes__)
-    with pytest.raises(
-        ValueError, match="has no method named after an event.*`isaac_loop.interop.adapt.adapt`"
-    ):
+    assert any("`isaac_loop.interop.adapt" in o for o in e.value.__notes__)
+    with pytest.raises(ValueError, match="has no method named after an event.*`isaac_loop.interop.adapt"):
         ours(ToolboxNotes())
     with pytest.raises(ValueError) as e:
         ours(SimpleNamespace(on_train=True))

@@ -757,47 +757,6 @@ def test_states_to_go_back_to_are_kept_once_for_each_update():
         t.rewind("a")
 
 
-def test_methods_of_modules_that_were_not_imported_are_brought_when_somebody_asks():
-    "The table of such methods is complete and true"
-    import importlib
-    from isaac_loop.loop.history import History
-    from isaac_loop.loop.elsewhere import _ELSEWHERE
-
-    importlib.import_module("isaac_loop.all")
-    module = lambda o: (getattr(o, "fget", None) or o).__module__
-    added = lambda cls: {
-        k: module(v).removeprefix("isaac_loop.")
-        for k, v in vars(cls).items()
-        if not k.startswith("__") and (callable(v) or isinstance(v, property)) and module(v) != cls.__module__
-    }
-    private = {k for k in added(Trainer) if k.startswith("_")} - set(_ELSEWHERE)
-    assert {k: v for k, v in added(Trainer).items() if k not in private} == _ELSEWHERE and added(
-        History
-    ) == dict(plot="show.curves", plot_batches="show.curves")
-    code = """
-from types import SimpleNamespace
-from isaac_loop.loop.trainer import Trainer
-from isaac_loop.loop.elsewhere import _ELSEWHERE
-trainer = Trainer(SimpleNamespace(), None, None, None, None)
-for name in ['plot', 'plot_batches', 'latst']:
-    try: getattr(trainer.history, name)
-    except AttributeError as e: print(name, e)
-for name in _ELSEWHERE:
-    try: getattr(trainer, name)
-    except Exception: pass # The configuration of an empty trainer
-    method = vars(Trainer)[name]
-    print(name, getattr(method, 'fget', method).__module__)
-"""
-    import subprocess
-    import sys
-
-    lines = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert lines[3:] == [f"{name} isaac_loop.{module}" for name, module in _ELSEWHERE.items()]
-    assert "has not been imported yet" in lines[0] and "Did you mean `latest`?" in lines[2]
-
-
 # --- Found by the next who used it
 
 

@@ -60,19 +60,6 @@ def test_the_star_stands_only_in_all():
         assert bool(stars) == (path.name == "all.py"), path
 
 
-def test_all_brings_every_module_and_no_name_is_exported_twice():
-    owners = {}
-    everything = importlib.import_module("isaac_loop.all")
-    for name in MODULES:
-        for public in importlib.import_module(name).__all__:
-            if "." in public:
-                continue
-            assert owners.setdefault(public, name) == name, (
-                f"{public} is exported by {owners[public]} and {name}"
-            )
-            assert hasattr(everything, public), f"`isaac_loop.all` lacks {public} of {name}"
-
-
 @pytest.mark.parametrize(
     "module, unwanted",
     [

@@ -18,7 +18,7 @@ def without_times(text):
 def test_code_blocks_run_and_print_what_the_readme_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # One of them keeps checkpoints
     blocks = re.findall(r"```(python|text)\n(.*?)```", README, flags=re.S)
-    assert [kind for kind, _ in blocks] == ["python", "text", "python", "python"]
+    assert [kind for kind, _ in blocks] == ["python", "text", "python", "python", "python"]
     namespace, printed, stops = {}, [], []
     for kind, block in blocks:
         if kind == "text":
@@ -29,7 +29,7 @@ def test_code_blocks_run_and_print_what_the_readme_says(tmp_path, monkeypatch):
             exec(compile(block, "README.md", "exec"), namespace)
         printed.append(out.getvalue())
         stops.append(namespace["trainer"].stop_reason)
-    assert stops == [None, "good enough", None]
+    assert stops == [None, "good enough", None, None]
     assert namespace["trainer"].history.latest("accuracy") > 0.8 and (tmp_path / "runs/digits").exists()
 
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from isaac_loop.all import (
-    EVENTS,
     BasicTrainCB,
     CancelBatchException,
     CancelEpochException,
@@ -36,6 +35,7 @@ from isaac_loop.all import (
     set_seed,
     with_cbs,
 )
+from isaac_loop.loop.events import EVENTS
 
 G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(20, 4, generator=G), torch.randint(0, 3, (20,), generator=G)

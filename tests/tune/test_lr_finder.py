@@ -38,9 +38,8 @@ from isaac_loop.all import (
     TrackingCB,
     Trainer,
     set_seed,
-    smooth,
-    suggest_rates,
 )
+from isaac_loop.tune.lr_finder import smooth, suggest_rates
 
 OPTIMIZERS = {
     "sgd": optim.SGD,

@@ -1,0 +1,273 @@
+"""What the library promises by name: what each folder's face lists, and what is brought when somebody asks.
+
+A name that comes, goes or moves to another face changes a list on this page, so that it is a decision.
+"""
+
+import ast
+import importlib
+import json
+import re
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from isaac_loop.loop.elsewhere import ELSEWHERE, bring_all
+from places import ROOT, TUTORIALS
+
+FACES = {
+    "": """
+        CancelBatchException CancelEpochException CancelFitException CancelStepException
+        DataLoaders History Order replaces set_seed Table Trainer with_cbs
+    """,
+    "callbacks": """
+        AccelerateCB AccumulationCB ActivationStatsCB AttributeSchedulerCB BasicTrainCB BatchAugmentationCB
+        BatchNormEvalCB BatchSchedulerCB BatchTransformCB CapturePredsCB CheckpointCB ClipGradCB CutMixCB
+        DerivedColumnsCB DeviceCB DropoutOnCB EarlyStoppingCB EMACB EpochSchedulerCB EpochTimeCB EvaluatorCB
+        ExperimentCB ExportCB FreezeCB GradientPlotCB GradientStatsCB HistoryFilesCB InterruptCB KeepBestCB
+        LimitCB LivePlotCB LoggerCB LossSpikeCB LRFinderCB MetricsCB MixedPrecisionCB MixUpCB
+        MomentumTrainCB NBatchCB NonFiniteCB NonFiniteStopCB NotifyCB OneBatchCB OneCycleSchedulerCB
+        PlateauSchedulerCB PredictionsCSVCB PrintColumnsCB ProfilerCB ProgressCB ProgressiveResizeCB
+        RecorderCB RenameColumnsCB ReportCB RewindCB SamePredictionsCB StepSchedulerCB SWACB
+        TextComparisonCB TrackingCB UpdateRatioCB UploadCB WarmupSchedulerCB WSDSchedulerCB
+    """,
+    "basics": """
+        def_device inplace map_tensors set_seed Table to_cpu to_device
+    """,
+    "loop": """
+        CancelBatchException CancelEpochException CancelException CancelFitException CancelStepException
+        DeviceRecord History init_delegates Monitor Order replaces Trainer with_cbs
+    """,
+    "models": """
+        conv find_modules GeneralRelu get_model_conv get_model_fc get_model_timm Hook Hooks init_weights
+        lsuv_init plot_func SimpleNet
+    """,
+    "data": """
+        albumentations_transform BatchAugmentationCB BatchTransformCB collate_rows CutMixCB DataLoaders
+        each_image exact_loader ExactLoader get_dataloaders image_to_tensor load_digits MixUpCB
+        ProgressiveResizeCB RandCopy RandErase ReplayLoader sample_dataset_dict SeededBatchSampler
+        WorkerCrashed
+    """,
+    "state": """
+        Checkpoint CheckpointCorrupt CheckpointFolderBusy CheckpointFormatTooNew CheckpointStore
+        CheckpointWriteFailed load_weights LoopError NoValidCheckpoint ResumeMismatch Snapshot
+        StateOwnerMissing UnsaveableState
+    """,
+    "device": "AccelerateCB clean_memory DeviceCB MixedPrecisionCB",
+    "train": """
+        AccumulationCB BasicTrainCB BatchNormEvalCB ClipGradCB discriminative_rates EMACB FreezeCB
+        layer_groups loss_per_example MomentumTrainCB NBatchCB OneBatchCB SWACB
+    """,
+    "schedule": """
+        AttributeSchedulerCB BatchSchedulerCB EpochSchedulerCB OneCycleSchedulerCB piecewise
+        PlateauSchedulerCB StepSchedulerCB WarmupSchedulerCB WSDSchedulerCB
+    """,
+    "tune": "LRFinderCB",
+    "metrics": """
+        bootstrap EpochTimeCB Estimates MeanOf MetricOn MetricsCB RecorderCB
+    """,
+    "show": """
+        DerivedColumnsCB get_grid history_figure LivePlotCB plot_history PrintColumnsCB ProgressCB
+        RenameColumnsCB show_image show_images subplots UnNormalize
+    """,
+    "stop": """
+        EarlyStoppingCB InterruptCB LimitCB LossSpikeCB NonFiniteStopCB SamePredictionsCB
+    """,
+    "inspection": """
+        ActivationStatsCB callback_table event_table GradientPlotCB GradientStatsCB HooksCallback
+        NonFiniteCB ProfilerCB show_source state_table summarize_model UpdateRatioCB
+    """,
+    "evaluate": """
+        binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB
+        Predictions PredictionsCSVCB regression_scores ReportCB text_scores TextComparisonCB token_rows
+        word_error_rate write_preds_csv
+    """,
+    "checkpoints": "CheckpointCB ExportCB KeepBestCB RewindCB",
+    "log": """
+        CSV Email ExperimentCB fetch HistoryFilesCB JSONLines LoggerCB MLflow NotifyCB Screen TensorBoard
+        TrackingCB Trackio UploadCB WandB
+    """,
+    "recipes": "CoreCBs digit_loaders digit_trainer",
+    "interop": "adapt",
+}
+
+MACHINERY = {  # Names without an underscore that a face leaves to their module
+    "loop": """
+        BatchRecord callback_name check_callback check_keywords check_monitored check_trainer_class
+        delegated_parameters EVENTS histogram MEDIA members place_of Plan Span SPANS STATE STEPS
+    """,
+    "models": "first_tensor probing",
+    "data": "in_order",
+    "state": """
+        bare check_fits check_states checkpoints_near Experiment experiment_of from_plain generators
+        opt_defaults plain plain_random_state put_callbacks put_generators put_position put_random put_state
+        put_weights random_state run_folder set_plain_random_state set_random_state stateful_callbacks
+        take_parts take_state
+    """,
+    "tune": "smooth suggest_rates",
+    "show": "image_array media_file smoothed wav_bytes",
+    "inspection": "ActivationStats GradientStats",
+    "evaluate": "join_batches",
+    "checkpoints": "evaluated_model",
+    "log": """
+        git_state run_map RunConfig table_text write_csv write_jsonl write_sqlite
+    """,
+}
+
+FOLDERS = [o for o in FACES if o not in ("", "callbacks")]
+
+
+def face(name):
+    return importlib.import_module(f"isaac_loop.{name}".rstrip("."))
+
+
+def modules(folder):
+    "Names of the modules in a folder"
+    return [o.stem for o in sorted((ROOT / "isaac_loop" / folder).glob("*.py")) if o.stem != "__init__"]
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_a_face_lists_these_names_and_no_other(name):
+    assert sorted(face(name).__all__) == sorted(FACES[name].split())
+    assert set(face(name).__all__) <= set(dir(face(name)))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_name_of_a_module_is_in_the_face_of_its_folder_or_deliberately_not(folder):
+    public = {name: o for o in modules(folder) for name in face(f"{folder}.{o}").__all__ if "." not in name}
+    listed, machinery = set(FACES[folder].split()), set(MACHINERY.get(folder, "").split())
+    assert not listed & machinery
+    assert set(public) == listed | machinery, (
+        "Put a new name into the face of the folder, or call it machinery"
+    )
+    for name in listed:
+        assert getattr(face(folder), name) is getattr(face(f"{folder}.{public[name]}"), name)
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_type_checkers_see_what_is_loaded(name):
+    "Each line is `from module import name as name`, the form that is public to them, and gives what they think"
+    tree = ast.parse(open(face(name).__file__).read())
+    (block,) = [o for o in tree.body if isinstance(o, ast.If)]
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    assert ast.unparse(block.orelse) == "__getattr__, __dir__ = lazy(__name__)"
+    for node in block.body:
+        (alias,) = node.names
+        assert isinstance(node, ast.ImportFrom) and node.level == 1 and alias.asname == alias.name
+        module = importlib.import_module(f".{node.module or alias.name}", face(name).__package__)
+        assert getattr(face(name), alias.name) is (getattr(module, alias.name) if node.module else module)
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_no_name_of_a_face_is_that_of_a_module_beside_it(name):
+    "Python sets a module as an attribute of its folder when it is imported; it would hide the name"
+    folder = ROOT / "isaac_loop" / ("" if name == "callbacks" else name)
+    assert not {o.stem for o in folder.iterdir()} & set(FACES[name].split())
+    assert not any(isinstance(getattr(face(name), o), ModuleType) for o in FACES[name].split())
+
+
+def test_folders_are_there_without_importing_them():
+    code = "import isaac_loop; print(*(getattr(isaac_loop, o).__name__ for o in {}))"
+    faces = [*FOLDERS, "callbacks"]
+    assert run(code.format(faces)).split() == [f"isaac_loop.{o}" for o in faces]
+    assert set(faces) <= set(dir(face("")))
+
+
+def test_callbacks_are_all_callbacks():
+    everywhere = {o for folder in FOLDERS for o in FACES[folder].split() if o.endswith("CB")}
+    assert set(FACES["callbacks"].split()) == everywhere
+
+
+def test_all_is_what_the_folders_list():
+    namespace = {}
+    exec("from isaac_loop.all import *", namespace)
+    assert set(namespace) - {"__builtins__"} == {o for folder in FOLDERS for o in FACES[folder].split()}
+
+
+def test_no_name_is_in_two_folders():
+    names = [o for folder in FOLDERS for o in (FACES[folder] + " " + MACHINERY.get(folder, "")).split()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_a_face_costs_nothing_before_it_is_asked(name):
+    module = f"isaac_loop.{name}".rstrip(".")
+    assert run(f"import sys, {module}; dir({module}); print('torch' in sys.modules)") == "False\n"
+
+
+def test_a_face_loads_no_more_than_the_name_needs():
+    code = "import sys; from isaac_loop.stop import LimitCB; print(*(o for o in sys.modules if 'isaac_loop.stop.' in o))"
+    assert run(code).split() == ["isaac_loop.stop.limits"]
+
+
+def test_a_wrong_name_is_an_error():
+    with pytest.raises(ImportError, match="cannot import name 'EarlyStopingCB' from 'isaac_loop.stop'"):
+        exec("from isaac_loop.stop import EarlyStopingCB")
+
+
+def test_what_a_page_imports_by_face_is_there():
+    "Also that of pages which no test executes"
+    texts = [(ROOT / "README.md").read_text(), *(o.read_text() for o in TUTORIALS.glob("*.ipynb"))]
+    for text in texts:
+        for name, taken in re.findall(r"from isaac_loop\.?(\w*) import ([\w, ]+)", text):
+            if name in FACES:
+                assert {o.strip() for o in taken.split(",")} <= set(FACES[name].split())
+
+
+# --- Methods that other modules bring
+
+
+def added(cls):
+    "What other modules have patched onto a class, and which they are"
+    module = {name: (getattr(o, "fget", None) or o) for name, o in vars(cls).items()}
+    module = {name: o.__module__ for name, o in module.items() if callable(o) and not name.startswith("__")}
+    return {name: o.removeprefix("isaac_loop.") for name, o in module.items() if o != cls.__module__}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_methods_from_elsewhere_are_all_in_the_table(kind):
+    "Private ones only where the loop itself calls them"
+    for folder in FOLDERS:
+        for module in modules(folder):
+            face(f"{folder}.{module}")
+    found = added(getattr(face("loop"), kind))
+    public = {name: o for name, o in found.items() if not name.startswith("_")}
+    private = {name: o for name, o in found.items() if name.startswith("_") and name in ELSEWHERE[kind]}
+    assert public | private == ELSEWHERE[kind]
+
+
+def test_methods_from_elsewhere_are_brought_when_somebody_asks():
+    code = """
+import json
+from types import SimpleNamespace
+from isaac_loop import Trainer
+from isaac_loop.loop.elsewhere import ELSEWHERE
+
+trainer = Trainer(SimpleNamespace(), None, None, None, None)
+found = {}
+for owner in (trainer, trainer.history):
+    kind = type(owner).__name__
+    for name, module in ELSEWHERE[kind].items():
+        assert name in dir(owner) or name.startswith('_') or kind == 'Trainer', name
+        try: getattr(owner, name)
+        except Exception: pass # The configuration of an empty trainer
+        method = vars(type(owner))[name]
+        found.setdefault(kind, {})[name] = getattr(method, 'fget', method).__module__.removeprefix('isaac_loop.')
+try: trainer.history.latst
+except AttributeError as e: print(json.dumps([found, str(e)]))
+"""
+    found, message = json.loads(run(code))
+    assert found == ELSEWHERE
+    assert "Did you mean `latest`?" in message
+
+
+def test_all_of_them_can_be_put_onto_their_classes():
+    "As `isaac_loop.all` does: a subclass may override `save` and call `super().save()`"
+    bring_all()
+    for kind, names in ELSEWHERE.items():
+        assert set(names) <= set(vars(getattr(face("loop"), kind)))
