@@ -1,7 +1,7 @@
 """Every test begins with the same random numbers, whichever ran before it.
 
-Laws over random cases take the same cases each time, so that a failure is the fault of the change it came with.
-`make torture` tries others: `HYPOTHESIS_PROFILE=others`.
+Laws over random cases take the same cases each time, so that a failure is the fault of the change it came
+with. `make torture` tries others: `HYPOTHESIS_PROFILE=others`.
 """
 
 import os

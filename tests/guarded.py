@@ -60,7 +60,7 @@ class GuardEverything(TorchFunctionMode):
 
 
 class InsideCB:
-    "Knows whether a batch is being worked on: first at its beginning and, as cleanups run in reverse, last at its end"
+    "Knows whether a batch is being worked on: first at its beginning, last at its end"
 
     order = -10_000
 

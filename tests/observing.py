@@ -1,4 +1,4 @@
-"Describes everything that can be seen from an object, without any help from the library, so that two moments can be compared."
+"Describes all that can be seen from an object, without the library, so that two moments can be compared."
 
 import random
 import types

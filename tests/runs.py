@@ -1,4 +1,4 @@
-"A small run with everything in it that could be lost, and a description of its result, for tests that stop and go on."
+"A small run with everything in it that could be lost, and its result, for tests that stop and go on."
 
 import hashlib
 import io
@@ -75,7 +75,7 @@ def callbacks(folder=None, train=None, **options):
 
 
 def everything():
-    "Callbacks of all kinds: three batches to an update, clipped; schedule, average, best weights, stopping and evaluations in between count updates or epochs"
+    "Callbacks of all kinds, which count batches, updates or epochs; three batches make an update"
     return [
         BasicTrainCB(),
         MetricsCB(),
@@ -111,7 +111,8 @@ def tree(x):
     "`x` with tensors as text, so that two such trees can be compared bit for bit"
     if torch.is_tensor(x):
         x = x.detach().cpu().contiguous()
-        return f"{x.dtype} {tuple(x.shape)} {hashlib.sha256(x.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]}"
+        numbers = x.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{x.dtype} {tuple(x.shape)} {hashlib.sha256(numbers).hexdigest()[:16]}"
     if isinstance(x, dict):
         return {str(k): tree(v) for k, v in x.items()}
     if isinstance(x, (list, tuple)):
@@ -135,7 +136,7 @@ def result(trainer):
         if getattr(cb, "average", None) is not None:
             found[type(cb).__name__] = cb.average.state_dict()
         if hasattr(cb, "best_epoch"):
-            found["best"] = cb.best_epoch, cb.best, cb._weights
+            found["best"] = cb.best_epoch, cb.best, cb.weights
     return tree(found)
 
 

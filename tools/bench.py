@@ -1,14 +1,18 @@
-"""What the loop costs over one written by hand: microseconds per batch and ratio, measured side by side in one run.
+"""What the loop costs over one written by hand: microseconds per batch and ratio, measured side by side in
+one run.
 
-The variants alternate in random order within each round; of each the 20th percentile over the rounds is compared, which
-is steady on a noisy machine. "by hand, early" is the hand-written loop with one more line, `preds = loss = None` before
-the forward pass, which the trainer does as well: it frees the memory of the last batch before the next needs it.
+The variants alternate in random order within each round; of each the 20th percentile over the rounds is
+compared, which is steady on a noisy machine. "by hand, early" is the hand-written loop with one more line,
+`preds = loss = None` before the forward pass, which the trainer does as well: it frees the memory of the
+last batch before the next needs it.
 
-The second table leaves PyTorch out: model, loss and optimizer are stand-ins that do nothing, so what remains is the loop
-itself, with the processor's caches to itself. Beside real tensors the same instructions cost more, since they come in cold.
+The second table leaves PyTorch out: model, loss and optimizer are stand-ins that do nothing, so what
+remains is the loop itself, with the processor's caches to itself. Beside real tensors the same instructions
+cost more, since they come in cold.
 
-Then come two costs of never losing work: a checkpoint against `torch.save` and `fsync` of the same state (at most twice
-as long), and the exact loader against a plain `DataLoader`: with workers, what the training process does for each batch.
+Then come two costs of never losing work: a checkpoint against `torch.save` and `fsync` of the same state
+(at most twice as long), and the exact loader against a plain `DataLoader`: with workers, what the training
+process does for each batch.
 """
 
 import copy
@@ -160,9 +164,9 @@ def main():
         )
     )
     hook = (best["... + 10 that do nothing"] - best["BasicTrainCB"]) / 20
-    print(
-        f"\none do-nothing hook: {hook:.3f} us; fit starts in {best['start-up of fit'] * N_BATCHES / 1000:.2f} ms (shared by {N_BATCHES} batches above)"
-    )
+    start = best["start-up of fit"] * N_BATCHES / 1000
+    print(f"\none do-nothing hook: {hook:.3f} us")
+    print(f"fit starts in {start:.2f} ms (shared by {N_BATCHES} batches above)")
     alone = loop_alone()
     print("\nWithout tensors\n")
     print(
@@ -238,9 +242,11 @@ def loading(n=20_000, batch_size=32):
 
 
 def handing_out(n=20_000, batch_size=32):
-    """Microseconds per batch of what the training process does for workers: choose rows, pickle their numbers, note the position.
+    """Microseconds per batch of what the training process does for workers: choose rows, pickle their
+    numbers, note the position.
 
-    Waiting for a batch and unpacking it is the same for both, and varies by 100 us and more, so it is left out.
+    Waiting for a batch and unpacking it is the same for both, and varies by 100 us and more, so it is left
+    out.
     """
     plain, exact = two_loaders(n, batch_size, 2).values()
     exact._begin = lambda: iter(range(n))  # Batches that are there at once

@@ -1,14 +1,15 @@
 """Write the page that says where each feature is shown: `nbs/coverage.md`.
 
-The features stand in `tools/features.csv`, and their families (`ISA`, `NEMO`, ...) are those of its numbers. A test shows
-a feature by the marker `@pytest.mark.shows("ISA-70", "ISA-71")`, a notebook's cell by a line `#| shows: ISA-70 ISA-71`.
-Ranges are written `ISA-31 to ISA-37` or `ISA-31..37`. What else a test says is not read.
+The features stand in `tools/features.csv`, and their families (`ISA`, `NEMO`, ...) are those of its
+numbers. A test shows a feature by the marker `@pytest.mark.shows("ISA-70", "ISA-71")`, a notebook's cell by
+a line `#| shows: ISA-70 ISA-71`. Ranges are written `ISA-31 to ISA-37` or `ISA-31..37`. What else a test
+says is not read.
 
-The column `later` says what comes with multi-process training: `all` of a feature, which may then be shown nowhere,
-or a `part` of it. The column `otherwise` says what is not as the feature's own words have it.
+The column `later` says what comes with multi-process training: `all` of a feature, which may then be shown
+nowhere, or a `part` of it. The column `otherwise` says what is not as the feature's own words have it.
 
     python tools/coverage.py              write the page
-    python tools/coverage.py --check      fail if the page is out of date, or a marker names a feature that is not there
+    python tools/coverage.py --check      fail if the page is out of date, or a marker names no feature
     python tools/coverage.py --complete   fail, besides, if a feature is shown nowhere
 """
 
@@ -66,9 +67,8 @@ def parse(text, known, where):
     for family, first, *ends in re.findall(pattern, text):
         other, last = ends[0] or ends[2], ends[1] or ends[3]
         if other and other != family:
-            raise MarkerError(
-                f"{where}: `{family}-{first} to {other}-{last}` goes from one family to another. Name two ranges."
-            )
+            span = f"{family}-{first} to {other}-{last}"
+            raise MarkerError(f"{where}: `{span}` goes from one family to another. Name two ranges.")
         found += _numbers(family, first, last or first, known, where)
     return list(dict.fromkeys(found))
 
@@ -98,9 +98,9 @@ def parse_list(text, known, where):
     )
     odd = bare.replace(",", " ").split()
     if odd or not text.strip():
-        raise MarkerError(
-            f"{where}: `{text.strip()}` should name features, such as `{next(iter(known))}`{f', but has `{odd[0]}`' if odd else ''}."
-        )
+        but = f", but has `{odd[0]}`" if odd else ""
+        example = next(iter(known))
+        raise MarkerError(f"{where}: `{text.strip()}` should name features, such as `{example}`{but}.")
     return found
 
 
@@ -139,13 +139,12 @@ def notebook_markers(path, known, root):
         if cell["cell_type"] != "code":
             continue
         place = Place(path.relative_to(root).as_posix(), heading.strip())
+        where = " in the part ".join(place)
         if DIRECTIVE.search(source) and NEVER_RUN.search(source):
-            raise MarkerError(
-                f"{' in the part '.join(place)}: a cell that is never run shows nothing. Take its `#| shows:` away."
-            )
+            raise MarkerError(f"{where}: a cell that is never run shows nothing. Take its `#| shows:` away.")
         for text in DIRECTIVE.findall(source):
-            for o in parse_list(text, known, " in the part ".join(place)):
-                yield o, place
+            for feature in parse_list(text, known, where):
+                yield feature, place
 
 
 def find_places(known, root=ROOT):
@@ -179,34 +178,31 @@ def link(path, names):
     return f"[{Path(path).name}]({href}) " + ", ".join(f"`{o}`" for o in names)
 
 
+HEAD = """---
+title: What is shown where
+---
+
+<!-- Written by tools/coverage.py from markers in tests and notebooks; do not edit -->
+
+Of {all} features, {shown} are shown by a test or by an executed cell of a notebook.
+An exclamation mark stands for something that is easily got wrong, so that a test has to show it right."""
+
+
 def make_page(features, places):
     "The page as Markdown"
     shown = [o for o in features if places[o]]
-    lines = [
-        "---",
-        "title: What is shown where",
-        "---",
-        "",
-        "<!-- Written by tools/coverage.py from markers in tests and notebooks; do not edit -->",
-        "",
-        f"Of {len(features)} features, {len(shown)} are shown by a test or by an executed cell of a notebook.",
-        "An exclamation mark stands for something that is easily got wrong, so that a test has to show it right.",
-        *_outlook(features, places),
-        "",
-    ]
+    lines = [HEAD.format(all=len(features), shown=len(shown)), *_outlook(features, places), ""]
     for family in dict.fromkeys(o.partition("-")[0] for o in features):
         ids = [o for o in features if o.startswith(family + "-")]
-        lines += [
-            f"## {family}: {len([o for o in ids if places[o]])} of {len(ids)}",
-            "",
-            "| | | Feature | Shown in |",
-            "|---|---|---|---|",
-        ]
-        lines += [
-            f"| {o} | {'!' if '!' in features[o].kind else ''} | {features[o].title} | {_cell(places[o], features[o])} |"
-            for o in ids
-        ] + [""]
+        lines += [f"## {family}: {len([o for o in ids if places[o]])} of {len(ids)}", ""]
+        lines += ["| | | Feature | Shown in |", "|---|---|---|---|"]
+        lines += [_row(features[o], places[o]) for o in ids] + [""]
     return "\n".join(lines)
+
+
+def _row(feature, places):
+    mark = "!" if "!" in feature.kind else ""
+    return f"| {feature.id} | {mark} | {feature.title} | {_cell(places, feature)} |"
 
 
 def _outlook(features, places):
@@ -215,9 +211,8 @@ def _outlook(features, places):
     part = [o for o in features if features[o].later == "part"]
     if not whole and not part:
         return []
-    return [
-        f"Training in several processes is not there yet: {len(whole)} features come with it, and of {len(part)} others a part."
-    ]
+    text = f"{len(whole)} features come with it, and of {len(part)} others a part."
+    return [f"Training in several processes is not there yet: {text}"]
 
 
 def _cell(places, feature):
@@ -245,10 +240,10 @@ def main(argv=None, root=ROOT):
     if not args.check:
         file.write_text(page, encoding="utf-8")
     elif not file.exists() or file.read_text(encoding="utf-8") != page:
-        return f"{PAGE} is out of date: markers or features have changed. Write it anew with `python tools/coverage.py`."
+        return f"{PAGE} is out of date. Write it anew with `python tools/coverage.py`."
     missing = [o for o in features if not places[o] and features[o].later != "all"]
     if args.complete and missing:
-        return f"{len(missing)} features are shown nowhere: {', '.join(missing)}. Mark the tests or cells that show them."
+        return f"{len(missing)} features are shown nowhere: {', '.join(missing)}. Mark what shows them."
     print(f"{len([o for o in features if places[o]])} of {len(features)} features are shown")
     return 0
 

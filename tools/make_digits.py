@@ -1,7 +1,8 @@
 """Write `isaac_loop/data/digits-*.parquet` from the copy of the handwritten digits that scikit-learn ships.
 
-Run once; `tests/data/test_data.py` compares every stored pixel with scikit-learn's. Grey values 0 to 16 are stretched
-to 0 to 255, as image viewers expect, and can be taken back exactly. The split is random with a fixed seed.
+Run once; `tests/data/test_data.py` compares every stored pixel with scikit-learn's. Grey values 0 to 16 are
+stretched to 0 to 255, as image viewers expect, and can be taken back exactly. The split is random with a
+fixed seed.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """Break the library in one place after another, and see that a test notices each time.
 
-A mutant names a function, a piece of its text, what to write in its place, and the tests that must fail then. It names
-no path and no line, so files and code may move; a text that is not there exactly once is an error, not a pass.
+A mutant names a function, a piece of its text, what to write in its place, and the tests that must fail
+then. It names no path and no line, so files and code may move; a text that is not there exactly once is an
+error, not a pass.
 
     python tools/mutants.py                 all mutants, two at a time
     python tools/mutants.py Accumulation    those whose function has one of these texts in its name
@@ -93,7 +94,7 @@ def broken(mutant, functions):
             able.append((place, source, text))
     if len(able) != 1:
         raise StaleMutant(
-            f"`{mutant.function}` has the text {mutant.old!r} {len(able)} times in one place each; it must be there once. "
+            f"`{mutant.function}` has the text {mutant.old!r} {len(able)} times, and must have it once. "
             "Change the mutant together with the code."
         )
     place, source, text = able[0]
@@ -101,7 +102,7 @@ def broken(mutant, functions):
 
 
 def find_tests(names, root):
-    "Arguments for pytest, by test; a name that several files use has its file before it, as in `test_clipping::test_it`"
+    "Arguments for pytest, by test; a name that is used twice has its file before it: `test_clip::test_it`"
     files, found = {o: o.read_text(encoding="utf-8") for o in sorted((root / "tests").rglob("test_*.py"))}, {}
     for name in names:
         file, _, test = name.rpartition("::")

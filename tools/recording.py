@@ -1,4 +1,5 @@
-"""What recording costs in a long run: time for a batch at its beginning and its end, bytes for a number, seconds for a save.
+"""What recording costs in a long run: time for a batch at its beginning and its end, bytes for a number,
+seconds for a save.
 
 python tools/recording.py            a million batches in one epoch
 python tools/recording.py 200000     as many
@@ -75,9 +76,11 @@ def measure(name, callbacks, n_numbers, n):
     )
     trainer.fit(1, lr=1e-6, valid=False)
     (t0, _), (t1, m1), *_, (t8, _), (t9, m9) = watch.seen
+    first, last = ((t1 - t0) / n * 1e7, (t9 - t8) / n * 1e7)
+    size, saving = (m9 - m1) / (0.8 * n * n_numbers), (save.seconds[1] - save.seconds[0]) / n * 1e6
     print(
-        f"{name:<18} {(t1 - t0) / n * 1e7:6.1f} and {(t9 - t8) / n * 1e7:6.1f} us a batch; {(m9 - m1) / (0.8 * n * n_numbers):5.1f} bytes a number; "
-        f"a save {(save.seconds[1] - save.seconds[0]) / n * 1e6:6.3f} us for each batch"
+        f"{name:<18} {first:6.1f} and {last:6.1f} us a batch; {size:5.1f} bytes a number; "
+        f"a save {saving:6.3f} us for each batch"
     )
 
 

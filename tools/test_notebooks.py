@@ -1,7 +1,7 @@
 """Execute every notebook, each in a process of its own.
 
-This is what `nbdev-test` does, but for one thing: that lets several notebooks share a process, where what one of them
-patches onto a class of the library is still there for the next.
+This is what `nbdev-test` does, but for one thing: that lets several notebooks share a process, where what
+one of them patches onto a class of the library is still there for the next.
 
     python tools/test_notebooks.py                all notebooks, two at a time
     python tools/test_notebooks.py 71_ 72_        those with one of these texts in their path

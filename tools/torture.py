@@ -1,11 +1,11 @@
 """Kill and interrupt real processes at random moments, start them again, and compare what they end with.
 
-A server process imports everything once, and forks a process for each attempt; each is killed by SIGKILL, or interrupted
-by SIGINT or SIGTERM, at a random moment. It is started again until the run is complete; then the next run begins in a
-new folder. Every run must end bit for bit like one that was never stopped, and no checkpoint may be lost that was
-reported as saved. In a folder that a kill left without a checkpoint the next attempt begins anew, and nothing half
-written stays behind. Three batches make an update, and the gradients are clipped; the number of workers of the loader
-changes from attempt to attempt.
+A server process imports everything once, and forks a process for each attempt; each is killed by SIGKILL,
+or interrupted by SIGINT or SIGTERM, at a random moment. It is started again until the run is complete; then
+the next run begins in a new folder. Every run must end bit for bit like one that was never stopped, and no
+checkpoint may be lost that was reported as saved. In a folder that a kill left without a checkpoint the
+next attempt begins anew, and nothing half written stays behind. Three batches make an update, and the
+gradients are clipped; the number of workers of the loader changes from attempt to attempt.
 
     python tools/torture.py                       200 kills and 100 signals
     python tools/torture.py --kills 20 --signals 20
@@ -251,7 +251,7 @@ def kill_runs(n, expected, place, duration):
 
 
 def signal_runs(n, expected, place):
-    "Interrupt `n` times at random moments; returns what was struck how often, and the longest way to the end in batches"
+    "Interrupt `n` times at random moments; returns what was struck how often, and the longest way to the end"
     struck, most, n_runs = collections.Counter(), 0, 0
     while sum(struck.values()) < n:
         folder = Path(tempfile.mkdtemp(dir=place))
@@ -338,20 +338,19 @@ def main():
         start = time.monotonic()
         if args.kills:
             struck, attempts, n_runs, unfinished, empty = kill_runs(args.kills, expected, place, duration)
-            print(
-                f"{sum(struck.values())} kills in {attempts} attempts at {n_runs} runs: 0 lost, {n_runs} of {n_runs} bit-identical, in {time.monotonic() - start:.0f} s"
-            )
-            print(
-                f"  struck: {dict(struck.most_common())}; {unfinished} left a checkpoint half written, {empty} a folder without any"
-            )
+            took = f"{n_runs} of {n_runs} bit-identical, in {time.monotonic() - start:.0f} s"
+            print(f"{sum(struck.values())} kills in {attempts} attempts at {n_runs} runs: 0 lost, {took}")
+            left = f"{unfinished} left a checkpoint half written, {empty} a folder without any"
+            print(f"  struck: {dict(struck.most_common())}; {left}")
         start = time.monotonic()
         if args.signals:
             struck, n_runs, most = signal_runs(args.signals, expected, place)
             seconds = max(twice(place) for _ in range(3))
             if seconds > 2:
                 raise Failed(f"two SIGINTs took {seconds:.1f} s")
+            took = f"at most {most} batch begun after the signal, in {time.monotonic() - start:.0f} s"
             print(
-                f"{sum(struck.values())} signals in {n_runs} runs: {n_runs} of {n_runs} bit-identical, at most {most} batch begun after the signal, in {time.monotonic() - start:.0f} s"
+                f"{sum(struck.values())} signals in {n_runs} runs: {n_runs} of {n_runs} bit-identical, {took}"
             )
             print(f"  struck: {dict(struck.most_common())}; two SIGINTs: {seconds:.2f} s")
 

@@ -9,19 +9,18 @@ __all__ = ['evaluated_model', 'KeepBestCB']
 import warnings
 
 import torch
-from fastcore.basics import patch
 
 from ..loop.events import CancelException, Order
 from ..loop.history import Monitor, check_monitored, mode_of
-from ..state.counting_state import check_same_monitor
+from ..loop.shared_attributes import offered
+from ..state.keeps_state import KeepsBest
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #73777d25
 def evaluated_model(
     trainer, # Its callbacks may offer a model `evaluated`
 ): # A module
     "The model that the validation pass measures"
-    offered = [getattr(o, 'evaluated', None) for o in trainer.callbacks]
-    return next((o for o in offered if o is not None), trainer.model)
+    return next(iter(offered(trainer, 'evaluated')), trainer.model)
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #d8538461
 def _weights_of(model):
@@ -29,61 +28,50 @@ def _weights_of(model):
     return {k: v.detach().clone() for k,v in model.state_dict().items() if torch.is_tensor(v)}
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #0a498c8d
-class KeepBestCB:
+_NEVER = ('`{}` watched `{}`, which had no value in any epoch of this fit, so the weights are those of the last one. '
+          'Was there no validation?')
+
+class KeepBestCB(KeepsBest):
     "Leave the model with the best weights that were measured"
     order = Order.DECIDE
+    _kept = 'judge','best_epoch','weights','seen'
     def __init__(self,
         monitor:str='valid_loss', # Column of the history to watch
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         min_delta:float=0., # A change must be larger than this to count
     ):
-        self.monitor,self._judge = monitor,Monitor(mode_of(monitor, mode), min_delta)
-        self.best_epoch,self._weights,self._seen,self._running = None,None,False,False
+        self.monitor,self.mode = monitor,mode_of(monitor, mode)
+        self.judge = Monitor(self.mode, min_delta)
+        self.best_epoch,self.weights,self.seen = None,None,False
 
-    def before_fit(self, trainer):
+    def _start(self, trainer):
         "Forget the last run"
         check_monitored(trainer, self.monitor, 'KeepBestCB')
-        self._judge.reset()
-        self.best_epoch,self._weights,self._seen,self._running = None,None,False,True
+        self.judge.reset()
+        self.best_epoch,self.weights,self.seen = None,None,False
 
     def log(self, trainer):
         "Copy the weights if what was measured is the best"
         value = trainer.history.news.get(self.monitor)
         if value is None: return
-        self._seen = True
-        if self._judge.update(value): self.best_epoch,self._weights = trainer.epoch,_weights_of(evaluated_model(trainer))
+        self.seen = True
+        if self.judge.update(value): self.best_epoch,self.weights = trainer.epoch,_weights_of(evaluated_model(trainer))
 
     measured = log # In the middle of an epoch, the weights are those that were measured
 
     def after_fit(self, trainer):
         "Say so if there never was a value"
-        if trainer.n_epochs and not self._seen:
-            warnings.warn(f'`{type(self).__name__}` watched `{self.monitor}`, which had no value in any epoch of this fit, so the weights are those of the last one. Was there no validation?', stacklevel=2)
+        never = trainer.n_epochs and not self.seen
+        if never: warnings.warn(_NEVER.format(type(self).__name__, self.monitor), stacklevel=2)
 
-# %% ../../nbs/checkpoints/40_best_weights.ipynb #5c37c5b7
-@patch
-def cleanup_fit(self:KeepBestCB, trainer):
-    "Put the best weights into the model"
-    begun,self._running = self._running,False
-    ended_well = trainer.exception is None or isinstance(trainer.exception, (CancelException, KeyboardInterrupt, SystemExit))
-    if begun and ended_well and self._weights is not None: trainer.model.load_state_dict(self._weights, strict=False)
+    def cleanup_fit(self, trainer):
+        "Put the best weights into the model"
+        ended_well = isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt, SystemExit))
+        found = self._running and ended_well and self.weights is not None # Another fit's stay where they are
+        super().cleanup_fit(trainer)
+        if found: trainer.model.load_state_dict(self.weights, strict=False)
 
-@patch(as_prop=True)
-def best(self:KeepBestCB):
-    "The best value so far, or None"
-    return self._judge.best
-
-# %% ../../nbs/checkpoints/40_best_weights.ipynb #30c5220f
-@patch
-def state_dict(self:KeepBestCB):
-    "The best weights, and when they were found"
-    return dict(judge=self._judge.state_dict(), best_epoch=self.best_epoch, weights=self._weights, monitor=self.monitor, mode=self._judge.mode, seen=self._seen)
-
-@patch
-def load_state_dict(self:KeepBestCB,
-    state:dict, # What `state_dict` gave
-):
-    "Go on from what was the best"
-    check_same_monitor(self, self._judge.mode, state)
-    self._judge.load_state_dict(state['judge'])
-    self.best_epoch,self._weights,self._seen = state['best_epoch'],state['weights'],state.get('seen', True)
+    @property
+    def best(self):
+        "The best value so far, or None"
+        return self.judge.best

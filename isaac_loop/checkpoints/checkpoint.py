@@ -16,6 +16,7 @@ from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
 from ..basics.checks import local_path, short_path
 from ..loop.events import CancelFitException, callback_name
 from ..loop.history import Monitor, check_monitored, mode_of
+from ..loop.shared_attributes import offered, offering
 from ..state.run_folder import run_folder
 from ..state.run_state import check_fits, check_is_run, data_unchecked, put_weights, take_parts, take_state
 from ..state.plain_state import CheckpointFormatTooNew, NoValidCheckpoint, ResumeMismatch
@@ -318,7 +319,7 @@ def _numbers(row):
 def _about(trainer):
     "What people may want to know who find a checkpoint alone"
     experiment = trainer.experiment.to_dict() if trainer.experiment is not None else {}
-    averages = [callback_name(o) for o in trainer.callbacks if getattr(o, 'evaluated', None) is not None]
+    averages = [callback_name(o) for o in offering(trainer, 'evaluated')]
     return {k: experiment[k] for k in ('project', 'name', 'hyper') if k in experiment} | ({'measured_with': averages[0]} if averages else {})
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #2034a704
@@ -349,12 +350,13 @@ def _between_epochs(self:CheckpointCB, trainer):
     self._judge_news(trainer)
     if self._is_better() or self._when.after_epoch(trainer) or _interrupted(trainer): self._save(trainer, self._next)
 
-def _interrupted(trainer): return any(getattr(o, 'interrupted', None) is not None and not getattr(o, 'hurried', False) for o in trainer.callbacks)
+def _signal(trainer): return vars(trainer).get('interrupted') # None if nobody watches for signals
+def _interrupted(trainer): return bool(_signal(trainer)) and not any(offered(trainer, 'hurried'))
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #71e2054a
 @patch
 def _pass_over(self:CheckpointCB, trainer):
-    if any(hasattr(o, 'interrupted') for o in trainer.callbacks): self._end = take_parts(trainer),trainer.stop_reason
+    if _signal(trainer) is not None: self._end = take_parts(trainer),trainer.stop_reason
 
 @patch
 def after_fit(self:CheckpointCB, trainer):

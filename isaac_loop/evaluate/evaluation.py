@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..metrics.metrics import MetricsCB, check_no_options, weigh_of
+from ..metrics.metrics import MetricsCB, check_no_options, recorders_of, weigh_of
 from .predictions import CapturePredsCB, NoLossCB, Predictions, class_name, decoded, join_batches, shapes, value_at
 from ..basics.tables import Table
 from ..basics.tensors import map_tensors
@@ -28,7 +28,7 @@ def validate(self:Trainer,
 )->dict: # `valid_loss` and the metrics
     "Loss and metrics over every row of a loader"
     check_no_options(metrics, Trainer.validate)
-    own = [o for o in self.callbacks if isinstance(o, MetricsCB)]
+    own = recorders_of(self)
     recorders = [_fresh(o, without=metrics) for o in own]
     further = MetricsCB(weigh=weigh_of(self) if weigh is None else weigh, **metrics)
     if metrics or not own: recorders.append(further)

@@ -16,6 +16,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..data.dataset_order import in_order
 from ..loop.events import CancelException, CancelStepException, Order, callback_name
+from ..loop.history import declared_columns
+from ..loop.shared_attributes import offered, offering
 from ..basics.checks import did_you_mean
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 from .join_batches import join_batches
@@ -54,7 +56,7 @@ def shapes(
 # %% ../../nbs/evaluate/20_predictions.ipynb #54b33c39
 def _stage(trainer):
     "Where the training stands"
-    return trainer._fitting, vars(trainer).get('epoch'), trainer.n_updates, [o.n_averaged for o in trainer.callbacks if hasattr(o, 'n_averaged')]
+    return trainer._fitting, vars(trainer).get('epoch'), trainer.n_updates, offered(trainer, 'n_averaged')
 
 def _copied(x, devices):
     "`x` on the CPU; a copy from a CUDA device may still be under way, and the device is added to `devices`"
@@ -249,9 +251,8 @@ def evaluated_weights(
     trainer, # Its callbacks may have an average to lend
 ):
     "Have the weights in the model that a validation pass would measure now; outside a fit it stays as it is"
-    lenders = [o for o in trainer.callbacks if callable(getattr(o, 'lent', None))] if trainer._fitting else []
     with ExitStack() as stack:
-        for o in lenders: stack.enter_context(o.lent(trainer.model))
+        for lent in offered(trainer, 'lent') if trainer._fitting else (): stack.enter_context(lent(trainer.model))
         yield
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #4de24ff6
@@ -324,9 +325,9 @@ def check_columns(
 ):
     "Refuse columns that another callback declares as well"
     mine = callback.columns(trainer)
-    for other in trainer.callbacks:
-        theirs = getattr(other, 'columns', ()) if other is not callback else ()
-        taken = [o for o in (theirs(trainer) if callable(theirs) else theirs) if o in mine]
+    for other in offering(trainer, 'columns'):
+        if other is callback: continue
+        taken = [o for o in declared_columns(other, trainer) if o in mine]
         if taken: raise ValueError(f'`{callback_name(callback)}` and `{callback_name(other)}` both write the column `{taken[0]}`, so one would hide the other. {advice}')
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #70bd8aa6

@@ -18,6 +18,7 @@ from .tracking import ENDED, outcome_of
 from ..basics.checks import check_count, check_function
 from ..show.curves import history_figure
 from ..loop.events import CancelException, Order
+from ..loop.shared_attributes import offered
 from ..basics.tables import Table
 
 # %% ../../nbs/log/70_notify.ipynb #653e0100
@@ -135,7 +136,7 @@ class NotifyCB:
 
     def cleanup_fit(self, trainer):
         "Say how it ended"
-        begun,hurried = self._first is not None,any(getattr(o, 'hurried', False) for o in trainer.callbacks)
+        begun,hurried = self._first is not None,any(offered(trainer, 'hurried'))
         word,lines = _outcome(trainer)
         if begun and not hurried and (self.end or word == 'Failed'): self._tell(trainer, word, lines, over=True)
         self._first = None

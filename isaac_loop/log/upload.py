@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from .run_config import RunConfig
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelException, Order
+from ..loop.shared_attributes import offered
 from ..show.media_files import replace_file
 from ..state.run_folder import experiment_of, run_folder, without_password
 
@@ -133,7 +134,7 @@ def cleanup_fit(self:UploadCB, trainer):
     done = isinstance(trainer.exception, (type(None), CancelException))
     if self._main and self._fs is None and done: self._begin(trainer) # A complete run, whose end may not have been copied
     if self._fs is None: return
-    if not any(getattr(o, 'hurried', False) for o in trainer.callbacks):
+    if not any(offered(trainer, 'hurried')):
         self._upload()
         if not self._found_any:
             warnings.warn(f'`UploadCB` never found a file in `{self._from}`, so nothing was copied. Is that the folder of the run, and does a callback such as `CheckpointCB` write there?')

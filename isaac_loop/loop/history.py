@@ -21,6 +21,7 @@ from fastcore.basics import patch
 from ..basics.checks import did_you_mean
 from ..basics.tables import Table
 from .elsewhere import ELSEWHERE, bring
+from .shared_attributes import offered, offering
 
 # %% ../../nbs/loop/30_history.ipynb #0a1b2c3d
 class Runs(Sequence):
@@ -279,9 +280,9 @@ def latest(self:History,
     return self.rows[-1].get(name)
 
 # %% ../../nbs/loop/30_history.ipynb #f9beca1e
-def _declared(callback, trainer):
+def declared_columns(callback, trainer):
     "The columns that `callback` says it writes"
-    columns = getattr(callback, 'columns', ())
+    columns = callback.columns
     return list(columns(trainer) if callable(columns) else columns)
 
 # %% ../../nbs/loop/30_history.ipynb #37a36d26
@@ -305,8 +306,8 @@ def check_monitored(
     who:str, # The callback that watches, for the message
 )->bool: # Whether some callback declares `name`; if not, an undeclared writer may still bring it
     "Raise a `LookupError` with the names there are, if no callback will write `name` into the history"
-    known = ['fit', 'epoch', *dict.fromkeys(o for cb in trainer.callbacks for o in _declared(cb, trainer))]
-    renamed = {old: new for cb in trainer.callbacks for old,new in getattr(cb, 'renamed', {}).items()}
+    known = ['fit', 'epoch', *dict.fromkeys(o for cb in offering(trainer, 'columns') for o in declared_columns(cb, trainer))]
+    renamed = {old: new for names in offered(trainer, 'renamed') for old,new in names.items()}
     if name in renamed and name not in renamed.values():
         raise LookupError(f'`{who}` watches `{name}`, which is called `{renamed[name]}` when the row is complete, so it would never see a value. Watch `{renamed[name]}`.')
     if any(fnmatchcase(name, o) for o in known): return True

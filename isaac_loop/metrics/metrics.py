@@ -18,6 +18,7 @@ from ..loop.events import CancelException, Order, callback_name
 from ..basics.checks import did_you_mean
 from ..train.example_losses import reduction_of
 from ..loop.history import as_tensor
+from ..loop.shared_attributes import offered
 from ..loop.device_records import DeviceValues
 from ..state.plain_state import ResumeMismatch, UnsaveableState
 from ..basics.tables import shown_row
@@ -304,12 +305,17 @@ def cleanup_epoch(self:MetricsCB, trainer):
         trainer.history.write_batches(trainer.training, losses.batches, loss=values)
     trainer.history.write(**columns, elapsed=time.perf_counter()-self._start)
 
+# %% ../../nbs/metrics/10_metrics.ipynb #366b0d0e
+def recorders_of(trainer):
+    "The trainer's own `MetricsCB`s"
+    return [o for o in trainer.callbacks if isinstance(o, MetricsCB)]
+
 # %% ../../nbs/metrics/10_metrics.ipynb #5d9a1284
 def weigh_of(
     trainer, # May have a `MetricsCB`
 ): # Its `weigh`, or None
     "What the trainer's own `MetricsCB` weighs losses by"
-    return next((o.weigh for o in trainer.callbacks if isinstance(o, MetricsCB)), None)
+    return next((o.weigh for o in recorders_of(trainer)), None)
 
 # %% ../../nbs/metrics/10_metrics.ipynb #b103f759
 @patch
@@ -331,7 +337,8 @@ def as_text(
 @patch
 def log(self:MetricsCB, trainer):
     "Print the newest row, unless another callback shows it"
-    if self.show and trainer.history.current and not any(getattr(o, 'shows_rows', False) for o in trainer.callbacks): self._log(trainer.history.current)
+    row = trainer.history.current
+    if self.show and row and not any(offered(trainer, 'shows_rows')): self._log(row)
 
 @patch
 def _log(self:MetricsCB, row): print(as_text(row))

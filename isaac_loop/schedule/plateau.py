@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 from .schedulers import EpochSchedulerCB
 from ..loop.history import check_monitored, mode_of
-from ..state.counting_state import check_same_monitor
+from ..state.keeps_state import check_same_monitor
 from ..train.optimizer_options import put_option
 from .scheduler_checks import check_options, check_rates, try_out
 

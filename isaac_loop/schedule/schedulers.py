@@ -20,6 +20,7 @@ from torch.optim import lr_scheduler
 from .annealing import draw_curves
 from ..data.dataloaders import DataLoaders
 from ..loop.events import Order, callback_name
+from ..loop.shared_attributes import offering
 from ..train.optimizer_options import BeforeSchedule, options_of, put_option
 from .scheduler_checks import check_rates, check_scheduler, warn_of_length
 from ..state.plain_state import ResumeMismatch
@@ -76,9 +77,10 @@ def _rules_alone(cb): return cb._unit == 'update' and isinstance(cb.scheduler, _
 
 def _check_company(cb, trainer):
     "Refuse a second schedule of the same optimizer, if one of the two sets the rate anew at every update"
+    for other in offering(trainer, 'functions'): # An `AttributeSchedulerCB`
+        targets = other.functions if isinstance(other.functions, dict) else {}
+        if any(str(o).startswith(f'{cb.opt}.') and str(o).endswith('.lr') for o in targets): raise ValueError(_no_effect(other, cb))
     for other in trainer.callbacks:
-        targets = getattr(other, 'functions', None) # Of an `AttributeSchedulerCB`
-        if isinstance(targets, dict) and any(str(o).startswith(f'{cb.opt}.') and str(o).endswith('.lr') for o in targets): raise ValueError(_no_effect(other, cb))
         if other is cb or not isinstance(other, SchedulerCB) or not other._running or getattr(trainer, other.opt) is not getattr(trainer, cb.opt): continue
         alone,idle = (cb, other) if _rules_alone(cb) else (other, cb)
         if _rules_alone(alone): raise ValueError(_no_effect(alone, idle))

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 
 from ..basics.tensors import map_tensors
 from ..loop.events import callback_name
-from ..loop.trainer import Trainer
 from ..loop.shared_attributes import STATE
+from ..loop.trainer import Trainer
 from .plain_state import UnsaveableState, from_plain, plain
 
 # %% ../../nbs/state/30_own_state.ipynb #9e581eea

@@ -19,6 +19,7 @@ from .snapshot import random_state, set_random_state
 from .plain_state import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing, from_plain, plain, plain_random_state, set_plain_random_state
 from ..basics.tensors import map_tensors
 from ..loop.passes import n_batches
+from ..loop.shared_attributes import offering
 
 # %% ../../nbs/state/60_run_state.ipynb #e82b7fa8
 def stateful_callbacks(
@@ -145,7 +146,7 @@ def take_state(
     copy:bool=True, # Copy tensors? Not needed for what is written to disk at once
 )->tuple: # The model's weights, and everything else as plain data
     "All that this run must remember to go on later"
-    swapped = [callback_name(o) for o in trainer.callbacks if getattr(o, 'weights_swapped', False)]
+    swapped = [callback_name(o) for o in offering(trainer, 'weights_swapped') if o.weights_swapped]
     if swapped: raise RuntimeError(f'`{swapped[0]}` has its own weights in the model at present, so the training weights cannot be saved. Save between two passes, or in a training pass.')
     if not batches: _leave_passes(trainer)
     with _undrawn(): return _take(trainer, epoch, batches, finished, pass_start, copy)

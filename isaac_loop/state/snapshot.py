@@ -228,7 +228,7 @@ def _loaders(own):
 
 # %% ../../nbs/state/20_snapshot.ipynb #ea2a82bf
 _HERE = ('_fitting', '_training', 'exception') # Of a trainer: never put back
-_PLACE = ('_source', 'stop_reason', 'n_epochs', 'epochs', 'epoch', 'n_updates', 'updates_per_epoch', 'dl', 'batches', 'n_batches', 'start_batch', 'batch_num') # Only within one fit
+_PLACE = ('_source', 'stop_reason', 'interrupted', 'n_epochs', 'epochs', 'epoch', 'n_updates', 'updates_per_epoch', 'dl', 'batches', 'n_batches', 'start_batch', 'batch_num') # Only within one fit
 
 @patch
 @torch.no_grad()

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..loop.history import Monitor, check_monitored, mode_of
-from ..state.counting_state import KeepsState, check_same_monitor
+from ..state.keeps_state import KeepsBest
 
 # %% ../../nbs/stop/10_early_stopping.ipynb #7275a1c9
 def _check_levels(mode, threshold, divergence):
@@ -22,7 +22,7 @@ def _check_levels(mode, threshold, divergence):
     raise ValueError(f"`threshold={threshold!r}` is no better than `divergence={divergence!r}` with `mode='{mode}'`, so every first epoch would stop. Are they swapped, or is the mode?")
 
 # %% ../../nbs/stop/10_early_stopping.ipynb #cfbcd158
-class EarlyStoppingCB(KeepsState, Monitor):
+class EarlyStoppingCB(KeepsBest, Monitor):
     "Stop when a column of the history gets no better, is good enough, or is hopeless"
     order = Order.DECIDE
     _kept = ('best', 'n_bad', 'n_seen')
@@ -45,17 +45,6 @@ class EarlyStoppingCB(KeepsState, Monitor):
         elif threshold is None and divergence is None: raise ValueError('`EarlyStoppingCB` has neither `patience` nor `threshold` nor `divergence`, so it would never stop. Give it one of them.')
         Monitor.__init__(self, mode_of(monitor, mode), min_delta, patience, or_equal)
         _check_levels(self.mode, threshold, divergence)
-
-    def state_dict(self):
-        "What has been seen so far, and of which column"
-        return super().state_dict() | dict(monitor=self.monitor, mode=self.mode)
-
-    def load_state_dict(self,
-        state:dict, # What `state_dict` gave
-    ):
-        "Go on from what has been seen, if it is about the same column"
-        check_same_monitor(self, self.mode, state)
-        super().load_state_dict(state)
 
     def _start(self, trainer):
         "Forget the last run, and see whether somebody records what is watched"

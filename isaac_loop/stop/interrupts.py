@@ -18,14 +18,15 @@ class InterruptCB:
     "Let a batch end before Ctrl-C or SIGTERM ends the training"
     order = Order.RECORD
     stateless = True
-    interrupted = None # The signal that ends this fit, once the batch is over
     hurried = False # Has Ctrl-C come twice? Then nothing is to be saved any more
     _noted,_pid,_old,_loader = None,None,{},None
 
     def before_fit(self, trainer):
         "Note signals instead of breaking off"
-        self.interrupted,self.hurried,self._noted,self._pid,self._old = None,False,None,os.getpid(),{}
-        trainer.epochs = self._watched(trainer.epochs)
+        self.hurried,self._noted = False,None
+        self._pid,self._old = os.getpid(),{}
+        trainer.interrupted = 0
+        trainer.epochs = self._watched(trainer, trainer.epochs)
         if threading.current_thread() is not threading.main_thread(): return
         for o in (signal.SIGINT, signal.SIGTERM): self._old[o] = signal.signal(o, self._note)
 
@@ -39,35 +40,36 @@ class InterruptCB:
 
 # %% ../../nbs/stop/30_interrupts.ipynb #32d6d02f
 @patch
-def _watched(self:InterruptCB, iterable):
+def _watched(self:InterruptCB, trainer, iterable):
     "What `iterable` gives, until a signal has come"
     for o in iterable:
         yield o
-        self._leave()
+        _leave(trainer.interrupted)
 
-@patch
-def _leave(self:InterruptCB):
+def _leave(signum):
     "Do now what the signal asked for"
-    if self.interrupted == signal.SIGINT: raise KeyboardInterrupt('Ctrl-C came during the last batch; training stopped after it')
-    if self.interrupted == signal.SIGTERM: raise SystemExit(143)
+    if signum == signal.SIGINT: raise KeyboardInterrupt(_CTRL_C)
+    if signum == signal.SIGTERM: raise SystemExit(143)
+
+_CTRL_C = 'Ctrl-C came during the last batch; training stopped after it'
 
 # %% ../../nbs/stop/30_interrupts.ipynb #aad6b3db
 @patch
 def cleanup_batch(self:InterruptCB, trainer):
     "See whether a signal has come"
-    self.interrupted = self._noted
+    trainer.interrupted = self._noted or 0
 
 @patch
 def log(self:InterruptCB, trainer):
     "See whether a signal has come"
-    self.interrupted = self._noted
+    trainer.interrupted = self._noted or 0
 
 @patch
 def cleanup_fit(self:InterruptCB, trainer):
     "Put the old handlers back, and leave if a signal was not obeyed yet"
     for o,handler in self._old.items(): signal.signal(o, signal.SIG_DFL if handler is None else handler)
-    self._old,self.interrupted = {},self._noted
-    if trainer.exception is None or isinstance(trainer.exception, CancelException): self._leave()
+    self._old,trainer.interrupted = {},None
+    if trainer.exception is None or isinstance(trainer.exception, CancelException): _leave(self._noted)
 
 # %% ../../nbs/stop/30_interrupts.ipynb #bcf8ad7c
 def _in_worker(signum, frame=None):
@@ -97,7 +99,7 @@ def _with_workers(dl):
 @patch
 def before_epoch(self:InterruptCB, trainer):
     "Look for a signal after every batch"
-    trainer.batches = self._watched(trainer.batches)
+    trainer.batches = self._watched(trainer, trainer.batches)
     self._loader = _with_workers(trainer.dl)
     if self._loader is not None: self._loader.worker_init_fn = _Patient(self._loader.worker_init_fn)
 

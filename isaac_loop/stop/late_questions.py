@@ -9,7 +9,7 @@ __all__ = []
 import torch
 from fastcore.basics import patch
 
-from ..state.counting_state import KeepsState
+from ..state.keeps_state import KeepsState
 from ..loop.device_records import place_of
 
 # %% ../../nbs/stop/70_late_questions.ipynb #b8ffc118

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count
 from ..loop.events import Order
-from ..state.counting_state import KeepsState
+from ..state.keeps_state import KeepsState
 from ..basics.tensors import batch_size
 
 # %% ../../nbs/stop/20_limits.ipynb #3f3a5fb8

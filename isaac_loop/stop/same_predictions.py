@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count
 from ..loop.events import Order
-from ..state.counting_state import KeepsState
+from ..state.keeps_state import KeepsState
 
 # %% ../../nbs/stop/60_same_predictions.ipynb #715ec28b
 def _labels(preds):

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..loop.events import callback_name, CancelBatchException, CancelEpochException, CancelException, CancelFitException, Order
+from ..loop.shared_attributes import offering
 
 # %% ../../nbs/train/50_averaging.ipynb #fd9ef505
 class _AveragingCB:
@@ -27,7 +28,7 @@ class _AveragingCB:
 
     def before_fit(self, trainer):
         "Begin a new average with the present weights"
-        others = [callback_name(o) for o in trainer.callbacks if o is not self and hasattr(o, 'weights_swapped')]
+        others = [callback_name(o) for o in offering(trainer, 'weights_swapped') if o is not self]
         if others: raise ValueError(f'`{callback_name(self)}` and `{others[0]}` both put an average into the model for validation, and only one can be measured. Use one of them in a fit.')
         other = self._of and self._of()
         if other is not None and other is not trainer and other._fitting: raise RuntimeError(f'This `{callback_name(self)}` is averaging the weights of another fit that is not over yet, and would mix two models. Give each trainer one of its own.')
@@ -94,7 +95,7 @@ def cleanup_fit(self:_AveragingCB, trainer):
     if not begun: return
     self._of = None
     ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
-    taken = any(getattr(o, 'best_epoch', None) is not None for o in trainer.callbacks)
+    taken = offering(trainer, 'best_epoch')
     if self.keep and ended_well and not taken and self.evaluated is not None: trainer.model.load_state_dict(self.evaluated.state_dict())
 
 # %% ../../nbs/train/50_averaging.ipynb #61a3bd84

@@ -1,8 +1,8 @@
-"""Walks through batches, moves between devices, and seeds, checked against a walk written down as a list of paths.
+"""Walks through batches, moves between devices, and seeds, checked against a list of paths.
 
-The batches are drawn at random from lists, tuples, named tuples, mappings,
-dataclasses, tensors and things that are none of these. PyTorch's `meta` device stands for an accelerator, so that a
-move can be seen on any machine.
+The batches are drawn at random from lists, tuples, named tuples, mappings, dataclasses, tensors and things
+that are none of these. PyTorch's `meta` device stands for an accelerator, so that a move can be seen on any
+machine.
 """
 
 import dataclasses

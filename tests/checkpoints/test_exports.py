@@ -1,6 +1,7 @@
-"""`checkpoints/exports.py`, and saving when a function says so: which files there are, what is in them, and that training takes no notice.
+"""`checkpoints/exports.py`, and saving when a function says so: which files there are, and what is in them.
 
-The law of warm-up, stable, decay: what is saved before a decay goes on into a longer run as if that had been meant from the start.
+The law of warm-up, stable, decay: what is saved before a decay goes on into a longer run as if that had
+been meant from the start.
 """
 
 import pytest
@@ -33,7 +34,7 @@ def new(*callbacks):
     [("epoch", [7, 14, 21]), (5, [5, 10, 15, 20, 21]), (lambda t: t.n_updates in (2, 14), [2, 14, 21])],
 )
 def test_exports_come_when_asked_for_and_at_the_end(every, found, tmp_path):
-    "Every so many updates, after epochs, or when a function says so; each is what the model was then, and training is as without"
+    "Each is what the model was then, and training is as without"
     seen = {}
 
     def after_step(trainer):
@@ -110,7 +111,7 @@ def test_a_state_before_each_decay_and_an_export_after_it(tmp_path):
 
 @pytest.mark.shows("PTA-39")
 def test_what_was_saved_before_the_decay_goes_on_into_a_longer_run(tmp_path):
-    "Bit for bit the long run, although a short one with its decay came first; the export is where something else may begin"
+    "Bit for bit, although a short run with its decay came first; from the export something else may begin"
     schedule = wsd()
     fit(
         new(

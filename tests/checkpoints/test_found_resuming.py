@@ -107,7 +107,8 @@ from isaac_loop.stop.interrupts import InterruptCB
 from torch.utils.data import DataLoader
 from isaac_loop.data.dataloaders import DataLoaders
 def after_batch(trainer):
-    if trainer.epoch == 1 and trainer.batch_num >= 2: print("here", file=sys.__stdout__, flush=True) # Every worker is at work by now
+    every_worker_is_at_work = trainer.epoch == 1 and trainer.batch_num >= 2
+    if every_worker_is_at_work: print("here", file=sys.__stdout__, flush=True)
     time.sleep(0.02)
 loaders = DataLoaders({loader}, DataLoader(runs.Rows(24), 12))
 runs.fit(runs.make_trainer([*runs.callbacks({folder!r}), InterruptCB(), after_batch], loaders))
@@ -203,7 +204,7 @@ def test_an_interrupted_fit_that_went_on_in_another_is_one(tmp_path):
 
 
 def test_a_fit_that_is_behind_leaves_the_weights_of_the_run_in_the_model(tmp_path, capsys):
-    "After Run all, the model of a run in its second fit was untrained, and the message said that all was there"
+    "After Run all, the model of a second fit was untrained, and the message said that all was there"
     trainer = fit(make_trainer(simple(tmp_path / "run")), 1)
     fit(trainer, 1)
     again = make_trainer(simple(tmp_path / "run"))
@@ -419,7 +420,7 @@ def test_never_means_never(tmp_path):
 
 
 def test_a_folder_stands_for_its_newest_checkpoint(tmp_path):
-    "As in `load_from_folder` of NeMo; the branch goes on from its own when the script is started again, even if the other run has gone on"
+    "Started again, the branch goes on from its own checkpoints, even if the other run has gone on"
     broken_off(8, simple(tmp_path / "a", every=5))
 
     def run(n=None):
@@ -817,7 +818,7 @@ def tables_of(path):
 @pytest.mark.parametrize("name", ["log.db", "log.jsonl", "log"])
 @pytest.mark.parametrize("n", [3, 10, 14])
 def test_a_tracked_run_that_was_cut_is_one_run_without_repetitions(name, n, tmp_path):
-    "It was a second run, which repeated the rows of the first; a run beside it in the same place, and an earlier fit, keep theirs"
+    "It was a second run, which repeated the rows of the first; other runs and an earlier fit keep theirs"
 
     def run(path, *more):
         return make_trainer(

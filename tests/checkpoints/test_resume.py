@@ -1,6 +1,7 @@
 """A run that was stopped anywhere and goes on, against the same run that was never stopped.
 
-Everything is compared bit for bit: weights, optimizer, average, best weights, rows of the history and losses of all batches.
+Everything is compared bit for bit: weights, optimizer, average, best weights, rows of the history and
+losses of all batches.
 """
 
 import random
@@ -184,7 +185,7 @@ def same_tables(a, b):
 
 @pytest.mark.shows("NEMO-59")
 def test_going_on_in_the_middle_of_a_window(tmp_path):
-    "Two epochs, saved after every batch and broken off after each, also when one or two of the three batches of an update are done"
+    "Saved after every batch and broken off after each, also within the three batches of an update"
     whole = fit(make_trainer(runs.everything()), 2)
     assert whole.n_updates == 2 * 3
     for n in range(1, 14):
@@ -356,7 +357,7 @@ def test_what_knows_its_place_is_not_read_again(make, tmp_path):
 
 @pytest.mark.shows("SON-34", "SON-27", "U10")
 def test_killed_and_interrupted_processes_end_as_if_nothing_had_happened():
-    "20 kills and 20 signals at random moments, also while resuming, saving and validating (`make torture` has more)"
+    "20 kills and 20 signals, also while resuming, saving and validating (`make torture` has more)"
     tool = ROOT / "tools/torture.py"
     done = subprocess.run(
         [sys.executable, tool, "--kills", "20", "--signals", "20"],
@@ -376,7 +377,8 @@ from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.stop.interrupts import InterruptCB
 def before_backward(trainer):
     if trainer.epoch == 1: {kill}(os.getpid(), signal.{name})
-trainer = runs.make_trainer(runs.callbacks({folder!r}) + [InterruptCB(), before_backward], runs.make_loaders(num_workers={workers}))
+callbacks = [*runs.callbacks({folder!r}), InterruptCB(), before_backward]
+trainer = runs.make_trainer(callbacks, runs.make_loaders(num_workers={workers}))
 runs.fit(trainer)
 """
 
@@ -386,7 +388,9 @@ runs.fit(trainer)
     "name,code,kill,workers", [("SIGINT", -signal.SIGINT, "os.kill", 0), ("SIGTERM", 143, "os.killpg", 2)]
 )
 def test_a_script_that_is_interrupted_ends_as_the_system_expects(name, code, kill, workers, tmp_path):
-    "A shell sees 130 (a process that ended by SIGINT) and 143, also if SIGTERM comes to the workers as well; every batch that was done is saved"
+    """A shell sees 130 (a process that ended by SIGINT) and 143, also if SIGTERM comes to the workers.
+
+    Every batch that was done is saved."""
     done = subprocess.run(
         [
             sys.executable,
@@ -584,7 +588,7 @@ def test_an_interrupt_is_not_swallowed_by_a_stop_or_a_cancel(tmp_path):
 
 @pytest.mark.parametrize("error", [CancelFitException, CancelEpochException])
 def test_the_epoch_after_a_cancelled_one_is_whole(error, tmp_path):
-    "The loader was saved in the middle of the pass that the cancel had left, so the next one had only the rest"
+    "The loader was saved in the middle of the cancelled pass, so the next one had only the rest"
 
     class LeaveCB:
         seen = 0
@@ -678,7 +682,7 @@ def test_workers_leave_an_interrupt_to_the_main_process():
     dls = make_loaders()
     dls.train = exact_loader(Asks(16), 8, num_workers=2)
     trainer = fit(make_trainer([*callbacks(), InterruptCB()], dls), 1)
-    assert trainer.n_updates == 2 and trainer.InterruptCB.interrupted is None
+    assert trainer.n_updates == 2 and trainer.interrupted is None
 
 
 # ---- one folder, many starts
@@ -1044,7 +1048,7 @@ def test_random_numbers_of_a_device_that_is_not_here_are_an_error_unless_told_ot
 
 @pytest.mark.shows("NEMO-25", "NEMO-26", "NEMO-30", "NEMO-32", "NEMO-37", "AIT-41", "NEMO-24")
 def test_the_seeds_example_with_its_six_arguments(tmp_path):
-    "Folder, how often, how many to keep, another folder to load from, and insisting on it; no step 0, and the end is saved whatever the frequency"
+    "Folder, how often, how many, another folder to load from, and insisting on it; the end is always saved"
     fit(make_trainer(callbacks(tmp_path / "run", every=4, keep_last=4)))
     assert [o.step for o in CheckpointStore(tmp_path / "run", read_only=True).list()] == [12, 16, 20, 21]
     found = CheckpointStore(tmp_path / "run", read_only=True).list()[0]
@@ -1066,7 +1070,7 @@ def test_the_seeds_example_with_its_six_arguments(tmp_path):
 @pytest.mark.parametrize("loaders", [make_loaders, plain_loaders])
 @pytest.mark.parametrize("every", [1, "epoch"])
 def test_an_interrupt_after_a_request_to_stop_loses_nothing(at, loaders, every, tmp_path):
-    "A time limit ends the training pass, and Ctrl-C the validation after it: the next run validates and ends, and a second fit is the same as well"
+    "A time limit, then Ctrl-C in the validation: the next run validates and ends; so for a second fit"
 
     def after_batch(trainer):
         if trainer.training and trainer.epoch == 1 and trainer.batch_num == min(at, trainer.n_batches - 1):
@@ -1468,7 +1472,7 @@ def test_a_state_that_could_not_come_back_is_refused_by_name(tmp_path):
     for cb, words in (
         (
             WeightCB(),
-            r"WeightCB.state_dict\(\)\['held'\] is the parameter `0.weight` of the model itself.*Leave it out",
+            r"WeightCB.state_dict\(\)\['held'\] is the parameter `0.weight` of the model.*Leave it out",
         ),
         (LossCB(), r"LossCB.state_dict\(\)\['held'\] .* Save `x.detach\(\)`"),
     ):
@@ -1490,7 +1494,8 @@ def test_a_state_dict_that_wants_an_argument_is_refused_before_the_first_batch(t
     trainer = make_trainer([BasicTrainCB(), WantingCB(), CheckpointCB(tmp_path / "run")])
     with pytest.raises(
         TypeError,
-        match=r"`WantingCB.state_dict` cannot be called as `state_dict\(self\)`: missing a required argument: 'trainer'",
+        match=r"`WantingCB.state_dict` cannot be called as `state_dict\(self\)`: "
+        "missing a required argument: 'trainer'",
     ):
         fit(trainer)
     assert trainer.n_updates == 0

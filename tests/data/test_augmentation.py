@@ -1,7 +1,8 @@
-"""Augmentation (`data/augmentation.py`) against loops written by hand, bit for bit and with the same random numbers.
+"""Augmentation (`data/augmentation.py`) against loops written by hand, bit for bit.
 
-Every callback is also run on tuples, lists, named tuples, dicts and batches with two inputs, with validation watched, and
-inside a guard that makes it an error to turn a tensor into a number while a batch is being worked on.
+Every callback is also run on tuples, lists, named tuples, dicts and batches with two inputs, with
+validation watched, and inside a guard that makes it an error to turn a tensor into a number while a batch
+is being worked on.
 """
 
 import copy
@@ -94,7 +95,7 @@ def same(a, b):
 
 
 def by_hand(change, loss_of, n_epochs=1):
-    "The loop that anyone would write; `change` gets the inputs, and what else it returns is passed to `loss_of`"
+    "The loop anyone would write; `change` gets the inputs, and what else it returns goes to `loss_of`"
     set_seed(7)
     model = make_model()
     opt = optim.SGD(model.parameters(), 0.1)
@@ -358,7 +359,7 @@ def test_the_chance_is_that_of_an_image(kind):
 
 @pytest.mark.shows("MIN-13")
 def test_erasing_keeps_mean_and_deviation():
-    "Of normalised images, and of dark ones with few bright spots, which noise cut off at black would make brighter"
+    "Normalised images, and dark ones with few bright spots, which noise cut at black would make brighter"
     set_seed(0)
     for x in (torch.randn(200, 3, 32, 32), (torch.rand(200, 3, 32, 32) ** 8)):
         new = RandErase(p=1, pct=0.4)(x)

@@ -1,8 +1,8 @@
-"""From datasets to loaders, checked against the datasets' own rows; the stored digits, against scikit-learn's copy.
+"""From datasets to loaders, checked against the datasets' own rows, and the stored digits.
 
-A dataset here is a Hugging Face `DatasetDict` whose rows are numbered, so that one can
-see which rows come, how often and in which order. The digits in the package are compared pixel by pixel with the copy
-that scikit-learn ships, and `tools/make_digits.py` is run to show that it makes the same files.
+A dataset here is a Hugging Face `DatasetDict` whose rows are numbered, so that one can see which rows come,
+how often and in which order. The digits in the package are compared pixel by pixel with the copy that
+scikit-learn ships, and `tools/make_digits.py` is run to show that it makes the same files.
 """
 
 import runpy
@@ -660,7 +660,7 @@ def test_the_tool_makes_the_same_digits(digits, monkeypatch, tmp_path):
 
 @pytest.mark.shows("PTA-56")
 def test_loaders_have_sensible_options_by_themselves(monkeypatch):
-    "Training rows shuffled, no worker processes unless asked for, memory pinned where there is CUDA and nobody says otherwise"
+    "Training rows shuffled, no workers unless asked for, memory pinned where there is CUDA"
     rows = list(range(8))
     for there in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: there)

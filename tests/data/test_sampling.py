@@ -1,8 +1,9 @@
 """Data order, checked against the uninterrupted run.
 
-The datasets here give their row number together with random numbers from Python, NumPy and PyTorch, so that one can see
-which rows come, in which order, and whether they are augmented as they would have been. "The same" always means equal
-in every bit. A position is saved at every batch, batch size and number of processes change, workers fail, and data are streams.
+The datasets here give their row number together with random numbers from Python, NumPy and PyTorch, so that
+one can see which rows come, in which order, and whether they are augmented as they would have been. "The
+same" always means equal in every bit. A position is saved at every batch, batch size and number of
+processes change, workers fail, and data are streams.
 """
 
 import copy
@@ -32,6 +33,13 @@ from isaac_loop.data.exact_loaders import ExactLoader, ReplayLoader, WorkerCrash
 from isaac_loop.data.sampling import SeededBatchSampler
 from isaac_loop.state.snapshot import random_state
 from isaac_loop.loop.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch):
+    "PyTorch waits 5 seconds for each worker that does not end at once"
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+
 
 MODES = {
     "no workers": {},
@@ -253,7 +261,7 @@ def reference(n_epochs=3, **kwargs):
 @pytest.mark.shows("F085", "F141", "NEMO-34", "PTA-51")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_position_saved_at_any_batch_leads_to_the_same_run(mode):
-    "Saved at every batch of three epochs, in each mode, resumed in another one: rows and random numbers are the same"
+    "Saved at every batch, in each mode, resumed in another one: rows and random numbers are the same"
     epochs = reference()
     assert len({tuple(rows_of(o)) for o in epochs}) == 3 and all(
         sorted(rows_of(o)) == list(range(22)) for o in epochs
@@ -328,6 +336,7 @@ def test_loading_leaves_the_random_numbers_alone(kind, mode):
             ExactLoader([1, 2, 3][:2] + [Noisy()], 3, collate_fn=lambda rows: [draw(), [][0]], **MODES[mode])
         )
     assert same_random_state(before, random_state())
+    gc.collect()  # The workers of the loader that failed end here, and not in another test
 
 
 @pytest.mark.shows("F085")
@@ -372,7 +381,7 @@ def test_set_epoch_and_start_at_count_for_one_pass():
 
 
 def test_two_passes_at_once_do_not_disturb_each_other():
-    "As when a run on the side reads the data in the middle of a pass; workers that persist can serve only one, and say so"
+    "As a run on the side reads in the middle of a pass; workers that persist can serve only one, and say so"
     loader, epochs = ExactLoader(Noisy(), 5, seed=3, collate_fn=mixed), reference()
     outer = iter(loader)
     start = [next(outer), next(outer)]
@@ -639,13 +648,8 @@ def no_children(seconds=10):
         ("hangs", WorkerCrashed, "timed out"),
     ],
 )
-def test_a_failing_worker_is_named_and_the_next_fit_works(
-    how, error, words, persistent, tmp_path, monkeypatch
-):
+def test_a_failing_worker_is_named_and_the_next_fit_works(how, error, words, persistent, tmp_path):
     "Raise, exit, SIGKILL, hang; nothing hangs, and no process is left behind"
-    monkeypatch.setattr(
-        torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5
-    )  # How long PyTorch waits for a worker that hangs
     flag = tmp_path / "flag"
     flag.touch()
     train = ExactLoader(
@@ -945,7 +949,7 @@ def test_no_two_workers_draw_the_same_numbers():
 
 
 class Drawing:
-    "A dataset whose rows draw from NumPy, and sometimes read from another such loader or replace NumPy's generator"
+    "Rows draw from NumPy, and sometimes read from another such loader or replace NumPy's generator"
 
     def __init__(self, inner=None, mischief=None):
         self.inner, self.mischief = inner, mischief

@@ -1,8 +1,8 @@
 """Where things are computed (`device/device.py`), and that nobody waits for the device inside a batch.
 
-`DeviceCB` is checked against the device of everything that takes part; the `meta` device, which knows shapes and no
-values, stands in for an accelerator. Waiting is checked by making it impossible: while a batch is being worked on, every
-way from a tensor to a number raises an error.
+`DeviceCB` is checked against the device of everything that takes part; the `meta` device, which knows
+shapes and no values, stands in for an accelerator. Waiting is checked by making it impossible: while a
+batch is being worked on, every way from a tensor to a number raises an error.
 """
 
 import dataclasses
@@ -115,7 +115,7 @@ def test_a_loss_with_buffers_is_moved():
 
 @pytest.fixture
 def parameters_keep_their_identity():
-    "Have `Module.to` change parameters in place, as it does between CPU and GPU and by default not for `meta`"
+    "Have `Module.to` change parameters in place, as between CPU and GPU; by default not for `meta`"
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
@@ -394,7 +394,7 @@ def test_cuda_notices_whoever_does_wait(sync_allowed_afterwards):
 
 @pytest.mark.shows("PTA-29")
 def test_every_module_and_optimizer_of_the_trainer_is_moved(parameters_keep_their_identity):
-    "A teacher and a critic that are attributes of the trainer, and the state of optimizers that were there before"
+    "A teacher, a critic, and the state of optimizers that were there before"
     trainer = make_trainer([BasicTrainCB(), DeviceCB("meta")])
     trainer.teacher, trainer.critic = torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(3)
     trainer.critic_opt = torch.optim.Adam(trainer.critic.parameters())

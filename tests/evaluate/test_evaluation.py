@@ -1,7 +1,8 @@
 """Predictions, losses and metrics on the side (`evaluation.py`), checked against loops written by hand.
 
-Two laws carry the rest: whatever the loader does, results come in the order of the dataset; and a fit that was
-looked at in between ends with the same weights, random numbers and history, bit for bit, as one that was not.
+Two laws carry the rest: whatever the loader does, results come in the order of the dataset; and a fit that
+was looked at in between ends with the same weights, random numbers and history, bit for bit, as one that
+was not.
 """
 
 import copy
@@ -699,7 +700,7 @@ def without():
 @pytest.mark.parametrize("event", ["after_batch", "after_backward", "log", "after_predict"])
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_fit_that_is_looked_at_is_the_same_fit(look, event, without):
-    "Bit for bit, also in the middle of a training or a validation pass, between gradients and step, and after a cancel or an error inside"
+    "In the middle of any pass, between gradients and step, and after a cancel or an error inside"
     callback = LookCB(event, LOOKS[look])
     assert trained([callback]) == without
     assert callback.n == {"after_batch": 12, "after_predict": 12, "after_backward": 6, "log": 2}[event]
@@ -869,7 +870,7 @@ def test_the_mean_over_many_masks_of_a_linear_model_is_its_prediction():
     "What dropout leaves is scaled so that its expectation stays"
     trainer = make_trainer(model=nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 3)))
     torch.testing.assert_close(
-        trainer.sample_preds(1500).mean(0), trainer.get_preds().preds, atol=0.1, rtol=0
+        trainer.sample_preds(500).mean(0), trainer.get_preds().preds, atol=0.15, rtol=0
     )
 
 

@@ -1,7 +1,7 @@
 """Evaluation in the middle of training (`evaluate/evaluator.py`).
 
-The law: whatever an evaluator looks at and whenever it does, the training goes on bit for bit as without it. Then: it
-looks when it was told to, at all that it was told to, and says so in the history.
+The law: whatever an evaluator looks at and whenever it does, the training goes on bit for bit as without
+it. Then: it looks when it was told to, at all that it was told to, and says so in the history.
 """
 
 import sys
@@ -105,7 +105,7 @@ SETS = {
     seed=st.integers(0, 9),
 )
 def test_training_goes_on_bit_for_bit_as_without_it(sets, updates, epochs, at_start, seed):
-    "Weights, optimizer, history, losses of all batches, random numbers; the user's functions use random numbers too"
+    "Weights, optimizer, history, losses, random numbers; the user's functions draw from them too"
 
     def noisy(values, store):
         store.setdefault("x", []).append(values["preds"] + torch.randn(()))
@@ -153,7 +153,7 @@ def test_every_module_is_back_in_its_own_mode_for_the_rest_of_the_epoch():
 
 
 def test_a_run_that_was_cut_goes_on_with_its_evaluations_and_with_what_they_steer(tmp_path, monkeypatch):
-    "Saved at every batch, and gone on from each: the same rows and batches, no evaluation twice, and half of the patience used"
+    "Saved at every batch, and gone on from each: no evaluation twice, and half of the patience used"
     monkeypatch.setattr(evaluator_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 
     def make(*more):
@@ -495,7 +495,8 @@ def test_a_stop_at_the_end_of_an_evaluation_is_a_stop_of_the_training(options, u
 def test_the_function_for_batches_can_stop_too_and_says_that_the_numbers_are_partial(how, updates, n_calls):
     with pytest.warns(
         UserWarning,
-        match=r"evaluation of `eval` was left early \((CancelFitException: |CancelEpochException: |)good enough, after 1 batches\)",
+        match=r"evaluation of `eval` was left early "
+        r"\((CancelFitException: |CancelEpochException: |)good enough, after 1 batches\)",
     ) as heard:
         trainer, calls = run_stopping(how, "look", updates=3)
     assert (
@@ -543,7 +544,7 @@ def by_hand(model, batches=OTHER):
 
 @pytest.mark.shows("AIT-67", "PTA-57", "SON-28")
 def test_losses_and_metrics_are_true_means_over_all_rows():
-    "Train loss, valid loss, and the loss of a test set, all by one callback; a shuffled loader that drops rows is seen whole"
+    "All by one callback; a shuffled loader that drops rows is seen whole"
     sets = dict(test=OTHER, again=DataLoader(DATA, 5, shuffle=True, drop_last=True), train_end="train")
     trainer = make_trainer(
         EvaluatorCB(sets, epochs=2, error=lambda preds, targets: (preds.argmax(1) != targets).float().mean())
@@ -1072,7 +1073,7 @@ def test_one_epoch_without_end_is_steered_like_epochs_that_end_at_each_measureme
 
 
 def test_a_checkpoint_says_what_was_measured_with_its_weights_and_nothing_older(tmp_path):
-    "Four updates in an epoch and a look after every third: only those checkpoints have a number, and it is theirs"
+    "Four updates in an epoch, a look after every third: only those checkpoints have a number, their own"
     trainer = make_trainer(
         EvaluatorCB(OTHER, updates=3, at_end=False), CheckpointCB(tmp_path, 1, "eval_loss", keep_last=None)
     )

@@ -171,7 +171,9 @@ def test_callbacks_hear_each_batch_of_a_prediction():
 )
 @pytest.mark.parametrize("captured", [False, True])
 def test_predictions_are_those_of_the_weights_that_validation_measures(average, captured, tmp_path):
-    "One row describes one model, with an average in the trainer and with or without a `CapturePredsCB`; at any time of the fit, and never outside of it"
+    """One row describes one model, with an average in the trainer and with or without a `CapturePredsCB`.
+
+    That holds at any time of the fit, and never outside of it."""
     loss = lambda preds, targets: F.cross_entropy(preds, targets)
     asked = []
 
@@ -292,7 +294,7 @@ def test_regression_scores_of_odd_targets():
 
 @pytest.mark.shows("AIT-32", "AIT-69", "SON-28")
 def test_packages_metrics_and_functions_together_with_prefixes():
-    "Several packages, a metric of torchmetrics, one in the manner of Hugging Face, word error rate by jiwer; on training and validation data"
+    "One of torchmetrics, one in the manner of Hugging Face, one by jiwer; on training and validation data"
     import jiwer
     import torchmetrics
 

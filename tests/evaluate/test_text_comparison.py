@@ -1,4 +1,4 @@
-"""Texts beside the truth: error rates against jiwer, and training with the callback against training without it, bit for bit."""
+"Texts beside the truth: error rates against jiwer, and training with the callback against that without."
 
 import random
 import warnings

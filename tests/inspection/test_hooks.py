@@ -1,8 +1,8 @@
 """Looking inside a model: `hooks.py`, `records.py`, the callbacks of chapter 8, and `model_summary.py`.
 
-Statistics are checked against numpy or against a loop written by hand. That nothing is left behind is checked after every
-kind of ending; that nothing is changed, by comparing weights and random states bit for bit; that nobody waits for the
-device, by making it impossible.
+Statistics are checked against numpy or against a loop written by hand. That nothing is left behind is
+checked after every kind of ending; that nothing is changed, by comparing weights and random states bit for
+bit; that nobody waits for the device, by making it impossible.
 """
 
 import copy
@@ -734,7 +734,8 @@ def test_the_first_bad_layer_is_named_however_seldom_we_look(every, backward, n)
         what=what, layer="1.1", kind="Bad", fit=0, epoch=n // 4, training=True, batch=n % 4
     )
     assert len(said) == 1 and said[0].startswith(
-        f"The {what} of `1.1` (Bad) was the first to hold a NaN or an infinity, at epoch {n // 4}, batch {n % 4} (training)."
+        f"The {what} of `1.1` (Bad) was the first to hold a NaN or an infinity, "
+        f"at epoch {n // 4}, batch {n % 4} (training)."
     )
     assert n_hooks(trainer.model) == 0
     model[1][1].n = -1

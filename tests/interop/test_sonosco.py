@@ -55,7 +55,7 @@ def error(trainer):
 @pytest.mark.shows("SON-11")
 @pytest.mark.parametrize("every", [1, 2, 3, 7, 10])
 def test_the_batches_meant_are_those_that_are_recorded(every):
-    "Losses and metrics of every batch are there, and every n-th is a choice made afterwards; the original wrote all but those"
+    "Every batch is there, and every n-th is a choice made afterwards; the original wrote all but those"
     note = NoteCB(every)
     trainer = fit(trainer_with(RecorderCB(error=error), note), 2)
     rows = [o for o in trainer.history.batches if o["training"]]

@@ -1,7 +1,7 @@
 """Logs: `log/loggers.py`, `log/log_files.py` and `outlets.py`, against what really happened in the run.
 
-Files are read with the standard library. What a killed and resumed run has logged is compared with the log of the same run
-that was never stopped.
+Files are read with the standard library. What a killed and resumed run has logged is compared with the log
+of the same run that was never stopped.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Logs at tracking services, `log/trackers.py`: the real packages, offline, each read back by its own means."""
+"Logs at tracking services, `log/trackers.py`: the real packages, offline, each read back by its own means."
 
 import importlib.util
 import json
@@ -113,7 +113,8 @@ def test_a_package_that_is_not_installed_is_named_where_the_log_is_made(package,
 
 
 def test_importing_the_chapter_imports_no_service():
-    code = "import sys, isaac_loop.log.trackers; sys.exit(any(o in sys.modules for o in ('tensorboard', 'wandb', 'mlflow', 'trackio')))"
+    services = ("tensorboard", "wandb", "mlflow", "trackio")
+    code = f"import sys, isaac_loop.log.trackers; sys.exit(any(o in sys.modules for o in {services}))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -241,7 +242,7 @@ def test_a_second_run_in_a_folder_is_a_run_of_its_own(tmp_path):
 
 @need("tensorboard")
 def test_the_files_of_a_resumed_run_are_read_in_the_order_in_which_they_were_written(tmp_path):
-    "Their names count seconds and then writers, `.9` and `.10`, so two of one second came in the wrong order, and the newer was dropped"
+    "Names count seconds and then writers, `.9` and `.10`: two of one second came in the wrong order"
     log = TensorBoard(tmp_path)
     for step in (0, 2, 4):
         log.start(dict(id="a", name="a", step=step, params={}, callbacks=[]))
@@ -451,12 +452,17 @@ TRACKIO = """
 import sys
 sys.path[:0] = {paths}
 import test_trackers as t
-trainer, losses = t.trained(t.Trackio("digits", auto_log_cpu=False, auto_log_gpu=False), alerts=("valid_loss", ">", -1), run="baseline")
+place = t.Trackio("digits", auto_log_cpu=False, auto_log_gpu=False)
+trainer, losses = t.trained(place, alerts=("valid_loss", ">", -1), run="baseline")
 trainer.fit(1)
 from trackio.sqlite_storage import SQLiteStorage
 import json
 name, = [o["name"] if isinstance(o, dict) else o for o in SQLiteStorage.get_runs("digits")]
-print("RESULT" + json.dumps(dict(name=name, logs=SQLiteStorage.get_logs("digits", name), losses=losses, valid=trainer.history["valid_loss"], config=SQLiteStorage.get_run_config("digits", name), alerts=SQLiteStorage.get_alerts("digits")), default=str))
+found = dict(name=name, losses=losses, valid=trainer.history["valid_loss"])
+found["logs"] = SQLiteStorage.get_logs("digits", name)
+found["config"] = SQLiteStorage.get_run_config("digits", name)
+found["alerts"] = SQLiteStorage.get_alerts("digits")
+print("RESULT" + json.dumps(found, default=str))
 """
 
 

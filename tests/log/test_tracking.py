@@ -1,7 +1,7 @@
 """What is written down and shown: `log/tracking.py`, `inspection.py`, `demo.py` and the imports.
 
-Records are checked against the objects that they are about, tables against what really ran or is really there, and the
-demo against what a person reads in a shell.
+Records are checked against the objects that they are about, tables against what really ran or is really
+there, and the demo against what a person reads in a shell.
 """
 
 import copy
@@ -204,7 +204,7 @@ def test_one_object_may_track_two_trainers():
 
 @pytest.mark.parametrize("path", ["runs.db", "runs.jsonl", "runs"])
 def test_batches_are_kept_once_and_written_in_blocks(tmp_path, monkeypatch, path):
-    "Nothing beside the history's own columns, however many batches there are; what failed in mid-way is not written twice"
+    "Nothing beside the history's own columns; what failed midway is not written twice"
     seen, fails = [], iter([False, False, True])
 
     def write(where, table, rows):
@@ -661,7 +661,9 @@ import sys
 from isaac_loop.log.tracking import write_jsonl, write_sqlite
 path, who = sys.argv[1:]
 write = write_jsonl if path.endswith('jsonl') else write_sqlite
-for i in range(60): write(path, 't', [{'who': who, 'i': i, f'only {who} {i//20}': 'x'*3000, 'j': j} for j in range(3)])
+for i in range(60):
+    rows = [{'who': who, 'i': i, f'only {who} {i//20}': 'x'*3000, 'j': j} for j in range(3)]
+    write(path, 't', rows)
 """
 
 
@@ -687,7 +689,9 @@ from isaac_loop.all import BasicTrainCB, DataLoaders, MetricsCB, SimpleNet, Trac
 batches = [(torch.ones(2, 4), torch.ones(2, 1))] * 3
 def after_batch(trainer):
     if (trainer.epoch, trainer.batch_num) == (2, 1): os.kill(os.getpid(), signal.SIGKILL)
-trainer = Trainer(DataLoaders(batches), torch.nn.functional.mse_loss, torch.optim.SGD, SimpleNet(4, 3, 1), [BasicTrainCB(), MetricsCB(), TrackingCB(sys.argv[1])])
+callbacks = [BasicTrainCB(), MetricsCB(), TrackingCB(sys.argv[1])]
+mse = torch.nn.functional.mse_loss
+trainer = Trainer(DataLoaders(batches), mse, torch.optim.SGD, SimpleNet(4, 3, 1), callbacks)
 trainer.fit(5, valid=False, callbacks=after_batch)
 """
 
@@ -953,7 +957,8 @@ def test_runs_can_be_compared_in_sql(tmp_path):
         ).fit(2)
     with closing(sqlite3.connect(path)) as db:
         found = db.execute(
-            'select experiment, "MomentumTrainCB.momentum", count(*) from fit_stats join epoch_stats using (run, fit) group by experiment order by 1'
+            'select experiment, "MomentumTrainCB.momentum", count(*) '
+            "from fit_stats join epoch_stats using (run, fit) group by experiment order by 1"
         ).fetchall()
     assert found == [("m0.1", 0.1, 2), ("m0.5", 0.5, 2), ("m0.9", 0.9, 2)]
 
@@ -1201,7 +1206,8 @@ def test_the_demo_speaks_of_a_wrong_option_without_a_traceback():
     done = run_demo("--device", "cudda")
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].endswith(
-        "`device` is 'cudda', which PyTorch does not know. Use a name such as 'cpu', 'cuda', 'cuda:1' or 'mps'."
+        "`device` is 'cudda', which PyTorch does not know. "
+        "Use a name such as 'cpu', 'cuda', 'cuda:1' or 'mps'."
     )
 
 

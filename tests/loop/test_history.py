@@ -1,7 +1,8 @@
 """The record of a run and its tables, checked against plain lists of dicts.
 
-`History` and `BatchRecord` are driven with random fits and compared with rows written down by hand; `Monitor` is
-compared with an oracle that looks at the whole past anew for every value; a Markdown table is read back again.
+`History` and `BatchRecord` are driven with random fits and compared with rows written down by hand;
+`Monitor` is compared with an oracle that looks at the whole past anew for every value; a Markdown table is
+read back again.
 """
 
 import html
@@ -203,7 +204,7 @@ def test_two_writers_of_one_epoch_share_its_rows():
 
 @pytest.mark.parametrize("n_passes", [1, 10])
 def test_the_record_of_batches_is_compact(n_passes):
-    "At most 16 bytes for a number, with all that says where it belongs, also while a pass is under way: a dict for each batch would take some 300 bytes"
+    "At most 16 bytes for a number, also while a pass is under way; a dict for each batch would take some 300"
     n = 1000
     tracemalloc.start()
     try:

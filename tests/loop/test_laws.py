@@ -1,7 +1,8 @@
 """Laws of training, checked against loops written by hand.
 
-Callbacks may organise training and never change it: the weights are those of a plain loop, bit for bit, whatever the
-optimizer, the model and the seed; and callbacks that only watch leave every number and every random state alone.
+Callbacks may organise training and never change it: the weights are those of a plain loop, bit for bit,
+whatever the optimizer, the model and the seed; and callbacks that only watch leave every number and every
+random state alone.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""How callbacks meet: through the trainer, its history, and events of their own. Each test is something that callbacks of other
-libraries have a service for: messages, a log of everybody's rates, estimates, reports.
+"""How callbacks meet: through the trainer, its history, and events of their own. Each test is something that
+callbacks of other libraries have a service for: messages, a log of everybody's rates, estimates, reports.
 """
 
 import copy
@@ -50,7 +50,7 @@ def make_trainer(*callbacks, n=4, cls=Trainer):
 
 @pytest.mark.shows("AIT-18")
 def test_messages_go_through_the_trainer():
-    "One that stays, one that is taken, one for an epoch only, one that is overwritten; the reader knows no writer"
+    "One stays, one is taken, one lasts an epoch, one is overwritten; the reader knows no writer"
 
     class WriterCB:
         "Leaves messages"
@@ -202,7 +202,7 @@ def test_a_callback_of_a_class_is_called_at_each_step(ending):
 
 @pytest.mark.shows("SON-18")
 def test_a_callback_may_do_its_work_and_leave():
-    "It predicts the seconds of an epoch from its first batches, removes itself, and the one behind it misses nothing"
+    "It predicts the seconds of an epoch, removes itself, and the one behind it misses nothing"
     clock = iter(range(0, 1000, 3))
 
     class EstimateCB:
@@ -254,7 +254,7 @@ def test_every_batch_that_is_meant_is_recorded_and_no_other():
 
 @pytest.mark.shows("AIT-76")
 def test_a_report_of_predictions_after_each_epoch_and_at_the_end():
-    "When it began, the number of each epoch, predictions for the validation rows, and in the end for rows nobody trained on; training takes no notice"
+    "Predictions for the validation rows, and in the end for rows nobody trained on; training takes no notice"
     test = make_batches(3)
 
     class ReportCB:
@@ -305,7 +305,7 @@ def test_progress_is_told_for_training_and_for_an_evaluation_alone():
 
 @pytest.mark.shows("PTA-40")
 def test_the_history_answers_what_others_ask_of_theirs():
-    "Names, all values, the newest, one more value, the number of the epoch, deleting, beginning anew; a number that is not there is an error"
+    "Names, values, the newest, one more, the epoch, beginning anew; a number that is not there is an error"
     trainer = make_trainer(MetricsCB(show=False))
     trainer.fit(3)
     history = trainer.history
@@ -358,7 +358,7 @@ def test_another_class_of_history_may_take_its_place():
 
 @pytest.mark.shows("PTA-45", "PTA-47")
 def test_all_options_of_training_together():
-    "A number of updates, accumulation, clipping, a schedule made from the trainer's counts, options of loaders; each is one callback or argument"
+    "Updates, accumulation, clipping, a schedule, options of loaders; each is one callback or argument"
     rows = list(zip(torch.randn(30, 3), torch.randn(30, 1)))
     made = []
 
@@ -399,7 +399,7 @@ def test_all_options_of_training_together():
 
 @pytest.mark.filterwarnings("error")
 def test_half_precision_leaves_an_own_way_of_stepping_alone():
-    "With bfloat16 nothing is scaled, so two optimizers both step; with float16 the scaler has to step, and the summary says that it does so instead"
+    "With bfloat16 two optimizers both step; with float16 the scaler does, and the summary says so"
 
     class TwoStepsCB(BasicTrainCB):
         def step(self, trainer):

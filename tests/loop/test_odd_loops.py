@@ -1,7 +1,8 @@
-"""The loops and callbacks of three tutorials, held against loops written by hand: bit for bit, over seeds and in combination.
+"""The loops and callbacks of three tutorials, held against loops written by hand, bit for bit.
 
-Classes and functions are taken from the pages themselves (`tutorials/own_callbacks`, `odd_loops`, `diffusion`), so
-what is tested is what a reader sees; the data and the loops by hand are those of this file.
+Classes and functions are taken from the pages themselves (`tutorials/own_callbacks`, `odd_loops`,
+`diffusion`), so what is tested is what a reader sees; the data and the loops by hand are those of this
+file.
 """
 
 import ast
@@ -779,7 +780,7 @@ def test_none_of_them_reads_a_tensor(name):
 
 
 class SeedDreamBoothCB(AccelerateCB):
-    "The class of the old library in miniature, written for it: an accelerator, an `__init__` and a `before_fit` of its own, and no `step`"
+    "A class of the old library: an accelerator, its own `__init__` and `before_fit`, and no `step`"
 
     def __init__(self, mixed_precision="no", class_image_weight=0.5):
         self.class_image_weight = class_image_weight

@@ -1,7 +1,7 @@
 """Set-up methods and the signatures they give to subclasses, checked against what Python really accepts.
 
-The chains of subclasses are drawn at random: some classes are decorated and some are not,
-some pass `**kwargs` on and some end the chain, some declare an argument anew. What a class should take is worked out
+The chains of subclasses are drawn at random: some classes are decorated and some are not, some pass
+`**kwargs` on and some end the chain, some declare an argument anew. What a class should take is worked out
 here by a plain merge of dicts, and each signature is then tried by calling it.
 """
 
@@ -297,10 +297,8 @@ def test_annotations_are_carried_over():
         def subclassing_method(self, steps: list[int], plain=None, **kwargs):
             super().subclassing_method(**kwargs)
 
-    assert (
-        signature(Second)
-        == "(self, dls, loss_func, opt_func, model, callbacks, momentum: float = 0.85, plain=None, *, steps: list[int])"
-    )
+    own = "momentum: float = 0.85, plain=None, *, steps: list[int]"
+    assert signature(Second) == f"(self, dls, loss_func, opt_func, model, callbacks, {own})"
     assert Second.__init__.__annotations__ == {"momentum": float, "steps": list[int]}
     assert First.__init__.__annotations__ == {"momentum": float}
     assert Trainer.__init__.__annotations__ == {}
@@ -372,7 +370,7 @@ def test_an_argument_given_twice_or_beyond_the_last_is_refused(momentum_trainer)
 
 
 class NeedsCallbacks:
-    "The smallest base class: two arguments of its own, and it remembers the first value it sees for each name"
+    "The smallest base class: two arguments, and it remembers the first value it sees for each name"
 
     def __init__(self, model, callbacks, **kwargs):
         check_keywords(type(self), kwargs)
@@ -441,7 +439,7 @@ def make_method(cls_name, spec, number, parent_takes):
 
 
 def make_chain(base, levels):
-    "Classes from the oldest to the youngest, each with what it should take (name -> declaration, the oldest first)"
+    "Classes from the oldest to the youngest, each with what it should take (name -> declaration)"
     classes, chain, cls, takes = {}, [], base, {}
     for number, spec in enumerate(levels, 1):
         name, body = f"Level{number}", {}

@@ -1,8 +1,9 @@
 """Spans × positions × outcomes, checked against a second, naive interpreter of the rules.
 
-The rules: `before_x`, body, `after_x`, and always `cleanup_x` in reverse order; an exception ends the innermost open
-span that it belongs to; an error beats a cancel, an outer cancel an inner one, the first a later one. The interpreter
-below knows them as plain recursion over a table of ranks, and nothing of plans, bound methods or reach.
+The rules: `before_x`, body, `after_x`, and always `cleanup_x` in reverse order; an exception ends the
+innermost open span that it belongs to; an error beats a cancel, an outer cancel an inner one, the first a
+later one. The interpreter below knows them as plain recursion over a table of ranks, and nothing of plans,
+bound methods or reach.
 """
 
 import itertools

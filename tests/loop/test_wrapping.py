@@ -24,7 +24,7 @@ from isaac_loop.all import (
 
 @pytest.mark.shows("MIN-16")
 def test_callbacks_stand_around_the_provider_of_a_step_in_layers():
-    "Tracer, precision and another provider at once: the lowest order is the outermost layer, and nobody knows the others"
+    "The lowest order is the outermost layer, and nobody knows the others"
     seen = []
 
     def layer(name, at):
@@ -119,7 +119,7 @@ def test_a_scaled_loss_is_given_back():
 @pytest.mark.parametrize("cancel", [CancelStepException, CancelBatchException, CancelEpochException])
 @pytest.mark.parametrize("order", [Order.FIRST, Order.STEP])
 def test_an_update_that_is_left_out_in_float16_is_as_by_hand(cancel, order):
-    "The next batch failed, as its gradients had been un-scaled already; and gradients that stay are added to scaled ones"
+    "The next batch failed, its gradients already un-scaled; and those that stay are added to scaled ones"
     batches = [(torch.randn(8, 2), torch.randn(8, 1)) for _ in range(5)]
     first = nn.Linear(2, 1)
 

@@ -1,7 +1,7 @@
 """Losses, metrics and times of `metrics/metrics.py`, checked against numpy over all rows at once.
 
-Batches are unequal everywhere, so that a mean of means would be wrong. Where the numbers of a training pass are compared,
-the learning rate is 0: then the loss of every batch is that of the final model.
+Batches are unequal everywhere, so that a mean of means would be wrong. Where the numbers of a training pass
+are compared, the learning rate is 0: then the loss of every batch is that of the final model.
 """
 
 import ast
@@ -968,7 +968,8 @@ def test_a_function_without_a_name_needs_one():
     [
         (
             dict(average="macro"),
-            "`average='macro'` is no metric, and `MetricsCB` has no option `average`.*Its options are `train_metrics`, `weigh`, `show`.*given to the metric itself",
+            "`average='macro'` is no metric, and `MetricsCB` has no option `average`.*"
+            "Its options are `train_metrics`, `weigh`, `show`.*given to the metric itself",
         ),
         (dict(train_metric=True), "Did you mean `train_metrics`"),
         (dict(weight="mean"), "Did you mean `weigh`"),

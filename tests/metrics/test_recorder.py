@@ -1,4 +1,4 @@
-"""`metrics/recorder.py`: what is recorded is what each batch was trained with, whoever changes it and however the pass ends."""
+"What is recorded is what each batch was trained with, whoever changes it and however the pass ends."
 
 import math
 
@@ -157,7 +157,8 @@ def test_who_waits_for_a_step_of_a_batch_of_ones_own_is_told_how_it_could_run():
 
     with pytest.warns(
         UserWarning,
-        match=r"`WaitsCB.before_step` waits in vain. Let `OwnTrainer.one_batch` run its steps, as in `self.run_callbacks\('step'\)`",
+        match=r"`WaitsCB.before_step` waits in vain. Let `OwnTrainer.one_batch` run its steps, "
+        r"as in `self.run_callbacks\('step'\)`",
     ) as found:
         make_own(WaitsCB()).fit(1)
     assert "BasicTrainCB" not in str(found[0].message)

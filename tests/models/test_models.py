@@ -1,7 +1,7 @@
 """The networks of `models.py`, their first weights, and `lsuv.py`.
 
-Initialisations are checked by what they promise: the spread of the weights, or mean and standard deviation of what a layer
-then really gives, measured here by a plain forward pass.
+Initialisations are checked by what they promise: the spread of the weights, or mean and standard deviation
+of what a layer then really gives, measured here by a plain forward pass.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Bad input gets a clear error, and nothing is lost.
 
-Each case says what a tired person does, which error comes, and words that must be in it or in its notes. Afterwards the
-same trainer still trains.
+Each case says what a tired person does, which error comes, and words that must be in it or in its notes.
+Afterwards the same trainer still trains.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""The tables of the pages "Coming from ...": what stands in the right column is there, and takes these arguments."""
+"""The pages "Coming from ...": what stands in the right column is there, and takes these arguments."""
 
 import ast
 import inspect

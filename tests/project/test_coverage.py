@@ -196,10 +196,8 @@ def test_the_page_is_written_checked_and_noticed_when_old(small, capsys):
     assert tool.main([], small) == 0 == tool.main(["--check"], small)
     page = (small / tool.PAGE).read_text()
     assert "| TST-02 | ! | Title, 2 | [test_small.py](../tests/test_small.py) `test_range` |" in page
-    assert (
-        "| TST-05 |  | Title, 5 | [10_small: The `second` part, 2\\|3](sub/10_small.ipynb#the-second-part-23) |"
-        in page
-    )
+    link = "[10_small: The `second` part, 2\\|3](sub/10_small.ipynb#the-second-part-23)"
+    assert f"| TST-05 |  | Title, 5 | {link} |" in page
     assert "| TST-07 |  | Title, 7 | – |" in page and "## TST: 6 of 12" in page
     (small / "tests/test_small.py").write_text(TESTS + marked("TST-07"))
     assert "Write it anew with" in tool.main(["--check"], small)
@@ -285,7 +283,7 @@ def test_what_comes_later_is_said_and_need_not_be_shown(small):
     write({7: "all", 8: "part", 6: "part"})
     assert (
         tool.main(["--complete"], small)
-        == "2 features are shown nowhere: TST-08, TST-09. Mark the tests or cells that show them."
+        == "2 features are shown nowhere: TST-08, TST-09. Mark what shows them."
     )
     page = (small / tool.PAGE).read_text()
     assert "1 features come with it, and of 2 others a part." in page

@@ -284,7 +284,7 @@ def test_an_interrupt_while_callbacks_come_leaves_none_of_them():
 
 
 def test_an_alarm_at_any_moment_leaves_a_trainer_that_fits_again():
-    "Real signals, each a little later; a callback that an interrupt in the last lines leaves behind is gone at the next fit"
+    "Real signals, each a little later; a callback that an interrupt leaves behind is gone at the next fit"
     armed = [False]
 
     def alarm(*args):

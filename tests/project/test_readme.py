@@ -1,4 +1,4 @@
-"The README's code blocks run, and print what it says (but for the time an epoch took); its tutorials are all there, and links lead somewhere."
+"The README's code blocks run, and print what it says; its tutorials are all there, and links lead somewhere."
 
 import contextlib
 import io

@@ -1,7 +1,7 @@
-"""Groups of callbacks against the same callbacks listed one by one, and the recipes of the tutorials in small.
+"""Groups of callbacks against the same ones listed singly, and the recipes of the tutorials in small.
 
-The hub cannot be reached from a test, so the recipes for larger images are run on the built-in digits, and a residual
-network stands in for the one of timm.
+The hub cannot be reached from a test, so the recipes for larger images are run on the built-in digits, and
+a residual network stands in for the one of timm.
 """
 
 import re
@@ -169,7 +169,8 @@ def test_steps_of_ones_own_take_the_place_of_the_members():
     "`Leave out BasicTrainCB` was no help for a member of a group"
     with pytest.raises(
         ValueError,
-        match=r"Leave out `BasicTrainCB`, which came with the group `CoreCBs` \(hand the other one to the group.*`CoreCBs\(train=...\)`",
+        match=r"Leave out `BasicTrainCB`, which came with the group `CoreCBs` "
+        r"\(hand the other one to the group.*`CoreCBs\(train=...\)`",
     ):
         new_trainer([CoreCBs("cpu"), MyStepCB()]).fit(1)
     with pytest.raises(ValueError, match=r"Leave out `BasicTrainCB`, or mark"):

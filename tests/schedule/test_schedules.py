@@ -1,7 +1,9 @@
-"""Schedules (`schedule/schedulers.py`, `schedules.py`, `reductions.py` and `attributes.py`) checked against loops written by hand with PyTorch's own schedulers, and against formulas.
+"""Schedules (`schedule/schedulers.py`, `schedules.py`, `reductions.py` and `attributes.py`) checked against
+loops written by hand with PyTorch's own schedulers, and against formulas.
 
-The law: with a schedule callback the weights are those of the loop by hand with the same scheduler, bit for bit. Curves are
-compared with formulas written down here from their papers, not with the code that makes them.
+The law: with a schedule callback the weights are those of the loop by hand with the same scheduler, bit for
+bit. Curves are compared with formulas written down here from their papers, not with the code that makes
+them.
 """
 
 import copy
@@ -326,7 +328,7 @@ def test_a_fit_without_training_needs_no_schedule(make):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 def test_a_second_fit_schedules_anew(make, keep):
-    "With twice the epochs, twice the rate, and the notes that torch leaves in a kept optimizer out of the way"
+    "Twice the epochs, twice the rate, and the notes that torch leaves in a kept optimizer"
     trainer = make_trainer(make(), MetricsCB(show=False))
     trainer.fit(2, lr=0.1, valid=False)
     n = len(trainer.history.batches)
@@ -1007,7 +1009,8 @@ def test_a_name_that_nobody_records_fails_before_the_first_batch():
     trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB("vaild_loss"), valid=make_batches(2))
     with pytest.raises(
         LookupError,
-        match=r"`PlateauSchedulerCB` watches `vaild_loss`.*'train_loss', 'valid_loss', 'elapsed'\]. Did you mean `valid_loss`",
+        match=r"`PlateauSchedulerCB` watches `vaild_loss`.*'train_loss', 'valid_loss', 'elapsed'\]. "
+        "Did you mean `valid_loss`",
     ):
         trainer.fit(1)
     assert trainer.n_updates == 0 and "initial_lr" not in trainer.opt.param_groups[0]

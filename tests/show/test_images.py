@@ -1,6 +1,7 @@
-"""Drawing (`images.py`) checked on what arrives in matplotlib, pixel by pixel, and `clean_memory` on weak references.
+"""Drawing, checked on what arrives in matplotlib, pixel by pixel, and `clean_memory` on weak references.
 
-Every image is given in many ways: tensor or array, channels first or last, floats or bytes; what is drawn must be the same.
+Every image is given in many ways: tensor or array, channels first or last, floats or bytes; what is drawn
+must be the same.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """Curves (`curves.py`), live plots (`show/live_plot.py`) and the batch as the model sees it (`plots.py`).
 
-Figures are checked on the numbers in their lines, `show_image_batch` on the batch that a fit really begins with and on a
-trainer that must be the same in every respect afterwards.
+Figures are checked on the numbers in their lines, `show_image_batch` on the batch that a fit really begins
+with and on a trainer that must be the same in every respect afterwards.
 """
 
 import copy

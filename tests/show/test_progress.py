@@ -1,7 +1,8 @@
 """Bars and tables of `show/progress.py`, checked against what a person would see in each place.
 
-A pipe is what pytest captures. A terminal is a pseudo-terminal with a program of its own, and a small screen that obeys
-the control characters. A notebook is executed in a real kernel. Redraws are counted, not timed.
+A pipe is what pytest captures. A terminal is a pseudo-terminal with a program of its own, and a small
+screen that obeys the control characters. A notebook is executed in a real kernel. Redraws are counted, not
+timed.
 """
 
 import builtins
@@ -77,7 +78,7 @@ def panel(monkeypatch):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    "Called in a test (pytest puts its own outputs back before one), gives everything printed to stderr and stdout"
+    "Called in a test, gives everything printed to stderr and stdout"
 
     def start():
         err, out = FakeTerminal(), FakeTerminal()
@@ -291,11 +292,13 @@ from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.trainer import Trainer
 
 class SlowCB:
-    def after_batch(self, trainer): time.sleep(0.015 if trainer.training else 0.03) # So each pass lasts longer than a redraw waits
+    "Each pass lasts longer than a redraw waits"
+    def after_batch(self, trainer): time.sleep(0.015 if trainer.training else 0.03)
 
 x = torch.ones(4, 1)
 dls = DataLoaders([(x, x)]*30, [(x, x)]*15)
-trainer = Trainer(dls, F.mse_loss, optim.SGD, nn.Linear(1, 1), [BasicTrainCB(), MetricsCB(), ProgressCB(), SlowCB()])
+callbacks = [BasicTrainCB(), MetricsCB(), ProgressCB(), SlowCB()]
+trainer = Trainer(dls, F.mse_loss, optim.SGD, nn.Linear(1, 1), callbacks)
 trainer.fit(2, lr=0.1)
 """
 

@@ -1,4 +1,5 @@
-"""The state of callbacks that tell none: a run that was stopped and goes on, against the same run that was never stopped.
+"""The state of callbacks that tell none: a run that was stopped and goes on, against the same run that was
+never stopped.
 
 Whatever changes during a fit in attributes of a callback, or of a subclass of the trainer, is kept or named.
 """
@@ -46,7 +47,7 @@ def classes_of(tutorial):
 
 
 def stopped_and_not(tmp_path, make, places, n_epochs=3, attributes=lambda t: None):
-    "The same run left alone, and cut at every one of `places`, numbers of training batches, one after the other"
+    "The same run left alone, and cut after each of these numbers of training batches, one after the other"
     whole = fit(make(), n_epochs)
     for n in places:
         cut = CutCB("before_batch", lambda t: t.training and t.epoch * 7 + t.batch_num == n)
@@ -274,7 +275,7 @@ def test_a_trainer_that_carries_a_state_goes_on_with_it(tmp_path):
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("piece", [0, 5, 9, 11])
 def test_wrapped_batches_that_are_read_again_do_not_undo_it(exact, piece, tmp_path):
-    "Where batches are split, the run is not where its loader is: it is read again through all wrappers, which change their callback's state"
+    "The run is not where its loader is: that is read again through all wrappers, which change their state"
     odd = classes_of("odd_loops")
 
     def make():

@@ -1,8 +1,8 @@
 """`Trainer.side_run`, at every event and in every kind of trouble.
 
-Lending the trainer to another run leaves the loop where it was: a fit with looks at the validation set in between gives
-the same weights, the same history and the same random numbers, bit for bit, as the fit without. What happens inside,
-a cancel, an error, a request to stop, ends what happens inside.
+Lending the trainer to another run leaves the loop where it was: a fit with looks at the validation set in
+between gives the same weights, the same history and the same random numbers, bit for bit, as the fit
+without. What happens inside, a cancel, an error, a request to stop, ends what happens inside.
 """
 
 import functools

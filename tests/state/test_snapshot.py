@@ -1,11 +1,26 @@
-"""Snapshots (`snapshot.py`), checked with a walk through all objects that shares no code with them (`observing.py`).
+"""Snapshots (`snapshot.py`), checked with a walk through all objects that shares no code with them
+(`observing.py`).
 
-Whatever happens inside `with trainer.snapshot()` did not happen: every value, every identity and every random number is
-as before, over optimizers, models, containers, loaders and whatever users keep on their callbacks. Data is never copied,
-and what belongs to the world outside is left alone.
+Whatever happens inside `with trainer.snapshot()` did not happen: every value, every identity and every
+random number is as before, over optimizers, models, containers, loaders and whatever users keep on their
+callbacks. Data is never copied, and what belongs to the world outside is left alone.
 """
 
-import collections, contextlib, copy, dataclasses, enum, functools, logging, random, re, sqlite3, sys, threading, types, uuid, weakref
+import collections
+import contextlib
+import copy
+import dataclasses
+import enum
+import functools
+import logging
+import random
+import re
+import sqlite3
+import sys
+import threading
+import types
+import uuid
+import weakref
 from array import array
 from types import SimpleNamespace as NS
 

@@ -1,4 +1,4 @@
-"State as plain data: what `plain` lets through loads again as it was, and what it does not is refused by name, at save."
+"State as plain data: what `plain` lets through loads again as it was, all else is refused by name, at save."
 
 import ast
 import collections

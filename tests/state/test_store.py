@@ -1,4 +1,4 @@
-"The store of checkpoints: whole or not there, whatever ends the process, fills the disk, damages a file or lies in one."
+"The store of checkpoints: whole or not there, whatever ends the process, fills the disk or damages a file."
 
 import errno
 import hashlib
@@ -51,7 +51,7 @@ def use_disk(monkeypatch, disk):
 
 @pytest.fixture(autouse=True, scope="module")
 def no_waiting_for_the_disk():
-    "A test can end a process but not cut the power, so only the order of `fsync` can be tested, and waiting for it would test nothing"
+    "A test cannot cut the power, so only the order of `fsync` is tested; waiting for it would test nothing"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
         yield
@@ -95,7 +95,7 @@ class Crash(BaseException):
 
 
 class Disk:
-    "The module `os` as the store sees it: notes every call that changes the disk, and can end the process before the n-th"
+    "`os` as the store sees it: notes every call that changes the disk, can end the process before the n-th"
 
     CHANGES = (
         "open",
@@ -653,7 +653,8 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 store = tests.CheckpointStore(path / 'run', run_id='r')
 try: store.save({'w': torch.zeros(60_000)}, step=30)
-except tests.CheckpointWriteFailed as e: assert isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EFBIG
+except tests.CheckpointWriteFailed as e:
+    assert isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EFBIG
 else: raise AssertionError('the file grew')
 """
 
@@ -1217,7 +1218,7 @@ def test_what_is_left_of_a_run_is_named(name, tmp_path):
 
 
 def test_what_may_lie_beside_checkpoints_is_no_trace(tmp_path):
-    "Results, logs, weights from elsewhere, another store below, another name of a checkpoint, and what a killed process leaves"
+    "Results, logs, other weights, another store below, another name, and what a killed process leaves"
     from safetensors.torch import save_file
 
     make(tmp_path / "exports", (10,))

@@ -1,7 +1,9 @@
-"""Stopping (`stop/early_stopping.py`, `limits.py`, `bad_numbers.py`, `spikes.py`, `collapse.py`): early stopping against an oracle
-of ten lines, limits by counting, bad numbers by looking at weights and optimizer state bit for bit.
+"""Stopping (`stop/early_stopping.py`, `limits.py`, `bad_numbers.py`, `spikes.py`, `collapse.py`): early
+stopping against an oracle of ten lines, limits by counting, bad numbers by looking at weights and optimizer
+state bit for bit.
 
-Every stop is checked for leaving the loop in order: the last row is complete, `after_fit` runs, the reason is told.
+Every stop is checked for leaving the loop in order: the last row is complete, `after_fit` runs, the reason
+is told.
 """
 
 import copy

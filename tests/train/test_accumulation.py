@@ -1,7 +1,8 @@
 """Accumulation (`train/accumulation.py`) against the big batch and against a loop written by hand.
 
-Arithmetic is in double precision, so that "equal" leaves no room; where every operation is the same it is bit for bit.
-Whatever makes a window odd is tried: unequal batches, cancelled ones, a pass that ends early, gradients that were there before.
+Arithmetic is in double precision, so that "equal" leaves no room; where every operation is the same it is
+bit for bit. Whatever makes a window odd is tried: unequal batches, cancelled ones, a pass that ends early,
+gradients that were there before.
 """
 
 import copy

@@ -1,6 +1,7 @@
-"""Clipping (`train/clipping.py`) against PyTorch's functions in a loop by hand, and against a unit-by-unit oracle.
+"""Clipping against PyTorch's functions in a loop by hand, and against a unit-by-unit oracle.
 
-When it happens is checked with an accumulation and with a loss scale that stand in its way; that nobody waits, by making it impossible.
+When it happens is checked with an accumulation and with a loss scale that stand in its way; that nobody
+waits, by making it impossible.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Freezing (`train/freezing.py`): what moves in each epoch, under every optimizer, and what is put back after every kind of end."""
+"Freezing: what moves in each epoch, under every optimizer, and what is put back after every kind of end."
 
 import copy
 import math

@@ -1,7 +1,8 @@
 """The steps of training and the limits (`train/training.py`), checked against loops written by hand.
 
-`BasicTrainCB` is compared with the plain loop for every kind of batch, and with a trainer that has the steps as its own
-methods; `MomentumTrainCB` with the momentum of `torch.optim.SGD`; `NBatchCB` and `OneBatchCB` with counting on fingers.
+`BasicTrainCB` is compared with the plain loop for every kind of batch, and with a trainer that has the
+steps as its own methods; `MomentumTrainCB` with the momentum of `torch.optim.SGD`; `NBatchCB` and
+`OneBatchCB` with counting on fingers.
 """
 
 import copy

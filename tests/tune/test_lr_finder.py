@@ -1,8 +1,8 @@
 """The finders of learning rates and batch sizes (`tune/lr_finder.py`).
 
-A fit after `lr_find` or `find_batch_size` is the fit without, bit for bit, whatever callbacks and optimizer the trainer
-has; nothing the trainer leads to has changed, and no file was written. What they find is compared with curves, rates and
-limits that are known.
+A fit after `lr_find` or `find_batch_size` is the fit without, bit for bit, whatever callbacks and optimizer
+the trainer has; nothing the trainer leads to has changed, and no file was written. What they find is
+compared with curves, rates and limits that are known.
 """
 
 import copy
@@ -768,7 +768,8 @@ def test_the_largest_size_that_fits(room, start, max_size, found, tried):
         (RuntimeError, "MPS backend out of memory"),
         (
             RuntimeError,
-            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
+            "[enforce fail at alloc_cpu.cpp:117] err == 0. "
+            "DefaultCPUAllocator: can't allocate memory: you tried",
         ),
         (RuntimeError, "DefaultCPUAllocator: not enough memory: you tried"),
     ],

@@ -1,0 +1,105 @@
+"Callbacks of NeMo 0.x through `adapt`; it wants torch 1.x, so they are written from its documentation."
+
+import pytest
+
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.inspection.loop_tables import summarize_callbacks  # noqa: F401  A method of the trainer
+from isaac_loop.interop.adapt import adapt
+from foreign import Nemo010, ours
+
+
+class Nemo011:
+    "In the manner of 0.11: methods take a state"
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_start(self, state):
+        self.seen.append(("train_start", state["step"]))
+
+    def on_batch_start(self, state):
+        self.seen.append(("batch_start", state["step"]))
+
+    def on_batch_end(self, state):
+        self.seen.append(("batch_end", state["step"]))
+
+    def on_step_start(self, state):
+        self.seen.append(("step_start", state["step"]))
+
+    def on_step_end(self, state):
+        self.seen.append(
+            (
+                "step_end",
+                state["step"],
+                state["epoch"],
+                state["tensors"]["loss"].item(),
+                tuple(state.get_tensor("preds").shape),
+            )
+        )
+
+    def on_train_end(self, state):
+        self.seen.append(("train_end", state["step"]))
+
+
+@pytest.mark.shows("NEMO-01 to NEMO-05")
+def test_nemo_callbacks_get_their_events_once_per_update():
+    "A batch that only accumulates is no iteration; the rate and the ranks are known"
+    nemo, other = Nemo010(), Nemo010()
+    ours(adapt(nemo), adapt(other, name="other"), AccumulationCB(2), n_epochs=1)
+    rows = [
+        ("action_start", 0),
+        ("epoch_start", 0),
+        *((f"iteration_{o}", n) for n in range(3) for o in ("start", "end")),
+        ("epoch_end", 3),
+        ("action_end", 3),
+    ]
+    assert (
+        [o[:2] for o in nemo.seen] == rows
+        and all(o[2:] == (0.5, 0, 0) for o in nemo.seen)
+        and other.seen == nemo.seen
+    )
+
+
+@pytest.mark.shows("NEMO-02", "NEMO-03", "NEMO-07")
+def test_nemo_states_give_batches_steps_and_tensors_by_name():
+    nemo, losses = Nemo011(), []
+
+    class LossCB:
+        on_valid = False
+
+        def after_step(self, trainer):
+            losses.append(trainer.loss.item())
+
+    mine = ours(adapt(nemo), LossCB(), AccumulationCB(2), n_epochs=1)
+    assert [o[0] for o in nemo.seen] == [
+        "train_start",
+        *["step_start", "batch_start", "batch_end", "batch_start", "step_end", "batch_end"] * 2,
+        "step_start",
+        "batch_start",
+        "step_end",
+        "batch_end",
+        "train_end",
+    ]
+    ends = [o for o in nemo.seen if o[0] == "step_end"]
+    assert (
+        [o[1:3] for o in ends] == [(0, 0), (1, 0), (2, 0)]
+        and [o[3] for o in ends] == losses
+        and ends[0][4] == (8, 2)
+    )
+    facade = mine.Nemo011.facade
+    assert {"input_0", "target_0"} <= set(facade.tensors)
+    with pytest.raises(LookupError, match="no tensor `inputs`.*Did you mean `input_0`"):
+        facade.get_tensor("inputs")
+
+
+@pytest.mark.shows("NEMO-06")
+def test_any_object_is_a_callback_and_there_may_be_several_of_a_kind():
+    "NeMo takes only its own base class, and one loss logger at a time"
+
+    class Ducks:
+        def on_iteration_end(self, state):
+            self.n = state.step
+
+    ducks = Ducks(), Ducks()
+    ours(*(adapt(o, name=f"duck{i}") for i, o in enumerate(ducks)))
+    assert [o.n for o in ducks] == [14, 14]
