@@ -47,8 +47,12 @@ class Nothing:
     def before_batch(self, trainer): pass
     def after_batch(self, trainer): pass
 
+def make(data, opt_func, *callbacks):
+    callbacks = [il.BasicTrainCB(), *callbacks]
+    return il.Trainer(il.DataLoaders(data), F.cross_entropy, opt_func, copy.deepcopy(MODEL), callbacks)
+
 def tensors(*callbacks):
-    trainer = il.Trainer(il.DataLoaders(DATA), F.cross_entropy, optim.SGD, copy.deepcopy(MODEL), [il.BasicTrainCB(), *callbacks])
+    trainer = make(DATA, optim.SGD, *callbacks)
     return lambda: trainer.fit(1, 0.01, valid=False)
 
 def alone(*callbacks):
@@ -58,12 +62,11 @@ def alone(*callbacks):
     return lambda: trainer.fit(1, 0.01, valid=False)
 
 def start():
-    trainer = il.Trainer(il.DataLoaders(DATA), F.cross_entropy, optim.SGD, copy.deepcopy(MODEL), [il.BasicTrainCB(), il.MetricsCB()])
+    trainer = make(DATA, optim.SGD, il.MetricsCB())
     return lambda: trainer.fit(0)
 
 def saving():
-    trainer = il.Trainer(il.DataLoaders(DATA[:1]), F.cross_entropy, optim.Adam, copy.deepcopy(MODEL),
-                         [il.BasicTrainCB(), il.CheckpointCB(tempfile.mkdtemp(), resume=False)])
+    trainer = make(DATA[:1], optim.Adam, il.CheckpointCB(tempfile.mkdtemp(), resume=False))
     return lambda: trainer.fit(3, valid=False)
 
 VARIANTS = {
@@ -77,10 +80,10 @@ VARIANTS = {
     "three epochs with checkpoints": saving,
 }
 
-def measure(make):
+def measure(prepare):
     import contextlib, io
     with contextlib.redirect_stdout(io.StringIO()):
-        run, times = make(), []
+        run, times = prepare(), []
         run()
         for _ in range(7):
             began = time.perf_counter()
@@ -89,8 +92,8 @@ def measure(make):
     return sorted(times)[1]
 
 found = {}
-for name, make in VARIANTS.items():
-    try: found[name] = measure(make)
+for name, prepare in VARIANTS.items():
+    try: found[name] = measure(prepare)
     except (AttributeError, TypeError) as error: print(name, error, file=sys.stderr)
 print(json.dumps(found))
 """

@@ -22,6 +22,7 @@ from .handlers import answering, order_of, own_events, own_spans, trainers_own
 from .history import History
 from .passes import Batches, Told, another_loader, checked_epochs, one_pass, other_batches
 from .passes import planned_updates, until_over
+from .shared_attributes import DEFAULTS
 
 # %% ../../nbs/loop/20_trainer.ipynb #3df76739
 class Plan(dict):
@@ -175,7 +176,7 @@ class Trainer(ByName):
     def __init__(self,
         dls, # Has loaders `train` and `valid`; anything that can be iterated is a loader
         loss_func, # Called with predictions and targets
-        opt_func, # Makes an optimizer from parameters and a rate, as `SGD` does; None if you set `trainer.opt`
+        opt_func, # Makes an optimizer from parameters and a rate, as `SGD` does; None if you set `opt` yourself
         model, # What to train
         callbacks, # One or several objects with methods named after events, or None
         **kwargs # For `subclassing_method`
@@ -185,6 +186,7 @@ class Trainer(ByName):
         self.plan,self.history = Plan(type(self)),History()
         self.callbacks,self.n_updates,self.updates_per_epoch = (),0,None
         self.stop_reason,self.exception,self.experiment = None,None,None
+        vars(self).update(DEFAULTS) # What callbacks tell one another
         self._named = {} # Callbacks by name, also after they have left the loop
         self._guests = [] # Callbacks of this fit alone
         self._fitting = False # In a fit an object, another one in each
