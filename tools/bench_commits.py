@@ -1,12 +1,12 @@
 """What became faster or slower since another commit: both are measured in turn, and compared pair by pair.
 
-    make bench AGAINST=HEAD~5                       from the root of the repository
+    make bench AGAINST=HEAD~5
     python tools/bench_commits.py main --rounds 20
 
 The other commit is checked out into a folder of its own for as long as this runs. Each round starts one process for
-either commit, in random order, on the same work; a ratio is that of two neighbours in time. What is printed is the median
-of these ratios and the middle half of them. More than 1.03 is marked as slower. A name that one of the commits does not
-have leaves its line out.
+either commit, in random order, on the same work; a ratio is that of two neighbours in time. What is printed is
+the median of these ratios and the middle half of them; more than 1.03 is marked as slower. Work that one of the
+commits cannot do leaves its line out.
 """
 
 import argparse
@@ -73,7 +73,7 @@ VARIANTS = {
     "BasicTrainCB": lambda: tensors(),
     "with 10 that do nothing": lambda: tensors(*map(Nothing, range(10))),
     "with MetricsCB": lambda: tensors(il.MetricsCB(), il.ProgressCB("plain")),
-    "with clipping, recorder, one-cycle": lambda: tensors(il.ClipGradCB(1.), il.RecorderCB(), il.OneCycleCB(0.01)),
+    "clipping, recorder, one-cycle": lambda: tensors(il.ClipGradCB(1.), il.RecorderCB(), il.OneCycleCB(.1)),
     "the loop alone": lambda: alone(),
     "the loop alone, 10 that do nothing": lambda: alone(*map(Nothing, range(10))),
     "start of a fit": start,

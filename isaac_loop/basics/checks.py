@@ -18,7 +18,7 @@ def check_count(
     why:str='it is counted', # Why nothing else will do, with the unit, for the message: 'batches are counted'
     least:int=1, # The smallest number that will do; None if all do
     none:str=None, # What None means, for the message; without it None is refused
-    wrong_type:type=ValueError, # Class of the error for what is no whole number; one that is too small is always a `ValueError`
+    wrong_type:type=ValueError, # Class of the error for what is no whole number; too small is a `ValueError`
 )->int: # None if that was given and has a meaning
     "`value` as an int, if it is a whole number of at least `least`, or an error"
     if value is None and none is not None: return None
@@ -26,12 +26,41 @@ def check_count(
     if number is not None and (least is None or number >= least): return number
     wanted = 'a whole number' if least is None else f'a whole number of {least} or more'
     instead = '' if none is None else f', or None {none}'
-    raise (wrong_type if number is None else ValueError)(f'`{name}` is {value!r}, but {why}. Use {wanted}{instead}.')
+    kind = wrong_type if number is None else ValueError
+    raise kind(f'`{name}` is {value!r}, but {why}. Use {wanted}{instead}.')
 
 def _whole(value):
     "`value` as an int, or None if it is no whole number"
     try: return None if isinstance(value, bool) else index(value)
     except TypeError: return None
+
+# %% ../../nbs/basics/10_checks.ipynb #558d1525
+def did_you_mean(
+    name:str, # What was written
+    known, # Names that exist
+    cutoff:float=0.6, # How alike they must be, 0 to 1
+)->str: # A question to append to an error, or nothing
+    "Suggest the nearest of the `known` names"
+    near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f' Did you mean `{near[0]}`?' if near else ''
+
+# %% ../../nbs/basics/10_checks.ipynb #b9c2d66e
+def check_choice(
+    value, # What was given
+    name:str, # Name of the argument, for the message
+    words, # What will do
+    why:str=None, # Why nothing else will do, for the message: 'mails are not encrypted that way'
+    none:str=None, # What None means, for the message; without it None is refused
+    also:str=None, # What will do besides, for the message; whoever calls has dealt with it
+): # The same
+    "`value`, if it is one of the `words`, or an error"
+    if value is None and none is not None: return None
+    is_word = isinstance(value, str)
+    if is_word and value in words: return value
+    wanted = [*map(repr, words), *([f'None {none}'] if none else []), *([also] if also else [])]
+    listed = ' or '.join([', '.join(wanted[:-1]), wanted[-1]])
+    reason,nearest = f', but {why}' if why else '',did_you_mean(value, words) if is_word else ''
+    raise ValueError(f'`{name}` is {value!r}{reason}. Use {listed}.{nearest}')
 
 # %% ../../nbs/basics/10_checks.ipynb #8590a238
 def check_flag(
@@ -43,6 +72,9 @@ def check_flag(
     raise TypeError(f'`{name}` is {value!r}, which is neither True nor False. Use one of them.')
 
 # %% ../../nbs/basics/10_checks.ipynb #3d35f753
+_NO_FUNCTION = '`{name}` is {f!r}, which cannot be called. Pass a function of {wanted}.'
+_REFUSES = '`{name}` is called with {wanted}, and does not take that: {error}. Pass a function that does.'
+
 def check_function(
     f, # What was given
     name:str, # Name of the argument, for the message
@@ -51,12 +83,16 @@ def check_function(
 ):
     "Refuse what cannot be called with these arguments"
     wanted = f'({", ".join([*arguments, *keywords])})'
-    if not callable(f): raise TypeError(f'`{name}` is {f!r}, which cannot be called. Pass a function of {wanted}.')
+    if not callable(f): raise TypeError(_NO_FUNCTION.format(name=name, f=f, wanted=wanted))
     try: inspect.signature(f).bind(*arguments, **keywords)
-    except TypeError as e: raise TypeError(f'`{name}` is called with {wanted}, and does not take that: {e}. Pass a function that does.') from None
+    except TypeError as e: raise TypeError(_REFUSES.format(name=name, wanted=wanted, error=e)) from None
     except ValueError: pass # It has no signature
 
 # %% ../../nbs/basics/10_checks.ipynb #66e7ec33
+_UNWRITABLE = ('`{what}` is {text!r}, but this Python names files in {coding}, so nothing could be written '
+               'there. Use plain letters, or set the environment variable `PYTHONUTF8=1` before Python '
+               'starts.')
+
 def check_file_name(
     text:str, # What becomes the name of a file or folder
     what:str, # Name of the argument, for the message
@@ -64,8 +100,15 @@ def check_file_name(
     "Refuse a name that this system cannot write"
     try: os.fsencode(text)
     except UnicodeEncodeError:
-        raise ValueError(f'`{what}` is {text!r}, but this Python names files in {sys.getfilesystemencoding()}, so nothing could be written there. '
-                         'Use plain letters, or set the environment variable `PYTHONUTF8=1` before Python starts.') from None
+        coding = sys.getfilesystemencoding()
+        raise ValueError(_UNWRITABLE.format(what=what, text=text, coding=coding)) from None
+
+# %% ../../nbs/basics/10_checks.ipynb #83e51afa
+_NO_PATH = ('`{what}` is {path!r}, which is no path, so `{who}` would not know where to look or to write. '
+            "Use text or a `Path`, such as 'logs'.")
+_ADDRESS = ('`{what}` is an address, `{scheme}://...`, but `{who}` works with files of this machine. Give a '
+            'local {what}; `UploadCB(url)` copies a folder to such an address, and `fetch(url, folder)` '
+            'gets it from there.')
 
 def local_path(
     path, # What a user gave: text or a path
@@ -74,13 +117,11 @@ def local_path(
 )->Path: # With the home folder for `~`
     "`path`, if it is on this machine; an address of a storage is refused"
     try: text = os.fsdecode(path)
-    except TypeError: raise TypeError(f'`{what}` is {path!r}, which is no path, so `{who}` would not know where to look or to write. Use text or a `Path`, such as {"logs"!r}.') from None
+    except TypeError: raise TypeError(_NO_PATH.format(what=what, path=path, who=who)) from None
     found = re.match(r'([A-Za-z][\w+.-]+):/', text)
-    if found is None:
-        check_file_name(text, what)
-        return Path(text).expanduser()
-    raise ValueError(f'`{what}` is an address, `{found[1]}://...`, but `{who}` works with files of this machine. Give a local {what}; '
-                     '`UploadCB(url)` copies the folder of a run to such an address, and `fetch(url, folder)` gets it from there.')
+    if found: raise ValueError(_ADDRESS.format(what=what, scheme=found[1], who=who))
+    check_file_name(text, what)
+    return Path(text).expanduser()
 
 # %% ../../nbs/basics/10_checks.ipynb #3d366ed0
 def short_path(

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
 from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
-from ..basics.checks import local_path, short_path
+from ..basics.checks import check_choice, local_path, short_path
 from ..loop.events import CancelFitException, callback_name
 from ..loop.history import Monitor, check_monitored, mode_of
 from ..loop.shared_attributes import offered, offering
@@ -78,7 +78,7 @@ class CheckpointCB(ResumingCB):
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
         if folder is not None: folder = local_path(folder, 'CheckpointCB').absolute() # The same in every fit, wherever the program is by then
-        if verify not in ('sha256', 'size'): raise ValueError(f"`verify` is {verify!r}. Use 'sha256', or 'size' to save the time of reading everything twice.")
+        check_choice(verify, 'verify', ('sha256', 'size'), 'files are compared by every byte or by size alone')
         mode = mode_of(monitor, mode) if monitor is not None else 'min'
         check_keeping(keep_last, keep_best, None, mode)
         check_pattern(pattern)

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..metrics.metrics import MetricsCB, check_no_options, recorders_of, weigh_of
+from ..basics.checks import check_choice, check_count
 from .predictions import CapturePredsCB, NoLossCB, Predictions, class_name, decoded, join_batches, shapes, value_at
 from ..basics.tables import Table
 from ..basics.tensors import map_tensors
@@ -78,7 +79,7 @@ def sample_preds(self:Trainer,
     callbacks=None, # What makes the passes differ; default: `DropoutOnCB()`
 ): # As the model's output, with a first dimension of `n_samples`
     "Predictions of several passes that differ by chance: by dropout, or by what `callbacks` do"
-    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1: raise ValueError(f'`n_samples` is {n_samples!r}, but passes are counted. Use a whole number of 1 or more.')
+    check_count(n_samples, 'n_samples', 'passes are counted')
     capture,samples = CapturePredsCB(),[]
     with self._looking_at(dl, DropoutOnCB() if callbacks is None else callbacks, capture, NoLossCB()) as side:
         for _ in range(n_samples):
@@ -91,7 +92,7 @@ def sample_preds(self:Trainer,
 def _worst(self:Predictions, k):
     "Positions of the `k` highest losses, or of all if there are fewer"
     if self.losses is None: raise ValueError('These predictions have no losses to sort by. Ask for them: `trainer.get_preds(with_loss=True)`.')
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1: raise ValueError(f'`k` is {k!r}, but examples are counted. Use a whole number of 1 or more.')
+    k = check_count(k, 'k', 'examples are counted')
     return self.losses.argsort(descending=True, stable=True)[:k].tolist() # NaN counts as the highest
 
 @patch
@@ -156,7 +157,7 @@ def confusion_matrix(self:Predictions,
 )->torch.Tensor: # (n_classes, n_classes) Row: target; column: prediction
     "How often each class was taken for each"
     from torcheval.metrics.functional import multiclass_confusion_matrix
-    if normalize not in (None, 'true', 'pred', 'all'): raise ValueError(f"`normalize` is {normalize!r}, which says no whole to take shares of. Use 'true', 'pred', 'all' or None.")
+    check_choice(normalize, 'normalize', ('true', 'pred', 'all'), 'that is no whole to take shares of', none='for counts')
     said,targets = decoded(self.preds, decode),self.targets
     if not torch.is_tensor(targets) or targets.is_floating_point() or targets.shape != said.shape:
         raise TypeError(f'Targets {shapes(targets) if targets is not None else None} are not one class number for each prediction {shapes(said)}, so nothing can be counted. '

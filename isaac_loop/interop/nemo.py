@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from fastcore.basics import patch
 
+from ..train.optimizer_options import rates_of
 from .base import Facade, ForeignCB, LateValues, method_of, missing, told
 
 # %% ../../nbs/interop/40_nemo.ipynb #f2e1ef95
@@ -24,7 +25,7 @@ class _State(Facade):
     def epoch_num(self): return self._trainer.epoch
     epoch = epoch_num
     @property
-    def learning_rate(self): return self._trainer.opt.param_groups[0]['lr']
+    def learning_rate(self): return rates_of(self._trainer.opt)[0]
     @property
     def optimizers(self): return [self._trainer.opt]
     @property

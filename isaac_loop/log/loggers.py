@@ -23,6 +23,7 @@ from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.history import as_tensor, check_monitored
 from .log_interface import outlets_of
 from .late_numbers import MeanLoss, Sent
+from ..train.optimizer_options import learning_rates
 
 # %% ../../nbs/log/05_loggers.ipynb #15811259
 def _frequencies(every, epochs, values, media, columns):
@@ -52,16 +53,6 @@ def _checked(name, value):
     if isinstance(value, numbers.Real): return plain(value)
     what = f'a tensor of shape {tuple(value.shape)}' if torch.is_tensor(value) else repr(value)
     raise TypeError(f'`LoggerCB` asked for `{name}` and got {what}, but a row has one number for each name. Let a function return one; for anything else there is `media`.')
-
-# %% ../../nbs/log/05_loggers.ipynb #482d148d
-def _learning_rates(trainer):
-    "The learning rates of all parameter groups"
-    found = {}
-    for name,opt in vars(trainer).items():
-        if not isinstance(opt, torch.optim.Optimizer): continue
-        place,rates = 'lr' if name == 'opt' else f'lr/{name}',[o['lr'] for o in opt.param_groups]
-        found |= {place: rates[0]} if len(rates) == 1 else {f'{place}/{i}': o for i,o in enumerate(rates)}
-    return found
 
 # %% ../../nbs/log/05_loggers.ipynb #34c7e288
 class LoggerCB:
@@ -227,7 +218,7 @@ def _take_down(self:LoggerCB, trainer, step, loss):
     "Gather a row"
     now,self._due = time.perf_counter(),(step//self.every+1)*self.every # A batch may have several updates, and jump over a multiple
     self._logged.append(step)
-    row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **_learning_rates(trainer),
+    row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **learning_rates(trainer),
                seconds_per_step=(now-self._mark)/max(trainer.n_updates-self._marked, 1))
     self._mark,self._marked = now,trainer.n_updates
     row |= {name: _checked(name, f(trainer)) for name,f in self._functions.items()}

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ..metrics.metrics import as_text
 from .run_config import RunConfig
 from .tracking import ENDED, outcome_of
-from ..basics.checks import check_count, check_function
+from ..basics.checks import check_choice, check_count, check_function
 from ..show.curves import history_figure
 from ..loop.events import CancelException, Order
 from ..loop.shared_attributes import offered
@@ -26,7 +26,7 @@ _HERE = ('localhost', '127.0.0.1', '::1')
 
 def _check_login(host, user, password, tls):
     "Refuse half a login, and one that others could read"
-    if tls not in ('starttls', 'ssl', None): raise ValueError(f"`tls` is {tls!r}, which is no way to encrypt a mail. Use 'starttls', 'ssl', or None for no encryption.")
+    check_choice(tls, 'tls', ('starttls', 'ssl'), 'mails are not encrypted that way', none='for no encryption')
     if (user is None) != (password is None): raise ValueError('A login needs both `user` and `password`, and only one was given. Give both or none.')
     if password is not None and tls is None and host not in _HERE:
         raise ValueError(f"The password for `{host}` would be sent readable by everybody on the way. Use `tls='starttls'` or `tls='ssl'`.")

@@ -301,7 +301,8 @@ def blame(
     if caught: return # An object used again must not gather notes
     pairs = [pair for kind in trainer.plan.entries.values() for pair in kind.get(event, ())]
     callback = next((cb for cb,found in pairs if found == handler), None)
-    if hasattr(callback, 'explain'): callback.explain(trainer, event, error)
+    helpful = hasattr(callback, 'explain') and not isinstance(error, CancelException)
+    if helpful: callback.explain(trainer, event, error)
     if handler is None: return
     name = f'{callback_name(callback)}.{event}' if callback is not None else _name_of(handler)
     add_note(error, f'raised by `{name}`{whereabouts(trainer)}')

@@ -18,7 +18,7 @@ from types import FunctionType
 import torch
 from fastcore.basics import patch
 
-from ..basics.checks import did_you_mean
+from ..basics.checks import did_you_mean, check_choice
 from ..basics.tables import Table
 from .elsewhere import bring_later
 from .shared_attributes import offered, offering
@@ -243,7 +243,7 @@ def write_media(self:History,
 ):
     "Put down something to look at or to listen to, until the next epoch begins"
     self._check_open()
-    if kind not in MEDIA: raise ValueError(f'`kind` is {kind!r}, so no log would know what to do with `{name}`. Use one of {list(MEDIA)}.{did_you_mean(str(kind), MEDIA)}')
+    check_choice(kind, 'kind', MEDIA, f'no log would know what to do with `{name}`')
     self.media.append(dict(name=name, kind=kind, value=value, **about))
 
 # %% ../../nbs/loop/30_history.ipynb #d36fe215
@@ -335,7 +335,7 @@ class Monitor:
         patience:int=None, # Give up after so many values in a row without improvement; None never does
         or_equal:bool=False, # Does a value count that is just as good as the best, or better by just `min_delta`?
     ):
-        if mode not in ('min', 'max'): raise ValueError(f"`mode` is {mode!r}, but a value can only get better by going down or up. Use 'min' or 'max'.")
+        check_choice(mode, 'mode', ('min', 'max'), 'a value can only get better by going down or up')
         if not min_delta >= 0: raise ValueError(f'`min_delta` is {min_delta!r}, which would call a change for the worse an improvement. Use 0 or more.')
         self.mode,self.min_delta,self.patience,self.or_equal = mode,min_delta,patience,or_equal
         self.reset()

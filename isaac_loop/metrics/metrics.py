@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..loop.events import CancelException, Order, callback_name
-from ..basics.checks import did_you_mean
+from ..basics.checks import check_choice, did_you_mean
 from ..train.example_losses import reduction_of
 from ..loop.history import as_tensor
 from ..loop.shared_attributes import offered
@@ -59,12 +59,11 @@ def _rows(trainer, inputs):
     return len(inputs[0]) if inputs and torch.is_tensor(inputs[0]) and inputs[0].ndim else batch_size(trainer.batch)
 
 # %% ../../nbs/metrics/10_metrics.ipynb #bdf81a7b
-_WEIGHS = (None, 'samples', 'mean', 'sum')
-
 def _check_weigh(weigh):
     "Refuse what says no weight"
-    if callable(weigh) or (weigh is None or isinstance(weigh, str)) and weigh in _WEIGHS: return
-    raise ValueError(f"`weigh` is {weigh!r}, which says no weight for the loss of a batch. Use 'samples', 'mean', 'sum', None to ask the loss, or a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`.")
+    if callable(weigh): return
+    check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), 'it weighs the loss of a batch', none='to ask the loss',
+                 also='a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`')
 
 def _weight(weigh, batch, rows):
     "What the loss of `batch` weighs"

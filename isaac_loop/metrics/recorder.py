@@ -16,6 +16,7 @@ from ..loop.events import CancelException, Order
 from ..loop.history import as_tensor
 from ..loop.device_records import DeviceValues
 from ..state.plain_state import ResumeMismatch
+from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/metrics/20_recorder.ipynb #336427b7
 def _checked(name, value):
@@ -26,7 +27,7 @@ def _checked(name, value):
     raise TypeError(f'`RecorderCB` asked for `{name}` and got {what}, but the history keeps one number per batch. Let the function return one.')
 
 # %% ../../nbs/metrics/20_recorder.ipynb #b8ad7787
-def _first_lr(trainer): return trainer.opt.param_groups[0]['lr']
+def _first_lr(trainer): return rates_of(trainer.opt)[0]
 
 class RecorderCB:
     "Record functions of the trainer for every training batch"

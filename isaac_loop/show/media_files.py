@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..basics.checks import did_you_mean
+from ..basics.checks import check_choice
 from ..loop.history import MEDIA
 from .images import image_array
 from ..basics.tensors import to_cpu
@@ -54,8 +54,7 @@ def check_format(
     "`ending`, if matplotlib writes pictures of that format, or an error"
     from matplotlib.backend_bases import FigureCanvasBase
     known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if ending not in known: raise ValueError(f'`{name}` is {ending!r}, which matplotlib cannot write. Use one of {known}.{did_you_mean(str(ending), known)}')
-    return ending
+    return check_choice(ending, name, known, 'matplotlib does not write that')
 
 # %% ../../nbs/show/70_media_files.ipynb #8dd2b741
 def csv_text(
@@ -79,12 +78,12 @@ def media_file(
     **about, # What else is known about it; not needed here
 )->tuple: # Ending of a file's name, such as '.png', and the bytes to write
     "Something to look at or to listen to as a file"
+    check_choice(kind, 'kind', MEDIA, 'nobody would know what file to make of it')
     if kind == 'text': return '.txt',str(value).encode('utf-8', 'backslashreplace')
     if kind == 'table': return '.csv',csv_text(value).encode('utf-8', 'backslashreplace')
     if kind == 'figure': return '.png',_png_of_figure(value)
     if kind == 'image': return '.png',_png_of_image(value)
-    if kind == 'audio': return '.wav',wav_bytes(value, rate)
-    raise ValueError(f'`kind` is {kind!r}, so nobody knows what file to make of it. Use one of {list(MEDIA)}.{did_you_mean(str(kind), MEDIA)}')
+    return '.wav',wav_bytes(value, rate)
 
 # %% ../../nbs/show/70_media_files.ipynb #120bae60
 def check_folder(

@@ -12,6 +12,7 @@ import torch
 from fastcore.basics import patch
 from tqdm.std import tqdm
 
+from ..basics.checks import check_choice
 from ..loop.events import Order
 from ..loop.device_records import LateNumbers
 from ..basics.tables import Table, aligned, short, shown_row
@@ -105,7 +106,7 @@ class ProgressCB:
         place:str=None, # 'notebook', 'terminal' or 'plain'; default: found out when training begins
         seconds:float=0.25, # Least time between two redraws
     ):
-        if place not in (None, 'notebook', 'terminal', 'plain'): raise ValueError(f"`place` is {place!r}. Use 'notebook', 'terminal', 'plain', or None to find out.")
+        check_choice(place, 'place', ('notebook', 'terminal', 'plain'), none='to find out')
         self.place,self.seconds = place,seconds
         self._forget()
 

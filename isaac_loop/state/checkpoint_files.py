@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from safetensors import safe_open
 
 from .. import __version__
-from ..basics.checks import local_path
+from ..basics.checks import check_choice, local_path
 from .plain_state import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint, UnsaveableState, plain
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #92c3ca7a
@@ -221,7 +221,7 @@ def read(self:Checkpoint,
     verify:str='sha256', # 'sha256' reads and compares every byte first, 'size' only compares sizes
 )->tuple: # Weights, state, manifest
     "Everything in the checkpoint"
-    if verify not in ('sha256', 'size'): raise ValueError(f"`verify` is {verify!r}. Use 'sha256', or 'size' to save the time of reading everything twice.")
+    check_choice(verify, 'verify', ('sha256', 'size'), 'files are compared by every byte or by size alone')
     if verify == 'sha256': self.verify()
     found = _load_state(self.path/STATE_FILE)
     return {**_load_tensors(self.path/MODEL_FILE), **found['extra']}, found['state'], self.manifest

@@ -6,10 +6,11 @@
 __all__ = ['CheckpointStore']
 
 # %% ../../nbs/state/80_store.ipynb #ccd8087b
-import hashlib, io, itertools, json, math, numbers, operator, os, platform, re, shutil, string, sys, uuid, warnings, weakref
+import hashlib, io, itertools, json, math, os, platform, re, shutil, string, sys, uuid, warnings, weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from .. import __version__
 from .checkpoint_files import Checkpoint, FORMAT, MANIFEST_FILE, MODEL_FILE, STATE_FILE, check_manifest, checkpoints_near, manifest_bytes, name_fault, pack_weights, read_manifest, read_small
-from ..basics.checks import did_you_mean, local_path
+from ..basics.checks import check_choice, check_count, did_you_mean, local_path
 from .plain_state import CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, NoValidCheckpoint, UnsaveableState, plain
 
 try: import fcntl
@@ -195,14 +196,11 @@ def check_keeping(
     mode,
 ):
     "Refuse numbers that would lose a run, or that mean nothing"
-    for name,value in (('keep_last', keep_last), ('keep_best', keep_best), ('keep_every', keep_every)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
-            raise TypeError(f'`{name}` is {value!r}, but checkpoints are counted. Use a whole number.')
-    if keep_last is not None and keep_last < 2:
-        raise ValueError(f'`keep_last` is {keep_last}, but if the only checkpoint turns out to be damaged the run is lost. Use 2 or more, or None for all.')
-    if keep_best is not None and keep_best < 0: raise ValueError(f'`keep_best` is {keep_best}, but checkpoints are counted. Use 0 or more; 0 and None keep no best one.')
-    if keep_every is not None and keep_every < 1: raise ValueError(f'`keep_every` is {keep_every}, but it is a number of steps. Use 1 or more; None switches it off.')
-    if mode not in ('min', 'max'): raise ValueError(f"`mode` is {mode!r}. Use 'min' when lower is better, 'max' when higher is.")
+    count = partial(check_count, wrong_type=TypeError)
+    count(keep_last, 'keep_last', 'a run whose only checkpoint is damaged is lost', least=2, none='for all')
+    count(keep_best, 'keep_best', 'checkpoints are counted', least=0, none='for no best one')
+    count(keep_every, 'keep_every', 'it is a number of steps', none='to keep none for that')
+    check_choice(mode, 'mode', ('min', 'max'), 'lower is better, or higher is')
 
 # %% ../../nbs/state/80_store.ipynb #0998e1b9
 class CheckpointStore:
@@ -387,10 +385,8 @@ def damaged(self:CheckpointStore)->dict: # Path to error
 # %% ../../nbs/state/80_store.ipynb #90021d3f
 def _count(name, x, optional=False):
     "`x` as a whole number"
-    if x is None and optional: return None
-    try: x = operator.index(x)
-    except TypeError: raise TypeError(f'`{name}` is {x!r}, but it counts something. Use a whole number.') from None
-    if not 0 <= x < 2**63: raise ValueError(f'`{name}` is {x}. Use 0 or more.')
+    x = check_count(x, name, 'it counts something', least=0, none='if it is not known' if optional else None, wrong_type=TypeError)
+    if x is not None and x >= 2**63: raise ValueError(f'`{name}` is {x}, which no file of a run would hold. Use less.')
     return x
 
 def _score(name, x):

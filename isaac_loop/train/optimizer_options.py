@@ -9,28 +9,49 @@ __all__ = []
 import torch
 
 # %% ../../nbs/train/70_optimizer_options.ipynb #39b7451d
+def _groups_of(trainer): return getattr(getattr(trainer, 'opt', None), 'param_groups', ())
+
 def parameters_of(trainer):
     "All parameters of the model and of the optimizer, each once"
     params = list(trainer.model.parameters()) if hasattr(trainer.model, 'parameters') else []
-    params += [p for group in getattr(getattr(trainer, 'opt', None), 'param_groups', ()) for p in group['params']]
+    params += [p for group in _groups_of(trainer) for p in group['params']]
     return list({id(p): p for p in params}.values())
 
 # %% ../../nbs/train/70_optimizer_options.ipynb #24b1071d
+def _copied(value): return value.clone() if torch.is_tensor(value) else value
+
 def options_of(opt):
     "The options of each group, without the parameters"
-    return [{k: v.clone() if torch.is_tensor(v) else v for k,v in g.items() if k != 'params'} for g in opt.param_groups]
+    return [{k: _copied(value) for k,value in group.items() if k != 'params'} for group in opt.param_groups]
 
 def put_option(group, name, value):
     "Set an option; a rate that is a tensor is changed in place, as the optimizer may have compiled it in"
     if torch.is_tensor(group.get(name)): group[name].fill_(value)
     else: group[name] = value
 
+# %% ../../nbs/train/70_optimizer_options.ipynb #30b9ffdf
+def rates_of(opt):
+    "The learning rate of each group as it stands: a number, or a tensor on its device"
+    return [group['lr'] for group in opt.param_groups]
+
+def learning_rates(trainer):
+    "The rates of all optimizers by name: `lr` or `lr/1` for `trainer.opt`, `lr/critic` for `trainer.critic`"
+    found = {}
+    for attribute,opt in vars(trainer).items():
+        if not isinstance(opt, torch.optim.Optimizer): continue
+        name,rates = 'lr' if attribute == 'opt' else f'lr/{attribute}',rates_of(opt)
+        found |= {name: rates[0]} if len(rates) == 1 else {f'{name}/{i}': rate for i,rate in enumerate(rates)}
+    return found
+
 # %% ../../nbs/train/70_optimizer_options.ipynb #908e945b
-_NOTES = ('initial_lr', 'max_lr', 'min_lr', 'max_momentum', 'base_momentum') # What torch's schedulers write into groups
+# What torch's schedulers write into groups
+_NOTES = ('initial_lr', 'max_lr', 'min_lr', 'max_momentum', 'base_momentum')
 
 class BeforeSchedule:
     "An optimizer as it was before a schedule"
-    def __init__(self, opt): self.opt,self.groups,self.wrapped = opt,options_of(opt),'step' in getattr(opt, '__dict__', {})
+    def __init__(self, opt):
+        self.opt,self.groups = opt,options_of(opt)
+        self._own_step = 'step' in getattr(opt, '__dict__', {})
 
     def put_back(self, names):
         "Take out the notes of schedulers, and set the options called `names` to what they were"
@@ -39,4 +60,5 @@ class BeforeSchedule:
                 if name not in old: group.pop(name, None)
             for name in names:
                 if name in old: put_option(group, name, old[name])
-        if not self.wrapped and hasattr(self.opt.step, '_wrapped_by_lr_sched'): vars(self.opt).pop('step', None)
+        wrapped = hasattr(self.opt.step, '_wrapped_by_lr_sched')
+        if wrapped and not self._own_step: vars(self.opt).pop('step', None)

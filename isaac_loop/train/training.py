@@ -17,19 +17,15 @@ class BasicTrainCB:
 
     def predict(self, trainer):
         "Run the model on the inputs"
-        try: trainer.preds = trainer.model(*trainer.split(trainer.batch)[0])
-        except TypeError as e: raise _hinted(e, 'positional argument', 'How many entries of the batch are inputs is said by `n_inp`, as in `DataLoaders(train, valid, n_inp=2)`.')
+        trainer.preds = trainer.model(*trainer.split(trainer.batch)[0])
 
     def get_loss(self, trainer):
         "Compare predictions with targets"
-        try: trainer.loss = trainer.loss_func(trainer.preds, *trainer.split(trainer.batch)[1])
-        except TypeError as e:
-            raise _hinted(e, "'NoneType' object is not callable", 'The trainer was made with `loss_func=None`. Give it a loss function, or add a callback that does `get_loss` instead.')
+        trainer.loss = trainer.loss_func(trainer.preds, *trainer.split(trainer.batch)[1])
 
     def backward(self, trainer):
         "Compute the gradients of the loss"
-        try: trainer.loss.backward()
-        except (AttributeError, RuntimeError) as e: raise _explained(e, trainer.loss)
+        trainer.loss.backward()
 
     def step(self, trainer):
         "Let the optimizer change the weights"
@@ -39,29 +35,46 @@ class BasicTrainCB:
         "Clear the gradients"
         trainer.opt.zero_grad()
 
-# %% ../../nbs/train/10_training.ipynb #10162591
-def _hinted(error, sign, hint):
-    "`error` with the note `hint` if its text contains `sign`"
-    if sign in str(error): error.add_note(hint)
-    return error
+    def explain(self, trainer, event, error):
+        "Note on `error` what is nearly always the reason when this step fails"
+        for note in _reasons(trainer, event, error): error.add_note(note)
 
-def _explained(error, loss):
-    "`error` with a note if it is the loss that cannot be differentiated"
-    if not torch.is_tensor(loss):
-        error.add_note(f'The loss is a {type(loss).__name__}, and only a tensor remembers how it was computed. Let `loss_func` return one, without `.item()` or `float`.')
-    elif loss.numel() != 1:
-        error.add_note(f'The loss has shape {tuple(loss.shape)}, but gradients belong to one number. Let `loss_func` return a mean or a sum.')
-    elif not loss.requires_grad:
-        error.add_note('The loss does not depend on any parameter that requires a gradient. Is the model frozen, its output detached, or computed under `no_grad`?')
-    return error
+# %% ../../nbs/train/10_training.ipynb #10162591
+_N_INP = ('How many entries of the batch are inputs is said by `n_inp`, as in `DataLoaders(train, valid, '
+          'n_inp=2)`.')
+_NO_LOSS_FUNC = ('The trainer was made with `loss_func=None`. Give it a loss function, or add a callback '
+                 'that does `get_loss` instead.')
+_NO_TENSOR = ('The loss is a {kind}, and only a tensor remembers how it was computed. Let `loss_func` return '
+              'one, without `.item()` or `float`.')
+_NO_SCALAR = ('The loss has shape {shape}, but gradients belong to one number. Let `loss_func` return a mean '
+              'or a sum.')
+_NO_GRADIENT = ('The loss does not depend on any parameter that requires a gradient. Is the model frozen, '
+                'its output detached, or computed under `no_grad`?')
+
+def _reasons(trainer, event, error):
+    "What is nearly always the reason when the step `event` fails with `error`"
+    wrong_call = str(error) if isinstance(error, TypeError) else ''
+    if event == 'predict' and 'positional argument' in wrong_call: yield _N_INP
+    if event == 'get_loss' and "'NoneType' object is not callable" in wrong_call: yield _NO_LOSS_FUNC
+    no_gradient = isinstance(error, (AttributeError, RuntimeError))
+    if event == 'backward' and no_gradient and hasattr(trainer, 'loss'): yield from _loss_faults(trainer.loss)
+
+def _loss_faults(loss):
+    "Why the loss has no gradient"
+    if not torch.is_tensor(loss): yield _NO_TENSOR.format(kind=type(loss).__name__)
+    elif loss.numel() != 1: yield _NO_SCALAR.format(shape=tuple(loss.shape))
+    elif not loss.requires_grad: yield _NO_GRADIENT
 
 # %% ../../nbs/train/10_training.ipynb #b0da5b06
+_NO_SHARE = ('`momentum` is {momentum!r}; beyond 0 to 1 the old gradients would grow without end. '
+             'Use a share such as 0.85.')
+
 class MomentumTrainCB(BasicTrainCB):
     "Training with momentum: a part of the old gradients stays for the next batch"
     def __init__(self,
         momentum:float=0.85, # Share of the old gradients to keep, 0 to 1
     ):
-        if not 0 <= momentum <= 1: raise ValueError(f'`momentum` is {momentum!r}; beyond 0 to 1 the old gradients would grow without end. Use a share such as 0.85.')
+        if not 0 <= momentum <= 1: raise ValueError(_NO_SHARE.format(momentum=momentum))
         self.momentum = momentum
 
     def zero_grad(self, trainer):
@@ -78,7 +91,7 @@ class NBatchCB:
         on_train:bool=True, # Limit training passes?
         on_valid:bool=True, # Limit validation passes?
     ):
-        self.n_batches = check_count(n_batches, 'n_batches', 'batches are counted, and a pass without any would learn or measure nothing')
+        self.n_batches = check_count(n_batches, 'n_batches', 'a pass without batches would do nothing')
         self.on_train,self.on_valid = on_train,on_valid
 
     def before_fit(self, trainer):
@@ -91,7 +104,8 @@ class NBatchCB:
 
     def before_batch(self, trainer):
         "Leave the pass when it has had its batches"
-        if trainer.batch_num >= self.n_batches: raise CancelEpochException(f'{self.n_batches} batches are enough')
+        enough = self.n_batches
+        if trainer.batch_num >= enough: raise CancelEpochException(f'{enough} batches are enough')
 
     def _limited(self, n): return self.n_batches if n is None else min(n, self.n_batches)
 

@@ -140,7 +140,7 @@ def test_ipython_is_a_notebook_unless_it_runs_in_a_terminal(shell, place, termin
 @pytest.mark.parametrize("place", ["terminl", "Notebook", "", 3])
 def test_an_unknown_place_is_refused(place):
     with pytest.raises(
-        ValueError, match=f"`place` is {place!r}. Use 'notebook', 'terminal', 'plain', or None"
+        ValueError, match=f"`place` is {place!r}. Use 'notebook', 'terminal', 'plain' or None"
     ):
         ProgressCB(place)
 

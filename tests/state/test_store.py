@@ -520,7 +520,7 @@ def test_only_sizes_are_compared_when_asked_for(two_steps, tmp_path):
     assert loaded[2]["step"] == 20 and not messages
     file.write_bytes(data[:-1])
     assert quiet_load(tmp_path / "run", verify="size")[0][2]["step"] == 10
-    with pytest.raises(ValueError, match="'sha256', or 'size'"):
+    with pytest.raises(ValueError, match="'sha256' or 'size'"):
         quiet_load(tmp_path / "run", verify="md5")
 
 

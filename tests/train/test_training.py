@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
-from isaac_loop.loop.events import Order
+from isaac_loop.loop.events import CancelFitException, CancelStepException, Order
 from isaac_loop.loop.trainer import Trainer
 
 Pair = namedtuple("Pair", "x y")
@@ -239,6 +239,60 @@ def test_a_loss_that_cannot_be_differentiated_is_explained(loss_func, kind, note
     notes = "\n".join(caught.value.__notes__)
     assert note in notes
     assert "`BasicTrainCB.backward` at epoch 0, batch 0" in notes
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (lambda trainer: setattr(trainer, "loss_func", None), "The trainer was made with `loss_func=None`"),
+        (lambda trainer: setattr(trainer.dls, "n_inp", 2), "is said by `n_inp`"),
+    ],
+    ids=["no loss", "two inputs"],
+)
+def test_a_step_that_is_called_wrongly_is_explained(change, note):
+    trainer = make_trainer(make_batches(), BasicTrainCB())
+    change(trainer)
+    with pytest.raises(TypeError) as caught:
+        trainer.fit(1, valid=False)
+    assert sum(note in o for o in caught.value.__notes__) == 1
+
+
+def test_a_callback_is_asked_once_to_explain_its_own_error_and_never_a_cancel():
+    asked = []
+
+    class FailingCB:
+        def __init__(self, event, error):
+            self.error = error
+            setattr(self, event, self.fail)
+
+        def fail(self, trainer):
+            raise self.error
+
+        def explain(self, trainer, event, error):
+            asked.append((event, error))
+
+    class BystanderCB:
+        def after_fit(self, trainer):
+            pass
+
+        def explain(self, trainer, event, error):
+            raise AssertionError("the error is not mine")
+
+    def fit(event, error):
+        make_trainer(make_batches(), [BasicTrainCB(), BystanderCB(), FailingCB(event, error)]).fit(
+            1, valid=False
+        )
+
+    for event in ("before_fit", "predict", "after_step", "cleanup_epoch"):
+        error = ValueError(event)
+        with pytest.raises(ValueError):
+            fit(event, error)
+        assert asked == [(event, error)]
+        asked.clear()
+    fit("before_batch", CancelFitException("enough"))
+    with pytest.raises(CancelStepException):
+        fit("before_batch", CancelStepException("no step is open"))
+    assert not asked
 
 
 # MomentumTrainCB
