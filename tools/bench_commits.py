@@ -3,10 +3,10 @@
     make bench AGAINST=HEAD~5
     python tools/bench_commits.py main --rounds 20
 
-The other commit is checked out into a folder of its own for as long as this runs. Each round starts one process for
-either commit, in random order, on the same work; a ratio is that of two neighbours in time. What is printed is
-the median of these ratios and the middle half of them; more than 1.03 is marked as slower. Work that one of the
-commits cannot do leaves its line out.
+The other commit is checked out into a folder of its own for as long as this runs. Each round starts one
+process for either commit, in random order, on the same work; a ratio is that of two neighbours in time.
+What is printed is the median of these ratios and the middle half of them; more than 1.03 is marked as
+slower. Work that one of the commits cannot do leaves its line out.
 """
 
 import argparse

@@ -49,14 +49,16 @@ def watched(
             handler(trainer, **extra)
             wrote[i] = _did(before, _left_by(trainer, step), step)
             twice = [k for k in wrote if k != i and wrote[k] & wrote[i]]
-            if twice: tell(i, *twice)
+            if twice: tell(trainer, i, *twice)
             if step == 'backward' and i == len(pairs)-1: wrote = None # Asking all parameters takes time
         return watching
 
-    def tell(*found):
+    def tell(trainer, *found):
         nonlocal wrote
-        names = [f'`{callback_name(pairs[k][0])}.{step}`' for k in sorted(found)]
         wrote = None
+        names = tuple(f'`{callback_name(pairs[k][0])}.{step}`' for k in sorted(found))
+        if names in trainer.plan.told: return
+        trainer.plan.told.add(names)
         both = 'both' if len(names) == 2 else 'all'
         warn(_BOTH.format(names=' and '.join(names), both=both, outcome=TWICE[step], step=step))
 

@@ -45,8 +45,8 @@ from isaac_loop.loop.events import (
     CancelException,
     CancelFitException,
     replaces,
-    with_cbs,
 )
+from isaac_loop.loop.trainer import with_cbs
 from isaac_loop.inspection.loop_tables import callback_table, event_table, show_source, state_table
 from isaac_loop.models.small_models import SimpleNet
 from isaac_loop.loop.trainer import Trainer
