@@ -63,7 +63,7 @@ def alone(*callbacks):
 
 def start():
     trainer = make(DATA, optim.SGD, il.MetricsCB())
-    return lambda: trainer.fit(0)
+    return lambda: trainer.fit(0, valid=False)
 
 def saving():
     trainer = make(DATA[:1], optim.Adam, il.CheckpointCB(tempfile.mkdtemp(), resume=False))
@@ -73,7 +73,7 @@ VARIANTS = {
     "BasicTrainCB": lambda: tensors(),
     "with 10 that do nothing": lambda: tensors(*map(Nothing, range(10))),
     "with MetricsCB": lambda: tensors(il.MetricsCB(), il.ProgressCB("plain")),
-    "clipping, recorder, one-cycle": lambda: tensors(il.ClipGradCB(1.), il.RecorderCB(), il.OneCycleCB(.1)),
+    "clipping, recorder, one-cycle": lambda: tensors(il.ClipGradCB(1.), il.RecorderCB(), il.OneCycleSchedulerCB()),
     "the loop alone": lambda: alone(),
     "the loop alone, 10 that do nothing": lambda: alone(*map(Nothing, range(10))),
     "start of a fit": start,
