@@ -66,14 +66,17 @@ def start():
     return lambda: trainer.fit(0, valid=False)
 
 def saving():
-    trainer = make(DATA[:1], optim.Adam, il.CheckpointCB(tempfile.mkdtemp(), resume=False))
+    trainer = make(DATA[:1], optim.Adam, il.CheckpointCB(tempfile.mkdtemp(), resume='never'))
     return lambda: trainer.fit(3, valid=False)
+
+def guarded():
+    return tensors(il.ClipGradCB(1.), il.RecorderCB(), il.OneCycleSchedulerCB(cycle_momentum=False))
 
 VARIANTS = {
     "BasicTrainCB": lambda: tensors(),
     "with 10 that do nothing": lambda: tensors(*map(Nothing, range(10))),
     "with MetricsCB": lambda: tensors(il.MetricsCB(), il.ProgressCB("plain")),
-    "clipping, recorder, one-cycle": lambda: tensors(il.ClipGradCB(1.), il.RecorderCB(), il.OneCycleSchedulerCB()),
+    "clipping, recorder, one-cycle": guarded,
     "the loop alone": lambda: alone(),
     "the loop alone, 10 that do nothing": lambda: alone(*map(Nothing, range(10))),
     "start of a fit": start,
