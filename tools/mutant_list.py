@@ -229,8 +229,8 @@ MUTANTS = [
     Mutant(
         "the best weights do not come back after a cancel",
         "KeepBestCB.cleanup_fit",
-        "(CancelException, KeyboardInterrupt, SystemExit)",
-        "()",
+        "(type(None), CancelException, KeyboardInterrupt, SystemExit)",
+        "type(None)",
         ["test_the_best_weights_come_back_after_every_end_but_an_error"],
     ),
     Mutant(
@@ -308,7 +308,7 @@ MUTANTS = [
     Mutant(
         "a second interrupt saves all the same",
         "_interrupted",
-        " and not getattr(o, 'hurried', False)",
+        " and not any(offered(trainer, 'hurried'))",
         "",
         ["test_a_second_interrupt_in_validation_saves_nothing_either"],
     ),
@@ -399,7 +399,7 @@ MUTANTS = [
     # What is measured
     Mutant(
         "a sum is weighed like a mean",
-        "_Losses.mean",
+        "mean_loss",
         "loss if summed else loss*size",
         "loss*size",
         ["test_sums_and_means_give_the_mean_of_an_example"],

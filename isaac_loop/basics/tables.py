@@ -14,8 +14,8 @@ def short(
 )->str: # A few characters
     "Write `value` the way a table should: floats with three digits, `None` as nothing"
     if value is None: return ''
-    is_fraction = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) # A bool is an integral number
-    if not is_fraction: return str(value)
+    is_whole = isinstance(value, numbers.Integral) # A bool is one, too
+    if is_whole or not isinstance(value, numbers.Real): return str(value)
     return f'{value:.3f}' if value == 0 or abs(value) >= 0.001 else f'{value:.3g}'
 
 # %% ../../nbs/basics/20_tables.ipynb #3cc3597c
@@ -43,8 +43,8 @@ def shown_row(
     time:str='time', # What to call the time of the epoch
 )->dict: # Texts by name, the time at the end
     "A row of the history for reading"
-    columns = [name for name in row if name not in (*last, 'fit', 'elapsed')] + [name for name in last if name in row]
-    shown = {name: short(row[name]) for name in columns}
+    first = [name for name in row if name not in (*last, 'fit', 'elapsed')]
+    shown = {name: short(row[name]) for name in [*first, *last] if name in row}
     return shown | ({time: clock(row['elapsed'])} if 'elapsed' in row else {})
 
 # %% ../../nbs/basics/20_tables.ipynb #01946481
@@ -56,6 +56,8 @@ def aligned(
     return '  '.join(cell.ljust(width) for cell,width in zip(cells, widths)).rstrip()
 
 # %% ../../nbs/basics/20_tables.ipynb #a7e1ac1c
+def _markdown_cell(text): return html.escape(text, quote=False).replace('|', '\\|')
+
 def _html_row(line, tag):
     return '<tr>' + ''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line) + '</tr>'
 
@@ -70,7 +72,8 @@ class Table:
 
     def cells(self):
         "All cells as text, the header first"
-        return [[str(o) for o in self.columns]] + [[short(row.get(o)) for o in self.columns] for row in self.rows]
+        header = [str(name) for name in self.columns]
+        return [header, *([short(row.get(name)) for name in self.columns] for row in self.rows)]
 
     def __len__(self): return len(self.rows)
 
@@ -83,13 +86,13 @@ class Table:
 
     def to_markdown(self)->str:
         "The table as Markdown, as a notebook shows it"
-        header,*body = [[html.escape(o, quote=False).replace('|', '\\|') for o in line] for line in self.cells()]
+        header,*body = [[_markdown_cell(cell) for cell in line] for line in self.cells()]
         return '\n'.join(f'| {" | ".join(line)} |' for line in [header, ['---']*len(header), *body])
 
     def to_html(self)->str:
         "The table as HTML, for a report or a web page"
         header,*body = self.cells()
-        rows = [_html_row(line, 'td') for line in body]
-        return '\n'.join(['<table>', f'<thead>{_html_row(header, "th")}</thead>', '<tbody>', *rows, '</tbody>', '</table>'])
+        head,rows = f'<thead>{_html_row(header, "th")}</thead>',[_html_row(line, 'td') for line in body]
+        return '\n'.join(['<table>', head, '<tbody>', *rows, '</tbody>', '</table>'])
 
     def _repr_markdown_(self): return self.to_markdown()

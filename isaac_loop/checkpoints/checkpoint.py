@@ -18,8 +18,9 @@ from ..loop.events import CancelFitException, callback_name
 from ..loop.history import Monitor, check_monitored, mode_of
 from ..loop.shared_attributes import offered, offering
 from ..state.run_folder import run_folder
-from ..state.run_state import check_fits, check_is_run, data_unchecked, put_weights, take_parts, take_state
-from ..state.plain_state import CheckpointFormatTooNew, NoValidCheckpoint, ResumeMismatch
+from ..state.run_checks import check_fits, check_is_run, data_unchecked
+from ..state.run_state import put_weights, take_parts, take_state
+from ..state.errors import CheckpointFormatTooNew, NoValidCheckpoint, ResumeMismatch
 from ..state.store import STEP_NAME, CheckpointStore, check_keeping, check_pattern
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #1aeb8c12

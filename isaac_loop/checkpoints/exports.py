@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from .best_weights import evaluated_model
 from ..basics.checks import did_you_mean, local_path
 from ..loop.events import CancelException, Order
-from ..state.run_state import bare
+from ..state.run_parts import bare
 from ..state.store import CheckpointStore
 
 # %% ../../nbs/checkpoints/50_exports.ipynb #f48fd03c

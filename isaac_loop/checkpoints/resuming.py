@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.advice import whereabouts
 from ..data.fingerprint import data_of, loss_of
-from ..state.run_state import check_states, generators, opt_defaults, put_callbacks, put_generators, put_position, put_random, put_state
-from ..state.snapshot import random_state
-from ..state.plain_state import ResumeMismatch, plain, plain_random_state, set_plain_random_state
+from ..state.run_parts import check_states, generators, opt_defaults
+from ..state.run_state import put_callbacks, put_generators, put_position, put_random, put_state
+from ..state.errors import ResumeMismatch
+from ..state.random_numbers import random_state, set_plain_random_state, undrawn
 from ..loop.passes import n_batches
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #5a2c5cce
@@ -123,7 +124,7 @@ def start_of_pass(trainer):
     "Random numbers when this pass began, as the innermost callback that resumes knows them; where its loader stood, and whether that must be read again"
     resuming = sorted((o for o in trainer.callbacks if isinstance(o, ResumingCB)), key=lambda o: o.order)
     start,own,place = resuming[0]._pass_start
-    return plain(start) | {'generators': own, 'loader': plain(place), 'again': _is_elsewhere(resuming[0], trainer)}
+    return start | {'generators': own, 'loader': place, 'again': _is_elsewhere(resuming[0], trainer)}
 
 def _is_elsewhere(self, trainer):
     "Whether somebody splits, repeats, merges or keeps back batches, so that the position of the loader is not that of the run"
@@ -154,11 +155,10 @@ def _leave_rest(dl):
 def _run_samplers(trainer, start):
     "Draw from the generators of a plain loader what it draws in a whole pass, also after the last batch; nothing is read"
     if not isinstance(trainer.dl, DataLoader): return
-    now = plain_random_state()
     put_generators(trainer, start)
-    torch.empty((), dtype=torch.int64).random_(generator=trainer.dl.generator) # The seed of its workers
-    for _ in trainer.dl.sampler if trainer.dl.batch_sampler is None else trainer.dl.batch_sampler: pass
-    set_plain_random_state(now, strict=False)
+    with undrawn():
+        torch.empty((), dtype=torch.int64).random_(generator=trainer.dl.generator) # The seed of its workers
+        for _ in trainer.dl.sampler if trainer.dl.batch_sampler is None else trainer.dl.batch_sampler: pass
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #04f62435
 @patch
@@ -197,13 +197,14 @@ def _replayed(dl, batches, start, done):
     if not isinstance(dl, (list, tuple)) and not hasattr(dl, 'load_state_dict'):
         warnings.warn(f'The training loader does not know its position, so {done} batches are read again. That is exact unless workers persist, a sampler draws from generators of its own, or a callback keeps back batches that were drawn at random; '
                       'make it with `exact_loader`, or `DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and exactly.', stacklevel=2)
-    now = plain_random_state()
-    set_plain_random_state(start, strict=False)
-    rest = iter(batches)
-    for _ in range(done):
-        if next(rest, None) is None: raise ResumeMismatch(f'The training loader ended before its batch {done}, where the run should go on. Is it the same data?')
-    set_plain_random_state(now)
+    with undrawn():
+        set_plain_random_state(start, strict=False)
+        rest = iter(batches)
+        for _ in range(done):
+            if next(rest, None) is None: raise ResumeMismatch(_TOO_SHORT.format(done))
     return rest
+
+_TOO_SHORT = 'The training loader ended before its batch {}, where the run should go on. Is it the same data?'
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #9880437b
 def warn_of_rates(

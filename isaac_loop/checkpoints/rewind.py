@@ -11,7 +11,8 @@ from fastcore.basics import patch
 from .resuming import ResumingCB, start_of_pass, warn_of_rates
 from ..basics.checks import check_count
 from ..loop.events import Order
-from ..state.run_state import check_fits, take_state
+from ..state.run_checks import check_fits
+from ..state.run_state import take_state
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/checkpoints/30_rewind.ipynb #22bc4f68

@@ -14,8 +14,9 @@ from ..state.checkpoint_files import MANIFEST_FILE
 from ..basics.checks import did_you_mean
 from ..loop.fitting import ready_optimizer
 from ..loop.history import mode_of
-from ..state.run_state import check_fits, check_is_run, put_position, put_random, put_state, take_state
-from ..state.plain_state import NoValidCheckpoint
+from ..state.run_checks import check_fits, check_is_run
+from ..state.run_state import put_position, put_random, put_state, take_state
+from ..state.errors import NoValidCheckpoint
 from ..state.store import CheckpointStore
 from ..loop.trainer import Trainer
 

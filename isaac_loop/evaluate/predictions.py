@@ -21,7 +21,7 @@ from ..loop.shared_attributes import offered, offering
 from ..basics.checks import did_you_mean
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 from .join_batches import join_batches
-from ..state.snapshot import random_state, set_random_state
+from ..state.random_numbers import random_state, set_random_state
 from ..basics.tensors import batch_size, map_tensors
 from ..loop.trainer import Trainer
 from ..loop.passes import n_batches

@@ -75,10 +75,8 @@ def _note(self:NonFiniteCB, what, layer, kind, x):
 @patch
 def after_batch(self:NonFiniteCB, trainer):
     "Line the flags up, and read them now and then"
-    if self._of_batch:
-        about,flags = zip(*self._of_batch)
-        self._of_batch = []
-        self._keep(trainer, about, torch.stack([o.to(flags[0].device) for o in flags]))
+    for what,flag in self._of_batch: self._keep(trainer, what, flag)
+    self._of_batch = []
     FlagsCB.after_batch(self, trainer)
 
 @patch

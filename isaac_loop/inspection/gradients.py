@@ -16,7 +16,8 @@ from ..loop.events import CancelException, Order
 from ..loop.history import as_tensor
 from ..models.hooks import find_parameters
 from ..show.media_files import check_format
-from ..loop.device_records import DeviceRecord, histogram, place_of, plot_lines, recorded
+from ..loop.device_numbers import DeviceRecord, histogram, place_of
+from ..show.curves import plot_lines, recorded
 from ..basics.tables import Table
 
 # %% ../../nbs/inspection/40_gradients.ipynb #28c28ab9

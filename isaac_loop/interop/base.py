@@ -16,7 +16,8 @@ from ..train.accumulation import AccumulationCB
 from ..log.run_config import processes
 from ..loop.events import Order
 from ..basics.checks import did_you_mean
-from ..state.plain_state import UnsaveableState, plain
+from ..state.errors import UnsaveableState
+from ..state.plain_state import plain
 from ..loop.shared_attributes import STATE
 from ..loop.passes import n_batches
 

@@ -13,13 +13,21 @@ from ..basics.tables import short
 # %% ../../nbs/log/25_alerts.ipynb #eb107c4c
 _CROSSED = {'>': operator.gt, '<': operator.lt}
 
+_NO_ALERT = ('`alerts` has {alert!r}, which does not say when to raise one. '
+             "Use a name, a direction and a level, such as `('valid_loss', '>', 2.)`.")
+
 def check_alerts(alerts):
     "The alerts as a list, or an error"
     alerts = [alerts] if isinstance(alerts, tuple) else list(alerts or ())
-    for o in alerts:
-        ok = isinstance(o, (tuple, list)) and len(o) == 3 and isinstance(o[0], str) and o[1] in _CROSSED and isinstance(o[2], numbers.Real) and not math.isnan(o[2])
-        if not ok: raise ValueError(f"`alerts` has {o!r}, which does not say when to raise one. Use a name, a direction and a level, such as `('valid_loss', '>', 2.)`.")
+    for alert in alerts:
+        if not _is_alert(alert): raise ValueError(_NO_ALERT.format(alert=alert))
     return alerts
+
+def _is_alert(alert):
+    if not isinstance(alert, (tuple, list)) or len(alert) != 3: return False
+    name,direction,level = alert
+    is_level = isinstance(level, numbers.Real) and not math.isnan(level)
+    return isinstance(name, str) and direction in _CROSSED and is_level
 
 # %% ../../nbs/log/25_alerts.ipynb #44933e87
 class Alerts:
@@ -32,4 +40,5 @@ class Alerts:
             value = values.get(name)
             if not isinstance(value, numbers.Real) or math.isnan(value): continue
             before,self.crossed[i] = self.crossed[i],_CROSSED[direction](value, level)
-            if self.crossed[i] and not before: yield f'`{name}` is {short(value)}, {"above" if direction == ">" else "below"} {level}'
+            where = 'above' if direction == '>' else 'below'
+            if self.crossed[i] and not before: yield f'`{name}` is {short(value)}, {where} {level}'

@@ -19,8 +19,10 @@ from ..state.run_folder import without_password
 # %% ../../nbs/log/50_code_version.ipynb #6b691e93
 def _git(folder, *args):
     "What git prints, or None if it cannot be asked"
+    command = ['git', '-c', 'core.fsmonitor=false', *args]
     quiet = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0', 'LC_ALL': 'C'}
-    try: done = subprocess.run(['git', '-c', 'core.fsmonitor=false', *args], cwd=folder, env=quiet, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
+    options = dict(stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
+    try: done = subprocess.run(command, cwd=folder, env=quiet, **options)
     except (OSError, subprocess.SubprocessError): return None
     return done.stdout.decode(errors='replace') if done.returncode == 0 else None
 
@@ -31,7 +33,7 @@ def running_script():
 
 # %% ../../nbs/log/50_code_version.ipynb #55cf3f0e
 def git_state(
-    folder=None, # Any folder of the repository; default: where the running script is, or else the working directory
+    folder=None, # Any folder of the repository; default: that of the running script, or the working directory
 )->dict: # `commit`, `branch`, `changed` files and the `diff` to the commit; empty without git
     "Which commit the code is, and what was changed since"
     if folder is None: folder = running_script().parent if running_script() else '.'
@@ -39,7 +41,8 @@ def git_state(
     if commit is None: return {}
     branch,changed = _git(folder, 'rev-parse', '--abbrev-ref', 'HEAD'),_git(folder, 'status', '--porcelain')
     diff = _git(folder, 'diff', '--no-ext-diff', '--no-textconv', '--no-color', 'HEAD')
-    return dict(commit=commit.strip(), branch=(branch or '').strip(), changed=(changed or '').splitlines(), diff=diff or '')
+    changed = (changed or '').splitlines()
+    return dict(commit=commit.strip(), branch=(branch or '').strip(), changed=changed, diff=diff or '')
 
 # %% ../../nbs/log/50_code_version.ipynb #b6e4070b
 @cache
@@ -50,7 +53,8 @@ def packages():
 
 def seeds():
     "What the random numbers began with, and whether algorithms may differ from run to run"
-    return dict(torch=torch.initial_seed(), deterministic=torch.are_deterministic_algorithms_enabled(), cudnn_benchmark=torch.backends.cudnn.benchmark)
+    deterministic,benchmark = torch.are_deterministic_algorithms_enabled(),torch.backends.cudnn.benchmark
+    return dict(torch=torch.initial_seed(), deterministic=deterministic, cudnn_benchmark=benchmark)
 
 # %% ../../nbs/log/50_code_version.ipynb #c1190c45
 _SECRET = re.compile(r'(?i)(pass(word|wd)?|secret|token|api[-_]?key|credential)')
@@ -68,5 +72,6 @@ def _command():
 
 def surroundings():
     "What there is to say about a program before it trains"
-    return dict(command=_command(), working_directory=os.getcwd(), python=platform.python_version(), torch=torch.__version__, isaac_loop=__version__,
+    return dict(command=_command(), working_directory=os.getcwd(),
+                python=platform.python_version(), torch=torch.__version__, isaac_loop=__version__,
                 platform=platform.platform(), host=platform.node(), pid=os.getpid(), seeds=seeds())

@@ -15,7 +15,8 @@ import torch
 from fastcore.basics import patch
 
 from .run_config import RunConfig
-from .tracking import ENDED, described, finite, outcome_of, plain, settings, source_of
+from .file_values import finite, plain
+from .run_facts import ENDED, described, outcome_of, settings, source_of
 from ..basics.checks import check_file_name, local_path
 from ..loop.events import CancelException, Order, callback_name
 from .log_text import LogFile, tee_streams, untee_streams

@@ -9,8 +9,6 @@ __all__ = ['table_text', 'HistoryFilesCB']
 import re, warnings
 from functools import partial
 
-from fastcore.basics import patch
-
 from .run_config import RunConfig
 from ..basics.checks import did_you_mean, local_path
 from ..show.curves import history_figure
@@ -39,10 +37,18 @@ def _file_name(name):
 def _write_medium(folder, place, medium):
     "One of the `history.media` as a file: pictures below `plots`, everything else below `results`"
     ending,data = media_file(**medium)
-    where = 'plots' if ending == '.png' else 'results'
-    replace_file(folder/where/place/f'{_file_name(medium["name"])}{ending}', lambda part: part.write_bytes(data))
+    where = folder/('plots' if ending == '.png' else 'results')/place
+    replace_file(where/f'{_file_name(medium["name"])}{ending}', lambda part: part.write_bytes(data))
 
 # %% ../../nbs/log/60_history_files.ipynb #1cfa9cd2
+_NOT_WRITTEN = ('`HistoryFilesCB` could not write {what} to `{folder}` ({kind}: {error}). '
+                'Training goes on, and so do the other files; the rows are in `trainer.history`.')
+
+def _check_table(kind):
+    if kind in _TABLES: return
+    hint = did_you_mean(str(kind), _TABLES)
+    raise ValueError(f'`table` is {kind!r}, and the rows can be written as {list(_TABLES)}.{hint}')
+
 class HistoryFilesCB:
     "Write the history as a table and as curves, and its media as files"
     order = Order.REPORT
@@ -55,80 +61,78 @@ class HistoryFilesCB:
         keep_plots:bool=False, # Keep the curves of every epoch, in a folder for each?
     ):
         tables = [table] if isinstance(table, str) else list(table or ())
-        for o in tables:
-            if o not in _TABLES: raise ValueError(f'`table` is {o!r}, and the rows can be written as {list(_TABLES)}.{did_you_mean(str(o), _TABLES)}')
+        for kind in tables: _check_table(kind)
         if plot is not None: check_format(plot, 'plot')
         if folder is not None: folder = local_path(folder, 'HistoryFilesCB').absolute()
-        self.folder,self.table,self.plot,self.each_epoch,self.keep_plots = folder,tables,plot,each_epoch,keep_plots
+        self.folder,self.table,self.plot = folder,tables,plot
+        self.each_epoch,self.keep_plots = each_epoch,keep_plots
         self._folder,self._warned = None,set()
 
+    def before_fit(self, trainer):
+        "Make sure that there is a place to write to"
+        self._warned,self._folder,self._written = set(),None,_state(trainer)
+        folder = run_folder(trainer, self.folder, who='HistoryFilesCB')
+        if self.folder is not None: check_folder(folder, 'HistoryFilesCB')
+        self._folder = folder if RunConfig.of(trainer).is_main else None
+
+    def log(self, trainer):
+        "Write the files anew"
+        if self._folder is None: return
+        self._write_media(trainer)
+        if self.each_epoch: self._write_rows(trainer)
+
+    def cleanup_fit(self, trainer):
+        "Write what there is, also after an error"
+        if self._folder is not None and _state(trainer) != self._written: self._write_rows(trainer)
+        self._folder = None
+
+    def _try(self, what, write):
+        "Whether it could be written; if not, warn, once for each thing in a fit"
+        try: write()
+        except Exception as e: # A figure of somebody else may fail in any way
+            about = dict(what=what, folder=self._folder, kind=type(e).__name__, error=e)
+            if what not in self._warned: warnings.warn(_NOT_WRITTEN.format(**about))
+            self._warned.add(what)
+            return False
+        return True
+
+    def _write_media(self, trainer):
+        "What was put down to look at in this epoch; a second one of the same name gets a number"
+        counts = {}
+        for medium in trainer.history.media:
+            name = _file_name(medium['name'])
+            n = counts[name] = counts.get(name, 0)+1
+            named = {**medium, 'name': name if n == 1 else f'{name}-{n}'}
+            write = partial(_write_medium, self._folder, _place(trainer), named)
+            self._try(f'{medium["kind"]} `{medium["name"]:.60}`', write)
+
+    def _write_rows(self, trainer):
+        "Table and curves"
+        rows,state = list(trainer.history),_state(trainer)
+        files = {kind: partial(_write_table, self._folder, rows, kind) for kind in self.table if rows}
+        if self.plot is not None: files[self.plot] = partial(self._write_curves, trainer, rows)
+        done = [self._try(f'`history.{ending}`', write) for ending,write in files.items()]
+        if all(done): self._written = state
+
+    def _write_curves(self, trainer, rows):
+        "The curves, if there are any"
+        fig = history_figure(rows)
+        if fig is None: return
+        plots = self._folder/'plots'
+        for place in [plots, plots/_place(trainer)] if self.keep_plots else [plots]:
+            replace_file(place/f'history.{self.plot}', fig.savefig)
+
 # %% ../../nbs/log/60_history_files.ipynb #1d11a9fe
-@patch
-def before_fit(self:HistoryFilesCB, trainer):
-    "Make sure that there is a place to write to"
-    self._warned,self._folder,self._written = set(),None,_state(trainer)
-    folder = run_folder(trainer, self.folder, who='HistoryFilesCB')
-    if self.folder is not None: check_folder(folder, 'HistoryFilesCB')
-    self._folder = folder if RunConfig.of(trainer).is_main else None
-
-@patch
-def log(self:HistoryFilesCB, trainer):
-    "Write the files anew"
-    if self._folder is None: return
-    self._write_media(trainer)
-    if self.each_epoch: self._write_rows(trainer)
-
-@patch
-def cleanup_fit(self:HistoryFilesCB, trainer):
-    "Write what there is, also after an error"
-    if self._folder is not None and _state(trainer) != self._written: self._write_rows(trainer)
-    self._folder = None
-
 def _state(trainer):
     "What the rows say, to see whether they have changed"
     return len(trainer.history),dict(trainer.history[-1]) if trainer.history else None
 
 # %% ../../nbs/log/60_history_files.ipynb #0b870493
-@patch
-def _try(self:HistoryFilesCB, what, write):
-    "Whether it could be written; if not, warn, once for each thing in a fit"
-    try: write()
-    except Exception as e: # A figure of somebody else may fail in any way
-        if what not in self._warned:
-            warnings.warn(f'`HistoryFilesCB` could not write {what} to `{self._folder}` ({type(e).__name__}: {e}). Training goes on, and so do the other files; the rows are in `trainer.history`.')
-        self._warned.add(what)
-        return False
-    return True
-
 def _place(trainer):
     "Folder of the present epoch"
-    return f'epoch-{trainer.epoch}' if not trainer.history.fit else f'fit-{trainer.history.fit}-epoch-{trainer.epoch}'
-
-@patch
-def _write_media(self:HistoryFilesCB, trainer):
-    "What was put down to look at in this epoch; a second one of the same name gets a number"
-    counts = {}
-    for o in trainer.history.media:
-        name = _file_name(o['name'])
-        n = counts[name] = counts.get(name, 0)+1
-        self._try(f'{o["kind"]} `{o["name"]:.60}`', partial(_write_medium, self._folder, _place(trainer), {**o, 'name': name if n == 1 else f'{name}-{n}'}))
+    fit = f'fit-{trainer.history.fit}-' if trainer.history.fit else ''
+    return f'{fit}epoch-{trainer.epoch}'
 
 def _write_table(folder, rows, kind):
     text = table_text(rows, kind).encode('utf-8', 'backslashreplace')
     replace_file(folder/'results'/f'history.{kind}', lambda part: part.write_bytes(text))
-
-@patch
-def _write_rows(self:HistoryFilesCB, trainer):
-    "Table and curves"
-    rows,state = list(trainer.history),_state(trainer)
-    done = [self._try(f'`history.{o}`', partial(_write_table, self._folder, rows, o)) for o in self.table if rows]
-    if self.plot is not None: done.append(self._try(f'`history.{self.plot}`', partial(self._write_curves, trainer, rows)))
-    if all(done): self._written = state
-
-@patch
-def _write_curves(self:HistoryFilesCB, trainer, rows):
-    "The curves, if there are any"
-    fig = history_figure(rows)
-    if fig is None: return
-    places = ['', _place(trainer)] if self.keep_plots else ['']
-    for o in places: replace_file(self._folder/'plots'/o/f'history.{self.plot}', lambda part: fig.savefig(part))

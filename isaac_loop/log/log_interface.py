@@ -10,8 +10,6 @@ import inspect, json, warnings
 from functools import partial
 from pathlib import Path
 
-from fastcore.basics import patch
-
 from ..basics.checks import check_function
 from ..loop.events import CancelException, callback_name
 
@@ -31,95 +29,121 @@ def _check_call(f, name, method):
 
 # %% ../../nbs/log/20_log_interface.ipynb #f7a83cbe
 _METHODS = ('check', 'start', 'row', 'media', 'alert', 'close')
+_A_CLASS = '`{name}` is a class, and only an object can be a log. Make one: `{name}(...)`.'
+_A_PATH = ('`{path}` does not say what to write there. '
+           'Choose a kind of log, such as `CSV({text!r})` or `TensorBoard({text!r})`.')
+_NOTHING = ('`{name}` can take nothing: it is no function, and has none of the methods {methods}. '
+            'Give it `row(values, step)`.')
 
 def _check_log(log):
     "Refuse what could not take a row"
-    if isinstance(log, type): raise TypeError(f'`{log.__name__}` is a class, and only an object can be a log. Make one: `{log.__name__}(...)`.')
-    if isinstance(log, (str, Path)): raise TypeError(f'`{log}` does not say what to write there. Choose a kind of log, such as `CSV({str(log)!r})` or `TensorBoard({str(log)!r})`.')
-    if not callable(log) and not any(callable(getattr(log, o, None)) for o in _METHODS):
-        raise TypeError(f'`{callback_name(log)}` can take nothing: it is no function, and has none of the methods {", ".join(_METHODS)}. Give it `row(values, step)`.')
-    if callable(log) and getattr(log, 'row', None) is None: _check_call(log, callback_name(log), 'row')
+    if isinstance(log, type): raise TypeError(_A_CLASS.format(name=log.__name__))
+    if isinstance(log, (str, Path)): raise TypeError(_A_PATH.format(path=log, text=str(log)))
+    name,has_method = callback_name(log),any(callable(getattr(log, o, None)) for o in _METHODS)
+    if not callable(log) and not has_method:
+        raise TypeError(_NOTHING.format(name=name, methods=', '.join(_METHODS)))
+    if callable(log) and getattr(log, 'row', None) is None: _check_call(log, name, 'row')
     for method in _CALLED:
-        if callable(getattr(log, method, None)): _check_call(getattr(log, method), f'{callback_name(log)}.{method}', method)
+        if callable(getattr(log, method, None)): _check_call(getattr(log, method), f'{name}.{method}', method)
 
 # %% ../../nbs/log/20_log_interface.ipynb #6e23c97b
+_FAILED = ('The log `{name}` failed at step {step} ({kind}: {error}), and lacks {what}. Training goes on; '
+           'rows are tried again when an epoch ends, and those it never takes are in `LoggerCB.unsent`.')
+_CANNOT_SHOW = ('The log `{log}` cannot show {kind}, so `{name}` and others like it are missing there. '
+                'It can show {kinds}; for the rest add another log.')
+_NEVER = TypeError,ValueError,OverflowError # The fault lies in the row
+_PERHAPS = OSError,json.JSONDecodeError # A service that is down may answer with something else than JSON
+
 class Outlet:
     "One log, which is asked only for what it has, and may fail"
-    def __init__(self, log):
+    def __init__(self,
+        log, # A function of values and step, or an object with some of the methods in the table
+        failed=_FAILED, # What to warn of when it fails
+    ):
         _check_log(log)
-        self.log,self.name,self.over = log,callback_name(log),False
+        self.log,self.name,self.failed = log,callback_name(log),failed
+        self.over = False # Has the fit ended?
         self.forget()
         row = getattr(log, 'row', None) or (log if callable(log) else None)
         self.row = row if row is None or _takes_table(row) else lambda values, step, table: row(values, step)
 
     def forget(self):
         "Begin a new run, for which nothing waits"
-        self.unsent,self.refused,self.warned,self.skipped = [],[],False,set()
+        self.unsent,self.refused = [],[] # Rows that wait, and those that the log will never take
+        self.warned,self.skipped = False,set()
 
     def tell(self, method, *args):
         "Call `method` of the log, if it has it; errors come out"
         f = getattr(self.log, method, None)
         if f is not None: f(*args)
 
+    def send(self, values, step, table):
+        "Hand over a row, behind those that still wait"
+        if self.row is None: return
+        if self.unsent or not self._takes(values, step, table): self.unsent.append((values, step, table))
+
+    def retry(self):
+        "Try the rows that were not taken, in their order; one that the log can never take is put aside"
+        while self.unsent:
+            if not self._takes(*self.unsent[0]):
+                if not self._never: return
+                self.refused.append(self.unsent[0])
+            self.unsent.pop(0)
+
+    def show(self, media, step):
+        "Hand over something to look at, if the log can show it"
+        kind,f = media['kind'],getattr(self.log, 'media', None)
+        if f is None: return
+        if kind in getattr(self.log, 'kinds', (kind,)):
+            self._attempt(f'{kind} `{media["name"]}`', step, partial(f, step=step, **media))
+        elif kind not in self.skipped: self._skip(kind, media['name'])
+
+    def alert(self, text, step):
+        "Hand over an alert"
+        self._attempt('an alert', step, self.tell, 'alert', text, step)
+
+    def finish(self, ok, step):
+        "Try the last rows, and close the log"
+        if self.unsent: self.retry()
+        self._attempt('its end', step, self.tell, 'close', ok)
+
+    def _takes(self, values, step, table):
+        return self._attempt('a row', step, self.row, values, step, table=table)
+
     def _attempt(self, what, step, f, *args, **kwargs):
         "Whether `f` could do it; if not, warn, once"
         try: f(*args, **kwargs)
         except CancelException:
             if not self.over: raise # When the fit has ended there is nothing left to cancel
-        except Exception as e:
-            self._never = isinstance(e, (TypeError, ValueError, OverflowError)) and not isinstance(e, (OSError, json.JSONDecodeError)) # A service that is down may answer with something else than JSON
-            if not self.warned: warnings.warn(f'The log `{self.name}` failed at step {step} ({type(e).__name__}: {e}), and lacks {what}. Training goes on, and other logs lack nothing. '
-                                              'Rows are tried again when an epoch ends; those it never takes are in `LoggerCB.unsent`, and those of epochs in `trainer.history` as well.', stacklevel=2)
+        except Exception as error:
+            self._never = isinstance(error, _NEVER) and not isinstance(error, _PERHAPS)
+            about = dict(name=self.name, step=step, kind=type(error).__name__, error=error, what=what)
+            if not self.warned: warnings.warn(self.failed.format(**about), stacklevel=2)
             self.warned = True
             return False
         return True
 
-# %% ../../nbs/log/20_log_interface.ipynb #5c58e768
-@patch
-def send(self:Outlet, values, step, table):
-    "Hand over a row, behind those that still wait"
-    if self.row is not None and (self.unsent or not self._attempt('a row', step, self.row, values, step, table=table)): self.unsent.append((values, step, table))
-
-@patch
-def retry(self:Outlet):
-    "Try the rows that were not taken, in their order; one that the log can never take is put aside"
-    while self.unsent:
-        values,step,table = self.unsent[0]
-        if not self._attempt('a row', step, self.row, values, step, table=table):
-            if not self._never: return
-            self.refused.append(self.unsent[0])
-        self.unsent.pop(0)
-
-# %% ../../nbs/log/20_log_interface.ipynb #67c253a3
-@patch
-def show(self:Outlet, media, step):
-    "Hand over something to look at, if the log can show it"
-    kind,f = media['kind'],getattr(self.log, 'media', None)
-    if f is None: return
-    if kind in getattr(self.log, 'kinds', (kind,)): self._attempt(f'{kind} `{media["name"]}`', step, partial(f, step=step, **media))
-    elif kind not in self.skipped:
+    def _skip(self, kind, name):
         self.skipped.add(kind)
-        warnings.warn(f'The log `{self.name}` cannot show {kind}, so `{media["name"]}` and others like it are missing there. '
-                      f'It can show {", ".join(self.log.kinds) or "nothing"}; for the rest add another log.', stacklevel=2)
-
-@patch
-def alert(self:Outlet, text, step):
-    "Hand over an alert"
-    self._attempt('an alert', step, self.tell, 'alert', text, step)
-
-@patch
-def finish(self:Outlet, ok, step):
-    "Try the last rows, and close the log"
-    if self.unsent: self.retry()
-    self._attempt('its end', step, self.tell, 'close', ok)
+        kinds = ', '.join(self.log.kinds) or 'nothing'
+        warnings.warn(_CANNOT_SHOW.format(log=self.name, kind=kind, name=name, kinds=kinds), stacklevel=2)
 
 # %% ../../nbs/log/20_log_interface.ipynb #ccd2fc72
+_NO_LOG = '`to` is empty, so nothing would be logged. Give at least one log, such as `CSV("logs")`.'
+_TWICE = '`to` has the same log twice, so it would get every row twice. Name it once.'
+_ONE_PLACE = ('`to` has two logs `{kind}` that write to `{place}`: each row would be there twice, '
+              'and rows would be lost when the run goes on. Name it once.')
+
 def outlets_of(logs):
     "An outlet for each log"
-    if not logs: raise ValueError('`to` is empty, so nothing would be logged. Give at least one log, such as `CSV("logs")`.')
-    if any(o is other for i,o in enumerate(logs) for other in logs[:i]): raise ValueError('`to` has the same log twice, so it would get every row twice. Name it once.')
-    places = [(type(o), place) for o in logs if (place := getattr(o, 'folder', None) or getattr(o, 'path', None)) is not None]
+    _check_logs(logs)
+    return [Outlet(log) for log in logs]
+
+def _check_logs(logs):
+    "Refuse no log, and those that would have every row twice"
+    if not logs: raise ValueError(_NO_LOG)
+    if any(log is other for i,log in enumerate(logs) for other in logs[:i]): raise ValueError(_TWICE)
+    places = [(type(log), getattr(log, 'folder', None) or getattr(log, 'path', None)) for log in logs]
     for kind,place in places:
-        if places.count((kind, place)) > 1:
-            raise ValueError(f'`to` has two logs `{kind.__name__}` that write to `{place}`. Each row would be there twice, and rows would be lost when the run goes on. Name it once.')
-    return [Outlet(o) for o in logs]
+        if place is not None and places.count((kind, place)) > 1:
+            raise ValueError(_ONE_PLACE.format(kind=kind.__name__, place=place))

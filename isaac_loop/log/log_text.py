@@ -8,16 +8,17 @@ __all__ = []
 # %% ../../nbs/log/55_log_text.ipynb #348a8937
 import logging, sys, time, warnings
 
-from fastcore.basics import patch
-
 # %% ../../nbs/log/55_log_text.ipynb #55c71e71
+_STOPPED = '`{who}` could not write to `{path}` ({error}), and writes no log any more; training goes on.'
+
 class LogFile(logging.Handler):
     "Lines that wait in memory until there is a file for them"
     def __init__(self,
         who:str, # Who keeps the log, for the warning
     ):
         super().__init__()
-        self.who,self.path,self.waiting,self.failed = who,None,[],False
+        self.who,self.path = who,None
+        self.waiting,self.failed = [],False
         self.setFormatter(logging.Formatter('%(levelname)s %(name)s: %(message)s'))
 
     def line(self, text):
@@ -32,7 +33,7 @@ class LogFile(logging.Handler):
             with open(self.path, 'a', encoding='utf-8', errors='backslashreplace') as f: f.write(text)
         except OSError as e:
             self.failed = True
-            warnings.warn(f'`{self.who}` could not write to `{self.path}` ({e}), and writes no log any more; training goes on.')
+            warnings.warn(_STOPPED.format(who=self.who, path=self.path, error=e))
 
     def begin(self, path):
         "From now on write to `path`, first of all what has waited"
@@ -40,20 +41,18 @@ class LogFile(logging.Handler):
         self.waiting.clear()
         self._append(waiting)
 
-# %% ../../nbs/log/55_log_text.ipynb #341495c4
-@patch
-def emit(self:LogFile, record):
-    "Write what `logging` lets through"
-    try: self.line(self.format(record))
-    except Exception: self.handleError(record) # As all handlers do with a message that does not fit its arguments
-    last = logging.lastResort
-    if last is not None and record.levelno >= last.level and not self._others(logging.getLogger(record.name)): last.handle(record) # Python would do so if we were not here
+    def emit(self, record):
+        "Write what `logging` lets through"
+        try: self.line(self.format(record))
+        except Exception: self.handleError(record) # As all handlers do, say if arguments are missing
+        last = logging.lastResort # Python would ask it if we were not here
+        if last is None or record.levelno < last.level: return
+        if not self._others(logging.getLogger(record.name)): last.handle(record)
 
-@patch
-def _others(self:LogFile, logger):
-    "Whether somebody else handles what `logger` gets"
-    if any(o is not self for o in logger.handlers): return True
-    return logger.propagate and logger.parent is not None and self._others(logger.parent)
+    def _others(self, logger):
+        "Whether somebody else handles what `logger` gets"
+        if any(o is not self for o in logger.handlers): return True
+        return logger.propagate and logger.parent is not None and self._others(logger.parent)
 
 # %% ../../nbs/log/55_log_text.ipynb #dab86828
 class _Tee:

@@ -10,11 +10,9 @@ import io, mimetypes, smtplib, ssl, traceback, warnings
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 
-from fastcore.basics import patch
-
 from ..metrics.metrics import as_text
 from .run_config import RunConfig
-from .tracking import ENDED, outcome_of
+from .run_facts import ENDED, outcome_of
 from ..basics.checks import check_choice, check_count, check_function
 from ..show.curves import history_figure
 from ..loop.events import CancelException, Order
@@ -23,13 +21,18 @@ from ..basics.tables import Table
 
 # %% ../../nbs/log/70_notify.ipynb #653e0100
 _HERE = ('localhost', '127.0.0.1', '::1')
+_NOBODY = '`recipients` is empty, so nobody would get the mail. Give one address or several.'
+_HALF = 'A login needs both `user` and `password`, and only one was given. Give both or none.'
+_READABLE = ('The password for `{host}` would be sent readable by everybody on the way. '
+             "Use `tls='starttls'` or `tls='ssl'`.")
 
 def _check_login(host, user, password, tls):
     "Refuse half a login, and one that others could read"
-    check_choice(tls, 'tls', ('starttls', 'ssl'), 'mails are not encrypted that way', none='for no encryption')
-    if (user is None) != (password is None): raise ValueError('A login needs both `user` and `password`, and only one was given. Give both or none.')
+    ways = 'starttls','ssl'
+    check_choice(tls, 'tls', ways, 'mails are not encrypted that way', none='for no encryption')
+    if (user is None) != (password is None): raise ValueError(_HALF)
     if password is not None and tls is None and host not in _HERE:
-        raise ValueError(f"The password for `{host}` would be sent readable by everybody on the way. Use `tls='starttls'` or `tls='ssl'`.")
+        raise ValueError(_READABLE.format(host=host))
 
 # %% ../../nbs/log/70_notify.ipynb #4865d743
 class Email:
@@ -46,9 +49,11 @@ class Email:
         context=None, # An `ssl.SSLContext`, for certificates of one's own
     ):
         _check_login(host, user, password, tls)
-        self.host,self.port,self.sender,self.recipients = host,port,sender,[recipients] if isinstance(recipients, str) else list(recipients)
-        if not self.recipients: raise ValueError('`recipients` is empty, so nobody would get the mail. Give one address or several.')
-        self.tls,self.timeout,self._user,self._password,self._context = tls,timeout,user,password,context
+        self.host,self.port,self.sender = host,port,sender
+        self.recipients = [recipients] if isinstance(recipients, str) else list(recipients)
+        if not self.recipients: raise ValueError(_NOBODY)
+        self.tls,self.timeout = tls,timeout
+        self._user,self._password,self._context = user,password,context
 
     def __repr__(self): return f'Email({self.host!r}, {self.port}, {self.sender!r}, {self.recipients})'
 
@@ -59,9 +64,11 @@ class Email:
     ):
         "Send one mail"
         message = _mail(self.sender, self.recipients, subject, text, files or {})
-        connect = smtplib.SMTP_SSL if self.tls == 'ssl' else smtplib.SMTP
         context = dict(context=self._context or ssl.create_default_context()) if self.tls else {}
-        with connect(self.host, self.port, timeout=self.timeout, **(context if self.tls == 'ssl' else {})) as server:
+        options = dict(timeout=self.timeout)
+        if self.tls == 'ssl': connect,options = smtplib.SMTP_SSL,options | context
+        else: connect = smtplib.SMTP
+        with connect(self.host, self.port, **options) as server:
             if self.tls == 'starttls': server.starttls(**context)
             if self._user is not None: server.login(self._user, self._password)
             server.send_message(message)
@@ -70,7 +77,8 @@ class Email:
 def _mail(sender, recipients, subject, text, files):
     "The message as it goes over the line"
     message = EmailMessage()
-    message['From'],message['To'],message['Subject'] = sender,', '.join(recipients),' '.join(str(subject).split())
+    message['From'],message['To'] = sender,', '.join(recipients)
+    message['Subject'] = ' '.join(str(subject).split())
     message['Date'],message['Message-ID'] = formatdate(localtime=True),make_msgid(domain='isaac-loop.invalid')
     message.set_content(text)
     for name,data in files.items():
@@ -91,7 +99,8 @@ def _message(trainer, rows, first=()):
     shown = [as_text(o) for o in rows[-_MOST_ROWS:]]
     parts = [*first, str(Table(shown)) if shown else 'No epoch was recorded.']
     about = dict(lr=trainer.lr, n_epochs=trainer.n_epochs, n_updates=trainer.n_updates)
-    if trainer.experiment is not None: about = dict(trainer.experiment.hyper) | about | dict(folder=str(trainer.experiment.folder))
+    experiment = trainer.experiment
+    if experiment is not None: about = dict(experiment.hyper) | about | dict(folder=str(experiment.folder))
     return '\n\n'.join([*parts, '\n'.join(f'{k}: {v}' for k,v in about.items())]) + '\n'
 
 def _files(rows):
@@ -106,17 +115,22 @@ def _files(rows):
 def _outcome(trainer):
     "One word for how the fit ended, and the lines that explain it"
     error,(outcome,reason) = trainer.exception,outcome_of(trainer)
-    if error is None or isinstance(error, CancelException): return outcome.capitalize() if outcome in ENDED[:2] else 'Cancelled', [str(reason)] if reason else []
+    if error is None or isinstance(error, CancelException):
+        word = outcome.capitalize() if outcome in ENDED[:2] else 'Cancelled'
+        return word,[str(reason)] if reason else []
     if isinstance(error, (KeyboardInterrupt, SystemExit)): return 'Interrupted', [f'{outcome}: {reason}']
     return 'Failed', [f'{outcome}: {reason}', ''.join(traceback.format_exception(error))]
 
 # %% ../../nbs/log/70_notify.ipynb #a1b5f093
+_NOT_SENT = ('`NotifyCB` could not send a message ({kind}: {error}). '
+             'Training goes on, and later messages will be tried.')
+
 class NotifyCB:
     "Send rows, hyper-parameters and curves after epochs, at the end, and on failure"
     order = Order.LAST # When all others have had their say about the epoch
     stateless = True
     def __init__(self,
-        send, # Called with subject, text, and attachments as a dict of bytes by file name; it may stop the fit by `CancelFitException`
+        send, # Called with subject, text, and files as bytes by name; it may raise `CancelFitException`
         every:int=1, # After every so many epochs; None for the end alone
         end:bool=True, # Also when the fit is over in good order? A failure is always told
     ):
@@ -136,19 +150,17 @@ class NotifyCB:
 
     def cleanup_fit(self, trainer):
         "Say how it ended"
-        begun,hurried = self._first is not None,any(offered(trainer, 'hurried'))
+        may_tell = self._first is not None and not any(offered(trainer, 'hurried'))
         word,lines = _outcome(trainer)
-        if begun and not hurried and (self.end or word == 'Failed'): self._tell(trainer, word, lines, over=True)
+        if may_tell and (self.end or word == 'Failed'): self._tell(trainer, word, lines, over=True)
         self._first = None
 
-# %% ../../nbs/log/70_notify.ipynb #2861a150
-@patch
-def _tell(self:NotifyCB, trainer, what, lines=(), over=False):
-    "Send one message, or warn once"
-    rows = list(trainer.history)[self._first:]
-    try: self._send(f'{what}: {_title(trainer)}', _message(trainer, rows, lines), _files(rows))
-    except CancelException:
-        if not over: raise # At the end there is nothing left to cancel
-    except Exception as e:
-        if not self._warned: warnings.warn(f'`NotifyCB` could not send a message ({type(e).__name__}: {e}). Training goes on, and later messages will be tried.')
-        self._warned = True
+    def _tell(self, trainer, what, lines=(), over=False):
+        "Send one message, or warn once"
+        rows = list(trainer.history)[self._first:]
+        try: self._send(f'{what}: {_title(trainer)}', _message(trainer, rows, lines), _files(rows))
+        except CancelException:
+            if not over: raise # At the end there is nothing left to cancel
+        except Exception as e:
+            if not self._warned: warnings.warn(_NOT_SENT.format(kind=type(e).__name__, error=e))
+            self._warned = True

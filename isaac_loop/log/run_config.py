@@ -30,11 +30,14 @@ def _precision(trainer):
     "In which type is predicted: that of autocast, or of the weights"
     autocast,accelerated = _found(trainer, MixedPrecisionCB),_found(trainer, AccelerateCB)
     if autocast is not None: return str(autocast.dtype).removeprefix('torch.')
-    if accelerated is not None and accelerated.mixed_precision not in (None, 'no'): return accelerated.mixed_precision
+    mixed = getattr(accelerated, 'mixed_precision', None)
+    if mixed not in (None, 'no'): return mixed
     first = _first_parameter(trainer)
     return None if first is None else str(first.dtype).removeprefix('torch.')
 
-def _first_parameter(trainer): return next(iter(trainer.model.parameters()), None) if hasattr(trainer.model, 'parameters') else None
+def _first_parameter(trainer):
+    parameters = trainer.model.parameters() if hasattr(trainer.model, 'parameters') else ()
+    return next(iter(parameters), None)
 
 def processes()->tuple: # Number of this process, from 0, and how many there are
     "Which of several processes that train together this one is"
@@ -71,13 +74,18 @@ def of(cls:RunConfig,
 )->RunConfig:
     "What this fit is run with, from `before_fit` on"
     train,valid = (getattr(trainer.dls, o, None) for o in ('train', 'valid'))
-    accumulation,clip,first = _found(trainer, AccumulationCB),_found(trainer, ClipGradCB),_first_parameter(trainer)
-    (rank,n),size = processes(),loader_batch_size(train)
-    every = accumulation.n_batches if accumulation is not None else 1
-    return cls(n_epochs=trainer.n_epochs, lr=float(trainer.lr), train_batch_size=size, valid_batch_size=loader_batch_size(valid),
-               batches_per_epoch=None if train is None else n_batches(train), accumulation=every, effective_batch_size=None if size is None else size*every*n,
-               updates_per_epoch=trainer.updates_per_epoch, clip=None if clip is None else {clip.kind: clip.limit}, precision=_precision(trainer),
-               device=None if first is None else str(first.device), n_processes=n, rank=rank, is_main=rank == 0)
+    accumulation,clip = _found(trainer, AccumulationCB),_found(trainer, ClipGradCB)
+    first,size = _first_parameter(trainer),loader_batch_size(train)
+    every,(rank,n) = 1 if accumulation is None else accumulation.n_batches,processes()
+    return cls(
+        n_epochs=trainer.n_epochs, lr=float(trainer.lr),
+        train_batch_size=size, valid_batch_size=loader_batch_size(valid),
+        batches_per_epoch=None if train is None else n_batches(train),
+        accumulation=every, effective_batch_size=None if size is None else size*every*n,
+        updates_per_epoch=trainer.updates_per_epoch,
+        clip=None if clip is None else {clip.kind: clip.limit},
+        precision=_precision(trainer), device=None if first is None else str(first.device),
+        n_processes=n, rank=rank, is_main=rank == 0)
 
 # %% ../../nbs/log/45_run_config.ipynb #95756134
 @patch(as_prop=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from .tracking import plain
+from .file_values import plain
 from ..basics.checks import local_path
 from ..show.images import image_array
 from ..show.media_files import check_folder, media_file, wav_bytes

@@ -9,8 +9,6 @@ __all__ = ['UploadCB', 'fetch']
 import json, os, shutil, time, uuid, warnings
 from pathlib import Path, PurePosixPath
 
-from fastcore.basics import patch
-
 from .run_config import RunConfig
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelException, Order
@@ -19,7 +17,11 @@ from ..show.media_files import replace_file
 from ..state.run_folder import experiment_of, run_folder, without_password
 
 # %% ../../nbs/log/65_upload.ipynb #8ac04a38
-_EXTRAS = {'s3': 'isaac_loop[s3]', 's3a': 'isaac_loop[s3]', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'abfs': 'adlfs', 'az': 'adlfs', 'sftp': 'paramiko', 'ssh': 'paramiko', 'hf': 'huggingface_hub'}
+_EXTRAS = dict(s3='isaac_loop[s3]', s3a='isaac_loop[s3]', gs='gcsfs', gcs='gcsfs', abfs='adlfs', az='adlfs',
+               sftp='paramiko', ssh='paramiko', hf='huggingface_hub')
+_MISSING = '`{url}` needs a package that is not installed: {error}. Install it with `pip install {extra}`.'
+_NO_ADDRESS = ('`{url}` is no address that can be copied to: {error}. '
+               'Use one such as `s3://bucket/runs`, or `file:///disk/runs` for a folder.')
 
 def _connect(url, options):
     "The file system of an address, and the path in it"
@@ -27,9 +29,10 @@ def _connect(url, options):
     shown,protocol = without_password(str(url)),str(url).partition('://')[0]
     try: return url_to_fs(str(url), **options)
     except ImportError as e:
-        raise ImportError(f'`{shown}` needs a package that is not installed: {e}. Install it with `pip install {_EXTRAS.get(protocol, protocol)}`.') from None
+        extra = _EXTRAS.get(protocol, protocol)
+        raise ImportError(_MISSING.format(url=shown, error=e, extra=extra)) from None
     except ValueError as e:
-        raise ValueError(f'`{shown}` is no address that can be copied to: {without_password(str(e))}. Use one such as `s3://bucket/runs`, or `file:///disk/runs` for a folder.') from None
+        raise ValueError(_NO_ADDRESS.format(url=shown, error=without_password(str(e)))) from None
 
 # %% ../../nbs/log/65_upload.ipynb #f389af6a
 _OBJECTS = {'s3', 's3a', 'gs', 'gcs', 'abfs', 'abfss', 'az', 'adl', 'oss', 'oci', 'obs'}
@@ -57,7 +60,7 @@ _LATE = {'manifest.json': 1, 'last.json': 2, 'best.json': 2} # What refers to ot
 def _copy_order(name): return _LATE.get(PurePosixPath(name).name, 0),name
 
 def _files_here(folder):
-    "Size and time of every ordinary file that is not hidden, by its path in `folder`, in the order of copying"
+    "Size and time of every file that is not hidden, by its path in `folder`, in the order of copying"
     found = {}
     for where,folders,files in os.walk(folder):
         folders[:] = [o for o in folders if not o.startswith('.')]
@@ -93,12 +96,28 @@ def _retried(f, retries, wait):
             time.sleep(wait*2**n)
 
 # %% ../../nbs/log/65_upload.ipynb #c9b869bd
+_NO_WAIT = '`wait` is {wait!r}, but nobody can wait for less than no time. Use 0 or more seconds.'
+_NO_URL = ('`UploadCB` was given no `url`, and the experiment has none. '
+           'Pass one such as `s3://bucket/runs`, to one of the two.')
+_NO_PLACE = ('`UploadCB` cannot write to `{target}` ({kind}: {error}), so the run would be kept only here. '
+             'Make sure that the bucket or folder exists, and that you may write there.')
+_NO_DELETING = '`UploadCB` may write to `{target}`, but not delete ({kind}); old checkpoints will stay there.'
+_NOT_COPIED = ('`UploadCB` could not copy to `{target}` ({kind}: {error}). Training goes on; '
+               '{n} files are missing there, and will be tried again after the next epoch.')
+_FOUND_NONE = ('`UploadCB` never found a file in `{folder}`, so nothing was copied. '
+               'Is that the folder of the run, and does a callback such as `CheckpointCB` write there?')
+
+def _checked_wait(wait):
+    is_number = isinstance(wait, (int, float)) and not isinstance(wait, bool)
+    if not is_number or wait < 0: raise ValueError(_NO_WAIT.format(wait=wait))
+    return wait
+
 class UploadCB:
     "Copy the run's folder to a storage after each epoch and at the end"
     order = Order.RECORD # Cleans up after all who write files
     stateless = True
     def __init__(self,
-        url:str=None, # Where to: an address for fsspec, below which an experiment gets its own folder; default: the `url` of `ExperimentCB`
+        url:str=None, # Address for fsspec, where an experiment gets its folder; default: that of `ExperimentCB`
         folder=None, # What to copy, straight to `url`; default: the folder that `ExperimentCB` made
         every:int=1, # Copy after every so many epochs, and at the end
         drop:bool=True, # Also delete there the old checkpoints that are deleted here?
@@ -106,138 +125,132 @@ class UploadCB:
         wait:float=1., # Seconds before the first retry; twice as many before the next
         **options, # For the file system, such as `key` and `secret`; they are shown nowhere
     ):
-        self.every,self.retries = check_count(every, 'every', 'epochs are counted'),check_count(retries, 'retries', 'tries are counted', least=0)
-        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or wait < 0: raise ValueError(f'`wait` is {wait!r}, but nobody can wait for less than no time. Use 0 or more seconds.')
-        self.folder,self.drop,self.wait = None if folder is None else local_path(folder, 'UploadCB').absolute(),drop,wait
+        self.every = check_count(every, 'every', 'epochs are counted')
+        self.retries = check_count(retries, 'retries', 'tries are counted', least=0)
+        self.wait = _checked_wait(wait)
+        self.folder,self.drop = None if folder is None else local_path(folder, 'UploadCB').absolute(),drop
         self._url,self._options = url,options
         if url is not None: _connect(url, options)
-        self.target,self.behind,self._fs,self._main = None,[],None,False
+        self.target,self.behind = None,[] # The address of the copy, and what is not there yet
+        self._fs,self._main = None,False
 
-# %% ../../nbs/log/65_upload.ipynb #7cdbfe84
-@patch
-def before_fit(self:UploadCB, trainer):
-    "Copy after each epoch, once the checkpoint is written"
-    self._fs,self._warned,self.target,self.behind = None,False,None,[]
-    self._main = RunConfig.of(trainer).is_main
-    if self._main: trainer.epochs = self._epochs(trainer, trainer.epochs)
+    def before_fit(self, trainer):
+        "Copy after each epoch, once the checkpoint is written"
+        self._fs,self._warned,self.target,self.behind = None,False,None,[]
+        self._main = RunConfig.of(trainer).is_main
+        if self._main: trainer.epochs = self._epochs(trainer, trainer.epochs)
 
-@patch
-def _epochs(self:UploadCB, trainer, epochs):
-    self._begin(trainer)
-    for n,epoch in enumerate(epochs, 1):
-        yield epoch
-        if n % self.every == 0: self._upload()
+    def _epochs(self, trainer, epochs):
+        self._begin(trainer)
+        for n,epoch in enumerate(epochs, 1):
+            yield epoch
+            if n % self.every == 0: self._upload()
 
-@patch
-def cleanup_fit(self:UploadCB, trainer):
-    "Copy the end of the run, also after an error"
-    done = isinstance(trainer.exception, (type(None), CancelException))
-    if self._main and self._fs is None and done: self._begin(trainer) # A complete run, whose end may not have been copied
-    if self._fs is None: return
-    if not any(offered(trainer, 'hurried')):
-        self._upload()
-        if not self._found_any:
-            warnings.warn(f'`UploadCB` never found a file in `{self._from}`, so nothing was copied. Is that the folder of the run, and does a callback such as `CheckpointCB` write there?')
-    self._fs,self._main = None,False
+    def cleanup_fit(self, trainer):
+        "Copy the end of the run, also after an error"
+        done = isinstance(trainer.exception, (type(None), CancelException))
+        never_began = self._main and self._fs is None
+        if never_began and done: self._begin(trainer) # A complete run, whose end may not have been copied
+        if self._fs is None: return
+        if not any(offered(trainer, 'hurried')):
+            self._upload()
+            if not self._found_any: warnings.warn(_FOUND_NONE.format(folder=self._from))
+        self._fs,self._main = None,False
+
+    def _begin(self, trainer):
+        "Find out from where to where, and whether that works"
+        folder,url,below = run_folder(trainer, self.folder, who='UploadCB'),self._url,''
+        if url is None: url = experiment_of(trainer, 'UploadCB', 'url').url
+        if url is None: raise LookupError(_NO_URL)
+        if self.folder is None: below = f'/{trainer.experiment.project}/{trainer.experiment.folder.name}'
+        fs,far = _connect(url, self._options)
+        _check_apart(fs, far.rstrip('/')+below, folder)
+        self._far,self.target = far.rstrip('/')+below,without_password(str(url)).rstrip('/')+below
+        self._try_out(fs)
+        try: there = _files_there(fs, self._far)
+        except Exception: there = {} # Allowed to write, but not to look: then everything is copied once more
+        self._sent = {k: v for k,v in _read_index(folder, self.target).items() if there.get(k) == v[0]}
+        self._from,self._fs,self._found_any = folder,fs,False
+
+    def _try_out(self, fs):
+        "Write a small file there and delete it, or say why that is impossible"
+        probe = f'{self._far}/.probe-{uuid.uuid4().hex[:8]}'
+        def write():
+            if _has_folders(fs): fs.makedirs(self._far, exist_ok=True)
+            fs.pipe_file(probe, b'x')
+        try: _retried(write, self.retries, self.wait)
+        except Exception as e:
+            raise OSError(_NO_PLACE.format(**self._failure(e))) from e
+        try: fs.rm_file(probe)
+        except Exception as e: warnings.warn(_NO_DELETING.format(**self._failure(e)))
+
+    def _upload(self):
+        "Copy what is new or has changed, and warn if that fails"
+        here = _files_here(self._from)
+        self._found_any = self._found_any or bool(here)
+        self.behind = self._changed(here)
+        try:
+            self._take_back()
+            self.behind = self._changed(here)
+            while self.behind: self._send(self.behind[0], here)
+            if self.drop: self._drop_old(here)
+        except Exception as e: self._warn(e)
+        finally: _write_index(self._from, self.target, self._sent)
+
+    def _changed(self, here): return [o for o in here if self._sent.get(o) != here[o]]
+
+    def _send(self, name, here):
+        "Copy one file; one that has gone meanwhile is left out"
+        if (self._from/name).is_file():
+            _retried(lambda: _put(self._fs, self._from/name, f'{self._far}/{name}'), self.retries, self.wait)
+            self._sent[name] = here[name]
+        self.behind.pop(0)
+
+    def _warn(self, e):
+        "Warn, once in a fit"
+        if not self._warned: warnings.warn(_NOT_COPIED.format(n=len(self.behind), **self._failure(e)))
+        self._warned = True
+
+    def _failure(self, e):
+        return dict(target=self.target, kind=type(e).__name__, error=without_password(str(e)))
+
+    def _take_back(self):
+        "Delete manifests there whose checkpoint is about to be replaced by another of the same name"
+        for o in dict.fromkeys(str(PurePosixPath(o).parent/'manifest.json') for o in self.behind):
+            if o in self._sent: self._delete(o)
+
+    def _drop_old(self, here):
+        "Delete checkpoints there that are deleted here, the manifest first"
+        gone = [PurePosixPath(o) for o in self._sent if o not in here]
+        folders = [path.parent for path in gone if path.name == 'manifest.json']
+        old = [path.as_posix() for path in gone if path.parent in folders]
+        for o in sorted(old, key=_copy_order, reverse=True): self._delete(o)
+
+    def _delete(self, name):
+        "Delete one file there, if it is still there"
+        def delete():
+            try: self._fs.rm_file(f'{self._far}/{name}')
+            except FileNotFoundError: pass
+        _retried(delete, self.retries, self.wait)
+        del self._sent[name]
 
 # %% ../../nbs/log/65_upload.ipynb #c19846b6
-@patch
-def _begin(self:UploadCB, trainer):
-    "Find out from where to where, and whether that works"
-    folder,url,below = run_folder(trainer, self.folder, who='UploadCB'),self._url,''
-    if url is None: url = experiment_of(trainer, 'UploadCB', 'url').url
-    if url is None: raise LookupError('`UploadCB` was given no `url`, and the experiment has none. Pass one such as `s3://bucket/runs`, to one of the two.')
-    if self.folder is None: below = f'/{trainer.experiment.project}/{trainer.experiment.folder.name}'
-    fs,far = _connect(url, self._options)
-    _check_apart(fs, far.rstrip('/')+below, folder)
-    self._far,self.target = far.rstrip('/')+below,without_password(str(url)).rstrip('/')+below
-    self._try_out(fs)
-    try: there = _files_there(fs, self._far)
-    except Exception: there = {} # Allowed to write, but not to look: then everything is copied once more
-    self._sent = {k: v for k,v in _read_index(folder, self.target).items() if there.get(k) == v[0]}
-    self._from,self._fs,self._found_any = folder,fs,False
+_INTO_ITSELF = ('`UploadCB` would copy `{folder}` to `{far}`, which is the same folder or inside it, '
+                'so each copy would be copied again. Choose a place outside.')
 
 def _check_apart(fs, far, folder):
     "Refuse to copy a folder into itself"
     if 'file' not in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol): return
     if Path(far).resolve().is_relative_to(Path(folder).resolve()):
-        raise ValueError(f'`UploadCB` would copy `{folder}` to `{far}`, which is the same folder or inside it, so each copy would be copied again. Choose a place outside.')
-@patch
-def _try_out(self:UploadCB, fs):
-    "Write a small file there and delete it, or say why that is impossible"
-    probe = f'{self._far}/.probe-{uuid.uuid4().hex[:8]}'
-    def write():
-        if _has_folders(fs): fs.makedirs(self._far, exist_ok=True)
-        fs.pipe_file(probe, b'x')
-    try: _retried(write, self.retries, self.wait)
-    except Exception as e:
-        raise OSError(f'`UploadCB` cannot write to `{self.target}` ({type(e).__name__}: {without_password(str(e))}), so the run would be kept nowhere but here. '
-                      'Make sure that the bucket or folder exists, and that you may write there.') from e
-    try: fs.rm_file(probe)
-    except Exception as e: warnings.warn(f'`UploadCB` may write to `{self.target}`, but not delete ({type(e).__name__}); old checkpoints will stay there.')
-
-# %% ../../nbs/log/65_upload.ipynb #81e4731d
-@patch
-def _upload(self:UploadCB):
-    "Copy what is new or has changed, and warn if that fails"
-    here = _files_here(self._from)
-    self._found_any = self._found_any or bool(here)
-    self.behind = self._changed(here)
-    try:
-        self._take_back()
-        self.behind = self._changed(here)
-        while self.behind: self._send(self.behind[0], here)
-        if self.drop: self._drop_old(here)
-    except Exception as e: self._warn(e)
-    finally: _write_index(self._from, self.target, self._sent)
-
-@patch
-def _changed(self:UploadCB, here): return [o for o in here if self._sent.get(o) != here[o]]
-
-@patch
-def _send(self:UploadCB, name, here):
-    "Copy one file; one that has gone meanwhile is left out"
-    if (self._from/name).is_file():
-        _retried(lambda: _put(self._fs, self._from/name, f'{self._far}/{name}'), self.retries, self.wait)
-        self._sent[name] = here[name]
-    self.behind.pop(0)
-
-@patch
-def _warn(self:UploadCB, e):
-    "Warn, once in a fit"
-    if not self._warned:
-        warnings.warn(f'`UploadCB` could not copy to `{self.target}` ({type(e).__name__}: {without_password(str(e))}). Training goes on; '
-                      f'{len(self.behind)} files are missing there, and will be tried again after the next epoch.')
-    self._warned = True
-
-# %% ../../nbs/log/65_upload.ipynb #34c5ce04
-@patch
-def _take_back(self:UploadCB):
-    "Delete manifests there whose checkpoint is about to be replaced by another of the same name"
-    for o in dict.fromkeys(str(PurePosixPath(o).parent/'manifest.json') for o in self.behind):
-        if o in self._sent: self._delete(o)
-
-@patch
-def _drop_old(self:UploadCB, here):
-    "Delete checkpoints there that are deleted here, the manifest first"
-    folders = [str(PurePosixPath(o).parent) for o in self._sent if PurePosixPath(o).name == 'manifest.json' and o not in here]
-    old = [o for o in self._sent if str(PurePosixPath(o).parent) in folders and o not in here]
-    for o in sorted(old, key=_copy_order, reverse=True): self._delete(o)
-
-@patch
-def _delete(self:UploadCB, name):
-    "Delete one file there, if it is still there"
-    def delete():
-        try: self._fs.rm_file(f'{self._far}/{name}')
-        except FileNotFoundError: pass
-    _retried(delete, self.retries, self.wait)
-    del self._sent[name]
+        raise ValueError(_INTO_ITSELF.format(folder=folder, far=far))
 
 # %% ../../nbs/log/65_upload.ipynb #29fe5f8c
+_LEADS_OUT = 'The storage has a file called {name!r}, which leads out of the folder, so nothing was fetched.'
+
 def _inside(folder, name):
     "Where a file of this name belongs, which must be within `folder`"
     path = (folder/name).resolve()
-    if not path.is_relative_to(folder.resolve()): raise ValueError(f'The storage has a file called {name!r}, which leads out of the folder, so nothing was fetched.')
+    if not path.is_relative_to(folder.resolve()): raise ValueError(_LEADS_OUT.format(name=name))
     return path
 
 def _get(fs, far, path):
@@ -245,6 +258,10 @@ def _get(fs, far, path):
     fs.get_file(far, str(path))
 
 # %% ../../nbs/log/65_upload.ipynb #7eb40ba4
+_THERE_ALREADY = ('`{folder}` is there already, and may be newer than what `{url}` has. '
+                  'Choose a new folder, or go on in this one.')
+_NOTHING_THERE = 'There are no files below `{url}`. Pass the folder of a run, as `UploadCB.target` shows it.'
+
 def fetch(
     url:str, # Where the folder is: the `target` of `UploadCB`
     folder, # Where to put it; must not exist, or be empty
@@ -253,10 +270,10 @@ def fetch(
     "Get a folder from a storage, to look at or to go on with"
     folder,shown = local_path(folder, 'fetch').absolute(),without_password(str(url))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f'`{folder}` is there already, and may be newer than what `{shown}` has. Choose a new folder, or go on in this one.')
+        raise ValueError(_THERE_ALREADY.format(folder=folder, url=shown))
     fs,far = _connect(url, options)
     names = sorted(_files_there(fs, far), key=_copy_order)
-    if not names: raise FileNotFoundError(f'There are no files below `{shown}`. Pass the folder of one run, as `UploadCB.target` shows it.')
+    if not names: raise FileNotFoundError(_NOTHING_THERE.format(url=shown))
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f'.fetch-{folder.name}-{uuid.uuid4().hex[:8]}')
     try:

@@ -7,7 +7,6 @@ __all__ = ['MeanOf', 'MetricOn', 'MetricsCB']
 
 # %% ../../nbs/metrics/10_metrics.ipynb #ce6848ba
 import copy, inspect, math, numbers, time
-from array import array
 from functools import partial
 
 import torch
@@ -17,41 +16,37 @@ from torch import nn
 from ..loop.events import CancelException, Order, callback_name
 from ..basics.checks import check_choice, did_you_mean
 from ..train.example_losses import reduction_of
-from ..loop.history import as_tensor
+from ..loop.device_numbers import PassNumbers, one_number
 from ..loop.shared_attributes import offered
-from ..loop.device_records import DeviceValues
-from ..state.plain_state import ResumeMismatch, UnsaveableState
+from ..state.errors import ResumeMismatch, UnsaveableState
 from ..basics.tables import shown_row
 from ..basics.tensors import batch_size, batch_weight
 
 # %% ../../nbs/metrics/10_metrics.ipynb #99fecf17
-class _Losses:
+class _Losses(PassNumbers):
     "The losses of one pass, and what each of them weighs"
-    def __init__(self, values=(), sizes=(), batches=()):
-        self.values,self.sizes,self.batches = DeviceValues(),DeviceValues(),array('I', torch.as_tensor(batches).tolist())
-        self.values.keep(values)
-        self.sizes.keep(sizes)
-
-    def state_dict(self): return dict(values=self.values.tensor(), sizes=self.sizes.tensor(), batches=as_tensor(self.batches))
+    def __init__(self, *columns): super().__init__('loss', 'size')
 
     def add(self, loss, size, batch):
         "Keep the loss of a batch of `size` examples"
         if torch.is_tensor(loss) and loss.numel() != 1:
             raise ValueError(f'The loss has shape {tuple(loss.shape)}, but only one number per batch can be averaged. Let `loss_func` return a mean or a sum.')
-        self.values.add(loss.detach().reshape(()) if torch.is_tensor(loss) else float(loss))
-        self.sizes.add(size)
-        self.batches.append(batch)
+        super().add(batch, one_number(loss), size)
+
+    def load_state_dict(self, state):
+        "Go on with the losses of a pass"
+        values = state['values'] if isinstance(state['values'], dict) else dict(loss=state['values'], size=state['sizes']) # As in earlier versions
+        super().load_state_dict(dict(values=values, batches=state['batches']))
 
 # %% ../../nbs/metrics/10_metrics.ipynb #c90f0bd4
-@patch
-def mean(self:_Losses,
-    values:list, # What `values.read` gave
+def mean_loss(
+    losses:list, # One number for each batch
+    sizes:list, # What each of them weighs
     summed:bool=False, # Are the losses sums over the examples of their batch?
-):
+)->float: # NaN if there is nothing to weigh
     "The mean over all examples"
-    sizes = self.sizes.read().tolist()
     n = sum(sizes)
-    return sum(loss if summed else loss*size for loss,size in zip(values, sizes) if size)/n if n else math.nan
+    return sum(loss if summed else loss*size for loss,size in zip(losses, sizes) if size)/n if n else math.nan
 
 # %% ../../nbs/metrics/10_metrics.ipynb #d837d892
 def _rows(trainer, inputs):
@@ -298,8 +293,8 @@ def cleanup_epoch(self:MetricsCB, trainer):
     if losses is None or not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
     columns = {}
     if losses.batches:
-        values = losses.values.read().tolist()
-        columns['train_loss' if trainer.training else 'valid_loss'] = losses.mean(values, self._summed(getattr(trainer, 'loss_func', None)))
+        values,sizes = losses.read().values()
+        columns['train_loss' if trainer.training else 'valid_loss'] = mean_loss(values, sizes, self._summed(getattr(trainer, 'loss_func', None)))
         for name,m in self._now.items(): _merge(columns, _values(name, m.compute()), name)
         trainer.history.write_batches(trainer.training, losses.batches, loss=values)
     trainer.history.write(**columns, elapsed=time.perf_counter()-self._start)
@@ -434,4 +429,5 @@ def load_state_dict(self:MetricsCB,
     self._epoch,self._start = state['epoch'],time.perf_counter()-state['elapsed']
     for name,m in metrics.items(): _load_metric(m, state['metrics'][name])
     if state['losses'] is None: return
-    self._losses = _Losses(**state['losses'])
+    self._losses = _Losses()
+    self._losses.load_state_dict(state['losses'])

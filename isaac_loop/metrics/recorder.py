@@ -7,15 +7,13 @@ __all__ = ['RecorderCB']
 
 # %% ../../nbs/metrics/20_recorder.ipynb #fcd590aa
 import numbers
-from array import array
 
 import torch
 from fastcore.basics import patch
 
 from ..loop.events import CancelException, Order
-from ..loop.history import as_tensor
-from ..loop.device_records import DeviceValues
-from ..state.plain_state import ResumeMismatch
+from ..loop.device_numbers import PassNumbers
+from ..state.errors import ResumeMismatch
 from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/metrics/20_recorder.ipynb #336427b7
@@ -50,7 +48,7 @@ class RecorderCB:
         "Start a pass"
         self._start()
 
-    def _start(self): self._values,self._batches,self._now,self._had_loss = {o: DeviceValues() for o in self.functions},array('I'),None,False
+    def _start(self): self._pass,self._now,self._had_loss = PassNumbers(*self.functions),None,False
 
 # %% ../../nbs/metrics/20_recorder.ipynb #6511c812
 @patch
@@ -67,9 +65,7 @@ def cleanup_get_loss(self:RecorderCB, trainer):
 def after_batch(self:RecorderCB, trainer):
     "Keep them, as the batch has really happened"
     if not self._had_loss: self.after_get_loss(trainer)
-    if self._now is not None:
-        for column,value in zip(self._values.values(), self._now): column.add(value)
-        self._batches.append(trainer.batch_num)
+    if self._now is not None: self._pass.add(trainer.batch_num, *self._now)
 
 @patch
 def cleanup_batch(self:RecorderCB, trainer):
@@ -79,16 +75,16 @@ def cleanup_batch(self:RecorderCB, trainer):
 @patch
 def cleanup_epoch(self:RecorderCB, trainer):
     "Write the pass into the history, also when it was cut short"
-    values,batches = self._values,self._batches
+    done = self._pass
     self._start() # The next pass may be left before it has begun here
-    if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)) or not batches: return
-    trainer.history.write_batches(True, batches, **{name: o.read().tolist() for name,o in values.items()})
+    ended_in_error = not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt))
+    if len(done) and not ended_in_error: trainer.history.write_batches(True, done.batches, **done.read())
 
 # %% ../../nbs/metrics/20_recorder.ipynb #5058f9bb
 @patch
 def state_dict(self:RecorderCB):
     "The values of a pass that is under way"
-    return dict(fit=self._fit, values={name: o.tensor() for name,o in self._values.items()}, batches=as_tensor(self._batches))
+    return dict(fit=self._fit, **self._pass.state_dict())
 
 @patch
 def load_state_dict(self:RecorderCB,
@@ -99,9 +95,7 @@ def load_state_dict(self:RecorderCB,
         raise ResumeMismatch(f'`RecorderCB` recorded {list(state["values"])} when it was saved, and records {list(self.functions)} now, so the rows of this pass would have gaps. Record the same.')
     self._fit = state['fit']
     self._start()
-    if not len(state['batches']): return
-    self._batches.extend(torch.as_tensor(state['batches']).tolist())
-    for name,column in self._values.items(): column.keep(state['values'][name])
+    if len(state['batches']): self._pass.load_state_dict(state)
 
 # %% ../../nbs/metrics/20_recorder.ipynb #10fc9956
 @patch

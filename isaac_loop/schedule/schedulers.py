@@ -23,7 +23,7 @@ from ..loop.events import Order, callback_name
 from ..loop.shared_attributes import offering
 from ..train.optimizer_options import BeforeSchedule, options_of, put_option
 from .scheduler_checks import check_rates, check_scheduler, warn_of_length
-from ..state.plain_state import ResumeMismatch
+from ..state.errors import ResumeMismatch
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #9c0678bc

@@ -151,3 +151,26 @@ def plot_batches(self:History,
     ax.set(xlabel=f'{kind} batches', ylabel=name)
     ax.legend(fontsize=8)
     return ax
+
+# %% ../../nbs/show/30_curves.ipynb #13a1214c
+def recorded(
+    stats:dict, # Records by the name of what they belong to
+    what:str, # What they hold, for the message
+    name:str, # The callback that gathers them, for the message
+)->dict: # Those that hold something
+    "The records that are not empty, or an error"
+    found = {name: o for name,o in stats.items() if len(o)}
+    if not found: raise ValueError(f'No {what} have been recorded, so there is nothing to draw. Give `{name}` to a trainer, and call `fit` first.')
+    return found
+
+def plot_lines(
+    series:dict, # Lists of numbers by name
+    ylabel:str, # What they are
+): # The matplotlib axes
+    "One line for each name over the updates, on a logarithmic axis"
+    import matplotlib.pyplot as plt
+    fig,ax = plt.subplots(figsize=(5, 3), layout='constrained')
+    for name,values in series.items(): ax.plot(values, label=name)
+    ax.set(xlabel='update', ylabel=ylabel, yscale='log')
+    ax.legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
+    return ax

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..basics.checks import local_path
 from .curves import plot_history, smoothed
 from ..loop.events import Order
-from ..loop.device_records import LateNumbers
+from ..loop.device_numbers import DeviceNumbers, one_number
 from ..basics.tables import row_text
 
 # %% ../../nbs/show/40_live_plot.ipynb #48f19844
@@ -87,18 +87,18 @@ class LivePlotCB:
 
     def before_fit(self, trainer):
         "Make sure that there is a place to draw"
-        self._handle,self._losses,self._failed,self._in_notebook = None,LateNumbers(),False,_in_notebook()
+        self._handle,self._losses,self._failed,self._in_notebook = None,DeviceNumbers(),False,_in_notebook()
         self._n_rows,self._per_epoch,self._drawn = len(trainer.history),trainer.updates_per_epoch,time.monotonic()
         _check_place(self.path, self._in_notebook)
 
     def after_batch(self, trainer):
         "Keep the loss of a training batch, and redraw now and then"
-        if trainer.training: self._losses.add(trainer.loss)
+        if trainer.training: self._losses.add(one_number(trainer.loss))
         if time.monotonic()-self._drawn >= self.seconds: self._draw(trainer)
 
     def cleanup_epoch(self, trainer):
         "Read the losses of the pass"
-        self._losses.collect(wait=True)
+        self._losses.tensor()
         if trainer.training: self._per_epoch = max(trainer.batch_num+1 if hasattr(trainer, 'batch_num') else 1, self._per_epoch or 1)
 
     def log(self, trainer):
@@ -115,10 +115,11 @@ class LivePlotCB:
 @patch
 def _draw(self:LivePlotCB, trainer):
     "Draw into the notebook, the file, or both"
-    self._losses.collect()
+    losses = self._losses.arrived().tolist()
+    self._losses.send() # For the next drawing
     rows = list(trainer.history)[self._n_rows:]
-    if not (rows or self._losses.values) or self._failed: return
-    fig = _figure(rows, self._losses.values, self.names, self._per_epoch or len(self._losses.values), _now(trainer, rows))
+    if not (rows or losses) or self._failed: return
+    fig = _figure(rows, losses, self.names, self._per_epoch or len(losses), _now(trainer, rows))
     try:
         if self.path is not None: fig.savefig(self.path)
     except OSError as e:

@@ -14,7 +14,7 @@ from tqdm.std import tqdm
 
 from ..basics.checks import check_choice
 from ..loop.events import Order
-from ..loop.device_records import LateNumbers
+from ..loop.device_numbers import Sent, one_number
 from ..basics.tables import Table, aligned, short, shown_row
 
 # %% ../../nbs/show/10_progress.ipynb #9f7b2468
@@ -112,14 +112,14 @@ class ProgressCB:
 
     def _forget(self):
         "No bar, no table"
-        self._bars,self._panel,self._lines,self._epochs,self._batches,self._late = [],None,None,None,None,None
+        self._bars,self._panel,self._lines,self._epochs,self._batches,self._sent = [],None,None,None,None,None
 
     def before_fit(self, trainer):
         "Put a bar around the epochs"
         self._place = self.place or place_of_output()
         self._panel = _Panel(self.seconds) if self._place == 'notebook' else None
         self._lines = _Lines(_print_above_bars if self._place == 'terminal' else _print_at_once)
-        self._bars,self._batches,self._late,self._shown = [],None,LateNumbers(),0.
+        self._bars,self._batches,self._sent,self._shown = [],None,None,0.
         self._epochs = trainer.epochs
         if self._place != 'plain': trainer.epochs = self._bar(trainer.epochs, 'Epochs', trainer.n_epochs)
 
@@ -172,7 +172,7 @@ def after_batch(self:ProgressCB, trainer):
     loss = getattr(trainer, 'loss', None)
     if self._place == 'plain' or not torch.is_tensor(loss) or loss.numel() != 1 or time.monotonic()-self._shown < self.seconds: return
     self._shown = time.monotonic()
-    self._late.collect()
-    if self._late.values: self._bars[-1].set_postfix_str(f'loss {short(self._late.values.pop())}', refresh=False)
-    self._late.add(loss)
-    self._late.collect() # On its way; it is shown at the next redraw
+    if self._sent is not None:
+        if not self._sent.arrived(): return
+        self._bars[-1].set_postfix_str(f'loss {short(self._sent.read().tolist())}', refresh=False)
+    self._sent = Sent(one_number(loss)) # On its way; it is shown at the next redraw

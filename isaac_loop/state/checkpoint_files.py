@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from .. import __version__
 from ..basics.checks import check_choice, local_path
-from .plain_state import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint, UnsaveableState, plain
+from .errors import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint, UnsaveableState
+from .plain_state import plain
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #92c3ca7a
 FORMAT = 1 # Number of the layout that this version writes

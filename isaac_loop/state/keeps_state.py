@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/state/50_keeps_state.ipynb #6c281087
 import torch
 
-from .plain_state import ResumeMismatch
+from .errors import ResumeMismatch
 
 # %% ../../nbs/state/50_keeps_state.ipynb #8d0ad8d3
 def _tells(x): return hasattr(x, 'state_dict') and hasattr(x, 'load_state_dict')

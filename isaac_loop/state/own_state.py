@@ -22,7 +22,8 @@ from ..basics.tensors import map_tensors
 from ..loop.events import callback_name
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
-from .plain_state import UnsaveableState, from_plain, plain
+from .errors import UnsaveableState
+from .plain_state import from_plain, plain
 
 # %% ../../nbs/state/30_own_state.ipynb #9e581eea
 class _Is:

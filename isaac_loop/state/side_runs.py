@@ -18,7 +18,8 @@ from ..loop.trainer import Plan, Trainer
 from ..loop.history import History
 from ..loop.passes import forget
 from ..loop.callback_list import flat
-from .snapshot import Snapshot, random_state, same_random_state, set_random_state
+from .random_numbers import random_state, same_random_state, set_random_state
+from .snapshot import Snapshot
 
 # %% ../../nbs/state/40_side_runs.ipynb #f118024c
 @patch

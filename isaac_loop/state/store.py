@@ -21,7 +21,8 @@ from safetensors.torch import save as safetensors_bytes
 from .. import __version__
 from .checkpoint_files import Checkpoint, FORMAT, MANIFEST_FILE, MODEL_FILE, STATE_FILE, check_manifest, checkpoints_near, manifest_bytes, name_fault, pack_weights, read_manifest, read_small
 from ..basics.checks import check_choice, check_count, did_you_mean, local_path
-from .plain_state import CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, NoValidCheckpoint, UnsaveableState, plain
+from .errors import CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, NoValidCheckpoint, UnsaveableState
+from .plain_state import plain
 
 try: import fcntl
 except ImportError: fcntl = None # Windows: no lock

@@ -7,20 +7,22 @@ __all__ = []
 
 # %% ../../nbs/stop/70_late_questions.ipynb #9d4e8b1d
 import torch
-from fastcore.basics import patch
 
 from ..state.keeps_state import KeepsState
-from ..loop.device_records import place_of
+from ..loop.device_numbers import DeviceNumbers, place_of
 
 # %% ../../nbs/stop/70_late_questions.ipynb #b8ffc118
 class FlagsCB(KeepsState):
     "Leaves flags on the device and reads them after `every` batches"
     _kept = ('found', '_n')
-    found,_n,_pending = (),0,()
+    found,_about,_n = (),(),0
 
     def _start(self, trainer):
         "Forget the last run"
-        self.found,self._pending,self._n = [],[],0
+        self.found = []
+        self._forget()
+
+    def _forget(self): self._flags,self._about,self._n = DeviceNumbers(),[],0 # Flags on the device, what each is about, and their batches
 
     def after_batch(self, trainer):
         "Read the flags now and then"
@@ -36,52 +38,47 @@ class FlagsCB(KeepsState):
 
     def _flag(self, trainer, what, flag):
         "Keep a flag, or read it at once"
-        self._keep(trainer, [what], flag.reshape(1))
+        self._keep(trainer, what, flag)
         if self.every == 1: self._read(trainer)
 
-    def _keep(self, trainer, about, flags):
-        "Keep flags of the present batch, (n,) on the device, with what each is `about`"
+    def _keep(self, trainer, what, flag):
+        "Keep a flag of the present batch, a bool on the device, with `what` it is about"
         place = place_of(trainer)
-        self._n += not self._pending or self._pending[-1][1] != place # The first of this batch
-        self._pending.append((about, place, flags))
+        self._n += not self._about or self._about[-1][1] != place # The first of this batch
+        self._about.append((what, place))
+        self._flags.add(flag.reshape(()))
+
+    def _raised(self):
+        "What each flag that is up is about, and its place; this waits for the device, once"
+        if not self._about: return []
+        return [about for about,is_up in zip(self._about, self._flags.tensor().tolist()) if is_up]
+
+    def _read(self, trainer):
+        "Look for flags that are up"
+        new = [_place(*about) for about in self._raised()]
+        self._forget()
+        if not new: return
+        self.found = [*(self.found or ()), *new]
+        self._act(trainer, new[0])
+
+    def state_dict(self)->dict: # Plain types; this waits for the device
+        "What was found, and the flags that nobody has read yet"
+        return super().state_dict() | dict(pending=[[what, *place, True] for what,place in self._raised()])
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on from `state`: at once in a running fit, otherwise in the next one"
+        super().load_state_dict(state)
+        self._flags,self._about = DeviceNumbers(),[(what, tuple(place)) for what,*place,_ in state['pending']]
+        for *_,flag in state['pending']: self._flags.add(torch.tensor(flag))
 
 # %% ../../nbs/stop/70_late_questions.ipynb #ca026e86
-def _raised(pending):
-    "What each flag that is up is about, and its place; this waits for the device, once"
-    if not pending: return []
-    device = pending[0][2].device
-    up = torch.cat([o.to(device) for *_,o in pending]).tolist()
-    flags = [(what, place) for about,place,_ in pending for what in about]
-    return [o for o,is_up in zip(flags, up) if is_up]
-
 def _place(what, place):
     "An entry of `found`"
     fit,epoch,training,batch = place
     return dict(what=what, fit=fit, epoch=epoch, training=bool(training), batch=batch)
 
-def where_found(o):
+def where_found(found):
     "The place of an entry of `found`, in words"
-    return f"at epoch {o['epoch']}, batch {o['batch']} ({'training' if o['training'] else 'validation'})"
-
-@patch
-def _read(self:FlagsCB, trainer):
-    "Look for flags that are up"
-    pending,self._pending,self._n = self._pending,[],0
-    new = [_place(*o) for o in _raised(pending)]
-    if not new: return
-    self.found = [*(self.found or ()), *new]
-    self._act(trainer, new[0])
-
-# %% ../../nbs/stop/70_late_questions.ipynb #7d8c51fa
-@patch
-def state_dict(self:FlagsCB)->dict: # Plain types; this waits for the device
-    "What was found, and the flags that nobody has read yet"
-    return KeepsState.state_dict(self) | dict(pending=[[what, *place, True] for what,place in _raised(self._pending)])
-
-@patch
-def load_state_dict(self:FlagsCB,
-    state:dict, # What `state_dict` gave
-):
-    "Go on from `state`: at once in a running fit, otherwise in the next one"
-    KeepsState.load_state_dict(self, state)
-    self._pending = [([what], tuple(place), torch.tensor([flag])) for what,*place,flag in state['pending']]
+    return f"at epoch {found['epoch']}, batch {found['batch']} ({'training' if found['training'] else 'validation'})"

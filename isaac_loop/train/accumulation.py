@@ -12,59 +12,75 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 
-from ..basics.checks import check_count
+from ..basics.checks import check_choice, check_count
 from ..loop.events import CancelBatchException, CancelStepException, Order
 from .example_losses import reduction_of
 from .optimizer_options import parameters_of
 from ..basics.tensors import batch_size, batch_weight
 
 # %% ../../nbs/train/20_accumulation.ipynb #ebe7e091
+_NO_ROWS = ("The inputs of the batch, a {kind}, hold no tensor with rows, so `AccumulationCB` cannot tell "
+            "how much its loss weighs. Say it: `weigh='mean'` if all batches weigh the same, or a function "
+            "of the batch.")
+
 def _rows(trainer):
     "How many rows the inputs of the batch have"
     n = batch_size(trainer.split(trainer.batch)[0])
-    if n is None: raise TypeError(f'The inputs of the batch hold no tensor with rows, so `AccumulationCB` cannot tell how much its loss weighs: {type(trainer.batch).__name__}. '
-                                  "Say it: `weigh='mean'` if all batches weigh the same, or a function of the batch.")
+    if n is None: raise TypeError(_NO_ROWS.format(kind=type(trainer.batch).__name__))
     return n
 
 # %% ../../nbs/train/20_accumulation.ipynb #e32d6ab9
+def _beside(loss, count, dtype):
+    "`count` as a tensor on the device of `loss`"
+    if torch.is_tensor(count): return count.to(loss.device, dtype, non_blocking=True)
+    return loss.new_full((), count, dtype=dtype)
+
 def _relative(count, first, loss):
     "`count` divided by `first`; a tensor if one of them is, else a number"
     if not (torch.is_tensor(count) or torch.is_tensor(first)): return count/first if first else float(count)
     dtype = torch.promote_types(loss.dtype, torch.float32)
-    count,first = (o.to(loss.device, dtype, non_blocking=True) if torch.is_tensor(o) else loss.new_full((), o, dtype=dtype) for o in (count, first))
+    count,first = _beside(loss, count, dtype),_beside(loss, first, dtype)
     return count/torch.where(first > 0, first, 1)
 
 # %% ../../nbs/train/20_accumulation.ipynb #34b712e6
+_IS_A_SUM = ("`AccumulationCB` weighs each loss as a mean over its rows, but `loss_func` has "
+             "`reduction='sum'`, so large batches would count twice. Pass `AccumulationCB(..., "
+             "weigh='sum')`, or let the loss be a mean.")
+_A_FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`'
+
 class AccumulationCB:
     "Gather the gradients of several batches for one update, equal to that of one big batch"
     order = Order.FIRST+1 # After whoever limits the number of batches
     on_valid = False
     def __init__(self,
         n_batches:int=2, # Batches for one update
-        weigh='samples', # What each batch's loss is a mean over: its 'samples'; 'mean' weighs all batches alike; 'sum' if losses are sums; or a function of the batch that counts, tokens say
+        weigh='samples', # What a loss is a mean over; or 'mean' (batches weigh alike), 'sum', a function
     ):
         self.n_batches = check_count(n_batches, 'n_batches', 'the batches for an update are counted')
-        if not callable(weigh) and weigh not in ('samples', 'mean', 'sum'):
-            raise ValueError(f"`weigh` is {weigh!r}. Use 'samples', 'mean', 'sum', or a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`.")
+        if not callable(weigh): check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), also=_A_FUNCTION)
         self.weigh,self._params = weigh,None
         self._forget()
 
     def before_fit(self, trainer):
         "Lower the number of updates that schedules expect"
-        if self.weigh == 'samples' and reduction_of(trainer.loss_func) == 'sum': raise ValueError(_is_a_sum)
+        if self.weigh == 'samples' and reduction_of(trainer.loss_func) == 'sum': raise ValueError(_IS_A_SUM)
         self._forget()
         self._params = partial(parameters_of, trainer)
-        if trainer.updates_per_epoch: trainer.updates_per_epoch = math.ceil(trainer.updates_per_epoch/self.n_batches)
+        n = trainer.updates_per_epoch
+        if n: trainer.updates_per_epoch = math.ceil(n/self.n_batches)
+
+    def cleanup_fit(self, trainer):
+        "Let go of the parameters"
+        self._params = None
 
     def _forget(self):
         "No window is open"
-        self.n,self.total,self._first,self._weight = 0,0,None,1.
-        self._loss,self._aside,self._complete,self._closing = None,None,False,False
+        self.n,self.total = 0,0 # Batches in the window, and what they weigh together
+        self._first,self._weight = None,1. # What its first batch counted, and the weight of the present one
+        self._loss,self._aside = None,None # The loss as it was, and the gradients from before the window
+        self._complete,self._closing = False,False
 
-_is_a_sum = ("`AccumulationCB` weighs each loss as a mean over its rows, but `loss_func` has `reduction='sum'`, so large batches would count twice. "
-             "Pass `AccumulationCB(..., weigh='sum')`, or let the loss be a mean.")
-
-# %% ../../nbs/train/20_accumulation.ipynb #a37d1c36
+# %% ../../nbs/train/20_accumulation.ipynb #902d8c84
 @patch
 def _put_aside(self:AccumulationCB):
     "Begin a window with no gradients"
@@ -80,7 +96,6 @@ def _weight_of(self:AccumulationCB, trainer):
     if self.n == 0: self._first = count
     return _relative(count, self._first, trainer.loss)
 
-# %% ../../nbs/train/20_accumulation.ipynb #902d8c84
 @patch
 def before_backward(self:AccumulationCB, trainer):
     "Weigh the loss"
@@ -104,7 +119,8 @@ def cleanup_backward(self:AccumulationCB, trainer):
 def before_step(self:AccumulationCB, trainer):
     "Wait until the window is complete; then divide the gradients by the total"
     last = trainer.n_batches is not None and trainer.batch_num+1 >= trainer.n_batches
-    if self.n < self.n_batches and not (last and self.n) and not self._closing: raise CancelStepException('gathering more gradients')
+    complete = self.n >= self.n_batches or (last and self.n) or self._closing
+    if not complete: raise CancelStepException('gathering more gradients')
     self._finish()
 
 @patch
@@ -135,11 +151,6 @@ def cleanup_epoch(self:AccumulationCB, trainer):
     if self.n or self._aside is not None: self._drop()
 
 @patch
-def cleanup_fit(self:AccumulationCB, trainer):
-    "Let go of the parameters"
-    self._params = None
-
-@patch
 def _close(self:AccumulationCB, trainer):
     "Step with a window that is not full"
     self._closing = True
@@ -155,25 +166,31 @@ def _drop(self:AccumulationCB):
     self._forget()
 
 # %% ../../nbs/train/20_accumulation.ipynb #0657ab44
+_NO_PARAMETERS = ('`AccumulationCB` was given a window with gradients while nothing is training, so there '
+                  'are no parameters to give them to. Load it while a fit is running.')
+
+def _copied(x): return x.detach().clone() if torch.is_tensor(x) else x
+
+def _like(p, grad): return None if grad is None else grad.to(p.device, p.dtype, copy=True)
+
 @patch
 def state_dict(self:AccumulationCB)->dict: # Numbers and tensors; no gradients between two windows
     "The open window: its count, its total and its gradients"
     params = self._params() if self.n else []
-    copied = lambda o: None if o is None else o.detach().clone()
-    aside = {id(p): g for p,g in self._aside or ()}
-    number = lambda o: o.detach().clone() if torch.is_tensor(o) else o
-    return dict(n=self.n, total=number(self.total), first=number(self._first), grads=[copied(p.grad) for p in params], aside=[copied(aside.get(id(p))) for p in params])
+    aside = {id(p): grad for p,grad in self._aside or ()}
+    grads = dict(grads=[_copied(p.grad) for p in params], aside=[_copied(aside.get(id(p))) for p in params])
+    return dict(n=self.n, total=_copied(self.total), first=_copied(self._first), **grads)
 
 @patch
 def load_state_dict(self:AccumulationCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on with the saved window; for a fit that is running"
-    if state['n'] and self._params is None:
-        raise RuntimeError('`AccumulationCB` was given a window with gradients while nothing is training, so there are no parameters to give them to. Load it while a fit is running.')
+    if state['n'] and self._params is None: raise RuntimeError(_NO_PARAMETERS)
     self._forget()
     self.n,self.total,self._first = state['n'],state['total'],state['first']
     if not self.n: return
-    params,like = self._params(),lambda p, o: None if o is None else o.to(p.device, p.dtype, copy=True)
-    for p,grad in zip(params, state['grads'], strict=True): p.grad = like(p, grad)
-    self._aside = [(p, like(p, o)) for p,o in zip(params, state['aside'], strict=True) if o is not None]
+    params = self._params()
+    for p,grad in zip(params, state['grads'], strict=True): p.grad = _like(p, grad)
+    pairs = zip(params, state['aside'], strict=True)
+    self._aside = [(p, _like(p, grad)) for p,grad in pairs if grad is not None]

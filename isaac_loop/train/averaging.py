@@ -13,14 +13,34 @@ import torch
 from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from ..loop.events import callback_name, CancelBatchException, CancelEpochException, CancelException, CancelFitException, Order
+from ..basics.checks import check_choice
+from ..loop.events import CancelBatchException, CancelEpochException, CancelException
+from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.shared_attributes import offering
 
 # %% ../../nbs/train/50_averaging.ipynb #fd9ef505
+_TWO_AVERAGES = ('`{cb}` and `{other}` both put an average into the model for validation, and only one can '
+                 'be measured. Use one of them in a fit.')
+_TWO_FITS = ('This `{cb}` is averaging the weights of another fit that is not over yet, and would mix two '
+             'models. Give each trainer one of its own.')
+_LAZY = ('`{parameter}` has no shape yet, as the model is lazy, so `{cb}` has nothing to begin an average '
+         'with. Run one batch through the model before `fit`, as in `model(x)`.')
+
+def _check_can_begin(cb, trainer):
+    "Refuse a second average in a fit, a second fit of an average, and weights that do not exist yet"
+    name = callback_name(cb)
+    others = [callback_name(o) for o in offering(trainer, 'weights_swapped') if o is not cb]
+    if others: raise ValueError(_TWO_AVERAGES.format(cb=name, other=others[0]))
+    owner = (cb._of and cb._of()) or trainer
+    if owner is not trainer and owner._fitting: raise RuntimeError(_TWO_FITS.format(cb=name))
+    lazy = [parameter for parameter,p in trainer.model.named_parameters() if torch.nn.parameter.is_lazy(p)]
+    if lazy: raise ValueError(_LAZY.format(parameter=lazy[0], cb=name))
+
 class _AveragingCB:
     "Average the weights after every update, and validate with the average"
     order = Order.SCHEDULE
-    weights_swapped,average,_of = False,None,None
+    weights_swapped,average = False,None
+    _of = None # Whose fit this is, until it ends
     def __init__(self,
         keep:bool=False, # Leave the average in the model when the fit has ended?
     ):
@@ -28,18 +48,9 @@ class _AveragingCB:
 
     def before_fit(self, trainer):
         "Begin a new average with the present weights"
-        others = [callback_name(o) for o in offering(trainer, 'weights_swapped') if o is not self]
-        if others: raise ValueError(f'`{callback_name(self)}` and `{others[0]}` both put an average into the model for validation, and only one can be measured. Use one of them in a fit.')
-        other = self._of and self._of()
-        if other is not None and other is not trainer and other._fitting: raise RuntimeError(f'This `{callback_name(self)}` is averaging the weights of another fit that is not over yet, and would mix two models. Give each trainer one of its own.')
-        self._check_lazy(trainer.model)
-        self.average,self.weights_swapped = AveragedModel(trainer.model, multi_avg_fn=self._rule()).eval(),False
-        self._of = weakref.ref(trainer) # Whose fit this is, until it ends
-
-    def _check_lazy(self, model):
-        "Refuse weights that do not exist yet"
-        lazy = [name for name,o in model.named_parameters() if torch.nn.parameter.is_lazy(o)]
-        if lazy: raise ValueError(f'`{lazy[0]}` has no shape yet, as the model is lazy, so `{callback_name(self)}` has nothing to begin an average with. Run one batch through the model before `fit`, as in `model(x)`.')
+        _check_can_begin(self, trainer)
+        self.average = AveragedModel(trainer.model, multi_avg_fn=self._rule()).eval()
+        self.weights_swapped,self._of = False,weakref.ref(trainer)
 
     def after_step(self, trainer):
         "Take the new weights into the average"
@@ -47,22 +58,32 @@ class _AveragingCB:
 
     def _counts(self, trainer): return True
 
-# %% ../../nbs/train/50_averaging.ipynb #7e42c52e
-@patch(as_prop=True)
-def evaluated(self:_AveragingCB):
-    "The average, which is what validation measures once it has begun"
-    return self.average.module if self.average is not None and self.average.n_averaged.item() else None
+    @property
+    def n_averaged(self):
+        "How many weights are in the average"
+        return self.average.n_averaged.item() if self.average is not None else 0
 
-@patch(as_prop=True)
-def n_averaged(self:_AveragingCB):
-    "How many weights are in the average"
-    return self.average.n_averaged.item() if self.average is not None else 0
+    @property
+    def evaluated(self):
+        "The average, which is what validation measures once it has begun"
+        return self.average.module if self.n_averaged else None
+
+    def state_dict(self):
+        "The average, and how many updates are in it"
+        return dict(average=self.average.state_dict())
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on from a saved average"
+        self.average.load_state_dict(state['average'])
 
 # %% ../../nbs/train/50_averaging.ipynb #647a370e
 @patch
 def _swap(self:_AveragingCB, model):
     "Exchange the storage of all parameters and buffers"
-    pairs = [*zip(model.parameters(), self.average.module.parameters()), *zip(model.buffers(), self.average.module.buffers())]
+    average = self.average.module
+    pairs = [*zip(model.parameters(), average.parameters()), *zip(model.buffers(), average.buffers())]
     for mine,other in pairs: mine.data,other.data = other.data,mine.data
     self.weights_swapped = not self.weights_swapped
 
@@ -76,11 +97,10 @@ def lent(self:_AveragingCB, model):
     finally:
         if swap: self._swap(model)
 
-# %% ../../nbs/train/50_averaging.ipynb #f63969a5
 @patch
 def before_epoch(self:_AveragingCB, trainer):
     "Lend the average to the model while validating"
-    if not trainer.training and self.average.n_averaged.item(): self._swap(trainer.model)
+    if not trainer.training and self.n_averaged: self._swap(trainer.model)
 
 @patch
 def cleanup_epoch(self:_AveragingCB, trainer):
@@ -89,37 +109,32 @@ def cleanup_epoch(self:_AveragingCB, trainer):
 
 # %% ../../nbs/train/50_averaging.ipynb #68a46d1f
 @patch
+def _is_of(self:_AveragingCB, trainer):
+    "Whether this is the fit that the average was begun in"
+    return self._of is not None and self._of() is trainer
+
+@patch
 def cleanup_fit(self:_AveragingCB, trainer):
     "Leave the average in the model, if it is to be kept; unless another callback put the best weights there"
-    begun = self._of is not None and self._of() is trainer
-    if not begun: return
+    if not self._is_of(trainer): return
     self._of = None
     ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
-    taken = offering(trainer, 'best_epoch')
-    if self.keep and ended_well and not taken and self.evaluated is not None: trainer.model.load_state_dict(self.evaluated.state_dict())
-
-# %% ../../nbs/train/50_averaging.ipynb #61a3bd84
-@patch
-def state_dict(self:_AveragingCB):
-    "The average, and how many updates are in it"
-    return dict(average=self.average.state_dict())
-
-@patch
-def load_state_dict(self:_AveragingCB,
-    state:dict, # What `state_dict` gave
-):
-    "Go on from a saved average"
-    self.average.load_state_dict(state['average'])
+    if not self.keep or offering(trainer, 'best_epoch') or not ended_well or self.evaluated is None: return
+    trainer.model.load_state_dict(self.evaluated.state_dict())
 
 # %% ../../nbs/train/50_averaging.ipynb #6149b565
+_NO_DECAY = ('`decay` is {decay!r}; at 1 or more the average would never change or grow without end. Use a '
+             'share such as 0.999.')
+
 class EMACB(_AveragingCB):
     "Keep an exponential moving average of the weights, and validate with it"
     def __init__(self,
-        decay:float=0.999, # Share of the old average that stays at each update, 0 to 1; 0.999 looks back over about 1,000 updates
+        decay:float=0.999, # Share of the old average that stays at each update; 0.999 looks back over 1,000
         keep:bool=False, # Leave the average in the model when the fit has ended?
-        *, warmup:bool=True, # Forget faster at first? Then `decay` is reached after about 9/(1-`decay`) updates
+        *, warmup:bool=True, # Forget faster at first, for about 9/(1-`decay`) updates?
     ):
-        if isinstance(decay, (str, bool)) or not 0 <= decay < 1: raise ValueError(f'`decay` is {decay!r}; at 1 or more the average would never change or grow without end. Use a share such as 0.999.')
+        is_share = not isinstance(decay, (str, bool)) and 0 <= decay < 1
+        if not is_share: raise ValueError(_NO_DECAY.format(decay=decay))
         super().__init__(keep)
         self.decay,self.warmup,self._n = decay,warmup,0
 
@@ -140,28 +155,30 @@ class EMACB(_AveragingCB):
         super().load_state_dict(state)
         self._n = self.average.n_averaged.item()
 
-    def _rule(self): return self._take_in
-    def _take_in(self, averages, weights, n): get_ema_multi_avg_fn(self.decay_at(self._n))(averages, weights, n)
+    def decay_at(self,
+        n:int, # Updates that are in the average already
+    )->float: # Share of the old average that stays
+        "The decay at an update"
+        return min(self.decay, (1+n)/(10+n)) if self.warmup else self.decay
 
-# %% ../../nbs/train/50_averaging.ipynb #7b86655b
-@patch
-def decay_at(self:EMACB,
-    n:int, # Updates that are in the average already
-)->float: # Share of the old average that stays
-    "The decay at an update"
-    return min(self.decay, (1+n)/(10+n)) if self.warmup else self.decay
+    def _rule(self): return self._take_in
+    def _take_in(self, averages, weights, n):
+        get_ema_multi_avg_fn(self.decay_at(self._n))(averages, weights, n)
 
 # %% ../../nbs/train/50_averaging.ipynb #e871d31e
+_NO_START = ('`start` is {start!r}, but it is a share of the epochs. Use 0 or more and less than 1, such as '
+             '0.75.')
+
 class SWACB(_AveragingCB):
     "Keep the mean of the weights over the last part of the run, and validate with it"
     def __init__(self,
         start:float=0.75, # Begin after this share of the epochs, 0 to 1
         every:str='epoch', # Take the weights in at the end of each 'epoch', or at each 'update'
-        update_bn:bool=True, # Measure batch norm's running means anew for the average, in a pass over `dls.train` after the fit?
+        update_bn:bool=True, # Measure batch norm's means anew, in a pass over `dls.train` after the fit?
         keep:bool=False, # Leave the average in the model when the fit has ended?
     ):
-        if not 0 <= start < 1: raise ValueError(f'`start` is {start!r}, but it is a share of the epochs. Use 0 or more and less than 1, such as 0.75.')
-        if every not in ('epoch', 'update'): raise ValueError(f"`every` is {every!r}. Use 'epoch' or 'update'.")
+        if not 0 <= start < 1: raise ValueError(_NO_START.format(start=start))
+        check_choice(every, 'every', ('epoch', 'update'))
         super().__init__(keep)
         self.start,self.every,self.update_bn = start,every,update_bn
 
@@ -181,27 +198,31 @@ class SWACB(_AveragingCB):
         "Take the weights of this epoch into the mean, or the average out of the model"
         super().cleanup_epoch(trainer)
         ended_well = trainer.exception is None or isinstance(trainer.exception, CancelEpochException)
-        if trainer.training and ended_well and self.every == 'epoch' and self._begun(trainer): self.average.update_parameters(trainer.model)
+        counts = trainer.training and ended_well and self.every == 'epoch'
+        if counts and self._begun(trainer): self.average.update_parameters(trainer.model)
 
     def _rule(self): return get_swa_multi_avg_fn()
     def _begun(self, trainer): return trainer.epoch >= math.floor(self.start*trainer.n_epochs)
     def _counts(self, trainer): return self.every == 'update' and self._begun(trainer)
 
 # %% ../../nbs/train/50_averaging.ipynb #1e54b63c
-def _batch_norms(model): return [o for o in model.modules() if isinstance(o, torch.nn.modules.batchnorm._BatchNorm)]
+_BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+def _batch_norms(model): return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 @contextmanager
 def _measuring(model):
     "Let the batch norms of `model` forget what they know, and take the plain mean over the batches that come"
-    modes,momenta = [(o, o.training) for o in model.modules()],[(o, o.momentum) for o in _batch_norms(model)]
-    for o,_ in momenta:
-        o.reset_running_stats()
-        o.momentum = None
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [(norm, norm.momentum) for norm in _batch_norms(model)]
+    for norm,_ in momenta:
+        norm.reset_running_stats()
+        norm.momentum = None
     model.train()
     try: yield
     finally:
-        for o,mode in modes: o.training = mode
-        for o,momentum in momenta: o.momentum = momentum
+        for module,mode in modes: module.training = mode
+        for norm,momentum in momenta: norm.momentum = momentum
 
 # %% ../../nbs/train/50_averaging.ipynb #945a5a1f
 class _MeasureCB:
@@ -225,29 +246,32 @@ def _measure_anew(average, trainer):
     "Run the training data through `average` for its batch norms"
     loader,grads = trainer.dls.train,[p.grad for p in trainer.model.parameters()]
     position = loader.state_dict() if hasattr(loader, 'load_state_dict') else None
-    before,measure = {k: o.clone() for k,o in average.state_dict().items()},_MeasureCB(average)
+    before,measure = {name: x.clone() for name,x in average.state_dict().items()},_MeasureCB(average)
+    side_run = trainer.side_run(measure, below=Order.STEP)
     try:
-        with _measuring(average), trainer.side_run(measure, below=Order.STEP) as side, torch.no_grad(): side.fit(1, valid=False)
+        with _measuring(average), side_run as side, torch.no_grad(): side.fit(1, valid=False)
     finally:
         if position is not None: loader.load_state_dict(position)
         for p,grad in zip(trainer.model.parameters(), grads): p.grad = grad
         if not measure.n_batches: average.load_state_dict(before)
     return measure.n_batches
 
-def _not_measured(why):
-    return (f'The batch norms of the average that `SWACB` has made were not measured, because {why}. They have the running means of the last weights, which do not fit it. '
-            'Measure them with `torch.optim.swa_utils.update_bn`, or use the weights that were trained.')
+_NOT_MEASURED = ('The batch norms of the average that `SWACB` has made were not measured, because {why}, '
+                 'and have the running means of the last weights. Measure them with '
+                 '`torch.optim.swa_utils.update_bn`, or use the weights that were trained.')
+
+def _warn_of_norms(why): warnings.warn(_NOT_MEASURED.format(why=why), stacklevel=3)
 
 @patch
 def after_fit(self:SWACB, trainer):
     "Measure batch norm anew for the average"
     if not (self.update_bn and self.evaluated is not None and _batch_norms(self.average)): return
-    if not _measure_anew(self.average, trainer): warnings.warn(_not_measured('a callback let no batch through'), stacklevel=2)
+    if not _measure_anew(self.average, trainer): _warn_of_norms('a callback let no batch through')
 
 @patch
 def cleanup_fit(self:SWACB, trainer):
-    "Leave the average in the model, if it is to be kept; say so if a cancel left its batch norms without measurement"
-    begun = self._of is not None and self._of() is trainer
+    "Leave the average in the model, if it is to be kept; say so if a cancel left its batch norms unmeasured"
+    cancelled = self._is_of(trainer) and isinstance(trainer.exception, CancelFitException)
     _AveragingCB.cleanup_fit(self, trainer)
-    if begun and isinstance(trainer.exception, CancelFitException) and self.update_bn and self.n_averaged > self._loaded and _batch_norms(self.average):
-        warnings.warn(_not_measured(f'the fit was cancelled ({trainer.exception})'), stacklevel=2)
+    if not (cancelled and self.update_bn and self.n_averaged > self._loaded): return
+    if _batch_norms(self.average): _warn_of_norms(f'the fit was cancelled ({trainer.exception})')

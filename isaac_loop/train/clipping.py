@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from ..loop.events import Order
-from ..loop.device_records import DeviceRecord, place_of
+from ..loop.device_numbers import DeviceRecord, place_of
 
 # %% ../../nbs/train/30_clipping.ipynb #9c8a6c50
 def _norm(grads, norm_type=2.):
@@ -50,6 +50,10 @@ def _clip_adaptive(params, share, norm_type, eps=1e-3):
     return norm,torch.stack([o.to(norm.device) for o in reached]).any().to(norm.dtype)
 
 # %% ../../nbs/train/30_clipping.ipynb #5ba5cced
+_NO_WHOLE_ROWS = ('A sparse gradient with more than one sparse dimension has no whole rows, so '
+                  '`ClipGradCB(adaptive=...)` cannot clip it by the norm of its weights. Use `max_norm` or '
+                  '`max_value`.')
+
 class _Entries:
     "The entries of a sparse gradient, in the place of its parameter"
     def __init__(self, p):
@@ -58,7 +62,7 @@ class _Entries:
 
     def detach(self):
         "The weights of those rows"
-        if len(self.rows) > 1: raise ValueError('A sparse gradient with more than one sparse dimension has no whole rows, so `ClipGradCB(adaptive=...)` cannot clip it by the norm of its weights. Use `max_norm` or `max_value`.')
+        if len(self.rows) > 1: raise ValueError(_NO_WHOLE_ROWS)
         return self.param.detach()[self.rows[0]]
 
 def _with_entries(params):
@@ -74,9 +78,9 @@ class ClipGradCB:
     def __init__(self,
         max_norm:float=None, # Shorten all gradients together to this norm; `math.inf` only measures
         *, max_value:float=None, # Or cut each number to the range from `-max_value` to `max_value`
-        adaptive:float=None, # Or keep the gradient of each unit below this share of the norm of its weights, 0.01 say
+        adaptive:float=None, # Or keep the gradient of each unit below this share of the norm of its weights
         norm_type:float=2., # Which norm to clip by, and to record; `math.inf` for the largest number
-        params=None, # Function of the trainer that gives the parameters to clip; default: all that the optimizer holds
+        params=None, # Function of the trainer that gives the parameters; default: all of the optimizer
         column:str='grad_norm', # Name of the column in `trainer.history`; None to write nothing
     ):
         given = {'max_norm': max_norm, 'max_value': max_value, 'adaptive': adaptive}
@@ -84,14 +88,18 @@ class ClipGradCB:
         self.norm_type,self.params,self.column,self.norm = float(norm_type),params,column,None
         self._record,self._now,self._resumed,self._in_pass = DeviceRecord(),None,None,False
 
+_NOT_ONE_LIMIT = ('`ClipGradCB` got {given}, and cannot tell how to clip. Give it one of `max_norm`, '
+                  '`max_value`, `adaptive`; for two, use two callbacks with a `name` each.')
+_NO_LIMIT = ('`{kind}` is {limit!r}, and with that no gradient would be left to learn from. Use a number '
+             'above 0.')
+
 def _one_limit(given):
     "The kind of clipping and its limit, or an error"
-    if len(given) != 1:
-        raise ValueError(f'`ClipGradCB` got {" and ".join(f"`{o}`" for o in given) or "no limit"}, and cannot tell how to clip. Give it one of `max_norm`, `max_value`, `adaptive`; '
-                         'for two, use two callbacks with a `name` each.')
+    names = ' and '.join(f'`{o}`' for o in given) or 'no limit'
+    if len(given) != 1: raise ValueError(_NOT_ONE_LIMIT.format(given=names))
     (kind,limit), = given.items()
-    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not limit > 0:
-        raise ValueError(f'`{kind}` is {limit!r}, and with that no gradient would be left to learn from. Use a number above 0.')
+    is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
+    if not (is_number and limit > 0): raise ValueError(_NO_LIMIT.format(kind=kind, limit=limit))
     return kind,float(limit)
 
 # %% ../../nbs/train/30_clipping.ipynb #86964bba
@@ -141,8 +149,10 @@ def cleanup_epoch(self:ClipGradCB, trainer):
 def _write(self:ClipGradCB, history):
     "Write what was recorded in this pass"
     norms,reached = self._record.read().T.tolist()
-    last = {o: i for i,o in enumerate(self._record.columns['batch'])} # An update at the end of a pass belongs to its last batch
-    history.write(**dict(zip(self.columns(None), (sum(norms)/len(norms), sum(reached)/len(reached)))))
+    means = sum(norms)/len(norms),sum(reached)/len(reached)
+    history.write(**dict(zip(self.columns(None), means)))
+    batches = self._record.columns['batch'] # An update at the end of a pass belongs to its last batch
+    last = {batch: i for i,batch in enumerate(batches)}
     history.write_batches(True, list(last), **{self.column: [norms[i] for i in last.values()]})
 
 # %% ../../nbs/train/30_clipping.ipynb #40ba46fd

@@ -18,7 +18,8 @@ def reduction_of(
     loss_func, # A module, a function, or a `partial` of one
 ): # 'mean', 'sum' or another; None if it has no such setting
     "The `reduction` that a loss says it has"
-    if isinstance(loss_func, partial): return loss_func.keywords.get('reduction') or reduction_of(loss_func.func)
+    if isinstance(loss_func, partial):
+        return loss_func.keywords.get('reduction') or reduction_of(loss_func.func)
     own = getattr(loss_func, 'reduction', None)
     if own is not None: return own
     try: found = inspect.signature(loss_func).parameters.get('reduction')
@@ -26,6 +27,9 @@ def reduction_of(
     return found and found.default
 
 # %% ../../nbs/train/60_example_losses.ipynb #7906017f
+_OTHER_ROWS = ('`loss_func` gave losses of shape {shape} for {n} examples, so nobody can tell whose they '
+               'are. Let it return one row of losses for each example.')
+
 def unreduced_loss(
     loss_func, # A module, a function, or a `partial` of one
 )->tuple: # The loss, and its `reduction`; None if there is no such setting
@@ -36,47 +40,58 @@ def unreduced_loss(
         return plain, loss_func.reduction
     try: parameters = inspect.signature(loss_func).parameters
     except (TypeError, ValueError): return None
-    return (partial(loss_func, reduction='none'), reduction_of(loss_func)) if 'reduction' in parameters else None
+    if 'reduction' not in parameters: return None
+    return partial(loss_func, reduction='none'), reduction_of(loss_func)
 
 def _by_rows(losses, n, reduction):
     "One loss for each of `n` rows"
-    if len(losses) != n:
-        raise ValueError(f'`loss_func` gave losses of shape {tuple(losses.shape)} for {n} examples, so nobody can tell whose they are. Let it return one row of losses for each example.')
+    if len(losses) != n: raise ValueError(_OTHER_ROWS.format(shape=tuple(losses.shape), n=n))
     losses = losses.reshape(n, -1)
     return losses.sum(1) if reduction in ('sum', 'batchmean') else losses.mean(1)
 
 # %% ../../nbs/train/60_example_losses.ipynb #4dedefcf
+_FAILED_ALONE = ('`loss_func` has no argument `reduction`, and called with a single example it failed: '
+                 '{error} Without a loss for each example, leave out `with_loss`; or give the loss an '
+                 'argument `reduction`.')
+_SEVERAL_ALONE = ('`loss_func` gave {shape} for a single example, but its loss is one number. Let it return '
+                  'a mean or a sum.')
+
 def _one_by_one(loss_func, preds, targets, n):
     "The loss of each row, by calling `loss_func` with single rows"
     losses = []
     for i in range(n):
         row = lambda x, i=i: map_tensors(lambda t: t[i:i+1] if t.ndim and len(t) == n else t, x)
         try: loss = torch.as_tensor(loss_func(row(preds), *row(targets)))
-        except Exception as e:
-            raise ValueError(f'`loss_func` has no argument `reduction`, and called with a single example it failed: {e} '
-                             'Without a loss for each example, leave out `with_loss`; or give the loss an argument `reduction`.') from e
-        if loss.numel() != 1: raise ValueError(f'`loss_func` gave {tuple(loss.shape)} for a single example, but its loss is one number. Let it return a mean or a sum.')
+        except Exception as e: raise ValueError(_FAILED_ALONE.format(error=e)) from e
+        if loss.numel() != 1: raise ValueError(_SEVERAL_ALONE.format(shape=tuple(loss.shape)))
         losses.append(loss.reshape(()))
     return torch.stack(losses)
 
 # %% ../../nbs/train/60_example_losses.ipynb #f9e13170
+_NO_LOSS = ('There is no `loss_func`, so no example has a loss. Give the trainer one, or leave out '
+            '`with_loss`.')
+
 def check_loss_func(
     loss_func, # What the trainer has
 ):
     "Refuse a missing loss"
-    if loss_func is None: raise ValueError('There is no `loss_func`, so no example has a loss. Give the trainer one, or leave out `with_loss`.')
+    if loss_func is None: raise ValueError(_NO_LOSS)
 
 # %% ../../nbs/train/60_example_losses.ipynb #cf0375a0
+_NO_EXAMPLES = ('Neither predictions nor targets hold a tensor with rows, so there are no examples to tell '
+                'apart.')
+
 def loss_per_example(
     loss_func, # Called with predictions and targets
     preds, # The model's output for a batch
     *targets, # What else the loss is called with
 )->torch.Tensor: # (bs,) One loss for each example
-    "The loss of every example in a batch: by `reduction='none'` where the loss has it, or else one call for each"
+    "The loss of every example in a batch: by `reduction='none'`, or else one call for each"
     check_loss_func(loss_func)
     n = batch_size(targets) or batch_size(preds)
-    if not n: raise ValueError('Neither predictions nor targets hold a tensor with rows, so there are no examples to tell apart.')
+    if not n: raise ValueError(_NO_EXAMPLES)
     unreduced = unreduced_loss(loss_func)
     if unreduced is None: return _one_by_one(loss_func, preds, targets, n)
     losses = unreduced[0](preds, *targets)
-    return _by_rows(losses, n, unreduced[1]) if torch.is_tensor(losses) and losses.ndim else _one_by_one(loss_func, preds, targets, n)
+    if torch.is_tensor(losses) and losses.ndim: return _by_rows(losses, n, unreduced[1])
+    return _one_by_one(loss_func, preds, targets, n)

@@ -8,40 +8,77 @@ __all__ = ['layer_groups', 'FreezeCB', 'discriminative_rates', 'BatchNormEvalCB'
 # %% ../../nbs/train/40_freezing.ipynb #b8bbb2ce
 from fnmatch import fnmatchcase
 
-from fastcore.basics import patch
 from torch import nn
 
 from ..loop.events import Order
-from ..basics.checks import did_you_mean
+from ..basics.checks import check_count, did_you_mean
 
 # %% ../../nbs/train/40_freezing.ipynb #bcddb16b
+_NO_MODULE = 'The model is a {kind}, which has no parts to tell apart. Layer groups need an `nn.Module`.'
+
+def _has_parameters(module): return next(module.parameters(), None) is not None
+
 def layer_groups(
     model:nn.Module, # Its direct children are the groups
 )->dict: # Modules by name, from input to output
     "The children of `model` that have parameters"
-    if not hasattr(model, 'named_children'): raise TypeError(f'The model is a {type(model).__name__}, which has no parts to tell apart. Layer groups need an `nn.Module`.')
-    return {name: o for name,o in model.named_children() if any(True for _ in o.parameters())}
+    if not hasattr(model, 'named_children'): raise TypeError(_NO_MODULE.format(kind=type(model).__name__))
+    return {name: part for name,part in model.named_children() if _has_parameters(part)}
 
 # %% ../../nbs/train/40_freezing.ipynb #66867c6a
-def _owned(prefix, module): return {f'{prefix}.{name}' if prefix else name: p for name,p in module.named_parameters()}
+_NO_NAME = ('{part!r} names no part of a model. Use a name or a pattern such as `encoder.*`, a class of '
+            'modules, or a module.')
+_NOT_THERE = ('`{who}` was given {part!r}, but nothing of that kind in the model has parameters; parts that '
+              'have some are {names}.{hint}')
+
+def _owned(prefix, module):
+    "The parameters of `module`, by their names in the model"
+    return {f'{prefix}.{name}' if prefix else name: p for name,p in module.named_parameters()}
 
 def _named_modules(model, part):
     "The modules that `part` means, by name"
-    named = dict(model.named_modules())
-    if isinstance(part, nn.Module): return {name: o for name,o in named.items() if o is part}
-    if isinstance(part, type): return {name: o for name,o in named.items() if isinstance(o, part)}
-    if isinstance(part, str): return {name: o for name,o in named.items() if name and fnmatchcase(name, part)}
-    raise TypeError(f'{part!r} names no part of a model. Use a name or a pattern such as `encoder.*`, a class of modules, or a module.')
+    if isinstance(part, nn.Module): is_meant = lambda name, module: module is part
+    elif isinstance(part, type): is_meant = lambda name, module: isinstance(module, part)
+    elif isinstance(part, str): is_meant = lambda name, module: name and fnmatchcase(name, part)
+    else: raise TypeError(_NO_NAME.format(part=part))
+    return {name: module for name,module in model.named_modules() if is_meant(name, module)}
 
 def _parameters_of(model, part, who):
     "The parameters that `part` means, by name"
-    found = {}
-    for name,o in _named_modules(model, part).items(): found |= _owned(name, o)
-    if isinstance(part, str): found |= {name: p for name,p in model.named_parameters() if fnmatchcase(name, part)}
+    found,is_text = {},isinstance(part, str)
+    for name,module in _named_modules(model, part).items(): found |= _owned(name, module)
+    if is_text: found |= {name: p for name,p in model.named_parameters() if fnmatchcase(name, part)}
     if found: return found
-    names = [o for o,m in model.named_modules() if o and next(m.parameters(), None) is not None]
-    hint = did_you_mean(part, names) if isinstance(part, str) else ''
-    raise LookupError(f'`{who}` was given {part!r}, but nothing of that kind in the model has parameters; parts that have some are {names}.{hint}')
+    names = [name for name,module in model.named_modules() if name and _has_parameters(module)]
+    hint = did_you_mean(part, names) if is_text else ''
+    raise LookupError(_NOT_THERE.format(who=who, part=part, names=names, hint=hint))
+
+# %% ../../nbs/train/40_freezing.ipynb #630cda4b
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+_ALL_FROZEN = ('`FreezeCB` has frozen every parameter in epoch {epoch}, so nothing would be learnt and '
+               'backward would fail. Leave a part of the model out, or let `until` come earlier.')
+
+def _norm_parameters(model):
+    "The parameters of all batch norms, by name"
+    norms = [(name, module) for name,module in model.named_modules() if isinstance(module, _BatchNorm)]
+    return {name: p for prefix,norm in norms for name,p in _owned(prefix, norm).items()}
+
+def _listed(parts): return parts if isinstance(parts, (list, tuple)) else [parts]
+
+def _ranges(parts, start, until):
+    "Triples of part, first frozen epoch, and first free epoch"
+    pairs = parts.items() if isinstance(parts, dict) else [(part, until) for part in _listed(parts)]
+    found = [(part, *(when if isinstance(when, tuple) else (start, when))) for part,when in pairs]
+    for part,first,last in found:
+        why = f'that makes no range of epochs for {part!r}'
+        check_count(first, 'start', why, least=0)
+        check_count(last, 'until', why, least=first+1, none='for never')
+    return found
+
+def _check_learning(trainer):
+    "Refuse to freeze everything"
+    if not any(p.requires_grad for p in trainer.model.parameters()):
+        raise ValueError(_ALL_FROZEN.format(epoch=trainer.epoch))
 
 # %% ../../nbs/train/40_freezing.ipynb #58dbe5fd
 class FreezeCB:
@@ -50,10 +87,10 @@ class FreezeCB:
     stateless = '_changed','frozen'
     on_valid = False
     def __init__(self,
-        parts, # What to freeze: a name, a pattern, a class, a module, or a list of them; or a dict from these to `until`, or to pairs of `start` and `until`
+        parts, # Name, pattern, class or module; a list of them; or a dict to `until` or `(start, until)`
         until:int=None, # First epoch in which they learn again; default: never in this fit
         *, start:int=0, # First epoch in which they are frozen
-        batch_norms:bool=False, # Freeze the batch norms in them too? They adapt to new data quickly, so they mostly stay free
+        batch_norms:bool=False, # The batch norms in them too? They adapt quickly, so they mostly stay free
     ):
         self.ranges,self.batch_norms = _ranges(parts, start, until),batch_norms
         self.frozen,self._changed = [],()
@@ -63,82 +100,72 @@ class FreezeCB:
         for part,_,_ in self.ranges: _parameters_of(trainer.model, part, type(self).__name__)
         self.frozen,self._changed = [],()
 
-def _ranges(parts, start, until):
-    "Triples of part, first frozen epoch, and first free epoch"
-    if isinstance(parts, dict): found = [(o, *(v if isinstance(v, tuple) else (start, v))) for o,v in parts.items()]
-    else: found = [(o, start, until) for o in (parts if isinstance(parts, (list, tuple)) else [parts])]
-    for part,first,last in found:
-        if any(isinstance(o, bool) or not isinstance(o, int) for o in (first, 0 if last is None else last)) or first < 0 or (last is not None and last <= first):
-            raise ValueError(f'{part!r} is to be frozen from epoch {first!r} until {last!r}, which is no range of epochs. Use whole numbers from 0, `until` the larger.')
-    return found
+    def before_epoch(self, trainer):
+        "Freeze what is to be frozen in this epoch"
+        found = self._now(trainer.model, trainer.epoch)
+        self.frozen,self._changed = list(found),[p for p in found.values() if p.requires_grad]
+        for p in self._changed:
+            p.requires_grad_(False)
+            p.grad = None
+        if self._changed: _check_learning(trainer)
 
-# %% ../../nbs/train/40_freezing.ipynb #630cda4b
-_BatchNorm = nn.modules.batchnorm._BatchNorm
+    def cleanup_epoch(self, trainer):
+        "Let them learn again"
+        for p in self._changed: p.requires_grad_(True)
+        self._changed = ()
 
-def _norm_parameters(model):
-    "The parameters of all batch norms, by name"
-    return {name: p for prefix,o in model.named_modules() if isinstance(o, _BatchNorm) for name,p in _owned(prefix, o).items()}
-
-@patch
-def _now(self:FreezeCB, model, epoch):
-    "The parameters that are frozen in `epoch`, by name"
-    found = {}
-    for part,start,until in self.ranges:
-        if start <= epoch and (until is None or epoch < until): found |= _parameters_of(model, part, type(self).__name__)
-    free = {} if self.batch_norms else _norm_parameters(model)
-    return {name: p for name,p in found.items() if name not in free}
-
-# %% ../../nbs/train/40_freezing.ipynb #55fa80b7
-def _all_frozen(epoch):
-    return f'`FreezeCB` has frozen every parameter in epoch {epoch}, so nothing would be learnt and backward would fail. Leave a part of the model out, or let `until` come earlier.'
-
-@patch
-def before_epoch(self:FreezeCB, trainer):
-    "Freeze what is to be frozen in this epoch"
-    found = self._now(trainer.model, trainer.epoch)
-    self.frozen,self._changed = list(found),[p for p in found.values() if p.requires_grad]
-    for p in self._changed:
-        p.requires_grad_(False)
-        p.grad = None
-    if self._changed and not any(p.requires_grad for p in trainer.model.parameters()): raise ValueError(_all_frozen(trainer.epoch))
-
-@patch
-def cleanup_epoch(self:FreezeCB, trainer):
-    "Let them learn again"
-    for p in self._changed: p.requires_grad_(True)
-    self._changed = ()
+    def _now(self, model, epoch):
+        "The parameters that are frozen in `epoch`, by name"
+        found,who = {},type(self).__name__
+        for part,start,until in self.ranges:
+            if start <= epoch and (until is None or epoch < until): found |= _parameters_of(model, part, who)
+        free = {} if self.batch_norms else _norm_parameters(model)
+        return {name: p for name,p in found.items() if name not in free}
 
 # %% ../../nbs/train/40_freezing.ipynb #a460fdb3
+_NO_FACTOR = ('The rate of {part!r} is to be multiplied by {factor!r}, and so it would not learn. Use a '
+              'number above 0, or freeze it with `FreezeCB`.')
+_OTHER_MODEL = ('`discriminative_rates` was made for another model: none of its parameters is trained here, '
+                'so no rate would differ. Pass it the model that the trainer has.')
+
 def discriminative_rates(
     opt_func, # Makes an optimizer from parameter groups and a rate
     model:nn.Module, # The model that will be trained
-    factors=2.6, # By how much the rate falls from each layer group to the one before it; or a dict from parts of the model to what their rate is multiplied by
+    factors=2.6, # How much lower the rate is in a layer group than in the next; or a dict of factors by part
 ): # For `Trainer(opt_func=...)`
     "An `opt_func` that gives each part of `model` a rate of its own; parts not named get the full rate"
     if not isinstance(factors, dict):
         names = list(layer_groups(model))
         factors = {name: factors**(i+1-len(names)) for i,name in enumerate(names)}
     for part,factor in factors.items():
-        if not factor > 0: raise ValueError(f'The rate of {part!r} is to be multiplied by {factor!r}, and so it would not learn. Use a number above 0, or freeze it with `FreezeCB`.')
+        if not factor > 0: raise ValueError(_NO_FACTOR.format(part=part, factor=factor))
         _parameters_of(model, part, 'discriminative_rates')
     return _WithRates(opt_func, model, factors)
 
 class _WithRates:
     "Sorts parameters into groups by their rate"
-    def __init__(self, opt_func, model, factors): self.opt_func,self.model,self.factors = opt_func,model,factors
+    def __init__(self, opt_func, model, factors):
+        self.opt_func,self.model,self.factors = opt_func,model,factors
 
     def __call__(self, params, lr):
         "The optimizer"
-        factor_of = {}
-        for part,factor in self.factors.items(): factor_of |= {id(p): factor for p in _parameters_of(self.model, part, 'discriminative_rates').values()}
-        params,groups = list(params),{}
-        if not any(id(p) in factor_of for p in params): raise ValueError(_other_model)
+        params,factor_of,groups = list(params),self._factor_of(),{}
+        if not any(id(p) in factor_of for p in params): raise ValueError(_OTHER_MODEL)
         for p in params: groups.setdefault(factor_of.get(id(p), 1.), []).append(p)
         return self.opt_func([dict(params=found, lr=lr*factor) for factor,found in groups.items()], lr)
 
-_other_model = '`discriminative_rates` was made for another model: none of its parameters is trained here, so no rate would differ. Pass it the model that the trainer has.'
+    def _factor_of(self):
+        "The factor of each parameter, by its id; later parts count more"
+        found = {}
+        for part,factor in self.factors.items():
+            params = _parameters_of(self.model, part, 'discriminative_rates').values()
+            found |= {id(p): factor for p in params}
+        return found
 
 # %% ../../nbs/train/40_freezing.ipynb #5d22c15e
+_NO_BATCH_NORM = ('`BatchNormEvalCB` finds no batch norm in {where}, so it would do nothing. Leave it out, '
+                  'or name another part.')
+
 class BatchNormEvalCB:
     "Keep batch norms in eval mode while training, so that their running statistics stay"
     order = Order.FIRST+1 # After everybody who freezes
@@ -152,21 +179,25 @@ class BatchNormEvalCB:
 
     def before_fit(self, trainer):
         "See whether there are any"
-        if not self._found(trainer.model): raise LookupError(f'`BatchNormEvalCB` finds no batch norm in {"the model" if self.parts is None else repr(self.parts)}, so it would do nothing. Leave it out, or name another part.')
+        where = 'the model' if self.parts is None else repr(self.parts)
+        if not self._found(trainer.model): raise LookupError(_NO_BATCH_NORM.format(where=where))
 
     def before_epoch(self, trainer):
         "Put them into eval mode"
-        frozen = lambda o: not any(p.requires_grad for p in o.parameters())
-        self._changed = [o for o in self._found(trainer.model) if o.training and (frozen(o) or not self.only_frozen)]
-        for o in self._changed: o.eval()
+        self._changed = [o for o in self._found(trainer.model) if o.training and self._is_meant(o)]
+        for norm in self._changed: norm.eval()
 
     def cleanup_epoch(self, trainer):
         "Put them back"
-        for o in self._changed: o.train()
+        for norm in self._changed: norm.train()
         self._changed = ()
+
+    def _is_meant(self, norm):
+        "Whether `norm` is to be in eval mode now"
+        return not self.only_frozen or not any(p.requires_grad for p in norm.parameters())
 
     def _found(self, model):
         "The batch norms that are meant, each once"
-        parts = self.parts if isinstance(self.parts, (list, tuple)) else [model if self.parts is None else self.parts]
-        inside = [m for part in parts for o in _named_modules(model, part).values() for m in o.modules()]
-        return list({id(o): o for o in inside if isinstance(o, _BatchNorm)}.values())
+        named = [_named_modules(model, part) for part in _listed(model if self.parts is None else self.parts)]
+        inside = [inner for found in named for module in found.values() for inner in module.modules()]
+        return list(dict.fromkeys(o for o in inside if isinstance(o, _BatchNorm)))

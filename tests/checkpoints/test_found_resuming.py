@@ -41,12 +41,7 @@ from isaac_loop.state.checkpoint_files import load_weights
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelFitException
 from isaac_loop.data.exact_loaders import exact_loader
-from isaac_loop.state.plain_state import (
-    CheckpointCorrupt,
-    NoValidCheckpoint,
-    ResumeMismatch,
-    StateOwnerMissing,
-)
+from isaac_loop.state.errors import CheckpointCorrupt, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
 from isaac_loop.state.store import CheckpointStore
 from runs import Cut, CutCB, Rows, fit, make_loaders, make_model, make_trainer, same
 from places import PATHS

@@ -34,8 +34,10 @@ from isaac_loop.log.tracking import TrackingCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import EVENTS, CancelFitException, CancelStepException
-from isaac_loop.state.run_state import stateful_callbacks, take_state
-from isaac_loop.state.plain_state import CheckpointWriteFailed, UnsaveableState, plain
+from isaac_loop.state.run_parts import stateful_callbacks
+from isaac_loop.state.run_state import take_state
+from isaac_loop.state.errors import CheckpointWriteFailed, UnsaveableState
+from isaac_loop.state.plain_state import plain
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer

@@ -31,7 +31,7 @@ from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders, collate_rows, get_dataloaders
 from isaac_loop.data.exact_loaders import ExactLoader, ReplayLoader, WorkerCrashed, exact_loader
 from isaac_loop.data.sampling import SeededBatchSampler
-from isaac_loop.state.snapshot import random_state
+from isaac_loop.state.random_numbers import random_state
 from isaac_loop.loop.trainer import Trainer
 
 

@@ -20,7 +20,7 @@ from isaac_loop.evaluate.text_comparison import TextComparisonCB, char_error_rat
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelFitException, CancelStepException, Order
-from isaac_loop.state.snapshot import random_state
+from isaac_loop.state.random_numbers import random_state
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer
 from runs import Cut, CutCB, callbacks, fit, make_trainer, same, tree

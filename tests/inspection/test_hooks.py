@@ -39,7 +39,7 @@ from isaac_loop.loop.events import (
 import isaac_loop.inspection.loop_tables  # noqa: F401 (gives trainers `summarize_callbacks`)
 from isaac_loop.models.hooks import Hook, Hooks, find_modules, first_tensor, probing
 from isaac_loop.inspection.model_summary import summarize_model
-from isaac_loop.loop.device_records import DeviceRecord, histogram
+from isaac_loop.loop.device_numbers import DeviceRecord, histogram
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer
 

@@ -9,7 +9,9 @@ import copy
 import csv
 import json
 import shutil
+import sqlite3
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,11 @@ from torch.nn import functional as F
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.checkpoints.rewind import RewindCB
-from isaac_loop.log.loggers import LoggerCB, run_map
-from isaac_loop.log.log_files import CSV, JSONLines, Screen
+from isaac_loop.log.loggers import LoggerCB
+from isaac_loop.log.log_files import CSV, JSONLines, Screen, SQLite
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.log.run_facts import run_map
 from isaac_loop.log.trackers import TensorBoard
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
@@ -419,11 +422,26 @@ def read_jsonl(path):
     return tables
 
 
+def read_sqlite(path):
+    with closing(sqlite3.connect(path)) as db:
+        db.row_factory = sqlite3.Row
+        names = [o[0] for o in db.execute("select name from sqlite_master where type = 'table'")]
+        return {o: [as_texts(row) for row in db.execute(f"select * from {o} order by rowid")] for o in names}
+
+
+def as_texts(row):
+    return {k: str(row[k]) for k in row.keys() if row[k] is not None}
+
+
 FILES = {
     "csv": (lambda folder: CSV(folder / "logs"), lambda folder: read_csv(folder / "logs")),
     "jsonl": (
         lambda folder: JSONLines(folder / "new" / "log.jsonl"),
         lambda folder: read_jsonl(folder / "new" / "log.jsonl"),
+    ),
+    "sqlite": (
+        lambda folder: SQLite(folder / "new" / "log.db"),
+        lambda folder: read_sqlite(folder / "new" / "log.db"),
     ),
 }
 files = pytest.mark.parametrize("kind", FILES)
@@ -661,7 +679,9 @@ def below_a_file(folder, make):
 
 
 @pytest.mark.parametrize(
-    "make", [CSV, lambda o: JSONLines(o / "log.jsonl"), TensorBoard], ids=["csv", "jsonl", "tensorboard"]
+    "make",
+    [CSV, lambda o: JSONLines(o / "log.jsonl"), lambda o: SQLite(o / "log.db"), TensorBoard],
+    ids=["csv", "jsonl", "sqlite", "tensorboard"],
 )
 def test_a_place_that_cannot_be_written_is_an_error_before_the_first_batch(make, tmp_path):
     trainer = make_trainer(LoggerCB(below_a_file(tmp_path, make)))
@@ -874,7 +894,7 @@ def test_a_number_that_is_too_large_for_tensorboard_costs_one_row(tmp_path):
     assert [o[1:] for o in trainer.LoggerCB.unsent["TensorBoard"]] == [(N - 1, "epochs")]
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@files
 def test_columns_called_run_and_step_are_logged_under_another_name(kind, tmp_path):
     "Every row has a run and a step of its own, and one would hide the other"
 
@@ -884,12 +904,12 @@ def test_columns_called_run_and_step_are_logged_under_another_name(kind, tmp_pat
         trainer.history.write(step=5, run="mine")
         trainer.history.write_batches(True, range(trainer.n_batches), step=[7.0] * trainer.n_batches)
 
-    log = CSV(tmp_path) if kind == "csv" else JSONLines(tmp_path / "log.jsonl")
-    trainer = make_trainer(after_epoch, LoggerCB(log, every=4))
+    make, read = FILES[kind]
+    trainer = make_trainer(after_epoch, LoggerCB(make(tmp_path), every=4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.fit(2)
-    tables = read_csv(tmp_path) if kind == "csv" else read_jsonl(log.path)
+    tables = read(tmp_path)
     assert not trainer.LoggerCB.unsent and [
         (str(o["step"]), str(o["step_"]), o["run_"]) for o in tables["epochs"]
     ] == [("11", "5", "mine"), ("23", "5", "mine")]
@@ -899,16 +919,18 @@ def test_columns_called_run_and_step_are_logged_under_another_name(kind, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "make", [CSV, TensorBoard, lambda o: JSONLines(o / "log.jsonl")], ids=["csv", "tensorboard", "jsonl"]
+    "make",
+    [CSV, TensorBoard, lambda o: JSONLines(o / "log.jsonl"), lambda o: SQLite(o / "log.db")],
+    ids=["csv", "tensorboard", "jsonl", "sqlite"],
 )
 def test_two_logs_to_one_place_are_refused(make, tmp_path):
     "On going on the one would cut what the other has written"
-    with pytest.raises(ValueError, match="two logs.*Each row would be there twice"):
+    with pytest.raises(ValueError, match="two logs.*each row would be there twice"):
         LoggerCB([make(tmp_path), make(tmp_path)])
     LoggerCB([make(tmp_path / "a"), make(tmp_path / "b"), CSV(tmp_path / "c"), TensorBoard(tmp_path / "c")])
 
 
-@pytest.mark.parametrize("make", [CSV, TensorBoard, JSONLines])
+@pytest.mark.parametrize("make", [CSV, TensorBoard, JSONLines, SQLite])
 def test_an_address_is_no_folder_for_a_log(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for o in ("s3://bucket/logs", Path("memory://logs")):

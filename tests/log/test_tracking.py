@@ -9,6 +9,7 @@ import csv
 import inspect
 import json
 import math
+import os
 import re
 import signal
 import sqlite3
@@ -30,12 +31,13 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
-import isaac_loop.log.tracking as tracking
 import isaac_loop.recipes.demo as demo
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.show.progress import ProgressCB
-from isaac_loop.log.tracking import TrackingCB, settings, source_of, write_csv, write_jsonl, write_sqlite
+from isaac_loop.log.row_files import write_csv, write_jsonl, write_sqlite
+from isaac_loop.log.run_facts import settings, source_of
+from isaac_loop.log.tracking import TrackingCB
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import (
@@ -207,22 +209,22 @@ def test_batches_are_kept_once_and_written_in_blocks(tmp_path, monkeypatch, path
     "Nothing beside the history's own columns; what failed midway is not written twice"
     seen, fails = [], iter([False, False, True])
 
-    def write(where, table, rows):
+    def append(table, rows):
         if table == "batch_stats":
             if next(fails, False):
                 raise OSError("full")
             seen.append(len(rows))
-        real(where, table, rows)
+        real(table, rows)
 
     trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), TrackingCB(tmp_path / path)])
-    cb, real = trainer.TrackingCB, trainer.TrackingCB._write
+    cb, file = trainer.TrackingCB, trainer.TrackingCB._outlet.log.file
+    real = file.append
     trainer.fit(1)
-    monkeypatch.setattr(cb, "_write", write)
+    monkeypatch.setattr(file, "append", append)
     monkeypatch.setattr("isaac_loop.log.tracking._BLOCK", 2)
-    monkeypatch.setitem(tracking._TAKING_BACK, write, tracking._TAKING_BACK[real])
     with pytest.warns(UserWarning, match="could not write"):
         trainer.fit(2)
-    assert seen == [2, 2, 2, 2, 2] and [o[1] for o in cb.batch_stats.parts] == [trainer.history.batches]
+    assert seen == [2, 2, 1, 2, 2, 1] and [o[1] for o in cb.batch_stats.parts] == [trainer.history.batches]
     assert len(cb.batch_stats) == 15 == len(trainer.history.batches)
 
 
@@ -625,7 +627,7 @@ def test_a_csv_file_is_complete_at_every_moment(tmp_path, monkeypatch):
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tracking.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(KeyboardInterrupt):
         write_csv(tmp_path, "t", [dict(b=2)])
     assert (tmp_path / "t.csv").read_text() == before
@@ -658,7 +660,7 @@ def python(program, *args, **kwargs):
 
 WRITE_MANY = """
 import sys
-from isaac_loop.log.tracking import write_jsonl, write_sqlite
+from isaac_loop.log.row_files import write_jsonl, write_sqlite
 path, who = sys.argv[1:]
 write = write_jsonl if path.endswith('jsonl') else write_sqlite
 for i in range(60):
@@ -898,17 +900,18 @@ def _a_file(folder):
 def test_a_disk_that_is_full_for_a_while_costs_no_training_and_no_row(kind, tmp_path):
     full = []
 
-    def write(path, table, rows):
+    def append(table, rows):
         if full:
             raise OSError("No space left on device")
-        STORES[kind][0](path, table, rows)
+        real(table, rows)
 
     class FillCB:
         def before_epoch(self, trainer):
             full[:] = [True] if trainer.epoch == 1 else []
 
     cb = TrackingCB(tmp_path / f"t{kind}")
-    cb._write = write
+    file = cb._outlet.log.file
+    real, file.append = file.append, append
     trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), cb, FillCB()])
     with pytest.warns(UserWarning, match="No space left on device.*Training goes on"):
         trainer.fit(3)

@@ -28,7 +28,7 @@ from isaac_loop.metrics.metrics import MeanOf, MetricOn, MetricsCB, as_text
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
-from isaac_loop.state.plain_state import UnsaveableState
+from isaac_loop.state.errors import UnsaveableState
 from isaac_loop.loop.trainer import Trainer
 
 

@@ -23,7 +23,7 @@ from isaac_loop.loop.events import (
 )
 from isaac_loop.loop.trainer import with_cbs
 from isaac_loop.loop.history import check_monitored
-from isaac_loop.state.plain_state import ResumeMismatch
+from isaac_loop.state.errors import ResumeMismatch
 from isaac_loop.loop.trainer import Trainer
 
 matplotlib.use("Agg")
@@ -201,7 +201,7 @@ def test_what_is_kept_holds_no_graph():
         order = Order.LAST
 
         def after_batch(self, trainer):
-            assert not any(o.requires_grad for o in recorder._values["loss2"]._new)
+            assert not any(o.requires_grad for o in recorder._pass.columns["loss2"]._new)
 
     make_trainer(recorder, LookCB()).fit(1, valid=False)
 

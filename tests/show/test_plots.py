@@ -29,6 +29,7 @@ from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.show.curves import plot_history, smoothed
 from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop import device_numbers
 from isaac_loop.loop.events import CancelBatchException, CancelFitException, Order
 from isaac_loop.loop.history import History
 from isaac_loop.show.images import UnNormalize
@@ -370,19 +371,18 @@ def test_between_two_drawings_nobody_waits_for_the_device(tmp_path):
     assert trainer.n_updates == 8
 
 
-def test_losses_still_on_their_way_are_left_for_the_next_drawing(monkeypatch):
+def test_losses_still_on_their_way_are_left_for_the_next_drawing():
     "An event stands in for the accelerator's"
-    late = live_plot.LateNumbers()
+    losses = live_plot.DeviceNumbers()
     ready = []
     Event = namedtuple("Event", "query synchronize")
-    late.add(torch.tensor(2.0))
-    late.collect()
-    late._event = Event(lambda: bool(ready), lambda: ready.append(True))
-    late.add(torch.tensor(3.0))
-    late.collect()
-    assert list(late.values) == []
-    late.collect(wait=True)
-    assert list(late.values) == [2.0, 3.0]
+    late = device_numbers.Sent(torch.tensor([2.0]))
+    late._events["device"] = Event(lambda: bool(ready), lambda: ready.append(True))
+    losses._sent.append(late)
+    losses.add(torch.tensor(3.0))
+    losses.send()
+    assert losses.arrived().tolist() == []
+    assert losses.read().tolist() == [2.0, 3.0]
 
 
 # The batch as the model sees it

@@ -25,16 +25,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from isaac_loop.state import plain_state as state_module
-from isaac_loop.state.plain_state import (
-    LoopError,
-    ResumeMismatch,
-    UnsaveableState,
-    from_plain,
-    plain,
-    plain_random_state,
-    set_plain_random_state,
-)
+from isaac_loop.state import errors as state_module
+from isaac_loop.state.errors import LoopError, ResumeMismatch, UnsaveableState
+from isaac_loop.state.random_numbers import plain_random_state, set_plain_random_state
+from isaac_loop.state.plain_state import from_plain, plain
 
 from places import ROOT
 
@@ -372,7 +366,7 @@ def test_random_numbers_of_another_machine_are_not_lost_silently():
 
 def test_numpy_is_not_needed_before_its_numbers_are_put_back():
     code = (
-        "import io, torch, isaac_loop.state.plain_state as s\n"
+        "import io, torch, isaac_loop.state.random_numbers as s\n"
         "state = torch.load(io.BytesIO(bytes.fromhex(input())), weights_only=True)\n"
         "s.set_plain_random_state(state)\nimport numpy\nprint(numpy.random.rand())"
     )

@@ -1,0 +1,102 @@
+"Runs that go on with another optimizer or rate, and what counts as the best."
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop.all import (
+    AccumulationCB,
+    BasicTrainCB,
+    CancelEpochException,
+    CheckpointCB,
+    DataLoaders,
+    EarlyStoppingCB,
+    KeepBestCB,
+    MetricsCB,
+    ResumeMismatch,
+    RewindCB,
+    Trainer,
+    exact_loader,
+)
+from small import trainer_with
+
+
+async def _later(trainer): ...
+
+
+def exact_trainer(*callbacks, opt_func=optim.Adam):
+    torch.manual_seed(0)
+    rows = [(torch.randn(1), torch.randn(1)) for _ in range(24)]
+    return Trainer(
+        DataLoaders(exact_loader(rows, 4, seed=1)),
+        F.mse_loss,
+        opt_func,
+        nn.Linear(1, 1),
+        [BasicTrainCB(), *callbacks],
+    )
+
+
+class StopCB:
+    "An interrupt after five updates"
+
+    def after_step(self, trainer):
+        if trainer.n_updates == 5:
+            raise KeyboardInterrupt
+
+
+def cut_off(folder):
+    with pytest.raises(KeyboardInterrupt):
+        exact_trainer(CheckpointCB(folder, every=2)).fit(2, 0.1, callbacks=StopCB(), valid=False)
+
+
+def test_another_optimizer_is_noticed_before_a_run_goes_on(tmp_path):
+    cut_off(tmp_path)
+    with pytest.raises(ResumeMismatch, match="`trainer.opt`: its class was `Adam`, and is `SGD`"):
+        exact_trainer(CheckpointCB(tmp_path, every=2), opt_func=optim.SGD).fit(2, 0.1, valid=False)
+
+
+def test_another_rate_is_said_to_have_no_effect_on_a_run_that_goes_on(tmp_path):
+    cut_off(tmp_path)
+    t = exact_trainer(CheckpointCB(tmp_path, every=2))
+    with pytest.warns(UserWarning, match=r"`lr=0.01` \(saved: 0.1\) has no effect"):
+        t.fit(2, 0.01, valid=False)
+    assert t.opt.param_groups[0]["lr"] == 0.1 and t.n_updates == 12
+
+
+def test_a_checkpoint_loaded_by_hand_moves_the_loaders_on(tmp_path):
+    first, second = exact_trainer(), exact_trainer()
+    first.fit(2, 0.1, valid=False)
+    first.save(tmp_path)
+    first.fit(1, 0.1, valid=False, keep_opt=True)
+    second.load(tmp_path)
+    second.fit(1, 0.1, valid=False, keep_opt=True)
+    assert torch.equal(first.model.weight, second.model.weight)
+
+
+def test_which_way_is_better_is_never_guessed():
+    for make in (KeepBestCB, lambda name: CheckpointCB("nowhere", monitor=name), EarlyStoppingCB):
+        with pytest.raises(ValueError, match="Say `mode='max'`"):
+            make("accuracy")
+        make("valid_loss")
+
+
+@pytest.mark.parametrize(
+    "cb", [lambda folder: KeepBestCB(), lambda folder: CheckpointCB(folder, monitor="valid_loss")]
+)
+def test_an_epoch_without_validation_is_no_error_for_who_keeps_the_best(cb, tmp_path):
+    def before_epoch(trainer):
+        if not trainer.training and trainer.epoch % 2 == 0:
+            raise CancelEpochException("not this time")
+
+    t = trainer_with(MetricsCB(), cb(tmp_path))
+    t.fit(3, callbacks=before_epoch)
+    assert [o is None for o in t.history["valid_loss"]] == [True, False, True]
+
+
+def test_states_to_go_back_to_are_kept_once_for_each_update():
+    t = trainer_with(AccumulationCB(2), RewindCB(every=2), n=8)
+    t.fit(1, valid=False)
+    assert sorted(t.RewindCB.states) == [(0, 4), (0, 8)]
+    with pytest.raises(TypeError, match="is an epoch and a number of batches"):
+        t.rewind("a")

@@ -1,0 +1,401 @@
+"Runs that are killed or interrupted from outside, and end as if nothing had happened."
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from itertools import count
+
+import pytest
+import torch
+from torch import optim
+from torch.utils.data import IterableDataset
+
+from isaac_loop.train.averaging import SWACB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.stop.interrupts import InterruptCB
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.schedules import OneCycleSchedulerCB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelEpochException, CancelFitException
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.state.store import CheckpointStore
+from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_trainer, result, same
+from places import PATHS, ROOT
+from resumed import MOMENTS, plain_loaders, press
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
+
+
+# ---- killed and interrupted from outside
+
+
+class Placed(IterableDataset):
+    "An endless stream that knows its place, and how many rows were read"
+
+    start = at = read = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.start = state["at"]
+
+    def __iter__(self):
+        rows = Rows(64)
+        for self.at in count(self.start + 1):
+            self.read += 1
+            yield rows[(self.at - 1) % 64]
+
+
+class Honoured:
+    "A loader of somebody else's that keeps its place: the contract of torchdata's"
+
+    def __init__(self):
+        self.rows, self.at, self.start = Rows(40, False), 0, 0
+
+    def state_dict(self):
+        return {"_num_yielded": self.at}
+
+    def load_state_dict(self, state):
+        self.start = self.at = state["_num_yielded"]
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        first, self.start = self.start, 0
+        for k in range(first, 5):
+            self.at = k + 1
+            yield self.rows.x[8 * k : 8 * k + 8], self.rows.y[8 * k : 8 * k + 8]
+        self.at = 0
+
+
+@pytest.mark.parametrize("make", [lambda: exact_loader(Placed(), 8, seed=5), Honoured])
+def test_what_knows_its_place_is_not_read_again(make, tmp_path):
+    "Two epochs of five batches, also where one ends; a run from every second batch"
+
+    def make_run(folder, **options):
+        return make_trainer(
+            [
+                BasicTrainCB(),
+                MetricsCB(),
+                NBatchCB(5),
+                RecorderCB(),
+                CheckpointCB(folder, every=1, keep_last=None, **options),
+            ],
+            DataLoaders(make()),
+            optim.SGD,
+        )
+
+    whole = fit(make_run(tmp_path / "all"), 2, valid=False)
+    for o in CheckpointStore(tmp_path / "all", read_only=True).list()[::2]:
+        again = fit(make_run(tmp_path / f"from {o.step}", resume=o.path), 2, valid=False)
+        same(whole, again)
+        if make is not Honoured:
+            assert again.dls.train.dataset.read <= 8 * (
+                10 - o.step + 2
+            )  # `NBatchCB` reads one more in each epoch
+
+
+@pytest.mark.shows("SON-34", "SON-27", "U10")
+def test_killed_and_interrupted_processes_end_as_if_nothing_had_happened():
+    "20 kills and 20 signals, also while resuming, saving and validating (`make torture` has more)"
+    tool = ROOT / "tools/torture.py"
+    done = subprocess.run(
+        [sys.executable, tool, "--kills", "20", "--signals", "20"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 lost" in done.stdout
+
+
+SCRIPT = """
+import os, signal, sys, warnings
+sys.path[:0] = {paths}
+import runs
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.stop.interrupts import InterruptCB
+def before_backward(trainer):
+    if trainer.epoch == 1: {kill}(os.getpid(), signal.{name})
+callbacks = [*runs.callbacks({folder!r}), InterruptCB(), before_backward]
+trainer = runs.make_trainer(callbacks, runs.make_loaders(num_workers={workers}))
+runs.fit(trainer)
+"""
+
+
+@pytest.mark.shows("SON-27")
+@pytest.mark.parametrize(
+    "name,code,kill,workers", [("SIGINT", -signal.SIGINT, "os.kill", 0), ("SIGTERM", 143, "os.killpg", 2)]
+)
+def test_a_script_that_is_interrupted_ends_as_the_system_expects(name, code, kill, workers, tmp_path):
+    """A shell sees 130 (a process that ended by SIGINT) and 143, also if SIGTERM comes to the workers.
+
+    Every batch that was done is saved."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            SCRIPT.format(paths=PATHS, name=name, kill=kill, workers=workers, folder=str(tmp_path / "run")),
+        ],
+        capture_output=True,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert CheckpointStore(tmp_path / "run", read_only=True).latest().step == 8
+    same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path / "run"))))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("loaders", [make_loaders, plain_loaders])
+def test_nothing_is_lost_whenever_an_interrupt_comes(moment, loaders, tmp_path):
+    "At most one more batch, everything saved, and the next fit, in this process or another, goes on"
+    whole = fit(make_trainer(dls=loaders()))
+    for again_here in (True, False):
+        folder = tmp_path / str(again_here)
+        first = make_trainer([*callbacks(folder), InterruptCB()], loaders())
+        handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            fit(first, callbacks=MOMENTS[moment])
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+        latest = CheckpointStore(folder, read_only=True).latest()
+        assert latest.step == first.n_updates  # So no batch is done twice
+        same(
+            whole, fit(first if again_here else make_trainer([*callbacks(folder), InterruptCB()], loaders()))
+        )
+
+
+@pytest.mark.parametrize("event", ["log", "after_fit", "cleanup_fit"])
+@pytest.mark.parametrize("with_callback", [True, False])
+def test_a_fit_that_was_interrupted_at_its_very_end_is_not_trained_twice(event, with_callback, tmp_path):
+    "The cell is run again, and ends as one fit; the one after that trains"
+
+    def cbs(folder=None):
+        return [
+            BasicTrainCB(),
+            MetricsCB(show=False),
+            SWACB(0.5, keep=True),
+            *([CheckpointCB(folder)] if folder else []),
+        ]
+
+    whole = fit(make_trainer(cbs()), 2)
+    one_fit, two_fits = result(whole), result(fit(whole, 2))
+    for order in (5, 35, 45):
+
+        def last(trainer):
+            if trainer.epoch != 1:
+                return
+            if not with_callback:
+                raise KeyboardInterrupt
+            press(trainer)
+
+        last.__name__, last.order = (
+            event,
+            order if event != "cleanup_fit" else order + 10,
+        )  # While handlers are still there
+        trainer = make_trainer(cbs(tmp_path / str(order)) + [InterruptCB()] * with_callback)
+        with pytest.raises(KeyboardInterrupt):
+            fit(trainer, 2, callbacks=last)
+        same(one_fit, fit(trainer, 2))
+    same(two_fits, fit(trainer, 2))
+
+
+def test_a_run_that_somebody_else_has_finished_meanwhile_is_not_trained_again(tmp_path, capsys):
+    "A notebook was interrupted, a script went on in its folder, and then the cells are run once more"
+
+    def cbs():
+        return [*callbacks(tmp_path / "run"), InterruptCB()]
+
+    for n_fits in (1, 2):
+        trainer = make_trainer(cbs())
+        with pytest.raises(KeyboardInterrupt):
+            fit(trainer, callbacks=CutCB("before_step", lambda t: t.n_updates == 16 and press(t)))
+        script = make_trainer(cbs())
+        for _ in range(n_fits):
+            fit(script)
+        trainer.fit(3, 0.02)
+        assert "complete already" in capsys.readouterr().out
+        if n_fits == 2:
+            fit(trainer)
+        same(script, trainer)
+        same(fit(script), fit(trainer))
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_callbacks_of_one_fit_go_on_with_it_when_it_was_interrupted(tmp_path):
+    whole, trainer = fit(make_trainer()), make_trainer([])
+    for n in (9, 16):
+        with pytest.raises(KeyboardInterrupt):
+            fit(
+                trainer,
+                callbacks=[
+                    *callbacks(tmp_path / "run"),
+                    InterruptCB(),
+                    CutCB("before_step", lambda t: t.n_updates == n and press(t)),
+                ],
+            )
+    fit(trainer, callbacks=callbacks(tmp_path / "run"))
+    assert torch.equal(whole.model[0].weight, trainer.model[0].weight) and len(trainer.history) == 3
+
+
+def test_a_fit_after_loading_is_a_new_one_though_the_last_was_interrupted(tmp_path):
+    "It went on with the newest checkpoint, and what had been loaded was gone"
+    trainer = make_trainer(
+        [BasicTrainCB(), MetricsCB(), InterruptCB(), CheckpointCB(tmp_path / "run", keep_last=None)]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer, callbacks=CutCB("after_fit", press))
+    trainer.load(tmp_path / "run" / "step-00000007")
+    assert len(trainer.history) == 1 and len(fit(trainer, 1).history) == 2 and trainer.n_updates == 7
+
+
+def test_a_fit_after_loading_from_mid_epoch_says_that_its_first_epoch_is_not_whole(tmp_path):
+    "A schedule for 14 updates had 12"
+    whole = fit(make_trainer([BasicTrainCB(), CheckpointCB(tmp_path / "run", every=9, keep_last=None)]))
+    n, trainer = whole.n_updates, make_trainer([BasicTrainCB()])
+    with pytest.warns(UserWarning, match=r"only the rest of its batches.*set_epoch\(2\)"):
+        trainer.load(tmp_path / "run" / "step-00000009")
+    assert fit(trainer, 1).n_updates == 2 * 7 - 9
+    with pytest.warns(UserWarning, match="rest"):
+        trainer.load(tmp_path / "run" / "step-00000009")
+    trainer.dls.train.set_epoch(2)
+    assert fit(trainer, 1).n_updates == 7
+    trainer.load(tmp_path / "run" / f"step-{n:08}")
+    assert fit(trainer, 1).n_updates == 7
+
+
+def test_a_second_interrupt_in_validation_saves_nothing_either(tmp_path):
+    def predict(trainer):
+        if not trainer.training:
+            press(trainer), press(trainer)
+
+    trainer = make_trainer([*callbacks(tmp_path / "run"), InterruptCB()])
+    with pytest.raises(KeyboardInterrupt, match="second"):
+        fit(trainer, callbacks=predict)
+    assert trainer.n_updates == 7 and not CheckpointStore(tmp_path / "run", read_only=True).list()
+
+
+def test_an_interrupt_is_not_swallowed_by_a_stop_or_a_cancel(tmp_path):
+    def log(trainer):
+        press(trainer)
+        trainer.request_stop("enough")
+
+    trainer = make_trainer([*callbacks(tmp_path / "run"), InterruptCB()])
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer, callbacks=log)
+    position = CheckpointStore(tmp_path / "run", read_only=True).load()[1]["position"]
+    assert position["finished"] and position["stop_reason"] == "enough" and trainer.n_updates == 7
+
+    def before_backward(trainer):
+        press(trainer, signal.SIGTERM)
+        raise CancelFitException("no more")
+
+    with pytest.raises(SystemExit):
+        fit(make_trainer([*callbacks(), InterruptCB()]), callbacks=before_backward)
+
+
+@pytest.mark.parametrize("error", [CancelFitException, CancelEpochException])
+def test_the_epoch_after_a_cancelled_one_is_whole(error, tmp_path):
+    "The loader was saved in the middle of the cancelled pass, so the next one had only the rest"
+
+    class LeaveCB:
+        seen = 0
+
+        def after_batch(self, trainer):
+            self.seen += 1
+            if self.seen == 2:
+                raise error
+
+        def state_dict(self):
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state):
+            self.seen = state["seen"]
+
+    def run(folder, cut=False):
+        trainer = make_trainer(
+            [
+                BasicTrainCB(),
+                MetricsCB(),
+                OneCycleSchedulerCB(),
+                CheckpointCB(folder),
+                LeaveCB(),
+                CutCB("before_step", lambda t: cut and t.LeaveCB.seen == 2),
+            ]
+        )
+        with suppress(Cut):
+            for _ in range(2):
+                fit(trainer, 2, valid=False)
+        return trainer
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "cut", cut=True)
+    same(whole, run(tmp_path / "cut"))
+
+
+def test_a_second_interrupt_is_immediate_and_saves_nothing(tmp_path):
+    def before_backward(trainer):
+        press(trainer)
+        press(trainer)
+
+    trainer = make_trainer([*callbacks(tmp_path / "run"), InterruptCB()])
+    with pytest.raises(KeyboardInterrupt, match="second"):
+        fit(trainer, callbacks=before_backward)
+    assert trainer.n_updates == 0 and not CheckpointStore(tmp_path / "run", read_only=True).list()
+
+
+def test_outside_of_the_main_thread_no_handlers_are_touched():
+    before, errors = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        try:
+            fit(
+                make_trainer([*callbacks(), InterruptCB()]),
+                1,
+                callbacks=CutCB("before_fit", lambda t: signal.getsignal(signal.SIGINT) is not before),
+            )
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors and signal.getsignal(signal.SIGINT) is before
+
+
+def test_nested_fits_put_back_the_handlers_of_the_outer_one():
+    seen = []
+
+    def after_batch(trainer):
+        if not trainer.training:
+            return
+        outer = signal.getsignal(signal.SIGTERM)
+        fit(make_trainer([*callbacks(), InterruptCB()]), 1)
+        seen.append(signal.getsignal(signal.SIGTERM) == outer == trainer.InterruptCB._note)
+
+    before = signal.getsignal(signal.SIGTERM)
+    fit(make_trainer([*callbacks(), InterruptCB()]), 1, callbacks=after_batch)
+    assert all(seen) and len(seen) == 7 and signal.getsignal(signal.SIGTERM) == before
+
+
+class Asks(Rows):
+    "Each item says whether a signal ends the worker that reads it, and what Ctrl-C does there"
+
+    def __getitem__(self, i):
+        signal.raise_signal(signal.SIGINT)  # Left to the main process
+        return super().__getitem__(i)
+
+
+def test_workers_leave_an_interrupt_to_the_main_process():
+    dls = make_loaders()
+    dls.train = exact_loader(Asks(16), 8, num_workers=2)
+    trainer = fit(make_trainer([*callbacks(), InterruptCB()], dls), 1)
+    assert trainer.n_updates == 2 and trainer.interrupted is None

@@ -1,0 +1,337 @@
+"What a trainer refuses, and how it says so."
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop.all import (
+    BasicTrainCB,
+    CancelBatchException,
+    CancelStepException,
+    DataLoaders,
+    EMACB,
+    MetricsCB,
+    Order,
+    Trainer,
+    replaces,
+    with_cbs,
+)
+from small import data, trainer_with
+
+
+@pytest.mark.shows("ISA-44")
+def test_a_step_of_the_trainer_and_one_of_a_callback_are_refused_together_unless_one_replaces():
+    "Never two providers by accident"
+
+    class OwnStep(Trainer):
+        def step(self):
+            self.opt.step()
+
+    class OwnStepAlone(Trainer):
+        @replaces
+        def step(self):
+            self.opt.step()
+
+    with pytest.raises(
+        ValueError, match="`OwnStep.step`, a method of the trainer itself, and `BasicTrainCB.step`"
+    ):
+        trainer_with(cls=OwnStep).fit(1)
+    t = trainer_with(cls=OwnStepAlone)
+    seen = []
+    t.opt_func = lambda params, lr: SimpleNamespace(
+        step=lambda: seen.append(1), zero_grad=lambda: None, param_groups=[]
+    )
+    t.fit(1, valid=False)
+    assert len(seen) == t.n_updates == 3
+
+
+def bad_classes():
+    class Misspelt(Trainer):
+        def before_bach(self): ...
+
+    class Argument(Trainer):
+        def predict(self, x): ...
+
+    class Log(Trainer):
+        def log(self, message): ...
+
+    class Decorated(Trainer):
+        @with_cbs("predict", CancelStepException)
+        def predict(self): ...
+
+    return [
+        (Misspelt, "Did you mean `before_batch`"),
+        (Argument, "named after an event"),
+        (Log, "named after an event"),
+        (Decorated, "Leave the decorator out"),
+    ]
+
+
+@pytest.mark.parametrize("cls, message", bad_classes(), ids=lambda o: getattr(o, "__name__", None))
+def test_methods_of_a_trainer_that_could_not_work_are_refused(cls, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Trainer.__init__(cls.__new__(cls), DataLoaders(data()), F.mse_loss, optim.SGD, nn.Linear(1, 1), None)
+
+
+async def _later(trainer): ...
+
+
+def _yielding(trainer):
+    yield
+
+
+def _too_many(trainer, more): ...
+
+
+@pytest.mark.parametrize(
+    "handler, message",
+    [(_later, "coroutine"), (_yielding, "generator"), (_too_many, "with the trainer alone")],
+)
+def test_handlers_that_would_do_nothing_or_fail_are_refused(handler, message):
+    with pytest.raises(TypeError, match=message):
+        trainer_with(SimpleNamespace(name="odd", after_batch=handler))
+
+
+def test_an_error_inside_a_property_comes_out():
+    class PropertyCB:
+        @property
+        def after_batch(self):
+            return self.missing
+
+        def before_fit(self, trainer): ...
+
+    with pytest.raises(AttributeError, match="missing"):
+        trainer_with(PropertyCB())
+
+    class PropertyTrainer(Trainer):
+        @property
+        def n_params(self):
+            return self.model.params()
+
+    with pytest.raises(AttributeError, match="object has no attribute 'params'"):
+        _ = trainer_with(cls=PropertyTrainer).n_params
+
+
+@pytest.mark.parametrize("lr", ["0.1", True, None, float("nan"), -1.0])
+def test_what_is_no_rate_is_refused(lr):
+    with pytest.raises((TypeError, ValueError), match="`lr` is"):
+        trainer_with().fit(1, lr=lr)
+
+
+def test_an_exception_used_again_gathers_no_notes():
+    skip = CancelStepException("skip")
+
+    def before_step(trainer):
+        raise skip
+
+    trainer_with(n=50).fit(1, callbacks=before_step)
+    assert not getattr(skip, "__notes__", ())
+
+
+def test_notes_do_not_name_the_place_of_an_earlier_fit():
+    def before_fit(trainer):
+        raise ValueError("early")
+
+    t = trainer_with()
+    t.fit(2)
+    with pytest.raises(ValueError) as e:
+        t.fit(1, callbacks=before_fit)
+    assert e.value.__notes__ == ["raised by `before_fit.before_fit`"]
+
+
+def test_a_loader_that_fails_is_said_to_fail_after_the_batch_before():
+    def broken():
+        yield from data(1)
+        error = OSError("disk")
+        error.add_note("file 17")
+        raise error
+
+    t = Trainer(DataLoaders(broken()), F.mse_loss, optim.SGD, nn.Linear(1, 1), BasicTrainCB())
+    with pytest.raises(OSError) as e:
+        t.fit(1, valid=False)
+    assert e.value.__notes__[0] == "file 17" and "after batch 0" in e.value.__notes__[1]
+
+
+def test_the_warning_about_missing_steps_points_at_the_line_with_fit():
+    t = Trainer(
+        DataLoaders(data()),
+        F.mse_loss,
+        optim.SGD,
+        nn.Linear(1, 1),
+        SimpleNamespace(predict=lambda trainer: None),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        t.fit(1, valid=False)
+    assert caught[0].filename == __file__
+
+
+def test_a_trainer_is_no_callback():
+    with pytest.raises(TypeError, match="other.callbacks"):
+        trainer_with(trainer_with())
+
+
+def test_arguments_in_the_order_of_another_library_are_recognised():
+    with pytest.raises(TypeError, match="The order is"):
+        Trainer(DataLoaders(data()), nn.Linear(1, 1), F.mse_loss, optim.Adam, None)
+    with pytest.raises(TypeError, match="The order is"):
+        Trainer(DataLoaders(data()), F.mse_loss, nn.Linear(1, 1), optim.Adam, None)
+
+
+def test_forgotten_arguments_have_a_hint():
+    class TwoInputs(nn.Linear):
+        def forward(self, a, b):
+            return super().forward(a + b)
+
+    t = Trainer(DataLoaders(data()), F.mse_loss, optim.SGD, TwoInputs(1, 1), BasicTrainCB())
+    with pytest.raises(TypeError) as e:
+        t.fit(1, valid=False)
+    assert "n_inp" in e.value.__notes__[0]
+    t = Trainer(DataLoaders(data()), None, optim.SGD, nn.Linear(1, 1), BasicTrainCB())
+    with pytest.raises(TypeError) as e:
+        t.fit(1, valid=False)
+    assert "loss_func=None" in e.value.__notes__[0]
+
+
+def test_a_vector_loss_in_validation_says_what_is_wrong():
+    t = Trainer(
+        DataLoaders(data(), data()),
+        lambda preds, targets: (preds - targets) ** 2,
+        optim.SGD,
+        nn.Linear(1, 1),
+        [BasicTrainCB(), MetricsCB()],
+    )
+    with pytest.raises(ValueError, match="mean or a sum"):
+        t.fit(1, train=False)
+
+
+def test_a_loss_class_is_refused_where_it_is_typed():
+    with pytest.raises(TypeError, match=r"Make one: `MSELoss\(\)`"):
+        Trainer(DataLoaders(data()), nn.MSELoss, optim.SGD, nn.Linear(1, 1), None)
+
+
+def test_a_callback_that_evaluates_itself_without_end_is_told_how_to_mend_it():
+    def after_epoch(trainer):
+        trainer.validate()
+
+    for callbacks in ([after_epoch], []):
+        with pytest.raises(RuntimeError, match="order = Order.RECORD"):
+            trainer_with(*callbacks).fit(1, callbacks=None if callbacks else after_epoch)
+    after_epoch.order = Order.RECORD
+    trainer_with().fit(1, callbacks=after_epoch)
+
+
+def test_steps_that_somebody_waits_for_and_nobody_does_are_missed():
+    def trainer(*callbacks):
+        return Trainer(DataLoaders(data(), data()), F.mse_loss, optim.SGD, nn.Linear(1, 1), callbacks)
+
+    with pytest.warns(UserWarning, match="`EMACB.after_step` waits in vain.*Add `BasicTrainCB`"):
+        trainer(EMACB()).fit(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer().fit(1)  # An empty loop is fine
+
+
+class ByHand(Trainer):
+    "A batch as somebody would write it first"
+
+    def one_batch(self):
+        self.preds = self.model(self.batch[0])
+        self.loss = self.loss_func(self.preds, self.batch[1])
+        if self.training:
+            self.loss.backward()
+            self.opt.step()
+            self.opt.zero_grad()
+
+
+class Decorated(ByHand):
+    one_batch = with_cbs("batch", CancelBatchException)(ByHand.one_batch)
+
+
+class Counted(Decorated):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        ByHand.one_batch(self)
+        self.n_updates += self.training
+
+
+def test_a_batch_written_by_hand_is_told_what_it_leaves_out():
+    "Losses, schedules, averages and checkpoints stood still in silence"
+    with pytest.warns(UserWarning, match="`ByHand.one_batch` replaces the span of a batch"):
+        trainer_with(MetricsCB(), cls=ByHand).fit(1)
+    t = trainer_with(MetricsCB(), cls=Decorated)
+    with pytest.warns(UserWarning, match=r"epoch 0 ended without an update.*self.run_callbacks\('step'\)"):
+        t.fit(1)
+    assert t.history.latest("train_loss") > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        t = trainer_with(MetricsCB(), cls=Counted)
+        t.fit(1)
+    assert t.n_updates == 3
+
+
+# What callbacks set and change
+
+
+@pytest.mark.parametrize(
+    "opt_func, message",
+    [
+        (lambda params, lr: None, "returned None"),
+        (lambda params, lr: "sgd", "class str, which has no `step`"),
+        (lambda params, lr: optim.SGD(nn.Linear(1, 1).parameters(), lr), "no parameter of `Linear`"),
+    ],
+)
+def test_what_opt_func_makes_must_change_the_model(opt_func, message):
+    t = trainer_with()
+    t.opt_func = opt_func
+    with pytest.raises((TypeError, ValueError), match=message):
+        t.fit(1)
+
+
+def test_an_optimizer_of_other_modules_of_the_run_is_fine():
+    "The second net of a GAN, a loss with parameters, a head that a callback has, several optimizers"
+
+    class HeadCB:
+        def __init__(self):
+            self.head = nn.Linear(1, 1)
+
+        def before_fit(self, trainer): ...
+
+    t, head = trainer_with(HeadCB()), HeadCB()
+    t.critic, t.loss_func = nn.Linear(1, 1), nn.PReLU()
+    for module in (t.critic, t.loss_func, t.HeadCB.head):
+        t.opt_func = lambda params, lr, module=module: optim.SGD(module.parameters(), lr)
+        t.fit(0)
+    t.opt_func = lambda params, lr: [optim.SGD(params, lr), optim.SGD(head.head.parameters(), lr)]
+    t.fit(0)
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [("epochs", "n_epochs"), ("max_epochs", "n_epochs"), ("learning_rate", "lr"), ("callback", "callbacks")],
+)
+def test_an_argument_called_as_elsewhere_is_answered_with_its_name_here(name, meant):
+    with pytest.raises(TypeError, match=f"keyword `{name}`.*Did you mean `{meant}`"):
+        trainer_with().fit(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    "event, name, value, message",
+    [
+        ("before_fit", "epochs", 5, r"Use `range\(5\)`"),
+        ("before_epoch", "batches", 5, r"Use `range\(5\)`"),
+        ("before_epoch", "dl", None, "set to None"),
+        ("before_epoch", "batches", range(2, 5), "begins with its first batch"),
+        ("before_batch", "dl", [], "in a batch, which has no effect"),
+        ("after_batch", "batches", range(2), "in a batch, which has no effect"),
+        ("before_fit", "dl", [], "before any pass has begun, which has no effect"),
+    ],
+)
+def test_what_the_loop_could_not_walk_over_or_would_not_see_is_refused(event, name, value, message):
+    cb = type("SetCB", (), {event: lambda self, trainer: setattr(trainer, name, value)})()
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message) as e:
+        trainer_with(cb).fit(1)
+    assert f"`SetCB.{event}`" in e.value.__notes__[0]

@@ -1,0 +1,227 @@
+"Passes inside, beside and after others: what is kept apart, and what goes on."
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop.all import (
+    BasicTrainCB,
+    CancelEpochException,
+    DataLoaders,
+    GradientStatsCB,
+    MetricsCB,
+    MomentumTrainCB,
+    NBatchCB,
+    Order,
+    ProgressCB,
+    RecorderCB,
+    Trainer,
+)
+from small import data, trainer_with
+
+
+def test_a_pass_inside_a_pass_is_refused_and_a_side_run_does_it():
+    def after_batch(trainer):
+        if trainer.training and trainer.batch_num == 1:
+            trainer.one_epoch(False)
+
+    with pytest.raises(RuntimeError, match="side_run"):
+        trainer_with().fit(1, callbacks=after_batch)
+
+    class EveryCB:
+        order, found = Order.DECIDE, 0
+
+        def after_batch(self, trainer):
+            if trainer.training and trainer.batch_num == 1:
+                with trainer.side_run(MetricsCB()) as side:
+                    side.fit(1, train=False, callbacks=ProgressCB("plain"))
+                    found = side.history.latest("valid_loss")
+                self.found = found
+
+    every = EveryCB()
+    t = trainer_with(every, n=10)
+    t.fit(1, valid=False)
+    assert (t.n_updates, t.model.training) == (10, True) and every.found > 0
+
+
+def test_a_pass_by_hand_leaves_the_mode_to_the_model():
+    t = trainer_with()
+    t.fit(1)
+    t.one_epoch(False)
+    t.model.train()
+    assert t.training
+
+
+@pytest.mark.parametrize("own", [dict(keep_opt=True), dict()])
+def test_gradients_of_an_interrupted_fit_do_not_reach_one_with_the_same_optimizer(own):
+    def before_step(trainer):
+        raise KeyboardInterrupt
+
+    t = trainer_with()
+    if not own:
+        t.opt_func, t.opt = None, optim.SGD(t.model.parameters(), 0.1)
+    t.fit(1, 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        t.fit(1, 0.1, callbacks=before_step, **own)
+    assert t.model.weight.grad is not None  # To be looked at
+    before = t.model.weight.item()
+    t.fit(0, 0.1, **own)
+    assert t.model.weight.grad is None and t.model.weight.item() == before
+
+
+@pytest.mark.parametrize("train_cb", [BasicTrainCB, MomentumTrainCB])
+def test_gradients_of_an_interrupted_fit_do_not_reach_the_next(train_cb):
+    torch.manual_seed(0)
+    batches, model = data(), nn.Linear(1, 1)
+
+    def trained(interrupted):
+        t = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, copy.deepcopy(model), train_cb())
+
+        def before_step(trainer):
+            raise KeyboardInterrupt
+
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                t.fit(1, 0.1, callbacks=before_step, valid=False)
+        t.fit(1, 0.1, valid=False)
+        return t.model.weight.item()
+
+    assert trained(True) == trained(False)
+
+
+async def _later(trainer): ...
+
+
+def test_request_stop_without_a_reason_stops():
+    def after_batch(trainer):
+        trainer.request_stop(None)
+
+    t = trainer_with()
+    t.fit(3, callbacks=after_batch)
+    assert t.epoch == 0 and t.stop_reason
+
+
+def test_keep_opt_keeps_the_ratio_of_the_rates_and_refuses_another_model():
+    t = trainer_with()
+    t.opt_func = lambda params, lr: optim.SGD(
+        [{"params": params[:1], "lr": lr}, {"params": params[1:], "lr": lr * 10}]
+    )
+    with pytest.raises(ValueError, match="there is none yet"):
+        t.fit(1, keep_opt=True)
+    t.fit(1, 0.01)
+    t.fit(1, 0.02, keep_opt=True)
+    assert [g["lr"] for g in t.opt.param_groups] == pytest.approx([0.02, 0.2])
+    t.model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="no parameter of this model"):
+        t.fit(1, keep_opt=True)
+
+
+# --- Found by the next who used it
+
+
+def test_the_first_reason_to_stop_is_the_one_that_is_kept():
+    "A validation after it overwrote the place where a loss had become NaN"
+
+    def after_batch(trainer):
+        trainer.request_stop(f"{trainer.training}")
+
+    t = trainer_with()
+    t.fit(2, callbacks=after_batch)
+    assert t.stop_reason == "True"
+
+
+def test_a_run_on_the_side_keeps_the_callbacks_of_the_fit_too():
+    "Those that were given to `fit` were taken for leftovers, so a batch stayed on its device, say"
+    seen = []
+
+    class BatchCB:
+        order = Order.DATA
+
+        def before_batch(self, trainer):
+            seen.append(trainer.history is outer)
+
+    def log(trainer):
+        trainer.validate()
+
+    log.order = Order.RECORD
+    t = trainer_with()
+    outer = t.history
+    t.fit(1, callbacks=[BatchCB(), log])
+    assert seen == [True] * 5 + [False] * 2
+
+
+@pytest.mark.parametrize("cb, column", [(RecorderCB, "lr"), (GradientStatsCB, "grad_norm")])
+def test_a_pass_that_is_left_before_it_has_begun_repeats_nothing_of_the_one_before(cb, column):
+    def before_epoch(trainer):
+        if trainer.epoch == 1:
+            raise CancelEpochException
+
+    before_epoch.order = -200
+    t = trainer_with(cb(), before_epoch)
+    t.fit(3, valid=False)
+    assert [o["epoch"] for o in t.history.batches] == [0] * 3 + [2] * 3 and len(
+        t.history.batches[column]
+    ) == 6
+
+
+class WalkCB:
+    "Notes what a pass walks over, as it sees it from the end of the order"
+
+    order = Order.LAST
+
+    def before_fit(self, trainer):
+        self.seen = []
+
+    def before_epoch(self, trainer):
+        self.seen.append([trainer.n_batches])
+
+    def before_batch(self, trainer):
+        self.seen[-1].append(len(trainer.batch[0]))
+
+
+def sized(*sizes):
+    return [(torch.randn(n, 1), torch.randn(n, 1)) for n in sizes]
+
+
+@pytest.mark.parametrize(
+    "change, train, valid",
+    [
+        (lambda t: setattr(t, "dl", sized(1, 2, 3, 5)), [4, 1, 2, 3, 5], [4, 1, 2, 3, 5]),
+        (lambda t: setattr(t, "dl", iter(sized(1, 2))), [None, 1, 2], [None, 1, 2]),
+        (lambda t: setattr(t, "batches", range(1)), [1, 4], [1, 4]),
+        (lambda t: setattr(t, "batches", range(9)), [3, 4, 4, 4], [2, 4, 4]),
+        (lambda t: setattr(t, "batches", sized(1, 2, 3, 5)), [4, 1, 2, 3, 5], [4, 1, 2, 3, 5]),
+        (lambda t: setattr(t, "batches", (o for o in t.batches)), [3, 4, 4, 4], [2, 4, 4]),
+        (lambda t: (setattr(t, "batches", range(2)), setattr(t, "dl", sized(1, 2, 3))), [2, 1, 2], [2, 1, 2]),
+    ],
+)
+def test_a_pass_walks_over_what_a_callback_gives_it(change, train, valid):
+    t = trainer_with(WalkCB(), ProgressCB())
+    t.fit(2, callbacks=type("GiveCB", (), {"before_epoch": lambda self, trainer: change(trainer)})())
+    assert t.WalkCB.seen == [train, valid] * 2
+
+
+def test_a_limit_stays_when_the_loader_changes():
+    t = trainer_with(WalkCB(), NBatchCB(1))
+
+    def before_epoch(trainer):
+        trainer.dl = sized(1, 2, 3, 5)
+
+    t.fit(1, callbacks=before_epoch)
+    assert t.WalkCB.seen == 2 * [[1, 1]]
+
+
+def test_what_was_set_for_a_pass_may_be_put_back_after_it():
+    class UndoCB:
+        def before_epoch(self, trainer):
+            self.old, trainer.dl = trainer.dl, sized(1)
+
+        def cleanup_epoch(self, trainer):
+            trainer.dl = self.old
+
+    t = trainer_with(WalkCB(), UndoCB())
+    t.fit(1)
+    assert t.WalkCB.seen == [[1, 1], [1, 1]] and t.dl is t.dls.valid

@@ -1,0 +1,143 @@
+"Averages of the weights: what they are measured on, and which fit they belong to."
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop.all import (
+    AccumulationCB,
+    BasicTrainCB,
+    CancelFitException,
+    DataLoaders,
+    EMACB,
+    KeepBestCB,
+    MetricsCB,
+    MixedPrecisionCB,
+    NBatchCB,
+    OneBatchCB,
+    SWACB,
+    Trainer,
+)
+from small import data, trainer_with
+
+
+async def _later(trainer): ...
+
+
+def test_two_averages_in_one_fit_are_refused():
+    with pytest.raises(ValueError, match="only one can be measured"):
+        trainer_with(EMACB(), SWACB()).fit(1)
+
+
+@pytest.mark.parametrize("end", [CancelFitException, KeyboardInterrupt])
+@pytest.mark.parametrize("cb", [KeepBestCB, lambda: EMACB(0.9, keep=True), lambda: SWACB(0.0, keep=True)])
+def test_a_fit_that_is_left_before_it_has_begun_gets_no_weights_of_the_one_before(cb, end):
+    t = trainer_with(MetricsCB(), cb())
+    t.fit(1)
+    with torch.no_grad():
+        for p in t.model.parameters():
+            p.fill_(7)
+
+    def before_fit(trainer):
+        raise end
+
+    before_fit.order = -200
+    try:
+        t.fit(1, callbacks=before_fit)
+    except KeyboardInterrupt:
+        pass
+    assert all((p == 7).all() for p in t.model.parameters())
+    t.fit(1)
+    assert not any((p == 7).all() for p in t.model.parameters())
+
+
+def norms():
+    return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def test_an_average_beside_float16_has_its_batch_norms_measured_in_the_end():
+    "The fit failed after its last epoch, as the scaler waited for gradients"
+    batches = data(5)
+    t = Trainer(
+        DataLoaders(batches, batches),
+        F.mse_loss,
+        optim.SGD,
+        norms(),
+        [BasicTrainCB(), MixedPrecisionCB("float16"), SWACB(0.0)],
+    )
+    t.fit(2, lr=0.01)
+    first, norm, _ = t.SWACB.average.module
+    with torch.autocast("cpu", torch.float16):
+        expected = first(torch.cat([x for x, _ in batches]))
+    assert (
+        torch.allclose(norm.running_mean, expected.float().mean(0), atol=1e-4)
+        and norm.num_batches_tracked == 5
+    )
+
+
+@pytest.mark.parametrize("callback, n", [(NBatchCB(2), 2), (AccumulationCB(3), 7), (OneBatchCB(), None)])
+def test_an_average_is_measured_on_the_batches_of_a_training_pass_or_says_that_it_is_not(callback, n):
+    batches = data(7)
+    t = Trainer(
+        DataLoaders(batches, batches),
+        F.mse_loss,
+        optim.SGD,
+        norms(),
+        [BasicTrainCB(), SWACB(0.0, every="update"), callback],
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        t.fit(2, lr=0.01)
+    first, norm, _ = t.SWACB.average.module
+    if n is None:
+        assert "were not measured, because the fit was cancelled (one batch is enough)" in str(
+            told[0].message
+        )
+    else:
+        assert (
+            torch.allclose(
+                norm.running_mean, first(torch.cat([x for x, _ in batches[:n]])).mean(0), atol=1e-5
+            )
+            and not told
+        )
+
+
+@pytest.mark.parametrize("end", [None, ValueError, KeyboardInterrupt])
+def test_one_average_for_two_fits_at_a_time_is_refused_and_the_first_goes_on(end):
+    shared, alone = EMACB(0.9), trainer_with(EMACB(0.9))
+    first = Trainer(alone.dls, F.mse_loss, optim.SGD, copy.deepcopy(alone.model), [BasicTrainCB(), shared])
+
+    def after_batch(trainer):
+        if not trainer.training:
+            return
+        with pytest.raises(RuntimeError, match="`EMACB` is averaging the weights of another fit"):
+            trainer_with(shared).fit(1)
+        if end and trainer.batch_num:
+            raise end
+
+    try:
+        first.fit(1, callbacks=after_batch)
+    except (ValueError, KeyboardInterrupt):
+        pass
+    alone.fit(1)
+    if end is None:
+        assert torch.equal(shared.average.module.weight, alone.EMACB.average.module.weight)
+    trainer_with(shared).fit(1)
+
+
+def test_an_average_of_a_lazy_model_says_how_to_mend_it():
+    t = Trainer(
+        DataLoaders(data(), data()),
+        F.mse_loss,
+        optim.SGD,
+        nn.Sequential(nn.LazyLinear(1)),
+        [BasicTrainCB(), EMACB()],
+    )
+    with pytest.raises(ValueError, match="`0.weight` has no shape yet, .*`EMACB` .*Run one batch"):
+        t.fit(1)
+    t.model(data()[0][0])
+    t.fit(1)
