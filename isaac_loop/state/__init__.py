@@ -4,15 +4,15 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy
 
 if TYPE_CHECKING:
-    from .plain_state import LoopError as LoopError
-    from .plain_state import CheckpointCorrupt as CheckpointCorrupt
-    from .plain_state import CheckpointFormatTooNew as CheckpointFormatTooNew
-    from .plain_state import NoValidCheckpoint as NoValidCheckpoint
-    from .plain_state import CheckpointFolderBusy as CheckpointFolderBusy
-    from .plain_state import ResumeMismatch as ResumeMismatch
-    from .plain_state import UnsaveableState as UnsaveableState
-    from .plain_state import StateOwnerMissing as StateOwnerMissing
-    from .plain_state import CheckpointWriteFailed as CheckpointWriteFailed
+    from .errors import LoopError as LoopError
+    from .errors import CheckpointCorrupt as CheckpointCorrupt
+    from .errors import CheckpointFormatTooNew as CheckpointFormatTooNew
+    from .errors import NoValidCheckpoint as NoValidCheckpoint
+    from .errors import CheckpointFolderBusy as CheckpointFolderBusy
+    from .errors import ResumeMismatch as ResumeMismatch
+    from .errors import UnsaveableState as UnsaveableState
+    from .errors import StateOwnerMissing as StateOwnerMissing
+    from .errors import CheckpointWriteFailed as CheckpointWriteFailed
     from .snapshot import Snapshot as Snapshot
     from .checkpoint_files import load_weights as load_weights
     from .checkpoint_files import Checkpoint as Checkpoint
