@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .loggers import LoggerCB as LoggerCB
     from .log_files import CSV as CSV
     from .log_files import JSONLines as JSONLines
+    from .log_files import SQLite as SQLite
     from .log_files import Screen as Screen
     from .trackers import TensorBoard as TensorBoard
     from .trackers import WandB as WandB

@@ -6,165 +6,181 @@
 __all__ = ['LoggerCB']
 
 # %% ../../nbs/log/05_loggers.ipynb #bf01e3a9
-import math, numbers, operator, time, uuid, warnings, weakref
-from array import array
-from bisect import bisect_left
-from collections.abc import Mapping
+import math, time, uuid, warnings, weakref
 
 import torch
 from fastcore.basics import patch
 
-from .alerts import Alerts, check_alerts
 from ..checkpoints.resuming import CompleteAlready
-from .run_config import processes
+from .alerts import Alerts, check_alerts
 from .file_values import beside, plain
-from .run_facts import ENDED, described, outcome_of, run_map
-from ..basics.checks import check_count
-from ..loop.events import CancelFitException, Order, callback_name
-from ..loop.history import as_tensor, check_monitored
+from .history_reader import HistoryReader
 from .log_interface import outlets_of
+from .logger_arguments import RESERVED, asked_values, check_media, frequencies
+from .logger_arguments import is_one_number, one_number, params_by_name
+from .run_config import processes
+from .run_facts import ENDED, described, outcome_of, run_map
 from ..loop.device_numbers import DeviceMean, Sent
+from ..loop.events import CancelFitException, Order, callback_name
+from ..loop.history import check_monitored
 from ..train.optimizer_options import learning_rates
-
-# %% ../../nbs/log/05_loggers.ipynb #15811259
-def _frequencies(every, epochs, values, media, columns):
-    "The two frequencies, unless they contradict other arguments"
-    every = check_count(every, 'every', 'updates are counted', none='to leave those rows out')
-    epochs = check_count(epochs, 'epochs', 'epochs are counted', none='to leave those rows out')
-    if every is None and epochs is None: raise ValueError('`every=None` and `epochs=None` leave nothing to log. Give one of them a number.')
-    if every is None and (values or media): raise ValueError('`values` and `media` are asked for at every so many updates, but `every` is None, so they never would be. Give it a number.')
-    if epochs is None and columns is not None: raise ValueError('`columns` chooses from the rows of epochs, but `epochs` is None, so there are none. Give it a number.')
-    return every,epochs
-
-# %% ../../nbs/log/05_loggers.ipynb #e6ba2a8b
-_RESERVED = ('run', 'step', 'epoch', 'loss', 'mean_loss', 'lr', 'seconds_per_step')
-
-def _functions(values):
-    "Functions of the trainer, by name"
-    if isinstance(values, str): values = [values]
-    if not isinstance(values, Mapping): values = {o: o for o in values or ()}
-    for name,f in values.items():
-        if not (callable(f) or isinstance(f, str)): raise TypeError(f'`{name}` is {f!r}, which cannot be asked. Give a function of the trainer, or the name of one of its attributes.')
-        if name in _RESERVED: raise ValueError(f'`{name}` is a name that every row has already, and one would hide the other. Call your value otherwise.')
-    return {name: f if callable(f) else operator.attrgetter(f) for name,f in values.items()}
-
-def _checked(name, value):
-    "A number, or a tensor with one entry"
-    if torch.is_tensor(value) and value.numel() == 1: return value
-    if isinstance(value, numbers.Real): return plain(value)
-    what = f'a tensor of shape {tuple(value.shape)}' if torch.is_tensor(value) else repr(value)
-    raise TypeError(f'`LoggerCB` asked for `{name}` and got {what}, but a row has one number for each name. Let a function return one; for anything else there is `media`.')
 
 # %% ../../nbs/log/05_loggers.ipynb #34c7e288
 class LoggerCB:
     "Send losses, rates, rows of the history, media and alerts to one or several logs"
     order = Order.LAST-1 # At the very end stand callbacks that cancel the rest of a batch
     def __init__(self,
-        to, # A log or several: `CSV`, `JSONLines`, `Screen`, one of a tracking service, a function of values and step, or an object of yours
-        every:int=25, # Optimizer updates from one row to the next; the first update is logged; None for no such rows
-        epochs:int=1, # Epochs from one row of the history to the next; the last epoch is logged too; None for no such rows
-        values=None, # Functions of the trainer by name, or names of its attributes, to log as well every `every` updates; each gives one number
+        to, # A log or several: `CSV`, `SQLite`, `Screen`, a tracking service, a function of values and step
+        every:int=25, # Optimizer updates from row to row; the first update is logged; None for no such rows
+        epochs:int=1, # Epochs from row to row of the history; the last is logged too; None for no such rows
+        values=None, # Functions of the trainer by name, or names of attributes, each for one more number
         columns=None, # Names in the rows of the history to log; default: all
-        media=None, # Function of the trainer, called every `every` updates, that calls `trainer.history.write_media`
+        media=None, # Function of the trainer that calls `trainer.history.write_media`, at each such row
         alerts=None, # One or several like `('valid_loss', '>', 2.)`: a name, a direction and a level
         params=None, # Hyper-parameters to note beside those that are known: a dict, or what `argparse` gives
         run:str=None, # What to call the run
     ):
-        self.every,self.epochs = _frequencies(every, epochs, values, media, columns)
+        self.every,self.epochs = frequencies(every, epochs, values, media, columns)
+        check_media(media)
         self.to = list(to) if isinstance(to, (list, tuple)) else [to]
-        self.media,self.run = media,run
+        self.media,self.run,self.params = media,run,params_by_name(params)
         if isinstance(columns, str): columns = [columns]
         self._columns = None if columns is None else list(columns)
-        if params is not None and not isinstance(params, Mapping) and not hasattr(params, '__dict__'):
-            raise TypeError(f'`params` is {params!r}, but hyper-parameters have names. Use a dict, or what `argparse` gives.')
-        self.params = dict(params if isinstance(params, Mapping) else vars(params)) if params is not None else {}
-        self._functions,self._alerts = _functions(values),Alerts(check_alerts(alerts))
-        self._outlets,self._trainer,self._opened,self._active = outlets_of(self.to),None,False,False
-        if media is not None and not callable(media): raise TypeError(f'`media` is {media!r}, which cannot be called. Give a function of the trainer that calls `trainer.history.write_media`.')
+        self._functions,self._alerts = asked_values(values),Alerts(check_alerts(alerts))
+        self._outlets,self._trainer = outlets_of(self.to),None
+        self._active,self._opened = False,False # Does this process log, and have the logs been started?
 
-# %% ../../nbs/log/05_loggers.ipynb #cbd7ecf8
-@patch(as_prop=True)
-def unsent(self:LoggerCB)->dict: # By the name of the log, lists of values, step and table
-    "The rows that a log has not taken"
-    return {o.name: [*o.refused, *o.unsent] for o in self._outlets if o.refused or o.unsent}
+    @property
+    def unsent(self)->dict: # By the name of the log, lists of values, step and table
+        "The rows that a log has not taken"
+        return {o.name: [*o.refused, *o.unsent] for o in self._outlets if o.refused or o.unsent}
 
-@patch(as_prop=True)
-def shows_rows(self:LoggerCB)->bool:
-    "Whether a log prints rows, so that nobody else has to"
-    return any(getattr(o, 'shows_rows', False) for o in self.to)
+    @property
+    def shows_rows(self)->bool:
+        "Whether a log prints rows, so that nobody else has to"
+        return any(getattr(o, 'shows_rows', False) for o in self.to)
 
-# %% ../../nbs/log/05_loggers.ipynb #17ad2063
-@patch
-def before_fit(self:LoggerCB, trainer):
-    "Find out whether the logs can be written"
-    if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
-    self._active,self._opened = processes()[0] == 0,False
-    self._forget(trainer)
-    for o in self._outlets: o.over = False
-    self._set_due()
-    for name in [*(self._columns or []), *(o[0] for o in self._alerts.alerts)]:
-        if name not in (*_RESERVED, *self._functions): check_monitored(trainer, name, callback_name(self))
-    if self._active:
-        for o in self._outlets: o.tell('check')
+    def before_fit(self, trainer):
+        "Find out whether the logs can be written"
+        if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
+        self._active,self._opened = processes()[0] == 0,False
+        self._new_fit(trainer)
+        self._check_names(trainer)
+        for outlet in self._outlets:
+            outlet.over = False
+            if self._active: outlet.tell('check')
+
+    def before_epoch(self, trainer):
+        "Start the clocks"
+        now = time.perf_counter()
+        if trainer.epoch != self._reader.epoch:
+            self._reader.begin_epoch(trainer.epoch)
+            self._epoch_start = now
+        if trainer.training: self._mark,self._marked = now,trainer.n_updates
+
+    def before_batch(self, trainer):
+        "Start the logs at the first batch"
+        if self._active and not self._opened: self._open(trainer)
+
+    def after_batch(self, trainer):
+        "Every so many updates, take down loss, rate, time and your values; send what others have written"
+        if not (trainer.training and self._active): return
+        updated,loss = trainer.n_updates != self._last,getattr(trainer, 'loss', None)
+        self._last,self._n = trainer.n_updates,self._offset+trainer.n_updates
+        step = self._n-1 if updated else self._n
+        self._reader.add_batch(trainer.batch_num, step)
+        if self.every:
+            if is_one_number(loss): self._losses.add(loss)
+            if updated and step >= self._due: self._take_down(trainer, step, loss)
+        if self._sent: self._send_arrived()
+        self._send_new(trainer, step)
+
+    def log(self, trainer):
+        "Send the row of the epoch"
+        if not self._active: return
+        if not self._opened: self._open(trainer)
+        step = self._last_step()
+        self._send_arrived(wait=True)
+        self._send_new(trainer, step, only_logged=True)
+        self._newest = None
+        last = trainer.epoch == trainer.n_epochs-1 or trainer.stop_reason is not None
+        if self.epochs and (last or (trainer.epoch+1) % self.epochs == 0): self._send_epoch(trainer, step)
+        for outlet in self._outlets: outlet.retry()
+
+    def cleanup_fit(self, trainer):
+        "Send the rest and the total time, and close the logs"
+        if not self._opened and self._lacks_end(trainer): self._open(trainer)
+        if not self._opened: return
+        self._opened,step,error = False,self._last_step(),trainer.exception
+        for outlet in self._outlets: outlet.over = True
+        ok = error is None or isinstance(error, CancelFitException)
+        try: self._send_rest(trainer, step, ok)
+        finally:
+            for outlet in self._outlets: outlet.finish(ok, step)
+            self._sent = []
+
+    def _last_step(self): return max(self._n-1, 0)
 
 # %% ../../nbs/log/05_loggers.ipynb #1d073f80
-@patch
-def _forget(self:LoggerCB, trainer):
-    "Begin a fit"
-    self._offset,self._last = self._n,0 # Updates of earlier fits, and of this one when the last batch was done
-    self._epoch,self._steps,self._logged = None,array('q'),array('q') # The step of each batch in this epoch, and those that were logged
-    self._losses,self._sent,self._newest = DeviceMean(),[],None # Steps and rows on their way, and the last one of an epoch
-    self._missing = set(self._columns or ()) # Columns that no row has had
-    self._last_media,self._seen = None,_lengths(trainer) # How much of the history has been sent
-    self._start = self._mark = self._epoch_start = time.perf_counter()
-    self._seconds,self._goes_on = 0.,False # Before this process, of the same fit
-
-def _lengths(trainer): return {k: len(o) for k,o in trainer.history.batches.columns.items()}
-
-# %% ../../nbs/log/05_loggers.ipynb #6d5681cf
 @patch
 def _new_run(self:LoggerCB, trainer):
     "Begin with step 0 and a number of its own"
     self._id,self._trainer = uuid.uuid4().hex[:12],weakref.ref(trainer)
     self._n,self._rows = 0,{} # Updates and rows of the whole run
     self._alerts.crossed = [False]*len(self._alerts.alerts)
-    for o in self._outlets: o.forget()
+    for outlet in self._outlets: outlet.forget()
 
 @patch
-def _set_due(self:LoggerCB): self._due = math.ceil(self._n/self.every)*self.every if self.every else None # The next step to log
+def _new_fit(self:LoggerCB, trainer):
+    "Begin a fit"
+    self._offset,self._last = self._n,0 # Updates of earlier fits, and of this one at the last batch
+    self._losses,self._sent = DeviceMean(),[] # Steps and rows on their way
+    self._newest = None # The last row of an epoch, and what was sent of it
+    self._missing = set(self._columns or ()) # Columns that no row has had
+    hidden = {*RESERVED} - {'run', 'step'} if self.every else ()
+    self._reader = HistoryReader(trainer.history, hidden)
+    self._start = self._mark = self._epoch_start = time.perf_counter()
+    self._seconds,self._goes_on = 0.,False # Before this process, of the same fit
+    self._set_due()
+
+@patch
+def _set_due(self:LoggerCB):
+    self._due = math.ceil(self._n/self.every)*self.every if self.every else None # The next step to log
+
+@patch
+def _check_names(self:LoggerCB, trainer):
+    "Make sure that somebody writes what is to be logged"
+    known = {*RESERVED, *self._functions}
+    for name in [*(self._columns or []), *(alert[0] for alert in self._alerts.alerts)]:
+        if name not in known: check_monitored(trainer, name, callback_name(self))
 
 # %% ../../nbs/log/05_loggers.ipynb #f772aacb
+_NOT_STARTED = ('The log `{log}` could not be started, so nothing was trained. '
+                'Mend that, or leave it out of `{callback}`.')
+
 @patch
 def _open(self:LoggerCB, trainer):
     "Start the logs"
-    self._opened = True
-    known = dict(model=type(trainer.model).__name__, loss_func=described(trainer.loss_func), opt_func=described(trainer.opt_func), lr=plain(trainer.lr), n_epochs=trainer.n_epochs)
-    run = dict(id=self._id, name=self.run, fit=trainer.history.fit, step=self._n, rows=dict(self._rows),
-               params=known | {k: plain(o) for k,o in self.params.items()}, callbacks=run_map(trainer, leave_out=[self]))
-    started = []
+    run,started,self._opened = self._about(trainer),[],True
     try:
-        for o in self._outlets:
-            o.tell('start', run)
-            started.append(o)
+        for outlet in self._outlets:
+            outlet.tell('start', run)
+            started.append(outlet)
     except BaseException as e:
         self._opened = False
-        e.add_note(f'The log `{o.name}` could not be started, so nothing was trained. Mend that, or leave it out of `{callback_name(self)}`.')
+        e.add_note(_NOT_STARTED.format(log=outlet.name, callback=callback_name(self)))
         for done in started: done.finish(False, self._n)
         raise
     self._mark = time.perf_counter() # A service may take its time
 
-# %% ../../nbs/log/05_loggers.ipynb #36322de1
 @patch
-def before_epoch(self:LoggerCB, trainer):
-    "Start the clocks"
-    now = time.perf_counter()
-    if trainer.epoch != self._epoch: self._epoch,self._epoch_start,self._steps,self._logged = trainer.epoch,now,array('q'),array('q')
-    if trainer.training: self._mark,self._marked = now,trainer.n_updates
-
-@patch
-def before_batch(self:LoggerCB, trainer):
-    "Start the logs at the first batch"
-    if self._active and not self._opened: self._open(trainer)
+def _about(self:LoggerCB, trainer):
+    "What a log hears at its start"
+    known = dict(model=type(trainer.model).__name__, loss_func=described(trainer.loss_func),
+                 opt_func=described(trainer.opt_func), lr=plain(trainer.lr), n_epochs=trainer.n_epochs)
+    params = known | {name: plain(value) for name,value in self.params.items()}
+    return dict(id=self._id, name=self.run, fit=trainer.history.fit, step=self._n, rows=dict(self._rows),
+                params=params, callbacks=run_map(trainer, leave_out=[self]))
 
 # %% ../../nbs/log/05_loggers.ipynb #a9fbe2ae
 @patch
@@ -172,145 +188,89 @@ def _send_arrived(self:LoggerCB, wait=False):
     "Send the rows that have arrived, or all"
     while self._sent and (wait or self._sent[0][1].arrived()):
         step,row = self._sent.pop(0)
-        values = {name: value.item() if torch.is_tensor(value) else value for name,value in row.read().items()}
-        self._send(values, step, 'steps')
+        values = row.read().items()
+        self._send({k: v.item() if torch.is_tensor(v) else v for k,v in values}, step, 'steps')
 
 @patch
 def _send(self:LoggerCB, values, step, table):
-    "Send a row to every log, and the alerts it raises; a column called `run` or `step` becomes `run_` or `step_`, as every row has these two"
+    "Send a row to every log, and the alerts it raises; the names `run` and `step` are taken"
     values = beside('run', beside('step', values))
     self._rows[table] = self._rows.get(table, 0)+1
-    for o in self._outlets: o.send(dict(values), step, table)
+    for outlet in self._outlets: outlet.send(dict(values), step, table)
     for text in self._alerts.new(values):
-        for o in self._outlets: o.alert(text, step)
+        for outlet in self._outlets: outlet.alert(text, step)
 
-# %% ../../nbs/log/05_loggers.ipynb #ecbd9acf
 @patch
-def after_batch(self:LoggerCB, trainer):
-    "Every so many updates, take down loss, rate, time and your values; send what others have written"
-    if not (trainer.training and self._active): return
-    updated,loss = trainer.n_updates != self._last,getattr(trainer, 'loss', None)
-    self._last,self._n = trainer.n_updates,self._offset+trainer.n_updates
-    step = self._n-1 if updated else self._n
-    self._steps.extend([-1]*(trainer.batch_num-len(self._steps)) + [step])
-    if self.every:
-        if _is_number(loss): self._losses.add(loss)
-        if updated and step >= self._due: self._take_down(trainer, step, loss)
-    if self._sent: self._send_arrived()
-    self._send_new(trainer, step)
+def _send_new(self:LoggerCB, trainer, step, only_logged=False):
+    "Send media and columns of batches written since the last look"
+    for medium in self._reader.media(trainer.history):
+        for outlet in self._outlets: outlet.show(medium, step)
+    for at,values in self._reader.batches(trainer.history, only_logged): self._send(values, at, 'batches')
 
 # %% ../../nbs/log/05_loggers.ipynb #063b0d00
-def _is_number(loss): return loss.numel() == 1 if torch.is_tensor(loss) else isinstance(loss, numbers.Real)
-
 @patch
 def _take_down(self:LoggerCB, trainer, step, loss):
     "Gather a row"
-    now,self._due = time.perf_counter(),(step//self.every+1)*self.every # A batch may have several updates, and jump over a multiple
-    self._logged.append(step)
-    row = dict(epoch=trainer.epoch, loss=loss if _is_number(loss) else None, mean_loss=self._losses.take(), **learning_rates(trainer),
-               seconds_per_step=(now-self._mark)/max(trainer.n_updates-self._marked, 1))
+    now = time.perf_counter()
+    self._due = (step//self.every+1)*self.every # A batch may have several updates, and jump over a multiple
+    self._reader.logged.append(step)
+    seconds = (now-self._mark)/max(trainer.n_updates-self._marked, 1)
+    row = dict(epoch=trainer.epoch, loss=loss if is_one_number(loss) else None, mean_loss=self._losses.take(),
+               **learning_rates(trainer), seconds_per_step=seconds)
     self._mark,self._marked = now,trainer.n_updates
-    row |= {name: _checked(name, f(trainer)) for name,f in self._functions.items()}
-    self._sent.append((step, Sent({k: o for k,o in row.items() if o is not None})))
+    row |= {name: one_number(name, f(trainer)) for name,f in self._functions.items()}
+    self._sent.append((step, Sent({name: value for name,value in row.items() if value is not None})))
     if self.media: self.media(trainer)
 
-# %% ../../nbs/log/05_loggers.ipynb #dc2f22b9
-@patch
-def _send_new(self:LoggerCB, trainer, step, thin=False):
-    "Send media and columns of batches written since the last look"
-    media = trainer.history.media
-    if media and media[-1] is not self._last_media:
-        first = next((i for i in reversed(range(len(media))) if media[i] is self._last_media), -1)
-        for o in media[first+1:]:
-            for outlet in self._outlets: outlet.show(o, step)
-        self._last_media = media[-1]
-    for at,values in self._new_cells(trainer, thin): self._send(values, at, 'batches')
-
-@patch
-def _new_cells(self:LoggerCB, trainer, thin):
-    "Pairs of step and values, for the training batches of this epoch"
-    columns,found = trainer.history.batches.columns,{}
-    if all(len(o) == self._seen.get(k, 0) for k,o in columns.items()): return []
-    fit,epoch,training,batch = (columns[o] for o in trainer.history.batches.keys)
-    for name,column in columns.items():
-        first,self._seen[name] = self._seen.get(name, 0),len(column)
-        if name in trainer.history.batches.keys or (self.every and name in _RESERVED and name not in ('run', 'step')): continue
-        for i in range(first, len(column)):
-            mine = training[i] and fit[i] == trainer.history.fit and epoch[i] == self._epoch and batch[i] < len(self._steps)
-            if mine and not math.isnan(column[i]) and (not thin or self._was_logged(self._steps[batch[i]])): found.setdefault(self._steps[batch[i]], {})[name] = column[i]
-    return sorted(found.items(), key=operator.itemgetter(0))
-
-@patch
-def _was_logged(self:LoggerCB, step):
-    "Whether this epoch has a row of `step`; they come in order"
-    i = bisect_left(self._logged, step)
-    return i < len(self._logged) and self._logged[i] == step
-
-# %% ../../nbs/log/05_loggers.ipynb #7e12f0f1
-@patch
-def log(self:LoggerCB, trainer):
-    "Send the row of the epoch"
-    if not self._active: return
-    if not self._opened: self._open(trainer)
-    step = self._step()
-    self._send_arrived(wait=True)
-    self._send_new(trainer, step, thin=True)
-    self._newest = None
-    last = trainer.epoch == trainer.n_epochs-1 or trainer.stop_reason is not None
-    if self.epochs and (last or (trainer.epoch+1) % self.epochs == 0): self._send_epoch(trainer, step)
-    for o in self._outlets: o.retry()
-
-@patch
-def _step(self:LoggerCB): return max(self._n-1, 0)
+# %% ../../nbs/log/05_loggers.ipynb #5f16dbc6
+_NEVER_THERE = ('`LoggerCB` was to log the columns {missing}, but no row that it logged had them. '
+                'The last has {names}.')
 
 @patch
 def _send_epoch(self:LoggerCB, trainer, step):
+    "Send the row of an epoch"
     row = trainer.history.current or {}
     found = {'epoch': trainer.epoch, 'elapsed': time.perf_counter()-self._epoch_start, **row}
-    if self._columns is not None: found = {k: o for k,o in found.items() if k == 'epoch' or k in self._columns}
+    found = {name: value for name,value in found.items() if name == 'epoch' or self._is_wanted(name)}
     found.pop('fit', None)
     self._missing -= found.keys()
     self._newest = row,dict(row)
-    self._send({k: plain(o) for k,o in found.items()}, step, 'epochs')
-
-# %% ../../nbs/log/05_loggers.ipynb #5f16dbc6
-@patch
-def cleanup_fit(self:LoggerCB, trainer):
-    "Send the rest and the total time, and close the logs"
-    if not self._opened and self._lacks_end(trainer): self._open(trainer)
-    if not self._opened: return
-    self._opened,step,error = False,self._step(),trainer.exception
-    for o in self._outlets: o.over = True
-    ok = error is None or isinstance(error, CancelFitException)
-    try:
-        try: self._send_arrived(wait=True)
-        except RuntimeError: # A device that has failed gives back nothing
-            if ok: raise
-        self._send_new(trainer, step, thin=True)
-        self._send_late_columns(step)
-        self._send(dict(total_seconds=time.perf_counter()-self._start+self._seconds, n_updates=trainer.n_updates, outcome=outcome_of(trainer)[0]), step, 'fits')
-    finally:
-        for o in self._outlets: o.finish(ok, step)
-        self._sent = []
+    self._send({name: plain(value) for name,value in found.items()}, step, 'epochs')
 
 @patch
-def _lacks_end(self:LoggerCB, trainer):
-    "Whether a fit of which only the end was left has to be closed in the logs"
-    if not (self._active and self._goes_on and outcome_of(trainer)[0] in ENDED): return False
-    if not isinstance(trainer.exception, CompleteAlready): return True
-    found = [o.log.rows_if_ended(self._id, self._rows.get('fits', 0)) for o in self._outlets if hasattr(o.log, 'rows_if_ended')]
-    self._rows |= next((o for o in found if o is not None), {}) # A fit that follows leaves them
-    return None in found
+def _is_wanted(self:LoggerCB, name): return self._columns is None or name in self._columns
+
+@patch
+def _send_rest(self:LoggerCB, trainer, step, ok):
+    "Send what is on its way, what came late, and the row of the fit"
+    try: self._send_arrived(wait=True)
+    except RuntimeError: # A device that has failed gives back nothing
+        if ok: raise
+    self._send_new(trainer, step, only_logged=True)
+    self._send_late_columns(step)
+    seconds,(outcome,_) = time.perf_counter()-self._start+self._seconds,outcome_of(trainer)
+    self._send(dict(total_seconds=seconds, n_updates=trainer.n_updates, outcome=outcome), step, 'fits')
 
 @patch
 def _send_late_columns(self:LoggerCB, step):
     "Send what was added to the last row after it had been sent"
     if self._newest is None: return
     row,sent = self._newest
-    late = {k: plain(o) for k,o in row.items() if k not in sent and (self._columns is None or k in self._columns)}
+    late = {name: plain(value) for name,value in row.items() if name not in sent and self._is_wanted(name)}
     self._missing -= late.keys()
-    if self._missing: warnings.warn(f'`LoggerCB` was to log the columns {sorted(self._missing)}, but no row that it logged had them. The last has {sorted(row)}.', stacklevel=2)
+    about = dict(missing=sorted(self._missing), names=sorted(row))
+    if self._missing: warnings.warn(_NEVER_THERE.format(**about), stacklevel=2)
     if late: self._send({'epoch': row['epoch'], **late}, step, 'epochs')
+
+@patch
+def _lacks_end(self:LoggerCB, trainer):
+    "Whether a fit of which only the end was left has to be closed in the logs"
+    if not (self._active and self._goes_on and outcome_of(trainer)[0] in ENDED): return False
+    if not isinstance(trainer.exception, CompleteAlready): return True
+    logs = [outlet.log for outlet in self._outlets if hasattr(outlet.log, 'rows_if_ended')]
+    found = [log.rows_if_ended(self._id, self._rows.get('fits', 0)) for log in logs]
+    self._rows |= next((rows for rows in found if rows is not None), {}) # A fit that follows leaves them
+    return None in found
 
 # %% ../../nbs/log/05_loggers.ipynb #c52b3271
 @patch
@@ -318,22 +278,23 @@ def state_dict(self:LoggerCB)->dict: # Plain types
     "Number of the run, its step, and what has been sent"
     if self._opened: self._send_arrived(wait=True)
     now = time.perf_counter()
-    return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows), crossed=list(self._alerts.crossed),
-                epoch=self._epoch, steps=as_tensor(self._steps), logged=as_tensor(self._logged),
-                **self._losses.state_dict(), seconds=self._seconds+now-self._start, epoch_seconds=now-self._epoch_start)
+    return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows),
+                crossed=list(self._alerts.crossed), **self._reader.state_dict(), **self._losses.state_dict(),
+                seconds=self._seconds+now-self._start, epoch_seconds=now-self._epoch_start)
 
 @patch
 def load_state_dict(self:LoggerCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on with the same run"
-    now = time.perf_counter()
-    self._id,self._n,self._offset,self._last,self._epoch = (state[o] for o in ('id', 'n', 'offset', 'last', 'epoch'))
-    self._goes_on = True
+    now,self._goes_on = time.perf_counter(),True
+    self._id,self._n,self._offset = state['id'],state['n'],state['offset']
+    self._last = self._marked = state['last']
     self._rows,self._seconds = dict(state['rows']),state['seconds']
-    self._steps,self._logged = (array('q', torch.as_tensor(state[o], dtype=torch.int64).tolist()) for o in ('steps', 'logged'))
-    self._set_due()
-    if len(state['crossed']) == len(self._alerts.alerts): self._alerts.crossed = list(state['crossed'])
-    self._losses.load_state_dict(state)
     self._start = self._mark = now
-    self._epoch_start,self._marked,self._seen = now-state['epoch_seconds'],state['last'],_lengths(self._trainer())
+    self._epoch_start = now-state['epoch_seconds']
+    if len(state['crossed']) == len(self._alerts.alerts): self._alerts.crossed = list(state['crossed'])
+    self._reader.load_state_dict(state)
+    self._reader.skip(self._trainer().history)
+    self._losses.load_state_dict(state)
+    self._set_due()

@@ -116,11 +116,12 @@ def _left_tidy(trainer):
     finally:
         try:
             if trainer._own_state is not None and not trainer._side_runs: trainer._own_state.close(trainer)
-        finally: _free(trainer, with_grad) # An interrupt may come there too
+        finally: # An interrupt may come there too
+            trainer._fitting = False
+            _free(trainer, with_grad)
 
 def _free(trainer, with_grad):
     "Let another fit begin"
-    trainer._fitting = False
     trainer._training = trainer.exception = None
     trainer.epochs = range(getattr(trainer, 'n_epochs', 0)) # Without what callbacks have wrapped around
     forget(trainer, 'batches')

@@ -10,7 +10,7 @@ from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import Order
 from isaac_loop.inspection.loop_tables import summarize_callbacks  # noqa: F401  A method of the trainer
-from isaac_loop.interop.adapt import adapt
+from isaac_loop.interop.adapters import adapt
 from isaac_loop.state.store import CheckpointStore
 from foreign import BATCHES, Nemo010, ours, Plain, same_weights, silent
 
@@ -75,10 +75,8 @@ def test_a_foreign_callback_that_was_not_adapted_is_told_about_it(pta):
 
     with pytest.raises(Exception) as e:
         ours(TrainerCallback())
-    assert any("`isaac_loop.interop.adapt.adapt`" in o for o in e.value.__notes__)
-    with pytest.raises(
-        ValueError, match="has no method named after an event.*`isaac_loop.interop.adapt.adapt`"
-    ):
+    assert any("`isaac_loop.interop.adapt" in o for o in e.value.__notes__)
+    with pytest.raises(ValueError, match="has no method named after an event.*`isaac_loop.interop.adapt"):
         ours(ToolboxNotes())
     with pytest.raises(ValueError) as e:
         ours(SimpleNamespace(on_train=True))

@@ -4,7 +4,7 @@ import pytest
 
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.inspection.loop_tables import summarize_callbacks  # noqa: F401  A method of the trainer
-from isaac_loop.interop.adapt import adapt
+from isaac_loop.interop.adapters import adapt
 from foreign import Nemo010, ours
 
 

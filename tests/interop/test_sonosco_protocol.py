@@ -12,7 +12,7 @@ from isaac_loop.stop.limits import LimitCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.loop.events import Order
 from isaac_loop.inspection.loop_tables import summarize_callbacks  # noqa: F401  A method of the trainer
-from isaac_loop.interop.adapt import adapt
+from isaac_loop.interop.adapters import adapt
 from isaac_loop.loop.trainer import Trainer
 from foreign import loaders, make_model, ours, Plain, same_weights, silent
 

@@ -15,7 +15,7 @@ MODULES = {
 
 ASKS_FOR_A_CLASS = {  # Elsewhere a class may only look for its own kind
     "log/run_config": "reports the settings of callbacks, which own them",
-    "interop/adapt": "refuses what it has made itself",
+    "interop/adapters": "refuses what it has made itself",
     "interop/base": "tells a foreign callback what its own trainer would tell it",
     "interop/pytorch_accelerated": "tells a foreign callback what its own trainer would tell it",
     "interop/sonosco": "tells a foreign callback what its own trainer would tell it",

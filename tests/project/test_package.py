@@ -60,6 +60,11 @@ def test_the_star_stands_only_in_all():
         assert bool(stars) == (path.name == "all.py"), path
 
 
+def test_every_name_that_a_face_lists_is_there():
+    "The lists themselves are in `test_faces.py`"
+    importlib.import_module("isaac_loop.all")
+
+
 @pytest.mark.parametrize(
     "module, unwanted",
     [

@@ -18,11 +18,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from guarded import run_guarded
-from torch import nn, optim
+from torch import optim
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as lrs
 
+from guarded import run_guarded
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
 from isaac_loop.schedule.annealing import piecewise
@@ -45,8 +45,17 @@ from isaac_loop.inspection.loop_tables import callback_table
 from isaac_loop.schedule.scheduler_checks import check_rates
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.loop.trainer import Trainer
-
-MOMENTUM = partial(optim.SGD, momentum=0.9)
+from scheduled import (
+    MOMENTUM,
+    lr_of,
+    make_batches,
+    make_model,
+    make_trainer,
+    RecorderCBNamed,
+    same,
+    still_model,
+    WriteCB,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -55,37 +64,6 @@ def warnings_are_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
-
-
-def make_batches(n=5, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return [(torch.randn(4, 3, generator=g), torch.randn(4, 1, generator=g)) for _ in range(n)]
-
-
-def make_model():
-    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))
-
-
-def still_model():
-    "Without dropout, so that no random numbers are needed"
-    model = make_model()
-    model[1].p = 0.0
-    return model
-
-
-def lr_of(group):
-    return lambda trainer: trainer.opt.param_groups[group]["lr"]
-
-
-def make_trainer(*callbacks, n=5, opt_func=MOMENTUM, model=None, batches=None, valid=None):
-    torch.manual_seed(0)
-    return Trainer(
-        DataLoaders(make_batches(n) if batches is None else batches, valid),
-        F.mse_loss,
-        opt_func,
-        model or make_model(),
-        [BasicTrainCB(), RecorderCB(), *callbacks],
-    )
 
 
 def rates(cb, n_epochs=2, lr=0.1, **kwargs):
@@ -104,12 +82,6 @@ def train_by_hand(model, batches, opt, n_epochs, after_batch=None, after_epoch=N
                 after_batch.step()
         if after_epoch:
             after_epoch.step()
-
-
-def same(a, b):
-    return all(
-        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    )
 
 
 class AccumulateCB:
@@ -437,10 +409,6 @@ def test_two_groups_and_two_optimizers_each_follow_their_own_rate():
         assert found == expected if expected else max(found) == 1
         assert set(trainer.history.batches["lr"]) == {0.1}
         assert trainer.other.param_groups[0]["lr"] == 1, "no fit would set it anew"
-
-
-class RecorderCBNamed(RecorderCB):
-    name = "second_recorder"
 
 
 @pytest.mark.shows("ISA-77")
@@ -907,244 +875,6 @@ def test_a_value_of_nan_is_refused_for_any_attribute_and_a_rate_that_is_a_tensor
         param_groups=[dict(lr=torch.tensor(math.nan, device="meta"))]
     )  # Whose value nobody can ask for
     check_rates(elsewhere, trainer.BatchSchedulerCB, wait=False)
-
-
-# Reductions and plateaus
-
-
-@pytest.mark.shows("SON-14")
-def test_a_reduction_below_the_lowest_rate_is_skipped_for_each_group():
-    "Not clamped"
-
-    def two_groups(params, lr):
-        params = list(params)
-        return optim.SGD([dict(params=params[:2], lr=lr / 10), dict(params=params[2:])], lr)
-
-    trainer = make_trainer(
-        StepSchedulerCB(1, 0.3, min_lr=0.02), RecorderCBNamed(a=lr_of(0), b=lr_of(1)), opt_func=two_groups
-    )
-    trainer.fit(4, lr=1.0, valid=False)
-    assert trainer.history.batches["a"][::5] == pytest.approx([0.1, 0.03, 0.03, 0.03])
-    assert trainer.history.batches["b"][::5] == pytest.approx([1, 0.3, 0.09, 0.027])
-
-
-class WriteCB:
-    "Writes a column from a list"
-
-    def __init__(self, values, name="score", declare=True):
-        self.values, self.column = values, name
-        if declare:
-            self.columns = [name]
-
-    def cleanup_epoch(self, trainer):
-        if self.values[trainer.epoch] is not None:
-            trainer.history.write(**{self.column: self.values[trainer.epoch]})
-
-
-@pytest.mark.shows("SON-15", "AIT-47", "AIT-48", "F045")
-@settings(max_examples=40, deadline=None)
-@given(
-    values=st.lists(st.floats(-10, 10), min_size=1, max_size=12),
-    mode=st.sampled_from(["min", "max"]),
-    patience=st.integers(0, 3),
-    cooldown=st.integers(0, 2),
-    delta=st.floats(0, 2),
-    min_lr=st.sampled_from([0, 0.03]),
-)
-def test_a_plateau_reduces_when_torch_would(values, mode, patience, cooldown, delta, min_lr):
-    options = dict(
-        mode=mode,
-        factor=0.5,
-        patience=patience,
-        cooldown=cooldown,
-        threshold=delta,
-        threshold_mode="abs",
-        min_lr=min_lr,
-    )
-    opt = optim.SGD([torch.zeros(1)], 0.1)
-    scheduler, theirs = lrs.ReduceLROnPlateau(opt, **options), []
-    for o in values:
-        theirs.append(opt.param_groups[0]["lr"])
-        scheduler.step(o)
-    trainer = make_trainer(WriteCB(values), PlateauSchedulerCB("score", **options), n=1)
-    trainer.fit(len(values), lr=0.1, valid=False)
-    assert trainer.history.batches["lr"] == theirs
-
-
-@pytest.mark.shows("SON-15")
-def test_nan_never_is_better_and_no_value_says_nothing():
-    trainer = make_trainer(
-        WriteCB([1.0, math.nan, None, math.nan, 0.5]),
-        PlateauSchedulerCB("score", mode="min", patience=1, factor=0.5),
-        n=1,
-    )
-    trainer.fit(5, lr=0.1, valid=False)
-    assert trainer.history.batches["lr"] == [0.1, 0.1, 0.1, 0.1, 0.05]
-
-
-@pytest.mark.shows("AIT-48")
-def test_the_direction_of_a_plateau_is_never_guessed():
-    "As with every other callback that watches a column"
-    with pytest.raises(ValueError, match="Say `mode='max'` or `mode='min'`"):
-        PlateauSchedulerCB("accuracy")
-    assert (
-        PlateauSchedulerCB("my_loss").options["mode"],
-        PlateauSchedulerCB("accuracy", mode="max").options["mode"],
-    ) == ("min", "max")
-
-
-@pytest.mark.shows("AIT-47")
-def test_a_plateau_of_validation_loss():
-    trainer = make_trainer(
-        MetricsCB(show=False),
-        PlateauSchedulerCB(factor=0.5, patience=0, threshold=10, threshold_mode="abs"),
-        valid=make_batches(2),
-    )
-    trainer.fit(3, lr=0.1)
-    assert trainer.history.batches["lr"][:5] == [0.1] * 5 and trainer.opt.param_groups[0]["lr"] == 0.025
-
-
-@pytest.mark.shows("AIT-48")
-def test_a_name_that_nobody_records_fails_before_the_first_batch():
-    trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB("vaild_loss"), valid=make_batches(2))
-    with pytest.raises(
-        LookupError,
-        match=r"`PlateauSchedulerCB` watches `vaild_loss`.*'train_loss', 'valid_loss', 'elapsed'\]. "
-        "Did you mean `valid_loss`",
-    ):
-        trainer.fit(1)
-    assert trainer.n_updates == 0 and "initial_lr" not in trainer.opt.param_groups[0]
-    trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB())
-    with pytest.raises(LookupError, match="`valid_loss`, which no callback records"):
-        trainer.fit(1, valid=False)
-
-
-@pytest.mark.shows("AIT-48")
-def test_a_name_of_somebody_who_declares_nothing_is_seen_at_the_first_row():
-    trainer = make_trainer(
-        WriteCB([1.0] * 3, declare=False),
-        PlateauSchedulerCB("score", mode="min", patience=0, factor=0.5),
-        n=2,
-    )
-    trainer.fit(3, lr=0.1, valid=False)
-    assert trainer.history.batches["lr"] == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
-    trainer = make_trainer(WriteCB([1.0] * 3, declare=False), PlateauSchedulerCB("scores", mode="min"), n=2)
-    with pytest.raises(LookupError, match="Did you mean `score`"):
-        trainer.fit(3, valid=False)
-    assert trainer.n_updates == 2
-
-
-@pytest.mark.shows("AIT-47")
-def test_a_column_that_never_came_and_one_that_is_no_number_are_told():
-    trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB(), valid=make_batches(2))
-    with pytest.warns(UserWarning, match="no value in any epoch"):
-        trainer.fit(1, valid=False)
-    trainer = make_trainer(WriteCB([[1.0, 2.0]]), PlateauSchedulerCB("score", mode="min"))
-    with pytest.raises(TypeError, match="`score` is \\[1.0, 2.0\\]"):
-        trainer.fit(1, valid=False)
-
-
-# Attributes
-
-
-@pytest.mark.shows("NEMO-55", "F046")
-def test_any_attribute_follows_its_function_and_is_put_back():
-    "Groups, one group, modules, and anything else that the trainer has"
-    seen = []
-
-    class LookCB:
-        order = Order.LAST
-
-        def before_step(self, trainer):
-            g = trainer.opt.param_groups
-            seen.append(
-                (
-                    g[0]["weight_decay"],
-                    g[1]["momentum"],
-                    g[0]["momentum"],
-                    trainer.model[1].p,
-                    trainer.loss_func.beta,
-                )
-            )
-
-    def two_groups(params, lr):
-        params = list(params)
-        return MOMENTUM([dict(params=params[:2]), dict(params=params[2:])], lr)
-
-    cb = AttributeSchedulerCB(
-        {
-            "opt.weight_decay": lambda p: p,
-            "opt.1.momentum": lambda p: 0.5 * p,
-            "model.1.p": lambda p: p / 10,
-            "loss_func.beta": lambda p: 1 + p,
-        }
-    )
-    trainer = make_trainer(cb, LookCB(), opt_func=two_groups)
-    trainer.loss_func = nn.SmoothL1Loss(beta=0.7)
-    trainer.fit(2, lr=0.01, valid=False)
-    for i, row in enumerate(seen):
-        assert row == pytest.approx((i / 10, i / 20, 0.9, i / 100, 1 + i / 10))
-    assert len(seen) == 10
-    assert (
-        trainer.opt.param_groups[0]["weight_decay"],
-        trainer.opt.param_groups[1]["momentum"],
-        trainer.model[1].p,
-        trainer.loss_func.beta,
-    ) == (0, 0.9, 0.1, 0.7)
-
-
-@pytest.mark.shows("NEMO-55", "SON-19", "F046")
-def test_an_attribute_can_be_flipped_after_an_epoch():
-    "Counted in epochs"
-    seen = []
-
-    class LookCB:
-        def before_predict(self, trainer):
-            seen.append(trainer.model[1].p)
-
-    trainer = make_trainer(
-        AttributeSchedulerCB({"model.1.p": lambda epoch: 0.5 if epoch < 1 else 0.0}, unit="epoch"),
-        LookCB(),
-        n=2,
-    )
-    trainer.fit(3, valid=False)
-    assert seen == [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
-
-
-@pytest.mark.shows("NEMO-55")
-@pytest.mark.parametrize(
-    "target, message",
-    [
-        ("opt.momentun", "Did you mean `momentum`"),
-        ("model.*.q", "has an attribute `q`"),
-        ("model.7.p", "No module `7`"),
-        ("model.0.weigth", "Did you mean `weight`"),
-    ],
-)
-def test_a_target_that_does_not_exist_fails_before_the_first_batch(target, message):
-    trainer = make_trainer(AttributeSchedulerCB({target: lambda p: p}))
-    with pytest.raises(LookupError, match=message):
-        trainer.fit(1, valid=False)
-    assert trainer.n_updates == 0
-
-
-@pytest.mark.shows("NEMO-55", "F046")
-def test_scheduling_the_rate_by_a_function_equals_doing_it_by_hand():
-    "Bit for bit"
-    ours = still_model()
-    theirs = copy.deepcopy(ours)
-    make_trainer(AttributeSchedulerCB({"opt.momentum": piecewise((0, 0.9), (1, 0.5))}), model=ours).fit(
-        2, lr=0.1, valid=False
-    )
-    opt, i = MOMENTUM(theirs.parameters(), 0.1), 0
-    for _ in range(2):
-        for x, y in make_batches():
-            opt.param_groups[0]["momentum"] = 0.9 + (0.5 - 0.9) * (i / 10 - 0) / 1
-            F.mse_loss(theirs(x), y).backward()
-            opt.step()
-            opt.zero_grad()
-            i += 1
-    assert same(ours, theirs)
 
 
 # State
