@@ -9,14 +9,15 @@ __all__ = ['map_tensors', 'def_device', 'to_device', 'to_cpu', 'set_seed', 'inpl
 import dataclasses, math, numbers, os, random, sys
 from collections.abc import Mapping
 from functools import wraps
-from operator import index
 
 import torch
+
+from .checks import check_count
 
 # %% ../../nbs/basics/30_tensors.ipynb #5023c20b
 def map_tensors(
     f, # Called with each leaf
-    x, # Mappings, sequences, named tuples and dataclasses, however deep; what is neither these nor a leaf stays as it is
+    x, # Mappings, sequences, named tuples and dataclasses, however deep; anything else stays
     is_leaf=torch.is_tensor, # Says what to stop at
 ): # The same structure
     "Apply `f` to every tensor in `x` and keep its structure"
@@ -26,7 +27,8 @@ def map_tensors(
     if isinstance(x, tuple) and hasattr(x, '_fields'): return type(x)(*map(walk, x))
     if isinstance(x, (list, tuple)): return type(x)([walk(o) for o in x])
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return dataclasses.replace(x, **{o.name: walk(getattr(x, o.name)) for o in dataclasses.fields(x) if o.init})
+        names = [field.name for field in dataclasses.fields(x) if field.init]
+        return dataclasses.replace(x, **{name: walk(getattr(x, name)) for name in names})
     return x
 
 def _like(mapping, items):
@@ -44,15 +46,21 @@ def batch_size(
     return sizes[0] if sizes else None
 
 # %% ../../nbs/basics/30_tensors.ipynb #0ed954d7
+_SEVERAL_WEIGHTS = ('`weigh` gave a tensor of shape {shape}, but a batch has one weight. Let it return a '
+                    'number or a tensor with one.')
+_NO_WEIGHT = ('`weigh` gave {count!r} for a batch, but the weight of a batch is a number of 0 or more. Let '
+              'it count rows or tokens, say.')
+
 def batch_weight(
     count, # A number, or a tensor with one
 ): # The same; of a tensor without dimensions, which stays on its device
     "What a user's function counted in a batch, if a loss can be weighed with it"
     if torch.is_tensor(count):
-        if count.numel() != 1: raise ValueError(f'`weigh` gave a tensor of shape {tuple(count.shape)}, but a batch has one weight. Let it return a number or a tensor with one.')
+        if count.numel() != 1: raise ValueError(_SEVERAL_WEIGHTS.format(shape=tuple(count.shape)))
         return count.detach().reshape(())
-    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= count < math.inf:
-        raise ValueError(f'`weigh` gave {count!r} for a batch, but the weight of a batch is a number of 0 or more. Let it count rows or tokens, say.')
+    is_number = isinstance(count, numbers.Real) and not isinstance(count, bool)
+    if not (is_number and 0 <= count < math.inf):
+        raise ValueError(_NO_WEIGHT.format(count=count))
     return count
 
 # %% ../../nbs/basics/30_tensors.ipynb #019abae5
@@ -86,16 +94,18 @@ def to_cpu(
     return map_tensors(_to_cpu, x, _moves)
 
 # %% ../../nbs/basics/30_tensors.ipynb #ec799497
+_CONTRADICTION = ('`deterministic=True` and `benchmark=True` contradict each other: cuDNN would choose '
+                  'algorithms by their speed, and another run may choose others. Leave one of them out.')
+
 def set_seed(
     seed:int, # The same number gives the same run
     deterministic:bool=False, # Also make PyTorch refuse operations that may differ from run to run
-    benchmark:bool=None, # Let cuDNN try out which algorithm is fastest, which may differ from run to run? Default: as it is set
+    benchmark:bool=None, # Let cuDNN try out which algorithm is fastest? Default: as it is set
 ):
     "Seed the random numbers of Python, NumPy and PyTorch (every device)"
     if deterministic and benchmark:
-        raise ValueError('`deterministic=True` and `benchmark=True` contradict each other: cuDNN would choose algorithms by their speed, and another run may choose others. Leave one of them out.')
-    try: seed = index(seed)
-    except TypeError: raise TypeError(f'`seed` is {seed!r}, but random numbers begin from a number. Use a whole one, such as `set_seed(42)`.') from None
+        raise ValueError(_CONTRADICTION)
+    seed = check_count(seed, 'seed', 'random numbers begin from a number', least=None, wrong_type=TypeError)
     random.seed(seed)
     torch.manual_seed(seed)
     if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(seed % 2**32)

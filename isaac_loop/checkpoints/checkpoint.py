@@ -21,7 +21,8 @@ from ..state.run_folder import run_folder
 from ..state.run_checks import check_fits, check_is_run, data_unchecked
 from ..state.run_state import put_weights, take_parts, take_state
 from ..state.errors import CheckpointFormatTooNew, NoValidCheckpoint, ResumeMismatch
-from ..state.store import STEP_NAME, CheckpointStore, check_keeping, check_pattern
+from ..state.checkpoint_folder import STEP_NAME, check_pattern
+from ..state.store import CheckpointStore, check_keeping
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #1aeb8c12
 def _says_when(every):

@@ -11,11 +11,16 @@ from ..basics.tensors import to_device
 from ..train.training import BasicTrainCB
 
 # %% ../../nbs/device/30_accelerated.ipynb #944cbb6a
+_NOT_INSTALLED = ('`AccelerateCB` needs the package `accelerate`, which is not installed. Install it with '
+                  '`pip install accelerate`.')
+
 class AccelerateCB(BasicTrainCB):
     "Let Accelerate prepare model, optimizer and loaders, and do the backward pass"
     order = Order.STEP+5 # After whoever transforms the batch, or exchanges model or optimizer
-    mixed_precision,kwargs,accelerator,_made,_before = None,{},None,None,None # A subclass may have an `__init__` of its own
-    predict,get_loss,step,zero_grad = map(fills_in, (BasicTrainCB.predict, BasicTrainCB.get_loss, BasicTrainCB.step, BasicTrainCB.zero_grad))
+    mixed_precision,kwargs = None,{} # A subclass may have an `__init__` of its own
+    accelerator,_made,_before = None,None,None # `_made`: by this callback, not given to it
+    predict,get_loss = fills_in(BasicTrainCB.predict),fills_in(BasicTrainCB.get_loss)
+    step,zero_grad = fills_in(BasicTrainCB.step),fills_in(BasicTrainCB.zero_grad)
 
     def __init__(self,
         mixed_precision:str=None, # 'no', 'fp16' or 'bf16'; default: as Accelerate is configured
@@ -33,14 +38,18 @@ class AccelerateCB(BasicTrainCB):
 
     def before_fit(self, trainer):
         "Let Accelerate wrap everything"
+        if self.accelerator is self._made: self.accelerator = self._made = self._make()
+        dls,opt,prepare = trainer.dls,vars(trainer).get('opt'),self.accelerator.prepare
+        self._before = trainer.model,vars(trainer.model).get('forward'),opt,(dls.train, dls.valid)
+        trainer.model = prepare(trainer.model)
+        if self._shares: dls.train,dls.valid = prepare(dls.train, dls.valid)
+        if opt is not None: trainer.opt = prepare(opt)
+
+    def _make(self):
+        "An accelerator with the settings of this callback"
         try: from accelerate import Accelerator
-        except ImportError: raise ImportError('`AccelerateCB` needs the package `accelerate`, which is not installed. Install it with `pip install accelerate`.') from None
-        if self.accelerator is self._made: self.accelerator = self._made = Accelerator(mixed_precision=self.mixed_precision, **self.kwargs) # Or it was given
-        opt = vars(trainer).get('opt')
-        self._before = trainer.model,opt,trainer.dls.train,trainer.dls.valid,vars(trainer.model).get('forward')
-        trainer.model = self.accelerator.prepare(trainer.model)
-        if self._shares: trainer.dls.train,trainer.dls.valid = self.accelerator.prepare(trainer.dls.train, trainer.dls.valid)
-        if opt is not None: trainer.opt = self.accelerator.prepare(opt)
+        except ImportError: raise ImportError(_NOT_INSTALLED) from None
+        return Accelerator(mixed_precision=self.mixed_precision, **self.kwargs)
 
     @property
     def _shares(self): return self.accelerator.num_processes > 1
@@ -69,11 +78,11 @@ class AccelerateCB(BasicTrainCB):
     def cleanup_fit(self, trainer):
         "Take the wrappers off again"
         if self._before is None: return
-        trainer.model,opt,trainer.dls.train,trainer.dls.valid,forward = self._before
+        trainer.model,forward,opt,(trainer.dls.train,trainer.dls.valid) = self._before
         if opt is not None: trainer.opt = opt
         vars(trainer.model).pop('forward', None) # Accelerate has put one that casts onto the module itself
         if forward is not None: trainer.model.forward = forward
         self._before = None
         if self.accelerator is not self._made: return
         self.accelerator.free_memory()
-        type(self.accelerator.state)._reset_state() # It is one for the whole process, and would refuse other settings in the next fit
+        type(self.accelerator.state)._reset_state() # The process has one, which refuses other settings

@@ -13,18 +13,24 @@ from ..loop.events import Order
 from ..basics.tensors import def_device, to_device
 
 # %% ../../nbs/device/10_device.ipynb #85cec183
+_UNKNOWN = ("`device` is {device!r}, which PyTorch does not know. Use a name such as 'cpu', 'cuda', "
+            "'cuda:1' or 'mps'.")
+
 def _parse_device(device):
     "`device` as a `torch.device`, or an error"
     try: return torch.device(device)
-    except (RuntimeError, TypeError): raise ValueError(f"`device` is {device!r}, which PyTorch does not know. Use a name such as 'cpu', 'cuda', 'cuda:1' or 'mps'.") from None
+    except (RuntimeError, TypeError): raise ValueError(_UNKNOWN.format(device=device)) from None
 
 # %% ../../nbs/device/10_device.ipynb #606eb44b
+_NOT_HERE = ("`DeviceCB` was told to use '{device}', but this machine cannot: {why}. Here '{usable}' works; "
+             "pass that, or no device at all.")
+
 def _check_device(device):
     "Raise an error that names what there is, if nothing can be stored on `device`"
     try: torch.empty(1, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as e:
-        raise RuntimeError(f"`DeviceCB` was told to use '{device}', but this machine cannot: {str(e).splitlines()[0].rstrip('.')}. "
-                           f"Here '{def_device()}' works; pass that, or no device at all.") from None
+        why = str(e).splitlines()[0].rstrip('.')
+        raise RuntimeError(_NOT_HERE.format(device=device, why=why, usable=def_device())) from None
 
 # %% ../../nbs/device/10_device.ipynb #998d7fff
 def _move_state(opt):
@@ -39,19 +45,24 @@ class DeviceCB:
     order = Order.DEVICE
     stateless = '_device'
     def __init__(self,
-        device=None, # Name, `torch.device`, or a function that gives one; default: `def_device`, asked when training begins
+        device=None, # Name, `torch.device`, or a function that gives one; default: `def_device`
     ):
         self.device = device if device is None or callable(device) else _parse_device(device)
 
     def before_fit(self, trainer):
         "Move model, loss and optimizer state"
-        device = self._device = self.device if isinstance(self.device, torch.device) else _parse_device((self.device or def_device)())
+        device = self._device = self._chosen()
         _check_device(device)
         if hasattr(trainer.model, 'to'): trainer.model.to(device)
-        for o in vars(trainer).values():
-            if isinstance(o, nn.Module): o.to(device) # Model and loss are among them
-        for o in vars(trainer).values():
-            if hasattr(o, 'param_groups'): _move_state(o)
+        for held in vars(trainer).values():
+            if isinstance(held, nn.Module): held.to(device) # Model and loss are among them
+        for held in vars(trainer).values():
+            if hasattr(held, 'param_groups'): _move_state(held)
+
+    def _chosen(self):
+        "The device to use, asked now if it is a function that says so"
+        if isinstance(self.device, torch.device): return self.device
+        return _parse_device((self.device or def_device)())
 
     def before_batch(self, trainer):
         "Move the batch"

@@ -15,6 +15,8 @@ from torch.amp import GradScaler, autocast
 from ..loop.events import CancelException, CancelStepException, Order, replaces
 
 # %% ../../nbs/device/20_precision.ipynb #5fc9759b
+_NO_DTYPE = "`dtype` is {dtype!r}, which autocast does not use. Choose 'bfloat16' or 'float16'."
+
 class MixedPrecisionCB:
     "Predict in half precision, and scale the loss so that small gradients survive"
     order = Order.PRECISION
@@ -23,14 +25,18 @@ class MixedPrecisionCB:
         init_scale:float=2.**16, # First factor for the loss, for `float16`
     ):
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if self.dtype not in (torch.bfloat16, torch.float16): raise ValueError(f"`dtype` is {dtype!r}, which autocast does not use. Choose 'bfloat16' or 'float16'.")
-        self.init_scale,self._open,self._loss,self._unscaled,self._tried,self._overflowed = init_scale,None,None,False,0,0
+        if self.dtype not in (torch.bfloat16, torch.float16): raise ValueError(_NO_DTYPE.format(dtype=dtype))
+        self.init_scale = init_scale
+        self._open,self._loss,self._unscaled = None,None,False # Autocast, the true loss, whether unscaled
+        self._tried,self._overflowed = 0,0 # Steps of this pass
 
     def before_fit(self, trainer):
         "Begin with a new scaler"
-        parameter = next(iter(trainer.model.parameters()), torch.empty(0)) if hasattr(trainer.model, 'parameters') else torch.empty(0)
-        self._device = parameter.device.type
-        self.scaler,self._unscaled = GradScaler(self._device, init_scale=self.init_scale, enabled=self.dtype == torch.float16),False
+        parameters = trainer.model.parameters() if hasattr(trainer.model, 'parameters') else ()
+        self._device = next(iter(parameters), torch.empty(0)).device.type
+        scales = self.dtype == torch.float16
+        self.scaler = GradScaler(self._device, init_scale=self.init_scale, enabled=scales)
+        self._unscaled = False
 
 # %% ../../nbs/device/20_precision.ipynb #dfba8f07
 @patch
@@ -94,11 +100,11 @@ def _step(self:MixedPrecisionCB, trainer):
     overflowed = self.scaler.get_scale() < before
     self._tried += 1
     self._overflowed += overflowed
-    if overflowed: raise CancelStepException(f'a gradient overflowed at scale {before:g}, so this step was left out')
+    if overflowed: raise CancelStepException(f'a gradient overflowed at scale {before:g}, so no step')
 
 @patch(as_prop=True)
 def step(self:MixedPrecisionCB):
-    "What does the step instead of others; with `bfloat16` nothing does, and any other way of stepping stays as it is"
+    "What does the step instead of others; with `bfloat16` nothing, so the usual step is done"
     return self._step if self.dtype == torch.float16 else None
 
 # %% ../../nbs/device/20_precision.ipynb #9f0a4751
@@ -107,14 +113,15 @@ def cleanup_step(self:MixedPrecisionCB, trainer):
     "Scale the gradients again, if the step was left out"
     if not self._unscaled or not isinstance(trainer.exception, (type(None), CancelException)): return
     scale,self._unscaled = self.scaler.get_scale(),False
-    for p in (p for group in trainer.opt.param_groups for p in group['params'] if p.grad is not None): p.grad.mul_(scale)
+    for p in (p for group in trainer.opt.param_groups for p in group['params']):
+        if p.grad is not None: p.grad.mul_(scale)
     self.scaler.update(scale)
 
 # %% ../../nbs/device/20_precision.ipynb #8f502b41
-def _all_overflowed(epoch, n, scale):
-    "The warning after an epoch without a step"
-    return (f'In epoch {epoch} a gradient overflowed in every one of {n} steps, so the model has learnt nothing in it. A few such steps are normal at first, while the scale falls (it is {scale:g} now). '
-            "If it goes on, is the loss finite? Lower `init_scale` or the learning rate, clip, or use 'bfloat16'.")
+_ALL_OVERFLOWED = ("In epoch {epoch} a gradient overflowed in every one of {n} steps, so the model has "
+                   "learnt nothing in it; a few such steps are normal while the scale falls (it is "
+                   "{scale:g} now). Is the loss finite? Lower `init_scale` or the learning rate, clip, or "
+                   "use 'bfloat16'.")
 
 @patch
 def before_epoch(self:MixedPrecisionCB, trainer):
@@ -124,7 +131,10 @@ def before_epoch(self:MixedPrecisionCB, trainer):
 @patch
 def cleanup_epoch(self:MixedPrecisionCB, trainer):
     "Say so if every step of the pass was left out"
-    if trainer.training and 0 < self._tried == self._overflowed: warnings.warn(_all_overflowed(trainer.epoch, self._tried, self.scaler.get_scale()), stacklevel=2)
+    if not trainer.training or not 0 < self._tried == self._overflowed: return
+    scale = self.scaler.get_scale()
+    message = _ALL_OVERFLOWED.format(epoch=trainer.epoch, n=self._tried, scale=scale)
+    warnings.warn(message, stacklevel=2)
 
 # %% ../../nbs/device/20_precision.ipynb #0496ace2
 @patch

@@ -12,7 +12,8 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..metrics.metrics import MetricsCB, check_no_options, recorders_of, weigh_of
+from ..metrics.any_metric import check_no_options
+from ..metrics.metrics import MetricsCB, recorders_of, weigh_of
 from ..basics.checks import check_choice, check_count
 from .predictions import CapturePredsCB, NoLossCB, Predictions, class_name, decoded, join_batches, shapes, value_at
 from ..basics.tables import Table

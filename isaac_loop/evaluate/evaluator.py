@@ -14,7 +14,8 @@ import torch
 from fastcore.basics import patch
 
 from ..metrics.confidence import numbers_of
-from ..metrics.metrics import MetricsCB, check_no_options, weigh_of
+from ..metrics.any_metric import check_no_options
+from ..metrics.metrics import MetricsCB, weigh_of
 from .predictions import OtherData, check_columns, check_sets, chosen_loader, data_sets, evaluated_weights, in_order, only_one, same_random
 from ..train.training import NBatchCB
 from ..basics.checks import check_count, check_function, did_you_mean

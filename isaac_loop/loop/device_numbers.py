@@ -34,9 +34,10 @@ class Sent:
 
     def read(self): # The same structure on the CPU
         "What was sent; this waits for the device"
-        for event in self._events.values(): event.synchronize()
-        if self._events: self._x = map_tensors(torch.clone, self._x) # It came into memory that the system cannot move
-        self._events = {}
+        if self._events:
+            for event in self._events.values(): event.synchronize()
+            self._x = map_tensors(torch.clone, self._x) # It came into memory that the system cannot move
+            self._events = {}
         return self._x
 
 # %% ../../nbs/loop/40_device_numbers.ipynb #114d40a5
@@ -102,7 +103,8 @@ class DeviceNumbers(_Blocks):
     ):
         "Put values that have been read behind the others"
         self.tensor()
-        if len(values): self._here.append(torch.as_tensor(values, dtype=None if torch.is_tensor(values) else torch.float64))
+        if not torch.is_tensor(values): values = torch.as_tensor(values, dtype=torch.float64)
+        if len(values): self._here.append(values)
 
     def _joined(self):
         self._here = [torch.cat(self._here)] if self._here else []
@@ -115,7 +117,8 @@ class DeviceNumbers(_Blocks):
     def _receive(self, wait=False):
         while self._sent and (wait or self._sent[0].arrived()):
             block = self._sent.pop(0).read()
-            while self._here and len(self._here[-1]) <= len(block): block = torch.cat([self._here.pop(), block]) # So there are never many
+            while self._here and len(self._here[-1]) <= len(block): # So there are never many
+                block = torch.cat([self._here.pop(), block])
             self._here.append(block)
 
     def state_dict(self,
@@ -147,7 +150,9 @@ class DeviceRecord(DeviceNumbers):
         super().__init__()
         self._forget_places()
 
-    def _forget_places(self): self.columns = {**{name: Runs() for name in BatchRecord.keys[:3]}, 'batch': array('I')}
+    def _forget_places(self):
+        self.columns = {name: Runs() for name in BatchRecord.keys[:3]}
+        self.columns['batch'] = array('I')
 
     def __len__(self): return len(self.columns['batch'])
 
@@ -176,7 +181,8 @@ class DeviceRecord(DeviceNumbers):
         first:int=0, # The first value to save
     )->dict: # Tensors
         "Values and places"
-        return super().state_dict(first) | dict(places={name: as_tensor(column)[first:] for name,column in self.columns.items()})
+        places = {name: as_tensor(column)[first:] for name,column in self.columns.items()}
+        return super().state_dict(first) | dict(places=places)
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave
@@ -218,15 +224,15 @@ class PassNumbers:
 
     def state_dict(self)->dict: # Tensors
         "Columns and numbers of batches; this waits for the device"
-        return dict(values={name: column.tensor() for name,column in self.columns.items()}, batches=as_tensor(self.batches))
+        values = {name: column.tensor() for name,column in self.columns.items()}
+        return dict(values=values, batches=as_tensor(self.batches))
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave
     ):
         "Go on from saved columns"
-        self.__init__(*self.columns)
-        for name,column in self.columns.items(): column.extend(state['values'][name])
-        self.batches.extend(torch.as_tensor(state['batches']).tolist())
+        for name,column in self.columns.items(): column.load_state_dict(dict(values=state['values'][name]))
+        self.batches = array('I', torch.as_tensor(state['batches']).tolist())
 
 # %% ../../nbs/loop/40_device_numbers.ipynb #91b0a85e
 class DeviceMean(_Blocks):
@@ -241,8 +247,9 @@ class DeviceMean(_Blocks):
     ):
         "Count one more number"
         number = torch.as_tensor(one_number(number)).float()
-        if number.device != self._device: self._new = [new.to(number.device, non_blocking=True) for new in self._new] # From a checkpoint
-        self._device = number.device
+        if number.device != self._device: # Those of a checkpoint come along
+            self._new = [new.to(number.device, non_blocking=True) for new in self._new]
+            self._device = number.device
         super().add(number)
         self._n += 1
 

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy
 
 if TYPE_CHECKING:
-    from .metrics import MeanOf as MeanOf
-    from .metrics import MetricOn as MetricOn
+    from .any_metric import MeanOf as MeanOf
+    from .any_metric import MetricOn as MetricOn
     from .metrics import MetricsCB as MetricsCB
     from .recorder import RecorderCB as RecorderCB
     from .epoch_time import EpochTimeCB as EpochTimeCB

@@ -22,34 +22,43 @@ def _take(x, rows, n):
     if _is_array(x): return x[rows.numpy()]
     return map_tensors(lambda t: t[rows.to(t.device)] if t.ndim and len(t) == n else t, x)
 
-def _is_array(x): return hasattr(x, '__array_interface__') and x.ndim > 0 # Of NumPy, which need not be imported for it
+def _is_array(x): return hasattr(x, '__array_interface__') and x.ndim > 0 # Of NumPy, without importing it
+
+_NO_ROWS = ('Predictions are a {} and targets a {}, and one of them has no rows to draw from. '
+            'Pass tensors, NumPy arrays, structures of tensors, or lists with one entry for each example.')
+_UNEQUAL = ('Predictions and targets have {} examples, so nobody can tell which belong together. '
+            'Pass as many targets as predictions.')
 
 def _n_examples(preds, targets):
     "How many examples there are"
-    sizes = {len(o) if isinstance(o, list) or _is_array(o) else batch_size(o) for o in (preds, targets) if o is not None}
-    if None in sizes:
-        raise TypeError(f'Predictions are a {type(preds).__name__} and targets a {type(targets).__name__}, and one of them has no rows to draw from. '
-                        'Pass tensors, NumPy arrays, structures of tensors, or lists with one entry for each example.')
-    if len(sizes) != 1: raise ValueError(f'Predictions and targets have {sorted(map(str, sizes))} examples, so nobody can tell which belong together. Pass as many targets as predictions.')
+    given = [x for x in (preds, targets) if x is not None]
+    sizes = {len(x) if isinstance(x, list) or _is_array(x) else batch_size(x) for x in given}
+    if None in sizes: raise TypeError(_NO_ROWS.format(type(preds).__name__, type(targets).__name__))
+    if len(sizes) != 1: raise ValueError(_UNEQUAL.format(sorted(map(str, sizes))))
     n = sizes.pop()
     if n == 0: raise ValueError('There are no examples to draw from. Is the data set empty?')
     return n
 
 # %% ../../nbs/metrics/40_confidence.ipynb #9dd08857
+_CLASS = 'The metric `{}` is a class, and only an object can count. Make one: `{}()`.'
+_NO_METRIC = ('The metric `{}` is {!r}. '
+              'Pass a function of predictions and targets, or one with `update`, `compute` and `reset`.')
+_NO_NUMBER = 'The metric `{}` gave {!r}, and a single number is needed. Let it return one, or a dict of them.'
+
 def function_of(
     name:str, # For errors
     metric, # A function, or an object that computes
 ):
     "A metric as a function of predictions and targets"
-    if isinstance(metric, type): raise TypeError(f'The metric `{name}` is a class, and only an object can count. Make one: `{metric.__name__}()`.')
-    if all(callable(getattr(metric, o, None)) for o in ('update', 'compute', 'reset')):
-        def computed(preds, targets):
-            metric.reset()
-            metric.update(preds, targets)
-            return metric.compute()
-        return computed
-    if callable(getattr(metric, 'compute', None)): return lambda preds, targets: metric.compute(predictions=preds, references=targets)
-    if not callable(metric): raise TypeError(f'The metric `{name}` is {metric!r}. Pass a function of predictions and targets, or an object with `update`, `compute` and `reset`.')
+    if isinstance(metric, type): raise TypeError(_CLASS.format(name, metric.__name__))
+    def updated(preds, targets):
+        metric.reset()
+        metric.update(preds, targets)
+        return metric.compute()
+    def computed(preds, targets): return metric.compute(predictions=preds, references=targets)
+    computes,updates,resets = (callable(getattr(metric, o, None)) for o in ('compute', 'update', 'reset'))
+    if computes: return updated if updates and resets else computed
+    if not callable(metric): raise TypeError(_NO_METRIC.format(name, metric))
     return metric
 
 def numbers_of(
@@ -57,10 +66,12 @@ def numbers_of(
     value, # A number, a tensor with one value, or a dict of them
 )->dict: # Floats
     "What a metric gave as numbers by name"
-    if isinstance(value, Mapping): return {k: v for key,o in value.items() for k,v in numbers_of(f'{name}_{key}', o).items()}
-    if torch.is_tensor(value) and value.numel() == 1 or not torch.is_tensor(value) and hasattr(value, 'item'): value = value.item()
+    if isinstance(value, Mapping):
+        return {column: v for key,o in value.items() for column,v in numbers_of(f'{name}_{key}', o).items()}
+    has_one = value.numel() == 1 if torch.is_tensor(value) else hasattr(value, 'item')
+    if has_one: value = value.item()
     if isinstance(value, numbers.Real): return {name: float(value)}
-    raise TypeError(f'The metric `{name}` gave {value!r}, and a single number is needed. Let it return a number, or a dict of them.')
+    raise TypeError(_NO_NUMBER.format(name, value))
 
 # %% ../../nbs/metrics/40_confidence.ipynb #000a0985
 class Estimates(Table):
@@ -73,11 +84,16 @@ class Estimates(Table):
 def _estimate(name, value, draws, level):
     "The row of one metric"
     known = torch.tensor([o for o in draws if not math.isnan(o)], dtype=torch.float64)
-    n = len(known)
-    low,high = known.quantile(torch.tensor([(1-level)/2, (1+level)/2], dtype=torch.float64)).tolist() if n else (math.nan, math.nan)
-    return dict(metric=name, value=value, mean=known.mean().item() if n else math.nan, std=known.std().item() if n > 1 else math.nan, low=low, high=high, n=n)
+    n,ends = len(known),torch.tensor([(1-level)/2, (1+level)/2], dtype=torch.float64)
+    low,high = known.quantile(ends).tolist() if n else (math.nan, math.nan)
+    mean,std = known.mean().item() if n else math.nan,known.std().item() if n > 1 else math.nan
+    return dict(metric=name, value=value, mean=mean, std=std, low=low, high=high, n=n)
 
 # %% ../../nbs/metrics/40_confidence.ipynb #e03df07c
+_NO_LEVEL = ('`level` is {!r}, but it is the share of the draws inside the interval. '
+             'Use a number between 0 and 1, such as 0.95.')
+_NOTHING = 'There is no metric to estimate. Pass one by name: `bootstrap(preds, targets, mae=mae)`.'
+
 def bootstrap(
     preds, # Predictions for all examples: a tensor, a NumPy array, a structure of tensors, or a list
     targets, # Their targets
@@ -88,13 +104,16 @@ def bootstrap(
 )->Estimates: # Columns `metric`, `value`, `mean`, `std`, `low`, `high`, `n`
     "Mean, standard deviation and percentile interval of metrics over draws with replacement"
     n_samples = check_count(n_samples, 'n_samples', 'draws are counted, and a spread needs several', least=2)
-    if not 0 < level < 1: raise ValueError(f'`level` is {level!r}, but it is the share of the draws inside the interval. Use a number between 0 and 1, such as 0.95.')
-    if not metrics: raise ValueError('There is no metric to estimate. Pass some by name: `bootstrap(preds, targets, accuracy=accuracy)`.')
+    if not 0 < level < 1: raise ValueError(_NO_LEVEL.format(level))
+    if not metrics: raise ValueError(_NOTHING)
     n,generator = _n_examples(preds, targets),torch.Generator().manual_seed(seed)
     functions = {name: function_of(name, m) for name,m in metrics.items()}
-    def measured(preds, targets): return {k: v for name,f in functions.items() for k,v in numbers_of(name, f(preds, targets)).items()}
+    def measured(preds, targets):
+        found = [numbers_of(name, f(preds, targets)) for name,f in functions.items()]
+        return {name: value for values in found for name,value in values.items()}
     whole,draws = measured(preds, targets),[]
     for _ in range(n_samples):
         rows = torch.randint(n, (n,), generator=generator)
         draws.append(measured(_take(preds, rows, n), _take(targets, rows, n)))
-    return Estimates([_estimate(name, value, [o.get(name, math.nan) for o in draws], level) for name,value in whole.items()])
+    drawn = {name: [draw.get(name, math.nan) for draw in draws] for name in whole}
+    return Estimates([_estimate(name, value, drawn[name], level) for name,value in whole.items()])

@@ -31,7 +31,7 @@ class EpochTimeCB:
         n_batches:int=20, # Training batches to measure, after a first one; fewer if the pass has fewer
         show:bool=True, # Print the estimate?
     ):
-        self.n_batches = check_count(n_batches, 'n_batches', 'batches are counted, and without any there would be nothing to measure')
+        self.n_batches = check_count(n_batches, 'n_batches', 'without a batch there is nothing to measure')
         self.show,self.estimate = show,None
 
     def before_fit(self, trainer):
@@ -46,8 +46,9 @@ class EpochTimeCB:
         "Measure; when there were enough batches, say so and leave"
         if self._start is None: self._start = _now()
         else: self._n += 1
-        n = self.n_batches if trainer.n_batches is None else min(self.n_batches, trainer.n_batches-trainer.start_batch-1)
-        if self._n and self._n >= n: self._finish(trainer, (_now()-self._start)/self._n)
+        enough = self.n_batches
+        if trainer.n_batches is not None: enough = min(enough, trainer.n_batches-trainer.start_batch-1)
+        if self._n and self._n >= enough: self._finish(trainer, (_now()-self._start)/self._n)
 
 # %% ../../nbs/metrics/30_epoch_time.ipynb #e4bee99b
 @patch
@@ -63,4 +64,6 @@ def _text(self:EpochTimeCB, trainer):
     "The estimate in words"
     each = f'{short(self.estimate["batch"])} s for a training batch'
     if self.estimate['epoch'] is None: return f'{each}; how many there are in an epoch is not known'
-    return f'{each}, so about {clock(self.estimate["epoch"])} for the training pass of an epoch, {clock(self.estimate["fit"])} for those of all {trainer.n_epochs}'
+    epoch,fit = clock(self.estimate['epoch']),clock(self.estimate['fit'])
+    whole = f'{epoch} for the training pass of an epoch, {fit} for those of all {trainer.n_epochs}'
+    return f'{each}, so about {whole}'

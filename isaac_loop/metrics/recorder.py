@@ -11,33 +11,46 @@ import numbers
 import torch
 from fastcore.basics import patch
 
-from ..loop.events import CancelException, Order
-from ..loop.device_numbers import PassNumbers
+from ..loop.events import Order
+from ..loop.device_numbers import PassNumbers, one_number
+from .losses import ended_in_error
+from ..loop.history import BatchRecord
 from ..state.errors import ResumeMismatch
 from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/metrics/20_recorder.ipynb #336427b7
+_NOT_ONE = ('`RecorderCB` asked for `{}` and got {}, but the history keeps one number per batch. '
+            'Let the function return one.')
+
 def _checked(name, value):
     "A number as a float, or a copy of a tensor with one entry"
-    if torch.is_tensor(value) and value.numel() == 1: return value.detach().reshape(()).clone() # Some are changed in place
-    if not torch.is_tensor(value) and isinstance(value, numbers.Real): return float(value)
-    what = f'a tensor of shape {tuple(value.shape)}' if torch.is_tensor(value) else repr(value)
-    raise TypeError(f'`RecorderCB` asked for `{name}` and got {what}, but the history keeps one number per batch. Let the function return one.')
+    if torch.is_tensor(value):
+        if value.numel() == 1: return one_number(value).clone() # Some are changed in place
+        raise TypeError(_NOT_ONE.format(name, f'a tensor of shape {tuple(value.shape)}'))
+    if isinstance(value, numbers.Real): return float(value)
+    raise TypeError(_NOT_ONE.format(name, repr(value)))
 
 # %% ../../nbs/metrics/20_recorder.ipynb #b8ad7787
 def _first_lr(trainer): return rates_of(trainer.opt)[0]
+
+_NO_FUNCTION = ('`{0}` is {1!r}, which cannot be asked at every batch. '
+                'Give a function of the trainer, as in `{0}=lambda trainer: ...`.')
+_TAKEN = '`{}` is a column that says which batch a row is about. Record it under another name.'
+
+def _check_functions(functions):
+    for name,f in functions.items():
+        if not callable(f): raise TypeError(_NO_FUNCTION.format(name, f))
+        if name in BatchRecord.keys: raise ValueError(_TAKEN.format(name))
 
 class RecorderCB:
     "Record functions of the trainer for every training batch"
     order = Order.RECORD
     on_valid = False
     def __init__(self,
-        **name_to_function, # By the name of the column, functions that take the trainer and return a number or a tensor with one entry
+        **name_to_function, # By the name of the column, functions of the trainer that give one number
     ):
+        _check_functions(name_to_function)
         self.functions = name_to_function or {'lr': _first_lr}
-        for name,f in self.functions.items():
-            if not callable(f): raise TypeError(f'`{name}` is {f!r}, which cannot be asked at every batch. Give a function of the trainer, as in `{name}=lambda trainer: ...`.')
-            if name in ('fit', 'epoch', 'training', 'batch'): raise ValueError(f'`{name}` is a column that says which batch a row is about. Record it under another name.')
 
     def before_fit(self, trainer):
         "Forget what the last run left"
@@ -77,10 +90,13 @@ def cleanup_epoch(self:RecorderCB, trainer):
     "Write the pass into the history, also when it was cut short"
     done = self._pass
     self._start() # The next pass may be left before it has begun here
-    ended_in_error = not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt))
-    if len(done) and not ended_in_error: trainer.history.write_batches(True, done.batches, **done.read())
+    if not len(done) or ended_in_error(trainer): return
+    trainer.history.write_batches(True, done.batches, **done.read())
 
 # %% ../../nbs/metrics/20_recorder.ipynb #5058f9bb
+_OTHER_COLUMNS = ('`RecorderCB` recorded {} when it was saved, and records {} now, '
+                  'so the rows of this pass would have gaps. Record the same.')
+
 @patch
 def state_dict(self:RecorderCB):
     "The values of a pass that is under way"
@@ -92,19 +108,22 @@ def load_state_dict(self:RecorderCB,
 ):
     "Go on in the middle of a pass"
     if len(state['batches']) and state['values'].keys() != self.functions.keys():
-        raise ResumeMismatch(f'`RecorderCB` recorded {list(state["values"])} when it was saved, and records {list(self.functions)} now, so the rows of this pass would have gaps. Record the same.')
+        raise ResumeMismatch(_OTHER_COLUMNS.format(list(state['values']), list(self.functions)))
     self._fit = state['fit']
     self._start()
     if len(state['batches']): self._pass.load_state_dict(state)
 
 # %% ../../nbs/metrics/20_recorder.ipynb #10fc9956
+_NOTHING_YET = ('`RecorderCB` has recorded nothing yet, so there is nothing to draw. '
+                'Let it take part in a `fit` first.')
+
 @patch
 def _recorded(self:RecorderCB, name):
     "What the history has of column `name` for the training batches of the last fit"
     batches = self._history.batches if hasattr(self, '_history') else {'training': [], 'fit': []}
     mine = [training and fit == self._fit for training,fit in zip(batches['training'], batches['fit'])]
-    if not any(mine): raise ValueError('`RecorderCB` has recorded nothing yet, so there is nothing to draw. Let it take part in a `fit` first.')
-    return [value for value,o in zip(batches[name], mine) if o]
+    if not any(mine): raise ValueError(_NOTHING_YET)
+    return [value for value,is_mine in zip(batches[name], mine) if is_mine]
 
 # %% ../../nbs/metrics/20_recorder.ipynb #dd83a191
 @patch
@@ -114,7 +133,8 @@ def plot(self:RecorderCB,
     "Draw what was recorded in the last fit against the number of the training batch"
     columns = {o: self._recorded(o) for o in names or self.functions}
     import matplotlib.pyplot as plt
-    _,axes = plt.subplots(len(columns), 1, figsize=(5, 2.2*len(columns)), sharex=True, squeeze=False, layout='constrained')
+    n = len(columns)
+    _,axes = plt.subplots(n, 1, figsize=(5, 2.2*n), sharex=True, squeeze=False, layout='constrained')
     for ax,(name,values) in zip(axes.flat, columns.items()):
         ax.plot(values)
         ax.set_ylabel(name)

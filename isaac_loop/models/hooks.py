@@ -27,6 +27,10 @@ class _Messenger:
             raise
 
 # %% ../../nbs/models/30_hooks.ipynb #7f3dd5aa
+_NO_MODULE = '`module` is a {kind}, and only an `nn.Module` tells when it runs. Pass a layer of the model.'
+_NO_FUNCTION = ('`func` is {func!r}, which cannot be called. Pass a function that takes the hook, the '
+                'module, its input and its output.')
+
 class Hook:
     "Call `func(hook, module, input, output)` whenever `module` has run, until removed or deleted"
     def __init__(self,
@@ -35,8 +39,8 @@ class Hook:
         backward:bool=False, # Follow the backward pass: `func(hook, module, grad_input, grad_output)`
         name:str=None, # What the module is called; default: the name of its class
     ):
-        if not isinstance(module, nn.Module): raise TypeError(f'`module` is a {type(module).__name__}, and only an `nn.Module` tells when it runs. Pass a layer of the model.')
-        if not callable(func): raise TypeError(f'`func` is {func!r}, which cannot be called. Pass a function that takes the hook, the module, its input and its output.')
+        if not isinstance(module, nn.Module): raise TypeError(_NO_MODULE.format(kind=type(module).__name__))
+        if not callable(func): raise TypeError(_NO_FUNCTION.format(func=func))
         self.module,self.func,self.name = module,func,name or type(module).__name__
         register = module.register_full_backward_hook if backward else module.register_forward_hook
         self._handle = register(_Messenger(self))
@@ -81,17 +85,23 @@ class Hooks(list):
     def __del__(self): self.remove()
 
 # %% ../../nbs/models/30_hooks.ipynb #3b5cabc0
+_NO_MODULES = 'The model is a {kind}, which has no modules to look into. Hooks need an `nn.Module`.'
+_NO_FILTER = ('`module_filter` is {module_filter!r}. Use a class such as `nn.ReLU`, a tuple of classes, or '
+              'a function of a module.')
+_NONE_FOUND = ('`module_filter` accepts none of the {n} modules of `{kind}`, so nothing would be seen. '
+               'There are, for instance, {some}.')
+
 def find_modules(
     model:nn.Module, # Where to look
-    module_filter=None, # A class, several in a tuple, or a function that says yes or no to a module; default: all
+    module_filter=None, # A class, several in a tuple, or a function that says yes or no; default: all
 )->dict: # Modules by name, in the order of the model's definition
     "The modules of `model` that `module_filter` accepts"
-    if not hasattr(model, 'named_modules'): raise TypeError(f'The model is a {type(model).__name__}, which has no modules to look into. Hooks need an `nn.Module`.')
+    if not hasattr(model, 'named_modules'): raise TypeError(_NO_MODULES.format(kind=type(model).__name__))
     accepts = _as_filter(module_filter)
-    named = {name or type(model).__name__: o for name,o in model.named_modules()}
-    found = {name: o for name,o in named.items() if accepts(o)}
-    if not found: raise ValueError(f'`module_filter` accepts none of the {len(named)} modules of `{type(model).__name__}`, so nothing would be seen. '
-                                   f'There are, for instance, {_some(named)}.')
+    kind = type(model).__name__
+    named = {name or kind: module for name,module in model.named_modules()}
+    found = {name: module for name,module in named.items() if accepts(module)}
+    if not found: raise ValueError(_NONE_FOUND.format(n=len(named), kind=kind, some=_some(named)))
     return found
 
 def _as_filter(module_filter):
@@ -100,7 +110,7 @@ def _as_filter(module_filter):
     kinds = module_filter if isinstance(module_filter, tuple) else (module_filter,)
     if kinds and all(isinstance(o, type) for o in kinds): return lambda module: isinstance(module, kinds)
     if callable(module_filter): return module_filter
-    raise TypeError(f'`module_filter` is {module_filter!r}. Use a class such as `nn.ReLU`, a tuple of classes, or a function of a module.')
+    raise TypeError(_NO_FILTER.format(module_filter=module_filter))
 
 def _some(named):
     "A few of the modules, innermost first, for an error"
@@ -125,14 +135,14 @@ def probing(
     "Run `model` without gradients, and put back modes, buffers and random states in the end"
     modules,python = list(model.modules()),random.getstate()
     modes = [o.training for o in modules]
-    buffers = [(o, dict(o._buffers), {name: b.clone() for name,b in o._buffers.items() if b is not None}) for o in modules]
+    buffers = [(module, dict(module._buffers), _copies(module._buffers)) for module in modules]
     numpy = sys.modules['numpy'].random.get_state() if 'numpy' in sys.modules else None
     try:
         if training is not None: model.train(training)
         with _same_random(model), torch.no_grad(): yield
     finally:
-        for o,mode in zip(modules, modes): o.training = mode
-        for o in buffers: _put_back(*o)
+        for module,mode in zip(modules, modes): module.training = mode
+        for saved in buffers: _put_back(*saved)
         random.setstate(python)
         if numpy is not None: sys.modules['numpy'].random.set_state(numpy)
 
@@ -142,6 +152,8 @@ def _same_random(model):
     kind = next((o.type for o in devices), 'cuda')
     return torch.random.fork_rng([o.index or 0 for o in devices], device_type=kind)
 
+def _copies(buffers): return {name: buffer.clone() for name,buffer in buffers.items() if buffer is not None}
+
 def _put_back(module, objects, values):
     "The same buffers with the same values"
     module._buffers.clear()
@@ -150,12 +162,16 @@ def _put_back(module, objects, values):
         for name,value in values.items(): objects[name].copy_(value)
 
 # %% ../../nbs/models/30_hooks.ipynb #88466b65
+_NO_PARAMETERS = ('The modules that `module_filter` accepts have no parameters of their own, so they have '
+                  'no gradients either. Choose layers such as `nn.Linear`.')
+
 def find_parameters(
     model, # Where to look
     module_filter=None, # As for `find_modules`; default: all parameters
 )->dict: # Parameters by name
     "The parameters of those modules that `module_filter` accepts"
-    chosen = {id(p) for o in find_modules(model, module_filter).values() for p in o.parameters(recurse=module_filter is None)}
+    modules,recurse = find_modules(model, module_filter).values(),module_filter is None
+    chosen = {id(p) for module in modules for p in module.parameters(recurse)}
     found = {name: p for name,p in model.named_parameters() if id(p) in chosen}
-    if not found: raise ValueError('The modules that `module_filter` accepts have no parameters of their own, so they have no gradients either. Choose layers such as `nn.Linear`.')
+    if not found: raise ValueError(_NO_PARAMETERS)
     return found

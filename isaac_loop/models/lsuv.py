@@ -14,15 +14,23 @@ from torch import nn
 from .hooks import Hook, first_tensor, probing
 
 # %% ../../nbs/models/20_lsuv.ipynb #9fd2b07d
+_NOT_REACHED = ('The batch never reached `{kind}`, so its output cannot be measured. Is it a module of this '
+                'model?')
+
 def _measure(model, module, inputs):
     "Mean and standard deviation of what `module` gives"
     def keep(hook, module, inp, outp): hook.x = first_tensor(outp)
     with Hook(module, keep) as hook, probing(model, training=None): model(*inputs)
     x = getattr(hook, 'x', None)
-    if x is None: raise ValueError(f'The batch never reached `{type(module).__name__}`, so its output cannot be measured. Is it a module of this model?')
+    if x is None: raise ValueError(_NOT_REACHED.format(kind=type(module).__name__))
     return x.float().mean().item(),x.float().std().item()
 
 # %% ../../nbs/models/20_lsuv.ipynb #17c02904
+_NO_WEIGHT = ('`trainable_module` is a `{kind}`, which has no `weight` to scale. Pass a linear layer or a '
+              'convolution, and the activation as `measurement_module`.')
+_NO_SPREAD = ('The standard deviation after `{kind}` is {std:g}, and no scaling can mend that. Are all its '
+              'outputs equal, or is the batch not finite?')
+
 def _correct(weight, bias, scale, shift):
     "Scale weight and bias, then shift the bias"
     with torch.no_grad():
@@ -33,20 +41,26 @@ def _weight_and_bias(module):
     "The parameters to correct, or an error"
     weight = getattr(module, 'weight', None)
     if not torch.is_tensor(weight):
-        raise TypeError(f'`trainable_module` is a `{type(module).__name__}`, which has no `weight` to scale. Pass a linear layer or a convolution, and the activation as `measurement_module`.')
+        raise TypeError(_NO_WEIGHT.format(kind=type(module).__name__))
     return weight,getattr(module, 'bias', None)
 
 def _check_spread(std, module):
     "Refuse to scale what no factor can mend"
     if not (std > 0 and std < float('inf')):
-        raise ValueError(f'The standard deviation after `{type(module).__name__}` is {std:g}, and no scaling can mend that. Are all its outputs equal, or is the batch not finite?')
+        raise ValueError(_NO_SPREAD.format(kind=type(module).__name__, std=std))
 
 # %% ../../nbs/models/20_lsuv.ipynb #903cae1c
+_NO_TARGET = ('`target_std` is {target_std!r}, and outputs that never differ carry no signal. Use a number '
+              'above 0.')
+_NOT_NEAR = ('After {n} corrections the mean is {mean:.3g} (wanted: {targ_mean:g}) and the standard '
+             'deviation {std:.3g} (wanted: {target_std:g}). Choose targets that the activation can reach, '
+             'or measure before it.')
+
 def lsuv_init(
     model:nn.Module, # Runs on `xb`; changed in place
     trainable_module:nn.Module, # The layer whose `weight` and `bias` to correct
     xb, # A batch of inputs, on the device of the model; a tuple if the model takes several
-    measurement_module:nn.Module=None, # Where to measure, such as the activation that follows; default: `trainable_module`
+    measurement_module:nn.Module=None, # Where to measure; default: `trainable_module`
     targ_mean:float=0., # Mean to aim for
     target_std:float=1., # Standard deviation to aim for
     max_loops:int=100, # Give up after so many corrections
@@ -54,14 +68,15 @@ def lsuv_init(
 )->dict: # `mean`, `std` and the number of `loops`
     "Correct weight and bias until the output has the wanted mean and standard deviation"
     weight,bias = _weight_and_bias(trainable_module)
-    if not target_std > 0: raise ValueError(f'`target_std` is {target_std!r}, and outputs that never differ carry no signal. Use a number above 0.')
-    where,inputs = measurement_module or trainable_module,xb if isinstance(xb, (tuple, list)) else (xb,)
+    if not target_std > 0: raise ValueError(_NO_TARGET.format(target_std=target_std))
+    where = measurement_module or trainable_module
+    inputs = xb if isinstance(xb, (tuple, list)) else (xb,)
     for loop in range(max_loops+1):
         mean,std = _measure(model, where, inputs)
         near = abs(std-target_std) <= tol and (bias is None or abs(mean-targ_mean) <= tol)
         if near or loop == max_loops: break
         _check_spread(std, where)
         _correct(weight, bias, target_std/std, targ_mean - mean*target_std/std)
-    if not near: warnings.warn(f'After {max_loops} corrections the mean is {mean:.3g} (wanted: {targ_mean:g}) and the standard deviation {std:.3g} (wanted: {target_std:g}). '
-                               'Choose targets that the activation can reach, or measure before it.')
+    wanted = dict(targ_mean=targ_mean, target_std=target_std)
+    if not near: warnings.warn(_NOT_NEAR.format(n=loop, mean=mean, std=std, **wanted), stacklevel=2)
     return dict(mean=mean, std=std, loops=loop)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..basics.checks import check_count
+
 # %% ../../nbs/models/10_small_models.ipynb #177068e7
 class SimpleNet(nn.Sequential):
     "Flatten, a linear layer, ReLU, and a second linear layer"
@@ -20,7 +22,9 @@ class SimpleNet(nn.Sequential):
     ):
         super().__init__(nn.Flatten(), nn.Linear(n_inp, n_hidden), nn.ReLU(), nn.Linear(n_hidden, n_out))
 
-    def __getitem__(self, i): return nn.Sequential(*list(self)[i]) if isinstance(i, slice) else super().__getitem__(i) # A part is no `SimpleNet`
+    def __getitem__(self, i):
+        if isinstance(i, slice): return nn.Sequential(*list(self)[i]) # A part is no `SimpleNet`
+        return super().__getitem__(i)
 
 # %% ../../nbs/models/10_small_models.ipynb #32180f6d
 class GeneralRelu(nn.Module):
@@ -86,6 +90,9 @@ def conv(
     return nn.Sequential(*layers)
 
 # %% ../../nbs/models/10_small_models.ipynb #f321eede
+_NO_LAYERS = ('`nfs` is {nfs!r}, which makes no layers. Use two or more whole numbers: the width of the '
+              'input, and of each layer after it.')
+
 def get_model_conv(
     act=nn.ReLU, # Makes the activation after each convolution
     nfs=(1, 8, 16, 32, 64), # Channels: of the images first, then of each convolution
@@ -99,8 +106,8 @@ def get_model_conv(
 
 def _check_widths(nfs):
     "Refuse a list of widths that makes no layer"
-    if len(nfs) < 2 or any(isinstance(o, bool) or not isinstance(o, int) or o < 1 for o in nfs):
-        raise ValueError(f'`nfs` is {nfs!r}, which makes no layers. Use two or more whole numbers: the width of the input, and of each layer after it.')
+    if len(nfs) < 2: raise ValueError(_NO_LAYERS.format(nfs=nfs))
+    for i,width in enumerate(nfs): check_count(width, f'nfs[{i}]', 'it is the width of input or layer')
 
 # %% ../../nbs/models/10_small_models.ipynb #5c2acbb3
 def get_model_fc(
@@ -119,11 +126,14 @@ def get_model_fc(
     return nn.Sequential(*layers)
 
 # %% ../../nbs/models/10_small_models.ipynb #55d5e66b
+_NO_TIMM = ('`get_model_timm({name!r})` needs timm, which is not installed. Install it with `pip install '
+            'timm`.')
+
 def get_model_timm(
     name:str, # A model of timm, such as 'resnet18'
     **kwargs, # For `timm.create_model`: `in_chans`, `num_classes`, `pretrained`, ...
 )->nn.Module:
     "An image model of timm, by its name"
     try: import timm
-    except ImportError as e: raise ImportError(f'`get_model_timm({name!r})` needs timm, which is not installed. Install it with `pip install timm`.') from e
+    except ImportError as e: raise ImportError(_NO_TIMM.format(name=name)) from e
     return timm.create_model(name, **kwargs)

@@ -8,7 +8,8 @@ __all__ = ['CoreCBs']
 # %% ../../nbs/recipes/10_recipes.ipynb #87ffe047
 from ..inspection.activations import ActivationStatsCB
 from ..device.device import DeviceCB
-from ..metrics.metrics import MetricsCB, check_no_options
+from ..metrics.any_metric import check_no_options
+from ..metrics.metrics import MetricsCB
 from ..show.progress import ProgressCB
 from ..stop.nonfinite_stop import NonFiniteStopCB
 from ..train.training import BasicTrainCB

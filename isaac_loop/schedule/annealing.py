@@ -8,14 +8,18 @@ __all__ = ['piecewise']
 # %% ../../nbs/schedule/40_annealing.ipynb #26854b65
 import math
 
-from ..basics.checks import check_count, did_you_mean
+from ..basics.checks import check_choice, check_count
 
 # %% ../../nbs/schedule/40_annealing.ipynb #6f74eff7
+_NO_LENGTH = ('`{name}` is {value!r}, which is no length. Use a share of the run as a float from 0 to 1, or '
+              'a number of updates as an int.')
+
 def check_length(**lengths):
     "Refuse what is neither a share nor a number of updates"
     for name,value in lengths.items():
-        ok = not isinstance(value, bool) and isinstance(value, (int, float)) and value >= 0 and (isinstance(value, int) or value <= 1)
-        if not ok: raise ValueError(f'`{name}` is {value!r}, which is no length. Use a share of the run as a float from 0 to 1, or a number of updates as an int.')
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        is_share = isinstance(value, float) and 0 <= value <= 1
+        if not (is_count or is_share): raise ValueError(_NO_LENGTH.format(name=name, value=value))
 
 def updates_of(length, total):
     "A length in updates"
@@ -42,16 +46,17 @@ def decay_at(decay, t, power):
     return decay(t) if callable(decay) else DECAYS[decay](t, power)
 
 # %% ../../nbs/schedule/40_annealing.ipynb #ecbfbfa2
+_NO_SHARE = '`{name}` is {value!r}, but it is a share of the top rate. Use 0 to 1.'
+
 def check_decay(decay, known):
     "Refuse a decay that is neither known nor a function"
-    if not callable(decay) and decay not in known:
-        raise ValueError(f'`decay` is {decay!r}, which is none of {list(known)} and no function of progress.{did_you_mean(str(decay), known)}')
+    if not callable(decay): check_choice(decay, 'decay', known, also='a function of progress')
 
 def check_numbers(times, **shares):
     "Refuse a decay that never comes, and factors above the top"
     check_count(times, 'number of decays', 'a decay happens at least once')
     for name,value in shares.items():
-        if not 0 <= value <= 1: raise ValueError(f'`{name}` is {value!r}, but it is a share of the top rate. Use 0 to 1.')
+        if not 0 <= value <= 1: raise ValueError(_NO_SHARE.format(name=name, value=value))
 
 # %% ../../nbs/schedule/40_annealing.ipynb #1ed2c8a1
 def cycle_progress(done, length, cycles, mult):
@@ -65,12 +70,15 @@ def cycle_progress(done, length, cycles, mult):
     return 1.
 
 # %% ../../nbs/schedule/40_annealing.ipynb #b5b0c602
+_NO_ORDER = ('The places {places} are not in order, so the lines between them are not a function. Sort the '
+             'points.')
+
 def piecewise(
     *points, # Pairs of place (progress, or numbers of updates) and value, in order
 ): # A function of a place
     "Straight lines between points, as a function"
     places = [float(o) for o,_ in points]
-    if not points or places != sorted(places): raise ValueError(f'The places {places} are not in order, so the lines between them are not a function. Sort the points.')
+    if not points or places != sorted(places): raise ValueError(_NO_ORDER.format(places=places))
     def value(x):
         if x < places[0]: return points[0][1]
         for (a,before),(b,after) in zip(points, points[1:]):

@@ -10,50 +10,62 @@ import copy, math
 from fnmatch import fnmatchcase
 from numbers import Real
 
-from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch import nn
 
 from .annealing import draw_curves
 from ..loop.events import Order, callback_name
-from ..basics.checks import did_you_mean
+from ..basics.checks import check_choice, did_you_mean
 from ..train.optimizer_options import put_option
 
 # %% ../../nbs/schedule/50_attribute_schedule.ipynb #1ffd31d6
+_NO_ATTRIBUTE = 'There is no `{name}` to schedule as `{target}`: {kind} does not have it.{hint}'
+_NO_MODULE = 'No module `{pattern}` of the model has an attribute `{name}`; there are {known}.{hint}'
+
 def _owners(trainer, target):
     "Who has the attribute that `target` names, a list of dicts and objects, and its name"
     head,*middle,name = target.split('.')
     obj = getattr(trainer, head)
-    if hasattr(obj, 'param_groups'): owners = obj.param_groups if not middle else [obj.param_groups[int(middle[0])]]
+    groups = getattr(obj, 'param_groups', None)
+    if groups is not None: owners = [groups[int(middle[0])]] if middle else groups
     elif isinstance(obj, nn.Module): owners = _modules(obj, '.'.join(middle), name)
     else:
-        for o in middle: obj = getattr(obj, o)
+        for attribute in middle: obj = getattr(obj, attribute)
         owners = [obj]
-    for o in owners:
-        names = list(o) if isinstance(o, dict) else dir(o)
-        if name not in names: raise LookupError(f'There is no `{name}` to schedule as `{target}`: {type(obj).__name__} does not have it.{did_you_mean(name, names)}')
+    for owner in owners:
+        names = list(owner) if isinstance(owner, dict) else dir(owner)
+        if name in names: continue
+        hint = did_you_mean(name, names)
+        raise LookupError(_NO_ATTRIBUTE.format(name=name, target=target, kind=type(obj).__name__, hint=hint))
     return owners,name
 
 def _modules(model, pattern, name):
     "The modules that `pattern` fits; with a wildcard those among them that have an attribute `name`"
     named = dict(model.named_modules())
     if pattern in named: return [named[pattern]]
-    found = [m for o,m in named.items() if fnmatchcase(o, pattern) and hasattr(m, name)] if '*' in pattern else []
-    if not found: raise LookupError(f'No module `{pattern}` of the model has an attribute `{name}`; there are {[o for o in named if o]}.{did_you_mean(pattern, named)}')
-    return found
+    fits = [module for path,module in named.items() if '*' in pattern and fnmatchcase(path, pattern)]
+    found = [module for module in fits if hasattr(module, name)]
+    if found: return found
+    known,hint = [path for path in named if path],did_you_mean(pattern, named)
+    raise LookupError(_NO_MODULE.format(pattern=pattern, name=name, known=known, hint=hint))
 
 # %% ../../nbs/schedule/50_attribute_schedule.ipynb #fe4c7e57
+_NO_FUNCTION = ('`{target}` is to follow {f!r}, which is no function. Use one, such as `lambda progress: '
+                '0.1*progress`.')
+_NO_OWNER = ("`{target}` does not say whose attribute it is. Begin with one of the trainer's, as in "
+             "`opt.{target}` or `model.*.{target}`.")
+
 class _Functions:
     "Functions of progress by target, and where they stand"
     _old,_n,_saved,_running = (),0,None,False
     def __init__(self,
         functions:dict, # By target, such as 'opt.momentum' or 'model.*.p', a function that gives the value
-        unit:str='progress', # What the functions are given: 'progress' (0 to 1), 'update' (its number) or 'epoch' (its number)
+        unit:str='progress', # What functions get: 'progress' (0 to 1), or the number of 'update' or 'epoch'
     ):
-        if unit not in ('progress', 'update', 'epoch'): raise ValueError(f"`unit` is {unit!r}. Use 'progress', 'update' or 'epoch'.")
+        check_choice(unit, 'unit', ('progress', 'update', 'epoch'))
         for target,f in functions.items():
-            if not callable(f): raise TypeError(f'`{target}` is to follow {f!r}, which is no function. Use one, such as `lambda progress: 0.1*progress`.')
-            if '.' not in target: raise ValueError(f'`{target}` does not say whose attribute it is. Begin with one of the trainer\'s, as in `opt.{target}` or `model.*.{target}`.')
+            if not callable(f): raise TypeError(_NO_FUNCTION.format(target=target, f=f))
+            if '.' not in target: raise ValueError(_NO_OWNER.format(target=target))
         self.functions,self.unit = functions,unit
 
     def preview(self,
@@ -62,8 +74,9 @@ class _Functions:
     )->dict: # For each target one value per update
         "What the values would be in a run, without training"
         total = n_epochs*updates_per_epoch
-        places = {'progress': [i/total for i in range(total)], 'update': range(total), 'epoch': [i//updates_per_epoch for i in range(total)]}[self.unit]
-        return {target: [f(o) for o in places] for target,f in self.functions.items()}
+        place_of = dict(progress=lambda i: i/total, update=lambda i: i, epoch=lambda i: i//updates_per_epoch)
+        places = [place_of[self.unit](i) for i in range(total)]
+        return {target: [f(place) for place in places] for target,f in self.functions.items()}
 
     @delegates(preview)
     def plot(self,
@@ -76,7 +89,7 @@ class _Functions:
 def _get(owner, name): return owner[name] if isinstance(owner, dict) else getattr(owner, name)
 
 def _spoils(owner, name, value):
-    "Whether training with this value would spoil the weights: NaN, or a rate that is no finite number of 0 or more"
+    "Whether training with this value would spoil the weights: NaN, or a rate below 0 or without bounds"
     if not isinstance(value, Real): return False
     return math.isnan(value) or (isinstance(owner, dict) and name == 'lr' and not -1e-12 <= value < math.inf)
 
@@ -86,7 +99,8 @@ def _assign(owner, name, value):
     else: setattr(owner, name, value)
 
 # %% ../../nbs/schedule/50_attribute_schedule.ipynb #dbfe5aec
-_no_value = 'The function that `{}` has for `{}` gives {} at {} {:g}, and training with that would spoil the weights. Look at what the function does there.'
+_SPOILS = ('The function that `{cb}` has for `{target}` gives {value} at {unit} {place:g}, and training '
+           'with that would spoil the weights. Look at what the function does there.')
 
 class AttributeSchedulerCB(_Functions):
     "Let attributes of the optimizer, of modules or of other objects follow functions of progress"
@@ -98,7 +112,8 @@ class AttributeSchedulerCB(_Functions):
         if not self._running: return
         self._total = trainer.total_updates if self.unit == 'progress' else None
         self._targets = {target: _owners(trainer, target) for target in self.functions}
-        self._old = [(o, name, copy.copy(_get(o, name))) for owners,name in self._targets.values() for o in owners]
+        pairs = [(owner, name) for owners,name in self._targets.values() for owner in owners]
+        self._old = [(owner, name, copy.copy(_get(owner, name))) for owner,name in pairs]
         self.load_state_dict(self._saved or {'n': 0})
 
     def before_epoch(self, trainer):
@@ -116,24 +131,28 @@ class AttributeSchedulerCB(_Functions):
         self._old,self._running = (),False
 
     def _set(self, n):
+        "Give every target its value at update or epoch `n`"
+        place = min(n/self._total, 1.) if self._total else n
         for target,f in self.functions.items():
-            (owners,name),place = self._targets[target],min(n/self._total, 1.) if self._total else n
-            for o in owners:
+            owners,name = self._targets[target]
+            for owner in owners:
                 value = f(place)
-                if _spoils(o, name, value): raise ValueError(_no_value.format(callback_name(self), target, value, self.unit, place))
-                _assign(o, name, value)
+                if _spoils(owner, name, value): self._refuse(target, value, place)
+                _assign(owner, name, value)
 
-# %% ../../nbs/schedule/50_attribute_schedule.ipynb #e77ca6e2
-@patch
-def state_dict(self:AttributeSchedulerCB)->dict: # How many updates there were
-    "Where the schedule stands, for `load_state_dict`"
-    return {'n': self._n}
+    def _refuse(self, target, value, place):
+        "Say which function gives a value that would spoil the weights"
+        cb,unit = callback_name(self),self.unit
+        raise ValueError(_SPOILS.format(cb=cb, target=target, value=value, unit=unit, place=place))
 
-@patch
-def load_state_dict(self:AttributeSchedulerCB,
-    state:dict, # What `state_dict` gave
-):
-    "Go on from `state`: at once in a running fit, otherwise in the next one"
-    self._saved = None if self._running else dict(state)
-    if self._running: self._n = state['n']
-    if self._running and self.unit != 'epoch': self._set(self._n)
+    def state_dict(self)->dict: # How many updates there were
+        "Where the schedule stands, for `load_state_dict`"
+        return {'n': self._n}
+
+    def load_state_dict(self,
+        state:dict, # What `state_dict` gave
+    ):
+        "Go on from `state`: at once in a running fit, otherwise in the next one"
+        self._saved = None if self._running else dict(state)
+        if self._running: self._n = state['n']
+        if self._running and self.unit != 'epoch': self._set(self._n)

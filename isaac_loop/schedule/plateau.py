@@ -14,10 +14,13 @@ from torch.optim import lr_scheduler
 from .schedulers import EpochSchedulerCB
 from ..loop.history import check_monitored, mode_of
 from ..state.keeps_state import check_same_monitor
-from ..train.optimizer_options import put_option
+from ..basics.checks import check_count
+from ..train.optimizer_options import put_option, rates_of
 from .scheduler_checks import check_options, check_rates, try_out
 
 # %% ../../nbs/schedule/30_plateau.ipynb #88e4601b
+_NO_FACTOR = '`factor` is {factor!r}, and nothing would be learnt from then on. Use a number above 0.'
+
 class StepSchedulerCB(EpochSchedulerCB):
     "Multiply the rate with a factor after every so many epochs, or after certain ones"
     def __init__(self,
@@ -26,9 +29,9 @@ class StepSchedulerCB(EpochSchedulerCB):
         *, min_lr:float=None, # A reduction to below this rate is left out; default: none is
         opt:str='opt', # Attribute of the trainer that holds the optimizer
     ):
-        for o in [epochs] if isinstance(epochs, (int, float)) else epochs:
-            if isinstance(o, bool) or not isinstance(o, int) or o < 1: raise ValueError(f'`epochs` is {epochs!r}, but a reduction comes after a whole number of epochs. Use 1 or more, or a list of such numbers.')
-        if not factor > 0: raise ValueError(f'`factor` is {factor!r}, and nothing would be learnt from then on. Use a number above 0.')
+        for n in [epochs] if isinstance(epochs, (int, float)) else epochs:
+            check_count(n, 'epochs', 'a reduction comes after a whole number of epochs, or several')
+        if not factor > 0: raise ValueError(_NO_FACTOR.format(factor=factor))
         self.epochs = epochs if isinstance(epochs, int) else sorted(set(epochs))
         self.factor,self.min_lr,self.opt = factor,min_lr,opt
 
@@ -40,20 +43,27 @@ class StepSchedulerCB(EpochSchedulerCB):
 
     def _advance(self, n):
         "Take a step, and undo it for groups that would pass below `min_lr`"
-        groups = self.scheduler.optimizer.param_groups
-        before = [float(g['lr']) for g in groups]
+        opt = self.scheduler.optimizer
+        before = [float(rate) for rate in rates_of(opt)]
         super()._advance(n)
-        for group,lr in zip(groups, before):
-            if self.min_lr is not None and float(group['lr']) < min(lr, self.min_lr): put_option(group, 'lr', lr)
+        if self.min_lr is None: return
+        for group,lr in zip(opt.param_groups, before):
+            if float(group['lr']) < min(lr, self.min_lr): put_option(group, 'lr', lr)
 
 # %% ../../nbs/schedule/30_plateau.ipynb #42355452
+_NO_NUMBER = ('`{name}` is {value!r} in the history, but whether it gets better can only be said of a '
+              'number. Watch another column.')
+
 def _value_now(trainer, name):
     "What the present epoch's row newly says about `name`, None if it says nothing"
     value = trainer.history.news.get(name)
-    if isinstance(value, (list, tuple, str)): raise TypeError(f'`{name}` is {value!r} in the history, but whether it gets better can only be said of a number. Watch another column.')
+    if isinstance(value, (list, tuple, str)): raise TypeError(_NO_NUMBER.format(name=name, value=value))
     return value
 
 # %% ../../nbs/schedule/30_plateau.ipynb #6fc44fb1
+_NEVER_MEASURED = ('`{cb}` watched `{monitor}`, which had no value in any epoch of this fit, so the rate '
+                   'was never reduced. Was there no validation?')
+
 class PlateauSchedulerCB(EpochSchedulerCB):
     "Reduce the rate when a column of the history stops improving"
     @delegates(lr_scheduler.ReduceLROnPlateau)
@@ -61,7 +71,7 @@ class PlateauSchedulerCB(EpochSchedulerCB):
         monitor:str='valid_loss', # Column of `trainer.history` to watch
         *, mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         opt:str='opt', # Attribute of the trainer that holds the optimizer
-        **kwargs, # For `ReduceLROnPlateau`; its `patience` counts values, one for each epoch unless somebody measures more often
+        **kwargs, # For `ReduceLROnPlateau`; its `patience` counts values, mostly one for each epoch
     ):
         check_options(self, kwargs)
         kwargs['mode'] = mode_of(monitor, mode)
@@ -71,7 +81,8 @@ class PlateauSchedulerCB(EpochSchedulerCB):
     def before_fit(self, trainer):
         "Make the schedule, and see whether somebody records what it watches"
         super().before_fit(trainer)
-        self._seen,self._declared = 0,self.scheduler is None or check_monitored(trainer, self.monitor, type(self).__name__)
+        self._seen = 0
+        self._declared = self.scheduler is None or check_monitored(trainer, self.monitor, type(self).__name__)
 
     def log(self, trainer):
         "Tell the schedule the newest value"
@@ -89,8 +100,8 @@ class PlateauSchedulerCB(EpochSchedulerCB):
 
     def after_fit(self, trainer):
         "Say so if there never was a value"
-        if self.scheduler is not None and trainer.n_updates and not self._seen:
-            warnings.warn(f'`{type(self).__name__}` watched `{self.monitor}`, which had no value in any epoch of this fit, so the rate was never reduced. Was there no validation?', stacklevel=2)
+        if self.scheduler is None or not trainer.n_updates or self._seen: return
+        warnings.warn(_NEVER_MEASURED.format(cb=type(self).__name__, monitor=self.monitor), stacklevel=2)
 
     def state_dict(self)->dict: # Numbers, strings, lists and dicts; empty before the first fit
         "Where the schedule stands, and what it watches"
@@ -99,7 +110,9 @@ class PlateauSchedulerCB(EpochSchedulerCB):
 
     def _load(self):
         "Put the schedule where the saved state says, if that is about the same column"
-        check_same_monitor(self, self.scheduler.mode, dict(monitor=self._saved.get('monitor', self.monitor), mode=self._saved['scheduler'].get('mode', self.scheduler.mode)))
+        mode,saved = self.scheduler.mode,self._saved
+        watched = dict(monitor=saved.get('monitor', self.monitor), mode=saved['scheduler'].get('mode', mode))
+        check_same_monitor(self, mode, watched)
         super()._load()
 
     def _make(self, opt, trainer): return lr_scheduler.ReduceLROnPlateau(opt, **self.options)

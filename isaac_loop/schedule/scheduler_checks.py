@@ -13,21 +13,30 @@ from torch.optim import lr_scheduler
 
 from ..loop.events import callback_name
 from ..basics.checks import did_you_mean
+from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/schedule/60_scheduler_checks.ipynb #ba49d6e3
-_LENGTHS = {'OneCycleLR': ('total_steps', 0, 'stay where it ends'), 'CosineAnnealingLR': ('T_max', 1, 'rise again'), 'PolynomialLR': ('total_iters', 1, 'stay at zero'),
-            'LinearLR': ('total_iters', math.inf, ''), 'ConstantLR': ('total_iters', math.inf, '')} # The attribute, what may be missing, and what the rate does afterwards
+_LENGTHS = { # By class the attribute, what may be missing, and what the rate does afterwards
+    'OneCycleLR': ('total_steps', 0, 'stay where it ends'),
+    'CosineAnnealingLR': ('T_max', 1, 'rise again'),
+    'PolynomialLR': ('total_iters', 1, 'stay at zero'),
+    'LinearLR': ('total_iters', math.inf, ''),
+    'ConstantLR': ('total_iters', math.inf, ''),
+}
+_START = '`{who}` takes {n} steps of `{kind}` in this fit, one for each {unit}, but '
 
 def warn_of_length(who, scheduler, n, unit):
     "Warn if `scheduler` is made for a longer or a shorter run than one of `n` steps"
     kind = type(scheduler).__name__
-    start = f'`{who}` takes {n} steps of `{kind}` in this fit, one for each {unit}, but'
     name,slack,afterwards = _LENGTHS.get(kind, (None, 0, ''))
     length = getattr(scheduler, name) if name else n
-    if length > n: warnings.warn(f'{start} its `{name}` is {length}. It will be cut off before its end.', stacklevel=2)
-    if length+slack < n: warnings.warn(f'{start} its `{name}` is {length}. From then on the rate will {afterwards}.', stacklevel=2)
-    never = [o for o in _turning_points(scheduler) if o > n]
-    if never: warnings.warn(f'{start} it changes after {", ".join(map(str, never))}. That will never come.', stacklevel=2)
+    never = [point for point in _turning_points(scheduler) if point > n]
+    found = []
+    if length > n: found.append(f'its `{name}` is {length}. It will be cut off before its end.')
+    if length+slack < n: found.append(f'its `{name}` is {length}. From then on the rate will {afterwards}.')
+    if never: found.append(f'it changes after {", ".join(map(str, never))}. That will never come.')
+    start = _START.format(who=who, n=n, kind=kind, unit=unit)
+    for what in found: warnings.warn(start + what, stacklevel=2)
 
 def _turning_points(scheduler):
     "After how many steps a scheduler changes abruptly, as far as it says so"
@@ -35,18 +44,29 @@ def _turning_points(scheduler):
     return [scheduler.step_size] if isinstance(scheduler, lr_scheduler.StepLR) else sorted(points)
 
 # %% ../../nbs/schedule/60_scheduler_checks.ipynb #5805ff0e
+_NO_SCHEDULER = ('The `scheduler_func` of `{who}` gave {scheduler!r}, which has no method `step`. Let it '
+                 'return a scheduler, such as `StepLR(opt, 2)`.')
+_NO_VALUE = ('`{who}` got a `ReduceLROnPlateau`, which needs a measured value at every step. Use '
+             '`PlateauSchedulerCB(monitor)`, which gives it one.')
+_OTHER_OPTIMIZER = ('The `scheduler_func` of `{who}` made a scheduler for another optimizer, so it would '
+                    'change nothing here. Use the optimizer that the function is given.')
+
 def check_scheduler(scheduler, opt, who):
     "`scheduler`, or an error if it cannot be stepped without further ado"
     if not callable(getattr(scheduler, 'step', None)):
-        raise TypeError(f'The `scheduler_func` of `{who}` gave {scheduler!r}, which has no method `step`. Let it return a scheduler, such as `StepLR(opt, 2)`.')
+        raise TypeError(_NO_SCHEDULER.format(who=who, scheduler=scheduler))
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) and who != 'PlateauSchedulerCB':
-        raise TypeError(f'`{who}` got a `ReduceLROnPlateau`, which needs a measured value at every step. Use `PlateauSchedulerCB(monitor)`, which gives it one.')
+        raise TypeError(_NO_VALUE.format(who=who))
     its_opt = getattr(scheduler, 'optimizer', opt)
     if its_opt is not opt and getattr(its_opt, 'param_groups', None) is not opt.param_groups:
-        raise ValueError(f'The `scheduler_func` of `{who}` made a scheduler for another optimizer, so it would change nothing here. Use the optimizer that the function is given.')
+        raise ValueError(_OTHER_OPTIMIZER.format(who=who))
     return scheduler
 
 # %% ../../nbs/schedule/60_scheduler_checks.ipynb #66a95b4f
+_BAD_RATE = ('`{cb}` has set the learning rate of parameter group {i} to {rate:g} {when}, and the next '
+             'update would spoil its weights. A rate is a finite number of 0 or more: look at the function '
+             'or the options that it comes from.')
+
 def check_rates(
     opt, # The optimizer whose rates have been set
     cb, # The callback that set them
@@ -55,19 +75,23 @@ def check_rates(
     wait:bool=True, # Look at rates on a device as well?
 ):
     "Refuse a rate that would spoil the weights; rounding may leave one a hair below 0"
-    for i,group in enumerate(opt.param_groups):
-        rate = group['lr']
-        if (not wait and torch.is_tensor(rate) and rate.device.type != 'cpu') or -1e-12 <= rate < math.inf: continue
-        raise ValueError(f'`{callback_name(cb)}` has set the learning rate of parameter group {i} to {float(rate):g} {when.format(n)}, and the next update would spoil its weights. '
-                         'A rate is a finite number of 0 or more: look at the function or the options that it comes from.')
+    for i,rate in enumerate(rates_of(opt)):
+        would_wait = torch.is_tensor(rate) and rate.device.type != 'cpu'
+        if (would_wait and not wait) or -1e-12 <= rate < math.inf: continue
+        when = when.format(n)
+        raise ValueError(_BAD_RATE.format(cb=callback_name(cb), i=i, rate=float(rate), when=when))
 
 # %% ../../nbs/schedule/60_scheduler_checks.ipynb #3b6e0b79
+_NO_KEYWORD = ('`{cb}` got the keyword `{name}`, which nobody takes, so it would have no effect.{hint} It '
+               'takes {listed}.')
+
 def check_options(cb, options):
     "Raise a `TypeError` for a keyword that the class of `cb` does not take"
-    known = [o for o in inspect.signature(type(cb)).parameters]
+    known = list(inspect.signature(type(cb)).parameters)
     for name in options:
-        if name not in known: raise TypeError(f'`{type(cb).__name__}` got the keyword `{name}`, which nobody takes, so it would have no effect.'
-                                              f'{did_you_mean(name, known)} It takes {", ".join(f"`{o}`" for o in known)}.')
+        if name in known: continue
+        listed,hint = ', '.join(f'`{o}`' for o in known),did_you_mean(name, known)
+        raise TypeError(_NO_KEYWORD.format(cb=type(cb).__name__, name=name, hint=hint, listed=listed))
 
 def try_out(make, options, **fixed):
     "Let torch check the `options` of a scheduler, where they say nothing about single groups"

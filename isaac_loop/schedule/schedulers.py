@@ -33,17 +33,19 @@ def _wants_trainer(f):
     except (TypeError, ValueError): return False
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #d8bad2c9
+_NO_FUNCTION = ('`scheduler_func` is a {kind}, but every fit has its own optimizer and needs its own '
+                'scheduler. Pass a function of the optimizer, such as `partial(StepLR, step_size=2)`.')
+
 class SchedulerCB:
     "Makes a scheduler when training begins and leaves a tidy optimizer"
     order = Order.SCHEDULE
     scheduler,_before,_saved,_running = None,None,None,False
     def __init__(self,
-        scheduler_func, # Makes a torch scheduler from the optimizer; with a parameter `trainer` it gets the trainer too
+        scheduler_func, # Makes a torch scheduler from the optimizer, and from the `trainer` if it takes that
         *, opt:str='opt', # Attribute of the trainer that holds the optimizer
     ):
-        if not callable(scheduler_func):
-            raise TypeError(f'`scheduler_func` is a {type(scheduler_func).__name__}, but every fit has its own optimizer and needs its own scheduler. '
-                            'Pass a function of the optimizer, such as `partial(StepLR, step_size=2)`.')
+        kind = type(scheduler_func).__name__
+        if not callable(scheduler_func): raise TypeError(_NO_FUNCTION.format(kind=kind))
         self.scheduler_func,self.opt = scheduler_func,opt
 
     def before_fit(self, trainer):
@@ -52,11 +54,12 @@ class SchedulerCB:
         if trainer.updates_per_epoch == 0 or trainer.n_epochs == 0: return # Nothing will be trained
         opt = getattr(trainer, self.opt)
         self._before,self._own_opt = BeforeSchedule(opt),trainer.opt_func is None or self.opt != 'opt'
-        self.scheduler = check_scheduler(self._make(opt, trainer), opt, type(self).__name__)
+        who = type(self).__name__
+        self.scheduler = check_scheduler(self._make(opt, trainer), opt, who)
         self._n_steps,self._running = self._count_steps(trainer),True
         _check_company(self, trainer)
         if self._saved is not None: self._load()
-        elif self._n_steps is not None: warn_of_length(type(self).__name__, self.scheduler, self._n_steps, self._unit)
+        elif self._n_steps is not None: warn_of_length(who, self.scheduler, self._n_steps, self._unit)
         check_rates(opt, self, 'before the first update')
 
     def cleanup_fit(self, trainer):
@@ -68,34 +71,44 @@ class SchedulerCB:
 
     def _make(self, opt, trainer):
         "The scheduler for this fit"
-        return self.scheduler_func(opt, trainer=trainer) if _wants_trainer(self.scheduler_func) else self.scheduler_func(opt)
+        if _wants_trainer(self.scheduler_func): return self.scheduler_func(opt, trainer=trainer)
+        return self.scheduler_func(opt)
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #617dc7ac
-_BY_FORMULA = (lr_scheduler.LambdaLR, lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR, lr_scheduler.CosineAnnealingWarmRestarts)
+_NO_EFFECT = ('`{alone}` sets the rate anew at every update, so whatever `{idle}` does to it would be gone '
+              'at the next one. Leave one of them out, or name another optimizer with `opt`.')
+
+_BY_FORMULA = (lr_scheduler.LambdaLR, lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR,
+               lr_scheduler.CosineAnnealingWarmRestarts)
 
 def _rules_alone(cb): return cb._unit == 'update' and isinstance(cb.scheduler, _BY_FORMULA)
 
 def _check_company(cb, trainer):
     "Refuse a second schedule of the same optimizer, if one of the two sets the rate anew at every update"
-    for other in offering(trainer, 'functions'): # An `AttributeSchedulerCB`
-        targets = other.functions if isinstance(other.functions, dict) else {}
-        if any(str(o).startswith(f'{cb.opt}.') and str(o).endswith('.lr') for o in targets): raise ValueError(_no_effect(other, cb))
+    pairs = [(other, cb) for other in offering(trainer, 'functions') if _sets_rates_of(other, cb)]
     for other in trainer.callbacks:
-        if other is cb or not isinstance(other, SchedulerCB) or not other._running or getattr(trainer, other.opt) is not getattr(trainer, cb.opt): continue
+        if not isinstance(other, SchedulerCB) or other is cb: continue
+        same = other._running and getattr(trainer, other.opt) is getattr(trainer, cb.opt)
         alone,idle = (cb, other) if _rules_alone(cb) else (other, cb)
-        if _rules_alone(alone): raise ValueError(_no_effect(alone, idle))
+        if same and _rules_alone(alone): pairs.append((alone, idle))
+    if not pairs: return
+    alone,idle = map(callback_name, pairs[0])
+    raise ValueError(_NO_EFFECT.format(alone=alone, idle=idle))
 
-def _no_effect(alone, idle):
-    return (f'`{callback_name(alone)}` sets the rate anew at every update, so whatever `{callback_name(idle)}` does to it would be gone at the next one. '
-            'Leave one of them out, or name another optimizer with `opt`.')
+def _sets_rates_of(other, cb):
+    "Whether `other`, an `AttributeSchedulerCB`, sets rates of the optimizer of `cb`"
+    targets = other.functions if isinstance(other.functions, dict) else ()
+    return any(str(target).startswith(f'{cb.opt}.') and str(target).endswith('.lr') for target in targets)
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #f345f2ba
 @patch
 def _advance(self:SchedulerCB, n):
     "Take a step of the schedule: `n` updates or epochs have happened"
     scheduler = self.scheduler
-    if isinstance(scheduler, lr_scheduler.OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps-1: return
-    if hasattr(scheduler, 'step_update'): return scheduler.step_update(n) if self._unit == 'update' else scheduler.step(n)
+    one_cycle = isinstance(scheduler, lr_scheduler.OneCycleLR)
+    if one_cycle and scheduler.last_epoch >= scheduler.total_steps-1: return
+    told = {'update': getattr(scheduler, 'step_update', None), 'epoch': scheduler.step} # As timm wants it
+    if told['update']: return told[self._unit](n)
     if self._stepped: return scheduler.step()
     self._stepped = True
     with warnings.catch_warnings():
@@ -112,7 +125,8 @@ class BatchSchedulerCB(SchedulerCB):
         self._advance(trainer.n_updates)
         check_rates(getattr(trainer, self.opt), self, 'after {} updates', trainer.n_updates, wait=False)
 
-    def _count_steps(self, trainer): return None if trainer.updates_per_epoch is None else trainer.total_updates
+    def _count_steps(self, trainer):
+        return None if trainer.updates_per_epoch is None else trainer.total_updates
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #bc86586d
 class EpochSchedulerCB(SchedulerCB):
@@ -133,7 +147,9 @@ def _plain(x):
     if isinstance(x, Mapping): return {k: _plain(v) for k,v in x.items() if _is_plain(v)}
     return [_plain(o) for o in x] if isinstance(x, (list, tuple)) else x
 
-def _is_plain(x): return x is None or torch.is_tensor(x) or isinstance(x, (bool, int, float, str, Mapping, list, tuple))
+_PLAIN = (bool, int, float, str, Mapping, list, tuple, torch.Tensor)
+
+def _is_plain(x): return x is None or isinstance(x, _PLAIN)
 
 def _like(old, new):
     "`new`, with the types that `old` has"
@@ -147,32 +163,45 @@ def _like(old, new):
 def _kind(scheduler):
     "The name of the class of a scheduler, with those that it is made of"
     inner = getattr(scheduler, '_schedulers', None)
-    return type(scheduler).__name__ + (f'({", ".join(map(_kind, inner))})' if isinstance(inner, (list, tuple)) else '')
+    parts = f'({", ".join(map(_kind, inner))})' if isinstance(inner, (list, tuple)) else ''
+    return type(scheduler).__name__ + parts
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #a4227bf6
+_OTHER_LENGTH = ('`{cb}` goes on with a schedule that was saved in a fit of {was} steps, but this fit has '
+                 '{now}. {curve}')
+_FOLLOWS = 'Its curve follows the new length.'
+_KEEPS = 'Its curve keeps its `{name}`, and ends where it did.{instead}'
+_AT_LAST = ('Its curve ends after {was} steps, and those after that train at its last rate, which is close '
+            'to 0.{instead}')
+_INSTEAD = ' For a curve of the new length, `trainer.load` the weights and save in another folder.'
+
 @patch
 def _knows_length(self:SchedulerCB):
     "Whether the length of the fit is in the schedule"
     own = type(self)._make is not SchedulerCB._make
     return own or _wants_trainer(self.scheduler_func) or hasattr(self.scheduler, 'total_steps')
 
-def _warn_of_other_length(cb, n):
-    "Warn that a schedule of a fit of `n` steps goes on in one of another length"
-    kept = [o for o in ('total_steps', 'T_max', 'total_iters') if hasattr(cb.scheduler, o)] # Loading puts the old one back
-    curve = 'Its curve follows the new length.'
-    if kept: curve = f'Its curve keeps its `{kept[0]}`, and ends where it did.'
-    if kept == ['total_steps']: curve = f'Its curve ends after {n} steps, and those after that train at its last rate, which is close to 0.'
-    if kept: curve += ' For a curve of the new length, `trainer.load` the weights and save in another folder.'
-    warnings.warn(f'`{type(cb).__name__}` goes on with a schedule that was saved in a fit of {n} steps, but this fit has {cb._n_steps}. {curve}', stacklevel=2)
+def _warn_of_other_length(cb, was):
+    "Warn that a schedule of a fit of `was` steps goes on in one of another length"
+    lengths = 'total_steps', 'T_max', 'total_iters' # Loading puts the old ones back
+    kept = [name for name in lengths if hasattr(cb.scheduler, name)]
+    curve = _FOLLOWS if not kept else _AT_LAST if kept == ['total_steps'] else _KEEPS
+    curve = curve.format(name=kept and kept[0], was=was, instead=_INSTEAD)
+    message = _OTHER_LENGTH.format(cb=type(cb).__name__, was=was, now=cb._n_steps, curve=curve)
+    warnings.warn(message, stacklevel=2)
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #dd8e9b01
+_OTHER_KIND = ('`{cb}` saved the state of a `{was}`, but now makes a `{kind}`, and a mixture of the two '
+               'would follow neither. Use the same scheduler, or start anew in another folder.')
+
 @patch
 def state_dict(self:SchedulerCB)->dict: # Numbers, strings, lists and dicts; empty before the first fit
     "Where the schedule stands, for `load_state_dict`"
     if self.scheduler is None: return {}
     check_rates(self.scheduler.optimizer, self)
-    groups = options_of(self.scheduler.optimizer)
-    return _plain({'kind': _kind(self.scheduler), 'scheduler': self.scheduler.state_dict(), 'groups': groups, 'n_steps': self._n_steps})
+    scheduler = self.scheduler
+    return _plain(dict(kind=_kind(scheduler), scheduler=scheduler.state_dict(),
+                       groups=options_of(scheduler.optimizer), n_steps=self._n_steps))
 
 @patch
 def load_state_dict(self:SchedulerCB,
@@ -187,13 +216,19 @@ def _load(self:SchedulerCB):
     "Put the scheduler and the optimizer's groups where the saved state says"
     state,self._saved = self._saved,None
     was,kind = state.get('kind', _kind(self.scheduler)),_kind(self.scheduler)
-    if was != kind: raise ResumeMismatch(f'`{callback_name(self)}` saved the state of a `{was}`, but now makes a `{kind}`, and a mixture of the two would follow neither. Use the same scheduler, or start anew in another folder.')
-    if state['n_steps'] != self._n_steps and self._knows_length(): _warn_of_other_length(self, state['n_steps'])
+    if was != kind: raise ResumeMismatch(_OTHER_KIND.format(cb=callback_name(self), was=was, kind=kind))
+    n_steps = state['n_steps']
+    if n_steps != self._n_steps and self._knows_length(): _warn_of_other_length(self, n_steps)
     self.scheduler.load_state_dict(_like(self.scheduler.state_dict(), state['scheduler']))
     for group,saved in zip(self.scheduler.optimizer.param_groups, state['groups'], strict=True):
-        for name,value in saved.items(): put_option(group, name, _like(group.get(name), value) if isinstance(value, list) else value)
+        for name,value in saved.items():
+            if isinstance(value, list): value = _like(group.get(name), value)
+            put_option(group, name, value)
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #72091fe2
+_NO_PREVIEW = ('`{cb}` follows `{monitor}`, which only training can measure, so there is no preview. Record '
+               'the rate with `RecorderCB`.')
+
 class _DryRunCB:
     "The five steps with nothing in them but the optimizer; notes its options"
     def __init__(self): self.seen = []
@@ -212,11 +247,14 @@ def preview(self:SchedulerCB,
     opt_func=None, # Makes an optimizer from parameters and a rate; default: SGD with momentum
 )->dict: # `lr` and `momentum` with one value per update; further groups as `lr_1` and so on
     "What the schedule would do in a run, without training"
-    if hasattr(self, 'monitor'): raise ValueError(f'`{type(self).__name__}` follows `{self.monitor}`, which only training can measure, so there is no preview. Record the rate with `RecorderCB`.')
+    monitor = getattr(self, 'monitor', None)
+    if monitor is not None: raise ValueError(_NO_PREVIEW.format(cb=type(self).__name__, monitor=monitor))
     cb,dry = copy.copy(self),_DryRunCB()
     cb._saved,cb._before,cb._running,cb.opt = None,None,False,'opt'
     model = nn.ParameterList([torch.zeros(1)])
-    Trainer(DataLoaders(range(updates_per_epoch)), None, opt_func or partial(torch.optim.SGD, momentum=0.9), model, [dry, cb]).fit(n_epochs, lr, valid=False)
+    opt_func = opt_func or partial(torch.optim.SGD, momentum=0.9)
+    trainer = Trainer(DataLoaders(range(updates_per_epoch)), None, opt_func, model, [dry, cb])
+    trainer.fit(n_epochs, lr, valid=False)
     columns = {'lr' + f'_{i}'*(i > 0): [float(o[i]['lr']) for o in dry.seen] for i in range(len(dry.seen[0]))}
     return {**columns, 'momentum': [_momentum(o[0]) for o in dry.seen]}
 
@@ -227,4 +265,5 @@ def plot(self:SchedulerCB,
     **kwargs, # The run, as in `preview`
 ): # The matplotlib axes
     "Draw the learning rate that the schedule would give, without training"
-    return draw_curves({k: v for k,v in self.preview(**kwargs).items() if k.startswith('lr')}, 'learning rate')
+    rates = {name: values for name,values in self.preview(**kwargs).items() if name.startswith('lr')}
+    return draw_curves(rates, 'learning rate')

@@ -13,17 +13,23 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch.optim import lr_scheduler
 
-from .annealing import DECAYS, check_decay, check_length, check_numbers, cycle_progress, decay_at, rise, updates_of
+from .annealing import DECAYS, check_decay, check_length, check_numbers
+from .annealing import cycle_progress, decay_at, rise, updates_of
 from .schedulers import BatchSchedulerCB
 from .scheduler_checks import check_options, try_out
+from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/schedule/20_schedules.ipynb #bddd3508
 def _tops(opt, lr, own):
-    "The top rate of each group: its own, as `opt_func` made it from `lr`; in an optimizer set as `trainer.opt` the highest is `lr`, the others in proportion"
-    rates = [float(g['lr']) for g in opt.param_groups]
-    return [lr*o/max(rates) if max(rates) else lr for o in rates] if own else rates
+    "The top rate of each group: as `opt_func` made it; in the user's `own` optimizer the highest is `lr`"
+    rates = [float(rate) for rate in rates_of(opt)]
+    if not own: return rates
+    highest = max(rates)
+    return [lr*rate/highest if highest else lr for rate in rates]
 
 # %% ../../nbs/schedule/20_schedules.ipynb #11d25061
+_NO_MOMENTUM = '`{opt}` has no momentum. Use `OneCycleSchedulerCB(cycle_momentum=False)`.'
+
 class OneCycleSchedulerCB(BatchSchedulerCB):
     "One cycle of rate and momentum over the whole fit, with the fit's `lr` at its top"
     @delegates(lr_scheduler.OneCycleLR, but=['total_steps', 'epochs', 'steps_per_epoch', 'last_epoch'])
@@ -37,10 +43,12 @@ class OneCycleSchedulerCB(BatchSchedulerCB):
 
     def _make(self, opt, trainer):
         n,share = trainer.total_updates,self.options.get('pct_start', 0.3)
-        options = {**self.options, 'pct_start': share*(1+1e-9)} if share*n == 1 else self.options # Otherwise torch divides by zero
-        try: return lr_scheduler.OneCycleLR(opt, _tops(opt, float(trainer.lr), trainer.opt_func is None and self.opt == 'opt'), total_steps=n, **options)
+        tops = _tops(opt, float(trainer.lr), own=trainer.opt_func is None and self.opt == 'opt')
+        options = dict(self.options)
+        if share*n == 1: options['pct_start'] = share*(1+1e-9) # Otherwise torch divides by zero
+        try: return lr_scheduler.OneCycleLR(opt, tops, total_steps=n, **options)
         except ValueError as e:
-            if 'cycle_momentum' in str(e): e.add_note(f'`{type(opt).__name__}` has no momentum. Use `OneCycleSchedulerCB(cycle_momentum=False)`.')
+            if 'cycle_momentum' in str(e): e.add_note(_NO_MOMENTUM.format(opt=type(opt).__name__))
             raise
 
 # %% ../../nbs/schedule/20_schedules.ipynb #b3903179
@@ -54,31 +62,40 @@ class _FactorCB(BatchSchedulerCB):
     def _check_total(self, total): "Say if the lengths do not fit into a run of `total` updates"
 
 # %% ../../nbs/schedule/20_schedules.ipynb #d2cef4eb
+_NO_SHAPE = ('`decay` is {decay!r}, but it is a name or a function, the shape of the decay. The length of '
+             'the warm-up is `warmup={decay!r}`.')
+_NO_UNIT = "'inverse_sqrt' without a warm-up has no unit to count in. Give `timescale`, such as 1000 updates."
+
 class WarmupSchedulerCB(_FactorCB):
     "Warm-up, a while at the top, and then a decay, counted in optimizer updates"
     def __init__(self,
-        decay='cosine', # 'constant', 'linear', 'cosine', 'polynomial', 'sqrt', 'inverse_sqrt', or a function of progress from 0 to 1 that gives 1 to 0
+        decay='cosine', # A name in `DECAYS`, 'inverse_sqrt', or a function of progress, from 1 to 0
         warmup=0.1, # Length of the warm-up: a share of the run (float) or a number of updates (int)
         hold=0, # How long to stay at the top after it, likewise
         cooldown=0, # How long to stay at the lowest rate at the end, likewise
-        *, start_factor:float=None, # The first rate, as a share of the top; default: the first of equal steps up
+        *, start_factor:float=None, # The first rate, as a share of the top; default: one of equal steps
         end_factor:float=0., # The lowest rate, as a share of the top
         power:float=1., # Exponent of 'polynomial'
         k:float=1., # Exponent of progress; above 1 the rate stays high for longer
         cycles:int=1, # How often to decay, with restarts from the top
         cycle_mult:float=1., # How much longer each cycle is than the one before
-        timescale:int=None, # Updates after which 'inverse_sqrt' would have fallen to 0.71; default: the length of the warm-up
+        timescale:int=None, # Updates until 'inverse_sqrt' is at 0.71; default: the warm-up
         opt:str='opt', # Attribute of the trainer that holds the optimizer
     ):
-        if isinstance(decay, Real): raise ValueError(f'`decay` is {decay!r}, but it is a name or a function, the shape of the decay. The length of the warm-up is `warmup={decay!r}`.')
+        if isinstance(decay, Real): raise ValueError(_NO_SHAPE.format(decay=decay))
         check_decay(decay, [*DECAYS, 'inverse_sqrt'])
         check_length(warmup=warmup, hold=hold, cooldown=cooldown)
         check_numbers(cycles, start_factor=start_factor or 0, end_factor=end_factor)
-        if decay == 'inverse_sqrt' and not warmup and not timescale: raise ValueError("'inverse_sqrt' without a warm-up has no unit to count in. Give `timescale`, such as 1000 updates.")
-        self.decay,self.warmup,self.hold,self.cooldown,self.start_factor,self.end_factor = decay,warmup,hold,cooldown,start_factor,end_factor
-        self.power,self.k,self.cycles,self.cycle_mult,self.timescale,self.opt = power,k,cycles,cycle_mult,timescale,opt
+        if decay == 'inverse_sqrt' and not warmup and not timescale: raise ValueError(_NO_UNIT)
+        self.decay,self.power,self.k = decay,power,k
+        self.warmup,self.hold,self.cooldown = warmup,hold,cooldown
+        self.start_factor,self.end_factor,self.timescale = start_factor,end_factor,timescale
+        self.cycles,self.cycle_mult,self.opt = cycles,cycle_mult,opt
 
 # %% ../../nbs/schedule/20_schedules.ipynb #aef6014d
+_TOO_LONG = ('`{cb}`: warm-up, hold and cool-down take {needed} updates, but this fit has only {total}. It '
+             'will end on the way, at {end:.3g} times the rate, and there is no decay.')
+
 @patch
 def factor(self:WarmupSchedulerCB,
     update:int, # Number of the update, from 0
@@ -90,17 +107,24 @@ def factor(self:WarmupSchedulerCB,
     length = max(total-warmup-hold-cooldown, 0)
     done = min(update-warmup-hold, length)
     if self.decay == 'inverse_sqrt': left = (1+done/(self.timescale or max(warmup, 1)))**-0.5
-    else: left = decay_at(self.decay, cycle_progress(done, length, self.cycles, self.cycle_mult)**self.k, self.power)
+    else:
+        progress = cycle_progress(done, length, self.cycles, self.cycle_mult)
+        left = decay_at(self.decay, progress**self.k, self.power)
     return self.end_factor + (1-self.end_factor)*left
 
 @patch
 def _check_total(self:WarmupSchedulerCB, total):
     "Say if the lengths do not fit into a run of `total` updates"
     needed = sum(updates_of(o, total) for o in (self.warmup, self.hold, self.cooldown))
-    if needed > total: warnings.warn(f'`{type(self).__name__}`: warm-up, hold and cool-down take {needed} updates, but this fit has only {total}. '
-                                     f'It will end on the way, at {self.factor(total-1, total):.3g} times the rate, and there is no decay.', stacklevel=2)
+    if needed <= total: return
+    end = self.factor(total-1, total)
+    warnings.warn(_TOO_LONG.format(cb=type(self).__name__, needed=needed, total=total, end=end), stacklevel=2)
 
 # %% ../../nbs/schedule/20_schedules.ipynb #bf160a6d
+_NO_SPACING = '`spacing` is {spacing!r}, but each decay ends later than the one before. Use a factor above 1.'
+_TOO_EARLY = ('`{cb}`: warm-up and decay take {needed} updates, but the first decay is to end after '
+              '{first}. The decay will begin before the warm-up is over.')
+
 class WSDSchedulerCB(_FactorCB):
     "Warm-up, a stable rate, and one or several short decays, counted in optimizer updates"
     def __init__(self,
@@ -109,7 +133,7 @@ class WSDSchedulerCB(_FactorCB):
         decay='linear', # As in `WarmupSchedulerCB`, but for 'inverse_sqrt'
         *, n_decays:int=1, # How many decays; after each but the last the rate is at the top again
         spacing:float=2., # How many times as late each decay ends as the one before it
-        start_factor:float=None, # The first rate, as a share of the top; default: the first of equal steps up
+        start_factor:float=None, # The first rate, as a share of the top; default: one of equal steps
         end_factor:float=0., # The lowest rate, as a share of the top
         power:float=1., # Exponent of 'polynomial'
         opt:str='opt', # Attribute of the trainer that holds the optimizer
@@ -117,9 +141,10 @@ class WSDSchedulerCB(_FactorCB):
         check_decay(decay, DECAYS)
         check_length(warmup=warmup, decay_length=decay_length)
         check_numbers(n_decays, start_factor=start_factor or 0, end_factor=end_factor)
-        if not spacing > 1: raise ValueError(f'`spacing` is {spacing!r}, but each decay ends later than the one before. Use a factor above 1.')
-        self.warmup,self.decay_length,self.decay,self.n_decays,self.spacing = warmup,decay_length,decay,n_decays,spacing
-        self.start_factor,self.end_factor,self.power,self.opt = start_factor,end_factor,power,opt
+        if not spacing > 1: raise ValueError(_NO_SPACING.format(spacing=spacing))
+        self.warmup,self.decay_length,self.decay = warmup,decay_length,decay
+        self.n_decays,self.spacing,self.power = n_decays,spacing,power
+        self.start_factor,self.end_factor,self.opt = start_factor,end_factor,opt
 
     def decays(self,
         total:int, # Updates in the run
@@ -136,15 +161,16 @@ class WSDSchedulerCB(_FactorCB):
         decays = self.decays(total)
         start,end = next((o for o in decays if update < o[1]), decays[-1])
         length = end-start
-        if update < start or not length: return rise(update, updates_of(self.warmup, total), self.start_factor)
+        warmup = updates_of(self.warmup, total)
+        if update < start or not length: return rise(update, warmup, self.start_factor)
         left = decay_at(self.decay, min((update-end+length)/length, 1.), self.power)
         return self.end_factor + (1-self.end_factor)*left
 
     def _check_total(self, total):
         first = round(total/self.spacing**(self.n_decays-1))
         needed = updates_of(self.warmup, total) + updates_of(self.decay_length, first)
-        if needed > first: warnings.warn(f'`{type(self).__name__}`: warm-up and decay take {needed} updates, but the first decay is to end after {first}. '
-                                         'The decay will begin before the warm-up is over.', stacklevel=2)
+        message = _TOO_EARLY.format(cb=type(self).__name__, needed=needed, first=first)
+        if needed > first: warnings.warn(message, stacklevel=2)
 
 # %% ../../nbs/schedule/20_schedules.ipynb #124c7672
 @patch

@@ -6,7 +6,7 @@
 __all__ = ['CheckpointStore']
 
 # %% ../../nbs/state/80_store.ipynb #ccd8087b
-import hashlib, io, itertools, json, math, os, platform, re, shutil, string, sys, uuid, warnings, weakref
+import hashlib, io, itertools, json, math, os, platform, shutil, uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -15,179 +15,17 @@ from pathlib import Path
 
 import torch
 from fastcore.basics import patch
-from safetensors import safe_open
 from safetensors.torch import save as safetensors_bytes
 
 from .. import __version__
-from .checkpoint_files import Checkpoint, FORMAT, MANIFEST_FILE, MODEL_FILE, STATE_FILE, check_manifest, checkpoints_near, manifest_bytes, name_fault, pack_weights, read_manifest, read_small
-from ..basics.checks import check_choice, check_count, did_you_mean, local_path
-from .errors import CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew, CheckpointWriteFailed, NoValidCheckpoint, UnsaveableState
+from ..basics.checks import check_choice, check_count, did_you_mean
+from .checkpoint_files import FORMAT, MANIFEST_FILE, MODEL_FILE, STATE_FILE
+from .checkpoint_files import check_manifest, manifest_bytes, pack_weights
+from .checkpoint_folder import FIXED, STEP_NAME, CheckpointFolder, check_pattern, fill_pattern
+from .errors import CheckpointFolderBusy, CheckpointWriteFailed, UnsaveableState
 from .plain_state import plain
-
-try: import fcntl
-except ImportError: fcntl = None # Windows: no lock
-
-# %% ../../nbs/state/80_store.ipynb #ef82cf95
-def _write(path, data, sync=True):
-    "Write a new file and wait until it is on the disk"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        rest = memoryview(data)
-        while rest: rest = rest[os.write(fd, rest[:2**26]):]
-        if sync: os.fsync(fd)
-    finally: os.close(fd)
-
-def _sync(folder):
-    "Wait until the names in `folder` are on the disk"
-    fd = os.open(folder, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
-
-# %% ../../nbs/state/80_store.ipynb #aede0b28
-_MARK = '.isaac_loop' # In every hidden folder until its contents are complete
-_HINTS = ('last.json', 'best.json')
-_WRITTEN = (MODEL_FILE, STATE_FILE, *_HINTS, MANIFEST_FILE, _MARK) # All that is ever written into a folder, the proofs last
-
-def _hidden(folder, kind, name):
-    "A new name for what nobody is to see"
-    return folder/f'.{kind}-{name}-{uuid.uuid4().hex[:8]}'
-
-def _make_hidden(folder, name):
-    "Make a marked folder for what is not complete"
-    path = _hidden(folder, 'tmp', name)
-    os.mkdir(path)
-    _write(path/_MARK, b'', sync=False)
-    return path
-
-def _remove(path):
-    "Delete a folder that this library wrote"
-    for name in _WRITTEN:
-        if os.path.lexists(path/name): os.unlink(path/name)
-    os.rmdir(path)
-
-def _discard(path):
-    "Take a checkpoint out of sight at once, then delete it"
-    trash = _hidden(path.parent, 'trash', path.name)
-    os.rename(path, trash)
-    _remove(trash)
-
-# %% ../../nbs/state/80_store.ipynb #a655bcc3
-def _has_manifest(path):
-    "Whether a folder has a manifest that this library wrote"
-    try: return bool(read_manifest(path))
-    except (CheckpointCorrupt, CheckpointFormatTooNew): return False
-
-def _is_ours(path):
-    "Whether a hidden folder was certainly made by this library, and has nothing else in it"
-    if os.path.islink(path) or not os.path.isdir(path): return False
-    with os.scandir(path) as found: files = {o.name: o.is_file(follow_symlinks=False) for o in found}
-    if not all(o in _WRITTEN and is_file for o,is_file in files.items()): return False
-    return not files or _MARK in files or _has_manifest(path) # An empty one has nothing to lose
-
-# %% ../../nbs/state/80_store.ipynb #1eb65953
-_LEFTOVER = re.compile(r'\.(tmp|old|trash)-(.+)-[0-9a-f]{8}')
-
-def _sweep(folder):
-    "Put away what a killed process left behind in `folder`"
-    for name in sorted(os.listdir(folder)):
-        found = _LEFTOVER.fullmatch(name)
-        if not found or not _is_ours(folder/name): continue
-        old = _whole(folder/name) if found[1] == 'old' else None
-        if old is None: _remove(folder/name)
-        else: _put_back_or_remove(old, folder/found[2])
-
-def _put_back_or_remove(old, target):
-    "Give a replaced checkpoint its name back if the new one did not arrive; those of other runs stay where they are"
-    if not os.path.lexists(target): return os.rename(old.path, target) if _is_at_home(old) else None
-    new = _whole(target)
-    if new is not None and new.run_id == old.run_id: _remove(old.path)
-
-def _whole(path):
-    "The checkpoint at `path`, or None if there is none with all its files"
-    try: return Checkpoint(path) if not os.path.islink(path) else None
-    except (CheckpointCorrupt, CheckpointFormatTooNew): return None
-
-def _is_at_home(old):
-    "Whether the run of a replaced checkpoint has others in its folder, or one that was to replace it, or is alone"
-    folder = old.path.parent
-    found = [_whole(folder/o) for o in os.listdir(folder) if not o.startswith('.') or o.startswith('.tmp-')]
-    runs = {o.run_id for o in found if o is not None}
-    return not runs or old.run_id in runs
-
-# %% ../../nbs/state/80_store.ipynb #797158e9
-class _Lock:
-    "Hold a folder for this process"
-    held,fd,owner = weakref.WeakSet(),None,None
-    def __init__(self, folder):
-        fd = os.open(folder/'.lock', os.O_RDWR | os.O_CREAT | getattr(os, 'O_NOFOLLOW', 0), 0o666)
-        try: self._hold(fd, folder)
-        except BaseException:
-            os.close(fd)
-            raise
-        self.fd,self.owner,self._is = fd,os.getpid(),os.fstat(fd)
-        _Lock.held.add(self)
-
-    def _hold(self, fd, folder):
-        "Lock the file, and write into it whose it is"
-        holder = os.pread(fd, 100, 0).decode(errors='replace')
-        if not re.fullmatch('[0-9]*', holder): raise OSError('the file `.lock` in it was not written by this library')
-        try:
-            if fcntl: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = 'this process itself; close the other store first' if holder == str(os.getpid()) else f'the process {holder}; wait until it ends, or use another folder'
-            raise CheckpointFolderBusy(f'`{folder}` is being written to by {who}. Two runs in one folder would delete each other\'s checkpoints. To look only, pass `read_only=True`.') from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-
-    def release(self, unlock=True):
-        "Let others have the folder"
-        fd,self.fd = self.fd,None
-        if fd is None or not self._is_open(fd): return
-        if unlock and fcntl and os.getpid() == self.owner: fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
-
-    def _is_open(self, fd):
-        "Whether `fd` is still the lock: a program that becomes a daemon closes everything, and others get the numbers"
-        try: return os.path.samestat(os.fstat(fd), self._is)
-        except OSError: return False
-
-    def __del__(self): self.release()
-
-def _forget_locks():
-    for o in list(_Lock.held): o.release(unlock=False)
-
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget_locks)
-
-# %% ../../nbs/state/80_store.ipynb #15d605d3
-_FIXED = ('step', 'epoch', 'samples')
-STEP_NAME = 'step-{step:08}' # The usual pattern, and that for the middle of an epoch
-
-def _fields(pattern): return [o for _,o,_,_ in string.Formatter().parse(pattern) if o is not None]
-
-def check_pattern(
-    pattern, # For the names of checkpoints
-):
-    "Refuse a pattern that could not become the name of a folder"
-    advice = 'Use a plain name such as `step-{step:08}`.'
-    try:
-        fields = _fields(pattern)
-        made = pattern.format(**{o: 0 if o in _FIXED else 0.5 for o in fields if o.isidentifier()})
-    except (ValueError, LookupError, TypeError, AttributeError) as e: raise ValueError(f'`pattern` is {pattern!r}, which is no pattern: {e}. {advice}') from None
-    if fault := name_fault(made): raise ValueError(f'`pattern` is {pattern!r}, but a checkpoint is one visible folder in the run\'s folder, and {made!r} is no name for that: {fault}. {advice}')
-
-def _may_be_named(name, pattern):
-    "Whether `pattern` may have given the name"
-    number = r'(?:[-+.e\d]+|nan|-?inf)'
-    parts = [re.escape(text) + ('' if field is None else number) for text,field,_,_ in string.Formatter().parse(pattern)]
-    return re.fullmatch(''.join(parts) + r'(-\d+)?', name) is not None
-
-def _fill(pattern, values):
-    "The name of a checkpoint"
-    missing = [o for o in _fields(pattern) if values.get(o) is None]
-    if missing: raise LookupError(f'`pattern` is {pattern!r}, but this checkpoint has no `{missing[0]}`. It has {[k for k,v in values.items() if v is not None]}.{did_you_mean(missing[0], values)}')
-    made = pattern.format(**values)
-    if fault := name_fault(made): raise ValueError(f'`pattern` {pattern!r} gave {made!r}, which is no name for a folder: {fault}.')
-    return made
+from .whole_folders import FolderLock, discard, hidden_name, make_hidden, put_whole, read_hint
+from .whole_folders import remove_ours, sweep, warn_outside, whole_checkpoint, write_file
 
 # %% ../../nbs/state/80_store.ipynb #73f7c32c
 def check_keeping(
@@ -204,11 +42,13 @@ def check_keeping(
     check_choice(mode, 'mode', ('min', 'max'), 'lower is better, or higher is')
 
 # %% ../../nbs/state/80_store.ipynb #0998e1b9
-class CheckpointStore:
+_UNUSABLE = '`{}` cannot be used for checkpoints: {}. Choose a folder that can be written to.'
+
+class CheckpointStore(CheckpointFolder):
     "A folder of checkpoints: save, find, load, and keep the right ones"
     def __init__(self,
         folder, # Where; made if missing
-        run_id:str=None, # Whose checkpoints to see and keep in order; default: the run that is loaded, or else a new one
+        run_id:str=None, # Whose checkpoints to see and keep; default: the run that is loaded, or a new one
         keep_last:int=2, # Newest to keep, 2 or more; None keeps all
         keep_best:int=1, # Best to keep, by `monitor`; 0 and None keep none for that
         keep_every:int=None, # Also keep each one whose step is a multiple of this
@@ -219,188 +59,78 @@ class CheckpointStore:
     ):
         check_keeping(keep_last, keep_best, keep_every, mode)
         check_pattern(pattern)
-        self.folder,self.run_id,self.pattern,self.monitor,self.mode,self.read_only = local_path(folder, 'CheckpointStore').absolute(),run_id,pattern,monitor,mode,read_only
+        super().__init__(folder, run_id, pattern, monitor, mode)
         self.keep_last,self.keep_best,self.keep_every = keep_last,keep_best,keep_every
-        self.resumed_from,self.loaded_from,self._lock = None,None,None
+        self.read_only,self._lock = read_only,None
         if not read_only: self._open()
 
     def __enter__(self): return self
     def __exit__(self, *args): self.close()
     def __getstate__(self): return {**vars(self), '_lock': None} # A copy does not hold the folder
 
-    def all(self)->list: # Oldest first
-        "The checkpoints of all runs in the folder"
-        return self._scan()[0]
-
-    def list(self)->list: # Oldest first
-        "The checkpoints of this run, or of all while no run is chosen, in the order in which they were saved"
-        return [o for o in self.all() if self.run_id in (None, o.run_id)]
-
-# %% ../../nbs/state/80_store.ipynb #3092d49a
-@patch
-def _open(self:CheckpointStore):
-    "Make the folder, lock it, try it out, and tidy up"
-    probe = _hidden(self.folder, 'tmp', 'probe')
-    try:
-        os.makedirs(self.folder, exist_ok=True)
-        self._lock = _Lock(self.folder)
-        os.mkdir(probe)
-        os.rmdir(probe)
-        _sweep(self.folder)
-    except CheckpointFolderBusy: raise
-    except OSError as e:
-        if self._lock: self._tidy()
-        self.close()
-        raise CheckpointWriteFailed(f'`{self.folder}` cannot be used for checkpoints: {e.strerror or e}. Choose a folder that can be written to.', self.folder) from e
-
-@patch
-def close(self:CheckpointStore):
-    "Let others have the folder; saving is over"
-    if self._lock is not None: self._lock.release()
-    self._lock = None
-
-# %% ../../nbs/state/80_store.ipynb #3642c1b5
-@patch
-def _scan(self:CheckpointStore):
-    "Whole checkpoints in the order of saving, and the errors of the others by path"
-    good,bad = [],{}
-    for path in self._visible():
+    def _open(self):
+        "Make the folder, lock it, try it out, and tidy up"
+        probe = hidden_name(self.folder, 'tmp', 'probe')
         try:
-            if path.is_symlink(): self._check_link(path)
-            elif path.is_dir(): good.append(Checkpoint(path))
-        except (CheckpointCorrupt, CheckpointFormatTooNew) as e:
-            if path.is_symlink() or self._looks_saved(path): bad[path] = e
-    return sorted(good, key=lambda o: (o.serial, o.step, o.path.name)), bad
+            os.makedirs(self.folder, exist_ok=True)
+            self._lock = FolderLock(self.folder)
+            os.mkdir(probe)
+            os.rmdir(probe)
+            sweep(self.folder)
+        except CheckpointFolderBusy: raise
+        except OSError as error:
+            if self._lock: self._tidy()
+            self.close()
+            message = _UNUSABLE.format(self.folder, error.strerror or error)
+            raise CheckpointWriteFailed(message, self.folder) from error
 
-@patch
-def _visible(self:CheckpointStore): return [self.folder/o for o in sorted(os.listdir(self.folder)) if not o.startswith('.')] if self.folder.is_dir() else []
+    def close(self):
+        "Let others have the folder; saving is over"
+        if self._lock is not None: self._lock.release()
+        self._lock = None
 
-@patch
-def _is_name(self:CheckpointStore, name): return any(_may_be_named(name, o) for o in (self.pattern, STEP_NAME))
-
-@patch
-def _looks_saved(self:CheckpointStore, path):
-    "Whether a folder that is no whole checkpoint is, or was to be, a part of one"
-    names = set(_names(path))
-    if len(names & {MODEL_FILE, STATE_FILE, MANIFEST_FILE}) > 1 or (self._is_name(path.name) and names <= set(_WRITTEN)): return True
-    return _has_manifest(path) or _are_our_weights(path/MODEL_FILE)
-
-def _names(path):
-    "What is in a folder, if one may look"
-    try: return sorted(os.listdir(path))
-    except OSError: return []
-
-def _are_our_weights(path):
-    "Whether a file has weights that this library wrote"
-    try:
-        with safe_open(str(path), 'pt') as file: return 'isaac_loop' in (file.metadata() or {})
-    except Exception: return False
-
-@patch
-def _check_link(self:CheckpointStore, path):
-    "Raise an error for a link to a checkpoint elsewhere, which would be passed over"
-    there = Path(os.path.realpath(path))
-    if os.path.lexists(there/MANIFEST_FILE): lost = not os.path.samefile(there.parent, self.folder)
-    else: lost = self._is_name(path.name)
-    if lost: raise CheckpointCorrupt(f'`{path}` is a link to `{there}`, and links are not followed, since what is there may change or go without this folder. Copy the checkpoint itself.')
-
-# %% ../../nbs/state/80_store.ipynb #f897c18e
-@patch
-def traces(self:CheckpointStore)->dict: # Path to reason, as text
-    "Everything here that a run has left, or that was copied here, and that nothing can go on from"
-    good,bad = self._scan()
-    found = {path: str(e) for path,e in bad.items()}
-    for path in self._visible():
-        if path in found or path in [o.path for o in good] or path.is_symlink(): continue
-        why = _why_below(path) if path.is_dir() else _why_loose(path)
-        if why: found[path] = why
-    return found
-
-def _why_loose(path):
-    "What a file says about checkpoints that are not there, or None"
-    if path.name in _HINTS and (hint := _read_hint(path)): return None if os.path.lexists(path.parent/str(hint['path'])) else f'it names the checkpoint {hint["path"]!r:.60}, which is not there'
-    ours = path.name == STATE_FILE or (path.name == MANIFEST_FILE and _has_manifest(path.parent)) or (path.suffix == '.safetensors' and _are_our_weights(path))
-    return f'it is one of the files of a checkpoint, which is a folder with `{MODEL_FILE}`, `{STATE_FILE}` and `{MANIFEST_FILE}`' if ours else None
-
-def _why_below(path):
-    "Which checkpoints were moved into a folder, or None; one with a lock is the folder of another run"
-    names = [] if os.path.lexists(path/'.lock') else [o for o in _names(path) if os.path.lexists(path/o/MANIFEST_FILE)]
-    return f'it has {names[-3:]} in it, and nothing is looked for in there' if names else None
+    def _tidy(self):
+        "Clear away an attempt that failed, as far as possible: the next start does it too"
+        try: sweep(self.folder)
+        except OSError: pass
 
 # %% ../../nbs/state/80_store.ipynb #f830a030
+_CLOSED = 'The store of `{}` is {}, so nothing was written. Make a new `CheckpointStore`.'
+_GONE = ('`{}` was deleted or replaced while the run was going on, and its checkpoints with it. '
+         'Nothing was written. Put it back, or make a new `CheckpointStore`.')
+
 @patch
 def _check_open(self:CheckpointStore):
     "Make sure that the folder is still ours"
     if self.read_only or self._lock is None or self._lock.fd is None:
-        raise CheckpointWriteFailed(f'The store of `{self.folder}` is {"read-only" if self.read_only else "closed"}, so nothing was written. Make a new `CheckpointStore`.', self.folder)
+        why = 'read-only' if self.read_only else 'closed'
+        raise CheckpointWriteFailed(_CLOSED.format(self.folder, why), self.folder)
     try: same = os.path.samestat(os.stat(self.folder/'.lock'), os.fstat(self._lock.fd))
     except OSError: same = False
-    if not same: raise CheckpointWriteFailed(f'`{self.folder}` was deleted or replaced while the run was going on, and its checkpoints with it. Nothing was written. '
-                                             'Put it back, or make a new `CheckpointStore`.', self.folder)
-
-@patch
-def _target(self:CheckpointStore, name, step):
-    "Where to put a checkpoint: only the same step of the same run is replaced, else another name is found"
-    for n in itertools.count(1):
-        path = self.folder/(name if n == 1 else f'{name}-{n}')
-        if not os.path.lexists(path): return path
-        found = _whole(path)
-        if found is not None and (found.run_id, found.step) == (self.run_id, step): return path
-
-# %% ../../nbs/state/80_store.ipynb #a6615407
-@patch
-def latest(self:CheckpointStore):
-    "The checkpoint saved last, or None"
-    return next(reversed(self.list()), None)
-
-@patch
-def ranked(self:CheckpointStore,
-    found:list=None, # Checkpoints to compare; default: all that `list` gives
-)->list: # Best first
-    "Those of the newest run whose `monitor` is a finite number, best first; of equals the older comes first"
-    if found is None: found = self.list()
-    monitor,mode = self._criterion(found)
-    able = [o for o in found if o.run_id == found[-1].run_id and math.isfinite(o.metrics.get(monitor, math.nan))]
-    return sorted(able, key=lambda o: o.metrics[monitor], reverse=mode == 'max')
-
-@patch
-def _criterion(self:CheckpointStore, found):
-    "What says which is best: the store's own `monitor`, or what the newest checkpoint was saved with"
-    if self.monitor or not found: return self.monitor,self.mode
-    return found[-1].manifest['info'].get('monitor'),found[-1].manifest['info'].get('mode', self.mode)
-
-@patch
-def best(self:CheckpointStore):
-    "The best checkpoint by `monitor`, or None while there is no checkpoint with such a number"
-    found = self.list()
-    if found and not self._criterion(found)[0]:
-        number = next(iter(found[-1].metrics), 'valid_loss')
-        raise LookupError(f'Nobody has said what is best in `{self.folder}`. Pass `monitor`, the name of a number in the checkpoints, such as {number!r}.')
-    return next(iter(self.ranked(found)), None)
-
-@patch
-def damaged(self:CheckpointStore)->dict: # Path to error
-    "What looks like a checkpoint in the folder and is not whole"
-    return self._scan()[1]
+    if not same: raise CheckpointWriteFailed(_GONE.format(self.folder), self.folder)
 
 # %% ../../nbs/state/80_store.ipynb #90021d3f
+_VERSIONS = {'isaac_loop': __version__, 'torch': torch.__version__, 'python': platform.python_version()}
+
 def _count(name, x, optional=False):
     "`x` as a whole number"
-    x = check_count(x, name, 'it counts something', least=0, none='if it is not known' if optional else None, wrong_type=TypeError)
-    if x is not None and x >= 2**63: raise ValueError(f'`{name}` is {x}, which no file of a run would hold. Use less.')
+    unknown = 'if it is not known' if optional else None
+    x = check_count(x, name, 'it counts something', least=0, none=unknown, wrong_type=TypeError)
+    too_many = x is not None and x >= 2**63
+    if too_many: raise ValueError(f'`{name}` is {x}, which no file of a run would hold. Use less.')
     return x
 
 def _score(name, x):
     "A metric for the manifest; JSON knows no NaN, so what is not finite becomes text"
     try: x = float(x)
-    except (TypeError, ValueError, RuntimeError): raise UnsaveableState(f"metrics['{name}'] is {x!r:.60}; use a number.") from None
+    except (TypeError, ValueError, RuntimeError):
+        raise UnsaveableState(f"metrics['{name}'] is {x!r:.60}; use a number.") from None
     return x if math.isfinite(x) else str(x)
-
-def _versions(): return {'isaac_loop': __version__, 'torch': torch.__version__, 'python': platform.python_version()}
 
 def _state_bytes(state, extra):
     "The state as the bytes of a file"
-    file,tree = io.BytesIO(),{'state': plain(state, 'state', copy=False), 'extra': plain(extra, 'weights', copy=False)}
+    tree = {'state': plain(state, 'state', copy=False), 'extra': plain(extra, 'weights', copy=False)}
+    file = io.BytesIO()
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False) # Our own checksum is stronger, and one is enough
     try: torch.save(tree, file)
@@ -408,6 +138,9 @@ def _state_bytes(state, extra):
     return file.getbuffer()
 
 # %% ../../nbs/state/80_store.ipynb #09ef027f
+_NO_WEIGHTS = '`weights` is a {}, but weights are tensors by name, as in the `state_dict` of a model.'
+_UNMEASURED = 'The best checkpoint is chosen by `{}`, but the metrics are {}.{}'
+
 @patch
 def save(self:CheckpointStore,
     weights:dict, # The model's `state_dict`
@@ -421,55 +154,73 @@ def save(self:CheckpointStore,
 )->Path: # Folder of the checkpoint
     "Write a checkpoint; when this returns it is on the disk, whole"
     self._check_open()
-    if not isinstance(weights, Mapping):
-        hint = ' Pass its `state_dict()`.' if hasattr(weights, 'state_dict') else ''
-        raise UnsaveableState(f'`weights` is a {type(weights).__name__}, but weights are tensors by name, as in the `state_dict` of a model.{hint}')
-    metrics = {str(k): _score(k, v) for k,v in (metrics or {}).items()}
-    if self.monitor and metrics and self.monitor not in metrics:
-        raise LookupError(f'The best checkpoint is chosen by `{self.monitor}`, but the metrics are {list(metrics)}.{did_you_mean(self.monitor, metrics)}')
-    fields = {'step': _count('step', step), 'epoch': _count('epoch', epoch, True), 'samples': _count('samples', samples, True), 'world_size': _count('world_size', world_size)}
-    name = _fill(self.pattern, {**{k: float(v) for k,v in metrics.items()}, **{o: fields[o] for o in _FIXED}})
+    _check_weights(weights)
+    metrics = self._scores(metrics or {})
+    counts = dict(step=_count('step', step), epoch=_count('epoch', epoch, True),
+                  samples=_count('samples', samples, True), world_size=_count('world_size', world_size))
+    numbers = {k: float(v) for k,v in metrics.items()} | {k: counts[k] for k in FIXED}
+    name = fill_pattern(self.pattern, numbers)
     tensors,extra,notes = pack_weights(weights)
     files = {MODEL_FILE: safetensors_bytes(tensors, notes), STATE_FILE: _state_bytes(state, extra)}
-    self.run_id = self.run_id or uuid.uuid4().hex[:12]
-    fields = {'format': FORMAT, 'run_id': self.run_id, 'serial': 1+max((o.serial for o in self._scan()[0]), default=0), **fields, 'metrics': metrics, 'info': info or {},
-              'versions': _versions(), 'saved': datetime.now(timezone.utc).isoformat(timespec='seconds'),
-              'files': {k: {'bytes': len(v), 'sha256': '0'*64} for k,v in files.items()}}
+    fields = self._about(files, counts, metrics, info or {})
     needed = math.ceil(1.2*sum(map(len, [*files.values(), _checked_manifest(fields)])))
-    return self._commit(name, fields['step'], needed, {**files, MANIFEST_FILE: _in_background(_signed, fields, files)})
+    files[MANIFEST_FILE] = _in_background(_signed, fields, dict(files))
+    return self._commit(name, counts['step'], needed, files)
+
+def _check_weights(weights):
+    "Refuse what is no `state_dict`"
+    if isinstance(weights, Mapping): return
+    hint = ' Pass its `state_dict()`.' if hasattr(weights, 'state_dict') else ''
+    raise UnsaveableState(_NO_WEIGHTS.format(type(weights).__name__) + hint)
+
+@patch
+def _scores(self:CheckpointStore, metrics):
+    "The metrics for the manifest; if there are any, `monitor` is among them"
+    metrics = {str(k): _score(k, v) for k,v in metrics.items()}
+    if self.monitor and metrics and self.monitor not in metrics:
+        meant = did_you_mean(self.monitor, metrics)
+        raise LookupError(_UNMEASURED.format(self.monitor, list(metrics), meant))
+    return metrics
+
+@patch
+def _about(self:CheckpointStore, files, counts, metrics, info):
+    "The fields of the manifest, without checksums"
+    self.run_id = self.run_id or uuid.uuid4().hex[:12]
+    serial = 1+max((o.serial for o in self.all()), default=0)
+    return dict(format=FORMAT, run_id=self.run_id, serial=serial, **counts, metrics=metrics, info=info,
+                versions=_VERSIONS, saved=datetime.now(timezone.utc).isoformat(timespec='seconds'),
+                files={k: {'bytes': len(v), 'sha256': '0'*64} for k,v in files.items()})
 
 # %% ../../nbs/state/80_store.ipynb #1fcc2b6a
+_NO_MANIFEST = ('`info` or `metrics` cannot be kept in a manifest: {}. '
+                'Use texts, numbers, lists, and dicts with text as keys.')
+
 def _checked_manifest(fields):
     "The manifest's bytes, after the strict reader has accepted them"
     try:
         raw = manifest_bytes(fields)
         if check_manifest(raw) != fields: raise ValueError('it would read back differently')
-    except (TypeError, ValueError, RecursionError) as e: raise UnsaveableState(f'`info` or `metrics` cannot be kept in a manifest: {e}. Use texts, numbers, lists, and dicts with text as keys.') from e
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsaveableState(_NO_MANIFEST.format(error)) from error
     return raw
 
 def _signed(fields, files):
     "The manifest's bytes, with the checksums of `files`"
-    return manifest_bytes({**fields, 'files': {k: {'bytes': len(v), 'sha256': hashlib.sha256(v).hexdigest()} for k,v in files.items()}})
+    sums = {k: {'bytes': len(v), 'sha256': hashlib.sha256(v).hexdigest()} for k,v in files.items()}
+    return manifest_bytes({**fields, 'files': sums})
 
 def _in_background(f, *args):
     "Begin `f(*args)` in a thread; returns a function that waits for the result"
-    with_thread = ThreadPoolExecutor(1)
-    future = with_thread.submit(f, *args)
-    with_thread.shutdown(wait=False)
+    thread = ThreadPoolExecutor(1)
+    future = thread.submit(f, *args)
+    thread.shutdown(wait=False)
     return future.result
 
-# %% ../../nbs/state/80_store.ipynb #1503c8f1
-def _put(folder, name, target, files):
-    "Write `files` into a hidden folder, and then make it visible as `target`"
-    hidden = _make_hidden(folder, name)
-    for file,data in files.items(): _write(hidden/file, data() if callable(data) else data) # The manifest is last
-    os.unlink(hidden/_MARK) # From here on the manifest is the proof
-    _sync(hidden)
-    if os.path.lexists(target): os.rename(target, _hidden(folder, 'old', target.name)) # A folder cannot be renamed onto one that has something in it
-    os.rename(hidden, target)
-    _sync(folder)
-
 # %% ../../nbs/state/80_store.ipynb #e79a346c
+_NOT_WRITTEN = ('The checkpoint `{}` could not be written: {}. It wants {:,} bytes and {} are free. '
+                'The checkpoints before it are whole. '
+                'Make room or choose another folder; what was trained since is in this process only.')
+
 @patch
 def _commit(self:CheckpointStore, name, step, needed, files):
     "Put `files` on the disk as one checkpoint, then tidy up"
@@ -478,21 +229,24 @@ def _commit(self:CheckpointStore, name, step, needed, files):
         free = shutil.disk_usage(self.folder).free
         if free < needed: raise OSError(28, 'there is not enough room')
         target = self._target(name, step)
-        _put(self.folder, name, target, files)
-    except BaseException as e:
+        put_whole(self.folder, name, target, files)
+    except BaseException as error:
         self._tidy()
-        if not isinstance(e, OSError): raise
-        room = f'It wants {needed:,} bytes and {"an unknown number" if free is None else f"{free:,}"} are free. '
-        raise CheckpointWriteFailed(f'The checkpoint `{target}` could not be written: {e.strerror or e}. {room}'
-                                    'The checkpoints before it are whole. Make room or choose another folder; what was trained since is in this process only.', target, needed, free) from e
+        if not isinstance(error, OSError): raise
+        room = 'an unknown number' if free is None else f'{free:,}'
+        message = _NOT_WRITTEN.format(target, error.strerror or error, needed, room)
+        raise CheckpointWriteFailed(message, target, needed, free) from error
     self._note_and_drop()
     return target
 
 @patch
-def _tidy(self:CheckpointStore):
-    "Clear away an attempt that failed, as far as possible: the next start does it too"
-    try: _sweep(self.folder)
-    except OSError: pass
+def _target(self:CheckpointStore, name, step):
+    "Where to put a checkpoint: only the same step of the same run is replaced, else another name is found"
+    for n in itertools.count(1):
+        path = self.folder/(name if n == 1 else f'{name}-{n}')
+        if not os.path.lexists(path): return path
+        found = whole_checkpoint(path)
+        if found is not None and (found.run_id, found.step) == (self.run_id, step): return path
 
 # %% ../../nbs/state/80_store.ipynb #915f53c0
 @patch
@@ -500,7 +254,8 @@ def droppable(self:CheckpointStore,
     found:list, # Checkpoints of one run, oldest first
 )->list: # Oldest first
     "Those that need not be kept: neither new, nor best, nor one in so many, nor resumed from"
-    alive = sorted({o.step: o for o in found}.values(), key=lambda o: o.serial) # A step saved again replaces the former
+    by_step = {o.step: o for o in found} # A step saved again replaces the former
+    alive = sorted(by_step.values(), key=lambda o: o.serial)
     last = alive if self.keep_last is None else alive[-self.keep_last:]
     best = self.ranked(alive)[:self.keep_best or 0]
     every = [o for o in alive if self.keep_every and o.step % self.keep_every == 0]
@@ -508,92 +263,41 @@ def droppable(self:CheckpointStore,
     return [o for o in found if o.path not in kept]
 
 # %% ../../nbs/state/80_store.ipynb #2dac4ba7
+_UNTIDY = 'The checkpoint is written, but tidying up `{}` failed: {}. Old checkpoints may be left.'
+_NO_HINT = ('The checkpoint is written, but `{}` is left as it is, because this library did not write it. '
+            'Move it elsewhere, so that it can say which checkpoint is the {}.')
+_NOT_DELETED = ('`{}` is not deleted, because it holds {}, which this library did not write. '
+                'Move that elsewhere, or delete the folder by hand.')
+
 @patch
 def _note_and_drop(self:CheckpointStore):
-    "Renew the hints and delete what need not be kept; the checkpoint is safe already, so trouble here is a warning"
+    "Renew the hints and delete what need not be kept"
     try:
         found = self.list()
         drop = self.droppable(found)
         left = [o for o in found if o not in drop]
-        for file,hint in {'last.json': left[-1:], 'best.json': self.ranked(left)[:1]}.items(): self._hint(file, *hint)
-        for o in drop: self._drop(o)
-        _sweep(self.folder)
-    except OSError as e: _warn(f'The checkpoint is written, but tidying up `{self.folder}` failed: {e}. Old checkpoints may be left.')
+        self._hint('last.json', *left[-1:])
+        self._hint('best.json', *self.ranked(left)[:1])
+        for checkpoint in drop: self._drop(checkpoint)
+        sweep(self.folder)
+    except OSError as error: warn_outside(_UNTIDY.format(self.folder, error))
 
 @patch
-def _hint(self:CheckpointStore, file, found=None):
+def _hint(self:CheckpointStore, name, found=None):
     "Say in a small file which checkpoint is meant, for people and scripts; no decision rests on it"
-    path = self.folder/file
-    if os.path.lexists(path) and _read_hint(path) is None:
-        return _warn(f'The checkpoint is written, but `{path}` is left as it is, because this library did not write it. Move it elsewhere, so that it can say which checkpoint is the {path.stem}.')
+    path = self.folder/name
+    if os.path.lexists(path) and read_hint(path) is None:
+        return warn_outside(_NO_HINT.format(path, path.stem))
     if found is None: return os.unlink(path) if os.path.lexists(path) else None
-    hidden = _make_hidden(self.folder, file)
-    _write(hidden/file, json.dumps({'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}, indent=1).encode(), sync=False)
-    os.replace(hidden/file, path)
-    _remove(hidden)
-
-def _read_hint(path):
-    "What a small file says, if this library wrote it, and nothing if the power was cut before; None for a file of others"
-    try:
-        found = json.loads(read_small(path, 10**6) or '{}')
-        return found if not found or {'path', 'step', 'metrics'} <= found.keys() else None
-    except (OSError, ValueError, AttributeError, RecursionError): return None
+    about = {'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}
+    hidden = make_hidden(self.folder, name)
+    write_file(hidden/name, json.dumps(about, indent=1).encode(), sync=False)
+    os.replace(hidden/name, path)
+    remove_ours(hidden)
 
 @patch
 def _drop(self:CheckpointStore, found):
     "Delete one checkpoint, unless somebody put something of their own into it"
     odd = sorted(set(os.listdir(found.path)) - {MODEL_FILE, STATE_FILE, MANIFEST_FILE})
-    if odd: return _warn(f'`{found.path}` is not deleted, because it holds {odd[:3]}, which this library did not write. Move that elsewhere, or delete the folder by hand.')
-    _discard(found.path)
-
-def _warn(message):
-    "Warn at the first line outside of this package"
-    level,frame = 1,sys._getframe()
-    while frame and frame.f_globals.get('__name__', '').partition('.')[0] == 'isaac_loop': level,frame = level+1,frame.f_back
-    warnings.warn(message, stacklevel=level)
-
-# %% ../../nbs/state/80_store.ipynb #5be08418
-@patch
-def _find(self:CheckpointStore, path):
-    "The checkpoint's folder that was meant by `path`; of a folder of checkpoints the newest that is whole"
-    if isinstance(path, str) and not re.search(r'[/\\]', path) and (fault := name_fault(path)):
-        raise ValueError(f'{path!r} is no name of a checkpoint: {fault}. Use one such as `step-00000060`, or a path with a `/` in it.')
-    path = local_path(path, 'CheckpointStore', 'path')
-    inside = self.folder/path
-    is_name = name_fault(str(path)) is None and inside.exists()
-    found = Path(os.path.realpath(inside if is_name else path))
-    if not found.is_dir(): raise NoValidCheckpoint(f'`{path}` is no checkpoint: there is no such folder. {checkpoints_near(inside if len(path.parts) == 1 else found)}')
-    if os.path.lexists(found/MANIFEST_FILE): return found
-    good,bad = CheckpointStore(found, read_only=True)._scan()
-    for o,why in bad.items(): _warn(f'Skipped the checkpoint `{o.name}`. {why}')
-    return good[-1].path if good else found
-
-@patch
-def _take(self:CheckpointStore, found, verify):
-    "Load `found`, and go on with its run"
-    loaded = found.read(verify)
-    self.loaded_from = found.path
-    if self.folder.is_dir() and os.path.samefile(found.path.parent, self.folder):
-        self.resumed_from = self.folder/found.path.name
-        self.run_id = self.run_id or found.run_id
-    return loaded
-
-@patch
-def load(self:CheckpointStore,
-    path=None, # A checkpoint, by its path or its name in the folder; or another folder, for its newest that is whole; default: the newest that is whole here
-    verify:str='sha256', # 'sha256' reads and compares every byte first, 'size' only compares sizes
-)->tuple: # Weights, state, manifest
-    "Load a checkpoint; later saves belong to the same run"
-    if path is not None: return self._take(Checkpoint(self._find(path)), verify)
-    reasons = {}
-    for o,e in self.damaged().items():
-        if isinstance(e, CheckpointFormatTooNew): raise e
-        reasons[o] = str(e)
-    for o,why in reasons.items(): _warn(f'Skipped the checkpoint `{o.name}`. {why}')
-    for found in reversed(self.list()):
-        try: return self._take(found, verify)
-        except CheckpointCorrupt as e:
-            reasons[found.path] = str(e)
-            _warn(f'Skipped the checkpoint `{found.path.name}`. {e}')
-    found = '\n'.join(f'- `{o.name}`: {why}' for o,why in (self.traces() | reasons).items())
-    raise NoValidCheckpoint(f'No checkpoint in `{self.folder}` can be loaded.\n{found}' if found else f'There is no checkpoint in `{self.folder}`. Is it the right folder?')
+    if odd: return warn_outside(_NOT_DELETED.format(found.path, odd[:3]))
+    discard(found.path)

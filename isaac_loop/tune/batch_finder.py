@@ -9,6 +9,7 @@ __all__ = []
 import torch
 from fastcore.basics import patch
 
+from ..basics.checks import check_count
 from ..loop.events import CancelFitException, Order
 from ..basics.tensors import map_tensors
 from ..loop.trainer import Trainer
@@ -22,13 +23,18 @@ class _BatchOf:
     "Give batches of a chosen size, made from one real batch"
     order = Order.FIRST
     def __init__(self, n): self.n = n
-    def before_batch(self, trainer): trainer.batch = map_tensors(lambda x: _repeated(x, self.n), trainer.batch)
+    def before_batch(self, trainer):
+        trainer.batch = map_tensors(lambda x: _repeated(x, self.n), trainer.batch)
+
     def after_batch(self, trainer): raise CancelFitException('one batch is enough')
 
 # %% ../../nbs/tune/20_batch_finder.ipynb #e295ea73
+_PHRASES = "can't allocate memory", 'out of memory', 'not enough memory'
+
 def _out_of_memory(error):
     "Whether `error` says that memory ran out"
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(o in str(error) for o in ("can't allocate memory", 'out of memory', 'not enough memory'))
+    told = any(phrase in str(error) for phrase in _PHRASES)
+    return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 @patch
 def _trial(self:Trainer, size, callbacks):
@@ -40,6 +46,10 @@ def _trial(self:Trainer, size, callbacks):
             return e.with_traceback(None)
 
 # %% ../../nbs/tune/20_batch_finder.ipynb #6d503394
+_NOTHING_TO_TRY = ('`max_size` is {max_size!r}, below `start`, {start!r}, so no batch would be tried. Use a '
+                   'larger limit or a smaller start.')
+_NOT_ONE = 'Not even a batch of {start} fits into memory. Use a smaller model, or `start=1`.'
+
 @patch
 def find_batch_size(self:Trainer,
     start:int=2, # The first size to try
@@ -47,11 +57,11 @@ def find_batch_size(self:Trainer,
     callbacks=None, # Further callbacks for the trials
 )->int: # The largest size, doubling from `start`, that fits
     "Try ever larger batches until memory runs out, and leave the trainer as it was"
-    if start < 1: raise ValueError(f'`start` is {start!r}, but a batch holds at least one example. Use 1 or more.')
-    if max_size < start: raise ValueError(f'`max_size` is {max_size!r}, below `start`, {start!r}, so no batch would be tried. Use a larger limit or a smaller start.')
+    check_count(start, 'start', 'a batch holds at least one example')
+    if max_size < start: raise ValueError(_NOTHING_TO_TRY.format(max_size=max_size, start=start))
     fits,size,why = 0,start,None
     while size <= max_size and why is None:
         why = self._trial(size, callbacks)
         if why is None: fits,size = size,size*2
-    if not fits and why is not None: raise RuntimeError(f'Not even a batch of {start} fits into memory. Use a smaller model, or `start=1`.') from why
+    if not fits and why is not None: raise RuntimeError(_NOT_ONE.format(start=start)) from why
     return fits

@@ -8,12 +8,13 @@ __all__ = ['smooth', 'suggest_rates', 'LRFinderCB']
 # %% ../../nbs/tune/10_lr_finder.ipynb #d4fccf0f
 import math, warnings
 
-import torch
 from fastcore.basics import patch
 
+from ..basics.checks import check_count
 from ..loop.events import CancelEpochException, CancelFitException, Order
 from ..loop.fitting import scale_rates
 from ..loop.trainer import Trainer
+from ..train.optimizer_options import put_option, rates_of
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #465e8517
 def smooth(
@@ -38,20 +39,29 @@ def _longest_fall(values):
     return start[last],last
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #4a7823ad
+_TOO_FEW = ('The finder tried {n} rates with a finite loss, too few for a curve. Begin with a smaller rate, '
+            'or raise it more slowly.')
+
 def suggest_rates(
     lrs:list, # Rates that were tried, rising
     losses:list, # A loss for each
 )->dict: # Rates by rule: `valley`, `steepest`, `minimum`
     "Read learning rates off the curve of a finder"
     usable = [(lr, loss) for lr,loss in zip(lrs, smooth(losses)) if math.isfinite(loss)]
-    if len(usable) < 5: raise ValueError(f'The finder tried {len(usable)} rates with a finite loss, too few for a curve. Begin with a smaller rate, or raise it more slowly.')
+    if len(usable) < 5: raise ValueError(_TOO_FEW.format(n=len(usable)))
     lrs,losses = zip(*usable)
     lowest = min(range(len(losses)), key=losses.__getitem__)
     slopes = [losses[i+1]-losses[i-1] for i in range(1, max(lowest, 2))]
     first,last = _longest_fall(losses[:lowest+1])
-    return dict(valley=lrs[first + (last-first)*2//3], steepest=lrs[1+slopes.index(min(slopes))], minimum=lrs[lowest]/10)
+    valley,steepest = first + (last-first)*2//3,1 + slopes.index(min(slopes))
+    return dict(valley=lrs[valley], steepest=lrs[steepest], minimum=lrs[lowest]/10)
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #0199eb05
+_NO_RISE = ('`lr_mult` is {lr_mult!r}, so the rate would not rise step by step. Use a factor above 1, such '
+            'as 1.3.')
+_ENDS_AT_ONCE = ('`max_mult` is {max_mult!r}, so the very first losses would end the search. Use a factor '
+                 'above 1, such as 3.')
+
 class LRFinderCB:
     "Raise the learning rate after every batch until the loss explodes, then put everything back"
     order = Order.FIRST
@@ -61,9 +71,9 @@ class LRFinderCB:
         max_mult:float=3., # Stop when the loss exceeds this multiple of the best
         n_batches:int=None, # Stop after so many batches at the latest
     ):
-        if not 1 < lr_mult < math.inf: raise ValueError(f'`lr_mult` is {lr_mult!r}, so the rate would not rise step by step. Use a factor above 1, such as 1.3.')
-        if not max_mult > 1: raise ValueError(f'`max_mult` is {max_mult!r}, so the very first losses would end the search. Use a factor above 1, such as 3.')
-        if n_batches is not None and n_batches < 1: raise ValueError(f'`n_batches` is {n_batches!r}, so no rate would be tried. Use 1 or more, or None for no such limit.')
+        if not 1 < lr_mult < math.inf: raise ValueError(_NO_RISE.format(lr_mult=lr_mult))
+        if not max_mult > 1: raise ValueError(_ENDS_AT_ONCE.format(max_mult=max_mult))
+        check_count(n_batches, 'n_batches', 'each batch tries a rate', none='for no such limit')
         self.lr_mult,self.max_mult,self.n_batches = lr_mult,max_mult,n_batches
         self.lrs,self.losses = [],[]
         self._snapshot,self._alone = None,True # Alone: nobody else has taken a snapshot
@@ -71,12 +81,19 @@ class LRFinderCB:
     def before_fit(self, trainer):
         "Remember everything, and begin at `trainer.lr`"
         if self._alone: self._snapshot = trainer.snapshot(keep=self)
-        self.lrs,self.losses,self._best,self._updates = [],[],math.inf,-1
+        self.lrs,self.losses = [],[]
+        self._best,self._updates = math.inf,-1
         if trainer.opt_func is None: scale_rates(trainer)
 
     def before_epoch(self, trainer):
         "Leave out validation"
         if not trainer.training: raise CancelEpochException('the finder needs no validation')
+
+    def after_batch(self, trainer):
+        "Raise the rate of every parameter group, if there was an update"
+        if trainer.n_updates == self._updates: return
+        rates = [float(rate)*self.lr_mult for rate in rates_of(trainer.opt)]
+        for group,rate in zip(trainer.opt.param_groups, rates): put_option(group, 'lr', rate)
 
     def cleanup_fit(self, trainer):
         "Put everything back"
@@ -86,37 +103,27 @@ class LRFinderCB:
     def __repr__(self):
         if not self.lrs: return 'LRFinderCB(no rate tried yet)'
         tried = f'{len(self.lrs)} rates from {self.lrs[0]:.2g} to {self.lrs[-1]:.2g}'
-        try: return f'LRFinderCB({tried}; ' + ', '.join(f'{rule} {lr:.2g}' for rule,lr in self.suggestions().items()) + ')'
+        try: found = self.suggestions()
         except ValueError: return f'LRFinderCB({tried}, too few for suggestions)'
+        return f'LRFinderCB({tried}; {", ".join(f"{rule} {lr:.2g}" for rule,lr in found.items())})'
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #9d83385d
+_NO_FIRST_LOSS = ('The very first loss is {loss}, so no learning rate can be tried. Look at the model, the '
+                  'batch and the loss function first.')
+
 @patch
 def after_get_loss(self:LRFinderCB, trainer):
     "Note the loss at this rate, and leave when it explodes"
     loss = float(trainer.loss.detach())
-    self._check_first(loss)
+    if not math.isfinite(loss) and not self.lrs: raise ValueError(_NO_FIRST_LOSS.format(loss=loss))
     if not math.isfinite(loss): raise CancelFitException(f'the loss is {loss}')
     if trainer.n_updates != self._updates:
-        self.lrs.append(float(trainer.opt.param_groups[0]['lr']))
+        self.lrs.append(float(rates_of(trainer.opt)[0]))
         self.losses.append(loss)
     self._updates,self._best = trainer.n_updates,min(loss, self._best)
-    if len(self.lrs) > 1 and self._best > 0 and loss > self._best*self.max_mult: raise CancelFitException('the loss explodes')
+    explodes = self._best > 0 and loss > self._best*self.max_mult
+    if len(self.lrs) > 1 and explodes: raise CancelFitException('the loss explodes')
     if len(self.lrs) == self.n_batches: raise CancelFitException('enough batches')
-
-@patch
-def _check_first(self:LRFinderCB, loss):
-    "Refuse to begin with a loss that is no number"
-    if self.lrs or math.isfinite(loss): return
-    raise ValueError(f'The very first loss is {loss}, so no learning rate can be tried. Look at the model, the batch and the loss function first.')
-
-# %% ../../nbs/tune/10_lr_finder.ipynb #60d54b14
-@patch
-def after_batch(self:LRFinderCB, trainer):
-    "Raise the rate of every parameter group, if there was an update"
-    if trainer.n_updates == self._updates: return
-    for group,lr in [(o, float(o['lr'])*self.lr_mult) for o in trainer.opt.param_groups]:
-        if isinstance(group['lr'], torch.Tensor): group['lr'].fill_(lr)
-        else: group['lr'] = lr
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #b3f559ee
 @patch
@@ -125,6 +132,9 @@ def suggestions(self:LRFinderCB)->dict: # Rates by rule: `valley`, `steepest`, `
     return suggest_rates(self.lrs, self.losses)
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #a5852418
+_NOTHING_TRIED = ('This finder has not tried any rate yet, so there is nothing to draw. Run '
+                  '`trainer.lr_find()` first.')
+
 @patch
 def plot(self:LRFinderCB,
     ax=None, # Matplotlib axes; default: new ones
@@ -132,17 +142,25 @@ def plot(self:LRFinderCB,
 ): # The axes
     "Draw the loss over the rate, on a logarithmic axis"
     import matplotlib.pyplot as plt
-    if not self.lrs: raise ValueError('This finder has not tried any rate yet, so there is nothing to draw. Run `trainer.lr_find()` first.')
+    if not self.lrs: raise ValueError(_NOTHING_TRIED)
     ax = ax or plt.subplots(figsize=(5, 3))[1]
     ax.plot(self.lrs, self.losses, alpha=0.4)
     ax.plot(self.lrs, smooth(self.losses), color='C0')
     ax.set(xscale='log', xlabel='learning rate', ylabel='training loss of one batch')
     if not suggest: return ax
-    for i,(rule,lr) in enumerate(self.suggestions().items(), 1): ax.axvline(lr, color=f'C{i}', linestyle='--', label=f'{rule}: {lr:.2g}')
+    for i,(rule,lr) in enumerate(self.suggestions().items(), 1):
+        ax.axvline(lr, color=f'C{i}', linestyle='--', label=f'{rule}: {lr:.2g}')
     ax.legend()
     return ax
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #35e589cd
+_NO_START = ('`start_lr` is {start_lr!r}, and no factor raises that step by step. Use a small positive '
+             'rate, such as 1e-5.')
+_NO_CURVE = ('The search ended before any rate was tried, so there is no curve. One of the callbacks '
+             'cancels the first batch: leave it out, or pass none.')
+_NO_FALL = ('No rate from {start_lr:g} on made the loss fall. Begin with a smaller `start_lr`, or look for '
+            'a mistake in model or data.')
+
 @patch
 def lr_find(self:Trainer,
     start_lr:float=1e-5, # The first and smallest rate
@@ -153,11 +171,12 @@ def lr_find(self:Trainer,
 )->LRFinderCB: # With `lrs`, `losses`, `suggestions()` and `plot()`
     "Try rising learning rates, and leave the trainer as it was"
     finder = LRFinderCB(lr_mult, max_mult, n_batches)
-    if not 0 < start_lr < math.inf: raise ValueError(f'`start_lr` is {start_lr!r}, and no factor raises that step by step. Use a small positive rate, such as 1e-5.')
+    if not 0 < start_lr < math.inf: raise ValueError(_NO_START.format(start_lr=start_lr))
     finder.n_batches = n_batches or max(2, math.ceil(math.log(100/start_lr, lr_mult)))
     finder._alone = False
     with self.snapshot(keep=finder), self.side_run(callbacks), self.added_callbacks(finder):
         self.fit(finder.n_batches, start_lr, valid=False)
-    if not finder.losses: raise RuntimeError('The search ended before any rate was tried, so there is no curve. One of the callbacks cancels the first batch: leave it out, or pass none.')
-    if min(finder.losses) == finder.losses[0]: warnings.warn(f'No rate from {start_lr:g} on made the loss fall. Begin with a smaller `start_lr`, or look for a mistake in model or data.', stacklevel=2)
+    if not finder.losses: raise RuntimeError(_NO_CURVE)
+    fell = min(finder.losses) < finder.losses[0]
+    if not fell: warnings.warn(_NO_FALL.format(start_lr=start_lr), stacklevel=2)
     return finder

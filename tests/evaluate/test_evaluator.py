@@ -27,7 +27,8 @@ from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.log.loggers import LoggerCB
-from isaac_loop.metrics.metrics import MeanOf, MetricsCB
+from isaac_loop.metrics.any_metric import MeanOf
+from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
 from isaac_loop.schedule.plateau import PlateauSchedulerCB
 from isaac_loop.stop.early_stopping import EarlyStoppingCB

@@ -24,7 +24,8 @@ import runs
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.basics.tables import clock
-from isaac_loop.metrics.metrics import MeanOf, MetricOn, MetricsCB, as_text
+from isaac_loop.metrics.any_metric import MeanOf, MetricOn
+from isaac_loop.metrics.metrics import MetricsCB, as_text
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
@@ -875,7 +876,7 @@ def test_many_counts_on_the_device_keep_their_places():
 @pytest.mark.parametrize("weigh", ["rows", 3, True, ("sum",)])
 def test_a_weight_that_is_none_is_refused_where_it_is_typed(weigh):
     for make in (lambda: MetricsCB(weigh=weigh), lambda: EvaluatorCB(weigh=weigh)):
-        with pytest.raises(ValueError, match="which says no weight for the loss"):
+        with pytest.raises(ValueError, match="it weighs the loss of a batch"):
             make()
 
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from isaac_loop.state import store as store_module
+from isaac_loop.state import whole_folders
 from isaac_loop.state.errors import (
     CheckpointFolderBusy,
     CheckpointWriteFailed,
@@ -364,13 +364,13 @@ def test_a_lock_that_somebody_closed_is_let_go_without_a_word(tmp_path):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_file_system_without_locks_is_one_error(tmp_path, monkeypatch):
-    "It was followed by `Exception ignored in _Lock.__del__`"
+    "It was followed by `Exception ignored in FolderLock.__del__`"
 
     def flock(fd, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(
-        store_module,
+        whole_folders,
         "fcntl",
         type("fcntl", (), dict(flock=staticmethod(flock), LOCK_EX=2, LOCK_NB=4, LOCK_UN=8)),
     )

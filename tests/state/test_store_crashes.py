@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 
-from isaac_loop.state import checkpoint_files
+from isaac_loop.state import checkpoint_files, checkpoint_folder, whole_folders
 from isaac_loop.state import store as store_module
 from isaac_loop.state.errors import CheckpointWriteFailed, LoopError
 from isaac_loop.state.checkpoint_files import Checkpoint
@@ -21,9 +21,12 @@ from places import PATHS, ROOT
 from stores import FILES, make, quiet_load, save, visible
 
 
+MODULES = (store_module, whole_folders, checkpoint_folder, checkpoint_files)  # All that touch the disk
+
+
 def use_disk(monkeypatch, disk):
     "Let all that the store asks of the system, also for reading, go through `disk`"
-    for module in (store_module, checkpoint_files):
+    for module in MODULES:
         monkeypatch.setattr(module, "os", disk)
 
 
@@ -174,7 +177,7 @@ def test_the_process_may_end_at_every_call(start, half, tmp_path, monkeypatch):
         use_disk(monkeypatch, Disk(n, half))
         with pytest.raises(Crash):
             one_life(folder)
-        for lock in list(store_module._Lock.held):
+        for lock in list(whole_folders.FolderLock.held):
             use_disk(monkeypatch, os)
             lock.release()  # As the system does for a process that is gone
         use_disk(monkeypatch, os)
@@ -199,7 +202,8 @@ for n in range(3, 60, 5):
     child = os.fork()
     if child == 0:
         try:
-            tests.store_module.os = tests.checkpoint_files.os = tests.Disk(n, end=lambda: os._exit(9))
+            disk = tests.Disk(n, end=lambda: os._exit(9))
+            for module in tests.MODULES: module.os = disk
             tests.one_life(folder)
         finally:
             os._exit(0)
