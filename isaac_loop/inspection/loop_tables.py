@@ -14,6 +14,7 @@ from ..loop.events import SPANS, STEPS, callback_name, handler_of
 from ..loop.trainer import Plan, Trainer
 from ..basics.tables import Table
 from ..loop.shared_attributes import STATE
+from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/10_loop_tables.ipynb #0788b144
 _WHEN = {'fit': 'the whole fit', 'epoch': 'one pass over a loader', 'batch': 'one batch', **{o: f'the step `{o}`' for o in STEPS}}
