@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from .dataloaders import get_dataloaders as get_dataloaders
     from .dataloaders import DataLoaders as DataLoaders
     from .sampling import SeededBatchSampler as SeededBatchSampler
-    from .exact_loaders import WorkerCrashed as WorkerCrashed
+    from .resumable_loaders import WorkerCrashed as WorkerCrashed
     from .exact_loaders import ExactLoader as ExactLoader
-    from .exact_loaders import ReplayLoader as ReplayLoader
+    from .replay_loaders import ReplayLoader as ReplayLoader
     from .exact_loaders import exact_loader as exact_loader
     from .augmentation import BatchTransformCB as BatchTransformCB
     from .augmentation import BatchAugmentationCB as BatchAugmentationCB

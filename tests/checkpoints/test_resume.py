@@ -31,7 +31,8 @@ from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.state.checkpoint_files import load_weights
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import Order
-from isaac_loop.data.exact_loaders import ReplayLoader, exact_loader
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.data.replay_loaders import ReplayLoader
 from isaac_loop.state.errors import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, UnsaveableState
 from isaac_loop.state.store import CheckpointStore
 import runs
