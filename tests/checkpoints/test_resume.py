@@ -15,7 +15,7 @@ import torch
 from torch import optim
 from torch.utils.data import DataLoader
 
-from isaac_loop.data.augmentation import MixUpCB
+from isaac_loop.data.mixtures import MixUpCB
 from isaac_loop.train.averaging import EMACB, SWACB
 from isaac_loop.checkpoints.best_weights import KeepBestCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
