@@ -22,7 +22,7 @@ from .base import RecordingCB, method_of, title_of, told
 from .facade import Facade, LateValues, forwarded, loss_of, mean_of, missing, replaceable
 from ..evaluate.join_batches import join_batches
 from ..basics.tensors import map_tensors
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #9e7155f3
 class _TrainHistory(LateValues):

@@ -20,7 +20,7 @@ from ..basics.checks import did_you_mean
 from .base import RecordingCB, foreign_of, method_of
 from .facade import Facade, forwarded, replaceable
 from ..basics.tensors import batch_size
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/50_pytorch_accelerated.ipynb #5f836974
 class _RunHistory:
