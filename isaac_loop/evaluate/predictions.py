@@ -23,7 +23,8 @@ from ..train.example_losses import check_loss_func, loss_per_example, unreduced_
 from .join_batches import join_batches
 from ..state.random_numbers import random_state, set_random_state
 from ..basics.tensors import batch_size, map_tensors
-from ..loop.trainer import Trainer, n_batches
+from ..loop.trainer import Trainer
+from ..loop.passes import n_batches
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #be133bee
 class Predictions:

@@ -118,6 +118,11 @@ def cleanup_epoch(self:GradientStatsCB, trainer):
     trainer.history.write(grad_norm=math.fsum(norms)/len(norms))
 
 @patch
+def columns(self:GradientStatsCB, trainer)->list: # Names
+    "The columns that this callback will write into the history"
+    return ['grad_norm']
+
+@patch
 def log(self:GradientStatsCB, trainer):
     "Print the table of this epoch, if asked to"
     if self.show and any(map(len, self.stats.values())): self._log(self.table())

@@ -10,7 +10,8 @@ import inspect
 
 from fastcore.basics import patch
 
-from ..loop.events import SPANS, STEPS, Plan, callback_name, handler_of
+from ..loop.events import SPANS, STEPS, callback_name, handler_of
+from ..loop.trainer import Plan, Trainer
 from ..basics.tables import Table
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer

@@ -17,10 +17,12 @@ import isaac_loop.evaluate.evaluation  # noqa: F401  More methods of the trainer
 from ..evaluate.predictions import NoLossCB
 from ..loop.events import CancelStepException, Order
 from ..basics.checks import did_you_mean
-from .base import Facade, LateValues, RecordingCB, accumulated, forwarded, loss_of, mean_of, method_of, missing, replaceable, title_of, told
+from ..log.run_config import accumulation_of
+from .base import RecordingCB, method_of, title_of, told
+from .facade import Facade, LateValues, forwarded, loss_of, mean_of, missing, replaceable
 from ..evaluate.join_batches import join_batches
 from ..basics.tensors import map_tensors
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #9e7155f3
 class _TrainHistory(LateValues):
@@ -95,12 +97,12 @@ def _kept(given):
 _EVENTS = ('on_epoch_begin', 'on_epoch_end', 'on_train_begin', 'on_train_end', 'on_batch_begin', 'on_batch_end', 'on_after_gradient_update', 'on_after_optimizer_step',
            'on_multiprocess_start', 'on_after_batch_prediction')
 
-def _is_empty(method):
-    "Whether a method is missing, or does nothing at all"
-    def nothing(): pass
-    def nothing_with_docstring(): "Nothing"
-    code = getattr(method, '__code__', None)
-    return method is None or (code is not None and code.co_code in [o.__code__.co_code for o in (nothing, nothing_with_docstring)] and set(code.co_consts) <= {None, method.__doc__})
+def _answers(foreign, event):
+    "Whether a callback has a method beside the one that all of its library inherit"
+    if method_of(foreign, event) is None: return False
+    base = next((o for o in type(foreign).__mro__ if o.__name__ == 'AbstractCallback'), None)
+    inherited = base is not None and getattr(type(foreign), event) is getattr(base, event, None)
+    return event in getattr(foreign, '__dict__', {}) or not inherited
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #693d9664
 class _LoopHandler:
@@ -114,8 +116,9 @@ class _LoopHandler:
     def print_registered_callback_names(self): print(self)
 
     def __str__(self):
-        def who(event): return [f'\t{o.callback_name}: {type(o)}, execution_order: {o.execution_order}' for o in self.train_loop_obj.callbacks if not _is_empty(method_of(o, event))]
-        return '\n'.join(['CALLBACKS', *(line for event in _EVENTS for line in (f'At {event}:', *who(event)))])
+        found = {event: [o for o in self.train_loop_obj.callbacks if _answers(o, event)] for event in _EVENTS}
+        parts = [[f'At {event}:', *map(_about, callbacks)] for event,callbacks in found.items()]
+        return '\n'.join(['CALLBACKS', *(line for part in parts for line in part)])
 
     def __len__(self): return len(self.train_loop_obj.callbacks)
     def __contains__(self, item): return any(item in (o.callback_name, type(o)) for o in self.train_loop_obj.callbacks)
@@ -123,6 +126,8 @@ class _LoopHandler:
         self.register_callbacks(callbacks)
         return self
     __add__ = __iadd__
+
+def _about(foreign): return f'\t{foreign.callback_name}: {type(foreign)}, execution_order: {foreign.execution_order}'
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #6ead1f81
 class _Scaler:
@@ -160,7 +165,7 @@ for name,get in _OF_EXPERIMENT.items(): setattr(_TrainLoop, name, _of_experiment
 @patch(as_prop=True)
 def num_epochs(self:_TrainLoop): return self._trainer.n_epochs
 @patch(as_prop=True)
-def grad_accumulation(self:_TrainLoop): return accumulated(self._trainer)
+def grad_accumulation(self:_TrainLoop): return accumulation_of(self._trainer)
 @patch
 def get_num_training_steps(self:_TrainLoop): return n_batches(self.train_loader)//self.grad_accumulation*self.num_epochs
 @patch
@@ -299,6 +304,9 @@ def _place(execution_order):
     return last[1] + (execution_order-last[0])/1000
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #9986f065
+_NO_PROCESSES = ('`{}.on_multiprocess_start` will not be called, since no processes are started here. Do what it '
+                 'does before the trainer is made: give `DataLoaders` the loaders of this process.')
+
 class AIToolboxCB(RecordingCB):
     "An `AbstractCallback` of AIToolbox"
     facade_class,protocol,variables,attributes = _TrainLoop,'AIToolbox',('train_loop_obj', 'train_loop'),('train_loop_obj',)
@@ -306,8 +314,8 @@ class AIToolboxCB(RecordingCB):
     _registered,_updates = None,False # The loop it knows; whether the batch makes an update
     def __init__(self, foreign, name, order):
         super().__init__(foreign, name, order)
-        if _is_empty(method_of(foreign, 'on_multiprocess_start')): return
-        warnings.warn(f'`{title_of(foreign)}.on_multiprocess_start` will not be called, since no processes are started here. Do what it does before the trainer is made: give `DataLoaders` the loaders of this process.', stacklevel=3)
+        if _answers(foreign, 'on_multiprocess_start'):
+            warnings.warn(_NO_PROCESSES.format(title_of(foreign)), stacklevel=3)
 
     @classmethod
     def recognises(cls, foreign, names): return method_of(foreign, 'register_train_loop_object') is not None

@@ -6,102 +6,18 @@
 __all__ = []
 
 # %% ../../nbs/interop/20_base.ipynb #ddf0d136
-import dis, inspect, math, warnings
-from collections.abc import Mapping
+import inspect, math, warnings
 
 import torch
 from fastcore.basics import patch
 
-from ..train.accumulation import AccumulationCB
-from ..log.run_config import processes
+from .asks_ahead import check_uses, uses, warn_of_unknown
+from .facade import Facade
+from ..log.run_config import accumulation_of, processes
 from ..loop.events import Order
-from ..basics.checks import did_you_mean
+from ..loop.passes import n_batches
 from ..state.errors import UnsaveableState
 from ..state.plain_state import plain
-from ..loop.trainer import STATE, n_batches
-
-# %% ../../nbs/interop/20_base.ipynb #01855cef
-class Facade:
-    "What a foreign callback takes for the trainer of its own library"
-    _instead = {} # For a name that is never offered: what to use
-    _when = {} # For a name that is offered at times: what it takes
-    _fixed = {} # For a name that cannot be set: what to use
-    def __init__(self,
-        trainer, # Ours
-        **own, # Attributes that belong to the facade alone
-    ): vars(self).update(_trainer=trainer, _caller=None, _running=False, _plan=None, _adapters=(), _loaders={}, **own)
-
-    def __getattr__(self, name):
-        trainer = vars(self).get('_trainer')
-        if not name.startswith('_') and (name in STATE or hasattr(trainer, name)): return getattr(trainer, name)
-        offered = sorted({o for o in [*dir(type(self)), *vars(self)] if not o.startswith('_')})
-        who = f'`{vars(self).get("_caller") or "A callback"}` asked its trainer for `{name}`'
-        if name in self._when: raise AttributeError(f'{who}, which is not there now. {self._when[name]}.')
-        way = f' Instead: {self._instead[name]}.' if name in self._instead else did_you_mean(name, offered) + f' Offered are {offered}, and whatever our `Trainer` has.'
-        raise AttributeError(f'{who}, which `adapt` does not provide.{way}')
-
-    def __setattr__(self, name, value):
-        if name in self._fixed: raise AttributeError(f'`{self._caller or "A callback"}` set `{name}` of its trainer, which would have no effect. Instead: {self._fixed[name]}.')
-        mine = name.startswith('_') or name in vars(self) or hasattr(type(self), name)
-        object.__setattr__(self, name, value) if mine else setattr(self._trainer, name, value)
-
-    @property
-    def device(self):
-        "Where the first parameter of the model is"
-        parameter = next(iter(self._trainer.model.parameters()), None) if hasattr(self._trainer.model, 'parameters') else None
-        return torch.device('cpu') if parameter is None else parameter.device
-
-# %% ../../nbs/interop/20_base.ipynb #bdafd84f
-def forwarded(
-    name:str, # An attribute of our trainer
-)->property: # For the class of a facade
-    "A property of a facade that is an attribute of our trainer"
-    return property(lambda self: getattr(self._trainer, name), lambda self, value: setattr(self._trainer, name, value))
-
-# %% ../../nbs/interop/20_base.ipynb #78181d93
-def replaceable(
-    name:str, # 'train', 'valid' or 'test'
-)->property: # For the class of a facade
-    "A property of a facade that is one of our loaders, until a callback puts another in its place"
-    return property(lambda self: self._loaders.get(name, getattr(self._trainer.dls, name, None)), lambda self, value: self._loaders.update({name: value}))
-
-# %% ../../nbs/interop/20_base.ipynb #6bd4a23b
-def accumulated(
-    trainer, # Ours
-)->int: # 1, unless there is an `AccumulationCB`
-    "How many batches an update takes"
-    return next((o.n_batches for o in trainer.callbacks if isinstance(o, AccumulationCB)), 1)
-
-def loss_of(
-    trainer, # Ours, in a batch
-): # A tensor without dimensions
-    "The loss of the batch, without its graph"
-    return trainer.loss.detach().reshape(())
-
-def mean_of(
-    losses:list, # Of tensors without dimensions
-): # A tensor on the CPU
-    "The mean in double precision"
-    return torch.stack(losses).double().mean().cpu() # Waits for the device
-
-# %% ../../nbs/interop/20_base.ipynb #a3a632d0
-class LateValues(Mapping):
-    "A mapping whose names are known before its values; a subclass has them in `_all`"
-    def __contains__(self, name): return name in self._all()
-    def __iter__(self): return iter(self._all())
-    def __len__(self): return len(self._all())
-
-class MissingName(KeyError):
-    "A `KeyError` whose message is not put in quotes"
-    __str__ = Exception.__str__
-
-def missing(
-    text:str, # Says that the name is not there, and leads over to those that are
-    name, # What was looked for
-    known:list, # The names that are there
-)->MissingName: # To be raised
-    "An error that lists the names there are, and asks for the nearest"
-    return MissingName(f'{text} {known}.{did_you_mean(str(name), known)}')
 
 # %% ../../nbs/interop/20_base.ipynb #0f61dbc5
 def method_of(
@@ -119,33 +35,6 @@ def title_of(
     "What to call a foreign callback"
     return foreign.__name__ if inspect.isroutine(foreign) else type(foreign).__name__
 
-# %% ../../nbs/interop/20_base.ipynb #f0ae34b3
-def _taken(code, variables, attributes):
-    "Names that a piece of code takes from its trainer, and whether it sets them"
-    there = False # Whether the trainer is what the next instruction works on
-    for o in dis.get_instructions(code):
-        if o.opname == 'EXTENDED_ARG': continue
-        is_set,is_read = o.opname == 'STORE_ATTR',o.opname in ('LOAD_ATTR', 'LOAD_METHOD')
-        if there and (is_set or is_read): yield o.argval, is_set
-        loaded = o.argval if 'LOAD_FAST' in o.opname or o.opname == 'LOAD_DEREF' else None
-        if isinstance(loaded, tuple): loaded = loaded[-1] # From Python 3.13 on, two variables at once
-        there = o.argval in attributes if is_read else loaded in variables
-    for inner in filter(inspect.iscode, code.co_consts): yield from _taken(inner, variables, attributes)
-
-def uses(
-    foreign, # A callback of another library
-    variables:tuple, # What its methods call the trainer
-    attributes:tuple, # Its attributes that hold the trainer
-)->list: # Of the name of a method, the name that it takes, and whether it sets it
-    "What the methods of a foreign callback take from its trainer, as far as their code shows"
-    methods,found = {name: inspect.getattr_static(type(foreign), name) for name in dir(type(foreign))} | getattr(foreign, '__dict__', {}),[]
-    for method,f in methods.items():
-        code = getattr(getattr(f, '__func__', f), '__code__', None) if isinstance(f, (staticmethod, classmethod)) or inspect.isroutine(f) else None
-        if code is None: continue
-        careful = 'AttributeError' in code.co_names
-        found += [(method, name, is_set) for name,is_set in _taken(code, variables, attributes) if is_set or not (careful or name in code.co_consts)]
-    return found
-
 # %% ../../nbs/interop/20_base.ipynb #d8dd442f
 def _plain_attributes(foreign):
     "The attributes of an object that can be saved"
@@ -160,23 +49,22 @@ class ForeignCB:
     "A callback of another library; a subclass maps our events to its methods"
     facade_class,default_order = Facade,Order.DECIDE
     variables,attributes = (),() # Where its methods find their trainer
+    protocol,certain,further = None,(),() # What it is called; names that nobody else has; other names
     def __init__(self,
         foreign, # The callback itself
         name:str, # What our trainer calls it
         order:float, # Its place among our callbacks
     ):
-        self.foreign,self.name,self.order,self.facade,self._made = foreign,name,order,None,_plain_attributes(foreign)
+        self.foreign,self.name,self.order = foreign,name,order
+        self.facade,self._made = None,_plain_attributes(foreign)
         self._uses = uses(foreign, self.variables, self.attributes)
-        for method,asked,is_set in self._uses:
-            way = (self.facade_class._fixed if is_set else self.facade_class._instead).get(asked)
-            if way is None: continue
-            raise TypeError(f'`{title_of(foreign)}.{method}` {"sets" if is_set else "asks for"} `{asked}` of its trainer, which `adapt` does not provide. '
-                            f'That would end the run in its middle, so it is refused now. Instead: {way}.')
+        check_uses(self._uses, self.facade_class, title_of(foreign))
 
     def _everyone(self, trainer):
         "All adapters of this protocol, in the order in which they run"
         if self.facade is None or self.facade._plan is not trainer.plan.entries:
-            found = tuple(sorted((o for o in trainer.callbacks if type(o) is type(self)), key=lambda o: o.order))
+            ours = [o for o in trainer.callbacks if type(o) is type(self)]
+            found = tuple(sorted(ours, key=lambda o: o.order))
             if self.facade is None: return found
             self.facade._plan,self.facade._adapters = trainer.plan.entries,found
         return self.facade._adapters
@@ -184,37 +72,44 @@ class ForeignCB:
     def _is_first(self, trainer): return self._everyone(trainer)[:1] == (self,)
     def _is_last(self, trainer): return self._everyone(trainer)[-1:] == (self,)
 
+    def _join(self, trainer, keep=False):
+        "Take part in the run; returns whether it is the first to do so"
+        old,self.facade = self.facade,None
+        everyone = self._everyone(trainer)
+        known = [o for o in (*(o.facade for o in everyone), old) if o is not None and o._trainer is trainer]
+        running = [o for o in known if o._running]
+        self.facade = (running or (known if keep else []) or [self.facade_class(trainer)])[0]
+        self.facade._running = True
+        if not running: self._warn_once(everyone)
+        return not running
+
+    def _warn_once(self, everyone):
+        "What is to be known when a run begins"
+        warn_of_unknown(self.facade, [(title_of(o.foreign), o._uses) for o in everyone])
+        for cb in everyone: cb._uses = []
+        if processes()[1] > 1: warnings.warn(_EACH_ALONE, stacklevel=3)
+
+    def _tell(self, event, *args, **kwargs):
+        "Call a method of the foreign callback, if it has it"
+        method = method_of(self.foreign, event)
+        if method is None: return
+        self.facade._caller = type(self.foreign).__name__
+        return method(*args, **kwargs)
+
+    def _send(self, *events):
+        "Tell it of events that say nothing but their name"
+        for event in events: self._tell(event)
+
     def cleanup_fit(self, trainer):
         "The run is over"
         if self.facade is not None: self.facade._running = False
 
-# %% ../../nbs/interop/20_base.ipynb #c18f2677
-@patch
-def _join(self:ForeignCB, trainer, keep=False):
-    "Take part in the run; returns whether it is the first to do so"
-    old,self.facade = self.facade,None
-    known = [o for o in (*(o.facade for o in self._everyone(trainer)), old) if o is not None and o._trainer is trainer]
-    running = [o for o in known if o._running]
-    self.facade = (running or (known if keep else []) or [self.facade_class(trainer)])[0]
-    self.facade._running = True
-    if not running:
-        _warn_of_unknown(self._everyone(trainer), self.facade)
-        if processes()[1] > 1: warnings.warn(_each_alone, stacklevel=2)
-    return not running
+def foreign_of(trainer):
+    "Adapters of every protocol"
+    return [o for o in trainer.callbacks if isinstance(o, ForeignCB)]
 
-_each_alone = ('Foreign callbacks are told that there is one process, but several train together. Each prints and writes as if it were alone, and what it gathers is its own part. '
-               'Leave out those that write files or gather, or use ours, which know of processes.')
-
-def _warn_of_unknown(adapters, facade):
-    "Warn, once for each, of what nobody has when a run begins"
-    trainer = facade._trainer
-    known = {*dir(type(facade)), *vars(facade), *facade._when, *STATE, *(name for o in adapters for _,name,is_set in o._uses if is_set)}
-    for o in adapters:
-        missing = [(method, name) for method,name,is_set in o._uses if not is_set and name not in known and (name.startswith('_') or not hasattr(trainer, name))]
-        for method,name in missing:
-            warnings.warn(f'`{title_of(o.foreign)}.{method}` asks its trainer for `{name}`, which nobody has so far, so the run would end there.{did_you_mean(name, sorted(known))} '
-                          'Set it on our trainer if that is where it comes from.', stacklevel=2)
-        o._uses = []
+_EACH_ALONE = ('Foreign callbacks are told that there is one process, but several train together, and each would '
+               'write as if it were alone. Leave out those that write files or gather, or use ours.')
 
 # %% ../../nbs/interop/20_base.ipynb #893f4764
 @patch
@@ -227,7 +122,7 @@ def _shorten(self:ForeignCB, trainer):
     "Count updates by the loader that was put in the place of ours before the run"
     if not self._is_last(trainer) or 'train' not in self.facade._loaders: return
     n = self._length(n_batches(trainer.dls.train), self.facade._loaders['train'])
-    if n is not None: trainer.updates_per_epoch = math.ceil(n/accumulated(trainer))
+    if n is not None: trainer.updates_per_epoch = math.ceil(n/accumulation_of(trainer))
 
 @patch
 def _walk_other(self:ForeignCB, trainer):
@@ -237,20 +132,6 @@ def _walk_other(self:ForeignCB, trainer):
     n = self._length(trainer.n_batches, self.facade._loaders[kind])
     trainer.batches = self.facade._loaders[kind]
     trainer.n_batches = n
-
-# %% ../../nbs/interop/20_base.ipynb #cb8d823a
-@patch
-def _tell(self:ForeignCB, event, *args, **kwargs):
-    "Call a method of the foreign callback, if it has it"
-    method = method_of(self.foreign, event)
-    if method is None: return
-    self.facade._caller = type(self.foreign).__name__
-    return method(*args, **kwargs)
-
-@patch
-def _send(self:ForeignCB, *events):
-    "Tell it of events that say nothing but their name"
-    for o in events: self._tell(o)
 
 # %% ../../nbs/interop/20_base.ipynb #18c0d9bd
 def told(
@@ -266,32 +147,23 @@ def told(
 # %% ../../nbs/interop/20_base.ipynb #645a25df
 class RecordingCB(ForeignCB):
     "An adapter for callbacks that record numbers"
+    columns = None # Not known before
     def _record(self, trainer, columns):
         "Write what foreign callbacks have recorded into the row of the epoch, and forget it"
-        if columns: trainer.history.write(**{name: o.item() if torch.is_tensor(o) and o.numel() == 1 else o for name,o in columns.items()})
+        if columns: trainer.history.write(**{name: _number(value) for name,value in columns.items()})
         columns.clear()
+
+def _number(value): return value.item() if torch.is_tensor(value) and value.numel() == 1 else value
 
 # %% ../../nbs/interop/20_base.ipynb #d60a27d8
 @patch
 def state_dict(self:ForeignCB)->dict: # Plain data
     "What the foreign callback has come to, and the histories it reads"
     own,facade = method_of(self.foreign, 'state_dict'),self.facade
-    if own is not None: found = own()
-    else: found = {name: o for name,o in _plain_attributes(self.foreign).items() if name not in self._made or _differs(o, self._made[name])}
+    found = self._changed() if own is None else own()
     shared = facade._state() if facade is not None and facade._adapters[:1] == (self,) else None
     return dict(foreign=found, own=self._state(), shared=shared)
 
-def _differs(a, b):
-    "Whether two plain values are not surely the same"
-    try: return type(a) is not type(b) or bool(a != b)
-    except (RuntimeError, ValueError): return True # Tensors
-
-@patch
-def _state(self:ForeignCB): return {}
-@patch
-def _state(self:Facade): return {}
-
-# %% ../../nbs/interop/20_base.ipynb #1c8ec399
 @patch
 def load_state_dict(self:ForeignCB,
     state:dict, # What `state_dict` gave
@@ -304,13 +176,22 @@ def load_state_dict(self:ForeignCB,
     if state['shared'] is not None: self.facade._load(state['shared'])
 
 @patch
-def _load(self:ForeignCB, state): vars(self).update(state)
+def _changed(self:ForeignCB):
+    "The attributes that are not as they were when the callback was adapted"
+    now,made = _plain_attributes(self.foreign),self._made
+    return {name: o for name,o in now.items() if name not in made or _differs(o, made[name])}
+
+def _differs(a, b):
+    "Whether two plain values are not surely the same"
+    try: return type(a) is not type(b) or bool(a != b)
+    except (RuntimeError, ValueError): return True # Tensors
+
 @patch
-def _load(self:Facade, state): vars(self).update(state)
+def _state(self:ForeignCB): return {}
+@patch
+def _load(self:ForeignCB, state): vars(self).update(state)
 
 # %% ../../nbs/interop/20_base.ipynb #78625182
-ForeignCB.protocol,ForeignCB.certain,ForeignCB.further = None,(),() # What it is called; names that nobody else has; other names
-
 @patch(cls_method=True)
 def recognises(cls:ForeignCB,
     foreign, # Any object

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from fastcore.basics import patch
 
 from ..train.optimizer_options import rates_of
-from .base import Facade, ForeignCB, LateValues, method_of, missing, told
+from .base import ForeignCB, method_of, told
+from .facade import Facade, LateValues, missing
 
 # %% ../../nbs/interop/40_nemo.ipynb #f2e1ef95
 class _State(Facade):

@@ -12,17 +12,15 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 
-from ..device.accelerated import AccelerateCB
-from ..train.clipping import ClipGradCB
-from ..device.precision import MixedPrecisionCB
 from ..evaluate.predictions import OtherData
 from ..schedule.schedulers import SchedulerCB
-from ..log.run_config import RunConfig, loader_batch_size
+from ..log.run_config import RunConfig, autocast_type, loader_batch_size
 from ..loop.events import CancelEpochException, Order
 from ..basics.checks import did_you_mean
-from .base import Facade, ForeignCB, RecordingCB, accumulated, forwarded, method_of, replaceable
+from .base import RecordingCB, foreign_of, method_of
+from .facade import Facade, forwarded, replaceable
 from ..basics.tensors import batch_size
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/50_pytorch_accelerated.ipynb #5f836974
 class _RunHistory:
@@ -94,16 +92,20 @@ _HALVES = dict(bfloat16='bf16', float16='fp16', bf16='bf16', fp16='fp16')
 
 def _half(trainer):
     "Their name of the type in which is predicted, if that is half precision"
-    halved = any(isinstance(o, (MixedPrecisionCB, AccelerateCB)) for o in trainer.callbacks)
-    return _HALVES.get(RunConfig.of(trainer).precision, 'no') if halved else 'no'
+    return _HALVES.get(autocast_type(trainer), 'no')
 
 def _run_config(trainer):
     "The configuration of the present fit"
     train,valid = (_rows_per_batch(getattr(trainer.dls, o, None)) for o in ('train', 'valid'))
-    n_accumulated,updates = accumulated(trainer),trainer.updates_per_epoch
-    clip = next((o.limit for o in trainer.callbacks if isinstance(o, ClipGradCB) and o.kind == 'max_value'), None)
-    return _RunConfig(trainer.n_epochs, train, valid, n_accumulated, train and train*n_accumulated, valid, updates, updates, None if updates is None else trainer.n_epochs*updates + 1,
-                      dict(batch_size=train), dict(batch_size=valid), clip, mixed_precision=_half(trainer))
+    ours,updates = RunConfig.of(trainer),trainer.updates_per_epoch
+    return _RunConfig(
+        num_epochs=trainer.n_epochs, gradient_accumulation_steps=ours.accumulation,
+        train_per_device_batch_size=train, train_total_batch_size=train and train*ours.accumulation,
+        eval_per_device_batch_size=valid, eval_total_batch_size=valid,
+        num_update_steps_per_epoch=updates, num_local_update_steps_per_epoch=updates,
+        max_num_train_steps=None if updates is None else trainer.n_epochs*updates + 1,
+        train_dl_kwargs=dict(batch_size=train), eval_dl_kwargs=dict(batch_size=valid),
+        gradient_clip_value=(ours.clip or {}).get('max_value'), mixed_precision=_half(trainer))
 
 # %% ../../nbs/interop/50_pytorch_accelerated.ipynb #2004fde5
 class _OneProcess:
@@ -153,7 +155,7 @@ class _CallbackHandler:
     @property
     def callback_list(self): return [type(o).__name__ for o in self.callbacks]
     def __iter__(self): return iter(self.callbacks)
-    def _ours(self): return [o for o in self._facade._trainer.callbacks if isinstance(o, ForeignCB) and o.facade is self._facade]
+    def _ours(self): return [o for o in foreign_of(self._facade._trainer) if o.facade is self._facade]
 
     def add_callback(self, callback): self._facade._add(callback)
     def add_callbacks(self, callbacks):

@@ -13,8 +13,9 @@ from fastcore.basics import patch
 from torch.nn.utils import get_total_norm
 
 import isaac_loop.evaluate.evaluation  # noqa: F401  More methods of the trainer
-from ..metrics.metrics import MetricsCB
-from .base import Facade, ForeignCB, LateValues, loss_of, mean_of, method_of, missing, title_of
+from ..metrics.metrics import recorders_of
+from .base import ForeignCB, method_of, title_of
+from .facade import Facade, LateValues, loss_of, mean_of, missing
 
 # %% ../../nbs/interop/60_sonosco.ipynb #a60b6319
 class _Measures(LateValues):
@@ -99,7 +100,7 @@ def after_batch(self:SonoscoCB, trainer):
 def _refresh(self:SonoscoCB, trainer, last):
     "New measures, of the batches since the last ones"
     valid = last and getattr(trainer.dls, 'valid', None) is not None
-    metrics = [name for o in trainer.callbacks if isinstance(o, MetricsCB) for name in o.metrics] if valid else []
+    metrics = [name for o in recorders_of(trainer) for name in o.metrics] if valid else []
     if self._measures is not None or last: columns,self._columns = self._columns,{}
     else: columns = {name: list(o) for name,o in self._columns.items()} # The first batch also counts for the measures that follow
     self._measures = _Measures(columns, trainer.validate, ['val_loss', *(f'val_{o}' for o in metrics)] if valid else ())

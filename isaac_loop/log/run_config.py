@@ -15,7 +15,8 @@ from ..device.accelerated import AccelerateCB
 from ..train.accumulation import AccumulationCB
 from ..train.clipping import ClipGradCB
 from ..device.precision import MixedPrecisionCB
-from ..loop.trainer import Trainer, n_batches
+from ..loop.trainer import Trainer
+from ..loop.passes import n_batches
 
 # %% ../../nbs/log/45_run_config.ipynb #1225d08a
 def _found(trainer, cls): return next((o for o in trainer.callbacks if isinstance(o, cls)), None)
@@ -25,14 +26,22 @@ def loader_batch_size(dl):
     found = [getattr(o, 'batch_size', None) for o in (dl, getattr(dl, 'batch_sampler', None))]
     return next((o for o in found if isinstance(o, int)), None)
 
-def _precision(trainer):
-    "In which type is predicted: that of autocast, or of the weights"
+def accumulation_of(trainer): # 1, unless gradients are accumulated
+    "How many batches an update takes"
+    found = _found(trainer, AccumulationCB)
+    return 1 if found is None else found.n_batches
+
+def autocast_type(trainer): # As text; None without autocast
+    "The type in which a callback lets the model predict"
     autocast,accelerated = _found(trainer, MixedPrecisionCB),_found(trainer, AccelerateCB)
     if autocast is not None: return str(autocast.dtype).removeprefix('torch.')
     mixed = getattr(accelerated, 'mixed_precision', None)
-    if mixed not in (None, 'no'): return mixed
+    return None if mixed == 'no' else mixed
+
+def _precision(trainer):
+    "In which type is predicted: that of autocast, or of the weights"
     first = _first_parameter(trainer)
-    return None if first is None else str(first.dtype).removeprefix('torch.')
+    return autocast_type(trainer) or (None if first is None else str(first.dtype).removeprefix('torch.'))
 
 def _first_parameter(trainer):
     parameters = trainer.model.parameters() if hasattr(trainer.model, 'parameters') else ()
@@ -73,9 +82,9 @@ def of(cls:RunConfig,
 )->RunConfig:
     "What this fit is run with, from `before_fit` on"
     train,valid = (getattr(trainer.dls, o, None) for o in ('train', 'valid'))
-    accumulation,clip = _found(trainer, AccumulationCB),_found(trainer, ClipGradCB)
+    every,clip = accumulation_of(trainer),_found(trainer, ClipGradCB)
     first,size = _first_parameter(trainer),loader_batch_size(train)
-    every,(rank,n) = 1 if accumulation is None else accumulation.n_batches,processes()
+    rank,n = processes()
     return cls(
         n_epochs=trainer.n_epochs, lr=float(trainer.lr),
         train_batch_size=size, valid_batch_size=loader_batch_size(valid),

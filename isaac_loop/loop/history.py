@@ -6,7 +6,7 @@
 __all__ = ['MEDIA', 'BatchRecord', 'History', 'check_monitored', 'Monitor']
 
 # %% ../../nbs/loop/30_history.ipynb #8673937e
-import inspect, math
+import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -19,8 +19,9 @@ import torch
 from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, check_choice
+from ..basics.source import names_in, syntax_tree
 from ..basics.tables import Table
-from .elsewhere import ELSEWHERE, bring
+from .elsewhere import bring_later
 from .shared_attributes import offered, offering
 
 # %% ../../nbs/loop/30_history.ipynb #0a1b2c3d
@@ -135,11 +136,10 @@ class History(Sequence):
     def _repr_markdown_(self): return Table(self.rows)._repr_markdown_() if self.rows else repr(self)
 
     def __getattr__(self, name):
-        if name in ELSEWHERE['History']: return bring(self, name)
         known = [] if name.startswith('_') else dir(self)
         raise AttributeError(f'`{type(self).__name__}` has no attribute `{name}`.{did_you_mean(name, known)}')
 
-    def __dir__(self): return [*super().__dir__(), *ELSEWHERE['History']]
+bring_later(History)
 
 # %% ../../nbs/loop/30_history.ipynb #349857c6
 @patch
@@ -286,18 +286,20 @@ def declared_columns(callback, trainer):
     return list(columns(trainer) if callable(columns) else columns)
 
 # %% ../../nbs/loop/30_history.ipynb #37a36d26
-def _mentions_write(code):
-    "Whether a function's code, or a function inside it, has both `history` and `write` among its names"
-    return {'history', 'write'} <= set(code.co_names) or any(_mentions_write(o) for o in code.co_consts if inspect.iscode(o))
-
 def _may_write_more(callback):
-    "Whether `callback` has code that writes rows, and no `columns` beside it"
-    if isinstance(callback, FunctionType): return not hasattr(callback, 'columns') and _mentions_write(callback.__code__)
+    "Whether a callback of a user's own has source that writes rows, and no `columns` beside it"
     if 'columns' in getattr(callback, '__dict__', {}): return False
+    if isinstance(callback, FunctionType): return _may_write(callback)
     for cls in type(callback).__mro__:
-        if 'columns' in vars(cls): return False
-        if any(_mentions_write(o.__code__) for o in vars(cls).values() if isinstance(o, FunctionType)): return True
+        if 'columns' in vars(cls): return vars(cls)['columns'] is None
+        ours = cls.__module__.startswith('isaac_loop.')
+        if not ours and any(_may_write(f) for f in vars(cls).values() if isinstance(f, FunctionType)): return True
     return False
+
+def _may_write(f):
+    if f.__name__.startswith('__'): return False
+    tree = syntax_tree(f)
+    return tree is None or {'history', 'write'} <= (names := names_in(tree)) or 'write_measured' in names
 
 # %% ../../nbs/loop/30_history.ipynb #bf7c0241
 def check_monitored(

@@ -1,6 +1,7 @@
 """What callbacks ask of one another is written down: every look at one, found in the code, is in `OFFERS`."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import isaac_loop
@@ -16,9 +17,7 @@ MODULES = {
 ASKS_FOR_A_CLASS = {  # Elsewhere a class may only look for its own kind
     "log/run_config": "reports the settings of callbacks, which own them",
     "interop/adapters": "refuses what it has made itself",
-    "interop/base": "tells a foreign callback what its own trainer would tell it",
     "interop/pytorch_accelerated": "tells a foreign callback what its own trainer would tell it",
-    "interop/sonosco": "tells a foreign callback what its own trainer would tell it",
 }
 
 FOREIGN = {"interop/aitoolbox": {"scheduler"}}  # What another library asks of its own callbacks
@@ -113,3 +112,25 @@ def test_what_only_a_callback_writes_has_a_default():
         *DEFAULTS,
         "experiment",
     }
+
+
+def writers():
+    "Classes of the library with a method that writes into rows"
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            methods = [(node.name, o) for o in node.body] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].annotation:
+                methods.append((ast.unparse(node.args.args[0].annotation), node))
+            for cls, method in methods:
+                if "trainer.history.write(" in ast.unparse(method) or ".write_measured(" in ast.unparse(
+                    method
+                ):
+                    yield module, cls
+
+
+def test_ours_declare_the_columns_that_they_write():
+    found = set(writers()) - {("loop/trainer", "Trainer")}
+    assert len(found) > 6
+    for module, cls in found:
+        name = "isaac_loop." + module.replace("/", ".")
+        assert hasattr(getattr(importlib.import_module(name), cls), "columns"), cls
