@@ -12,6 +12,7 @@ from fastcore.basics import patch
 
 from ..state.checkpoint_files import MANIFEST_FILE
 from ..basics.checks import did_you_mean
+from ..loop.fitting import ready_optimizer
 from ..loop.history import mode_of
 from ..state.run_checks import check_fits, check_is_run
 from ..state.run_state import put_position, put_random, put_state, take_state
@@ -99,7 +100,7 @@ def load(self:Trainer,
 def _make_opt_for(self:Trainer, state):
     "An optimizer to load a saved state into"
     self.lr = state['opts']['opt']['param_groups'][0]['lr']
-    self._make_opt(False)
+    ready_optimizer(self, keep_opt=False)
 
 def _warn_of_place(place):
     "Say that the next pass is not a whole one"

@@ -17,7 +17,7 @@ from ..data.dataset_order import in_order
 from ..loop.events import callback_name
 from ..loop.history import declared_columns
 from ..loop.shared_attributes import offering
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 from ..state.random_numbers import random_state, set_random_state
 
 # %% ../../nbs/evaluate/15_data_sets.ipynb #304483f8

@@ -17,7 +17,8 @@ from .data_sets import chosen_loader
 from .join_batches import join_batches
 from ..loop.events import CancelException, CancelStepException, Order
 from ..loop.shared_attributes import offered
-from ..loop.trainer import Trainer, n_batches
+from ..loop.passes import n_batches
+from ..loop.trainer import Trainer
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 from ..basics.tensors import batch_size, map_tensors
 

@@ -22,7 +22,7 @@ from .base import method_of
 from .facade import Facade, forwarded, loss_of, mean_of, replaceable
 from ..log.run_config import accumulation_of
 from ..loop.events import CancelStepException, Order
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/25_aitoolbox_loop.ipynb #3a49686c
 AIT_EVENTS = ('on_epoch_begin', 'on_epoch_end', 'on_train_begin', 'on_train_end', 'on_batch_begin', 'on_batch_end', 'on_after_gradient_update', 'on_after_optimizer_step',

@@ -11,7 +11,7 @@ from fastcore.basics import patch
 from .base import RecordingCB
 from .pytorch_accelerated_trainer import AcceleratedTrainer
 from ..loop.events import CancelEpochException, Order
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/50_pytorch_accelerated.ipynb #85b7db3c
 _PASSES = [f'on_{kind}_{span}_{end}' for kind in ('train', 'eval') for span in ('epoch', 'step') for end in ('start', 'end')]

@@ -21,7 +21,7 @@ from fastcore.basics import patch
 from ..basics.checks import did_you_mean, check_choice
 from ..basics.source import names_in, syntax_tree
 from ..basics.tables import Table
-from .elsewhere import ELSEWHERE, bring
+from .elsewhere import bring_later
 from .shared_attributes import offered, offering
 
 # %% ../../nbs/loop/30_history.ipynb #0a1b2c3d
@@ -136,11 +136,10 @@ class History(Sequence):
     def _repr_markdown_(self): return Table(self.rows)._repr_markdown_() if self.rows else repr(self)
 
     def __getattr__(self, name):
-        if name in ELSEWHERE['History']: return bring(self, name)
         known = [] if name.startswith('_') else dir(self)
         raise AttributeError(f'`{type(self).__name__}` has no attribute `{name}`.{did_you_mean(name, known)}')
 
-    def __dir__(self): return [*super().__dir__(), *ELSEWHERE['History']]
+bring_later(History)
 
 # %% ../../nbs/loop/30_history.ipynb #349857c6
 @patch

@@ -13,10 +13,10 @@ from types import FunctionType, ModuleType
 import torch
 from fastcore.basics import patch
 
-from ..loop.events import CancelFitException, Order, Plan
+from ..loop.events import CancelFitException, Order
+from ..loop.trainer import Plan, Trainer
 from ..loop.history import History
 from .images import show_images
-from ..loop.trainer import Trainer
 
 # %% ../../nbs/show/50_plots.ipynb #dbe643e1
 @contextmanager
@@ -61,7 +61,7 @@ def _second(trainer):
     new.model,new.loss_func,opt = copy.deepcopy((trainer.model, trainer.loss_func, vars(trainer).get('opt')))
     if opt is not None: new.opt = opt
     new.callbacks,new._named,new.history,new._fitting = [],{},History(),False
-    new.plan = Plan(type(trainer), trainer.plan.last)
+    new.plan = Plan(type(trainer))
     new._add([_spare(o) for o in trainer.callbacks if getattr(o, 'order', 0) < Order.RECORD]) # Members of a group are among them already
     return new
 
