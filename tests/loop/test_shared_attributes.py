@@ -17,10 +17,10 @@ MODULES = {
 ASKS_FOR_A_CLASS = {  # Elsewhere a class may only look for its own kind
     "log/run_config": "reports the settings of callbacks, which own them",
     "interop/adapters": "refuses what it has made itself",
-    "interop/pytorch_accelerated": "tells a foreign callback what its own trainer would tell it",
+    "interop/pytorch_accelerated_trainer": "tells a foreign callback what its own trainer would tell it",
 }
 
-FOREIGN = {"interop/aitoolbox": {"scheduler"}}  # What another library asks of its own callbacks
+FOREIGN = {"interop/aitoolbox_loop": {"scheduler"}}  # What another library asks of its own callbacks
 
 
 def is_callbacks(expression):
