@@ -3008,7 +3008,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'isaac_loop.loop.trainer.count_update': ( 'loop/trainer.html#count_update',
                                                                                    'isaac_loop/loop/trainer.py'),
                                          'isaac_loop.loop.trainer.run_event': ('loop/trainer.html#run_event', 'isaac_loop/loop/trainer.py'),
-                                         'isaac_loop.loop.trainer.run_step': ('loop/trainer.html#run_step', 'isaac_loop/loop/trainer.py'),
                                          'isaac_loop.loop.trainer.with_cbs': ('loop/trainer.html#with_cbs', 'isaac_loop/loop/trainer.py')},
             'isaac_loop.loop.two_providers': { 'isaac_loop.loop.two_providers._did': ( 'loop/two_providers.html#_did',
                                                                                        'isaac_loop/loop/two_providers.py'),

@@ -141,7 +141,7 @@ def warn(
         level,frame = level+1,frame.f_back
     warnings.warn(message, stacklevel=level)
 
-# %% ../../nbs/basics/10_checks.ipynb #558d1525
+# %% ../../nbs/basics/10_checks.ipynb #2e37baeb
 def did_you_mean(
     name:str, # What was written
     known, # Names that exist

@@ -95,7 +95,7 @@ FACES = {
 MACHINERY = {  # Names without an underscore that a face leaves to their module
     "loop": """
         BatchRecord callback_name check_keywords check_monitored delegated_parameters EVENTS histogram
-        is_replacing MEDIA OFFERS offered offering place_of run_step Span SPANS STEPS
+        is_replacing MEDIA OFFERS offered offering place_of Span SPANS STEPS
     """,
     "models": "first_tensor probing",
     "data": "in_order",
