@@ -49,18 +49,37 @@ _HOMES = {'Trainer': 'loop.trainer', 'History': 'loop.history'}
 # %% ../../nbs/loop/90_elsewhere.ipynb #b0b1b2b5
 class Later:
     "Stands for a method that another module brings when somebody asks for it"
-    def __init__(self, owner, name): self.owner,self.name = owner,name
+    def __init__(self, owner, name): self.owner,self.name,self.found = owner,name,None
 
     def __get__(self, instance, owner=None):
-        kind,name = self.owner.__name__,self.name
-        import_module(f'isaac_loop.{ELSEWHERE[kind][name]}')
-        found = vars(getattr(import_module(f'isaac_loop.{_HOMES[kind]}'), kind))[name]
-        if isinstance(found, Later): raise AttributeError(name) # It is being patched at this moment
-        setattr(self.owner, name, found)
-        return found.__get__(instance, owner)
+        if self.found is None: self._bring()
+        return self.found.__get__(instance, owner)
+
+    def _bring(self):
+        "Import the module, and take the place that the method has there"
+        kind = self.owner.__name__
+        home = getattr(import_module(f'isaac_loop.{_HOMES[kind]}'), kind)
+        before = dict(vars(home))
+        import_module(f'isaac_loop.{ELSEWHERE[kind][self.name]}')
+        for name in ELSEWHERE[kind]: _settle(home, name, before.get(name))
+        found = self.found if home is self.owner else vars(home)[self.name]
+        if found is None or isinstance(found, Later): raise AttributeError(self.name) # It is being patched at this moment
+        self.found = found
+        if vars(self.owner).get(self.name) is self: setattr(self.owner, self.name, found)
+
+def _settle(home, name, before):
+    "Remember a method that was brought; where somebody had put another, that one stays"
+    brought = vars(home).get(name)
+    if brought is before or isinstance(brought, Later): return
+    if _LATER[home, name].found is None: _LATER[home, name].found = brought
+    if before is not None and not isinstance(before, Later): setattr(home, name, before)
+
+_LATER = {} # By class and name: what stood there at first
 
 def bring_later(
     cls, # The trainer or the history
 ):
     "Give `cls` its methods from elsewhere; each is loaded at its first use"
-    for name in ELSEWHERE[cls.__name__]: setattr(cls, name, Later(cls, name))
+    for name in ELSEWHERE[cls.__name__]:
+        _LATER[cls, name] = Later(cls, name)
+        setattr(cls, name, _LATER[cls, name])

@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/loop/23_two_providers.ipynb #0e94b868
-from functools import wraps
+from contextlib import contextmanager
+from functools import update_wrapper
 
 from ..basics.checks import warn
 from .events import callback_name
@@ -18,48 +19,69 @@ TWICE = { # Steps that one callback is enough for, and what comes of two
     'backward': 'the gradients of all of them add up',
 }
 
-def _left_by(trainer, step):
-    "What `step` leaves on the trainer, to be compared with `is`, or with `==` if it is a dict"
-    if step != 'backward': return getattr(trainer, 'preds' if step == 'predict' else 'loss', None)
-    parameters = getattr(trainer.model, 'parameters', tuple)()
-    return {id(p): (id(p.grad), p.grad._version) for p in parameters if p.grad is not None}
-
-def _did(before, after, step):
-    "Parts of the outcome that a handler wrote"
-    if step != 'backward': return set() if after is before else {step}
-    return {key for key,now in after.items() if before.get(key) != now}
+@contextmanager
+def _noting(trainer, step):
+    "A set that gets the parts of the outcome which are written in the `with` block"
+    written = set()
+    if step == 'backward':
+        parameters = [p for p in getattr(trainer.model, 'parameters', tuple)() if p.is_leaf and p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: written.add(id(p))) for p in parameters]
+        try: yield written
+        finally:
+            for hook in hooks: hook.remove()
+    else:
+        name = 'preds' if step == 'predict' else 'loss'
+        before = getattr(trainer, name, None)
+        yield written
+        if getattr(trainer, name, None) is not before: written.add(name)
 
 # %% ../../nbs/loop/23_two_providers.ipynb #a036f872
 _BOTH = ('{names} {both} run in every batch, and {outcome}. Leave out all but one, or mark the one that '
          'should do it alone with `@replaces`; one that only looks, or changes the outcome, does so in `after_{step}`.')
 
+class Watch:
+    "Sees what the callbacks of one step do in a batch, and warns once of two that do the same"
+    def __init__(self,
+        step:str, # One of `TWICE`
+        pairs:list, # Callbacks and their handlers for this step
+    ):
+        self.step,self.pairs = step,pairs
+        self.wrote = {} # By position, in this batch; None when there is nothing more to find out
+
+    def run(self,
+        i:int, # Whose turn it is
+        trainer, # For the handler
+        extra:dict, # Further arguments for it
+    ):
+        "Call one handler, and note what it does"
+        handler,wrote = self.pairs[i][1],self.wrote
+        if wrote is None or getattr(trainer, '_side_runs', 0): return handler(trainer, **extra)
+        if i == 0: wrote.clear()
+        with _noting(trainer, self.step) as wrote[i]: handler(trainer, **extra)
+        twice = [k for k in wrote if k != i and wrote[k] & wrote[i]]
+        if twice: self._tell(trainer, sorted([i, *twice]))
+        if self.step == 'backward' and i == len(self.pairs)-1: self.wrote = None # Asking all parameters takes time
+
+    def _tell(self, trainer, found):
+        self.wrote = None
+        names = tuple(f'`{callback_name(self.pairs[k][0])}.{self.step}`' for k in found)
+        if names in trainer.plan.told: return
+        trainer.plan.told.add(names)
+        both = 'both' if len(names) == 2 else 'all'
+        warn(_BOTH.format(names=' and '.join(names), both=both, outcome=TWICE[self.step], step=self.step))
+
+class Watched:
+    "A handler that is watched; an object, so that a trainer can be pickled and copied"
+    def __init__(self, watch, i):
+        self.watch,self.i = watch,i
+        update_wrapper(self, watch.pairs[i][1], ('__qualname__', '__doc__'), ())
+
+    def __call__(self, trainer, **extra): self.watch.run(self.i, trainer, extra)
+
 def watched(
     step:str, # One of `TWICE`
     pairs:list, # Callbacks and their handlers for this step
 )->list: # The same, whose handlers note what they do
-    "Have it noticed when two of `pairs` do the same in one batch; they are warned of once"
-    wrote = {} # By position, in this batch; None when there is nothing more to find out
-    def watch(i, handler):
-        @wraps(handler)
-        def watching(trainer, **extra):
-            nonlocal wrote
-            if wrote is None or getattr(trainer, '_side_runs', 0): return handler(trainer, **extra)
-            if i == 0: wrote = {}
-            before = _left_by(trainer, step)
-            handler(trainer, **extra)
-            wrote[i] = _did(before, _left_by(trainer, step), step)
-            twice = [k for k in wrote if k != i and wrote[k] & wrote[i]]
-            if twice: tell(trainer, i, *twice)
-            if step == 'backward' and i == len(pairs)-1: wrote = None # Asking all parameters takes time
-        return watching
-
-    def tell(trainer, *found):
-        nonlocal wrote
-        wrote = None
-        names = tuple(f'`{callback_name(pairs[k][0])}.{step}`' for k in sorted(found))
-        if names in trainer.plan.told: return
-        trainer.plan.told.add(names)
-        both = 'both' if len(names) == 2 else 'all'
-        warn(_BOTH.format(names=' and '.join(names), both=both, outcome=TWICE[step], step=step))
-
-    return [(cb, watch(i, handler)) for i,(cb,handler) in enumerate(pairs)]
+    "Have it noticed when two of `pairs` do the same in one batch"
+    watch = Watch(step, pairs)
+    return [(cb, Watched(watch, i)) for i,(cb,_) in enumerate(pairs)]

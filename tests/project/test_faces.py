@@ -276,3 +276,22 @@ class Careful(Trainer):
 print(Careful(None, None, None, None, None).save('x'), 'save' in dir(Trainer))
 """
     assert run(code).split() == ["isaac_loop.checkpoints.save_and_load", "True"]
+
+
+def test_a_method_that_somebody_has_put_in_place_of_one_from_elsewhere_stays():
+    "Loading its module for another method put the library's back"
+    code = """
+from unittest import mock
+from isaac_loop import Trainer
+
+def mine(self, *args): return 'mine'
+
+Trainer.save = mine
+Trainer.load
+print(Trainer.save is mine)
+with mock.patch.object(Trainer, 'get_preds', mine):
+    Trainer.validate, Trainer.epoch_preds
+    print(Trainer.get_preds is mine)
+print(Trainer.get_preds.__module__)
+"""
+    assert run(code).split() == ["True", "True", "isaac_loop.evaluate.predictions"]

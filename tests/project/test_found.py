@@ -248,3 +248,50 @@ def test_two_callbacks_that_both_predict_are_warned_of_once_in_a_fit():
         warnings.simplefilter("error")
         for cb in (AloneCB(), LooksCB()):
             trainer_with(cb).fit(1)
+
+
+class PredictsTooCB:
+    order = 1
+
+    def predict(self, trainer):
+        "Predict once more"
+        put_preds(trainer)
+        self.n = getattr(self, "n", 0) + 1
+
+
+def test_a_trainer_whose_steps_are_watched_can_be_pickled_and_copied():
+    "Watching stood in closures, which no pickle takes and which a copy shares"
+    t = trainer_with(PredictsTooCB())
+    with pytest.warns(UserWarning, match="`PredictsTooCB.predict` both run"):
+        t.fit(1)
+    t.opt = t.loss_func = None  # Not what is asked here
+    assert pickle.loads(pickle.dumps(t)).PredictsTooCB.n == t.PredictsTooCB.n
+    before = t.PredictsTooCB.n
+    copied = copy.deepcopy(t)
+    for handler in copied.plan["predict"]:
+        copied.batch = t.dls.train[0] if isinstance(t.dls.train, list) else next(iter(t.dls.train))
+        handler(copied)
+    assert (t.PredictsTooCB.n, copied.PredictsTooCB.n) == (before, before + 1)
+    assert "Predict once more" in str(t.summarize_callbacks())
+
+
+def test_who_clips_in_backward_is_no_second_provider_and_who_adds_gradients_is():
+    "Any change of a gradient counted as another `backward`"
+
+    class ClipsCB:
+        order = 1
+
+        def backward(self, trainer):
+            nn.utils.clip_grad_norm_(trainer.model.parameters(), 1e-3)
+
+    class AddsCB:
+        order = 1
+
+        def backward(self, trainer):
+            sum((p**2).sum() for p in trainer.model.parameters()).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_with(ClipsCB()).fit(1)
+    with pytest.warns(UserWarning, match="`AddsCB.backward` both run"):
+        trainer_with(AddsCB()).fit(1)
