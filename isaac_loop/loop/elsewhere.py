@@ -56,16 +56,18 @@ class Later:
         return self.found.__get__(instance, owner)
 
     def _bring(self):
-        "Import the module, and take the place that the method has there"
-        kind = self.owner.__name__
+        "Import the module, which patches the class, and take the place of the method there"
+        kind,name = self.owner.__name__,self.name
         home = getattr(import_module(f'isaac_loop.{_HOMES[kind]}'), kind)
-        before = dict(vars(home))
-        import_module(f'isaac_loop.{ELSEWHERE[kind][self.name]}')
-        for name in ELSEWHERE[kind]: _settle(home, name, before.get(name))
-        found = self.found if home is self.owner else vars(home)[self.name]
-        if found is None or isinstance(found, Later): raise AttributeError(self.name) # It is being patched at this moment
+        if home is self.owner:
+            before = dict(vars(home))
+            import_module(f'isaac_loop.{ELSEWHERE[kind][name]}')
+            for brought in ELSEWHERE[kind]: _settle(home, brought, before.get(brought))
+            found = self.found or vars(home)[name]
+        else: found = getattr(home, name)
+        if isinstance(found, Later): raise AttributeError(name) # It is being patched at this moment
         self.found = found
-        if vars(self.owner).get(self.name) is self: setattr(self.owner, self.name, found)
+        if vars(self.owner).get(name) is self: setattr(self.owner, name, found)
 
 def _settle(home, name, before):
     "Remember a method that was brought; where somebody had put another, that one stays"
