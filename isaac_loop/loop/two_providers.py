@@ -24,8 +24,9 @@ def _noting(trainer, step):
     "A set that gets the parts of the outcome which are written in the `with` block"
     written = set()
     if step == 'backward':
-        parameters = [p for p in getattr(trainer.model, 'parameters', tuple)() if p.is_leaf and p.requires_grad]
-        hooks = [p.register_post_accumulate_grad_hook(lambda p: written.add(id(p))) for p in parameters]
+        parameters = getattr(trainer.model, 'parameters', tuple)()
+        trained = [p for p in parameters if p.is_leaf and p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: written.add(id(p))) for p in trained]
         try: yield written
         finally:
             for hook in hooks: hook.remove()
@@ -60,7 +61,8 @@ class Watch:
         with _noting(trainer, self.step) as wrote[i]: handler(trainer, **extra)
         twice = [k for k in wrote if k != i and wrote[k] & wrote[i]]
         if twice: self._tell(trainer, sorted([i, *twice]))
-        if self.step == 'backward' and i == len(self.pairs)-1: self.wrote = None # Asking all parameters takes time
+        is_last = i == len(self.pairs)-1
+        if is_last and self.step == 'backward': self.wrote = None # Asking all parameters takes time
 
     def _tell(self, trainer, found):
         self.wrote = None
