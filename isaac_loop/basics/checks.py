@@ -140,13 +140,3 @@ def warn(
     while frame and frame.f_globals.get('__name__', '').partition('.')[0] in ('isaac_loop', 'contextlib'):
         level,frame = level+1,frame.f_back
     warnings.warn(message, stacklevel=level)
-
-# %% ../../nbs/basics/10_checks.ipynb #2e37baeb
-def did_you_mean(
-    name:str, # What was written
-    known, # Names that exist
-    cutoff:float=0.6, # How alike they must be, 0 to 1
-)->str: # A question to append to an error, or nothing
-    "Suggest the nearest of the `known` names"
-    near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f' Did you mean `{near[0]}`?' if near else ''

@@ -15,7 +15,7 @@ import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `t
 from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
 from ..basics.checks import check_choice, local_path, short_path
 from ..loop.events import CancelFitException, callback_name
-from ..loop.history import Monitor, check_monitored, mode_of
+from ..loop.monitor import Monitor, check_monitored, mode_of
 from ..loop.shared_attributes import offered, offering
 from ..state.run_folder import run_folder
 from ..state.run_checks import check_fits, check_is_run, data_unchecked

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..state.checkpoint_files import MANIFEST_FILE
 from ..basics.checks import did_you_mean
 from ..loop.fitting import ready_optimizer
-from ..loop.history import mode_of
+from ..loop.monitor import mode_of
 from ..state.run_checks import check_fits, check_is_run
 from ..state.run_state import put_position, put_random, put_state, take_state
 from ..state.errors import NoValidCheckpoint

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ..basics.checks import did_you_mean
 from ..data.dataset_order import in_order
 from ..loop.events import callback_name
-from ..loop.history import declared_columns
+from ..loop.monitor import declared_columns
 from ..loop.shared_attributes import offering
 from ..loop.passes import n_batches
 from ..state.random_numbers import random_state, set_random_state

@@ -13,7 +13,7 @@ import torch
 
 from ..basics.checks import did_you_mean, warn
 from .callback_checks import check_trainer_class
-from .events import CancelException, STEPS, callback_name, reach
+from .events import CancelException, STEPS, callback_name, stops_at
 from .handlers import TrainersOwn
 from .subclassing import check_keywords
 
@@ -297,7 +297,7 @@ def blame(
     handler, # Who failed; None if nobody had begun
 ):
     "Note on `error` which callback raised it, at which event, epoch and batch"
-    caught = isinstance(error, CancelException) and reach(error, trainer.plan.spans) >= 0
+    caught = isinstance(error, CancelException) and stops_at(error, trainer.plan.spans) >= 0
     if caught: return # An object used again must not gather notes
     pairs = [pair for kind in trainer.plan.entries.values() for pair in kind.get(event, ())]
     callback = next((cb for cb,found in pairs if found == handler), None)

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean
 from ..loop.events import Order, callback_name
-from ..loop.history import check_monitored
+from ..loop.monitor import check_monitored
 from ..basics.tables import row_text
 
 # %% ../../nbs/show/20_columns.ipynb #a8e05f3f

@@ -10,7 +10,7 @@ import warnings
 
 from ..basics.checks import check_count
 from ..loop.events import Order
-from ..loop.history import Monitor, check_monitored, mode_of
+from ..loop.monitor import Monitor, check_monitored, mode_of
 from ..state.keeps_state import KeepsBest
 
 # %% ../../nbs/stop/10_early_stopping.ipynb #7275a1c9

@@ -87,7 +87,7 @@ def test_a_callback_is_not_looked_for_by_its_class():
 
 def test_what_is_written_down_is_asked_for_and_offered():
     asked = {name for tree in MODULES.values() for name in asked_for(tree)}
-    by_loop = {"on_train", "on_valid", "state_dict", "load_state_dict", "stateless"}
+    by_loop = {"on_train", "on_valid", "state_dict", "load_state_dict", "stateless", "explain"}
     assert set(OFFERS) - by_loop - asked == set()
     written = "\n".join(ast.unparse(o) for name, o in MODULES.items() if "shared" not in name)
     for name in OFFERS:
