@@ -72,22 +72,22 @@ MUTANTS = [
     Mutant(
         "the later failure wins",
         "close_span",
-        "if reach(e, plan.spans) < distance",
+        "if depth_of_e < depth",
         "if True",
         ["test_the_losers_become_notes_on_the_winner"],
     ),
     Mutant(
         "of two that travel equally far the later wins",
         "close_span",
-        "if reach(e, plan.spans) < distance",
-        "if reach(e, plan.spans) <= distance",
+        "if depth_of_e < depth",
+        "if depth_of_e <= depth",
         ["test_right_things_run_in_the_right_order_and_the_right_error_comes_out"],
     ),
     Mutant(
         "whatever a cleanup raises beats what ended the span",
         "close_span",
-        "len(plan.spans) if mine or error is None else reach(error, plan.spans)",
-        "len(plan.spans)",
+        "depth = stops_at(error, plan.spans)",
+        "pass",
         ["test_right_things_run_in_the_right_order_and_the_right_error_comes_out"],
     ),
     Mutant(
