@@ -240,9 +240,10 @@ class Trainer(ByName):
     ):
         "Run each event in turn; a step runs as a span, with its `before_`, `after_` and `cleanup_`"
         if names and not isinstance(names[0], str): names = names[0] # They came as one list
-        plan,handler = self.plan,None
+        plan = self.plan
         for name in names:
             if name in plan.bare and not extra: # A step with nothing around it, done without opening a span
+                handler = None
                 try:
                     for handler in plan[name]: handler(self)
                 except BaseException as error:
