@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..loop.events import CancelFitException, Order, callback_name
-from ..loop.advice import whereabouts
+from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..state.run_parts import check_states, generators, opt_defaults
 from ..state.run_state import put_callbacks, put_generators, put_position, put_random, put_state
