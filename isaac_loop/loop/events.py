@@ -46,8 +46,8 @@ EVENTS = ('before_fit', 'before_epoch', 'before_batch',
 ROW_EVENTS = ('measured', 'log') # At these there is something new to read in the history
 
 # %% ../../nbs/loop/10_events.ipynb #a83eee98
-def reach(
-    error, # An exception; None reaches nothing
+def stops_at(
+    error, # An exception, or None
     spans, # Open spans, outermost first
 )->int: # -1 if it would end the program
     "Index of the innermost open span that `error` ends"

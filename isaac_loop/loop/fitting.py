@@ -13,7 +13,7 @@ import torch
 
 from . import advice
 from .callback_list import is_in
-from .passes import forget, n_batches
+from .passes import Batches, forget, n_batches
 
 # %% ../../nbs/loop/29_fitting.ipynb #afc8af81
 _OTHERS = ('`keep_opt=True` would go on with an optimizer that holds no parameter of this model, '
@@ -96,6 +96,23 @@ def _clear_grads(trainer):
     for module in _modules(trainer):
         for p in module.parameters(): p.grad = None
     trainer._broken = False
+
+# %% ../../nbs/loop/29_fitting.ipynb #e0e1e2e5
+def private_state()->dict: # Attributes of a new trainer, by name
+    "What a trainer keeps to itself"
+    return dict(
+        _named={}, # Callbacks by name, also after they have left the loop
+        _guests=[], # Callbacks of this fit alone
+        _fitting=False, # In a fit an object, another one in each
+        _training=None, # The kind of pass; None between fits
+        _source=Batches(()), # Where the batches of this pass come from
+        _broken=False, # Did the last fit end in an error, perhaps with gradients left?
+        _ended=True, # Did this fit come to its end?
+        _last_ended=True, # And the one before it?
+        _side_runs=0, # How many runs on the side are open, one inside the other
+        _aside={}, # Random numbers of the last run on the side: where they began, and where they ended
+        _own_state=None, # What has changed in callbacks that do not tell, since the fit began
+    )
 
 # %% ../../nbs/loop/29_fitting.ipynb #6529bc9b
 @contextmanager

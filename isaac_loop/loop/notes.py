@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/loop/21_notes.ipynb #061af0e9
-from .events import CancelException, callback_name, reach
+from .events import CancelException, callback_name, stops_at
 
 # %% ../../nbs/loop/21_notes.ipynb #050a9a35
 def whereabouts(
@@ -35,7 +35,7 @@ def blame(
     handler, # Who failed; None if nobody had begun
 ):
     "Note on `error` which callback raised it, at which event, epoch and batch"
-    caught = isinstance(error, CancelException) and reach(error, trainer.plan.spans) >= 0
+    caught = isinstance(error, CancelException) and stops_at(error, trainer.plan.spans) >= 0
     if caught: return # An object used again must not gather notes
     pairs = [pair for kind in trainer.plan.entries.values() for pair in kind.get(event, ())]
     callback = next((cb for cb,found in pairs if found == handler), None)

@@ -16,11 +16,11 @@ from .callback_checks import check_steps
 from .callback_list import ByName, exchanged
 from .elsewhere import bring_later
 from .events import CancelBatchException, CancelEpochException, CancelFitException
-from .events import CancelStepException, EVENTS, SPANS, STEPS, Span, reach
-from .fitting import one_fit
+from .events import CancelStepException, EVENTS, SPANS, STEPS, Span, stops_at
+from .fitting import one_fit, private_state
 from .handlers import answering, order_of, own_events, own_spans, trainers_own
 from .history import History
-from .passes import Batches, Told, another_loader, checked_epochs, one_pass, other_batches
+from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
 from .passes import planned_updates, until_over
 from .shared_attributes import DEFAULTS
 
@@ -59,21 +59,22 @@ class Plan(dict):
         for event,found in self.entries[training].items(): self[event] = tuple(handler for _,handler in found)
         if self['step']: self['step'] += (count_update,)
         around = {step: (s.before, s.after, s.cleanup) for step,s in STEPS.items()}
-        self.bare = {step for step,events in around.items() if not any(self[event] for event in events)}
+        self.bare = {step for step,events in around.items() if not any(self[o] for o in events)} # No span
 
     def cleanups(self,
         span:Span, # Has just been closed
     )->tuple: # Handlers, those of callbacks that left in the span among them
         "Whose cleanups are to run"
-        owed = self.leaving.pop(len(self.spans), []) if self.leaving else []
-        if not owed: return self[span.cleanup]
-        found = [pair for pair in owed if pair[1] not in self[span.cleanup]]
-        found = sorted(found + self.entries[self.training][span.cleanup], key=lambda pair: -order_of(pair[0]))
-        return tuple(handler for _,handler in found)
+        if not self.leaving: return self[span.cleanup]
+        owed = self.leaving.get(len(self.spans), [])
+        self.leaving = {depth: pairs for depth,pairs in self.leaving.items() if depth < len(self.spans)}
+        left = [pair for pair in owed if pair[1] not in self[span.cleanup]]
+        everybody = left + self.entries[self.training][span.cleanup]
+        return tuple(handler for _,handler in sorted(everybody, key=lambda pair: -order_of(pair[0])))
 
     def __missing__(self, event): raise LookupError(advice.no_event(event, self.events))
 
-def count_update(trainer):
+def count_update(trainer, **extra):
     "The loop's own part of `step`, before `after_step`"
     trainer.n_updates += 1
 
@@ -101,25 +102,26 @@ def close_span(
     "Run every cleanup of `span`; of all that was raised, what travels furthest goes on"
     plan,outer = trainer.plan,trainer.exception
     while plan.spans and plan.spans.pop() is not span: pass # An interrupt may have left inner ones
-    mine = error is not None and isinstance(error, span.exception)
-    if error is not None and not mine: notes.explain(trainer, span, error)
-    last,distance = error,len(plan.spans) if mine or error is None else reach(error, plan.spans)
+    mine = isinstance(error, span.exception)
+    winner,depth = error,len(plan.spans) # It stops here; less is further out
+    if error is not None and not mine:
+        notes.explain(trainer, span, error)
+        depth = stops_at(error, plan.spans)
     try:
         trainer.exception = error
         for handler in plan.cleanups(span):
             try: handler(trainer)
             except BaseException as e:
                 notes.blame(e, trainer, span.cleanup, handler)
-                loser = e
-                if reach(e, plan.spans) < distance: last,loser,distance = e,last,reach(e, plan.spans)
-                notes.besides(last, loser)
-                del loser
-        if last is not error:
-            notes.explain(trainer, span, last)
-            raise last
+                loser,depth_of_e = e,stops_at(e, plan.spans)
+                if depth_of_e < depth: winner,loser,depth = e,winner,depth_of_e
+                notes.besides(winner, loser)
+        if winner is not error:
+            notes.explain(trainer, span, winner)
+            raise winner
     finally:
         trainer.exception = outer
-        del last,error # They hold the frames they went through, and this frame would hold them
+        winner = loser = error = None # They hold the frames they went through, and this frame would hold them
     return mine
 
 # %% ../../nbs/loop/20_trainer.ipynb #3e0288d4
@@ -128,7 +130,8 @@ def with_cbs(
     exception:type, # Ends the span early when raised inside
 ):
     "Run a method between `before_name` and `after_name`, and always `cleanup_name` in the end"
-    span,own = SPANS.get(name) or Span(name, exception),name not in SPANS
+    own = name not in SPANS # A subclass's span; callbacks answer its plain name too
+    span = Span(name, exception) if own else SPANS[name] # A known name keeps its own exception
     def decorate(f):
         @wraps(f)
         def wrapped(trainer, *args, **kwargs):
@@ -137,7 +140,7 @@ def with_cbs(
                 plan.spans.append(span)
                 if plan[span.before]: run_event(trainer, span.before)
                 result = f(trainer, *args, **kwargs)
-                if own: run_event(trainer, name) # The callbacks' own methods of that name follow
+                if own: run_event(trainer, name)
                 if plan[span.after]: run_event(trainer, span.after)
             except BaseException as error:
                 if not close_span(trainer, span, error): raise
@@ -158,9 +161,10 @@ _STEP_SPANS = {step: _step_span(step) for step in STEPS}
 class Trainer(ByName):
     "Runs `fit`, epochs and batches; callbacks do everything that happens in them"
     events = () # Names of further events that a subclass runs
-    __slots__ = ('preds', 'loss') # Removed at every batch, which slots make cheap
-    callbacks,epochs = Told(exchanged),Told(checked_epochs) # These four may be set in the middle of a fit,
-    dl,batches = Told(another_loader),Told(other_batches) # and what depends on them follows
+    __slots__ = ('preds', 'loss') # Deleted when the next batch has come; slots make that cheap
+    callbacks = Told(exchanged) # `Told` calls a function of the trainer and what the attribute is set to,
+    epochs = Told(checked_epochs) # so that what depends on it follows
+    dl,batches = Told(another_loader),Told(other_batches)
 
     def __init__(self,
         dls, # Has loaders `train` and `valid`; anything that can be iterated is a loader
@@ -176,16 +180,7 @@ class Trainer(ByName):
         self.callbacks,self.n_updates,self.updates_per_epoch = (),0,None
         self.stop_reason,self.exception,self.experiment = None,None,None
         vars(self).update(DEFAULTS) # What callbacks tell one another
-        self._named = {} # Callbacks by name, also after they have left the loop
-        self._guests = [] # Callbacks of this fit alone
-        self._fitting = False # In a fit an object, another one in each
-        self._training = None # The kind of pass; None between fits
-        self._source = Batches(()) # Where the batches of this pass come from
-        self._broken = False # Did the last fit end in an error, perhaps with gradients left?
-        self._ended = self._last_ended = True # Did this fit, and the one before it, come to the end?
-        self._side_runs = 0 # How many runs on the side are open, one inside the other
-        self._aside = {} # Random numbers of the last run on the side: where they began, and where they ended
-        self._own_state = None # What has changed in callbacks that do not tell, since the fit began
+        vars(self).update(private_state()) # What other chapters keep here
         advice.check_new_trainer(self, kwargs)
         self.add_callbacks(callbacks)
         self.subclassing_method(**kwargs)
@@ -209,7 +204,7 @@ class Trainer(ByName):
     @with_cbs('fit', CancelFitException)
     def _fit(self, train, valid):
         self._note_state(ready=True) # What callbacks hold now, for whoever saves in this fit
-        if self.stop_reason is not None: return
+        if self.stop_reason is not None: return # Somebody asked in `before_fit`
         for self.epoch in self.epochs:
             self.history.start_epoch(self.epoch)
             if train: self.one_epoch(True)
@@ -226,8 +221,8 @@ class Trainer(ByName):
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
         for self.batch_num,self.batch in enumerate(until_over(self), self.start_batch):
-            self.preds = self.loss = None # Dropped before the next forward pass needs the memory
-            del self.preds,self.loss
+            self.preds = self.loss = None # There may be none yet, and `del` needs some
+            del self.preds,self.loss # Gone before the next forward pass needs the memory
             self.one_batch()
         advice.check_some_batch(self)
 
@@ -237,15 +232,16 @@ class Trainer(ByName):
         self.run_callbacks('predict', 'get_loss')
         if self.training: self.run_callbacks('backward', 'step', 'zero_grad')
 
-    _usual_batch = one_batch # A subclass may have another
+    _usual_batch = one_batch # So one can tell whether a subclass has another
 
     def run_callbacks(self,
         *names, # Steps or other events, also as one list
         **extra # Further arguments for the callbacks' methods
     ):
         "Run each event in turn; a step runs as a span, with its `before_`, `after_` and `cleanup_`"
+        if names and not isinstance(names[0], str): names = names[0] # They came as one list
         plan,handler = self.plan,None
-        for name in names if not names or isinstance(names[0], str) else names[0]:
+        for name in names:
             if name in plan.bare and not extra: # A step with nothing around it, done without opening a span
                 try:
                     for handler in plan[name]: handler(self)
