@@ -279,23 +279,23 @@ MUTANTS = [
     # Checkpoints
     Mutant(
         "a checkpoint says what was measured with older weights",
-        "CheckpointCB._numbers_of",
-        "(mine if updates == trainer.n_updates else {})",
-        "mine",
+        "NewestNumbers.of",
+        "(self.numbers if self.updates == trainer.n_updates else {})",
+        "self.numbers",
         ["test_a_checkpoint_says_what_was_measured_with_its_weights_and_nothing_older"],
     ),
     Mutant(
         "folders of others are swept away",
         "_is_ours",
-        "return not files or _MARK in files or _has_manifest(path)",
+        "return not files or _MARK in files or has_manifest(path)",
         "return True",
         ["test_what_others_put_into_the_folder_stays"],
     ),
     Mutant(
         "what callbacks hold is forgotten",
-        "_own_states",
-        "if own is not None",
-        "if False",
+        "_gather_parts",
+        "{} if own is None else own.take(trainer, copy=False)",
+        "{}",
         ["test_a_rewind_takes_own_states_back"],
     ),
     Mutant(
@@ -314,14 +314,14 @@ MUTANTS = [
     ),
     Mutant(
         "a complete fit that was interrupted is trained once more",
-        "CheckpointCB._count_fit",
+        "CountedFits.begin",
         "(wasted or not trainer._last_ended)",
         "wasted",
         ["test_a_fit_that_was_interrupted_at_its_very_end_is_not_trained_twice"],
     ),
     Mutant(
         "files are not waited for",
-        "_write",
+        "write_file",
         "if sync: os.fsync(fd)",
         "pass",
         ["test_files_then_manifest_then_folder_then_name_then_parent_then_deletion"],
@@ -377,7 +377,7 @@ MUTANTS = [
     ),
     Mutant(
         "an average is saved as the weights",
-        "take_state",
+        "_check_no_average",
         "if swapped: raise",
         "if False: raise",
         ["test_the_average_is_never_saved_as_the_weights"],
@@ -391,9 +391,9 @@ MUTANTS = [
     ),
     Mutant(
         "a complete fit is trained once more",
-        "_why_over",
-        "if position['epoch'] >= trainer.n_epochs and beyond:",
-        "if False:",
+        "why_over",
+        "if epoch < trainer.n_epochs or not beyond: return None",
+        "return None",
         ["test_a_finished_run_is_not_run_again_and_gives_its_result"],
     ),
     # What is measured
