@@ -52,7 +52,7 @@ docs: $(READY)
 	$(BIN)/python tools/coverage.py
 
 bench: $(READY)
-	$(BIN)/python tools/bench.py
+	$(BIN)/python $(if $(AGAINST),tools/bench_commits.py $(AGAINST),tools/bench.py)
 
 wheel: $(READY)
 	rm -rf dist .venv-wheel

@@ -17,6 +17,3 @@ from .checkpoints import *
 from .log import *
 from .recipes import *
 from .interop import *
-from .loop.elsewhere import bring_all as _bring_all
-
-_bring_all() # `Trainer.save` and its like, to be read or overridden

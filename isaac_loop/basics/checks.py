@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/basics/10_checks.ipynb #320bc70a
-import inspect, os, re, sys
+import inspect, os, re, sys, warnings
 from difflib import get_close_matches
 from operator import index
 from pathlib import Path
@@ -130,3 +130,13 @@ def short_path(
     "`path` as people type it"
     path,here = Path(path),Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+# %% ../../nbs/basics/10_checks.ipynb #c3d4e5f6
+def warn(
+    message:str, # One or two sentences
+):
+    "Warn at the first line outside of this package"
+    level,frame = 1,sys._getframe()
+    while frame and frame.f_globals.get('__name__', '').partition('.')[0] in ('isaac_loop', 'contextlib'):
+        level,frame = level+1,frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -21,4 +21,5 @@ def names_in(
 )->set:
     "Every variable and attribute that the source speaks of"
     nodes = list(ast.walk(tree))
-    return {o.attr for o in nodes if isinstance(o, ast.Attribute)} | {o.id for o in nodes if isinstance(o, ast.Name)}
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return attributes | {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -11,7 +11,7 @@ import warnings
 import torch
 
 from ..loop.events import CancelException, Order
-from ..loop.history import Monitor, check_monitored, mode_of
+from ..loop.monitor import Monitor, check_monitored, mode_of
 from ..loop.shared_attributes import offered
 from ..state.keeps_state import KeepsBest
 

@@ -17,7 +17,7 @@ from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
 from .run_on_disk import RunOnDisk, checked_resume, metrics_of
 from .when_to_save import NewestNumbers, When
 from ..loop.events import CancelFitException, callback_name
-from ..loop.history import check_monitored, mode_of
+from ..loop.monitor import check_monitored, mode_of
 from ..loop.shared_attributes import offered, offering
 from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern

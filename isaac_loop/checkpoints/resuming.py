@@ -13,13 +13,14 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..loop.events import CancelFitException, Order, callback_name, whereabouts
+from ..loop.events import CancelFitException, Order, callback_name
+from ..loop.advice import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..state.run_parts import check_states, generators, opt_defaults
 from ..state.run_state import put_callbacks, put_generators, put_position, put_random, put_state
 from ..state.errors import ResumeMismatch
 from ..state.random_numbers import random_state, set_plain_random_state, undrawn
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #5a2c5cce
 @contextmanager

@@ -12,7 +12,8 @@ from fastcore.basics import patch
 
 from ..state.checkpoint_files import MANIFEST_FILE
 from ..basics.checks import did_you_mean
-from ..loop.history import mode_of
+from ..loop.fitting import ready_optimizer
+from ..loop.monitor import mode_of
 from ..state.run_checks import check_fits, check_is_run
 from ..state.run_state import put_position, put_random, put_state, take_state
 from ..state.errors import NoValidCheckpoint
@@ -118,7 +119,7 @@ def load(self:Trainer,
 def _make_opt_for(self:Trainer, state):
     "An optimizer to load a saved state into"
     self.lr = state['opts']['opt']['param_groups'][0]['lr']
-    self._make_opt(False)
+    ready_optimizer(self, keep_opt=False)
 
 _HALF_EPOCH = ('This checkpoint was saved in the middle of an epoch, and the training loader goes on there: '
                'the first epoch of the next fit has only the rest of its batches, while schedules count '

@@ -9,7 +9,7 @@ __all__ = []
 import datetime, math, time
 from numbers import Integral
 
-from ..loop.history import Monitor
+from ..loop.monitor import Monitor
 
 # %% ../../nbs/checkpoints/03_when_to_save.ipynb #1aeb8c12
 _NO_RULE = ('`every` is {!r}, which does not tell `CheckpointCB` when to save, so a crash could cost '

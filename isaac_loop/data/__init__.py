@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from .dataloaders import get_dataloaders as get_dataloaders
     from .dataloaders import DataLoaders as DataLoaders
     from .sampling import SeededBatchSampler as SeededBatchSampler
-    from .exact_loaders import WorkerCrashed as WorkerCrashed
+    from .resumable_loaders import WorkerCrashed as WorkerCrashed
     from .exact_loaders import ExactLoader as ExactLoader
-    from .exact_loaders import ReplayLoader as ReplayLoader
+    from .replay_loaders import ReplayLoader as ReplayLoader
     from .exact_loaders import exact_loader as exact_loader
     from .augmentation import BatchTransformCB as BatchTransformCB
     from .augmentation import BatchAugmentationCB as BatchAugmentationCB
-    from .augmentation import RandErase as RandErase
-    from .augmentation import RandCopy as RandCopy
+    from .random_patches import RandErase as RandErase
+    from .random_patches import RandCopy as RandCopy
     from .augmentation import each_image as each_image
     from .augmentation import albumentations_transform as albumentations_transform
-    from .augmentation import MixUpCB as MixUpCB
-    from .augmentation import CutMixCB as CutMixCB
+    from .mixtures import MixUpCB as MixUpCB
+    from .mixtures import CutMixCB as CutMixCB
     from .augmentation import ProgressiveResizeCB as ProgressiveResizeCB
 else:
     __getattr__, __dir__ = lazy(__name__)

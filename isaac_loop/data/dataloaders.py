@@ -13,16 +13,17 @@ from importlib.resources import files
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..basics.checks import check_flag, did_you_mean
+from ..basics.checks import check_count, check_flag, did_you_mean
 from .exact_loaders import exact_loader
 
 # %% ../../nbs/data/10_dataloaders.ipynb #c9ad83b5
-def load_digits(): # A `DatasetDict` with splits `train` (1,437 rows) and `test` (360), columns `image` and `label`
+def load_digits(): # A `DatasetDict`: `train` (1,437 rows) and `test` (360), columns `image` and `label`
     "Handwritten digits, 8 by 8 pixels, from inside the package; needs no network"
     import pyarrow.parquet as pq
     from datasets import Dataset, DatasetDict
     folder = files('isaac_loop')/'data'
-    return DatasetDict({name: Dataset(pq.read_table(folder/f'digits-{name}.parquet')) for name in ('train', 'test')})
+    def read(name): return Dataset(pq.read_table(folder/f'digits-{name}.parquet'))
+    return DatasetDict({name: read(name) for name in ('train', 'test')})
 
 # %% ../../nbs/data/10_dataloaders.ipynb #b0d08693
 def image_to_tensor(
@@ -35,39 +36,49 @@ def image_to_tensor(
     return pixels.permute(2, 0, 1).float().div(255)
 
 # %% ../../nbs/data/10_dataloaders.ipynb #6487a82a
+_NOT_FOR_EACH = ('There are {n} splits, {splits}, but {n_sizes} sizes, {sizes}, so some split has none. '
+                 'Give one for each.')
+_TOO_LARGE = ('A sample of {size} rows cannot be drawn from the split `{name}`, which has {n}. Ask for at '
+              'most that many.')
+
 def sample_dataset_dict(
     dataset_dict, # Splits by name
     sample_sizes=(500, 500), # Rows to draw from each split, in the order of the splits; or a dict by name
 ): # The same splits, smaller
     "A random sample without replacement from every split; seed it with `set_seed`"
-    if not isinstance(sample_sizes, Mapping):
-        if len(sample_sizes) != len(dataset_dict):
-            raise ValueError(f'There are {len(dataset_dict)} splits, {list(dataset_dict)}, but {len(sample_sizes)} sizes, {tuple(sample_sizes)}, so some split has none. Give one for each.')
-        sample_sizes = dict(zip(dataset_dict, sample_sizes))
-    return type(dataset_dict)({name: _sample(name, ds, sample_sizes[name]) for name,ds in dataset_dict.items()})
+    sizes = sample_sizes if isinstance(sample_sizes, Mapping) else _size_of_each(dataset_dict, sample_sizes)
+    return type(dataset_dict)({name: _sample(name, ds, sizes[name]) for name,ds in dataset_dict.items()})
+
+def _size_of_each(splits, sizes):
+    "`sizes` by the names of the splits"
+    told = dict(n=len(splits), splits=list(splits), n_sizes=len(sizes), sizes=tuple(sizes))
+    if len(sizes) != len(splits): raise ValueError(_NOT_FOR_EACH.format(**told))
+    return dict(zip(splits, sizes))
 
 def _sample(name, ds, size):
     "`size` random rows of `ds`"
-    if not 0 <= size <= len(ds):
-        raise ValueError(f'A sample of {size} rows cannot be drawn from the split `{name}`, which has {len(ds)}. Ask for at most that many.')
-    return ds.select(torch.randperm(len(ds))[:size].tolist())
+    n = len(ds)
+    if not 0 <= size <= n: raise ValueError(_TOO_LARGE.format(size=size, name=name, n=n))
+    return ds.select(torch.randperm(n)[:size].tolist())
 
 # %% ../../nbs/data/10_dataloaders.ipynb #11eb1f7a
 def collate_rows(
     columns=None, # Names of the columns to take, in this order; default: all, as they come
 ): # A function from a list of rows to a batch
     "Make a `collate_fn` that turns rows, dicts or tuples, into a tuple of stacked columns"
-    return partial(_collate_rows, columns=columns) # Can be sent to worker processes, unlike a function defined here
+    return partial(_collate_rows, columns=columns) # Unlike a function made here, workers can be sent it
 
 def _collate_rows(rows, columns):
     batch = default_collate(rows)
     if not isinstance(batch, Mapping): return batch
-    return tuple(batch[o] for o in _check_columns(batch, columns))
+    return tuple(batch[name] for name in _check_columns(batch, columns))
 
 def _check_columns(batch, columns):
     "`columns`, or all of them, if the batch has them"
-    for o in columns or ():
-        if o not in batch: raise LookupError(f'The rows have no column `{o}`; they have {list(batch)}.{did_you_mean(o, batch)}')
+    for name in columns or ():
+        if name in batch: continue
+        hint = did_you_mean(name, batch)
+        raise LookupError(f'The rows have no column `{name}`; they have {list(batch)}.{hint}')
     return batch if columns is None else columns
 
 # %% ../../nbs/data/10_dataloaders.ipynb #c3fa805f
@@ -76,8 +87,8 @@ def get_dataloaders(
     valid, # Dataset for validation, or None
     batch_size:int, # Rows in a training batch; validation keeps no gradients and takes twice as many
     shuffle:bool=True, # Shuffle the training rows?
-    seed:int=None, # Makes the loaders exact: the same seed gives the same batches, and a run can go on at the next one
-    **kwargs, # For both `DataLoader`s: `num_workers`, `collate_fn`, ...; `pin_memory` is on by itself where there is CUDA
+    seed:int=None, # Makes the loaders exact: the same batches again, and a run can go on at the next one
+    **kwargs, # For both `DataLoader`s: `num_workers`, `collate_fn`, ...; `pin_memory` is on with CUDA
 )->tuple: # Two `DataLoader`s, None where there is no dataset
     "A loader for training and one for validation"
     check_flag(shuffle, 'shuffle')
@@ -89,31 +100,46 @@ def get_dataloaders(
 def _has_len(dataset): return hasattr(dataset, '__len__') # A stream comes in its own order
 
 # %% ../../nbs/data/10_dataloaders.ipynb #ed4e3fdc
+_NO_SPLITS = ('`dataset_dict` is a {kind}, which has no splits by name. Pass a `DatasetDict`, such as '
+              '`dataset.train_test_split(test_size=0.2)` makes; for two datasets use '
+              '`get_dataloaders(train, valid, batch_size, collate_fn=collate_rows(columns))`.')
+_WHICH_SPLITS = ("The splits are {names}, which does not say which to train on and which to validate on. "
+                 "Say so: `from_dataset_dict(..., train='train', valid='test')`; for training alone use "
+                 "`DataLoaders(train)`.")
+
 def _choose_splits(dataset_dict, train, valid):
     "Names of the splits for training and validation"
-    if not isinstance(dataset_dict, Mapping):
-        raise TypeError(f'`dataset_dict` is a {type(dataset_dict).__name__}, which has no splits by name. Pass a `DatasetDict`, such as `dataset.train_test_split(test_size=0.2)` makes; '
-                        'for two datasets use `get_dataloaders(train, valid, batch_size, collate_fn=collate_rows(columns))`.')
+    kind = type(dataset_dict).__name__
+    if not isinstance(dataset_dict, Mapping): raise TypeError(_NO_SPLITS.format(kind=kind))
     names = list(dataset_dict)
-    for o in (train, valid):
-        if o is not None and o not in names: raise LookupError(f'There is no split `{o}`; there are {names}.{did_you_mean(o, names)}')
+    for name in (train, valid):
+        if name is None or name in names: continue
+        raise LookupError(f'There is no split `{name}`; there are {names}.{did_you_mean(name, names)}')
     if train is None and 'train' in names and valid != 'train': train = 'train'
-    others = [o for o in names if o not in (train, valid)]
+    others = [name for name in names if name not in (train, valid)]
     if train is not None and valid is None and len(others) == 1: valid = others[0]
-    if train is None or valid is None:
-        raise ValueError(f'The splits are {names}, which does not say which to train on and which to validate on. '
-                         "Say so: `from_dataset_dict(..., train='train', valid='test')`; for training alone use `DataLoaders(train)`.")
+    if train is None or valid is None: raise ValueError(_WHICH_SPLITS.format(names=names))
     return train,valid
 
 # %% ../../nbs/data/10_dataloaders.ipynb #b77b44fe
-def _check_no_dataset(o, name):
-    "Refuse a dataset in the place of a loader; one that has an `__iter__` of its own may give batches"
-    if type(o).__module__ == 'datasets.dataset_dict':
-        raise TypeError(f'`{name}` is a {type(o).__name__}, which has a dataset for each split. Use `DataLoaders.from_dataset_dict(dataset_dict, batch_size)`.')
-    gives_rows = isinstance(o, Dataset) and not hasattr(o, '__iter__')
-    if gives_rows or type(o).__module__ in ('datasets.arrow_dataset', 'datasets.iterable_dataset'):
-        raise TypeError(f'`{name}` is a dataset, {type(o).__name__}, which gives single rows, and a model wants batches. Use `DataLoaders(*get_dataloaders(train, valid, batch_size))`; '
-                        'or, if its rows are batches already, `DataLoader(dataset, batch_size=None)`.')
+_NOT_ITERABLE = ('`{name}` is a {kind}, which cannot be iterated. Pass a `DataLoader`, or any object with '
+                 '`__iter__`.')
+_HAS_SPLITS = ('`{name}` is a {kind}, which has a dataset for each split. Use '
+               '`DataLoaders.from_dataset_dict(dataset_dict, batch_size)`.')
+_GIVES_ROWS = ('`{name}` is a dataset, {kind}, which gives single rows, and a model wants batches. Use '
+               '`DataLoaders(*get_dataloaders(train, valid, batch_size))`; or, if its rows are batches '
+               'already, `DataLoader(dataset, batch_size=None)`.')
+
+def _check_loader(dl, name):
+    "Refuse what gives no batches; a dataset that has an `__iter__` of its own may give some"
+    if dl is None: return
+    told,module = dict(name=name, kind=type(dl).__name__),type(dl).__module__
+    iterable = hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')
+    if not iterable: raise TypeError(_NOT_ITERABLE.format(**told))
+    if module == 'datasets.dataset_dict': raise TypeError(_HAS_SPLITS.format(**told))
+    gives_rows = isinstance(dl, Dataset) and not hasattr(dl, '__iter__')
+    hugging_face = module in ('datasets.arrow_dataset', 'datasets.iterable_dataset')
+    if gives_rows or hugging_face: raise TypeError(_GIVES_ROWS.format(**told))
 
 class DataLoaders:
     "The loaders of a trainer, `train` and `valid`"
@@ -122,13 +148,10 @@ class DataLoaders:
         valid=None, # The same for validation, or None
         n_inp:int=1, # The first `n_inp` entries of a batch are the model's inputs, the rest are targets
     ):
-        if isinstance(n_inp, bool) or not isinstance(n_inp, int) or n_inp < 1:
-            raise ValueError(f'`n_inp` is {n_inp!r}, but a model needs at least one input. Use a whole number of 1 or more.')
-        for o,name in ((train, 'train'), (valid, 'valid')):
-            if o is not None and not hasattr(o, '__iter__') and not hasattr(o, '__getitem__'):
-                raise TypeError(f'`{name}` is a {type(o).__name__}, which cannot be iterated. Pass a `DataLoader`, or any object with `__iter__`.')
-            _check_no_dataset(o, name)
-        self.train,self.valid,self.n_inp = train,valid,n_inp
+        _check_loader(train, 'train')
+        _check_loader(valid, 'valid')
+        self.train,self.valid = train,valid
+        self.n_inp = check_count(n_inp, 'n_inp', 'a model needs at least one input')
 
     @classmethod
     def from_dataset_dict(cls,
@@ -136,16 +159,19 @@ class DataLoaders:
         batch_size:int, # Rows in a training batch; validation takes twice as many
         train:str=None, # Split to train on; default: `train`
         valid:str=None, # Split to validate on; default: the only other one
-        columns:list=None, # Columns of the rows to put into the batch, inputs first; default: all, as they come
+        columns:list=None, # Columns to put into the batch, inputs first; default: all, as they come
         n_inp:int=1, # How many of them are inputs
-        **kwargs, # For `get_dataloaders` and both `DataLoader`s: `num_workers`, `shuffle`, `seed` for exact loaders, ...
+        **kwargs, # For `get_dataloaders` and both `DataLoader`s: `num_workers`, `shuffle`, `seed`, ...
     ):
         "Loaders for two splits; a batch is a tuple, unless a `collate_fn` of your own makes something else"
         train,valid = _choose_splits(dataset_dict, train, valid)
         kwargs.setdefault('collate_fn', collate_rows(columns))
-        return cls(*get_dataloaders(dataset_dict[train], dataset_dict[valid], batch_size, **kwargs), n_inp=n_inp)
+        loaders = get_dataloaders(dataset_dict[train], dataset_dict[valid], batch_size, **kwargs)
+        return cls(*loaders, n_inp=n_inp)
 
-    def __repr__(self): return f'DataLoaders(train: {_describe(self.train)}, valid: {_describe(self.valid)}, n_inp: {self.n_inp})'
+    def __repr__(self):
+        train,valid = _describe(self.train),_describe(self.valid)
+        return f'DataLoaders(train: {train}, valid: {valid}, n_inp: {self.n_inp})'
 
 def _describe(dl):
     "A few words about a loader"
@@ -155,6 +181,9 @@ def _describe(dl):
 
 # %% ../../nbs/data/10_dataloaders.ipynb #ffb9296c
 from fastcore.basics import patch
+
+_NO_IMAGES = ('The first entry of the batch is {found}, which is no batch of images. It should be (batch, '
+              'channels, height, width) or (batch, height, width).')
 
 @patch
 def show_batch(self:DataLoaders,
@@ -166,14 +195,15 @@ def show_batch(self:DataLoaders,
     batch = next(iter(self.train if train_dataset else self.valid))
     images,*targets = batch.values() if isinstance(batch, Mapping) else batch
     if not torch.is_tensor(images) or images.ndim not in (3, 4):
-        raise TypeError(f'The first entry of the batch is {getattr(images, "shape", type(images).__name__)}, which is no batch of images. '
-                        'It should be (batch, channels, height, width) or (batch, height, width).')
+        found = getattr(images, 'shape', type(images).__name__)
+        raise TypeError(_NO_IMAGES.format(found=found))
     n = min(n, len(images))
     columns = max(1, min(n, round(n**0.5)))
     fig,axes = plt.subplots(-(-n//columns), columns, figsize=(1.2*columns, 1.3*-(-n//columns)), squeeze=False)
     for ax in axes.flat: ax.axis('off')
+    titled = targets and torch.is_tensor(targets[0]) and targets[0].ndim == 1
     for i,ax in zip(range(n), axes.flat):
         image = images[i] if images.ndim == 3 else images[i].permute(1, 2, 0).squeeze(-1)
         ax.imshow(image.numpy(), cmap='gray')
-        if targets and torch.is_tensor(targets[0]) and targets[0].ndim == 1: ax.set_title(targets[0][i].item(), fontsize=9)
+        if titled: ax.set_title(targets[0][i].item(), fontsize=9)
     return axes

@@ -9,7 +9,8 @@ __all__ = ['in_order']
 import copy
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import WeightedRandomSampler
 
 from .exact_loaders import ExactLoader
 
@@ -37,7 +38,8 @@ def _listed(sampler, make):
 # %% ../../nbs/data/50_dataset_order.ipynb #e6f3addd
 def _plain_loader(dl):
     "The rows of an exact loader, one after the other; its own position stays where it is"
-    options = {o: getattr(dl, o) for o in ('num_workers', 'collate_fn', 'pin_memory', 'timeout', 'worker_init_fn', 'multiprocessing_context')}
+    names = 'num_workers', 'collate_fn', 'pin_memory', 'timeout', 'worker_init_fn', 'multiprocessing_context'
+    options = {name: getattr(dl, name) for name in names}
     return DataLoader(dl.dataset, dl.batch_size, **options)
 
 def in_order(

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from .sampling import seeded_with
 
 # %% ../../nbs/data/60_fingerprint.ipynb #c612fc3f
-_MOST = 1024 # Of a larger tensor only so many numbers are looked at, and of a longer text 64 times as many bytes
+_MOST = 1024 # So many numbers of a larger tensor are looked at, and 64 times as many bytes of a longer text
 
 def _exact(kind, data):
     "A short text for exact data"
@@ -48,16 +48,23 @@ def _alike(a, b):
 def _leaves(x, depth=0):
     "What a row consists of, one leaf after the other; an object of an unknown kind is only named"
     if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_meta: return [_of_numbers(x)]
-    if isinstance(x, str): return [_exact('str', PurePath(x).name.encode('utf8', 'replace') if x.startswith('/') else x.encode('utf8', 'replace'))]
+    if isinstance(x, str): return [_exact('str', _without_folder(x).encode('utf8', 'replace'))]
     if isinstance(x, PurePath): return [_exact('path', x.name.encode('utf8', 'replace'))]
     if isinstance(x, (bytes, bytearray)): return [_exact('bytes', bytes(x))]
     if isinstance(x, float): return [_of_numbers(torch.tensor([x], dtype=torch.float64))]
     if x is None or isinstance(x, (int, complex)): return [f'{type(x).__name__} {x!r}']
     if depth > 8: return [type(x).__name__]
-    if isinstance(x, Mapping): return [leaf for k,v in x.items() for leaf in [f'key {k!s:.80}', *_leaves(v, depth+1)]]
+    if isinstance(x, Mapping): return _of_items(x.items(), depth)
     if isinstance(x, (list, tuple)): return _of_sequence(x, depth)
-    if hasattr(type(x), '__dataclass_fields__'): return [leaf for o in type(x).__dataclass_fields__ for leaf in _leaves(getattr(x, o, None), depth+1)]
-    return _of_foreign(x)
+    fields = getattr(type(x), '__dataclass_fields__', None)
+    if fields is None: return _of_foreign(x)
+    return [leaf for name in fields for leaf in _leaves(getattr(x, name, None), depth+1)]
+
+def _without_folder(text): return PurePath(text).name if text.startswith('/') else text
+
+def _of_items(items, depth):
+    "The leaves of a mapping, with its keys"
+    return [leaf for key,value in items for leaf in [f'key {key!s:.80}', *_leaves(value, depth+1)]]
 
 def _of_sequence(x, depth):
     "The leaves of a list; one of numbers alone is like a tensor"
@@ -69,7 +76,9 @@ def _of_sequence(x, depth):
 def _of_foreign(x):
     "The leaves of an array of NumPy or an image of PIL"
     numpy = sys.modules.get('numpy')
-    if numpy and isinstance(x, (numpy.ndarray, numpy.generic)) and x.dtype.kind in 'biufc': return [_of_numbers(torch.as_tensor(numpy.asarray(x).astype(x.dtype.newbyteorder('='))))]
+    if numpy and isinstance(x, (numpy.ndarray, numpy.generic)) and x.dtype.kind in 'biufc':
+        native = numpy.asarray(x).astype(x.dtype.newbyteorder('='))
+        return [_of_numbers(torch.as_tensor(native))]
     if hasattr(x, 'tobytes') and hasattr(x, 'mode'): return [_exact(f'{x.mode} {x.size}', x.tobytes())]
     return [type(x).__name__]
 
@@ -79,7 +88,8 @@ def _loose(x, depth=4):
     if isinstance(x, torch.Generator): return x.clone_state()
     if isinstance(x, random.Random) or type(x).__module__.startswith('numpy.random'): return copy.deepcopy(x)
     if not depth: return x
-    if type(x) in (list, dict) and len(x) <= 30: return [_loose(o, depth-1) for o in x] if type(x) is list else {k: _loose(v, depth-1) for k,v in x.items()}
+    if type(x) is list and len(x) <= 30: return [_loose(o, depth-1) for o in x]
+    if type(x) is dict and len(x) <= 30: return {k: _loose(v, depth-1) for k,v in x.items()}
     if not _is_open(x): return x
     made = object.__new__(type(x))
     made.__dict__.update({k: _loose(v, depth-1) for k,v in vars(x).items()})
@@ -87,7 +97,8 @@ def _loose(x, depth=4):
 
 def _is_open(x):
     "Whether `x` is an ordinary object, made of its `__dict__` alone, that nobody tidies up after"
-    if isinstance(x, (type, ModuleType, FunctionType, MethodType, torch.nn.Module)) or not isinstance(getattr(x, '__dict__', None), dict): return False
+    if isinstance(x, (type, ModuleType, FunctionType, MethodType, torch.nn.Module)): return False
+    if not isinstance(getattr(x, '__dict__', None), dict): return False
     return type(x).__basicsize__ <= _Plain.__basicsize__ and not hasattr(type(x), '__del__')
 
 class _Plain: "An object that is made of its `__dict__` alone"
@@ -111,11 +122,13 @@ def _raw_row(dataset, i):
 # %% ../../nbs/data/60_fingerprint.ipynb #1ffdaec7
 def _places(n):
     "Numbers of at most 16 rows of `n`, far from each other"
-    return list(dict.fromkeys(o for o in (0, n-1, *(n*k//16 for k in (8, 4, 12, 2, 6, 10, 14, 1, 3, 5, 7, 9, 11, 13))) if 0 <= o < n))
+    between = [n*k//16 for k in (8, 4, 12, 2, 6, 10, 14, 1, 3, 5, 7, 9, 11, 13)]
+    return list(dict.fromkeys(i for i in (0, n-1, *between) if 0 <= i < n))
 
 def _read_rows(dataset, n, work=2e-3, wait=5e-2):
-    "By number the leaves of some rows, until so many seconds are over; None where a leaf is not the same whenever it is read"
-    read,rows,worked,waited = _reader(dataset),{},time.thread_time()+work,time.perf_counter()+wait
+    "By number the leaves of some rows, until so many seconds are over; None where a leaf is random"
+    read,rows = _reader(dataset),{}
+    worked,waited = time.thread_time()+work,time.perf_counter()+wait
     for i in _places(n):
         once,again = ([*_seeded(read, i, o)] for o in ('once', 'again'))
         if len(once) != len(again): return {}
@@ -126,7 +139,9 @@ def _read_rows(dataset, n, work=2e-3, wait=5e-2):
 def _short(row):
     "The leaves of a row, or one for the exact ones of very many"
     if len(row) <= 64: return row
-    return [None] if None in row else [_exact(f'{len(row)} leaves', repr([o for o in row if isinstance(o, str)]).encode())]
+    if None in row: return [None]
+    texts = [leaf for leaf in row if isinstance(leaf, str)]
+    return [_exact(f'{len(row)} leaves', repr(texts).encode())]
 
 def _seeded(read, i, seed):
     with seeded_with('fingerprint', seed), warnings.catch_warnings():
@@ -134,6 +149,8 @@ def _seeded(read, i, seed):
         return _leaves(read(i))
 
 # %% ../../nbs/data/60_fingerprint.ipynb #b22d618f
+_DEL = 'has a dataset with a `__del__`, which a look might disturb'
+
 def source_of(
     dl, # A loader
 ): # Its dataset; a list of batches is its own
@@ -148,41 +165,55 @@ def rows_of(
     own = getattr(dataset, 'fingerprint', None)
     if isinstance(own, (str, int)) and not isinstance(own, bool): return dict(own=str(own))
     if dataset is None: return dict(unread='does not show its dataset')
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, '__len__'): return dict(unread='is a stream')
-    try: n = len(dataset)
-    except (TypeError, NotImplementedError): return dict(unread='is a stream')
-    if not (hasattr(dataset, '__getitem__') or hasattr(dataset, '__getitems__')): return dict(n=n, unread='has no rows by number')
-    if hasattr(type(dataset), '__del__') and not _is_hugging_face(dataset): return dict(n=n, unread='has a dataset with a `__del__`, which a look might disturb')
+    n = _length(dataset)
+    if n is None: return dict(unread='is a stream')
+    has_rows = hasattr(dataset, '__getitem__') or hasattr(dataset, '__getitems__')
+    if not has_rows: return dict(n=n, unread='has no rows by number')
+    if hasattr(type(dataset), '__del__') and not _is_hugging_face(dataset): return dict(n=n, unread=_DEL)
     try: rows = _read_rows(dataset, n)
     except Exception as e: return dict(n=n, unread=f'could not be read ({type(e).__name__}: {e!s:.100})')
-    if not n or any(leaf is not None and leaf != f'{len(row)-1} parts' for row in rows.values() for leaf in row): return dict(n=n, rows=rows)
-    return dict(n=n, unread='gives other rows each time')
+    repeats = any(leaf not in (None, f'{len(row)-1} parts') for row in rows.values() for leaf in row)
+    return dict(n=n, rows=rows) if repeats or not n else dict(n=n, unread='gives other rows each time')
+
+def _length(dataset):
+    "How many rows there are, None in a stream"
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, '__len__'): return None
+    try: return len(dataset)
+    except (TypeError, NotImplementedError): return None
 
 def reading_of(
     dl, # A loader
 )->dict: # Empty for a loader that knows its position, which compares these itself
     "How a plain `DataLoader` makes batches of rows"
     if not isinstance(dl, DataLoader) or hasattr(dl, 'load_state_dict'): return {}
-    return dict(batch_size=getattr(dl.batch_sampler, 'batch_size', dl.batch_size), drop_last=bool(getattr(dl.batch_sampler, 'drop_last', dl.drop_last)), sampler=type(dl.sampler).__name__)
+    size = getattr(dl.batch_sampler, 'batch_size', dl.batch_size)
+    drop_last = bool(getattr(dl.batch_sampler, 'drop_last', dl.drop_last))
+    return dict(batch_size=size, drop_last=drop_last, sampler=type(dl.sampler).__name__)
 
 # %% ../../nbs/data/60_fingerprint.ipynb #57b80863
+_OTHER_ROWS = ('it has other rows, or in another order: of {n} that were looked at {differ} differ, the '
+               'first of them row {first}')
+_CHANGED = {'own': 'its `fingerprint` was {!r}, and is {!r}', 'n': 'it had {} rows, and has {}'}
+
 def differences(
     saved:dict, # What `rows_of` gave then
     now:dict, # What it gives now
 ): # Texts
     "In what two fingerprints of data differ"
-    for o in ('own', 'n'):
-        if o in saved and o in now and saved[o] != now[o]:
-            yield f'its `fingerprint` was {saved[o]!r}, and is {now[o]!r}' if o == 'own' else f'it had {saved[o]} rows, and has {now[o]}'
-            return
+    for key,text in _CHANGED.items():
+        if key not in saved or key not in now or saved[key] == now[key]: continue
+        yield text.format(saved[key], now[key])
+        return
     rows = [i for i in saved.get('rows', {}) if i in now.get('rows', {})]
-    random = {place for o in (saved, now) for row in o.get('rows', {}).values() for place,leaf in enumerate(row) if leaf is None}
+    every = [*saved.get('rows', {}).values(), *now.get('rows', {}).values()]
+    random = {place for row in every for place,leaf in enumerate(row) if leaf is None}
     other = [i for i in rows if not _same_row(saved['rows'][i], now['rows'][i], random)]
-    if other: yield f'it has other rows, or in another order: of {len(rows)} that were looked at {len(other)} differ, the first of them row {min(other)}'
+    if other: yield _OTHER_ROWS.format(n=len(rows), differ=len(other), first=min(other))
 
 def _same_row(saved, now, random):
     "Whether two rows are alike but for the places that are `random`"
-    return len(saved) == len(now) and all(_alike(a, b) for place,(a,b) in enumerate(zip(saved, now)) if place not in random)
+    pairs = [pair for place,pair in enumerate(zip(saved, now)) if place not in random]
+    return len(saved) == len(now) and all(_alike(a, b) for a,b in pairs)
 
 def unchecked(
     saved:dict, # As for `differences`
@@ -197,13 +228,15 @@ def described(
     f, # A function, a module, or anything else that is called
 )->str: # The same for the same function in another process
     "A function and its settings in words"
-    if isinstance(f, functools.partial): return f'{described(f.func)} with {_settings([*enumerate(f.args), *f.keywords.items()])}'
+    if isinstance(f, functools.partial):
+        return f'{described(f.func)} with {_settings([*enumerate(f.args), *f.keywords.items()])}'
     if isinstance(f, MethodType): return f'{type(f.__self__).__qualname__}.{f.__name__}'
     if isinstance(f, FunctionType):
         found = _settings([*_default_values(f), *_around(f)])
-        code = f.__code__.co_names, [o for o in f.__code__.co_consts if isinstance(o, float)]
-        return f'{f.__qualname__}({found}) [{blake2b(repr((sorted(code[0]), code[1])).encode(), digest_size=3).hexdigest()}]'
-    if f is None or hasattr(f, '__qualname__') or not hasattr(f, '__dict__'): return getattr(f, '__qualname__', type(f).__qualname__)
+        code = sorted(f.__code__.co_names), [o for o in f.__code__.co_consts if isinstance(o, float)]
+        return f'{f.__qualname__}({found}) [{blake2b(repr(code).encode(), digest_size=3).hexdigest()}]'
+    if f is None or hasattr(f, '__qualname__') or not hasattr(f, '__dict__'):
+        return getattr(f, '__qualname__', type(f).__qualname__)
     inner = [*vars(f).items(), *(f.named_buffers() if isinstance(f, torch.nn.Module) else ())]
     return f'{type(f).__qualname__}({_settings(inner)})'
 
@@ -211,7 +244,8 @@ def described(
 def _default_values(f):
     code = f.__code__
     names = code.co_varnames[:code.co_argcount]
-    return [*zip(names[len(names)-len(f.__defaults__ or ()):], f.__defaults__ or ()), *(f.__kwdefaults__ or {}).items()]
+    defaults = f.__defaults__ or ()
+    return [*zip(names[len(names)-len(defaults):], defaults), *(f.__kwdefaults__ or {}).items()]
 
 def _around(f):
     "Names and values that a function has from around it"
@@ -221,16 +255,19 @@ def _around(f):
 
 def _settings(found):
     "Plain settings as text; a short tensor is one too"
-    return ', '.join(f'{k}={_setting(v)}' for k,v in found if not str(k).startswith('_') and k != 'training' and _setting(v) is not None)
+    own = [(name, value) for name,value in found if not str(name).startswith('_') and name != 'training']
+    shown = [(name, _setting(value)) for name,value in own]
+    return ', '.join(f'{name}={text}' for name,text in shown if text is not None)
 
 def _setting(v):
     if isinstance(v, (str, Number)) or v is None: return repr(v)[:80]
-    if isinstance(v, torch.Tensor) and v.numel() <= 64: return [float(f'{o:.4g}') for o in v.detach().flatten().tolist()] if not v.is_complex() else None
+    if isinstance(v, torch.Tensor) and v.numel() <= 64:
+        return None if v.is_complex() else [float(f'{o:.4g}') for o in v.detach().flatten().tolist()]
     if callable(v) and hasattr(v, '__qualname__'): return v.__qualname__
 
 # %% ../../nbs/data/60_fingerprint.ipynb #05deab4f
 class Seen(Dataset):
-    "What was found of a trainer's data and loss, each with the object it was found of; a snapshot walks past a `Dataset`"
+    "What was found of a trainer's data and loss, each with its object; a snapshot walks past a `Dataset`"
     def __init__(self): self.found = {}
 
     def get(self,
@@ -254,4 +291,5 @@ def loss_of(
     trainer, # With a loss function
 )->str: # What `described` gives
     "The loss function of a trainer in words"
-    return vars(trainer).setdefault('_data_seen', Seen()).get('loss_func', getattr(trainer, 'loss_func', None), described)
+    seen = vars(trainer).setdefault('_data_seen', Seen())
+    return seen.get('loss_func', getattr(trainer, 'loss_func', None), described)

@@ -27,7 +27,7 @@ def seed_with(*key):
     "Let the random numbers of Python, PyTorch (CPU) and NumPy begin anew from `key`"
     for_python,for_torch,for_numpy = hashed(*key)
     random.seed(for_python)
-    torch.default_generator.manual_seed(for_torch) # `torch.manual_seed` seeds every device, and takes many times as long
+    torch.default_generator.manual_seed(for_torch) # `torch.manual_seed` seeds every device, slowly
     if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(for_numpy % 2**32)
 
 # %% ../../nbs/data/20_sampling.ipynb #de5d5e07
@@ -51,7 +51,7 @@ def _kept_normal(numpy, generator):
     if type(generator) is not numpy.MT19937:
         state = numpy.get_state(legacy=False)
         return state['gauss'] if state['has_gauss'] else None
-    memory = (ctypes.c_uint32*625).from_address(generator.ctypes.state_address) # 624 numbers and the position among them
+    memory = (ctypes.c_uint32*625).from_address(generator.ctypes.state_address) # 624, and the position
     before = bytes(memory)
     number = numpy.standard_normal()
     if bytes(memory) == before: return number
@@ -74,6 +74,11 @@ def seeded_with(*key):
 whole_number = partial(check_count, wrong_type=TypeError)
 
 # %% ../../nbs/data/20_sampling.ipynb #4eb9c543
+_NO_SUCH_RANK = ('`rank` is {rank}, but with `world_size={world_size}` the processes have the numbers 0 to '
+                 '{last}. Use one of those.')
+_TOO_FEW_ROWS = ('{n} rows cannot be shared among {world_size} processes, and one without a batch would '
+                 'hold up the others. Use fewer processes, or more rows.')
+
 class SeededBatchSampler:
     "Batches of row numbers, in an order that follows from seed and epoch alone"
     def __init__(self,
@@ -85,15 +90,17 @@ class SeededBatchSampler:
         rank:int=0, # Number of this process, from 0
         world_size:int=1, # How many processes share the data
     ):
-        self.n,self.batch_size = whole_number(n, 'n', 'rows are counted', least=0),whole_number(batch_size, 'batch_size', 'rows are counted')
+        self.n = whole_number(n, 'n', 'rows are counted', least=0)
+        self.batch_size = whole_number(batch_size, 'batch_size', 'rows are counted')
         self.seed = whole_number(seed, 'seed', 'seeds are numbers', least=None)
         self.rank = whole_number(rank, 'rank', 'processes are numbered from 0', least=0)
         self.world_size = whole_number(world_size, 'world_size', 'processes are counted')
-        if self.rank >= self.world_size:
-            raise ValueError(f'`rank` is {rank}, but with `world_size={world_size}` the processes have the numbers 0 to {self.world_size-1}. Use one of those.')
+        if self.rank >= world_size:
+            raise ValueError(_NO_SUCH_RANK.format(rank=rank, world_size=world_size, last=self.world_size - 1))
         if 0 < self.n < self.world_size and not drop_last:
-            raise ValueError(f'{n} rows cannot be shared among {world_size} processes, and one without a batch would hold up the others. Use fewer processes, or more rows.')
-        self.shuffle,self.drop_last,self.epoch,self.start = check_flag(shuffle, 'shuffle'),check_flag(drop_last, 'drop_last'),0,0
+            raise ValueError(_TOO_FEW_ROWS.format(n=n, world_size=world_size))
+        self.shuffle,self.drop_last = check_flag(shuffle, 'shuffle'),check_flag(drop_last, 'drop_last')
+        self.epoch,self.start = 0,0
 
     def __len__(self): # Of a whole epoch, wherever it starts
         full,rest = divmod(self.n, self.batch_size*self.world_size)
@@ -104,6 +111,10 @@ class SeededBatchSampler:
         return (self._share(order, epoch, *step) for step in self.steps(self.start))
 
 # %% ../../nbs/data/20_sampling.ipynb #28c1c3d4
+_TOO_FAR = '`samples` is {samples}, but an epoch has only {n}. Is this position from another dataset?'
+_LEFT_OUT = ('The last {left} samples of this epoch cannot be shared among {world_size} processes, and are '
+             'left out.')
+
 @patch
 def set_epoch(self:SeededBatchSampler,
     epoch:int, # Number of the epoch, from 0
@@ -117,11 +128,11 @@ def start_at(self:SeededBatchSampler,
 ):
     "Leave out the first `samples` of the epoch"
     start = whole_number(samples, 'samples', 'rows are counted', least=0)
-    if start > self.n: raise ValueError(f'`samples` is {samples}, but an epoch has only {self.n}. Is this position from another dataset?')
+    if start > self.n: raise ValueError(_TOO_FAR.format(samples=samples, n=self.n))
     self.start = start
     left = self.n - self.start
     if 0 < left < self.world_size and not self.drop_last:
-        warnings.warn(f'The last {left} samples of this epoch cannot be shared among {self.world_size} processes, and are left out.', stacklevel=2)
+        warnings.warn(_LEFT_OUT.format(left=left, world_size=self.world_size), stacklevel=2)
 
 # %% ../../nbs/data/20_sampling.ipynb #0d725b33
 class _Batch(list):
@@ -155,6 +166,9 @@ def _share(self:SeededBatchSampler, order, epoch, first, size):
     return batch
 
 # %% ../../nbs/data/20_sampling.ipynb #e12db74f
+_STOPPED = ('`StopIteration` {where}. A loader would take that for the end of the epoch; let the dataset '
+            'raise another error.')
+
 class BatchReader:
     "A dataset of which one item is a whole batch, read with its own random numbers"
     def __init__(self, dataset, collate_fn): self.dataset,self.collate_fn = dataset,collate_fn
@@ -174,13 +188,14 @@ class BatchReader:
             else:
                 for i in batch: rows.append(dataset[i])
         except Exception as e:
-            raise _located(e, f'while reading {f"the items {list(batch)}" if many else f"item {i}"} of the dataset, in epoch {batch.key[1]}')
+            what = f'the items {list(batch)}' if many else f'item {i}'
+            raise _located(e, f'while reading {what} of the dataset, in epoch {batch.key[1]}')
         return self.collate_fn(rows)
 
 def _located(error, where):
     "`error`, which says where it happened"
     if isinstance(error, StopIteration):
-        told = RuntimeError(f'`StopIteration` {where}. A loader would take that for the end of the epoch; let the dataset raise another error.')
+        told = RuntimeError(_STOPPED.format(where=where))
         told.__cause__ = error
         return told
     error.add_note(where)
@@ -194,7 +209,7 @@ class WorkerStart:
     def __call__(self, worker):
         info = get_worker_info()
         object.__setattr__(info, 'dataset', info.dataset.dataset) # The class is frozen
-        gc.freeze() # Loaders of the parent that are garbage are for the parent to collect: here that would end its other workers
+        gc.freeze() # To collect loaders of the parent here would end its other workers
         threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
         if self.worker_init_fn is not None: self.worker_init_fn(worker)
 

@@ -15,45 +15,15 @@ from fastcore.basics import patch
 
 from ..metrics.confidence import numbers_of
 from ..metrics.any_metric import check_no_options
-from ..metrics.metrics import MetricsCB, weigh_of
-from .predictions import OtherData, check_columns, check_sets, chosen_loader, data_sets, evaluated_weights, in_order, only_one, same_random
+from ..metrics.metrics import weigh_of
+from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same_random
+from ..data.dataset_order import in_order
+from .predictions import OtherData, evaluated_weights
 from ..train.training import NBatchCB
-from ..basics.checks import check_count, check_function, did_you_mean
+from ..basics.checks import check_count, check_function
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException, CancelFitException, CancelStepException, Order, callback_name
 from ..basics.tables import row_text
-from ..loop.shared_attributes import STATE
-
-# %% ../../nbs/evaluate/40_evaluator.ipynb #26d6dc61
-_FROM_BATCH = dict(inputs=lambda trainer: only_one(trainer.split(trainer.batch)[0]), targets=lambda trainer: only_one(trainer.split(trainer.batch)[1]))
-
-def _askers(wanted):
-    "Functions of the trainer by name"
-    named = wanted if isinstance(wanted, Mapping) else {o: o for o in ([wanted] if isinstance(wanted, str) else wanted)}
-    for what in named.values():
-        if callable(what): continue
-        if not isinstance(what, str): raise TypeError(f'`eval_tensors` has {what!r} in it. Use names such as `preds`, or a dict with names and functions of the trainer.')
-        if what not in _FROM_BATCH and what not in STATE:
-            raise LookupError(f'The trainer has no `{what}` that `eval_tensors` could ask for.{did_you_mean(what, [*_FROM_BATCH, *STATE])} For anything else give a dict with a function of the trainer.')
-    return {name: what if callable(what) else _FROM_BATCH.get(what) or (lambda trainer, what=what: getattr(trainer, what)) for name,what in named.items()}
-
-# %% ../../nbs/evaluate/40_evaluator.ipynb #6a3a7a50
-class _PassCB(MetricsCB):
-    "Record an evaluation, and call a function after each batch"
-    shows_rows = True # So that nobody prints the row
-    def __init__(self, name, metrics, with_loss, look, weigh=None):
-        super().__init__(weigh=weigh, **metrics)
-        self.name,self.with_loss,self.look = name,with_loss,look
-
-    def before_get_loss(self, trainer):
-        "Leave out the loss where there is none"
-        if self.with_loss: return
-        trainer.loss = math.nan
-        raise CancelStepException('there is no loss')
-
-    def after_batch(self, trainer):
-        "Note the loss, update the metrics, and call the function"
-        super().after_batch(trainer)
-        if self.look is not None: self.look(trainer)
+from .evaluation_pass import PassCB, askers
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #dd20e864
 class EvaluatorCB:
@@ -93,8 +63,8 @@ class EvaluatorCB:
         self.n_batches,self.with_loss,self.weigh,self.write,self.report,self.callbacks_inside = n_batches,with_loss,weigh,write,report,callbacks
         self.user_iter_callback,self.user_epochs_done_callback,self.store = user_iter_callback,user_epochs_done_callback,{}
         self._cancel = None # What a function of the user's has raised, for the training
-        self._askers = _askers(eval_tensors or ['preds', 'targets'] + ['loss']*with_loss)
-        self._pass = _PassCB(callback_name(self), metrics, with_loss, self._look if user_iter_callback else None, weigh)
+        self._askers = askers(eval_tensors or ['preds', 'targets'] + ['loss']*with_loss)
+        self._pass = PassCB(callback_name(self), metrics, with_loss, self._look if user_iter_callback else None, weigh)
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #b40d78f9
 def _numbers(returned):

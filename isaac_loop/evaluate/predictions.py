@@ -7,23 +7,20 @@ __all__ = ['Predictions', 'CapturePredsCB']
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #9a2f6c19
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
 from fastcore.basics import patch
-from torch.utils.data import Dataset, IterableDataset
 
 from ..data.dataset_order import in_order
-from ..loop.events import CancelException, CancelStepException, Order, callback_name
-from ..loop.history import declared_columns
-from ..loop.shared_attributes import offered, offering
-from ..basics.checks import did_you_mean
-from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
+from .data_sets import chosen_loader
 from .join_batches import join_batches
-from ..state.random_numbers import random_state, set_random_state
+from ..loop.events import CancelException, CancelStepException, Order
+from ..loop.shared_attributes import offered
+from ..loop.passes import n_batches
+from ..loop.trainer import Trainer
+from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 from ..basics.tensors import batch_size, map_tensors
-from ..loop.trainer import Trainer, n_batches
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #be133bee
 class Predictions:
@@ -144,23 +141,6 @@ def _write(self:CapturePredsCB):
     "Hand this batch over, and forget it"
     try: self.write(self.result())
     finally: self._parts,self._positions,self._batch_losses = [],[],[]
-
-# %% ../../nbs/evaluate/20_predictions.ipynb #304483f8
-def chosen_loader(
-    dls, # The trainer's loaders
-    dl, # A loader, 'train', 'valid', or None for 'valid'
-): # A loader
-    "The loader meant by a loader, a name, or None"
-    if dl is None or isinstance(dl, str):
-        name = dl or 'valid'
-        if name not in ('train', 'valid'): raise LookupError(f"The trainer has no loader {dl!r}; it has 'train' and 'valid'.{did_you_mean(name, ('train', 'valid'))} Any other loader is passed itself.")
-        if getattr(dls, name, None) is None: raise ValueError(f"`dls.{name}` is {'None' if hasattr(dls, name) else 'missing'}, so there is nothing to look at. Pass a loader: `dl=...`.")
-        return getattr(dls, name)
-    if torch.is_tensor(dl) or (isinstance(dl, Dataset) and not isinstance(dl, IterableDataset)):
-        raise TypeError(f'`dl` is a {type(dl).__name__}, which gives single rows, but the model wants batches. Wrap it: `DataLoader(dataset, batch_size=64)`.')
-    if not hasattr(dl, '__iter__') and not hasattr(dl, '__getitem__'):
-        raise TypeError(f'`dl` is a {type(dl).__name__}, which cannot be iterated. Pass a loader, \'train\' or \'valid\'.')
-    return dl
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #0612a328
 class OtherData:
@@ -283,51 +263,6 @@ def epoch_preds(self:Trainer,
         found = None if force else self._captured(key, with_loss)
         with evaluated_weights(self): known[key] = dl,self.get_preds(dl, with_loss=with_loss) if found is None else found
     return known[key][1]
-
-# %% ../../nbs/evaluate/20_predictions.ipynb #e6cd7f02
-def data_sets(
-    dl, # A loader, 'train', 'valid', None, or a dict of them by name
-    name:str, # What a single one is called
-)->dict:
-    "Loaders, or names of the trainer's own, by the name of their data"
-    sets = dl if isinstance(dl, Mapping) else {name: dl}
-    if not sets: raise ValueError('`dl` is an empty dict, so there is nothing to evaluate. Give it a loader for each name.')
-    for name,o in sets.items():
-        if not isinstance(name, str) or not name: raise TypeError(f'A data set is called {name!r}, but columns begin with its name. Use a text.')
-        if o is not None and not isinstance(o, str): chosen_loader(None, o)
-        if hasattr(o, '__next__'): raise TypeError(f'The data of `{name}` are an iterator, and those can be walked only once. Pass an object whose `__iter__` starts anew, such as a `DataLoader` or a list.')
-    return dict(sets)
-
-# %% ../../nbs/evaluate/20_predictions.ipynb #470ef7a3
-@contextmanager
-def same_random():
-    "Put random numbers back"
-    state = random_state()
-    try: yield
-    finally: set_random_state(state)
-
-def check_sets(
-    trainer, # Its `dls` have the loaders that are meant by names
-    sets:dict, # What `data_sets` gave
-    who:str, # Name of the callback, for the message
-):
-    "Refuse data sets without a batch"
-    for name,dl in sets.items():
-        with same_random(): loader = in_order(chosen_loader(trainer.dls, dl))[0]
-        if n_batches(loader) == 0: raise ValueError(f'The data set `{name}` of `{who}` has no batches, so there is nothing to evaluate. Is its dataset empty?')
-
-# %% ../../nbs/evaluate/20_predictions.ipynb #338ee278
-def check_columns(
-    trainer, # Whose callbacks to look at
-    callback, # The one that writes
-    advice:str, # How to mend it
-):
-    "Refuse columns that another callback declares as well"
-    mine = callback.columns(trainer)
-    for other in offering(trainer, 'columns'):
-        if other is callback: continue
-        taken = [o for o in declared_columns(other, trainer) if o in mine]
-        if taken: raise ValueError(f'`{callback_name(callback)}` and `{callback_name(other)}` both write the column `{taken[0]}`, so one would hide the other. {advice}')
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #70bd8aa6
 def decoded(

@@ -16,7 +16,8 @@ import torch
 from fastcore.basics import patch
 
 from ..metrics.confidence import function_of, numbers_of
-from .predictions import Predictions, check_columns, check_sets, chosen_loader, class_name, data_sets, decoded, same_random
+from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same_random
+from .predictions import Predictions, class_name, decoded
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelEpochException, Order, callback_name
 from ..show.media_files import check_folder, replace_file

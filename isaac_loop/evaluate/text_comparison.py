@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 from tqdm.std import tqdm
 
-from .predictions import same_random
+from .data_sets import same_random
 from ..basics.checks import check_count
 from ..loop.events import CancelException, Order
 from ..basics.tables import Table

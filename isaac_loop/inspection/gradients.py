@@ -13,7 +13,7 @@ import torch
 
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelException, Order
-from ..loop.history import as_tensor
+from ..loop.batch_record import as_tensor
 from ..models.hooks import find_parameters
 from ..show.media_files import check_format
 from ..loop.device_numbers import DeviceRecord, histogram, place_of

@@ -10,9 +10,11 @@ import inspect
 
 from fastcore.basics import patch
 
-from ..loop.events import SPANS, STEPS, Plan, callback_name, handler_of
+from ..loop.events import SPANS, STEPS, callback_name, handler_of
+from ..loop.trainer import Plan, Trainer
 from ..basics.tables import Table
-from ..loop.trainer import STATE, Trainer
+from ..loop.shared_attributes import STATE
+from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/10_loop_tables.ipynb #0788b144
 _WHEN = {'fit': 'the whole fit', 'epoch': 'one pass over a loader', 'batch': 'one batch', **{o: f'the step `{o}`' for o in STEPS}}

@@ -15,7 +15,7 @@ from .asks_ahead import check_uses, uses, warn_of_unknown
 from .facade import Facade
 from ..log.run_config import accumulation_of, processes
 from ..loop.events import Order
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 from ..state.errors import UnsaveableState
 from ..state.plain_state import plain
 

@@ -6,7 +6,7 @@
 __all__ = ['ExperimentCB']
 
 # %% ../../nbs/log/40_experiment.ipynb #261ab632
-import ast, filecmp, inspect, itertools, json, linecache, logging, os, re, shutil, sys, time, traceback, warnings, weakref, zipfile
+import itertools, json, logging, os, shutil, time, traceback, warnings, weakref
 from dataclasses import asdict, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,123 +16,47 @@ from fastcore.basics import patch
 
 from .run_config import RunConfig
 from .file_values import finite, plain
-from .run_facts import ENDED, described, outcome_of, settings, source_of
-from ..basics.checks import check_file_name, local_path
+from .run_facts import ENDED, described, outcome_of, settings
+from ..basics.checks import local_path
 from ..loop.events import CancelException, Order, callback_name
 from .log_text import LogFile, tee_streams, untee_streams
 from ..show.media_files import replace_file
-from .code_version import git_state, packages, running_script, surroundings
+from .code_version import git_state, packages, surroundings
+from .folder_names import earlier_folder, is_empty, plain_name, read_record, take_folder
+from .kept_code import archive, same_files, sources_of
 from ..state.run_folder import Experiment
 from ..basics.tables import row_text
 
-# %% ../../nbs/log/40_experiment.ipynb #e1164edf
-def _definition(
-    obj, # An object, a class or a function
-)->str: # Python code, or None where it is not to be had
-    "The source code of a function, or of the class of an object, also from a notebook"
-    if inspect.isfunction(obj) or inspect.ismethod(obj) or inspect.ismodule(obj):
-        try: return inspect.getsource(obj)
-        except (OSError, TypeError): return None
-    return source_of(obj) or _from_cell(obj if isinstance(obj, type) else type(obj))
-
-def _from_cell(cls):
-    "The source of a class from the cell that its methods come from"
-    for f in filter(inspect.isfunction, vars(cls).values()):
-        text = ''.join(linecache.getlines(f.__code__.co_filename))
-        try: found = [o for o in ast.walk(ast.parse(text)) if isinstance(o, ast.ClassDef) and o.name == cls.__name__]
-        except SyntaxError: continue
-        for o in found:
-            if o.lineno <= f.__code__.co_firstlineno <= o.end_lineno: return ast.get_source_segment(text, o) + '\n'
-
-# %% ../../nbs/log/40_experiment.ipynb #32a1bd35
-def _definitions(things):
-    "The source of all `things`, each once"
-    found = dict.fromkeys(_definition(o) for o in things)
-    return '\n\n'.join(o for o in found if o)
-
-def _model_parts(trainer):
-    "The model, its modules that are not PyTorch's, and the loss function"
-    modules = list(trainer.model.modules()) if hasattr(trainer.model, 'modules') else [trainer.model]
-    own = [o for o in modules if type(o).__module__.partition('.')[0] != 'torch']
-    return [*own, *(o for o in [trainer.loss_func] if (getattr(o, '__module__', None) or 'torch').partition('.')[0] != 'torch')]
-
-def _program():
-    "Name and text of what is running: a script, or the cells of a notebook"
-    script = running_script()
-    if 'IPython' in sys.modules and (shell := sys.modules['IPython'].get_ipython()) is not None:
-        cells = [o for o in shell.user_ns.get('In', []) if o.strip()]
-        return {'notebook.py': ''.join(f'#%%\n{o.rstrip()}\n\n' for o in cells)}
-    try: return {script.name: script.read_text(errors='replace')} if script else {}
-    except OSError: return {}
-
-def _sources(trainer):
-    "Files for the folder `code`, as name and text"
-    found = {'model.txt': f'{trainer.model}\n', 'model.py': _definitions(_model_parts(trainer)), 'callbacks.py': _definitions(trainer.callbacks)}
-    return {k: v for k,v in {**found, **_program()}.items() if v}
-
-# %% ../../nbs/log/40_experiment.ipynb #aca935a6
-def _plain_name(what, name):
-    "`name` as the name of a folder, or an error"
-    if not isinstance(name, str) or not re.fullmatch(r'[^./\\\0\s][^/\\\0\n]{0,150}', name):
-        raise ValueError(f'`{what}` is {name!r}, but it becomes the name of one folder. Use a plain name without slashes that does not begin with a dot, such as `wide-net`.')
-    check_file_name(name, what)
-    return name
-
-def _take_folder(parent, name, stamp):
-    "Make a folder that nobody has; returns its path"
-    n = 1
-    while True:
-        path = parent/(f'{name}_{stamp}' if n == 1 else f'{name}_{stamp}-{n}')
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-            return path
-        except FileExistsError:
-            if not parent.is_dir(): raise
-            n += 1
-
-def _now(): return datetime.now(timezone.utc).isoformat(timespec='milliseconds')
-
-# %% ../../nbs/log/40_experiment.ipynb #ed215dd6
-def _earlier(parent, name):
-    "The newest folder of this name that has a record, or None"
-    stamped = re.compile(re.escape(name) + r'_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d+)?')
-    found = [o for o in parent.iterdir() if stamped.fullmatch(o.name) and (o/'run.json').is_file()] if parent.is_dir() else []
-    return max(found, key=lambda o: (_read_record(o/'run.json').get('created', ''), o.name), default=None)
-
-def _read_record(file):
-    "What a run wrote when it was begun, or an empty dict"
-    try: found = json.loads(file.read_text(encoding='utf-8'))
-    except (OSError, ValueError): return {}
-    return found if isinstance(found, dict) else {}
-
-def _is_empty(folder):
-    "Whether nothing but folders and a checkpoint store's lock is in `folder`"
-    return all(o.is_dir() or o.name == '.lock' for o in folder.rglob('*'))
-
 # %% ../../nbs/log/40_experiment.ipynb #80934ef5
+_NO_HYPER = ('`hyper` is {given!r}, but hyper-parameters have names. '
+             'Use a dict, the result of `argparse`, or a dataclass.')
+
 def _hyper(given):
     "Hyper-parameters as a dict of plain types"
     if is_dataclass(given) and not isinstance(given, type): given = asdict(given)
     elif hasattr(given, '__dict__') and not isinstance(given, (dict, type)): given = vars(given)
     try: given = dict(given or {})
-    except (TypeError, ValueError): raise TypeError(f'`hyper` is {given!r}, but hyper-parameters have names. Use a dict, the result of `argparse`, or a dataclass.') from None
+    except (TypeError, ValueError): raise TypeError(_NO_HYPER.format(given=given)) from None
     return json.loads(_json(given))
 
 def _json(value): return json.dumps(finite(plain(value)), indent=1, ensure_ascii=False)
 
-# %% ../../nbs/log/40_experiment.ipynb #9d4a71c9
-def _archive(path, folder, without):
-    "Copy a file into `folder`, or a folder as a zip file; hidden files, caches and what is in `without` are left out"
-    if path.is_file(): return shutil.copy2(path, folder/path.name)
-    path = path.resolve()
-    with zipfile.ZipFile(folder/f'{path.name}.zip', 'w', zipfile.ZIP_DEFLATED, strict_timestamps=False) as made:
-        for o in sorted(path.rglob('*')):
-            inside = o.relative_to(path)
-            hidden = any(p.startswith('.') or p == '__pycache__' for p in inside.parts)
-            if o.is_file() and not hidden and not o.is_relative_to(without.resolve()): made.write(o, inside)
+def _now(): return datetime.now(timezone.utc).isoformat(timespec='milliseconds')
 
 # %% ../../nbs/log/40_experiment.ipynb #732f3a6c
+_NO_FILES = ('`files` names {missing}, which are not there, so they could not be kept. '
+             'Paths are relative to the working directory.')
+
+def _checked_files(files):
+    files = [files] if isinstance(files, (str, Path)) else files or ()
+    files = [local_path(path, 'ExperimentCB', 'files') for path in files]
+    missing = [str(path) for path in files if not path.exists()]
+    if missing: raise ValueError(_NO_FILES.format(missing=missing))
+    return files
+
+def _checked_resume(resume):
+    return resume if resume in (None, 'latest') else local_path(resume, 'ExperimentCB', 'resume').absolute()
+
 class ExperimentCB:
     "Keep everything about the run in a folder of its own"
     order = Order.RECORD+1 # Before everybody who may ask for the folder
@@ -143,16 +67,17 @@ class ExperimentCB:
         name:str='run', # What this run tries; the time is put behind it
         hyper=None, # Hyper-parameters to keep: a dict, the result of `argparse`, or a dataclass
         files=None, # Files to copy into `code`, and folders, which are zipped
-        resume=None, # Go on in the folder of an earlier run: its path, or 'latest' for the newest of this name, if there is one
+        resume=None, # Go on in an earlier folder: its path, or 'latest' for the newest of this name, if any
         tee:bool=False, # Also copy into the log what is printed?
         url:str=None, # Where `UploadCB` copies the folder to, unless it is told otherwise
     ):
-        self.root,self.project,self.experiment = local_path(root, 'ExperimentCB', 'root').absolute(),_plain_name('project', project),_plain_name('name', name)
-        self.files = [local_path(o, 'ExperimentCB', 'files') for o in ([files] if isinstance(files, (str, Path)) else files or ())]
-        self.hyper,self.resume,self.tee,self._url = _hyper(hyper),resume if resume in (None, 'latest') else local_path(resume, 'ExperimentCB', 'resume').absolute(),tee,url
-        missing = [str(o) for o in self.files if not o.exists()]
-        if missing: raise ValueError(f'`files` names {missing}, which are not there, so they could not be kept. Paths are relative to the working directory.')
-        self._of,self._about,self._log,self._row,self._tees,self._kept = None,None,None,None,{},False
+        self.root = local_path(root, 'ExperimentCB', 'root').absolute()
+        self.project,self.experiment = plain_name('project', project),plain_name('name', name)
+        self.hyper,self.files,self.resume = _hyper(hyper),_checked_files(files),_checked_resume(resume)
+        self.tee,self._url = tee,url
+        self._of,self._about = None,None # The trainer, and what others are told
+        self._log,self._row,self._tees = None,None,{} # Of the present fit
+        self._kept = False # Is the record written?
 
     @property
     def folder(self):
@@ -201,22 +126,26 @@ def _take(self:ExperimentCB, trainer):
     self._main,self._rank = config.is_main,config.rank if config.n_processes > 1 else None
     self._about = Experiment(self.project, self.experiment, stamp, folder, self.hyper, self._url)
 
+_NO_FOLDER = ('`resume` is {resume!r}, and there is no such folder to go on in. '
+              'Leave it out to begin a new one, or use `fetch` to get one from elsewhere.')
+_NO_PLACE = ('`ExperimentCB` cannot write to `{place}` ({error}), so nothing of this run would be kept. '
+             'Choose a `root` where you may write.')
+
 @patch
 def _choose(self:ExperimentCB):
     "Path of the folder, or the error that prevents it, for all processes to raise"
     parent,found = self.root/self.project,None
-    if self.resume == 'latest': found = _earlier(parent, self.experiment)
+    if self.resume == 'latest': found = earlier_folder(parent, self.experiment)
     elif self.resume is not None:
         found = self.resume.absolute()
-        if not found.is_dir():
-            return ValueError(f'`resume` is {str(self.resume)!r}, and there is no such folder to go on in. Leave it out to begin a new one, or use `fetch` to get one from elsewhere.')
+        if not found.is_dir(): return ValueError(_NO_FOLDER.format(resume=str(self.resume)))
     try:
-        found = found or _take_folder(parent, self.experiment, time.strftime('%Y-%m-%d_%H-%M-%S'))
+        found = found or take_folder(parent, self.experiment, time.strftime('%Y-%m-%d_%H-%M-%S'))
         probe = found/f'.probe-{os.getpid()}'
         probe.touch()
         probe.unlink()
         return str(found)
-    except OSError as e: return OSError(f'`ExperimentCB` cannot write to `{found or parent}` ({e.strerror or e}), so nothing of this run would be kept. Choose a `root` where you may write.')
+    except OSError as e: return OSError(_NO_PLACE.format(place=found or parent, error=e.strerror or e))
 
 # %% ../../nbs/log/40_experiment.ipynb #c04da9ba
 @patch
@@ -224,7 +153,7 @@ def _note_start(self:ExperimentCB, trainer):
     "Gather what there is to know before the first batch"
     if not self._kept:
         git = git_state()
-        self._texts = {**_sources(trainer), 'git.diff': git.pop('diff', '')}
+        self._texts = {**sources_of(trainer), 'git.diff': git.pop('diff', '')}
         about = {k: v for k,v in self._about.to_dict().items() if k != 'folder'}
         self._record = {**about, 'created': _now(), **surroundings(), 'git': git, 'fits': []}
     self._row = self._fit_row(trainer)
@@ -233,18 +162,26 @@ def _note_start(self:ExperimentCB, trainer):
 @patch
 def _fit_row(self:ExperimentCB, trainer):
     "What there is to say about a fit when it begins"
-    callbacks = {callback_name(o): {k.partition('.')[2]: v for k,v in settings(o).items()} for o in trainer.callbacks if o is not self}
-    return dict(fit=trainer.history.fit, started=_now(), outcome='running', model=type(trainer.model).__name__, loss_func=described(trainer.loss_func),
-                opt_func=described(trainer.opt_func), config=RunConfig.of(trainer).to_dict(), callbacks=callbacks)
+    told = {callback_name(cb): settings(cb) for cb in trainer.callbacks if cb is not self}
+    callbacks = {name: {k.partition('.')[2]: v for k,v in found.items()} for name,found in told.items()}
+    return dict(fit=trainer.history.fit, started=_now(), outcome='running',
+                model=type(trainer.model).__name__, loss_func=described(trainer.loss_func),
+                opt_func=described(trainer.opt_func),
+                config=RunConfig.of(trainer).to_dict(), callbacks=callbacks)
 
 # %% ../../nbs/log/40_experiment.ipynb #9a37d797
 def _numbered(name, n): return name if n == 1 else f'{Path(name).stem}-{n}{Path(name).suffix}'
-def _warn_of(path, e): warnings.warn(f'`ExperimentCB` could not write to `{path}` ({e}). Training goes on, but the record is not complete.')
+
+_NOT_WRITTEN = ('`ExperimentCB` could not write to `{path}` ({error}). '
+                'Training goes on, but the record is not complete.')
+
+def _warn_of(path, e): warnings.warn(_NOT_WRITTEN.format(path=path, error=e))
 
 @patch
 def _open_log(self:ExperimentCB):
     "Let the log go into its file"
-    try: self._log.begin(self._about.path('logs', 'log.txt' if self._rank is None else f'log-{self._rank}.txt'))
+    name = 'log.txt' if self._rank is None else f'log-{self._rank}.txt'
+    try: self._log.begin(self._about.path('logs', name))
     except OSError as e: _warn_of(self.folder, e)
 
 @patch
@@ -265,11 +202,11 @@ def _n_starts(self:ExperimentCB):
 
 @patch
 def _settle(self:ExperimentCB, n, which, how):
-    "Note in the record of start `n` how its fits ended that could not say so themselves, as it was killed; returns them"
+    "Note in the record of start `n` how those fits ended that were killed, and return them"
     file = self.folder/_numbered('run.json', n)
-    record = _read_record(file) if n and self._main else {}
+    record = read_record(file) if n and self._main else {}
     found = [o for o in record.get('fits', ()) if which(o)]
-    for o in found: o |= how
+    for row in found: row |= how
     if found: _write_json(file, record)
     return found
 
@@ -281,7 +218,8 @@ def _keep(self:ExperimentCB):
     if not self._main: return
     n = self._n_starts()+1
     self._file = self.folder/_numbered('run.json', n)
-    self._settle(n-1, lambda row: row['outcome'] == 'running', dict(outcome='broken off', reason=f'the run went on in {self._file.name}'))
+    how = dict(outcome='broken off', reason=f'the run went on in {self._file.name}')
+    self._settle(n-1, lambda row: row['outcome'] == 'running', how)
     try: self._record['code'] = self._keep_code(n)
     except OSError as e: _warn_of(self.folder, e)
     self._write_record()
@@ -293,24 +231,20 @@ def _keep_code(self:ExperimentCB, n):
     (code/'requirements.txt').write_text(packages(), encoding='utf-8')
     for name,text in self._texts.items():
         if text: (code/name).write_text(text, encoding='utf-8', errors='backslashreplace')
-    for o in self.files: _archive(o, code, self.root)
+    for o in self.files: archive(o, code, self.root)
     others = [self.folder/'code'/f'start-{i}' for i in reversed(range(2, n))] + [self.folder/'code']
     last = next(o for o in others if o.is_dir())
-    if n > 1 and _same_files(code, last):
+    if n > 1 and same_files(code, last):
         shutil.rmtree(code)
         code = last
     return code.relative_to(self.folder).as_posix()
-
-def _same_files(a, b):
-    "Whether two folders have the same files; what is in folders below does not count"
-    names,others = ({o.name for o in folder.iterdir() if o.is_file()} for folder in (a, b))
-    return names == others and all(filecmp.cmp(a/o, b/o, shallow=False) for o in names)
 
 # %% ../../nbs/log/40_experiment.ipynb #86801819
 @patch
 def _begin_log(self:ExperimentCB, trainer):
     "Listen to `logging`, and to what is printed"
-    self._log.line(f'Fit {trainer.history.fit} of {self.project}/{self.experiment}: {trainer.n_epochs} epochs, lr {trainer.lr}')
+    fit,run = trainer.history.fit,f'{self.project}/{self.experiment}'
+    self._log.line(f'Fit {fit} of {run}: {trainer.n_epochs} epochs, lr {trainer.lr}')
     if self._kept:
         self._open_log()
         if self._main: self._write_record()
@@ -324,7 +258,7 @@ def _end_log(self:ExperimentCB, trainer):
     untee_streams(tees)
     logging.getLogger().removeHandler(log)
     if self._kept: return
-    if self._main and _is_empty(self.folder): shutil.rmtree(self.folder, ignore_errors=True)
+    if self._main and is_empty(self.folder): shutil.rmtree(self.folder, ignore_errors=True)
     self._of = self._about = trainer.experiment = None # The next fit takes a new one
 
 # %% ../../nbs/log/40_experiment.ipynb #ed21b215
@@ -333,11 +267,18 @@ def _note_end(self:ExperimentCB, trainer):
     "Put the outcome into record and log"
     error = trainer.exception
     outcome,reason = outcome_of(trainer)
-    if self._row is not None: self._row |= dict(outcome=outcome, reason=reason, ended=_now(), n_updates=trainer.n_updates)
-    if error is not None and not isinstance(error, CancelException): self._log.line(''.join(traceback.format_exception(error)))
+    ending = dict(outcome=outcome, reason=reason, ended=_now(), n_updates=trainer.n_updates)
+    if self._row is not None: self._row |= ending
+    failed = error is not None and not isinstance(error, CancelException)
+    if failed: self._log.line(''.join(traceback.format_exception(error)))
     self._log.line(f'{outcome}{f": {reason}" if reason else ""}, after {trainer.n_updates} updates')
     if self._kept and self._main: self._write_record()
-    if self._kept or outcome not in ENDED[:2] or not trainer.n_updates: return
-    n = self._n_starts() # Only the end was left, so this start has no record of its own
-    how = dict(outcome=outcome, reason=trainer.stop_reason or 'only the end was left to a later start', n_updates=trainer.n_updates)
-    if self._settle(n, lambda row: row['fit'] == trainer.history.fit and row['outcome'] not in ENDED, how): self._open_log()
+    if not self._kept and outcome in ENDED[:2] and trainer.n_updates: self._close_earlier(trainer, outcome)
+
+@patch
+def _close_earlier(self:ExperimentCB, trainer, outcome):
+    "Note the end in the record of the start before: only that was left, so this one has no record of its own"
+    reason = trainer.stop_reason or 'only the end was left to a later start'
+    how = dict(outcome=outcome, reason=reason, n_updates=trainer.n_updates)
+    is_open = lambda row: row['fit'] == trainer.history.fit and row['outcome'] not in ENDED
+    if self._settle(self._n_starts(), is_open, how): self._open_log()

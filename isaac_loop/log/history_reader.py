@@ -12,7 +12,7 @@ from bisect import bisect_left
 
 import torch
 
-from ..loop.history import as_tensor
+from ..loop.batch_record import as_tensor
 
 # %% ../../nbs/log/04_history_reader.ipynb #64c303ff
 class HistoryReader:

@@ -22,7 +22,7 @@ from .run_config import processes
 from .run_facts import ENDED, described, outcome_of, run_map
 from ..loop.device_numbers import DeviceMean, Sent
 from ..loop.events import CancelFitException, Order, callback_name
-from ..loop.history import check_monitored
+from ..loop.monitor import check_monitored
 from ..train.optimizer_options import learning_rates
 
 # %% ../../nbs/log/05_loggers.ipynb #34c7e288

@@ -15,7 +15,8 @@ from ..device.accelerated import AccelerateCB
 from ..train.accumulation import AccumulationCB
 from ..train.clipping import ClipGradCB
 from ..device.precision import MixedPrecisionCB
-from ..loop.trainer import Trainer, n_batches
+from ..loop.trainer import Trainer
+from ..loop.passes import n_batches
 
 # %% ../../nbs/log/45_run_config.ipynb #1225d08a
 def _found(trainer, cls): return next((o for o in trainer.callbacks if isinstance(o, cls)), None)

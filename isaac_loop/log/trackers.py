@@ -6,52 +6,25 @@
 __all__ = ['TensorBoard', 'WandB', 'MLflow', 'Trackio']
 
 # %% ../../nbs/log/15_trackers.ipynb #1c1052de
-import importlib.util, io, numbers, re, tempfile, time
+import re, tempfile, time
 from pathlib import Path
 
-import torch
-from fastcore.basics import patch
-
-from .file_values import plain
 from ..basics.checks import local_path
+from ..basics.tables import Table
+from .file_values import plain
+from .tracker_values import check_installed, flattened, numbers_of, pixels_of
+from .tracker_values import samples_of, settings_of, texts_of
 from ..show.images import image_array
 from ..show.media_files import check_folder, media_file, wav_bytes
-from ..basics.tables import Table
-
-# %% ../../nbs/log/15_trackers.ipynb #c84bf543
-def _check_installed(package, log, extra):
-    "Raise an `ImportError` that names the extra, if `package` is not installed"
-    if importlib.util.find_spec(package) is None:
-        raise ImportError(f'`{log}` needs the package `{package}`, which is not installed. Install it with `pip install "isaac_loop[{extra}]"`.')
-
-# %% ../../nbs/log/15_trackers.ipynb #74280510
-def _numbers(values):
-    "The numbers among `values`, lists entry by entry"
-    found = {}
-    for name,value in values.items():
-        if isinstance(value, (list, tuple)): found |= _numbers({f'{name}/{i}': o for i,o in enumerate(value)})
-        elif isinstance(value, numbers.Real): found[name] = float(value)
-    return found
-
-def _texts(values): return {k: o for k,o in values.items() if isinstance(o, str)}
-
-def _flattened(settings, name=''):
-    "Nested settings with one name for each, as in `BasicTrainCB.order`"
-    if not isinstance(settings, dict): return {name: settings}
-    return {k: v for key,o in settings.items() for k,v in _flattened(o, f'{name}.{key}' if name else str(key)).items()}
-
-def _by_name(run):
-    "The hyper-parameters of a run, and below `callbacks` the map of its callbacks"
-    return run['params'] | {'callbacks': {o['name']: {'order': o['order'], **o['settings']} for o in run['callbacks']}}
 
 # %% ../../nbs/log/15_trackers.ipynb #f456a780
 class TensorBoard:
     "A log in the files of TensorBoard"
     def __init__(self,
-        to, # A folder, made if missing, in which a second run gets a folder of its own; or a `SummaryWriter`, which stays open in the end
+        to, # A folder, made if missing, in which a second run gets one of its own; or a `SummaryWriter`
         **kwargs, # For `SummaryWriter`, such as `flush_secs`
     ):
-        _check_installed('tensorboard', 'TensorBoard', 'tensorboard')
+        check_installed('tensorboard', 'TensorBoard', 'tensorboard')
         self._given = to if hasattr(to, 'add_scalar') else None
         self.folder = None if self._given else local_path(to, 'TensorBoard', 'to').absolute()
         self.writer,self._kwargs,self._params = self._given,kwargs,None
@@ -67,76 +40,73 @@ class TensorBoard:
         else: self.writer.close()
         if self.folder is not None: self.writer = None # A closed one could not be copied
 
-# %% ../../nbs/log/15_trackers.ipynb #7499f917
-@patch
-def _place(self:TensorBoard, run):
-    "The folder for the files of this run"
-    files = [o.name for o in self.folder.glob('events.out.tfevents.*')]
-    if not files or any(o.endswith(run['id']) for o in files): return self.folder
-    name = re.sub(r'[^\w.-]+', '_', run['name'] or '')
-    known = next((o for o in self.folder.iterdir() if o.is_dir() and o.name.endswith(run['id'])), None)
-    return known or self.folder/(f'{name}-{run["id"]}' if name else run['id'])
+    def _place(self, run):
+        "The folder for the files of this run"
+        files = [o.name for o in self.folder.glob('events.out.tfevents.*')]
+        if not files or any(o.endswith(run['id']) for o in files): return self.folder
+        name = re.sub(r'[^\w.-]+', '_', run['name'] or '')
+        known = next((o for o in self.folder.iterdir() if o.is_dir() and o.name.endswith(run['id'])), None)
+        return known or self.folder/(f'{name}-{run["id"]}' if name else run['id'])
+
+    def start(self, run):
+        "Open the files, and write the map of the run"
+        from torch.utils.tensorboard import SummaryWriter
+        if self.folder is not None:
+            place,suffix = self._place(run),self._kwargs.get('filename_suffix', '')
+            options = {'purge_step': run['step'] or None, **self._kwargs}
+            options['filename_suffix'] = f'{suffix}.{run["id"]}'
+            if options['purge_step']: _wait_for_later_name(place)
+            self.writer = SummaryWriter(place, **options)
+        params = flattened(run['params'])
+        self._params = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k,v in params.items()}
+        self.writer.add_text('run', _description(run, self._params), run['step'])
+
+    def row(self, values, step, table='steps'):
+        "Add a point to each curve; text stays text"
+        found = numbers_of(values)
+        for name,value in found.items(): self.writer.add_scalar(name, value, step)
+        for name,value in texts_of(values).items(): self.writer.add_text(name, value, step)
+        if table == 'epochs': self._write_params(found)
+        if table != 'steps': self.writer.flush()
+
+    def _write_params(self, metrics):
+        "Fill the table of hyper-parameters, once"
+        from torch.utils.tensorboard.summary import hparams
+        params,self._params = self._params,None
+        if params is None: return
+        writer = self.writer._get_file_writer() # `add_hparams` would make a run of its own
+        for summary in hparams(params, metrics): writer.add_summary(summary)
+
+    def media(self, name, kind, value, step, rate=16_000, **about):
+        "Show a text, table, figure, image or sound"
+        if kind == 'text': self.writer.add_text(name, value, step)
+        elif kind == 'table': self.writer.add_text(name, Table(value).to_markdown(), step)
+        elif kind == 'figure': self.writer.add_figure(name, value, step, close=False)
+        elif kind == 'audio': self.writer.add_audio(name, samples_of(value), step, sample_rate=rate)
+        else:
+            image = image_array(value)
+            self.writer.add_image(name, image, step, dataformats='HW' if image.ndim == 2 else 'HWC')
+
+    def alert(self, text, step):
+        "Write an alert as a text"
+        self.writer.add_text('alerts', text, step)
 
 # %% ../../nbs/log/15_trackers.ipynb #1aa8f02f
-@patch
-def start(self:TensorBoard, run):
-    "Open the files, and write the map of the run"
-    from torch.utils.tensorboard import SummaryWriter
-    if self.folder is not None:
-        options = {'purge_step': run['step'] or None, **self._kwargs, 'filename_suffix': f'{self._kwargs.get("filename_suffix", "")}.{run["id"]}'}
-        place = self._place(run)
-        if options['purge_step']: _wait_for_later_name(place)
-        self.writer = SummaryWriter(place, **options)
-    self._params = {k: o if isinstance(o, (bool, int, float, str)) else str(o) for k,o in _flattened(run['params']).items()}
-    params = Table([dict(name=k, value=o) for k,o in self._params.items()])
-    callbacks = Table([dict(callback=o['name'], order=o['order'], settings=', '.join(f'{k}={v!r}' for k,v in o['settings'].items())) for o in run['callbacks']])
-    self.writer.add_text('run', f'{run["name"] or ""}\n\n{params.to_markdown()}\n\n{callbacks.to_markdown()}', run['step'])
+def _description(run, params):
+    "The map of a run as Markdown"
+    listed = lambda settings: ', '.join(f'{name}={value!r}' for name,value in settings.items())
+    params = Table([dict(name=name, value=value) for name,value in params.items()])
+    callbacks = Table([dict(callback=cb['name'], order=cb['order'], settings=listed(cb['settings']))
+                       for cb in run['callbacks']])
+    return f'{run["name"] or ""}\n\n{params.to_markdown()}\n\n{callbacks.to_markdown()}'
 
 def _wait_for_later_name(folder):
-    "Let this second pass if a file was begun in it: files are read in the order of their names, which count seconds, and a resumed run drops what was read before it"
-    begun = max((int(o.name.split('.')[3]) for o in folder.glob('events.out.tfevents.*') if o.name.split('.')[3].isdigit()), default=0)
+    "Let this second pass if a file was begun in it"
+    # Files are read in the order of their names, which count seconds; going on drops what was read before
+    times = [file.name.split('.')[3] for file in folder.glob('events.out.tfevents.*')]
+    begun = max((int(o) for o in times if o.isdigit()), default=0)
     now = time.time()
     if begun == int(now): time.sleep(1.01 - now%1)
-
-# %% ../../nbs/log/15_trackers.ipynb #388a5eee
-@patch
-def row(self:TensorBoard, values, step, table='steps'):
-    "Add a point to each curve; text stays text"
-    found = _numbers(values)
-    for name,value in found.items(): self.writer.add_scalar(name, value, step)
-    for name,value in _texts(values).items(): self.writer.add_text(name, value, step)
-    if table == 'epochs': self._write_params(found)
-    if table != 'steps': self.writer.flush()
-
-@patch
-def _write_params(self:TensorBoard, metrics):
-    "Fill the table of hyper-parameters, once"
-    from torch.utils.tensorboard.summary import hparams
-    params,self._params = self._params,None
-    if params is None: return
-    for o in hparams(params, metrics): self.writer._get_file_writer().add_summary(o) # `add_hparams` would make a run of its own
-
-# %% ../../nbs/log/15_trackers.ipynb #7cafede4
-@patch
-def media(self:TensorBoard, name, kind, value, step, rate=16_000, **about):
-    "Show a text, table, figure, image or sound"
-    if kind == 'text': self.writer.add_text(name, value, step)
-    elif kind == 'table': self.writer.add_text(name, Table(value).to_markdown(), step)
-    elif kind == 'figure': self.writer.add_figure(name, value, step, close=False)
-    elif kind == 'audio': self.writer.add_audio(name, _samples(value), step, sample_rate=rate)
-    else:
-        image = image_array(value)
-        self.writer.add_image(name, image, step, dataformats='HW' if image.ndim == 2 else 'HWC')
-
-def _samples(value):
-    "A sound as TensorBoard takes it: (1, samples) on the CPU, from -1 to 1"
-    return torch.as_tensor(value).detach().cpu().float().reshape(1, -1).clamp(-1, 1)
-
-# %% ../../nbs/log/15_trackers.ipynb #bd1f0b0c
-@patch
-def alert(self:TensorBoard, text, step):
-    "Write an alert as a text"
-    self.writer.add_text('alerts', text, step)
 
 # %% ../../nbs/log/15_trackers.ipynb #6c1a138f
 class WandB:
@@ -145,13 +115,14 @@ class WandB:
         project:str=None, # Name of the project there
         **kwargs, # For `wandb.init`, such as `mode='offline'`, `dir`, `tags`, `config`
     ):
-        _check_installed('wandb', 'WandB', 'wandb')
-        self.project,self.kwargs,self.run,self._joined,self._known = project,kwargs,None,False,set()
+        check_installed('wandb', 'WandB', 'wandb')
+        self.project,self.kwargs,self.run = project,kwargs,None
+        self._joined,self._known = False,set() # Is the session another's, and which names are tied to steps?
 
     def start(self, run):
         "Join the open session, or open one"
         import wandb
-        config,self._known,self._joined = _by_name(run),set(),wandb.run is not None
+        config,self._known,self._joined = settings_of(run),set(),wandb.run is not None
         if self._joined:
             self.run = wandb.run
             return self.run.config.update(config, allow_val_change=True)
@@ -159,53 +130,42 @@ class WandB:
         options = dict(project=self.project, name=run['name'], id=run['id'], **again) | self.kwargs
         self.run = wandb.init(**{**options, 'config': config | self.kwargs.get('config', {})})
 
-# %% ../../nbs/log/15_trackers.ipynb #4d066718
-@patch
-def row(self:WandB, values, step):
-    "Send the values"
-    values = {k: o for k,o in values.items() if o is not None}
-    for name in values.keys() - self._known:
-        if not re.search(r'[*.\\]', name): self.run.define_metric(name, step_metric='step')
-    self._known |= values.keys()
-    self.run.log({**values, 'step': step})
+    def row(self, values, step):
+        "Send the values"
+        values = {k: o for k,o in values.items() if o is not None}
+        for name in values.keys() - self._known:
+            if not re.search(r'[*.\\]', name): self.run.define_metric(name, step_metric='step')
+        self._known |= values.keys()
+        self.run.log({**values, 'step': step})
 
-@patch
-def alert(self:WandB, text, step):
-    "Have the service send an alert"
-    self.run.alert(title=text.partition(',')[0], text=f'{text} at step {step}')
+    def alert(self, text, step):
+        "Have the service send an alert"
+        self.run.alert(title=text.partition(',')[0], text=f'{text} at step {step}')
 
-@patch
-def close(self:WandB, ok):
-    "Close the session, if it is our own"
-    run,self.run = self.run,None
-    if not self._joined and run is not None: run.finish(exit_code=0 if ok else 1)
+    def close(self, ok):
+        "Close the session, if it is our own"
+        run,self.run = self.run,None
+        if not self._joined and run is not None: run.finish(exit_code=0 if ok else 1)
 
-# %% ../../nbs/log/15_trackers.ipynb #a10b8908
-@patch
-def media(self:WandB, name, kind, value, step, rate=16_000, **about):
-    "Show a text, table, figure, image or sound"
-    import wandb
-    if kind == 'audio': return self._sound(name, value, step, rate)
-    columns = list(dict.fromkeys(k for row in value for k in row)) if kind == 'table' else ['text']
-    if kind == 'table': shown = wandb.Table(columns=columns, data=[[plain(row.get(k)) for k in columns] for row in value])
-    elif kind == 'text': shown = wandb.Table(columns=columns, data=[[value]])
-    else: shown = wandb.Image(_pixels(kind, value))
-    self.row({name: shown}, step)
+    def media(self, name, kind, value, step, rate=16_000, **about):
+        "Show a text, table, figure, image or sound"
+        import wandb
+        if kind == 'audio': return self._sound(name, value, step, rate)
+        if kind == 'text': shown = wandb.Table(columns=['text'], data=[[value]])
+        elif kind == 'table':
+            columns = list(dict.fromkeys(name for row in value for name in row))
+            cells = [[plain(row.get(name)) for name in columns] for row in value]
+            shown = wandb.Table(columns=columns, data=cells)
+        else: shown = wandb.Image(pixels_of(kind, value))
+        self.row({name: shown}, step)
 
-@patch
-def _sound(self:WandB, name, value, step, rate):
-    "Send a sound as a file, for which no further package is needed"
-    import wandb
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder)/'sound.wav'
-        file.write_bytes(wav_bytes(value, rate))
-        self.row({name: wandb.Audio(str(file), sample_rate=rate)}, step)
-
-def _pixels(kind, value):
-    "A figure or an image as an array of bytes, which no service scales"
-    import numpy as np
-    from PIL import Image
-    return np.asarray(Image.open(io.BytesIO(media_file(kind, value)[1])).convert('RGB'))
+    def _sound(self, name, value, step, rate):
+        "Send a sound as a file, for which no further package is needed"
+        import wandb
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder)/'sound.wav'
+            file.write_bytes(wav_bytes(value, rate))
+            self.row({name: wandb.Audio(str(file), sample_rate=rate)}, step)
 
 # %% ../../nbs/log/15_trackers.ipynb #716c1047
 class MLflow:
@@ -215,8 +175,9 @@ class MLflow:
         uri:str=None, # Of the store; default: what MLflow is set to
         tags:dict=None, # Further tags of the run
     ):
-        _check_installed('mlflow', 'MLflow', 'mlflow')
-        self.experiment,self.uri,self.tags,self.client,self.run_id,self._joined = experiment,uri,tags or {},None,None,False
+        check_installed('mlflow', 'MLflow', 'mlflow')
+        self.experiment,self.uri,self.tags = experiment,uri,tags or {}
+        self.client,self.run_id,self._joined = None,None,False
 
     def check(self):
         "Open the store and the experiment"
@@ -225,57 +186,54 @@ class MLflow:
         found = self.client.get_experiment_by_name(self.experiment)
         place = re.match(r'sqlite:///(.+)', self.uri or '')
         beside = (Path(place[1]).absolute().parent/'mlartifacts').as_uri() if place else None
-        self._experiment_id = found.experiment_id if found else self.client.create_experiment(self.experiment, artifact_location=beside)
+        if found: self._experiment_id = found.experiment_id
+        else: self._experiment_id = self.client.create_experiment(self.experiment, artifact_location=beside)
 
-# %% ../../nbs/log/15_trackers.ipynb #4dc4cda1
-@patch
-def start(self:MLflow, run):
-    "Join the open run, go on with our own, or make one; note its settings"
-    import mlflow
-    open_run = mlflow.active_run() if self.uri in (None, mlflow.get_tracking_uri()) else None
-    ours = self.client.search_runs([self._experiment_id], f"tags.`isaac_loop.run` = '{run['id']}'")
-    self._joined,found = open_run is not None, open_run or next(iter(ours), None)
-    if found is None: found = self.client.create_run(self._experiment_id, run_name=run['name'])
-    self.run_id = found.info.run_id
-    if not self._joined: self.client.update_run(self.run_id, 'RUNNING')
-    self._note(run, found.data.params)
+    def start(self, run):
+        "Join the open run, go on with our own, or make one; note its settings"
+        import mlflow
+        open_run = mlflow.active_run() if self.uri in (None, mlflow.get_tracking_uri()) else None
+        ours = self.client.search_runs([self._experiment_id], f"tags.`isaac_loop.run` = '{run['id']}'")
+        self._joined,found = open_run is not None, open_run or next(iter(ours), None)
+        if found is None: found = self.client.create_run(self._experiment_id, run_name=run['name'])
+        self.run_id = found.info.run_id
+        if not self._joined: self.client.update_run(self.run_id, 'RUNNING')
+        self._note(run, found.data.params)
+
+    def _note(self, run, known):
+        "Note hyper-parameters and callbacks; what is noted already cannot be changed"
+        from mlflow.entities import Param, RunTag
+        params = {_KEY.sub('_', k)[:250]: str(o)[:500] for k,o in flattened(settings_of(run)).items()}
+        callbacks = ', '.join(cb['name'] for cb in run['callbacks'])
+        tags = {'isaac_loop.run': run['id'], 'callbacks': callbacks, **self.tags}
+        tags = [RunTag(name, str(value)) for name,value in tags.items()]
+        new = [Param(k, o) for k,o in params.items() if k not in known]
+        for i in range(0, max(len(new), 1), 100): # As many as the interface takes at once
+            self.client.log_batch(self.run_id, params=new[i:i+100], tags=tags)
+
+    def row(self, values, step):
+        "Send numbers as metrics, texts as tags"
+        from mlflow.entities import Metric, RunTag
+        now = int(time.time()*1000)
+        metrics = [Metric(_KEY.sub('_', k)[:250], o, now, step) for k,o in numbers_of(values).items()]
+        tags = [RunTag(_KEY.sub('_', k)[:250], o) for k,o in texts_of(values).items()]
+        self.client.log_batch(self.run_id, metrics=metrics, tags=tags)
+
+    def media(self, name, kind, value, step, **about):
+        "Keep a file"
+        ending,data = media_file(kind, value, **about)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder)/f'{_KEY.sub("_", name).replace("/", "_")}-{step}{ending}'
+            file.write_bytes(data)
+            self.client.log_artifact(self.run_id, str(file), 'media')
+
+    def close(self, ok):
+        "End the run, if it is our own"
+        if not self._joined: self.client.set_terminated(self.run_id, 'FINISHED' if ok else 'FAILED')
+        self.client = None # Opened again in the next fit
 
 # %% ../../nbs/log/15_trackers.ipynb #24a8dcc9
 _KEY = re.compile(r'[^\w .:/-]+') # What MLflow allows in a name, turned round
-
-@patch
-def _note(self:MLflow, run, known):
-    "Note hyper-parameters and callbacks; what is noted already cannot be changed"
-    from mlflow.entities import Param, RunTag
-    params = {_KEY.sub('_', k)[:250]: str(o)[:500] for k,o in _flattened(_by_name(run)).items()}
-    tags = {'isaac_loop.run': run['id'], 'callbacks': ', '.join(o['name'] for o in run['callbacks']), **self.tags}
-    new = [Param(k, o) for k,o in params.items() if k not in known]
-    for i in range(0, max(len(new), 1), 100): # As many as the interface takes at once
-        self.client.log_batch(self.run_id, params=new[i:i+100], tags=[RunTag(k, str(o)) for k,o in tags.items()])
-
-@patch
-def row(self:MLflow, values, step):
-    "Send numbers as metrics, texts as tags"
-    from mlflow.entities import Metric, RunTag
-    now = int(time.time()*1000)
-    metrics = [Metric(_KEY.sub('_', k)[:250], o, now, step) for k,o in _numbers(values).items()]
-    self.client.log_batch(self.run_id, metrics=metrics, tags=[RunTag(_KEY.sub('_', k)[:250], o) for k,o in _texts(values).items()])
-
-# %% ../../nbs/log/15_trackers.ipynb #68357ab4
-@patch
-def media(self:MLflow, name, kind, value, step, **about):
-    "Keep a file"
-    ending,data = media_file(kind, value, **about)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder)/f'{_KEY.sub("_", name).replace("/", "_")}-{step}{ending}'
-        file.write_bytes(data)
-        self.client.log_artifact(self.run_id, str(file), 'media')
-
-@patch
-def close(self:MLflow, ok):
-    "End the run, if it is our own"
-    if not self._joined: self.client.set_terminated(self.run_id, 'FINISHED' if ok else 'FAILED')
-    self.client = None # Opened again in the next fit
 
 # %% ../../nbs/log/15_trackers.ipynb #1107c737
 class Trackio:
@@ -284,7 +242,7 @@ class Trackio:
         project:str, # Name of the project
         **kwargs, # For `trackio.init`, such as `group`, `space_id`, `auto_log_cpu`
     ):
-        _check_installed('trackio', 'Trackio', 'trackio')
+        check_installed('trackio', 'Trackio', 'trackio')
         self.project,self.kwargs,self.run = project,kwargs,None
 
     def start(self, run):
@@ -292,7 +250,8 @@ class Trackio:
         import trackio
         name = f'{run["name"]}-{run["id"]}' if run['name'] else run['id']
         options = dict(name=name, resume='allow' if run['step'] else 'never', embed=False) | self.kwargs
-        self.run = trackio.init(self.project, **{**options, 'config': _by_name(run) | self.kwargs.get('config', {})})
+        config = settings_of(run) | self.kwargs.get('config', {})
+        self.run = trackio.init(self.project, **{**options, 'config': config})
 
     def row(self, values, step):
         "Send the values"
@@ -307,13 +266,13 @@ class Trackio:
         run,self.run = self.run,None
         if run is not None: run.finish()
 
-# %% ../../nbs/log/15_trackers.ipynb #4e7bb91a
-@patch
-def media(self:Trackio, name, kind, value, step, rate=16_000, **about):
-    "Show a text, table, figure, image or sound"
-    import trackio
-    if kind == 'text': shown = trackio.Markdown(value)
-    elif kind == 'table': shown = trackio.Markdown(Table(value).to_markdown())
-    elif kind == 'audio': shown = trackio.Audio((_samples(value)[0]*32767).round().short().numpy(), sample_rate=rate)
-    else: shown = trackio.Image(_pixels(kind, value))
-    self.run.log({name: shown}, step=step)
+    def media(self, name, kind, value, step, rate=16_000, **about):
+        "Show a text, table, figure, image or sound"
+        import trackio
+        if kind == 'text': shown = trackio.Markdown(value)
+        elif kind == 'table': shown = trackio.Markdown(Table(value).to_markdown())
+        elif kind == 'audio':
+            samples = (samples_of(value)[0]*32767).round().short()
+            shown = trackio.Audio(samples.numpy(), sample_rate=rate)
+        else: shown = trackio.Image(pixels_of(kind, value))
+        self.run.log({name: shown}, step=step)

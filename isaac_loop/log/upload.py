@@ -117,7 +117,7 @@ class UploadCB:
     order = Order.RECORD # Cleans up after all who write files
     stateless = True
     def __init__(self,
-        url:str=None, # Address for fsspec, where an experiment gets its folder; default: that of `ExperimentCB`
+        url:str=None, # Address for fsspec, where a run gets its folder; default: that of `ExperimentCB`
         folder=None, # What to copy, straight to `url`; default: the folder that `ExperimentCB` made
         every:int=1, # Copy after every so many epochs, and at the end
         drop:bool=True, # Also delete there the old checkpoints that are deleted here?

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from .events import CancelStepException as CancelStepException
     from .events import Order as Order
     from .events import replaces as replaces
-    from .events import with_cbs as with_cbs
     from .trainer import Trainer as Trainer
+    from .trainer import with_cbs as with_cbs
     from .history import History as History
-    from .history import Monitor as Monitor
+    from .monitor import Monitor as Monitor
     from .device_numbers import DeviceRecord as DeviceRecord
     from .subclassing import init_delegates as init_delegates
 else:

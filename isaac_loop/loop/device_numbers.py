@@ -11,7 +11,7 @@ from array import array
 import torch
 
 from ..basics.tensors import map_tensors
-from .history import BatchRecord, Runs, as_tensor
+from .batch_record import BatchRecord, Runs, as_tensor
 
 # %% ../../nbs/loop/40_device_numbers.ipynb #5e6f7a8b
 class Sent:

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..loop.events import Order
 from ..loop.device_numbers import PassNumbers, one_number
 from .losses import ended_in_error
-from ..loop.history import BatchRecord
+from ..loop.batch_record import BatchRecord
 from ..state.errors import ResumeMismatch
 from ..train.optimizer_options import rates_of
 

@@ -66,22 +66,29 @@ def plot_path(
     path = Path(path).expanduser().resolve()
     if not path.suffix: path = path.with_suffix('.png')
     kinds = Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:] not in kinds: raise ValueError(f'A picture cannot be saved as {path.name}, since {path.suffix} is no format for one. Use one of {", ".join(sorted(kinds))}.')
+    known = path.suffix[1:] in kinds
+    if not known: raise ValueError(_NO_FORMAT.format(path=path, kinds=', '.join(sorted(kinds))))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent): pass
-    except OSError as e: raise ValueError(f'The plot cannot be written to {path}: {e.strerror}. Give another place with `--plot`.') from None
+    except OSError as error: raise ValueError(_NOT_THERE.format(path, error.strerror)) from None
     return path
+
+_NO_FORMAT = ('A picture cannot be saved as {path.name}, since {path.suffix} is no format for one. '
+              'Use one of {kinds}.')
+_NOT_THERE = 'The plot cannot be written to {}: {}. Give another place with `--plot`.'
 
 # %% ../../nbs/recipes/20_demo.ipynb #7eced3c9
 def _parse(argv):
     "The command line's options"
-    p = argparse.ArgumentParser(prog='python -m isaac_loop', description='Train a small network on handwritten digits, and show what ran at each step.')
+    about = 'Train a small network on handwritten digits, and show what ran at each step.'
+    p = argparse.ArgumentParser(prog='python -m isaac_loop', description=about)
     p.add_argument('--epochs', type=int, default=10, help='how many epochs to train (default: %(default)s)')
     p.add_argument('--lr', type=float, default=3e-3, help='learning rate of Adam (default: %(default)s)')
-    p.add_argument('--seed', type=int, default=42, help='the same seed gives the same run (default: %(default)s)')
+    p.add_argument('--seed', type=int, default=42, help='one seed is one run (default: %(default)s)')
     p.add_argument('--device', help='cpu, cuda, mps, ... (default: an accelerator if there is one)')
-    p.add_argument('--plot', default=str(Path(tempfile.gettempdir())/'isaac_loop'/'loss.png'), help='where to save the plot of the losses')
+    picture = Path(tempfile.gettempdir())/'isaac_loop'/'loss.png'
+    p.add_argument('--plot', default=str(picture), help='where to save the plot of the losses')
     return p, p.parse_args(argv)
 
 def main(
@@ -98,5 +105,6 @@ def main(
     print('\nWhat ran at each step:\n')
     print(callback_table(trainer))
     if not args.epochs: return
-    print(f'\nAccuracy on {len(trainer.dls.valid.dataset)} digits never trained on: {trainer.history.latest("accuracy"):.1%}')
+    n,accuracy = len(trainer.dls.valid.dataset),trainer.history.latest('accuracy')
+    print(f'\nAccuracy on {n} digits never trained on: {accuracy:.1%}')
     print(f'Loss plot: {save_loss_plot(trainer.history, path)}')

@@ -20,27 +20,33 @@ def _check_no_metric(**settings):
     "Refuse a metric in the place of a setting"
     for name,value in settings.items():
         if not isinstance(value, type) and hasattr(value, 'update') and hasattr(value, 'compute'):
-            raise TypeError(f'`{name}` is a {type(value).__name__}, which is a metric. Pass metrics by name: `CoreCBs(accuracy={type(value).__name__}(...))`.')
+            raise TypeError(_METRIC.format(name=name, kind=type(value).__name__))
 
 def _check_train(train):
     "Refuse what does no step"
-    if isinstance(train, type): raise TypeError(f'`train` is the class `{train.__name__}`, and only an object can do the steps. Make one: `{train.__name__}()`.')
-    if not any(handler_of(train, o) is not None for o in STEPS):
-        raise TypeError(f'`train` is {train!r}, which does none of the steps {", ".join(STEPS)}. Pass a callback that does, such as `MomentumTrainCB()`; other callbacks stand beside the group.')
+    if isinstance(train, type): raise TypeError(_CLASS.format(train.__name__))
+    does_none = all(handler_of(train, o) is None for o in STEPS)
+    if does_none: raise TypeError(_NO_STEP.format(train, ', '.join(STEPS)))
+
+_METRIC = '`{name}` is a {kind}, which is a metric. Pass metrics by name: `CoreCBs(accuracy={kind}(...))`.'
+_CLASS = '`train` is the class `{0}`, and only an object can do the steps. Make one: `{0}()`.'
+_NO_STEP = ('`train` is {!r}, which does none of the steps {}. '
+            'Pass a callback that does, such as `MomentumTrainCB()`; other callbacks stand beside the group.')
 
 # %% ../../nbs/recipes/10_recipes.ipynb #ddd36163
 class CoreCBs:
     "Device, training, losses and metrics, progress, and activations if wanted: five callbacks in one"
     def __init__(self,
         device=None, # As for `DeviceCB`: where to train; default: the accelerator if there is one
-        module_filter=None, # As for `ActivationStatsCB`: whose activations to follow, such as `nn.ReLU`; default: nobody's
+        module_filter=None, # Whose activations to follow, such as `nn.ReLU`; default: nobody's
         *, progress:bool=True, # Show bars and a table? Otherwise one dict is printed per epoch
         stop_nonfinite:bool=False, # Stop at a loss or gradient that is NaN or infinite?
         train=None, # The callback that does the five steps; default: `BasicTrainCB()`
-        **metrics, # As for `MetricsCB`: metrics or functions by name; also its options, such as `train_metrics=True`
+        **metrics, # Metrics or functions by name, and options of `MetricsCB`
     ):
         check_no_options(metrics, type(self), CoreCBs, MetricsCB)
-        _check_no_metric(device=device, module_filter=module_filter, progress=progress, stop_nonfinite=stop_nonfinite, train=train)
+        _check_no_metric(device=device, module_filter=module_filter, progress=progress, train=train)
+        _check_no_metric(stop_nonfinite=stop_nonfinite)
         if train is not None: _check_train(train)
         self.callbacks = [DeviceCB(device), BasicTrainCB() if train is None else train, MetricsCB(**metrics)]
         if progress: self.callbacks.append(ProgressCB())

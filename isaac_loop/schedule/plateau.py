@@ -12,7 +12,7 @@ from fastcore.meta import delegates
 from torch.optim import lr_scheduler
 
 from .schedulers import EpochSchedulerCB
-from ..loop.history import check_monitored, mode_of
+from ..loop.monitor import check_monitored, mode_of
 from ..state.keeps_state import check_same_monitor
 from ..basics.checks import check_count
 from ..train.optimizer_options import put_option, rates_of

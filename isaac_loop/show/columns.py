@@ -13,27 +13,36 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean
 from ..loop.events import Order, callback_name
-from ..loop.history import check_monitored
+from ..loop.monitor import check_monitored
 from ..basics.tables import row_text
 
 # %% ../../nbs/show/20_columns.ipynb #a8e05f3f
 class _Row(dict):
     "A row that says what it has"
     def __missing__(self, name):
-        raise LookupError(f'The row has no `{name}`; it has {list(self)}.{did_you_mean(str(name), self)} Use one of those, or pass `strict=False` if it comes only now and then.')
+        raise LookupError(_NO_COLUMN.format(name, list(self), did_you_mean(str(name), self)))
+
+_NO_COLUMN = ('The row has no `{}`; it has {}.{} '
+              'Use one of those, or pass `strict=False` if it comes only now and then.')
+_NO_FUNCTION = ('`DerivedColumnsCB` has no function, so it would do nothing. '
+                'Pass some by name: `gap=lambda row: row["valid_loss"]-row["train_loss"]`.')
+_NOT_CALLABLE = '`{}` is {!r}, which cannot be called with a row. Pass a function.'
+
+def _check_functions(functions):
+    if not functions: raise ValueError(_NO_FUNCTION)
+    for name,f in functions.items():
+        if not callable(f): raise TypeError(_NOT_CALLABLE.format(name, f))
 
 class DerivedColumnsCB:
     "Compute columns of the history from others"
     order = Order.RECORD
     def __init__(self,
-        at_end:bool=False, # Once, when the training is over, from the whole history, instead of from each row?
+        at_end:bool=False, # Once, at the end and from the whole history, instead of from each row?
         strict:bool=True, # Is a column that is missing an error?
         name:str=None, # What this callback is called, if there are several
-        **functions, # By the name of the new column: functions of the row, a dict; with `at_end` of the history
+        **functions, # By the name of the new column: functions of the row; with `at_end` of the history
     ):
-        if not functions: raise ValueError('`DerivedColumnsCB` has no function, so it would do nothing. Pass some by name: `gap=lambda row: row["valid_loss"]-row["train_loss"]`.')
-        for o,f in functions.items():
-            if not callable(f): raise TypeError(f'`{o}` is {f!r}, which cannot be called with a row. Pass a function.')
+        _check_functions(functions)
         if name: self.name = name
         self.at_end,self.strict,self.functions = at_end,strict,functions
 
@@ -45,7 +54,8 @@ class DerivedColumnsCB:
 @patch
 def log(self:DerivedColumnsCB, trainer):
     "Add the columns to the newest row"
-    if trainer.history.current is not None and not self.at_end: self._write(trainer, lambda: _Row(trainer.history.current))
+    if trainer.history.current is None or self.at_end: return
+    self._write(trainer, lambda: _Row(trainer.history.current))
 
 @patch
 def after_fit(self:DerivedColumnsCB, trainer):
@@ -64,6 +74,19 @@ def _write(self:DerivedColumnsCB, trainer, source):
         trainer.history.write(**{name: value})
 
 # %% ../../nbs/show/20_columns.ipynb #89959bfd
+_NO_NAMES = ('`RenameColumnsCB` has no names, so it would do nothing. '
+             'Pass new names by old ones: `valid_loss="test_loss"`.')
+_KEPT_NAME = '`{}` tells the rows of the history apart, so that column keeps its name. Leave it out here.'
+_TWICE = 'Two columns would be called `{}`, and one would hide the other. Give each a name of its own.'
+
+def _check_names(names):
+    if not names: raise ValueError(_NO_NAMES)
+    own = [name for pair in names.items() for name in pair if name in ('fit', 'epoch')]
+    if own: raise ValueError(_KEPT_NAME.format(own[0]))
+    new = list(names.values())
+    twice = [name for name in new if new.count(name) > 1]
+    if twice: raise ValueError(_TWICE.format(twice[0]))
+
 class RenameColumnsCB:
     "Give columns of the history other names"
     order = Order.RECORD
@@ -75,11 +98,7 @@ class RenameColumnsCB:
     ):
         self.names,self.strict = {**(names or {}), **more},strict
         if name: self.name = name
-        if not self.names: raise ValueError('`RenameColumnsCB` has no names, so it would do nothing. Pass new names by old ones: `valid_loss="test_loss"`.')
-        own = [o for pair in self.names.items() for o in pair if o in ('fit', 'epoch')]
-        if own: raise ValueError(f'`{own[0]}` is what the rows of the history are told apart by, so that column keeps its name, and no other can have it. Leave it out here.')
-        twice = [o for o in self.names.values() if list(self.names.values()).count(o) > 1]
-        if twice: raise ValueError(f'Two columns would be called `{twice[0]}`, and one would hide the other. Give each a name of its own.')
+        _check_names(self.names)
 
     def columns(self, trainer)->list: # Names
         "The columns that this callback will write into the history"
@@ -91,6 +110,9 @@ class RenameColumnsCB:
         return self.names
 
 # %% ../../nbs/show/20_columns.ipynb #7d5242cc
+_TAKEN = ('A column cannot be called `{}`, since the row has one of that name, and one would hide the other. '
+          'Choose another name.')
+
 @patch
 def log(self:RenameColumnsCB, trainer):
     "Rename the columns of the newest row"
@@ -99,13 +121,16 @@ def log(self:RenameColumnsCB, trainer):
     if self.strict:
         for old in self.names: _Row(row)[old]
     new = [self.names.get(o, o) for o in row]
-    for o in new:
-        if new.count(o) > 1: raise ValueError(f'A column cannot be called `{o}`, since the row has one of that name, and one would hide the other. Choose another name.')
+    for name in new:
+        if new.count(name) > 1: raise ValueError(_TAKEN.format(name))
     values = list(row.values())
     row.clear()
     row.update(zip(new, values))
 
 # %% ../../nbs/show/20_columns.ipynb #76ab48e8
+_NO_NAME = ('`PrintColumnsCB` was given {!r}, which is no name of a column. Pass names one by one: '
+            '`PrintColumnsCB("train_loss", "valid_loss")`; epochs are counted by `every`.')
+
 class PrintColumnsCB:
     "Print some columns of the history"
     order = Order.REPORT
@@ -118,17 +143,19 @@ class PrintColumnsCB:
         report=print, # Called with each line
     ):
         self.every = check_count(every, 'every', 'epochs are counted')
-        for o in names:
-            if not isinstance(o, str):
-                raise TypeError(f'`PrintColumnsCB` was given {o!r}, which is no name of a column. Pass names one by one: `PrintColumnsCB("train_loss", "valid_loss")`; epochs are counted by `every`.')
+        for name in names:
+            if not isinstance(name, str): raise TypeError(_NO_NAME.format(name))
         self.names,self.strict,self.list_names,self.report = names,strict,list_names,report
 
     def before_fit(self, trainer):
         "See whether somebody writes the columns"
         self._mentioned,self._listed = set(),False
-        self._declared = [o for o in self.names if self.strict and check_monitored(trainer, o, callback_name(self))]
+        who,wanted = callback_name(self),self.names if self.strict else ()
+        self._declared = [name for name in wanted if check_monitored(trainer, name, who)]
 
 # %% ../../nbs/show/20_columns.ipynb #6e50687d
+_MISSING = '`{}` was asked to print `{}`, which the history does not have; it has {}.{}'
+
 @patch
 def log(self:PrintColumnsCB, trainer):
     "Print the newest row"
@@ -136,8 +163,8 @@ def log(self:PrintColumnsCB, trainer):
     if row is None or (trainer.epoch+1) % self.every: return
     if self.list_names and not self._listed: self.report(f'columns: {", ".join(trainer.history.names())}')
     self._listed = True
-    for o in self.names:
-        if o not in row: self._miss(trainer, o)
+    for name in self.names:
+        if name not in row: self._miss(trainer, name)
     shown = {o: row[o] for o in self.names or row if o in row}
     self.report(f'epoch {trainer.epoch}: ' + row_text(shown, leave_out=('fit', 'epoch')))
 
@@ -146,6 +173,7 @@ def _miss(self:PrintColumnsCB, trainer, name):
     "A column that the row does not have"
     if name in self._declared: return # It comes only now and then
     if self.strict: trainer.history.check_name(name)
-    elif name not in trainer.history.names() and name not in self._mentioned:
-        self._mentioned.add(name)
-        warnings.warn(f'`{callback_name(self)}` was asked to print `{name}`, which the history does not have; it has {trainer.history.names()}.{did_you_mean(name, trainer.history.names())}')
+    known = trainer.history.names()
+    if name in known or name in self._mentioned: return
+    self._mentioned.add(name)
+    warnings.warn(_MISSING.format(callback_name(self), name, known, did_you_mean(name, known)))

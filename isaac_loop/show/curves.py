@@ -19,15 +19,21 @@ _NOT_DRAWN = ('fit', 'epoch', 'elapsed')
 
 def _is_number(value): return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
+_NO_ROWS = ('The history has no {} yet, so there is nothing to plot. '
+            'Train first, with a callback that records, such as `MetricsCB`.')
+_NO_COLUMN = 'There is no column of numbers called `{}`; there are {}.{} Plot one of those.'
+_NO_LOSSES = ('The rows have no losses and no metrics, only {}, so there is nothing to plot. '
+              'Add a callback that records, such as `MetricsCB`.')
+
 def _chosen(rows, names):
     "The columns to draw, checked"
-    if not rows: raise ValueError('The history has no rows yet, so there is nothing to plot. Train first, with a callback that records, such as `MetricsCB`.')
+    if not rows: raise ValueError(_NO_ROWS.format('rows'))
     known = list(dict.fromkeys(k for row in rows for k,v in row.items() if _is_number(v)))
     if names is None: names = [o for o in known if o not in _NOT_DRAWN]
     names = [names] if isinstance(names, str) else list(names)
-    for o in names:
-        if o not in known: raise LookupError(f'There is no column of numbers called `{o}`; there are {known}.{did_you_mean(o, known)} Plot one of those.')
-    if not names: raise ValueError(f'The rows have no losses and no metrics, only {known}, so there is nothing to plot. Add a callback that records, such as `MetricsCB`.')
+    for name in names:
+        if name not in known: raise LookupError(_NO_COLUMN.format(name, known, did_you_mean(name, known)))
+    if not names: raise ValueError(_NO_LOSSES.format(known))
     return names
 
 # %% ../../nbs/show/30_curves.ipynb #d68ff1c0
@@ -55,6 +61,9 @@ def _mark_fits(ax, rows):
         if a.get('fit') != b.get('fit'): ax.axvline(i+1.5, color='grey', linestyle=':', linewidth=1)
 
 # %% ../../nbs/show/30_curves.ipynb #5b8b06a7
+_FEW_AXES = ('There are {} axes, but losses and metrics need {}. '
+             'Leave `axes` out, or choose `names` as in the first plot.')
+
 def plot_history(
     rows, # A `History`, or a list of dicts such as the rows of a log
     names=None, # Columns to draw, a list or one name; default: all losses and metrics
@@ -67,7 +76,7 @@ def plot_history(
     names = _chosen(rows, names)
     panels = [o for o in ([n for n in names if _is_loss(n)], [n for n in names if not _is_loss(n)]) if o]
     if axes is None: axes = _new_axes(len(panels))
-    if len(axes) < len(panels): raise ValueError(f'There are {len(axes)} axes, but losses and metrics need {len(panels)}. Leave `axes` out, or choose `names` as in the first plot.')
+    if len(axes) < len(panels): raise ValueError(_FEW_AXES.format(len(axes), len(panels)))
     for ax,panel in zip(axes, panels):
         for name in panel: _draw_column(ax, rows, name, label)
         _mark_fits(ax, rows)
@@ -95,7 +104,9 @@ def history_figure(
     "One panel for each column, with its lowest and highest value"
     from matplotlib.figure import Figure
     known = list(dict.fromkeys(k for row in rows for k,v in row.items() if _is_number(v)))
-    names = [o for o in known if o not in _NOT_DRAWN] if names is None else [o for o in ([names] if isinstance(names, str) else names) if o in known]
+    if names is None: names = [name for name in known if name not in _NOT_DRAWN]
+    if isinstance(names, str): names = [names]
+    names = [name for name in names if name in known]
     if not names: return None
     n = min(3, len(names))
     fig = Figure(figsize=(4*n, 3*math.ceil(len(names)/n)), layout='constrained')
@@ -116,12 +127,14 @@ def _mark_extremes(ax):
     ax.legend(fontsize=8)
 
 # %% ../../nbs/show/30_curves.ipynb #34c3f575
+_SMOOTH = '`smooth` is {!r}; at 1 or more old values would never fade. Use 0 for none, or up to 0.99.'
+
 def smoothed(
     values, # Numbers; those that are not a number are skipped
     smooth:float=0.9, # What a value weighs compared with the one after it, from 0 (no smoothing) to below 1
 )->list: # As many numbers
     "Running mean with exponentially decreasing weights"
-    if not 0 <= smooth < 1: raise ValueError(f'`smooth` is {smooth!r}; at 1 or more old values would never fade. Use 0 for none, or up to 0.99.')
+    if not 0 <= smooth < 1: raise ValueError(_SMOOTH.format(smooth))
     total = weight = 0.
     means = []
     for value in values:
@@ -130,6 +143,9 @@ def smoothed(
     return means
 
 # %% ../../nbs/show/30_curves.ipynb #8e3b1d6d
+_NO_VALUES = ('No {} batch has a value for `{}`, so there is nothing to plot. '
+              'Choose the other kind of pass with `training={}`.')
+
 @patch
 def plot_batches(self:History,
     name:str='loss', # Column of `history.batches`
@@ -139,28 +155,34 @@ def plot_batches(self:History,
     label:str='', # Put before the name in the legend
 ): # The matplotlib axes
     "Draw a column over all batches, with its running mean"
-    if not len(self.batches): raise ValueError('The history has no batches yet, so there is nothing to plot. Train first, with a callback that records them, such as `MetricsCB`.')
+    if not len(self.batches): raise ValueError(_NO_ROWS.format('batches'))
     values = [o for o,kind in zip(self.batches[name], self.batches['training']) if kind == training]
     kind = 'training' if training else 'validation'
-    if all(map(math.isnan, values)): raise ValueError(f'No {kind} batch has a value for `{name}`, so there is nothing to plot. Choose the other kind of pass with `training={not training}`.')
+    if all(map(math.isnan, values)): raise ValueError(_NO_VALUES.format(kind, name, not training))
     means = smoothed(values, smooth)
     if ax is None: ax = _new_axes(1)[0]
     batches,text = range(1, len(values)+1),f'{label} {name}'.strip()
-    if smooth: ax.plot(batches, values, alpha=0.3, linewidth=1)
-    ax.plot(batches, means, color=ax.lines[-1].get_color() if smooth else None, label=f'{text}, running mean' if smooth else text)
+    style = dict(label=text)
+    if smooth:
+        line, = ax.plot(batches, values, alpha=0.3, linewidth=1)
+        style = dict(color=line.get_color(), label=f'{text}, running mean')
+    ax.plot(batches, means, **style)
     ax.set(xlabel=f'{kind} batches', ylabel=name)
     ax.legend(fontsize=8)
     return ax
 
 # %% ../../nbs/show/30_curves.ipynb #13a1214c
+_NOT_RECORDED = ('No {} have been recorded, so there is nothing to draw. '
+                 'Give `{}` to a trainer, and call `fit` first.')
+
 def recorded(
     stats:dict, # Records by the name of what they belong to
     what:str, # What they hold, for the message
     name:str, # The callback that gathers them, for the message
 )->dict: # Those that hold something
     "The records that are not empty, or an error"
-    found = {name: o for name,o in stats.items() if len(o)}
-    if not found: raise ValueError(f'No {what} have been recorded, so there is nothing to draw. Give `{name}` to a trainer, and call `fit` first.')
+    found = {name: record for name,record in stats.items() if len(record)}
+    if not found: raise ValueError(_NOT_RECORDED.format(what, name))
     return found
 
 def plot_lines(

@@ -13,10 +13,13 @@ import torch
 from ..basics.tensors import to_cpu
 
 # %% ../../nbs/show/60_images.ipynb #685e1431
-_CHANNELS = (1, 3, 4)
+_CHANNELS = 1,3,4
+_OTHER_MODES = 'P','PA','LA','CMYK','YCbCr','HSV','LAB' # Of PIL; their numbers are no colours to matplotlib
+_NO_IMAGE = ('The shape {} is no image, so it cannot be drawn. It should be (height, width), '
+             '(channels, height, width) or (height, width, channels) with 1, 3 or 4 channels.{}')
 
 def image_array(
-    image, # Tensor, array or PIL image: (height, width), channels first, or channels last; floats from 0 to 1, or bytes
+    image, # Tensor, array or PIL image: (height, width), channels first or last; floats from 0 to 1, or bytes
 ): # Array (height, width) if there is one channel, otherwise (height, width, channels)
     "`image` as matplotlib draws it: on the CPU, channels last"
     import numpy as np
@@ -33,14 +36,13 @@ def _as_array(image):
     "`image` as an array in whatever layout it has"
     import numpy as np
     if torch.is_tensor(image): return to_cpu(image).numpy()
-    if hasattr(image, 'convert') and getattr(image, 'mode', 'L') in ('P', 'PA', 'LA', 'CMYK', 'YCbCr', 'HSV', 'LAB'): image = image.convert('RGB')
+    if hasattr(image, 'convert') and getattr(image, 'mode', 'L') in _OTHER_MODES: image = image.convert('RGB')
     return np.asarray(image)
 
 def _not_an_image(array):
     "The message for a shape that is no image's"
     many = ' For a batch use `show_images`.' if array.ndim == 4 else ''
-    return (f'The shape {tuple(array.shape)} is no image, so it cannot be drawn. It should be (height, width), '
-            f'(channels, height, width) or (height, width, channels) with 1, 3 or 4 channels.{many}')
+    return _NO_IMAGE.format(tuple(array.shape), many)
 
 # %% ../../nbs/show/60_images.ipynb #083db391
 def subplots(
@@ -64,14 +66,16 @@ def _brightness(array):
     if array.dtype == 'uint8': return dict(vmin=0, vmax=255)
     return dict(vmin=0, vmax=1) if array.size and array.min() >= 0 and array.max() <= 1 else {}
 
+_CUT_OFF = ('The colours go from {:.3g} to {:.3g}, but only 0 to {} can be shown, and the rest was cut off. '
+            'Undo a normalisation with `UnNormalize`, and divide floats up to 255 by 255.')
+
 def _cut(array):
     "`array`, with colours cut off to the range that can be shown"
     if array.ndim == 2 or array.dtype == 'uint8': return array
     top = 1 if array.dtype.kind == 'f' else 255
     low,high = array.min(),array.max()
     if low < -0.1*top or high > 1.1*top:
-        warnings.warn(f'The colours go from {low:.3g} to {high:.3g}, but only 0 to {top} can be shown, and the rest was cut off. '
-                      'Undo a normalisation with `UnNormalize`, and divide floats up to 255 by 255.', stacklevel=3)
+        warnings.warn(_CUT_OFF.format(low, high, top), stacklevel=3)
     return array.clip(0, top)
 
 # %% ../../nbs/show/60_images.ipynb #9a4ed49c
@@ -93,6 +97,8 @@ def show_image(
     return ax
 
 # %% ../../nbs/show/60_images.ipynb #0c0a35bd
+_NO_PLACE = '{} rows of {} have no place for {} images. Leave `n_rows` or `n_cols` out.'
+
 def get_grid(
     n:int, # How many images there are
     n_rows:int=None, # Rows; default: as square as it can be
@@ -103,14 +109,17 @@ def get_grid(
     if n < 1: raise ValueError(f'`n` is {n!r}, and there is nothing to draw. Pass at least one image.')
     if n_cols is None: n_cols = math.ceil(n/n_rows) if n_rows else math.ceil(math.sqrt(n))
     if n_rows is None: n_rows = math.ceil(n/n_cols)
-    if n_rows*n_cols < n: raise ValueError(f'{n_rows} rows of {n_cols} have no place for {n} images. Leave `n_rows` or `n_cols` out.')
+    if n_rows*n_cols < n: raise ValueError(_NO_PLACE.format(n_rows, n_cols, n))
     axes = subplots(n_rows, n_cols, squeeze=False, **kwargs)[1]
     for ax in axes.flat[n:]: ax.axis('off')
     return axes
 
 # %% ../../nbs/show/60_images.ipynb #afd8f9ca
+_TITLES = ('There are {} images and {} titles, so it is unclear which belongs to which. '
+           'Give one for each.')
+
 def show_images(
-    images, # A batch (n, channels, height, width) or (n, height, width), or a list of images, which may differ in size
+    images, # A batch (n, channels, height, width) or (n, height, width), or a list of images of any size
     titles=None, # A text or number for each image; a tensor will do
     n_rows:int=None, # Rows; default: as square as it can be
     n_cols:int=None, # Columns; the same
@@ -122,13 +131,18 @@ def show_images(
     images = list(images)
     if torch.is_tensor(titles): titles = titles.tolist()
     titles = [None]*len(images) if titles is None else list(titles)
-    if len(titles) != len(images):
-        raise ValueError(f'There are {len(images)} images and {len(titles)} titles, so it is unclear which belongs to which. Give one for each.')
+    if len(titles) != len(images): raise ValueError(_TITLES.format(len(images), len(titles)))
     axes = get_grid(len(images), n_rows, n_cols, imsize=imsize, suptitle=suptitle, layout='constrained')
     for image,title,ax in zip(images, titles, axes.flat): show_image(image, ax, title, **kwargs)
     return axes
 
 # %% ../../nbs/show/60_images.ipynb #dd7bf336
+_UNEQUAL = 'There are {} means and {} deviations, but every channel has one of each. Give as many of both.'
+_NO_STD = '`std` is {}, but nothing can have been divided by that. Use numbers above 0.'
+_NO_FLOATS = ('The images are {}, but normalised ones are floats. '
+              'Undo the normalisation before turning them into bytes.')
+_DIFFERENT = 'The images have shape {0}, but there are {1} means. It should be (..., {1}, height, width).'
+
 class UnNormalize:
     "Bring normalised images back to their colours; the argument stays as it is"
     def __init__(self,
@@ -136,18 +150,18 @@ class UnNormalize:
         std, # Standard deviation of each channel that was divided by; the same
     ):
         mean,std = (torch.as_tensor(o, dtype=torch.float32).flatten() for o in (mean, std))
-        if mean.numel() != std.numel():
-            raise ValueError(f'There are {mean.numel()} means and {std.numel()} deviations, but every channel has one of each. Give as many of both.')
-        if not (std > 0).all(): raise ValueError(f'`std` is {std.tolist()}, but nothing can have been divided by that. Use numbers above 0.')
+        if mean.numel() != std.numel(): raise ValueError(_UNEQUAL.format(mean.numel(), std.numel()))
+        if not (std > 0).all(): raise ValueError(_NO_STD.format(std.tolist()))
         self.mean,self.std = mean,std
 
     def __call__(self,
         images, # Floats, (..., channels, height, width)
     ): # The same shape, dtype and device
         n_channels = self.mean.numel()
-        if not images.is_floating_point():
-            raise TypeError(f'The images are {images.dtype}, but normalised ones are floats. Undo the normalisation before turning them into bytes.')
-        if n_channels > 1 and (images.ndim < 3 or images.shape[-3] != n_channels):
-            raise ValueError(f'The images have shape {tuple(images.shape)}, but there are {n_channels} means. It should be (..., {n_channels}, height, width).')
-        mean,std = (o.to(images).view(-1, 1, 1) if n_channels > 1 else o.to(images) for o in (self.mean, self.std))
+        if not images.is_floating_point(): raise TypeError(_NO_FLOATS.format(images.dtype))
+        mean,std = self.mean.to(images),self.std.to(images)
+        if n_channels > 1:
+            fits = images.ndim >= 3 and images.shape[-3] == n_channels
+            if not fits: raise ValueError(_DIFFERENT.format(tuple(images.shape), n_channels))
+            mean,std = mean.view(-1, 1, 1),std.view(-1, 1, 1)
         return images*std + mean

@@ -33,7 +33,8 @@ def _figure(rows, losses, names, per_epoch, now):
 def _drawable(rows, names):
     "Those of `names` that the rows have already"
     known = dict.fromkeys(k for row in rows for k,v in row.items() if isinstance(v, (int, float)))
-    return [o for o in ([names] if isinstance(names, str) else names or known) if o in known and (names or o not in ('fit', 'epoch', 'elapsed'))]
+    if not names: return [name for name in known if name not in ('fit', 'epoch', 'elapsed')]
+    return [name for name in ([names] if isinstance(names, str) else names) if name in known]
 
 _MOST_POINTS = 1000
 
@@ -41,7 +42,8 @@ def _draw_losses(ax, losses, per_epoch):
     "The running mean over some ten batches or a fiftieth of the run, at most a thousand points of it"
     every = -(-len(losses)//_MOST_POINTS)
     means = smoothed(losses, 1-1/max(10, len(losses)/50))[::every]
-    ax.plot([(i*every+1)/per_epoch for i in range(len(means))], means, color='grey', alpha=0.5, zorder=0, label='training batches, running mean')
+    epochs = [(i*every+1)/per_epoch for i in range(len(means))]
+    ax.plot(epochs, means, color='grey', alpha=0.5, zorder=0, label='training batches, running mean')
     ax.set(xlabel='epochs trained', ylabel='mean loss per example')
     ax.legend(fontsize=8)
 
@@ -49,7 +51,8 @@ def _draw_losses(ax, losses, per_epoch):
 def _now(trainer, rows):
     "The newest values, as the title of the figure"
     newest = rows[-1] if rows else {}
-    values = row_text({k: v for k,v in newest.items() if isinstance(v, float)}, leave_out=('fit', 'epoch', 'elapsed'))
+    shown = {name: value for name,value in newest.items() if isinstance(value, float)}
+    values = row_text(shown, leave_out=('fit', 'epoch', 'elapsed'))
     if not hasattr(trainer, 'epoch'): return ''
     return f'epoch {trainer.epoch}' + (f', {values}' if values else '')
 
@@ -59,19 +62,26 @@ def _in_notebook():
     except NameError: return False
 
 # %% ../../nbs/show/40_live_plot.ipynb #f3a89837
+_NOWHERE = ('`LivePlotCB` has nowhere to draw: this is no notebook, and it has no `path`. '
+            'Give it one, such as `LivePlotCB("loss.png")`.')
+_CANNOT_WRITE = ('`LivePlotCB` cannot write its figure to `{}`: {}. '
+                 'Choose a folder that can be written, and an ending such as `.png` or `.pdf`.')
+
 def _check_place(path, in_notebook):
     "Write an empty figure, or say why that is impossible"
     from matplotlib.figure import Figure
     if path is None:
         if in_notebook: return
-        raise ValueError('`LivePlotCB` has nowhere to draw: this is no notebook, and it has no `path`. Give it one, such as `LivePlotCB("loss.png")`.')
+        raise ValueError(_NOWHERE)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         Figure(figsize=(1, 1)).savefig(path)
     except (OSError, ValueError) as e:
-        raise ValueError(f'`LivePlotCB` cannot write its figure to `{path}`: {e}. Choose a folder that can be written, and an ending such as `.png` or `.pdf`.') from e
+        raise ValueError(_CANNOT_WRITE.format(path, e)) from e
 
 # %% ../../nbs/show/40_live_plot.ipynb #58782f0b
+_BACKWARDS = '`seconds` is {!r}, and time does not run backwards. Use 0 to draw at every batch, or more.'
+
 class LivePlotCB:
     "Draw losses and metrics while training goes on"
     order = Order.REPORT
@@ -81,14 +91,17 @@ class LivePlotCB:
         names=None, # Columns of the history to draw; default: all losses and metrics
         seconds:float=5., # Least time between two drawings
     ):
-        if not seconds >= 0: raise ValueError(f'`seconds` is {seconds!r}, and time does not run backwards. Use 0 to draw at every batch, or more.')
-        self.path,self.names,self.seconds = None if path is None else local_path(path, 'LivePlotCB', 'path').absolute(),names,seconds
+        if not seconds >= 0: raise ValueError(_BACKWARDS.format(seconds))
+        self.path = None if path is None else local_path(path, 'LivePlotCB', 'path').absolute()
+        self.names,self.seconds = [names] if isinstance(names, str) else names,seconds
         self._losses = None # Nothing to draw before the fit
 
     def before_fit(self, trainer):
         "Make sure that there is a place to draw"
-        self._handle,self._losses,self._failed,self._in_notebook = None,DeviceNumbers(),False,_in_notebook()
-        self._n_rows,self._per_epoch,self._drawn = len(trainer.history),trainer.updates_per_epoch,time.monotonic()
+        self._losses,self._in_notebook = DeviceNumbers(),_in_notebook()
+        self._handle,self._failed = None,False
+        self._n_rows,self._per_epoch = len(trainer.history),trainer.updates_per_epoch
+        self._drawn = time.monotonic()
         _check_place(self.path, self._in_notebook)
 
     def after_batch(self, trainer):
@@ -99,11 +112,13 @@ class LivePlotCB:
     def cleanup_epoch(self, trainer):
         "Read the losses of the pass"
         self._losses.tensor()
-        if trainer.training: self._per_epoch = max(trainer.batch_num+1 if hasattr(trainer, 'batch_num') else 1, self._per_epoch or 1)
+        if not trainer.training: return
+        n_batches = trainer.batch_num+1 if hasattr(trainer, 'batch_num') else 1
+        self._per_epoch = max(n_batches, self._per_epoch or 1)
 
     def log(self, trainer):
         "Redraw when an epoch is complete, if the last drawing is old enough"
-        for name in [self.names] if isinstance(self.names, str) else self.names or []: trainer.history.check_name(name)
+        for name in self.names or (): trainer.history.check_name(name)
         if time.monotonic()-self._drawn >= self.seconds: self._draw(trainer)
 
     def cleanup_fit(self, trainer):
@@ -124,7 +139,7 @@ def _draw(self:LivePlotCB, trainer):
         if self.path is not None: fig.savefig(self.path)
     except OSError as e:
         self._failed = True
-        warnings.warn(f'`LivePlotCB` could not write {self.path} ({e}), and does not draw any more; training goes on.')
+        warnings.warn(f'`LivePlotCB` could not write {self.path} ({e}), and draws no more; training goes on.')
     if self._in_notebook: self._show(fig)
     self._drawn = time.monotonic()
 

@@ -17,13 +17,16 @@ from .images import image_array
 from ..basics.tensors import to_cpu
 
 # %% ../../nbs/show/70_media_files.ipynb #3525a069
+_CHANNELS = ('The sound has shape {}, but only one channel can be written. '
+             'Pass the samples of one, (samples,).')
+
 def wav_bytes(
     sound, # (samples,) or (1, samples) Floats from -1 to 1; a tensor or an array
     rate:int=16_000, # Samples per second, in Hz
 )->bytes: # A file with 16 bits to a sample
     "A sound as WAV"
     sound = to_cpu(torch.as_tensor(sound)).float().nan_to_num().squeeze()
-    if sound.ndim != 1: raise ValueError(f'The sound has shape {tuple(sound.shape)}, but only one channel can be written. Pass the samples of one, (samples,).')
+    if sound.ndim != 1: raise ValueError(_CHANNELS.format(tuple(sound.shape)))
     samples = (sound.clamp(-1, 1)*32767).round().to(torch.int16)
     with wave.open(file := io.BytesIO(), 'wb') as f:
         f.setnchannels(1)
@@ -65,7 +68,8 @@ def csv_text(
     "Rows as the text of a CSV file"
     rows = [dict(o) for o in rows]
     columns = list(dict.fromkeys(k for row in rows for k in row))
-    writer = csv.DictWriter(text := io.StringIO(newline=''), columns, delimiter=delimiter, lineterminator=line_end)
+    text = io.StringIO(newline='')
+    writer = csv.DictWriter(text, columns, delimiter=delimiter, lineterminator=line_end)
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
@@ -86,6 +90,9 @@ def media_file(
     return '.wav',wav_bytes(value, rate)
 
 # %% ../../nbs/show/70_media_files.ipynb #120bae60
+_NO_FOLDER = ('`{}` cannot write to the folder {} ({}), so nothing of this run would be kept there. '
+              'Choose one where you may write.')
+
 def check_folder(
     path, # The folder; made if missing
     who:str, # Who is going to write, for the message
@@ -94,7 +101,7 @@ def check_folder(
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path): pass
-    except OSError as e: raise OSError(f'`{who}` cannot write to the folder {path} ({e}), so nothing of this run would be kept there. Choose one where you may write.') from e
+    except OSError as e: raise OSError(_NO_FOLDER.format(who, path, e)) from e
 
 # %% ../../nbs/show/70_media_files.ipynb #ce409596
 def replace_file(

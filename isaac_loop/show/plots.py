@@ -13,10 +13,10 @@ from types import FunctionType, ModuleType
 import torch
 from fastcore.basics import patch
 
-from ..loop.events import CancelFitException, Order, Plan
+from ..loop.events import CancelFitException, Order
+from ..loop.trainer import Plan, Trainer
 from ..loop.history import History
 from .images import show_images
-from ..loop.trainer import Trainer
 
 # %% ../../nbs/show/50_plots.ipynb #dbe643e1
 @contextmanager
@@ -28,7 +28,8 @@ def _same_random_numbers(
     python,numpy = random.getstate(),np.random.get_state() if np else None
     own = [(o, o.get_state()) for o in generators]
     try:
-        with torch.random.fork_rng(device_type=getattr(torch.accelerator.current_accelerator(), 'type', 'cuda')): yield
+        device_type = getattr(torch.accelerator.current_accelerator(), 'type', 'cuda')
+        with torch.random.fork_rng(device_type=device_type): yield
     finally:
         random.setstate(python)
         if np: np.random.set_state(numpy)
@@ -37,7 +38,8 @@ def _same_random_numbers(
 def _generators(*owners):
     "The generators among the attributes of `owners` and of their samplers"
     everybody = [*owners, *(getattr(o, 'sampler', None) for o in owners)]
-    return [g for o in everybody for g in getattr(o, '__dict__', {}).values() if isinstance(g, torch.Generator)]
+    held = [value for one in everybody for value in getattr(one, '__dict__', {}).values()]
+    return [value for value in held if isinstance(value, torch.Generator)]
 
 # %% ../../nbs/show/50_plots.ipynb #ae8a36f6
 class _CatchCB:
@@ -61,11 +63,15 @@ def _second(trainer):
     new.model,new.loss_func,opt = copy.deepcopy((trainer.model, trainer.loss_func, vars(trainer).get('opt')))
     if opt is not None: new.opt = opt
     new.callbacks,new._named,new.history,new._fitting = [],{},History(),False
-    new.plan = Plan(type(trainer), trainer.plan.last)
-    new._add([_spare(o) for o in trainer.callbacks if getattr(o, 'order', 0) < Order.RECORD]) # Members of a group are among them already
+    new.plan = Plan(type(trainer))
+    first = [cb for cb in trainer.callbacks if getattr(cb, 'order', 0) < Order.RECORD]
+    new._add([_spare(cb) for cb in first]) # Members of a group are among them already
     return new
 
 # %% ../../nbs/show/50_plots.ipynb #ba080749
+_NO_BATCH = ('No batch reached the model, so there is nothing to draw: '
+             'a callback left every one of them in `before_batch`.')
+
 @patch
 def show_image_batch(self:Trainer,
     max_n:int=9, # Most images to draw
@@ -79,7 +85,7 @@ def show_image_batch(self:Trainer,
     loaders = [getattr(self.dls, o, None) for o in ('train', 'valid')]
     with _same_random_numbers(_generators(*loaders, *self.callbacks)):
         _second(self).fit(1, vars(self).get('lr', 1e-3), [callbacks, catch], train=train, valid=not train)
-    if not hasattr(catch, 'inputs'): raise ValueError('No batch reached the model, so there is nothing to draw: a callback left every one of them in `before_batch`.')
+    if not hasattr(catch, 'inputs'): raise ValueError(_NO_BATCH)
     images,titles = catch.inputs[0][:max_n],_titles(catch.targets, max_n)
     return show_images(images if tfm is None else tfm(images), titles, **kwargs)
 

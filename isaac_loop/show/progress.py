@@ -38,7 +38,9 @@ class _Lines:
             self.write(self._line({o: o for o in self.columns}))
         self.write(self._line(row))
 
-    def _line(self, row): return aligned([short(row.get(o)) for o in self.columns], [max(len(o), 6) for o in self.columns])
+    def _line(self, row):
+        cells,widths = [short(row.get(o)) for o in self.columns],[max(len(o), 6) for o in self.columns]
+        return aligned(cells, widths)
 
 # %% ../../nbs/show/10_progress.ipynb #eda884f2
 class _PlainBar(tqdm):
@@ -62,7 +64,9 @@ class _NotebookBar(tqdm):
 # %% ../../nbs/show/10_progress.ipynb #fabd915e
 class _Panel:
     "The output of a notebook cell: the table, and below it the bars as long as they run"
-    def __init__(self, seconds): self.seconds,self.rows,self.bars,self.handle,self.drawn = seconds,[],{},None,time.monotonic()
+    def __init__(self, seconds):
+        self.seconds,self.drawn = seconds,time.monotonic()
+        self.rows,self.bars,self.handle = [],{},None
 
     def show(self, bar, text):
         "Redraw, with `text` for `bar`"
@@ -74,11 +78,14 @@ class _Panel:
         self.rows.append(row)
         self._draw()
 
-    def __repr__(self): return '\n'.join([*([str(Table(self.rows))] if self.rows else []), *filter(None, self.bars.values())])
+    def __repr__(self):
+        table = [str(Table(self.rows))] if self.rows else []
+        return '\n'.join([*table, *filter(None, self.bars.values())])
 
     def _repr_markdown_(self):
         bars = '\n'.join(filter(None, self.bars.values()))
-        return (Table(self.rows)._repr_markdown_() if self.rows else '') + (f'\n\n```\n{bars}\n```' if bars else '')
+        table = Table(self.rows)._repr_markdown_() if self.rows else ''
+        return table + (f'\n\n```\n{bars}\n```' if bars else '')
 
 # %% ../../nbs/show/10_progress.ipynb #2a850a63
 @patch
@@ -131,8 +138,10 @@ def _print_at_once(line): print(line, flush=True)
 @patch
 def _bar(self:ProgressCB, iterable, label, total):
     "Open a bar around `iterable`, of the kind for this place"
-    kind,kwargs = {'notebook': (_NotebookBar, dict(panel=self._panel, delay=0.5)), 'plain': (_PlainBar, {}), 'terminal': (tqdm, {})}[self._place]
-    self._bars.append(kind(iterable, desc=label, total=total, leave=False, mininterval=self.seconds, **kwargs))
+    kind = dict(notebook=_NotebookBar, plain=_PlainBar, terminal=tqdm)[self._place]
+    kwargs = dict(desc=label, total=total, leave=False, mininterval=self.seconds)
+    if kind is _NotebookBar: kwargs |= dict(panel=self._panel, delay=0.5)
+    self._bars.append(kind(iterable, **kwargs))
     return self._bars[-1]
 
 # %% ../../nbs/show/10_progress.ipynb #f9b13ff5
@@ -170,7 +179,8 @@ def cleanup_fit(self:ProgressCB, trainer):
 def after_batch(self:ProgressCB, trainer):
     "Show a recent loss on the bar"
     loss = getattr(trainer, 'loss', None)
-    if self._place == 'plain' or not torch.is_tensor(loss) or loss.numel() != 1 or time.monotonic()-self._shown < self.seconds: return
+    is_number = torch.is_tensor(loss) and loss.numel() == 1
+    if self._place == 'plain' or not is_number or time.monotonic()-self._shown < self.seconds: return
     self._shown = time.monotonic()
     if self._sent is not None:
         if not self._sent.arrived(): return

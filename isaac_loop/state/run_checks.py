@@ -10,7 +10,7 @@ import torch, warnings
 from torch import nn, optim
 
 from ..data.fingerprint import data_of, differences, unchecked
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
 from .run_parts import bare, differing, loaders_of, parts_of, stateful_callbacks
 

@@ -14,7 +14,7 @@ from ..basics.tensors import map_tensors
 from ..data.fingerprint import data_of, loss_of
 from ..loop.events import callback_name
 from ..loop.shared_attributes import offering
-from ..loop.trainer import n_batches
+from ..loop.passes import n_batches
 from .plain_state import Exactly, from_plain, plain
 from .random_numbers import random_state, set_plain_random_state, undrawn
 from .run_parts import all_parameters, bare, differing, generators

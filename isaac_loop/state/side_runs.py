@@ -13,9 +13,11 @@ import torch
 from fastcore.basics import patch
 
 from ..basics.tensors import set_seed
-from ..loop.events import EVENTS, Order, ROW_EVENTS, Plan, handler_of
+from ..loop.events import EVENTS, Order, ROW_EVENTS, handler_of
+from ..loop.trainer import Plan, Trainer
 from ..loop.history import History
-from ..loop.trainer import Trainer, _flat
+from ..loop.passes import forget
+from ..loop.callback_list import flat
 from .random_numbers import random_state, same_random_state, set_random_state
 from .snapshot import Snapshot
 
@@ -58,17 +60,17 @@ def side_run(self:Trainer,
     self._fitting = False # From here on the callbacks are those of the other run
     self.callbacks,self._named,self._guests,self.history,self._side_runs = (),{},[],History(),self._side_runs+1
     self._ended = True
-    self.plan = Plan(type(self), self.plan.last)
+    self.plan = Plan(type(self))
     if between_fits: self._go_on_aside(before.random)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off
-            self._add([*kept, *_flat(callbacks)])
+            self._add([*kept, *flat(callbacks)])
             yield self
     finally:
         if between_fits: self._aside.update(began=before.random, seedings=set_seed.calls, ended=random_state())
         vars(self).clear()
         vars(self).update(loop)
-        self._forget(*Trainer.__slots__)
+        forget(self, *Trainer.__slots__)
         for name,value in slots.items(): setattr(self, name, value)
         for module,mode in modes: module.training = mode
         before.restore()

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..loop.events import Plan
+from ..loop.trainer import Plan
 from .random_numbers import random_state, set_random_state
 
 # %% ../../nbs/state/20_snapshot.ipynb #d5e2c4d8

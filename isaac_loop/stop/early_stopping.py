@@ -8,18 +8,25 @@ __all__ = ['EarlyStoppingCB']
 # %% ../../nbs/stop/10_early_stopping.ipynb #262a59a3
 import warnings
 
-from fastcore.basics import patch
-
 from ..basics.checks import check_count
 from ..loop.events import Order
-from ..loop.history import Monitor, check_monitored, mode_of
+from ..loop.monitor import Monitor, check_monitored, mode_of
 from ..state.keeps_state import KeepsBest
 
 # %% ../../nbs/stop/10_early_stopping.ipynb #7275a1c9
-def _check_levels(mode, threshold, divergence):
-    "Refuse levels of which one is reached whenever the other is not"
-    if None in (threshold, divergence) or (threshold < divergence if mode == 'min' else threshold > divergence): return
-    raise ValueError(f"`threshold={threshold!r}` is no better than `divergence={divergence!r}` with `mode='{mode}'`, so every first epoch would stop. Are they swapped, or is the mode?")
+_NEVER = ('`EarlyStoppingCB` has no `patience`, `threshold` or `divergence`, so it would never stop. '
+          'Give it one of them.')
+_SWAPPED = ("`threshold={!r}` is no better than `divergence={!r}` with `mode='{}'`, so a run stops at once. "
+            'Are they swapped, or is the mode?')
+_NO_VALUE = ('`{}` watched `{}`, which had no value in any epoch of this fit, so it could not stop anything. '
+             'Was there no validation?')
+
+def _check_reasons(mode, patience, threshold, divergence):
+    "Make sure that it can stop, and not at once"
+    if patience is threshold is divergence is None: raise ValueError(_NEVER)
+    if threshold is None or divergence is None: return
+    is_better = threshold < divergence if mode == 'min' else threshold > divergence
+    if not is_better: raise ValueError(_SWAPPED.format(threshold, divergence, mode))
 
 # %% ../../nbs/stop/10_early_stopping.ipynb #cfbcd158
 class EarlyStoppingCB(KeepsBest, Monitor):
@@ -28,7 +35,7 @@ class EarlyStoppingCB(KeepsBest, Monitor):
     _kept = ('best', 'n_bad', 'n_seen')
     def __init__(self,
         monitor:str='valid_loss', # Column of `trainer.history` to watch
-        patience:int=3, # Stop after so many values in a row without improvement, one for each epoch unless somebody measures more often; None never does
+        patience:int=3, # Stop after so many values in a row without improvement; None never does
         *, mode:str=None, # 'min' if lower is better, 'max' if higher is; may be left out for a loss
         min_delta:float=0., # An improvement must be larger than this, in the column's own units
         or_equal:bool=False, # Is a value just as good as the best an improvement as well?
@@ -41,10 +48,9 @@ class EarlyStoppingCB(KeepsBest, Monitor):
         self.monitor,self.anew = monitor,reset
         self.start_epoch = check_count(start_epoch, 'start_epoch', 'epochs are numbered from 0', least=0)
         self.threshold,self.baseline,self.divergence = threshold,baseline,divergence
-        if patience is not None: patience = check_count(patience, 'patience', 'measured values are counted')
-        elif threshold is None and divergence is None: raise ValueError('`EarlyStoppingCB` has neither `patience` nor `threshold` nor `divergence`, so it would never stop. Give it one of them.')
+        patience = check_count(patience, 'patience', 'measured values are counted', none='for no limit')
         Monitor.__init__(self, mode_of(monitor, mode), min_delta, patience, or_equal)
-        _check_levels(self.mode, threshold, divergence)
+        _check_reasons(self.mode, patience, threshold, divergence)
 
     def _start(self, trainer):
         "Forget the last run, and see whether somebody records what is watched"
@@ -55,38 +61,36 @@ class EarlyStoppingCB(KeepsBest, Monitor):
         "Forget everything seen"
         self.best,self.n_bad,self.n_seen = self.baseline,0,0
 
-# %% ../../nbs/stop/10_early_stopping.ipynb #7820002b
-@patch
-def log(self:EarlyStoppingCB, trainer):
-    "Judge the newest row"
-    if not self._declared: trainer.history.check_name(self.monitor)
-    self._judge(trainer, 'epoch')
+    def log(self, trainer):
+        "Judge the newest row"
+        if not self._declared: trainer.history.check_name(self.monitor)
+        self._judge(trainer, 'epoch')
 
-@patch
-def measured(self:EarlyStoppingCB, trainer):
-    "Judge what was measured in the middle of an epoch"
-    self._judge(trainer, 'measurement')
+    def measured(self, trainer):
+        "Judge what was measured in the middle of an epoch"
+        self._judge(trainer, 'measurement')
 
-@patch
-def _judge(self:EarlyStoppingCB, trainer, unit):
-    "Stop if what is new gives reason to"
-    value = trainer.history.news.get(self.monitor)
-    if value is None or trainer.epoch < self.start_epoch: return
-    self.n_seen += 1
-    self.update(value)
-    reason = self._reason(value, unit)
-    if reason: trainer.request_stop(f'`{self.monitor}` {reason}')
+    def _judge(self, trainer, unit):
+        "Stop if what is new gives reason to"
+        value = trainer.history.news.get(self.monitor)
+        if value is None or trainer.epoch < self.start_epoch: return
+        self.n_seen += 1
+        self.update(value)
+        reason = self._reason(value, unit)
+        if reason: trainer.request_stop(f'`{self.monitor}` {reason}')
 
-@patch
-def after_fit(self:EarlyStoppingCB, trainer):
-    "Say so if there never was a value"
-    if not self.n_seen and trainer.n_epochs > self.start_epoch:
-        warnings.warn(f'`{type(self).__name__}` watched `{self.monitor}`, which had no value in any epoch of this fit, so it could not stop anything. Was there no validation?', stacklevel=2)
+    def _reason(self, value, unit):
+        "Why to stop after `value`, or None"
+        sign = 1 if self.mode == 'min' else -1
+        if self.divergence is not None and not sign*value < sign*self.divergence:
+            return f'is {value:.4g}, no better than {self.divergence}: this run has diverged'
+        if self.threshold is not None and sign*value <= sign*self.threshold:
+            return f'has reached {self.threshold}: {value:.4g}'
+        if self.exhausted:
+            units,best = unit + 's'*(self.n_bad > 1),'none' if self.best is None else f'{self.best:.4g}'
+            return f'has not improved for {self.n_bad} {units}; the best is {best}'
 
-@patch
-def _reason(self:EarlyStoppingCB, value, unit):
-    "Why to stop after `value`, or None"
-    sign = 1 if self.mode == 'min' else -1
-    if self.divergence is not None and not sign*value < sign*self.divergence: return f'is {value:.4g}, no better than {self.divergence}: this run has diverged'
-    if self.threshold is not None and sign*value <= sign*self.threshold: return f'has reached {self.threshold}: {value:.4g}'
-    if self.exhausted: return f'has not improved for {self.n_bad} {unit}{"s"*(self.n_bad > 1)}; the best is {"none" if self.best is None else f"{self.best:.4g}"}'
+    def after_fit(self, trainer):
+        "Say so if there never was a value"
+        if self.n_seen or trainer.n_epochs <= self.start_epoch: return
+        warnings.warn(_NO_VALUE.format(type(self).__name__, self.monitor), stacklevel=2)

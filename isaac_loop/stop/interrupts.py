@@ -28,7 +28,7 @@ class InterruptCB:
         trainer.interrupted = 0
         trainer.epochs = self._watched(trainer, trainer.epochs)
         if threading.current_thread() is not threading.main_thread(): return
-        for o in (signal.SIGINT, signal.SIGTERM): self._old[o] = signal.signal(o, self._note)
+        for signum in (signal.SIGINT, signal.SIGTERM): self._old[signum] = signal.signal(signum, self._note)
 
     def _note(self, signum, frame=None):
         "The handler: write down that the signal came"

@@ -22,7 +22,9 @@ class FlagsCB(KeepsState):
         self.found = []
         self._forget()
 
-    def _forget(self): self._flags,self._about,self._n = DeviceNumbers(),[],0 # Flags on the device, what each is about, and their batches
+    def _forget(self):
+        self._flags,self._about = DeviceNumbers(),[] # On the device; what each is about, and its place
+        self._n = 0 # How many batches they are of
 
     def after_batch(self, trainer):
         "Read the flags now and then"
@@ -81,4 +83,5 @@ def _place(what, place):
 
 def where_found(found):
     "The place of an entry of `found`, in words"
-    return f"at epoch {found['epoch']}, batch {found['batch']} ({'training' if found['training'] else 'validation'})"
+    kind = 'training' if found['training'] else 'validation'
+    return f"at epoch {found['epoch']}, batch {found['batch']} ({kind})"

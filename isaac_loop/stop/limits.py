@@ -9,7 +9,7 @@ __all__ = ['LimitCB']
 import numbers, time
 from datetime import timedelta
 
-from fastcore.basics import patch
+
 
 from ..basics.checks import check_count
 from ..loop.events import Order
@@ -17,22 +17,30 @@ from ..state.keeps_state import KeepsState
 from ..basics.tensors import batch_size
 
 # %% ../../nbs/stop/20_limits.ipynb #3f3a5fb8
+_NO_TIME = '`seconds` is {!r}, and no batch fits into that. Use a number above 0, or a `timedelta`.'
+_NO_LIMIT = ('`LimitCB` has no limit, so it would do nothing. '
+             'Give it `updates`, `samples`, `seconds` or `epochs`.')
+_NO_COUNT = ('`LimitCB` cannot count samples: {}. '
+             'Let `count` return a number, by shapes: a tensor would make the device wait in every batch.')
+
+def _is_number(x): return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
 def _seconds(limit):
     "A limit of time in seconds"
     if isinstance(limit, timedelta): limit = limit.total_seconds()
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not limit > 0):
-        raise ValueError(f'`seconds` is {limit!r}, and no batch fits into that. Use a number above 0, or a `timedelta`.')
-    return limit
+    if limit is None or _is_number(limit) and limit > 0: return limit
+    raise ValueError(_NO_TIME.format(limit))
 
 def _how_many(trainer, count):
     "How many samples the batch has"
     n = batch_size(trainer.split(trainer.batch)[0]) if count is None else count(trainer.batch)
-    if isinstance(n, bool) or not isinstance(n, numbers.Real):
-        raise TypeError(f'`LimitCB` cannot count samples: {"the inputs of the batch hold no tensor with rows" if count is None else f"`count` gave {n!r}"}. '
-                        'Let `count` return a number; a tensor would make the device wait in every batch, so count by shapes, or let the loader bring the number along.')
-    return n
+    if _is_number(n): return n
+    why = 'the inputs of the batch hold no tensor with rows' if count is None else f'`count` gave {n!r}'
+    raise TypeError(_NO_COUNT.format(why))
 
 # %% ../../nbs/stop/20_limits.ipynb #8046fffd
+def _reached(n, limit): return limit is not None and n >= limit
+
 class LimitCB(KeepsState):
     "Stop after so many updates, samples, seconds or epochs"
     order = Order.DECIDE
@@ -41,47 +49,45 @@ class LimitCB(KeepsState):
     n_samples,elapsed,_looked = 0,0.,None
     def __init__(self,
         updates:int=None, # Optimizer updates in the fit
-        *, samples:int=None, # Training samples, as counted by `count`; schedules do not know it beforehand, and are cut off
+        *, samples:int=None, # Training samples, as counted by `count`; schedules are cut off
         seconds=None, # Time since the fit began: seconds, or a `timedelta`; schedules are cut off, too
         epochs:int=None, # Epochs of the fit; schedules plan for those given to `fit`
         count=None, # Function of a batch that gives a number, of tokens say; default: the rows of its inputs
     ):
-        for name,n in dict(updates=updates, samples=samples, epochs=epochs).items():
-            if n is not None: check_count(n, name)
-        if updates is samples is seconds is epochs is None: raise ValueError('`LimitCB` has no limit, so it would do nothing. Give it `updates`, `samples`, `seconds` or `epochs`.')
-        self.updates,self.samples,self.seconds,self.epochs,self.count = updates,samples,_seconds(seconds),epochs,count
+        counts = dict(updates=updates, samples=samples, epochs=epochs)
+        for name,n in counts.items(): check_count(n, name, none='for no limit')
+        if updates is samples is seconds is epochs is None: raise ValueError(_NO_LIMIT)
+        self.updates,self.samples,self.epochs = updates,samples,epochs
+        self.seconds,self.count = _seconds(seconds),count
         self.max_updates = updates # Read by `trainer.total_updates`
 
     def _start(self, trainer):
         "Begin to count"
         self.n_samples,self.elapsed,self._looked = 0,0.,time.monotonic()
 
-    def log(self, trainer):
-        "Count epochs, and look at the clock"
-        if self.epochs is not None and trainer.epoch+1 >= self.epochs: trainer.request_stop(f'{trainer.epoch+1} epochs are enough')
+
+
+    def after_step(self, trainer):
+        "Stop when there were enough updates"
+        n = trainer.n_updates
+        if _reached(n, self.updates): trainer.request_stop(f'{n} updates are enough')
+
+    def after_batch(self, trainer):
+        "Count samples, and look at the clock"
+        if self.samples is not None: self.n_samples += _how_many(trainer, self.count)
+        n = self.n_samples
+        if _reached(n, self.samples): trainer.request_stop(f'{n} samples are enough')
         self._look_at_clock(trainer)
 
-# %% ../../nbs/stop/20_limits.ipynb #4ea7e0af
-@patch
-def _tick(self:LimitCB):
-    "Add the time since the last look"
-    now = time.monotonic()
-    self.elapsed,self._looked = self.elapsed+now-self._looked,now
+    def log(self, trainer):
+        "Count epochs, and look at the clock"
+        n = trainer.epoch+1
+        if _reached(n, self.epochs): trainer.request_stop(f'{n} epochs are enough')
+        self._look_at_clock(trainer)
 
-@patch
-def _look_at_clock(self:LimitCB, trainer):
-    "Stop when the time is up"
-    self._tick()
-    if self.seconds is not None and self.elapsed >= self.seconds: trainer.request_stop(f'{self.elapsed:.4g} seconds are enough')
-
-@patch
-def after_step(self:LimitCB, trainer):
-    "Stop when there were enough updates"
-    if self.updates is not None and trainer.n_updates >= self.updates: trainer.request_stop(f'{trainer.n_updates} updates are enough')
-
-@patch
-def after_batch(self:LimitCB, trainer):
-    "Count samples, and look at the clock"
-    if self.samples is not None: self.n_samples += _how_many(trainer, self.count)
-    if self.samples is not None and self.n_samples >= self.samples: trainer.request_stop(f'{self.n_samples} samples are enough')
-    self._look_at_clock(trainer)
+    def _look_at_clock(self, trainer):
+        "Add the time since the last look, and stop when it is up"
+        now = time.monotonic()
+        self.elapsed,self._looked = self.elapsed+now-self._looked,now
+        over = _reached(self.elapsed, self.seconds)
+        if over: trainer.request_stop(f'{self.elapsed:.4g} seconds are enough')

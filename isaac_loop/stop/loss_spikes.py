@@ -9,13 +9,25 @@ __all__ = ['LossSpikeCB']
 import warnings
 
 import torch
-from fastcore.basics import patch
 
+
+from ..loop.device_numbers import one_number
 from .late_questions import FlagsCB, where_found
 from ..basics.checks import check_count
 from ..loop.events import CancelBatchException, Order
 
 # %% ../../nbs/stop/50_loss_spikes.ipynb #16b4a234
+_FACTOR = '`factor` is {!r}, so that an ordinary loss would be a spike. Use a number above 1, such as 3.'
+_DECAY = '`decay` is {!r}; at 1 or more the mean would never change. Use a share such as 0.98.'
+_MIN_DELTA = '`min_delta` is {!r}, but a spike is above the mean. Use 0 or more, in the units of the loss.'
+_REPORT = '{}{}. `LossSpikeCB.found` lists all such batches; `skip` leaves them out of another run.'
+
+def _check_spike(factor, decay, min_delta):
+    "Make sure that these numbers tell a spike from an ordinary loss"
+    if not factor > 1: raise ValueError(_FACTOR.format(factor))
+    if not 0 <= decay < 1: raise ValueError(_DECAY.format(decay))
+    if not min_delta >= 0: raise ValueError(_MIN_DELTA.format(min_delta))
+
 class LossSpikeCB(FlagsCB):
     "Stop, or warn, when a training loss is far above its running mean"
     order = Order.DECIDE
@@ -24,26 +36,30 @@ class LossSpikeCB(FlagsCB):
     mean,n_seen = None,0 # The running mean stays on the device
     def __init__(self,
         factor:float=3., # A loss above so many times its running mean is a spike
-        *, decay:float=0.98, # Share of the old mean that stays at each batch, 0 to 1; 0.98 looks back over about 50 batches
-        start_batch:int=20, # First training batch to judge, numbered from 0 through all epochs; those before it only enter the mean
+        *, decay:float=0.98, # Share of the old mean that stays at each batch; 0.98 looks back over some 50
+        start_batch:int=20, # First training batch to judge, of all epochs; those before only enter the mean
         min_delta:float=0., # A spike is also higher than the mean by more than this, in the loss's own units
         every:int=100, # Read the flags after so many batches; 1 reads at once and leaves a bad batch out
         stop:bool=True, # Stop, or only report?
         skip=(), # Pairs of epoch and batch to leave out, known from an earlier run
         report=warnings.warn, # Called with a sentence if there is no stop
     ):
+        _check_spike(factor, decay, min_delta)
         self.every = check_count(every, 'every', 'batches are counted')
-        if not factor > 1: raise ValueError(f'`factor` is {factor!r}, so that an ordinary loss would be a spike. Use a number above 1, such as 3.')
-        if not 0 <= decay < 1: raise ValueError(f'`decay` is {decay!r}; at 1 or more the mean would never change. Use a share such as 0.98.')
-        if not min_delta >= 0: raise ValueError(f'`min_delta` is {min_delta!r}, but a spike is above the mean, not below it. Use 0 or more, in the units of the loss.')
         self.start_batch = check_count(start_batch, 'start_batch', 'batches are numbered from 0', least=0)
         self.factor,self.decay,self.min_delta = factor,decay,min_delta
-        self.stop,self.skip,self.report = stop,{tuple(o) for o in skip},report
+        self.stop,self.skip,self.report = stop,{tuple(place) for place in skip},report
 
     def _start(self, trainer):
         "Forget the last run"
         super()._start(trainer)
         self.mean,self.n_seen = None,0
+
+    def before_batch(self, trainer):
+        "Leave out batches known to be bad"
+        self._is_spike = False
+        place = trainer.epoch,trainer.batch_num
+        if place in self.skip: raise CancelBatchException('this batch is to be skipped')
 
     def after_get_loss(self, trainer):
         "Compare the loss with its running mean"
@@ -53,29 +69,20 @@ class LossSpikeCB(FlagsCB):
         "Leave a batch that is known to be a spike"
         if self._is_spike: raise CancelBatchException('the loss is a spike')
 
-# %% ../../nbs/stop/50_loss_spikes.ipynb #637ec4fe
-@patch
-def _compare(self:LossSpikeCB, loss):
-    "A flag for a spike; the running mean stays on the device"
-    loss = loss.detach().reshape(()) if torch.is_tensor(loss) else torch.tensor(float(loss))
-    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
-    mean = self.mean if torch.is_tensor(self.mean) else loss.new_full((), self.mean or 0.)
-    usual = loss <= mean + torch.clamp((self.factor-1)*mean.abs(), min=self.min_delta) # False for NaN
-    spike = ~usual if self.n_seen >= self.start_batch else ~torch.isfinite(loss)
-    self.mean = torch.where(spike, mean, torch.lerp(mean, loss, max(1-self.decay, 1/(self.n_seen+1))))
-    self.n_seen += 1
-    return spike
+    def _compare(self, loss):
+        "A flag for a spike; the running mean stays on the device"
+        loss = torch.as_tensor(one_number(loss))
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        mean = self.mean if torch.is_tensor(self.mean) else loss.new_full((), self.mean or 0.)
+        usual = loss <= mean + torch.clamp((self.factor-1)*mean.abs(), min=self.min_delta) # False for NaN
+        spike = ~usual if self.n_seen >= self.start_batch else ~torch.isfinite(loss)
+        share = max(1-self.decay, 1/(self.n_seen+1))
+        self.mean = torch.where(spike, mean, torch.lerp(mean, loss, share))
+        self.n_seen += 1
+        return spike
 
-# %% ../../nbs/stop/50_loss_spikes.ipynb #d46fcf6b
-@patch
-def before_batch(self:LossSpikeCB, trainer):
-    "Leave out batches known to be bad"
-    self._is_spike = False
-    if (trainer.epoch, trainer.batch_num) in self.skip: raise CancelBatchException('this batch is to be skipped')
-
-@patch
-def _act(self:LossSpikeCB, trainer, first):
-    self._is_spike = self.every == 1
-    text = f'the loss was more than {self.factor:g} times its running mean {where_found(first)}'
-    if self.stop: trainer.request_stop(text)
-    else: self.report(f'{text[0].upper()}{text[1:]}. `LossSpikeCB.found` lists all such batches; `skip` leaves them out of another run.')
+    def _act(self, trainer, first):
+        self._is_spike = self.every == 1
+        text = f'the loss was more than {self.factor:g} times its running mean {where_found(first)}'
+        if self.stop: trainer.request_stop(text)
+        else: self.report(_REPORT.format(text[0].upper(), text[1:]))

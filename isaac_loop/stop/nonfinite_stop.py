@@ -9,7 +9,7 @@ __all__ = ['NonFiniteStopCB']
 import math
 
 import torch
-from fastcore.basics import patch
+
 from torch.nn.utils import get_total_norm
 
 from .late_questions import FlagsCB, where_found
@@ -20,9 +20,11 @@ from ..train.optimizer_options import parameters_of
 # %% ../../nbs/stop/40_nonfinite_stop.ipynb #1706a957
 def _not_finite(xs):
     "A flag on the device: is there a NaN or an infinity in one of `xs`?"
-    xs = [o.detach() if torch.is_tensor(o) else torch.tensor(float(o)) for o in xs]
-    xs = [o for o in xs if o.numel()]
-    return ~torch.isfinite(get_total_norm(xs, math.inf)) if xs else torch.tensor(False) # The largest number, which cannot overflow as a sum of squares does
+    tensors = [x.detach() if torch.is_tensor(x) else torch.tensor(float(x)) for x in xs]
+    tensors = [x for x in tensors if x.numel()]
+    if not tensors: return torch.tensor(False)
+    largest = get_total_norm(tensors, math.inf) # It cannot overflow, as a sum of squares does
+    return ~torch.isfinite(largest)
 
 # %% ../../nbs/stop/40_nonfinite_stop.ipynb #01ba64c8
 class NonFiniteStopCB(FlagsCB):
@@ -31,8 +33,8 @@ class NonFiniteStopCB(FlagsCB):
     _kept = ('found', '_n', 'bad')
     bad = False
     def __init__(self,
-        every:int=100, # Read the flags after so many batches, and at the end of each pass; 1 reads at once and prevents the bad step
-        gradients:bool=True, # Look at gradients too? Not with fp16 loss scaling, where an infinite one now and then is normal and the scaler leaves it out
+        every:int=100, # Read the flags after so many batches, and after each pass; 1 prevents the bad step
+        gradients:bool=True, # Look at gradients too? Not with fp16 scaling, which leaves infinite ones out
     ):
         self.every,self.gradients = check_count(every, 'every', 'batches are counted'),gradients
 
@@ -41,38 +43,32 @@ class NonFiniteStopCB(FlagsCB):
         super()._start(trainer)
         self.bad = False
 
-# %% ../../nbs/stop/40_nonfinite_stop.ipynb #c6a08772
-@patch
-def after_get_loss(self:NonFiniteStopCB, trainer):
-    "Look at the loss"
-    self._note(trainer, 'loss', _not_finite([trainer.loss]))
+    def after_get_loss(self, trainer):
+        "Look at the loss"
+        self._note(trainer, 'loss', _not_finite([trainer.loss]))
 
-@patch
-def before_backward(self:NonFiniteStopCB, trainer):
-    "Leave a batch whose loss is known to be bad"
-    if self.found: raise CancelBatchException('the loss is not finite')
+    def before_backward(self, trainer):
+        "Leave a batch whose loss is known to be bad"
+        if self.found: raise CancelBatchException('the loss is not finite')
 
-@patch
-def _note(self:NonFiniteStopCB, trainer, what, flag):
-    "Keep a flag, and remember on the device whether any was up"
-    if trainer.training and self.every > 1: self.bad = self.bad | flag
-    self._flag(trainer, what, flag)
+    def before_step(self, trainer):
+        "Look at the gradients, and keep bad ones out of the weights"
+        with_grad = [p for p in parameters_of(trainer) if p.grad is not None]
+        grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in with_grad]
+        if self.gradients and grads: self._note(trainer, 'gradient', _not_finite(grads))
+        if self.found: _refuse_step(trainer)
+        if torch.is_tensor(self.bad):
+            for grad in grads: grad.masked_fill_(self.bad.to(grad.device), 0)
 
-@patch
-def _act(self:NonFiniteStopCB, trainer, first):
-    trainer.request_stop(f"the {first['what']} was NaN or infinite {where_found(first)}")
+    def _note(self, trainer, what, flag):
+        "Keep a flag, and remember on the device whether any was up"
+        if trainer.training and self.every > 1: self.bad = self.bad | flag
+        self._flag(trainer, what, flag)
 
-# %% ../../nbs/stop/40_nonfinite_stop.ipynb #21671547
+    def _act(self, trainer, first):
+        trainer.request_stop(f"the {first['what']} was NaN or infinite {where_found(first)}")
+
 def _refuse_step(trainer):
     "Leave the step out, and forget its gradients"
     for p in parameters_of(trainer): p.grad = None
     raise CancelStepException('a gradient is not finite')
-
-@patch
-def before_step(self:NonFiniteStopCB, trainer):
-    "Look at the gradients, and keep bad ones out of the weights"
-    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters_of(trainer) if p.grad is not None]
-    if self.gradients and grads: self._note(trainer, 'gradient', _not_finite(grads))
-    if self.found: _refuse_step(trainer)
-    if torch.is_tensor(self.bad):
-        for o in grads: o.masked_fill_(self.bad.to(o.device), 0)

@@ -9,18 +9,21 @@ __all__ = ['SamePredictionsCB']
 import warnings
 
 import torch
-from fastcore.basics import patch
+
 
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..state.keeps_state import KeepsState
 
 # %% ../../nbs/stop/60_same_predictions.ipynb #715ec28b
+_NO_TENSOR = ('The output of the model is a {}, and `SamePredictionsCB` cannot tell what it predicts. '
+              'Pass `labels`, a function that gives a tensor of predictions.')
+
 def _labels(preds):
     "The class with the highest output, or the output itself if there is only one"
-    if not torch.is_tensor(preds):
-        raise TypeError(f'The output of the model is a {type(preds).__name__}, and `SamePredictionsCB` cannot tell what it predicts. Pass `labels`, a function that gives a tensor of predictions.')
-    return preds.argmax(1) if preds.ndim > 1 and preds.shape[1] > 1 else preds
+    if not torch.is_tensor(preds): raise TypeError(_NO_TENSOR.format(type(preds).__name__))
+    has_classes = preds.ndim > 1 and preds.shape[1] > 1
+    return preds.argmax(1) if has_classes else preds
 
 # %% ../../nbs/stop/60_same_predictions.ipynb #16381d82
 class SamePredictionsCB(KeepsState):
@@ -34,7 +37,7 @@ class SamePredictionsCB(KeepsState):
         patience:int=1, # Passes in a row in which this has to happen
         start_epoch:int=0, # First epoch to look at, numbered from 0
         stop:bool=True, # Stop, or only report?
-        labels=None, # Function from the model's output to predictions; default: the class with the highest output
+        labels=None, # Function from the model's output to predictions; default: the class with the highest
         report=warnings.warn, # Called with a sentence if there is no stop
     ):
         self.patience = check_count(patience, 'patience', 'passes are counted')
@@ -53,23 +56,23 @@ class SamePredictionsCB(KeepsState):
         "Note the lowest and the highest prediction"
         self._take((self.labels or _labels)(trainer.preds))
 
-# %% ../../nbs/stop/60_same_predictions.ipynb #0690d251
-@patch
-def _take(self:SamePredictionsCB, labels):
-    "Note the lowest and the highest of `labels`"
-    if not labels.numel(): return
-    if labels.dtype == torch.bool: labels = labels.int()
-    ends = torch.stack(labels.detach().aminmax())
-    self._range = ends if self._range is None else torch.stack([torch.minimum(self._range[0], ends[0]), torch.maximum(self._range[1], ends[1])])
-    self._n += labels.numel()
+    def _take(self, labels):
+        "Note the lowest and the highest of `labels`, where they are"
+        if not labels.numel(): return
+        if labels.dtype == torch.bool: labels = labels.int()
+        low,high = labels.detach().aminmax()
+        if self._range is not None:
+            lowest,highest = self._range
+            low,high = torch.minimum(lowest, low),torch.maximum(highest, high)
+        self._range = torch.stack([low, high])
+        self._n += labels.numel()
 
-@patch
-def after_epoch(self:SamePredictionsCB, trainer):
-    "Compare them"
-    if self._n < 2 or trainer.epoch < self.start_epoch: return
-    low,high = self._range.tolist()
-    self.n_same = self.n_same+1 if low == high and self.value in (None, low) else 0
-    if self.n_same < self.patience: return
-    text = f'all {self._n} predictions of the validation pass are {low:g}'
-    if self.stop: trainer.request_stop(text)
-    else: self.report(f'At epoch {trainer.epoch} {text}. Has the model collapsed, or not begun to learn?')
+    def after_epoch(self, trainer):
+        "Compare them"
+        if self._n < 2 or trainer.epoch < self.start_epoch: return
+        low,high = self._range.tolist() # Once in a pass; this waits for the device
+        self.n_same = self.n_same+1 if low == high and self.value in (None, low) else 0
+        if self.n_same < self.patience: return
+        text = f'all {self._n} predictions of the validation pass are {low:g}'
+        if self.stop: trainer.request_stop(text)
+        else: self.report(f'At epoch {trainer.epoch} {text}. Has the model collapsed, or not begun to learn?')

@@ -12,6 +12,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count
 from ..loop.events import CancelEpochException, CancelFitException, Order
+from ..loop.fitting import scale_rates
 from ..loop.trainer import Trainer
 from ..train.optimizer_options import put_option, rates_of
 
@@ -82,7 +83,7 @@ class LRFinderCB:
         if self._alone: self._snapshot = trainer.snapshot(keep=self)
         self.lrs,self.losses = [],[]
         self._best,self._updates = math.inf,-1
-        if trainer.opt_func is None: trainer._scale_rates()
+        if trainer.opt_func is None: scale_rates(trainer)
 
     def before_epoch(self, trainer):
         "Leave out validation"

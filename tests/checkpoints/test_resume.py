@@ -15,7 +15,7 @@ import torch
 from torch import optim
 from torch.utils.data import DataLoader
 
-from isaac_loop.data.augmentation import MixUpCB
+from isaac_loop.data.mixtures import MixUpCB
 from isaac_loop.train.averaging import EMACB, SWACB
 from isaac_loop.checkpoints.best_weights import KeepBestCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
@@ -31,7 +31,8 @@ from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.state.checkpoint_files import load_weights
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import Order
-from isaac_loop.data.exact_loaders import ReplayLoader, exact_loader
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.data.replay_loaders import ReplayLoader
 from isaac_loop.state.errors import CheckpointFolderBusy, NoValidCheckpoint, ResumeMismatch, UnsaveableState
 from isaac_loop.state.store import CheckpointStore
 import runs

@@ -20,14 +20,12 @@ from torch.overrides import TorchFunctionMode
 from isaac_loop.data.augmentation import (
     BatchAugmentationCB,
     BatchTransformCB,
-    CutMixCB,
-    MixUpCB,
     ProgressiveResizeCB,
-    RandCopy,
-    RandErase,
     albumentations_transform,
     each_image,
 )
+from isaac_loop.data.mixtures import CutMixCB, MixUpCB
+from isaac_loop.data.random_patches import RandCopy, RandErase
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB

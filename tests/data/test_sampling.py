@@ -29,7 +29,9 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_inf
 
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders, collate_rows, get_dataloaders
-from isaac_loop.data.exact_loaders import ExactLoader, ReplayLoader, WorkerCrashed, exact_loader
+from isaac_loop.data.exact_loaders import ExactLoader, exact_loader
+from isaac_loop.data.replay_loaders import ReplayLoader
+from isaac_loop.data.resumable_loaders import WorkerCrashed
 from isaac_loop.data.sampling import SeededBatchSampler
 from isaac_loop.state.random_numbers import random_state
 from isaac_loop.loop.trainer import Trainer

@@ -36,7 +36,7 @@ from isaac_loop.log.trackers import WandB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
-from isaac_loop.loop.history import BatchRecord
+from isaac_loop.loop.batch_record import BatchRecord
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer

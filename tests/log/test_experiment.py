@@ -28,6 +28,7 @@ import isaac_loop.log.code_version as provenance
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.log.experiment import ExperimentCB
+from isaac_loop.log.folder_names import earlier_folder, take_folder
 from isaac_loop.log.history_files import HistoryFilesCB
 from isaac_loop.stop.interrupts import InterruptCB
 from isaac_loop.metrics.metrics import MetricsCB
@@ -198,7 +199,7 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
 
     def take():
         barrier.wait()
-        found.append(experiment._take_folder(tmp_path / "p", "run", "2026-01-31_12-00-00"))
+        found.append(take_folder(tmp_path / "p", "run", "2026-01-31_12-00-00"))
 
     threads = [threading.Thread(target=take) for _ in range(8)]
     for o in threads:
@@ -762,8 +763,8 @@ def test_the_newest_folder_is_the_one_begun_last(tmp_path):
     (tmp_path / "p" / "run_2026-10-25_03-00-00").mkdir()
     (tmp_path / "p" / "run_2026-10-25_03-10-00").mkdir()
     (tmp_path / "p" / "run_2026-10-25_03-10-00" / "run.json").write_text("half a rec")
-    assert experiment._earlier(tmp_path / "p", "run").name == "run_2026-10-25_02-10-00"
-    assert experiment._earlier(tmp_path / "q", "run") is None
+    assert earlier_folder(tmp_path / "p", "run").name == "run_2026-10-25_02-10-00"
+    assert earlier_folder(tmp_path / "q", "run") is None
     with pytest.raises(ValueError, match="no such folder to go on in"):
         small(ExperimentCB(tmp_path, "p", resume=tmp_path / "nothing")).fit(1)
 

@@ -30,10 +30,10 @@ from isaac_loop.log.run_facts import run_map
 from isaac_loop.log.trackers import TensorBoard
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
-from isaac_loop.loop.events import CancelBatchException, CancelFitException, with_cbs
+from isaac_loop.loop.events import CancelBatchException, CancelFitException
+from isaac_loop.loop.trainer import with_cbs, Trainer
 from isaac_loop.show.media_files import media_file, wav_bytes
 from isaac_loop.basics.tensors import set_seed
-from isaac_loop.loop.trainer import Trainer
 from runs import Cut, CutCB, fit, same
 from runs import make_trainer as make_run
 from waiting import RefuseToWait

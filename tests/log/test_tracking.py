@@ -47,11 +47,12 @@ from isaac_loop.loop.events import (
     CancelException,
     CancelFitException,
     replaces,
-    with_cbs,
 )
+from isaac_loop.loop.trainer import with_cbs
 from isaac_loop.inspection.loop_tables import callback_table, event_table, show_source, state_table
 from isaac_loop.models.small_models import SimpleNet
-from isaac_loop.loop.trainer import STATE, Trainer
+from isaac_loop.loop.trainer import Trainer
+from isaac_loop.loop.shared_attributes import STATE
 
 
 def make_trainer(callbacks, cls=Trainer, model=None, opt_func=optim.SGD, loss_func=F.mse_loss):

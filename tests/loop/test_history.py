@@ -17,7 +17,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from isaac_loop.loop.history import BatchRecord, History, Monitor, check_monitored
+from isaac_loop.loop.batch_record import BatchRecord
+from isaac_loop.loop.history import History
+from isaac_loop.loop.monitor import Monitor, check_monitored
 from isaac_loop.basics.tables import Table, short
 
 # Rows

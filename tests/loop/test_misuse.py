@@ -261,7 +261,7 @@ class Counted(Decorated):
 def test_a_batch_written_by_hand_is_told_what_it_leaves_out():
     "Losses, schedules, averages and checkpoints stood still in silence"
     with pytest.warns(UserWarning, match="`ByHand.one_batch` replaces the span of a batch"):
-        trainer_with(cls=ByHand)
+        trainer_with(MetricsCB(), cls=ByHand).fit(1)
     t = trainer_with(MetricsCB(), cls=Decorated)
     with pytest.warns(UserWarning, match=r"epoch 0 ended without an update.*self.run_callbacks\('step'\)"):
         t.fit(1)

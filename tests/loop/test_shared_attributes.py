@@ -17,10 +17,10 @@ MODULES = {
 ASKS_FOR_A_CLASS = {  # Elsewhere a class may only look for its own kind
     "log/run_config": "reports the settings of callbacks, which own them",
     "interop/adapters": "refuses what it has made itself",
-    "interop/pytorch_accelerated": "tells a foreign callback what its own trainer would tell it",
+    "interop/pytorch_accelerated_trainer": "tells a foreign callback what its own trainer would tell it",
 }
 
-FOREIGN = {"interop/aitoolbox": {"scheduler"}}  # What another library asks of its own callbacks
+FOREIGN = {"interop/aitoolbox_loop": {"scheduler"}}  # What another library asks of its own callbacks
 
 
 def is_callbacks(expression):
@@ -87,7 +87,7 @@ def test_a_callback_is_not_looked_for_by_its_class():
 
 def test_what_is_written_down_is_asked_for_and_offered():
     asked = {name for tree in MODULES.values() for name in asked_for(tree)}
-    by_loop = {"on_train", "on_valid", "state_dict", "load_state_dict", "stateless"}
+    by_loop = {"on_train", "on_valid", "state_dict", "load_state_dict", "stateless", "explain"}
     assert set(OFFERS) - by_loop - asked == set()
     written = "\n".join(ast.unparse(o) for name, o in MODULES.items() if "shared" not in name)
     for name in OFFERS:

@@ -12,6 +12,7 @@ import pytest
 
 from isaac_loop.loop.events import (
     EVENTS,
+    SPANS,
     STEPS,
     CancelBatchException,
     CancelEpochException,
@@ -19,7 +20,7 @@ from isaac_loop.loop.events import (
     CancelFitException,
     CancelStepException,
 )
-from isaac_loop.loop.trainer import Trainer
+from isaac_loop.loop.trainer import Trainer, close_span
 
 OWN_CANCEL = {
     "fit": CancelFitException,
@@ -357,7 +358,7 @@ def test_no_exception_is_kept_alive_by_the_trainer():
 @pytest.mark.shows("F006")
 def test_own_spans_and_events_of_a_subclass():
     "Four new events for a wrapped method, one for a declared name, with extra arguments"
-    from isaac_loop.loop.events import with_cbs
+    from isaac_loop.loop.trainer import with_cbs
 
     seen = []
 
@@ -504,3 +505,31 @@ def test_updates_are_counted_between_step_and_after_step():
 @pytest.mark.shows("ISA-23")
 def test_all_cancels_are_cancel_exceptions():
     assert all(issubclass(o, CancelException) for o in OWN_CANCEL.values())
+
+
+def test_a_step_may_be_given_arguments_and_counts_as_an_update():
+    "An optimizer that wants a closure"
+
+    class ClosureCB:
+        def step(self, trainer, closure=None):
+            self.seen = closure
+
+    class Closing(Trainer):
+        def one_batch(self):
+            self.run_callbacks("step", closure=self.batch)
+
+    trainer = Closing(Loaders(), None, None, Model(), cb := ClosureCB())
+    trainer.fit(1, valid=False)
+    assert (cb.seen, trainer.n_updates) == (1, 2)
+
+
+def test_what_a_leaver_is_owed_in_a_span_that_an_interrupt_skipped_does_not_come_later():
+    "It was kept for a step; the next step of another batch is not the one it left"
+    trainer = Trainer(Loaders(), None, None, Model(), None)
+    plan, cleaned = trainer.plan, []
+    plan.spans = [SPANS["fit"], SPANS["epoch"], SPANS["batch"], SPANS["step"]]
+    plan.leaving = {3: [(object(), cleaned.append)]}
+    close_span(trainer, SPANS["batch"])
+    plan.spans += [SPANS["batch"], SPANS["step"]]
+    close_span(trainer, SPANS["step"])
+    assert (cleaned, plan.leaving) == ([], {})

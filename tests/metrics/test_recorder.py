@@ -20,9 +20,9 @@ from isaac_loop.loop.events import (
     CancelFitException,
     CancelStepException,
     Order,
-    with_cbs,
 )
-from isaac_loop.loop.history import check_monitored
+from isaac_loop.loop.trainer import with_cbs
+from isaac_loop.loop.monitor import check_monitored
 from isaac_loop.state.errors import ResumeMismatch
 from isaac_loop.loop.trainer import Trainer
 

@@ -9,7 +9,7 @@ import pytest
 
 import isaac_loop.all as everything
 from isaac_loop.loop.events import EVENTS
-from isaac_loop.loop.trainer import STATE
+from isaac_loop.loop.shared_attributes import STATE
 
 from places import TUTORIALS
 

@@ -25,8 +25,8 @@ from isaac_loop.loop.events import (
     CancelBatchException,
     CancelEpochException,
     CancelFitException,
-    with_cbs,
 )
+from isaac_loop.loop.trainer import with_cbs
 from isaac_loop.models.small_models import SimpleNet
 from isaac_loop.basics.tensors import inplace
 from isaac_loop.loop.trainer import Trainer

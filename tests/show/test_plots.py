@@ -22,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, RandomSampler
 
 from isaac_loop.show import live_plot
-from isaac_loop.data.augmentation import BatchAugmentationCB, BatchTransformCB, MixUpCB, RandErase
+from isaac_loop.data.augmentation import BatchAugmentationCB, BatchTransformCB
+from isaac_loop.data.mixtures import MixUpCB
+from isaac_loop.data.random_patches import RandErase
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.show.live_plot import LivePlotCB
 from isaac_loop.metrics.metrics import MetricsCB

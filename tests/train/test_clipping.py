@@ -21,7 +21,7 @@ from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelStepException, Order
-from isaac_loop.loop.history import check_monitored
+from isaac_loop.loop.monitor import check_monitored
 from isaac_loop.loop.trainer import Trainer
 from waiting import InsideCB, RefuseToWait
 
