@@ -105,7 +105,8 @@ def check_trainer_class(
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #cb1f2ab4
 _OWN_AND = ('`{0}.{2}`, a method of the trainer itself, and `{1}.{2}` would both run, '
-            'so every batch would do `{2}` twice. Leave one of them out, or mark the one that should do it alone with `@replaces`.')
+            'so every batch would do `{2}` twice. Leave one of them out, '
+            'or mark the one that should do it alone with `@replaces`.')
 _TWICE = ('`{}` and `{}` both have `{}` from `{}`, so every batch would do it twice. '
           'Leave out {}, or mark the method that should do it alone with `@replaces`.')
 _GROUP = ('{}, which came with the group `{}` (hand the other one to the group, if it takes one, as '
