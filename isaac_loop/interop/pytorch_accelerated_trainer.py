@@ -49,12 +49,15 @@ def get_metric_values(self:_RunHistory, metric_name):
     rows = [o for o in self._trainer.history if o['fit'] == self._trainer.history.fit]
     return self._metrics.get(metric_name, [o[metric_name] for o in rows if metric_name in o])
 
+_NO_VALUES = 'No values have been recorded for the metric `{name}`; there are {known}.{near}'
+
 @patch
 def get_latest_metric(self:_RunHistory, metric_name):
     values = self.get_metric_values(metric_name)
     if values: return values[-1]
     known = [*sorted(self._metrics), *self._trainer.history.names()]
-    raise ValueError(f'No values have been recorded for the metric `{metric_name}`; there are {known}.{did_you_mean(metric_name, known)}')
+    near = did_you_mean(metric_name, known)
+    raise ValueError(_NO_VALUES.format(name=metric_name, known=known, near=near))
 
 # %% ../../nbs/interop/45_pytorch_accelerated_trainer.ipynb #3ee93d8c
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ def _run_config(trainer):
 class _OneProcess:
     "What callbacks ask an accelerator, answered for one process"
     is_main_process = is_local_main_process = is_last_process = True
-    num_processes,process_index,local_process_index,optimizer_step_was_skipped = 1,0,0,False
+    num_processes,process_index,local_process_index = 1,0,0
+    optimizer_step_was_skipped = False
     def __init__(self, facade): self._facade = facade
 
     @property
@@ -136,7 +140,9 @@ class _LossSum:
         self._sizes.append(batch_size)
 
     @property
-    def total_loss(self): return sum(loss*size for loss,size in zip(torch.stack(self._losses).tolist(), self._sizes)) if self._losses else 0
+    def total_loss(self):
+        if not self._losses: return 0
+        return sum(loss*size for loss,size in zip(torch.stack(self._losses).tolist(), self._sizes))
     @property
     def running_count(self): return sum(self._sizes)
     @property
@@ -158,14 +164,14 @@ class _CallbackHandler:
 
     def add_callback(self, callback): self._facade._add(callback)
     def add_callbacks(self, callbacks):
-        for o in callbacks: self.add_callback(o)
+        for callback in callbacks: self.add_callback(callback)
     def clear_callbacks(self):
         self._facade._trainer.remove_callbacks(self._ours())
         self._facade._adapters = ()
 
     def call_event(self, event, *args, **kwargs):
-        for o in self.callbacks:
-            method = method_of(o, event)
+        for callback in self.callbacks:
+            method = method_of(callback, event)
             if method is not None: method(*args, **kwargs)
 
 # %% ../../nbs/interop/45_pytorch_accelerated_trainer.ipynb #d193448a
@@ -181,23 +187,28 @@ class _Loaders(Facade):
     def eval_dataset(self): return getattr(self._eval_dataloader, 'dataset', self._eval_dataloader)
 
 # %% ../../nbs/interop/45_pytorch_accelerated_trainer.ipynb #fe202c88
-_STATES = ('`CheckpointCB(folder, every=...)` keeps everything of the run, and the next `fit` goes on at the very batch; '
-           'with `WSDSchedulerCB`, `every=wsd.decay_begins` saves before each decay, and `ExportCB(folder, every=wsd.decay_ends)` after it')
+_STATES = ('`CheckpointCB(folder, every=...)` keeps everything of the run, and the next `fit` goes on at the '
+           'very batch; with `WSDSchedulerCB`, `every=wsd.decay_begins` saves before each decay, '
+           'and `ExportCB(folder, every=wsd.decay_ends)` after it')
+_LATER = ('A schedule is made when the run knows how long its passes are; '
+          'ask for it from `on_train_epoch_start` on')
 
 class AcceleratedTrainer(_Loaders):
     "Our trainer, for callbacks of pytorch-accelerated"
     _instead = {o: _STATES for o in ('save_training_state', 'load_training_state')}
-    _when = {'scheduler': 'A schedule is made when the run knows how long its passes are; ask for it from `on_train_epoch_start` on'}
+    _when = {'scheduler': _LATER}
     _fixed = {'scheduler': 'give our trainer `BatchSchedulerCB(make_scheduler)`, which also steps it'}
     def __init__(self, trainer):
-        super().__init__(trainer, stopped=False, run_history=_RunHistory(trainer), callback_handler=_CallbackHandler(self), run_config=None)
+        super().__init__(trainer, stopped=False, run_history=_RunHistory(trainer),
+                         callback_handler=_CallbackHandler(self), run_config=None)
         self._accelerator,self._loss_tracker = _OneProcess(self),_LossSum()
 
     model,optimizer,loss_func = forwarded('model'),forwarded('opt'),forwarded('loss_func')
 
     def print(self, *args, **kwargs): print(*args, **kwargs)
     def gather(self, tensor, padding_value=None): return tensor
-    def get_model(self, keep_torch_compile=True): return self.model if keep_torch_compile else getattr(self.model, '_orig_mod', self.model)
+    def get_model(self, keep_torch_compile=True):
+        return self.model if keep_torch_compile else getattr(self.model, '_orig_mod', self.model)
     def create_run_config(self): return _run_config(self._trainer)
 
     @property
@@ -207,8 +218,10 @@ class AcceleratedTrainer(_Loaders):
     @property
     def scheduler(self):
         "What steps the rate of this run; None if nobody does"
-        if self._schedule is not None and not self._schedule._running: raise AttributeError('scheduler') # The way to `__getattr__`
-        return getattr(self._schedule, 'scheduler', None)
+        ours = self._schedule
+        too_early = ours is not None and not ours._running
+        if too_early: raise AttributeError('scheduler') # The way to `__getattr__`
+        return getattr(ours, 'scheduler', None)
 
     def _begin(self, training):
         "A run begins"
@@ -218,33 +231,41 @@ class AcceleratedTrainer(_Loaders):
 
 # %% ../../nbs/interop/45_pytorch_accelerated_trainer.ipynb #c3274edf
 @patch
-def save_checkpoint(self:AcceleratedTrainer, save_path, checkpoint_kwargs=None, save_optimizer=True, save_scheduler=True, save_per_node=True):
+def save_checkpoint(self:AcceleratedTrainer,
+    save_path, checkpoint_kwargs=None, save_optimizer=True, save_scheduler=True, save_per_node=True,
+):
     "Save weights, and optimizer and scheduler if wanted, in one file"
     parts = dict(model_state_dict=self.get_model(keep_torch_compile=False).state_dict())
     if save_optimizer: parts['optimizer_state_dict'] = self.optimizer.state_dict()
-    if save_scheduler and self.scheduler is not None: parts['scheduler_state_dict'] = self.scheduler.state_dict()
+    if save_scheduler and self.scheduler is not None:
+        parts['scheduler_state_dict'] = self.scheduler.state_dict()
     torch.save(parts | (checkpoint_kwargs or {}), save_path)
+
+_NO_SCHEDULER = ('`{path}` has the state of a scheduler, but this run has none to take it. '
+                 'Give the trainer a `BatchSchedulerCB`, or pass `load_scheduler=False`.')
 
 @patch
 def load_checkpoint(self:AcceleratedTrainer, checkpoint_path, load_optimizer=True, load_scheduler=True):
     "Load such a file"
     parts = torch.load(checkpoint_path, map_location='cpu', weights_only=True)
     self.get_model(keep_torch_compile=False).load_state_dict(parts['model_state_dict'])
-    if load_optimizer and 'optimizer_state_dict' in parts: self.optimizer.load_state_dict(parts['optimizer_state_dict'])
+    if load_optimizer and 'optimizer_state_dict' in parts:
+        self.optimizer.load_state_dict(parts['optimizer_state_dict'])
     if load_scheduler and 'scheduler_state_dict' in parts:
-        if self.scheduler is None: raise ValueError(f'`{checkpoint_path}` has the state of a scheduler, but this run has none to take it. Give the trainer a `BatchSchedulerCB`, or pass `load_scheduler=False`.')
+        if self.scheduler is None: raise ValueError(_NO_SCHEDULER.format(path=checkpoint_path))
         self.scheduler.load_state_dict(parts['scheduler_state_dict'])
     return parts
 
 # %% ../../nbs/interop/45_pytorch_accelerated_trainer.ipynb #c90650a5
 @patch
 def _state(self:AcceleratedTrainer):
-    tracker = self._loss_tracker
-    return dict(metrics=self.run_history._metrics, losses=[o.clone() for o in tracker._losses], sizes=tracker._sizes)
+    losses = [o.clone() for o in self._loss_tracker._losses]
+    return dict(metrics=self.run_history._metrics, losses=losses, sizes=self._loss_tracker._sizes)
 
 @patch
 def _load(self:AcceleratedTrainer, state):
-    self.run_history._metrics,self._loss_tracker._losses,self._loss_tracker._sizes = dict(state['metrics']),state['losses'],state['sizes']
+    self.run_history._metrics = dict(state['metrics'])
+    self._loss_tracker._losses,self._loss_tracker._sizes = state['losses'],state['sizes']
 
 # %% ../../nbs/interop/45_pytorch_accelerated_trainer.ipynb #2950e7bb
 @patch
@@ -253,7 +274,8 @@ def _output(self:AcceleratedTrainer):
     trainer = self._trainer
     inputs,targets = trainer.split(trainer.batch)
     size = batch_size(targets) or batch_size(inputs)
-    loss = trainer.loss if isinstance(self._loss_tracker, _LossSum) else trainer.loss.detach().mean().item() # Their own tracker wants a number
+    is_ours = isinstance(self._loss_tracker, _LossSum)
+    loss = trainer.loss if is_ours else trainer.loss.detach().mean().item() # Theirs wants a number
     self._loss_tracker.update(loss, size)
     return dict(loss=trainer.loss, model_outputs=trainer.preds, batch_size=size)
 
@@ -272,10 +294,12 @@ class _StepsCB:
     order = Order.RECORD
     shows_rows = True
     def __init__(self, facade): self.facade = facade
-    def before_batch(self, trainer): self.facade.callback_handler.call_event('on_eval_step_start', self.facade)
+    def before_batch(self, trainer): self._tell('on_eval_step_start')
     def after_get_loss(self, trainer):
         output = self.facade._output()
-        self.facade.callback_handler.call_event('on_eval_step_end', self.facade, batch_output=output, batch=trainer.batch)
+        self._tell('on_eval_step_end', batch_output=output, batch=trainer.batch)
+
+    def _tell(self, event, **kwargs): self.facade.callback_handler.call_event(event, self.facade, **kwargs)
 
 @patch
 def _run_eval_epoch(self:AcceleratedTrainer, valid_dl, is_training=True, is_intermediate=False):
