@@ -28,8 +28,8 @@ def _place(execution_order):
     return last[1] + (execution_order-last[0])/1000
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #9986f065
-_NO_PROCESSES = ('`{}.on_multiprocess_start` will not be called, since no processes are started here. Do what '
-                 'it does before the trainer is made: give `DataLoaders` the loaders of this process.')
+_NO_PROCESSES = ('`{}.on_multiprocess_start` will not be called, since no processes are started here. Do '
+                 'what it does before the trainer is made: give `DataLoaders` the loaders of this process.')
 
 class AIToolboxCB(RecordingCB):
     "An `AbstractCallback` of AIToolbox"

@@ -86,8 +86,8 @@ _TAKES = ('Give the trainer `ExperimentCB(root, project, name)`, whose folder it
 
 _SETTINGS = dict( # What is done in other ways here, or not at all
     grad_cb_used=False, num_iterations=0, lazy_experiment_save=False, cloud_save_mode='local',
-    bucket_name=None, cloud_dir_prefix='', source_dirs=(), gpu_mode='single', use_amp=False, amp_scaler=_Scaler(),
-    batch_model_feed_def=None, ddp_training_mode=False, ddp_rank=None)
+    bucket_name=None, cloud_dir_prefix='', source_dirs=(), gpu_mode='single', use_amp=False,
+    amp_scaler=_Scaler(), batch_model_feed_def=None, ddp_training_mode=False, ddp_rank=None)
 
 class TrainLoop(Facade):
     "Our trainer, for callbacks of AIToolbox"
@@ -98,8 +98,8 @@ class TrainLoop(Facade):
         super().__init__(
             trainer, epoch=0, iteration=0, total_iteration_idx=-1, early_stop=False, num_optimizers=1,
             train_history=TrainHistory(trainer), message_service=Messages(),
-            callbacks_handler=_LoopHandler(self), loss_batch_accum=[], end_auto_eval=True, _known={}, _val_losses=[], _new={},
-            _made=time.strftime('%Y-%m-%d_%H-%M-%S'), **_SETTINGS)
+            callbacks_handler=_LoopHandler(self), loss_batch_accum=[], end_auto_eval=True,
+            _known={}, _val_losses=[], _new={}, _made=time.strftime('%Y-%m-%d_%H-%M-%S'), **_SETTINGS)
 
     model,optimizer,criterion = forwarded('model'),forwarded('opt'),forwarded('loss_func')
     train_loader,validation_loader,test_loader = replaceable('train'),replaceable('valid'),replaceable('test')
