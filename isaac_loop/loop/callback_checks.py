@@ -51,7 +51,8 @@ def _check_handler(name, handler, event):
 # %% ../../nbs/loop/27_callback_checks.ipynb #3c5d7e84
 _A_CLASS = '`{0}` is a class, and only an object can be a callback. Make one: `{0}()`.'
 _NO_EVENT = ('`{}` is not an event, so it would never run.{} '
-             'If it is meant for your own use, call it something that does not begin like an event.')
+             'If it is meant for your own use, call it something that does not begin like an event; '
+             'an event of your own is declared in a subclass of the trainer, by `events = (...)`.')
 _NOTHING = ('`{}` ({}) has no method named after an event, so as a callback it would do nothing. '
             f'Events are {", ".join(EVENTS[:4])}, ...; `isaac_loop.loop.events.EVENTS` has them all. '
             'A function answers the event it is named after; '
