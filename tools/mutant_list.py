@@ -385,9 +385,9 @@ MUTANTS = [
     # Checkpoints
     Mutant(
         "a checkpoint says what was measured with older weights",
-        "CheckpointCB._numbers_of",
-        "(mine if updates == trainer.n_updates else {})",
-        "mine",
+        "NewestNumbers.of",
+        "(self.numbers if self.updates == trainer.n_updates else {})",
+        "self.numbers",
         ["test_a_checkpoint_says_what_was_measured_with_its_weights_and_nothing_older"],
     ),
     Mutant(
@@ -420,7 +420,7 @@ MUTANTS = [
     ),
     Mutant(
         "a complete fit that was interrupted is trained once more",
-        "CheckpointCB._count_fit",
+        "CountedFits.begin",
         "(wasted or not trainer._last_ended)",
         "wasted",
         ["test_a_fit_that_was_interrupted_at_its_very_end_is_not_trained_twice"],
@@ -483,7 +483,7 @@ MUTANTS = [
     ),
     Mutant(
         "an average is saved as the weights",
-        "_check_weights",
+        "_check_no_average",
         "if swapped: raise",
         "if False: raise",
         ["test_the_average_is_never_saved_as_the_weights"],
@@ -497,9 +497,9 @@ MUTANTS = [
     ),
     Mutant(
         "a complete fit is trained once more",
-        "_why_over",
-        "if position['epoch'] >= trainer.n_epochs and beyond:",
-        "if False:",
+        "why_over",
+        "if epoch < trainer.n_epochs or not beyond: return None",
+        "return None",
         ["test_a_finished_run_is_not_run_again_and_gives_its_result"],
     ),
     # What is measured

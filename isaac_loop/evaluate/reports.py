@@ -17,7 +17,8 @@ from fastcore.basics import patch
 
 from ..metrics.confidence import function_of, numbers_of
 from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same_random
-from .predictions import Predictions, class_name, decoded
+from .predictions import Predictions
+from .values import class_name, decoded
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelEpochException, Order, callback_name
 from ..show.media_files import check_folder, replace_file
