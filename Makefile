@@ -49,6 +49,7 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python tools/save_outputs.py
+	$(BIN)/python tools/list_callbacks.py
 	$(BIN)/python tools/coverage.py
 
 bench: $(READY)

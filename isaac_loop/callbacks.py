@@ -1,4 +1,4 @@
-"All callbacks, whichever folder they come from"
+"All callbacks, whichever folder they come from; written by tools/list_callbacks.py"
 from typing import TYPE_CHECKING
 
 from .lazy import lazy

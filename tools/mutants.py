@@ -1,19 +1,22 @@
 """Break the library in one place after another, and see that a test notices each time.
 
 A mutant names a function, a piece of its text, what to write in its place, and the tests that must fail
-then. It names no path and no line, so files and code may move; a text that is not there exactly once is an
-error, not a pass.
+then. It names no path and no line, so files and code may move; a text that is not there exactly once, or a
+name that the module does not know, is an error, not a pass.
 
     python tools/mutants.py                 all mutants, two at a time
     python tools/mutants.py Accumulation    those whose function has one of these texts in its name
+    python tools/mutants.py --check         see that each finds its place; a second
 """
 
 import argparse
 import ast
+import builtins
 import os
 import re
 import shutil
 import subprocess
+import symtable
 import sys
 import tempfile
 from collections import namedtuple
@@ -84,6 +87,21 @@ def all_functions(root):
     return found
 
 
+def scopes_in(table):
+    "A symbol table and all those within it"
+    yield table
+    for inner in table.get_children():
+        yield from scopes_in(inner)
+
+
+def unknown_names(source):
+    "Names that are used in a module, and that nobody there gives a value"
+    module = symtable.symtable(source, "module", "exec")
+    known = {o.get_name() for o in module.get_symbols() if o.is_assigned() or o.is_imported()}
+    used = {o.get_name() for t in scopes_in(module) for o in t.get_symbols() if o.is_global()}
+    return used - known - set(dir(builtins))
+
+
 def broken(mutant, functions):
     "The file to break, and its text with the mutant in it"
     able = []
@@ -98,12 +116,24 @@ def broken(mutant, functions):
             "Change the mutant together with the code."
         )
     place, source, text = able[0]
-    return place.path, source[: place.start] + text.replace(mutant.old, mutant.new) + source[place.end :]
+    mutated = source[: place.start] + text.replace(mutant.old, mutant.new) + source[place.end :]
+    unknown = unknown_names(mutated) - unknown_names(source)
+    if unknown:
+        raise StaleMutant(
+            f"`{mutant.function}` would fail because its module knows no {sorted(unknown)}, and not because "
+            "its promise is broken. Use names that are there."
+        )
+    return place.path, mutated
 
 
-def find_tests(names, root):
+def all_tests(root):
+    "Texts of the test files, by path"
+    return {o: o.read_text(encoding="utf-8") for o in sorted((root / "tests").rglob("test_*.py"))}
+
+
+def find_tests(names, files, root):
     "Arguments for pytest, by test; a name that is used twice has its file before it: `test_clip::test_it`"
-    files, found = {o: o.read_text(encoding="utf-8") for o in sorted((root / "tests").rglob("test_*.py"))}, {}
+    found = {}
     for name in names:
         file, _, test = name.rpartition("::")
         paths = [
@@ -154,17 +184,29 @@ def survivors(mutant, root):
     whole = path.read_text(encoding="utf-8")
     path.write_text(text, encoding="utf-8")
     try:
-        _, failed, output = run_tests(find_tests(mutant.tests, root).values(), root)
+        _, failed, output = run_tests(find_tests(mutant.tests, all_tests(root), root).values(), root)
     finally:
         path.write_text(whole, encoding="utf-8")
     return [o for o in mutant.tests if o.rpartition("::")[2] not in failed], output
 
 
-def check_healthy(mutants, root):
-    "Without a mutant every test must pass, and every mutant must find its place"
+def check_places(mutants, root):
+    "Every mutant must find its function, its text and its tests"
+    functions, files, stale = all_functions(root), all_tests(root), []
     for mutant in mutants:
-        broken(mutant, all_functions(root))
-    wanted = find_tests(dict.fromkeys(o for mutant in mutants for o in mutant.tests), root)
+        try:
+            broken(mutant, functions)
+            find_tests(mutant.tests, files, root)
+        except StaleMutant as error:
+            stale.append(f"{mutant.why}: {error}")
+    if stale:
+        raise SystemExit("\n".join(stale))
+
+
+def check_healthy(mutants, root):
+    "Without a mutant every test must pass"
+    names = dict.fromkeys(o for mutant in mutants for o in mutant.tests)
+    wanted = find_tests(names, all_tests(root), root)
     status, failed, output = run_tests(wanted.values(), root)
     if status:
         raise SystemExit(f"These fail without any mutant: {sorted(failed)}\n{output}")
@@ -181,11 +223,8 @@ def main():
     parser.add_argument("--n-workers", type=int, default=2)
     args = parser.parse_args()
     mutants = [o for o in MUTANTS if not args.words or any(w in o.function for w in args.words)]
+    check_places(mutants, ROOT)
     if args.check:
-        functions = all_functions(ROOT)
-        for mutant in mutants:
-            broken(mutant, functions)
-            find_tests(mutant.tests, ROOT)
         print(f"{len(mutants)} mutants find their place")
         return 0
     folders, free, alive = [make_copy() for _ in range(args.n_workers)], SimpleQueue(), []

@@ -73,11 +73,11 @@ class NotedCheckpointCB(CheckpointCB):
     def _save(self, trainer, *args, **kwargs):
         self.diary.write("save")
         super()._save(trainer, *args, **kwargs)
-        self.diary.write("saved", step=self._steps + trainer.n_updates)
+        self.diary.write("saved", step=self._run.steps + trainer.n_updates)
 
     def _restore(self, trainer):
         super()._restore(trainer)
-        self.diary.write("restored", step=self._steps + trainer.n_updates)
+        self.diary.write("restored", step=self._run.steps + trainer.n_updates)
 
 
 def make(num_workers=0):

@@ -28,8 +28,8 @@ def _weights_of(model):
     return {k: v.detach().clone() for k,v in model.state_dict().items() if torch.is_tensor(v)}
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #0a498c8d
-_NEVER = ('`{}` watched `{}`, which had no value in any epoch of this fit, so the weights are those of the last one. '
-          'Was there no validation?')
+_NEVER = ('`{}` watched `{}`, which had no value in any epoch of this fit, '
+          'so the weights are those of the last one. Was there no validation?')
 
 class KeepBestCB(KeepsBest):
     "Leave the model with the best weights that were measured"
@@ -55,7 +55,8 @@ class KeepBestCB(KeepsBest):
         value = trainer.history.news.get(self.monitor)
         if value is None: return
         self.seen = True
-        if self.judge.update(value): self.best_epoch,self.weights = trainer.epoch,_weights_of(evaluated_model(trainer))
+        if not self.judge.update(value): return
+        self.best_epoch,self.weights = trainer.epoch,_weights_of(evaluated_model(trainer))
 
     measured = log # In the middle of an epoch, the weights are those that were measured
 
@@ -66,7 +67,8 @@ class KeepBestCB(KeepsBest):
 
     def cleanup_fit(self, trainer):
         "Put the best weights into the model"
-        ended_well = isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt, SystemExit))
+        wanted = (type(None), CancelException, KeyboardInterrupt, SystemExit)
+        ended_well = isinstance(trainer.exception, wanted)
         found = self._running and ended_well and self.weights is not None # Another fit's stay where they are
         super().cleanup_fit(trainer)
         if found: trainer.model.load_state_dict(self.weights, strict=False)

@@ -6,351 +6,226 @@
 __all__ = ['CheckpointCB']
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #85755367
-import datetime, math, os, string, time, warnings, weakref
-from numbers import Integral
+import warnings
 
 from fastcore.basics import patch
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
+from ..basics.checks import local_path, short_path
+from .counted_fits import CountedFits, belongs_to, why_over
 from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
-from ..basics.checks import check_choice, local_path, short_path
+from .run_on_disk import RunOnDisk, checked_resume, metrics_of
+from .when_to_save import NewestNumbers, When
 from ..loop.events import CancelFitException, callback_name
-from ..loop.monitor import Monitor, check_monitored, mode_of
+from ..loop.monitor import check_monitored, mode_of
 from ..loop.shared_attributes import offered, offering
-from ..state.run_folder import run_folder
-from ..state.run_checks import check_fits, check_is_run, data_unchecked
-from ..state.run_state import put_weights, take_parts, take_state
-from ..state.errors import CheckpointFormatTooNew, NoValidCheckpoint, ResumeMismatch
+from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
-from ..state.store import CheckpointStore, check_keeping
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #1aeb8c12
-def _says_when(every):
-    "Whether `every` is a rule"
-    if isinstance(every, str): return every in ('epoch', 'best')
-    if isinstance(every, datetime.timedelta): return every >= datetime.timedelta(0)
-    if isinstance(every, Integral): return every > 0 and not isinstance(every, bool)
-    return callable(every)
-
-class _When:
-    "Whether it is time to save: every n updates, every epoch or every so often, or when a function says so; 'best' waits for better values only"
-    def __init__(self, every):
-        self.every = every
-        if not _says_when(every):
-            raise ValueError(f'`every` is {every!r}, which does not tell `CheckpointCB` when to save, so a crash could cost the whole run. '
-                             "Use 'epoch', 'best', a number of optimizer updates, a `timedelta` of 0 or more, or a function of the trainer.")
-        self.seconds = every.total_seconds() if isinstance(every, datetime.timedelta) else math.inf
-
-    def start(self, trainer): self.saved_at,self.updates = time.monotonic(),trainer.n_updates
-    def after_batch(self, trainer):
-        "Whether to save between two batches"
-        if callable(self.every): return trainer.n_updates != self.updates and bool(self.every(trainer))
-        if isinstance(self.every, Integral): return trainer.n_updates != self.updates and trainer.n_updates % self.every == 0
-        return time.monotonic()-self.saved_at >= self.seconds
-
-    def after_epoch(self, trainer):
-        "Whether to save between two epochs"
-        return self.every == 'epoch' or self.after_batch(trainer)
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #00698935
-def _checked_resume(resume):
-    "What `resume` says, or an error if it says nothing"
-    if isinstance(resume, str) and resume in ('auto', 'must', 'never'): return resume
-    if hasattr(resume, '__fspath__') or (isinstance(resume, str) and ('/' in resume or os.sep in resume)): return local_path(resume, 'CheckpointCB', 'resume').absolute()
-    raise ValueError(f"`resume` is {resume!r}, which does not tell `CheckpointCB` whether to go on or begin anew. Use 'auto', 'must', 'never', or the path of a checkpoint.")
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #646141f4
-def _metrics_of(name):
-    "The columns of the history in a pattern for names"
-    return [o for _,o,_,_ in string.Formatter().parse(name) if o not in (None, 'step', 'epoch')]
+from ..state.run_checks import check_fits, data_unchecked
+from ..state.run_folder import run_folder
+from ..state.run_state import put_weights, take_parts, take_state
+from ..state.store import check_keeping
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #b5719676
+_NO_MONITOR = ('`{}` needs to know what is best. '
+               "Pass a column of the history as `monitor`, such as 'valid_loss'.")
+
 class CheckpointCB(ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
-        folder=None, # Where the checkpoints of this run live, two runs at a time are refused; default: `checkpoints` in the folder that `ExperimentCB` made
-        every='epoch', # 'epoch', 'best', a number of optimizer updates, a `timedelta`, or a function of the trainer; what is better, ends, cancels and interrupts are always saved
+        folder=None, # Where the checkpoints live; default: `checkpoints` in the folder of the run
+        every='epoch', # 'epoch', 'best', a number of updates, a `timedelta`, or a function of the trainer
         monitor:str=None, # Column of the history that says which is best
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
         keep_best:int=1, # How many of the best to keep, by `monitor`; 0 and None keep none for that
-        resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint or of a folder with some, whose newest is taken: another run branches off from there
-        strict:bool=True, # Refuse to go on with other data, other stateful callbacks, or without a device whose random numbers were saved?
-        pattern:str=STEP_NAME, # Pattern of the folders' names, with `step`, `epoch` and columns of the history; where they were not measured, mostly in the middle of an epoch, this one is used
+        resume='auto', # 'auto', 'must', 'never', or the path of a checkpoint, or of a folder, to branch off
+        strict:bool=True, # Refuse to go on with other data or callbacks, or without a device that was there?
+        pattern:str=STEP_NAME, # Pattern of their names, with `step`, `epoch` and columns of the history
         verify:str='sha256', # Check every byte when loading, or only 'size'
     ):
-        if folder is not None: folder = local_path(folder, 'CheckpointCB').absolute() # The same in every fit, wherever the program is by then
-        check_choice(verify, 'verify', ('sha256', 'size'), 'files are compared by every byte or by size alone')
+        # The same folder in every fit, wherever the program is by then
+        if folder is not None: folder = local_path(folder, 'CheckpointCB').absolute()
+        check_verify(verify)
         mode = mode_of(monitor, mode) if monitor is not None else 'min'
         check_keeping(keep_last, keep_best, None, mode)
         check_pattern(pattern)
-        wanted = "every='best'" if isinstance(every, str) and every == 'best' else f'keep_best={keep_best}' if (keep_best or 0) > 1 else None
-        if wanted and monitor is None: raise ValueError(f"`{wanted}` needs to know what is best. Pass a column of the history as `monitor`, such as 'valid_loss'.")
-        self.folder,self.resume,self.strict,self.verify,self.monitor,self.every = folder,_checked_resume(resume),strict,verify,monitor,every
-        self._when,self._judge = _When(every),Monitor(mode)
-        self._options = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0, monitor=monitor, mode=mode, pattern=pattern)
+        if monitor is None: _check_unmonitored(every, keep_best)
+        self.folder,self.monitor,self.every = folder,monitor,every
+        self.resume,self.strict,self.verify = checked_resume(resume),strict,verify
         self.path = None # The newest checkpoint
-        self._store = None # Where it lies, while a fit is going on
-        self._run = None # Of what was saved: the trainer, as a weak reference, and the id of the run
-        self._branch = None # Id and serial number of the checkpoint from which it branched off
-        self._steps = 0 # Updates of former fits
+        self._when = When(every)
+        self._numbers = NewestNumbers(monitor, mode)
+        self._fits = CountedFits()
+        keep = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0)
+        self._run = RunOnDisk(monitor=monitor, mode=mode, pattern=pattern, **keep)
         self._found = None # Weights and state to go on from
-        self._over = None # Why nothing is left to do in this fit
         self._end = None # What a validation pass may change, as it was before it
-        self._saved = False # Whether this fit counts, because something of it was saved
-        self._wasted = None # The last fit that does not count: the trainer, as a weak reference, and the number of the fit
-        self._lost = 0 # How many fits do not count
-        self._measured,self._better = (0, {}),False # What was measured in mid-epoch, after how many updates; whether it was the best and is to be saved
 
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #5a965fc0
-@patch
-def before_fit(self:CheckpointCB, trainer):
-    "Find out where to go on"
-    for o in [self.monitor, *_metrics_of(self._options['pattern'])]:
-        if o is not None: check_monitored(trainer, o, 'CheckpointCB')
-    self._close()
-    self._store = CheckpointStore(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), **self._options)
-    self._judge.reset()
-    self._over,self._end,self._measured,self._better = None,None,(0, {}),False
-    self._begin(trainer, self._to_resume(trainer), self.strict)
-    latest = self._store.latest() if self._store.run_id else None
-    self._steps = latest.step if latest else 0
-    self._when.start(trainer)
+    def before_fit(self, trainer):
+        "Find out where to go on"
+        for name in (self.monitor, *metrics_of(self._run.options['pattern'])):
+            if name is not None: check_monitored(trainer, name, 'CheckpointCB')
+        self._run.open(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'))
+        self._numbers.forget()
+        self._end = None
+        self._begin(trainer, self._to_resume(trainer), self.strict)
+        self._run.count_steps()
+        self._when.start(trainer)
 
-@patch
-def _close(self:CheckpointCB):
-    if self._store is not None: self._store.close()
-    self._store = None
+    def measured(self, trainer):
+        "Note what was measured just now; if it is the best, it is saved when the batch is over"
+        self._numbers.note(trainer)
 
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #ce6ad2fe
-def _belongs_to(position, fit):
-    "Which fit a saved position belongs to, seen from `fit`"
-    if position['fit'] == fit: return 'this fit'
-    return 'a later fit' if position['fit'] > fit else 'an earlier fit'
+    def after_fit(self, trainer):
+        "Save the end"
+        self._end = None
+        self._save(trainer, self._next_epoch(trainer), finished=True)
 
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #70127f59
-def _why_over(position, trainer, fit):
-    "Why there is nothing left to do in this fit, or None"
-    if position['fit'] > fit: return f'the run is in its fit {position["fit"]} (the first is 0) already'
-    if position['finished'] and position['stop_reason'] and trainer.n_epochs <= position['n_epochs']: return position['stop_reason'] # Whoever asks for more epochs than then wants to go on
-    beyond = position['finished'] or position['batches'] or position['epoch'] > trainer.n_epochs
-    if position['epoch'] >= trainer.n_epochs and beyond: return ('1 epoch is done' if position['epoch'] == 1 else f'{position["epoch"]} epochs are done') + f', and of the next {position["batches"]} batches'*(position['batches'] > 0)
+    def cleanup_fit(self, trainer):
+        "Save what an interrupt or a cancel leaves, and let others use the folder"
+        begun = self._run.store is not None # Somebody may have left the fit before this callback's turn
+        try:
+            if begun: self._save_what_is_left(trainer)
+        finally:
+            self._fits.end(trainer, begun)
+            self._found = self._end = None
+            self._run.close()
+
+def _check_unmonitored(every, keep_best):
+    "Refuse what would need a `monitor`"
+    wanted = "every='best'" if isinstance(every, str) and every == 'best' else None
+    if (keep_best or 0) > 1: wanted = wanted or f'keep_best={keep_best}'
+    if wanted: raise ValueError(_NO_MONITOR.format(wanted))
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #4f1b58ce
+_WORKERS = ('The training loader has persistent workers, whose random numbers cannot be saved, '
+            'so augmentation in them will not go on exactly. '
+            'Make the loader with `exact_loader`, or use workers that do not persist.')
+
 def _warn_of_workers(dl):
     "Say that a loader has random numbers which are not saved"
     if hasattr(dl, 'load_state_dict') or not getattr(dl, 'persistent_workers', False): return
-    warnings.warn('The training loader has persistent workers, whose random numbers cannot be saved, so augmentation in them will not go on exactly. '
-                  'Make the loader with `exact_loader`, or use workers that do not persist.', stacklevel=2)
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #15a9809d
-@patch
-def _load(self:CheckpointCB, path):
-    "Weights and state of the checkpoint that `path` means, or of the newest"
-    if path is None: weights,state,_ = self._store.load(verify=self.verify)
-    else:
-        weights,state,manifest = self._store.load(path, verify=self.verify)
-        mine = self._branches_of(path, manifest)
-        self._store.run_id = mine[-1].run_id if mine else None
-        if mine: weights,state,_ = self._store.load(verify=self.verify)
-    where = self._store.resumed_from or path
-    check_is_run(state, where)
-    if state['position'].get('by_hand'):
-        raise ResumeMismatch(f'`{where}` was saved by hand after a fit that did not end, so nobody knows at which batch it stands. '
-                             'Take over what it holds with `trainer.load`, in another folder.')
-    return weights,state
-
-@patch
-def _branches_of(self:CheckpointCB, path, manifest):
-    "Checkpoints in our folder of a run that branched off at `path` before"
-    self._branch = f"{manifest['run_id']} {manifest['serial']}"
-    exactly = os.path.lexists(os.path.join(path, 'manifest.json')) or not os.path.isdir(path) # Else it is a folder, whose newest may be another one by now
-    branches = [(o, o.manifest['info'].get('branch')) for o in self._store.all()]
-    return [o for o,branch in branches if branch == self._branch or (branch and not exactly and branch.split()[0] == manifest['run_id'])]
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #55dd812a
-@patch
-def _is_mine(self:CheckpointCB, trainer):
-    "Whether the newest checkpoints were saved by this callback from this trainer"
-    return self._run is not None and self._run[0]() is trainer
-
-@patch
-def _count_fit(self:CheckpointCB, trainer, mine):
-    "Leave out the fit before, if nothing of it was saved or if it broke off: this one is the same once more"
-    wasted = self._wasted is not None and self._wasted[0]() is trainer and self._wasted[1] == trainer.history.fit-1
-    self._lost = self._lost*(mine or wasted) + (wasted or not trainer._last_ended)
-    self._wasted,self._saved = None,False
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #ac7b7d6a
-@patch
-def _choose_run(self:CheckpointCB):
-    "Look at the checkpoints of one run only"
-    found = self._store.all()
-    newest = {o.run_id: o for o in found if not o.manifest['info'].get('by_hand')} or {o.run_id: o for o in found}
-    if len(newest) < 2: self._store.run_id = next(iter(newest), None)
-    else: raise ResumeMismatch(_SEVERAL.format(short_path(self._store.folder), len(newest), '\n'.join(map(_line_of, newest.values())), short_path(found[-1].path)))
-
-_SEVERAL = """`{}` has checkpoints of {} runs, and which one goes on cannot be guessed:
-{}
-Pass the path of the right one, such as `resume={!r}`, and a branch of it goes on; or move the others elsewhere; or begin anew with `resume='never'` or in another folder."""
-
-def _line_of(newest): return f'- run {newest.run_id}, up to `{newest.path.name}` (epoch {newest.epoch}, saved at {newest.manifest["saved"]})'
-
-@patch
-def _check_traces(self:CheckpointCB):
-    "Refuse to begin anew beside what is left of a run"
-    for e in self._store.damaged().values():
-        if isinstance(e, CheckpointFormatTooNew): raise e
-    found = [f'- `{path.name}`: {why}' for path,why in self._store.traces().items()]
-    if found: raise NoValidCheckpoint(_TRACES.format(short_path(self._store.folder), '\n'.join(found)))
-
-_TRACES = """`{}` has traces of a run, and nothing to go on from:
-{}
-Bring back what is missing, since a checkpoint is its folder with all files; if checkpoints lie elsewhere, pass the path as `resume`. To begin anew use another folder, or `resume='never'`."""
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #985a0b49
-@patch
-def _place_to_load(self:CheckpointCB, mine):
-    "The path that `resume` names, or None for the newest checkpoint in the own folder"
-    if mine or self.resume in ('auto', 'must') or self._is_own(self.resume): return None
-    return self.resume
-
-@patch
-def _is_own(self:CheckpointCB, path):
-    "Whether `path` is the folder that this callback writes to"
-    return os.path.isdir(path) and os.path.samefile(path, self._store.folder)
-
-@patch
-def _nothing_there(self:CheckpointCB, mine):
-    "Whether the own folder is new, and may be"
-    if not mine: self._choose_run()
-    if not (self.resume == 'auto' or mine) or self._store.list(): return False
-    self._check_traces()
-    return True
+    warnings.warn(_WORKERS, stacklevel=2)
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #5d55d5b9
 @patch
 def _to_resume(self:CheckpointCB, trainer):
     "Weights and state to go on from, or None for a fresh start"
-    mine = self._is_mine(trainer)
-    self._count_fit(trainer, mine)
-    self._store.run_id = self._run[1] if mine else None
-    path = None if self.resume == 'never' else self._place_to_load(mine)
-    if self.resume == 'never' or (path is None and self._nothing_there(mine)): return self._begins_anew(trainer)
-    weights,state = self._load(path)
-    if not self._takes_up(trainer, weights, state): return self._begins_anew(trainer)
-    if not self._over: print(f'continuing from {self._where()} (epoch {state["position"]["epoch"]}, batch {state["position"]["batches"]})', flush=True)
-    return weights,state
-
-@patch
-def _begins_anew(self:CheckpointCB, trainer):
-    fit,later = trainer.history.fit-self._lost,trainer.history.fit > 0
-    print(f'beginning anew in {short_path(self._store.folder)}' + f' (fit {fit} of this run, the first is 0)'*(fit > 0) + ', with the weights that the model has now'*later
-          + ' (the fit before broke off)'*(later and not trainer._last_ended), flush=True)
-
-@patch
-def _where(self:CheckpointCB): return self._store.resumed_from.name if self._store.resumed_from else short_path(self._store.loaded_from)
+    mine = self._run.is_of(trainer)
+    self._fits.begin(trainer, mine)
+    found = self._run.find(self.resume, mine, self.verify)
+    if found is None or not self._takes_up(trainer, *found): return self._say_anew(trainer)
+    position,where = found[1]['position'],self._run.where()
+    if not self._fits.over:
+        print(f'continuing from {where} (epoch {position["epoch"]}, batch {position["batches"]})', flush=True)
+    return found
 
 @patch
 def _takes_up(self:CheckpointCB, trainer, weights, state):
-    "Whether this fit has to do with what was saved; if so, check that it fits, and find out whether anything is left to do"
-    position,fit = state['position'],trainer.history.fit-self._lost
-    whose = _belongs_to(position, fit)
+    "Whether this fit has to do with what was saved; if so, check that it fits, and what is left to do"
+    position,fit = state['position'],self._fits.number(trainer)
+    whose = belongs_to(position, fit)
     if whose == 'an earlier fit': return False
-    self._over = _why_over(position, trainer, fit)
+    self._fits.over = why_over(position, trainer, fit)
     if whose != 'a later fit': check_fits(trainer, weights, state, self.strict)
-    if not self._over:
-        warn_of_rates(trainer, state, 'begin anew in another folder')
-        _warn_of_workers(trainer.dls.train)
-        if told := data_unchecked(trainer, state): print(f'Whether these are the data of the saved run cannot be told: {told}.')
+    if not self._fits.over: self._tell_what_differs(trainer, state)
     return True
 
+@patch
+def _tell_what_differs(self:CheckpointCB, trainer, state):
+    "Say what has no effect, and what nobody can tell"
+    warn_of_rates(trainer, state, 'begin anew in another folder')
+    _warn_of_workers(trainer.dls.train)
+    if told := data_unchecked(trainer, state):
+        print(f'Whether these are the data of the saved run cannot be told: {told}.')
+
+@patch
+def _say_anew(self:CheckpointCB, trainer):
+    "Say that this fit begins anew, and with which weights"
+    fit,later = self._fits.number(trainer),trainer.history.fit > 0
+    which = f' (fit {fit} of this run, the first is 0)'*(fit > 0)
+    weights = ', with the weights that the model has now'*later
+    broken = ' (the fit before broke off)'*(later and not trainer._last_ended)
+    print(f'beginning anew in {short_path(self._run.store.folder)}{which}{weights}{broken}', flush=True)
+
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #4d1fb2d3
+_COMPLETE = ('This fit is complete already ({}): {} is where the run stands{} '
+             'To train further, ask for more epochs, or {}')
+_OTHER_MODEL = ', with another model, so the weights stay as they are until that fit.'
+
 @patch
 def _epochs(self:CheckpointCB, trainer, epochs):
     "The epochs that are left; none, if the fit is complete"
-    if not self._over: return (yield from ResumingCB._epochs(self, trainer, epochs))
-    (weights,state),later = self._found,self._found[1]['position']['fit'] > trainer.history.fit-self._lost
-    if later: trainer.history.load_state_dict(state['history'], until_fit=trainer.history.fit)
-    else: self._restore(trainer)
-    weights_too = not later or put_weights(trainer, weights)
-    if not later:
-        trainer.stop_reason = state['position']['stop_reason']
-        if hasattr(trainer.model, 'train'): trainer.model.train(state['position']['model_trains'])
-    print(f'This fit is complete already ({self._over}): {self._where()} is where the run stands' +
-          ('; its weights are in the model.' if weights_too else ', with another model, so the weights stay as they are until that fit.') +
-          ' To train further, ask for more epochs, or ' + ('call `fit` once more.' if not (later or trainer._last_ended) else '`trainer.load` it and save in another folder.'))
+    if not self._fits.over: return (yield from ResumingCB._epochs(self, trainer, epochs))
+    later = self._found[1]['position']['fit'] > self._fits.number(trainer)
+    weights_too = self._take_history(trainer) if later else self._take_result(trainer)
+    weights = '; its weights are in the model.' if weights_too else _OTHER_MODEL
+    once_more = not (later or trainer._last_ended)
+    how = 'call `fit` once more.' if once_more else '`trainer.load` it and save in another folder.'
+    print(_COMPLETE.format(self._fits.over, self._run.where(), weights, how))
     raise CompleteAlready('the fit is complete already')
+
+@patch
+def _take_history(self:CheckpointCB, trainer):
+    "Take over what a run in a later fit has measured, and its weights; returns whether they fit"
+    weights,state = self._found
+    trainer.history.load_state_dict(state['history'], until_fit=trainer.history.fit)
+    return put_weights(trainer, weights)
+
+@patch
+def _take_result(self:CheckpointCB, trainer):
+    "Take over everything of this very fit"
+    position = self._found[1]['position']
+    self._restore(trainer)
+    trainer.stop_reason = position['stop_reason']
+    if hasattr(trainer.model, 'train'): trainer.model.train(position['model_trains'])
+    return True
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #5cb10688
 @patch
 def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None, finished=False):
-    "Write a checkpoint of this position, with `parts` of the state and the `reason` to stop as they were before"
-    weights,state = take_state(trainer, epoch, batches, finished, start_of_pass(trainer) if batches else None, copy=False)
+    "Write a checkpoint of this position, with `parts` of the state and the `reason` to stop from before"
+    start = start_of_pass(trainer) if batches else None
+    weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
     state |= parts or {}
     if parts or reason: state['position']['stop_reason'] = reason
-    state['checkpoint'] = dict(best=self._judge.best, steps=self._steps, measured=list(self._measured))
-    state['position']['fit'] -= self._lost
-    metrics = self._numbers_of(trainer, between_epochs=not batches)
-    self._store.pattern = self._options['pattern'] if set(_metrics_of(self._options['pattern'])) <= metrics.keys() else STEP_NAME
-    info = dict(fit=state['position']['fit'], monitor=self.monitor, mode=self._options['mode']) | ({'branch': self._branch} if self._branch else {}) | _about(trainer)
-    self.path = self._store.save(weights, state, self._steps+trainer.n_updates, epoch, metrics=metrics, info=info)
-    self._run,self._saved = (weakref.ref(trainer),self._store.run_id),True
+    state['checkpoint'] = dict(steps=self._run.steps) | self._numbers.state_dict()
+    state['position']['fit'] -= self._fits.lost
+    metrics = self._numbers.of(trainer, between_epochs=not batches)
+    self.path = self._run.save(trainer, weights, state, epoch, metrics, _about(trainer))
+    self._fits.saved = True
     self._when.start(trainer)
 
 @patch
 def _restore(self:CheckpointCB, trainer):
+    "Put back what was saved, the callback's own numbers too"
     state = self._found[1]
     ResumingCB._restore(self, trainer)
-    self._lost = trainer.history.fit-state['position']['fit']
+    self._fits.lost = trainer.history.fit-state['position']['fit']
     if 'checkpoint' not in state: return
-    own = state['checkpoint']
-    self._judge.best,self._steps,self._measured = own['best'],own['steps'],own.get('measured', (0, {}))
-
-@patch
-def _numbers_of(self:CheckpointCB, trainer, between_epochs):
-    "What was measured with the weights as they are: in the middle of an epoch, since the last update, and at its end"
-    updates,mine = self._measured
-    found = (_numbers(trainer.history.news) if between_epochs else {}) | (mine if updates == trainer.n_updates else {})
-    return found if self.monitor is None or self.monitor in found else {} # Nothing that says how good they are
-
-def _numbers(row):
-    "What was measured in an epoch"
-    return {k: v for k,v in (row or {}).items() if isinstance(v, (int, float)) and k not in ('fit', 'epoch')}
+    self._run.steps = state['checkpoint']['steps']
+    self._numbers.load_state_dict(state['checkpoint'])
 
 def _about(trainer):
     "What people may want to know who find a checkpoint alone"
     experiment = trainer.experiment.to_dict() if trainer.experiment is not None else {}
-    averages = [callback_name(o) for o in offering(trainer, 'evaluated')]
-    return {k: experiment[k] for k in ('project', 'name', 'hyper') if k in experiment} | ({'measured_with': averages[0]} if averages else {})
+    averages = [callback_name(cb) for cb in offering(trainer, 'evaluated')]
+    known = {k: experiment[k] for k in ('project', 'name', 'hyper') if k in experiment}
+    return known | ({'measured_with': averages[0]} if averages else {})
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #2034a704
 @patch
-def measured(self:CheckpointCB, trainer):
-    "Note what was measured just now; if it is the best, it is saved when the batch is over"
-    updates,before = self._measured
-    self._measured = trainer.n_updates,(before if updates == trainer.n_updates else {}) | _numbers(trainer.history.news)
-    self._judge_news(trainer)
-
-@patch
-def _judge_news(self:CheckpointCB, trainer):
-    if self._judge.update(trainer.history.news.get(self.monitor)): self._better = True
-
-@patch
-def _is_better(self:CheckpointCB):
-    "Whether the best value was measured since the last time"
-    better,self._better = self._better,False
-    return better
-
-@patch
 def _between_batches(self:CheckpointCB, trainer):
-    if self._is_better() or self._when.after_batch(trainer) or _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches)
+    due = self._numbers.is_better() or self._when.after_batch(trainer) or _interrupted(trainer)
+    if due: self._save(trainer, trainer.epoch, self._batches)
 
 @patch
 def _between_epochs(self:CheckpointCB, trainer):
     self._end = None
-    self._judge_news(trainer)
-    if self._is_better() or self._when.after_epoch(trainer) or _interrupted(trainer): self._save(trainer, self._next)
+    self._numbers.compare(trainer)
+    due = self._numbers.is_better() or self._when.after_epoch(trainer) or _interrupted(trainer)
+    if due: self._save(trainer, self._next)
 
 def _signal(trainer): return vars(trainer).get('interrupted') # None if nobody watches for signals
 def _interrupted(trainer): return bool(_signal(trainer)) and not any(offered(trainer, 'hurried'))
@@ -361,23 +236,14 @@ def _pass_over(self:CheckpointCB, trainer):
     if _signal(trainer) is not None: self._end = take_parts(trainer),trainer.stop_reason
 
 @patch
-def after_fit(self:CheckpointCB, trainer):
-    "Save the end"
-    self._end = None
-    self._save(trainer, self._next_epoch(trainer), finished=True)
+def _save_what_is_left(self:CheckpointCB, trainer):
+    "Save a fit that was cancelled, and one that was interrupted in a validation pass"
+    cancelled = isinstance(trainer.exception, CancelFitException) and not self._fits.over
+    if cancelled:
+        reason = str(trainer.exception) or 'cancelled'
+        self._save(trainer, self._next_epoch(trainer), finished=True, reason=reason)
+    elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, *self._end)
 
 @patch
-def cleanup_fit(self:CheckpointCB, trainer):
-    "Save what an interrupt or a cancel leaves, and let others use the folder"
-    begun = self._store is not None # Somebody may have left the fit before this callback's turn
-    try:
-        if not begun: return
-        if isinstance(trainer.exception, CancelFitException) and not self._over: self._save(trainer, self._next_epoch(trainer), finished=True, reason=str(trainer.exception) or 'cancelled')
-        elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, *self._end)
-    finally:
-        if not (begun and (self._saved or self._over)): self._wasted = weakref.ref(trainer),trainer.history.fit
-        self._found = self._end = None
-        self._close()
-
-@patch
-def _next_epoch(self:CheckpointCB, trainer): return max(self._next, trainer.epoch+1 if 'epoch' in vars(trainer) else 0)
+def _next_epoch(self:CheckpointCB, trainer):
+    return max(self._next, trainer.epoch+1 if 'epoch' in vars(trainer) else 0)

@@ -17,6 +17,8 @@ from ..state.run_parts import bare
 from ..state.store import CheckpointStore
 
 # %% ../../nbs/checkpoints/50_exports.ipynb #f48fd03c
+_NO_PART = 'The model has no weights in `{}`, so there would be nothing to export; there are {}.{}'
+
 def _chosen(
     weights:dict, # A `state_dict`
     parts, # Names and patterns; None for all
@@ -26,26 +28,30 @@ def _chosen(
     for part in parts:
         if not any(_inside(o, part) for o in weights):
             names = sorted({'.'.join(o.split('.')[:n]) for o in weights for n in range(1, o.count('.')+2)})
-            raise LookupError(f'The model has no weights in `{part}`, so there would be nothing to export; there are {names[:20]}.{did_you_mean(part, names)}')
+            raise LookupError(_NO_PART.format(part, names[:20], did_you_mean(part, names)))
     return {name: x for name,x in weights.items() if any(_inside(name, o) for o in parts)}
 
 def _inside(name, part): return fnmatchcase(name, part) or fnmatchcase(name, f'{part}.*')
 
 # %% ../../nbs/checkpoints/50_exports.ipynb #6e58916a
+_NO_RULE = ("`every` is {!r}, which does not say when to export. "
+            "Use 'epoch', a number of optimizer updates, or a function of the trainer.")
+
 class ExportCB:
     "Write the weights alone, for others to load, now and then and at the end"
     order = Order.SAVE
     stateless = True
     def __init__(self,
         folder, # Where; each export is a folder of its own in it, for `load_weights`
-        every='epoch', # 'epoch', a number of optimizer updates, or a function of the trainer, asked after each update
-        parts=None, # Modules or weights of the model to export, by name or pattern, such as ['encoder', 'head.*']; default: all
+        every='epoch', # 'epoch', a number of updates, or a function of the trainer, asked after each update
+        parts=None, # Modules or weights to export, by name or pattern, such as 'head.*'; default: all
         keep_last:int=4, # How many of the newest to keep, 2 or more; None for all
     ):
-        if not (every == 'epoch' or callable(every) or (isinstance(every, int) and not isinstance(every, bool) and every > 0)):
-            raise ValueError(f"`every` is {every!r}, which does not say when to export. Use 'epoch', a number of optimizer updates, or a function of the trainer.")
+        is_count = isinstance(every, int) and not isinstance(every, bool) and every > 0
+        if not (every == 'epoch' or callable(every) or is_count): raise ValueError(_NO_RULE.format(every))
         if isinstance(parts, str): parts = [parts]
-        self.folder,self.every,self.parts,self.keep_last = local_path(folder, 'ExportCB').absolute(),every,parts,keep_last
+        self.folder = local_path(folder, 'ExportCB').absolute()
+        self.every,self.parts,self.keep_last = every,parts,keep_last
         self.path,self._store,self._at = None,None,None
 
     def before_fit(self, trainer):
@@ -56,7 +62,8 @@ class ExportCB:
     def after_step(self, trainer):
         "Export, if it is time"
         if self.every == 'epoch': return
-        if self.every(trainer) if callable(self.every) else trainer.n_updates % self.every == 0: self._export(trainer)
+        due = self.every(trainer) if callable(self.every) else trainer.n_updates % self.every == 0
+        if due: self._export(trainer)
 
     def log(self, trainer):
         "Export, if it is done after each epoch"
@@ -80,4 +87,5 @@ def _export(self:ExportCB, trainer):
     if trainer.n_updates == self._at: return
     self._at = trainer.n_updates
     weights = _chosen(bare(evaluated_model(trainer)).state_dict(), self.parts)
-    self.path = self._store.save(weights, step=trainer.n_updates, epoch=trainer.epoch, info=dict(fit=trainer.history.fit))
+    info = dict(fit=trainer.history.fit)
+    self.path = self._store.save(weights, step=trainer.n_updates, epoch=trainer.epoch, info=info)

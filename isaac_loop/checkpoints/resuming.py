@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..loop.events import CancelFitException, Order, callback_name
-from ..loop.advice import whereabouts
+from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..state.run_parts import check_states, generators, opt_defaults
 from ..state.run_state import put_callbacks, put_generators, put_position, put_random, put_state
@@ -28,7 +28,8 @@ def _named(callback, trainer):
     "Note on an error from between two batches or epochs whose it is"
     try: yield
     except Exception as e:
-        e.add_note(f'raised by `{callback_name(callback)}` between two batches or epochs{whereabouts(trainer)}')
+        name = callback_name(callback)
+        e.add_note(f'raised by `{name}` between two batches or epochs{whereabouts(trainer)}')
         raise
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #723edf63
@@ -38,7 +39,8 @@ class ResumingCB:
     "Walks over epochs and batches from a saved position on, and knows when it is between two of them"
     order = Order.SAVE
     stateless = True
-    _as_given,_elsewhere = True,False # Is this batch the loader's own? Has the run ever been elsewhere than its loader?
+    _as_given = True # Is this batch the loader's own?
+    _elsewhere = False # Has the run ever been elsewhere than its loader?
     def _begin(self, trainer, found, strict=True):
         "Walk over the epochs; `found` is weights and state to go on from, or None"
         check_states(trainer)
@@ -96,11 +98,13 @@ def _pass(self:ResumingCB, trainer, batches):
     if found and done:
         self._restore(trainer)
         batches = self._rest(trainer, batches, found[1], done)
-    else: self._pass_start = random_state(),{name: o.get_state() for name,o in generators(trainer).items()},_place_of(trainer.dl)
+    else:
+        own = {name: o.get_state() for name,o in generators(trainer).items()}
+        self._pass_start = random_state(),own,_place_of(trainer.dl)
     for batch in batches:
         self._as_given,handed = batch is trainer._source.last,handed+1
         yield batch
-        if 'batch_num' not in vars(trainer): continue # It is being read again, for another callback that resumes
+        if 'batch_num' not in vars(trainer): continue # Read again, for another callback that resumes
         self._batches = trainer.batch_num+1
         if ahead is None: ahead = self._batches-handed # Somebody else may have begun this pass further on
         if self._batches-handed != ahead and not told: told = _warn_of_order(self, trainer, handed)
@@ -108,11 +112,15 @@ def _pass(self:ResumingCB, trainer, batches):
         if self._batches == trainer.n_batches: self._is_through(trainer)
     if self._batches != trainer.n_batches: self._is_through(trainer)
 
+_OTHER_BATCHES = ('`{}` has handed on {} batches, but {} were trained: a callback with a higher `order` '
+                  'splits, joins or keeps them back, so what is saved in the middle of an epoch '
+                  'goes on as another run. '
+                  'Give that callback an `order` below {}.')
+
 def _warn_of_order(self, trainer, handed):
     "Say that somebody makes other batches of those that have passed by here"
     name = callback_name(self)
-    warnings.warn(f'`{name}` has handed on {handed} batches, but {trainer.batch_num+1} were trained: a callback with a higher `order` splits, joins or keeps them back, '
-                  f'so what is saved in the middle of an epoch goes on as another run. Give that callback an `order` below {int(self.order)}.', stacklevel=2)
+    warnings.warn(_OTHER_BATCHES.format(name, handed, trainer.batch_num+1, int(self.order)), stacklevel=2)
     return True
 
 @patch
@@ -121,24 +129,27 @@ def _is_through(self:ResumingCB, trainer):
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #ad1d1e74
 def start_of_pass(trainer):
-    "Random numbers when this pass began, as the innermost callback that resumes knows them; where its loader stood, and whether that must be read again"
-    resuming = sorted((o for o in trainer.callbacks if isinstance(o, ResumingCB)), key=lambda o: o.order)
-    start,own,place = resuming[0]._pass_start
-    return start | {'generators': own, 'loader': place, 'again': _is_elsewhere(resuming[0], trainer)}
+    "Random numbers and the loader's place when this pass began, and whether it must be read again"
+    innermost = min((cb for cb in trainer.callbacks if isinstance(cb, ResumingCB)), key=lambda cb: cb.order)
+    start,own,place = innermost._pass_start
+    return start | {'generators': own, 'loader': place, 'again': _is_elsewhere(innermost, trainer)}
 
 def _is_elsewhere(self, trainer):
-    "Whether somebody splits, repeats, merges or keeps back batches, so that the position of the loader is not that of the run"
+    "Whether somebody splits, repeats, merges or keeps back batches, so the loader stands elsewhere"
     source = trainer._source if hasattr(trainer.dl, 'load_state_dict') else None
-    if source is not None and not (self._as_given and source.first+source.given == trainer.batch_num+1): self._elsewhere = True
+    if source is None: return self._elsewhere
+    is_here = self._as_given and source.first+source.given == trainer.batch_num+1
+    if not is_here: self._elsewhere = True
     return self._elsewhere
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #7e2a4d7d
 def _knows_its_length(dl):
     "Whether the `len` of a loader can be trusted; others are read again to see whether more comes"
-    return isinstance(dl, (list, tuple)) or (isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset))
+    if isinstance(dl, (list, tuple)): return True
+    return isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)
 
 def _is_over(dl, done):
-    "Whether a pass ended after `done` batches; a loader that knows its position stands at the next epoch then"
+    "Whether a pass ended after `done` batches; a loader that knows its place is at the next epoch then"
     if not hasattr(dl, 'load_state_dict'): return done == n_batches(dl) and _knows_its_length(dl)
     position = dl.state_dict()
     if position.get('batches') and position['batches'] == n_batches(dl):
@@ -153,7 +164,7 @@ def _leave_rest(dl):
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #cc338659
 def _run_samplers(trainer, start):
-    "Draw from the generators of a plain loader what it draws in a whole pass, also after the last batch; nothing is read"
+    "Draw from the generators of a plain loader what it draws in a whole pass; nothing is read"
     if not isinstance(trainer.dl, DataLoader): return
     put_generators(trainer, start)
     with undrawn():
@@ -195,8 +206,7 @@ def _end_pass(trainer, over, stopped, own):
 def _replayed(dl, batches, start, done):
     "`batches` after the first `done`, which are read and dropped"
     if not isinstance(dl, (list, tuple)) and not hasattr(dl, 'load_state_dict'):
-        warnings.warn(f'The training loader does not know its position, so {done} batches are read again. That is exact unless workers persist, a sampler draws from generators of its own, or a callback keeps back batches that were drawn at random; '
-                      'make it with `exact_loader`, or `DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and exactly.', stacklevel=2)
+        warnings.warn(_READ_AGAIN.format(done), stacklevel=2)
     with undrawn():
         set_plain_random_state(start, strict=False)
         rest = iter(batches)
@@ -204,20 +214,31 @@ def _replayed(dl, batches, start, done):
             if next(rest, None) is None: raise ResumeMismatch(_TOO_SHORT.format(done))
     return rest
 
+_READ_AGAIN = ('The training loader does not know its position, so {} batches are read again. '
+               'That is exact unless workers persist, a sampler draws from generators of its own, or a '
+               'callback keeps back batches that were drawn at random; make it with `exact_loader`, or '
+               '`DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and exactly.')
 _TOO_SHORT = 'The training loader ended before its batch {}, where the run should go on. Is it the same data?'
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #9880437b
+_OTHER_LOSS = ('The saved run had the loss `{}`, and goes on with `{}`, so its losses before and after '
+               'cannot be compared. To go on as it was, give the trainer the same `loss_func`.')
+_NO_EFFECT = ('The saved run goes on with the rates and options of its optimizer, so {} has no effect. '
+              'To change it, set it in `trainer.opt.param_groups` in a callback, or {}.')
+
 def warn_of_rates(
     trainer, # That goes on
     state:dict, # As `take_state` gave it
     instead:str='rewind to the beginning', # What else could be done, for the message
 ):
-    "Say that a rate or an option given now has no effect on a run that goes on, and that another loss has one"
+    "Say that a rate or an option given now has no effect on a run that goes on, but another loss has"
     was,loss = state.get('loss_func'),loss_of(trainer)
-    if was not in (None, loss): warnings.warn(f'The saved run had the loss `{was}`, and goes on with `{loss}`, so its losses before and after cannot be compared. '
-                                              'To go on as it was, give the trainer the same `loss_func`.', stacklevel=2)
+    if was not in (None, loss): warnings.warn(_OTHER_LOSS.format(was, loss), stacklevel=2)
     position,saved,now = state['position'],state.get('opt_defaults', {}),opt_defaults(trainer)
-    changed = [f"`{k}={now[name][k]!r}` (saved: {v!r})" for name,options in saved.items() for k,v in options.items() if k in now.get(name, {}) and now[name][k] != v]
+    changed = []
+    for name,options in saved.items():
+        here = now.get(name, {})
+        others = {k: v for k,v in options.items() if k in here and here[k] != v}
+        changed += [f'`{k}={here[k]!r}` (saved: {v!r})' for k,v in others.items()]
     if position['lr'] != trainer.lr: changed.insert(0, f"`lr={trainer.lr:g}` (saved: {position['lr']:g})")
-    if changed: warnings.warn(f'The saved run goes on with the rates and options of its optimizer, so {", ".join(changed)} has no effect. '
-                              f'To change it, set it in `trainer.opt.param_groups` in a callback, or {instead}.', stacklevel=2)
+    if changed: warnings.warn(_NO_EFFECT.format(', '.join(changed), instead), stacklevel=2)

@@ -20,13 +20,16 @@ class RewindCB(ResumingCB):
     "Keep the state at chosen batches in memory, so that the run can be taken back"
     order = Order.SAVE-1 # A checkpoint beside it sees only what comes after the place
     def __init__(self,
-        every:int=None, # Keep the state after every so many optimizer updates; default: at the beginning of each epoch
+        every:int=None, # Keep the state after every so many updates; default: at the beginning of each epoch
         keep:int=10, # How many states to keep, the newest
         strict:bool=True, # Refuse to go on with other stateful callbacks than those of the time?
     ):
         check_count(every, 'every', none='for the beginning of each epoch')
         check_count(keep, 'keep')
-        self.every,self.keep,self.strict,self.states,self._to,self._found,self._at = every,keep,strict,{},None,None,0
+        self.every,self.keep,self.strict = every,keep,strict
+        self.states = {} # What was kept, by epoch and batch
+        self._to,self._found = None,None # What was chosen: for the next fit, and in this one
+        self._at = 0 # Updates when the newest was kept
 
     def before_fit(self, trainer):
         "Go on from the state that was chosen, if one was"
@@ -43,14 +46,17 @@ class RewindCB(ResumingCB):
         self._found = None
 
     def _between_batches(self, trainer):
-        if self.every and trainer.n_updates not in (0, self._at) and trainer.n_updates % self.every == 0: self._remember(trainer, trainer.epoch, self._batches)
+        is_new = trainer.n_updates not in (0, self._at)
+        due = self.every and is_new and trainer.n_updates % self.every == 0
+        if due: self._remember(trainer, trainer.epoch, self._batches)
 
     def _between_epochs(self, trainer):
         if not self.every: self._remember(trainer, self._next)
 
     def _remember(self, trainer, epoch, batches=0):
         self._at = trainer.n_updates
-        self.states[epoch, batches] = take_state(trainer, epoch, batches, pass_start=start_of_pass(trainer) if batches else None)
+        start = start_of_pass(trainer) if batches else None
+        self.states[epoch, batches] = take_state(trainer, epoch, batches, pass_start=start)
         for o in sorted(self.states)[:-self.keep]: del self.states[o]
 
     def _epochs(self, trainer, epochs):
@@ -58,16 +64,21 @@ class RewindCB(ResumingCB):
         yield from super()._epochs(trainer, epochs)
 
 # %% ../../nbs/checkpoints/30_rewind.ipynb #8e09bb22
+_NOBODY = 'There is no `RewindCB` among the callbacks, so no state was kept. Add one before `fit`.'
+_NO_PLACE = '`to` is {!r}, but a place is an epoch and a number of batches, such as (1, 0).'
+_NOT_KEPT = ('No state was kept for epoch {} after {} batches; kept are {}. '
+             'Choose one of those, or keep more with `every` and `keep`.')
+
 @patch
 def rewind(self:Trainer,
-    to:tuple, # Epoch, and how many batches of its training pass are done, one of `trainer.RewindCB.states`; an epoch alone means its beginning
+    to:tuple, # Epoch and batches done, one of `trainer.RewindCB.states`; an epoch alone means its beginning
 ):
     "Let the next `fit` go on from a state that `RewindCB` kept"
     cb = next((o for o in self.callbacks if isinstance(o, RewindCB)), None)
-    if cb is None: raise LookupError('There is no `RewindCB` among the callbacks, so no state was kept. Add one before `fit`.')
+    if cb is None: raise LookupError(_NOBODY)
     to = (to, 0) if isinstance(to, int) else to
-    if not (isinstance(to, (tuple, list)) and len(to) == 2): raise TypeError(f'`to` is {to!r}, but a place is an epoch and a number of batches, such as {(1, 0)}.')
+    if not (isinstance(to, (tuple, list)) and len(to) == 2): raise TypeError(_NO_PLACE.format(to))
     to = tuple(to)
-    if to not in cb.states: raise LookupError(f'No state was kept for epoch {to[0]} after {to[1]} batches; kept are {sorted(cb.states)}. Choose one of those, or keep more with `every` and `keep`.')
+    if to not in cb.states: raise LookupError(_NOT_KEPT.format(*to, sorted(cb.states)))
     cb._to = cb.states[to]
     cb.states = {k: v for k,v in cb.states.items() if k <= to}

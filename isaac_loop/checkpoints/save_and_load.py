@@ -21,6 +21,11 @@ from ..state.store import CheckpointStore
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/checkpoints/60_save_and_load.ipynb #16369133
+_UNTRAINED = ('This trainer has not trained yet, so there is no run to save. '
+              'Call `fit` first; for weights alone safetensors is enough.')
+_INSIDE = ('`trainer.save` was called inside a fit, where it cannot know at which batch the run stands. '
+           'Let `CheckpointCB(folder, every=...)` save there.')
+
 @patch
 def save(self:Trainer,
     folder, # Where; made if missing
@@ -28,25 +33,31 @@ def save(self:Trainer,
 ): # Path of the checkpoint
     "Save everything of this run into a checkpoint, between two fits"
     if not hasattr(self, 'n_epochs'):
-        raise RuntimeError('This trainer has not trained yet, so there is no run to save. Call `fit` first; for weights alone safetensors is enough.')
+        raise RuntimeError(_UNTRAINED)
     if self._fitting:
-        raise RuntimeError('`trainer.save` was called inside a fit, where it cannot know at which batch the run stands. Let `CheckpointCB(folder, every=...)` save there.')
+        raise RuntimeError(_INSIDE)
     weights,state = take_state(self, self.n_epochs, finished=True, copy=False)
     if self._broken: state['position']['by_hand'] = True # The last fit did not end
-    with CheckpointStore(folder) as store: return store.save(weights, state, self.n_updates, metrics=metrics, info=dict(by_hand=True))
+    with CheckpointStore(folder) as store:
+        return store.save(weights, state, self.n_updates, metrics=metrics, info=dict(by_hand=True))
 
 # %% ../../nbs/checkpoints/60_save_and_load.ipynb #b767412f
+_ALONE = ('`{}` is one checkpoint, so there are no others to be better than. '
+          'Leave `best` out, or pass the folder that it lies in.')
+_NO_BEST = 'No checkpoint in `{}` has a finite `{}`, so none is the best; they have {}.{}'
+
 def _best_in(folder, monitor, mode):
     "Path of the best checkpoint in `folder`, or None if there is none at all"
-    store = CheckpointStore(folder, monitor=monitor, mode='min' if monitor is None else mode_of(monitor, mode), read_only=True)
+    mode = 'min' if monitor is None else mode_of(monitor, mode)
+    store = CheckpointStore(folder, monitor=monitor, mode=mode, read_only=True)
     if (store.folder/MANIFEST_FILE).exists():
-        raise NoValidCheckpoint(f'`{folder}` is one checkpoint, so there are no others to be better than. Leave `best` out, or pass the folder that it lies in.')
+        raise NoValidCheckpoint(_ALONE.format(folder))
     found = store.list()
     if not found: return None
     best = store.best() if monitor is None else _best_of(found, monitor, store.mode)
     if best is not None: return best.path
     wanted,names = monitor or store._criterion(found)[0],sorted({name for o in found for name in o.metrics})
-    raise NoValidCheckpoint(f'No checkpoint in `{folder}` has a finite `{wanted}`, so none is the best; they have {names}.{did_you_mean(wanted, names)}')
+    raise NoValidCheckpoint(_NO_BEST.format(folder, wanted, names, did_you_mean(wanted, names)))
 
 def _best_of(found, monitor, mode):
     "The best of all that have a finite `monitor`, of whatever run; of equals the oldest"
@@ -55,19 +66,25 @@ def _best_of(found, monitor, mode):
     return choose(able, key=lambda o: o.metrics[monitor], default=None)
 
 # %% ../../nbs/checkpoints/60_save_and_load.ipynb #33a708c0
+_NOT_BEST = ('`monitor` is {!r}, but the newest checkpoint is taken whatever its numbers are. '
+             'Pass `best=True` with it, or leave it out.')
+_NO_MONITOR = ('`mode` is {!r}, but without a `monitor` it says nothing. '
+               'Pass `monitor` with it, or leave it out.')
+_FILE = ('`{}` is a file, and `trainer.load` takes over a whole run, from the folder of a checkpoint or '
+         'from one that has some. For weights alone use `model.load_state_dict(load_weights(path))`.')
+
 def _check_wanted(best, monitor, mode):
     "Refuse what would have no effect"
     if monitor is not None and not best:
-        raise ValueError(f'`monitor` is {monitor!r}, but the newest checkpoint is taken whatever its numbers are. Pass `best=True` with it, or leave it out.')
+        raise ValueError(_NOT_BEST.format(monitor))
     if mode is not None and monitor is None:
-        raise ValueError(f'`mode` is {mode!r}, but without a `monitor` it says nothing. Pass `monitor` with it, or leave it out.')
+        raise ValueError(_NO_MONITOR.format(mode))
 
 def _read(folder, best, monitor, mode):
     "Weights, state and manifest of the checkpoint that is meant"
     store = CheckpointStore(folder, read_only=True)
     if store.folder.is_file():
-        raise NoValidCheckpoint(f'`{folder}` is a file, and `trainer.load` takes over a whole run, from the folder of a checkpoint or from one that has some. '
-                                'For weights alone use `model.load_state_dict(load_weights(path))`.')
+        raise NoValidCheckpoint(_FILE.format(folder))
     path = store.folder if (store.folder/MANIFEST_FILE).exists() else None
     if best: path = _best_in(folder, monitor, mode)
     weights,state,manifest = store.load(path)
@@ -80,21 +97,23 @@ def load(self:Trainer,
     folder, # With checkpoints, of which the newest that is whole is taken; or one checkpoint
     strict:bool=True, # Raise an error if this machine lacks a device whose random numbers were saved?
     best:bool=False, # Take the best instead of the newest?
-    monitor:str=None, # With `best`: which number beside the checkpoints says so, among all in the folder; default: what `CheckpointCB` monitored in the newest run
-    mode:str=None, # With `monitor`: 'min' when lower is better, 'max' when higher is; may be left out for a loss
+    monitor:str=None, # With `best`: which number says so; default: what the newest run has monitored
+    mode:str=None, # With `monitor`: 'min' when lower is better, 'max' when higher is; not needed for a loss
 ):
-    "Take over weights, optimizers, history, loaders and random numbers from a checkpoint; `fit(keep_opt=True)` goes on with them"
+    "Take over weights, optimizers, history, loaders, random numbers; `fit(keep_opt=True)` goes on with them"
     _check_wanted(best, monitor, mode)
     weights,state,manifest = _read(folder, best, monitor, mode)
     if 'measured_with' in manifest['info']: _warn_of_average(manifest)
     if 'opt' in state['opts'] and 'opt' not in vars(self): self._make_opt_for(state)
-    state['callbacks'],state['own'] = {},{k: o for k,o in state.get('own', {}).items() if not k} # Callbacks begin anew with the next fit, as always
+    # Callbacks begin anew with the next fit, as always
+    state['callbacks'],state['own'] = {},{k: o for k,o in state.get('own', {}).items() if not k}
     check_fits(self, weights, state, strict=False)
     put_state(self, weights, state)
     put_position(self, state)
     put_random(state, strict)
     self._ended = True # The next fit is a new one, even if the last one broke off
-    if hasattr(self.dls.train, 'set_epoch') and hasattr(self.dls.train, 'load_state_dict'): _warn_of_place(state['loaders'].get('train', {}))
+    has_place = all(hasattr(self.dls.train, name) for name in ('set_epoch', 'load_state_dict'))
+    if has_place: _warn_of_place(state['loaders'].get('train', {}))
 
 @patch
 def _make_opt_for(self:Trainer, state):
@@ -102,13 +121,19 @@ def _make_opt_for(self:Trainer, state):
     self.lr = state['opts']['opt']['param_groups'][0]['lr']
     ready_optimizer(self, keep_opt=False)
 
+_HALF_EPOCH = ('This checkpoint was saved in the middle of an epoch, and the training loader goes on there: '
+               'the first epoch of the next fit has only the rest of its batches, while schedules count '
+               'whole ones. For a whole one call `trainer.dls.train.set_epoch({})`, or load a checkpoint '
+               'from the end of an epoch.')
+_AVERAGE = ('The metrics of this checkpoint were measured with the average of weights in `{}`. '
+            'What is loaded are the weights that were trained. For those that were measured use `ExportCB` '
+            'in the run, or let the run go on with `CheckpointCB(resume=...)`.')
+
 def _warn_of_place(place):
     "Say that the next pass is not a whole one"
     if 'epoch' not in place or not place.get('samples', place.get('batches')): return
-    warnings.warn('This checkpoint was saved in the middle of an epoch, and the training loader goes on there: the first epoch of the next fit has only the rest of its batches, '
-                  f'while schedules count whole ones. For a whole one call `trainer.dls.train.set_epoch({place["epoch"]+1})`, or load a checkpoint from the end of an epoch.', stacklevel=3)
+    warnings.warn(_HALF_EPOCH.format(place['epoch']+1), stacklevel=3)
 
 def _warn_of_average(manifest):
     "Say that the numbers beside a checkpoint belong to other weights than it gives"
-    warnings.warn(f"The metrics of this checkpoint were measured with the average of weights in `{manifest['info']['measured_with']}`. What is loaded are the weights that were trained. "
-                  'For those that were measured use `ExportCB` in the run, or let the run go on with `CheckpointCB(resume=...)`.', stacklevel=3)
+    warnings.warn(_AVERAGE.format(manifest['info']['measured_with']), stacklevel=3)

@@ -40,7 +40,8 @@ def _named(dls, name):
     if getattr(dls, name, None) is None: raise ValueError(_NOTHING.format(name=name, there=there))
     return getattr(dls, name)
 
-_NO_NAME = "The trainer has no loader {name!r}; it has 'train' and 'valid'.{hint} Any other loader is passed itself."
+_NO_NAME = ("The trainer has no loader {name!r}; it has 'train' and 'valid'.{hint} "
+            'Any other loader is passed itself.')
 _NOTHING = '`dls.{name}` is {there}, so there is nothing to look at. Pass a loader: `dl=...`.'
 _ROWS = ('`dl` is a {}, which gives single rows, but the model wants batches. '
          'Wrap it: `DataLoader(dataset, batch_size=64)`.')
@@ -76,6 +77,18 @@ def same_random():
     try: yield
     finally: set_random_state(state)
 
+@contextmanager
+def aside(
+    model, # A module, or anything
+):
+    "Evaluation mode, no gradients; modes and random numbers are put back"
+    modes = [(o, o.training) for o in (model.modules() if hasattr(model, 'modules') else ())]
+    if hasattr(model, 'eval'): model.eval()
+    try:
+        with torch.no_grad(), same_random(): yield
+    finally:
+        for module,mode in modes: module.training = mode
+
 def check_sets(
     trainer, # Its `dls` have the loaders that are meant by names
     sets:dict, # What `data_sets` gave
@@ -86,7 +99,8 @@ def check_sets(
         with same_random(): loader = in_order(chosen_loader(trainer.dls, dl))[0]
         if n_batches(loader) == 0: raise ValueError(_NO_BATCHES.format(name=name, who=who))
 
-_NO_BATCHES = 'The data set `{name}` of `{who}` has no batches, so there is nothing to evaluate. Is its dataset empty?'
+_NO_BATCHES = ('The data set `{name}` of `{who}` has no batches, so there is nothing to evaluate. '
+               'Is its dataset empty?')
 
 # %% ../../nbs/evaluate/15_data_sets.ipynb #338ee278
 def check_columns(
@@ -99,5 +113,7 @@ def check_columns(
     for other in offering(trainer, 'columns'):
         if other is callback: continue
         taken = [o for o in declared_columns(other, trainer) if o in mine]
-        both = f'`{callback_name(callback)}` and `{callback_name(other)}`'
-        if taken: raise ValueError(f'{both} both write the column `{taken[0]}`, so one would hide the other. {advice}')
+        names = callback_name(callback),callback_name(other)
+        if taken: raise ValueError(_BOTH.format(*names, taken[0], advice))
+
+_BOTH = '`{}` and `{}` both write the column `{}`, so one would hide the other. {}'

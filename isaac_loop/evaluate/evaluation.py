@@ -15,7 +15,9 @@ from torch import nn
 from ..metrics.any_metric import check_no_options
 from ..metrics.metrics import MetricsCB, recorders_of, weigh_of
 from ..basics.checks import check_choice, check_count
-from .predictions import CapturePredsCB, NoLossCB, Predictions, class_name, decoded, join_batches, shapes, value_at
+from .join_batches import join_batches
+from .predictions import CapturePredsCB, NoLossCB, Predictions
+from .values import class_name, decoded, shapes, value_at
 from ..basics.tables import Table
 from ..basics.tensors import map_tensors
 from ..loop.trainer import Trainer
@@ -25,7 +27,7 @@ from ..loop.trainer import Trainer
 def validate(self:Trainer,
     dl=None, # A loader, 'train' or 'valid'; default: `dls.valid`
     callbacks=None, # Callbacks for this pass
-    weigh=None, # What each batch's loss is a mean over, as for `MetricsCB`; default: as the trainer's own has it
+    weigh=None, # What each batch's loss is a mean over, as for `MetricsCB`; default: as the trainer's own
     **metrics, # Further metrics by name, or functions of predictions and targets
 )->dict: # `valid_loss` and the metrics
     "Loss and metrics over every row of a loader"
@@ -34,13 +36,14 @@ def validate(self:Trainer,
     recorders = [_fresh(o, without=metrics) for o in own]
     further = MetricsCB(weigh=weigh_of(self) if weigh is None else weigh, **metrics)
     if metrics or not own: recorders.append(further)
-    for o in recorders: o.weigh = further.weigh
-    for i,o in enumerate(recorders): o.name = f'validate_{i}'
+    for i,recorder in enumerate(recorders): recorder.name,recorder.weigh = f'validate_{i}',further.weigh
     with self._looking_at(dl, callbacks, *recorders) as side:
         side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
-        if 'valid_loss' not in row: raise ValueError('No batch got to its end, so nothing was measured. Look for a callback that cancels.')
+        if 'valid_loss' not in row: raise ValueError(_NOTHING_MEASURED)
     return {name: value for name,value in row.items() if name not in ('fit', 'epoch', 'elapsed')}
+
+_NOTHING_MEASURED = 'No batch got to its end, so nothing was measured. Look for a callback that cancels.'
 
 def _fresh(recorder, without):
     "A copy of a `MetricsCB` that counts for itself"
@@ -57,20 +60,24 @@ class DropoutOnCB:
         kinds=nn.modules.dropout._DropoutNd, # Class of the modules to switch on, or a tuple of classes
     ): self.kinds,self._switched = kinds,[]
 
+    def _dropout(self, trainer): return [o for o in trainer.model.modules() if isinstance(o, self.kinds)]
+
     def before_fit(self, trainer):
         "Refuse a model without dropout"
-        if any(isinstance(o, self.kinds) for o in trainer.model.modules()): return
-        raise ValueError(f'`{type(trainer.model).__name__}` has no dropout module, so every pass would be the same. Dropout inside another module needs its class: `DropoutOnCB(kinds=nn.LSTM)`.')
+        if not self._dropout(trainer): raise ValueError(_NO_DROPOUT.format(type(trainer.model).__name__))
 
     def before_epoch(self, trainer):
         "Put dropout into training mode"
-        self._switched = [o for o in trainer.model.modules() if isinstance(o, self.kinds) and not o.training]
-        for o in self._switched: o.training = True
+        self._switched = [o for o in self._dropout(trainer) if not o.training]
+        for module in self._switched: module.training = True
 
     def cleanup_epoch(self, trainer):
         "Put it back"
-        for o in self._switched: o.training = False
+        for module in self._switched: module.training = False
         self._switched = []
+
+_NO_DROPOUT = ('`{}` has no dropout module, so every pass would be the same. '
+               'Dropout inside another module needs its class: `DropoutOnCB(kinds=nn.LSTM)`.')
 
 # %% ../../nbs/evaluate/10_evaluation.ipynb #213ad933
 @patch
@@ -90,38 +97,42 @@ def sample_preds(self:Trainer,
 
 # %% ../../nbs/evaluate/10_evaluation.ipynb #dfb804f6
 @patch
-def _worst(self:Predictions, k):
-    "Positions of the `k` highest losses, or of all if there are fewer"
-    if self.losses is None: raise ValueError('These predictions have no losses to sort by. Ask for them: `trainer.get_preds(with_loss=True)`.')
-    k = check_count(k, 'k', 'examples are counted')
-    return self.losses.argsort(descending=True, stable=True)[:k].tolist() # NaN counts as the highest
-
-@patch
 def top_losses(self:Predictions,
     k:int=9, # How many; all, if there are fewer
     classes:list=None, # Names of the classes
-    decode=None, # Turns predictions into class numbers; default: the highest score, if targets are class numbers
+    decode=None, # Turns predictions into class numbers; default: the highest score, if targets are such
 )->Table: # Columns `index`, `loss`, `prediction`, `target`
     "The examples with the highest losses, the worst first"
-    worst = self._worst(k)
-    said = self._said(decode)
-    return Table([dict(index=self.indices[i], loss=self.losses[i].item(), prediction=value_at(said, i, classes), target=value_at(self.targets, i, classes)) for i in worst])
+    said,targets = _said(self, decode),self.targets
+    def row(i): return dict(
+        index=self.indices[i], loss=self.losses[i].item(),
+        prediction=value_at(said, i, classes), target=value_at(targets, i, classes))
+    return Table([row(i) for i in _worst(self, k)])
 
-@patch
-def _said(self:Predictions, decode):
+def _worst(found, k):
+    "Positions of the `k` highest losses, or of all if there are fewer"
+    if found.losses is None: raise ValueError(_NO_LOSSES)
+    k = check_count(k, 'k', 'examples are counted')
+    return found.losses.argsort(descending=True, stable=True)[:k].tolist() # NaN counts as the highest
+
+def _said(found, decode):
     "Predictions for a table: class numbers if the targets are some, or else as they are"
-    is_class = torch.is_tensor(self.targets) and not self.targets.is_floating_point()
-    return decoded(self.preds, decode) if decode is not None or is_class else self.preds
+    is_class = torch.is_tensor(found.targets) and not found.targets.is_floating_point()
+    return decoded(found.preds, decode) if decode is not None or is_class else found.preds
+
+_NO_LOSSES = ('These predictions have no losses to sort by. '
+              'Ask for them: `trainer.get_preds(with_loss=True)`.')
 
 # %% ../../nbs/evaluate/10_evaluation.ipynb #13f005f7
-def _brief(value): return f'{value:.3g}' if isinstance(value, float) else str(value)
-
 def _images(inputs):
     "The first input, if it is a batch of images"
     images = inputs[0] if isinstance(inputs, tuple) else inputs
-    if images is None: raise ValueError('The inputs were not kept, so there is nothing to draw. Ask for them: `trainer.get_preds(with_inputs=True, with_loss=True)`.')
-    if torch.is_tensor(images) and (images.ndim == 3 or (images.ndim == 4 and images.shape[1] in (1, 3, 4))): return images
-    raise TypeError(f'The inputs are {shapes(images)}, which are no images. They would be (n, channels, height, width) or (n, height, width); `top_losses` makes a table of anything.')
+    if images is None: raise ValueError(_NO_INPUTS)
+    if not _are_images(images): raise TypeError(_NO_IMAGES.format(shapes(images)))
+    return images
+
+def _are_images(x):
+    return torch.is_tensor(x) and (x.ndim == 3 or (x.ndim == 4 and x.shape[1] in (1, 3, 4)))
 
 def _drawable(image):
     "(height, width) or (height, width, channels), floats from 0 to 1"
@@ -129,45 +140,67 @@ def _drawable(image):
     low,high = image.min(),image.max()
     return (image if 0 <= low and high <= 1 else (image-low)/(high-low).clamp(min=1e-12)).numpy()
 
+_NO_INPUTS = ('The inputs were not kept, so there is nothing to draw. '
+              'Ask for them: `trainer.get_preds(with_inputs=True, with_loss=True)`.')
+_NO_IMAGES = ('The inputs are {}, which are no images. They would be (n, channels, height, width) or '
+              '(n, height, width); `top_losses` makes a table of anything.')
+
 # %% ../../nbs/evaluate/10_evaluation.ipynb #a8806738
 @patch
 def plot_top_losses(self:Predictions,
     k:int=9, # How many images; all, if there are fewer
     classes:list=None, # Names of the classes
-    decode=None, # Turns predictions into class numbers; default: the highest score, if targets are class numbers
+    decode=None, # Turns predictions into class numbers; default: the highest score, if targets are such
 ): # The matplotlib axes
     "Draw the images with the highest losses, titled with prediction, target and loss"
     import matplotlib.pyplot as plt
     table,images = self.top_losses(k, classes, decode),_images(self.inputs)
     n_columns = math.ceil(len(table)**0.5)
     n_rows = -(-len(table)//n_columns)
-    fig,axes = plt.subplots(n_rows, n_columns, figsize=(1.7*n_columns, 1.8*n_rows), squeeze=False, layout='constrained')
+    size = 1.7*n_columns,1.8*n_rows
+    fig,axes = plt.subplots(n_rows, n_columns, figsize=size, squeeze=False, layout='constrained')
     for ax in axes.flat: ax.axis('off')
-    for row,i,ax in zip(table.rows, self._worst(k), axes.flat):
+    for row,i,ax in zip(table.rows, _worst(self, k), axes.flat):
         ax.imshow(_drawable(images[i]), cmap='gray')
-        ax.set_title(f'{_brief(row["prediction"])}, not {_brief(row["target"])}\nloss {row["loss"]:.2f}' if row['prediction'] != row['target']
-                     else f'{_brief(row["target"])}\nloss {row["loss"]:.2f}', fontsize=9)
+        ax.set_title(_title(**row), fontsize=9)
     return axes
+
+def _title(prediction, target, loss, index):
+    "The target and the loss, and what was said instead"
+    instead = f'{_brief(prediction)}, not ' if prediction != target else ''
+    return f'{instead}{_brief(target)}\nloss {loss:.2f}'
+
+def _brief(value): return f'{value:.3g}' if isinstance(value, float) else str(value)
 
 # %% ../../nbs/evaluate/10_evaluation.ipynb #c0c1f034
 @patch
 def confusion_matrix(self:Predictions,
-    normalize:str=None, # 'true' for shares of each target, 'pred' of each prediction, 'all' of everything; default: counts
+    normalize:str=None, # 'true': shares of each target, 'pred': of each prediction, 'all'; default: counts
     n_classes:int=None, # How many classes there are; default: as many as there are scores, or else as occur
     decode=None, # Turns predictions into class numbers; default: the highest score
 )->torch.Tensor: # (n_classes, n_classes) Row: target; column: prediction
     "How often each class was taken for each"
     from torcheval.metrics.functional import multiclass_confusion_matrix
-    check_choice(normalize, 'normalize', ('true', 'pred', 'all'), 'that is no whole to take shares of', none='for counts')
-    said,targets = decoded(self.preds, decode),self.targets
-    if not torch.is_tensor(targets) or targets.is_floating_point() or targets.shape != said.shape:
-        raise TypeError(f'Targets {shapes(targets) if targets is not None else None} are not one class number for each prediction {shapes(said)}, so nothing can be counted. '
-                        'Targets should be whole numbers of that shape.')
-    said,targets = said.flatten().long(),targets.flatten().long()
+    wholes = 'true','pred','all'
+    check_choice(normalize, 'normalize', wholes, 'that is no whole to take shares of', none='for counts')
+    said = decoded(self.preds, decode)
+    _check_class_numbers(self.targets, said)
+    said,targets = said.flatten().long(),self.targets.flatten().long()
     highest = max(said.max().item(), targets.max().item()) + 1
     n_classes = n_classes or (self.preds.shape[1] if decode is None else max(highest, 2))
-    if highest > n_classes: raise ValueError(f'Class {highest-1} occurs, but there are {n_classes} classes, counted from 0. Pass `n_classes={highest}`, or look at the targets.')
-    return multiclass_confusion_matrix(said, targets, n_classes, normalize=normalize).clone() # An inference tensor otherwise
+    if highest > n_classes: raise ValueError(_TOO_HIGH.format(highest-1, n_classes, highest))
+    matrix = multiclass_confusion_matrix(said, targets, n_classes, normalize=normalize)
+    return matrix.clone() # An inference tensor otherwise
+
+def _check_class_numbers(targets, said):
+    "Refuse targets that are not one class number for each prediction"
+    if torch.is_tensor(targets) and not targets.is_floating_point() and targets.shape == said.shape: return
+    raise TypeError(_NO_CLASSES.format(shapes(targets) if targets is not None else None, shapes(said)))
+
+_NO_CLASSES = ('Targets {} are not one class number for each prediction {}, so nothing can be counted. '
+               'Targets should be whole numbers of that shape.')
+_TOO_HIGH = ('Class {} occurs, but there are {} classes, counted from 0. '
+             'Pass `n_classes={}`, or look at the targets.')
 
 # %% ../../nbs/evaluate/10_evaluation.ipynb #7dbbd459
 @patch
@@ -179,15 +212,16 @@ def most_confused(self:Predictions,
     "Pairs of classes that are confused, the most frequent first"
     matrix = self.confusion_matrix(decode=decode).long()
     matrix.fill_diagonal_(0)
-    pairs = [(t, p, matrix[t, p].item()) for t,p in (matrix >= max(min_count, 1)).nonzero().tolist()]
-    pairs.sort(key=lambda o: -o[2])
-    return Table([dict(target=class_name(t, classes), prediction=class_name(p, classes), count=n) for t,p,n in pairs], ['target', 'prediction', 'count'])
+    found = [(t, p, matrix[t, p].item()) for t,p in (matrix >= max(min_count, 1)).nonzero().tolist()]
+    found.sort(key=lambda triple: -triple[2])
+    def row(t, p, n): return dict(target=class_name(t, classes), prediction=class_name(p, classes), count=n)
+    return Table([row(*triple) for triple in found], ['target', 'prediction', 'count'])
 
 # %% ../../nbs/evaluate/10_evaluation.ipynb #5ada4ca7
 @patch
 def plot_confusion_matrix(self:Predictions,
     classes:list=None, # Names of the classes
-    normalize:str=None, # 'true' for shares of each target, 'pred' of each prediction, 'all' of everything; default: counts
+    normalize:str=None, # 'true': shares of each target, 'pred': of each prediction, 'all'; default: counts
     decode=None, # Turns predictions into class numbers; default: the highest score
     ax=None, # Matplotlib axes; default: new ones
 ): # The axes
@@ -200,7 +234,12 @@ def plot_confusion_matrix(self:Predictions,
     names = [str(class_name(i, classes)) for i in range(n)]
     ax.set_xticks(range(n), names, rotation=90 if max(map(len, names)) > 3 else 0)
     ax.set_yticks(range(n), names)
-    ax.set(xlabel='prediction', ylabel='target', title='share of examples' if normalize else 'number of examples')
-    for i,j in ((i, j) for i in range(n) for j in range(n) if n <= 20 and matrix[i, j]):
-        ax.text(j, i, f'{matrix[i, j]:.2f}' if normalize else f'{matrix[i, j]:.0f}', ha='center', va='center', fontsize=8, color='white' if matrix[i, j] > matrix.max()/2 else 'black')
+    ax.set(xlabel='prediction', ylabel='target', title=f'{"share" if normalize else "number"} of examples')
+    if n <= 20: _write_numbers(ax, matrix, '.2f' if normalize else '.0f')
     return ax
+
+def _write_numbers(ax, matrix, form):
+    "Write each number that is not 0 into its field, white where that is dark"
+    for i,j in matrix.nonzero().tolist():
+        color = 'white' if matrix[i, j] > matrix.max()/2 else 'black'
+        ax.text(j, i, f'{matrix[i, j]:{form}}', ha='center', va='center', fontsize=8, color=color)

@@ -17,7 +17,7 @@ from ..basics.tensors import map_tensors
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 def _is_leaf(x):
-    "Whether `x` is joined as a whole: no container, or a list with one plain value or mapping for each example"
+    "Whether `x` is joined as a whole: no container, or a list of one plain value or mapping per example"
     if isinstance(x, list) and x and isinstance(x[0], Mapping): return True
     if isinstance(x, (list, tuple)): return bool(x) and all(isinstance(o, _PLAIN) for o in x)
     return not (isinstance(x, Mapping) or dataclasses.is_dataclass(x))
@@ -44,7 +44,10 @@ def join_batches(
 ): # The same structure, over all rows
     "Put the batches' structures together, leaf by leaf; half precision becomes full"
     leaves = [_leaves(o) for o in parts]
-    if len({len(o) for o in leaves}) > 1:
-        raise ValueError(f'The batches hold between {min(map(len, leaves))} and {max(map(len, leaves))} values each, so they cannot be put together. Let model and loader always give the same entries.')
+    n = [len(o) for o in leaves]
+    if len(set(n)) > 1: raise ValueError(_NOT_ALIKE.format(min(n), max(n)))
     joined = iter([_join_leaf(o) for o in zip(*leaves)])
     return map_tensors(lambda _: next(joined), parts[0], _is_leaf)
+
+_NOT_ALIKE = ('The batches hold between {} and {} values each, so they cannot be put together. '
+              'Let model and loader always give the same entries.')

@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from ..data.dataset_order import in_order
 from .data_sets import chosen_loader
 from .join_batches import join_batches
+from .values import shapes
 from ..loop.events import CancelException, CancelStepException, Order
 from ..loop.shared_attributes import offered
 from ..loop.passes import n_batches
@@ -24,30 +25,27 @@ from ..basics.tensors import batch_size, map_tensors
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #be133bee
 class Predictions:
-    "What a model said about each example, on the CPU; unpacks into predictions, targets, and losses and inputs if they were asked for"
+    "What a model said of each example, on the CPU; unpacks into predictions, targets, any losses and inputs"
     def __init__(self,
         preds, # The model's output, over all examples: a tensor or a structure of tensors
         targets=None, # The same for targets; None if there were none, a tuple if there were several
         losses=None, # (n,) One loss for each example, or None
         inputs=None, # What the model was given, or None; a tuple if there were several
         indices=None, # For each example its number: in the dataset, or else in the order of the loader
-    ): self.preds,self.targets,self.losses,self.inputs,self.indices = preds,targets,losses,inputs,indices
+    ):
+        self.preds,self.targets = preds,targets
+        self.losses,self.inputs,self.indices = losses,inputs,indices
 
     def __len__(self): return len(self.indices) if self.indices is not None else batch_size(self.preds) or 0
-    def __iter__(self): return iter([self.preds, self.targets, *(o for o in (self.losses, self.inputs) if o is not None)])
+
+    def __iter__(self):
+        further = [o for o in (self.losses, self.inputs) if o is not None]
+        return iter([self.preds, self.targets, *further])
 
     def __repr__(self):
-        parts = {o: getattr(self, o) for o in ('preds', 'targets', 'losses', 'inputs') if getattr(self, o) is not None}
-        return f'Predictions of {len(self)} examples: ' + ', '.join(f'{name} {shapes(o)}' for name,o in parts.items())
-
-# %% ../../nbs/evaluate/20_predictions.ipynb #f7e5fb24
-def shapes(
-    x, # Anything `map_tensors` walks through
-)->str: # Such as '(5, 3)'
-    "The shapes in `x`, as text"
-    if torch.is_tensor(x): return str(tuple(x.shape))
-    if isinstance(x, dict): return '{' + ', '.join(f'{k}: {shapes(o)}' for k,o in x.items()) + '}'
-    return f'({", ".join(map(shapes, x))})' if isinstance(x, tuple) else f'{type(x).__name__}'
+        parts = {o: getattr(self, o) for o in ('preds', 'targets', 'losses', 'inputs')}
+        found = ', '.join(f'{name} {shapes(o)}' for name,o in parts.items() if o is not None)
+        return f'Predictions of {len(self)} examples: {found}'
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #54b33c39
 def _stage(trainer):
@@ -57,8 +55,9 @@ def _stage(trainer):
 def _copied(x, devices):
     "`x` on the CPU; a copy from a CUDA device may still be under way, and the device is added to `devices`"
     def copied(t):
-        if t.device.type == 'cuda': devices.add(t.device)
-        return t.detach().to('cpu', non_blocking=t.device.type == 'cuda', copy=True) # The target is pinned memory
+        on_cuda = t.device.type == 'cuda'
+        if on_cuda: devices.add(t.device)
+        return t.detach().to('cpu', non_blocking=on_cuda, copy=True) # The target is pinned memory
     return map_tensors(copied, x)
 
 def only_one(
@@ -88,64 +87,81 @@ class CapturePredsCB:
 
     def before_epoch(self, trainer):
         "Forget the last pass"
-        self._stage = _stage(trainer)
-        self._parts,self._positions,self._batch_losses,self._devices,self._start,self._losses = [],[],[],set(),0,None
+        self._stage,self._start,self._losses = _stage(trainer),0,None
+        self._devices = set() # Those from which a copy may be under way
+        self._forget()
 
     def after_get_loss(self, trainer):
         "Compute the loss of each example"
-        if self.with_loss: self._losses = loss_per_example(trainer.loss_func, trainer.preds, *trainer.split(trainer.batch)[1]).detach()
+        if not self.with_loss: return
+        targets = trainer.split(trainer.batch)[1]
+        self._losses = loss_per_example(trainer.loss_func, trainer.preds, *targets).detach()
 
-# %% ../../nbs/evaluate/20_predictions.ipynb #10d503cc
-@patch
-def after_batch(self:CapturePredsCB, trainer):
-    "Copy predictions and targets to the CPU"
-    self._parts.append(self._part(trainer))
-    self._positions.append(range(self._start, self._start + (batch_size(trainer.batch) or 0)))
-    if self._compare: self._batch_losses.append(torch.as_tensor(trainer.loss).detach().reshape(()))
-    if self.write is not None: self._write()
+    def after_batch(self, trainer):
+        "Copy predictions and targets to the CPU"
+        self._parts.append(self._part(trainer))
+        self._positions.append(range(self._start, self._start + (batch_size(trainer.batch) or 0)))
+        if self._compare: self._batch_losses.append(torch.as_tensor(trainer.loss).detach().reshape(()))
+        if self.write is not None: self._write()
 
-@patch
-def cleanup_batch(self:CapturePredsCB, trainer):
-    "Count the examples, also of a batch that was skipped"
-    self._start += batch_size(trainer.batch) or 0
+    def cleanup_batch(self, trainer):
+        "Count the examples, also of a batch that was skipped"
+        self._start += batch_size(trainer.batch) or 0
 
-@patch
-def _part(self:CapturePredsCB, trainer):
-    "What is kept of the present batch"
-    inputs,targets = trainer.split(trainer.batch)
-    return _copied(dict(preds=trainer.preds, targets=only_one(targets), losses=self._losses, inputs=only_one(inputs) if self.with_inputs else None), self._devices)
+    def result(self)->Predictions: # In the order of the pass
+        "Everything captured in the last pass, joined; this waits for the device"
+        if not getattr(self, '_parts', None): raise ValueError(_NOTHING_CAPTURED)
+        for device in self._devices: torch.cuda.synchronize(device)
+        if self._compare: _warn_of_other_losses(self._parts, self._batch_losses)
+        numbers = [i for positions in self._positions for i in positions]
+        known = self.rows is not None and (not numbers or numbers[-1] < len(self.rows))
+        indices = [self.rows[i] for i in numbers] if known else numbers
+        return Predictions(**join_batches(self._parts), indices=indices)
+
+    def _part(self, trainer):
+        "What is kept of the present batch"
+        inputs,targets = trainer.split(trainer.batch)
+        inputs = only_one(inputs) if self.with_inputs else None
+        part = dict(preds=trainer.preds, targets=only_one(targets), losses=self._losses, inputs=inputs)
+        return _copied(part, self._devices)
+
+    def _write(self):
+        "Hand this batch over, and forget it"
+        try: self.write(self.result())
+        finally: self._forget()
+
+    def _forget(self): self._parts,self._positions,self._batch_losses = [],[],[]
+
+    def _has(self, stage, with_loss):
+        "Whether it has captured what was asked for at this `stage` of the training"
+        if self.write is not None or not getattr(self, '_parts', None): return False
+        return self._stage == stage and (self.with_loss or not with_loss)
+
+_NOTHING_CAPTURED = ('No batch was captured, so there are no predictions. '
+                     'Run a pass first; if one has run, it was left before its first batch was done.')
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #05c0993a
 def _warn_of_other_losses(parts, batch_losses):
     "Warn if the losses of single examples neither average nor add up to those of the batches"
     for part,loss in zip(parts, batch_losses):
         single,loss = part['losses'].double(),loss.cpu().double()
-        if any(torch.isclose(loss, o, rtol=1e-2, atol=1e-4, equal_nan=True) for o in (single.mean(), single.sum())): continue
-        warnings.warn(f'The loss of a batch is {loss:.4g}, but called with its {len(single)} examples one by one the losses average {single.mean():.4g}. '
-                      'Either `loss_func` weights its examples, or it compares them with each other; then these losses mean little.', stacklevel=4)
+        if any(_is_close(loss, o) for o in (single.mean(), single.sum())): continue
+        warnings.warn(_OTHER_LOSSES.format(loss=loss, n=len(single), mean=single.mean()), stacklevel=4)
         return
 
-# %% ../../nbs/evaluate/20_predictions.ipynb #320ca6b9
-@patch
-def result(self:CapturePredsCB)->Predictions: # In the order of the pass
-    "Everything captured in the last pass, joined; this waits for the device"
-    if not getattr(self, '_parts', None): raise ValueError('No batch was captured, so there are no predictions. Run a pass first; if one has run, it was left before its first batch was done.')
-    for device in self._devices: torch.cuda.synchronize(device)
-    if self._compare: _warn_of_other_losses(self._parts, self._batch_losses)
-    positions = [i for o in self._positions for i in o]
-    known = self.rows is not None and (not positions or positions[-1] < len(self.rows))
-    return Predictions(**join_batches(self._parts), indices=[self.rows[i] for i in positions] if known else positions)
+def _is_close(a, b): return torch.isclose(a, b, rtol=1e-2, atol=1e-4, equal_nan=True)
 
-@patch
-def _write(self:CapturePredsCB):
-    "Hand this batch over, and forget it"
-    try: self.write(self.result())
-    finally: self._parts,self._positions,self._batch_losses = [],[],[]
+_OTHER_LOSSES = ('The loss of a batch is {loss:.4g}, but called with its {n} examples one by one the losses '
+                 'average {mean:.4g}. Either `loss_func` weights its examples, or it compares them with each '
+                 'other; then these losses mean little.')
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #0612a328
 class OtherData:
     "The loaders `dls`, with another one for validation"
-    def __init__(self, dls, valid, valid_name='The loader'): self._dls,self.train,self.valid,self.valid_name = dls,None,valid,valid_name
+    def __init__(self, dls, valid, valid_name='The loader'):
+        self._dls,self.train = dls,None
+        self.valid,self.valid_name = valid,valid_name
+
     def __getattr__(self, name): return getattr(vars(self)['_dls'], name)
 
 class WholeCB:
@@ -158,10 +174,12 @@ class WholeCB:
     def cleanup_batch(self, trainer): self._note(trainer.exception)
     def cleanup_epoch(self, trainer):
         self._note(trainer.exception)
-        if trainer.stop_reason is not None and self.n_batches != trainer.n_batches: self.why = self.why or trainer.stop_reason
+        stopped = trainer.stop_reason is not None and self.n_batches != trainer.n_batches
+        if stopped: self.why = self.why or trainer.stop_reason
     def cleanup_fit(self, trainer): self._note(trainer.exception)
     def _note(self, exception):
-        if isinstance(exception, CancelException): self.why = self.why or f'{type(exception).__name__}: {exception}'.rstrip(': ')
+        if not isinstance(exception, CancelException): return
+        self.why = self.why or f'{type(exception).__name__}: {exception}'.rstrip(': ')
 
 class NoLossCB:
     "Leave out the loss, which predictions do not need, and data without targets cannot have"
@@ -176,16 +194,20 @@ def _looking_at(self:Trainer, dl, callbacks, *watchers):
     dl,whole = chosen_loader(self.dls, dl),WholeCB()
     with self.side_run(callbacks) as side:
         ordered,rows = in_order(dl)
-        if n_batches(ordered) == 0: raise ValueError('The loader has no batches, so there is nothing to look at. Is its dataset empty?')
-        side.dls = OtherData(self.dls, ordered, '`dls.valid`' if dl is getattr(self.dls, 'valid', None) else 'The loader')
-        for o in watchers:
-            if isinstance(o, CapturePredsCB): o.rows = rows
+        if n_batches(ordered) == 0: raise ValueError(_NO_BATCHES)
+        name = '`dls.valid`' if dl is getattr(self.dls, 'valid', None) else 'The loader'
+        side.dls = OtherData(self.dls, ordered, name)
+        for cb in watchers:
+            if isinstance(cb, CapturePredsCB): cb.rows = rows
         try:
             with side.added_callbacks([*watchers, whole]): yield side
-        except Exception as e:
-            if whole.why: e.add_note(f'The pass was left early ({whole.why}).')
+        except Exception as error:
+            if whole.why: error.add_note(f'The pass was left early ({whole.why}).')
             raise
-    if whole.why: warnings.warn(f'The pass was not complete ({whole.why}), so {whole.n_batches} batches are all that the result covers.', stacklevel=4) # The caller of `get_preds`
+    if whole.why: warnings.warn(_NOT_WHOLE.format(whole.why, whole.n_batches), stacklevel=4) # At `get_preds`
+
+_NO_BATCHES = 'The loader has no batches, so there is nothing to look at. Is its dataset empty?'
+_NOT_WHOLE = 'The pass was not complete ({}), so {} batches are all that the result covers.'
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #f16e2411
 @patch
@@ -195,9 +217,10 @@ def get_preds(self:Trainer,
     with_loss:bool=False, # Also compute the loss of each example?
     callbacks=None, # Callbacks for this pass, beside the trainer's own below `Order.RECORD`
 )->Predictions: # Unpacks into predictions, targets, and losses and inputs if asked for
-    "Predictions for all rows of a loader, in the order of its dataset; a stream's in the order in which it comes"
+    "Predictions for all rows of a loader, in the order of its dataset; a stream's as they come"
     capture = CapturePredsCB(with_inputs, with_loss)
-    with self._looking_at(dl, callbacks, capture, *([] if with_loss else [NoLossCB()])) as side:
+    no_loss = [] if with_loss else [NoLossCB()]
+    with self._looking_at(dl, callbacks, capture, *no_loss) as side:
         side.fit(1, train=False)
         return capture.result()
 
@@ -220,9 +243,12 @@ def write_preds(self:Trainer,
     callbacks=None, # Callbacks for this pass
 ):
     "Hand the predictions of each batch to `write`, in the order of the dataset, and keep nothing"
-    if not callable(write): raise TypeError(f'`write` is {write!r}, but it is called with each batch. Pass a function of one argument.')
+    if not callable(write): raise TypeError(_NO_WRITER.format(write))
     capture = CapturePredsCB(with_inputs, with_loss, write)
-    with self._looking_at(dl, callbacks, capture, *([] if with_loss else [NoLossCB()])) as side: side.fit(1, train=False)
+    no_loss = [] if with_loss else [NoLossCB()]
+    with self._looking_at(dl, callbacks, capture, *no_loss) as side: side.fit(1, train=False)
+
+_NO_WRITER = '`write` is {!r}, but it is called with each batch. Pass a function of one argument.'
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #295fc22c
 @contextmanager
@@ -231,7 +257,8 @@ def evaluated_weights(
 ):
     "Have the weights in the model that a validation pass would measure now; outside a fit it stays as it is"
     with ExitStack() as stack:
-        for lent in offered(trainer, 'lent') if trainer._fitting else (): stack.enter_context(lent(trainer.model))
+        lenders = offered(trainer, 'lent') if trainer._fitting else ()
+        for lent in lenders: stack.enter_context(lent(trainer.model))
         yield
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #4de24ff6
@@ -240,12 +267,12 @@ def _key(dls, dl):
     if dl is None or isinstance(dl, str): return dl or 'valid'
     return next((o for o in ('train', 'valid') if getattr(dls, o, None) is dl), id(dl))
 
-@patch
-def _captured(self:Trainer, key, with_loss):
+def _captured(trainer, key, with_loss):
     "What a callback has captured of this epoch's validation pass, if that is over"
-    if key != 'valid' or any(o.name == 'epoch' for o in self.plan.spans): return None
-    for o in self.callbacks:
-        if isinstance(o, CapturePredsCB) and o.write is None and getattr(o, '_parts', None) and o._stage == _stage(self) and (o.with_loss or not with_loss): return o.result()
+    if key != 'valid' or any(o.name == 'epoch' for o in trainer.plan.spans): return None
+    stage = _stage(trainer)
+    for cb in trainer.callbacks:
+        if isinstance(cb, CapturePredsCB) and cb._has(stage, with_loss): return cb.result()
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #e19d9805
 @patch
@@ -260,37 +287,8 @@ def epoch_preds(self:Trainer,
     if vars(self).get('_preds_at', (None,))[0] != stage: self._preds_at = stage,{}
     known = self._preds_at[1]
     if force or key not in known or (with_loss and known[key][1].losses is None):
-        found = None if force else self._captured(key, with_loss)
-        with evaluated_weights(self): known[key] = dl,self.get_preds(dl, with_loss=with_loss) if found is None else found
+        found = None if force else _captured(self, key, with_loss)
+        if found is None:
+            with evaluated_weights(self): found = self.get_preds(dl, with_loss=with_loss)
+        known[key] = dl,found
     return known[key][1]
-
-# %% ../../nbs/evaluate/20_predictions.ipynb #70bd8aa6
-def decoded(
-    preds, # (n, n_classes) Scores, or anything that `decode` takes
-    decode=None, # Turns predictions into class numbers; default: the highest score
-)->torch.Tensor: # (n,) Class numbers
-    "Class numbers: by `decode`, or else the highest of several scores"
-    if decode is not None: return decode(preds)
-    if torch.is_tensor(preds) and preds.ndim > 1 and preds.shape[1] > 1: return preds.argmax(1)
-    raise TypeError(f'Predictions of shape {shapes(preds)} are not one score for each class, so the class is unknown. '
-                    'Pass `decode`, a function from predictions to class numbers, such as `lambda preds: (preds > 0).long()`.')
-
-# %% ../../nbs/evaluate/20_predictions.ipynb #a19cb16a
-def class_name(
-    i:int, # Its number
-    classes, # Names in the order of the numbers, or None
-): # The name, or the number
-    "The name of class `i`, or `i` if the classes have no names"
-    if classes is None: return i
-    try: return classes[i]
-    except LookupError: raise ValueError(f'There is an example of class {i}, but `classes` names {len(classes)}. Give a name to each, in the order of their numbers.') from None
-
-def value_at(
-    x, # Predictions or targets over all examples
-    i:int, # Position of the example
-    classes=None, # Names of the classes
-): # A number, a list of a few, or a name
-    "What `x` says about example `i`, for a table"
-    if not torch.is_tensor(x): return x[i] if isinstance(x, (list, tuple)) and len(x) > i else None
-    if x[i].numel() != 1: return [round(o, 3) for o in x[i].flatten()[:6].tolist()]
-    return x[i].item() if x.is_floating_point() else class_name(x[i].item(), classes)

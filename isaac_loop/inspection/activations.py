@@ -18,18 +18,21 @@ from ..loop.device_numbers import DeviceRecord, histogram, place_of
 from ..basics.tables import Table
 
 # %% ../../nbs/inspection/30_activations.ipynb #4a7ad25a
+_NO_FUNCTION = ('`hookfunc` is {hookfunc!r}, which cannot be called. '
+                'Pass a function that takes the hook, the module, its input and its output.')
+
 class HooksCallback:
     "Have a hook on each chosen module during the fit"
     order = Order.RECORD
     stateless = 'hooks','_called'
     def __init__(self,
         hookfunc, # Called with the hook, the module, its input and its output
-        module_filter=None, # Which modules: a class, a tuple of classes, or a function of a module; default: all
+        module_filter=None, # Which modules: a class or several, or a function of a module; default: all
         on_train:bool=True, # Call it in training passes?
         on_valid:bool=False, # Call it in validation passes?
         modules=None, # These modules instead of filtered ones
     ):
-        if not callable(hookfunc): raise TypeError(f'`hookfunc` is {hookfunc!r}, which cannot be called. Pass a function that takes the hook, the module, its input and its output.')
+        if not callable(hookfunc): raise TypeError(_NO_FUNCTION.format(hookfunc=hookfunc))
         self.hookfunc,self.module_filter,self.modules = hookfunc,module_filter,modules
         self.on_train,self.on_valid,self.hooks = on_train,on_valid,[]
 
@@ -55,12 +58,15 @@ class HooksCallback:
     def __len__(self): return len(self.hooks)
 
 # %% ../../nbs/inspection/30_activations.ipynb #94c08416
+_NO_CALL = ('No hook of `{name}` was called in a whole pass, so nothing was seen: the chosen modules '
+            'did not run. If the model was compiled with `torch.compile`, look inside the one it was '
+            'compiled from.')
+
 @patch
 def after_epoch(self:HooksCallback, trainer):
     "Warn if no hook was called"
     if self._called or not hasattr(trainer, 'preds'): return # Without predictions no batch has run
-    warnings.warn(f'No hook of `{type(self).__name__}` was called in a whole pass, so nothing was seen: the chosen modules did not run. '
-                  'If the model was compiled with `torch.compile`, look inside the one it was compiled from.')
+    warnings.warn(_NO_CALL.format(name=type(self).__name__))
     self._called = True # Once is enough
 
 # %% ../../nbs/inspection/30_activations.ipynb #28eb406b
@@ -104,14 +110,15 @@ class ActivationStats:
 
     def rows(self):
         "One dict for each call: where it was, `mean`, `std` and `dead`"
-        return [o | dict(mean=m, std=s, dead=d) for o,m,s,d in zip(self.record.places(), self.mean, self.std, self.dead)]
+        measured = zip(self.mean, self.std, self.dead)
+        return [place | dict(mean=m, std=s, dead=d) for place,(m,s,d) in zip(self.record.places(), measured)]
 
 # %% ../../nbs/inspection/30_activations.ipynb #b8099cf2
 class ActivationStatsCB(HooksCallback):
     "Gather mean, standard deviation and histogram of the activations of each layer in each batch"
     stateless = 'modules','record'
     def __init__(self,
-        module_filter=None, # Which modules: a class, a tuple of classes, or a function of a module; default: all
+        module_filter=None, # Which modules: a class or several, or a function of a module; default: all
         on_train:bool=True, # Watch training passes?
         on_valid:bool=False, # Watch validation passes?
         modules=None, # These modules instead of filtered ones
@@ -123,7 +130,9 @@ class ActivationStatsCB(HooksCallback):
     def before_fit(self, trainer):
         "Forget the last run, and put hooks on the modules"
         super().before_fit(trainer)
-        for o in self.hooks: o.stats,o.place,o.every = ActivationStats(),lambda: place_of(trainer),self.every
+        for hook in self.hooks:
+            hook.stats,hook.every = ActivationStats(),self.every
+            hook.place = lambda: place_of(trainer)
 
     @property
     def stats(self):
@@ -131,22 +140,27 @@ class ActivationStatsCB(HooksCallback):
         return {o.name: o.stats for o in self.hooks}
 
     def rows(self):
-        "One dict for each layer and batch: `layer`, `fit`, `epoch`, `training`, `batch`, `mean`, `std`, `dead`"
-        return [dict(layer=name) | row for name,o in self.stats.items() for row in o.rows()]
+        "For each layer and batch `layer`, `fit`, `epoch`, `training`, `batch`, `mean`, `std`, `dead`"
+        return [dict(layer=name) | row for name,stats in self.stats.items() for row in stats.rows()]
 
     def table(self)->Table:
         "The last batch of each layer"
-        return Table([dict(layer=name) | o.rows()[-1] for name,o in self.stats.items() if len(o)], ['layer', 'epoch', 'batch', 'mean', 'std', 'dead'])
+        last = [dict(layer=name) | o.rows()[-1] for name,o in self.stats.items() if len(o)]
+        return Table(last, ['layer', 'epoch', 'batch', 'mean', 'std', 'dead'])
+
+_NO_MEAN = '`{layer}` gives {kind}, which has no mean. Leave this module out with `module_filter`.'
 
 def _note(hook, module, inp, outp):
     "Add an output to the statistics of its hook"
     place = hook.place()
     if place[3] % hook.every: return
     x = first_tensor(outp)
-    if x is None: raise TypeError(f'`{hook.name}` gives {_kind(outp)}, which has no mean. Leave this module out with `module_filter`.')
+    if x is None: raise TypeError(_NO_MEAN.format(layer=hook.name, kind=_kind(outp)))
     hook.stats.add(x, place)
 
-def _kind(x): return f'a tensor of {x.dtype}' if torch.is_tensor(x) else f'a {type(x).__name__} without floating-point tensors'
+def _kind(x):
+    if torch.is_tensor(x): return f'a tensor of {x.dtype}'
+    return f'a {type(x).__name__} without floating-point tensors'
 
 # %% ../../nbs/inspection/30_activations.ipynb #69b335da
 def _grid(n, width=3.2, height=2.2):
@@ -154,14 +168,18 @@ def _grid(n, width=3.2, height=2.2):
     import matplotlib.pyplot as plt
     columns = min(n, 3)
     rows = -(-n//columns)
-    fig,axes = plt.subplots(rows, columns, figsize=(width*columns, height*rows), squeeze=False, layout='constrained')
+    size = width*columns, height*rows
+    fig,axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout='constrained')
     for ax in axes.flat[n:]: ax.remove()
     return list(axes.flat[:n])
+
+_NOTHING = ('No activations have been recorded, so there is nothing to draw. '
+            'Give `ActivationStatsCB` to a trainer, and call `fit` first.')
 
 def _seen(stats):
     "The layers that were recorded, or an error"
     found = {name: o for name,o in stats.items() if len(o)}
-    if not found: raise ValueError('No activations have been recorded, so there is nothing to draw. Give `ActivationStatsCB` to a trainer, and call `fit` first.')
+    if not found: raise ValueError(_NOTHING)
     return found
 
 # %% ../../nbs/inspection/30_activations.ipynb #a9675638
@@ -170,7 +188,7 @@ def plot_stats(self:ActivationStatsCB)->list: # Two axes, for means and standard
     "Draw mean and standard deviation of every layer, batch by batch"
     found,axes = _seen(self.stats),_grid(2)
     for ax,what in zip(axes, ('mean', 'std')):
-        for name,o in found.items(): ax.plot(getattr(o, what), label=name)
+        for name,stats in found.items(): ax.plot(getattr(stats, what), label=name)
         ax.set(xlabel='batch', ylabel=f'{what} of the activations')
     axes[0].legend(title='layer', fontsize=8)
     return axes
@@ -181,8 +199,9 @@ def color_dim(self:ActivationStatsCB)->list: # One axes for each layer
     "Draw the histograms of every layer as an image, batch by batch"
     found = _seen(self.stats)
     axes = _grid(len(found))
-    for ax,(name,o) in zip(axes, found.items()):
-        ax.imshow(o.hist.log1p().T.numpy(), origin='lower', aspect='auto', extent=(0, len(o), 0, o.top))
+    for ax,(name,stats) in zip(axes, found.items()):
+        extent = (0, len(stats), 0, stats.top)
+        ax.imshow(stats.hist.log1p().T.numpy(), origin='lower', aspect='auto', extent=extent)
         ax.set(title=name, xlabel='batch', ylabel='absolute activation')
     return axes
 
@@ -192,7 +211,8 @@ def dead_chart(self:ActivationStatsCB)->list: # One axes for each layer
     "Draw the share of activations near zero in every layer, batch by batch"
     found = _seen(self.stats)
     axes = _grid(len(found))
-    for ax,(name,o) in zip(axes, found.items()):
-        ax.plot(o.dead)
-        ax.set(title=name, xlabel='batch', ylabel=f'share below {o.top/o.n_bins:g}', ylim=(-0.03, 1.03)) # A line at 1 is seen
+    for ax,(name,stats) in zip(axes, found.items()):
+        share = f'share below {stats.top/stats.n_bins:g}'
+        ax.plot(stats.dead)
+        ax.set(title=name, xlabel='batch', ylabel=share, ylim=(-0.03, 1.03)) # A line at 1 is seen
     return axes

@@ -23,8 +23,8 @@ def _bad(
 )->list: # Zero or one tensor, with a True on the device if something is not finite
     "A flag for the floating-point tensors in `x`"
     flags = []
-    def check(o):
-        if o.is_floating_point() and o.numel(): flags.append((~torch.isfinite(o.detach())).any())
+    def check(x):
+        if x.is_floating_point() and x.numel(): flags.append((~torch.isfinite(x.detach())).any())
     map_tensors(check, x)
     return [torch.stack(flags).any()] if flags else []
 
@@ -33,8 +33,8 @@ class NonFiniteCB(FlagsCB):
     "Name the first layer whose output or gradient was NaN or infinite, as `found`"
     order = Order.RECORD
     def __init__(self,
-        every:int=100, # Read the flags after so many batches, and at the end of each pass; 1 reads them in every batch
-        module_filter=None, # Which modules to follow: a class, a tuple of classes, or a function of a module; default: all
+        every:int=100, # Read the flags after so many batches, and at the end of each pass; 1: in every batch
+        module_filter=None, # Which modules: a class or several, or a function of a module; default: all
         report=warnings.warn, # Called once with a sentence about what was found
     ):
         self.every = check_count(every, 'every', 'batches are counted')
@@ -43,7 +43,8 @@ class NonFiniteCB(FlagsCB):
 
     def before_fit(self, trainer):
         "Forget the last run, and put hooks on the modules"
-        self.hooks = Hooks(find_modules(trainer.model, self.module_filter), lambda hook, module, inp, outp: self._note('output', hook.name, type(module).__name__, outp))
+        def watch(hook, module, inp, outp): self._note('output', hook.name, type(module).__name__, outp)
+        self.hooks = Hooks(find_modules(trainer.model, self.module_filter), watch)
         super().before_fit(trainer)
 
     def _start(self, trainer):
@@ -64,7 +65,9 @@ class NonFiniteCB(FlagsCB):
         if self.found: return
         ran = {name: None for (what,name,_),_ in reversed(self._of_batch) if what == 'output'}
         modules = {o.name: o.module for o in self.hooks}
-        for name in ran: self._note('gradient', name, type(modules[name]).__name__, [p.grad for p in modules[name].parameters(recurse=False)])
+        for name in ran:
+            grads = [p.grad for p in modules[name].parameters(recurse=False)]
+            self._note('gradient', name, type(modules[name]).__name__, grads)
 
 # %% ../../nbs/inspection/60_first_nonfinite.ipynb #8da7ee81
 @patch
@@ -104,7 +107,12 @@ def _act(self:NonFiniteCB, trainer, first):
 
 def _sentence(found):
     "What was found, in words"
-    who = {'batch': 'The batch', 'loss': 'The loss'}.get(found['what']) or f"The {found['what']} of `{found['layer']}` ({found['kind']})"
-    hint = {'batch': 'Look at the data and its transforms.', 'gradient': 'The numbers on the way forward were finite.',
-            'loss': 'The output of the model was finite, so look at the loss function and the targets.', 'output': 'Everything before it was finite.'}[found['what']]
-    return f"{who} was the first to hold a NaN or an infinity, {where_found(found)}. {hint}"
+    who = ('The {what}' if found['layer'] is None else _OF_LAYER).format(**found)
+    return f"{who} was the first to hold a NaN or an infinity, {where_found(found)}. {_HINTS[found['what']]}"
+
+_OF_LAYER = 'The {what} of `{layer}` ({kind})'
+_HINTS = {
+    'batch': 'Look at the data and its transforms.',
+    'output': 'Everything before it was finite.',
+    'loss': 'The output of the model was finite, so look at the loss function and the targets.',
+    'gradient': 'The numbers on the way forward were finite.'}

@@ -63,14 +63,16 @@ class GradientStats:
     @property
     def hist(self): # (n, 32) Counts
         "For each epoch that was seen, the histogram of decimal logarithms of all its gradients"
-        return torch.stack([o.cpu() for o in self.counts.values()]) if self.counts else torch.zeros(0, self.n_bins, dtype=torch.int64)
+        if not self.counts: return torch.zeros(0, self.n_bins, dtype=torch.int64)
+        return torch.stack([o.cpu() for o in self.counts.values()])
 
     def _column(self, i): return self.record.read()[:,i].tolist() if len(self) else []
     def __len__(self): return len(self.record)
 
     def rows(self):
         "One dict for each update: where it was, `norm`, `mean`, `std` and `zeros`"
-        return [o | dict(zip(_COLUMNS, values)) for o,values in zip(self.record.places(), self.record.read().tolist())]
+        measured = self.record.read().tolist()
+        return [place | dict(zip(_COLUMNS, values)) for place,values in zip(self.record.places(), measured)]
 
 _COLUMNS = 'norm', 'mean', 'std', 'zeros'
 
@@ -79,10 +81,12 @@ class GradientStatsCB:
     "Gather norm, mean, standard deviation, share of zeros and distribution of every gradient at each update"
     order = Order.RECORD
     def __init__(self,
-        module_filter=None, # Parameters of which modules: a class, a tuple of classes, or a function of a module; default: all
+        module_filter=None, # Of which modules: a class or several, or a function of a module; default: all
         show:bool=False, # Print the table of each epoch?
         every:int=1, # Look at every so many updates
-    ): self.module_filter,self.show,self.every,self.stats = module_filter,show,check_count(every, 'every', 'updates are counted'),{}
+    ):
+        self.module_filter,self.show,self.stats = module_filter,show,{}
+        self.every = check_count(every, 'every', 'updates are counted')
 
     def before_fit(self, trainer):
         "Forget the last run, and find the parameters"
@@ -100,7 +104,9 @@ class GradientStatsCB:
         place,norms = place_of(trainer),[]
         for name,p in self._named().items():
             if p.grad is not None: norms.append(self.stats[name].add(p.grad, place))
-        if norms: self._total.add(torch.linalg.vector_norm(torch.stack([o.to(norms[0].device) for o in norms])), place)
+        if not norms: return
+        together = torch.stack([o.to(norms[0].device) for o in norms])
+        self._total.add(torch.linalg.vector_norm(together), place)
 
 # %% ../../nbs/inspection/40_gradients.ipynb #96767fb7
 from fastcore.basics import patch
@@ -109,8 +115,8 @@ from fastcore.basics import patch
 def cleanup_epoch(self:GradientStatsCB, trainer):
     "Write the norms of this pass"
     if not trainer.training or not len(self._total): return
-    for o in self.stats.values():
-        if trainer.epoch in o.counts: o.counts[trainer.epoch] = o.counts[trainer.epoch].cpu()
+    for stats in self.stats.values():
+        if trainer.epoch in stats.counts: stats.counts[trainer.epoch] = stats.counts[trainer.epoch].cpu()
     if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
     norms,batches = self._total.read().tolist(),self._total.columns['batch']
     self._total = DeviceRecord() # The next pass may be left before it has begun here
@@ -143,17 +149,20 @@ def _kept(self:GradientStats, now):
 @patch
 def _go_on(self:GradientStats, kept, now):
     "Let what was kept take the place of all since `now`"
-    values,counts = torch.as_tensor(kept['values']),kept.get('counts')
-    if values.ndim == 2 and values.shape[1] > len(_COLUMNS): counts,values = values[:,len(_COLUMNS):].sum(0).long(),values[:,:len(_COLUMNS)] # Earlier versions had a histogram for each update
+    values,counts,n = torch.as_tensor(kept['values']),kept.get('counts'),len(_COLUMNS)
+    has_histograms = values.ndim == 2 and values.shape[1] > n # Earlier versions had one for each update
+    if has_histograms: values,counts = values[:,:n],values[:,n:].sum(0).long()
     self.record.load_state_dict({**kept, 'values': values}, _first_of(self.record, now))
-    self.counts = {epoch: o for epoch,o in self.counts.items() if epoch < now[1]} | ({} if counts is None else {now[1]: counts})
+    self.counts = {epoch: o for epoch,o in self.counts.items() if epoch < now[1]}
+    if counts is not None: self.counts[now[1]] = counts
 
 # %% ../../nbs/inspection/40_gradients.ipynb #33a69d75
 @patch
 def state_dict(self:GradientStatsCB)->dict: # Tensors
     "The gradients of a pass that is under way"
     now = self._total.place(-1)[:2] if len(self._total) else None
-    return dict(now=now, total=self._total.state_dict(), stats={name: o._kept(now) for name,o in self.stats.items()} if now else {})
+    stats = {name: o._kept(now) for name,o in self.stats.items()} if now else {}
+    return dict(now=now, total=self._total.state_dict(), stats=stats)
 
 @patch
 def load_state_dict(self:GradientStatsCB,
@@ -174,8 +183,8 @@ def without_grad(self:GradientStatsCB)->list: # Names
 
 @patch
 def rows(self:GradientStatsCB)->list:
-    "One dict for each parameter and update: `parameter`, `fit`, `epoch`, `training`, `batch`, `norm`, `mean`, `std`, `zeros`"
-    return [dict(parameter=name) | row for name,o in self.stats.items() for row in o.rows()]
+    "For each parameter and update its name, place in the run, `norm`, `mean`, `std` and `zeros`"
+    return [dict(parameter=name) | row for name,stats in self.stats.items() for row in stats.rows()]
 
 @patch
 def table(self:GradientStatsCB,
@@ -183,20 +192,24 @@ def table(self:GradientStatsCB,
 )->Table:
     "Means over the updates of one epoch, for each parameter; empty cells where there was no gradient"
     if epoch is None: epoch = _last_epoch(self.stats)
-    return Table([_epoch_row(name, o, epoch) for name,o in self.stats.items()], ['parameter', 'epoch', 'norm', 'mean', 'std', 'zeros'])
+    rows = [_epoch_row(name, o, epoch) for name,o in self.stats.items()]
+    return Table(rows, ['parameter', 'epoch', *_COLUMNS])
 
 def _last_epoch(stats): return max((o.record.place(-1)[1] for o in stats.values() if len(o)), default=0)
 
 def _epoch_row(name, stats, epoch):
     "Means of one parameter"
     values = stats.record.read()[as_tensor(stats.record.columns['epoch']) == epoch]
-    return dict(parameter=name, epoch=epoch) | ({k: math.fsum(o)/len(o) for k,o in zip(_COLUMNS, values.T.tolist())} if len(values) else {})
+    row = dict(parameter=name, epoch=epoch)
+    if not len(values): return row
+    return row | {column: math.fsum(o)/len(o) for column,o in zip(_COLUMNS, values.T.tolist())}
 
 # %% ../../nbs/inspection/40_gradients.ipynb #7a81116f
 @patch
 def plot_norms(self:GradientStatsCB): # The matplotlib axes
     "Draw the norm of each parameter's gradient, update by update"
-    return plot_lines({name: o.norm for name,o in recorded(self.stats, 'gradients', type(self).__name__).items()}, 'norm of the gradient')
+    found = recorded(self.stats, 'gradients', type(self).__name__)
+    return plot_lines({name: o.norm for name,o in found.items()}, 'norm of the gradient')
 
 # %% ../../nbs/inspection/40_gradients.ipynb #d07c02d5
 @patch
@@ -208,10 +221,11 @@ def plot_distributions(self:GradientStatsCB,
     found = recorded(self.stats, 'gradients', type(self).__name__)
     if epoch is None: epoch = _last_epoch(found)
     axes = _axes(len(found), figure)
-    for ax,(name,o) in zip(axes, found.items()):
-        counts = o.counts.get(epoch, torch.zeros(o.n_bins))
-        zeros = _epoch_row(name, o, epoch).get('zeros', 0)
-        ax.stairs(counts.tolist(), torch.linspace(o.low, o.high, o.n_bins+1).tolist(), fill=True)
+    for ax,(name,stats) in zip(axes, found.items()):
+        counts = stats.counts.get(epoch, torch.zeros(stats.n_bins))
+        edges = torch.linspace(stats.low, stats.high, stats.n_bins+1)
+        zeros = _epoch_row(name, stats, epoch).get('zeros', 0)
+        ax.stairs(counts.tolist(), edges.tolist(), fill=True)
         ax.set(title=f'{name} ({zeros:.0%} zero)', xlabel='log₁₀ |gradient|', ylabel='count')
     return axes
 
@@ -229,11 +243,12 @@ class GradientPlotCB(GradientStatsCB):
     def __init__(self,
         folder, # Where to write; made if it does not exist
         format:str='png', # 'png' or 'pdf', or whatever else matplotlib can write
-        module_filter=None, # Parameters of which modules: a class, a tuple of classes, or a function of a module; default: all
+        module_filter=None, # Of which modules: a class or several, or a function of a module; default: all
         every:int=1, # Look at every so many updates
     ):
         super().__init__(module_filter, every=every)
-        self.folder,self.format = local_path(folder, 'GradientPlotCB').absolute(),check_format(format, 'format')
+        self.folder = local_path(folder, 'GradientPlotCB').absolute()
+        self.format = check_format(format, 'format')
 
     def log(self, trainer):
         "Save the picture of this epoch"
@@ -242,4 +257,5 @@ class GradientPlotCB(GradientStatsCB):
         figure = Figure(layout='constrained')
         self.plot_distributions(trainer.epoch, figure)
         self.folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(self.folder/f'gradients-fit{trainer.history.fit}-epoch{trainer.epoch:03}.{self.format}')
+        name = f'gradients-fit{trainer.history.fit}-epoch{trainer.epoch:03}.{self.format}'
+        figure.savefig(self.folder/name)

@@ -14,10 +14,13 @@ from ..loop.events import SPANS, STEPS, callback_name, handler_of
 from ..loop.trainer import Plan, Trainer
 from ..basics.tables import Table
 from ..loop.shared_attributes import STATE
-from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/10_loop_tables.ipynb #0788b144
-_WHEN = {'fit': 'the whole fit', 'epoch': 'one pass over a loader', 'batch': 'one batch', **{o: f'the step `{o}`' for o in STEPS}}
+_WHAT = {'fit': 'the whole fit', 'epoch': 'one pass over a loader', 'batch': 'one batch'}
+_WHAT |= {o: f'the step `{o}`' for o in STEPS}
+
+_WHEN = {'before': 'before {}', 'after': 'after {}, if it really happened',
+         'cleanup': 'after {}, whatever happened'}
 
 _ROW = {'log': "after an epoch's last pass, when its row in the history is complete",
         'measured': 'when something was measured in the middle of an epoch, and is in its row'}
@@ -32,10 +35,10 @@ def event_table(
 def _event_row(event):
     "What there is to say about an event"
     if event in _ROW: return dict(event=event, when=_ROW[event], cancel_with='')
-    prefix,_,name = event.partition('_') if event.startswith(('before_', 'after_', 'cleanup_')) else ('', '', event)
-    span = SPANS.get(name)
-    what = _WHEN.get(name, f'`{name}`')
-    when = {'before': f'before {what}', 'after': f'after {what}, if it really happened', 'cleanup': f'after {what}, whatever happened', '': what.replace('the step', 'does the step')}[prefix]
+    prefix,_,name = event.partition('_')
+    if prefix not in _WHEN: name = event # A step itself
+    span,what = SPANS.get(name),_WHAT.get(name, f'`{name}`')
+    when = _WHEN[prefix].format(what) if prefix in _WHEN else what.replace('the step', 'does the step')
     return dict(event=event, when=when, cancel_with=span.exception.__name__ if span else '')
 
 # %% ../../nbs/inspection/10_loop_tables.ipynb #fc2d4ced
@@ -65,10 +68,17 @@ def summarize_callbacks(self:Trainer)->Table:
 def _callback_row(event, cb, handler, trainer):
     "A row of the summary"
     doc = (inspect.getdoc(handler) or '').splitlines()[:1]
-    replaced = [callback_name(o) for o in trainer.callbacks if o is not cb and handler_of(o, event) is not None] if getattr(handler, 'replaces', False) else []
+    replaced = _replaced_by(cb, event, trainer) if getattr(handler, 'replaces', False) else []
     instead = f' (instead of {", ".join(replaced)})' if replaced else ''
-    only = {(True, False): ' (training only)', (False, True): ' (validation only)'}.get((getattr(cb, 'on_train', True), getattr(cb, 'on_valid', True)), '')
-    return dict(step=event, callback=callback_name(cb), does=''.join(doc) + instead + only)
+    passes = getattr(cb, 'on_train', True),getattr(cb, 'on_valid', True)
+    return dict(step=event, callback=callback_name(cb), does=''.join(doc) + instead + _ONLY.get(passes, ''))
+
+_ONLY = {(True, False): ' (training only)', (False, True): ' (validation only)'}
+
+def _replaced_by(cb, event, trainer):
+    "Names of the others that would answer `event`"
+    others = [o for o in trainer.callbacks if o is not cb]
+    return [callback_name(o) for o in others if handler_of(o, event) is not None]
 
 # %% ../../nbs/inspection/10_loop_tables.ipynb #e4874416
 class show_source:
@@ -77,7 +87,8 @@ class show_source:
         obj, # What to show; of an object its class
     ):
         if not (inspect.isroutine(obj) or inspect.isclass(obj) or inspect.ismodule(obj)): obj = type(obj)
-        self.code = inspect.getsource(inspect.unwrap(obj) if callable(obj) and not isinstance(obj, type) else obj)
+        is_function = callable(obj) and not isinstance(obj, type)
+        self.code = inspect.getsource(inspect.unwrap(obj) if is_function else obj)
 
     def __repr__(self): return inspect.cleandoc('\n'+self.code)
     def _repr_markdown_(self): return f'```python\n{self}\n```'

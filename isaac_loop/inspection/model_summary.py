@@ -22,15 +22,17 @@ def _shape(
 )->str: # Such as '(64, 10)'; several shapes are joined by commas
     "The shapes in `x`, as text"
     if torch.is_tensor(x): return str(tuple(x.shape))
-    inner = x.values() if hasattr(x, 'values') else x if isinstance(x, (tuple, list)) else ()
-    return ', '.join(filter(None, map(_shape, inner)))
+    if hasattr(x, 'values'): x = x.values()
+    elif not isinstance(x, (tuple, list)): return ''
+    return ', '.join(filter(None, map(_shape, x)))
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #407f2e64
 @contextmanager
 def _counting():
     "PyTorch's counter of operations, with attention in pieces that it can count"
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-    on_cpu = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value)}
+    def attention(query, key, value, *args, **kwargs): return sdpa_flop_count(query, key, value)
+    on_cpu = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -40,15 +42,17 @@ def _counting():
 def _recurrent(module, inp):
     "Operations of a recurrent layer; 0 for others"
     if not isinstance(module, nn.RNNBase): return 0
-    steps = getattr(inp[0], 'data', inp[0]).numel()//module.input_size # A packed sequence has its numbers in `data`
+    numbers = getattr(inp[0], 'data', inp[0]) # A packed sequence has them in `data`
+    steps = numbers.numel()//module.input_size
     return 2*steps*sum(p.numel() for p in module.parameters() if p.ndim == 2)
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #55e87666
 class _Rows:
     "Gathers a row whenever a layer has run"
     def __init__(self, model, counter):
-        self.counter,self.rows,self.seen,self.started,self.uncounted = counter,[],set(),{},0
-        self.layers = {name: o for name,o in find_modules(model).items() if not list(o.children()) or list(o.parameters(recurse=False))}
+        self.counter,self.rows,self.uncounted = counter,[],0
+        self.started,self.seen = {},set() # Operations before each layer that runs; parameters that have a row
+        self.layers = {name: o for name,o in find_modules(model).items() if _works_itself(o)}
 
     def start(self, module, inp):
         "Called before a layer runs"
@@ -71,21 +75,28 @@ class _Rows:
         new = {p: p.numel() for p in module.parameters(recurse=False) if p not in self.seen}
         self.seen.update(new)
         kernel = getattr(module, 'kernel_size', None)
-        return dict(layer=name, kind=type(module).__name__, input=inp, output=outp, kernel=None if kernel is None else str(kernel),
-                    parameters=sum(new.values()), trainable=sum(n for p,n in new.items() if p.requires_grad), flops=flops)
+        if kernel is not None: kernel = str(kernel)
+        trainable = sum(n for p,n in new.items() if p.requires_grad)
+        return dict(layer=name, kind=type(module).__name__, input=inp, output=outp, kernel=kernel,
+                    parameters=sum(new.values()), trainable=trainable, flops=flops)
+
+def _works_itself(module): return not list(module.children()) or list(module.parameters(recurse=False))
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #0baa10e1
+_LAZY = ('`{name}` has lazy layers, whose parameters do not exist before the first batch. '
+         'Run one batch through the model, and summarise it then.')
+
 def _rows_of(model, run):
     "All rows, and the operations of the whole run"
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
-        raise ValueError(f'`{type(model).__name__}` has lazy layers, whose parameters do not exist before the first batch. Run one batch through the model, and summarise it then.')
+        raise ValueError(_LAZY.format(name=type(model).__name__))
     with _counting() as counter, probing(model):
         rows = _Rows(model, counter)
         starts = [o.register_forward_pre_hook(rows.start) for o in rows.layers.values()]
         try:
             with Hooks(rows.layers, rows.add): run()
         finally:
-            for o in starts: o.remove()
+            for start in starts: start.remove()
     rows.rest()
     return rows.rows,counter.get_total_flops() + rows.uncounted
 
@@ -93,7 +104,8 @@ def _rows_of(model, run):
 def _table(rows, flops, n):
     "The rows and their sums; operations in millions, for one example"
     million = 1e6*(n or 1)
-    total = dict(layer='total', parameters=sum(o['parameters'] for o in rows), trainable=sum(o['trainable'] for o in rows), MFLOPs=flops/million)
+    sums = {name: sum(o[name] for o in rows) for name in ('parameters', 'trainable')}
+    total = dict(layer='total', **sums, MFLOPs=flops/million)
     shown = [o | dict(MFLOPs=o['flops']/million) for o in rows]
     columns = ['layer', 'kind', 'input', 'output', 'kernel', 'parameters', 'trainable', 'MFLOPs']
     if not any(o['kernel'] for o in rows): columns.remove('kernel')
@@ -105,36 +117,46 @@ def summarize_model(
     batch, # Its inputs, where the model is: a tensor, a tuple of them, or a mapping of keyword arguments
 )->Table: # One row for each layer, and the total
     "Input, output, parameters and millions of operations (for one example) of each layer"
-    if not isinstance(model, nn.Module): raise TypeError(f'The model is a {type(model).__name__}, which has no layers to list. Pass an `nn.Module`.')
+    _check_model(model)
     def run():
         if hasattr(batch, 'keys'): return model(**batch)
         return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     return _table(*_rows_of(model, run), batch_size(batch))
+
+def _check_model(model):
+    if not isinstance(model, nn.Module): raise TypeError(_NO_LAYERS.format(kind=type(model).__name__))
+
+_NO_LAYERS = 'The model is a {kind}, which has no layers to list. A summary needs an `nn.Module`.'
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #7cca1bd9
 def _of_trainer(self:Trainer,
     batch=None, # As the loader gives it; default: the first of `dls.train`
 )->Table: # One row for each layer, and the total
     "Input, output, parameters and millions of operations (for one example) of each layer"
-    if not isinstance(self.model, nn.Module): raise TypeError(f'The model is a {type(self.model).__name__}, which has no layers to list. A summary needs an `nn.Module`.')
+    _check_model(self.model)
     with probing(self.model): batch = _first_batch(self.dls) if batch is None else batch
     device = next((p.device for p in self.model.parameters()), None)
     batch = batch if device is None else to_device(batch, device)
     return _table(*_rows_of(self.model, lambda: _predict(self, batch)), batch_size(batch))
 
 _of_trainer.__name__,_of_trainer.__qualname__ = 'summarize_model','Trainer.summarize_model'
-Trainer.summarize_model = _of_trainer # `@patch` would take the name `summarize_model` away from the function above
+Trainer.summarize_model = _of_trainer # `@patch` would take the name away from the function above
+
+_ONLY_ONCE = ('`dls.train` can be walked only once, so looking at its first batch would lose it. '
+              'Pass one: `summarize_model(batch)`.')
+_EMPTY = '`dls.train` gave no batch to look at. Pass one: `summarize_model(batch)`.'
 
 def _first_batch(dls):
     "A batch to look at; generators of random numbers go back to where they were"
     dl = dls.train
-    if hasattr(dl, '__next__'): raise ValueError('`dls.train` can be walked only once, so looking at its first batch would lose it. Pass one: `summarize_model(batch)`.')
-    generators = {id(o): o for part in (dl, getattr(dl, 'sampler', None)) if isinstance(o := getattr(part, 'generator', None), torch.Generator)}
+    if hasattr(dl, '__next__'): raise ValueError(_ONLY_ONCE)
+    found = [getattr(o, 'generator', None) for o in (dl, getattr(dl, 'sampler', None))]
+    generators = {id(o): o for o in found if isinstance(o, torch.Generator)}
     states = [(o, o.get_state()) for o in generators.values()]
     try: return next(iter(dl))
-    except StopIteration: raise ValueError('`dls.train` gave no batch to look at. Pass one: `summarize_model(batch)`.') from None
+    except StopIteration: raise ValueError(_EMPTY) from None
     finally:
-        for o,state in states: o.set_state(state)
+        for generator,state in states: generator.set_state(state)
 
 def _predict(trainer, batch):
     "Do the step `predict` on `batch`, and put the trainer back"

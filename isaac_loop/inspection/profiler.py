@@ -21,15 +21,17 @@ class ProfilerCB:
         wait:int=1, # Batches to let pass first
         warmup:int=1, # Batches to profile and throw away, since the first are always slow
         active:int=3, # Batches to keep
-        on_trace_ready=None, # Called with the profiler when they are done, such as `torch.profiler.tensorboard_trace_handler(folder)`
+        on_trace_ready=None, # Called with the profiler at the end: `tensorboard_trace_handler(folder)`, say
         **kwargs, # For `torch.profiler.profile`: `profile_memory`, `with_stack`, ...
     ):
-        self.schedule,self.on_trace_ready,self.kwargs = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),on_trace_ready,kwargs
+        self.schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        self.on_trace_ready,self.kwargs = on_trace_ready,kwargs
         self.profile,self._marks = None,[]
 
     def before_fit(self, trainer):
         "Start the profiler"
-        self.profile = profiler.profile(schedule=self.schedule, on_trace_ready=self.on_trace_ready, **self.kwargs)
+        when = dict(schedule=self.schedule, on_trace_ready=self.on_trace_ready)
+        self.profile = profiler.profile(**when, **self.kwargs)
         self.profile.start()
 
     def after_batch(self, trainer):
@@ -62,8 +64,8 @@ def _mark(step):
     cleanup.__doc__ = f'Mark the end of `{step}`'
     return before,cleanup
 
-for o,span in STEPS.items():
-    for event,handler in zip((span.before, span.cleanup), _mark(o)): setattr(ProfilerCB, event, handler)
+for step,span in STEPS.items():
+    for event,handler in zip((span.before, span.cleanup), _mark(step)): setattr(ProfilerCB, event, handler)
 
 # %% ../../nbs/inspection/70_profiler.ipynb #66da77c4
 @patch

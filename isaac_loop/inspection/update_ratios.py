@@ -21,14 +21,16 @@ class UpdateRatioCB:
     order = Order.RECORD
     stateless = '_before','_named','record'
     def __init__(self,
-        module_filter=None, # Parameters of which modules: a class, a tuple of classes, or a function of a module; default: all
+        module_filter=None, # Of which modules: a class or several, or a function of a module; default: all
         every:int=1, # Look at every so many updates
     ):
-        self.module_filter,self.every,self.record,self._before = module_filter,check_count(every, 'every', 'updates are counted'),{},{}
+        self.every = check_count(every, 'every', 'updates are counted')
+        self.module_filter,self.record,self._before = module_filter,{},{}
 
     def before_fit(self, trainer):
         "Forget the last run, and find the parameters"
-        named = {name: p for name,p in find_parameters(trainer.model, self.module_filter).items() if p.requires_grad}
+        found = find_parameters(trainer.model, self.module_filter)
+        named = {name: p for name,p in found.items() if p.requires_grad}
         self.record,self._before = {name: DeviceRecord() for name in named},{}
         self._named = lambda: named # A function, so that a copy of this callback does not copy the weights
 
@@ -55,7 +57,11 @@ class UpdateRatioCB:
 
     def rows(self):
         "One dict for each parameter and update: `parameter`, `fit`, `epoch`, `training`, `batch`, `ratio`"
-        return [dict(parameter=name) | place | dict(ratio=r) for name,o in self.record.items() for place,r in zip(o.places(), o.read().tolist())]
+        return [row for name,record in self.record.items() for row in _rows_of(name, record)]
+
+def _rows_of(name, record):
+    measured = zip(record.places(), record.read().tolist())
+    return [dict(parameter=name) | place | dict(ratio=ratio) for place,ratio in measured]
 
 # %% ../../nbs/inspection/50_update_ratios.ipynb #185f53a6
 @patch

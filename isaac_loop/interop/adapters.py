@@ -22,20 +22,32 @@ from .sonosco import SonoscoCB
 # %% ../../nbs/interop/10_adapters.ipynb #d18eb83c
 _ADAPTERS = AIToolboxCB, PytorchAcceleratedCB, NeMoCB, SonoscoCB # In the order in which they are asked
 _BY_NAME = [o for o in _ADAPTERS if o.certain] # Those that are recognised by the names of methods
-_EVENT_NAMES = [name for o in _BY_NAME for name in (*o.certain, *o.further)]
+_EVENT_NAMES = [name for kind in _BY_NAME for name in (*kind.certain, *kind.further)]
 
-def _on_names(foreign): return [o for o in dir(type(foreign)) if o.startswith('on_')] + [o for o in getattr(foreign, '__dict__', {}) if o.startswith('on_')]
+def _on_names(foreign):
+    names = [*dir(type(foreign)), *getattr(foreign, '__dict__', {})]
+    return [o for o in names if o.startswith('on_')]
 
 def _kind_of(foreign):
     "The adapter for an object; what is one of ours or follows no protocol is refused"
     name,names = title_of(foreign),_on_names(foreign)
     if not names and any(handler_of(foreign, o) is not None for o in EVENTS):
-        raise TypeError(f'`{name}` answers our own events, so it needs no adapting. Give it to the trainer as it is.')
+        raise TypeError(_OURS.format(name=name))
     kind = next((o for o in _ADAPTERS if o.recognises(foreign, set(names))), None)
-    if kind is not None: return kind
-    near = next((o for o in (did_you_mean(n, _EVENT_NAMES, 0.8) for n in names if n not in _EVENT_NAMES) if o), '')
-    raise TypeError(f'`{name}` follows no protocol that `adapt` knows' + (f': its methods are {names}.{near}' if names else '.') +
-                    f' Known are {", ".join(f"{o.protocol} (`{o.certain[0]}`, ...)" for o in _BY_NAME)}, and plain callables `cb(epoch, step, measures, trainer)`.')
+    if kind is None: raise TypeError(_NO_PROTOCOL.format(name=name, methods=_methods(names), known=_known()))
+    return kind
+
+_OURS = '`{name}` answers our own events, so it needs no adapting. Give it to the trainer as it is.'
+_NO_PROTOCOL = ('`{name}` follows no protocol that `adapt` knows{methods} Known are {known}, '
+                'and plain callables `cb(epoch, step, measures, trainer)`.')
+
+def _methods(names):
+    "The end of a sentence: methods that are of no protocol, and the event that the first may mean"
+    if not names: return '.'
+    hints = [did_you_mean(o, _EVENT_NAMES, 0.8) for o in names if o not in _EVENT_NAMES]
+    return f': its methods are {names}.{next(filter(None, hints), "")}'
+
+def _known(): return ', '.join(f'{o.protocol} (`{o.certain[0]}`, ...)' for o in _BY_NAME)
 
 # %% ../../nbs/interop/10_adapters.ipynb #96ee6d17
 def _warn_of_misspelt(foreign, kind):
@@ -43,7 +55,11 @@ def _warn_of_misspelt(foreign, kind):
     known = [*kind.certain, *kind.further]
     for name in _on_names(foreign):
         near = did_you_mean(name, known, 0.9)
-        if name not in known and near: warnings.warn(f'`{type(foreign).__name__}.{name}` is no event of {kind.protocol}, so nobody will call it.{near}', stacklevel=3)
+        if name in known or not near: continue
+        method = f'{type(foreign).__name__}.{name}'
+        warnings.warn(_NO_EVENT.format(method=method, protocol=kind.protocol, near=near), stacklevel=3)
+
+_NO_EVENT = '`{method}` is no event of {protocol}, so nobody will call it.{near}'
 
 # %% ../../nbs/interop/10_adapters.ipynb #b630dcf5
 def _with_events(f):
@@ -54,21 +70,24 @@ def _with_events(f):
     return f
 
 # %% ../../nbs/interop/10_adapters.ipynb #fb7c1952
+_NEEDS_ARGUMENTS = ('`{name}` is a class that cannot be made without arguments: {error}. '
+                    'Make the object yourself: `adapt({name}(...))`.')
+
 def _made(cls):
     "An object of a class that needs no arguments"
     try: return cls()
-    except TypeError as e: raise TypeError(f'`{cls.__name__}` is a class that cannot be made without arguments: {e}. Make the object yourself: `adapt({cls.__name__}(...))`.') from None
+    except TypeError as e: raise TypeError(_NEEDS_ARGUMENTS.format(name=cls.__name__, error=e)) from None
 
 # %% ../../nbs/interop/10_adapters.ipynb #6596a131
 def adapt(
-    callback, # A callback of pytorch-accelerated, AIToolbox, NeMo 0.x or Sonosco: an object, its class, a function named after an event, or a plain callable
+    callback, # Of another library: an object, its class, a function named after an event, or a plain callable
     name:str=None, # What it is called on our trainer; default: the name of its class or function
     order:float=None, # Place in our order; default: that of the protocol, or its own `execution_order`
     test_step:int=50, # For a plain callable: batches between two refreshes of its measures
 ): # One of our callbacks
-    "Make one of our callbacks from one that was written for another library, unmodified"
+    "Make one of our callbacks from one of pytorch-accelerated, AIToolbox, NeMo 0.x or Sonosco, unmodified"
     check_count(test_step, 'test_step', 'batches are counted')
-    if isinstance(callback, ForeignCB): raise TypeError(f'`{callback.name}` has been adapted already. Give it to the trainer as it is.')
+    if isinstance(callback, ForeignCB): raise TypeError(_ADAPTED.format(name=callback.name))
     if isinstance(callback, type): callback = _made(callback)
     name = name or title_of(callback)
     callback = _with_events(callback)
@@ -76,6 +95,8 @@ def adapt(
     _warn_of_misspelt(callback, kind)
     settings = dict(test_step=test_step) if kind is SonoscoCB else {}
     return kind(callback, name, kind.order_of(callback) if order is None else order, **settings)
+
+_ADAPTED = '`{name}` has been adapted already. Give it to the trainer as it is.'
 
 # %% ../../nbs/interop/10_adapters.ipynb #60bfa1e3
 @patch

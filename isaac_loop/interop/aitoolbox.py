@@ -16,7 +16,8 @@ from .facade import loss_of
 from ..loop.events import Order
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #92177673
-_PLACES = [(-100, Order.RECORD+2), (0, Order.SCHEDULE), (99, Order.DECIDE), (100, Order.SAVE), (1500, Order.REPORT)]
+_PLACES = [(-100, Order.RECORD+2), (0, Order.SCHEDULE), (99, Order.DECIDE), (100, Order.SAVE),
+           (1500, Order.REPORT)]
 
 def _place(execution_order):
     "Our order for one of AIToolbox; a lower one comes earlier"
@@ -27,12 +28,13 @@ def _place(execution_order):
     return last[1] + (execution_order-last[0])/1000
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #9986f065
-_NO_PROCESSES = ('`{}.on_multiprocess_start` will not be called, since no processes are started here. Do what it '
-                 'does before the trainer is made: give `DataLoaders` the loaders of this process.')
+_NO_PROCESSES = ('`{}.on_multiprocess_start` will not be called, since no processes are started here. Do '
+                 'what it does before the trainer is made: give `DataLoaders` the loaders of this process.')
 
 class AIToolboxCB(RecordingCB):
     "An `AbstractCallback` of AIToolbox"
-    facade_class,protocol,variables,attributes = TrainLoop,'AIToolbox',('train_loop_obj', 'train_loop'),('train_loop_obj',)
+    facade_class,protocol = TrainLoop,'AIToolbox'
+    variables,attributes = ('train_loop_obj', 'train_loop'),('train_loop_obj',)
     certain,further = ('register_train_loop_object',),('on_train_loop_registration', *AIT_EVENTS)
     _registered,_updates = None,False # The loop it knows; whether the batch makes an update
     def __init__(self, foreign, name, order):
@@ -51,7 +53,7 @@ class AIToolboxCB(RecordingCB):
         "Register it, and tell it that training begins"
         first = self._join(trainer)
         everyone = sorted(self._everyone(trainer), key=trainer.callbacks.index) if first else [self]
-        for o in everyone: o._register(trainer, self.facade)
+        for cb in everyone: cb._register(trainer, self.facade)
         if trainer.updates_per_epoch != 0: self._tell('on_train_begin')
         self._shorten(trainer)
 
@@ -60,8 +62,9 @@ class AIToolboxCB(RecordingCB):
         if self.facade is loop and self._registered is loop: return
         self.facade = self._registered = loop
         try: self._tell('register_train_loop_object', loop)
-        except AttributeError as e:
-            if isinstance(e.__context__, AttributeError): e.add_note(str(e.__context__)) # Theirs does not know of our remedy
+        except AttributeError as error:
+            ours = error.__context__ # Theirs does not know of our remedy
+            if isinstance(ours, AttributeError): error.add_note(str(ours))
             raise
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #74d8b130
@@ -88,7 +91,9 @@ def before_batch(self:AIToolboxCB, trainer):
 @patch
 def after_get_loss(self:AIToolboxCB, trainer):
     "Keep the loss"
-    if self._is_first(trainer): (self.facade.loss_batch_accum if trainer.training else self.facade._val_losses).append(loss_of(trainer))
+    if not self._is_first(trainer): return
+    losses = self.facade.loss_batch_accum if trainer.training else self.facade._val_losses
+    losses.append(loss_of(trainer))
 
 AIToolboxCB.after_batch = told('Their batch ends', 'on_batch_end')
 
@@ -108,10 +113,11 @@ def after_step(self:AIToolboxCB, trainer):
 def cleanup_step(self:AIToolboxCB, trainer):
     "The gradients are there, and more will come"
     everyone = self._everyone(trainer)
-    if self is everyone[-1] and trainer.exception is not None and not any(o._updates for o in everyone):
-        for o in everyone: o._tell('on_after_gradient_update', 0)
+    stays = trainer.exception is not None and not any(o._updates for o in everyone)
+    if self is everyone[-1] and stays:
+        for cb in everyone: cb._tell('on_after_gradient_update', 0)
     if self is everyone[0]:
-        for o in everyone: o._updates = False
+        for cb in everyone: cb._updates = False
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #ae7f8584
 @patch
@@ -130,7 +136,8 @@ def log(self:AIToolboxCB, trainer):
 def after_fit(self:AIToolboxCB, trainer):
     "Their training ends"
     if trainer.updates_per_epoch == 0: return
+    def test_loss(): return self.facade.evaluate_loss_on_test_set().item()
     if self._is_first(trainer) and self.facade.test_loader is not None and self.facade.end_auto_eval:
-        self.facade.train_history._pending['train_end_test_loss'] = lambda: self.facade.evaluate_loss_on_test_set().item()
+        self.facade.train_history._pending['train_end_test_loss'] = test_loss
     self._tell('on_train_end')
     if self._is_last(trainer): self._record(trainer, self.facade._new)

@@ -25,8 +25,10 @@ from ..loop.events import CancelStepException, Order
 from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/25_aitoolbox_loop.ipynb #3a49686c
-AIT_EVENTS = ('on_epoch_begin', 'on_epoch_end', 'on_train_begin', 'on_train_end', 'on_batch_begin', 'on_batch_end', 'on_after_gradient_update', 'on_after_optimizer_step',
-           'on_multiprocess_start', 'on_after_batch_prediction')
+AIT_EVENTS = (
+    'on_epoch_begin', 'on_epoch_end', 'on_train_begin', 'on_train_end', 'on_batch_begin', 'on_batch_end',
+    'on_after_gradient_update', 'on_after_optimizer_step', 'on_multiprocess_start',
+    'on_after_batch_prediction')
 
 def answers(foreign, event):
     "Whether a callback has a method beside the one that all of its library inherit"
@@ -41,24 +43,28 @@ class _LoopHandler:
     def __init__(self, loop): self.train_loop_obj = loop
 
     def register_callbacks(self, callbacks, cache_callbacks=False, print_callbacks=False):
-        for o in callbacks or (): self.train_loop_obj._add(o)
+        for callback in callbacks or (): self.train_loop_obj._add(callback)
         if print_callbacks: self.print_registered_callback_names()
 
     def print_registered_callback_names(self): print(self)
 
     def __str__(self):
-        found = {event: [o for o in self.train_loop_obj.callbacks if answers(o, event)] for event in AIT_EVENTS}
-        parts = [[f'At {event}:', *map(_about, callbacks)] for event,callbacks in found.items()]
-        return '\n'.join(['CALLBACKS', *(line for part in parts for line in part)])
+        lines = ['CALLBACKS']
+        for event in AIT_EVENTS:
+            found = [o for o in self.train_loop_obj.callbacks if answers(o, event)]
+            lines += [f'At {event}:', *map(_about, found)]
+        return '\n'.join(lines)
 
     def __len__(self): return len(self.train_loop_obj.callbacks)
-    def __contains__(self, item): return any(item in (o.callback_name, type(o)) for o in self.train_loop_obj.callbacks)
+    def __contains__(self, item):
+        return any(item in (o.callback_name, type(o)) for o in self.train_loop_obj.callbacks)
     def __iadd__(self, callbacks):
         self.register_callbacks(callbacks)
         return self
     __add__ = __iadd__
 
-def _about(foreign): return f'\t{foreign.callback_name}: {type(foreign)}, execution_order: {foreign.execution_order}'
+def _about(foreign):
+    return f'\t{foreign.callback_name}: {type(foreign)}, execution_order: {foreign.execution_order}'
 
 # %% ../../nbs/interop/25_aitoolbox_loop.ipynb #6ead1f81
 class _Scaler:
@@ -71,14 +77,17 @@ class _Scaler:
 def _of_experiment(get): return property(lambda self: get(self._trainer.experiment))
 
 _OF_EXPERIMENT = dict(
-    project_name=lambda o: o.project, experiment_name=lambda o: o.name, hyperparams=lambda o: dict(o.hyper),
-    local_model_result_folder_path=lambda o: str(o.folder.parent.parent))
-_TAKES = 'Give the trainer `ExperimentCB(root, project, name)`, whose folder it then is, or pass it to the callback'
+    project_name=lambda experiment: experiment.project,
+    experiment_name=lambda experiment: experiment.name,
+    hyperparams=lambda experiment: dict(experiment.hyper),
+    local_model_result_folder_path=lambda experiment: str(experiment.folder.parent.parent))
+_TAKES = ('Give the trainer `ExperimentCB(root, project, name)`, whose folder it then is, '
+          'or pass it to the callback')
 
 _SETTINGS = dict( # What is done in other ways here, or not at all
-    grad_cb_used=False, num_iterations=0, lazy_experiment_save=False, cloud_save_mode='local', bucket_name=None,
-    cloud_dir_prefix='', source_dirs=(), gpu_mode='single', use_amp=False, amp_scaler=_Scaler(),
-    batch_model_feed_def=None, ddp_training_mode=False, ddp_rank=None)
+    grad_cb_used=False, num_iterations=0, lazy_experiment_save=False, cloud_save_mode='local',
+    bucket_name=None, cloud_dir_prefix='', source_dirs=(), gpu_mode='single', use_amp=False,
+    amp_scaler=_Scaler(), batch_model_feed_def=None, ddp_training_mode=False, ddp_rank=None)
 
 class TrainLoop(Facade):
     "Our trainer, for callbacks of AIToolbox"
@@ -88,14 +97,16 @@ class TrainLoop(Facade):
     def __init__(self, trainer):
         super().__init__(
             trainer, epoch=0, iteration=0, total_iteration_idx=-1, early_stop=False, num_optimizers=1,
-            train_history=TrainHistory(trainer), message_service=Messages(), callbacks_handler=_LoopHandler(self),
-            loss_batch_accum=[], end_auto_eval=True, _known={}, _val_losses=[], _new={},
-            _made=time.strftime('%Y-%m-%d_%H-%M-%S'), **_SETTINGS)
+            train_history=TrainHistory(trainer), message_service=Messages(),
+            callbacks_handler=_LoopHandler(self), loss_batch_accum=[], end_auto_eval=True,
+            _known={}, _val_losses=[], _new={}, _made=time.strftime('%Y-%m-%d_%H-%M-%S'), **_SETTINGS)
 
     model,optimizer,criterion = forwarded('model'),forwarded('opt'),forwarded('loss_func')
     train_loader,validation_loader,test_loader = replaceable('train'),replaceable('valid'),replaceable('test')
     @property
-    def experiment_timestamp(self): return getattr(getattr(self._trainer, 'experiment', None), 'stamp', self._made)
+    def experiment_timestamp(self):
+        experiment = getattr(self._trainer, 'experiment', None)
+        return getattr(experiment, 'stamp', self._made)
 
     @property
     def callbacks(self): return [o.foreign for o in self._adapters]
@@ -108,13 +119,17 @@ def num_epochs(self:TrainLoop): return self._trainer.n_epochs
 @patch(as_prop=True)
 def grad_accumulation(self:TrainLoop): return accumulation_of(self._trainer)
 @patch
-def get_num_training_steps(self:TrainLoop): return n_batches(self.train_loader)//self.grad_accumulation*self.num_epochs
+def get_num_training_steps(self:TrainLoop):
+    return n_batches(self.train_loader)//self.grad_accumulation*self.num_epochs
 @patch
-def get_schedulers(self:TrainLoop): return [o for o in self.callbacks if getattr(o, 'scheduler', None) is not None]
+def get_schedulers(self:TrainLoop):
+    return [o for o in self.callbacks if getattr(o, 'scheduler', None) is not None]
 @patch
 def is_main_process(self:TrainLoop): return True
 @patch
-def should_execute_optimizer_update(self:TrainLoop): return (self.iteration+1) % self.grad_accumulation == 0 or self.iteration+1 == n_batches(self.train_loader)
+def should_execute_optimizer_update(self:TrainLoop):
+    n = self.iteration+1
+    return n % self.grad_accumulation == 0 or n == n_batches(self.train_loader)
 
 # %% ../../nbs/interop/25_aitoolbox_loop.ipynb #a01e5464
 @patch
@@ -122,10 +137,13 @@ def insert_metric_result_into_history(self:TrainLoop, metric_name, metric_result
     self.train_history.insert_single_result_into_history(metric_name, metric_result)
     self._new[metric_name] = metric_result
 
+_SAVED = 'total_iteration_idx', 'early_stop', 'loss_batch_accum', '_made'
+
 @patch
 def _state(self:TrainLoop):
     history = self.train_history
-    return dict(lists=history._lists, epoch=history._epoch, own=dict(total_iteration_idx=self.total_iteration_idx, early_stop=self.early_stop, loss_batch_accum=self.loss_batch_accum, _made=self._made))
+    own = {name: getattr(self, name) for name in _SAVED}
+    return dict(lists=history._lists, epoch=history._epoch, own=own)
 
 @patch
 def _load(self:TrainLoop, state):
@@ -147,7 +165,9 @@ class _PredictionsCB:
     def __init__(self, loop,
         info, # What they are told of the data set
         show, # Are they shown each batch?
-    ): self.loop,self.info,self.show,self.parts = loop,info,show,[]
+    ):
+        self.loop,self.info,self.show = loop,info,show
+        self.parts = []
 
     def before_predict(self, trainer):
         "Let the model predict in its own way, if it has one"
@@ -162,13 +182,16 @@ class _PredictionsCB:
 
     def _keep(self, preds, targets, further):
         if self.show:
-            for o in self.loop.callbacks: method_of(o, 'on_after_batch_prediction')(preds, targets, further, self.info)
-        self.parts.append(map_tensors(lambda o: o.detach().cpu(), (preds, targets, further or {})))
+            for callback in self.loop.callbacks:
+                method_of(callback, 'on_after_batch_prediction')(preds, targets, further, self.info)
+        self.parts.append(map_tensors(lambda x: x.detach().cpu(), (preds, targets, further or {})))
 
     def result(self):
         "Predictions, targets and further data of all batches"
         preds,targets,further = zip(*self.parts)
-        return _joined(preds), _joined(targets), {name: _joined([o[name] for o in further if name in o]) for name in dict.fromkeys(k for o in further for k in o)}
+        names = dict.fromkeys(name for part in further for name in part)
+        rest = {name: _joined([o[name] for o in further if name in o]) for name in names}
+        return _joined(preds), _joined(targets), rest
 
 # %% ../../nbs/interop/25_aitoolbox_loop.ipynb #160889dd
 _KINDS = {'train': 'train', 'validation': 'valid', 'test': 'test'} # Their names of the data sets and ours
@@ -180,16 +203,21 @@ def _once(self:TrainLoop, key, compute, again):
     if key not in self._known or again: self._known[key] = compute()
     return self._known[key]
 
+_NO_DATA = ('`{who}` asked for the {kind} set, but there is no `dls.{ours}`. '
+            'Set that attribute, or leave the callback out.')
+
 @patch
 def _data(self:TrainLoop, kind):
     "The loader that is meant"
     dl = getattr(self, f'{kind}_loader')
-    if dl is None: raise ValueError(f'`{self._caller}` asked for the {kind} set, but there is no `dls.{_KINDS[kind]}`. Set that attribute, or leave the callback out.')
+    if dl is None: raise ValueError(_NO_DATA.format(who=self._caller, kind=kind, ours=_KINDS[kind]))
     return dl
 
 # %% ../../nbs/interop/25_aitoolbox_loop.ipynb #d6000b57
 @patch
-def predict_with_model(self:TrainLoop, data_loader, execute_callbacks=False, move_to_cpu=False, dataset_info=None):
+def predict_with_model(self:TrainLoop,
+    data_loader, execute_callbacks=False, move_to_cpu=False, dataset_info=None,
+):
     "Predictions, targets and further data of a loader, on the CPU"
     found = _PredictionsCB(self, dataset_info, execute_callbacks)
     with self._trainer._looking_at(data_loader, None, found, NoLossCB()) as side: side.fit(1, train=False)
@@ -208,7 +236,9 @@ def evaluate_model_loss(self:TrainLoop, data_loader, move_to_cpu=False, dataset_
 @patch
 def _predict(self:TrainLoop, kind, force_prediction=False, execute_callbacks=False):
     "Predictions, targets and further data of a data set"
-    return self._once(f'predictions {kind}', lambda: self.predict_with_model(self._data(kind), execute_callbacks, dataset_info={'type': kind}), force_prediction)
+    info = {'type': kind}
+    def predict(): return self.predict_with_model(self._data(kind), execute_callbacks, dataset_info=info)
+    return self._once(f'predictions {kind}', predict, force_prediction)
 
 @patch
 def _evaluate(self:TrainLoop, kind, force_prediction=False, float_dict_format=False):

@@ -12,12 +12,15 @@ from .facade import LateValues, missing
 # %% ../../nbs/interop/23_aitoolbox_records.ipynb #9e7155f3
 class TrainHistory(LateValues):
     "What the callbacks of AIToolbox know as `train_history`"
-    def __init__(self, trainer): self._trainer,self._lists,self._pending,self._epoch = trainer,{},{},0
+    def __init__(self, trainer):
+        self._trainer,self._epoch = trainer,0
+        self._lists,self._pending = {},{}
 
     def _columns(self):
         "Our own rows, as lists"
         rows = [o for o in self._trainer.history if o['fit'] == self._trainer.history.fit]
-        names = [o for row in rows for o in row if o not in ('fit', 'epoch', *self._lists, *self._pending)]
+        elsewhere = 'fit', 'epoch', *self._lists, *self._pending
+        names = [name for row in rows for name in row if name not in elsewhere]
         return {name: [row.get(name) for row in rows] for name in names}
 
     def __getitem__(self, name):
@@ -55,23 +58,30 @@ class Messages:
         "All messages under `key`, or None"
         if key not in self.message_store: return None
         found = self.message_store[key]
-        self.message_store[key] = [o for o in found if 'until_read' not in o[1]]
+        self.message_store[key] = _without(found, 'until_read')
         return [value for value,_ in found]
 
     def write_message(self, key, value, msg_handling_settings='until_end_of_epoch'):
         "Leave a message"
         kept = _kept(msg_handling_settings)
-        self.message_store[key] = [*([] if 'overwrite' in kept else self.message_store.get(key, [])), (value, kept)]
+        before = [] if 'overwrite' in kept else self.message_store.get(key, [])
+        self.message_store[key] = [*before, (value, kept)]
 
     def end_of_epoch_trigger(self):
         "Forget what was kept for the epoch"
-        left = {key: [o for o in found if 'until_end_of_epoch' not in o[1]] for key,found in self.message_store.items()}
+        left = {key: _without(found, 'until_end_of_epoch') for key,found in self.message_store.items()}
         self.message_store = {key: found for key,found in left.items() if found}
+
+def _without(found, how): return [o for o in found if how not in o[1]]
+
+_NO_WAY = 'A message cannot be kept {name!r}. Use one of {known}.{near}'
+_TWO_WAYS = 'A message cannot be kept in two ways, {kept}. Only `overwrite` goes together with another.'
 
 def _kept(given):
     "How long a message is kept, as a list of checked names"
     kept = [getattr(o, 'value', o) for o in (given if isinstance(given, list) else [given])]
-    for o in kept:
-        if o not in _KEPT: raise TypeError(f'A message cannot be kept {o!r}. Use one of {list(_KEPT)}.{did_you_mean(str(o), _KEPT)}')
-    if len(kept) > 1 and 'overwrite' not in kept: raise ValueError(f'A message cannot be kept in two ways, {kept}. Only `overwrite` goes together with another.')
+    for name in kept:
+        if name in _KEPT: continue
+        raise TypeError(_NO_WAY.format(name=name, known=list(_KEPT), near=did_you_mean(str(name), _KEPT)))
+    if len(kept) > 1 and 'overwrite' not in kept: raise ValueError(_TWO_WAYS.format(kept=kept))
     return kept

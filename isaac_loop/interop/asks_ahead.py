@@ -24,7 +24,7 @@ def uses(
     functions = {name: getattr(f, '__func__', f) for name,f in methods.items() if _is_method(name, f)}
     trees = {name: syntax_tree(f) for name,f in functions.items()}
     known = {name: tree for name,tree in trees.items() if tree is not None}
-    return [(name, *o) for name,tree in known.items() for o in _taken(tree, variables, attributes)]
+    return [(name, *what) for name,tree in known.items() for what in _taken(tree, variables, attributes)]
 
 def _is_method(name, f):
     return not name.startswith('__') and (inspect.isroutine(f) or isinstance(f, (staticmethod, classmethod)))

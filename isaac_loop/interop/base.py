@@ -64,7 +64,7 @@ class ForeignCB:
         "All adapters of this protocol, in the order in which they run"
         if self.facade is None or self.facade._plan is not trainer.plan.entries:
             ours = [o for o in trainer.callbacks if type(o) is type(self)]
-            found = tuple(sorted(ours, key=lambda o: o.order))
+            found = tuple(sorted(ours, key=lambda cb: cb.order))
             if self.facade is None: return found
             self.facade._plan,self.facade._adapters = trainer.plan.entries,found
         return self.facade._adapters
@@ -108,8 +108,8 @@ def foreign_of(trainer):
     "Adapters of every protocol"
     return [o for o in trainer.callbacks if isinstance(o, ForeignCB)]
 
-_EACH_ALONE = ('Foreign callbacks are told that there is one process, but several train together, and each would '
-               'write as if it were alone. Leave out those that write files or gather, or use ours.')
+_EACH_ALONE = ('Foreign callbacks are told that there is one process, but several train together, and each '
+               'would write as if it were alone. Leave out those that write files or gather, or use ours.')
 
 # %% ../../nbs/interop/20_base.ipynb #893f4764
 @patch

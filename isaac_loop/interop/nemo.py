@@ -39,10 +39,15 @@ def tensors(self:_State):
     "The tensors of the batch by name"
     trainer = self._trainer
     if isinstance(trainer.batch, Mapping): batch = dict(trainer.batch)
-    else: batch = {f'{name}_{i}': o for name,part in zip(('input', 'target'), trainer.split(trainer.batch)) for i,o in enumerate(part)}
+    else: batch = _numbered(*trainer.split(trainer.batch))
     return batch | {o: getattr(trainer, o) for o in ('preds', 'loss') if hasattr(trainer, o)}
 
 _State.registered_tensors = _State.tensors
+
+def _numbered(inputs, targets):
+    "Names for the tensors of a batch that has none: `input_0`, `target_0`, ..."
+    named = {f'input_{i}': o for i,o in enumerate(inputs)}
+    return named | {f'target_{i}': o for i,o in enumerate(targets)}
 
 @patch
 def get_tensor(self:_State, name, compute=True):
@@ -61,9 +66,11 @@ class _Tensors(LateValues):
 class NeMoCB(ForeignCB):
     "A callback of NeMo 0.10 or 0.11"
     facade_class,protocol = _State,'NeMo'
-    certain = ('on_action_start', 'on_action_end', 'on_iteration_start', 'on_iteration_end', 'on_step_start', 'on_step_end', 'on_batch_start', 'on_epoch_start')
+    certain = ('on_action_start', 'on_action_end', 'on_iteration_start', 'on_iteration_end', 'on_step_start',
+               'on_step_end', 'on_batch_start', 'on_epoch_start')
     further = ('on_train_start', 'on_train_end', 'on_epoch_end', 'on_batch_end')
-    _fresh,_own_rate = True,False # Whether the next batch begins an update; whether their callback keeps a rate of its own
+    _fresh = True # Does the next batch begin an update?
+    _own_rate = False # Does their callback keep a rate of its own?
 
     before_epoch = told('Their epoch starts', 'on_epoch_start')
     after_batch = told('Their batch ends', 'on_batch_end')
@@ -91,10 +98,13 @@ def _give(self:NeMoCB, **attributes):
 @patch
 def _send(self:NeMoCB, *events):
     "Call methods, with the state if they take it"
-    if not self._own_rate and 'opt' in vars(self.facade._trainer): self._give(learning_rate=self.facade.learning_rate)
+    has_rate = 'opt' in vars(self.facade._trainer)
+    if has_rate and not self._own_rate: self._give(learning_rate=self.facade.learning_rate)
     for event in events:
         method = method_of(self.foreign, event)
-        if method is not None: self._tell(event, *([self.facade] if inspect.signature(method).parameters else []))
+        if method is None: continue
+        takes_state = inspect.signature(method).parameters
+        self._tell(event, *([self.facade] if takes_state else []))
 
 # %% ../../nbs/interop/40_nemo.ipynb #88168732
 @patch
@@ -119,12 +129,15 @@ def after_fit(self:NeMoCB, trainer):
 
 # %% ../../nbs/interop/40_nemo.ipynb #884467ad
 def _takes_state(foreign, name):
-    "Whether a method takes one value, which NeMo's state would be; those of other libraries take none or more"
+    "Whether a method takes one value, as NeMo's take a state; those of other libraries take none or more"
     try: parameters = list(inspect.signature(method_of(foreign, name)).parameters.values())
     except (TypeError, ValueError): return False
-    return len(parameters) == 1 and parameters[0].kind in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD)
+    return len(parameters) == 1 and parameters[0].kind in _POSITIONAL
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 @patch(cls_method=True)
 def recognises(cls:NeMoCB, foreign, names):
     "Whether an object follows the protocol of either version"
-    return not names.isdisjoint(cls.certain) or any(_takes_state(foreign, o) for o in names.intersection(cls.further))
+    if not names.isdisjoint(cls.certain): return True
+    return any(_takes_state(foreign, o) for o in names.intersection(cls.further))

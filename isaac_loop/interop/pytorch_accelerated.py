@@ -14,24 +14,25 @@ from ..loop.events import CancelEpochException, Order
 from ..loop.passes import n_batches
 
 # %% ../../nbs/interop/50_pytorch_accelerated.ipynb #85b7db3c
-_PASSES = [f'on_{kind}_{span}_{end}' for kind in ('train', 'eval') for span in ('epoch', 'step') for end in ('start', 'end')]
+_SPANS = 'train_epoch', 'train_step', 'eval_epoch', 'eval_step'
+_PASSES = [f'on_{span}_{end}' for span in _SPANS for end in ('start', 'end')]
 
 class PytorchAcceleratedCB(RecordingCB):
     "A `TrainerCallback` of pytorch-accelerated"
     facade_class,protocol,variables = AcceleratedTrainer,'pytorch-accelerated',('trainer',)
     default_order = Order.RECORD+1 # Before schedules, which want to know how long the passes are
-    certain = ('on_init_end', 'on_training_run_start', 'on_training_run_epoch_end', 'on_training_run_end', 'on_evaluation_run_start', 'on_evaluation_run_end',
-               'on_stop_training_error', *_PASSES)
+    certain = ('on_init_end', 'on_training_run_start', 'on_training_run_epoch_end', 'on_training_run_end',
+               'on_evaluation_run_start', 'on_evaluation_run_end', 'on_stop_training_error', *_PASSES)
     _met = None # The facade that has seen its `on_init_end`
 
     def before_fit(self, trainer):
         "Their run starts"
         first,facade = self._join(trainer, keep=True),self.facade
         if first: facade._begin(trainer.updates_per_epoch != 0)
-        for o in self._everyone(trainer):
-            if o._met is facade: continue
-            o.facade,o._met = facade,facade
-            o._tell('on_init_end', facade)
+        for cb in self._everyone(trainer):
+            if cb._met is facade: continue
+            cb.facade,cb._met = facade,facade
+            cb._tell('on_init_end', facade)
         self._tell('on_training_run_start' if facade._training_run else 'on_evaluation_run_start', facade)
         self._shorten(trainer)
 
@@ -49,7 +50,7 @@ def _fire(self:PytorchAcceleratedCB, trainer, event, **kwargs):
         if not any(o.__name__ == 'StopTrainingError' for o in type(e).__mro__): raise
         self.facade.stopped = True
         self.facade.print(e)
-        for o in self._everyone(trainer): o._tell('on_stop_training_error', self.facade)
+        for cb in self._everyone(trainer): cb._tell('on_stop_training_error', self.facade)
         trainer.request_stop(str(e))
         if any(o.name == 'epoch' for o in trainer.plan.spans): raise CancelEpochException(str(e)) from None
 
@@ -77,8 +78,9 @@ def after_get_loss(self:PytorchAcceleratedCB, trainer):
     "Their step ends: after the forward pass, before `backward`"
     if self._is_first(trainer): self.facade._batch_output = self.facade._output()
     output = self.facade._batch_output
-    if trainer.training: self._fire(trainer, 'on_train_step_end', batch_output=output, batch=trainer.batch, step=trainer.batch_num)
-    else: self._fire(trainer, 'on_eval_step_end', batch_output=output, batch=trainer.batch)
+    told = dict(batch_output=output, batch=trainer.batch)
+    if trainer.training: self._fire(trainer, 'on_train_step_end', **told, step=trainer.batch_num)
+    else: self._fire(trainer, 'on_eval_step_end', **told)
     trainer.loss = output['loss']
 
 # %% ../../nbs/interop/50_pytorch_accelerated.ipynb #61ef6c7c

@@ -21,16 +21,21 @@ from .facade import Facade, LateValues, loss_of, mean_of, missing
 class _Measures(LateValues):
     "Means over some batches, worked out when they are read"
     def __init__(self, columns, validate=None, names=()):
-        self._columns,self._validate,self._names,self._known = columns,validate,names,{}
+        self._columns,self._known = columns,{}
+        self._validate,self._names = validate,names
 
     def __getitem__(self, name):
-        if name not in self._known:
-            if name in self._columns: self._known[name] = mean_of(self._columns[name]).item()
-            elif name in self._names: self._known |= {f'val_{k.removeprefix("valid_")}': v for k,v in self._validate().items()}
-            if name not in self._known: raise missing(f'No measure is called `{name}`; there are', name, self._all())
-        return self._known[name]
+        if name not in self._known: self._measure(name)
+        if name in self._known: return self._known[name]
+        raise missing(f'No measure is called `{name}`; there are', name, self._all())
+
+    def _measure(self, name):
+        if name in self._columns: self._known[name] = mean_of(self._columns[name]).item()
+        elif name in self._names: self._known |= {_val_name(o): value for o,value in self._validate().items()}
 
     def _all(self): return list(dict.fromkeys([*self._columns, *self._names, *self._known]))
+
+def _val_name(name): return f'val_{name.removeprefix("valid_")}'
 
 # %% ../../nbs/interop/60_sonosco.ipynb #4e07a30c
 class _Context(Facade):
@@ -47,6 +52,10 @@ class _Context(Facade):
     def _state(self): return dict(_stop=self._stop)
 
 # %% ../../nbs/interop/60_sonosco.ipynb #4d63956a
+_NOT_THESE = ('`{f}` cannot be called as `cb(epoch, step, measures, trainer)`, which is how a plain '
+              'callable is told about a batch. Let it take these four, or name its methods after the '
+              'events of a protocol that `adapt` knows.')
+
 def _extra_argument(foreign):
     "A value for the fifth argument of a callable, if it needs one"
     try: signature = inspect.signature(foreign)
@@ -55,8 +64,7 @@ def _extra_argument(foreign):
         try: signature.bind(1, 0, {}, None, *extra)
         except TypeError: continue
         return extra
-    raise TypeError(f'`{title_of(foreign)}{signature}` cannot be called as `cb(epoch, step, measures, trainer)`, which is how a plain callable is told about a batch. '
-                    'Let it take these four, or name its methods after the events of a protocol that `adapt` knows.')
+    raise TypeError(_NOT_THESE.format(f=f'{title_of(foreign)}{signature}'))
 
 # %% ../../nbs/interop/60_sonosco.ipynb #3e6ed9c9
 class SonoscoCB(ForeignCB):
@@ -66,7 +74,8 @@ class SonoscoCB(ForeignCB):
         test_step:int=50, # Batches between two refreshes of the measures
     ):
         super().__init__(foreign, name, order)
-        self.test_step,self.extra,self._columns,self._measures = test_step,_extra_argument(foreign),{},None
+        self.test_step,self.extra = test_step,_extra_argument(foreign)
+        self._columns,self._measures = {},None
 
     @classmethod
     def recognises(cls, foreign, names): return callable(foreign) and not names
@@ -91,19 +100,25 @@ def after_batch(self:SonoscoCB, trainer):
     "Call it with epoch, batch, measures and trainer"
     if not trainer.training: return
     self._columns.setdefault('loss', []).append(loss_of(trainer))
-    last = trainer.n_batches is not None and trainer.batch_num+1 == trainer.n_batches
-    if self._measures is None or last or (trainer.batch_num+1) % self.test_step == 0: self._refresh(trainer, last)
+    n = trainer.batch_num+1
+    last = n == trainer.n_batches
+    if self._measures is None or last or n % self.test_step == 0: self._refresh(trainer, last)
     self.facade._caller = self.name
-    with torch.no_grad(): self.foreign(trainer.epoch+1, trainer.batch_num, self._measures, self.facade, *self.extra)
+    with torch.no_grad():
+        self.foreign(trainer.epoch+1, trainer.batch_num, self._measures, self.facade, *self.extra)
 
 @patch
 def _refresh(self:SonoscoCB, trainer, last):
     "New measures, of the batches since the last ones"
     valid = last and getattr(trainer.dls, 'valid', None) is not None
-    metrics = [name for o in recorders_of(trainer) for name in o.metrics] if valid else []
-    if self._measures is not None or last: columns,self._columns = self._columns,{}
-    else: columns = {name: list(o) for name,o in self._columns.items()} # The first batch also counts for the measures that follow
-    self._measures = _Measures(columns, trainer.validate, ['val_loss', *(f'val_{o}' for o in metrics)] if valid else ())
+    names = ['val_loss', *_metrics_of(trainer)] if valid else ()
+    is_first = self._measures is None and not last # That batch also counts for the measures that follow
+    columns = {name: list(o) for name,o in self._columns.items()} if is_first else self._columns
+    if not is_first: self._columns = {}
+    self._measures = _Measures(columns, trainer.validate, names)
+
+def _metrics_of(trainer):
+    return [f'val_{name}' for recorder in recorders_of(trainer) for name in recorder.metrics]
 
 # %% ../../nbs/interop/60_sonosco.ipynb #7481ad6c
 @patch
@@ -120,7 +135,9 @@ def cleanup_fit(self:SonoscoCB, trainer):
 
 # %% ../../nbs/interop/60_sonosco.ipynb #4a2418a9
 @patch
-def _state(self:SonoscoCB): return dict(_columns=self._columns, measures=None if self._measures is None else self._measures._columns)
+def _state(self:SonoscoCB):
+    measures = None if self._measures is None else self._measures._columns
+    return dict(_columns=self._columns, measures=measures)
 
 @patch
 def _load(self:SonoscoCB, state):

@@ -51,7 +51,8 @@ def _check_handler(name, handler, event):
 # %% ../../nbs/loop/27_callback_checks.ipynb #3c5d7e84
 _A_CLASS = '`{0}` is a class, and only an object can be a callback. Make one: `{0}()`.'
 _NO_EVENT = ('`{}` is not an event, so it would never run.{} '
-             'If it is meant for your own use, call it something that does not begin like an event.')
+             'If it is meant for your own use, call it something that does not begin like an event; '
+             'an event of your own is declared in a subclass of the trainer, by `events = (...)`.')
 _NOTHING = ('`{}` ({}) has no method named after an event, so as a callback it would do nothing. '
             f'Events are {", ".join(EVENTS[:4])}, ...; `isaac_loop.loop.events.EVENTS` has them all. '
             'A function answers the event it is named after; '
@@ -105,7 +106,8 @@ def check_trainer_class(
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #cb1f2ab4
 _OWN_AND = ('`{0}.{2}`, a method of the trainer itself, and `{1}.{2}` would both run, '
-            'so every batch would do `{2}` twice. Leave one of them out, or mark the one that should do it alone with `@replaces`.')
+            'so every batch would do `{2}` twice. Leave one of them out, '
+            'or mark the one that should do it alone with `@replaces`.')
 _TWICE = ('`{}` and `{}` both have `{}` from `{}`, so every batch would do it twice. '
           'Leave out {}, or mark the method that should do it alone with `@replaces`.')
 _GROUP = ('{}, which came with the group `{}` (hand the other one to the group, if it takes one, as '

@@ -122,7 +122,7 @@ def fills_in(
     return marked
 
 # %% ../../nbs/loop/10_events.ipynb #54ca5762
-FOREIGN = 'If it was written for another library, `isaac_loop.interop.adapt.adapt` may run it as it is.'
+FOREIGN = 'If it was written for another library, `isaac_loop.interop.adapt` may run it as it is.'
 
 def members(
     callback, # Any callback

@@ -71,7 +71,7 @@ class History(Sequence):
     def write_media(self,
         name:str, # What it is called in a log, such as 'samples'
         kind:str, # One of `MEDIA`
-        value, # By kind: see the table below
+        value, # By kind, see the table below
         **about, # What else a log may need, such as `rate` of a sound in Hz
     ):
         "Put down something to look at or to listen to, until the next epoch begins"

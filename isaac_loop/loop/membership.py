@@ -41,8 +41,8 @@ def check_newcomers(
         name = callback_name(cb)
         if isinstance(cb, Trainer): raise TypeError(_A_TRAINER)
         if is_in(cb, [*trainer.callbacks, *new[:i]]): raise ValueError(_ADDED_TWICE.format(name))
-        if name in STATE or name in ELSEWHERE['Trainer'] or hasattr(type(trainer), name) or name in vars(trainer):
-            raise ValueError(_HIDES.format(name))
+        ours = name in STATE or name in ELSEWHERE['Trainer'] or name in vars(trainer)
+        if ours or hasattr(type(trainer), name): raise ValueError(_HIDES.format(name))
         if name in map(callback_name, new[:i]) or (name in names and not force):
             raise ValueError(_SAME_NAME.format(name))
         if name in names: old.append(names[name])

@@ -20,7 +20,8 @@ def n_batches(
     except (TypeError, NotImplementedError): return None
 
 _NO_LENGTH = ('The length of this fit is unknown, because `dls.train` has no `len`. '
-              'Limit it with `NBatchCB` or `LimitCB(updates)`, or set `trainer.updates_per_epoch` in `before_fit`.')
+              'Limit it with `NBatchCB` or `LimitCB(updates)`, '
+              'or set `trainer.updates_per_epoch` in `before_fit`.')
 
 def planned_updates(
     trainer, # Knows its epochs, and perhaps `updates_per_epoch`

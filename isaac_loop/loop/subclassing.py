@@ -13,20 +13,27 @@ from inspect import Parameter
 from ..basics.checks import did_you_mean
 
 # %% ../../nbs/loop/50_subclassing.ipynb #480ddeca
+_OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) # `*args` and `**kwargs`
+
 def delegated_parameters(
     cls:type, # The class whose set-up we ask for
     method:str='subclassing_method', # Name of the method that gets the keyword arguments
 )->list: # `inspect.Parameter`s, the oldest class's first
     "What `method` takes, along the chain of classes that pass `**kwargs` on"
     chain = []
-    for o in cls.__mro__:
-        if method not in vars(o): continue
-        params = list(inspect.signature(vars(o)[method]).parameters.values())[1:]
-        chain.insert(0, [p for p in params if p.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)])
+    for parent in cls.__mro__:
+        if method not in vars(parent): continue
+        params = _parameters(vars(parent)[method])[1:]
+        chain.insert(0, [p for p in params if p.kind not in _OPEN])
         if not any(p.kind is Parameter.VAR_KEYWORD for p in params): break
     return list({p.name: p for params in chain for p in params}.values())
 
+def _parameters(f): return list(inspect.signature(f).parameters.values())
+
 # %% ../../nbs/loop/50_subclassing.ipynb #8b7b56b7
+_UNKNOWN = ('`{cls}` got the keyword `{name}`, which nobody takes, so it would have no effect. '
+            '`{cls}.{method}` takes {takes}.{hint}')
+
 def check_keywords(
     cls:type, # The class that is being made
     kwargs:dict, # What its `__init__` got beyond its own arguments
@@ -34,11 +41,10 @@ def check_keywords(
 ):
     "Raise a `TypeError` for a keyword that no `method` of `cls` takes"
     known = [p.name for p in delegated_parameters(cls, method)]
-    for name in kwargs:
-        if name in known: continue
-        takes = f'takes {", ".join(f"`{o}`" for o in known)}' if known else 'takes no arguments of its own'
-        raise TypeError(f'`{cls.__name__}` got the keyword `{name}`, which nobody takes, so it would have no effect. '
-                        f'`{cls.__name__}.{method}` {takes}.{did_you_mean(name, known)}')
+    name = next((name for name in kwargs if name not in known), None)
+    if name is None: return
+    takes,hint = ', '.join(f'`{o}`' for o in known) or 'no arguments of its own',did_you_mean(name, known)
+    raise TypeError(_UNKNOWN.format(cls=cls.__name__, name=name, method=method, takes=takes, hint=hint))
 
 # %% ../../nbs/loop/50_subclassing.ipynb #aaf32466
 def _in_order(params):
@@ -52,20 +58,25 @@ def _in_order(params):
 
 def _inherited(cls):
     "What the next `__init__` along the chain takes, for one that passes `*args` on"
-    inits = [vars(o)['__init__'] for o in cls.__mro__ if '__init__' in vars(o)]
-    wide = lambda f: any(p.kind is Parameter.VAR_POSITIONAL for p in inspect.signature(f).parameters.values())
-    parent = next((o for o in inits if not wide(_innermost(o))), None)
-    params = list(inspect.signature(_innermost(parent)).parameters.values())[1:] if parent else []
-    return {p.name: p for p in params if p.kind is not Parameter.VAR_KEYWORD}
+    inits = [_innermost(vars(o)['__init__']) for o in cls.__mro__ if '__init__' in vars(o)]
+    parent = next((init for init in inits if not _has_args(_parameters(init))), None)
+    params = _parameters(parent)[1:] if parent else []
+    return {p.name: p for p in _but_kwargs(params)}
 
 def _full_signature(cls, method):
     "The signature of `cls.__init__` with `**kwargs` written out"
     sig = inspect.signature(cls.__init__)
-    own = {name: p for name,p in sig.parameters.items() if p.kind is not Parameter.VAR_KEYWORD}
-    if any(p.kind is Parameter.VAR_POSITIONAL for p in own.values()): own = {'self': own['self']} | _inherited(cls)
-    return sig.replace(parameters=_in_order([*own.values(), *(p for p in delegated_parameters(cls, method) if p.name not in own)]))
+    own = {p.name: p for p in _but_kwargs(sig.parameters.values())}
+    if _has_args(own.values()): own = {'self': own['self']} | _inherited(cls)
+    further = [p for p in delegated_parameters(cls, method) if p.name not in own]
+    return sig.replace(parameters=_in_order([*own.values(), *further]))
+
+def _has_args(params): return any(p.kind is Parameter.VAR_POSITIONAL for p in params)
+def _but_kwargs(params): return [p for p in params if p.kind is not Parameter.VAR_KEYWORD]
 
 # %% ../../nbs/loop/50_subclassing.ipynb #c1fb709a
+_TWICE = '`{}` got `{}` twice, by position and by name. Give it once.'
+
 def init_delegates(
     method:str='subclassing_method', # Name of the method whose arguments to show
 ): # A class decorator
@@ -74,18 +85,19 @@ def init_delegates(
     def decorate(cls):
         init,sig = cls.__init__,_full_signature(_without_own_signature(cls), method)
         names = [p.name for p in sig.parameters.values() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
-        taken = [p for p in inspect.signature(_innermost(init)).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        n_own = len(names) if any(p.kind is Parameter.VAR_POSITIONAL for p in taken) else len(taken)
+        taken = _but_kwargs(_parameters(_innermost(init)))
+        n_own = len(names) if _has_args(taken) else len(taken)
 
         @wraps(init)
         def __init__(self, *args, **kwargs):
             by_name = dict(zip(names[n_own:], args[n_own-1:]))
-            for o in by_name:
-                if o in kwargs: raise TypeError(f'`{cls.__name__}` got `{o}` twice, by position and by name. Give it once.')
+            for name in by_name:
+                if name in kwargs: raise TypeError(_TWICE.format(cls.__name__, name))
             init(self, *args[:n_own-1], *args[len(names)-1:], **by_name, **kwargs)
 
         __init__.__signature__ = sig
-        __init__.__annotations__ = {o.name: o.annotation for o in sig.parameters.values() if o.annotation is not Parameter.empty}
+        annotated = [p for p in sig.parameters.values() if p.annotation is not Parameter.empty]
+        __init__.__annotations__ = {p.name: p.annotation for p in annotated}
         cls.__init__ = __init__
         return cls
     return decorate

@@ -38,7 +38,8 @@ def _noting(trainer, step):
 
 # %% ../../nbs/loop/23_two_providers.ipynb #a036f872
 _BOTH = ('{names} {both} run in every batch, and {outcome}. Leave out all but one, or mark the one that '
-         'should do it alone with `@replaces`; one that only looks, or changes the outcome, does so in `after_{step}`.')
+         'should do it alone with `@replaces`; '
+         'one that only looks, or changes the outcome, does so in `after_{step}`.')
 
 class Watch:
     "Sees what the callbacks of one step do in a batch, and warns once of two that do the same"

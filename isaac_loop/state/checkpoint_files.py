@@ -210,6 +210,10 @@ class Checkpoint:
     def __repr__(self): return f'Checkpoint({", ".join([repr(self.path.name), *(f"{k}={v:g}" for k,v in {"step": self.step, **self.metrics}.items())])})'
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #f9d483ce
+def check_verify(verify):
+    "Refuse what does not say how files are compared"
+    check_choice(verify, 'verify', ('sha256', 'size'), 'files are compared by every byte or by size alone')
+
 @patch
 def verify(self:Checkpoint):
     "Compare the checksum of every file; raise `CheckpointCorrupt` for a damaged one"
@@ -222,7 +226,7 @@ def read(self:Checkpoint,
     verify:str='sha256', # 'sha256' reads and compares every byte first, 'size' only compares sizes
 )->tuple: # Weights, state, manifest
     "Everything in the checkpoint"
-    check_choice(verify, 'verify', ('sha256', 'size'), 'files are compared by every byte or by size alone')
+    check_verify(verify)
     if verify == 'sha256': self.verify()
     found = _load_state(self.path/STATE_FILE)
     return {**_load_tensors(self.path/MODEL_FILE), **found['extra']}, found['state'], self.manifest

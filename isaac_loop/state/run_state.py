@@ -72,7 +72,7 @@ def take_state(
     copy:bool=True, # Plain copies? Else the objects themselves, for a store that writes them at once
 )->tuple: # The model's weights, and everything else
     "All that this run must remember to go on later"
-    _check_weights(trainer)
+    _check_no_average(trainer)
     if not batches: _leave_passes(trainer)
     place = dict(position=_position(trainer, epoch, batches, finished), pass_start=pass_start)
     with undrawn(): state = place | _gather(trainer)
@@ -93,7 +93,7 @@ def _gather(trainer):
 _SWAPPED = ('`{}` has its own weights in the model at present, so the training weights cannot be saved. '
             'Save between two passes, or in a training pass.')
 
-def _check_weights(trainer):
+def _check_no_average(trainer):
     "Refuse to save an average in place of the weights"
     swapped = [callback_name(cb) for cb in offering(trainer, 'weights_swapped') if cb.weights_swapped]
     if swapped: raise RuntimeError(_SWAPPED.format(swapped[0]))

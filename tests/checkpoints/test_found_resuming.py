@@ -881,7 +881,7 @@ def test_loading_the_best_says_why_there_is_none(tmp_path):
         trainer.load(tmp_path / "run", best=True)
     with pytest.raises(ValueError, match="Say `mode='max'`"):
         trainer.load(tmp_path / "run", best=True, monitor="accuracy")
-    with pytest.raises(ValueError, match="'max' when higher is"):
+    with pytest.raises(ValueError, match="Use 'min' or 'max'"):
         trainer.load(tmp_path / "run", best=True, monitor="accuracy", mode="auto")
     with pytest.raises(NoValidCheckpoint, match="has a finite `loss`, so none is the best"):
         trainer.load(tmp_path / "run", best=True, monitor="loss")

@@ -92,6 +92,19 @@ def test_gradients_of_an_interrupted_fit_do_not_reach_the_next(train_cb):
     assert trained(True) == trained(False)
 
 
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_gradients_are_switched_on_or_off_as_before_after_an_interrupt(with_grad):
+    def before_batch(trainer):
+        torch.set_grad_enabled(not with_grad)
+        raise KeyboardInterrupt
+
+    t = trainer_with()
+    with torch.set_grad_enabled(with_grad):
+        with pytest.raises(KeyboardInterrupt):
+            t.fit(1, callbacks=before_batch, valid=False)
+        assert torch.is_grad_enabled() == with_grad
+
+
 async def _later(trainer): ...
 
 
@@ -212,6 +225,20 @@ def test_a_limit_stays_when_the_loader_changes():
 
     t.fit(1, callbacks=before_epoch)
     assert t.WalkCB.seen == 2 * [[1, 1]]
+
+
+def test_a_stop_ends_a_pass_over_other_batches_too():
+    class OtherCB:
+        def before_epoch(self, trainer):
+            trainer.batches = sized(1, 2, 3, 5)
+
+        def after_batch(self, trainer):
+            if trainer.batch_num == 1:
+                trainer.request_stop()
+
+    t = trainer_with(WalkCB())
+    t.fit(1, callbacks=OtherCB(), valid=False)
+    assert t.WalkCB.seen == [[4, 1, 2]]
 
 
 def test_what_was_set_for_a_pass_may_be_put_back_after_it():

@@ -295,3 +295,23 @@ def test_who_clips_in_backward_is_no_second_provider_and_who_adds_gradients_is()
         trainer_with(ClipsCB()).fit(1)
     with pytest.warns(UserWarning, match="`AddsCB.backward` both run"):
         trainer_with(AddsCB()).fit(1)
+
+
+def test_two_callbacks_that_both_give_gradients_are_warned_of_and_one_that_looks_is_not():
+    class DecayCB:
+        order = 1
+
+        def backward(self, trainer):
+            trainer.model.weight.square().sum().backward()
+
+    class LooksCB:
+        order = 1
+
+        def backward(self, trainer):
+            self.seen = trainer.model.weight.grad.clone()
+
+    with pytest.warns(UserWarning, match="`BasicTrainCB.backward` and `DecayCB.backward` both run.*add up"):
+        trainer_with(DecayCB()).fit(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_with(LooksCB()).fit(1)

@@ -50,6 +50,13 @@ def test_imports_go_downhill():
     assert done.returncode == 0, done.stdout
 
 
+def test_each_mutant_finds_its_place():
+    "What `make mutants` breaks, and the tests that must notice, are there; code that moves takes them along"
+    command = [sys.executable, ROOT / "tools/mutants.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_star_stands_only_in_all():
     for path in (ROOT / "isaac_loop").rglob("*.py"):
         stars = [
