@@ -113,6 +113,7 @@ def check_columns(
     for other in offering(trainer, 'columns'):
         if other is callback: continue
         taken = [o for o in declared_columns(other, trainer) if o in mine]
-        if taken: raise ValueError(_BOTH.format(callback_name(callback), callback_name(other), taken[0], advice))
+        names = callback_name(callback),callback_name(other)
+        if taken: raise ValueError(_BOTH.format(*names, taken[0], advice))
 
 _BOTH = '`{}` and `{}` both write the column `{}`, so one would hide the other. {}'

@@ -7,23 +7,22 @@ __all__ = ['EvaluatorCB']
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #d1e62ff4
 import math, numbers, time, warnings
-from collections.abc import Mapping
-from contextlib import contextmanager
 
-import torch
 from fastcore.basics import patch
 
-from ..metrics.confidence import numbers_of
 from ..metrics.any_metric import check_no_options
 from ..metrics.metrics import weigh_of
-from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same_random
+from .data_sets import aside, check_columns, check_sets
+from .data_sets import chosen_loader, data_sets, same_random
 from ..data.dataset_order import in_order
 from .predictions import OtherData, evaluated_weights
 from ..train.training import NBatchCB
-from ..basics.checks import check_count, check_function
-from ..loop.events import CancelBatchException, CancelEpochException, CancelException, CancelFitException, CancelStepException, Order, callback_name
+from ..basics.checks import check_count
+from ..loop.events import CancelBatchException, CancelEpochException, CancelException
+from ..loop.events import CancelFitException, CancelStepException, Order, callback_name
 from ..basics.tables import row_text
-from .evaluation_pass import PassCB, askers
+from .evaluation_pass import PassCB, askers, check_functions, check_metric_names
+from .evaluation_pass import check_returned_names, returned_numbers
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #dd20e864
 class EvaluatorCB:
@@ -32,46 +31,39 @@ class EvaluatorCB:
     on_valid = False
     def __init__(self,
         dl=None, # A loader, 'train' or 'valid', or a dict of them by name; default: `dls.valid`
-        user_iter_callback=None, # Called after each evaluation batch with a dict of `eval_tensors` and the store, a dict that is emptied before each evaluation
-        user_epochs_done_callback=None, # Called with the store at the end of an evaluation; may return a dict of numbers for the history
-        eval_tensors=None, # What the first function gets: names, or a dict of names and functions of the trainer; default: `preds`, `targets` and `loss`
+        user_iter_callback=None, # Called after each batch with `eval_tensors`, a dict, and the store
+        user_epochs_done_callback=None, # Called with the store at the end; may return a dict of numbers
+        eval_tensors=None, # Names, or functions of the trainer by name; default: `preds`, `targets`, `loss`
         *, updates:int=None, # Evaluate after every so many optimizer updates
         epochs:int=None, # Evaluate after every so many epochs; default: 1, if `updates` is not given either
         at_start:bool=False, # Also before the first update, as columns `start_...`?
         at_end:bool=True, # Also when the training ends, if that was no turn anyway?
         n_batches:int=None, # Look at the first batches only
         with_loss:bool=True, # Compute the loss? Data without targets have none
-        weigh=None, # What each batch's loss is a mean over, as for `MetricsCB`; default: as the trainer's own has it
-        write=None, # Called with the history, what the second function returned and the number of updates, instead of writing numbers
+        weigh=None, # What each batch's loss is a mean over, as for `MetricsCB`; default: as the trainer's own
+        write=None, # Called with history, what was returned and the number of updates, instead of writing
         report=None, # Called with a line of text about each evaluation, such as `print`
         callbacks=None, # Further callbacks for the evaluation
         name:str=None, # What this callback is called, if there are several
         **metrics, # By name: metrics as for `MetricsCB`, or functions as for `MeanOf`
     ):
         check_no_options(metrics, type(self), EvaluatorCB)
-        for counted,n in dict(updates=updates, epochs=epochs, n_batches=n_batches).items(): check_count(n, counted, none='to leave it out')
-        if user_iter_callback is not None: check_function(user_iter_callback, 'user_iter_callback', 'values', 'store')
-        if user_epochs_done_callback is not None: check_function(user_epochs_done_callback, 'user_epochs_done_callback', 'store')
-        if write is not None: check_function(write, 'write', 'history', 'returned', 'n_updates')
-        if report is not None: check_function(report, 'report', 'text')
-        if write is not None and user_epochs_done_callback is None: raise ValueError('`write` gets what `user_epochs_done_callback` returns, and there is no such function. Pass both, or leave out `write`.')
-        own = [o for o in ('seconds', *['loss']*with_loss) if o in metrics]
-        if own: raise ValueError(f'`{own[0]}` is a column that each evaluation writes itself, so one would hide the other. Give the metric another name, such as `my_{own[0]}`' + ('.' if own[0] == 'seconds' else ', or pass `with_loss=False`.'))
+        counts = dict(updates=updates, epochs=epochs, n_batches=n_batches)
+        for counted,n in counts.items(): check_count(n, counted, none='to leave it out')
+        check_functions(user_iter_callback=user_iter_callback, write=write, report=report,
+                        user_epochs_done_callback=user_epochs_done_callback)
+        check_metric_names(metrics, with_loss)
         if name: self.name = name
         self.sets,self.at_start,self.at_end = data_sets(dl, 'eval'),at_start,at_end
         self.updates,self.epochs = updates,1 if updates is None and epochs is None else epochs
-        self.n_batches,self.with_loss,self.weigh,self.write,self.report,self.callbacks_inside = n_batches,with_loss,weigh,write,report,callbacks
-        self.user_iter_callback,self.user_epochs_done_callback,self.store = user_iter_callback,user_epochs_done_callback,{}
+        self.n_batches,self.with_loss,self.weigh = n_batches,with_loss,weigh
+        self.write,self.report,self.callbacks_inside = write,report,callbacks
+        self.user_iter_callback,self.user_epochs_done_callback = user_iter_callback,user_epochs_done_callback
+        self.store = {} # For both functions; emptied before each evaluation
         self._cancel = None # What a function of the user's has raised, for the training
         self._askers = askers(eval_tensors or ['preds', 'targets'] + ['loss']*with_loss)
-        self._pass = PassCB(callback_name(self), metrics, with_loss, self._look if user_iter_callback else None, weigh)
-
-# %% ../../nbs/evaluate/40_evaluator.ipynb #b40d78f9
-def _numbers(returned):
-    "What the user's function returned as plain numbers by name"
-    if returned is None: return {}
-    if not isinstance(returned, Mapping): raise TypeError(f'`user_epochs_done_callback` returned {returned!r}. Return a dict of numbers or None; for anything else there is `write`.')
-    return {k: v for name,value in returned.items() for k,v in numbers_of(name, value).items()}
+        look = self._look if user_iter_callback else None
+        self._pass = PassCB(callback_name(self), metrics, with_loss, look, weigh)
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #ee57b051
 @patch
@@ -79,11 +71,14 @@ def _run(self:EvaluatorCB, trainer, name, dl):
     "Run over one data set; what was measured, by name"
     self._pass.weigh = weigh_of(trainer) if self.weigh is None else self.weigh
     with trainer.side_run() as side:
-        side.dls = OtherData(side.dls, in_order(chosen_loader(side.dls, dl))[0], f'The data set `{name}`')
-        with side.added_callbacks([self._pass, self._limit(), self.callbacks_inside]): side.fit(1, train=False)
+        ordered = in_order(chosen_loader(side.dls, dl))[0]
+        side.dls = OtherData(side.dls, ordered, f'The data set `{name}`')
+        callbacks = [self._pass, self._limit(), self.callbacks_inside]
+        with side.added_callbacks(callbacks): side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
-    if 'valid_loss' not in row: warnings.warn(f'No batch of `{name}` got to its end, so `{callback_name(self)}` has measured nothing. Look for a callback that cancels.')
-    return {'loss' if k == 'valid_loss' else k: v for k,v in row.items() if k not in ('fit', 'epoch', 'elapsed') and (self.with_loss or k != 'valid_loss')}
+    if 'valid_loss' not in row: warnings.warn(_NOTHING_MEASURED.format(name, callback_name(self)))
+    left_out = ['fit', 'epoch', 'elapsed'] + ['valid_loss']*(not self.with_loss)
+    return {'loss' if k == 'valid_loss' else k: v for k,v in row.items() if k not in left_out}
 
 @patch
 def _limit(self:EvaluatorCB):
@@ -93,45 +88,42 @@ def _limit(self:EvaluatorCB):
     limit.name = f'{callback_name(self)}_limit'
     return limit
 
+_NOTHING_MEASURED = ('No batch of `{}` got to its end, so `{}` has measured nothing. '
+                     'Look for a callback that cancels.')
+
 # %% ../../nbs/evaluate/40_evaluator.ipynb #2c12bf62
 @patch
 def _look(self:EvaluatorCB, trainer):
     "Call the user's function for a batch, and note if it has had enough"
     stopped,left = trainer.stop_reason,None
     try: self.user_iter_callback({name: f(trainer) for name,f in self._askers.items()}, self.store)
-    except (CancelEpochException, CancelFitException) as e:
-        if isinstance(e, CancelFitException): self._cancel = e
-        left = f'{type(e).__name__}: {e}'.rstrip(': ')
+    except (CancelEpochException, CancelFitException) as cancel:
+        if isinstance(cancel, CancelFitException): self._cancel = cancel
+        left = f'{type(cancel).__name__}: {cancel}'.rstrip(': ')
         raise
     finally:
         if trainer.stop_reason != stopped: left = self._stop = trainer.stop_reason
-        if left is not None and trainer.batch_num+1 != trainer.n_batches: self._left = f'{left}, after {trainer.batch_num+1} batches'
+        done = trainer.batch_num+1
+        if left is not None and done != trainer.n_batches: self._left = f'{left}, after {done} batches'
 
 @patch
 def _pass_on(self:EvaluatorCB, trainer, name):
     "Let the training know of a stop, and the user of an evaluation that is not complete"
-    stop,left,self._stop,self._left = self._stop,self._left,None,None
-    if left is not None: warnings.warn(f'The evaluation of `{name}` was left early ({left}), so its numbers are those of a part of the data.')
+    stop,left = self._stop,self._left
+    self._stop,self._left = None,None
+    if left is not None: warnings.warn(_LEFT_EARLY.format(name, left))
     if stop is not None and trainer._fitting: trainer.request_stop(stop)
 
-# %% ../../nbs/evaluate/40_evaluator.ipynb #c074dcf7
-@contextmanager
-def _aside(model):
-    "Evaluation mode, no gradients; modes and random numbers are put back"
-    modes = [(o, o.training) for o in (model.modules() if hasattr(model, 'modules') else ())]
-    if hasattr(model, 'eval'): model.eval()
-    try:
-        with torch.no_grad(), same_random(): yield
-    finally:
-        for module,mode in modes: module.training = mode
+_LEFT_EARLY = 'The evaluation of `{}` was left early ({}), so its numbers are those of a part of the data.'
 
+# %% ../../nbs/evaluate/40_evaluator.ipynb #c074dcf7
 @patch
 def _done(self:EvaluatorCB, trainer):
     "What the user's function for the end returns; a cancel is kept for later"
     if self.user_epochs_done_callback is None or self._cancel is not None: return None
-    with _aside(trainer.model):
+    with aside(trainer.model):
         try: return self.user_epochs_done_callback(self.store)
-        except CancelException as e: self._cancel = e
+        except CancelException as cancel: self._cancel = cancel
 
 @patch
 def _evaluate_one(self:EvaluatorCB, trainer, name, dl):
@@ -143,26 +135,29 @@ def _evaluate_one(self:EvaluatorCB, trainer, name, dl):
         columns = self._run(trainer, name, dl)
         self._pass_on(trainer, name)
         returned = self._done(trainer)
-    new = _numbers(returned) if self.write is None else {}
-    taken = [o for o in new if o in (*columns, 'seconds')]
-    if taken: raise ValueError(f'`user_epochs_done_callback` returned `{taken[0]}`, which is measured already, so one would hide the other. Return it under another name' + (', or pass `with_loss=False`.' if taken[0] == 'loss' else '.'))
-    return {f'{name}_{k}': v for k,v in (columns | new).items()} | {f'{name}_seconds': time.perf_counter()-start},returned
+    new = returned_numbers(returned) if self.write is None else {}
+    check_returned_names(new, columns)
+    columns = {f'{name}_{k}': v for k,v in (columns | new).items()}
+    return columns | {f'{name}_seconds': time.perf_counter()-start},returned
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #febb18b4
 @patch
 def before_fit(self:EvaluatorCB, trainer):
     "Forget the last run, and look at names and data"
     self._check(trainer)
-    self.n_evaluations,self._measured,self._fresh = 0,{},False # How many, the last one, and whether the model is still the one it measured
-    self._started,self._seen = False,0 # Whether there was a batch, and updates when the last one was done
+    self.n_evaluations,self._measured = 0,{} # How many, and what the last one gave
+    self._fresh = False # Is the model still the one that was measured last?
+    self._started,self._seen = False,0 # Was there a batch, and how many updates after the last one?
     self._unwritten = [] # Batches that have no row yet
     self._cancel = None
 
 @patch
-def columns(self:EvaluatorCB, trainer)->list: # One that ends in `_*` stands for columns whose names are not known before
+def columns(self:EvaluatorCB, trainer)->list: # One with `_*` at its end: further names
     "The columns that this callback will write into the history"
-    names = [o for m in self._pass.metrics for o in (m, f'{m}_*')] + ['loss']*self.with_loss + ['seconds'] + ['*']*(self.user_epochs_done_callback is not None)
-    return [f'{start}{name}_{o}' for start in ['']+['start_']*self.at_start for name in self.sets for o in names]
+    names = [o for m in self._pass.metrics for o in (m, f'{m}_*')] + ['loss']*self.with_loss + ['seconds']
+    if self.user_epochs_done_callback is not None: names.append('*')
+    starts = [''] + ['start_']*self.at_start
+    return [f'{start}{name}_{column}' for start in starts for name in self.sets for column in names]
 
 @patch
 def _check(self:EvaluatorCB, trainer):
@@ -178,23 +173,24 @@ def _measure(self:EvaluatorCB, trainer):
     for name,dl in self.sets.items():
         try: new,what = self._evaluate_one(trainer, name, dl)
         except CancelException: raise
-        except Exception as e:
-            e.add_note(f'while evaluating `{name}`')
+        except Exception as error:
+            error.add_note(f'while evaluating `{name}`')
             raise
         columns |= new
         returned.append(what)
         if self._cancel is not None: break
-    self.n_evaluations,self._fresh,self._measured = self.n_evaluations+1,True,columns
+    self.n_evaluations += 1
+    self._fresh,self._measured = True,columns
     try:
         with same_random(): self._tell(trainer, columns, returned)
-    except CancelException as e: self._cancel = self._cancel or e
+    except CancelException as cancel: self._cancel = self._cancel or cancel
     return columns
 
 @patch
 def _tell(self:EvaluatorCB, trainer, columns, returned):
     "Call the functions that write and report"
-    for what in returned if self.write is not None else ():
-        if what is not None: self.write(trainer.history, what, trainer.n_updates)
+    for what in returned:
+        if self.write is not None and what is not None: self.write(trainer.history, what, trainer.n_updates)
     if self.report is not None: self.report(f'after {trainer.n_updates} updates: ' + row_text(columns))
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #05b72f8e
@@ -214,7 +210,8 @@ def before_epoch(self:EvaluatorCB, trainer):
 def before_batch(self:EvaluatorCB, trainer):
     "Evaluate before the first update, if asked to"
     first,self._started = not self._started,True
-    if first and self.at_start: trainer.write_measured(**{f'start_{k}': v for k,v in self._measure(trainer).items()})
+    if first and self.at_start:
+        trainer.write_measured(**{f'start_{k}': v for k,v in self._measure(trainer).items()})
     self._leave()
     self._fresh = False
 
@@ -225,9 +222,11 @@ def after_batch(self:EvaluatorCB, trainer):
     self._unwritten.append(trainer.batch_num)
     due,self._seen = trainer.n_updates//self.updates > self._seen//self.updates,trainer.n_updates
     if not due: return
-    row,batches,self._unwritten = self._measure(trainer),self._unwritten,[]
-    gap = [math.nan]*(len(batches)-1) # All batches have rows, in their order
-    trainer.history.write_batches(True, batches, **{k: [*gap, v] for k,v in row.items() if isinstance(v, numbers.Real)})
+    row = self._measure(trainer)
+    gap = [math.nan]*(len(self._unwritten)-1) # All batches have rows, in their order
+    columns = {k: [*gap, v] for k,v in row.items() if isinstance(v, numbers.Real)}
+    trainer.history.write_batches(True, self._unwritten, **columns)
+    self._unwritten = []
     trainer.write_measured(**row)
     self._leave()
 
@@ -251,13 +250,17 @@ def after_fit(self:EvaluatorCB, trainer):
     if 'epoch' not in vars(trainer): return
     if self.at_end and not self._fresh: trainer.write_measured(**self._measure(trainer))
     self._leave(CancelException)
-    if not self.n_evaluations: warnings.warn(f'`{callback_name(self)}` had no turn in this fit, so nothing was evaluated. Lower `updates` or `epochs`, or leave out `at_end=False`.', stacklevel=2)
+    if not self.n_evaluations: warnings.warn(_NO_TURN.format(callback_name(self)), stacklevel=2)
 
 @patch
 def cleanup_fit(self:EvaluatorCB, trainer):
     "Do so after a cancel as well"
-    if isinstance(trainer.exception, CancelFitException) and self.at_end and not self._fresh and 'epoch' in vars(trainer): trainer.history.write(**self._measure(trainer))
+    was_cancelled = isinstance(trainer.exception, CancelFitException) and 'epoch' in vars(trainer)
+    if was_cancelled and self.at_end and not self._fresh: trainer.history.write(**self._measure(trainer))
     self._leave(CancelException)
+
+_NO_TURN = ('`{}` had no turn in this fit, so nothing was evaluated. '
+            'Lower `updates` or `epochs`, or leave out `at_end=False`.')
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #49e39a78
 _KEPT = ('n_evaluations', '_seen', '_started', '_fresh', '_measured', '_unwritten')
@@ -265,14 +268,14 @@ _KEPT = ('n_evaluations', '_seen', '_started', '_fresh', '_measured', '_unwritte
 @patch
 def state_dict(self:EvaluatorCB)->dict: # Plain types
     "When it has evaluated, and what came out last"
-    return {o.strip('_'): getattr(self, o) for o in _KEPT}
+    return {name.strip('_'): getattr(self, name) for name in _KEPT}
 
 @patch
 def load_state_dict(self:EvaluatorCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on from a saved state"
-    for o in _KEPT: setattr(self, o, state[o.strip('_')])
+    for name in _KEPT: setattr(self, name, state[name.strip('_')])
     self._measured,self._unwritten = dict(self._measured),list(self._unwritten)
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #7d98d255
@@ -282,6 +285,7 @@ def evaluate(self:EvaluatorCB,
 )->dict: # The columns that would be written
     "Evaluate now, and write nothing"
     check_sets(trainer, self.sets, callback_name(self))
-    columns = {k: v for name,dl in self.sets.items() for k,v in self._evaluate_one(trainer, name, dl)[0].items()}
+    columns = {}
+    for name,dl in self.sets.items(): columns |= self._evaluate_one(trainer, name, dl)[0]
     self._leave(*() if trainer._fitting else (CancelException,))
     return columns

@@ -25,7 +25,7 @@ from ..basics.tensors import batch_size, map_tensors
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #be133bee
 class Predictions:
-    "What a model said about each example, on the CPU; unpacks into predictions, targets, and what was kept"
+    "What a model said of each example, on the CPU; unpacks into predictions, targets, any losses and inputs"
     def __init__(self,
         preds, # The model's output, over all examples: a tensor or a structure of tensors
         targets=None, # The same for targets; None if there were none, a tuple if there were several

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from fastcore.basics import patch
 
 from ..metrics.confidence import function_of, numbers_of
 from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same_random
@@ -32,9 +31,12 @@ def classification_scores(
     said = preds.argmax(1) if preds.ndim > 1 else preds
     classes = torch.cat([said, targets]).unique()
     is_said,is_true = said[:, None] == classes,targets[:, None] == classes
-    right,n_said,n_true = ((o.sum(0).double()) for o in (is_said & is_true, is_said, is_true))
-    precision,recall,f1 = right/n_said.clamp(min=1),right/n_true.clamp(min=1),2*right/(n_said+n_true)
-    return dict(accuracy=(said == targets).double().mean(), precision=precision.mean(), recall=recall.mean(), f1=f1.mean())
+    right,n_said,n_true = (o.sum(0).double() for o in (is_said & is_true, is_said, is_true))
+    return dict(
+        accuracy=(said == targets).double().mean(),
+        precision=(right/n_said.clamp(min=1)).mean(),
+        recall=(right/n_true.clamp(min=1)).mean(),
+        f1=(2*right/(n_said+n_true)).mean())
 
 classification_scores.names = ('accuracy', 'precision', 'recall', 'f1')
 
@@ -47,8 +49,13 @@ def binary_scores(
     preds,targets = preds.flatten().double(),targets.flatten() > 0.5
     said = preds > 0
     right = (said & targets).sum().double()
-    return dict(accuracy=(said == targets).double().mean(), precision=right/said.sum().clamp(min=1), recall=right/targets.sum().clamp(min=1),
-                f1=2*right/(said.sum()+targets.sum()).clamp(min=1), roc_auc=_roc_auc(preds, targets))
+    n_said,n_true = said.sum(),targets.sum()
+    return dict(
+        accuracy=(said == targets).double().mean(),
+        precision=right/n_said.clamp(min=1),
+        recall=right/n_true.clamp(min=1),
+        f1=2*right/(n_said+n_true).clamp(min=1),
+        roc_auc=_roc_auc(preds, targets))
 
 def _roc_auc(scores, targets):
     "The share of pairs in the right order, from the sum of ranks; equal scores share their ranks"
@@ -67,11 +74,15 @@ def regression_scores(
 )->dict: # `mse`, `rmse`, `mae`, `r2`
     "Errors of predicted numbers, and the share of the variance that is explained"
     preds,targets = preds.double().flatten(),targets.double().flatten()
-    if preds.shape != targets.shape: raise ValueError(f'There are {len(preds)} predictions and {len(targets)} targets, so they cannot be compared one by one. Let both have the same shape.')
+    if preds.shape != targets.shape: raise ValueError(_NOT_AS_MANY.format(len(preds), len(targets)))
     mse,spread = (preds-targets).square().mean(),targets.var(correction=0)
-    return dict(mse=mse, rmse=mse.sqrt(), mae=(preds-targets).abs().mean(), r2=1-mse/spread if spread > 0 else math.nan)
+    r2 = 1-mse/spread if spread > 0 else math.nan
+    return dict(mse=mse, rmse=mse.sqrt(), mae=(preds-targets).abs().mean(), r2=r2)
 
 regression_scores.names = ('mse', 'rmse', 'mae', 'r2')
+
+_NOT_AS_MANY = ('There are {} predictions and {} targets, so they cannot be compared one by one. '
+                'Let both have the same shape.')
 
 # %% ../../nbs/evaluate/50_reports.ipynb #5c6f1274
 def text_scores(
@@ -98,7 +109,9 @@ def _named_sets(dl):
     return data_sets(dl, dl if isinstance(dl, str) else 'report')
 
 def _is_valid(dls, dl): return chosen_loader(dls, dl) is getattr(dls, 'valid', None)
-def _checked_every(every): return check_count(every, 'every', 'epochs are counted', none='for the last epoch only')
+
+def _checked_every(every):
+    return check_count(every, 'every', 'epochs are counted', none='for the last epoch only')
 
 # %% ../../nbs/evaluate/50_reports.ipynb #aedb2341
 class _AfterPassCB:
@@ -120,13 +133,14 @@ class _AfterPassCB:
 
     def after_fit(self, trainer):
         "Make up for what is missing of the last epoch"
+        if 'epoch' not in vars(trainer): return
         for name,dl in self.sets.items():
-            if 'epoch' in vars(trainer) and self._done.get(name) != trainer.epoch: self._use_one(trainer, name, dl)
+            if self._done.get(name) != trainer.epoch: self._use_one(trainer, name, dl)
 
     def _use_one(self, trainer, name, dl):
         try: found = trainer.epoch_preds(dl, with_loss=self.with_loss)
-        except Exception as e:
-            e.add_note(f'while predicting `{name}`')
+        except Exception as error:
+            error.add_note(f'while predicting `{name}`')
             raise
         self._done[name] = trainer.epoch
         with same_random(): self._use(trainer, name, found)
@@ -138,14 +152,12 @@ class ReportCB(_AfterPassCB):
         *functions, # Called with all predictions and targets; give dicts of numbers
         dl='valid', # Which data: 'valid', 'train', a list of both, or a dict of loaders by name
         every:int=1, # After every so many epochs, and after the last; None for the last only
-        prepare=None, # Called with predictions and targets; gives the two that the functions get, as texts say
+        prepare=None, # Called with predictions and targets; gives the two that the functions get, say texts
         name:str=None, # What this callback is called, if there are several
         **named, # By name: functions that give a number or a dict, or metrics
     ):
         self.every = _checked_every(every)
-        if not functions and not named: raise ValueError('`ReportCB` has no function, so it would report nothing. Pass one, such as `classification_scores`.')
-        for f in functions:
-            if not callable(f): raise TypeError(f'`{f!r}` cannot be called with predictions and targets. Pass a function; a metric needs a name: `ReportCB(accuracy=metric)`.')
+        _check_report(functions, named)
         if name: self.name = name
         self.sets,self.prepare,self.with_loss = _named_sets(dl),prepare,False
         self.functions,self.named = functions,{k: function_of(k, m) for k,m in named.items()}
@@ -155,57 +167,79 @@ class ReportCB(_AfterPassCB):
         check_columns(trainer, self, 'Give the function or the data set another name.')
         self._begin(trainer)
 
-    def columns(self, trainer)->list: # One that ends in `_*` stands for columns whose names are not known before
+    def columns(self, trainer)->list: # One with `_*` at its end: further names
         "The columns that this callback will write into the history"
-        names = [o for f in self.functions for o in getattr(f, 'names', ['*'])] + [o for k in self.named for o in (k, f'{k}_*')]
-        return [f'{start}_{o}' for start in self.sets for o in names]
+        names = [column for f in self.functions for column in getattr(f, 'names', ['*'])]
+        names += [column for name in self.named for column in (name, f'{name}_*')]
+        return [f'{start}_{name}' for start in self.sets for name in names]
 
-# %% ../../nbs/evaluate/50_reports.ipynb #d9f93cd0
-@patch
-def _use(self:ReportCB, trainer, name, found):
-    "Call the functions, and write what they give"
-    preds,targets = (found.preds, found.targets) if self.prepare is None else self.prepare(found.preds, found.targets)
-    columns = {}
-    for f in self.functions:
-        given = f(preds, targets)
-        if not isinstance(given, Mapping): raise TypeError(f'A report function gave {given!r}, and a number needs a name. Let it return a dict, or pass it by name: `ReportCB(score=f)`.')
-        columns |= {k: v for key,o in given.items() for k,v in numbers_of(key, o).items()}
-    for key,f in self.named.items(): columns |= numbers_of(key, f(preds, targets))
-    trainer.history.write(**{f'{name}_{k}': v for k,v in columns.items()})
+    def _use(self, trainer, name, found):
+        "Call the functions, and write what they give"
+        said = found.preds,found.targets
+        if self.prepare is not None: said = self.prepare(*said)
+        columns = {}
+        for f in self.functions: columns |= _given(f(*said))
+        for key,f in self.named.items(): columns |= numbers_of(key, f(*said))
+        trainer.history.write(**{f'{name}_{k}': v for k,v in columns.items()})
+
+def _check_report(functions, named):
+    "Refuse a report without functions, or with something else among them"
+    if not functions and not named: raise ValueError(_NO_FUNCTION)
+    for f in functions:
+        if not callable(f): raise TypeError(_NOT_CALLABLE.format(f))
+
+def _given(returned):
+    "The columns that a function without a name has returned"
+    if not isinstance(returned, Mapping): raise TypeError(_NO_NAME.format(returned))
+    return {k: v for name,value in returned.items() for k,v in numbers_of(name, value).items()}
+
+_NO_FUNCTION = ('`ReportCB` has no function, so it would report nothing. '
+                'Pass one, such as `classification_scores`.')
+_NOT_CALLABLE = ('`{!r}` cannot be called with predictions and targets. '
+                 'Pass a function; a metric needs a name: `ReportCB(accuracy=metric)`.')
+_NO_NAME = ('A report function gave {!r}, and a number needs a name. '
+            'Let it return a dict, or pass it by name: `ReportCB(score=f)`.')
 
 # %% ../../nbs/evaluate/50_reports.ipynb #41e051ae
+def _columns(found, classes, decode, with_scores):
+    "Columns of a file: functions from the position of an example to a cell"
+    said,targets = found.preds,found.targets
+    is_class = torch.is_tensor(targets) and not targets.is_floating_point() and targets.ndim == 1
+    is_scores = torch.is_tensor(said) and said.ndim == 2 and said.shape[1] > 1
+    if with_scores and not is_scores: raise TypeError(_NO_SCORES)
+    if decode is not None or (is_class and is_scores): said = decoded(said, decode)
+    columns = dict(index=lambda i: found.indices[i] if found.indices is not None else i)
+    columns |= _cells('target', targets, classes) | _cells('prediction', said, classes)
+    if found.losses is not None: columns['loss'] = lambda i: found.losses[i].item()
+    for c in range(found.preds.shape[1] if with_scores else 0):
+        columns[f'score_{class_name(c, classes)}'] = lambda i, c=c: found.preds[i, c].item()
+    return columns
+
 def _cells(name, x, classes):
     "Columns of a structure: functions from the position of an example to a cell"
-    if isinstance(x, Mapping): return {k: v for key,o in x.items() for k,v in _cells(f'{name}_{key}', o, classes).items()}
-    if isinstance(x, tuple): return {k: v for i,o in enumerate(x) for k,v in _cells(f'{name}_{i}', o, classes).items()}
-    return {} if x is None else {name: lambda i: _cell(x[i], classes)}
+    if x is None: return {}
+    if isinstance(x, tuple): x = dict(enumerate(x))
+    if not isinstance(x, Mapping): return {name: lambda i: _cell(x[i], classes)}
+    return {k: v for key,part in x.items() for k,v in _cells(f'{name}_{key}', part, classes).items()}
 
 def _cell(value, classes):
     if not torch.is_tensor(value): return value
     if value.numel() != 1: return json.dumps(value.tolist())
     return value.item() if value.is_floating_point() else class_name(value.item(), classes)
 
-@patch
-def _columns(self:Predictions, classes, decode, with_scores):
-    "Columns of a file: functions from the position of an example to a cell"
-    said,is_class = self.preds,torch.is_tensor(self.targets) and not self.targets.is_floating_point() and self.targets.ndim == 1
-    is_scores = torch.is_tensor(said) and said.ndim == 2 and said.shape[1] > 1
-    if decode is not None or (is_class and is_scores): said = decoded(said, decode)
-    columns = dict(index=lambda i: self.indices[i] if self.indices is not None else i, **_cells('target', self.targets, classes), **_cells('prediction', said, classes))
-    if self.losses is not None: columns['loss'] = lambda i: self.losses[i].item()
-    if with_scores and not is_scores: raise TypeError('`with_scores=True` writes a column for each class, but the predictions are not one score for each. Leave it out.')
-    return columns | {f'score_{class_name(c, classes)}': lambda i, c=c: self.preds[i, c].item() for c in range(self.preds.shape[1] if with_scores else 0)}
+_NO_SCORES = ('`with_scores=True` writes a column for each class, '
+              'but the predictions are not one score for each. Leave it out.')
 
 # %% ../../nbs/evaluate/50_reports.ipynb #e6a8ee58
 def write_preds_csv(
     path, # The file; its folder is made when it is not there
     predictions:Predictions, # As `get_preds` and `epoch_preds` give them
     classes:list=None, # Names of the classes
-    decode=None, # Turns predictions into class numbers; default: the highest score, if targets are class numbers
+    decode=None, # Turns predictions into class numbers; default: the highest score, if targets are such
     with_scores:bool=False, # Also the score of each class?
 ):
     "Write predictions beside their targets to a CSV file, all of them or none"
-    columns = predictions._columns(classes, decode, with_scores)
+    columns = _columns(predictions, classes, decode, with_scores)
     path = local_path(path, 'write_preds_csv', 'path')
     def write(part):
         with open(part, 'w', newline='', encoding='utf-8') as f:
@@ -217,26 +251,29 @@ def write_preds_csv(
 # %% ../../nbs/evaluate/50_reports.ipynb #73ad5746
 def _check_path(path):
     "Refuse a path to which nothing can be written"
-    if path.is_dir(): raise OSError(f'`PredictionsCSVCB` cannot write to {path}, because it is a folder. Choose the name of a file.')
+    if path.is_dir(): raise OSError(_A_FOLDER.format(path))
     check_folder(path.parent, 'PredictionsCSVCB')
+
+_A_FOLDER = '`PredictionsCSVCB` cannot write to {}, because it is a folder. Choose the name of a file.'
 
 # %% ../../nbs/evaluate/50_reports.ipynb #b877fc0c
 class PredictionsCSVCB(_AfterPassCB):
     "Write predictions and targets of the newest evaluation to a CSV file"
     def __init__(self,
-        path, # The file; with `{epoch}` in its name there is one for each epoch, with `{name}` one for each data set
+        path, # The file; with `{epoch}` in its name one for each epoch, with `{name}` for each data set
         dl='valid', # Which data: 'valid', 'train', a loader, a list of names, or a dict of loaders by name
         every:int=1, # After every so many epochs, and after the last; None for the last only
         classes:list=None, # Names of the classes
-        decode=None, # Turns predictions into class numbers; default: the highest score, if targets are class numbers
+        decode=None, # Turns predictions into class numbers; default: the highest score, for such targets
         with_loss:bool=False, # Also the loss of each example?
         with_scores:bool=False, # Also the score of each class?
         name:str=None, # What this callback is called, if there are several
     ):
         self.every = _checked_every(every)
-        self.path,self.sets,self.with_loss = str(local_path(path, 'PredictionsCSVCB', 'path').absolute()),_named_sets(dl),with_loss
+        self.path = str(local_path(path, 'PredictionsCSVCB', 'path').absolute())
+        self.sets,self.with_loss = _named_sets(dl),with_loss
         if len(self.sets) > 1 and '{name}' not in self.path:
-            raise ValueError(f'`path` is {self.path!r}, one file for {len(self.sets)} data sets, so each would overwrite the other. Put `{{name}}` into it.')
+            raise ValueError(_ONE_FILE.format(self.path, len(self.sets)))
         self._options = dict(classes=classes, decode=decode, with_scores=with_scores)
         if name: self.name = name
 
@@ -245,12 +282,16 @@ class PredictionsCSVCB(_AfterPassCB):
         self._begin(trainer)
         for name in self.sets: _check_path(self._path(name, 0))
 
-    def _path(self, name, epoch): return Path(self.path.replace('{name}', name).replace('{epoch}', str(epoch)))
+    def _path(self, name, epoch):
+        return Path(self.path.replace('{name}', name).replace('{epoch}', str(epoch)))
 
-# %% ../../nbs/evaluate/50_reports.ipynb #c37eea27
-@patch
-def _use(self:PredictionsCSVCB, trainer, name, found):
-    "Write the file anew"
-    path = self._path(name, trainer.epoch)
-    try: write_preds_csv(path, found, **self._options)
-    except OSError as e: warnings.warn(f'`PredictionsCSVCB` could not write to {path} ({e}). Training goes on, and the file stays as it was.')
+    def _use(self, trainer, name, found):
+        "Write the file anew"
+        path = self._path(name, trainer.epoch)
+        try: write_preds_csv(path, found, **self._options)
+        except OSError as error: warnings.warn(_NOT_WRITTEN.format(path, error))
+
+_ONE_FILE = ('`path` is {!r}, one file for {} data sets, so each would overwrite the other. '
+             'Put `{{name}}` into it.')
+_NOT_WRITTEN = ('`PredictionsCSVCB` could not write to {} ({}). '
+                'Training goes on, and the file stays as it was.')

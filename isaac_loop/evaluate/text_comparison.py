@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 from tqdm.std import tqdm
 
-from .data_sets import same_random
+from .data_sets import aside
 from ..basics.checks import check_count
 from ..loop.events import CancelException, Order
 from ..basics.tables import Table
@@ -36,9 +36,12 @@ def char_error_rate(
     truths, # What should have been written, as many
 )->float: # 0 is perfect; infinite if there is text where there should be none
     "Characters to insert, delete or replace, per character of the truth; all texts together"
-    return word_error_rate(*([_spelt(o) for o in ([x] if isinstance(x, str) else x)] for x in (texts, truths)))
+    return word_error_rate(_spelt(texts), _spelt(truths))
 
-def _spelt(text): return ' '.join(str(ord(o)) for o in text) # One word for each character, spaces too
+def _spelt(texts):
+    "Texts with one word for each character, spaces too"
+    if isinstance(texts, str): texts = [texts]
+    return [' '.join(str(ord(o)) for o in text) for text in texts]
 
 # %% ../../nbs/evaluate/60_text_comparison.ipynb #9a95f594
 def _rows(tokens, lengths):
@@ -51,11 +54,14 @@ def _rows(tokens, lengths):
 
 def _unflattened(tokens, lengths):
     "`tokens`, which stand end to end, as rows of these `lengths`"
-    if lengths is None:
-        raise ValueError(f'The tokens stand end to end, {len(tokens)} in one row, so nobody can tell where a text ends. Say how long each is: `lengths=...`.')
-    if sum(lengths) != len(tokens):
-        raise ValueError(f'The lengths add up to {sum(lengths)}, but there are {len(tokens)} tokens, so texts would get letters of others. Are these the lengths of the targets?')
+    if lengths is None: raise ValueError(_NO_LENGTHS.format(len(tokens)))
+    if sum(lengths) != len(tokens): raise ValueError(_OTHER_LENGTHS.format(sum(lengths), len(tokens)))
     return [tokens[end-n:end] for n,end in zip(lengths, accumulate(lengths))]
+
+_NO_LENGTHS = ('The tokens stand end to end, {} in one row, so nobody can tell where a text ends. '
+               'Say how long each is: `lengths=...`.')
+_OTHER_LENGTHS = ('The lengths add up to {}, but there are {} tokens, so texts would get letters of others. '
+                  'Are these the lengths of the targets?')
 
 # %% ../../nbs/evaluate/60_text_comparison.ipynb #9549100f
 def token_rows(
@@ -79,80 +85,83 @@ def _check_functions(decode, **others):
     "Refuse what cannot be called"
     for name,f in dict(decode=decode, **others).items():
         if callable(f) or (f is None and name != 'decode'): continue
-        raise TypeError(f'`{name}` is {f!r}, which cannot be called, so there would be no texts. Pass a function, such as `decode=lambda row: "".join(letters[o] for o in row)`.')
+        raise TypeError(_NOT_CALLABLE.format(name, f))
+
+_NOT_CALLABLE = ('`{}` is {!r}, which cannot be called, so there would be no texts. Pass a function, '
+                 'such as `decode=lambda row: "".join(letters[o] for o in row)`.')
 
 # %% ../../nbs/evaluate/60_text_comparison.ipynb #346f0ef0
 class TextComparisonCB:
     "Show texts of the model beside the truth, with their error rates"
-    order = Order.REPORT # Its cleanup comes before that of an average, which takes its weights out of the model
+    order = Order.REPORT # Its cleanup comes while averaged weights are still in the model
     stateless = True
     on_train = False
     def __init__(self,
         decode, # Called with the token numbers of one example, a list; returns its text
-        generate=None, # Called with the model and a tuple of inputs; returns token numbers, or texts at once; default: the predictions of the pass
+        generate=None, # Called with model and inputs, a tuple; returns tokens or texts; default: predictions
         n_samples:int=4, # How many examples to show, at most a batch
         every:int=1, # Compare after every so many epochs, and after the last of `n_epochs`
         eos:int=None, # The token that ends a text
         ignore=(), # Tokens that are no text, such as padding and start; one or several
-        truth=None, # Called with the batch; returns its true token numbers, or texts; default: the first target
-        lengths=None, # Called with the batch; returns how many tokens of each true row count; default: all
-        tokens=None, # Called with the predictions; returns token numbers; default: the likeliest, over the last dimension
-        name:str='texts', # What the callback and its table are called; its columns are `<name>_wer` and `<name>_cer`
+        truth=None, # Called with the batch; returns token numbers or texts; default: the first target
+        lengths=None, # Called with the batch; returns how many tokens of each true row count
+        tokens=None, # Called with the predictions; returns token numbers; default: the likeliest
+        name:str='texts', # Of the callback and its table; its columns are `<name>_wer` and `<name>_cer`
         show:bool=True, # Print the table?
     ):
         _check_functions(decode=decode, generate=generate, truth=truth, lengths=lengths, tokens=tokens)
-        self.n_samples,self.every = check_count(n_samples, 'n_samples', 'examples are counted'),check_count(every, 'every', 'epochs are counted')
-        self.decode,self.generate,self.truth,self.lengths,self.tokens = decode,generate,truth,lengths,tokens
-        self.name,self.show = name,show
+        self.n_samples = check_count(n_samples, 'n_samples', 'examples are counted')
+        self.every = check_count(every, 'every', 'epochs are counted')
+        self.decode,self.generate,self.tokens = decode,generate,tokens
+        self.truth,self.lengths = truth,lengths
         self.eos,self.ignore = eos,_several(ignore)
-        self.rows = []
+        self.name,self.show,self.rows = name,show,[]
 
     def columns(self, trainer)->list: # Names
         "The columns that this callback will write into the history"
         return [f'{self.name}_wer', f'{self.name}_cer']
 
-# %% ../../nbs/evaluate/60_text_comparison.ipynb #16aa08dd
-@patch
-def before_fit(self:TextComparisonCB, trainer):
-    "Forget the last run"
-    self.rows,self._new,self._kept = [],False,None # The last table, whether it is still to be printed, and what the present pass keeps
-    self._due,self._warned,self._validated = False,False,False
-    if getattr(trainer.dls, 'valid', None) is None:
-        raise ValueError(f'`{self.name}` compares texts of the first validation batch, but there is no `dls.valid`. Give the trainer one, or leave the callback out.')
+    def before_fit(self, trainer):
+        "Forget the last run"
+        self.rows,self._new = [],False # The last table, and whether it is still to be printed
+        self._kept,self._due = None,False # What the present pass keeps, and whether it still has to
+        self._warned,self._validated = False,False
+        if getattr(trainer.dls, 'valid', None) is None: raise ValueError(_NO_VALID.format(self.name))
 
-@patch
-def before_epoch(self:TextComparisonCB, trainer):
-    "See whether it is time to compare"
-    self._validated,trains = True,trainer.updates_per_epoch != 0
-    last = trainer.epoch+1 == trainer.n_epochs or trainer.stop_reason is not None
-    self._kept,self._due = None,(last or (trainer.epoch+1) % self.every == 0) and not (trains and trainer.n_updates == 0)
+    def before_epoch(self, trainer):
+        "See whether it is time to compare"
+        self._validated,self._kept = True,None
+        last = trainer.epoch+1 == trainer.n_epochs or trainer.stop_reason is not None
+        untrained = trainer.updates_per_epoch != 0 and trainer.n_updates == 0
+        self._due = (last or (trainer.epoch+1) % self.every == 0) and not untrained
 
-# %% ../../nbs/evaluate/60_text_comparison.ipynb #7d098efc
-@patch
-def after_batch(self:TextComparisonCB, trainer):
-    "Keep what is needed of the first batch"
-    if not self._due: return
-    self._due = False
-    with self._forgiving(trainer, 'after_batch'): self._kept = self._keep(trainer)
+    def after_batch(self, trainer):
+        "Keep what is needed of the first batch"
+        if not self._due: return
+        self._due = False
+        with self._forgiving(trainer, 'after_batch'): self._kept = self._keep(trainer)
 
-@patch
-def cleanup_epoch(self:TextComparisonCB, trainer):
-    "Decode, compare, and write error rates and texts into the history"
-    kept,self._kept = getattr(self, '_kept', None),None
-    if kept is None or not isinstance(trainer.exception, (type(None), CancelException)): return
-    with self._forgiving(trainer, 'cleanup_epoch'), _aside(trainer.model): self._compare(trainer, **kept)
+    def cleanup_epoch(self, trainer):
+        "Decode, compare, and write error rates and texts into the history"
+        kept,self._kept = getattr(self, '_kept', None),None
+        if kept is None or not isinstance(trainer.exception, (type(None), CancelException)): return
+        with self._forgiving(trainer, 'cleanup_epoch'), aside(trainer.model): self._compare(trainer, **kept)
 
-@patch
-def log(self:TextComparisonCB, trainer):
-    "Print the table, if there is a new one"
-    if self._new and self.show: tqdm.write(f'{self.name}, epoch {trainer.epoch}\n{Table(self.rows)}', file=sys.stdout) # Without tearing bars
-    self._new = False
+    def log(self, trainer):
+        "Print the table, if there is a new one"
+        new,self._new = self._new and self.show,False
+        if not new: return
+        tqdm.write(f'{self.name}, epoch {trainer.epoch}\n{Table(self.rows)}', file=sys.stdout) # Tears no bars
 
-@patch
-def after_fit(self:TextComparisonCB, trainer):
-    "Say so if there never was a text"
-    if self._validated or 'epoch' not in vars(trainer): return # Or there was no epoch to run
-    warnings.warn(f'`{self.name}` had no texts to compare, as there was no validation pass in this fit. Call `fit` with validation, or leave the callback out.', stacklevel=2)
+    def after_fit(self, trainer):
+        "Say so if there never was a text"
+        if self._validated or 'epoch' not in vars(trainer): return # Or there was no epoch to run
+        warnings.warn(_NO_PASS.format(self.name), stacklevel=2)
+
+_NO_VALID = ('`{}` compares texts of the first validation batch, but there is no `dls.valid`. '
+             'Give the trainer one, or leave the callback out.')
+_NO_PASS = ('`{}` had no texts to compare, as there was no validation pass in this fit. '
+            'Call `fit` with validation, or leave the callback out.')
 
 # %% ../../nbs/evaluate/60_text_comparison.ipynb #a476bbac
 @patch
@@ -167,53 +176,65 @@ def _keep(self:TextComparisonCB, trainer):
     return map_tensors(lambda o: o.detach().clone(), kept)
 
 def _first_of(targets):
-    if not targets: raise ValueError('The batch has no targets, so there is no truth to compare with. Say where it is: `truth=lambda batch: ...`.')
+    if not targets: raise ValueError(_NO_TRUTH)
     return targets[0]
 
 def _likeliest(preds):
     "The token with the highest score at each place; token numbers as they are"
-    if not torch.is_tensor(preds): raise TypeError(f'The predictions are a {type(preds).__name__}, which does not say what was written. Say how to get token numbers: `tokens=lambda preds: ...`.')
+    if not torch.is_tensor(preds): raise TypeError(_NO_TOKENS.format(type(preds).__name__))
     return preds.argmax(-1) if preds.is_floating_point() else preds
 
 def _head(x, n, size):
     "The first `n` rows of everything in `x` that has `size` rows"
-    return map_tensors(lambda o: o[:n] if not (torch.is_tensor(o) and o.ndim == 0) and len(o) == size else o, x, _is_column)
+    def head(column):
+        is_number = torch.is_tensor(column) and column.ndim == 0
+        return column[:n] if not is_number and len(column) == size else column
+    return map_tensors(head, x, _is_column)
 
-def _is_column(x): return torch.is_tensor(x) or (isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], (str, int, float)))
+def _is_column(x):
+    if torch.is_tensor(x): return True
+    return isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], (str, int, float))
 
-# %% ../../nbs/evaluate/60_text_comparison.ipynb #6b3ef62a
-@contextmanager
-def _aside(model):
-    "Eval mode, no gradients; modes and random numbers are put back"
-    modes = [(o, o.training) for o in (model.modules() if hasattr(model, 'modules') else ())]
-    try:
-        if hasattr(model, 'eval'): model.eval()
-        with torch.no_grad(), same_random(): yield
-    finally:
-        for module,mode in modes: module.training = mode
+_NO_TRUTH = ('The batch has no targets, so there is no truth to compare with. '
+             'Say where it is: `truth=lambda batch: ...`.')
+_NO_TOKENS = ('The predictions are a {}, which does not say what was written. '
+              'Say how to get token numbers: `tokens=lambda preds: ...`.')
 
 # %% ../../nbs/evaluate/60_text_comparison.ipynb #66c99d5b
 @patch
 def _compare(self:TextComparisonCB, trainer, truth, lengths, **kept):
     "Write a table of texts, and the error rates over all of them"
     ends,truths = self._truths(truth, lengths)
-    found = self.generate(trainer.model, kept['inputs']) if self.generate else self._aligned(kept['predicted'], ends)
+    if self.generate: found = self.generate(trainer.model, kept['inputs'])
+    else: found = self._aligned(kept['predicted'], ends)
     texts = found if _are_texts(found) else token_rows(found, eos=self.eos, ignore=self.ignore)
     n = min(self.n_samples, len(truths))
-    if len(texts) < n: raise ValueError(f'There are {len(texts)} texts for {n} samples. Let `generate` return one row for each, in their order.')
-    pairs = [[self._text(trainer, i, o) for o in (truths[i], texts[i])] for i in range(n)]
+    if len(texts) < n: raise ValueError(_TOO_FEW.format(len(texts), n))
+    pairs = [[self._text(trainer, i, row) for row in (truths[i], texts[i])] for i in range(n)]
     self.rows = [_row(*o) for o in pairs]
-    good = [o for o in pairs if None not in o]
-    if good: trainer.history.write(**{f'{self.name}_{kind}': value for kind,value in _error_rates(*zip(*good)).items()})
+    self._write_rates(trainer, [o for o in pairs if None not in o])
     trainer.history.write_media(self.name, 'table', self.rows)
     self._new = True
 
+@patch
+def _write_rates(self:TextComparisonCB, trainer, pairs):
+    "Write the error rates over all `pairs` of truth and text, if there are any"
+    rates = _error_rates(*zip(*pairs)) if pairs else {}
+    if rates: trainer.history.write(**{f'{self.name}_{kind}': value for kind,value in rates.items()})
+
 def _error_rates(truths, texts):
     "Both error rates, by the end of their column's name"
-    return dict(wer=word_error_rate(list(texts), list(truths)), cer=char_error_rate(list(texts), list(truths)))
+    texts,truths = list(texts),list(truths)
+    return dict(wer=word_error_rate(texts, truths), cer=char_error_rate(texts, truths))
 
-def _row(truth, text): return dict(truth=truth, text=text, **({} if None in (truth, text) else _error_rates([truth], [text])))
+def _row(truth, text):
+    rates = {} if None in (truth, text) else _error_rates([truth], [text])
+    return dict(truth=truth, text=text, **rates)
+
 def _are_texts(x): return isinstance(x, (list, tuple)) and all(isinstance(o, str) for o in x)
+
+_TOO_FEW = ('There are {} texts for {} samples. '
+            'Let `generate` return one row for each, in their order.')
 
 # %% ../../nbs/evaluate/60_text_comparison.ipynb #85e65ca0
 @patch
@@ -238,7 +259,8 @@ def _end(row, ignore):
 def _text(self:TextComparisonCB, trainer, i, row):
     "The text of sample `i`; None if that fails"
     if isinstance(row, str): return row
-    with self._forgiving(trainer, 'cleanup_epoch', f' with sample {i}, {row if len(row) <= 20 else [*row[:20], ...]},'):
+    shown = row if len(row) <= 20 else [*row[:20], ...]
+    with self._forgiving(trainer, 'cleanup_epoch', f' with sample {i}, {shown},'):
         text = self.decode(row)
         if isinstance(text, str): return text
         raise TypeError(f'`decode` returned {text!r}, which is no text')
@@ -249,12 +271,11 @@ def _forgiving(self:TextComparisonCB, trainer, event, where=''):
     "Turn an error into a warning, the first time in a fit"
     try: yield
     except CancelException: raise
-    except Exception as e:
-        if not self._warned: warnings.warn(self._failed(trainer, event, where, e), stacklevel=2)
+    except Exception as error:
+        found = f'{type(error).__name__}: {error}'
+        message = _FAILED.format(name=self.name, event=event, epoch=trainer.epoch, where=where, error=found)
+        if not self._warned: warnings.warn(message, stacklevel=2)
         self._warned = True
 
-@patch
-def _failed(self:TextComparisonCB, trainer, event, where, error):
-    "The message for an `error`"
-    return (f'`{self.name}` (a `TextComparisonCB`) failed in `{event}` at epoch {trainer.epoch}{where} with {type(error).__name__}: {error} '
-            'Training goes on without that; if it fails again in this fit, nothing more is said.')
+_FAILED = ('`{name}` (a `TextComparisonCB`) failed in `{event}` at epoch {epoch}{where} with {error} '
+           'Training goes on without that; if it fails again in this fit, nothing more is said.')
