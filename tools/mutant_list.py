@@ -199,31 +199,38 @@ MUTANTS = [
     # Who does a step, and methods from elsewhere
     Mutant(
         "one that only looks counts as a second provider",
-        "watched",
+        "Watch.run",
         "if k != i and wrote[k] & wrote[i]]",
         "if k != i]",
         ["test_two_callbacks_that_both_predict_are_warned_of_once_in_a_fit"],
     ),
     Mutant(
         "two providers are told of in each kind of pass",
-        "watched",
+        "Watch._tell",
         "if names in trainer.plan.told: return",
         "pass",
         ["test_two_callbacks_that_both_predict_are_warned_of_once_in_a_fit"],
     ),
     Mutant(
-        "a gradient that is added in place is overlooked",
-        "_left_by",
-        "(id(p.grad), p.grad._version)",
-        "id(p.grad)",
+        "gradients that two add are overlooked",
+        "_noting",
+        "written.add(id(p))",
+        "None",
         ["test_two_callbacks_that_both_give_gradients_are_warned_of_and_one_that_looks_is_not"],
     ),
     Mutant(
         "`super()` brings the subclass its own method again",
         "Later.__get__",
-        "return found.__get__(instance, owner)",
-        "return getattr(instance, name)",
+        "return self.found.__get__(instance, owner)",
+        "return getattr(instance, self.name)",
         ["test_a_subclass_may_override_a_method_from_elsewhere"],
+    ),
+    Mutant(
+        "a module that is brought puts its methods over those of the user",
+        "_settle",
+        "setattr(home, name, before)",
+        "pass",
+        ["test_a_method_that_somebody_has_put_in_place_of_one_from_elsewhere_stays"],
     ),
     # The history and what watches it
     Mutant(

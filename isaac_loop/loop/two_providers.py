@@ -59,7 +59,8 @@ class Watch:
         handler,wrote = self.pairs[i][1],self.wrote
         if wrote is None or getattr(trainer, '_side_runs', 0): return handler(trainer, **extra)
         if i == 0: wrote.clear()
-        with _noting(trainer, self.step) as wrote[i]: handler(trainer, **extra)
+        with _noting(trainer, self.step) as written: handler(trainer, **extra)
+        wrote[i] = written
         twice = [k for k in wrote if k != i and wrote[k] & wrote[i]]
         if twice: self._tell(trainer, sorted([i, *twice]))
         is_last = i == len(self.pairs)-1
