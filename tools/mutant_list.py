@@ -222,7 +222,7 @@ MUTANTS = [
         "`super()` brings the subclass its own method again",
         "Later.__get__",
         "return self.found.__get__(instance, owner)",
-        "return getattr(instance, name)",
+        "return getattr(instance, self.name)",
         ["test_a_subclass_may_override_a_method_from_elsewhere"],
     ),
     # The history and what watches it
