@@ -77,7 +77,7 @@ class Watched:
     "A handler that is watched; an object, so that a trainer can be pickled and copied"
     def __init__(self, watch, i):
         self.watch,self.i = watch,i
-        update_wrapper(self, watch.pairs[i][1], ('__qualname__', '__doc__'), ())
+        update_wrapper(self, watch.pairs[i][1], ('__name__', '__qualname__', '__doc__'), ())
 
     def __call__(self, trainer, **extra): self.watch.run(self.i, trainer, extra)
 
