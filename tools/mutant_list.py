@@ -212,7 +212,7 @@ MUTANTS = [
         ["test_two_callbacks_that_both_predict_are_warned_of_once_in_a_fit"],
     ),
     Mutant(
-        "gradients that two add are overlooked",
+        "two who give gradients are overlooked",
         "_noting",
         "written.add(id(p))",
         "None",

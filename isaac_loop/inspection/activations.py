@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..models.hooks import Hooks, find_modules, first_tensor
-from ..loop.device_numbers import DeviceRecord, histogram, place_of
+from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
 from ..basics.tables import Table
 
 # %% ../../nbs/inspection/30_activations.ipynb #4a7ad25a

@@ -11,7 +11,7 @@ import warnings
 import torch
 from fastcore.basics import patch
 
-from ..stop.late_questions import FlagsCB, where_found
+from ..stop.device_flags import FlagsCB, where_found
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..models.hooks import Hooks, find_modules

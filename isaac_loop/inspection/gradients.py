@@ -16,7 +16,7 @@ from ..loop.events import CancelException, Order
 from ..loop.batch_record import as_tensor
 from ..models.hooks import find_parameters
 from ..show.media_files import check_format
-from ..loop.device_numbers import DeviceRecord, histogram, place_of
+from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
 from ..show.curves import plot_lines, recorded
 from ..basics.tables import Table
 

@@ -12,7 +12,7 @@ from fastcore.basics import patch
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..models.hooks import find_parameters
-from ..loop.device_numbers import DeviceRecord, place_of
+from ..loop.numbers_on_device import DeviceRecord, place_of
 from ..show.curves import plot_lines, recorded
 
 # %% ../../nbs/inspection/50_update_ratios.ipynb #04d199bb

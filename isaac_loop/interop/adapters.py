@@ -13,8 +13,8 @@ from fastcore.basics import patch
 from ..basics.checks import check_count, did_you_mean
 from ..loop.events import EVENTS, handler_of
 from .aitoolbox import AIToolboxCB
-from .base import ForeignCB, title_of
-from .facade import Facade
+from .foreign_callback import ForeignCB, title_of
+from .foreign_trainer import Facade
 from .nemo import NeMoCB
 from .pytorch_accelerated import PytorchAcceleratedCB
 from .sonosco import SonoscoCB

@@ -11,8 +11,8 @@ import warnings
 from fastcore.basics import patch
 
 from .aitoolbox_loop import AIT_EVENTS, TrainLoop, answers
-from .base import RecordingCB, method_of, title_of, told
-from .facade import loss_of
+from .foreign_callback import RecordingCB, method_of, title_of, told
+from .foreign_trainer import loss_of
 from ..loop.events import Order
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #92177673

@@ -18,8 +18,8 @@ from ..basics.tensors import map_tensors
 from ..evaluate.join_batches import join_batches
 from ..evaluate.predictions import NoLossCB
 from .aitoolbox_records import Messages, TrainHistory
-from .base import method_of
-from .facade import Facade, forwarded, loss_of, mean_of, replaceable
+from .foreign_callback import method_of
+from .foreign_trainer import Facade, forwarded, loss_of, mean_of, replaceable
 from ..log.run_config import accumulation_of
 from ..loop.events import CancelStepException, Order
 from ..loop.passes import n_batches

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/interop/23_aitoolbox_records.ipynb #ade589f5
 from ..basics.checks import did_you_mean
-from .facade import LateValues, missing
+from .foreign_trainer import LateValues, missing
 
 # %% ../../nbs/interop/23_aitoolbox_records.ipynb #9e7155f3
 class TrainHistory(LateValues):

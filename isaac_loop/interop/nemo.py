@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from fastcore.basics import patch
 
 from ..train.optimizer_options import rates_of
-from .base import ForeignCB, method_of, told
-from .facade import Facade, LateValues, missing
+from .foreign_callback import ForeignCB, method_of, told
+from .foreign_trainer import Facade, LateValues, missing
 
 # %% ../../nbs/interop/40_nemo.ipynb #f2e1ef95
 class _State(Facade):

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/interop/50_pytorch_accelerated.ipynb #d9abebc0
 from fastcore.basics import patch
 
-from .base import RecordingCB
+from .foreign_callback import RecordingCB
 from .pytorch_accelerated_trainer import AcceleratedTrainer
 from ..loop.events import CancelEpochException, Order
 from ..loop.passes import n_batches

@@ -15,8 +15,8 @@ from ..evaluate.predictions import OtherData
 from ..schedule.schedulers import SchedulerCB
 from ..loop.events import Order
 from ..basics.checks import did_you_mean
-from .base import foreign_of, method_of
-from .facade import Facade, forwarded, replaceable
+from .foreign_callback import foreign_of, method_of
+from .foreign_trainer import Facade, forwarded, replaceable
 from .pytorch_accelerated_config import half_of, run_config_of
 from ..basics.tensors import batch_size
 

@@ -14,8 +14,8 @@ from torch.nn.utils import get_total_norm
 
 import isaac_loop.evaluate.evaluation  # noqa: F401  More methods of the trainer
 from ..metrics.metrics import recorders_of
-from .base import ForeignCB, method_of, title_of
-from .facade import Facade, LateValues, loss_of, mean_of, missing
+from .foreign_callback import ForeignCB, method_of, title_of
+from .foreign_trainer import Facade, LateValues, loss_of, mean_of, missing
 
 # %% ../../nbs/interop/60_sonosco.ipynb #a60b6319
 class _Measures(LateValues):

@@ -20,7 +20,7 @@ from .logger_arguments import RESERVED, asked_values, check_media, frequencies
 from .logger_arguments import is_one_number, one_number, params_by_name
 from .run_config import processes
 from .run_facts import ENDED, described, outcome_of, run_map
-from ..loop.device_numbers import DeviceMean, Sent
+from ..loop.numbers_on_device import DeviceMean, Sent
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.monitor import check_monitored
 from ..train.optimizer_options import learning_rates

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .trainer import with_cbs as with_cbs
     from .history import History as History
     from .monitor import Monitor as Monitor
-    from .device_numbers import DeviceRecord as DeviceRecord
+    from .numbers_on_device import DeviceRecord as DeviceRecord
     from .subclassing import init_delegates as init_delegates
 else:
     __getattr__, __dir__ = lazy(__name__)

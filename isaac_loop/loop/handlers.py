@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/loop/22_handlers.ipynb #f3402eed
 from .events import EVENTS, Order, ROW_EVENTS, SPANS, Span
 from .events import callback_name, handler_of, is_replacing
-from .two_providers import TWICE, watched
+from .duplicate_steps import TWICE, watched
 
 # %% ../../nbs/loop/22_handlers.ipynb #e41c052d
 def own_spans(

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ..basics.checks import did_you_mean, check_choice
 from ..basics.tables import Table
 from .batch_record import BatchRecord, as_tensor
-from .elsewhere import bring_later
+from .methods_on_demand import bring_later
 
 # %% ../../nbs/loop/30_history.ipynb #c704ba16
 MEDIA = ('text', 'table', 'figure', 'image', 'audio') # Kinds of things in `history.media`

@@ -12,7 +12,7 @@ from itertools import chain
 from types import FunctionType
 
 from ..basics.checks import did_you_mean, check_choice
-from ..basics.source import names_in, syntax_tree
+from ..basics.source_code import names_in, syntax_tree
 from .shared_attributes import offered, offering
 
 # %% ../../nbs/loop/34_monitor.ipynb #f9beca1e

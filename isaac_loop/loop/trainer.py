@@ -14,7 +14,7 @@ import torch
 from . import advice, notes
 from .callback_checks import check_steps
 from .callback_list import ByName, exchanged
-from .elsewhere import bring_later
+from .methods_on_demand import bring_later
 from .events import CancelBatchException, CancelEpochException, CancelFitException
 from .events import CancelStepException, EVENTS, SPANS, STEPS, Span, stops_at
 from .fitting import one_fit, private_state

@@ -12,7 +12,7 @@ import torch
 
 from ..basics.checks import check_choice
 from ..basics.tensors import batch_size, batch_weight
-from ..loop.device_numbers import PassNumbers, one_number
+from ..loop.numbers_on_device import PassNumbers, one_number
 from ..loop.events import CancelException
 from ..train.example_losses import reduction_of
 

@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 
 from ..loop.events import Order
-from ..loop.device_numbers import PassNumbers, one_number
+from ..loop.numbers_on_device import PassNumbers, one_number
 from .losses import ended_in_error
 from ..loop.batch_record import BatchRecord
 from ..state.errors import ResumeMismatch

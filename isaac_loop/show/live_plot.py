@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..basics.checks import local_path
 from .curves import plot_history, smoothed
 from ..loop.events import Order
-from ..loop.device_numbers import DeviceNumbers, one_number
+from ..loop.numbers_on_device import DeviceNumbers, one_number
 from ..basics.tables import row_text
 
 # %% ../../nbs/show/40_live_plot.ipynb #48f19844

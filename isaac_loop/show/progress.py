@@ -14,7 +14,7 @@ from tqdm.std import tqdm
 
 from ..basics.checks import check_choice
 from ..loop.events import Order
-from ..loop.device_numbers import Sent, one_number
+from ..loop.numbers_on_device import Sent, one_number
 from ..basics.tables import Table, aligned, short, shown_row
 
 # %% ../../nbs/show/10_progress.ipynb #9f7b2468

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from .marks import CONTAINERS, SIMPLE
+from .change_marks import CONTAINERS, SIMPLE
 
 # %% ../../nbs/state/36_array_views.ipynb #74109667
 def _with_memory(x, met):

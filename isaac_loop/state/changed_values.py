@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from .errors import UnsaveableState
-from .marks import CONTAINERS, HELD, SIMPLE, Marker, Same
-from .marks import drawn_from, is_iterator, is_outside, members_of, part_of
+from .change_marks import CONTAINERS, HELD, SIMPLE, Marker, Same
+from .change_marks import drawn_from, is_iterator, is_outside, members_of, part_of
 from .plain_state import plain
 
 # %% ../../nbs/state/33_changed_values.ipynb #2b0b88c5

@@ -6,7 +6,7 @@
 __all__ = ['load_weights', 'checkpoints_near', 'Checkpoint']
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #a77a7cf6
-import hashlib, json, math, os, re, stat, zipfile
+import hashlib, json, os, re, stat, zipfile
 
 import torch
 from fastcore.basics import patch
@@ -25,7 +25,8 @@ _AS_BYTES = {getattr(torch, o) for o in ('float8_e8m0fnu',) if hasattr(torch, o)
 
 def _place(x):
     "Equal for two tensors that are the same numbers in the same memory"
-    return (x.device, x.data_ptr(), x.dtype, x.shape, x.stride()) if x.layout == torch.strided and x.numel() else id(x)
+    if x.layout != torch.strided or not x.numel(): return id(x)
+    return x.device, x.data_ptr(), x.dtype, x.shape, x.stride()
 
 def _ready(x):
     "`x` as safetensors wants it"
@@ -33,6 +34,9 @@ def _ready(x):
     return x.contiguous().view(torch.uint8) if x.dtype in _AS_BYTES else x.contiguous()
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #0caa8fd3
+_NO_NAME = '{!r} is no name for a weight. Use text.'
+_SPARSE = "weights['{}'] is sparse, which safetensors cannot hold; use `to_dense()`."
+
 def pack_weights(
     weights:dict, # A model's `state_dict`
 )->tuple: # Tensors to write, what else there was, and notes for the file
@@ -40,17 +44,18 @@ def pack_weights(
     tensors,extra,owners = {},{},{}
     notes = {'names': [], 'aliases': {}, 'views': {}}
     for name,x in weights.items():
-        if not isinstance(name, str) or name == '__metadata__': raise UnsaveableState(f'{name!r} is no name for a weight. Use text.')
+        if not isinstance(name, str) or name == '__metadata__': raise UnsaveableState(_NO_NAME.format(name))
         if not isinstance(x, torch.Tensor):
             extra[name] = x
             continue
         made = plain({name: x}, 'weights', copy=False)[name]
-        if made.layout != torch.strided: raise UnsaveableState(f"weights['{name}'] is sparse, which safetensors cannot hold; use `to_dense()`.")
+        if made.layout != torch.strided: raise UnsaveableState(_SPARSE.format(name))
         notes['names'].append(name)
         owner = owners.setdefault(_place(x), name)
         if owner != name: notes['aliases'][name] = owner
         else: tensors[name] = _ready(made)
-        if made.dtype in _AS_REAL or made.dtype in _AS_BYTES: notes['views'][name] = str(made.dtype).partition('.')[2]
+        seen_otherwise = made.dtype in _AS_REAL or made.dtype in _AS_BYTES
+        if seen_otherwise: notes['views'][name] = str(made.dtype).partition('.')[2]
     return tensors, extra, {'isaac_loop': json.dumps(notes)}
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #4cc65039
@@ -59,7 +64,8 @@ def _parse(
     limit:int, # Longest text to accept
 ): # What it says
     "Parse JSON of bounded size and depth, without NaN"
-    if len(text) > limit: raise ValueError(f'it has {len(text)} characters, and more than {limit} are not read')
+    if len(text) > limit:
+        raise ValueError(f'it has {len(text)} characters, and more than {limit} are not read')
     depth = 0
     for o in re.findall(r'[][{}]', re.sub(r'"(?:[^"\\]|\\.)*"', '', text)):
         depth += 1 if o in '[{' else -1
@@ -73,7 +79,8 @@ def read_small(path, limit):
     with os.fdopen(fd, 'rb') as file:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode): raise ValueError('it is not an ordinary file')
-        if about.st_size > limit: raise ValueError(f'it has {about.st_size} bytes, and more than {limit} are not read')
+        if about.st_size > limit:
+            raise ValueError(f'it has {about.st_size} bytes, and more than {limit} are not read')
         return file.read(limit)
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #01ce7fbd
@@ -86,8 +93,11 @@ def _decode(tensors, notes):
         return torch.view_as_complex(x) if dtype in _AS_REAL else x.view(dtype)
     aliases = notes['aliases']
     own = {o: value(o) for o in notes['names'] if o not in aliases}
-    if set(own) != set(tensors): raise ValueError(f'its notes name other weights than it has: {sorted(set(own) ^ set(tensors))[:3]}')
+    odd = sorted(set(own) ^ set(tensors))
+    if odd: raise ValueError(f'its notes name other weights than it has: {odd[:3]}')
     return {o: own[aliases.get(o, o)] for o in notes['names']}
+
+_NO_WEIGHTS = 'The weights in `{}` cannot be read: {}. Use another checkpoint.'
 
 def _load_tensors(path):
     "All weights of a safetensors file, ours or not"
@@ -95,44 +105,56 @@ def _load_tensors(path):
         if not stat.S_ISREG(os.lstat(path).st_mode): raise ValueError('it is not an ordinary file')
         with safe_open(str(path), 'pt') as file:
             notes = (file.metadata() or {}).get('isaac_loop')
-            tensors = {o: file.get_tensor(o).clone() for o in file.keys()} # A copy: the file may change, the weights must not
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()} # The file may change
         return tensors if notes is None else _decode(tensors, _parse(notes, 10**8))
-    except Exception as e: raise CheckpointCorrupt(f'The weights in `{path}` cannot be read: {e}. Use another checkpoint.') from e
+    except Exception as e: raise CheckpointCorrupt(_NO_WEIGHTS.format(path, e)) from e
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #4646fd44
+_NO_FILE = 'There is no `{}`. Pass the folder of one checkpoint or a `.safetensors` file. {}'
+
 def load_weights(
     path, # A checkpoint's folder, or a `.safetensors` file of any origin
 )->dict: # For `model.load_state_dict`
     "The weights of a checkpoint; no other file is opened, and no code can run"
     path = local_path(path, 'load_weights', 'path')
     file = path/MODEL_FILE if path.is_dir() else path
-    if not os.path.lexists(file): raise NoValidCheckpoint(f'There is no `{file}`. Pass the folder of one checkpoint or a `.safetensors` file. {checkpoints_near(path)}')
+    if not os.path.lexists(file): raise NoValidCheckpoint(_NO_FILE.format(file, checkpoints_near(path)))
     return _load_tensors(file)
 
 def checkpoints_near(path):
     "What somebody may have meant who typed a wrong path"
     folder = path if path.is_dir() else path.parent
-    names = sorted(o.name for o in folder.iterdir() if (o/MODEL_FILE).is_file())[-10:] if folder.is_dir() else []
-    return f'`{folder}` has the checkpoints {names}.' if names else f'There are no checkpoints in `{folder}` either.'
+    inside = folder.iterdir() if folder.is_dir() else ()
+    names = sorted(o.name for o in inside if (o/MODEL_FILE).is_file())[-10:]
+    if names: return f'`{folder}` has the checkpoints {names}.'
+    return f'There are no checkpoints in `{folder}` either.'
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #cb1a82f9
+_NO_STATE = ('The state in `{}` cannot be read, and none of it was used: {}. '
+             'Use another checkpoint, or `load_weights` if the weights are all you need.')
+_RUNS_CODE = 'it holds {} besides tensors and plain types, and reading that could run code'
+
 def _load_state(path):
     "The state in a file, read by PyTorch's safe reader"
     try:
         with zipfile.ZipFile(path) as parts:
-            sizes = [o.file_size if o.compress_type == zipfile.ZIP_STORED else math.inf for o in parts.infolist()]
-        if sum(sizes) > os.path.getsize(path): raise ValueError('its parts are larger than the file')
+            infos = parts.infolist()
+        stored = all(o.compress_type == zipfile.ZIP_STORED for o in infos)
+        size = sum(o.file_size for o in infos)
+        if not stored or size > os.path.getsize(path): raise ValueError('its parts are larger than the file')
         found = torch.load(path, map_location='cpu', weights_only=True)
-        if not isinstance(found, dict) or set(found) != {'state', 'extra'} or not isinstance(found['extra'], dict): raise ValueError('it is not laid out as a state file')
+        has_parts = isinstance(found, dict) and set(found) == {'state', 'extra'}
+        if not (has_parts and isinstance(found['extra'], dict)):
+            raise ValueError('it is not laid out as a state file')
         return found
     except Exception as e: why,cause = _why_not(e)
-    raise CheckpointCorrupt(f'The state in `{path}` cannot be read, and none of it was used: {why}. Use another checkpoint, or `load_weights` if the weights are all you need.') from cause
+    raise CheckpointCorrupt(_NO_STATE.format(path, why)) from cause
 
 def _why_not(e):
     "What went wrong in the safe reader, without its advice to read the file unsafely"
     if 'Weights only' not in str(e): return str(e).partition('\n')[0].rstrip('.'), e
     name = re.search(r'GLOBAL (\S+)', str(e))
-    return f'it holds {f"`{name[1]}`" if name else "something"} besides tensors and plain types, and reading that could run code', None
+    return _RUNS_CODE.format(f'`{name[1]}`' if name else 'something'), None
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #79eb4275
 def manifest_bytes(fields):
@@ -141,35 +163,45 @@ def manifest_bytes(fields):
     checksum = hashlib.sha256('\n'.join(lines).encode()).hexdigest()
     return ('{\n ' + ',\n '.join([*lines, f'"checksum": "{checksum}"']) + '\n}\n').encode()
 
-_WANTED = {'run_id': str, 'serial': int, 'step': int, 'epoch': (int, type(None)), 'samples': (int, type(None)), 'world_size': int,
-           'metrics': dict, 'info': dict, 'versions': dict, 'saved': str, 'files': dict}
+_TOO_NEW = ('has format {}, and this version of isaac_loop ({}) knows those up to {}. '
+            'Update isaac_loop to read it.')
+_WANTED = {'run_id': str, 'serial': int, 'step': int, 'epoch': (int, type(None)),
+           'samples': (int, type(None)), 'world_size': int, 'metrics': dict,
+           'info': dict, 'versions': dict, 'saved': str, 'files': dict}
 
 def check_manifest(raw):
     "The fields of a manifest, or a `ValueError` with what is wrong"
     fields = _parse(raw.decode(), 10**6)
-    if not isinstance(fields, dict) or type(fields.get('format')) is not int: raise ValueError('it does not say its format')
-    if fields['format'] > FORMAT:
-        raise CheckpointFormatTooNew(f'has format {fields["format"]}, and this version of isaac_loop ({__version__}) knows those up to {FORMAT}. Update isaac_loop to read it.')
+    number = fields.get('format') if isinstance(fields, dict) else None
+    if type(number) is not int: raise ValueError('it does not say its format')
+    if number > FORMAT: raise CheckpointFormatTooNew(_TOO_NEW.format(number, __version__, FORMAT))
     fields.pop('checksum', None)
     if raw != manifest_bytes(fields): raise ValueError('its checksum is wrong')
     for key,kinds in _WANTED.items():
-        if not isinstance(fields.get(key), kinds) or isinstance(fields[key], bool) or (type(fields[key]) is int and not 0 <= fields[key] < 2**63):
-            raise ValueError(f'its `{key}` is {fields.get(key)!r:.60}')
+        value = fields.get(key)
+        fits = isinstance(value, kinds) and not isinstance(value, bool)
+        if not fits or (type(value) is int and not 0 <= value < 2**63):
+            raise ValueError(f'its `{key}` is {value!r:.60}')
     _check_files(fields['files'])
     for score in fields['metrics'].values(): float(score) # A number, or text such as 'nan'
     return fields
+
+_NO_MANIFEST = (f'`{{}}` has no `{MANIFEST_FILE}`, so it was never finished, or it is no checkpoint. '
+                'Use another one.')
 
 def read_manifest(path):
     "What the manifest in a folder says, or an error that says why nobody can trust it"
     try: return check_manifest(read_small(path/MANIFEST_FILE, 10**6))
     except CheckpointFormatTooNew as e: raise CheckpointFormatTooNew(f'`{path}` {e}') from None
     except FileNotFoundError:
-        raise CheckpointCorrupt(f'`{path}` has no `{MANIFEST_FILE}`, so it was never finished, or it is no checkpoint. Use another one.') from None
+        raise CheckpointCorrupt(_NO_MANIFEST.format(path)) from None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
-        raise CheckpointCorrupt(f'`{path/MANIFEST_FILE}` cannot be trusted: {e}. Use another checkpoint.') from e
+        message = f'`{path/MANIFEST_FILE}` cannot be trusted: {e}. Use another checkpoint.'
+        raise CheckpointCorrupt(message) from e
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #3f196c3e
-_DEVICES = {'CON', 'PRN', 'AUX', 'NUL', *(f'{o}{i}' for o in ('COM', 'LPT') for i in range(1, 10))} # Windows knows no files of these names
+_PORTS = {f'{port}{i}' for port in ('COM', 'LPT') for i in range(1, 10)}
+_DEVICES = {'CON', 'PRN', 'AUX', 'NUL', *_PORTS} # Windows knows no files of these names
 
 def name_fault(name):
     "What is wrong with the name of a checkpoint, or None"
@@ -184,12 +216,22 @@ def name_fault(name):
 def _check_files(files):
     "Refuse a list of files that names anything but ours, in this folder"
     for name,about in files.items():
-        if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9._-]*', name): raise ValueError(f'it names {name!r:.60}, which is not a plain file name')
+        if not re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9._-]*', name):
+            raise ValueError(f'it names {name!r:.60}, which is not a plain file name')
         size,digest = about.get('bytes'),about.get('sha256')
-        if type(size) is not int or size < 0 or not isinstance(digest, str) or not re.fullmatch('[0-9a-f]{64}', digest): raise ValueError(f'what it says about {name!r:.60} makes no sense')
-    if set(files) != {MODEL_FILE, STATE_FILE}: raise ValueError(f'it names {sorted(files)!r:.100}, and a checkpoint has {[MODEL_FILE, STATE_FILE]}')
+        has_size = type(size) is int and size >= 0
+        has_digest = isinstance(digest, str) and re.fullmatch('[0-9a-f]{64}', digest)
+        if not (has_size and has_digest): raise ValueError(f'what it says about {name!r:.60} makes no sense')
+    if set(files) != {MODEL_FILE, STATE_FILE}:
+        raise ValueError(f'it names {sorted(files)!r:.100}, and a checkpoint has {[MODEL_FILE, STATE_FILE]}')
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #8b46ce6e
+_NO_READ = '`{}` cannot be read: {}. Use another checkpoint.'
+_NO_FILE_AT_ALL = ('`{}` is a link or something else that is not an ordinary file, so it is not opened. '
+                   'Use another checkpoint.')
+_SIZE = '`{}` has {} bytes, and {} were written. Use another checkpoint.'
+_DAMAGED = '`{}` is damaged: its sha256 is {}…, and {}… was written. Use another checkpoint.'
+
 class Checkpoint:
     "One checkpoint on the disk, and what its manifest says"
     def __init__(self,
@@ -203,11 +245,13 @@ class Checkpoint:
 
     def _check_size(self, name, size):
         try: found = os.lstat(self.path/name)
-        except OSError as e: raise CheckpointCorrupt(f'`{self.path/name}` cannot be read: {e.strerror}. Use another checkpoint.') from None
-        if not stat.S_ISREG(found.st_mode): raise CheckpointCorrupt(f'`{self.path/name}` is a link or something else that is not an ordinary file, so it is not opened. Use another checkpoint.')
-        if found.st_size != size: raise CheckpointCorrupt(f'`{self.path/name}` has {found.st_size} bytes, and {size} were written. Use another checkpoint.')
+        except OSError as e: raise CheckpointCorrupt(_NO_READ.format(self.path/name, e.strerror)) from None
+        if not stat.S_ISREG(found.st_mode): raise CheckpointCorrupt(_NO_FILE_AT_ALL.format(self.path/name))
+        if found.st_size != size: raise CheckpointCorrupt(_SIZE.format(self.path/name, found.st_size, size))
 
-    def __repr__(self): return f'Checkpoint({", ".join([repr(self.path.name), *(f"{k}={v:g}" for k,v in {"step": self.step, **self.metrics}.items())])})'
+    def __repr__(self):
+        numbers = [f'{name}={value:g}' for name,value in {'step': self.step, **self.metrics}.items()]
+        return f'Checkpoint({", ".join([repr(self.path.name), *numbers])})'
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #f9d483ce
 def check_verify(verify):
@@ -219,7 +263,8 @@ def verify(self:Checkpoint):
     "Compare the checksum of every file; raise `CheckpointCorrupt` for a damaged one"
     for name,about in self.manifest['files'].items():
         with open(self.path/name, 'rb') as file: digest = hashlib.file_digest(file, 'sha256').hexdigest()
-        if digest != about['sha256']: raise CheckpointCorrupt(f'`{self.path/name}` is damaged: its sha256 is {digest[:12]}…, and {about["sha256"][:12]}… was written. Use another checkpoint.')
+        if digest == about['sha256']: continue
+        raise CheckpointCorrupt(_DAMAGED.format(self.path/name, digest[:12], about['sha256'][:12]))
 
 @patch
 def read(self:Checkpoint,

@@ -16,7 +16,7 @@ from ..basics.checks import did_you_mean, local_path
 from .checkpoint_files import Checkpoint, MANIFEST_FILE, MODEL_FILE, STATE_FILE
 from .checkpoint_files import checkpoints_near, name_fault
 from .errors import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint
-from .whole_folders import HINTS, WRITTEN, has_manifest, read_hint, warn_outside
+from .atomic_folders import HINTS, WRITTEN, has_manifest, read_hint, warn_outside
 
 # %% ../../nbs/state/76_checkpoint_folder.ipynb #15d605d3
 FIXED = ('step', 'epoch', 'samples')

@@ -20,7 +20,7 @@ from ..loop.trainer import Trainer
 from .array_views import part_views
 from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, tells_state
 from .errors import UnsaveableState
-from .marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of, part_of
+from .change_marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of, part_of
 from .plain_state import from_plain, plain
 
 # %% ../../nbs/state/38_own_state.ipynb #a7eee1b9

@@ -37,14 +37,16 @@ class Experiment:
         "Where to put a file of one's own"
         path = self.folder.joinpath(*parts)
         if not path.resolve().is_relative_to(self.folder.resolve()):
-            raise ValueError(f'{str(Path(*parts))!r} leads out of `{self.folder}`, so the file would not be kept with the run. Use a path within the folder.')
+            raise ValueError(f'{str(Path(*parts))!r} leads out of `{self.folder}`, so the file would not be '
+                             'kept with the run. Use a path within the folder.')
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def to_dict(self)->dict: # Plain types, and no password
         "The record as it may be written down"
         url = {} if self.url is None else dict(url=without_password(self.url))
-        return dict(project=self.project, name=self.name, stamp=self.stamp, folder=str(self.folder), hyper=dict(self.hyper)) | url
+        about = dict(project=self.project, name=self.name, stamp=self.stamp)
+        return about | dict(folder=str(self.folder), hyper=dict(self.hyper)) | url
 
 # %% ../../nbs/state/90_run_folder.ipynb #158cd44b
 def run_folder(

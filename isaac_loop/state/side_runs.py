@@ -25,32 +25,38 @@ from .snapshot import Snapshot
 @patch
 def _trained(self:Trainer):
     "What a run on the side may change for good"
-    loaders = [o for o in (getattr(self.dls, 'train', None), getattr(self.dls, 'valid', None)) if hasattr(o, 'load_state_dict')]
-    parts = [p for o in ('modules', 'parameters', 'buffers') if hasattr(self.model, o) for p in getattr(self.model, o)()]
+    loaders = [getattr(self.dls, name, None) for name in ('train', 'valid')]
+    loaders = [dl for dl in loaders if hasattr(dl, 'load_state_dict')]
+    kinds = [name for name in ('modules', 'parameters', 'buffers') if hasattr(self.model, name)]
+    parts = [part for name in kinds for part in getattr(self.model, name)()]
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 
 # %% ../../nbs/state/40_side_runs.ipynb #4241fc3a
 def _only_reads(callback):
-    "Whether `callback` answers `log` or `measured` alone, where one only reads; it belongs to the run that it was given to"
-    return any(handler_of(callback, o) is not None for o in ROW_EVENTS) and all(handler_of(callback, o) is None for o in EVENTS if o not in ROW_EVENTS)
+    "Whether `callback` answers `log` or `measured` alone, where one only reads: it belongs to its own run"
+    answered = {event for event in EVENTS if handler_of(callback, event) is not None}
+    return bool(answered) and answered <= set(ROW_EVENTS)
 
 @patch
 def _go_on_aside(self:Trainer, now):
     "Let random numbers go on where the last run on the side ended, if nobody else has drawn any since"
     last = self._aside
-    if last.get('seedings') == set_seed.calls and same_random_state(last['began'], now): set_random_state(last['ended'])
+    same = last.get('seedings') == set_seed.calls and same_random_state(last['began'], now)
+    if same: set_random_state(last['ended'])
 
-_endless_side_runs = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for its own evaluation, and evaluates again. '
-                      'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out there, or choose who is kept with `side_run(below=...)`.')
+_ENDLESS = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for '
+            'its own evaluation, and evaluates again. '
+            'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out '
+            'there, or choose who is kept with `side_run(below=...)`.')
 
 @patch
 @contextmanager
 def side_run(self:Trainer,
     callbacks=None, # Callbacks for this run, beside those that are kept
-    below=Order.RECORD, # Keep the trainer's own callbacks whose `order` is lower, but for those that only read rows
+    below=Order.RECORD, # Keep callbacks whose `order` is lower, but for those that only read rows
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
-    if self._side_runs > 4: raise RuntimeError(_endless_side_runs)
+    if self._side_runs > 4: raise RuntimeError(_ENDLESS)
     kept = [o for o in self.callbacks if getattr(o, 'order', 0) < below and not _only_reads(o)]
     loop,slots = dict(vars(self)),{o: getattr(self, o) for o in Trainer.__slots__ if hasattr(self, o)}
     between_fits = not (self._fitting or self._side_runs)
@@ -58,16 +64,18 @@ def side_run(self:Trainer,
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     self._fitting = False # From here on the callbacks are those of the other run
-    self.callbacks,self._named,self._guests,self.history,self._side_runs = (),{},[],History(),self._side_runs+1
+    self.callbacks,self._named,self._guests = (),{},[]
+    self.history,self._side_runs = History(),self._side_runs+1
     self._ended = True
     self.plan = Plan(type(self))
     if between_fits: self._go_on_aside(before.random)
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # A validation pass has switched them off
+        with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # Validation has switched them off
             self._add([*kept, *flat(callbacks)])
             yield self
     finally:
-        if between_fits: self._aside.update(began=before.random, seedings=set_seed.calls, ended=random_state())
+        if between_fits:
+            self._aside.update(began=before.random, seedings=set_seed.calls, ended=random_state())
         vars(self).clear()
         vars(self).update(loop)
         forget(self, *Trainer.__slots__)

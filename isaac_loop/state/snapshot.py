@@ -26,12 +26,12 @@ def _nothing(): pass
 def _of_list(x):
     items = list(x) if isinstance(x, list) else x[:]
     def put_back():
-        if isinstance(x, list): list.__setitem__(x, slice(None), items) # A subclass may tell others when it changes
+        if isinstance(x, list): list.__setitem__(x, slice(None), items) # A subclass may tell others
         else: x[:] = items
     return put_back, items if isinstance(x, list) else ()
 
 def _of_dict(x):
-    kind = OrderedDict if isinstance(x, OrderedDict) else dict # Subclasses such as `Counter` have an `update` of their own
+    kind = OrderedDict if isinstance(x, OrderedDict) else dict # `Counter`, say, has an `update` of its own
     items = list(kind.items(x))
     def put_back():
         kind.clear(x)
@@ -51,7 +51,8 @@ def _of_tensor(x):
     kind,data,leaf,wanted = type(x),x.data,x.is_leaf,x.requires_grad
     grad = x.grad if leaf else None
     hooks = {o: getattr(x, o) for o in ('_backward_hooks', '_post_accumulate_grad_hooks')}
-    values,(put_grad_back,reached) = _once(data).clone(),_of_tensor(grad) if grad is not None else (_nothing, [])
+    values = _once(data).clone()
+    put_grad_back,reached = _of_tensor(grad) if grad is not None else (_nothing, [])
     def put_back():
         put_grad_back()
         _once(data).copy_(values)
@@ -98,7 +99,8 @@ def _slots(x):
     "What the filled slots of `x` hold, by their descriptors"
     if not hasattr(type(x), '__slots__'): return {}
     found = {}
-    for o in (o for c in type(x).__mro__ if '__slots__' in vars(c) for o in vars(c).values() if isinstance(o, MemberDescriptorType)):
+    members = [member for c in type(x).__mro__ if '__slots__' in vars(c) for member in vars(c).values()]
+    for o in (member for member in members if isinstance(member, MemberDescriptorType)):
         try: found[o] = o.__get__(x)
         except AttributeError: pass
     return found
@@ -115,15 +117,18 @@ def _of_attributes(x):
     return put_back, [own, *slots.values()]
 
 # %% ../../nbs/state/20_snapshot.ipynb #543b7c50
-_OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'logging', 'threading', '_thread', 'multiprocessing', 'concurrent', 'asyncio', 'queue', 'socket', 'sqlite3',
-            'pandas', 'pyarrow', 'datasets', 'PIL', 'importlib', 'subprocess', 'wandb', 'mlflow', 'tensorboard', 'tensorboardX', 'trackio'}
+_OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'logging', 'threading', '_thread',
+            'multiprocessing', 'concurrent', 'asyncio', 'queue', 'socket', 'sqlite3', 'pandas', 'pyarrow',
+            'datasets', 'PIL', 'importlib', 'subprocess', 'wandb', 'mlflow',
+            'tensorboard', 'tensorboardX', 'trackio'}
 _PLAIN = {dict, OrderedDict, list, tuple, set, frozenset, deque} # Of just these classes: no attributes
 _SIMPLE = (str, bytes, int, float, complex, type(None))
 
 def _is_outside(x):
     "Whether `x` is data, or belongs to the world outside"
     if isinstance(x, (type, ModuleType, io.IOBase, BaseException, Dataset, _BaseDataLoaderIter)): return True
-    return type(x) not in _PLAIN and any(str(c.__module__).partition('.')[0] in _OUTSIDE for c in type(x).__mro__)
+    if type(x) in _PLAIN: return False
+    return any(str(c.__module__).partition('.')[0] in _OUTSIDE for c in type(x).__mro__)
 
 def _is_data(x):
     "Whether `x`, which a loader leads to, is what it loads"
@@ -165,7 +170,8 @@ class Snapshot:
     ):
         own = _own(trainer) or {}
         self.trainer,self.random,self.mementos = trainer,random_state(),[]
-        self.plan = own.get('plan') if isinstance(own.get('plan'), Plan) else None # Worked out anew when restoring
+        plan = own.get('plan')
+        self.plan = plan if isinstance(plan, Plan) else None # Worked out anew when restoring
         self.fitting,self.training = own.get('_fitting'),getattr(self.plan, 'training', None)
         keep = keep if isinstance(keep, (list, tuple, set, frozenset)) else [keep]
         seen,loaders = {id(o): o for o in [*keep, self.plan, own.get('_own_state')]},_loaders(own)
@@ -173,13 +179,14 @@ class Snapshot:
         self._walk(loaders, seen)
 
     def _walk(self, todo, seen, loaders=None):
-        "Remember all that `todo` leads to, and gather `loaders` for later; without them, all lies below loaders"
+        "Remember all that `todo` leads to, and gather `loaders` for later; without them all lies below some"
         apart = set(map(id, loaders or ()))
         while todo:
             x = todo.pop()
             if isinstance(x, _SIMPLE) or id(x) in seen or _is_outside(x): continue
             if loaders is None and _is_data(x): continue
-            if loaders is not None and (id(x) in apart or isinstance(x, (DataLoader, Sampler))): loaders.append(x)
+            is_loader = id(x) in apart or isinstance(x, (DataLoader, Sampler))
+            if loaders is not None and is_loader: loaders.append(x)
             else:
                 seen[id(x)] = x # Held, so that no `id` is given to another object
                 for put_back,reached in _mementos(x, loaders is None):
@@ -192,11 +199,13 @@ class Snapshot:
 def _loaders(own):
     "Where data begins, among a trainer's `own` attributes"
     dls = own.get('dls')
-    return [dls, *(getattr(dls, o, None) for o in ('train', 'valid')), *(own.get(o) for o in ('dl', 'batches') if 'plan' in own)]
+    of_pass = [own.get(o) for o in ('dl', 'batches')] if 'plan' in own else []
+    return [dls, *(getattr(dls, o, None) for o in ('train', 'valid')), *of_pass]
 
 # %% ../../nbs/state/20_snapshot.ipynb #ea2a82bf
 _HERE = ('_fitting', '_training', 'exception') # Of a trainer: never put back
-_PLACE = ('_source', 'stop_reason', 'interrupted', 'n_epochs', 'epochs', 'epoch', 'n_updates', 'updates_per_epoch', 'dl', 'batches', 'n_batches', 'start_batch', 'batch_num') # Only within one fit
+_PLACE = ('_source', 'stop_reason', 'interrupted', 'n_epochs', 'epochs', 'epoch', 'n_updates',
+          'updates_per_epoch', 'dl', 'batches', 'n_batches', 'start_batch', 'batch_num') # Only within one fit
 
 @patch
 @torch.no_grad()

@@ -11,8 +11,8 @@ import warnings
 import torch
 
 
-from ..loop.device_numbers import one_number
-from .late_questions import FlagsCB, where_found
+from ..loop.numbers_on_device import one_number
+from .device_flags import FlagsCB, where_found
 from ..basics.checks import check_count
 from ..loop.events import CancelBatchException, Order
 

@@ -12,7 +12,7 @@ import torch
 
 from torch.nn.utils import get_total_norm
 
-from .late_questions import FlagsCB, where_found
+from .device_flags import FlagsCB, where_found
 from ..basics.checks import check_count
 from ..loop.events import CancelBatchException, CancelStepException, Order
 from ..train.optimizer_options import parameters_of

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from ..loop.events import Order
-from ..loop.device_numbers import DeviceRecord, place_of
+from ..loop.numbers_on_device import DeviceRecord, place_of
 
 # %% ../../nbs/train/30_clipping.ipynb #9c8a6c50
 def _norm(grads, norm_type=2.):

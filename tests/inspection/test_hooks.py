@@ -34,7 +34,7 @@ from isaac_loop.loop.events import (
 )
 import isaac_loop.inspection.loop_tables  # noqa: F401 (gives trainers `summarize_callbacks`)
 from isaac_loop.models.hooks import Hook, Hooks, find_modules, first_tensor, probing
-from isaac_loop.loop.device_numbers import DeviceRecord, histogram
+from isaac_loop.loop.numbers_on_device import DeviceRecord, histogram
 from inspected import make_batches, make_model, make_trainer, n_hooks
 
 

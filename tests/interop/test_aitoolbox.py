@@ -19,7 +19,7 @@ from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import Order
 from isaac_loop.interop.aitoolbox import AIToolboxCB
-from isaac_loop.interop.base import uses
+from isaac_loop.interop.foreign_callback import uses
 from isaac_loop.inspection.loop_tables import summarize_callbacks  # noqa: F401  A method of the trainer
 from isaac_loop.interop.adapters import adapt
 from isaac_loop.loop.trainer import Trainer

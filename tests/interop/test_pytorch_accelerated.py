@@ -725,7 +725,7 @@ def test_their_configuration_tells_of_clipping_and_half_precision(pta):
 
 def test_several_processes_are_told_of(monkeypatch):
     "Foreign callbacks believe that they are alone"
-    monkeypatch.setattr("isaac_loop.interop.base.processes", lambda: (0, 2))
+    monkeypatch.setattr("isaac_loop.interop.foreign_callback.processes", lambda: (0, 2))
     trainer = Trainer(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), adapt(Nemo010)])
     with pytest.warns(UserWarning, match="there is one process, but several train together"):
         trainer.fit(1)

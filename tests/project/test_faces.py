@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from isaac_loop.loop.elsewhere import ELSEWHERE
+from isaac_loop.loop.methods_on_demand import ELSEWHERE
 from places import ROOT, TUTORIALS
 
 FACES = {
@@ -243,7 +243,7 @@ def test_methods_from_elsewhere_are_brought_when_somebody_asks():
 import json
 from types import SimpleNamespace
 from isaac_loop import Trainer
-from isaac_loop.loop.elsewhere import ELSEWHERE
+from isaac_loop.loop.methods_on_demand import ELSEWHERE
 
 trainer = Trainer(SimpleNamespace(), None, None, None, None)
 found = {}

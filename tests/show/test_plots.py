@@ -31,7 +31,7 @@ from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.show.curves import plot_history, smoothed
 from isaac_loop.data.dataloaders import DataLoaders
-from isaac_loop.loop import device_numbers
+from isaac_loop.loop import numbers_on_device
 from isaac_loop.loop.events import CancelBatchException, CancelFitException, Order
 from isaac_loop.loop.history import History
 from isaac_loop.show.images import UnNormalize
@@ -378,7 +378,7 @@ def test_losses_still_on_their_way_are_left_for_the_next_drawing():
     losses = live_plot.DeviceNumbers()
     ready = []
     Event = namedtuple("Event", "query synchronize")
-    late = device_numbers.Sent(torch.tensor([2.0]))
+    late = numbers_on_device.Sent(torch.tensor([2.0]))
     late._events["device"] = Event(lambda: bool(ready), lambda: ready.append(True))
     losses._sent.append(late)
     losses.add(torch.tensor(3.0))

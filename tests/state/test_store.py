@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from isaac_loop.state import whole_folders
+from isaac_loop.state import atomic_folders
 from isaac_loop.state.errors import (
     CheckpointFolderBusy,
     CheckpointWriteFailed,
@@ -370,7 +370,7 @@ def test_a_file_system_without_locks_is_one_error(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(
-        whole_folders,
+        atomic_folders,
         "fcntl",
         type("fcntl", (), dict(flock=staticmethod(flock), LOCK_EX=2, LOCK_NB=4, LOCK_UN=8)),
     )

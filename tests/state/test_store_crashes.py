@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 
-from isaac_loop.state import checkpoint_files, checkpoint_folder, whole_folders
+from isaac_loop.state import checkpoint_files, checkpoint_folder, atomic_folders
 from isaac_loop.state import store as store_module
 from isaac_loop.state.errors import CheckpointWriteFailed, LoopError
 from isaac_loop.state.checkpoint_files import Checkpoint
@@ -21,7 +21,7 @@ from places import PATHS, ROOT
 from stores import FILES, make, quiet_load, save, visible
 
 
-MODULES = (store_module, whole_folders, checkpoint_folder, checkpoint_files)  # All that touch the disk
+MODULES = (store_module, atomic_folders, checkpoint_folder, checkpoint_files)  # All that touch the disk
 
 
 def use_disk(monkeypatch, disk):
@@ -177,7 +177,7 @@ def test_the_process_may_end_at_every_call(start, half, tmp_path, monkeypatch):
         use_disk(monkeypatch, Disk(n, half))
         with pytest.raises(Crash):
             one_life(folder)
-        for lock in list(whole_folders.FolderLock.held):
+        for lock in list(atomic_folders.FolderLock.held):
             use_disk(monkeypatch, os)
             lock.release()  # As the system does for a process that is gone
         use_disk(monkeypatch, os)
