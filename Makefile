@@ -31,7 +31,7 @@ $(READY): pyproject.toml constraints.txt | $(DEMO)
 test: $(READY)
 	$(BIN)/python tools/check_exported.py
 	$(BIN)/python tools/test_notebooks.py
-	$(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 # Two processes on two cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check tests tools
 
