@@ -1,45 +1,16 @@
 "Fits in which whoever turns a tensor into a number while a batch is being worked on gets an error."
 
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.trainer import Trainer
+from waiting import InsideCB, RefuseToWait, refuse
 
-WAITING = {
-    "item",
-    "cpu",
-    "tolist",
-    "numpy",
-    "is_nonzero",
-    "nonzero",
-    "equal",
-    "allclose",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__complex__",
-    "__array__",
-    "__format__",
-    "__repr__",
-    "__contains__",
-}
-inside = SimpleNamespace(batch=False)
-
-
-class Waited(Exception):
-    "Somebody turned a tensor into a number while a batch was being worked on"
-
-
-def refuse_to_wait(func):
-    name = getattr(func, "__name__", "")
-    if inside.batch and name in WAITING:
-        raise Waited(name)
+mode = RefuseToWait()
 
 
 class Guarded(torch.Tensor):
@@ -47,28 +18,9 @@ class Guarded(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        refuse_to_wait(func)
+        if mode.inside:
+            refuse(func)
         return super().__torch_function__(func, types, args, kwargs or {})
-
-
-class GuardEverything(TorchFunctionMode):
-    "The same for all tensors there are: parameters, gradients, whatever a callback makes for itself"
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        refuse_to_wait(func)
-        return func(*args, **kwargs or {})
-
-
-class InsideCB:
-    "Knows whether a batch is being worked on: first at its beginning, last at its end"
-
-    order = -10_000
-
-    def before_batch(self, trainer):
-        inside.batch = True
-
-    def cleanup_batch(self, trainer):
-        inside.batch = False
 
 
 def make_batches(n=3):
@@ -77,17 +29,13 @@ def make_batches(n=3):
 
 
 def run_guarded(callbacks, everything, n_batches=4):
-    "Two epochs in which waiting inside a batch is an error"
+    "Two epochs; inside a batch, waiting is an error: for what comes from the batch, or for all tensors"
     batches = [tuple(o.as_subclass(Guarded) for o in batch) for batch in make_batches(n_batches)]
-    trainer = Trainer(
-        DataLoaders(batches, batches[:2]), F.mse_loss, optim.SGD, nn.Linear(3, 1), [*callbacks, InsideCB()]
-    )
+    callbacks = [*callbacks, InsideCB(mode)]
+    trainer = Trainer(DataLoaders(batches, batches[:2]), F.mse_loss, optim.SGD, nn.Linear(3, 1), callbacks)
     try:
-        if everything:
-            with GuardEverything():
-                trainer.fit(2, lr=0.01)
-        else:
+        with mode if everything else nullcontext():
             trainer.fit(2, lr=0.01)
     finally:
-        inside.batch = False
+        mode.inside = False
     return trainer

@@ -456,7 +456,7 @@ MUTANTS = [
     Mutant(
         "old handlers of signals are forgotten",
         "InterruptCB.cleanup_fit",
-        "signal.signal(o, signal.SIG_DFL if handler is None else handler)",
+        "signal.signal(signum, signal.SIG_DFL if handler is None else handler)",
         "pass",
         ["test_nested_fits_put_back_the_handlers_of_the_outer_one"],
     ),
@@ -477,7 +477,7 @@ MUTANTS = [
     Mutant(
         "loaders begin anew",
         "put_position",
-        "o.load_state_dict(state['loaders'][name])",
+        "dl.load_state_dict(state['loaders'][name])",
         "pass",
         ["test_going_on_from_every_batch_is_the_same_run"],
     ),

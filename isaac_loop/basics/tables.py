@@ -68,7 +68,8 @@ class Table:
         columns:list=None, # Which keys to show and in which order; default: all, as they first appear
     ):
         self.rows = [dict(o) for o in rows]
-        self.columns = list(dict.fromkeys(k for o in self.rows for k in o) if columns is None else columns)
+        named = dict.fromkeys(name for row in self.rows for name in row)
+        self.columns = list(named if columns is None else columns)
 
     def cells(self):
         "All cells as text, the header first"

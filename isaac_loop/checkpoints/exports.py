@@ -27,7 +27,8 @@ def _chosen(
     if parts is None: return dict(weights)
     for part in parts:
         if not any(_inside(o, part) for o in weights):
-            names = sorted({'.'.join(o.split('.')[:n]) for o in weights for n in range(1, o.count('.')+2)})
+            paths = [name.split('.') for name in weights]
+            names = sorted({'.'.join(path[:n]) for path in paths for n in range(1, len(path)+1)})
             raise LookupError(_NO_PART.format(part, names[:20], did_you_mean(part, names)))
     return {name: x for name,x in weights.items() if any(_inside(name, o) for o in parts)}
 

@@ -44,7 +44,8 @@ class ResumingCB:
     def _begin(self, trainer, found, strict=True):
         "Walk over the epochs; `found` is weights and state to go on from, or None"
         check_states(trainer)
-        self._found,self._strict,self._pass_start,self._batches,self._next = found,strict,None,0,0
+        self._found,self._strict = found,strict
+        self._pass_start,self._batches,self._next = None,0,0
         self._elsewhere = bool(found and (found[1]['pass_start'] or {}).get('again'))
         data_of(trainer), loss_of(trainer) # As they are now, for all that is saved in this fit
         trainer.epochs = self._epochs(trainer, trainer.epochs)
@@ -94,7 +95,8 @@ def _resumes_in(self:ResumingCB, trainer):
 @patch
 def _pass(self:ResumingCB, trainer, batches):
     "`batches`, after those that were done before"
-    found,done,handed,ahead,told = self._found,self._batches,0,None,False
+    found,done = self._found,self._batches
+    handed,ahead,told = 0,None,False
     if found and done:
         self._restore(trainer)
         batches = self._rest(trainer, batches, found[1], done)

@@ -57,7 +57,7 @@ class RewindCB(ResumingCB):
         self._at = trainer.n_updates
         start = start_of_pass(trainer) if batches else None
         self.states[epoch, batches] = take_state(trainer, epoch, batches, pass_start=start)
-        for o in sorted(self.states)[:-self.keep]: del self.states[o]
+        for place in sorted(self.states)[:-self.keep]: del self.states[place]
 
     def _epochs(self, trainer, epochs):
         if self._found is None and not self.every: self._remember(trainer, 0)

@@ -56,7 +56,8 @@ def _best_in(folder, monitor, mode):
     if not found: return None
     best = store.best() if monitor is None else _best_of(found, monitor, store.mode)
     if best is not None: return best.path
-    wanted,names = monitor or store._criterion(found)[0],sorted({name for o in found for name in o.metrics})
+    wanted = monitor or store._criterion(found)[0]
+    names = sorted({name for checkpoint in found for name in checkpoint.metrics})
     raise NoValidCheckpoint(_NO_BEST.format(folder, wanted, names, did_you_mean(wanted, names)))
 
 def _best_of(found, monitor, mode):

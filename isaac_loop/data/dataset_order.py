@@ -25,7 +25,7 @@ def _rows_and_size(sampler):
     "Numbers of the rows that a batch sampler draws from, and the size of its batches"
     if type(sampler) is BatchSampler: return _rows_of(sampler.sampler), sampler.batch_size
     batches = _listed(sampler, lambda: [list(o) for o in sampler])
-    return sorted({row for o in batches for row in o}), max(map(len, batches), default=1)
+    return sorted({row for batch in batches for row in batch}), max(map(len, batches), default=1)
 
 def _listed(sampler, make):
     "What `make` lists, with the sampler's own random numbers put back"

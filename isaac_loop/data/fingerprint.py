@@ -71,7 +71,7 @@ def _of_sequence(x, depth):
     x = x[:_MOST]
     if x and all(type(o) is float for o in x): return [_of_numbers(torch.tensor(x, dtype=torch.float64))]
     if x and all(type(o) is int for o in x): return [_exact('ints', repr(x).encode())]
-    return [f'{len(x)} parts', *(leaf for o in x for leaf in _leaves(o, depth+1))]
+    return [f'{len(x)} parts', *(leaf for part in x for leaf in _leaves(part, depth+1))]
 
 def _of_foreign(x):
     "The leaves of an array of NumPy or an image of PIL"

@@ -78,7 +78,8 @@ class AccelerateCB(BasicTrainCB):
     def cleanup_fit(self, trainer):
         "Take the wrappers off again"
         if self._before is None: return
-        trainer.model,forward,opt,(trainer.dls.train,trainer.dls.valid) = self._before
+        trainer.model,forward,opt = self._before[:3]
+        trainer.dls.train,trainer.dls.valid = self._before[3]
         if opt is not None: trainer.opt = opt
         vars(trainer.model).pop('forward', None) # Accelerate has put one that casts onto the module itself
         if forward is not None: trainer.model.forward = forward

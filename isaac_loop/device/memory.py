@@ -27,7 +27,8 @@ def _chain(error):
 def _forget_last_error():
     "Clear the frames of the last error and forget it"
     errors = [getattr(sys, o, None) for o in ('last_exc', 'last_value')]
-    tracebacks = [getattr(sys, 'last_traceback', None), *(o.__traceback__ for e in errors for o in _chain(e))]
+    chained = [error for first in errors for error in _chain(first)]
+    tracebacks = [getattr(sys, 'last_traceback', None), *(error.__traceback__ for error in chained)]
     for tb in tracebacks:
         if tb is not None: traceback.clear_frames(tb)
     for name in ('last_exc', 'last_type', 'last_value', 'last_traceback'):

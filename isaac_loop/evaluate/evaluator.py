@@ -154,7 +154,8 @@ def before_fit(self:EvaluatorCB, trainer):
 @patch
 def columns(self:EvaluatorCB, trainer)->list: # One with `_*` at its end: further names
     "The columns that this callback will write into the history"
-    names = [o for m in self._pass.metrics for o in (m, f'{m}_*')] + ['loss']*self.with_loss + ['seconds']
+    names = [name for m in self._pass.metrics for name in (m, f'{m}_*')]
+    names += ['loss']*self.with_loss + ['seconds']
     if self.user_epochs_done_callback is not None: names.append('*')
     starts = [''] + ['start_']*self.at_start
     return [f'{start}{name}_{column}' for start in starts for name in self.sets for column in names]

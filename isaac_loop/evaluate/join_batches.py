@@ -31,7 +31,7 @@ def _leaves(x):
 
 def _join_leaf(parts):
     "One leaf of every batch, as one value"
-    if isinstance(parts[0], (list, tuple)): return [o for part in parts for o in part]
+    if isinstance(parts[0], (list, tuple)): return [row for part in parts for row in part]
     if not torch.is_tensor(parts[0]): return None if all(o is None for o in parts) else list(parts)
     parts = [o.float() if o.dtype in (torch.float16, torch.bfloat16) else o for o in parts]
     if parts[0].ndim == 0: return torch.stack(parts)

@@ -62,12 +62,12 @@ _SECRET = re.compile(r'(?i)(pass(word|wd)?|secret|token|api[-_]?key|credential)'
 def _command():
     "The command line, with stars for what looks like a secret"
     shown,hide = [],False
-    for o in map(without_password, sys.orig_argv):
-        name,equals,_ = o.partition('=')
+    for word in map(without_password, sys.orig_argv):
+        name,equals,_ = word.partition('=')
         if hide: shown.append('***')
         elif equals and _SECRET.search(name): shown.append(f'{name}=***')
-        else: shown.append(o)
-        hide = not equals and o.startswith('-') and _SECRET.search(o) is not None
+        else: shown.append(word)
+        hide = not equals and word.startswith('-') and _SECRET.search(word) is not None
     return shlex.join(shown)
 
 def surroundings():

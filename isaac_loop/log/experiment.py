@@ -231,7 +231,7 @@ def _keep_code(self:ExperimentCB, n):
     (code/'requirements.txt').write_text(packages(), encoding='utf-8')
     for name,text in self._texts.items():
         if text: (code/name).write_text(text, encoding='utf-8', errors='backslashreplace')
-    for o in self.files: archive(o, code, self.root)
+    for path in self.files: archive(path, code, self.root)
     others = [self.folder/'code'/f'start-{i}' for i in reversed(range(2, n))] + [self.folder/'code']
     last = next(o for o in others if o.is_dir())
     if n > 1 and same_files(code, last):
@@ -254,7 +254,8 @@ def _begin_log(self:ExperimentCB, trainer):
 @patch
 def _end_log(self:ExperimentCB, trainer):
     "Put streams and handlers back"
-    log,self._log,tees,self._tees = self._log,None,self._tees,{}
+    log,tees = self._log,self._tees
+    self._log,self._tees = None,{}
     untee_streams(tees)
     logging.getLogger().removeHandler(log)
     if self._kept: return

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 # %% ../../nbs/log/32_file_values.ipynb #924a74b0
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 200
-_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 20
+_SHORT.maxlist = _SHORT.maxtuple = 20
+_SHORT.maxdict = _SHORT.maxset = 20
 
 def brief_text(value):
     "The beginning of the text of `value`; a list of a million tensors costs no more than one of twenty"

@@ -59,9 +59,9 @@ class HistoryReader:
 
     def _step_of(self, history, i):
         "The step of row `i`, if it is a training batch of this epoch"
-        fit,epoch,training,batch = (history.batches.columns[name][i] for name in history.batches.keys)
-        of_this_epoch = training and fit == history.fit and epoch == self.epoch
-        return self.steps[batch] if of_this_epoch and batch < len(self.steps) else None
+        row = {name: history.batches.columns[name][i] for name in history.batches.keys}
+        of_this_epoch = row['training'] and row['fit'] == history.fit and row['epoch'] == self.epoch
+        return self.steps[row['batch']] if of_this_epoch and row['batch'] < len(self.steps) else None
 
     def _was_logged(self, step):
         "Whether this epoch has a row of `step`; they come in order"

@@ -64,7 +64,7 @@ class _Tee:
         done = self.stream.write(text)
         if self.log is not None:
             *lines,self.rest = (self.rest+text).split('\n')
-            for o in lines: self.log.line(_last_state(o))
+            for line in lines: self.log.line(_last_state(line))
             self.rest = _last_state(self.rest)
         return done
 
@@ -79,11 +79,11 @@ def _last_state(line): return line.rstrip('\r').rpartition('\r')[2]
 def tee_streams(log):
     "Copy what is printed; returns the stand-ins by name"
     tees = {o: _Tee(getattr(sys, o), log) for o in ('stdout', 'stderr') if getattr(sys, o) is not None}
-    for name,o in tees.items(): setattr(sys, name, o)
+    for name,tee in tees.items(): setattr(sys, name, tee)
     return tees
 
 def untee_streams(tees):
     "Put the streams back, where nobody else has put anything since"
-    for name,o in tees.items():
-        if getattr(sys, name) is o: setattr(sys, name, o.stream)
-        o.stop()
+    for name,tee in tees.items():
+        if getattr(sys, name) is tee: setattr(sys, name, tee.stream)
+        tee.stop()

@@ -46,7 +46,7 @@ def write_sqlite(
     if not rows: return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with _transaction(path) as db:
-        columns = _make_columns(db, table, list(dict.fromkeys(o for row in rows for o in row)))
+        columns = _make_columns(db, table, list(dict.fromkeys(name for row in rows for name in row)))
         names,places = ', '.join(map(_quoted, columns.values())),', '.join('?'*len(columns))
         cells = [[_for_sqlite(row.get(o)) for o in columns] for row in rows]
         db.executemany(f'insert into {_quoted(table)} ({names}) values ({places})', cells)

@@ -64,9 +64,9 @@ def _files_here(folder):
     found = {}
     for where,folders,files in os.walk(folder):
         folders[:] = [o for o in folders if not o.startswith('.')]
-        for o in files:
-            path = Path(where)/o
-            if o.startswith('.') or path.is_symlink() or not path.is_file(): continue
+        for name in files:
+            path = Path(where)/name
+            if name.startswith('.') or path.is_symlink() or not path.is_file(): continue
             about = path.stat()
             found[path.relative_to(folder).as_posix()] = [about.st_size, about.st_mtime_ns]
     return {o: found[o] for o in sorted(found, key=_copy_order)}
@@ -136,7 +136,8 @@ class UploadCB:
 
     def before_fit(self, trainer):
         "Copy after each epoch, once the checkpoint is written"
-        self._fs,self._warned,self.target,self.behind = None,False,None,[]
+        self._fs,self.target = None,None
+        self._warned,self.behind = False,[]
         self._main = RunConfig.of(trainer).is_main
         if self._main: trainer.epochs = self._epochs(trainer, trainer.epochs)
 
@@ -216,15 +217,16 @@ class UploadCB:
 
     def _take_back(self):
         "Delete manifests there whose checkpoint is about to be replaced by another of the same name"
-        for o in dict.fromkeys(str(PurePosixPath(o).parent/'manifest.json') for o in self.behind):
-            if o in self._sent: self._delete(o)
+        manifests = dict.fromkeys(str(PurePosixPath(o).parent/'manifest.json') for o in self.behind)
+        for name in manifests:
+            if name in self._sent: self._delete(name)
 
     def _drop_old(self, here):
         "Delete checkpoints there that are deleted here, the manifest first"
         gone = [PurePosixPath(o) for o in self._sent if o not in here]
         folders = [path.parent for path in gone if path.name == 'manifest.json']
         old = [path.as_posix() for path in gone if path.parent in folders]
-        for o in sorted(old, key=_copy_order, reverse=True): self._delete(o)
+        for name in sorted(old, key=_copy_order, reverse=True): self._delete(name)
 
     def _delete(self, name):
         "Delete one file there, if it is still there"
@@ -277,7 +279,7 @@ def fetch(
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = folder.with_name(f'.fetch-{folder.name}-{uuid.uuid4().hex[:8]}')
     try:
-        for o in names: _get(fs, f'{far.rstrip("/")}/{o}', _inside(hidden, o))
+        for name in names: _get(fs, f'{far.rstrip("/")}/{name}', _inside(hidden, name))
         _write_index(hidden, shown.rstrip('/'), _files_here(hidden))
         if folder.exists(): folder.rmdir() # Empty, as was seen above
         os.replace(hidden, folder)

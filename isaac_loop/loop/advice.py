@@ -214,15 +214,17 @@ def warn_of_own_batch(
     n_updates:int, # Updates before it
 ):
     "Warn when nobody was told of the batches of a pass, or knows of any update"
-    if trainer._training and trainer.n_updates == n_updates and trainer.plan['step']:
+    told,seen = trainer.plan.told,trainer.plan.batch_seen # Each is told once for each trainer
+    without = trainer._training and trainer.n_updates == n_updates and trainer.plan['step']
+    if without and 'update' not in told:
+        told.add('update')
         warn(_NO_UPDATE.format(trainer.epoch, type(trainer).__name__))
-    told,seen = trainer.plan.told,trainer.plan.batch_seen
     if seen or 'batch' in told or hasattr(type(trainer).one_batch, 'span'): return
     entries = trainer.plan.entries[trainer.plan.training]
     answers = [entries[event] for event in ('before_batch', 'after_batch', 'cleanup_batch')]
     waiting = [cb for pairs in answers for cb,_ in pairs if not isinstance(cb, TrainersOwn)]
     if not waiting: return
-    told.add('batch') # Once for each trainer
+    told.add('batch')
     warn(_NO_SPAN.format(type(trainer).__name__))
 
 # %% ../../nbs/loop/28_advice.ipynb #1347dc0b

@@ -96,8 +96,9 @@ def check_trainer_class(
     events, # Names that there are
 ):
     "Raise an error for methods of `trainer_class` that look like events and would never run, or could not"
-    methods = {name: f for o in reversed(trainer_class.__mro__) for name,f in vars(o).items() if callable(f)}
-    for name,f in methods.items():
+    found = {name: f for cls in reversed(trainer_class.__mro__) for name,f in vars(cls).items()}
+    for name,f in found.items():
+        if not callable(f): continue
         where = f'{trainer_class.__name__}.{name}'
         if name in STEPS and hasattr(f, 'span'): raise ValueError(_STEP_IS_SPAN.format(where, name))
         if name[0] in 'abc' and name not in events and _looks_like_event(name, events):

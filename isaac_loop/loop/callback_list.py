@@ -52,6 +52,8 @@ def flat(
 
 # %% ../../nbs/loop/26_callback_list.ipynb #9488b0b9
 _NOT_YET = '`trainer.{}` does not exist yet. It is written by {}, which has not happened.'
+_ASIDE = (' This is a run on the side, such as an evaluation, for callbacks below `Order.RECORD`. '
+          'Give a callback that only watches `order = Order.RECORD`.')
 _NO_PREDICT = ('A trainer predicts for a whole loader: `trainer.get_preds(dl)`. '
                'For one batch call the model: `trainer.model(x)`.')
 
@@ -62,7 +64,9 @@ class ByName:
         if name in named: return named[name]
         found = getattr(type(self), name, None)
         if isinstance(found, property): return found.__get__(self) # It failed inside; say why
-        if name in STATE: raise AttributeError(_NOT_YET.format(name, STATE[name][0]))
+        if name in STATE:
+            aside = _ASIDE if vars(self).get('_side_runs') else ''
+            raise AttributeError(_NOT_YET.format(name, STATE[name][0]) + aside)
         if name == 'predict': raise AttributeError(_NO_PREDICT)
         methods = [o for o in dir(type(self)) if not o.startswith('_')]
         hint = '' if name.startswith('_') else did_you_mean(name, [*STATE, *named, *methods])

@@ -15,7 +15,7 @@ def own_spans(
     trainer_class:type, # A trainer, or any class
 )->dict: # From the name of the span to the method
     "Methods that `trainer_class` has wrapped in `with_cbs`, beside the spans that all trainers have"
-    methods = [f for o in reversed(trainer_class.__mro__) for f in vars(o).values()]
+    methods = [f for cls in reversed(trainer_class.__mro__) for f in vars(cls).values()]
     found = {f.span.name: f for f in methods if isinstance(getattr(f, 'span', None), Span)}
     return {name: f for name,f in found.items() if name not in SPANS}
 
@@ -25,7 +25,7 @@ def own_events(
 )->tuple: # Names, each once
     "Events that `trainer_class` declares, and those of its own `spans`"
     declared = [vars(o).get('events', ()) for o in reversed(trainer_class.__mro__)]
-    names = [event for o in declared for event in ((o,) if isinstance(o, str) else o)]
+    names = [event for some in declared for event in ((some,) if isinstance(some, str) else some)]
     for f in spans.values(): names += [f.span.before, f.span.name, f.span.after, f.span.cleanup]
     return tuple(event for event in dict.fromkeys(names) if event not in EVENTS)
 

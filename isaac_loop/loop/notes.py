@@ -28,11 +28,15 @@ def add_note(
     "Add `note` to `error`, once"
     if note not in getattr(error, '__notes__', ()): error.add_note(note)
 
+_EXTRA = ('`run_callbacks({!r}, ...)` passes {} on to every callback that answers. '
+          'Take it as an argument, or take `**kwargs`.')
+
 def blame(
     error:BaseException, # Gets a note
     trainer, # Has a `plan`
     event:str, # What was being run
     handler, # Who failed; None if nobody had begun
+    extra:dict=None, # Further arguments that it was given
 ):
     "Note on `error` which callback raised it, at which event, epoch and batch"
     caught = isinstance(error, CancelException) and stops_at(error, trainer.plan.spans) >= 0
@@ -41,6 +45,8 @@ def blame(
     callback = next((cb for cb,found in pairs if found == handler), None)
     helpful = hasattr(callback, 'explain') and not isinstance(error, CancelException)
     if helpful: callback.explain(trainer, event, error)
+    if extra and isinstance(error, TypeError) and 'unexpected keyword' in str(error):
+        add_note(error, _EXTRA.format(event, ', '.join(extra)))
     if handler is None: return
     name = f'{callback_name(callback)}.{event}' if callback is not None else _name_of(handler)
     add_note(error, f'raised by `{name}`{whereabouts(trainer)}')

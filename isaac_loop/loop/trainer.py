@@ -91,7 +91,7 @@ def run_event(
     try:
         for handler in handlers: handler(trainer, **extra) if extra else handler(trainer)
     except BaseException as error:
-        notes.blame(error, trainer, event, handler)
+        notes.blame(error, trainer, event, handler, extra)
         raise
 
 def close_span(
@@ -199,7 +199,9 @@ class Trainer(ByName):
     ):
         "Train and validate for `n_epochs`; callbacks do all the work"
         n_epochs = advice.check_fit(self, n_epochs, lr, train, valid, unknown)
-        with one_fit(self, n_epochs, lr, callbacks, train, keep_opt): self._fit(train, valid)
+        try:
+            with one_fit(self, n_epochs, lr, callbacks, train, keep_opt): self._fit(train, valid)
+        finally: self._fitting = False # Also if an interrupt comes on the way out
 
     @with_cbs('fit', CancelFitException)
     def _fit(self, train, valid):

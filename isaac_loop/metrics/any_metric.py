@@ -225,7 +225,8 @@ def values_of(
 )->dict: # Values by the name of their column
     "One column, or one for each entry of a dict"
     if isinstance(value, dict):
-        return {column: v for key,o in value.items() for column,v in values_of(f'{name}_{key}', o).items()}
+        parts = [values_of(f'{name}_{key}', part) for key,part in value.items()]
+        return {column: v for part in parts for column,v in part.items()}
     if torch.is_tensor(value): value = value.item() if value.numel() == 1 else value.tolist()
     return {name: value}
 

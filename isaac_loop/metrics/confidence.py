@@ -67,7 +67,8 @@ def numbers_of(
 )->dict: # Floats
     "What a metric gave as numbers by name"
     if isinstance(value, Mapping):
-        return {column: v for key,o in value.items() for column,v in numbers_of(f'{name}_{key}', o).items()}
+        parts = [numbers_of(f'{name}_{key}', part) for key,part in value.items()]
+        return {column: v for part in parts for column,v in part.items()}
     has_one = value.numel() == 1 if torch.is_tensor(value) else hasattr(value, 'item')
     if has_one: value = value.item()
     if isinstance(value, numbers.Real): return {name: float(value)}

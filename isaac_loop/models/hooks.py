@@ -74,10 +74,10 @@ class Hooks(list):
 
     def remove(self):
         "Remove all of them; they stay in the list with what they have gathered"
-        for o in self: o.remove()
+        for hook in self: hook.remove()
 
     def __delitem__(self, i):
-        for o in (self[i] if isinstance(i, slice) else [self[i]]): o.remove()
+        for hook in self[i] if isinstance(i, slice) else [self[i]]: hook.remove()
         super().__delitem__(i)
 
     def __enter__(self): return self

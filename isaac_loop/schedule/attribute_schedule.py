@@ -57,7 +57,8 @@ _NO_OWNER = ("`{target}` does not say whose attribute it is. Begin with one of t
 
 class _Functions:
     "Functions of progress by target, and where they stand"
-    _old,_n,_saved,_running = (),0,None,False
+    _old,_n = (),0
+    _saved,_running = None,False
     def __init__(self,
         functions:dict, # By target, such as 'opt.momentum' or 'model.*.p', a function that gives the value
         unit:str='progress', # What functions get: 'progress' (0 to 1), or the number of 'update' or 'epoch'

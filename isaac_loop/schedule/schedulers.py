@@ -39,7 +39,8 @@ _NO_FUNCTION = ('`scheduler_func` is a {kind}, but every fit has its own optimiz
 class SchedulerCB:
     "Makes a scheduler when training begins and leaves a tidy optimizer"
     order = Order.SCHEDULE
-    scheduler,_before,_saved,_running = None,None,None,False
+    scheduler,_before = None,None
+    _saved,_running = None,False
     def __init__(self,
         scheduler_func, # Makes a torch scheduler from the optimizer, and from the `trainer` if it takes that
         *, opt:str='opt', # Attribute of the trainer that holds the optimizer
@@ -52,7 +53,7 @@ class SchedulerCB:
         "Make the schedule from the optimizer"
         self.scheduler,self._stepped = None,False
         if trainer.updates_per_epoch == 0 or trainer.n_epochs == 0: return # Nothing will be trained
-        opt = getattr(trainer, self.opt)
+        opt = _one_optimizer(trainer, self.opt, callback_name(self))
         self._before,self._own_opt = BeforeSchedule(opt),trainer.opt_func is None or self.opt != 'opt'
         who = type(self).__name__
         self.scheduler = check_scheduler(self._make(opt, trainer), opt, who)
@@ -80,6 +81,15 @@ _NO_EFFECT = ('`{alone}` sets the rate anew at every update, so whatever `{idle}
 
 _BY_FORMULA = (lr_scheduler.LambdaLR, lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR,
                lr_scheduler.CosineAnnealingWarmRestarts)
+
+_NOT_ONE = ('`{who}` is to follow `trainer.{opt}`, which is a {kind}, and a schedule follows one optimizer. '
+            'Keep each under a name of its own, such as `trainer.opt_d`, and add a schedule for each.')
+
+def _one_optimizer(trainer, name, who):
+    "The optimizer that `trainer` has as `name`, or an error"
+    opt = getattr(trainer, name)
+    if hasattr(opt, 'param_groups'): return opt
+    raise TypeError(_NOT_ONE.format(who=who, opt=name, kind=type(opt).__name__))
 
 def _rules_alone(cb): return cb._unit == 'update' and isinstance(cb.scheduler, _BY_FORMULA)
 
@@ -250,7 +260,8 @@ def preview(self:SchedulerCB,
     monitor = getattr(self, 'monitor', None)
     if monitor is not None: raise ValueError(_NO_PREVIEW.format(cb=type(self).__name__, monitor=monitor))
     cb,dry = copy.copy(self),_DryRunCB()
-    cb._saved,cb._before,cb._running,cb.opt = None,None,False,'opt'
+    cb._saved,cb._before = None,None
+    cb._running,cb.opt = False,'opt'
     model = nn.ParameterList([torch.zeros(1)])
     opt_func = opt_func or partial(torch.optim.SGD, momentum=0.9)
     trainer = Trainer(DataLoaders(range(updates_per_epoch)), None, opt_func, model, [dry, cb])

@@ -145,7 +145,8 @@ class PrintColumnsCB:
         self.every = check_count(every, 'every', 'epochs are counted')
         for name in names:
             if not isinstance(name, str): raise TypeError(_NO_NAME.format(name))
-        self.names,self.strict,self.list_names,self.report = names,strict,list_names,report
+        self.names,self.strict = names,strict
+        self.list_names,self.report = list_names,report
 
     def before_fit(self, trainer):
         "See whether somebody writes the columns"

@@ -33,7 +33,7 @@ def _same_random_numbers(
     finally:
         random.setstate(python)
         if np: np.random.set_state(numpy)
-        for o,state in own: o.set_state(state)
+        for generator,state in own: generator.set_state(state)
 
 def _generators(*owners):
     "The generators among the attributes of `owners` and of their samplers"
@@ -62,7 +62,8 @@ def _second(trainer):
     new = copy.copy(trainer)
     new.model,new.loss_func,opt = copy.deepcopy((trainer.model, trainer.loss_func, vars(trainer).get('opt')))
     if opt is not None: new.opt = opt
-    new.callbacks,new._named,new.history,new._fitting = [],{},History(),False
+    new.callbacks,new._named = [],{}
+    new.history,new._fitting = History(),False
     new.plan = Plan(type(trainer))
     first = [cb for cb in trainer.callbacks if getattr(cb, 'order', 0) < Order.RECORD]
     new._add([_spare(cb) for cb in first]) # Members of a group are among them already

@@ -119,14 +119,16 @@ class ProgressCB:
 
     def _forget(self):
         "No bar, no table"
-        self._bars,self._panel,self._lines,self._epochs,self._batches,self._sent = [],None,None,None,None,None
+        self._bars,self._panel,self._lines = [],None,None
+        self._epochs,self._batches,self._sent = None,None,None
 
     def before_fit(self, trainer):
         "Put a bar around the epochs"
         self._place = self.place or place_of_output()
         self._panel = _Panel(self.seconds) if self._place == 'notebook' else None
         self._lines = _Lines(_print_above_bars if self._place == 'terminal' else _print_at_once)
-        self._bars,self._batches,self._sent,self._shown = [],None,None,0.
+        self._bars,self._batches = [],None
+        self._sent,self._shown = None,0.
         self._epochs = trainer.epochs
         if self._place != 'plain': trainer.epochs = self._bar(trainer.epochs, 'Epochs', trainer.n_epochs)
 

@@ -19,7 +19,7 @@ def _with_memory(x, met):
     if 'numpy' in sys.modules and isinstance(x, sys.modules['numpy'].ndarray): return [x] if x.size else []
     if not isinstance(x, (dict, list, tuple)) or id(x) in met: return []
     met[id(x)],values = x,list(x.values() if isinstance(x, dict) else x)
-    return [] if set(map(type, values)) <= SIMPLE else [m for o in values for m in _with_memory(o, met)]
+    return [] if set(map(type, values)) <= SIMPLE else [m for part in values for m in _with_memory(part, met)]
 
 def _lies_in_memory(x):
     return x.device.type == 'cpu' and x.layout == torch.strided and not x.is_nested and x.numel() > 0
@@ -35,7 +35,7 @@ def _span(x):
 # %% ../../nbs/state/36_array_views.ipynb #85a257b6
 def _in_one_memory(kept, own):
     "Arrays of NumPy that overlap another array or a tensor: lists of names and values"
-    found = [(*_span(x), k, x) for k,o in kept.items() for x in _with_memory(o, {})]
+    found = [(*_span(x), k, x) for k,value in kept.items() for x in _with_memory(value, {})]
     if all(torch.is_tensor(x) for *_,x in found): return []
     others = {k: x for k,x in own.items() if k not in kept and torch.is_tensor(x)}
     found += [(*_span(x), k, x) for k,x in others.items() if _with_memory(x, {})]

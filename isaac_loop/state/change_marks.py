@@ -111,7 +111,9 @@ _MANY,_DEEP = 10_000,50
 
 class Marker:
     "Makes marks; `world` has the ids of what the trainer saves itself"
-    def __init__(self, world): self.world,self.made,self.depth,self.shared = world,{},0,set()
+    def __init__(self, world):
+        self.world,self.made = world,{}
+        self.depth,self.shared = 0,set()
 
     def part(self, x):
         "The mark of `x`, which has a name or a place; with a second one it is `shared`"

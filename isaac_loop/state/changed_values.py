@@ -51,7 +51,9 @@ def is_plain(x):
 # %% ../../nbs/state/33_changed_values.ipynb #49e771ac
 class Keeper:
     "Makes data of changed values; what is `shared` gets a number"
-    def __init__(self, world): self.world,self.marker,self.inside,self.numbers = world,Marker(world),[],{}
+    def __init__(self, world):
+        self.world,self.marker = world,Marker(world)
+        self.inside,self.numbers = [],{}
 
     def keep(self, x, begin, ready):
         "`x` as data; `begin` and `ready` are its marks from before and after `before_fit`"

@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from .. import __version__
 from ..basics.checks import check_choice, local_path
-from .errors import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint, UnsaveableState
+from .errors import CheckpointCorrupt, CheckpointFormatTooNew
+from .errors import NoValidCheckpoint, UnsaveableState
 from .plain_state import plain
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #92c3ca7a
@@ -67,8 +68,8 @@ def _parse(
     if len(text) > limit:
         raise ValueError(f'it has {len(text)} characters, and more than {limit} are not read')
     depth = 0
-    for o in re.findall(r'[][{}]', re.sub(r'"(?:[^"\\]|\\.)*"', '', text)):
-        depth += 1 if o in '[{' else -1
+    for bracket in re.findall(r'[][{}]', re.sub(r'"(?:[^"\\]|\\.)*"', '', text)):
+        depth += 1 if bracket in '[{' else -1
         if depth > 20: raise ValueError('it is nested more than 20 deep')
     def no_nan(name): raise ValueError(f'{name} is no JSON')
     return json.loads(text, parse_constant=no_nan)
@@ -239,7 +240,7 @@ class Checkpoint:
     ):
         self.path = local_path(path, 'Checkpoint', 'path')
         self.manifest = read_manifest(self.path)
-        for o in ('run_id', 'serial', 'step', 'epoch', 'samples'): setattr(self, o, self.manifest[o])
+        for name in ('run_id', 'serial', 'step', 'epoch', 'samples'): setattr(self, name, self.manifest[name])
         self.metrics = {k: float(v) for k,v in self.manifest['metrics'].items()}
         for name,about in self.manifest['files'].items(): self._check_size(name, about['bytes'])
 

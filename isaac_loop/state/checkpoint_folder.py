@@ -87,7 +87,8 @@ class CheckpointFolder:
         mode:str='min', # 'min' when lower is better, 'max' when higher is
     ):
         self.folder = local_path(folder, 'CheckpointStore').absolute()
-        self.run_id,self.pattern,self.monitor,self.mode = run_id,pattern,monitor,mode
+        self.run_id,self.pattern = run_id,pattern
+        self.monitor,self.mode = monitor,mode
         self.resumed_from = None # What was loaded, if it lies here
         self.loaded_from = None # What was loaded, wherever it lies
 

@@ -31,11 +31,11 @@ def _unasked(callback):
     "Names of attributes that need not be kept, as the class and its bases say in `stateless`; True for all"
     places = [getattr(callback, '__dict__', {}), *map(vars, type(callback).__mro__)]
     said = [own['stateless'] for own in places if own.get('stateless')]
-    for o in said:
-        if o is not True and not isinstance(o, (str, *CONTAINERS)):
-            raise TypeError(_STATELESS.format(callback_name(callback), o))
+    for names in said:
+        if names is not True and not isinstance(names, (str, *CONTAINERS)):
+            raise TypeError(_STATELESS.format(callback_name(callback), names))
     if any(o is True for o in said): return True
-    return {name for o in said for name in as_names(o)}
+    return {name for names in said for name in as_names(names)}
 
 def _looked_at(callback):
     "Whose attributes the state of `callback` is: of the object, for one of its methods"
@@ -57,19 +57,24 @@ def _world(trainer, loop):
     "The ids of what the trainer has in attributes that the `loop` writes, and of its modules and optimizers"
     kinds = (nn.Module, optim.Optimizer)
     own = {k: o for k,o in attributes_of(trainer).items() if k in loop or isinstance(o, kinds)}
-    modules = [m for o in own.values() if isinstance(o, nn.Module) for m in o.modules()]
+    modules = [m for value in own.values() if isinstance(value, nn.Module) for m in value.modules()]
     opts = [o for o in own.values() if isinstance(o, optim.Optimizer)]
     parts = [trainer, *own.values(), *trainer.callbacks, *modules]
-    parts += [p for m in modules for o in (m._parameters, m._buffers) for p in o.values() if p is not None]
+    tensors = [p for m in modules for held in (m._parameters, m._buffers) for p in held.values()]
+    parts += [p for p in tensors if p is not None]
     parts += [p.grad for p in parts if isinstance(p, nn.Parameter) and p.grad is not None]
-    parts += [o for opt in opts for o in (opt.state, opt.param_groups, *opt.param_groups)]
+    parts += [part for opt in opts for part in (opt.state, opt.param_groups, *opt.param_groups)]
     parts += [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
-    parts += [t for o in ('batch', 'preds', 'loss') for t in _tensors(own.get(o))]
+    parts += [t for name in ('batch', 'preds', 'loss') for t in _tensors(own.get(name))]
     return {id(o) for o in parts if type(o) not in SIMPLE}
 
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
+def _nothing(): return None
+
 class OwnState:
     "What changes during a fit in callbacks that do not tell their state, and in the trainer"
+    def __reduce_ex__(self, protocol): return _nothing, () # It knows objects by identity: no copy has them
+
     def __init__(self,
         trainer, # With callbacks, before any `before_fit`
         loop=(), # Names of the trainer's attributes that the loop writes

@@ -125,8 +125,8 @@ def put_state(
 ):
     "Let everything be as it was; loaders and random numbers excepted"
     bare(trainer.model).load_state_dict(map_tensors(torch.clone, dict(weights)))
-    for name,o in parts_of(trainer, nn.Module).items(): o.load_state_dict(state['modules'][name])
-    for name,o in parts_of(trainer, optim.Optimizer).items(): _load_opt(o, state['opts'][name])
+    for name,module in parts_of(trainer, nn.Module).items(): module.load_state_dict(state['modules'][name])
+    for name,opt in parts_of(trainer, optim.Optimizer).items(): _load_opt(opt, state['opts'][name])
     for i,p in enumerate(all_parameters(trainer)):
         grad = state['grads'].get(i)
         p.grad = None if grad is None else grad.to(p.device, copy=True)
@@ -169,8 +169,8 @@ def put_position(
     state:dict, # As `take_state` gave it
 ):
     "Let the loaders go on behind the last batch"
-    for name,o in loaders_of(trainer).items():
-        if name in state['loaders']: o.load_state_dict(state['loaders'][name])
+    for name,dl in loaders_of(trainer).items():
+        if name in state['loaders']: dl.load_state_dict(state['loaders'][name])
     put_generators(trainer, state.get('generators', {}))
 
 def put_generators(
@@ -178,8 +178,8 @@ def put_generators(
     states:dict, # By the names of `generators`
 ):
     "Let the generators of plain loaders go on"
-    for name,o in generators(trainer).items():
-        if name in states: o.set_state(states[name].clone())
+    for name,generator in generators(trainer).items():
+        if name in states: generator.set_state(states[name].clone())
 
 # %% ../../nbs/state/60_run_state.ipynb #61cf4435
 def put_random(

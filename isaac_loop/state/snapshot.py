@@ -36,7 +36,7 @@ def _of_dict(x):
     def put_back():
         kind.clear(x)
         kind.update(x, items)
-    return put_back, [o for pair in items for o in pair]
+    return put_back, [part for pair in items for part in pair]
 
 def _of_group(x):
     items = list(x)
@@ -48,7 +48,8 @@ def _of_group(x):
 # %% ../../nbs/state/20_snapshot.ipynb #22b4107f
 def _of_tensor(x):
     "A tensor's values, where they are stored, its gradient, whether it wants one, and its hooks"
-    kind,data,leaf,wanted = type(x),x.data,x.is_leaf,x.requires_grad
+    kind,data = type(x),x.data
+    leaf,wanted = x.is_leaf,x.requires_grad
     grad = x.grad if leaf else None
     hooks = {o: getattr(x, o) for o in ('_backward_hooks', '_post_accumulate_grad_hooks')}
     values = _once(data).clone()
@@ -60,8 +61,8 @@ def _of_tensor(x):
         if x.is_leaf: x.grad = None
         x.data = data
         if type(x) is not kind: x.__class__ = kind # A lazy parameter has got its shape
-        for name,o in hooks.items():
-            if getattr(x, name) is not o: setattr(x, name, o)
+        for name,hook in hooks.items():
+            if getattr(x, name) is not hook: setattr(x, name, hook)
         if x.is_leaf: x.requires_grad,x.grad = wanted,grad
     return put_back, [*reached, *hooks.values()]
 
@@ -100,8 +101,8 @@ def _slots(x):
     if not hasattr(type(x), '__slots__'): return {}
     found = {}
     members = [member for c in type(x).__mro__ if '__slots__' in vars(c) for member in vars(c).values()]
-    for o in (member for member in members if isinstance(member, MemberDescriptorType)):
-        try: found[o] = o.__get__(x)
+    for slot in [member for member in members if isinstance(member, MemberDescriptorType)]:
+        try: found[slot] = slot.__get__(x)
         except AttributeError: pass
     return found
 
@@ -112,8 +113,8 @@ def _of_attributes(x):
     def put_back():
         if type(x) is not kind: object.__setattr__(x, '__class__', kind)
         if _own(x) is not own: object.__setattr__(x, '__dict__', own)
-        for o in _slots(x).keys() - slots.keys(): o.__delete__(x)
-        for o,value in slots.items(): o.__set__(x, value)
+        for slot in _slots(x).keys() - slots.keys(): slot.__delete__(x)
+        for slot,value in slots.items(): slot.__set__(x, value)
     return put_back, [own, *slots.values()]
 
 # %% ../../nbs/state/20_snapshot.ipynb #543b7c50
@@ -225,7 +226,7 @@ def restore(self:Snapshot):
 @patch
 def _go_on(self:Snapshot, names, stays):
     "Let a trainer's loop go on from where it is, with the callbacks that are back"
-    for o in names: vars(self.trainer).pop(o, None)
+    for name in names: vars(self.trainer).pop(name, None)
     vars(self.trainer).update(stays)
     if self.trainer._training is None: self.plan.training = self.training
     self.plan.build(self.trainer.callbacks, check=False)

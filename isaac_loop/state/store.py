@@ -24,7 +24,8 @@ from .checkpoint_files import check_manifest, manifest_bytes, pack_weights
 from .checkpoint_folder import FIXED, STEP_NAME, CheckpointFolder, check_pattern, fill_pattern
 from .errors import CheckpointFolderBusy, CheckpointWriteFailed, UnsaveableState
 from .plain_state import plain
-from .atomic_folders import FolderLock, discard, hidden_name, make_hidden, put_whole, read_hint
+from .atomic_folders import FolderLock, discard, hidden_name
+from .atomic_folders import make_hidden, put_whole, read_hint
 from .atomic_folders import remove_ours, sweep, warn_outside, whole_checkpoint, write_file
 
 # %% ../../nbs/state/80_store.ipynb #73f7c32c

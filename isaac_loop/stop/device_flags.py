@@ -78,8 +78,8 @@ class FlagsCB(KeepsState):
 # %% ../../nbs/stop/70_device_flags.ipynb #ca026e86
 def _place(what, place):
     "An entry of `found`"
-    fit,epoch,training,batch = place
-    return dict(what=what, fit=fit, epoch=epoch, training=bool(training), batch=batch)
+    found = dict(zip(('fit', 'epoch', 'training', 'batch'), place, strict=True))
+    return dict(what=what) | found | dict(training=bool(found['training']))
 
 def where_found(found):
     "The place of an entry of `found`, in words"

@@ -19,7 +19,8 @@ class InterruptCB:
     order = Order.RECORD
     stateless = True
     hurried = False # Has Ctrl-C come twice? Then nothing is to be saved any more
-    _noted,_pid,_old,_loader = None,None,{},None
+    _noted,_pid = None,None
+    _old,_loader = {},None
 
     def before_fit(self, trainer):
         "Note signals instead of breaking off"
@@ -42,8 +43,8 @@ class InterruptCB:
 @patch
 def _watched(self:InterruptCB, trainer, iterable):
     "What `iterable` gives, until a signal has come"
-    for o in iterable:
-        yield o
+    for item in iterable:
+        yield item
         _leave(trainer.interrupted)
 
 def _leave(signum):
@@ -67,7 +68,8 @@ def log(self:InterruptCB, trainer):
 @patch
 def cleanup_fit(self:InterruptCB, trainer):
     "Put the old handlers back, and leave if a signal was not obeyed yet"
-    for o,handler in self._old.items(): signal.signal(o, signal.SIG_DFL if handler is None else handler)
+    for signum,handler in self._old.items():
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
     self._old,trainer.interrupted = {},None
     if trainer.exception is None or isinstance(trainer.exception, CancelException): _leave(self._noted)
 

@@ -42,7 +42,8 @@ class SamePredictionsCB(KeepsState):
     ):
         self.patience = check_count(patience, 'patience', 'passes are counted')
         self.start_epoch = check_count(start_epoch, 'start_epoch', 'epochs are numbered from 0', least=0)
-        self.value,self.stop,self.labels,self.report = value,stop,labels,report
+        self.value,self.stop = value,stop
+        self.labels,self.report = labels,report
 
     def _start(self, trainer):
         "Forget the last run"

@@ -137,7 +137,8 @@ def _finish(self:AccumulationCB):
         for p in self._params():
             if p.grad is not None: p.grad.div_(total.to(p.grad.device) if torch.is_tensor(total) else total)
     for p,old in self._aside or (): p.grad = old if p.grad is None else p.grad.add_(old)
-    self.n,self.total,self._aside,self._complete = 0,0,None,True
+    self.n,self.total = 0,0
+    self._aside,self._complete = None,True
 
 # %% ../../nbs/train/20_accumulation.ipynb #3b97837c
 @patch

@@ -85,8 +85,9 @@ class ClipGradCB:
     ):
         given = {'max_norm': max_norm, 'max_value': max_value, 'adaptive': adaptive}
         self.kind,self.limit = _one_limit({k: v for k,v in given.items() if v is not None})
-        self.norm_type,self.params,self.column,self.norm = float(norm_type),params,column,None
-        self._record,self._now,self._resumed,self._in_pass = DeviceRecord(),None,None,False
+        self.norm_type,self.params,self.column = float(norm_type),params,column
+        self.norm,self._now,self._resumed = None,None,None
+        self._record,self._in_pass = DeviceRecord(),False
 
 _NOT_ONE_LIMIT = ('`ClipGradCB` got {given}, and cannot tell how to clip. Give it one of `max_norm`, '
                   '`max_value`, `adaptive`; for two, use two callbacks with a `name` each.')
@@ -132,7 +133,8 @@ def columns(self:ClipGradCB, trainer)->list: # Names
 @patch
 def before_fit(self:ClipGradCB, trainer):
     "Forget the last run"
-    self.norm,self._now,self._record,self._in_pass = None,None,None,False
+    self.norm,self._now = None,None
+    self._record,self._in_pass = None,False
 
 @patch
 def before_epoch(self:ClipGradCB, trainer):

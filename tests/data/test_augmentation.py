@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from isaac_loop.data.augmentation import (
     BatchAugmentationCB,
@@ -33,6 +32,7 @@ from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import Order
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer
+from waiting import InsideCB, RefuseToWait, Waited
 
 N_CLASSES = 3
 
@@ -605,45 +605,6 @@ def test_modules_called_with_a_tensor_need_nothing():
 
 # Nobody waits
 
-WAITING = {
-    "item",
-    "cpu",
-    "tolist",
-    "numpy",
-    "is_nonzero",
-    "nonzero",
-    "equal",
-    "allclose",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__array__",
-    "__format__",
-    "__repr__",
-}
-
-
-class Waited(Exception):
-    "Somebody turned a tensor into a number inside a batch"
-
-
-class GuardCB(TorchFunctionMode):
-    "Has every way from a tensor to a number raise an error while a batch is being worked on"
-
-    order, inside = -10_000, False
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if self.inside and getattr(func, "__name__", "") in WAITING:
-            raise Waited(func.__name__)
-        return func(*args, **kwargs or {})
-
-    def before_batch(self, trainer):
-        self.inside = True
-
-    def cleanup_batch(self, trainer):
-        self.inside = False
-
 
 @pytest.mark.parametrize(
     "callback",
@@ -660,30 +621,30 @@ class GuardCB(TorchFunctionMode):
     ids=["erase", "copy", "whole", "mixup", "mixup half", "cutmix", "cutmix half", "each"],
 )
 def test_nobody_waits_for_the_device(callback):
-    guard = GuardCB()
+    mode = RefuseToWait()
     batches = make_batches()
     trainer = Trainer(
         DataLoaders(batches, batches),
         F.cross_entropy,
         optim.SGD,
         make_model(),
-        [BasicTrainCB(), callback, guard],
+        [BasicTrainCB(), callback, InsideCB(mode)],
     )
-    with guard:
+    with mode:
         trainer.fit(1)
     assert trainer.n_updates == 3
 
 
 def test_the_guard_notices_who_waits():
-    guard = GuardCB()
+    mode = RefuseToWait()
     trainer = Trainer(
         DataLoaders(make_batches(), make_batches()),
         F.cross_entropy,
         optim.SGD,
         make_model(),
-        [BasicTrainCB(), BatchAugmentationCB(lambda x: x * x.max().item()), guard],
+        [BasicTrainCB(), BatchAugmentationCB(lambda x: x * x.max().item()), InsideCB(mode)],
     )
-    with pytest.raises(Waited), guard:
+    with pytest.raises(Waited), mode:
         trainer.fit(1)
 
 

@@ -23,7 +23,8 @@ from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import Order
 from isaac_loop.loop.trainer import Trainer
-from guarded import Guarded, Waited, make_batches, run_guarded
+from guarded import Guarded, make_batches, run_guarded
+from waiting import Waited
 
 
 def make_trainer(callbacks, batches=None, model=None, loss_func=F.mse_loss, opt_func=optim.SGD):

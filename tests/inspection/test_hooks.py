@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
-from torch.overrides import TorchFunctionMode
 
 from isaac_loop.inspection.activations import ActivationStats, ActivationStatsCB, HooksCallback
 from isaac_loop.inspection.gradients import GradientStatsCB
@@ -36,6 +35,7 @@ import isaac_loop.inspection.loop_tables  # noqa: F401 (gives trainers `summariz
 from isaac_loop.models.hooks import Hook, Hooks, find_modules, first_tensor, probing
 from isaac_loop.loop.numbers_on_device import DeviceRecord, histogram
 from inspected import make_batches, make_model, make_trainer, n_hooks
+from waiting import InsideCB, RefuseToWait, Waited
 
 
 matplotlib.use("Agg")
@@ -470,57 +470,17 @@ def test_any_bundle_of_those_who_look_inside_changes_nothing(names, opt):
     assert torch.equal(rng_a, rng_b)
 
 
-WAITING = {
-    "item",
-    "cpu",
-    "tolist",
-    "numpy",
-    "is_nonzero",
-    "nonzero",
-    "equal",
-    "allclose",
-    "unique",
-    "bincount",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__array__",
-}
-
-
-class InsideCB:
-    "While a batch is being worked on, turning a tensor into a number is an error"
-
-    order = -10_000
-
-    def before_batch(self, trainer):
-        self.inside = True
-
-    def cleanup_batch(self, trainer):
-        self.inside = False
-
-
-class Guard(TorchFunctionMode):
-    def __init__(self, cb):
-        super().__init__()
-        self.cb = cb
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(self.cb, "inside", False) and getattr(func, "__name__", "") in WAITING:
-            raise RuntimeError(f"waited in `{func.__name__}`")
-        return func(*args, **kwargs or {})
-
-
 @pytest.mark.shows("F125", "F126")
 @pytest.mark.parametrize("name", WATCHERS)
 def test_those_who_look_inside_do_not_wait_for_the_device(name):
     "520 batches, more than are kept unstacked; only a flag that is read at once does wait, as it says"
-    cb = InsideCB()
-    trainer = make_trainer([WATCHERS[name](), cb], batches=make_batches(5 if "finite" in name else 520))
-    with Guard(cb):
+    mode = RefuseToWait()
+    trainer = make_trainer(
+        [WATCHERS[name](), InsideCB(mode)], batches=make_batches(5 if "finite" in name else 520)
+    )
+    with mode:
         if name == "not finite, at once":
-            with pytest.raises(RuntimeError, match="waited in"):
+            with pytest.raises(Waited, match="waited in"):
                 trainer.fit(1)
         else:
             trainer.fit(1)

@@ -240,3 +240,28 @@ def test_the_list_is_checked_when_it_changes_and_stays_as_it_was():
     t.callbacks += [t.BasicTrainCB]
     with pytest.raises(ValueError, match="was added already"):
         t.fit(1)
+
+
+def test_an_interrupt_on_the_way_out_of_a_fit_leaves_the_trainer_free(monkeypatch):
+    "Before the manager that makes ready and tidies up could tidy"
+    import isaac_loop.loop.trainer as chapter
+
+    one_fit = chapter.one_fit
+
+    class Interrupted:
+        def __init__(self, *args):
+            self.manager = one_fit(*args)
+
+        def __enter__(self):
+            return self.manager.__enter__()
+
+        def __exit__(self, *args):
+            raise KeyboardInterrupt
+
+    t = trainer_with()
+    monkeypatch.setattr(chapter, "one_fit", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        t.fit(1)
+    monkeypatch.undo()
+    t.fit(1)
+    assert t.n_updates == 3

@@ -338,3 +338,40 @@ def test_what_the_loop_could_not_walk_over_or_would_not_see_is_refused(event, na
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message) as e:
         trainer_with(cb).fit(1)
     assert f"`SetCB.{event}`" in e.value.__notes__[0]
+
+
+class Quiet(Trainer):
+    def one_batch(self):
+        self.model(self.batch[0])
+
+
+@pytest.mark.filterwarnings("default")
+def test_that_nothing_was_learnt_is_said_once_for_each_trainer():
+    for _ in range(2):
+        t = trainer_with(cls=Quiet)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            t.fit(3, valid=False)
+        assert sum("update" in str(o.message) for o in caught) == 1
+
+
+def test_a_handler_that_does_not_take_what_an_own_event_passes_on_is_told():
+    class Asks(Trainer):
+        events = "ask"
+
+        def one_batch(self):
+            self.run_callbacks("ask", question="why")
+
+    t = trainer_with(SimpleNamespace(ask=lambda trainer: None), cls=Asks)
+    with pytest.raises(TypeError, match="unexpected keyword") as error:
+        t.fit(1)
+    assert "passes question on to every callback" in error.value.__notes__[0]
+
+
+def test_who_reads_what_a_run_on_the_side_does_not_write_is_told():
+    class Asks(Trainer):
+        events = "ask"
+
+    t = trainer_with(SimpleNamespace(ask=lambda trainer: trainer.preds), cls=Asks)
+    with pytest.raises(AttributeError, match="run on the side.*`order = Order.RECORD`"), t.side_run():
+        t.run_callbacks("ask")

@@ -94,6 +94,29 @@ def test_public_functions_and_classes_say_what_they_do():
                 assert obj.__doc__, f"{name}.{public} has no docstring"
 
 
+def _breaches(path):
+    "Lines of a module that assign more than three targets, or use `o` outside of a short comprehension"
+    text = path.read_text()
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        n_targets = sum(len(t.elts) if isinstance(t, ast.Tuple) else 1 for t in targets)
+        loops = [node] if isinstance(node, ast.For) else getattr(node, "generators", [])
+        names = {n.id for o in loops for n in ast.walk(o.target) if isinstance(n, ast.Name)}
+        too_long = isinstance(node, ast.For) or len(loops) > 1
+        if n_targets > 3 or ("o" in names and too_long):
+            yield f"{path.name}:{node.lineno}: {lines[node.lineno - 1].strip()}"
+
+
+def test_lines_are_short_in_what_they_do():
+    "At most three targets; `o` only in comprehensions with one `for`; cells at most 110 wide"
+    modules = [p for p in (ROOT / "isaac_loop").rglob("*.py") if p.name != "_modidx.py"]
+    found = [line for path in modules for line in _breaches(path)]
+    for path in NOTEBOOKS:
+        found += [f"{path.name}: {line}" for o in cells(path) for line in o.splitlines() if len(line) > 110]
+    assert not found
+
+
 def test_settings_ini_says_the_same_as_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     parser = configparser.ConfigParser()

@@ -1096,3 +1096,15 @@ def test_a_length_in_the_place_of_the_decay_is_told_where_it_belongs(warmup):
         ValueError, match=f"`decay` is {warmup}.*The length of the warm-up is `warmup={warmup}`"
     ):
         WarmupSchedulerCB(warmup)
+
+
+def test_a_list_of_optimizers_is_refused_by_name():
+    class Two(BasicTrainCB):
+        def before_fit(self, trainer):
+            trainer.opts = [trainer.opt, trainer.opt]
+
+    batches = [(torch.zeros(2, 1), torch.zeros(2, 1))]
+    schedule = EpochSchedulerCB(partial(lrs.StepLR, step_size=1), opt="opts")
+    t = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, torch.nn.Linear(1, 1), [Two(), schedule])
+    with pytest.raises(TypeError, match="`EpochSchedulerCB` is to follow `trainer.opts`, which is a list"):
+        t.fit(1, valid=False)

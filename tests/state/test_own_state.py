@@ -5,6 +5,7 @@ Whatever changes during a fit in attributes of a callback, or of a subclass of t
 """
 
 import collections
+import pickle
 import random
 import warnings
 from functools import partial
@@ -29,6 +30,7 @@ from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.state.own_state import OwnState
 from runs import Cut, CutCB, fit, make_loaders, make_trainer, tree
 import runs
+from small import trainer_with
 from places import TUTORIALS
 
 
@@ -700,3 +702,13 @@ def test_what_is_kept_stands_in_the_order_of_the_attributes():
     for o in "heapqyzx":
         setattr(trainer.many, o, 1)
     assert list(own.take(trainer)["many"]["state"]) == list("heapqyzx")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_that_went_on_can_be_pickled(tmp_path):
+    "What is remembered of who owns what is by identity, and stays behind"
+    trainer_with(CheckpointCB(tmp_path)).fit(1)
+    t = trainer_with()
+    t.load(tmp_path)
+    t.fit(2)
+    assert pickle.loads(pickle.dumps(t)).model.weight.equal(t.model.weight)
