@@ -120,8 +120,8 @@ def cleanup_step(self:MixedPrecisionCB, trainer):
 # %% ../../nbs/device/20_precision.ipynb #8f502b41
 _ALL_OVERFLOWED = ("In epoch {epoch} a gradient overflowed in every one of {n} steps, so the model has "
                    "learnt nothing in it; a few such steps are normal while the scale falls (it is "
-                   "{scale:g} now). Is the loss finite? Lower `init_scale` or the learning rate, clip, or "
-                   "use 'bfloat16'.")
+                   "{scale:g} now). Make sure that the loss is finite; lower `init_scale` or the rate, "
+                   "clip, or use 'bfloat16'.")
 
 @patch
 def before_epoch(self:MixedPrecisionCB, trainer):
