@@ -126,8 +126,8 @@ _HALF_EPOCH = ('This checkpoint was saved in the middle of an epoch, and the tra
                'the first epoch of the next fit has only the rest of its batches, while schedules count '
                'whole ones. For a whole one call `trainer.dls.train.set_epoch({})`, or load a checkpoint '
                'from the end of an epoch.')
-_AVERAGE = ('The metrics of this checkpoint were measured with the average of weights in `{}`. '
-            'What is loaded are the weights that were trained. For those that were measured use `ExportCB` '
+_AVERAGE = ('The metrics of this checkpoint were measured with the average of weights in `{}`, '
+            'but loaded are the weights that were trained. For those that were measured use `ExportCB` '
             'in the run, or let the run go on with `CheckpointCB(resume=...)`.')
 
 def _warn_of_place(place):

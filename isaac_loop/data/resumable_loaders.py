@@ -77,8 +77,8 @@ class WorkerCrashed(RuntimeError):
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #e156f38a
 _CRASHED = ('A worker process of the loader died or gave no answer, in epoch {epoch}: {kind}: {error}. '
-            'Usual reasons: too little memory or shared memory, a library that crashes or waits forever. '
-            'Try `num_workers=0` to see it happen in this process; the next pass begins with new workers.')
+            'Usual reasons are too little memory or shared memory, or a library that crashes or waits; '
+            '`num_workers=0` lets it happen in this process. The next pass begins with new workers.')
 _SIGNS = 'exited unexpectedly', 'killed by signal', 'timed out after' # What PyTorch says of a worker
 
 def explained(error, num_workers, epoch):

@@ -14,6 +14,8 @@ from torch.amp import GradScaler, autocast
 
 from ..basics.settings import show_settings
 from ..loop.events import CancelException, CancelStepException, Order, replaces
+from ..loop.fitting import one_optimizer
+from ..train.closures import refuse_closure
 
 # %% ../../nbs/device/20_precision.ipynb #5fc9759b
 _NO_DTYPE = "`dtype` is {dtype!r}, which autocast does not use. Choose 'bfloat16' or 'float16'."
@@ -25,10 +27,11 @@ class MixedPrecisionCB:
     def __init__(self,
         dtype='bfloat16', # 'bfloat16', which needs no scaling, or 'float16', which does
         init_scale:float=2.**16, # First factor for the loss, for `float16`
+        *, opt:str='opt', # Attribute of the trainer that holds the optimizer whose step is scaled
     ):
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if self.dtype not in (torch.bfloat16, torch.float16): raise ValueError(_NO_DTYPE.format(dtype=dtype))
-        self.init_scale = init_scale
+        self.init_scale,self.opt = init_scale,opt
         self._open,self._loss,self._unscaled = None,None,False # Autocast, the true loss, whether unscaled
         self._tried,self._overflowed = 0,0 # Steps of this pass
 
@@ -37,6 +40,7 @@ class MixedPrecisionCB:
         parameters = trainer.model.parameters() if hasattr(trainer.model, 'parameters') else ()
         self._device = next(iter(parameters), torch.empty(0)).device.type
         scales = self.dtype == torch.float16
+        if scales: refuse_closure(trainer, type(self).__name__, ', and a scaler has one factor for all')
         self.scaler = GradScaler(self._device, init_scale=self.init_scale, enabled=scales)
         self._unscaled = False
 
@@ -87,8 +91,9 @@ def cleanup_backward(self:MixedPrecisionCB, trainer):
 @patch
 def before_step(self:MixedPrecisionCB, trainer):
     "Un-scale the gradients, so that whoever clips them sees the true ones"
-    self.scaler.unscale_(trainer.opt)
-    self._unscaled = self.scaler.is_enabled()
+    if not self.scaler.is_enabled(): return
+    self.scaler.unscale_(one_optimizer(trainer, self.opt, type(self).__name__))
+    self._unscaled = True
 
 # %% ../../nbs/device/20_precision.ipynb #1937e3a1
 @patch
@@ -96,7 +101,7 @@ def before_step(self:MixedPrecisionCB, trainer):
 def _step(self:MixedPrecisionCB, trainer):
     "Let the optimizer step, unless a gradient overflowed"
     before = self.scaler.get_scale()
-    self.scaler.step(trainer.opt)
+    self.scaler.step(getattr(trainer, self.opt))
     self.scaler.update()
     self._unscaled = False
     overflowed = self.scaler.get_scale() < before
@@ -115,15 +120,15 @@ def cleanup_step(self:MixedPrecisionCB, trainer):
     "Scale the gradients again, if the step was left out"
     if not self._unscaled or not isinstance(trainer.exception, (type(None), CancelException)): return
     scale,self._unscaled = self.scaler.get_scale(),False
-    for p in (p for group in trainer.opt.param_groups for p in group['params']):
+    for p in (p for group in getattr(trainer, self.opt).param_groups for p in group['params']):
         if p.grad is not None: p.grad.mul_(scale)
     self.scaler.update(scale)
 
 # %% ../../nbs/device/20_precision.ipynb #8f502b41
 _ALL_OVERFLOWED = ("In epoch {epoch} a gradient overflowed in every one of {n} steps, so the model has "
                    "learnt nothing in it; a few such steps are normal while the scale falls (it is "
-                   "{scale:g} now). Is the loss finite? Lower `init_scale` or the learning rate, clip, or "
-                   "use 'bfloat16'.")
+                   "{scale:g} now). Make sure that the loss is finite; lower `init_scale` or the rate, "
+                   "clip, or use 'bfloat16'.")
 
 @patch
 def before_epoch(self:MixedPrecisionCB, trainer):

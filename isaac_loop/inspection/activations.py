@@ -6,7 +6,7 @@
 __all__ = ['HooksCallback', 'ActivationStats', 'ActivationStatsCB']
 
 # %% ../../nbs/inspection/30_activations.ipynb #8b5072bc
-import warnings
+import math, warnings
 
 import torch
 from fastcore.basics import patch
@@ -17,6 +17,7 @@ from ..loop.events import Order
 from ..models.hooks import Hooks, find_modules, first_tensor
 from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
 from ..basics.tables import Table
+from ..show.many_layers import a_few, draw_lines, label_panels, panels
 
 # %% ../../nbs/inspection/30_activations.ipynb #4a7ad25a
 _NO_FUNCTION = ('`hookfunc` is {hookfunc!r}, which cannot be called. '
@@ -165,16 +166,6 @@ def _kind(x):
     return f'a {type(x).__name__} without floating-point tensors'
 
 # %% ../../nbs/inspection/30_activations.ipynb #69b335da
-def _grid(n, width=3.2, height=2.2):
-    "Axes for `n` pictures, in rows of three at most"
-    import matplotlib.pyplot as plt
-    columns = min(n, 3)
-    rows = -(-n//columns)
-    size = width*columns, height*rows
-    fig,axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout='constrained')
-    for ax in axes.flat[n:]: ax.remove()
-    return list(axes.flat[:n])
-
 _NOTHING = ('No activations have been recorded, so there is nothing to draw. '
             'Give `ActivationStatsCB` to a trainer, and call `fit` first.')
 
@@ -188,33 +179,43 @@ def _seen(stats):
 @patch
 def plot_stats(self:ActivationStatsCB)->list: # Two axes, for means and standard deviations
     "Draw mean and standard deviation of every layer, batch by batch"
-    found,axes = _seen(self.stats),_grid(2)
+    import matplotlib.pyplot as plt
+    found = _seen(self.stats)
+    axes = plt.subplots(1, 2, figsize=(8, 2.6), layout='constrained')[1]
     for ax,what in zip(axes, ('mean', 'std')):
-        for name,stats in found.items(): ax.plot(getattr(stats, what), label=name)
+        draw_lines(ax, {name: getattr(stats, what) for name,stats in found.items()}, title='layer')
         ax.set(xlabel='batch', ylabel=f'{what} of the activations')
-    axes[0].legend(title='layer', fontsize=8)
-    return axes
+    return list(axes)
 
 # %% ../../nbs/inspection/30_activations.ipynb #618e0037
 @patch
-def color_dim(self:ActivationStatsCB)->list: # One axes for each layer
+def color_dim(self:ActivationStatsCB,
+    max_n:int=48, # Most layers to draw; of more an even choice
+)->list: # One axes for each layer
     "Draw the histograms of every layer as an image, batch by batch"
     found = _seen(self.stats)
-    axes = _grid(len(found))
-    for ax,(name,stats) in zip(axes, found.items()):
+    shown = a_few(found, max_n)
+    axes = panels(shown, len(found))
+    most = max(stats.hist.max().item() for stats in shown.values())
+    for ax,stats in zip(axes, shown.values()):
         extent = (0, len(stats), 0, stats.top)
-        ax.imshow(stats.hist.log1p().T.numpy(), origin='lower', aspect='auto', extent=extent)
-        ax.set(title=name, xlabel='batch', ylabel='absolute activation')
+        counts = stats.hist.log1p().T.numpy()
+        image = ax.imshow(counts, origin='lower', aspect='auto', extent=extent, vmin=0, vmax=math.log1p(most))
+    label_panels(axes, 'batch', 'absolute activation')
+    axes[0].figure.colorbar(image, ax=axes, label='log(1 + number of activations)')
     return axes
 
 # %% ../../nbs/inspection/30_activations.ipynb #71e484a6
 @patch
-def dead_chart(self:ActivationStatsCB)->list: # One axes for each layer
+def dead_chart(self:ActivationStatsCB,
+    max_n:int=48, # Most layers to draw; of more an even choice
+)->list: # One axes for each layer
     "Draw the share of activations near zero in every layer, batch by batch"
     found = _seen(self.stats)
-    axes = _grid(len(found))
-    for ax,(name,stats) in zip(axes, found.items()):
-        share = f'share below {stats.top/stats.n_bins:g}'
+    shown = a_few(found, max_n)
+    axes = panels(shown, len(found))
+    for ax,stats in zip(axes, shown.values()):
         ax.plot(stats.dead)
-        ax.set(title=name, xlabel='batch', ylabel=share, ylim=(-0.03, 1.03)) # A line at 1 is seen
+        ax.set_ylim(-0.03, 1.03) # A line at 1 is seen
+    label_panels(axes, 'batch', f'share below {ActivationStats.top/ActivationStats.n_bins:g}')
     return axes

@@ -19,6 +19,7 @@ from ..models.hooks import find_parameters
 from ..show.media_files import check_format
 from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
 from ..show.curves import plot_lines, recorded
+from ..show.many_layers import a_few, label_panels, panels
 from ..basics.tables import Table
 
 # %% ../../nbs/inspection/40_gradients.ipynb #28c28ab9
@@ -218,26 +219,21 @@ def plot_norms(self:GradientStatsCB): # The matplotlib axes
 def plot_distributions(self:GradientStatsCB,
     epoch:int=None, # Which one; default: the last that was recorded
     figure=None, # A matplotlib figure to draw into; default: a new one
+    max_n:int=48, # Most parameters to draw; of more an even choice
 )->list: # One axes for each parameter that has a gradient
     "Draw how the sizes of each parameter's gradients are distributed in one epoch"
     found = recorded(self.stats, 'gradients', type(self).__name__)
     if epoch is None: epoch = _last_epoch(found)
-    axes = _axes(len(found), figure)
-    for ax,(name,stats) in zip(axes, found.items()):
+    shown = a_few(found, max_n)
+    axes = panels(shown, len(found), figure)
+    for ax,(name,stats) in zip(axes, shown.items()):
         counts = stats.counts.get(epoch, torch.zeros(stats.n_bins))
         edges = torch.linspace(stats.low, stats.high, stats.n_bins+1)
         zeros = _epoch_row(name, stats, epoch).get('zeros', 0)
         ax.stairs(counts.tolist(), edges.tolist(), fill=True)
-        ax.set(title=f'{name} ({zeros:.0%} zero)', xlabel='log₁₀ |gradient|', ylabel='count')
+        ax.set_title(f'{ax.get_title()} ({zeros:.0%} zero)', fontsize=ax.title.get_fontsize())
+    label_panels(axes, 'log₁₀ |gradient|', 'count')
     return axes
-
-def _axes(n, figure):
-    "`n` axes, in rows of three at most"
-    import matplotlib.pyplot as plt
-    columns,rows = min(n, 3),-(-n//3)
-    figure = plt.figure(layout='constrained') if figure is None else figure
-    figure.set_size_inches(3.2*columns, 2.2*rows)
-    return [figure.add_subplot(rows, columns, i+1) for i in range(n)]
 
 # %% ../../nbs/inspection/40_gradients.ipynb #a2c12f23
 class GradientPlotCB(GradientStatsCB):

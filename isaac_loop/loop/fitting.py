@@ -81,6 +81,25 @@ def _modules(owner):
     "Modules among the attributes of `owner`"
     return [x for x in getattr(owner, '__dict__', {}).values() if isinstance(x, torch.nn.Module)]
 
+# %% ../../nbs/loop/29_fitting.ipynb #0d5afbb5
+_NOT_ONE = ('`{who}` is to work with `trainer.{name}`, which is a {kind}, and that takes one optimizer. '
+            'Keep each under a name of its own, such as `trainer.opt_d`, and add a callback for each.')
+_NO_OPTIMIZER = ('`{who}` is to work with `trainer.{name}`, and there is no such optimizer.{hint} '
+                 'Say which one by `{who}(opt=...)`.')
+
+def one_optimizer(
+    trainer, # Has it
+    name:str, # As what attribute
+    who:str, # Name of the callback that asks
+): # The optimizer, or an error
+    "The optimizer that `trainer` has as `name`"
+    opt = getattr(trainer, name, None)
+    if hasattr(opt, 'param_groups'): return opt
+    if opt is not None: raise TypeError(_NOT_ONE.format(who=who, name=name, kind=type(opt).__name__))
+    there = [k for k,o in vars(trainer).items() if isinstance(o, torch.optim.Optimizer)]
+    hint = f' There are {there}.' if there else ''
+    raise AttributeError(_NO_OPTIMIZER.format(who=who, name=name, hint=hint))
+
 # %% ../../nbs/loop/29_fitting.ipynb #88164757
 def ready_optimizer(
     trainer, # Is to train
@@ -109,6 +128,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _broken=False, # Did the last fit end in an error, perhaps with gradients left?
         _ended=True, # Did this fit come to its end?
         _last_ended=True, # And the one before it?
+        _again=False, # Is the optimizer evaluating a batch once more, within its step?
         _side_runs=0, # How many runs on the side are open, one inside the other
         _aside={}, # Random numbers of the last run on the side: where they began, and where they ended
         _own_state=None, # What has changed in callbacks that do not tell, since the fit began

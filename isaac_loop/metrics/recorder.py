@@ -69,6 +69,7 @@ class RecorderCB:
 @patch
 def after_get_loss(self:RecorderCB, trainer):
     "Take the values that this batch is trained with"
+    if trainer._again: return
     self._now = [_checked(name, f(trainer)) for name,f in self.functions.items()]
 
 @patch

@@ -21,6 +21,7 @@ from ..basics.settings import show_settings
 from .annealing import draw_curves
 from ..data.dataloaders import DataLoaders
 from ..loop.events import Order, callback_name
+from ..loop.fitting import one_optimizer
 from ..loop.shared_attributes import offering
 from ..train.optimizer_options import BeforeSchedule, options_of, put_option
 from .scheduler_checks import check_rates, check_scheduler, warn_of_length
@@ -55,7 +56,7 @@ class SchedulerCB:
         "Make the schedule from the optimizer"
         self.scheduler,self._stepped = None,False
         if trainer.updates_per_epoch == 0 or trainer.n_epochs == 0: return # Nothing will be trained
-        opt = _one_optimizer(trainer, self.opt, callback_name(self))
+        opt = one_optimizer(trainer, self.opt, type(self).__name__)
         self._before,self._own_opt = BeforeSchedule(opt),trainer.opt_func is None or self.opt != 'opt'
         who = type(self).__name__
         self.scheduler = check_scheduler(self._make(opt, trainer), opt, who)
@@ -83,15 +84,6 @@ _NO_EFFECT = ('`{alone}` sets the rate anew at every update, so whatever `{idle}
 
 _BY_FORMULA = (lr_scheduler.LambdaLR, lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR,
                lr_scheduler.CosineAnnealingWarmRestarts)
-
-_NOT_ONE = ('`{who}` is to follow `trainer.{opt}`, which is a {kind}, and a schedule follows one optimizer. '
-            'Keep each under a name of its own, such as `trainer.opt_d`, and add a schedule for each.')
-
-def _one_optimizer(trainer, name, who):
-    "The optimizer that `trainer` has as `name`, or an error"
-    opt = getattr(trainer, name)
-    if hasattr(opt, 'param_groups'): return opt
-    raise TypeError(_NOT_ONE.format(who=who, opt=name, kind=type(opt).__name__))
 
 def _rules_alone(cb): return cb._unit == 'update' and isinstance(cb.scheduler, _BY_FORMULA)
 

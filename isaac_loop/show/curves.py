@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from ..basics.checks import did_you_mean
 from ..loop.history import History
 from ..basics.tables import short
+from .many_layers import draw_lines
 
 # %% ../../nbs/show/30_curves.ipynb #cba4cee8
 _NOT_DRAWN = ('fit', 'epoch', 'elapsed')
@@ -53,7 +54,7 @@ def _new_axes(n):
 def _draw_column(ax, rows, name, label):
     "One line; rows without a value leave a gap"
     values = [row[name] if _is_number(row.get(name)) else math.nan for row in rows]
-    ax.plot(range(1, len(rows)+1), values, marker='.', label=f'{label} {name}'.strip())
+    ax.plot(range(1, len(rows)+1), values, marker='.', gid=name, label=f'{label} {name}'.strip())
 
 def _mark_fits(ax, rows):
     "A dotted line where a new fit begins"
@@ -61,8 +62,39 @@ def _mark_fits(ax, rows):
         if a.get('fit') != b.get('fit'): ax.axvline(i+1.5, color='grey', linestyle=':', linewidth=1)
 
 # %% ../../nbs/show/30_curves.ipynb #5b8b06a7
-_FEW_AXES = ('There are {} axes, but losses and metrics need {}. '
+def _size(rows, name):
+    "The largest absolute value of a column"
+    values = [abs(row[name]) for row in rows if _is_number(row.get(name)) and math.isfinite(row[name])]
+    return max(values, default=0)
+
+def _grouped(rows, names):
+    "Losses together, and with each other column those whose largest value is within a factor of ten"
+    groups,sizes = [],{name: _size(rows, name) for name in names}
+    for name in names:
+        for group in groups:
+            first = group[0]
+            low,high = sorted((sizes[name], sizes[first]))
+            near = _is_loss(name) or high <= 10*low
+            if _is_loss(name) == _is_loss(first) and near:
+                group.append(name)
+                break
+        else: groups.append([name])
+    return sorted(groups, key=lambda group: not _is_loss(group[0]))
+
+_FEW_AXES = ('There are {} free axes, but what is drawn needs {}. '
              'Leave `axes` out, or choose `names` as in the first plot.')
+
+def _placed(axes, names):
+    "The columns for each of `axes`: where an earlier picture has drawn them; losses and others on those left"
+    at = {line.get_gid(): i for i,ax in enumerate(axes) for line in ax.lines}
+    panels = [[name for name in names if at.get(name) == i] for i in range(len(axes))]
+    left = [name for name in names if name not in at]
+    rest = [[name for name in left if _is_loss(name) == is_loss] for is_loss in (True, False)]
+    rest = [group for group in rest if group]
+    free = [i for i,ax in enumerate(axes) if not any(line.get_gid() for line in ax.lines)]
+    if len(free) < len(rest): raise ValueError(_FEW_AXES.format(len(free), len(rest)))
+    for i,group in zip(free, rest): panels[i] = group
+    return panels
 
 def plot_history(
     rows, # A `History`, or a list of dicts such as the rows of a log
@@ -70,14 +102,14 @@ def plot_history(
     fit:int=None, # Draw only this fit, by the number in column `fit`
     axes=None, # What an earlier call returned, to draw into the same figure
     label:str='', # Put before each name in the legend, to tell several histories apart
-): # Array of axes: one for losses and one for everything else, if there are both
+): # Array of axes: losses, if there are any, then metrics, those of another scale on their own
     "Draw losses and metrics over the epochs"
     rows = [o for o in rows if fit is None or o.get('fit') == fit]
     names = _chosen(rows, names)
-    panels = [o for o in ([n for n in names if _is_loss(n)], [n for n in names if not _is_loss(n)]) if o]
+    panels = _grouped(rows, names) if axes is None else _placed(axes, names)
     if axes is None: axes = _new_axes(len(panels))
-    if len(axes) < len(panels): raise ValueError(_FEW_AXES.format(len(axes), len(panels)))
     for ax,panel in zip(axes, panels):
+        if not panel: continue
         for name in panel: _draw_column(ax, rows, name, label)
         _mark_fits(ax, rows)
         ax.set(xlabel='epochs trained', ylabel=_unit(panel))
@@ -92,7 +124,7 @@ def plot(self:History,
     fit:int=None, # Draw only this fit; default: all, one after the other
     axes=None, # What an earlier call returned, to draw into the same figure
     label:str='', # Put before each name in the legend
-): # Array of axes: one for losses and one for everything else, if there are both
+): # Array of axes: losses, if there are any, then metrics, those of another scale on their own
     "Draw losses and metrics over the epochs"
     return plot_history(self, names, fit, axes, label)
 
@@ -191,8 +223,7 @@ def plot_lines(
 ): # The matplotlib axes
     "One line for each name over the updates, on a logarithmic axis"
     import matplotlib.pyplot as plt
-    fig,ax = plt.subplots(figsize=(5, 3), layout='constrained')
-    for name,values in series.items(): ax.plot(values, label=name)
+    ax = plt.subplots(figsize=(5, 3), layout='constrained')[1]
+    draw_lines(ax, series, outside=True)
     ax.set(xlabel='update', ylabel=ylabel, yscale='log')
-    ax.legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
     return ax

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/state/74_atomic_folders.ipynb #c899b7a9
 import json, os, re, sys, uuid, warnings, weakref
 
-from .checkpoint_files import Checkpoint, MANIFEST_FILE, MODEL_FILE, STATE_FILE
+from .checkpoint_files import CONTENT, Checkpoint, MANIFEST_FILE
 from .checkpoint_files import read_manifest, read_small
 from .errors import CheckpointCorrupt, CheckpointFolderBusy, CheckpointFormatTooNew
 
@@ -34,7 +34,7 @@ def sync_folder(folder):
 # %% ../../nbs/state/74_atomic_folders.ipynb #aede0b28
 _MARK = '.isaac_loop' # In every hidden folder until its contents are complete
 HINTS = ('last.json', 'best.json')
-WRITTEN = (MODEL_FILE, STATE_FILE, *HINTS, MANIFEST_FILE, _MARK) # All that is ever written, the proofs last
+WRITTEN = (*CONTENT, *HINTS, MANIFEST_FILE, _MARK) # All that is ever written, the proofs last
 
 def hidden_name(folder, kind, name):
     "A new name for what nobody is to see"
@@ -116,8 +116,8 @@ def _is_at_home(old):
     return not runs or old.run_id in runs
 
 # %% ../../nbs/state/74_atomic_folders.ipynb #797158e9
-_BUSY = ('`{}` is being written to by {}. Two runs in one folder would delete each other\'s checkpoints. '
-         'To look only, pass `read_only=True`.')
+_BUSY = ('`{}` is being written to by {}. Two runs in one folder would delete each other\'s checkpoints; '
+         'to look only, pass `read_only=True`.')
 _NO_LOCK = 'the file `.lock` in it was not written by this library'
 _MYSELF = 'this process itself; close the other store first'
 _ANOTHER = 'the process {}; wait until it ends, or use another folder'

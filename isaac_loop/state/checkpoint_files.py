@@ -6,11 +6,12 @@
 __all__ = ['load_weights', 'checkpoints_near', 'Checkpoint']
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #a77a7cf6
-import hashlib, json, os, re, stat, zipfile
+import hashlib, io, json, os, re, stat, zipfile
 
 import torch
 from fastcore.basics import patch
 from safetensors import safe_open
+from safetensors.torch import save as safetensors_bytes
 
 from .. import __version__
 from ..basics.checks import check_choice, local_path
@@ -21,6 +22,8 @@ from .plain_state import plain
 # %% ../../nbs/state/70_checkpoint_files.ipynb #92c3ca7a
 FORMAT = 1 # Number of the layout that this version writes
 MODEL_FILE,STATE_FILE,MANIFEST_FILE = 'model.safetensors','state.pt','manifest.json'
+CONTENT = (MODEL_FILE, STATE_FILE) # `pack` makes their bytes, `Checkpoint.read` reads them
+FILES = (*CONTENT, MANIFEST_FILE)
 _AS_REAL = {torch.complex128: torch.float64, torch.complex32: torch.float16} # Not known to safetensors
 _AS_BYTES = {getattr(torch, o) for o in ('float8_e8m0fnu',) if hasattr(torch, o)}
 
@@ -157,6 +160,25 @@ def _why_not(e):
     name = re.search(r'GLOBAL (\S+)', str(e))
     return _RUNS_CODE.format(f'`{name[1]}`' if name else 'something'), None
 
+# %% ../../nbs/state/70_checkpoint_files.ipynb #5f0c7e1a
+def _state_bytes(state, extra):
+    "The state as the bytes of a file"
+    tree = {'state': plain(state, 'state', copy=False), 'extra': plain(extra, 'weights', copy=False)}
+    file = io.BytesIO()
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False) # Our own checksum is stronger, and one is enough
+    try: torch.save(tree, file)
+    finally: torch.serialization.set_crc32_options(before)
+    return file.getbuffer()
+
+def pack(
+    weights:dict, # A model's `state_dict`
+    state, # Everything else, as `plain` takes it
+)->dict: # Name to bytes, for each file of `CONTENT`
+    "The files of a checkpoint, but for the manifest"
+    tensors,extra,notes = pack_weights(weights)
+    return {MODEL_FILE: safetensors_bytes(tensors, notes), STATE_FILE: _state_bytes(state, extra)}
+
 # %% ../../nbs/state/70_checkpoint_files.ipynb #79eb4275
 def manifest_bytes(fields):
     "The text of a manifest, with its own checksum"
@@ -223,8 +245,8 @@ def _check_files(files):
         has_size = type(size) is int and size >= 0
         has_digest = isinstance(digest, str) and re.fullmatch('[0-9a-f]{64}', digest)
         if not (has_size and has_digest): raise ValueError(f'what it says about {name!r:.60} makes no sense')
-    if set(files) != {MODEL_FILE, STATE_FILE}:
-        raise ValueError(f'it names {sorted(files)!r:.100}, and a checkpoint has {[MODEL_FILE, STATE_FILE]}')
+    if set(files) != set(CONTENT):
+        raise ValueError(f'it names {sorted(files)!r:.100}, and a checkpoint has {[*CONTENT]}')
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #8b46ce6e
 _NO_READ = '`{}` cannot be read: {}. Use another checkpoint.'

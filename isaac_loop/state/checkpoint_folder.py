@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from safetensors import safe_open
 
 from ..basics.checks import did_you_mean, local_path
-from .checkpoint_files import Checkpoint, MANIFEST_FILE, MODEL_FILE, STATE_FILE
+from .checkpoint_files import Checkpoint, FILES, MANIFEST_FILE, MODEL_FILE
 from .checkpoint_files import checkpoints_near, name_fault
 from .errors import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint
 from .atomic_folders import HINTS, WRITTEN, has_manifest, read_hint, warn_outside
@@ -155,7 +155,7 @@ class CheckpointFolder:
     def _looks_saved(self, path):
         "Whether a folder that is no whole checkpoint is, or was to be, a part of one"
         names = set(_names(path))
-        if len(names & {MODEL_FILE, STATE_FILE, MANIFEST_FILE}) > 1: return True
+        if len(names & set(FILES)) > 1: return True
         if self._is_name(path.name) and names <= set(WRITTEN): return True
         return has_manifest(path) or are_our_weights(path/MODEL_FILE)
 
@@ -167,8 +167,7 @@ class CheckpointFolder:
         if lost: raise CheckpointCorrupt(_LINK.format(path, there))
 
 # %% ../../nbs/state/76_checkpoint_folder.ipynb #f897c18e
-_ONE_FILE = ('it is one of the files of a checkpoint, '
-             f'which is a folder with `{MODEL_FILE}`, `{STATE_FILE}` and `{MANIFEST_FILE}`')
+_ONE_FILE = f'it is one of the files of a checkpoint, which is a folder with {", ".join(FILES)}'
 
 @patch
 def traces(self:CheckpointFolder)->dict: # Path to reason, as text
@@ -186,9 +185,10 @@ def _why_loose(path):
     if path.name in HINTS and (hint := read_hint(path)):
         there = os.path.lexists(path.parent/str(hint['path']))
         return None if there else f'it names the checkpoint {hint["path"]!r:.60}, which is not there'
-    is_manifest = path.name == MANIFEST_FILE and has_manifest(path.parent)
-    is_weights = path.suffix == '.safetensors' and are_our_weights(path)
-    return _ONE_FILE if path.name == STATE_FILE or is_manifest or is_weights else None
+    if path.suffix == '.safetensors': found = are_our_weights(path)
+    elif path.name == MANIFEST_FILE: found = has_manifest(path.parent)
+    else: found = path.name in FILES
+    return _ONE_FILE if found else None
 
 def _why_below(path):
     "Which checkpoints were moved into a folder, or None; one with a lock is the folder of another run"

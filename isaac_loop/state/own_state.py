@@ -130,8 +130,8 @@ def _trainers_own(trainer, without):
 _CANNOT = ('{} changed during this fit and cannot be kept in a checkpoint, so a run that goes on will make '
            '{} anew and may be another run. '
            'Keep numbers, tensors and containers of them in attributes, make objects in '
-           '`before_fit`, or give the callback `state_dict()` and `load_state_dict(state)`. '
-           'If nothing is lost, say so in its class: `stateless = {!r}`.')
+           '`before_fit`, give the callback `state_dict()` and `load_state_dict(state)`, '
+           'or, if nothing is lost, say so in its class: `stateless = {!r}`.')
 
 @patch
 def take(self:OwnState,

@@ -6,7 +6,7 @@
 __all__ = ['CheckpointStore']
 
 # %% ../../nbs/state/80_store.ipynb #ccd8087b
-import hashlib, io, itertools, json, math, os, platform, shutil, uuid
+import hashlib, itertools, json, math, os, platform, shutil, uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -15,15 +15,13 @@ from pathlib import Path
 
 import torch
 from fastcore.basics import patch
-from safetensors.torch import save as safetensors_bytes
 
 from .. import __version__
 from ..basics.checks import check_choice, check_count, did_you_mean
-from .checkpoint_files import FORMAT, MANIFEST_FILE, MODEL_FILE, STATE_FILE
-from .checkpoint_files import check_manifest, manifest_bytes, pack_weights
+from .checkpoint_files import FILES, FORMAT, MANIFEST_FILE
+from .checkpoint_files import check_manifest, manifest_bytes, pack
 from .checkpoint_folder import FIXED, STEP_NAME, CheckpointFolder, check_pattern, fill_pattern
 from .errors import CheckpointFolderBusy, CheckpointWriteFailed, UnsaveableState
-from .plain_state import plain
 from .atomic_folders import FolderLock, discard, hidden_name
 from .atomic_folders import make_hidden, put_whole, read_hint
 from .atomic_folders import remove_ours, sweep, warn_outside, whole_checkpoint, write_file
@@ -97,8 +95,8 @@ class CheckpointStore(CheckpointFolder):
 
 # %% ../../nbs/state/80_store.ipynb #f830a030
 _CLOSED = 'The store of `{}` is {}, so nothing was written. Make a new `CheckpointStore`.'
-_GONE = ('`{}` was deleted or replaced while the run was going on, and its checkpoints with it. '
-         'Nothing was written. Put it back, or make a new `CheckpointStore`.')
+_GONE = ('`{}` and its checkpoints were deleted or replaced while the run was going on, '
+         'so nothing was written. Put them back, or make a new `CheckpointStore`.')
 
 @patch
 def _check_open(self:CheckpointStore):
@@ -128,15 +126,7 @@ def _score(name, x):
         raise UnsaveableState(f"metrics['{name}'] is {x!r:.60}; use a number.") from None
     return x if math.isfinite(x) else str(x)
 
-def _state_bytes(state, extra):
-    "The state as the bytes of a file"
-    tree = {'state': plain(state, 'state', copy=False), 'extra': plain(extra, 'weights', copy=False)}
-    file = io.BytesIO()
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False) # Our own checksum is stronger, and one is enough
-    try: torch.save(tree, file)
-    finally: torch.serialization.set_crc32_options(before)
-    return file.getbuffer()
+
 
 # %% ../../nbs/state/80_store.ipynb #09ef027f
 _NO_WEIGHTS = '`weights` is a {}, but weights are tensors by name, as in the `state_dict` of a model.'
@@ -161,8 +151,7 @@ def save(self:CheckpointStore,
                   samples=_count('samples', samples, True), world_size=_count('world_size', world_size))
     numbers = {k: float(v) for k,v in metrics.items()} | {k: counts[k] for k in FIXED}
     name = fill_pattern(self.pattern, numbers)
-    tensors,extra,notes = pack_weights(weights)
-    files = {MODEL_FILE: safetensors_bytes(tensors, notes), STATE_FILE: _state_bytes(state, extra)}
+    files = pack(weights, state)
     fields = self._about(files, counts, metrics, info or {})
     needed = math.ceil(1.2*sum(map(len, [*files.values(), _checked_manifest(fields)])))
     files[MANIFEST_FILE] = _in_background(_signed, fields, dict(files))
@@ -218,9 +207,9 @@ def _in_background(f, *args):
     return future.result
 
 # %% ../../nbs/state/80_store.ipynb #e79a346c
-_NOT_WRITTEN = ('The checkpoint `{}` could not be written: {}. It wants {:,} bytes and {} are free. '
-                'The checkpoints before it are whole. '
-                'Make room or choose another folder; what was trained since is in this process only.')
+_NOT_WRITTEN = ('The checkpoint `{}` could not be written: {}; it wants {:,} bytes and {} are free. '
+                'The checkpoints before it are whole, and what was trained since is in this process only: '
+                'make room, or choose another folder.')
 
 @patch
 def _commit(self:CheckpointStore, name, step, needed, files):
@@ -299,6 +288,6 @@ def _hint(self:CheckpointStore, name, found=None):
 @patch
 def _drop(self:CheckpointStore, found):
     "Delete one checkpoint, unless somebody put something of their own into it"
-    odd = sorted(set(os.listdir(found.path)) - {MODEL_FILE, STATE_FILE, MANIFEST_FILE})
+    odd = sorted(set(os.listdir(found.path)) - set(FILES))
     if odd: return warn_outside(_NOT_DELETED.format(found.path, odd[:3]))
     discard(found.path)

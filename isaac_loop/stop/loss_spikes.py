@@ -63,7 +63,7 @@ class LossSpikeCB(FlagsCB):
 
     def after_get_loss(self, trainer):
         "Compare the loss with its running mean"
-        self._flag(trainer, 'loss', self._compare(trainer.loss))
+        if not trainer._again: self._flag(trainer, 'loss', self._compare(trainer.loss))
 
     def before_backward(self, trainer):
         "Leave a batch that is known to be a spike"

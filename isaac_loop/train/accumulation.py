@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
 from ..loop.events import CancelBatchException, CancelStepException, Order
+from .closures import refuse_closure
 from .example_losses import reduction_of
 from .optimizer_options import parameters_of
 from ..basics.tensors import batch_size, batch_weight
@@ -66,6 +67,7 @@ class AccumulationCB:
     def before_fit(self, trainer):
         "Lower the number of updates that schedules expect"
         if self.weigh == 'samples' and reduction_of(trainer.loss_func) == 'sum': raise ValueError(_IS_A_SUM)
+        refuse_closure(trainer, type(self).__name__, ', and each would need all the batches')
         self._forget()
         self._params = partial(parameters_of, trainer)
         n = trainer.updates_per_epoch

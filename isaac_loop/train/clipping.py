@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from ..basics.settings import show_settings
 from ..loop.events import Order
+from ..loop.fitting import one_optimizer
 from ..loop.numbers_on_device import DeviceRecord, place_of
 
 # %% ../../nbs/train/30_clipping.ipynb #9c8a6c50
@@ -83,12 +84,14 @@ class ClipGradCB:
         adaptive:float=None, # Or keep the gradient of each unit below this share of the norm of its weights
         norm_type:float=2., # Which norm to clip by, and to record; `math.inf` for the largest number
         params=None, # Function of the trainer that gives the parameters; default: all of the optimizer
+        opt:str='opt', # Attribute of the trainer that holds the optimizer
         column:str='grad_norm', # Name of the column in `trainer.history`; None to write nothing
     ):
         given = {'max_norm': max_norm, 'max_value': max_value, 'adaptive': adaptive}
         self.kind,self.limit = _one_limit({k: v for k,v in given.items() if v is not None})
         self.norm_type,self.params,self.column = float(norm_type),params,column
         self._options = {self.kind: self.limit}
+        self.opt,self._known = opt,((), ())
         self.norm,self._now,self._resumed = None,None,None
         self._record,self._in_pass = DeviceRecord(),False
 
@@ -109,18 +112,36 @@ def _one_limit(given):
 # %% ../../nbs/train/30_clipping.ipynb #86964bba
 _CLIP = {'max_norm': _clip_norm, 'max_value': _clip_value, 'adaptive': _clip_adaptive}
 
-def _held(trainer):
-    "All parameters that the optimizer holds"
-    return [p for group in trainer.opt.param_groups for p in group['params']]
+@patch
+def _held(self:ClipGradCB, trainer):
+    "All parameters that the optimizer holds, in the order of the model; sorted anew when they change"
+    opt = one_optimizer(trainer, self.opt, type(self).__name__)
+    held = [p for group in opt.param_groups for p in group['params']]
+    known = [id(p) for p in held]
+    if self._known[0] != known:
+        parameters = getattr(trainer.model, 'parameters', tuple)()
+        place = {id(p): i for i,p in enumerate(parameters)}
+        self._known = known,sorted(held, key=lambda p: place.get(id(p), len(place)))
+    return self._known[1]
+
+@patch
+def _clip(self:ClipGradCB, trainer):
+    "Clip the gradients that are there now; returns their norm, and whether the limit was reached"
+    params = _with_entries(self.params(trainer) if self.params else self._held(trainer))
+    return _CLIP[self.kind](params, self.limit, self.norm_type) if params else None
 
 @patch
 def before_step(self:ClipGradCB, trainer):
     "Clip, and keep the norm on its device"
-    params = _with_entries((self.params or _held)(trainer))
-    self._now = None
-    if not params: return
-    norm,reached = _CLIP[self.kind](params, self.limit, self.norm_type)
+    found,self._now = self._clip(trainer),None
+    if found is None: return
+    norm,reached = found
     self.norm,self._now = norm.detach(),torch.stack([norm.detach(), reached])
+
+@patch
+def clip_again(self:ClipGradCB, trainer):
+    "Clip what an optimizer that evaluates several times, such as LBFGS, has computed within its step"
+    self._clip(trainer)
 
 @patch
 def after_step(self:ClipGradCB, trainer):
@@ -131,13 +152,18 @@ def after_step(self:ClipGradCB, trainer):
 @patch
 def columns(self:ClipGradCB, trainer)->list: # Names
     "The columns that this callback will write into the history"
-    return [self.column, f'{self.column}_clipped'] if self.column else []
+    return [self.column, f'{self.column}_clipped_share'] if self.column else []
 
 @patch
 def before_fit(self:ClipGradCB, trainer):
     "Forget the last run"
     self.norm,self._now = None,None
     self._record,self._in_pass = None,False
+
+@patch
+def cleanup_fit(self:ClipGradCB, trainer):
+    "Let go of the parameters"
+    self._known = (),()
 
 @patch
 def before_epoch(self:ClipGradCB, trainer):

@@ -11,6 +11,7 @@ import torch
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import CancelEpochException, CancelFitException, Order
+from .closures import needs_closure, step_with_closure
 
 # %% ../../nbs/train/10_training.ipynb #bae09470
 class BasicTrainCB:
@@ -31,7 +32,8 @@ class BasicTrainCB:
 
     def step(self, trainer):
         "Let the optimizer change the weights"
-        trainer.opt.step()
+        if needs_closure(type(trainer.opt)): step_with_closure(trainer) # LBFGS
+        else: trainer.opt.step()
 
     def zero_grad(self, trainer):
         "Clear the gradients"

@@ -531,3 +531,20 @@ def test_probing_puts_everything_back(training, error):
         and np.random.get_state()[1].tolist() == states[1]
         and torch.equal(torch.get_rng_state(), states[2])
     )
+
+
+def test_pictures_of_many_layers_are_no_taller_than_a_page():
+    "Forty-three layers coloured by depth; of two hundred an even choice, and the figure says so"
+    layers = [m for _ in range(60) for m in (nn.Linear(4, 4), nn.ReLU())]
+    model = nn.Sequential(*layers)
+    cbs = [ActivationStatsCB(nn.ReLU), GradientStatsCB(nn.Linear)]
+    batches = [(torch.randn(2, 4), torch.randn(2, 4))] * 2
+    trainer = make_trainer(cbs, model=model, batches=batches)
+    trainer.fit(1, valid=False)
+    mean, std = cbs[0].plot_stats()
+    assert len(mean.lines) == 60 and mean.get_legend() is None and len(mean.figure.axes) == 4
+    for draw in (cbs[0].color_dim, cbs[0].dead_chart, cbs[1].plot_distributions):
+        figure = draw()[0].figure
+        assert len(draw()) == 48 and figure.get_figheight() <= 11
+        assert "48 of" in figure.get_suptitle()
+    assert len(cbs[0].dead_chart(max_n=5)) == 5

@@ -1106,5 +1106,5 @@ def test_a_list_of_optimizers_is_refused_by_name():
     batches = [(torch.zeros(2, 1), torch.zeros(2, 1))]
     schedule = EpochSchedulerCB(partial(lrs.StepLR, step_size=1), opt="opts")
     t = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, torch.nn.Linear(1, 1), [Two(), schedule])
-    with pytest.raises(TypeError, match="`EpochSchedulerCB` is to follow `trainer.opts`, which is a list"):
+    with pytest.raises(TypeError, match="`EpochSchedulerCB` is to work with `trainer.opts`, which is a list"):
         t.fit(1, valid=False)

@@ -120,7 +120,7 @@ def test_two_histories_share_a_figure():
     assert b.history.plot(axes=axes, label="b") is axes
     assert set(lines(axes[0])) == {"a train_loss", "a valid_loss", "b train_loss", "b valid_loss"}
     assert len(plt.get_fignums()) == 1
-    with pytest.raises(ValueError, match="There are 1 axes, but losses and metrics need 2"):
+    with pytest.raises(ValueError, match="There are 0 free axes, but what is drawn needs 1"):
         b.history.plot(axes=a.history.plot("accuracy"))
 
 

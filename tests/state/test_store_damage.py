@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from isaac_loop.state import checkpoint_files
-from isaac_loop.state import store as store_module
+from safetensors.torch import save as save_tensors
 from isaac_loop.state.errors import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint
 from isaac_loop.state.checkpoint_files import load_weights
 from isaac_loop.state.store import CheckpointStore
@@ -275,9 +275,7 @@ def noted(**notes):
 
     def attack(folder, canary):
         (folder / "model.safetensors").write_bytes(
-            store_module.safetensors_bytes(
-                {"w": torch.ones(3)}, {"isaac_loop": json.dumps({**NOTES, **notes})}
-            )
+            save_tensors({"w": torch.ones(3)}, {"isaac_loop": json.dumps({**NOTES, **notes})})
         )
         resign(folder)
 
@@ -339,7 +337,7 @@ ATTACKS = {
     "a view of another kind": noted(views={"w": "__class__"}),
     "deep notes": lambda folder, canary: (
         (folder / "model.safetensors").write_bytes(
-            store_module.safetensors_bytes({"w": torch.ones(3)}, {"isaac_loop": "[" * 10**5})
+            save_tensors({"w": torch.ones(3)}, {"isaac_loop": "[" * 10**5})
         ),
         resign(folder),
     ),

@@ -163,7 +163,7 @@ def test_an_infinite_limit_only_measures(steps):
         o.fit(2, lr=0.05, valid=False)
     assert same(plain.model, measured.model)
     assert (
-        measured.history["grad_norm_clipped"] == [0.0, 0.0]
+        measured.history["grad_norm_clipped_share"] == [0.0, 0.0]
         and len(measured.history.batches["grad_norm"]) == 12
     )
 
@@ -259,9 +259,9 @@ def test_nothing_waits_inside_a_batch(limit):
 
 def test_the_columns_are_declared_and_can_be_renamed_or_left_out():
     trainer = make_trainer(MetricsCB(show=False), ClipGradCB(0.5, column="length"))
-    assert check_monitored(trainer, "length", "me") and check_monitored(trainer, "length_clipped", "me")
+    assert check_monitored(trainer, "length", "me") and check_monitored(trainer, "length_clipped_share", "me")
     trainer.fit(1)
-    assert {"length", "length_clipped", "train_loss", "valid_loss"} <= set(trainer.history.names())
+    assert {"length", "length_clipped_share", "train_loss", "valid_loss"} <= set(trainer.history.names())
     trainer = make_trainer(MetricsCB(show=False), ClipGradCB(0.5, column=None))
     trainer.fit(1)
     assert (
@@ -313,7 +313,7 @@ def test_a_state_loaded_before_the_pass_begins_is_kept_for_it():
     trainer = make_trainer(cb, LoadCB())
     trainer.fit(1, valid=False)
     assert trainer.history.batches["batch"] == [0, 1, 2] and trainer.history.batches["grad_norm"][0] == 8
-    assert trainer.history["grad_norm_clipped"] == pytest.approx([1 / 3])
+    assert trainer.history["grad_norm_clipped_share"] == pytest.approx([1 / 3])
 
 
 # Bad input
@@ -375,7 +375,7 @@ def test_sparse_gradients_are_clipped_like_the_same_ones_with_all_their_zeros(li
         assert torch.allclose(a, b, atol=1e-6)
     assert (
         sparse.history["grad_norm"] == pytest.approx(dense.history["grad_norm"], rel=1e-5)
-        and sparse.history["grad_norm_clipped"] == dense.history["grad_norm_clipped"]
+        and sparse.history["grad_norm_clipped_share"] == dense.history["grad_norm_clipped_share"]
     )
 
 
