@@ -531,4 +531,19 @@ MUTANTS = [
         "finally: pass",
         ["test_the_random_numbers_of_everybody_go_on"],
     ),
+    # What is shown
+    Mutant(
+        "a callback shows a password",
+        "brief",
+        "_SECRET.search(name)",
+        "False",
+        ["test_a_callback_shows_what_it_was_given"],
+    ),
+    Mutant(
+        "a trainer forgets the updates of earlier fits",
+        "one_fit",
+        "trainer.history.earlier_updates += trainer.n_updates",
+        "pass",
+        ["test_a_trainer_says_how_far_all_its_fits_have_come"],
+    ),
 ]

@@ -10,6 +10,7 @@ import warnings
 
 import torch
 
+from ..basics.settings import show_settings
 from ..loop.events import CancelException, Order
 from ..loop.monitor import Monitor, check_monitored, mode_of
 from ..loop.shared_attributes import offered
@@ -35,6 +36,7 @@ class KeepBestCB(KeepsBest):
     "Leave the model with the best weights that were measured"
     order = Order.DECIDE
     _kept = 'judge','best_epoch','weights','seen'
+    __repr__ = show_settings
     def __init__(self,
         monitor:str='valid_loss', # Column of the history to watch
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss

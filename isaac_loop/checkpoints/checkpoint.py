@@ -59,6 +59,7 @@ class CheckpointCB(ResumingCB):
         self._fits = CountedFits()
         keep = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0)
         self._run = RunOnDisk(monitor=monitor, mode=mode, pattern=pattern, **keep)
+        self._options = dict(keep_last=keep_last, keep_best=keep_best, pattern=pattern)
         self._found = None # Weights and state to go on from
         self._end = None # What a validation pass may change, as it was before it
 

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from fastcore.basics import patch
 
 from .best_weights import evaluated_model
+from ..basics.settings import show_settings
 from ..basics.checks import did_you_mean, local_path
 from ..loop.events import CancelException, Order
 from ..state.run_parts import bare
@@ -42,6 +43,7 @@ class ExportCB:
     "Write the weights alone, for others to load, now and then and at the end"
     order = Order.SAVE
     stateless = True
+    __repr__ = show_settings
     def __init__(self,
         folder, # Where; each export is a folder of its own in it, for `load_weights`
         every='epoch', # 'epoch', a number of updates, or a function of the trainer, asked after each update

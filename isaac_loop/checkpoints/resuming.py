@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..basics.settings import show_settings
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
@@ -41,6 +42,7 @@ class ResumingCB:
     stateless = True
     _as_given = True # Is this batch the loader's own?
     _elsewhere = False # Has the run ever been elsewhere than its loader?
+    __repr__ = show_settings
     def _begin(self, trainer, found, strict=True):
         "Walk over the epochs; `found` is weights and state to go on from, or None"
         check_states(trainer)

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_count, did_you_mean
 from ..loop.callback_list import is_in
 from ..loop.events import Order
@@ -53,6 +54,7 @@ _NOT_CALLED = '`tfm` is {tfm!r}, which cannot be called. Pass a function of a ba
 class BatchTransformCB:
     "Apply one transform to the whole batch"
     order = Order.DATA
+    __repr__ = show_settings
     def __init__(self,
         tfm, # Called with the batch; returns another with as many examples
         on_train:bool=True, # In training passes?
@@ -102,6 +104,7 @@ _NO_FUNCTION = 'The transform for item {key!r} is {tfm!r}, which cannot be calle
 class BatchAugmentationCB:
     "Apply a transform to each item of the batch: the first to item 0, and so on"
     order = Order.DATA
+    __repr__ = show_settings
     def __init__(self,
         tfms, # One transform, a list of them, or a dict by name of the item; None leaves an item alone
         on_train:bool=True, # In training passes?
@@ -190,6 +193,7 @@ class ProgressiveResizeCB:
     order = Order.DATA
     stateless = '_scale'
     on_valid = False # Validation is about images as they are
+    __repr__ = show_settings
     def __init__(self,
         start:float=0.5, # Height and width in the first epoch, as a share of the full ones
         until:float=0.75, # Share of the epochs after which images have their full size

@@ -6,14 +6,17 @@
 __all__ = ['load_digits', 'image_to_tensor', 'sample_dataset_dict', 'collate_rows', 'get_dataloaders', 'DataLoaders']
 
 # %% ../../nbs/data/10_dataloaders.ipynb #4895b799
+import math
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
+from textwrap import fill
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..basics.checks import check_count, check_flag, check_function, did_you_mean
+from ..basics.tables import short
 from .exact_loaders import exact_loader
 from ..loop.passes import parts_of, split_batch
 
@@ -206,22 +209,59 @@ _NO_IMAGES = ('The first input of the batch is {found}, which is no batch of ima
 def show_batch(self:DataLoaders,
     n:int=9, # How many images at most
     train_dataset:bool=True, # From the training loader, or else from the one for validation?
+    classes=None, # Names of the classes, as a list or by target; default: those of a `ClassLabel` of the data
+    nrows:int=None, # Rows of images; default: as square as it can be, or wider
+    imsize:float=1.2, # Width and height of one image, in inches
 ): # The matplotlib axes
     "Draw the first images of a batch with their targets as titles"
-    import matplotlib.pyplot as plt
-    batch = next(iter(self.train if train_dataset else self.valid))
+    dl = self.train if train_dataset else self.valid
+    batch = next(iter(dl))
     inputs,targets = parts_of(partial(split_batch, self), batch)
     images = inputs[0] if inputs else None
     if not torch.is_tensor(images) or images.ndim not in (3, 4):
         found = getattr(images, 'shape', type(images).__name__)
         raise TypeError(_NO_IMAGES.format(found=found))
-    n = min(n, len(images))
-    columns = max(1, min(n, round(n**0.5)))
-    fig,axes = plt.subplots(-(-n//columns), columns, figsize=(1.2*columns, 1.3*-(-n//columns)), squeeze=False)
-    for ax in axes.flat: ax.axis('off')
-    titled = targets and torch.is_tensor(targets[0]) and targets[0].ndim == 1
-    for i,ax in zip(range(n), axes.flat):
-        image = images[i] if images.ndim == 3 else images[i].permute(1, 2, 0).squeeze(-1)
-        ax.imshow(image.numpy(), cmap='gray')
-        if titled: ax.set_title(targets[0][i].item(), fontsize=9)
+    images = images[:check_count(n, 'n', 'images are counted')]
+    titles = _titles(targets, classes, _class_names(dl, batch))[:n] or ['']*len(images)
+    titles = [fill(title, max(8, round(12*imsize))) for title in titles]
+    axes = _grid(len(images), nrows, imsize, max(title.count('\n')+1 for title in titles))
+    for ax,image,title in zip(axes.flat, images, titles):
+        ax.imshow((image if image.ndim == 2 else image.permute(1, 2, 0).squeeze(-1)).numpy(), cmap='gray')
+        ax.set_title(title, fontsize=9)
     return axes
+
+def _grid(n, nrows, imsize, n_lines):
+    "Axes for `n` images below titles of up to `n_lines`, without frames"
+    import matplotlib.pyplot as plt
+    nrows = check_count(nrows, 'nrows', none='for a square') or math.isqrt(n)
+    ncols = -(-n//nrows)
+    figsize = imsize*ncols,(imsize + 0.15*n_lines)*nrows
+    fig,axes = plt.subplots(nrows, ncols, figsize=figsize, squeeze=False, layout='compressed')
+    for ax in axes.flat: ax.axis('off')
+    return axes
+
+# %% ../../nbs/data/10_dataloaders.ipynb #4e164567
+_NO_NAME = ('A target of the batch is {label!r}, for which `classes` has no name: it has {names}. Give each '
+            'class a name, in the order of their numbers or by number.')
+
+def _titles(targets, classes, known):
+    "A text for each image; none if the targets are no single numbers"
+    if not targets or not torch.is_tensor(targets[0]) or targets[0].ndim != 1: return []
+    labels = targets[0].tolist()
+    if classes is None: return [_known(known, label) for label in labels]
+    names = dict(classes if isinstance(classes, Mapping) else enumerate(classes))
+    missing = [label for label in labels if label not in names]
+    if missing: raise LookupError(_NO_NAME.format(label=missing[0], names=names))
+    return [str(names[label]) for label in labels]
+
+def _known(names, label):
+    "The name of a class, or the number if nobody knows one, as for -1 in data without targets"
+    known = isinstance(label, int) and 0 <= label < len(names)
+    return names[label] if known else short(label)
+
+def _class_names(dl, batch):
+    "Names of the classes of a batch's second entry, from the `ClassLabel` of its column; none without one"
+    features = getattr(getattr(dl, 'dataset', None), 'features', None) or {}
+    columns = (getattr(getattr(dl, 'collate_fn', None), 'keywords', None) or {}).get('columns')
+    entries = list(batch if isinstance(batch, Mapping) else columns or features)
+    return getattr(features.get(entries[1]), 'names', ()) if features and len(entries) > 1 else ()

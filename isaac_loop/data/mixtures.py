@@ -11,6 +11,7 @@ from fastcore.basics import patch
 
 from .augmentation import with_inputs
 from .random_patches import check_chance, check_images
+from ..basics.settings import show_settings
 from ..basics.tensors import map_tensors
 from ..loop.events import Order
 
@@ -23,6 +24,7 @@ class _MixCB:
     order = Order.DATA
     stateless = '_partner','_share','_inside'
     on_valid = False # A mixture says nothing about how well real examples are told apart
+    __repr__ = show_settings
     def __init__(self, alpha, p):
         check_chance(p)
         if not alpha > 0: raise ValueError(_NO_ALPHA.format(alpha=alpha))

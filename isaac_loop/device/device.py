@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..loop.events import Order
+from ..basics.settings import show_settings
 from ..basics.tensors import def_device, to_device
 
 # %% ../../nbs/device/10_device.ipynb #85cec183
@@ -44,6 +45,7 @@ class DeviceCB:
     "Move model, loss, optimizer state and every batch to a device"
     order = Order.DEVICE
     stateless = '_device'
+    __repr__ = show_settings
     def __init__(self,
         device=None, # Name, `torch.device`, or a function that gives one; default: `def_device`
     ):

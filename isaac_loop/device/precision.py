@@ -12,6 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch.amp import GradScaler, autocast
 
+from ..basics.settings import show_settings
 from ..loop.events import CancelException, CancelStepException, Order, replaces
 from ..loop.fitting import one_optimizer
 from ..train.closures import refuse_closure
@@ -22,6 +23,7 @@ _NO_DTYPE = "`dtype` is {dtype!r}, which autocast does not use. Choose 'bfloat16
 class MixedPrecisionCB:
     "Predict in half precision, and scale the loss so that small gradients survive"
     order = Order.PRECISION
+    __repr__ = show_settings
     def __init__(self,
         dtype='bfloat16', # 'bfloat16', which needs no scaling, or 'float16', which does
         init_scale:float=2.**16, # First factor for the loss, for `float16`

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..metrics.any_metric import check_no_options
 from ..metrics.metrics import MetricsCB, recorders_of, weigh_of
+from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
 from .join_batches import join_batches
 from .predictions import CapturePredsCB, NoLossCB, Predictions
@@ -56,6 +57,7 @@ class DropoutOnCB:
     "Leave dropout on during validation"
     stateless = '_switched'
     on_train = False
+    __repr__ = show_settings
     def __init__(self,
         kinds=nn.modules.dropout._DropoutNd, # Class of the modules to switch on, or a tuple of classes
     ): self.kinds,self._switched = kinds,[]

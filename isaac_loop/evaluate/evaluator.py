@@ -17,6 +17,7 @@ from .data_sets import chosen_loader, data_sets, same_random
 from ..data.dataset_order import in_order
 from .predictions import OtherData, evaluated_weights
 from ..train.training import NBatchCB
+from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException, Order, callback_name
@@ -29,6 +30,7 @@ class EvaluatorCB:
     "Evaluate every so many updates or epochs, at the start and at the end, without a trace in the training"
     order = Order.RECORD
     on_valid = False
+    __repr__ = show_settings
     def __init__(self,
         dl=None, # A loader, 'train' or 'valid', or a dict of them by name; default: `dls.valid`
         user_iter_callback=None, # Called after each batch with `eval_tensors`, a dict, and the store
@@ -64,6 +66,7 @@ class EvaluatorCB:
         self._askers = askers(eval_tensors or ['preds', 'targets'] + ['loss']*with_loss)
         look = self._look if user_iter_callback else None
         self._pass = PassCB(callback_name(self), metrics, with_loss, look, weigh)
+        self._dl,self._metrics = dl,metrics
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #ee57b051
 @patch

@@ -22,6 +22,7 @@ from ..loop.passes import n_batches, parts_of
 from ..loop.trainer import Trainer
 from ..metrics.losses import ended_in_error, rows_of
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
+from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, map_tensors
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #be133bee
@@ -75,6 +76,7 @@ class CapturePredsCB:
     stateless = True
     on_train = False
     rows = None # Numbers of the loader's rows in the dataset, where known
+    __repr__ = show_settings
     def __init__(self,
         with_inputs:bool=False, # Also keep what the model was given?
         with_loss:bool=False, # Also compute the loss of each example?

@@ -18,6 +18,7 @@ from ..metrics.confidence import function_of, numbers_of
 from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same_random
 from .predictions import Predictions
 from .values import class_name, decoded
+from ..basics.settings import show_settings
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelEpochException, Order, callback_name
 from ..show.media_files import check_folder, replace_file
@@ -118,6 +119,7 @@ class _AfterPassCB:
     "Does something with the predictions of an epoch"
     order = Order.RECORD
     stateless = True
+    __repr__ = show_settings
     def _begin(self, trainer):
         "Forget the last run, and look at the data"
         self._done = {}
@@ -160,6 +162,7 @@ class ReportCB(_AfterPassCB):
         _check_report(functions, named)
         if name: self.name = name
         self.sets,self.prepare,self.with_loss = _named_sets(dl),prepare,False
+        self._dl = dl
         self.functions,self.named = functions,{k: function_of(k, m) for k,m in named.items()}
 
     def before_fit(self, trainer):
@@ -272,6 +275,7 @@ class PredictionsCSVCB(_AfterPassCB):
         self.every = _checked_every(every)
         self.path = str(local_path(path, 'PredictionsCSVCB', 'path').absolute())
         self.sets,self.with_loss = _named_sets(dl),with_loss
+        self._dl = dl
         if len(self.sets) > 1 and '{name}' not in self.path:
             raise ValueError(_ONE_FILE.format(self.path, len(self.sets)))
         self._options = dict(classes=classes, decode=decode, with_scores=with_scores)

@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from tqdm.std import tqdm
 
 from .data_sets import aside
+from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import CancelException, Order
 from ..basics.tables import Table
@@ -96,6 +97,7 @@ class TextComparisonCB:
     order = Order.REPORT # Its cleanup comes while averaged weights are still in the model
     stateless = True
     on_train = False
+    __repr__ = show_settings
     def __init__(self,
         decode, # Called with the token numbers of one example, a list; returns its text
         generate=None, # Called with model and inputs, a tuple; returns tokens or texts; default: predictions

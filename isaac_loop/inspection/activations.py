@@ -11,6 +11,7 @@ import math, warnings
 import torch
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..models.hooks import Hooks, find_modules, first_tensor
@@ -26,6 +27,7 @@ class HooksCallback:
     "Have a hook on each chosen module during the fit"
     order = Order.RECORD
     stateless = 'hooks','_called'
+    __repr__ = show_settings
     def __init__(self,
         hookfunc, # Called with the hook, the module, its input and its output
         module_filter=None, # Which modules: a class or several, or a function of a module; default: all

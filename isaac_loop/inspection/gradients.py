@@ -11,6 +11,7 @@ from bisect import bisect_left
 
 import torch
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelException, Order
 from ..loop.batch_record import as_tensor
@@ -81,6 +82,7 @@ _COLUMNS = 'norm', 'mean', 'std', 'zeros'
 class GradientStatsCB:
     "Gather norm, mean, standard deviation, share of zeros and distribution of every gradient at each update"
     order = Order.RECORD
+    __repr__ = show_settings
     def __init__(self,
         module_filter=None, # Of which modules: a class or several, or a function of a module; default: all
         show:bool=False, # Print the table of each epoch?

@@ -9,6 +9,7 @@ __all__ = ['ProfilerCB']
 from fastcore.basics import patch
 from torch import profiler
 
+from ..basics.settings import show_settings
 from ..loop.events import STEPS, Order
 
 # %% ../../nbs/inspection/70_profiler.ipynb #5f1de539
@@ -17,6 +18,7 @@ class ProfilerCB:
     order = Order.LAST
     stateless = True
     on_valid = False
+    __repr__ = show_settings
     def __init__(self,
         wait:int=1, # Batches to let pass first
         warmup:int=1, # Batches to profile and throw away, since the first are always slow
@@ -25,6 +27,7 @@ class ProfilerCB:
         **kwargs, # For `torch.profiler.profile`: `profile_memory`, `with_stack`, ...
     ):
         self.schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        self._options = dict(wait=wait, warmup=warmup, active=active)
         self.on_trace_ready,self.kwargs = on_trace_ready,kwargs
         self.profile,self._marks = None,[]
 

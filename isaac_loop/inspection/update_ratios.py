@@ -9,6 +9,7 @@ __all__ = ['UpdateRatioCB']
 import torch
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..models.hooks import find_parameters
@@ -20,6 +21,7 @@ class UpdateRatioCB:
     "Compare the size of each update with the size of the weights it changes"
     order = Order.RECORD
     stateless = '_before','_named','record'
+    __repr__ = show_settings
     def __init__(self,
         module_filter=None, # Of which modules: a class or several, or a function of a module; default: all
         every:int=1, # Look at every so many updates

@@ -11,6 +11,7 @@ import inspect, math, warnings
 import torch
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from .needed_attributes import check_uses, uses, warn_of_unknown
 from .foreign_trainer import Facade
 from ..log.run_config import accumulation_of, processes
@@ -50,6 +51,7 @@ class ForeignCB:
     facade_class,default_order = Facade,Order.DECIDE
     variables,attributes = (),() # Where its methods find their trainer
     protocol,certain,further = None,(),() # What it is called; names that nobody else has; other names
+    __repr__ = show_settings
     def __init__(self,
         foreign, # The callback itself
         name:str, # What our trainer calls it

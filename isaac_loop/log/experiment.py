@@ -17,6 +17,7 @@ from fastcore.basics import patch
 from .run_config import RunConfig
 from .file_values import finite, plain
 from .run_facts import ENDED, described, outcome_of, settings
+from ..basics.settings import show_settings
 from ..basics.checks import local_path
 from ..loop.events import CancelException, Order, callback_name
 from .log_text import LogFile, tee_streams, untee_streams
@@ -61,6 +62,7 @@ class ExperimentCB:
     "Keep everything about the run in a folder of its own"
     order = Order.RECORD+1 # Before everybody who may ask for the folder
     stateless = True
+    __repr__ = show_settings
     def __init__(self,
         root, # Folder of all projects; made if missing
         project:str, # Folder of the runs that belong together

@@ -10,6 +10,7 @@ import re, warnings
 from functools import partial
 
 from .run_config import RunConfig
+from ..basics.settings import show_settings
 from ..basics.checks import did_you_mean, local_path
 from ..show.curves import history_figure
 from ..loop.events import Order
@@ -53,6 +54,7 @@ class HistoryFilesCB:
     "Write the history as a table and as curves, and its media as files"
     order = Order.REPORT
     stateless = True
+    __repr__ = show_settings
     def __init__(self,
         folder=None, # Where; default: the folder that `ExperimentCB` made
         table='csv', # 'csv', 'tsv' or 'txt', several of them, or None for no table

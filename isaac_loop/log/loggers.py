@@ -11,6 +11,7 @@ import math, time, uuid, warnings, weakref
 import torch
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from ..checkpoints.resuming import CompleteAlready
 from .alerts import Alerts, check_alerts
 from .file_values import beside, plain
@@ -29,6 +30,7 @@ from ..train.optimizer_options import learning_rates
 class LoggerCB:
     "Send losses, rates, rows of the history, media and alerts to one or several logs"
     order = Order.LAST-1 # At the very end stand callbacks that cancel the rest of a batch
+    __repr__ = show_settings
     def __init__(self,
         to, # A log or several: `CSV`, `SQLite`, `Screen`, a tracking service, a function of values and step
         every:int=25, # Optimizer updates from row to row; the first update is logged; None for no such rows
@@ -44,6 +46,7 @@ class LoggerCB:
         check_media(media)
         self.to = list(to) if isinstance(to, (list, tuple)) else [to]
         self.media,self.run,self.params = media,run,params_by_name(params)
+        self.alerts = alerts
         if isinstance(columns, str): columns = [columns]
         self._columns = None if columns is None else list(columns)
         self._functions,self._alerts = asked_values(values),Alerts(check_alerts(alerts))

@@ -13,6 +13,7 @@ from email.utils import formatdate, make_msgid
 from ..metrics.metrics import as_text
 from .run_config import RunConfig
 from .run_facts import ENDED, outcome_of
+from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count, check_function
 from ..show.curves import history_figure
 from ..loop.events import CancelException, Order
@@ -129,6 +130,7 @@ class NotifyCB:
     "Send rows, hyper-parameters and curves after epochs, at the end, and on failure"
     order = Order.LAST # When all others have had their say about the epoch
     stateless = True
+    __repr__ = show_settings
     def __init__(self,
         send, # Called with subject, text, and files as bytes by name; it may raise `CancelFitException`
         every:int=1, # After every so many epochs; None for the end alone

@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from ..basics.checks import local_path
 from .file_values import beside, plain
 from .log_interface import Outlet
@@ -94,6 +95,7 @@ class _BatchRows(Sequence):
 class TrackingCB:
     "Keep what was trained, with which settings, and how it went"
     order = Order.REPORT
+    __repr__ = show_settings
     def __init__(self,
         path=None, # Where to write as well: a file `*.sqlite`, `*.db` or `*.jsonl`, or a folder for CSV
         experiment:str=None, # A name to find the run by, among others in the same place

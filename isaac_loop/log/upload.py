@@ -10,6 +10,7 @@ import json, os, shutil, time, uuid, warnings
 from pathlib import Path, PurePosixPath
 
 from .run_config import RunConfig
+from ..basics.settings import show_settings
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelException, Order
 from ..loop.shared_attributes import offered
@@ -116,6 +117,7 @@ class UploadCB:
     "Copy the run's folder to a storage after each epoch and at the end"
     order = Order.RECORD # Cleans up after all who write files
     stateless = True
+    __repr__ = show_settings
     def __init__(self,
         url:str=None, # Address for fsspec, where a run gets its folder; default: that of `ExperimentCB`
         folder=None, # What to copy, straight to `url`; default: the folder that `ExperimentCB` made

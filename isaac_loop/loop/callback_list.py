@@ -76,7 +76,18 @@ class ByName:
 
     def __repr__(self):
         names = ', '.join(map(callback_name, self.callbacks)) or 'none'
-        return f'{type(self).__name__}({type(self.model).__name__}, callbacks: {names})'
+        model,done = type(self.model).__name__,how_far(self)
+        return f'{type(self).__name__}({model}, callbacks: {names}; {done})'
+
+def how_far(
+    trainer, # Counts what it does
+)->str: # Such as 'trained for 3 epochs, 69 updates'
+    "How far all fits together have come"
+    history = trainer.history
+    updates,epochs = history.earlier_updates+trainer.n_updates,history.epochs_trained
+    if not (updates or epochs): return 'not trained yet'
+    counts = [f'{n:,} {unit}' + 's'*(n != 1) for n,unit in ((epochs, 'epoch'), (updates, 'update')) if n]
+    return f'trained for {", ".join(counts)}'
 
 # %% ../../nbs/loop/26_callback_list.ipynb #cfae2066
 class CallbackList(list):

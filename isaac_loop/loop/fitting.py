@@ -179,6 +179,7 @@ def one_fit(
     with _left_tidy(trainer), trainer.added_callbacks(callbacks):
         forget(trainer, 'epoch', 'dl', 'batches', 'n_batches', 'batch_num', 'batch', 'preds', 'loss')
         trainer.n_epochs,trainer.lr,trainer.epochs = n_epochs,lr,range(n_epochs)
+        trainer.history.earlier_updates += trainer.n_updates
         trainer.n_updates,trainer.stop_reason = 0,None
         trainer.updates_per_epoch = n_batches(trainer.dls.train) if train else 0
         if train: ready_optimizer(trainer, keep_opt)

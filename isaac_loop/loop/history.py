@@ -32,6 +32,8 @@ class History(Sequence):
         self.batches = BatchRecord()
         self.media = [] # What the present epoch has to show
         self.fit = -1 # Number of the fit
+        self.epochs_trained = 0 # Training passes that came to their end, in all fits
+        self.earlier_updates = 0 # Optimizer updates in the fits before this one
         self._open = False # Is there an epoch to write to?
         self._next = None # The row of the present epoch, while nobody has written to it
         self._told = set() # Columns of the present row that are known
@@ -147,7 +149,8 @@ def state_dict(self:History):
     "All rows, of epochs as dicts and of batches as tensors"
     batches = {name: as_tensor(column) for name,column in self.batches.columns.items()}
     return dict(rows=[dict(row) for row in self.rows], fit=self.fit, next=self._next and dict(self._next),
-                open=self._open, told=sorted(self._told), batches=batches)
+                open=self._open, told=sorted(self._told), batches=batches,
+                epochs_trained=self.epochs_trained, earlier_updates=self.earlier_updates)
 
 @patch
 def load_state_dict(self:History,
@@ -160,6 +163,8 @@ def load_state_dict(self:History,
     self.fit,self._open = state['fit'],state['open']
     self._next = state['next'] and dict(state['next'])
     self._told = set(state.get('told', ()))
+    self.epochs_trained = state.get('epochs_trained', 0)
+    self.earlier_updates = state.get('earlier_updates', 0)
     self.batches.load(state['batches'])
 
 def _until(state, fit):
@@ -168,4 +173,4 @@ def _until(state, fit):
     fits = torch.as_tensor(state['batches']['fit']).tolist()
     n = sum(o <= fit for o in fits) # The rows of later fits come last
     batches = {name: column[:n] for name,column in state['batches'].items()}
-    return dict(rows=rows, fit=fit, next=None, open=False, batches=batches)
+    return state | dict(rows=rows, fit=fit, next=None, open=False, told=(), batches=batches)

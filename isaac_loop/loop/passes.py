@@ -133,6 +133,7 @@ def one_pass(
     n_updates = trainer.n_updates
     try:
         yield
+        trainer.history.epochs_trained += training
         if advice.has_own_batch(trainer): advice.warn_of_own_batch(trainer, n_updates)
     finally:
         if not trainer._fitting: trainer._training = None

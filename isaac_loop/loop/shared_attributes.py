@@ -33,6 +33,8 @@ STATE = {
     'stop_reason': ('`request_stop`', 'why training is to stop, or None'),
     'interrupted': ('`InterruptCB`, when a batch or an epoch is over',
         'the signal that is to end this fit, 0 while none came; None if nobody watches for signals'),
+    'lr_finder': ('`LRFinderCB`, at the end of its fit',
+        'the callback, which has left by then, with `suggestions()` and `plot()`; None before'),
     'training': ('`one_epoch`', 'whether this pass trains'),
     'dl': ('`one_epoch`', 'the loader of this pass; callbacks may set another one in `before_epoch`'),
     'batches': ('`one_epoch`',
@@ -49,7 +51,7 @@ STATE = {
 }
 
 # %% ../../nbs/loop/80_shared_attributes.ipynb #94496f27
-DEFAULTS = {'interrupted': None} # What a new trainer has where no callback has written
+DEFAULTS = {'interrupted': None, 'lr_finder': None} # What a new trainer has where no callback has written
 
 # %% ../../nbs/loop/80_shared_attributes.ipynb #98e70a02
 OFFERS = {

@@ -11,6 +11,7 @@ import time
 import torch
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..basics.tables import clock, short
@@ -27,6 +28,7 @@ class EpochTimeCB:
     order = Order.REPORT
     stateless = True
     on_valid = False
+    __repr__ = show_settings
     def __init__(self,
         n_batches:int=20, # Training batches to measure, after a first one; fewer if the pass has fewer
         show:bool=True, # Print the estimate?

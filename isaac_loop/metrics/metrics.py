@@ -11,6 +11,7 @@ import copy, time
 import torch
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from ..basics.tables import shown_row
 from ..loop.events import Order, callback_name
 from ..loop.passes import parts_of
@@ -26,6 +27,7 @@ from ..state.errors import ResumeMismatch
 class MetricsCB:
     "Write losses, metrics and the time of each epoch into the history"
     order = Order.RECORD
+    __repr__ = show_settings
     def __init__(self,
         *ms, # Metrics that go by the name of their class, and functions as for `MeanOf`
         train_metrics:bool=False, # Also measure the metrics while training, as columns `train_<name>`?

@@ -11,6 +11,7 @@ import numbers
 import torch
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from ..loop.events import Order
 from ..loop.numbers_on_device import PassNumbers, one_number
 from .losses import ended_in_error
@@ -46,11 +47,12 @@ class RecorderCB:
     "Record functions of the trainer for every training batch"
     order = Order.RECORD
     on_valid = False
+    __repr__ = show_settings
     def __init__(self,
         **name_to_function, # By the name of the column, functions of the trainer that give one number
     ):
         _check_functions(name_to_function)
-        self.functions = name_to_function or {'lr': _first_lr}
+        self.functions = self._name_to_function = name_to_function or {'lr': _first_lr}
 
     def before_fit(self, trainer):
         "Forget what the last run left"

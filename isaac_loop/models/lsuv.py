@@ -28,6 +28,8 @@ def _measure(model, module, inputs):
 # %% ../../nbs/models/20_lsuv.ipynb #17c02904
 _NO_WEIGHT = ('`trainable_module` is a `{kind}`, which has no `weight` to scale. Pass a linear layer or a '
               'convolution, and the activation as `measurement_module`.')
+_NO_WEIGHTS = ('No module of this `{kind}` has a `weight` to scale, so all are skipped: {kinds}. '
+               'Pass a model with linear layers or convolutions.')
 _NO_SPREAD = ('The standard deviation after `{kind}` is {std:g}, and no scaling can mend that. Are all its '
               'outputs equal, or is the batch not finite?')
 
@@ -37,12 +39,15 @@ def _correct(weight, bias, scale, shift):
         weight *= scale
         if bias is not None: bias.mul_(scale).add_(shift)
 
-def _weight_and_bias(module):
-    "The parameters to correct, or an error"
-    weight = getattr(module, 'weight', None)
-    if not torch.is_tensor(weight):
-        raise TypeError(_NO_WEIGHT.format(kind=type(module).__name__))
-    return weight,getattr(module, 'bias', None)
+def _has_weight(module): return torch.is_tensor(getattr(module, 'weight', None))
+
+def _check_skipped(model, module, measured):
+    "Refuse to skip what should be corrected by measuring another, or a whole model"
+    if measured is not None: raise TypeError(_NO_WEIGHT.format(kind=type(module).__name__))
+    modules = list(model.modules())
+    kinds = ', '.join(dict.fromkeys(f'`{type(o).__name__}`' for o in modules))
+    if not any(map(_has_weight, modules)):
+        raise ValueError(_NO_WEIGHTS.format(kind=type(model).__name__, kinds=kinds))
 
 def _check_spread(std, module):
     "Refuse to scale what no factor can mend"
@@ -65,9 +70,12 @@ def lsuv_init(
     target_std:float=1., # Standard deviation to aim for
     max_loops:int=100, # Give up after so many corrections
     tol:float=1e-3, # How near both must come
-)->dict: # `mean`, `std` and the number of `loops`
+)->dict: # `mean`, `std` and the number of `loops`; of what has no weight, its kind as `skipped`
     "Correct weight and bias until the output has the wanted mean and standard deviation"
-    weight,bias = _weight_and_bias(trainable_module)
+    if not _has_weight(trainable_module):
+        _check_skipped(model, trainable_module, measurement_module)
+        return dict(skipped=type(trainable_module).__name__)
+    weight,bias = trainable_module.weight,getattr(trainable_module, 'bias', None)
     if not target_std > 0: raise ValueError(_NO_TARGET.format(target_std=target_std))
     where = measurement_module or trainable_module
     inputs = xb if isinstance(xb, (tuple, list)) else (xb,)

@@ -110,12 +110,22 @@ def _check_widths(nfs):
     for i,width in enumerate(nfs): check_count(width, f'nfs[{i}]', 'it is the width of input or layer')
 
 # %% ../../nbs/models/10_small_models.ipynb #5c2acbb3
+_TOO_MANY = ('`nfs` gives all widths, and so do `n_inp`, `n_hidden` and `n_out`; here they differ. Give '
+             'either the three or `nfs`.')
+
 def get_model_fc(
-    act=nn.ReLU, # Makes the activation between the layers
-    nfs=(64, 50, 10), # Widths: numbers in one example first, then of each layer, the outputs last
+    n_inp:int=64, # Numbers in one example, such as height times width
+    n_hidden:int=50, # Width of the hidden layer
+    n_out:int=10, # Outputs, such as the number of classes
+    *, act=nn.ReLU, # Makes the activation between the layers
+    nfs=None, # For more layers, instead of the three: the width of the input, then of each layer
     norm=None, # Makes the normalisation from a width, such as `nn.BatchNorm1d`
 )->nn.Sequential:
     "A stack of linear layers with activations between them"
+    if nfs is not None and (n_inp, n_hidden, n_out) != (64, 50, 10): raise ValueError(_TOO_MANY)
+    widths = dict(n_inp=n_inp, n_hidden=n_hidden, n_out=n_out)
+    for name,width in widths.items(): check_count(width, name, 'it is the width of input or layer')
+    nfs = list(widths.values()) if nfs is None else nfs
     _check_widths(nfs)
     layers = [nn.Flatten()]
     for i,(a,b) in enumerate(zip(nfs, nfs[1:])):

@@ -15,6 +15,7 @@ from torch import nn
 
 from .annealing import draw_curves
 from ..loop.events import Order, callback_name
+from ..basics.settings import show_settings
 from ..basics.checks import check_choice, did_you_mean
 from ..train.optimizer_options import put_option
 
@@ -59,6 +60,7 @@ class _Functions:
     "Functions of progress by target, and where they stand"
     _old,_n = (),0
     _saved,_running = None,False
+    __repr__ = show_settings
     def __init__(self,
         functions:dict, # By target, such as 'opt.momentum' or 'model.*.p', a function that gives the value
         unit:str='progress', # What functions get: 'progress' (0 to 1), or the number of 'update' or 'epoch'

@@ -17,6 +17,7 @@ from fastcore.meta import delegates
 from torch import nn
 from torch.optim import lr_scheduler
 
+from ..basics.settings import show_settings
 from .annealing import draw_curves
 from ..data.dataloaders import DataLoaders
 from ..loop.events import Order, callback_name
@@ -42,6 +43,7 @@ class SchedulerCB:
     order = Order.SCHEDULE
     scheduler,_before = None,None
     _saved,_running = None,False
+    __repr__ = show_settings
     def __init__(self,
         scheduler_func, # Makes a torch scheduler from the optimizer, and from the `trainer` if it takes that
         *, opt:str='opt', # Attribute of the trainer that holds the optimizer

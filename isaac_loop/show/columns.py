@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_count, did_you_mean
 from ..loop.events import Order, callback_name
 from ..loop.monitor import check_monitored
@@ -36,6 +37,7 @@ def _check_functions(functions):
 class DerivedColumnsCB:
     "Compute columns of the history from others"
     order = Order.RECORD
+    __repr__ = show_settings
     def __init__(self,
         at_end:bool=False, # Once, at the end and from the whole history, instead of from each row?
         strict:bool=True, # Is a column that is missing an error?
@@ -90,6 +92,7 @@ def _check_names(names):
 class RenameColumnsCB:
     "Give columns of the history other names"
     order = Order.RECORD
+    __repr__ = show_settings
     def __init__(self,
         names:Mapping=None, # New names by old ones
         *, strict:bool=True, # Is a column that is missing an error?
@@ -135,6 +138,7 @@ class PrintColumnsCB:
     "Print some columns of the history"
     order = Order.REPORT
     stateless = True
+    __repr__ = show_settings
     def __init__(self,
         *names:str, # Columns; default: all
         every:int=1, # Print after every so many epochs

@@ -10,6 +10,7 @@ import io, time, warnings
 
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from ..basics.checks import local_path
 from .curves import plot_history, smoothed
 from ..loop.events import Order
@@ -86,6 +87,7 @@ class LivePlotCB:
     "Draw losses and metrics while training goes on"
     order = Order.REPORT
     stateless = True
+    __repr__ = show_settings
     def __init__(self,
         path=None, # File for the figure, such as 'loss.png'; needed outside notebooks
         names=None, # Columns of the history to draw; default: all losses and metrics

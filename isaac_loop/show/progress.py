@@ -12,6 +12,7 @@ import torch
 from fastcore.basics import patch
 from tqdm.std import tqdm
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_choice
 from ..loop.events import Order
 from ..loop.numbers_on_device import Sent, one_number
@@ -109,6 +110,7 @@ class ProgressCB:
     order = Order.REPORT
     stateless = True
     shows_rows = True # So nobody else prints the rows
+    __repr__ = show_settings
     def __init__(self,
         place:str=None, # 'notebook', 'terminal' or 'plain'; default: found out when training begins
         seconds:float=0.25, # Least time between two redraws

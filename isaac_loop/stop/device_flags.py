@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/stop/70_device_flags.ipynb #9d4e8b1d
 import torch
 
+from ..basics.settings import show_settings
 from ..state.keeps_state import KeepsState
 from ..loop.numbers_on_device import DeviceNumbers, place_of
 
@@ -16,6 +17,7 @@ class FlagsCB(KeepsState):
     "Leaves flags on the device and reads them after `every` batches"
     _kept = ('found', '_n')
     found,_about,_n = (),(),0
+    __repr__ = show_settings
 
     def _start(self, trainer):
         "Forget the last run"

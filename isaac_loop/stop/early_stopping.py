@@ -8,6 +8,7 @@ __all__ = ['EarlyStoppingCB']
 # %% ../../nbs/stop/10_early_stopping.ipynb #262a59a3
 import warnings
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..loop.monitor import Monitor, check_monitored, mode_of
@@ -33,6 +34,7 @@ class EarlyStoppingCB(KeepsBest, Monitor):
     "Stop when a column of the history gets no better, is good enough, or is hopeless"
     order = Order.DECIDE
     _kept = ('best', 'n_bad', 'n_seen')
+    __repr__ = show_settings
     def __init__(self,
         monitor:str='valid_loss', # Column of `trainer.history` to watch
         patience:int=3, # Stop after so many values in a row without improvement; None never does

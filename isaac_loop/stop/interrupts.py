@@ -11,6 +11,7 @@ import gc, os, signal, threading
 from fastcore.basics import patch
 from torch.utils.data import DataLoader
 
+from ..basics.settings import show_settings
 from ..loop.events import CancelException, Order
 
 # %% ../../nbs/stop/30_interrupts.ipynb #b9ec773a
@@ -21,6 +22,7 @@ class InterruptCB:
     hurried = False # Has Ctrl-C come twice? Then nothing is to be saved any more
     _noted,_pid = None,None
     _old,_loader = {},None
+    __repr__ = show_settings
 
     def before_fit(self, trainer):
         "Note signals instead of breaking off"

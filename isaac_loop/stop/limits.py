@@ -11,6 +11,7 @@ from datetime import timedelta
 
 
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..loop.passes import parts_of
@@ -49,6 +50,7 @@ class LimitCB(KeepsState):
     on_valid = False
     _kept = ('n_samples', 'elapsed')
     n_samples,elapsed,_looked = 0,0.,None
+    __repr__ = show_settings
     def __init__(self,
         updates:int=None, # Optimizer updates in the fit
         *, samples:int=None, # Training samples, as counted by `count`; schedules are cut off

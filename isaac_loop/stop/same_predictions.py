@@ -11,6 +11,7 @@ import warnings
 import torch
 
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..state.keeps_state import KeepsState
@@ -32,6 +33,7 @@ class SamePredictionsCB(KeepsState):
     on_train = False
     _kept = ('n_same',)
     n_same,_range,_n = 0,None,0
+    __repr__ = show_settings
     def __init__(self,
         *, value=None, # Only if they are all this class or value; default: any
         patience:int=1, # Passes in a row in which this has to happen

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
 from ..loop.events import CancelBatchException, CancelStepException, Order
 from ..loop.passes import parts_of
@@ -54,6 +55,7 @@ class AccumulationCB:
     "Gather the gradients of several batches for one update, equal to that of one big batch"
     order = Order.FIRST+1 # After whoever limits the number of batches
     on_valid = False
+    __repr__ = show_settings
     def __init__(self,
         n_batches:int=2, # Batches for one update
         weigh='samples', # What a loss is a mean over; or 'mean' (batches weigh alike), 'sum', a function

@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_choice
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
@@ -41,6 +42,7 @@ class _AveragingCB:
     order = Order.SCHEDULE
     weights_swapped,average = False,None
     _of = None # Whose fit this is, until it ends
+    __repr__ = show_settings
     def __init__(self,
         keep:bool=False, # Leave the average in the model when the fit has ended?
     ):

@@ -12,6 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+from ..basics.settings import show_settings
 from ..loop.events import Order
 from ..loop.fitting import one_optimizer
 from ..loop.numbers_on_device import DeviceRecord, place_of
@@ -76,6 +77,7 @@ class ClipGradCB:
     "Clip the gradients before each update, by norm, by value, or adaptively"
     order = Order.STEP
     on_valid = False
+    __repr__ = show_settings
     def __init__(self,
         max_norm:float=None, # Shorten all gradients together to this norm; `math.inf` only measures
         *, max_value:float=None, # Or cut each number to the range from `-max_value` to `max_value`
@@ -88,6 +90,7 @@ class ClipGradCB:
         given = {'max_norm': max_norm, 'max_value': max_value, 'adaptive': adaptive}
         self.kind,self.limit = _one_limit({k: v for k,v in given.items() if v is not None})
         self.norm_type,self.params,self.column = float(norm_type),params,column
+        self._options = {self.kind: self.limit}
         self.opt,self._known = opt,((), ())
         self.norm,self._now,self._resumed = None,None,None
         self._record,self._in_pass = DeviceRecord(),False

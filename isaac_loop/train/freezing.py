@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..loop.events import Order
+from ..basics.settings import show_settings
 from ..basics.checks import check_count, did_you_mean
 
 # %% ../../nbs/train/40_freezing.ipynb #bcddb16b
@@ -86,6 +87,7 @@ class FreezeCB:
     order = Order.FIRST
     stateless = '_changed','frozen'
     on_valid = False
+    __repr__ = show_settings
     def __init__(self,
         parts, # Name, pattern, class or module; a list of them; or a dict to `until` or `(start, until)`
         until:int=None, # First epoch in which they learn again; default: never in this fit
@@ -93,6 +95,7 @@ class FreezeCB:
         batch_norms:bool=False, # The batch norms in them too? They adapt quickly, so they mostly stay free
     ):
         self.ranges,self.batch_norms = _ranges(parts, start, until),batch_norms
+        self._options = dict(parts=parts, until=until, start=start)
         self.frozen,self._changed = [],()
 
     def before_fit(self, trainer):
@@ -171,6 +174,7 @@ class BatchNormEvalCB:
     order = Order.FIRST+1 # After everybody who freezes
     stateless = '_changed'
     on_valid = False
+    __repr__ = show_settings
     def __init__(self,
         parts=None, # Which: a name, a pattern, a class, a module, or a list of them; default: all batch norms
         only_frozen:bool=False, # Only those whose own parameters are frozen at the time?

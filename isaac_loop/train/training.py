@@ -8,6 +8,7 @@ __all__ = ['BasicTrainCB', 'MomentumTrainCB', 'NBatchCB', 'OneBatchCB']
 # %% ../../nbs/train/10_training.ipynb #260461aa
 import torch
 
+from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..basics.tensors import SEQUENCES
 from ..loop.events import CancelEpochException, CancelFitException, Order
@@ -16,6 +17,7 @@ from .closures import needs_closure, step_with_closure
 # %% ../../nbs/train/10_training.ipynb #bae09470
 class BasicTrainCB:
     "The five steps of plain training"
+    __repr__ = show_settings
 
     def predict(self, trainer):
         "Run the model on the inputs"
@@ -100,6 +102,7 @@ class MomentumTrainCB(BasicTrainCB):
 class NBatchCB:
     "End each pass after a number of batches"
     order = Order.FIRST
+    __repr__ = show_settings
     def __init__(self,
         n_batches:int=1, # Batches to run in each pass
         on_train:bool=True, # Limit training passes?
@@ -127,6 +130,7 @@ class NBatchCB:
 class OneBatchCB:
     "End the fit after one batch"
     order = Order.LAST
+    __repr__ = show_settings
     def after_batch(self, trainer):
         "Leave everything"
         raise CancelFitException('one batch is enough')

@@ -10,8 +10,9 @@ import math, warnings
 
 from fastcore.basics import patch
 
-from ..basics.checks import check_count
-from ..loop.events import CancelEpochException, CancelFitException, Order
+from ..basics.checks import check_count, check_flag
+from ..basics.settings import show_settings
+from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.fitting import scale_rates
 from ..loop.trainer import Trainer
 from ..train.optimizer_options import put_option, rates_of
@@ -45,7 +46,7 @@ _TOO_FEW = ('The finder tried {n} rates with a finite loss, too few for a curve.
 def suggest_rates(
     lrs:list, # Rates that were tried, rising
     losses:list, # A loss for each
-)->dict: # Rates by rule: `valley`, `steepest`, `minimum`
+)->dict: # Rates by rule: `valley`, `steepest`, `minimum/10`
     "Read learning rates off the curve of a finder"
     usable = [(lr, loss) for lr,loss in zip(lrs, smooth(losses)) if math.isfinite(loss)]
     if len(usable) < 5: raise ValueError(_TOO_FEW.format(n=len(usable)))
@@ -54,7 +55,7 @@ def suggest_rates(
     slopes = [losses[i+1]-losses[i-1] for i in range(1, max(lowest, 2))]
     first,last = _longest_fall(losses[:lowest+1])
     valley,steepest = first + (last-first)*2//3,1 + slopes.index(min(slopes))
-    return dict(valley=lrs[valley], steepest=lrs[steepest], minimum=lrs[lowest]/10)
+    return {'valley': lrs[valley], 'steepest': lrs[steepest], 'minimum/10': lrs[lowest]/10}
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #0199eb05
 _NO_RISE = ('`lr_mult` is {lr_mult!r}, so the rate would not rise step by step. Use a factor above 1, such '
@@ -70,11 +71,13 @@ class LRFinderCB:
         lr_mult:float=1.3, # Factor from one batch to the next
         max_mult:float=3., # Stop when the loss exceeds this multiple of the best
         n_batches:int=None, # Stop after so many batches at the latest
+        show:bool=True, # Print what was found in the end, and draw it in a notebook?
     ):
         if not 1 < lr_mult < math.inf: raise ValueError(_NO_RISE.format(lr_mult=lr_mult))
         if not max_mult > 1: raise ValueError(_ENDS_AT_ONCE.format(max_mult=max_mult))
         check_count(n_batches, 'n_batches', 'each batch tries a rate', none='for no such limit')
         self.lr_mult,self.max_mult,self.n_batches = lr_mult,max_mult,n_batches
+        self.show = check_flag(show, 'show')
         self.lrs,self.losses = [],[]
         self._snapshot,self._alone = None,True # Alone: nobody else has taken a snapshot
 
@@ -96,16 +99,20 @@ class LRFinderCB:
         for group,rate in zip(trainer.opt.param_groups, rates): put_option(group, 'lr', rate)
 
     def cleanup_fit(self, trainer):
-        "Put everything back"
+        "Put everything back, show what was found, and stay as `trainer.lr_finder`"
         snapshot,self._snapshot = self._snapshot,None
-        if snapshot: snapshot.restore()
+        if not snapshot: return
+        snapshot.restore()
+        trainer.lr_finder = self
+        ended_well = isinstance(trainer.exception, (type(None), CancelException))
+        if self.show and ended_well: self._show()
 
     def __repr__(self):
-        if not self.lrs: return 'LRFinderCB(no rate tried yet)'
-        tried = f'{len(self.lrs)} rates from {self.lrs[0]:.2g} to {self.lrs[-1]:.2g}'
-        try: found = self.suggestions()
-        except ValueError: return f'LRFinderCB({tried}, too few for suggestions)'
-        return f'LRFinderCB({tried}; {", ".join(f"{rule} {lr:.2g}" for rule,lr in found.items())})'
+        if not self.lrs: return f'{show_settings(self)}: no rate tried yet'
+        tried,how = f'{len(self.lrs)} rates from {self.lrs[0]:.2g} to {self.lrs[-1]:.2g}','.plot()'
+        try: found = ', '.join(f'{rule} {lr:.2g}' for rule,lr in self.suggestions().items())
+        except ValueError: found,how = 'too few for suggestions','.plot(suggest=False)'
+        return f'{type(self).__name__}({tried}; {found}; {how} draws them)'
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #9d83385d
 _NO_FIRST_LOSS = ('The very first loss is {loss}, so no learning rate can be tried. Look at the model, the '
@@ -127,7 +134,7 @@ def after_get_loss(self:LRFinderCB, trainer):
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #b3f559ee
 @patch
-def suggestions(self:LRFinderCB)->dict: # Rates by rule: `valley`, `steepest`, `minimum`
+def suggestions(self:LRFinderCB)->dict: # Rates by rule: `valley`, `steepest`, `minimum/10`
     "Good rates by three rules of thumb"
     return suggest_rates(self.lrs, self.losses)
 
@@ -143,15 +150,40 @@ def plot(self:LRFinderCB,
     "Draw the loss over the rate, on a logarithmic axis"
     import matplotlib.pyplot as plt
     if not self.lrs: raise ValueError(_NOTHING_TRIED)
-    ax = ax or plt.subplots(figsize=(5, 3))[1]
-    ax.plot(self.lrs, self.losses, alpha=0.4)
-    ax.plot(self.lrs, smooth(self.losses), color='C0')
+    ax = ax or plt.subplots(figsize=(6, 3.5), layout='constrained')[1]
+    smoothed = smooth(self.losses)
+    thin = dict(color='C0', alpha=0.4, linewidth=0.8, markersize=3)
+    ax.plot(self.lrs, self.losses, '.-', **thin, label='raw loss')
+    ax.plot(self.lrs, smoothed, color='C0', linewidth=2, label='smoothed')
     ax.set(xscale='log', xlabel='learning rate', ylabel='training loss of one batch')
-    if not suggest: return ax
-    for i,(rule,lr) in enumerate(self.suggestions().items(), 1):
-        ax.axvline(lr, color=f'C{i}', linestyle='--', label=f'{rule}: {lr:.2g}')
-    ax.legend()
+    _cut_explosion(ax, self.losses)
+    if suggest: _mark(ax, self.suggestions(), self.lrs, smoothed)
+    ax.legend(fontsize=8)
     return ax
+
+def _cut_explosion(ax, losses):
+    "Leave a last loss that is far above all others out of the picture, so that the curve is seen"
+    low,top = min(losses),max(losses[:-1] or losses)
+    pad = 0.05*(top-low)
+    if losses[-1]-low > 3*(top-low) > 0: ax.set_ylim(low-pad, top+pad)
+
+_MARKS = {'valley': ('--', 'v'), 'steepest': (':', 's'), 'minimum/10': ('-.', 'o')} # To tell without colours
+
+def _mark(ax, rates, lrs, smoothed):
+    "A line for each of the suggested `rates`, and a mark where it meets the curve"
+    for i,(rule,lr) in enumerate(rates.items(), 1):
+        style,marker = _MARKS[rule]
+        nearest = min(range(len(lrs)), key=lambda i: abs(math.log(lrs[i]/lr)))
+        ax.axvline(lr, color=f'C{i}', linestyle=style, linewidth=1)
+        mark = dict(marker=marker, markersize=12-3*i, linestyle=style, color=f'C{i}') # One may lie on another
+        ax.plot(lr, smoothed[nearest], **mark, label=f'{rule}: {lr:.2g}')
+
+@patch
+def _show(self:LRFinderCB):
+    "Print what was found, and draw it where figures are shown as they are made, as in a notebook"
+    import matplotlib.pyplot as plt
+    print(self)
+    if self.lrs and plt.isinteractive(): self.plot(suggest=len(self.lrs) > 4)
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #35e589cd
 _NO_START = ('`start_lr` is {start_lr!r}, and no factor raises that step by step. Use a small positive '
@@ -170,7 +202,7 @@ def lr_find(self:Trainer,
     callbacks=None, # Further callbacks for the search
 )->LRFinderCB: # With `lrs`, `losses`, `suggestions()` and `plot()`
     "Try rising learning rates, and leave the trainer as it was"
-    finder = LRFinderCB(lr_mult, max_mult, n_batches)
+    finder = LRFinderCB(lr_mult, max_mult, n_batches, show=False)
     if not 0 < start_lr < math.inf: raise ValueError(_NO_START.format(start_lr=start_lr))
     finder.n_batches = n_batches or max(2, math.ceil(math.log(100/start_lr, lr_mult)))
     finder._alone = False

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Image, IterableDatasetDict
+from datasets import Array2D, ClassLabel, Dataset, DatasetDict, Features, Image, IterableDatasetDict, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as PILImage
@@ -535,6 +535,57 @@ def test_show_batch_draws_the_digits(plt):
     for i, row in enumerate(load_digits()["train"].select(range(4))):
         assert titles[i] == str(row["label"])
         np.testing.assert_array_equal(np.rint(pictures[i] * 255), np.array(row["image"]))
+
+
+@pytest.mark.shows("ISA-99")
+@pytest.mark.parametrize(
+    "n, nrows, shape",
+    [
+        (1, None, (1, 1)),
+        (2, None, (1, 2)),
+        (3, None, (1, 3)),
+        (8, None, (2, 4)),
+        (6, 1, (1, 6)),
+        (5, 3, (3, 2)),
+    ],
+)
+def test_show_batch_has_the_rows_and_the_size_asked_for(plt, n, nrows, shape):
+    "Three images stand side by side"
+    axes = DataLoaders([(images["gray"], torch.arange(12))]).show_batch(n, nrows=nrows, imsize=2)
+    width, height = axes.flat[0].figure.get_size_inches()
+    assert axes.shape == shape and len(shown(axes)[0]) == n
+    assert width == 2 * shape[1] and 2 * shape[0] < height < 2.4 * shape[0]
+
+
+@pytest.mark.shows("ISA-99")
+def test_show_batch_names_the_classes(plt):
+    "From a list, by target, or from the `ClassLabel` of the data; a class without a name is an error"
+    dls = DataLoaders([(images["gray"], torch.tensor([0, 1] * 6))])
+    for classes in (["cat", "dog"], ("cat", "dog"), {0: "cat", 1: "dog", 7: "cow"}):
+        assert shown(dls.show_batch(2, classes=classes))[1] == ["cat", "dog"]
+    with pytest.raises(LookupError, match="is 1, for which `classes` has no name"):
+        dls.show_batch(classes=["cat"])
+    half = DataLoaders([(images["gray"], torch.full((12,), 0.5))])
+    assert shown(half.show_batch(1, classes={0.5: "half"}))[1] == ["half"]
+    assert shown(half.show_batch(1))[1] == ["0.500"]
+
+
+@pytest.mark.shows("ISA-99")
+@pytest.mark.parametrize("options", [{}, dict(columns=["image", "label"]), dict(seed=1)], ids=str)
+def test_show_batch_takes_the_names_that_the_data_have(plt, options):
+    "Also where `columns` puts the label elsewhere; data without targets have -1, which nobody has named"
+    names = ["zero", "one"]
+    features = Features(
+        label=ClassLabel(names=names), image=Array2D((8, 6), "float32"), weight=Value("float32")
+    )
+    if not options.get("columns"):
+        features = Features({k: features[k] for k in ("image", "label", "weight")})
+    rows = dict(image=images["without channels"].tolist(), label=[1, 0, -1] * 4, weight=[0.5] * 12)
+    data = Dataset.from_dict({k: rows[k] for k in features}, features).with_format("torch")
+    dls = DataLoaders.from_dataset_dict(dict(train=data, valid=data), 12, shuffle=False, **options)
+    assert shown(dls.show_batch(3))[1] == ["one", "zero", "-1"]
+    assert shown(dls.show_batch(3, train_dataset=False))[1] == ["one", "zero", "-1"]
+    assert shown(dls.show_batch(3, classes={1: "b", 0: "a", -1: "?"}))[1] == ["b", "a", "?"]
 
 
 @pytest.mark.shows("ISA-99")

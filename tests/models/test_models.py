@@ -109,10 +109,25 @@ def test_stacks_have_the_widths_asked_for(nfs, size, n_out):
     model = get_model_conv(nn.Tanh, nfs, nn.BatchNorm2d, n_out)
     assert model(torch.zeros(2, nfs[0], size, size)).shape == (2, n_out)
     assert [o.out_channels for o in model.modules() if isinstance(o, nn.Conv2d)] == nfs[1:]
-    fc = get_model_fc(nn.Tanh, nfs, nn.BatchNorm1d)
+    fc = get_model_fc(nfs=nfs, act=nn.Tanh, norm=nn.BatchNorm1d)
     assert fc(torch.zeros(2, nfs[0])).shape == (2, nfs[-1])
     assert [o.out_features for o in fc if isinstance(o, nn.Linear)] == nfs[1:]
     assert isinstance(fc[-1], nn.Linear) and sum(isinstance(o, nn.Tanh) for o in fc) == len(nfs) - 2
+
+
+@pytest.mark.shows("ISA-102")
+def test_three_numbers_make_two_layers():
+    "By place, by name, or as they come; the three and a list would contradict each other"
+    for model in (get_model_fc(12, 7, 3), get_model_fc(n_inp=12, n_hidden=7, n_out=3)):
+        assert [o.weight.shape for o in model if isinstance(o, nn.Linear)] == [(7, 12), (3, 7)]
+        assert model(torch.zeros(5, 3, 2, 2)).shape == (5, 3)
+    assert str(get_model_fc()) == str(get_model_fc(nfs=(64, 50, 10)))
+    with pytest.raises(ValueError, match="either the three or `nfs`"):
+        get_model_fc(784, nfs=(64, 10))
+    with pytest.raises(ValueError, match="`n_hidden` is 0"):
+        get_model_fc(12, 0, 3)
+    with pytest.raises(ValueError, match="`n_inp` is <class .*Tanh"):
+        get_model_fc(nn.Tanh, (64, 50, 10))
 
 
 @pytest.mark.shows("ISA-102")
@@ -223,10 +238,26 @@ def test_several_inputs_are_a_tuple():
 
 
 @pytest.mark.shows("ISA-103")
+def test_a_loop_over_all_modules_skips_those_without_weights():
+    "Containers, activations, pooling; what was skipped is told, and nothing of it has changed"
+    torch.manual_seed(0)
+    stack = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, affine=False), nn.ReLU(), nn.AdaptiveAvgPool2d(2)]
+    model, x = nn.Sequential(*stack, nn.Flatten(), nn.Linear(16, 3)), torch.randn(32, 1, 8, 8)
+    told = {type(o).__name__: lsuv_init(model, o, x) for o in model.modules()}
+    skipped = [name for name, stats in told.items() if stats == dict(skipped=name)]
+    assert skipped == ["Sequential", "BatchNorm2d", "ReLU", "AdaptiveAvgPool2d", "Flatten"]
+    for name in ("Conv2d", "Linear"):
+        assert (told[name]["mean"], told[name]["std"]) == pytest.approx((0, 1), abs=1e-3)
+    bare = nn.Sequential(nn.ReLU(), nn.Flatten())
+    with pytest.raises(ValueError, match="all are skipped: `Sequential`, `ReLU`, `Flatten`"):
+        lsuv_init(bare, bare[0], x)
+
+
+@pytest.mark.shows("ISA-103")
 def test_what_no_scaling_can_mend_is_an_error():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(8, 4)
     with pytest.raises(TypeError, match="`trainable_module` is a `ReLU`, which has no `weight`"):
-        lsuv_init(model, model[1], x)
+        lsuv_init(model, model[1], x, model[0])
     with pytest.raises(ValueError, match="never reached `Linear`"):
         lsuv_init(model, nn.Linear(4, 4), x)
     with pytest.raises(ValueError, match="`target_std` is 0"):

@@ -616,8 +616,8 @@ def test_suggestions_on_a_known_curve(best):
     "Where it falls fastest, a tenth of the lowest, and two thirds along the fall"
     found = suggest_rates(RATES, curve(best))
     lowest = min(range(141), key=smooth(curve(best)).__getitem__)
-    assert list(found) == ["valley", "steepest", "minimum"]
-    assert found["minimum"] == RATES[lowest] / 10
+    assert list(found) == ["valley", "steepest", "minimum/10"]
+    assert found["minimum/10"] == RATES[lowest] / 10
     assert best / 30 < found["steepest"] < best / 2, "smoothing comes a little late"
     assert found["valley"] == RATES[lowest * 2 // 3], "the curve falls all the way"
 
@@ -634,9 +634,9 @@ def test_suggestions_lie_among_the_rates_and_ignore_trouble(losses, scale, shift
     assert (
         found["valley"] in lrs
         and found["steepest"] in lrs
-        and found["minimum"] * 10 == pytest.approx(lrs[smooth(losses).index(min(smooth(losses)))])
+        and found["minimum/10"] * 10 == pytest.approx(lrs[smooth(losses).index(min(smooth(losses)))])
     )
-    assert found["valley"] <= found["minimum"] * 10 * 1.001
+    assert found["valley"] <= found["minimum/10"] * 10 * 1.001
 
 
 @pytest.mark.parametrize(
@@ -695,17 +695,54 @@ def test_the_plot_has_a_logarithmic_axis_with_labels():
     assert isinstance(ax, plt.Axes) and (ax.get_xscale(), ax.get_yscale()) == ("log", "linear")
     assert "rate" in ax.get_xlabel() and "loss" in ax.get_ylabel()
     assert list(ax.lines[0].get_xdata()) == finder.lrs and list(ax.lines[0].get_ydata()) == finder.losses
-    assert [o.get_text().partition(":")[0] for o in ax.get_legend().get_texts()] == [
-        "valley",
-        "steepest",
-        "minimum",
-    ]
+    rules = [o.get_text().partition(":")[0] for o in ax.get_legend().get_texts()]
+    assert rules == ["raw loss", "smoothed", "valley", "steepest", "minimum/10"]
+    looks = {(o.get_linestyle(), o.get_marker()) for o in ax.lines if ":" in str(o.get_label())}
+    assert len({style for style, _ in looks}) == len({mark for _, mark in looks}) == 3, "without colours"
     _, mine = plt.subplots()
-    assert finder.plot(mine, suggest=False) is mine and mine.get_legend() is None and len(mine.lines) == 2
+    assert finder.plot(mine, suggest=False) is mine and len(mine.lines) == 2
+    assert [o.get_text() for o in mine.get_legend().get_texts()] == ["raw loss", "smoothed"]
     assert len(plt.get_fignums()) == n + 2
     plt.close("all")
     with pytest.raises(ValueError, match="not tried any rate"):
         LRFinderCB().plot()
+
+
+def test_an_explosion_at_the_end_leaves_the_curve_in_sight():
+    import matplotlib.pyplot as plt
+
+    finder = LRFinderCB()
+    finder.lrs, finder.losses = RATES[:9], [2.0, 2, 1.9, 1.7, 1.5, 1.2, 1.0, 1.1, 5000.0]
+    bottom, top = finder.plot().get_ylim()
+    assert 0.9 < bottom < 1 and 2 < top < 2.1
+    plt.close("all")
+
+
+@pytest.mark.shows("ISA-67")
+@pytest.mark.parametrize("interactive", [False, True])
+def test_in_a_fit_it_shows_what_it_found_and_stays_in_reach(interactive, capsys, monkeypatch):
+    "Drawn where figures are shown as they are made; else nothing is drawn that nobody would see"
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "isinteractive", lambda: interactive)
+    trainer = make_trainer()
+    assert trainer.lr_finder is None
+    n = len(plt.get_fignums())
+    trainer.fit(callbacks=[finder := LRFinderCB()])
+    assert capsys.readouterr().out == f"{finder}\n" and "steepest" in str(finder)
+    assert trainer.lr_finder is finder and finder not in trainer.callbacks
+    assert len(plt.get_fignums()) == n + interactive
+    trainer.lr_find()
+    trainer.fit(callbacks=[LRFinderCB(show=False)])
+    assert capsys.readouterr().out == "" and trainer.lr_finder is not finder
+    plt.close("all")
+
+
+def test_a_search_that_ends_in_an_error_shows_nothing(capsys):
+    trainer = make_trainer([SeenCB("after_batch", lambda t: 1 / 0)])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(callbacks=LRFinderCB())
+    assert capsys.readouterr().out == ""
 
 
 # Batch sizes
@@ -924,11 +961,15 @@ def test_a_trainer_with_a_group_of_callbacks_can_search(search):
 
 def test_a_finder_says_what_it_found():
     "The last line of a cell showed an address"
-    assert repr(LRFinderCB()) == "LRFinderCB(no rate tried yet)"
+    assert repr(LRFinderCB(1.5)) == "LRFinderCB(1.5): no rate tried yet"
     finder = LRFinderCB()
     finder.lrs, finder.losses = [1e-5 * 1.3**i for i in range(3)], [1.0, 1.0, 9.0]
-    assert repr(finder) == "LRFinderCB(3 rates from 1e-05 to 1.7e-05, too few for suggestions)"
+    few = (
+        "LRFinderCB(3 rates from 1e-05 to 1.7e-05; too few for suggestions; .plot(suggest=False) draws them)"
+    )
+    assert repr(finder) == few
     finder.lrs, finder.losses = [1e-5 * 1.3**i for i in range(30)], [2 - i / 20 for i in range(30)]
     assert repr(finder).startswith("LRFinderCB(30 rates from 1e-05 to 0.02; ") and all(
         f"{rule} {lr:.2g}" in repr(finder) for rule, lr in finder.suggestions().items()
     )
+    assert repr(finder).endswith("; .plot() draws them)")
