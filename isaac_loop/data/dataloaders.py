@@ -222,7 +222,8 @@ def show_batch(self:DataLoaders,
         found = getattr(images, 'shape', type(images).__name__)
         raise TypeError(_NO_IMAGES.format(found=found))
     images = images[:check_count(n, 'n', 'images are counted')]
-    titles = _titles(targets, classes, _class_names(dl, batch))[:n] or ['']*len(images)
+    known = _class_names(dl, batch, targets[0]) if targets else ()
+    titles = _titles(targets, classes, known)[:n] or ['']*len(images)
     titles = [fill(title, max(8, round(12*imsize))) for title in titles]
     axes = _grid(len(images), nrows, imsize, max(title.count('\n')+1 for title in titles))
     for ax,image,title in zip(axes.flat, images, titles):
@@ -259,9 +260,10 @@ def _known(names, label):
     known = isinstance(label, int) and 0 <= label < len(names)
     return names[label] if known else short(label)
 
-def _class_names(dl, batch):
-    "Names of the classes of a batch's second entry, from the `ClassLabel` of its column; none without one"
+def _class_names(dl, batch, target):
+    "Names of the classes of `target`, from the `ClassLabel` of its column; none without one"
     features = getattr(getattr(dl, 'dataset', None), 'features', None) or {}
     columns = (getattr(getattr(dl, 'collate_fn', None), 'keywords', None) or {}).get('columns')
-    entries = list(batch if isinstance(batch, Mapping) else columns or features)
-    return getattr(features.get(entries[1]), 'names', ()) if features and len(entries) > 1 else ()
+    entries = batch.items() if isinstance(batch, Mapping) else zip(columns or features, batch)
+    named = {id(entry): name for name,entry in entries}
+    return getattr(features.get(named.get(id(target))), 'names', ())

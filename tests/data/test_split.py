@@ -1,4 +1,4 @@
-"""What in a batch is input and what is target: said by the loaders, or by the trainer, and asked by everybody.
+"""What in a batch is input and what is target: said by the loaders or the trainer, and asked by everybody.
 
 The law: batches with the same tensors at odd places, and a `split` that finds them, give what plain batches
 `(x, y)` give, bit for bit, in training, metrics, predictions, evaluations, finders, summaries and pictures.
@@ -156,16 +156,14 @@ def everything(trainer_class, make_dls, changed):
     trainer.fit(2, lr=0.1, callbacks=evaluator)
     told["weights"] = list(trainer.model.state_dict().values())
     told["rows"] = [
-        {k: v for k, v in row.items() if k not in ("elapsed", "eval_seconds", "a_seconds")}
-        for row in trainer.history
+        {k: v for k, v in row.items() if k != "elapsed" and "seconds" not in k} for row in trainer.history
     ]
-    told["rows"] = [{k: v for k, v in row.items() if "seconds" not in k} for row in told["rows"]]
     told["evaluated"] = [[o["inputs"], o["targets"]] for o in evaluator.store["seen"]]
-    told["activations"] = [list(o.stats[0]) if hasattr(o, "stats") else [] for o in stats.hooks]
+    told["activations"] = [o.mean for o in stats.stats.values()]
     found = trainer.get_preds(with_inputs=True, with_loss=True)
     told["predictions"] = [found.preds, found.targets, found.losses, found.inputs, list(found.indices)]
     told["validated"] = trainer.validate("train")
-    told["summary"] = [dict(o) for o in trainer.summarize_model()]
+    told["summary"] = trainer.summarize_model().rows
     axes = trainer.show_image_batch(max_n=4)
     told["picture"] = [torch.as_tensor(ax.images[0].get_array().copy()) for ax in axes.flat if ax.images]
     told["titles"] = [ax.get_title() for ax in axes.flat]
