@@ -162,8 +162,8 @@ def albumentations_transform(
 # %% ../../nbs/data/40_augmentation.ipynb #47ec83cf
 _NOT_IN_BATCH = ('`{trainer}.split` gives inputs that are not in the batch, so changed ones cannot be put '
                  'back. Let `split` pick tensors, and compute in the model.')
-_ALSO_TARGET = ('`{trainer}.split` gives one tensor as input and as target, so mixed inputs would be compared '
-                'with themselves. Let the loader give it twice, as `(x, x)`, without a `split`.')
+_ALSO_TARGET = ('`{trainer}.split` gives one tensor as input and as target, so mixed inputs would be '
+                'compared with themselves. Let the loader give it twice, as `(x, x)`, without a `split`.')
 
 def with_inputs(trainer, f, apart=False):
     "The batch with `f` applied to the tensors among its inputs, which are to be no targets if `apart`"
