@@ -201,6 +201,9 @@ class Trainer(ByName):
         n_epochs = advice.check_fit(self, n_epochs, lr, train, valid, unknown)
         try:
             with one_fit(self, n_epochs, lr, callbacks, train, keep_opt): self._fit(train, valid)
+        except BaseException as error:
+            notes.leave_out_loop(error) # Its traceback shows what was called, not how the loop came there
+            raise
         finally: self._fitting = False # Also if an interrupt comes on the way out
 
     @with_cbs('fit', CancelFitException)

@@ -45,6 +45,7 @@ class InterruptCB:
 @patch
 def _watched(self:InterruptCB, trainer, iterable):
     "What `iterable` gives, until a signal has come"
+    __tracebackhide__ = True # Not where an error of the loader comes from
     for item in iterable:
         yield item
         _leave(trainer.interrupted)
