@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from ..basics.checks import did_you_mean, warn
+from ..basics.tensors import SEQUENCES
 from .callback_checks import check_trainer_class
 from .events import STEPS, callback_name
 from .handlers import TrainersOwn
@@ -229,20 +230,36 @@ def warn_of_own_batch(
 
 # %% ../../nbs/loop/28_advice.ipynb #1347dc0b
 _NO_BATCH = ('The batch is a {}, which does not say what is input and what is target. '
-             'Let the loader give a tuple such as `(x, y)`, or a mapping, or override `Trainer.split`.')
+             'Let the loader give a tuple such as `(x, y)`, or a mapping; or say it, by '
+             '`DataLoaders(..., split=f)`, or override `Trainer.split`.')
 _SHORT = ('The batch has {} entries, but `dls.n_inp` says that the first {} are inputs. '
           'Set `n_inp` to the number of inputs, or override `Trainer.split`.')
+
+class NoSplit(TypeError):
+    "A batch does not say what is input and what is target"
 
 def entries_of(
     batch, # What the loader gave
     n_inp:int, # How many entries are inputs
 ):
-    "The entries of `batch` as a tuple or list, or an error that says what a batch may be"
-    if not isinstance(batch, (tuple, list)):
-        if not isinstance(batch, Mapping): raise TypeError(_NO_BATCH.format(type(batch).__name__))
+    "The entries of `batch` as a sequence, or an error that says what a batch may be"
+    if not isinstance(batch, SEQUENCES):
+        if not isinstance(batch, Mapping): raise NoSplit(_NO_BATCH.format(type(batch).__name__))
         batch = tuple(batch.values())
     if n_inp > len(batch): raise ValueError(_SHORT.format(len(batch), n_inp))
     return batch
+
+_NO_PAIR = ('`split` gave {}, which does not say what is input and what is target. Let it return a pair '
+            '`(inputs, targets)`, each of them one thing or a tuple of several; `()` stands for none.')
+
+def check_pair(
+    pair, # What the `split` of the loaders gave
+):
+    "Refuse what is no pair"
+    if isinstance(pair, SEQUENCES) and len(pair) == 2: return
+    shape = f' of shape {tuple(pair.shape)}' if isinstance(pair, torch.Tensor) else ''
+    length = f' of {len(pair)}' if isinstance(pair, (*SEQUENCES, Mapping)) else ''
+    raise TypeError(_NO_PAIR.format(f'a {type(pair).__name__}{shape}{length}'))
 
 # %% ../../nbs/loop/28_advice.ipynb #164b0799
 _TIME = ('`trainer.{}` was set {}, which has no effect: a pass begins with a loader of `trainer.dls`, '
