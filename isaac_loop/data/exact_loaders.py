@@ -6,13 +6,11 @@
 __all__ = ['ExactLoader', 'exact_loader']
 
 # %% ../../nbs/data/30_exact_loaders.ipynb #1f047e06
-import warnings
-
 import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..basics.checks import check_flag
+from ..basics.checks import check_flag, warn
 from .replay_loaders import ReplayLoader
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
 from .resumable_loaders import explained, listed
@@ -101,6 +99,7 @@ _OTHER_LENGTH = ('The dataset has {now} rows now, and had {was} when the loader 
 @patch
 def _walk(self:ExactLoader, epoch, samples):
     "The batches from a position on, each with the position behind it"
+    __tracebackhide__ = True # It only passes on
     sampler = self.batch_sampler
     n = len(self.dataset)
     if n != sampler.n: raise ValueError(_OTHER_LENGTH.format(now=n, was=sampler.n))
@@ -143,7 +142,7 @@ def load_state_dict(self:ExactLoader,
     check_same({name: changed[name] for name in _ORDER if name in changed}, state['samples'])
     others = {name: changed[name] for name in _BATCHES if name in changed}
     was,now = listed(others, 0),listed(others, 1)
-    if others: warnings.warn(_OTHER_BATCHES.format(was=was, now=now), stacklevel=2)
+    if others: warn(_OTHER_BATCHES.format(was=was, now=now))
     self.set_epoch(state['epoch'])
     if state['samples']: self.start_at(state['samples'])
 

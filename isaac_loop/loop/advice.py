@@ -133,7 +133,7 @@ def _refuse(name, trainer):
     raise TypeError(_UNKNOWN.format(name, ', '.join(f'`{o}`' for o in known), hint))
 
 # %% ../../nbs/loop/28_advice.ipynb #77d1fb44
-_MISSING = 'No callback does {}, so the loop will leave it out{}. {}'
+_MISSING = 'No callback does {}, so the loop goes without{}. {}'
 _ADD = 'Add `BasicTrainCB`, or a callback with a method of that name.'
 _OWN = ("Let `{}.one_batch` run its steps, as in `self.run_callbacks('step')`, "
         'and give each a method of that name, in the trainer or in a callback.')
@@ -151,14 +151,14 @@ def warn_of_missing_steps(
     plan,own = trainer.plan,has_own_batch(trainer)
     missing = [step for step in STEPS if not plan[step]]
     alone = own or len(missing) == len(STEPS)
-    waiting = [f'`{callback_name(cb)}.{event}`' for event,cb in _waiting(plan)]
+    waiting = [f'`{callback_name(cb)}.{event}`' for event,cb in _waiting(plan, missing)]
     if not missing or (alone and not waiting): return # An empty loop is fine
     steps,in_vain = ', '.join(f'`{o}`' for o in missing),f', and {waiting[0]} waits in vain' if alone else ''
     warn(_MISSING.format(steps, in_vain, _OWN.format(type(trainer).__name__) if own else _ADD))
 
-def _waiting(plan):
-    "Events around the steps of training, each with the first callback that answers it"
-    around = [STEPS[step] for step in ('backward', 'step', 'zero_grad')]
+def _waiting(plan, missing):
+    "Events around the `missing` steps of training, each with the first callback that answers it"
+    around = [STEPS[step] for step in ('backward', 'step', 'zero_grad') if step in missing]
     events = [event for s in around for event in (s.before, s.after, s.cleanup)]
     return [(event, plan.entries[True][event][0][0]) for event in events if plan.entries[True][event]]
 

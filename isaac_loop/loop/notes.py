@@ -66,7 +66,8 @@ def explain(
     error:BaseException, # Goes further
 ):
     "Note where `error` comes from if no callback raised it, and when it is a cancel that nothing will catch"
-    if not any(note.startswith('raised ') for note in getattr(error, '__notes__', ())):
+    interrupted = isinstance(error, (KeyboardInterrupt, SystemExit)) # Those tell where, if anybody knows
+    if not interrupted and not any(o.startswith('raised ') for o in getattr(error, '__notes__', ())):
         where = whereabouts(trainer)
         if span.name == 'epoch': where = where.replace(', batch', ', after batch') # The next has not come yet
         add_note(error, f'raised in the body of `{span.name}`{where}, by the loop or its loader')
@@ -101,12 +102,14 @@ def _without_loop(tb):
     "`tb` and what follows it, linked without the loop's own"
     found = []
     while tb is not None:
-        if tb.tb_next is None or not _in_loop(tb.tb_frame): found.append(tb)
+        is_last = tb.tb_next is None
+        if not _hides(tb.tb_frame) and (is_last or not _in_loop(tb.tb_frame)): found.append(tb)
         tb = tb.tb_next
     for one,following in pairwise(found): one.tb_next = following
     return found[0] if found else None
 
+def _hides(frame): return '__tracebackhide__' in frame.f_code.co_varnames # As for IPython and pytest
+
 def _in_loop(frame):
     module = frame.f_globals.get('__name__', '')
-    says_so = '__tracebackhide__' in frame.f_code.co_varnames # As for IPython and pytest
-    return says_so or module.startswith('isaac_loop.loop.') or module in ('contextlib', 'tqdm.std')
+    return module.startswith('isaac_loop.loop.') or module in ('contextlib', 'tqdm.std')
