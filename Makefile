@@ -69,6 +69,7 @@ wheel: $(READY)
 	rm -rf dist .venv-wheel
 	$(BIN)/python -m build --outdir dist . # The source distribution, and the wheel from it
 	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tools/check_dist.py dist
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/pip install -qq --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd dist && ../.venv-wheel/bin/python -m isaac_loop --epochs 5

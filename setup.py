@@ -1,4 +1,4 @@
-"What `pyproject.toml` cannot say: links of the README that work anywhere, and a wheel without the index of nbdev."
+"What `pyproject.toml` cannot say: the README's links that work anywhere, a wheel without nbdev's index."
 
 import re
 import tomllib

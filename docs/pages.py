@@ -1,7 +1,7 @@
 """The pages of the site, from README, notebooks and docments: `python docs/pages.py FOLDER`.
 
-What is on a page is found, never listed: tutorials stand in the order of the README, chapters in their folders as
-CONTRIBUTING names them, an API page for each module, and each name in backticks leads to its place there.
+What is on a page is found, never listed: tutorials stand in the order of the README, chapters in their
+folders as CONTRIBUTING names them, an API page for each module; a name in backticks leads to its place there.
 """
 
 import importlib
@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCE = PROJECT["urls"]["Repository"] + "/blob/main/"
-ORPHAN = "---\norphan: true\n---\n"  # In no table of contents: 150 entries more would double the time of each page
+ORPHAN = (
+    "---\norphan: true\n---\n"  # In no table of contents: 150 entries more would double the time of each page
+)
 KERNEL = dict(display_name="Python 3", language="python", name="python3")
 
 # Text
@@ -123,7 +125,7 @@ def modules():
 
 
 def places_of(modules):
-    "Where on the API pages each public name stands, and each method of the trainer, called `fit` or `trainer.fit`"
+    "Where on the API pages each public name stands, and each method of the trainer, `fit` or `trainer.fit`"
     places = {}
     for module, found in modules.items():
         for name in getattr(found, "__all__", []):
@@ -187,7 +189,9 @@ def parameters(obj, places):
     for k, o in rows.items():
         default = "" if o.default is inspect.Parameter.empty else f"`{_default(o.default)}`"
         meaning = linked(o.docment.replace("|", r"\|").replace("\n", " "), places, 1)
-        lines.append(f"| {'returns' if k == 'return' else f'`{_typed(k, o.anno)}`'} | {default} | {meaning} |")
+        lines.append(
+            f"| {'returns' if k == 'return' else f'`{_typed(k, o.anno)}`'} | {default} | {meaning} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -225,7 +229,11 @@ def api_page(module, found, notebook, places):
     "The page of one module"
     up = f"../{notebook}"
     says = (found.__doc__ or "").rstrip(".")
-    head = [ORPHAN, f"# {module}\n", f"{says}. Its chapter: [{notebook.stem}]({up}); [all modules](index.md)\n"]
+    head = [
+        ORPHAN,
+        f"# {module}\n",
+        f"{says}. Its chapter: [{notebook.stem}]({up}); [all modules](index.md)\n",
+    ]
     names = [name for name in getattr(found, "__all__", []) if hasattr(found, name)]
     body = [line for name in names for line in entry(getattr(found, name), name, module, places)]
     return "\n".join(head + body)
@@ -301,7 +309,9 @@ def write_texts(out, places, chapters):
     for name in ("CHANGELOG", "CONTRIBUTING"):
         page = outward((ROOT / f"{name}.md").read_text(), ".")
         (out / f"{name}.md").write_text(page.replace("](nbs/", "]("))
-    coverage = re.sub(r"\A---\n.*?---\n", "# What is shown where\n", (NBS / "coverage.md").read_text(), flags=re.S)
+    coverage = re.sub(
+        r"\A---\n.*?---\n", "# What is shown where\n", (NBS / "coverage.md").read_text(), flags=re.S
+    )
     (out / "coverage.md").write_text(outward(coverage, "nbs"))
     index = linked(outward(readme, ".").replace("](nbs/", "]("), places, 0)
     first = tree([str(p.with_suffix("")) for p in tutorials(readme)], "Tutorials")
