@@ -11,8 +11,12 @@ from collections.abc import Mapping
 from functools import wraps
 
 import torch
+from fastcore.foundation import L
 
 from .checks import check_count
+
+# %% ../../nbs/basics/30_tensors.ipynb #21f76855
+SEQUENCES = list,tuple,L # Hold several values in their order; `L` is the list of fastcore
 
 # %% ../../nbs/basics/30_tensors.ipynb #5023c20b
 def map_tensors(
@@ -25,7 +29,7 @@ def map_tensors(
     walk = lambda o: map_tensors(f, o, is_leaf)
     if isinstance(x, Mapping): return _like(x, {k: walk(v) for k,v in x.items()})
     if isinstance(x, tuple) and hasattr(x, '_fields'): return type(x)(*map(walk, x))
-    if isinstance(x, (list, tuple)): return type(x)([walk(o) for o in x])
+    if isinstance(x, SEQUENCES): return type(x)([walk(o) for o in x])
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         names = [field.name for field in dataclasses.fields(x) if field.init]
         return dataclasses.replace(x, **{name: walk(getattr(x, name)) for name in names})

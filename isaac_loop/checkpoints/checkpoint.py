@@ -87,6 +87,7 @@ class CheckpointCB(ResumingCB):
         begun = self._run.store is not None # Somebody may have left the fit before this callback's turn
         try:
             if begun: self._save_what_is_left(trainer)
+            if begun: self._say_how_to_go_on(trainer)
         finally:
             self._fits.end(trainer, begun)
             self._found = self._end = None
@@ -244,6 +245,20 @@ def _save_what_is_left(self:CheckpointCB, trainer):
         reason = str(trainer.exception) or 'cancelled'
         self._save(trainer, self._next_epoch(trainer), finished=True, reason=reason)
     elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, *self._end)
+
+_NOTHING_YET = 'Nothing is saved yet, so the same `fit` begins anew.'
+_SAVED = 'The newest checkpoint is {}. {}'
+_THE_SAME = 'The same `fit` goes on from there, here or when the script is started again.'
+_NEVER = 'To go on from there, pass it as `resume`.'
+
+@patch
+def _say_how_to_go_on(self:CheckpointCB, trainer):
+    "Note on an interrupt where the run was saved"
+    if not isinstance(trainer.exception, (KeyboardInterrupt, SystemExit)): return
+    newest = self._run.store.latest() if self._run.store.run_id else None
+    how = _NEVER if self.resume == 'never' else _THE_SAME
+    said = _SAVED.format(short_path(newest.path), how) if newest else _NOTHING_YET
+    trainer.exception.add_note(said)
 
 @patch
 def _next_epoch(self:CheckpointCB, trainer):

@@ -97,6 +97,7 @@ def _resumes_in(self:ResumingCB, trainer):
 @patch
 def _pass(self:ResumingCB, trainer, batches):
     "`batches`, after those that were done before"
+    __tracebackhide__ = True # It only passes on
     found,done = self._found,self._batches
     handed,ahead,told = 0,None,False
     if found and done:

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, did_you_mean
+from ..loop.callback_list import is_in
 from ..loop.events import Order
-from ..basics.tensors import map_tensors
+from ..basics.tensors import SEQUENCES, map_tensors
+from ..loop.passes import parts_of
 
 # %% ../../nbs/data/40_augmentation.ipynb #5fa3d002
 _GAVE_NONE = ('The transform `{tfm}` of {what} returned None, so the model would get nothing. Let it return '
@@ -33,7 +35,7 @@ def _lengths(x):
     "Numbers of rows in `x`, one for each different number"
     found = set()
     map_tensors(lambda o: found.add(len(o)) if o.ndim else None, x)
-    return found or ({len(x)} if isinstance(x, (list, tuple)) else set())
+    return found or ({len(x)} if isinstance(x, SEQUENCES) else set())
 
 def _transformed(tfm, x, what):
     "What `tfm` makes of `x`, or an error if examples would get lost"
@@ -72,7 +74,7 @@ _NO_ITEM = ('There is a transform for item {key!r}, but the batch has {has}.{hin
 def _items(batch):
     "The items of a batch"
     if isinstance(batch, Mapping): return list(batch.values())
-    return list(batch) if isinstance(batch, (tuple, list)) else [batch]
+    return list(batch) if isinstance(batch, SEQUENCES) else [batch]
 
 def _position(batch, key, n):
     "Where the item called `key` is"
@@ -89,7 +91,7 @@ def _exchanged(batch, items):
         changed = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
         changed.update(zip(list(batch), items))
         return changed
-    if not isinstance(batch, (tuple, list)): return items[0]
+    if not isinstance(batch, SEQUENCES): return items[0]
     return type(batch)(*items) if hasattr(batch, '_fields') else type(batch)(items)
 
 # %% ../../nbs/data/40_augmentation.ipynb #9ed2a8e3
@@ -120,14 +122,22 @@ class BatchAugmentationCB:
         items = _items(trainer.batch)
         for key,tfm in self.tfms.items():
             i = _position(trainer.batch, key, len(items))
-            if self._not_said: _check_input(trainer.dls, i, key)
+            if self._not_said: _check_input(trainer, i, key)
             items[i] = _transformed(tfm, items[i], f'item {key!r}')
         trainer.batch = _exchanged(trainer.batch, items)
 
-def _check_input(dls, i, key):
+def _check_input(trainer, i, key):
     "Refuse to guess whether targets are to be changed in validation, if there is any"
-    validates = getattr(dls, 'valid', None) is not None
-    if validates and i >= getattr(dls, 'n_inp', 1): raise ValueError(_WHICH_PASSES.format(key=key))
+    if getattr(trainer.dls, 'valid', None) is None: return
+    items,(inputs,targets) = _items(trainer.batch),parts_of(trainer.split, trainer.batch)
+    is_input = is_in(items[i], inputs) and not is_in(items[i], targets)
+    if _in_place(items, inputs, targets): is_input = i < len(inputs)
+    if not is_input: raise ValueError(_WHICH_PASSES.format(key=key))
+
+def _in_place(items, inputs, targets):
+    "Whether a batch of these `items` is its inputs and targets, one after the other"
+    parts = [*inputs, *targets]
+    return len(items) == len(parts) and all(a is b for a,b in zip(items, parts))
 
 # %% ../../nbs/data/40_augmentation.ipynb #544cad4a
 def each_image(
@@ -152,15 +162,17 @@ def albumentations_transform(
 # %% ../../nbs/data/40_augmentation.ipynb #47ec83cf
 _NOT_IN_BATCH = ('`{trainer}.split` gives inputs that are not in the batch, so changed ones cannot be put '
                  'back. Let `split` pick tensors, and compute in the model.')
+_ALSO_TARGET = ('`{trainer}.split` gives one tensor as input and as target, so mixed inputs would be '
+                'compared with themselves. Let the loader give it twice, as `(x, x)`, without a `split`.')
 
-def with_inputs(trainer, f):
-    "The batch with `f` applied to the tensors among its inputs"
+def with_inputs(trainer, f, apart=False):
+    "The batch with `f` applied to the tensors among its inputs, which are to be no targets if `apart`"
     inputs,targets = trainer.split(trainer.batch)
-    items,parts = _items(trainer.batch),[*inputs, *targets]
-    if len(items) == len(parts) and all(a is b for a,b in zip(items, parts)):
+    if _in_place(_items(trainer.batch), inputs, targets):
         return _exchanged(trainer.batch, [*map_tensors(f, inputs), *targets])
     new,used = {},set()
     map_tensors(lambda x: new.setdefault(id(x), f(x)), inputs)
+    if apart: map_tensors(lambda x: _check_no_target(trainer, id(x) not in new), targets)
     def exchanged(x):
         if id(x) not in new: return x
         used.add(id(x))
@@ -168,6 +180,10 @@ def with_inputs(trainer, f):
     batch = map_tensors(exchanged, trainer.batch)
     if used != set(new): raise ValueError(_NOT_IN_BATCH.format(trainer=type(trainer).__name__))
     return batch
+
+def _check_no_target(trainer, is_none):
+    "Refuse an input that is a target as well"
+    if not is_none: raise ValueError(_ALSO_TARGET.format(trainer=type(trainer).__name__))
 
 # %% ../../nbs/data/40_augmentation.ipynb #09dd3e01
 _NO_SHARE = '`{name}` is {value!r}, but it is a share of the whole. Use a number above 0 and up to 1.'

@@ -14,10 +14,11 @@ from importlib.resources import files
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..basics.checks import check_count, check_flag, did_you_mean
+from ..basics.checks import check_count, check_flag, check_function, did_you_mean
 from ..basics.figures import wrapped
 from ..basics.tables import short
 from .exact_loaders import exact_loader
+from ..loop.passes import parts_of, split_batch
 
 # %% ../../nbs/data/10_dataloaders.ipynb #c9ad83b5
 def load_digits(): # A `DatasetDict`: `train` (1,437 rows) and `test` (360), columns `image` and `label`
@@ -144,17 +145,30 @@ def _check_loader(dl, name):
     hugging_face = module in ('datasets.arrow_dataset', 'datasets.iterable_dataset')
     if gives_rows or hugging_face: raise TypeError(_GIVES_ROWS.format(**told))
 
+_BOTH = ('`n_inp` and `split` both say what in a batch is input, so one of them would have no effect. Keep '
+         'the one you mean.')
+
+def _check_split(split, n_inp):
+    "Refuse two answers to one question, and those that are none"
+    if n_inp is not None: check_count(n_inp, 'n_inp', 'a model needs at least one input')
+    if split is not None: check_function(split, 'split', 'batch')
+    if split is not None and n_inp is not None: raise ValueError(_BOTH)
+
 class DataLoaders:
     "The loaders of a trainer, `train` and `valid`"
+    split = None # Or a function of a batch, also as a method of a subclass
     def __init__(self,
         train, # Whatever gives batches when iterated, once per epoch
         valid=None, # The same for validation, or None
-        n_inp:int=1, # The first `n_inp` entries of a batch are the model's inputs, the rest are targets
+        n_inp:int=None, # The first `n_inp` entries of a batch are inputs, the rest are targets; default: 1
+        split=None, # Instead: a function of a batch that gives `(inputs, targets)`, each one thing or a tuple
     ):
         _check_loader(train, 'train')
         _check_loader(valid, 'valid')
         self.train,self.valid = train,valid
-        self.n_inp = check_count(n_inp, 'n_inp', 'a model needs at least one input')
+        if split is not None: self.split = split
+        _check_split(self.split, n_inp)
+        self.n_inp = 1 if n_inp is None and self.split is None else n_inp
 
     @classmethod
     def from_dataset_dict(cls,
@@ -163,18 +177,21 @@ class DataLoaders:
         train:str=None, # Split to train on; default: `train`
         valid:str=None, # Split to validate on; default: the only other one
         columns:list=None, # Columns to put into the batch, inputs first; default: all, as they come
-        n_inp:int=1, # How many of them are inputs
+        n_inp:int=None, # How many of them are inputs; default: 1
+        split=None, # Instead: a function of a batch that gives `(inputs, targets)`
         **kwargs, # For `get_dataloaders` and both `DataLoader`s: `num_workers`, `shuffle`, `seed`, ...
     ):
         "Loaders for two splits; a batch is a tuple, unless a `collate_fn` of your own makes something else"
         train,valid = _choose_splits(dataset_dict, train, valid)
         kwargs.setdefault('collate_fn', collate_rows(columns))
         loaders = get_dataloaders(dataset_dict[train], dataset_dict[valid], batch_size, **kwargs)
-        return cls(*loaders, n_inp=n_inp)
+        return cls(*loaders, n_inp=n_inp, split=split)
 
     def __repr__(self):
         train,valid = _describe(self.train),_describe(self.valid)
-        return f'DataLoaders(train: {train}, valid: {valid}, n_inp: {self.n_inp})'
+        split = '' if self.split is None else getattr(self.split, '__name__', type(self.split).__name__)
+        says = f'split: {split}' if split else f'n_inp: {self.n_inp}'
+        return f'DataLoaders(train: {train}, valid: {valid}, {says})'
 
 def _describe(dl):
     "A few words about a loader"
@@ -185,7 +202,7 @@ def _describe(dl):
 # %% ../../nbs/data/10_dataloaders.ipynb #ffb9296c
 from fastcore.basics import patch
 
-_NO_IMAGES = ('The first entry of the batch is {found}, which is no batch of images. It should be (batch, '
+_NO_IMAGES = ('The first input of the batch is {found}, which is no batch of images. It should be (batch, '
               'channels, height, width) or (batch, height, width).')
 
 @patch
@@ -199,12 +216,14 @@ def show_batch(self:DataLoaders,
     "Draw the first images of a batch with their targets as titles"
     dl = self.train if train_dataset else self.valid
     batch = next(iter(dl))
-    images,*targets = batch.values() if isinstance(batch, Mapping) else batch
+    inputs,targets = parts_of(partial(split_batch, self), batch)
+    images = inputs[0] if inputs else None
     if not torch.is_tensor(images) or images.ndim not in (3, 4):
         found = getattr(images, 'shape', type(images).__name__)
         raise TypeError(_NO_IMAGES.format(found=found))
     images = images[:check_count(n, 'n', 'images are counted')]
-    titles = _titles(targets, classes, _class_names(dl, batch))[:n] or ['']*len(images)
+    known = _class_names(dl, batch, targets[0]) if targets else ()
+    titles = _titles(targets, classes, known)[:n] or ['']*len(images)
     titles = [wrapped(title, imsize) for title in titles]
     axes = _grid(len(images), nrows, imsize, max(title.count('\n')+1 for title in titles))
     for ax,image,title in zip(axes.flat, images, titles):
@@ -241,9 +260,10 @@ def _known(names, label):
     known = isinstance(label, int) and 0 <= label < len(names)
     return names[label] if known else short(label)
 
-def _class_names(dl, batch):
-    "Names of the classes of a batch's second entry, from the `ClassLabel` of its column; none without one"
+def _class_names(dl, batch, target):
+    "Names of the classes of `target`, from the `ClassLabel` of its column; none without one"
     features = getattr(getattr(dl, 'dataset', None), 'features', None) or {}
     columns = (getattr(getattr(dl, 'collate_fn', None), 'keywords', None) or {}).get('columns')
-    entries = list(batch if isinstance(batch, Mapping) else columns or features)
-    return getattr(features.get(entries[1]), 'names', ()) if features and len(entries) > 1 else ()
+    entries = batch.items() if isinstance(batch, Mapping) else zip(columns or features, batch)
+    named = {id(entry): name for name,entry in entries}
+    return getattr(features.get(named.get(id(target))), 'names', ())

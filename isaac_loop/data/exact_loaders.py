@@ -101,6 +101,7 @@ _OTHER_LENGTH = ('The dataset has {now} rows now, and had {was} when the loader 
 @patch
 def _walk(self:ExactLoader, epoch, samples):
     "The batches from a position on, each with the position behind it"
+    __tracebackhide__ = True # It only passes on
     sampler = self.batch_sampler
     n = len(self.dataset)
     if n != sampler.n: raise ValueError(_OTHER_LENGTH.format(now=n, was=sampler.n))

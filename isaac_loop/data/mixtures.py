@@ -42,7 +42,7 @@ class _MixCB:
         first = _first_tensor(inputs)
         self._partner = torch.randperm(len(first), device=first.device)
         self._draw(first, self._proportion())
-        trainer.batch = with_inputs(trainer, self._mix)
+        trainer.batch = with_inputs(trainer, self._mix, apart=True)
 
     def after_get_loss(self, trainer):
         "Mix the loss with the one for the partners' targets"
@@ -58,7 +58,7 @@ class _MixCB:
 _TWO_MIX = ('`{mixer}` and `{other}` would both mix the same batch, and the loss would fit neither. Use one '
             'of them.')
 _NO_TARGETS = ('`{mixer}` mixes losses, but the batch has no targets to compute a second one from. Check '
-               '`dls.n_inp`.')
+               '`n_inp` or `split` of the loaders.')
 
 def _check_alone(mixer, callbacks):
     "Refuse two callbacks that mix"

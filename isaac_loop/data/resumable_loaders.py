@@ -60,6 +60,7 @@ class _Pass:
 
     def __iter__(self): return self
     def __next__(self):
+        __tracebackhide__ = True # It only passes on
         if self.walk is None: raise StopIteration
         shares_workers = getattr(self.loader, 'persistent_workers', False)
         if shares_workers and self.loader._pass() is not self: raise RuntimeError(_TWO_PASSES)

@@ -174,6 +174,7 @@ class BatchReader:
     def __init__(self, dataset, collate_fn): self.dataset,self.collate_fn = dataset,collate_fn
 
     def __getitem__(self, batch):
+        __tracebackhide__ = True # It only passes on
         if get_worker_info() is None:
             with seeded_with(*batch.key): return self._read(batch)
         seed_with(*batch.key)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..basics.tensors import map_tensors
+from ..basics.tensors import SEQUENCES, map_tensors
 
 # %% ../../nbs/evaluate/30_join_batches.ipynb #d3d818db
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -19,7 +19,7 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 def _is_leaf(x):
     "Whether `x` is joined as a whole: no container, or a list of one plain value or mapping per example"
     if isinstance(x, list) and x and isinstance(x[0], Mapping): return True
-    if isinstance(x, (list, tuple)): return bool(x) and all(isinstance(o, _PLAIN) for o in x)
+    if isinstance(x, SEQUENCES): return bool(x) and all(isinstance(o, _PLAIN) for o in x)
     return not (isinstance(x, Mapping) or dataclasses.is_dataclass(x))
 
 # %% ../../nbs/evaluate/30_join_batches.ipynb #077271ad
@@ -31,7 +31,7 @@ def _leaves(x):
 
 def _join_leaf(parts):
     "One leaf of every batch, as one value"
-    if isinstance(parts[0], (list, tuple)): return [row for part in parts for row in part]
+    if isinstance(parts[0], SEQUENCES): return [row for part in parts for row in part]
     if not torch.is_tensor(parts[0]): return None if all(o is None for o in parts) else list(parts)
     parts = [o.float() if o.dtype in (torch.float16, torch.bfloat16) else o for o in parts]
     if parts[0].ndim == 0: return torch.stack(parts)

@@ -18,8 +18,9 @@ from .join_batches import join_batches
 from .values import shapes
 from ..loop.events import CancelException, CancelStepException, Order
 from ..loop.shared_attributes import offered
-from ..loop.passes import n_batches
+from ..loop.passes import n_batches, parts_of
 from ..loop.trainer import Trainer
+from ..metrics.losses import ended_in_error, rows_of
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, map_tensors
@@ -102,13 +103,13 @@ class CapturePredsCB:
     def after_batch(self, trainer):
         "Copy predictions and targets to the CPU"
         self._parts.append(self._part(trainer))
-        self._positions.append(range(self._start, self._start + (batch_size(trainer.batch) or 0)))
+        self._positions.append(range(self._start, self._start + _rows(trainer)))
         if self._compare: self._batch_losses.append(torch.as_tensor(trainer.loss).detach().reshape(()))
         if self.write is not None: self._write()
 
     def cleanup_batch(self, trainer):
         "Count the examples, also of a batch that was skipped"
-        self._start += batch_size(trainer.batch) or 0
+        if not ended_in_error(trainer): self._start += _rows(trainer)
 
     def result(self)->Predictions: # In the order of the pass
         "Everything captured in the last pass, joined; this waits for the device"
@@ -138,6 +139,10 @@ class CapturePredsCB:
         "Whether it has captured what was asked for at this `stage` of the training"
         if self.write is not None or not getattr(self, '_parts', None): return False
         return self._stage == stage and (self.with_loss or not with_loss)
+
+def _rows(trainer):
+    "How many examples the batch has"
+    return rows_of(trainer.batch, parts_of(trainer.split, trainer.batch)[0]) or 0
 
 _NOTHING_CAPTURED = ('No batch was captured, so there are no predictions. '
                      'Run a pass first; if one has run, it was left before its first batch was done.')

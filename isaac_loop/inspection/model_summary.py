@@ -13,7 +13,8 @@ from torch import nn
 
 from ..models.hooks import Hooks, find_modules, probing
 from ..basics.tables import Table
-from ..basics.tensors import batch_size, to_device
+from ..basics.tensors import SEQUENCES, batch_size, to_device
+from ..loop.passes import parts_of
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #be744f5c
@@ -23,7 +24,7 @@ def _shape(
     "The shapes in `x`, as text"
     if torch.is_tensor(x): return str(tuple(x.shape))
     if hasattr(x, 'values'): x = x.values()
-    elif not isinstance(x, (tuple, list)): return ''
+    elif not isinstance(x, SEQUENCES): return ''
     return ', '.join(filter(None, map(_shape, x)))
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #407f2e64
@@ -120,7 +121,7 @@ def summarize_model(
     _check_model(model)
     def run():
         if hasattr(batch, 'keys'): return model(**batch)
-        return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return model(*batch) if isinstance(batch, SEQUENCES) else model(batch)
     return _table(*_rows_of(model, run), batch_size(batch))
 
 def _check_model(model):
@@ -137,7 +138,8 @@ def _of_trainer(self:Trainer,
     with probing(self.model): batch = _first_batch(self.dls) if batch is None else batch
     device = next((p.device for p in self.model.parameters()), None)
     batch = batch if device is None else to_device(batch, device)
-    return _table(*_rows_of(self.model, lambda: _predict(self, batch)), batch_size(batch))
+    n = batch_size(parts_of(self.split, batch)[0]) or batch_size(batch)
+    return _table(*_rows_of(self.model, lambda: _predict(self, batch)), n)
 
 _of_trainer.__name__,_of_trainer.__qualname__ = 'summarize_model','Trainer.summarize_model'
 Trainer.summarize_model = _of_trainer # `@patch` would take the name away from the function above

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from ..basics.checks import did_you_mean, warn
+from ..basics.tensors import SEQUENCES
 from .callback_checks import check_trainer_class
 from .events import STEPS, callback_name
 from .handlers import TrainersOwn
@@ -132,7 +133,7 @@ def _refuse(name, trainer):
     raise TypeError(_UNKNOWN.format(name, ', '.join(f'`{o}`' for o in known), hint))
 
 # %% ../../nbs/loop/28_advice.ipynb #77d1fb44
-_MISSING = 'No callback does {}, so the loop will leave it out{}. {}'
+_MISSING = 'No callback does {}, so the loop goes without{}. {}'
 _ADD = 'Add `BasicTrainCB`, or a callback with a method of that name.'
 _OWN = ("Let `{}.one_batch` run its steps, as in `self.run_callbacks('step')`, "
         'and give each a method of that name, in the trainer or in a callback.')
@@ -150,14 +151,14 @@ def warn_of_missing_steps(
     plan,own = trainer.plan,has_own_batch(trainer)
     missing = [step for step in STEPS if not plan[step]]
     alone = own or len(missing) == len(STEPS)
-    waiting = [f'`{callback_name(cb)}.{event}`' for event,cb in _waiting(plan)]
+    waiting = [f'`{callback_name(cb)}.{event}`' for event,cb in _waiting(plan, missing)]
     if not missing or (alone and not waiting): return # An empty loop is fine
     steps,in_vain = ', '.join(f'`{o}`' for o in missing),f', and {waiting[0]} waits in vain' if alone else ''
     warn(_MISSING.format(steps, in_vain, _OWN.format(type(trainer).__name__) if own else _ADD))
 
-def _waiting(plan):
-    "Events around the steps of training, each with the first callback that answers it"
-    around = [STEPS[step] for step in ('backward', 'step', 'zero_grad')]
+def _waiting(plan, missing):
+    "Events around the `missing` steps of training, each with the first callback that answers it"
+    around = [STEPS[step] for step in ('backward', 'step', 'zero_grad') if step in missing]
     events = [event for s in around for event in (s.before, s.after, s.cleanup)]
     return [(event, plan.entries[True][event][0][0]) for event in events if plan.entries[True][event]]
 
@@ -229,20 +230,36 @@ def warn_of_own_batch(
 
 # %% ../../nbs/loop/28_advice.ipynb #1347dc0b
 _NO_BATCH = ('The batch is a {}, which does not say what is input and what is target. '
-             'Let the loader give a tuple such as `(x, y)`, or a mapping, or override `Trainer.split`.')
+             'Let the loader give a tuple such as `(x, y)`, or a mapping; or say it, by '
+             '`DataLoaders(..., split=f)`, or override `Trainer.split`.')
 _SHORT = ('The batch has {} entries, but `dls.n_inp` says that the first {} are inputs. '
           'Set `n_inp` to the number of inputs, or override `Trainer.split`.')
+
+class NoSplit(TypeError):
+    "A batch does not say what is input and what is target"
 
 def entries_of(
     batch, # What the loader gave
     n_inp:int, # How many entries are inputs
 ):
-    "The entries of `batch` as a tuple or list, or an error that says what a batch may be"
-    if not isinstance(batch, (tuple, list)):
-        if not isinstance(batch, Mapping): raise TypeError(_NO_BATCH.format(type(batch).__name__))
+    "The entries of `batch` as a sequence, or an error that says what a batch may be"
+    if not isinstance(batch, SEQUENCES):
+        if not isinstance(batch, Mapping): raise NoSplit(_NO_BATCH.format(type(batch).__name__))
         batch = tuple(batch.values())
     if n_inp > len(batch): raise ValueError(_SHORT.format(len(batch), n_inp))
     return batch
+
+_NO_PAIR = ('`split` gave {}, which does not say what is input and what is target. Let it return a pair '
+            '`(inputs, targets)`, each of them one thing or a tuple of several; `()` stands for none.')
+
+def check_pair(
+    pair, # What the `split` of the loaders gave
+):
+    "Refuse what is no pair"
+    if isinstance(pair, SEQUENCES) and len(pair) == 2: return
+    shape = f' of shape {tuple(pair.shape)}' if isinstance(pair, torch.Tensor) else ''
+    length = f' of {len(pair)}' if isinstance(pair, (*SEQUENCES, Mapping)) else ''
+    raise TypeError(_NO_PAIR.format(f'a {type(pair).__name__}{shape}{length}'))
 
 # %% ../../nbs/loop/28_advice.ipynb #164b0799
 _TIME = ('`trainer.{}` was set {}, which has no effect: a pass begins with a loader of `trainer.dls`, '

@@ -21,7 +21,7 @@ from .fitting import one_fit, private_state
 from .handlers import answering, order_of, own_events, own_spans, trainers_own
 from .history import History
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
-from .passes import planned_updates, until_over
+from .passes import planned_updates, split_batch, until_over
 from .shared_attributes import DEFAULTS
 
 # %% ../../nbs/loop/20_trainer.ipynb #3df76739
@@ -201,6 +201,9 @@ class Trainer(ByName):
         n_epochs = advice.check_fit(self, n_epochs, lr, train, valid, unknown)
         try:
             with one_fit(self, n_epochs, lr, callbacks, train, keep_opt): self._fit(train, valid)
+        except BaseException as error:
+            notes.leave_out_loop(error) # Its traceback shows what was called, not how the loop came there
+            raise
         finally: self._fitting = False # Also if an interrupt comes on the way out
 
     @with_cbs('fit', CancelFitException)
@@ -271,12 +274,10 @@ class Trainer(ByName):
         with self.history.telling(columns): self.run_callbacks('measured')
 
     def split(self,
-        batch # What the loader gave: a tuple, a list or a mapping
+        batch # What the loader gave
     )->tuple: # A tuple of inputs, and a tuple of targets
-        "The inputs and the targets in `batch`, as two tuples; the place to override for unusual batches"
-        n_inp = getattr(self.dls, 'n_inp', 1)
-        if not isinstance(batch, (tuple, list)) or n_inp > len(batch): batch = advice.entries_of(batch, n_inp)
-        return tuple(batch[:n_inp]),tuple(batch[n_inp:])
+        "Inputs and targets of `batch`, as `dls` say by `split` or `n_inp`; a subclass may override it"
+        return split_batch(self.dls, batch)
 
     @property
     def training(self):

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from ..basics.settings import show_settings
 from ..basics.tables import shown_row
 from ..loop.events import Order, callback_name
+from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
 from .any_metric import add_columns, check_apart, check_no_options, check_train_names
 from .any_metric import named_metrics, update_metric
@@ -59,10 +60,11 @@ class MetricsCB:
 
     def after_batch(self, trainer):
         "Note the loss, and update the metrics"
-        inputs,targets = trainer.split(trainer.batch)
-        rows = rows_of(trainer.batch, inputs)
-        self._losses.add(trainer.loss, weight_of(trainer.batch, rows, self.weigh), trainer.batch_num)
-        if not self._now or rows == 0: return
+        measures,batch = bool(self._now),trainer.batch # Only metrics need to know what the targets are
+        inputs,targets = trainer.split(batch) if measures else parts_of(trainer.split, batch)
+        rows = rows_of(batch, inputs)
+        self._losses.add(trainer.loss, weight_of(batch, rows, self.weigh), trainer.batch_num)
+        if not measures or rows == 0: return
         preds = trainer.preds.detach() if torch.is_tensor(trainer.preds) else trainer.preds
         for name,m in self._now.items(): update_metric(name, m, preds, targets)
 

@@ -6,7 +6,8 @@
 __all__ = ['InterruptCB']
 
 # %% ../../nbs/stop/30_interrupts.ipynb #bbde0d7c
-import gc, os, signal, threading
+import gc, os, signal, sys, threading
+from contextlib import suppress
 
 from fastcore.basics import patch
 from torch.utils.data import DataLoader
@@ -29,7 +30,7 @@ class InterruptCB:
         self.hurried,self._noted = False,None
         self._pid,self._old = os.getpid(),{}
         trainer.interrupted = 0
-        trainer.epochs = self._watched(trainer, trainer.epochs)
+        trainer.epochs = self._watched(trainer, trainer.epochs, _after_epoch)
         if threading.current_thread() is not threading.main_thread(): return
         for signum in (signal.SIGINT, signal.SIGTERM): self._old[signum] = signal.signal(signum, self._note)
 
@@ -38,23 +39,39 @@ class InterruptCB:
         if os.getpid() != self._pid: return _in_worker(signum)
         if self._noted is not None and signum == signal.SIGINT:
             self.hurried = True
-            raise KeyboardInterrupt('the second Ctrl-C; training broke off inside a batch')
+            raise KeyboardInterrupt('the second Ctrl-C: training broke off inside a batch')
         self._noted = signum
+        _say_at_once(_SOON[signum])
+
+_SOON = {signal.SIGINT: 'Ctrl-C: training stops after this batch; Ctrl-C again breaks off at once',
+         signal.SIGTERM: 'SIGTERM: training stops after this batch'}
+
+def _say_at_once(text):
+    "Write a line to a terminal; a handler must not wait for anything, such as Python's own files"
+    with suppress(OSError, ValueError):
+        if os.isatty(2): os.write(2, f'\n{text}\n'.encode())
 
 # %% ../../nbs/stop/30_interrupts.ipynb #32d6d02f
 @patch
-def _watched(self:InterruptCB, trainer, iterable):
-    "What `iterable` gives, until a signal has come"
+def _watched(self:InterruptCB, trainer, iterable, where):
+    "What `iterable` gives, until a signal has come; `where` tells after what"
+    __tracebackhide__ = True # It only passes on
     for item in iterable:
         yield item
-        _leave(trainer.interrupted)
+        if trainer.interrupted: _leave(trainer.interrupted, f'training stopped after {where(trainer)}')
 
-def _leave(signum):
-    "Do now what the signal asked for"
-    if signum == signal.SIGINT: raise KeyboardInterrupt(_CTRL_C)
-    if signum == signal.SIGTERM: raise SystemExit(143)
+def _after_epoch(trainer): return f'epoch {trainer.epoch}'
 
-_CTRL_C = 'Ctrl-C came during the last batch; training stopped after it'
+def _after_batch(trainer):
+    return f'batch {trainer.batch_num} of epoch {trainer.epoch}' + ' (validation)'*(not trainer.training)
+
+def _leave(signum, what):
+    "Do now what the signal asked for, and say `what` happened"
+    __tracebackhide__ = True # The message says it all
+    if signum == signal.SIGINT: raise KeyboardInterrupt(f'Ctrl-C: {what}')
+    error = SystemExit(143)
+    error.add_note(f'SIGTERM: {what}')
+    raise error
 
 # %% ../../nbs/stop/30_interrupts.ipynb #aad6b3db
 @patch
@@ -73,7 +90,20 @@ def cleanup_fit(self:InterruptCB, trainer):
     for signum,handler in self._old.items():
         signal.signal(signum, signal.SIG_DFL if handler is None else handler)
     self._old,trainer.interrupted = {},None
-    if trainer.exception is None or isinstance(trainer.exception, CancelException): _leave(self._noted)
+    _tell(trainer.exception)
+    is_over = trainer.exception is None or isinstance(trainer.exception, CancelException)
+    if self._noted and is_over: _leave_in_the_end(self._noted)
+
+def _tell(error):
+    "Say why this process ends: Python says nothing about `SystemExit`"
+    if not isinstance(error, SystemExit) or error.code != 143: return
+    print(*getattr(error, '__notes__', ()), sep='\n', file=sys.stderr, flush=True)
+
+def _leave_in_the_end(signum):
+    try: _leave(signum, 'the fit was at its end, so nothing is missing')
+    except SystemExit as error:
+        _tell(error)
+        raise
 
 # %% ../../nbs/stop/30_interrupts.ipynb #bcf8ad7c
 def _in_worker(signum, frame=None):
@@ -103,7 +133,7 @@ def _with_workers(dl):
 @patch
 def before_epoch(self:InterruptCB, trainer):
     "Look for a signal after every batch"
-    trainer.batches = self._watched(trainer, trainer.batches)
+    trainer.batches = self._watched(trainer, trainer.batches, _after_batch)
     self._loader = _with_workers(trainer.dl)
     if self._loader is not None: self._loader.worker_init_fn = _Patient(self._loader.worker_init_fn)
 

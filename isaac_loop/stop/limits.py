@@ -14,6 +14,7 @@ from datetime import timedelta
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import Order
+from ..loop.passes import parts_of
 from ..state.keeps_state import KeepsState
 from ..basics.tensors import batch_size
 
@@ -34,7 +35,8 @@ def _seconds(limit):
 
 def _how_many(trainer, count):
     "How many samples the batch has"
-    n = batch_size(trainer.split(trainer.batch)[0]) if count is None else count(trainer.batch)
+    rows = lambda batch: batch_size(parts_of(trainer.split, batch)[0])
+    n = (rows if count is None else count)(trainer.batch)
     if _is_number(n): return n
     why = 'the inputs of the batch hold no tensor with rows' if count is None else f'`count` gave {n!r}'
     raise TypeError(_NO_COUNT.format(why))

@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
 from ..loop.events import CancelBatchException, CancelStepException, Order
+from ..loop.passes import parts_of
 from .closures import refuse_closure
 from .example_losses import reduction_of
 from .optimizer_options import parameters_of
@@ -27,7 +28,7 @@ _NO_ROWS = ("The inputs of the batch, a {kind}, hold no tensor with rows, so `Ac
 
 def _rows(trainer):
     "How many rows the inputs of the batch have"
-    n = batch_size(trainer.split(trainer.batch)[0])
+    n = batch_size(parts_of(trainer.split, trainer.batch)[0])
     if n is None: raise TypeError(_NO_ROWS.format(kind=type(trainer.batch).__name__))
     return n
 

@@ -10,6 +10,7 @@ import torch
 
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
+from ..basics.tensors import SEQUENCES
 from ..loop.events import CancelEpochException, CancelFitException, Order
 from .closures import needs_closure, step_with_closure
 
@@ -45,7 +46,9 @@ class BasicTrainCB:
 
 # %% ../../nbs/train/10_training.ipynb #10162591
 _N_INP = ('How many entries of the batch are inputs is said by `n_inp`, as in `DataLoaders(train, valid, '
-          'n_inp=2)`.')
+          'n_inp=2)`; which they are, by `split`.')
+_BARE = ('`{trainer}.split` gave a {kind} as {part}, and the loop unpacks a tuple. Let it return two tuples, '
+         'such as `(x,), (y,)`.')
 _NO_LOSS_FUNC = ('The trainer was made with `loss_func=None`. Give it a loss function, or add a callback '
                  'that does `get_loss` instead.')
 _NO_TENSOR = ('The loss is a {kind}, and only a tensor remembers how it was computed. Let `loss_func` return '
@@ -58,10 +61,19 @@ _NO_GRADIENT = ('The loss does not depend on any parameter that requires a gradi
 def _reasons(trainer, event, error):
     "What is nearly always the reason when the step `event` fails with `error`"
     wrong_call = str(error) if isinstance(error, TypeError) else ''
+    if event in ('predict', 'get_loss'): yield from _bare(trainer)
     if event == 'predict' and 'positional argument' in wrong_call: yield _N_INP
     if event == 'get_loss' and "'NoneType' object is not callable" in wrong_call: yield _NO_LOSS_FUNC
     no_gradient = isinstance(error, (AttributeError, RuntimeError))
     if event == 'backward' and no_gradient and hasattr(trainer, 'loss'): yield from _loss_faults(trainer.loss)
+
+def _bare(trainer):
+    "What a `split` of one's own gives alone, without a tuple around it"
+    try: inputs,targets = trainer.split(trainer.batch)
+    except Exception: return # Then this is the error already
+    for part,value in (('inputs', inputs), ('targets', targets)):
+        told = dict(trainer=type(trainer).__name__, kind=type(value).__name__, part=part)
+        if not isinstance(value, SEQUENCES): yield _BARE.format(**told)
 
 def _loss_faults(loss):
     "Why the loss has no gradient"

@@ -1,0 +1,204 @@
+"""Batches that are no tuples: numbers, tensors, dicts, objects, lists of fastcore.
+
+Nobody takes them apart while the steps do not ask for inputs and targets and nothing is measured. What a loss
+weighs is then counted in the batch itself, or has to be said.
+"""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from fastcore.foundation import L
+from torch import nn, optim
+
+from isaac_loop.all import (
+    AccumulationCB,
+    BasicTrainCB,
+    BatchTransformCB,
+    CancelBatchException,
+    DataLoaders,
+    DeviceCB,
+    LimitCB,
+    MetricsCB,
+    NBatchCB,
+    Trainer,
+    with_cbs,
+)
+from isaac_loop.basics.tensors import batch_size, map_tensors, to_device
+
+
+@dataclasses.dataclass
+class Game:
+    moves: torch.Tensor
+
+
+class Opaque:
+    "An object of which nobody knows anything"
+
+
+def states(batch):
+    "What the model sees of a batch"
+    if isinstance(batch, int):
+        return torch.full((2, 3), float(batch))
+    if isinstance(batch, Game):
+        return batch.moves
+    if isinstance(batch, dict):
+        return batch["moves"]
+    if isinstance(batch, Opaque):
+        return torch.ones(2, 3)
+    return batch
+
+
+class OwnStepsCB(BasicTrainCB):
+    def predict(self, trainer):
+        trainer.preds = trainer.model(states(trainer.batch))
+
+    def get_loss(self, trainer):
+        trainer.loss = trainer.preds.square().mean()
+
+
+class OwnBatch(Trainer):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.preds = self.model(states(self.batch))
+        self.loss = self.preds.square().mean()
+        if self.training:
+            self.loss.backward()
+            self.run_callbacks("step", "zero_grad")
+
+
+KINDS = {
+    "numbers": lambda: range(4),
+    "tensors": lambda: list(torch.randn(4, 5, 3)),
+    "objects": lambda: [Game(o) for o in torch.randn(4, 5, 3)],
+    "objects of which nothing is known": lambda: [Opaque() for _ in range(4)],
+    "dicts": lambda: [{"moves": o} for o in torch.randn(4, 5, 3)],
+}
+WITH_ROWS = "tensors", "objects", "dicts"
+
+
+def make(batches, *callbacks, own_batch=False, valid=True):
+    torch.manual_seed(0)
+    cls, steps = (OwnBatch, BasicTrainCB()) if own_batch else (Trainer, OwnStepsCB())
+    dls = DataLoaders(batches, batches if valid else None)
+    return cls(dls, None, optim.SGD, nn.Linear(3, 1), [steps, *callbacks])
+
+
+@pytest.mark.parametrize("own_batch", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_steps_take_any_batch_and_train_as_by_hand(kind, own_batch):
+    batches = KINDS[kind]()
+    trainer = make(batches, MetricsCB(weigh="mean", show=False), NBatchCB(4), own_batch=own_batch)
+    theirs = copy.deepcopy(trainer.model)
+    opt = optim.SGD(theirs.parameters(), 0.1)
+    for batch in [*batches] * 2:
+        theirs(states(batch)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    trainer.fit(2, lr=0.1)
+    assert all(map(torch.equal, trainer.model.parameters(), theirs.parameters()))
+    losses = trainer.history.batches["loss"][-4:]
+    assert trainer.history[-1]["valid_loss"] == pytest.approx(sum(losses) / 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_weighs_the_rows_of_the_batch_or_somebody_says_what(kind):
+    trainer = make(KINDS[kind](), MetricsCB(show=False))
+    if kind in WITH_ROWS:
+        trainer.fit(1)
+        return
+    with pytest.raises(TypeError, match="cannot tell how much its loss weighs.*`weigh='mean'`"):
+        trainer.fit(1)
+    trainer = make(KINDS[kind](), MetricsCB(weigh=lambda batch: 2, show=False))
+    trainer.fit(1)
+    assert trainer.history[-1]["train_loss"] > 0
+
+
+def test_tensors_of_different_lengths_weigh_what_they_hold():
+    batches = [torch.ones(4, 3), torch.zeros(1, 3)]
+    trainer = make(batches, MetricsCB(show=False), valid=False)
+    trainer.fit(1, lr=0, valid=False)
+    one, other = trainer.history.batches["loss"]
+    assert trainer.history[-1]["train_loss"] == pytest.approx((4 * one + other) / 5)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "tensors", "objects"])
+def test_a_metric_wants_targets_and_says_how_to_name_them(kind):
+    metric = MetricsCB(weigh="mean", show=False, gap=lambda preds, targets: 0.0)
+    with pytest.raises(TypeError, match=r"does not say what is input.*`DataLoaders\(\.\.\., split=f\)`"):
+        make(KINDS[kind](), metric).fit(1)
+    assert issubclass(TypeError, TypeError)
+
+
+def test_a_split_makes_metrics_and_predictions_of_any_batch():
+    dls = DataLoaders(range(4), range(4), split=lambda i: (states(i), torch.full((2, 1), float(i))))
+    metric = MetricsCB(show=False, gap=lambda preds, targets: (preds - targets).abs().mean())
+    trainer = Trainer(dls, nn.MSELoss(), optim.SGD, nn.Linear(3, 1), [BasicTrainCB(), metric])
+    trainer.fit(1, lr=0)
+    found = trainer.get_preds()
+    assert found.targets.flatten().tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and len(found) == 8
+    assert trainer.history[-1]["gap"] == pytest.approx((found.preds - found.targets).abs().mean().item())
+
+
+def test_predictions_of_a_split_without_targets_have_none():
+    x = torch.randn(4, 5, 3)
+    trainer = Trainer(DataLoaders(x, x, split=lambda x: (x, ())), None, None, nn.Linear(3, 1), BasicTrainCB())
+    preds, targets = trainer.get_preds()
+    assert targets is None and torch.equal(preds, trainer.model(x.flatten(0, 1)).detach())
+
+
+def test_samples_are_counted_in_any_batch_with_rows():
+    trainer = make(KINDS["tensors"](), LimitCB(samples=10), valid=False)
+    trainer.fit(2, valid=False)
+    assert trainer.n_updates == 2
+    with pytest.raises(TypeError, match="cannot count samples"):
+        make(range(4), LimitCB(samples=10), valid=False).fit(1, valid=False)
+
+
+def test_gradients_are_gathered_over_any_batch_with_rows():
+    trainer = make(KINDS["objects"](), AccumulationCB(2), valid=False)
+    trainer.fit(1, valid=False)
+    assert trainer.n_updates == 2
+    with pytest.raises(TypeError, match="`weigh='mean'`"):
+        make(range(4), AccumulationCB(2), valid=False).fit(1, valid=False)
+    trainer = make(range(4), AccumulationCB(2, weigh="mean"), valid=False)
+    trainer.fit(1, valid=False)
+    assert trainer.n_updates == 2
+
+
+def test_an_error_of_ones_own_split_is_not_taken_for_a_batch_without_one():
+    def split(batch):
+        raise TypeError("mine")
+
+    trainer = make(KINDS["tensors"](), MetricsCB(show=False), valid=False)
+    trainer.dls.split = split
+    with pytest.raises(TypeError, match="mine"):
+        trainer.fit(1, valid=False)
+
+
+# Lists of fastcore
+
+
+def test_a_list_of_fastcore_is_walked_through_and_stays_one():
+    batch = L(torch.ones(2), [L(torch.zeros(1), "text")])
+    doubled = map_tensors(lambda x: x + 1, batch)
+    assert isinstance(doubled, L) and isinstance(doubled[1][0], L) and doubled[0].tolist() == [2, 2]
+    assert batch_size(batch) == 2
+    assert to_device(batch, "meta")[0].device.type == "meta"
+
+
+def test_a_list_of_fastcore_trains_like_a_list():
+    x, y = torch.randn(3, 4, 3), torch.randn(3, 4, 1)
+
+    def weights(kind):
+        torch.manual_seed(0)
+        batches = [kind([a, b]) for a, b in zip(x, y)]
+        shift = BatchTransformCB(lambda batch: map_tensors(lambda t: t + 1, batch))
+        callbacks = [BasicTrainCB(), DeviceCB("cpu"), shift, MetricsCB(mae=nn.L1Loss(), show=False)]
+        trainer = Trainer(DataLoaders(batches, batches), nn.MSELoss(), optim.SGD, nn.Linear(3, 1), callbacks)
+        trainer.fit(2, lr=0.1)
+        assert isinstance(trainer.batch, kind)
+        return trainer.model.weight
+
+    assert torch.equal(weights(L), weights(list))
