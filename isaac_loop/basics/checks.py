@@ -135,8 +135,10 @@ def short_path(
 def warn(
     message:str, # One or two sentences
 ):
-    "Warn at the first line outside of this package"
+    "Warn at the first line outside of this package and of what calls it"
     level,frame = 1,sys._getframe()
-    while frame and frame.f_globals.get('__name__', '').partition('.')[0] in ('isaac_loop', 'contextlib'):
+    while frame and frame.f_globals.get('__name__', '').partition('.')[0] in _BETWEEN:
         level,frame = level+1,frame.f_back
     warnings.warn(message, stacklevel=level)
+
+_BETWEEN = 'isaac_loop', 'torch', 'contextlib', 'fastcore', 'tqdm'

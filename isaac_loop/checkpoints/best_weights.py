@@ -6,10 +6,9 @@
 __all__ = ['evaluated_model', 'KeepBestCB']
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #e42e3ad6
-import warnings
-
 import torch
 
+from ..basics.checks import warn
 from ..basics.settings import show_settings
 from ..loop.events import CancelException, Order
 from ..loop.monitor import Monitor, check_monitored, mode_of
@@ -65,7 +64,7 @@ class KeepBestCB(KeepsBest):
     def after_fit(self, trainer):
         "Say so if there never was a value"
         never = trainer.n_epochs and not self.seen
-        if never: warnings.warn(_NEVER.format(type(self).__name__, self.monitor), stacklevel=2)
+        if never: warn(_NEVER.format(type(self).__name__, self.monitor))
 
     def cleanup_fit(self, trainer):
         "Put the best weights into the model"

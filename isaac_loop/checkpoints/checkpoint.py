@@ -6,12 +6,11 @@
 __all__ = ['CheckpointCB']
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #85755367
-import warnings
-
 from fastcore.basics import patch
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
-from ..basics.checks import local_path, short_path
+from ..basics.checks import local_path, short_path, warn
+from ..basics.output import say
 from .counted_fits import CountedFits, belongs_to, why_over
 from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
 from .run_on_disk import RunOnDisk, checked_resume, metrics_of
@@ -107,7 +106,7 @@ _WORKERS = ('The training loader has persistent workers, whose random numbers ca
 def _warn_of_workers(dl):
     "Say that a loader has random numbers which are not saved"
     if hasattr(dl, 'load_state_dict') or not getattr(dl, 'persistent_workers', False): return
-    warnings.warn(_WORKERS, stacklevel=2)
+    warn(_WORKERS)
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #5d55d5b9
 @patch
@@ -119,7 +118,7 @@ def _to_resume(self:CheckpointCB, trainer):
     if found is None or not self._takes_up(trainer, *found): return self._say_anew(trainer)
     position,where = found[1]['position'],self._run.where()
     if not self._fits.over:
-        print(f'continuing from {where} (epoch {position["epoch"]}, batch {position["batches"]})', flush=True)
+        say(f'continuing from {where} (epoch {position["epoch"]}, batch {position["batches"]})')
     return found
 
 @patch
@@ -139,7 +138,7 @@ def _tell_what_differs(self:CheckpointCB, trainer, state):
     warn_of_rates(trainer, state, 'begin anew in another folder')
     _warn_of_workers(trainer.dls.train)
     if told := data_unchecked(trainer, state):
-        print(f'Whether these are the data of the saved run cannot be told: {told}.')
+        say(f'Whether these are the data of the saved run cannot be told: {told}.')
 
 @patch
 def _say_anew(self:CheckpointCB, trainer):
@@ -148,7 +147,7 @@ def _say_anew(self:CheckpointCB, trainer):
     which = f' (fit {fit} of this run, the first is 0)'*(fit > 0)
     weights = ', with the weights that the model has now'*later
     broken = ' (the fit before broke off)'*(later and not trainer._last_ended)
-    print(f'beginning anew in {short_path(self._run.store.folder)}{which}{weights}{broken}', flush=True)
+    say(f'beginning anew in {short_path(self._run.store.folder)}{which}{weights}{broken}')
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #4d1fb2d3
 _COMPLETE = ('This fit is complete already ({}): {} is where the run stands{} '
@@ -164,7 +163,7 @@ def _epochs(self:CheckpointCB, trainer, epochs):
     weights = '; its weights are in the model.' if weights_too else _OTHER_MODEL
     once_more = not (later or trainer._last_ended)
     how = 'call `fit` once more.' if once_more else '`trainer.load` it and save in another folder.'
-    print(_COMPLETE.format(self._fits.over, self._run.where(), weights, how))
+    say(_COMPLETE.format(self._fits.over, self._run.where(), weights, how))
     raise CompleteAlready('the fit is complete already')
 
 @patch

@@ -6,13 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #db5cd306
-import warnings
 from contextlib import contextmanager
 
 import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..basics.checks import warn
 from ..basics.settings import show_settings
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
@@ -125,7 +125,7 @@ _OTHER_BATCHES = ('`{}` has handed on {} batches, but {} were trained: a callbac
 def _warn_of_order(self, trainer, handed):
     "Say that somebody makes other batches of those that have passed by here"
     name = callback_name(self)
-    warnings.warn(_OTHER_BATCHES.format(name, handed, trainer.batch_num+1, int(self.order)), stacklevel=2)
+    warn(_OTHER_BATCHES.format(name, handed, trainer.batch_num+1, int(self.order)))
     return True
 
 @patch
@@ -211,7 +211,7 @@ def _end_pass(trainer, over, stopped, own):
 def _replayed(dl, batches, start, done):
     "`batches` after the first `done`, which are read and dropped"
     if not isinstance(dl, (list, tuple)) and not hasattr(dl, 'load_state_dict'):
-        warnings.warn(_READ_AGAIN.format(done), stacklevel=2)
+        warn(_READ_AGAIN.format(done))
     with undrawn():
         set_plain_random_state(start, strict=False)
         rest = iter(batches)
@@ -238,7 +238,7 @@ def warn_of_rates(
 ):
     "Say that a rate or an option given now has no effect on a run that goes on, but another loss has"
     was,loss = state.get('loss_func'),loss_of(trainer)
-    if was not in (None, loss): warnings.warn(_OTHER_LOSS.format(was, loss), stacklevel=2)
+    if was not in (None, loss): warn(_OTHER_LOSS.format(was, loss))
     position,saved,now = state['position'],state.get('opt_defaults', {}),opt_defaults(trainer)
     changed = []
     for name,options in saved.items():
@@ -246,4 +246,4 @@ def warn_of_rates(
         others = {k: v for k,v in options.items() if k in here and here[k] != v}
         changed += [f'`{k}={here[k]!r}` (saved: {v!r})' for k,v in others.items()]
     if position['lr'] != trainer.lr: changed.insert(0, f"`lr={trainer.lr:g}` (saved: {position['lr']:g})")
-    if changed: warnings.warn(_NO_EFFECT.format(', '.join(changed), instead), stacklevel=2)
+    if changed: warn(_NO_EFFECT.format(', '.join(changed), instead))

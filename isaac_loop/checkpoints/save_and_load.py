@@ -6,12 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/checkpoints/60_save_and_load.ipynb #3ac35771
-import math, warnings
+import math
 
 from fastcore.basics import patch
 
 from ..state.checkpoint_files import MANIFEST_FILE
-from ..basics.checks import did_you_mean
+from ..basics.checks import did_you_mean, warn
 from ..loop.fitting import ready_optimizer
 from ..loop.history import updates_of_run
 from ..loop.monitor import mode_of
@@ -134,8 +134,8 @@ _AVERAGE = ('The metrics of this checkpoint were measured with the average of we
 def _warn_of_place(place):
     "Say that the next pass is not a whole one"
     if 'epoch' not in place or not place.get('samples', place.get('batches')): return
-    warnings.warn(_HALF_EPOCH.format(place['epoch']+1), stacklevel=3)
+    warn(_HALF_EPOCH.format(place['epoch']+1))
 
 def _warn_of_average(manifest):
     "Say that the numbers beside a checkpoint belong to other weights than it gives"
-    warnings.warn(_AVERAGE.format(manifest['info']['measured_with']), stacklevel=3)
+    warn(_AVERAGE.format(manifest['info']['measured_with']))

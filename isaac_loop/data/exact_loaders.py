@@ -6,13 +6,11 @@
 __all__ = ['ExactLoader', 'exact_loader']
 
 # %% ../../nbs/data/30_exact_loaders.ipynb #1f047e06
-import warnings
-
 import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..basics.checks import check_flag
+from ..basics.checks import check_flag, warn
 from .replay_loaders import ReplayLoader
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
 from .resumable_loaders import explained, listed
@@ -144,7 +142,7 @@ def load_state_dict(self:ExactLoader,
     check_same({name: changed[name] for name in _ORDER if name in changed}, state['samples'])
     others = {name: changed[name] for name in _BATCHES if name in changed}
     was,now = listed(others, 0),listed(others, 1)
-    if others: warnings.warn(_OTHER_BATCHES.format(was=was, now=now), stacklevel=2)
+    if others: warn(_OTHER_BATCHES.format(was=was, now=now))
     self.set_epoch(state['epoch'])
     if state['samples']: self.start_at(state['samples'])
 

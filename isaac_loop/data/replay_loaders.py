@@ -6,13 +6,14 @@
 __all__ = ['ReplayLoader']
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #4916abbe
-import copy, warnings
+import copy
 from itertools import count
 
 import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ..basics.checks import warn
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
 from .resumable_loaders import explained
 from .sampling import WorkerStart, hashed, seed_with, seeded_with, whole_number
@@ -177,6 +178,7 @@ _end = object()
 @patch
 def _walk(self:ReplayLoader, epoch, done):
     "The batches from a position on, each with the position behind it"
+    __tracebackhide__ = True # It only passes on
     source = batches = None
     try:
         source = self._source(epoch)
@@ -203,4 +205,4 @@ def _read(self:ReplayLoader, batches, source, epoch, i):
 def _warn_of_reading(done, epoch):
     "Say what it costs to go on in the middle"
     n = f'{done} batch' + 'es'*(done > 1)
-    warnings.warn(_READING_AGAIN.format(n=n, epoch=epoch), stacklevel=4)
+    warn(_READING_AGAIN.format(n=n, epoch=epoch))

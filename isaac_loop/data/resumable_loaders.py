@@ -6,9 +6,10 @@
 __all__ = ['WorkerCrashed']
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #1d76f854
-import warnings, weakref
+import weakref
 from contextlib import suppress
 
+from ..basics.checks import warn
 from .sampling import whole_number
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #ecbc30c0
@@ -122,4 +123,4 @@ def check_same(changed, done):
     if not changed: return
     was_and_now = dict(was=listed(changed, 0), now=listed(changed, 1))
     if done: raise ValueError(_OTHER_ORDER.format(**was_and_now))
-    warnings.warn(_OTHER_EPOCHS.format(**was_and_now), stacklevel=3)
+    warn(_OTHER_EPOCHS.format(**was_and_now))

@@ -6,7 +6,7 @@
 __all__ = ['SeededBatchSampler']
 
 # %% ../../nbs/data/20_sampling.ipynb #9a321c6b
-import ctypes, gc, multiprocessing, os, random, sys, threading, warnings
+import ctypes, gc, multiprocessing, os, random, sys, threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from hashlib import blake2b
@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import get_worker_info
 
-from ..basics.checks import check_count, check_flag
+from ..basics.checks import check_count, check_flag, warn
 
 # %% ../../nbs/data/20_sampling.ipynb #9dd004a3
 def hashed(*key):
@@ -132,7 +132,7 @@ def start_at(self:SeededBatchSampler,
     self.start = start
     left = self.n - self.start
     if 0 < left < self.world_size and not self.drop_last:
-        warnings.warn(_LEFT_OUT.format(left=left, world_size=self.world_size), stacklevel=2)
+        warn(_LEFT_OUT.format(left=left, world_size=self.world_size))
 
 # %% ../../nbs/data/20_sampling.ipynb #0d725b33
 class _Batch(list):

@@ -6,12 +6,11 @@
 __all__ = ['MixedPrecisionCB']
 
 # %% ../../nbs/device/20_precision.ipynb #3729c23b
-import warnings
-
 import torch
 from fastcore.basics import patch
 from torch.amp import GradScaler, autocast
 
+from ..basics.checks import warn
 from ..basics.settings import show_settings
 from ..loop.events import CancelException, CancelStepException, Order, replaces
 from ..loop.fitting import one_optimizer
@@ -141,7 +140,7 @@ def cleanup_epoch(self:MixedPrecisionCB, trainer):
     if not trainer.training or not 0 < self._tried == self._overflowed: return
     scale = self.scaler.get_scale()
     message = _ALL_OVERFLOWED.format(epoch=trainer.epoch, n=self._tried, scale=scale)
-    warnings.warn(message, stacklevel=2)
+    warn(message)
 
 # %% ../../nbs/device/20_precision.ipynb #0496ace2
 @patch

@@ -6,7 +6,7 @@
 __all__ = ['EvaluatorCB']
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #d1e62ff4
-import math, numbers, time, warnings
+import math, numbers, time
 
 from fastcore.basics import patch
 
@@ -18,7 +18,7 @@ from ..data.dataset_order import in_order
 from .predictions import OtherData, evaluated_weights
 from ..train.training import NBatchCB
 from ..basics.settings import show_settings
-from ..basics.checks import check_count
+from ..basics.checks import check_count, warn
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException, Order, callback_name
 from ..basics.tables import row_text
@@ -79,7 +79,7 @@ def _run(self:EvaluatorCB, trainer, name, dl):
         callbacks = [self._pass, self._limit(), self.callbacks_inside]
         with side.added_callbacks(callbacks): side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
-    if 'valid_loss' not in row: warnings.warn(_NOTHING_MEASURED.format(name, callback_name(self)))
+    if 'valid_loss' not in row: warn(_NOTHING_MEASURED.format(name, callback_name(self)))
     left_out = ['fit', 'epoch', 'elapsed'] + ['valid_loss']*(not self.with_loss)
     return {'loss' if k == 'valid_loss' else k: v for k,v in row.items() if k not in left_out}
 
@@ -114,7 +114,7 @@ def _pass_on(self:EvaluatorCB, trainer, name):
     "Let the training know of a stop, and the user of an evaluation that is not complete"
     stop,left = self._stop,self._left
     self._stop,self._left = None,None
-    if left is not None: warnings.warn(_LEFT_EARLY.format(name, left))
+    if left is not None: warn(_LEFT_EARLY.format(name, left))
     if stop is not None and trainer._fitting: trainer.request_stop(stop)
 
 _LEFT_EARLY = 'The evaluation of `{}` was left early ({}), so its numbers are those of a part of the data.'
@@ -254,7 +254,7 @@ def after_fit(self:EvaluatorCB, trainer):
     if 'epoch' not in vars(trainer): return
     if self.at_end and not self._fresh: trainer.write_measured(**self._measure(trainer))
     self._leave(CancelException)
-    if not self.n_evaluations: warnings.warn(_NO_TURN.format(callback_name(self)), stacklevel=2)
+    if not self.n_evaluations: warn(_NO_TURN.format(callback_name(self)))
 
 @patch
 def cleanup_fit(self:EvaluatorCB, trainer):

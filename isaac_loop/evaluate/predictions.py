@@ -6,12 +6,12 @@
 __all__ = ['Predictions', 'CapturePredsCB']
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #9a2f6c19
-import warnings
 from contextlib import ExitStack, contextmanager
 
 import torch
 from fastcore.basics import patch
 
+from ..basics.checks import warn
 from ..data.dataset_order import in_order
 from .data_sets import chosen_loader
 from .join_batches import join_batches
@@ -153,7 +153,7 @@ def _warn_of_other_losses(parts, batch_losses):
     for part,loss in zip(parts, batch_losses):
         single,loss = part['losses'].double(),loss.cpu().double()
         if any(_is_close(loss, o) for o in (single.mean(), single.sum())): continue
-        warnings.warn(_OTHER_LOSSES.format(loss=loss, n=len(single), mean=single.mean()), stacklevel=4)
+        warn(_OTHER_LOSSES.format(loss=loss, n=len(single), mean=single.mean()))
         return
 
 def _is_close(a, b): return torch.isclose(a, b, rtol=1e-2, atol=1e-4, equal_nan=True)
@@ -211,7 +211,7 @@ def _looking_at(self:Trainer, dl, callbacks, *watchers):
         except Exception as error:
             if whole.why: error.add_note(f'The pass was left early ({whole.why}).')
             raise
-    if whole.why: warnings.warn(_NOT_WHOLE.format(whole.why, whole.n_batches), stacklevel=4) # At `get_preds`
+    if whole.why: warn(_NOT_WHOLE.format(whole.why, whole.n_batches))
 
 _NO_BATCHES = 'The loader has no batches, so there is nothing to look at. Is its dataset empty?'
 _NOT_WHOLE = 'The pass was not complete ({}), so {} batches are all that the result covers.'

@@ -7,7 +7,7 @@ __all__ = ['classification_scores', 'binary_scores', 'regression_scores', 'text_
            'PredictionsCSVCB']
 
 # %% ../../nbs/evaluate/50_reports.ipynb #d3ec5e6f
-import csv, json, math, re, warnings
+import csv, json, math, re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same
 from .predictions import Predictions
 from .values import class_name, decoded
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, local_path
+from ..basics.checks import check_count, local_path, warn
 from ..loop.events import CancelEpochException, Order, callback_name
 from ..show.media_files import check_folder, replace_file
 
@@ -293,7 +293,7 @@ class PredictionsCSVCB(_AfterPassCB):
         "Write the file anew"
         path = self._path(name, trainer.epoch)
         try: write_preds_csv(path, found, **self._options)
-        except OSError as error: warnings.warn(_NOT_WRITTEN.format(path, error))
+        except OSError as error: warn(_NOT_WRITTEN.format(path, error))
 
 _ONE_FILE = ('`path` is {!r}, one file for {} data sets, so each would overwrite the other. '
              'Put `{{name}}` into it.')

@@ -6,7 +6,7 @@
 __all__ = ['word_error_rate', 'char_error_rate', 'token_rows', 'TextComparisonCB']
 
 # %% ../../nbs/evaluate/60_text_comparison.ipynb #7bca9f76
-import math, sys, warnings
+import math, sys
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -16,7 +16,7 @@ from tqdm.std import tqdm
 
 from .data_sets import aside
 from ..basics.settings import show_settings
-from ..basics.checks import check_count
+from ..basics.checks import check_count, warn
 from ..loop.events import CancelException, Order
 from ..basics.tables import Table
 from ..basics.tensors import batch_size, map_tensors
@@ -158,7 +158,7 @@ class TextComparisonCB:
     def after_fit(self, trainer):
         "Say so if there never was a text"
         if self._validated or 'epoch' not in vars(trainer): return # Or there was no epoch to run
-        warnings.warn(_NO_PASS.format(self.name), stacklevel=2)
+        warn(_NO_PASS.format(self.name))
 
 _NO_VALID = ('`{}` compares texts of the first validation batch, but there is no `dls.valid`. '
              'Give the trainer one, or leave the callback out.')
@@ -276,7 +276,7 @@ def _forgiving(self:TextComparisonCB, trainer, event, where=''):
     except Exception as error:
         found = f'{type(error).__name__}: {error}'
         message = _FAILED.format(name=self.name, event=event, epoch=trainer.epoch, where=where, error=found)
-        if not self._warned: warnings.warn(message, stacklevel=2)
+        if not self._warned: warn(message)
         self._warned = True
 
 _FAILED = ('`{name}` (a `TextComparisonCB`) failed in `{event}` at epoch {epoch}{where} with {error} '

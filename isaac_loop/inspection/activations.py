@@ -6,14 +6,14 @@
 __all__ = ['HooksCallback', 'ActivationStats', 'ActivationStatsCB']
 
 # %% ../../nbs/inspection/30_activations.ipynb #8b5072bc
-import math, warnings
+import math
 
 import torch
 from fastcore.basics import patch
 
 from ..basics.figures import whole_ticks
 from ..basics.settings import show_settings
-from ..basics.checks import check_count
+from ..basics.checks import check_count, warn
 from ..loop.events import Order
 from ..models.hooks import Hooks, find_modules, first_tensor
 from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
@@ -70,7 +70,7 @@ _NO_CALL = ('No hook of `{name}` was called in a whole pass, so nothing was seen
 def after_epoch(self:HooksCallback, trainer):
     "Warn if no hook was called"
     if self._called or not hasattr(trainer, 'preds'): return # Without predictions no batch has run
-    warnings.warn(_NO_CALL.format(name=type(self).__name__))
+    warn(_NO_CALL.format(name=type(self).__name__))
     self._called = True # Once is enough
 
 # %% ../../nbs/inspection/30_activations.ipynb #28eb406b

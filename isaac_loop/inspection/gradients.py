@@ -11,6 +11,7 @@ from bisect import bisect_left
 
 import torch
 
+from ..basics.output import say
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelException, Order
@@ -137,7 +138,7 @@ def log(self:GradientStatsCB, trainer):
     if self.show and any(map(len, self.stats.values())): self._log(self.table())
 
 @patch
-def _log(self:GradientStatsCB, table): print(table)
+def _log(self:GradientStatsCB, table): say(table)
 
 # %% ../../nbs/inspection/40_gradients.ipynb #21c39246
 def _first_of(record, now):

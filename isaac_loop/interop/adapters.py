@@ -6,11 +6,11 @@
 __all__ = ['adapt']
 
 # %% ../../nbs/interop/10_adapters.ipynb #4e03e364
-import inspect, warnings
+import inspect
 
 from fastcore.basics import patch
 
-from ..basics.checks import check_count, did_you_mean
+from ..basics.checks import check_count, did_you_mean, warn
 from ..loop.events import EVENTS, handler_of
 from .aitoolbox import AIToolboxCB
 from .foreign_callback import ForeignCB, title_of
@@ -57,7 +57,7 @@ def _warn_of_misspelt(foreign, kind):
         near = did_you_mean(name, known, 0.9)
         if name in known or not near: continue
         method = f'{type(foreign).__name__}.{name}'
-        warnings.warn(_NO_EVENT.format(method=method, protocol=kind.protocol, near=near), stacklevel=3)
+        warn(_NO_EVENT.format(method=method, protocol=kind.protocol, near=near))
 
 _NO_EVENT = '`{method}` is no event of {protocol}, so nobody will call it.{near}'
 

@@ -6,10 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #2545931b
-import warnings
-
 from fastcore.basics import patch
 
+from ..basics.checks import warn
 from .aitoolbox_loop import AIT_EVENTS, TrainLoop, answers
 from .foreign_callback import RecordingCB, method_of, title_of, told
 from .foreign_trainer import loss_of
@@ -40,7 +39,7 @@ class AIToolboxCB(RecordingCB):
     def __init__(self, foreign, name, order):
         super().__init__(foreign, name, order)
         if answers(foreign, 'on_multiprocess_start'):
-            warnings.warn(_NO_PROCESSES.format(title_of(foreign)), stacklevel=3)
+            warn(_NO_PROCESSES.format(title_of(foreign)))
 
     @classmethod
     def recognises(cls, foreign, names): return method_of(foreign, 'register_train_loop_object') is not None

@@ -6,11 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/interop/20_foreign_callback.ipynb #ddf0d136
-import inspect, math, warnings
+import inspect, math
 
 import torch
 from fastcore.basics import patch
 
+from ..basics.checks import warn
 from ..basics.settings import show_settings
 from .needed_attributes import check_uses, uses, warn_of_unknown
 from .foreign_trainer import Facade
@@ -89,7 +90,7 @@ class ForeignCB:
         "What is to be known when a run begins"
         warn_of_unknown(self.facade, [(title_of(o.foreign), o._uses) for o in everyone])
         for cb in everyone: cb._uses = []
-        if processes()[1] > 1: warnings.warn(_EACH_ALONE, stacklevel=3)
+        if processes()[1] > 1: warn(_EACH_ALONE)
 
     def _tell(self, event, *args, **kwargs):
         "Call a method of the foreign callback, if it has it"

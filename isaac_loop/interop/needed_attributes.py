@@ -6,9 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/interop/16_needed_attributes.ipynb #6f105efe
-import ast, inspect, warnings
+import ast, inspect
 
-from ..basics.checks import did_you_mean
+from ..basics.checks import did_you_mean, warn
 from ..basics.source_code import syntax_tree
 from ..loop.shared_attributes import STATE
 
@@ -71,7 +71,7 @@ def warn_of_unknown(
         for method,name,is_set in uses:
             if is_set or is_known(name): continue
             hint = did_you_mean(name, sorted(known))
-            warnings.warn(_UNKNOWN.format(who=f'{title}.{method}', name=name, hint=hint), stacklevel=4)
+            warn(_UNKNOWN.format(who=f'{title}.{method}', name=name, hint=hint))
 
 _UNKNOWN = ('`{who}` asks its trainer for `{name}`, which nobody has so far, so the run would end there.'
             '{hint} Set it on our trainer if that is where it comes from.')

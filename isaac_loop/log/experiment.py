@@ -6,7 +6,7 @@
 __all__ = ['ExperimentCB']
 
 # %% ../../nbs/log/40_experiment.ipynb #261ab632
-import itertools, json, logging, os, shutil, time, traceback, warnings, weakref
+import itertools, json, logging, os, shutil, time, traceback, weakref
 from dataclasses import asdict, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,7 +18,7 @@ from .run_config import RunConfig
 from .file_values import finite, plain
 from .run_facts import ENDED, described, outcome_of, settings
 from ..basics.settings import show_settings
-from ..basics.checks import local_path
+from ..basics.checks import local_path, warn
 from ..loop.events import CancelException, Order, callback_name
 from .log_text import LogFile, tee_streams, untee_streams
 from ..show.media_files import replace_file
@@ -177,7 +177,7 @@ def _numbered(name, n): return name if n == 1 else f'{Path(name).stem}-{n}{Path(
 _NOT_WRITTEN = ('`ExperimentCB` could not write to `{path}` ({error}). '
                 'Training goes on, but the record is not complete.')
 
-def _warn_of(path, e): warnings.warn(_NOT_WRITTEN.format(path=path, error=e))
+def _warn_of(path, e): warn(_NOT_WRITTEN.format(path=path, error=e))
 
 @patch
 def _open_log(self:ExperimentCB):

@@ -6,12 +6,12 @@
 __all__ = ['table_text', 'HistoryFilesCB']
 
 # %% ../../nbs/log/60_history_files.ipynb #c8b713d1
-import re, warnings
+import re
 from functools import partial
 
 from .run_config import RunConfig
 from ..basics.settings import show_settings
-from ..basics.checks import did_you_mean, local_path
+from ..basics.checks import did_you_mean, local_path, warn
 from ..show.curves import history_figure
 from ..loop.events import Order
 from ..show.media_files import check_folder, check_format, csv_text, media_file, replace_file
@@ -93,7 +93,7 @@ class HistoryFilesCB:
         try: write()
         except Exception as e: # A figure of somebody else may fail in any way
             about = dict(what=what, folder=self._folder, kind=type(e).__name__, error=e)
-            if what not in self._warned: warnings.warn(_NOT_WRITTEN.format(**about))
+            if what not in self._warned: warn(_NOT_WRITTEN.format(**about))
             self._warned.add(what)
             return False
         return True

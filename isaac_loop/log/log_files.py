@@ -9,6 +9,7 @@ __all__ = ['CSV', 'JSONLines', 'SQLite', 'Screen']
 import itertools, re, sqlite3
 from collections import Counter
 
+from ..basics.output import say
 from .row_files import CSVRows, JSONRows, SQLiteRows
 from .run_facts import ENDED
 from ..basics.checks import local_path
@@ -129,7 +130,7 @@ class Screen:
     ):
         "Print the values in one line"
         shown = {k: o for k,o in values.items() if not self.names or k in self.names}
-        if shown: print(f'step {step}:', row_text(shown, between='  '), flush=True)
+        if shown: say(f'step {step}:', row_text(shown, between='  '))
 
     def media(self,
         name:str, # What it is called
@@ -139,11 +140,11 @@ class Screen:
         **about, # What else is known about it; not shown
     ):
         "Print a text or a table"
-        print(f'step {step}: {name}', Table(value) if kind == 'table' else value, sep='\n', flush=True)
+        say(f'step {step}: {name}', Table(value) if kind == 'table' else value, sep='\n')
 
     def alert(self,
         text:str, # Which value has crossed which level
         step:int, # Optimizer updates so far, over all fits of the run
     ):
         "Print an alert"
-        print(f'step {step}: ALERT: {text}', flush=True)
+        say(f'step {step}: ALERT: {text}')

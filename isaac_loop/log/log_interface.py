@@ -6,11 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/log/20_log_interface.ipynb #c1d09998
-import inspect, json, warnings
+import inspect, json
 from functools import partial
 from pathlib import Path
 
-from ..basics.checks import check_function
+from ..basics.checks import check_function, warn
 from ..loop.events import CancelException, callback_name
 
 # %% ../../nbs/log/20_log_interface.ipynb #2df95f83
@@ -118,7 +118,7 @@ class Outlet:
         except Exception as error:
             self._never = isinstance(error, _NEVER) and not isinstance(error, _PERHAPS)
             about = dict(name=self.name, step=step, kind=type(error).__name__, error=error, what=what)
-            if not self.warned: warnings.warn(self.failed.format(**about), stacklevel=2)
+            if not self.warned: warn(self.failed.format(**about))
             self.warned = True
             return False
         return True
@@ -126,7 +126,7 @@ class Outlet:
     def _skip(self, kind, name):
         self.skipped.add(kind)
         kinds = ', '.join(self.log.kinds) or 'nothing'
-        warnings.warn(_CANNOT_SHOW.format(log=self.name, kind=kind, name=name, kinds=kinds), stacklevel=2)
+        warn(_CANNOT_SHOW.format(log=self.name, kind=kind, name=name, kinds=kinds))
 
 # %% ../../nbs/log/20_log_interface.ipynb #ccd2fc72
 _NO_LOG = '`to` is empty, so nothing would be logged. Give at least one log, such as `CSV("logs")`.'

@@ -6,7 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/log/55_log_text.ipynb #348a8937
-import logging, sys, time, warnings
+import logging, sys, time
+
+from ..basics.checks import warn
 
 # %% ../../nbs/log/55_log_text.ipynb #55c71e71
 _STOPPED = '`{who}` could not write to `{path}` ({error}), and writes no log any more; training goes on.'
@@ -33,7 +35,7 @@ class LogFile(logging.Handler):
             with open(self.path, 'a', encoding='utf-8', errors='backslashreplace') as f: f.write(text)
         except OSError as e:
             self.failed = True
-            warnings.warn(_STOPPED.format(who=self.who, path=self.path, error=e))
+            warn(_STOPPED.format(who=self.who, path=self.path, error=e))
 
     def begin(self, path):
         "From now on write to `path`, first of all what has waited"

@@ -6,12 +6,13 @@
 __all__ = ['LoggerCB']
 
 # %% ../../nbs/log/05_loggers.ipynb #bf01e3a9
-import time, uuid, warnings, weakref
+import time, uuid, weakref
 from itertools import chain
 
 import torch
 from fastcore.basics import patch
 
+from ..basics.checks import warn
 from ..basics.settings import show_settings
 from ..checkpoints.resuming import CompleteAlready
 from .alerts import Alerts, check_alerts
@@ -275,7 +276,7 @@ def _send_late_columns(self:LoggerCB, step):
     late = {name: plain(value) for name,value in row.items() if name not in sent and self._is_wanted(name)}
     self._missing -= late.keys()
     about = dict(missing=sorted(self._missing), names=sorted(row))
-    if self._missing: warnings.warn(_NEVER_THERE.format(**about), stacklevel=2)
+    if self._missing: warn(_NEVER_THERE.format(**about))
     if late: self._send({'epoch': row['epoch'], **late}, step, 'epochs')
 
 @patch

@@ -6,7 +6,7 @@
 __all__ = ['Email', 'NotifyCB']
 
 # %% ../../nbs/log/70_notify.ipynb #e5474257
-import io, mimetypes, smtplib, ssl, traceback, warnings
+import io, mimetypes, smtplib, ssl, traceback
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 
@@ -14,7 +14,7 @@ from ..metrics.metrics import as_text
 from .run_config import RunConfig
 from .run_facts import ENDED, outcome_of
 from ..basics.settings import show_settings
-from ..basics.checks import check_choice, check_count, check_function
+from ..basics.checks import check_choice, check_count, check_function, warn
 from ..show.curves import history_figure
 from ..loop.events import CancelException, Order
 from ..loop.shared_attributes import offered
@@ -164,5 +164,5 @@ class NotifyCB:
         except CancelException:
             if not over: raise # At the end there is nothing left to cancel
         except Exception as e:
-            if not self._warned: warnings.warn(_NOT_SENT.format(kind=type(e).__name__, error=e))
+            if not self._warned: warn(_NOT_SENT.format(kind=type(e).__name__, error=e))
             self._warned = True

@@ -6,12 +6,12 @@
 __all__ = ['UploadCB', 'fetch']
 
 # %% ../../nbs/log/65_upload.ipynb #23ede4b2
-import json, os, shutil, time, uuid, warnings
+import json, os, shutil, time, uuid
 from pathlib import Path, PurePosixPath
 
 from .run_config import RunConfig
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, local_path
+from ..basics.checks import check_count, local_path, warn
 from ..loop.events import CancelException, Order
 from ..loop.shared_attributes import offered
 from ..show.media_files import replace_file
@@ -157,7 +157,7 @@ class UploadCB:
         if self._fs is None: return
         if not any(offered(trainer, 'hurried')):
             self._upload()
-            if not self._found_any: warnings.warn(_FOUND_NONE.format(folder=self._from))
+            if not self._found_any: warn(_FOUND_NONE.format(folder=self._from))
         self._fs,self._main = None,False
 
     def _begin(self, trainer):
@@ -185,7 +185,7 @@ class UploadCB:
         except Exception as e:
             raise OSError(_NO_PLACE.format(**self._failure(e))) from e
         try: fs.rm_file(probe)
-        except Exception as e: warnings.warn(_NO_DELETING.format(**self._failure(e)))
+        except Exception as e: warn(_NO_DELETING.format(**self._failure(e)))
 
     def _upload(self):
         "Copy what is new or has changed, and warn if that fails"
@@ -211,7 +211,7 @@ class UploadCB:
 
     def _warn(self, e):
         "Warn, once in a fit"
-        if not self._warned: warnings.warn(_NOT_COPIED.format(n=len(self.behind), **self._failure(e)))
+        if not self._warned: warn(_NOT_COPIED.format(n=len(self.behind), **self._failure(e)))
         self._warned = True
 
     def _failure(self, e):

@@ -11,6 +11,7 @@ import time
 import torch
 from fastcore.basics import patch
 
+from ..basics.output import say
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import Order
@@ -58,7 +59,7 @@ def _finish(self:EpochTimeCB, trainer, seconds):
     "Tell what follows from so many `seconds` for a batch, and leave"
     epoch = None if trainer.n_batches is None else seconds*trainer.n_batches
     self.estimate = dict(batch=seconds, epoch=epoch, fit=None if epoch is None else epoch*trainer.n_epochs)
-    if self.show: print(self._text(trainer), flush=True)
+    if self.show: say(self._text(trainer))
     trainer.remove_callback(self)
 
 @patch

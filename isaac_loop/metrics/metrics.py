@@ -11,6 +11,7 @@ import copy, time
 import torch
 from fastcore.basics import patch
 
+from ..basics.output import say
 from ..basics.settings import show_settings
 from ..basics.tables import shown_row
 from ..loop.events import Order, callback_name
@@ -130,7 +131,7 @@ def log(self:MetricsCB, trainer):
     if self.show and row and not any(offered(trainer, 'shows_rows')): self._log(row)
 
 @patch
-def _log(self:MetricsCB, row): print(as_text(row))
+def _log(self:MetricsCB, row): say(as_text(row))
 
 # %% ../../nbs/metrics/10_metrics.ipynb #2a27b0ca
 _OTHER_METRICS = ('`MetricsCB` measured {} when it was saved, and measures {} now, so rows would not fit. '

@@ -6,11 +6,10 @@
 __all__ = ['lsuv_init']
 
 # %% ../../nbs/models/20_lsuv.ipynb #b3815e69
-import warnings
-
 import torch
 from torch import nn
 
+from ..basics.checks import warn
 from .hooks import Hook, first_tensor, probing
 
 # %% ../../nbs/models/20_lsuv.ipynb #9fd2b07d
@@ -86,5 +85,5 @@ def lsuv_init(
         _check_spread(std, where)
         _correct(weight, bias, target_std/std, targ_mean - mean*target_std/std)
     wanted = dict(targ_mean=targ_mean, target_std=target_std)
-    if not near: warnings.warn(_NOT_NEAR.format(n=loop, mean=mean, std=std, **wanted), stacklevel=2)
+    if not near: warn(_NOT_NEAR.format(n=loop, mean=mean, std=std, **wanted))
     return dict(mean=mean, std=std, loops=loop)

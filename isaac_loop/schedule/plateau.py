@@ -6,15 +6,13 @@
 __all__ = ['StepSchedulerCB', 'PlateauSchedulerCB']
 
 # %% ../../nbs/schedule/30_plateau.ipynb #312d8392
-import warnings
-
 from fastcore.meta import delegates
 from torch.optim import lr_scheduler
 
 from .schedulers import EpochSchedulerCB
 from ..loop.monitor import check_monitored, mode_of
 from ..state.keeps_state import check_same_monitor
-from ..basics.checks import check_count
+from ..basics.checks import check_count, warn
 from ..train.optimizer_options import put_option, rates_of
 from .scheduler_checks import check_options, check_rates, try_out
 
@@ -101,7 +99,7 @@ class PlateauSchedulerCB(EpochSchedulerCB):
     def after_fit(self, trainer):
         "Say so if there never was a value"
         if self.scheduler is None or not trainer.n_updates or self._seen: return
-        warnings.warn(_NEVER_MEASURED.format(cb=type(self).__name__, monitor=self.monitor), stacklevel=2)
+        warn(_NEVER_MEASURED.format(cb=type(self).__name__, monitor=self.monitor))
 
     def state_dict(self)->dict: # Numbers, strings, lists and dicts; empty before the first fit
         "Where the schedule stands, and what it watches"

@@ -6,13 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/schedule/60_scheduler_checks.ipynb #b7b4806d
-import inspect, math, warnings
+import inspect, math
 
 import torch
 from torch.optim import lr_scheduler
 
 from ..loop.events import callback_name
-from ..basics.checks import did_you_mean
+from ..basics.checks import did_you_mean, warn
 from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/schedule/60_scheduler_checks.ipynb #ba49d6e3
@@ -36,7 +36,7 @@ def warn_of_length(who, scheduler, n, unit):
     if length+slack < n: found.append(f'its `{name}` is {length}. From then on the rate will {afterwards}.')
     if never: found.append(f'it changes after {", ".join(map(str, never))}. That will never come.')
     start = _START.format(who=who, n=n, kind=kind, unit=unit)
-    for what in found: warnings.warn(start + what, stacklevel=2)
+    for what in found: warn(start + what)
 
 def _turning_points(scheduler):
     "After how many steps a scheduler changes abruptly, as far as it says so"

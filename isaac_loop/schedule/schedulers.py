@@ -17,6 +17,7 @@ from fastcore.meta import delegates
 from torch import nn
 from torch.optim import lr_scheduler
 
+from ..basics.checks import warn
 from ..basics.settings import show_settings
 from .annealing import draw_curves
 from ..data.dataloaders import DataLoaders
@@ -192,7 +193,7 @@ def _warn_of_other_length(cb, was):
     curve = _FOLLOWS if not kept else _AT_LAST if kept == ['total_steps'] else _KEEPS
     curve = curve.format(name=kept and kept[0], was=was, instead=_INSTEAD)
     message = _OTHER_LENGTH.format(cb=type(cb).__name__, was=was, now=cb._n_steps, curve=curve)
-    warnings.warn(message, stacklevel=2)
+    warn(message)
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #dd8e9b01
 _OTHER_KIND = ('`{cb}` saved the state of a `{was}`, but now makes a `{kind}`, and a mixture of the two '

@@ -6,13 +6,13 @@
 __all__ = ['OneCycleSchedulerCB', 'WarmupSchedulerCB', 'WSDSchedulerCB']
 
 # %% ../../nbs/schedule/20_schedules.ipynb #1baaa6b4
-import warnings
 from numbers import Real
 
 from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch.optim import lr_scheduler
 
+from ..basics.checks import warn
 from .annealing import DECAYS, check_decay, check_length, check_numbers
 from .annealing import cycle_progress, decay_at, rise, updates_of
 from .schedulers import BatchSchedulerCB
@@ -118,7 +118,7 @@ def _check_total(self:WarmupSchedulerCB, total):
     needed = sum(updates_of(o, total) for o in (self.warmup, self.hold, self.cooldown))
     if needed <= total: return
     end = self.factor(total-1, total)
-    warnings.warn(_TOO_LONG.format(cb=type(self).__name__, needed=needed, total=total, end=end), stacklevel=2)
+    warn(_TOO_LONG.format(cb=type(self).__name__, needed=needed, total=total, end=end))
 
 # %% ../../nbs/schedule/20_schedules.ipynb #bf160a6d
 _NO_SPACING = '`spacing` is {spacing!r}, but each decay ends later than the one before. Use a factor above 1.'
@@ -170,7 +170,7 @@ class WSDSchedulerCB(_FactorCB):
         first = round(total/self.spacing**(self.n_decays-1))
         needed = updates_of(self.warmup, total) + updates_of(self.decay_length, first)
         message = _TOO_EARLY.format(cb=type(self).__name__, needed=needed, first=first)
-        if needed > first: warnings.warn(message, stacklevel=2)
+        if needed > first: warn(message)
 
 # %% ../../nbs/schedule/20_schedules.ipynb #124c7672
 @patch

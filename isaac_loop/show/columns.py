@@ -6,13 +6,12 @@
 __all__ = ['DerivedColumnsCB', 'RenameColumnsCB', 'PrintColumnsCB']
 
 # %% ../../nbs/show/20_columns.ipynb #b34f805f
-import warnings
 from collections.abc import Mapping
 
 from fastcore.basics import patch
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, did_you_mean
+from ..basics.checks import check_count, did_you_mean, warn
 from ..loop.events import Order, callback_name
 from ..loop.monitor import check_monitored
 from ..basics.tables import row_text
@@ -181,4 +180,4 @@ def _miss(self:PrintColumnsCB, trainer, name):
     known = trainer.history.names()
     if name in known or name in self._mentioned: return
     self._mentioned.add(name)
-    warnings.warn(_MISSING.format(callback_name(self), name, known, did_you_mean(name, known)))
+    warn(_MISSING.format(callback_name(self), name, known, did_you_mean(name, known)))

@@ -6,10 +6,11 @@
 __all__ = ['image_array', 'subplots', 'show_image', 'get_grid', 'show_images', 'UnNormalize']
 
 # %% ../../nbs/show/60_images.ipynb #6e10f819
-import math, warnings
+import math
 
 import torch
 
+from ..basics.checks import warn
 from ..basics.figures import wrapped
 from ..basics.tensors import to_cpu
 
@@ -76,7 +77,7 @@ def _cut(array):
     top = 1 if array.dtype.kind == 'f' else 255
     low,high = array.min(),array.max()
     if low < -0.1*top or high > 1.1*top:
-        warnings.warn(_CUT_OFF.format(low, high, top), stacklevel=3)
+        warn(_CUT_OFF.format(low, high, top))
     return array.clip(0, top)
 
 # %% ../../nbs/show/60_images.ipynb #9a4ed49c

@@ -6,13 +6,13 @@
 __all__ = ['LivePlotCB']
 
 # %% ../../nbs/show/40_live_plot.ipynb #e96ac392
-import io, time, warnings
+import io, time
 
 from fastcore.basics import patch
 
 from ..basics.figures import whole_ticks
 from ..basics.settings import show_settings
-from ..basics.checks import local_path
+from ..basics.checks import local_path, warn
 from .curves import plot_history, smoothed
 from ..loop.events import Order
 from ..loop.numbers_on_device import DeviceNumbers, one_number
@@ -143,7 +143,7 @@ def _draw(self:LivePlotCB, trainer):
         if self.path is not None: fig.savefig(self.path)
     except OSError as e:
         self._failed = True
-        warnings.warn(f'`LivePlotCB` could not write {self.path} ({e}), and draws no more; training goes on.')
+        warn(f'`LivePlotCB` could not write {self.path} ({e}), and draws no more; training goes on.')
     if self._in_notebook: self._show(fig)
     self._drawn = time.monotonic()
 

@@ -6,7 +6,7 @@
 __all__ = ['ProgressCB']
 
 # %% ../../nbs/show/10_progress.ipynb #b5381238
-import io, sys, time
+import io, sys, time, warnings
 
 import torch
 from fastcore.basics import patch
@@ -14,6 +14,7 @@ from tqdm.std import tqdm
 
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice
+from ..basics.output import above_bars, say
 from ..loop.events import Order
 from ..loop.numbers_on_device import Sent, one_number
 from ..basics.tables import Table, aligned, short, shown_row
@@ -24,7 +25,11 @@ def place_of_output()->str: # 'notebook', 'terminal' or 'plain'
     try: shell = type(get_ipython()).__name__ # noqa: F821 (IPython defines it)
     except NameError: shell = ''
     if shell and shell != 'TerminalInteractiveShell': return 'notebook'
-    return 'terminal' if sys.stderr.isatty() and sys.stdout.isatty() else 'plain'
+    return 'terminal' if _is_terminal(sys.stderr) and _is_terminal(sys.stdout) else 'plain'
+
+def _is_terminal(file):
+    try: return file.isatty()
+    except (AttributeError, ValueError): return False # None, or closed
 
 # %% ../../nbs/show/10_progress.ipynb #56303d82
 class _Lines:
@@ -51,7 +56,7 @@ class _PlainBar(tqdm):
         super().__init__(*args, file=io.StringIO(), **kwargs | seldom)
 
     def display(self, msg=None, pos=None):
-        if msg is None: print(self, flush=True)
+        if msg is None: say(self)
 
 # %% ../../nbs/show/10_progress.ipynb #6abbf0eb
 class _NotebookBar(tqdm):
@@ -104,6 +109,20 @@ def close(self:_Panel):
     self.bars = {}
     if self.rows or self.handle is not None: self._draw(at_once=True)
 
+# %% ../../nbs/show/10_progress.ipynb #8a16853c
+class _AboveBars:
+    "Have warnings written above the bars, until it is closed"
+    def __init__(self):
+        self.show_before,self.show = warnings.showwarning,self._show
+        warnings.showwarning = self.show
+
+    def _show(self, message, category, filename, lineno, file=None, line=None):
+        with above_bars(sys.stderr): self.show_before(message, category, filename, lineno, file, line)
+
+    def close(self):
+        "Let warnings be written as before, unless somebody else has changed that meanwhile"
+        if warnings.showwarning is self.show: warnings.showwarning = self.show_before
+
 # %% ../../nbs/show/10_progress.ipynb #323e11e5
 class ProgressCB:
     "Show bars over epochs and batches, and a table with a row for each epoch"
@@ -123,20 +142,18 @@ class ProgressCB:
         "No bar, no table"
         self._bars,self._panel,self._lines = [],None,None
         self._epochs,self._batches,self._sent = None,None,None
+        self._warnings = None # In a terminal, what writes them
 
     def before_fit(self, trainer):
         "Put a bar around the epochs"
         self._place = self.place or place_of_output()
         self._panel = _Panel(self.seconds) if self._place == 'notebook' else None
-        self._lines = _Lines(_print_above_bars if self._place == 'terminal' else _print_at_once)
+        self._lines = _Lines(say)
         self._bars,self._batches = [],None
         self._sent,self._shown = None,0.
         self._epochs = trainer.epochs
         if self._place != 'plain': trainer.epochs = self._bar(trainer.epochs, 'Epochs', trainer.n_epochs)
-
-def _print_above_bars(line): tqdm.write(line, file=sys.stdout)
-
-def _print_at_once(line): print(line, flush=True)
+        if self._place == 'terminal': self._warnings = _AboveBars()
 
 # %% ../../nbs/show/10_progress.ipynb #edd4244f
 @patch
@@ -174,6 +191,7 @@ def log(self:ProgressCB, trainer):
 def cleanup_fit(self:ProgressCB, trainer):
     "Take all bars away and leave the table"
     while self._bars: self._bars.pop().close()
+    if self._warnings: self._warnings.close()
     if self._panel: self._panel.close()
     if self._epochs is not None: trainer.epochs = self._epochs
     self._forget()

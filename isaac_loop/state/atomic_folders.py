@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/74_atomic_folders.ipynb #c899b7a9
-import json, os, re, sys, uuid, warnings, weakref
+import json, os, re, uuid, weakref
 
 from .checkpoint_files import CONTENT, Checkpoint, MANIFEST_FILE
 from .checkpoint_files import read_manifest, read_small
@@ -172,10 +172,3 @@ def read_hint(path):
         found = json.loads(read_small(path, 10**6) or '{}')
         return found if not found or {'path', 'step', 'metrics'} <= found.keys() else None
     except (OSError, ValueError, AttributeError, RecursionError): return None
-
-def warn_outside(message):
-    "Warn at the first line outside of this package"
-    level,frame = 1,sys._getframe()
-    while frame and frame.f_globals.get('__name__', '').partition('.')[0] == 'isaac_loop':
-        level,frame = level+1,frame.f_back
-    warnings.warn(message, stacklevel=level)

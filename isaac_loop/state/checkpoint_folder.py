@@ -12,11 +12,11 @@ from pathlib import Path
 from fastcore.basics import patch
 from safetensors import safe_open
 
-from ..basics.checks import did_you_mean, local_path
+from ..basics.checks import did_you_mean, local_path, warn
 from .checkpoint_files import Checkpoint, FILES, MANIFEST_FILE, MODEL_FILE
 from .checkpoint_files import checkpoints_near, name_fault
 from .errors import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint
-from .atomic_folders import HINTS, WRITTEN, has_manifest, read_hint, warn_outside
+from .atomic_folders import HINTS, WRITTEN, has_manifest, read_hint
 
 # %% ../../nbs/state/76_checkpoint_folder.ipynb #15d605d3
 FIXED = ('step', 'epoch', 'samples')
@@ -207,7 +207,7 @@ def _check_name(path):
 
 def _skipped(path, error):
     "Warn that a checkpoint is passed over; returns the reason"
-    warn_outside(f'Skipped the checkpoint `{path.name}`. {error}')
+    warn(f'Skipped the checkpoint `{path.name}`. {error}')
     return str(error)
 
 @patch
@@ -246,7 +246,7 @@ def _find(self:CheckpointFolder, path):
         raise NoValidCheckpoint(f'`{path}` is no checkpoint: there is no such folder. {near}')
     if os.path.lexists(found/MANIFEST_FILE): return found
     good,bad = CheckpointFolder(found)._scan()
-    for damaged,why in bad.items(): warn_outside(f'Skipped the checkpoint `{damaged.name}`. {why}')
+    for damaged,why in bad.items(): warn(f'Skipped the checkpoint `{damaged.name}`. {why}')
     return good[-1].path if good else found
 
 @patch

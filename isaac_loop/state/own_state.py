@@ -6,13 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/state/38_own_state.ipynb #be5e84b8
-import warnings
 from types import MethodType, ModuleType
 
 import torch
 from fastcore.basics import patch
 from torch import nn, optim
 
+from ..basics.checks import warn
 from ..basics.tensors import map_tensors
 from ..loop.events import callback_name
 from ..loop.shared_attributes import STATE
@@ -161,7 +161,7 @@ def _exactly(state, name, copy):
 def _warn_of_lost(unkept):
     "Say what will be made anew when a run goes on"
     what,them = _listed([_path(*o) for o in unkept]),'it' if len(unkept) == 1 else 'them'
-    warnings.warn(_CANNOT.format(what, them, tuple(k for _,k in unkept)), stacklevel=3)
+    warn(_CANNOT.format(what, them, tuple(k for _,k in unkept)))
 
 @patch
 def _kept(self:OwnState, keeper, name, own):
@@ -229,7 +229,7 @@ def _differing_settings(name, saved, own, marker):
 def _tell(found):
     "Warn of what was lost, what is gone and what differs"
     told = [_TOLD[k].format(_listed(o)) for k,o in found.items() if o]
-    if told: warnings.warn(' '.join(told) + _AS_IT_WAS, stacklevel=3)
+    if told: warn(' '.join(told) + _AS_IT_WAS)
 
 def _device_of(trainer):
     params = trainer.model.parameters() if isinstance(trainer.model, nn.Module) else ()

@@ -6,9 +6,10 @@
 __all__ = ['check_fits']
 
 # %% ../../nbs/state/64_run_checks.ipynb #fc8a19aa
-import torch, warnings
+import torch
 from torch import nn, optim
 
+from ..basics.checks import warn
 from ..data.fingerprint import data_of, differences, unchecked
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
@@ -155,7 +156,7 @@ def check_fits(
     lines,others = list(_wrong(trainer, weights, state)),list(_data(trainer, state))
     if lines or (others and strict):
         raise ResumeMismatch(_MISMATCH.format(_as_list(lines+others), _ON_PURPOSE*(not lines)))
-    if others: warnings.warn(_OTHER_DATA.format('; '.join(others)), stacklevel=2)
+    if others: warn(_OTHER_DATA.format('; '.join(others)))
     if strict: _check_callbacks(list(state['callbacks']), list(stateful_callbacks(trainer)))
 
 def _wrong(trainer, weights, state):

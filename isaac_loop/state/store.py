@@ -17,14 +17,14 @@ import torch
 from fastcore.basics import patch
 
 from .. import __version__
-from ..basics.checks import check_choice, check_count, did_you_mean
+from ..basics.checks import check_choice, check_count, did_you_mean, warn
 from .checkpoint_files import FILES, FORMAT, MANIFEST_FILE
 from .checkpoint_files import check_manifest, manifest_bytes, pack
 from .checkpoint_folder import FIXED, STEP_NAME, CheckpointFolder, check_pattern, fill_pattern
 from .errors import CheckpointFolderBusy, CheckpointWriteFailed, UnsaveableState
 from .atomic_folders import FolderLock, discard, hidden_name
 from .atomic_folders import make_hidden, put_whole, read_hint
-from .atomic_folders import remove_ours, sweep, warn_outside, whole_checkpoint, write_file
+from .atomic_folders import remove_ours, sweep, whole_checkpoint, write_file
 
 # %% ../../nbs/state/80_store.ipynb #73f7c32c
 def check_keeping(
@@ -270,14 +270,14 @@ def _note_and_drop(self:CheckpointStore):
         self._hint('best.json', *self.ranked(left)[:1])
         for checkpoint in drop: self._drop(checkpoint)
         sweep(self.folder)
-    except OSError as error: warn_outside(_UNTIDY.format(self.folder, error))
+    except OSError as error: warn(_UNTIDY.format(self.folder, error))
 
 @patch
 def _hint(self:CheckpointStore, name, found=None):
     "Say in a small file which checkpoint is meant, for people and scripts; no decision rests on it"
     path = self.folder/name
     if os.path.lexists(path) and read_hint(path) is None:
-        return warn_outside(_NO_HINT.format(path, path.stem))
+        return warn(_NO_HINT.format(path, path.stem))
     if found is None: return os.unlink(path) if os.path.lexists(path) else None
     about = {'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}
     hidden = make_hidden(self.folder, name)
@@ -289,5 +289,5 @@ def _hint(self:CheckpointStore, name, found=None):
 def _drop(self:CheckpointStore, found):
     "Delete one checkpoint, unless somebody put something of their own into it"
     odd = sorted(set(os.listdir(found.path)) - set(FILES))
-    if odd: return warn_outside(_NOT_DELETED.format(found.path, odd[:3]))
+    if odd: return warn(_NOT_DELETED.format(found.path, odd[:3]))
     discard(found.path)

@@ -6,10 +6,8 @@
 __all__ = ['EarlyStoppingCB']
 
 # %% ../../nbs/stop/10_early_stopping.ipynb #262a59a3
-import warnings
-
 from ..basics.settings import show_settings
-from ..basics.checks import check_count
+from ..basics.checks import check_count, warn
 from ..loop.events import Order
 from ..loop.monitor import Monitor, check_monitored, mode_of
 from ..state.keeps_state import KeepsBest
@@ -95,4 +93,4 @@ class EarlyStoppingCB(KeepsBest, Monitor):
     def after_fit(self, trainer):
         "Say so if there never was a value"
         if self.n_seen or trainer.n_epochs <= self.start_epoch: return
-        warnings.warn(_NO_VALUE.format(type(self).__name__, self.monitor), stacklevel=2)
+        warn(_NO_VALUE.format(type(self).__name__, self.monitor))

@@ -12,6 +12,7 @@ from contextlib import suppress
 from fastcore.basics import patch
 from torch.utils.data import DataLoader
 
+from ..basics.output import say
 from ..basics.settings import show_settings
 from ..loop.events import CancelException, Order
 
@@ -97,7 +98,7 @@ def cleanup_fit(self:InterruptCB, trainer):
 def _tell(error):
     "Say why this process ends: Python says nothing about `SystemExit`"
     if not isinstance(error, SystemExit) or error.code != 143: return
-    print(*getattr(error, '__notes__', ()), sep='\n', file=sys.stderr, flush=True)
+    say(*getattr(error, '__notes__', ()), sep='\n', file=sys.stderr)
 
 def _leave_in_the_end(signum):
     try: _leave(signum, 'the fit was at its end, so nothing is missing')

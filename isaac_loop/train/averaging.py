@@ -6,7 +6,7 @@
 __all__ = ['EMACB', 'SWACB']
 
 # %% ../../nbs/train/50_averaging.ipynb #f9cc8f4f
-import math, warnings, weakref
+import math, weakref
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_choice
+from ..basics.checks import check_choice, warn
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.shared_attributes import offering
@@ -262,7 +262,7 @@ _NOT_MEASURED = ('The batch norms of the average that `SWACB` has made were not 
                  'and have the running means of the last weights. Measure them with '
                  '`torch.optim.swa_utils.update_bn`, or use the weights that were trained.')
 
-def _warn_of_norms(why): warnings.warn(_NOT_MEASURED.format(why=why), stacklevel=3)
+def _warn_of_norms(why): warn(_NOT_MEASURED.format(why=why))
 
 @patch
 def after_fit(self:SWACB, trainer):

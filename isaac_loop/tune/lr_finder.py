@@ -6,11 +6,11 @@
 __all__ = ['smooth', 'suggest_rates', 'LRFinderCB']
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #d4fccf0f
-import math, warnings
+import math
 
 from fastcore.basics import patch
 
-from ..basics.checks import check_count, check_flag
+from ..basics.checks import check_count, check_flag, warn
 from ..basics.settings import show_settings
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.fitting import scale_rates
@@ -210,5 +210,5 @@ def lr_find(self:Trainer,
         self.fit(finder.n_batches, start_lr, valid=False)
     if not finder.losses: raise RuntimeError(_NO_CURVE)
     fell = min(finder.losses) < finder.losses[0]
-    if not fell: warnings.warn(_NO_FALL.format(start_lr=start_lr), stacklevel=2)
+    if not fell: warn(_NO_FALL.format(start_lr=start_lr))
     return finder

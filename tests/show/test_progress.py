@@ -327,6 +327,56 @@ def test_a_terminal_shows_bars_and_is_left_with_one_table_even_when_training_fai
     assert words(shown)[0] == HEADER
 
 
+WARNING = """
+import warnings
+class WarnCB:
+    def after_batch(self, trainer):
+        if trainer.batch_num == 20: warnings.warn(f'in epoch {trainer.epoch}')
+
+class SayCB:
+    def after_batch(self, trainer):
+        if trainer.batch_num == 25: say(f'said in epoch {trainer.epoch}')
+
+from isaac_loop.basics.output import say
+shown = warnings.showwarning
+trainer.fit(1, lr=0.1, callbacks=[WarnCB(), SayCB()])
+assert warnings.showwarning is shown
+"""
+
+
+def test_what_is_said_and_warned_of_stands_above_the_bars_in_a_terminal():
+    "A bar may never stand in front of it"
+    text, status = run_in_terminal(PROGRAM.replace("trainer.fit(2, lr=0.1)", "") + WARNING)
+    assert status == 0, text
+    lines = Screen(text).text().splitlines()
+    assert lines[0].endswith("UserWarning: in epoch 0") and "|" not in lines[0]
+    assert "said in epoch 0" in lines and not any("Training:" in line for line in lines)
+
+
+def test_warnings_are_written_as_before_when_a_fit_fails(terminal):
+    import warnings
+
+    terminal()
+    before = warnings.showwarning
+
+    def after_batch(trainer):
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        make_trainer([ProgressCB("terminal"), after_batch]).fit(1)
+    assert warnings.showwarning is before
+
+
+def test_an_output_that_is_none_or_closed_is_a_plain_place(terminal, monkeypatch):
+    terminal()
+    monkeypatch.setattr(sys, "stdout", None)
+    assert place_of_output() == "plain"
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    assert place_of_output() == "plain"
+
+
 # A notebook
 
 
