@@ -12,6 +12,7 @@ import io, time
 
 from fastcore.basics import patch
 
+from ..basics.figures import whole_ticks
 from ..basics.settings import show_settings
 from ..basics.checks import local_path, warn
 from .curves import plot_history, smoothed
@@ -48,6 +49,7 @@ def _draw_losses(ax, losses, per_epoch):
     epochs = [(i*every+1)/per_epoch for i in range(len(means))]
     ax.plot(epochs, means, color='grey', alpha=0.5, zorder=0, label='training batches, running mean')
     ax.set(xlabel='epochs trained', ylabel='mean loss per example')
+    whole_ticks(ax)
     ax.legend(fontsize=8)
 
 # %% ../../nbs/show/40_live_plot.ipynb #39db98d1
