@@ -30,6 +30,7 @@ import torch  # noqa: E402
 
 import runs  # noqa: E402
 from isaac_loop.checkpoints.checkpoint import CheckpointCB  # noqa: E402
+from isaac_loop.loop.history import updates_of_run  # noqa: E402
 from isaac_loop.stop.interrupts import InterruptCB  # noqa: E402
 
 N_EPOCHS = 3
@@ -73,11 +74,11 @@ class NotedCheckpointCB(CheckpointCB):
     def _save(self, trainer, *args, **kwargs):
         self.diary.write("save")
         super()._save(trainer, *args, **kwargs)
-        self.diary.write("saved", step=self._run.steps + trainer.n_updates)
+        self.diary.write("saved", step=updates_of_run(trainer))
 
     def _restore(self, trainer):
         super()._restore(trainer)
-        self.diary.write("restored", step=self._run.steps + trainer.n_updates)
+        self.diary.write("restored", step=updates_of_run(trainer))
 
 
 def make(num_workers=0):

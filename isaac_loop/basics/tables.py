@@ -37,14 +37,22 @@ def row_text(
     return between.join(f'{name} {short(value)}' for name,value in row.items() if name not in leave_out)
 
 # %% ../../nbs/basics/20_tables.ipynb #39a62dc3
+_FIRST,_LAST = ('fit', 'epoch', 'train_loss', 'valid_loss'),('elapsed', 'time')
+
+def reading_order(
+    names, # Columns of the history
+)->list: # The same names
+    "The columns in the order in which they are read"
+    names = dict.fromkeys(names)
+    between = [name for name in names if name not in (*_FIRST, *_LAST)]
+    return [name for name in (*_FIRST, *between, *_LAST) if name in names]
+
 def shown_row(
     row:dict, # A row of the history
-    last=(), # Names that stand behind the others
     time:str='time', # What to call the time of the epoch
-)->dict: # Texts by name, the time at the end
-    "A row of the history for reading"
-    first = [name for name in row if name not in (*last, 'fit', 'elapsed')]
-    shown = {name: short(row[name]) for name in [*first, *last] if name in row}
+)->dict: # Texts by name, without the number of the fit
+    "A row of the history for reading, with its seconds as on a clock"
+    shown = {name: short(row[name]) for name in reading_order(row) if name not in ('fit', 'elapsed')}
     return shown | ({time: clock(row['elapsed'])} if 'elapsed' in row else {})
 
 # %% ../../nbs/basics/20_tables.ipynb #01946481
@@ -54,6 +62,26 @@ def aligned(
 )->str:
     "One line of a table"
     return '  '.join(cell.ljust(width) for cell,width in zip(cells, widths)).rstrip()
+
+class Lines:
+    "A table that is printed while it grows"
+    def __init__(self,
+        write, # Called with each line
+    ):
+        self.write,self.widths = write,{}
+
+    def add(self,
+        row:dict, # Values by name
+    ):
+        "Print one more row"
+        cells = {name: short(value) for name,value in row.items()}
+        is_new = cells.keys()-self.widths.keys()
+        for name,text in cells.items(): self.widths[name] = max(self.widths.get(name, len(name)), len(text), 6)
+        if is_new: self.write(self._line({name: name for name in self.widths}))
+        self.write(self._line(cells))
+
+    def _line(self, cells):
+        return aligned([cells.get(name, '') for name in self.widths], self.widths.values())
 
 # %% ../../nbs/basics/20_tables.ipynb #a7e1ac1c
 def _markdown_cell(text): return html.escape(text, quote=False).replace('|', '\\|')

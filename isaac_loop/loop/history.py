@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, check_choice
-from ..basics.tables import Table
+from ..basics.tables import Table, reading_order
 from .batch_record import BatchRecord, as_tensor
 from .methods_on_demand import bring_later
 
@@ -105,9 +105,9 @@ class History(Sequence):
         try: yield
         finally: self._telling,self._told = outer,self._told.union(names)
 
-    def names(self)->list: # In the order of their first appearance
+    def names(self)->list: # Fit, epoch and losses first, then as they first appear, the time last
         "All columns that some row has"
-        return list(dict.fromkeys(name for row in self.rows for name in row))
+        return reading_order(name for row in self.rows for name in row)
 
     def check_name(self,
         name:str, # A column
@@ -134,8 +134,10 @@ class History(Sequence):
 
     def __len__(self): return len(self.rows)
     def __getitem__(self, i): return self.column(i) if isinstance(i, str) else self.rows[i]
-    def __repr__(self): return str(Table(self.rows)) if self.rows else 'History: nothing recorded yet'
-    def _repr_markdown_(self): return Table(self.rows)._repr_markdown_() if self.rows else repr(self)
+    def _table(self): return Table(self.rows, self.names())
+
+    def __repr__(self): return str(self._table()) if self.rows else 'History: nothing recorded yet'
+    def _repr_markdown_(self): return self._table()._repr_markdown_() if self.rows else repr(self)
 
     def __getattr__(self, name):
         known = [] if name.startswith('_') else dir(self)

@@ -11,9 +11,10 @@ import copy, time
 import torch
 from fastcore.basics import patch
 
+from ..basics.checks import check_choice
 from ..basics.output import say
 from ..basics.settings import show_settings
-from ..basics.tables import shown_row
+from ..basics.tables import Lines, shown_row
 from ..loop.events import Order, callback_name
 from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
@@ -33,18 +34,19 @@ class MetricsCB:
         *ms, # Metrics that go by the name of their class, and functions as for `MeanOf`
         train_metrics:bool=False, # Also measure the metrics while training, as columns `train_<name>`?
         weigh=None, # What a loss weighs: 'samples', 'mean' (all alike), 'sum', a function; default: asks it
-        show:bool=True, # Print each row, unless another callback shows it?
+        show=True, # Print each row, unless another callback shows it: True, False, or 'dict' for rows as dicts
         **metrics, # Metrics by name
     ):
         check_no_options(metrics, type(self), MetricsCB)
         check_weigh(weigh)
+        if not isinstance(show, bool): check_choice(show, 'show', ('dict',), also='a bool')
         self.metrics,self.train_metrics = named_metrics(ms, metrics),train_metrics
         self.weigh,self.show = weigh,show
         if train_metrics: check_train_names(self.metrics)
 
     def before_fit(self, trainer):
         "Forget the last run, and put the metrics where the model is"
-        self._losses,self._epoch = None,None
+        self._losses,self._epoch,self._lines = None,None,Lines(say)
         _check_owners(getattr(trainer, 'callbacks', ()))
         copies = copy.deepcopy(self.metrics) if self.train_metrics else {}
         self._by_pass = {True: {f'train_{name}': m for name,m in copies.items()}, False: self.metrics}
@@ -120,8 +122,9 @@ def as_text(
     row:dict, # A row of the history
 )->dict: # Its values as text, three digits each; metrics first, then losses, epoch and time
     "A row of the history for reading"
-    shown = shown_row(row, last=('train_loss', 'valid_loss', 'epoch'), time='elapsed')
-    return shown | ({'epoch': row['epoch']} if 'epoch' in row else {})
+    shown,last = shown_row(row, time='elapsed'),('train_loss', 'valid_loss', 'epoch', 'elapsed')
+    names = [name for name in shown if name not in last] + [name for name in last if name in shown]
+    return {name: row['epoch'] if name == 'epoch' else shown[name] for name in names}
 
 # %% ../../nbs/metrics/10_metrics.ipynb #873bce38
 @patch
@@ -131,7 +134,9 @@ def log(self:MetricsCB, trainer):
     if self.show and row and not any(offered(trainer, 'shows_rows')): self._log(row)
 
 @patch
-def _log(self:MetricsCB, row): say(as_text(row))
+def _log(self:MetricsCB, row):
+    if self.show == 'dict': say(as_text(row))
+    else: self._lines.add(shown_row(row))
 
 # %% ../../nbs/metrics/10_metrics.ipynb #2a27b0ca
 _OTHER_METRICS = ('`MetricsCB` measured {} when it was saved, and measures {} now, so rows would not fit. '

@@ -17,7 +17,7 @@ from ..basics.checks import check_choice
 from ..basics.output import above_bars, say
 from ..loop.events import Order
 from ..loop.numbers_on_device import Sent, one_number
-from ..basics.tables import Table, aligned, short, shown_row
+from ..basics.tables import Lines, Table, reading_order, short, shown_row
 
 # %% ../../nbs/show/10_progress.ipynb #9f7b2468
 def place_of_output()->str: # 'notebook', 'terminal' or 'plain'
@@ -30,23 +30,6 @@ def place_of_output()->str: # 'notebook', 'terminal' or 'plain'
 def _is_terminal(file):
     try: return file.isatty()
     except (AttributeError, ValueError): return False # None, or closed
-
-# %% ../../nbs/show/10_progress.ipynb #56303d82
-class _Lines:
-    "A table that is printed while it grows; its header comes once, and again only when there are new columns"
-    def __init__(self, write): self.write,self.columns = write,None
-
-    def add(self, row):
-        "Print one more row"
-        new = [o for o in row if o not in (self.columns or ())]
-        if self.columns is None or new:
-            self.columns = (self.columns or []) + new
-            self.write(self._line({o: o for o in self.columns}))
-        self.write(self._line(row))
-
-    def _line(self, row):
-        cells,widths = [short(row.get(o)) for o in self.columns],[max(len(o), 6) for o in self.columns]
-        return aligned(cells, widths)
 
 # %% ../../nbs/show/10_progress.ipynb #eda884f2
 class _PlainBar(tqdm):
@@ -84,13 +67,15 @@ class _Panel:
         self.rows.append(row)
         self._draw()
 
+    def _table(self): return Table(self.rows, reading_order(name for row in self.rows for name in row))
+
     def __repr__(self):
-        table = [str(Table(self.rows))] if self.rows else []
+        table = [str(self._table())] if self.rows else []
         return '\n'.join([*table, *filter(None, self.bars.values())])
 
     def _repr_markdown_(self):
         bars = '\n'.join(filter(None, self.bars.values()))
-        table = Table(self.rows)._repr_markdown_() if self.rows else ''
+        table = self._table()._repr_markdown_() if self.rows else ''
         return table + (f'\n\n```\n{bars}\n```' if bars else '')
 
 # %% ../../nbs/show/10_progress.ipynb #2a850a63
@@ -148,7 +133,7 @@ class ProgressCB:
         "Put a bar around the epochs"
         self._place = self.place or place_of_output()
         self._panel = _Panel(self.seconds) if self._place == 'notebook' else None
-        self._lines = _Lines(say)
+        self._lines = Lines(say)
         self._bars,self._batches = [],None
         self._sent,self._shown = None,0.
         self._epochs = trainer.epochs

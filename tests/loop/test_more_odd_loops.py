@@ -120,7 +120,7 @@ def test_games_are_measured_if_somebody_says_what_they_weigh():
         gamer(MetricsCB()).fit(1, valid=False)
     trainer = gamer(MetricsCB(weigh="mean", show=False), valid=range(2))
     trainer.fit(2)
-    assert trainer.history.names() == ["fit", "epoch", "train_loss", "elapsed", "valid_loss"]
+    assert trainer.history.names() == ["fit", "epoch", "train_loss", "valid_loss", "elapsed"]
 
 
 def test_validation_plays_too_and_does_not_learn():

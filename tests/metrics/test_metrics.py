@@ -26,6 +26,7 @@ from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.basics.tables import clock
 from isaac_loop.metrics.any_metric import MeanOf, MetricOn
 from isaac_loop.metrics.metrics import MetricsCB, as_text
+from isaac_loop.show.progress import ProgressCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
@@ -643,9 +644,43 @@ def test_two_unnamed_metrics_of_one_class_are_refused():
 
 
 @pytest.mark.shows("ISA-51", "MIN-05")
-def test_a_dict_is_printed_after_each_epoch(capsys):
+def test_a_row_is_printed_after_each_epoch_below_one_header(capsys):
+    "Aligned, epoch first and time last, as `ProgressCB` and the history have them; anew for each fit"
+    metrics = MetricsCB(mse=MeanSquaredError())
+    trainer = make_trainer([metrics])
+    trainer.fit(2)
+    printed = capsys.readouterr().out.splitlines()
+    names = ["epoch", "train_loss", "valid_loss", "mse", "time"]
+    assert [line.split()[:4] for line in printed] == [
+        names[:4],
+        *([str(o["epoch"]), *(f"{o[name]:.3f}" for name in names[1:4])] for o in trainer.history),
+    ]
+    starts = [[line.index(cell) for cell in line.split()] for line in printed]
+    assert starts[0] == starts[1] == starts[2] and printed[0].split() == names
+    assert trainer.history.names() == ["fit", *names[:-1], "elapsed"]
+    trainer.fit(1, callbacks=ProgressCB("plain"))
+    by_progress = capsys.readouterr().out.splitlines()
+    trainer.fit(1)
+    by_metrics = capsys.readouterr().out.splitlines()
+    assert [o[: o.rindex(" ")] for o in by_progress] == [o[: o.rindex(" ")] for o in by_metrics]
+
+
+def test_rows_wider_than_their_header_stay_aligned_from_then_on(capsys):
+    metrics = MetricsCB(a=lambda preds, targets: torch.tensor(12345678.0), show=True)
+    make_trainer([metrics]).fit(3)
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert len({row.rindex(" ") for row in rows}) == 1
+
+
+def test_what_to_show_is_yes_or_no_or_dicts():
+    with pytest.raises(ValueError, match="`show` is 'dicts'.*Use 'dict' or a bool. Did you mean `dict`"):
+        MetricsCB(show="dicts")
+
+
+@pytest.mark.shows("ISA-51")
+def test_a_dict_is_printed_after_each_epoch_if_one_likes(capsys):
     "Values are text with three digits"
-    trainer = make_trainer([MetricsCB(mse=MeanSquaredError())])
+    trainer = make_trainer([MetricsCB(mse=MeanSquaredError(), show="dict")])
     trainer.fit(2)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2

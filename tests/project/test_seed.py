@@ -643,7 +643,7 @@ def test_the_basic_trainer_of_the_tutorial_learns_and_prints_a_dict_per_epoch(ca
         F.cross_entropy,
         optim.Adam,
         SimpleNet(64, 100, 10),
-        [BasicTrainCB(), NotedCB(Accuracy=MulticlassAccuracy()), LastCB()],
+        [BasicTrainCB(), NotedCB(Accuracy=MulticlassAccuracy(), show="dict"), LastCB()],
     )
     trainer.fit(3, lr=3e-3)
     printed = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines()]
