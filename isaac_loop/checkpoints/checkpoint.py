@@ -70,7 +70,6 @@ class CheckpointCB(ResumingCB):
         self._numbers.forget()
         self._end = None
         self._begin(trainer, self._to_resume(trainer), self.strict)
-        self._run.count_steps()
         self._when.start(trainer)
 
     def measured(self, trainer):
@@ -191,7 +190,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
     state |= parts or {}
     if parts or reason: state['position']['stop_reason'] = reason
-    state['checkpoint'] = dict(steps=self._run.steps) | self._numbers.state_dict()
+    state['checkpoint'] = self._numbers.state_dict()
     state['position']['fit'] -= self._fits.lost
     metrics = self._numbers.of(trainer, between_epochs=not batches)
     self.path = self._run.save(trainer, weights, state, epoch, metrics, _about(trainer))
@@ -205,7 +204,8 @@ def _restore(self:CheckpointCB, trainer):
     ResumingCB._restore(self, trainer)
     self._fits.lost = trainer.history.fit-state['position']['fit']
     if 'checkpoint' not in state: return
-    self._run.steps = state['checkpoint']['steps']
+    if 'earlier_updates' not in state['history']: # It was a number of the checkpoint's own once
+        trainer.history.earlier_updates = state['checkpoint']['steps']
     self._numbers.load_state_dict(state['checkpoint'])
 
 def _about(trainer):

@@ -14,6 +14,7 @@ from .best_weights import evaluated_model
 from ..basics.settings import show_settings
 from ..basics.checks import did_you_mean, local_path
 from ..loop.events import CancelException, Order
+from ..loop.history import updates_of_run
 from ..state.run_parts import bare
 from ..state.store import CheckpointStore
 
@@ -87,8 +88,9 @@ def cleanup_fit(self:ExportCB, trainer):
 @patch
 def _export(self:ExportCB, trainer):
     "Write the weights as they are now, once for each update"
-    if trainer.n_updates == self._at: return
-    self._at = trainer.n_updates
+    step = updates_of_run(trainer)
+    if step == self._at: return
+    self._at = step
     weights = _chosen(bare(evaluated_model(trainer)).state_dict(), self.parts)
     info = dict(fit=trainer.history.fit)
-    self.path = self._store.save(weights, step=trainer.n_updates, epoch=trainer.epoch, info=info)
+    self.path = self._store.save(weights, step=step, epoch=trainer.epoch, info=info)

@@ -9,6 +9,7 @@ __all__ = []
 import os, string, weakref
 
 from ..basics.checks import local_path, short_path
+from ..loop.history import updates_of_run
 from ..state.checkpoint_folder import STEP_NAME
 from ..state.errors import CheckpointFormatTooNew, NoValidCheckpoint, ResumeMismatch
 from ..state.run_checks import check_is_run
@@ -52,7 +53,6 @@ class RunOnDisk:
         self.store = None # Where it lies, while a fit is going on
         self.trainer,self.run_id = None,None # Who has saved it, as a weak reference, and its id
         self.branch = None # Id and serial number of the checkpoint from which it branched off
-        self.steps = 0 # Updates of former fits
 
     def open(self, folder):
         "Open the folder"
@@ -67,11 +67,6 @@ class RunOnDisk:
     def is_of(self, trainer):
         "Whether the newest checkpoints were saved from this trainer"
         return self.trainer is not None and self.trainer() is trainer
-
-    def count_steps(self):
-        "Note how many updates there were when the newest was saved"
-        latest = self.store.latest() if self.store.run_id else None
-        self.steps = latest.step if latest else 0
 
     def find(self,
         resume, # As for `CheckpointCB`
@@ -156,7 +151,6 @@ class RunOnDisk:
         self.store.pattern = pattern if set(metrics_of(pattern)) <= metrics.keys() else STEP_NAME
         facts = dict(fit=state['position']['fit'], monitor=self.options['monitor'], mode=self.options['mode'])
         facts |= ({'branch': self.branch} if self.branch else {}) | about
-        step = self.steps+trainer.n_updates
-        path = self.store.save(weights, state, step, epoch, metrics=metrics, info=facts)
+        path = self.store.save(weights, state, updates_of_run(trainer), epoch, metrics=metrics, info=facts)
         self.trainer,self.run_id = weakref.ref(trainer),self.store.run_id
         return path

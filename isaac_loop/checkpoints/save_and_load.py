@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from ..state.checkpoint_files import MANIFEST_FILE
 from ..basics.checks import did_you_mean, warn
 from ..loop.fitting import ready_optimizer
+from ..loop.history import updates_of_run
 from ..loop.monitor import mode_of
 from ..state.run_checks import check_fits, check_is_run
 from ..state.run_state import put_position, put_random, put_state, take_state
@@ -39,7 +40,7 @@ def save(self:Trainer,
     weights,state = take_state(self, self.n_epochs, finished=True, copy=False)
     if self._broken: state['position']['by_hand'] = True # The last fit did not end
     with CheckpointStore(folder) as store:
-        return store.save(weights, state, self.n_updates, metrics=metrics, info=dict(by_hand=True))
+        return store.save(weights, state, updates_of_run(self), metrics=metrics, info=dict(by_hand=True))
 
 # %% ../../nbs/checkpoints/60_save_and_load.ipynb #b767412f
 _ALONE = ('`{}` is one checkpoint, so there are no others to be better than. '

@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
-from textwrap import fill
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..basics.checks import check_count, check_flag, check_function, did_you_mean
+from ..basics.figures import wrapped
 from ..basics.tables import short
 from .exact_loaders import exact_loader
 from ..loop.passes import parts_of, split_batch
@@ -224,7 +224,7 @@ def show_batch(self:DataLoaders,
     images = images[:check_count(n, 'n', 'images are counted')]
     known = _class_names(dl, batch, targets[0]) if targets else ()
     titles = _titles(targets, classes, known)[:n] or ['']*len(images)
-    titles = [fill(title, max(8, round(12*imsize))) for title in titles]
+    titles = [wrapped(title, imsize) for title in titles]
     axes = _grid(len(images), nrows, imsize, max(title.count('\n')+1 for title in titles))
     for ax,image,title in zip(axes.flat, images, titles):
         ax.imshow((image if image.ndim == 2 else image.permute(1, 2, 0).squeeze(-1)).numpy(), cmap='gray')

@@ -94,13 +94,18 @@ def check_sets(
     sets:dict, # What `data_sets` gave
     who:str, # Name of the callback, for the message
 ):
-    "Refuse data sets without a batch"
+    "Refuse data sets without a batch, and the iterator that the training reads"
     for name,dl in sets.items():
-        with same_random(): loader = in_order(chosen_loader(trainer.dls, dl))[0]
-        if n_batches(loader) == 0: raise ValueError(_NO_BATCHES.format(name=name, who=who))
+        chosen,told = chosen_loader(trainer.dls, dl),dict(name=name, who=who)
+        trains = chosen is getattr(trainer.dls, 'train', None)
+        if trains and hasattr(chosen, '__next__'): raise TypeError(_TAKEN_AWAY.format(**told))
+        with same_random(): loader = in_order(chosen)[0]
+        if n_batches(loader) == 0: raise ValueError(_NO_BATCHES.format(**told))
 
 _NO_BATCHES = ('The data set `{name}` of `{who}` has no batches, so there is nothing to evaluate. '
                'Is its dataset empty?')
+_TAKEN_AWAY = ('The data set `{name}` of `{who}` is the iterator that the training reads, so each evaluation '
+               'would take batches away from it. Let `dls.train` be an object whose `__iter__` starts anew.')
 
 # %% ../../nbs/evaluate/15_data_sets.ipynb #338ee278
 def check_columns(

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..metrics.any_metric import check_no_options
 from ..metrics.metrics import MetricsCB, recorders_of, weigh_of
+from ..basics.figures import wrapped
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
 from .join_batches import join_batches
@@ -159,18 +160,20 @@ def plot_top_losses(self:Predictions,
     table,images = self.top_losses(k, classes, decode),_images(self.inputs)
     n_columns = math.ceil(len(table)**0.5)
     n_rows = -(-len(table)//n_columns)
-    size = 1.7*n_columns,1.8*n_rows
+    titles = [_title(**row) for row in table.rows]
+    n_lines = max(title.count('\n') for title in titles)
+    size = 1.7*n_columns,(1.65 + 0.15*n_lines)*n_rows
     fig,axes = plt.subplots(n_rows, n_columns, figsize=size, squeeze=False, layout='constrained')
     for ax in axes.flat: ax.axis('off')
-    for row,i,ax in zip(table.rows, _worst(self, k), axes.flat):
+    for title,i,ax in zip(titles, _worst(self, k), axes.flat):
         ax.imshow(_drawable(images[i]), cmap='gray')
-        ax.set_title(_title(**row), fontsize=9)
+        ax.set_title(title, fontsize=9)
     return axes
 
 def _title(prediction, target, loss, index):
     "The target and the loss, and what was said instead"
     instead = f'{_brief(prediction)}, not ' if prediction != target else ''
-    return f'{instead}{_brief(target)}\nloss {loss:.2f}'
+    return f'{wrapped(instead+_brief(target), 1.7)}\nloss {loss:.2f}'
 
 def _brief(value): return f'{value:.3g}' if isinstance(value, float) else str(value)
 
@@ -227,17 +230,19 @@ def plot_confusion_matrix(self:Predictions,
     decode=None, # Turns predictions into class numbers; default: the highest score
     ax=None, # Matplotlib axes; default: new ones
 ): # The axes
-    "Draw the confusion matrix, with its numbers up to 20 classes"
+    "Draw the confusion matrix: with its numbers up to 20 classes, else with a colour bar"
     import matplotlib.pyplot as plt
     matrix = self.confusion_matrix(normalize, len(classes) if classes is not None else None, decode)
     n = len(matrix)
-    ax = ax or plt.subplots(figsize=(max(3, min(0.4*n+1, 10)),)*2)[1]
-    ax.imshow(matrix.numpy(), cmap='Blues')
     names = [str(class_name(i, classes)) for i in range(n)]
-    ax.set_xticks(range(n), names, rotation=90 if max(map(len, names)) > 3 else 0)
+    longest,what = max(map(len, names)),f'{"share" if normalize else "number"} of examples'
+    ax = ax or plt.subplots(figsize=(max(3, min(0.4*n+1, 10)) + 0.07*longest,)*2, layout='constrained')[1]
+    image = ax.imshow(matrix.numpy(), cmap='Blues')
+    ax.set_xticks(range(n), names, rotation=90 if longest > 3 else 0)
     ax.set_yticks(range(n), names)
-    ax.set(xlabel='prediction', ylabel='target', title=f'{"share" if normalize else "number"} of examples')
+    ax.set(xlabel='prediction', ylabel='target', title=what)
     if n <= 20: _write_numbers(ax, matrix, '.2f' if normalize else '.0f')
+    else: ax.figure.colorbar(image, ax=ax, shrink=0.7)
     return ax
 
 def _write_numbers(ax, matrix, form):

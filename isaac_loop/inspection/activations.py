@@ -11,6 +11,7 @@ import math
 import torch
 from fastcore.basics import patch
 
+from ..basics.figures import whole_ticks
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, warn
 from ..loop.events import Order
@@ -181,10 +182,12 @@ def plot_stats(self:ActivationStatsCB)->list: # Two axes, for means and standard
     "Draw mean and standard deviation of every layer, batch by batch"
     import matplotlib.pyplot as plt
     found = _seen(self.stats)
-    axes = plt.subplots(1, 2, figsize=(8, 2.6), layout='constrained')[1]
+    axes = plt.subplots(1, 2, figsize=(9, 2.6), layout='constrained')[1]
     for ax,what in zip(axes, ('mean', 'std')):
-        draw_lines(ax, {name: getattr(stats, what) for name,stats in found.items()}, title='layer')
+        series = {name: getattr(stats, what) for name,stats in found.items()}
+        draw_lines(ax, series, title='layer', outside=True, legend=ax is axes[-1])
         ax.set(xlabel='batch', ylabel=f'{what} of the activations')
+    whole_ticks(*axes)
     return list(axes)
 
 # %% ../../nbs/inspection/30_activations.ipynb #618e0037
@@ -202,6 +205,7 @@ def color_dim(self:ActivationStatsCB,
         counts = stats.hist.log1p().T.numpy()
         image = ax.imshow(counts, origin='lower', aspect='auto', extent=extent, vmin=0, vmax=math.log1p(most))
     label_panels(axes, 'batch', 'absolute activation')
+    whole_ticks(*axes)
     axes[0].figure.colorbar(image, ax=axes, label='log(1 + number of activations)')
     return axes
 
@@ -218,4 +222,5 @@ def dead_chart(self:ActivationStatsCB,
         ax.plot(stats.dead)
         ax.set_ylim(-0.03, 1.03) # A line at 1 is seen
     label_panels(axes, 'batch', f'share below {ActivationStats.top/ActivationStats.n_bins:g}')
+    whole_ticks(*axes)
     return axes

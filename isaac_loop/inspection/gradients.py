@@ -232,7 +232,7 @@ def plot_distributions(self:GradientStatsCB,
         edges = torch.linspace(stats.low, stats.high, stats.n_bins+1)
         zeros = _epoch_row(name, stats, epoch).get('zeros', 0)
         ax.stairs(counts.tolist(), edges.tolist(), fill=True)
-        ax.set_title(f'{ax.get_title()} ({zeros:.0%} zero)', fontsize=ax.title.get_fontsize())
+        ax.set_title(f'{ax.get_title()}\n{zeros:.0%} zero', fontsize=ax.title.get_fontsize())
     label_panels(axes, 'log₁₀ |gradient|', 'count')
     return axes
 

@@ -69,7 +69,7 @@ class _Cut:
     def keeps(self, table, step):
         "Whether to keep the next row of `table`"
         if table == 'runs': return True
-        if table in ('media', 'alerts'): return int(step) < self.step
+        if table in ('media', 'alerts'): return int(step) <= self.step
         self.left[table] = self.left.get(table, 0)-1
         return self.left[table] >= 0
 
@@ -126,7 +126,7 @@ class Screen:
 
     def row(self,
         values:dict, # Numbers by name
-        step:int, # Number of the optimizer update, from 0
+        step:int, # Optimizer updates so far, over all fits of the run
     ):
         "Print the values in one line"
         shown = {k: o for k,o in values.items() if not self.names or k in self.names}
@@ -136,7 +136,7 @@ class Screen:
         name:str, # What it is called
         kind:str, # 'text' or 'table'
         value, # A text, or rows as dicts
-        step:int, # Number of the optimizer update, from 0
+        step:int, # Optimizer updates so far, over all fits of the run
         **about, # What else is known about it; not shown
     ):
         "Print a text or a table"
@@ -144,7 +144,7 @@ class Screen:
 
     def alert(self,
         text:str, # Which value has crossed which level
-        step:int, # Number of the optimizer update, from 0
+        step:int, # Optimizer updates so far, over all fits of the run
     ):
         "Print an alert"
         say(f'step {step}: ALERT: {text}')

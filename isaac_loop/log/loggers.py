@@ -6,7 +6,8 @@
 __all__ = ['LoggerCB']
 
 # %% ../../nbs/log/05_loggers.ipynb #bf01e3a9
-import math, time, uuid, weakref
+import time, uuid, weakref
+from itertools import chain
 
 import torch
 from fastcore.basics import patch
@@ -25,6 +26,8 @@ from .run_facts import ENDED, described, outcome_of, run_map
 from ..loop.numbers_on_device import DeviceMean, Sent
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.monitor import check_monitored
+from ..loop.shared_attributes import offered
+from ..metrics.metrics import recorders_of
 from ..train.optimizer_options import learning_rates
 
 # %% ../../nbs/log/05_loggers.ipynb #34c7e288
@@ -34,7 +37,7 @@ class LoggerCB:
     __repr__ = show_settings
     def __init__(self,
         to, # A log or several: `CSV`, `SQLite`, `Screen`, a tracking service, a function of values and step
-        every:int=25, # Optimizer updates from row to row; the first update is logged; None for no such rows
+        every:int=25, # Rows at multiples of so many updates, and at the first; None for no such rows
         epochs:int=1, # Epochs from row to row of the history; the last is logged too; None for no such rows
         values=None, # Functions of the trainer by name, or names of attributes, each for one more number
         columns=None, # Names in the rows of the history to log; default: all
@@ -91,7 +94,7 @@ class LoggerCB:
         if not (trainer.training and self._active): return
         updated,loss = trainer.n_updates != self._last,getattr(trainer, 'loss', None)
         self._last,self._n = trainer.n_updates,self._offset+trainer.n_updates
-        step = self._n-1 if updated else self._n
+        step = self._n if updated else self._n+1 # Of the update that this batch belongs to
         self._reader.add_batch(trainer.batch_num, step)
         if self.every:
             if is_one_number(loss): self._losses.add(loss)
@@ -103,7 +106,7 @@ class LoggerCB:
         "Send the row of the epoch"
         if not self._active: return
         if not self._opened: self._open(trainer)
-        step = self._last_step()
+        step = self._n
         self._send_arrived(wait=True)
         self._send_new(trainer, step, only_logged=True)
         self._newest = None
@@ -115,7 +118,7 @@ class LoggerCB:
         "Send the rest and the total time, and close the logs"
         if not self._opened and self._lacks_end(trainer): self._open(trainer)
         if not self._opened: return
-        self._opened,step,error = False,self._last_step(),trainer.exception
+        self._opened,step,error = False,self._n,trainer.exception
         for outlet in self._outlets: outlet.over = True
         ok = error is None or isinstance(error, CancelFitException)
         try: self._send_rest(trainer, step, ok)
@@ -123,21 +126,20 @@ class LoggerCB:
             for outlet in self._outlets: outlet.finish(ok, step)
             self._sent = []
 
-    def _last_step(self): return max(self._n-1, 0)
-
 # %% ../../nbs/log/05_loggers.ipynb #1d073f80
 @patch
 def _new_run(self:LoggerCB, trainer):
-    "Begin with step 0 and a number of its own"
+    "Begin without rows, and with a number of its own"
     self._id,self._trainer = uuid.uuid4().hex[:12],weakref.ref(trainer)
-    self._n,self._rows = 0,{} # Updates and rows of the whole run
+    self._rows = {} # How many rows there are of each kind
     self._alerts.crossed = [False]*len(self._alerts.alerts)
     for outlet in self._outlets: outlet.forget()
 
 @patch
 def _new_fit(self:LoggerCB, trainer):
     "Begin a fit"
-    self._offset,self._last = self._n,0 # Updates of earlier fits, and of this one at the last batch
+    self._offset = self._n = trainer.history.earlier_updates # Before this fit, and so far
+    self._last = 0 # Updates of this fit at the last batch
     self._losses,self._sent = DeviceMean(),[] # Steps and rows on their way
     self._newest = None # The last row of an epoch, and what was sent of it
     self._missing = set(self._columns or ()) # Columns that no row has had
@@ -149,7 +151,12 @@ def _new_fit(self:LoggerCB, trainer):
 
 @patch
 def _set_due(self:LoggerCB):
-    self._due = math.ceil(self._n/self.every)*self.every if self.every else None # The next step to log
+    "Find the next step to log"
+    first,self._due = 'steps' not in self._rows,None
+    if self.every: self._due = self._n+1 if first else self._multiple_after(self._n)
+
+@patch
+def _multiple_after(self:LoggerCB, step): return (step//self.every+1)*self.every
 
 @patch
 def _check_names(self:LoggerCB, trainer):
@@ -184,7 +191,13 @@ def _about(self:LoggerCB, trainer):
                  opt_func=described(trainer.opt_func), lr=plain(trainer.lr), n_epochs=trainer.n_epochs)
     params = known | {name: plain(value) for name,value in self.params.items()}
     return dict(id=self._id, name=self.run, fit=trainer.history.fit, step=self._n, rows=dict(self._rows),
-                params=params, callbacks=run_map(trainer, leave_out=[self]))
+                params=params, callbacks=run_map(trainer, leave_out=[self]), validated=_validated(trainer),
+                sets=[*chain.from_iterable(offered(trainer, 'sets'))])
+
+def _validated(trainer):
+    "Columns that are measured in the validation pass; one with `_*` stands for those of a metric with a dict"
+    columns = [name for cb in recorders_of(trainer) for name in cb.columns(trainer)]
+    return [name for name in columns if not name.startswith('train_') and name != 'elapsed']
 
 # %% ../../nbs/log/05_loggers.ipynb #a9fbe2ae
 @patch
@@ -216,7 +229,7 @@ def _send_new(self:LoggerCB, trainer, step, only_logged=False):
 def _take_down(self:LoggerCB, trainer, step, loss):
     "Gather a row"
     now = time.perf_counter()
-    self._due = (step//self.every+1)*self.every # A batch may have several updates, and jump over a multiple
+    self._due = self._multiple_after(step) # A batch may have several updates, and jump over a multiple
     self._reader.logged.append(step)
     seconds = (now-self._mark)/max(trainer.n_updates-self._marked, 1)
     row = dict(epoch=trainer.epoch, loss=loss if is_one_number(loss) else None, mean_loss=self._losses.take(),

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/log/14_tracker_values.ipynb #4f1e376f
 import importlib.util, io, numbers
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -46,6 +47,26 @@ def settings_of(run):
     "The hyper-parameters of a run, and below `callbacks` the map of its callbacks"
     callbacks = {o['name']: {'order': o['order'], **o['settings']} for o in run['callbacks']}
     return run['params'] | {'callbacks': callbacks}
+
+# %% ../../nbs/log/14_tracker_values.ipynb #002d8588
+_TIMES = 'elapsed','seconds_per_step','total_seconds'
+_PER_TABLE = {'epochs': 'epoch', 'fits': 'fit'} # Groups of whatever is neither training nor validation
+
+def tag_of(
+    name, # In a row
+    table, # What kind of row it is
+    validated=(), # Columns that are measured in the validation pass, as patterns
+    sets=(), # What the data sets of evaluators are called
+):
+    "`name` with its group before it, as in `train/loss`, `valid/accuracy` and `lr/opt`"
+    if '/' in name: return name
+    if name == 'lr': return 'lr/opt'
+    if name in _TIMES: return f'time/{name}'
+    for group in ('train', 'valid', *sets):
+        if name.startswith(f'{group}_'): return f'{group}/{name.removeprefix(f"{group}_")}'
+    if table == 'epochs' and any(fnmatchcase(name, o) for o in validated): return f'valid/{name}'
+    if table in _PER_TABLE: return f'{_PER_TABLE[table]}/{name}'
+    return 'train/batch_loss' if name == 'loss' else f'train/{name}'
 
 # %% ../../nbs/log/14_tracker_values.ipynb #b67ba670
 def samples_of(value):

@@ -13,7 +13,7 @@ from ..basics.checks import local_path
 from ..basics.tables import Table
 from .file_values import plain
 from .tracker_values import check_installed, flattened, numbers_of, pixels_of
-from .tracker_values import samples_of, settings_of, texts_of
+from .tracker_values import samples_of, settings_of, tag_of, texts_of
 from ..show.images import image_array
 from ..show.media_files import check_folder, media_file, wav_bytes
 
@@ -28,6 +28,7 @@ class TensorBoard:
         self._given = to if hasattr(to, 'add_scalar') else None
         self.folder = None if self._given else local_path(to, 'TensorBoard', 'to').absolute()
         self.writer,self._kwargs,self._params = self._given,kwargs,None
+        self._validated,self._sets = (),() # Columns measured in validation, data sets of evaluators
 
     def check(self):
         "Write into the folder, as a trial"
@@ -53,18 +54,21 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         if self.folder is not None:
             place,suffix = self._place(run),self._kwargs.get('filename_suffix', '')
-            options = {'purge_step': run['step'] or None, **self._kwargs}
+            options = {'purge_step': run['step']+1 if run['step'] else None, **self._kwargs}
             options['filename_suffix'] = f'{suffix}.{run["id"]}'
             if options['purge_step']: _wait_for_later_name(place)
             self.writer = SummaryWriter(place, **options)
+        self._validated,self._sets = run.get('validated', ()),run.get('sets', ())
         params = flattened(run['params'])
         self._params = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k,v in params.items()}
         self.writer.add_text('run', _description(run, self._params), run['step'])
 
     def row(self, values, step, table='steps'):
         "Add a point to each curve; text stays text"
-        found = numbers_of(values)
-        for name,value in found.items(): self.writer.add_scalar(name, value, step)
+        names = [name for name in values if name != 'epoch']
+        tags = {name: tag_of(name, table, self._validated, self._sets) for name in names}
+        found = numbers_of({tag: values[name] for name,tag in tags.items()})
+        for tag,value in found.items(): self.writer.add_scalar(tag, value, step)
         for name,value in texts_of(values).items(): self.writer.add_text(name, value, step)
         if table == 'epochs': self._write_params(found)
         if table != 'steps': self.writer.flush()

@@ -10,6 +10,7 @@ import weakref
 
 from ..basics.checks import did_you_mean
 from .events import EVENTS, callback_name, handler_of, members
+from .history import updates_of_run
 from .shared_attributes import STATE
 
 # %% ../../nbs/loop/26_callback_list.ipynb #b412dba0
@@ -83,8 +84,7 @@ def how_far(
     trainer, # Counts what it does
 )->str: # Such as 'trained for 3 epochs, 69 updates'
     "How far all fits together have come"
-    history = trainer.history
-    updates,epochs = history.earlier_updates+trainer.n_updates,history.epochs_trained
+    updates,epochs = updates_of_run(trainer),trainer.history.epochs_trained
     if not (updates or epochs): return 'not trained yet'
     counts = [f'{n:,} {unit}' + 's'*(n != 1) for n,unit in ((epochs, 'epoch'), (updates, 'update')) if n]
     return f'trained for {", ".join(counts)}'

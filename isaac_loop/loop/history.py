@@ -33,7 +33,7 @@ class History(Sequence):
         self.media = [] # What the present epoch has to show
         self.fit = -1 # Number of the fit
         self.epochs_trained = 0 # Training passes that came to their end, in all fits
-        self.earlier_updates = 0 # Optimizer updates in the fits before this one
+        self.earlier_updates = 0 # Optimizer updates in the fits before this one; see `updates_of_run`
         self._open = False # Is there an epoch to write to?
         self._next = None # The row of the present epoch, while nobody has written to it
         self._told = set() # Columns of the present row that are known
@@ -142,6 +142,13 @@ class History(Sequence):
         raise AttributeError(f'`{type(self).__name__}` has no attribute `{name}`.{did_you_mean(name, known)}')
 
 bring_later(History)
+
+# %% ../../nbs/loop/30_history.ipynb #d142ec08
+def updates_of_run(
+    trainer, # Has a `history`
+)->int: # The step in logs, files and checkpoints
+    "Optimizer updates of the run so far, over all its fits"
+    return trainer.history.earlier_updates+trainer.n_updates
 
 # %% ../../nbs/loop/30_history.ipynb #94c29094
 @patch

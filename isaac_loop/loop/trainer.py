@@ -8,6 +8,7 @@ __all__ = ['with_cbs', 'Trainer']
 # %% ../../nbs/loop/20_trainer.ipynb #d1746751
 from contextlib import nullcontext
 from functools import wraps
+from typing import Any
 
 import torch
 
@@ -162,6 +163,7 @@ class Trainer(ByName):
     "Runs `fit`, epochs and batches; callbacks do everything that happens in them"
     events = () # Names of further events that a subclass runs
     __slots__ = ('preds', 'loss') # Deleted when the next batch has come; slots make that cheap
+    preds:Any; loss:Any # Tensors as a rule, and whatever the callbacks make of them
     callbacks = Told(exchanged) # `Told` calls a function of the trainer and what the attribute is set to,
     epochs = Told(checked_epochs) # so that what depends on it follows
     dl,batches = Told(another_loader),Told(other_batches)
@@ -185,7 +187,7 @@ class Trainer(ByName):
         self.add_callbacks(callbacks)
         self.subclassing_method(**kwargs)
 
-    def subclassing_method(self, **kwargs):
+    def subclassing_method(self, *args, **kwargs): # A type checker lets such a one be overridden by any other
         "Called at the end of construction; a subclass overrides it to add callbacks"
 
     def fit(self,

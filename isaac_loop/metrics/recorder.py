@@ -11,6 +11,7 @@ import numbers
 import torch
 from fastcore.basics import patch
 
+from ..basics.figures import whole_ticks
 from ..basics.settings import show_settings
 from ..loop.events import Order
 from ..loop.numbers_on_device import PassNumbers, one_number
@@ -142,4 +143,5 @@ def plot(self:RecorderCB,
         ax.plot(values)
         ax.set_ylabel(name)
     axes.flat[-1].set_xlabel('training batch')
+    whole_ticks(axes.flat[-1])
     return axes[:, 0]

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import optim
 from torch.nn import functional as F
 
+from ..basics.figures import whole_ticks
 from ..device.device import DeviceCB
 from ..metrics.metrics import MetricsCB
 from ..show.progress import ProgressCB
@@ -54,6 +55,7 @@ def save_loss_plot(
     ax = (fig := Figure(figsize=(5, 3), layout='constrained')).subplots()
     for name in ('train_loss', 'valid_loss'): ax.plot(history[name], label=name, marker='.')
     ax.set(xlabel='epoch', ylabel='mean loss', ylim=(0, None))
+    whole_ticks(ax)
     ax.legend()
     fig.savefig(path := plot_path(path))
     return path

@@ -9,6 +9,7 @@ __all__ = ['piecewise']
 import math
 
 from ..basics.checks import check_choice, check_count
+from ..basics.figures import whole_ticks
 
 # %% ../../nbs/schedule/40_annealing.ipynb #6f74eff7
 _NO_LENGTH = ('`{name}` is {value!r}, which is no length. Use a share of the run as a float from 0 to 1, or '
@@ -93,5 +94,6 @@ def draw_curves(columns, ylabel):
     _,ax = plt.subplots(figsize=(5, 3), layout='constrained')
     for name,values in columns.items(): ax.plot(values, label=name)
     ax.set(xlabel='optimizer update', ylabel=ylabel)
+    whole_ticks(ax)
     if len(columns) > 1: ax.legend()
     return ax

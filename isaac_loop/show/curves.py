@@ -11,6 +11,7 @@ import math, numbers
 from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean
+from ..basics.figures import whole_ticks
 from ..loop.history import History
 from ..basics.tables import short
 from .many_layers import draw_lines
@@ -113,7 +114,7 @@ def plot_history(
         for name in panel: _draw_column(ax, rows, name, label)
         _mark_fits(ax, rows)
         ax.set(xlabel='epochs trained', ylabel=_unit(panel))
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        whole_ticks(ax)
         ax.legend(fontsize=8)
     return axes
 
@@ -200,6 +201,7 @@ def plot_batches(self:History,
         style = dict(color=line.get_color(), label=f'{text}, running mean')
     ax.plot(batches, means, **style)
     ax.set(xlabel=f'{kind} batches', ylabel=name)
+    whole_ticks(ax)
     ax.legend(fontsize=8)
     return ax
 
@@ -223,7 +225,8 @@ def plot_lines(
 ): # The matplotlib axes
     "One line for each name over the updates, on a logarithmic axis"
     import matplotlib.pyplot as plt
-    ax = plt.subplots(figsize=(5, 3), layout='constrained')[1]
+    ax = plt.subplots(figsize=(6.5, 3), layout='constrained')[1]
     draw_lines(ax, series, outside=True)
     ax.set(xlabel='update', ylabel=ylabel, yscale='log')
+    whole_ticks(ax)
     return ax

@@ -11,6 +11,7 @@ import math
 import torch
 
 from ..basics.checks import warn
+from ..basics.figures import wrapped
 from ..basics.tensors import to_cpu
 
 # %% ../../nbs/show/60_images.ipynb #685e1431
@@ -57,8 +58,8 @@ def subplots(
     "A figure whose size follows from the number of images"
     import matplotlib.pyplot as plt
     if figsize is None: figsize = (n_cols*imsize, n_rows*imsize)
-    fig,axes = plt.subplots(n_rows, n_cols, figsize=figsize, **kwargs)
-    if suptitle is not None: fig.suptitle(suptitle)
+    fig,axes = plt.subplots(n_rows, n_cols, figsize=figsize, **{'layout': 'constrained', **kwargs})
+    if suptitle is not None: fig.suptitle(wrapped(suptitle, 0.75*figsize[0]))
     return fig,axes
 
 # %% ../../nbs/show/60_images.ipynb #c65bc890
@@ -90,7 +91,9 @@ def show_image(
 ): # The matplotlib axes
     "Draw one image"
     array = image_array(image)
-    if ax is None: ax = subplots(figsize=figsize)[1]
+    if ax is None:
+        ax = subplots(figsize=figsize)[1]
+        title = wrapped(title, ax.figure.get_figwidth())
     if array.ndim == 2: kwargs = {'cmap': 'gray'} | _brightness(array) | kwargs
     ax.imshow(_cut(array), **kwargs)
     if title is not None: ax.set_title(str(title), fontsize=9)
@@ -133,8 +136,11 @@ def show_images(
     if torch.is_tensor(titles): titles = titles.tolist()
     titles = [None]*len(images) if titles is None else list(titles)
     if len(titles) != len(images): raise ValueError(_TITLES.format(len(images), len(titles)))
-    axes = get_grid(len(images), n_rows, n_cols, imsize=imsize, suptitle=suptitle, layout='constrained')
+    axes = get_grid(len(images), n_rows, n_cols, imsize=imsize, suptitle=suptitle)
+    titles = [wrapped(title, imsize) for title in titles]
     for image,title,ax in zip(images, titles, axes.flat): show_image(image, ax, title, **kwargs)
+    n_lines,figure = max(str(title).count('\n') for title in titles),axes[0, 0].figure
+    figure.set_figheight(figure.get_figheight() + 0.15*n_lines*len(axes))
     return axes
 
 # %% ../../nbs/show/60_images.ipynb #dd7bf336

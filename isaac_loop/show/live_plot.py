@@ -11,6 +11,7 @@ from array import array
 
 from fastcore.basics import patch
 
+from ..basics.figures import whole_ticks
 from ..basics.settings import show_settings
 from ..basics.checks import local_path, warn
 from .curves import plot_history, smoothed
@@ -36,7 +37,7 @@ def _figure(rows, losses, places, names, planned, now):
     if losses and len(others) < max(len(names), 1): _draw_losses(axes[0], losses, places)
     in_epochs = planned and (places or rows or not losses)
     for ax in axes:
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        whole_ticks(ax)
         if in_epochs: ax.set_xlim(0, max(planned, len(rows))*1.01)
     fig.suptitle(now, fontsize=9)
     return fig
@@ -56,7 +57,7 @@ def _draw_losses(ax, losses, places):
 def _expected(trainer, names, rows):
     "Which columns the figure is for: those chosen, or what the rows have and what callbacks say they write"
     if names: return names
-    declared = [o for cb in offering(trainer, 'columns') for o in declared_columns(cb, trainer)]
+    declared = [name for cb in offering(trainer, 'columns') for name in declared_columns(cb, trainer)]
     numbers = [k for row in rows for k,v in row.items() if isinstance(v, (int, float))]
     return [o for o in dict.fromkeys(declared+numbers) if o not in ('fit', 'epoch', 'elapsed')]
 

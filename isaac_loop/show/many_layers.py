@@ -14,12 +14,13 @@ def draw_lines(
     series:dict, # Lists of numbers by name, from the first layer to the last
     title:str='', # Of the legend
     outside:bool=False, # Put the legend beside the axes?
+    legend:bool=True, # Say which line is which? Other axes beside it may do so
 ):
     "Draw a line for each name: with a legend for up to ten, else coloured by depth with a colour bar"
     if len(series) <= 10:
-        for name,values in series.items(): ax.plot(values, label=name)
+        for name,values in series.items(): ax.plot(values, label=short_name(name, 24))
         place = dict(loc='center left', bbox_to_anchor=(1, 0.5)) if outside else {}
-        ax.legend(title=title, fontsize=8, **place)
+        if legend: ax.legend(title=title, fontsize=8, **place)
         return
     from matplotlib import colormaps
     colors = colormaps['viridis']
@@ -73,7 +74,7 @@ def panels(
     figure.set_size_inches(columns*(1.7 if small else 3.2), rows*(1.25 if small else 2.2))
     axes = [figure.add_subplot(rows, columns, i+1) for i in range(n)]
     for ax,name in zip(axes, found):
-        ax.set_title(short_name(name) if small else name, fontsize=7 if small else None)
+        ax.set_title(short_name(name) if small else short_name(name, 28), fontsize=7 if small else 9)
         if small: ax.tick_params(labelsize=6)
     if n_all and n_all > n: figure.suptitle(f'{n} of {n_all} layers, evenly chosen', fontsize=9)
     return axes

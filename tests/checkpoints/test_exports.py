@@ -77,7 +77,7 @@ def test_a_cancelled_fit_is_exported_and_a_failed_one_is_not(error, found, tmp_p
         pass
     assert steps(tmp_path) == found
     fit(trainer, 1)
-    assert steps(tmp_path)[-1] == 7
+    assert steps(tmp_path)[-1] == 9 + 7
 
 
 def test_beside_an_average_the_average_is_exported(tmp_path):

@@ -677,14 +677,14 @@ def test_what_is_returned_reaches_a_tracker(monkeypatch):
         EvaluatorCB({"test": OTHER}, None, lambda store: dict(score=0.75)),
         LoggerCB(WandB("project"), every=None),
     ).fit(2)
-    assert [(row["test_score"], row["step"]) for row in sent if "test_score" in row] == [(0.75, 3), (0.75, 7)]
+    assert [(row["test_score"], row["step"]) for row in sent if "test_score" in row] == [(0.75, 4), (0.75, 8)]
     run = SimpleNamespace(
         log=sent.append, finish=lambda exit_code: None, define_metric=lambda name, step_metric: None
     )
     monkeypatch.setitem(
         sys.modules, "wandb", SimpleNamespace(__spec__=object(), init=lambda **kwargs: run, run=None)
     )
-    assert [(o["test_score"], o["step"]) for o in sent if "test_score" in o] == [(0.75, 3), (0.75, 7)]
+    assert [(o["test_score"], o["step"]) for o in sent if "test_score" in o] == [(0.75, 4), (0.75, 8)]
 
 
 @pytest.mark.shows("NEMO-41")

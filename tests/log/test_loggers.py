@@ -76,11 +76,16 @@ def make_trainer(*callbacks, metrics=True, opt_func=optim.SGD, model=None):
 # What is logged, and when
 
 
+def due(n, every):
+    "The steps that are logged out of `n` updates"
+    return sorted({1, *range(every, n + 1, every)})
+
+
 @pytest.mark.shows("SON-11", "SON-20", "NEMO-14", "NEMO-52")
 @pytest.mark.parametrize("every", [1, 2, 5, 25, 1000, None])
 @pytest.mark.parametrize("epochs", [1, 2, 3, None])
 def test_exactly_the_steps_that_were_meant_are_logged(every, epochs):
-    "Step 0, then every so many updates over the whole run; epochs by their own count, the last one always"
+    "The first, then multiples of `every` over the whole run; epochs by their own count, the last one always"
     if every is None and epochs is None:
         return
     keep = Keep()
@@ -88,21 +93,21 @@ def test_exactly_the_steps_that_were_meant_are_logged(every, epochs):
     trainer.fit(5, lr=0.1)
     losses = [o["loss"] for o in trainer.history.batches if o["training"]]
     steps, rows = keep.of("steps"), keep.of("epochs")
-    assert list(steps) == (list(range(0, 5 * N, every)) if every else [])
-    for step, values in steps.items():
+    assert list(steps) == (due(5 * N, every) if every else [])
+    for step, before, values in zip(steps, [0, *steps], steps.values()):
         assert (
-            values["loss"] == pytest.approx(losses[step])
+            values["loss"] == pytest.approx(losses[step - 1])
             and values["lr"] == 0.1
-            and values["epoch"] == step // N
+            and values["epoch"] == (step - 1) // N
             and values["seconds_per_step"] >= 0
         )
-        since = losses[max(step - every + 1, 0) : step + 1]
+        since = losses[before:step]
         assert values["mean_loss"] == pytest.approx(sum(since) / len(since), rel=1e-5)
     meant = [e for e in range(5) if epochs and ((e + 1) % epochs == 0 or e == 4)]
-    assert list(rows) == [(e + 1) * N - 1 for e in meant]
+    assert list(rows) == [(e + 1) * N for e in meant]
     for e, values in zip(meant, rows.values()):
         assert values == {k: v for k, v in trainer.history[e].items() if k != "fit"}
-    end = keep.of("fits")[5 * N - 1]
+    end = keep.of("fits")[5 * N]
     assert end["outcome"] == "finished" and end["n_updates"] == 5 * N and end["total_seconds"] > 0
 
 
@@ -120,7 +125,7 @@ def test_the_time_of_an_epoch_is_there_without_metrics():
 def test_chosen_columns_are_logged_and_no_others():
     keep = Keep()
     make_trainer(LoggerCB(keep, columns="valid_loss")).fit(1)
-    assert set(keep.of("epochs")[N - 1]) == {"epoch", "valid_loss"}
+    assert set(keep.of("epochs")[N]) == {"epoch", "valid_loss"}
 
 
 @pytest.mark.shows("NEMO-10", "NEMO-12", "NEMO-19", "NEMO-20")
@@ -129,16 +134,16 @@ def test_values_are_asked_on_steps_that_log_and_on_no_others():
     asked, keep = [], Keep()
 
     def double(trainer):
-        asked.append(trainer.n_updates - 1)
+        asked.append(trainer.n_updates)
         return trainer.loss.detach() * 2
 
     trainer = make_trainer(
         LoggerCB(keep, every=5, values={"double": double, "updates": "n_updates", "bias": "model.bias"})
     )
     trainer.fit(2)
-    assert asked == [0, 5, 10, 15, 20] == list(keep.of("steps"))
+    assert asked == due(2 * N, 5) == list(keep.of("steps"))
     for step, values in keep.of("steps").items():
-        assert values["double"] == pytest.approx(2 * values["loss"]) and values["updates"] == step + 1
+        assert values["double"] == pytest.approx(2 * values["loss"]) and values["updates"] == step
     make_trainer(LoggerCB(keep, every=500, values=["n_updates"])).fit(1)
 
 
@@ -147,12 +152,12 @@ def test_an_update_over_several_batches_is_one_step():
     keep = Keep()
     trainer = make_trainer(AccumulationCB(3, "mean"), LoggerCB(keep, every=2))
     trainer.fit(2)
-    assert trainer.n_updates == 8 and list(keep.of("steps")) == [0, 2, 4, 6]
+    assert trainer.n_updates == 8 and list(keep.of("steps")) == [1, 2, 4, 6, 8]
     losses = [o["loss"] for o in trainer.history.batches if o["training"]]
     assert [o["loss"] for o in keep.of("steps").values()] == pytest.approx(
-        [losses[i] for i in (2, 8, 14, 20)]
+        [losses[i] for i in (2, 5, 11, 17, 23)]
     )
-    assert keep.of("steps")[2]["mean_loss"] == pytest.approx(sum(losses[3:9]) / 6, rel=1e-5)
+    assert keep.of("steps")[4]["mean_loss"] == pytest.approx(sum(losses[6:12]) / 6, rel=1e-5)
 
 
 def test_a_batch_with_several_updates_jumps_over_no_row():
@@ -169,7 +174,7 @@ def test_a_batch_with_several_updates_jumps_over_no_row():
     trainer = make_trainer(RecorderCB(number=lambda t: t.batch_num), LoggerCB(keep, every=10))
     trainer = TwiceTrainer(trainer.dls, trainer.loss_func, trainer.opt_func, trainer.model, trainer.callbacks)
     trainer.fit(2)
-    assert trainer.n_updates == 4 * N and list(keep.of("steps")) == [1, 11, 21, 31, 41] == list(
+    assert trainer.n_updates == 4 * N and list(keep.of("steps")) == [2, 10, 20, 30, 40] == list(
         keep.of("batches")
     )
 
@@ -182,7 +187,7 @@ def test_the_step_goes_on_over_fits_and_begins_anew_with_another_trainer():
     trainer.fit(1, train=False)
     trainer.fit(1)
     assert (
-        list(keep.of("steps")) == [0, 10, 20]
+        list(keep.of("steps")) == [1, 10, 20]
         and [o["step"] for o in keep.runs] == [0, N, N]
         and len({o["id"] for o in keep.runs}) == 1
     )
@@ -199,8 +204,8 @@ def test_a_cancelled_or_skipped_batch_moves_nothing():
     keep = Keep()
     trainer = make_trainer(SkipCB(), RecorderCB(number=lambda t: t.batch_num), LoggerCB(keep, every=2))
     trainer.fit(1)
-    assert trainer.n_updates == N - 2 and list(keep.of("steps")) == [0, 2, 4, 6, 8]
-    assert {s: o["number"] for s, o in keep.of("batches").items()} == {0: 1, 2: 4, 4: 6, 6: 8, 8: 10}
+    assert trainer.n_updates == N - 2 and list(keep.of("steps")) == [1, 2, 4, 6, 8, 10]
+    assert {s: o["number"] for s, o in keep.of("batches").items()} == {1: 1, 2: 2, 4: 5, 6: 7, 8: 9, 10: 11}
 
 
 @pytest.mark.parametrize("limit", [OneBatchCB, lambda: NBatchCB(1)])
@@ -209,7 +214,7 @@ def test_a_limit_at_the_end_of_a_batch_hides_nothing(limit, first):
     keep = Keep()
     cbs = [limit(), LoggerCB(keep, every=1)]
     make_trainer(*(cbs if first else cbs[::-1])).fit(1)
-    assert list(keep.of("steps")) == [0]
+    assert list(keep.of("steps")) == [1]
 
 
 def test_odd_loops_log_what_they_have():
@@ -224,13 +229,13 @@ def test_odd_loops_log_what_they_have():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(1, valid=False)
-        assert set(keep.of("steps")[0]) == {"epoch", "seconds_per_step"}
+        assert set(keep.of("steps")[1]) == {"epoch", "seconds_per_step"}
         trainer.critic = optim.SGD(
             [dict(params=[o], lr=i / 10) for i, o in enumerate(trainer.model.parameters())], lr=1
         )
         trainer.opt = optim.SGD(trainer.model.parameters(), lr=torch.tensor(0.5))
         trainer.fit(1, valid=False)
-    row = keep.of("steps")[3]
+    row = keep.of("steps")[4]
     assert (row["lr"], row["lr/critic/0"], row["lr/critic/1"]) == (0.5, 0.0, 0.1)
 
 
@@ -267,33 +272,33 @@ def test_what_is_written_in_the_middle_of_an_epoch_is_sent_at_once():
     trainer.fit(2)
     found = [(step, values) for table, step, values in order if table == "batches"]
     assert found == [
-        (3, dict(test_loss=1.5, test_accuracy=0.5)),
-        (10, dict(test_loss=5.0, test_accuracy=0.5)),
-        (15, dict(test_loss=1.5, test_accuracy=0.5)),
-        (22, dict(test_loss=5.0, test_accuracy=0.5)),
+        (4, dict(test_loss=1.5, test_accuracy=0.5)),
+        (11, dict(test_loss=5.0, test_accuracy=0.5)),
+        (16, dict(test_loss=1.5, test_accuracy=0.5)),
+        (23, dict(test_loss=5.0, test_accuracy=0.5)),
     ]
     places = [(table, step) for table, step, _ in order]
     assert (
-        places.index(("batches", 3))
+        places.index(("batches", 4))
         < places.index(("steps", 5))
-        < places.index(("batches", 10))
-        < places.index(("epochs", N - 1))
+        < places.index(("batches", 11))
+        < places.index(("epochs", N))
     )
     assert [o for o in keep.seen if o[0] == "said"] == [
-        ("said", "text", o, {"speaker": "me"}) for o in (3, 10, 15, 22)
+        ("said", "text", o, {"speaker": "me"}) for o in (4, 11, 16, 23)
     ]
-    assert [o[2] for o in keep.seen if o[0] == "mine"] == [0, 5, 10, 15, 20]
+    assert [o[2] for o in keep.seen if o[0] == "mine"] == due(2 * N, 5)
 
 
 def test_columns_of_all_batches_are_thinned_out():
     keep = Keep()
     make_trainer(RecorderCB(number=lambda t: t.batch_num + 100 * t.epoch), LoggerCB(keep, every=5)).fit(2)
     assert keep.of("batches") == {
-        0: {"number": 0},
-        5: {"number": 5},
-        10: {"number": 10},
-        15: {"number": 103},
-        20: {"number": 108},
+        1: {"number": 0},
+        5: {"number": 4},
+        10: {"number": 9},
+        15: {"number": 102},
+        20: {"number": 107},
     }
     keep = Keep()
     make_trainer(RecorderCB(number=lambda t: 1), LoggerCB(keep, every=None)).fit(2)
@@ -312,7 +317,7 @@ def test_what_comes_after_the_last_row_is_not_lost():
     make_trainer(LateCB(), LoggerCB(keep)).fit(2)
     assert [values for table, _, values in keep.rows if table == "epochs"][-1] == dict(
         epoch=1, test_loss=7.0
-    ) and keep.seen == [("last words", "text", 2 * N - 1, {})]
+    ) and keep.seen == [("last words", "text", 2 * N, {})]
 
 
 @pytest.mark.shows("AIT-59")
@@ -327,7 +332,7 @@ def test_an_alert_goes_off_when_a_level_is_crossed_and_again_after_it_came_back(
         )
     )
     trainer.fit(1)
-    assert [step for step, _ in keep.alerts] == [0, 2, 10, N - 1]
+    assert [step for step, _ in keep.alerts] == [1, 2, 10, N, N]
     assert keep.alerts[0][1] == "`heat` is 1, below 2" and keep.alerts[-1][1].startswith("`valid_loss` is")
 
 
@@ -376,7 +381,7 @@ def test_no_batch_waits_for_the_device_unless_it_logs():
             self.mode = mode
 
         def before_batch(self, trainer):
-            self.mode.inside = not trainer.training or trainer.n_updates % 5 != 0
+            self.mode.inside = not trainer.training or trainer.n_updates + 1 not in due(2 * N, 5)
 
         def cleanup_batch(self, trainer):
             self.mode.inside = False
@@ -387,7 +392,7 @@ def test_no_batch_waits_for_the_device_unless_it_logs():
         )
     with mode:
         trainer.fit(2)
-    assert list(keep.of("steps")) == [0, 5, 10, 15, 20]
+    assert list(keep.of("steps")) == due(2 * N, 5)
 
 
 @pytest.mark.shows("NEMO-18", "PTA-21")
@@ -464,7 +469,7 @@ def test_files_hold_the_whole_run(kind, tmp_path):
     trainer.fit(2, lr=0.1)
     tables, run = read(tmp_path), trainer.LoggerCB.state_dict()["id"]
     assert all(o["run"] == run for rows in tables.values() for o in rows)
-    assert [int(o["step"]) for o in tables["steps"]] == [0, 5, 10, 15, 20] and [
+    assert [int(o["step"]) for o in tables["steps"]] == due(2 * N, 5) and [
         float(o["valid_loss"]) for o in tables["epochs"]
     ] == trainer.history["valid_loss"]
     assert (
@@ -488,7 +493,7 @@ def test_two_runs_in_one_place_stay_apart(kind, tmp_path):
     for _ in range(2):
         make_trainer(LoggerCB(make(tmp_path), every=5)).fit(1)
     rows = read(tmp_path)["steps"]
-    assert len({o["run"] for o in rows}) == 2 and [int(o["step"]) for o in rows] == [0, 5, 10] * 2
+    assert len({o["run"] for o in rows}) == 2 and [int(o["step"]) for o in rows] == [1, 5, 10] * 2
 
 
 def without_times(tables):
@@ -702,11 +707,10 @@ def test_what_a_log_cannot_show_is_skipped_with_one_warning(capsys):
             LoggerCB([Screen("no such value"), keep, lambda values, step: None], every=2, media=show)
         ).fit(2)
     (message,) = [str(o.message) for o in caught]
-    assert (
-        "`Screen` cannot show image, so `picture`" in message
-        and capsys.readouterr().out.count("said\nhello") == N
-    )
-    assert [o[0] for o in keep.seen] == ["picture", "said"] * N
+    assert "`Screen` cannot show image, so `picture`" in message and capsys.readouterr().out.count(
+        "said\nhello"
+    ) == len(due(2 * N, 2))
+    assert [o[0] for o in keep.seen] == ["picture", "said"] * len(due(2 * N, 2))
 
 
 @pytest.mark.shows("NEMO-16")
@@ -726,8 +730,8 @@ def test_however_a_fit_ends_logs_are_closed_and_lack_nothing(error, ok):
         trainer.fit(3)
     except (ValueError, KeyboardInterrupt) as e:
         assert e is error
-    assert keep.ends == [ok] and keep.of("fits")[N + 4]["outcome"] == type(error).__name__
-    assert list(keep.of("steps")) == [0, 2, 4, 6, 8, 10, 12, 14, 16] and list(keep.of("epochs")) == [N - 1]
+    assert keep.ends == [ok] and keep.of("fits")[N + 5]["outcome"] == type(error).__name__
+    assert list(keep.of("steps")) == due(N + 5, 2) and list(keep.of("epochs")) == [N]
 
 
 def test_a_fit_that_never_began_tells_nobody():
@@ -849,7 +853,7 @@ def test_a_fit_that_is_taken_back_is_no_part_of_the_log(kind, tmp_path):
     trainer.fit(1)
     steps = [int(o["step"]) for o in read(tmp_path)["steps"]]
     assert (
-        before["steps"] == read(tmp_path)["steps"][:3] and steps[:3] == [0, 5, 10] and steps[-2:] == [15, 20]
+        before["steps"] == read(tmp_path)["steps"][:3] and steps[:3] == [1, 5, 10] and steps[-2:] == [15, 20]
     )
 
 
@@ -880,7 +884,7 @@ def test_a_row_that_a_log_can_never_take_holds_up_no_other(error):
     assert [o[:2] for o in log.rows] == [o[:2] for o in other.rows if "odd" not in o[2]] and len(
         log.rows
     ) == len(other.rows) - 1
-    assert [o[1:] for o in trainer.LoggerCB.unsent["Sorts"]] == [(N - 1, "epochs")]
+    assert [o[1:] for o in trainer.LoggerCB.unsent["Sorts"]] == [(N, "epochs")]
 
 
 def test_a_number_that_is_too_large_for_tensorboard_costs_one_row(tmp_path):
@@ -891,7 +895,7 @@ def test_a_number_that_is_too_large_for_tensorboard_costs_one_row(tmp_path):
     trainer = make_trainer(after_epoch, LoggerCB(TensorBoard(tmp_path), every=None))
     with pytest.warns(UserWarning, match="OverflowError"):
         trainer.fit(3)
-    assert [o[1:] for o in trainer.LoggerCB.unsent["TensorBoard"]] == [(N - 1, "epochs")]
+    assert [o[1:] for o in trainer.LoggerCB.unsent["TensorBoard"]] == [(N, "epochs")]
 
 
 @files
@@ -912,8 +916,8 @@ def test_columns_called_run_and_step_are_logged_under_another_name(kind, tmp_pat
     tables = read(tmp_path)
     assert not trainer.LoggerCB.unsent and [
         (str(o["step"]), str(o["step_"]), o["run_"]) for o in tables["epochs"]
-    ] == [("11", "5", "mine"), ("23", "5", "mine")]
-    assert [int(o["step"]) for o in tables["batches"]] == list(range(0, 2 * N, 4)) and {
+    ] == [("12", "5", "mine"), ("24", "5", "mine")]
+    assert [int(o["step"]) for o in tables["batches"]] == due(2 * N, 4) and {
         float(o["step_"]) for o in tables["batches"]
     } == {7.0}
 

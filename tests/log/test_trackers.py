@@ -1,5 +1,6 @@
 "Logs at tracking services, `log/trackers.py`: the real packages, offline, each read back by its own means."
 
+import csv
 import importlib.util
 import json
 import logging
@@ -18,13 +19,19 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.checkpoints.exports import ExportCB
+from isaac_loop.log.log_files import CSV
+from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.log.loggers import LoggerCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.log.trackers import MLflow, TensorBoard, Trackio, WandB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.events import CancelFitException
+from isaac_loop.loop.history import updates_of_run
 from isaac_loop.loop.trainer import Trainer
+from isaac_loop.state.store import CheckpointStore
 from runs import Cut, CutCB, callbacks, fit
 from runs import make_trainer as make_run
 from places import PATHS
@@ -76,6 +83,11 @@ def show(trainer):
         trainer.history.write_media(name, kind, value, **about)
 
 
+def due(n):
+    "The steps that are logged out of `n` updates"
+    return [1, *range(5, n + 1, 5)]
+
+
 def trained(log, n_epochs=2, **options):
     "A trainer that has trained, with what it should have logged"
     trainer = make_trainer(
@@ -92,7 +104,7 @@ def trained(log, n_epochs=2, **options):
         warnings.simplefilter("error", UserWarning)
         trainer.fit(n_epochs, lr=0.1)
     losses = [o["loss"] for o in trainer.history.batches if o["training"]]
-    return trainer, {i: losses[i] for i in range(0, len(losses), 5)}
+    return trainer, {i: losses[i - 1] for i in due(len(losses))}
 
 
 @pytest.mark.shows("NEMO-53")
@@ -134,17 +146,17 @@ def accumulated(path):
 def test_tensorboard_reads_all_of_it_at_its_steps(tmp_path):
     trainer, losses = trained(TensorBoard(tmp_path / "new" / "runs"), alerts=("loss", ">", -1))
     found = accumulated(tmp_path / "new" / "runs")
-    assert {o.step: o.value for o in found.Scalars("loss")} == pytest.approx(losses)
-    for name in ("lr", "mean_loss", "norm", "seconds_per_step"):
+    assert {o.step: o.value for o in found.Scalars("train/batch_loss")} == pytest.approx(losses)
+    for name in ("lr/opt", "train/mean_loss", "train/norm", "time/seconds_per_step"):
         assert [o.step for o in found.Scalars(name)] == list(losses)
     for name in ("train_loss", "valid_loss"):
-        assert [(o.step, o.value) for o in found.Scalars(name)] == [
-            (i * N + N - 1, pytest.approx(v)) for i, v in enumerate(trainer.history[name])
+        assert [(o.step, o.value) for o in found.Scalars(name.replace("_", "/"))] == [
+            (i * N + N, pytest.approx(v)) for i, v in enumerate(trainer.history[name])
         ]
     assert (
-        [o.value for o in found.Scalars("recall/1")] == [0.75, 0.75]
-        and len(found.Scalars("elapsed")) == 2
-        and len(found.Scalars("total_seconds")) == 1
+        [o.value for o in found.Scalars("valid/recall/1")] == [0.75, 0.75]
+        and len(found.Scalars("time/elapsed")) == 2
+        and len(found.Scalars("time/total_seconds")) == 1
     )
     tags = found.Tags()
     assert (
@@ -182,9 +194,9 @@ def test_a_writer_that_is_there_already_is_used_and_left_open(tmp_path):
     trainer.fit(1)
     writer.add_scalar("mine", 1, 0)
     writer.close()
-    assert [o.step for o in accumulated(tmp_path).Scalars("loss")] == list(
-        range(0, 3 * N, 5)
-    ) and accumulated(tmp_path).Scalars("mine")
+    assert [o.step for o in accumulated(tmp_path).Scalars("train/batch_loss")] == due(3 * N) and accumulated(
+        tmp_path
+    ).Scalars("mine")
 
 
 @need("tensorboard")
@@ -203,8 +215,8 @@ def test_a_resumed_run_is_one_curve(tmp_path):
     with pytest.raises(Cut):
         fit(killed)
     whole = fit(make_run([*callbacks(), log(), CheckpointCB(tmp_path / "store", every=4)]))
-    points = accumulated(tmp_path / "tb").Scalars("loss")
-    assert [o.step for o in points] == list(range(21))
+    points = accumulated(tmp_path / "tb").Scalars("train/batch_loss")
+    assert [o.step for o in points] == list(range(1, 22))
     assert [o.value for o in points] == pytest.approx(
         [o["loss"] for o in whole.history.batches if o["training"]], rel=1e-5
     )
@@ -237,7 +249,7 @@ def test_a_second_run_in_a_folder_is_a_run_of_its_own(tmp_path):
     (second,) = folders - {tmp_path / "tb"}
     assert second.parent == tmp_path / "tb" and second.name.startswith("my_try-")
     for o in folders:
-        assert [o.step for o in accumulated(o).Scalars("loss")] == list(range(42))
+        assert [o.step for o in accumulated(o).Scalars("train/batch_loss")] == list(range(1, 43))
 
 
 @need("tensorboard")
@@ -246,11 +258,68 @@ def test_the_files_of_a_resumed_run_are_read_in_the_order_in_which_they_were_wri
     log = TensorBoard(tmp_path)
     for step in (0, 2, 4):
         log.start(dict(id="a", name="a", step=step, params={}, callbacks=[]))
-        for n in (step, step + 1):
+        for n in (step + 1, step + 2):
             log.row(dict(loss=float(n)), n)
         log.close(True)
-    assert [o.step for o in accumulated(tmp_path).Scalars("loss")] == list(range(6))
+    assert [o.step for o in accumulated(tmp_path).Scalars("train/batch_loss")] == list(range(1, 7))
     assert len({o.name.split(".")[3] for o in tmp_path.iterdir()}) == 3  # No two of one second
+
+
+@need("tensorboard")
+def test_tags_of_tensorboard_stand_in_groups(tmp_path):
+    "What is shown in one chart has one group, and the number of the epoch has no curve"
+    other = EvaluatorCB(dict(test=[(torch.randn(4, 3), torch.randn(4, 1))]))
+    make_trainer(other, LoggerCB(TensorBoard(tmp_path))).fit(2)
+    tags = accumulated(tmp_path).Tags()["scalars"]
+    assert {"train/loss", "valid/loss", "valid/recall/0", "test/loss", "lr/opt", "time/elapsed"} <= set(tags)
+    assert {o.split("/")[0] for o in tags} == {"train", "valid", "test", "lr", "time", "fit"}
+    assert not any("epoch" in o for o in tags)
+
+
+def steps_of(folder):
+    return [o.step for o in CheckpointStore(folder, read_only=True).list()]
+
+
+@need("tensorboard")
+def test_one_number_tells_a_moment_of_the_run_in_logs_files_and_checkpoints(tmp_path):
+    "Updates over all fits: also those before the log was there, of a fit that broke off, and before a resume"
+
+    def show(trainer):
+        trainer.history.write_media("said", "text", str(updates_of_run(trainer)))
+
+    def make(*more):
+        logs = [CSV(tmp_path / "csv"), TensorBoard(tmp_path / "tb")]
+        log, store = LoggerCB(logs, every=4, media=show), CheckpointCB(tmp_path / "store", keep_last=None)
+        return make_run([*callbacks(), *more]), [log, store, ExportCB(tmp_path / "out", keep_last=None)]
+
+    def go_through_it(*more):
+        trainer, watchers = make(*more)
+        trainer.fit(1)
+        trainer.fit(1, callbacks=CutCB("before_batch", lambda t: t.n_updates == 3, CancelFitException))
+        trainer.add_callbacks(watchers)
+        trainer.fit(1)
+        trainer.fit(2)
+        return trainer
+
+    with pytest.raises(Cut):
+        cut = CutCB("after_backward", lambda t: t.history.fit == 3 and t.n_updates == 9)
+        go_through_it(cut)
+    assert steps_of(tmp_path / "store") == [17, 24]
+    trainer = go_through_it()
+    assert updates_of_run(trainer) == 7 + 3 + 7 + 14
+    epochs = [17, 24, 31]
+    assert steps_of(tmp_path / "store") == steps_of(tmp_path / "out") == epochs
+    tables = {o.stem: [*csv.DictReader(o.open())] for o in (tmp_path / "csv").glob("*.csv")}
+    found = accumulated(tmp_path / "tb")
+    assert [int(o["step"]) for o in tables["epochs"]] == epochs
+    assert [o.step for o in found.Scalars("valid/loss")] == epochs
+    assert [int(o["step"]) for o in tables["steps"]] == [11, 12, 16, 20, 24, 28]
+    assert [o.step for o in found.Scalars("train/batch_loss")] == [11, 12, 16, 20, 24, 28]
+    assert [(o["step"], o["value"]) for o in tables["media"]] == [
+        (str(o), str(o)) for o in (11, 12, 16, 20, 24, 28)
+    ]
+    assert CheckpointStore(tmp_path / "by hand").list() == []
+    assert steps_of(trainer.save(tmp_path / "by hand").parent) == [31]
 
 
 # Weights & Biases
@@ -363,7 +432,7 @@ def test_wandb_has_the_rows_the_settings_the_media_and_the_alerts(wandb_offline,
         "tone": "audio-file",
     }
     (alert,) = [r.alert for r in records if r.HasField("alert")]
-    assert "`valid_loss` is" in alert.title and "at step 11" in alert.text
+    assert "`valid_loss` is" in alert.title and "at step 12" in alert.text
     assert [r.exit.exit_code for r in records if r.HasField("exit")] == [0]
 
 
@@ -411,9 +480,7 @@ def test_mlflow_has_metrics_parameters_tags_and_files(mlflow_local, tmp_path):
     (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     assert run.info.status == "FINISHED" and run.info.run_name == "baseline"
     history = {o.step: o.value for o in client.get_metric_history(run.info.run_id, "loss")}
-    assert {k: history[k] for k in losses} == pytest.approx(losses) and list(history) == list(
-        range(0, 3 * N, 5)
-    )
+    assert {k: history[k] for k in losses} == pytest.approx(losses) and list(history) == due(3 * N)
     assert [o.value for o in client.get_metric_history(run.info.run_id, "valid_loss")] == pytest.approx(
         trainer.history["valid_loss"]
     )
@@ -429,7 +496,7 @@ def test_mlflow_has_metrics_parameters_tags_and_files(mlflow_local, tmp_path):
         and "MetricsCB" in run.data.tags["callbacks"]
     )
     files = {Path(o.path).name for o in client.list_artifacts(run.info.run_id, "media")}
-    assert {"words-0.txt", "scores-0.csv", "figure-0.png", "grey-0.png", "tone-0.wav"} <= files
+    assert {"words-1.txt", "scores-1.csv", "figure-1.png", "grey-1.png", "tone-1.wav"} <= files
     assert {o.name for o in tmp_path.iterdir()} <= {"store.db", "mlartifacts"}, (
         "nothing in the present folder"
     )
@@ -483,9 +550,9 @@ def test_trackio_has_the_rows_in_its_local_store(tmp_path):
     found = json.loads(done.stdout.partition("RESULT")[2].splitlines()[0])
     assert found["name"].startswith("baseline-")
     loss = {o["step"]: o["loss"] for o in found["logs"] if "loss" in o}
-    assert list(loss) == list(range(0, 3 * N, 5)) and {
-        str(k): loss[k] for k in (0, 5, 10, 15, 20)
-    } == pytest.approx(found["losses"])
+    assert list(loss) == due(3 * N) and {str(k): loss[k] for k in due(2 * N)} == pytest.approx(
+        found["losses"]
+    )
     assert [o["valid_loss"] for o in found["logs"] if "valid_loss" in o] == pytest.approx(found["valid"])
     media = {k: o[k]["_type"] for o in found["logs"] for k in ("words", "grey", "figure", "tone") if k in o}
     assert media == {

@@ -5,11 +5,9 @@ Classes and functions are taken from the pages themselves (`tutorials/own_callba
 file.
 """
 
-import ast
 import copy
-import json
 import math
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -36,26 +34,7 @@ from isaac_loop.loop.events import EVENTS, CancelBatchException, Order
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer
 
-from places import TUTORIALS
-
-DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
-
-
-@cache
-def page(name):
-    "All that a tutorial imports and defines"
-    cells = json.loads((TUTORIALS / f"{name}.ipynb").read_text())["cells"]
-    sources = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
-    nodes = [
-        o
-        for source in sources
-        for o in ast.parse(source).body
-        if isinstance(o, DEFINITIONS) and "nbdev" not in ast.unparse(o)
-    ]
-    names = {"dls": None}  # The default of an argument
-    exec(compile(ast.Module(nodes, []), name, "exec"), names)
-    return names
-
+from pages import page
 
 own, odd, diffusion = (
     partial(lambda name, thing: page(name)[thing], o) for o in ("own_callbacks", "odd_loops", "diffusion")
