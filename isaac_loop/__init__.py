@@ -5,6 +5,8 @@
 that you may want to do, and lists its names: `from isaac_loop.show import plot_history`. `isaac_loop.loop`
 says which events there are and is the loop itself; the callbacks in the other folders do the work.
 """
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .lazy import lazy
@@ -45,3 +47,7 @@ if TYPE_CHECKING:
     from . import interop as interop
 else:
     __getattr__, __dir__ = lazy(__name__)
+
+if 'IPython' in sys.modules: # There, `?` and Shift-Tab show what each parameter means
+    _help = import_module('.basics.notebook_help', __name__)
+    _help.show_docments(sys.modules['IPython'].get_ipython())
