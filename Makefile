@@ -1,12 +1,13 @@
-# make demo | install | test | torture | mutants | lint | docs | bench | wheel
+# make demo | install | test | torture | mutants | lint | pages | site | bench | wheel
 
 PYTHON ?= python3
 BIN = .venv/bin
 PIP = $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 DEMO = .venv/.demo
 READY = .venv/.ready
+SITE = .venv/.site
 
-.PHONY: demo install test torture mutants lint docs bench wheel clean
+.PHONY: demo install test torture mutants lint pages site bench wheel clean
 
 demo: $(DEMO)
 	@echo "Training on handwritten digits ..."
@@ -33,7 +34,7 @@ test: $(READY)
 	$(BIN)/python tools/test_notebooks.py
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 # Two processes on two cores
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check tests tools
+	$(BIN)/ruff format --check tests tools docs setup.py
 
 torture: $(READY)
 	$(BIN)/python tools/torture.py --kills 200 --signals 100
@@ -44,24 +45,35 @@ mutants: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check tests tools
+	$(BIN)/ruff format --check tests tools docs setup.py
 	$(BIN)/nbdev-clean
 
-docs: $(READY)
+pages: $(READY)
 	$(BIN)/python tools/save_outputs.py
 	$(BIN)/python tools/list_callbacks.py
 	$(BIN)/python tools/coverage.py
+
+$(SITE): $(READY)
+	@$(PIP) -e '.[docs]'
+	@touch $@
+
+site: $(SITE) # From the outputs that the notebooks hold; a link that leads nowhere is an error
+	$(BIN)/python docs/pages.py _docs/pages
+	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs _docs/pages _docs/site
+	@echo "Open _docs/site/index.html"
 
 bench: $(READY)
 	$(BIN)/python $(if $(AGAINST),tools/bench_commits.py $(AGAINST),tools/bench.py)
 
 wheel: $(READY)
 	rm -rf dist .venv-wheel
-	$(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python -m build --outdir dist . # The source distribution, and the wheel from it
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tools/check_dist.py dist
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/pip install -qq --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd dist && ../.venv-wheel/bin/python -m isaac_loop --epochs 5
 	rm -rf .venv-wheel
 
 clean:
-	rm -rf .venv .venv-wheel dist build *.egg-info
+	rm -rf .venv .venv-wheel dist build _docs *.egg-info

@@ -388,6 +388,28 @@ def test_tokens_are_counted_by_a_function_of_the_batch():
     assert trainer.n_updates == 9 and trainer.stop_reason == "108 samples are enough"
 
 
+@pytest.mark.parametrize("name", ["exact", "placed", "loader", "object"])
+def test_an_evaluation_of_the_first_batches_of_an_endless_stream_leaves_no_trace(name):
+    def make(*callbacks):
+        set_seed(0)
+        loaders = DataLoaders(STREAMS[name](), iter(Batches()))  # Of which validation takes what it needs
+        usual = [BasicTrainCB(), LimitCB(12), recorder(), *callbacks]
+        trainer = Trainer(loaders, F.mse_loss, optim.AdamW, regression(), usual)
+        trainer.fit(1, lr=0.05, valid=False)
+        return trainer
+
+    both = dict(train="train", valid="valid")
+    alone, watched = make(), make(EvaluatorCB(both, updates=3, n_batches=2, at_start=True))
+    assert same(alone.model, watched.model) and losses(alone) == losses(watched)
+    assert sum(o == o for o in watched.history.batches["train_loss"]) == 4
+
+
+def test_an_evaluation_takes_no_batches_away_from_an_iterator_that_trains():
+    trainer = Trainer(DataLoaders(iter(Batches())), F.mse_loss, optim.SGD, regression(), [BasicTrainCB()])
+    with pytest.raises(TypeError, match="`train` of `EvaluatorCB` is the iterator that the training reads"):
+        trainer.fit(1, valid=False, callbacks=EvaluatorCB(dict(train="train"), updates=3, n_batches=2))
+
+
 def test_a_stream_cut_into_epochs_has_a_row_for_each_and_a_length():
     callbacks = [BasicTrainCB(), AccumulationCB(2), NBatchCB(8, on_valid=False), OneCycleSchedulerCB()]
     trainer = Trainer(DataLoaders(Batches(), VALID), F.mse_loss, optim.Adam, regression(), callbacks)
