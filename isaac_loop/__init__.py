@@ -5,11 +5,9 @@
 that you may want to do, and lists its names: `from isaac_loop.show import plot_history`. `isaac_loop.loop`
 says which events there are and is the loop itself; the callbacks in the other folders do the work.
 """
-import sys
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .lazy import lazy
+from .lazy import help_in_notebooks, lazy
 
 __version__ = "0.1.0"
 
@@ -48,6 +46,4 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-if 'IPython' in sys.modules: # There, `?` and Shift-Tab show what each parameter means
-    _help = import_module('.basics.notebook_help', __name__)
-    _help.show_docments(sys.modules['IPython'].get_ipython())
+help_in_notebooks()
