@@ -6,7 +6,9 @@
 __all__ = ['Table']
 
 # %% ../../nbs/basics/20_tables.ipynb #35989379
-import html, numbers
+import html, numbers, shutil, sys
+from itertools import zip_longest
+from textwrap import wrap
 
 # %% ../../nbs/basics/20_tables.ipynb #2a3ac4e4
 def short(
@@ -76,12 +78,61 @@ class Lines:
         "Print one more row"
         cells = {name: short(value) for name,value in row.items()}
         is_new = cells.keys()-self.widths.keys()
-        for name,text in cells.items(): self.widths[name] = max(self.widths.get(name, len(name)), len(text), 6)
+        for name,text in cells.items():
+            self.widths[name] = max(self.widths.get(name, len(name)), len(text), 6)
         if is_new: self.write(self._line({name: name for name in self.widths}))
         self.write(self._line(cells))
 
     def _line(self, cells):
         return aligned([cells.get(name, '') for name in self.widths], self.widths.values())
+
+# %% ../../nbs/basics/20_tables.ipynb #4215be64
+def terminal_width(): # Characters; None if nobody looks at a terminal
+    "How wide a line may be that is printed now"
+    return shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
+
+def _size(widths): return sum(widths) + 2*(len(widths)-1)
+
+def _narrowed(columns, width):
+    "Widths of columns, the widest narrowed until all fit, but never below their longest words"
+    widths = [max(map(len, column)) for column in columns]
+    least = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    while _size(widths) > width:
+        able = [i for i in range(len(widths)) if widths[i] > least[i]]
+        if not able: break
+        widths[max(able, key=widths.__getitem__)] -= 1
+    return widths
+
+def _groups(widths, width):
+    "Numbers of the columns that fit beside one another; the first column begins each group"
+    groups = [[0]]
+    for i in range(1, len(widths)):
+        is_full = _size([widths[o] for o in [*groups[-1], i]]) > width
+        if is_full and len(groups[-1]) > 1: groups.append([0])
+        groups[-1].append(i)
+    return groups
+
+# %% ../../nbs/basics/20_tables.ipynb #4e7964d8
+_WHOLE = dict(break_long_words=False, break_on_hyphens=False)
+
+def _in_lines(cell, width):
+    return [line for part in cell.split('\n') for line in wrap(part, max(width, 1), **_WHOLE) or ['']]
+
+def fitted(
+    cells:list, # Lists of texts, one for each row
+    width:int=None, # Characters in a line; None for any
+)->list: # Lists of lines; several if the columns do not fit side by side
+    "The lines of a table, with no word broken that fits into a line"
+    columns = list(zip(*cells))
+    widths = [max(map(len, column)) for column in columns]
+    if width is None or _size(widths) <= width: return [[aligned(row, widths) for row in cells]]
+    widths = _narrowed(columns, width)
+    return [_wrapped_lines([[row[i] for i in group] for row in cells], [widths[i] for i in group])
+            for group in _groups(widths, width)]
+
+def _wrapped_lines(cells, widths):
+    rows = [zip_longest(*map(_in_lines, row, widths), fillvalue='') for row in cells]
+    return [aligned(line, widths) for row in rows for line in row]
 
 # %% ../../nbs/basics/20_tables.ipynb #a7e1ac1c
 def _markdown_cell(text): return html.escape(text, quote=False).replace('|', '\\|')
@@ -106,10 +157,13 @@ class Table:
 
     def __len__(self): return len(self.rows)
 
-    def __str__(self):
-        cells = self.cells()
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        return '\n'.join(aligned(line, widths) for line in cells)
+    def to_text(self,
+        width:int=None, # Characters in a line; default: as many as it takes
+    )->str:
+        "The table as text; what is too wide goes on in the next line, between two words"
+        return '\n\n'.join(map('\n'.join, fitted(self.cells(), width)))
+
+    def __str__(self): return self.to_text(terminal_width())
 
     __repr__ = __str__
 

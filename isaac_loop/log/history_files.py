@@ -26,7 +26,7 @@ def table_text(
     kind:str='csv', # 'csv', 'tsv', or 'txt' with aligned columns
 )->str: # With one header that has all columns
     "Rows as the text of a file"
-    if kind == 'txt': return f'{Table(rows)}\n'
+    if kind == 'txt': return f'{Table(rows).to_text()}\n'
     return csv_text(rows, '\t' if kind == 'tsv' else ',', line_end='\n')
 
 # %% ../../nbs/log/60_history_files.ipynb #c61f7d70

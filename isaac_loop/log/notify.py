@@ -98,7 +98,7 @@ def _title(trainer):
 def _message(trainer, rows, first=()):
     "The text: what there is to say first, the rows, the settings"
     shown = [as_text(o) for o in rows[-_MOST_ROWS:]]
-    parts = [*first, str(Table(shown)) if shown else 'No epoch was recorded.']
+    parts = [*first, Table(shown).to_text() if shown else 'No epoch was recorded.']
     about = dict(lr=trainer.lr, n_epochs=trainer.n_epochs, n_updates=trainer.n_updates)
     experiment = trainer.experiment
     if experiment is not None: about = dict(experiment.hyper) | about | dict(folder=str(experiment.folder))
@@ -107,7 +107,7 @@ def _message(trainer, rows, first=()):
 def _files(rows):
     "Curves and rows, as bytes by file name"
     if not rows: return {}
-    files,fig = {'history.txt': f'{Table(rows)}\n'.encode()},history_figure(rows)
+    files,fig = {'history.txt': f'{Table(rows).to_text()}\n'.encode()},history_figure(rows)
     if fig is None: return files
     fig.savefig(data := io.BytesIO(), format='png')
     return {'history.png': data.getvalue(), **files}

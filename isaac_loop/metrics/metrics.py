@@ -34,7 +34,7 @@ class MetricsCB:
         *ms, # Metrics that go by the name of their class, and functions as for `MeanOf`
         train_metrics:bool=False, # Also measure the metrics while training, as columns `train_<name>`?
         weigh=None, # What a loss weighs: 'samples', 'mean' (all alike), 'sum', a function; default: asks it
-        show=True, # Print each row, unless another callback shows it: True, False, or 'dict' for rows as dicts
+        show=True, # Print each row, unless another callback shows it? 'dict' prints it as a dict
         **metrics, # Metrics by name
     ):
         check_no_options(metrics, type(self), MetricsCB)

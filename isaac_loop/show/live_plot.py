@@ -6,7 +6,8 @@
 __all__ = ['LivePlotCB']
 
 # %% ../../nbs/show/40_live_plot.ipynb #e96ac392
-import io, time
+import io, math, time
+from array import array
 
 from fastcore.basics import patch
 
@@ -15,42 +16,59 @@ from ..basics.settings import show_settings
 from ..basics.checks import local_path, warn
 from .curves import plot_history, smoothed
 from ..loop.events import Order
+from ..loop.monitor import declared_columns
 from ..loop.numbers_on_device import DeviceNumbers, one_number
+from ..loop.shared_attributes import offering
 from ..basics.tables import row_text
 
 # %% ../../nbs/show/40_live_plot.ipynb #48f19844
-def _figure(rows, losses, names, per_epoch, now):
-    "Draw what there is so far"
+def _figure(rows, losses, places, names, planned, now):
+    "Draw rows, and losses at their places, with room for all `names` and for `planned` epochs"
     from matplotlib.figure import Figure
-    names = _drawable(rows, names)
-    n_losses = sum(o.endswith('loss') for o in names)
-    n = 2 if 0 < n_losses < len(names) else 1
-    fig = Figure(figsize=(1+4*n, 3), layout='constrained')
-    axes = fig.subplots(1, n, squeeze=False)[0]
-    if names: plot_history(rows, names, axes=axes)
-    if losses and (n_losses or not names): _draw_losses(axes[0], losses, per_epoch)
+    known = dict.fromkeys(k for row in rows for k,v in row.items() if isinstance(v, (int, float)))
+    drawn = [name for name in names if name in known]
+    others = [name for name in names if not name.endswith('loss')]
+    units = ['mean loss per example']*(len(others) < len(names) or not names)
+    if others: units.append(others[0] if len(others) == 1 else 'metric')
+    fig = Figure(figsize=(9, 3), layout='constrained')
+    axes = fig.subplots(1, len(units), squeeze=False)[0]
+    for ax,unit in zip(axes, units): ax.set(xlabel='epochs trained', ylabel=unit)
+    if drawn: plot_history(rows, drawn, axes=axes)
+    if losses and len(others) < max(len(names), 1): _draw_losses(axes[0], losses, places)
+    in_epochs = planned and (places or rows or not losses)
+    for ax in axes:
+        whole_ticks(ax)
+        if in_epochs: ax.set_xlim(0, max(planned, len(rows))*1.01)
     fig.suptitle(now, fontsize=9)
     return fig
 
-def _drawable(rows, names):
-    "Those of `names` that the rows have already"
-    known = dict.fromkeys(k for row in rows for k,v in row.items() if isinstance(v, (int, float)))
-    if not names: return [name for name in known if name not in ('fit', 'epoch', 'elapsed')]
-    return [name for name in ([names] if isinstance(names, str) else names) if name in known]
-
 _MOST_POINTS = 1000
 
-def _draw_losses(ax, losses, per_epoch):
+def _draw_losses(ax, losses, places):
     "The running mean over some ten batches or a fiftieth of the run, at most a thousand points of it"
     every = -(-len(losses)//_MOST_POINTS)
     means = smoothed(losses, 1-1/max(10, len(losses)/50))[::every]
-    epochs = [(i*every+1)/per_epoch for i in range(len(means))]
-    ax.plot(epochs, means, color='grey', alpha=0.5, zorder=0, label='training batches, running mean')
-    ax.set(xlabel='epochs trained', ylabel='mean loss per example')
-    whole_ticks(ax)
+    x = (places or range(1, len(losses)+1))[:len(losses):every]
+    ax.plot(x, means, color='grey', alpha=0.5, zorder=0, label='training batches, running mean')
+    ax.set(xlabel='epochs trained' if places else 'training batches', ylabel='mean loss per example')
     ax.legend(fontsize=8)
 
 # %% ../../nbs/show/40_live_plot.ipynb #39db98d1
+def _expected(trainer, names, rows):
+    "Which columns the figure is for: those chosen, or what the rows have and what callbacks say they write"
+    if names: return names
+    declared = [name for cb in offering(trainer, 'columns') for name in declared_columns(cb, trainer)]
+    numbers = [k for row in rows for k,v in row.items() if isinstance(v, (int, float))]
+    return [o for o in dict.fromkeys(declared+numbers) if o not in ('fit', 'epoch', 'elapsed')]
+
+_MOST_EPOCHS = 1000 # With more, the time or somebody else decides when to end
+
+def _planned(trainer):
+    "How many epochs there will be, or None"
+    n,per_epoch = trainer.n_epochs,trainer.updates_per_epoch
+    if per_epoch: n = min(n, math.ceil(trainer.total_updates/per_epoch))
+    return n if n <= _MOST_EPOCHS else None
+
 def _now(trainer, rows):
     "The newest values, as the title of the figure"
     newest = rows[-1] if rows else {}
@@ -63,6 +81,34 @@ def _in_notebook():
     "Whether figures can be shown below a cell"
     try: return type(get_ipython()).__name__ != 'TerminalInteractiveShell' # noqa: F821 (IPython defines it)
     except NameError: return False
+
+# %% ../../nbs/show/40_live_plot.ipynb #24170852
+class _Places:
+    "How many epochs were trained at each of the losses"
+    def __init__(self): self.passes,self.numbers = [],array('l')
+
+    def add(self, trainer):
+        "Note where this batch stands"
+        if not self.passes or self.passes[-1]['over']:
+            here = dict(epoch=trainer.epoch, n=trainer.n_batches) # None in a stream
+            self.passes.append(here | dict(first=len(self.numbers), over=False))
+        self.numbers.append(trainer.batch_num+1)
+
+    def end_pass(self):
+        "The pass is over, and its length known"
+        if not self.passes or self.passes[-1]['over']: return
+        self.passes[-1] |= dict(over=True, n=self.passes[-1]['n'] or self.numbers[-1])
+
+    def in_epochs(self)->list: # Empty while nobody knows how long an epoch is
+        "The places, counted in epochs"
+        known = [o['n'] for o in self.passes if o['n']]
+        if not known: return []
+        found,ends = [],[o['first'] for o in self.passes[1:]]+[len(self.numbers)]
+        for one,end in zip(self.passes, ends):
+            numbers = self.numbers[one['first']:end]
+            n = one['n'] or max(known[-1], numbers[-1])
+            found += [one['epoch'] + number/n for number in numbers]
+        return found
 
 # %% ../../nbs/show/40_live_plot.ipynb #f3a89837
 _NOWHERE = ('`LivePlotCB` has nowhere to draw: this is no notebook, and it has no `path`. '
@@ -83,11 +129,12 @@ def _check_place(path, in_notebook):
         raise ValueError(_CANNOT_WRITE.format(path, e)) from e
 
 # %% ../../nbs/show/40_live_plot.ipynb #58782f0b
-_BACKWARDS = '`seconds` is {!r}, and time does not run backwards. Use 0 to draw at every batch, or more.'
+_BACKWARDS = ('`seconds` is {!r}, and time does not run backwards. '
+              'Use 0 to draw as often as a tenth of the time allows, or more.')
 
 class LivePlotCB:
     "Draw losses and metrics while training goes on"
-    order = Order.REPORT
+    order = Order.REPORT-1 # Above the table of `ProgressCB`, which grows
     stateless = True
     __repr__ = show_settings
     def __init__(self,
@@ -104,26 +151,27 @@ class LivePlotCB:
         "Make sure that there is a place to draw"
         self._losses,self._in_notebook = DeviceNumbers(),_in_notebook()
         self._handle,self._failed = None,False
-        self._n_rows,self._per_epoch = len(trainer.history),trainer.updates_per_epoch
-        self._drawn = time.monotonic()
+        self._places,self._due = _Places(),time.monotonic()+self.seconds
         _check_place(self.path, self._in_notebook)
+        names = _expected(trainer, self.names, [])
+        if self._in_notebook: self._show(_figure([], [], [], names, _planned(trainer), 'training begins'))
 
     def after_batch(self, trainer):
         "Keep the loss of a training batch, and redraw now and then"
-        if trainer.training: self._losses.add(one_number(trainer.loss))
-        if time.monotonic()-self._drawn >= self.seconds: self._draw(trainer)
+        if trainer.training:
+            self._losses.add(one_number(trainer.loss))
+            self._places.add(trainer)
+        if time.monotonic() >= self._due: self._draw(trainer)
 
     def cleanup_epoch(self, trainer):
         "Read the losses of the pass"
         self._losses.tensor()
-        if not trainer.training: return
-        n_batches = trainer.batch_num+1 if hasattr(trainer, 'batch_num') else 1
-        self._per_epoch = max(n_batches, self._per_epoch or 1)
+        if trainer.training: self._places.end_pass()
 
     def log(self, trainer):
         "Redraw when an epoch is complete, if the last drawing is old enough"
         for name in self.names or (): trainer.history.check_name(name)
-        if time.monotonic()-self._drawn >= self.seconds: self._draw(trainer)
+        if time.monotonic() >= self._due: self._draw(trainer)
 
     def cleanup_fit(self, trainer):
         "Draw the whole run"
@@ -134,18 +182,23 @@ class LivePlotCB:
 @patch
 def _draw(self:LivePlotCB, trainer):
     "Draw into the notebook, the file, or both"
+    begun = time.monotonic()
+    self._losses.send() # Those of an accelerator are here at the next drawing
     losses = self._losses.arrived().tolist()
-    self._losses.send() # For the next drawing
-    rows = list(trainer.history)[self._n_rows:]
+    rows = [row for row in trainer.history if row['fit'] == trainer.history.fit]
     if not (rows or losses) or self._failed: return
-    fig = _figure(rows, losses, self.names, self._per_epoch or len(losses), _now(trainer, rows))
+    names,places = _expected(trainer, self.names, rows),self._places.in_epochs()
+    fig = _figure(rows, losses, places, names, _planned(trainer), _now(trainer, rows))
     try:
         if self.path is not None: fig.savefig(self.path)
     except OSError as e:
         self._failed = True
         warn(f'`LivePlotCB` could not write {self.path} ({e}), and draws no more; training goes on.')
     if self._in_notebook: self._show(fig)
-    self._drawn = time.monotonic()
+    now = time.monotonic()
+    self._due = now + max(self.seconds, _PAUSE*(now-begun))
+
+_PAUSE = 9 # Between two drawings, as a multiple of the time for one
 
 @patch
 def _show(self:LivePlotCB, fig):

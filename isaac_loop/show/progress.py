@@ -6,7 +6,7 @@
 __all__ = ['ProgressCB']
 
 # %% ../../nbs/show/10_progress.ipynb #b5381238
-import io, sys, time, warnings
+import io, math, sys, time, warnings
 
 import torch
 from fastcore.basics import patch
@@ -46,7 +46,7 @@ class _NotebookBar(tqdm):
     "A bar that hands its text to `panel`"
     def __init__(self, *args, panel, **kwargs):
         self.panel = panel
-        super().__init__(*args, file=io.StringIO(), ncols=70, **kwargs)
+        super().__init__(*args, file=io.StringIO(), ncols=70, ascii=False, **kwargs)
 
     def display(self, msg=None, pos=None): self.panel.show(self, str(self) if msg is None else msg)
 
@@ -54,7 +54,7 @@ class _NotebookBar(tqdm):
 class _Panel:
     "The output of a notebook cell: the table, and below it the bars as long as they run"
     def __init__(self, seconds):
-        self.seconds,self.drawn = seconds,time.monotonic()
+        self.seconds,self.drawn = seconds,-math.inf
         self.rows,self.bars,self.handle = [],{},None
 
     def show(self, bar, text):
@@ -92,7 +92,7 @@ def _draw(self:_Panel, at_once=False):
 def close(self:_Panel):
     "Leave the table alone"
     self.bars = {}
-    if self.rows or self.handle is not None: self._draw(at_once=True)
+    if self.rows or self.handle is not None: self._draw(at_once=True) # Without rows nothing is left to see
 
 # %% ../../nbs/show/10_progress.ipynb #8a16853c
 class _AboveBars:
@@ -146,7 +146,7 @@ def _bar(self:ProgressCB, iterable, label, total):
     "Open a bar around `iterable`, of the kind for this place"
     kind = dict(notebook=_NotebookBar, plain=_PlainBar, terminal=tqdm)[self._place]
     kwargs = dict(desc=label, total=total, leave=False, mininterval=self.seconds)
-    if kind is _NotebookBar: kwargs |= dict(panel=self._panel, delay=0.5)
+    if kind is _NotebookBar: kwargs |= dict(panel=self._panel, delay=0.5*bool(self._bars))
     self._bars.append(kind(iterable, **kwargs))
     return self._bars[-1]
 
