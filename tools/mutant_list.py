@@ -414,9 +414,16 @@ MUTANTS = [
     Mutant(
         "a loader goes on where the run is not",
         "_is_elsewhere",
-        "if hasattr(trainer.dl, 'load_state_dict')",
+        "if not is_here",
         "if False",
         ["test_wrapped_batches_that_are_read_again_do_not_undo_it"],
+    ),
+    Mutant(
+        "a run that splits the batches of a plain loader thinks that the pass is over",
+        "ResumingCB._rest",
+        "not again and _is_over",
+        "_is_over",
+        ["test_a_run_that_is_elsewhere_than_its_loader_goes_on"],
     ),
     Mutant(
         "a second interrupt saves all the same",
