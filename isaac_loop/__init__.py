@@ -7,7 +7,7 @@ says which events there are and is the loop itself; the callbacks in the other f
 """
 from typing import TYPE_CHECKING
 
-from .lazy import lazy
+from .lazy import help_in_notebooks, lazy
 
 __version__ = "0.1.0"
 
@@ -45,3 +45,5 @@ if TYPE_CHECKING:
     from . import interop as interop
 else:
     __getattr__, __dir__ = lazy(__name__)
+
+help_in_notebooks()

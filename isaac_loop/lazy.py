@@ -40,3 +40,10 @@ def _imports(source):
         for name in node.names:
             imports[name.asname] = (dots+node.module, name.name) if node.module else (dots+name.name, None)
     return imports
+
+
+def help_in_notebooks():
+    "Have `?` and Shift-Tab show what each parameter means, where there is an IPython"
+    if 'IPython' not in sys.modules: return
+    module = import_module('.basics.notebook_help', __package__)
+    module.show_docments(sys.modules['IPython'].get_ipython())

@@ -9,7 +9,9 @@ import csv
 import random
 import warnings
 from collections import namedtuple
+from itertools import pairwise
 
+import matplotlib.figure
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, RandomSampler
 
 from isaac_loop.show import live_plot
+from isaac_loop.all import AccumulationCB, CheckpointCB, EarlyStoppingCB, LimitCB
 from isaac_loop.data.augmentation import BatchAugmentationCB, BatchTransformCB
 from isaac_loop.data.mixtures import MixUpCB
 from isaac_loop.data.random_patches import RandErase
@@ -306,6 +309,111 @@ def test_a_disk_that_fills_up_does_not_end_training(tmp_path, monkeypatch):
     assert trainer.n_updates == 8 and len(caught) == 1
 
 
+class Stream:
+    "Batches whose number nobody knows"
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@pytest.fixture
+def at_every_batch(monkeypatch):
+    monkeypatch.setattr(live_plot, "_PAUSE", 0)
+
+
+def ends(drawn):
+    "For each drawing how far the losses of the batches go, and the axis, in what unit"
+    found = []
+    for *_, fig in drawn:
+        ax = fig.axes[0]
+        line = next((o for o in ax.lines if "batches" in o.get_label()), None)
+        if line is not None:
+            found.append((max(line.get_xdata()), ax.get_xlim()[1], ax.get_xlabel()))
+    return found
+
+
+@pytest.mark.parametrize("callbacks", [[], [AccumulationCB(4)], [NBatchCB(2)], [LimitCB(updates=6)]])
+def test_no_epoch_is_drawn_that_did_not_happen(callbacks, tmp_path, figures, at_every_batch):
+    seen = []
+
+    class LookCB:
+        order = Order.LAST
+
+        def after_batch(self, trainer):
+            if trainer.training:
+                seen.append(trainer.epoch + (trainer.batch_num + 1) / trainer.n_batches)
+
+    live = LivePlotCB(tmp_path / "loss.png", seconds=0)
+    make_trainer([MetricsCB(show=False), live, LookCB(), *callbacks]).fit(3)
+    drawn = ends(figures)
+    assert drawn and all(x <= max(seen) for x, *_ in drawn) and drawn[-1][0] == max(seen)
+    assert {unit for *_, unit in drawn} == {"epochs trained"}
+
+
+def test_in_a_stream_batches_are_counted_until_the_first_pass_is_over(tmp_path, figures, at_every_batch):
+    trainer = make_trainer([LivePlotCB(tmp_path / "loss.png", seconds=0)])
+    trainer.dls.train = Stream(trainer.dls.train)
+    trainer.fit(2)
+    drawn = ends(figures)
+    first = [o for o in drawn if o[2] == "training batches"]
+    assert [o[0] for o in first] == [1, 2, 3, 4] and drawn[-1][0] == 2
+    assert [o[0] for o in drawn[len(first) :]] == sorted(o[0] for o in drawn[len(first) :])
+
+
+def test_size_panels_and_axis_stay_from_the_first_drawing_to_the_last(tmp_path, figures, at_every_batch):
+    callbacks = [
+        MetricsCB(accuracy=AccuracyMetric(), show=False),
+        LivePlotCB(tmp_path / "loss.png", seconds=0),
+    ]
+    make_trainer([*callbacks, EarlyStoppingCB(patience=1, min_delta=100)]).fit(7)
+    sizes = {(tuple(fig.get_size_inches()), len(fig.axes)) for *_, fig in figures}
+    limits = {ax.get_xlim() for *_, fig in figures for ax in fig.axes}
+    assert len(sizes) == 1 and sizes.pop()[1] == 2
+    assert len(limits) == 1 and 7 <= limits.pop()[1] < 7.2
+
+
+def test_no_more_than_a_tenth_of_the_time_goes_into_drawing(tmp_path, monkeypatch):
+    "A batch takes a second here, and a drawing ten"
+    now, drawn = [0.0], []
+
+    class ClockCB:
+        def before_batch(self, trainer):
+            now[0] += 1
+
+    def figure(*args):
+        now[0] += 10
+        drawn.append(now[0])
+        return matplotlib.figure.Figure()
+
+    monkeypatch.setattr(live_plot.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(live_plot, "_figure", figure)
+    make_trainer([LivePlotCB(tmp_path / "loss.png", seconds=0), ClockCB()]).fit(100, valid=False)
+    assert now[0] == 400 + 10 * len(drawn) and len(drawn) > 3
+    assert all(after - before >= 100 for before, after in pairwise(drawn[:-1])), (
+        "but for the last, at the end"
+    )
+
+
+def test_a_run_that_goes_on_is_drawn_from_where_it_goes_on(tmp_path, figures):
+    def run(*callbacks):
+        live = LivePlotCB(tmp_path / "loss.png", seconds=1000)
+        make_trainer([MetricsCB(show=False), CheckpointCB(tmp_path / "run"), live, *callbacks]).fit(4)
+
+    def log(trainer):
+        if trainer.epoch == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(log)
+    run()
+    rows, losses, (drawn, *_), fig = figures[-1]
+    (line,) = [o for o in fig.axes[0].lines if "batches" in o.get_label()]
+    assert rows == 4 and 2 < min(line.get_xdata()) and max(line.get_xdata()) == 4
+
+
 @pytest.mark.shows("ISA-118")
 def test_in_a_notebook_one_output_is_replaced(monkeypatch):
     import IPython.display
@@ -322,7 +430,13 @@ def test_in_a_notebook_one_output_is_replaced(monkeypatch):
 
     monkeypatch.setattr(live_plot, "_in_notebook", lambda: True)
     monkeypatch.setattr(IPython.display, "display", display)
-    make_trainer([MetricsCB(show=False), LivePlotCB(seconds=0)]).fit(2)
+    at_first = []
+
+    def before_batch(trainer):
+        at_first.append(len(shown))
+
+    make_trainer([MetricsCB(show=False), LivePlotCB(seconds=0), before_batch]).fit(2)
+    assert at_first[0] == 1, "its place is taken before anything else is shown"
     assert shown[0] == ("new", b"\x89PNG") and set(shown[1:]) == {("update", b"\x89PNG")}
 
 

@@ -417,9 +417,25 @@ def test_a_notebook_shows_a_bar_below_the_table_while_a_pass_runs(panel):
     ]
 
 
-def test_a_notebook_gets_no_output_when_there_is_nothing_to_show(panel):
+def test_nothing_is_left_to_see_in_a_notebook_when_there_are_no_rows(panel):
     make_trainer([ProgressCB("notebook", seconds=60)]).fit(1)
-    assert panel.drawn == []
+    assert panel.drawn[-1] == ""
+
+
+def test_a_notebook_shows_the_bar_of_the_epochs_before_the_first_batch(panel):
+    drawn = []
+
+    def before_fit(trainer):
+        drawn.extend(panel.drawn)
+
+    before_fit.order = Order.LAST
+    make_trainer([ProgressCB("notebook"), before_fit]).fit(3)
+    assert len(drawn) == 1 and "0/3" in drawn[0] and drawn[0].startswith("Epochs:   0%|")
+
+
+def test_the_bars_of_a_notebook_are_blocks(panel):
+    make_trainer([ProgressCB("notebook", seconds=0), SlowCB()], n_train=5).fit(8)
+    assert any("█" in o for o in panel.drawn) and not any("#" in o for o in panel.drawn)
 
 
 # How often
