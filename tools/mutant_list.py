@@ -414,9 +414,16 @@ MUTANTS = [
     Mutant(
         "a loader goes on where the run is not",
         "_is_elsewhere",
-        "if hasattr(trainer.dl, 'load_state_dict')",
+        "if not is_here",
         "if False",
         ["test_wrapped_batches_that_are_read_again_do_not_undo_it"],
+    ),
+    Mutant(
+        "a run that splits the batches of a plain loader thinks that the pass is over",
+        "ResumingCB._rest",
+        "not again and _is_over",
+        "_is_over",
+        ["test_a_run_that_is_elsewhere_than_its_loader_goes_on"],
     ),
     Mutant(
         "a second interrupt saves all the same",
@@ -545,5 +552,33 @@ MUTANTS = [
         "trainer.history.earlier_updates += trainer.n_updates",
         "pass",
         ["test_a_trainer_says_how_far_all_its_fits_have_come"],
+    ),
+    Mutant(
+        "an error shows the way through the loop",
+        "leave_out_loop",
+        "error.__traceback__ = _without_loop(error.__traceback__)",
+        "pass",
+        ["test_an_error_in_a_callback_shows_the_call_and_the_callback"],
+    ),
+    Mutant(
+        "a broken pipe ends the run",
+        "say",
+        "except OSError as error:",
+        "except ZeroDivisionError as error:",
+        ["test_a_broken_pipe_silences_the_display_and_not_the_run"],
+    ),
+    Mutant(
+        "an interrupt does not say where the run was saved",
+        "CheckpointCB._say_how_to_go_on",
+        "trainer.exception.add_note(said)",
+        "pass",
+        ["test_the_checkpoint_is_named_and_the_same_fit_goes_on_from_there"],
+    ),
+    Mutant(
+        "drawing may take all the time",
+        "LivePlotCB._draw",
+        "_PAUSE*(now-begun)",
+        "0",
+        ["test_no_more_than_a_tenth_of_the_time_goes_into_drawing"],
     ),
 ]

@@ -20,7 +20,7 @@ def above_bars(
     return tqdm.tqdm.external_write_mode(file) if tqdm else nullcontext()
 
 # %% ../../nbs/basics/15_output.ipynb #4703905a
-_NOBODY = 'Nobody reads what is printed any more ({}), so nothing more is. Training goes on.'
+_NOBODY = 'Nobody reads what is printed any more ({}). From here on nothing is shown, and training goes on.'
 
 def say(
     *parts, # As for `print`

@@ -141,9 +141,9 @@ def start_of_pass(trainer):
 
 def _is_elsewhere(self, trainer):
     "Whether somebody splits, repeats, merges or keeps back batches, so the loader stands elsewhere"
-    source = trainer._source if hasattr(trainer.dl, 'load_state_dict') else None
-    if source is None: return self._elsewhere
-    is_here = self._as_given and source.first+source.given == trainer.batch_num+1
+    source,drawn = trainer._source,trainer._source.given
+    if hasattr(trainer.dl, 'load_state_dict'): drawn += source.first # Others are read from their beginning
+    is_here = self._as_given and drawn == trainer.batch_num+1
     if not is_here: self._elsewhere = True
     return self._elsewhere
 
@@ -188,8 +188,9 @@ def _rest(self:ResumingCB, trainer, batches, state, done):
         _end_pass(trainer, over, stopped, own)
         trainer.batch_num = done-1
         return iter(())
-    if again: _begin_anew(trainer, place)
-    elif hasattr(trainer.dl, 'load_state_dict'): return batches
+    knows_its_place = hasattr(trainer.dl, 'load_state_dict')
+    if knows_its_place and not again: return batches
+    if knows_its_place: _begin_anew(trainer, place)
     put_generators(trainer, own)
     rest = _replayed(trainer.dl, batches, start, done)
     put_callbacks(trainer, state, tell=False) # Whoever wraps the batches has seen them again

@@ -6,7 +6,7 @@
 __all__ = ['load_digits', 'image_to_tensor', 'sample_dataset_dict', 'collate_rows', 'get_dataloaders', 'DataLoaders']
 
 # %% ../../nbs/data/10_dataloaders.ipynb #4895b799
-import math
+import math, warnings
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
@@ -24,7 +24,9 @@ from ..loop.passes import parts_of, split_batch
 def load_digits(): # A `DatasetDict`: `train` (1,437 rows) and `test` (360), columns `image` and `label`
     "Handwritten digits, 8 by 8 pixels, from inside the package; needs no network"
     import pyarrow.parquet as pq
-    from datasets import Dataset, DatasetDict
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'IProgress not found') # It asks for bars that nobody sees here
+        from datasets import Dataset, DatasetDict
     folder = files('isaac_loop')/'data'
     def read(name): return Dataset(pq.read_table(folder/f'digits-{name}.parquet'))
     return DatasetDict({name: read(name) for name in ('train', 'test')})

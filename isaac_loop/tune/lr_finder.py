@@ -11,6 +11,7 @@ import math
 from fastcore.basics import patch
 
 from ..basics.checks import check_count, check_flag, warn
+from ..basics.output import say
 from ..basics.settings import show_settings
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.fitting import scale_rates
@@ -182,7 +183,7 @@ def _mark(ax, rates, lrs, smoothed):
 def _show(self:LRFinderCB):
     "Print what was found, and draw it where figures are shown as they are made, as in a notebook"
     import matplotlib.pyplot as plt
-    print(self)
+    say(self)
     if self.lrs and plt.isinteractive(): self.plot(suggest=len(self.lrs) > 4)
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #35e589cd

@@ -7,6 +7,7 @@ scikit-learn ships, and `tools/make_digits.py` is run to show that it makes the 
 
 import runpy
 import socket
+import subprocess
 import sys
 from collections import Counter
 
@@ -725,3 +726,16 @@ def test_loaders_have_sensible_options_by_themselves(monkeypatch):
             )
             assert get_dataloaders(rows, None, 2, seed=seed, pin_memory=not there)[0].pin_memory is not there
     assert isinstance(get_dataloaders(rows, None, 2)[0].sampler, torch.utils.data.RandomSampler)
+
+
+def test_the_first_cell_of_a_notebook_that_loads_the_digits_has_no_warning():
+    "The libraries below ask for a package of widgets, which nothing here needs"
+    code = """
+import sys
+import ipykernel.zmqshell  # As in the kernel of a notebook
+sys.modules["ipywidgets"] = None
+from isaac_loop.data import load_digits
+load_digits()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
