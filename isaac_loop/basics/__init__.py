@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .tables import Table as Table
     from .tensors import map_tensors as map_tensors
     from .tensors import def_device as def_device
+    from .tensors import default_device as default_device
     from .tensors import to_device as to_device
     from .tensors import to_cpu as to_cpu
     from .tensors import set_seed as set_seed

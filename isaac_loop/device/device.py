@@ -11,7 +11,7 @@ from torch import nn
 
 from ..loop.events import Order
 from ..basics.settings import show_settings
-from ..basics.tensors import def_device, to_device
+from ..basics.tensors import default_device, to_device
 
 # %% ../../nbs/device/10_device.ipynb #85cec183
 _UNKNOWN = ("`device` is {device!r}, which PyTorch does not know. Use a name such as 'cpu', 'cuda', "
@@ -31,7 +31,7 @@ def _check_device(device):
     try: torch.empty(1, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as e:
         why = str(e).splitlines()[0].rstrip('.')
-        raise RuntimeError(_NOT_HERE.format(device=device, why=why, usable=def_device())) from None
+        raise RuntimeError(_NOT_HERE.format(device=device, why=why, usable=default_device())) from None
 
 # %% ../../nbs/device/10_device.ipynb #998d7fff
 def _move_state(opt):
@@ -47,7 +47,7 @@ class DeviceCB:
     stateless = '_device'
     __repr__ = show_settings
     def __init__(self,
-        device=None, # Name, `torch.device`, or a function that gives one; default: `def_device`
+        device=None, # Name, `torch.device`, or a function that gives one; default: `default_device`
     ):
         self.device = device if device is None or callable(device) else _parse_device(device)
 
@@ -64,7 +64,7 @@ class DeviceCB:
     def _chosen(self):
         "The device to use, asked now if it is a function that says so"
         if isinstance(self.device, torch.device): return self.device
-        return _parse_device((self.device or def_device)())
+        return _parse_device((self.device or default_device)())
 
     def before_batch(self, trainer):
         "Move the batch"

@@ -10,7 +10,7 @@ import gc, sys, traceback
 
 import torch
 
-from ..basics.tensors import def_device
+from ..basics.tensors import default_device
 
 # %% ../../nbs/device/40_memory.ipynb #2dfbd1d5
 def _chain(error):
@@ -37,13 +37,13 @@ def _forget_last_error():
 # %% ../../nbs/device/40_memory.ipynb #50ebcc9e
 def clean_memory(
     outputs:bool=True, # In IPython, also forget the results of earlier cells (`_`, `Out`)?
-    device=None, # Device whose reserve to give back; default: `def_device()`
+    device=None, # Device whose reserve to give back; default: `default_device()`
 ):
     "Forget the last error and old outputs, collect garbage, and empty the device's cache"
     _forget_last_error()
     if outputs: _forget_outputs()
     gc.collect()
-    device = def_device() if device is None else torch.device(device)
+    device = default_device() if device is None else torch.device(device)
     empty_cache = getattr(torch.get_device_module(device), 'empty_cache', None) # The CPU has no cache
     if empty_cache is not None: empty_cache()
 

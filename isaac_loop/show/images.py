@@ -48,8 +48,8 @@ def _not_an_image(array):
 
 # %% ../../nbs/show/60_images.ipynb #083db391
 def subplots(
-    n_rows:int=1, # Rows of axes
-    n_cols:int=1, # Columns of axes
+    nrows:int=1, # Rows of axes
+    ncols:int=1, # Columns of axes
     figsize=None, # Width and height of the figure, in inches; default: by `imsize`
     imsize:float=1.5, # Width and height of one image, in inches
     suptitle:str=None, # Title of the whole figure
@@ -57,8 +57,8 @@ def subplots(
 ): # Figure and axes
     "A figure whose size follows from the number of images"
     import matplotlib.pyplot as plt
-    if figsize is None: figsize = (n_cols*imsize, n_rows*imsize)
-    fig,axes = plt.subplots(n_rows, n_cols, figsize=figsize, **{'layout': 'constrained', **kwargs})
+    if figsize is None: figsize = (ncols*imsize, nrows*imsize)
+    fig,axes = plt.subplots(nrows, ncols, figsize=figsize, **{'layout': 'constrained', **kwargs})
     if suptitle is not None: fig.suptitle(wrapped(suptitle, 0.75*figsize[0]))
     return fig,axes
 
@@ -101,20 +101,20 @@ def show_image(
     return ax
 
 # %% ../../nbs/show/60_images.ipynb #0c0a35bd
-_NO_PLACE = '{} rows of {} have no place for {} images. Leave `n_rows` or `n_cols` out.'
+_NO_PLACE = '{} rows of {} have no place for {} images. Leave `nrows` or `ncols` out.'
 
 def get_grid(
     n:int, # How many images there are
-    n_rows:int=None, # Rows; default: as square as it can be
-    n_cols:int=None, # Columns; the same
+    nrows:int=None, # Rows; default: as square as it can be
+    ncols:int=None, # Columns; the same
     **kwargs, # For `subplots`
-): # Array of axes, (n_rows, n_cols); those without an image are switched off
+): # Array of axes, (nrows, ncols); those without an image are switched off
     "Axes for `n` images"
     if n < 1: raise ValueError(f'`n` is {n!r}, and there is nothing to draw. Pass at least one image.')
-    if n_cols is None: n_cols = math.ceil(n/n_rows) if n_rows else math.ceil(math.sqrt(n))
-    if n_rows is None: n_rows = math.ceil(n/n_cols)
-    if n_rows*n_cols < n: raise ValueError(_NO_PLACE.format(n_rows, n_cols, n))
-    axes = subplots(n_rows, n_cols, squeeze=False, **kwargs)[1]
+    if ncols is None: ncols = math.ceil(n/nrows) if nrows else math.ceil(math.sqrt(n))
+    if nrows is None: nrows = math.ceil(n/ncols)
+    if nrows*ncols < n: raise ValueError(_NO_PLACE.format(nrows, ncols, n))
+    axes = subplots(nrows, ncols, squeeze=False, **kwargs)[1]
     for ax in axes.flat[n:]: ax.axis('off')
     return axes
 
@@ -125,18 +125,18 @@ _TITLES = ('There are {} images and {} titles, so it is unclear which belongs to
 def show_images(
     images, # A batch (n, channels, height, width) or (n, height, width), or a list of images of any size
     titles=None, # A text or number for each image; a tensor will do
-    n_rows:int=None, # Rows; default: as square as it can be
-    n_cols:int=None, # Columns; the same
+    nrows:int=None, # Rows; default: as square as it can be
+    ncols:int=None, # Columns; the same
     imsize:float=1.2, # Width and height of one image, in inches
     suptitle:str=None, # Title of the whole figure
     **kwargs, # For `show_image`
-): # Array of axes, (n_rows, n_cols)
+): # Array of axes, (nrows, ncols)
     "Draw many images in a grid"
     images = list(images)
     if torch.is_tensor(titles): titles = titles.tolist()
     titles = [None]*len(images) if titles is None else list(titles)
     if len(titles) != len(images): raise ValueError(_TITLES.format(len(images), len(titles)))
-    axes = get_grid(len(images), n_rows, n_cols, imsize=imsize, suptitle=suptitle)
+    axes = get_grid(len(images), nrows, ncols, imsize=imsize, suptitle=suptitle)
     titles = [wrapped(title, imsize) for title in titles]
     for image,title,ax in zip(images, titles, axes.flat): show_image(image, ax, title, **kwargs)
     n_lines,figure = max(str(title).count('\n') for title in titles),axes[0, 0].figure

@@ -80,7 +80,7 @@ def show_image_batch(self:Trainer,
     train:bool=True, # A batch of the training pass, or else of validation?
     tfm=None, # Applied to the images before they are drawn, such as `UnNormalize`
     **kwargs, # For `show_images`
-): # Array of axes, (n_rows, n_cols)
+): # Array of axes, (nrows, ncols)
     "Draw the first images of the next fit's first batch as the model will see them; changes nothing"
     catch = _CatchCB()
     loaders = [getattr(self.dls, o, None) for o in ('train', 'valid')]

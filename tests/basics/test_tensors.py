@@ -22,6 +22,7 @@ from isaac_loop.basics import tensors
 from isaac_loop.basics.tensors import (
     batch_size,
     def_device,
+    default_device,
     inplace,
     map_tensors,
     set_seed,
@@ -208,12 +209,12 @@ def test_the_default_device_is_the_accelerator_or_the_cpu(monkeypatch):
     expected = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     )
-    assert def_device() == expected
+    assert default_device() == expected
     for found, device in ((torch.device("cuda"), "cuda"), (torch.device("mps"), "mps"), (None, "cpu")):
         monkeypatch.setattr(
             torch.accelerator, "current_accelerator", lambda check_available=False, found=found: found
         )
-        assert def_device() == torch.device(device)
+        assert default_device() == torch.device(device)
 
 
 @pytest.mark.shows("ISA-104")
@@ -246,7 +247,7 @@ def test_a_packed_sequence_moves_itself():
 
 @pytest.mark.shows("ISA-104")
 def test_without_a_device_the_default_is_asked(monkeypatch):
-    monkeypatch.setattr(tensors, "def_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(tensors, "default_device", lambda: torch.device("meta"))
     assert to_device([torch.ones(1)])[0].device.type == "meta"
     assert to_device([torch.ones(1)], "cpu")[0].device.type == "cpu"
 

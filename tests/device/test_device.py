@@ -179,7 +179,7 @@ def test_a_function_is_a_model_too():
 def test_the_default_device_is_asked_for_when_training_begins(monkeypatch):
     "A choice made later counts"
     cb = DeviceCB()
-    monkeypatch.setattr(device_module, "def_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(device_module, "default_device", lambda: torch.device("meta"))
     trainer = make_trainer([BasicTrainCB(), cb])
     trainer.fit(1)
     assert trainer.preds.is_meta
@@ -189,7 +189,7 @@ def test_the_default_device_is_asked_for_when_training_begins(monkeypatch):
 def test_the_device_that_was_given_is_kept_whatever_the_default_is(monkeypatch):
     "It has the name that it was given by, in every fit"
     cb = DeviceCB("meta")
-    monkeypatch.setattr(device_module, "def_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(device_module, "default_device", lambda: torch.device("cpu"))
     trainer = make_trainer([BasicTrainCB(), cb])
     for _ in range(2):
         trainer.fit(1)
@@ -229,7 +229,7 @@ def test_a_device_that_this_machine_lacks_is_an_error_before_anything_is_moved()
         match=r"`DeviceCB` was told to use 'cuda:99', but this machine cannot: (.|\n)*works; pass that",
     ) as caught:
         trainer.fit(1)
-    assert f"'{device_module.def_device()}' works" in str(caught.value)
+    assert f"'{device_module.default_device()}' works" in str(caught.value)
     assert "raised by `DeviceCB.before_fit`" in caught.value.__notes__
     assert caught.value.__suppress_context__, "one error is enough"
     assert [p.device for p in trainer.model.parameters()] == before

@@ -23,7 +23,7 @@ FACES = {
         DataLoaders History Order replaces set_seed Table Trainer with_cbs
     """,
     "basics": """
-        def_device inplace map_tensors set_seed Table to_cpu to_device
+        def_device default_device inplace map_tensors set_seed Table to_cpu to_device
     """,
     "loop": """
         CancelBatchException CancelEpochException CancelException CancelFitException CancelStepException

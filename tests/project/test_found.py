@@ -26,6 +26,7 @@ from isaac_loop.all import (
     Trainer,
     callback_table,
     def_device,
+    default_device,
     digit_loaders,
     event_table,
     init_delegates,
@@ -99,11 +100,11 @@ def test_tools_take_objects_as_well_as_classes():
 
 @pytest.mark.shows("ISA-46")
 def test_the_device_may_be_a_function():
-    "The default is printed as `def_device`, so passing it works"
-    t = trainer_with(DeviceCB(def_device))
+    "The one that finds the default as well as another"
+    t = trainer_with(DeviceCB(default_device))
     t.fit(1)
-    assert next(t.model.parameters()).device.type == def_device().type
-    assert to_device(torch.ones(1), def_device).device.type == def_device().type
+    assert next(t.model.parameters()).device.type == def_device.type
+    assert to_device(torch.ones(1), default_device).device.type == def_device.type
     with pytest.raises(ValueError, match="which PyTorch does not know"):
         DeviceCB(3.5)
 

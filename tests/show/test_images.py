@@ -141,12 +141,12 @@ def test_drawing_changes_neither_image_nor_random_numbers():
 
 
 @settings(max_examples=15, deadline=None)
-@given(n=st.integers(1, 12), n_rows=st.none() | st.integers(1, 5))
-def test_a_grid_has_a_place_for_every_image_and_no_row_too_many(n, n_rows):
-    axes = get_grid(n, n_rows)
-    assert axes.size >= n and (n_rows is None or axes.shape[0] == n_rows)
+@given(n=st.integers(1, 12), nrows=st.none() | st.integers(1, 5))
+def test_a_grid_has_a_place_for_every_image_and_no_row_too_many(n, nrows):
+    axes = get_grid(n, nrows)
+    assert axes.size >= n and (nrows is None or axes.shape[0] == nrows)
     assert [ax.axison for ax in axes.flat] == [True] * n + [False] * (axes.size - n)
-    if n_rows is None:
+    if nrows is None:
         assert axes.size - n < axes.shape[1]
     plt.close("all")
 

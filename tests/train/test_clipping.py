@@ -265,7 +265,7 @@ def test_the_columns_are_declared_and_can_be_renamed_or_left_out():
     trainer = make_trainer(MetricsCB(show=False), ClipGradCB(0.5, column=None))
     trainer.fit(1)
     assert (
-        trainer.history.names() == ["fit", "epoch", "train_loss", "elapsed", "valid_loss"]
+        trainer.history.names() == ["fit", "epoch", "train_loss", "valid_loss", "elapsed"]
         and trainer.ClipGradCB.norm > 0
     )
 
