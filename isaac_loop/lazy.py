@@ -20,7 +20,7 @@ def lazy(name):
 
     def __getattr__(public):
         if public == '__all__': return [o for o,(_,there) in listed().items() if there]
-        if public not in listed(): raise AttributeError(f'module {name!r} has no attribute {public!r}')
+        if public not in listed(): raise _not_here(face, public)
         module,there = listed()[public]
         found = import_module(module, face.__package__)
         return getattr(found, there) if there else found
@@ -28,6 +28,30 @@ def lazy(name):
     def __dir__(): return {*listed(), *(o for o in vars(face) if o.startswith('__'))}
 
     return __getattr__, __dir__
+
+
+def _not_here(face, public):
+    "The error for a name that `face` does not list, with the place or the name that it has here"
+    hint = _hint(public) if not _is_module(face, public) else ''
+    asked_by = sys._getframe(2).f_code.co_name
+    swallows = asked_by == '_handle_fromlist' # Python's own message would take the place of an AttributeError
+    kind = ImportError if hint and swallows else AttributeError
+    return kind(f'module {face.__name__!r} has no attribute {public!r}' + (f'.{hint}' if hint else ''))
+
+def _is_module(face, public):
+    "Whether `public` is a module beside or below `face`, which Python is about to import"
+    folder = Path(face.__file__).parent
+    return (folder/f'{public}.py').exists() or (folder/public).is_dir()
+
+def _hint(public):
+    "Where `public` is, or what it is called"
+    words = import_module('.basics.old_names', __package__)
+    package = Path(__file__).parent
+    for path in [package/'callbacks.py', *sorted(package.glob('*/__init__.py'))]:
+        if public in _imports(path.read_text()):
+            place = path.stem if path.parent == package else path.parent.name
+            return f' It is in `{__package__}.{place}`.'
+    return words.called_here(public, words.NAMES)
 
 
 def _imports(source):
@@ -43,7 +67,9 @@ def _imports(source):
 
 
 def help_in_notebooks():
-    "Have `?` and Shift-Tab show what each parameter means, where there is an IPython"
+    "Have an IPython, where there is one, show what each parameter means, and say what old names are here"
     if 'IPython' not in sys.modules: return
-    module = import_module('.basics.notebook_help', __package__)
-    module.show_docments(sys.modules['IPython'].get_ipython())
+    shell = sys.modules['IPython'].get_ipython()
+    if shell is None: return
+    import_module('.basics.notebook_help', __package__).show_docments(shell)
+    import_module('.basics.old_names', __package__).tell_in(shell)

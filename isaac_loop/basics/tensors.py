@@ -72,7 +72,7 @@ def default_device()->torch.device: # The accelerator of this machine, or the CP
     "The device to use when none is given, found anew at each call"
     return torch.accelerator.current_accelerator(check_available=True) or torch.device('cpu')
 
-def_device:torch.device # The same as a value, for `model.to(def_device)`; found when somebody first imports its name
+def_device:torch.device # The same as a value, found when somebody first imports its name
 
 def __getattr__(name):
     if name == 'def_device': return globals().setdefault(name, default_device())

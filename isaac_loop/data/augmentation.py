@@ -18,6 +18,7 @@ from ..basics.checks import check_count, did_you_mean
 from ..loop.callback_list import is_in
 from ..loop.events import Order
 from ..basics.tensors import SEQUENCES, map_tensors
+from ..basics.old_names import old_words
 from ..loop.passes import parts_of
 
 # %% ../../nbs/data/40_augmentation.ipynb #5fa3d002
@@ -51,6 +52,7 @@ def _listed(numbers): return ' and '.join(map(str, sorted(numbers)))
 # %% ../../nbs/data/40_augmentation.ipynb #7d57a7d0
 _NOT_CALLED = '`tfm` is {tfm!r}, which cannot be called. Pass a function of a batch.'
 
+@old_words
 class BatchTransformCB:
     "Apply one transform to the whole batch"
     order = Order.DATA

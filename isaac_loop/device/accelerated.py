@@ -8,12 +8,14 @@ __all__ = ['AccelerateCB']
 # %% ../../nbs/device/30_accelerated.ipynb #42293163
 from ..loop.events import Order, fills_in, replaces
 from ..basics.tensors import to_device
+from ..basics.old_names import old_words
 from ..train.training import BasicTrainCB
 
 # %% ../../nbs/device/30_accelerated.ipynb #944cbb6a
 _NOT_INSTALLED = ('`AccelerateCB` needs the package `accelerate`, which is not installed. Install it with '
                   '`pip install accelerate`.')
 
+@old_words
 class AccelerateCB(BasicTrainCB):
     "Let Accelerate prepare model, optimizer and loaders, and do the backward pass"
     order = Order.STEP+5 # After whoever transforms the batch, or exchanges model or optimizer

@@ -24,6 +24,7 @@ from ..metrics.losses import ended_in_error, rows_of
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, map_tensors
+from ..basics.old_names import old_words
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #be133bee
 class Predictions:
@@ -70,6 +71,7 @@ def only_one(
     return values or None
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #86367db5
+@old_words
 class CapturePredsCB:
     "Keep predictions and targets of the last validation pass"
     order = Order.RECORD
@@ -233,6 +235,7 @@ def get_preds(self:Trainer,
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #971452ba
 @patch
+@old_words
 def capture_preds(self:Trainer,
     callbacks=None, # Callbacks for this pass
     inps:bool=False, # Also give back what went into the model?

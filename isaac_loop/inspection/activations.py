@@ -18,12 +18,14 @@ from ..loop.events import Order
 from ..models.hooks import Hooks, find_modules, first_tensor
 from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
 from ..basics.tables import Table
+from ..basics.old_names import old_words
 from ..show.many_layers import a_few, draw_lines, label_panels, panels
 
 # %% ../../nbs/inspection/30_activations.ipynb #4a7ad25a
 _NO_FUNCTION = ('`hookfunc` is {hookfunc!r}, which cannot be called. '
                 'Pass a function that takes the hook, the module, its input and its output.')
 
+@old_words
 class HooksCallback:
     "Have a hook on each chosen module during the fit"
     order = Order.RECORD
@@ -118,6 +120,7 @@ class ActivationStats:
         return [place | dict(mean=m, std=s, dead=d) for place,(m,s,d) in zip(self.record.places(), measured)]
 
 # %% ../../nbs/inspection/30_activations.ipynb #b8099cf2
+@old_words
 class ActivationStatsCB(HooksCallback):
     "Gather mean, standard deviation and histogram of the activations of each layer in each batch"
     stateless = 'modules','record'

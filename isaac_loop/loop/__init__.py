@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .events import CancelEpochException as CancelEpochException
     from .events import CancelBatchException as CancelBatchException
     from .events import CancelStepException as CancelStepException
+    from .events import Callback as Callback
     from .events import Order as Order
     from .events import replaces as replaces
     from .trainer import Trainer as Trainer

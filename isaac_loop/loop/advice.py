@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from ..basics.checks import did_you_mean, warn
+from ..basics.old_names import KEYWORDS, called_here
 from ..basics.tensors import SEQUENCES
 from .callback_checks import check_trainer_class
 from .events import STEPS, callback_name
@@ -103,8 +104,6 @@ def _is_empty(dl):
     except (TypeError, NotImplementedError): return False
 
 # %% ../../nbs/loop/28_advice.ipynb #c0de3a09
-_CALLED = {'num_epochs': 'n_epochs', 'max_epochs': 'n_epochs', 'epoch': 'n_epochs', 'epochs': 'n_epochs',
-           'learning_rate': 'lr', 'cbs': 'callbacks'} # What others say
 _UNKNOWN = '`fit` got the keyword `{}`, which nobody takes, so it would have no effect. `fit` takes {}.{}'
 _FIT_IN_FIT = ('`fit` was called inside `fit`, and two loops cannot share one state. '
                'Use another `Trainer` for the inner one.')
@@ -129,7 +128,7 @@ def _refuse(name, trainer):
     "Raise an error for a keyword that `fit` does not have"
     fit = next(vars(o)['fit'] for o in reversed(type(trainer).__mro__) if 'fit' in vars(o))
     known = [o for o in inspect.signature(fit).parameters if o not in ('self', 'unknown')]
-    hint = f' Did you mean `{_CALLED[name]}`?' if name in _CALLED else did_you_mean(name, known)
+    hint = called_here(name, KEYWORDS['fit']) or did_you_mean(name, known)
     raise TypeError(_UNKNOWN.format(name, ', '.join(f'`{o}`' for o in known), hint))
 
 # %% ../../nbs/loop/28_advice.ipynb #77d1fb44

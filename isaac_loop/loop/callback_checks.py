@@ -10,6 +10,7 @@ import inspect, math, numbers
 from difflib import get_close_matches
 
 from ..basics.checks import did_you_mean
+from ..basics.old_names import EVENT_NAMES, called_here
 from .events import EVENTS, ROW_EVENTS, STEPS, FOREIGN, callback_name, function_name
 from .events import handler_of, is_replacing, members
 from .handlers import TrainersOwn
@@ -38,14 +39,17 @@ _COROUTINE = ('`{}` is a coroutine or a generator, so calling it would do nothin
 _ARGUMENTS = ('`{}{}` is named after an event, and events call it with the trainer alone: {}. '
               'Let it take the trainer, or give it another name.')
 
-def _check_handler(name, handler, event):
+_OWN_ARGUMENTS = ('`{}{}` is named after an event, and a method of the trainer gets nothing more: {}. '
+                  'Let it take `self` alone, which is the trainer.')
+
+def _check_handler(name, handler, event, wrong=_ARGUMENTS):
     "Refuse a handler that could not run, or would silently do nothing"
     if not callable(handler): raise TypeError(_NO_CALL.format(name, handler))
     lazy = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     if any(is_lazy(handler) for is_lazy in lazy): raise TypeError(_COROUTINE.format(name))
     if event not in EVENTS: return # Events of one's own may get further arguments
     try: inspect.signature(handler).bind(None)
-    except TypeError as e: raise TypeError(_ARGUMENTS.format(name, inspect.signature(handler), e)) from None
+    except TypeError as e: raise TypeError(wrong.format(name, inspect.signature(handler), e)) from None
     except ValueError: pass # Some built-in functions have no signature
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #3c5d7e84
@@ -68,12 +72,16 @@ def check_callback(
     name = callback_name(callback)
     if isinstance(callback, type): raise TypeError(_A_CLASS.format(callback.__name__))
     for wrong in _misspelt(callback, events):
-        raise ValueError(_NO_EVENT.format(f'{name}.{wrong}', did_you_mean(wrong, events)))
+        raise ValueError(_NO_EVENT.format(f'{name}.{wrong}', _meant(wrong, events)))
     answered = [event for event in events if handler_of(callback, event) is not None]
     for event in answered: _check_answer(callback, f'{name}.{event}', event)
     if not answered and not members(callback): raise ValueError(_does_nothing(callback, name))
     order = getattr(callback, 'order', 0)
     if not isinstance(order, numbers.Real) or math.isnan(order): raise TypeError(_ORDER.format(name, order))
+
+def _meant(wrong, events):
+    "What to write instead of `wrong`, if one can guess it"
+    return called_here(wrong, EVENT_NAMES) or did_you_mean(wrong, events)
 
 def _check_answer(callback, name, event):
     "Refuse an answer to `event` that could not run, or that replaces what cannot be replaced"
@@ -85,6 +93,8 @@ def _does_nothing(callback, name):
     "The message for an object that answers no event"
     kind = 'a function' if function_name(callback) else f'an object of class {type(callback).__name__}'
     foreign = any(o.startswith('on_') and callable(getattr(type(callback), o, None)) for o in dir(callback))
+    old = next((o for o in dir(callback) if o in EVENT_NAMES), None)
+    if old: return f'`{name}.{old}` is not an event, so it would never run.{called_here(old, EVENT_NAMES)}'
     return _NOTHING.format(name, kind) + (f' {FOREIGN}' if foreign else '')
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #33964344
@@ -102,8 +112,8 @@ def check_trainer_class(
         where = f'{trainer_class.__name__}.{name}'
         if name in STEPS and hasattr(f, 'span'): raise ValueError(_STEP_IS_SPAN.format(where, name))
         if name[0] in 'abc' and name not in events and _looks_like_event(name, events):
-            raise ValueError(_NO_EVENT.format(where, did_you_mean(name, events)))
-        if name in EVENTS: _check_handler(where, f, name)
+            raise ValueError(_NO_EVENT.format(where, _meant(name, events)))
+        if name in EVENTS: _check_handler(where, f, name, _OWN_ARGUMENTS)
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #cb1f2ab4
 _OWN_AND = ('`{0}.{2}`, a method of the trainer itself, and `{1}.{2}` would both run, '

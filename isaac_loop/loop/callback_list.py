@@ -9,6 +9,7 @@ __all__ = []
 import weakref
 
 from ..basics.checks import did_you_mean
+from ..basics.old_names import OF_TRAINER, called_here
 from .events import EVENTS, callback_name, handler_of, members
 from .history import updates_of_run
 from .shared_attributes import STATE
@@ -70,7 +71,8 @@ class ByName:
             raise AttributeError(_NOT_YET.format(name, STATE[name][0]) + aside)
         if name == 'predict': raise AttributeError(_NO_PREDICT)
         methods = [o for o in dir(type(self)) if not o.startswith('_')]
-        hint = '' if name.startswith('_') else did_you_mean(name, [*STATE, *named, *methods])
+        near = '' if name.startswith('_') else did_you_mean(name, [*STATE, *named, *methods])
+        hint = called_here(name, OF_TRAINER) or near
         raise AttributeError(f'`{type(self).__name__}` has no attribute and no callback `{name}`.{hint}')
 
     def __dir__(self): return [*super().__dir__(), *self._named]

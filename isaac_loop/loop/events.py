@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STEPS', 'SPANS', 'EVENTS', 'CancelException', 'CancelFitException', 'CancelEpochException', 'CancelBatchException',
-           'CancelStepException', 'Span', 'Order', 'callback_name', 'replaces', 'is_replacing']
+           'CancelStepException', 'Span', 'Order', 'Callback', 'callback_name', 'replaces', 'is_replacing']
 
 # %% ../../nbs/loop/10_events.ipynb #a21e329e
 from enum import IntEnum
@@ -67,6 +67,11 @@ class Order(IntEnum):
     SAVE      =  40 # Checkpoints
     REPORT    =  50 # Bars, tables, loggers
     LAST      = 100 # After everybody else
+
+# %% ../../nbs/loop/10_events.ipynb #8c4b95f0
+class Callback:
+    "A base for callbacks that any class can do without"
+    order = 0
 
 # %% ../../nbs/loop/10_events.ipynb #bd595f22
 def function_name(callback):

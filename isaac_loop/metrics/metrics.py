@@ -15,6 +15,7 @@ from ..basics.checks import check_choice
 from ..basics.output import say
 from ..basics.settings import show_settings
 from ..basics.tables import Lines, shown_row
+from ..basics.old_names import old_words
 from ..loop.events import Order, callback_name
 from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
@@ -26,6 +27,7 @@ from .metric_state import checked_state, load_metric, metric_state
 from ..state.errors import ResumeMismatch
 
 # %% ../../nbs/metrics/10_metrics.ipynb #59524f6c
+@old_words
 class MetricsCB:
     "Write losses, metrics and the time of each epoch into the history"
     order = Order.RECORD

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from ..basics.figures import whole_ticks
 from ..basics.settings import show_settings
+from ..basics.old_names import old_words
 from ..loop.events import Order
 from ..loop.numbers_on_device import PassNumbers, one_number
 from .losses import ended_in_error
@@ -44,6 +45,7 @@ def _check_functions(functions):
         if not callable(f): raise TypeError(_NO_FUNCTION.format(name, f))
         if name in BatchRecord.keys: raise ValueError(_TAKEN.format(name))
 
+@old_words
 class RecorderCB:
     "Record functions of the trainer for every training batch"
     order = Order.RECORD

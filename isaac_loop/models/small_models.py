@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..basics.checks import check_count
+from ..basics.old_names import old_words
 
 # %% ../../nbs/models/10_small_models.ipynb #177068e7
 class SimpleNet(nn.Sequential):
@@ -73,10 +74,11 @@ def init_weights(
     if isinstance(m, _WEIGHTED): nn.init.kaiming_normal_(m.weight, a=leaky)
 
 # %% ../../nbs/models/10_small_models.ipynb #cdce93cb
+@old_words
 def conv(
     n_inp:int, # Channels that come in
     n_out:int, # Channels that go out
-    ks:int=3, # Height and width of the kernel, in pixels
+    kernel_size:int=3, # Height and width of the kernel, in pixels
     stride:int=2, # 2 halves height and width, 1 keeps them
     act=nn.ReLU, # Makes the activation; None for none
     norm=None, # Makes the normalisation from `n_out`, such as `nn.BatchNorm2d`; None for none
@@ -84,7 +86,7 @@ def conv(
 )->nn.Sequential:
     "A convolution, then normalisation and activation if wanted"
     if bias is None: bias = not norm
-    layers = [nn.Conv2d(n_inp, n_out, ks, stride, padding=ks//2, bias=bias)]
+    layers = [nn.Conv2d(n_inp, n_out, kernel_size, stride, kernel_size//2, bias=bias)]
     if norm: layers.append(norm(n_out))
     if act: layers.append(act())
     return nn.Sequential(*layers)

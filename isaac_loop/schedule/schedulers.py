@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 
 from ..basics.checks import warn
 from ..basics.settings import show_settings
+from ..basics.old_names import old_words
 from .annealing import draw_curves
 from ..data.dataloaders import DataLoaders
 from ..loop.events import Order, callback_name
@@ -121,6 +122,7 @@ def _advance(self:SchedulerCB, n):
         scheduler.step()
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #679c20e8
+@old_words
 class BatchSchedulerCB(SchedulerCB):
     "Step a scheduler after every optimizer update"
     _unit = 'update'
@@ -134,6 +136,7 @@ class BatchSchedulerCB(SchedulerCB):
         return None if trainer.updates_per_epoch is None else trainer.total_updates
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #bc86586d
+@old_words
 class EpochSchedulerCB(SchedulerCB):
     "Step a scheduler after every epoch"
     _unit = 'epoch'

@@ -13,6 +13,7 @@ import torch
 from ..basics.checks import warn
 from ..basics.figures import wrapped
 from ..basics.tensors import to_cpu
+from ..basics.old_names import old_words
 
 # %% ../../nbs/show/60_images.ipynb #685e1431
 _CHANNELS = 1,3,4
@@ -81,6 +82,7 @@ def _cut(array):
     return array.clip(0, top)
 
 # %% ../../nbs/show/60_images.ipynb #9a4ed49c
+@old_words
 def show_image(
     image, # As in `image_array`
     ax=None, # Axes to draw on; default: a new figure
@@ -103,6 +105,7 @@ def show_image(
 # %% ../../nbs/show/60_images.ipynb #0c0a35bd
 _NO_PLACE = '{} rows of {} have no place for {} images. Leave `nrows` or `ncols` out.'
 
+@old_words
 def get_grid(
     n:int, # How many images there are
     nrows:int=None, # Rows; default: as square as it can be
@@ -122,6 +125,7 @@ def get_grid(
 _TITLES = ('There are {} images and {} titles, so it is unclear which belongs to which. '
            'Give one for each.')
 
+@old_words
 def show_images(
     images, # A batch (n, channels, height, width) or (n, height, width), or a list of images of any size
     titles=None, # A text or number for each image; a tensor will do

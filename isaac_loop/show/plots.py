@@ -17,6 +17,7 @@ from ..loop.events import CancelFitException, Order
 from ..loop.trainer import Plan, Trainer
 from ..loop.history import History
 from .images import show_images
+from ..basics.old_names import old_words
 
 # %% ../../nbs/show/50_plots.ipynb #dbe643e1
 @contextmanager
@@ -74,6 +75,7 @@ _NO_BATCH = ('No batch reached the model, so there is nothing to draw: '
              'a callback left every one of them in `before_batch`.')
 
 @patch
+@old_words
 def show_image_batch(self:Trainer,
     max_n:int=9, # Most images to draw
     callbacks=None, # Further callbacks for this look only, such as an augmentation to try

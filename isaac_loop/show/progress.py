@@ -18,6 +18,7 @@ from ..basics.output import above_bars, say
 from ..loop.events import Order
 from ..loop.numbers_on_device import Sent, one_number
 from ..basics.tables import Lines, Table, reading_order, short, shown_row
+from ..basics.old_names import old_words
 
 # %% ../../nbs/show/10_progress.ipynb #9f7b2468
 def place_of_output()->str: # 'notebook', 'terminal' or 'plain'
@@ -109,6 +110,7 @@ class _AboveBars:
         if warnings.showwarning is self.show: warnings.showwarning = self.show_before
 
 # %% ../../nbs/show/10_progress.ipynb #323e11e5
+@old_words
 class ProgressCB:
     "Show bars over epochs and batches, and a table with a row for each epoch"
     order = Order.REPORT

@@ -11,6 +11,7 @@ import torch
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..basics.tensors import SEQUENCES
+from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelFitException, Order
 from .closures import needs_closure, step_with_closure
 
@@ -85,6 +86,7 @@ def _loss_faults(loss):
 _NO_SHARE = ('`momentum` is {momentum!r}; beyond 0 to 1 the old gradients would grow without end. '
              'Use a share such as 0.85.')
 
+@old_words
 class MomentumTrainCB(BasicTrainCB):
     "Training with momentum: a part of the old gradients stays for the next batch"
     def __init__(self,

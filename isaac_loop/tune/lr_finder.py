@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from ..basics.checks import check_count, check_flag, warn
 from ..basics.output import say
 from ..basics.settings import show_settings
+from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.fitting import scale_rates
 from ..loop.trainer import Trainer
@@ -64,6 +65,7 @@ _NO_RISE = ('`lr_mult` is {lr_mult!r}, so the rate would not rise step by step. 
 _ENDS_AT_ONCE = ('`max_mult` is {max_mult!r}, so the very first losses would end the search. Use a factor '
                  'above 1, such as 3.')
 
+@old_words
 class LRFinderCB:
     "Raise the learning rate after every batch until the loss explodes, then put everything back"
     order = Order.FIRST
@@ -195,6 +197,7 @@ _NO_FALL = ('No rate from {start_lr:g} on made the loss fall. Begin with a small
             'a mistake in model or data.')
 
 @patch
+@old_words
 def lr_find(self:Trainer,
     start_lr:float=1e-5, # The first and smallest rate
     lr_mult:float=1.3, # Factor from one batch to the next

@@ -21,7 +21,6 @@ from torch import nn
 from isaac_loop.basics import tensors
 from isaac_loop.basics.tensors import (
     batch_size,
-    def_device,
     default_device,
     inplace,
     map_tensors,

@@ -103,7 +103,11 @@ CASES = {
         "Did you mean `before_batch`",
     ),
     "after_bach": (lambda: fit(SimpleNamespace(after_bach=print)), ValueError, "Did you mean `after_batch`"),
-    "a name of miniai's": (lambda: fit(SimpleNamespace(after_loss=print)), ValueError, "Did you mean"),
+    "a name of miniai's": (
+        lambda: fit(SimpleNamespace(after_loss=print)),
+        ValueError,
+        "Here it is `after_get_loss`",
+    ),
     "no event at all": (
         lambda: fit(SimpleNamespace(on_epoch_end=print)),
         ValueError,

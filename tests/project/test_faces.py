@@ -26,8 +26,8 @@ FACES = {
         def_device default_device inplace map_tensors set_seed Table to_cpu to_device
     """,
     "loop": """
-        CancelBatchException CancelEpochException CancelException CancelFitException CancelStepException
-        DeviceRecord History init_delegates Monitor Order replaces Trainer with_cbs
+        Callback CancelBatchException CancelEpochException CancelException CancelFitException
+        CancelStepException DeviceRecord History init_delegates Monitor Order replaces Trainer with_cbs
     """,
     "models": """
         conv find_modules GeneralRelu get_model_conv get_model_fc get_model_timm Hook Hooks init_weights
@@ -78,7 +78,7 @@ FACES = {
         CSV Email ExperimentCB fetch HistoryFilesCB JSONLines LoggerCB MLflow NotifyCB Screen SQLite
         TensorBoard TrackingCB Trackio UploadCB WandB
     """,
-    "recipes": "CoreCBs digit_loaders digit_trainer",
+    "recipes": "CoreCBs digit_loaders digit_trainer MomentumTrainer",
     "interop": "adapt",
 }
 

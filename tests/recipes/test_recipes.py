@@ -279,7 +279,7 @@ class ResBlock(nn.Module):
             conv(n_inp, n_out, norm=nn.BatchNorm2d),
             conv(n_out, n_out, stride=1, act=None, norm=nn.BatchNorm2d),
         )
-        self.skip = conv(n_inp, n_out, ks=1, act=None, norm=nn.BatchNorm2d)
+        self.skip = conv(n_inp, n_out, kernel_size=1, act=None, norm=nn.BatchNorm2d)
 
     def forward(self, x):
         return F.relu(self.convs(x) + self.skip(x))
