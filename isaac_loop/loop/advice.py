@@ -117,6 +117,7 @@ def check_fit(
     unknown:dict, # Further keywords, of which there should be none
 )->int: # The number of epochs
     "Refuse arguments of `fit` that could not work, before anything has begun"
+    __tracebackhide__ = True # The messages say it all
     if unknown: _refuse(next(iter(unknown)), trainer)
     if trainer._fitting: raise RuntimeError(_FIT_IN_FIT)
     n_epochs = check_epochs(n_epochs)
@@ -126,6 +127,7 @@ def check_fit(
 
 def _refuse(name, trainer):
     "Raise an error for a keyword that `fit` does not have"
+    __tracebackhide__ = True
     fit = next(vars(o)['fit'] for o in reversed(type(trainer).__mro__) if 'fit' in vars(o))
     known = [o for o in inspect.signature(fit).parameters if o not in ('self', 'unknown')]
     hint = called_here(name, KEYWORDS['fit']) or did_you_mean(name, known)

@@ -62,6 +62,7 @@ _NO_PREDICT = ('A trainer predicts for a whole loader: `trainer.get_preds(dl)`. 
 class ByName:
     "Callbacks as attributes, and errors that say who writes what is missing"
     def __getattr__(self, name):
+        __tracebackhide__ = True # The message says it all
         named = vars(self).get('_named', {})
         if name in named: return named[name]
         found = getattr(type(self), name, None)

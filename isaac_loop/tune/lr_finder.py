@@ -159,10 +159,17 @@ def plot(self:LRFinderCB,
     ax.plot(self.lrs, self.losses, '.-', **thin, label='raw loss')
     ax.plot(self.lrs, smoothed, color='C0', linewidth=2, label='smoothed')
     ax.set(xscale='log', xlabel='learning rate', ylabel='training loss of one batch')
+    if max(self.lrs) < 10*min(self.lrs): _few_ticks(ax, self.lrs)
     _cut_explosion(ax, self.losses)
     if suggest: _mark(ax, self.suggestions(), self.lrs, smoothed)
     ax.legend(fontsize=8)
     return ax
+
+def _few_ticks(ax, lrs):
+    "Ticks at the ends of less than a decade, where those of a logarithmic axis would run into one another"
+    ends = [min(lrs), max(lrs)]
+    ax.set_xticks(ends, [f'{lr:.2g}' for lr in ends])
+    ax.minorticks_off()
 
 def _cut_explosion(ax, losses):
     "Leave a last loss that is far above all others out of the picture, so that the curve is seen"

@@ -708,6 +708,15 @@ def test_the_plot_has_a_logarithmic_axis_with_labels():
         LRFinderCB().plot()
 
 
+def test_less_than_a_decade_has_ticks_at_its_ends():
+    "Those of a logarithmic axis would run into one another"
+    finder = LRFinderCB()
+    finder.lrs, finder.losses = [0.001, 0.0013, 0.00169], [0.5, 0.4, 0.9]
+    ax = finder.plot(suggest=False)
+    assert [o.get_text() for o in ax.get_xticklabels()] == ["0.001", "0.0017"]
+    assert not ax.xaxis.get_minorticklocs().size
+
+
 def test_an_explosion_at_the_end_leaves_the_curve_in_sight():
     import matplotlib.pyplot as plt
 
