@@ -1,4 +1,5 @@
 "What one types in a notebook: `from isaac_loop.all import *` brings the names that the folders list"
+from .lazy import nothing_more as _nothing_more
 from .basics import *
 from .loop import *
 from .models import *
@@ -17,3 +18,5 @@ from .checkpoints import *
 from .log import *
 from .recipes import *
 from .interop import *
+
+__getattr__ = _nothing_more(__name__) # Says what an old name is called here

@@ -3,6 +3,7 @@
 The list is the imports under `if TYPE_CHECKING:`, where editors and type checkers read it as well.
 """
 import ast
+import linecache
 import sys
 from functools import cache
 from importlib import import_module
@@ -30,13 +31,22 @@ def lazy(name):
     return __getattr__, __dir__
 
 
+def nothing_more(name):
+    "`__getattr__` of a module called `name` that has all its names already"
+    def __getattr__(public): raise _not_here(sys.modules[name], public)
+    return __getattr__
+
+
 def _not_here(face, public):
     "The error for a name that `face` does not list, with the place or the name that it has here"
     hint = _hint(public) if not _is_module(face, public) else ''
-    asked_by = sys._getframe(2).f_code.co_name
-    swallows = asked_by == '_handle_fromlist' # Python's own message would take the place of an AttributeError
-    kind = ImportError if hint and swallows else AttributeError
+    kind = ImportError if hint and _at_import(sys._getframe(2)) else AttributeError
     return kind(f'module {face.__name__!r} has no attribute {public!r}' + (f'.{hint}' if hint else ''))
+
+def _at_import(frame):
+    "Whether this is `from ... import ...`, where Python's own message takes the place of an AttributeError"
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return frame.f_code.co_name == '_handle_fromlist' or line.lstrip().startswith('from ')
 
 def _is_module(face, public):
     "Whether `public` is a module beside or below `face`, which Python is about to import"
@@ -47,10 +57,10 @@ def _hint(public):
     "Where `public` is, or what it is called"
     words = import_module('.basics.old_names', __package__)
     package = Path(__file__).parent
-    for path in [package/'callbacks.py', *sorted(package.glob('*/__init__.py'))]:
+    for path in [package/'__init__.py', package/'callbacks.py', *sorted(package.glob('*/__init__.py'))]:
         if public in _imports(path.read_text()):
             place = path.stem if path.parent == package else path.parent.name
-            return f' It is in `{__package__}.{place}`.'
+            return f' It is in `{__package__}.{place}`.'.replace('.__init__', '')
     return words.called_here(public, words.NAMES)
 
 

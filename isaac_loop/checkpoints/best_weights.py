@@ -10,6 +10,7 @@ import torch
 
 from ..basics.checks import warn
 from ..basics.settings import show_settings
+from ..basics.old_names import old_words
 from ..loop.events import CancelException, Order
 from ..loop.monitor import Monitor, check_monitored, mode_of
 from ..loop.shared_attributes import offered
@@ -31,6 +32,7 @@ def _weights_of(model):
 _NEVER = ('`{}` watched `{}`, which had no value in any epoch of this fit, '
           'so the weights are those of the last one. Was there no validation?')
 
+@old_words
 class KeepBestCB(KeepsBest):
     "Leave the model with the best weights that were measured"
     order = Order.DECIDE

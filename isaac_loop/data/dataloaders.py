@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from ..basics.checks import check_count, check_flag, check_function, did_you_mean
 from ..basics.figures import wrapped
 from ..basics.tables import short
+from ..basics.old_names import old_words
 from .exact_loaders import exact_loader
 from ..loop.passes import parts_of, split_batch
 
@@ -156,6 +157,7 @@ def _check_split(split, n_inp):
     if split is not None: check_function(split, 'split', 'batch')
     if split is not None and n_inp is not None: raise ValueError(_BOTH)
 
+@old_words
 class DataLoaders:
     "The loaders of a trainer, `train` and `valid`"
     split = None # Or a function of a batch, also as a method of a subclass

@@ -9,6 +9,7 @@ __all__ = ['RandErase', 'RandCopy']
 import torch
 
 from ..basics.checks import check_count
+from ..basics.old_names import old_words
 
 # %% ../../nbs/data/43_random_patches.ipynb #c2faac21
 _NO_CHANCE = '`p` is {p!r}, which is no probability. Use a number from 0 to 1.'
@@ -42,20 +43,21 @@ def _inside(pct, corner, h, w):
 # %% ../../nbs/data/43_random_patches.ipynb #a8e122da
 _NO_PART = '`pct` is {pct!r}, but a rectangle is a part of an image. Use a share above 0 and up to 1.'
 
-class _RandPatch:
-    "Fills random rectangles with other pixels of the same image"
+class _RandPatch(torch.nn.Module):
+    "Fills random rectangles with other pixels of the same image; a module, to stand among other transforms"
     def __init__(self,
-        p:float=0.5, # Chance of an image to be changed, 0 to 1
         pct:float=0.2, # Height and width of a rectangle as a share of the image's, 0 to 1
         max_n:int=4, # Most rectangles in an image; there are 1 to `max_n`
+        p:float=0.5, # Chance of an image to be changed, 0 to 1
         per_image:bool=True, # Draw for each image, or once for the whole batch?
     ):
+        super().__init__()
         check_chance(p)
         if not 0 < pct <= 1: raise ValueError(_NO_PART.format(pct=pct))
         self.max_n = check_count(max_n, 'max_n', 'without rectangles nothing would happen')
         self.p,self.pct,self.per_image = p,pct,per_image
 
-    def __call__(self,
+    def forward(self,
         images, # (n, ..., height, width), any dtype, on any device
     ): # The same shape, dtype and device
         check_images(images)
@@ -77,12 +79,14 @@ class _RandPatch:
         return source
 
 # %% ../../nbs/data/43_random_patches.ipynb #0afea12f
+@old_words
 class RandErase(_RandPatch):
     "Fill random rectangles with randomly chosen pixels of the same image"
     def _fill(self, source, corner, inside, h, w):
         return torch.randint(h*w, source.shape, device=source.device)
 
 # %% ../../nbs/data/43_random_patches.ipynb #f1f2ee4b
+@old_words
 class RandCopy(_RandPatch):
     "Fill random rectangles with another part of the same image"
     def _fill(self, source, corner, inside, h, w):

@@ -45,6 +45,8 @@ class Predictions:
         further = [o for o in (self.losses, self.inputs) if o is not None]
         return iter([self.preds, self.targets, *further])
 
+    def __getitem__(self, i): return list(self)[i] # `found[0]` are the predictions
+
     def __repr__(self):
         parts = {o: getattr(self, o) for o in ('preds', 'targets', 'losses', 'inputs')}
         found = ', '.join(f'{name} {shapes(o)}' for name,o in parts.items() if o is not None)

@@ -181,11 +181,13 @@ def _seen(stats):
 
 # %% ../../nbs/inspection/30_activations.ipynb #a9675638
 @patch
-def plot_stats(self:ActivationStatsCB)->list: # Two axes, for means and standard deviations
+def plot_stats(self:ActivationStatsCB,
+    figsize=(9, 2.6), # Width and height of the figure, in inches
+)->list: # Two axes, for means and standard deviations
     "Draw mean and standard deviation of every layer, batch by batch"
     import matplotlib.pyplot as plt
     found = _seen(self.stats)
-    axes = plt.subplots(1, 2, figsize=(9, 2.6), layout='constrained')[1]
+    axes = plt.subplots(1, 2, figsize=figsize, layout='constrained')[1]
     for ax,what in zip(axes, ('mean', 'std')):
         series = {name: getattr(stats, what) for name,stats in found.items()}
         draw_lines(ax, series, title='layer', outside=True, legend=ax is axes[-1])
@@ -197,11 +199,12 @@ def plot_stats(self:ActivationStatsCB)->list: # Two axes, for means and standard
 @patch
 def color_dim(self:ActivationStatsCB,
     max_n:int=48, # Most layers to draw; of more an even choice
+    figsize=None, # Width and height of the figure in inches; default: as many layers need
 )->list: # One axes for each layer
     "Draw the histograms of every layer as an image, batch by batch"
     found = _seen(self.stats)
     shown = a_few(found, max_n)
-    axes = panels(shown, len(found))
+    axes = panels(shown, len(found), figsize=figsize)
     most = max(stats.hist.max().item() for stats in shown.values())
     for ax,stats in zip(axes, shown.values()):
         extent = (0, len(stats), 0, stats.top)
@@ -216,11 +219,12 @@ def color_dim(self:ActivationStatsCB,
 @patch
 def dead_chart(self:ActivationStatsCB,
     max_n:int=48, # Most layers to draw; of more an even choice
+    figsize=None, # Width and height of the figure in inches; default: as many layers need
 )->list: # One axes for each layer
     "Draw the share of activations near zero in every layer, batch by batch"
     found = _seen(self.stats)
     shown = a_few(found, max_n)
-    axes = panels(shown, len(found))
+    axes = panels(shown, len(found), figsize=figsize)
     for ax,stats in zip(axes, shown.values()):
         ax.plot(stats.dead)
         ax.set_ylim(-0.03, 1.03) # A line at 1 is seen

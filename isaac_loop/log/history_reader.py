@@ -50,7 +50,7 @@ class HistoryReader:
         if all(len(column) == self._seen.get(name, 0) for name,column in columns.items()): return []
         for name,column in columns.items():
             first,self._seen[name] = self._seen.get(name, 0),len(column)
-            if name in history.batches.keys or name in self._hidden: continue
+            if name in history.batches.place or name in self._hidden: continue
             for i in range(first, len(column)):
                 step = None if math.isnan(column[i]) else self._step_of(history, i)
                 if step is None or only_logged and not self._was_logged(step): continue
@@ -59,7 +59,7 @@ class HistoryReader:
 
     def _step_of(self, history, i):
         "The step of row `i`, if it is a training batch of this epoch"
-        row = {name: history.batches.columns[name][i] for name in history.batches.keys}
+        row = {name: history.batches.columns[name][i] for name in history.batches.place}
         of_this_epoch = row['training'] and row['fit'] == history.fit and row['epoch'] == self.epoch
         return self.steps[row['batch']] if of_this_epoch and row['batch'] < len(self.steps) else None
 

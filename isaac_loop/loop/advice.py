@@ -8,11 +8,12 @@ __all__ = []
 # %% ../../nbs/loop/28_advice.ipynb #8af88e5e
 import inspect, math, operator
 from collections.abc import Mapping
+from functools import wraps
 
 import torch
 
 from ..basics.checks import did_you_mean, warn
-from ..basics.old_names import KEYWORDS, called_here
+from ..basics.old_names import KEYWORDS, called_here, wrong_keyword
 from ..basics.tensors import SEQUENCES
 from .callback_checks import check_trainer_class
 from .events import STEPS, callback_name
@@ -43,6 +44,31 @@ def check_new_trainer(
         raise TypeError(_LOSS_CLASS.format(loss_func.__name__))
     check_keywords(type(trainer), kwargs)
     check_trainer_class(type(trainer), trainer.plan.events)
+
+# %% ../../nbs/loop/28_advice.ipynb #36cc7cfe
+_THE_ORDER = ('The order is `Trainer(dls, loss_func, opt_func, model, callbacks)`; the rate is given to '
+              '`fit`, and `callbacks` may be None.')
+
+def explain_arguments(
+    cls, # The trainer
+):
+    "Have the error for arguments that `cls` did not get say what comes where"
+    init = cls.__init__
+    @wraps(init)
+    def __init__(self, *args, **kwargs):
+        __tracebackhide__ = True # It only passes on
+        try: init(self, *args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__.tb_next is None: _note_order(error, kwargs) # It was not even called
+            raise
+    cls.__init__ = __init__
+
+def _note_order(error, kwargs):
+    "Note on `error` what the arguments are called and in which order they come"
+    for word in kwargs:
+        here = KEYWORDS['Trainer'].get(word)
+        if here: error.add_note(f'What others call `{word}` is {here} here.')
+    error.add_note(_THE_ORDER)
 
 # %% ../../nbs/loop/28_advice.ipynb #6eb63337
 def check_epochs(
@@ -76,6 +102,8 @@ def check_lr(
 
 # %% ../../nbs/loop/28_advice.ipynb #6c0f9b0c
 _NO_PASS = '`train=False, valid=False` leaves nothing to do in an epoch. Set at least one of them to True.'
+_NO_LOADERS = ('`fit` was asked for a pass over `dls.{}`, but `dls` is a {}. '
+               'Put loaders together first: `Trainer(DataLoaders(train, valid), ...)`.')
 _NO_LOADER = ('`fit` was asked for a pass over `dls.{0}`, which is {1}. '
               'Give the trainer `DataLoaders({0}=...)`, or call `fit({0}=False)`.')
 _EMPTY = ('`dls.{}` has no batches, so nothing would be learnt or measured. '
@@ -93,6 +121,8 @@ def check_passes(
     for wanted,name in ((train, 'train'), (valid, 'valid')):
         if not wanted: continue
         dl = getattr(dls, name, None)
+        alone = not (hasattr(dls, 'train') or hasattr(dls, 'valid'))
+        if alone: raise ValueError(_NO_LOADERS.format(name, type(dls).__name__))
         if dl is None: raise ValueError(_NO_LOADER.format(name, 'None' if hasattr(dls, name) else 'missing'))
         if _is_empty(dl): raise ValueError(_EMPTY.format(name))
     one_for_both = train and valid and dls.train is dls.valid
@@ -130,7 +160,8 @@ def _refuse(name, trainer):
     __tracebackhide__ = True
     fit = next(vars(o)['fit'] for o in reversed(type(trainer).__mro__) if 'fit' in vars(o))
     known = [o for o in inspect.signature(fit).parameters if o not in ('self', 'unknown')]
-    hint = called_here(name, KEYWORDS['fit']) or did_you_mean(name, known)
+    if name in KEYWORDS['fit']: raise wrong_keyword('fit', name, KEYWORDS['fit'])
+    hint = did_you_mean(name, known)
     raise TypeError(_UNKNOWN.format(name, ', '.join(f'`{o}`' for o in known), hint))
 
 # %% ../../nbs/loop/28_advice.ipynb #77d1fb44
@@ -176,10 +207,15 @@ def check_no_pass(
 
 _ONCE = ' It is an iterator, and those can be walked only once: pass an object whose `__iter__` starts anew.'
 
+_READ_BY_NOBODY = {'xb', 'yb'}
+_IN_VAIN = ('`trainer.xb` or `trainer.yb` was set, but model and loss get what stands in `trainer.batch`. '
+            'Set that: `trainer.batch = (x, y)`.')
+
 def check_some_batch(
     trainer, # Has just ended a pass
 ):
-    "Raise an error for a pass in which the loader gave nothing"
+    "Raise an error for a pass in which the loader gave nothing; warn of parts of a batch set in vain"
+    if not _READ_BY_NOBODY.isdisjoint(vars(trainer)): warn(_IN_VAIN)
     if 'batch_num' in vars(trainer) or trainer.start_batch: return
     name = '`dls.train`' if trainer.training else getattr(trainer.dls, 'valid_name', '`dls.valid`')
     once = _ONCE if hasattr(trainer.dl, '__next__') else ''
@@ -200,7 +236,8 @@ def no_event(
     events, # Names that there are
 )->str: # A message
     "What to say of an event that does not exist"
-    return (f'`{name}` is not an event, so no callback could answer it.{did_you_mean(name, events)} '
+    near = did_you_mean(name, events) if isinstance(name, str) else ''
+    return (f'`{name}` is not an event, so no callback could answer it.{near} '
             'A subclass of `Trainer` declares its own with `events = (...)`.')
 
 # %% ../../nbs/loop/28_advice.ipynb #55dd4267

@@ -53,13 +53,15 @@ def as_tensor(
 # %% ../../nbs/loop/32_batch_record.ipynb #e3ff9e54
 class BatchRecord(Sequence):
     "One row per batch, stored as one array per column"
-    keys = ('fit', 'epoch', 'training', 'batch') # Which batch a row is about
+    place = ('fit', 'epoch', 'training', 'batch') # Columns that say which batch a row is about
 
     def __init__(self):
-        self.columns = {name: self._stored(name, ()) for name in self.keys}
+        self.columns = {name: self._stored(name, ()) for name in self.place}
         self._pass = None # Fit, epoch and kind of the last pass
         self._first = 0 # Its first row
         self._rows = None # Its rows by batch, if they are not in order
+
+    def keys(self): return self.columns.keys() # So that `dict(record)` has the columns
 
     def write(self,
         fit:int, # Number of the fit
@@ -72,7 +74,7 @@ class BatchRecord(Sequence):
         one_pass,batches = (fit, epoch, int(training)),array('I', batches)
         if one_pass != self._pass: self._pass,self._first,self._rows = one_pass,len(self),None
         rows = [self._row(o) for o in batches]
-        for name,value in zip(self.keys, one_pass): self.columns[name].fill(value, len(self))
+        for name,value in zip(self.place, one_pass): self.columns[name].fill(value, len(self))
         for name,column in values.items():
             data = self.columns.setdefault(name, array('d'))
             data.extend(repeat(math.nan, len(self)-len(data)))
@@ -117,7 +119,7 @@ class BatchRecord(Sequence):
     ):
         "Hold these columns and nothing else"
         self.columns = {name: self._stored(name, numbers) for name,numbers in columns.items()}
-        *passes,batches = (self.columns[o] for o in self.keys)
+        *passes,batches = (self.columns[o] for o in self.place)
         self._pass = tuple(o[-1] for o in passes if o)
         self._first = max(o.starts[-1] if o else 0 for o in passes)
         in_order = all(a < b for a,b in pairwise(batches[self._first:]))
@@ -126,5 +128,5 @@ class BatchRecord(Sequence):
     def _stored(self, name, numbers):
         "A column in the form in which it is kept"
         numbers = numbers.tolist() if hasattr(numbers, 'tolist') else numbers
-        if name in self.keys[:3]: return Runs(numbers)
+        if name in self.place[:3]: return Runs(numbers)
         return array('I' if name == 'batch' else 'd', numbers)

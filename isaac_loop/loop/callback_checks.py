@@ -10,7 +10,7 @@ import inspect, math, numbers
 from difflib import get_close_matches
 
 from ..basics.checks import did_you_mean
-from ..basics.old_names import EVENT_NAMES, called_here
+from ..basics.old_names import EVENT_NAMES, FLAGS, called_here
 from .events import EVENTS, ROW_EVENTS, STEPS, FOREIGN, callback_name, function_name
 from .events import handler_of, is_replacing, members
 from .handlers import TrainersOwn
@@ -62,6 +62,7 @@ _NOTHING = ('`{}` ({}) has no method named after an event, so as a callback it w
             'A function answers the event it is named after; '
             '`SimpleNamespace(after_batch=f)` lets any function answer any event.')
 _NO_STEP = '`{}` is marked with `@replaces`, but only a step can be replaced, such as {}.'
+_FLAG = '`{}` is read by nobody, so it would have no effect. Here it is {}.'
 _ORDER = '`{}.order` is {!r}, but callbacks are sorted by it. Use a number or a place such as `Order.RECORD`.'
 
 def check_callback(
@@ -71,11 +72,15 @@ def check_callback(
     "Raise a `TypeError` or `ValueError` that says how to mend `callback`, if it could not work"
     name = callback_name(callback)
     if isinstance(callback, type): raise TypeError(_A_CLASS.format(callback.__name__))
-    for wrong in _misspelt(callback, events):
-        raise ValueError(_NO_EVENT.format(f'{name}.{wrong}', _meant(wrong, events)))
+    wrong = _misspelt(callback, events)
+    if wrong:
+        others = [f' Nor is `{name}.{o}`.{_meant(o, events)}' for o in wrong[1:]]
+        raise ValueError(_NO_EVENT.format(f'{name}.{wrong[0]}', _meant(wrong[0], events)) + ''.join(others))
     answered = [event for event in events if handler_of(callback, event) is not None]
     for event in answered: _check_answer(callback, f'{name}.{event}', event)
     if not answered and not members(callback): raise ValueError(_does_nothing(callback, name))
+    flag = next((o for o in FLAGS if hasattr(callback, o)), None)
+    if flag: raise ValueError(_FLAG.format(f'{name}.{flag}', FLAGS[flag]))
     order = getattr(callback, 'order', 0)
     if not isinstance(order, numbers.Real) or math.isnan(order): raise TypeError(_ORDER.format(name, order))
 

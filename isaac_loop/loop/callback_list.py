@@ -57,7 +57,7 @@ _NOT_YET = '`trainer.{}` does not exist yet. It is written by {}, which has not 
 _ASIDE = (' This is a run on the side, such as an evaluation, for callbacks below `Order.RECORD`. '
           'Give a callback that only watches `order = Order.RECORD`.')
 _NO_PREDICT = ('A trainer predicts for a whole loader: `trainer.get_preds(dl)`. '
-               'For one batch call the model: `trainer.model(x)`.')
+               'For one batch call the model: `trainer.model.eval()(x)`.')
 
 class ByName:
     "Callbacks as attributes, and errors that say who writes what is missing"
@@ -72,7 +72,7 @@ class ByName:
             raise AttributeError(_NOT_YET.format(name, STATE[name][0]) + aside)
         if name == 'predict': raise AttributeError(_NO_PREDICT)
         methods = [o for o in dir(type(self)) if not o.startswith('_')]
-        near = '' if name.startswith('_') else did_you_mean(name, [*STATE, *named, *methods])
+        near = '' if name.startswith('_') else did_you_mean(name, [*STATE, *named, *methods], cutoff=0.7)
         hint = called_here(name, OF_TRAINER) or near
         raise AttributeError(f'`{type(self).__name__}` has no attribute and no callback `{name}`.{hint}')
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ..basics.checks import warn
 from . import advice
 from .callback_list import is_in
 from .passes import Batches, forget, n_batches
@@ -64,6 +65,7 @@ def make_optimizer(
     except TypeError as e:
         e.add_note(_CALLING)
         raise
+    trainer._last_opt = trainer.opt
     _check_made(trainer.opt, params, trainer)
 
 def _check_made(opt, params, trainer):
@@ -101,6 +103,9 @@ def one_optimizer(
     raise AttributeError(_NO_OPTIMIZER.format(who=who, name=name, hint=hint))
 
 # %% ../../nbs/loop/29_fitting.ipynb #88164757
+_REPLACED = ('`trainer.opt` was set by hand, but each fit makes its own optimizer by `opt_func`, so that one '
+             'is not used. To train with it, make the trainer with `opt_func=None`.')
+
 def ready_optimizer(
     trainer, # Is to train
     keep_opt:bool, # Go on with the optimizer of the last fit?
@@ -108,7 +113,10 @@ def ready_optimizer(
     "See to it that `trainer.opt` can begin"
     if trainer._broken or not (keep_opt or trainer.opt_func is None): _clear_grads(trainer)
     if keep_opt: keep_optimizer(trainer)
-    elif trainer.opt_func is not None: make_optimizer(trainer)
+    elif trainer.opt_func is not None:
+        by_hand = vars(trainer).get('opt') is not trainer._last_opt
+        if by_hand and not trainer._side_runs: warn(_REPLACED)
+        make_optimizer(trainer)
 
 def _clear_grads(trainer):
     "Drop gradients that an earlier fit has left"
@@ -129,6 +137,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _ended=True, # Did this fit come to its end?
         _last_ended=True, # And the one before it?
         _again=False, # Is the optimizer evaluating a batch once more, within its step?
+        _last_opt=None, # What `opt` was when the last fit was over; another one was set by hand since
         _side_runs=0, # How many runs on the side are open, one inside the other
         _aside={}, # Random numbers of the last run on the side: where they began, and where they ended
         _own_state=None, # What has changed in callbacks that do not tell, since the fit began
@@ -160,6 +169,7 @@ def _left_tidy(trainer):
 def _free(trainer, with_grad):
     "Let another fit begin"
     trainer._training = trainer.exception = None
+    trainer._last_opt = vars(trainer).get('opt')
     trainer.epochs = range(getattr(trainer, 'n_epochs', 0)) # Without what callbacks have wrapped around
     forget(trainer, 'batches')
     trainer._guests = [cb for cb in trainer._guests if is_in(cb, trainer.callbacks)]

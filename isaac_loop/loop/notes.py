@@ -34,6 +34,8 @@ def add_note(
 _EXTRA = ('`run_callbacks({!r}, ...)` passes {} on to every callback that answers. '
           'Take it as an argument, or take `**kwargs`.')
 
+_LEARN = '`self.learn` is for callbacks of fastai. Here the trainer is what each method gets as its argument.'
+
 def blame(
     error:BaseException, # Gets a note
     trainer, # Has a `plan`
@@ -50,6 +52,8 @@ def blame(
     if helpful: callback.explain(trainer, event, error)
     if extra and isinstance(error, TypeError) and 'unexpected keyword' in str(error):
         add_note(error, _EXTRA.format(event, ', '.join(extra)))
+    asks_learn = isinstance(error, AttributeError) and error.name == 'learn' and error.obj is callback
+    if asks_learn: add_note(error, _LEARN)
     if handler is None: return
     name = f'{callback_name(callback)}.{event}' if callback is not None else _name_of(handler)
     add_note(error, f'raised by `{name}`{whereabouts(trainer)}')

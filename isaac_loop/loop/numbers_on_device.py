@@ -151,7 +151,7 @@ class DeviceRecord(DeviceNumbers):
         self._forget_places()
 
     def _forget_places(self):
-        self.columns = {name: Runs() for name in BatchRecord.keys[:3]}
+        self.columns = {name: Runs() for name in BatchRecord.place[:3]}
         self.columns['batch'] = array('I')
 
     def __len__(self): return len(self.columns['batch'])
@@ -166,7 +166,7 @@ class DeviceRecord(DeviceNumbers):
 
     def _put(self, place):
         self.columns['batch'].append(place[3])
-        for name,number in zip(BatchRecord.keys[:3], place): self.columns[name].fill(int(number), len(self))
+        for name,number in zip(BatchRecord.place[:3], place): self.columns[name].fill(int(number), len(self))
 
     def place(self, i)->tuple: # As of `place_of`
         "To which batch a value belongs"

@@ -11,7 +11,7 @@ from functools import wraps
 from inspect import Parameter
 
 from ..basics.checks import did_you_mean
-from ..basics.old_names import KEYWORDS, called_here
+from ..basics.old_names import KEYWORDS, wrong_keyword
 
 # %% ../../nbs/loop/50_subclassing.ipynb #480ddeca
 _OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) # `*args` and `**kwargs`
@@ -44,9 +44,10 @@ def check_keywords(
     known = [p.name for p in delegated_parameters(cls, method)]
     name = next((name for name in kwargs if name not in known), None)
     if name is None: return
-    takes = ', '.join(f'`{o}`' for o in known) or 'no arguments of its own'
-    elsewhere = [called_here(name, KEYWORDS.get(parent.__name__, {})) for parent in cls.__mro__]
-    hint = next(filter(None, elsewhere), did_you_mean(name, known))
+    for parent in cls.__mro__:
+        words = KEYWORDS.get(parent.__name__, {})
+        if name in words: raise wrong_keyword(cls.__name__, name, words)
+    takes,hint = ', '.join(f'`{o}`' for o in known) or 'no arguments of its own',did_you_mean(name, known)
     raise TypeError(_UNKNOWN.format(cls=cls.__name__, name=name, method=method, takes=takes, hint=hint))
 
 # %% ../../nbs/loop/50_subclassing.ipynb #aaf32466

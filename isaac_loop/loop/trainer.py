@@ -292,3 +292,4 @@ class Trainer(ByName):
         return planned_updates(self)
 
 bring_later(Trainer)
+advice.explain_arguments(Trainer)

@@ -43,7 +43,7 @@ _TAKEN = '`{}` is a column that says which batch a row is about. Record it under
 def _check_functions(functions):
     for name,f in functions.items():
         if not callable(f): raise TypeError(_NO_FUNCTION.format(name, f))
-        if name in BatchRecord.keys: raise ValueError(_TAKEN.format(name))
+        if name in BatchRecord.place: raise ValueError(_TAKEN.format(name))
 
 @old_words
 class RecorderCB:

@@ -63,4 +63,6 @@ class MomentumTrainer(Trainer):
     "A trainer that keeps a part of the old gradients for the next batch, on the accelerator if there is one"
     def subclassing_method(self,
         momentum:float=0.85, # Share of the old gradients to keep, 0 to 1
-    ): self.add_callbacks([MomentumTrainCB(momentum), DeviceCB()])
+    ):
+        self.add_callback(MomentumTrainCB(momentum))
+        if not hasattr(self, 'DeviceCB'): self.add_callback(DeviceCB())

@@ -40,6 +40,9 @@ def _wants_trainer(f):
 _NO_FUNCTION = ('`scheduler_func` is a {kind}, but every fit has its own optimizer and needs its own '
                 'scheduler. Pass a function of the optimizer, such as `partial(StepLR, step_size=2)`.')
 
+_FILL_IN = ('`scheduler_func` is called with the optimizer alone. Fill in what else it needs first: '
+            '`partial(StepLR, step_size=2)`.')
+
 class SchedulerCB:
     "Makes a scheduler when training begins and leaves a tidy optimizer"
     order = Order.SCHEDULE
@@ -77,8 +80,11 @@ class SchedulerCB:
 
     def _make(self, opt, trainer):
         "The scheduler for this fit"
-        if _wants_trainer(self.scheduler_func): return self.scheduler_func(opt, trainer=trainer)
-        return self.scheduler_func(opt)
+        further = dict(trainer=trainer) if _wants_trainer(self.scheduler_func) else {}
+        try: return self.scheduler_func(opt, **further)
+        except TypeError as error:
+            if 'argument' in str(error): error.add_note(_FILL_IN)
+            raise
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #617dc7ac
 _NO_EFFECT = ('`{alone}` sets the rate anew at every update, so whatever `{idle}` does to it would be gone '

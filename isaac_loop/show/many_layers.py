@@ -64,6 +64,7 @@ def panels(
     found:dict, # What is to be drawn, by the name of the layer
     n_all:int=None, # How many layers there are, if these are a choice
     figure=None, # A matplotlib figure; default: a new one
+    figsize=None, # Width and height of the figure in inches; default: as many layers need
 )->list: # One axes for each
     "Axes for every layer, with its name as the title"
     import matplotlib.pyplot as plt
@@ -71,7 +72,7 @@ def panels(
     columns = min(n, 3 if n <= 12 else 6)
     rows,small = -(-n//columns),columns == 6
     figure = plt.figure(layout='constrained') if figure is None else figure
-    figure.set_size_inches(columns*(1.7 if small else 3.2), rows*(1.25 if small else 2.2))
+    figure.set_size_inches(figsize or (columns*(1.7 if small else 3.2), rows*(1.25 if small else 2.2)))
     axes = [figure.add_subplot(rows, columns, i+1) for i in range(n)]
     for ax,name in zip(axes, found):
         ax.set_title(short_name(name) if small else short_name(name, 28), fontsize=7 if small else 9)

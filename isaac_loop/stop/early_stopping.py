@@ -8,6 +8,7 @@ __all__ = ['EarlyStoppingCB']
 # %% ../../nbs/stop/10_early_stopping.ipynb #262a59a3
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, warn
+from ..basics.old_names import old_words
 from ..loop.events import Order
 from ..loop.monitor import Monitor, check_monitored, mode_of
 from ..state.keeps_state import KeepsBest
@@ -28,6 +29,7 @@ def _check_reasons(mode, patience, threshold, divergence):
     if not is_better: raise ValueError(_SWAPPED.format(threshold, divergence, mode))
 
 # %% ../../nbs/stop/10_early_stopping.ipynb #cfbcd158
+@old_words
 class EarlyStoppingCB(KeepsBest, Monitor):
     "Stop when a column of the history gets no better, is good enough, or is hopeless"
     order = Order.DECIDE

@@ -20,6 +20,7 @@ from .closures import refuse_closure
 from .example_losses import reduction_of
 from .optimizer_options import parameters_of
 from ..basics.tensors import batch_size, batch_weight
+from ..basics.old_names import old_words
 
 # %% ../../nbs/train/20_accumulation.ipynb #ebe7e091
 _NO_ROWS = ("The inputs of the batch, a {kind}, hold no tensor with rows, so `AccumulationCB` cannot tell "
@@ -51,6 +52,7 @@ _IS_A_SUM = ("`AccumulationCB` weighs each loss as a mean over its rows, but `lo
              "weigh='sum')`, or let the loss be a mean.")
 _A_FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`'
 
+@old_words
 class AccumulationCB:
     "Gather the gradients of several batches for one update, equal to that of one big batch"
     order = Order.FIRST+1 # After whoever limits the number of batches

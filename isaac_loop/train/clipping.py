@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from ..basics.settings import show_settings
+from ..basics.old_names import old_words
 from ..loop.events import Order
 from ..loop.fitting import one_optimizer
 from ..loop.numbers_on_device import DeviceRecord, place_of
@@ -73,6 +74,7 @@ def _with_entries(params):
     return [p for p in found if isinstance(p, torch.Tensor) or p.grad.numel()]
 
 # %% ../../nbs/train/30_clipping.ipynb #f7393670
+@old_words
 class ClipGradCB:
     "Clip the gradients before each update, by norm, by value, or adaptively"
     order = Order.STEP

@@ -176,9 +176,9 @@ def test_what_is_written_about_a_batch_meets_in_one_row(passes):
                 )
                 row.update({k: v[i] for k, v in values.items()})
     record, rows = history.batches, list(rows.values())
-    names = [o for o in record.columns if o not in BatchRecord.keys]
+    names = [o for o in record.columns if o not in BatchRecord.place]
     expected = [
-        {**{o: row[o] for o in BatchRecord.keys}, **{o: row.get(o, math.nan) for o in names}} for row in rows
+        {**{o: row[o] for o in BatchRecord.place}, **{o: row.get(o, math.nan) for o in names}} for row in rows
     ]
     assert {o for row in rows for o in row} <= set(record.columns)
     np.testing.assert_equal(list(record), expected)
@@ -575,3 +575,9 @@ def test_rows_up_to_a_fit_are_those_that_were_there_when_it_ended(until):
         assert str(taken.batches[name]) == str(then.batches[name]) and len(column) <= len(taken.batches)
     with pytest.raises(LookupError, match="no epoch to write to"):
         taken.write(loss=1.0)
+
+
+def test_the_record_of_batches_is_a_mapping_of_its_columns():
+    record = BatchRecord()
+    record.write(0, 0, True, [0, 1], loss=[2.0, 1.0])
+    assert dict(record)["loss"] == [2.0, 1.0] and list(record.keys()) == [*BatchRecord.place, "loss"]

@@ -14,15 +14,17 @@ from torch.nn import functional as F
 import isaac_loop
 import isaac_loop.all as everything
 from isaac_loop import DataLoaders, Trainer
-from isaac_loop.basics.old_names import ATTRIBUTES, EVENT_NAMES, KEYWORDS, NAMES, OF_TRAINER
+from isaac_loop.basics.old_names import ATTRIBUTES, EVENT_NAMES, FLAGS, KEYWORDS, NAMES, OF_TRAINER
 from isaac_loop.loop.events import EVENTS
 from isaac_loop.loop.shared_attributes import STATE
 
 from named import wrong
 
-TABLES = {"names": NAMES, "of a trainer": OF_TRAINER, "events": EVENT_NAMES} | KEYWORDS | ATTRIBUTES
+TABLES = {"names": NAMES, "of a trainer": OF_TRAINER, "events": EVENT_NAMES, "flags": FLAGS}
+TABLES |= {f"keywords of {name}": words for name, words in KEYWORDS.items()}
+TABLES |= {f"attributes of {name}": words for name, words in ATTRIBUTES.items()}
 EXAMPLES = {  # The shortest calls that make one of each
-    "MetricsCB": lambda cls, **kwargs: cls(**kwargs),
+    "DataLoaders": lambda cls, **kwargs: cls([(torch.ones(4, 2), torch.ones(4, 1))], **kwargs),
     "HooksCallback": lambda cls, **kwargs: cls(print, **kwargs),
     "RecorderCB": lambda cls, **kwargs: cls(loss=lambda trainer: trainer.loss, **kwargs),
     "BatchTransformCB": lambda cls, **kwargs: cls(print, **kwargs),
@@ -94,6 +96,81 @@ def test_a_name_that_is_elsewhere_is_said_to_be_there():
     exec("from isaac_loop.basics import old_names")
 
 
+def test_an_import_from_anywhere_says_so(tmp_path):
+    "From a module that is no folder, too; Python's own message would take its place"
+    for line, end in (
+        (
+            "from isaac_loop.all import Learner",
+            "Here it is `Trainer(dls, loss_func, opt_func, model, callbacks)`.",
+        ),
+        ("from isaac_loop.callbacks import TrainCB", "for several inputs."),
+        ("from isaac_loop.callbacks import DataLoaders", "It is in `isaac_loop`."),
+        ("import isaac_loop.all as il; il.SingleBatchCB", "Here it is `OneBatchCB()`."),
+    ):
+        (tmp_path / "script.py").write_text(line)
+        done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True)
+        assert end in done.stderr.splitlines()[-1]
+
+
+def test_arguments_that_are_missing_are_told_in_their_order():
+    "Python's error, with a note for each keyword of another library; other errors have none"
+    with pytest.raises(TypeError, match="missing 4 required") as caught:
+        Trainer(model=nn.Linear(1, 1), optimizer=optim.Adam, loss=F.mse_loss, train_dataloader=[])
+    *words, order = caught.value.__notes__
+    assert words == [
+        "What others call `optimizer` is `opt_func` here.",
+        "What others call `loss` is `loss_func` here.",
+        "What others call `train_dataloader` is `DataLoaders(train, valid)` here.",
+    ]
+    assert order.startswith("The order is `Trainer(dls, loss_func, opt_func, model, callbacks)`")
+    assert re.search(r"`(Trainer\(.+?\))`", order)[1] == f"Trainer{inspect.signature(Trainer)}".replace(
+        ", **kwargs", ""
+    )
+    with pytest.raises(TypeError) as caught:
+        make_trainer(cls=type("Own", (Trainer,), {"subclassing_method": lambda self, cbs: len(3)}), cbs=1)
+    assert not hasattr(caught.value, "__notes__"), "a keyword of one's own is nobody else's"
+
+
+@pytest.mark.parametrize("word", FLAGS)
+def test_a_flag_of_fastais_callbacks_is_refused(word):
+    callback = type("OldCB", (), {word: False, "after_batch": lambda self, trainer: None})()
+    with pytest.raises(ValueError, match=f"`OldCB.{word}` is read by nobody") as caught:
+        make_trainer(callback)
+    assert str(caught.value).endswith(f"Here it is {FLAGS[word]}.")
+
+
+def test_all_events_of_a_class_are_told_at_once():
+    callback = type("OldCB", (), {o: lambda self, trainer: None for o in ("after_pred", "after_loss")})()
+    with pytest.raises(ValueError, match="`after_get_loss`.*Nor is `OldCB.after_pred`. Here it is"):
+        make_trainer(callback)
+
+
+def test_a_callback_that_asks_for_its_learner_is_told_where_the_trainer_is():
+    class OldCB:
+        def after_batch(self, trainer):
+            return self.learn.loss
+
+    class OtherCB:
+        def after_batch(self, trainer):
+            return trainer.model.learn
+
+    for callback, told in ((OldCB(), True), (OtherCB(), False)):
+        with pytest.raises(AttributeError) as caught:
+            make_trainer([everything.BasicTrainCB(), callback]).fit(1, valid=False)
+        assert (
+            any(o.startswith("`self.learn` is for callbacks of fastai") for o in caught.value.__notes__)
+            == told
+        )
+
+
+def test_parts_of_a_batch_that_are_set_in_vain_are_noticed():
+    def before_batch(trainer):
+        trainer.xb = trainer.batch[:1]
+
+    with pytest.warns(UserWarning, match="model and loss get what stands in `trainer.batch`"):
+        make_trainer([everything.BasicTrainCB(), before_batch]).fit(1, valid=False)
+
+
 @pytest.mark.parametrize("word", OF_TRAINER)
 def test_an_attribute_of_a_trainer_is_explained(word):
     with pytest.raises(AttributeError) as caught:
@@ -158,10 +235,14 @@ shell.history_manager.enabled = False
 shell.run_cell("from isaac_loop.all import *")
 shell.run_cell("import importlib, isaac_loop; importlib.reload(isaac_loop)")
 shell.run_cell("Learner(1)")
+shell.run_cell("DataLoaders.from_dd")
 shell.run_cell("nonsense")
 shell.run_cell("1/0")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("isaac_loop has no")]
-    assert said == [f"isaac_loop has no `Learner`. Here it is {NAMES['Learner']}."]
+    assert said == [
+        f"isaac_loop has no `Learner`. Here it is {NAMES['Learner']}.",
+        "isaac_loop has no `from_dd`. Here it is `DataLoaders.from_dataset_dict`.",
+    ]

@@ -1108,3 +1108,12 @@ def test_a_list_of_optimizers_is_refused_by_name():
     t = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, torch.nn.Linear(1, 1), [Two(), schedule])
     with pytest.raises(TypeError, match="`EpochSchedulerCB` is to work with `trainer.opts`, which is a list"):
         t.fit(1, valid=False)
+
+
+def test_a_scheduler_that_needs_more_than_the_optimizer_is_explained():
+    trainer = make_trainer(EpochSchedulerCB(optim.lr_scheduler.StepLR))
+    with pytest.raises(TypeError, match="step_size") as caught:
+        trainer.fit(1, valid=False)
+    assert any("`partial(StepLR, step_size=2)`" in o for o in caught.value.__notes__)
+    with pytest.raises(TypeError, match="an argument of the scheduler"):
+        EpochSchedulerCB(optim.lr_scheduler.StepLR, step_size=2)

@@ -6,6 +6,7 @@ steps as its own methods; `MomentumTrainCB` with the momentum of `torch.optim.SG
 """
 
 import copy
+import warnings
 from collections import OrderedDict, namedtuple
 from itertools import count
 
@@ -255,6 +256,58 @@ def test_a_step_that_is_called_wrongly_is_explained(change, note):
     with pytest.raises(TypeError) as caught:
         trainer.fit(1, valid=False)
     assert sum(note in o for o in caught.value.__notes__) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs", "targets"),
+    [
+        (
+            (torch.ones(4, 3), torch.ones(4, 1), torch.ones(4)),
+            "a tensor (4, 3)",
+            "a tensor (4, 1), a tensor (4,)",
+        ),
+        ((torch.ones(4, 3),), "a tensor (4, 3)", "nothing"),
+        (((torch.ones(4, 3), torch.ones(4, 3)), torch.ones(4, 1)), "a tuple", "a tensor (4, 1)"),
+        (dict(y=torch.ones(4, 1), x=torch.ones(4, 3)), "a tensor (4, 1)", "a tensor (4, 3)"),
+    ],
+    ids=["three parts", "one part", "nested", "a dict in another order"],
+)
+def test_a_step_that_fails_says_which_part_of_an_odd_batch_went_where(batch, inputs, targets):
+    trainer = make_trainer([batch], BasicTrainCB())
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
+        trainer.fit(1, valid=False)
+    told = f"Of this batch the model got {inputs}, and the loss function {targets}."
+    assert sum(o.startswith(told) and "`n_inp`" in o for o in caught.value.__notes__) == 1
+
+
+def test_several_optimizers_or_models_in_one_place_are_explained():
+    trainer = make_trainer(make_batches(), BasicTrainCB())
+    trainer.opt_func, trainer.opt = None, [optim.SGD(trainer.model.parameters(), 0.1)]
+    with pytest.raises(AttributeError) as caught:
+        trainer.fit(1, valid=False)
+    assert any(o.startswith("`trainer.opt` is a list") for o in caught.value.__notes__)
+    trainer.model = (nn.Linear(3, 1), nn.Linear(3, 1))
+    with pytest.raises((AttributeError, TypeError)):
+        trainer.fit(1, valid=False)
+
+
+def test_an_optimizer_set_by_hand_that_would_not_be_used_is_noticed():
+    "It is used without `opt_func`; what fits and loads have left behind is no news"
+    trainer = make_trainer(make_batches(), BasicTrainCB())
+    trainer.opt = optim.SGD(trainer.model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match="`trainer.opt` was set by hand"):
+        trainer.fit(1, valid=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*set by hand")
+        trainer.fit(1, valid=False)
+        trainer.fit(1, valid=False, keep_opt=True)
+        trainer.lr_find(n_batches=3)
+        trainer.get_preds(trainer.dls.train)
+        trainer.fit(1, valid=False)
+        trainer.opt_func = None
+        trainer.opt = mine = optim.SGD(trainer.model.parameters(), 0.1)
+        trainer.fit(1, valid=False)
+    assert trainer.opt is mine
 
 
 def test_a_callback_is_asked_once_to_explain_its_own_error_and_never_a_cancel():
