@@ -13,7 +13,7 @@ from functools import wraps
 import torch
 
 from ..basics.checks import did_you_mean, warn
-from ..basics.old_names import KEYWORDS, called_here, wrong_keyword
+from ..basics.old_names import KEYWORDS, wrong_keyword
 from ..basics.tensors import SEQUENCES
 from .callback_checks import check_trainer_class
 from .events import STEPS, callback_name
