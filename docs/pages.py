@@ -80,6 +80,13 @@ def notebooks():
     return sorted(found)
 
 
+def title(path):
+    "The first heading of a notebook"
+    cells = json.loads((NBS / path).read_text())["cells"]
+    headings = (line for o in cells for line in text(o).splitlines() if line.startswith("# "))
+    return next(headings, f"# {path.stem}").removeprefix("# ")
+
+
 def shown_cell(cell, links):
     "What the site shows of a cell, or None; `links` puts links into text"
     source = text(cell)
@@ -232,7 +239,7 @@ def api_page(module, found, notebook, places):
     head = [
         ORPHAN,
         f"# {module}\n",
-        f"{says}. Its chapter: [{notebook.stem}]({up}); [all modules](index.md)\n",
+        f"{says}. Its chapter: [{title(notebook)}]({up}); [all modules](index.md)\n",
     ]
     names = [name for name in getattr(found, "__all__", []) if hasattr(found, name)]
     body = [line for name in names for line in entry(getattr(found, name), name, module, places)]

@@ -24,3 +24,16 @@ def wrapped(
 ):
     "A small title in lines that are no wider than its image"
     return None if title is None else fill(str(title), max(8, round(12*inches)))
+
+# %% ../../nbs/basics/60_figures.ipynb #ea2c40e5
+def _shows_nothing(self): "The figure is shown by itself"
+
+_Quiet = type('Axes', (list,), {'_ipython_display_': _shows_nothing})
+
+def quiet(
+    axes, # A list, or an array
+): # The same
+    "`axes` as the value of a function that draws"
+    if isinstance(axes, list): return _Quiet(axes)
+    import numpy as np
+    return axes.view(type('Axes', (np.ndarray,), {'_ipython_display_': _shows_nothing}))

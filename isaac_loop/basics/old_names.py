@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/basics/12_old_names.ipynb #d4c31691
+# %% ../../nbs/basics/12_old_names.ipynb #3d3383c9
 from functools import wraps
+from inspect import signature
 from typing import TypeVar
 
+from isaac_loop.basics.checks import did_you_mean
 from isaac_loop.basics.output import say
 
-# %% ../../nbs/basics/12_old_names.ipynb #c66e6f8a
+# %% ../../nbs/basics/12_old_names.ipynb #92070f51
 NAMES = {
     # The trainer
     'Learner': '`Trainer(dls, loss_func, opt_func, model, callbacks)`',
@@ -73,7 +75,7 @@ NAMES = {
     'get_images': "fastai's `get_image_files`, or `folder.glob('*.jpg')`",
 }
 
-# %% ../../nbs/basics/12_old_names.ipynb #b746b1e1
+# %% ../../nbs/basics/12_old_names.ipynb #ec18b8f8
 OF_TRAINER = {
     # What is there during a batch
     'iter': '`trainer.batch_num`', 'n_iter': '`trainer.n_batches`',
@@ -115,7 +117,7 @@ OF_TRAINER = {
     'tta': '`trainer.get_preds()` with a callback that augments',
 }
 
-# %% ../../nbs/basics/12_old_names.ipynb #ab54871b
+# %% ../../nbs/basics/12_old_names.ipynb #d57a8e63
 _FILTER = {'mod_filter': '`module_filter`', 'mods': '`modules`'}
 _CALLBACKS = {'cbs': '`callbacks`'}
 _DECAY = {'wd': "an option of the optimizer: `opt_func=partial(optim.AdamW, weight_decay=0.01)`"}
@@ -169,7 +171,7 @@ ATTRIBUTES = {
                     'bs': '`dls.train.batch_size`', 'loaders': '`dls.train` and `dls.valid`'},
 }
 
-# %% ../../nbs/basics/12_old_names.ipynb #df57c644
+# %% ../../nbs/basics/12_old_names.ipynb #da5f704f
 _TRAINS,_VALIDATES = '`before_epoch` where `trainer.training`','`before_epoch` where `not trainer.training`'
 _TRAINED,_VALIDATED = '`after_epoch` where `trainer.training`','`after_epoch` where `not trainer.training`'
 EVENT_NAMES = {
@@ -188,7 +190,7 @@ EVENT_NAMES = {
 FLAGS = {'run_train': '`on_train`', 'run_valid': '`on_valid`',
          'run_after': '`order`, such as `Order.RECORD`', 'run_before': '`order`, such as `Order.RECORD`'}
 
-# %% ../../nbs/basics/12_old_names.ipynb #fe5c3ce1
+# %% ../../nbs/basics/12_old_names.ipynb #c9dac152
 def called_here(
     word:str, # What was written
     words:dict, # One of the tables
@@ -196,7 +198,7 @@ def called_here(
     "What `word` is called in this library"
     return f' Here it is {words[word]}.' if word in words else ''
 
-# %% ../../nbs/basics/12_old_names.ipynb #2813dc79
+# %% ../../nbs/basics/12_old_names.ipynb #bd4f8612
 _KEYWORD = '`{name}` got the keyword `{word}`, which it does not have. Here it is {here}.'
 _ATTRIBUTE = '`{name}` has no attribute `{word}`.{hint}'
 
@@ -214,12 +216,16 @@ def old_words(
     taken,had = KEYWORDS.get(name, {}),ATTRIBUTES.get(name, {})
     if not isinstance(f, type): return _refusing(f, name, taken)
     if taken: f.__init__ = _refusing(f.__init__, name, taken)
-    if had: f.__getattr__ = _without(had)
+    if had: f.__getattr__ = _without(f, had)
     return f
 
-def _without(words):
-    "A method `__getattr__` that knows old `words`"
+def _without(cls, words):
+    "A method `__getattr__` of `cls` that knows old `words`"
     def __getattr__(self, word):
+        found = getattr(type(self), word, None)
+        if hasattr(found, '__get__'): return found.__get__(self, type(self)) # A property's own error
+        another = getattr(super(cls, self), '__getattr__', None) # Of a second base
+        if word not in words and another is not None: return another(word)
         name,hint = type(self).__name__,called_here(word, words)
         raise AttributeError(_ATTRIBUTE.format(name=name, word=word, hint=hint), name=word, obj=self)
     return __getattr__
@@ -230,10 +236,15 @@ def _refusing(f, name, words):
     def called(*args, **kwargs):
         word = next((o for o in kwargs if o in words), None)
         if word is not None: raise wrong_keyword(name, word, words)
-        return f(*args, **kwargs)
+        try: return f(*args, **kwargs)
+        except TypeError as error:
+            unknown = next((o for o in kwargs if f'unexpected keyword argument {o!r}' in str(error)), None)
+            near = did_you_mean(unknown, signature(f).parameters) if unknown else ''
+            if near and error.__traceback__.tb_next is None: error.add_note(near.strip())
+            raise
     return called
 
-# %% ../../nbs/basics/12_old_names.ipynb #77517ef7
+# %% ../../nbs/basics/12_old_names.ipynb #cb981d35
 def tell(
     result, # What IPython knows of a cell that has run
 ):

@@ -32,15 +32,25 @@ def say(
     if file is None: return # The program began without one
     try:
         with above_bars(file): print(*parts, sep=sep, file=file, flush=True)
+    except UnicodeEncodeError: # A name of a metric, say, in letters that this place does not know
+        plain = sep.join(map(str, parts)).encode(file.encoding, 'backslashreplace').decode(file.encoding)
+        say(plain, file=file)
     except OSError as error:
         _let_vanish(file)
         warn(_NOBODY.format(error))
     except ValueError:
-        if not file.closed: raise
+        if not getattr(file, 'closed', False): raise
+
+def say_stop(
+    trainer, # At the end of a fit
+):
+    "Print why a fit has stopped before its time, unless an error tells more"
+    if trainer.stop_reason is not None and trainer.exception is None: say(f'stopped: {trainer.stop_reason}')
 
 def _let_vanish(file):
     "Have the system drop whatever is still written to `file`"
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try: os.dup2(nowhere, file.fileno())
-    except (OSError, ValueError): pass # It is no file of the system
+    except (AttributeError, OSError, ValueError): # It is no file of the system
+        if file is sys.stdout: sys.stdout = open(os.devnull, 'w')
     finally: os.close(nowhere)

@@ -18,7 +18,7 @@ def short(
     if value is None: return ''
     is_whole = isinstance(value, numbers.Integral) # A bool is one, too
     if is_whole or not isinstance(value, numbers.Real): return str(value)
-    return f'{value:.3f}' if value == 0 or abs(value) >= 0.001 else f'{value:.3g}'
+    return f'{value:.3f}' if value == 0 or 0.001 <= abs(value) < 1e6 else f'{value:.3g}'
 
 # %% ../../nbs/basics/20_tables.ipynb #3cc3597c
 def clock(

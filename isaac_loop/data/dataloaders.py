@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..basics.checks import check_count, check_flag, check_function, did_you_mean
-from ..basics.figures import wrapped
+from ..basics.figures import wrapped, quiet
 from ..basics.tables import short
 from ..basics.old_names import old_words
 from .exact_loaders import exact_loader
@@ -233,7 +233,7 @@ def show_batch(self:DataLoaders,
     for ax,image,title in zip(axes.flat, images, titles):
         ax.imshow((image if image.ndim == 2 else image.permute(1, 2, 0).squeeze(-1)).numpy(), cmap='gray')
         ax.set_title(title, fontsize=9)
-    return axes
+    return quiet(axes)
 
 def _grid(n, nrows, imsize, n_lines):
     "Axes for `n` images below titles of up to `n_lines`, without frames"

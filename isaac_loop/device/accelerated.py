@@ -9,6 +9,7 @@ __all__ = ['AccelerateCB']
 from ..loop.events import Order, fills_in, replaces
 from ..basics.tensors import to_device
 from ..basics.old_names import old_words
+from ..train.closures import refuse_closure
 from ..train.training import BasicTrainCB
 
 # %% ../../nbs/device/30_accelerated.ipynb #944cbb6a
@@ -40,6 +41,7 @@ class AccelerateCB(BasicTrainCB):
 
     def before_fit(self, trainer):
         "Let Accelerate wrap everything"
+        refuse_closure(trainer, type(self).__name__, ', and its wrapper passes no closure on')
         if self.accelerator is self._made: self.accelerator = self._made = self._make()
         dls,opt,prepare = trainer.dls,vars(trainer).get('opt'),self.accelerator.prepare
         self._before = trainer.model,vars(trainer.model).get('forward'),opt,(dls.train, dls.valid)

@@ -17,6 +17,7 @@ from ..loop.fitting import one_optimizer
 from ..train.closures import refuse_closure
 
 # %% ../../nbs/device/20_precision.ipynb #5fc9759b
+_ONE_FACTOR = ', and a scaler has one factor for all'
 _NO_DTYPE = "`dtype` is {dtype!r}, which autocast does not use. Choose 'bfloat16' or 'float16'."
 
 class MixedPrecisionCB:
@@ -39,7 +40,7 @@ class MixedPrecisionCB:
         parameters = trainer.model.parameters() if hasattr(trainer.model, 'parameters') else ()
         self._device = next(iter(parameters), torch.empty(0)).device.type
         scales = self.dtype == torch.float16
-        if scales: refuse_closure(trainer, type(self).__name__, ', and a scaler has one factor for all')
+        if scales: refuse_closure(trainer, type(self).__name__, _ONE_FACTOR, self.opt)
         self.scaler = GradScaler(self._device, init_scale=self.init_scale, enabled=scales)
         self._unscaled = False
 

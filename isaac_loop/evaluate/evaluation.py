@@ -14,7 +14,7 @@ from torch import nn
 
 from ..metrics.any_metric import check_no_options
 from ..metrics.metrics import MetricsCB, recorders_of, weigh_of
-from ..basics.figures import wrapped
+from ..basics.figures import wrapped, quiet
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
 from .join_batches import join_batches
@@ -168,7 +168,7 @@ def plot_top_losses(self:Predictions,
     for title,i,ax in zip(titles, _worst(self, k), axes.flat):
         ax.imshow(_drawable(images[i]), cmap='gray')
         ax.set_title(title, fontsize=9)
-    return axes
+    return quiet(axes)
 
 def _title(prediction, target, loss, index):
     "The target and the loss, and what was said instead"

@@ -11,7 +11,7 @@ import math
 import torch
 from fastcore.basics import patch
 
-from ..basics.figures import whole_ticks
+from ..basics.figures import whole_ticks, quiet
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, warn
 from ..loop.events import Order
@@ -45,7 +45,8 @@ class HooksCallback:
     def before_fit(self, trainer):
         "Put hooks on the modules"
         def call(hook, *args):
-            if self.on_train if trainer.training else self.on_valid:
+            wanted = self.on_train if trainer.training else self.on_valid
+            if wanted and not trainer._again: # LBFGS evaluates a batch several times
                 self._called = True
                 self.hookfunc(hook, *args)
         self.hooks,self._called = Hooks(self._find(trainer.model), call),False
@@ -125,7 +126,7 @@ class ActivationStatsCB(HooksCallback):
     "Gather mean, standard deviation and histogram of the activations of each layer in each batch"
     stateless = 'modules','record'
     def __init__(self,
-        module_filter=None, # Which modules: a class or several, or a function of a module; default: all
+        module_filter=None, # Which modules: a class or several, or a function; default: all layers
         on_train:bool=True, # Watch training passes?
         on_valid:bool=False, # Watch validation passes?
         modules=None, # These modules instead of filtered ones
@@ -133,6 +134,11 @@ class ActivationStatsCB(HooksCallback):
     ):
         super().__init__(_note, module_filter, on_train, on_valid, modules)
         self.every = check_count(every, 'every', 'batches are counted')
+
+    def _find(self, model):
+        "The modules by name; unless some were chosen, those that hold no others"
+        chosen = self.module_filter is not None or self.modules is not None
+        return super()._find(model) if chosen else find_modules(model, lambda o: not any(o.children()))
 
     def before_fit(self, trainer):
         "Forget the last run, and put hooks on the modules"
@@ -193,7 +199,7 @@ def plot_stats(self:ActivationStatsCB,
         draw_lines(ax, series, title='layer', outside=True, legend=ax is axes[-1])
         ax.set(xlabel='batch', ylabel=f'{what} of the activations')
     whole_ticks(*axes)
-    return list(axes)
+    return quiet(list(axes))
 
 # %% ../../nbs/inspection/30_activations.ipynb #618e0037
 @patch
@@ -213,7 +219,7 @@ def color_dim(self:ActivationStatsCB,
     label_panels(axes, 'batch', 'absolute activation')
     whole_ticks(*axes)
     axes[0].figure.colorbar(image, ax=axes, label='log(1 + number of activations)')
-    return axes
+    return quiet(axes)
 
 # %% ../../nbs/inspection/30_activations.ipynb #71e484a6
 @patch
@@ -230,4 +236,4 @@ def dead_chart(self:ActivationStatsCB,
         ax.set_ylim(-0.03, 1.03) # A line at 1 is seen
     label_panels(axes, 'batch', f'share below {ActivationStats.top/ActivationStats.n_bins:g}')
     whole_ticks(*axes)
-    return axes
+    return quiet(axes)

@@ -22,6 +22,7 @@ from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
 from ..show.curves import plot_lines, recorded
 from ..show.many_layers import a_few, label_panels, panels
 from ..basics.tables import Table
+from ..basics.figures import quiet
 
 # %% ../../nbs/inspection/40_gradients.ipynb #28c28ab9
 class GradientStats:
@@ -234,7 +235,7 @@ def plot_distributions(self:GradientStatsCB,
         ax.stairs(counts.tolist(), edges.tolist(), fill=True)
         ax.set_title(f'{ax.get_title()}\n{zeros:.0%} zero', fontsize=ax.title.get_fontsize())
     label_panels(axes, 'log₁₀ |gradient|', 'count')
-    return axes
+    return quiet(axes)
 
 # %% ../../nbs/inspection/40_gradients.ipynb #a2c12f23
 class GradientPlotCB(GradientStatsCB):

@@ -18,6 +18,7 @@ from ..basics.tensors import SEQUENCES
 from .callback_checks import check_trainer_class
 from .events import STEPS, callback_name
 from .handlers import TrainersOwn
+from .notes import leave_out_loop
 from .subclassing import check_keywords
 
 # %% ../../nbs/loop/28_advice.ipynb #d72f5175
@@ -56,10 +57,11 @@ def explain_arguments(
     init = cls.__init__
     @wraps(init)
     def __init__(self, *args, **kwargs):
-        __tracebackhide__ = True # It only passes on
         try: init(self, *args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__.tb_next is None: _note_order(error, kwargs) # It was not even called
+        except Exception as error:
+            uncalled = error.__traceback__.tb_next is None # Python has refused the arguments
+            if uncalled and isinstance(error, TypeError): _note_order(error, kwargs)
+            leave_out_loop(error)
             raise
     cls.__init__ = __init__
 
@@ -147,7 +149,6 @@ def check_fit(
     unknown:dict, # Further keywords, of which there should be none
 )->int: # The number of epochs
     "Refuse arguments of `fit` that could not work, before anything has begun"
-    __tracebackhide__ = True # The messages say it all
     if unknown: _refuse(next(iter(unknown)), trainer)
     if trainer._fitting: raise RuntimeError(_FIT_IN_FIT)
     n_epochs = check_epochs(n_epochs)
@@ -157,7 +158,6 @@ def check_fit(
 
 def _refuse(name, trainer):
     "Raise an error for a keyword that `fit` does not have"
-    __tracebackhide__ = True
     fit = next(vars(o)['fit'] for o in reversed(type(trainer).__mro__) if 'fit' in vars(o))
     known = [o for o in inspect.signature(fit).parameters if o not in ('self', 'unknown')]
     if name in KEYWORDS['fit']: raise wrong_keyword('fit', name, KEYWORDS['fit'])

@@ -9,7 +9,7 @@ __all__ = []
 import inspect, math, numbers
 from difflib import get_close_matches
 
-from ..basics.checks import did_you_mean
+from ..basics.checks import did_you_mean, warn
 from ..basics.old_names import EVENT_NAMES, FLAGS, called_here
 from .events import EVENTS, ROW_EVENTS, STEPS, FOREIGN, callback_name, function_name
 from .events import handler_of, is_replacing, members
@@ -20,7 +20,7 @@ _PREFIXES = ('before_', 'after_', 'cleanup_')
 
 def _looks_like_event(name, events):
     "Whether someone who wrote `name` must have meant an event"
-    if name.startswith(_PREFIXES): return True
+    if name.startswith(_PREFIXES) or name in EVENT_NAMES: return True
     near = [event for event in events if event.startswith(_PREFIXES)]
     return bool(get_close_matches(name, near, n=1, cutoff=0.93))
 
@@ -62,7 +62,7 @@ _NOTHING = ('`{}` ({}) has no method named after an event, so as a callback it w
             'A function answers the event it is named after; '
             '`SimpleNamespace(after_batch=f)` lets any function answer any event.')
 _NO_STEP = '`{}` is marked with `@replaces`, but only a step can be replaced, such as {}.'
-_FLAG = '`{}` is read by nobody, so it would have no effect. Here it is {}.'
+_FLAG = 'The trainer does not look at `{}`, which is a word of fastai. Here it is {}.'
 _ORDER = '`{}.order` is {!r}, but callbacks are sorted by it. Use a number or a place such as `Order.RECORD`.'
 
 def check_callback(
@@ -79,8 +79,9 @@ def check_callback(
     answered = [event for event in events if handler_of(callback, event) is not None]
     for event in answered: _check_answer(callback, f'{name}.{event}', event)
     if not answered and not members(callback): raise ValueError(_does_nothing(callback, name))
-    flag = next((o for o in FLAGS if hasattr(callback, o)), None)
-    if flag: raise ValueError(_FLAG.format(f'{name}.{flag}', FLAGS[flag]))
+    for flag in FLAGS: # Its own helper may be called so
+        if hasattr(callback, flag) and not inspect.isroutine(getattr(callback, flag)):
+            warn(_FLAG.format(f'{name}.{flag}', FLAGS[flag]))
     order = getattr(callback, 'order', 0)
     if not isinstance(order, numbers.Real) or math.isnan(order): raise TypeError(_ORDER.format(name, order))
 
@@ -98,8 +99,6 @@ def _does_nothing(callback, name):
     "The message for an object that answers no event"
     kind = 'a function' if function_name(callback) else f'an object of class {type(callback).__name__}'
     foreign = any(o.startswith('on_') and callable(getattr(type(callback), o, None)) for o in dir(callback))
-    old = next((o for o in dir(callback) if o in EVENT_NAMES), None)
-    if old: return f'`{name}.{old}` is not an event, so it would never run.{called_here(old, EVENT_NAMES)}'
     return _NOTHING.format(name, kind) + (f' {FOREIGN}' if foreign else '')
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #33964344

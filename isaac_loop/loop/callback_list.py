@@ -74,7 +74,9 @@ class ByName:
         methods = [o for o in dir(type(self)) if not o.startswith('_')]
         near = '' if name.startswith('_') else did_you_mean(name, [*STATE, *named, *methods], cutoff=0.7)
         hint = called_here(name, OF_TRAINER) or near
-        raise AttributeError(f'`{type(self).__name__}` has no attribute and no callback `{name}`.{hint}')
+        missing = f'`{type(self).__name__}` has no attribute and no callback `{name}`.{hint}'
+        if hint: raise AttributeError(missing, name=None, obj=None) # Without Python's own guess
+        raise AttributeError(missing)
 
     def __dir__(self): return [*super().__dir__(), *self._named]
 

@@ -114,8 +114,8 @@ def ready_optimizer(
     if trainer._broken or not (keep_opt or trainer.opt_func is None): _clear_grads(trainer)
     if keep_opt: keep_optimizer(trainer)
     elif trainer.opt_func is not None:
-        by_hand = vars(trainer).get('opt') is not trainer._last_opt
-        if by_hand and not trainer._side_runs: warn(_REPLACED)
+        opt = vars(trainer).get('opt')
+        if opt is not None and opt is not trainer._last_opt and not trainer._side_runs: warn(_REPLACED)
         make_optimizer(trainer)
 
 def _clear_grads(trainer):
@@ -138,6 +138,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _last_ended=True, # And the one before it?
         _again=False, # Is the optimizer evaluating a batch once more, within its step?
         _last_opt=None, # What `opt` was when the last fit was over; another one was set by hand since
+        _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
         _aside={}, # Random numbers of the last run on the side: where they began, and where they ended
         _own_state=None, # What has changed in callbacks that do not tell, since the fit began
@@ -169,7 +170,7 @@ def _left_tidy(trainer):
 def _free(trainer, with_grad):
     "Let another fit begin"
     trainer._training = trainer.exception = None
-    trainer._last_opt = vars(trainer).get('opt')
+    trainer._split = object(),None,None
     trainer.epochs = range(getattr(trainer, 'n_epochs', 0)) # Without what callbacks have wrapped around
     forget(trainer, 'batches')
     trainer._guests = [cb for cb in trainer._guests if is_in(cb, trainer.callbacks)]
@@ -198,5 +199,7 @@ def one_fit(
         trainer.history.start_fit()
         trainer._last_ended,trainer._ended = trainer._ended,False
         trainer._note_state()
-        yield
+        try: yield
+        finally:
+            if train: trainer._last_opt = vars(trainer).get('opt')
     trainer._ended = True

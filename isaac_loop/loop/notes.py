@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/loop/21_notes.ipynb #061af0e9
 import os
-from itertools import pairwise
 
 from .events import CancelException, callback_name, stops_at
 
@@ -96,23 +95,32 @@ def leave_out_loop(
     error:BaseException, # Has passed through the loop; its traceback gets shorter
 ):
     "Take the lines of the loop out of the traceback of `error`, and of the errors that it came from"
-    seen = set()
-    while error is not None and id(error) not in seen and not os.environ.get(WHOLE):
+    seen,left = set(),[error]
+    while left and not os.environ.get(WHOLE):
+        error = left.pop()
+        if error is None or id(error) in seen: continue
         seen.add(id(error))
         error.__traceback__ = _without_loop(error.__traceback__)
-        error = error.__cause__ or error.__context__
+        left += [error.__cause__, error.__context__, *getattr(error, 'exceptions', ())] # Those of a group
 
 def _without_loop(tb):
     "`tb` and what follows it, linked without the loop's own"
     found = []
     while tb is not None:
         is_last = tb.tb_next is None
-        if not _hides(tb.tb_frame) and (is_last or not _in_loop(tb.tb_frame)): found.append(tb)
+        hidden = _hides(tb.tb_frame) and not (is_last and not _is_ours(tb.tb_frame))
+        if not hidden and (is_last or not _in_loop(tb.tb_frame)): found.append(tb)
         tb = tb.tb_next
-    for one,following in pairwise(found): one.tb_next = following
+    for one,following in zip(found, [*found[1:], None]): one.tb_next = following
     return found[0] if found else None
 
-def _hides(frame): return '__tracebackhide__' in frame.f_code.co_varnames # As for IPython and pytest
+def _hides(frame):
+    "Whether a frame tells nothing: by `__tracebackhide__`, as for IPython and pytest, or as advice"
+    is_advice = frame.f_globals.get('__name__') == 'isaac_loop.loop.advice'
+    says = '__tracebackhide__' in frame.f_code.co_varnames # Looking at the values makes a copy of them
+    return is_advice or says and bool(frame.f_locals.get('__tracebackhide__'))
+
+def _is_ours(frame): return frame.f_globals.get('__name__', '').startswith('isaac_loop.')
 
 def _in_loop(frame):
     module = frame.f_globals.get('__name__', '')

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/loop/24_passes.ipynb #76bdbc9e
+from collections.abc import Mapping
 from contextlib import contextmanager
 from itertools import islice
 
@@ -86,7 +87,8 @@ def split_batch(
     "The inputs and the targets in `batch`"
     own = getattr(dls, 'split', None)
     if own is not None: return two_tuples(own(batch))
-    n_inp = getattr(dls, 'n_inp', 1)
+    n_inp = getattr(dls, 'n_inp', None)
+    if n_inp is None: n_inp = 1
     if not isinstance(batch, (tuple, list)) or n_inp > len(batch): batch = advice.entries_of(batch, n_inp)
     return tuple(batch[:n_inp]),tuple(batch[n_inp:])
 
@@ -97,6 +99,24 @@ def two_tuples(
     advice.check_pair(pair)
     inputs,targets = (tuple(o) if isinstance(o, SEQUENCES) else (o,) for o in pair)
     return inputs,targets
+
+# %% ../../nbs/loop/24_passes.ipynb #b80f22e6
+def split_once(
+    trainer, # Its `dls` may have a function `split`
+    batch, # What a loader gave
+)->tuple: # A tuple of inputs, and a tuple of targets
+    "The inputs and the targets in `batch`; a function is asked once for each batch"
+    if getattr(trainer.dls, 'split', None) is None: return split_batch(trainer.dls, batch)
+    known,held,found = trainer._split
+    if known is not batch or held != _held(batch):
+        found = split_batch(trainer.dls, batch)
+        trainer._split = batch,_held(batch),found
+    return found
+
+def _held(batch):
+    "What `batch` holds, by identity"
+    if isinstance(batch, Mapping): return tuple(map(id, batch.values()))
+    return tuple(map(id, batch)) if isinstance(batch, SEQUENCES) else None
 
 # %% ../../nbs/loop/24_passes.ipynb #ab5ebe25
 def parts_of(

@@ -22,7 +22,7 @@ from .fitting import one_fit, private_state
 from .handlers import answering, order_of, own_events, own_spans, trainers_own
 from .history import History
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
-from .passes import planned_updates, split_batch, until_over
+from .passes import planned_updates, split_once, until_over
 from .shared_attributes import DEFAULTS
 
 # %% ../../nbs/loop/20_trainer.ipynb #3df76739
@@ -200,13 +200,14 @@ class Trainer(ByName):
         **unknown # Any other name is an error
     ):
         "Train and validate for `n_epochs`; callbacks do all the work"
-        n_epochs = advice.check_fit(self, n_epochs, lr, train, valid, unknown)
+        outer = self._fitting # In a fit inside another, which is refused, that one
         try:
+            n_epochs = advice.check_fit(self, n_epochs, lr, train, valid, unknown)
             with one_fit(self, n_epochs, lr, callbacks, train, keep_opt): self._fit(train, valid)
         except BaseException as error:
             notes.leave_out_loop(error) # Its traceback shows what was called, not how the loop came there
             raise
-        finally: self._fitting = False # Also if an interrupt comes on the way out
+        finally: self._fitting = outer # Also if an interrupt comes on the way out
 
     @with_cbs('fit', CancelFitException)
     def _fit(self, train, valid):
@@ -279,7 +280,7 @@ class Trainer(ByName):
         batch # What the loader gave
     )->tuple: # A tuple of inputs, and a tuple of targets
         "Inputs and targets of `batch`, as `dls` say by `split` or `n_inp`; a subclass may override it"
-        return split_batch(self.dls, batch)
+        return split_once(self, batch)
 
     @property
     def training(self):

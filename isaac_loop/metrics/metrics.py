@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 
 from ..basics.checks import check_choice
-from ..basics.output import say
+from ..basics.output import say, say_stop
 from ..basics.settings import show_settings
 from ..basics.tables import Lines, shown_row
 from ..basics.old_names import old_words
@@ -134,6 +134,11 @@ def log(self:MetricsCB, trainer):
     "Print the newest row, unless another callback shows it"
     row = trainer.history.current
     if self.show and row and not any(offered(trainer, 'shows_rows')): self._log(row)
+
+@patch
+def cleanup_fit(self:MetricsCB, trainer):
+    "Say why a fit has stopped before its time, unless another callback does"
+    if self.show and not any(offered(trainer, 'shows_rows')): say_stop(trainer)
 
 @patch
 def _log(self:MetricsCB, row):

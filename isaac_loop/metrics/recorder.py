@@ -11,7 +11,7 @@ import numbers
 import torch
 from fastcore.basics import patch
 
-from ..basics.figures import whole_ticks
+from ..basics.figures import whole_ticks, quiet
 from ..basics.settings import show_settings
 from ..basics.old_names import old_words
 from ..loop.events import Order
@@ -146,4 +146,4 @@ def plot(self:RecorderCB,
         ax.set_ylabel(name)
     axes.flat[-1].set_xlabel('training batch')
     whole_ticks(axes.flat[-1])
-    return axes[:, 0]
+    return quiet(axes[:, 0])

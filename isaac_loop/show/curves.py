@@ -11,7 +11,7 @@ import math, numbers
 from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean
-from ..basics.figures import whole_ticks
+from ..basics.figures import whole_ticks, quiet
 from ..loop.history import History
 from ..basics.tables import short
 from .many_layers import draw_lines
@@ -55,7 +55,8 @@ def _new_axes(n):
 def _draw_column(ax, rows, name, label):
     "One line; rows without a value leave a gap"
     values = [row[name] if _is_number(row.get(name)) else math.nan for row in rows]
-    ax.plot(range(1, len(rows)+1), values, marker='.', gid=name, label=f'{label} {name}'.strip())
+    marker = '.' if len(rows) <= 60 else None # Of more one sees the line
+    ax.plot(range(1, len(rows)+1), values, marker=marker, gid=name, label=f'{label} {name}'.strip())
 
 def _mark_fits(ax, rows):
     "A dotted line where a new fit begins"
@@ -108,7 +109,7 @@ def plot_history(
     rows = [o for o in rows if fit is None or o.get('fit') == fit]
     names = _chosen(rows, names)
     panels = _grouped(rows, names) if axes is None else _placed(axes, names)
-    if axes is None: axes = _new_axes(len(panels))
+    if axes is None: axes = quiet(_new_axes(len(panels)))
     for ax,panel in zip(axes, panels):
         if not panel: continue
         for name in panel: _draw_column(ax, rows, name, label)

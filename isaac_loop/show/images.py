@@ -11,7 +11,7 @@ import math
 import torch
 
 from ..basics.checks import warn
-from ..basics.figures import wrapped
+from ..basics.figures import wrapped, quiet
 from ..basics.tensors import to_cpu
 from ..basics.old_names import old_words
 
@@ -119,7 +119,7 @@ def get_grid(
     if nrows*ncols < n: raise ValueError(_NO_PLACE.format(nrows, ncols, n))
     axes = subplots(nrows, ncols, squeeze=False, **kwargs)[1]
     for ax in axes.flat[n:]: ax.axis('off')
-    return axes
+    return quiet(axes)
 
 # %% ../../nbs/show/60_images.ipynb #afd8f9ca
 _TITLES = ('There are {} images and {} titles, so it is unclear which belongs to which. '
@@ -145,7 +145,7 @@ def show_images(
     for image,title,ax in zip(images, titles, axes.flat): show_image(image, ax, title, **kwargs)
     n_lines,figure = max(str(title).count('\n') for title in titles),axes[0, 0].figure
     figure.set_figheight(figure.get_figheight() + 0.15*n_lines*len(axes))
-    return axes
+    return quiet(axes)
 
 # %% ../../nbs/show/60_images.ipynb #dd7bf336
 _UNEQUAL = 'There are {} means and {} deviations, but every channel has one of each. Give as many of both.'

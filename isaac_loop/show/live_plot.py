@@ -8,6 +8,7 @@ __all__ = ['LivePlotCB']
 # %% ../../nbs/show/40_live_plot.ipynb #e96ac392
 import io, math, time
 from array import array
+from textwrap import fill
 
 from fastcore.basics import patch
 
@@ -39,7 +40,7 @@ def _figure(rows, losses, places, names, planned, now):
     for ax in axes:
         whole_ticks(ax)
         if in_epochs: ax.set_xlim(0, max(planned, len(rows))*1.01)
-    fig.suptitle(now, fontsize=9)
+    fig.suptitle(fill(now, 110), fontsize=9)
     return fig
 
 _MOST_POINTS = 1000

@@ -6,7 +6,7 @@
 __all__ = ['ProgressCB']
 
 # %% ../../nbs/show/10_progress.ipynb #b5381238
-import io, math, sys, time, warnings
+import io, math, os, sys, time, warnings
 
 import torch
 from fastcore.basics import patch
@@ -14,7 +14,7 @@ from tqdm.std import tqdm
 
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice
-from ..basics.output import above_bars, say
+from ..basics.output import above_bars, say, say_stop
 from ..loop.events import Order
 from ..loop.numbers_on_device import Sent, one_number
 from ..basics.tables import Lines, Table, reading_order, short, shown_row
@@ -96,18 +96,40 @@ def close(self:_Panel):
     if self.rows or self.handle is not None: self._draw(at_once=True) # Without rows nothing is left to see
 
 # %% ../../nbs/show/10_progress.ipynb #8a16853c
+class _WholeLines:
+    "Stands for the standard output: a line is written above the bars when it is complete"
+    def __init__(self, file): self.file,self.begun,self.process = file,'',os.getpid()
+
+    def write(self, text):
+        "As for a file; the rest of a line waits for its end"
+        if os.getpid() != self.process: return self.file.write(text) # A worker, which has no bars
+        lines,newline,self.begun = (self.begun + text).rpartition('\n')
+        if newline:
+            with above_bars(self): self.file.write(lines + newline)
+        return len(text)
+
+    def close(self):
+        "Write what has no end yet"
+        if self.begun: self.file.write(self.begun)
+        self.begun = ''
+
+    def __getattr__(self, name): return getattr(self.file, name) # Everything else is the file's
+
 class _AboveBars:
-    "Have warnings written above the bars, until it is closed"
+    "Have warnings and whatever is printed written above the bars, until it is closed"
     def __init__(self):
         self.show_before,self.show = warnings.showwarning,self._show
         warnings.showwarning = self.show
+        self.lines = sys.stdout = _WholeLines(sys.stdout)
 
     def _show(self, message, category, filename, lineno, file=None, line=None):
         with above_bars(sys.stderr): self.show_before(message, category, filename, lineno, file, line)
 
     def close(self):
-        "Let warnings be written as before, unless somebody else has changed that meanwhile"
+        "Let all be written as before, unless somebody else has changed that meanwhile"
         if warnings.showwarning is self.show: warnings.showwarning = self.show_before
+        self.lines.close()
+        if sys.stdout is self.lines: sys.stdout = self.lines.file
 
 # %% ../../nbs/show/10_progress.ipynb #323e11e5
 @old_words
@@ -148,6 +170,7 @@ def _bar(self:ProgressCB, iterable, label, total):
     "Open a bar around `iterable`, of the kind for this place"
     kind = dict(notebook=_NotebookBar, plain=_PlainBar, terminal=tqdm)[self._place]
     kwargs = dict(desc=label, total=total, leave=False, mininterval=self.seconds)
+    if kind is tqdm: kwargs |= dict(dynamic_ncols=True) # The window may get narrower
     if kind is _NotebookBar: kwargs |= dict(panel=self._panel, delay=0.5*bool(self._bars))
     self._bars.append(kind(iterable, **kwargs))
     return self._bars[-1]
@@ -182,6 +205,7 @@ def cleanup_fit(self:ProgressCB, trainer):
     if self._panel: self._panel.close()
     if self._epochs is not None: trainer.epochs = self._epochs
     self._forget()
+    say_stop(trainer)
 
 # %% ../../nbs/show/10_progress.ipynb #19abaaa3
 @patch

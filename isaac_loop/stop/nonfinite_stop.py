@@ -60,6 +60,13 @@ class NonFiniteStopCB(FlagsCB):
         if torch.is_tensor(self.bad):
             for grad in grads: grad.masked_fill_(self.bad.to(grad.device), 0)
 
+    def clip_again(self, trainer):
+        "Leave a batch that has become bad within the step of an optimizer such as LBFGS"
+        grads = [p.grad for p in parameters_of(trainer) if p.grad is not None]
+        flag = _not_finite([trainer.loss, *grads])
+        self._note(trainer, 'loss', flag)
+        if flag: raise CancelBatchException('loss or gradient is not finite within the step')
+
     def _note(self, trainer, what, flag):
         "Keep a flag, and remember on the device whether any was up"
         if trainer.training and self.every > 1: self.bad = self.bad | flag

@@ -9,6 +9,9 @@ __all__ = []
 import inspect
 from functools import lru_cache
 
+import torch
+
+from ..loop.events import CancelException
 from ..loop.shared_attributes import offering
 from ..loop.trainer import Trainer
 
@@ -31,16 +34,29 @@ class Closure:
     def __init__(self,
         trainer, # In `step`, after `backward`
     ):
-        self.trainer,self.first = trainer,True
+        self.trainer,self.asked = trainer,False
+        self.weights = [p.detach().clone() for p in self._parameters()]
+
+    def _parameters(self): return [p for group in self.trainer.opt.param_groups for p in group['params']]
+
+    def _is_known(self):
+        "Whether loss and gradients of this batch are those of the present weights"
+        first,self.asked = not self.asked,True
+        return first and all(map(torch.equal, self.weights, self._parameters()))
+
+    def take_back(self):
+        "Put the weights back, and have the optimizer begin anew: it was left in the middle of a search"
+        with torch.no_grad():
+            for p,before in zip(self._parameters(), self.weights): p.copy_(before)
+        self.trainer.opt.state.clear()
 
     def __call__(self):
         "The loss; its gradients are in the parameters"
         trainer = self.trainer
-        if not self.first:
+        if not self._is_known():
             trainer._again = True # For who records each batch once
             trainer.run_callbacks('zero_grad', 'predict', 'get_loss', 'backward')
             for cb in offering(trainer, 'clip_again'): cb.clip_again(trainer)
-        self.first = False
         return trainer.loss
 
 def step_with_closure(
@@ -51,7 +67,11 @@ def step_with_closure(
     cls,opt = type(trainer).__name__,type(trainer.opt).__name__
     if own_batch: raise TypeError(_OWN_BATCH.format(opt=opt, cls=cls))
     loss,preds = trainer.loss,trainer.preds
-    try: trainer.opt.step(Closure(trainer))
+    closure = Closure(trainer)
+    try: trainer.opt.step(closure)
+    except CancelException:
+        closure.take_back()
+        raise
     finally: trainer._again = False
     trainer.loss,trainer.preds = loss,preds
 
@@ -63,7 +83,8 @@ def refuse_closure(
     trainer, # Has an `opt`, or none
     who:str, # Name of the callback that refuses
     why:str, # What it would need, from a comma on
+    name:str='opt', # Attribute of the trainer that holds the optimizer
 ):
     "Raise an error if the optimizer needs a closure"
-    opt = type(vars(trainer).get('opt'))
+    opt = type(vars(trainer).get(name))
     if needs_closure(opt): raise TypeError(_NOT_WITH.format(who=who, opt=opt.__name__, why=why))

@@ -15,7 +15,7 @@ from ..basics.checks import check_count
 from ..basics.tensors import SEQUENCES
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelFitException, Order
-from .closures import needs_closure, step_with_closure
+from .closures import needs_closure, refuse_closure, step_with_closure
 
 # %% ../../nbs/train/10_training.ipynb #bae09470
 class BasicTrainCB:
@@ -118,6 +118,10 @@ class MomentumTrainCB(BasicTrainCB):
     ):
         if not 0 <= momentum <= 1: raise ValueError(_NO_SHARE.format(momentum=momentum))
         self.momentum = momentum
+
+    def before_fit(self, trainer):
+        "Refuse an optimizer that evaluates the loss several times"
+        refuse_closure(trainer, type(self).__name__, ', and each would add to what is left of the gradients')
 
     def zero_grad(self, trainer):
         "Scale the gradients down instead of clearing them"

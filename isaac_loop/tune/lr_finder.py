@@ -6,7 +6,7 @@
 __all__ = ['smooth', 'suggest_rates', 'LRFinderCB']
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #d4fccf0f
-import math
+import io, math
 
 from fastcore.basics import patch
 
@@ -195,13 +195,25 @@ def _show(self:LRFinderCB):
     say(self)
     if self.lrs and plt.isinteractive(): self.plot(suggest=len(self.lrs) > 4)
 
+# %% ../../nbs/tune/10_lr_finder.ipynb #ed8cfc8d
+@patch
+def _repr_png_(self:LRFinderCB):
+    "The plot, for a notebook; with two rates or fewer there is only the text"
+    from matplotlib.figure import Figure
+    if len(self.lrs) < 3: return None
+    figure,data = Figure(figsize=(6, 3.5), layout='constrained'),io.BytesIO()
+    try: self.plot(figure.subplots())
+    except ValueError: return None # Too few for suggestions
+    figure.savefig(data, format='png')
+    return data.getvalue()
+
 # %% ../../nbs/tune/10_lr_finder.ipynb #35e589cd
 _NO_START = ('`start_lr` is {start_lr!r}, and no factor raises that step by step. Use a small positive '
              'rate, such as 1e-5.')
 _NO_CURVE = ('The search ended before any rate was tried, so there is no curve. One of the callbacks '
              'cancels the first batch: leave it out, or pass none.')
-_NO_FALL = ('No rate from {start_lr:g} on made the loss fall. Begin with a smaller `start_lr`, or look for '
-            'a mistake in model or data.')
+_NO_FALL = ('No rate from {start_lr:g} on made the loss fall. Is the model trained already? Otherwise begin '
+            'with a smaller `start_lr`, or look for a mistake in model or data.')
 
 @patch
 @old_words

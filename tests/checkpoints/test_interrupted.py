@@ -117,7 +117,10 @@ def test_killed_and_interrupted_processes_end_as_if_nothing_had_happened():
     assert "0 lost" in done.stdout
 
 
+# torch may import `tabulate` at exit, and Python then forgets that an interrupt has ended the program
 SCRIPT = """
+import contextlib
+with contextlib.suppress(ImportError): import tabulate
 import os, signal, sys, warnings
 sys.path[:0] = {paths}
 import runs

@@ -434,3 +434,69 @@ def test_a_loader_of_pytorch_with_workers_brings_what_the_split_finds():
     trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(2, 3), BasicTrainCB())
     trainer.fit(1, valid=False)
     assert trainer.split(trainer.batch)[0][0].shape == (4, 2)
+
+
+# Asked once
+
+
+def noisy(batch):
+    noise = torch.randn_like(batch["x"])
+    return batch["x"] + noise, noise
+
+
+def popped(batch):
+    return batch.pop("x"), batch["deep"]["y"]
+
+
+class CountingCB:
+    "Asks once more, like a callback that measures"
+
+    def after_batch(self, trainer):
+        self.parts = trainer.split(trainer.batch)
+
+
+@pytest.mark.parametrize("split", [noisy, popped])
+def test_a_function_is_asked_once_for_a_batch_so_that_targets_belong_to_inputs(split):
+    "Also if it draws random numbers, or takes the batch apart in place"
+    asked = []
+
+    def asking(batch):
+        asked.append(split(batch))
+        return asked[-1]
+
+    def loss_func(preds, target):
+        assert target is asked[-1][1]
+        return preds.float().square().mean()
+
+    batches = [odd(o) for o in plain_batches()]
+    model = nn.Conv2d(1, 1, 3, padding=1)
+    callbacks = [BasicTrainCB(), MetricsCB(show=False), CountingCB()]
+    trainer = Trainer(DataLoaders(batches, split=asking), loss_func, optim.SGD, model, callbacks)
+    trainer.fit(1, valid=False)
+    assert len(asked) == len(batches) and trainer.CountingCB.parts[1][0] is asked[-1][1]
+
+
+def test_a_batch_that_a_callback_changes_is_taken_apart_anew():
+    def before_backward(trainer):
+        trainer.batch["x"] = trainer.batch["x"] + 1
+
+    asked = []
+
+    def split(batch):
+        asked.append(batch["x"])
+        return take_apart(batch)
+
+    model, batches = nn.Sequential(nn.Flatten(), nn.Linear(36, N_CLASSES)), [odd(plain_batches(1)[0])]
+    callbacks = [BasicTrainCB(), before_backward, MetricsCB(show=False, f=lambda preds, y: preds.mean())]
+    trainer = Trainer(DataLoaders(batches, split=split), F.cross_entropy, optim.SGD, model, callbacks)
+    trainer.fit(1, valid=False)
+    assert len(asked) == 2 and torch.equal(asked[1], asked[0] + 1)
+
+
+def test_a_function_that_is_taken_away_leaves_the_first_part_as_input():
+    loaders = DataLoaders(plain_batches(), split=lambda batch: batch)
+    loaders.split = None
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, N_CLASSES))
+    trainer = Trainer(loaders, F.cross_entropy, optim.SGD, model, BasicTrainCB())
+    trainer.fit(1, valid=False)
+    assert trainer.n_updates == 4

@@ -135,3 +135,59 @@ def test_a_notebook_shows_some_twenty_lines_and_the_note_last():
     error = failed(callbacks=FailingCB())
     lines = VerboseTB(theme_name="nocolor").text(type(error), error, error.__traceback__).splitlines()
     assert len(lines) < 30 and lines[-1].startswith("raised by `FailingCB.after_batch`")
+
+
+class AssertingCB:
+    def after_batch(self, trainer):
+        __tracebackhide__ = False
+        assert trainer.loss is None
+
+
+class HiddenCB:
+    def after_batch(self, trainer):
+        __tracebackhide__ = True
+        raise ValueError("in the open")
+
+
+@pytest.mark.parametrize("callback, error", [(AssertingCB(), AssertionError), (HiddenCB(), ValueError)])
+def test_the_line_of_a_user_that_failed_is_never_hidden(callback, error):
+    "Whatever it says of itself"
+    assert way_of(failed(callbacks=callback, error=error)) == ["after_batch"]
+
+
+def test_errors_of_a_group_are_without_the_loop_too():
+    class GroupCB:
+        def after_batch(self, trainer):
+            try:
+                trainer.run_callbacks("no such event")
+            except LookupError as inner:
+                raise ExceptionGroup("several", [inner]) from None
+
+    group = failed(callbacks=GroupCB(), error=ExceptionGroup)
+    assert "run_callbacks" not in way_of(group.exceptions[0], whole=True)
+
+
+def test_what_is_refused_shows_the_call_and_nothing_of_the_library():
+    x = torch.randn(8, 4)
+    trainer = Trainer(DataLoaders([(x, x)]), None, None, nn.Linear(4, 4), CoreCBs(progress=False))
+    for call in (lambda: trainer.fit(-1), lambda: trainer.fit(1, cbs=[]), lambda: trainer.fit(1, lr="fast")):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call()
+        assert way_of(raised.value) == ["<lambda>"]
+
+
+def test_a_fit_inside_a_fit_is_refused_and_the_outer_one_goes_on():
+    refused = []
+
+    def after_batch(trainer):
+        try:
+            trainer.fit(1)
+        except RuntimeError as error:
+            refused.append(error)
+
+    x = torch.randn(8, 4)
+    trainer = Trainer(
+        DataLoaders([(x, x)] * 3), nn.MSELoss(), torch.optim.SGD, nn.Linear(4, 4), CoreCBs(progress=False)
+    )
+    trainer.fit(1, valid=False, callbacks=after_batch)
+    assert len(refused) == 3 and trainer.n_updates == 3 and not trainer._fitting

@@ -4,6 +4,7 @@ import inspect
 import re
 import subprocess
 import sys
+import warnings
 from importlib import import_module
 
 import pytest
@@ -132,11 +133,15 @@ def test_arguments_that_are_missing_are_told_in_their_order():
 
 
 @pytest.mark.parametrize("word", FLAGS)
-def test_a_flag_of_fastais_callbacks_is_refused(word):
-    callback = type("OldCB", (), {word: False, "after_batch": lambda self, trainer: None})()
-    with pytest.raises(ValueError, match=f"`OldCB.{word}` is read by nobody") as caught:
-        make_trainer(callback)
-    assert str(caught.value).endswith(f"Here it is {FLAGS[word]}.")
+def test_a_flag_of_fastais_callbacks_is_noticed(word):
+    "A helper that is called so is one's own"
+    members = {word: False, "after_batch": lambda self, trainer: None}
+    with pytest.warns(UserWarning, match=f"does not look at `OldCB.{word}`") as caught:
+        make_trainer(type("OldCB", (), members)())
+    assert str(caught[0].message).endswith(f"Here it is {FLAGS[word]}.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_trainer(type("OldCB", (), members | {word: lambda self: None})())
 
 
 def test_all_events_of_a_class_are_told_at_once():
@@ -215,6 +220,38 @@ def test_a_marked_class_is_otherwise_as_it_was(name):
     assert getattr(callback, "nothing", None) is None
     cls = type("Own" + name, (known(name),), {})
     assert cls.__init__ is known(name).__init__ and inspect.signature(cls) == inspect.signature(known(name))
+
+
+def test_errors_inside_a_property_and_attributes_of_a_second_base_are_their_own():
+    class Mine(everything.MetricsCB):
+        @property
+        def best(self):
+            return self.no_such.value
+
+    with pytest.raises(AttributeError, match="`Mine` has no attribute `no_such`"):
+        Mine().best  # noqa: B018
+
+    class Net(everything.RecorderCB, nn.Module):
+        def __init__(self):
+            nn.Module.__init__(self)
+            everything.RecorderCB.__init__(self)
+            self.lin = nn.Linear(2, 2)
+
+    assert isinstance(Net().lin, nn.Linear)
+    with pytest.raises(AttributeError, match="Here it is"):
+        Net().recs  # noqa: B018
+
+
+def test_a_keyword_that_is_misspelt_has_a_hint():
+    with pytest.raises(TypeError, match="patiance") as caught:
+        everything.EarlyStoppingCB(patiance=3)
+    assert caught.value.__notes__ == ["Did you mean `patience`?"]
+
+
+def test_an_old_event_beside_a_known_one_is_refused():
+    members = {o: lambda self, trainer: None for o in ("begin_fit", "after_batch")}
+    with pytest.raises(ValueError, match="`OldCB.begin_fit` is not an event.*Here it is `before_fit`"):
+        make_trainer(type("OldCB", (), members)())
 
 
 @pytest.mark.parametrize("word", EVENT_NAMES)

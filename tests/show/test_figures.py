@@ -252,6 +252,7 @@ ASKED_ELSEWHERE = {  # Who makes the figures of the plots above
     "gradients.log",
 }
 NO_PICTURE = {"demo.plot_path", "live_plot._check_place"}  # Ask what can be written
+ASKED_ELSEWHERE |= {"lr_finder._repr_png_"}  # The plot of the finder
 
 
 def test_the_list_of_plots_is_complete():

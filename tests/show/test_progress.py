@@ -353,6 +353,54 @@ def test_what_is_said_and_warned_of_stands_above_the_bars_in_a_terminal():
     assert "said in epoch 0" in lines and not any("Training:" in line for line in lines)
 
 
+PRINTING = """
+class PrintCB:
+    def after_batch(self, trainer):
+        if trainer.batch_num == 20: print('printed', end=' '); print('in epoch', trainer.epoch)
+        if trainer.training and trainer.batch_num == 25 and trainer.epoch == 1: trainer.request_stop('enough')
+
+import sys
+before = sys.stdout
+trainer.fit(3, lr=0.1, callbacks=PrintCB())
+assert sys.stdout is before
+print('after')
+"""
+
+
+def test_what_a_callback_prints_stands_above_the_bars_and_the_reason_to_stop_below_the_table():
+    text, status = run_in_terminal(PROGRAM.replace("trainer.fit(2, lr=0.1)", "") + PRINTING)
+    assert status == 0, text
+    lines = [o.strip() for o in Screen(text).text().splitlines()]
+    assert [o for o in lines if "printed" in o] == ["printed in epoch 0", "printed in epoch 1"]
+    assert lines[-2:] == ["stopped: enough", "after"] and not any("Training:" in o for o in lines)
+
+
+class DotsCB:
+    def after_batch(self, trainer):
+        print(".", end="")
+
+
+def test_a_line_that_was_begun_is_not_lost(terminal):
+    _, out = terminal()
+    trainer = make_trainer([ProgressCB("terminal")])
+    trainer.fit(1, callbacks=DotsCB())
+    assert "......" in out.getvalue() and sys.stdout is out
+
+
+@pytest.mark.parametrize("callbacks", [[], [ProgressCB("plain")]], ids=["rows", "table"])
+def test_a_fit_that_stops_before_its_time_says_why_once(callbacks, capsys):
+    def log(trainer):
+        trainer.request_stop("good enough")
+
+    trainer = make_trainer([MetricsCB(), *callbacks])
+    trainer.fit(3, callbacks=log)
+    assert capsys.readouterr().out.splitlines()[-1] == "stopped: good enough"
+    trainer.fit(1)
+    trainer.MetricsCB.show = bool(callbacks)
+    trainer.fit(3, callbacks=log)
+    assert capsys.readouterr().out.count("stopped: good enough") == bool(callbacks)
+
+
 def test_warnings_are_written_as_before_when_a_fit_fails(terminal):
     import warnings
 

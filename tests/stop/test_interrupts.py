@@ -120,7 +120,10 @@ def test_a_signal_at_the_very_end_says_that_nothing_is_missing(signum, error, ca
     assert "nothing is missing" in f"{raised}{capsys.readouterr().err}"
 
 
+# torch may import `tabulate` at exit, and Python then forgets that an interrupt has ended the program
 SCRIPT = """
+import contextlib
+with contextlib.suppress(ImportError): import tabulate
 import os, signal, sys
 sys.path[:0] = {paths}
 from small import trainer_with

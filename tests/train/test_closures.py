@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from isaac_loop.all import (
+    AccelerateCB,
     AccumulationCB,
     BasicTrainCB,
+    CancelBatchException,
     CheckpointCB,
     ClipGradCB,
     DataLoaders,
@@ -20,6 +22,7 @@ from isaac_loop.all import (
     MetricsCB,
     MixedPrecisionCB,
     MomentumTrainCB,
+    NonFiniteStopCB,
     RecorderCB,
     Trainer,
 )
@@ -137,11 +140,11 @@ def test_only_a_closure_without_default_is_needed():
     assert [needs_closure(o) for o in (optim.Adam, Optional, Needed, SimpleNamespace)] == [0, 0, 1, 0]
 
 
-def test_half_precision_and_momentum_train_too():
-    for cbs in ([BasicTrainCB(), MixedPrecisionCB("bfloat16")], [MomentumTrainCB(0.0)]):
-        trainer = Trainer(DataLoaders(make_data()), F.mse_loss, LBFGS, make_model(), [*cbs, MetricsCB()])
-        trainer.fit(2, lr=0.1, valid=False)
-        assert trainer.n_updates == 10 and trainer.history["train_loss"][1] < trainer.history["train_loss"][0]
+def test_half_precision_trains_too():
+    callbacks = [BasicTrainCB(), MixedPrecisionCB("bfloat16"), MetricsCB()]
+    trainer = Trainer(DataLoaders(make_data()), F.mse_loss, LBFGS, make_model(), callbacks)
+    trainer.fit(2, lr=0.1, valid=False)
+    assert trainer.n_updates == 10 and trainer.history["train_loss"][1] < trainer.history["train_loss"][0]
 
 
 class Players(Trainer):
@@ -211,3 +214,79 @@ def test_clipping_adds_in_the_order_of_the_model():
             opt.zero_grad()
     assert equal(ours, theirs)
     assert trainer.history.batches["grad_norm"] == norms
+
+
+class SAM(optim.SGD):
+    "Climbs along the gradient, asks there, and steps from where it was (Foret et al., 2021)"
+
+    @torch.no_grad()
+    def step(self, closure):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in parameters]
+        for p in parameters:
+            p.add_(p.grad, alpha=0.5)
+        with torch.enable_grad():
+            loss = closure()
+        for p, old in zip(parameters, before):
+            p.copy_(old)
+        super().step()
+        return loss
+
+
+def test_an_optimizer_that_moves_before_it_asks_is_answered_at_the_place_where_it_stands():
+    data, ours, theirs = make_data(), make_model(), make_model()
+    Trainer(DataLoaders(data), F.mse_loss, SAM, ours, BasicTrainCB()).fit(2, lr=0.1, valid=False)
+    opt = SAM(theirs.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, y in data:
+
+            def closure():
+                opt.zero_grad()
+                loss = F.mse_loss(theirs(x), y)
+                loss.backward()
+                return loss
+
+            closure()
+            opt.step(closure)
+            opt.zero_grad()
+    assert equal(ours, theirs)
+    plain = make_model()
+    Trainer(DataLoaders(data), F.mse_loss, optim.SGD, plain, BasicTrainCB()).fit(2, lr=0.1, valid=False)
+    assert not equal(ours, plain)
+
+
+@pytest.mark.parametrize("event", ["before_backward", "before_predict", "after_get_loss"])
+def test_a_batch_left_in_the_middle_of_a_search_leaves_no_trace(event):
+    "The weights are those before the step, and the optimizer begins anew at the next batch"
+
+    def leave(trainer):
+        if trainer.batch_num == 0 and trainer._again:
+            raise CancelBatchException("not this one")
+
+    leave.__name__ = event
+    data, ours = make_data(), make_model()
+    trainer = Trainer(DataLoaders(data), F.mse_loss, LBFGS, ours, [BasicTrainCB(), leave])
+    trainer.fit(1, lr=0.1, valid=False)
+    assert trainer.n_updates == len(data) - 1 and all(p.isfinite().all() for p in ours.parameters())
+
+
+def test_whoever_cannot_go_together_with_a_search_says_so():
+    for callback in (MomentumTrainCB(0.5), AccelerateCB("no")):
+        with pytest.raises(TypeError, match=f"`{type(callback).__name__}` and `LBFGS` do not go together"):
+            Trainer(DataLoaders(make_data()), F.mse_loss, optim.LBFGS, make_model(), callback).fit(
+                1, valid=False
+            )
+
+
+def test_a_number_that_is_not_finite_within_the_step_stays_out_of_the_weights():
+    n = [0]
+
+    def loss_func(preds, target):
+        n[0] += 1
+        return F.mse_loss(preds, target) * (float("nan") if n[0] == 3 else 1)
+
+    model = make_model()
+    callbacks = [BasicTrainCB(), NonFiniteStopCB()]
+    trainer = Trainer(DataLoaders(make_data()), loss_func, LBFGS, model, callbacks)
+    trainer.fit(1, lr=0.1, valid=False)
+    assert all(p.isfinite().all() for p in model.parameters()) and "NaN or infinite" in trainer.stop_reason

@@ -295,6 +295,8 @@ def test_an_optimizer_set_by_hand_that_would_not_be_used_is_noticed():
     "It is used without `opt_func`; what fits and loads have left behind is no news"
     trainer = make_trainer(make_batches(), BasicTrainCB())
     trainer.opt = optim.SGD(trainer.model.parameters(), 0.1)
+    trainer.dls.valid = trainer.dls.train
+    trainer.fit(1, train=False)
     with pytest.warns(UserWarning, match="`trainer.opt` was set by hand"):
         trainer.fit(1, valid=False)
     with warnings.catch_warnings():
@@ -303,6 +305,8 @@ def test_an_optimizer_set_by_hand_that_would_not_be_used_is_noticed():
         trainer.fit(1, valid=False, keep_opt=True)
         trainer.lr_find(n_batches=3)
         trainer.get_preds(trainer.dls.train)
+        trainer.fit(1, valid=False)
+        trainer.opt = None
         trainer.fit(1, valid=False)
         trainer.opt_func = None
         trainer.opt = mine = optim.SGD(trainer.model.parameters(), 0.1)

@@ -708,6 +708,15 @@ def test_the_plot_has_a_logarithmic_axis_with_labels():
         LRFinderCB().plot()
 
 
+def test_a_notebook_shows_the_curve_of_a_finder_and_the_text_where_there_is_none():
+    finder = make_trainer().lr_find()
+    assert finder._repr_png_().startswith(b"\x89PNG")
+    assert LRFinderCB()._repr_png_() is None
+    short = LRFinderCB()
+    short.lrs, short.losses = [0.001, 0.0013, 0.00169], [0.5, 0.4, 0.9]
+    assert short._repr_png_() is None
+
+
 def test_less_than_a_decade_has_ticks_at_its_ends():
     "Those of a logarithmic axis would run into one another"
     finder = LRFinderCB()
