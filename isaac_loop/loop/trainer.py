@@ -279,7 +279,7 @@ class Trainer(ByName):
     def split(self,
         batch # What the loader gave
     )->tuple: # A tuple of inputs, and a tuple of targets
-        "Inputs and targets of `batch`, as `dls` say by `split` or `n_inp`; a subclass may override it"
+        "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is asked several times"
         return split_once(self, batch)
 
     @property
