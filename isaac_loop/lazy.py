@@ -56,12 +56,15 @@ def _is_module(face, public):
 def _hint(public):
     "Where `public` is, or what it is called"
     words = import_module('.basics.old_names', __package__)
-    package = Path(__file__).parent
+    package,known = Path(__file__).parent,{}
     for path in [package/'__init__.py', package/'callbacks.py', *sorted(package.glob('*/__init__.py'))]:
-        if public in _imports(path.read_text()):
+        names = _imports(path.read_text())
+        known |= names
+        if public in names:
             place = path.stem if path.parent == package else path.parent.name
             return f' It is in `{__package__}.{place}`.'.replace('.__init__', '')
-    return words.called_here(public, words.NAMES)
+    near = import_module('.basics.checks', __package__).did_you_mean(public, known, cutoff=0.8)
+    return words.called_here(public, words.NAMES) or near
 
 
 def _imports(source):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/basics/12_old_names.ipynb #3d3383c9
+# %% ../../nbs/basics/12_old_names.ipynb #a229288c
 from functools import wraps
 from inspect import signature
 from typing import TypeVar
@@ -13,7 +13,7 @@ from typing import TypeVar
 from isaac_loop.basics.checks import did_you_mean
 from isaac_loop.basics.output import say
 
-# %% ../../nbs/basics/12_old_names.ipynb #92070f51
+# %% ../../nbs/basics/12_old_names.ipynb #e812f2b0
 NAMES = {
     # The trainer
     'Learner': '`Trainer(dls, loss_func, opt_func, model, callbacks)`',
@@ -75,7 +75,7 @@ NAMES = {
     'get_images': "fastai's `get_image_files`, or `folder.glob('*.jpg')`",
 }
 
-# %% ../../nbs/basics/12_old_names.ipynb #ec18b8f8
+# %% ../../nbs/basics/12_old_names.ipynb #45a5bc61
 OF_TRAINER = {
     # What is there during a batch
     'iter': '`trainer.batch_num`', 'n_iter': '`trainer.n_batches`',
@@ -117,7 +117,7 @@ OF_TRAINER = {
     'tta': '`trainer.get_preds()` with a callback that augments',
 }
 
-# %% ../../nbs/basics/12_old_names.ipynb #d57a8e63
+# %% ../../nbs/basics/12_old_names.ipynb #02983aaf
 _FILTER = {'mod_filter': '`module_filter`', 'mods': '`modules`'}
 _CALLBACKS = {'cbs': '`callbacks`'}
 _DECAY = {'wd': "an option of the optimizer: `opt_func=partial(optim.AdamW, weight_decay=0.01)`"}
@@ -129,7 +129,9 @@ KEYWORDS = {
     'fit': {'num_epochs': '`n_epochs`', 'max_epochs': '`n_epochs`', 'n_epoch': '`n_epochs`',
             'epoch': '`n_epochs`', 'epochs': '`n_epochs`',
             'learning_rate': '`lr`', 'lr_max': '`lr`', **_CALLBACKS, **_DECAY},
-    'Trainer': {'loss': '`loss_func`', 'criterion': '`loss_func`', 'optimizer': '`opt_func`',
+    'Trainer': {'split': '`DataLoaders(train, valid, split=f)`',
+                'n_inp': '`DataLoaders(train, valid, n_inp=2)`',
+                'loss': '`loss_func`', 'criterion': '`loss_func`', 'optimizer': '`opt_func`',
                 'metrics': '`MetricsCB(accuracy=metric)`, a callback', 'lr': '`trainer.fit(3, lr)`',
                 'train_dl': '`DataLoaders(train, valid)`', 'train_loader': '`DataLoaders(train, valid)`',
                 'train_dataloader': '`DataLoaders(train, valid)`',
@@ -171,7 +173,7 @@ ATTRIBUTES = {
                     'bs': '`dls.train.batch_size`', 'loaders': '`dls.train` and `dls.valid`'},
 }
 
-# %% ../../nbs/basics/12_old_names.ipynb #da5f704f
+# %% ../../nbs/basics/12_old_names.ipynb #331e484a
 _TRAINS,_VALIDATES = '`before_epoch` where `trainer.training`','`before_epoch` where `not trainer.training`'
 _TRAINED,_VALIDATED = '`after_epoch` where `trainer.training`','`after_epoch` where `not trainer.training`'
 EVENT_NAMES = {
@@ -190,7 +192,7 @@ EVENT_NAMES = {
 FLAGS = {'run_train': '`on_train`', 'run_valid': '`on_valid`',
          'run_after': '`order`, such as `Order.RECORD`', 'run_before': '`order`, such as `Order.RECORD`'}
 
-# %% ../../nbs/basics/12_old_names.ipynb #c9dac152
+# %% ../../nbs/basics/12_old_names.ipynb #19a38129
 def called_here(
     word:str, # What was written
     words:dict, # One of the tables
@@ -198,7 +200,7 @@ def called_here(
     "What `word` is called in this library"
     return f' Here it is {words[word]}.' if word in words else ''
 
-# %% ../../nbs/basics/12_old_names.ipynb #bd4f8612
+# %% ../../nbs/basics/12_old_names.ipynb #cc8c9764
 _KEYWORD = '`{name}` got the keyword `{word}`, which it does not have. Here it is {here}.'
 _ATTRIBUTE = '`{name}` has no attribute `{word}`.{hint}'
 
@@ -244,7 +246,7 @@ def _refusing(f, name, words):
             raise
     return called
 
-# %% ../../nbs/basics/12_old_names.ipynb #cb981d35
+# %% ../../nbs/basics/12_old_names.ipynb #0f5e95fe
 def tell(
     result, # What IPython knows of a cell that has run
 ):

@@ -151,6 +151,8 @@ def check_fit(
     "Refuse arguments of `fit` that could not work, before anything has begun"
     if unknown: _refuse(next(iter(unknown)), trainer)
     if trainer._fitting: raise RuntimeError(_FIT_IN_FIT)
+    if type(trainer).__module__.startswith('isaac_loop.'): # In a class of one's own they may be for oneself
+        for name in sorted(_SET.keys() & vars(trainer).keys()): warn(_SET_IN_VAIN.format(name, _SET[name]))
     n_epochs = check_epochs(n_epochs)
     check_lr(lr)
     check_passes(trainer.dls, train, valid)
@@ -208,6 +210,8 @@ def check_no_pass(
 _ONCE = ' It is an iterator, and those can be walked only once: pass an object whose `__iter__` starts anew.'
 
 _READ_BY_NOBODY = {'xb', 'yb'}
+_SET = {'optimizer': 'opt', 'criterion': 'loss_func', 'loss_fn': 'loss_func', 'cbs': 'callbacks'}
+_SET_IN_VAIN = '`trainer.{0}` was set, and the trainer does not look at it. Set `trainer.{1}`.'
 _IN_VAIN = ('`trainer.xb` or `trainer.yb` was set, but model and loss get what stands in `trainer.batch`. '
             'Set that: `trainer.batch = (x, y)`.')
 

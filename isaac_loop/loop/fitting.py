@@ -50,9 +50,10 @@ _CALLING = ('`fit` calls `opt_func(model.parameters(), lr)`. '
             'If it needs more, fill that in first: `functools.partial(opt_func, name=value)`.')
 _NO_STEP = ('`opt_func` returned {}, which has no `step`, so no weight would change. '
             'Let it return an optimizer, such as `torch.optim.SGD(params, lr)`.')
-_NOT_OURS = ('The optimizer that `opt_func` made has no parameter of `{}`, nor of any other module that the '
-             'trainer or a callback has, so training would change nothing here. '
-             'Let it use the parameters that it is given: `opt_func(params, lr)`.')
+_NOT_OURS = ('The optimizer has no parameter of `{}`, nor of any other module that the trainer or a callback '
+             'has, so training would change nothing here. Make it of the parameters of this model, which are '
+             'what `opt_func` is given.')
+_LR_TWICE = '`fit` gives the rate to `opt_func`. Leave `lr` out there, and pass it on: `fit(3, lr=0.1)`.'
 
 def make_optimizer(
     trainer, # Has an `opt_func`
@@ -63,7 +64,7 @@ def make_optimizer(
     if not params: raise ValueError(_NO_PARAMETERS.format(type(model).__name__))
     try: trainer.opt = trainer.opt_func(params, trainer.lr)
     except TypeError as e:
-        e.add_note(_CALLING)
+        e.add_note(_LR_TWICE if "multiple values for argument 'lr'" in str(e) else _CALLING)
         raise
     trainer._last_opt = trainer.opt
     _check_made(trainer.opt, params, trainer)
@@ -117,6 +118,12 @@ def ready_optimizer(
         opt = vars(trainer).get('opt')
         if opt is not None and opt is not trainer._last_opt and not trainer._side_runs: warn(_REPLACED)
         make_optimizer(trainer)
+    elif isinstance(vars(trainer).get('opt'), torch.optim.Optimizer): _check_own(trainer)
+
+def _check_own(trainer):
+    "Refuse an optimizer set by hand that would change nothing"
+    params = list(trainer.model.parameters()) if hasattr(trainer.model, 'parameters') else []
+    _check_made(trainer.opt, params, trainer)
 
 def _clear_grads(trainer):
     "Drop gradients that an earlier fit has left"

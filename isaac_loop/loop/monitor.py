@@ -42,6 +42,8 @@ def _may_write(f):
 # %% ../../nbs/loop/34_monitor.ipynb #bf7c0241
 _RENAMED = ('`{who}` watches `{name}`, which is called `{new}` when the row is complete, so it would never '
             'see a value. Watch `{new}`.')
+_NOBODY = ('`{who}` watches `{name}`, but no callback records anything. Add `MetricsCB()`, which writes '
+           '`train_loss` and `valid_loss`, and metrics that you give it.')
 _UNRECORDED = ('`{who}` watches `{name}`, which no callback records; recorded are {names}.{hint} '
                'Watch one of those, add it as a metric to `MetricsCB`, '
                'or let the callback that writes it say so with `columns = [...]`.')
@@ -60,6 +62,8 @@ def check_monitored(
     if any(fnmatchcase(name, o) for o in known): return True
     if any(_may_write_more(cb) for cb in trainer.callbacks): return False
     names = [o for o in known if '*' not in o]
+    by_metrics = len(names) == 2 and name in ('train_loss', 'valid_loss')
+    if by_metrics: raise LookupError(_NOBODY.format(who=who, name=name))
     raise LookupError(_UNRECORDED.format(who=who, name=name, names=names, hint=did_you_mean(name, names)))
 
 # %% ../../nbs/loop/34_monitor.ipynb #5b06287d

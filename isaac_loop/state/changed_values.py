@@ -22,6 +22,7 @@ from .plain_state import plain
 # %% ../../nbs/state/33_changed_values.ipynb #2b0b88c5
 _KIND = '__own__' # The key of a dict that says how a value is put back
 ANEW = {_KIND: 'anew'} # Made again by the script
+_KINDS = {kind.__qualname__: kind for kind in (dict, list, tuple, frozenset, OrderedDict, torch.Size)}
 
 class Unkept(Exception): "A changed value that cannot be kept"
 
@@ -59,12 +60,13 @@ class Keeper:
         "`x` as data; `begin` and `ready` are its marks from before and after `before_fit`"
         if type(x) in SIMPLE: return x
         if id(x) in self.world: return ANEW
+        if isinstance(x, torch.Tensor): return _kept_tensor(x)
+        if isinstance(x, PurePath): return {_KIND: 'path', 'value': str(x)}
+        if isinstance(x, torch.device): return {_KIND: 'device', 'value': str(x)}
         if is_outside(x):
             was_there = ready and ready.who == Same(x)
             if was_there and ready != self.marker.mark(x): raise Unkept # What it carries along has changed
             return ANEW
-        if isinstance(x, torch.Tensor): return _kept_tensor(x)
-        if isinstance(x, PurePath): return {_KIND: 'path', 'value': str(x)}
         if is_iterator(x) or any(x is o for o in self.inside): raise Unkept
         self.inside.append(x)
         try: made = self._keep_parts(x, begin, ready)
@@ -95,12 +97,21 @@ class Keeper:
                 if made != mark: raise
         return found
 
+    def _part(self, x, begin, ready):
+        "What a container holds; what is only put back into another of its kind must have been there at first"
+        made = self.keep(x, begin, ready)
+        kind = made.get(_KIND) if type(made) is dict else None
+        anew,own = kind == 'anew',kind == 'like' and made['of'] not in _KINDS
+        there = any(o is not None and o.who == Same(x) for o in (begin, ready))
+        if (anew and not there) or (own and begin is None and ready is None): raise Unkept
+        return made
+
     def _container(self, x, begin, ready):
         values = list(x.values()) if isinstance(x, dict) else list(x)
         if not set(map(type, values)) <= SIMPLE:
             keys = range(len(values))
             if isinstance(x, dict): keys = [o if type(o) in SIMPLE else id(o) for o in x]
-            values = [self.keep(o, part_of(begin, k), part_of(ready, k)) for k,o in zip(keys, values)]
+            values = [self._part(o, part_of(begin, k), part_of(ready, k)) for k,o in zip(keys, values)]
         special = any(type(o) is dict and _KIND in o for o in values)
         if isinstance(x, dict): values = dict(zip(x, values))
         if type(x) in (dict, list, tuple, set, Counter) and not special: return type(x)(values)
@@ -109,7 +120,6 @@ class Keeper:
 
 # %% ../../nbs/state/33_changed_values.ipynb #1c361a6b
 _NOTHING = object()
-_KINDS = {kind.__qualname__: kind for kind in (dict, list, tuple, frozenset, OrderedDict)}
 
 class Putter:
     "Puts back what `Keeper` made; `lost` names what has no place any more"
@@ -119,12 +129,13 @@ class Putter:
         "What takes the place of `here`"
         if type(saved) is not dict or _KIND not in saved: return self._list(here, saved, path)
         kind,value = saved[_KIND],saved.get('value')
-        if kind == 'anew': return here
+        if kind == 'anew': return self._lose(None, path) if here is _NOTHING else here
         if kind == 'shared':
             number = saved['number']
             if number not in self.shared: self.shared[number] = self.put(here, value, path)
             return self.shared[number]
         if kind == 'path': return Path(value)
+        if kind == 'device': return torch.device(value)
         if kind == 'array': return array(saved['type'], bytes(value))
         if kind == 'on':
             return value.detach().to(self._device(saved['device'])).requires_grad_(value.requires_grad)
@@ -179,7 +190,7 @@ class Putter:
 
     def _lose(self, here, path):
         self.lost.append(path)
-        return here
+        return None if here is _NOTHING else here
 
     def _device(self, saved):
         device = torch.device(saved)

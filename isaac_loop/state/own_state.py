@@ -13,8 +13,8 @@ from fastcore.basics import patch
 from torch import nn, optim
 
 from ..basics.checks import warn
-from ..basics.tensors import map_tensors
 from ..loop.events import callback_name
+from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 from .array_views import part_views
@@ -48,15 +48,13 @@ def _attributes(owner, without=()):
     return {k: o for k,o in found.items() if not k.startswith('__')}
 
 # %% ../../nbs/state/38_own_state.ipynb #db5a1e7d
-def _tensors(x):
-    found = []
-    map_tensors(found.append, x)
-    return found
+_OF_BATCH = {'batch', 'preds', 'loss', '_split'} # Others come with the next one; who holds these holds values
 
 def _world(trainer, loop):
     "The ids of what the trainer has in attributes that the `loop` writes, and of its modules and optimizers"
     kinds = (nn.Module, optim.Optimizer)
     own = {k: o for k,o in attributes_of(trainer).items() if k in loop or isinstance(o, kinds)}
+    own = {k: o for k,o in own.items() if k not in _OF_BATCH}
     modules = [m for value in own.values() if isinstance(value, nn.Module) for m in value.modules()]
     opts = [o for o in own.values() if isinstance(o, optim.Optimizer)]
     parts = [trainer, *own.values(), *trainer.callbacks, *modules]
@@ -65,7 +63,6 @@ def _world(trainer, loop):
     parts += [p.grad for p in parts if isinstance(p, nn.Parameter) and p.grad is not None]
     parts += [part for opt in opts for part in (opt.state, opt.param_groups, *opt.param_groups)]
     parts += [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
-    parts += [t for name in ('batch', 'preds', 'loss') for t in _tensors(own.get(name))]
     return {id(o) for o in parts if type(o) not in SIMPLE}
 
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
@@ -236,8 +233,7 @@ def _device_of(trainer):
     return next((p.device for p in params), torch.device('cpu'))
 
 # %% ../../nbs/state/38_own_state.ipynb #d6621263
-_OF_LOOP = {*STATE, 'plan', '_named', '_guests', '_training', '_source', '_fitting', '_broken', '_ended',
-            '_last_ended', '_side_runs', '_own_state', '_aside', '_preds_at'} # The last is of `epoch_preds`
+_OF_LOOP = {*STATE, *private_state(), 'plan', '_preds_at'} # The last is of `epoch_preds`
 
 @patch
 def _note_state(self:Trainer, callbacks=None, ready=False):

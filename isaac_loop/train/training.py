@@ -62,21 +62,23 @@ _NO_GRADIENT = ('The loss does not depend on any parameter that requires a gradi
                 'its output detached, or computed under `no_grad`?')
 
 _PARTS = 'Of this batch the model got {inputs}, and the loss function {targets}.'
+_GOT = 'The loss function got {preds} from the model, and {targets} from the batch.'
 _SEVERAL = ('`trainer.{name}` is a {kind}, and the usual steps work with one. Write those that are different '
             'in a subclass of `Trainer`, and give each part a name of its own, such as `trainer.opt_d`.')
 
 def _reasons(trainer, event, error):
     "What is nearly always the reason when the step `event` fails with `error`"
     wrong_call = str(error) if isinstance(error, TypeError) else ''
-    if event in ('predict', 'get_loss'):
+    no_function = event == 'get_loss' and "'NoneType' object is not callable" in wrong_call
+    if no_function: yield _NO_LOSS_FUNC
+    elif event in ('predict', 'get_loss'):
         yield from _bare(trainer)
-        parts = list(_parts(trainer))
+        parts = list(_parts(trainer, event))
         yield from parts
         if not parts and event == 'predict' and 'positional argument' in wrong_call: yield _N_INP
     name = 'opt' if event in ('step', 'zero_grad') else 'model'
     held = vars(trainer).get(name)
     if isinstance(held, (list, tuple, dict)): yield _SEVERAL.format(name=name, kind=type(held).__name__)
-    if event == 'get_loss' and "'NoneType' object is not callable" in wrong_call: yield _NO_LOSS_FUNC
     no_gradient = isinstance(error, (AttributeError, RuntimeError))
     if event == 'backward' and no_gradient and hasattr(trainer, 'loss'): yield from _loss_faults(trainer.loss)
 
@@ -88,15 +90,17 @@ def _bare(trainer):
         told = dict(trainer=type(trainer).__name__, kind=type(value).__name__, part=part)
         if not isinstance(value, SEQUENCES): yield _BARE.format(**told)
 
-def _parts(trainer):
-    "Which part of the batch went where, if it is not one tensor to each"
+def _parts(trainer, event):
+    "Which part of the batch went where, if it is not one tensor to each; the loss is told what it got"
     try: parts = trainer.split(trainer.batch)
     except Exception: return # Then this is the error already
     if all(isinstance(part, SEQUENCES) for part in parts):
         plain = all(len(part) == 1 and torch.is_tensor(part[0]) for part in parts)
         named = isinstance(trainer.batch, Mapping)
         inputs,targets = (', '.join(map(_described, part)) or 'nothing' for part in parts)
-        if named or not plain: yield f'{_PARTS.format(inputs=inputs, targets=targets)} {_N_INP}'
+        counted = event == 'get_loss' and len(parts[1]) == 1 and not named # Then all went where it should
+        if counted: yield _GOT.format(preds=_described(getattr(trainer, 'preds', None)), targets=targets)
+        elif named or not plain: yield f'{_PARTS.format(inputs=inputs, targets=targets)} {_N_INP}'
 
 def _described(x): return f'a tensor {tuple(x.shape)}' if torch.is_tensor(x) else f'a {type(x).__name__}'
 

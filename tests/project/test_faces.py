@@ -203,8 +203,10 @@ def test_a_face_loads_no_more_than_the_name_needs():
 
 
 def test_a_wrong_name_is_an_error():
-    with pytest.raises(ImportError, match="cannot import name 'EarlyStopingCB' from 'isaac_loop.stop'"):
+    with pytest.raises(ImportError, match="no attribute 'EarlyStopingCB'. Did you mean `EarlyStoppingCB`"):
         exec("from isaac_loop.stop import EarlyStopingCB")
+    with pytest.raises(ImportError, match="cannot import name 'Nonsense' from 'isaac_loop.stop'"):
+        exec("from isaac_loop.stop import Nonsense")
 
 
 def test_what_a_page_imports_by_face_is_there():
