@@ -8,6 +8,8 @@ import collections
 import pickle
 import random
 import warnings
+from collections import namedtuple
+from pathlib import Path
 from functools import partial
 from types import SimpleNamespace
 
@@ -722,3 +724,66 @@ def test_a_trainer_that_went_on_can_be_pickled(tmp_path):
     t.load(tmp_path)
     t.fit(2)
     assert pickle.loads(pickle.dumps(t)).model.weight.equal(t.model.weight)
+
+
+# What a callback keeps of each batch
+
+
+class GatherCB:
+    "Keeps something of each batch, the newest by itself as well"
+
+    def __init__(self, take):
+        self.take, self.last, self.all = take, None, []
+
+    def after_batch(self, trainer):
+        if trainer.training:
+            self.last = self.take(trainer)
+            self.all.append(self.last)
+
+
+Pair = namedtuple("Pair", "a b")
+GATHERED = {
+    "the loss": lambda t: t.loss,
+    "predictions": lambda t: t.preds,
+    "a part of the batch": lambda t: t.batch[1],
+    "the batch": lambda t: t.batch,
+    "a dict": lambda t: {"loss": t.loss, "y": t.batch[1]},
+    "a shape": lambda t: t.preds.shape,
+    "a device": lambda t: t.preds.device,
+    "a path": lambda t: Path("here") / str(t.n_updates),
+}
+
+
+@pytest.mark.parametrize("what", GATHERED)
+def test_what_is_kept_of_each_batch_goes_on(what, tmp_path):
+    "Also if it is the trainer's at the moment of saving"
+    take = GATHERED[what]
+    trainer, told = saved_and_again(tmp_path, GatherCB(take), GatherCB(take))
+    other = make_trainer([BasicTrainCB(), GatherCB(take)])
+    fit(other)
+    mine, theirs = trainer.GatherCB, other.GatherCB
+    assert not told and len(mine.all) == len(theirs.all)
+    for a, b in zip([mine.last, *mine.all], [theirs.last, *theirs.all]):
+        assert tree_equal(a, b)
+
+
+def tree_equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(tree_equal(a[k], b[k]) for k in a)
+    if type(a) in (list, tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(tree_equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize(
+    "take", [lambda t: Pair(1, t.loss), lambda t: ValueError(t.n_updates), lambda t: t.loss.reshape(1).max(0)]
+)
+def test_what_cannot_be_made_again_is_named_when_it_is_saved(take, tmp_path):
+    "And no placeholder comes back"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer, _ = saved_and_again(tmp_path, GatherCB(take), GatherCB(take))
+    assert any("`GatherCB.all`" in str(o.message) and "cannot be kept" in str(o.message) for o in told)
+    assert {type(o) for o in trainer.GatherCB.all} == {type(trainer.GatherCB.last)}
