@@ -40,8 +40,9 @@ def nothing_more(name):
 def _not_here(face, public):
     "The error for a name that `face` does not list, with the place or the name that it has here"
     hint = _hint(public) if not _is_module(face, public) else ''
-    kind = ImportError if hint and _at_import(sys._getframe(2)) else AttributeError
-    return kind(f'module {face.__name__!r} has no attribute {public!r}' + (f'.{hint}' if hint else ''))
+    message = f'module {face.__name__!r} has no attribute {public!r}' + (f'.{hint}' if hint else '')
+    if hint and _at_import(sys._getframe(2)): return ImportError(message)
+    return AttributeError(message, name=None, obj=None) if hint else AttributeError(message) # One guess
 
 def _at_import(frame):
     "Whether this is `from ... import ...`, where Python's own message takes the place of an AttributeError"

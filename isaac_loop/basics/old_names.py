@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/basics/12_old_names.ipynb #a229288c
+# %% ../../nbs/basics/12_old_names.ipynb #253120f2
 from functools import wraps
 from inspect import signature
 from typing import TypeVar
@@ -13,7 +13,7 @@ from typing import TypeVar
 from isaac_loop.basics.checks import did_you_mean
 from isaac_loop.basics.output import say
 
-# %% ../../nbs/basics/12_old_names.ipynb #e812f2b0
+# %% ../../nbs/basics/12_old_names.ipynb #dd3f1b2a
 NAMES = {
     # The trainer
     'Learner': '`Trainer(dls, loss_func, opt_func, model, callbacks)`',
@@ -75,7 +75,7 @@ NAMES = {
     'get_images': "fastai's `get_image_files`, or `folder.glob('*.jpg')`",
 }
 
-# %% ../../nbs/basics/12_old_names.ipynb #45a5bc61
+# %% ../../nbs/basics/12_old_names.ipynb #b1122580
 OF_TRAINER = {
     # What is there during a batch
     'iter': '`trainer.batch_num`', 'n_iter': '`trainer.n_batches`',
@@ -117,7 +117,7 @@ OF_TRAINER = {
     'tta': '`trainer.get_preds()` with a callback that augments',
 }
 
-# %% ../../nbs/basics/12_old_names.ipynb #02983aaf
+# %% ../../nbs/basics/12_old_names.ipynb #cdf1b007
 _FILTER = {'mod_filter': '`module_filter`', 'mods': '`modules`'}
 _CALLBACKS = {'cbs': '`callbacks`'}
 _DECAY = {'wd': "an option of the optimizer: `opt_func=partial(optim.AdamW, weight_decay=0.01)`"}
@@ -145,6 +145,7 @@ KEYWORDS = {
     'ProgressCB': {'plot': '`LivePlotCB()`, a callback beside this one'},
     'BatchSchedulerCB': _OF_SCHEDULER, 'EpochSchedulerCB': _OF_SCHEDULER,
     'ClipGradCB': {'max_grad_norm': '`max_norm`', 'clip_value': '`max_value`'},
+    'LimitCB': {'steps': '`updates`', 'max_steps': '`updates`', 'max_epochs': '`trainer.fit(3)`'},
     'AccumulationCB': {'n_acc': '`n_batches`, which counts batches, not rows', 'steps': '`n_batches`'},
     'EarlyStoppingCB': {'comp': "`mode='min'` or `mode='max'`", 'reset_on_fit': '`reset`'},
     'KeepBestCB': {'comp': "`mode='min'` or `mode='max'`", 'fname': '`CheckpointCB(folder)`, for files'},
@@ -173,7 +174,7 @@ ATTRIBUTES = {
                     'bs': '`dls.train.batch_size`', 'loaders': '`dls.train` and `dls.valid`'},
 }
 
-# %% ../../nbs/basics/12_old_names.ipynb #331e484a
+# %% ../../nbs/basics/12_old_names.ipynb #667d100f
 _TRAINS,_VALIDATES = '`before_epoch` where `trainer.training`','`before_epoch` where `not trainer.training`'
 _TRAINED,_VALIDATED = '`after_epoch` where `trainer.training`','`after_epoch` where `not trainer.training`'
 EVENT_NAMES = {
@@ -192,7 +193,7 @@ EVENT_NAMES = {
 FLAGS = {'run_train': '`on_train`', 'run_valid': '`on_valid`',
          'run_after': '`order`, such as `Order.RECORD`', 'run_before': '`order`, such as `Order.RECORD`'}
 
-# %% ../../nbs/basics/12_old_names.ipynb #19a38129
+# %% ../../nbs/basics/12_old_names.ipynb #ad97f433
 def called_here(
     word:str, # What was written
     words:dict, # One of the tables
@@ -200,7 +201,7 @@ def called_here(
     "What `word` is called in this library"
     return f' Here it is {words[word]}.' if word in words else ''
 
-# %% ../../nbs/basics/12_old_names.ipynb #cc8c9764
+# %% ../../nbs/basics/12_old_names.ipynb #0e494145
 _KEYWORD = '`{name}` got the keyword `{word}`, which it does not have. Here it is {here}.'
 _ATTRIBUTE = '`{name}` has no attribute `{word}`.{hint}'
 
@@ -246,7 +247,7 @@ def _refusing(f, name, words):
             raise
     return called
 
-# %% ../../nbs/basics/12_old_names.ipynb #0f5e95fe
+# %% ../../nbs/basics/12_old_names.ipynb #b593cf1f
 def tell(
     result, # What IPython knows of a cell that has run
 ):

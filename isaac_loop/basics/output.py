@@ -45,7 +45,8 @@ def say_stop(
     trainer, # At the end of a fit
 ):
     "Print why a fit has stopped before its time, unless an error tells more"
-    if trainer.stop_reason is not None and trainer.exception is None: say(f'stopped: {trainer.stop_reason}')
+    reason,error = getattr(trainer, 'stop_reason', None),getattr(trainer, 'exception', None)
+    if reason is not None and error is None: say(f'stopped: {reason}')
 
 def _let_vanish(file):
     "Have the system drop whatever is still written to `file`"

@@ -16,7 +16,7 @@ from ..basics.checks import did_you_mean, warn
 from ..basics.old_names import KEYWORDS, wrong_keyword
 from ..basics.tensors import SEQUENCES
 from .callback_checks import check_trainer_class
-from .events import STEPS, callback_name
+from .events import EVENTS, STEPS, callback_name, handler_of
 from .handlers import TrainersOwn
 from .notes import leave_out_loop
 from .subclassing import check_keywords
@@ -88,6 +88,8 @@ def check_epochs(
     return n
 
 # %% ../../nbs/loop/28_advice.ipynb #d4724cf9
+_BY_NAME = '`lr` is the callback `{}`, but the optimizer needs a number. Pass it as `fit(3, callbacks=...)`.'
+
 def check_lr(
     lr, # What was given
 ):
@@ -96,6 +98,8 @@ def check_lr(
         if isinstance(lr, (str, bool)): raise TypeError
         value = float(lr)
     except (TypeError, ValueError):
+        is_callback = any(handler_of(lr, event) is not None for event in EVENTS)
+        if is_callback: raise TypeError(_BY_NAME.format(callback_name(lr))) from None
         raise TypeError(f'`lr` is {lr!r}, but the optimizer needs a number. '
                         'Use one, as in `fit(3, lr=1e-3)`.') from None
     if not (math.isfinite(value) and value >= 0):

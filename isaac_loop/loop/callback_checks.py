@@ -50,7 +50,8 @@ def _check_handler(name, handler, event, wrong=_ARGUMENTS):
     if event not in EVENTS: return # Events of one's own may get further arguments
     try: inspect.signature(handler).bind(None)
     except TypeError as e: raise TypeError(wrong.format(name, inspect.signature(handler), e)) from None
-    except ValueError: pass # Some built-in functions have no signature
+    except ValueError as e: # Some built-in functions have no signature
+        if inspect.ismethod(handler): raise TypeError(wrong.format(name, '()', e)) from None
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #3c5d7e84
 _A_CLASS = '`{0}` is a class, and only an object can be a callback. Make one: `{0}()`.'

@@ -66,7 +66,7 @@ def make_optimizer(
     except TypeError as e:
         e.add_note(_LR_TWICE if "multiple values for argument 'lr'" in str(e) else _CALLING)
         raise
-    trainer._last_opt = trainer.opt
+    trainer._last_opt = trainer.opt,
     _check_made(trainer.opt, params, trainer)
 
 def _check_made(opt, params, trainer):
@@ -116,7 +116,7 @@ def ready_optimizer(
     if keep_opt: keep_optimizer(trainer)
     elif trainer.opt_func is not None:
         opt = vars(trainer).get('opt')
-        if opt is not None and opt is not trainer._last_opt and not trainer._side_runs: warn(_REPLACED)
+        if opt is not None and opt is not trainer._last_opt[0] and not trainer._side_runs: warn(_REPLACED)
         make_optimizer(trainer)
     elif isinstance(vars(trainer).get('opt'), torch.optim.Optimizer): _check_own(trainer)
 
@@ -144,7 +144,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _ended=True, # Did this fit come to its end?
         _last_ended=True, # And the one before it?
         _again=False, # Is the optimizer evaluating a batch once more, within its step?
-        _last_opt=None, # What `opt` was when the last fit was over; another one was set by hand since
+        _last_opt=(None,), # What `opt` was when the last fit was over; another one was set by hand since
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
         _aside={}, # Random numbers of the last run on the side: where they began, and where they ended
@@ -208,5 +208,5 @@ def one_fit(
         trainer._note_state()
         try: yield
         finally:
-            if train: trainer._last_opt = vars(trainer).get('opt')
+            if train: trainer._last_opt = vars(trainer).get('opt'),
     trainer._ended = True

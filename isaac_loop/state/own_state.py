@@ -41,9 +41,18 @@ def _looked_at(callback):
     "Whose attributes the state of `callback` is: of the object, for one of its methods"
     return callback.__self__ if isinstance(callback, MethodType) else callback
 
+def _of_class(owner):
+    "Lists, dicts and sets in the class of a user: whoever adds to one keeps something there"
+    own = [cls for cls in type(owner).__mro__ if cls.__module__.partition('.')[0] not in _OTHERS]
+    found = {k: o for cls in reversed(own) for k,o in vars(cls).items() if type(o) in (list, dict, set)}
+    return {k: o for k,o in found.items() if not k.startswith('__')}
+
+_OTHERS = {'builtins', 'isaac_loop', 'torch', 'types', 'functools'}
+
 def _attributes(owner, without=()):
     "The attributes of `owner` that may be state"
-    found = {k: o for k,o in attributes_of(owner).items() if k not in without and k != 'stateless'}
+    held = _of_class(owner) | attributes_of(owner)
+    found = {k: o for k,o in held.items() if k not in without and k != 'stateless'}
     if not isinstance(owner, ModuleType): return found
     return {k: o for k,o in found.items() if not k.startswith('__')}
 

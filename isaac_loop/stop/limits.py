@@ -17,6 +17,7 @@ from ..loop.events import Order
 from ..loop.passes import parts_of
 from ..state.keeps_state import KeepsState
 from ..basics.tensors import batch_size
+from ..basics.old_names import old_words
 
 # %% ../../nbs/stop/20_limits.ipynb #3f3a5fb8
 _NO_TIME = '`seconds` is {!r}, and no batch fits into that. Use a number above 0, or a `timedelta`.'
@@ -44,6 +45,7 @@ def _how_many(trainer, count):
 # %% ../../nbs/stop/20_limits.ipynb #8046fffd
 def _reached(n, limit): return limit is not None and n >= limit
 
+@old_words
 class LimitCB(KeepsState):
     "Stop after so many updates, samples, seconds or epochs"
     order = Order.DECIDE

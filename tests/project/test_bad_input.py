@@ -103,6 +103,16 @@ CASES = {
         "Did you mean `before_batch`",
     ),
     "after_bach": (lambda: fit(SimpleNamespace(after_bach=print)), ValueError, "Did you mean `after_batch`"),
+    "a method without self": (
+        lambda: fit(type("BareCB", (), {"after_batch": eval("lambda: None")})()),
+        TypeError,
+        "named after an event, and events call it with the trainer alone",
+    ),
+    "a callback in the place of the rate": (
+        lambda: fit(lr=SimpleNamespace(name="SayCB", after_batch=print)),
+        TypeError,
+        "`lr` is the callback `SayCB`",
+    ),
     "a name of miniai's": (
         lambda: fit(SimpleNamespace(after_loss=print)),
         ValueError,

@@ -741,6 +741,21 @@ class GatherCB:
             self.all.append(self.last)
 
 
+class SharedCB:
+    "Adds to what its class holds, as one does by mistake"
+
+    def __init__(self):
+        type(self).seen = []
+
+    def after_step(self, trainer):
+        self.seen.append(trainer.n_updates)
+
+
+def test_a_list_of_the_class_is_state_too(tmp_path):
+    trainer, told = saved_and_again(tmp_path, SharedCB(), SharedCB())
+    assert len(trainer.SharedCB.seen) == 21 and not told
+
+
 Pair = namedtuple("Pair", "a b")
 GATHERED = {
     "the loss": lambda t: t.loss,
