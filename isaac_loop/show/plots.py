@@ -63,6 +63,7 @@ def _second(trainer):
     new = copy.copy(trainer)
     new.model,new.loss_func,opt = copy.deepcopy((trainer.model, trainer.loss_func, vars(trainer).get('opt')))
     if opt is not None: new.opt = opt
+    new._last_opt = opt, # Nobody has set it by hand
     new.callbacks,new._named = [],{}
     new.history,new._fitting = History(),False
     new.plan = Plan(type(trainer))

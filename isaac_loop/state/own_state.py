@@ -44,8 +44,9 @@ def _looked_at(callback):
 def _of_class(owner):
     "Lists, dicts and sets in the class of a user: whoever adds to one keeps something there"
     own = [cls for cls in type(owner).__mro__ if cls.__module__.partition('.')[0] not in _OTHERS]
-    found = {k: o for cls in reversed(own) for k,o in vars(cls).items() if type(o) in (list, dict, set)}
-    return {k: o for k,o in found.items() if not k.startswith('__')}
+    held = {}
+    for cls in reversed(own): held |= vars(cls)
+    return {k: o for k,o in held.items() if type(o) in (list, dict, set) and not k.startswith('__')}
 
 _OTHERS = {'builtins', 'isaac_loop', 'torch', 'types', 'functools'}
 

@@ -712,3 +712,12 @@ def test_targets_that_are_no_numbers_leave_no_titles():
     with warnings.catch_warnings(action="error"):
         axes = trainer.show_image_batch()
     assert [ax.get_title() for ax in axes.flat] == [""] * 4
+
+
+def test_a_look_at_a_batch_of_a_trained_trainer_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer = make_trainer([BatchAugmentationCB(RandErase())])
+        trainer.fit(1, valid=False)
+        trainer.show_image_batch(2)
+        trainer.fit(1, valid=False)
