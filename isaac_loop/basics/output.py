@@ -38,6 +38,8 @@ def say(
     except OSError as error:
         _let_vanish(file)
         warn(_NOBODY.format(error))
+        try: sys.stderr.flush()
+        except (AttributeError, OSError, ValueError): _let_vanish(sys.stderr) # It went the same way
     except ValueError:
         if not getattr(file, 'closed', False): raise
 
