@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/38_own_state.ipynb #be5e84b8
+from functools import lru_cache
 from types import MethodType, ModuleType
 
 import torch
@@ -43,10 +44,15 @@ def _looked_at(callback):
 
 def _of_class(owner):
     "Lists, dicts and sets in the class of a user: whoever adds to one keeps something there"
-    own = [cls for cls in type(owner).__mro__ if cls.__module__.partition('.')[0] not in _OTHERS]
+    return {k: getattr(type(owner), k) for k in _names_of_class(type(owner)) if hasattr(type(owner), k)}
+
+@lru_cache(maxsize=256)
+def _names_of_class(cls):
+    "Their names, found once"
+    own = [base for base in cls.__mro__ if base.__module__.partition('.')[0] not in _OTHERS]
     held = {}
-    for cls in reversed(own): held |= vars(cls)
-    return {k: o for k,o in held.items() if type(o) in (list, dict, set) and not k.startswith('__')}
+    for base in reversed(own): held |= vars(base)
+    return [k for k,o in held.items() if type(o) in (list, dict, set) and not k.startswith('__')]
 
 _OTHERS = {'builtins', 'isaac_loop', 'torch', 'types', 'functools'}
 
