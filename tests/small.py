@@ -1,4 +1,4 @@
-"A trainer that is done in a moment."
+"Trainers that are done in a moment, or made otherwise."
 
 import torch
 from torch import nn, optim
@@ -20,3 +20,22 @@ def trainer_with(*callbacks, n=3, cls=Trainer, **kwargs):
         [BasicTrainCB(), *callbacks],
         **kwargs,
     )
+
+
+class StepsAsMethods(Trainer):
+    "The five steps without any callback"
+
+    def predict(self):
+        self.preds = self.model(*self.split(self.batch)[0])
+
+    def get_loss(self):
+        self.loss = self.loss_func(self.preds, *self.split(self.batch)[1])
+
+    def backward(self):
+        self.loss.backward()
+
+    def step(self):
+        self.opt.step()
+
+    def zero_grad(self):
+        self.opt.zero_grad()

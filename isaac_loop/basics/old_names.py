@@ -10,8 +10,8 @@ from functools import wraps
 from inspect import signature
 from typing import TypeVar
 
-from isaac_loop.basics.checks import did_you_mean
-from isaac_loop.basics.output import say
+from .checks import did_you_mean
+from .output import say
 
 # %% ../../nbs/basics/12_old_names.ipynb #dd3f1b2a
 NAMES = {

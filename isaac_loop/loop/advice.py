@@ -8,69 +8,14 @@ __all__ = []
 # %% ../../nbs/loop/28_advice.ipynb #8af88e5e
 import inspect, math, operator
 from collections.abc import Mapping
-from functools import wraps
 
 import torch
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.old_names import KEYWORDS, wrong_keyword
 from ..basics.tensors import SEQUENCES
-from .callback_checks import check_trainer_class
 from .events import EVENTS, STEPS, callback_name, handler_of
 from .handlers import TrainersOwn
-from .notes import leave_out_loop
-from .subclassing import check_keywords
-
-# %% ../../nbs/loop/28_advice.ipynb #d72f5175
-_AN_OPTIMIZER = ('`opt_func` is an optimizer, but each fit makes its own. '
-                 'Pass the class, `{}`, or None and set `trainer.opt`.')
-_WRONG_ORDER = ('{}, so nothing could be trained with it. The order is '
-                '`Trainer(dls, loss_func, opt_func, model, callbacks)`, with a model that has been made.')
-_LOSS_CLASS = ('`loss_func` is the class `{0}`, and calling it would make a module instead of a loss. '
-               'Make one: `{0}()`.')
-
-def check_new_trainer(
-    trainer, # Has the attributes that it was given
-    kwargs:dict, # For its `subclassing_method`
-):
-    "Raise an error that says what to pass instead, for arguments that could not work"
-    opt_func,model,loss_func = trainer.opt_func,trainer.model,trainer.loss_func
-    made_of = type(opt_func).__name__
-    if isinstance(opt_func, torch.optim.Optimizer): raise TypeError(_AN_OPTIMIZER.format(made_of))
-    if isinstance(model, type):
-        raise TypeError(_WRONG_ORDER.format(f'`model` is the class `{model.__name__}`'))
-    if isinstance(opt_func, torch.nn.Module):
-        raise TypeError(_WRONG_ORDER.format(f'`opt_func` is a module, {made_of}'))
-    if isinstance(loss_func, type) and issubclass(loss_func, torch.nn.Module):
-        raise TypeError(_LOSS_CLASS.format(loss_func.__name__))
-    check_keywords(type(trainer), kwargs)
-    check_trainer_class(type(trainer), trainer.plan.events)
-
-# %% ../../nbs/loop/28_advice.ipynb #36cc7cfe
-_THE_ORDER = ('The order is `Trainer(dls, loss_func, opt_func, model, callbacks)`; the rate is given to '
-              '`fit`, and `callbacks` may be None.')
-
-def explain_arguments(
-    cls, # The trainer
-):
-    "Have the error for arguments that `cls` did not get say what comes where"
-    init = cls.__init__
-    @wraps(init)
-    def __init__(self, *args, **kwargs):
-        try: init(self, *args, **kwargs)
-        except Exception as error:
-            uncalled = error.__traceback__.tb_next is None # Python has refused the arguments
-            if uncalled and isinstance(error, TypeError): _note_order(error, kwargs)
-            leave_out_loop(error)
-            raise
-    cls.__init__ = __init__
-
-def _note_order(error, kwargs):
-    "Note on `error` what the arguments are called and in which order they come"
-    for word in kwargs:
-        here = KEYWORDS['Trainer'].get(word)
-        if here: error.add_note(f'What others call `{word}` is {here} here.')
-    error.add_note(_THE_ORDER)
 
 # %% ../../nbs/loop/28_advice.ipynb #6eb63337
 def check_epochs(

@@ -114,9 +114,11 @@ def _without_loop(tb):
     for one,following in zip(found, [*found[1:], None]): one.tb_next = following
     return found[0] if found else None
 
+_ADVICE = 'isaac_loop.loop.advice','isaac_loop.loop.new_trainer' # They refuse, and the message says it all
+
 def _hides(frame):
     "Whether a frame tells nothing: by `__tracebackhide__`, as for IPython and pytest, or as advice"
-    is_advice = frame.f_globals.get('__name__') == 'isaac_loop.loop.advice'
+    is_advice = frame.f_globals.get('__name__') in _ADVICE
     says = '__tracebackhide__' in frame.f_code.co_varnames # Looking at the values makes a copy of them
     return is_advice or says and bool(frame.f_locals.get('__tracebackhide__'))
 

@@ -21,6 +21,7 @@ from .events import CancelStepException, EVENTS, SPANS, STEPS, Span, stops_at
 from .fitting import one_fit, private_state
 from .handlers import answering, order_of, own_events, own_spans, trainers_own
 from .history import History
+from .new_trainer import check_new_trainer, explain_arguments
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
 from .passes import planned_updates, split_once, until_over
 from .shared_attributes import DEFAULTS
@@ -38,6 +39,7 @@ class Plan(dict):
         self.spans = [] # Open now, outermost first
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
+        self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
         self.build([])
 
     def build(self,
@@ -48,6 +50,8 @@ class Plan(dict):
         ranked = sorted([*trainers_own(self.trainer_class), *callbacks], key=order_of)
         entries = {training: {event: answering(ranked, event, training) for event in self.events}
                    for training in (True, False)}
+        for change in self.changes: # None but while somebody looks
+            for kind in entries.values(): kind.update({event: change(event, kind[event]) for event in kind})
         if check: check_steps(entries, callbacks)
         self.entries = entries # By kind of pass and event: pairs of callback and handler
         self.select(self.training)
@@ -183,7 +187,7 @@ class Trainer(ByName):
         self.stop_reason,self.exception,self.experiment = None,None,None
         vars(self).update(DEFAULTS) # What callbacks tell one another
         vars(self).update(private_state()) # What other chapters keep here
-        advice.check_new_trainer(self, kwargs)
+        check_new_trainer(self, kwargs)
         self.add_callbacks(callbacks)
         self.subclassing_method(**kwargs)
 
@@ -293,4 +297,4 @@ class Trainer(ByName):
         return planned_updates(self)
 
 bring_later(Trainer)
-advice.explain_arguments(Trainer)
+explain_arguments(Trainer)

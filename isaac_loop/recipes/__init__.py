@@ -5,7 +5,7 @@ from ..lazy import lazy
 
 if TYPE_CHECKING:
     from .recipes import CoreCBs as CoreCBs
-    from .recipes import MomentumTrainer as MomentumTrainer
+    from .momentum_trainer import MomentumTrainer as MomentumTrainer
     from .demo import digit_loaders as digit_loaders
     from .demo import digit_trainer as digit_trainer
 else:

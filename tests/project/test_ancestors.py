@@ -22,6 +22,8 @@ from torcheval.metrics import MulticlassAccuracy
 
 from isaac_loop.all import *  # noqa: F403, as its users write
 
+from small import StepsAsMethods
+
 NAMES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"]
 
 
@@ -231,25 +233,9 @@ def small():
 def test_a_loop_of_methods_is_a_subclass(pairs):
     "The steps written into the trainer itself, as `TrainLearner` has them"
 
-    class MethodTrainer(Trainer):
-        def predict(self):
-            self.preds = self.model(self.batch[0])
-
-        def get_loss(self):
-            self.loss = self.loss_func(self.preds, self.batch[1])
-
-        def backward(self):
-            self.loss.backward()
-
-        def step(self):
-            self.opt.step()
-
-        def zero_grad(self):
-            self.opt.zero_grad()
-
     set_seed(1)
     model = small()
-    MethodTrainer(pairs, F.cross_entropy, optim.SGD, model, None).fit(2, 0.1)
+    StepsAsMethods(pairs, F.cross_entropy, optim.SGD, model, None).fit(2, 0.1)
     set_seed(1)
     other = small()
     Trainer(pairs, F.cross_entropy, optim.SGD, other, BasicTrainCB()).fit(2, 0.1)

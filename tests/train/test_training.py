@@ -21,6 +21,7 @@ from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, O
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelFitException, CancelStepException, Order
 from isaac_loop.loop.trainer import Trainer
+from small import StepsAsMethods
 
 Pair = namedtuple("Pair", "x y")
 AS_BATCH = {
@@ -163,25 +164,6 @@ def test_fewer_entries_than_inputs_are_refused():
 def test_a_bare_tensor_as_batch_is_refused():
     with pytest.raises(TypeError, match="The batch is a Tensor, which does not say what is input"):
         make_trainer([torch.ones(4, 3)], BasicTrainCB()).fit(1, valid=False)
-
-
-class StepsAsMethods(Trainer):
-    "The five steps without any callback"
-
-    def predict(self):
-        self.preds = self.model(*self.split(self.batch)[0])
-
-    def get_loss(self):
-        self.loss = self.loss_func(self.preds, *self.split(self.batch)[1])
-
-    def backward(self):
-        self.loss.backward()
-
-    def step(self):
-        self.opt.step()
-
-    def zero_grad(self):
-        self.opt.zero_grad()
 
 
 class MomentumAsMethod(StepsAsMethods):
