@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy
 
 if TYPE_CHECKING:
+    from .loop_map import LoopMap as LoopMap
     from .loop_tables import event_table as event_table
     from .loop_tables import state_table as state_table
     from .loop_tables import callback_table as callback_table

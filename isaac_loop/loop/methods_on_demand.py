@@ -12,6 +12,9 @@ from importlib import import_module
 ELSEWHERE = {
     'Trainer': {
         'summarize_callbacks': 'inspection.loop_tables',
+        'map': 'inspection.loop_map',
+        'who_writes': 'inspection.loop_map',
+        'who_reads': 'inspection.loop_map',
         'summarize_model': 'inspection.model_summary',
         'show_image_batch': 'show.plots',
         'lr_find': 'tune.lr_finder',

@@ -65,7 +65,7 @@ FACES = {
         EarlyStoppingCB InterruptCB LimitCB LossSpikeCB NonFiniteStopCB SamePredictionsCB
     """,
     "inspection": """
-        ActivationStatsCB callback_table event_table GradientPlotCB GradientStatsCB HooksCallback
+        ActivationStatsCB callback_table event_table GradientPlotCB GradientStatsCB HooksCallback LoopMap
         NonFiniteCB ProfilerCB show_source state_table summarize_model UpdateRatioCB
     """,
     "evaluate": """

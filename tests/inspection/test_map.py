@@ -1,0 +1,251 @@
+"""The map of a loop, which is read in the source, against what a recording trainer sees.
+
+What is seen must be among what is shown, for every callback of the library and for those that a user writes.
+"""
+
+import io
+import subprocess
+import sys
+import warnings
+from contextlib import redirect_stdout
+from functools import partial
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+import runs
+from isaac_loop import Trainer, with_cbs
+from isaac_loop.callbacks import BasicTrainCB, ClipGradCB
+from isaac_loop.data import DataLoaders
+from isaac_loop.inspection.map_entries import KINDS, all_entries, loops_entry
+from isaac_loop.inspection.map_entries import _LOOP as LOOP
+from isaac_loop.inspection.observing import observing
+from isaac_loop.loop.events import CancelException, callback_name
+from observing import observe, unchanged
+from working import WORKING, images_trainer, working
+
+MADE_UP = {"AttributeSchedulerCB", "LRFinderCB"}  # Their map says that it cannot tell everything
+KEEPS_ALL = {"CheckpointCB"}  # It looks into every attribute for state that nobody tells
+
+
+def watched_fit(trainer, n_epochs=2):
+    "What was seen in a fit"
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with observing(trainer) as record:
+            trainer.fit(n_epochs, 0.01)
+    return record
+
+
+def beyond(entries, record, callback):
+    "What was seen of a callback and is not shown"
+    shown = {entry.event: entry.found for entry in entries if entry.callback is callback}
+    return [
+        (event, kind, name)
+        for (event, _), (who, seen) in record.found.items()
+        if who is callback and event in shown
+        for kind in KINDS
+        for name in getattr(seen, kind)
+        if name not in getattr(shown[event], kind)
+    ]
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_what_is_seen_is_among_what_is_shown(name, tmp_path):
+    trainer, callback = working(name, tmp_path)
+    entries = all_entries(trainer)
+    missing = beyond(entries, watched_fit(trainer), callback)
+    missing = [o for o in missing if name not in KEEPS_ALL or o[1] != "reads"]
+    unclear = [o for entry in entries if entry.callback is callback for o in entry.found.unclear]
+    assert not missing or (name in MADE_UP and unclear), missing
+
+
+def test_the_loops_own_writes_are_those_of_its_entries():
+    trainer = images_trainer([BasicTrainCB()])
+    seen = watched_fit(trainer).of(None)
+    shown = {name for event in LOOP for name in loops_entry(event).found.writes}
+    assert set(seen.writes) - shown <= {"training"}, "the loop writes what its entries do not say"
+    assert shown - set(seen.writes) <= {"preds", "loss"}, "the entries say what the loop does not do"
+    assert {"model", "history"} >= {
+        name for event in LOOP for name in loops_entry(event).found.changes
+    } and "model" in seen.changes
+
+
+def test_a_look_at_one_batch_leaves_no_trace():
+    batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
+    trainer = runs.fit(runs.make_trainer(runs.everything(), DataLoaders(batches, batches)), 1)
+    before = observe(trainer, skip=["_aside"])
+    with redirect_stdout(io.StringIO()) as said:
+        seen = trainer.map(observe=True)
+    unchanged(trainer, before, skip=["_aside"])
+    assert seen.observed == [] and not said.getvalue()
+
+
+def test_training_after_a_look_is_training_without_one():
+    plain = runs.fit(runs.make_trainer(runs.everything()))
+    looked = runs.make_trainer(runs.everything())
+    looked.map(observe=True)
+    runs.same(plain, runs.fit(looked))
+
+
+# What users write
+
+
+class Counter:
+    "Keeps its own things, by a helper of its base class"
+
+    def note(self, trainer, name):
+        setattr(trainer, name, self.n)
+
+    def before_fit(self, trainer):
+        self.n = 0
+        self.params = list(trainer.model.parameters())
+
+
+class NoisyCB(Counter):
+    def after_batch(self, trainer):
+        self.n += 1
+        self.note(trainer, "n_noisy")
+        with torch.no_grad():
+            for p in self.params:
+                p.add_(0.001 * torch.randn_like(p))
+
+
+def log(trainer):
+    trainer.last_row = trainer.history[-1] if len(trainer.history) else None
+
+
+def halve(trainer, by):
+    trainer.loss = trainer.loss * by
+
+
+def two_optimizers(trainer):
+    trainer.opt_d.step()
+    trainer.opt_d.zero_grad()
+
+
+class GanTrainer(Trainer):
+    events = ("verify",)
+
+    @with_cbs("extra", CancelException)
+    def extra(self):
+        self.found = self.batch[0].mean()
+
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss", "verify")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+        self.extra()
+
+
+USERS = {
+    "state kept by a base class": lambda: [BasicTrainCB(), NoisyCB()],
+    "a function": lambda: [BasicTrainCB(), log],
+    "a partial in a namespace": lambda: [
+        BasicTrainCB(),
+        SimpleNamespace(after_get_loss=partial(halve, by=0.5), name="halve"),
+    ],
+    "a lambda": lambda: [BasicTrainCB(), SimpleNamespace(after_batch=lambda t: setattr(t, "n", t.batch_num))],
+}
+
+
+@pytest.mark.parametrize("case", USERS)
+def test_what_is_seen_of_a_users_callback_is_shown(case):
+    trainer = images_trainer(USERS[case]())
+    entries, callback = all_entries(trainer), trainer.callbacks[-1]
+    record = watched_fit(trainer)
+    assert not beyond(entries, record, callback)
+    assert any(
+        getattr(seen, kind) for _, (who, seen) in record.found.items() if who is callback for kind in KINDS
+    )
+
+
+def test_a_helper_of_the_base_class_is_followed():
+    trainer = images_trainer([BasicTrainCB(), NoisyCB()])
+    assert [row["callback"] for row in trainer.who_writes("n_noisy").rows] == ["NoisyCB"]
+    writes_weights = [(row["event"], row["callback"]) for row in trainer.who_writes("model").rows]
+    assert ("after_batch", "NoisyCB") in writes_weights
+
+
+def test_a_second_optimizer_is_an_attribute_like_others():
+    other = nn.Linear(2, 2)
+    trainer = images_trainer([BasicTrainCB(), SimpleNamespace(after_batch=two_optimizers)])
+    trainer.opt_d = optim.SGD(other.parameters(), 0.1)
+    [row] = trainer.who_writes("opt_d").rows
+    assert row["event"] == "after_batch"
+
+
+def test_a_batch_of_ones_own_and_its_events_have_their_places():
+    trainer = GanTrainer(
+        DataLoaders([(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))]),
+        F.cross_entropy,
+        optim.SGD,
+        nn.Linear(3, 2),
+        [BasicTrainCB(), SimpleNamespace(verify=log), SimpleNamespace(before_extra=log, name="second")],
+    )
+    map = trainer.map()
+    events = [entry.event for entry in map.entries]
+    assert events.index("zero_grad") < events.index("verify") < events.index("before_extra")
+    own = next(entry for entry in map.entries if entry.name == "GanTrainer")
+    assert {"predict", "verify", "extra"} <= own.found.runs
+    assert "second" in map.to_svg()
+
+
+def test_what_has_no_source_is_said():
+    names = {}
+    exec("class HiddenCB:\n    def after_batch(self, trainer): trainer.hidden = 1", names)
+    trainer = images_trainer([BasicTrainCB(), names["HiddenCB"]()])
+    assert "`HiddenCB.after_batch`" in str(trainer.map()) and "source" in str(trainer.map())
+    assert trainer.map("hidden", observe=True).observed == ["`HiddenCB.after_batch` writes hidden"]
+
+
+def test_an_attribute_that_nobody_touches_is_an_error_that_says_so():
+    trainer = images_trainer([BasicTrainCB()])
+    with pytest.raises(LookupError, match="Did you mean `preds`"):
+        trainer.map("pred")
+    with pytest.raises(LookupError, match="Nobody reads or writes"):
+        trainer.who_reads("zzz")
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_every_picture_is_well_formed_and_has_everybody(name, tmp_path):
+    trainer, callback = working(name, tmp_path)
+    map = trainer.map()
+    picture = ElementTree.fromstring(map.to_svg())
+    texts = [o.text for o in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count(callback_name(callback)) == len([o for o in map.entries if o.callback is callback])
+    ElementTree.fromstring(f"<div>{map.to_html()}</div>")
+    assert len(map.table()) == len(map.entries) and map.to_markdown().startswith("| event |")
+
+
+def test_a_map_is_written_in_the_form_of_its_ending(tmp_path):
+    map = images_trainer([BasicTrainCB(), ClipGradCB(1.0)]).map("gradients")
+    for ending, beginning in {"svg": "<svg", "html": "<svg", "md": "| event", "txt": "event"}.items():
+        map.save(tmp_path / f"map.{ending}")
+        assert (tmp_path / f"map.{ending}").read_text().startswith(beginning)
+    with pytest.raises(ValueError, match=r"map.png.*`\.svg`|map.png"):
+        map.save(tmp_path / "map.png")
+
+
+def test_a_map_runs_nothing():
+    class LoudCB:
+        @property
+        def kept(self):
+            raise AssertionError("a property was asked for")
+
+        def after_batch(self, trainer):
+            return self.kept
+
+    trainer = images_trainer([BasicTrainCB(), LoudCB()])
+    before = observe(trainer)
+    trainer.map()
+    unchanged(trainer, before)
+
+
+def test_who_does_not_ask_for_a_map_does_not_load_it():
+    code = "import sys, isaac_loop.loop.trainer; print([o for o in sys.modules if '.inspection' in o])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
