@@ -5,6 +5,8 @@ from ..lazy import lazy
 
 if TYPE_CHECKING:
     from .loop_map import LoopMap as LoopMap
+    from .checks import CheckFailed as CheckFailed
+    from .checks import Findings as Findings
     from .loop_tables import event_table as event_table
     from .loop_tables import state_table as state_table
     from .loop_tables import callback_table as callback_table

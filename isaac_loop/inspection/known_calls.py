@@ -5,6 +5,10 @@
 # %% auto #0
 __all__ = []
 
+# %% ../../nbs/inspection/11_known_calls.ipynb #4a745930
+import ast
+from types import ModuleType
+
 # %% ../../nbs/inspection/11_known_calls.ipynb #0710547f
 def shared(
     path:tuple, # Names, beginning with an attribute of the trainer
@@ -73,3 +77,41 @@ def changed(
     found = {shared(path) for path in on if _by_name(name, path)}
     if ends_in_place(name) and not on and args: found |= {shared(path) for path in args[0] if path}
     return found
+
+# %% ../../nbs/inspection/11_known_calls.ipynb #3d0db87a
+WITH_GRAPH = {('loss',), ('preds',)} # Whoever collects these keeps what the backward pass needs
+DEEDS = 'clips', 'unscales', 'moves', 'averages', 'keeps graph', 'steps'
+
+def _is_device(node):
+    "Whether an argument in the source speaks of a device"
+    text = ast.unparse(node)
+    return 'device' in text or text.strip('\'"').partition(':')[0] in ('cuda', 'cpu', 'mps')
+
+def _moves(name, node):
+    if name in ('to_device', 'cuda'): return True
+    return name == 'to' and any(_is_device(o) for o in (*node.args, *(k.value for k in node.keywords)))
+
+def _averages(name, owner, given, node):
+    "Whether something that does not belong to the trainer takes in the weights of the model"
+    if name == 'update_parameters': return True # Of torch's `AveragedModel`
+    if not given: return False
+    is_method = isinstance(node.func, ast.Attribute) and not isinstance(owner.live, ModuleType)
+    into,*sources = (owner, *given) if is_method else given
+    of_model = {name for value in sources for path in value.paths for name in path}
+    weights = of_model & {'parameters', 'state_dict', 'named_parameters'}
+    return ends_in_place(name) and name not in ('copy_', 'detach_') and not into.paths and bool(weights)
+
+def deeds(
+    name:str, # Of a function or a method
+    owner, # Value of the object
+    given, # Values of the arguments
+    node, # The call in the source
+)->list: # Of `DEEDS`
+    "What a call does, as far as its name tells"
+    reached = {path for value in (owner, *given) for path in value.paths if path}
+    on_gradients = any('grad' in path for path in reached)
+    clips = name.startswith('clip_grad') or on_gradients and name in ('clamp_', 'clip_')
+    opts = [path[0] for path in reached if name == 'step' and is_optimizer(path) and 'made' not in path]
+    found = dict(clips=clips, unscales=name == 'unscale_', moves=_moves(name, node),
+                 averages=_averages(name, owner, given, node))
+    return [deed for deed,is_so in found.items() if is_so] + [f'steps {opt}' for opt in opts]

@@ -68,8 +68,9 @@ def to_follow(
     if not isinstance(f, FunctionType): return False
     package = (f.__module__ or '').partition('.')[0]
     if package == 'isaac_loop' or (home and package == home): return True
-    path = os.path.realpath(inspect.unwrap(f).__code__.co_filename)
-    return package not in _FOREIGN and not path.startswith(_LIBRARIES)
+    code = getattr(inspect.unwrap(f), '__code__', None)
+    if code is None or package in _FOREIGN: return False
+    return not os.path.realpath(code.co_filename).startswith(_LIBRARIES)
 
 def function_of(
     handler, # A function, a bound method, a partial, an object with `__call__`

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/15_read_calls.ipynb #63d312cd
+# %% ../../nbs/inspection/15_read_calls.ipynb #ad517805
 import functools, inspect
 
-from .known_calls import COPIES, FILLING, PARTS, PASSED, changed, is_optimizer, longer
+from .known_calls import COPIES, FILLING, PARTS, PASSED, WITH_GRAPH, changed
+from .known_calls import deeds, is_optimizer, longer
 from .method_source import to_follow
 from .read_expressions import Attributes
 from .read_statements import existing, part_of
@@ -46,10 +47,15 @@ def unpacked(
         else: call = call.of(Value(live=live.func), [*(Value(live=o) for o in live.args), *call.args])
     return call
 
-# %% ../../nbs/inspection/15_read_calls.ipynb #f317fad0
+# %% ../../nbs/inspection/15_read_calls.ipynb #ceddc5c8
 _HARMLESS = {'isinstance', 'issubclass', 'id', 'type', 'repr', 'str', 'print', 'len', 'callable', 'bool',
              'hash', 'WeakKeyDictionary', 'ref', 'proxy', 'warn', 'format', 'dir', 'MethodType'}
 _TELLING = PASSED | _HARMLESS | set(OFFERS)
+
+def _list_of(parts):
+    "A new list, whose elements are tuples with these parts"
+    element = Value(joined(parts).paths, parts=parts, new=True)
+    return Value(element.paths, parts=[element], new=True)
 
 def _updates(path): return is_optimizer(path) and 'made' not in path
 
@@ -64,13 +70,22 @@ class KnownCalls(Attributes):
         if name == 'step' and any(map(_updates, reached)): self.note('reads', 'gradients', call.node)
         if name not in _TELLING and any(o.is_trainer for o in call.given):
             self.doubt(f'hands the trainer to `{name}`', call.node)
-        if name in FILLING: self.absorb(call.node.func.value, owner, joined(call.given))
+        if name in FILLING: self._fill(call)
+        for deed in deeds(name, owner, call.given, call.node): self.do(deed, call.node)
         return self._result(call)
+
+    def _fill(self, call):
+        "A list or a dict gets further elements"
+        target,value = call.node.func.value,joined(call.given)
+        if WITH_GRAPH & value.paths and self.is_kept(target): self.do('keeps graph', call.node)
+        self.absorb(target, call.owner, value)
 
     def _result(self, call):
         "What a known call gives"
         name,owner = call.name,call.owner
         if name == 'next' and call.args: return part_of(call.args[0])
+        if name == 'zip': return _list_of([part_of(o) for o in call.args])
+        if name == 'enumerate' and call.args: return _list_of([NOTHING, part_of(call.args[0])])
         if name in PASSED: return joined(call.given, name in COPIES)
         if name in ('items', 'values') and isinstance(owner.live, dict):
             return existing(tuple(getattr(owner.live, name)()))
@@ -94,7 +109,7 @@ class KnownCalls(Attributes):
         buffers = getattr(vars(self.trainer).get('model'), 'buffers', tuple)
         if any(True for _ in buffers()): self.note('changes', 'model', node)
 
-# %% ../../nbs/inspection/15_read_calls.ipynb #bc5150df
+# %% ../../nbs/inspection/15_read_calls.ipynb #4310f507
 class NewObjects(KnownCalls):
     "Calls of classes"
     def make(self, call):
@@ -108,7 +123,7 @@ class NewObjects(KnownCalls):
             return made
         for path in joined(call.given).paths:
             if len(path) == 1 and is_optimizer(path): self.note('changes', path[0], call.node) # A scheduler
-        if cls.__name__ in PASSED: return joined(call.given, cls.__name__ in COPIES)
+        if cls.__name__ in PASSED: return self._result(call)
         return self._from_optimizers(call.given)
 
     def _make_partial(self, call):

@@ -70,7 +70,7 @@ class Expressions(Assignments):
 
     def of_Lambda(self, node):
         made = Closure(node, self.names, self.around, self.file)
-        self.enter(made, [], {})
+        self.later(made)
         return Value(live=made)
 
     def of_ListComp(self, node):
@@ -115,7 +115,8 @@ class Attributes(Expressions):
         if hasattr(there, 'found') and hasattr(there, 'owner'): there = getattr(type(self.trainer), name)
         if isinstance(there, FunctionType): return Value([], MethodType(there, self.trainer))
         self.note('reads', name, node)
-        if needed and not self.guards & {name, '*'}: self.found.needs.add(name)
+        here = name in self.found.writes or self.found.runs # By this method, or by an event that it runs
+        if needed and not here and not self.guards & {name, '*'}: self.found.needs.add(name)
         if isinstance(there, property): return self._of_property(there, Value([()], self.trainer))
         live = vars(self.trainer).get(name, UNKNOWN)
         return Value([(name,)], UNKNOWN if live is None and name[0] != '_' else live)

@@ -9,7 +9,7 @@ __all__ = []
 import ast, sys
 from contextlib import contextmanager
 
-from .known_calls import longer, shared
+from .known_calls import WITH_GRAPH, longer, shared
 from .read_values import Closure, NOTHING, UNKNOWN, Value
 
 # %% ../../nbs/inspection/13_read_statements.ipynb #732c0fdd
@@ -76,6 +76,12 @@ class Statements:
         names = {name for some in left for name in some}
         self.names = {name: either([some[name] for some in left if name in some]) for name in names}
 
+    def later(self, made):
+        "Follow a function that somebody else may call, at any time"
+        guarded,self.guards = self.guards,self.guards | {'*'}
+        with self.perhaps(): self.enter(made, [], {})
+        self.guards = guarded
+
     @contextmanager
     def perhaps(self, test=None):
         "What is found in the `with` block happens under a condition"
@@ -86,6 +92,10 @@ class Statements:
     def note(self, kind, name, node):
         "Add a finding"
         self.found.note(kind, name, self.place_of(node), not self.doubts)
+
+    def do(self, deed, node):
+        "Note a deed"
+        self.found.do(deed, self.place_of(node), not self.doubts)
 
     def place_of(self, node):
         return f'{self.file}:{node.lineno}'
@@ -123,7 +133,7 @@ class Statements:
         "A function inside: whoever calls it later does what stands in it"
         made = Closure(node, self.names, self.around, self.file)
         self.names[node.name] = Value(live=made)
-        self.enter(made, [], {})
+        self.later(made)
 
 # %% ../../nbs/inspection/13_read_statements.ipynb #d27960e9
 class Branches(Statements):
@@ -181,6 +191,7 @@ class Assignments(Branches):
         value,old = self.value(node.value),self.value(node.target)
         if isinstance(node.target, ast.Name): self.change(old, node)
         else: self.assign(node.target, old)
+        if WITH_GRAPH & value.paths and self.is_kept(node.target): self.do('keeps graph', node)
         self.absorb(node.target, old, value)
 
     def do_Delete(self, node):
@@ -217,6 +228,10 @@ class Assignments(Branches):
         "Write an attribute of the trainer whose name is the value `key`"
         if isinstance(key.live, str): self.note('writes', key.live, node)
         else: self.doubt('sets an attribute whose name is made up', node)
+
+    def is_kept(self, target):
+        "Whether an expression is an attribute of the callback, or of what it has made"
+        return isinstance(target, ast.Attribute) and self.kept_by(self.value(target.value)) is not None
 
     def absorb(self, target, old, value):
         "A list or dict, known as `target`, gets `value` as a further element"

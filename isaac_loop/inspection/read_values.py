@@ -111,6 +111,7 @@ class Found:
         self.reads,self.writes,self.changes = {},{},{} # Attribute to the line where it was seen first
         self.needs,self.sure = set(), set() # Read where it must be there; what happens without condition
         self.runs,self.calls,self.raises = set(),set(),set() # Events; names of functions; of exceptions
+        self.does = {} # Deeds that a name tells, such as 'clips' and 'steps opt', with the line
         self.unclear = [] # What could not be followed
 
     def note(self,
@@ -123,3 +124,12 @@ class Found:
         if name.startswith('_') or name == 'plan' or kind == 'changes' and name in NUMBERS: return
         getattr(self, kind).setdefault(name, line)
         if sure: self.sure.add((kind, name))
+
+    def do(self,
+        deed:str, # One of `DEEDS` in known calls, perhaps with the name of an optimizer
+        line:str='', # Its place
+        sure:bool=True, # Does it happen without a condition?
+    ):
+        "Add a deed"
+        self.does.setdefault(deed, line)
+        if sure: self.sure.add(('does', deed))

@@ -17,7 +17,7 @@ from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN, Value
 from .read_values import joined, looked_up
 from ..loop.shared_attributes import OFFERS
 
-# %% ../../nbs/inspection/16_reading.ipynb #ad23a92b
+# %% ../../nbs/inspection/16_reading.ipynb #7bfb74d5
 _LOOP = ('fit', 'one_epoch', 'one_batch') # Their events are in the plan already
 
 class Calls(NewObjects):
@@ -28,7 +28,7 @@ class Calls(NewObjects):
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else NOTHING
         f = self.of_Attribute(node.func) if isinstance(node.func, ast.Attribute) else self.value(node.func)
         args,named = [self.value(o) for o in node.args],{o.arg: self.value(o.value) for o in node.keywords}
-        name = getattr(node.func, 'attr', getattr(node.func, 'id', ''))
+        name = getattr(node.func, 'attr', '') or getattr(f.live, '__name__', getattr(node.func, 'id', ''))
         self.found.calls.add(name)
         call = unpacked(Called(name, f, owner, args, named, node))
         if owner.is_trainer and isinstance(f.live, MethodType): return self._of_trainer(call)

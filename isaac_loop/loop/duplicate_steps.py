@@ -41,6 +41,9 @@ _BOTH = ('{names} {both} run in every batch, and {outcome}. Leave out all but on
          'should do it alone with `@replaces`; '
          'one that only looks, or changes the outcome, does so in `after_{step}`.')
 
+_USED_UP = ('{first} has run before {second} in this batch, and both go back through the same graph. Leave '
+            'one of the two callbacks out, or mark the one that should do the step alone with `@replaces`.')
+
 class Watch:
     "Sees what the callbacks of one step do in a batch, and warns once of two that do the same"
     def __init__(self,
@@ -59,12 +62,21 @@ class Watch:
         handler,wrote = self.pairs[i][1],self.wrote
         if wrote is None or getattr(trainer, '_side_runs', 0): return handler(trainer, **extra)
         if i == 0: wrote.clear()
-        with _noting(trainer, self.step) as written: handler(trainer, **extra)
+        with _noting(trainer, self.step) as written:
+            try: handler(trainer, **extra)
+            except RuntimeError as error:
+                if i and self.step == 'backward': error.add_note(self._second(i))
+                raise
         wrote[i] = written
         twice = [k for k in wrote if k != i and wrote[k] & wrote[i]]
         if twice: self._tell(trainer, sorted([i, *twice]))
         is_last = i == len(self.pairs)-1
         if is_last and self.step == 'backward': self.wrote = None # Asking all parameters takes time
+
+    def _second(self, i):
+        "Whose `backward` has used up the graph"
+        first,second = (f'`{callback_name(self.pairs[k][0])}.backward`' for k in (i-1, i))
+        return _USED_UP.format(first=first, second=second)
 
     def _tell(self, trainer, found):
         self.wrote = None

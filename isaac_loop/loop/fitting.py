@@ -15,6 +15,7 @@ from ..basics.checks import warn
 from . import advice
 from .callback_list import is_in
 from .passes import Batches, forget, n_batches
+from .plan_checks import warn_of_findings
 
 # %% ../../nbs/loop/29_fitting.ipynb #afc8af81
 _OTHERS = ('`keep_opt=True` would go on with an optimizer that holds no parameter of this model, '
@@ -203,6 +204,7 @@ def one_fit(
         if train: ready_optimizer(trainer, keep_opt)
         trainer.plan.build(trainer.callbacks)
         if train: advice.warn_of_missing_steps(trainer)
+        if train: warn_of_findings(trainer)
         trainer.history.start_fit()
         trainer._last_ended,trainer._ended = trainer._ended,False
         trainer._note_state()

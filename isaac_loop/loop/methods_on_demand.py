@@ -15,6 +15,7 @@ ELSEWHERE = {
         'map': 'inspection.loop_map',
         'who_writes': 'inspection.loop_map',
         'who_reads': 'inspection.loop_map',
+        'check': 'inspection.checks',
         'summarize_model': 'inspection.model_summary',
         'show_image_batch': 'show.plots',
         'lr_find': 'tune.lr_finder',

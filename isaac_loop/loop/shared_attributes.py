@@ -70,6 +70,8 @@ OFFERS = {
         'a method of trainer, event and error that adds notes to the error; no cancel is explained'),
     'stateless': ('any callback', 'whoever saves the run',
         'what it may forget when a run goes on: True for all, or names of attributes'),
+    'silent': ('any callback', 'the checks of a fit, and `trainer.check`',
+        'names of findings about it that are meant so, such as `order_turned`'),
     'columns': ('who writes into rows, such as `MetricsCB`',
         'who watches a column, such as `EarlyStoppingCB`, or writes some, such as `EvaluatorCB`',
         'names of the columns it will write, or a function of the trainer; `*` stands for anything'),

@@ -1,0 +1,455 @@
+"""`trainer.check()` against mistakes that people have made, and against loops that are right.
+
+Every planted fault is found by name; nothing is found in any callback of the library, nor in a group of them.
+"""
+
+import io
+import warnings
+from contextlib import redirect_stdout
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+import runs
+from isaac_loop import Trainer, replaces
+from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchTransformCB, ClipGradCB, DeviceCB
+from isaac_loop.callbacks import EMACB, MetricsCB, MixedPrecisionCB, ProgressCB
+from isaac_loop.data import DataLoaders
+from isaac_loop.inspection import CheckFailed
+from isaac_loop.loop.events import CancelBatchException, CancelStepException, Order
+from isaac_loop.loop.plan_checks import plan_findings
+from working import WORKING, images_trainer, working
+
+clip = nn.utils.clip_grad_norm_
+
+
+def found_in(trainer, **options):
+    "The names of all findings"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            findings = trainer.check(**options)
+        except CheckFailed as error:
+            return [o.name for o in error.findings]
+    assert len(told) == len(findings), "each is warned of once"
+    return [o.name for o in findings]
+
+
+# Real reports, and mistakes of the same kind
+
+
+class OptimizerCB:
+    "catalyst 507: the optimizer callback came before the criterion, and read a loss that was not there"
+
+    order = -5
+
+    def after_predict(self, trainer):
+        trainer.loss.backward()
+
+
+class ScaledStepCB:
+    "A scaler of one's own"
+
+    def before_backward(self, trainer):
+        trainer.loss = trainer.loss * self.scaler.get_scale()
+
+    def before_fit(self, trainer):
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def before_step(self, trainer):
+        self.scaler.unscale_(trainer.opt)
+
+
+class ClipAfterBackwardCB:
+    "allennlp 5426, TorchSSL 59: gradients were clipped before they were un-scaled"
+
+    def after_backward(self, trainer):
+        clip(trainer.model.parameters(), 1.0)
+
+
+class ClampCB:
+    def after_backward(self, trainer):
+        for p in trainer.model.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-0.1, 0.1)
+
+
+class GatherCB:
+    "Accumulation of one's own"
+
+    order = 5
+
+    def before_step(self, trainer):
+        if trainer.batch_num % 2 == 0:
+            raise CancelStepException()
+
+    def before_zero_grad(self, trainer):
+        if trainer.batch_num % 2 == 0:
+            raise CancelStepException()
+
+
+class ClipFirstCB:
+    "diffusers 721, lingua 59: each small batch was clipped, not the sum"
+
+    order = -200
+
+    def before_step(self, trainer):
+        clip(trainer.model.parameters(), 1.0)
+
+
+class MeanWeightsCB:
+    def before_fit(self, trainer):
+        self.mean = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+    def before_step(self, trainer):
+        for name, p in trainer.model.named_parameters():
+            self.mean[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+
+
+class TorchAverageCB:
+    def before_fit(self, trainer):
+        self.average = optim.swa_utils.AveragedModel(trainer.model)
+
+    def after_backward(self, trainer):
+        self.average.update_parameters(trainer.model)
+
+
+class EarlyPrintCB:
+    "Prints the row of an epoch before the metrics are in it"
+
+    def after_epoch(self, trainer):
+        print(trainer.history[-1])
+
+
+class LateColumnCB:
+    order = Order.LAST
+
+    def log(self, trainer):
+        trainer.history.write(gap=trainer.history[-1]["valid_loss"])
+
+
+class ToDeviceCB:
+    "Moves the batch in the order of the steps, after everybody who changes data"
+
+    def before_batch(self, trainer):
+        trainer.batch = [x.to("cpu", non_blocking=True) for x in trainer.batch]
+
+
+class EarlyClipCB(ClipGradCB):
+    order = Order.DEVICE
+
+
+class NeedsTeacherCB:
+    def after_get_loss(self, trainer):
+        trainer.loss = trainer.loss + F.mse_loss(trainer.preds, trainer.teacher_preds)
+
+
+class TeacherCB:
+    order = 9
+
+    def after_get_loss(self, trainer):
+        trainer.teacher_preds = trainer.preds.detach()
+
+
+class SecondStepCB:
+    def after_backward(self, trainer):
+        trainer.opt.step()
+
+
+class LossA:
+    def after_get_loss(self, trainer):
+        trainer.target_rate = 0.1
+
+
+class LossB(LossA):
+    name = "LossB"
+
+    def after_get_loss(self, trainer):
+        trainer.target_rate = 0.2
+
+
+class ReturnsCB:
+    "As in other libraries"
+
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        x = x.flip(-1)
+        return x, y
+
+
+class SumsCB:
+    def before_epoch(self, trainer):
+        self.total = 0.0
+
+    def after_batch(self, trainer):
+        self.total += trainer.loss
+
+
+class ValidationOnlyCB:
+    on_train = False
+
+    def after_step(self, trainer):
+        self.n = 1
+
+
+FAULTS = {
+    "catalyst 507: the loss is read before it exists": ([OptimizerCB()], "read_before_written"),
+    "allennlp 5426: clipped while scaled": ([ScaledStepCB(), ClipAfterBackwardCB()], "clip_before_unscale"),
+    "TorchSSL 59: clamped while scaled": ([MixedPrecisionCB("float16"), ClampCB()], "clip_before_unscale"),
+    "a subclass comes before un-scaling": (
+        [MixedPrecisionCB("float16"), EarlyClipCB(1.0)],
+        "clip_before_unscale",
+    ),
+    "diffusers 721: clipped in each small batch": (
+        [AccumulationCB(2), ClipAfterBackwardCB()],
+        "clip_every_micro_batch",
+    ),
+    "lingua 59: clipped before a gatherer of one's own": (
+        [GatherCB(), ClipFirstCB()],
+        "clip_every_micro_batch",
+    ),
+    "an average before the step": ([MeanWeightsCB()], "average_before_step"),
+    "torch's average before the step": ([TorchAverageCB()], "average_before_step"),
+    "a row is printed before the metrics are in it": ([MetricsCB(), EarlyPrintCB()], "metrics_after_report"),
+    "a column comes after the bar": (
+        [MetricsCB(), ProgressCB("plain"), LateColumnCB()],
+        "metrics_after_report",
+    ),
+    "the batch moves after it was augmented": (
+        [BatchTransformCB(lambda batch: batch), ToDeviceCB()],
+        "device_after_augment",
+    ),
+    "a subclass turns an order round": ([MixedPrecisionCB("float16"), EarlyClipCB(1.0)], "order_turned"),
+    "nobody provides it": ([NeedsTeacherCB()], "no_provider"),
+    "it is provided too late": ([NeedsTeacherCB(), TeacherCB()], "read_before_written"),
+    "two steps": ([SecondStepCB()], "double_step"),
+    "two writers": ([LossA(), LossB()], "writers_without_order"),
+    "what is returned is lost": ([ReturnsCB()], "return_ignored"),
+    "the graph of every batch is kept": ([SumsCB()], "keeps_graph"),
+    "it never runs": ([ValidationOnlyCB()], "waits_in_vain"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_planted_fault_is_found_by_name(case):
+    callbacks, name = FAULTS[case]
+    trainer = images_trainer([BasicTrainCB(), *callbacks])
+    assert name in found_in(trainer)
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_fault_that_is_meant_is_silent_by_its_name(case):
+    callbacks, name = FAULTS[case]
+    trainer = images_trainer([BasicTrainCB(), *callbacks])
+    assert name not in found_in(trainer, ignore=name)
+    callbacks[-1].silent = (name,)
+    try:
+        assert name not in found_in(trainer)
+    finally:
+        del callbacks[-1].silent
+
+
+def test_a_finding_names_everybody_and_its_own_name():
+    trainer = images_trainer([BasicTrainCB(), SecondStepCB()])
+    with pytest.raises(CheckFailed, match="double_step") as failed:
+        trainer.check()
+    text = str(failed.value)
+    assert "`SecondStepCB.after_backward`" in text and "`BasicTrainCB.step`" in text and "ignore=" in text
+    assert failed.value.findings[0].spoils
+
+
+# What is right
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_nothing_is_found_in_a_callback_of_the_library(name, tmp_path):
+    trainer, _ = working(name, tmp_path)
+    assert found_in(trainer) == []
+
+
+def test_nothing_is_found_in_a_run_with_everything():
+    assert found_in(runs.make_trainer(runs.everything())) == []
+    cbs = [BasicTrainCB(), DeviceCB("cpu"), MixedPrecisionCB("float16"), AccumulationCB(2), ClipGradCB(1.0)]
+    assert found_in(images_trainer([*cbs, EMACB(0.9), MetricsCB()])) == []
+
+
+class RightCB:
+    "State, guards, helpers, a second optimizer, a value from the last batch: all of it meant"
+
+    def before_fit(self, trainer):
+        self.losses, trainer.margin = [], 0.0
+
+    def before_batch(self, trainer):
+        self.last = getattr(trainer, "preds_before", None)
+        self.first = trainer.margin
+
+    def after_batch(self, trainer):
+        trainer.preds_before = trainer.preds.detach()
+        self.losses.append(trainer.loss.item())
+        if trainer.batch_num > 0:
+            self.n = trainer.seen_before
+        trainer.seen_before = True
+
+    def helper(self, trainer):
+        return trainer.loss
+
+    def after_get_loss(self, trainer):
+        self.value = self.helper(trainer).detach()
+
+
+class TwoOptimizersTrainer(Trainer):
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+
+class StepHeadCB:
+    def after_step(self, trainer):
+        trainer.opt_head.step()
+        trainer.opt_head.zero_grad()
+
+
+class OwnStepCB:
+    @replaces
+    def step(self, trainer):
+        trainer.opt.step()
+
+
+class CastCB:
+    def before_batch(self, trainer):
+        trainer.batch = [x.to(torch.float32) if x.is_floating_point() else x for x in trainer.batch]
+
+
+RIGHT = {
+    "state and guards": [RightCB()],
+    "a step of one's own instead": [OwnStepCB()],
+    "a cast after a transform": [BatchTransformCB(lambda batch: batch), CastCB()],
+    "a lambda that returns": [SimpleNamespace(after_batch=lambda trainer: trainer.loss)],
+    "clipping in its place": [AccumulationCB(2), MixedPrecisionCB("float16"), ClipGradCB(1.0)],
+    "clipping of half precision that has no scale": [MixedPrecisionCB("bfloat16"), ClipAfterBackwardCB()],
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_nothing_is_found_in_what_is_right(case):
+    assert found_in(images_trainer([BasicTrainCB(), *RIGHT[case]])) == []
+
+
+def test_a_second_optimizer_makes_no_double_step():
+    trainer = images_trainer([BasicTrainCB(), StepHeadCB()])
+    trainer.opt_head = optim.SGD(trainer.model[1].parameters(), 0.1)
+    assert found_in(trainer) == []
+
+
+class PredictTrainer(Trainer):
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+
+
+class HelpedTrainer(Trainer):
+    "Its batch runs steps by a helper, and some under a condition"
+
+    def one_batch(self):
+        self.forward()
+        if self.training:
+            self.learn(["backward", "step"])
+            self.run_callbacks("zero_grad")
+
+    def forward(self):
+        self.run_callbacks("predict", "get_loss")
+
+    def learn(self, steps):
+        self.run_callbacks(*steps)
+
+
+def test_who_waits_for_steps_that_a_batch_of_ones_own_does_not_run_is_told():
+    parts = DataLoaders([(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))]), F.cross_entropy, optim.SGD
+    callbacks = [BasicTrainCB(), ClipGradCB(1.0)]
+    assert found_in(PredictTrainer(*parts, nn.Linear(3, 2), callbacks)) == ["waits_in_vain"]
+    assert found_in(HelpedTrainer(*parts, nn.Linear(3, 2), callbacks)) == []
+
+
+# At every fit
+
+
+def test_a_turned_order_is_told_once_by_every_trainer_that_trains_with_it():
+    trainer = images_trainer([BasicTrainCB(), MixedPrecisionCB("bfloat16"), EarlyClipCB(1.0)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(1)
+        trainer.fit(1)
+    assert [str(o.message).rpartition(" ")[2] for o in told] == ["(order_turned)"]
+    EarlyClipCB.silent = "order_turned"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            images_trainer([BasicTrainCB(), MixedPrecisionCB("bfloat16"), EarlyClipCB(1.0)]).fit(1)
+    finally:
+        del EarlyClipCB.silent
+
+
+class WholeLoopCB:
+    "A second training loop"
+
+    def predict(self, trainer):
+        trainer.preds = trainer.model(trainer.batch[0])
+
+    def get_loss(self, trainer):
+        trainer.loss = F.cross_entropy(trainer.preds, trainer.batch[1])
+
+    def backward(self, trainer):
+        trainer.loss.backward()
+
+    def step(self, trainer):
+        trainer.opt.step()
+
+
+@pytest.mark.filterwarnings("ignore:`BasicTrainCB")
+def test_a_second_backward_that_fails_names_both_callbacks():
+    trainer = images_trainer([BasicTrainCB(), WholeLoopCB()])
+    with pytest.raises(RuntimeError, match="second time") as failed:
+        trainer.fit(1)
+    notes = " ".join(failed.value.__notes__)
+    assert "`BasicTrainCB.backward` has run before `WholeLoopCB.backward`" in notes and "@replaces" in notes
+
+
+def test_the_checks_of_a_fit_find_nothing_in_a_run_with_everything():
+    trainer = runs.make_trainer(runs.everything())
+    trainer.plan.build(trainer.callbacks)
+    assert plan_findings(trainer) == []
+
+
+def test_a_check_changes_nothing():
+    plain = runs.fit(runs.make_trainer(runs.everything()))
+    checked = runs.make_trainer(runs.everything())
+    with redirect_stdout(io.StringIO()) as said:
+        checked.check()
+    assert not said.getvalue()
+    runs.same(plain, runs.fit(checked))
+
+
+def test_a_name_that_is_no_check_is_refused():
+    with pytest.raises(LookupError, match="Did you mean `double_step`"):
+        images_trainer([BasicTrainCB()]).check(ignore="doublestep")
+
+
+class CancelledCB:
+    def after_backward(self, trainer):
+        if trainer.batch_num % 2:
+            raise CancelBatchException()
+
+
+def test_gathering_by_cancelled_batches_beside_mixed_precision_is_no_fault_here():
+    "fastai 3048: there the cancelled batch was not un-scaled. Here un-scaling is a part of the step"
+    weights = []
+    for precision in ([], [MixedPrecisionCB("float16")]):
+        trainer = images_trainer([BasicTrainCB(), CancelledCB(), *precision], opt_func=optim.SGD)
+        assert found_in(trainer) == []
+        trainer.fit(1, 0.1)
+        assert trainer.n_updates == 2
+        weights.append(trainer.model[1].weight.detach())
+    assert torch.allclose(*weights, atol=0.02)
