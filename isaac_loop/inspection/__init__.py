@@ -5,6 +5,9 @@ from ..lazy import lazy
 
 if TYPE_CHECKING:
     from .loop_map import LoopMap as LoopMap
+    from .trace import Trace as Trace
+    from .comparison import compare as compare
+    from .comparison import Comparison as Comparison
     from .checks import CheckFailed as CheckFailed
     from .checks import Findings as Findings
     from .loop_tables import event_table as event_table

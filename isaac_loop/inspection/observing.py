@@ -161,12 +161,22 @@ def observing(
         try: yield record
         finally: trainer.__class__ = cls
 
-# %% ../../nbs/inspection/19_observing.ipynb #06947ab8
+# %% ../../nbs/inspection/19_observing.ipynb #e3fb127c
+def one_batch_alone():
+    "A callback that ends each pass after a batch, also where there is another of its kind"
+    one = NBatchCB(1)
+    one.name = 'one_batch_alone'
+    return one
+
+def passes_of(trainer):
+    "For which passes there is a loader, as arguments of `fit`"
+    return {name: getattr(trainer.dls, name, None) is not None for name in ('train', 'valid')}
+
 def observe_batch(
     trainer, # Is as before, bit for bit
 )->Record:
     "What is seen in one training batch and one validation batch"
     with trainer.snapshot(), redirect_stdout(io.StringIO()), trainer.side_run(below=Order.SAVE):
         with observing(trainer) as record:
-            trainer.fit(1, vars(trainer).get('lr', 1e-3), NBatchCB(1), valid=trainer.dls.valid is not None)
+            trainer.fit(1, vars(trainer).get('lr', 1e-3), one_batch_alone(), **passes_of(trainer))
     return record

@@ -16,6 +16,7 @@ ELSEWHERE = {
         'who_writes': 'inspection.loop_map',
         'who_reads': 'inspection.loop_map',
         'check': 'inspection.checks',
+        'trace': 'inspection.trace',
         'summarize_model': 'inspection.model_summary',
         'show_image_batch': 'show.plots',
         'lr_find': 'tune.lr_finder',

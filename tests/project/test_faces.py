@@ -65,8 +65,9 @@ FACES = {
         EarlyStoppingCB InterruptCB LimitCB LossSpikeCB NonFiniteStopCB SamePredictionsCB
     """,
     "inspection": """
-        ActivationStatsCB callback_table CheckFailed event_table Findings GradientPlotCB GradientStatsCB
-        HooksCallback LoopMap NonFiniteCB ProfilerCB show_source state_table summarize_model UpdateRatioCB
+        ActivationStatsCB callback_table CheckFailed compare Comparison event_table Findings GradientPlotCB
+        GradientStatsCB HooksCallback LoopMap NonFiniteCB ProfilerCB show_source state_table summarize_model
+        Trace UpdateRatioCB
     """,
     "evaluate": """
         binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB

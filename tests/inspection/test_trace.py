@@ -1,0 +1,161 @@
+"""A trace of one batch, and the comparison of two trainers, against what is known of them.
+
+A trace may be taken at any time: afterwards everything is as it was, bit for bit, also when the batch fails.
+"""
+
+import io
+from contextlib import redirect_stdout
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+import runs
+from isaac_loop import Trainer
+from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, ClipGradCB, MetricsCB, NBatchCB
+from isaac_loop.data import DataLoaders
+from isaac_loop.inspection import compare
+from observing import observe, unchanged
+from working import WORKING, images_trainer, working
+
+
+def plain_trainer(cbs, n=3):
+    batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(n)]
+    return runs.make_trainer(cbs, DataLoaders(batches, batches))
+
+
+def test_a_trace_leaves_nothing_behind():
+    trainer = runs.fit(plain_trainer(runs.everything()), 1)
+    before = observe(trainer, skip=[trainer._aside])
+    with redirect_stdout(io.StringIO()) as said:
+        trainer.trace(valid=True)
+    unchanged(trainer, before, skip=[trainer._aside])
+    assert not said.getvalue()
+
+
+def test_training_after_a_trace_is_training_without_one():
+    plain = runs.fit(runs.make_trainer(runs.everything()))
+    traced = runs.make_trainer(runs.everything())
+    traced.trace()
+    runs.same(plain, runs.fit(traced))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", WORKING)
+def test_every_callback_can_be_traced(name, tmp_path):
+    trainer, _ = working(name, tmp_path)
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    events = [step.event for step in trainer.trace().steps]
+    assert "predict" in events
+    assert all(map(torch.equal, weights, trainer.model.parameters()))
+
+
+def test_a_trace_tells_shapes_dtypes_and_what_became_of_them():
+    def halve(trainer):
+        trainer.preds = trainer.preds.half()
+
+    def grow(trainer):
+        trainer.batch = (trainer.batch[0].double(), trainer.batch[1])
+
+    steps = SimpleNamespace(after_predict=halve), SimpleNamespace(cleanup_predict=grow, name="grow")
+    trace = plain_trainer([BasicTrainCB(), *steps]).trace()
+    changes = {step.event: step.changes for step in trace.steps}
+    assert changes["predict"]["preds"] == "float32 (4, 3) cpu"
+    assert changes["after_predict"] == {"preds": "float32 (4, 3) cpu -> float16 (4, 3) cpu"}
+    assert "float64 (4, 8) cpu" in changes["cleanup_predict"]["batch"]
+    assert changes["backward"] == {"gradients": "6 of 6 changed"}
+    assert changes["zero_grad"] == {"gradients": "6 of 6 cleared"}
+
+
+def test_what_runs_inside_a_callback_is_not_told_twice():
+    class InnerCB:
+        def after_batch(self, trainer):
+            trainer.outer = 1
+            trainer.run_callbacks("extra")
+
+    class MoreTrainer(Trainer):
+        events = ("extra",)
+
+    def extra(trainer):
+        trainer.inner = 2
+
+    batches = [(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))]
+    cbs = [BasicTrainCB(), InnerCB(), SimpleNamespace(extra=extra)]
+    trace = MoreTrainer(DataLoaders(batches), F.cross_entropy, optim.SGD, nn.Linear(3, 2), cbs).trace()
+    found = {step.event: step.changes for step in trace.steps if step.event in ("after_batch", "extra")}
+    assert found == {"after_batch": {"outer": "1"}, "extra": {"inner": "2"}}
+
+
+def test_a_batch_that_fails_leaves_the_trainer_as_it_was():
+    def fail(trainer):
+        trainer.model[0].weight.data.zero_()
+        raise ValueError("no")
+
+    trainer = plain_trainer([BasicTrainCB(), SimpleNamespace(after_step=fail)])
+    before = observe(trainer, skip=[trainer._aside])
+    with pytest.raises(ValueError, match="no"):
+        trainer.trace()
+    unchanged(trainer, before, skip=[trainer._aside])
+    assert trainer.plan.changes == ()
+
+
+def test_a_trace_takes_a_rate_and_a_pass():
+    trainer = plain_trainer([BasicTrainCB()])
+    assert not any(step.event == "step" for step in trainer.trace(train=False, valid=True).steps)
+    assert "step" in str(trainer.trace(lr=0.5)) and "| step |" in trainer.trace()._repr_markdown_()
+    with pytest.raises(ValueError, match="leaves nothing to show"):
+        trainer.trace(train=False)
+
+
+def test_a_trace_in_the_middle_of_a_fit_changes_nothing_of_it():
+    class TraceCB:
+        def after_batch(self, trainer):
+            if trainer.training and trainer.batch_num == 2:
+                self.trace = trainer.trace()
+
+    class IdleCB:
+        def after_batch(self, trainer):
+            pass
+
+    runs.same(
+        runs.fit(runs.make_trainer([BasicTrainCB(), MetricsCB(), IdleCB()]), 2),
+        runs.fit(runs.make_trainer([BasicTrainCB(), MetricsCB(), TraceCB()]), 2),
+    )
+
+
+# Two trainers
+
+
+def test_only_what_differs_is_told():
+    a, b = (images_trainer([BasicTrainCB(), ClipGradCB(o), MetricsCB()]) for o in (1.0, 0.5))
+    assert compare(a, a).differences == {} and str(compare(a, a)) == "Nothing differs."
+    assert compare(a, b).differences == {"ClipGradCB": ("ClipGradCB(1.0)", "ClipGradCB(0.5)")}
+    c = images_trainer([BasicTrainCB(), ClipGradCB(1.0), MetricsCB()], opt_func=optim.SGD)
+    assert list(compare(a, c).differences) == ["opt_func"]
+
+
+def test_a_further_callback_is_told_with_its_place_and_what_it_writes():
+    a = images_trainer([BasicTrainCB()])
+    b = images_trainer([BasicTrainCB(), AccumulationCB(2)])
+    found = compare(a, b).differences
+    assert found["AccumulationCB"] == (None, "AccumulationCB()")
+    assert found["at before_step"] == (None, "AccumulationCB")
+    assert "AccumulationCB.before_backward" in found["who writes loss"][1]
+
+
+def test_an_order_that_is_another_is_told():
+    def two(order):
+        cbs = [SimpleNamespace(after_batch=print, name=name, order=o) for name, o in zip("ab", order)]
+        return images_trainer([BasicTrainCB(), NBatchCB(1), *cbs])
+
+    assert compare(two((1, 2)), two((3, 2))).differences == {
+        "a.order": ("1", "3"),
+        "at after_batch": ("a, b", "b, a"),
+    }
+
+
+def test_what_is_no_trainer_is_refused():
+    with pytest.raises(TypeError, match="is no trainer"):
+        compare(images_trainer([BasicTrainCB()]), None)
