@@ -14,7 +14,7 @@ from ..loop.events import STEPS, handler_of
 from ..loop.handlers import TrainersOwn, order_of
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/22_check_orders.ipynb #5cc4f9e7
+# %% ../../nbs/inspection/22_check_orders.ipynb #fd8b436b
 _EARLY = ('{average} takes the weights into an average, and {step} changes them only afterwards, so the '
           'average is always one update behind. Do it in `after_step`.')
 _ROW = ('{reader} reads the history, and {writer} completes the row only afterwards: the last number is '
@@ -38,7 +38,8 @@ def early_readers(scene):
     end += [o for o in scene.entries if o.event == 'log']
     found = []
     for i,entry in enumerate(end):
-        reads = is_sure(entry, 'reads', 'history') and 'history' not in entry.found.changes
+        takes_row = entry.event == 'log' or 'reads row' in entry.found.does
+        reads = takes_row and is_sure(entry, 'reads', 'history') and 'history' not in entry.found.changes
         if not reads or entry.event == 'cleanup_epoch': continue
         later = next((o for o in end[i+1:] if _completes(o) and not _known_pair(entry, o)), None)
         if later is None: continue

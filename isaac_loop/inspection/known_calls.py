@@ -80,7 +80,7 @@ def changed(
 
 # %% ../../nbs/inspection/11_known_calls.ipynb #3d0db87a
 WITH_GRAPH = {('loss',), ('preds',)} # Whoever collects these keeps what the backward pass needs
-DEEDS = 'clips', 'unscales', 'moves', 'averages', 'keeps graph', 'steps'
+DEEDS = 'clips', 'unscales', 'moves', 'averages', 'keeps graph', 'reads row', 'steps'
 
 def _is_device(node):
     "Whether an argument in the source speaks of a device"

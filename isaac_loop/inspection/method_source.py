@@ -74,10 +74,12 @@ def to_follow(
 
 def function_of(
     handler, # A function, a bound method, a partial, an object with `__call__`
-)->tuple: # The function, and the object that it is bound to, or None
+)->tuple: # The function, and what it is given before the trainer: its object, arguments of a partial
     "The function behind a handler"
-    while isinstance(handler, functools.partial): handler = handler.func
-    if isinstance(handler, MethodType): return handler.__func__,handler.__self__
-    if isinstance(handler, FunctionType): return handler,None
+    if isinstance(handler, functools.partial):
+        f,given = function_of(handler.func)
+        return f,(*given, *handler.args)
+    if isinstance(handler, MethodType): return handler.__func__,(handler.__self__,)
+    if isinstance(handler, FunctionType): return handler,()
     method = inspect.getattr_static(type(handler), '__call__', None)
-    return (method, handler) if isinstance(method, FunctionType) else (None, None)
+    return (method, (handler,)) if isinstance(method, FunctionType) else (None, ())

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/15_read_calls.ipynb #ad517805
-import functools, inspect
+# %% ../../nbs/inspection/15_read_calls.ipynb #dd235fe4
+import ast, functools, inspect
 
 from .known_calls import COPIES, FILLING, PARTS, PASSED, WITH_GRAPH, changed
 from .known_calls import deeds, is_optimizer, longer
@@ -47,7 +47,7 @@ def unpacked(
         else: call = call.of(Value(live=live.func), [*(Value(live=o) for o in live.args), *call.args])
     return call
 
-# %% ../../nbs/inspection/15_read_calls.ipynb #ceddc5c8
+# %% ../../nbs/inspection/15_read_calls.ipynb #060c720b
 _HARMLESS = {'isinstance', 'issubclass', 'id', 'type', 'repr', 'str', 'print', 'len', 'callable', 'bool',
              'hash', 'WeakKeyDictionary', 'ref', 'proxy', 'warn', 'format', 'dir', 'MethodType'}
 _TELLING = PASSED | _HARMLESS | set(OFFERS)
@@ -70,7 +70,7 @@ class KnownCalls(Attributes):
         if name == 'step' and any(map(_updates, reached)): self.note('reads', 'gradients', call.node)
         if name not in _TELLING and any(o.is_trainer for o in call.given):
             self.doubt(f'hands the trainer to `{name}`', call.node)
-        if name in FILLING: self._fill(call)
+        if name in FILLING and isinstance(call.node.func, ast.Attribute): self._fill(call)
         for deed in deeds(name, owner, call.given, call.node): self.do(deed, call.node)
         return self._result(call)
 

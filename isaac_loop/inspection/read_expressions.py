@@ -123,6 +123,7 @@ class Attributes(Expressions):
 
     def of_Subscript(self, node):
         owner,key = self.value(node.value),self.value(node.slice)
+        if ('history',) in owner.paths: self.do('reads row', node)
         if owner.is_vars: return self.by_name(key, node)
         if owner.parts and isinstance(key.live, int) and -len(owner.parts) <= key.live < len(owner.parts):
             return owner.parts[key.live]

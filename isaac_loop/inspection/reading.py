@@ -115,7 +115,7 @@ class Builtins(Calls):
     def call_super(self, node):
         return Value(live=Parent(self.callback, self.around.get('__class__', type(self.callback))))
 
-# %% ../../nbs/inspection/16_reading.ipynb #10d44068
+# %% ../../nbs/inspection/16_reading.ipynb #d8cd3dcc
 _SCOPE = 'names', 'around', 'returned', 'guards', 'file', 'doubts' # Of one function
 
 class Reader(Builtins):
@@ -140,10 +140,11 @@ class Reader(Builtins):
     )->Found:
         "What `handler` may do"
         self._begin()
-        f,bound = function_of(handler)
+        f,given = function_of(handler)
         trainer = Value([()], self.trainer)
+        named = {k: Value(live=v) for k,v in getattr(handler, 'keywords', {}).items()} # Of a partial
         if f is None or not to_follow(f, self.home): self.found.unclear.append('has no source')
-        else: self.follow(f, [trainer] if bound is None else [Value(live=bound), trainer], {})
+        else: self.follow(f, [*(Value(live=o) for o in given), trainer], named)
         return self.found
 
     def follow(self, f, args, named):

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/loop/36_plan_checks.ipynb #f074e6cb
+# %% ../../nbs/loop/36_plan_checks.ipynb #2ee6055f
 from ..basics.checks import warn
-from .events import STEPS, callback_name
+from .events import Order, STEPS, callback_name
 from .handlers import order_of
 
 # %% ../../nbs/loop/36_plan_checks.ipynb #931ae9e7
@@ -39,7 +39,7 @@ def is_silent(
     silent = [names_in(getattr(cb, 'silent', None)) for cb in finding.callbacks]
     return any(finding.name in names for names in (*silent, names_in(ignore)))
 
-# %% ../../nbs/loop/36_plan_checks.ipynb #879a5ae5
+# %% ../../nbs/loop/36_plan_checks.ipynb #c834db41
 _TURNED = ('`{mine}` sets `order = {order}`, so in `{event}` it runs {now} `{other}`; `{base}`, which it '
            'is made from, runs {usual} it. If that is not meant, leave `order` out.')
 
@@ -54,6 +54,11 @@ def _own_order(cb):
 
 def _is_ours(kind): return kind.__module__.partition('.')[0] == 'isaac_loop'
 
+def _matters(usual, other, event):
+    "Whether the order of two is more than a matter of taste: both act on the batch, or on the row"
+    if usual < Order.RECORD: return order_of(other) < Order.RECORD and not event.endswith(('_fit', '_epoch'))
+    return order_of(other) >= Order.RECORD and event == 'log'
+
 def _side(a, b): return (a > b) - (a < b)
 
 def turned_orders(
@@ -66,8 +71,8 @@ def turned_orders(
     for key,(usual,base) in turned.items():
         mine = everybody[key]
         for event,pairs in entries.items():
-            if event.endswith('_fit') or not any(cb is mine for cb,_ in pairs): continue
-            for other,_ in pairs:
+            if not any(cb is mine for cb,_ in pairs): continue
+            for other in (cb for cb,_ in pairs if _matters(usual, cb, event)):
                 now,before = _side(order_of(mine), order_of(other)),_side(usual, order_of(other))
                 if now*before < 0: found.setdefault((key, id(other)), _turned(mine, other, event, base, now))
     return list(found.values())
