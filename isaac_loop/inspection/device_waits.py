@@ -79,7 +79,7 @@ def _is_between(frame):
     if '__tracebackhide__' in frame.f_code.co_varnames: return True
     return str(frame.f_globals.get('__name__')).partition('.')[0] == 'torch'
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #d53c2828
+# %% ../../nbs/inspection/74_device_waits.ipynb #b4963990
 class _Looking(TorchDispatchMode):
     "Calls `found` with what waits, as long as there is something to call"
     supports_higher_order_operators = True
@@ -95,11 +95,13 @@ class _Looking(TorchDispatchMode):
         if what: self.found(what)
         return func(*args, **kwargs)
 
-    def take_off(self):
-        "Look away, and leave if this is on top"
+    def taken_off(self):
+        "Look away, and leave if this is on top; whether it has left"
         self.found,modes = None,_get_current_dispatch_mode_stack()
         if modes and modes[-1] is self: self.__exit__(None, None, None)
-        elif modes and not any(mode is self for mode in modes): _pop_mode()
+        elif any(mode is self for mode in modes): return False
+        elif modes: _pop_mode()
+        return True
 
 # %% ../../nbs/inspection/74_device_waits.ipynb #8bf32de4
 _WAITING = [(torch.cuda, 'synchronize'), (torch.accelerator, 'synchronize'), (torch.mps, 'synchronize'),
@@ -125,7 +127,7 @@ class _Replaced:
         for (owner,name,f),mine in zip(self.before, self.mine):
             if getattr(owner, name) is mine: setattr(owner, name, f)
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #aa05d31d
+# %% ../../nbs/inspection/74_device_waits.ipynb #1a0b7185
 class DeviceWaits:
     "Who waits for the device in the first batches, how, and in which line"
     def __init__(self,
@@ -151,10 +153,9 @@ class DeviceWaits:
 
     def end(self):
         "The batch is over"
-        if self._replaced is not None: self._replaced.put_back()
-        if self._mode is not None: self._mode.take_off()
-        covered = any(mode is self._mode for mode in _get_current_dispatch_mode_stack())
-        self._mode,self._replaced = self._mode if covered else None,None
+        if self._mode is None: return
+        self._replaced.put_back()
+        if self._mode.taken_off(): self._mode = None
 
     def _note(self, what):
         __tracebackhide__ = True

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LOOP', 'DATA', 'advice_on', 'LoopTimes']
 
-# %% ../../nbs/inspection/76_time_report.ipynb #d4f29a7d
+# %% ../../nbs/inspection/76_time_report.ipynb #a741caeb
 import json
 
 from fastcore.basics import patch
@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from ..basics.checks import did_you_mean, local_path
 from ..basics.tables import Table
 from ..loop.events import STEPS, callback_name
+from ..show.media_files import replace_file
 
 # %% ../../nbs/inspection/76_time_report.ipynb #185a8e49
 LOOP,DATA = 'the loop itself','waiting for data' # Who runs when no callback does
@@ -168,7 +169,7 @@ def plot(self:LoopTimes,
     ax.set(xlabel='share of the time (%)')
     return ax
 
-# %% ../../nbs/inspection/76_time_report.ipynb #d7f5b6cb
+# %% ../../nbs/inspection/76_time_report.ipynb #b4940fba
 _NO_STAYS = 'No single calls were kept, so there is no time line. Use `TimesCB(n_traced=...)` with a number above 0.'
 
 def _events(stays, rows, line):
@@ -192,5 +193,5 @@ def save_trace(self:LoopTimes,
     if not self.stays or not len(self.stays[0]): raise ValueError(_NO_STAYS)
     events = [_line_name(1, 'loop'), *_events(self.stays, self.numbered, 1)]
     if self.device_stays: events += [_line_name(2, 'device'), *_events(self.device_stays, self.numbered, 2)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dict(traceEvents=events, displayTimeUnit='ms')), encoding='utf-8')
+    text = json.dumps(dict(traceEvents=events, displayTimeUnit='ms'))
+    replace_file(path, lambda part: part.write_text(text, encoding='utf-8'))
