@@ -46,7 +46,7 @@ def _asks_mask(packet, args):
     masks = [o for o in args[1] if torch.is_tensor(o) and o.dtype in (torch.bool, torch.uint8)]
     return bool(masks) and not one_number
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #aed43c0e
+# %% ../../nbs/inspection/74_device_waits.ipynb #5e1ceb4a
 def place_of(
     path:str, # Of a file of source code
     line:int, # Number of the line
@@ -66,20 +66,24 @@ def place_of_code(
     code = getattr(handler, '__code__', None) or getattr(called, '__code__', None)
     return place_of(code.co_filename, code.co_firstlineno) if code is not None else ''
 
-def line_of_user()->tuple: # Place and text; both empty if there is only PyTorch
+def line_of_user()->tuple: # Place, text, and whether an optimizer is on the way; empty if there is only PyTorch
     "The innermost line on the way to here that neither belongs to PyTorch nor hides from tracebacks"
     __tracebackhide__ = True
-    frame = sys._getframe()
-    while frame is not None and _is_between(frame): frame = frame.f_back
-    if frame is None: return '',''
+    frame,in_optimizer = sys._getframe(),False
+    while frame is not None and _is_between(frame):
+        in_optimizer = in_optimizer or _module_of(frame).startswith('torch.optim.')
+        frame = frame.f_back
+    if frame is None: return '','',in_optimizer
     path,line = frame.f_code.co_filename,frame.f_lineno
-    return place_of(path, line),linecache.getline(path, line, frame.f_globals).strip()
+    return place_of(path, line),linecache.getline(path, line, frame.f_globals).strip(),in_optimizer
+
+def _module_of(frame): return str(frame.f_globals.get('__name__'))
 
 def _is_between(frame):
-    if '__tracebackhide__' in frame.f_code.co_varnames: return True
-    return str(frame.f_globals.get('__name__')).partition('.')[0] == 'torch'
+    hidden = '__tracebackhide__' in frame.f_code.co_varnames
+    return hidden or _module_of(frame).partition('.')[0] == 'torch'
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #b4963990
+# %% ../../nbs/inspection/74_device_waits.ipynb #7a78a33a
 class _Looking(TorchDispatchMode):
     "Calls `found` with what waits, as long as there is something to call"
     supports_higher_order_operators = True
@@ -92,7 +96,7 @@ class _Looking(TorchDispatchMode):
         __tracebackhide__ = True
         kwargs = kwargs or {}
         what = what_waits(func, args, kwargs) if self.found else None
-        if what: self.found(what)
+        if what: self.found(what, next((o for o in args if torch.is_tensor(o)), None))
         return func(*args, **kwargs)
 
     def taken_off(self):
@@ -103,7 +107,7 @@ class _Looking(TorchDispatchMode):
         elif modes: _pop_mode()
         return True
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #8bf32de4
+# %% ../../nbs/inspection/74_device_waits.ipynb #68b49995
 _WAITING = [(torch.cuda, 'synchronize'), (torch.accelerator, 'synchronize'), (torch.mps, 'synchronize'),
             (torch.cuda.Event, 'synchronize'), (torch.cuda.Stream, 'synchronize')]
 
@@ -111,7 +115,7 @@ def _telling(f, found):
     "`f`, which calls `found` first"
     def synchronize(*args, **kwargs):
         __tracebackhide__ = True
-        found('synchronize')
+        found('synchronize', None)
         return f(*args, **kwargs)
     return synchronize
 
@@ -127,7 +131,7 @@ class _Replaced:
         for (owner,name,f),mine in zip(self.before, self.mine):
             if getattr(owner, name) is mine: setattr(owner, name, f)
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #1a0b7185
+# %% ../../nbs/inspection/74_device_waits.ipynb #58122e8b
 class DeviceWaits:
     "Who waits for the device in the first batches, how, and in which line"
     def __init__(self,
@@ -136,6 +140,7 @@ class DeviceWaits:
     ):
         self.left = {True: n_batches, False: n_batches}
         self.whose,self.looked = whose,0 # How many batches were looked at
+        self.on_device = False # Is the model on a device?
         self.found = {} # How often, by who, place, line and what
         self._mode,self._replaced = None,None
 
@@ -157,7 +162,10 @@ class DeviceWaits:
         self._replaced.put_back()
         if self._mode.taken_off(): self._mode = None
 
-    def _note(self, what):
+    def _note(self, what, tensor):
         __tracebackhide__ = True
-        key = self.whose(),*line_of_user(),what
+        place,text,in_optimizer = line_of_user()
+        on_cpu = tensor is not None and tensor.device.type == 'cpu' and what != 'copy to the CPU'
+        if on_cpu and (self.on_device or in_optimizer): return
+        key = self.whose(),place,text,what
         self.found[key] = self.found.get(key, 0) + 1

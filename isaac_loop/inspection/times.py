@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TimesCB']
 
-# %% ../../nbs/inspection/72_times.ipynb #3c1bee09
+# %% ../../nbs/inspection/72_times.ipynb #874d5721
 import time
 from functools import partial
 from weakref import ref
@@ -21,10 +21,10 @@ from ..loop.events import Order, callback_name
 from ..loop.trainer import Trainer
 from .device_waits import DeviceWaits, place_of_code
 from .time_account import DeviceTimes, TimeAccount
-from .time_report import DATA, LOOP, LoopTimes
+from .time_report import DATA, LOOP, OTHERS, LoopTimes
 from .watched_calls import Call, add_change, remove_change
 
-# %% ../../nbs/inspection/72_times.ipynb #d1486dea
+# %% ../../nbs/inspection/72_times.ipynb #bcd63e6e
 class Timing:
     "A change of a plan that times everybody in it"
     def __init__(self, owner, trainer, whole):
@@ -82,7 +82,7 @@ class Timing:
         self.kind = 'train' if trainer.training else 'valid'
         self.begin('pass', 'epoch', LOOP)
         if trainer.training: self.num_workers = getattr(trainer.dl, 'num_workers', None)
-        if self.account.device is None: self._find_device(trainer.model)
+        self._find_device(trainer.model)
 
     def _time_batches(self, trainer):
         vars(trainer)['batches'] = TimedBatches(trainer.batches, self) # Nobody is to expect other batches
@@ -111,8 +111,9 @@ class Timing:
 
     def _find_device(self, model):
         "Use the clock of the GPU, if that is where the model is"
-        device = next((p.device for p in getattr(model, 'parameters', tuple)()), None)
-        if device is None or device.type != 'cuda': return
+        device = next((p.device for p in getattr(model, 'parameters', tuple)()), torch.device('cpu'))
+        self.waits.on_device = device.type != 'cpu'
+        if self.account.device is not None or device.type != 'cuda': return
         def record(event): event.record(torch.cuda.current_stream(device))
         self.account.device = self._device(partial(torch.cuda.Event, enable_timing=True), record)
 
@@ -156,7 +157,7 @@ class _Draws:
         try: return f(batches)
         finally: self.timing.end('data')
 
-# %% ../../nbs/inspection/72_times.ipynb #4eb5b127
+# %% ../../nbs/inspection/72_times.ipynb #15b42c95
 class TimesCB:
     "Time everything in a fit: waiting for data, each callback at each event, the loop itself"
     order = Order.FIRST-1 # It begins before anybody else, and ends after them
@@ -179,7 +180,7 @@ class TimesCB:
         mine = self._timing(trainer.plan)
         if self._runs_elsewhere(trainer) or (mine is not None and mine.whole): return
         self._begin(trainer)
-        self._timing(trainer.plan).begin('before_fit', 'before_fit', 'all others')
+        self._timing(trainer.plan).begin('before_fit', 'before_fit', OTHERS)
 
     def cleanup_fit(self, trainer):
         "Note who took how long"
