@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #9902edbb
+# %% ../../nbs/inspection/74_device_waits.ipynb #719c4bb3
 _aten = torch.ops.aten
 _ALWAYS = {_aten._local_scalar_dense: 'item', _aten.nonzero: 'nonzero', _aten.is_nonzero: 'is_nonzero',
            _aten.masked_select: 'masked_select', _aten.equal: 'equal', _aten._unique2: 'unique',
@@ -37,8 +37,8 @@ def _leaves_device(packet, args, kwargs):
     if packet is _aten.copy_:
         (to,start),asked = args[:2],kwargs.get('non_blocking', args[2] if len(args) > 2 else False)
         return to.device.type == 'cpu' and start.device.type != 'cpu' and not asked
-    to = kwargs.get('device')
-    return to is not None and to.type == 'cpu' and args[0].device.type != 'cpu' and not kwargs.get('non_blocking')
+    to,asked = kwargs.get('device'),kwargs.get('non_blocking')
+    return to is not None and to.type == 'cpu' and args[0].device.type != 'cpu' and not asked
 
 def _asks_mask(packet, args):
     "Whether the places are given by a mask; one number is put there without asking how many they are"
@@ -46,7 +46,7 @@ def _asks_mask(packet, args):
     masks = [o for o in args[1] if torch.is_tensor(o) and o.dtype in (torch.bool, torch.uint8)]
     return bool(masks) and not one_number
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #5e1ceb4a
+# %% ../../nbs/inspection/74_device_waits.ipynb #729ff9fe
 def place_of(
     path:str, # Of a file of source code
     line:int, # Number of the line
@@ -62,11 +62,11 @@ def place_of_code(
     "Where `handler` is written"
     while hasattr(handler, '__wrapped__'): handler = handler.__wrapped__
     handler = getattr(handler, 'func', handler) # Of a `partial`
-    called = handler if hasattr(handler, '__code__') else getattr(type(handler), '__call__', None)
-    code = getattr(handler, '__code__', None) or getattr(called, '__code__', None)
+    if not hasattr(handler, '__code__'): handler = vars(type(handler)).get('__call__')
+    code = getattr(handler, '__code__', None)
     return place_of(code.co_filename, code.co_firstlineno) if code is not None else ''
 
-def line_of_user()->tuple: # Place, text, and whether an optimizer is on the way; empty if there is only PyTorch
+def line_of_user()->tuple: # Place and text, empty if all is PyTorch, and whether an optimizer is on the way
     "The innermost line on the way to here that neither belongs to PyTorch nor hides from tracebacks"
     __tracebackhide__ = True
     frame,in_optimizer = sys._getframe(),False

@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/73_time_account.ipynb #2da6cfed
+# %% ../../nbs/inspection/73_time_account.ipynb #32bca5da
 from array import array
 from collections import deque
-from fastcore.basics import patch
 
-# %% ../../nbs/inspection/73_time_account.ipynb #8fd78f8e
+# %% ../../nbs/inspection/73_time_account.ipynb #d1d07776
 class TimeAccount:
     "All time since it was opened, by whoever was running"
     def __init__(self,
@@ -21,7 +20,7 @@ class TimeAccount:
         self.clock,self.n_traced = clock,n_traced
         self.rows,self.running = {},[] # Numbers of rows by key; row and start of those who run
         self.seconds,self.calls = array('d'),array('q') # By row
-        self.stays = array('i'),array('d'),array('d') # Row, start and seconds of each, in the order of their ends
+        self.stays = array('i'),array('d'),array('d') # Row, start and seconds of each, as they end
         self.device,self.is_open = None,True # `DeviceTimes` if there is a device to ask
         self.began = self.last = clock()
         self.running.append((self.row(outermost), self.began))

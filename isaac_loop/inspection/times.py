@@ -24,23 +24,25 @@ from .time_account import DeviceTimes, TimeAccount
 from .time_report import DATA, LOOP, OTHERS, LoopTimes
 from .watched_calls import Call, add_change, remove_change
 
-# %% ../../nbs/inspection/72_times.ipynb #bcd63e6e
+# %% ../../nbs/inspection/72_times.ipynb #645935f3
 class Timing:
     "A change of a plan that times everybody in it"
     def __init__(self, owner, trainer, whole):
-        self.owner,self.trainer,self.whole = owner,trainer,whole # `whole`: begun before the fit, to end after it
+        self.owner,self.trainer = owner,trainer
+        self.whole = whole # Was it begun before the fit, to end after it?
         self.kind,self.num_workers = '',None # Of the pass, '' outside; processes that read its data
         self.account = TimeAccount(owner.clock, ('', 'fit', LOOP), owner.n_traced)
         self.waits = DeviceWaits(owner.n_looked, self.running)
-        self.places,self.depths = {},{} # Where handlers are written; where passes, batches and spans have begun
+        self.places = {} # Where handlers are written, by event and name
+        self.depths = {} # Where passes, batches and spans have begun
         self.spans = {name: f.span for name,f in trainer.plan.own_spans.items()}
-        if owner.event is not None: self.account.device = self._device(owner.event, owner.event.record)
+        if owner.event is not None: self.account.device = self._device(owner.event, lambda event: event.record())
 
     def __call__(self, event, pairs):
         "The pairs of `event`, with everybody but us timed, and with our own at both ends"
         if not is_in(self.owner, self.trainer.callbacks): self.stop() # It has been taken out
         if not self.account.is_open: return pairs
-        timed = [(cb, handler if cb is self.owner else self._timed(event, cb, handler)) for cb,handler in pairs]
+        timed = [pair if pair[0] is self.owner else (pair[0], self._timed(event, *pair)) for pair in pairs]
         first,last = ([(self.owner, f) for f in own] for own in self._own(event))
         return first + timed + last
 

@@ -66,7 +66,7 @@ FACES = {
     """,
     "inspection": """
         ActivationStatsCB callback_table event_table GradientPlotCB GradientStatsCB HooksCallback
-        NonFiniteCB ProfilerCB show_source state_table summarize_model UpdateRatioCB
+        NonFiniteCB ProfilerCB show_source state_table summarize_model TimesCB UpdateRatioCB
     """,
     "evaluate": """
         binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB
@@ -102,7 +102,7 @@ MACHINERY = {  # Names without an underscore that a face leaves to their module
     """,
     "tune": "smooth suggest_rates",
     "show": "image_array media_file smoothed wav_bytes",
-    "inspection": "ActivationStats GradientStats",
+    "inspection": "ActivationStats GradientStats LoopTimes",
     "evaluate": "join_batches",
     "checkpoints": "evaluated_model",
     "log": """
