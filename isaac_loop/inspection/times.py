@@ -24,7 +24,24 @@ from .time_account import DeviceTimes, TimeAccount
 from .time_report import DATA, LOOP, OTHERS, LoopTimes
 from .watched_calls import Call, add_change, remove_change
 
-# %% ../../nbs/inspection/72_times.ipynb #645935f3
+# %% ../../nbs/inspection/72_times.ipynb #499d0046
+class TimedCall(Call):
+    "A call that tells when it begins and when it is over"
+    def __init__(self, event, callback, handler, timing):
+        super().__init__(event, callback, handler, None)
+        self.timing,self.rows = timing,{} # The account's rows by kind of pass
+        self.key = event,callback_name(callback)
+        timing.places.setdefault(self.key, place_of_code(handler))
+
+    def __call__(self, trainer, **extra):
+        __tracebackhide__ = True # An error shows whose handler it was
+        account,kind = self.timing.account,self.timing.kind
+        if kind not in self.rows: self.rows[kind] = account.row((kind, *self.key))
+        depth = account.enter(self.rows[kind])
+        try: self.handler(trainer, **extra)
+        finally: account.leave(depth)
+
+# %% ../../nbs/inspection/72_times.ipynb #c0569f7c
 class Timing:
     "A change of a plan that times everybody in it"
     def __init__(self, owner, trainer, whole):
@@ -36,27 +53,15 @@ class Timing:
         self.places = {} # Where handlers are written, by event and name
         self.depths = {} # Where passes, batches and spans have begun
         self.spans = {name: f.span for name,f in trainer.plan.own_spans.items()}
-        if owner.event is not None: self.account.device = self._device(owner.event, lambda event: event.record())
+        if owner.event is not None: self._ask_device(owner.event, lambda event: event.record())
 
     def __call__(self, event, pairs):
         "The pairs of `event`, with everybody but us timed, and with our own at both ends"
         if not is_in(self.owner, self.trainer.callbacks): self.stop() # It has been taken out
         if not self.account.is_open: return pairs
-        timed = [pair if pair[0] is self.owner else (pair[0], self._timed(event, *pair)) for pair in pairs]
+        timed = [pair if pair[0] is self.owner else (pair[0], TimedCall(event, *pair, self)) for pair in pairs]
         first,last = ([(self.owner, f) for f in own] for own in self._own(event))
         return first + timed + last
-
-    def _timed(self, event, cb, handler):
-        "A call that is timed"
-        account,name,rows = self.account,callback_name(cb),{}
-        self.places.setdefault((event, name), place_of_code(handler))
-        def watch(call, trainer, run):
-            __tracebackhide__ = True
-            if self.kind not in rows: rows[self.kind] = account.row((self.kind, event, name))
-            depth = account.enter(rows[self.kind])
-            try: run()
-            finally: account.leave(depth)
-        return Call(event, cb, handler, watch)
 
     def _own(self, event):
         "What we do before and after all others at `event`"
@@ -109,7 +114,8 @@ class Timing:
         "Who runs now: the key of a row"
         return list(self.account.rows)[self.account.running[-1][0]]
 
-    def _device(self, make, record): return DeviceTimes(make, record, self.owner.n_traced)
+    def _ask_device(self, make, record):
+        self.account.device = DeviceTimes(make, record, self.owner.n_traced)
 
     def _find_device(self, model):
         "Use the clock of the GPU, if that is where the model is"
@@ -117,14 +123,14 @@ class Timing:
         self.waits.on_device = device.type != 'cpu'
         if self.account.device is not None or device.type != 'cuda': return
         def record(event): event.record(torch.cuda.current_stream(device))
-        self.account.device = self._device(partial(torch.cuda.Event, enable_timing=True), record)
+        self._ask_device(partial(torch.cuda.Event, enable_timing=True), record)
 
     def stop(self):
         "Nothing is timed any more"
         self.waits.end()
         if self.account.is_open: self.account.close()
 
-# %% ../../nbs/inspection/72_times.ipynb #60363c7d
+# %% ../../nbs/inspection/72_times.ipynb #44b4c0bf
 class TimedBatches:
     "Batches, and a note of how long each was waited for"
     def __init__(self, batches, timing):
@@ -159,7 +165,7 @@ class _Draws:
         try: return f(batches)
         finally: self.timing.end('data')
 
-# %% ../../nbs/inspection/72_times.ipynb #15b42c95
+# %% ../../nbs/inspection/72_times.ipynb #8a68c06b
 class TimesCB:
     "Time everything in a fit: waiting for data, each callback at each event, the loop itself"
     order = Order.FIRST-1 # It begins before anybody else, and ends after them
@@ -224,7 +230,7 @@ class TimesCB:
 
 _NO_FIT = 'This `TimesCB` has timed no fit yet. Add it to a trainer, and call `fit`.'
 
-# %% ../../nbs/inspection/72_times.ipynb #0b622d40
+# %% ../../nbs/inspection/72_times.ipynb #00ba606d
 @patch
 def report(self:Timing, left_out=())->LoopTimes:
     "What was measured until now"
@@ -243,7 +249,7 @@ def report(self:Timing, left_out=())->LoopTimes:
     return LoopTimes(rows, found, *stays, n_looked=self.waits.looked, num_workers=self.num_workers,
                      left_out=left_out)
 
-# %% ../../nbs/inspection/72_times.ipynb #523b77bc
+# %% ../../nbs/inspection/72_times.ipynb #e1a1aa98
 _ONCE = ('`dls.{}` can be walked only once, so a run on the side would use it up. Add `TimesCB()` to the '
          'fit itself.')
 
