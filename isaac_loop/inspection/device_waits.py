@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #1646729a
+# %% ../../nbs/inspection/74_device_waits.ipynb #703dbaff
 import linecache, os, re, sys
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._python_dispatch import _pop_mode
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 # %% ../../nbs/inspection/74_device_waits.ipynb #719c4bb3
 _aten = torch.ops.aten
@@ -83,11 +83,13 @@ def _is_between(frame):
     hidden = '__tracebackhide__' in frame.f_code.co_varnames
     return hidden or _module_of(frame).partition('.')[0] == 'torch'
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #7a78a33a
-class _Looking(TorchDispatchMode):
-    "Calls `found` with what waits, as long as there is something to call"
+# %% ../../nbs/inspection/74_device_waits.ipynb #202edc9c
+class Looking(TorchDispatchMode):
+    "Calls `found` with what waits and its first tensor"
     supports_higher_order_operators = True
-    found = None
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
 
     @classmethod
     def ignore_compile_internals(cls): return True
@@ -95,17 +97,18 @@ class _Looking(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         __tracebackhide__ = True
         kwargs = kwargs or {}
-        what = what_waits(func, args, kwargs) if self.found else None
+        what = what_waits(func, args, kwargs)
         if what: self.found(what, next((o for o in args if torch.is_tensor(o)), None))
         return func(*args, **kwargs)
 
-    def taken_off(self):
-        "Look away, and leave if this is on top; whether it has left"
-        self.found,modes = None,_get_current_dispatch_mode_stack()
-        if modes and modes[-1] is self: self.__exit__(None, None, None)
-        elif any(mode is self for mode in modes): return False
-        elif modes: _pop_mode()
-        return True
+    def take_off(self):
+        "Leave, wherever in the pile this is"
+        above,pile = [],_get_current_dispatch_mode_stack()
+        if not any(mode is self for mode in pile):
+            if pile: _pop_mode()
+            return
+        while (mode := _pop_mode()) is not self: above.append(mode)
+        for mode in reversed(above): _push_mode(mode)
 
 # %% ../../nbs/inspection/74_device_waits.ipynb #68b49995
 _WAITING = [(torch.cuda, 'synchronize'), (torch.accelerator, 'synchronize'), (torch.mps, 'synchronize'),
@@ -131,7 +134,7 @@ class _Replaced:
         for (owner,name,f),mine in zip(self.before, self.mine):
             if getattr(owner, name) is mine: setattr(owner, name, f)
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #58122e8b
+# %% ../../nbs/inspection/74_device_waits.ipynb #cc738e14
 class DeviceWaits:
     "Who waits for the device in the first batches, how, and in which line"
     def __init__(self,
@@ -149,18 +152,18 @@ class DeviceWaits:
     ):
         "Look at a batch, if it is one of the first"
         self.end()
-        if not self.left[training] or self._mode is not None: return
+        if not self.left[training]: return
         self.left[training] -= 1
         self.looked += 1
-        self._mode,self._replaced = _Looking(),_Replaced(self._note)
-        self._mode.found = self._note
-        self._mode.__enter__()
+        self._mode,self._replaced = Looking(self._note),_Replaced(self._note)
+        _push_mode(self._mode) # Without telling PyTorch that operations mean something else now
 
     def end(self):
         "The batch is over"
         if self._mode is None: return
+        mode,self._mode = self._mode,None
         self._replaced.put_back()
-        if self._mode.taken_off(): self._mode = None
+        mode.take_off()
 
     def _note(self, what, tensor):
         __tracebackhide__ = True
