@@ -518,14 +518,31 @@ def test_models_and_optimizers_compute_the_same_while_looked_at(model, opt_func)
     same(*found)
 
 
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_what_is_compiled_stays_compiled(how):
+    "A mode would have had it computed otherwise, in the batches looked at"
+    found = []
+    for cbs in ([], [TimesCB(n_looked=2)]):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        trainer = trainer_with(*cbs, Greedy(lambda trainer: trainer.loss.item()))
+        trainer.model = torch.compile(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)), backend=how)
+        trainer.fit(2)
+        frames = dict(torch._dynamo.utils.counters["frames"])
+        found.append((frames, [p.tolist() for p in trainer.model.parameters()]))
+    assert found[0] == found[1]
+    assert found[0][0]["ok"] > 0
+    waits = {(o["callback"], o["what"], o["times"]) for o in trainer.TimesCB.times.waits}
+    assert waits == {("Greedy", "item", 2)}
+
+
 def test_batches_are_for_others_what_they_were():
     seen = []
 
     class Looker:
         def before_batch(self, trainer):
-            seen.append(
-                (trainer.n_batches, len(trainer.batches), trainer.batches.total, trainer.start_batch)
-            )
+            seen.append((trainer.n_batches, len(trainer.batches), trainer.batches.total, trainer.start_batch))
 
     for cbs in ([], [TimesCB()]):
         trainer_with(Looker(), NBatchCB(2), ProgressCB("plain"), *cbs, n=5).fit(1)
@@ -697,7 +714,8 @@ class OwnMode(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-INNER = [event for event in EVENTS if event not in ("log", "measured")]
+SOME = "before_fit before_epoch before_batch before_predict predict after_backward after_batch cleanup_batch"
+INNER = [*SOME.split(), "after_epoch", "cleanup_epoch", "after_fit", "cleanup_fit"]
 
 
 @pytest.mark.parametrize("first", INNER)
@@ -811,11 +829,9 @@ def test_on_a_gpu_its_own_events_are_used(time, monkeypatch):
         def parameters(self):
             return iter([SimpleNamespace(device=torch.device("cuda:1"))])
 
-    trainer = Trainer(
-        DataLoaders(data()), None, None, Model(), [timer(time, n_looked=0), Spender(time.spend)]
-    )
-    trainer.opt = None
-    trainer.fit(1, valid=False)
+    cbs = [timer(time), Spender(time.spend)]
+    trainer = Trainer(DataLoaders(data(), data()), None, None, Model(), cbs)
+    trainer.fit(1, train=False)
     assert set(streams) == {"stream of cuda:1"}
     times = trainer.TimesCB.times
     device = sum(row["device"] for row in times.rows)
@@ -831,7 +847,7 @@ def test_a_run_on_the_side_leaves_everything_as_it_was():
     fit(trainer, 1)
     for arguments in (
         dict(lr=0.1),
-        dict(n_epochs=2, valid=False),
+        dict(n_epochs=2),
         dict(train=False),
         dict(below=99, keep_opt=True),
     ):
