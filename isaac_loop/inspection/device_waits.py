@@ -46,7 +46,7 @@ def _asks_mask(packet, args):
     masks = [o for o in args[1] if torch.is_tensor(o) and o.dtype in (torch.bool, torch.uint8)]
     return bool(masks) and not one_number
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #729ff9fe
+# %% ../../nbs/inspection/74_device_waits.ipynb #222d01f0
 def place_of(
     path:str, # Of a file of source code
     line:int, # Number of the line
@@ -58,12 +58,13 @@ def place_of(
 
 def place_of_code(
     handler, # A function, a method, or an object that can be called
-)->str: # Empty if there is no source
-    "Where `handler` is written"
+)->str: # Empty if there is no source, or if it is one of ours
+    "Where a user has written `handler`"
     while hasattr(handler, '__wrapped__'): handler = handler.__wrapped__
     handler = getattr(handler, 'func', handler) # Of a `partial`
     if not hasattr(handler, '__code__'): handler = vars(type(handler)).get('__call__')
-    code = getattr(handler, '__code__', None)
+    is_ours = str(getattr(handler, '__module__', '')).startswith('isaac_loop.')
+    code = None if is_ours else getattr(handler, '__code__', None)
     return place_of(code.co_filename, code.co_firstlineno) if code is not None else ''
 
 def line_of_user()->tuple: # Place and text, empty if all is PyTorch, and whether an optimizer is on the way
@@ -110,7 +111,7 @@ class Looking(TorchDispatchMode):
         while (mode := _pop_mode()) is not self: above.append(mode)
         for mode in reversed(above): _push_mode(mode)
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #68b49995
+# %% ../../nbs/inspection/74_device_waits.ipynb #d4c7fb38
 _WAITING = [(torch.cuda, 'synchronize'), (torch.accelerator, 'synchronize'), (torch.mps, 'synchronize'),
             (torch.cuda.Event, 'synchronize'), (torch.cuda.Stream, 'synchronize')]
 
@@ -127,6 +128,9 @@ class _Replaced:
     def __init__(self, found):
         self.before = [(owner, name, getattr(owner, name)) for owner,name in _WAITING]
         self.mine = [_telling(f, found) for _,_,f in self.before]
+
+    def put_in(self):
+        "From here on they tell"
         for (owner,name,_),f in zip(self.before, self.mine): setattr(owner, name, f)
 
     def put_back(self):
@@ -134,7 +138,7 @@ class _Replaced:
         for (owner,name,f),mine in zip(self.before, self.mine):
             if getattr(owner, name) is mine: setattr(owner, name, f)
 
-# %% ../../nbs/inspection/74_device_waits.ipynb #cc738e14
+# %% ../../nbs/inspection/74_device_waits.ipynb #59e4b22c
 class DeviceWaits:
     "Who waits for the device in the first batches, how, and in which line"
     def __init__(self,
@@ -156,14 +160,15 @@ class DeviceWaits:
         self.left[training] -= 1
         self.looked += 1
         self._mode,self._replaced = Looking(self._note),_Replaced(self._note)
+        self._replaced.put_in()
         _push_mode(self._mode) # Without telling PyTorch that operations mean something else now
 
     def end(self):
         "The batch is over"
         if self._mode is None: return
-        mode,self._mode = self._mode,None
         self._replaced.put_back()
-        mode.take_off()
+        self._mode.take_off()
+        self._mode = None
 
     def _note(self, what, tensor):
         __tracebackhide__ = True

@@ -9,7 +9,7 @@ __all__ = []
 from array import array
 from collections import deque
 
-# %% ../../nbs/inspection/73_time_account.ipynb #d1d07776
+# %% ../../nbs/inspection/73_time_account.ipynb #54d20244
 class TimeAccount:
     "All time since it was opened, by whoever was running"
     def __init__(self,
@@ -30,9 +30,10 @@ class TimeAccount:
     )->int: # Its number
         "The row of `key`, a new one if there is none"
         if key not in self.rows:
-            self.rows[key] = len(self.rows)
-            self.seconds.append(0.)
-            self.calls.append(0)
+            number = len(self.rows)
+            for column in (self.seconds, self.calls): # An interrupt may have come here the last time
+                if len(column) == number: column.append(0)
+            self.rows[key] = number
         return self.rows[key]
 
     def enter(self,
@@ -50,10 +51,11 @@ class TimeAccount:
         "Time belongs again to whoever ran before"
         if not self.is_open: return
         self.mark()
-        while len(self.running) > depth:
-            row,start = self.running.pop()
-            self.calls[row] += 1
-            note_stay(self.stays, self.n_traced, row, start-self.began, self.last-start)
+        while len(self.running) > depth: self._note(*self.running.pop())
+
+    def _note(self, row, start):
+        self.calls[row] += 1
+        note_stay(self.stays, self.n_traced, row, start-self.began, self.last-start)
 
     def mark(self):
         "Give the time since the last reading to whoever was running"
@@ -64,8 +66,9 @@ class TimeAccount:
 
     def close(self):
         "End everything that runs"
-        self.leave(0)
+        self.leave(1)
         self.is_open = False
+        self._note(*self.running[0])
         if self.device is not None: self.device.read(wait=True)
 
 def note_stay(

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['LoopTimes']
 
-# %% ../../nbs/inspection/76_time_report.ipynb #a741caeb
+# %% ../../nbs/inspection/76_time_report.ipynb #5a57852b
 import json
+from collections import Counter
 
 from fastcore.basics import patch
 
@@ -63,7 +64,7 @@ _BEFORE = ('{} of the time went into `before_fit` of the callbacks; `trainer.tim
 _WAITING = ('`{callback}.{event}` waits for the device ({where}: `{line}`): keep the tensor, '
             'and turn it into a number at the end of the epoch.')
 
-# %% ../../nbs/inspection/76_time_report.ipynb #68f66369
+# %% ../../nbs/inspection/76_time_report.ipynb #3428bbd3
 _COLUMNS = ['pass', 'event', 'callback', 'calls', 'ms', 'share', 'device ms', 'waits', 'where']
 _WAITED = 'In the first {} batches these lines waited for the device:'
 _WOULD_WAIT = 'In the first {} batches these lines did what makes a processor wait for a GPU:'
@@ -82,9 +83,11 @@ def _shown(row):
     if row.get('device') is not None: told['device ms'] = f'{1000*row["device"]:.1f}'
     return row | told | {'waits': row['waits'] or None}
 
+_OF_WAIT = 'callback','event','what','where','line' # Training and validation are told together
+
 def _same_call(one, other): return all(one[name] == other[name] for name in ('pass', 'event', 'callback'))
 
-# %% ../../nbs/inspection/76_time_report.ipynb #298e4bf8
+# %% ../../nbs/inspection/76_time_report.ipynb #32ab56e1
 class LoopTimes:
     "Where the time of a fit went"
     def __init__(self,
@@ -135,8 +138,10 @@ class LoopTimes:
 
     def _told(self, quote):
         "What stands below the table; `quote` marks code"
-        lines = [f'- {quote}{wait["callback"]}.{wait["event"]}{quote}, {wait["times"]} × {wait["what"]}'
-                 f' at {wait["where"]}: {quote}{wait["line"]}{quote}' for wait in self.waits]
+        counts = Counter()
+        for wait in self.waits: counts[tuple(wait[name] for name in _OF_WAIT)] += wait['times']
+        lines = [f'- {quote}{who}.{event}{quote}, {times} × {what} at {where}: {quote}{line}{quote}'
+                 for (who, event, what, where, line),times in counts.items()]
         head = (_WAITED if self.on_device else _WOULD_WAIT).format(self.n_looked)
         names = ', '.join(f'`{name}`' for name in self.left_out)
         waited,away = f'{head}\n\n' + '\n'.join(lines),_LEFT_OUT.format(names)

@@ -41,7 +41,7 @@ class TimedCall(Call):
         try: self.handler(trainer, **extra)
         finally: account.leave(depth)
 
-# %% ../../nbs/inspection/72_times.ipynb #c0569f7c
+# %% ../../nbs/inspection/72_times.ipynb #b49644d4
 class Timing:
     "A change of a plan that times everybody in it"
     def __init__(self, owner, trainer, whole):
@@ -59,7 +59,7 @@ class Timing:
         "The pairs of `event`, with everybody but us timed, and with our own at both ends"
         if not is_in(self.owner, self.trainer.callbacks): self.stop() # It has been taken out
         if not self.account.is_open: return pairs
-        timed = [pair if pair[0] is self.owner else (pair[0], TimedCall(event, *pair, self)) for pair in pairs]
+        timed = [(cb, f if cb is self.owner else TimedCall(event, cb, f, self)) for cb,f in pairs]
         first,last = ([(self.owner, f) for f in own] for own in self._own(event))
         return first + timed + last
 
@@ -165,7 +165,7 @@ class _Draws:
         try: return f(batches)
         finally: self.timing.end('data')
 
-# %% ../../nbs/inspection/72_times.ipynb #8a68c06b
+# %% ../../nbs/inspection/72_times.ipynb #135479d4
 class TimesCB:
     "Time everything in a fit: waiting for data, each callback at each event, the loop itself"
     order = Order.FIRST-1 # It begins before anybody else, and ends after them
@@ -216,7 +216,9 @@ class TimesCB:
 
     def _begin(self, trainer, whole=False):
         old = self._timing(trainer.plan) # Left by an interrupt in an unlucky place
-        if old is not None: remove_change(trainer, old)
+        if old is not None:
+            old.stop()
+            remove_change(trainer, old)
         add_change(trainer, Timing(self, trainer, whole))
         self._plan = ref(trainer.plan) # Otherwise a snapshot would come to all callbacks from here
 

@@ -7,6 +7,7 @@ without them: nothing else has changed, however it ends.
 import copy
 import json
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -452,6 +453,46 @@ def test_it_ends_as_without_it_and_leaves_nothing(error, time):
         left_clean(trainer)
 
 
+def interrupted(trainer, after):
+    "A fit, interrupted in the given one of the lines that the timing runs; whether there were so many"
+    left = [after]
+
+    def line(frame, event, arg):
+        left[0] -= event == "line"
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return line
+
+    def call(frame, event, arg):
+        return line if frame.f_globals.get("__name__") in TIMING else None
+
+    sys.settrace(call)
+    try:
+        trainer.fit(1)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return left[0] <= 0
+
+
+TIMING = [f"isaac_loop.inspection.{name}" for name in ("times", "time_account", "device_waits")]
+
+
+def test_after_an_interrupt_in_any_line_the_next_fit_is_clean(time):
+    after = 1
+    spender = Spender(time.spend)
+    spender.name = "spender"
+    trainer = trainer_with(spender, timer(time, n_looked=1), n=2)
+    while interrupted(trainer, after):
+        start = time.clock()
+        trainer.fit(1)
+        assert trainer.TimesCB.times.total == time.clock() - start, after
+        left_clean(trainer)
+        after += 37
+    assert after > 1000
+
+
 def test_an_error_of_the_data_shows_as_without_it():
     def broken():
         yield from data(2)
@@ -627,7 +668,7 @@ def test_whoever_asks_for_a_result_is_found_by_callback_method_and_line(what, as
         assert wait["line"].startswith(f'("{what}", lambda trainer')
         assert wait["where"] == f"test_times.py:{ask.__code__.co_firstlineno}"
     assert (train["times"], valid["times"]) == (3, 3)  # In the first three batches of each
-    assert str(times).count("Greedy.after_batch") >= 2
+    assert str(times).count("- Greedy.after_batch, 6 ×") == 1
 
 
 def test_what_does_not_wait_is_not_reported():
