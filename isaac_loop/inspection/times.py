@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TimesCB']
 
-# %% ../../nbs/inspection/72_times.ipynb #874d5721
-import time
+# %% ../../nbs/inspection/72_times.ipynb #8f4b59c4
+import copy, time
 from functools import partial
 from weakref import ref
 
@@ -251,7 +251,7 @@ def report(self:Timing, left_out=())->LoopTimes:
     return LoopTimes(rows, found, *stays, n_looked=self.waits.looked, num_workers=self.num_workers,
                      left_out=left_out)
 
-# %% ../../nbs/inspection/72_times.ipynb #e1a1aa98
+# %% ../../nbs/inspection/72_times.ipynb #fb83e4f9
 _ONCE = ('`dls.{}` can be walked only once, so a run on the side would use it up. Add `TimesCB()` to the '
          'fit itself.')
 
@@ -269,8 +269,8 @@ def times(self:Trainer,
     "Time a fit on the side, and leave the trainer as it was"
     for name in ('train', 'valid'):
         if hasattr(getattr(self.dls, name, None), '__next__'): raise ValueError(_ONCE.format(name))
-    timer,present = timer or TimesCB(),list(self.callbacks)
-    timer.name = '_times'
+    timer,present = copy.copy(timer or TimesCB()),list(self.callbacks)
+    timer.name = '_times' # There may be another one
     with self.snapshot(keep=timer), self.side_run([timer, callbacks], below=below):
         left_out = [callback_name(cb) for cb in present if not is_in(cb, self.callbacks)]
         timer._begin(self, whole=True)
