@@ -16,9 +16,9 @@ from ..basics.tables import Table
 from ..loop.events import STEPS, callback_name
 from ..show.media_files import replace_file
 
-# %% ../../nbs/inspection/76_time_report.ipynb #cfeb90aa
+# %% ../../nbs/inspection/76_time_report.ipynb #c31a8688
 LOOP,DATA = 'the loop itself','waiting for data' # Who runs when no callback does
-OTHERS = 'all others' # Those who run when timing begins
+OTHERS,READY = 'all others','getting ready' # Who runs when timing begins, and before all callbacks
 
 def _share(rows): return sum(row['share'] for row in rows)
 def _those(rows, name, value): return [row for row in rows if row[name] == value]
@@ -49,7 +49,8 @@ def advice_on(
     if data >= 0.2 and data >= own:
         more = _MORE_DATA.get(num_workers, _WORKERS.format(num_workers))
         return f'{_percent(data)} of the time the loop waited for data: {more}.'
-    if own >= 0.2 and mine[0]['callback'] == OTHERS: return _BEFORE.format(_percent(own))
+    once = _ONCE.get(mine[0]['callback']) if own >= 0.2 else None
+    if once: return once.format(_percent(own))
     if own >= 0.2:
         where = f' ({mine[0]["where"]})' if mine[0]['where'] else ''
         return f'{_percent(own)} of the time went into `{name}`{where}: do it less often, or with less.'
@@ -59,8 +60,8 @@ def advice_on(
     steps = _share(row for row in rows if row['event'] in STEPS)
     return f'{_percent(steps)} of the time went into the steps themselves: nothing around them stands out.'
 
-_BEFORE = ('{} of the time went into `before_fit` of the callbacks; `trainer.times` tells which of them it '
-           'was, and more epochs make it matter less.')
+_ONCE = {OTHERS: '{} of the time went into `before_fit` of the callbacks; `trainer.times` tells which of them.',
+         READY: '{} of the time went into getting ready for the fit, which is done once: time more epochs.'}
 _WAITING = ('`{callback}.{event}` waits for the device ({where}: `{line}`): keep the tensor, '
             'and turn it into a number at the end of the epoch.')
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TimesCB']
 
-# %% ../../nbs/inspection/72_times.ipynb #8f4b59c4
+# %% ../../nbs/inspection/72_times.ipynb #4a59e344
 import copy, time
 from functools import partial
 from weakref import ref
@@ -21,7 +21,7 @@ from ..loop.events import Order, callback_name
 from ..loop.trainer import Trainer
 from .device_waits import DeviceWaits, place_of_code
 from .time_account import DeviceTimes, TimeAccount
-from .time_report import DATA, LOOP, OTHERS, LoopTimes
+from .time_report import DATA, LOOP, OTHERS, READY, LoopTimes
 from .watched_calls import Call, add_change, remove_change
 
 # %% ../../nbs/inspection/72_times.ipynb #499d0046
@@ -41,7 +41,7 @@ class TimedCall(Call):
         try: self.handler(trainer, **extra)
         finally: account.leave(depth)
 
-# %% ../../nbs/inspection/72_times.ipynb #b49644d4
+# %% ../../nbs/inspection/72_times.ipynb #124b4d45
 class Timing:
     "A change of a plan that times everybody in it"
     def __init__(self, owner, trainer, whole):
@@ -66,6 +66,7 @@ class Timing:
     def _own(self, event):
         "What we do before and after all others at `event`"
         when,_,name = event.partition('_')
+        if event == 'before_fit': return [lambda trainer: self.end('ready')],[]
         if event == 'before_epoch': return [self._begin_pass],[self._time_batches]
         if event == 'cleanup_epoch': return [self._end_batch],[self._end_pass]
         if name not in self.spans or when not in ('before', 'cleanup'): return [],[]
@@ -251,7 +252,7 @@ def report(self:Timing, left_out=())->LoopTimes:
     return LoopTimes(rows, found, *stays, n_looked=self.waits.looked, num_workers=self.num_workers,
                      left_out=left_out)
 
-# %% ../../nbs/inspection/72_times.ipynb #fb83e4f9
+# %% ../../nbs/inspection/72_times.ipynb #cd590058
 _ONCE = ('`dls.{}` can be walked only once, so a run on the side would use it up. Add `TimesCB()` to the '
          'fit itself.')
 
@@ -274,6 +275,7 @@ def times(self:Trainer,
     with self.snapshot(keep=timer), self.side_run([timer, callbacks], below=below):
         left_out = [callback_name(cb) for cb in present if not is_in(cb, self.callbacks)]
         timer._begin(self, whole=True)
+        timer._timing(self.plan).begin('ready', 'fit', READY)
         try: self.fit(n_epochs, lr, train=train, valid=valid, keep_opt=keep_opt)
         finally: timer._end(self)
     timer._times.left_out = left_out

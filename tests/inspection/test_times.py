@@ -121,8 +121,20 @@ def test_trainer_times_tells_before_fit_apart(time):
     one.name, two.name = "one", "two"
     trainer = trainer_with(one, two)
     times = trainer.times(1, timer=timer(time))
-    assert (times.seconds("one"), times.seconds("two")) == (0.125, 0.25)
-    assert times.total == time.clock() == 0.375
+    assert (times.seconds("one"), times.seconds("two"), times.total) == (0.125, 0.25, 0.375)
+
+
+def test_trainer_times_has_what_comes_before_all_callbacks(time):
+    def opt_func(params, lr):
+        time.spend(2)
+        return optim.SGD(params, lr)
+
+    trainer = trainer_with(Spender(time.spend))
+    trainer.opt_func = opt_func
+    times = trainer.times(1, timer=timer(time))
+    assert times.seconds("getting ready") == 2
+    assert times.seconds("the loop itself") == 0
+    assert times.total == time.clock()
 
 
 def test_calls_are_counted():
@@ -1034,6 +1046,7 @@ WAIT = dict(row(0), what="item", where="a.py:3", line="x.item()", times=3)
             {},
             "60 % .*`trainer.times` tells which",
         ),
+        ([row(60, "getting ready", "fit", ""), row(40, "B", "step")], {}, "60 % .* time more epochs"),
         ([], {}, "No time has passed"),
         ([row(0)], {}, "No time has passed"),
     ],
