@@ -16,7 +16,7 @@ from ..basics.tables import Table
 from ..loop.events import STEPS, callback_name
 from ..show.media_files import replace_file
 
-# %% ../../nbs/inspection/76_time_report.ipynb #c31a8688
+# %% ../../nbs/inspection/76_time_report.ipynb #bd5157ab
 LOOP,DATA = 'the loop itself','waiting for data' # Who runs when no callback does
 OTHERS,READY = 'all others','getting ready' # Who runs when timing begins, and before all callbacks
 
@@ -60,7 +60,7 @@ def advice_on(
     steps = _share(row for row in rows if row['event'] in STEPS)
     return f'{_percent(steps)} of the time went into the steps themselves: nothing around them stands out.'
 
-_ONCE = {OTHERS: '{} of the time went into `before_fit` of the callbacks; `trainer.times` tells which of them.',
+_ONCE = {OTHERS: '{} of the time went into `before_fit` of callbacks; `trainer.times` tells which of them.',
          READY: '{} of the time went into getting ready for the fit, which is done once: time more epochs.'}
 _WAITING = ('`{callback}.{event}` waits for the device ({where}: `{line}`): keep the tensor, '
             'and turn it into a number at the end of the epoch.')
