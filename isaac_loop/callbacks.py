@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .inspection import GradientPlotCB as GradientPlotCB
     from .inspection import UpdateRatioCB as UpdateRatioCB
     from .inspection import NonFiniteCB as NonFiniteCB
+    from .inspection import TimesCB as TimesCB
     from .inspection import ProfilerCB as ProfilerCB
     from .evaluate import DropoutOnCB as DropoutOnCB
     from .evaluate import CapturePredsCB as CapturePredsCB

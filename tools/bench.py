@@ -36,6 +36,7 @@ from isaac_loop.all import (
     MetricsCB,
     ProgressCB,
     Table,
+    TimesCB,
     Trainer,
     exact_loader,
 )
@@ -146,6 +147,7 @@ def main():
         "BasicTrainCB": bare,
         "... + 10 that do nothing": ours(*map(Nothing, range(10))),
         "... + MetricsCB": ours(MetricsCB(), ProgressCB("plain")),
+        "... + TimesCB": ours(TimesCB()),
         "start-up of fit": lambda: bare(0),
     }
     variants["... + MetricsCB"] = quiet(variants["... + MetricsCB"])

@@ -1,4 +1,4 @@
-"Seeing inside loop and model: what runs, layers, activations, gradients, the first NaN, the profiler"
+"Seeing inside loop and model: what runs, layers, activations, gradients, the first NaN, times, the profiler"
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .gradients import GradientPlotCB as GradientPlotCB
     from .update_ratios import UpdateRatioCB as UpdateRatioCB
     from .first_nonfinite import NonFiniteCB as NonFiniteCB
+    from .times import TimesCB as TimesCB
     from .profiler import ProfilerCB as ProfilerCB
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -18,6 +18,7 @@ ELSEWHERE = {
         'check': 'inspection.checks',
         'trace': 'inspection.trace',
         'summarize_model': 'inspection.model_summary',
+        'times': 'inspection.times',
         'show_image_batch': 'show.plots',
         'lr_find': 'tune.lr_finder',
         'find_batch_size': 'tune.batch_finder',

@@ -93,6 +93,7 @@ MADE = {  # Arguments, and what is shown of them
     "SamePredictionsCB": (made(value=1, stop=False), "value=1, stop=False"),
     "StepSchedulerCB": (made(2, factor=0.5), "2, factor=0.5"),
     "TextComparisonCB": (made(f, n_samples=2, tokens=f), "f, n_samples=2, tokens=f"),
+    "TimesCB": (made(0, n_traced=10), "0, n_traced=10"),
     "TrackingCB": (made("runs.sqlite", experiment="a"), "'runs.sqlite', experiment='a'"),
     "UpdateRatioCB": (made(every=2), "every=2"),
     "UploadCB": (

@@ -182,6 +182,7 @@ WATCHERS = {
     "rewind": lambda: library.RewindCB(every=3),
     "interrupt": lambda: library.InterruptCB(),
     "profiler": lambda: library.ProfilerCB(),
+    "times": lambda: library.TimesCB(),
     "limit": lambda: library.LimitCB(updates=10**6),
     "logger": lambda: library.LoggerCB(
         lambda values, step: None,

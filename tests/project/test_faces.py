@@ -65,9 +65,9 @@ FACES = {
         EarlyStoppingCB InterruptCB LimitCB LossSpikeCB NonFiniteStopCB SamePredictionsCB
     """,
     "inspection": """
-        ActivationStatsCB callback_table CheckFailed compare Comparison event_table Findings GradientPlotCB
-        GradientStatsCB HooksCallback LoopMap NonFiniteCB ProfilerCB show_source state_table summarize_model
-        Trace UpdateRatioCB
+        ActivationStatsCB callback_table CheckFailed compare Comparison event_table Findings
+        GradientPlotCB GradientStatsCB HooksCallback LoopMap NonFiniteCB ProfilerCB show_source
+        state_table summarize_model TimesCB Trace UpdateRatioCB
     """,
     "evaluate": """
         binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB
@@ -103,7 +103,7 @@ MACHINERY = {  # Names without an underscore that a face leaves to their module
     """,
     "tune": "smooth suggest_rates",
     "show": "image_array media_file smoothed wav_bytes",
-    "inspection": "ActivationStats GradientStats",
+    "inspection": "ActivationStats GradientStats LoopTimes",
     "evaluate": "join_batches",
     "checkpoints": "evaluated_model",
     "log": """

@@ -22,6 +22,7 @@ from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.evaluate import evaluation  # noqa: F401  Plots of predictions
 from isaac_loop.inspection.activations import ActivationStatsCB
 from isaac_loop.inspection.gradients import GradientPlotCB, GradientStatsCB
+from isaac_loop.inspection.times import TimesCB
 from isaac_loop.inspection.update_ratios import UpdateRatioCB
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
@@ -156,6 +157,7 @@ PLOTS = {
         GradientStatsCB(), n_hidden=20
     ).GradientStatsCB.plot_distributions(),
     "UpdateRatioCB.plot": lambda: trained(UpdateRatioCB()).UpdateRatioCB.plot(),
+    "LoopTimes.plot": lambda: trained(TimesCB()).TimesCB.times.plot(),
     "plot_func": lambda: plot_func(torch.sigmoid),
     "DataLoaders.show_batch": lambda: trained().dls.show_batch(classes=NAMES),
     "SchedulerCB.plot": lambda: OneCycleSchedulerCB().plot(n_epochs=1, updates_per_epoch=3),

@@ -669,6 +669,7 @@ def everybody(folder):
         library.EpochTimeCB(show=False),
         library.PrintColumnsCB("epoch"),
         library.ProfilerCB(),
+        library.TimesCB(),
         library.InterruptCB(),
         library.LivePlotCB(folder / "plot.png"),
         library.ReportCB(accuracy=accuracy),
