@@ -51,6 +51,7 @@ lint: $(READY)
 pages: $(READY)
 	$(BIN)/python tools/save_outputs.py
 	$(BIN)/python tools/list_callbacks.py
+	$(BIN)/python tools/draw_loop.py
 	$(BIN)/python tools/coverage.py
 
 $(SITE): $(READY)

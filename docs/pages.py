@@ -320,7 +320,8 @@ def write_texts(out, places, chapters):
         r"\A---\n.*?---\n", "# What is shown where\n", (NBS / "coverage.md").read_text(), flags=re.S
     )
     (out / "coverage.md").write_text(outward(coverage, "nbs"))
-    index = linked(outward(readme, ".").replace("](nbs/", "]("), places, 0)
+    index = linked(outward(readme, ".").replace("](nbs/", "](").replace("](docs/", "]("), places, 0)
+    shutil.copytree(ROOT / "docs" / "pictures", out / "pictures")
     first = tree([str(p.with_suffix("")) for p in tutorials(readme)], "Tutorials")
     rest = tree(["api/index", "coverage", "CHANGELOG", "CONTRIBUTING"], "Reference")
     (out / "index.md").write_text("\n".join([index, first, tree(chapters, "Chapters"), rest]))

@@ -11,7 +11,7 @@ import html
 from .map_entries import KINDS
 from ..loop.events import EVENTS, SPANS, STEPS
 
-# %% ../../nbs/inspection/18_map_diagram.ipynb #073c2d81
+# %% ../../nbs/inspection/18_map_diagram.ipynb #9de25147
 class Line:
     "One line of the picture"
     def __init__(self,
@@ -31,8 +31,10 @@ def _boxed(name, depth, here, inside):
 
 def lines_of(
     entries:list, # Of a map
+    attribute:str=None, # Is followed: the loop itself is shown where it touches that
 )->list: # Each a `Line`
     "The lines of the picture, from top to bottom"
+    entries = [o for o in entries if o.callback is not None or attribute and o.touches(attribute)]
     def here(event, depth):
         found = [entry for entry in entries if entry.event == event]
         return [Line('event', event, depth, found)] if found else []
@@ -50,7 +52,7 @@ def lines_of(
     epoch = _boxed('epoch', 1, here, batch)
     return _boxed('fit', 0, here, epoch + here('measured', 1) + here('log', 1))
 
-# %% ../../nbs/inspection/18_map_diagram.ipynb #a761c846
+# %% ../../nbs/inspection/18_map_diagram.ipynb #e3e96449
 COLOURS = dict(writes='#e07b20', changes='#9261d8', reads='#2f81d6') # To be read on white and on black
 _TITLES = {'epoch': 'epoch: a pass over a loader', 'backward': 'backward, while training',
            'step': 'step, while training', 'zero_grad': 'zero_grad, while training'}
@@ -72,23 +74,23 @@ def _kind(entry, attribute):
     found = entry.touches(attribute) if attribute else []
     return next((kind for kind in ('writes', 'changes', 'reads') if kind in found), None)
 
-def _chips(entries, attribute, width):
+def _chips(entries, width):
     "Rows of entries side by side: each with where it begins, and how wide it is"
     rows,used = [[]],0
     for entry in entries:
-        if entry.callback is None and not _kind(entry, attribute): continue # The loop, where it matters
         size = 14 + sum(8.4 if letter.isupper() else 6.3 for letter in entry.name)
         if rows[-1] and used+size > width: rows,used = [*rows, []],0
         rows[-1].append((entry, used, size))
         used += size+6
-    return [row for row in rows if row]
+    return rows
 
 class Drawing:
     "Draws lines one below the other, and boxes around them"
     def __init__(self,
         attribute:str=None, # To be followed
+        titles:bool=True, # Texts for the mouse, which a file of its own does not show
     ):
-        self.attribute,self.y = attribute,6
+        self.attribute,self.titles,self.y = attribute,titles,6
         self.parts,self.boxes = [],{} # Open boxes by depth
         self.touched = 0 # How many have touched the attribute
 
@@ -119,8 +121,7 @@ class Drawing:
     def _event(self, line):
         x = 6 + _STEP*line.depth + 9
         left = 6 + 4*_STEP + _NAMES
-        rows = _chips(line.entries, self.attribute, _WIDTH-left-110)
-        if not rows: return
+        rows = _chips(line.entries, _WIDTH-left-110)
         plain = dict(font_family='monospace', opacity=0.8)
         self.parts.append(_text(x, self.y+16, line.name, 11, **plain))
         for row in rows:
@@ -132,9 +133,11 @@ class Drawing:
         kind = _kind(entry, self.attribute)
         colour = COLOURS.get(kind, 'currentColor')
         faint = self.attribute is not None and kind is None
-        inside,edge = (0.25, 0.9) if kind else (0.07, 0.35)
+        sure = (kind, self.attribute) in entry.found.sure
+        inside,edge = (0.25 if sure else 0.1, 0.9) if kind else (0.07, 0.35)
         style = dict(fill=colour, fill_opacity=inside, stroke=colour, stroke_opacity=edge)
-        title = f'<title>{html.escape(_told(entry))}</title>'
+        if kind and not sure: style['stroke_dasharray'] = '3 2'
+        title = f'<title>{html.escape(_told(entry))}</title>' if self.titles else ''
         body = [_box(x, self.y+3, round(width), 18, **style), _text(x+7, self.y+16, entry.name, 11)]
         if kind:
             self.touched += 1
@@ -146,7 +149,7 @@ def _told(entry):
     touched = [f'{kind} {" ".join(entry.names(kind))}' for kind in KINDS if entry.names(kind)]
     return '\n'.join(filter(None, [entry.does, *touched, entry.where]))
 
-# %% ../../nbs/inspection/18_map_diagram.ipynb #74d560b3
+# %% ../../nbs/inspection/18_map_diagram.ipynb #ad748208
 _ARROW = ('<defs><marker id="way-out" viewBox="0 0 8 8" refX="4" refY="6" markerWidth="7" markerHeight="7">'
           '<path d="M1 1L4 7L7 1" fill="none" stroke="currentColor" stroke-opacity="0.6"/></marker></defs>')
 _PAGE = '<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>' # Of its own
@@ -157,8 +160,8 @@ def diagram(
     alone:bool=False, # Will it be a file of its own?
 )->str:
     "The loop as a picture in SVG"
-    drawing = Drawing(attribute)
-    for line in lines_of(entries): drawing.add(line)
+    drawing = Drawing(attribute, titles=not alone)
+    for line in lines_of(entries, attribute): drawing.add(line)
     if attribute: _legend(drawing)
     size = f'viewBox="0 0 {_WIDTH} {drawing.y}" width="{_WIDTH}" height="{drawing.y}"'
     fonts = 'font-family="system-ui, sans-serif" fill="currentColor" style="max-width:100%;height:auto"'

@@ -17,7 +17,7 @@ from ..loop.events import EVENTS, callback_name
 from ..loop.handlers import TrainersOwn
 from ..loop.trainer import Plan, Trainer
 
-# %% ../../nbs/inspection/17_map_entries.ipynb #8071442e
+# %% ../../nbs/inspection/17_map_entries.ipynb #06f8dd86
 KINDS = 'reads','writes','changes'
 
 class Entry:
@@ -55,7 +55,7 @@ class Entry:
 _LOOP = { # By event before which it happens, or by step after which: writes, and changes in place
     'before_fit': ('opt lr n_epochs epochs n_updates updates_per_epoch stop_reason', 'history'),
     'before_epoch': ('epoch dl batches n_batches start_batch', 'model history'),
-    'before_batch': ('batch_num batch preds loss', ''),
+    'before_batch': ('batch_num batch', ''), # And `preds` and `loss` of the last batch are taken away
     'after_step': ('n_updates', ''),
     'cleanup_fit': ('exception epochs', ''),
 }

@@ -5,9 +5,11 @@ import io
 import json
 import re
 
+from isaac_loop.inspection.map_diagram import diagram
 from places import ROOT, TUTORIALS
 
 README = (ROOT / "README.md").read_text()
+PICTURE = ROOT / "docs" / "pictures" / "first_loop.svg"
 
 
 def without_times(text):
@@ -28,6 +30,9 @@ def test_code_blocks_run_and_print_what_the_readme_says(tmp_path, monkeypatch):
         with contextlib.redirect_stdout(out):
             exec(compile(block, "README.md", "exec"), namespace)
         printed.append(out.getvalue())
+        if len(printed) == 1:
+            picture = diagram(namespace["trainer"].map().entries, "loss", alone=True)
+            assert PICTURE.read_text().strip() == picture, "draw it anew by tools/draw_loop.py"
         stops.append(namespace["trainer"].stop_reason)
     assert stops[:2] == [None, "good enough"] and stops[3:] == [None, None]
     assert stops[2].startswith("`valid_loss`")  # Long before the fifty epochs are over
