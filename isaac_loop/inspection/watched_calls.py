@@ -59,6 +59,7 @@ class Call:
     ):
         self.event,self.callback = event,callback
         self.handler,self.watch = handler,watch
+        self.last = False # Is it the last of its event, if somebody asks?
         update_wrapper(self, handler, ('__name__', '__qualname__', '__doc__'), ())
 
     def __call__(self, trainer, **extra):
