@@ -40,7 +40,7 @@ def loop_itself(
     nothing.__doc__ = _DOES.get(event, '')
     return TheLoop(),Call(event, None, nothing, watch)
 
-# %% ../../nbs/inspection/91_moments.ipynb #01ba9ad7
+# %% ../../nbs/inspection/91_moments.ipynb #644c8626
 _THEN = {'cleanup_batch': 'the next batch, or the end of the pass', 'cleanup_epoch': 'the next pass, or `log`',
          'log': 'the next epoch, or the end of the fit', 'cleanup_fit': 'nothing more'}
 _TRAINING = {o for name in ('backward', 'step', 'zero_grad') for o in (STEPS[name].before, name, STEPS[name].after,
@@ -52,10 +52,10 @@ def upcoming(
 )->str: # Empty if nobody knows
     "What the plan says comes next, if nothing is left out"
     plan,event = trainer.plan,call.event
-    if event not in EVENTS or event == 'measured': return _first(_rest(plan, call))
+    if event not in EVENTS or event == 'measured': return _first(_rest(plan, call), event)
     road = [o for o in EVENTS[EVENTS.index(event):] if o != 'measured' and (plan.training or o not in _TRAINING)]
     for o in road:
-        found = _first(_rest(plan, call) if o == event else plan.entries[plan.training][o])
+        found = _first(_rest(plan, call) if o == event else plan.entries[plan.training][o], o)
         if found or o in _THEN: return found or _THEN[o]
         in_batch = EVENTS.index('before_batch') <= EVENTS.index(o) < EVENTS.index('cleanup_batch')
         if in_batch and has_own_batch(trainer): return ''
@@ -64,14 +64,14 @@ def upcoming(
 def _rest(plan, call):
     "Who answers the same event later"
     pairs = plan.entries[plan.training][call.event]
-    at = next((i for i,(_,handler) in enumerate(pairs) if handler is call), len(pairs))
+    at = next((i for i,(cb,handler) in enumerate(pairs) if handler is call or cb is call.callback), len(pairs))
     return pairs[at+1:]
 
-def _first(pairs):
+def _first(pairs, event):
     "The first of `pairs` as text"
     if not pairs: return ''
-    callback,handler = pairs[0]
-    return handler.event if isinstance(callback, TheLoop) else f'{callback_name(callback)}.{handler.event}'
+    callback = pairs[0][0]
+    return event if isinstance(callback, TheLoop) else f'{callback_name(callback)}.{event}'
 
 # %% ../../nbs/inspection/91_moments.ipynb #a91bd035
 class Moment:
