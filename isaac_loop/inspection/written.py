@@ -19,7 +19,7 @@ from ..loop.events import callback_name
 from ..loop.history import History
 from ..loop.trainer import Trainer
 
-# %% ../../nbs/inspection/91_written.ipynb #01098caa
+# %% ../../nbs/inspection/91_written.ipynb #66d3ee69
 class Seen:
     "An object as it was, recognised again without being kept"
     def __init__(self, x):
@@ -63,7 +63,8 @@ def _optimizer(x):
 
 def _history(x):
     row = x.current or {}
-    return dict(object=Seen(x), fit=x.fit, rows=len(x), batches=len(x.batches), **{f'.{k}': repr(row[k]) for k in row})
+    columns = {f'.{k}': repr(row[k]) for k in row}
+    return dict(object=Seen(x), fit=x.fit, rows=len(x), batches=len(x.batches), **columns)
 
 def look(
     trainer:Trainer, # Nothing of it is kept
@@ -82,23 +83,24 @@ def _names(trainer):
 
 def _value(trainer, name): return trainer._training if name == 'training' else getattr(trainer, name)
 
-# %% ../../nbs/inspection/91_written.ipynb #2471b9ae
+# %% ../../nbs/inspection/91_written.ipynb #ab9ada34
 def differences(
     before:dict, # An earlier look
     after:dict, # A later one
     trainer:Trainer, # As it is at the later one
+    ask:bool=True, # Tell one number by its value? Asking it may wait for the device
 )->dict: # Texts by name of the attribute
     "What was written between two looks"
     changed = [name for name in after if name not in before or before[name] != after[name]]
-    found = {name: _change(before.get(name), after[name], _value(trainer, name)) for name in changed}
+    found = {name: _change(before.get(name), after[name], _value(trainer, name), ask) for name in changed}
     return found | {name: 'removed' for name in before if name not in after}
 
-def _change(before, after, value):
+def _change(before, after, value, ask):
     "What there is to tell of an attribute that was written"
     if isinstance(before, dict) and isinstance(after, dict) and before['object'] == after['object']:
         parts = [part for part in after if before.get(part) != after[part]]
         return ', '.join(_part(part, value) for part in parts) or 'written'
-    return described(value)
+    return described(value, ask=ask)
 
 def _part(part, value):
     "What there is to tell of a part of a model, an optimizer, or the history"
@@ -113,23 +115,29 @@ _A_NUMBER = torch.Tensor,torch.nn.Parameter # Others may have to ask somebody fo
 def described(
     value, # Anything
     depth:int=2, # How far to look into lists
+    ask:bool=True, # Tell one number by its value?
 )->str: # Short
     "`value` in a few words: shape and type of a tensor, one number itself"
-    if torch.is_tensor(value): return _tensor(value)
+    if torch.is_tensor(value): return _tensor(value, ask)
     if isinstance(value, str): return repr(value if len(value) < 40 else value[:37] + '...')
     if isinstance(value, float): return short(value) if math.isfinite(value) else repr(value)
     if isinstance(value, _PLAIN): return str(value)
-    if depth and isinstance(value, Mapping): return _several([f'{k}: {described(v, depth-1)}' for k,v in value.items()])
-    if depth and isinstance(value, SEQUENCES): return _several([_entry(o, depth-1) for o in value])
+    if depth and isinstance(value, Mapping):
+        return _several([f'{k}: {described(v, depth-1, ask)}' for k,v in value.items()])
+    if depth and isinstance(value, SEQUENCES): return _several([_entry(o, depth-1, ask) for o in value])
     return type(value).__name__
 
-def _entry(x, depth): return described(x, depth) if torch.is_tensor(x) or isinstance(x, (*_PLAIN, *SEQUENCES, Mapping)) else callback_name(x)
+_TOLD = torch.Tensor,*_PLAIN,*SEQUENCES,Mapping
 
-def _several(texts): return ', '.join(texts[:4]) + (f', ... ({len(texts)} in all)' if len(texts) > 4 else '') or 'empty'
+def _entry(x, depth, ask): return described(x, depth, ask) if isinstance(x, _TOLD) else callback_name(x)
 
-def _tensor(x):
+def _several(texts):
+    more = f', ... ({len(texts)} in all)' if len(texts) > 4 else ''
+    return ', '.join(texts[:4]) + more or 'empty'
+
+def _tensor(x, ask):
     "A tensor: its value if that is one number, or else its shape; its type, and where it is if that is no CPU"
     is_number = x.ndim == 0 and type(x) in _A_NUMBER and x.device.type != 'meta'
-    if is_number: return short(x.item())
+    if is_number and ask: return short(x.item())
     where = '' if x.device.type == 'cpu' else f' on {x.device}'
     return f'{tuple(x.shape)} {str(x.dtype).removeprefix("torch.")}{where}'
