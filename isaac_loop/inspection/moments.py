@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['Moment', 'Moments']
 
-# %% ../../nbs/inspection/91_moments.ipynb #c2976251
+# %% ../../nbs/inspection/91_moments.ipynb #72104602
 import inspect, math
+from copy import copy
 from types import FunctionType
 
 from ..basics.checks import did_you_mean
@@ -73,7 +74,7 @@ def _first(pairs, event):
     callback = pairs[0][0]
     return event if isinstance(callback, TheLoop) else f'{callback_name(callback)}.{event}'
 
-# %% ../../nbs/inspection/91_moments.ipynb #a91bd035
+# %% ../../nbs/inspection/91_moments.ipynb #1249f0cd
 class Moment:
     "What has just happened in a loop that is being walked through"
     def __init__(self,
@@ -85,6 +86,7 @@ class Moment:
         raised:CancelException=None, # The cancel that the call has raised, and which goes on from here
     ):
         self.number,self.event = number,call.event
+        self.last = call.last # Has everybody answered this event?
         self.callback = call.callback # The callback; None if it was the loop itself
         self.does = (inspect.getdoc(call) or '').split('\n')[0]
         self.epoch,self.batch_num = getattr(trainer, 'epoch', None),getattr(trainer, 'batch_num', None)
@@ -135,7 +137,7 @@ class Moments(list):
     def __repr__(self): return str(self.table()) if self else 'no moments'
     def _repr_markdown_(self): return self.table()._repr_markdown_() if self else repr(self)
 
-# %% ../../nbs/inspection/91_moments.ipynb #6bd9bd7b
+# %% ../../nbs/inspection/91_moments.ipynb #92cdcb23
 _NOBODY = '`at` has {what!r}, and there is neither an event nor a callback of that name.{hint}'
 _NOT_A_PLACE = ('`at` has {what!r}, which says no place to stop. Use an event such as `after_step`, a callback or its '
                 "name, 'ClipGradCB.before_step', or a function of the moment.")
@@ -177,12 +179,19 @@ class Stops:
         is_last = call.last or raised is not None
         return self.each(call) or (is_last and call.event in self.events)
 
-    def confirm(self,
+    def reached(self,
         moment:Moment, # At which the loop has stopped
     )->bool:
-        "Whether to show `moment`, if functions say so"
-        if not self.conditions or moment.event in self.events: return True
-        return any(condition(moment) for condition in self.conditions)
+        "Whether `moment` is one of those that are wanted; functions are asked now"
+        if self.everywhere or any(condition(moment) for condition in self.conditions): return True
+        if moment.event in self.events and (moment.last or moment.raised): return True
+        return any(event in (None, moment.event) and _is(moment.callback, who) for who,event in self.wanted)
+
+    def __or__(self, other):
+        both = copy(self)
+        both.events,both.everywhere = self.events | other.events,self.everywhere or other.everywhere
+        both.wanted,both.conditions = self.wanted+other.wanted,self.conditions+other.conditions
+        return both
 
 def _named(trainer, what, known):
     "The callback and the event that a name stands for"

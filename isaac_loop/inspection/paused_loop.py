@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/91_paused_loop.ipynb #cdb9a69f
+# %% ../../nbs/inspection/91_paused_loop.ipynb #9bfab720
+from contextlib import contextmanager
 from contextvars import copy_context
 from threading import current_thread
 
@@ -34,7 +35,7 @@ def greenlets(): # The module
     except ImportError as error: raise ImportError(_MISSING) from error
     return greenlet
 
-# %% ../../nbs/inspection/91_paused_loop.ipynb #2e2a7355
+# %% ../../nbs/inspection/91_paused_loop.ipynb #54ff4041
 class Ended:
     "What a loop says when it is over"
     def __init__(self, error): self.error = error
@@ -52,6 +53,7 @@ class PausedLoop:
         self.signals = Signals()
         self.loop,self.back,self.thread = None,None,None # Greenlets of the loop and of whoever walks
         self.leaving,self.seen,self.n = None,None,0
+        self.plan = None # In which it is paused
 
     def __reduce__(self): return PausedLoop, () # A copy of the trainer is not walked
 
@@ -101,7 +103,7 @@ class PausedLoop:
         in_fit = any(span.name == 'fit' for span in self.trainer.plan.spans)
         if error is not None and (in_fit or error is not self.leaving): raise error
 
-    def _run(self, handlers, error):
+    def _run(self, handlers, _):
         "The loop's side, from its beginning to its end"
         try:
             self.signals.hear_as_loop(handlers)
@@ -153,12 +155,12 @@ class PausedLoop:
     def _end(self, ended):
         if ended.error is self.leaving: ended.error = None
         self.state,self.leaving = 'over',None
-        self.loop = self.back = self.fit = self.seen = None
+        self.loop = self.back = self.fit = self.seen = self.plan = None
         return ended
 
     def _moment(self, call, raised, begun):
         "What has just happened"
-        self.state,now = 'paused',look(self.trainer)
+        self.state,self.plan,now = 'paused',self.trainer.plan,look(self.trainer)
         before,meanwhile = (self.seen, {}) if begun is None else begun
         wrote = differences(before, now, self.trainer)
         self.n += 1
@@ -171,7 +173,17 @@ class PausedLoop:
             dead = '' if self.thread.is_alive() else _DEAD
             raise RuntimeError(_OTHER_THREAD.format(thread=f'thread `{self.thread.name}`', dead=dead))
         if self.state == 'running': raise ValueError(_RUNNING)
-        if self.trainer._side_runs: raise RuntimeError(_ASIDE)
+        if self.trainer.plan is not self.plan: raise RuntimeError(_ASIDE)
+
+    @contextmanager
+    def stopping(self, stops):
+        "Stop elsewhere in the `with` block, also at events that nobody answers"
+        before,self.stops = self.stops,stops
+        plan = self.trainer.plan
+        unanswered = [o for o in stops.events for kind in plan.entries.values() if not kind[o]]
+        if unanswered and plan is self.plan: plan.build(self.trainer.callbacks, check=False)
+        try: yield
+        finally: self.stops = before
 
     def leave(self):
         "Raise a `CancelFitException` where the loop stands, and let it run to its end"
