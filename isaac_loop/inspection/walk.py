@@ -19,7 +19,28 @@ from ..loop.trainer import Trainer
 from .moments import Moment, Moments, Stops
 from .paused_loop import PausedLoop, greenlets
 
-# %% ../../nbs/inspection/92_walk.ipynb #4d9845c0
+# %% ../../nbs/inspection/92_walk.ipynb #cacc33d3
+_DROPPED = ('A walk was dropped in another thread than {thread}, where it was begun, and its loop can only be left there. '
+            'It is left when a walk begins in that thread; until then its cleanups have not run.')
+_DROPPED_DEAD = ('A walk was dropped after the thread `{thread}` had ended, in which it was begun, so its cleanups '
+                 'cannot run any more. Make a new trainer; and leave a walk in the thread that begins it, by `close`.')
+_DROPPED_LOOPS = [] # Of walks that nobody holds, and which another thread must leave
+
+def _left_behind(loop, pid):
+    "Leave the loop of a walk that nobody holds any more"
+    if os.getpid() != pid or not loop.paused: return # A forked process has but a copy
+    if loop.thread is current_thread(): return loop.leave()
+    if loop.thread.is_alive(): _DROPPED_LOOPS.append(loop)
+    text = _DROPPED if loop.thread.is_alive() else _DROPPED_DEAD
+    warn(text.format(thread=f'`{loop.thread.name}`'))
+
+def _leave_dropped():
+    "Leave the loops that were dropped elsewhere and belong to this thread"
+    for loop in [loop for loop in _DROPPED_LOOPS if loop.thread is current_thread()]:
+        _DROPPED_LOOPS.remove(loop)
+        loop.leave()
+
+# %% ../../nbs/inspection/92_walk.ipynb #0accd3a1
 class Walk:
     "Training that goes on when it is told to: an iterator of moments"
     def __init__(self,
@@ -92,7 +113,7 @@ class Walk:
         if self.moment is None: return 'Walk: not begun'
         return f'Walk: paused, {self._loop.n} moments; the last one is\n{self.moment}'
 
-# %% ../../nbs/inspection/92_walk.ipynb #32503516
+# %% ../../nbs/inspection/92_walk.ipynb #4a818010
 @patch
 @delegates(Trainer.fit)
 def walk(self:Trainer,
@@ -105,24 +126,3 @@ def walk(self:Trainer,
     _leave_dropped()
     guests = kwargs.get('callbacks', args[2] if len(args) > 2 else None)
     return Walk(self, partial(self.fit, *args, **kwargs), Stops(self, at, guests))
-
-# %% ../../nbs/inspection/92_walk.ipynb #dced21cf
-_DROPPED = ('A walk was dropped in another thread than {thread}, where it was begun, and its loop can only be left there. '
-            'It is left when a walk begins in that thread; until then its cleanups have not run.')
-_DROPPED_DEAD = ('A walk was dropped after the thread `{thread}` had ended, in which it was begun, so its cleanups '
-                 'cannot run any more. Make a new trainer; and leave a walk in the thread that begins it, by `close`.')
-_DROPPED_LOOPS = [] # Of walks that nobody holds, and which another thread must leave
-
-def _left_behind(loop, pid):
-    "Leave the loop of a walk that nobody holds any more"
-    if os.getpid() != pid or not loop.paused: return # A forked process has but a copy
-    if loop.thread is current_thread(): return loop.leave()
-    if loop.thread.is_alive(): _DROPPED_LOOPS.append(loop)
-    text = _DROPPED if loop.thread.is_alive() else _DROPPED_DEAD
-    warn(text.format(thread=f'`{loop.thread.name}`'))
-
-def _leave_dropped():
-    "Leave the loops that were dropped elsewhere and belong to this thread"
-    for loop in [loop for loop in _DROPPED_LOOPS if loop.thread is current_thread()]:
-        _DROPPED_LOOPS.remove(loop)
-        loop.leave()
