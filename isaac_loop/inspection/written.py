@@ -83,7 +83,7 @@ def _names(trainer):
 
 def _value(trainer, name): return trainer._training if name == 'training' else getattr(trainer, name)
 
-# %% ../../nbs/inspection/91_written.ipynb #ab9ada34
+# %% ../../nbs/inspection/91_written.ipynb #ecabfb7e
 def differences(
     before:dict, # An earlier look
     after:dict, # A later one
@@ -92,20 +92,29 @@ def differences(
 )->dict: # Texts by name of the attribute
     "What was written between two looks"
     changed = [name for name in after if name not in before or before[name] != after[name]]
-    found = {name: _change(before.get(name), after[name], _value(trainer, name), ask) for name in changed}
+    values = {name: _value(trainer, name) for name in changed}
+    found = {name: _change(before.get(name), after[name], value, ask) for name,value in values.items()}
+    if 'dl' in found: found['dl'] = type(trainer.dl).__name__ # Not what it holds
     return found | {name: 'removed' for name in before if name not in after}
 
 def _change(before, after, value, ask):
     "What there is to tell of an attribute that was written"
     if isinstance(before, dict) and isinstance(after, dict) and before['object'] == after['object']:
         parts = [part for part in after if before.get(part) != after[part]]
-        return ', '.join(_part(part, value) for part in parts) or 'written'
+        return ', '.join(_part(part, value) for part in _main(parts)) or 'a new row'
     return described(value, ask=ask)
+
+def _main(parts):
+    "Of the history, columns that were written say more than that there is a row"
+    columns = [part for part in parts if part.startswith('.') and part not in ('.fit', '.epoch')]
+    return columns or [part for part in parts if not part.startswith('.')]
 
 def _part(part, value):
     "What there is to tell of a part of a model, an optimizer, or the history"
     if part.startswith('.'): return f'{part[1:]} {short(value.current[part[1:]])}'
     is_cleared = part == 'gradients' and all(p.grad is None for p in value.parameters())
+    if part == 'fit': return f'fit {value.fit}'
+    if part in ('rows', 'batches'): return f'{len(getattr(value, part))} {part}'
     if part == 'options': return ', '.join(f'lr {short(group.get("lr"))}' for group in value.param_groups)
     if part == 'mode': return 'training mode' if value.training else 'evaluation mode'
     return 'gradients removed' if is_cleared else part
