@@ -175,13 +175,13 @@ def test_a_walk_without_a_change_is_a_fit_bit_for_bit(name, at):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["everything", "two nets", "half precision", "cancels"])
 def test_looking_at_everything_and_running_on_the_side_changes_nothing(name):
-    fitted, trainer = runs.fit(RUNS[name]()), RUNS[name]()
+    fitted, trainer = runs.fit(RUNS[name](), 1), RUNS[name]()
     with redirect_stdout(io.StringIO()):
-        for moment in trainer.walk(3, 0.02):
+        for moment in trainer.walk(1, 0.02):
             str(moment), moment._repr_markdown_(), str(trainer), trainer.summarize_callbacks()
-            if moment.event == "after_step" and trainer.batch_num == 2 and name not in ("phases", "stream"):
+            if moment.event == "after_step" and trainer.batch_num == 3:
                 trainer.validate()
     runs.same(fitted, trainer)
 
@@ -310,7 +310,7 @@ def test_arguments_of_fit_are_refused_as_fit_does():
     trainer = trainer_with()
     with pytest.raises(TypeError, match="epochs are counted"):
         next(trainer.walk("three"))
-    with pytest.raises(TypeError, match="which nobody takes"):
+    with pytest.raises(TypeError, match="which it does not have"):
         next(trainer.walk(1, epochs=3))
     assert trainer.plan.changes == ()
     trainer.fit(1)
@@ -336,7 +336,7 @@ def test_callbacks_may_come_and_go_and_steps_be_swapped_at_a_pause():
 def test_a_copy_of_the_trainer_is_not_walked():
     trainer = trainer_with()
     walk = trainer.walk(1)
-    walk.to("predict")
+    walk.to("before_batch")
     other = copy.deepcopy(trainer)
     walk.close()
     other._fitting = False
@@ -390,7 +390,7 @@ def test_without_greenlet_the_error_says_what_to_install(monkeypatch):
 class KeepsWeakly:
     "Weak references to each batch, prediction and loss"
 
-    def before_fit(self, trainer):
+    def __init__(self):
         self.kept = []
 
     def after_get_loss(self, trainer):
@@ -436,12 +436,13 @@ def test_moments_hold_no_batch_and_nothing_waits_for_the_garbage_collector():
                         break
             except runs.Cut:
                 pass
-            model = weakref.ref(trainer.batch[0])
-            del trainer.batch, trainer.preds, trainer.loss
-            assert model() is None
+            left = [weakref.ref(o) for o in (trainer.preds, trainer.loss, trainer.opt)]
+            del trainer.preds, trainer.loss, trainer.opt
+            trainer._last_opt = (None,)
+            assert [o() for o in left] == [None] * 3
         import greenlet
 
-        paused = [o for o in gc.get_objects() if isinstance(o, greenlet.greenlet) and not o.dead]
+        paused = [o for o in gc.get_objects() if type(o) is greenlet.greenlet and not o.dead]
         assert paused == [greenlet.getcurrent()] or not paused
     finally:
         gc.enable()
