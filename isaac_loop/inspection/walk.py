@@ -19,8 +19,8 @@ from ..loop.trainer import Trainer
 from .moments import Moment, Moments, Stops
 from .paused_loop import PausedLoop, greenlets
 
-# %% ../../nbs/inspection/92_walk.ipynb #cacc33d3
-_DROPPED = ('A walk was dropped in another thread than {thread}, where it was begun, and its loop can only be left there. '
+# %% ../../nbs/inspection/92_walk.ipynb #acc958cc
+_DROPPED = ('A walk was dropped in another thread than `{thread}`, where it was begun, and its loop can only be left there. '
             'It is left when a walk begins in that thread; until then its cleanups have not run.')
 _DROPPED_DEAD = ('A walk was dropped after the thread `{thread}` had ended, in which it was begun, so its cleanups '
                  'cannot run any more. Make a new trainer; and leave a walk in the thread that begins it, by `close`.')
@@ -32,7 +32,7 @@ def _left_behind(loop, pid):
     if loop.thread is current_thread(): return loop.leave()
     if loop.thread.is_alive(): _DROPPED_LOOPS.append(loop)
     text = _DROPPED if loop.thread.is_alive() else _DROPPED_DEAD
-    warn(text.format(thread=f'`{loop.thread.name}`'))
+    warn(text.format(thread=loop.thread.name))
 
 def _leave_dropped():
     "Leave the loops that were dropped elsewhere and belong to this thread"

@@ -5,21 +5,20 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/91_written.ipynb #84a5f49c
+# %% ../../nbs/inspection/91_written.ipynb #acd81ee3
 import math, weakref
-from collections.abc import Mapping
+from itertools import islice
 from types import NoneType
 
 import torch
 from torch import _C
 
 from ..basics.tables import short
-from ..basics.tensors import SEQUENCES
 from ..loop.events import callback_name
 from ..loop.history import History
 from ..loop.trainer import Trainer
 
-# %% ../../nbs/inspection/91_written.ipynb #66d3ee69
+# %% ../../nbs/inspection/91_written.ipynb #b8c18f08
 class Seen:
     "An object as it was, recognised again without being kept"
     def __init__(self, x):
@@ -41,14 +40,23 @@ def _version(x):
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, range, torch.dtype, torch.device, torch.Size)
 _MOST = 100 # Entries of a list to look at
 
-def _mark(x, depth=3):
+_WALKS = {o.__iter__ for o in (list, tuple, dict, set, frozenset)}
+
+def is_plain(
+    x, # Anything
+)->bool:
+    "Whether `x` is a container that may be looked into: one with an `__iter__` of its own might do something"
+    return isinstance(x, (list, tuple, dict, set, frozenset)) and type(x).__iter__ in _WALKS
+
+def _mark(x, depth=4):
     "`x` in a form that can be compared with a later one"
     if isinstance(x, _PLAIN): return repr(x)
     if isinstance(x, torch.nn.Module): return _module(x)
     if isinstance(x, torch.optim.Optimizer): return _optimizer(x)
     if isinstance(x, History): return _history(x)
-    if depth and isinstance(x, Mapping): x = [o for pair in list(x.items())[:_MOST] for o in pair]
-    if depth and isinstance(x, (*SEQUENCES, set)): return len(x),[_mark(o, depth-1) for o in list(x)[:_MOST]]
+    if depth and is_plain(x):
+        entries = x.items() if isinstance(x, dict) else x
+        return len(x),[_mark(o, depth-1) for o in islice(entries, _MOST)]
     return Seen(x)
 
 def _module(x):
@@ -72,9 +80,10 @@ def look(
     "What the public attributes of `trainer` are now, to be compared with a later look"
     with _C.DisableTorchFunction(): # No mode that counts calls sees this
         values = {name: _value(trainer, name) for name in _names(trainer)}
-        return {name: _mark(value) for name,value in values.items()}
+        return {name: Seen(value) if name in _WHOLE else _mark(value) for name,value in values.items()}
 
 _LEFT_OUT = 'plan', # Who answers what is no part of the state
+_WHOLE = 'dls','dl','batches' # What they hold is not looked at
 
 def _names(trainer):
     own = [name for name in vars(trainer) if not name.startswith('_') and name not in _LEFT_OUT]
@@ -83,7 +92,7 @@ def _names(trainer):
 
 def _value(trainer, name): return trainer._training if name == 'training' else getattr(trainer, name)
 
-# %% ../../nbs/inspection/91_written.ipynb #ecabfb7e
+# %% ../../nbs/inspection/91_written.ipynb #0c782cb1
 def differences(
     before:dict, # An earlier look
     after:dict, # A later one
@@ -94,7 +103,7 @@ def differences(
     changed = [name for name in after if name not in before or before[name] != after[name]]
     values = {name: _value(trainer, name) for name in changed}
     found = {name: _change(before.get(name), after[name], value, ask) for name,value in values.items()}
-    if 'dl' in found: found['dl'] = type(trainer.dl).__name__ # Not what it holds
+    found |= {name: type(values[name]).__name__ for name in _WHOLE if name in found}
     return found | {name: 'removed' for name in before if name not in after}
 
 def _change(before, after, value, ask):
@@ -131,18 +140,15 @@ def described(
     if isinstance(value, str): return repr(value if len(value) < 40 else value[:37] + '...')
     if isinstance(value, float): return short(value) if math.isfinite(value) else repr(value)
     if isinstance(value, _PLAIN): return str(value)
-    if depth and isinstance(value, Mapping):
-        return _several([f'{k}: {described(v, depth-1, ask)}' for k,v in value.items()])
-    if depth and isinstance(value, SEQUENCES): return _several([_entry(o, depth-1, ask) for o in value])
-    return type(value).__name__
+    if not (depth and is_plain(value)): return type(value).__name__
+    is_dict,first = isinstance(value, dict),islice(value.items() if isinstance(value, dict) else value, 4)
+    texts = [f'{o[0]}: {described(o[1], depth-1, ask)}' if is_dict else _entry(o, depth-1, ask) for o in first]
+    more = f', ... ({len(value)} in all)' if len(value) > 4 else ''
+    return ', '.join(texts) + more or 'empty'
 
-_TOLD = torch.Tensor,*_PLAIN,*SEQUENCES,Mapping
+_TOLD = torch.Tensor,*_PLAIN,list,tuple,dict,set
 
 def _entry(x, depth, ask): return described(x, depth, ask) if isinstance(x, _TOLD) else callback_name(x)
-
-def _several(texts):
-    more = f', ... ({len(texts)} in all)' if len(texts) > 4 else ''
-    return ', '.join(texts[:4]) + more or 'empty'
 
 def _tensor(x, ask):
     "A tensor: its value if that is one number, or else its shape; its type, and where it is if that is no CPU"
