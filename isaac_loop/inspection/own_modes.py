@@ -62,7 +62,7 @@ _VALUES = ( # Pairs of what reads a mode and what writes it
     (_stream, _set_stream),
 )
 
-# %% ../../nbs/inspection/91_own_modes.ipynb #b0c1866e
+# %% ../../nbs/inspection/91_own_modes.ipynb #ec5d842b
 _FLAGS = ('_is_in_torch_dispatch_mode', '_is_in_non_infra_torch_dispatch_mode',
           '_is_in_any_mode_without_ignore_compile_internals') # Kept beside the stack, in its module
 
@@ -91,7 +91,8 @@ def _set_flags(flags):
 def _default_device():
     "What `set_default_device` and `with torch.device` keep beside the stack"
     module = sys.modules.get('torch.utils._device') # Loaded when first needed
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, 'device_context', None), getattr(module, 'CURRENT_DEVICE', None)
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, 'device_context', None)
+    return context,getattr(module, 'CURRENT_DEVICE', None)
 
 def _set_default_device(context, device):
     torch._GLOBAL_DEVICE_CONTEXT.device_context = context

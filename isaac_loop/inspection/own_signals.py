@@ -9,7 +9,7 @@ __all__ = []
 import signal
 from threading import current_thread, main_thread
 
-# %% ../../nbs/inspection/91_own_signals.ipynb #fe93bfea
+# %% ../../nbs/inspection/91_own_signals.ipynb #8becb66a
 _SIGNALS = signal.SIGTERM,signal.SIGINT # Ctrl-C last: from then on it may break off
 
 class Signals:
@@ -52,5 +52,5 @@ class Signals:
 
     def deafen_as_loop(self):
         "End the loop's turn"
-        now = self.deafen()
-        self.own = {signum: handler for signum,handler in now.items() if handler is not self.given.get(signum)}
+        now,given = self.deafen(),self.given
+        self.own = {signum: handler for signum,handler in now.items() if handler is not given.get(signum)}

@@ -19,15 +19,18 @@ from .own_signals import Signals
 from .watched_calls import Call, changed_plan
 from .written import differences, look
 
-# %% ../../nbs/inspection/91_paused_loop.ipynb #92325043
+# %% ../../nbs/inspection/91_paused_loop.ipynb #f17a8cf2
 _MISSING = ('`walk` pauses the loop by means of the package greenlet, which is not installed. '
             'Install it with `pip install "isaac_loop[walk]"`.')
-_OTHER_THREAD = ('The loop of this walk waits in {thread}, where it was begun, and can only go on or be left there.{dead}')
+_OTHER_THREAD = ('The loop of this walk waits in the thread `{thread}`, where it was begun, and can only go on '
+                 'or be left there.{dead}')
 _DEAD = ' That thread has ended, so its cleanups cannot run any more; make a new trainer.'
 _RUNNING = ('This walk was told to go on by a callback of its own loop, which is running already. '
             'Let the callback return; the walk goes on by itself.')
-_ASIDE = ('This walk was told to go on while its trainer is lent to a run on the side, such as `side_run`, and the '
-          'loop would not find what it left. Go on when that run is over.')
+_ASIDE = ('This walk was told to go on while its trainer is lent to a run on the side, such as `side_run`, '
+          'and the loop would not find what it left. Go on when that run is over.')
+_STOP_ITERATION = ('The loop raised `StopIteration`, which would end a `for` without a word. Look for a `next` '
+                   'without a default.')
 
 def greenlets(): # The module
     "The package that gives each side a stack of its own"
@@ -35,7 +38,7 @@ def greenlets(): # The module
     except ImportError as error: raise ImportError(_MISSING) from error
     return greenlet
 
-# %% ../../nbs/inspection/91_paused_loop.ipynb #54ff4041
+# %% ../../nbs/inspection/91_paused_loop.ipynb #117606ef
 class Ended:
     "What a loop says when it is over"
     def __init__(self, error): self.error = error
@@ -66,7 +69,8 @@ class PausedLoop:
         "As a change of the plan: stand around every handler"
         if self.state == 'over': return pairs
         found = [(cb, Call(event, cb, handler, self.watch)) for cb,handler in pairs]
-        if event in OPENINGS or (event in self.stops.events and not pairs): found.insert(0, loop_itself(event, self.watch))
+        wanted = event in self.stops.events and not pairs
+        if event in OPENINGS or wanted: found.insert(0, loop_itself(event, self.watch))
         if found: found[-1][1].last = True
         return found
 
@@ -127,7 +131,8 @@ class PausedLoop:
         finally: self.signals.hear(handlers)
         if isinstance(found, Moment): return found
         try:
-            if isinstance(found.error, StopIteration): raise RuntimeError('the loop raised StopIteration') from found.error
+            is_stop = isinstance(found.error, StopIteration)
+            if is_stop: raise RuntimeError(_STOP_ITERATION) from found.error
             if found.error is not None: raise found.error
         finally: found = error = None
 
@@ -155,7 +160,8 @@ class PausedLoop:
     def _end(self, ended):
         if ended.error is self.leaving: ended.error = None
         self.state,self.leaving = 'over',None
-        self.loop = self.back = self.fit = self.seen = self.plan = None
+        self.loop,self.back,self.plan = None,None,None
+        self.fit,self.seen = None,None
         return ended
 
     def _moment(self, call, raised, begun):
@@ -171,7 +177,7 @@ class PausedLoop:
         if self.state == 'new': return
         if self.thread is not current_thread():
             dead = '' if self.thread.is_alive() else _DEAD
-            raise RuntimeError(_OTHER_THREAD.format(thread=f'thread `{self.thread.name}`', dead=dead))
+            raise RuntimeError(_OTHER_THREAD.format(thread=self.thread.name, dead=dead))
         if self.state == 'running': raise ValueError(_RUNNING)
         if self.trainer.plan is not self.plan: raise RuntimeError(_ASIDE)
 

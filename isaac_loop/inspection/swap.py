@@ -66,7 +66,7 @@ class Otherwise:
     def __eq__(self, other): return isinstance(other, Otherwise) and self.handler == other.handler
     def __hash__(self): return hash(self.handler)
 
-# %% ../../nbs/inspection/90_swap.ipynb #f790472a
+# %% ../../nbs/inspection/90_swap.ipynb #55d42731
 class Swap:
     "Another function in the place of whatever does an event, until it is undone"
     alters = True # It counts in runs on the side as well, and stands in summaries
@@ -133,7 +133,8 @@ class Swap:
     )->str:
         "What an error in the other function says about it"
         place = f'{callback_name(callback)}.{self.event}'
-        return f'raised in `{_called(self.other, self.event)}`, which `swap` has put in the place of `{place}`'
+        name = _called(self.other, self.event)
+        return f'raised in `{name}`, which `swap` has put in the place of `{place}`'
 
     def __repr__(self):
         condition = '' if self.when is None else f', {_condition(self.when)}'
@@ -148,10 +149,10 @@ def _condition(when):
     name = function_name(when) or type(when).__name__
     return 'on a condition' if name == '<lambda>' else f'when `{name}`'
 
-# %% ../../nbs/inspection/90_swap.ipynb #48c0fd1b
-_NO_CALL = ('`other` is {other!r}, which cannot be called and has no method `{event}`, so nobody would do '
-            '`{event}`. Use a function of the trainer, or a callback with that method; `lambda trainer: None` '
-            'leaves it out.')
+# %% ../../nbs/inspection/90_swap.ipynb #bc939d1d
+_NO_CALL = ('`other` is {other!r}, which cannot be called and has no method `{event}`, so nobody would do it. '
+            'Use a function of the trainer, or a callback with that method; `lambda trainer: None` leaves '
+            'it out.')
 _A_CLASS = '`other` is the class `{name}`, and only an object can do something. Make one: `{name}()`.'
 _A_MODULE = ('`other` is a module of class {name}, which would be called with the trainer. Say what is to be '
              'done with it: `lambda trainer: ...`.')
@@ -171,7 +172,7 @@ def _function(other, event):
     if event in EVENTS: check_function(f, 'other', 'trainer') # Events of one's own may have further arguments
     return f
 
-# %% ../../nbs/inspection/90_swap.ipynb #a108b636
+# %% ../../nbs/inspection/90_swap.ipynb #8ddf8c8b
 _WHICH = ('`{name}` is a callback, and `swap` puts something in the place of one of its methods. Say which: '
           '{methods}.')
 _NOT_THERE = '`{name}` has no `{event}`, so there is nothing to replace; it has {methods}.'
@@ -187,13 +188,16 @@ def _answered(trainer, callback=None):
     def has(cb): return callback is None or cb is callback
     return [event for event in events if any(has(cb) for kind in kinds for cb,_ in kind[event])]
 
-def _pairs(trainer): return [pair for kind in trainer.plan.entries.values() for o in kind.values() for pair in o]
+def _named(trainer):
+    "Callbacks of the plan by name, the trainer itself among them"
+    found = [pairs for kind in trainer.plan.entries.values() for pairs in kind.values()]
+    return {callback_name(cb): cb for pairs in found for cb,_ in pairs}
 
 def _place(trainer, what):
     "The callback whose handler is meant, or None for all of them, and the event"
     if not isinstance(what, str): return _of_method(trainer, what)
     if what in trainer.plan.events: return None,what
-    named = {callback_name(cb): cb for cb,_ in _pairs(trainer)}
+    named = _named(trainer)
     if what in named:
         methods = [f'{what}.{event}' for event in _answered(trainer, named[what])]
         raise LookupError(_WHICH.format(name=what, methods=methods))
@@ -220,10 +224,10 @@ def _check_answered(trainer, callback, event):
     if callback is None: raise LookupError(_NOBODY.format(event=event, have=answered or 'no event at all'))
     raise LookupError(_NOT_THERE.format(name=callback_name(callback), event=event, methods=answered))
 
-# %% ../../nbs/inspection/90_swap.ipynb #d4d3f3c3
+# %% ../../nbs/inspection/90_swap.ipynb #68948316
 @patch
 def swap(self:Trainer,
-    what, # An event such as 'backward', a callback's method such as 'ClipGradCB.before_step', or the method itself
+    what, # An event such as 'backward', 'ClipGradCB.before_step' for one callback's, or the method itself
     other, # What to do instead: a function of the trainer, or a callback with a method of that name
     when=None, # Function of the trainer: only where it holds, asked each time; default: always
 )->Swap: # Undone by its `undo`, or at the end of a `with` block

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Walk']
 
-# %% ../../nbs/inspection/92_walk.ipynb #4344d1cd
+# %% ../../nbs/inspection/92_walk.ipynb #af4b597e
 import os, weakref
 from functools import partial
 from itertools import islice
@@ -16,14 +16,15 @@ from fastcore.meta import delegates
 
 from ..basics.checks import check_count, warn
 from ..loop.trainer import Trainer
-from .moments import Moment, Moments, Stops
+from .moments import Moment, Moments
+from .stops import Stops
 from .paused_loop import PausedLoop, greenlets
 
-# %% ../../nbs/inspection/92_walk.ipynb #acc958cc
-_DROPPED = ('A walk was dropped in another thread than `{thread}`, where it was begun, and its loop can only be left there. '
-            'It is left when a walk begins in that thread; until then its cleanups have not run.')
-_DROPPED_DEAD = ('A walk was dropped after the thread `{thread}` had ended, in which it was begun, so its cleanups '
-                 'cannot run any more. Make a new trainer; and leave a walk in the thread that begins it, by `close`.')
+# %% ../../nbs/inspection/92_walk.ipynb #286e7138
+_DROPPED = ('A walk was dropped in another thread than `{thread}`, where it was begun, and its loop can only be '
+            'left there. It is left when a walk begins in that thread; until then its cleanups have not run.')
+_DROPPED_DEAD = ('A walk was dropped after the thread `{thread}` had ended, in which it was begun, so its '
+                 'cleanups cannot run any more. Make a new trainer; leave a walk in its own thread, by `close`.')
 _DROPPED_LOOPS = [] # Of walks that nobody holds, and which another thread must leave
 
 def _left_behind(loop, pid):
@@ -40,7 +41,7 @@ def _leave_dropped():
         _DROPPED_LOOPS.remove(loop)
         loop.leave()
 
-# %% ../../nbs/inspection/92_walk.ipynb #0accd3a1
+# %% ../../nbs/inspection/92_walk.ipynb #612335cf
 class Walk:
     "Training that goes on when it is told to: an iterator of moments"
     def __init__(self,
@@ -78,10 +79,10 @@ class Walk:
     )->Moments: # Shown as a table
         "Go on for some moments, and collect them"
         __tracebackhide__ = True
-        moments,own = Moments(),self._loop.stops
-        if isinstance(until, int): return Moments(islice(self, check_count(until, 'until', 'moments are counted')))
-        last = Stops(self.trainer, until)
-        with self._loop.stopping(own | last):
+        if isinstance(until, int): check_count(until, 'until', 'moments are counted')
+        if isinstance(until, int): return Moments(islice(self, until))
+        moments,last = Moments(),Stops(self.trainer, until)
+        with self._loop.stopping(self._loop.stops | last):
             for moment in self:
                 moments.append(moment)
                 if last.reached(moment): break
@@ -113,12 +114,12 @@ class Walk:
         if self.moment is None: return 'Walk: not begun'
         return f'Walk: paused, {self._loop.n} moments; the last one is\n{self.moment}'
 
-# %% ../../nbs/inspection/92_walk.ipynb #4a818010
+# %% ../../nbs/inspection/92_walk.ipynb #76a550fb
 @patch
 @delegates(Trainer.fit)
 def walk(self:Trainer,
     *args, # For `fit`
-    at=None, # Where to stop, as in [moments](91_moments.ipynb): events, callbacks, 'ClipGradCB.before_step'; default: after each call
+    at=None, # Events, callbacks, 'ClipGradCB.before_step', or functions of a moment; default: every call
     **kwargs # For `fit`
 )->Walk: # An iterator of moments
     "Train as `fit` does, and stop after each call of a callback"

@@ -92,7 +92,7 @@ def _names(trainer):
 
 def _value(trainer, name): return trainer._training if name == 'training' else getattr(trainer, name)
 
-# %% ../../nbs/inspection/91_written.ipynb #0c782cb1
+# %% ../../nbs/inspection/91_written.ipynb #99a4cdd8
 def differences(
     before:dict, # An earlier look
     after:dict, # A later one
@@ -142,7 +142,8 @@ def described(
     if isinstance(value, _PLAIN): return str(value)
     if not (depth and is_plain(value)): return type(value).__name__
     is_dict,first = isinstance(value, dict),islice(value.items() if isinstance(value, dict) else value, 4)
-    texts = [f'{o[0]}: {described(o[1], depth-1, ask)}' if is_dict else _entry(o, depth-1, ask) for o in first]
+    if is_dict: texts = [f'{k}: {described(v, depth-1, ask)}' for k,v in first]
+    else: texts = [_entry(o, depth-1, ask) for o in first]
     more = f', ... ({len(value)} in all)' if len(value) > 4 else ''
     return ', '.join(texts) + more or 'empty'
 
@@ -151,7 +152,7 @@ _TOLD = torch.Tensor,*_PLAIN,list,tuple,dict,set
 def _entry(x, depth, ask): return described(x, depth, ask) if isinstance(x, _TOLD) else callback_name(x)
 
 def _tensor(x, ask):
-    "A tensor: its value if that is one number, or else its shape; its type, and where it is if that is no CPU"
+    "A tensor: its value if that is one number, or else shape and type; and where it is, if that is no CPU"
     is_number = x.ndim == 0 and type(x) in _A_NUMBER and x.device.type != 'meta'
     if is_number and ask: return short(x.item())
     where = '' if x.device.type == 'cpu' else f' on {x.device}'

@@ -73,7 +73,7 @@ def side_run(self:Trainer,
     self.callbacks,self._named,self._guests = (),{},[]
     self.history,self._side_runs = History(),self._side_runs+1
     self._ended = True
-    swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)] # They count there too
+    swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
     self.plan = Plan(type(self))
     self.plan.changes = tuple(swaps)
     if between_fits: self._go_on_aside(before.random)

@@ -106,9 +106,18 @@ def test_several_that_answer_are_replaced_by_one_and_each_comes_back():
 def test_swaps_stand_on_one_another_and_are_undone_in_any_order():
     rng = random.Random(0)
     for trial in range(30):
-        trainer = make(MetricsCB(show=False), MixedPrecisionCB("float16") if trial % 2 else MixedPrecisionCB())
+        trainer = make(
+            MetricsCB(show=False), MixedPrecisionCB("float16") if trial % 2 else MixedPrecisionCB()
+        )
         before = described(trainer)
-        places = ["backward", "BasicTrainCB.step", "step", "predict", "before_predict", "MixedPrecisionCB.cleanup_predict"]
+        places = [
+            "backward",
+            "BasicTrainCB.step",
+            "step",
+            "predict",
+            "before_predict",
+            "MixedPrecisionCB.cleanup_predict",
+        ]
         swaps = []
         for what in rng.choices(places, k=5):
             if what == "BasicTrainCB.step" and trial % 2:  # The scaler steps instead
@@ -182,7 +191,9 @@ def test_an_error_names_the_function_and_whose_place_it_has():
 
     seen = []
     with trainer.swap("backward", cancel):
-        trainer.fit(1, callbacks=SimpleNamespace(name="x", cleanup_backward=lambda t: seen.append(t.exception)))
+        trainer.fit(
+            1, callbacks=SimpleNamespace(name="x", cleanup_backward=lambda t: seen.append(t.exception))
+        )
     assert len(seen) == 3 and not hasattr(seen[0], "__notes__")
 
 
@@ -208,7 +219,9 @@ def test_a_swapped_cleanup_is_owed_to_a_callback_that_leaves():
     for when in (None, lambda t: True, lambda t: False):
         seen = []
         cb = SimpleNamespace(
-            name="leaves", cleanup_batch=lambda t: seen.append("own"), after_predict=lambda t: t.remove_callback("leaves")
+            name="leaves",
+            cleanup_batch=lambda t: seen.append("own"),
+            after_predict=lambda t: t.remove_callback("leaves"),
         )
         trainer = make(cb, n=2)
         with trainer.swap("leaves.cleanup_batch", lambda t: seen.append("other"), when=when):
@@ -259,7 +272,10 @@ def test_the_summary_shows_who_stands_where():
         assert rows["backward"] == "`double_loss` instead: Twice the gradient"
     with trainer.swap("step", MomentumTrainCB(), when=lambda t: False) as swap:
         rows = {row["step"]: row["does"] for row in trainer.summarize_callbacks().rows}
-        assert rows["step"].startswith("`MomentumTrainCB.step` instead") and "on a condition, else: Let the" in rows["step"]
+        assert (
+            rows["step"].startswith("`MomentumTrainCB.step` instead")
+            and "on a condition, else: Let the" in rows["step"]
+        )
         assert str(swap) == "Swap(MomentumTrainCB.step in the place of step, on a condition)"
     assert "instead" not in str(trainer.summarize_callbacks())
 
@@ -275,7 +291,10 @@ def test_a_method_of_the_trainer_and_an_event_of_its_own_can_be_replaced():
     seen, other = [], make()
     trainer = Own(other.dls, other.loss_func, other.opt_func, other.model, None)
     trainer.add_callback(SimpleNamespace(name="v", verify=lambda trainer, times: None))
-    with trainer.swap("verify", lambda trainer, times: seen.append(times)), trainer.swap("Own.backward", double_loss):
+    with (
+        trainer.swap("verify", lambda trainer, times: seen.append(times)),
+        trainer.swap("Own.backward", double_loss),
+    ):
         trainer.fit(1, valid=False)
     assert seen == [2, 2, 2]
 
@@ -286,7 +305,12 @@ def test_a_method_of_the_trainer_and_an_event_of_its_own_can_be_replaced():
         ("bacward", double_loss, LookupError, "Did you mean `backward`"),
         ("BasicTrain.step", double_loss, LookupError, "Did you mean `BasicTrainCB`"),
         ("BasicTrainCB.stepp", double_loss, LookupError, "Did you mean `step`"),
-        ("BasicTrainCB.log", double_loss, LookupError, r"has no `log`.*BasicTrainCB` has no|it has \['predict'"),
+        (
+            "BasicTrainCB.log",
+            double_loss,
+            LookupError,
+            r"has no `log`.*BasicTrainCB` has no|it has \['predict'",
+        ),
         ("BasicTrainCB", double_loss, LookupError, "Say which"),
         ("after_step", double_loss, LookupError, r"nobody does anything there.*'predict'"),
         (len, double_loss, LookupError, "not what any callback"),
@@ -328,7 +352,10 @@ def test_a_condition_that_fails_says_where_and_cleanups_go_on():
     seen = []
     cb = SimpleNamespace(name="mine", cleanup_batch=lambda t: seen.append("own"))
     trainer = make(cb, n=1)
-    with trainer.swap("mine.cleanup_batch", double_loss, when=lambda t: 1 / 0), pytest.raises(ZeroDivisionError) as caught:
+    with (
+        trainer.swap("mine.cleanup_batch", double_loss, when=lambda t: 1 / 0),
+        pytest.raises(ZeroDivisionError) as caught,
+    ):
         trainer.fit(1)
     assert any("in the place of `mine.cleanup_batch`" in o for o in caught.value.__notes__)
     assert described(trainer)[1] == ()

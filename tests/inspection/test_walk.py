@@ -104,7 +104,10 @@ class ComesAndGoes:
     "Adds a callback in the middle of a batch, and takes it out in another"
 
     def before_fit(self, trainer):
-        self.guest, self.seen = SimpleNamespace(name="guest", after_step=self._see, cleanup_batch=self._see), []
+        self.guest, self.seen = (
+            SimpleNamespace(name="guest", after_step=self._see, cleanup_batch=self._see),
+            [],
+        )
 
     def _see(self, trainer):
         self.seen.append(trainer.n_updates)
@@ -148,7 +151,9 @@ RUNS = {
     "come and go": lambda: runs.make_trainer([*runs.callbacks(), ComesAndGoes()]),
     "stream": _stream,
     "steps as methods": lambda: _own(Rows, [MetricsCB()]),
-    "phases": lambda: _own(Phases, [BasicTrainCB(), SimpleNamespace(name="v", verify_batch=lambda t, extra: None)]),
+    "phases": lambda: _own(
+        Phases, [BasicTrainCB(), SimpleNamespace(name="v", verify_batch=lambda t, extra: None)]
+    ),
     "accumulation": lambda: runs.make_trainer([*runs.callbacks(), AccumulationCB(3), NBatchCB(5)]),
 }
 
@@ -206,7 +211,14 @@ def test_each_moment_names_who_was_called_and_what_was_written():
     "Against a callback that notes each event, and what the five steps are known to write"
     _, moments = walked(trainer_with(), 1, 0.1, valid=False)
     batch = [o for o in moments if o.batch_num == 1]
-    assert [o.event for o in batch] == ["before_batch", "predict", "get_loss", "backward", "step", "zero_grad"]
+    assert [o.event for o in batch] == [
+        "before_batch",
+        "predict",
+        "get_loss",
+        "backward",
+        "step",
+        "zero_grad",
+    ]
     assert [list(o.wrote) for o in batch] == [
         ["batch_num", "batch", "preds", "loss"],
         ["preds"],
@@ -235,19 +247,27 @@ def test_what_the_user_writes_is_not_put_down_to_a_callback():
 def test_a_cancel_is_a_moment_and_goes_on_from_there():
     _, moments = walked(trainer_with(AccumulationCB(3)), 1, 0.1, valid=False)
     raised = [o for o in moments if o.raised]
-    assert {(o.name, o.event) for o in raised} == {("AccumulationCB", "before_step"), ("AccumulationCB", "before_zero_grad")}
+    assert {(o.name, o.event) for o in raised} == {
+        ("AccumulationCB", "before_step"),
+        ("AccumulationCB", "before_zero_grad"),
+    }
     assert raised[0].raised.startswith("CancelStepException") and raised[0].next == ""
 
 
 @pytest.mark.parametrize(
     "event, name, value",
-    [("before_batch", "batch", lambda t: (t.batch[0] * 0, t.batch[1])), ("get_loss", "loss", lambda t: t.loss * 3)]
+    [
+        ("before_batch", "batch", lambda t: (t.batch[0] * 0, t.batch[1])),
+        ("get_loss", "loss", lambda t: t.loss * 3),
+    ]
     + [("predict", "preds", lambda t: t.preds * 0)],
 )
 def test_what_is_set_at_a_moment_counts(event, name, value):
     "Against a callback that sets the same at the end of the event"
     setter = SimpleNamespace(order=Order.LAST, name="setter")
-    setattr(setter, event if event == "before_batch" else f"after_{event}", lambda t: setattr(t, name, value(t)))
+    setattr(
+        setter, event if event == "before_batch" else f"after_{event}", lambda t: setattr(t, name, value(t))
+    )
     torch.manual_seed(0)
     expected = trainer_with(setter)
     expected.fit(1, 0.1)
@@ -269,7 +289,10 @@ def test_an_event_stops_once_and_also_where_nobody_answers():
 def test_callbacks_are_meant_by_object_by_name_by_class_and_by_method():
     cb = SimpleNamespace(name="mine", before_predict=lambda t: None, after_step=lambda t: None)
     for at in (cb, "mine", ["mine.before_predict", "mine.after_step"]):
-        assert [o.event for o in trainer_with(cb, n=1).walk(1, at=at, valid=False)] == ["before_predict", "after_step"]
+        assert [o.event for o in trainer_with(cb, n=1).walk(1, at=at, valid=False)] == [
+            "before_predict",
+            "after_step",
+        ]
     assert [o.event for o in trainer_with(n=1).walk(1, callbacks=cb, at="mine", valid=False)] == [
         "before_predict",
         "after_step",
@@ -318,7 +341,9 @@ def test_arguments_of_fit_are_refused_as_fit_does():
 
 def test_callbacks_may_come_and_go_and_steps_be_swapped_at_a_pause():
     trainer, seen = trainer_with(), []
-    guest = SimpleNamespace(name="guest", before_batch=lambda t: seen.append("before"), after_step=lambda t: None)
+    guest = SimpleNamespace(
+        name="guest", before_batch=lambda t: seen.append("before"), after_step=lambda t: None
+    )
     walk = trainer.walk(1, valid=False)
     walk.to("get_loss")
     trainer.add_callback(guest)

@@ -71,7 +71,10 @@ def noted(cls=Trainer):
     seen = []
     torch.manual_seed(0)
     extra = [f"{kind}phase" for kind in ("before_", "", "after_", "cleanup_")] if cls is Phases else []
-    cbs = [NotesAll("a", 5, seen, [*few_events(), *extra]), NotesAll("b", -5, seen, ["before_epoch", "cleanup_epoch"])]
+    cbs = [
+        NotesAll("a", 5, seen, [*few_events(), *extra]),
+        NotesAll("b", -5, seen, ["before_epoch", "cleanup_epoch"]),
+    ]
     return trainer_with(*cbs, n=2, cls=cls), seen
 
 

@@ -107,7 +107,10 @@ MODES = {  # What switches it on, and what tells whether it is
     ),
     "function mode": (CountsFunctions, lambda: torch._C._len_torch_function_stack() > 0),
     "dispatch mode": (CountsOperations, lambda: len(_get_current_dispatch_mode_stack()) > 0),
-    "saved tensors": (lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x), saved_hooks),
+    "saved tensors": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        saved_hooks,
+    ),
     "forbidden hooks": (
         lambda: torch.autograd.graph.disable_saved_tensors_hooks("none here"),
         lambda: not torch._C._autograd._saved_tensors_hooks_is_enabled(),
