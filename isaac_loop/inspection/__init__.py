@@ -1,4 +1,4 @@
-"Seeing inside loop and model: what runs, layers, activations, gradients, the first NaN, the profiler"
+"Seeing inside loop and model: what runs, layers, activations, gradients, the first NaN, the profiler; swapping steps, and walking through"
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy
@@ -16,5 +16,9 @@ if TYPE_CHECKING:
     from .update_ratios import UpdateRatioCB as UpdateRatioCB
     from .first_nonfinite import NonFiniteCB as NonFiniteCB
     from .profiler import ProfilerCB as ProfilerCB
+    from .swap import Swap as Swap
+    from .moments import Moment as Moment
+    from .moments import Moments as Moments
+    from .walk import Walk as Walk
 else:
     __getattr__, __dir__ = lazy(__name__)

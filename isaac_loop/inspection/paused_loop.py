@@ -19,18 +19,18 @@ from .own_signals import Signals
 from .watched_calls import Call, changed_plan
 from .written import differences, look
 
-# %% ../../nbs/inspection/91_paused_loop.ipynb #f17a8cf2
+# %% ../../nbs/inspection/91_paused_loop.ipynb #547d4e34
 _MISSING = ('`walk` pauses the loop by means of the package greenlet, which is not installed. '
             'Install it with `pip install "isaac_loop[walk]"`.')
-_OTHER_THREAD = ('The loop of this walk waits in the thread `{thread}`, where it was begun, and can only go on '
-                 'or be left there.{dead}')
+_OTHER_THREAD = ('The loop of this walk waits in the thread `{thread}`, where it was begun, and can only '
+                 'go on or be left there.{dead}')
 _DEAD = ' That thread has ended, so its cleanups cannot run any more; make a new trainer.'
 _RUNNING = ('This walk was told to go on by a callback of its own loop, which is running already. '
             'Let the callback return; the walk goes on by itself.')
 _ASIDE = ('This walk was told to go on while its trainer is lent to a run on the side, such as `side_run`, '
           'and the loop would not find what it left. Go on when that run is over.')
-_STOP_ITERATION = ('The loop raised `StopIteration`, which would end a `for` without a word. Look for a `next` '
-                   'without a default.')
+_STOP_ITERATION = ('The loop raised `StopIteration`, which would end a `for` without a word. Look for a '
+                   '`next` without a default.')
 
 def greenlets(): # The module
     "The package that gives each side a stack of its own"

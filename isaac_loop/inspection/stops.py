@@ -16,10 +16,10 @@ from ..loop.trainer import Trainer
 from .moments import Moment
 from .watched_calls import Call
 
-# %% ../../nbs/inspection/91_stops.ipynb #82772754
+# %% ../../nbs/inspection/91_stops.ipynb #6b34f514
 _NOBODY = '`at` has {what!r}, and there is neither an event nor a callback of that name.{hint}'
-_NOT_A_PLACE = ('`at` has {what!r}, which says no place to stop. Use an event such as `after_step`, a callback '
-                "or its name, 'ClipGradCB.before_step', or a function of the moment.")
+_NOT_A_PLACE = ('`at` has {what!r}, which says no place to stop. Use an event such as `after_step`, a '
+                "callback or its name, 'ClipGradCB.before_step', or a function of the moment.")
 
 class Stops:
     "Where a walk stops"

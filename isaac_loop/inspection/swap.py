@@ -149,10 +149,10 @@ def _condition(when):
     name = function_name(when) or type(when).__name__
     return 'on a condition' if name == '<lambda>' else f'when `{name}`'
 
-# %% ../../nbs/inspection/90_swap.ipynb #bc939d1d
-_NO_CALL = ('`other` is {other!r}, which cannot be called and has no method `{event}`, so nobody would do it. '
-            'Use a function of the trainer, or a callback with that method; `lambda trainer: None` leaves '
-            'it out.')
+# %% ../../nbs/inspection/90_swap.ipynb #9b33e0db
+_NO_CALL = ('`other` is {other!r}, which cannot be called and has no method `{event}`, so nobody would do '
+            'it. Use a function of the trainer, or a callback with that method; `lambda trainer: None` '
+            'leaves it out.')
 _A_CLASS = '`other` is the class `{name}`, and only an object can do something. Make one: `{name}()`.'
 _A_MODULE = ('`other` is a module of class {name}, which would be called with the trainer. Say what is to be '
              'done with it: `lambda trainer: ...`.')

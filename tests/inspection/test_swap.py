@@ -1,7 +1,7 @@
 """A swapped step against the same step written as a callback, and the plan after it against the plan before.
 
-Undone in any order, with callbacks that come and go in between, after errors and cancels, in runs on the side, and in
-the middle of a batch.
+Undone in any order, with callbacks that come and go in between, after errors and cancels, in runs on the
+side, and in the middle of a batch.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """A walk against `fit`: the same weights, the same history, whatever the callbacks; and what a moment tells.
 
-Walking is checked over runs of all kinds: everything that counts batches, two optimizers, an optimizer with a closure,
-steps as methods of the trainer, streams, own spans, own events, own `one_batch`, several passes, cancels in between.
+Walking is checked over runs of all kinds: everything that counts batches, two optimizers, an optimizer with a
+closure, steps as methods of the trainer, streams, own spans, own events, own `one_batch`, cancels in between.
 """
 
 import copy

@@ -1,6 +1,6 @@
-"""Leaving a walk, at every single moment, against a fit in which a `CancelFitException` is raised at that very place.
+"""Leaving a walk, at every moment, against a fit in which a `CancelFitException` is raised at that place.
 
-The same cleanups run, in the same order, the same errors come out, and the trainer trains on as if nothing had been.
+The same cleanups run, in the same order, the same errors come out, and the trainer trains on.
 """
 
 import gc
@@ -361,7 +361,7 @@ def test_a_walk_dropped_in_another_thread_is_left_when_its_own_walks_again():
 def test_a_walk_whose_thread_has_ended_says_so():
     trainer, seen = noted()
     walk = trainer.walk(1)
-    in_thread(lambda: next(walk))
+    in_thread(walk.__next__)
     with pytest.raises(RuntimeError, match="That thread has ended"):
         walk.close()
     with pytest.warns(UserWarning, match="after the thread `other` had ended"):

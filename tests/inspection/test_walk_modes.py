@@ -1,7 +1,7 @@
-"""The modes of the loop and those of whoever walks do not meet, for each mode that PyTorch has for a thread or a process.
+"""The modes of the loop and those of whoever walks do not meet, for each that PyTorch has.
 
-Each is switched on by a callback of the loop from `before_batch` to `cleanup_batch`, and looked at in the body of the
-`for`; then the other way round; and in orders that do not nest.
+Each is switched on by a callback of the loop from `before_batch` to `cleanup_batch`, and looked at in the
+body of the `for`; then the other way round; and in orders that do not nest.
 """
 
 import contextvars
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import FlopCounterMode
 
 import runs
-from isaac_loop.all import Order, Trainer
+from isaac_loop.all import MixedPrecisionCB, Order
 from isaac_loop.inspection.own_modes import Modes
 from small import trainer_with
 
@@ -274,8 +274,7 @@ def test_modes_that_count_see_their_own_side_and_none_of_the_looking():
 
 
 def test_autocast_casts_the_weights_anew_after_i_have_used_them_without_gradients():
-    "PyTorch keeps casts as long as autocast is open: one that I made without gradients must not reach the loop"
-    from isaac_loop.all import MixedPrecisionCB
+    "PyTorch keeps casts while autocast is open: one that I made without gradients must not reach the loop"
 
     weights = []
     for walks in (False, True):
@@ -293,7 +292,7 @@ def test_autocast_casts_the_weights_anew_after_i_have_used_them_without_gradient
 
 def test_validation_without_gradients_and_mine_with():
     trainer = trainer_with()
-    for moment in trainer.walk(1, train=False, at="predict"):
+    for _ in trainer.walk(1, train=False, at="predict"):
         assert torch.is_grad_enabled() and not trainer.preds.requires_grad
         trainer.model(trainer.batch[0]).sum().backward()
     assert trainer.model.weight.grad is not None
@@ -317,7 +316,7 @@ def test_the_error_that_is_being_handled_is_of_one_side():
     class Handles:
         def predict(self, trainer):
             try:
-                1 / 0
+                raise ZeroDivisionError
             except ZeroDivisionError:
                 trainer.run_callbacks("measured")
                 seen.append(sys.exc_info()[0])
@@ -394,4 +393,3 @@ def test_a_body_that_leaves_its_modes_otherwise_than_it_found_them():
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     runs.same(fitted, trainer)
-    assert isinstance(trainer, Trainer)

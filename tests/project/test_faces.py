@@ -65,8 +65,8 @@ FACES = {
         EarlyStoppingCB InterruptCB LimitCB LossSpikeCB NonFiniteStopCB SamePredictionsCB
     """,
     "inspection": """
-        ActivationStatsCB callback_table event_table GradientPlotCB GradientStatsCB HooksCallback
-        NonFiniteCB ProfilerCB show_source state_table summarize_model UpdateRatioCB
+        ActivationStatsCB callback_table event_table GradientPlotCB GradientStatsCB HooksCallback Moment
+        Moments NonFiniteCB ProfilerCB show_source state_table summarize_model Swap UpdateRatioCB Walk
     """,
     "evaluate": """
         binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB
