@@ -1,4 +1,4 @@
-"Seeing inside loop and model: what runs, layers, activations, gradients, the first NaN, the profiler; swapping steps, and walking through"
+"Seeing inside loop and model: what runs, layers, activations, gradients, first NaN, profiler; swap, walk"
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy

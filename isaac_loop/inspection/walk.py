@@ -20,9 +20,9 @@ from .moments import Moment, Moments
 from .stops import Stops
 from .paused_loop import PausedLoop, greenlets
 
-# %% ../../nbs/inspection/92_walk.ipynb #38cc423a
+# %% ../../nbs/inspection/92_walk.ipynb #076b6305
 _DROPPED = ('A walk was dropped in another thread than `{thread}`, where it was begun, and its loop can only '
-            'be left there. It is left when a walk begins in that thread; until then its cleanups have not run.')
+            'be left there. It is left when a walk begins in that thread; until then no cleanup runs.')
 _DROPPED_DEAD = ('A walk was dropped after the thread `{thread}` had ended, in which it was begun, so its '
                  'cleanups cannot run any more. Make a new trainer; leave a walk in its own thread.')
 _DROPPED_LOOPS = [] # Of walks that nobody holds, and which another thread must leave
