@@ -213,7 +213,7 @@ def test_a_stop_iteration_of_the_loop_does_not_end_the_for_in_silence():
     def predict(trainer):
         raise StopIteration("by mistake")
 
-    with pytest.raises(RuntimeError, match="the loop raised StopIteration"):
+    with pytest.raises(RuntimeError, match="The loop raised `StopIteration`"):
         list(trainer_with(predict).walk(1))
 
 
@@ -335,7 +335,7 @@ def test_another_thread_can_neither_go_on_nor_leave():
     next(walk)
     for use in (lambda: next(walk), walk.close):
         error = in_thread(use)
-        assert isinstance(error, RuntimeError) and "waits in thread `MainThread`" in str(error)
+        assert isinstance(error, RuntimeError) and "waits in the thread `MainThread`" in str(error)
     walk.close()
     assert seen[-1] == ("a", "cleanup_fit", "CancelFitException")
 

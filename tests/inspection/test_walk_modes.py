@@ -361,6 +361,7 @@ def test_leaving_runs_the_cleanups_in_the_modes_of_the_loop():
         assert cb.seen == [True, True] and not is_on()
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_the_modes_of_two_walks_and_mine_are_three():
     one, two = Has(*MODES["no grad"]), Has(*MODES["default dtype"])
     for _ in zip(*(empty(cb, Does()).walk(1, valid=False) for cb in (one, two))):
