@@ -38,7 +38,7 @@ def greenlets(): # The module
     except ImportError as error: raise ImportError(_MISSING) from error
     return greenlet
 
-# %% ../../nbs/inspection/97_paused_loop.ipynb #0d8b1998
+# %% ../../nbs/inspection/97_paused_loop.ipynb #4f374fe8
 class Ended:
     "What a loop says when it is over"
     def __init__(self, error): self.error = error
@@ -112,12 +112,11 @@ class PausedLoop:
         try:
             self.signals.hear_as_loop(handlers)
             with changed_plan(self.trainer, self): self.fit()
-            ended = Ended(None)
+            return Ended(None)
         except BaseException as error:
-            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next # This frame holds it
-            ended = Ended(error)
-        self.signals.deafen_as_loop()
-        return ended
+            error.__traceback__ = error.__traceback__.tb_next # Without this function
+            return Ended(error) # And in no variable of it, since the frames of the error lead here
+        finally: self.signals.deafen_as_loop()
 
     def go_on(self,
         error=None, # Raised in the loop where it stands; None to go on

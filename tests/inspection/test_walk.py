@@ -483,3 +483,25 @@ def test_nobody_keeps_the_trainer_of_a_walk_that_is_over():
     del trainer
     gc.collect()
     assert gone() is None
+
+
+def test_an_error_that_came_out_of_a_walk_holds_nothing():
+    "When the error is forgotten, so are the frames that it went through, without the garbage collector"
+    keeps = KeepsWeakly()
+
+    def backward(trainer):
+        raise runs.Cut
+
+    trainer = Trainer(fresh_batches(), F.mse_loss, optim.SGD, nn.Linear(1, 1), [BasicTrainCB(), keeps])
+    gc.collect()
+    gc.disable()
+    try:
+        with trainer.swap("backward", backward):
+            try:
+                list(trainer.walk(1))
+            except runs.Cut as error:
+                gone = weakref.ref(error)
+        del trainer.preds, trainer.loss
+        assert gone() is None and [o() for o in keeps.kept[2:4]] == [None, None]
+    finally:
+        gc.enable()
