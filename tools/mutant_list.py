@@ -637,4 +637,47 @@ MUTANTS = [
         "if False else ''",
         ["test_an_attribute_of_a_trainer_is_explained"],
     ),
+    # Swap and walk
+    Mutant(
+        "a swap that was undone on the side goes on afterwards",
+        "_undo",
+        "if change not in swaps",
+        "if True",
+        ["test_undone_in_a_run_on_the_side_it_is_undone_afterwards_too"],
+    ),
+    Mutant(
+        "a walk that is left begins another fit",
+        "PausedLoop.watch",
+        "if self.leaving is not None and call.event.startswith('before_'): raise self.leaving",
+        "pass",
+        ["test_a_fit_that_trains_twice_is_left_altogether"],
+    ),
+    Mutant(
+        "a walk stops within a backward pass",
+        "PausedLoop._stops",
+        "_C._current_graph_task_id() != -1",
+        "False",
+        ["test_a_hook_within_backward_does_not_stop_the_loop"],
+    ),
+    Mutant(
+        "an open inference mode of the loop is the walker's as well",
+        "Modes.put",
+        "if torch.is_inference_mode_enabled() != self.inference:",
+        "if False:",
+        ["test_a_mode_of_the_loop_is_not_mine"],
+    ),
+    Mutant(
+        "the error of a walk holds the frames it went through",
+        "PausedLoop.go_on",
+        "finally: found = error = None",
+        "finally: pass",
+        ["test_an_error_that_came_out_of_a_walk_holds_nothing"],
+    ),
+    Mutant(
+        "a look keeps what it saw",
+        "Seen.__init__",
+        "self.object = weakref.ref(x)",
+        "self.object = lambda: x",
+        ["test_moments_hold_no_batch_and_nothing_waits_for_the_garbage_collector"],
+    ),
 ]

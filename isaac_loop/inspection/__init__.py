@@ -1,4 +1,4 @@
-"Seeing inside loop and model: what runs, layers, activations, gradients, the first NaN, times, the profiler"
+"Seeing the loop: map, check, trace, times, script, replay, walk; inside the model: layers, activations, gradients"
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy
@@ -23,5 +23,9 @@ if TYPE_CHECKING:
     from .first_nonfinite import NonFiniteCB as NonFiniteCB
     from .times import TimesCB as TimesCB
     from .profiler import ProfilerCB as ProfilerCB
+    from .swap import Swap as Swap
+    from .moments import Moment as Moment
+    from .moments import Moments as Moments
+    from .walk import Walk as Walk
 else:
     __getattr__, __dir__ = lazy(__name__)

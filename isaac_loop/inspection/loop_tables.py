@@ -14,6 +14,7 @@ from ..loop.events import SPANS, STEPS, callback_name, handler_of
 from ..loop.trainer import Plan, Trainer
 from ..basics.tables import Table
 from ..loop.shared_attributes import STATE
+from .watched_calls import alters
 
 # %% ../../nbs/inspection/06_loop_tables.ipynb #0788b144
 _WHAT = {'fit': 'the whole fit', 'epoch': 'one pass over a loader', 'batch': 'one batch'}
@@ -52,6 +53,7 @@ def callback_table(
 )->Table:
     "What runs at each step, in the order of execution, with the docstring of each method"
     plan = Plan(type(trainer))
+    plan.changes = tuple(filter(alters, trainer.plan.changes))
     plan.build(trainer.callbacks, check=False)
     train,valid = plan.entries[True],plan.entries[False]
     rows = []

@@ -10,14 +10,24 @@ from contextlib import contextmanager
 from functools import update_wrapper
 
 # %% ../../nbs/inspection/05_watched_calls.ipynb #2fb8cb5c
+def alters(
+    change, # A change of a plan
+)->bool:
+    "Whether `change` has something else done, and does not only watch"
+    return getattr(change, 'alters', False)
+
 def add_change(
     trainer, # Has a `plan`
     change, # Function of an event and its pairs of callback and handler; gives the pairs to use instead
 ):
     "Have `change` take part whenever the plan of `trainer` is made, beginning now"
     plan = trainer.plan
-    plan.changes = (*plan.changes, change)
-    plan.build(trainer.callbacks, check=False)
+    before,changes = plan.changes,[*plan.changes, change]
+    plan.changes = tuple(sorted(changes, key=lambda o: not alters(o)))
+    try: plan.build(trainer.callbacks, check=False)
+    except BaseException:
+        plan.changes = before
+        raise
 
 def remove_change(
     trainer, # Has a `plan`
@@ -49,6 +59,7 @@ class Call:
     ):
         self.event,self.callback = event,callback
         self.handler,self.watch = handler,watch
+        self.last = False # Is it the last of its event, if somebody asks?
         update_wrapper(self, handler, ('__name__', '__qualname__', '__doc__'), ())
 
     def __call__(self, trainer, **extra):

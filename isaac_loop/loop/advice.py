@@ -88,6 +88,7 @@ def _is_empty(dl):
 _UNKNOWN = '`fit` got the keyword `{}`, which nobody takes, so it would have no effect. `fit` takes {}.{}'
 _FIT_IN_FIT = ('`fit` was called inside `fit`, and two loops cannot share one state. '
                'Use another `Trainer` for the inner one.')
+_WALKED = ' Or is it a walk of this trainer that is paused? Go on with it, or leave it by its `close()`.'
 
 def check_fit(
     trainer, # Is to train
@@ -99,7 +100,9 @@ def check_fit(
 )->int: # The number of epochs
     "Refuse arguments of `fit` that could not work, before anything has begun"
     if unknown: _refuse(next(iter(unknown)), trainer)
-    if trainer._fitting: raise RuntimeError(_FIT_IN_FIT)
+    if trainer._fitting:
+        paused = any(getattr(change, 'paused', False) for change in trainer.plan.changes)
+        raise RuntimeError(_FIT_IN_FIT + _WALKED*paused)
     if type(trainer).__module__.startswith('isaac_loop.'): # In a class of one's own they may be for oneself
         for name in sorted(_SET.keys() & vars(trainer).keys()): warn(_SET_IN_VAIN.format(name, _SET[name]))
     n_epochs = check_epochs(n_epochs)

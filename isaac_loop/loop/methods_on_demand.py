@@ -19,6 +19,8 @@ ELSEWHERE = {
         'trace': 'inspection.trace',
         'summarize_model': 'inspection.model_summary',
         'times': 'inspection.times',
+        'swap': 'inspection.swap',
+        'walk': 'inspection.walk',
         'show_image_batch': 'show.plots',
         'lr_find': 'tune.lr_finder',
         'find_batch_size': 'tune.batch_finder',

@@ -150,6 +150,7 @@ def one_pass(
     vars(trainer).update(dl=dl, batches=trainer._source, n_batches=trainer._source.expected)
     if hasattr(trainer.model, 'train'): trainer.model.train(training)
     trainer.plan.select(training)
+    trainer.plan.batch_seen = False
     n_updates = trainer.n_updates
     try:
         yield

@@ -36,6 +36,7 @@ class Plan(dict):
         self.own_spans = own_spans(trainer_class) # Methods that a subclass has wrapped in `with_cbs`, by name
         self.events = EVENTS + own_events(trainer_class, self.own_spans)
         self.training = True # The kind of pass whose handlers are in use
+        self.batch_seen = False # Has the span of a batch been run in this pass?
         self.spans = [] # Open now, outermost first
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
@@ -60,7 +61,7 @@ class Plan(dict):
         training:bool, # Whether the pass trains
     ):
         "Use the handlers of one kind of pass"
-        self.training,self.batch_seen = training,False
+        self.training = training
         for event,found in self.entries[training].items(): self[event] = tuple(handler for _,handler in found)
         if self['step']: self['step'] += (count_update,)
         around = {step: (s.before, s.after, s.cleanup) for step,s in STEPS.items()}

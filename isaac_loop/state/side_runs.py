@@ -49,6 +49,12 @@ _ENDLESS = ('Five runs on the side were begun one inside the other: a callback t
             'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out '
             'there, or choose who is kept with `side_run(below=...)`.')
 
+def _undo(trainer, swaps):
+    "Have `swaps` count no longer, which were undone in a run on the side"
+    plan = trainer.plan
+    plan.changes = tuple(change for change in plan.changes if change not in swaps)
+    plan.build(trainer.callbacks, check=False)
+
 @patch
 @contextmanager
 def side_run(self:Trainer,
@@ -67,7 +73,9 @@ def side_run(self:Trainer,
     self.callbacks,self._named,self._guests = (),{},[]
     self.history,self._side_runs = History(),self._side_runs+1
     self._ended = True
+    swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
     self.plan = Plan(type(self))
+    self.plan.changes = tuple(swaps)
     if between_fits: self._go_on_aside(before.random)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # Validation has switched them off
@@ -76,12 +84,14 @@ def side_run(self:Trainer,
     finally:
         if between_fits:
             self._aside.update(began=before.random, seedings=set_seed.calls, ended=random_state())
+        undone = [change for change in swaps if change not in self.plan.changes]
         vars(self).clear()
         vars(self).update(loop)
         forget(self, *Trainer.__slots__)
         for name,value in slots.items(): setattr(self, name, value)
         for module,mode in modes: module.training = mode
         before.restore()
+        if undone: _undo(self, undone)
 
 # %% ../../nbs/state/40_side_runs.ipynb #0992cf19
 @patch

@@ -66,8 +66,8 @@ FACES = {
     """,
     "inspection": """
         ActivationStatsCB callback_table CheckFailed compare Comparison event_table Findings
-        GradientPlotCB GradientStatsCB HooksCallback LoopMap NonFiniteCB ProfilerCB show_source
-        state_table summarize_model TimesCB Trace UpdateRatioCB
+        GradientPlotCB GradientStatsCB HooksCallback LoopMap Moment Moments NonFiniteCB ProfilerCB
+        show_source state_table summarize_model Swap TimesCB Trace UpdateRatioCB Walk
     """,
     "evaluate": """
         binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB
