@@ -1,4 +1,4 @@
-"Seeing the loop: map, check, trace, times, script, replay, walk; inside the model: layers, activations, gradients"
+"Seeing the loop: map, check, trace, times, script, replay, walk; inside the model: activations, gradients"
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/17_map_entries.ipynb #975ad95f
+# %% ../../nbs/inspection/17_map_entries.ipynb #be1483ba
 import inspect
 from itertools import chain
 
 from .method_source import function_of, place
 from .read_values import Found
 from .reading import Reader, handler_effects
+from .watched_calls import alters
 from ..loop.duplicate_steps import Watched
 from ..loop.events import EVENTS, callback_name
 from ..loop.handlers import TrainersOwn
@@ -67,12 +68,13 @@ def loops_entry(event):
         for name in names.split(): found.note(kind, name)
     return Entry(event, None, found)
 
-# %% ../../nbs/inspection/17_map_entries.ipynb #0d31873c
+# %% ../../nbs/inspection/17_map_entries.ipynb #46e40aa9
 _PASSES = {(True, False): 'training only', (False, True): 'validation only'}
 
 def _handlers(trainer):
     "For each event its handlers, as pairs of callback and what it does there"
     plan = Plan(type(trainer))
+    plan.changes = tuple(filter(alters, trainer.plan.changes)) # What is swapped
     plan.build(trainer.callbacks, check=False)
     train,valid = plan.entries[True],plan.entries[False]
     found = {}

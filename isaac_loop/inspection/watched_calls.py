@@ -64,7 +64,10 @@ class Call:
 
     def __call__(self, trainer, **extra):
         __tracebackhide__ = True # An error shows whose handler it was
-        self.watch(self, trainer, lambda: self.handler(trainer, **extra))
+        def run():
+            __tracebackhide__ = True
+            self.handler(trainer, **extra)
+        self.watch(self, trainer, run)
 
     def __eq__(self, other): return self.handler == (other.handler if isinstance(other, Call) else other)
     def __hash__(self): return hash(self.handler)

@@ -169,7 +169,11 @@ def walked(trainer, *args, at=None, **kwargs):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("at", [None, "after_batch", "cleanup_epoch", lambda moment: False], ids=str)
+@pytest.mark.parametrize(
+    "at",
+    [None, "after_batch", "cleanup_epoch", lambda moment: False],
+    ids=lambda at: getattr(at, "__name__", str(at)).strip("<>"),
+)
 def test_a_walk_without_a_change_is_a_fit_bit_for_bit(name, at):
     fitted = runs.fit(RUNS[name](), 2)
     after_fit = torch.get_rng_state()
