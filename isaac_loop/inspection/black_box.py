@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BlackBoxCB']
 
-# %% ../../nbs/inspection/90_black_box.ipynb #9b9cd7a8
+# %% ../../nbs/inspection/90_black_box.ipynb #7277acee
 import math, re
 
 from fastcore.basics import patch
@@ -18,11 +18,11 @@ from ..state.errors import UnsaveableState
 from ..state.random_numbers import random_state
 from ..state.run_parts import check_states
 from ..state.run_state import take_parts
-from .black_box_files import write_run
+from .black_box_files import read_run, write_run
 from .kept_batches import KeptBatch, KeptPass, batch_table, copied_or_same, loss_now
-from .kept_runs import all_kept, begin_kept, broken_at, end_at
+from .kept_runs import KeptRun, all_kept, begin_kept, broken_at, end_at
 
-# %% ../../nbs/inspection/90_black_box.ipynb #60e04edd
+# %% ../../nbs/inspection/90_black_box.ipynb #533ea041
 class BlackBoxCB:
     "Keep the last batches, and a copy of the run from before them, for `trainer.replay`"
     order = math.inf # It sees the batches as the loop gets them, after everybody who makes others of them
@@ -50,6 +50,7 @@ class BlackBoxCB:
         check_states(trainer)
         self._forget()
         self.kept,self._on = None,True
+        trainer._black_box = self
         trainer.epochs = self._epochs(trainer, trainer.epochs)
 
     def before_epoch(self, trainer):
@@ -218,3 +219,22 @@ def _write(self:BlackBoxCB):
     if self.folder is None: return
     try: write_run(self.kept, self.folder)
     except (UnsaveableState, OSError) as error: warn(_NOT_WRITTEN.format(self.folder, error))
+
+# %% ../../nbs/inspection/90_black_box.ipynb #3718cefc
+_NOBODY = ('There is no `BlackBoxCB` among the callbacks of this trainer, so nothing was kept. Add one before `fit`, '
+           'as in `trainer.fit(3, callbacks=BlackBoxCB(20))`.')
+_NOTHING = ('`BlackBoxCB` has kept no batch: no fit of it has got as far as that. A run of another process can be '
+            'replayed if both were given the same folder: `BlackBoxCB(n, folder)`.')
+_ANOTHER = 'This `BlackBoxCB` has kept a run of another trainer. Give each trainer one of its own.'
+
+def kept_run(
+    trainer, # Has had a `BlackBoxCB`
+)->KeptRun: # With at least one pass
+    "What the black box of `trainer` has kept"
+    boxes = [cb for cb in trainer.callbacks if isinstance(cb, BlackBoxCB)]
+    box = trainer._black_box or next(iter(boxes), None)
+    if box is None: raise LookupError(_NOBODY)
+    run = read_run(box.folder) if box.kept is None and box.folder is not None else box.kept
+    if run is None or not run.passes: raise LookupError(_NOTHING)
+    if run.trainer is not None and run.trainer() is not trainer: raise LookupError(_ANOTHER)
+    return run
