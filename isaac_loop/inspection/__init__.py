@@ -16,5 +16,7 @@ if TYPE_CHECKING:
     from .update_ratios import UpdateRatioCB as UpdateRatioCB
     from .first_nonfinite import NonFiniteCB as NonFiniteCB
     from .profiler import ProfilerCB as ProfilerCB
+    from .black_box import BlackBoxCB as BlackBoxCB
+    from .replays import Replay as Replay
 else:
     __getattr__, __dir__ = lazy(__name__)

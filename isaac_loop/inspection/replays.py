@@ -22,7 +22,7 @@ from .kept_batches import as_number, copied_or_same, kind_of, loss_now, same_bit
 from .kept_runs import all_kept, check_same_shapes, put_ahead, put_run, put_seen, takes_part_again
 from .watched_calls import changed_plan
 
-# %% ../../nbs/inspection/91_replays.ipynb #c9eb633c
+# %% ../../nbs/inspection/91_replays.ipynb #b34a56ea
 class _Over(Exception): "The replay has come as far as it should"
 
 class ReplayedCB:
@@ -52,16 +52,16 @@ class ReplayedCB:
     def look(self, trainer):
         "End it, if this is the batch to end at"
         if self.target is None or self.here is not self.target: return
-        self.note(trainer)
+        self.note(trainer, partly=True)
         self.reached = f'at `{self.stop}` of'
         raise _Over
 
-    def note(self, trainer):
-        "Compare the loss of the batch with what it was"
+    def note(self, trainer, partly=False):
+        "Compare the loss of the batch with what it was; of a part of a batch there may be none yet"
         now,kept,loss = self.now,self.here,loss_now(trainer)
+        same = same_bits(kept.loss, loss) or (partly and loss is None)
         told = dict(epoch=now.epoch, kind=kind_of(now), batch=kept.number)
-        told |= dict(loss=as_number(kept.loss), again=as_number(loss), same=same_bits(kept.loss, loss))
-        self.rows.append(told)
+        self.rows.append(told | dict(loss=as_number(kept.loss), again=as_number(loss), same=same))
         self.here = None
 
 # %% ../../nbs/inspection/91_replays.ipynb #134998b9
