@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BlackBoxCB']
 
-# %% ../../nbs/inspection/90_black_box.ipynb #7277acee
+# %% ../../nbs/inspection/90_black_box.ipynb #cc303b99
 import math, re
 
 from fastcore.basics import patch
@@ -17,10 +17,9 @@ from ..loop.events import CancelException
 from ..state.errors import UnsaveableState
 from ..state.random_numbers import random_state
 from ..state.run_parts import check_states
-from ..state.run_state import take_parts
 from .black_box_files import read_run, write_run
 from .kept_batches import KeptBatch, KeptPass, batch_table, copied_or_same, loss_now
-from .kept_runs import KeptRun, all_kept, begin_kept, broken_at, end_at
+from .kept_runs import KeptRun, all_kept, begin_kept, broken_at, end_at, take_seen
 
 # %% ../../nbs/inspection/90_black_box.ipynb #533ea041
 class BlackBoxCB:
@@ -143,7 +142,7 @@ def _open_pass(self:BlackBoxCB, trainer):
         self.kept.passes.append(self._pass)
     return self._pass
 
-# %% ../../nbs/inspection/90_black_box.ipynb #964b42c0
+# %% ../../nbs/inspection/90_black_box.ipynb #27e875d7
 @patch
 def _begin_batch(self:BlackBoxCB, trainer, number, batch):
     "Keep `batch`; before that, copy the run or forget the beginning of a validation pass, if it is time"
@@ -152,7 +151,7 @@ def _begin_batch(self:BlackBoxCB, trainer, number, batch):
         if self._on: self._copy(trainer, trainer.epoch, number)
     elif not trainer.training and self._pass is not None and len(self._pass.batches) >= self.n:
         self._look(trainer, weights=False) # There may be others in the model
-        if self._on: self._pass.parts,self._pass.batches = take_parts(trainer),[]
+        if self._on: self._pass.parts,self._pass.batches = take_seen(trainer),[]
     if self.kept is None or not self._on: return
     kept = KeptBatch(number, copied_or_same(batch, self._told), random_state())
     self._open_pass(trainer).batches.append(kept)

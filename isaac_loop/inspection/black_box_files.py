@@ -41,7 +41,7 @@ def write_run(
     replace_file(path, lambda part: torch.save(made, part))
     return path
 
-# %% ../../nbs/inspection/89_black_box_files.ipynb #884b66d1
+# %% ../../nbs/inspection/89_black_box_files.ipynb #e700fa55
 _NONE = ('There is no `{}`. A black box writes it when a run has failed, if it was given that folder: '
          '`BlackBoxCB(n, folder)`.')
 _DAMAGED = '`{}` cannot be read ({}), and nothing of it was used. Run again to have another one.'
@@ -57,6 +57,7 @@ def read_run(
         if found['black_box'] != _FORMAT: raise ValueError(f'its format is {found["black_box"]!r}')
         told = found['run']
         passes = [_pass_again(o) for o in told.pop('passes')]
+        told['state'] = _dice_again(told['state'])
         return KeptRun(**told, passes=passes)
     except Exception as e:
         why = str(e).partition('\n')[0]
@@ -67,7 +68,10 @@ def _pass_again(told):
     batches,about = told.pop('batches'),told.pop('about')
     kept = [KeptBatch(batch=from_plain(o), **what) for o,what in zip(batches, about)]
     for o in kept: o.random = numpy_again(o.random)
-    return KeptPass(**told | dict(end=told['end'] and numpy_again(told['end'])), batches=kept)
+    told |= dict(end=told['end'] and numpy_again(told['end']), parts=told['parts'] and _dice_again(told['parts']))
+    return KeptPass(**told, batches=kept)
+
+def _dice_again(state): return state | dict(random=numpy_again(state['random']))
 
 def numpy_again(
     state:dict, # Random numbers as plain data

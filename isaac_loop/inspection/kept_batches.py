@@ -53,7 +53,7 @@ def copied_or_same(
         told.add(kind)
         return batch
 
-# %% ../../nbs/inspection/87_kept_batches.ipynb #5529a053
+# %% ../../nbs/inspection/87_kept_batches.ipynb #5658e3f8
 @dataclass
 class KeptBatch:
     "A batch as the loop got it, and what came of it"
@@ -70,7 +70,7 @@ class KeptPass:
     n_batches:int # How many batches the pass was to have; None if nobody knew
     batches:list = field(default_factory=list) # `KeptBatch`es
     end:dict = None # Random numbers when the last batch was done; None if the pass broke off
-    parts:dict = None # For a validation pass whose beginning was not kept: what it had changed, see `take_parts`
+    parts:dict = None # For a validation pass whose beginning was not kept: what it had changed, see `take_seen`
 
 # %% ../../nbs/inspection/87_kept_batches.ipynb #2ddae91f
 def loss_now(

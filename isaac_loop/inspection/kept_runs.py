@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/88_kept_runs.ipynb #38b602ac
+# %% ../../nbs/inspection/88_kept_runs.ipynb #881ef165
 import weakref
 from dataclasses import dataclass, field
 
@@ -16,12 +16,13 @@ from ..basics.tensors import map_tensors
 from ..loop.callback_list import is_in
 from ..loop.events import Order, callback_name
 from ..state.errors import ResumeMismatch
-from ..state.random_numbers import set_plain_random_state
+from ..state.plain_state import plain
+from ..state.random_numbers import set_random_state
 from ..state.run_parts import all_parameters, bare, differing, parts_of
 from ..state.run_state import put_callbacks, put_state, put_weights, take_parts
 from .kept_batches import KeptBatch, KeptPass, first_bad, where_was
 
-# %% ../../nbs/inspection/88_kept_runs.ipynb #6eeb9a81
+# %% ../../nbs/inspection/88_kept_runs.ipynb #b7187bd4
 def take_run(
     trainer, # In a fit, between two batches, with its training weights in the model
 )->tuple: # The model's weights, and everything else but the loaders
@@ -30,11 +31,19 @@ def take_run(
     grads = {i: p.grad for i,p in enumerate(all_parameters(trainer)) if p.grad is not None}
     told = dict(opts={name: opt.state_dict() for name,opt in opts.items()},
                 modules={name: module.state_dict() for name,module in modules.items()}, grads=grads)
-    state = map_tensors(lambda x: x.detach().clone(), told) | take_parts(trainer)
+    state = map_tensors(lambda x: x.detach().clone(), told) | take_seen(trainer)
     reason = None if trainer.stop_reason is None else str(trainer.stop_reason)
     state |= dict(position=dict(n_updates=trainer.n_updates, stop_reason=reason), flags=_flags(trainer))
     weights = dict(bare(trainer.model).state_dict())
     return map_tensors(lambda x: x.detach().clone(), weights),state
+
+def take_seen(
+    trainer, # In a fit, between two batches
+)->dict: # For `put_seen`
+    "What a validation pass may change: history, callbacks and random numbers, which stay as they are"
+    parts = take_parts(trainer, copy=False)
+    dice = parts.pop('random') # Thousands of numbers, which nobody changes
+    return plain(parts) | dict(random=dice)
 
 def _modules(trainer):
     roots = [trainer.model, *parts_of(trainer, nn.Module).values()]
@@ -45,7 +54,7 @@ def _flags(trainer):
     return dict(wanted=[p.requires_grad for p in all_parameters(trainer)],
                 modes=[m.training for m in _modules(trainer)])
 
-# %% ../../nbs/inspection/88_kept_runs.ipynb #8f0ab416
+# %% ../../nbs/inspection/88_kept_runs.ipynb #6d60bdcd
 _OTHER = ('What the black box kept does not fit this trainer, so nothing can be replayed: {}. Make the model '
           'and its optimizers as they were.')
 
@@ -59,7 +68,7 @@ def put_run(
     trainer.stop_reason = state['position']['stop_reason']
     for p,wanted in zip(all_parameters(trainer), state['flags']['wanted']): p.requires_grad_(wanted)
     for module,mode in zip(_modules(trainer), state['flags']['modes']): module.training = mode
-    set_plain_random_state(state['random'], strict=False)
+    set_random_state(state['random'])
 
 def put_ahead(
     trainer, # As for `put_run`
@@ -73,7 +82,7 @@ def put_ahead(
 
 def put_seen(
     trainer, # In a validation pass
-    parts:dict, # As `take_parts` gave them
+    parts:dict, # As `take_seen` gave them
 ):
     "Let what a validation pass changes be as it was in the middle of it"
     trainer.history.load_state_dict(parts['history'])
