@@ -14,6 +14,7 @@ ELSEWHERE = {
         'summarize_callbacks': 'inspection.loop_tables',
         'summarize_model': 'inspection.model_summary',
         'replay': 'inspection.replays',
+        'ablate': 'inspection.ablation',
         'show_image_batch': 'show.plots',
         'lr_find': 'tune.lr_finder',
         'find_batch_size': 'tune.batch_finder',
