@@ -114,7 +114,7 @@ def first_differences(
         if place not in a.moments: keep('events', i, place, [place[3]])
     return dict(sorted(found.items(), key=lambda item: (item[1][0], KINDS.index(item[0]))))
 
-# %% ../../nbs/inspection/78_ablation.ipynb #f60fa602
+# %% ../../nbs/inspection/78_ablation.ipynb #493ad969
 def _in_words(place):
     "A place for reading"
     epoch,training,batch,event,_ = place
@@ -128,7 +128,7 @@ def _most(names, a, b):
     "The name whose values lie farthest apart"
     def distance(name):
         text = apart(a.get(name, NOT_THERE), b.get(name, NOT_THERE))
-        return float(text) if text and text != 'nan' else inf if not text else inf
+        return inf if text in ('', 'nan') else float(text) # What is no number, or there only once, counts most
     return max(names, key=distance)
 
 def rows_of(
@@ -140,20 +140,19 @@ def rows_of(
     rows = []
     for kind,(_,place,names) in found.items():
         mine,other = (o.values.get(place) for o in (a, b))
-        row = dict(kind=kind, first=_in_words(place))
-        if kind == 'events': row |= dict(name=names[0], with_it=_came(mine), without=_came(other))
+        row = dict(zip(COLUMNS, [kind, _in_words(place), names[0]]))
+        if kind == 'events': told = [_CAME if o is not None else 'does not' for o in (mine, other)]
         else:
-            name = _most(names, mine, other)
+            row['value'] = name = _most(names, mine, other)
             x,y = mine.get(name, NOT_THERE),other.get(name, NOT_THERE)
-            row |= dict(name=name, with_it=shown(x), without=shown(y), apart=apart(x, y), others=len(names)-1)
-        rows.append(row)
+            told = [shown(x), shown(y), apart(x, y), len(names)-1]
+        rows.append(row | dict(zip(COLUMNS[3:], told)))
     return rows
 
+COLUMNS = ['kind', 'first at', 'value', 'with', 'without', 'apart', 'others']
 _CAME = 'comes to its end'
 
-def _came(values): return _CAME if values is not None else 'does not'
-
-# %% ../../nbs/inspection/78_ablation.ipynb #35c3c653
+# %% ../../nbs/inspection/78_ablation.ipynb #9066bdd6
 class Ablation:
     "Where a run with a callback begins to differ from one without it"
     def __init__(self,
@@ -163,7 +162,7 @@ class Ablation:
         unsteady=(), # Names of values that differ between two equal runs
         error:str=None, # In which the run without them has failed
     ):
-        self.names,self.n_batches,self.rows = names,n_batches,Table(rows, _COLUMNS)
+        self.names,self.n_batches,self.rows = names,n_batches,Table(rows, COLUMNS)
         self.unsteady,self.error = sorted(unsteady),error
 
     @property
@@ -184,8 +183,9 @@ class Ablation:
 
     def _sentences(self):
         told = [_FAILS.format(who=self._who(), error=self.error)] if self.error else []
-        if self.first is None: told += [] if self.error else [_NONE.format(n=self._batches(), who=self._who(), s='s'*(len(self.names) == 1))]
-        else: told.append(f'Without {self._who()} the first difference is in {self.first["first"]}: {self._what()}.')
+        if self.first: told.append(_FIRST.format(who=self._who(), at=self.first['first at'], what=self._what()))
+        elif not self.error:
+            told.append(_NONE.format(n=self._batches(), who=self._who(), es='es'*(len(self.names) == 1)))
         if self.first and self.trains_the_same: told.append(_RECORDS.format(n=self._batches()))
         if self.unsteady: told.append(_UNSTEADY.format(', '.join(f'`{name}`' for name in self.unsteady[:5])))
         return ' '.join(told)
@@ -193,17 +193,18 @@ class Ablation:
     def _what(self):
         "The first difference in words"
         row = self.first
-        if row['kind'] == 'events': return f'it comes to its end only {"with" if row["with_it"] == _CAME else "without"} it'
-        if 'not there' in (row['with_it'], row['without']):
-            return f'`{row["name"]}` is there only {"without" if row["with_it"] == "not there" else "with"} it'
-        by = f', by up to {row["apart"]}' if row['apart'] else f', which is {row["with_it"]} with it, and {row["without"]} without'
-        return f'`{row["name"]}`{by}'
+        mine,other = row['with'],row['without']
+        if row['kind'] == 'events': return f'it comes to its end only {"with" if mine == _CAME else "without"} it'
+        if 'not there' in (mine, other):
+            return f'`{row["value"]}` is there only {"without" if mine == "not there" else "with"} it'
+        if row['apart']: return f'`{row["value"]}`, by up to {row["apart"]}'
+        return f'`{row["value"]}` is {mine} with it, and {other} without'
 
     def _who(self): return ' and '.join(f'`{name}`' for name in self.names)
     def _batches(self): return f'{self.n_batches} batch' + 'es'*(self.n_batches != 1)
 
-_COLUMNS = ['kind', 'first', 'name', 'with_it', 'without', 'apart', 'others']
-_NONE = 'No difference in {n}: {who} only watch{s}.'
+_FIRST = 'Without {who} the first difference is in {at}: {what}.'
+_NONE = 'No difference in {n}: {who} only watch{es}.'
 _RECORDS = 'What is trained is the same in {n}.'
 _FAILS = 'Without {who} the run fails: {error}.'
 _UNSTEADY = 'Not compared is what differs between two equal runs: {}.'

@@ -63,7 +63,7 @@ def _of_optimizer(root, opt, names):
         options = {k: x for k,x in group.items() if k != 'params'}
         for k,x in parts_by_name(f'{root}.param_groups[{i}]', options): yield k,'optimizer',x
 
-# %% ../../nbs/inspection/77_run_values.ipynb #a5fba303
+# %% ../../nbs/inspection/77_run_values.ipynb #74ac776b
 _LEFT_OUT = {'dls', 'dl', 'batches', 'epochs', 'history', 'plan', 'callbacks', 'exception', 'loss_func', 'opt_func'}
 _OF_BATCH = {'batch': 'batch', 'preds': 'predictions', 'loss': 'loss'}
 
@@ -79,8 +79,9 @@ def _of_history(history):
     "Values of a history, by name and kind"
     for i,row in enumerate(history.rows):
         for k,x in row.items(): yield f'history[{i}][{k!r}]','history',x
-    columns = history.batches.columns
-    for k,column in columns.items(): yield f'history.batches[{k!r}]','history',torch.tensor(list(column), dtype=torch.float64)
+    columns = {k: list(column) for k,column in history.batches.columns.items()}
+    for k,column in columns.items():
+        if column: yield f'history.batches[{k!r}]','history',torch.tensor(column, dtype=torch.float64)
 
 # %% ../../nbs/inspection/77_run_values.ipynb #218e3862
 _DICE = {'python': 'Python', 'numpy': 'NumPy', 'torch': 'PyTorch', 'cuda': 'CUDA', 'mps': 'MPS'}
