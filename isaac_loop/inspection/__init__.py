@@ -18,5 +18,6 @@ if TYPE_CHECKING:
     from .profiler import ProfilerCB as ProfilerCB
     from .black_box import BlackBoxCB as BlackBoxCB
     from .replays import Replay as Replay
+    from .ablation import Ablation as Ablation
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['Ablation']
 
-# %% ../../nbs/inspection/78_ablation.ipynb #596fe6e3
+# %% ../../nbs/inspection/78_ablation.ipynb #54c7ad06
 import io, warnings
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import islice
 from math import inf
 
-import torch
 from fastcore.basics import patch
 
 from ..basics.checks import check_count
@@ -82,10 +81,11 @@ def _place(trainer, event):
     batch = None if event.endswith(('_fit', '_epoch')) or event == 'log' else known.get('batch_num')
     return epoch, trainer.plan.training, batch, event
 
-# %% ../../nbs/inspection/78_ablation.ipynb #06b55bb7
+# %% ../../nbs/inspection/78_ablation.ipynb #8260b8cc
 def _differing(a, b):
     "Names with their kinds that differ between two moments"
-    return {name: (a.get(name) or b.get(name))[0] for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)}
+    names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
+    return {name: (a.get(name) or b.get(name))[0] for name in names}
 
 def unsteady(
     a:NotesCB,
@@ -108,16 +108,17 @@ def first_differences(
         if place not in b.moments:
             if whole: keep('events', i, place, [place[3]])
             continue
-        differ = {k: kind for k,kind in _differing(a.moments[place], b.moments[place]).items() if k not in without}
-        for kind in set(differ.values()): keep(kind, i, place, [k for k,of in differ.items() if of == kind])
+        differ = _differing(a.moments[place], b.moments[place])
+        differ = {name: kind for name,kind in differ.items() if name not in without}
+        for kind in set(differ.values()): keep(kind, i, place, [name for name,of in differ.items() if of == kind])
     for i,place in enumerate(b.moments):
         if place not in a.moments: keep('events', i, place, [place[3]])
     return dict(sorted(found.items(), key=lambda item: (item[1][0], KINDS.index(item[0]))))
 
-# %% ../../nbs/inspection/78_ablation.ipynb #493ad969
+# %% ../../nbs/inspection/78_ablation.ipynb #5e190f3c
 def _in_words(place):
     "A place for reading"
-    epoch,training,batch,event,_ = place
+    (epoch,training),(batch,event,_) = place[:2],place[2:]
     told = [f'epoch {epoch}']*(epoch is not None and (epoch > 0 or batch is None))
     told += [f'batch {batch}']*(batch is not None)
     kind = '' if training or epoch is None else ' (validation)'
@@ -128,7 +129,7 @@ def _most(names, a, b):
     "The name whose values lie farthest apart"
     def distance(name):
         text = apart(a.get(name, NOT_THERE), b.get(name, NOT_THERE))
-        return inf if text in ('', 'nan') else float(text) # What is no number, or there only once, counts most
+        return inf if text in ('', 'nan') else float(text) # What is no number counts most
     return max(names, key=distance)
 
 def rows_of(
@@ -141,7 +142,7 @@ def rows_of(
     for kind,(_,place,names) in found.items():
         mine,other = (o.values.get(place) for o in (a, b))
         row = dict(zip(COLUMNS, [kind, _in_words(place), names[0]]))
-        if kind == 'events': told = [_CAME if o is not None else 'does not' for o in (mine, other)]
+        if kind == 'events': told = [_NOT if values is None else _CAME for values in (mine, other)]
         else:
             row['value'] = name = _most(names, mine, other)
             x,y = mine.get(name, NOT_THERE),other.get(name, NOT_THERE)
@@ -150,9 +151,9 @@ def rows_of(
     return rows
 
 COLUMNS = ['kind', 'first at', 'value', 'with', 'without', 'apart', 'others']
-_CAME = 'comes to its end'
+_CAME,_NOT = 'comes to its end','does not'
 
-# %% ../../nbs/inspection/78_ablation.ipynb #9066bdd6
+# %% ../../nbs/inspection/78_ablation.ipynb #2710b51d
 class Ablation:
     "Where a run with a callback begins to differ from one without it"
     def __init__(self,
@@ -183,7 +184,8 @@ class Ablation:
 
     def _sentences(self):
         told = [_FAILS.format(who=self._who(), error=self.error)] if self.error else []
-        if self.first: told.append(_FIRST.format(who=self._who(), at=self.first['first at'], what=self._what()))
+        if self.first:
+            told.append(_FIRST.format(who=self._who(), at=self.first['first at'], what=self._what()))
         elif not self.error:
             told.append(_NONE.format(n=self._batches(), who=self._who(), es='es'*(len(self.names) == 1)))
         if self.first and self.trains_the_same: told.append(_RECORDS.format(n=self._batches()))
@@ -194,9 +196,9 @@ class Ablation:
         "The first difference in words"
         row = self.first
         mine,other = row['with'],row['without']
-        if row['kind'] == 'events': return f'it comes to its end only {"with" if mine == _CAME else "without"} it'
-        if 'not there' in (mine, other):
-            return f'`{row["value"]}` is there only {"without" if mine == "not there" else "with"} it'
+        only = 'without' if mine in ('not there', _NOT) else 'with'
+        if row['kind'] == 'events': return f'it comes to its end only {only} it'
+        if 'not there' in (mine, other): return f'`{row["value"]}` is there only {only} it'
         if row['apart']: return f'`{row["value"]}`, by up to {row["apart"]}'
         return f'`{row["value"]}` is {mine} with it, and {other} without'
 
@@ -209,12 +211,12 @@ _RECORDS = 'What is trained is the same in {n}.'
 _FAILS = 'Without {who} the run fails: {error}.'
 _UNSTEADY = 'Not compared is what differs between two equal runs: {}.'
 
-# %% ../../nbs/inspection/78_ablation.ipynb #e31c1f61
+# %% ../../nbs/inspection/78_ablation.ipynb #0a1d9df8
 _IN_FIT = 'A fit is running, and an ablation runs several. Call `trainer.ablate(...)` when the fit is over.'
-_NEEDED = ('{who} alone does {steps} here, so without it there would be no run to compare with. Ablate one that adds '
-           'something to the steps, such as clipping or an average of the weights.')
-_ONCE = ('`dls.train` gives its batches only once, so two runs cannot have the same ones. Make a loader of it that can '
-         'be walked over again, such as `list(...)` of some batches.')
+_NEEDED = ('{who} alone does {steps} here, so without it there would be no run to compare with. Ablate '
+           'one that adds something to the steps, such as clipping or an average of the weights.')
+_ONCE = ('`dls.train` gives its batches only once, so two runs cannot have the same ones. Make a loader '
+         'of it that can be walked over again, such as `list(...)` of some batches.')
 
 def _providers(trainer): return {step: bool(trainer.plan.entries[True][step]) for step in STEPS}
 
@@ -238,7 +240,8 @@ def _noted(trainer, callbacks, notes, fit, may_fail=False):
     try:
         with changed_plan(trainer, notes.change), warnings.catch_warnings():
             warnings.simplefilter('ignore')
-            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()): trainer.fit(callbacks=notes, **fit)
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                trainer.fit(callbacks=notes, **fit)
     except Exception as error:
         if not may_fail: raise
         by = ''.join(f' ({note})' for note in getattr(error, '__notes__', ())[-1:])

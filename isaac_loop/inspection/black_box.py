@@ -95,9 +95,9 @@ def _batches(self:BlackBoxCB, trainer, batches):
     self._place = 'between'
     self._try(self._note_end, trainer)
 
-# %% ../../nbs/inspection/66_black_box.ipynb #87feb4da
-_NO_COPY = ('`BlackBoxCB` could not copy the run ({}), so there is nothing to replay at present. Training goes on, '
-            'and a copy is tried again after {} batches.')
+# %% ../../nbs/inspection/66_black_box.ipynb #70396f67
+_NO_COPY = ('`BlackBoxCB` could not copy the run ({}), so there is nothing to replay at present. Training '
+            'goes on, and a copy is tried again after {} batches.')
 
 @patch
 def _try(self:BlackBoxCB, f, *args):
@@ -196,11 +196,11 @@ def _raised_by(error):
     found = [re.match(r'raised by `(.+)\.\w+`', note) for note in getattr(error, '__notes__', ())]
     return next((match[1] for match in found if match), None)
 
-# %% ../../nbs/inspection/66_black_box.ipynb #d92063fe
-_FOUND = ('`BlackBoxCB`: {}. It keeps that batch and those before it, and nothing of what comes; `trainer.replay()` '
-          'runs to it again.')
-_NOT_WRITTEN = ('`BlackBoxCB` could not write what it has kept to `{}` ({}). In this process `trainer.replay()` '
-                'works all the same.')
+# %% ../../nbs/inspection/66_black_box.ipynb #8c841d8f
+_FOUND = ('`BlackBoxCB`: {}. It keeps that batch and those before it, and nothing of what comes; '
+          '`trainer.replay()` runs to it again.')
+_NOT_WRITTEN = ('`BlackBoxCB` could not write what it has kept to `{}` ({}). In this process '
+                '`trainer.replay()` works all the same.')
 
 @patch
 def _look(self:BlackBoxCB, trainer, weights=True):
@@ -219,11 +219,11 @@ def _write(self:BlackBoxCB):
     try: write_run(self.kept, self.folder)
     except (UnsaveableState, OSError) as error: warn(_NOT_WRITTEN.format(self.folder, error))
 
-# %% ../../nbs/inspection/66_black_box.ipynb #3718cefc
-_NOBODY = ('There is no `BlackBoxCB` among the callbacks of this trainer, so nothing was kept. Add one before `fit`, '
-           'as in `trainer.fit(3, callbacks=BlackBoxCB(20))`.')
-_NOTHING = ('`BlackBoxCB` has kept no batch: no fit of it has got as far as that. A run of another process can be '
-            'replayed if both were given the same folder: `BlackBoxCB(n, folder)`.')
+# %% ../../nbs/inspection/66_black_box.ipynb #3c6038e4
+_NOBODY = ('There is no `BlackBoxCB` among the callbacks of this trainer, so nothing was kept. Add one '
+           'before `fit`, as in `trainer.fit(3, callbacks=BlackBoxCB(20))`.')
+_NOTHING = ('`BlackBoxCB` has kept no batch: no fit of it has got as far as that. A run of another '
+            'process can be replayed if both were given the same folder: `BlackBoxCB(n, folder)`.')
 _ANOTHER = 'This `BlackBoxCB` has kept a run of another trainer. Give each trainer one of its own.'
 
 def kept_run(

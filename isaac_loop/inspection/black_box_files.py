@@ -17,7 +17,7 @@ from ..state.random_numbers import random_state
 from .kept_batches import KeptBatch, KeptPass
 from .kept_runs import KeptRun
 
-# %% ../../nbs/inspection/64_black_box_files.ipynb #eaa89a38
+# %% ../../nbs/inspection/64_black_box_files.ipynb #bb296992
 FILE,_FORMAT = 'black_box.pt',1
 _OF_RUN = 'weights','state','epoch','batch','n_epochs','lr','train','failure'
 _OF_PASS = 'epoch','training','n_batches','end','parts'
@@ -25,8 +25,8 @@ _OF_PASS = 'epoch','training','n_batches','end','parts'
 def _plain_pass(now):
     "What was kept of a pass, as plain data"
     told = {name: getattr(now, name) for name in _OF_PASS}
-    about = [dict(number=o.number, random=o.random, loss=o.loss) for o in now.batches]
-    found = [Exactly(o.batch, f'batch {o.number} of epoch {now.epoch}') for o in now.batches]
+    about = [dict(number=kept.number, random=kept.random, loss=kept.loss) for kept in now.batches]
+    found = [Exactly(kept.batch, f'batch {kept.number} of epoch {now.epoch}') for kept in now.batches]
     return told | dict(about=about, batches=found)
 
 def write_run(
@@ -35,13 +35,14 @@ def write_run(
 )->Path: # The file
     "Write what was kept"
     told = {name: getattr(run, name) for name in _OF_RUN}
-    told = told | dict(weights=dict(run.weights), lr=float(run.lr), passes=[_plain_pass(o) for o in run.passes])
+    told |= dict(weights=dict(run.weights), lr=float(run.lr))
+    told['passes'] = [_plain_pass(now) for now in run.passes]
     made = plain(dict(black_box=_FORMAT, run=told), 'black_box', copy=False)
     path = Path(folder)/FILE
     replace_file(path, lambda part: torch.save(made, part))
     return path
 
-# %% ../../nbs/inspection/64_black_box_files.ipynb #e700fa55
+# %% ../../nbs/inspection/64_black_box_files.ipynb #5c1f9515
 _NONE = ('There is no `{}`. A black box writes it when a run has failed, if it was given that folder: '
          '`BlackBoxCB(n, folder)`.')
 _DAMAGED = '`{}` cannot be read ({}), and nothing of it was used. Run again to have another one.'
@@ -66,9 +67,10 @@ def read_run(
 def _pass_again(told):
     "A `KeptPass`, from plain data"
     batches,about = told.pop('batches'),told.pop('about')
-    kept = [KeptBatch(batch=from_plain(o), **what) for o,what in zip(batches, about)]
-    for o in kept: o.random = numpy_again(o.random)
-    told |= dict(end=told['end'] and numpy_again(told['end']), parts=told['parts'] and _dice_again(told['parts']))
+    kept = [KeptBatch(batch=from_plain(batch), **what) for batch,what in zip(batches, about)]
+    for found in kept: found.random = numpy_again(found.random)
+    told['end'] = told['end'] and numpy_again(told['end'])
+    told['parts'] = told['parts'] and _dice_again(told['parts'])
     return KeptPass(**told, batches=kept)
 
 def _dice_again(state): return state | dict(random=numpy_again(state['random']))

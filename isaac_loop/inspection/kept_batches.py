@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/62_kept_batches.ipynb #7dca97f4
+# %% ../../nbs/inspection/62_kept_batches.ipynb #16645369
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,6 @@ import torch
 
 from ..basics.checks import warn
 from ..basics.tables import Table
-from ..state.random_numbers import random_state
 
 # %% ../../nbs/inspection/62_kept_batches.ipynb #43f1a50e
 def _tensors_in(x):
@@ -36,10 +35,10 @@ def copied(
     made = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in _tensors_in(batch)}
     return copy.deepcopy(batch, made)
 
-# %% ../../nbs/inspection/62_kept_batches.ipynb #38725e38
-_AS_IT_IS = ('A batch of type `{}` cannot be copied ({}), so `BlackBoxCB` keeps the batches themselves. What a '
-             'callback changes in them in place will be changed in a replay too. Let the loader give tensors, '
-             'numbers and containers of them.')
+# %% ../../nbs/inspection/62_kept_batches.ipynb #3f664e0b
+_AS_IT_IS = ('A batch of type `{}` cannot be copied ({}), so `BlackBoxCB` keeps the batches themselves. '
+             'What a callback changes in them in place will be changed in a replay too. Let the loader '
+             'give tensors, numbers and containers of them.')
 
 def copied_or_same(
     batch, # Anything that a loader gives
@@ -53,7 +52,7 @@ def copied_or_same(
         told.add(kind)
         return batch
 
-# %% ../../nbs/inspection/62_kept_batches.ipynb #5658e3f8
+# %% ../../nbs/inspection/62_kept_batches.ipynb #5272f6c7
 @dataclass
 class KeptBatch:
     "A batch as the loop got it, and what came of it"
@@ -70,7 +69,7 @@ class KeptPass:
     n_batches:int # How many batches the pass was to have; None if nobody knew
     batches:list = field(default_factory=list) # `KeptBatch`es
     end:dict = None # Random numbers when the last batch was done; None if the pass broke off
-    parts:dict = None # For a validation pass whose beginning was not kept: what it had changed, see `take_seen`
+    parts:dict = None # If the beginning of a validation pass was not kept: what it had changed
 
 # %% ../../nbs/inspection/62_kept_batches.ipynb #2ddae91f
 def loss_now(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/63_kept_runs.ipynb #881ef165
+# %% ../../nbs/inspection/63_kept_runs.ipynb #4899b722
 import weakref
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from ..state.plain_state import plain
 from ..state.random_numbers import set_random_state
 from ..state.run_parts import all_parameters, bare, differing, parts_of
 from ..state.run_state import put_callbacks, put_state, put_weights, take_parts
-from .kept_batches import KeptBatch, KeptPass, first_bad, where_was
+from .kept_batches import KeptBatch, first_bad, where_was
 
 # %% ../../nbs/inspection/63_kept_runs.ipynb #b7187bd4
 def take_run(
@@ -144,7 +144,7 @@ def end_at(
     del batches[number+1:]
     run.passes[-1].end = None
 
-# %% ../../nbs/inspection/63_kept_runs.ipynb #e3e90178
+# %% ../../nbs/inspection/63_kept_runs.ipynb #49c7cc65
 def _bad_weights(trainer):
     "Whether a trained parameter holds a NaN or an infinity; this waits for the device, once"
     weights = [p.detach() for p in all_parameters(trainer) if p.requires_grad]
@@ -161,7 +161,8 @@ def broken_at(
     first = first_bad([kept.loss for _,kept in found])
     if first is not None:
         now,kept = found[first]
-        return dict(what='loss', where='batch', text=f'the loss was not finite in {where_was(now, kept)}', kept=kept)
+        text = f'the loss was not finite in {where_was(now, kept)}'
+        return dict(what='loss', where='batch', text=text, kept=kept)
     trained = [pair for pair in found if pair[0].training]
     if not (weights and trained and _bad_weights(trainer)): return None
     text = f'a weight was not finite after {where_was(*trained[-1])}'

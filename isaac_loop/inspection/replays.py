@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Replay']
 
-# %% ../../nbs/inspection/68_replays.ipynb #b9d4a6ae
+# %% ../../nbs/inspection/68_replays.ipynb #b2e80c2d
 import math
 from contextlib import contextmanager
 
@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..basics.checks import did_you_mean
 from ..basics.tables import Table
 from ..loop.callback_list import flat
-from ..loop.events import Order, callback_name
+from ..loop.events import Order
 from ..loop.trainer import Trainer
 from ..state.random_numbers import set_random_state
 from .black_box import kept_run
@@ -22,14 +22,18 @@ from .kept_batches import as_number, copied_or_same, kind_of, loss_now, same_bit
 from .kept_runs import all_kept, check_same_shapes, put_ahead, put_run, put_seen, takes_part_again
 from .watched_calls import changed_plan
 
-# %% ../../nbs/inspection/68_replays.ipynb #b34a56ea
+# %% ../../nbs/inspection/68_replays.ipynb #d14f6cc7
 class _Over(Exception): "The replay has come as far as it should"
 
 class ReplayedCB:
     "Walks over the passes and batches that were kept"
     order,stateless = math.inf,True
-    def __init__(self, run, target, stop):
-        self.run,self.target,self.stop = run,target,stop # The batch to end at, or None; at which of its events
+    def __init__(self,
+        run, # A `KeptRun`
+        target, # The batch to end at; None for what comes behind the last
+        stop, # The event of it to end at; None for its end
+    ):
+        self.run,self.target,self.stop = run,target,stop
         self.now,self.here = None,None # The pass and the batch that are under way
         self.rows = [] # A row for each batch that is done
         self.reached = None # What to say of the batch to end at, once it is reached
@@ -119,10 +123,11 @@ def _exactly(trainer, callbacks):
         trainer.callbacks = before
         trainer._named = named
 
-# %% ../../nbs/inspection/68_replays.ipynb #9ca2fc82
-_NO_PLACE = ('`to` is {!r}, but a batch is named by its number, as in `to=17`; with its epoch, `to=(2, 17)`; or '
-             "with the pass, `to=(2, 'validation', 3)`.")
-_NOT_KEPT = 'No batch is kept for `to={!r}`; kept are {}. Choose one of those, or keep more with `BlackBoxCB(n)`.'
+# %% ../../nbs/inspection/68_replays.ipynb #f21b0e5f
+_NO_PLACE = ('`to` is {!r}, but a batch is named by its number, as in `to=17`; with its epoch, `to=(2, '
+             "17)`; or with the pass, `to=(2, 'validation', 3)`.")
+_NOT_KEPT = ('No batch is kept for `to={!r}`; kept are {}. Choose one of those, or keep more with '
+             '`BlackBoxCB(n)`.')
 
 def _find(run, to):
     "The batch that is meant"
@@ -144,7 +149,8 @@ def _last(run):
 
 def _listed(run):
     "What is kept, in words"
-    told = [f'{where_was(now, now.batches[0])} to {now.batches[-1].number}' for now in run.passes if now.batches]
+    passes = [now for now in run.passes if now.batches]
+    told = [f'{where_was(now, now.batches[0])} to {now.batches[-1].number}' for now in passes]
     return '; '.join(told) or 'none'
 
 # %% ../../nbs/inspection/68_replays.ipynb #ec6cab1e
@@ -159,7 +165,7 @@ def _event_to_stop_at(trainer, run, to, stop):
     if stop in known: return stop
     raise LookupError(_NO_EVENT.format(stop, did_you_mean(str(stop), known)))
 
-# %% ../../nbs/inspection/68_replays.ipynb #9ffb561b
+# %% ../../nbs/inspection/68_replays.ipynb #72748294
 class Replay:
     "What came of a replay: the losses then and now, how it ended, and whether all was the same"
     def __init__(self,
@@ -184,9 +190,10 @@ class Replay:
         elif n: told += 'Every loss is what it was, bit for bit. '
         return told+self.end
 
-_DIFFERS = ('The loss differs first in epoch {epoch}, batch {batch} ({kind}): it was {loss}, and is {again}. Either a '
-            'callback that was added changes numbers, or something was not kept, such as what a callback does while '
-            'it fetches a batch, or a state that a warning has named; or this machine computes otherwise. ')
+_DIFFERS = ('The loss differs first in epoch {epoch}, batch {batch} ({kind}): it was {loss}, and is '
+            '{again}. Either a callback that was added changes numbers, or something was not kept, such '
+            'as what a callback does while it fetches a batch, or a state that a warning has named; or '
+            'this machine computes otherwise. ')
 
 # %% ../../nbs/inspection/68_replays.ipynb #f752eeb0
 _SAME_ERROR = 'It ended in the same error, `{}`.'
@@ -206,7 +213,7 @@ def _the_end(again, error, awaited):
     where = next(where_was(now, kept) for now,kept in all_kept(again.run) if kept is again.target)
     return _STANDS.format(again.reached, where),True
 
-# %% ../../nbs/inspection/68_replays.ipynb #5d3fbb69
+# %% ../../nbs/inspection/68_replays.ipynb #998bf1be
 _IN_FIT = 'A fit is running, and a replay is a fit of its own. Call `trainer.replay()` when the fit is over.'
 _UNLIKE = 'raised in a replay; the run {}'
 
@@ -223,7 +230,7 @@ def _note_unlike(error, run):
 @patch
 def replay(self:Trainer,
     callbacks=None, # Callbacks to add to those of the run: to print, to look, to stop in a debugger
-    to=None, # A batch to end at: 17, (2, 17) or (2, 'validation', 3); default: where the run failed, or its end
+    to=None, # Batch to end at: 17, (2, 17), (2, 'validation', 3); default: where the run failed, or its end
     stop:str=None, # Event of that batch to end at; default: `before_step` after a NaN, otherwise its end
     below=Order.SAVE, # Leave out callbacks of the run whose `order` is this or later: they save and report
 )->Replay:

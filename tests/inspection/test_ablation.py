@@ -1,5 +1,5 @@
-"""What an ablation finds is compared with what was planted: callbacks that change one thing at one event, callbacks
-that only watch, and a trainer of which nothing may have changed afterwards."""
+"""What an ablation finds is compared with what was planted: callbacks that change one thing at one event,
+callbacks that only watch, and a trainer of which nothing may have changed afterwards."""
 
 import random
 
@@ -138,22 +138,33 @@ def test_who_records_trains_the_same(make):
 
 
 def test_ours_that_train_otherwise_are_found_where_they_begin_to():
-    trainer = small_trainer(ClipGradCB(max_norm=0.01), AccumulationCB(2), EMACB(0.5), OneCycleSchedulerCB(), n=4)
+    trainer = small_trainer(
+        ClipGradCB(max_norm=0.01), AccumulationCB(2), EMACB(0.5), OneCycleSchedulerCB(), n=4
+    )
     firsts = {name: trainer.ablate(name, 4).first for name in ("ClipGradCB", "AccumulationCB", "EMACB")}
     assert firsts["ClipGradCB"]["first at"] == "`before_step` of batch 1"
-    assert (firsts["AccumulationCB"]["kind"], firsts["AccumulationCB"]["value"]) == ("attributes", "updates_per_epoch")
+    assert (firsts["AccumulationCB"]["kind"], firsts["AccumulationCB"]["value"]) == (
+        "attributes",
+        "updates_per_epoch",
+    )
     assert firsts["EMACB"]["first at"] == "`before_epoch` of epoch 0 (validation)"
     found = trainer.ablate("OneCycleSchedulerCB", 2)
     assert "opt.param_groups" in found.first["value"]
     kinds = [row["kind"] for row in trainer.ablate("AccumulationCB", 4).rows.rows]
     assert "events" in kinds, "a step is cancelled only with it"
-    assert small_trainer().ablate(MixUpCB, 2, callbacks=MixUpCB()).first["kind"] in ("batch", "random numbers")
+    assert small_trainer().ablate(MixUpCB, 2, callbacks=MixUpCB()).first["kind"] in (
+        "batch",
+        "random numbers",
+    )
 
 
 @pytest.mark.parametrize("name", ["AccumulationCB", "EvaluatorCB", "HidesState", "ProgressCB", "KeepBestCB"])
 def test_everything_is_put_back_bit_for_bit(name):
     trainer = fit(make_trainer([*everything(), HidesState()]), 1)
-    loaders = trainer.dls.train, trainer.dls.valid  # They are where they were; what they are made of inside may be anew
+    loaders = (
+        trainer.dls.train,
+        trainer.dls.valid,
+    )  # They are where they were; what they are made of inside may be anew
     before, dice, places = observe(trainer, loaders), random_states(), [dl.state_dict() for dl in loaders]
     trainer.ablate(name, 2)
     unchanged(trainer, before, loaders)
@@ -226,7 +237,11 @@ def test_a_group_a_class_an_object_a_function_and_a_guest_can_be_named():
 def test_what_cannot_be_done_is_refused_in_words():
     trainer = small_trainer(EMACB())
     for callback, error, words in (
-        ("BasicTrainCB", ValueError, "alone does `predict`, `get_loss`, `backward`, `step`, `zero_grad` here"),
+        (
+            "BasicTrainCB",
+            ValueError,
+            "alone does `predict`, `get_loss`, `backward`, `step`, `zero_grad` here",
+        ),
         ("EMA", LookupError, "Did you mean `EMACB`"),
         (ProgressCB(), LookupError, "no callback `ProgressCB`"),
     ):
@@ -287,7 +302,11 @@ def test_streams_own_batches_and_several_optimizers():
     set_seed(5)
     stream = Stream(lambda x, y: (x, y), 6)
     trainer = Trainer(
-        DataLoaders(stream, stream), F.cross_entropy, optim.SGD, nn.Linear(8, 3), [BasicTrainCB(), HidesState()]
+        DataLoaders(stream, stream),
+        F.cross_entropy,
+        optim.SGD,
+        nn.Linear(8, 3),
+        [BasicTrainCB(), HidesState()],
     )
     assert trainer.ablate("HidesState", 4).first["first at"] == "`before_batch` of batch 0"
 
@@ -298,7 +317,9 @@ def test_streams_own_batches_and_several_optimizers():
 
     set_seed(3)
     rows = [(torch.randn(4, 8),) for _ in range(6)]
-    trainer = Duel(DataLoaders(rows, rows[:2]), None, optim.Adam, nn.Linear(8, 8), [Judge(), MetricsCB(show=False)])
+    trainer = Duel(
+        DataLoaders(rows, rows[:2]), None, optim.Adam, nn.Linear(8, 8), [Judge(), MetricsCB(show=False)]
+    )
     found = trainer.ablate("Judge", 4)
     assert (found.first["value"], found.first["first at"]) == ("critic.0.bias", "`judge` of batch 2")
 

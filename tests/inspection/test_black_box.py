@@ -1,5 +1,5 @@
-"""A run that fails is run again from what a black box kept: every number at every moment, until the failure, is
-compared with what a witness saw in the run itself, and a run with a box with one that had none."""
+"""A run that fails is run again from what a black box kept: every number at every moment, until the failure,
+is compared with what a witness saw in the run itself, and a run with a box with one that had none."""
 
 import os
 import random
@@ -33,7 +33,19 @@ from isaac_loop.loop.events import CancelBatchException, CancelEpochException, C
 from isaac_loop.state.errors import CheckpointCorrupt, ResumeMismatch
 from observing import random_states
 from places import ROOT
-from runs import Cut, CutCB, Rows, callbacks, differences, everything, fit, make_loaders, make_model, make_trainer, same, tree
+from runs import (
+    Cut,
+    CutCB,
+    callbacks,
+    differences,
+    everything,
+    fit,
+    make_loaders,
+    make_model,
+    make_trainer,
+    same,
+    tree,
+)
 
 MOMENTS = (
     "after_predict after_get_loss after_backward before_step after_step after_batch cleanup_batch "
@@ -56,7 +68,9 @@ class Witness:
         opts = {k: o.state_dict() for k, o in vars(trainer).items() if isinstance(o, optim.Optimizer)}
         timed = "elapsed", "eval_seconds"
         rows = [{k: v for k, v in row.items() if k not in timed} for row in trainer.history]
-        found = dict(weights=trainer.model.state_dict(), grads=grads, opts=opts, random=hash(str(random_states())))
+        found = dict(
+            weights=trainer.model.state_dict(), grads=grads, opts=opts, random=hash(str(random_states()))
+        )
         found |= dict(rows=rows, n_updates=trainer.n_updates, lr=trainer.lr)
         if "batch" in event and event != "before_epoch" or event in MOMENTS[:5]:
             found |= dict(preds=getattr(trainer, "preds", None), loss=getattr(trainer, "loss", None))
@@ -186,7 +200,9 @@ def test_a_nan_is_met_again_before_the_step(n, place):
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
-@pytest.mark.parametrize("event", "before_batch predict after_get_loss step after_batch cleanup_batch".split())
+@pytest.mark.parametrize(
+    "event", "before_batch predict after_get_loss step after_batch cleanup_batch".split()
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_an_error_at_any_event_of_either_pass_comes_again(event, training):
     if event == "step" and not training:
@@ -251,7 +267,11 @@ def test_a_replay_can_be_repeated_and_leaves_what_was_kept():
 def test_the_trainer_is_left_as_the_failed_run_had_left_it():
     trainer = make_trainer([*whole(), Fails("after_backward", 1, 5)])
     run(trainer, BlackBoxCB(4))
-    then, loss, preds = tree([trainer.model.state_dict(), trainer.opt.state_dict()]), trainer.loss, trainer.preds
+    then, loss, preds = (
+        tree([trainer.model.state_dict(), trainer.opt.state_dict()]),
+        trainer.loss,
+        trainer.preds,
+    )
     replay, _ = replayed(trainer)
     assert tree([trainer.model.state_dict(), trainer.opt.state_dict()]) == then
     assert tree([trainer.loss, trainer.preds]) == tree([loss, preds])
@@ -382,7 +402,7 @@ def test_ctrl_c_leaves_a_box_that_can_be_replayed_to_the_last_batch():
 def test_an_error_of_the_loader_is_told_as_such_and_the_batches_before_it_are_replayed():
     class Stream:
         def __iter__(self):
-            for i in range(5):
+            for _ in range(5):
                 yield torch.randn(4, 8), torch.randint(3, (4,))
             raise ValueError("the disk is gone")
 
@@ -410,7 +430,9 @@ def test_a_fit_that_ended_well_and_one_without_training_can_be_replayed():
     trainer = make_trainer(whole())
     seen = run(trainer, BlackBoxCB(6))
     check(trainer, seen)
-    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False), HidesState(), Fails("after_predict", 2, 1, False)])
+    trainer = make_trainer(
+        [BasicTrainCB(), MetricsCB(show=False), HidesState(), Fails("after_predict", 2, 1, False)]
+    )
     seen = run(trainer, BlackBoxCB(3), 4, train=False)
     replay, _ = check(trainer, seen)
     assert isinstance(replay.error, Cut)
@@ -472,7 +494,9 @@ def strange_trainer(kind, *cbs, cls=Trainer, n=7):
     make, split = KINDS[kind]
     dls = DataLoaders(Stream(make, n), Stream(make, 2))
     dls.split = split
-    return cls(dls, F.cross_entropy, optim.AdamW, make_model(), [BasicTrainCB(), HidesNothing(), Mangles(), *cbs])
+    return cls(
+        dls, F.cross_entropy, optim.AdamW, make_model(), [BasicTrainCB(), HidesNothing(), Mangles(), *cbs]
+    )
 
 
 class HidesNothing:
@@ -521,7 +545,9 @@ class Judges:
         self.seen = []
 
     def judge(self, trainer):
-        self.seen.append(tree([trainer.preds, trainer.loss, trainer.model.state_dict(), trainer.critic.state_dict()]))
+        self.seen.append(
+            tree([trainer.preds, trainer.loss, trainer.model.state_dict(), trainer.critic.state_dict()])
+        )
         if self.fails and trainer.training and (trainer.epoch, trainer.batch_num) == (1, 3):
             raise Cut("as planned")
 

@@ -65,8 +65,8 @@ FACES = {
         EarlyStoppingCB InterruptCB LimitCB LossSpikeCB NonFiniteStopCB SamePredictionsCB
     """,
     "inspection": """
-        ActivationStatsCB callback_table event_table GradientPlotCB GradientStatsCB HooksCallback
-        NonFiniteCB ProfilerCB show_source state_table summarize_model UpdateRatioCB
+        Ablation ActivationStatsCB BlackBoxCB callback_table event_table GradientPlotCB GradientStatsCB
+        HooksCallback NonFiniteCB ProfilerCB Replay show_source state_table summarize_model UpdateRatioCB
     """,
     "evaluate": """
         binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB
