@@ -81,7 +81,7 @@ def _place(trainer, event):
     batch = None if event.endswith(('_fit', '_epoch')) or event == 'log' else known.get('batch_num')
     return epoch, trainer.plan.training, batch, event
 
-# %% ../../nbs/inspection/78_ablation.ipynb #8260b8cc
+# %% ../../nbs/inspection/78_ablation.ipynb #9a1ae06b
 def _differing(a, b):
     "Names with their kinds that differ between two moments"
     names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
@@ -110,7 +110,8 @@ def first_differences(
             continue
         differ = _differing(a.moments[place], b.moments[place])
         differ = {name: kind for name,kind in differ.items() if name not in without}
-        for kind in set(differ.values()): keep(kind, i, place, [name for name,of in differ.items() if of == kind])
+        for kind in set(differ.values()):
+            keep(kind, i, place, [name for name,of in differ.items() if of == kind])
     for i,place in enumerate(b.moments):
         if place not in a.moments: keep('events', i, place, [place[3]])
     return dict(sorted(found.items(), key=lambda item: (item[1][0], KINDS.index(item[0]))))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Replay']
 
-# %% ../../nbs/inspection/68_replays.ipynb #b2e80c2d
+# %% ../../nbs/inspection/68_replays.ipynb #00cb20c3
 import math
 from contextlib import contextmanager
 
@@ -18,8 +18,10 @@ from ..loop.events import Order
 from ..loop.trainer import Trainer
 from ..state.random_numbers import set_random_state
 from .black_box import kept_run
-from .kept_batches import as_number, copied_or_same, kind_of, loss_now, same_bits, where_was
-from .kept_runs import all_kept, check_same_shapes, put_ahead, put_run, put_seen, takes_part_again
+from .kept_batches import as_number, copied_or_same, kind_of
+from .kept_batches import loss_now, same_bits, where_was
+from .kept_runs import all_kept, check_same_shapes, put_ahead
+from .kept_runs import put_run, put_seen, takes_part_again
 from .watched_calls import changed_plan
 
 # %% ../../nbs/inspection/68_replays.ipynb #d14f6cc7
@@ -165,7 +167,7 @@ def _event_to_stop_at(trainer, run, to, stop):
     if stop in known: return stop
     raise LookupError(_NO_EVENT.format(stop, did_you_mean(str(stop), known)))
 
-# %% ../../nbs/inspection/68_replays.ipynb #72748294
+# %% ../../nbs/inspection/68_replays.ipynb #b3b92b9c
 class Replay:
     "What came of a replay: the losses then and now, how it ended, and whether all was the same"
     def __init__(self,
@@ -186,9 +188,11 @@ class Replay:
     def _sentences(self):
         n = len(self.rows)
         told = f'Replayed {n} batch{"es"*(n != 1)}. '
-        if self.other is not None: told += _DIFFERS.format(**self.other)
+        if self.other is not None: told += _DIFFERS.format(**_readable(self.other))
         elif n: told += 'Every loss is what it was, bit for bit. '
         return told+self.end
+
+def _readable(row): return {k: f'{x:.9g}' if isinstance(x, float) else x for k,x in row.items()}
 
 _DIFFERS = ('The loss differs first in epoch {epoch}, batch {batch} ({kind}): it was {loss}, and is '
             '{again}. Either a callback that was added changes numbers, or something was not kept, such '

@@ -16,7 +16,7 @@ from ..loop.callback_list import is_in
 from ..state.random_numbers import random_state
 from ..state.run_parts import parts_of
 
-# %% ../../nbs/inspection/77_run_values.ipynb #3cb81f3f
+# %% ../../nbs/inspection/77_run_values.ipynb #5c76d187
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 def parts_by_name(
@@ -28,11 +28,11 @@ def parts_by_name(
     if isinstance(x, (torch.Tensor, *SIMPLE)) or hasattr(x, '__array__'): yield name,x
     elif depth > 20: return
     elif isinstance(x, Mapping):
-        for k,o in x.items(): yield from parts_by_name(f'{name}[{k!r}]', o, depth+1)
+        for k,part in x.items(): yield from parts_by_name(f'{name}[{k!r}]', part, depth+1)
     elif isinstance(x, (list, tuple)) and not hasattr(x, '_fields'):
-        for i,o in enumerate(x): yield from parts_by_name(f'{name}[{i}]', o, depth+1)
+        for i,part in enumerate(x): yield from parts_by_name(f'{name}[{i}]', part, depth+1)
     else:
-        for k,o in _fields(x).items(): yield from parts_by_name(f'{name}.{k}', o, depth+1)
+        for k,part in _fields(x).items(): yield from parts_by_name(f'{name}.{k}', part, depth+1)
 
 def _fields(x):
     "Attributes of plain data: of a named tuple, a dataclass, or an object without methods that are called"
