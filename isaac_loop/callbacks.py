@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .inspection import NonFiniteCB as NonFiniteCB
     from .inspection import TimesCB as TimesCB
     from .inspection import ProfilerCB as ProfilerCB
+    from .inspection import BlackBoxCB as BlackBoxCB
     from .evaluate import DropoutOnCB as DropoutOnCB
     from .evaluate import CapturePredsCB as CapturePredsCB
     from .evaluate import EvaluatorCB as EvaluatorCB

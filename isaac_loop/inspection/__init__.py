@@ -27,5 +27,8 @@ if TYPE_CHECKING:
     from .moments import Moment as Moment
     from .moments import Moments as Moments
     from .walk import Walk as Walk
+    from .black_box import BlackBoxCB as BlackBoxCB
+    from .replays import Replay as Replay
+    from .ablation import Ablation as Ablation
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -21,6 +21,8 @@ ELSEWHERE = {
         'times': 'inspection.times',
         'swap': 'inspection.swap',
         'walk': 'inspection.walk',
+        'replay': 'inspection.replays',
+        'ablate': 'inspection.ablation',
         'show_image_batch': 'show.plots',
         'lr_find': 'tune.lr_finder',
         'find_batch_size': 'tune.batch_finder',
