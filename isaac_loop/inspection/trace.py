@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Trace']
 
-# %% ../../nbs/inspection/80_trace.ipynb #91fcb5de
+# %% ../../nbs/inspection/80_trace.ipynb #5ac26833
 import io, time
 from contextlib import redirect_stdout
 
@@ -16,30 +16,11 @@ from torch import nn
 from ..basics.tables import Table
 from .observing import marks, one_batch_alone, passes_of
 from .watched_calls import changed_plan, watching
+from .written import described
 from ..loop.events import Order, callback_name
 from ..loop.trainer import Trainer
 
-# %% ../../nbs/inspection/80_trace.ipynb #7f78565d
-def in_words(
-    value, # Anything
-)->str: # As in 'float32 (8, 3) cpu'
-    "What a value is: of a tensor its dtype, shape and device, and the number if it is one"
-    if isinstance(value, torch.Tensor): return _tensor_in_words(value)
-    if isinstance(value, (list, tuple)) and len(value) <= 6: return f'[{", ".join(map(in_words, value))}]'
-    if isinstance(value, dict) and len(value) <= 6:
-        return '{' + ', '.join(f'{k}: {in_words(v)}' for k,v in value.items()) + '}'
-    if value is None or isinstance(value, (bool, int, float, str)): return _cut(repr(value))
-    return type(value).__name__
-
-def _cut(text): return text if len(text) <= 40 else text[:37] + '...'
-
-def _tensor_in_words(x):
-    kind = str(x.dtype).removeprefix('torch.')
-    shape = f'({", ".join(map(str, x.shape))})'
-    is_number = x.numel() == 1 and x.dtype != torch.bool and x.device.type != 'meta'
-    return f'{kind} {shape} {x.device}' + (f' = {x.item():.4g}' if is_number else '')
-
-# %% ../../nbs/inspection/80_trace.ipynb #fed734ca
+# %% ../../nbs/inspection/80_trace.ipynb #9a6390d6
 def _count(before, after):
     "How many of many marks are others"
     pairs = zip(before or [None]*len(after), after)
@@ -52,9 +33,9 @@ def _change(name, old, new):
         count = _count(before, after)
         is_gone = all(mark is None for mark in after)
         return f'{count} of {len(after)} {"cleared" if is_gone else "changed"}'
-    if was is not now: return f'{in_words(was)} -> {in_words(now)}' if was is not None else in_words(now)
+    if was is not now: return f'{described(was)} -> {described(now)}' if was is not None else described(now)
     if isinstance(now, nn.Module): return _module_change(before, after)
-    return 'changed in place' if not isinstance(now, torch.Tensor) else f'{in_words(now)}, changed in place'
+    return f'{described(now)}, changed in place' if isinstance(now, torch.Tensor) else 'changed in place'
 
 def _module_change(before, after):
     tensors,modes = _count(before[0], after[0]),_count(before[1], after[1])
@@ -71,7 +52,7 @@ def changes_between(
     return {name: _change(name, old, new) for name,(old,new) in pairs.items()
             if old[0] is not new[0] or old[1] != new[1]}
 
-# %% ../../nbs/inspection/80_trace.ipynb #58547157
+# %% ../../nbs/inspection/80_trace.ipynb #9f3d8044
 class Step:
     "What one callback did at one event"
     def __init__(self,
@@ -123,7 +104,7 @@ def _now(trainer):
     if device.type != 'cpu': torch.accelerator.synchronize(device)
     return time.perf_counter()
 
-# %% ../../nbs/inspection/80_trace.ipynb #e5d82f37
+# %% ../../nbs/inspection/80_trace.ipynb #e7798225
 class Trace:
     "What happened in one batch, step by step: text when printed, a table in a notebook"
     def __init__(self,

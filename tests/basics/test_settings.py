@@ -41,6 +41,7 @@ MADE = {  # Arguments, and what is shown of them
     "BatchNormEvalCB": (made("body"), "'body'"),
     "BatchSchedulerCB": (made(f, opt="opt_d"), "f, opt='opt_d'"),
     "BatchTransformCB": (made(f, on_valid=False), "f, on_valid=False"),
+    "BlackBoxCB": (made(4), "4"),
     "CapturePredsCB": (made(with_inputs=True), "with_inputs=True"),
     "CheckpointCB": (made("runs", every=100, keep_last=3), "'runs', every=100, keep_last=3"),
     "ClipGradCB": (made(1.0, column="norm"), "1.0, column='norm'"),

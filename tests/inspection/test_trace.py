@@ -62,9 +62,9 @@ def test_a_trace_tells_shapes_dtypes_and_what_became_of_them():
     steps = SimpleNamespace(after_predict=halve), SimpleNamespace(cleanup_predict=grow, name="grow")
     trace = plain_trainer([BasicTrainCB(), *steps]).trace()
     changes = {step.event: step.changes for step in trace.steps}
-    assert changes["predict"]["preds"] == "float32 (4, 3) cpu"
-    assert changes["after_predict"] == {"preds": "float32 (4, 3) cpu -> float16 (4, 3) cpu"}
-    assert "float64 (4, 8) cpu" in changes["cleanup_predict"]["batch"]
+    assert changes["predict"]["preds"] == "(4, 3) float32"
+    assert changes["after_predict"] == {"preds": "(4, 3) float32 -> (4, 3) float16"}
+    assert "(4, 8) float64" in changes["cleanup_predict"]["batch"]
     assert changes["backward"] == {"gradients": "6 of 6 changed"}
     assert changes["zero_grad"] == {"gradients": "6 of 6 cleared"}
 
