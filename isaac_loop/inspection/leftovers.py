@@ -180,7 +180,7 @@ def _open_files(folder='/proc/self/fd'):
         except OSError: continue # The one that lists the folder
         if path.startswith('/') and not path.startswith(('/dev/', '/proc/', '/memfd:')): yield path
 
-# %% ../../nbs/inspection/89_leftovers.ipynb #d76da8fe
+# %% ../../nbs/inspection/89_leftovers.ipynb #f0ae19b1
 def _places(trainer):
     "Classes and modules in which functions are replaced"
     found = [torch, torch.nn.functional, torch.Tensor, torch.autograd, torch.utils.data, nn.Module]
@@ -192,50 +192,54 @@ def _places(trainer):
     found += [base for kind in kinds for base in kind.__mro__ if base is not object]
     return {id(o): o for o in found}.values()
 
-def _functions(trainer):
-    "All that stands in those places"
-    for place in _places(trainer):
-        for k,o in list(vars(place).items()):
-            if isinstance(o, (ModuleType, Later)) or not (callable(o) or isinstance(o, (property, staticmethod))):
-                continue
-            yield ('functions', f'`{place.__name__}.{k}`'),Held(o)
+def _is_function(x): return callable(x) and not isinstance(x, (ModuleType, Later))
 
-# %% ../../nbs/inspection/89_leftovers.ipynb #38fbc191
+def _replaced_in(place, was):
+    "Functions of `place` that are others now"
+    for k,o in was.items():
+        now = vars(place).get(k, o)
+        if now is not o and _is_function(o): yield ('functions', f'`{place.__name__}.{k}`'),(o, now)
+
+# %% ../../nbs/inspection/89_leftovers.ipynb #076d8cba
 def belongings(
     trainer, # Whose run it is
-    functions:bool=False, # Look into classes and modules as well? That takes longer
 )->dict: # By kind and name
     "What there is now"
-    found = dict(_of_trainer(trainer)) | dict(_of_process())
-    return found | dict(_functions(trainer)) if functions else found
+    return dict(_of_trainer(trainer)) | dict(_of_process())
+
+def functions(
+    trainer, # Whose run it is
+)->list: # Pairs of a class or a module and what stands in it
+    "What stands now where functions are replaced"
+    return [(place, dict(vars(place))) for place in _places(trainer)]
 
 def changes(
     before:dict, # What `belongings` gave
     after:dict, # The same at another moment
 )->dict: # By kind and name: both values, None where there was none
     "What has come, gone, or become another"
-    names = [k for k in {**before, **after} if k[0] != 'functions' or (k in before and k in after)]
+    names = {**before, **after}
     return {k: (before.get(k), after.get(k)) for k in names if not _equal(before.get(k), after.get(k))}
 
 def _equal(a, b): return a == b if type(a) is type(b) else False
 
-# %% ../../nbs/inspection/89_leftovers.ipynb #8a7b8d2a
+def replaced(
+    was:list, # What `functions` gave
+)->dict: # By kind and name: both functions
+    "Functions in classes and modules that are others now"
+    return {name: both for place,held in was for name,both in _replaced_in(place, held)}
+
+# %% ../../nbs/inspection/89_leftovers.ipynb #bae8316c
 @contextmanager
 def process_put_back(
     trainer=None, # Whose classes to put back as well
 ):
     "Find the process as it was, after the `with` block"
     old = {name: get() for name,(get,_) in _PROCESS.items()}
-    places = [(place, dict(vars(place))) for place in _places(trainer)]
+    places = functions(trainer)
     try: yield
     finally:
         for name,(get,put) in _PROCESS.items():
             if put is not None and not _same(get(), old[name]) and get() != old[name]: put(old[name])
-        for place,was in places: _put_functions(place, was)
-
-def _put_functions(place, was):
-    "Undo what was set in a class or a module that was there before"
-    for k,o in was.items():
-        now = vars(place).get(k)
-        if now is o or isinstance(o, (ModuleType, Later)) or not callable(o): continue
-        setattr(place, k, o)
+        for place,was in places:
+            for (_,name),(o,_) in list(_replaced_in(place, was)): setattr(place, name.strip('`').rpartition('.')[2], o)
