@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #e1900838
+# %% ../../nbs/inspection/89_cut_runs.ipynb #09012484
 from ..loop.events import SPANS, STEPS, CancelException
 from .leftovers import belongings, changes, functions, replaced
-from .observed_run import SPAN_OF, Touch, Watcher, at_borders, calls_of
+from .observed_run import SPAN_OF, Touch, Watcher
+from .observed_run import at_borders, calls_of, kind_of, together
 from .watched_calls import add_change
 
 # %% ../../nbs/inspection/89_cut_runs.ipynb #9638d2c3
@@ -46,7 +47,7 @@ def _of_span(span, outer, answered, training=None, middle=()):
               for event in (span.after, span.cleanup) for kind in _exceptions(event, spans)]
     return [*before, *middle, *behind]
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #4d950182
+# %% ../../nbs/inspection/89_cut_runs.ipynb #d23c92b4
 def cuts_for(
     answered, # Events that the callback answers
     training:bool=True, # Are there training passes?
@@ -72,9 +73,12 @@ def _of_step(name, outer, answered, training):
     "Those in one step"
     span = STEPS[name]
     within = [Cut(name, kind, training) for kind in _exceptions(name, [*outer, span])]
-    return _of_span(span, outer, answered, training, within)
+    cuts = _of_span(span, outer, answered, training, within)
+    return [cut for cut in cuts if cut.kind is not span.exception or name not in _NEEDED]
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #9ff2a691
+_NEEDED = 'predict','get_loss' # Whoever comes next needs what they give
+
+# %% ../../nbs/inspection/89_cut_runs.ipynb #eebe0a6c
 class CutRun:
     "A run with one cut, and what was left of it"
     def __init__(self,
@@ -82,15 +86,16 @@ class CutRun:
         cut:Cut, # Where it is cut
         observed, # The same run without a cut
         at:int=1, # Number of the batch
+        with_callback:bool=True, # Shall the callback take part?
     ):
         self.cut,self.observed,self.at = cut,observed,at
         self.error,self.raised = cut.kind('planted by a trial'),None # What is raised, what came out instead
         self.left = {} # By kind and name: the span at whose end it was still there
         self.reached,self.settled,self.calls = False,False,[]
         self._begun,self.touched = [],dict(observed.touched)
-        self.trainer,self.callbacks = trials.make()
-        for change in (calls_of(self.callbacks, self._note), self._planted, at_borders(self._look)):
-            add_change(self.trainer, change)
+        self.trainer,self.callbacks = trials.make(with_callback)
+        calls = calls_of(self.callbacks, self._note)
+        add_change(self.trainer, together(calls, self._planted, at_borders(self._look)))
         was = functions(self.trainer)
         try: trials.fit(self.trainer, 1)
         except BaseException as error: self._came_out(error)
@@ -126,7 +131,8 @@ class CutRun:
         "What else went wrong in this run, in words; None if nothing did"
         notes = getattr(self.error, '__notes__', ())
         if self.raised is not None: return in_words(self.raised)
-        return next((note.removeprefix('besides: ') for note in notes if note.startswith('besides: ')), None)
+        besides = [note.removeprefix('besides: ') for note in notes if note.startswith('besides: ')]
+        return next((text for text in besides if not _is_cancel(text)), None)
 
     def _look(self, trainer, span, begins):
         "One end of a span"
@@ -146,11 +152,17 @@ class CutRun:
         return None if in_batch and trainer.batch_num < self.at else belongings(trainer)
 
     def _compare(self, trainer, span, before):
-        usual = self.observed.spans.get((span.name, bool(trainer.plan.training)), {})
+        usual = self.observed.spans.get(kind_of(span, trainer), {})
         for name in changes(before, belongings(trainer)):
             if name in self.touched and name not in usual: self.left.setdefault(name, span.name)
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #45af1f65
+# %% ../../nbs/inspection/89_cut_runs.ipynb #fad2fad9
+def _is_cancel(text):
+    "Whether a note speaks of somebody who wanted to leave anyway"
+    kinds = [CancelException]
+    for kind in kinds: kinds += kind.__subclasses__()
+    return text.partition(':')[0] in [kind.__name__ for kind in kinds]
+
 def in_words(
     error:BaseException, # What came out of a fit
 )->str: # Its class, its text, and who raised it

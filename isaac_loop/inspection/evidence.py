@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/91_evidence.ipynb #9a6b8e3f
+# %% ../../nbs/inspection/91_evidence.ipynb #935a3991
+import time
 from functools import cached_property
 
 from ..loop.events import callback_name
@@ -13,20 +14,22 @@ from .cut_runs import CutRun, cuts_for, in_words
 from .observed_run import ObservedRun
 from .run_results import outcome, told, unlike
 
-# %% ../../nbs/inspection/91_evidence.ipynb #e370b7c9
+# %% ../../nbs/inspection/91_evidence.ipynb #25cb7d4a
 class _Cut:
     "What is kept of a cut run"
-    def __init__(self, run, differs):
+    def __init__(self, run, problem, differs):
         self.cut,self.left,self.touched = run.cut,run.left,run.touched
-        self.problem,self.differs = run.problem(),differs
+        self.problem,self.differs = problem,differs
 
 class Evidence:
     "Runs with one callback, and what was seen of them"
     def __init__(self,
         trials, # Makes the runs
         longer=None, # Makes runs of more batches; default: the same
+        seconds:float=5., # About how long all cut runs may take; some are left out beyond
     ):
         self.trials,self.longer = trials,longer or trials
+        self.seconds,self.left_out = seconds,0 # How many cuts were left out
         self.gone = '' # Names of callbacks that have left in the first of two fits
 
     def whole(self, n_epochs):
@@ -49,7 +52,10 @@ class Evidence:
     @cached_property
     def one_epoch(self):
         "Outcome of a run of one epoch"
-        return self.whole(1)
+        start = time.perf_counter()
+        result = self.whole(1)
+        self.seconds_of_run = time.perf_counter()-start
+        return result
 
     @cached_property
     def observed(self):
@@ -87,7 +93,7 @@ class Evidence:
         touched = self.observed.touched
         return {name: touched[name] for name in left if name[0] in kinds and name in touched}
 
-# %% ../../nbs/inspection/91_evidence.ipynb #12524f03
+# %% ../../nbs/inspection/91_evidence.ipynb #e6b5b65e
 from fastcore.basics import patch
 
 @patch
@@ -95,13 +101,32 @@ def _cut(self:Evidence):
     "Run all cuts, one after the other"
     n,known = self.observed.n_batches,set()
     at = {True: min(1, n[True]-1), False: min(1, n[False]-1), None: 0}
-    for cut in cuts_for(self.observed.answered, n[True] > 0, n[False] > 0):
+    for cut in self._affordable(cuts_for(self.observed.answered, n[True] > 0, n[False] > 0)):
         with self.trials.alone():
             run = CutRun(self.trials, cut, self.observed, at[cut.training])
             if not run.reached: continue
             calls = (*run.calls, cut.kind)
-            yield _Cut(run, self._next_fit(run) if calls not in known else '')
+            differs = self._next_fit(run) if calls not in known else ''
             known.add(calls)
+        yield _Cut(run, self._own_problem(run), differs)
+
+@patch
+def _own_problem(self:Evidence, run):
+    "What else went wrong in a cut run, unless it does so without the callback as well"
+    problem = run.problem()
+    if problem is None: return None
+    with self.trials.alone():
+        without = CutRun(self.trials, run.cut, self.observed, run.at, with_callback=False)
+    return problem if problem != without.problem() else None
+
+@patch
+def _affordable(self:Evidence, cuts):
+    "As many of the cuts as there is time for, evenly from all places"
+    self.one_epoch # Tells how long a run takes
+    n = max(24, int(self.seconds/(2*self.seconds_of_run)))
+    if n >= len(cuts): return cuts
+    self.left_out = len(cuts)-n
+    return [cuts[i*len(cuts)//n] for i in range(n)]
 
 @patch
 def _next_fit(self:Evidence, run):

@@ -15,9 +15,16 @@ from ..state.random_numbers import random_state, same_random_state
 from .leftovers import belongings, changes, functions, replaced
 from .watched_calls import add_change, watching
 
-# %% ../../nbs/inspection/88_observed_run.ipynb #68f879ea
+# %% ../../nbs/inspection/88_observed_run.ipynb #fcc460dd
 SPAN_OF = {event: span for span in SPANS.values() for event in (span.before, span.after, span.cleanup)}
 SPAN_OF |= {name: span for name,span in SPANS.items() if name in EVENTS}
+
+def kind_of(
+    span, # Open, or just closed
+    trainer, # Whose run it is
+)->tuple: # Its name and the kind of pass, None for a whole fit
+    "What spans are to be like one another"
+    return span.name, None if span.name == 'fit' else bool(trainer.plan.training)
 
 class Watcher:
     "Stands in a plan without being a callback"
@@ -34,6 +41,15 @@ def at_borders(
         begins = event == span.before
         mine = [(watcher, lambda trainer: look(trainer, span, begins))]
         return mine + pairs if begins else pairs + mine
+    return change
+
+def together(
+    *changes, # For a plan
+): # One change, so that the plan is made once
+    "Several changes, one after the other"
+    def change(event, pairs):
+        for one in changes: pairs = one(event, pairs)
+        return pairs
     return change
 
 def calls_of(
@@ -71,7 +87,7 @@ def files_in(
     return {os.path.relpath(os.path.join(where, name), folder)
             for where,_,names in os.walk(folder) for name in names}
 
-# %% ../../nbs/inspection/88_observed_run.ipynb #c03a0899
+# %% ../../nbs/inspection/88_observed_run.ipynb #cd23a690
 class Touch:
     "What one call has changed"
     def __init__(self, callback, event, handler):
@@ -94,13 +110,12 @@ class ObservedRun:
         self.n_batches = {True: 0, False: 0} # By kind of pass
         self._begun,self.error = [],None
         self.trainer,self.callbacks = trials.make(with_callback)
-        add_change(self.trainer, calls_of(self.callbacks, self._watch))
-        add_change(self.trainer, at_borders(self._look))
+        add_change(self.trainer, together(calls_of(self.callbacks, self._watch), at_borders(self._look)))
         before,was = belongings(self.trainer),functions(self.trainer)
         try: trials.fit(self.trainer, n_epochs)
         except BaseException as error: self.error = error
         self.left = changes(before, belongings(self.trainer)) | replaced(was)
-        self.files = files_in('.')
+        self.folder = os.getcwd()
 
     def _watch(self, call, trainer, run):
         "One call of the callback"
@@ -121,6 +136,6 @@ class ObservedRun:
         while self._begun:
             name,before = self._begun.pop()
             if name == span.name: break
-        kind = span.name,bool(trainer.plan.training)
+        kind = kind_of(span, trainer)
         if span.name == 'batch': self.n_batches[kind[1]] += 1
         self.spans.setdefault(kind, {}).update(changes(before, belongings(trainer)))

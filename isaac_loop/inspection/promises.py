@@ -5,20 +5,17 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/92_promises.ipynb #f8ec6903
+# %% ../../nbs/inspection/92_promises.ipynb #0f225fe7
 import io
 
 import torch
 
+from ..loop.callback_list import is_in
 from ..loop.events import callback_name
-from ..state.errors import UnsaveableState
-from ..state.plain_state import from_plain, plain
 from ..state.run_parts import stateful_callbacks
 from .cut_runs import in_words
-from .observed_run import Watcher
 from .resumed_run import resumed_run, saved_run
-from .run_results import OTHER, as_value, attributes, outcome, told, unlike
-from .watched_calls import add_change
+from .run_results import OTHER, as_value, is_time, outcome, told, unlike
 
 # %% ../../nbs/inspection/92_promises.ipynb #1c74c3a6
 class NotTried(Exception): "A promise has nothing to be about; the text says why"
@@ -51,7 +48,7 @@ def added(evidence):
     try: evidence.observed
     except Exception as error: yield Fault(in_words(error))
 
-# %% ../../nbs/inspection/92_promises.ipynb #4143362b
+# %% ../../nbs/inspection/92_promises.ipynb #1103238c
 _YOURS = {f'`trainer.{k}`' for k in ('model', 'loss_func', 'opt_func', 'dls', 'dls.train', 'dls.valid')}
 
 @promise('what it changes is put back, also after an error, a cancel or Ctrl-C')
@@ -66,6 +63,9 @@ def cleanup(evidence):
     for run in evidence.cut_runs:
         for name,span in run.left.items(): found.setdefault(name, []).append((run, span))
     for name,places in found.items(): yield _left(name, places)
+    if evidence.left_out: yield Fault(_NOT_ALL.format(evidence.left_out), counts=False)
+
+_NOT_ALL = '{} places were left out, since a run takes long; `try_callback(..., seconds=60)` tries more'
 
 def _is_function(held):
     "Whether something that can be called was put into the trainer, but for what it holds anyway"
@@ -95,7 +95,7 @@ def cancels(evidence):
     for differs,runs in wrong.items():
         if differs: yield Fault(f'after {runs[0].cut}{_more(runs)}, {differs}')
 
-# %% ../../nbs/inspection/92_promises.ipynb #bc63f337
+# %% ../../nbs/inspection/92_promises.ipynb #6fcc209e
 @promise('two objects that are made alike do the same')
 def repeats(evidence):
     "Two runs with copies of the callback"
@@ -124,6 +124,7 @@ def two_trainers(evidence):
     with trials.alone():
         first,callbacks = trials.make()
         trials.fit(first, 1)
+        trials.clear()
         weights = {k: as_value(o) for k,o in first.model.state_dict().items()}
         second,_ = trials.make(with_callback=False)
         second.add_callbacks(callbacks)
@@ -136,7 +137,7 @@ def two_trainers(evidence):
     found = {k: both for k,both in found.items() if k not in known}
     return [Fault(told(found, 'in the first', 'in the second'))] if found else []
 
-# %% ../../nbs/inspection/92_promises.ipynb #76f0fcdc
+# %% ../../nbs/inspection/92_promises.ipynb #6c7f1bf3
 @promise('a run that was stopped in the middle of an epoch and goes on equals one that was not')
 def resume(evidence):
     "Stop after the first batch, and in the second epoch"
@@ -151,15 +152,19 @@ def resume(evidence):
             has_state = has_state or _has_state(saved)
             found = evidence.differences(outcome(saved.trainer, saved.callbacks),
                                          outcome(gone_on.trainer, gone_on.callbacks))
-            found = {k: both for k,both in found.items() if not _may_be_forgotten(k, saved.callbacks)}
+            found = {k: both for k,both in found.items() if _counts(k, both, saved.callbacks)}
             if found: return [_lost(saved, gone_on, found, epoch, done, warned)]
     if not has_state: raise NotTried('has no state')
     return []
 
 def _has_state(saved):
     "Whether a callback holds something at the end that it did not hold at first"
-    told_state = any(cb in saved.callbacks for cb in stateful_callbacks(saved.trainer).values())
-    return told_state or saved.begun != saved.attributes()
+    tells = any(is_in(cb, saved.callbacks) for cb in stateful_callbacks(saved.trainer).values())
+    return tells or saved.begun != saved.attributes()
+
+def _counts(name, both, callbacks):
+    "Whether a difference means that something was lost; what was never there was not"
+    return both[0] is not None and not _may_be_forgotten(name, callbacks)
 
 def _may_be_forgotten(name, callbacks):
     "Whether a callback says of an attribute that nothing is lost with it"
@@ -180,34 +185,36 @@ def _lost(saved, gone_on, found, epoch, done, warned):
     why = notes[0] if notes else 'Is there state outside of its attributes, in a closure or a global variable?'
     return Fault(f'gone on {where}, {what}. {why}')
 
-# %% ../../nbs/inspection/92_promises.ipynb #9c3df1c9
+# %% ../../nbs/inspection/92_promises.ipynb #ba7ec9b6
 @promise('its `state_dict` can be saved, read without running code, and taken back')
 def state_dict(evidence):
-    "Save it after an epoch, and let a new object take it"
-    trials,found = evidence.trials,[]
+    "Save it in the middle of an epoch, as a checkpoint does, and let a new object take it"
+    trials = evidence.trials
     with trials.alone():
         trainer,callbacks = trials.make()
-        trials.fit(trainer, 1)
-        try: stateful = [(i, cb) for i,cb in enumerate(callbacks) if cb in stateful_callbacks(trainer).values()]
+        try: stateful = [name for name,cb in stateful_callbacks(trainer).items() if is_in(cb, callbacks)]
         except TypeError as error: return [Fault(str(error))]
         if not stateful: raise NotTried('has no `state_dict`')
-        for i,cb in stateful:
-            try: found += _given_back(trials, i, cb.state_dict())
-            except (UnsaveableState, ValueError) as error: found.append(Fault(in_words(error), callback_name(cb)))
-    return found
+        try: saved = saved_run(trials, 0, 1)
+        except Exception as error: return [Fault(in_words(error))]
+        if saved.taken is None: raise NotTried('its run ends before anything could be saved')
+        try:
+            saved.taken = _read_again(saved.taken)
+            gone_on = resumed_run(trials, saved)
+        except Exception as error: return [Fault(in_words(error))]
+    return [fault for name in stateful for fault in _given_back(name, saved, gone_on)]
 
-def _given_back(trials, i, state):
-    "The faults of a state that is saved, read and given to another object in a running fit"
-    file,back = io.BytesIO(),[]
-    torch.save(plain(state, 'state_dict()', exact=True), file)
+def _read_again(state):
+    "`state` as it comes back from a file"
+    file = io.BytesIO()
+    torch.save(state, file)
     file.seek(0)
-    trainer,callbacks = trials.make()
-    def take(trainer):
-        callbacks[i].load_state_dict(from_plain(torch.load(file, weights_only=True)))
-        back.append(callbacks[i].state_dict())
-    add_change(trainer, lambda event, pairs: [*pairs, (Watcher(), take)] if event == 'before_fit' else pairs)
-    try: trials.fit(trainer, 1)
-    except Exception as error: return [Fault(f'`load_state_dict` fails: {in_words(error)}')]
-    was,now = as_value(state),as_value(back[0])
-    if was is OTHER or was == now: return []
-    return [Fault(told(unlike(was, now), 'when it was saved', 'after `load_state_dict`'))]
+    return torch.load(file, weights_only=True)
+
+def _given_back(name, saved, gone_on):
+    "The faults of a state that was taken back"
+    was,now = (as_value(run.told[name], depth=9) for run in (saved, gone_on))
+    if was is OTHER or now is OTHER: return
+    for k in [k for k in {**was, **now} if was.get(k) != now.get(k) and not is_time(k)]:
+        both = {f'`{k}` of `{name}.state_dict()`': (was.get(k), now.get(k))}
+        yield Fault(told(both, 'when it was saved', 'after `load_state_dict`'))

@@ -205,13 +205,14 @@ def _holder(held, tensors):
             if known & set(found): return f'`{callback_name(cb)}.{k}`'
     return ''
 
-# %% ../../nbs/inspection/93_quiet_promises.ipynb #038bb4f7
+# %% ../../nbs/inspection/93_quiet_promises.ipynb #458083f9
 @promise('files are written only where it was told to, and those of others are left alone')
 def files(evidence):
     "Work in an empty folder, and then in one with files of others"
     written = evidence.observed.written
     if not written: raise NotTried('writes no files')
-    given = [path for cb in evidence.observed.callbacks for path in _given(cb)]
+    here = evidence.observed.folder
+    given = [os.path.relpath(os.path.join(here, o), here) for cb in evidence.observed.callbacks for o in _given(cb)]
     for path,touch in written.items():
         if not any(_lies_in(path, place) for place in given):
             yield Fault(f'`{path}` was written into the working directory, which nobody asked for', touch)

@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/90_resumed_run.ipynb #ec76236a
+# %% ../../nbs/inspection/90_resumed_run.ipynb #98a000d9
 from ..loop.events import Order
 from ..loop.handlers import order_of
+from ..state.plain_state import plain
 from ..state.random_numbers import plain_random_state, set_plain_random_state, undrawn
-from ..state.run_parts import check_states
+from ..state.run_parts import check_states, stateful_callbacks
 from ..state.run_state import put_random, put_state, take_state
 from .run_results import attributes, outcome
 from .watched_calls import add_change
 
-# %% ../../nbs/inspection/90_resumed_run.ipynb #5ec9a807
+# %% ../../nbs/inspection/90_resumed_run.ipynb #9a3c3838
 class _AtSave:
     "Stands in the plan where runs are saved"
     order = Order.SAVE
@@ -29,6 +30,10 @@ class _AtSave:
         if mine is None: return pairs
         i = next((i for i,(cb,_) in enumerate(pairs) if order_of(cb) > self.order), len(pairs))
         return [*pairs[:i], (self, mine), *pairs[i:]]
+
+    def states(self):
+        "What all callbacks tell of themselves, by name"
+        return {name: plain(cb.state_dict()) for name,cb in stateful_callbacks(self.trainer).items()}
 
     def attributes(self):
         "What the callbacks hold"
@@ -55,10 +60,10 @@ class Saving(_AtSave):
         for i,batch in enumerate(batches, 1):
             yield batch
             if i != self.done: continue
-            self.held = self.attributes()
+            self.held,self.told = self.attributes(),self.states()
             self.taken = take_state(trainer, self.epoch, i)
 
-# %% ../../nbs/inspection/90_resumed_run.ipynb #d8cc5a31
+# %% ../../nbs/inspection/90_resumed_run.ipynb #15f04f92
 class GoingOn(_AtSave):
     "Goes on where another run was saved"
     held = None # What callbacks held when the state was back
@@ -84,7 +89,7 @@ class GoingOn(_AtSave):
             for _ in range(self.done): next(rest)
         put_state(trainer, *self.saved.taken)
         put_random(self.saved.taken[1])
-        self.held = self.attributes()
+        self.held,self.told = self.attributes(),self.states()
         yield from rest
 
 # %% ../../nbs/inspection/90_resumed_run.ipynb #de53f2c9

@@ -42,7 +42,7 @@ def _of_tensor(x):
     if x.numel() > _TENSORS: x = torch.stack([x.double().sum(), x.double().square().sum()])
     return tuple(x.shape), repr(x.flatten().tolist())
 
-# %% ../../nbs/inspection/86_run_results.ipynb #975afc97
+# %% ../../nbs/inspection/86_run_results.ipynb #f1bec572
 _TIMES = re.compile('time|second|elapsed|clock|(?<!up)date|began|started|speed|throughput|duration|memory')
 
 def outcome(
@@ -57,7 +57,13 @@ def outcome(
     found['the number of updates'] = trainer.n_updates
     found['the reason to stop'] = trainer.stop_reason
     for cb in callbacks: found |= attributes(cb)
-    return {k: o for k,o in found.items() if o is not OTHER and not _TIMES.search(k.lower())}
+    return {k: o for k,o in found.items() if o is not OTHER and not is_time(k)}
+
+def is_time(
+    name:str, # Of a value
+)->bool:
+    "Whether a value is about time, by its name"
+    return bool(_TIMES.search(name.lower()))
 
 def _of_optimizer(opt):
     "State and numbers of an optimizer"

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #7a589eac
-import copy, io, os, sys, tempfile
+# %% ../../nbs/inspection/85_trial_runs.ipynb #c1ccd17e
+import copy, io, os, shutil, sys, tempfile
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from itertools import islice
-from types import FunctionType
+from pathlib import Path, PurePath
+from types import FunctionType, ModuleType
 import inspect, warnings
 
 import torch
@@ -125,7 +126,52 @@ def unseen():
         warnings.simplefilter('always')
         yield caught
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #e445901c
+# %% ../../nbs/inspection/85_trial_runs.ipynb #d8dc7020
+def moved(
+    x, # A callback, or what it holds
+    home:str, # The working directory of the user
+    folders:list, # Gets the folders that were there, at their new places
+    depth:int=4, # How deep to look
+):
+    "Let all absolute paths that `x` holds lead into the present folder"
+    for holder,k,path in list(_paths_in(x, depth, set())):
+        new = _new_place(path, home)
+        if os.path.isdir(path): folders.append(new)
+        _bring(path, new)
+        value = type(path)(new) if isinstance(path, str) else Path(new)
+        if isinstance(holder, (dict, list)): holder[k] = value
+        else: object.__setattr__(holder, k, value)
+
+def _new_place(path, home):
+    "Where `path` leads to in the present folder"
+    path = Path(path)
+    inside = path.relative_to(home) if path.is_relative_to(home) else Path('elsewhere', *path.parts[1:])
+    return str(Path.cwd()/inside)
+
+def _bring(path, new):
+    "Have a folder, or a copy of a file, at the new place"
+    os.makedirs(new if os.path.isdir(path) else os.path.dirname(new), exist_ok=True)
+    if os.path.isfile(path): shutil.copyfile(path, new)
+
+def _paths_in(x, depth, seen):
+    "Holders with a key or the name of an attribute, and the absolute path that stands there"
+    if id(x) in seen or not depth or isinstance(x, _NO_HOLDERS): return
+    seen.add(id(x))
+    items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else vars(x).items() \
+        if hasattr(x, '__dict__') else ()
+    for k,o in list(items):
+        if _is_path(o): yield x,k,o
+        else: yield from _paths_in(o, depth-1, seen)
+
+_NO_HOLDERS = str, bytes, int, float, type, FunctionType, ModuleType, torch.Tensor, nn.Module, Trainer
+
+def _is_path(x):
+    "Whether `x` is an absolute path; a text only if it leads to a place that is there"
+    if isinstance(x, PurePath): return x.is_absolute()
+    if not isinstance(x, str) or not os.path.isabs(x) or len(x) > 1000 or '\0' in x: return False
+    return os.path.dirname(x) != os.sep and os.path.isdir(os.path.dirname(x))
+
+# %% ../../nbs/inspection/85_trial_runs.ipynb #0c940867
 _NO_MODEL = ('`dls` came without a `trainer`, so nobody knows which model takes such batches. '
              'Pass `trainer=` as well.')
 _TRAINING = '`trainer` is training, and a callback is tried in copies of a trainer at rest. Wait for its end.'
@@ -144,7 +190,8 @@ class Trials:
         if trainer is not None and trainer._fitting: raise RuntimeError(_TRAINING)
         self.n_train,self.n_valid = n_train,n_valid
         self.maker = callback if is_maker(callback) else None
-        made = callback if self.maker is None else self.maker()
+        self.home,self.folders = os.getcwd(),[]
+        with in_empty_folder(), unseen(): made = callback if self.maker is None else self.maker()
         self.name = callback_name(made)
         self.trainer,self.callback = self._first_pair(trainer, made, dls, callbacks)
         self.lr = getattr(trainer, 'lr', 0.1 if trainer is None else 1e-3)
@@ -187,7 +234,7 @@ def _fitting_beside(callback):
     usual,tried = [BasicTrainCB(), MetricsCB(show=False)],flat(callback)
     return [cb for cb in usual if not any(isinstance(other, type(cb)) for other in tried)]
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #d84e8869
+# %% ../../nbs/inspection/85_trial_runs.ipynb #5ba779da
 from fastcore.basics import patch
 
 @patch
@@ -200,6 +247,7 @@ def make(self:Trials,
     if self.maker is None:
         trainer,callback = copied((self.trainer, self.callback), memo, self.name)
     else: trainer,callback = copy.deepcopy(self.trainer, memo),self.maker()
+    if os.getcwd() != self.home: moved(callback, self.home, self.folders)
     if with_callback: trainer.add_callbacks(callback)
     return trainer,flat(callback)
 
@@ -219,9 +267,17 @@ def alone(self:Trials):
     with undrawn(), in_empty_folder(), unseen() as caught, process_put_back(self.trainer): yield caught
 
 @patch
+def clear(self:Trials):
+    "Take all files out of the present folder"
+    if os.getcwd() == self.home: return
+    for path in Path.cwd().iterdir(): shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for folder in self.folders: os.makedirs(folder, exist_ok=True)
+
+@patch
 def reset(self:Trials,
     trainer, # Made by `make`, and trained
 ):
-    "Let the model, and an optimizer set by hand, begin anew; all else stays as the fit has left it"
+    "Let model and disk, and an optimizer set by hand, begin anew; all else stays as the fit has left it"
+    self.clear()
     trainer.model.load_state_dict(copy.deepcopy(self.trainer.model.state_dict()))
     if trainer.opt_func is None: trainer.opt.load_state_dict(copy.deepcopy(self.trainer.opt.state_dict()))

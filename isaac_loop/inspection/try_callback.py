@@ -93,19 +93,20 @@ def _summary(report):
     verdicts = [tried.verdict for tried in report.promises.values()]
     return ', '.join(f'{verdicts.count(o)} {o}' for o in ('kept', 'broken', 'not tried') if o in verdicts)
 
-# %% ../../nbs/inspection/94_try_callback.ipynb #e5f00a0b
+# %% ../../nbs/inspection/94_try_callback.ipynb #9f517f5a
 def try_callback(
     callback, # A callback, its class, or a function without arguments that makes one
     trainer=None, # Try it with copies of this model, loss, optimizer and callbacks; default: a small classifier
     dls=None, # Loaders in place of the trainer's; only their first batches are taken
     callbacks=None, # What else takes part, in place of the trainer's callbacks
     promises=None, # Names of those to try; default: all
+    seconds:float=5., # About how long the runs that are cut may take together
 )->CallbackReport: # A table; `check()` raises an error if a promise is broken
     "Try what `callback` promises in short runs of its own, and leave nothing behind"
     names = list(PROMISES) if promises is None else ['added', *promises]
     trials = Trials(callback, trainer, dls, callbacks)
     longer = Trials(callback, trainer, dls, callbacks, n_train=8, n_valid=3)
-    evidence,found = Evidence(trials, longer),[]
+    evidence,found = Evidence(trials, longer, seconds),[]
     for name in dict.fromkeys(names):
         if name not in PROMISES: raise LookupError(_NO_PROMISE.format(name, did_you_mean(name, PROMISES), list(PROMISES)))
         unusable = bool(found) and found[0].verdict == 'broken'

@@ -14,13 +14,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-# %% ../../nbs/inspection/87_waits.ipynb #6bb542d7
+# %% ../../nbs/inspection/87_waits.ipynb #a2406dba
 NEED_A_VALUE = set('''item cpu tolist numpy nonzero argwhere is_nonzero equal allclose unique unique_consecutive
     bincount masked_select __bool__ __float__ __int__ __index__ __complex__ __array__ __format__ __repr__
     __contains__'''.split())
 _AS_WRITTEN = {'__bool__': 'bool(...) or `if`', '__float__': 'float(...)', '__int__': 'int(...)',
                '__index__': 'an index', '__complex__': 'complex(...)', '__array__': 'NumPy',
                '__format__': 'an f-string', '__repr__': 'print or an f-string', '__contains__': '`in`'}
+
+def to_cpu(args, kwargs):
+    "Whether somebody has written that a tensor is to come to the processor"
+    return any(isinstance(o, str) and o == 'cpu' for o in (*args[1:2], kwargs.get('device')))
 
 def needs_a_value(
     f, # What PyTorch is to do
@@ -30,7 +34,7 @@ def needs_a_value(
     "Whether the processor must know a value of a tensor for this"
     name = getattr(f, '__name__', '')
     if name in NEED_A_VALUE: return _AS_WRITTEN.get(name, f'.{name}()')
-    if name == 'to' and 'cpu' in (*args[1:2], kwargs.get('device')): return ".to('cpu')"
+    if name == 'to' and to_cpu(args, kwargs): return None if 'non_blocking' in kwargs else ".to('cpu')"
     is_mask = name == '__getitem__' and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
     if is_mask: return 'x[mask], which must know how many rows there are'
     if name == 'where' and len(args) + len(kwargs) == 1: return 'where(condition)'
@@ -49,7 +53,7 @@ def _made_here(kwargs):
     "Whether a new tensor lies on the processor"
     return str(kwargs.get('device') or 'cpu') == 'cpu'
 
-# %% ../../nbs/inspection/87_waits.ipynb #191942fc
+# %% ../../nbs/inspection/87_waits.ipynb #6369ea0a
 class Waits(TorchFunctionMode):
     "Notes every line that needs a value of a tensor on the device, while it is `looking`"
     def __init__(self,
@@ -67,8 +71,15 @@ class Waits(TorchFunctionMode):
             what = needs_a_value(f, args, kwargs)
             if what: self._tell(what)
         result = f(*args, **kwargs)
-        for x in tensors_in(result): self._place(x, on_device or not (given or _made_here(kwargs)))
+        on_device = on_device or not (given or _made_here(kwargs))
+        for x in tensors_in(result): self._place(x, on_device and not self._comes_here(f, args, kwargs))
         return result
+
+    def _comes_here(self, f, args, kwargs):
+        "Whether values were copied to the processor"
+        name = getattr(f, '__name__', '')
+        if name == 'copy_': return args[0] in self.here
+        return name == 'cpu' or (name == 'to' and to_cpu(args, kwargs))
 
     def _place(self, x, on_device):
         "Remember where a result lies"
