@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #09012484
+# %% ../../nbs/inspection/89_cut_runs.ipynb #51d5415f
 from ..loop.events import SPANS, STEPS, CancelException
 from .leftovers import belongings, changes, functions, replaced
 from .observed_run import SPAN_OF, Touch, Watcher
-from .observed_run import at_borders, calls_of, kind_of, together
-from .watched_calls import add_change
+from .observed_run import at_borders, calls_of, kind_of, watch_fits
 
 # %% ../../nbs/inspection/89_cut_runs.ipynb #9638d2c3
 class Failure(RuntimeError): "An error that a trial has planted"
@@ -78,7 +77,7 @@ def _of_step(name, outer, answered, training):
 
 _NEEDED = 'predict','get_loss' # Whoever comes next needs what they give
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #eebe0a6c
+# %% ../../nbs/inspection/89_cut_runs.ipynb #1f2057fe
 class CutRun:
     "A run with one cut, and what was left of it"
     def __init__(self,
@@ -94,9 +93,10 @@ class CutRun:
         self.reached,self.settled,self.calls = False,False,[]
         self._begun,self.touched = [],dict(observed.touched)
         self.trainer,self.callbacks = trials.make(with_callback)
-        calls = calls_of(self.callbacks, self._note)
-        add_change(self.trainer, together(calls, self._planted, at_borders(self._look)))
-        was = functions(self.trainer)
+        kinds = {kind for kind,_ in observed.touched} # What else is there need not be looked at
+        self.looks,self.process = bool(kinds),not kinds.isdisjoint(('globals', 'files', 'hooks'))
+        watch_fits(self.trainer, calls_of(self.callbacks, self._note), self._planted, at_borders(self._look))
+        was = functions(self.trainer) if 'functions' in kinds else []
         try: trials.fit(self.trainer, 1)
         except BaseException as error: self._came_out(error)
         for name in replaced(was).keys() - observed.left.keys(): self.left[name] = 'fit'
@@ -149,11 +149,12 @@ class CutRun:
         if self.reached: return None
         if span.name != 'fit' and self.cut.training not in (None, trainer.plan.training): return None
         in_batch = span.name not in ('fit', 'epoch')
-        return None if in_batch and trainer.batch_num < self.at else belongings(trainer)
+        if not self.looks or (in_batch and trainer.batch_num < self.at): return None
+        return belongings(trainer, self.process)
 
     def _compare(self, trainer, span, before):
         usual = self.observed.spans.get(kind_of(span, trainer), {})
-        for name in changes(before, belongings(trainer)):
+        for name in changes(before, belongings(trainer, self.process)):
             if name in self.touched and name not in usual: self.left.setdefault(name, span.name)
 
 # %% ../../nbs/inspection/89_cut_runs.ipynb #fad2fad9

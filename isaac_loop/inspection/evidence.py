@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/91_evidence.ipynb #935a3991
+# %% ../../nbs/inspection/91_evidence.ipynb #a547e27f
 import time
 from functools import cached_property
 
 from ..loop.events import callback_name
 from .cut_runs import CutRun, cuts_for, in_words
-from .observed_run import ObservedRun
+from .observed_run import ObservedRun, watch_fits
 from .run_results import outcome, told, unlike
 
 # %% ../../nbs/inspection/91_evidence.ipynb #25cb7d4a
@@ -93,7 +93,7 @@ class Evidence:
         touched = self.observed.touched
         return {name: touched[name] for name in left if name[0] in kinds and name in touched}
 
-# %% ../../nbs/inspection/91_evidence.ipynb #e6b5b65e
+# %% ../../nbs/inspection/91_evidence.ipynb #e2bfe103
 from fastcore.basics import patch
 
 @patch
@@ -131,7 +131,7 @@ def _affordable(self:Evidence, cuts):
 @patch
 def _next_fit(self:Evidence, run):
     "How the fit after a cut one differs from what it should be, in words"
-    run.trainer.plan.changes = ()
+    watch_fits(run.trainer) # Nobody
     try:
         self.trials.reset(run.trainer)
         self.trials.fit(run.trainer, 1)

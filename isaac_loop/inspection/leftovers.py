@@ -180,7 +180,7 @@ def _open_files(folder='/proc/self/fd'):
         except OSError: continue # The one that lists the folder
         if path.startswith('/') and not path.startswith(('/dev/', '/proc/', '/memfd:')): yield path
 
-# %% ../../nbs/inspection/84_leftovers.ipynb #f0ae19b1
+# %% ../../nbs/inspection/84_leftovers.ipynb #59847a1e
 def _places(trainer):
     "Classes and modules in which functions are replaced"
     found = [torch, torch.nn.functional, torch.Tensor, torch.autograd, torch.utils.data, nn.Module]
@@ -196,16 +196,18 @@ def _is_function(x): return callable(x) and not isinstance(x, (ModuleType, Later
 
 def _replaced_in(place, was):
     "Functions of `place` that are others now"
+    if dict(vars(place)) == was: return # This is quick
     for k,o in was.items():
         now = vars(place).get(k, o)
         if now is not o and _is_function(o): yield ('functions', f'`{place.__name__}.{k}`'),(o, now)
 
-# %% ../../nbs/inspection/84_leftovers.ipynb #076d8cba
+# %% ../../nbs/inspection/84_leftovers.ipynb #ab796cd0
 def belongings(
     trainer, # Whose run it is
+    process:bool=True, # What belongs to the process as well?
 )->dict: # By kind and name
     "What there is now"
-    return dict(_of_trainer(trainer)) | dict(_of_process())
+    return dict(_of_trainer(trainer)) | (dict(_of_process()) if process else {})
 
 def functions(
     trainer, # Whose run it is

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/88_observed_run.ipynb #1280622d
+# %% ../../nbs/inspection/88_observed_run.ipynb #b42fe169
 import os
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from ..loop.callback_list import is_in
 from ..loop.events import EVENTS, SPANS, callback_name
 from ..state.random_numbers import random_state, same_random_state
 from .leftovers import belongings, changes, functions, replaced
-from .watched_calls import add_change, watching
+from .watched_calls import watching
 
-# %% ../../nbs/inspection/88_observed_run.ipynb #fcc460dd
+# %% ../../nbs/inspection/88_observed_run.ipynb #42896365
 SPAN_OF = {event: span for span in SPANS.values() for event in (span.before, span.after, span.cleanup)}
 SPAN_OF |= {name: span for name,span in SPANS.items() if name in EVENTS}
 
@@ -43,14 +43,12 @@ def at_borders(
         return mine + pairs if begins else pairs + mine
     return change
 
-def together(
-    *changes, # For a plan
-): # One change, so that the plan is made once
-    "Several changes, one after the other"
-    def change(event, pairs):
-        for one in changes: pairs = one(event, pairs)
-        return pairs
-    return change
+def watch_fits(
+    trainer, # Not training
+    *changes, # For its plan, which each fit makes anew
+):
+    "Have `changes` in all fits from now on"
+    trainer.plan.changes = changes
 
 def calls_of(
     callbacks, # Whose calls to watch
@@ -87,7 +85,7 @@ def files_in(
     return {os.path.relpath(os.path.join(where, name), folder)
             for where,_,names in os.walk(folder) for name in names}
 
-# %% ../../nbs/inspection/88_observed_run.ipynb #cd23a690
+# %% ../../nbs/inspection/88_observed_run.ipynb #3180c9b5
 class Touch:
     "What one call has changed"
     def __init__(self, callback, event, handler):
@@ -110,7 +108,7 @@ class ObservedRun:
         self.n_batches = {True: 0, False: 0} # By kind of pass
         self._begun,self.error = [],None
         self.trainer,self.callbacks = trials.make(with_callback)
-        add_change(self.trainer, together(calls_of(self.callbacks, self._watch), at_borders(self._look)))
+        watch_fits(self.trainer, calls_of(self.callbacks, self._watch), at_borders(self._look))
         before,was = belongings(self.trainer),functions(self.trainer)
         try: trials.fit(self.trainer, n_epochs)
         except BaseException as error: self.error = error

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/93_quiet_promises.ipynb #84e65daf
+# %% ../../nbs/inspection/93_quiet_promises.ipynb #7cf0037f
 import gc, inspect, os, weakref
 from pathlib import Path, PurePath
 
@@ -15,11 +15,10 @@ from ..basics.tensors import map_tensors
 from ..loop.events import callback_name
 from ..state.random_numbers import undrawn
 from .cut_runs import in_words
-from .observed_run import Touch, Watcher, at_borders, calls_of, files_in, place_of
+from .observed_run import Touch, Watcher, at_borders, calls_of, place_of, watch_fits
 from .promises import Fault, NotTried, promise
 from .run_results import outcome, told, unlike
 from .waits import finding_waits
-from .watched_calls import add_change
 
 # %% ../../nbs/inspection/93_quiet_promises.ipynb #45fae75a
 @promise('no hook is left on a module, a parameter or the optimizer')
@@ -69,7 +68,7 @@ def process(evidence):
         what = 'is left' if left[kind, name][0] is None else 'is another'
         yield Fault(f'{name} {what} after the fit', touch)
 
-# %% ../../nbs/inspection/93_quiet_promises.ipynb #4393d2b1
+# %% ../../nbs/inspection/93_quiet_promises.ipynb #8415f247
 @promise('if it only watches, it leaves the random numbers alone')
 def random(evidence):
     "Train with its draws undone, and without it"
@@ -79,7 +78,7 @@ def random(evidence):
     for with_callback in (True, False):
         with evidence.trials.alone():
             trainer,callbacks = evidence.trials.make(with_callback)
-            add_change(trainer, calls_of(callbacks, _undrawn))
+            watch_fits(trainer, calls_of(callbacks, _undrawn))
             try: evidence.trials.fit(trainer, 1)
             except Exception: raise NotTried('changes the training, and draws random numbers for it') from None
             outcomes.append({k: o for k,o in outcome(trainer).items() if k.startswith('the weights')})
@@ -89,7 +88,7 @@ def random(evidence):
 def _undrawn(call, trainer, run):
     with undrawn(): run()
 
-# %% ../../nbs/inspection/93_quiet_promises.ipynb #e7b9affc
+# %% ../../nbs/inspection/93_quiet_promises.ipynb #9f38be24
 @promise('an evaluation in the middle of training leaves no trace')
 def evaluation(evidence):
     "Validate after the second batch, as `validate` and `EvaluatorCB` do"
@@ -101,14 +100,14 @@ def evaluation(evidence):
     def change(event, pairs): return [*pairs, (Watcher(), evaluate)] if event == 'after_batch' else pairs
     with trials.alone():
         trainer,callbacks = trials.make()
-        add_change(trainer, change)
+        watch_fits(trainer, change)
         try: trials.fit(trainer, 1)
         except Exception as error: return [Fault(f'the fit fails with {in_words(error)}')]
         found = evidence.differences(evidence.one_epoch, outcome(trainer, callbacks))
     if not evaluated: raise NotTried('the run ends before its second batch')
     return [Fault(told(found, 'without the evaluation', 'with it'))] if found else []
 
-# %% ../../nbs/inspection/93_quiet_promises.ipynb #a3fed588
+# %% ../../nbs/inspection/93_quiet_promises.ipynb #327e89fe
 class _Look:
     "Where a run waits for the device inside of batches"
     def __init__(self, trials, with_callback):
@@ -116,8 +115,7 @@ class _Look:
         self.batches,self.n = {},{True: 0, False: 0} # By line and kind of pass; how many there were
         with trials.alone(), finding_waits(self._note) as self.mode:
             self.trainer,callbacks = trials.make(with_callback)
-            add_change(self.trainer, calls_of(callbacks, self._call))
-            add_change(self.trainer, at_borders(self._border))
+            watch_fits(self.trainer, calls_of(callbacks, self._call), at_borders(self._border))
             trials.fit(self.trainer, 1)
 
     def _call(self, call, trainer, run):
@@ -154,14 +152,14 @@ def waits(evidence):
         found.append(Fault(f'{what} waits {often}', f'{call}, {place_of(*place)}', counts=share >= 0.5))
     return found
 
-# %% ../../nbs/inspection/93_quiet_promises.ipynb #6944c8fe
+# %% ../../nbs/inspection/93_quiet_promises.ipynb #5dc5c2ba
 class _Old:
     "Which tensors of old batches are still there at the end of a training pass"
     def __init__(self, trials, with_callback):
         self.refs,self.alive = [],{} # Name, weak reference; by name how many, and one of them
         with trials.alone():
             self.trainer,self.callbacks = trials.make(with_callback)
-            add_change(self.trainer, at_borders(self._look))
+            watch_fits(self.trainer, at_borders(self._look))
             trials.fit(self.trainer, 1)
 
     def _look(self, trainer, span, begins):
@@ -176,8 +174,9 @@ class _Old:
         self.refs.append([(name, weakref.ref(x)) for name,x in tensors])
 
     def _count(self):
-        gc.collect()
-        for name,ref in [pair for batch in self.refs[:-2] for pair in batch]:
+        old = [pair for batch in self.refs[:-2] for pair in batch]
+        if any(ref() is not None for _,ref in old): gc.collect() # What holds itself may be gone
+        for name,ref in old:
             x = ref()
             if x is not None: self.alive.setdefault(name, []).append(x)
 

@@ -5,24 +5,24 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/90_resumed_run.ipynb #98a000d9
+# %% ../../nbs/inspection/90_resumed_run.ipynb #675ae85d
 from ..loop.events import Order
 from ..loop.handlers import order_of
 from ..state.plain_state import plain
 from ..state.random_numbers import plain_random_state, set_plain_random_state, undrawn
 from ..state.run_parts import check_states, stateful_callbacks
 from ..state.run_state import put_random, put_state, take_state
+from .observed_run import watch_fits
 from .run_results import attributes, outcome
-from .watched_calls import add_change
 
-# %% ../../nbs/inspection/90_resumed_run.ipynb #9a3c3838
+# %% ../../nbs/inspection/90_resumed_run.ipynb #db864a3b
 class _AtSave:
     "Stands in the plan where runs are saved"
     order = Order.SAVE
     def __init__(self, trials, epoch, done):
         self.epoch,self.done = epoch,done
         self.trainer,self.callbacks = trials.make()
-        add_change(self.trainer, self._change)
+        watch_fits(self.trainer, self._change)
 
     def _change(self, event, pairs):
         "The plan with this object in it"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #c1ccd17e
+# %% ../../nbs/inspection/85_trial_runs.ipynb #d023eaa4
 import copy, io, os, shutil, sys, tempfile
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
@@ -23,7 +23,7 @@ from ..basics.tensors import map_tensors, set_seed
 from ..data.dataloaders import DataLoaders
 from ..loop.callback_list import flat, is_in
 from ..loop.events import EVENTS, callback_name, handler_of
-from ..loop.trainer import Trainer
+from ..loop.trainer import Plan, Trainer
 from .leftovers import process_put_back
 from ..metrics.metrics import MetricsCB
 from ..state.random_numbers import undrawn
@@ -234,7 +234,7 @@ def _fitting_beside(callback):
     usual,tried = [BasicTrainCB(), MetricsCB(show=False)],flat(callback)
     return [cb for cb in usual if not any(isinstance(other, type(cb)) for other in tried)]
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #5ba779da
+# %% ../../nbs/inspection/85_trial_runs.ipynb #4be98916
 from fastcore.basics import patch
 
 @patch
@@ -242,8 +242,8 @@ def make(self:Trials,
     with_callback:bool=True, # Shall the callback take part?
 )->tuple: # The trainer, and a list of the callback and its members
     "A new trainer, as at first"
-    dls = self.trainer.dls
-    memo = {id(dls): copy.copy(dls)}
+    dls,plan = self.trainer.dls,self.trainer.plan
+    memo = {id(dls): copy.copy(dls), id(plan): Plan(type(self.trainer))} # Each fit makes its plan anew
     if self.maker is None:
         trainer,callback = copied((self.trainer, self.callback), memo, self.name)
     else: trainer,callback = copy.deepcopy(self.trainer, memo),self.maker()
