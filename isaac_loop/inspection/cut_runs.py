@@ -5,16 +5,19 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #51d5415f
+# %% ../../nbs/inspection/89_cut_runs.ipynb #8e4591fc
+import re
+
 from ..loop.events import SPANS, STEPS, CancelException
 from .leftovers import belongings, changes, functions, replaced
-from .observed_run import SPAN_OF, Touch, Watcher
+from .observed_run import SPAN_OF, Watcher
 from .observed_run import at_borders, calls_of, kind_of, watch_fits
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #9638d2c3
+# %% ../../nbs/inspection/89_cut_runs.ipynb #bee30165
 class Failure(RuntimeError): "An error that a trial has planted"
 class CtrlC(KeyboardInterrupt): "An interrupt that a trial has planted"
 
+_OF_PASS = {None: '', True: ' of the training pass', False: ' of the validation pass'}
 _HOW = {Failure: 'an error', CtrlC: 'Ctrl-C'}
 
 class Cut:
@@ -28,8 +31,7 @@ class Cut:
 
     def __str__(self):
         how = _HOW.get(self.kind, f'`{self.kind.__name__}`')
-        where = '' if self.training is None else ' of the training pass' if self.training else ' of the validation'
-        return f'{how} {"before" if self.early else "in"} `{self.event}`{where}'
+        return f'{how} {"before" if self.early else "in"} `{self.event}`{_OF_PASS[self.training]}'
 
 def _exceptions(event, spans):
     "What may be raised at `event`, while `spans` are open"
@@ -77,7 +79,7 @@ def _of_step(name, outer, answered, training):
 
 _NEEDED = 'predict','get_loss' # Whoever comes next needs what they give
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #1f2057fe
+# %% ../../nbs/inspection/89_cut_runs.ipynb #e2c93d9a
 class CutRun:
     "A run with one cut, and what was left of it"
     def __init__(self,
@@ -132,7 +134,7 @@ class CutRun:
         notes = getattr(self.error, '__notes__', ())
         if self.raised is not None: return in_words(self.raised)
         besides = [note.removeprefix('besides: ') for note in notes if note.startswith('besides: ')]
-        return next((text for text in besides if not _is_cancel(text)), None)
+        return next((_without_place(text) for text in besides if not _is_cancel(text)), None)
 
     def _look(self, trainer, span, begins):
         "One end of a span"
@@ -157,7 +159,7 @@ class CutRun:
         for name in changes(before, belongings(trainer, self.process)):
             if name in self.touched and name not in usual: self.left.setdefault(name, span.name)
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #fad2fad9
+# %% ../../nbs/inspection/89_cut_runs.ipynb #6ea45e9e
 def _is_cancel(text):
     "Whether a note speaks of somebody who wanted to leave anyway"
     kinds = [CancelException]
@@ -168,6 +170,10 @@ def in_words(
     error:BaseException, # What came out of a fit
 )->str: # Its class, its text, and who raised it
     "An error in one line"
-    who = [note for note in getattr(error, '__notes__', ()) if note.startswith('raised ')]
+    who = [note for note in getattr(error, '__notes__', ()) if note.startswith('raised by ')]
     text = f'{type(error).__name__}: {error}'.splitlines()[0].rstrip(': ')
-    return f'{text[:160]}' + (f' ({who[0]})' if who else '')
+    return _without_place(f'{text[:200]}' + (f' ({who[0]})' if who else ''))
+
+def _without_place(text):
+    "`text` without the epoch and the batch, so that equal problems read alike"
+    return re.sub(r' at epoch \d+[^()]*( \((training|validation)\))?(?=\)|$)', '', text)

@@ -93,7 +93,7 @@ class Evidence:
         touched = self.observed.touched
         return {name: touched[name] for name in left if name[0] in kinds and name in touched}
 
-# %% ../../nbs/inspection/91_evidence.ipynb #e2bfe103
+# %% ../../nbs/inspection/91_evidence.ipynb #458d1924
 from fastcore.basics import patch
 
 @patch
@@ -101,6 +101,7 @@ def _cut(self:Evidence):
     "Run all cuts, one after the other"
     n,known = self.observed.n_batches,set()
     at = {True: min(1, n[True]-1), False: min(1, n[False]-1), None: 0}
+    if not self.one_epoch: return # It tells how long a run takes
     for cut in self._affordable(cuts_for(self.observed.answered, n[True] > 0, n[False] > 0)):
         with self.trials.alone():
             run = CutRun(self.trials, cut, self.observed, at[cut.training])
@@ -122,7 +123,6 @@ def _own_problem(self:Evidence, run):
 @patch
 def _affordable(self:Evidence, cuts):
     "As many of the cuts as there is time for, evenly from all places"
-    self.one_epoch # Tells how long a run takes
     n = max(24, int(self.seconds/(2*self.seconds_of_run)))
     if n >= len(cuts): return cuts
     self.left_out = len(cuts)-n

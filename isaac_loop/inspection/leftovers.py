@@ -17,7 +17,7 @@ from torch.optim import optimizer as all_optimizers
 
 from ..loop.methods_on_demand import Later
 
-# %% ../../nbs/inspection/84_leftovers.ipynb #0709ca16
+# %% ../../nbs/inspection/84_leftovers.ipynb #1af50def
 _SIMPLE = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, MethodType)
 
 class Held:
@@ -29,7 +29,7 @@ class Held:
         a,b = self.x,other.x
         if a is b: return True
         if type(a) is not type(b): return False
-        if isinstance(a, torch.Tensor): return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
+        if isinstance(a, torch.Tensor): return a.dtype == b.dtype and torch.equal(a, b)
         if isinstance(a, (tuple, list)): return len(a) == len(b) and all(map(_same, a, b))
         return isinstance(a, _SIMPLE) and a == b
 
@@ -95,7 +95,7 @@ def _of_optimizer(name, opt):
         for k,o in group.items():
             if k != 'params': yield ('trainer', f'`{k}` of group {i} of `trainer.{name}`'),Held(o)
 
-# %% ../../nbs/inspection/84_leftovers.ipynb #52cca722
+# %% ../../nbs/inspection/84_leftovers.ipynb #282d6c5c
 def _signals(): return [o for o in ('SIGINT', 'SIGTERM', 'SIGALRM', 'SIGUSR1') if hasattr(signal, o)]
 
 def _put_signal(name):
@@ -147,7 +147,8 @@ _PROCESS = { # By name: what gets a value, and what puts it back
     'the garbage collector': (gc.isenabled, lambda old: gc.enable() if old else gc.disable()),
     'the working directory': (os.getcwd, os.chdir),
     'the environment variables': (lambda: dict(os.environ), _put_environment),
-    'the handlers of logging': (lambda: list(logging.root.handlers), _put_list(lambda: logging.root.handlers)),
+    'the handlers of logging': (lambda: list(logging.root.handlers),
+                                _put_list(lambda: logging.root.handlers)),
     'the level of logging': _set(logging.root, 'level'),
     **{f'the handler of `{o}`': (lambda o=o: signal.getsignal(getattr(signal, o)), _put_signal(o))
        for o in _signals()},
@@ -162,8 +163,8 @@ def _of_process():
     for path in _open_files(): yield ('files', f'an open file, `{os.path.basename(path)}`'),True
     for thread in threading.enumerate():
         yield ('globals', f'a running thread, `{thread.name}`'),Held(thread.ident)
-    for name in _HOOKS_OF_ALL:
-        for owner in (all_modules, all_optimizers): yield from _hooks(owner, (name,), 'all modules or optimizers')
+    for owner in (all_modules, all_optimizers):
+        yield from _hooks(owner, _HOOKS_OF_ALL, 'all modules or optimizers')
     pyplot = sys.modules.get('matplotlib.pyplot')
     if pyplot is not None: yield ('globals', 'open figures of matplotlib'),tuple(pyplot.get_fignums())
 
@@ -180,7 +181,7 @@ def _open_files(folder='/proc/self/fd'):
         except OSError: continue # The one that lists the folder
         if path.startswith('/') and not path.startswith(('/dev/', '/proc/', '/memfd:')): yield path
 
-# %% ../../nbs/inspection/84_leftovers.ipynb #59847a1e
+# %% ../../nbs/inspection/84_leftovers.ipynb #86cf73d9
 def _places(trainer):
     "Classes and modules in which functions are replaced"
     found = [torch, torch.nn.functional, torch.Tensor, torch.autograd, torch.utils.data, nn.Module]
@@ -192,7 +193,7 @@ def _places(trainer):
     found += [base for kind in kinds for base in kind.__mro__ if base is not object]
     return {id(o): o for o in found}.values()
 
-def _is_function(x): return callable(x) and not isinstance(x, (ModuleType, Later))
+def _is_function(x): return callable(x) and not isinstance(x, (ModuleType, Later, type))
 
 def _replaced_in(place, was):
     "Functions of `place` that are others now"
@@ -231,7 +232,7 @@ def replaced(
     "Functions in classes and modules that are others now"
     return {name: both for place,held in was for name,both in _replaced_in(place, held)}
 
-# %% ../../nbs/inspection/84_leftovers.ipynb #bae8316c
+# %% ../../nbs/inspection/84_leftovers.ipynb #5706b59a
 @contextmanager
 def process_put_back(
     trainer=None, # Whose classes to put back as well
@@ -244,4 +245,5 @@ def process_put_back(
         for name,(get,put) in _PROCESS.items():
             if put is not None and not _same(get(), old[name]) and get() != old[name]: put(old[name])
         for place,was in places:
-            for (_,name),(o,_) in list(_replaced_in(place, was)): setattr(place, name.strip('`').rpartition('.')[2], o)
+            for (_,name),(old_one,_) in list(_replaced_in(place, was)):
+                setattr(place, name.strip('`').rpartition('.')[2], old_one)

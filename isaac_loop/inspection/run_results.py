@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/86_run_results.ipynb #00497601
-import math, re
+# %% ../../nbs/inspection/86_run_results.ipynb #db553cd1
+import re
 from collections import deque
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -16,7 +16,7 @@ from torch import nn
 
 from ..loop.events import callback_name
 
-# %% ../../nbs/inspection/86_run_results.ipynb #28ded9f9
+# %% ../../nbs/inspection/86_run_results.ipynb #d4c7be2a
 OTHER = object() # Stands for what cannot be compared
 _TENSORS = 4096 # Numbers of a tensor that are compared one by one
 
@@ -29,7 +29,7 @@ def as_value(
     if isinstance(x, (float, complex)): return repr(x) # NaN equals itself here
     if isinstance(x, torch.Tensor): return _of_tensor(x)
     if isinstance(x, PurePath): return str(x)
-    if type(x).__module__ == 'numpy': return (str(x.dtype), x.shape, x.tobytes()) if hasattr(x, 'tobytes') else OTHER
+    if type(x).__module__ == 'numpy' and hasattr(x, 'tobytes'): return str(x.dtype),x.shape,x.tobytes()
     if not depth: return OTHER
     if isinstance(x, Mapping): return {str(k): as_value(o, depth-1) for k,o in list(x.items())}
     if isinstance(x, (list, tuple, deque)): return [as_value(o, depth-1) for o in list(x)]
@@ -42,7 +42,7 @@ def _of_tensor(x):
     if x.numel() > _TENSORS: x = torch.stack([x.double().sum(), x.double().square().sum()])
     return tuple(x.shape), repr(x.flatten().tolist())
 
-# %% ../../nbs/inspection/86_run_results.ipynb #f1bec572
+# %% ../../nbs/inspection/86_run_results.ipynb #af854412
 _TIMES = re.compile('time|second|elapsed|clock|(?<!up)date|began|started|speed|throughput|duration|memory')
 
 def outcome(
@@ -89,7 +89,7 @@ def attributes(
     private:bool=False, # Those that begin with `_` as well?
 )->dict: # By readable names
     "What can be compared of the attributes of `callback`"
-    own,name = dict(_lists_of_class(type(callback))) | dict(getattr(callback, '__dict__', {})),callback_name(callback)
+    own,name = _lists_of_class(type(callback)) | getattr(callback, '__dict__', {}),callback_name(callback)
     own = {k: o for k,o in own.items() if not k.startswith('__') and (private or not k.startswith('_'))}
     found = {f'`{name}.{k}`': as_value(o) for k,o in own.items() if k != 'callbacks'}
     return {k: o for k,o in found.items() if not _has_other(o)}
@@ -102,9 +102,9 @@ def _lists_of_class(cls):
     "Lists, dicts and sets that stand in a class, where all its objects share them"
     held = {}
     for base in reversed(cls.__mro__): held |= vars(base)
-    return [(k, o) for k,o in held.items() if type(o) in (list, dict, set) and not k.startswith('__')]
+    return {k: o for k,o in held.items() if type(o) in (list, dict, set) and not k.startswith('__')}
 
-# %% ../../nbs/inspection/86_run_results.ipynb #c0e145ab
+# %% ../../nbs/inspection/86_run_results.ipynb #7423a6b8
 def unlike(
     first:dict, # What `outcome` gave
     second:dict, # The same of another run
@@ -125,7 +125,9 @@ def told(
     ranked = sorted(found, key=lambda k: (_rank(k), list(found).index(k)))
     name = ranked[0]
     more = f', and {len(found)-1} more' if len(found) > 1 else ''
-    return f'{name}: {_brief(found[name][0])} {first}, {_brief(found[name][1])} {second}{more}'
+    was,now = map(_brief, found[name])
+    if was == now: was,now = (str(x)[:60] for x in found[name])
+    return f'{name}: {was} {first}, {now} {second}{more}'
 
 def _rank(name):
     "Callbacks first, then numbers, then tensors"
@@ -136,4 +138,7 @@ def _brief(x):
     "A value in a few characters"
     if isinstance(x, tuple): return f'a tensor {x[1][:30]}' + ('...' if len(x[1]) > 30 else '')
     if isinstance(x, (list, dict)): return f'{len(x)} entries' if len(repr(x)) > 30 else repr(x)
+    if isinstance(x, str) and _FLOAT.fullmatch(x): return f'{float(x):.5g}'
     return str(x)[:60]
+
+_FLOAT = re.compile(r'-?\d+\.\d+(e-?\d+)?')

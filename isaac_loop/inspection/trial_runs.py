@@ -58,13 +58,13 @@ def _first(dl, n):
     if knows_its_place: dl.load_state_dict(place)
     return batches
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #177376c4
+# %% ../../nbs/inspection/85_trial_runs.ipynb #1eefa309
 def small_trainer(
     callbacks, # What else takes part, beside what is tried
 )->Trainer: # Not trained yet
     "A trainer for short runs: images of 4 by 4 pixels in three classes"
     generator = torch.Generator().manual_seed(0)
-    x,y = torch.randn(32, 1, 4, 4, generator=generator),torch.randint(3, (32,), generator=generator)
+    x,y = torch.randn(64, 1, 4, 4, generator=generator),torch.randint(3, (64,), generator=generator)
     with undrawn():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1),
@@ -78,9 +78,9 @@ class _Loader(list):
         super().__init__(zip(x.split(8), y.split(8)))
         self.dataset,self.batch_size = TensorDataset(x, y),8
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #cb421076
-_NO_COPY = ('`{name}` cannot be copied ({kind}: {error}), and each trial needs one of its own. Pass a function '
-            'that makes one, such as `try_callback(lambda: {name}(...))`.')
+# %% ../../nbs/inspection/85_trial_runs.ipynb #92732b94
+_NO_COPY = ('`{name}` cannot be copied ({kind}: {error}), and each trial needs one of its own. '
+            'Pass a function that makes one, such as `try_callback(lambda: {name}(...))`.')
 
 def is_maker(
     callback, # What a user wants tried
@@ -126,7 +126,7 @@ def unseen():
         warnings.simplefilter('always')
         yield caught
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #d8dc7020
+# %% ../../nbs/inspection/85_trial_runs.ipynb #8c17e0e5
 def moved(
     x, # A callback, or what it holds
     home:str, # The working directory of the user
@@ -157,11 +157,14 @@ def _paths_in(x, depth, seen):
     "Holders with a key or the name of an attribute, and the absolute path that stands there"
     if id(x) in seen or not depth or isinstance(x, _NO_HOLDERS): return
     seen.add(id(x))
-    items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else vars(x).items() \
-        if hasattr(x, '__dict__') else ()
-    for k,o in list(items):
+    for k,o in list(_held_by(x)):
         if _is_path(o): yield x,k,o
         else: yield from _paths_in(o, depth-1, seen)
+
+def _held_by(x):
+    "Keys, places or names of attributes, and what stands there"
+    if isinstance(x, dict): return x.items()
+    return enumerate(x) if isinstance(x, list) else getattr(x, '__dict__', {}).items()
 
 _NO_HOLDERS = str, bytes, int, float, type, FunctionType, ModuleType, torch.Tensor, nn.Module, Trainer
 

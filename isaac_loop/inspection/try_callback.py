@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['BrokenPromise', 'CallbackReport', 'try_callback']
 
-# %% ../../nbs/inspection/94_try_callback.ipynb #aa2d673c
+# %% ../../nbs/inspection/94_try_callback.ipynb #1e79001a
+from ..basics.checks import did_you_mean
 from ..basics.tables import Table
 from . import quiet_promises # noqa: F401 - They put themselves into the list
 from .evidence import Evidence
 from .promises import PROMISES, NotTried
 from .trial_runs import Trials
-from .cut_runs import in_words
-from ..basics.checks import did_you_mean
 
 # %% ../../nbs/inspection/94_try_callback.ipynb #41a5ad0e
 class BrokenPromise(AssertionError): "A callback does not do what callbacks should do"
@@ -39,7 +38,7 @@ class Tried:
         told = [self.reason] if self.reason is not None else map(str, self.faults)
         return f'`{self.name}` is {self.verdict}: ' + '\n  '.join(told)
 
-# %% ../../nbs/inspection/94_try_callback.ipynb #5365de24
+# %% ../../nbs/inspection/94_try_callback.ipynb #550fdbcd
 class CallbackReport:
     "What a callback promises, what it keeps, and where it does not"
     def __init__(self,
@@ -58,8 +57,7 @@ class CallbackReport:
         return not self.broken
 
     def __getitem__(self, name):
-        if name not in self.promises: raise LookupError(_NO_PROMISE.format(name, did_you_mean(name, self.promises),
-                                                                           list(self.promises)))
+        _check_name(name, self.promises)
         return self.promises[name]
 
     def check(self,
@@ -79,6 +77,11 @@ class CallbackReport:
     def __repr__(self): return f'{self.name}: {_summary(self)}\n\n{self.table()}'
     def _repr_markdown_(self): return f'`{self.name}`: {_summary(self)}\n\n{self.table().to_markdown()}'
 
+def _check_name(name, known):
+    "Refuse the name of a promise that nobody tries"
+    if name in known: return
+    raise LookupError(_NO_PROMISE.format(name, did_you_mean(str(name), known), list(known)))
+
 _NO_PROMISE = 'There is no promise `{}`.{} There are {}.'
 _BROKEN = ('`{}` does not keep what callbacks promise:\n{}\n'
            'Mend it, or leave out what is meant to be so by `check(ignore=...)`.')
@@ -86,29 +89,31 @@ _BROKEN = ('`{}` does not keep what callbacks promise:\n{}\n'
 def _where(tried):
     "What was found, in one cell of a table"
     if tried.reason is not None: return tried.reason
-    return '; '.join(map(str, tried.faults[:3])) + (f'; and {len(tried.faults)-3} more' if len(tried.faults) > 3 else '')
+    more = [f'and {len(tried.faults)-3} more'] if len(tried.faults) > 3 else []
+    return '; '.join([*map(str, tried.faults[:3]), *more])
 
 def _summary(report):
     "How many promises are kept, broken, not tried"
     verdicts = [tried.verdict for tried in report.promises.values()]
     return ', '.join(f'{verdicts.count(o)} {o}' for o in ('kept', 'broken', 'not tried') if o in verdicts)
 
-# %% ../../nbs/inspection/94_try_callback.ipynb #9f517f5a
+# %% ../../nbs/inspection/94_try_callback.ipynb #03e8a573
 def try_callback(
     callback, # A callback, its class, or a function without arguments that makes one
-    trainer=None, # Try it with copies of this model, loss, optimizer and callbacks; default: a small classifier
+    trainer=None, # Try it in copies of this trainer; default: a small one of our own
     dls=None, # Loaders in place of the trainer's; only their first batches are taken
     callbacks=None, # What else takes part, in place of the trainer's callbacks
     promises=None, # Names of those to try; default: all
     seconds:float=5., # About how long the runs that are cut may take together
 )->CallbackReport: # A table; `check()` raises an error if a promise is broken
     "Try what `callback` promises in short runs of its own, and leave nothing behind"
+    promises = (promises,) if isinstance(promises, str) else promises
     names = list(PROMISES) if promises is None else ['added', *promises]
+    for name in names: _check_name(name, PROMISES)
     trials = Trials(callback, trainer, dls, callbacks)
     longer = Trials(callback, trainer, dls, callbacks, n_train=8, n_valid=3)
     evidence,found = Evidence(trials, longer, seconds),[]
     for name in dict.fromkeys(names):
-        if name not in PROMISES: raise LookupError(_NO_PROMISE.format(name, did_you_mean(name, PROMISES), list(PROMISES)))
         unusable = bool(found) and found[0].verdict == 'broken'
         found.append(Tried(name, PROMISES[name][0], reason=_UNUSABLE) if unusable else _try(name, evidence))
     return CallbackReport(trials.name, found)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +17,9 @@ from isaac_loop import CancelBatchException, Order
 FAULTS = {}  # By name: the class, and the promise that it breaks
 
 
-def breaks(promise):
+def breaks(promise, *args):
     def listed(cls):
-        FAULTS[cls.__name__] = cls, promise
+        FAULTS[cls.__name__] = partial(cls, *args), promise
         return cls
 
     return listed
@@ -69,15 +70,12 @@ class EvaluatesAndForgetsToTrain:
             trainer.model(*trainer.split(trainer.batch)[0])
 
 
-@breaks("files")
+@breaks("files", "kept")
 class DeletesByEnding:
     "NEMO-35: deleting is by the ending of a name, so files with the same number go together"
 
-    folder = None
-
-    def __init__(self, folder="kept", keep=1):
-        self.folder, self.keep = folder + "", keep
-        self.own_folder = str(folder) + "/."
+    def __init__(self, folder, keep=1):
+        self.folder, self.keep = folder, keep
 
     def before_fit(self, trainer):
         Path(self.folder).mkdir(exist_ok=True)
@@ -163,10 +161,10 @@ class HandlesCtrlCUntilAfterFit:
         signal.signal(signal.SIGINT, self.old)
 
 
-@breaks("cleanup")
+@breaks("cleanup", "log.txt")
 class LeavesAFileOpen:
-    def __init__(self):
-        self.path = str("log") + ".txt"
+    def __init__(self, path):
+        self.path = path
 
     def before_fit(self, trainer):
         self.file = open(self.path, "w")
@@ -341,7 +339,7 @@ def make_closure():
 @breaks("state_dict")
 class SavesWhatCannotBeRead:
     def before_fit(self, trainer):
-        self.device = builtins
+        self.n = 0
 
     def state_dict(self):
         return {"rule": lambda x: x, "n": 1}
@@ -421,12 +419,6 @@ class WaitsInAHook:
 
     def cleanup_fit(self, trainer):
         self.handle.remove()
-
-
-@breaks("waits")
-class Synchronizes:
-    def after_batch(self, trainer):
-        torch.cuda.synchronize()
 
 
 @breaks("memory")
