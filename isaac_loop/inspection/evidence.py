@@ -93,7 +93,7 @@ class Evidence:
         touched = self.observed.touched
         return {name: touched[name] for name in left if name[0] in kinds and name in touched}
 
-# %% ../../nbs/inspection/91_evidence.ipynb #458d1924
+# %% ../../nbs/inspection/91_evidence.ipynb #48913459
 from fastcore.basics import patch
 
 @patch
@@ -122,11 +122,14 @@ def _own_problem(self:Evidence, run):
 
 @patch
 def _affordable(self:Evidence, cuts):
-    "As many of the cuts as there is time for, evenly from all places"
+    "As many of the cuts as there is time for, evenly from all kinds and places"
     n = max(24, int(self.seconds/(2*self.seconds_of_run)))
     if n >= len(cuts): return cuts
-    self.left_out = len(cuts)-n
-    return [cuts[i*len(cuts)//n] for i in range(n)]
+    kinds = {cut.kind: [other for other in cuts if other.kind is cut.kind] for cut in cuts}
+    each = max(1, n//len(kinds))
+    chosen = [of_kind[i*len(of_kind)//each] for of_kind in kinds.values() for i in range(each)]
+    self.left_out = len(cuts)-len(set(chosen))
+    return [cut for cut in cuts if cut in chosen]
 
 @patch
 def _next_fit(self:Evidence, run):

@@ -49,7 +49,7 @@ def added(evidence):
     except Exception as caught: error = caught
     if error is not None: yield Fault(in_words(error))
 
-# %% ../../nbs/inspection/92_promises.ipynb #f38a5260
+# %% ../../nbs/inspection/92_promises.ipynb #ebcfd922
 _YOURS = {f'`trainer.{k}`' for k in ('model', 'loss_func', 'opt_func', 'dls', 'dls.train', 'dls.valid')}
 
 @promise('what it changes is put back, also after an error, a cancel or Ctrl-C')
@@ -68,7 +68,7 @@ def cleanup(evidence):
     for (_,touch),places in found.items(): yield _left(places, touch)
     if evidence.left_out: yield Fault(_NOT_ALL.format(evidence.left_out), counts=False)
 
-_NOT_ALL = '{} places were left out, since a run takes long; `try_callback(..., seconds=60)` tries more'
+_NOT_ALL = '{} places were left out to save time; `try_callback(..., seconds=60)` tries more'
 
 def _is_function(held):
     "Whether something that can be called was put into the trainer, but for what it holds anyway"

@@ -14,10 +14,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-# %% ../../nbs/inspection/87_waits.ipynb #e0cfa233
+# %% ../../nbs/inspection/87_waits.ipynb #53f09c51
 NEED_A_VALUE = set('''item cpu tolist numpy nonzero argwhere is_nonzero equal allclose unique
-    unique_consecutive bincount masked_select __bool__ __float__ __int__ __index__ __complex__ __array__ __format__ __repr__
-    __contains__'''.split())
+    unique_consecutive bincount masked_select __bool__ __float__ __int__ __index__ __complex__ __array__
+    __format__ __repr__ __contains__'''.split())
 _AS_WRITTEN = {'__bool__': 'bool(...) or `if`', '__float__': 'float(...)', '__int__': 'int(...)',
                '__index__': 'an index', '__complex__': 'complex(...)', '__array__': 'NumPy',
                '__format__': 'an f-string', '__repr__': 'print or an f-string', '__contains__': '`in`'}
