@@ -16,5 +16,8 @@ if TYPE_CHECKING:
     from .update_ratios import UpdateRatioCB as UpdateRatioCB
     from .first_nonfinite import NonFiniteCB as NonFiniteCB
     from .profiler import ProfilerCB as ProfilerCB
+    from .callback_report import try_callback as try_callback
+    from .callback_report import BrokenPromise as BrokenPromise
+    from .callback_report import CallbackReport as CallbackReport
 else:
     __getattr__, __dir__ = lazy(__name__)
