@@ -5,13 +5,18 @@
 # %% auto #0
 __all__ = ['BrokenPromise', 'CallbackReport', 'try_callback']
 
-# %% ../../nbs/inspection/94_callback_report.ipynb #1e79001a
+# %% ../../nbs/inspection/94_callback_report.ipynb #b1daf8d7
+import copy
+from contextlib import contextmanager
+
 from ..basics.checks import did_you_mean
 from ..basics.tables import Table
 from . import quiet_promises # noqa: F401 - They put themselves into the list
 from .evidence import Evidence
 from .promises import PROMISES, NotTried
+from .run_results import lists_of_class
 from .trial_runs import Trials
+from ..loop.callback_list import flat
 
 # %% ../../nbs/inspection/94_callback_report.ipynb #41a5ad0e
 class BrokenPromise(AssertionError): "A callback does not do what callbacks should do"
@@ -97,7 +102,7 @@ def _summary(report):
     verdicts = [tried.verdict for tried in report.promises.values()]
     return ', '.join(f'{verdicts.count(o)} {o}' for o in ('kept', 'broken', 'not tried') if o in verdicts)
 
-# %% ../../nbs/inspection/94_callback_report.ipynb #03e8a573
+# %% ../../nbs/inspection/94_callback_report.ipynb #326dfbbf
 def try_callback(
     callback, # A callback, its class, or a function without arguments that makes one
     trainer=None, # Try it in copies of this trainer; default: a small one of our own
@@ -113,15 +118,28 @@ def try_callback(
     trials = Trials(callback, trainer, dls, callbacks)
     longer = Trials(callback, trainer, dls, callbacks, n_train=8, n_valid=3)
     evidence,found = Evidence(trials, longer, seconds),[]
-    for name in dict.fromkeys(names):
-        unusable = bool(found) and found[0].verdict == 'broken'
-        found.append(Tried(name, PROMISES[name][0], reason=_UNUSABLE) if unusable else _try(name, evidence))
+    with _classes_put_back(trials):
+        for name in dict.fromkeys(names):
+            unusable = bool(found) and found[0].verdict == 'broken'
+            found.append(_try(name, evidence, _UNUSABLE if unusable else None))
     return CallbackReport(trials.name, found)
 
 _UNUSABLE = 'without a fit nothing can be tried'
 
-def _try(name, evidence):
-    "One promise"
+def _try(name, evidence, reason=None):
+    "One promise; with a `reason` it is not tried"
     text,f = PROMISES[name]
-    try: return Tried(name, text, list(f(evidence)))
-    except NotTried as reason: return Tried(name, text, reason=str(reason))
+    try: return Tried(name, text, [] if reason else list(f(evidence)), reason)
+    except NotTried as nothing: return Tried(name, text, reason=str(nothing))
+
+@contextmanager
+def _classes_put_back(trials):
+    "Find the lists that the classes of the callback hold as they were: no copy has others"
+    held = [o for cb in flat(trials.callback) for o in lists_of_class(type(cb)).values()]
+    was = [copy.copy(o) for o in held]
+    try: yield
+    finally:
+        for now,old in zip(held, was):
+            if now == old: continue
+            now.clear()
+            (now.extend if isinstance(now, list) else now.update)(old)

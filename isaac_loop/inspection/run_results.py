@@ -42,7 +42,7 @@ def _of_tensor(x):
     if x.numel() > _TENSORS: x = torch.stack([x.double().sum(), x.double().square().sum()])
     return tuple(x.shape), repr(x.flatten().tolist())
 
-# %% ../../nbs/inspection/86_run_results.ipynb #af854412
+# %% ../../nbs/inspection/86_run_results.ipynb #269cfe18
 _TIMES = re.compile('time|second|elapsed|clock|(?<!up)date|began|started|speed|throughput|duration|memory')
 
 def outcome(
@@ -89,7 +89,7 @@ def attributes(
     private:bool=False, # Those that begin with `_` as well?
 )->dict: # By readable names
     "What can be compared of the attributes of `callback`"
-    own,name = _lists_of_class(type(callback)) | getattr(callback, '__dict__', {}),callback_name(callback)
+    own,name = lists_of_class(type(callback)) | getattr(callback, '__dict__', {}),callback_name(callback)
     own = {k: o for k,o in own.items() if not k.startswith('__') and (private or not k.startswith('_'))}
     found = {f'`{name}.{k}`': as_value(o) for k,o in own.items() if k != 'callbacks'}
     return {k: o for k,o in found.items() if not _has_other(o)}
@@ -98,7 +98,9 @@ def _has_other(x):
     if isinstance(x, dict): return any(map(_has_other, x.values()))
     return x is OTHER or (isinstance(x, list) and any(map(_has_other, x)))
 
-def _lists_of_class(cls):
+def lists_of_class(
+    cls:type, # Of a callback
+)->dict: # By name
     "Lists, dicts and sets that stand in a class, where all its objects share them"
     held = {}
     for base in reversed(cls.__mro__): held |= vars(base)

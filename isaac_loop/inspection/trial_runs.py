@@ -126,21 +126,22 @@ def unseen():
         warnings.simplefilter('always')
         yield caught
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #8c17e0e5
+# %% ../../nbs/inspection/85_trial_runs.ipynb #ef85be75
 def moved(
     x, # A callback, or what it holds
     home:str, # The working directory of the user
-    folders:list, # Gets the folders that were there, at their new places
     depth:int=4, # How deep to look
-):
+)->list: # Pairs of an old and a new place
     "Let all absolute paths that `x` holds lead into the present folder"
+    places = []
     for holder,k,path in list(_paths_in(x, depth, set())):
         new = _new_place(path, home)
-        if os.path.isdir(path): folders.append(new)
-        _bring(path, new)
-        value = type(path)(new) if isinstance(path, str) else Path(new)
+        places.append((path, new))
+        bring(path, new)
+        value = new if isinstance(path, str) else Path(new)
         if isinstance(holder, (dict, list)): holder[k] = value
         else: object.__setattr__(holder, k, value)
+    return places
 
 def _new_place(path, home):
     "Where `path` leads to in the present folder"
@@ -148,10 +149,13 @@ def _new_place(path, home):
     inside = path.relative_to(home) if path.is_relative_to(home) else Path('elsewhere', *path.parts[1:])
     return str(Path.cwd()/inside)
 
-def _bring(path, new):
+def bring(
+    path, # Where something may lie
+    new:str, # Where it is to lie
+):
     "Have a folder, or a copy of a file, at the new place"
     os.makedirs(new if os.path.isdir(path) else os.path.dirname(new), exist_ok=True)
-    if os.path.isfile(path): shutil.copyfile(path, new)
+    if os.path.isfile(path) and str(path) != new: shutil.copyfile(path, new)
 
 def _paths_in(x, depth, seen):
     "Holders with a key or the name of an attribute, and the absolute path that stands there"
@@ -174,7 +178,7 @@ def _is_path(x):
     if not isinstance(x, str) or not os.path.isabs(x) or len(x) > 1000 or '\0' in x: return False
     return os.path.dirname(x) != os.sep and os.path.isdir(os.path.dirname(x))
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #0c940867
+# %% ../../nbs/inspection/85_trial_runs.ipynb #b8e4bc0b
 _NO_MODEL = ('`dls` came without a `trainer`, so nobody knows which model takes such batches. '
              'Pass `trainer=` as well.')
 _TRAINING = '`trainer` is training, and a callback is tried in copies of a trainer at rest. Wait for its end.'
@@ -193,7 +197,7 @@ class Trials:
         if trainer is not None and trainer._fitting: raise RuntimeError(_TRAINING)
         self.n_train,self.n_valid = n_train,n_valid
         self.maker = callback if is_maker(callback) else None
-        self.home,self.folders = os.getcwd(),[]
+        self.home,self.moved = os.getcwd(),[]
         with in_empty_folder(), unseen(): made = callback if self.maker is None else self.maker()
         self.name = callback_name(made)
         self.trainer,self.callback = self._first_pair(trainer, made, dls, callbacks)
@@ -205,6 +209,7 @@ class Trials:
             given = _fitting_beside(callback) if callbacks is None else copy.deepcopy(callbacks)
             trainer,callbacks = small_trainer(given),None
         memo = self._small_loaders(trainer.dls, dls)
+        if self.maker is not None: memo[id(callback)] = callback # It was made for this alone
         trainer,callback,others = copied((trainer, callback, callbacks), memo, self.name)
         trainer.plan.changes = () # Nobody watches the copies
         tried = flat(callback)
@@ -237,7 +242,7 @@ def _fitting_beside(callback):
     usual,tried = [BasicTrainCB(), MetricsCB(show=False)],flat(callback)
     return [cb for cb in usual if not any(isinstance(other, type(cb)) for other in tried)]
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #4be98916
+# %% ../../nbs/inspection/85_trial_runs.ipynb #f091a813
 from fastcore.basics import patch
 
 @patch
@@ -250,7 +255,7 @@ def make(self:Trials,
     if self.maker is None:
         trainer,callback = copied((self.trainer, self.callback), memo, self.name)
     else: trainer,callback = copy.deepcopy(self.trainer, memo),self.maker()
-    if os.getcwd() != self.home: moved(callback, self.home, self.folders)
+    if os.getcwd() != self.home: self.moved = moved(callback, self.home)
     if with_callback: trainer.add_callbacks(callback)
     return trainer,flat(callback)
 
@@ -274,7 +279,7 @@ def clear(self:Trials):
     "Take all files out of the present folder"
     if os.getcwd() == self.home: return
     for path in Path.cwd().iterdir(): shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for folder in self.folders: os.makedirs(folder, exist_ok=True)
+    for path,new in self.moved: bring(path, new)
 
 @patch
 def reset(self:Trials,
