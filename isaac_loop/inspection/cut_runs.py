@@ -79,7 +79,17 @@ def _of_step(name, outer, answered, training):
 
 _NEEDED = 'predict','get_loss' # Whoever comes next needs what they give
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #e2c93d9a
+# %% ../../nbs/inspection/89_cut_runs.ipynb #b8e5dc7a
+_MADE_ANEW = {'batch': ('batch', 'preds', 'loss'),
+              'epoch': ('dl', 'batches', 'n_batches', 'start_batch', 'batch_num'),
+              'fit': ('epochs', 'epoch', 'n_epochs', 'n_updates', 'updates_per_epoch', 'stop_reason', 'lr')}
+
+def _gone_with(span):
+    "What need not be as it was when a span of this name ends"
+    outer = list(_MADE_ANEW)[:list(_MADE_ANEW).index(span)+1] if span in _MADE_ANEW else []
+    return {('trainer', f'`trainer.{name}`') for each in outer for name in _MADE_ANEW[each]}
+
+# %% ../../nbs/inspection/89_cut_runs.ipynb #8aa64c1f
 class CutRun:
     "A run with one cut, and what was left of it"
     def __init__(self,
@@ -155,11 +165,11 @@ class CutRun:
         return belongings(trainer, self.process)
 
     def _compare(self, trainer, span, before):
-        usual = self.observed.spans.get(kind_of(span, trainer), {})
+        usual = {*self.observed.spans.get(kind_of(span, trainer), ()), *_gone_with(span.name)}
         for name in changes(before, belongings(trainer, self.process)):
             if name in self.touched and name not in usual: self.left.setdefault(name, span.name)
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #6ea45e9e
+# %% ../../nbs/inspection/89_cut_runs.ipynb #6e6db645
 def _is_cancel(text):
     "Whether a note speaks of somebody who wanted to leave anyway"
     kinds = [CancelException]

@@ -93,7 +93,7 @@ class Evidence:
         touched = self.observed.touched
         return {name: touched[name] for name in left if name[0] in kinds and name in touched}
 
-# %% ../../nbs/inspection/91_evidence.ipynb #48913459
+# %% ../../nbs/inspection/91_evidence.ipynb #c999fed6
 from fastcore.basics import patch
 
 @patch
@@ -123,7 +123,8 @@ def _own_problem(self:Evidence, run):
 @patch
 def _affordable(self:Evidence, cuts):
     "As many of the cuts as there is time for, evenly from all kinds and places"
-    n = max(24, int(self.seconds/(2*self.seconds_of_run)))
+    least = 24 if self.seconds_of_run < 0.03 else 12
+    n = max(least, int(self.seconds/(2*self.seconds_of_run)))
     if n >= len(cuts): return cuts
     kinds = {cut.kind: [other for other in cuts if other.kind is cut.kind] for cut in cuts}
     each = max(1, n//len(kinds))
