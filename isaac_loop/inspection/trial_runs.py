@@ -178,7 +178,7 @@ def _is_path(x):
     if not isinstance(x, str) or not os.path.isabs(x) or len(x) > 1000 or '\0' in x: return False
     return os.path.dirname(x) != os.sep and os.path.isdir(os.path.dirname(x))
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #b8e4bc0b
+# %% ../../nbs/inspection/85_trial_runs.ipynb #d3766edc
 _NO_MODEL = ('`dls` came without a `trainer`, so nobody knows which model takes such batches. '
              'Pass `trainer=` as well.')
 _TRAINING = '`trainer` is training, and a callback is tried in copies of a trainer at rest. Wait for its end.'
@@ -202,6 +202,7 @@ class Trials:
         self.name = callback_name(made)
         self.trainer,self.callback = self._first_pair(trainer, made, dls, callbacks)
         self.lr = getattr(trainer, 'lr', 0.1 if trainer is None else 1e-3)
+        self.both = self._with_callback() if self.maker is None else None
 
     def _first_pair(self, trainer, callback, dls, callbacks):
         "Trainer and callback to copy; the trainer does not have the callback yet"
@@ -219,6 +220,14 @@ class Trials:
             trainer.add_callbacks(others)
         return trainer,callback
 
+    def _with_callback(self):
+        "Trainer and callback to copy, the one in the other; None if it cannot be added, which a run will tell"
+        memo = _not_copied(self.trainer)
+        trainer,callback = copied((self.trainer, self.callback), memo, self.name)
+        try: trainer.add_callbacks(callback)
+        except Exception: return None
+        return trainer,callback
+
     def _small_loaders(self, old, new):
         "What takes the place of which loaders, by `id`"
         dls = copy.copy(old if new is None else new)
@@ -233,6 +242,10 @@ class Trials:
         self.kept = old,new # So that no `id` is given to another object
         return memo
 
+def _not_copied(trainer):
+    "What takes the place of data and plan in a copy: the same batches, and what each fit makes anew"
+    return {id(trainer.dls): copy.copy(trainer.dls), id(trainer.plan): Plan(type(trainer))}
+
 def _stands_for(callback, tried):
     "Whether a callback of the trainer is one of those that are tried, or has the name of one"
     return is_in(callback, tried) or callback_name(callback) in map(callback_name, tried)
@@ -242,7 +255,7 @@ def _fitting_beside(callback):
     usual,tried = [BasicTrainCB(), MetricsCB(show=False)],flat(callback)
     return [cb for cb in usual if not any(isinstance(other, type(cb)) for other in tried)]
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #f091a813
+# %% ../../nbs/inspection/85_trial_runs.ipynb #6c762681
 from fastcore.basics import patch
 
 @patch
@@ -250,13 +263,13 @@ def make(self:Trials,
     with_callback:bool=True, # Shall the callback take part?
 )->tuple: # The trainer, and a list of the callback and its members
     "A new trainer, as at first"
-    dls,plan = self.trainer.dls,self.trainer.plan
-    memo = {id(dls): copy.copy(dls), id(plan): Plan(type(self.trainer))} # Each fit makes its plan anew
-    if self.maker is None:
-        trainer,callback = copied((self.trainer, self.callback), memo, self.name)
-    else: trainer,callback = copy.deepcopy(self.trainer, memo),self.maker()
+    added = with_callback and self.both is not None
+    trainer,callback = self.both if added else (self.trainer, self.callback)
+    memo = _not_copied(trainer)
+    if self.maker is None: trainer,callback = copied((trainer, callback), memo, self.name)
+    else: trainer,callback = copy.deepcopy(trainer, memo),self.maker()
     if os.getcwd() != self.home: self.moved = moved(callback, self.home)
-    if with_callback: trainer.add_callbacks(callback)
+    if with_callback and not added: trainer.add_callbacks(callback)
     return trainer,flat(callback)
 
 @patch
