@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['BrokenPromise', 'CallbackReport', 'try_callback']
 
-# %% ../../nbs/inspection/94_callback_report.ipynb #b1daf8d7
+# %% ../../nbs/inspection/94_callback_report.ipynb #079f4e2e
 import copy
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from ..basics.checks import did_you_mean
 from ..basics.tables import Table
@@ -102,7 +102,7 @@ def _summary(report):
     verdicts = [tried.verdict for tried in report.promises.values()]
     return ', '.join(f'{verdicts.count(o)} {o}' for o in ('kept', 'broken', 'not tried') if o in verdicts)
 
-# %% ../../nbs/inspection/94_callback_report.ipynb #326dfbbf
+# %% ../../nbs/inspection/94_callback_report.ipynb #d8ab355c
 def try_callback(
     callback, # A callback, its class, or a function without arguments that makes one
     trainer=None, # Try it in copies of this trainer; default: a small one of our own
@@ -118,7 +118,7 @@ def try_callback(
     trials = Trials(callback, trainer, dls, callbacks)
     longer = Trials(callback, trainer, dls, callbacks, n_train=8, n_valid=3)
     evidence,found = Evidence(trials, longer, seconds),[]
-    with _classes_put_back(trials):
+    with _put_back(trials), closing(longer), closing(trials):
         for name in dict.fromkeys(names):
             unusable = bool(found) and found[0].verdict == 'broken'
             found.append(_try(name, evidence, _UNUSABLE if unusable else None))
@@ -133,7 +133,7 @@ def _try(name, evidence, reason=None):
     except NotTried as nothing: return Tried(name, text, reason=str(nothing))
 
 @contextmanager
-def _classes_put_back(trials):
+def _put_back(trials):
     "Find the lists that the classes of the callback hold as they were: no copy has others"
     held = [o for cb in flat(trials.callback) for o in lists_of_class(type(cb)).values()]
     was = [copy.copy(o) for o in held]

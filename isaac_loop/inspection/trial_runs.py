@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #d023eaa4
-import copy, io, os, shutil, sys, tempfile
+# %% ../../nbs/inspection/85_trial_runs.ipynb #1e75fc72
+import copy, io, os, shutil, sys, tempfile, weakref
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from itertools import islice
@@ -103,15 +103,26 @@ def copied(
     except Exception as error:
         raise TypeError(_NO_COPY.format(name=name, kind=type(error).__name__, error=error)) from error
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #fc4257d4
+# %% ../../nbs/inspection/85_trial_runs.ipynb #95143779
 @contextmanager
-def in_empty_folder():
-    "Work in a new folder, which is gone afterwards; gives its path"
+def in_folder(
+    folder:str, # Nothing in it is kept
+):
+    "Work in an empty folder"
     here = os.getcwd()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.chdir(folder)
-        try: yield folder
-        finally: os.chdir(here)
+    os.chdir(folder)
+    try: yield
+    finally:
+        os.chdir(here)
+        empty(folder)
+
+def empty(
+    folder:str, # Loses all its files
+):
+    "Take everything out of a folder"
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False): shutil.rmtree(entry.path, ignore_errors=True)
+        else: os.unlink(entry.path)
 
 @contextmanager
 def unseen():
@@ -178,7 +189,7 @@ def _is_path(x):
     if not isinstance(x, str) or not os.path.isabs(x) or len(x) > 1000 or '\0' in x: return False
     return os.path.dirname(x) != os.sep and os.path.isdir(os.path.dirname(x))
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #d3766edc
+# %% ../../nbs/inspection/85_trial_runs.ipynb #2ada9f11
 _NO_MODEL = ('`dls` came without a `trainer`, so nobody knows which model takes such batches. '
              'Pass `trainer=` as well.')
 _TRAINING = '`trainer` is training, and a callback is tried in copies of a trainer at rest. Wait for its end.'
@@ -198,7 +209,9 @@ class Trials:
         self.n_train,self.n_valid = n_train,n_valid
         self.maker = callback if is_maker(callback) else None
         self.home,self.moved = os.getcwd(),[]
-        with in_empty_folder(), unseen(): made = callback if self.maker is None else self.maker()
+        self.place = tempfile.mkdtemp()
+        self.close = weakref.finalize(self, shutil.rmtree, self.place, ignore_errors=True)
+        with in_folder(self.place), unseen(): made = callback if self.maker is None else self.maker()
         self.name = callback_name(made)
         self.trainer,self.callback = self._first_pair(trainer, made, dls, callbacks)
         self.lr = getattr(trainer, 'lr', 0.1 if trainer is None else 1e-3)
@@ -221,7 +234,7 @@ class Trials:
         return trainer,callback
 
     def _with_callback(self):
-        "Trainer and callback to copy, the one in the other; None if it cannot be added, which a run will tell"
+        "Trainer and callback to copy, the one in the other; None if that is refused, which a run will tell"
         memo = _not_copied(self.trainer)
         trainer,callback = copied((self.trainer, self.callback), memo, self.name)
         try: trainer.add_callbacks(callback)
@@ -255,7 +268,7 @@ def _fitting_beside(callback):
     usual,tried = [BasicTrainCB(), MetricsCB(show=False)],flat(callback)
     return [cb for cb in usual if not any(isinstance(other, type(cb)) for other in tried)]
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #6c762681
+# %% ../../nbs/inspection/85_trial_runs.ipynb #7e9e8432
 from fastcore.basics import patch
 
 @patch
@@ -285,13 +298,13 @@ def fit(self:Trials,
 @contextmanager
 def alone(self:Trials):
     "A place for one trial, of which nothing is left; gives the warnings"
-    with undrawn(), in_empty_folder(), unseen() as caught, process_put_back(self.trainer): yield caught
+    with undrawn(), in_folder(self.place), unseen() as caught, process_put_back(self.trainer): yield caught
 
 @patch
 def clear(self:Trials):
     "Take all files out of the present folder"
     if os.getcwd() == self.home: return
-    for path in Path.cwd().iterdir(): shutil.rmtree(path) if path.is_dir() else path.unlink()
+    empty(self.place)
     for path,new in self.moved: bring(path, new)
 
 @patch

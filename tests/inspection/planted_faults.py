@@ -46,7 +46,7 @@ class HooksUntilAfterFit:
 
 @breaks("two_fits")
 class LeavesForGood:
-    "SON-18: it estimates the time of an epoch after two batches and takes itself out of the list being walked"
+    "SON-18: it estimates the time of an epoch after two batches and leaves the list being walked"
 
     def before_fit(self, trainer):
         self.n = 0

@@ -8,6 +8,7 @@ import copy
 import os
 import random
 import signal
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -225,27 +226,32 @@ def test_numbers_of_the_processor_may_be_looked_at():
 # ---- nothing is left
 
 
+def of_process():
+    handler = signal.getsignal(signal.SIGINT)
+    return print, torch.get_default_dtype(), torch.is_anomaly_enabled(), handler
+
+
 def test_of_the_trials_nothing_is_left(tmp_path, monkeypatch):
     "Random numbers, files, handlers, functions, and the objects that were handed over are as they were"
     monkeypatch.chdir(tmp_path)
+    temporary = tmp_path.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     names = "ReplacesPrint ChangesTheDefaultType MovesElsewhere WritesWhereItStands HandlesCtrlCUntilAfterFit"
     for name in [*names.split(), "SharesAListWithAllOthers", "LooksForAnomaliesForEver"]:
         make, promise = FAULTS[name]
         callback = make()
         before, numbers = observe(callback), random_states()
-        process = print, torch.get_default_dtype(), torch.is_anomaly_enabled(), signal.getsignal(signal.SIGINT)
+        process = of_process()
         filters, shared = list(warnings.filters), copy.copy(getattr(callback, "losses", None))
         assert promise in try_callback(callback, promises=[promise, "repeats"], **QUICK).broken
         unchanged(callback, before)
         assert random_states() == numbers and os.getcwd() == str(tmp_path)
-        assert process == (
-            print,
-            torch.get_default_dtype(),
-            torch.is_anomaly_enabled(),
-            signal.getsignal(signal.SIGINT),
-        )
+        assert of_process() == process
         assert list(warnings.filters) == filters and getattr(callback, "losses", None) == shared
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and not [
+        o for o in temporary.iterdir() if not o.name.startswith("torch")
+    ]
 
 
 def test_a_folder_that_was_given_is_not_touched(tmp_path, monkeypatch):
@@ -313,8 +319,10 @@ def own_trainer(cls=Trainer, callbacks=None, opt_func=optim.AdamW):
     dls = DataLoaders(exact_loader(data, 4, seed=1), DataLoader(data, 8, shuffle=True), n_inp=2)
     if callbacks is None:
         callbacks = [BasicTrainCB(), MetricsCB(show=False), RecorderCB()]
-    return Trainer(dls, F.mse_loss, opt_func, Rows(), callbacks) if cls is Trainer else cls(
-        dls, F.mse_loss, opt_func, Rows(), callbacks
+    return (
+        Trainer(dls, F.mse_loss, opt_func, Rows(), callbacks)
+        if cls is Trainer
+        else cls(dls, F.mse_loss, opt_func, Rows(), callbacks)
     )
 
 
