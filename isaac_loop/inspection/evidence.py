@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/91_evidence.ipynb #a547e27f
-import time
+# %% ../../nbs/inspection/91_evidence.ipynb #5889d75a
+import math, time
 from functools import cached_property
 
 from ..loop.events import callback_name
@@ -14,7 +14,7 @@ from .cut_runs import CutRun, cuts_for, in_words
 from .observed_run import ObservedRun, watch_fits
 from .run_results import outcome, told, unlike
 
-# %% ../../nbs/inspection/91_evidence.ipynb #25cb7d4a
+# %% ../../nbs/inspection/91_evidence.ipynb #00f70790
 class _Cut:
     "What is kept of a cut run"
     def __init__(self, run, problem, differs):
@@ -30,13 +30,16 @@ class Evidence:
     ):
         self.trials,self.longer = trials,longer or trials
         self.seconds,self.left_out = seconds,0 # How many cuts were left out
+        self.seconds_of_run = math.inf # How long the shortest of them has taken
         self.gone = '' # Names of callbacks that have left in the first of two fits
 
     def whole(self, n_epochs):
         "Outcome of a run that nothing disturbs"
         with self.trials.alone():
+            start = time.perf_counter()
             trainer,callbacks = self.trials.make()
             self.trials.fit(trainer, n_epochs)
+            self.seconds_of_run = min(self.seconds_of_run, time.perf_counter()-start)
             return outcome(trainer, callbacks)
 
     @cached_property
@@ -52,10 +55,7 @@ class Evidence:
     @cached_property
     def one_epoch(self):
         "Outcome of a run of one epoch"
-        start = time.perf_counter()
-        result = self.whole(1)
-        self.seconds_of_run = time.perf_counter()-start
-        return result
+        return self.whole(1)
 
     @cached_property
     def observed(self):
@@ -93,7 +93,7 @@ class Evidence:
         touched = self.observed.touched
         return {name: touched[name] for name in left if name[0] in kinds and name in touched}
 
-# %% ../../nbs/inspection/91_evidence.ipynb #c999fed6
+# %% ../../nbs/inspection/91_evidence.ipynb #f2c24235
 from fastcore.basics import patch
 
 @patch
@@ -101,7 +101,6 @@ def _cut(self:Evidence):
     "Run all cuts, one after the other"
     n,known = self.observed.n_batches,set()
     at = {True: min(1, n[True]-1), False: min(1, n[False]-1), None: 0}
-    if not self.one_epoch: return # It tells how long a run takes
     for cut in self._affordable(cuts_for(self.observed.answered, n[True] > 0, n[False] > 0)):
         with self.trials.alone():
             run = CutRun(self.trials, cut, self.observed, at[cut.training])
@@ -123,6 +122,7 @@ def _own_problem(self:Evidence, run):
 @patch
 def _affordable(self:Evidence, cuts):
     "As many of the cuts as there is time for, evenly from all kinds and places"
+    if not self.one_epoch: return [] # It tells how long a run takes
     least = 24 if self.seconds_of_run < 0.03 else 12
     n = max(least, int(self.seconds/(2*self.seconds_of_run)))
     if n >= len(cuts): return cuts

@@ -94,11 +94,12 @@ _TRAINS = 'changes the training, and draws random numbers for it'
 def _undrawn(call, trainer, run):
     with undrawn(): run()
 
-# %% ../../nbs/inspection/93_quiet_promises.ipynb #9f38be24
+# %% ../../nbs/inspection/93_quiet_promises.ipynb #7644c07c
 @promise('an evaluation in the middle of training leaves no trace')
 def evaluation(evidence):
     "Validate after the second batch, as `validate` and `EvaluatorCB` do"
     trials,evaluated = evidence.trials,[]
+    if not evidence.observed.n_batches[False]: raise NotTried('there is no validation')
     def evaluate(trainer):
         if evaluated or not trainer.training or trainer.batch_num != min(1, trials.n_train-1): return
         evaluated.append(True)
@@ -159,11 +160,12 @@ def waits(evidence):
         found.append(Fault(f'{what} waits {often}', f'{call}, {place_of(*place)}', counts=share >= 0.5))
     return found
 
-# %% ../../nbs/inspection/93_quiet_promises.ipynb #770b0c5c
+# %% ../../nbs/inspection/93_quiet_promises.ipynb #00f5da60
 class _Old:
     "Which tensors of old batches are still there at the end of a training pass"
     def __init__(self, trials, with_callback):
-        self.refs,self.alive = [],{} # Name, weak reference; by name how many, and one of them
+        self.refs,self.alive = [],{} # Names and weak references by batch; by name, those that are still there
+        self.graphs = {} # By attribute of a callback, how many tensors it holds with a graph
         with trials.alone():
             self.trainer,self.callbacks = trials.make(with_callback)
             watch_fits(self.trainer, at_borders(self._look))
@@ -184,6 +186,12 @@ class _Old:
         for i,name,ref in old:
             x = ref()
             if x is not None: self.alive.setdefault(name, {})[i] = x
+        for cb in self.callbacks:
+            for k,x in getattr(cb, '__dict__', {}).items():
+                n = sum(o.grad_fn is not None for o in tensors_in(_as_list(x)))
+                self.graphs[f'`{callback_name(cb)}.{k}`'] = n
+
+def _as_list(x): return list(x) if hasattr(x, 'maxlen') else x # A `deque`
 
 @promise('no tensors of old batches are held')
 def memory(evidence):
@@ -199,6 +207,9 @@ def memory(evidence):
         graph = _GRAPH if tensors[-1].requires_grad else ''
         what = f'`trainer.{name}` of {len(tensors)} of {n-2} old batches is held{graph}'
         yield Fault(what, _holder(held, tensors))
+    if held.alive: return # They are what hangs on the graphs
+    for where,count in held.graphs.items():
+        if count >= max(2, (n-2)//2): yield Fault(f'{count} tensors are held{_GRAPH}', where)
 
 _GRAPH = ', each with the graph of its gradients; hold `detach()` of it'
 
@@ -207,8 +218,7 @@ def _holder(held, tensors):
     known = set(map(id, tensors))
     for cb in held.callbacks:
         for k,x in getattr(cb, '__dict__', {}).items():
-            inside = list(x) if hasattr(x, 'maxlen') else x # A `deque`
-            if known & {id(o) for o in tensors_in(inside)}: return f'`{callback_name(cb)}.{k}`'
+            if known & {id(o) for o in tensors_in(_as_list(x))}: return f'`{callback_name(cb)}.{k}`'
     return ''
 
 # %% ../../nbs/inspection/93_quiet_promises.ipynb #93ac27f0

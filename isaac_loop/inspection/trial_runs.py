@@ -189,7 +189,7 @@ def _is_path(x):
     if not isinstance(x, str) or not os.path.isabs(x) or len(x) > 1000 or '\0' in x: return False
     return os.path.dirname(x) != os.sep and os.path.isdir(os.path.dirname(x))
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #2ada9f11
+# %% ../../nbs/inspection/85_trial_runs.ipynb #db6fba22
 _NO_MODEL = ('`dls` came without a `trainer`, so nobody knows which model takes such batches. '
              'Pass `trainer=` as well.')
 _TRAINING = '`trainer` is training, and a callback is tried in copies of a trainer at rest. Wait for its end.'
@@ -207,6 +207,7 @@ class Trials:
         if trainer is None and dls is not None: raise ValueError(_NO_MODEL)
         if trainer is not None and trainer._fitting: raise RuntimeError(_TRAINING)
         self.n_train,self.n_valid = n_train,n_valid
+        self.is_small = trainer is None # Is it our own trainer?
         self.maker = callback if is_maker(callback) else None
         self.home,self.moved = os.getcwd(),[]
         self.place = tempfile.mkdtemp()
@@ -268,7 +269,7 @@ def _fitting_beside(callback):
     usual,tried = [BasicTrainCB(), MetricsCB(show=False)],flat(callback)
     return [cb for cb in usual if not any(isinstance(other, type(cb)) for other in tried)]
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #7e9e8432
+# %% ../../nbs/inspection/85_trial_runs.ipynb #0c852714
 from fastcore.basics import patch
 
 @patch
@@ -292,13 +293,15 @@ def fit(self:Trials,
 ):
     "Train with the random numbers with which all trials begin"
     set_seed(0)
-    trainer.fit(n_epochs, self.lr)
+    trainer.fit(n_epochs, self.lr, valid=getattr(trainer.dls, 'valid', None) is not None)
 
 @patch
 @contextmanager
 def alone(self:Trials):
     "A place for one trial, of which nothing is left; gives the warnings"
-    with undrawn(), in_folder(self.place), unseen() as caught, process_put_back(self.trainer): yield caught
+    with undrawn(), in_folder(self.place), unseen() as caught, process_put_back(self.trainer):
+        if self.is_small: torch.set_num_threads(1) # Several would only wait for one another
+        yield caught
 
 @patch
 def clear(self:Trials):

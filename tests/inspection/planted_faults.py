@@ -439,6 +439,19 @@ class KeepsBatchesInAHook:
         self.seen[trainer.epoch, trainer.batch_num] = trainer.batch
 
 
+@breaks("memory")
+class KeepsMeansWithTheirGraphs:
+    def before_fit(self, trainer):
+        self.means = []
+        self.handle = trainer.model[1].register_forward_hook(self.note)
+
+    def note(self, module, inputs, output):
+        self.means.append(output.mean())
+
+    def cleanup_fit(self, trainer):
+        self.handle.remove()
+
+
 @breaks("random")
 class DrawsASampleToPrint:
     def after_epoch(self, trainer):
