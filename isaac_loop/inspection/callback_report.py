@@ -102,7 +102,7 @@ def _summary(report):
     verdicts = [tried.verdict for tried in report.promises.values()]
     return ', '.join(f'{verdicts.count(o)} {o}' for o in ('kept', 'broken', 'not tried') if o in verdicts)
 
-# %% ../../nbs/inspection/94_callback_report.ipynb #d8ab355c
+# %% ../../nbs/inspection/94_callback_report.ipynb #c8b58e5e
 def try_callback(
     callback, # A callback, its class, or a function without arguments that makes one
     trainer=None, # Try it in copies of this trainer; default: a small one of our own
@@ -135,7 +135,7 @@ def _try(name, evidence, reason=None):
 @contextmanager
 def _put_back(trials):
     "Find the lists that the classes of the callback hold as they were: no copy has others"
-    held = [o for cb in flat(trials.callback) for o in lists_of_class(type(cb)).values()]
+    held = [part for cb in flat(trials.callback) for part in lists_of_class(type(cb)).values()]
     was = [copy.copy(o) for o in held]
     try: yield
     finally:

@@ -13,7 +13,7 @@ from .leftovers import belongings, changes, functions, replaced
 from .observed_run import SPAN_OF, Watcher
 from .observed_run import at_borders, calls_of, kind_of, watch_fits
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #bee30165
+# %% ../../nbs/inspection/89_cut_runs.ipynb #5fe24bec
 class Failure(RuntimeError): "An error that a trial has planted"
 class CtrlC(KeyboardInterrupt): "An interrupt that a trial has planted"
 
@@ -27,7 +27,9 @@ class Cut:
         kind:type, # The exception
         training:bool=None, # In which kind of pass; None outside of passes
         early:bool=False, # Before all callbacks, or behind them?
-    ): self.event,self.kind,self.training,self.early = event,kind,training,early
+    ):
+        self.event,self.kind = event,kind
+        self.training,self.early = training,early
 
     def __str__(self):
         how = _HOW.get(self.kind, f'`{self.kind.__name__}`')
@@ -42,13 +44,13 @@ def _of_span(span, outer, answered, training=None, middle=()):
     "The cuts at the events of one span; `middle` are those inside of it"
     spans = [*outer, span]
     early = [True] if {span.before, span.cleanup} & answered else []
-    before = [Cut(span.before, kind, training, o)
-              for o in [*early, False] for kind in _exceptions(span.before, spans)]
+    before = [Cut(span.before, kind, training, is_early)
+              for is_early in [*early, False] for kind in _exceptions(span.before, spans)]
     behind = [Cut(event, kind, training)
               for event in (span.after, span.cleanup) for kind in _exceptions(event, spans)]
     return [*before, *middle, *behind]
 
-# %% ../../nbs/inspection/89_cut_runs.ipynb #d23c92b4
+# %% ../../nbs/inspection/89_cut_runs.ipynb #50e21a26
 def cuts_for(
     answered, # Events that the callback answers
     training:bool=True, # Are there training passes?
@@ -57,7 +59,7 @@ def cuts_for(
     "The cuts that can make a difference to a callback"
     fit,answered = SPANS['fit'],set(answered)
     passes = [o for o,there in ((True, training), (False, validation)) if there]
-    inner = [cut for o in passes for cut in _of_pass([fit], answered, o)]
+    inner = [cut for kind in passes for cut in _of_pass([fit], answered, kind)]
     inner += [Cut('log', kind) for kind in _exceptions('log', [fit])]
     return _of_span(fit, [], answered, None, inner)
 

@@ -37,7 +37,7 @@ class Held:
 
 def _same(a, b): return Held(a) == Held(b)
 
-# %% ../../nbs/inspection/84_leftovers.ipynb #9601c9b8
+# %% ../../nbs/inspection/84_leftovers.ipynb #78afe5ed
 _HOOKS_OF_MODULE = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks',
                     '_state_dict_hooks', '_state_dict_pre_hooks', '_load_state_dict_pre_hooks',
                     '_load_state_dict_post_hooks')
@@ -59,8 +59,8 @@ def _of_module(name, model):
         yield from _hooks(m, _HOOKS_OF_MODULE, what)
         yield ('modes', f'the mode of {what}'),'training' if m.training else 'evaluation'
         yield ('trainer', f'the class of {what}'),Held(type(m))
-        for k,o in vars(m).items():
-            if isinstance(o, FunctionType) or k == 'forward': yield ('trainer', f'`{k}` of {what}'),Held(o)
+        for k,x in vars(m).items():
+            if isinstance(x, FunctionType) or k == 'forward': yield ('trainer', f'`{k}` of {what}'),Held(x)
     for path,p in [*model.named_parameters(), *model.named_buffers()]:
         what = f'`{name}.{path}`'
         yield ('trainer', f'{what} as an object'),Held(p)
@@ -75,25 +75,25 @@ def _values(p):
     x = p.detach()
     return Held(x.clone()) if x.numel() <= 4096 else Held(torch.stack([x.sum(), x.square().sum()]))
 
-# %% ../../nbs/inspection/84_leftovers.ipynb #0f161f08
+# %% ../../nbs/inspection/84_leftovers.ipynb #713022da
 _OF_LOOP = {'plan', 'history', 'callbacks', 'exception'}
 
 def _of_trainer(trainer):
     "What belongs to a trainer"
     own = {k: o for k,o in vars(trainer).items() if not k.startswith('_') and k not in _OF_LOOP}
     own |= {k: getattr(trainer, k) for k in ('preds', 'loss') if hasattr(trainer, k)}
-    for k,o in own.items():
-        yield ('trainer', f'`trainer.{k}`'),Held(o)
-        if isinstance(o, nn.Module): yield from _of_module(k, o)
-        if isinstance(o, torch.optim.Optimizer): yield from _of_optimizer(k, o)
+    for k,x in own.items():
+        yield ('trainer', f'`trainer.{k}`'),Held(x)
+        if isinstance(x, nn.Module): yield from _of_module(k, x)
+        if isinstance(x, torch.optim.Optimizer): yield from _of_optimizer(k, x)
     for k in ('train', 'valid'): yield ('trainer', f'`trainer.dls.{k}`'),Held(getattr(trainer.dls, k, None))
 
 def _of_optimizer(name, opt):
     "What belongs to an optimizer"
     yield from _hooks(opt, _HOOKS_OF_OPTIMIZER, f'`trainer.{name}`')
     for i,group in enumerate(opt.param_groups):
-        for k,o in group.items():
-            if k != 'params': yield ('trainer', f'`{k}` of group {i} of `trainer.{name}`'),Held(o)
+        for k,x in group.items():
+            if k != 'params': yield ('trainer', f'`{k}` of group {i} of `trainer.{name}`'),Held(x)
 
 # %% ../../nbs/inspection/84_leftovers.ipynb #282d6c5c
 def _signals(): return [o for o in ('SIGINT', 'SIGTERM', 'SIGALRM', 'SIGUSR1') if hasattr(signal, o)]
@@ -181,7 +181,7 @@ def _open_files(folder='/proc/self/fd'):
         except OSError: continue # The one that lists the folder
         if path.startswith('/') and not path.startswith(('/dev/', '/proc/', '/memfd:')): yield path
 
-# %% ../../nbs/inspection/84_leftovers.ipynb #86cf73d9
+# %% ../../nbs/inspection/84_leftovers.ipynb #8d2ab98f
 def _places(trainer):
     "Classes and modules in which functions are replaced"
     found = [torch, torch.nn.functional, torch.Tensor, torch.autograd, torch.utils.data, nn.Module]
@@ -198,9 +198,9 @@ def _is_function(x): return callable(x) and not isinstance(x, (ModuleType, Later
 def _replaced_in(place, was):
     "Functions of `place` that are others now"
     if dict(vars(place)) == was: return # This is quick
-    for k,o in was.items():
-        now = vars(place).get(k, o)
-        if now is not o and _is_function(o): yield ('functions', f'`{place.__name__}.{k}`'),(o, now)
+    for k,x in was.items():
+        now = vars(place).get(k, x)
+        if now is not x and _is_function(x): yield ('functions', f'`{place.__name__}.{k}`'),(x, now)
 
 # %% ../../nbs/inspection/84_leftovers.ipynb #ab796cd0
 def belongings(

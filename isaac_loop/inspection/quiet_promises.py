@@ -221,14 +221,14 @@ def _holder(held, tensors):
             if known & {id(o) for o in tensors_in(_as_list(x))}: return f'`{callback_name(cb)}.{k}`'
     return ''
 
-# %% ../../nbs/inspection/93_quiet_promises.ipynb #93ac27f0
+# %% ../../nbs/inspection/93_quiet_promises.ipynb #1c1a6e83
 @promise('files are written only where it was told to, and those of others are left alone')
 def files(evidence):
     "Work in an empty folder, and then in one with files of others"
     written = evidence.observed.written
     if not written: raise NotTried('writes no files')
     here = evidence.observed.folder
-    given = [os.path.join(here, o) for cb in evidence.observed.callbacks for o in _given(cb)]
+    given = [os.path.join(here, path) for cb in evidence.observed.callbacks for path in _given(cb)]
     for path,touch in written.items():
         if not any(_lies_in(os.path.join(here, path), place) for place in given):
             yield Fault(f'`{path}` was written into the working directory, which nobody asked for', touch)

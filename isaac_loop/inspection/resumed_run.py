@@ -15,7 +15,7 @@ from ..state.run_state import put_random, put_state, take_state
 from .observed_run import watch_fits
 from .run_results import attributes
 
-# %% ../../nbs/inspection/90_resumed_run.ipynb #db864a3b
+# %% ../../nbs/inspection/90_resumed_run.ipynb #517baada
 class _AtSave:
     "Stands in the plan where runs are saved"
     order = Order.SAVE
@@ -37,7 +37,7 @@ class _AtSave:
 
     def attributes(self):
         "What the callbacks hold"
-        return {k: o for cb in self.callbacks for k,o in attributes(cb, private=True).items()}
+        return {k: x for cb in self.callbacks for k,x in attributes(cb, private=True).items()}
 
     def _is_the_pass(self, trainer): return trainer.training and trainer.epoch == self.epoch
 

@@ -42,7 +42,7 @@ def _of_tensor(x):
     if x.numel() > _TENSORS: x = torch.stack([x.double().sum(), x.double().square().sum()])
     return tuple(x.shape), repr(x.flatten().tolist())
 
-# %% ../../nbs/inspection/86_run_results.ipynb #269cfe18
+# %% ../../nbs/inspection/86_run_results.ipynb #5e138ca8
 _TIMES = re.compile('time|second|elapsed|clock|(?<!up)date|began|started|speed|throughput|duration|memory')
 
 def outcome(
@@ -68,16 +68,16 @@ def is_time(
 def _of_optimizer(opt):
     "State and numbers of an optimizer"
     state,groups = opt.state_dict()['state'],opt.param_groups
-    found = {f'`{k}` of group {i} of the optimizer': as_value(o)
-             for i,group in enumerate(groups) for k,o in group.items() if k != 'params'}
-    return found | {f'`{k}` of parameter {i} in the optimizer': as_value(o)
-                    for i,held in state.items() for k,o in held.items()}
+    found = {f'`{k}` of group {i} of the optimizer': as_value(x)
+             for i,group in enumerate(groups) for k,x in group.items() if k != 'params'}
+    return found | {f'`{k}` of parameter {i} in the optimizer': as_value(x)
+                    for i,held in state.items() for k,x in held.items()}
 
 def _of_history(history):
     "Rows and numbers of batches of the last fit"
     rows = [row for row in history.rows if row.get('fit') == history.fit]
-    found = {f'`{k}` of epoch {row.get("epoch")}': as_value(o)
-             for row in rows for k,o in row.items() if k not in ('fit', 'epoch')}
+    found = {f'`{k}` of epoch {row.get("epoch")}': as_value(x)
+             for row in rows for k,x in row.items() if k not in ('fit', 'epoch')}
     last = [i for i,fit in enumerate(history.batches['fit']) if fit == history.fit]
     for k in history.batches.keys() - {'fit'}:
         column = history.batches[k]

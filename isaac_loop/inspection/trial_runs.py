@@ -137,7 +137,7 @@ def unseen():
         warnings.simplefilter('always')
         yield caught
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #ef85be75
+# %% ../../nbs/inspection/85_trial_runs.ipynb #1e2e15bc
 def moved(
     x, # A callback, or what it holds
     home:str, # The working directory of the user
@@ -172,9 +172,9 @@ def _paths_in(x, depth, seen):
     "Holders with a key or the name of an attribute, and the absolute path that stands there"
     if id(x) in seen or not depth or isinstance(x, _NO_HOLDERS): return
     seen.add(id(x))
-    for k,o in list(_held_by(x)):
-        if _is_path(o): yield x,k,o
-        else: yield from _paths_in(o, depth-1, seen)
+    for k,part in list(_held_by(x)):
+        if _is_path(part): yield x,k,part
+        else: yield from _paths_in(part, depth-1, seen)
 
 def _held_by(x):
     "Keys, places or names of attributes, and what stands there"

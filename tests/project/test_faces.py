@@ -65,8 +65,9 @@ FACES = {
         EarlyStoppingCB InterruptCB LimitCB LossSpikeCB NonFiniteStopCB SamePredictionsCB
     """,
     "inspection": """
-        ActivationStatsCB callback_table event_table GradientPlotCB GradientStatsCB HooksCallback
-        NonFiniteCB ProfilerCB show_source state_table summarize_model UpdateRatioCB
+        ActivationStatsCB BrokenPromise callback_table CallbackReport event_table GradientPlotCB
+        GradientStatsCB HooksCallback NonFiniteCB ProfilerCB show_source state_table summarize_model
+        try_callback UpdateRatioCB
     """,
     "evaluate": """
         binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB
