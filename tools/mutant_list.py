@@ -637,4 +637,11 @@ MUTANTS = [
         "if False else ''",
         ["test_an_attribute_of_a_trainer_is_explained"],
     ),
+    Mutant(
+        "schedules write into groups that the optimizer has left",
+        "_load_opt",
+        "opt.param_groups[:] = groups",
+        "pass",
+        ["test_who_holds_a_group_of_the_optimizer_holds_it_still_when_the_run_goes_on"],
+    ),
 ]
