@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/86_run_results.ipynb #db553cd1
-import re
+# %% ../../nbs/inspection/86_run_results.ipynb #d01e99b9
+import os, re
 from collections import deque
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -16,7 +16,7 @@ from torch import nn
 
 from ..loop.events import callback_name
 
-# %% ../../nbs/inspection/86_run_results.ipynb #d4c7be2a
+# %% ../../nbs/inspection/86_run_results.ipynb #e04293a2
 OTHER = object() # Stands for what cannot be compared
 _TENSORS = 4096 # Numbers of a tensor that are compared one by one
 
@@ -25,10 +25,10 @@ def as_value(
     depth:int=4, # How deep to look into containers
 ): # Data that is compared with `==`, or `OTHER`
     "What can be compared of `x`"
+    if isinstance(x, PurePath) or (isinstance(x, str) and os.path.isabs(x)): return OTHER # Where a file is
     if x is None or isinstance(x, (bool, int, str, bytes)): return x
     if isinstance(x, (float, complex)): return repr(x) # NaN equals itself here
     if isinstance(x, torch.Tensor): return _of_tensor(x)
-    if isinstance(x, PurePath): return str(x)
     if type(x).__module__ == 'numpy' and hasattr(x, 'tobytes'): return str(x.dtype),x.shape,x.tobytes()
     if not depth: return OTHER
     if isinstance(x, Mapping): return {str(k): as_value(o, depth-1) for k,o in list(x.items())}

@@ -137,7 +137,7 @@ def unseen():
         warnings.simplefilter('always')
         yield caught
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #1e2e15bc
+# %% ../../nbs/inspection/85_trial_runs.ipynb #2058ded0
 def moved(
     x, # A callback, or what it holds
     home:str, # The working directory of the user
@@ -146,6 +146,7 @@ def moved(
     "Let all absolute paths that `x` holds lead into the present folder"
     places = []
     for holder,k,path in list(_paths_in(x, depth, set())):
+        if Path(path).is_relative_to(Path.cwd()): continue # It was made here
         new = _new_place(path, home)
         places.append((path, new))
         bring(path, new)
