@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['BrokenPromise', 'CallbackReport', 'try_callback']
 
-# %% ../../nbs/inspection/94_callback_report.ipynb #079f4e2e
+# %% ../../nbs/inspection/94_callback_report.ipynb #f82dc2eb
 import copy
 from contextlib import closing, contextmanager
 
 from ..basics.checks import did_you_mean
 from ..basics.tables import Table
 from . import quiet_promises # noqa: F401 - They put themselves into the list
+from .cut_runs import in_words
 from .evidence import Evidence
-from .promises import PROMISES, NotTried
+from .promises import PROMISES, Fault, NotTried
 from .run_results import lists_of_class
 from .trial_runs import Trials
 from ..loop.callback_list import flat
@@ -102,7 +103,7 @@ def _summary(report):
     verdicts = [tried.verdict for tried in report.promises.values()]
     return ', '.join(f'{verdicts.count(o)} {o}' for o in ('kept', 'broken', 'not tried') if o in verdicts)
 
-# %% ../../nbs/inspection/94_callback_report.ipynb #c8b58e5e
+# %% ../../nbs/inspection/94_callback_report.ipynb #e52f6319
 def try_callback(
     callback, # A callback, its class, or a function without arguments that makes one
     trainer=None, # Try it in copies of this trainer; default: a small one of our own
@@ -131,6 +132,7 @@ def _try(name, evidence, reason=None):
     text,f = PROMISES[name]
     try: return Tried(name, text, [] if reason else list(f(evidence)), reason)
     except NotTried as nothing: return Tried(name, text, reason=str(nothing))
+    except Exception as error: return Tried(name, text, [Fault(f'the trial fails with {in_words(error)}')])
 
 @contextmanager
 def _put_back(trials):

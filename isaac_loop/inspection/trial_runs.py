@@ -190,9 +190,11 @@ def _is_path(x):
     if not isinstance(x, str) or not os.path.isabs(x) or len(x) > 1000 or '\0' in x: return False
     return os.path.dirname(x) != os.sep and os.path.isdir(os.path.dirname(x))
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #db6fba22
+# %% ../../nbs/inspection/85_trial_runs.ipynb #1d75cc83
 _NO_MODEL = ('`dls` came without a `trainer`, so nobody knows which model takes such batches. '
              'Pass `trainer=` as well.')
+_NOTHING = ('{!r} is no callback, so there is nothing to try. '
+            'Pass one, its class, or a function that makes one.')
 _TRAINING = '`trainer` is training, and a callback is tried in copies of a trainer at rest. Wait for its end.'
 
 class Trials:
@@ -214,6 +216,7 @@ class Trials:
         self.place = tempfile.mkdtemp()
         self.close = weakref.finalize(self, shutil.rmtree, self.place, ignore_errors=True)
         with in_folder(self.place), unseen(): made = callback if self.maker is None else self.maker()
+        if not flat(made): raise TypeError(_NOTHING.format(made))
         self.name = callback_name(made)
         self.trainer,self.callback = self._first_pair(trainer, made, dls, callbacks)
         self.lr = getattr(trainer, 'lr', 0.1 if trainer is None else 1e-3)

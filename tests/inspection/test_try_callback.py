@@ -403,6 +403,8 @@ def test_what_cannot_be_tried_is_refused_with_a_way_out():
     assert all(try_callback(o, promises="two_fits").ok for o in (Locked, lambda: Locked()))
     with pytest.raises(LookupError, match="There is no promise `hook`. Did you mean `hooks`?"):
         try_callback(Locked, promises=["hook"])
+    with pytest.raises(TypeError, match="None is no callback"):
+        try_callback(None)
     with pytest.raises(ValueError, match="Pass `trainer=` as well"):
         try_callback(Locked, dls=DataLoaders([]))
 
@@ -419,3 +421,22 @@ def test_numpy_draws_count_as_draws():
             random.random(), np.random.rand()
 
     assert try_callback(Watches(), promises="random").broken == ["random"]
+
+
+def test_a_callback_that_fails_only_in_a_trial_gives_a_row():
+    "It asks for what a run on the side does not have"
+
+    class Fragile:
+        def before_epoch(self, trainer):
+            self.metrics = trainer.MetricsCB
+
+        def before_batch(self, trainer):
+            if not trainer.dl.batch_size:
+                raise RuntimeError("no size")
+
+        def __deepcopy__(self, memo):
+            return Fragile()
+
+    report = try_callback(Fragile(), promises=["evaluation", "waits"])
+    assert report.broken == ["evaluation"] and "Fragile.before_epoch" in str(report["evaluation"])
+    assert try_callback(3).broken == ["added"]
