@@ -5,14 +5,12 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/85_trial_runs.ipynb #1e75fc72
-import copy, io, os, shutil, sys, tempfile, weakref
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+# %% ../../nbs/inspection/85_trial_runs.ipynb #4106a6eb
+import copy, inspect, os, shutil, tempfile, weakref
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path, PurePath
-from types import FunctionType, ModuleType
-import inspect, warnings
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -25,6 +23,7 @@ from ..loop.callback_list import flat, is_in
 from ..loop.events import EVENTS, callback_name, handler_of
 from ..loop.trainer import Plan, Trainer
 from .leftovers import process_put_back
+from .trial_folder import bring, empty, in_folder, moved, unseen
 from ..metrics.metrics import MetricsCB
 from ..state.random_numbers import undrawn
 from ..train.training import BasicTrainCB
@@ -102,93 +101,6 @@ def copied(
     try: return copy.deepcopy(pair, memo)
     except Exception as error:
         raise TypeError(_NO_COPY.format(name=name, kind=type(error).__name__, error=error)) from error
-
-# %% ../../nbs/inspection/85_trial_runs.ipynb #95143779
-@contextmanager
-def in_folder(
-    folder:str, # Nothing in it is kept
-):
-    "Work in an empty folder"
-    here = os.getcwd()
-    os.chdir(folder)
-    try: yield
-    finally:
-        os.chdir(here)
-        empty(folder)
-
-def empty(
-    folder:str, # Loses all its files
-):
-    "Take everything out of a folder"
-    for entry in list(os.scandir(folder)):
-        if entry.is_dir(follow_symlinks=False): shutil.rmtree(entry.path, ignore_errors=True)
-        else: os.unlink(entry.path)
-
-@contextmanager
-def unseen():
-    "Show nothing of what is printed, warned of or drawn; gives a list of the warnings"
-    with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(io.StringIO()))
-        stack.enter_context(redirect_stderr(io.StringIO()))
-        if 'ipykernel' in sys.modules:
-            from IPython.utils.capture import capture_output
-            stack.enter_context(capture_output(stdout=False, stderr=False))
-        caught = stack.enter_context(warnings.catch_warnings(record=True))
-        warnings.simplefilter('always')
-        yield caught
-
-# %% ../../nbs/inspection/85_trial_runs.ipynb #2058ded0
-def moved(
-    x, # A callback, or what it holds
-    home:str, # The working directory of the user
-    depth:int=4, # How deep to look
-)->list: # Pairs of an old and a new place
-    "Let all absolute paths that `x` holds lead into the present folder"
-    places = []
-    for holder,k,path in list(_paths_in(x, depth, set())):
-        if Path(path).is_relative_to(Path.cwd()): continue # It was made here
-        new = _new_place(path, home)
-        places.append((path, new))
-        bring(path, new)
-        value = new if isinstance(path, str) else Path(new)
-        if isinstance(holder, (dict, list)): holder[k] = value
-        else: object.__setattr__(holder, k, value)
-    return places
-
-def _new_place(path, home):
-    "Where `path` leads to in the present folder"
-    path = Path(path)
-    inside = path.relative_to(home) if path.is_relative_to(home) else Path('elsewhere', *path.parts[1:])
-    return str(Path.cwd()/inside)
-
-def bring(
-    path, # Where something may lie
-    new:str, # Where it is to lie
-):
-    "Have a folder, or a copy of a file, at the new place"
-    os.makedirs(new if os.path.isdir(path) else os.path.dirname(new), exist_ok=True)
-    if os.path.isfile(path) and str(path) != new: shutil.copyfile(path, new)
-
-def _paths_in(x, depth, seen):
-    "Holders with a key or the name of an attribute, and the absolute path that stands there"
-    if id(x) in seen or not depth or isinstance(x, _NO_HOLDERS): return
-    seen.add(id(x))
-    for k,part in list(_held_by(x)):
-        if _is_path(part): yield x,k,part
-        else: yield from _paths_in(part, depth-1, seen)
-
-def _held_by(x):
-    "Keys, places or names of attributes, and what stands there"
-    if isinstance(x, dict): return x.items()
-    return enumerate(x) if isinstance(x, list) else getattr(x, '__dict__', {}).items()
-
-_NO_HOLDERS = str, bytes, int, float, type, FunctionType, ModuleType, torch.Tensor, nn.Module, Trainer
-
-def _is_path(x):
-    "Whether `x` is an absolute path; a text only if it leads to a place that is there"
-    if isinstance(x, PurePath): return x.is_absolute()
-    if not isinstance(x, str) or not os.path.isabs(x) or len(x) > 1000 or '\0' in x: return False
-    return os.path.dirname(x) != os.sep and os.path.isdir(os.path.dirname(x))
 
 # %% ../../nbs/inspection/85_trial_runs.ipynb #1d75cc83
 _NO_MODEL = ('`dls` came without a `trainer`, so nobody knows which model takes such batches. '
