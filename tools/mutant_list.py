@@ -680,4 +680,11 @@ MUTANTS = [
         "self.object = lambda: x",
         ["test_moments_hold_no_batch_and_nothing_waits_for_the_garbage_collector"],
     ),
+    Mutant(
+        "schedules write into groups that the optimizer has left",
+        "_load_opt",
+        "opt.param_groups[:] = groups",
+        "pass",
+        ["test_who_holds_a_group_of_the_optimizer_holds_it_still_when_the_run_goes_on"],
+    ),
 ]

@@ -30,5 +30,8 @@ if TYPE_CHECKING:
     from .black_box import BlackBoxCB as BlackBoxCB
     from .replays import Replay as Replay
     from .ablation import Ablation as Ablation
+    from .callback_report import try_callback as try_callback
+    from .callback_report import BrokenPromise as BrokenPromise
+    from .callback_report import CallbackReport as CallbackReport
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -106,7 +106,12 @@ def _leave_passes(trainer):
 # %% ../../nbs/state/60_run_state.ipynb #7381feab
 def _load_opt(opt, saved):
     "Load the state of an optimizer, with the types that it had"
+    groups = list(opt.param_groups)
     opt.load_state_dict(map_tensors(torch.clone, saved))
+    for group,loaded in zip(groups, [dict(o) for o in opt.param_groups]): # A schedule may hold the old dicts
+        group.clear()
+        group.update(loaded)
+    opt.param_groups[:] = groups
     params = [p for group in opt.param_groups for p in group['params']]
     numbers = [i for group in saved['param_groups'] for i in group['params']]
     for i,p in zip(numbers, params):

@@ -23,6 +23,7 @@ from isaac_loop.log.loggers import LoggerCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.show.progress import ProgressCB
 from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.attribute_schedule import AttributeSchedulerCB
 from isaac_loop.schedule.plateau import PlateauSchedulerCB
 from isaac_loop.schedule.schedules import OneCycleSchedulerCB
 from isaac_loop.stop.early_stopping import EarlyStoppingCB
@@ -662,3 +663,29 @@ def test_early_stopping_goes_on_with_its_count(tmp_path):
         and again.stop_reason == whole.stop_reason
     )
     same(whole, again)
+
+
+class HalvesCB:
+    "Holds a group of the optimizer, as it found it in the beginning"
+
+    def before_fit(self, trainer):
+        self.group = trainer.opt.param_groups[0]
+
+    def after_step(self, trainer):
+        self.group["lr"] *= 0.9
+
+
+@pytest.mark.parametrize(
+    "make", [HalvesCB, lambda: AttributeSchedulerCB({"opt.lr": lambda x: 0.1 * (1 - x)})]
+)
+def test_who_holds_a_group_of_the_optimizer_holds_it_still_when_the_run_goes_on(tmp_path, make):
+    def cbs(*more):
+        return [BasicTrainCB(), MetricsCB(show=False), RecorderCB(), make(), *more]
+
+    whole = fit(make_trainer(cbs()))
+    cut = CutCB("before_batch", lambda trainer: trainer.training and trainer.n_updates == 10)
+    with pytest.raises(Cut):
+        fit(make_trainer(cbs(CheckpointCB(tmp_path, every=1), cut)))
+    resumed = fit(make_trainer(cbs(CheckpointCB(tmp_path, every=1))))
+    same(whole, resumed)
+    assert len(set(resumed.history.batches["lr"])) > 10

@@ -65,10 +65,10 @@ FACES = {
         EarlyStoppingCB InterruptCB LimitCB LossSpikeCB NonFiniteStopCB SamePredictionsCB
     """,
     "inspection": """
-        Ablation ActivationStatsCB BlackBoxCB callback_table CheckFailed compare Comparison
-        event_table Findings GradientPlotCB GradientStatsCB HooksCallback LoopMap Moment Moments
-        NonFiniteCB ProfilerCB Replay show_source state_table summarize_model Swap TimesCB Trace
-        UpdateRatioCB Walk
+        Ablation ActivationStatsCB BlackBoxCB BrokenPromise callback_table CallbackReport CheckFailed
+        compare Comparison event_table Findings GradientPlotCB GradientStatsCB HooksCallback LoopMap
+        Moment Moments NonFiniteCB ProfilerCB Replay show_source state_table summarize_model Swap
+        TimesCB Trace try_callback UpdateRatioCB Walk
     """,
     "evaluate": """
         binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB
