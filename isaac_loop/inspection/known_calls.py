@@ -91,6 +91,8 @@ def _moves(name, node):
     if name in ('to_device', 'cuda'): return True
     return name == 'to' and any(_is_device(o) for o in (*node.args, *(k.value for k in node.keywords)))
 
+_AVERAGING = {'lerp_', 'add_', 'sub_', 'mul_', '_foreach_lerp_', '_foreach_add_', '_foreach_mul_'}
+
 def _averages(name, owner, given, node):
     "Whether something that does not belong to the trainer takes in the weights of the model"
     if name == 'update_parameters': return True # Of torch's `AveragedModel`
@@ -99,7 +101,7 @@ def _averages(name, owner, given, node):
     into,*sources = (owner, *given) if is_method else given
     of_model = {name for value in sources for path in value.paths for name in path}
     weights = of_model & {'parameters', 'state_dict', 'named_parameters'}
-    return ends_in_place(name) and name not in ('copy_', 'detach_') and not into.paths and bool(weights)
+    return name in _AVERAGING and not into.paths and bool(weights)
 
 def deeds(
     name:str, # Of a function or a method

@@ -104,7 +104,8 @@ class Attributes(Expressions):
         known = self.kept_by(owner) or {}
         if name not in known: return Value(paths, live)
         kept = either(known[name])
-        return Value(paths | kept.paths, kept.live if live in (None, UNKNOWN) else live, kept.parts)
+        is_open = live is None or live is UNKNOWN
+        return Value(paths | kept.paths, kept.live if is_open else live, kept.parts)
 
     def _of_property(self, found, owner):
         return self.follow(found.fget, [owner], {}) if to_follow(found.fget, self.home) else NOTHING

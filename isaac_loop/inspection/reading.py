@@ -17,7 +17,7 @@ from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN, Value
 from .read_values import joined, looked_up
 from ..loop.shared_attributes import OFFERS
 
-# %% ../../nbs/inspection/16_reading.ipynb #7bfb74d5
+# %% ../../nbs/inspection/16_reading.ipynb #306df17c
 _LOOP = ('fit', 'one_epoch', 'one_batch') # Their events are in the plan already
 
 class Calls(NewObjects):
@@ -75,9 +75,9 @@ class Calls(NewObjects):
         return NOTHING
 
 def _texts(args):
-    "Names of events among arguments"
+    "Names of events among arguments; '*' for one that is not known"
     flat = [part for arg in args for part in (arg.parts or [arg])]
-    return {part.live for part in flat if isinstance(part.live, str)}
+    return {part.live if isinstance(part.live, str) else '*' for part in flat}
 
 # %% ../../nbs/inspection/16_reading.ipynb #6e6c74a7
 VARS = Value([('_vars',)])
