@@ -16,5 +16,6 @@ if TYPE_CHECKING:
     from .update_ratios import UpdateRatioCB as UpdateRatioCB
     from .first_nonfinite import NonFiniteCB as NonFiniteCB
     from .profiler import ProfilerCB as ProfilerCB
+    from .script import Script as Script
 else:
     __getattr__, __dir__ = lazy(__name__)

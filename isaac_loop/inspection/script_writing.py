@@ -93,7 +93,7 @@ class Comment(ast.stmt):
     "A line of its own that does nothing"
     _fields = ('text',)
 
-# %% ../../nbs/inspection/84_script_writing.ipynb #9ea103a4
+# %% ../../nbs/inspection/84_script_writing.ipynb #c3ca8e37
 CORE = ('train model train_dl valid_dl loss_func opt_func n_epochs lr opt epoch batch_num batch preds loss '
         'history row stop over n_updates updates_per_epoch complete torch math time').split()
 
@@ -112,7 +112,7 @@ class Writing:
         self.names = Names([*CORE, *parts])
         self.own_names = {*CORE, *parts, *kept} # Which no local variable of a method may have
         self.sources = Sources(self.names)
-        self.training,self.event,self.model = None,None,'model'
+        self.training,self.event_now,self.model = None,None,'model'
         self.unpacked,self.pending = False,[]
         self.initial,self.helpers,self.needs = {},{},{} # By name: values, functions, and what must be given
         self.left_out,self.not_written,self.writers = {},[],{}
@@ -207,7 +207,7 @@ def need(self:Writing,
     self.needs[name] = value
     return name
 
-# %% ../../nbs/inspection/84_script_writing.ipynb #13b502a8
+# %% ../../nbs/inspection/84_script_writing.ipynb #d471e2dd
 _NO_PARTS = 'what in a batch is input cannot be seen beforehand'
 
 @patch
@@ -251,10 +251,10 @@ def stop(self:Writing,
     reason:str=None, # An expression
 )->str:
     "Ask for a stop in good order, as Python"
-    self.note('stop', self.training if self.event not in ('log', 'before_fit') else self.event)
+    of_pass = self.event_now not in ('log', 'before_fit', 'after_fit', 'after_epoch', 'cleanup_epoch')
+    self.note('stop', self.training if of_pass else self.event_now)
     text = f'stop = stop or {reason or repr("asked to stop")}' if self.knows('reason') else 'stop = True'
-    in_pass = self.training is False and self.event not in ('log', 'after_fit')
-    return f'{text}\nover = True' if in_pass and self.knows('stop', False) else text
+    return f'{text}\nover = True' if of_pass and self.training is False else text
 
 @patch
 def n_batches(self:Writing)->str:

@@ -178,7 +178,7 @@ class Sources:
         self.definitions[name] = text(name)
         return name
 
-# %% ../../nbs/inspection/82_source_of_values.ipynb #bfde2b4a
+# %% ../../nbs/inspection/82_source_of_values.ipynb #b9f89aa2
 from fastcore.basics import patch
 
 @patch
@@ -204,6 +204,21 @@ def _with_outside(self:Sources, tree, f, name):
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in renamed: node.id = renamed[node.id]
     return ast.unparse(tree) if not isinstance(tree, ast.Lambda) else f'({ast.unparse(tree)})'
+
+@patch
+def function(self:Sources,
+    f, # A function, or a `partial` of one
+    wish:str, # What to call it if it has no name of its own
+)->str: # Its name in the script
+    "Bring a function; a lambda gets a name"
+    if f.__name__ != '<lambda>': return self.bring(f.__name__, f)
+    if id(f) in self._brought: return self._brought[id(f)][0]
+    tree = _lambda_tree(f)
+    text = self._with_outside(tree, f, wish)
+    tree = ast.parse(text, mode='eval').body
+    name = self.names.new(wish)
+    define = ast.FunctionDef(name, tree.args, [ast.Return(tree.body)], [], lineno=0)
+    return self._remember(name, f, lambda name: ast.unparse(ast.fix_missing_locations(define)))
 
 def _source(f):
     "The tree of a function, a class or a lambda"

@@ -17,7 +17,7 @@ from isaac_loop.inspection.script_writing import NotWritten
 from isaac_loop.inspection.source_of_values import NoSource
 from isaac_loop.inspection.written_steps import Lines
 
-# %% ../../nbs/inspection/87_written_results.ipynb #87880fe5
+# %% ../../nbs/inspection/87_written_results.ipynb #c005f5a8
 _MEAN_LOSS = '''
 def mean_loss(losses):
     "The mean over all examples, from the loss of each batch and its number of examples"
@@ -69,7 +69,7 @@ class Metrics(Lines):
         found = [f'{self._variable(name, True)} = {self._made(name, m)}' for name,m in self._of(True).items()]
         found += [f'{self._variable(name, False)} = {self._made(name, m)}' for name,m in self.cb.metrics.items()]
         moves = next(iter(self.w.trainer.model.parameters()), None) is not None
-        device = [cb for cb in self.w.trainer.callbacks if callback_name(cb) == 'DeviceCB'] if moves else []
+        device = [cb for cb in self.w.trainer.callbacks if self.w.kind(cb) == 'DeviceCB'] if moves else []
         variables = [self._variable(name, training) for training in (True, False) for name,m in self._of(training).items() if hasattr(m, 'to')]
         return '\n'.join(found + [f'{name}.to({self.w.new_name(device[0], "device")})' for name in variables if device])
 
@@ -217,7 +217,7 @@ class Limit(Lines):
         n = self.name('n_samples')
         return f'{n} += {count}\n' + self._stop_if(f'{n} >= {self.cb.samples}') + self._clock()
 
-# %% ../../nbs/inspection/87_written_results.ipynb #7d9be910
+# %% ../../nbs/inspection/87_written_results.ipynb #59eee353
 _TAKE_IN = '''
 def {f}(averages, weights, n):
     "The average forgets faster at first"
@@ -246,8 +246,7 @@ class Averaging(Lines):
         return ''
 
     def cleanup_fit(self):
-        others = [cb for cb in self.w.trainer.callbacks if getattr(cb, 'best_epoch', self) is not self]
-        kept = self.cb.keep and not any(hasattr(type(cb), 'best') for cb in others)
+        kept = self.cb.keep and not any(self.w.kind(cb) == 'KeepBestCB' for cb in self.w.trainer.callbacks)
         average = self.variable()
         return f'if {average}.n_averaged:\n    model.load_state_dict({average}.module.state_dict())' if kept else ''
 

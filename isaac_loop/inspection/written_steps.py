@@ -106,7 +106,7 @@ class OneBatch(Lines):
     "A fit of one batch"
     def after_batch(self): return 'raise CancelFitException'
 
-# %% ../../nbs/inspection/86_written_steps.ipynb #5c34c6e1
+# %% ../../nbs/inspection/86_written_steps.ipynb #dbcfae6b
 _IS_TENSOR = 'its `weigh` gives a tensor', 'Let `weigh` return a number'
 
 class Accumulation(Lines):
@@ -121,7 +121,7 @@ class Accumulation(Lines):
 
     def _keeps(self):
         "Whether there may be gradients from before a window"
-        pairs = self.w.trainer.plan.entries[True]['zero_grad']
+        pairs = self.w.plan.entries[True]['zero_grad']
         is_plain = [f.__qualname__ for _,f in pairs] == ['BasicTrainCB.zero_grad']
         return not is_plain or self.w.knows('leave', 'step', True)
 
@@ -187,7 +187,7 @@ class Accumulation(Lines):
         text = text.replace(f'if {gathered}:', f'if {gathered} or {aside} is not None:')
         return text + f'    for p, old in {aside} or ():\n        p.grad = old\n    {aside} = None\n'
 
-# %% ../../nbs/inspection/86_written_steps.ipynb #75034666
+# %% ../../nbs/inspection/86_written_steps.ipynb #a4877f3a
 _ADAPTIVE = '''
 def clip_adaptive(params, share):
     "Keep the gradient of each unit below a share of the norm of its weights (Brock et al. 2021)"
@@ -219,7 +219,7 @@ class ClipGrad(Lines):
 
     def before_step(self):
         kind,limit,(params,text) = self.cb.kind,self.cb.limit,self._params()
-        norm,clipped,self.torch = self.name('norm'),self.name('clipped'),self.torch()
+        norm,clipped,_ = self.name('norm'),self.name('clipped'),self.torch()
         further = '' if self.cb.norm_type == 2 else f', {self.w.sources.of(self.cb.norm_type)}'
         grads = f'[p.grad for p in {params} if p.grad is not None]'
         utils = 'torch.nn.utils'

@@ -13,6 +13,7 @@ ELSEWHERE = {
     'Trainer': {
         'summarize_callbacks': 'inspection.loop_tables',
         'summarize_model': 'inspection.model_summary',
+        'to_script': 'inspection.script',
         'show_image_batch': 'show.plots',
         'lr_find': 'tune.lr_finder',
         'find_batch_size': 'tune.batch_finder',

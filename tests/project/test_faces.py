@@ -66,7 +66,7 @@ FACES = {
     """,
     "inspection": """
         ActivationStatsCB callback_table event_table GradientPlotCB GradientStatsCB HooksCallback
-        NonFiniteCB ProfilerCB show_source state_table summarize_model UpdateRatioCB
+        NonFiniteCB ProfilerCB Script show_source state_table summarize_model UpdateRatioCB
     """,
     "evaluate": """
         binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB
