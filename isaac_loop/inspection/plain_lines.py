@@ -228,7 +228,7 @@ def _cuts(line):
             places.setdefault(depth, []).append(indent+token.start[1])
     return sorted(cut for level in (1, 2, 3) for cut in places.get(level, []))
 
-# %% ../../nbs/inspection/83_plain_lines.ipynb #10ad34ec
+# %% ../../nbs/inspection/83_plain_lines.ipynb #c9efac98
 def printed(
     block:list, # Statements
     indent:int=0, # Spaces before each line
@@ -238,13 +238,15 @@ def printed(
     found,told,i = [],origin,0
     while i < len(block):
         run = [block[i]]
-        while i+len(run) < len(block) and block[i+len(run)].origin == run[0].origin: run.append(block[i+len(run)])
+        while i+len(run) < len(block) and _goes_on(run[0], block[i+len(run)]): run.append(block[i+len(run)])
         new = run[0].origin if run[0].origin != told else None
         if getattr(run[0], 'apart', False) and found: found.append('')
         if new and len(run) > 1: found.append(f'{" "*indent}# {new}')
         for node in run: found += _statement(node, indent, new if len(run) == 1 else None)
         told,i = run[0].origin,i+len(run)
     return found
+
+def _goes_on(first, node): return node.origin == first.origin and not getattr(node, 'apart', False)
 
 def _statement(node, indent, comment):
     "The lines of one statement"
@@ -272,8 +274,22 @@ def _statement(node, indent, comment):
 
 def _unparsed(node, indent):
     "The lines of a statement, none too long"
-    ast.fix_missing_locations(node)
-    return [part for line in ast.unparse(node).splitlines() for part in broken(' '*indent + line)]
+    return [part for line in source(node).splitlines() for part in broken(' '*indent + line)]
+
+def source(
+    node:ast.AST, # A statement or an expression
+)->str:
+    "The text of a statement, without brackets that nobody would write"
+    text = ast.unparse(ast.fix_missing_locations(node))
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return f'"{text[1:-1]}"' if text[0] == "'" and '"' not in text else text
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and node.value.elts:
+        values = ast.unparse(node.value)
+        text = text.removesuffix(values) + values[1:-1]
+    for call in [o for o in ast.walk(node) if isinstance(o, ast.Call)]:
+        alone = len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.GeneratorExp)
+        if alone: text = text.replace(f'({ast.unparse(call.args[0])})', ast.unparse(call.args[0]))
+    return text
 
 def _commented(found, comment):
     "Lines with a comment, behind the first if there is room"

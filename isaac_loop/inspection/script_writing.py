@@ -93,9 +93,9 @@ class Comment(ast.stmt):
     "A line of its own that does nothing"
     _fields = ('text',)
 
-# %% ../../nbs/inspection/84_script_writing.ipynb #c3ca8e37
+# %% ../../nbs/inspection/84_script_writing.ipynb #d398b885
 CORE = ('train model train_dl valid_dl loss_func opt_func n_epochs lr opt epoch batch_num batch preds loss '
-        'history row stop over n_updates updates_per_epoch complete torch math time').split()
+        'history row stop over n_updates updates_per_epoch left_early torch math time').split()
 
 class Writing:
     "One round of writing a loop out"

@@ -103,7 +103,7 @@ def value_of(
         if name in space: return space[name]
     raise LookupError(name)
 
-# %% ../../nbs/inspection/82_source_of_values.ipynb #a140136d
+# %% ../../nbs/inspection/82_source_of_values.ipynb #22570670
 _SIMPLE = bool,int,str,bytes,complex,range,slice,type(None),type(...),torch.dtype,torch.device
 _BRACKETS = {list: '[{}]', tuple: '({})', set: '{{{}}}', frozenset: 'frozenset([{}])', torch.Size: '({})'}
 
@@ -124,7 +124,7 @@ class Sources:
         if isinstance(value, enum.Enum): return f'{self.of(type(value))}.{value.name}'
         if isinstance(value, _SIMPLE):
             if isinstance(value, (torch.dtype, torch.device)): self.imports['import torch'] = None
-            return repr(value).replace("device(", "torch.device(")
+            return f'torch.device({str(value)!r})' if isinstance(value, torch.device) else repr(value)
         if type(value) is float: return repr(value) if math.isfinite(value) else f"float('{value}')"
         if type(value) in _BRACKETS: return self._listed(value)
         if type(value) is dict: return '{' + ', '.join(f'{self.of(k)}: {self.of(v)}' for k,v in value.items()) + '}'
@@ -240,7 +240,7 @@ def _lambda_tree(f):
         if around: found = node # The innermost comes last
     return found
 
-# %% ../../nbs/inspection/82_source_of_values.ipynb #9e9b1337
+# %% ../../nbs/inspection/82_source_of_values.ipynb #b5dc0ed6
 @patch
 def _made_anew(self:Sources, value):
     "The call that makes an object like `value`"
@@ -257,8 +257,16 @@ def _arguments(value):
         parameters = list(inspect.signature(kind).parameters.values())
         own = {p.name: getattr(value, p.name, getattr(value, f'_{p.name}', p.default)) for p in parameters}
         given = {p.name: own[p.name] for p in parameters if not _alike(own[p.name], p.default)}
-        return given if _alike(kind(**given), _fresh(value)) else None
+        wanted = _fresh(value)
+        for name in [*given]: # Some are what the class makes of their default
+            fewer = {k: v for k,v in given.items() if k != name}
+            if _makes(kind, fewer, wanted): given = fewer
+        return given if _makes(kind, given, wanted) else None
     except Exception: return None # A class that cannot be made so
+
+def _makes(kind, given, wanted):
+    try: return _alike(kind(**given), wanted)
+    except (TypeError, ValueError): return False
 
 def _fresh(value):
     "A copy, reset if it can be"

@@ -21,7 +21,7 @@ from isaac_loop.inspection.plain_lines import Leave, NotFlat, coming_from, leave
 from isaac_loop.inspection.script_writing import NotWritten, Writing
 from isaac_loop.inspection.source_of_values import NoSource, address
 
-# %% ../../nbs/inspection/90_written_loop.ipynb #9af23600
+# %% ../../nbs/inspection/90_written_loop.ipynb #c0879230
 _NOT_FLAT = NotWritten('it leaves a step from a place that no `if` can stand for', 'Raise the cancel outside of loops')
 
 @patch
@@ -36,8 +36,9 @@ def written(self:Writing, callback, handler, event):
         else: block = inlined(self, callback, handler, event, self.expand)
     except (NotWritten, NoSource) as error: return self._refused(callback, event, error)
     block,self.pending = self.pending+block,[]
+    waits = kind_of(callback) == 'AccumulationCB' # Its steps come later, and none is lost
     for node in within(block):
-        if isinstance(node, Leave): self.note('leave', node.span, self.training)
+        if isinstance(node, Leave) and not waits: self.note('leave', node.span, self.training)
     return block
 
 @patch
@@ -126,7 +127,7 @@ def conditional(self:Writing, test, block, origin)->list: # One statement or non
     node.body = block
     return [node]
 
-# %% ../../nbs/inspection/90_written_loop.ipynb #1f52f002
+# %% ../../nbs/inspection/90_written_loop.ipynb #6186178a
 _USUAL = ('predict', 'get_loss'),('backward', 'step', 'zero_grad')
 
 @patch
@@ -172,13 +173,13 @@ def _left(self:Writing, block):
         elif node.span == 'batch':
             check = f'if {self._over()}:\n    break\n'*self.knows('stop', self.training)
             found += lines(f'{check}continue', node.origin)
-        else: found += lines('complete = False\nbreak' if self.has_after_epoch else 'break', node.origin)
+        else: found += lines('left_early = True\nbreak' if self.has_after_epoch else 'break', node.origin)
     return found
 
 @patch
 def _over(self:Writing): return 'stop' if self.training else 'over'
 
-# %% ../../nbs/inspection/90_written_loop.ipynb #e0168e96
+# %% ../../nbs/inspection/90_written_loop.ipynb #4a850f90
 @patch
 def one_pass(self:Writing, training)->list:
     "A pass over a loader"
@@ -196,9 +197,9 @@ def one_pass(self:Writing, training)->list:
     self.unpacked = False
     after = joined_blocks(self.event('after_epoch'))
     if after: self.note('after_epoch', training)
-    flagged = after and any(getattr(node, 'targets', None) and ast.unparse(node) == 'complete = False' for node in within(loop.body))
-    head = lines('complete = True', 'Trainer.one_epoch')*bool(flagged) + lines('over = False', 'Trainer.one_epoch')*(stops and not training)
-    if flagged: after = self.conditional('complete', after, 'Trainer.one_epoch')
+    flagged = after and any(getattr(node, 'targets', None) and ast.unparse(node) == 'left_early = True' for node in within(loop.body))
+    head = lines('left_early = False', 'Trainer.one_epoch')*bool(flagged) + lines('over = False', 'Trainer.one_epoch')*(stops and not training)
+    if flagged: after = self.conditional('not left_early', after, 'Trainer.one_epoch')
     try: block = without_exits([*before, *head, loop, *after], lambda node: isinstance(node, Leave) and node.span == 'epoch')
     except NotFlat: raise _NOT_FLAT from None
     cleanup = joined_blocks(self.event('cleanup_epoch'))

@@ -134,7 +134,7 @@ class Metrics(Lines):
         self.torch()
         return f"row.update({w.definition('as_columns', _VALUES)}('{column}', {variable}.compute()))\n"
 
-# %% ../../nbs/inspection/87_written_results.ipynb #2f0d67ec
+# %% ../../nbs/inspection/87_written_results.ipynb #3f80053c
 _NOT_THERE = ('it watches `{}`, which the script does not write', 'Watch `train_loss`, `valid_loss` or a metric of `MetricsCB`')
 
 class Watches(Lines):
@@ -145,6 +145,10 @@ class Watches(Lines):
         if w.round and not w.knows('column', column) and not w.knows('columns'): raise NotWritten(_NOT_THERE[0].format(column), _NOT_THERE[1])
         sure = w.knows('column', column) and not any(fact[0] == 'leave' for fact in w.facts)
         return (f"row['{column}']", True) if sure else (f"row.get('{column}')", False)
+
+    def now(self):
+        "A variable for the newest value"
+        return self.name(self.cb.monitor if self.cb.monitor.isidentifier() else 'value')
 
     def better(self, value, best, mode, min_delta, or_equal=False):
         "The condition that `value` is better than `best`, which may be None"
@@ -164,7 +168,7 @@ class EarlyStopping(Watches):
 
     def log(self):
         cb,(value,is_sure) = self.cb,self.news(self.cb.monitor)
-        best,n_bad,now = self.name('best'),self.name('n_bad'),self.name('value')
+        best,n_bad,now = self.name('best'),self.name('n_bad'),self.now()
         text,tests,sign = '',[],'<' if cb.mode == 'min' else '>'
         if cb.divergence is not None: tests.append(f'not {now} {sign} {cb.divergence!r}')
         if cb.threshold is not None: tests.append(f'{now} {sign}= {cb.threshold!r}')
@@ -186,7 +190,7 @@ class KeepBest(Watches):
 
     def log(self):
         cb,w,(value,is_sure) = self.cb,self.w,self.news(self.cb.monitor)
-        best,weights,now = self.name('best_value'),self.name('best_weights'),self.name('value')
+        best,weights,now = self.name('best_value'),self.name('best_weights'),self.now()
         better = self.better(now, best, cb.judge.mode, cb.judge.min_delta)
         if not is_sure: better = f'{now} is not None and {better}'
         copied = f'{{k: v.detach().clone() for k, v in {w.evaluated or "model"}.state_dict().items()}}'

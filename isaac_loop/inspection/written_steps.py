@@ -106,7 +106,7 @@ class OneBatch(Lines):
     "A fit of one batch"
     def after_batch(self): return 'raise CancelFitException'
 
-# %% ../../nbs/inspection/86_written_steps.ipynb #dbcfae6b
+# %% ../../nbs/inspection/86_written_steps.ipynb #3afb1330
 _IS_TENSOR = 'its `weigh` gives a tensor', 'Let `weigh` return a number'
 
 class Accumulation(Lines):
@@ -127,7 +127,7 @@ class Accumulation(Lines):
 
     def before_backward(self):
         gathered,true_loss = self.name('gathered'),self.name('true_loss')
-        text = f'complete = False\n'*self.w.leaves('step')
+        text = f'{self.name("complete")} = False\n'*self.w.leaves('step')
         if self._keeps():
             aside = self.name('aside')
             text += (f'if {gathered} == 0 and {aside} is None:\n'
@@ -159,7 +159,8 @@ class Accumulation(Lines):
         n_batches = self.w.n_batches()
         last = '' if n_batches == 'None' else f' or batch_num + 1 == {n_batches}'
         if last and self.w.leaves('step'): last = f' or ({gathered} and batch_num + 1 == {n_batches})'
-        text = '' if self.closing else f'complete = {gathered} == {n}{last}\nif not complete:\n    raise CancelStepException\n'
+        complete = self.name('complete')
+        text = f'{complete} = {gathered} == {n}{last}\nif not {complete}:\n    raise CancelStepException\n'*(not self.closing)
         total = gathered if self.cb.weigh == 'mean' else self.name('total')
         if self.cb.weigh != 'sum':
             text += f'for p in model.parameters():\n    if p.grad is not None:\n        p.grad /= {total}\n'
@@ -168,7 +169,7 @@ class Accumulation(Lines):
             text += f'for p, old in {aside}:\n    p.grad = old if p.grad is None else p.grad.add_(old)\n{aside} = None\n'
         return text + f'{gathered} = 0\n' + f'{self.name("total")} = 0\n'
 
-    def before_zero_grad(self): return '' if self.closing else 'if not complete:\n    raise CancelStepException'
+    def before_zero_grad(self): return f'if not {self.name("complete")}:\n    raise CancelStepException'*(not self.closing)
 
     def after_epoch(self):
         early = self.w.knows('stop', True) or self.w.leaves('step', 'batch', 'epoch')
