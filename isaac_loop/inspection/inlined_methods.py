@@ -17,8 +17,8 @@ from isaac_loop.inspection.plain_lines import Leave, NotFlat, choice, coming_fro
 from isaac_loop.inspection.script_writing import CORE, NotWritten, Writing, snake
 from isaac_loop.inspection.source_of_values import NoSource, bound_names, loaded_names, value_of
 
-# %% ../../nbs/inspection/85_inlined_methods.ipynb #0d83420c
-_IGNORED = 'replaces','fills_in','patch','staticmethod'
+# %% ../../nbs/inspection/85_inlined_methods.ipynb #f53bd01c
+_IGNORED = 'replaces','fills_in','patch','staticmethod','property','with_cbs'
 
 class Method:
     "A function that answers an event, or helps one that does: its source, and who is who in it"
@@ -424,7 +424,7 @@ def _changes_batch(tree, trainers):
                and isinstance(o.value, ast.Name) and o.value.id in trainers]
     return any(not isinstance(o.ctx, ast.Load) or id(o) not in reads for o in batches)
 
-# %% ../../nbs/inspection/85_inlined_methods.ipynb #a9cdad27
+# %% ../../nbs/inspection/85_inlined_methods.ipynb #f71d08c9
 def statements_of(
     writing:Writing, # The script
     method:Method, # What is to be written
@@ -482,7 +482,7 @@ def _split_returns(block):
 def _keeps_locals(block, own):
     "Whether a function defined in `block` speaks of local variables, which it would share with later calls"
     inner = [o for node in block for o in ast.walk(node) if isinstance(o, (ast.Lambda, ast.FunctionDef))]
-    return any((loaded_names(o)-bound_names(o)) & own for o in inner) or any(isinstance(o, ast.FunctionDef) for o in inner)
+    return any((loaded_names(o)-bound_names(o)) & own for o in inner)
 
 def _as_function(writing, method, block):
     "A function with these statements, and its call"

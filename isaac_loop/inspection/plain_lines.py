@@ -119,7 +119,7 @@ def negated(
     if opposite: return ast.Compare(test.left, [opposite()], test.comparators)
     return ast.UnaryOp(ast.Not(), test)
 
-# %% ../../nbs/inspection/83_plain_lines.ipynb #c81c2afc
+# %% ../../nbs/inspection/83_plain_lines.ipynb #17c696c3
 _PURE = {'len', 'min', 'max', 'range', 'float', 'int', 'list', 'dict', 'math.ceil', 'time.perf_counter', 'time.monotonic'}
 
 def is_pure(
@@ -135,7 +135,8 @@ def without_unused(
 )->list:
     "Leave out assignments to variables that nothing reads"
     while True:
-        names = [o for node in block for o in ast.walk(node) if isinstance(o, ast.Name)]
+        own = {id(o) for node in within(block) for o in _of_itself(node)}
+        names = [o for node in block for o in ast.walk(node) if isinstance(o, ast.Name) and id(o) not in own]
         used = {o.id for o in names if not isinstance(o.ctx, ast.Store)}
         kept = _kept(block, used)
         if kept is None: return block
@@ -160,6 +161,12 @@ def _kept(block, used):
         elif isinstance(node, (ast.For, ast.With, ast.While, ast.FunctionDef)) and not node.body:
             node.body = [_like(node, ast.Pass())]
     return found if changed else None
+
+def _of_itself(node):
+    "Where an assignment reads what it sets"
+    target = _only_target(node)
+    if target is None or not is_pure(node.value): return []
+    return [o for o in ast.walk(node.value) if isinstance(o, ast.Name) and o.id == target]
 
 def _only_target(node):
     "The name that an assignment gives a value, if that is all it does"

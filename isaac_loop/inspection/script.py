@@ -61,7 +61,7 @@ def _leave_out(w, cb):
     except NotWritten: return # It is refused where it does something
     if reason: w.left_out[callback_name(cb)] = reason
 
-# %% ../../nbs/inspection/91_script.ipynb #c68127f2
+# %% ../../nbs/inspection/91_script.ipynb #4d406857
 def _without_early(head, body):
     "Leave out first values that are set anew before they are read"
     found = []
@@ -79,14 +79,21 @@ def _is_set_first(name, block):
         if name in loaded_names(node) | bound_names(node): return False
     return False
 
-class _Uncounted(ast.NodeTransformer):
-    "Loops that do not count batches"
-    def visit_For(self, node):
-        self.generic_visit(node)
-        counts = isinstance(node.iter, ast.Call) and getattr(node.iter.func, 'id', '') == 'enumerate'
-        if counts and ast.unparse(node.target).startswith(('(batch_num,', 'batch_num,')):
-            node.target,node.iter = node.target.elts[1],node.iter.args[0]
-        return node
+def _counting(node):
+    "Whether a statement is a loop that counts batches"
+    return isinstance(node, ast.For) and ast.unparse(node.target).strip('(').startswith('batch_num,')
+
+def _uncounted(block):
+    "Let loops whose batches nobody counts do without numbers"
+    loops = [node for node in within(block) if _counting(node)]
+    reads = [sum(_reads_number(inner) for inner in loop.body) for loop in loops]
+    everywhere = sum(map(_reads_number, block)) > sum(reads) # Also after a loop
+    for loop,n in zip(loops, reads):
+        if not (n or everywhere): loop.target,loop.iter = loop.target.elts[1],loop.iter.args[0]
+
+def _reads_number(node):
+    "How often a statement reads the number of a batch"
+    return sum(isinstance(o, ast.Name) and o.id == 'batch_num' and isinstance(o.ctx, ast.Load) for o in ast.walk(node))
 
 def _with_nonlocals(function, names):
     "Let functions within say which variables of the script they set"
@@ -104,16 +111,20 @@ def _finished(w, head, body):
     block = [*_without_early(head, body), *w.helpers.values(), *body]
     if w.knows('rows') or w.knows('history'):
         block = [*block[:0], *lines('history = []', 'Trainer.fit'), *block, *lines('return history', 'Trainer.fit')]
-    for node in list(within(block)): _returns(node, block)
     block = joined(without_unused(_fit_returns(block, w)), safe)
-    counted = any(isinstance(o, ast.Name) and o.id == 'batch_num' and isinstance(o.ctx, ast.Load) for node in block for o in ast.walk(node))
-    if not counted: block = [_Uncounted().visit(node) for node in block]
+    _uncounted(block)
     function = ast.FunctionDef('train', ast.arguments([], [], None, [], [], None, []), block, [], lineno=0)
-    stored = {o.id for node in within(block) if not isinstance(node, ast.FunctionDef) for o in ast.walk(node) if isinstance(o, ast.Name)}
     _with_nonlocals(function, (w.own_names | set(CORE)) - {'torch', 'math', 'time', 'train'})
-    return function.body
+    free = {name for node in ast.walk(function) if isinstance(node, ast.Nonlocal) for name in node.names}
+    bound = {o.id for node in within(function.body) if not isinstance(node, ast.FunctionDef) for o in _own_names(node)}
+    first = [node for name in sorted(free-bound) for node in lines(f'{name} = None', 'Trainer.fit')]
+    return first + function.body
 
-def _returns(node, block): return None
+def _own_names(node):
+    "Names that a statement sets, without those of functions in it"
+    inner = [o for o in ast.walk(node) if isinstance(o, (ast.FunctionDef, ast.Lambda))]
+    hidden = {id(o) for function in inner for o in ast.walk(function)}
+    return [o for o in ast.walk(node) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store) and id(o) not in hidden]
 
 def _fit_returns(block, w):
     "Leave the fit by `return`"

@@ -21,7 +21,7 @@ from isaac_loop.inspection.plain_lines import Leave, NotFlat, coming_from, leave
 from isaac_loop.inspection.script_writing import NotWritten, Writing
 from isaac_loop.inspection.source_of_values import NoSource, address
 
-# %% ../../nbs/inspection/90_written_loop.ipynb #c0879230
+# %% ../../nbs/inspection/90_written_loop.ipynb #bd09760c
 _NOT_FLAT = NotWritten('it leaves a step from a place that no `if` can stand for', 'Raise the cancel outside of loops')
 
 @patch
@@ -38,7 +38,9 @@ def written(self:Writing, callback, handler, event):
     block,self.pending = self.pending+block,[]
     waits = kind_of(callback) == 'AccumulationCB' # Its steps come later, and none is lost
     for node in within(block):
-        if isinstance(node, Leave) and not waits: self.note('leave', node.span, self.training)
+        if not isinstance(node, Leave) or waits: continue
+        self.note('leave', node.span, self.training)
+        if event in ('before_epoch', 'before_fit'): self.note('skipped')
     return block
 
 @patch

@@ -17,7 +17,7 @@ from isaac_loop.inspection.script_writing import NotWritten
 from isaac_loop.inspection.source_of_values import NoSource
 from isaac_loop.inspection.written_steps import Lines
 
-# %% ../../nbs/inspection/87_written_results.ipynb #c005f5a8
+# %% ../../nbs/inspection/87_written_results.ipynb #630cbced
 _MEAN_LOSS = '''
 def mean_loss(losses):
     "The mean over all examples, from the loss of each batch and its number of examples"
@@ -62,6 +62,12 @@ class MeanOf:
         return self.total / self.n if self.n else math.nan
 '''
 
+def indented(
+    text:str, # Python
+)->str:
+    "The same in a block"
+    return ''.join(f'    {line}\n' for line in text.splitlines())
+
 class Metrics(Lines):
     "Losses, metrics and the time of an epoch"
     silent = 'log','cleanup_fit'
@@ -71,6 +77,7 @@ class Metrics(Lines):
         moves = next(iter(self.w.trainer.model.parameters()), None) is not None
         device = [cb for cb in self.w.trainer.callbacks if self.w.kind(cb) == 'DeviceCB'] if moves else []
         variables = [self._variable(name, training) for training in (True, False) for name,m in self._of(training).items() if hasattr(m, 'to')]
+        if self.w.knows('skipped'): found.insert(0, f'{self.name("losses")} = None')
         return '\n'.join(found + [f'{name}.to({self.w.new_name(device[0], "device")})' for name in variables if device])
 
     def _of(self, training):
@@ -120,9 +127,10 @@ class Metrics(Lines):
         text = f"row['{column}'] = {f}({losses})\n" + ''.join(self._column(name, m) for name,m in self._of(w.training).items())
         self.written(column, 'elapsed')
         early = w.leaves('batch', 'epoch', 'fit')
-        if early: text = f'if {losses}:\n' + ''.join(f'    {line}\n' for line in text.splitlines())
+        if early: text = f'if {losses}:\n' + indented(text)
         is_last = not w.training or False not in w.passes or early
-        return text + f"row['elapsed'] = time.perf_counter() - {self.name('start')}\n"*is_last
+        text += f"row['elapsed'] = time.perf_counter() - {self.name('start')}\n"*is_last
+        return f'if {losses} is not None:\n{indented(text)}{losses} = None' if w.knows('skipped') else text
 
     def _column(self, name, m):
         "The columns of a metric"
@@ -134,7 +142,7 @@ class Metrics(Lines):
         self.torch()
         return f"row.update({w.definition('as_columns', _VALUES)}('{column}', {variable}.compute()))\n"
 
-# %% ../../nbs/inspection/87_written_results.ipynb #3f80053c
+# %% ../../nbs/inspection/87_written_results.ipynb #720eb657
 _NOT_THERE = ('it watches `{}`, which the script does not write', 'Watch `train_loss`, `valid_loss` or a metric of `MetricsCB`')
 
 class Watches(Lines):
@@ -177,9 +185,9 @@ class EarlyStopping(Watches):
             text = f'if {better}:\n    {best} = {now}\n    {n_bad} = 0\nelse:\n    {n_bad} += 1\n'
             tests.append(f'{n_bad} >= {max(cb.patience, 1)}')
         reason = repr(f'`{cb.monitor}` gives reason to stop')
-        text += f'if {" or ".join(tests)}:\n' + ''.join(f'    {line}\n' for line in self.w.stop(reason).splitlines())
+        text += f'if {" or ".join(tests)}:\n' + indented(self.w.stop(reason))
         conditions = ([] if is_sure else [f'{now} is not None']) + [f'epoch >= {cb.start_epoch}']*bool(cb.start_epoch)
-        if conditions: text = f'if {" and ".join(conditions)}:\n' + ''.join(f'    {line}\n' for line in text.splitlines())
+        if conditions: text = f'if {" and ".join(conditions)}:\n' + indented(text)
         return f'{now} = {value}\n{text}'
 
 class KeepBest(Watches):
@@ -209,7 +217,7 @@ class Limit(Lines):
         return (f'{self.name("n_samples")} = 0\n'*(self.cb.samples is not None)
                 + f'{self.name("began")} = time.monotonic()'*(self.cb.seconds is not None))
 
-    def _stop_if(self, test): return f'if {test}:\n' + ''.join(f'    {line}\n' for line in self.w.stop(repr('enough')).splitlines())
+    def _stop_if(self, test): return f'if {test}:\n' + indented(self.w.stop(repr('enough')))
     def _clock(self): return '' if self.cb.seconds is None else self._stop_if(f'time.monotonic() - {self.name("began")} >= {self.cb.seconds!r}')
     def after_step(self): return '' if self.cb.updates is None else self._stop_if(f'n_updates >= {self.cb.updates}')
     def log(self): return ('' if self.cb.epochs is None else self._stop_if(f'epoch + 1 >= {self.cb.epochs}')) + self._clock()
@@ -221,7 +229,7 @@ class Limit(Lines):
         n = self.name('n_samples')
         return f'{n} += {count}\n' + self._stop_if(f'{n} >= {self.cb.samples}') + self._clock()
 
-# %% ../../nbs/inspection/87_written_results.ipynb #59eee353
+# %% ../../nbs/inspection/87_written_results.ipynb #bcd6dec9
 _TAKE_IN = '''
 def {f}(averages, weights, n):
     "The average forgets faster at first"
@@ -241,7 +249,7 @@ class Averaging(Lines):
         if not first:
             w.model = w.evaluated = f'{average}.module'
             return ''
-        w.model = w.evaluated = self.name('evaluated')
+        w.model,w.evaluated = self.name('evaluated'),f'({average}.module if {average}.n_averaged else model)'
         return f'{w.model} = {average}.module if {average}.n_averaged else model'
 
     late = False # May there be validation before the average has begun?
@@ -287,10 +295,11 @@ class SWA(Averaging):
         text = super().cleanup_epoch()
         return self._take_in() if self.w.training and self.cb.every == 'epoch' else text
 
-# %% ../../nbs/inspection/87_written_results.ipynb #83d1bb88
+# %% ../../nbs/inspection/87_written_results.ipynb #383398cc
 class Freeze(Lines):
     "Frozen parts"
-    silent = 'before_fit',
+    def before_fit(self): return f'{self.name("frozen")} = []'*self.w.knows('skipped')
+
     def before_epoch(self):
         cb,frozen = self.cb,self.name('frozen')
         text = f'{frozen} = []\n'
@@ -301,7 +310,9 @@ class Freeze(Lines):
             text += f'if {" and ".join(conditions)}:\n    {found}' if conditions else found
         return text + f'for p in {frozen}:\n    p.requires_grad_(False)\n    p.grad = None'
 
-    def cleanup_epoch(self): return f'for p in {self.name("frozen")}:\n    p.requires_grad_(True)'
+    def cleanup_epoch(self):
+        again = f'\n{self.name("frozen")} = []'*self.w.knows('skipped')
+        return f'for p in {self.name("frozen")}:\n    p.requires_grad_(True){again}'
 
 class BatchNormEval(Lines):
     "Batch norms in eval mode"

@@ -188,7 +188,7 @@ class Accumulation(Lines):
         text = text.replace(f'if {gathered}:', f'if {gathered} or {aside} is not None:')
         return text + f'    for p, old in {aside} or ():\n        p.grad = old\n    {aside} = None\n'
 
-# %% ../../nbs/inspection/86_written_steps.ipynb #a4877f3a
+# %% ../../nbs/inspection/86_written_steps.ipynb #b1865169
 _ADAPTIVE = '''
 def clip_adaptive(params, share):
     "Keep the gradient of each unit below a share of the norm of its weights (Brock et al. 2021)"
@@ -205,7 +205,9 @@ _SPARSE = 'the gradients of `{}` are sparse', 'Make the layer without `sparse=Tr
 
 class ClipGrad(Lines):
     "Gradients within bounds"
-    silent = 'before_fit','cleanup_fit'
+    silent = 'cleanup_fit',
+    def before_fit(self): return f'{self.name("norms")} = []'*bool(self.cb.column and self.w.knows('skipped'))
+
     def _params(self):
         "The parameters of the optimizer that have gradients, in the order of the model"
         cb,model = self.cb,self.w.trainer.model
@@ -248,7 +250,8 @@ class ClipGrad(Lines):
         self.written(name, f'{name}_clipped_share')
         text = (f"row['{name}'] = sum((float(norm) for norm, _ in {norms})) / len({norms})\n"
                 f"row['{name}_clipped_share'] = sum((float(clipped) for _, clipped in {norms})) / len({norms})")
-        return text if not self.w.leaves('step', 'batch', 'epoch', 'fit') else f'if {norms}:\n    ' + text.replace('\n', '\n    ')
+        if self.w.leaves('step', 'batch', 'epoch', 'fit'): text = f'if {norms}:\n    ' + text.replace('\n', '\n    ')
+        return text + f'\n{norms} = []'*self.w.knows('skipped')
 
 # %% ../../nbs/inspection/86_written_steps.ipynb #eb8c21c3
 _FLOAT16 = ("it scales the loss (`dtype='float16'`)", "Use 'bfloat16', which needs no scaling, or add `torch.amp.GradScaler` by hand")
