@@ -424,7 +424,7 @@ def _changes_batch(tree, trainers):
                and isinstance(o.value, ast.Name) and o.value.id in trainers]
     return any(not isinstance(o.ctx, ast.Load) or id(o) not in reads for o in batches)
 
-# %% ../../nbs/inspection/85_inlined_methods.ipynb #f71d08c9
+# %% ../../nbs/inspection/85_inlined_methods.ipynb #a349ac04
 def statements_of(
     writing:Writing, # The script
     method:Method, # What is to be written
@@ -446,9 +446,23 @@ def statements_of(
     _check_ways_out(block)
     return block
 
+class _Known(ast.NodeTransformer):
+    "Puts in whether the pass trains"
+    def __init__(self, trainers, training): self.trainers,self.training = trainers,training
+    def visit_Attribute(self, node):
+        of_trainer = isinstance(node.value, ast.Name) and node.value.id in self.trainers
+        return ast.Constant(self.training) if of_trainer and node.attr == 'training' else self.generic_visit(node)
+
+def _reached(block):
+    "Statements up to the first that leaves the method in any case"
+    end = next((i for i,node in enumerate(block) if isinstance(node, (ast.Return, ast.Raise))), len(block))
+    return block[:end+1]
+
 def _visited(inline, body):
-    "Statements, rewritten and made simpler"
+    "Statements, rewritten and made simpler; what this kind of pass does not come to is left out"
     holder = ast.Module(body, [])
+    if inline.w.training is not None: _Simpler().visit(_Known(inline.trainers, inline.w.training).visit(holder))
+    holder.body = _reached(holder.body)
     inline.generic_visit(holder)
     _Simpler().visit(holder)
     return ast.fix_missing_locations(holder).body

@@ -235,7 +235,7 @@ def _cuts(line):
             places.setdefault(depth, []).append(indent+token.start[1])
     return sorted(cut for level in (1, 2, 3) for cut in places.get(level, []))
 
-# %% ../../nbs/inspection/83_plain_lines.ipynb #c9efac98
+# %% ../../nbs/inspection/83_plain_lines.ipynb #30cb98a4
 def printed(
     block:list, # Statements
     indent:int=0, # Spaces before each line
@@ -247,11 +247,14 @@ def printed(
         run = [block[i]]
         while i+len(run) < len(block) and _goes_on(run[0], block[i+len(run)]): run.append(block[i+len(run)])
         new = run[0].origin if run[0].origin != told else None
-        if getattr(run[0], 'apart', False) and found: found.append('')
+        if getattr(run[0], 'apart', False) and found and found[-1]: found.append('')
         if new and len(run) > 1: found.append(f'{" "*indent}# {new}')
-        for node in run: found += _statement(node, indent, new if len(run) == 1 else None)
+        for node in run:
+            defines = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and indent
+            if defines and found and not found[-1].lstrip().startswith('#'): found.append('')
+            found += _statement(node, indent, new if len(run) == 1 else None) + ['']*bool(defines)
         told,i = run[0].origin,i+len(run)
-    return found
+    return found[:-1] if found and not found[-1] else found
 
 def _goes_on(first, node): return node.origin == first.origin and not getattr(node, 'apart', False)
 

@@ -67,7 +67,7 @@ def joined_blocks(pairs):
     "The statements of several handlers, one after the other"
     return [node for _,block in pairs for node in block]
 
-# %% ../../nbs/inspection/90_written_loop.ipynb #4117b725
+# %% ../../nbs/inspection/90_written_loop.ipynb #d829b30f
 def _is_step(node): return isinstance(node, Leave) and node.span == 'step'
 
 def _assembled(befores, core, cleanups):
@@ -87,12 +87,11 @@ def _assembled(befores, core, cleanups):
     try: block = without_exits(block+core, _is_step)
     except NotFlat: raise _NOT_FLAT from None
     cleanup = joined_blocks(rest)
-    return guarded(block, cleanup) if leaves(block, 'batch', 'epoch', 'fit') else block+cleanup
+    return guarded(block, cleanup, 'run_callbacks') if leaves(block, 'batch', 'epoch', 'fit') else block+cleanup
 
-def guarded(block, cleanup):
+def guarded(block, cleanup, method):
     "Statements, and others that run in any case"
-    if not cleanup: return block
-    return coming_from([ast.Try(block, [], [], cleanup)], block[0].origin)
+    return coming_from([ast.Try(block, [], [], cleanup)], f'Trainer.{method}') if cleanup else block
 
 @patch
 def step(self:Writing, name)->list: # Statements
@@ -129,7 +128,7 @@ def conditional(self:Writing, test, block, origin)->list: # One statement or non
     node.body = block
     return [node]
 
-# %% ../../nbs/inspection/90_written_loop.ipynb #6186178a
+# %% ../../nbs/inspection/90_written_loop.ipynb #df853c63
 _USUAL = ('predict', 'get_loss'),('backward', 'step', 'zero_grad')
 
 @patch
@@ -148,7 +147,7 @@ def batch(self:Writing)->list:
     befores = joined_blocks(self.event('before_batch'))
     block = befores + body() + joined_blocks(self.event('after_batch'))
     cleanup = joined_blocks(self.event('cleanup_batch'))
-    if leaves(block, 'batch', 'epoch', 'fit'): return self._left(guarded(block, cleanup))
+    if leaves(block, 'batch', 'epoch', 'fit'): return self._left(guarded(block, cleanup, 'one_batch'))
     return block + cleanup
 
 @patch
@@ -181,7 +180,7 @@ def _left(self:Writing, block):
 @patch
 def _over(self:Writing): return 'stop' if self.training else 'over'
 
-# %% ../../nbs/inspection/90_written_loop.ipynb #4a850f90
+# %% ../../nbs/inspection/90_written_loop.ipynb #0f621144
 @patch
 def one_pass(self:Writing, training)->list:
     "A pass over a loader"
@@ -205,7 +204,7 @@ def one_pass(self:Writing, training)->list:
     try: block = without_exits([*before, *head, loop, *after], lambda node: isinstance(node, Leave) and node.span == 'epoch')
     except NotFlat: raise _NOT_FLAT from None
     cleanup = joined_blocks(self.event('cleanup_epoch'))
-    block = guarded(block, cleanup) if leaves(block, 'fit') else block+cleanup
+    block = guarded(block, cleanup, 'one_epoch') if leaves(block, 'fit') else block+cleanup
     return self._in_mode(training, block)
 
 @patch
@@ -221,7 +220,7 @@ def _in_mode(self:Writing, training, block):
     self.sources.imports['import torch'] = None
     return found
 
-# %% ../../nbs/inspection/90_written_loop.ipynb #4bab56c3
+# %% ../../nbs/inspection/90_written_loop.ipynb #643827d6
 @patch
 def fit(self:Writing)->list:
     "The body of the function `train`"
@@ -242,7 +241,7 @@ def fit(self:Writing)->list:
     after = joined_blocks(self.event('after_fit'))
     block = [*before, epochs, *after]
     cleanup = joined_blocks(self.event('cleanup_fit'))
-    block = guarded(block, cleanup) if leaves(block, 'fit') else block+cleanup
+    block = guarded(block, cleanup, 'fit') if leaves(block, 'fit') else block+cleanup
     return made + head + self._initial(), block
 
 @patch
