@@ -220,7 +220,7 @@ def _in_mode(self:Writing, training, block):
     self.sources.imports['import torch'] = None
     return found
 
-# %% ../../nbs/inspection/90_written_loop.ipynb #643827d6
+# %% ../../nbs/inspection/90_written_loop.ipynb #61c0d51f
 @patch
 def fit(self:Writing)->list:
     "The body of the function `train`"
@@ -236,7 +236,7 @@ def fit(self:Writing)->list:
     self.training,self.model = list(self.passes)[-1],'model' # The kind of the last pass, for `log`
     log = joined_blocks(self.event('log'))
     stop = lines('if stop:\n    break', 'Trainer.fit')*self._stops()
-    epochs.body = self._with_row(body) + log + stop
+    epochs.body = self._with_row(body, log) + stop
     self.training = None
     after = joined_blocks(self.event('after_fit'))
     block = [*before, epochs, *after]
@@ -254,12 +254,16 @@ def _keeps_gradients(self:Writing):
 def _stops(self:Writing): return any(fact[0] == 'stop' for fact in self.facts)
 
 @patch
-def _with_row(self:Writing, body):
+def _with_row(self:Writing, body, log):
     "An epoch with its row, which is in the history as soon as somebody has written to it"
-    if not (self.knows('rows') or self.knows('history')): return body
+    if not (self.knows('rows') or self.knows('history')): return body+log
     row = lines(f"row = {{'fit': {self.trainer.history.fit+1}, 'epoch': epoch}}", 'Trainer.fit')
     add = lines('history.append(row)', 'Trainer.fit')
-    return row + body if _add_row(body, add) else row + body + self.conditional('len(row) > 2', add, 'Trainer.fit')
+    both = body+log
+    if _add_row(both, add): return row+both
+    first = self.conditional('len(row) > 2', add, 'Trainer.fit')*any(map(_writes_row, within(body)))
+    last = self.conditional('len(row) > 2 and history[-1:] != [row]', add, 'Trainer.fit')*any(map(_writes_row, within(log)))
+    return [*row, *body, *first, *log, *last]
 
 def _add_row(block, add):
     "Put `add` behind the first statements that write to the row whatever happens; whether there are any"
