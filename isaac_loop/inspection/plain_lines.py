@@ -5,14 +5,17 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/83_plain_lines.ipynb #d3e02f87
-import ast, copy, textwrap, tokenize
-from io import StringIO
+# %% ../../nbs/inspection/83_plain_lines.ipynb #b8dd7787
+import ast, textwrap
 
-# %% ../../nbs/inspection/83_plain_lines.ipynb #cb54a816
+# %% ../../nbs/inspection/83_plain_lines.ipynb #84a40631
 class Leave(ast.stmt):
     "Stands for leaving a part of the loop early, until it is known how"
     _fields = ('span',)
+
+class Comment(ast.stmt):
+    "A line of its own that does nothing"
+    _fields = ('text',)
 
 _CANCELS = {f'Cancel{span.capitalize()}Exception': span for span in ('fit', 'epoch', 'batch', 'step')}
 
@@ -198,112 +201,3 @@ def _same_head(a, b, contexts):
     if not isinstance(a.test, (ast.Name, ast.UnaryOp)): return False
     stored = {o.id for node in a.body for o in ast.walk(node) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)}
     return not stored & {o.id for o in ast.walk(a.test) if isinstance(o, ast.Name)}
-
-# %% ../../nbs/inspection/83_plain_lines.ipynb #17d9e440
-WIDTH = 110
-
-def broken(
-    line:str, # One line of code
-)->list: # Lines
-    "Break a line that is too long"
-    if len(line) <= WIDTH: return [line]
-    indent = len(line) - len(line.lstrip())
-    cuts = _cuts(line)
-    if not cuts: return [line]
-    found,start,begin = [],0,indent
-    while len(line)-start+begin > WIDTH:
-        fitting = [cut for cut in cuts if start < cut and cut-start+begin <= WIDTH] or [cut for cut in cuts if cut > start][:1]
-        if not fitting: break
-        found.append(' '*begin + line[start:fitting[-1]].strip())
-        start,begin = fitting[-1],indent+8
-    return [*found, ' '*begin + line[start:].strip()] if start else [line]
-
-def _cuts(line):
-    "Where a line may be broken: after commas and brackets, before operators, in the outermost brackets that help"
-    depth,places = 0,{}
-    try: tokens = list(tokenize.generate_tokens(StringIO(line.strip() + ('\n    pass' if line.rstrip().endswith(':') else '')).readline))
-    except (tokenize.TokenError, IndentationError, SyntaxError): return []
-    indent = len(line) - len(line.lstrip())
-    for token in tokens:
-        if token.start[0] > 1: break
-        if token.type == tokenize.OP and token.string in '([{':
-            depth += 1
-            places.setdefault(depth, []).append(indent+token.end[1])
-        elif token.type == tokenize.OP and token.string in ')]}': depth -= 1
-        elif depth and token.string == ',': places.setdefault(depth, []).append(indent+token.end[1])
-        elif depth and token.string in ('and', 'or', 'if', 'else', 'for', '+', '-'):
-            places.setdefault(depth, []).append(indent+token.start[1])
-    return sorted(cut for level in (1, 2, 3) for cut in places.get(level, []))
-
-# %% ../../nbs/inspection/83_plain_lines.ipynb #30cb98a4
-def printed(
-    block:list, # Statements
-    indent:int=0, # Spaces before each line
-    origin:str=None, # Of the statement that the block belongs to, and that was named there
-)->list: # Lines
-    "The text of statements, with comments that say where they come from"
-    found,told,i = [],origin,0
-    while i < len(block):
-        run = [block[i]]
-        while i+len(run) < len(block) and _goes_on(run[0], block[i+len(run)]): run.append(block[i+len(run)])
-        new = run[0].origin if run[0].origin != told else None
-        if getattr(run[0], 'apart', False) and found and found[-1]: found.append('')
-        if new and len(run) > 1: found.append(f'{" "*indent}# {new}')
-        for node in run:
-            defines = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and indent
-            if defines and found and not found[-1].lstrip().startswith('#'): found.append('')
-            found += _statement(node, indent, new if len(run) == 1 else None) + ['']*bool(defines)
-        told,i = run[0].origin,i+len(run)
-    return found[:-1] if found and not found[-1] else found
-
-def _goes_on(first, node): return node.origin == first.origin and not getattr(node, 'apart', False)
-
-def _statement(node, indent, comment):
-    "The lines of one statement"
-    blocks = isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.FunctionDef))
-    if not blocks: return _commented(_unparsed(node, indent), comment)
-    shown = copy.copy(node)
-    shown.body = [ast.Pass()]
-    for name in ('orelse', 'finalbody', 'handlers'):
-        if hasattr(shown, name): setattr(shown, name, [ast.Pass()] if name == 'finalbody' and isinstance(node, ast.Try) else [])
-    head = _unparsed(shown, indent)[:-1]
-    if isinstance(node, ast.Try): head = [' '*indent + 'try:']
-    found = _commented(head, comment) + printed(node.body, indent+4, node.origin)
-    for handler in getattr(node, 'handlers', []):
-        kind = f' {ast.unparse(handler.type)}' if handler.type else ''
-        name = f' as {handler.name}' if handler.name else ''
-        found += [f'{" "*indent}except{kind}{name}:'] + printed(handler.body, indent+4, node.origin)
-    only_if = getattr(node, 'orelse', [])
-    if len(only_if) == 1 and isinstance(node, ast.If) and isinstance(only_if[0], ast.If):
-        first,*others = _statement(only_if[0], indent, only_if[0].origin if only_if[0].origin != node.origin else None)
-        return [*found, f'{" "*indent}el{first.lstrip()}', *others]
-    for name,word in (('orelse', 'else:'), ('finalbody', 'finally:')):
-        inner = getattr(node, name, [])
-        if inner: found += [' '*indent + word] + printed(inner, indent+4, node.origin)
-    return found
-
-def _unparsed(node, indent):
-    "The lines of a statement, none too long"
-    return [part for line in source(node).splitlines() for part in broken(' '*indent + line)]
-
-def source(
-    node:ast.AST, # A statement or an expression
-)->str:
-    "The text of a statement, without brackets that nobody would write"
-    text = ast.unparse(ast.fix_missing_locations(node))
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-        return f'"{text[1:-1]}"' if text[0] == "'" and '"' not in text else text
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and node.value.elts:
-        values = ast.unparse(node.value)
-        text = text.removesuffix(values) + values[1:-1]
-    for call in [o for o in ast.walk(node) if isinstance(o, ast.Call)]:
-        alone = len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.GeneratorExp)
-        if alone: text = text.replace(f'({ast.unparse(call.args[0])})', ast.unparse(call.args[0]))
-    return text
-
-def _commented(found, comment):
-    "Lines with a comment, behind the first if there is room"
-    if not comment: return found
-    if len(found) == 1 and len(found[0]) + len(comment) + 4 <= WIDTH: return [f'{found[0]}  # {comment}']
-    indent = len(found[0]) - len(found[0].lstrip())
-    return [f'{" "*indent}# {comment}', *found]

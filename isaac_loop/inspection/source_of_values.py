@@ -103,9 +103,11 @@ def value_of(
         if name in space: return space[name]
     raise LookupError(name)
 
-# %% ../../nbs/inspection/82_source_of_values.ipynb #22570670
+# %% ../../nbs/inspection/82_source_of_values.ipynb #88331f6b
 _SIMPLE = bool,int,str,bytes,complex,range,slice,type(None),type(...),torch.dtype,torch.device
 _BRACKETS = {list: '[{}]', tuple: '({})', set: '{{{}}}', frozenset: 'frozenset([{}])', torch.Size: '({})'}
+
+_STANDING = 'torch','math','time' # Names that every script keeps for these modules
 
 class Sources:
     "What a script imports and defines beside its loop"
@@ -155,13 +157,14 @@ class Sources:
         found = address(value) if callable(value) else None
         if found: return self._import(found[1] if name == '<lambda>' else name, value, *found)
         if isinstance(value, (FunctionType, type)): return self._define(name, value)
+        if callable(value) and hasattr(value, '__name__'): raise NoSource(f'`{name}` is not written in Python')
         text = self.of(value)
         return self._remember(self.names.new(name), value, lambda name: f'{name} = {text}')
 
     def _import(self, name, value, home, member):
         "Import a module, or a `member` of one"
         if not _is_installed(home): raise NoSource(f'`{home}` is no installed package')
-        new = name if name == home.partition('.')[0] == 'torch' else self.names.new(name)
+        new = name if name == home and name in _STANDING else self.names.new(name)
         if member: line = f'from {home} import {member}' + f' as {new}'*(new != member)
         elif home == new: line = f'import {home}'
         else:
