@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/88_inlined_methods.ipynb #89ceb671
+# %% ../../nbs/inspection/88_inlined_methods.ipynb #70208a27
 import ast, copy
 from functools import partial
 
@@ -13,8 +13,9 @@ from isaac_loop.loop.events import CancelBatchException, CancelEpochException, C
 from isaac_loop.loop.events import CancelFitException, CancelStepException, callback_name
 from isaac_loop.loop.handlers import TrainersOwn
 from isaac_loop.inspection.method_source import Method, own_method, plain_function
-from isaac_loop.inspection.plain_expressions import InlineCalls, Known, Simpler, expression, name_of, trainer_names
-from isaac_loop.inspection.plain_lines import Leave, NotFlat, coming_from, is_pure, leaves, within, without_exits
+from isaac_loop.inspection.plain_expressions import InlineCalls, expression, name_of, trainer_names
+from isaac_loop.inspection.plain_lines import Known, Leave, NotFlat, Simpler, coming_from, is_pure, leaves
+from isaac_loop.inspection.plain_lines import within, without_exits
 from isaac_loop.inspection.script_writing import NotWritten, Writing, snake
 from isaac_loop.inspection.source_of_values import bound_names, loaded_names
 

@@ -201,3 +201,62 @@ def _same_head(a, b, contexts):
     if not isinstance(a.test, (ast.Name, ast.UnaryOp)): return False
     stored = {o.id for node in a.body for o in ast.walk(node) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)}
     return not stored & {o.id for o in ast.walk(a.test) if isinstance(o, ast.Name)}
+
+# %% ../../nbs/inspection/83_plain_lines.ipynb #05a08b21
+class Simpler(ast.NodeTransformer):
+    "Takes entries out of tuples that are written down, and decides conditions that are known"
+    def visit_Subscript(self, node):
+        self.generic_visit(node)
+        value,i = node.value,getattr(node.slice, 'value', None)
+        if not isinstance(value, ast.Tuple) or type(i) is not int: return node
+        starred = any(isinstance(o, ast.Starred) for o in value.elts)
+        inside = -len(value.elts) <= i < len(value.elts)
+        return value.elts[i] if inside and not starred else node
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        args = []
+        for arg in node.args:
+            plain = isinstance(arg, ast.Starred) and isinstance(arg.value, ast.Tuple)
+            args += arg.value.elts if plain else [arg]
+        node.args = args
+        return node
+
+    def visit_UnaryOp(self, node):
+        self.generic_visit(node)
+        known = isinstance(node.op, ast.Not) and isinstance(node.operand, ast.Constant)
+        return ast.Constant(not node.operand.value) if known else node
+
+    def visit_BoolOp(self, node):
+        self.generic_visit(node)
+        is_and,values = isinstance(node.op, ast.And),[]
+        for value in node.values:
+            known = isinstance(value, ast.Constant)
+            if known and bool(value.value) is is_and: continue
+            values.append(value)
+            if known: break
+        if not values: return ast.Constant(is_and)
+        return values[0] if len(values) == 1 else ast.BoolOp(node.op, values)
+
+    def visit_IfExp(self, node):
+        self.generic_visit(node)
+        if not isinstance(node.test, ast.Constant): return node
+        return node.body if node.test.value else node.orelse
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        if isinstance(node.test, ast.Constant): return node.body if node.test.value else node.orelse
+        return node if node.body else choice(node, [], node.orelse)
+
+class Known(ast.NodeTransformer):
+    "Puts in whether the pass trains"
+    def __init__(self,
+        trainers:set, # Names of the trainer
+        training:bool, # Whether the pass trains
+    ):
+        self.trainers,self.training = trainers,training
+
+    def visit_Attribute(self, node):
+        of_trainer = isinstance(node.value, ast.Name) and node.value.id in self.trainers
+        if of_trainer and node.attr == 'training': return ast.Constant(self.training)
+        return self.generic_visit(node)

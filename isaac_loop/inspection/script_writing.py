@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/85_script_writing.ipynb #82030f8c
-import ast, re
+# %% ../../nbs/inspection/85_script_writing.ipynb #dacf7718
+import re
 from types import SimpleNamespace
 
 from isaac_loop.loop.events import callback_name

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/82_source_of_values.ipynb #8b895e27
+# %% ../../nbs/inspection/82_source_of_values.ipynb #b356dc42
 import ast, builtins, copy, enum, inspect, math, sys
 from collections import defaultdict, deque
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 
 import torch
 

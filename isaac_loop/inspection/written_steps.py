@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/89_written_steps.ipynb #67ddc3c6
+# %% ../../nbs/inspection/89_written_steps.ipynb #b2c84fdb
 import functools, inspect, math
 
-from torch import nn
 from torch.optim import Optimizer
 
 from isaac_loop.loop.events import callback_name
@@ -250,76 +249,3 @@ class ClipGrad(Lines):
                 f"row['{name}_clipped_share'] = sum((float(clipped) for _, clipped in {norms})) / len({norms})")
         if self.w.leaves('step', 'batch', 'epoch', 'fit'): text = f'if {norms}:\n    ' + text.replace('\n', '\n    ')
         return text + f'\n{norms} = []'*self.w.knows('skipped')
-
-# %% ../../nbs/inspection/89_written_steps.ipynb #eb8c21c3
-_FLOAT16 = ("it scales the loss (`dtype='float16'`)", "Use 'bfloat16', which needs no scaling, or add `torch.amp.GradScaler` by hand")
-
-class MixedPrecision(Lines):
-    "Half precision"
-    silent = 'before_epoch','cleanup_epoch','cleanup_predict','cleanup_get_loss','before_backward','cleanup_backward','before_step','cleanup_step'
-    def before_fit(self):
-        if str(self.cb.dtype) != 'torch.bfloat16': raise NotWritten(*_FLOAT16)
-        return f'{self.name("device_type")} = next(model.parameters()).device.type'
-
-    def before_predict(self): return self.w.around(f'{self.torch()}.autocast({self.name("device_type")}, torch.bfloat16)', self.cb)
-    before_get_loss = before_predict
-
-class Device(Lines):
-    "Everything in one place"
-    def before_fit(self):
-        trainer,device,given = self.w.trainer,self.name('device'),self.cb.device
-        self.torch()
-        text = "torch.accelerator.current_accelerator(check_available=True) or torch.device('cpu')"
-        if given is not None:
-            text = repr(given).replace('device(', 'torch.device(') if not callable(given) else f'torch.device({self.w.function(given, "choose_device")}())'
-        modules = [name for name in ('model', 'loss_func') if isinstance(getattr(trainer, name), nn.Module)]
-        return f'{device} = {text}\n' + '\n'.join(f'{name}.to({device})' for name in modules)
-
-    def before_batch(self):
-        w,device = self.w,self.name('device')
-        if w.unpacked and w.passes[w.training]:
-            form = w.form()
-            names = [*form.inputs, *form.targets]
-            moved = [name for name,part in zip(names, form.parts or names) if form.parts is None or hasattr(part, 'to')]
-            if any(o.startswith('*') for o in names): return self._whole(device)
-            return f'{", ".join(moved)} = {", ".join(f"{name}.to({device})" for name in moved)}' if moved else ''
-        return self._whole(device)
-
-    def _whole(self, device):
-        "The batch as a whole"
-        w = self.w
-        w.note('batch', w.training)
-        w.unpacked,batch = False,w.seen.get(w.training)
-        if hasattr(batch, 'to'): return f'batch = batch.to({device})'
-        if hasattr(batch, 'keys'):
-            return f"batch = {{k: v.to({device}) if hasattr(v, 'to') else v for k, v in batch.items()}}"
-        if batch is not None and not all(hasattr(o, 'to') for o in batch):
-            return f"batch = [part.to({device}) if hasattr(part, 'to') else part for part in batch]"
-        return f'batch = [part.to({device}) for part in batch]'
-
-# %% ../../nbs/inspection/89_written_steps.ipynb #f7f779ec
-class BatchTransform(Lines):
-    "A transform of the batch"
-    def before_batch(self):
-        self.w.note('batch', self.w.training)
-        self.w.unpacked = False
-        return f'batch = {self.w.function(self.cb.tfm, "transform")}(batch)'
-
-class BatchAugmentation(Lines):
-    "A transform for each item"
-    def before_batch(self):
-        w,found = self.w,[]
-        for key,tfm in self.cb.tfms.items():
-            f,batch = w.function(tfm, 'transform'),w.seen.get(w.training)
-            if w.unpacked and type(key) is int:
-                form = w.form()
-                name = [*form.inputs, *form.targets][key]
-                if not name.startswith('*'):
-                    found.append(f'{name} = {f}({name})')
-                    continue
-            w.note('batch', w.training)
-            w.unpacked = False
-            if hasattr(batch, 'keys') and type(key) is int: key = list(batch)[key]
-            if isinstance(key, str): found.append(f'batch = {{**batch, {key!r}: {f}(batch[{key!r}])}}')
-            else: found.append(f'batch = [*batch[:{key}], {f}(batch[{key}]), *batch[{key+1}:]]')
-        return '\n'.join(found)
