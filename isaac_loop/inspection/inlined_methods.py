@@ -19,7 +19,7 @@ from isaac_loop.inspection.plain_lines import within, without_exits
 from isaac_loop.inspection.script_writing import NotWritten, Writing, snake
 from isaac_loop.inspection.source_of_values import bound_names, loaded_names
 
-# %% ../../nbs/inspection/88_inlined_methods.ipynb #416a4d37
+# %% ../../nbs/inspection/88_inlined_methods.ipynb #f10dc8f4
 _SPAN = {CancelFitException: 'fit', CancelEpochException: 'epoch', CancelBatchException: 'batch',
          CancelStepException: 'step'}
 _ONLY_CHECKS = 'check_monitored','check_name' # They refuse what cannot work, and do nothing else
@@ -62,6 +62,7 @@ class InlineStatements(InlineCalls):
     def write(self, call):
         self.w.note('history')
         self.w.note('rows')
+        for o in call.keywords: self.w.note(*(['maybe', o.arg] if o.arg else ['columns']))
         args,keywords = ([self.visit(o) for o in given] for given in (call.args, call.keywords))
         return ast.Expr(ast.Call(expression('row.update'), args, keywords))
 
@@ -99,7 +100,7 @@ class InlineStatements(InlineCalls):
         if bound in self.renamed: node.asname = self.renamed[bound]
         return node
 
-# %% ../../nbs/inspection/88_inlined_methods.ipynb #ccffcda1
+# %% ../../nbs/inspection/88_inlined_methods.ipynb #3df64826
 _OURS = __name__.partition('.')[0]
 _SHORT = 4 # So many statements are written in the place of a call
 
@@ -113,7 +114,8 @@ class InlineMethods(InlineStatements):
         if isinstance(f.value, ast.Call) and getattr(f.value.func, 'id', None) == 'super':
             mine = (i for i,o in enumerate(mro) if self.method.f in map(plain_function, vars(o).values()))
             return next((o for o in mro[next(mine, 0)+1:] if f.attr in vars(o)), object)
-        is_name = isinstance(f.value, ast.Name) and f.value.id not in self.bound | self.trainers | {self.self_name}
+        known = self.bound | self.trainers | {self.self_name}
+        is_name = isinstance(f.value, ast.Name) and f.value.id not in known
         named = self.method.outside(f.value.id) if is_name else None
         return named if isinstance(named, type) and named in mro else None
 
@@ -231,8 +233,9 @@ def _check_ways_out(block):
         caught = isinstance(node, ast.Try) and node.handlers
         if loop or caught and leaves(node.body, 'fit', 'epoch', 'batch', 'step'): raise NotWritten(*_OWN_LOOP)
 
-# %% ../../nbs/inspection/88_inlined_methods.ipynb #4e2bdbe6
-_IN_HELPER = '`{}`, a function that it calls, leaves a part of the loop','Raise the cancel in the method of the event'
+# %% ../../nbs/inspection/88_inlined_methods.ipynb #e69fcb01
+_IN_HELPER = '`{}`, a function that it calls, leaves a part of the loop'
+_IN_EVENT = 'Raise the cancel in the method of the event'
 
 def helper(
     writing:Writing, # The script
@@ -253,7 +256,8 @@ def helper(
     inline = InlineMethods(writing, method, expand)
     arguments = inline.visit(arguments)
     block = _rewritten(inline, method.tree.body)
-    if leaves(block, 'fit', 'epoch', 'batch', 'step'): raise NotWritten(_IN_HELPER[0].format(f.__name__), _IN_HELPER[1])
+    out = leaves(block, 'fit', 'epoch', 'batch', 'step')
+    if out: raise NotWritten(_IN_HELPER.format(f.__name__), _IN_EVENT)
     block = _in_contexts(inline, method, block) or [ast.Pass()]
     define = ast.FunctionDef(name, arguments, block, [], lineno=0)
     origin = f.__name__ if owner is None else f'{callback_name(owner)}.{f.__name__}'

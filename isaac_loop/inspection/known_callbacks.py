@@ -77,23 +77,26 @@ LEFT_OUT = {
     'NotifyCB': 'sends messages',
 }
 
-# %% ../../nbs/inspection/94_known_callbacks.ipynb #486a1240
+# %% ../../nbs/inspection/94_known_callbacks.ipynb #5885c691
 _BY_HAND = 'Write that part by hand'
 REFUSED = {
     'MixUpCB': ('it mixes examples with random numbers of its own', _BY_HAND),
     'CutMixCB': ('it mixes examples with random numbers of its own', _BY_HAND),
     'ProgressiveResizeCB': ('it changes the size of images from epoch to epoch', _BY_HAND),
-    'AccelerateCB': ('it hands the loop to Accelerate', 'Write the script without it, and follow the guide of Accelerate'),
-    'AttributeSchedulerCB': ('it sets attributes that it finds by name', 'Set them in `after_step` of a callback of your own'),
+    'AccelerateCB': ('it hands the loop to Accelerate',
+                     'Write the script without it, and follow the guide of Accelerate'),
+    'AttributeSchedulerCB': ('it sets attributes that it finds by name',
+                             'Set them in `after_step` of a callback of your own'),
     'LRFinderCB': ('it makes a fit of its own', 'Remove it: the script is about a usual fit'),
-    'NonFiniteStopCB': ('it keeps bad gradients out of the weights', 'Leave it out: without NaN it changes nothing'),
+    'NonFiniteStopCB': ('it keeps bad gradients out of the weights',
+                        'Leave it out: without NaN it changes nothing'),
     'LossSpikeCB': ('it may leave a batch out, or stop', 'Leave it out, or let it only report: `stop=False`'),
     'SamePredictionsCB': ('it may stop the fit', 'Leave it out, or let it only report: `stop=False`'),
     'DropoutOnCB': ('it leaves dropout on in validation', _BY_HAND),
     'RewindCB': ('it may take the run back', 'Leave it out: it keeps states for the trainer alone'),
 }
 
-# %% ../../nbs/inspection/94_known_callbacks.ipynb #d4fd0dcf
+# %% ../../nbs/inspection/94_known_callbacks.ipynb #2c0be375
 _OURS = __name__.partition('.')[0]
 
 def is_ours(
@@ -119,10 +122,13 @@ def reason_to_leave_out(
     asks = 'user_iter_callback','user_epochs_done_callback'
     if kind == 'EvaluatorCB' and any(vars(callback).get(name) for name in asks): raise NotWritten(*_MAY_STOP)
     only_reports = kind in ('LossSpikeCB', 'SamePredictionsCB') and not callback.stop
-    if only_reports and not (kind == 'LossSpikeCB' and (callback.skip or callback.every == 1)): return 'only reports'
+    leaves_out = kind == 'LossSpikeCB' and (callback.skip or callback.every == 1)
+    if only_reports and not leaves_out: return 'only reports'
     return LEFT_OUT.get(kind)
 
-_HARMLESS = {'state_dict', 'load_state_dict', 'explain', 'columns', 'plot', 'preview', 'order', 'name', 'on_train', 'on_valid', 'stateless'}
+_HARMLESS = {'state_dict', 'load_state_dict', 'explain', 'columns', 'plot', 'preview', 'order', 'name',
+             'on_train', 'on_valid', 'stateless'}
+_CHANGES = '`{}.{}` changes a part of `{}`', 'Do it in the method of an event'
 
 def check_parts(
     callback, # Comes from a callback that is written
@@ -131,13 +137,14 @@ def check_parts(
     for cls in type(callback).__mro__:
         if is_ours(cls): return
         for name,value in vars(cls).items():
-            inside = isinstance(value, (FunctionType, property)) and name not in _HARMLESS and name not in EVENTS
-            if inside and not name.startswith('__') and _is_of_ours(type(callback), name):
-                raise NotWritten(f'`{cls.__name__}.{name}` changes a part of `{kind_of(callback)}`', 'Do it in the method of an event')
+            is_known = name in _HARMLESS or name in EVENTS or name.startswith('__')
+            inside = isinstance(value, (FunctionType, property)) and not is_known
+            if inside and _is_of_ours(type(callback), name):
+                raise NotWritten(_CHANGES[0].format(cls.__name__, name, kind_of(callback)), _CHANGES[1])
 
 def _is_of_ours(cls, name): return any(is_ours(o) and name in vars(o) for o in cls.__mro__)
 
-# %% ../../nbs/inspection/94_known_callbacks.ipynb #84500b30
+# %% ../../nbs/inspection/94_known_callbacks.ipynb #c30c5b73
 from fastcore.basics import patch
 
 @patch
@@ -164,6 +171,8 @@ def writer(self:Writing,
         self.writers[id(callback)] = WRITTEN[kind_of(callback)](callback, self)
     return self.writers[id(callback)]
 
+_FROM_BASE = 'its method comes from a base class of the library', 'Write the method in the callback itself'
+
 @patch
 def built_in(self:Writing,
     callback, # Of the library, or a subclass
@@ -173,7 +182,7 @@ def built_in(self:Writing,
     kind = kind_of(callback)
     if reason_to_leave_out(callback): return []
     if kind in REFUSED: raise NotWritten(*REFUSED[kind])
-    if kind is None: raise NotWritten('its method comes from a base class of the library', 'Write the method in the callback itself')
+    if kind is None: raise NotWritten(*_FROM_BASE)
     writer = self.writer(callback)
     method = getattr(writer, event, None)
     if method is None and event in writer.silent: return []

@@ -12,7 +12,7 @@ from isaac_loop.basics.source_code import syntax_tree
 from isaac_loop.inspection.script_writing import NotWritten
 from isaac_loop.inspection.source_of_values import value_of
 
-# %% ../../nbs/inspection/86_method_source.ipynb #8a68be33
+# %% ../../nbs/inspection/86_method_source.ipynb #02bc8d83
 # Decorators that say nothing about what a method does
 _IGNORED = 'replaces','fills_in','patch','staticmethod','property','with_cbs'
 _NO_FUNCTION = 'it is no plain function, and has no source'
@@ -64,7 +64,8 @@ class Method:
             if parts[-1] in _IGNORED: continue
             value = self.outside(parts[0])
             for part in parts[1:]: value = getattr(value, part, None)
-            if not hasattr(value, '__enter__'): raise NotWritten(f'it is decorated with `{ast.unparse(decorator)}`')
+            is_context = hasattr(value, '__enter__')
+            if not is_context: raise NotWritten(f'it is decorated with `{ast.unparse(decorator)}`')
             yield decorator if isinstance(decorator, ast.Call) else ast.Call(decorator, [], [])
 
 def plain_function(

@@ -62,7 +62,7 @@ def leaves(
     "Whether one of these parts of the loop may be left in `block`"
     return any(isinstance(node, Leave) and node.span in spans for node in within(block))
 
-# %% ../../nbs/inspection/83_plain_lines.ipynb #265dbac0
+# %% ../../nbs/inspection/83_plain_lines.ipynb #f835a739
 class NotFlat(Exception):
     "A way out stands in a loop or a `try`, so it cannot become an `if`"
 
@@ -86,7 +86,8 @@ def _other_way(node, rest, is_exit):
     if not isinstance(node, ast.If): raise NotFlat
     first,second = _ends(node.body, is_exit),_ends(node.orelse, is_exit)
     if rest and not (first or second): raise NotFlat
-    body,orelse = flat(node.body if first else node.body+rest),flat(node.orelse+rest if first else node.orelse)
+    body = flat(node.body if first else node.body+rest)
+    orelse = flat(node.orelse+rest if first else node.orelse)
     return choice(node, body, orelse)
 
 def _ends(block, is_exit):
@@ -118,12 +119,14 @@ def negated(
 )->ast.expr:
     "The opposite of a condition; comparisons of size stay, since NaN is neither above nor below"
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not): return test.operand
-    opposite = _OPPOSITE.get(type(test.ops[0])) if isinstance(test, ast.Compare) and len(test.ops) == 1 else None
+    is_single = isinstance(test, ast.Compare) and len(test.ops) == 1
+    opposite = _OPPOSITE.get(type(test.ops[0])) if is_single else None
     if opposite: return ast.Compare(test.left, [opposite()], test.comparators)
     return ast.UnaryOp(ast.Not(), test)
 
-# %% ../../nbs/inspection/83_plain_lines.ipynb #17c696c3
-_PURE = {'len', 'min', 'max', 'range', 'float', 'int', 'list', 'dict', 'math.ceil', 'time.perf_counter', 'time.monotonic'}
+# %% ../../nbs/inspection/83_plain_lines.ipynb #ced8b538
+_PURE = {'len', 'min', 'max', 'range', 'float', 'int', 'list', 'dict', 'math.ceil',
+         'time.perf_counter', 'time.monotonic'}
 
 def is_pure(
     expression:ast.expr, # Any
@@ -131,7 +134,8 @@ def is_pure(
     "Whether computing it does nothing else"
     nodes = list(ast.walk(expression))
     calls = [ast.unparse(o.func) for o in nodes if isinstance(o, ast.Call)]
-    return set(calls) <= _PURE and not any(isinstance(o, (ast.NamedExpr, ast.Await, ast.Yield)) for o in nodes)
+    acts = any(isinstance(o, (ast.NamedExpr, ast.Await, ast.Yield)) for o in nodes)
+    return set(calls) <= _PURE and not acts
 
 def without_unused(
     block:list, # Statements of a function
@@ -149,7 +153,7 @@ def _kept(block, used):
     "`block` without assignments to names that are not `used`; None if there are none"
     changed,found = False,[]
     for node in block:
-        target = _only_target(node)
+        target = only_target(node)
         if target is not None and target not in used:
             changed = True
             if not is_pure(node.value): found.append(_like(node, ast.Expr(node.value)))
@@ -167,16 +171,19 @@ def _kept(block, used):
 
 def _of_itself(node):
     "Where an assignment reads what it sets"
-    target = _only_target(node)
+    target = only_target(node)
     if target is None or not is_pure(node.value): return []
     return [o for o in ast.walk(node.value) if isinstance(o, ast.Name) and o.id == target]
 
-def _only_target(node):
+def only_target(
+    node:ast.stmt, # Any
+)->str: # None if it does something else
     "The name that an assignment gives a value, if that is all it does"
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+    if isinstance(node, ast.AugAssign): targets = [node.target]
+    else: targets = node.targets if isinstance(node, ast.Assign) else []
     return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
 
-# %% ../../nbs/inspection/83_plain_lines.ipynb #f3e78afb
+# %% ../../nbs/inspection/83_plain_lines.ipynb #f0ff06e1
 def joined(
     block:list, # Statements
     contexts:bool=True, # Join `with` blocks as well?
@@ -199,7 +206,8 @@ def _same_head(a, b, contexts):
     if isinstance(a, ast.With): return contexts and [*map(ast.dump, a.items)] == [*map(ast.dump, b.items)]
     if not isinstance(a, ast.If) or a.orelse or b.orelse or ast.dump(a.test) != ast.dump(b.test): return False
     if not isinstance(a.test, (ast.Name, ast.UnaryOp)): return False
-    stored = {o.id for node in a.body for o in ast.walk(node) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)}
+    nodes = [o for node in a.body for o in ast.walk(node) if isinstance(o, ast.Name)]
+    stored = {o.id for o in nodes if isinstance(o.ctx, ast.Store)}
     return not stored & {o.id for o in ast.walk(a.test) if isinstance(o, ast.Name)}
 
 # %% ../../nbs/inspection/83_plain_lines.ipynb #05a08b21

@@ -11,7 +11,7 @@ from io import StringIO
 
 from isaac_loop.inspection.plain_lines import Comment
 
-# %% ../../nbs/inspection/84_printed_lines.ipynb #6040f414
+# %% ../../nbs/inspection/84_printed_lines.ipynb #05df2d9d
 WIDTH = 110
 
 def broken(
@@ -24,16 +24,18 @@ def broken(
     if not cuts: return [line]
     found,start,begin = [],0,indent
     while len(line)-start+begin > WIDTH:
-        fitting = [cut for cut in cuts if start < cut and cut-start+begin <= WIDTH] or [cut for cut in cuts if cut > start][:1]
+        later = [cut for cut in cuts if cut > start]
+        fitting = [cut for cut in later if cut-start+begin <= WIDTH] or later[:1]
         if not fitting: break
         found.append(' '*begin + line[start:fitting[-1]].strip())
         start,begin = fitting[-1],indent+8
     return [*found, ' '*begin + line[start:].strip()] if start else [line]
 
 def _cuts(line):
-    "Where a line may be broken: after commas and brackets, before operators, in the outermost brackets that help"
+    "Where a line may be broken: after commas and brackets, and before operators"
     depth,places = 0,{}
-    try: tokens = list(tokenize.generate_tokens(StringIO(line.strip() + ('\n    pass' if line.rstrip().endswith(':') else '')).readline))
+    text = line.strip() + '\n    pass'*line.rstrip().endswith(':')
+    try: tokens = list(tokenize.generate_tokens(StringIO(text).readline))
     except (tokenize.TokenError, IndentationError, SyntaxError): return []
     indent = len(line) - len(line.lstrip())
     for token in tokens:
@@ -47,7 +49,7 @@ def _cuts(line):
             places.setdefault(depth, []).append(indent+token.start[1])
     return sorted(cut for level in (1, 2, 3) for cut in places.get(level, []))
 
-# %% ../../nbs/inspection/84_printed_lines.ipynb #9fd26cf0
+# %% ../../nbs/inspection/84_printed_lines.ipynb #49cb553e
 def printed(
     block:list, # Statements
     indent:int=0, # Spaces before each line
@@ -75,13 +77,15 @@ def _goes_on(first, node): return node.origin == first.origin and not getattr(no
 def _statement(node, indent, comment):
     "The lines of one statement"
     if isinstance(node, Comment):
-        return textwrap.wrap(node.text, WIDTH, initial_indent=' '*indent + '# ', subsequent_indent=' '*indent + '#   ')
+        margin = ' '*indent + '# '
+        return textwrap.wrap(node.text, WIDTH, initial_indent=margin, subsequent_indent=margin+'  ')
     blocks = isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.FunctionDef))
     if not blocks: return _commented(_unparsed(node, indent), comment)
     shown = copy.copy(node)
     shown.body = [ast.Pass()]
     for name in ('orelse', 'finalbody', 'handlers'):
-        if hasattr(shown, name): setattr(shown, name, [ast.Pass()] if name == 'finalbody' and isinstance(node, ast.Try) else [])
+        needed = name == 'finalbody' and isinstance(node, ast.Try)
+        if hasattr(shown, name): setattr(shown, name, [ast.Pass()]*needed)
     head = _unparsed(shown, indent)[:-1]
     if isinstance(node, ast.Try): head = [' '*indent + 'try:']
     found = _commented(head, comment) + printed(node.body, indent+4, node.origin)
@@ -91,7 +95,8 @@ def _statement(node, indent, comment):
         found += [f'{" "*indent}except{kind}{name}:'] + printed(handler.body, indent+4, node.origin)
     only_if = getattr(node, 'orelse', [])
     if len(only_if) == 1 and isinstance(node, ast.If) and isinstance(only_if[0], ast.If):
-        first,*others = _statement(only_if[0], indent, only_if[0].origin if only_if[0].origin != node.origin else None)
+        inner = only_if[0]
+        first,*others = _statement(inner, indent, inner.origin if inner.origin != node.origin else None)
         return [*found, f'{" "*indent}el{first.lstrip()}', *others]
     for name,word in (('orelse', 'else:'), ('finalbody', 'finally:')):
         inner = getattr(node, name, [])
@@ -107,7 +112,8 @@ def source(
 )->str:
     "The text of a statement, without brackets that nobody would write"
     text = ast.unparse(ast.fix_missing_locations(node))
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+    constant = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
         return f'"{text[1:-1]}"' if text[0] == "'" and '"' not in text else text
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and node.value.elts:
         values = ast.unparse(node.value)

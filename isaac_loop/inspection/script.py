@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Script']
 
-# %% ../../nbs/inspection/97_script.ipynb #bdeb0c1b
-import ast, symtable, sys
+# %% ../../nbs/inspection/97_script.ipynb #9fdb5171
+import ast, builtins, symtable, sys, textwrap
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -14,13 +14,13 @@ from fastcore.basics import patch
 from ..loop.events import callback_name
 from ..loop.trainer import Plan, Trainer
 from .known_callbacks import reason_to_leave_out
-from .plain_lines import Leave, joined, lines, within, without_unused
+from .plain_lines import Leave, joined, lines, only_target, within, without_unused
 from .printed_lines import broken, printed
 from .script_writing import CORE, NotWritten, Writing, form_of, first_batch
 from .source_of_values import bound_names, loaded_names
 from . import written_loop
 
-# %% ../../nbs/inspection/97_script.ipynb #bd1db5c8
+# %% ../../nbs/inspection/97_script.ipynb #d192b1c1
 _ALLOWED = {'one_batch', 'split', 'subclassing_method', 'events'}
 
 def _check_trainer(trainer, partial):
@@ -33,10 +33,10 @@ def _check_trainer(trainer, partial):
         yield from (f'{cls.__name__}.{name}: it is written anew in a subclass' for name in own)
     if trainer.opt_func is None: raise ValueError(_NO_OPT_FUNC)
 
-_OTHER_LOOP = ('`{cls}.{name}` is written anew, so the loop is another than the one that is known here. Take it '
-               'out for the script, or write the loop by hand.')
-_NO_OPT_FUNC = ('The trainer has `opt_func=None`, but the script makes its optimizer from parameters and a rate. '
-                'Give the trainer a function for that, such as `lambda params, lr: trainer.opt`.')
+_OTHER_LOOP = ('`{cls}.{name}` is written anew, so the loop is another than the one that is known here. Take '
+               'it out for the script, or write the loop by hand.')
+_NO_OPT_FUNC = ('The trainer has `opt_func=None`, but the script makes its optimizer from parameters and a '
+                'rate. Give the trainer a function for that, such as `lambda params, lr: trainer.opt`.')
 _NO_END = 'The script did not come to rest after {} rounds. Please report this with the callbacks that you use.'
 
 def _rounds(trainer, kinds, partial):
@@ -62,12 +62,12 @@ def _leave_out(w, cb):
     except NotWritten: return # It is refused where it does something
     if reason: w.left_out[callback_name(cb)] = reason
 
-# %% ../../nbs/inspection/97_script.ipynb #4d406857
+# %% ../../nbs/inspection/97_script.ipynb #31334ec4
 def _without_early(head, body):
     "Leave out first values that are set anew before they are read"
     found = []
     for node in head:
-        target = node.targets[0].id if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else None
+        target = only_target(node) if isinstance(node, ast.Assign) else None
         if target is None or not _is_set_first(target, body): found.append(node)
     return found
 
@@ -94,7 +94,8 @@ def _uncounted(block):
 
 def _reads_number(node):
     "How often a statement reads the number of a batch"
-    return sum(isinstance(o, ast.Name) and o.id == 'batch_num' and isinstance(o.ctx, ast.Load) for o in ast.walk(node))
+    names = [o for o in ast.walk(node) if isinstance(o, ast.Name) and o.id == 'batch_num']
+    return sum(isinstance(o.ctx, ast.Load) for o in names)
 
 def _with_nonlocals(function, names):
     "Let functions within say which variables of the script they set"
@@ -111,13 +112,14 @@ def _finished(w, head, body):
     safe = address_of_torch(w.trainer.loss_func)
     block = [*_without_early(head, body), *w.helpers.values(), *body]
     if w.knows('rows') or w.knows('history'):
-        block = [*block[:0], *lines('history = []', 'Trainer.fit'), *block, *lines('return history', 'Trainer.fit')]
+        block = [*lines('history = []', 'Trainer.fit'), *block, *lines('return history', 'Trainer.fit')]
     block = joined(without_unused(_fit_returns(block, w)), safe)
     _uncounted(block)
     function = ast.FunctionDef('train', ast.arguments([], [], None, [], [], None, []), block, [], lineno=0)
     _with_nonlocals(function, (w.own_names | set(CORE)) - {'torch', 'math', 'time', 'train'})
     free = {name for node in ast.walk(function) if isinstance(node, ast.Nonlocal) for name in node.names}
-    bound = {o.id for node in within(function.body) if not isinstance(node, ast.FunctionDef) for o in _own_names(node)}
+    outside = [node for node in within(function.body) if not isinstance(node, ast.FunctionDef)]
+    bound = {o.id for node in outside for o in _own_names(node)}
     first = [node for name in sorted(free-bound) for node in lines(f'{name} = None', 'Trainer.fit')]
     return first + function.body
 
@@ -125,7 +127,8 @@ def _own_names(node):
     "Names that a statement sets, without those of functions in it"
     inner = [o for o in ast.walk(node) if isinstance(o, (ast.FunctionDef, ast.Lambda))]
     hidden = {id(o) for function in inner for o in ast.walk(function)}
-    return [o for o in ast.walk(node) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store) and id(o) not in hidden]
+    names = [o for o in ast.walk(node) if isinstance(o, ast.Name) and id(o) not in hidden]
+    return [o for o in names if isinstance(o.ctx, ast.Store)]
 
 def _fit_returns(block, w):
     "Leave the fit by `return`"
@@ -137,7 +140,8 @@ def _fit_returns(block, w):
             if isinstance(inner, list): setattr(node, name, _fit_returns(inner, w))
         for handler in getattr(node, 'handlers', []): handler.body = _fit_returns(handler.body, w)
         is_leave = isinstance(node, Leave)
-        if is_leave and node.span != 'fit': raise ValueError(_NO_SPAN.format(origin=node.origin, span=node.span))
+        if is_leave and node.span != 'fit':
+            raise ValueError(_NO_SPAN.format(origin=node.origin, span=node.span))
         found += lines('return history' if rows else 'return', node.origin) if is_leave else [node]
     return found
 
@@ -147,11 +151,12 @@ def address_of_torch(f):
     "Whether a loss is PyTorch's own, and holds no weights of the model"
     return (getattr(f, '__module__', None) or getattr(type(f), '__module__', '')).startswith('torch.')
 
-# %% ../../nbs/inspection/97_script.ipynb #11dacb74
+# %% ../../nbs/inspection/97_script.ipynb #5d27bed8
 def _text(w, block):
     "The whole file"
     given = ''.join(f', {name}' for name in w.needs)
-    signature = f'def train(model, train_dl, valid_dl, loss_func, opt_func, n_epochs, lr{", *" if given else ""}{given}):'
+    usual = 'model, train_dl, valid_dl, loss_func, opt_func, n_epochs, lr'
+    signature = f'def train({usual}{", *" if given else ""}{given}):'
     rows = w.knows('rows') or w.knows('history')
     doc = f'    "Train `model`{"; returns one dict for each epoch" if rows else ""}"'
     body = printed(block, 4)
@@ -171,43 +176,47 @@ def _imports(w):
     "Imports: the standard library first"
     def module(line): return line.split()[1].partition('.')[0]
     found = sorted(w.sources.imports, key=lambda line: (line.startswith('from'), line))
-    ours = [[o for o in found if (module(o) in sys.stdlib_module_names) == standard] for standard in (True, False)]
-    return [*ours[0], *['']*bool(ours[0] and ours[1]), *ours[1]]
+    own = [o for o in found if module(o) in sys.stdlib_module_names]
+    others = [o for o in found if o not in own]
+    return [*own, *['']*bool(own and others), *others]
 
 def _header(w):
     "What the file is, and what is left out"
-    names = ', '.join(callback_name(cb) for cb in w.trainer.callbacks if callback_name(cb) not in w.left_out) or 'no callback'
-    about = [f'A training loop in plain PyTorch, which does what these callbacks do: {names}.']
+    names = [name for name in map(callback_name, w.trainer.callbacks) if name not in w.left_out]
+    about = [f'A training loop in plain PyTorch. It does what these do: {", ".join(names) or "nobody"}.']
     if w.left_out: about += ['', 'Left out:'] + [f'- {name}: {reason}' for name,reason in w.left_out.items()]
     if w.needs: about += ['', f'To be given to `train`: {", ".join(w.needs)}.']
     if w.not_written: about += ['', 'NOT WRITTEN:'] + [f'- {o}' for o in w.not_written]
-    return ['"""' + '\n'.join(part for line in about for part in _filled(line)), '"""'] if len(about) > 1 else _filled('"""' + about[0] + '"""')
+    if len(about) == 1: return _filled(f'"""{about[0]}"""')
+    return ['"""' + '\n'.join(part for line in about for part in _filled(line)), '"""']
 
 def _filled(line):
-    import textwrap
-    return textwrap.wrap(line, 108, subsequent_indent='  '*line.startswith('- '), break_on_hyphens=False) or ['']
+    margin = '  '*line.startswith('- ')
+    return textwrap.wrap(line, 105, subsequent_indent=margin, break_on_hyphens=False) or ['']
 
-def _check_text(text):
+def _check_text(text, partial):
     "Refuse a script that does not stand alone"
     if _OURS in text:
         line = next(o for o in text.splitlines() if _OURS in o).strip()
         raise ValueError(_NOT_ALONE.format(line))
     compile(text, 'script', 'exec')
+    if partial: return # What is not written may have set a variable
     table = symtable.symtable(text, 'script', 'exec')
     here = {o.get_name() for o in table.get_symbols()}
-    import builtins
     for scope in _scopes(table):
         for symbol in scope.get_symbols():
-            if symbol.is_global() and symbol.get_name() not in here and not hasattr(builtins, symbol.get_name()):
-                raise ValueError(_UNKNOWN.format(symbol.get_name()))
+            name = symbol.get_name()
+            if symbol.is_global() and name not in here and not hasattr(builtins, name):
+                raise ValueError(_UNKNOWN.format(name))
 
 def _scopes(table): return [table, *(o for child in table.get_children() for o in _scopes(child))]
 
 _OURS = __name__.partition('.')[0]
-_NOT_ALONE = 'The script would mention the library in `{}`, and could not stand alone. Write that part by hand.'
+_NOT_ALONE = ('The script would mention the library in `{}`, and could not stand alone. '
+              'Write that part by hand.')
 _UNKNOWN = 'The script would use `{}`, which nothing in it defines. Write that part by hand.'
 
-# %% ../../nbs/inspection/97_script.ipynb #6700bd5c
+# %% ../../nbs/inspection/97_script.ipynb #00567474
 class Script:
     "A training loop in plain PyTorch, as text"
     def __init__(self,
@@ -243,9 +252,10 @@ class Script:
         "Run the script as it stands, in a module of its own"
         space = {'__name__': 'script'}
         exec(compile(self.text, 'script', 'exec'), space)
-        return space['train'](model, train_dl, valid_dl, loss_func, opt_func, n_epochs, lr, **self.needs) or []
+        usual = model,train_dl,valid_dl,loss_func,opt_func,n_epochs,lr
+        return space['train'](*usual, **self.needs) or []
 
-# %% ../../nbs/inspection/97_script.ipynb #6af6026b
+# %% ../../nbs/inspection/97_script.ipynb #a47bb73a
 @patch
 def to_script(self:Trainer,
     callbacks=None, # Further callbacks, as for one `fit`
@@ -261,5 +271,5 @@ def to_script(self:Trainer,
         w,head,body = _rounds(self, kinds, partial)
         w.not_written[:0] = others
         text = _text(w, _finished(w, head, body))
-    _check_text(text)
+    _check_text(text, partial)
     return Script(text, w.left_out, w.needs, w.not_written)

@@ -15,7 +15,7 @@ from isaac_loop.state.snapshot import Snapshot
 from isaac_loop.inspection.plain_lines import Comment, lines
 from isaac_loop.inspection.source_of_values import Names, NoSource, Sources
 
-# %% ../../nbs/inspection/85_script_writing.ipynb #7851ae52
+# %% ../../nbs/inspection/85_script_writing.ipynb #51c20a4b
 class Form:
     "How a batch is taken apart"
     def __init__(self,
@@ -66,10 +66,12 @@ def form_of(
     parts = [*inputs, *targets]
     if own:
         raw = (inputs, targets) if type(trainer).split is not Trainer.split else dls.split(batch)
-        sides = [names if isinstance(side, (tuple, list)) else names.strip('(,)') for names,side in zip((xs, ys), raw)]
+        pairs = zip((xs, ys), raw)
+        sides = [k if isinstance(side, (tuple, list)) else k.strip('(,)') for k,side in pairs]
         return Form(x, y, ', '.join(sides), 'split(batch)', parts)
     names = [*x, *y]
-    if hasattr(batch, 'keys'): return Form(x, y, ', '.join(names), ', '.join(f'batch[{k!r}]' for k in batch), parts)
+    entries = ', '.join(f'batch[{k!r}]' for k in batch) if hasattr(batch, 'keys') else ''
+    if entries: return Form(x, y, ', '.join(names), entries, parts)
     return Form(x, y, ', '.join(names) + ','*(len(names) == 1), 'batch', parts)
 
 def _unseen(n_inp):
@@ -89,7 +91,7 @@ class NotWritten(Exception):
 _REFUSED = ('`{who}` cannot be written as plain PyTorch: {why}. {mend}; '
             '`to_script(partial=True)` puts a comment in its place.')
 
-# %% ../../nbs/inspection/85_script_writing.ipynb #9db4950b
+# %% ../../nbs/inspection/85_script_writing.ipynb #6535941e
 CORE = ('train model train_dl valid_dl loss_func opt_func n_epochs lr opt epoch batch_num batch preds loss '
         'history row stop over n_updates updates_per_epoch left_early torch math time').split()
 
@@ -103,7 +105,8 @@ class Writing:
     ):
         self.trainer,self.passes = trainer,passes
         self.facts,self.found,self.partial = facts,set(),partial
-        parts = [name.strip('*') for form in passes.values() if form for name in (*form.inputs, *form.targets)]
+        forms = [form for form in passes.values() if form]
+        parts = [name.strip('*') for form in forms for name in (*form.inputs, *form.targets)]
         kept = [fact[1] for fact in facts if fact[0] == 'name']
         self.names = Names([*CORE, *parts])
         self.own_names = {*CORE, *parts, *kept} # Which no local variable of a method may have
@@ -124,7 +127,8 @@ class Writing:
 
     def leaves(self, *spans)->bool:
         "Whether any of these parts of the loop may be left early, in passes of this kind"
-        return any(self.knows('leave', span, training) for span in spans for training in (self.training, None))
+        kinds = self.training,None
+        return any(self.knows('leave', span, training) for span in spans for training in kinds)
 
     def refuse(self, callback, event, error):
         "Raise the error, or remember it for a comment"
@@ -134,14 +138,15 @@ class Writing:
         if f'{who}: {why}' not in self.not_written: self.not_written.append(f'{who}: {why}')
         return [Comment(f'NOT WRITTEN: {who}: {why}')]
 
-# %% ../../nbs/inspection/85_script_writing.ipynb #dc4a4e96
+# %% ../../nbs/inspection/85_script_writing.ipynb #a4172d7a
 from fastcore.basics import patch
 
 def snake(
     name:str, # Of a class, say
 )->str:
     "A name for a variable"
-    return re.sub(r'\W', '_', re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', name.removesuffix('CB'))).lower().strip('_')
+    words = re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', name.removesuffix('CB'))
+    return re.sub(r'\W', '_', words).lower().strip('_')
 
 @patch
 def new_name(self:Writing,
@@ -203,14 +208,15 @@ def need(self:Writing,
     self.needs[name] = value
     return name
 
-# %% ../../nbs/inspection/85_script_writing.ipynb #d471e2dd
-_NO_PARTS = 'what in a batch is input cannot be seen beforehand'
+# %% ../../nbs/inspection/85_script_writing.ipynb #67bb7744
+_NO_PARTS = ('what in a batch is input cannot be seen beforehand',
+             'Give `DataLoaders` loaders with a length whose batches are tuples')
 
 @patch
 def form(self:Writing)->Form:
     "How the batches of this pass are taken apart"
     form = self.passes.get(self.training)
-    if form is None: raise NotWritten(_NO_PARTS, 'Give `DataLoaders` loaders with a length whose batches are tuples')
+    if form is None: raise NotWritten(*_NO_PARTS)
     return form
 
 @patch

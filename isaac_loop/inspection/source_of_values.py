@@ -15,7 +15,7 @@ import torch
 
 from isaac_loop.basics.source_code import syntax_tree
 
-# %% ../../nbs/inspection/82_source_of_values.ipynb #b404dbb4
+# %% ../../nbs/inspection/82_source_of_values.ipynb #97d14282
 class Names:
     "The names of a script, each of which stands for one thing"
     def __init__(self,
@@ -41,8 +41,8 @@ class Names:
         if key not in self.given: self.given[key] = self.new(*wishes)
         return self.given[key]
 
-_KEYWORDS = ('and as assert async await break class continue def del elif else except finally for from global '
-             'if import in is lambda nonlocal not or pass raise return try while with yield').split()
+_KEYWORDS = ('and as assert async await break class continue def del elif else except finally for from '
+             'global if import in is lambda nonlocal not or pass raise return try while with yield').split()
 
 # %% ../../nbs/inspection/82_source_of_values.ipynb #8300fd84
 class NoSource(Exception):
@@ -70,7 +70,7 @@ def address(
     for home in public:
         if name.isidentifier() and getattr(sys.modules.get(home), name, None) is f: return home,name
 
-# %% ../../nbs/inspection/82_source_of_values.ipynb #544a61df
+# %% ../../nbs/inspection/82_source_of_values.ipynb #78a31da6
 def bound_names(
     tree:ast.AST, # Of a function, or of anything within
 )->set:
@@ -78,7 +78,8 @@ def bound_names(
     nodes = list(ast.walk(tree))
     found = {o.id for o in nodes if isinstance(o, ast.Name) and not isinstance(o.ctx, ast.Load)}
     found |= {o.arg for o in nodes if isinstance(o, ast.arg)}
-    found |= {o.name for o in nodes if isinstance(o, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler)) and o.name}
+    found |= {o.name for o in nodes if isinstance(o, (ast.FunctionDef, ast.ClassDef))}
+    found |= {o.name for o in nodes if isinstance(o, ast.ExceptHandler) and o.name}
     aliases = [alias for o in nodes if isinstance(o, (ast.Import, ast.ImportFrom)) for alias in o.names]
     return found | {(o.asname or o.name).partition('.')[0] for o in aliases}
 
@@ -103,7 +104,7 @@ def value_of(
         if name in space: return space[name]
     raise LookupError(name)
 
-# %% ../../nbs/inspection/82_source_of_values.ipynb #88331f6b
+# %% ../../nbs/inspection/82_source_of_values.ipynb #ae5e31b6
 _SIMPLE = bool,int,str,bytes,complex,range,slice,type(None),type(...),torch.dtype,torch.device
 _BRACKETS = {list: '[{}]', tuple: '({})', set: '{{{}}}', frozenset: 'frozenset([{}])', torch.Size: '({})'}
 
@@ -129,12 +130,15 @@ class Sources:
             return f'torch.device({str(value)!r})' if isinstance(value, torch.device) else repr(value)
         if type(value) is float: return repr(value) if math.isfinite(value) else f"float('{value}')"
         if type(value) in _BRACKETS: return self._listed(value)
-        if type(value) is dict: return '{' + ', '.join(f'{self.of(k)}: {self.of(v)}' for k,v in value.items()) + '}'
+        if type(value) is dict:
+            return '{' + ', '.join(f'{self.of(k)}: {self.of(v)}' for k,v in value.items()) + '}'
         if isinstance(value, ModuleType) or callable(value) and hasattr(value, '__name__'):
             return self.bring(getattr(value, '__name__', name).rpartition('.')[2], value)
-        if type(value) is partial: return self._call('partial', partial, [value.func, *value.args], value.keywords)
+        if type(value) is partial:
+            return self._call('partial', partial, [value.func, *value.args], value.keywords)
         if type(value) is deque: return self._call('deque', deque, [list(value), value.maxlen], {})
-        if type(value) is defaultdict: return self._call('defaultdict', defaultdict, [value.default_factory, dict(value)], {})
+        if type(value) is defaultdict:
+            return self._call('defaultdict', defaultdict, [value.default_factory, dict(value)], {})
         return self._made_anew(value)
 
     def _listed(self, value):
@@ -157,7 +161,8 @@ class Sources:
         found = address(value) if callable(value) else None
         if found: return self._import(found[1] if name == '<lambda>' else name, value, *found)
         if isinstance(value, (FunctionType, type)): return self._define(name, value)
-        if callable(value) and hasattr(value, '__name__'): raise NoSource(f'`{name}` is not written in Python')
+        is_foreign = callable(value) and hasattr(value, '__name__')
+        if is_foreign: raise NoSource(f'`{name}` is not written in Python')
         text = self.of(value)
         return self._remember(self.names.new(name), value, lambda name: f'{name} = {text}')
 
@@ -169,7 +174,8 @@ class Sources:
         elif home == new: line = f'import {home}'
         else:
             outer,_,inner = home.rpartition('.')
-            line = f'from {outer} import {inner}' + f' as {new}'*(new != inner) if outer else f'import {home} as {new}'
+            line = f'from {outer} import {inner}' + f' as {new}'*(new != inner)
+            if not outer: line = f'import {home} as {new}'
         self.imports[line] = None
         self._brought[id(value)] = new,value
         return new
@@ -181,7 +187,7 @@ class Sources:
         self.definitions[name] = text(name)
         return name
 
-# %% ../../nbs/inspection/82_source_of_values.ipynb #b9f89aa2
+# %% ../../nbs/inspection/82_source_of_values.ipynb #e7d9ca26
 from fastcore.basics import patch
 
 @patch
@@ -201,7 +207,8 @@ def _with_outside(self:Sources, tree, f, name):
     renamed,own = {},bound_names(tree)
     for wanted in sorted(loaded_names(tree)-own):
         try: value = value_of(wanted, f)
-        except (LookupError, ValueError): raise NoSource(f'`{name}` uses `{wanted}`, which cannot be found') from None
+        except (LookupError, ValueError):
+            raise NoSource(f'`{name}` uses `{wanted}`, which cannot be found') from None
         try: renamed[wanted] = self.bring(wanted, value)
         except NoSource as e: raise NoSource(f'`{name}` uses `{wanted}`: {e}') from None
     for node in ast.walk(tree):
@@ -233,7 +240,8 @@ def _source(f):
 def _lambda_tree(f):
     "The lambda at the place in the file where `f` was made"
     try: tree = ast.parse(''.join(inspect.findsource(f)[0]))
-    except (OSError, TypeError, SyntaxError): raise NoSource('the source of a lambda cannot be read') from None
+    except (OSError, TypeError, SyntaxError):
+        raise NoSource('the source of a lambda cannot be read') from None
     places = [o for o in f.__code__.co_positions() if None not in o and o[2:] != (0, 0)]
     start,end = min((o[0], o[2]) for o in places),max((o[1], o[3]) for o in places)
     for node in ast.walk(tree):

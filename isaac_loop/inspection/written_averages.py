@@ -11,12 +11,12 @@ from torch import nn
 from isaac_loop.inspection.script_writing import NotWritten
 from isaac_loop.inspection.written_steps import Lines
 
-# %% ../../nbs/inspection/92_written_averages.ipynb #e39da418
+# %% ../../nbs/inspection/92_written_averages.ipynb #aab9e4c7
 _TAKE_IN = '''
-def {f}(averages, weights, n):
+def take_in(averages, weights, n):
     "The average forgets faster at first"
     n = n.item()
-    get_ema_multi_avg_fn(min({decay!r}, (1 + n) / (10 + n)))(averages, weights, n)
+    get_ema_multi_avg_fn(min(DECAY, (1 + n) / (10 + n)))(averages, weights, n)
 '''
 
 class Averaging(Lines):
@@ -42,7 +42,8 @@ class Averaging(Lines):
     def cleanup_fit(self):
         kept = self.cb.keep and not any(self.w.kind(cb) == 'KeepBestCB' for cb in self.w.trainer.callbacks)
         average = self.variable()
-        return f'if {average}.n_averaged:\n    model.load_state_dict({average}.module.state_dict())' if kept else ''
+        if not kept: return ''
+        return f'if {average}.n_averaged:\n    model.load_state_dict({average}.module.state_dict())'
 
 class EMA(Averaging):
     "An exponential moving average"
@@ -50,12 +51,14 @@ class EMA(Averaging):
     def before_fit(self):
         for name in ('AveragedModel', 'get_ema_multi_avg_fn'): self._import(name)
         rule = f'get_ema_multi_avg_fn({self.cb.decay!r})'
-        if self.cb.warmup: rule = self.w.definition('take_in', _TAKE_IN.replace('{decay!r}', repr(self.cb.decay)).replace('{f}', 'take_in'))
+        take_in = _TAKE_IN.replace('DECAY', repr(self.cb.decay))
+        if self.cb.warmup: rule = self.w.definition('take_in', take_in)
         return f'{self.variable()} = AveragedModel(model, multi_avg_fn={rule}).eval()'
 
     def after_step(self): return f'{self.variable()}.update_parameters(model)'
 
-_NORMS = ('it measures batch norm anew after the fit', 'Use `SWACB(update_bn=False)`, or call `torch.optim.swa_utils.update_bn` afterwards')
+_NORMS = ('it measures batch norm anew after the fit',
+          'Use `SWACB(update_bn=False)`, or call `torch.optim.swa_utils.update_bn` afterwards')
 
 class SWA(Averaging):
     "The mean of the weights over the last epochs"
@@ -70,14 +73,15 @@ class SWA(Averaging):
     silent = 'after_fit',
     def _take_in(self):
         self.needs('math')
-        return f'if epoch >= math.floor({self.cb.start!r} * n_epochs):\n    {self.variable()}.update_parameters(model)'
+        begun = f'epoch >= math.floor({self.cb.start!r} * n_epochs)'
+        return f'if {begun}:\n    {self.variable()}.update_parameters(model)'
 
     def after_step(self): return self._take_in() if self.cb.every == 'update' else ''
     def cleanup_epoch(self):
         text = super().cleanup_epoch()
         return self._take_in() if self.w.training and self.cb.every == 'epoch' else text
 
-# %% ../../nbs/inspection/92_written_averages.ipynb #a036f2e5
+# %% ../../nbs/inspection/92_written_averages.ipynb #c8c34814
 class Freeze(Lines):
     "Frozen parts"
     def before_fit(self): return f'{self.name("frozen")} = []'*self.w.knows('skipped')
@@ -88,7 +92,8 @@ class Freeze(Lines):
         for _,start,until in cb.ranges:
             names = tuple(cb._now(self.w.trainer.model, start))
             conditions = [f'epoch >= {start}']*bool(start) + [f'epoch < {until}']*(until is not None)
-            found = f'{frozen} += [p for name, p in model.named_parameters() if name in {names!r} and p.requires_grad]\n'
+            wanted = f'name in {names!r} and p.requires_grad'
+            found = f'{frozen} += [p for name, p in model.named_parameters() if {wanted}]\n'
             text += f'if {" and ".join(conditions)}:\n    {found}' if conditions else found
         return text + f'for p in {frozen}:\n    p.requires_grad_(False)\n    p.grad = None'
 
@@ -102,19 +107,22 @@ class BatchNormEval(Lines):
     def before_epoch(self):
         model = self.w.trainer.model
         names = tuple(name for name,m in model.named_modules() if any(m is o for o in self.cb._found(model)))
-        test = ' and not any((p.requires_grad for p in m.parameters()))'*self.cb.only_frozen
+        test = ' and not any(p.requires_grad for p in m.parameters())'*self.cb.only_frozen
         return f'for name, m in model.named_modules():\n    if name in {names!r}{test}:\n        m.eval()'
+
+_AT_END = 'it computes columns from the whole history', 'Compute them from what `train` returns'
 
 class DerivedColumns(Lines):
     "Columns computed from others"
     def _lines(self, source):
         self.written(*self.cb.functions)
         if not self.cb.strict: raise NotWritten('columns may be missing (`strict=False`)')
-        return '\n'.join(f"row['{name}'] = {self.w.function(f, name)}({source})" for name,f in self.cb.functions.items())
+        functions = {name: self.w.function(f, name) for name,f in self.cb.functions.items()}
+        return '\n'.join(f"row['{name}'] = {f}({source})" for name,f in functions.items())
 
     def log(self): return '' if self.cb.at_end else self._lines('row')
     def after_fit(self):
-        if self.cb.at_end: raise NotWritten('it computes columns from the whole history', 'Compute them from what `train` returns')
+        if self.cb.at_end: raise NotWritten(*_AT_END)
         return ''
 
 class RenameColumns(Lines):

@@ -11,17 +11,21 @@ from torch import nn
 from isaac_loop.inspection.script_writing import NotWritten
 from isaac_loop.inspection.written_steps import Lines
 
-# %% ../../nbs/inspection/90_written_batches.ipynb #8b5d93e2
-_FLOAT16 = ("it scales the loss (`dtype='float16'`)", "Use 'bfloat16', which needs no scaling, or add `torch.amp.GradScaler` by hand")
+# %% ../../nbs/inspection/90_written_batches.ipynb #a1d5b3c7
+_FLOAT16 = ("it scales the loss (`dtype='float16'`)",
+            "Use 'bfloat16', which needs no scaling, or add `torch.amp.GradScaler` by hand")
 
 class MixedPrecision(Lines):
     "Half precision"
-    silent = 'before_epoch','cleanup_epoch','cleanup_predict','cleanup_get_loss','before_backward','cleanup_backward','before_step','cleanup_step'
+    silent = ('before_epoch', 'cleanup_epoch', 'cleanup_predict', 'cleanup_get_loss', 'before_backward',
+              'cleanup_backward', 'before_step', 'cleanup_step')
     def before_fit(self):
         if str(self.cb.dtype) != 'torch.bfloat16': raise NotWritten(*_FLOAT16)
         return f'{self.name("device_type")} = next(model.parameters()).device.type'
 
-    def before_predict(self): return self.w.around(f'{self.torch()}.autocast({self.name("device_type")}, torch.bfloat16)', self.cb)
+    def before_predict(self):
+        return self.w.around(f'{self.torch()}.autocast({self.name("device_type")}, torch.bfloat16)', self.cb)
+
     before_get_loss = before_predict
 
 class Device(Lines):
@@ -31,7 +35,8 @@ class Device(Lines):
         self.torch()
         text = "torch.accelerator.current_accelerator(check_available=True) or torch.device('cpu')"
         if given is not None:
-            text = repr(given).replace('device(', 'torch.device(') if not callable(given) else f'torch.device({self.w.function(given, "choose_device")}())'
+            name = f'{self.w.function(given, "choose_device")}()' if callable(given) else repr(str(given))
+            text = f'torch.device({name})'
         modules = [name for name in ('model', 'loss_func') if isinstance(getattr(trainer, name), nn.Module)]
         return f'{device} = {text}\n' + '\n'.join(f'{name}.to({device})' for name in modules)
 
@@ -40,9 +45,11 @@ class Device(Lines):
         if w.unpacked and w.passes[w.training]:
             form = w.form()
             names = [*form.inputs, *form.targets]
-            moved = [name for name,part in zip(names, form.parts or names) if form.parts is None or hasattr(part, 'to')]
+            moves = [form.parts is None or hasattr(part, 'to') for part in form.parts or names]
+            moved = [name for name,does in zip(names, moves) if does]
             if any(o.startswith('*') for o in names): return self._whole(device)
-            return f'{", ".join(moved)} = {", ".join(f"{name}.to({device})" for name in moved)}' if moved else ''
+            values = ', '.join(f'{name}.to({device})' for name in moved)
+            return f'{", ".join(moved)} = {values}' if moved else ''
         return self._whole(device)
 
     def _whole(self, device):

@@ -5,18 +5,23 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/96_written_loop.ipynb #a2f9039e
+# %% ../../nbs/inspection/96_written_loop.ipynb #4a2f675e
 import ast
 
 from fastcore.basics import patch
 
+from isaac_loop.loop.shared_attributes import offered
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.inspection.inlined_methods import helper
 from isaac_loop.inspection.plain_lines import Leave, NotFlat, leaves, lines, within, without_exits
 from isaac_loop.inspection.script_writing import NotWritten, Writing
 from isaac_loop.inspection.written_spans import NOT_FLAT, guarded, joined_blocks
 
-# %% ../../nbs/inspection/96_written_loop.ipynb #23e20a03
+# %% ../../nbs/inspection/96_written_loop.ipynb #d5869e7e
+_LEFT = ast.dump(lines('left_early = True', '')[0])
+
+def _leaves_pass(node): return isinstance(node, Leave) and node.span == 'epoch'
+
 @patch
 def one_pass(self:Writing, training)->list:
     "A pass over a loader"
@@ -34,10 +39,11 @@ def one_pass(self:Writing, training)->list:
     self.unpacked = False
     after = joined_blocks(self.event('after_epoch'))
     if after: self.note('after_epoch', training)
-    flagged = after and any(getattr(node, 'targets', None) and ast.unparse(node) == 'left_early = True' for node in within(loop.body))
-    head = lines('left_early = False', 'Trainer.one_epoch')*bool(flagged) + lines('over = False', 'Trainer.one_epoch')*(stops and not training)
+    flagged = after and any(ast.dump(node) == _LEFT for node in within(loop.body))
+    head = lines('left_early = False', 'Trainer.one_epoch')*bool(flagged)
+    head += lines('over = False', 'Trainer.one_epoch')*(stops and not training)
     if flagged: after = self.conditional('not left_early', after, 'Trainer.one_epoch')
-    try: block = without_exits([*before, *head, loop, *after], lambda node: isinstance(node, Leave) and node.span == 'epoch')
+    try: block = without_exits([*before, *head, loop, *after], _leaves_pass)
     except NotFlat: raise NOT_FLAT from None
     cleanup = joined_blocks(self.event('cleanup_epoch'))
     block = guarded(block, cleanup, 'one_epoch') if leaves(block, 'fit') else block+cleanup
@@ -56,14 +62,15 @@ def _in_mode(self:Writing, training, block):
     self.sources.imports['import torch'] = None
     return found
 
-# %% ../../nbs/inspection/96_written_loop.ipynb #b075c231
+# %% ../../nbs/inspection/96_written_loop.ipynb #8befd29f
 @patch
 def fit(self:Writing)->list:
     "The body of the function `train`"
     self.training = None
     made = lines('opt = opt_func(list(model.parameters()), lr)', 'Trainer.fit')
     if self._keeps_gradients(): made = lines('model.zero_grad()', 'Trainer.fit') + made
-    head = lines(f'n_updates = 0\nupdates_per_epoch = {"len(train_dl)" if self.has_length else None}', 'Trainer.fit')
+    length = 'len(train_dl)' if self.has_length else None
+    head = lines(f'n_updates = 0\nupdates_per_epoch = {length}', 'Trainer.fit')
     head += lines(f'stop = {None if self.knows("reason") else False}', 'Trainer.fit')*self._stops()
     before = joined_blocks(self.event('before_fit'))
     if self.knows('stop', 'before_fit'): before += lines('if stop:\n    return history', 'Trainer.fit')
@@ -97,8 +104,9 @@ def _with_row(self:Writing, body, log):
     add = lines('history.append(row)', 'Trainer.fit')
     both = body+log
     if _add_row(both, add): return row+both
-    first = self.conditional('len(row) > 2', add, 'Trainer.fit')*any(map(_writes_row, within(body)))
-    last = self.conditional('len(row) > 2 and history[-1:] != [row]', add, 'Trainer.fit')*any(map(_writes_row, within(log)))
+    in_body,in_log = (any(map(_writes_row, within(block))) for block in (body, log))
+    first = self.conditional('len(row) > 2', add, 'Trainer.fit')*in_body
+    last = self.conditional('len(row) > 2 and history[-1:] != [row]', add, 'Trainer.fit')*in_log
     return [*row, *body, *first, *log, *last]
 
 def _add_row(block, add):
@@ -106,7 +114,8 @@ def _add_row(block, add):
     for i,node in enumerate(block):
         for inner in (getattr(node, 'body', []), getattr(node, 'finalbody', [])):
             if isinstance(node, (ast.With, ast.Try)) and _add_row(inner, add): return True
-        if isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try)) or not _writes_row(node): continue
+        has_blocks = isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try))
+        if has_blocks or not _writes_row(node): continue
         end = next((k for k in range(i, len(block)) if not _writes_row(block[k])), len(block))
         block[end:end] = add
         return True
@@ -114,15 +123,16 @@ def _add_row(block, add):
 
 def _writes_row(node):
     "Whether a statement writes to the row"
-    text = [ast.unparse(o) for o in getattr(node, 'targets', [])] or [ast.unparse(getattr(node, 'value', ast.Constant(0)))]
-    return any(o.startswith(('row[', 'row.update(')) for o in text)
+    nodes = getattr(node, 'targets', None) or [getattr(node, 'value', None) or ast.Constant(0)]
+    return any(ast.unparse(o).startswith(('row[', 'row.update(')) for o in nodes)
 
 @patch
 def _initial(self:Writing):
     "Values that variables of callbacks have at first"
-    return [node for name,value in self.initial.items() if value for node in lines(f'{name} = {value[0]}', value[1])]
+    given = [(f'{name} = {value[0]}', value[1]) for name,value in self.initial.items() if value]
+    return [node for text,origin in given for node in lines(text, origin)]
 
-# %% ../../nbs/inspection/96_written_loop.ipynb #fdf97c60
+# %% ../../nbs/inspection/96_written_loop.ipynb #f6f6214c
 @patch
 def definition(self:Writing, name, text)->str: # Its name in the script
     "Define a function or a class that the lines of a built-in use"
@@ -131,7 +141,8 @@ def definition(self:Writing, name, text)->str: # Its name in the script
         new = self.names.of(key, name)
         self.own_names.add(new)
         self.note('name', new)
-        self.sources.definitions[new] = text.strip().replace(f'def {name}(', f'def {new}(').replace(f'class {name}:', f'class {new}:')
+        text = text.strip().replace(f'def {name}(', f'def {new}(').replace(f'class {name}:', f'class {new}:')
+        self.sources.definitions[new] = text
         if 'math.' in text: self.sources.imports['import math'] = None
         if 'torch.' in text: self.sources.imports['import torch'] = None
     return self.names.given[key]
@@ -139,7 +150,8 @@ def definition(self:Writing, name, text)->str: # Its name in the script
 @patch
 def function(self:Writing, f, wish)->str: # What it is called in the script
     "A function of the user's"
-    if getattr(f, '__self__', None) is self.trainer.dls: return helper(self, f.__func__, f.__self__, self.expand)
+    of_loaders = getattr(f, '__self__', None) is self.trainer.dls
+    if of_loaders: return helper(self, f.__func__, f.__self__, self.expand)
     name = self.sources.function(f, wish) if callable(f) and hasattr(f, '__name__') else self.value(f, wish)
     return name
 
@@ -147,13 +159,16 @@ def function(self:Writing, f, wish)->str: # What it is called in the script
 def split_call(self:Writing)->str:
     "How a function of the user's takes the batch apart"
     trainer = self.trainer
-    if type(trainer).split is not Trainer.split: return f'{helper(self, type(trainer).split, trainer, self.expand)}(batch)'
+    own = type(trainer).split
+    if own is not Trainer.split: return f'{helper(self, own, trainer, self.expand)}(batch)'
     return f'{self.function(trainer.dls.split, "split")}(batch)'
+
+_NO_LENGTH = 'the length of the fit is unknown', 'Give `dls.train` a length, or add `NBatchCB`'
 
 @patch
 def total_updates(self:Writing)->str:
     "How many updates the whole fit has, as an expression"
-    limits = [str(cb.max_updates) for cb in self.trainer.callbacks if isinstance(getattr(cb, 'max_updates', None), int)]
+    limits = [str(n) for n in offered(self.trainer, 'max_updates') if isinstance(n, int)]
     if self.has_length: limits.insert(0, 'n_epochs * updates_per_epoch')
-    if not limits: raise NotWritten('the length of the fit is unknown', 'Give `dls.train` a length, or add `NBatchCB`')
+    if not limits: raise NotWritten(*_NO_LENGTH)
     return limits[0] if len(limits) == 1 else f'min({", ".join(limits)})'

@@ -12,12 +12,12 @@ from isaac_loop.inspection.script_writing import NotWritten
 from isaac_loop.inspection.source_of_values import NoSource
 from isaac_loop.inspection.written_steps import Lines
 
-# %% ../../nbs/inspection/91_written_results.ipynb #02d39088
+# %% ../../nbs/inspection/91_written_results.ipynb #a05470dc
 _MEAN_LOSS = '''
 def mean_loss(losses):
     "The mean over all examples, from the loss of each batch and its number of examples"
-    n = sum((size for _, size in losses))
-    return sum((float(loss) * size for loss, size in losses if size)) / n if n else math.nan
+    n = sum(size for _, size in losses)
+    return sum(float(loss) * size for loss, size in losses if size) / n if n else math.nan
 '''
 _SUM_LOSS = _MEAN_LOSS.replace('float(loss) * size', 'float(loss)')
 _VALUES = '''
@@ -63,23 +63,27 @@ def indented(
     "The same in a block"
     return ''.join(f'    {line}\n' for line in text.splitlines())
 
+_NO_CHOICE = 'Give it a metric without `MetricOn`'
+
 class Metrics(Lines):
     "Losses, metrics and the time of an epoch"
     silent = 'log','cleanup_fit'
     def before_fit(self):
-        found = [f'{self._variable(name, True)} = {self._made(name, m)}' for name,m in self._of(True).items()]
-        found += [f'{self._variable(name, False)} = {self._made(name, m)}' for name,m in self.cb.metrics.items()]
+        kinds = [(training, name, m) for training in (True, False) for name,m in self._of(training).items()]
+        found = [f'{self._variable(name, training)} = {self._made(name, m)}' for training,name,m in kinds]
         moves = next(iter(self.w.trainer.model.parameters()), None) is not None
         device = [cb for cb in self.w.trainer.callbacks if self.w.kind(cb) == 'DeviceCB'] if moves else []
-        variables = [self._variable(name, training) for training in (True, False) for name,m in self._of(training).items() if hasattr(m, 'to')]
+        variables = [self._variable(name, training) for training,name,m in kinds if hasattr(m, 'to')]
         if self.w.knows('skipped'): found.insert(0, f'{self.name("losses")} = None')
-        return '\n'.join(found + [f'{name}.to({self.w.new_name(device[0], "device")})' for name in variables if device])
+        to = f'.to({self.w.new_name(device[0], "device")})' if device else ''
+        return '\n'.join(found + [name+to for name in variables if to])
 
     def _of(self, training):
         "The metrics of a kind of pass"
         return self.cb.metrics if not training or self.cb.train_metrics else {}
 
-    def _variable(self, name, training): return self.name(f'train_{name}' if training else name, f'{name}_metric')
+    def _variable(self, name, training):
+        return self.name(f'train_{name}' if training else name, f'{name}_metric')
 
     def _made(self, name, m):
         "How a metric is made"
@@ -88,7 +92,7 @@ class Metrics(Lines):
             self.needs('math')
             self.torch()
             return f'{w.definition("MeanOf", _MEAN_OF)}({w.function(m.f, name)})'
-        if isinstance(m, MetricOn): raise NotWritten(f'the metric `{name}` is a `MetricOn`', 'Give it a metric without `MetricOn`')
+        if isinstance(m, MetricOn): raise NotWritten(f'the metric `{name}` is a `MetricOn`', _NO_CHOICE)
         try: return w.sources.of(m)
         except NoSource: return w.need(m, f'{name}_metric')
 
@@ -104,7 +108,8 @@ class Metrics(Lines):
         w = self.w
         text = f'{self.name("losses")}.append((loss.detach(), {self._weight()}))\n'
         preds = 'preds.detach()' if w.training else 'preds'
-        for name in self._of(w.training): text += f'{self._variable(name, w.training)}.update({preds}{w.targets()})\n'
+        for name in self._of(w.training):
+            text += f'{self._variable(name, w.training)}.update({preds}{w.targets()})\n'
         return text
 
     def _weight(self):
@@ -118,8 +123,10 @@ class Metrics(Lines):
         w = self.w
         self.needs('math')
         column,losses = 'train_loss' if w.training else 'valid_loss',self.name('losses')
-        f = w.definition('mean_loss', _SUM_LOSS if are_sums(w.trainer.loss_func, self.cb.weigh) else _MEAN_LOSS)
-        text = f"row['{column}'] = {f}({losses})\n" + ''.join(self._column(name, m) for name,m in self._of(w.training).items())
+        summed = are_sums(w.trainer.loss_func, self.cb.weigh)
+        f = w.definition('mean_loss', _SUM_LOSS if summed else _MEAN_LOSS)
+        measured = [self._column(name, m) for name,m in self._of(w.training).items()]
+        text = f"row['{column}'] = {f}({losses})\n" + ''.join(measured)
         self.written(column, 'elapsed')
         early = w.leaves('batch', 'epoch', 'fit')
         if early: text = f'if {losses}:\n' + indented(text)
@@ -131,21 +138,25 @@ class Metrics(Lines):
         "The columns of a metric"
         w,column = self.w,f'train_{name}' if self.w.training else name
         variable = self._variable(name, w.training)
-        is_one = type(m).__module__.startswith('torcheval.') and getattr(m, 'average', 'macro') not in (None, 'none')
-        self.written(column)
-        if is_one and getattr(m, 'num_tasks', 1) == 1: return f"row['{column}'] = {variable}.compute().item()\n"
+        knows = type(m).__module__.startswith('torcheval.') and getattr(m, 'num_tasks', 1) == 1
+        is_one = knows and getattr(m, 'average', 'macro') not in (None, 'none')
+        self.written(*[column]*is_one)
+        if is_one: return f"row['{column}'] = {variable}.compute().item()\n"
+        w.note('columns')
         self.torch()
         return f"row.update({w.definition('as_columns', _VALUES)}('{column}', {variable}.compute()))\n"
 
-# %% ../../nbs/inspection/91_written_results.ipynb #720eb657
-_NOT_THERE = ('it watches `{}`, which the script does not write', 'Watch `train_loss`, `valid_loss` or a metric of `MetricsCB`')
+# %% ../../nbs/inspection/91_written_results.ipynb #65d84b04
+_NOT_THERE = 'it watches `{}`, which the script does not write'
+_WATCH = 'Watch `train_loss`, `valid_loss` or a metric of `MetricsCB`'
 
 class Watches(Lines):
     "One who compares a column of the newest row"
     def news(self, column):
         "Statements that give `value`, and whether it may be missing"
         w = self.w
-        if w.round and not w.knows('column', column) and not w.knows('columns'): raise NotWritten(_NOT_THERE[0].format(column), _NOT_THERE[1])
+        comes = w.knows('column', column) or w.knows('maybe', column) or w.knows('columns')
+        if w.round and not comes: raise NotWritten(_NOT_THERE.format(column), _WATCH)
         sure = w.knows('column', column) and not any(fact[0] == 'leave' for fact in w.facts)
         return (f"row['{column}']", True) if sure else (f"row.get('{column}')", False)
 
@@ -167,7 +178,8 @@ class EarlyStopping(Watches):
     names = {'n_bad': ('n_bad',), 'best': ('best',)}
     def before_fit(self):
         cb = self.cb
-        return f'{self.name("best")} = {cb.baseline!r}\n{self.name("n_bad")} = 0' if cb.patience is not None else ''
+        if cb.patience is None: return ''
+        return f'{self.name("best")} = {cb.baseline!r}\n{self.name("n_bad")} = 0'
 
     def log(self):
         cb,(value,is_sure) = self.cb,self.news(self.cb.monitor)
@@ -181,7 +193,7 @@ class EarlyStopping(Watches):
             tests.append(f'{n_bad} >= {max(cb.patience, 1)}')
         reason = repr(f'`{cb.monitor}` gives reason to stop')
         text += f'if {" or ".join(tests)}:\n' + indented(self.w.stop(reason))
-        conditions = ([] if is_sure else [f'{now} is not None']) + [f'epoch >= {cb.start_epoch}']*bool(cb.start_epoch)
+        conditions = [f'{now} is not None']*(not is_sure) + [f'epoch >= {cb.start_epoch}']*bool(cb.start_epoch)
         if conditions: text = f'if {" and ".join(conditions)}:\n' + indented(text)
         return f'{now} = {value}\n{text}'
 
@@ -189,7 +201,9 @@ class KeepBest(Watches):
     "The best weights"
     silent = 'after_fit','measured'
     names = {'weights': ('best_weights',), 'best': ('best_value',), 'best_epoch': ('best_epoch',)}
-    def before_fit(self): return f'{self.name("best_value")} = None\n{self.name("best_weights")} = None\n{self.name("best_epoch")} = None'
+    def before_fit(self):
+        return '\n'.join(f'{self.name(o)} = None' for o in ('best_value', 'best_weights', 'best_epoch'))
+
 
     def log(self):
         cb,w,(value,is_sure) = self.cb,self.w,self.news(self.cb.monitor)
@@ -212,14 +226,22 @@ class Limit(Lines):
         return (f'{self.name("n_samples")} = 0\n'*(self.cb.samples is not None)
                 + f'{self.name("began")} = time.monotonic()'*(self.cb.seconds is not None))
 
-    def _stop_if(self, test): return f'if {test}:\n' + indented(self.w.stop(repr('enough')))
-    def _clock(self): return '' if self.cb.seconds is None else self._stop_if(f'time.monotonic() - {self.name("began")} >= {self.cb.seconds!r}')
-    def after_step(self): return '' if self.cb.updates is None else self._stop_if(f'n_updates >= {self.cb.updates}')
-    def log(self): return ('' if self.cb.epochs is None else self._stop_if(f'epoch + 1 >= {self.cb.epochs}')) + self._clock()
+    def _stop_if(self, is_limited, test):
+        return f'if {test}:\n' + indented(self.w.stop(repr('enough'))) if is_limited else ''
+
+    def _clock(self):
+        test = f'time.monotonic() - {self.name("began")} >= {self.cb.seconds!r}'
+        return self._stop_if(self.cb.seconds is not None, test)
+
+    def after_step(self): return self._stop_if(self.cb.updates is not None, f'n_updates >= {self.cb.updates}')
+
+    def log(self):
+        return self._stop_if(self.cb.epochs is not None, f'epoch + 1 >= {self.cb.epochs}') + self._clock()
 
     def after_batch(self):
         if self.cb.samples is None: return self._clock()
-        count = self.w.rows() if self.cb.count is None else f'{self.w.function(self.cb.count, "count")}(batch)'
-        if self.cb.count is not None: self.w.note('batch', self.w.training)
+        own = self.cb.count is not None
+        count = f'{self.w.function(self.cb.count, "count")}(batch)' if own else self.w.rows()
+        if own: self.w.note('batch', self.w.training)
         n = self.name('n_samples')
-        return f'{n} += {count}\n' + self._stop_if(f'{n} >= {self.cb.samples}') + self._clock()
+        return f'{n} += {count}\n' + self._stop_if(True, f'{n} >= {self.cb.samples}') + self._clock()

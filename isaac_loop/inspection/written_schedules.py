@@ -12,7 +12,9 @@ from isaac_loop.inspection.script_writing import NotWritten
 from isaac_loop.inspection.written_results import Watches
 from isaac_loop.inspection.written_steps import Lines, opt_class
 
-# %% ../../nbs/inspection/93_written_schedules.ipynb #a1ec6946
+# %% ../../nbs/inspection/93_written_schedules.ipynb #9e30a6ff
+_WANTS_TRAINER = 'its `scheduler_func` takes the trainer', 'Use a function of the optimizer alone'
+
 class Scheduler(Lines):
     "A scheduler of PyTorch"
     silent = 'cleanup_fit',
@@ -35,7 +37,7 @@ class Scheduler(Lines):
                 return self.torchs(f.func.__name__, **f.keywords)
         inner = f.func if isinstance(f, functools.partial) else f
         wants = 'trainer' in getattr(getattr(inner, '__code__', None), 'co_varnames', ())
-        if wants: raise NotWritten('its `scheduler_func` takes the trainer', 'Use a function of the optimizer alone')
+        if wants: raise NotWritten(*_WANTS_TRAINER)
         return f'{self.w.function(f, "make_scheduler")}(opt)'
 
     def stepped(self): return f'{self.name("scheduler")}.step()'
@@ -57,7 +59,8 @@ class OneCycle(BatchScheduler):
         share = options.get('pct_start', 0.3)
         text = self.torchs('OneCycleLR', tops, f'total_steps={total}', **options)
         if abs(1/share - round(1/share)) < 1e-6: # Otherwise torch may divide by zero
-            text = text.replace(f'pct_start={share!r}', f'pct_start={share!r} if {share!r} * {total} != 1 else {share*(1+1e-9)!r}')
+            other = f'{share!r} if {share!r} * {total} != 1 else {share*(1+1e-9)!r}'
+            text = text.replace(f'pct_start={share!r}', f'pct_start={other}')
         return text
 
     def stepped(self):
@@ -85,11 +88,12 @@ class Plateau(EpochScheduler, Watches):
     def stepped(self):
         value,is_sure = self.news(self.cb.monitor)
         name = self.name('scheduler')
-        return f'{name}.step({value})' if is_sure else f"if '{self.cb.monitor}' in row:\n    {name}.step({value})"
+        step = f'{name}.step({value})'
+        return step if is_sure else f"if '{self.cb.monitor}' in row:\n    {step}"
 
-# %% ../../nbs/inspection/93_written_schedules.ipynb #595206f3
+# %% ../../nbs/inspection/93_written_schedules.ipynb #3ac9997f
 _DECAYED = {'constant': '1.0', 'linear': '1 - t', 'cosine': '(1 + math.cos(math.pi * t)) / 2',
-            'polynomial': '(1 - t) ** {power!r}', 'sqrt': '1 - math.sqrt(t)'}
+            'polynomial': '(1 - t) ** POWER', 'sqrt': '1 - math.sqrt(t)'}
 
 class Factor(BatchScheduler):
     "A factor at every update"
@@ -99,23 +103,24 @@ class Factor(BatchScheduler):
 
     def before_fit(self): return self.factor(self.name('rate_factor')) + super().before_fit()
 
-    def updates(self, name, length, total='total'):
+    def updates(self, length, total):
         "A length in updates"
         return repr(length) if isinstance(length, int) else f'round({length!r} * {total})'
 
-    def decayed(self, t):
+    def decayed(self):
         "What is left of the way at progress `t`, as an expression"
         decay = self.cb.decay
-        if callable(decay): return f'{self.w.function(decay, "decay")}({t})'
+        if callable(decay): return f'{self.w.function(decay, "decay")}(t)'
         self.needs('math')
-        return _DECAYED[decay].replace('{power!r}', repr(self.cb.power)).replace(' t', f' {t}').replace('(t)', f'({t})')
+        return _DECAYED[decay].replace('POWER', repr(self.cb.power))
 
     def rise(self):
         "The factor in the warm-up"
         start = '1 / (warmup + 1)' if self.cb.start_factor is None else repr(self.cb.start_factor)
         return f'        start = {start}\n        return start + (1 - start) * update / warmup\n'
 
-_CYCLES = 'it decays in several cycles', 'Use `CosineAnnealingWarmRestarts` of PyTorch with `BatchSchedulerCB`'
+_CYCLES = ('it decays in several cycles',
+           'Use `CosineAnnealingWarmRestarts` of PyTorch with `BatchSchedulerCB`')
 
 class Warmup(Factor):
     "Warm-up, a while at the top, a decay"
@@ -124,15 +129,18 @@ class Warmup(Factor):
         if cb.cycles != 1: raise NotWritten(*_CYCLES)
         total,warmup,hold,length = (self.name(o) for o in ('total', 'warmup', 'hold', 'length'))
         lengths = {warmup: cb.warmup, hold: cb.hold}
-        text = f'{total} = {self.w.total_updates()}\n' + ''.join(f'{k} = {self.updates(k, v, total)}\n' for k,v in lengths.items())
-        cooldown = self.updates('cooldown', cb.cooldown, total)
+        text = f'{total} = {self.w.total_updates()}\n'
+        for k,v in lengths.items(): text += f'{k} = {self.updates(v, total)}\n'
+        cooldown = self.updates(cb.cooldown, total)
         text += f'{length} = max({total} - {warmup} - {hold} - {cooldown}, 0)\n'
         if cb.decay == 'inverse_sqrt': left = f'(1 + done / {cb.timescale or f"max({warmup}, 1)"}) ** -0.5'
-        else: left = self.decayed('t')
-        progress = '' if cb.decay == 'inverse_sqrt' else f'    t = done / {length} if done < {length} else 1.0\n'
+        else: left = self.decayed()
+        by_root = cb.decay == 'inverse_sqrt'
+        progress = f'    t = done / {length} if done < {length} else 1.0\n'*(not by_root)
         if progress and cb.k != 1: progress += f'    t = t ** {cb.k!r}\n'
         rise = self.rise().replace('warmup', warmup)
-        return text + (f'def {name}(update):\n    if update < {warmup}:\n{rise}    if update < {warmup} + {hold}:\n        return 1.0\n'
+        return text + (f'def {name}(update):\n    if update < {warmup}:\n{rise}'
+            f'    if update < {warmup} + {hold}:\n        return 1.0\n'
             f'    done = min(update - {warmup} - {hold}, {length})\n{progress}'
             f'    return {cb.end_factor!r} + (1 - {cb.end_factor!r}) * ({left})\n')
 
@@ -145,8 +153,9 @@ class WSD(Factor):
         if cb.n_decays != 1: raise NotWritten(*_SEVERAL)
         total,warmup,length = (self.name(o) for o in ('total', 'warmup', 'length'))
         text = f'{total} = {self.w.total_updates()}\n'
-        for k,v in {warmup: cb.warmup, length: cb.decay_length}.items(): text += f'{k} = {self.updates(k, v, total)}\n'
+        text += f'{warmup} = {self.updates(cb.warmup, total)}\n{length} = {self.updates(cb.decay_length, total)}\n'
         rise = self.rise().replace('warmup', warmup).replace('        ', '            ')
-        return text + (f'def {name}(update):\n    if update < {total} - {length} or not {length}:\n        if update < {warmup}:\n{rise}'
+        return text + (f'def {name}(update):\n    if update < {total} - {length} or not {length}:\n'
+            f'        if update < {warmup}:\n{rise}'
             f'        return 1.0\n    t = min((update - {total} + {length}) / {length}, 1.0)\n'
-            f'    return {cb.end_factor!r} + (1 - {cb.end_factor!r}) * ({self.decayed("t")})\n')
+            f'    return {cb.end_factor!r} + (1 - {cb.end_factor!r}) * ({self.decayed()})\n')

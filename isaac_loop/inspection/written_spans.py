@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/95_written_spans.ipynb #d4bd47c6
+# %% ../../nbs/inspection/95_written_spans.ipynb #7b210417
 import ast
 
 from fastcore.basics import patch
@@ -17,12 +17,14 @@ from isaac_loop.loop.handlers import TrainersOwn
 from isaac_loop.inspection.inlined_methods import inlined, statements_of
 from isaac_loop.inspection.known_callbacks import is_ours, kind_of
 from isaac_loop.inspection.method_source import Method
-from isaac_loop.inspection.plain_lines import Leave, NotFlat, coming_from, leaves, lines, within, without_exits
+from isaac_loop.inspection.plain_lines import Leave, NotFlat, coming_from, leaves, lines, within
+from isaac_loop.inspection.plain_lines import without_exits
 from isaac_loop.inspection.script_writing import NotWritten, Writing
 from isaac_loop.inspection.source_of_values import NoSource
 
-# %% ../../nbs/inspection/95_written_spans.ipynb #f8d42eb5
-NOT_FLAT = NotWritten('it leaves a step from a place that no `if` can stand for', 'Raise the cancel outside of loops')
+# %% ../../nbs/inspection/95_written_spans.ipynb #20941356
+NOT_FLAT = NotWritten('it leaves a step from a place that no `if` can stand for',
+                      'Raise the cancel outside of loops')
 
 @patch
 def written(self:Writing, callback, handler, event):
@@ -67,7 +69,7 @@ def joined_blocks(pairs):
     "The statements of several handlers, one after the other"
     return [node for _,block in pairs for node in block]
 
-# %% ../../nbs/inspection/95_written_spans.ipynb #9630fcac
+# %% ../../nbs/inspection/95_written_spans.ipynb #15763903
 def _is_step(node): return isinstance(node, Leave) and node.span == 'step'
 
 def _assembled(befores, core, cleanups):
@@ -79,7 +81,8 @@ def _assembled(befores, core, cleanups):
             continue
         inside = next((k for k,(other,_) in enumerate(cleanups) if other is cb), None)
         order = [other for other,_ in befores[i+1:]]
-        mine = [pair for pair in cleanups if any(pair[0] is other for other in order)] if inside is None else cleanups[:inside]
+        mine = [pair for pair in cleanups if any(pair[0] is other for other in order)]
+        if inside is not None: mine = cleanups[:inside]
         rest = [pair for pair in cleanups if not any(pair is other for other in mine)]
         before[0].body = _assembled(befores[i+1:], core, mine) or [ast.Pass()]
         block,core = block+before,[]
@@ -87,7 +90,8 @@ def _assembled(befores, core, cleanups):
     try: block = without_exits(block+core, _is_step)
     except NotFlat: raise NOT_FLAT from None
     cleanup = joined_blocks(rest)
-    return guarded(block, cleanup, 'run_callbacks') if leaves(block, 'batch', 'epoch', 'fit') else block+cleanup
+    early = leaves(block, 'batch', 'epoch', 'fit')
+    return guarded(block, cleanup, 'run_callbacks') if early else block+cleanup
 
 def guarded(block, cleanup, method):
     "Statements, and others that run in any case"
@@ -128,7 +132,7 @@ def conditional(self:Writing, test, block, origin)->list: # One statement or non
     node.body = block
     return [node]
 
-# %% ../../nbs/inspection/95_written_spans.ipynb #df853c63
+# %% ../../nbs/inspection/95_written_spans.ipynb #82e1772e
 _USUAL = ('predict', 'get_loss'),('backward', 'step', 'zero_grad')
 
 @patch
@@ -157,7 +161,8 @@ def _own_batch(self:Writing):
     try:
         block = statements_of(self, Method(f, self.trainer, trainer=False), self.expand)
         block,self.pending = self.pending+block,[]
-    except (NotWritten, NoSource) as error: return self._refused(TrainersOwn(type(self.trainer)), 'one_batch', error)
+    except (NotWritten, NoSource) as error:
+        return self._refused(TrainersOwn(type(self.trainer)), 'one_batch', error)
     for node in within(block):
         if isinstance(node, Leave): self.note('leave', node.span, self.training)
     return coming_from(block, f'{type(self.trainer).__name__}.one_batch')
@@ -169,7 +174,8 @@ def _left(self:Writing, block):
     for node in block:
         for name in ('body', 'orelse', 'finalbody'):
             inner = getattr(node, name, None)
-            if isinstance(inner, list) and not isinstance(node, ast.FunctionDef): setattr(node, name, self._left(inner))
+            is_block = isinstance(inner, list) and not isinstance(node, ast.FunctionDef)
+            if is_block: setattr(node, name, self._left(inner))
         if not isinstance(node, Leave) or node.span not in ('batch', 'epoch'): found.append(node)
         elif node.span == 'batch':
             check = f'if {self._over()}:\n    break\n'*self.knows('stop', self.training)

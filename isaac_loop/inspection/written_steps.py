@@ -14,7 +14,7 @@ from isaac_loop.loop.events import callback_name
 from isaac_loop.train.closures import needs_closure
 from isaac_loop.inspection.script_writing import NotWritten, Writing
 
-# %% ../../nbs/inspection/89_written_steps.ipynb #cdaa0d94
+# %% ../../nbs/inspection/89_written_steps.ipynb #e0f390d3
 class Lines:
     "What one built-in callback amounts to; a method for each event gives Python"
     silent = () # Events at which there is nothing to write
@@ -44,20 +44,23 @@ class Lines:
         for name in columns: self.w.note('column', name)
 
     def attribute(self, name):
-        "What an attribute of the callback is in the script, for methods of a subclass; None for one of its own"
+        "What an attribute is in the script, for methods of a subclass; None for one of its own"
         if name in self.names: return self.name(*self.names[name])
         base = next(o for o in type(self.cb).__mro__ if o.__module__.startswith(_OURS))
-        functions = [inspect.unwrap(f) for o in base.__mro__ for f in vars(o).values() if hasattr(inspect.unwrap(f), '__code__')]
+        members = [member for o in base.__mro__ for member in vars(o).values() if callable(member)]
+        functions = [f for f in map(inspect.unwrap, members) if hasattr(f, '__code__')]
         if not any(name in f.__code__.co_names for f in functions): return None
         value = getattr(self.cb, name, None)
-        if name in inspect.signature(base).parameters and isinstance(value, (bool, int, float, str, type(None))):
+        is_plain = isinstance(value, (bool, int, float, str, type(None)))
+        if is_plain and name in inspect.signature(base).parameters:
             return self.w.sources.of(value)
         raise NotWritten(f'it uses `{name}` of `{base.__name__}`, which is not in the script')
 
 _OURS = __name__.partition('.')[0]
 
-# %% ../../nbs/inspection/89_written_steps.ipynb #b5638478
-_CLOSURE = ('`{}` evaluates the loss several times for one step', 'Use another optimizer, or write `opt.step(closure)` by hand')
+# %% ../../nbs/inspection/89_written_steps.ipynb #cf2a586a
+_CLOSURE = ('`{}` evaluates the loss several times for one step',
+            'Use another optimizer, or write `opt.step(closure)` by hand')
 
 def opt_class(
     trainer, # Has an `opt_func`, and perhaps an `opt` that it has made
@@ -83,7 +86,10 @@ class MomentumTrain(BasicTrain):
     "Training with momentum"
     silent = 'before_fit',
     def zero_grad(self):
-        return f'for p in model.parameters():\n    if p.grad is not None:\n        p.grad *= {self.cb.momentum!r}'
+        return f'''
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad *= {self.cb.momentum!r}'''
 
 class NBatch(Lines):
     "Passes of a few batches"
@@ -103,7 +109,7 @@ class OneBatch(Lines):
     "A fit of one batch"
     def after_batch(self): return 'raise CancelFitException'
 
-# %% ../../nbs/inspection/89_written_steps.ipynb #3afb1330
+# %% ../../nbs/inspection/89_written_steps.ipynb #463bf0f1
 _IS_TENSOR = 'its `weigh` gives a tensor', 'Let `weigh` return a number'
 
 class Accumulation(Lines):
@@ -145,7 +151,8 @@ class Accumulation(Lines):
 
     def after_backward(self):
         text = f'{self.name("gathered")} += 1'
-        return text if self.cb.weigh in ('mean', 'sum') else f'{text}\n{self.name("total")} += {self.name("weight")}'
+        if self.cb.weigh in ('mean', 'sum'): return text
+        return f'{text}\n{self.name("total")} += {self.name("weight")}'
 
     def cleanup_backward(self):
         return '' if self.cb.weigh in ('mean', 'sum') else f'loss = {self.name("true_loss")}'
@@ -157,16 +164,18 @@ class Accumulation(Lines):
         last = '' if n_batches == 'None' else f' or batch_num + 1 == {n_batches}'
         if last and self.w.leaves('step'): last = f' or ({gathered} and batch_num + 1 == {n_batches})'
         complete = self.name('complete')
-        text = f'{complete} = {gathered} == {n}{last}\nif not {complete}:\n    raise CancelStepException\n'*(not self.closing)
+        text = f'{complete} = {gathered} == {n}{last}\n{self._wait()}'*(not self.closing)
         total = gathered if self.cb.weigh == 'mean' else self.name('total')
         if self.cb.weigh != 'sum':
             text += f'for p in model.parameters():\n    if p.grad is not None:\n        p.grad /= {total}\n'
         if self._keeps():
             aside = self.name('aside')
-            text += f'for p, old in {aside}:\n    p.grad = old if p.grad is None else p.grad.add_(old)\n{aside} = None\n'
+            add = '    p.grad = old if p.grad is None else p.grad.add_(old)'
+            text += f'for p, old in {aside}:\n{add}\n{aside} = None\n'
         return text + f'{gathered} = 0\n' + f'{self.name("total")} = 0\n'
 
-    def before_zero_grad(self): return f'if not {self.name("complete")}:\n    raise CancelStepException'*(not self.closing)
+    def _wait(self): return f'if not {self.name("complete")}:\n    raise CancelStepException\n'
+    def before_zero_grad(self): return self._wait()*(not self.closing)
 
     def after_epoch(self):
         early = self.w.knows('stop', True) or self.w.leaves('step', 'batch', 'epoch')
@@ -179,13 +188,14 @@ class Accumulation(Lines):
     def cleanup_epoch(self):
         if not self.w.leaves('epoch'): return ''
         gathered,old = self.name('gathered'),'p.grad = None'
-        text = f'if {gathered}:\n    for p in model.parameters():\n        {old}\n    {gathered} = 0\n    {self.name("total")} = 0\n'
+        text = f'if {gathered}:\n    for p in model.parameters():\n        {old}\n    {gathered} = 0\n'
+        text += f'    {self.name("total")} = 0\n'
         if not self._keeps(): return text
         aside = self.name('aside')
         text = text.replace(f'if {gathered}:', f'if {gathered} or {aside} is not None:')
         return text + f'    for p, old in {aside} or ():\n        p.grad = old\n    {aside} = None\n'
 
-# %% ../../nbs/inspection/89_written_steps.ipynb #b1865169
+# %% ../../nbs/inspection/89_written_steps.ipynb #7f6af084
 _ADAPTIVE = '''
 def clip_adaptive(params, share):
     "Keep the gradient of each unit below a share of the norm of its weights (Brock et al. 2021)"
@@ -224,9 +234,11 @@ class ClipGrad(Lines):
         grads = f'[p.grad for p in {params} if p.grad is not None]'
         utils = 'torch.nn.utils'
         if kind == 'max_norm' and math.isinf(limit):
-            return f'{text}{norm} = {utils}.get_total_norm({grads}{further})\n{clipped} = torch.zeros_like({norm})'
+            measure = f'{norm} = {utils}.get_total_norm({grads}{further})'
+            return f'{text}{measure}\n{clipped} = torch.zeros_like({norm})'
         if kind == 'max_norm':
-            return f'{text}{norm} = {utils}.clip_grad_norm_({params}, {limit!r}{further})\n{clipped} = {norm} > {limit!r}'
+            clip = f'{norm} = {utils}.clip_grad_norm_({params}, {limit!r}{further})'
+            return f'{text}{clip}\n{clipped} = {norm} > {limit!r}'
         if kind == 'max_value':
             measure = (f'{norm} = {utils}.get_total_norm({grads}{further})\n'
                        f"{clipped} = {utils}.get_total_norm({grads}, float('inf')) > {limit!r}\n")
@@ -245,7 +257,8 @@ class ClipGrad(Lines):
         if not self.cb.column: return ''
         norms,name = self.name('norms'),self.cb.column
         self.written(name, f'{name}_clipped_share')
-        text = (f"row['{name}'] = sum((float(norm) for norm, _ in {norms})) / len({norms})\n"
-                f"row['{name}_clipped_share'] = sum((float(clipped) for _, clipped in {norms})) / len({norms})")
-        if self.w.leaves('step', 'batch', 'epoch', 'fit'): text = f'if {norms}:\n    ' + text.replace('\n', '\n    ')
+        text = (f"row['{name}'] = sum(float(norm) for norm, _ in {norms}) / len({norms})\n"
+                f"row['{name}_clipped_share'] = sum(float(clipped) for _, clipped in {norms}) / len({norms})")
+        early = self.w.leaves('step', 'batch', 'epoch', 'fit')
+        if early: text = f'if {norms}:\n    ' + text.replace('\n', '\n    ')
         return text + f'\n{norms} = []'*self.w.knows('skipped')
