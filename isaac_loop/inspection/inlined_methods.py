@@ -12,7 +12,7 @@ from functools import partial
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelException
 from isaac_loop.loop.events import CancelFitException, CancelStepException, callback_name
 from isaac_loop.loop.handlers import TrainersOwn
-from isaac_loop.inspection.method_source import Method, own_method, plain_function
+from isaac_loop.inspection.callback_source import Method, own_method, plain_function
 from isaac_loop.inspection.plain_expressions import InlineCalls, expression, name_of, trainer_names
 from isaac_loop.inspection.plain_lines import Known, Leave, NotFlat, Simpler, coming_from, is_pure, leaves
 from isaac_loop.inspection.plain_lines import within, without_exits

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/inspection/87_plain_expressions.ipynb #3277d8a9
 import ast, inspect, types
 
-from isaac_loop.inspection.method_source import Method, own_method
+from isaac_loop.inspection.callback_source import Method, own_method
 from isaac_loop.inspection.script_writing import NotWritten, Writing
 from isaac_loop.inspection.source_of_values import NoSource, bound_names
 

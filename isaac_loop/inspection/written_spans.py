@@ -16,7 +16,7 @@ from isaac_loop.loop.events import STEPS, callback_name
 from isaac_loop.loop.handlers import TrainersOwn
 from isaac_loop.inspection.inlined_methods import inlined, statements_of
 from isaac_loop.inspection.known_callbacks import is_ours, kind_of
-from isaac_loop.inspection.method_source import Method
+from isaac_loop.inspection.callback_source import Method
 from isaac_loop.inspection.plain_lines import Leave, NotFlat, coming_from, leaves, lines, within
 from isaac_loop.inspection.plain_lines import without_exits
 from isaac_loop.inspection.script_writing import NotWritten, Writing
