@@ -33,5 +33,6 @@ if TYPE_CHECKING:
     from .callback_report import try_callback as try_callback
     from .callback_report import BrokenPromise as BrokenPromise
     from .callback_report import CallbackReport as CallbackReport
+    from .script import Script as Script
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -23,6 +23,7 @@ ELSEWHERE = {
         'walk': 'inspection.walk',
         'replay': 'inspection.replays',
         'ablate': 'inspection.ablation',
+        'to_script': 'inspection.script',
         'show_image_batch': 'show.plots',
         'lr_find': 'tune.lr_finder',
         'find_batch_size': 'tune.batch_finder',

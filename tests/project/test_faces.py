@@ -67,8 +67,8 @@ FACES = {
     "inspection": """
         Ablation ActivationStatsCB BlackBoxCB BrokenPromise callback_table CallbackReport CheckFailed
         compare Comparison event_table Findings GradientPlotCB GradientStatsCB HooksCallback LoopMap
-        Moment Moments NonFiniteCB ProfilerCB Replay show_source state_table summarize_model Swap
-        TimesCB Trace try_callback UpdateRatioCB Walk
+        Moment Moments NonFiniteCB ProfilerCB Replay Script show_source state_table summarize_model
+        Swap TimesCB Trace try_callback UpdateRatioCB Walk
     """,
     "evaluate": """
         binary_scores CapturePredsCB char_error_rate classification_scores DropoutOnCB EvaluatorCB
