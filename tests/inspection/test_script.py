@@ -1,0 +1,304 @@
+"""A trainer written out as plain PyTorch, against the trainer itself.
+
+The script trains to the same weights, bit for bit, with the same rows of history, in a module where this
+library is not at hand; and what it cannot write is refused by name.
+"""
+
+import ast
+import builtins
+import io
+import subprocess
+import sys
+import warnings
+from contextlib import redirect_stdout
+from itertools import combinations
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torcheval.metrics import MulticlassAccuracy
+
+import isaac_loop.callbacks as library
+from isaac_loop import CancelBatchException, CancelStepException, Trainer, set_seed, with_cbs
+from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchTransformCB, ClipGradCB, DeviceCB, EMACB
+from isaac_loop.callbacks import (
+    EarlyStoppingCB,
+    FreezeCB,
+    GradientStatsCB,
+    LimitCB,
+    MetricsCB,
+    MixedPrecisionCB,
+)
+from isaac_loop.callbacks import MomentumTrainCB, OneCycleSchedulerCB, ProgressCB, RewindCB, StepSchedulerCB
+from isaac_loop.callbacks import WarmupSchedulerCB
+from isaac_loop.data import DataLoaders, exact_loader
+from isaac_loop.inspection.known_callbacks import LEFT_OUT, REFUSED, WRITTEN
+from runs import Rows
+from working import Images, images_model
+
+
+def accuracy():
+    return MetricsCB(accuracy=MulticlassAccuracy())
+
+
+def make_trainer(callbacks, opt_func=optim.AdamW, seed=5, cls=Trainer):
+    set_seed(seed)
+    dls = DataLoaders(exact_loader(Images(26), 4), exact_loader(Images(11), 6, shuffle=False))
+    return cls(dls, F.cross_entropy, opt_func, images_model(), callbacks)
+
+
+def plain_rows(rows):
+    return [{k: v for k, v in row.items() if k != "elapsed"} for row in rows]
+
+
+def without_us(name, *args, **kwargs):
+    assert not name.startswith("isaac_loop"), "a script must not need this library"
+    return real_import(name, *args, **kwargs)
+
+
+real_import = builtins.__import__
+
+
+def both(make, monkeypatch, n_epochs=3, lr=0.02, **options):
+    "Train by the trainer and by its script, and compare"
+    trainer = make()
+    script = trainer.to_script()
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(n_epochs, lr)
+        other = make()
+        monkeypatch.setattr(builtins, "__import__", without_us)
+        try:
+            rows = script.run(
+                other.model, other.dls.train, other.dls.valid, other.loss_func, other.opt_func, n_epochs, lr
+            )
+        finally:
+            monkeypatch.undo()
+    ours, theirs = trainer.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours), str(script)
+    if any(isinstance(cb, MetricsCB) for cb in trainer.callbacks):
+        written = {name for row in rows for name in row}  # Who only watches is left out, and its columns too
+        ours = [{k: v for k, v in row.items() if k in written} for row in trainer.history]
+        assert plain_rows(rows) == plain_rows(ours), str(script)
+    assert "isaac_loop" not in str(script)
+    return script
+
+
+PARTS = {
+    "metrics": accuracy,
+    "accumulation": lambda: AccumulationCB(3),
+    "clipping": lambda: ClipGradCB(0.5),
+    "one cycle": lambda: OneCycleSchedulerCB(),
+    "average": lambda: EMACB(0.9),
+    "half precision": lambda: MixedPrecisionCB("bfloat16"),
+    "early stopping": lambda: EarlyStoppingCB(patience=1),
+}
+NEEDS = {"early stopping": "metrics"}
+PAIRS = [o for n in (0, 1, 2) for o in combinations(PARTS, n)]
+PAIRS = [o for o in PAIRS if all(NEEDS.get(name, name) in o or name not in NEEDS for name in o)]
+
+
+@pytest.mark.parametrize("names", [*PAIRS, tuple(PARTS)], ids=" + ".join)
+def test_the_script_trains_to_the_same_weights_and_rows(names, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), *(PARTS[name]() for name in names)]), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "names", [("metrics",), ("clipping", "one cycle"), ("average", "metrics")], ids=" + ".join
+)
+def test_momentum_is_written_too(names, monkeypatch):
+    both(lambda: make_trainer([MomentumTrainCB(0.7), *(PARTS[name]() for name in names)]), monkeypatch)
+
+
+MORE = {
+    "device": lambda: [DeviceCB("cpu")],
+    "warm-up": lambda: [WarmupSchedulerCB(warmup=2)],
+    "steps": lambda: [StepSchedulerCB(1)],
+    "frozen": lambda: [FreezeCB("0", until=1)],
+    "limit": lambda: [LimitCB(7), accuracy()],
+    "values clipped": lambda: [ClipGradCB(max_value=0.01)],
+    "watchers": lambda: [accuracy(), ProgressCB("plain"), GradientStatsCB()],
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_other_callbacks_are_written_or_left_out_or_refused(name, monkeypatch):
+    try:
+        make_trainer([BasicTrainCB(), *MORE[name]()]).to_script()
+    except ValueError as error:
+        assert "cannot be written as plain PyTorch" in str(error)
+        return
+    both(lambda: make_trainer([BasicTrainCB(), *MORE[name]()]), monkeypatch)
+
+
+# What users write
+
+
+class SmoothCB:
+    "Settings, a helper, and state that lasts"
+
+    def __init__(self, share=0.1):
+        self.share = share
+
+    def before_fit(self, trainer):
+        self.mean = 0.0
+
+    def uniform(self, preds):
+        return -F.log_softmax(preds, dim=-1).mean()
+
+    def after_get_loss(self, trainer):
+        if trainer.training:
+            trainer.loss = trainer.loss.lerp(self.uniform(trainer.preds), self.share)
+            self.mean = 0.9 * self.mean + 0.1 * trainer.loss.detach()
+
+
+class NoiseCB:
+    def after_backward(self, trainer):
+        for p in trainer.model.parameters():
+            if p.grad is not None:
+                p.grad.add_(torch.ones_like(p), alpha=0.01 / (1 + trainer.epoch))
+
+
+class SkipCB:
+    "Leaves out every third step"
+
+    def before_step(self, trainer):
+        if trainer.batch_num % 3 == 2:
+            raise CancelStepException()
+
+
+class HalvedCB(BasicTrainCB):
+    "A subclass of a built-in"
+
+    def get_loss(self, trainer):
+        super().get_loss(trainer)
+        trainer.loss = trainer.loss / 2
+
+
+def double(batch):
+    x, y = batch
+    return x * 2, y
+
+
+USERS = {
+    "a callback with state and a helper": lambda: [BasicTrainCB(), SmoothCB(0.2), accuracy()],
+    "noise in the gradients": lambda: [BasicTrainCB(), NoiseCB(), ClipGradCB(1.0)],
+    "steps left out": lambda: [BasicTrainCB(), SkipCB(), accuracy()],
+    "a subclass of a built-in": lambda: [HalvedCB(), accuracy()],
+}
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_a_users_callback_is_inlined(name, monkeypatch):
+    script = both(lambda: make_trainer(USERS[name]()), monkeypatch)
+    assert "self." not in str(script)
+
+
+class ReadsFilesCB:
+    def after_batch(self, trainer):
+        trainer.rewind(1)
+
+
+class OwnBatchTrainer(Trainer):
+    "A batch of one's own"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+            self.run_callbacks("predict")
+
+
+def test_a_batch_of_ones_own_is_written_or_refused(monkeypatch):
+    def make():
+        return make_trainer([BasicTrainCB(), accuracy()], cls=OwnBatchTrainer)
+
+    try:
+        make().to_script()
+    except ValueError as error:
+        assert "OwnBatchTrainer.one_batch" in str(error)
+    else:
+        both(make, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "callbacks", [lambda: [BasicTrainCB(), ReadsFilesCB()], lambda: [BasicTrainCB(), RewindCB(2)]]
+)
+def test_what_cannot_be_written_is_refused_by_name(callbacks):
+    trainer = make_trainer(callbacks())
+    name = type(trainer.callbacks[-1]).__name__
+    with pytest.raises(ValueError, match=name):
+        trainer.to_script()
+    script = trainer.to_script(partial=True)
+    assert "NOT WRITTEN" in str(script) and script.not_written
+    ast.parse(str(script))
+
+
+def test_every_callback_of_the_library_is_written_or_left_out_or_refused():
+    groups = [set(WRITTEN), set(LEFT_OUT), set(REFUSED)]
+    known = {o for o in dir(library) if o.endswith("CB")}
+    assert set().union(*groups) == known and sum(map(len, groups)) == len(known)
+
+
+def test_the_script_is_a_file_that_runs_alone(tmp_path):
+    trainer = make_trainer([BasicTrainCB(), accuracy(), ProgressCB("plain"), EMACB(0.9)])
+    script = trainer.to_script()
+    path = script.save(tmp_path / "train.py")
+    assert list(script.left_out) == ["ProgressCB"] and "ProgressCB" in str(script)
+    code = (
+        "import sys, torch; sys.modules['isaac_loop'] = None; import train\n"
+        "from torch.nn import functional as F\n"
+        "dl = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]\n"
+        "rows = train.train(torch.nn.Linear(8, 3), dl, dl, F.cross_entropy, torch.optim.SGD, 2, 0.1)\n"
+        "print(len(rows), sorted(rows[0]))"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=tmp_path)
+    assert said.startswith("2 ['accuracy', 'elapsed', 'epoch'") and path.exists()
+
+
+def test_the_script_is_clean(tmp_path):
+    trainer = make_trainer([BasicTrainCB(), *(make() for make in PARTS.values()), SmoothCB()])
+    path = trainer.to_script().save(tmp_path / "train.py")
+    ruff = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "E,F",
+        "--line-length",
+        "110",
+        str(path),
+    ]
+    assert subprocess.run(ruff, capture_output=True, text=True).returncode == 0
+
+
+def test_writing_a_script_changes_nothing():
+    plain, written = (make_trainer([BasicTrainCB(), accuracy(), EMACB(0.9)]) for _ in range(2))
+    written.to_script()
+    with redirect_stdout(io.StringIO()):
+        plain = make_trainer([BasicTrainCB(), accuracy(), EMACB(0.9)])
+        plain.fit(2, 0.01)
+        written = make_trainer([BasicTrainCB(), accuracy(), EMACB(0.9)])
+        written.to_script()
+        written.fit(2, 0.01)
+    assert all(map(torch.equal, plain.model.state_dict().values(), written.model.state_dict().values()))
+
+
+def test_transforms_and_rows_of_other_shapes_are_written_or_refused(monkeypatch):
+    def make():
+        set_seed(1)
+        dls = DataLoaders(exact_loader(Rows(20, augment=False), 8), exact_loader(Rows(9, augment=False), 4))
+        return Trainer(
+            dls, F.cross_entropy, optim.SGD, nn.Linear(8, 3), [BasicTrainCB(), BatchTransformCB(double)]
+        )
+
+    try:
+        make().to_script()
+    except ValueError as error:
+        assert "BatchTransformCB" in str(error)
+    else:
+        both(make, monkeypatch)
