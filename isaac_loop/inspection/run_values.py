@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/inspection/21_run_values.ipynb #34893606
-import dataclasses, hashlib, pickle
+import dataclasses, hashlib
 from collections.abc import Mapping
 
 import torch
@@ -113,7 +113,7 @@ def digest(
     "What two values have in common if they are the same, bit for bit"
     if hasattr(x, 'tobytes') and x.dtype != object:
         return _hashed(repr((x.dtype, x.shape)).encode(), x.tobytes())
-    if not torch.is_tensor(x): return _hashed(pickle.dumps(x))
+    if not torch.is_tensor(x): return _hashed(repr(x).encode())
     about = repr((x.dtype, tuple(x.shape), str(x.layout))).encode()
     if x.layout != torch.strided: x = x.detach().to_dense()
     x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()

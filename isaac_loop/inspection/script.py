@@ -201,7 +201,7 @@ def _check_text(text, partial):
     if _OURS in text:
         line = next(o for o in text.splitlines() if _OURS in o).strip()
         raise ValueError(_NOT_ALONE.format(line))
-    compile(text, 'script', 'exec')
+    ast.parse(text)
     if partial: return # What is not written may have set a variable
     table = symtable.symtable(text, 'script', 'exec')
     here = {o.get_name() for o in table.get_symbols()}
@@ -242,21 +242,6 @@ class Script:
         path = Path(path)
         path.write_text(self.text)
         return path
-
-    def run(self,
-        model, # What to train
-        train_dl, # Gives batches for training
-        valid_dl, # For validation, or None
-        loss_func, # Called with predictions and targets
-        opt_func, # Makes an optimizer from parameters and a rate
-        n_epochs:int=3, # How many epochs
-        lr:float=1e-3, # Learning rate for `opt_func`
-    )->list: # One dict for each epoch; empty if nobody writes rows
-        "Run the script as it stands, in a module of its own"
-        space = {'__name__': 'script'}
-        exec(compile(self.text, 'script', 'exec'), space)
-        usual = model,train_dl,valid_dl,loss_func,opt_func,n_epochs,lr
-        return space['train'](*usual, **self.needs) or []
 
 # %% ../../nbs/inspection/89_script.ipynb #a47bb73a
 @patch

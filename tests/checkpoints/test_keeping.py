@@ -117,6 +117,8 @@ STATELESS = {  # They must need none
         accuracy=lambda preds, targets: (preds.argmax(1) == targets).float().mean()
     ),
     "ActivationStatsCB": library.ActivationStatsCB,
+    "BlackBoxCB": lambda: library.BlackBoxCB(4),
+    "TimesCB": library.TimesCB,
     "UpdateRatioCB": library.UpdateRatioCB,
     "RewindCB": library.RewindCB,
     "DropoutOnCB": library.DropoutOnCB,

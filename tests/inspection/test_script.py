@@ -60,6 +60,14 @@ def without_us(name, *args, **kwargs):
 real_import = builtins.__import__
 
 
+def run(script, trainer, n_epochs, lr):
+    "Train the parts of a trainer by the script"
+    space = {"__name__": "written"}
+    exec(compile(str(script), "written", "exec"), space)
+    parts = trainer.model, trainer.dls.train, trainer.dls.valid, trainer.loss_func, trainer.opt_func
+    return space["train"](*parts, n_epochs, lr, **script.needs) or []
+
+
 def both(make, monkeypatch, n_epochs=3, lr=0.02, **options):
     "Train by the trainer and by its script, and compare"
     trainer = make()
@@ -70,9 +78,7 @@ def both(make, monkeypatch, n_epochs=3, lr=0.02, **options):
         other = make()
         monkeypatch.setattr(builtins, "__import__", without_us)
         try:
-            rows = script.run(
-                other.model, other.dls.train, other.dls.valid, other.loss_func, other.opt_func, n_epochs, lr
-            )
+            rows = run(script, other, n_epochs, lr)
         finally:
             monkeypatch.undo()
     ours, theirs = trainer.model.state_dict(), other.model.state_dict()

@@ -107,6 +107,8 @@ FEW = {  # Those that take seconds for every run: a few promises
     "LivePlotCB": lambda: library.LivePlotCB("loss.png"),
     "NotifyCB": lambda: library.NotifyCB(f),
     "ProfilerCB": lambda: library.ProfilerCB(active=2),
+    "BlackBoxCB": lambda: library.BlackBoxCB(3),
+    "TimesCB": lambda: library.TimesCB(),
 }
 OF_THE_DISK = ["cleanup", "cancels", "two_fits", "resume", "state_dict", "files"]
 ELSEWHERE = {"TextComparisonCB": "needs a model of texts", "UploadCB": "needs a place to upload to"}
