@@ -73,6 +73,10 @@ class Statements:
             self.names = dict(before)
             self.block(body)
             left.append(self.names)
+        self._join(left)
+
+    def _join(self, left):
+        "A name stands for what any branch has left"
         names = {name for some in left for name in some}
         self.names = {name: either([some[name] for some in left if name in some]) for name in names}
 
@@ -81,6 +85,18 @@ class Statements:
         guarded,self.guards = self.guards,self.guards | {'*'}
         with self.perhaps(): self.enter(made, [], {})
         self.guards = guarded
+
+    def both(self, *bodies):
+        "Follow each of `bodies`, of which one is taken: what all of them do is sure"
+        outside,doubts,sure = self.found.sure,self.doubts,[]
+        before,left = dict(self.names),[]
+        for body in bodies:
+            self.names,self.found.sure,self.doubts = dict(before),set(),doubts
+            self.block(body)
+            left.append(self.names)
+            sure.append(self.found.sure)
+        self.found.sure,self.doubts = outside | set.intersection(*sure),doubts
+        self._join(left)
 
     @contextmanager
     def perhaps(self, test=None):
@@ -142,7 +158,9 @@ class Branches(Statements):
         self.value(node.test)
         guarded,asked = self.guards,_asked_for(node.test)
         self.guards = guarded | asked
-        with self.perhaps(node.test): self.branches(node.body, node.orelse)
+        if node.orelse: self.both(node.body, node.orelse)
+        else:
+            with self.perhaps(node.test): self.branches(node.body, [])
         self.guards = guarded | (asked if _leaves(node.body) else set())
         if not _only_presence(node.test) and _returns(node.body): self.doubts += 1
 
