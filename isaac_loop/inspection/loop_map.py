@@ -96,10 +96,9 @@ class LoopMap:
 
 def _road_row(entry, attribute):
     "What one entry does to one attribute"
-    kinds = entry.touches(attribute)
-    sure = any((kind, attribute) in entry.found.sure for kind in kinds)
-    return dict(event=entry.event, callback=entry.name, does=' '.join(kinds) + ('' if sure else ' (perhaps)'),
-                where=entry.where)
+    kinds = [(kind, (kind, attribute) in entry.found.sure) for kind in entry.touches(attribute)]
+    does = ' '.join(kind if sure else f'({kind})' for kind,sure in kinds)
+    return dict(event=entry.event, callback=entry.name, does=does, where=entry.where)
 
 def _add_seen(
     entries:list, # Of a map; get what is missing
