@@ -687,4 +687,33 @@ MUTANTS = [
         "pass",
         ["test_who_holds_a_group_of_the_optimizer_holds_it_still_when_the_run_goes_on"],
     ),
+    # Map and check
+    Mutant(
+        "what a helper of a callback writes is not followed",
+        "Calls._bound",
+        "return self.follow(call.f.live.__func__, [me, *call.args], call.named)",
+        "return NOTHING",
+        ["test_a_helper_of_the_base_class_is_followed"],
+    ),
+    Mutant(
+        "a step under a condition is taken for a second one",
+        "_steps",
+        "always or is_sure(entry, 'does', deed)",
+        "True",
+        ["test_nothing_is_found_in_what_is_right"],
+    ),
+    Mutant(
+        "a finding that is meant is told",
+        "is_silent",
+        "(*silent, names_in(ignore))",
+        "[()]",
+        ["test_a_fault_that_is_meant_is_silent_by_its_name"],
+    ),
+    Mutant(
+        "what runs inside a step is told twice",
+        "Tracer._mark",
+        "self.open[-1].changes.update",
+        "self.steps[0].changes.update",
+        ["test_what_runs_inside_a_callback_is_not_told_twice"],
+    ),
 ]

@@ -324,7 +324,16 @@ class CastCB:
         trainer.batch = [x.to(torch.float32) if x.is_floating_point() else x for x in trainer.batch]
 
 
+class SometimesCB:
+    "A second step in every second batch, which may well be meant"
+
+    def after_batch(self, trainer):
+        if trainer.batch_num % 2:
+            trainer.opt.step()
+
+
 RIGHT = {
+    "a step under a condition": [SometimesCB()],
     "state and guards": [RightCB()],
     "a step of one's own instead": [OwnStepCB()],
     "a cast after a transform": [BatchTransformCB(lambda batch: batch), CastCB()],
