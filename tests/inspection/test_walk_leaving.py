@@ -378,6 +378,7 @@ class Tells:
     def cleanup_batch(self, trainer): print('batch', type(trainer.exception).__name__)
     def cleanup_fit(self, trainer): print('fit', type(trainer.exception).__name__)
 
+signal.signal(signal.SIGINT, signal.default_int_handler) # Of a process in the background it is ignored
 trainer = trainer_with(Tells(), InterruptCB())
 mine = signal.getsignal(signal.SIGINT)
 try:
