@@ -39,7 +39,9 @@ class LoopMap:
         known = {name: None for entry in entries for kind in KINDS for name in getattr(entry.found, kind)}
         self.attributes = list(known) # All that is touched
         if attribute is None or attribute in known: return
-        raise LookupError(_UNKNOWN.format(name=attribute, hint=did_you_mean(attribute, [*known, *STATE])))
+        others = {*known, *STATE} - {attribute} # It may be known, and nobody be there who touches it
+        hint = '' if attribute in STATE else did_you_mean(attribute, others)
+        raise LookupError(_UNKNOWN.format(name=attribute, hint=hint))
 
     @property
     def shown(self):

@@ -168,9 +168,15 @@ def one_batch_alone():
     one.name = 'one_batch_alone'
     return one
 
+_ONCE = ('`dls.{}` gives its batches only once, so to look at one would lose it. `trainer.map()` needs '
+         'none, and `trainer.walk()` trains with those that it shows.')
+
 def passes_of(trainer):
-    "For which passes there is a loader, as arguments of `fit`"
-    return {name: getattr(trainer.dls, name, None) is not None for name in ('train', 'valid')}
+    "For which passes there is a loader, as arguments of `fit`; an error for one that would lose a batch"
+    loaders = {name: getattr(trainer.dls, name, None) for name in ('train', 'valid')}
+    for name,dl in loaders.items():
+        if hasattr(dl, '__next__'): raise ValueError(_ONCE.format(name))
+    return {name: dl is not None for name,dl in loaders.items()}
 
 def observe_batch(
     trainer, # Is as before, bit for bit

@@ -212,6 +212,8 @@ def test_an_attribute_that_nobody_touches_is_an_error_that_says_so():
         trainer.map("pred")
     with pytest.raises(LookupError, match="Nobody reads or writes"):
         trainer.who_reads("zzz")
+    with pytest.raises(LookupError, match="`trainer.experiment` here. `trainer.map"):
+        trainer.map("experiment")
 
 
 @pytest.mark.parametrize("name", WORKING)

@@ -101,6 +101,15 @@ def test_a_batch_that_fails_leaves_the_trainer_as_it_was():
     assert trainer.plan.changes == ()
 
 
+def test_a_stream_loses_no_batch_to_a_look():
+    batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
+    trainer = runs.make_trainer([BasicTrainCB()], DataLoaders(iter(batches)))
+    for look in (trainer.trace, lambda: trainer.map(observe=True)):
+        with pytest.raises(ValueError, match="`dls.train` gives its batches only once"):
+            look()
+    assert len(list(trainer.dls.train)) == 3
+
+
 def test_a_trace_takes_a_rate_and_a_pass():
     trainer = plain_trainer([BasicTrainCB()])
     assert not any(step.event == "step" for step in trainer.trace(train=False, valid=True).steps)
