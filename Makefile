@@ -32,7 +32,8 @@ $(READY): pyproject.toml constraints.txt | $(DEMO)
 test: $(READY)
 	$(BIN)/python tools/check_exported.py
 	$(BIN)/python tools/test_notebooks.py
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 # Two processes on two cores
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not processes' # Two processes on two cores
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m processes # Each begins several, so these run alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check tests tools docs setup.py
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .device import DeviceCB as DeviceCB
     from .device import MixedPrecisionCB as MixedPrecisionCB
     from .device import AccelerateCB as AccelerateCB
+    from .device import DistributedCB as DistributedCB
     from .train import BasicTrainCB as BasicTrainCB
     from .train import MomentumTrainCB as MomentumTrainCB
     from .train import NBatchCB as NBatchCB

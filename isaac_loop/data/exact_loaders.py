@@ -26,7 +26,7 @@ class ExactLoader(Resumable, DataLoader):
     "A `DataLoader` for datasets with a length whose batches follow from seed, epoch and position alone"
     def __init__(self,
         dataset, # Has `__len__`, and `__getitem__` or `__getitems__`
-        batch_size:int, # Rows of a batch, in each process
+        batch_size:int, # Rows of a batch: in each process, or in all together if `whole`
         seed:int=0, # The same seed gives the same batches
         shuffle:bool=True, # Another order in every epoch, or the rows as they come?
         drop_last:bool=False, # Leave out the rest that does not fill a batch?
@@ -34,12 +34,14 @@ class ExactLoader(Resumable, DataLoader):
         collate_fn=None, # Makes a batch of a list of rows; default: PyTorch's `default_collate`
         rank:int=0, # Number of this process, from 0
         world_size:int=1, # How many processes share the data
+        whole:bool=False, # Does `batch_size` count the rows of all processes together?
         **kwargs, # For `DataLoader`: `pin_memory`, `timeout`, `persistent_workers`, `worker_init_fn`, ...
     ):
         taken = [name for name in ('sampler', 'batch_sampler', 'generator') if kwargs.get(name) is not None]
         if taken: raise TypeError(_TAKEN.format(argument=taken[0]))
         if not kwargs.get('in_order', True): raise ValueError(_NOT_IN_ORDER)
-        sampler = SeededBatchSampler(len(dataset), batch_size, seed, shuffle, drop_last, rank, world_size)
+        order = len(dataset),batch_size,seed,shuffle,drop_last
+        sampler = SeededBatchSampler(*order, rank, world_size, whole)
         super().__init__(dataset, batch_size, drop_last=drop_last, num_workers=num_workers,
                          collate_fn=collate_fn, generator=torch.Generator(), **kwargs)
         vars(self)['batch_sampler'] = sampler # `DataLoader` would forget `batch_size` if it were given one
@@ -109,7 +111,9 @@ def _walk(self:ExactLoader, epoch, samples):
     batches = None
     try:
         batches = self._begin()
-        for batch,(first,size) in zip(batches, sampler.steps(samples)): yield batch,first+size
+        for batch,(first,size) in zip(batches, sampler.steps(samples)):
+            self.given = first,size
+            yield batch,first+size
     except GeneratorExit: raise # The pass was left early, and nothing is wrong
     except BaseException as e:
         self._forget(batches)
@@ -126,8 +130,10 @@ def state_dict(self:ExactLoader)->dict: # Plain numbers
     return dict(epoch=epoch, samples=samples, **_identity(self))
 
 def _identity(loader):
-    "What the batches of a loader depend on"
-    return {name: getattr(loader.batch_sampler, name) for name in (*_ORDER, *_BATCHES)}
+    "What the batches of a loader depend on; whole ones are the same for any number of processes"
+    names = (*_ORDER, *_BATCHES)
+    sampler = loader.batch_sampler
+    return {name: getattr(sampler, name) for name in names if not (sampler.whole and name == 'world_size')}
 
 # %% ../../nbs/data/30_exact_loaders.ipynb #deb3d08c
 _OTHER_BATCHES = ('The position was saved with {was}, and the loader has {now}: every sample still comes '
@@ -171,7 +177,7 @@ def exact_loader(
     drop_last:bool=False, # Leave out the rest that does not fill a batch?
     num_workers:int=0, # Processes that read
     collate_fn=None, # Makes a batch of a list of rows; default: PyTorch's `default_collate`
-    **kwargs, # For `DataLoader`, and for `ExactLoader` also `rank` and `world_size`
+    **kwargs, # For `DataLoader`, and for `ExactLoader` also `rank`, `world_size` and `whole`
 ): # An `ExactLoader`, or for a stream a `ReplayLoader`
     "A loader whose batches can be found again"
     _check_dataset(dataset)

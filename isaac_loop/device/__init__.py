@@ -1,4 +1,4 @@
-"Device, precision, Accelerate, memory"
+"Device, precision, several processes, Accelerate, memory"
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy
@@ -8,5 +8,7 @@ if TYPE_CHECKING:
     from .precision import MixedPrecisionCB as MixedPrecisionCB
     from .accelerated import AccelerateCB as AccelerateCB
     from .memory import clean_memory as clean_memory
+    from .launch import launch as launch
+    from .distributed import DistributedCB as DistributedCB
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .events import Callback as Callback
     from .events import Order as Order
     from .events import replaces as replaces
+    from .ranks import Ranks as Ranks
     from .trainer import Trainer as Trainer
     from .trainer import with_cbs as with_cbs
     from .history import History as History

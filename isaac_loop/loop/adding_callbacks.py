@@ -15,6 +15,7 @@ from .callback_checks import check_callback
 from .callback_list import CallbackList, flat, is_in, without
 from .methods_on_demand import ELSEWHERE
 from .events import callback_name
+from .ranks import check_on_ranks
 from .shared_attributes import STATE
 from .trainer import Trainer, run_event
 
@@ -38,6 +39,7 @@ def check_newcomers(
     names,old = {callback_name(o): o for o in without(trainer.callbacks, gone)},[]
     for i,cb in enumerate(new):
         check_callback(cb, trainer.plan.events)
+        check_on_ranks(cb)
         name = callback_name(cb)
         if isinstance(cb, Trainer): raise TypeError(_A_TRAINER)
         if is_in(cb, [*trainer.callbacks, *new[:i]]): raise ValueError(_ADDED_TWICE.format(name))

@@ -56,7 +56,9 @@ def stops_at(
 # %% ../../nbs/loop/10_events.ipynb #d950ee6a
 class Order(IntEnum):
     "Named places in the order of callbacks, lowest first (`cleanup_` events run in reverse)"
+    JOIN      = -110 # Several processes find together, and share what is read
     FIRST     = -100 # Before everybody else
+    EXCHANGE  = -95 # Several processes put their gradients together
     DEVICE    = -30 # Model and batch go where they are computed
     PRECISION = -20 # Autocast, loss scaling
     DATA      = -10 # Transforms and augmentation of the batch
@@ -67,6 +69,7 @@ class Order(IntEnum):
     SAVE      =  40 # Checkpoints
     REPORT    =  50 # Bars, tables, loggers
     LAST      = 100 # After everybody else
+    WATCH     = 110 # Looks how a span has ended, before anybody tidies up
 
 # %% ../../nbs/loop/10_events.ipynb #8c4b95f0
 class Callback:

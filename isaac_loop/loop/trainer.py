@@ -24,6 +24,7 @@ from .history import History
 from .new_trainer import check_new_trainer, explain_arguments
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
 from .passes import planned_updates, split_once, until_over
+from .ranks import Ranks, runs_here
 from .shared_attributes import DEFAULTS
 
 # %% ../../nbs/loop/20_trainer.ipynb #3df76739
@@ -48,7 +49,8 @@ class Plan(dict):
         check:bool=True, # Refuse combinations that would train wrongly?
     ):
         "Look up and sort all handlers, for both kinds of pass"
-        ranked = sorted([*trainers_own(self.trainer_class), *callbacks], key=order_of)
+        here = [cb for cb in callbacks if runs_here(cb)]
+        ranked = sorted([*trainers_own(self.trainer_class), *here], key=order_of)
         entries = {training: {event: answering(ranked, event, training) for event in self.events}
                    for training in (True, False)}
         for change in self.changes: # None but while somebody looks
@@ -186,6 +188,7 @@ class Trainer(ByName):
         self.plan,self.history = Plan(type(self)),History()
         self.callbacks,self.n_updates,self.updates_per_epoch = (),0,None
         self.stop_reason,self.exception,self.experiment = None,None,None
+        self.ranks = Ranks() # This process alone, until somebody joins others
         vars(self).update(DEFAULTS) # What callbacks tell one another
         vars(self).update(private_state()) # What other chapters keep here
         check_new_trainer(self, kwargs)
@@ -267,11 +270,15 @@ class Trainer(ByName):
             else: run_event(self, name, extra)
 
     def request_stop(self,
-        reason='asked to stop' # Kept as `stop_reason`
+        reason='asked to stop', # Kept as `stop_reason`
+        everywhere=False # Do all processes ask for it here? Then nobody has to be told
     ):
         "Stop in good order: this pass ends after its batch, the epoch closes as usual, and no other begins"
         advice.check_training(self, reason)
-        if self.stop_reason is None: self.stop_reason = reason or 'asked to stop' # The first one counts
+        reason = reason or 'asked to stop'
+        if not everywhere: reason = self.ranks.soon('stop', reason) # None until all processes know of it
+        if reason is None: return
+        if self.stop_reason is None: self.stop_reason = reason # The first one counts
         self._source.over = True
 
     def write_measured(self,

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from .errors import UnsaveableState as UnsaveableState
     from .errors import StateOwnerMissing as StateOwnerMissing
     from .errors import CheckpointWriteFailed as CheckpointWriteFailed
+    from .errors import RankFailed as RankFailed
+    from .errors import RanksDiverged as RanksDiverged
+    from .errors import RanksDiffer as RanksDiffer
+    from .errors import WorldSizeMismatch as WorldSizeMismatch
     from .snapshot import Snapshot as Snapshot
     from .checkpoint_files import load_weights as load_weights
     from .checkpoint_files import Checkpoint as Checkpoint

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LoopError', 'CheckpointCorrupt', 'CheckpointFormatTooNew', 'NoValidCheckpoint', 'CheckpointFolderBusy',
-           'ResumeMismatch', 'UnsaveableState', 'StateOwnerMissing', 'CheckpointWriteFailed']
+           'ResumeMismatch', 'UnsaveableState', 'StateOwnerMissing', 'RankFailed', 'RanksDiverged', 'RanksDiffer',
+           'WorldSizeMismatch', 'CheckpointWriteFailed']
 
 # %% ../../nbs/state/05_errors.ipynb #73392372
 class LoopError(Exception): "Something about a run that the library noticed and can name"
@@ -15,6 +16,10 @@ class CheckpointFolderBusy(LoopError, OSError): "Another run is writing to this 
 class ResumeMismatch(LoopError, ValueError): "What was saved does not fit what is here now"
 class UnsaveableState(LoopError, TypeError): "State that could be saved but not safely read again"
 class StateOwnerMissing(LoopError, LookupError): "State without an owner, or an owner without state"
+class RankFailed(LoopError, RuntimeError): "Another process cannot go on, so this one cannot either"
+class RanksDiverged(LoopError, RuntimeError): "Processes that train together are not at the same place"
+class RanksDiffer(LoopError, ValueError): "Processes that are to train together were not set up alike"
+class WorldSizeMismatch(LoopError, ValueError): "There are more or fewer processes than there must be"
 
 # %% ../../nbs/state/05_errors.ipynb #a057fb06
 class CheckpointWriteFailed(LoopError, OSError):

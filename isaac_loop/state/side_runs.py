@@ -63,7 +63,8 @@ def side_run(self:Trainer,
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
     if self._side_runs > 4: raise RuntimeError(_ENDLESS)
-    kept = [o for o in self.callbacks if getattr(o, 'order', 0) < below and not _only_reads(o)]
+    stays = lambda cb: getattr(cb, 'order', 0) < below and not _only_reads(cb)
+    kept = [cb for cb in self.callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
     loop,slots = dict(vars(self)),{o: getattr(self, o) for o in Trainer.__slots__ if hasattr(self, o)}
     between_fits = not (self._fitting or self._side_runs)
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]

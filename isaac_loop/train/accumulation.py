@@ -64,11 +64,12 @@ class AccumulationCB:
     ):
         self.n_batches = check_count(n_batches, 'n_batches', 'the batches for an update are counted')
         if not callable(weigh): check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), also=_A_FUNCTION)
-        self.weigh,self._params = weigh,None
+        self.weigh,self._params,self._several = weigh,None,False
         self._forget()
 
     def before_fit(self, trainer):
         "Lower the number of updates that schedules expect"
+        self._several = trainer.ranks.size > 1 # Then whoever exchanges gradients weighs and divides
         if self.weigh == 'samples' and reduction_of(trainer.loss_func) == 'sum': raise ValueError(_IS_A_SUM)
         refuse_closure(trainer, type(self).__name__, ', and each would need all the batches')
         self._forget()
@@ -106,7 +107,9 @@ def _weight_of(self:AccumulationCB, trainer):
 @patch
 def before_backward(self:AccumulationCB, trainer):
     "Weigh the loss"
-    self._loss,self._complete = trainer.loss,False
+    self._complete = False
+    if self._several: return
+    self._loss = trainer.loss
     if self.n == 0: self._put_aside()
     self._weight = self._weight_of(trainer)
     if torch.is_tensor(self._weight) or self._weight != 1: trainer.loss = trainer.loss*self._weight
@@ -117,6 +120,12 @@ def after_backward(self:AccumulationCB, trainer):
     self.n,self.total = self.n+1,self.total+self._weight
 
 @patch
+def closes_update(self:AccumulationCB, trainer):
+    "Does an update come after this batch?"
+    last = trainer.n_batches is not None and trainer.batch_num+1 >= trainer.n_batches
+    return last or self._closing or (trainer.batch_num+1) % self.n_batches == 0
+
+@patch
 def cleanup_backward(self:AccumulationCB, trainer):
     "Give the loss back as it was"
     if self._loss is not None: trainer.loss,self._loss = self._loss,None
@@ -125,8 +134,10 @@ def cleanup_backward(self:AccumulationCB, trainer):
 @patch
 def before_step(self:AccumulationCB, trainer):
     "Wait until the window is complete; then divide the gradients by the total"
-    last = trainer.n_batches is not None and trainer.batch_num+1 >= trainer.n_batches
-    complete = self.n >= self.n_batches or (last and self.n) or self._closing
+    if self._several: complete = self.closes_update(trainer)
+    else:
+        last = trainer.n_batches is not None and trainer.batch_num+1 >= trainer.n_batches
+        complete = self.n >= self.n_batches or (last and self.n) or self._closing
     if not complete: raise CancelStepException('gathering more gradients')
     self._finish()
 
@@ -138,7 +149,7 @@ def before_zero_grad(self:AccumulationCB, trainer):
 @patch
 def _finish(self:AccumulationCB):
     "Turn the sum into the gradient of the big batch"
-    total = 1 if self.weigh == 'sum' else self.total
+    total = 1 if self.weigh == 'sum' or self._several else self.total
     if torch.is_tensor(total): total = torch.where(total > 0, total, 1)
     if torch.is_tensor(total) or total not in (0, 1):
         for p in self._params():
