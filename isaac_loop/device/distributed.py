@@ -201,7 +201,7 @@ def _cut(trainer):
     trainer.batch = map_tensors(without, trainer.batch)
     if hasattr(trainer, 'preds'): trainer.preds = map_tensors(without, trainer.preds)
 
-# %% ../../nbs/device/70_distributed.ipynb #01f59d26
+# %% ../../nbs/device/70_distributed.ipynb #f2aa8236
 _NO_ROWS = ("The inputs of the batch, a {kind}, hold no tensor with rows, so `DistributedCB` cannot tell how much the loss of "
             "this process weighs. Say it: `weigh='mean'` if all shares weigh the same, or a function of the batch.")
 
@@ -229,7 +229,7 @@ class DistributedSync:
 
     def _forget(self):
         self.weight,self._aside,self._loss = 0.,None,None
-        self.done = False # Was this batch's exchange made?
+        self.done = self.cleared = False # Was this batch's exchange made? And then `zero_grad`?
 
     def before_fit(self, trainer):
         "See what losses are means over"
@@ -246,10 +246,6 @@ class DistributedSync:
         "Begin a pass together"
         self._forget()
         self.lockstep,self.agreed = self._exchange is not None,None
-
-    def before_batch(self, trainer):
-        "No gradients of this batch were exchanged yet"
-        self.done = False
 
     def _weight(self, trainer):
         "What the loss of this share weighs"
@@ -286,19 +282,30 @@ class DistributedSync:
     def run(self, trainer, over=False, leaves=False):
         "One exchange, and what was agreed on with it"
         ranks = trainer.ranks
-        if leaves: self._drop()
+        self.agreed = None
+        if self._aside is None: self._put_aside() # Nothing came since the last exchange
+        elif leaves: self._drop()
         weight = 0. if leaves else self.weight
         place = None if leaves else _place(trainer, over)
         self._exchange.run(weight, place, _where(trainer, over), divide=not self._sums)
-        for p,old in self._aside or (): p.grad = old if p.grad is None else p.grad.add_(old)
+        wishes = ranks.heard('cancel')
+        if wishes: self._agree_to_leave(max(wishes))
+        for p,old in self._aside: p.grad = old if p.grad is None else p.grad.add_(old)
         self.weight,self._aside,self.done = 0.,None,True
         self.obey(trainer)
-        levels = ranks.heard('cancel')
-        if levels: self.agreed,self.lockstep = _cancel(max(levels)),not _ends_pass(max(levels))
+
+    def _agree_to_leave(self, wish):
+        "Leave the batch, or more, with all others; what was gathered for its update is dropped"
+        self._drop()
+        self.agreed,self.lockstep = _cancel(wish),not _ends_pass(wish)
 
     def _drop(self):
         "Leave no gradients of an unfinished update"
         for p in self._exchange.params: p.grad = None
+
+    def before_zero_grad(self, trainer):
+        "Note that this batch has been seen to its end"
+        self.cleared = True
 
     def obey(self, trainer):
         "Stop if any process wishes to"
@@ -327,7 +334,7 @@ def level_of(error): return next(i for i in (2, 1, 0) if isinstance(error, _CANC
 def _cancel(wish): return _CANCELS[wish[0]](wish[1])
 def _ends_pass(wish): return wish[0] > 0
 
-# %% ../../nbs/device/70_distributed.ipynb #cd3260ed
+# %% ../../nbs/device/70_distributed.ipynb #6eb39a91
 _OTHER_WEIGHTS = ('After the training pass of epoch {epoch} the weights are not the same in all processes: `{name}` differs. '
                   'What changes weights must do so in every process alike; does a callback change them by its own random '
                   'numbers, or in main alone?')
@@ -346,10 +353,13 @@ class DistributedWatch:
     def cleanup_batch(self, trainer):
         "Let the others leave a batch that this process has left"
         error,sync = trainer.exception,self.sync
+        done,cleared = sync.done,sync.cleared
+        sync.done = sync.cleared = False # For the next batch
         if trainer.ranks.size == 1 or error is None: return
         if not isinstance(error, CancelException): return self._tell(trainer, error)
         if not trainer.training or not sync.lockstep or error is sync.agreed: return
-        if level_of(error) == 0 and (sync.done or self._gathers(trainer)): return
+        if done and not cleared: trainer.run_callbacks('zero_grad') # As in all other processes
+        if level_of(error) == 0 and (done or self._gathers(trainer)): return
         self._leave(trainer, error)
 
     def _gathers(self, trainer):
@@ -360,7 +370,7 @@ class DistributedWatch:
         "Join the next exchange with nothing but the wish to leave; raise what all agree on if it goes further"
         trainer.ranks.soon('cancel', (level_of(error), str(error)))
         self.sync.run(trainer, leaves=True)
-        agreed,self.sync.agreed = self.sync.agreed,None
+        agreed = self.sync.agreed
         if agreed is not None and level_of(agreed) > level_of(error): raise agreed
 
     def _tell(self, trainer, error):
