@@ -139,7 +139,7 @@ def test_a_cancel_of_one_process_is_a_cancel_of_all(cancel, batch):
 @pytest.mark.parametrize("event", ["before_batch", "after_batch", "cleanup_epoch", "log"])
 def test_a_stop_of_one_process_stops_all_after_the_same_batch(event, window):
     def made():
-        batch = 6 if event == 'cleanup_epoch' else 2
+        batch = 6 if event == "cleanup_epoch" else 2
         return [Stop(event, None, 1, batch=batch), *([AccumulationCB(window)] if window > 1 else [])]
 
     first, second = in_processes(2, seen, made)
@@ -148,8 +148,22 @@ def test_a_stop_of_one_process_stops_all_after_the_same_batch(event, window):
         assert first[4] == "enough" and first[2][-1][0] == 0
 
 
-@pytest.mark.parametrize("event", ["before_fit", "before_epoch", "before_batch", "predict", "before_backward",
-                                   "before_step", "after_step", "after_batch", "cleanup_batch", "cleanup_epoch", "log"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "before_fit",
+        "before_epoch",
+        "before_batch",
+        "predict",
+        "before_backward",
+        "before_step",
+        "after_step",
+        "after_batch",
+        "cleanup_batch",
+        "cleanup_epoch",
+        "log",
+    ],
+)
 @pytest.mark.parametrize("where", [0, 1])
 def test_an_error_in_one_process_ends_the_others_by_name(event, where):
     class Bad:
@@ -235,8 +249,12 @@ def test_processes_that_are_not_at_the_same_place_are_told_on_all():
             if rank() == 1 and trainer.training:
                 trainer.batches = range(3)
 
-    for make in (lambda: [Skips("before_step")], lambda: [OtherRate()], lambda: [OtherWeight()],
-                 lambda: [FewerBatches()]):
+    for make in (
+        lambda: [Skips("before_step")],
+        lambda: [OtherRate()],
+        lambda: [OtherWeight()],
+        lambda: [FewerBatches()],
+    ):
         ends = in_processes(2, told, make)
         assert [kind for kind, _ in ends] == [RanksDiverged] * 2, ends
         assert ends[0] == ends[1]
