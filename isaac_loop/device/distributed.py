@@ -16,7 +16,7 @@ from ..basics.checks import check_choice, check_count, check_flag
 from ..basics.output import say
 from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, batch_weight, map_tensors
-from ..data.sampling import hashed, seed_with
+from ..data.sampling import seed_with
 from ..data.shared_loaders import exact_instead, rows_given, rows_of_all, share_exact
 from .exchange import Exchange
 from .processes import are_several, join
@@ -25,7 +25,7 @@ from ..loop.events import CancelFitException, CancelStepException, Order, callba
 from ..loop.passes import n_batches, parts_of
 from ..loop.ranks import Ranks
 from ..loop.shared_attributes import offered
-from ..state.errors import RankFailed, RanksDiffer, RanksDiverged, WorldSizeMismatch
+from ..state.errors import RanksDiffer, RanksDiverged, WorldSizeMismatch
 from ..state.random_numbers import plain_random_state, set_plain_random_state
 from ..state.run_parts import parts_of as modules_of
 from ..train.closures import refuse_closure

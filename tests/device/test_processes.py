@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from several import TIMEOUT, in_processes, loaders, net, outcome, rank, rows, trainer
+from several import TIMEOUT, in_processes, loaders, outcome, rank, rows, trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
