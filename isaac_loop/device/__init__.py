@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .precision import MixedPrecisionCB as MixedPrecisionCB
     from .accelerated import AccelerateCB as AccelerateCB
     from .memory import clean_memory as clean_memory
-    from .launch import launch as launch
+    from .launching import launch as launch
     from .distributed import DistributedCB as DistributedCB
 else:
     __getattr__, __dir__ = lazy(__name__)
