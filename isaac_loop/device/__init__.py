@@ -6,6 +6,7 @@ from ..lazy import lazy
 if TYPE_CHECKING:
     from .device import DeviceCB as DeviceCB
     from .precision import MixedPrecisionCB as MixedPrecisionCB
+    from .compilation import CompileCB as CompileCB
     from .accelerated import AccelerateCB as AccelerateCB
     from .memory import clean_memory as clean_memory
     from .launching import launch as launch

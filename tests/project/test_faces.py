@@ -45,7 +45,7 @@ FACES = {
         CheckpointWriteFailed load_weights LoopError NoValidCheckpoint RankFailed RanksDiffer
         RanksDiverged ResumeMismatch Snapshot StateOwnerMissing UnsaveableState WorldSizeMismatch
     """,
-    "device": "AccelerateCB clean_memory DeviceCB DistributedCB launch MixedPrecisionCB",
+    "device": "AccelerateCB clean_memory CompileCB DeviceCB DistributedCB launch MixedPrecisionCB",
     "train": """
         AccumulationCB BasicTrainCB BatchNormEvalCB ClipGradCB discriminative_rates EMACB FreezeCB
         layer_groups loss_per_example MomentumTrainCB NBatchCB OneBatchCB SWACB
