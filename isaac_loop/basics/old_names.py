@@ -231,6 +231,7 @@ def _without(cls, words):
         if word not in words and another is not None: return another(word)
         name,hint = type(self).__name__,called_here(word, words)
         raise AttributeError(_ATTRIBUTE.format(name=name, word=word, hint=hint), name=word, obj=self)
+    __getattr__.only_tells = True # It has no attributes of its own to give
     return __getattr__
 
 def _refusing(f, name, words):
