@@ -42,6 +42,7 @@ class MixedPrecisionCB:
         scales = self.dtype == torch.float16
         if scales: refuse_closure(trainer, type(self).__name__, _ONE_FACTOR, self.opt)
         self.scaler = GradScaler(self._device, init_scale=self.init_scale, enabled=scales)
+        if trainer.ranks.size > 1: self.scaler.scale(torch.zeros((), device=self._device)) # One may have no loss
         self._unscaled = False
 
 # %% ../../nbs/device/20_precision.ipynb #dfba8f07
