@@ -48,8 +48,7 @@ def say_stop(
 ):
     "Print why a fit has stopped before its time, unless an error tells more"
     reason,error = getattr(trainer, 'stop_reason', None),getattr(trainer, 'exception', None)
-    ranks = getattr(trainer, 'ranks', None)
-    if reason is not None and error is None and (ranks is None or ranks.is_main): say(f'stopped: {reason}')
+    if reason is not None and error is None: say(f'stopped: {reason}')
 
 def _let_vanish(file):
     "Have the system drop whatever is still written to `file`"

@@ -131,8 +131,7 @@ def as_text(
 # %% ../../nbs/metrics/10_metrics.ipynb #873bce38
 @patch
 def log(self:MetricsCB, trainer):
-    "Print the newest row in main, unless another callback shows it"
-    if not trainer.ranks.is_main: return
+    "Print the newest row, unless another callback shows it"
     row = trainer.history.current
     if self.show and row and not any(offered(trainer, 'shows_rows')): self._log(row)
 

@@ -150,3 +150,13 @@ def load_state_dict(self:LimitCB,
     "Go on counting"
     KeepsState.load_state_dict(self, state)
     self._own = state.get('own', 0)
+
+@patch
+def shared_state(self:LimitCB,
+    states:list, # What `state_dict` gave in each process of the saved run
+    rank:int, # Number of this process
+    size:int, # How many there are now
+)->dict: # For `load_state_dict`
+    "What main counted, and in main what nobody had heard of yet"
+    own = sum(state.get('own', 0) for state in states)
+    return states[0] | ({'own': 0 if rank else own} if own else {})

@@ -723,14 +723,6 @@ def test_their_configuration_tells_of_clipping_and_half_precision(pta):
     assert (plain.seen, told.seen) == ((None, "no", "no"), (0.5, "bf16", "bf16"))
 
 
-def test_several_processes_are_told_of(monkeypatch):
-    "Foreign callbacks believe that they are alone"
-    monkeypatch.setattr("isaac_loop.interop.foreign_callback.processes", lambda: (0, 2))
-    trainer = Trainer(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), adapt(Nemo010)])
-    with pytest.warns(UserWarning, match="there is one process, but several train together"):
-        trainer.fit(1)
-
-
 @pytest.mark.shows("PTA-04")
 def test_a_facade_is_kept_for_the_next_fit_and_its_history_begins_anew(pta):
     "`on_init_end` comes once for a trainer"
