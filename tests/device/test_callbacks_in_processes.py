@@ -79,12 +79,12 @@ def number(text):
 
 def rows_of(path):
     "The rows of a file"
-    text = path.read_text(encoding="utf-8")
-    kinds = {
-        ".csv": lambda: csv.DictReader(io.StringIO(text)),
-        ".jsonl": lambda: map(json.loads, text.splitlines()),
-    }
-    found = kinds[path.suffix]() if path.suffix in kinds else []
+    if path.suffix == ".csv":
+        found = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    elif path.suffix == ".jsonl":
+        found = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    else:
+        return []
     return [{k: number(v) for k, v in row.items() if k not in TIMES | OWN} for row in found]
 
 
@@ -179,7 +179,7 @@ def run(make, n_epochs=4, lr=0.02, dls=None, **kwargs):
 
 
 STOPS = {
-    "early": (lambda: [EarlyStoppingCB(patience=1, min_delta=0.5)], "not improved"),
+    "early": (lambda: [EarlyStoppingCB(patience=1, min_delta=10)], "not improved"),
     "threshold": (lambda: [EarlyStoppingCB(threshold=100.0)], "has reached"),
     "updates": (lambda: [LimitCB(10)], "10 updates"),
     "epochs": (lambda: [LimitCB(epochs=2)], "2 epochs"),

@@ -27,7 +27,7 @@ from isaac_loop.loop.events import Order
 from isaac_loop.inspection.loop_tables import summarize_callbacks  # noqa: F401  A method of the trainer
 from isaac_loop.interop.adapters import adapt
 from isaac_loop.loop.trainer import Trainer
-from foreign import TRAIN, VALID, X, Y, loaders, make_model, Nemo010, ours, same_weights, silent
+from foreign import TRAIN, VALID, X, Y, loaders, make_model, ours, same_weights, silent
 
 
 # pytorch-accelerated
