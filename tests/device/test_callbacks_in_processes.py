@@ -72,7 +72,7 @@ OWN = {"loss", "mean_loss", "run", "callbacks", "id"}  # Main's share of a batch
 def number(text):
     "A value of a file, as far as two runs can have the same one"
     try:
-        return round(float(text), 9)
+        return None if math.isnan(float(text)) else round(float(text), 9)
     except (TypeError, ValueError):
         return text if isinstance(text, str) and len(text) < 40 else None
 
@@ -85,7 +85,8 @@ def rows_of(path):
         found = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     else:
         return []
-    return [{k: number(v) for k, v in row.items() if k not in TIMES | OWN} for row in found]
+    kept = [row for row in found if row.get("table") != "fit_stats"]  # Settings, with paths and processes
+    return [{k: number(v) for k, v in row.items() if k not in TIMES | OWN} for row in kept]
 
 
 def contents(folder):
