@@ -28,10 +28,10 @@ from isaac_loop.all import (
     WorldSizeMismatch,
     collate_rows,
     exact_loader,
-    launch,
     replaces,
     sample_dataset_dict,
 )
+from isaac_loop.device.launch import launch
 
 
 def batches(n=3):
