@@ -178,12 +178,15 @@ class _PredictionsCB:
     "Keep what the model says about each batch, and show it to foreign callbacks"
     order,on_train = Order.REPORT,False
     def __init__(self, loop,
-        dl, # The loader
         info, # What they are told of the data set
         show, # Are they shown each batch?
     ):
         self.loop,self.info,self.show = loop,info,show
-        self.parts,self.dl = [],dl
+        self.parts,self.is_shared = [],False
+
+    def before_epoch(self, trainer):
+        "See whether each process has a part of the data"
+        self.is_shared = trainer.ranks.shares(trainer.dl)
 
     def before_predict(self, trainer):
         "Let the model predict in its own way, if it has one"
@@ -205,8 +208,7 @@ class _PredictionsCB:
 
     def result(self):
         "Predictions, targets and further data of all batches, in the order of the data"
-        ranks,dl = self.loop._ranks,self.dl
-        of_all = ranks.gather(self.parts) if ranks.shares(dl) else [self.parts]
+        of_all = self.loop._ranks.gather(self.parts) if self.is_shared else [self.parts]
         preds,targets,further = zip(*(part for parts in zip(*of_all) for part in parts))
         names = dict.fromkeys(name for part in further for name in part)
         rest = {name: _joined([o[name] for o in further if name in o]) for name in names}
@@ -238,7 +240,7 @@ def predict_with_model(self:TrainLoop,
     data_loader, execute_callbacks=False, move_to_cpu=False, dataset_info=None,
 ):
     "Predictions, targets and further data of a loader, on the CPU"
-    found = _PredictionsCB(self, data_loader, dataset_info, execute_callbacks)
+    found = _PredictionsCB(self, dataset_info, execute_callbacks)
     with self._trainer._looking_at(data_loader, None, found, NoLossCB()) as side: side.fit(1, train=False)
     return found.result()
 

@@ -52,7 +52,7 @@ class Gathers:
 
 @pytest.mark.shows("PTA-42 to PTA-44", "PTA-54", "PTA-55")
 def test_what_is_gathered_has_each_row_once_however_uneven_the_batches(capfd):
-    "21 rows in batches of 8, so that the last has 5; and in batches of 20, whose last row only one process has"
+    "21 rows in batches of 8, and of 20, so that only one process has a row of the last batch"
 
     def run(batch_size):
         gathers = Gathers()

@@ -367,7 +367,7 @@ SEVERAL = {
     "a lazy model": (
         lambda: together(model=lambda: nn.LazyLinear(1)),
         ValueError,
-        "`model.weight`",
+        "`model.weight` has no shape yet",
     ),
 }
 
