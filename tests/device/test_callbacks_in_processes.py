@@ -458,3 +458,24 @@ def test_each_process_draws_random_numbers_of_its_own():
 
     (a, after), (b, then) = in_processes(2, fit)
     assert not set(a) & set(b) and after == then
+
+
+@pytest.mark.shows("AIT-60")
+def test_each_epoch_has_an_order_of_its_own_without_telling_the_sampler():
+    "Together the processes read each row once in an epoch, in the order of one process"
+
+    def fit():
+        read = [], []
+
+        def before_batch(trainer):
+            if trainer.training:
+                read[trainer.epoch].append(trainer.batch[0][:, 0])
+
+        trainer().fit(2, callbacks=before_batch)
+        return read
+
+    one, (first, second) = one_and_two(fit)
+    for epoch in (0, 1):
+        batches = zip(one[epoch], first[epoch], second[epoch], strict=True)
+        assert all(torch.equal(whole, torch.cat(parts)) for whole, *parts in batches)
+    assert not torch.equal(torch.cat(one[0]), torch.cat(one[1]))

@@ -128,7 +128,7 @@ def toolbox():
     return pytest.importorskip("aitoolbox.torchtrain.callbacks.abstract").AbstractCallback
 
 
-@pytest.mark.shows("AIT-08", "AIT-15", "AIT-17", "AIT-60", "AIT-62")
+@pytest.mark.shows("AIT-08", "AIT-15", "AIT-17", "AIT-62", "AIT-77")
 def test_a_toolbox_callback_runs_in_each_process_or_in_that_of_its_device(toolbox):
     "Each is told that processes have started; `early_stop` of one stops all"
 
