@@ -72,7 +72,7 @@ def before_epoch(self:AIToolboxCB, trainer):
     if not trainer.training:
         if self._is_first(trainer): loop._val_losses,loop._val_rows = [],[]
     else:
-        if self._is_first(trainer): vars(loop).update(epoch=trainer.epoch, loss_batch_accum=[], _train_rows=[])
+        if self._is_first(trainer): loop._begin_epoch(trainer.epoch)
         self._tell('on_epoch_begin')
     self._walk_other(trainer)
 
@@ -90,8 +90,9 @@ def after_get_loss(self:AIToolboxCB, trainer):
     "Keep the loss"
     if not self._is_first(trainer): return
     loop = self.facade
-    losses,rows = (loop.loss_batch_accum, loop._train_rows) if trainer.training else (loop._val_losses, loop._val_rows)
+    losses = loop.loss_batch_accum if trainer.training else loop._val_losses
     losses.append(loss_of(trainer))
+    rows = loop._train_rows if trainer.training else loop._val_rows
     rows.append(loop._n_rows())
 
 AIToolboxCB.after_batch = told('Their batch ends', 'on_batch_end')

@@ -99,7 +99,8 @@ class TrainLoop(Facade):
             trainer, epoch=0, iteration=0, total_iteration_idx=-1, early_stop=False, num_optimizers=1,
             train_history=TrainHistory(trainer), message_service=Messages(),
             callbacks_handler=_LoopHandler(self), loss_batch_accum=[], end_auto_eval=True,
-            _known={}, _val_losses=[], _train_rows=[], _val_rows=[], _new={}, _made=time.strftime('%Y-%m-%d_%H-%M-%S'), **_SETTINGS)
+            _known={}, _val_losses=[], _train_rows=[], _val_rows=[], _new={},
+            _made=time.strftime('%Y-%m-%d_%H-%M-%S'), **_SETTINGS)
 
     model,optimizer,criterion = forwarded('model'),forwarded('opt'),forwarded('loss_func')
     train_loader,validation_loader,test_loader = replaceable('train'),replaceable('valid'),replaceable('test')
@@ -138,6 +139,11 @@ def should_execute_optimizer_update(self:TrainLoop):
     return n % self.grad_accumulation == 0 or n == n_batches(self.train_loader)
 
 # %% ../../nbs/interop/25_aitoolbox_loop.ipynb #a01e5464
+@patch
+def _begin_epoch(self:TrainLoop, epoch):
+    "No losses yet"
+    vars(self).update(epoch=epoch, loss_batch_accum=[], _train_rows=[])
+
 @patch
 def _n_rows(self:TrainLoop):
     "Rows that this process has of the batch"

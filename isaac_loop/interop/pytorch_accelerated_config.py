@@ -64,7 +64,8 @@ def run_config_of(
     train,valid = (_each(o, name, trainer) for o,name in ((train, 'train'), (valid, 'valid')))
     return _RunConfig(
         num_epochs=trainer.n_epochs, gradient_accumulation_steps=ours.accumulation,
-        train_per_device_batch_size=train, train_total_batch_size=train and train*ours.accumulation*ranks.size,
+        train_per_device_batch_size=train,
+        train_total_batch_size=train and train*ours.accumulation*ranks.size,
         eval_per_device_batch_size=valid, eval_total_batch_size=valid and valid*ranks.size,
         num_update_steps_per_epoch=updates, num_local_update_steps_per_epoch=updates,
         max_num_train_steps=None if updates is None else trainer.n_epochs*updates + 1,

@@ -143,7 +143,8 @@ def _choose(self:ExperimentCB):
         probe.touch()
         probe.unlink()
         return str(found)
-    except OSError as e: raise OSError(_NO_PLACE.format(place=found or parent, error=e.strerror or e)) from None
+    except OSError as e:
+        raise OSError(_NO_PLACE.format(place=found or parent, error=e.strerror or e)) from None
 
 # %% ../../nbs/log/40_experiment.ipynb #c04da9ba
 @patch

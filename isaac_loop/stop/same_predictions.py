@@ -73,7 +73,8 @@ class SamePredictionsCB(KeepsState):
 
     def cleanup_epoch(self, trainer):
         "Compare them, with those of other processes, if the pass was not left"
-        if trainer.exception is None or trainer.ranks.size > 1 and not ended_in_error(trainer): self._judge(trainer)
+        asked = trainer.ranks.size > 1 and not ended_in_error(trainer) # By those who were not cancelled
+        if asked or trainer.exception is None: self._judge(trainer)
 
     def _judge(self, trainer):
         "Stop or report if all predictions are the same"

@@ -235,7 +235,8 @@ class _MeasureCB:
 
     def predict(self, trainer):
         "Let the average see the batch, if this process has rows of it"
-        if trainer.ranks.shares(trainer.dl) and rows_given(trainer.dl) == 0: raise CancelBatchException('no rows')
+        is_shared = trainer.ranks.shares(trainer.dl)
+        if is_shared and rows_given(trainer.dl) == 0: raise CancelBatchException('no rows of this batch')
         trainer.preds = self.model(*trainer.split(trainer.batch)[0])
         self.n_batches += 1
 

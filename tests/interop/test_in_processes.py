@@ -50,7 +50,7 @@ class Gathers:
         self.losses = trainer.run_history.get_metric_values("eval_loss_epoch")
 
 
-@pytest.mark.shows("PTA-42 to PTA-44", "PTA-54", "PTA-55")
+@pytest.mark.shows("PTA-42 to PTA-44", "PTA-54", "PTA-55", "NEMO-46")
 def test_what_is_gathered_has_each_row_once_however_uneven_the_batches(capfd):
     "21 rows in batches of 8, and of 20, so that only one process has a row of the last batch"
 
