@@ -17,6 +17,7 @@ from several import in_processes, net, outcome, rank, rows, trainer
 from torch import nn
 
 from isaac_loop.checkpoints.best_weights import KeepBestCB
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.device.precision import MixedPrecisionCB
@@ -150,6 +151,31 @@ def test_files_and_output_come_from_main_and_are_those_of_one_process(show, tmp_
     assert one.keys() == two.keys() and sum(map(len, one.values())) > 20
     assert one == two
     assert len(list((tmp_path / "2").rglob("log-1.txt"))) == 2  # The log of the other process, and its copy
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_logs_of_main_go_on_with_the_run_in_any_number_of_processes(n, tmp_path):
+    "Other processes have no state for them, neither when it is saved nor when it is read"
+
+    def run(fails):
+        def before_batch(trainer):
+            if fails and (rank(), trainer.epoch, trainer.batch_num) == (1, 1, 4):
+                raise ValueError("one fails")
+
+        logs = LoggerCB(CSV(tmp_path / "csv"), every=1), TrackingCB(tmp_path / "tracked.jsonl")
+        t = trainer(CheckpointCB(tmp_path / "saved", every=3), *logs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            t.fit(2, lr=0.01, callbacks=before_batch)
+        return t.n_updates
+
+    with pytest.raises(ValueError, match="one fails"):
+        in_processes(2, run, True)
+    assert in_processes(n, run, False) == [14] * n
+    steps, epochs = (rows_of(tmp_path / "csv" / f"{name}.csv") for name in ("steps", "epochs"))
+    assert [row["step"] for row in steps] == list(range(1, 15)) and [row["epoch"] for row in epochs] == [0, 1]
+    tracked = [row for row in rows_of(tmp_path / "tracked.jsonl") if row["table"] == "batch_stats"]
+    assert sum(row["training"] == 1 for row in tracked) == 14
 
 
 def test_a_black_box_writes_the_batches_of_each_process_into_a_folder_of_its_own(tmp_path):
