@@ -16,7 +16,7 @@ from ..basics.checks import check_choice, check_count, check_flag
 from ..basics.output import say
 from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, batch_weight, map_tensors
-from ..data.sampling import seed_with
+from ..data.sampling import hashed, seed_with
 from ..data.shared_loaders import exact_instead, rows_given, rows_of_all, share_exact
 from .exchange import Exchange
 from .processes import are_several, join
@@ -25,15 +25,15 @@ from ..loop.events import CancelFitException, CancelStepException, Order, callba
 from ..loop.passes import n_batches, parts_of
 from ..loop.ranks import Ranks
 from ..loop.shared_attributes import offered
-from ..state.errors import RanksDiffer, RanksDiverged, WorldSizeMismatch
+from ..state.errors import RankFailed, RanksDiffer, RanksDiverged, WorldSizeMismatch
 from ..state.random_numbers import plain_random_state, set_plain_random_state
 from ..state.run_parts import parts_of as modules_of
 from ..train.closures import refuse_closure
 from ..train.example_losses import reduction_of
 
-# %% ../../nbs/device/70_distributed.ipynb #e3f870fa
-_DIFFERENT = ('The processes were not set up alike, so they would not train one model: {differences}. Let all of them run '
-              'the same script.')
+# %% ../../nbs/device/70_distributed.ipynb #490e3a53
+_DIFFERENT = ('The processes were not set up alike, so they would not train one model: {differences}. Let '
+              'all of them run the same script.')
 
 def _named_modules(trainer):
     "The modules that take part, by name: the model, and others that the trainer has"
@@ -117,10 +117,11 @@ def mains_random_numbers(
     state = ranks.from_main(plain_random_state)
     if not ranks.is_main: set_plain_random_state(state, strict=False)
 
-# %% ../../nbs/device/70_distributed.ipynb #1b8c67a5
-_TOO_FEW = ('`expected={expected}`, but there are {size} processes, so the run would not be the one that was planned. Start '
-            'as many, or leave `expected` out.')
-_SEED = 'The order of `dls.{}` comes from a seed that was drawn, {}; make the loader with `exact_loader(..., seed=...)` to choose it.'
+# %% ../../nbs/device/70_distributed.ipynb #f135b075
+_TOO_FEW = ('`expected={expected}`, but there are {size} processes, so the run would not be the one that '
+            'was planned. Start as many, or leave `expected` out.')
+_SEED = ('The order of `dls.{}` comes from a seed that was drawn, {}; make the loader with '
+         '`exact_loader(..., seed=...)` to choose it.')
 _TOGETHER = '{size} processes share each batch; timeout {timeout:g} s'
 _EACH = 'each of {size} processes takes whole batches; timeout {timeout:g} s'
 _OWN = 'each of {size} processes has its own part of the data; timeout {timeout:g} s'
@@ -198,9 +199,10 @@ class DistributedJoin:
             self._give_back = []
             if ranks.size > 1: ranks.leave()
 
-# %% ../../nbs/device/70_distributed.ipynb #afa0f4a6
-_NO_ROWS = ("The inputs of the batch, a {kind}, hold no tensor with rows, so `DistributedCB` cannot tell how much the loss of "
-            "this process weighs. Say it: `weigh='mean'` if all shares weigh the same, or a function of the batch.")
+# %% ../../nbs/device/70_distributed.ipynb #f01ce194
+_NO_ROWS = ('The inputs of the batch, a {kind}, hold no tensor with rows, so `DistributedCB` cannot tell '
+            "how much the loss of this process weighs. Say it: `weigh='mean'` if all shares weigh the "
+            'same, or a function of the batch.')
 
 def _place(trainer, over):
     "Where the training stands, in numbers"
@@ -357,10 +359,10 @@ def level_of(error): return next(i for i in (2, 1, 0) if isinstance(error, _CANC
 def _cancel(wish): return _CANCELS[wish[0]](wish[1])
 def _ends_pass(wish): return wish[0] > 0
 
-# %% ../../nbs/device/70_distributed.ipynb #141a7823
-_OTHER_WEIGHTS = ('After the training pass of epoch {epoch} the weights are not the same in all processes: `{name}` differs. '
-                  'What changes weights must do so in every process alike; does a callback change them by its own random '
-                  'numbers, or in main alone?')
+# %% ../../nbs/device/70_distributed.ipynb #e1f5d6d1
+_OTHER_WEIGHTS = ('After the training pass of epoch {epoch} the weights are not the same in all '
+                  'processes: `{name}` differs. What changes weights must do so in every process alike; '
+                  'does a callback change them by its own random numbers, or in main alone?')
 _INTERRUPTS = KeyboardInterrupt,SystemExit
 
 class DistributedWatch:
@@ -454,7 +456,7 @@ def _marks(p):
     bits = p.detach().contiguous().view(-1).view(_WHOLE[p.element_size()]).to(torch.int64)
     return torch.stack([bits.sum(), (bits*bits).sum()]).cpu()
 
-# %% ../../nbs/device/70_distributed.ipynb #cf3e13bd
+# %% ../../nbs/device/70_distributed.ipynb #8da8fcdc
 _FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`'
 
 class DistributedCB:
@@ -481,7 +483,8 @@ class DistributedCB:
         "Its members: in one process there is nothing to exchange"
         return [self._join, *(self._others if are_several() else [])]
 
-_NO_TIME = '`timeout` is {timeout!r}, but it is the seconds to wait for another process. Use a number above 0, such as 600.'
+_NO_TIME = ('`timeout` is {timeout!r}, but it is the seconds to wait for another process. Use a number '
+            'above 0, such as 600.')
 
 def _seconds(timeout):
     "`timeout` as a number of seconds"

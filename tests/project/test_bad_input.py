@@ -31,7 +31,7 @@ from isaac_loop.all import (
     replaces,
     sample_dataset_dict,
 )
-from isaac_loop.device.launch import launch
+from isaac_loop.device.launching import launch
 
 
 def batches(n=3):

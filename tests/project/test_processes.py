@@ -16,7 +16,7 @@ MAY = {
     "device/accelerated.py",
     "device/distributed.py",
     "device/exchange.py",
-    "device/launch.py",
+    "device/launching.py",
     "device/processes.py",
 }
 ENVIRONMENT = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
@@ -57,7 +57,7 @@ def test_rank_and_size_are_read_from_the_environment_in_two_places():
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in ENVIRONMENT
     }
-    assert found <= {"loop/ranks.py", "device/launch.py", "device/processes.py", "device/accelerated.py"}
+    assert found <= {"loop/ranks.py", "device/launching.py", "device/processes.py", "device/accelerated.py"}
 
 
 def test_the_loop_knows_of_processes_by_three_names():
