@@ -5,6 +5,7 @@ One process is the measure: the same script, run by one process and by two, must
 
 import contextlib
 import csv
+import importlib
 import io
 import json
 import math
@@ -106,24 +107,32 @@ def words(text):
     return [[o for o in line.split() if ":" not in o][:3] for line in lines]
 
 
-def write_everything(folder, show):
-    "A fit with all that prints and writes: what was printed, and what somebody was told"
-    folder, messages, out = folder / str(size()), [], io.StringIO()
-    writers = [
+def files(folder, messages):
+    "All that writes files and messages, and bars"
+    return [
         ExperimentCB(folder / "runs", "p"),
         HistoryFilesCB(plot=None),
         LoggerCB([CSV(folder / "csv"), JSONLines(folder / "log.jsonl")], every=2),
         TrackingCB(folder / "tracked.jsonl"),
-        NotifyCB(lambda subject, *args: messages.append(subject)),
+        NotifyCB(lambda subject, *args: messages.append(subject), every=2),
         UploadCB((folder / "copy").as_uri()),
-        GradientPlotCB(folder / "gradients"),
-        LivePlotCB(folder / "live.png"),
-        EpochTimeCB(show=False),
-        LimitCB(epochs=2),
+        ProgressCB("plain"),
     ]
+
+
+def pictures(folder, messages):
+    "All that prints and draws"
+    figures = [GradientPlotCB(folder / "gradients"), LivePlotCB(folder / "live.png")]
+    printed = [PrintColumnsCB("train_loss", "valid_loss"), GradientStatsCB(show=True)]
+    return [LoggerCB(CSV(folder / "csv"), every=2), EpochTimeCB(show=False), *figures, *printed]
+
+
+def write_everything(folder, writers):
+    "A fit with what prints and writes: what was printed, and what somebody was told"
+    folder, messages, out = folder / str(size()), [], io.StringIO()
     with contextlib.redirect_stdout(out), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        t = trainer(*writers, *show())
+        t = trainer(*writers(folder, messages), LimitCB(epochs=2))
         t.fit(5, lr=0.01, callbacks=after_fit)
     return out.getvalue(), messages
 
@@ -132,25 +141,19 @@ def after_fit(trainer):
     trainer.print("over", trainer.epoch)
 
 
-SHOWS = {
-    "bars": lambda: [ProgressCB("plain")],
-    "lines": lambda: [PrintColumnsCB("train_loss", "valid_loss"), GradientStatsCB(show=True)],
-}
-
-
 @pytest.mark.shows("NEMO-18", "NEMO-60", "PTA-21", "PTA-24", "PTA-43", "PTA-60")
-@pytest.mark.parametrize("show", SHOWS)
-def test_files_and_output_come_from_main_and_are_those_of_one_process(show, tmp_path):
-    (printed, messages), ((first, told), (second, none)) = one_and_two(
-        write_everything, tmp_path, SHOWS[show]
-    )
-    assert (second, none) == ("", []) and told == messages and len(told) == 3
+@pytest.mark.parametrize("writers", [files, pictures])
+def test_files_and_output_come_from_main_and_are_those_of_one_process(writers, tmp_path):
+    importlib.import_module("matplotlib.figure")  # Once, before it is copied
+    (printed, messages), ((first, told), (second, none)) = one_and_two(write_everything, tmp_path, writers)
+    assert (second, none) == ("", []) and told == messages and len(told) == (2 if writers is files else 0)
     assert words(first) == words(printed) and "over 1" in first
     one, two = contents(tmp_path / "1"), contents(tmp_path / "2")
     one = {name.replace("log.txt", "log-0.txt"): found for name, found in one.items()}
-    assert one.keys() == two.keys() and sum(map(len, one.values())) > 20
+    assert one.keys() == two.keys() and sum(map(len, one.values())) > 10
     assert one == two
-    assert len(list((tmp_path / "2").rglob("log-1.txt"))) == 2  # The log of the other process, and its copy
+    others = list((tmp_path / "2").rglob("log-1.txt"))  # The log of the other process, and its copy
+    assert len(others) == (2 if writers is files else 0)
 
 
 @pytest.mark.parametrize("n", [1, 2])
