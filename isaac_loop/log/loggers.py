@@ -55,7 +55,7 @@ class LoggerCB:
         self._columns = None if columns is None else list(columns)
         self._functions,self._alerts = asked_values(values),Alerts(check_alerts(alerts))
         self._outlets,self._trainer = outlets_of(self.to),None
-        self._opened = False # Have the logs been started?
+        self._opened,self._goes_on = False,False # Have the logs been started? Was this fit begun before?
 
     @property
     def unsent(self)->dict: # By the name of the log, lists of values, step and table

@@ -1,4 +1,4 @@
-"""Where the code may know of several processes: `device` alone, and the loop as little as it can.
+"""Where the code may know of several processes: in `device`, and in the loop as little as it can.
 
 Everybody else asks `trainer.ranks`, which one process answers itself.
 """
@@ -12,13 +12,6 @@ from isaac_loop.all import Trainer
 from isaac_loop.loop.ranks import Ranks
 
 PACKAGE = Path(isaac_loop.__file__).parent
-MAY = {
-    "device/accelerated.py",
-    "device/distributed.py",
-    "device/exchange.py",
-    "device/launching.py",
-    "device/processes.py",
-}
 ENVIRONMENT = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 
 
@@ -39,14 +32,17 @@ def named(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_only_those_who_join_processes_name_torch_distributed():
-    "A wrapper of a model is only taken off, and where its class comes from does not matter"
+def test_only_the_folder_of_devices_names_torch_distributed():
+    "Of the callbacks these are `DistributedCB`, `AccelerateCB` and what they consist of"
     known = {
         name
         for name, tree in sources()
         if any(o.startswith(("torch.distributed", "dist.")) for o in named(tree))
     }
-    assert "device/processes.py" in known and not [o for o in known - MAY if not o.startswith("device/sync_")]
+    assert "device/processes.py" in known
+    assert not [name for name in known if not name.startswith("device/")]
+    classes = "device/device.py", "device/precision.py", "device/main_process.py", "device/memory.py"
+    assert known.isdisjoint(classes)
 
 
 def test_rank_and_size_are_read_from_the_environment_in_two_places():
@@ -57,7 +53,8 @@ def test_rank_and_size_are_read_from_the_environment_in_two_places():
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in ENVIRONMENT
     }
-    assert found <= {"loop/ranks.py", "device/launching.py", "device/processes.py", "device/accelerated.py"}
+    assert "loop/ranks.py" in found
+    assert not [name for name in found if not name.startswith(("loop/ranks", "device/"))]
 
 
 def test_the_loop_knows_of_processes_by_three_names():
