@@ -39,13 +39,15 @@ def overwritten(scene):
 _AUGMENTED = ('{who} changes the batch by random numbers ({line}) in validation as well, so another model is '
               'measured in each epoch. Set `on_valid = False`, or ask `if trainer.training`.')
 
+_PARTS = ast.Tuple,ast.List
+
 def _is_batch(node): return isinstance(node, ast.Attribute) and node.attr == 'batch'
 
 def _new_input(tree):
     "Whether a method puts a new input beside the target that was there"
     nodes = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]
-    parts = [o.targets[0].elts for o in nodes if _is_batch(o.value) and isinstance(o.targets[0], ast.Tuple)]
-    made = [o.value.elts for o in nodes if any(map(_is_batch, o.targets)) and isinstance(o.value, ast.Tuple)]
+    parts = [o.targets[0].elts for o in nodes if _is_batch(o.value) and isinstance(o.targets[0], _PARTS)]
+    made = [o.value.elts for o in nodes if any(map(_is_batch, o.targets)) and isinstance(o.value, _PARTS)]
     if len(made) != 1 or len(parts) > 1: return False
     new,target = made[0],made[0][-1]
     if _entry(target) in (-1, len(new)-1): return True

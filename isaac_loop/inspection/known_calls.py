@@ -115,15 +115,20 @@ def _draws(name, owner):
 
 _AVERAGING = {'lerp_', 'add_', 'sub_', 'mul_', '_foreach_lerp_', '_foreach_add_', '_foreach_mul_'}
 
+def of_weights(
+    paths, # Of a value
+)->bool:
+    "Whether some of the weights of a model are among them"
+    return any({'parameters', 'state_dict', 'named_parameters'} & set(path) for path in paths)
+
 def _averages(name, owner, given, node):
     "Whether something that does not belong to the trainer takes in the weights of the model"
     if name == 'update_parameters': return True # Of torch's `AveragedModel`
     if not given: return False
     is_method = isinstance(node.func, ast.Attribute) and not isinstance(owner.live, ModuleType)
     into,*sources = (owner, *given) if is_method else given
-    of_model = {name for value in sources for path in value.paths for name in path}
-    weights = of_model & {'parameters', 'state_dict', 'named_parameters'}
-    return name in _AVERAGING and not into.paths and bool(weights)
+    weights = any(of_weights(value.paths) for value in sources)
+    return name in _AVERAGING and not into.paths and weights
 
 def deeds(
     name:str, # Of a function or a method

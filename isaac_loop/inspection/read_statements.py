@@ -9,7 +9,7 @@ __all__ = []
 import ast, sys
 from contextlib import contextmanager
 
-from .known_calls import WITH_GRAPH, longer, of_gradients, shared
+from .known_calls import WITH_GRAPH, longer, of_gradients, of_weights, shared
 from .read_values import Closure, NOTHING, UNKNOWN, Value
 
 # %% ../../nbs/inspection/06_read_statements.ipynb #732c0fdd
@@ -230,6 +230,7 @@ class Assignments(Branches):
         value = self.value(node.value)
         for target in node.targets:
             if self._is_sum_of(target, node.value): self._sum(target, node.value, node)
+            if not isinstance(target, ast.Name) and self.mixes(target, node.value): self.do('averages', node)
             self.assign(target, value)
             if isinstance(target, ast.Subscript): self.absorb(target.value, self.value(target.value), value)
 
@@ -258,6 +259,13 @@ class Assignments(Branches):
         "Whether an expression is a loss or predictions, or a sum or product of them"
         if isinstance(node, ast.BinOp): return self.has_graph(node.left) or self.has_graph(node.right)
         return bool(WITH_GRAPH & self.value(node).paths)
+
+    def mixes(self, target, made):
+        "Whether `made` mixes weights of the model into `target`, which is not the trainer's"
+        if not isinstance(made, ast.BinOp) or self.value(target).paths: return False
+        parts = [o for o in ast.walk(made) if isinstance(o, (ast.Name, ast.Attribute, ast.Subscript))]
+        goes_on = any(ast.unparse(o) == ast.unparse(target) for o in parts)
+        return goes_on and any(of_weights(self.value(o).paths) for o in parts)
 
     def do_Delete(self, node):
         for target in node.targets:

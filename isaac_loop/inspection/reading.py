@@ -59,7 +59,7 @@ class Calls(NewObjects):
             return either([self.apply(call.of(Value(call.f.paths, o))) for o in live])
         if isinstance(live, Closure): return self.enter(live, call.args, call.named)
         if call.owner.live is None or live is not UNKNOWN and not callable(live): return NOTHING # Not done
-        if call.name in ANEW: return joined(call.given, True)
+        if call.name in ANEW: return NOTHING # It shares nothing
         if isinstance(live, MethodType) and to_follow(live.__func__, self.home): return self._bound(call)
         if to_follow(live, self.home): return self.follow(live, call.args, call.named)
         if isinstance(live, type): return self.make(call)
