@@ -49,7 +49,7 @@ def added(evidence):
     except Exception as caught: error = caught
     if error is not None: yield Fault(in_words(error) + _YOUR_MODEL*evidence.trials.is_small)
 
-_YOUR_MODEL = ' If it needs your model or your data: `try_callback(cb, trainer)`'
+_YOUR_MODEL = '. If it needs your model or your data: `try_callback(cb, trainer)`'
 
 # %% ../../nbs/inspection/71_promises.ipynb #ebcfd922
 _YOURS = {f'`trainer.{k}`' for k in ('model', 'loss_func', 'opt_func', 'dls', 'dls.train', 'dls.valid')}

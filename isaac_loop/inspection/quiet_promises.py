@@ -140,12 +140,13 @@ class _Look:
         self.batches,self.n = {},{True: 0, False: 0} # By line and kind of pass; how many there were
         with trials.alone(), finding_waits(self._note) as self.mode:
             self.trainer,callbacks = trials.make(with_callback)
+            self.orders = {id(cb): order_of(cb) for cb in callbacks}
             watch_fits(self.trainer, calls_of(callbacks, self._call), at_borders(self._border))
             trials.fit(self.trainer, 1)
 
     def _call(self, call, trainer, run):
         outer,self.now = self.now,Touch(call.callback, call.event, call.handler)
-        early = call.event == 'before_batch' and order_of(call.callback) < Order.DEVICE # The batch has not moved
+        early = call.event == 'before_batch' and self.orders[id(call.callback)] < Order.DEVICE # Not moved yet
         if early: self.mode.bring(tensors_in(trainer.batch))
         try: run()
         finally:
