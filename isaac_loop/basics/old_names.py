@@ -191,7 +191,7 @@ EVENT_NAMES = {
     'before_valid': _VALIDATES, 'after_valid': _VALIDATED,
 }
 _STARTS = '`before_batch`', '`before_epoch`', '`before_fit`'
-_ENDS = '`after_batch`', '`log`, once for an epoch, or `after_epoch`, once for each of its passes', '`after_fit`'
+_ENDS = '`after_batch`', '`log`, or `after_epoch` for each of the two passes', '`after_fit`'
 FOREIGN_EVENTS = { # Of PyTorch Lightning, Keras, transformers and others
     'on_batch_begin': _STARTS[0], 'on_batch_start': _STARTS[0], 'on_batch_end': _ENDS[0],
     'on_train_batch_begin': _STARTS[0], 'on_train_batch_start': _STARTS[0], 'on_train_batch_end': _ENDS[0],

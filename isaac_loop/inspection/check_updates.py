@@ -40,7 +40,7 @@ def clipped_too_late(scene):
     return found
 
 def _cleared(entry):
-    "What an entry clears in every training batch: an optimizer's gradients, or all; with the line"
+    "What an entry clears in every training batch, an optimizer's gradients or all; with the line"
     found = entry.found.does
     return {deed.partition(' ')[2]: line for deed,line in found.items()
             if deed.startswith('zeroes ') and happens(entry, deed)}
@@ -61,8 +61,9 @@ def cleared_too_early(scene):
     return found
 
 # %% ../../nbs/inspection/90_check_updates.ipynb #a6009d51
-_SCALED = ('{who} scales `trainer.loss` for the backward pass and nobody puts it back, so what is recorded as '
-           'the loss of training is not the loss. Keep the old one, and set it again in `cleanup_backward`.')
+_SCALED = ('{who} scales `trainer.loss` for the backward pass and nobody puts it back, so what is recorded '
+           'as the loss of training is not the loss. Keep the old one, and set it again in '
+           '`cleanup_backward`.')
 
 def _is_scaling(node, loss):
     "Whether a statement multiplies or divides what is written as `loss`"
@@ -95,29 +96,35 @@ def scaled_losses(scene):
     return found
 
 # %% ../../nbs/inspection/90_check_updates.ipynb #15ec17e2
-_COUNTED = ('{first} and {second} both update `{what}` in a batch, so every batch counts twice. Take the call '
-            'out of one of them.')
-_RUNS_AWAY = ('{first} steps `{what}` for each batch, and {second} once more for each epoch, so the rate runs '
-              'ahead. Take the call out of one of them.')
-_TWO_PASSES = ('{who} steps `{what}` ({line}), and an epoch has two passes, so it moves on twice in each. Let '
-               'it ask `if trainer.training`, or set `on_valid = False`.')
+_COUNTED = ('{first} and {second} both update `{what}` in a batch, so every batch counts twice. Take the '
+            'call out of one of them.')
+_RUNS_AWAY = ('{first} steps `{what}` for each batch, and {second} once more for each epoch, so the rate '
+              'runs ahead. Take the call out of one of them.')
+_TWO_PASSES = ('{who} steps `{what}` ({line}), and an epoch has two passes, so it moves on twice in each. '
+               'Let it ask `if trainer.training`, or set `on_valid = False`.')
 _OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
 
 def _named(entries, deed):
-    "For each callback and name in a deed such as 'updates self.metric', the entries that do it for certain"
+    "For each callback and name in a deed such as 'updates self.mean', the entries that do it for certain"
     found = {}
     for entry in entries:
         for what in taken_from(entry, deed):
-            if happens(entry, f'{deed} {what}'): found.setdefault((id(entry.callback), what), []).append(entry)
+            sure = happens(entry, f'{deed} {what}')
+            if sure: found.setdefault((id(entry.callback), what), []).append(entry)
     return found
 
 def counted_twice(scene):
     "Metrics that are updated in two events of one batch"
     own = [o for o in scene.batch if users_own(o)]
-    known = {(id(o.callback), what) for o in scene.entries if o.callback for what in taken_from(o, 'computes')}
-    pairs = [(what, mine) for key,mine in _named(own, 'updates').items() if key in known for what in key[1:]]
-    return [Finding('counted_twice', _COUNTED.format(first=said(mine[0]), second=said(mine[1]), what=what),
-                    [mine[0].callback]) for what,mine in pairs if len(mine) > 1]
+    pairs = [(what, mine) for (key, what),mine in _named(own, 'updates').items()
+             if _computes(scene, key, what)]
+    texts = [(_COUNTED.format(first=said(mine[0]), second=said(mine[1]), what=what), mine[0].callback)
+             for what,mine in pairs if len(mine) > 1]
+    return [Finding('counted_twice', text, [cb]) for text,cb in texts]
+
+def _computes(scene, key, what):
+    "Whether a callback also computes the metric that it calls `what`"
+    return any(id(o.callback) == key and what in taken_from(o, 'computes') for o in scene.entries)
 
 def stepped_twice(scene):
     "Schedules that move on more often than was meant"

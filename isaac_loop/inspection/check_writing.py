@@ -12,13 +12,13 @@ from ..basics.old_names import OF_TRAINER
 from .check_rules import is_sure, said, users_own
 from .method_source import function_node, function_of
 from ..loop.events import handler_of
-from ..loop.handlers import order_of, takes_part
+from ..loop.handlers import takes_part
 from ..loop.plan_checks import Finding
 from ..loop.shared_attributes import STATE
 
 # %% ../../nbs/inspection/91_check_writing.ipynb #31845778
-_LOST = ('{last} writes `trainer.{name}` without reading it, so what {first} has made of it is lost. Let it go '
-         'on from `trainer.{name}`, or give it an `order` below that of `{who}`.')
+_LOST = ('{last} writes `trainer.{name}` without reading it, so what {first} has made of it is lost. Let it '
+         'go on from `trainer.{name}`, or give it an `order` below that of `{who}`.')
 _MADE_IN = {'before_batch': 'batch', 'after_predict': 'preds', 'after_get_loss': 'loss'}
 
 def overwritten(scene):
@@ -36,8 +36,8 @@ def overwritten(scene):
     return found
 
 # %% ../../nbs/inspection/91_check_writing.ipynb #eb6299b5
-_AUGMENTED = ('{who} changes the batch by random numbers ({line}) in validation as well, so another model is '
-              'measured in each epoch. Set `on_valid = False`, or ask `if trainer.training`.')
+_AUGMENTED = ('{who} changes the batch by random numbers ({line}) in validation as well, so each epoch is '
+              'measured on other data. Set `on_valid = False`, or ask `if trainer.training`.')
 
 _PARTS = ast.Tuple,ast.List
 
@@ -56,7 +56,8 @@ def _new_input(tree):
 
 def _n_bound(tree, name):
     "How often a name is given a value"
-    return sum(isinstance(o, ast.Name) and o.id == name and isinstance(o.ctx, ast.Store) for o in ast.walk(tree))
+    names = [o for o in ast.walk(tree) if isinstance(o, ast.Name) and o.id == name]
+    return sum(isinstance(o.ctx, ast.Store) for o in names)
 
 def _entry(node):
     "The number `i` in `trainer.batch[i]`; None for anything else"
@@ -109,7 +110,7 @@ def slips(scene):
     own = [o for o in scene.entries if o.callback is not None and users_own(o)]
     if any(o.found.unclear for o in own): return [] # It may be read there
     known = {*STATE, *dir(type(scene.trainer)), *vars(scene.trainer)}
-    known |= {name for o in scene.entries for name in o.found.reads}
+    for entry in scene.entries: known |= entry.found.reads.keys()
     found = {}
     for entry in own:
         for name,line in entry.found.writes.items():

@@ -71,7 +71,7 @@ def _of_module(name, model):
         yield ('trainer', f'`requires_grad` of {what}'),p.requires_grad
 
 def _is_setting(m, name, x):
-    "Whether an attribute is a number or a word that says how a layer of PyTorch works, such as `p` of a dropout"
+    "Whether an attribute says how a layer of PyTorch works, such as `p` of a dropout"
     plain = type(x) in (bool, int, float, str) and name != 'training' and not name.startswith('_')
     return plain and type(m).__module__.startswith('torch.nn.')
 

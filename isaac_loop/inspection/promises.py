@@ -73,7 +73,8 @@ def cleanup(evidence):
 
 _NOT_ALL = '{} places were left out to save time; `try_callback(..., seconds=60)` tries more'
 
-_KEPT = '{name}{others}: {was} before a fit that went well, {now} after it; put it back in `cleanup_fit`'
+_KEPT = ('{name}{others}: {was} before a fit that went well, {now} after it; put it back in '
+         '`cleanup_fit`')
 
 def _settings_left(evidence):
     "Parameters that a fit has left frozen, and numbers of layers that it has left changed"
@@ -99,7 +100,8 @@ def _left(places, touch):
     run,span = runs[0]
     others = f' (and {len(places)-1} alike)' if len(places) > 1 else ''
     mend = _RATES if ' of group ' in name else ''
-    return Fault(f'{name}{others}: not put back when `{span}` was left by {run.cut}{_more(runs)}{mend}', touch)
+    when = f'when `{span}` was left by {run.cut}{_more(runs)}'
+    return Fault(f'{name}{others}: not put back {when}{mend}', touch)
 
 _RATES = '. Set what holds for one update in `after_step`, and put it back in `cleanup_fit`'
 

@@ -42,7 +42,8 @@ def _asks_validation(test):
 
 def switches_graphs_off(node):
     "Whether a `with` or a decorator is `torch.no_grad()`, or inference mode"
-    return any(getattr(o, 'attr', getattr(o, 'id', '')) in ('no_grad', 'inference_mode') for o in ast.walk(node))
+    names = {getattr(o, 'attr', getattr(o, 'id', '')) for o in ast.walk(node)}
+    return not names.isdisjoint(('no_grad', 'inference_mode'))
 
 def _catches_missing(kind):
     "Whether an `except` also gets the error for an attribute that is not there"
@@ -107,7 +108,8 @@ class Statements:
         "Follow each of two `bodies`, of which one is taken: what both of them do is sure"
         found,doubts,asides = self.found,self.doubts,self.asides
         outside,trains = found.sure,found.trains
-        before,left,sure,steady = dict(self.names),[],[],[]
+        before,left = dict(self.names),[]
+        sure,steady = [],[]
         for body in bodies:
             self.names,self.doubts,self.asides = dict(before),doubts,asides
             found.sure,found.trains = set(),set()

@@ -64,8 +64,8 @@ _NOTHING = ('`{}` ({}) has no method named after an event, so as a callback it w
             'A function answers the event it is named after; '
             '`SimpleNamespace(after_batch=f)` lets any function answer any event.')
 _NO_STEP = '`{}` is marked with `@replaces`, but only a step can be replaced, such as {}.'
-_FOREIGN_EVENT = ('`{}` is an event of other libraries, and never runs here. Here it is {}. If you call it yourself, '
-                  "say so by `silent = 'foreign_event'`.")
+_FOREIGN_EVENT = ('`{}` is an event of other libraries, and never runs here. Here it is {}. If you call it '
+                  "yourself, say so by `silent = 'foreign_event'`.")
 _FLAG = 'The trainer does not look at `{}`, which is a word of fastai. Here it is {}.'
 _ORDER = '`{}.order` is {!r}, but callbacks are sorted by it. Use a number or a place such as `Order.RECORD`.'
 
@@ -86,7 +86,8 @@ def check_callback(
     for flag in FLAGS: # Its own helper may be called so
         if hasattr(callback, flag) and not inspect.isroutine(getattr(callback, flag)):
             warn(_FLAG.format(f'{name}.{flag}', FLAGS[flag]))
-    for event in _foreign(callback): warn(_FOREIGN_EVENT.format(f'{name}.{event}', FOREIGN_EVENTS[event]))
+    for event in _foreign(callback):
+        warn(_FOREIGN_EVENT.format(f'{name}.{event}', FOREIGN_EVENTS[event]))
     order = getattr(callback, 'order', 0)
     if not isinstance(order, numbers.Real) or math.isnan(order): raise TypeError(_ORDER.format(name, order))
 

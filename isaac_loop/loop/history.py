@@ -23,8 +23,8 @@ MEDIA = ('text', 'table', 'figure', 'image', 'audio') # Kinds of things in `hist
 _NO_EPOCH = ('The history has no epoch to write to yet. '
              'Write from `before_epoch` on, or call `start_epoch` first.')
 _NO_ROW = ('The history has no row yet: that of this epoch is begun by whoever writes first, mostly by '
-           '`MetricsCB.cleanup_epoch`, and cleanups run in reverse, so it comes after those of a higher `order`. '
-           'Read rows in `log`, or ask `if trainer.history`.')
+           '`MetricsCB.cleanup_epoch`, and cleanups run in reverse, so it comes after those of a higher '
+           '`order`. Read rows in `log`, or ask `if trainer.history`.')
 _NO_NAME = ('The history has no `{name}`; it has {names}.{hint} '
             'Read one of those, or add a callback that writes it, such as `MetricsCB`.')
 

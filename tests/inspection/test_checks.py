@@ -582,7 +582,10 @@ RIGHT = {
     "a task that makes its targets": [Denoise()],
     "names of one's own": [OwnNames()],
     "a sum without its graph": [SumWithoutGraph()],
-    "a term on top of another loss": [SimpleNamespace(after_get_loss=Overwrite().after_get_loss, order=-2), Penalty()],
+    "a term on top of another loss": [
+        SimpleNamespace(after_get_loss=Overwrite().after_get_loss, order=-2),
+        Penalty(),
+    ],
     "a step under a condition": [SometimesCB()],
     "state and guards": [RightCB()],
     "a step of one's own instead": [OwnStepCB()],
