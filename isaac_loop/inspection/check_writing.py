@@ -81,7 +81,7 @@ def augmented_validation(scene):
     return found
 
 # %% ../../nbs/inspection/91_check_writing.ipynb #9d366f36
-_SLIP = ('{who} writes `trainer.{name}` ({line}), and nobody reads that. Did you mean `trainer.{near}`? If '
+_SLIP = ('{who} writes `trainer.{name}` ({line}), and nobody reads that. Did you mean {near}? If '
          'not, keep it on the callback, as `self.{name}`.')
 _WORDS = {'mode', 'modes', 'node', 'path', 'paths', 'bath', 'back', 'late', 'boss', 'moss', 'loose'}
 
@@ -99,11 +99,12 @@ def _is_word(name, known):
     return name in _WORDS or plural or not name.replace('_', '').isalpha() or name.strip('_') in STATE
 
 def _meant(name):
-    "The known attribute that somebody has probably meant by `name`"
+    "The known attributes that somebody has probably meant by `name`, as text; empty for a word of its own"
     near = [known for known in STATE if len(known) > 3 and _one_letter(name, known)]
     near = [known for known in near if known.startswith(name[0]) and not _is_word(name, known)]
     cut = [known for known in near if known[:-1] == name and name not in OF_TRAINER] # Such as `batche`
-    return next((known for known in near if known not in cut or not known.endswith('s')), None)
+    meant = [known for known in near if known not in cut or not known.endswith('s')]
+    return ' or '.join(f'`trainer.{known}`' for known in meant)
 
 def slips(scene):
     "Attributes that a callback writes under a name that is nearly right"
@@ -114,7 +115,7 @@ def slips(scene):
     found = {}
     for entry in own:
         for name,line in entry.found.writes.items():
-            if name in known or name in found or _meant(name) is None: continue
+            if name in known or name in found or not _meant(name): continue
             text = _SLIP.format(who=said(entry), name=name, line=line, near=_meant(name))
             found[name] = Finding('misspelt', text, [entry.callback])
     return list(found.values())

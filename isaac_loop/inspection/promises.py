@@ -82,8 +82,9 @@ def _settings_left(evidence):
     for name,touch in evidence.touched(left, 'trainer').items():
         was,now = left[name]
         is_setting = type(was) in (bool, int, float, str) and type(was) is type(now)
-        freed = name[1].startswith('`requires_grad`') and now # It may have been frozen by hand
-        if is_setting and not freed: found.setdefault(str(touch), []).append(name)
+        is_freezing = name[1].startswith('`requires_grad`')
+        meant = is_freezing and (now or touch.event != 'before_fit') # Set free; until some later epoch
+        if is_setting and not meant: found.setdefault(str(touch), []).append(name)
     for touch,names in found.items():
         was,now = left[names[0]]
         others = f' (and {len(names)-1} alike)' if len(names) > 1 else ''

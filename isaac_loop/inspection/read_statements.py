@@ -264,10 +264,11 @@ class Assignments(Branches):
 
     def mixes(self, target, made):
         "Whether `made` mixes weights of the model into `target`, which is not the trainer's"
-        if not isinstance(made, ast.BinOp) or self.value(target).paths: return False
+        if not isinstance(made, ast.BinOp): return False
         parts = [o for o in ast.walk(made) if isinstance(o, (ast.Name, ast.Attribute, ast.Subscript))]
-        goes_on = any(ast.unparse(o) == ast.unparse(target) for o in parts)
-        return goes_on and any(of_weights(self.value(o).paths) for o in parts)
+        goes_on = any(ast.unparse(o) == ast.unparse(target) for o in parts) # So it has been read already
+        if not goes_on or self.value(target).paths: return False
+        return any(of_weights(self.value(o).paths) for o in parts)
 
     def do_Delete(self, node):
         for target in node.targets:

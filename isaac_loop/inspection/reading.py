@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/inspection/09_reading.ipynb #5d3a6171
 import ast, builtins, inspect
+from functools import partial
 from types import MethodType
 
 from .known_calls import ANEW
@@ -152,7 +153,8 @@ class Reader(Builtins):
         self._begin()
         f,given = function_of(handler)
         trainer = Value([()], self.trainer)
-        named = {k: Value(live=v) for k,v in getattr(handler, 'keywords', {}).items()} # Of a partial
+        given_by_name = handler.keywords if isinstance(handler, partial) else {}
+        named = {k: Value(live=v) for k,v in given_by_name.items()}
         if f is None or not to_follow(f, self.home): self.found.unclear.append('has no source')
         else: self.follow(f, [*(Value(live=o) for o in given), trainer], named)
         return self.found
