@@ -16,7 +16,7 @@ from fastcore.basics import patch
 
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
-from ..data.shared_loaders import rows_of_all
+from ..data.shared_loaders import rows_given, rows_of_all
 from ..loop.events import Order
 from ..loop.passes import parts_of
 from ..state.keeps_state import KeepsState
@@ -118,17 +118,15 @@ def _rows_of_all(self:LimitCB, trainer):
 @patch
 def before_batch(self:LimitCB, trainer):
     "Count what all processes have of a batch, also if one of them leaves it"
-    if self._several: self.n_samples += self._rows_of_all(trainer) or 0
+    if not self._several: return
+    rows = self._rows_of_all(trainer)
+    if rows is not None: self.n_samples += rows
+    elif rows_given(trainer.dl) != 0: self._own += _how_many(trainer, self.count)
 
 @patch
 def cleanup_batch(self:LimitCB, trainer):
     "Stop in all processes when they have had enough samples"
     if self._several and self._rows_of_all(trainer) is not None: self._judge_samples(trainer)
-
-@patch
-def before_backward(self:LimitCB, trainer):
-    "Count what this process has, if that is all it can know"
-    if self._several and self._rows_of_all(trainer) is None: self._own += _how_many(trainer, self.count)
 
 @patch
 def _count_together(self:LimitCB, trainer):
