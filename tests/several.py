@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.device.distributed import DistributedCB
-from isaac_loop.device.launch import launch
+from isaac_loop.device.launching import launch
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB
@@ -50,7 +50,7 @@ def net(dtype=torch.float64):
 def trainer(*callbacks, dls=None, model=None, loss_func=F.mse_loss, opt_func=torch.optim.Adam, **kwargs):
     "A trainer for one process or several"
     usual = [BasicTrainCB(), MetricsCB(show=False), DistributedCB(timeout=TIMEOUT, **kwargs)]
-    dls,model = dls or loaders(), model or net()
+    dls, model = dls or loaders(), model or net()
     return Trainer(dls, loss_func, opt_func, model, [*usual, *callbacks])
 
 

@@ -31,9 +31,9 @@ from ..state.run_parts import parts_of as modules_of
 from ..train.closures import refuse_closure
 from ..train.example_losses import reduction_of
 
-# %% ../../nbs/device/70_distributed.ipynb #e3f870fa
-_DIFFERENT = ('The processes were not set up alike, so they would not train one model: {differences}. Let all of them run '
-              'the same script.')
+# %% ../../nbs/device/70_distributed.ipynb #490e3a53
+_DIFFERENT = ('The processes were not set up alike, so they would not train one model: {differences}. Let '
+              'all of them run the same script.')
 
 def _named_modules(trainer):
     "The modules that take part, by name: the model, and others that the trainer has"
@@ -107,13 +107,18 @@ def mains_random_numbers(
     state = ranks.from_main(plain_random_state)
     if not ranks.is_main: set_plain_random_state(state, strict=False)
 
-# %% ../../nbs/device/70_distributed.ipynb #003ba6fe
-_TOO_FEW = ('`expected={expected}`, but there are {size} processes, so the run would not be the one that was planned. Start '
-            'as many, or leave `expected` out.')
-_SEED = 'The order of `dls.{}` comes from a seed that was drawn, {}; make the loader with `exact_loader(..., seed=...)` to choose it.'
+# %% ../../nbs/device/70_distributed.ipynb #f135b075
+_TOO_FEW = ('`expected={expected}`, but there are {size} processes, so the run would not be the one that '
+            'was planned. Start as many, or leave `expected` out.')
+_SEED = ('The order of `dls.{}` comes from a seed that was drawn, {}; make the loader with '
+         '`exact_loader(..., seed=...)` to choose it.')
 _TOGETHER = '{size} processes share each batch; timeout {timeout:g} s'
 _EACH = 'each of {size} processes takes whole batches; timeout {timeout:g} s'
 _OWN = 'each of {size} processes has its own part of the data; timeout {timeout:g} s'
+
+def _only_looks(trainer):
+    "Is this a run on the side that trains nothing, such as `get_preds`? One process may do that alone"
+    return trainer._side_runs > 0 and trainer.updates_per_epoch == 0
 
 class DistributedJoin:
     "Find together with the other processes, and share the data, for the length of a fit"
@@ -124,13 +129,14 @@ class DistributedJoin:
         share:bool=True, # Share the loaders? False: they give each process its own part already
         timeout:float=600., # Seconds to wait for another process
         expected:int=None, # How many processes there must be
+        others=(), # Callbacks that are needed where there are several
     ):
         self.batch,self.share,self.timeout,self.expected = batch,share,timeout,expected
-        self._fit,self._give_back,self._random = None,[],None
+        self._others,self._fit,self._give_back = others,None,[]
 
     def before_fit(self, trainer):
         "Compare what was set up, share the loaders, and begin with main's weights"
-        if self._fit is not None: return # A run on the side, within a fit
+        if self._fit is not None or _only_looks(trainer): return # A run on the side
         several = are_several()
         if not several and self.expected not in (None, 1): raise self._mismatch(1)
         if not several: return
@@ -144,6 +150,8 @@ class DistributedJoin:
         own_random_numbers(ranks)
         words = (_TOGETHER if self.batch == 'whole' else _EACH) if self.share else _OWN
         if ranks.is_main: say(words.format(size=ranks.size, timeout=self.timeout))
+        known = list(trainer.callbacks) # Made in a process that was alone, the trainer has only this one
+        trainer.add_callbacks([cb for cb in self._others if all(cb is not other for other in known)])
 
     def _mismatch(self, size): return WorldSizeMismatch(_TOO_FEW.format(expected=self.expected, size=size))
 
@@ -168,14 +176,6 @@ class DistributedJoin:
         self._give_back.append(lambda: setattr(dls, name, dl))
         return exact
 
-    def cleanup_get_loss(self, trainer):
-        "Leave out a row that was only borrowed"
-        if has_no_rows(trainer): _cut(trainer)
-
-    def after_batch(self, trainer):
-        "Leave out a row that was only borrowed"
-        if has_no_rows(trainer): _cut(trainer)
-
     def cleanup_fit(self, trainer):
         "Give the loaders back, and part"
         if self._fit is None or self._fit is not trainer._fitting: return
@@ -187,6 +187,19 @@ class DistributedJoin:
             for give_back in self._give_back: give_back()
             self._give_back = []
             if ranks.size > 1: ranks.leave()
+
+# %% ../../nbs/device/70_distributed.ipynb #f01ce194
+_NO_ROWS = ('The inputs of the batch, a {kind}, hold no tensor with rows, so `DistributedCB` cannot tell '
+            "how much the loss of this process weighs. Say it: `weigh='mean'` if all shares weigh the "
+            'same, or a function of the batch.')
+
+def _place(trainer, over):
+    "Where the training stands, in numbers"
+    opts = modules_of(trainer, torch.optim.Optimizer).values()
+    rates = [float(group['lr']) for opt in opts for group in opt.param_groups]
+    return trainer.epoch,trainer.n_updates,-1 if over else trainer.batch_num,*rates
+
+def is_alone(trainer): return trainer.ranks.size == 1
 
 def has_no_rows(
     trainer, # In the middle of a batch
@@ -201,16 +214,6 @@ def _cut(trainer):
     trainer.batch = map_tensors(without, trainer.batch)
     if hasattr(trainer, 'preds'): trainer.preds = map_tensors(without, trainer.preds)
 
-# %% ../../nbs/device/70_distributed.ipynb #01f59d26
-_NO_ROWS = ("The inputs of the batch, a {kind}, hold no tensor with rows, so `DistributedCB` cannot tell how much the loss of "
-            "this process weighs. Say it: `weigh='mean'` if all shares weigh the same, or a function of the batch.")
-
-def _place(trainer, over):
-    "Where the training stands, in numbers"
-    opts = modules_of(trainer, torch.optim.Optimizer).values()
-    rates = [float(group['lr']) for opt in opts for group in opt.param_groups]
-    return trainer.epoch,trainer.n_updates,-1 if over else trainer.batch_num,*rates
-
 def _where(trainer, over):
     "The same in words"
     where = 'is at the end of its pass' if over else f'is at batch {trainer.batch_num}'
@@ -219,7 +222,7 @@ def _where(trainer, over):
 
 class DistributedSync:
     "Put the gradients of all processes together before each step"
-    order,on_valid = Order.EXCHANGE,False
+    order = Order.EXCHANGE
     __repr__ = show_settings
     def __init__(self,
         weigh=None, # What a loss is a mean over: 'samples', 'mean' (shares weigh alike), 'sum', a function
@@ -229,27 +232,34 @@ class DistributedSync:
 
     def _forget(self):
         self.weight,self._aside,self._loss = 0.,None,None
-        self.done = False # Was this batch's exchange made?
+        self.done = self.cleared = False # Was this batch's exchange made? And then `zero_grad`?
 
     def before_fit(self, trainer):
         "See what losses are means over"
         self._forget()
         self.lockstep,self.agreed = False,None # Are all processes in one training pass? How they have agreed to leave it
         self._exchange,self._sums = None,False
-        if trainer.ranks.size == 1: return
         others = [weigh for weigh in offered(trainer, 'weigh') if callable(weigh) or weigh == 'mean']
         self._weigh = self.weigh or (others[0] if others else 'samples')
         self._sums = 'sum' in (self.weigh, reduction_of(trainer.loss_func)) or 'sum' in offered(trainer, 'weigh')
-        self._exchange = Exchange(trainer.ranks, named_parameters(trainer))
 
     def before_epoch(self, trainer):
         "Begin a pass together"
+        if not trainer.training or is_alone(trainer): return # Between fits each process is on its own
         self._forget()
-        self.lockstep,self.agreed = self._exchange is not None,None
+        self.lockstep,self.agreed = True,None
+        named = named_parameters(trainer)
+        known = self._exchange.params if self._exchange else ()
+        same = len(known) == len(named) and all(p is q for p,(_,q) in zip(known, named))
+        if not same: self._exchange = Exchange(trainer.ranks, named)
 
-    def before_batch(self, trainer):
-        "No gradients of this batch were exchanged yet"
-        self.done = False
+    def cleanup_get_loss(self, trainer):
+        "Leave out a row that was only borrowed"
+        if has_no_rows(trainer): _cut(trainer)
+
+    def after_batch(self, trainer):
+        "Leave out a row that was only borrowed"
+        if has_no_rows(trainer): _cut(trainer)
 
     def _weight(self, trainer):
         "What the loss of this share weighs"
@@ -262,7 +272,7 @@ class DistributedSync:
 
     def before_backward(self, trainer):
         "Weigh the loss; a process without rows has no gradient"
-        if self._exchange is None: return
+        if is_alone(trainer): return
         if self._aside is None: self._put_aside()
         if has_no_rows(trainer): return _leave_out()
         self._loss,weight = trainer.loss,self._weight(trainer)
@@ -279,26 +289,37 @@ class DistributedSync:
 
     def before_step(self, trainer):
         "Exchange; if a process has left the batch, leave it as well"
-        if self._exchange is None: return
+        if is_alone(trainer): return
         self.run(trainer)
         if self.agreed is not None: raise self.agreed
 
     def run(self, trainer, over=False, leaves=False):
         "One exchange, and what was agreed on with it"
         ranks = trainer.ranks
-        if leaves: self._drop()
+        self.agreed = None
+        if self._aside is None: self._put_aside() # Nothing came since the last exchange
+        elif leaves: self._drop()
         weight = 0. if leaves else self.weight
         place = None if leaves else _place(trainer, over)
         self._exchange.run(weight, place, _where(trainer, over), divide=not self._sums)
-        for p,old in self._aside or (): p.grad = old if p.grad is None else p.grad.add_(old)
+        wishes = ranks.heard('cancel')
+        if wishes: self._agree_to_leave(max(wishes))
+        for p,old in self._aside: p.grad = old if p.grad is None else p.grad.add_(old)
         self.weight,self._aside,self.done = 0.,None,True
         self.obey(trainer)
-        levels = ranks.heard('cancel')
-        if levels: self.agreed,self.lockstep = _cancel(max(levels)),not _ends_pass(max(levels))
+
+    def _agree_to_leave(self, wish):
+        "Leave the batch, or more, with all others; what was gathered for its update is dropped"
+        self._drop()
+        self.agreed,self.lockstep = _cancel(wish),not _ends_pass(wish)
 
     def _drop(self):
         "Leave no gradients of an unfinished update"
         for p in self._exchange.params: p.grad = None
+
+    def before_zero_grad(self, trainer):
+        "Note that this batch has been seen to its end"
+        self.cleared = True
 
     def obey(self, trainer):
         "Stop if any process wishes to"
@@ -307,7 +328,7 @@ class DistributedSync:
 
     def cleanup_epoch(self, trainer):
         "Drop what was gathered for an update that never came"
-        if self._exchange is None: return
+        if not trainer.training or is_alone(trainer): return
         for p,old in self._aside or (): p.grad = old
         self._forget()
 
@@ -327,10 +348,10 @@ def level_of(error): return next(i for i in (2, 1, 0) if isinstance(error, _CANC
 def _cancel(wish): return _CANCELS[wish[0]](wish[1])
 def _ends_pass(wish): return wish[0] > 0
 
-# %% ../../nbs/device/70_distributed.ipynb #cd3260ed
-_OTHER_WEIGHTS = ('After the training pass of epoch {epoch} the weights are not the same in all processes: `{name}` differs. '
-                  'What changes weights must do so in every process alike; does a callback change them by its own random '
-                  'numbers, or in main alone?')
+# %% ../../nbs/device/70_distributed.ipynb #e1f5d6d1
+_OTHER_WEIGHTS = ('After the training pass of epoch {epoch} the weights are not the same in all '
+                  'processes: `{name}` differs. What changes weights must do so in every process alike; '
+                  'does a callback change them by its own random numbers, or in main alone?')
 _INTERRUPTS = KeyboardInterrupt,SystemExit
 
 class DistributedWatch:
@@ -346,10 +367,13 @@ class DistributedWatch:
     def cleanup_batch(self, trainer):
         "Let the others leave a batch that this process has left"
         error,sync = trainer.exception,self.sync
-        if trainer.ranks.size == 1 or error is None: return
+        done,cleared = sync.done,sync.cleared
+        sync.done = sync.cleared = False # For the next batch
+        if error is None or is_alone(trainer): return
         if not isinstance(error, CancelException): return self._tell(trainer, error)
         if not trainer.training or not sync.lockstep or error is sync.agreed: return
-        if level_of(error) == 0 and (sync.done or self._gathers(trainer)): return
+        if done and not cleared: trainer.run_callbacks('zero_grad') # As in all other processes
+        if level_of(error) == 0 and (done or self._gathers(trainer)): return
         self._leave(trainer, error)
 
     def _gathers(self, trainer):
@@ -360,7 +384,7 @@ class DistributedWatch:
         "Join the next exchange with nothing but the wish to leave; raise what all agree on if it goes further"
         trainer.ranks.soon('cancel', (level_of(error), str(error)))
         self.sync.run(trainer, leaves=True)
-        agreed,self.sync.agreed = self.sync.agreed,None
+        agreed = self.sync.agreed
         if agreed is not None and level_of(agreed) > level_of(error): raise agreed
 
     def _tell(self, trainer, error):
@@ -370,7 +394,7 @@ class DistributedWatch:
 
     def after_epoch(self, trainer):
         "See that all processes are at the end of the pass"
-        if trainer.ranks.size == 1 or not (trainer.training and self.sync.lockstep): return
+        if not (trainer.training and self.sync.lockstep) or is_alone(trainer): return
         self.sync.run(trainer, over=True)
         self.sync.lockstep = False
         if self.sync.agreed is not None: raise self.sync.agreed
@@ -378,7 +402,7 @@ class DistributedWatch:
     def cleanup_epoch(self, trainer):
         "Compare the weights, and let all know what anybody wishes"
         error,ranks,sync = trainer.exception,trainer.ranks,self.sync
-        if ranks.size == 1: return
+        if is_alone(trainer): return
         if error is not None and not isinstance(error, CancelException): return self._tell(trainer, error)
         if error is not None and trainer.training and sync.lockstep and error is not sync.agreed: self._leave(trainer, error)
         sync.lockstep = False
@@ -406,12 +430,12 @@ class DistributedWatch:
 
     def log(self, trainer):
         "Let all know what anybody wishes, before any process obeys"
-        if trainer.ranks.size > 1: self._settle(trainer)
+        if not is_alone(trainer): self._settle(trainer)
 
     def cleanup_fit(self, trainer):
         "Tell the others of an error"
         error = trainer.exception
-        if trainer.ranks.size == 1 or error is None or isinstance(error, CancelException): return
+        if error is None or isinstance(error, CancelException) or is_alone(trainer): return
         self._tell(trainer, error)
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -421,7 +445,7 @@ def _marks(p):
     bits = p.detach().contiguous().view(-1).view(_WHOLE[p.element_size()]).to(torch.int64)
     return torch.stack([bits.sum(), (bits*bits).sum()]).cpu()
 
-# %% ../../nbs/device/70_distributed.ipynb #bed83123
+# %% ../../nbs/device/70_distributed.ipynb #8da8fcdc
 _FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`'
 
 class DistributedCB:
@@ -440,9 +464,16 @@ class DistributedCB:
         check_count(expected, 'expected', 'processes are counted', none='for any number')
         self.batch,self.weigh,self.share,self.timeout,self.expected = batch,weigh,share,_seconds(timeout),expected
         sync = DistributedSync(weigh)
-        self.callbacks = [DistributedJoin(batch, share, self.timeout, expected), sync, DistributedWatch(sync)]
+        self._others = [sync, DistributedWatch(sync)]
+        self._join = DistributedJoin(batch, share, self.timeout, expected, self._others)
 
-_NO_TIME = '`timeout` is {timeout!r}, but it is the seconds to wait for another process. Use a number above 0, such as 600.'
+    @property
+    def callbacks(self):
+        "Its members: in one process there is nothing to exchange"
+        return [self._join, *(self._others if are_several() else [])]
+
+_NO_TIME = ('`timeout` is {timeout!r}, but it is the seconds to wait for another process. Use a number '
+            'above 0, such as 600.')
 
 def _seconds(timeout):
     "`timeout` as a number of seconds"

@@ -30,14 +30,15 @@ def unpacked(
     "What a message says"
     return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
 
-# %% ../../nbs/device/55_processes.ipynb #fe125d89
+# %% ../../nbs/device/55_processes.ipynb #1a8d7ce7
 _FAILED = ('Process {who} failed with {error}, so this process ({rank} of {size}), which did nothing wrong, '
            'cannot go on.')
-_SILENT = ('A process is gone without a word (killed? out of memory?), or gave no answer within {seconds:g} s, so '
-           'this process ({rank} of {size}), which did nothing wrong, cannot go on. PyTorch says: {reason}')
+_SILENT = ('A process is gone without a word (killed? out of memory?), or gave no answer within '
+           '{seconds:g} s, so this process ({rank} of {size}), which did nothing wrong, cannot go on. '
+           'PyTorch says: {reason}')
 _OVER = 'These processes no longer train together: {why}'
-_FAILED_IN_MAIN = ('Main, process 0, failed with {error} at what it did for all, so this process ({rank} of {size}) '
-                   'cannot go on.')
+_FAILED_IN_MAIN = ('Main, process 0, failed with {error} at what it did for all, so this process ({rank} '
+                   'of {size}) cannot go on.')
 
 def in_words(
     error:BaseException, # What has ended a process
@@ -183,10 +184,10 @@ class ProcessRanks(Ranks):
         group,self._group = self._group,None
         if group is not None: dist.destroy_process_group(None if self._owned else group)
 
-# %% ../../nbs/device/55_processes.ipynb #b817e77d
+# %% ../../nbs/device/55_processes.ipynb #f88576cd
 _ENVIRONMENT = 'RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'
-_INCOMPLETE = ('The environment has `{there}` but no `{missing}`, so this process cannot find the others. torchrun sets '
-               'all that is needed: `torchrun --nproc-per-node 2 script.py`.')
+_INCOMPLETE = ('The environment has `{there}` but no `{missing}`, so this process cannot find the others. '
+               'torchrun sets all that is needed: `torchrun --nproc-per-node 2 script.py`.')
 _connected,_n_groups = {},[0] # The store of this process, and how many groups were formed through it
 
 def are_several()->bool:
@@ -223,8 +224,8 @@ def _store_of_this_process(limit, rank, size):
         _n_groups[0] = 0
     return dist.PrefixStore(_next_name(), _connected[key])
 
-_NOT_FOUND = ('The other processes could not be found within {seconds:g} s: {error} Are all of them running, with the '
-              'same MASTER_ADDR and MASTER_PORT?')
+_NOT_FOUND = ('The other processes could not be found within {seconds:g} s: {error} Are all of them '
+              'running, with the same MASTER_ADDR and MASTER_PORT?')
 
 def _next_name():
     _n_groups[0] += 1

@@ -11,10 +11,11 @@ import os
 from ..basics.checks import check_count
 from .events import callback_name
 
-# %% ../../nbs/loop/14_ranks.ipynb #0414c703
+# %% ../../nbs/loop/14_ranks.ipynb #f62a1aee
 class Ranks:
     "One process, which answers itself"
-    rank,size,local_rank,is_main = 0,1,0,True
+    rank,size = 0,1
+    local_rank,is_main = 0,True
 
     def __repr__(self): return f'{type(self).__name__}(rank={self.rank}, size={self.size})'
 
@@ -64,11 +65,11 @@ def runs_here(
 
 def _numbers(wanted): return (0,) if wanted == 'main' else (wanted,) if isinstance(wanted, int) else wanted
 
-# %% ../../nbs/loop/14_ranks.ipynb #f532ec4f
+# %% ../../nbs/loop/14_ranks.ipynb #1f3bea27
 _NO_RANKS = ("`{name}.on_ranks` is {wanted!r}, which names no process. Use 'main', a number from 0, a set of "
              'numbers, or None for all.')
-_NOT_THERE = ('`{name}.on_ranks` is {wanted!r}, but there are {size} processes, with the numbers 0 to {last}, '
-              'so it would not run as meant. Name one of those.')
+_NOT_THERE = ('`{name}.on_ranks` is {wanted!r}, but there are {size} processes, with the numbers 0 to '
+              '{last}, so it would not run as meant. Name one of those.')
 
 def check_on_ranks(
     callback, # About to be added

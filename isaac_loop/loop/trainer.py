@@ -67,7 +67,8 @@ class Plan(dict):
         for event,found in self.entries[training].items(): self[event] = tuple(handler for _,handler in found)
         if self['step']: self['step'] += (count_update,)
         around = {step: (s.before, s.after, s.cleanup) for step,s in STEPS.items()}
-        self.bare = {step for step,events in around.items() if not any(self[o] for o in events)} # No span
+        bare = [step for step,events in around.items() if not any(self[o] for o in events)]
+        self.bare = {step: self[step] for step in bare} # Handlers of steps that need no span
 
     def cleanups(self,
         span:Span, # Has just been closed
@@ -258,10 +259,11 @@ class Trainer(ByName):
         if names and not isinstance(names[0], str): names = names[0] # They came as one list
         plan = self.plan
         for name in names:
-            if name in plan.bare and not extra: # A step with nothing around it, done without opening a span
+            bare = None if extra else plan.bare.get(name)
+            if bare is not None: # A step with nothing around it, done without opening a span
                 handler = None
                 try:
-                    for handler in plan[name]: handler(self)
+                    for handler in bare: handler(self)
                 except BaseException as error:
                     notes.blame(error, self, name, handler)
                     if not isinstance(error, CancelStepException): raise
