@@ -29,7 +29,7 @@ def check_merges(
 ):
     "Refuse a metric that nobody can put together from several processes"
     if isinstance(m, MetricOn): return check_merges(name, m.metric)
-    known = isinstance(m, MeanOf) or callable(getattr(m, 'merge_state', None)) or _is_of_torchmetrics(m)
+    known = isinstance(m, MeanOf) or _is_of_torchmetrics(m) or callable(getattr(m, 'merge_state', None))
     if not known: raise TypeError(_NO_MERGE.format(name=name, kind=type(m).__name__))
 
 # %% ../../nbs/metrics/09_merged_metrics.ipynb #b7710e56
@@ -49,8 +49,8 @@ def sent_state(
     "What `m` has gathered in this process"
     if isinstance(m, MetricOn): return sent_state(name, m.metric)
     if isinstance(m, MeanOf): found = dict(total=m.total, n=m.n)
-    elif callable(getattr(m, 'merge_state', None)): found = metric_state(m)
-    else: found = [_gathered(part) for part in _counting(m)]
+    elif _is_of_torchmetrics(m): found = [_gathered(part) for part in _counting(m)]
+    else: found = metric_state(m)
     return plain(found, f'the metric `{name}`')
 
 # %% ../../nbs/metrics/09_merged_metrics.ipynb #a1ae4cf5
@@ -113,6 +113,6 @@ def merged_metric(
     one = copy.copy(m)
     if isinstance(m, MetricOn): one.metric = merged_metric(m.metric, states)
     elif isinstance(m, MeanOf): one.total,one.n = (sum(state[name] for state in states) for name in ('total', 'n'))
-    elif callable(getattr(m, 'merge_state', None)): one = _merged_copies(m, states)
-    else: one = _merged_modules(m, states)
+    elif _is_of_torchmetrics(m): one = _merged_modules(m, states)
+    else: one = _merged_copies(m, states)
     return one
