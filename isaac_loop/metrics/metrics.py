@@ -78,10 +78,10 @@ class MetricsCB:
     def cleanup_epoch(self, trainer):
         "Write losses, metrics and time into the history, also after a cancel"
         losses,self._losses = getattr(self, '_losses', None),None
-        if losses is None or ended_in_error(trainer): return
-        measure = self._measured_by_all if trainer.ranks.shares(trainer.dl) else self._measured_here
-        columns = measure(trainer, losses)
-        trainer.history.write(**columns)
+        if ended_in_error(trainer): return
+        if trainer.ranks.shares(trainer.dl): columns = self._measured_by_all(trainer, losses)
+        else: columns = {} if losses is None else self._measured_here(trainer, losses)
+        if columns: trainer.history.write(**columns)
 
     def _measured_here(self, trainer, losses):
         "The columns of this pass; this waits for the device"
@@ -111,10 +111,14 @@ def _check_owners(callbacks):
 @patch
 def _measured_by_all(self:MetricsCB, trainer, losses):
     "The columns of a pass that several processes share, from what all of them have gathered"
-    values,sizes = losses.read().values()
-    own = dict(elapsed=time.perf_counter()-self._start, losses=[losses.batches.tolist(), values, sizes])
-    own['metrics'] = {name: sent_state(name, m) for name,m in self._now.items()}
-    parts = trainer.ranks.gather(own)
+    own = {}
+    if losses is not None: # Or a cancel has come before this callback's turn
+        own = dict(elapsed=time.perf_counter()-self._start)
+        own['losses'] = [losses.batches.tolist(), *losses.read().values()]
+        own['metrics'] = {name: sent_state(name, m) for name,m in self._now.items()}
+    parts = [part for part in trainer.ranks.gather(own) if part]
+    if not parts: return {}
+    self._now = self._by_pass[trainer.training]
     summed = are_sums(getattr(trainer, 'loss_func', None), self.weigh)
     found = merged_losses([part['losses'] for part in parts], summed)
     merged = {name: merged_metric(m, [part['metrics'][name] for part in parts]) for name,m in self._now.items()}
