@@ -15,7 +15,8 @@ from isaac_loop.train.training import BasicTrainCB
 def trainer(*callbacks, dls=None, loss_func=F.mse_loss, model=None):
     "A trainer for one process or several, without a callback that records"
     usual = [BasicTrainCB(), DistributedCB(timeout=several.TIMEOUT)]
-    model, dls = model or several.net(), (dls or several.loaders)()  # Loaders go on where the last fit ended
+    dls = (dls or several.loaders)()  # Made anew: a loader goes on where the last fit has ended
+    model = (model or several.net)()
     return Trainer(dls, loss_func, torch.optim.Adam, model, [*usual, *callbacks])
 
 
@@ -29,7 +30,7 @@ def fitted(make, n_epochs=2, **kwargs):
     made = trainer(*make(), **kwargs)
     made.fit(n_epochs, lr=0.05)
     rows = [without_times(row) for row in made.history]
-    batches = {name: list(column) for name, column in made.history.batches.columns.items()}
+    batches = without_times({name: list(column) for name, column in made.history.batches.columns.items()})
     return rows, batches, [row.get("elapsed") for row in made.history]
 
 

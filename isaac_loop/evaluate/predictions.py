@@ -245,10 +245,10 @@ class NoLossCB:
 def _looking_at(self:Trainer, dl, callbacks, *watchers, share=False):
     "Lend the trainer, with `watchers`, to passes over `dl` in the order of its rows"
     dl,whole = chosen_loader(self.dls, dl),WholeCB()
-    ordered,rows = in_order(dl)
-    if n_batches(ordered) == 0: raise ValueError(_NO_BATCHES)
-    ordered = shared_rows(self.ranks, ordered, rows if share else None)
-    with ordered as ordered, self.side_run(callbacks) as side:
+    with self.side_run(callbacks) as side, ExitStack() as stack:
+        ordered,rows = in_order(dl)
+        if n_batches(ordered) == 0: raise ValueError(_NO_BATCHES)
+        ordered = stack.enter_context(shared_rows(self.ranks, ordered, rows if share else None))
         name = '`dls.valid`' if dl is getattr(self.dls, 'valid', None) else 'The loader'
         side.dls = OtherData(self.dls, ordered, name)
         for cb in watchers:

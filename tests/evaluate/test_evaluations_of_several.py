@@ -134,12 +134,11 @@ def test_structures_and_rows_of_unequal_length_are_gathered(padded):
         return [[float(row[0]) for row in said.said], said.loss]
 
     Padded.padded = padded
-    model = Padded()
 
     def loss_func(preds, targets):
         return (preds.said[:, :1] - targets).square().mean()
 
-    check_answers(list, ask, sizes=(2,), loss_func=loss_func, model=model)
+    check_answers(list, ask, sizes=(2,), loss_func=loss_func, model=Padded)
 
 
 def captured(make):
@@ -229,7 +228,7 @@ class Stream:
 def test_evaluators_measure_what_one_process_would(kind):
     def make():
         count = {"updates": dict(updates=2, at_start=True, n_batches=2), "functions": dict(epochs=1)}.get(kind, {})
-        sets, functions = dict(valid="valid", train="train"), {}
+        sets, functions = dict(all="valid", seen="train"), {}
         if kind == "sets":
             sets = dict(own=shuffled()[0], stream=Stream())
         if kind == "functions":
@@ -242,7 +241,7 @@ def test_evaluators_measure_what_one_process_would(kind):
 
     rows = check(make, (2, 3), dls=loaders)
     if kind == "functions":
-        assert (rows[-1]["valid_n"], rows[-1]["train_n"]) == (21, 37)
+        assert (rows[-1]["all_n"], rows[-1]["seen_n"]) == (21, 37)
 
 
 class LeaveLate:
@@ -267,11 +266,6 @@ def test_an_evaluation_in_the_middle_of_a_pass_does_not_wait_for_a_process_that_
     assert repr(found[0]) == repr(found[1])
 
 
-def stops(trainer):
-    def look(tensors, store):
-        trainer.request_stop("enough")
-
-
 def test_a_function_that_wishes_to_stop_stops_all():
     def run():
         made = trainer(MetricsCB(show=False), dls=loaders)
@@ -288,7 +282,8 @@ def test_reports_and_texts_are_shown_by_main_alone(capfd):
         said = []
         report = EvaluatorCB(report=print, name="evaluator")
         score = ReportCB(mean=lambda preds, targets: said.append(print("scored")) or preds.mean())
-        return [MetricsCB(show=False), report, score, texts()]
+        shown = TextComparisonCB(str, tokens=lambda preds: preds.round().int())
+        return [MetricsCB(show=False), report, score, shown]
 
     several.in_processes(2, fitted, make, 1)
     out = capfd.readouterr().out
@@ -338,7 +333,7 @@ def test_texts_are_compared_as_in_one_process(how):
 
     def run():
         shown = texts(show=False, **kwargs)
-        made = trainer(MetricsCB(show=False), shown, dls=dls, model=Spell(), loss_func=spelling_loss)
+        made = trainer(MetricsCB(show=False), shown, dls=dls, model=Spell, loss_func=spelling_loss)
         made.fit(1, lr=0.05)
         return [without_times(row) for row in made.history], shown.rows
 
