@@ -83,7 +83,7 @@ def _run(self:EvaluatorCB, trainer, name, dl):
         callbacks = [self._pass, self._limit(), self.callbacks_inside]
         with side.added_callbacks(callbacks): side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
-        if side.ranks.size > 1 and side.stop_reason is not None: self._stop = side.stop_reason # All have agreed
+        if side.ranks.size > 1: self._stop = side.stop_reason # On which all have agreed
     if 'valid_loss' not in row: warn(_NOTHING_MEASURED.format(name, callback_name(self)))
     left_out = ['fit', 'epoch', 'elapsed'] + ['valid_loss']*(not self.with_loss)
     return {'loss' if k == 'valid_loss' else k: v for k,v in row.items() if k not in left_out}
@@ -201,7 +201,8 @@ def _tell(self:EvaluatorCB, trainer, columns, returned):
     "Call the functions that write and report"
     for what in returned:
         if self.write is not None and what is not None: self.write(trainer.history, what, trainer.n_updates)
-    if self.report is not None and trainer.ranks.is_main: self.report(f'after {trainer.n_updates} updates: ' + row_text(columns))
+    text = f'after {trainer.n_updates} updates: ' + row_text(columns)
+    if self.report is not None and trainer.ranks.is_main: self.report(text)
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #05b72f8e
 @patch

@@ -81,7 +81,8 @@ class CapturePredsCB:
     stateless = True
     on_train = False
     rows = None # Numbers of the loader's rows in the dataset, where known
-    _begun = _complete = _structure = None # The pass that it has seen begin, the one of which it has all; a part
+    _begun = _complete = None # The pass whose beginning it has seen, and the one of which it has everything
+    _structure = None # What a part looks like
     _parts = _positions = _batch_losses = _shares = _devices = () # A cancel may come before its turn
     __repr__ = show_settings
     def __init__(self,
@@ -135,7 +136,8 @@ class CapturePredsCB:
         self._complete = here
         if self._begun != here: self._forget()
         self._arrive()
-        own = [(*share, len(rows), part) for share,rows,part in zip(self._shares, self._positions, self._parts)]
+        found = zip(self._shares, self._positions, self._parts)
+        own = [(*share, len(rows), part) for share,rows,part in found]
         self._forget()
         self._parts,self._positions = from_all(trainer.ranks, own, self._structure)
         if self.write is not None: self._write_batches(trainer)
@@ -297,7 +299,7 @@ def write_preds(self:Trainer,
     with_loss:bool=False, # Also compute the loss of each example?
     callbacks=None, # Callbacks for this pass
 ):
-    "Hand the predictions of each batch to `write`, in the order of the dataset, and keep nothing; main writes"
+    "Hand the predictions of each batch to `write` (in main), in the order of the dataset, and keep nothing"
     if not callable(write): raise TypeError(_NO_WRITER.format(write))
     capture = CapturePredsCB(with_inputs, with_loss, write)
     no_loss = [] if with_loss else [NoLossCB()]

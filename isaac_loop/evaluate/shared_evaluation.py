@@ -27,9 +27,8 @@ def _twin(ordered, rows, ranks):
     if ranks.size == 1 or rows is None or not in_batches: return None
     whole = len(rows) == len(ordered.dataset)
     dataset = ordered.dataset if whole else Subset(ordered.dataset, rows)
-    options = {option: getattr(ordered, option) for option in READING}
-    twin = exact_loader(dataset, ordered.batch_sampler.batch_size, shuffle=False, collate_fn=ordered.collate_fn,
-                        worker_init_fn=ordered.worker_init_fn, **options)
+    options = {option: getattr(ordered, option) for option in ('collate_fn', 'worker_init_fn', *READING)}
+    twin = exact_loader(dataset, ordered.batch_sampler.batch_size, shuffle=False, **options)
     share_exact(twin, ranks.rank, ranks.size)
     return twin
 
@@ -39,7 +38,7 @@ def shared_rows(
     ordered, # A loader, as of `in_order`
     rows, # Numbers of its rows in the dataset; None if there are none
 ): # For a `with` block: the loader to read
-    "A loader of which each process reads its part; where that cannot be, or there is one process, the same loader"
+    "A loader of which each process reads its part; the same loader where that cannot be, or one is alone"
     twin = _twin(ordered, rows, ranks)
     if twin is not None: ranks.shared.append(twin)
     try: yield ordered if twin is None else twin
@@ -66,34 +65,38 @@ def _like(structure, leaves):
     return map_tensors(lambda _: next(rest), structure, lambda x: x is None or is_leaf(x))
 
 def _means_of(shares):
-    "Leaves of the shares of one batch: of what has no rows the mean stands in the first, where it counts once"
+    "Leaves of the shares of one batch; of what has no rows the mean stands in the first alone"
     leaves = [list(leaves) for _,_,leaves in shares]
     for column in range(len(leaves[0])):
         values = [o[column] for o in leaves]
         if not all(torch.is_tensor(value) and value.ndim == 0 for value in values): continue
         sizes = [size for _,size,_ in shares]
-        if values[0].is_floating_point(): values[0] = sum(v*n for v,n in zip(values, sizes))/max(sum(sizes), 1)
+        total = sum(value*n for value,n in zip(values, sizes))
+        if values[0].is_floating_point(): values[0] = total/max(sum(sizes), 1)
         for o,value in zip(leaves, [values[0], *[LEFT_OUT]*len(shares)]): o[column] = value
     return leaves
 
 def from_all(
     ranks, # Of the trainer
-    parts:list, # What this process has of each batch: number of the batch, first row or None, rows, and a structure
+    parts:list, # Of this process, for each batch: its number, first row or None, rows, and a structure
     structure, # One such structure, though it may have no rows; None if there was no batch
 )->tuple: # The structures of all processes in the order of the rows, and for each a `range` of rows
     "What all processes have of a pass, in each of them"
     own = [[batch, first, n, plain(leaves_of(part), 'what the model gave', exact=True)]
            for batch,first,n,part in parts]
     theirs = ranks.gather(dict(parts=own, shape=_shape_of(structure)))
-    batches = {}
-    for batch,*share in [part for one in theirs for part in one['parts']]: batches.setdefault(batch, []).append(share)
     if structure is None: structure = next((one['shape'] for one in theirs if one['shape'] is not None), None)
     found,rows,end = [],[],0
-    for number in sorted(batches):
-        shares = [(first, n, from_plain(leaves)) for first,n,leaves in batches[number]]
+    for shares in _by_batch([part for one in theirs for part in one['parts']]):
         for (first,n,_),leaves in zip(shares, _means_of(shares)):
             begin = end if first is None else first
             end = begin+n
             found.append(_like(structure, leaves))
             rows.append(range(begin, end))
     return found,rows
+
+def _by_batch(parts):
+    "The shares of each batch, in the order of the processes"
+    batches = {}
+    for batch,first,n,leaves in parts: batches.setdefault(batch, []).append((first, n, from_plain(leaves)))
+    return [batches[batch] for batch in sorted(batches)]

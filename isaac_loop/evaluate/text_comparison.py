@@ -150,8 +150,8 @@ class TextComparisonCB:
         kept,self._kept = getattr(self, '_kept', None),None
         if not isinstance(trainer.exception, (type(None), CancelException)): return
         pairs = None
-        if kept is not None:
-            with self._forgiving(trainer, 'cleanup_epoch'), aside(trainer.model): pairs = self._pairs(trainer, **kept)
+        with self._forgiving(trainer, 'cleanup_epoch'), aside(trainer.model):
+            if kept is not None: pairs = self._pairs(trainer, **kept)
         if trainer.ranks.shares(trainer.dl): pairs = self._of_all(trainer, kept, pairs)
         if pairs is None: return
         with self._forgiving(trainer, 'cleanup_epoch'): self._put_down(trainer, pairs)

@@ -124,7 +124,7 @@ def weight_of_share(
     rows:int, # How many examples its batch has
     weigh, # As of `MetricsCB`
 ): # A number, or a tensor with one
-    "What the loss weighs; where several processes share a batch and all batches weigh alike, what a share of it does"
+    "What the loss weighs; if batches weigh alike, a share of one weighs as much as it has of the rows"
     shared = weigh == 'mean' and trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl)
     if not shared or rows == 0: return weight_of(trainer.batch, rows, weigh)
     own,of_all = rows_given(trainer.dl),rows_of_all(trainer.dl)

@@ -16,9 +16,10 @@ from .metric_state import load_metric, metric_state
 from ..state.plain_state import plain
 
 # %% ../../nbs/metrics/09_merged_metrics.ipynb #f9c8c06b
-_NO_MERGE = ('The metric `{name}` is a {kind}, and nobody knows how to put together what several processes have gathered in '
-             'it, so each would have the value of its own rows. Give it a method `merge_state(metrics)`, use one of '
-             'torcheval or torchmetrics, or pass a function of predictions and targets.')
+_NO_MERGE = ('The metric `{name}` is a {kind}, and nobody knows how to put together what several processes '
+             'have gathered in it, so each would have the value of its own rows. Give it a method '
+             '`merge_state(metrics)`, use one of torcheval or torchmetrics, or pass a function of '
+             'predictions and targets.')
 
 def _is_of_torchmetrics(m):
     return any(c.__module__.partition('.')[0] == 'torchmetrics' for c in type(m).__mro__)
@@ -88,7 +89,8 @@ def computed_here(
     "What `m` computes of what it has itself, without asking other processes"
     inner = m
     while isinstance(inner, MetricOn): inner = inner.metric
-    parts = [part for part in inner.modules() if hasattr(part, '_to_sync')] if _is_of_torchmetrics(inner) else []
+    parts = inner.modules() if _is_of_torchmetrics(inner) else ()
+    parts = [part for part in parts if hasattr(part, '_to_sync')]
     before = [part._to_sync for part in parts]
     for part in parts: part._to_sync = False
     try: return m.compute()
@@ -112,7 +114,7 @@ def merged_metric(
     "A metric that has gathered what those of all processes have"
     one = copy.copy(m)
     if isinstance(m, MetricOn): one.metric = merged_metric(m.metric, states)
-    elif isinstance(m, MeanOf): one.total,one.n = (sum(state[name] for state in states) for name in ('total', 'n'))
+    elif isinstance(m, MeanOf): one.total,one.n = (sum(o[name] for o in states) for name in ('total', 'n'))
     elif _is_of_torchmetrics(m): one = _merged_modules(m, states)
     else: one = _merged_copies(m, states)
     return one

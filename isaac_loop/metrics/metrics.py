@@ -121,10 +121,11 @@ def _measured_by_all(self:MetricsCB, trainer, losses):
     self._now = self._by_pass[trainer.training]
     summed = are_sums(getattr(trainer, 'loss_func', None), self.weigh)
     found = merged_losses([part['losses'] for part in parts], summed)
-    merged = {name: merged_metric(m, [part['metrics'][name] for part in parts]) for name,m in self._now.items()}
+    states = {name: [part['metrics'][name] for part in parts] for name in self._now}
+    merged = {name: merged_metric(m, states[name]) for name,m in self._now.items()}
     metrics = {name: computed_here(m) for name,m in merged.items()} if found[0] else {}
-    columns = self._columns(trainer, *found, metrics)
-    return columns | dict(elapsed=max(part['elapsed'] for part in parts)) # The epoch lasts as long as the slowest
+    elapsed = max(part['elapsed'] for part in parts) # An epoch lasts until the slowest is done
+    return self._columns(trainer, *found, metrics) | dict(elapsed=elapsed)
 
 # %% ../../nbs/metrics/10_metrics.ipynb #366b0d0e
 def recorders_of(trainer):

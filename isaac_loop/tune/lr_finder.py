@@ -94,7 +94,7 @@ class LRFinderCB:
         if self._alone: self._snapshot = trainer.snapshot(keep=self)
         self.lrs,self.losses = [],[]
         self._best,self._updates = math.inf,-1
-        self._raised,self._n_heard = 0,0 # Updates at the last rise; batches of which all processes' loss is known
+        self._raised,self._n_heard = 0,0 # Updates at the last rise; batches of which the loss of all is known
         if trainer.opt_func is None: scale_rates(trainer)
 
     def before_epoch(self, trainer):
@@ -138,7 +138,7 @@ def after_get_loss(self:LRFinderCB, trainer):
     loss,rate = float(trainer.loss.detach()),float(rates_of(trainer.opt)[0])
     if trainer.ranks.size == 1: return self._judge(loss, rate, trainer.n_updates)
     share = [loss, rate, trainer.n_updates, _weight_of_share(trainer)]
-    trainer.ranks.soon(_LOSS.format(trainer.epoch, trainer.batch_num), share) # All know of it after the exchange
+    trainer.ranks.soon(_LOSS.format(trainer.epoch, trainer.batch_num), share) # Known after the exchange
 
 @patch
 def _judge(self:LRFinderCB, loss, rate, n_updates):

@@ -227,7 +227,9 @@ class Stream:
 @pytest.mark.parametrize("kind", ["updates", "functions", "sets"])
 def test_evaluators_measure_what_one_process_would(kind):
     def make():
-        count = {"updates": dict(updates=2, at_start=True, n_batches=2), "functions": dict(epochs=1)}.get(kind, {})
+        count = {"updates": dict(updates=2, at_start=True, n_batches=2), "functions": dict(epochs=1)}.get(
+            kind, {}
+        )
         sets, functions = dict(all="valid", seen="train"), {}
         if kind == "sets":
             sets = dict(own=shuffled()[0], stream=Stream())

@@ -81,7 +81,9 @@ def metrics():
         on=MetricOn(Kept(), lambda preds, targets: (preds, targets)),
         kept=Kept(),
         both=both,
-        pearson=MetricOn(torchmetrics.PearsonCorrCoef().set_dtype(torch.float64), lambda p, t: (p[:, 0], t[:, 0])),
+        pearson=MetricOn(
+            torchmetrics.PearsonCorrCoef().set_dtype(torch.float64), lambda p, t: (p[:, 0], t[:, 0])
+        ),
         spread=MetricOn(R2Score(), lambda p, t: (p, t)),
     )
 
@@ -94,7 +96,9 @@ def test_metrics_of_every_kind_are_those_of_all_rows():
 
 def test_a_process_without_a_single_row_counts_nothing():
     def make():
-        return [MetricsCB(show=False, **{k: m for k, m in metrics().items() if k not in ("pearson", "spread")})]
+        return [
+            MetricsCB(show=False, **{k: m for k, m in metrics().items() if k not in ("pearson", "spread")})
+        ]
 
     dls = partial(several.loaders, n_valid=1)
     assert check(make, (2, 3), dls=dls)[-1]["kept_rows"] == 1
@@ -203,6 +207,7 @@ class OwnData:
 
 def test_a_pass_over_a_loader_that_is_not_shared_counts_its_rows_once():
     "Metrics of torchmetrics would otherwise ask the other processes themselves"
+
     def make():
         summed = MetricOn(torchmetrics.SumMetric().set_dtype(torch.float64), lambda p, t: ((p - t).abs(),))
         return [MetricsCB(sum=summed, show=False), OwnData()]

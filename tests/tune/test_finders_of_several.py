@@ -1,4 +1,4 @@
-"The rate finder and the batch-size finder where several processes train together, checked against one process"
+"The rate finder and the batch-size finder where several processes train, checked against one process"
 
 import pytest
 import torch
@@ -96,4 +96,3 @@ def test_the_largest_batch_is_the_one_that_fits_into_every_process():
         return size, same
 
     assert several.in_processes(2, run) == [(16, True)] * 2
-
