@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__
+from .. import __version__
 from ..state.run_folder import without_password
 
 # %% ../../nbs/log/50_code_version.ipynb #6b691e93

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from safetensors import safe_open
 from safetensors.torch import save as safetensors_bytes
 
-from . import __version__
+from .. import __version__
 from ..basics.checks import check_choice, local_path
 from .errors import CheckpointCorrupt, CheckpointFormatTooNew
 from .errors import NoValidCheckpoint, UnsaveableState

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from . import __version__
+from .. import __version__
 from ..basics.checks import check_choice, check_count, did_you_mean, warn
 from .checkpoint_files import FILES, FORMAT, MANIFEST_FILE
 from .checkpoint_files import check_manifest, manifest_bytes, pack
