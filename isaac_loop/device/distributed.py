@@ -53,6 +53,16 @@ def named_parameters(
         for i,p in enumerate(params): found.setdefault(id(p), (f'{name}.{i}', p))
     return list(found.values())
 
+_LAZY = ('`{name}` has no shape yet, as the model is lazy, so the processes cannot begin with the same weights. Run one '
+         'batch through the model before `fit`, as in `model(x)`.')
+
+def refuse_lazy(
+    trainer, # With a model
+):
+    "Refuse parameters that nobody can compare or send"
+    lazy = [name for name,p in named_parameters(trainer) if nn.parameter.is_lazy(p)]
+    if lazy: raise ValueError(_LAZY.format(name=lazy[0]))
+
 def _facts(trainer):
     "What must be the same in all processes, by name, as text"
     facts = dict(epochs=trainer.n_epochs, lr=float(trainer.lr), isaac_loop=isaac_loop.__version__, torch=torch.__version__)
@@ -145,6 +155,7 @@ class DistributedJoin:
         self._fit = trainer._fitting
         trainer.ranks = ranks = join(self.timeout)
         if self.expected not in (None, ranks.size): raise self._mismatch(ranks.size)
+        refuse_lazy(trainer)
         check_alike(ranks, _facts(trainer))
         self._share(trainer)
         take_weights(ranks, trainer)

@@ -135,7 +135,7 @@ def reason_to_leave_out(
     return LEFT_OUT.get(kind)
 
 _HARMLESS = {'state_dict', 'load_state_dict', 'explain', 'columns', 'plot', 'preview', 'order', 'name',
-             'on_train', 'on_valid', 'stateless'}
+             'on_train', 'on_valid', 'on_ranks', 'stateless'}
 _CHANGES = '`{}.{}` changes a part of `{}`', 'Do it in the method of an event'
 
 def check_parts(

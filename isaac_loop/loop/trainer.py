@@ -19,7 +19,8 @@ from .methods_on_demand import bring_later
 from .events import CancelBatchException, CancelEpochException, CancelFitException
 from .events import CancelStepException, EVENTS, SPANS, STEPS, Span, stops_at
 from .fitting import one_fit, private_state
-from .handlers import answering, order_of, own_events, own_spans, trainers_own
+from .handlers import answering, handlers_of, order_of, own_events
+from .handlers import own_spans, trainers_own
 from .history import History
 from .new_trainer import check_new_trainer, explain_arguments
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
@@ -51,7 +52,8 @@ class Plan(dict):
         "Look up and sort all handlers, for both kinds of pass"
         here = [cb for cb in callbacks if runs_here(cb)]
         ranked = sorted([*trainers_own(self.trainer_class), *here], key=order_of)
-        entries = {training: {event: answering(ranked, event, training) for event in self.events}
+        found = [(cb, handlers_of(cb, self.events)) for cb in ranked]
+        entries = {training: {event: answering(found, event, training) for event in self.events}
                    for training in (True, False)}
         for change in self.changes: # None but while somebody looks
             for kind in entries.values(): kind.update({event: change(event, kind[event]) for event in kind})

@@ -27,8 +27,8 @@ def _now():
 class EpochTimeCB:
     "Say after a few batches how long an epoch will take, and leave"
     order = Order.REPORT
-    stateless = True
-    on_valid = False
+    stateless,on_valid = True,False
+    on_ranks = 'main'
     __repr__ = show_settings
     def __init__(self,
         n_batches:int=20, # Training batches to measure, after a first one; fewer if the pass has fewer
