@@ -7,6 +7,7 @@ __all__ = ['DistributedCB']
 
 # %% ../../nbs/device/70_distributed.ipynb #9b9cb202
 import random
+from functools import partial
 
 import torch
 from torch import nn
@@ -263,6 +264,7 @@ class DistributedSync:
         known = self._exchange.params if self._exchange else ()
         same = len(known) == len(named) and all(p is q for p,(_,q) in zip(known, named))
         if not same: self._exchange = Exchange(trainer.ranks, named)
+        trainer.ranks.meeting = partial(self.meet, trainer)
 
     def cleanup_get_loss(self, trainer):
         "Leave out a row that was only borrowed"
@@ -304,14 +306,23 @@ class DistributedSync:
         self.run(trainer)
         if self.agreed is not None: raise self.agreed
 
-    def run(self, trainer, over=False, leaves=False):
+    def meet(self, trainer):
+        "An exchange of nothing in the middle of a pass, which a process that leaves it can join"
+        if not self.lockstep: return
+        before = self._aside,self.weight,self.done
+        self._aside,self.weight = None,0.
+        self.run(trainer, meets=True)
+        if self.agreed is not None: raise self.agreed
+        self._aside,self.weight,self.done = before
+
+    def run(self, trainer, over=False, leaves=False, meets=False):
         "One exchange, and what was agreed on with it"
         ranks = trainer.ranks
         self.agreed = None
         if self._aside is None: self._put_aside() # Nothing came since the last exchange
         elif leaves: self._drop()
         weight = 0. if leaves else self.weight
-        place = None if leaves else _place(trainer, over)
+        place = None if leaves else (*_place(trainer, over), -2) if meets else _place(trainer, over)
         self._exchange.run(weight, place, _where(trainer, over), divide=not self._sums)
         wishes = ranks.heard('cancel')
         if wishes: self._agree_to_leave(max(wishes))
@@ -340,6 +351,7 @@ class DistributedSync:
     def cleanup_epoch(self, trainer):
         "Drop what was gathered for an update that never came"
         if not trainer.training or is_alone(trainer): return
+        trainer.ranks.meeting = None
         for p,old in self._aside or (): p.grad = old
         self._forget()
 

@@ -62,6 +62,7 @@ class ProcessRanks(Ranks):
         self.rank,self.size = dist.get_rank(group),dist.get_world_size(group)
         self.local_rank,self.is_main = int(os.environ.get('LOCAL_RANK', self.rank)),self.rank == 0
         self.shared = [] # Loaders of which each process reads a part
+        self.meeting = None # How they meet in a training pass; set by whoever exchanges gradients
         self._group,self._store,self._owned,self._timeout = group,store,owned,timeout
         self._wishes,self._known,self._heard = {},{},[]
         self._broken = None # Or why these processes do not train together any more
@@ -88,6 +89,9 @@ class ProcessRanks(Ranks):
     def heard(self, name)->list:
         "What each process that had a wish of this name wished, at the last exchange"
         return [wishes[name] for wishes in self._heard if name in wishes]
+
+    def meet(self):
+        if self.meeting is not None: self.meeting()
 
     def total(self, x): return self.sum_in_place(x.detach().clone())
 

@@ -26,6 +26,15 @@ class Ranks:
         "Note a wish without waiting, and hear what has become known"
         return value
 
+    def heard(self,
+        name:str, # What the wishes are called
+    )->list: # By rank, of those that had one; nobody hears what one process wishes alone
+        "What each process that had such a wish has wished, at the last exchange"
+        return []
+
+    def meet(self):
+        "In the middle of a training pass, see that all processes are here; leave if they have agreed to"
+
     def total(self,
         x, # A tensor, of the same shape in all processes
     ): # A new tensor

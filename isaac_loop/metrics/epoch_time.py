@@ -59,7 +59,7 @@ def _finish(self:EpochTimeCB, trainer, seconds):
     "Tell what follows from so many `seconds` for a batch, and leave"
     epoch = None if trainer.n_batches is None else seconds*trainer.n_batches
     self.estimate = dict(batch=seconds, epoch=epoch, fit=None if epoch is None else epoch*trainer.n_epochs)
-    if self.show: say(self._text(trainer))
+    if self.show and trainer.ranks.is_main: say(self._text(trainer))
     trainer.remove_callback(self)
 
 @patch
