@@ -42,15 +42,20 @@ def _items(x):
     return {keys[k]: v for k, v in x.items()} | {f"key {keys[k]}": k for k in x}
 
 
+MEMOS = (  # Of a trainer
+    "_aside",  # Random numbers on the side go on
+    "_checked",  # What need not be checked again
+    "_side_plans",  # What need not be worked out again
+)
+
+
 def _own(x):
     "The `__dict__` of `x` without asking its `__getattr__`"
     try:
         own = object.__getattribute__(x, "__dict__")
     except AttributeError:
         return {}
-    return (
-        {k: v for k, v in own.items() if k != "_aside"} if isinstance(own, dict) else {}
-    )  # Random numbers on the side go on
+    return {k: v for k, v in own.items() if k not in MEMOS} if isinstance(own, dict) else {}
 
 
 def _filled(x, slot):

@@ -29,6 +29,11 @@ _HIDES = 'A callback called `{0}` would hide `trainer.{0}`. Give it another `nam
 _A_TRAINER = ('A trainer cannot be the callback of a trainer. '
               'To take over its callbacks, pass `other.callbacks`.')
 
+def _check_alone(trainer, callback):
+    check_callback(callback, trainer.plan.events)
+    check_on_ranks(callback)
+    trainer._checked.add(callback)
+
 def check_newcomers(
     trainer, # Has callbacks already
     new:list, # To be added
@@ -38,8 +43,7 @@ def check_newcomers(
     "Check each of `new`"
     names,old = {callback_name(o): o for o in without(trainer.callbacks, gone)},[]
     for i,cb in enumerate(new):
-        check_callback(cb, trainer.plan.events)
-        check_on_ranks(cb)
+        if cb not in trainer._checked: _check_alone(trainer, cb)
         name = callback_name(cb)
         if isinstance(cb, Trainer): raise TypeError(_A_TRAINER)
         if is_in(cb, [*trainer.callbacks, *new[:i]]): raise ValueError(_ADDED_TWICE.format(name))
@@ -80,7 +84,8 @@ def _replan(trainer, gone=()):
         pairs = plan.entries[plan.training][span.cleanup]
         owed = [pair for pair in pairs if is_in(pair[0], gone)]
         if owed: plan.leaving.setdefault(depth, []).extend(owed)
-    plan.build(trainer.callbacks, check=bool(plan.spans))
+    if plan.spans: plan.build(trainer.callbacks)
+    else: plan.put_off(trainer.callbacks)
 
 # %% ../../nbs/loop/25_adding_callbacks.ipynb #31b6247e
 @patch

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/loop/26_callback_list.ipynb #232113b8
 import weakref
+from contextlib import suppress
 
 from ..basics.checks import did_you_mean
 from ..basics.old_names import OF_TRAINER, called_here
@@ -107,6 +108,20 @@ def how_far(
     return f'trained for {", ".join(counts)}'
 
 # %% ../../nbs/loop/26_callback_list.ipynb #cfae2066
+class Checked:
+    "Which callbacks were found to be in order, as long as they are there; a copy knows of none"
+    def __init__(self): self._refs = {}
+    def __reduce__(self): return Checked,()
+
+    def __contains__(self, callback):
+        ref = self._refs.get(id(callback))
+        return ref is not None and ref() is callback
+
+    def add(self, callback):
+        with suppress(TypeError): self._refs[id(callback)] = weakref.ref(callback, self._forget(id(callback)))
+
+    def _forget(self, key): return lambda ref: self._refs.pop(key, None)
+
 class CallbackList(list):
     "The callbacks of a trainer, which is told when the list changes in a fit"
     __slots__ = ('_trainer',)

@@ -13,7 +13,7 @@ import torch
 
 from ..basics.checks import warn
 from . import advice
-from .callback_list import is_in
+from .callback_list import Checked, is_in
 from .passes import Batches, forget, n_batches
 from .plan_checks import warn_of_findings
 
@@ -138,6 +138,8 @@ def private_state()->dict: # Attributes of a new trainer, by name
     return dict(
         _named={}, # Callbacks by name, also after they have left the loop
         _guests=[], # Callbacks of this fit alone
+        _checked=Checked(), # Callbacks that were found to be in order
+        _side_plans=None, # In a fit the plans of its runs on the side, by callbacks
         _fitting=False, # In a fit an object, another one in each
         _training=None, # The kind of pass; None between fits
         _source=Batches(()), # Where the batches of this pass come from
@@ -160,6 +162,7 @@ def _left_tidy(trainer):
     with_grad = torch.is_grad_enabled()
     try:
         trainer._fitting = object() # True, and another one in each fit
+        if not trainer._side_runs: trainer._side_plans = {}
         strangers = [cb for cb in trainer.callbacks if is_in(cb, trainer._guests)]
         trainer._remove(strangers, delete=True) # Left by an interrupt in an unlucky place
         trainer.plan.spans.clear()
@@ -174,6 +177,7 @@ def _left_tidy(trainer):
             if trainer._own_state is not None and not trainer._side_runs: trainer._own_state.close(trainer)
         finally: # An interrupt may come there too
             trainer._fitting = False
+            if not trainer._side_runs: trainer._side_plans = None
             _free(trainer, with_grad)
 
 def _free(trainer, with_grad):
@@ -186,6 +190,15 @@ def _free(trainer, with_grad):
     torch.set_grad_enabled(with_grad) # An interrupt in the wrong place may have left it off
 
 # %% ../../nbs/loop/29_fitting.ipynb #dd3c9ea1
+def _build_plan(trainer):
+    "Work out the plan; a run on the side has the plan that it had before in this fit"
+    plan,callbacks = trainer.plan,list(trainer.callbacks)
+    keeps = trainer._side_runs and trainer._side_plans is not None and not plan.changes
+    key = tuple(map(id, callbacks))
+    if keeps and key in trainer._side_plans: return plan.take(trainer._side_plans[key][0])
+    plan.build(callbacks)
+    if keeps: trainer._side_plans[key] = plan.entries,callbacks # Held, so that no `id` is given to another
+
 @contextmanager
 def one_fit(
     trainer, # Walks over its epochs in the `with` block
@@ -203,7 +216,7 @@ def one_fit(
         trainer.n_updates,trainer.stop_reason = 0,None
         trainer.updates_per_epoch = n_batches(trainer.dls.train) if train else 0
         if train: ready_optimizer(trainer, keep_opt)
-        trainer.plan.build(trainer.callbacks)
+        _build_plan(trainer)
         if train: advice.warn_of_missing_steps(trainer)
         if train: warn_of_findings(trainer)
         trainer.history.start_fit()

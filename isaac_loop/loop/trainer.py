@@ -43,7 +43,21 @@ class Plan(dict):
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
         self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
-        self.build([])
+        self.put_off([])
+
+    def put_off(self,
+        callbacks:list, # In the order of adding
+    ):
+        "Look their handlers up when somebody asks for one"
+        self._later,self._entries = callbacks,None
+        self.clear()
+        self.bare = {}
+
+    @property
+    def entries(self)->dict: # By kind of pass and event: pairs of callback and handler
+        "Who answers what"
+        if self._later is not None: self.build(self._later, check=False)
+        return self._entries
 
     def build(self,
         callbacks:list, # In the order of adding
@@ -58,7 +72,13 @@ class Plan(dict):
         for change in self.changes: # None but while somebody looks
             for kind in entries.values(): kind.update({event: change(event, kind[event]) for event in kind})
         if check: check_steps(entries, callbacks)
-        self.entries = entries # By kind of pass and event: pairs of callback and handler
+        self.take(entries)
+
+    def take(self,
+        entries:dict, # By kind of pass and event: pairs of callback and handler
+    ):
+        "Go by these"
+        self._later,self._entries = None,entries
         self.select(self.training)
 
     def select(self,
@@ -66,7 +86,8 @@ class Plan(dict):
     ):
         "Use the handlers of one kind of pass"
         self.training = training
-        for event,found in self.entries[training].items(): self[event] = tuple(handler for _,handler in found)
+        if self._later is not None: return
+        for event,found in self._entries[training].items(): self[event] = tuple(handler for _,handler in found)
         if self['step']: self['step'] += (count_update,)
         around = {step: (s.before, s.after, s.cleanup) for step,s in STEPS.items()}
         bare = [step for step,events in around.items() if not any(self[o] for o in events)]
@@ -83,7 +104,9 @@ class Plan(dict):
         everybody = left + self.entries[self.training][span.cleanup]
         return tuple(handler for _,handler in sorted(everybody, key=lambda pair: -order_of(pair[0])))
 
-    def __missing__(self, event): raise LookupError(advice.no_event(event, self.events))
+    def __missing__(self, event):
+        if event in self.events and self._later is not None: return self.entries and self[event]
+        raise LookupError(advice.no_event(event, self.events))
 
 def count_update(trainer, **extra):
     "The loop's own part of `step`, before `after_step`"
