@@ -311,13 +311,35 @@ class DistributedSync:
         for p,old in self._aside or (): p.grad = old
         self._forget()
 
+    @property
+    def gathered(self):
+        "What the gradients weigh that wait for an update"
+        return self.weight
+
+    @gathered.setter
+    def gathered(self, weight):
+        self.weight,self._aside = weight,self._aside or []
+
     def state_dict(self):
-        "What the gradients gathered so far weigh"
-        return dict(weight=self.weight)
+        "What gradients that wait for an update weigh, and those from before them; nothing between two updates"
+        if self._exchange is None or self._aside is None: return {}
+        aside = {id(p): grad for p,grad in self._aside}
+        weight = float(self.weight)
+        return dict(weight=weight, aside=[_copy_of(aside.get(id(p))) for p in self._exchange.params])
 
     def load_state_dict(self, state):
         "Go on with gradients that were gathered"
-        self.weight = state['weight']
+        if self._exchange is None or not state: return
+        pairs = zip(self._exchange.params, state['aside'], strict=True)
+        self.gathered,self._aside = state['weight'],[(p, grad.to(p.device, copy=True)) for p,grad in pairs if grad is not None]
+
+    def shared_state(self, states, rank, size):
+        "What the gradients of all processes together weigh goes to main, and with it the gradients"
+        there = [state for state in states if state]
+        if not there: return {}
+        return dict(weight=sum(state['weight'] for state in there)*(rank == 0), aside=there[0]['aside'])
+
+def _copy_of(grad): return None if grad is None else grad.detach().clone()
 
 def _leave_out():
     raise CancelStepException('this process has none of the rows of this batch')
@@ -364,8 +386,9 @@ class DistributedWatch:
         if agreed is not None and level_of(agreed) > level_of(error): raise agreed
 
     def _tell(self, trainer, error):
-        "Tell the others of an error; an interrupt that all have agreed on is none"
+        "Tell the others of an error; an interrupt that all have agreed on is none, but a second Ctrl-C is"
         agreed = isinstance(error, _INTERRUPTS) and trainer.ranks.soon('interrupt') is not None
+        agreed = agreed and not any(offered(trainer, 'hurried'))
         if not agreed: trainer.ranks.fail(error)
 
     def after_epoch(self, trainer):

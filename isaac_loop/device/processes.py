@@ -78,9 +78,12 @@ class ProcessRanks(Ranks):
     def is_broken(self): return self._broken is not None
 
     def agree(self, n_wishes=None): # How many wishes all have together, if that is known
-        "Let all processes know of all wishes"
-        self._heard = self.gather(self._wishes) if n_wishes is None or n_wishes else []
-        self._wishes,self._known = {},{}
+        "Let all processes know of all wishes; that for an interrupt stays known"
+        if n_wishes is None or n_wishes: # A signal may write a wish down at any moment
+            wishes,self._wishes = self._wishes,{}
+            self._heard = self.gather(wishes)
+        else: self._heard = []
+        self._known = {name: value for name,value in self._known.items() if name == 'interrupt'}
         for wishes in self._heard: self._known = wishes | self._known # The first process that wishes counts
         return self._known
 
