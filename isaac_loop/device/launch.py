@@ -6,7 +6,7 @@
 __all__ = ['launch']
 
 # %% ../../nbs/device/50_launch.ipynb #e0662340
-import multiprocessing, os, pickle, socket, threading, time, traceback
+import gc, multiprocessing, os, pickle, socket, threading, time, traceback
 from contextlib import closing
 
 import torch
@@ -16,6 +16,7 @@ from ..basics.checks import check_count
 # %% ../../nbs/device/50_launch.ipynb #c597b4eb
 def _begin(rank, size, port):
     "Make a copy of a process one of several"
+    gc.freeze() # What the parent has thrown away, such as a store with its thread, cannot be tidied up here
     torch.set_num_threads(1)
     where = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size,
                  LOCAL_WORLD_SIZE=size, TORCHELASTIC_USE_AGENT_STORE=True) # The store is in the parent
