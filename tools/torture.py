@@ -77,8 +77,9 @@ class NotedCheckpointCB(CheckpointCB):
         self.diary.write("saved", step=updates_of_run(trainer))
 
     def _restore(self, trainer):
-        super()._restore(trainer)
+        state = super()._restore(trainer)
         self.diary.write("restored", step=updates_of_run(trainer))
+        return state
 
 
 def make(num_workers=0):
@@ -132,7 +133,7 @@ def group_lives(group, signum):
     return True
 
 
-def child(*args):
+def child(*args, run=None):
     "Fork a process that trains; returns its number"
     pid = os.fork()
     if pid:
@@ -145,7 +146,7 @@ def child(*args):
         signal.signal(
             signal.SIGTERM, lambda *_: sys.exit(143)
         )  # One that comes before or after `fit` ends the process as Ctrl-C would
-        train(*args)
+        (run or train)(*args)
         code = 0
     except KeyboardInterrupt:
         code = 130

@@ -183,6 +183,9 @@ class DistributedJoin:
         ranks,trainer.ranks = trainer.ranks,Ranks()
         try:
             if ranks.size > 1 and not ranks.is_broken: mains_random_numbers(ranks)
+        except BaseException as error: # A signal, whose handlers are the program's own again
+            ranks.fail(error)
+            raise
         finally:
             for give_back in self._give_back: give_back()
             self._give_back = []
@@ -331,7 +334,8 @@ class DistributedSync:
         "Go on with gradients that were gathered"
         if self._exchange is None or not state: return
         pairs = zip(self._exchange.params, state['aside'], strict=True)
-        self.gathered,self._aside = state['weight'],[(p, grad.to(p.device, copy=True)) for p,grad in pairs if grad is not None]
+        aside = [(p, grad.to(p.device, copy=True)) for p,grad in pairs if grad is not None]
+        self.weight,self._aside = state['weight'],aside
 
     def shared_state(self, states, rank, size):
         "What the gradients of all processes together weigh goes to main, and with it the gradients"

@@ -178,8 +178,8 @@ class ProcessRanks(Ranks):
         "Part in good order"
         if self._broken is not None: return
         gc.collect() # What still holds on to the group would end the program at its exit
-        self.total(torch.zeros(1)) # Nobody goes while others still ask
-        self.close()
+        try: self.total(torch.zeros(1)) # Nobody goes while others still ask
+        finally: self.close()
 
     def close(self):
         "Close the connections; whoever waits for this process finds that out at once"
