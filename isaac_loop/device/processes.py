@@ -230,5 +230,6 @@ _NOT_FOUND = ('The other processes could not be found within {seconds:g} s: {err
               'same MASTER_ADDR and MASTER_PORT?')
 
 def _next_name():
+    "A name that the store has not seen; torchrun keeps it when it begins processes again"
     _n_groups[0] += 1
-    return f'isaac_loop/{_n_groups[0]}'
+    return f'isaac_loop/{os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)}/{_n_groups[0]}'
