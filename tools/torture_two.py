@@ -223,13 +223,14 @@ def check_interrupt(two, codes, which, moment, complete):
     if codes != [128 + which] * SIZE:
         raise Failed(f"{which.name} ended the processes with {codes} ({two.where(0, moment)})")
     new = [two.entries(rank, True) for rank in range(SIZE)]
-    last = [[(o["what"], o["epoch"], o["batch"]) for o in one if o["what"] in ("train", "valid")][-1:] for one in new]
+    batches = [[o for o in one if o["what"] in ("train", "valid")] for one in new]
+    last = [[(o["what"], o["epoch"], o["batch"]) for o in one[-1:]] for one in batches]
     if last[0] != last[1]:
         raise Failed(f"the processes left at different places: {last}")
     saved = [i for i, o in enumerate(new[0]) if o["what"] == "saved"]
     trained = [i for i, o in enumerate(new[0]) if o["what"] == "train"]
     if trained and not (saved and saved[-1] > trained[-1]):
-        raise Failed(f"a batch was trained, and not saved when {which.name} came ({two.where(0, moment)})")
+        raise Failed(f"a batch was trained, and not saved when {which.name} came")
     return max(sum(o["what"] == "train" and o["time"] > moment for o in one) for one in new)
 
 
@@ -258,8 +259,8 @@ def laws(place):
             saves.check_other_size(was, now, name, folder, accumulate)
     for name, signum in itertools.product(interrupts.MOMENTS, (signal.SIGINT, signal.SIGTERM)):
         for ranks in ((0,), (1,), (0, 1)):
-            interrupts.check_moment(name, signum, ranks, Path(tempfile.mkdtemp(dir=place)), random.choice([1, 2, 3]))
-            n += 1
+            folder, n = Path(tempfile.mkdtemp(dir=place)), n + 1
+            interrupts.check_moment(name, signum, ranks, folder, random.choice([1, 2, 3]))
     return n
 
 
@@ -269,7 +270,7 @@ def main():
     parser.add_argument("--signals", type=int, default=30)
     parser.add_argument("--ends", type=int, default=50)
     parser.add_argument("--laws", type=int, default=1, help="1: also the laws of going on, in all cases")
-    parser.add_argument("--seed", type=int, default=None, help="of the moments; default: another one each time")
+    parser.add_argument("--seed", type=int, default=None, help="of the moments; default: a new one each time")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -284,9 +285,10 @@ def main():
         start = time.monotonic()
         if args.kills:
             struck, attempts, n, longest = killed(args.kills, expected, place, duration)
-            told = f"{n} of {n} bit-identical, in {time.monotonic() - start:.0f} s"
-            print(f"{sum(struck.values())} kills of one of two in {attempts} attempts at {n} runs: 0 lost, 0 hang, {told}")
-            print(f"  struck: {dict(struck.most_common())}; the other ended at the latest {longest:.1f} s after it")
+            took = f"{n} of {n} bit-identical, in {time.monotonic() - start:.0f} s"
+            kills = f"{sum(struck.values())} kills of one of two in {attempts} attempts at {n} runs"
+            print(f"{kills}: 0 lost, 0 hang, {took}")
+            print(f"  struck: {dict(struck.most_common())}; the other ended within {longest:.1f} s")
         start = time.monotonic()
         if args.signals:
             struck, n, most = interrupted(args.signals, expected, place)
@@ -300,7 +302,9 @@ def main():
             start = time.monotonic()
             with contextlib.redirect_stdout(io.StringIO()):
                 n = laws(place)
-            print(f"{n} cases of going on with other processes: all hold, in {time.monotonic() - start:.0f} s")
+            print(
+                f"{n} cases of going on with other processes: all hold, in {time.monotonic() - start:.0f} s"
+            )
 
 
 if __name__ == "__main__":

@@ -254,7 +254,8 @@ def _save_what_is_left(self:CheckpointCB, trainer):
     if cancelled:
         reason = str(trainer.exception) or 'cancelled'
         self._save(trainer, self._next_epoch(trainer), finished=True, reason=reason)
-    elif self._end and _interrupted(trainer) and _all_leave(trainer): self._save(trainer, trainer.epoch, self._batches, *self._end)
+    elif self._end and _interrupted(trainer) and _all_leave(trainer):
+        self._save(trainer, trainer.epoch, self._batches, *self._end)
 
 def _all_leave(trainer):
     "Whether every process leaves the fit here, by an interrupt; after an error none can be asked"

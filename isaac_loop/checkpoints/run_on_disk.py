@@ -46,6 +46,8 @@ To begin anew use another folder, or `resume='never'`."""
 _BY_HAND = ('`{}` was saved by hand after a fit that did not end, so nobody knows at which batch it stands. '
             'Take over what it holds with `trainer.load`, in another folder.')
 
+ALONE = Ranks()
+
 class RunOnDisk:
     "The run in a folder of checkpoints, from one fit to the next"
     def __init__(self,
@@ -59,7 +61,7 @@ class RunOnDisk:
 
     def open(self,
         folder, # Where the checkpoints are
-        ranks:Ranks=Ranks(), # Of all processes; main opens it for them
+        ranks:Ranks=ALONE, # Of all processes; main opens it for them
     ):
         "Open the folder"
         self.close()

@@ -161,8 +161,8 @@ class DistributedJoin:
         "The loader of `dls` called `name`, of which this process now reads a part"
         seed = ranks.from_main(lambda: random.SystemRandom().randrange(2**31))
         exact = exact_instead(dl, seed, ranks.size, f'dls.{name}')
-        drawn = exact is not dl and name == 'train' and ranks.is_main
-        if drawn: say(_SEED.format(name, seed))
+        if exact is not dl: exact.drawn = True
+        if exact.drawn and name == 'train' and ranks.is_main: say(_SEED.format(name, seed))
         self._give_back.append(share_exact(exact, ranks.rank, ranks.size, self.batch, f'dls.{name}'))
         setattr(dls, name, exact)
         self._give_back.append(lambda: setattr(dls, name, dl))
@@ -324,7 +324,7 @@ class DistributedSync:
         self.weight,self._aside = weight,self._aside or []
 
     def state_dict(self):
-        "What gradients that wait for an update weigh, and those from before them; nothing between two updates"
+        "What gradients that wait for an update weigh, and those from before; nothing between two updates"
         if self._exchange is None or self._aside is None: return {}
         aside = {id(p): grad for p,grad in self._aside}
         weight = float(self.weight)

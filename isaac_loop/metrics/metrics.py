@@ -174,17 +174,20 @@ def load_state_dict(self:MetricsCB,
     self._losses.load_state_dict(state['losses'])
 
 # %% ../../nbs/metrics/10_metrics.ipynb #9dadba3c
-_NO_MERGE = ('The metric `{}`, a {}, has no `merge_state`, so what several processes have gathered cannot be put together to go on '
-             'with another number of them. Go on with as many as before, or from a checkpoint between two epochs.')
+_NO_MERGE = ('The metric `{}`, a {}, has no `merge_state`, so what several processes have gathered cannot be '
+             'put together to go on with another number of them. Go on with as many as before, or from a '
+             'checkpoint between two epochs.')
 
 def _merge(name, m, others):
     "Let a metric have gathered what others have, too"
     if isinstance(m, MetricOn): _merge(name, m.metric, [o.metric for o in others])
-    elif isinstance(m, MeanOf): m.total,m.n = (sum(getattr(o, k) for o in [m, *others]) for k in ('total', 'n'))
+    elif isinstance(m, MeanOf): m.total,m.n = _sums([m, *others], 'total', 'n')
     elif not hasattr(m, 'merge_state'): raise ResumeMismatch(_NO_MERGE.format(name, type(m).__name__))
     elif hasattr(m, '_defaults'): # Of torchmetrics
         for other in others: m.merge_state(other)
     else: m.merge_state(others)
+
+def _sums(metrics, *names): return (sum(getattr(m, name) for m in metrics) for name in names)
 
 def _merged(name, m, states):
     "The state of a metric that has gathered what several have; with no states that of a new one"
@@ -207,8 +210,8 @@ def _losses_of_all(states, summed):
         columns = [state['values'][name].double().tolist() for name in ('loss', 'size')]
         for batch,*pair in zip(state['batches'].tolist(), *columns): parts.setdefault(batch, []).append(pair)
     found = [_one_loss(parts[batch], summed) for batch in sorted(parts)]
-    values = {name: torch.tensor(column, dtype=torch.float64) for name,column in zip(('loss', 'size'), zip(*found))}
-    return dict(values=values, batches=torch.tensor(sorted(parts)))
+    loss,size = (torch.tensor(column, dtype=torch.float64) for column in zip(*found))
+    return dict(values=dict(loss=loss, size=size), batches=torch.tensor(sorted(parts)))
 
 @patch
 def shared_state(self:MetricsCB,
@@ -220,8 +223,8 @@ def shared_state(self:MetricsCB,
     there = [state for state in states if state['losses'] is not None and len(state['losses']['batches'])]
     if not there: return states[0]
     metrics = {name: m for of_pass in self._by_pass.values() for name,m in of_pass.items()}
-    taken = [] if rank else there
-    metrics = {name: _merged(name, m, [state['metrics'][name] for state in taken]) for name,m in metrics.items()}
+    taken = [] if rank else [state['metrics'] for state in there]
+    metrics = {name: _merged(name, m, [o[name] for o in taken]) for name,m in metrics.items()}
     losses = _losses_of_all([state['losses'] for state in there], self._summed)
     if rank: losses['values'] = {name: torch.zeros_like(x) for name,x in losses['values'].items()}
     return states[0] | dict(metrics=metrics, losses=losses)

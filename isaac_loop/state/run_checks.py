@@ -124,6 +124,7 @@ def _orders(trainer, state):
     else:
         was,now = state['loaders'].get('train') or {},loader.state_dict()
         names = ('seed', 'n', 'shuffle') if 'samples' in was else ('seed', 'batch_size')
+        if getattr(loader, 'drawn', False): names = names[1:]
     for line in _changed(was, now, names): yield f'`dls.train`: {line}; {_HALF_AN_EPOCH}'
 
 def _saved_data(state, name): return state.get('data', {}).get(name, {})

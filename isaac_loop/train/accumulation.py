@@ -226,6 +226,8 @@ def _counted(state):
     "What the gradients of a window weigh, in what is counted, such as rows"
     return float(state['total'])*_first_of(state)
 
+def _times(grad, factor): return None if grad is None else grad*factor
+
 def _together(grads):
     "The sum of gradients, of which some are None"
     there = [grad for grad in grads if grad is not None]
@@ -237,10 +239,11 @@ def shared_state(self:AccumulationCB,
     rank:int, # Number of this process
     size:int, # How many there are now
 )->dict: # What this process goes on from
-    "The open window for another number of processes: main has all that was gathered, the others begin with nothing"
+    "The open window for another number of processes: main has all of it, the others begin with nothing"
     there = [state for state in states if state['n']]
     if not there: return states[0]
-    n,weight,nothing = max(state['n'] for state in there),sum(map(_counted, there)),[None]*len(there[0]['grads'])
+    n,nothing = max(state['n'] for state in there),[None]*len(there[0]['grads'])
     if rank: return dict(n=n, total=0., first=1., grads=nothing, aside=nothing)
-    scaled = [[None if grad is None else grad*_first_of(state) for grad in state['grads']] for state in there]
-    return dict(n=n, total=weight, first=1., grads=[_together(o) for o in zip(*scaled)], aside=there[0]['aside'])
+    scaled = [[_times(grad, _first_of(state)) for grad in state['grads']] for state in there]
+    grads,weight = [_together(o) for o in zip(*scaled)],sum(map(_counted, there))
+    return dict(n=n, total=weight, first=1., grads=grads, aside=there[0]['aside'])

@@ -1,6 +1,7 @@
 "Several processes save one checkpoint, and any number of them goes on from it."
 
 import os
+import shutil
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -9,19 +10,23 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from isaac_loop.checkpoints.best_weights import KeepBestCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.checkpoints.exports import ExportCB
 from isaac_loop.checkpoints.rewind import RewindCB
+from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.device.distributed import DistributedCB
-from isaac_loop.state.checkpoint_files import Checkpoint
-from isaac_loop.state.errors import CheckpointWriteFailed, RankFailed, StateOwnerMissing
+from isaac_loop.device.processes import _next_name
+from isaac_loop.state.checkpoint_files import MANIFEST_FILE, Checkpoint, manifest_bytes
+from isaac_loop.state.errors import CheckpointCorrupt, CheckpointWriteFailed, RankFailed, StateOwnerMissing
+from isaac_loop.state.run_checks import check_is_run
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.stop.interrupts import InterruptCB
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.averaging import EMACB
-from several import TIMEOUT, in_processes, loaders, net, outcome, rank, rows, trainer
+from several import in_processes, net, outcome, rank, rows, trainer
 
 pytestmark = [
     pytest.mark.processes,
@@ -102,7 +107,7 @@ def largest(a, b):
 def same_rows(whole, rest):
     "The rows of the data that came again are those of the whole run, in the same order"
     seen = {place[:2]: place[2] for place in whole}
-    assert rest and all(seen[epoch, batch] == rows for epoch, batch, rows in rest)
+    assert rest and all(seen[epoch, batch] == x for epoch, batch, x in rest)
     assert rest[-1][:2] == whole[-1][:2]
 
 
@@ -274,10 +279,9 @@ def rewound():
 
 
 def test_each_process_goes_back_in_its_own_memory():
-    for (weights, rows), (again, rows_again) in in_processes(2, rewound):
-        assert torch.equal(weights, again) and [o["train_loss"] for o in rows] == [
-            o["train_loss"] for o in rows_again
-        ]
+    for (weights, history), (again, history_again) in in_processes(2, rewound):
+        assert torch.equal(weights, again)
+        equal_histories(history, history_again)
 
 
 # ---- what was saved by one process, or with other callbacks
@@ -343,3 +347,54 @@ def test_the_exchange_has_no_state_between_two_updates_so_it_may_be_added(tmp_pa
     more = trainer(CheckpointCB(tmp_path, every=2), AccumulationCB(2), CountCB())
     with pytest.raises(StateOwnerMissing, match="CountCB"):
         more.fit(2, lr=0.01)
+
+
+def test_the_format_before_is_one_process(tmp_path):
+    first = trainer(CheckpointCB(tmp_path / "run", every=2))
+    first.fit(1, lr=0.01, valid=False)
+    whole = outcome(first)[0]
+    path = CheckpointStore(tmp_path / "run", read_only=True).list()[0].path
+    fields = Checkpoint(path).manifest | dict(format=1)
+    (path / MANIFEST_FILE).write_bytes(manifest_bytes(fields))
+    again = trainer(CheckpointCB(tmp_path / "again", resume=path))
+    again.fit(1, lr=0.01, valid=False)
+    assert torch.equal(outcome(again)[0], whole)
+
+
+def test_what_other_processes_have_left_is_checked():
+    state = dict(world_size=3, ranks=[dict(parts=[], without=[]), dict(parts=None)])
+    with pytest.raises(CheckpointCorrupt, match=r"\['ranks'\]\[1\]\['without'\] is missing"):
+        check_is_run(state | dict(position={}, opts={}, callbacks={}), "here")
+    with pytest.raises(CheckpointCorrupt, match="has 0 entries for 3 processes"):
+        check_is_run(state | dict(ranks=[], position={}, opts={}, callbacks={}), "here")
+
+
+# ---- begun again by a launcher
+
+
+def plain_loader_run(folder, gone=None):
+    "The order of a plain loader comes from a seed that is drawn anew in each start"
+    dls = DataLoaders(DataLoader(rows(53), 8, shuffle=True))
+    seen = RowsCB()
+    t = trainer(CheckpointCB(folder, every=1, keep_last=None), seen, dls=dls)
+    t.fit(1, lr=0.01, valid=False, callbacks=gone)
+    return outcome(t)[0], seen.seen
+
+
+def test_a_plain_loader_goes_on_with_the_order_that_was_drawn(tmp_path):
+    (_, whole), _ = in_processes(2, plain_loader_run, tmp_path)
+    for old in CheckpointStore(tmp_path, read_only=True).list()[4:]:
+        shutil.rmtree(old.path)
+    (_, again), _ = in_processes(2, plain_loader_run, tmp_path)
+    assert [place[:2] for place in again] == [(0, 4), (0, 5), (0, 6)]
+    same_rows(whole, again)
+
+
+def test_processes_that_are_begun_again_meet_under_another_name(monkeypatch):
+    "torchrun keeps its store, in which the addresses of the former ones still stand"
+    names = set()
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        monkeypatch.setattr("isaac_loop.device.processes._n_groups", [0])
+        names.add(_next_name())
+    assert len(names) == 2
