@@ -13,6 +13,7 @@ gradients are clipped; the number of workers of the loader changes from attempt 
 
 import argparse
 import collections
+import gc
 import json
 import os
 import random
@@ -141,6 +142,7 @@ def child(*args, run=None):
         return pid
     code = 1
     try:
+        gc.freeze()  # What the parent has thrown away is not to be tidied up here
         os.setpgid(0, 0)
         sys.stdout = sys.stderr
         signal.signal(

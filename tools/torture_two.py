@@ -160,7 +160,9 @@ def killed(n, expected, place, duration):
             safe, attempts = saved_so_far(folder), attempts + 1
             two, victim = Two(folder, every, workers=random.choice([0, 0, 2])), random.randrange(SIZE)
             more = sum(struck.values()) < n
-            if more and wait_for(two, random.uniform(0.02, 0.8 * duration)):
+            if random.random() < 0.7:
+                two.until_it_trains()
+            if more and wait_for(two, random.uniform(0.02, 0.7 * duration)):
                 moment = time.monotonic()
                 os.kill(two.pids[victim], signal.SIGKILL)
                 struck[two.where(victim, moment)] += 1

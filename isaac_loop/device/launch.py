@@ -17,6 +17,7 @@ from ..basics.checks import check_count
 def _begin(rank, size, port):
     "Make a copy of a process one of several"
     gc.freeze() # What the parent has thrown away, such as a store with its thread, cannot be tidied up here
+    gc.enable()
     torch.set_num_threads(1)
     where = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size,
                  LOCAL_WORLD_SIZE=size, TORCHELASTIC_USE_AGENT_STORE=True) # The store is in the parent
@@ -101,7 +102,7 @@ def launch(
     processes = [start(rank) for rank in range(size)]
     try:
         for process,(_,sender) in zip(processes, pipes):
-            process.start()
+            _start(process)
             sender.close() # So that the end of a process is the end of its pipe
         told = _collect(processes, [o for o,_ in pipes], getattr(f, '__name__', repr(f)), timeout)
     finally: _end(processes)
@@ -112,6 +113,14 @@ def launch(
 def _import_before_copying():
     "Have what the first optimizer imports, which takes seconds, in memory before it is copied"
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+def _start(process):
+    "Begin a process; nothing is tidied up before it knows what is its own"
+    tidies = gc.isenabled()
+    gc.disable()
+    try: process.start()
+    finally:
+        if tidies: gc.enable()
 
 def _first_real(errors):
     "The error that came first, of those that do not only tell of another process"
