@@ -65,7 +65,8 @@ class AccumulationCB:
     ):
         self.n_batches = check_count(n_batches, 'n_batches', 'the batches for an update are counted')
         if not callable(weigh): check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), also=_A_FUNCTION)
-        self.weigh,self._params,self._several,self._exchange = weigh,None,False,None
+        self.weigh,self._params = weigh,None
+        self._several,self._exchange = False,None
         self._forget()
 
     def before_fit(self, trainer):
