@@ -19,7 +19,8 @@ from ..basics.old_names import old_words
 from ..loop.events import Order, callback_name
 from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
-from .any_metric import MeanOf, MetricOn, add_columns, check_apart, check_no_options, check_train_names
+from .any_metric import MeanOf, MetricOn
+from .any_metric import add_columns, check_apart, check_no_options, check_train_names
 from .any_metric import named_metrics, update_metric
 from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
 from .losses import rows_of, weight_of
