@@ -39,6 +39,7 @@ test: $(READY)
 
 torture: $(READY)
 	$(BIN)/python tools/torture.py --kills 200 --signals 100
+	$(BIN)/python tools/torture_two.py --kills 50 --signals 30 --ends 50 --laws 1
 	HYPOTHESIS_PROFILE=others $(BIN)/pytest -n 2
 
 mutants: $(READY)

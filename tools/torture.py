@@ -13,6 +13,7 @@ gradients are clipped; the number of workers of the loader changes from attempt 
 
 import argparse
 import collections
+import gc
 import json
 import os
 import random
@@ -77,8 +78,9 @@ class NotedCheckpointCB(CheckpointCB):
         self.diary.write("saved", step=updates_of_run(trainer))
 
     def _restore(self, trainer):
-        super()._restore(trainer)
+        state = super()._restore(trainer)
         self.diary.write("restored", step=updates_of_run(trainer))
+        return state
 
 
 def make(num_workers=0):
@@ -132,7 +134,7 @@ def group_lives(group, signum):
     return True
 
 
-def child(*args):
+def child(*args, run=None):
     "Fork a process that trains; returns its number"
     pid = os.fork()
     if pid:
@@ -140,12 +142,13 @@ def child(*args):
         return pid
     code = 1
     try:
+        gc.freeze()  # What the parent has thrown away is not to be tidied up here
         os.setpgid(0, 0)
         sys.stdout = sys.stderr
         signal.signal(
             signal.SIGTERM, lambda *_: sys.exit(143)
         )  # One that comes before or after `fit` ends the process as Ctrl-C would
-        train(*args)
+        (run or train)(*args)
         code = 0
     except KeyboardInterrupt:
         code = 130

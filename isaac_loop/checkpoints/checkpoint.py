@@ -23,6 +23,7 @@ from ..state.checkpoint_folder import STEP_NAME, check_pattern
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_folder import run_folder
 from ..state.run_state import put_weights, take_parts, take_state
+from ..state.states_of_processes import for_this_process, gather_states
 from ..state.store import check_keeping
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #b5719676
@@ -66,7 +67,7 @@ class CheckpointCB(ResumingCB):
         "Find out where to go on"
         for name in (self.monitor, *metrics_of(self._run.options['pattern'])):
             if name is not None: check_monitored(trainer, name, 'CheckpointCB')
-        self._run.open(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'))
+        self._run.open(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), trainer.ranks)
         self._numbers.forget()
         self._end = None
         self._begin(trainer, self._to_resume(trainer), self.strict)
@@ -83,7 +84,7 @@ class CheckpointCB(ResumingCB):
 
     def cleanup_fit(self, trainer):
         "Save what an interrupt or a cancel leaves, and let others use the folder"
-        begun = self._run.store is not None # Somebody may have left the fit before this callback's turn
+        begun = self._run.is_open # Somebody may have left the fit before this callback's turn
         try:
             if begun: self._save_what_is_left(trainer)
             if begun: self._say_how_to_go_on(trainer)
@@ -111,15 +112,23 @@ def _warn_of_workers(dl):
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #5d55d5b9
 @patch
 def _to_resume(self:CheckpointCB, trainer):
-    "Weights and state to go on from, or None for a fresh start"
+    "Weights and state to go on from, or None for a fresh start; main alone looks, and tells all"
     mine = self._run.is_of(trainer)
     self._fits.begin(trainer, mine)
+    weights,state,self._fits.over = trainer.ranks.from_main(lambda: self._look(trainer, mine))
+    return None if state is None else (weights, state)
+
+@patch
+def _look(self:CheckpointCB, trainer, mine):
+    "Weights and state, or None, and why nothing is left to do in this fit, or None"
     found = self._run.find(self.resume, mine, self.verify)
-    if found is None or not self._takes_up(trainer, *found): return self._say_anew(trainer)
+    if found is None or not self._takes_up(trainer, *found):
+        self._say_anew(trainer)
+        return None,None,None
     position,where = found[1]['position'],self._run.where()
     if not self._fits.over:
         say(f'continuing from {where} (epoch {position["epoch"]}, batch {position["batches"]})')
-    return found
+    return *found,self._fits.over
 
 @patch
 def _takes_up(self:CheckpointCB, trainer, weights, state):
@@ -163,7 +172,7 @@ def _epochs(self:CheckpointCB, trainer, epochs):
     weights = '; its weights are in the model.' if weights_too else _OTHER_MODEL
     once_more = not (later or trainer._last_ended)
     how = 'call `fit` once more.' if once_more else '`trainer.load` it and save in another folder.'
-    say(_COMPLETE.format(self._fits.over, self._run.where(), weights, how))
+    if trainer.ranks.is_main: say(_COMPLETE.format(self._fits.over, self._run.where(), weights, how))
     raise CompleteAlready('the fit is complete already')
 
 @patch
@@ -192,6 +201,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     if parts or reason: state['position']['stop_reason'] = reason
     state['checkpoint'] = self._numbers.state_dict()
     state['position']['fit'] -= self._fits.lost
+    if trainer.ranks.size > 1: weights,state = gather_states(trainer.ranks, weights, state)
     metrics = self._numbers.of(trainer, between_epochs=not batches)
     self.path = self._run.save(trainer, weights, state, epoch, metrics, _about(trainer))
     self._fits.saved = True
@@ -199,14 +209,15 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
 
 @patch
 def _restore(self:CheckpointCB, trainer):
-    "Put back what was saved, the callback's own numbers too"
-    state = self._found[1]
-    ResumingCB._restore(self, trainer)
+    "Put back what was saved, the callback's own numbers too; returns the state"
+    self._found = for_this_process(trainer, *self._found)
+    state = ResumingCB._restore(self, trainer)
     self._fits.lost = trainer.history.fit-state['position']['fit']
-    if 'checkpoint' not in state: return
+    if 'checkpoint' not in state: return state
     if 'earlier_updates' not in state['history']: # It was a number of the checkpoint's own once
         trainer.history.earlier_updates = state['checkpoint']['steps']
     self._numbers.load_state_dict(state['checkpoint'])
+    return state
 
 def _about(trainer):
     "What people may want to know who find a checkpoint alone"
@@ -243,7 +254,12 @@ def _save_what_is_left(self:CheckpointCB, trainer):
     if cancelled:
         reason = str(trainer.exception) or 'cancelled'
         self._save(trainer, self._next_epoch(trainer), finished=True, reason=reason)
-    elif self._end and _interrupted(trainer): self._save(trainer, trainer.epoch, self._batches, *self._end)
+    elif self._end and _interrupted(trainer) and _all_leave(trainer):
+        self._save(trainer, trainer.epoch, self._batches, *self._end)
+
+def _all_leave(trainer):
+    "Whether every process leaves the fit here, by an interrupt; after an error none can be asked"
+    return trainer.ranks.size == 1 or isinstance(trainer.exception, (KeyboardInterrupt, SystemExit))
 
 _NOTHING_YET = 'Nothing is saved yet, so the same `fit` begins anew.'
 _SAVED = 'The newest checkpoint is {}. {}'
@@ -253,7 +269,7 @@ _NEVER = 'To go on from there, pass it as `resume`.'
 @patch
 def _say_how_to_go_on(self:CheckpointCB, trainer):
     "Note on an interrupt where the run was saved"
-    if not isinstance(trainer.exception, (KeyboardInterrupt, SystemExit)): return
+    if not isinstance(trainer.exception, (KeyboardInterrupt, SystemExit)) or not trainer.ranks.is_main: return
     newest = self._run.store.latest() if self._run.store.run_id else None
     how = _NEVER if self.resume == 'never' else _THE_SAME
     said = _SAVED.format(short_path(newest.path), how) if newest else _NOTHING_YET

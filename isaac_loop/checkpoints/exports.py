@@ -44,6 +44,7 @@ class ExportCB:
     "Write the weights alone, for others to load, now and then and at the end"
     order = Order.SAVE
     stateless = True
+    on_ranks = 'main' # The weights are the same in every process
     __repr__ = show_settings
     def __init__(self,
         folder, # Where; each export is a folder of its own in it, for `load_weights`

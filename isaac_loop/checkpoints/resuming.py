@@ -64,11 +64,12 @@ class ResumingCB:
             with _named(self, trainer): self._between_epochs(trainer)
 
     def _restore(self, trainer):
-        "Put back what was saved"
+        "Put back what was saved; returns the state"
         (weights,state),self._found = self._found,None
         put_state(trainer, weights, state)
         put_position(trainer, state)
         put_random(state, self._strict)
+        return state
 
     def _between_epochs(self, trainer): "For a subclass: `self._next` is the epoch that comes next"
     def _between_batches(self, trainer): "For a subclass: `self._batches` of this pass are done"
@@ -98,11 +99,11 @@ def _resumes_in(self:ResumingCB, trainer):
 def _pass(self:ResumingCB, trainer, batches):
     "`batches`, after those that were done before"
     __tracebackhide__ = True # It only passes on
-    found,done = self._found,self._batches
+    done = self._batches
     handed,ahead,told = 0,None,False
-    if found and done:
-        self._restore(trainer)
-        batches = self._rest(trainer, batches, found[1], done)
+    if self._found and done:
+        state = self._restore(trainer)
+        batches = self._rest(trainer, batches, state, done)
     else:
         own = {name: o.get_state() for name,o in generators(trainer).items()}
         self._pass_start = random_state(),own,_place_of(trainer.dl)

@@ -7,9 +7,11 @@ __all__ = []
 
 # %% ../../nbs/checkpoints/07_run_on_disk.ipynb #f91e2e44
 import os, string, weakref
+from pathlib import Path
 
 from ..basics.checks import local_path, short_path
 from ..loop.history import updates_of_run
+from ..loop.ranks import Ranks
 from ..state.checkpoint_folder import STEP_NAME
 from ..state.errors import CheckpointFormatTooNew, NoValidCheckpoint, ResumeMismatch
 from ..state.run_checks import check_is_run
@@ -44,25 +46,35 @@ To begin anew use another folder, or `resume='never'`."""
 _BY_HAND = ('`{}` was saved by hand after a fit that did not end, so nobody knows at which batch it stands. '
             'Take over what it holds with `trainer.load`, in another folder.')
 
+ALONE = Ranks()
+
 class RunOnDisk:
     "The run in a folder of checkpoints, from one fit to the next"
     def __init__(self,
         **options, # For the store
     ):
         self.options = options
-        self.store = None # Where it lies, while a fit is going on
+        self.store = None # Where it lies, while a fit is going on; in several processes main alone has it
+        self.ranks,self.is_open = None,False
         self.trainer,self.run_id = None,None # Who has saved it, as a weak reference, and its id
         self.branch = None # Id and serial number of the checkpoint from which it branched off
 
-    def open(self, folder):
+    def open(self,
+        folder, # Where the checkpoints are
+        ranks:Ranks=ALONE, # Of all processes; main opens it for them
+    ):
         "Open the folder"
         self.close()
-        self.store = CheckpointStore(folder, **self.options)
+        self.ranks = ranks
+        ranks.from_main(lambda: self._open(folder))
+        self.is_open = True
+
+    def _open(self, folder): self.store = CheckpointStore(folder, **self.options)
 
     def close(self):
         "Let others use the folder"
         if self.store is not None: self.store.close()
-        self.store = None
+        self.store,self.ranks,self.is_open = None,None,False
 
     def is_of(self, trainer):
         "Whether the newest checkpoints were saved from this trainer"
@@ -73,7 +85,7 @@ class RunOnDisk:
         mine:bool, # Has this trainer saved the newest?
         verify:str, # As for `CheckpointStore.load`
     ): # Weights and state, or None for a fresh start
-        "What there is to go on from"
+        "What there is to go on from; for main to ask"
         self.store.run_id = self.run_id if mine else None
         if resume == 'never': return None
         is_here = mine or resume in ('auto', 'must') or self._is_own(resume)
@@ -146,11 +158,17 @@ class RunOnDisk:
         metrics:dict, # What was measured with these weights
         about:dict, # More facts for the manifest
     ): # Path of the checkpoint
-        "Write a checkpoint"
+        "Let main write a checkpoint; an error there reaches all"
+        write = lambda: self._write(trainer, weights, state, epoch, metrics, about)
+        path,self.run_id = self.ranks.from_main(write)
+        self.trainer = weakref.ref(trainer)
+        return Path(path)
+
+    def _write(self, trainer, weights, state, epoch, metrics, about):
         pattern = self.options['pattern']
         self.store.pattern = pattern if set(metrics_of(pattern)) <= metrics.keys() else STEP_NAME
         facts = dict(fit=state['position']['fit'], monitor=self.options['monitor'], mode=self.options['mode'])
         facts |= ({'branch': self.branch} if self.branch else {}) | about
-        path = self.store.save(weights, state, updates_of_run(trainer), epoch, metrics=metrics, info=facts)
-        self.trainer,self.run_id = weakref.ref(trainer),self.store.run_id
-        return path
+        path = self.store.save(weights, state, updates_of_run(trainer), epoch, metrics=metrics,
+                               world_size=self.ranks.size, info=facts)
+        return str(path),self.store.run_id

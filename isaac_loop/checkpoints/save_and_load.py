@@ -15,6 +15,7 @@ from ..basics.checks import did_you_mean, warn
 from ..loop.fitting import ready_optimizer
 from ..loop.history import updates_of_run
 from ..loop.monitor import mode_of
+from ..loop.ranks import here
 from ..state.run_checks import check_fits, check_is_run
 from ..state.run_state import put_position, put_random, put_state, take_state
 from ..state.errors import NoValidCheckpoint
@@ -31,12 +32,13 @@ _INSIDE = ('`trainer.save` was called inside a fit, where it cannot know at whic
 def save(self:Trainer,
     folder, # Where; made if missing
     **metrics, # Numbers to keep beside it
-): # Path of the checkpoint
-    "Save everything of this run into a checkpoint, between two fits"
+): # Path of the checkpoint; None in processes other than main, which write nothing
+    "Save everything of this run into a checkpoint, between two fits; of several processes main does it"
     if not hasattr(self, 'n_epochs'):
         raise RuntimeError(_UNTRAINED)
     if self._fitting:
         raise RuntimeError(_INSIDE)
+    if here()[0]: return None
     weights,state = take_state(self, self.n_epochs, finished=True, copy=False)
     if self._broken: state['position']['by_hand'] = True # The last fit did not end
     with CheckpointStore(folder) as store:

@@ -31,20 +31,35 @@ class When:
             raise ValueError(_NO_RULE.format(every))
         self.seconds = every.total_seconds() if isinstance(every, datetime.timedelta) else math.inf
 
+        self.saves = 0
+
     def start(self, trainer):
         "Note that it was saved just now"
-        self.saved_at,self.updates = time.monotonic(),trainer.n_updates
+        self.saved_at,self.updates,self.saves = time.monotonic(),trainer.n_updates,self.saves+1
 
-    def after_batch(self, trainer):
-        "Whether to save between two batches"
+    def _is_due(self, trainer):
+        "What the rule says in this process"
         is_new = trainer.n_updates != self.updates
         if callable(self.every): return is_new and bool(self.every(trainer))
         if isinstance(self.every, Integral): return is_new and trainer.n_updates % self.every == 0
         return time.monotonic()-self.saved_at >= self.seconds
 
+    def _alike(self, trainer):
+        "Whether the rule says the same in every process"
+        return isinstance(self.every, (str, Integral)) or trainer.ranks.size == 1
+
+    def after_batch(self, trainer):
+        "Whether to save between two batches; main says when it is time, and all know after the next update"
+        if self._alike(trainer): return self._is_due(trainer)
+        ranks = trainer.ranks
+        wish = self.saves if ranks.is_main and self._is_due(trainer) else None
+        return ranks.soon('save', wish) == self.saves
+
     def after_epoch(self, trainer):
         "Whether to save between two epochs"
-        return self.every == 'epoch' or self.after_batch(trainer)
+        if self.every == 'epoch': return True
+        if self._alike(trainer): return self._is_due(trainer)
+        return trainer.ranks.from_main(lambda: self._is_due(trainer))
 
 # %% ../../nbs/checkpoints/03_when_to_save.ipynb #a7744ee4
 def _numbers_in(row):

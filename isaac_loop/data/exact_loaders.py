@@ -24,6 +24,7 @@ _NOT_IN_ORDER = ('`in_order=False` lets the fastest worker come first, so a run 
 
 class ExactLoader(Resumable, DataLoader):
     "A `DataLoader` for datasets with a length whose batches follow from seed, epoch and position alone"
+    drawn = False # Was the seed drawn for this fit? Then a run that goes on brings its own
     def __init__(self,
         dataset, # Has `__len__`, and `__getitem__` or `__getitems__`
         batch_size:int, # Rows of a batch: in each process, or in all together if `whole`
@@ -144,6 +145,7 @@ def load_state_dict(self:ExactLoader,
     state:dict, # What `state_dict` gave
 ):
     "Go on from a saved position in the next pass"
+    if self.drawn: self.seed = self.batch_sampler.seed = state['seed']
     changed = changes(state, _identity(self))
     check_same({name: changed[name] for name in _ORDER if name in changed}, state['samples'])
     others = {name: changed[name] for name in _BATCHES if name in changed}

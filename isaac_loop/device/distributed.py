@@ -181,8 +181,8 @@ class DistributedJoin:
         "The loader of `dls` called `name`, of which this process now reads a part"
         seed = ranks.from_main(lambda: random.SystemRandom().randrange(2**31))
         exact = exact_instead(dl, seed, ranks.size, f'dls.{name}')
-        drawn = exact is not dl and name == 'train' and ranks.is_main
-        if drawn: say(_SEED.format(name, seed))
+        if exact is not dl: exact.drawn = True
+        if exact.drawn and name == 'train' and ranks.is_main: say(_SEED.format(name, seed))
         self._give_back.append(share_exact(exact, ranks.rank, ranks.size, self.batch, f'dls.{name}'))
         setattr(dls, name, exact)
         self._give_back.append(lambda: setattr(dls, name, dl))
@@ -195,6 +195,9 @@ class DistributedJoin:
         ranks,trainer.ranks = trainer.ranks,Ranks()
         try:
             if ranks.size > 1 and not ranks.is_broken: mains_random_numbers(ranks)
+        except BaseException as error: # A signal, whose handlers are the program's own again
+            ranks.fail(error)
+            raise
         finally:
             for give_back in self._give_back: give_back()
             self._give_back = []
@@ -355,13 +358,36 @@ class DistributedSync:
         for p,old in self._aside or (): p.grad = old
         self._forget()
 
+    @property
+    def gathered(self):
+        "What the gradients weigh that wait for an update"
+        return self.weight
+
+    @gathered.setter
+    def gathered(self, weight):
+        self.weight,self._aside = weight,self._aside or []
+
     def state_dict(self):
-        "What the gradients gathered so far weigh"
-        return dict(weight=self.weight)
+        "What gradients that wait for an update weigh, and those from before; nothing between two updates"
+        if self._exchange is None or self._aside is None: return {}
+        aside = {id(p): grad for p,grad in self._aside}
+        weight = float(self.weight)
+        return dict(weight=weight, aside=[_copy_of(aside.get(id(p))) for p in self._exchange.params])
 
     def load_state_dict(self, state):
         "Go on with gradients that were gathered"
-        self.weight = state['weight']
+        if self._exchange is None or not state: return
+        pairs = zip(self._exchange.params, state['aside'], strict=True)
+        aside = [(p, grad.to(p.device, copy=True)) for p,grad in pairs if grad is not None]
+        self.weight,self._aside = state['weight'],aside
+
+    def shared_state(self, states, rank, size):
+        "What the gradients of all processes together weigh goes to main, and with it the gradients"
+        there = [state for state in states if state]
+        if not there: return {}
+        return dict(weight=sum(state['weight'] for state in there)*(rank == 0), aside=there[0]['aside'])
+
+def _copy_of(grad): return None if grad is None else grad.detach().clone()
 
 def _leave_out():
     raise CancelStepException('this process has none of the rows of this batch')
@@ -411,8 +437,9 @@ class DistributedWatch:
         if agreed is not None and level_of(agreed) > level_of(error): raise agreed
 
     def _tell(self, trainer, error):
-        "Tell the others of an error; an interrupt that all have agreed on is none"
+        "Tell the others of an error; an interrupt that all have agreed on is none, but a second Ctrl-C is"
         agreed = isinstance(error, _INTERRUPTS) and trainer.ranks.soon('interrupt') is not None
+        agreed = agreed and not any(offered(trainer, 'hurried'))
         if not agreed: trainer.ranks.fail(error)
 
     def after_epoch(self, trainer):

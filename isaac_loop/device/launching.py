@@ -5,18 +5,20 @@
 # %% auto #0
 __all__ = ['launch']
 
-# %% ../../nbs/device/50_launching.ipynb #d1dd57d9
-import gc, multiprocessing, os, pickle, socket, threading, time, traceback
+# %% ../../nbs/device/50_launching.ipynb #e0662340
+import gc, multiprocessing, os, socket, threading, time, traceback
 from contextlib import closing
+from multiprocessing.reduction import ForkingPickler
 
 import torch
 
 from ..basics.checks import check_count
 
-# %% ../../nbs/device/50_launching.ipynb #0fb6df1b
+# %% ../../nbs/device/50_launching.ipynb #c597b4eb
 def _begin(rank, size, port):
     "Make a copy of a process one of several"
-    gc.freeze() # To collect what belongs to the parent, such as its stores, would end this process
+    gc.freeze() # What the parent has thrown away, such as a store with its thread, cannot be tidied up here
+    gc.enable()
     torch.set_num_threads(1)
     where = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size,
                  LOCAL_WORLD_SIZE=size, TORCHELASTIC_USE_AGENT_STORE=True) # The store is in the parent
@@ -29,10 +31,14 @@ def _end_with(parent):
     parent.join()
     os._exit(1)
 
+def dumps(x):
+    "What is sent between a process and its parent, as bytes"
+    return bytes(ForkingPickler.dumps(x))
+
 def _run(f, args, rank, size, port, answer):
     "Call `f`, and send what it returns, or its error"
     _begin(rank, size, port)
-    try: told = pickle.dumps(('result', f(*args)))
+    try: told = dumps(('result', f(*args)))
     except BaseException as error: told = _dumped(error)
     answer.send_bytes(told)
     answer.close()
@@ -41,19 +47,18 @@ def _dumped(error):
     "An error as bytes, with where it was raised; a `RuntimeError` in its place if it cannot be sent"
     text = ''.join(traceback.format_exception(error))
     try:
-        told = pickle.dumps(('error', error, getattr(error, '__notes__', []), text, time.time()))
-        pickle.loads(told) # Some can be written and not read
+        told = dumps(('error', error, getattr(error, '__notes__', []), text, time.time()))
+        ForkingPickler.loads(told) # Some can be written and not read
         return told
     except Exception:
         plain = RuntimeError(f'{type(error).__name__}: {error}')
-        return pickle.dumps(('error', plain, [], text, time.time()))
+        return dumps(('error', plain, [], text, time.time()))
 
-# %% ../../nbs/device/50_launching.ipynb #84985a7f
-_GONE = ('Process {rank} of {size} ended with exit code {code} and without an answer, so what `{name}` '
-         'returned there is lost. A negative code is the signal that ended it; -9 is often a lack of '
-         'memory.')
-_TOO_LONG = ('`{name}` was not done within {timeout:g} s in process {ranks} of {size}, and all were '
-             'ended. Do they wait for each other? Pass a longer `timeout` if they only need the time.')
+# %% ../../nbs/device/50_launching.ipynb #c0465951
+_GONE = ('Process {rank} of {size} ended with exit code {code} and without an answer, so what `{name}` returned there is '
+         'lost. A negative code is the signal that ended it; -9 is often a lack of memory.')
+_TOO_LONG = ('`{name}` was not done within {timeout:g} s in process {ranks} of {size}, and all were ended. Do they wait '
+             'for each other? Pass a longer `timeout` if they only need the time.')
 
 def _free_port():
     with closing(socket.socket()) as s:
@@ -80,13 +85,13 @@ def _collect(processes, answers, name, timeout):
     return told
 
 def _received(answer, process, rank, size, name):
-    try: return pickle.loads(answer.recv_bytes())
+    try: return ForkingPickler.loads(answer.recv_bytes())
     except EOFError:
         process.join()
         gone = RuntimeError(_GONE.format(rank=rank, size=size, code=process.exitcode, name=name))
         return 'error',gone,[],'',time.time()
 
-# %% ../../nbs/device/50_launching.ipynb #c6100d45
+# %% ../../nbs/device/50_launching.ipynb #8c567f74
 def launch(
     f, # Runs in each process; it finds its rank in the environment, as under torchrun
     n_processes:int, # How many
@@ -105,7 +110,7 @@ def launch(
     processes = [start(rank) for rank in range(size)]
     try:
         for process,(_,sender) in zip(processes, pipes):
-            process.start()
+            _start(process)
             sender.close() # So that the end of a process is the end of its pipe
         told = _collect(processes, [o for o,_ in pipes], getattr(f, '__name__', repr(f)), timeout)
     finally:
@@ -118,6 +123,14 @@ def launch(
 def _import_before_copying():
     "Have what the first optimizer imports, which takes seconds, in memory before it is copied"
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+def _start(process):
+    "Begin a process; nothing is tidied up before it knows what is its own"
+    tidies = gc.isenabled()
+    gc.disable()
+    try: process.start()
+    finally:
+        if tidies: gc.enable()
 
 def _first_real(errors):
     "The error that came first, of those that do not only tell of another process"

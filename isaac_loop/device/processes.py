@@ -80,9 +80,12 @@ class ProcessRanks(Ranks):
     def is_broken(self): return self._broken is not None
 
     def agree(self, n_wishes=None): # How many wishes all have together, if that is known
-        "Let all processes know of all wishes"
-        self._heard = self.gather(self._wishes) if n_wishes is None or n_wishes else []
-        self._wishes,self._known = {},{}
+        "Let all processes know of all wishes; that for an interrupt stays known"
+        if n_wishes is None or n_wishes: # A signal may write a wish down at any moment
+            wishes,self._wishes = self._wishes,{}
+            self._heard = self.gather(wishes)
+        else: self._heard = []
+        self._known = {name: value for name,value in self._known.items() if name == 'interrupt'}
         for wishes in self._heard: self._known = wishes | self._known # The first process that wishes counts
         return self._known
 
@@ -180,8 +183,8 @@ class ProcessRanks(Ranks):
         "Part in good order"
         if self._broken is not None: return
         gc.collect() # What still holds on to the group would end the program at its exit
-        self.total(torch.zeros(1)) # Nobody goes while others still ask
-        self.close()
+        try: self.total(torch.zeros(1)) # Nobody goes while others still ask
+        finally: self.close()
 
     def close(self):
         "Close the connections; whoever waits for this process finds that out at once"
@@ -232,5 +235,6 @@ _NOT_FOUND = ('The other processes could not be found within {seconds:g} s: {err
               'running, with the same MASTER_ADDR and MASTER_PORT?')
 
 def _next_name():
+    "A name that the store has not seen; torchrun keeps it when it begins processes again"
     _n_groups[0] += 1
-    return f'isaac_loop/{_n_groups[0]}'
+    return f'isaac_loop/{os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)}/{_n_groups[0]}'

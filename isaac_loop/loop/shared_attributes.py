@@ -71,6 +71,12 @@ OFFERS = {
         'what a loss is a mean over: a word, or a function of the batch'),
     'closes_update': ('who gathers gradients of several batches, such as `AccumulationCB`', '`DistributedCB`',
         'a method of the trainer that says whether an update comes after this batch'),
+    'gathered': ('who puts gradients of several processes together, `DistributedSync`', '`AccumulationCB`',
+        'what the gradients weigh that wait for an update; to read, and to set in a run that goes on'),
+    'shared_state': ('who counts something in a pass, such as `MetricsCB` and `AccumulationCB`',
+        'a run that goes on with another number of processes',
+        'a method of the states of all processes, the number of this one, and how many there are now: '
+        'what this process goes on from'),
     'callbacks': ('a group, such as `CoreCBs`', '`add_callbacks`', 'its members, which come and go with it'),
     'state_dict': ('who has something to remember', 'whoever saves the run',
         'a method that gives its state as plain data and tensors; together with `load_state_dict`'),

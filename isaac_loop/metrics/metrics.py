@@ -19,6 +19,7 @@ from ..basics.old_names import old_words
 from ..loop.events import Order, callback_name
 from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
+from .any_metric import MeanOf, MetricOn
 from .any_metric import add_columns, check_apart, check_no_options, check_train_names
 from .any_metric import named_metrics, update_metric
 from .losses import Losses, are_sums, check_weigh, ended_in_error, has_no_rows, mean_loss
@@ -50,6 +51,7 @@ class MetricsCB:
     def before_fit(self, trainer):
         "Forget the last run, and put the metrics where the model is"
         self._losses,self._epoch,self._lines = None,None,Lines(say)
+        self._summed = are_sums(getattr(trainer, 'loss_func', None), self.weigh)
         _check_owners(getattr(trainer, 'callbacks', ()))
         for name,m in self.metrics.items() if trainer.ranks.size > 1 else (): check_merges(name, m)
         copies = copy.deepcopy(self.metrics) if self.train_metrics else {}
@@ -202,3 +204,59 @@ def load_state_dict(self:MetricsCB,
     if state['losses'] is None: return
     self._losses = Losses()
     self._losses.load_state_dict(state['losses'])
+
+# %% ../../nbs/metrics/10_metrics.ipynb #9dadba3c
+_NO_MERGE = ('The metric `{}`, a {}, has no `merge_state`, so what several processes have gathered cannot be '
+             'put together to go on with another number of them. Go on with as many as before, or from a '
+             'checkpoint between two epochs.')
+
+def _merge(name, m, others):
+    "Let a metric have gathered what others have, too"
+    if isinstance(m, MetricOn): _merge(name, m.metric, [o.metric for o in others])
+    elif isinstance(m, MeanOf): m.total,m.n = _sums([m, *others], 'total', 'n')
+    elif not hasattr(m, 'merge_state'): raise ResumeMismatch(_NO_MERGE.format(name, type(m).__name__))
+    elif hasattr(m, '_defaults'): # Of torchmetrics
+        for other in others: m.merge_state(other)
+    else: m.merge_state(others)
+
+def _sums(metrics, *names): return (sum(getattr(m, name) for m in metrics) for name in names)
+
+def _merged(name, m, states):
+    "The state of a metric that has gathered what several have; with no states that of a new one"
+    copies = [copy.deepcopy(m) for _ in states] or [copy.deepcopy(m)]
+    if not states: copies[0].reset()
+    for one,state in zip(copies, states): load_metric(one, state)
+    if len(copies) > 1: _merge(name, copies[0], copies[1:])
+    return metric_state(copies[0])
+
+def _one_loss(parts, summed):
+    "What pairs of loss and size are together"
+    size = sum(size for _,size in parts)
+    if summed: return sum(loss for loss,_ in parts),size
+    return (sum(loss*size for loss,size in parts if size)/size if size else parts[0][0]), size
+
+def _losses_of_all(states, summed):
+    "The losses of several processes, one for each batch"
+    parts = {}
+    for state in states:
+        columns = [state['values'][name].double().tolist() for name in ('loss', 'size')]
+        for batch,*pair in zip(state['batches'].tolist(), *columns): parts.setdefault(batch, []).append(pair)
+    found = [_one_loss(parts[batch], summed) for batch in sorted(parts)]
+    loss,size = (torch.tensor(column, dtype=torch.float64) for column in zip(*found))
+    return dict(values=dict(loss=loss, size=size), batches=torch.tensor(sorted(parts)))
+
+@patch
+def shared_state(self:MetricsCB,
+    states:list, # What `state_dict` gave in each process
+    rank:int, # Number of this process
+    size:int, # How many there are now
+)->dict: # What this process goes on from
+    "Losses and metrics of a pass for another number of processes"
+    there = [state for state in states if state['losses'] is not None and len(state['losses']['batches'])]
+    if not there: return states[0]
+    metrics = {name: m for of_pass in self._by_pass.values() for name,m in of_pass.items()}
+    taken = [] if rank else [state['metrics'] for state in there]
+    metrics = {name: _merged(name, m, [o[name] for o in taken]) for name,m in metrics.items()}
+    losses = _losses_of_all([state['losses'] for state in there], self._summed)
+    if rank: losses['values'] = {name: torch.zeros_like(x) for name,x in losses['values'].items()}
+    return states[0] | dict(metrics=metrics, losses=losses)

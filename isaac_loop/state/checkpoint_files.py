@@ -20,7 +20,7 @@ from .errors import NoValidCheckpoint, UnsaveableState
 from .plain_state import plain
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #92c3ca7a
-FORMAT = 1 # Number of the layout that this version writes
+FORMAT = 2 # Number of the layout that this version writes; the first knew one process only
 MODEL_FILE,STATE_FILE,MANIFEST_FILE = 'model.safetensors','state.pt','manifest.json'
 CONTENT = (MODEL_FILE, STATE_FILE) # `pack` makes their bytes, `Checkpoint.read` reads them
 FILES = (*CONTENT, MANIFEST_FILE)

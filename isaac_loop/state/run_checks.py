@@ -50,7 +50,18 @@ def _faults(state):
     yield from _lacking(state, _RUN)
     opts,position = (state[o] if isinstance(state[o], dict) else {} for o in ('opts', 'position'))
     yield from _lacking(opts, {name: dict(state=dict, param_groups=list) for name in opts}, "state['opts']")
+    if 'world_size' in state: yield from _of_processes(state)
     if position.get('batches'): yield from _lacking(state, dict(pass_start=dict(generators=dict, **_RANDOM)))
+
+def _of_processes(state):
+    "What is wrong with what other processes have left beside main's"
+    yield from _lacking(state, dict(world_size=int, ranks=list))
+    size,others = state['world_size'],state.get('ranks')
+    if not isinstance(size, int) or not isinstance(others, list): return
+    if len(others) != size-1: yield f"state['ranks'] has {len(others)} entries for {size} processes"
+    for i,other in enumerate(others):
+        is_one = isinstance(other, dict)
+        yield from _lacking(other if is_one else {}, dict(parts=list, without=list), f"state['ranks'][{i}]")
 
 def check_is_run(
     state, # What a checkpoint holds
@@ -113,6 +124,7 @@ def _orders(trainer, state):
     else:
         was,now = state['loaders'].get('train') or {},loader.state_dict()
         names = ('seed', 'n', 'shuffle') if 'samples' in was else ('seed', 'batch_size')
+        if getattr(loader, 'drawn', False): names = names[1:]
     for line in _changed(was, now, names): yield f'`dls.train`: {line}; {_HALF_AN_EPOCH}'
 
 def _saved_data(state, name): return state.get('data', {}).get(name, {})
@@ -157,7 +169,7 @@ def check_fits(
     if lines or (others and strict):
         raise ResumeMismatch(_MISMATCH.format(_as_list(lines+others), _ON_PURPOSE*(not lines)))
     if others: warn(_OTHER_DATA.format('; '.join(others)))
-    if strict: _check_callbacks(list(state['callbacks']), list(stateful_callbacks(trainer)))
+    if strict: _check_callbacks(state['callbacks'], stateful_callbacks(trainer))
 
 def _wrong(trainer, weights, state):
     "A line for everything that would make the result wrong in any case"
@@ -167,7 +179,13 @@ def _wrong(trainer, weights, state):
     for compare in (_groups, _lengths, _loader_kinds, _orders): yield from compare(trainer, state)
 
 def _check_callbacks(saved, now):
-    "Refuse a state without a callback, and a callback without its state"
-    lost,new = [o for o in saved if o not in now],[o for o in now if o not in saved]
+    "Refuse a state without a callback, and a callback without its state; nothing is lost where there is none"
+    lost = [name for name,state in saved.items() if name not in now and state != {}]
+    new = [name for name,cb in now.items() if name not in saved and _has_state(cb)]
     told = [f'nobody takes the state of {lost}']*bool(lost) + [f'{new} would start anew']*bool(new)
-    if told: raise StateOwnerMissing(_OTHER_CALLBACKS.format(saved, now, ', and '.join(told)))
+    if told: raise StateOwnerMissing(_OTHER_CALLBACKS.format(list(saved), list(now), ', and '.join(told)))
+
+def _has_state(callback):
+    "Whether a callback tells anything about itself at present; who cannot tell yet may have something"
+    try: return callback.state_dict() != {}
+    except Exception: return True

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ..basics.output import say
 from ..basics.settings import show_settings
 from ..loop.events import CancelException, Order
+from ..loop.ranks import Ranks
 
 # %% ../../nbs/stop/30_interrupts.ipynb #b9ec773a
 class InterruptCB:
@@ -22,13 +23,13 @@ class InterruptCB:
     order = Order.RECORD
     stateless = True
     hurried = False # Has Ctrl-C come twice? Then nothing is to be saved any more
-    _noted,_pid = None,None
+    _noted,_pid,_ranks = None,None,Ranks()
     _old,_loader = {},None
     __repr__ = show_settings
 
     def before_fit(self, trainer):
         "Note signals instead of breaking off"
-        self.hurried,self._noted = False,None
+        self.hurried,self._noted,self._ranks = False,None,trainer.ranks
         self._pid,self._old = os.getpid(),{}
         trainer.interrupted = 0
         trainer.epochs = self._watched(trainer, trainer.epochs, _after_epoch)
@@ -42,6 +43,7 @@ class InterruptCB:
             self.hurried = True
             raise KeyboardInterrupt('the second Ctrl-C: training broke off inside a batch')
         self._noted = signum
+        self._ranks.soon('interrupt', int(signum)) # One process is enough: all leave after the same batch
         _say_at_once(_SOON[signum])
 
 _SOON = {signal.SIGINT: 'Ctrl-C: training stops after this batch; Ctrl-C again breaks off at once',
@@ -77,33 +79,40 @@ def _leave(signum, what):
 # %% ../../nbs/stop/30_interrupts.ipynb #aad6b3db
 @patch
 def cleanup_batch(self:InterruptCB, trainer):
-    "See whether a signal has come"
-    trainer.interrupted = self._noted or 0
+    "See whether a signal has come; of several processes to any, and all know of it"
+    trainer.interrupted = _known(trainer, self._noted)
+
+def _known(trainer, noted): return trainer.ranks.soon('interrupt', noted and int(noted)) or 0
 
 @patch
 def log(self:InterruptCB, trainer):
     "See whether a signal has come"
-    trainer.interrupted = self._noted or 0
+    trainer.interrupted = _known(trainer, self._noted)
 
 @patch
 def cleanup_fit(self:InterruptCB, trainer):
     "Put the old handlers back, and leave if a signal was not obeyed yet"
     for signum,handler in self._old.items():
         signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-    self._old,trainer.interrupted = {},None
-    _tell(trainer.exception)
+    self._old,trainer.interrupted,self._ranks = {},None,Ranks()
+    if trainer.ranks.is_main: _tell(trainer.exception)
     is_over = trainer.exception is None or isinstance(trainer.exception, CancelException)
-    if self._noted and is_over: _leave_in_the_end(self._noted)
+    came = self._noted if trainer.ranks.size == 1 else _any_noted(trainer, self._noted, is_over)
+    if came and is_over: _leave_in_the_end(came, trainer.ranks.is_main)
+
+def _any_noted(trainer, noted, is_over):
+    "What has come to any process of a fit that is at its end"
+    return next(filter(None, trainer.ranks.gather(noted and int(noted))), None) if is_over else None
 
 def _tell(error):
     "Say why this process ends: Python says nothing about `SystemExit`"
     if not isinstance(error, SystemExit) or error.code != 143: return
     say(*getattr(error, '__notes__', ()), sep='\n', file=sys.stderr)
 
-def _leave_in_the_end(signum):
+def _leave_in_the_end(signum, tells):
     try: _leave(signum, 'the fit was at its end, so nothing is missing')
     except SystemExit as error:
-        _tell(error)
+        if tells: _tell(error)
         raise
 
 # %% ../../nbs/stop/30_interrupts.ipynb #bcf8ad7c

@@ -16,6 +16,7 @@ from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
 from ..loop.events import CancelBatchException, CancelStepException, Order
 from ..loop.passes import parts_of
+from ..loop.shared_attributes import offering
 from .closures import refuse_closure
 from .example_losses import reduction_of
 from .optimizer_options import parameters_of
@@ -64,13 +65,15 @@ class AccumulationCB:
     ):
         self.n_batches = check_count(n_batches, 'n_batches', 'the batches for an update are counted')
         if not callable(weigh): check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), also=_A_FUNCTION)
-        self.weigh,self._params,self._several = weigh,None,False
+        self.weigh,self._params = weigh,None
+        self._several,self._exchange = False,None
         self._forget()
 
     def before_fit(self, trainer):
         "Lower the number of updates that schedules expect"
-        self._several = trainer.ranks.size > 1 # Then whoever exchanges gradients weighs and divides
         if self.weigh == 'samples' and reduction_of(trainer.loss_func) == 'sum': raise ValueError(_IS_A_SUM)
+        self._several = trainer.ranks.size > 1 # Then whoever exchanges gradients weighs and divides
+        self._exchange = next(iter(offering(trainer, 'gathered')), None) if self._several else None
         refuse_closure(trainer, type(self).__name__, ', and each would need all the batches')
         self._forget()
         self._params = partial(parameters_of, trainer)
@@ -198,7 +201,9 @@ def state_dict(self:AccumulationCB)->dict: # Numbers and tensors; no gradients b
     params = self._params() if self.n else []
     aside = {id(p): grad for p,grad in self._aside or ()}
     grads = dict(grads=[_copied(p.grad) for p in params], aside=[_copied(aside.get(id(p))) for p in params])
-    return dict(n=self.n, total=_copied(self.total), first=_copied(self._first), **grads)
+    total,first = self.total,self._first
+    if self._exchange is not None: total,first = self._exchange.gathered,1. # It weighs by what is counted
+    return dict(n=self.n, total=_copied(total), first=_copied(first), **grads)
 
 @patch
 def load_state_dict(self:AccumulationCB,
@@ -209,7 +214,37 @@ def load_state_dict(self:AccumulationCB,
     self._forget()
     self.n,self.total,self._first = state['n'],state['total'],state['first']
     if not self.n: return
+    if self._exchange is not None: self._exchange.gathered = _counted(state)
     params = self._params()
     for p,grad in zip(params, state['grads'], strict=True): p.grad = _like(p, grad)
     pairs = zip(params, state['aside'], strict=True)
     self._aside = [(p, _like(p, grad)) for p,grad in pairs if grad is not None]
+
+# %% ../../nbs/train/20_accumulation.ipynb #f883cfe5
+def _first_of(state): return 1. if state['first'] is None else float(state['first']) or 1.
+
+def _counted(state):
+    "What the gradients of a window weigh, in what is counted, such as rows"
+    return float(state['total'])*_first_of(state)
+
+def _times(grad, factor): return None if grad is None else grad*factor
+
+def _together(grads):
+    "The sum of gradients, of which some are None"
+    there = [grad for grad in grads if grad is not None]
+    return sum(there[1:], start=there[0]) if there else None
+
+@patch
+def shared_state(self:AccumulationCB,
+    states:list, # What `state_dict` gave in each process
+    rank:int, # Number of this process
+    size:int, # How many there are now
+)->dict: # What this process goes on from
+    "The open window for another number of processes: main has all of it, the others begin with nothing"
+    there = [state for state in states if state['n']]
+    if not there: return states[0]
+    n,nothing = max(state['n'] for state in there),[None]*len(there[0]['grads'])
+    if rank: return dict(n=n, total=0., first=1., grads=nothing, aside=nothing)
+    scaled = [[_times(grad, _first_of(state)) for grad in state['grads']] for state in there]
+    grads,weight = [_together(o) for o in zip(*scaled)],sum(map(_counted, there))
+    return dict(n=n, total=weight, first=1., grads=grads, aside=there[0]['aside'])

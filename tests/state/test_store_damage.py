@@ -16,7 +16,7 @@ from torch import nn
 from isaac_loop.state import checkpoint_files
 from safetensors.torch import save as save_tensors
 from isaac_loop.state.errors import CheckpointCorrupt, CheckpointFormatTooNew, NoValidCheckpoint
-from isaac_loop.state.checkpoint_files import load_weights
+from isaac_loop.state.checkpoint_files import FORMAT, load_weights
 from isaac_loop.state.store import CheckpointStore
 from stores import FILES, make, manifest_of, quiet_load, save
 
@@ -57,7 +57,7 @@ def damages():
             f"{file} a folder",
             lambda folder, file=file: ((folder / file).unlink(), (folder / file).mkdir()),
         )
-    yield "future format", lambda folder: edit(folder, format=2)
+    yield "future format", lambda folder: edit(folder, format=FORMAT + 1)
     yield (
         "a manifest that says other sizes",
         lambda folder: edit(
