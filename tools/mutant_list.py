@@ -235,7 +235,7 @@ MUTANTS = [
     # The history and what watches it
     Mutant(
         "what is measured in mid-epoch is told to nobody",
-        "EvaluatorCB.after_batch",
+        "EvaluatorCB._after_update",
         "trainer.write_measured(**row)",
         "trainer.history.write(**row)",
         ["test_one_epoch_without_end_is_steered_like_epochs_that_end_at_each_measurement"],

@@ -83,7 +83,8 @@ class CapturePredsCB:
     rows = None # Numbers of the loader's rows in the dataset, where known
     _begun = _complete = None # The pass whose beginning it has seen, and the one of which it has everything
     _structure = None # What a part looks like
-    _parts = _positions = _batch_losses = _shares = _devices = () # A cancel may come before its turn
+    _parts = _positions = _shares = () # A cancel may come before its turn
+    _batch_losses = _devices = ()
     __repr__ = show_settings
     def __init__(self,
         with_inputs:bool=False, # Also keep what the model was given?
@@ -177,7 +178,9 @@ class CapturePredsCB:
             self._write(trainer)
         self._forget()
 
-    def _forget(self): self._parts,self._positions,self._batch_losses,self._shares = [],[],[],[]
+    def _forget(self):
+        self._parts,self._positions,self._shares = [],[],[]
+        self._batch_losses = []
 
     def _captured(self, trainer, stage, with_loss):
         "What was asked for at this `stage` of the training, if it was captured"

@@ -73,7 +73,7 @@ def _means_of(shares):
         sizes = [size for _,size,_ in shares]
         total = sum(value*n for value,n in zip(values, sizes))
         if values[0].is_floating_point(): values[0] = total/max(sum(sizes), 1)
-        for o,value in zip(leaves, [values[0], *[LEFT_OUT]*len(shares)]): o[column] = value
+        for share,value in zip(leaves, [values[0], *[LEFT_OUT]*len(shares)]): share[column] = value
     return leaves
 
 def from_all(

@@ -127,7 +127,7 @@ class Padded(nn.Module):
 @pytest.mark.shows("NEMO-46")
 @pytest.mark.parametrize("padded", [False, True])
 def test_structures_and_rows_of_unequal_length_are_gathered(padded):
-    "Padded to the longest row of each share, which may be shorter than that of the batch: the values are the same"
+    "Padded to the longest row of the share, which may not be that of the batch: the values are the same"
 
     def ask(t):
         said = t.get_preds().preds
