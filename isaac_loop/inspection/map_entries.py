@@ -61,6 +61,14 @@ _LOOP = { # By event before which it happens, or by step after which: writes, an
     'cleanup_fit': ('exception epochs', ''),
 }
 
+def loops_own(
+    event:str=None, # When; default: at any time
+)->set: # Names of attributes
+    "What the loop itself writes or changes before `event`"
+    rows = _LOOP.values() if event is None else [_LOOP.get(event, ())]
+    taken = {'preds', 'loss'} if event in (None, 'before_batch') else set()
+    return taken.union(*(names.split() for row in rows for names in row))
+
 def loops_entry(event):
     "What the loop does itself when `event` comes"
     found = Found()
