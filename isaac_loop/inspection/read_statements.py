@@ -60,6 +60,16 @@ def existing(
     "The value of `obj`, with its parts if it is a tuple"
     return Value(live=obj, parts=[existing(o) for o in obj] if type(obj) is tuple and len(obj) < 20 else None)
 
+_PARTS = {'train': 'mode', 'eval': 'mode', 'training': 'mode', 'requires_grad_': 'what is trained',
+          'requires_grad': 'what is trained'} | dict.fromkeys(('to', 'cpu', 'cuda'), 'device or type')
+_PARTS |= dict.fromkeys(('half', 'float', 'double', 'bfloat16'), 'device or type')
+
+def part_of_model(
+    name:str, # Of a method that is called, or of an attribute that is set
+)->str: # Empty for weights
+    "What of a model changes, if not its weights"
+    return 'hooks' if name.startswith('register_') else _PARTS.get(name, '')
+
 class Statements:
     "Follows statements; expressions are another chapter"
     def block(self, statements):
@@ -105,9 +115,10 @@ class Statements:
         yield
         self.doubts = doubts
 
-    def note(self, kind, name, node):
+    def note(self, kind, name, node, part=''):
         "Add a finding"
-        self.found.note(kind, name, self.place_of(node), not self.doubts)
+        if (kind, name) == ('changes', 'model') and not part: part = 'weights'
+        self.found.note(kind, name, self.place_of(node), not self.doubts, part)
 
     def do(self, deed, node):
         "Note a deed"
@@ -233,7 +244,7 @@ class Assignments(Branches):
     def _set(self, owner, name, value, node):
         "`owner.name = value`"
         if owner.is_trainer: self.note('writes', name, node)
-        for path in owner.paths - {()}: self.note('changes', shared(longer(path, name)), node)
+        for path in owner.paths - {()}: self.note('changes', shared(longer(path, name)), node, part_of_model(name))
         if self.kept_by(owner) is not None: self.keep(self.kept_by(owner), name, value)
 
     def _set_entry(self, target):

@@ -31,8 +31,16 @@ class Calls(NewObjects):
         name = getattr(node.func, 'attr', '') or getattr(f.live, '__name__', getattr(node.func, 'id', ''))
         self.found.calls.add(name)
         call = unpacked(Called(name, f, owner, args, named, node))
+        self._note_columns(call)
         if owner.is_trainer and isinstance(f.live, MethodType): return self._of_trainer(call)
         return self.apply(call)
+
+    def _note_columns(self, call):
+        "Names of columns that are written into the history in so many words"
+        into = call.name == 'write' and ('history',) in call.owner.paths
+        if not (into or call.name == 'write_measured' and call.owner.is_trainer): return
+        for name in call.named:
+            if name: self.found.columns.setdefault(name, (self.place_of(call.node), not self.doubts))
 
     def _of_trainer(self, call):
         "A method of the trainer"

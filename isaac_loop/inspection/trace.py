@@ -30,7 +30,7 @@ def _count(before, after):
 
 def _written(text, hint, verb='changed'):
     "What was written, and whether the values are others"
-    if hint == EQUAL: return f'{text} written, {hint}'
+    if hint == EQUAL and verb != 'exchanged': verb = 'written'
     return f'{text} {verb}' + (f', {hint}' if hint else '')
 
 def _change(name, old, new, hints):

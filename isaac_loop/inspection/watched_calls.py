@@ -103,7 +103,7 @@ class WayOut:
 
     def __str__(self):
         found = {'cleanups that run': self.cleanups, 'left out': self.left_out}
-        return '; '.join(f'{what}: {several(texts)}' for what,texts in found.items())
+        return '; '.join(f'{what}: {", ".join(texts) or "none"}' for what,texts in found.items())
 
 def several(
     texts:list, # Any number
