@@ -26,13 +26,14 @@ _UNKNOWN = ('Nobody reads or writes `trainer.{name}` here.{hint} `trainer.map()`
 
 _ALIASES = dict.fromkeys(('weights', 'parameters', 'params', 'buffers'), 'model')
 _ALIASES |= dict.fromkeys(('predictions', 'outputs', 'output', 'logits'), 'preds')
-_ALIASES |= dict.fromkeys(('inputs', 'targets', 'data'), 'batch') | dict.fromkeys(('grads', 'grad'), 'gradients')
+_ALIASES |= dict.fromkeys(('inputs', 'targets'), 'batch') | dict.fromkeys(('grads', 'grad'), 'gradients')
 _ALIASES |= {'optimizer': 'opt', 'learning_rate': 'lr', 'metrics': 'history'} # What people call it otherwise
 
 _A_COLUMN = ('`{name}` is a column of the history, and in no source it stands in so many words who writes it.'
              '{hint} `trainer.who_writes("history")` shows who writes there at all.')
 _HOLDS = ' `{who}` has something of that name.'
-_A_CALLBACK = '`{name}` is a callback and no attribute that one could read or write. `trainer.map({name!r})` shows what it does.'
+_A_CALLBACK = ('`{name}` is a callback and no attribute that somebody could read or write. '
+               '`trainer.map({name!r})` shows what it does.')
 _COLUMN_SAID = '`{}` is a column of the history.'
 _MEANT = '`{}` stands for `{}`.'
 _PARENTHESES = 'In parentheses: under a condition only.'
@@ -72,7 +73,8 @@ class LoopMap:
     def table(self)->Table:
         "The map as a table; for an attribute, its road"
         rows = [entry.row() for entry in self.shown] if self.attribute is None else []
-        columns = ['event', 'callback', *KINDS, *['may leave']*any('may leave' in row for row in rows), 'where']
+        leaves = any('may leave' in row for row in rows)
+        columns = ['event', 'callback', *KINDS, *['may leave']*leaves, 'where']
         if self.attribute is None: return Table(rows, columns)
         return Table([_road_row(entry, self.attribute) for entry in self.shown])
 
@@ -88,8 +90,10 @@ class LoopMap:
 
     def _has_conditions(self):
         "Whether something that is shown stands in parentheses"
-        if self.attribute is not None: return any('(' in entry.does_to(self.attribute) for entry in self.shown)
-        return any('(' in text for entry in self.shown for kind in KINDS for text in entry.names(kind))
+        def texts(entry): return [text for kind in KINDS for text in entry.names(kind)]
+        if self.attribute is None: told = [text for entry in self.shown for text in texts(entry)]
+        else: told = [entry.does_to(self.attribute) for entry in self.shown]
+        return any('(' in text for text in told)
 
     def to_markdown(self)->str:
         "The table of the map as Markdown"
@@ -139,7 +143,7 @@ def _add_seen(
 
 def _meant(trainer, entries, name):
     "The attribute that a name stands for, None for a callback, with the entries to show and what to say"
-    known = {o for entry in entries for kind in KINDS for o in getattr(entry.found, kind)}
+    known = {attribute for entry in entries for kind in KINDS for attribute in getattr(entry.found, kind)}
     mine = [o for o in entries if name in (o.name, f'{o.name}.{o.event}')]
     if name is None or name in known: return name,entries,()
     if mine: return None,mine,()

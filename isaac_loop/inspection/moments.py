@@ -83,7 +83,7 @@ class Moment:
         call:Call, # What has just been called
         number:int, # How many moments came before
         wrote:dict, # What the call has written, or the loop itself: texts by name
-        meanwhile:dict=None, # What was written between the last moment and the call, by the loop and by others
+        meanwhile:dict=None, # What the loop and others wrote between the last moment and the call
         raised:CancelException=None, # The cancel that the call has raised, and which goes on from here
     ):
         self.number,self.event = number,call.event
@@ -148,8 +148,9 @@ def _texts(written): return [f'{name}: {text}' for name,text in written.items()]
 class Moments(list):
     "Several moments, shown as a table"
     def table(self)->Table:
-        "One row for each: where, event, callback, and what it wrote; and rows for what was written in between"
-        return Table([row for moment in self for row in moment.rows()], ['epoch', 'batch', 'event', 'callback', 'wrote'])
+        "One row for each: where, event, callback, and what it wrote; also what was written in between"
+        rows = [row for moment in self for row in moment.rows()]
+        return Table(rows, ['epoch', 'batch', 'event', 'callback', 'wrote'])
 
     def __repr__(self): return str(self.table()) if self else 'no moments'
     def _repr_markdown_(self): return self.table()._repr_markdown_() if self else repr(self)

@@ -177,14 +177,15 @@ class PausedLoop:
         "What a call has written, and what was written between the last moment and the call"
         wrote = differences(before, now, self.trainer, hints=copies.hints(self.trainer))
         again = differences(self.seen, now, self.trainer) # With numbers, which are asked for only now
-        return wrote,{name: text if name in wrote else again.get(name, text) for name,text in meanwhile.items()}
+        left = meanwhile.keys() & again.keys() - wrote.keys()
+        return wrote,meanwhile | {name: again[name] for name in left}
 
     def _by_the_loop(self, call, now):
         "What the loop has written, and what callbacks have if some were passed without a stop"
         found = differences(self.seen, now, self.trainer)
-        if not self.n: found = {name: text for name,text in found.items() if text != 'removed'} # Of another fit
+        if not self.n: found = {k: text for k,text in found.items() if text != 'removed'} # Of another fit
         own = loops_own(call.event) if self.passed else found
-        return [{name: text for name,text in found.items() if (name in own) == mine} for mine in (True, False)]
+        return [{k: text for k,text in found.items() if (k in own) == mine} for mine in (True, False)]
 
     def _check(self):
         "Refuse to go on where the loop could not"

@@ -244,7 +244,8 @@ class Assignments(Branches):
     def _set(self, owner, name, value, node):
         "`owner.name = value`"
         if owner.is_trainer: self.note('writes', name, node)
-        for path in owner.paths - {()}: self.note('changes', shared(longer(path, name)), node, part_of_model(name))
+        for path in owner.paths - {()}:
+            self.note('changes', shared(longer(path, name)), node, part_of_model(name))
         if self.kept_by(owner) is not None: self.keep(self.kept_by(owner), name, value)
 
     def _set_entry(self, target):

@@ -127,7 +127,8 @@ class Found:
         if name.startswith('_') or name == 'plan' or kind == 'changes' and name in NUMBERS: return
         getattr(self, kind).setdefault(name, line)
         if sure: self.sure.add((kind, name))
-        if part: self.parts.setdefault((kind, name), {})[part] = sure or self.parts.get((kind, name), {}).get(part, False)
+        parts = self.parts.setdefault((kind, name), {}) if part else {}
+        if part: parts[part] = sure or parts.get(part, False)
 
     def do(self,
         deed:str, # One of `DEEDS` in known calls, perhaps with the name of an optimizer

@@ -126,7 +126,9 @@ class Tracer:
     def _mark(self):
         "Give what has changed since the last mark to whoever is at work"
         now = marks(self.trainer)
-        if self.open: self.open[-1].changes.update(changes_between(self.last, now, self.copies.hints(self.trainer)))
+        if self.open:
+            hints = self.copies.hints(self.trainer)
+            self.open[-1].changes.update(changes_between(self.last, now, hints))
         self.last,self.copies = now,Copies(self.trainer)
 
 def _now(trainer):
@@ -181,7 +183,8 @@ class Chosen:
 
     def after_epoch(self, trainer):
         "What comes at the end of a pass is not for one that goes on"
-        if self.seen.get(trainer._training, (None, False))[1]: raise CancelEpochException('this batch is enough')
+        _,cut = self.seen.get(trainer._training, (None, False))
+        if cut: raise CancelEpochException('this batch is enough')
 
     def said(self, passes):
         "Which batches are shown"
@@ -209,7 +212,8 @@ class Trace:
     )->Table:
         "One row for each attribute that a step changed, and for each cancel"
         all = self.all if all is None else all
-        return Table([row for step in self.steps if step.changes or step.raised or all for row in step.rows(times)],
+        shown = [step for step in self.steps if step.changes or step.raised or all]
+        return Table([row for step in shown for row in step.rows(times)],
                      ['step', 'callback', *['ms']*times, 'attribute', 'became'])
 
     def __str__(self): return '\n\n'.join(filter(None, [str(self.table()), self.said]))

@@ -206,17 +206,19 @@ def tensors_of(
 )->dict: # Lists by name; those of the model are 'model.weights', 'model.buffers', 'model.gradients'
     "The tensors in the attributes of `trainer`; None where there is no gradient"
     model = vars(trainer).get('model')
-    found = {name: _inside(_value(trainer, name)) for name in _names(trainer) if name not in (*_WHOLE, 'model')}
+    names = [name for name in _names(trainer) if name not in (*_WHOLE, 'model')]
+    found = {name: _inside(_value(trainer, name)) for name in names}
     if isinstance(model, torch.nn.Module):
-        parameters = list(model.parameters())
-        grads = [p.grad for p in parameters]
-        found |= {'model.weights': parameters, 'model.buffers': list(model.buffers()), 'model.gradients': grads}
+        weights,buffers = list(model.parameters()),list(model.buffers())
+        gradients = [p.grad for p in weights]
+        found |= {'model.weights': weights, 'model.buffers': buffers, 'model.gradients': gradients}
     return {name: tensors for name,tensors in found.items() if tensors}
 
 def _inside(x, depth=2):
     if torch.is_tensor(x): return [x]
     if not (depth and is_plain(x)) or len(x) > _MOST: return []
-    return [tensor for o in (x.values() if isinstance(x, dict) else x) for tensor in _inside(o, depth-1)]
+    entries = x.values() if isinstance(x, dict) else x
+    return [tensor for entry in entries for tensor in _inside(entry, depth-1)]
 
 def _is_near(x):
     "Whether a tensor can be copied without waiting for anybody"
