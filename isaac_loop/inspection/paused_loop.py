@@ -18,7 +18,7 @@ from .moments import Moment, OPENINGS, loop_itself
 from .own_modes import Modes
 from .own_signals import Signals
 from .watched_calls import Call, changed_plan
-from .written import Copies, differences, look, no_hint
+from .written import Copies, differences, look
 
 # %% ../../nbs/inspection/28_paused_loop.ipynb #547d4e34
 _MISSING = ('`walk` pauses the loop by means of the package greenlet, which is not installed. '

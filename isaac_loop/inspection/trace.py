@@ -165,7 +165,7 @@ class Chosen:
 
     def before_fit(self, trainer):
         "Let schedules have a length where nobody knows one"
-        try: trainer.total_updates
+        try: _ = trainer.total_updates
         except ValueError: trainer.updates_per_epoch = self.batch+1
 
     def is_shown(self, trainer):

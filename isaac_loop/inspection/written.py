@@ -197,7 +197,7 @@ def _tensor(x, ask):
     return f'{tuple(x.shape)} {str(x.dtype).removeprefix("torch.")}{where}'
 
 # %% ../../nbs/inspection/17_written.ipynb #d7df8d72
-_NUMBERS = 1_000_000 # Numbers that are copied at no great cost
+_NUMBERS = 300_000 # Numbers that are copied at no great cost
 _COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool,
              torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -600,7 +600,7 @@ def test_a_moment_says_what_leaving_would_do():
 @pytest.mark.parametrize("event", ["before_batch", "predict", "after_step", "after_batch", "cleanup_batch"])
 @pytest.mark.parametrize("error", [CancelBatchException, CancelEpochException, CancelFitException])
 def test_what_is_said_about_leaving_is_what_happens(event, error):
-    "Every event has somebody who notes it; after the cancel come the cleanups that were told, and nothing left out"
+    "Somebody notes each event: after the cancel come the cleanups that were told, and nothing left out"
 
     class NoteCB:
         name = "note"
