@@ -16,6 +16,7 @@ from ..basics.tables import Table
 from .map_diagram import diagram, html_table
 from .map_entries import KINDS, all_entries
 from .observing import observe_batch
+from ..loop.events import callback_name
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 
@@ -23,6 +24,19 @@ from ..loop.trainer import Trainer
 _UNKNOWN = ('Nobody reads or writes `trainer.{name}` here.{hint} `trainer.map()` shows what is touched, and '
             '`state_table()` says what there is.')
 
+_ALIASES = dict.fromkeys(('weights', 'parameters', 'params', 'buffers'), 'model')
+_ALIASES |= dict.fromkeys(('predictions', 'outputs', 'output', 'logits'), 'preds')
+_ALIASES |= dict.fromkeys(('inputs', 'targets'), 'batch') | dict.fromkeys(('grads', 'grad'), 'gradients')
+_ALIASES |= {'optimizer': 'opt', 'learning_rate': 'lr', 'metrics': 'history'} # What people call it otherwise
+
+_A_COLUMN = ('`{name}` is a column of the history, and in no source it stands in so many words who writes it.'
+             '{hint} `trainer.who_writes("history")` shows who writes there at all.')
+_HOLDS = ' `{who}` has something of that name.'
+_A_CALLBACK = ('`{name}` is a callback and no attribute that somebody could read or write. '
+               '`trainer.map({name!r})` shows what it does.')
+_COLUMN_SAID = '`{}` is a column of the history.'
+_MEANT = '`{}` stands for `{}`.'
+_PARENTHESES = 'In parentheses: under a condition only.'
 _ENDING = '`{path}` ends in {ending!r}, and a map is written as {known}. Use one of these.'
 _NO_SOURCE = 'What these do beyond that, no source tells: {}.'
 _SEEN = 'Seen in one batch of each pass beyond what the source tells, and added here: {}.'
@@ -33,9 +47,10 @@ class LoopMap:
         entries:list, # In the order in which they run
         attribute:str=None, # To follow this one alone
         observed:list=None, # What was seen beyond the source in a run, as texts; None if nobody watched
+        said:tuple=(), # Further lines below the table
     ):
         self.entries,self.attribute = entries,attribute
-        self.observed = observed
+        self.observed,self.said = observed,said
         known = {name: None for entry in entries for kind in KINDS for name in getattr(entry.found, kind)}
         self.attributes = list(known) # All that is touched
         if attribute is None or attribute in known: return
@@ -57,7 +72,10 @@ class LoopMap:
 
     def table(self)->Table:
         "The map as a table; for an attribute, its road"
-        if self.attribute is None: return Table([entry.row() for entry in self.shown])
+        rows = [entry.row() for entry in self.shown] if self.attribute is None else []
+        leaves = any('may leave' in row for row in rows)
+        columns = ['event', 'callback', *KINDS, *['may leave']*leaves, 'where']
+        if self.attribute is None: return Table(rows, columns)
         return Table([_road_row(entry, self.attribute) for entry in self.shown])
 
     def __str__(self): return '\n\n'.join([str(self.table()), *self._doubts()])
@@ -65,9 +83,17 @@ class LoopMap:
 
     def _doubts(self):
         "Lines about what could not be followed, and what was seen"
-        lines = [_NO_SOURCE.format('; '.join(self.unclear))] if self.unclear else []
+        lines = [*self.said] + ([_PARENTHESES] if self._has_conditions() else [])
+        if self.unclear: lines.append(_NO_SOURCE.format('; '.join(self.unclear)))
         if self.observed is not None: lines.append(_SEEN.format('; '.join(self.observed) or 'nothing'))
         return lines
+
+    def _has_conditions(self):
+        "Whether something that is shown stands in parentheses"
+        def texts(entry): return [text for kind in KINDS for text in entry.names(kind)]
+        if self.attribute is None: told = [text for entry in self.shown for text in texts(entry)]
+        else: told = [entry.does_to(self.attribute) for entry in self.shown]
+        return any('(' in text for text in told)
 
     def to_markdown(self)->str:
         "The table of the map as Markdown"
@@ -79,7 +105,8 @@ class LoopMap:
 
     def to_html(self)->str:
         "The picture, with the table below"
-        doubts = [f'<p style="font-size:85%">{html.escape(text)}</p>' for text in self._doubts()]
+        lines = [text.replace('In parentheses', 'Fainter') for text in self._doubts()]
+        doubts = [f'<p style="font-size:85%">{html.escape(text)}</p>' for text in lines]
         return '\n'.join([self.to_svg(), html_table(self.shown, self.attribute), *doubts])
 
     def save(self,
@@ -98,9 +125,7 @@ class LoopMap:
 
 def _road_row(entry, attribute):
     "What one entry does to one attribute"
-    kinds = [(kind, (kind, attribute) in entry.found.sure) for kind in entry.touches(attribute)]
-    does = ' '.join(kind if sure else f'({kind})' for kind,sure in kinds)
-    return dict(event=entry.event, callback=entry.name, does=does, where=entry.where)
+    return dict(event=entry.when, callback=entry.name, does=entry.does_to(attribute), where=entry.where)
 
 def _add_seen(
     entries:list, # Of a map; get what is missing
@@ -116,20 +141,48 @@ def _add_seen(
             added += [f'`{entry.name}.{entry.event}` {kind} {name}' for name in new]
     return added
 
+def _meant(trainer, entries, name):
+    "The attribute that a name stands for, None for a callback, with the entries to show and what to say"
+    known = {attribute for entry in entries for kind in KINDS for attribute in getattr(entry.found, kind)}
+    mine = [o for o in entries if name in (o.name, f'{o.name}.{o.event}')]
+    if name is None or name in known: return name,entries,()
+    if mine: return None,mine,()
+    if any(name in entry.found.columns for entry in entries): return _as_column(entries, name)
+    if _ALIASES.get(name) in known: return _ALIASES[name],entries,[_MEANT.format(name, _ALIASES[name])]
+    holders = [callback_name(cb) for cb in trainer.callbacks if _holds(cb, name)]
+    if holders or any(name in row for row in trainer.history):
+        hint = _HOLDS.format(who=holders[0]) if holders else ''
+        raise LookupError(_A_COLUMN.format(name=name, hint=hint))
+    return name,entries,() # The map refuses it
+
+def _as_column(entries, name):
+    "The road of a column of the history"
+    for entry in entries:
+        if name in entry.found.columns: entry.found.note('writes', name, *entry.found.columns[name])
+    return name,entries,[_COLUMN_SAID.format(name)]
+
+def _holds(cb, name):
+    "Whether a callback has a dict with an entry of this name, as that of metrics"
+    return any(isinstance(o, dict) and name in o for o in getattr(cb, '__dict__', {}).values())
+
 @patch
 def map(self:Trainer,
-    attribute:str=None, # Follow this one alone, as in `trainer.map('loss')`
+    attribute:str=None, # Follow this one alone, as in `trainer.map('loss')`; or show a callback, by its name
     observe:bool=False, # Also watch one batch of each pass, which is put back, and add what is seen there
 )->LoopMap: # Text by `str`; in a notebook a picture and a table
     "What every callback reads, writes and changes of the trainer, event by event"
     entries = all_entries(self)
-    return LoopMap(entries, attribute, _add_seen(entries, observe_batch(self)) if observe else None)
+    seen = _add_seen(entries, observe_batch(self)) if observe else None
+    attribute,shown,said = _meant(self, entries, attribute)
+    return LoopMap(shown, attribute, seen, said)
 
 # %% ../../nbs/inspection/13_loop_map.ipynb #f69320d9
 def _who(trainer, attribute, kinds):
     "Entries that touch an attribute in one of these ways, as a table"
-    entries = trainer.map(attribute).shown
-    return Table([_road_row(o, attribute) for o in entries if set(kinds) & set(o.touches(attribute))],
+    map = trainer.map(attribute)
+    name = map.attribute # Perhaps another word for it was given
+    if name is None: raise LookupError(_A_CALLBACK.format(name=attribute))
+    return Table([_road_row(o, name) for o in map.shown if set(kinds) & set(o.touches(name))],
                  ['event', 'callback', 'does', 'where'])
 
 @patch

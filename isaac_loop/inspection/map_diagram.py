@@ -84,6 +84,8 @@ def _chips(entries, width):
         used += size+6
     return rows
 
+_WAY_OUT = dict(fill='currentColor', fill_opacity=0.6) # At the edge of who may raise a cancel
+
 class Drawing:
     "Draws lines one below the other, and boxes around them"
     def __init__(self,
@@ -139,6 +141,7 @@ class Drawing:
         if kind and not sure: style['stroke_dasharray'] = '3 2'
         title = f'<title>{html.escape(_told(entry))}</title>' if self.titles else ''
         body = [_box(x, self.y+3, round(width), 18, **style), _text(x+7, self.y+16, entry.name, 11)]
+        if entry.may_leave: body.append(_box(x+width-2, self.y+8, 4, 8, **_WAY_OUT))
         if kind:
             self.touched += 1
             body.append(_text(round(x+width+1), self.y+9, self.touched, 9, fill=colour, font_weight='bold'))
@@ -147,6 +150,8 @@ class Drawing:
 def _told(entry):
     "What is shown when the mouse rests on a callback"
     touched = [f'{kind} {" ".join(entry.names(kind))}' for kind in KINDS if entry.names(kind)]
+    if entry.may_leave: touched.append(f'may leave: {entry.may_leave}')
+    if entry.when != entry.event: touched.append(entry.when)
     return '\n'.join(filter(None, [entry.does, *touched, entry.where]))
 
 # %% ../../nbs/inspection/11_map_diagram.ipynb #ad748208
@@ -195,12 +200,14 @@ def html_table(
     attribute:str=None, # Is followed
 )->str:
     "Entries as a table in HTML"
+    leaves = any(entry.may_leave for entry in entries)
     head = ''.join(f'<th style="text-align:left;padding:2px 8px">{name}</th>'
-                   for name in ('event', 'callback', *KINDS, 'where'))
-    return _TABLE.format(head=head, body=''.join(_html_row(entry, attribute) for entry in entries))
+                   for name in ('event', 'callback', *KINDS, *['may leave']*leaves, 'where'))
+    return _TABLE.format(head=head, body=''.join(_html_row(entry, attribute, leaves) for entry in entries))
 
-def _html_row(entry, attribute):
+def _html_row(entry, attribute, leaves):
     touched = [' '.join(_name(kind, text, attribute) for text in entry.names(kind)) for kind in KINDS]
     does = f'<span title="{html.escape(entry.does)}">{html.escape(entry.name)}</span>'
-    cells = f'<code>{entry.event}</code>',does,*touched,f'<small>{html.escape(entry.where)}</small>'
+    left = [html.escape(entry.may_leave)]*leaves
+    cells = f'<code>{entry.when}</code>',does,*touched,*left,f'<small>{html.escape(entry.where)}</small>'
     return '<tr>' + ''.join(map(_CELL.format, cells)) + '</tr>'

@@ -12,10 +12,10 @@ from itertools import chain
 from .method_source import function_of, place
 from .read_values import Found
 from .reading import Reader, handler_effects
-from .watched_calls import alters
+from .watched_calls import OF_TRAINING, alters
 from ..loop.duplicate_steps import Watched
-from ..loop.events import EVENTS, callback_name
-from ..loop.handlers import TrainersOwn
+from ..loop.events import CancelException, EVENTS, callback_name
+from ..loop.handlers import TrainersOwn, takes_part
 from ..loop.trainer import Plan, Trainer
 
 # %% ../../nbs/inspection/10_map_entries.ipynb #06f8dd86
@@ -39,6 +39,18 @@ class Entry:
         "What the callback is called"
         return 'the loop' if self.callback is None else callback_name(self.callback)
 
+    @property
+    def when(self):
+        "The event, and the kind of pass if it comes in one of them only"
+        kinds = [takes_part(self.callback, self.event, training) for training in (True, False)]
+        is_plain = all(kinds) or self.event in OF_TRAINING
+        return self.event if is_plain else f'{self.event} ({"train" if kinds[0] else "valid"})'
+
+    @property
+    def may_leave(self):
+        "What it may leave early by a cancel: spans, or the names of exceptions of one's own"
+        return ' '.join(_left_by(name) for name in sorted(self.found.raises & {*_cancels(CancelException)}))
+
     def names(self,
         kind:str, # 'reads', 'writes' or 'changes'
     )->list: # Texts; those in parentheses happen under a condition
@@ -51,7 +63,34 @@ class Entry:
     def row(self):
         "The entry as a row of a table"
         told = {kind: ' '.join(self.names(kind)) for kind in KINDS}
-        return dict(event=self.event, callback=self.name, **told, where=self.where)
+        leaves = {'may leave': self.may_leave} if self.may_leave else {}
+        return dict(event=self.when, callback=self.name, **told, **leaves, where=self.where)
+
+    def does_to(self,
+        attribute:str, # Of the trainer
+    )->str: # In parentheses what happens under a condition
+        "How it touches `attribute`; of a model also what changes"
+        told = []
+        for kind in self.touches(attribute):
+            parts = self.found.parts.get((kind, attribute)) or {'': (kind, attribute) in self.found.sure}
+            told += [text if sure else f'({text})' for text,sure in _by_sureness(kind, parts)]
+        return ' '.join(told)
+
+def _by_sureness(kind, parts):
+    "Texts such as 'changes weights, mode', and whether they are sure"
+    for sure in (True, False):
+        names = [part for part,is_sure in parts.items() if is_sure is sure]
+        if names: yield f'{kind} {", ".join(names)}'.strip(),sure
+
+def _cancels(cls):
+    "Names of a class and of all that are made of it"
+    yield cls.__name__
+    for other in cls.__subclasses__(): yield from _cancels(other)
+
+def _left_by(name):
+    "What a cancel leaves"
+    found = name.removeprefix('Cancel').removesuffix('Exception').lower()
+    return found if found in ('fit', 'epoch', 'batch', 'step') else name
 
 _LOOP = { # By event before which it happens, or by step after which: writes, and changes in place
     'before_fit': ('opt lr n_epochs epochs n_updates updates_per_epoch stop_reason', 'history'),
@@ -61,11 +100,19 @@ _LOOP = { # By event before which it happens, or by step after which: writes, an
     'cleanup_fit': ('exception epochs', ''),
 }
 
+def loops_own(
+    event:str=None, # When; default: at any time
+)->set: # Names of attributes
+    "What the loop itself writes or changes before `event`"
+    rows = _LOOP.values() if event is None else [_LOOP.get(event, ())]
+    taken = {'preds', 'loss'} if event in (None, 'before_batch') else set()
+    return taken.union(*(names.split() for row in rows for names in row))
+
 def loops_entry(event):
     "What the loop does itself when `event` comes"
     found = Found()
     for kind,names in zip(('writes', 'changes'), _LOOP[event]):
-        for name in names.split(): found.note(kind, name)
+        for name in names.split(): found.note(kind, name, part='mode' if name == 'model' else '')
     return Entry(event, None, found)
 
 # %% ../../nbs/inspection/10_map_entries.ipynb #46e40aa9
@@ -123,5 +170,6 @@ def all_entries(
 def _entry(event, cb, handler, found):
     doc = (inspect.getdoc(handler) or '').splitlines()[:1]
     passes = getattr(cb, 'on_train', True),getattr(cb, 'on_valid', True)
+    while hasattr(handler, 'meant'): handler = handler.meant # What is swapped has a place of its own
     f = function_of(handler)[0]
     return Entry(event, cb, found, place(f) if f else '', ''.join(doc), _PASSES.get(passes, ''))

@@ -10,17 +10,18 @@ import inspect, math
 
 from ..basics.tables import Table
 from ..loop.advice import has_own_batch
-from ..loop.events import CancelException, EVENTS, STEPS, callback_name
+from ..loop.events import CancelException, EVENTS, SPANS, callback_name
 from ..loop.handlers import TrainersOwn
 from ..loop.trainer import Trainer
-from .watched_calls import Call
+from .map_entries import loops_own
+from .watched_calls import Call, OF_TRAINING, WayOut
 
 # %% ../../nbs/inspection/26_moments.ipynb #6fa0f44f
 OPENINGS = 'before_fit','before_epoch','before_batch'
 
 class TheLoop(TrainersOwn):
     "Stands in the plan for the loop itself, which does nothing there but stop"
-    order = -math.inf
+    order,only_looks = -math.inf,True
     def __init__(self):
         super().__init__(object)
         self.name = 'the loop'
@@ -42,8 +43,6 @@ _THEN = {'cleanup_batch': 'the next batch, or the end of the pass',
          'cleanup_epoch': 'the next pass, or `log`',
          'log': 'the next epoch, or the end of the fit', 'cleanup_fit': 'nothing more'}
 _ASIDE = 'measured', # Comes in the middle of a call
-_OF_TRAINING = [event for span in (STEPS['backward'], STEPS['step'], STEPS['zero_grad'])
-                for event in (span.before, span.name, span.after, span.cleanup)]
 
 def upcoming(
     trainer:Trainer, # In a fit
@@ -53,7 +52,7 @@ def upcoming(
     plan,event = trainer.plan,call.event
     found = _first(_rest(plan, call), event)
     if found or event not in EVENTS or event in _ASIDE: return found
-    left_out = _ASIDE if plan.training else (*_ASIDE, *_OF_TRAINING)
+    left_out = _ASIDE if plan.training else (*_ASIDE, *OF_TRAINING)
     for later in EVENTS[EVENTS.index(event):]:
         if later != event and later not in left_out: found = _first(plan.entries[plan.training][later], later)
         if found or later in _THEN: return found or _THEN[later]
@@ -75,14 +74,16 @@ def _first(pairs, event):
     return event if isinstance(callback, TheLoop) else f'{callback_name(callback)}.{event}'
 
 # %% ../../nbs/inspection/26_moments.ipynb #165b0e8e
+_NOT_OPEN = '`if_left` was asked about {span!r}, and open at this moment are {names}. Use one of these.'
+
 class Moment:
     "What has just happened in a loop that is being walked through"
     def __init__(self,
         trainer:Trainer, # At this moment; it is not kept
         call:Call, # What has just been called
         number:int, # How many moments came before
-        wrote:dict, # What the call has written, or everything since the last moment: texts by name
-        meanwhile:dict=None, # What was written between the last moment and the call
+        wrote:dict, # What the call has written, or the loop itself: texts by name
+        meanwhile:dict=None, # What the loop and others wrote between the last moment and the call
         raised:CancelException=None, # The cancel that the call has raised, and which goes on from here
     ):
         self.number,self.event = number,call.event
@@ -94,6 +95,8 @@ class Moment:
         self.wrote,self.meanwhile = wrote,meanwhile or {}
         self.raised = raised if raised is None else f'{type(raised).__name__}: {raised}'.rstrip(': ')
         self.next = '' if raised is not None else upcoming(trainer, call)
+        spans = [span for span in trainer.plan.spans if SPANS.get(span.name) is span]
+        self._ways = {span.name: WayOut(trainer, call, span.exception) for span in spans}
 
     @property
     def name(self)->str:
@@ -108,12 +111,21 @@ class Moment:
         kind = [] if self.training is None else ['training' if self.training else 'validation']
         return ', '.join(known + kind)
 
-    def row(self)->dict:
-        "The moment as a row of a table"
-        who = dict(epoch=self.epoch, batch=self.batch_num, event=self.event, callback=self.name)
+    def if_left(self,
+        span:str='fit', # What is left by a cancel here: 'fit', 'epoch', 'batch', or the step
+    )->str: # Such as 'cleanups that run: A.cleanup_batch; left out: B.step'
+        "What would happen if one left the loop at this moment, by `close`, or by `throw` with a cancel"
+        if span in self._ways: return str(self._ways[span])
+        raise LookupError(_NOT_OPEN.format(span=span, names=list(self._ways) or 'no spans'))
+
+    def rows(self)->list: # Dicts
+        "The moment as a row of a table; before it one for what was written in between"
+        where = dict(epoch=self.epoch, batch=self.batch_num)
         told = [f'raised {self.raised}'] if self.raised else []
-        told += _texts(self.wrote) + [f'({text})' for text in _texts(self.meanwhile)]
-        return who | dict(wrote='; '.join(told))
+        mine = where | dict(event=self.event, callback=self.name, wrote='; '.join(told + _texts(self.wrote)))
+        if not self.meanwhile: return [mine]
+        who = 'the loop' if loops_own().issuperset(self.meanwhile) else 'others'
+        return [where | dict(event='', callback=f'({who})', wrote='; '.join(_texts(self.meanwhile))), mine]
 
     def __repr__(self):
         what = self.event if self.callback is None else f'{self.name}.{self.event}'
@@ -136,8 +148,9 @@ def _texts(written): return [f'{name}: {text}' for name,text in written.items()]
 class Moments(list):
     "Several moments, shown as a table"
     def table(self)->Table:
-        "One row for each: where, event, callback, and what it wrote; in brackets what was written before it"
-        return Table([moment.row() for moment in self], ['epoch', 'batch', 'event', 'callback', 'wrote'])
+        "One row for each: where, event, callback, and what it wrote; also what was written in between"
+        rows = [row for moment in self for row in moment.rows()]
+        return Table(rows, ['epoch', 'batch', 'event', 'callback', 'wrote'])
 
     def __repr__(self): return str(self.table()) if self else 'no moments'
     def _repr_markdown_(self): return self.table()._repr_markdown_() if self else repr(self)

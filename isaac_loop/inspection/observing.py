@@ -15,6 +15,7 @@ from torch import nn
 
 from .read_values import Found
 from .watched_calls import changed_plan, watching
+from .written import memory_of
 from ..loop import passes, trainer as loop
 from ..loop.callback_list import exchanged
 from ..loop.events import Order
@@ -23,7 +24,7 @@ from ..state.snapshot import Snapshot
 from ..train.training import NBatchCB
 
 # %% ../../nbs/inspection/12_observing.ipynb #ae8cce41
-def _tensor(x): return id(x), x._version, x.requires_grad
+def _tensor(x): return id(x), x._version, x.requires_grad, memory_of(x)
 
 def _module(m):
     tensors = tuple(map(_tensor, (*m.parameters(), *m.buffers())))

@@ -13,11 +13,12 @@ from threading import current_thread
 from torch import _C
 
 from ..loop.events import CancelException, CancelFitException
+from .map_entries import loops_own
 from .moments import Moment, OPENINGS, loop_itself
 from .own_modes import Modes
 from .own_signals import Signals
 from .watched_calls import Call, changed_plan
-from .written import differences, look
+from .written import Copies, differences, look
 
 # %% ../../nbs/inspection/28_paused_loop.ipynb #547d4e34
 _MISSING = ('`walk` pauses the loop by means of the package greenlet, which is not installed. '
@@ -57,6 +58,7 @@ class PausedLoop:
         self.loop,self.back,self.thread = None,None,None # Greenlets of the loop and of whoever walks
         self.leaving,self.seen,self.n = None,None,0
         self.plan = None # In which it is paused
+        self.passed = False # Has a call run since the last moment, without a stop?
 
     def __reduce__(self): return PausedLoop, () # A copy of the trainer is not walked
 
@@ -84,14 +86,15 @@ class PausedLoop:
         except CancelException as error: raised = error
         try:
             if self._stops(call, raised): self._pause((call, raised, begun))
+            else: self.passed = True
             if raised is not None: raise raised
         finally: raised = None # It holds this frame, and this frame would hold it
 
     def _before(self, call):
-        "A look at the trainer before a call that is shown alone, and what was written since the last moment"
-        if self.leaving is not None or call.callback is None or not self.stops.each(call): return None
+        "A look at the trainer before a call, what was written since the last moment, and copies"
+        if self.leaving is not None or call.callback is None or not self.stops.possible(call): return None
         now = look(self.trainer)
-        return now,differences(self.seen, now, self.trainer, ask=False)
+        return now,differences(self.seen, now, self.trainer, ask=False),Copies(self.trainer)
 
     def _stops(self, call, raised):
         in_backward = _C._current_graph_task_id() != -1 # A hook: the engine is not to be left half way
@@ -137,7 +140,7 @@ class PausedLoop:
 
     def _turn(self, handlers, error):
         "Change sides, and back again"
-        new,self.seen = self.state == 'new',look(self.trainer)
+        new,self.seen,self.passed = self.state == 'new',look(self.trainer),False
         if new: self._begin()
         self.back = self.loop.parent = self.current()
         self.mine.take()
@@ -166,10 +169,23 @@ class PausedLoop:
     def _moment(self, call, raised, begun):
         "What has just happened"
         self.state,self.plan,now = 'paused',self.trainer.plan,look(self.trainer)
-        before,meanwhile = (self.seen, {}) if begun is None else begun
-        wrote = differences(before, now, self.trainer)
+        wrote,meanwhile = self._by_the_loop(call, now) if begun is None else self._by_a_call(now, *begun)
         self.n += 1
         return Moment(self.trainer, call, self.n-1, wrote, meanwhile, raised)
+
+    def _by_a_call(self, now, before, meanwhile, copies):
+        "What a call has written, and what was written between the last moment and the call"
+        wrote = differences(before, now, self.trainer, hints=copies.hints(self.trainer))
+        again = differences(self.seen, now, self.trainer) # With numbers, which are asked for only now
+        left = meanwhile.keys() & again.keys() - wrote.keys()
+        return wrote,meanwhile | {name: again[name] for name in left}
+
+    def _by_the_loop(self, call, now):
+        "What the loop has written, and what callbacks have if some were passed without a stop"
+        found = differences(self.seen, now, self.trainer)
+        if not self.n: found = {k: text for k,text in found.items() if text != 'removed'} # Of another fit
+        own = loops_own(call.event) if self.passed else found
+        return [{k: text for k,text in found.items() if (k in own) == mine} for mine in (True, False)]
 
     def _check(self):
         "Refuse to go on where the loop could not"

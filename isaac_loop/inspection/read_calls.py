@@ -12,7 +12,7 @@ from .known_calls import COPIES, FILLING, PARTS, PASSED, WITH_GRAPH, changed
 from .known_calls import deeds, is_optimizer, longer
 from .method_source import to_follow
 from .read_expressions import Attributes
-from .read_statements import existing, part_of
+from .read_statements import existing, part_of, part_of_model
 from .read_values import Bound, Made, NOTHING, Value, joined
 from ..loop.shared_attributes import OFFERS
 
@@ -65,7 +65,8 @@ class KnownCalls(Attributes):
         "A call that is not followed"
         owner,name = call.owner,call.name
         mine = () if owner.new else owner.paths - {()}
-        for what in changed(name, mine, [o.paths for o in call.given]): self.note('changes', what, call.node)
+        for what in changed(name, mine, [o.paths for o in call.given]):
+            self.note('changes', what, call.node, part_of_model(name) if what == 'model' else '')
         reached = [path for value in (owner, *call.given) for path in value.paths if path]
         if name == 'step' and any(map(_updates, reached)): self.note('reads', 'gradients', call.node)
         if name not in _TELLING and any(o.is_trainer for o in call.given):
@@ -111,7 +112,7 @@ class KnownCalls(Attributes):
     def run_model(self, node):
         "A model in training changes its buffers, such as the statistics of batch norm"
         buffers = getattr(vars(self.trainer).get('model'), 'buffers', tuple)
-        if any(True for _ in buffers()): self.note('changes', 'model', node)
+        if any(True for _ in buffers()): self.note('changes', 'model', node, 'buffers')
 
 # %% ../../nbs/inspection/08_read_calls.ipynb #4310f507
 class NewObjects(KnownCalls):

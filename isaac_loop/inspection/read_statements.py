@@ -78,6 +78,16 @@ def _of_training(test, of_body, of_else):
     if _asks_training(test): return of_body
     return of_else if _asks_validation(test) else of_body & of_else
 
+_PARTS = {'train': 'mode', 'eval': 'mode', 'training': 'mode', 'requires_grad_': 'what is trained',
+          'requires_grad': 'what is trained'} | dict.fromkeys(('to', 'cpu', 'cuda'), 'device or type')
+_PARTS |= dict.fromkeys(('half', 'float', 'double', 'bfloat16'), 'device or type')
+
+def part_of_model(
+    name:str, # Of a method that is called, or of an attribute that is set
+)->str: # Empty for weights
+    "What of a model changes, if not its weights"
+    return 'hooks' if name.startswith('register_') else _PARTS.get(name, '')
+
 class Statements:
     "Follows statements; expressions are another chapter"
     def block(self, statements):
@@ -135,9 +145,11 @@ class Statements:
         self.doubts += doubtful
         self.asides += doubtful and aside
 
-    def note(self, kind, name, node):
+    def note(self, kind, name, node, part=''):
         "Add a finding"
-        self.found.note(kind, name, self.place_of(node), not self.doubts, self.doubts == self.asides)
+        if (kind, name) == ('changes', 'model') and not part: part = 'weights'
+        sure,trains = not self.doubts,self.doubts == self.asides
+        self.found.note(kind, name, self.place_of(node), sure, trains, part)
 
     def do(self, deed, node):
         "Note a deed"
@@ -292,7 +304,7 @@ class Assignments(Branches):
         "`owner.name = value`"
         if owner.is_trainer: self.note('writes', name, node)
         for path in owner.paths - {()}:
-            self.note('changes', shared(longer(path, name)), node)
+            self.note('changes', shared(longer(path, name)), node, part_of_model(name))
             if name == 'grad': self.do(of_gradients(longer(path, name), value.live is None), node)
         if self.kept_by(owner) is not None: self.keep(self.kept_by(owner), name, value)
 

@@ -112,6 +112,8 @@ class Found:
         self.needs,self.sure = set(), set() # Read where it must be there; what happens without condition
         self.trains = set() # What happens without any other condition than that of training
         self.runs,self.calls,self.raises = set(),set(),set() # Events; names of functions; of exceptions
+        self.columns = {} # Of the history, whose names the source tells, with the line
+        self.parts = {} # Of what is changed: 'weights', 'mode', ..., by kind and name
         self.does = {} # Deeds that a name tells, such as 'clips' and 'steps opt', with the line
         self.unclear = [] # What could not be followed
 
@@ -121,12 +123,15 @@ class Found:
         line:str='', # Its place, as in 'train/training.py:41'
         sure:bool=True, # Does it happen without a condition?
         trains:bool=True, # Does it happen in training without a further condition?
+        part:str='', # What of it, such as the 'mode' of a model
     ):
         "Add a finding, unless it is private"
         if name.startswith('_') or name == 'plan' or kind == 'changes' and name in NUMBERS: return
         getattr(self, kind).setdefault(name, line)
         if sure: self.sure.add((kind, name))
         if trains: self.trains.add((kind, name))
+        parts = self.parts.setdefault((kind, name), {}) if part else {}
+        if part: parts[part] = sure or parts.get(part, False)
 
     def do(self,
         deed:str, # One of `DEEDS` in known calls, perhaps with the name of an optimizer

@@ -33,6 +33,7 @@ class Calls(NewObjects):
         self.found.calls.add(name)
         if name in ('update', 'compute') and self._is_metric(node, owner): self.do(_metric_deed(node), node)
         call = unpacked(Called(name, f, owner, args, named, node))
+        self._note_columns(call)
         if owner.is_trainer and isinstance(f.live, MethodType): return self._of_trainer(call)
         return self.apply(call)
 
@@ -41,6 +42,13 @@ class Calls(NewObjects):
         if not isinstance(node.func, ast.Attribute) or not self.is_kept(node.func.value): return False
         live = owner.live
         return live is UNKNOWN or live is None or looked_up(live, 'compute') is not UNKNOWN
+
+    def _note_columns(self, call):
+        "Names of columns that are written into the history in so many words"
+        into = call.name == 'write' and ('history',) in call.owner.paths
+        if not (into or call.name == 'write_measured' and call.owner.is_trainer): return
+        for name in call.named:
+            if name: self.found.columns.setdefault(name, (self.place_of(call.node), not self.doubts))
 
     def _of_trainer(self, call):
         "A method of the trainer"

@@ -50,6 +50,12 @@ class Stops:
         if self.everywhere or self.conditions: return True
         return any(event in (None, call.event) and _is(call.callback, who) for who,event in self.wanted)
 
+    def possible(self,
+        call:Call, # Is about to run
+    )->bool:
+        "Whether to stop after this call or after another of the same event"
+        return self.each(call) or call.event in self.events
+
     def after(self,
         call:Call, # Has run
         raised, # The cancel that it has raised, or None

@@ -32,6 +32,9 @@ class StandIn:
         self.__name__,self.__doc__ = swap.event,swap.described(doc)
         self.__qualname__ = f'{callback_name(callback)}.{swap.event}'
 
+    @property
+    def meant(self): return self.swap.function # What a map tells the place of
+
     def __call__(self, trainer, **extra):
         __tracebackhide__ = True # An error shows whose function it was
         self.instead = False # Also if the condition fails
@@ -58,6 +61,9 @@ class Otherwise:
         self.first,self.handler = first,handler
         self.__name__,self.__doc__ = first.swap.event,inspect.getdoc(handler)
         self.__qualname__ = getattr(handler, '__qualname__', self.__name__)
+
+    @property
+    def meant(self): return self.handler
 
     def __call__(self, trainer, **extra):
         __tracebackhide__ = True

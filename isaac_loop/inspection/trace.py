@@ -13,11 +13,13 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
+from ..basics.checks import check_count
 from ..basics.tables import Table
-from .observing import marks, one_batch_alone, passes_of
-from .watched_calls import changed_plan, watching
-from .written import described
-from ..loop.events import Order, callback_name
+from ..loop.events import CancelEpochException, CancelException, Order, callback_name
+from ..loop.passes import n_batches
+from .observing import marks, passes_of
+from .watched_calls import WayOut, changed_plan, several, watching
+from .written import Copies, EQUAL, described, no_hint
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/18_trace.ipynb #9a6390d6
@@ -26,30 +28,45 @@ def _count(before, after):
     pairs = zip(before or [None]*len(after), after)
     return sum(old != new for old,new in pairs)
 
-def _change(name, old, new):
+def _written(text, hint, verb='changed'):
+    "What was written, and whether the values are others"
+    if hint == EQUAL and verb != 'exchanged': verb = 'written'
+    return f'{text} {verb}' + (f', {hint}' if hint else '')
+
+def _change(name, old, new, hints):
     "In words what became of an attribute; both are values with their marks"
     (was,before),(now,after) = old,new
     if name == 'gradients':
-        count = _count(before, after)
+        count = f'{_count(before, after)} of {len(after)}'
         is_gone = all(mark is None for mark in after)
-        return f'{count} of {len(after)} {"cleared" if is_gone else "changed"}'
-    if was is not now: return f'{described(was)} -> {described(now)}' if was is not None else described(now)
-    if isinstance(now, nn.Module): return _module_change(before, after)
-    return f'{described(now)}, changed in place' if isinstance(now, torch.Tensor) else 'changed in place'
+        return f'{count} cleared' if is_gone else _written(count, hints('model.gradients'))
+    if was is not now and was is None: return described(now)
+    if was is not now: return ', '.join(filter(None, [f'{described(was)} -> {described(now)}', hints(name)]))
+    if isinstance(now, nn.Module): return _module_change(before, after, hints)
+    if isinstance(now, torch.Tensor): return _written(f'{described(now)},', hints(name), 'changed in place')
+    return 'changed in place'
 
-def _module_change(before, after):
+def _module_change(before, after, hints):
     tensors,modes = _count(before[0], after[0]),_count(before[1], after[1])
-    told = [f'{tensors} of {len(after[0])} tensors changed'] if tensors else []
+    verb = 'exchanged' if _are_exchanged(before[0], after[0]) else 'changed'
+    of_model = [hints(f'model.{part}') for part in ('weights', 'buffers')]
+    hint = next((text for text in of_model if text not in ('', EQUAL)), of_model[0])
+    told = [_written(f'{tensors} of {len(after[0])} tensors', hint, verb)] if tensors else []
     return ', '.join(told + ([f'mode of {modes} modules'] if modes else []))
+
+def _are_exchanged(before, after):
+    "Whether other memory was put behind tensors, and nothing was written to them"
+    return len(before) == len(after) and all(old[:-1] == new[:-1] for old,new in zip(before, after))
 
 def changes_between(
     before:dict, # Marks of a trainer
     after:dict, # The same, later
+    hints=no_hint, # How far values lie apart, from `Copies`
 )->dict: # By name, in words
     "What became of the attributes of a trainer"
     nothing = None,None
     pairs = {name: (before.get(name, nothing), after.get(name, nothing)) for name in {**before, **after}}
-    return {name: _change(name, old, new) for name,(old,new) in pairs.items()
+    return {name: _change(name, old, new, hints) for name,(old,new) in pairs.items()
             if old[0] is not new[0] or old[1] != new[1]}
 
 # %% ../../nbs/inspection/18_trace.ipynb #9f3d8044
@@ -62,13 +79,16 @@ class Step:
     ):
         self.event,self.callback,self.in_pass = event,callback,in_pass
         self.seconds,self.changes = 0.,{} # With what it ran inside; what became of attributes
+        self.raised,self.way = '',None # The cancel that it has raised, and what that led to
 
     @property
     def name(self): return callback_name(self.callback)
 
     def rows(self, times):
-        "One row for each attribute"
-        changes = self.changes or {'': ''}
+        "One row for each attribute; a cancel and what it leaves out come last"
+        changes = self.changes | ({'(raised)': self.raised} if self.raised else {})
+        if self.way and self.way.left_out: changes |= {'(left out)': several(self.way.left_out)}
+        changes = changes or {'': ''}
         clock = {'ms': f'{self.seconds*1000:.2f}'} if times else {}
         first = dict(step=self.event, callback=self.name, **clock)
         later = dict(step='', callback='', **{name: '' for name in clock})
@@ -77,26 +97,39 @@ class Step:
 
 class Tracer:
     "Watches calls, and notes what each has changed"
-    def __init__(self, trainer): self.trainer,self.steps,self.open = trainer,[],[]
+    def __init__(self, trainer, chosen):
+        self.trainer,self.chosen = trainer,chosen
+        self.steps,self.open,self.raised = [],[],None
 
     def watch(self, call, trainer, run):
         "Run a handler, and note what it did, but for what ran inside of it"
+        if not self.chosen.is_shown(trainer): return run()
         step = Step(call.event, call.callback, trainer._training)
         self.steps.append(step)
         self._mark()
         self.open.append(step)
         start = _now(trainer)
         try: run()
+        except CancelException as error:
+            if error is not self.raised: self._note_cancel(step, call, error)
+            raise
         finally:
             step.seconds = _now(trainer)-start
             self._mark()
             self.open.pop()
 
+    def _note_cancel(self, step, call, error):
+        "A cancel belongs to the innermost call"
+        self.raised,step.raised = error,f'{type(error).__name__}: {error}'.rstrip(': ')
+        step.way = WayOut(self.trainer, call, type(error))
+
     def _mark(self):
         "Give what has changed since the last mark to whoever is at work"
         now = marks(self.trainer)
-        if self.open: self.open[-1].changes.update(changes_between(self.last, now))
-        self.last = now
+        if self.open:
+            hints = self.copies.hints(self.trainer)
+            self.open[-1].changes.update(changes_between(self.last, now, hints))
+        self.last,self.copies = now,Copies(self.trainer)
 
 def _now(trainer):
     "The time, when everything on the device is done"
@@ -104,24 +137,88 @@ def _now(trainer):
     if device.type != 'cpu': torch.accelerator.synchronize(device)
     return time.perf_counter()
 
+# %% ../../nbs/inspection/18_trace.ipynb #b600db07
+_TOO_LATE = ('`batch` is {batch}, and the {kind} pass has {n} batches, whose numbers begin with 0, so there '
+             'would be nothing to show. Use one up to {last}.')
+_SAID = 'Shown is batch {batch} of the {kind} pass{count}; the first has the number 0.'
+_CUT = ' The pass was left after it, so nobody answered `after_epoch`.'
+_MISSING = 'The {kind} pass did not come to batch {batch}.'
+_KIND = {True: 'training', False: 'validation'}
+
+class Chosen:
+    "Knows which batch is shown, and leaves each pass after it"
+    order,only_looks,name = Order.FIRST,True,'the trace'
+    def __init__(self,
+        batch:int, # Its number in its pass
+        kinds:dict, # By kind of pass whether it is shown
+    ):
+        self.batch,self.kinds = check_count(batch, 'batch', 'batches are numbered from 0', least=0),kinds
+        self.seen = {} # By kind of pass: how many batches there are, and whether this was not the last
+
+    def check(self, trainer, passes):
+        "Refuse a number that no pass comes to"
+        for training,kind in _KIND.items():
+            name = 'train' if training else 'valid'
+            n = n_batches(getattr(trainer.dls, name)) if passes[name] and self.kinds[training] else None
+            if n and self.batch >= n:
+                raise ValueError(_TOO_LATE.format(batch=self.batch, kind=kind, n=n, last=n-1))
+
+    def before_fit(self, trainer):
+        "Let schedules have a length where nobody knows one"
+        try: _ = trainer.total_updates
+        except ValueError: trainer.updates_per_epoch = self.batch+1
+
+    def is_shown(self, trainer):
+        "Whether to watch what happens now; from the batch on, the pass is to end"
+        number = getattr(trainer, 'batch_num', None)
+        if trainer._training is None or number is None: return True
+        if number == self.batch and trainer._training not in self.seen: self._come(trainer)
+        return number >= self.batch
+
+    def _come(self, trainer):
+        n = trainer.n_batches
+        is_last = n is not None and self.batch+1 >= n
+        self.seen[trainer._training] = n,not is_last
+        if not is_last: trainer._source.over = True
+
+    def after_epoch(self, trainer):
+        "What comes at the end of a pass is not for one that goes on"
+        _,cut = self.seen.get(trainer._training, (None, False))
+        if cut: raise CancelEpochException('this batch is enough')
+
+    def said(self, passes):
+        "Which batches are shown"
+        kinds = [k for k,is_shown in self.kinds.items() if is_shown and passes['train' if k else 'valid']]
+        return ' '.join(map(self._one, kinds))
+
+    def _one(self, training):
+        about = dict(batch=self.batch, kind=_KIND[training])
+        if training not in self.seen: return _MISSING.format(**about)
+        n,cut = self.seen[training]
+        return _SAID.format(**about, count='' if n is None else f', which has {n}') + (_CUT if cut else '')
+
 # %% ../../nbs/inspection/18_trace.ipynb #e7798225
 class Trace:
     "What happened in one batch, step by step: text when printed, a table in a notebook"
     def __init__(self,
         steps:list, # In the order in which they ran
-    ): self.steps = steps
+        said:str='', # Which batch it was
+        all:bool=False, # Show steps that changed nothing of the trainer as well?
+    ): self.steps,self.said,self.all = steps,said,all
 
     def table(self,
         times:bool=True, # With the milliseconds of each step?
-        all:bool=False, # Also steps that changed nothing of the trainer?
+        all:bool=None, # Also steps that changed nothing of the trainer? Default: as `trace` was told
     )->Table:
-        "One row for each attribute that a step changed"
-        return Table([row for step in self.steps if step.changes or all for row in step.rows(times)],
+        "One row for each attribute that a step changed, and for each cancel"
+        all = self.all if all is None else all
+        shown = [step for step in self.steps if step.changes or step.raised or all]
+        return Table([row for step in shown for row in step.rows(times)],
                      ['step', 'callback', *['ms']*times, 'attribute', 'became'])
 
-    def __str__(self): return str(self.table())
+    def __str__(self): return '\n\n'.join(filter(None, [str(self.table()), self.said]))
     __repr__ = __str__
-    def _repr_markdown_(self): return self.table().to_markdown()
+    def _repr_markdown_(self): return '\n\n'.join(filter(None, [self.table().to_markdown(), self.said]))
 
 _NOTHING = '`train=False, valid=False` leaves nothing to show. Set at least one of them to True.'
 
@@ -131,13 +228,16 @@ def trace(self:Trainer,
     train:bool=True, # Show the training batch?
     valid:bool=False, # Show a validation batch?
     keep_opt:bool=False, # With the optimizer of the last fit?
+    batch:int=0, # Number of the batch in its pass, from 0; those before it run without being shown
+    all:bool=False, # Show steps that changed nothing of the trainer as well?
 )->Trace:
-    "Run one batch without those who save or report, put everything back bit for bit, and show each step"
+    "Run a pass up to a batch, without those who save or report, put everything back, and show that batch"
     if not (train or valid): raise ValueError(_NOTHING)
+    passes,chosen = passes_of(self),Chosen(batch, {True: train, False: valid})
+    chosen.check(self, passes)
     lr = vars(self).get('lr', 1e-3) if lr is None else lr
     with self.snapshot(), redirect_stdout(io.StringIO()), self.side_run(below=Order.SAVE):
-        tracer,one = Tracer(self),one_batch_alone()
-        with changed_plan(self, watching(tracer.watch)):
-            self.fit(1, lr, one, keep_opt=keep_opt, **passes_of(self))
-    shown = {True: train, False: valid, None: True}
-    return Trace([step for step in tracer.steps if step.callback is not one and shown[step.in_pass]])
+        tracer = Tracer(self, chosen)
+        with changed_plan(self, watching(tracer.watch)): self.fit(1, lr, chosen, keep_opt=keep_opt, **passes)
+    steps = [step for step in tracer.steps if step.callback is not chosen]
+    return Trace([step for step in steps if chosen.kinds.get(step.in_pass, True)], chosen.said(passes), all)

@@ -9,6 +9,8 @@ __all__ = []
 from contextlib import contextmanager
 from functools import update_wrapper
 
+from ..loop.events import EVENTS, SPANS, STEPS, callback_name
+
 # %% ../../nbs/inspection/02_watched_calls.ipynb #2fb8cb5c
 def alters(
     change, # A change of a plan
@@ -77,3 +79,57 @@ def watching(
 ): # A change for the plan
     "Send every call of a callback through `watch`"
     return lambda event, pairs: [(cb, Call(event, cb, handler, watch)) for cb,handler in pairs]
+
+# %% ../../nbs/inspection/02_watched_calls.ipynb #f9df3451
+_OF_STEPS = [event for name,span in STEPS.items() for event in (span.before, name, span.after, span.cleanup)]
+OF_TRAINING = _OF_STEPS[_OF_STEPS.index('before_backward'):] # Not in a pass that validates
+_SHOWN = 8 # Calls that are told by name
+
+class WayOut:
+    "Which cleanups run after a cancel, and what is left out, as texts like 'ClipGradCB.before_step'"
+    def __init__(self,
+        trainer, # In a fit
+        call:Call, # Raises it
+        exception:type, # Of the cancel
+    ):
+        plan = trainer.plan
+        spans = [span for span in plan.spans if span.name in SPANS]
+        last = max((i for i,span in enumerate(spans) if issubclass(exception, span.exception)), default=None)
+        self.cleanups,self.left_out = [],_calls(_later(plan, call), call.event)
+        if call.event.startswith('cleanup_'): self.cleanups,self.left_out = self.left_out,[]
+        if last is None: return # It ends a step with nothing around it, or there is no span
+        for span in reversed(spans[last:]): self.cleanups += _answered(plan, span.cleanup)
+        for event in _between(plan, call.event, spans[last:]): self.left_out += _answered(plan, event)
+
+    def __str__(self):
+        found = {'cleanups that run': self.cleanups, 'left out': self.left_out}
+        return '; '.join(f'{what}: {", ".join(texts) or "none"}' for what,texts in found.items())
+
+def several(
+    texts:list, # Any number
+)->str: # The first of them, and how many more there are
+    "Some names in a line"
+    more = f' and {len(texts)-_SHOWN} more' if len(texts) > _SHOWN else ''
+    return ', '.join(texts[:_SHOWN]) + more if texts else 'none'
+
+def _later(plan, call):
+    "Who would answer the same event after this call"
+    pairs = plan.entries[plan.training].get(call.event, [])
+    mine = [i for i,(cb,handler) in enumerate(pairs) if handler is call or cb is call.callback]
+    return pairs[mine[0]+1:] if mine else []
+
+def _calls(pairs, event):
+    "Calls as texts, without who only looks"
+    return [f'{callback_name(cb)}.{event}' for cb,_ in pairs if not getattr(cb, 'only_looks', False)]
+
+def _answered(plan, event): return _calls(plan.entries[plan.training].get(event, []), event)
+
+def _between(plan, event, spans):
+    "Events that do not come, from `event` to the end of the first of the open `spans`"
+    if event not in EVENTS or event == 'measured': return []
+    first,last = EVENTS.index(event)+1,EVENTS.index(spans[0].after)+1
+    inside = EVENTS[first:last]
+    if event in _OF_STEPS and len(spans) > 1 and 'batch' not in [span.name for span in spans]:
+        inside = [o for o in inside if o == spans[0].after or o in (spans[-1].name, spans[-1].after)]
+    run = [span.cleanup for span in spans] + ([] if plan.training else OF_TRAINING)
+    return [o for o in inside if o not in run and o != 'measured']

@@ -12,6 +12,7 @@ from types import NoneType
 
 import torch
 from torch import _C
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..basics.tables import short
 from ..loop.events import callback_name
@@ -25,10 +26,12 @@ class Seen:
         try: self.object = weakref.ref(x)
         except TypeError: self.object = None # Tuples, numbers, errors: nothing to hold them by
         self.number,self.version = id(x),_version(x)
+        self.memory = memory_of(x)
 
     def __eq__(self, other):
         if not isinstance(other, Seen) or self.number != other.number: return False
-        if self.version != other.version or (self.object is None) != (other.object is None): return False
+        if (self.version, self.memory) != (other.version, other.memory): return False
+        if (self.object is None) != (other.object is None): return False
         return self.object is None or self.object() is other.object() is not None
 
     __hash__ = None
@@ -36,6 +39,21 @@ class Seen:
 def _version(x):
     "How often a tensor was written to, in place"
     return x._version if torch.is_tensor(x) and not x.is_inference() else None
+
+def memory_of(
+    x, # Anything
+)->int: # An address; None for what is no tensor, or has none
+    "Where the numbers of a tensor lie"
+    try: return x.data_ptr() if torch.is_tensor(x) else None
+    except (RuntimeError, NotImplementedError): return None # Sparse, lazy, or made up
+
+def only_moved(
+    before:list, # `Seen` tensors
+    after:list, # The same, later
+)->bool:
+    "Whether other memory was put behind tensors, as by `p.data = other`, and nothing was written to them"
+    marks = [[(o.number, o.version) for o in some] for some in (before, after)]
+    return marks[0] == marks[1] and before != after
 
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, range, torch.dtype, torch.device, torch.Size)
 _MOST = 100 # Entries of a list to look at
@@ -90,6 +108,8 @@ def _names(trainer):
     slots = [name for name in Trainer.__slots__ if hasattr(trainer, name)]
     return [*own, *slots, 'training']
 
+def no_hint(name): return '' # Nobody has kept copies
+
 def _value(trainer, name): return trainer._training if name == 'training' else getattr(trainer, name)
 
 # %% ../../nbs/inspection/17_written.ipynb #99a4cdd8
@@ -98,19 +118,29 @@ def differences(
     after:dict, # A later one
     trainer:Trainer, # As it is at the later one
     ask:bool=True, # Tell one number by its value? Asking it may wait for the device
+    hints=no_hint, # Function that says of an attribute how far values lie apart, from `Copies`
 )->dict: # Texts by name of the attribute
     "What was written between two looks"
     changed = [name for name in after if name not in before or before[name] != after[name]]
     values = {name: _value(trainer, name) for name in changed}
-    found = {name: _change(before.get(name), after[name], value, ask) for name,value in values.items()}
+    def change(name, value):
+        text = _change(before.get(name), after[name], value, ask, lambda part: hints(f'{name}.{part}'))
+        return _with_hint(text, value, hints(name))
+    found = {name: change(name, value) for name,value in values.items()}
     found |= {name: type(values[name]).__name__ for name in _WHOLE if name in found}
     return found | {name: 'removed' for name in before if name not in after}
 
-def _change(before, after, value, ask):
+def _with_hint(text, value, hint):
+    "What is told by its value needs no difference"
+    is_number = torch.is_tensor(value) and value.ndim == 0
+    return f'{text} ({hint})' if hint and (hint == EQUAL or not is_number) else text
+
+def _change(before, after, value, ask, hint_of):
     "What there is to tell of an attribute that was written"
     if isinstance(before, dict) and isinstance(after, dict) and before['object'] == after['object']:
         parts = [part for part in after if before.get(part) != after[part]]
-        return ', '.join(_part(part, value) for part in _main(parts)) or 'a new row'
+        told = {part: _part(part, value, _moved(before.get(part), after[part])) for part in _main(parts)}
+        return ', '.join(_with_hint(text, None, hint_of(part)) for part,text in told.items()) or 'a new row'
     return described(value, ask=ask)
 
 def _main(parts):
@@ -118,7 +148,12 @@ def _main(parts):
     columns = [part for part in parts if part.startswith('.') and part not in ('.fit', '.epoch')]
     return columns or [part for part in parts if not part.startswith('.')]
 
-def _part(part, value):
+def _moved(before, after):
+    "Whether other memory was put behind the weights or the buffers of a model"
+    if not (isinstance(before, list) and isinstance(after, list)): return False
+    return all(isinstance(o, Seen) for o in (*before, *after)) and only_moved(before, after)
+
+def _part(part, value, moved=False):
     "What there is to tell of a part of a model, an optimizer, or the history"
     if part.startswith('.'): return f'{part[1:]} {short(value.current[part[1:]])}'
     is_cleared = part == 'gradients' and all(p.grad is None for p in value.parameters())
@@ -126,7 +161,7 @@ def _part(part, value):
     if part in ('rows', 'batches'): return f'{len(getattr(value, part))} {part}'
     if part == 'options': return ', '.join(f'lr {short(group.get("lr"))}' for group in value.param_groups)
     if part == 'mode': return 'training mode' if value.training else 'evaluation mode'
-    return 'gradients removed' if is_cleared else part
+    return 'gradients removed' if is_cleared else f'{part} exchanged' if moved else part
 
 _A_NUMBER = torch.Tensor,torch.nn.Parameter # Others may have to ask somebody for their value
 
@@ -149,11 +184,80 @@ def described(
 
 _TOLD = torch.Tensor,*_PLAIN,list,tuple,dict,set
 
+def _one_number(x):
+    with _C.DisableTorchFunction(), _disable_current_modes(): return short(x.item())
+
 def _entry(x, depth, ask): return described(x, depth, ask) if isinstance(x, _TOLD) else callback_name(x)
 
 def _tensor(x, ask):
     "A tensor: its value if that is one number, or else shape and type; and where it is, if that is no CPU"
     is_number = x.ndim == 0 and type(x) in _A_NUMBER and x.device.type != 'meta'
-    if is_number and ask: return short(x.item())
+    if is_number and (ask or x.device.type == 'cpu'): return _one_number(x)
     where = '' if x.device.type == 'cpu' else f' on {x.device}'
     return f'{tuple(x.shape)} {str(x.dtype).removeprefix("torch.")}{where}'
+
+# %% ../../nbs/inspection/17_written.ipynb #d7df8d72
+_NUMBERS = 300_000 # Numbers that are copied at no great cost
+_COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool,
+             torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+def tensors_of(
+    trainer:Trainer, # At any moment
+)->dict: # Lists by name; those of the model are 'model.weights', 'model.buffers', 'model.gradients'
+    "The tensors in the attributes of `trainer`; None where there is no gradient"
+    model = vars(trainer).get('model')
+    names = [name for name in _names(trainer) if name not in (*_WHOLE, 'model')]
+    found = {name: _inside(_value(trainer, name)) for name in names}
+    if isinstance(model, torch.nn.Module):
+        weights,buffers = list(model.parameters()),list(model.buffers())
+        gradients = [p.grad for p in weights]
+        found |= {'model.weights': weights, 'model.buffers': buffers, 'model.gradients': gradients}
+    return {name: tensors for name,tensors in found.items() if tensors}
+
+def _inside(x, depth=2):
+    if torch.is_tensor(x): return [x]
+    if not (depth and is_plain(x)) or len(x) > _MOST: return []
+    entries = x.values() if isinstance(x, dict) else x
+    return [tensor for entry in entries for tensor in _inside(entry, depth-1)]
+
+def _is_near(x):
+    "Whether a tensor can be copied without waiting for anybody"
+    if x is None: return True
+    is_simple = type(x) in _A_NUMBER and x.layout == torch.strided and x.dtype in _COMPARED
+    return is_simple and x.device.type == 'cpu' and not torch.nn.parameter.is_lazy(x)
+
+class Copies:
+    "Numbers of a trainer as they were, of what is small and on the CPU"
+    def __init__(self, trainer):
+        self.kept,left = {},_NUMBERS
+        with _C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            for name,tensors in tensors_of(trainer).items():
+                if not all(map(_is_near, tensors)): continue
+                left -= sum(x.numel() for x in tensors if x is not None)
+                if left < 0: break
+                self.kept[name] = [x if x is None else x.detach().clone() for x in tensors]
+
+    def hints(self,
+        trainer:Trainer, # As it is now
+    ): # Function of a name as in `tensors_of`, that gives a text; an empty one if nobody can tell
+        "How far the values of now lie apart from the copies"
+        now = tensors_of(trainer)
+        def hint(name):
+            if name not in self.kept or name not in now: return ''
+            with _C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+                return _hint(self.kept[name], now[name])
+        return hint
+
+EQUAL = 'values equal'
+
+def _hint(before, after):
+    "In words how far tensors lie apart; empty if they are not alike"
+    if len(before) != len(after) or not all(map(_are_alike, before, after)): return ''
+    pairs = [(a, b) for a,b in zip(before, after) if a is not None and a.numel()]
+    if all(((a == b) | ((a != a) & (b != b))).all() for a,b in pairs): return EQUAL if pairs else ''
+    largest = max((a.double()-b.double()).abs().max().item() for a,b in pairs)
+    return f'by up to {largest:.2g}' if math.isfinite(largest) else ''
+
+def _are_alike(a, b):
+    if a is None or b is None: return a is b
+    return _is_near(b) and (a.shape, a.dtype) == (b.shape, b.dtype)

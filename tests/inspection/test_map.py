@@ -19,12 +19,12 @@ from torch.nn import functional as F
 
 import runs
 from isaac_loop import Trainer, with_cbs
-from isaac_loop.callbacks import BasicTrainCB, ClipGradCB
+from isaac_loop.callbacks import BasicTrainCB, ClipGradCB, MetricsCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection.map_entries import KINDS, all_entries, loops_entry
 from isaac_loop.inspection.map_entries import _LOOP as LOOP
 from isaac_loop.inspection.observing import observing
-from isaac_loop.loop.events import CancelException, callback_name
+from isaac_loop.loop.events import CancelEpochException, CancelException, CancelStepException, callback_name
 from observing import observe, unchanged
 from working import WORKING, images_trainer, working
 
@@ -254,3 +254,136 @@ def test_a_map_runs_nothing():
 def test_who_does_not_ask_for_a_map_does_not_load_it():
     code = "import sys, isaac_loop.loop.trainer; print([o for o in sys.modules if '.inspection' in o])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+# What else it says: cancels, passes, parts of a model; and other names
+
+
+class LeavesCB:
+    "Raises cancels of two kinds, and an error that is none"
+
+    on_valid = False
+
+    def before_batch(self, trainer):
+        if trainer.batch_num > 1:
+            raise CancelEpochException("enough")
+
+    def before_step(self, trainer):
+        if trainer.loss > 3:
+            raise CancelStepException
+        self.refuse(trainer)
+
+    def refuse(self, trainer):
+        raise ValueError("no")
+
+    def cleanup_epoch(self, trainer):
+        trainer.history.write(n_seen=trainer.batch_num)
+        trainer.write_measured(n_more=1)
+
+
+class OwnCancel(CancelException):
+    pass
+
+
+def test_who_may_leave_by_a_cancel_is_shown():
+    map = images_trainer([BasicTrainCB(), LeavesCB()]).map()
+    found = {row["event"]: row.get("may leave") for row in map.table().rows if row["callback"] == "LeavesCB"}
+    assert found == {"before_batch (train)": "epoch", "before_step": "step", "cleanup_epoch (train)": None}
+    assert "may leave" in str(map) and "<td" in map.to_html() and ">may leave<" in map.to_html()
+    assert "may leave: epoch" in map.to_svg() and "may leave: epoch" not in map.to_markdown()
+    assert "may leave" not in str(images_trainer([BasicTrainCB()]).map())
+
+
+def test_a_cancel_of_ones_own_has_its_own_name():
+    class LeavesCB:
+        def after_batch(self, trainer):
+            raise OwnCancel("now")
+
+    entry = images_trainer([BasicTrainCB(), LeavesCB()]).map("LeavesCB").shown[0]
+    assert entry.may_leave == "OwnCancel"
+
+
+def test_the_kind_of_pass_is_told_where_it_is_not_plain():
+    class ValidCB:
+        on_train = False
+
+        def before_fit(self, trainer):
+            pass
+
+        def after_epoch(self, trainer):
+            pass
+
+    trainer = images_trainer([BasicTrainCB(), ValidCB(), ClipGradCB(1.0)])
+    events = {(row["callback"], row["event"]) for row in trainer.map().table().rows}
+    assert {("ValidCB", "before_fit"), ("ValidCB", "after_epoch (valid)")} <= events
+    assert {("ClipGradCB", "before_step"), ("ClipGradCB", "before_epoch (train)")} <= events
+
+
+def test_a_mode_is_no_weight():
+    class ModesCB:
+        def before_epoch(self, trainer):
+            trainer.model.eval()
+
+        def after_step(self, trainer):
+            if trainer.epoch:
+                trainer.model[0].weight.data.mul_(0.9)
+
+        def after_fit(self, trainer):
+            trainer.model.requires_grad_(False)
+            trainer.model.training = False
+
+    trainer = images_trainer([BasicTrainCB(), ModesCB()])
+    told = {(row["callback"], row["event"]): row["does"] for row in trainer.who_writes("model").rows}
+    assert (
+        told["the loop", "before_epoch"]
+        == told["ModesCB", "before_epoch"].removeprefix("reads ")
+        == "changes mode"
+    )
+    assert told["BasicTrainCB", "step"] == "changes weights"
+    assert told["ModesCB", "after_step"].endswith("(changes weights)")
+    assert told["ModesCB", "after_fit"].endswith("changes what is trained, mode")
+
+
+def test_parentheses_are_explained_where_there_are_some():
+    map = images_trainer([BasicTrainCB(), ClipGradCB(1.0)]).map()
+    assert str(map).endswith("In parentheses: under a condition only.") and "Fainter" in map.to_html()
+    assert "In parentheses" not in str(images_trainer([BasicTrainCB(), LeavesCB()]).map("n_updates"))
+
+
+@pytest.mark.parametrize("word, name", [("weights", "model"), ("predictions", "preds"), ("optimizer", "opt")])
+def test_other_words_for_an_attribute_are_understood(word, name):
+    trainer = images_trainer([BasicTrainCB()])
+    assert trainer.who_writes(word).rows == trainer.who_writes(name).rows != []
+    assert f"`{word}` stands for `{name}`." in str(trainer.map(word))
+    trainer.add_callback(SimpleNamespace(after_batch=lambda t: setattr(t, word, 1)))
+    assert trainer.map(word).attribute == word  # Now there is one of that name
+
+
+def test_a_callback_is_shown_by_its_name():
+    trainer = images_trainer([BasicTrainCB(), LeavesCB()])
+    assert {entry.name for entry in trainer.map("LeavesCB").shown} == {"LeavesCB"}
+    assert [entry.event for entry in trainer.map("LeavesCB.before_step").shown] == ["before_step"]
+    assert "BasicTrainCB" not in trainer.map("LeavesCB").to_svg()
+    with pytest.raises(LookupError, match="is a callback and no attribute"):
+        trainer.who_reads("LeavesCB")
+
+
+def test_a_column_of_the_history_leads_to_its_writer():
+    trainer = images_trainer([BasicTrainCB(), LeavesCB(), MetricsCB(n_right=lambda p, y: 0.0, show=False)])
+    for name in ("n_seen", "n_more"):
+        [row] = trainer.who_writes(name).rows
+        assert (row["callback"], row["event"]) == ("LeavesCB", "cleanup_epoch (train)")
+    assert "`n_seen` is a column of the history." in str(trainer.map("n_seen"))
+    with pytest.raises(LookupError, match="`n_right` is a column.*`MetricsCB` has something of that name"):
+        trainer.who_writes("n_right")
+    trainer.history.rows.append({"made": 1})
+    with pytest.raises(LookupError, match='`made` is a column.*who_writes."history"'):
+        trainer.who_writes("made")
+
+
+def test_what_is_swapped_has_the_place_of_what_runs_instead():
+    trainer = images_trainer([BasicTrainCB()])
+    for when in (None, lambda t: t.epoch == 0):
+        with trainer.swap("BasicTrainCB.step", two_optimizers, when):
+            [entry] = [entry for entry in trainer.map().entries if entry.event == "step"]
+            assert entry.where.startswith("test_map.py:")

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 import runs
 from isaac_loop import Trainer
-from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, ClipGradCB, MetricsCB, NBatchCB
+from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, ClipGradCB, EMACB, MetricsCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import compare
+from isaac_loop.loop import CancelStepException
 from observing import observe, unchanged
 from working import WORKING, images_trainer, working
 
@@ -168,3 +169,117 @@ def test_an_order_that_is_another_is_told():
 def test_what_is_no_trainer_is_refused():
     with pytest.raises(TypeError, match="is no trainer"):
         compare(images_trainer([BasicTrainCB()]), None)
+
+
+# Which batch it is, cancels, and values that stay
+
+
+def shown(trace):
+    return [(step.name, step.event) for step in trace.steps if step.changes or step.raised]
+
+
+def test_the_chosen_batch_is_what_it_is_in_a_fit():
+    trainer = plain_trainer([BasicTrainCB(), AccumulationCB(2), ClipGradCB(1e-3)], n=4)
+    first, second = trainer.trace(), trainer.trace(batch=1)
+    assert ("BasicTrainCB", "step") not in shown(first) and ("BasicTrainCB", "step") in shown(second)
+    assert ("ClipGradCB", "before_step") not in shown(first) and ("ClipGradCB", "before_step") in shown(
+        second
+    )
+    assert "batch 1 of the training pass, which has 4" in str(second) and "`after_epoch`" in second.said
+    last = trainer.trace(batch=3)
+    assert "`after_epoch`" not in last.said and "batch 3 of" in last._repr_markdown_()
+
+
+def test_batches_are_counted_for_callbacks_as_in_the_fit():
+    class CountCB:
+        def before_fit(self, trainer):
+            self.seen = [trainer.updates_per_epoch]
+            Kept.seen = self.seen
+
+        def after_batch(self, trainer):
+            self.seen.append((trainer.batch_num, trainer.n_batches))
+
+        def after_epoch(self, trainer):
+            self.seen.append("after")
+
+    class Kept:
+        pass
+
+    plain_trainer([BasicTrainCB(), CountCB()], n=5).trace(batch=2, lr=0.1)
+    assert Kept.seen == [5, (0, 5), (1, 5), (2, 5), (0, 5), (1, 5), (2, 5)]
+    plain_trainer([BasicTrainCB(), CountCB()], n=3).trace(batch=2)
+    assert Kept.seen == [3, (0, 3), (1, 3), (2, 3), "after", (0, 3), (1, 3), (2, 3), "after"]
+
+
+def test_a_later_batch_leaves_nothing_behind_either():
+    batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(4)]
+    trainer = runs.fit(runs.make_trainer(runs.everything(), DataLoaders(batches, batches)), 1)
+    before = observe(trainer, skip=[trainer._aside])
+    with redirect_stdout(io.StringIO()):
+        trainer.trace(batch=2, valid=True)
+    unchanged(trainer, before, skip=[trainer._aside])
+
+
+def test_a_number_that_no_pass_comes_to_is_refused_or_told():
+    trainer = plain_trainer([BasicTrainCB()])
+    with pytest.raises(ValueError, match="training pass has 3 batches.*Use one up to 2"):
+        trainer.trace(batch=3)
+    with pytest.raises(ValueError, match="`batch`"):
+        trainer.trace(batch=-1)
+    limited = plain_trainer([BasicTrainCB(), NBatchCB(1)])
+    assert "did not come to batch 2" in limited.trace(batch=2).said
+
+
+def test_a_loader_without_a_length_can_be_traced():
+    class Endless:
+        def __iter__(self):
+            while True:
+                yield torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+
+    trace = runs.make_trainer([BasicTrainCB()], DataLoaders(Endless())).trace(batch=2)
+    assert trace.said.startswith("Shown is batch 2 of the training pass; the first")
+
+
+def test_a_cancel_is_told_with_what_it_leaves_out():
+    def before_step(trainer):
+        raise CancelStepException("too large")
+
+    trainer = plain_trainer([BasicTrainCB(), SimpleNamespace(before_step=before_step, name="cedar")])
+    trace = trainer.trace()
+    [step] = [step for step in trace.steps if step.raised]
+    assert (step.name, step.raised) == ("cedar", "CancelStepException: too large")
+    assert step.way.left_out == ["BasicTrainCB.step"] and "CancelStepException: too large" in str(trace)
+    outer = SimpleNamespace(name="outer", order=-1, after_epoch=lambda t: t.run_callbacks("step"))
+    trainer.add_callback(outer)
+    assert [o.name for o in trainer.trace(batch=2).steps if o.raised] == ["cedar", "cedar"]
+
+
+def test_what_is_written_and_stays_equal_is_told_apart_from_a_change():
+    def touch(trainer):
+        for p in trainer.model.parameters():
+            p.grad.mul_(1)
+
+    def halve(trainer):
+        trainer.loss = trainer.loss / 2
+
+    steps = [
+        SimpleNamespace(before_step=touch, name="touch"),
+        SimpleNamespace(after_get_loss=halve, name="halve"),
+    ]
+    found = {step.name: step.changes for step in plain_trainer([BasicTrainCB(), *steps]).trace().steps}
+    assert found["touch"] == {"gradients": "6 of 6 written, values equal"}
+    assert ", by up to 0." in found["halve"]["loss"]
+
+
+def test_weights_that_are_exchanged_are_seen():
+    trainer = plain_trainer([BasicTrainCB(), EMACB(0.5, warmup=False)])
+    trace = trainer.trace(batch=2, lr=0.5, train=False, valid=True)
+    told = {step.event: step.changes for step in trace.steps if step.name == "EMACB" and step.changes}
+    assert list(told) == ["before_epoch", "cleanup_epoch"]
+    assert all("tensors exchanged, by up to 0." in o["model"] for o in told.values())
+
+
+def test_steps_without_a_change_are_shown_on_demand():
+    trainer = plain_trainer([BasicTrainCB(), SimpleNamespace(after_batch=lambda t: None, name="idle")])
+    assert "idle" not in str(trainer.trace()) and "idle" in str(trainer.trace(all=True))
+    assert "idle" not in str(trainer.trace(all=True).table(all=False))

@@ -23,8 +23,10 @@ from isaac_loop.all import (
     BasicTrainCB,
     CancelBatchException,
     CancelEpochException,
+    CancelFitException,
     CancelStepException,
     DataLoaders,
+    EMACB,
     MetricsCB,
     MixedPrecisionCB,
     NBatchCB,
@@ -33,7 +35,9 @@ from isaac_loop.all import (
     with_cbs,
 )
 from isaac_loop.basics.tensors import set_seed
-from isaac_loop.inspection.moments import Moment
+from isaac_loop.inspection.moments import Moment, Moments
+from isaac_loop.inspection.written import Copies
+from isaac_loop.loop.events import EVENTS
 from small import StepsAsMethods, trainer_with
 
 
@@ -232,7 +236,8 @@ def test_each_moment_names_who_was_called_and_what_was_written():
         ["model"],
     ]
     assert batch[0].wrote["preds"] == "removed" and batch[0].callback is None
-    assert [o.wrote["model"] for o in batch[3:]] == ["gradients", "weights", "gradients removed"]
+    changes = [o.wrote["model"].partition(" (by up to")[0] for o in batch[3:]]
+    assert changes == ["gradients", "weights", "gradients removed"]
     assert batch[5].meanwhile == {"n_updates": "2"}
     assert [o.number for o in moments] == list(range(len(moments)))
     assert batch[1].does == "Run the model on the inputs" and batch[1].training is True
@@ -509,3 +514,123 @@ def test_an_error_that_came_out_of_a_walk_holds_nothing():
         assert gone() is None and [o() for o in keeps.kept[2:4]] == [None, None]
     finally:
         gc.enable()
+
+
+# Which call wrote what, and whether it is another value
+
+
+def test_an_event_tells_its_call_apart_from_what_came_before():
+    walk = trainer_with().walk(1, 0.1, valid=False)
+    moment = walk.to("backward")
+    assert moment.wrote == {"model": "gradients"}
+    assert {"preds", "loss", "dl", "lr"} <= set(moment.meanwhile) and float(moment.meanwhile["loss"]) > 0
+    walk.close()
+    walk = trainer_with().walk(1, 0.1, valid=False, at=["step", "before_batch"])
+    moments = walk.take(3)
+    assert [o.name for o in moments] == ["the loop", "BasicTrainCB", "the loop"]
+    assert set(moments[0].wrote) == {"batch_num", "batch"} and "opt" in moments[0].meanwhile
+    assert set(moments[2].wrote) == {"batch_num", "batch", "preds", "loss"}
+    assert set(moments[2].meanwhile) == {"model", "n_updates"}
+    walk.close()
+
+
+def test_a_number_written_in_between_is_told_although_the_call_rewrites_it():
+    double = SimpleNamespace(name="double", before_backward=lambda t: setattr(t, "loss", t.loss * 2))
+    with trainer_with(double).walk(1, 0.1) as walk:
+        moment = walk.to("double.before_backward")
+        assert float(moment.wrote["loss"]) == pytest.approx(2 * float(moment.meanwhile["loss"]), abs=2e-3)
+
+
+def test_what_the_loop_wrote_stands_in_a_row_of_its_own():
+    _, moments = walked(trainer_with(), 1, 0.1, valid=False)
+    table = Moments(o for o in moments if o.batch_num == 0).table()
+    rows = [(row["event"], row["callback"], row["wrote"]) for row in table.rows]
+    assert ("", "(the loop)", "n_updates: 1") in rows and not any("(n_updates" in row[2] for row in rows)
+
+
+def test_the_first_moment_of_another_walk_tells_what_it_wrote_alone():
+    trainer, _ = walked(trainer_with(), 1)
+    with trainer.walk(1) as walk:
+        assert "removed" not in next(walk).wrote.values()
+
+
+@pytest.mark.parametrize("at", [None, "before_epoch"])
+def test_weights_that_are_exchanged_are_told(at):
+    trainer = trainer_with(EMACB(0.5, warmup=False))
+    _, moments = walked(trainer, 1, 0.1, at=at)
+    told = [o.wrote.get("model", "") for o in moments if o.name == "EMACB" and o.event == "before_epoch"]
+    assert told[0] == "" and told[1].startswith("weights exchanged (by up to 0.")
+    if at is None:
+        [back] = [o for o in moments if o.name == "EMACB" and o.event == "cleanup_epoch" and not o.training]
+        assert back.wrote["model"].startswith("weights exchanged")
+
+
+def test_values_that_stay_equal_are_said_to():
+    def touch(trainer):
+        for p in trainer.model.parameters():
+            p.grad.mul_(1)
+
+    with trainer_with(SimpleNamespace(name="touch", before_step=touch)).walk(1, at="touch") as walk:
+        assert next(walk).wrote == {"model": "gradients (values equal)"}
+
+
+def test_large_models_are_not_copied():
+    trainer = runs.make_trainer([BasicTrainCB()], model=nn.Sequential(nn.Flatten(), nn.Linear(8, 200_000)))
+    assert not any(name.startswith("model.") for name in Copies(trainer).kept)
+
+
+# Leaving here
+
+
+def test_a_moment_says_what_leaving_would_do():
+    tidy = SimpleNamespace(
+        name="tidy", cleanup_batch=lambda t: None, after_step=lambda t: None, after_fit=print
+    )
+    with trainer_with(tidy).walk(1, 0.1) as walk:
+        moment = walk.to("backward")
+        assert moment.if_left("batch") == (
+            "cleanups that run: tidy.cleanup_batch; left out: BasicTrainCB.step, tidy.after_step, "
+            "BasicTrainCB.zero_grad"
+        )
+        assert moment.if_left().endswith("BasicTrainCB.zero_grad, tidy.after_fit")
+        with pytest.raises(LookupError, match="open at this moment are"):
+            moment.if_left("step")
+
+
+@pytest.mark.parametrize("event", ["before_batch", "predict", "after_step", "after_batch", "cleanup_batch"])
+@pytest.mark.parametrize("error", [CancelBatchException, CancelEpochException, CancelFitException])
+def test_what_is_said_about_leaving_is_what_happens(event, error):
+    "Somebody notes each event: after the cancel come the cleanups that were told, and nothing left out"
+
+    class NoteCB:
+        name = "note"
+
+        def __init__(self):
+            self.seen = []
+
+        def __getattr__(self, name):
+            if name not in EVENTS:
+                raise AttributeError(name)
+            return lambda trainer: self.seen.append(name)
+
+    note = NoteCB()
+    trainer = trainer_with(note, n=1)
+    with trainer.walk(1, 0.1, valid=False) as walk:
+        walk.to(f"note.{event}" if event == "before_batch" else event)
+        span = error.__name__.removeprefix("Cancel").removesuffix("Exception").lower()
+        told = walk.moment._ways.get(span)
+        if told is None:  # The batch is over
+            return
+        note.seen.clear()
+        try:
+            walk.throw(error("now"))
+        except StopIteration:
+            pass
+        for _ in walk:
+            pass
+    left = [o.partition(".")[2] for o in told.left_out if o.startswith("note.")]
+    run = [o.partition(".")[2] for o in told.cleanups if o.startswith("note.")]
+    assert note.seen[: len(run)] == run and not set(left) & set(note.seen)
+    assert {"fit": "after_fit", "epoch": "after_epoch", "batch": "after_batch"}[
+        span
+    ] in left or event == "after_batch"
