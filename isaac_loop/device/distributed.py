@@ -20,6 +20,7 @@ from ..data.sampling import hashed, seed_with
 from ..data.shared_loaders import exact_instead, rows_given, rows_of_all, share_exact
 from .exchange import Exchange
 from .processes import are_several, join
+from .sync_batch_norm import SyncBatchNorm
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException, Order, callback_name
 from ..loop.passes import n_batches, parts_of
@@ -113,6 +114,8 @@ _TOO_FEW = ('`expected={expected}`, but there are {size} processes, so the run w
 _SEED = 'The order of `dls.{}` comes from a seed that was drawn, {}; make the loader with `exact_loader(..., seed=...)` to choose it.'
 _TOGETHER = '{size} processes share each batch; timeout {timeout:g} s'
 _EACH = 'each of {size} processes takes whole batches; timeout {timeout:g} s'
+_JOINS = ('The last rows of an epoch ({left}) are fewer than the {size} processes, and batch norm needs one in each, so '
+          'they join the batch before.')
 _OWN = 'each of {size} processes has its own part of the data; timeout {timeout:g} s'
 
 class DistributedJoin:
@@ -124,8 +127,10 @@ class DistributedJoin:
         share:bool=True, # Share the loaders? False: they give each process its own part already
         timeout:float=600., # Seconds to wait for another process
         expected:int=None, # How many processes there must be
+        sync_bn:bool=False, # Must every process have a row of each batch that trains, for batch norm?
     ):
         self.batch,self.share,self.timeout,self.expected = batch,share,timeout,expected
+        self.sync_bn = sync_bn
         self._fit,self._give_back,self._random = None,[],None
 
     def before_fit(self, trainer):
@@ -163,7 +168,10 @@ class DistributedJoin:
         exact = exact_instead(dl, seed, ranks.size, f'dls.{name}')
         drawn = exact is not dl and name == 'train' and ranks.is_main
         if drawn: say(_SEED.format(name, seed))
-        self._give_back.append(share_exact(exact, ranks.rank, ranks.size, self.batch, f'dls.{name}'))
+        full = self.sync_bn and name == 'train'
+        self._give_back.append(share_exact(exact, ranks.rank, ranks.size, self.batch, f'dls.{name}', full))
+        left = exact.batch_sampler.joined if full else 0
+        if left and ranks.is_main: say(_JOINS.format(left=left, size=ranks.size))
         setattr(dls, name, exact)
         self._give_back.append(lambda: setattr(dls, name, dl))
         return exact
@@ -225,6 +233,7 @@ class DistributedSync:
         weigh=None, # What a loss is a mean over: 'samples', 'mean' (shares weigh alike), 'sum', a function
     ):
         self.weigh = weigh
+        self.meeting = None # Where processes meet within a batch: the `SyncBatchNorm` of the same trainer
         self._forget()
 
     def _forget(self):
@@ -285,7 +294,7 @@ class DistributedSync:
 
     def run(self, trainer, over=False, leaves=False):
         "One exchange, and what was agreed on with it"
-        ranks = trainer.ranks
+        ranks,self.agreed = trainer.ranks,None
         if leaves: self._drop()
         weight = 0. if leaves else self.weight
         place = None if leaves else _place(trainer, over)
@@ -349,7 +358,8 @@ class DistributedWatch:
         if trainer.ranks.size == 1 or error is None: return
         if not isinstance(error, CancelException): return self._tell(trainer, error)
         if not trainer.training or not sync.lockstep or error is sync.agreed: return
-        if level_of(error) == 0 and (sync.done or self._gathers(trainer)): return
+        meets = sync.meeting is not None and sync.meeting.awaited
+        if level_of(error) == 0 and not meets and (sync.done or self._gathers(trainer)): return
         self._leave(trainer, error)
 
     def _gathers(self, trainer):
@@ -358,6 +368,7 @@ class DistributedWatch:
 
     def _leave(self, trainer, error):
         "Join the next exchange with nothing but the wish to leave; raise what all agree on if it goes further"
+        if self.sync.meeting is not None and self.sync.meeting.leave(trainer, error): return
         trainer.ranks.soon('cancel', (level_of(error), str(error)))
         self.sync.run(trainer, leaves=True)
         agreed,self.sync.agreed = self.sync.agreed,None
@@ -431,16 +442,20 @@ class DistributedCB:
         batch:str='whole', # 'whole': each batch is shared; 'each': every process takes whole batches
         weigh=None, # What a loss is a mean over: 'samples', 'mean', 'sum', a function; default: as other callbacks say
         share:bool=True, # Share the loaders? False: they give each process its own part already
+        sync_bn:bool=False, # Let batch norm measure the rows of all processes?
         timeout:float=600., # Seconds to wait for another process
         expected:int=None, # How many processes there must be; default: any number
     ):
         check_choice(batch, 'batch', ('whole', 'each'))
         if weigh is not None and not callable(weigh): check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), also=_FUNCTION)
         check_flag(share, 'share')
+        check_flag(sync_bn, 'sync_bn')
         check_count(expected, 'expected', 'processes are counted', none='for any number')
         self.batch,self.weigh,self.share,self.timeout,self.expected = batch,weigh,share,_seconds(timeout),expected
-        sync = DistributedSync(weigh)
-        self.callbacks = [DistributedJoin(batch, share, self.timeout, expected), sync, DistributedWatch(sync)]
+        self.sync_bn,sync = sync_bn,DistributedSync(weigh)
+        if sync_bn: sync.meeting = SyncBatchNorm(sync)
+        join = DistributedJoin(batch, share, self.timeout, expected, sync_bn)
+        self.callbacks = [join, sync, *([sync.meeting] if sync_bn else ()), DistributedWatch(sync)]
 
 _NO_TIME = '`timeout` is {timeout!r}, but it is the seconds to wait for another process. Use a number above 0, such as 600.'
 
