@@ -50,7 +50,7 @@ def net(dtype=torch.float64):
 def trainer(*callbacks, dls=None, model=None, loss_func=F.mse_loss, opt_func=torch.optim.Adam, **kwargs):
     "A trainer for one process or several"
     usual = [BasicTrainCB(), MetricsCB(show=False), DistributedCB(timeout=TIMEOUT, **kwargs)]
-    dls,model = dls or loaders(), model or net()
+    dls, model = dls or loaders(), model or net()
     return Trainer(dls, loss_func, opt_func, model, [*usual, *callbacks])
 
 

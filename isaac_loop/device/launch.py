@@ -5,17 +5,18 @@
 # %% auto #0
 __all__ = ['launch']
 
-# %% ../../nbs/device/50_launch.ipynb #e0662340
-import multiprocessing, os, pickle, socket, threading, time, traceback
+# %% ../../nbs/device/50_launch.ipynb #6784a093
+import gc, multiprocessing, os, pickle, socket, threading, time, traceback
 from contextlib import closing
 
 import torch
 
 from ..basics.checks import check_count
 
-# %% ../../nbs/device/50_launch.ipynb #c597b4eb
+# %% ../../nbs/device/50_launch.ipynb #cb0ddede
 def _begin(rank, size, port):
     "Make a copy of a process one of several"
+    gc.freeze() # To collect what belongs to the parent, such as its stores, would end this process
     torch.set_num_threads(1)
     where = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size,
                  LOCAL_WORLD_SIZE=size, TORCHELASTIC_USE_AGENT_STORE=True) # The store is in the parent
@@ -82,7 +83,7 @@ def _received(answer, process, rank, size, name):
         gone = RuntimeError(_GONE.format(rank=rank, size=size, code=process.exitcode, name=name))
         return 'error',gone,[],'',time.time()
 
-# %% ../../nbs/device/50_launch.ipynb #8c567f74
+# %% ../../nbs/device/50_launch.ipynb #a117e3af
 def launch(
     f, # Runs in each process; it finds its rank in the environment, as under torchrun
     n_processes:int, # How many
@@ -95,15 +96,18 @@ def launch(
     _import_before_copying()
     context = multiprocessing.get_context('spawn' if torch.cuda.is_initialized() else 'fork')
     store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    port = store.port
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    start = lambda rank: context.Process(target=_run, args=(f, args, rank, size, store.port, pipes[rank][1]))
+    start = lambda rank: context.Process(target=_run, args=(f, args, rank, size, port, pipes[rank][1]))
     processes = [start(rank) for rank in range(size)]
     try:
         for process,(_,sender) in zip(processes, pipes):
             process.start()
             sender.close() # So that the end of a process is the end of its pipe
         told = _collect(processes, [o for o,_ in pipes], getattr(f, '__name__', repr(f)), timeout)
-    finally: _end(processes)
+    finally:
+        _end(processes)
+        del store # A traceback may hold this frame
     errors = [o for o in told.values() if o[0] == 'error']
     if errors: raise _first_real(errors)
     return [told[rank][1] for rank in range(size)]

@@ -5,17 +5,12 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/device/65_sync_batch_norm.ipynb #35e8baa8
+# %% ../../nbs/device/65_sync_batch_norm.ipynb #4e97f650
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..basics.settings import show_settings
-from ..loop.events import CancelBatchException, CancelEpochException, CancelException
-from ..loop.events import CancelFitException, Order
-from ..loop.shared_attributes import offered
-from ..loop.trainer import Trainer
-from ..state.errors import RanksDiverged
+from ..loop.events import Order
 
 # %% ../../nbs/device/65_sync_batch_norm.ipynb #af34cb52
 class Total(torch.autograd.Function):
@@ -62,7 +57,7 @@ def whole_batch_norm(
     x = (x-per_channel(mean))*per_channel(scale)
     return (x if bias is None else x+per_channel(bias)).to(like)
 
-# %% ../../nbs/device/65_sync_batch_norm.ipynb #7aa48c0d
+# %% ../../nbs/device/65_sync_batch_norm.ipynb #fd6a5f21
 class WholeBatchNorms(TorchFunctionMode):
     "Inside the block every batch norm that trains measures the rows of all processes"
     def __init__(self, ranks):
@@ -71,37 +66,15 @@ class WholeBatchNorms(TorchFunctionMode):
 
     def __torch_function__(self, f, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        trains = f is F.batch_norm and (kwargs['training'] if 'training' in kwargs else len(args) > 5 and args[5])
+        trains = f is F.batch_norm and (kwargs.get('training') or any(args[5:6]))
         return whole_batch_norm(self.ranks, *args, **kwargs) if trains else f(*args, **kwargs)
 
-# %% ../../nbs/device/65_sync_batch_norm.ipynb #935aac24
-_CANCELS = CancelBatchException,CancelEpochException,CancelFitException
-_UNEVEN = ('Some processes are at the end of the training pass of epoch {epoch} while others have another batch, so their '
-           'rows cannot be measured together. Do all loaders have as many batches?')
-
+# %% ../../nbs/device/65_sync_batch_norm.ipynb #dab89734
 class SyncBatchNorm:
     "Let batch norm measure the rows of all processes while training"
     order,on_valid,stateless = Order.WATCH-1,False,True # The last before predictions and gradients
-    in_side_runs = True
-    __repr__ = show_settings
-    def __init__(self,
-        sync, # Puts gradients together, and knows what was agreed
-    ):
-        self.sync,self._mode = sync,None
-        self.awaited = False # Do the others come to a meeting next, whatever happens?
-
-    def before_fit(self, trainer):
-        "Nothing is on its way yet"
-        self._mode,self.awaited = None,False
-        self._usual = type(trainer).one_batch is Trainer._usual_batch # Or nobody knows what comes when
-
-    def before_epoch(self, trainer):
-        "The others come to the first batch"
-        self._ready(trainer)
-
-    def _ready(self, trainer): self._weight,self.awaited = self.sync.weight,self._meets(trainer)
-
-    def _meets(self, trainer): return self._usual and trainer.ranks.size > 1
+    in_side_runs,_mode = True,None
+    def __repr__(self): return 'SyncBatchNorm()'
 
     def before_batch(self, trainer):
         "From here on norms measure together"
@@ -109,54 +82,9 @@ class SyncBatchNorm:
         self._mode = WholeBatchNorms(trainer.ranks)
         self._mode.__enter__()
 
-    def before_predict(self, trainer):
-        "Meet before norms send"
-        if self.awaited: self._meet(trainer)
-
-    def before_backward(self, trainer):
-        "Meet before gradients of norms are sent"
-        if not self.awaited: return
-        self._meet(trainer)
-        self.awaited = False
-
     def after_backward(self, trainer):
         "Nothing is measured from here on"
-        self._close()
-
-    def _close(self):
         mode,self._mode = self._mode,None
         if mode is not None: mode.__exit__(None, None, None)
 
-    def _meet(self, trainer, leaving=None, over=False):
-        "Hear whether a process has left; if so, leave as it has"
-        ranks = trainer.ranks
-        left,at_end = ranks.total(torch.tensor([leaving is not None, over], dtype=torch.int64)).tolist()
-        if not left and at_end in (0, ranks.size): return
-        if not left: raise RanksDiverged(_UNEVEN.format(epoch=trainer.epoch))
-        level,text = max(o for o in ranks.gather(_wish(leaving)) if o is not None)
-        self.sync.weight = self._weight # What this batch would have weighed does not count
-        self.sync.lockstep = level == 0
-        agreed = self.sync.agreed = _CANCELS[level](text)
-        if leaving is None or level > _wish(leaving)[0]: raise agreed
-
-    def leave(self, trainer,
-        error:CancelException, # Why this process has left
-    )->bool: # Whether they did come to a meeting next, and so know by now
-        "Join the meeting that the others come to"
-        gathers = any(not closes(trainer) for closes in offered(trainer, 'closes_update'))
-        if not (self._meets(trainer) and (self.awaited or self.sync.done or gathers)): return False
-        self._meet(trainer, leaving=error)
-        return True
-
-    def after_epoch(self, trainer):
-        "See that no process has another batch"
-        if self._meets(trainer) and self.sync.lockstep: self._meet(trainer, over=True)
-
-    def cleanup_batch(self, trainer):
-        "Norms measure as usual again, and the others come to the next batch"
-        self._close()
-        self._ready(trainer)
-
-def _wish(error):
-    "How far an error goes, and its text"
-    return None if error is None else (next(i for i in (2, 1, 0) if isinstance(error, _CANCELS[i])), str(error))
+    cleanup_batch = after_backward

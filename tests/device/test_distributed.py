@@ -1,0 +1,265 @@
+"Training in several processes against the same training in one: weights, rows, updates, however a pass ends"
+
+import os
+import time
+
+import pytest
+import torch
+from several import in_processes, loaders, net, outcome, rank, rows, trainer
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
+from isaac_loop.loop.events import Order
+from isaac_loop.state.errors import RankFailed, RanksDiverged
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.clipping import ClipGradCB
+from isaac_loop.train.training import MomentumTrainCB
+
+pytestmark = pytest.mark.processes
+
+
+def weights(t):
+    return torch.cat([p.detach().reshape(-1) for p in t.model.parameters()])
+
+
+CASES = {
+    "adam": dict(),
+    "sgd in batches of 15": dict(opt_func=optim.SGD, batch_size=15),
+    "single precision": dict(dtype=torch.float32),
+    "193 rows, a last batch of one": dict(n=193, batch_size=16),
+    "three rows": dict(n=3, batch_size=16),
+    "windows of two": dict(callbacks=lambda: [AccumulationCB(2)]),
+    "windows of three": dict(callbacks=lambda: [AccumulationCB(3)], n=50),
+    "windows of batches that weigh alike": dict(callbacks=lambda: [AccumulationCB(3, weigh="mean")], n=50),
+    "clipping": dict(callbacks=lambda: [ClipGradCB(0.1), AccumulationCB(2)]),
+    "sums": dict(loss_func=nn.MSELoss(reduction="sum"), opt_func=optim.SGD, lr=1e-4),
+    "tokens": dict(weigh=lambda batch: (batch[1] > 0).sum(), loss_func="positive"),
+    "momentum of gradients": dict(train=MomentumTrainCB),
+}
+
+
+def positive(preds, y):
+    "A mean over the rows whose target is positive"
+    keep = (y > 0).to(preds.dtype)
+    return ((preds - y) ** 2 * keep).sum() / keep.sum().clamp(min=1)
+
+
+def fitted(name, epochs=2):
+    o = dict(CASES[name])
+    dtype = o.pop("dtype", torch.float64)
+    n, batch_size = o.pop("n", 53), o.pop("batch_size", 8)
+    loss_func = o.pop("loss_func", F.mse_loss)
+    if loss_func == "positive":
+        loss_func = positive
+    make, lr, cls = o.pop("callbacks", list), o.pop("lr", 0.05), o.pop("train", None)
+    t = trainer(*make(), dls=loaders(n, 3, batch_size, dtype), model=net(dtype), loss_func=loss_func, **o)
+    if cls:
+        t.remove_callbacks("BasicTrainCB")
+        t.add_callbacks(cls())
+    t.fit(epochs, lr=lr)
+    return outcome(t), t.n_updates
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_several_processes_end_where_one_ends(name, n):
+    (alone, alone_rows), n_updates = fitted(name)
+    for (theirs, their_rows), updates in in_processes(n, fitted, name):
+        assert (theirs - alone).abs().max() < (1e-6 if "single" in name else 1e-12)
+        assert updates == n_updates
+
+
+class Raise:
+    "Raises an error or a cancel at a chosen place in one process"
+
+    order = Order.STEP + 1
+
+    def __init__(self, event, error, where=0, epoch=0, batch=2, order=None):
+        self.event, self.error, self.where, self.epoch, self.batch = event, error, where, epoch, batch
+        if order is not None:
+            self.order = order
+        setattr(self, event, self.act)
+
+    def act(self, trainer):
+        here = (trainer.epoch, getattr(trainer, "batch_num", None)) == (self.epoch, self.batch)
+        if rank() == self.where and here and trainer.training:
+            self.do(trainer)
+
+    def do(self, trainer):
+        raise self.error
+
+
+class Stop(Raise):
+    def do(self, trainer):
+        trainer.request_stop("enough")
+
+
+class Seen:
+    "Notes which batches were trained on, and how passes ended"
+
+    order = -200
+
+    def before_fit(self, trainer):
+        self.batches, self.ends = [], []
+
+    def after_step(self, trainer):
+        self.batches.append((trainer.epoch, trainer.batch_num))
+
+    def cleanup_epoch(self, trainer):
+        self.ends.append((trainer.epoch, trainer.training, type(trainer.exception).__name__))
+
+
+def seen(make, epochs=2, **kwargs):
+    watch = Seen()
+    t = trainer(*make(), watch, **kwargs)
+    t.fit(epochs, lr=0.05)
+    return outcome(t)[0], t.n_updates, watch.batches, watch.ends, t.stop_reason
+
+
+CANCELS = CancelBatchException, CancelEpochException, CancelFitException
+BEFORE, AFTER = ("before_batch", "after_predict", "before_step"), ("after_step", "after_batch")
+
+
+@pytest.mark.parametrize("batch", [0, 2, 6])
+@pytest.mark.parametrize("cancel", CANCELS)
+def test_a_cancel_of_one_process_is_a_cancel_of_all(cancel, batch):
+    "The places before and after the exchange, with every kind, in the first, a middle and the last batch"
+    for event in (*BEFORE, *AFTER):
+        made = lambda event=event: [Raise(event, cancel("for a test"), 1, batch=batch, order=Order.FIRST)]
+        first, second = in_processes(2, seen, made)
+        assert torch.equal(first[0], second[0]) and first[1:] == second[1:], event
+        if event == "before_batch" and cancel is not CancelBatchException:
+            assert (0, batch) not in first[2]
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("event", ["before_batch", "after_batch", "cleanup_epoch", "log"])
+def test_a_stop_of_one_process_stops_all_after_the_same_batch(event, window):
+    def made():
+        batch = 6 if event == "cleanup_epoch" else 2
+        return [Stop(event, None, 1, batch=batch), *([AccumulationCB(window)] if window > 1 else [])]
+
+    first, second = in_processes(2, seen, made)
+    assert torch.equal(first[0], second[0]) and first[1:] == second[1:]
+    if event != "log":
+        assert first[4] == "enough" and first[2][-1][0] == 0
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "before_fit",
+        "before_epoch",
+        "before_batch",
+        "predict",
+        "before_backward",
+        "before_step",
+        "after_step",
+        "after_batch",
+        "cleanup_batch",
+        "cleanup_epoch",
+        "log",
+    ],
+)
+@pytest.mark.parametrize("where", [0, 1])
+def test_an_error_in_one_process_ends_the_others_by_name(event, where):
+    class Bad:
+        pass
+
+    def raise_it(trainer):
+        if rank() == where:
+            raise ValueError("no more disk")
+
+    setattr(Bad, event, lambda self, trainer: raise_it(trainer))
+
+    def run():
+        try:
+            trainer(Bad()).fit(1, lr=0.1)
+        except Exception as error:
+            return type(error), str(error)
+
+    ends = in_processes(2, run)
+    assert ends[where] == (ValueError, "no more disk")
+    kind, text = ends[1 - where]
+    assert kind is RankFailed and f"Process {where} failed with ValueError: no more disk" in text
+    assert f"Bad.{event}" in text
+
+
+def test_a_process_that_is_gone_ends_the_others():
+    class Gone(Raise):
+        def do(self, trainer):
+            os._exit(3)
+
+    def run():
+        start = time.monotonic()
+        try:
+            trainer(Gone("after_predict", None, 1)).fit(1, lr=0.1)
+        except RankFailed as error:
+            return str(error), time.monotonic() - start
+
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        in_processes(2, run)
+
+
+def test_leaving_between_exchange_and_step_in_one_process_is_told():
+    made = lambda: [Raise("before_step", CancelBatchException("alone"), 1, order=Order.STEP)]
+    assert {kind for kind, _ in in_processes(2, told, made)} == {RanksDiverged}
+
+
+class Skips:
+    "Leaves out something in one process alone"
+
+    order = Order.FIRST
+
+    def __init__(self, event, batch=2):
+        setattr(self, event, self.act)
+        self.batch = batch
+
+    def act(self, trainer):
+        if rank() == 1 and trainer.training and trainer.batch_num == self.batch:
+            from isaac_loop.loop.events import CancelStepException
+
+            raise CancelStepException("one process only")
+
+
+def told(make):
+    try:
+        trainer(*make()).fit(2, lr=0.1)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def test_processes_that_are_not_at_the_same_place_are_told_on_all():
+    class OtherRate:
+        def after_batch(self, trainer):
+            if rank() == 1 and trainer.batch_num == 2:
+                trainer.opt.param_groups[0]["lr"] *= 2
+
+    class OtherWeight:
+        def after_batch(self, trainer):
+            if rank() == 1 and trainer.batch_num == 2 and trainer.training:
+                with torch.no_grad():
+                    next(trainer.model.parameters()).add_(1e-12)
+
+    class FewerBatches:
+        def before_epoch(self, trainer):
+            if rank() == 1 and trainer.training:
+                trainer.batches = range(3)
+
+    for make in (
+        lambda: [Skips("before_step")],
+        lambda: [OtherRate()],
+        lambda: [OtherWeight()],
+        lambda: [FewerBatches()],
+    ):
+        ends = in_processes(2, told, make)
+        assert [kind for kind, _ in ends] == [RanksDiverged] * 2, ends
+        assert ends[0] == ends[1]
+
+
+def test_a_backward_that_one_process_leaves_out_is_no_divergence():
+    first, second = in_processes(2, seen, lambda: [Skips("before_backward")])
+    assert torch.equal(first[0], second[0]) and first[1:] == second[1:]
