@@ -291,6 +291,10 @@ class DistributedSync:
         self._aside = [(p, p.grad) for p in self._exchange.params if p.grad is not None]
         for p,_ in self._aside: p.grad = None
 
+    def after_backward(self, trainer):
+        "Nothing is under way any more that others wait for"
+        if self.meeting is not None: self.meeting.inside = False
+
     def cleanup_backward(self, trainer):
         "Give the loss back as it was"
         if self._loss is not None: trainer.loss,self._loss = self._loss,None
@@ -328,6 +332,9 @@ class DistributedSync:
     def before_zero_grad(self, trainer):
         "Note that this batch has been seen to its end"
         self.cleared = True
+
+    def let_go(self):
+        "Hold on to no connection"
 
     def obey(self, trainer):
         "Stop if any process wishes to"
@@ -400,7 +407,9 @@ class DistributedWatch:
     def _tell(self, trainer, error):
         "Tell the others of an error; an interrupt that all have agreed on is none"
         agreed = isinstance(error, _INTERRUPTS) and trainer.ranks.soon('interrupt') is not None
-        if not agreed: trainer.ranks.fail(error)
+        if agreed: return
+        self.sync.let_go()
+        trainer.ranks.fail(error)
 
     def after_epoch(self, trainer):
         "See that all processes are at the end of the pass"

@@ -37,18 +37,18 @@ class Meetings:
     ):
         self.sync,self.norms,self.wraps = sync,norms,wraps
         self.awaited = False # Do the others come to a meeting next, whatever happens?
-        self._inside = False # Is something under way that all must see to its end?
+        self.inside = False # Is something under way that all must see to its end?
 
     def before_fit(self, trainer):
         "Nothing is on its way yet"
-        self.awaited = self._inside = False
+        self.awaited = self.inside = False
         self._usual = type(trainer).one_batch is Trainer._usual_batch # Or nobody knows what comes when
 
     def _meets(self, trainer): return self._usual and trainer.ranks.size > 1
 
     def _ready(self, trainer):
         "The others come to the next batch"
-        self._weight,self.awaited,self._inside = self.sync.weight,self._meets(trainer),False
+        self._weight,self.awaited,self.inside = self.sync.weight,self._meets(trainer),False
 
     def before_epoch(self, trainer):
         "The others come to the first batch"
@@ -63,12 +63,8 @@ class Meetings:
         "Meet before gradients are sent"
         if not self.awaited: return
         total = self._meet(trainer, weight=self.sync.own_weight if self.wraps else 0.)
-        self.awaited,self._inside = False,True
+        self.awaited,self.inside = False,True
         if self.wraps: self.sync.weigh_loss(trainer, total)
-
-    def after_backward(self, trainer):
-        "Nothing is under way any more"
-        self._inside = False
 
     def cleanup_backward(self, trainer):
         "Meet those who do not skip this step"
@@ -99,7 +95,9 @@ class Meetings:
         "Join the meeting that the others come to, if they come to one next"
         if not self._meets(trainer): return False
         gathers = any(not closes(trainer) for closes in offered(trainer, 'closes_update'))
-        if self._inside: trainer.ranks.fail(error) # They wait for what will not come
+        if self.inside: # The others wait for what will not come
+            self.sync.let_go()
+            trainer.ranks.fail(error)
         elif self.awaited or done or gathers: self._meet(trainer, leaving=error)
         else: return False
         return True

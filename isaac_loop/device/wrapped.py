@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/device/75_wrapped.ipynb #8d0e53f1
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -114,6 +116,12 @@ class WrappedSync(DistributedSync):
         trainer.loss = loss = trainer.loss*factor
         loss.backward = lambda **kwargs: found_lost(trainer, lambda: torch.Tensor.backward(loss, **kwargs))
 
-    def cleanup_fit(self, trainer):
-        "Let go of the wrapper, which would hold on to connections"
+    def let_go(self):
+        "Drop the wrapper, which holds on to connections: the others find out by their end that this process is gone"
+        if self._wrapped is None: return
         self._wrapped = self._learns = None
+        gc.collect()
+
+    def cleanup_fit(self, trainer):
+        "Drop the wrapper"
+        self.let_go()
