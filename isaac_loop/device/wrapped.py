@@ -64,9 +64,11 @@ class WrappedSync(DistributedSync):
     def __init__(self,
         weigh=None, # What a loss is a mean over
         wrap=in_ddp, # Puts the wrapper around the model of a trainer
+        drop=None, # Called when the wrapper is dropped
     ):
         super().__init__(weigh)
-        self.wrap,self._wrapped,self._model,self._learns = wrap,None,None,None
+        self.wrap,self.drop = wrap,drop
+        self._wrapped,self._model,self._learns = None,None,None
 
     exchange = Agreement
 
@@ -120,6 +122,7 @@ class WrappedSync(DistributedSync):
         "Drop the wrapper, which holds on to connections: the others find out by their end that this process is gone"
         if self._wrapped is None: return
         self._wrapped = self._learns = None
+        if self.drop is not None: self.drop()
         gc.collect()
 
     def cleanup_fit(self, trainer):
