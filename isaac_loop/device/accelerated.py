@@ -43,7 +43,7 @@ class AccelerateCB(BasicTrainCB):
     order = Order.STEP+5 # After whoever transforms the batch, or exchanges model or optimizer
     mixed_precision,kwargs = None,{} # A subclass may have an `__init__` of its own
     accelerator,_made,_before = None,None,None # `_made`: by this callback, not given to it
-    _members,_sync,_wrapped = None,None,None # Where there are several processes
+    _members = None # Where there are several processes
     predict,get_loss = fills_in(BasicTrainCB.predict),fills_in(BasicTrainCB.get_loss)
     step,zero_grad = fills_in(BasicTrainCB.step),fills_in(BasicTrainCB.zero_grad)
 
@@ -66,8 +66,7 @@ class AccelerateCB(BasicTrainCB):
         "Where there are several processes: who finds together, shares the data, and agrees on when to leave"
         if not are_several(): return []
         if self._members is None:
-            self._sync = WrappedSync(wrap=self._wrap, drop=self._drop)
-            others = members(self._sync)
+            others = members(WrappedSync(wrap=self._wrap))
             self._members = [AccelerateJoin(others=others), *others]
         return self._members
 
@@ -79,27 +78,23 @@ class AccelerateCB(BasicTrainCB):
         if is_alone(trainer) and are_several(): return # Such as `get_preds`, which one process may do
         if self.accelerator is self._made: self.accelerator = self._made = self._make()
         self._check(trainer.ranks)
-        opt,prepare = vars(trainer).get('opt'),self.accelerator.prepare
+        opt,acc = vars(trainer).get('opt'),self.accelerator
         self._before = trainer._fitting,trainer.model,vars(trainer.model).get('forward'),opt
-        prepared = prepare(trainer.model)
-        if is_alone(trainer): trainer.model = prepared
-        else: self._wrapped = prepared # Only a batch that trains is predicted with it
-        if opt is not None: trainer.opt = prepare(opt)
+        trainer.model = acc.prepare_model(trainer.model, evaluation_mode=not is_alone(trainer)) # Else its own wrapper
+        if opt is not None: trainer.opt = acc.prepare(opt)
 
     def _wrap(self, trainer):
-        "Accelerate's wrapper, or another one once other parameters learn"
-        wrapped,self._wrapped = self._wrapped,None
-        return in_ddp(trainer) if wrapped is None else wrapped
+        "PyTorch's wrapper around the model, as the accelerator is configured"
+        handler = self.accelerator.ddp_handler
+        kwargs = handler.to_kwargs() if handler is not None else {}
+        kwargs.pop('broadcast_buffers', None)
+        return in_ddp(trainer, **kwargs)
 
     def _make(self):
         "An accelerator with the settings of this callback"
-        try: from accelerate import Accelerator, DistributedDataParallelKwargs
+        try: from accelerate import Accelerator
         except ImportError: raise ImportError(_NOT_INSTALLED) from None
-        kwargs = dict(self.kwargs)
-        handlers = list(kwargs.pop('kwargs_handlers', None) or [])
-        if are_several() and not any(isinstance(o, DistributedDataParallelKwargs) for o in handlers):
-            handlers.append(DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True))
-        return Accelerator(mixed_precision=self.mixed_precision, kwargs_handlers=handlers or None, **kwargs)
+        return Accelerator(mixed_precision=self.mixed_precision, **self.kwargs)
 
     def _check(self, ranks):
         "See that Accelerate takes part in the same processes, in a way that can be shared"
@@ -136,14 +131,7 @@ class AccelerateCB(BasicTrainCB):
         vars(trainer.model).pop('forward', None) # Accelerate has put one that casts onto the module itself
         if forward is not None: trainer.model.forward = forward
         self._before = None
-        self._drop()
-        if self.accelerator is self._made: _forget_accelerator(self.accelerator)
-
-    def _drop(self):
-        "Hold on to no wrapper, nor to connections"
-        self._wrapped = None
-        if self.accelerator is not None: self.accelerator.free_memory()
-
-def _forget_accelerator(accelerator):
-    "Let the process have another one: it has one state, which refuses other settings"
-    type(accelerator.state)._reset_state(reset_partial_state=accelerator.num_processes > 1)
+        if self.accelerator is not self._made: return
+        self.accelerator.free_memory()
+        several = self.accelerator.num_processes > 1
+        type(self.accelerator.state)._reset_state(several) # The process has one, which refuses other settings

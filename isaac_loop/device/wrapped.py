@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/device/75_wrapped.ipynb #8d0e53f1
 import gc
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -41,12 +42,17 @@ _OWN_BATCH = ("`engine='ddp'` wraps the step `predict`, and `{cls}.one_batch` is
 _OTHERS = ("`engine='ddp'` puts together the gradients of `trainer.model` alone, and {names} would be trained apart "
            "in each process. Leave `engine` out: `'sum'` takes all parameters.")
 
+_BUFFERS = 'forward_sync_buffers' # Called `broadcast_buffers` in older versions of PyTorch
+
 def in_ddp(
     trainer, # In a pass that trains
+    **kwargs, # For `DistributedDataParallel`
 )->nn.Module:
-    "PyTorch's wrapper around the model"
-    return nn.parallel.DistributedDataParallel(trainer.model, process_group=trainer.ranks._group,
-                                               broadcast_buffers=False, find_unused_parameters=True)
+    "PyTorch's wrapper around the model; it sends gradients, and no buffers, which would be one more thing to meet for"
+    ddp = nn.parallel.DistributedDataParallel
+    buffers = _BUFFERS if _BUFFERS in signature(ddp).parameters else 'broadcast_buffers'
+    options = {'find_unused_parameters': True, **kwargs, buffers: False}
+    return ddp(trainer.model, process_group=trainer.ranks._group, **options)
 
 def found_lost(
     trainer, # Computes gradients, and waits for other processes
@@ -64,10 +70,9 @@ class WrappedSync(DistributedSync):
     def __init__(self,
         weigh=None, # What a loss is a mean over
         wrap=in_ddp, # Puts the wrapper around the model of a trainer
-        drop=None, # Called when the wrapper is dropped
     ):
         super().__init__(weigh)
-        self.wrap,self.drop = wrap,drop
+        self.wrap = wrap
         self._wrapped,self._model,self._learns = None,None,None
 
     exchange = Agreement
@@ -122,7 +127,6 @@ class WrappedSync(DistributedSync):
         "Drop the wrapper, which holds on to connections: the others find out by their end that this process is gone"
         if self._wrapped is None: return
         self._wrapped = self._learns = None
-        if self.drop is not None: self.drop()
         gc.collect()
 
     def cleanup_fit(self, trainer):

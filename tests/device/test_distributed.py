@@ -5,12 +5,10 @@ import time
 
 import pytest
 import torch
-from several import in_processes, loaders, net, outcome, rank, rows, trainer
+from several import in_processes, loaders, net, outcome, rank, trainer
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.data.dataloaders import DataLoaders
-from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import Order
 from isaac_loop.state.errors import RankFailed, RanksDiverged

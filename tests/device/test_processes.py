@@ -7,13 +7,13 @@ import time
 
 import pytest
 import torch
-from several import TIMEOUT, in_processes, loaders, net, outcome, rank, rows, trainer
+from several import TIMEOUT, in_processes, loaders, outcome, rank, rows, trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
-from isaac_loop.device.launch import launch
+from isaac_loop.device.launching import launch
 from isaac_loop.device.processes import ProcessRanks, join
 from isaac_loop.loop.ranks import Ranks
 from isaac_loop.state.errors import RankFailed, RanksDiffer, WorldSizeMismatch
