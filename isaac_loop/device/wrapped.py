@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/device/75_wrapped.ipynb #8d0e53f1
-import gc
+import gc, threading
 from inspect import signature
 
 import torch
@@ -74,6 +74,7 @@ class WrappedSync(DistributedSync):
         super().__init__(weigh)
         self.wrap = wrap
         self._wrapped,self._model,self._learns = None,None,None
+        self._group = None # Held on to, so that it does not end with the wrapper, which would wait for messages
 
     exchange = Agreement
 
@@ -84,7 +85,7 @@ class WrappedSync(DistributedSync):
         self._check(trainer)
         learns = [id(p) for p in trainer.model.parameters() if p.requires_grad]
         if self._wrapped is None or learns != self._learns: self._wrapped = self.wrap(trainer)
-        self._learns = learns
+        self._learns,self._group = learns,trainer.ranks._group
 
     def _check(self, trainer):
         "Refuse what the wrapper would not see"
@@ -126,8 +127,11 @@ class WrappedSync(DistributedSync):
     def let_go(self):
         "Drop the wrapper, which holds on to connections: the others find out by their end that this process is gone"
         if self._wrapped is None: return
+        held,self._group = [self._group],None
         self._wrapped = self._learns = None
         gc.collect()
+        # A message that cannot arrive any more may keep the connections busy until it times out
+        threading.Thread(target=held.clear, daemon=True).start()
 
     def cleanup_fit(self, trainer):
         "Drop the wrapper"

@@ -1,7 +1,7 @@
 """`AccelerateCB` in several processes, against one process without it.
 
-Accelerate finds the processes by the environment, on a CPU because it is told so. Weights must be those of one
-process up to rounding, loaders are not handed over, and all end at the same update.
+Accelerate finds the processes by the environment, on a CPU because it is told so. Weights must be those of
+one process up to rounding, loaders are not handed over, and all end at the same update.
 """
 
 import pytest
