@@ -16,12 +16,13 @@ from ..train.closures import refuse_closure
 from ..train.training import BasicTrainCB
 
 # %% ../../nbs/device/30_accelerated.ipynb #944cbb6a
-_BOTH = ('`AccelerateCB` and `DistributedCB` would both share the data and put gradients together. Choose one: `AccelerateCB` '
-         'for what Accelerate can do besides, `DistributedCB` else.')
+_BOTH = ('`AccelerateCB` and `DistributedCB` would both share the data and put gradients together. Choose one: '
+         '`AccelerateCB` for what Accelerate can do besides, `DistributedCB` else.')
 
 def _refuse_both(trainer, mine=None):
     "Refuse another callback that brings processes together"
-    if any(isinstance(cb, DistributedJoin) and cb is not mine for cb in trainer.callbacks): raise TypeError(_BOTH)
+    others = [cb for cb in trainer.callbacks if isinstance(cb, DistributedJoin) and cb is not mine]
+    if others: raise TypeError(_BOTH)
 
 class AccelerateJoin(DistributedJoin):
     "Find together with the other processes, and share the data, for the length of a fit"
@@ -32,10 +33,11 @@ class AccelerateJoin(DistributedJoin):
 
 _NOT_INSTALLED = ('`AccelerateCB` needs the package `accelerate`, which is not installed. Install it with '
                   '`pip install accelerate`.')
-_OTHER_NUMBER = ('There are {size} processes, and Accelerate has found {acc}, so it would not put their gradients together. '
-                 'On a machine without GPUs it takes part if `ACCELERATE_USE_CPU=true` is set, or by `AccelerateCB(cpu=True)`.')
-_OTHER_KIND = ('Accelerate is configured for {kind}, but `AccelerateCB` shares batches among several processes only where '
-               'each has the whole model. Configure it for plain data parallel training.')
+_OTHER_NUMBER = ('There are {size} processes, and Accelerate has found {acc}, so it would not put their gradients '
+                 'together. On a machine without GPUs it takes part if `ACCELERATE_USE_CPU=true` is set, or by '
+                 '`AccelerateCB(cpu=True)`.')
+_OTHER_KIND = ('Accelerate is configured for {kind}, but `AccelerateCB` shares batches among several processes '
+               'only where each has the whole model. Configure it for plain data parallel training.')
 
 @old_words
 class AccelerateCB(BasicTrainCB):
@@ -80,7 +82,8 @@ class AccelerateCB(BasicTrainCB):
         self._check(trainer.ranks)
         opt,acc = vars(trainer).get('opt'),self.accelerator
         self._before = trainer._fitting,trainer.model,vars(trainer.model).get('forward'),opt
-        trainer.model = acc.prepare_model(trainer.model, evaluation_mode=not is_alone(trainer)) # Else its own wrapper
+        several = not is_alone(trainer)
+        trainer.model = acc.prepare_model(trainer.model, evaluation_mode=several) # Else it puts a wrapper around
         if opt is not None: trainer.opt = acc.prepare(opt)
 
     def _wrap(self, trainer):
@@ -99,7 +102,8 @@ class AccelerateCB(BasicTrainCB):
     def _check(self, ranks):
         "See that Accelerate takes part in the same processes, in a way that can be shared"
         acc,kind = self.accelerator,self.accelerator.distributed_type.value
-        if acc.num_processes != ranks.size: raise ValueError(_OTHER_NUMBER.format(acc=acc.num_processes, size=ranks.size))
+        told = dict(acc=acc.num_processes, size=ranks.size)
+        if acc.num_processes != ranks.size: raise ValueError(_OTHER_NUMBER.format(**told))
         if ranks.size > 1 and not kind.startswith('MULTI_'): raise ValueError(_OTHER_KIND.format(kind=kind))
 
     def before_epoch(self, trainer):

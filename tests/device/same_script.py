@@ -1,7 +1,8 @@
-"""A small training that any of several programs may start: `python`, torchrun, Accelerate, Ray Train, `launch`.
+"""A small training that any of several programs may start: `python`, torchrun, Accelerate, Ray Train.
 
-`python same_script.py OUT` trains and writes weights and losses to the file OUT, from main alone. `--with accelerate`
-lets Accelerate do it, `--ray 2` starts it by Ray Train with two workers, `--launch 2` by `launch`.
+`python same_script.py OUT` trains and writes weights and losses to the file OUT, from main alone.
+`--with accelerate` lets Accelerate do it, `--ray 2` starts it by Ray Train with two workers, `--launch 2` by
+`launch`.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "same_script.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SLOW = pytest.mark.skipif(
     "HYPOTHESIS_PROFILE" not in os.environ, reason="takes 5 to 40 s; `make torture` runs it"
 )

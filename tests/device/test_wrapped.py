@@ -1,8 +1,8 @@
 """`DistributedCB(engine='ddp')`: gradients put together by PyTorch's wrapper, against one process.
 
-Weights must be those of one process up to rounding, with uneven and empty shares, several batches to an update,
-sums, and parameters that are not used. All must end at the same update, whoever stops or leaves; no other callback
-sees the wrapper.
+Weights must be those of one process up to rounding, with uneven and empty shares, several batches to an
+update, sums, and parameters that are not used. All must end at the same update, whoever stops or leaves; no
+other callback sees the wrapper.
 """
 
 import pytest
