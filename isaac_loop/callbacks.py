@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .data import ProgressiveResizeCB as ProgressiveResizeCB
     from .device import DeviceCB as DeviceCB
     from .device import MixedPrecisionCB as MixedPrecisionCB
+    from .device import CompileCB as CompileCB
     from .device import AccelerateCB as AccelerateCB
     from .device import DistributedCB as DistributedCB
     from .train import BasicTrainCB as BasicTrainCB

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.device.distributed import DistributedCB
-from isaac_loop.device.launch import launch
+from isaac_loop.device.launching import launch
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB

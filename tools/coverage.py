@@ -210,7 +210,7 @@ def _outlook(features, places):
     whole = [o for o in features if features[o].later == "all" and not places[o]]
     part = [o for o in features if features[o].later == "part"]
     if not whole and not part:
-        return []
+        return ["Nothing of the list waits for a later version."]
     text = f"{len(whole)} features come with it, and of {len(part)} others a part."
     return [f"Training in several processes is not there yet: {text}"]
 

@@ -19,7 +19,7 @@ FOOT = """else:
 
 def face(root=ROOT):
     "The text of the face: every `…CB` that a folder lists, the folders in the order in which `all` has them"
-    folders = re.findall(r"^from \.(\w+) import \*$", (root / "isaac_loop" / "all.py").read_text(), re.M)
+    folders = re.findall(r"^ *from \.(\w+) import \*$", (root / "isaac_loop" / "all.py").read_text(), re.M)
     lines = []
     for folder in folders:
         text = (root / "isaac_loop" / folder / "__init__.py").read_text()

@@ -190,6 +190,24 @@ EVENT_NAMES = {
     'begin_validate': _VALIDATES, 'begin_train': _TRAINS,
     'before_valid': _VALIDATES, 'after_valid': _VALIDATED,
 }
+_STARTS = '`before_batch`', '`before_epoch`', '`before_fit`'
+_ENDS = '`after_batch`', '`log`, or `after_epoch` for each of the two passes', '`after_fit`'
+FOREIGN_EVENTS = { # Of PyTorch Lightning, Keras, transformers and others
+    'on_batch_begin': _STARTS[0], 'on_batch_start': _STARTS[0], 'on_batch_end': _ENDS[0],
+    'on_train_batch_begin': _STARTS[0], 'on_train_batch_start': _STARTS[0], 'on_train_batch_end': _ENDS[0],
+    'on_validation_batch_end': _VALIDATED.replace('epoch', 'batch'),
+    'on_epoch_begin': _STARTS[1], 'on_epoch_start': _STARTS[1], 'on_epoch_end': _ENDS[1],
+    'on_train_epoch_start': _TRAINS, 'on_train_epoch_end': _TRAINED,
+    'on_validation_epoch_start': _VALIDATES, 'on_validation_epoch_end': _VALIDATED,
+    'on_validation_start': _VALIDATES, 'on_validation_end': _VALIDATED,
+    'on_train_begin': _STARTS[2], 'on_train_start': _STARTS[2], 'on_fit_start': _STARTS[2],
+    'on_train_end': _ENDS[2], 'on_fit_end': _ENDS[2],
+    'on_step_begin': '`before_step`', 'on_step_end': '`after_step`', 'on_log': '`log`',
+    'on_before_backward': '`before_backward`', 'on_after_backward': '`after_backward`',
+    'on_before_optimizer_step': '`before_step`', 'on_before_zero_grad': '`before_zero_grad`',
+    'on_loss_begin': '`before_get_loss`', 'on_loss_end': '`after_get_loss`',
+    'on_backward_begin': '`before_backward`', 'on_backward_end': '`after_backward`',
+}
 FLAGS = {'run_train': '`on_train`', 'run_valid': '`on_valid`',
          'run_after': '`order`, such as `Order.RECORD`', 'run_before': '`order`, such as `Order.RECORD`'}
 
@@ -231,6 +249,7 @@ def _without(cls, words):
         if word not in words and another is not None: return another(word)
         name,hint = type(self).__name__,called_here(word, words)
         raise AttributeError(_ATTRIBUTE.format(name=name, word=word, hint=hint), name=word, obj=self)
+    __getattr__.only_tells = True # It has no attributes of its own to give
     return __getattr__
 
 def _refusing(f, name, words):

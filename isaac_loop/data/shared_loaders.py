@@ -13,9 +13,10 @@ from .exact_loaders import ExactLoader, exact_loader
 from .resumable_loaders import READING
 from .sampling import share_of
 
-# %% ../../nbs/data/35_shared_loaders.ipynb #ccda9faf
-_SHARED = ('`{name}` gives each of {world_size} processes its own part already, so it would be shared twice. Make the '
-           'loader without `rank` and `world_size`; or keep them, and say `DistributedCB(share=False)`.')
+# %% ../../nbs/data/35_shared_loaders.ipynb #18987552
+_SHARED = ('`{name}` gives each of {world_size} processes its own part already, so it would be shared '
+           'twice. Make the loader without `rank` and `world_size`; or keep them, and say '
+           '`DistributedCB(share=False)`.')
 
 def share_exact(
     dl:ExactLoader, # Is changed in place
@@ -41,13 +42,14 @@ def share_exact(
         raise
     return give_back
 
-# %% ../../nbs/data/35_shared_loaders.ipynb #f72a4714
+# %% ../../nbs/data/35_shared_loaders.ipynb #09f658bf
 def rows_given(
     dl, # A loader that is walked over
 )->int: # None if the loader cannot tell
     "How many rows of the last batch belong to this process"
     given,sampler = getattr(dl, 'given', None),getattr(dl, 'batch_sampler', None)
-    return share_of(*given, sampler.rank, sampler.world_size)[1] if given and hasattr(sampler, 'world_size') else None
+    if not given or not hasattr(sampler, 'world_size'): return None
+    return share_of(*given, sampler.rank, sampler.world_size)[1]
 
 def rows_of_all(
     dl, # A loader that is walked over
@@ -56,16 +58,17 @@ def rows_of_all(
     given = getattr(dl, 'given', None)
     return given[1] if given else None
 
-# %% ../../nbs/data/35_shared_loaders.ipynb #48f771e1
-_NO_SHARES = ('`{name}` is a {kind}, and nobody can tell how to share it among {size} processes. Make it with '
-              '`exact_loader(dataset, batch_size)`; or let each process have a loader of its own part, and say '
-              '`DistributedCB(share=False)`.')
+# %% ../../nbs/data/35_shared_loaders.ipynb #ed2e2053
+_NO_SHARES = ('`{name}` is a {kind}, and nobody can tell how to share it among {size} processes. Make it '
+              'with `exact_loader(dataset, batch_size)`; or let each process have a loader of its own '
+              'part, and say `DistributedCB(share=False)`.')
 _OWN_SAMPLER = 'a `DataLoader` with {} of its own'
 
 def _why_not(dl):
     "What stands in the way of an exact loader in place of `dl`, or None"
     if not isinstance(dl, DataLoader): return f'`{type(dl).__name__}`'
-    if not hasattr(dl.dataset, '__len__') or type(dl.batch_sampler) is not BatchSampler: return 'stream, or has batches'
+    in_batches = hasattr(dl.dataset, '__len__') and type(dl.batch_sampler) is BatchSampler
+    if not in_batches: return '`DataLoader` of a stream, or with batches of its own'
     known = type(dl.sampler) in (RandomSampler, SequentialSampler)
     draws = not known or getattr(dl.sampler, 'replacement', False) or len(dl.sampler) != len(dl.dataset)
     return _OWN_SAMPLER.format(f'a sampler, `{type(dl.sampler).__name__}`,') if draws else None

@@ -7,6 +7,7 @@ __all__ = ['members', 'DistributedCB']
 
 # %% ../../nbs/device/70_distributed.ipynb #9b9cb202
 import random
+from functools import partial
 
 import torch
 from torch import nn
@@ -33,9 +34,9 @@ from ..state.run_parts import parts_of as modules_of
 from ..train.closures import refuse_closure
 from ..train.example_losses import reduction_of
 
-# %% ../../nbs/device/70_distributed.ipynb #e3f870fa
-_DIFFERENT = ('The processes were not set up alike, so they would not train one model: {differences}. Let all of them run '
-              'the same script.')
+# %% ../../nbs/device/70_distributed.ipynb #490e3a53
+_DIFFERENT = ('The processes were not set up alike, so they would not train one model: {differences}. Let '
+              'all of them run the same script.')
 
 def _named_modules(trainer):
     "The modules that take part, by name: the model, and others that the trainer has"
@@ -53,6 +54,16 @@ def named_parameters(
         params = [p for group in opt.param_groups for p in group['params']]
         for i,p in enumerate(params): found.setdefault(id(p), (f'{name}.{i}', p))
     return list(found.values())
+
+_LAZY = ('`{name}` has no shape yet, as the model is lazy, so the processes cannot begin with the same weights. Run one '
+         'batch through the model before `fit`, as in `model(x)`.')
+
+def refuse_lazy(
+    trainer, # With a model
+):
+    "Refuse parameters that nobody can compare or send"
+    lazy = [name for name,p in named_parameters(trainer) if nn.parameter.is_lazy(p)]
+    if lazy: raise ValueError(_LAZY.format(name=lazy[0]))
 
 def _facts(trainer):
     "What must be the same in all processes, by name, as text"
@@ -109,10 +120,11 @@ def mains_random_numbers(
     state = ranks.from_main(plain_random_state)
     if not ranks.is_main: set_plain_random_state(state, strict=False)
 
-# %% ../../nbs/device/70_distributed.ipynb #1b8c67a5
-_TOO_FEW = ('`expected={expected}`, but there are {size} processes, so the run would not be the one that was planned. Start '
-            'as many, or leave `expected` out.')
-_SEED = 'The order of `dls.{}` comes from a seed that was drawn, {}; make the loader with `exact_loader(..., seed=...)` to choose it.'
+# %% ../../nbs/device/70_distributed.ipynb #f135b075
+_TOO_FEW = ('`expected={expected}`, but there are {size} processes, so the run would not be the one that '
+            'was planned. Start as many, or leave `expected` out.')
+_SEED = ('The order of `dls.{}` comes from a seed that was drawn, {}; make the loader with '
+         '`exact_loader(..., seed=...)` to choose it.')
 _TOGETHER = '{size} processes share each batch; timeout {timeout:g} s'
 _EACH = 'each of {size} processes takes whole batches; timeout {timeout:g} s'
 _JOINS = ('The last rows of an epoch ({left}) are fewer than the {size} processes, and each '
@@ -149,6 +161,7 @@ class DistributedJoin:
         self._fit = trainer._fitting
         trainer.ranks = ranks = join(self.timeout)
         if self.expected not in (None, ranks.size): raise self._mismatch(ranks.size)
+        refuse_lazy(trainer)
         check_alike(ranks, _facts(trainer))
         self._share(trainer)
         take_weights(ranks, trainer)
@@ -196,9 +209,10 @@ class DistributedJoin:
             self._give_back = []
             if ranks.size > 1: ranks.leave()
 
-# %% ../../nbs/device/70_distributed.ipynb #afa0f4a6
-_NO_ROWS = ("The inputs of the batch, a {kind}, hold no tensor with rows, so `DistributedCB` cannot tell how much the loss of "
-            "this process weighs. Say it: `weigh='mean'` if all shares weigh the same, or a function of the batch.")
+# %% ../../nbs/device/70_distributed.ipynb #f01ce194
+_NO_ROWS = ('The inputs of the batch, a {kind}, hold no tensor with rows, so `DistributedCB` cannot tell '
+            "how much the loss of this process weighs. Say it: `weigh='mean'` if all shares weigh the "
+            'same, or a function of the batch.')
 
 def _place(trainer, over):
     "Where the training stands, in numbers"
@@ -260,6 +274,7 @@ class DistributedSync:
         known = self._exchange.params if self._exchange else ()
         same = len(known) == len(named) and all(p is q for p,(_,q) in zip(known, named))
         if not same: self._exchange = self.exchange(trainer.ranks, named)
+        trainer.ranks.meeting = partial(self.meet, trainer)
 
     def cleanup_get_loss(self, trainer):
         "Leave out a row that was only borrowed"
@@ -305,14 +320,23 @@ class DistributedSync:
         self.run(trainer)
         if self.agreed is not None: raise self.agreed
 
-    def run(self, trainer, over=False, leaves=False):
+    def meet(self, trainer):
+        "An exchange of nothing in the middle of a pass, which a process that leaves it can join"
+        if not self.lockstep: return
+        before = self._aside,self.weight,self.done
+        self._aside,self.weight = None,0.
+        self.run(trainer, meets=True)
+        if self.agreed is not None: raise self.agreed
+        self._aside,self.weight,self.done = before
+
+    def run(self, trainer, over=False, leaves=False, meets=False):
         "One exchange, and what was agreed on with it"
         ranks = trainer.ranks
         self.agreed = None
         if self._aside is None: self._put_aside() # Nothing came since the last exchange
         elif leaves: self._drop()
         weight = 0. if leaves else self.weight
-        place = None if leaves else _place(trainer, over)
+        place = None if leaves else (*_place(trainer, over), -2) if meets else _place(trainer, over)
         self._exchange.run(weight, place, _where(trainer, over), divide=not self._sums)
         wishes = ranks.heard('cancel')
         if wishes: self._agree_to_leave(max(wishes))
@@ -344,6 +368,7 @@ class DistributedSync:
     def cleanup_epoch(self, trainer):
         "Drop what was gathered for an update that never came"
         if not trainer.training or is_alone(trainer): return
+        trainer.ranks.meeting = None
         for p,old in self._aside or (): p.grad = old
         self._forget()
 
@@ -363,10 +388,10 @@ def level_of(error): return next(i for i in (2, 1, 0) if isinstance(error, _CANC
 def _cancel(wish): return _CANCELS[wish[0]](wish[1])
 def _ends_pass(wish): return wish[0] > 0
 
-# %% ../../nbs/device/70_distributed.ipynb #141a7823
-_OTHER_WEIGHTS = ('After the training pass of epoch {epoch} the weights are not the same in all processes: `{name}` differs. '
-                  'What changes weights must do so in every process alike; does a callback change them by its own random '
-                  'numbers, or in main alone?')
+# %% ../../nbs/device/70_distributed.ipynb #e1f5d6d1
+_OTHER_WEIGHTS = ('After the training pass of epoch {epoch} the weights are not the same in all '
+                  'processes: `{name}` differs. What changes weights must do so in every process alike; '
+                  'does a callback change them by its own random numbers, or in main alone?')
 _INTERRUPTS = KeyboardInterrupt,SystemExit
 
 class DistributedWatch:
@@ -464,7 +489,7 @@ def _marks(p):
     bits = p.detach().contiguous().view(-1).view(_WHOLE[p.element_size()]).to(torch.int64)
     return torch.stack([bits.sum(), (bits*bits).sum()]).cpu()
 
-# %% ../../nbs/device/70_distributed.ipynb #cf3e13bd
+# %% ../../nbs/device/70_distributed.ipynb #8da8fcdc
 _FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`'
 _NO_FSDP = "`engine='fsdp'` does not exist yet, so every process needs memory for the whole model. Use 'sum' or 'ddp'."
 
@@ -512,7 +537,8 @@ class DistributedCB:
         "Its members: in one process there is nothing to exchange"
         return [self._join, *(self._others if are_several() else [])]
 
-_NO_TIME = '`timeout` is {timeout!r}, but it is the seconds to wait for another process. Use a number above 0, such as 600.'
+_NO_TIME = ('`timeout` is {timeout!r}, but it is the seconds to wait for another process. Use a number '
+            'above 0, such as 600.')
 
 def _seconds(timeout):
     "`timeout` as a number of seconds"

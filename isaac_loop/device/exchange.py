@@ -42,13 +42,13 @@ def same_place(
     here,place,squares = (round(x) for x in sums[1:4])
     return here*squares == place*place
 
-# %% ../../nbs/device/60_exchange.ipynb #c32fb372
-_SPARSE = ('The gradient of `{name}` is sparse, and gradients of several processes are put together in one dense message. '
-           'Make it dense: `nn.Embedding(..., sparse=False)`.')
+# %% ../../nbs/device/60_exchange.ipynb #31127928
+_SPARSE = ('The gradient of `{name}` is sparse, and gradients of several processes are put together in '
+           'one dense message. Make it dense: `nn.Embedding(..., sparse=False)`.')
 _PIECE = 25*2**20 # Bytes that are sent at once
-_DIVERGED = ('The processes are not at the same place, so their gradients do not belong together: {places}. Do all of '
-             'them run every batch and every step? Where one leaves a batch out, let it raise `CancelBatchException`; '
-             'then all do.')
+_DIVERGED = ('The processes are not at the same place, so their gradients do not belong together: '
+             '{places}. Do all of them run every batch and every step? Where one leaves a batch out, let '
+             'it raise `CancelBatchException`; then all do.')
 
 class _Buffer:
     "The gradients of one type, one behind the other"

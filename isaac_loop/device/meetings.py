@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/device/62_meetings.ipynb #70817340
+from functools import partial
+
 import torch
 
 from ..basics.settings import show_settings
@@ -17,8 +19,8 @@ from ..state.errors import RanksDiverged
 
 # %% ../../nbs/device/62_meetings.ipynb #75aa98c8
 _CANCELS = CancelBatchException,CancelEpochException,CancelFitException
-_UNEVEN = ('Some processes are at the end of the training pass of epoch {epoch} while others have another batch, so '
-           'they would wait for each other. Do all loaders have as many batches?')
+_UNEVEN = ('Some processes are at the end of the training pass of epoch {epoch} while others have another batch, '
+           'so they would wait for each other. Do all loaders have as many batches?')
 
 def _wish(error):
     "How far an error goes, and its text; a skipped `backward` ends nothing by itself"
@@ -53,6 +55,11 @@ class Meetings:
     def before_epoch(self, trainer):
         "The others come to the first batch"
         self._ready(trainer)
+        if self._meets(trainer): trainer.ranks.meeting = partial(self._meet_between, trainer)
+
+    def _meet_between(self, trainer):
+        "Meet for what is done together between two steps, such as saving"
+        if self.sync.lockstep: self._meet(trainer)
 
     def before_predict(self, trainer):
         "Meet before norms send"

@@ -42,6 +42,8 @@ class MixedPrecisionCB:
         scales = self.dtype == torch.float16
         if scales: refuse_closure(trainer, type(self).__name__, _ONE_FACTOR, self.opt)
         self.scaler = GradScaler(self._device, init_scale=self.init_scale, enabled=scales)
+        nothing = torch.zeros((), device=self._device)
+        if trainer.ranks.size > 1: self.scaler.scale(nothing) # A process may have no loss to begin with
         self._unscaled = False
 
 # %% ../../nbs/device/20_precision.ipynb #dfba8f07

@@ -30,14 +30,15 @@ def unpacked(
     "What a message says"
     return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
 
-# %% ../../nbs/device/55_processes.ipynb #fe125d89
+# %% ../../nbs/device/55_processes.ipynb #1a8d7ce7
 _FAILED = ('Process {who} failed with {error}, so this process ({rank} of {size}), which did nothing wrong, '
            'cannot go on.')
-_SILENT = ('A process is gone without a word (killed? out of memory?), or gave no answer within {seconds:g} s, so '
-           'this process ({rank} of {size}), which did nothing wrong, cannot go on. PyTorch says: {reason}')
+_SILENT = ('A process is gone without a word (killed? out of memory?), or gave no answer within '
+           '{seconds:g} s, so this process ({rank} of {size}), which did nothing wrong, cannot go on. '
+           'PyTorch says: {reason}')
 _OVER = 'These processes no longer train together: {why}'
-_FAILED_IN_MAIN = ('Main, process 0, failed with {error} at what it did for all, so this process ({rank} of {size}) '
-                   'cannot go on.')
+_FAILED_IN_MAIN = ('Main, process 0, failed with {error} at what it did for all, so this process ({rank} '
+                   'of {size}) cannot go on.')
 
 def in_words(
     error:BaseException, # What has ended a process
@@ -61,6 +62,7 @@ class ProcessRanks(Ranks):
         self.rank,self.size = dist.get_rank(group),dist.get_world_size(group)
         self.local_rank,self.is_main = int(os.environ.get('LOCAL_RANK', self.rank)),self.rank == 0
         self.shared = [] # Loaders of which each process reads a part
+        self.meeting = None # How they meet in a training pass; set by whoever exchanges gradients
         self._group,self._store,self._owned,self._timeout = group,store,owned,timeout
         self._wishes,self._known,self._heard = {},{},[]
         self._broken = None # Or why these processes do not train together any more
@@ -87,6 +89,9 @@ class ProcessRanks(Ranks):
     def heard(self, name)->list:
         "What each process that had a wish of this name wished, at the last exchange"
         return [wishes[name] for wishes in self._heard if name in wishes]
+
+    def meet(self):
+        if self.meeting is not None: self.meeting()
 
     def total(self, x): return self.sum_in_place(x.detach().clone())
 
@@ -183,10 +188,10 @@ class ProcessRanks(Ranks):
         group,self._group = self._group,None
         if group is not None: dist.destroy_process_group(None if self._owned else group)
 
-# %% ../../nbs/device/55_processes.ipynb #b817e77d
+# %% ../../nbs/device/55_processes.ipynb #f88576cd
 _ENVIRONMENT = 'RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'
-_INCOMPLETE = ('The environment has `{there}` but no `{missing}`, so this process cannot find the others. torchrun sets '
-               'all that is needed: `torchrun --nproc-per-node 2 script.py`.')
+_INCOMPLETE = ('The environment has `{there}` but no `{missing}`, so this process cannot find the others. '
+               'torchrun sets all that is needed: `torchrun --nproc-per-node 2 script.py`.')
 _connected,_n_groups = {},[0] # The store of this process, and how many groups were formed through it
 
 def are_several()->bool:
@@ -223,8 +228,8 @@ def _store_of_this_process(limit, rank, size):
         _n_groups[0] = 0
     return dist.PrefixStore(_next_name(), _connected[key])
 
-_NOT_FOUND = ('The other processes could not be found within {seconds:g} s: {error} Are all of them running, with the '
-              'same MASTER_ADDR and MASTER_PORT?')
+_NOT_FOUND = ('The other processes could not be found within {seconds:g} s: {error} Are all of them '
+              'running, with the same MASTER_ADDR and MASTER_PORT?')
 
 def _next_name():
     _n_groups[0] += 1

@@ -39,7 +39,7 @@ def validate(self:Trainer,
     further = MetricsCB(weigh=weigh_of(self) if weigh is None else weigh, **metrics)
     if metrics or not own: recorders.append(further)
     for i,recorder in enumerate(recorders): recorder.name,recorder.weigh = f'validate_{i}',further.weigh
-    with self._looking_at(dl, callbacks, *recorders) as side:
+    with self._looking_at(dl, callbacks, *recorders, share=True) as side:
         side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
         if 'valid_loss' not in row: raise ValueError(_NOTHING_MEASURED)
@@ -92,7 +92,8 @@ def sample_preds(self:Trainer,
     "Predictions of several passes that differ by chance: by dropout, or by what `callbacks` do"
     check_count(n_samples, 'n_samples', 'passes are counted')
     capture,samples = CapturePredsCB(),[]
-    with self._looking_at(dl, DropoutOnCB() if callbacks is None else callbacks, capture, NoLossCB()) as side:
+    callbacks = DropoutOnCB() if callbacks is None else callbacks
+    with self._looking_at(dl, callbacks, capture, NoLossCB(), share=True) as side:
         for _ in range(n_samples):
             side.fit(1, train=False)
             samples.append(map_tensors(lambda o: o[None], capture.result().preds))

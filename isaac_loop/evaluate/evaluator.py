@@ -7,6 +7,7 @@ __all__ = ['EvaluatorCB']
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #d1e62ff4
 import math, numbers, time
+from contextlib import ExitStack
 
 from fastcore.basics import patch
 
@@ -14,6 +15,7 @@ from ..metrics.any_metric import check_no_options
 from ..metrics.metrics import weigh_of
 from .data_sets import aside, check_columns, check_sets
 from .data_sets import chosen_loader, data_sets, same_random
+from .shared_evaluation import shared_rows
 from ..data.dataset_order import in_order
 from .predictions import OtherData, evaluated_weights
 from ..train.training import NBatchCB
@@ -58,7 +60,7 @@ class EvaluatorCB:
         if name: self.name = name
         self.sets,self.at_start,self.at_end = data_sets(dl, 'eval'),at_start,at_end
         self.updates,self.epochs = updates,1 if updates is None and epochs is None else epochs
-        self.n_batches,self.with_loss,self.weigh = n_batches,with_loss,weigh
+        self.n_batches,self.with_loss,self._weigh = n_batches,with_loss,weigh
         self.write,self.report,self.callbacks_inside = write,report,callbacks
         self.user_iter_callback,self.user_epochs_done_callback = user_iter_callback,user_epochs_done_callback
         self.store = {} # For both functions; emptied before each evaluation
@@ -72,13 +74,16 @@ class EvaluatorCB:
 @patch
 def _run(self:EvaluatorCB, trainer, name, dl):
     "Run over one data set; what was measured, by name"
-    self._pass.weigh = weigh_of(trainer) if self.weigh is None else self.weigh
-    with trainer.side_run() as side:
-        ordered = in_order(chosen_loader(side.dls, dl))[0]
+    self._pass.weigh = weigh_of(trainer) if self._weigh is None else self._weigh
+    with trainer.side_run() as side, ExitStack() as stack:
+        ordered,rows = in_order(chosen_loader(side.dls, dl))
+        if self.user_iter_callback is not None: rows = None # It is to see all of them
+        ordered = stack.enter_context(shared_rows(side.ranks, ordered, rows))
         side.dls = OtherData(side.dls, ordered, f'The data set `{name}`')
         callbacks = [self._pass, self._limit(), self.callbacks_inside]
         with side.added_callbacks(callbacks): side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
+        if side.ranks.size > 1: self._stop = side.stop_reason # On which all have agreed
     if 'valid_loss' not in row: warn(_NOTHING_MEASURED.format(name, callback_name(self)))
     left_out = ['fit', 'epoch', 'elapsed'] + ['valid_loss']*(not self.with_loss)
     return {'loss' if k == 'valid_loss' else k: v for k,v in row.items() if k not in left_out}
@@ -115,7 +120,7 @@ def _pass_on(self:EvaluatorCB, trainer, name):
     stop,left = self._stop,self._left
     self._stop,self._left = None,None
     if left is not None: warn(_LEFT_EARLY.format(name, left))
-    if stop is not None and trainer._fitting: trainer.request_stop(stop)
+    if stop is not None and trainer._fitting: trainer.request_stop(stop, everywhere=True)
 
 _LEFT_EARLY = 'The evaluation of `{}` was left early ({}), so its numbers are those of a part of the data.'
 
@@ -140,8 +145,9 @@ def _evaluate_one(self:EvaluatorCB, trainer, name, dl):
         returned = self._done(trainer)
     new = returned_numbers(returned) if self.write is None else {}
     check_returned_names(new, columns)
-    columns = {f'{name}_{k}': v for k,v in (columns | new).items()}
-    return columns | {f'{name}_seconds': time.perf_counter()-start},returned
+    theirs = trainer.ranks.gather([columns | new, time.perf_counter()-start])
+    columns = {f'{name}_{k}': v for k,v in theirs[0][0].items()} # Where all read all of it, what main has
+    return columns | {f'{name}_seconds': max(seconds for _,seconds in theirs)},returned
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #febb18b4
 @patch
@@ -195,7 +201,8 @@ def _tell(self:EvaluatorCB, trainer, columns, returned):
     "Call the functions that write and report"
     for what in returned:
         if self.write is not None and what is not None: self.write(trainer.history, what, trainer.n_updates)
-    if self.report is not None: self.report(f'after {trainer.n_updates} updates: ' + row_text(columns))
+    text = f'after {trainer.n_updates} updates: ' + row_text(columns)
+    if self.report is not None and trainer.ranks.is_main: self.report(text)
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #05b72f8e
 @patch
@@ -213,7 +220,9 @@ def before_epoch(self:EvaluatorCB, trainer):
 @patch
 def before_batch(self:EvaluatorCB, trainer):
     "Evaluate before the first update, if asked to"
-    first,self._started = not self._started,True
+    first = not self._started
+    if first and self.at_start: trainer.ranks.meet()
+    self._started = True
     if first and self.at_start:
         trainer.write_measured(**{f'start_{k}': v for k,v in self._measure(trainer).items()})
     self._leave()
@@ -222,10 +231,22 @@ def before_batch(self:EvaluatorCB, trainer):
 @patch
 def after_batch(self:EvaluatorCB, trainer):
     "Evaluate when there were enough updates"
-    if self.updates is None: return
-    self._unwritten.append(trainer.batch_num)
+    if self.updates is not None and trainer.ranks.size == 1: self._after_update(trainer)
+
+@patch
+def cleanup_batch(self:EvaluatorCB, trainer):
+    "Do so here where there are several processes: one may have left the batch after the update of all"
+    if self.updates is None or trainer.ranks.size == 1: return
+    if isinstance(trainer.exception, (type(None), CancelBatchException)): self._after_update(trainer)
+
+@patch
+def _after_update(self:EvaluatorCB, trainer):
+    "Evaluate when there were enough updates"
+    if trainer.exception is None or trainer.n_updates > self._seen: self._unwritten.append(trainer.batch_num)
     due,self._seen = trainer.n_updates//self.updates > self._seen//self.updates,trainer.n_updates
     if not due: return
+    trainer.ranks.meet()
+    self._unwritten = sorted({i for batches in trainer.ranks.gather(self._unwritten) for i in batches})
     row = self._measure(trainer)
     gap = [math.nan]*(len(self._unwritten)-1) # All batches have rows, in their order
     columns = {k: [*gap, v] for k,v in row.items() if isinstance(v, numbers.Real)}

@@ -16,21 +16,28 @@ from ..basics.tensors import SEQUENCES, map_tensors
 # %% ../../nbs/evaluate/30_join_batches.ipynb #d3d818db
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
-def _is_leaf(x):
+def is_leaf(
+    x, # A structure, or a part of one
+)->bool:
     "Whether `x` is joined as a whole: no container, or a list of one plain value or mapping per example"
     if isinstance(x, list) and x and isinstance(x[0], Mapping): return True
     if isinstance(x, SEQUENCES): return bool(x) and all(isinstance(o, _PLAIN) for o in x)
     return not (isinstance(x, Mapping) or dataclasses.is_dataclass(x))
 
 # %% ../../nbs/evaluate/30_join_batches.ipynb #077271ad
-def _leaves(x):
+LEFT_OUT = object() # Stands for a leaf that counts nothing
+
+def leaves_of(
+    x, # A structure
+)->list:
     "All leaves of `x`, in their order"
     found = []
-    map_tensors(found.append, x, _is_leaf)
+    map_tensors(found.append, x, is_leaf)
     return found
 
 def _join_leaf(parts):
     "One leaf of every batch, as one value"
+    parts = [part for part in parts if part is not LEFT_OUT]
     if isinstance(parts[0], SEQUENCES): return [row for part in parts for row in part]
     if not torch.is_tensor(parts[0]): return None if all(o is None for o in parts) else list(parts)
     parts = [o.float() if o.dtype in (torch.float16, torch.bfloat16) else o for o in parts]
@@ -43,11 +50,11 @@ def join_batches(
     parts:list, # One structure for each batch, all alike; a structure is whatever `map_tensors` walks through
 ): # The same structure, over all rows
     "Put the batches' structures together, leaf by leaf; half precision becomes full"
-    leaves = [_leaves(o) for o in parts]
+    leaves = [leaves_of(o) for o in parts]
     n = [len(o) for o in leaves]
     if len(set(n)) > 1: raise ValueError(_NOT_ALIKE.format(min(n), max(n)))
     joined = iter([_join_leaf(o) for o in zip(*leaves)])
-    return map_tensors(lambda _: next(joined), parts[0], _is_leaf)
+    return map_tensors(lambda _: next(joined), parts[0], is_leaf)
 
 _NOT_ALIKE = ('The batches hold between {} and {} values each, so they cannot be put together. '
               'Let model and loader always give the same entries.')

@@ -15,12 +15,13 @@ from ..basics.checks import warn
 from ..data.dataset_order import in_order
 from .data_sets import chosen_loader
 from .join_batches import join_batches
+from .shared_evaluation import first_row, from_all, shared_rows
 from .values import shapes
 from ..loop.events import CancelException, CancelStepException, Order
 from ..loop.shared_attributes import offered
 from ..loop.passes import n_batches, parts_of
 from ..loop.trainer import Trainer
-from ..metrics.losses import ended_in_error, rows_of
+from ..metrics.losses import ended_in_error, has_no_rows, rows_of
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, map_tensors
@@ -80,6 +81,9 @@ class CapturePredsCB:
     stateless = True
     on_train = False
     rows = None # Numbers of the loader's rows in the dataset, where known
+    _begun = _complete = None # The pass whose beginning it has seen, and the one of which it has everything
+    _structure = None # What a part looks like
+    _parts = _positions = _batch_losses = _shares = _devices = () # A cancel may come before its turn
     __repr__ = show_settings
     def __init__(self,
         with_inputs:bool=False, # Also keep what the model was given?
@@ -95,6 +99,7 @@ class CapturePredsCB:
     def before_epoch(self, trainer):
         "Forget the last pass"
         self._stage,self._start,self._losses = _stage(trainer),0,None
+        self._begun,self._structure = _pass_of(trainer),None
         self._devices = set() # Those from which a copy may be under way
         self._forget()
 
@@ -106,20 +111,46 @@ class CapturePredsCB:
 
     def after_batch(self, trainer):
         "Copy predictions and targets to the CPU"
-        self._parts.append(self._part(trainer))
+        part = self._part(trainer)
+        if trainer.ranks.shares(trainer.dl):
+            self._structure = part
+            if has_no_rows(trainer): return
+            self._shares.append((trainer.batch_num, first_row(trainer.dl)))
+        self._parts.append(part)
         self._positions.append(range(self._start, self._start + _rows(trainer)))
         if self._compare: self._batch_losses.append(torch.as_tensor(trainer.loss).detach().reshape(()))
-        if self.write is not None: self._write()
+        if self.write is not None and not self._shares: self._write(trainer)
 
     def cleanup_batch(self, trainer):
         "Count the examples, also of a batch that was skipped"
         if not ended_in_error(trainer): self._start += _rows(trainer)
 
+    def cleanup_epoch(self, trainer):
+        "Have what all processes have captured, if they share the pass"
+        if not ended_in_error(trainer): self._have_all(trainer)
+
+    def _have_all(self, trainer):
+        "Have what all processes have captured, once"
+        here = _pass_of(trainer)
+        if self._complete == here or not trainer.ranks.shares(trainer.dl): return
+        self._complete = here
+        if self._begun != here: self._forget()
+        self._arrive()
+        found = zip(self._shares, self._positions, self._parts)
+        own = [(*share, len(rows), part) for share,rows,part in found]
+        self._forget()
+        self._parts,self._positions = from_all(trainer.ranks, own, self._structure)
+        if self.write is not None: self._write_batches(trainer)
+
+    def _arrive(self):
+        "Wait for the device, and see whether losses fit"
+        for device in self._devices: torch.cuda.synchronize(device)
+        if self._batch_losses: _warn_of_other_losses(self._parts, self._batch_losses)
+
     def result(self)->Predictions: # In the order of the pass
         "Everything captured in the last pass, joined; this waits for the device"
-        if not getattr(self, '_parts', None): raise ValueError(_NOTHING_CAPTURED)
-        for device in self._devices: torch.cuda.synchronize(device)
-        if self._compare: _warn_of_other_losses(self._parts, self._batch_losses)
+        if not self._parts: raise ValueError(_NOTHING_CAPTURED)
+        self._arrive()
         numbers = [i for positions in self._positions for i in positions]
         known = self.rows is not None and (not numbers or numbers[-1] < len(self.rows))
         indices = [self.rows[i] for i in numbers] if known else numbers
@@ -132,17 +163,30 @@ class CapturePredsCB:
         part = dict(preds=trainer.preds, targets=only_one(targets), losses=self._losses, inputs=inputs)
         return _copied(part, self._devices)
 
-    def _write(self):
-        "Hand this batch over, and forget it"
-        try: self.write(self.result())
+    def _write(self, trainer):
+        "Hand this batch over, and forget it; main does so, if several processes read the same"
+        try:
+            if trainer.ranks.is_main: self.write(self.result())
         finally: self._forget()
 
-    def _forget(self): self._parts,self._positions,self._batch_losses = [],[],[]
+    def _write_batches(self, trainer):
+        "Hand over the parts of all processes one after the other, in main"
+        parts,positions = self._parts,self._positions
+        for part,rows in zip(parts, positions):
+            self._parts,self._positions = [part],[rows]
+            self._write(trainer)
+        self._forget()
 
-    def _has(self, stage, with_loss):
-        "Whether it has captured what was asked for at this `stage` of the training"
-        if self.write is not None or not getattr(self, '_parts', None): return False
-        return self._stage == stage and (self.with_loss or not with_loss)
+    def _forget(self): self._parts,self._positions,self._batch_losses,self._shares = [],[],[],[]
+
+    def _captured(self, trainer, stage, with_loss):
+        "What was asked for at this `stage` of the training, if it was captured"
+        if self.write is not None or getattr(self, '_stage', None) != stage: return None
+        if with_loss and not self.with_loss: return None
+        self._have_all(trainer)
+        return self.result() if self._parts else None
+
+def _pass_of(trainer): return trainer.history.fit,trainer.epoch
 
 def _rows(trainer):
     "How many examples the batch has"
@@ -200,12 +244,13 @@ class NoLossCB:
 # %% ../../nbs/evaluate/20_predictions.ipynb #cf0db88c
 @patch
 @contextmanager
-def _looking_at(self:Trainer, dl, callbacks, *watchers):
+def _looking_at(self:Trainer, dl, callbacks, *watchers, share=False):
     "Lend the trainer, with `watchers`, to passes over `dl` in the order of its rows"
     dl,whole = chosen_loader(self.dls, dl),WholeCB()
-    with self.side_run(callbacks) as side:
+    with self.side_run(callbacks) as side, ExitStack() as stack:
         ordered,rows = in_order(dl)
         if n_batches(ordered) == 0: raise ValueError(_NO_BATCHES)
+        ordered = stack.enter_context(shared_rows(self.ranks, ordered, rows if share else None))
         name = '`dls.valid`' if dl is getattr(self.dls, 'valid', None) else 'The loader'
         side.dls = OtherData(self.dls, ordered, name)
         for cb in watchers:
@@ -231,7 +276,7 @@ def get_preds(self:Trainer,
     "Predictions for all rows of a loader, in the order of its dataset; a stream's as they come"
     capture = CapturePredsCB(with_inputs, with_loss)
     no_loss = [] if with_loss else [NoLossCB()]
-    with self._looking_at(dl, callbacks, capture, *no_loss) as side:
+    with self._looking_at(dl, callbacks, capture, *no_loss, share=True) as side:
         side.fit(1, train=False)
         return capture.result()
 
@@ -254,7 +299,7 @@ def write_preds(self:Trainer,
     with_loss:bool=False, # Also compute the loss of each example?
     callbacks=None, # Callbacks for this pass
 ):
-    "Hand the predictions of each batch to `write`, in the order of the dataset, and keep nothing"
+    "Hand the predictions of each batch to `write` (in main), in the order of the dataset, and keep nothing"
     if not callable(write): raise TypeError(_NO_WRITER.format(write))
     capture = CapturePredsCB(with_inputs, with_loss, write)
     no_loss = [] if with_loss else [NoLossCB()]
@@ -284,7 +329,8 @@ def _captured(trainer, key, with_loss):
     if key != 'valid' or any(o.name == 'epoch' for o in trainer.plan.spans): return None
     stage = _stage(trainer)
     for cb in trainer.callbacks:
-        if isinstance(cb, CapturePredsCB) and cb._has(stage, with_loss): return cb.result()
+        found = cb._captured(trainer, stage, with_loss) if isinstance(cb, CapturePredsCB) else None
+        if found is not None: return found
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #e19d9805
 @patch

@@ -177,13 +177,18 @@ class ReportCB(_AfterPassCB):
         return [f'{start}_{name}' for start in self.sets for name in names]
 
     def _use(self, trainer, name, found):
-        "Call the functions, and write what they give"
+        "Call the functions in main, and write what they give"
+        columns = trainer.ranks.from_main(lambda: self._scores(found))
+        trainer.history.write(**{f'{name}_{k}': v for k,v in columns.items()})
+
+    def _scores(self, found):
+        "What the functions give, as numbers by name"
         said = found.preds,found.targets
         if self.prepare is not None: said = self.prepare(*said)
         columns = {}
         for f in self.functions: columns |= _given(f(*said))
         for key,f in self.named.items(): columns |= numbers_of(key, f(*said))
-        trainer.history.write(**{f'{name}_{k}': v for k,v in columns.items()})
+        return columns
 
 def _check_report(functions, named):
     "Refuse a report without functions, or with something else among them"
@@ -284,14 +289,16 @@ class PredictionsCSVCB(_AfterPassCB):
     def before_fit(self, trainer):
         "See whether the files can be written"
         self._begin(trainer)
-        for name in self.sets: _check_path(self._path(name, 0))
+        trainer.ranks.from_main(lambda: [_check_path(self._path(name, 0)) for name in self.sets])
 
     def _path(self, name, epoch):
         return Path(self.path.replace('{name}', name).replace('{epoch}', str(epoch)))
 
     def _use(self, trainer, name, found):
-        "Write the file anew"
-        path = self._path(name, trainer.epoch)
+        "Write the file anew, in main"
+        trainer.ranks.from_main(lambda: self._write(self._path(name, trainer.epoch), found))
+
+    def _write(self, path, found):
         try: write_preds_csv(path, found, **self._options)
         except OSError as error: warn(_NOT_WRITTEN.format(path, error))
 

@@ -15,6 +15,8 @@ from fastcore.basics import patch
 from tqdm.std import tqdm
 
 from .data_sets import aside
+from .shared_evaluation import first_row
+from ..data.shared_loaders import rows_given
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, warn
 from ..loop.events import CancelException, Order
@@ -146,13 +148,18 @@ class TextComparisonCB:
     def cleanup_epoch(self, trainer):
         "Decode, compare, and write error rates and texts into the history"
         kept,self._kept = getattr(self, '_kept', None),None
-        if kept is None or not isinstance(trainer.exception, (type(None), CancelException)): return
-        with self._forgiving(trainer, 'cleanup_epoch'), aside(trainer.model): self._compare(trainer, **kept)
+        if not isinstance(trainer.exception, (type(None), CancelException)): return
+        pairs = None
+        with self._forgiving(trainer, 'cleanup_epoch'), aside(trainer.model):
+            if kept is not None: pairs = self._pairs(trainer, **kept)
+        if trainer.ranks.shares(trainer.dl): pairs = self._of_all(trainer, kept, pairs)
+        if pairs is None: return
+        with self._forgiving(trainer, 'cleanup_epoch'): self._put_down(trainer, pairs)
 
     def log(self, trainer):
         "Print the table, if there is a new one"
         new,self._new = self._new and self.show,False
-        if not new: return
+        if not new or not trainer.ranks.is_main: return
         tqdm.write(f'{self.name}, epoch {trainer.epoch}\n{Table(self.rows)}', file=sys.stdout) # Tears no bars
 
     def after_fit(self, trainer):
@@ -172,10 +179,18 @@ def _keep(self:TextComparisonCB, trainer):
     inputs,targets = trainer.split(trainer.batch)
     truth = self.truth(trainer.batch) if self.truth else _first_of(targets)
     lengths = self.lengths(trainer.batch) if self.lengths else None
-    kept = dict(truth=truth, lengths=lengths)
-    if self.generate: kept['inputs'] = _head(inputs, self.n_samples, batch_size(inputs))
+    kept = dict(truth=truth, lengths=lengths, n=self._n_here(trainer), batch=trainer.batch_num)
+    if self.generate: kept['inputs'] = _head(inputs, kept['n'], batch_size(inputs))
     else: kept['predicted'] = (self.tokens or _likeliest)(trainer.preds)
     return map_tensors(lambda o: o.detach().clone(), kept)
+
+@patch
+def _n_here(self:TextComparisonCB, trainer):
+    "How many of the first examples of the batch this process may have, if several share it"
+    first = first_row(trainer.dl) if trainer.ranks.shares(trainer.dl) else None
+    if first is None: return self.n_samples
+    before = first-trainer.dl.given[0] # Rows of other processes
+    return max(min(rows_given(trainer.dl), self.n_samples-before), 0)
 
 def _first_of(targets):
     if not targets: raise ValueError(_NO_TRUTH)
@@ -204,15 +219,30 @@ _NO_TOKENS = ('The predictions are a {}, which does not say what was written. '
 
 # %% ../../nbs/evaluate/60_text_comparison.ipynb #66c99d5b
 @patch
-def _compare(self:TextComparisonCB, trainer, truth, lengths, **kept):
-    "Write a table of texts, and the error rates over all of them"
+def _pairs(self:TextComparisonCB, trainer, truth, lengths, n, batch, **kept):
+    "Pairs of truth and text of the first `n` examples"
+    if not n: return []
     ends,truths = self._truths(truth, lengths)
     if self.generate: found = self.generate(trainer.model, kept['inputs'])
     else: found = self._aligned(kept['predicted'], ends)
     texts = found if _are_texts(found) else token_rows(found, eos=self.eos, ignore=self.ignore)
-    n = min(self.n_samples, len(truths))
+    n = min(n, len(truths))
     if len(texts) < n: raise ValueError(_TOO_FEW.format(len(texts), n))
-    pairs = [[self._text(trainer, i, row) for row in (truths[i], texts[i])] for i in range(n)]
+    return [[self._text(trainer, i, row) for row in (truths[i], texts[i])] for i in range(n)]
+
+@patch
+def _of_all(self:TextComparisonCB, trainer, kept, pairs):
+    "The pairs of all processes; None if one of them has failed, or there are none"
+    theirs = trainer.ranks.gather(None if kept is None else [kept['batch'], pairs])
+    theirs = [of_one for of_one in theirs if of_one is not None]
+    first = min((batch for batch,_ in theirs), default=None) # One may have left the first batch
+    found = [pairs for batch,pairs in theirs if batch == first]
+    if not found or None in found: return None
+    return [pair for pairs in found for pair in pairs][:self.n_samples]
+
+@patch
+def _put_down(self:TextComparisonCB, trainer, pairs):
+    "Write a table of texts, and the error rates over all of them"
     self.rows = [_row(*o) for o in pairs]
     self._write_rates(trainer, [o for o in pairs if None not in o])
     trainer.history.write_media(self.name, 'table', self.rows)

@@ -123,7 +123,7 @@ class ActivationStats:
 # %% ../../nbs/inspection/30_activations.ipynb #b8099cf2
 @old_words
 class ActivationStatsCB(HooksCallback):
-    "Gather mean, standard deviation and histogram of the activations of each layer in each batch"
+    "Gather mean, deviation and histogram of activations of each layer in each batch, or in a process's share"
     stateless = 'modules','record'
     def __init__(self,
         module_filter=None, # Which modules: a class or several, or a function; default: all layers

@@ -48,6 +48,8 @@ class BlackBoxCB:
         "Forget the last run, and begin with the first epoch of this one"
         check_states(trainer)
         self._forget()
+        rank = trainer.ranks.rank # Each of several processes keeps its own batches
+        self._below = f'process-{rank}' if rank else ''
         self.kept,self._on = None,True
         trainer._black_box = self
         trainer.epochs = self._epochs(trainer, trainer.epochs)
@@ -216,7 +218,7 @@ def _look(self:BlackBoxCB, trainer, weights=True):
 def _write(self:BlackBoxCB):
     "Write what is kept, if a folder was given"
     if self.folder is None: return
-    try: write_run(self.kept, self.folder)
+    try: write_run(self.kept, self.folder/self._below)
     except (UnsaveableState, OSError) as error: warn(_NOT_WRITTEN.format(self.folder, error))
 
 # %% ../../nbs/inspection/55_black_box.ipynb #3c6038e4

@@ -17,8 +17,9 @@ from ..loop.plan_checks import Finding
 # %% ../../nbs/inspection/15_check_orders.ipynb #fd8b436b
 _EARLY = ('{average} takes the weights into an average, and {step} changes them only afterwards, so the '
           'average is always one update behind. Do it in `after_step`.')
-_ROW = ('{reader} reads the history, and {writer} completes the row only afterwards: the last number is '
-        'missing, or that of the epoch before. Read rows in `log`, and write them by `cleanup_epoch`.')
+_ROW = ('{reader} reads the history, and {writer} completes the row only afterwards, where it calls '
+        '`trainer.history.write(name=value)`: the last number is missing, or that of the epoch before. Read '
+        'rows in `log`, and write them by `cleanup_epoch`.')
 _MOVED = ('{mover} moves the batch to its device after {transform} has changed it, so that is computed on '
           'the other device. Give `{who}` the `order` of `Order.DEVICE`.')
 

@@ -43,6 +43,19 @@ def _takes_part(entry, training):
 
 def is_sure(entry, kind, name): return (kind, name) in entry.found.sure
 
+def happens(entry, deed):
+    "Whether an entry does something in every batch of training"
+    return ('does', deed) in entry.found.trains
+
+def taken_from(entry, deed):
+    "The names in the deeds of one kind, such as 'schedules self.rates'"
+    return [found.partition(' ')[2] for found in entry.found.does if found.startswith(f'{deed} ')]
+
+def users_own(entry):
+    "Whether a callback comes from outside of this library"
+    kind = getattr(entry.callback, '__module__', None) or type(entry.callback).__module__
+    return entry.callback is not None and kind.partition('.')[0] != 'isaac_loop'
+
 def said(entry): return f'`{entry.name}.{entry.event}`'
 
 # %% ../../nbs/inspection/14_check_rules.ipynb #bb8af02a

@@ -10,7 +10,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.tables import Table
-from . import check_orders, check_rules
+from . import check_orders, check_rules, check_updates, check_writing
 from .check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
 from ..loop.trainer import Trainer
@@ -30,6 +30,14 @@ RULES = { # By the name of what each finds
     'waits_in_vain': lambda scene: _in_vain(scene),
     'return_ignored': check_orders.lost_results,
     'keeps_graph': check_orders.kept_graphs,
+    'clip_after_step': check_updates.clipped_too_late,
+    'cleared_before_step': check_updates.cleared_too_early,
+    'scaled_loss': check_updates.scaled_losses,
+    'counted_twice': check_updates.counted_twice,
+    'schedule_twice': check_updates.stepped_twice,
+    'overwritten': check_writing.overwritten,
+    'random_validation': check_writing.augmented_validation,
+    'misspelt': check_writing.slips,
 }
 
 def _in_vain(scene):

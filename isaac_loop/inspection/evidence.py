@@ -11,8 +11,8 @@ from functools import cached_property
 
 from ..loop.events import callback_name
 from .cut_runs import CutRun, cuts_for, in_words
-from .observed_run import ObservedRun, watch_fits
-from .run_results import outcome, told, unlike
+from .observed_run import ObservedRun, at_borders, watch_fits
+from .run_results import attributes, is_time, outcome, told, unlike
 
 # %% ../../nbs/inspection/70_evidence.ipynb #00f70790
 class _Cut:
@@ -32,6 +32,7 @@ class Evidence:
         self.seconds,self.left_out = seconds,0 # How many cuts were left out
         self.seconds_of_run = math.inf # How long the shortest of them has taken
         self.gone = '' # Names of callbacks that have left in the first of two fits
+        self.begun = {} # What callbacks held otherwise when the second of two fits began
 
     def whole(self, n_epochs):
         "Outcome of a run that nothing disturbs"
@@ -148,10 +149,21 @@ def _next_fit(self:Evidence, run):
 def _two_fits(self:Evidence):
     "Train, begin anew, and train again"
     trainer,callbacks = self.trials.make()
+    begun = []
+    watch_fits(trainer, at_borders(lambda trainer, span, begins: _note_first(trainer, span, begins, begun,
+                                                                             callbacks)))
     self.trials.fit(trainer, 1)
     first,there = outcome(trainer, callbacks),list(map(id, trainer.callbacks))
     self.gone = ', '.join(f'`{callback_name(cb)}`' for cb in callbacks if id(cb) not in there)
     self.trials.reset(trainer)
     try: self.trials.fit(trainer, 1)
     except Exception as error: return {'the second fit': ('did not fail', in_words(error))}
+    both = [held for fit in (0, 1) for held in [held for number,held in begun if number == fit][:1]]
+    if len(both) == 2: self.begun = unlike(*both)
     return self.differences(first, outcome(trainer, callbacks))
+
+def _note_first(trainer, span, begins, begun, callbacks):
+    "Note what callbacks hold when a pass of a fit begins, with the number of the fit"
+    if not begins or span.name != 'epoch': return
+    held = {k: x for cb in callbacks for k,x in attributes(cb, private=True).items() if not is_time(k)}
+    begun.append((trainer.history.fit, held))

@@ -136,7 +136,7 @@ def columns(self:GradientStatsCB, trainer)->list: # Names
 @patch
 def log(self:GradientStatsCB, trainer):
     "Print the table of this epoch, if asked to"
-    if self.show and any(map(len, self.stats.values())): self._log(self.table())
+    if self.show and trainer.ranks.is_main and any(map(len, self.stats.values())): self._log(self.table())
 
 @patch
 def _log(self:GradientStatsCB, table): say(table)
@@ -253,7 +253,7 @@ class GradientPlotCB(GradientStatsCB):
     def log(self, trainer):
         "Save the picture of this epoch"
         from matplotlib.figure import Figure
-        if not any(map(len, self.stats.values())): return
+        if not (trainer.ranks.is_main and any(map(len, self.stats.values()))): return
         figure = Figure(layout='constrained')
         self.plot_distributions(trainer.epoch, figure)
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -49,6 +49,8 @@ WRITTEN = {
 }
 
 # %% ../../nbs/inspection/86_known_callbacks.ipynb #e0920a5b
+MEMBERS = 'DistributedJoin','DistributedSync','DistributedWatch'
+
 LEFT_OUT = {
     'ProgressCB': 'shows bars and a table',
     'TimesCB': 'measures where the time goes',
@@ -77,6 +79,8 @@ LEFT_OUT = {
     'HistoryFilesCB': 'writes the history to files',
     'UploadCB': 'copies the folder of the run',
     'NotifyCB': 'sends messages',
+    'DistributedCB': 'trains in several processes; the script is for one',
+    **{name: 'a part of `DistributedCB`' for name in MEMBERS},
 }
 
 # %% ../../nbs/inspection/86_known_callbacks.ipynb #5885c691
@@ -87,6 +91,8 @@ REFUSED = {
     'ProgressiveResizeCB': ('it changes the size of images from epoch to epoch', _BY_HAND),
     'AccelerateCB': ('it hands the loop to Accelerate',
                      'Write the script without it, and follow the guide of Accelerate'),
+    'CompileCB': ('it compiles model and loss, which rounds otherwise',
+                  'Leave it out, and call `model.compile()` in front of the script'),
     'AttributeSchedulerCB': ('it sets attributes that it finds by name',
                              'Set them in `after_step` of a callback of your own'),
     'LRFinderCB': ('it makes a fit of its own', 'Remove it: the script is about a usual fit'),
@@ -129,7 +135,7 @@ def reason_to_leave_out(
     return LEFT_OUT.get(kind)
 
 _HARMLESS = {'state_dict', 'load_state_dict', 'explain', 'columns', 'plot', 'preview', 'order', 'name',
-             'on_train', 'on_valid', 'stateless'}
+             'on_train', 'on_valid', 'on_ranks', 'stateless'}
 _CHANGES = '`{}.{}` changes a part of `{}`', 'Do it in the method of an event'
 
 def check_parts(

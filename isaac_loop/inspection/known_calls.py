@@ -80,7 +80,8 @@ def changed(
 
 # %% ../../nbs/inspection/04_known_calls.ipynb #3d0db87a
 WITH_GRAPH = {('loss',), ('preds',)} # Whoever collects these keeps what the backward pass needs
-DEEDS = 'clips', 'unscales', 'moves', 'averages', 'keeps graph', 'reads row', 'steps'
+DEEDS = ('clips', 'unscales', 'moves', 'averages', 'keeps graph', 'reads row', 'draws', 'asks training',
+         'sets gradients', 'steps', 'schedules', 'zeroes', 'updates', 'computes') # The last five with a name
 
 def _is_device(node):
     "Whether an argument in the source speaks of a device"
@@ -91,7 +92,34 @@ def _moves(name, node):
     if name in ('to_device', 'cuda'): return True
     return name == 'to' and any(_is_device(o) for o in (*node.args, *(k.value for k in node.keywords)))
 
+_ALL_GRADIENTS = (('model', 'parameters', 'grad'), ('model', 'named_parameters', 'grad'),
+                  ('opt', 'param_groups', 'params', 'grad'))
+
+def of_gradients(
+    path:tuple, # To a gradient that becomes another one
+    empty:bool, # Does it become nothing, or zero?
+)->str: # One of `DEEDS`
+    "What is done to gradients: those of a part of the model may be cleared for good reasons"
+    is_all = any(path[:len(known)] == known for known in _ALL_GRADIENTS)
+    return 'zeroes gradients' if empty and is_all else 'sets gradients'
+
+_DRAWING = {'rand', 'randn', 'randint', 'randperm', 'rand_like', 'randn_like', 'randint_like', 'normal_',
+            'uniform_', 'bernoulli_', 'random_'}
+_DRAWING_IN_MODULES = {'random', 'uniform', 'choice', 'choices', 'shuffle', 'sample', 'gauss', 'normal',
+                       'bernoulli', 'multinomial', 'beta', 'permutation', 'standard_normal', 'randrange'}
+
+def _draws(name, owner):
+    "Whether a call draws random numbers"
+    module = getattr(owner.live, '__name__', '') if isinstance(owner.live, ModuleType) else ''
+    return name in _DRAWING or name in _DRAWING_IN_MODULES and module in ('random', 'numpy.random', 'torch')
+
 _AVERAGING = {'lerp_', 'add_', 'sub_', 'mul_', '_foreach_lerp_', '_foreach_add_', '_foreach_mul_'}
+
+def of_weights(
+    paths, # Of a value
+)->bool:
+    "Whether some of the weights of a model are among them"
+    return any({'parameters', 'state_dict', 'named_parameters'} & set(path) for path in paths)
 
 def _averages(name, owner, given, node):
     "Whether something that does not belong to the trainer takes in the weights of the model"
@@ -99,9 +127,8 @@ def _averages(name, owner, given, node):
     if not given: return False
     is_method = isinstance(node.func, ast.Attribute) and not isinstance(owner.live, ModuleType)
     into,*sources = (owner, *given) if is_method else given
-    of_model = {name for value in sources for path in value.paths for name in path}
-    weights = of_model & {'parameters', 'state_dict', 'named_parameters'}
-    return name in _AVERAGING and not into.paths and bool(weights)
+    weights = any(of_weights(value.paths) for value in sources)
+    return name in _AVERAGING and not into.paths and weights
 
 def deeds(
     name:str, # Of a function or a method
@@ -115,5 +142,15 @@ def deeds(
     clips = name.startswith('clip_grad') or on_gradients and name in ('clamp_', 'clip_')
     opts = [path[0] for path in reached if name == 'step' and is_optimizer(path) and 'made' not in path]
     found = dict(clips=clips, unscales=name == 'unscale_', moves=_moves(name, node),
-                 averages=_averages(name, owner, given, node))
-    return [deed for deed,is_so in found.items() if is_so] + [f'steps {opt}' for opt in opts]
+                 averages=_averages(name, owner, given, node), draws=_draws(name, owner))
+    named = [f'steps {opt}' for opt in opts] + _on_gradients(name, owner)
+    if name == 'step' and any('made' in path for path in owner.paths):
+        named.append(f'schedules {ast.unparse(node.func.value)}')
+    return [deed for deed,is_so in found.items() if is_so] + named
+
+def _on_gradients(name, owner):
+    "What a method does to all gradients"
+    whole = [path[0] for path in owner.paths if len(path) == 1 and (is_optimizer(path) or path[0] == 'model')]
+    if name == 'zero_grad': return [f'zeroes {what}' for what in whole]
+    if name == 'zero_': return [of_gradients(path, True) for path in owner.paths if 'grad' in path]
+    return ['sets gradients'] if name == 'copy_' and any('grad' in path for path in owner.paths) else []

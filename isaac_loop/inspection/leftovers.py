@@ -61,6 +61,7 @@ def _of_module(name, model):
         yield ('trainer', f'the class of {what}'),Held(type(m))
         for k,x in vars(m).items():
             if isinstance(x, FunctionType) or k == 'forward': yield ('trainer', f'`{k}` of {what}'),Held(x)
+            if _is_setting(m, k, x): yield ('trainer', f'`{k}` of {what}'),x
     for path,p in [*model.named_parameters(), *model.named_buffers()]:
         what = f'`{name}.{path}`'
         yield ('trainer', f'{what} as an object'),Held(p)
@@ -68,6 +69,11 @@ def _of_module(name, model):
         if not isinstance(p, nn.Parameter): continue
         yield from _hooks(p, _HOOKS_OF_PARAMETER, what)
         yield ('trainer', f'`requires_grad` of {what}'),p.requires_grad
+
+def _is_setting(m, name, x):
+    "Whether an attribute says how a layer of PyTorch works, such as `p` of a dropout"
+    plain = type(x) in (bool, int, float, str) and name != 'training' and not name.startswith('_')
+    return plain and type(m).__module__.startswith('torch.nn.')
 
 def _values(p):
     "What tells whether the values of a tensor are others"

@@ -16,8 +16,8 @@ from ..loop.events import STEPS, Order
 class ProfilerCB:
     "Profile a few training batches"
     order = Order.LAST
-    stateless = True
-    on_valid = False
+    stateless,on_valid = True,False
+    on_ranks = 'main'
     __repr__ = show_settings
     def __init__(self,
         wait:int=1, # Batches to let pass first

@@ -47,7 +47,9 @@ def added(evidence):
     "The first promise; without it no other can be tried"
     try: error = evidence.observed.error
     except Exception as caught: error = caught
-    if error is not None: yield Fault(in_words(error))
+    if error is not None: yield Fault(in_words(error) + _YOUR_MODEL*evidence.trials.is_small)
+
+_YOUR_MODEL = '. If it needs your model or your data: `try_callback(cb, trainer)`'
 
 # %% ../../nbs/inspection/71_promises.ipynb #ebcfd922
 _YOURS = {f'`trainer.{k}`' for k in ('model', 'loss_func', 'opt_func', 'dls', 'dls.train', 'dls.valid')}
@@ -60,6 +62,7 @@ def cleanup(evidence):
     for name,touch in evidence.touched(left, 'trainer').items():
         if name[1] in _YOURS or _is_function(left[name][1]):
             yield Fault(f'{name[1]}: another one after a fit that went well', touch)
+    yield from _settings_left(evidence)
     found = {}
     for run in evidence.cut_runs:
         for name,span in run.left.items():
@@ -69,6 +72,23 @@ def cleanup(evidence):
     if evidence.left_out: yield Fault(_NOT_ALL.format(evidence.left_out), counts=False)
 
 _NOT_ALL = '{} places were left out to save time; `try_callback(..., seconds=60)` tries more'
+
+_KEPT = ('{name}{others}: {was} before a fit that went well, {now} after it; put it back in '
+         '`cleanup_fit`')
+
+def _settings_left(evidence):
+    "Parameters that a fit has left frozen, and numbers of layers that it has left changed"
+    left,found = evidence.observed.left,{}
+    for name,touch in evidence.touched(left, 'trainer').items():
+        was,now = left[name]
+        is_setting = type(was) in (bool, int, float, str) and type(was) is type(now)
+        is_freezing = name[1].startswith('`requires_grad`')
+        meant = is_freezing and (now or touch.event != 'before_fit') # Set free; until some later epoch
+        if is_setting and not meant: found.setdefault(str(touch), []).append(name)
+    for touch,names in found.items():
+        was,now = left[names[0]]
+        others = f' (and {len(names)-1} alike)' if len(names) > 1 else ''
+        yield Fault(_KEPT.format(name=names[0][1], others=others, was=was, now=now), touch)
 
 def _is_function(held):
     "Whether something that can be called was put into the trainer, but for what it holds anyway"
@@ -80,7 +100,11 @@ def _left(places, touch):
     name,runs = next(iter(places.items()))
     run,span = runs[0]
     others = f' (and {len(places)-1} alike)' if len(places) > 1 else ''
-    return Fault(f'{name}{others}: not put back when `{span}` was left by {run.cut}{_more(runs)}', touch)
+    mend = _RATES if ' of group ' in name else ''
+    when = f'when `{span}` was left by {run.cut}{_more(runs)}'
+    return Fault(f'{name}{others}: not put back {when}{mend}', touch)
+
+_RATES = '. Set what holds for one update in `after_step`, and put it back in `cleanup_fit`'
 
 def _more(places): return f' (and {len(places)-1} times more)' if len(places) > 1 else ''
 
@@ -93,12 +117,17 @@ def cancels(evidence):
         failed.setdefault(run.problem, []).append(run)
         wrong.setdefault(run.differs, []).append(run)
     for problem,runs in failed.items():
-        if problem: yield Fault(f'{problem}, after {runs[0].cut}{_more(runs)}')
+        if not problem: continue
+        unread = problem.startswith(_UNREAD) # Nobody has measured, and the error says so
+        yield Fault(f'{problem}, after {runs[0].cut}{_more(runs)}' + _MAY_MISS*unread, counts=not unread)
     if evidence.differences_of_fits: return # The next fit is never right
     for differs,runs in wrong.items():
         if differs: yield Fault(f'after {runs[0].cut}{_more(runs)}, {differs}')
 
 # %% ../../nbs/inspection/71_promises.ipynb #77efed56
+_UNREAD = 'LookupError: The history has no'
+_MAY_MISS = '. Where that may happen, read `trainer.history.news.get(name)`, which is None then'
+
 @promise('two objects that are made alike do the same')
 def repeats(evidence):
     "Two runs with copies of the callback"
@@ -119,7 +148,10 @@ def two_fits(evidence):
     found = evidence.differences_of_fits
     if evidence.gone: yield Fault(f'after the first fit, {evidence.gone} is no longer among the callbacks')
     what = told(found, 'after the first fit', 'after the second') if found else ''
-    if found: yield Fault(f'{what}; is it set in `before_fit`?')
+    begun = told(evidence.begun, 'when the first fit began', 'when the second did') if evidence.begun else ''
+    if begun and begun != what: what += f'; {begun}. Set it in `before_fit`'
+    else: what += '; is it set in `before_fit`?'
+    if found: yield Fault(what)
 
 @promise('one object in two trainers, one after the other, does in the second what it did in the first')
 def two_trainers(evidence):
@@ -157,7 +189,9 @@ def resume(evidence):
             found = evidence.differences(outcome(saved.trainer, saved.callbacks),
                                          outcome(gone_on.trainer, gone_on.callbacks))
             found = {k: both for k,both in found.items() if _counts(k, both, saved.callbacks)}
-            if found: return [_lost(saved, gone_on, found, epoch, done, warned)]
+            if not found: continue
+            why = _MODES if is_broken('modes', evidence) else _OUTSIDE
+            return [_lost(saved, gone_on, found, f'after batch {done-1} of epoch {epoch}', warned, why)]
     if not has_state: raise NotTried('has no state')
     return []
 
@@ -179,15 +213,23 @@ def _may_be_forgotten(name, callbacks):
         if said is not True and any(name == f'`{callback_name(cb)}.{k}`' for k in names): return True
     return False
 
-def _lost(saved, gone_on, found, epoch, done, warned):
+def is_broken(
+    name:str, # Of a promise
+    evidence, # What it is judged by
+)->bool:
+    "Whether another promise is broken, too"
+    try: return any(fault.counts for fault in PROMISES[name][1](evidence))
+    except NotTried: return False
+
+def _lost(saved, gone_on, found, where, warned, why):
     "The fault of a run that went on as another one"
-    where = f'after batch {done-1} of epoch {epoch}'
     lost = unlike(saved.held, gone_on.held) if gone_on.held is not None else {}
     what = told(found, 'in one run', 'in the one that went on')
     if lost: return Fault(f'{where}, {told(lost, "when it was saved", "when it went on")}; so {what}')
     notes = [str(o.message) for o in warned if 'cannot be kept in a checkpoint' in str(o.message)]
-    return Fault(f'gone on {where}, {what}. {notes[0] if notes else _OUTSIDE}')
+    return Fault(f'gone on {where}, {what}. {notes[0] if notes else why}')
 
+_MODES = 'Perhaps only because `modes` is broken, see there; mend that first.'
 _OUTSIDE = 'Is there state outside of its attributes, in a closure or a global variable?'
 
 # %% ../../nbs/inspection/71_promises.ipynb #ba7ec9b6

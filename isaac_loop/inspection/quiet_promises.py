@@ -9,9 +9,11 @@ __all__ = []
 import gc, inspect, os, weakref
 from pathlib import Path, PurePath
 
-from ..loop.events import callback_name
+from ..loop.events import Order, callback_name
+from ..loop.handlers import order_of
 from ..state.random_numbers import undrawn
 from .cut_runs import in_words
+from .leftovers import belongings, changes
 from .observed_run import Touch, Watcher, at_borders, calls_of, place_of, watch_fits
 from .promises import Fault, NotTried, promise
 from .run_results import outcome, told, unlike
@@ -98,12 +100,15 @@ def _undrawn(call, trainer, run):
 @promise('an evaluation in the middle of training leaves no trace')
 def evaluation(evidence):
     "Validate after the second batch, as `validate` and `EvaluatorCB` do"
-    trials,evaluated = evidence.trials,[]
+    trials,evaluated,touched = evidence.trials,[],{}
+    def watch(call, trainer, run): _note_touch(call, trainer, run, touched)
     if not evidence.observed.n_batches[False]: raise NotTried('there is no validation')
     def evaluate(trainer):
         if evaluated or not trainer.training or trainer.batch_num != min(1, trials.n_train-1): return
         evaluated.append(True)
-        with trainer.side_run() as side: side.fit(1, train=False)
+        with trainer.side_run() as side:
+            side.plan.changes = (*side.plan.changes, calls_of(callbacks, watch))
+            side.fit(1, train=False)
     def change(event, pairs): return [*pairs, (Watcher(), evaluate)] if event == 'after_batch' else pairs
     with trials.alone():
         trainer,callbacks = trials.make()
@@ -112,7 +117,19 @@ def evaluation(evidence):
         except Exception as error: return [Fault(f'the fit fails with {in_words(error)}')]
         found = evidence.differences(evidence.one_epoch, outcome(trainer, callbacks))
     if not evaluated: raise NotTried('the run ends before its second batch')
-    return [Fault(told(found, 'without the evaluation', 'with it'))] if found else []
+    what = told(found, 'without the evaluation', 'with it') if found else ''
+    return [Fault(what + _ASIDE*bool(touched), '; '.join(touched))] if found else []
+
+_ASIDE = '. What is done for each update belongs into `after_step`, or set `on_valid = False`'
+
+def _note_touch(call, trainer, run, touched):
+    "Run a call in an evaluation, and note it if it changes the options of the optimizer, or the weights"
+    before = belongings(trainer, process=False)
+    try: run()
+    finally:
+        changed = changes(before, belongings(trainer, process=False))
+        names = [name for kind,name in changed if kind == 'weights' or ' of group ' in name]
+        if names: touched[f'{names[0]}, changed by {Touch(call.callback, call.event, call.handler)}'] = True
 
 # %% ../../nbs/inspection/72_quiet_promises.ipynb #2fc48b7e
 class _Look:
@@ -123,13 +140,18 @@ class _Look:
         self.batches,self.n = {},{True: 0, False: 0} # By line and kind of pass; how many there were
         with trials.alone(), finding_waits(self._note) as self.mode:
             self.trainer,callbacks = trials.make(with_callback)
+            self.orders = {id(cb): order_of(cb) for cb in callbacks}
             watch_fits(self.trainer, calls_of(callbacks, self._call), at_borders(self._border))
             trials.fit(self.trainer, 1)
 
     def _call(self, call, trainer, run):
         outer,self.now = self.now,Touch(call.callback, call.event, call.handler)
+        early = call.event == 'before_batch' and self.orders[id(call.callback)] < Order.DEVICE # Not moved yet
+        if early: self.mode.bring(tensors_in(trainer.batch))
         try: run()
-        finally: self.now = outer
+        finally:
+            self.now = outer
+            if early: self.mode.take_away(tensors_in(getattr(trainer, 'batch', ())))
 
     def _border(self, trainer, span, begins):
         if span.name != 'batch': return
@@ -157,8 +179,11 @@ def waits(evidence):
         share,where = looked.share(place),touch.event if touch else 'a hook or a generator of its own'
         often = 'in every batch' if share > 0.9 else f'in {share:.0%} of the batches'
         call = f'`{touch.name}.{touch.event}`' if touch else where
-        found.append(Fault(f'{what} waits {often}', f'{call}, {place_of(*place)}', counts=share >= 0.5))
+        mend = _READ_LATE if share >= 0.5 else ''
+        found.append(Fault(f'{what} waits {often}{mend}', f'{call}, {place_of(*place)}', counts=share >= 0.5))
     return found
+
+_READ_LATE = '; keep `.detach()` of the tensor, and read it once, in `cleanup_epoch`'
 
 # %% ../../nbs/inspection/72_quiet_promises.ipynb #00f5da60
 class _Old:

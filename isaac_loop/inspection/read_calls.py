@@ -72,12 +72,16 @@ class KnownCalls(Attributes):
             self.doubt(f'hands the trainer to `{name}`', call.node)
         if name in FILLING and isinstance(call.node.func, ast.Attribute): self._fill(call)
         for deed in deeds(name, owner, call.given, call.node): self.do(deed, call.node)
+        into = getattr(call.node.func, 'value', None)
+        if name == 'copy_' and call.node.args and self.mixes(into, call.node.args[0]):
+            self.do('averages', call.node)
         return self._result(call)
 
     def _fill(self, call):
         "A list or a dict gets further elements"
         target,value = call.node.func.value,joined(call.given)
-        if WITH_GRAPH & value.paths and self.is_kept(target): self.do('keeps graph', call.node)
+        is_list = call.name != 'update' or isinstance(call.owner.live, (dict, set)) # A metric, otherwise
+        if is_list and WITH_GRAPH & value.paths and self.is_kept(target): self.do('keeps graph', call.node)
         self.absorb(target, call.owner, value)
 
     def _result(self, call):

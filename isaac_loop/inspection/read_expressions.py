@@ -90,6 +90,7 @@ class Attributes(Expressions):
     "Says what attributes and entries stand for"
     def of_Attribute(self, node):
         owner = self.value(node.value)
+        if node.attr == 'training': self.do('asks training', node)
         found = [self.of_trainer(node.attr, node)] if owner.is_trainer else []
         paths = owner.paths - {()}
         if paths or not found: found.append(self._part(owner, paths, node.attr, node))

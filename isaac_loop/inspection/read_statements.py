@@ -9,7 +9,7 @@ __all__ = []
 import ast, sys
 from contextlib import contextmanager
 
-from .known_calls import WITH_GRAPH, longer, shared
+from .known_calls import WITH_GRAPH, longer, of_gradients, of_weights, shared
 from .read_values import Closure, NOTHING, UNKNOWN, Value
 
 # %% ../../nbs/inspection/06_read_statements.ipynb #732c0fdd
@@ -31,6 +31,19 @@ def _returns(body):
 def _only_presence(test):
     "Whether a condition only asks if there is something, as in `p.grad is not None`"
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot))
+
+def _asks_training(test):
+    "Whether a condition is true in training passes, and in no others, as `trainer.training` is"
+    return isinstance(test, ast.Attribute) and test.attr == 'training'
+
+def _asks_validation(test):
+    "Whether a condition is `not trainer.training`"
+    return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and _asks_training(test.operand)
+
+def switches_graphs_off(node):
+    "Whether a `with` or a decorator is `torch.no_grad()`, or inference mode"
+    names = {getattr(o, 'attr', getattr(o, 'id', '')) for o in ast.walk(node)}
+    return not names.isdisjoint(('no_grad', 'inference_mode'))
 
 def _catches_missing(kind):
     "Whether an `except` also gets the error for an attribute that is not there"
@@ -60,6 +73,11 @@ def existing(
     "The value of `obj`, with its parts if it is a tuple"
     return Value(live=obj, parts=[existing(o) for o in obj] if type(obj) is tuple and len(obj) < 20 else None)
 
+def _of_training(test, of_body, of_else):
+    "What happens in every training batch, of what either branch does in all of its own"
+    if _asks_training(test): return of_body
+    return of_else if _asks_validation(test) else of_body & of_else
+
 class Statements:
     "Follows statements; expressions are another chapter"
     def block(self, statements):
@@ -86,32 +104,44 @@ class Statements:
         with self.perhaps(): self.enter(made, [], {})
         self.guards = guarded
 
-    def both(self, *bodies):
-        "Follow each of `bodies`, of which one is taken: what all of them do is sure"
-        outside,doubts,sure = self.found.sure,self.doubts,[]
+    def both(self, test, *bodies):
+        "Follow each of two `bodies`, of which one is taken: what both of them do is sure"
+        found,doubts,asides = self.found,self.doubts,self.asides
+        outside,trains = found.sure,found.trains
         before,left = dict(self.names),[]
+        sure,steady = [],[]
         for body in bodies:
-            self.names,self.found.sure,self.doubts = dict(before),set(),doubts
+            self.names,self.doubts,self.asides = dict(before),doubts,asides
+            found.sure,found.trains = set(),set()
             self.block(body)
             left.append(self.names)
-            sure.append(self.found.sure)
-        self.found.sure,self.doubts = outside | set.intersection(*sure),doubts
+            sure.append(found.sure)
+            steady.append(found.trains)
+        self.doubts,self.asides = doubts,asides
+        found.sure = outside | set.intersection(*sure)
+        found.trains = trains | _of_training(test, *steady)
         self._join(left)
 
     @contextmanager
     def perhaps(self, test=None):
         "What is found in the `with` block happens under a condition"
-        doubts,self.doubts = self.doubts,self.doubts + (test is None or not _only_presence(test))
+        doubts,asides = self.doubts,self.asides
+        self._doubt(test is None or not _only_presence(test), _asks_training(test))
         yield
-        self.doubts = doubts
+        self.doubts,self.asides = doubts,asides
+
+    def _doubt(self, doubtful, aside):
+        "From here on things happen under a condition, perhaps only that of training"
+        self.doubts += doubtful
+        self.asides += doubtful and aside
 
     def note(self, kind, name, node):
         "Add a finding"
-        self.found.note(kind, name, self.place_of(node), not self.doubts)
+        self.found.note(kind, name, self.place_of(node), not self.doubts, self.doubts == self.asides)
 
     def do(self, deed, node):
         "Note a deed"
-        self.found.do(deed, self.place_of(node), not self.doubts)
+        self.found.do(deed, self.place_of(node), not self.doubts, self.doubts == self.asides)
 
     def place_of(self, node):
         return f'{self.file}:{node.lineno}'
@@ -158,11 +188,12 @@ class Branches(Statements):
         self.value(node.test)
         guarded,asked = self.guards,_asked_for(node.test)
         self.guards = guarded | asked
-        if node.orelse: self.both(node.body, node.orelse)
+        if node.orelse: self.both(node.test, node.body, node.orelse)
         else:
             with self.perhaps(node.test): self.branches(node.body, [])
         self.guards = guarded | (asked if _leaves(node.body) else set())
-        if not _only_presence(node.test) and _returns(node.body): self.doubts += 1
+        if not _only_presence(node.test) and _returns(node.body):
+            self._doubt(True, _asks_validation(node.test))
 
     def do_For(self, node):
         element = part_of(self.value(node.iter))
@@ -190,7 +221,9 @@ class Branches(Statements):
         for item in node.items:
             value = self.value(item.context_expr)
             if item.optional_vars is not None: self.assign(item.optional_vars, value)
+        graphs,self.graphs = self.graphs,self.graphs and not any(map(switches_graphs_off, node.items))
         self.block(node.body)
+        self.graphs = graphs
 
 # %% ../../nbs/inspection/06_read_statements.ipynb #490b0800
 class Assignments(Branches):
@@ -198,6 +231,8 @@ class Assignments(Branches):
     def do_Assign(self, node):
         value = self.value(node.value)
         for target in node.targets:
+            if self._is_sum_of(target, node.value): self._sum(target, node.value, node)
+            if not isinstance(target, ast.Name) and self.mixes(target, node.value): self.do('averages', node)
             self.assign(target, value)
             if isinstance(target, ast.Subscript): self.absorb(target.value, self.value(target.value), value)
 
@@ -209,8 +244,31 @@ class Assignments(Branches):
         value,old = self.value(node.value),self.value(node.target)
         if isinstance(node.target, ast.Name): self.change(old, node)
         else: self.assign(node.target, old)
-        if WITH_GRAPH & value.paths and self.is_kept(node.target): self.do('keeps graph', node)
+        self._sum(node.target, node.value, node)
         self.absorb(node.target, old, value)
+
+    def _is_sum_of(self, target, made):
+        "Whether `target = made` adds to what was there, as in `self.total = self.total + trainer.loss`"
+        if not isinstance(made, ast.BinOp) or not isinstance(target, ast.Attribute): return False
+        known = ast.unparse(target)
+        return any(ast.unparse(o) == known for o in ast.walk(made) if isinstance(o, ast.Attribute))
+
+    def _sum(self, target, added, node):
+        "A kept sum gets a further term"
+        if self.graphs and self.has_graph(added) and self.is_kept(target): self.do('keeps graph', node)
+
+    def has_graph(self, node):
+        "Whether an expression is a loss or predictions, or a sum or product of them"
+        if isinstance(node, ast.BinOp): return self.has_graph(node.left) or self.has_graph(node.right)
+        return bool(WITH_GRAPH & self.value(node).paths)
+
+    def mixes(self, target, made):
+        "Whether `made` mixes weights of the model into `target`, which is not the trainer's"
+        if not isinstance(made, ast.BinOp): return False
+        parts = [o for o in ast.walk(made) if isinstance(o, (ast.Name, ast.Attribute, ast.Subscript))]
+        goes_on = any(ast.unparse(o) == ast.unparse(target) for o in parts) # So it has been read already
+        if not goes_on or self.value(target).paths: return False
+        return any(of_weights(self.value(o).paths) for o in parts)
 
     def do_Delete(self, node):
         for target in node.targets:
@@ -233,7 +291,9 @@ class Assignments(Branches):
     def _set(self, owner, name, value, node):
         "`owner.name = value`"
         if owner.is_trainer: self.note('writes', name, node)
-        for path in owner.paths - {()}: self.note('changes', shared(longer(path, name)), node)
+        for path in owner.paths - {()}:
+            self.note('changes', shared(longer(path, name)), node)
+            if name == 'grad': self.do(of_gradients(longer(path, name), value.live is None), node)
         if self.kept_by(owner) is not None: self.keep(self.kept_by(owner), name, value)
 
     def _set_entry(self, target):

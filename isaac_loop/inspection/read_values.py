@@ -110,6 +110,7 @@ class Found:
     def __init__(self):
         self.reads,self.writes,self.changes = {},{},{} # Attribute to the line where it was seen first
         self.needs,self.sure = set(), set() # Read where it must be there; what happens without condition
+        self.trains = set() # What happens without any other condition than that of training
         self.runs,self.calls,self.raises = set(),set(),set() # Events; names of functions; of exceptions
         self.does = {} # Deeds that a name tells, such as 'clips' and 'steps opt', with the line
         self.unclear = [] # What could not be followed
@@ -119,17 +120,21 @@ class Found:
         name:str, # Attribute of the trainer
         line:str='', # Its place, as in 'train/training.py:41'
         sure:bool=True, # Does it happen without a condition?
+        trains:bool=True, # Does it happen in training without a further condition?
     ):
         "Add a finding, unless it is private"
         if name.startswith('_') or name == 'plan' or kind == 'changes' and name in NUMBERS: return
         getattr(self, kind).setdefault(name, line)
         if sure: self.sure.add((kind, name))
+        if trains: self.trains.add((kind, name))
 
     def do(self,
         deed:str, # One of `DEEDS` in known calls, perhaps with the name of an optimizer
         line:str='', # Its place
         sure:bool=True, # Does it happen without a condition?
+        trains:bool=True, # Does it happen in training without a further condition?
     ):
         "Add a deed"
         self.does.setdefault(deed, line)
         if sure: self.sure.add(('does', deed))
+        if trains: self.trains.add(('does', deed))

@@ -7,12 +7,13 @@ __all__ = []
 
 # %% ../../nbs/inspection/09_reading.ipynb #5d3a6171
 import ast, builtins, inspect
+from functools import partial
 from types import MethodType
 
 from .known_calls import ANEW
 from .method_source import function_node, function_of, place, to_follow
 from .read_calls import Called, NewObjects, unpacked
-from .read_statements import either
+from .read_statements import either, switches_graphs_off
 from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN, Value
 from .read_values import joined, looked_up
 from ..loop.shared_attributes import OFFERS
@@ -30,9 +31,16 @@ class Calls(NewObjects):
         args,named = [self.value(o) for o in node.args],{o.arg: self.value(o.value) for o in node.keywords}
         name = getattr(node.func, 'attr', '') or getattr(f.live, '__name__', getattr(node.func, 'id', ''))
         self.found.calls.add(name)
+        if name in ('update', 'compute') and self._is_metric(node, owner): self.do(_metric_deed(node), node)
         call = unpacked(Called(name, f, owner, args, named, node))
         if owner.is_trainer and isinstance(f.live, MethodType): return self._of_trainer(call)
         return self.apply(call)
+
+    def _is_metric(self, node, owner):
+        "Whether `self.x.update(...)` may be that of a metric: what is known to be no metric is not"
+        if not isinstance(node.func, ast.Attribute) or not self.is_kept(node.func.value): return False
+        live = owner.live
+        return live is UNKNOWN or live is None or looked_up(live, 'compute') is not UNKNOWN
 
     def _of_trainer(self, call):
         "A method of the trainer"
@@ -52,7 +60,7 @@ class Calls(NewObjects):
             return either([self.apply(call.of(Value(call.f.paths, o))) for o in live])
         if isinstance(live, Closure): return self.enter(live, call.args, call.named)
         if call.owner.live is None or live is not UNKNOWN and not callable(live): return NOTHING # Not done
-        if call.name in ANEW: return joined(call.given, True)
+        if call.name in ANEW: return NOTHING # It shares nothing
         if isinstance(live, MethodType) and to_follow(live.__func__, self.home): return self._bound(call)
         if to_follow(live, self.home): return self.follow(live, call.args, call.named)
         if isinstance(live, type): return self.make(call)
@@ -73,6 +81,8 @@ class Calls(NewObjects):
             if isinstance(method, MethodType) and to_follow(method.__func__, self.home):
                 self.follow(method.__func__, [Value(live=cb), *call.args], call.named)
         return NOTHING
+
+def _metric_deed(node): return f'{node.func.attr}s {ast.unparse(node.func.value)}'
 
 def _texts(args):
     "Names of events among arguments; '*' for one that is not known"
@@ -116,7 +126,7 @@ class Builtins(Calls):
         return Value(live=Parent(self.callback, self.around.get('__class__', type(self.callback))))
 
 # %% ../../nbs/inspection/09_reading.ipynb #d8cd3dcc
-_SCOPE = 'names', 'around', 'returned', 'guards', 'file', 'doubts' # Of one function
+_SCOPE = 'names', 'around', 'returned', 'guards', 'file', 'doubts', 'asides', 'graphs' # Of one function
 
 class Reader(Builtins):
     "Follows the methods of one callback"
@@ -133,7 +143,8 @@ class Reader(Builtins):
     def _begin(self):
         self.found,self.stack,self.seen = Found(),[],{}
         self.names,self.around,self.returned = {},{},[]
-        self.guards,self.doubts,self.file = set(),0,''
+        self.guards,self.doubts,self.asides = set(),0,0 # Conditions; those that only ask for training
+        self.file,self.graphs = '',True # Does what is computed here keep its graph?
 
     def read(self,
         handler, # Called with the trainer
@@ -142,7 +153,8 @@ class Reader(Builtins):
         self._begin()
         f,given = function_of(handler)
         trainer = Value([()], self.trainer)
-        named = {k: Value(live=v) for k,v in getattr(handler, 'keywords', {}).items()} # Of a partial
+        given_by_name = handler.keywords if isinstance(handler, partial) else {}
+        named = {k: Value(live=v) for k,v in given_by_name.items()}
         if f is None or not to_follow(f, self.home): self.found.unclear.append('has no source')
         else: self.follow(f, [*(Value(live=o) for o in given), trainer], named)
         return self.found
@@ -180,6 +192,7 @@ class Reader(Builtins):
         outside = {name: getattr(self, name) for name in _SCOPE}
         self.names,self.around = {**names, **_parameters(node, args, named)},around
         self.returned,self.guards,self.file = [],set(self.guards),file
+        self.graphs = self.graphs and not any(map(switches_graphs_off, getattr(node, 'decorator_list', ())))
         if isinstance(node, ast.Lambda): self.returned.append(self.value(node.body))
         else: self.block(node.body)
         result = either(self.returned) if self.returned else NOTHING

@@ -18,7 +18,7 @@ from ..show.curves import plot_lines, recorded
 
 # %% ../../nbs/inspection/50_update_ratios.ipynb #04d199bb
 class UpdateRatioCB:
-    "Compare the size of each update with the size of the weights it changes"
+    "Compare the size of each update, the same in all processes, with the size of the weights it changes"
     order = Order.RECORD
     stateless = '_before','_named','record'
     __repr__ = show_settings

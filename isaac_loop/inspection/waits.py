@@ -86,6 +86,14 @@ class Waits(TorchFunctionMode):
         if on_device: self.here.pop(x, None)
         else: self.here[x] = True
 
+    def bring(self, tensors):
+        "From here on these lie on the processor"
+        for x in tensors: self.here[x] = True
+
+    def take_away(self, tensors):
+        "From here on these lie on the device"
+        for x in tensors: self.here.pop(x, None)
+
     def _tell(self, what):
         place = written_at(sys._getframe(2))
         if place is not None: self.note(what, *place)

@@ -8,9 +8,8 @@ __all__ = []
 # %% ../../nbs/interop/30_aitoolbox.ipynb #2545931b
 from fastcore.basics import patch
 
-from ..basics.checks import warn
-from .aitoolbox_loop import AIT_EVENTS, TrainLoop, answers
-from .foreign_callback import RecordingCB, method_of, title_of, told
+from .aitoolbox_loop import AIT_EVENTS, TrainLoop
+from .foreign_callback import RecordingCB, method_of, told
 from .foreign_trainer import loss_of
 from ..loop.events import Order
 
@@ -27,19 +26,12 @@ def _place(execution_order):
     return last[1] + (execution_order-last[0])/1000
 
 # %% ../../nbs/interop/30_aitoolbox.ipynb #9986f065
-_NO_PROCESSES = ('`{}.on_multiprocess_start` will not be called, since no processes are started here. Do '
-                 'what it does before the trainer is made: give `DataLoaders` the loaders of this process.')
-
 class AIToolboxCB(RecordingCB):
     "An `AbstractCallback` of AIToolbox"
     facade_class,protocol = TrainLoop,'AIToolbox'
     variables,attributes = ('train_loop_obj', 'train_loop'),('train_loop_obj',)
     certain,further = ('register_train_loop_object',),('on_train_loop_registration', *AIT_EVENTS)
     _registered,_updates = None,False # The loop it knows; whether the batch makes an update
-    def __init__(self, foreign, name, order):
-        super().__init__(foreign, name, order)
-        if answers(foreign, 'on_multiprocess_start'):
-            warn(_NO_PROCESSES.format(title_of(foreign)))
 
     @classmethod
     def recognises(cls, foreign, names): return method_of(foreign, 'register_train_loop_object') is not None
@@ -53,8 +45,14 @@ class AIToolboxCB(RecordingCB):
         first = self._join(trainer)
         everyone = sorted(self._everyone(trainer), key=trainer.callbacks.index) if first else [self]
         for cb in everyone: cb._register(trainer, self.facade)
+        if trainer.ranks.size > 1: self._tell('on_multiprocess_start')
         if trainer.updates_per_epoch != 0: self._tell('on_train_begin')
         self._shorten(trainer)
+
+    def _tell(self, event, *args):
+        "Call a method of the callback, unless it belongs to the device of another process"
+        only,ranks = getattr(self.foreign, 'device_idx_execution', None),self.facade._ranks
+        if only is None or ranks.size == 1 or only == ranks.local_rank: return super()._tell(event, *args)
 
     def _register(self, trainer, loop):
         "Hand the train loop over, once in a run"
@@ -72,9 +70,9 @@ def before_epoch(self:AIToolboxCB, trainer):
     "Their epoch begins"
     loop = self.facade
     if not trainer.training:
-        if self._is_first(trainer): loop._val_losses = []
+        if self._is_first(trainer): loop._val_losses,loop._val_rows = [],[]
     else:
-        if self._is_first(trainer): vars(loop).update(epoch=trainer.epoch, loss_batch_accum=[])
+        if self._is_first(trainer): loop._begin_epoch(trainer.epoch)
         self._tell('on_epoch_begin')
     self._walk_other(trainer)
 
@@ -91,8 +89,11 @@ def before_batch(self:AIToolboxCB, trainer):
 def after_get_loss(self:AIToolboxCB, trainer):
     "Keep the loss"
     if not self._is_first(trainer): return
-    losses = self.facade.loss_batch_accum if trainer.training else self.facade._val_losses
+    loop = self.facade
+    losses = loop.loss_batch_accum if trainer.training else loop._val_losses
     losses.append(loss_of(trainer))
+    rows = loop._train_rows if trainer.training else loop._val_rows
+    rows.append(loop._n_rows())
 
 AIToolboxCB.after_batch = told('Their batch ends', 'on_batch_end')
 

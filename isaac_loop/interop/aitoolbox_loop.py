@@ -14,12 +14,12 @@ import numpy as np
 from fastcore.basics import patch
 
 import isaac_loop.evaluate.evaluation  # noqa: F401  More methods of the trainer
-from ..basics.tensors import map_tensors
+from ..basics.tensors import batch_size, map_tensors
 from ..evaluate.join_batches import join_batches
 from ..evaluate.predictions import NoLossCB
 from .aitoolbox_records import Messages, TrainHistory
 from .foreign_callback import method_of
-from .foreign_trainer import Facade, forwarded, loss_of, mean_of, replaceable
+from .foreign_trainer import Facade, forwarded, loss_of, losses_of_all, mean_of, replaceable
 from ..log.run_config import accumulation_of
 from ..loop.events import CancelStepException, Order
 from ..loop.passes import n_batches
@@ -86,8 +86,8 @@ _TAKES = ('Give the trainer `ExperimentCB(root, project, name)`, whose folder it
 
 _SETTINGS = dict( # What is done in other ways here, or not at all
     grad_cb_used=False, num_iterations=0, lazy_experiment_save=False, cloud_save_mode='local',
-    bucket_name=None, cloud_dir_prefix='', source_dirs=(), gpu_mode='single', use_amp=False,
-    amp_scaler=_Scaler(), batch_model_feed_def=None, ddp_training_mode=False, ddp_rank=None)
+    bucket_name=None, cloud_dir_prefix='', source_dirs=(), use_amp=False,
+    amp_scaler=_Scaler(), batch_model_feed_def=None)
 
 class TrainLoop(Facade):
     "Our trainer, for callbacks of AIToolbox"
@@ -99,7 +99,8 @@ class TrainLoop(Facade):
             trainer, epoch=0, iteration=0, total_iteration_idx=-1, early_stop=False, num_optimizers=1,
             train_history=TrainHistory(trainer), message_service=Messages(),
             callbacks_handler=_LoopHandler(self), loss_batch_accum=[], end_auto_eval=True,
-            _known={}, _val_losses=[], _new={}, _made=time.strftime('%Y-%m-%d_%H-%M-%S'), **_SETTINGS)
+            _known={}, _val_losses=[], _train_rows=[], _val_rows=[], _new={},
+            _made=time.strftime('%Y-%m-%d_%H-%M-%S'), **_SETTINGS)
 
     model,optimizer,criterion = forwarded('model'),forwarded('opt'),forwarded('loss_func')
     train_loader,validation_loader,test_loader = replaceable('train'),replaceable('valid'),replaceable('test')
@@ -125,7 +126,13 @@ def get_num_training_steps(self:TrainLoop):
 def get_schedulers(self:TrainLoop):
     return [o for o in self.callbacks if getattr(o, 'scheduler', None) is not None]
 @patch
-def is_main_process(self:TrainLoop): return True
+def is_main_process(self:TrainLoop): return self._ranks.is_main
+@patch(as_prop=True)
+def ddp_training_mode(self:TrainLoop): return self._ranks.size > 1
+@patch(as_prop=True)
+def gpu_mode(self:TrainLoop): return 'ddp' if self.ddp_training_mode else 'single'
+@patch(as_prop=True)
+def ddp_rank(self:TrainLoop): return self._ranks.rank if self.ddp_training_mode else None
 @patch
 def should_execute_optimizer_update(self:TrainLoop):
     n = self.iteration+1
@@ -133,11 +140,23 @@ def should_execute_optimizer_update(self:TrainLoop):
 
 # %% ../../nbs/interop/25_aitoolbox_loop.ipynb #a01e5464
 @patch
+def _begin_epoch(self:TrainLoop, epoch):
+    "No losses yet"
+    vars(self).update(epoch=epoch, loss_batch_accum=[], _train_rows=[])
+
+@patch
+def _n_rows(self:TrainLoop):
+    "Rows that this process has of the batch"
+    trainer = self._trainer
+    rows = batch_size(trainer.split(trainer.batch)[0]) if trainer.ranks.size > 1 else 1
+    return (rows or 1)*self._has_rows()
+
+@patch
 def insert_metric_result_into_history(self:TrainLoop, metric_name, metric_result):
     self.train_history.insert_single_result_into_history(metric_name, metric_result)
     self._new[metric_name] = metric_result
 
-_SAVED = 'total_iteration_idx', 'early_stop', 'loss_batch_accum', '_made'
+_SAVED = 'total_iteration_idx', 'early_stop', 'loss_batch_accum', '_train_rows', '_made'
 
 @patch
 def _state(self:TrainLoop):
@@ -154,8 +173,10 @@ def _load(self:TrainLoop, state):
 class _LossesCB:
     "Keep the loss of each batch"
     order,on_train = Order.RECORD,False
-    def __init__(self): self.losses = []
-    def after_get_loss(self, trainer): self.losses.append(loss_of(trainer))
+    def __init__(self, loop): self.loop,self.losses,self.rows = loop,[],[]
+    def after_get_loss(self, trainer):
+        self.losses.append(loss_of(trainer))
+        self.rows.append(self.loop._n_rows())
 
 def _joined(parts): return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else join_batches(parts)
 
@@ -167,7 +188,11 @@ class _PredictionsCB:
         show, # Are they shown each batch?
     ):
         self.loop,self.info,self.show = loop,info,show
-        self.parts = []
+        self.parts,self.is_shared = [],False
+
+    def before_epoch(self, trainer):
+        "See whether each process has a part of the data"
+        self.is_shared = trainer.ranks.shares(trainer.dl)
 
     def before_predict(self, trainer):
         "Let the model predict in its own way, if it has one"
@@ -184,11 +209,13 @@ class _PredictionsCB:
         if self.show:
             for callback in self.loop.callbacks:
                 method_of(callback, 'on_after_batch_prediction')(preds, targets, further, self.info)
-        self.parts.append(map_tensors(lambda x: x.detach().cpu(), (preds, targets, further or {})))
+        own = slice(None) if self.loop._has_rows() else slice(0) # A borrowed row is that of another process
+        self.parts.append(map_tensors(lambda x: x.detach().cpu()[own], (preds, targets, further or {})))
 
     def result(self):
-        "Predictions, targets and further data of all batches"
-        preds,targets,further = zip(*self.parts)
+        "Predictions, targets and further data of all batches, in the order of the data"
+        of_all = self.loop._ranks.gather(self.parts) if self.is_shared else [self.parts]
+        preds,targets,further = zip(*(part for parts in zip(*of_all) for part in parts))
         names = dict.fromkeys(name for part in further for name in part)
         rest = {name: _joined([o[name] for o in further if name in o]) for name in names}
         return _joined(preds), _joined(targets), rest
@@ -229,9 +256,9 @@ def parse_loss(self:TrainLoop, loss_record): return mean_of(loss_record)
 @patch
 def evaluate_model_loss(self:TrainLoop, data_loader, move_to_cpu=False, dataset_info=None):
     "The mean loss of the batches of a loader"
-    losses = _LossesCB()
-    self._trainer.validate(data_loader, callbacks=losses)
-    return mean_of(losses.losses)
+    found = _LossesCB(self)
+    self._trainer.validate(data_loader, callbacks=found)
+    return mean_of(losses_of_all(self._ranks, found.losses, found.rows))
 
 @patch
 def _predict(self:TrainLoop, kind, force_prediction=False, execute_callbacks=False):
@@ -256,9 +283,11 @@ def _close_epoch(self:TrainLoop):
     "Put the losses of the epoch into the history"
     history,valid = self.train_history,self.validation_loader is not None
     history._epoch,history._pending = history._epoch+1,{}
-    if self.loss_batch_accum: history._fill('accumulated_loss', mean_of(self.loss_batch_accum).item())
+    losses = losses_of_all(self._ranks, self.loss_batch_accum, self._train_rows)
+    if losses: history._fill('accumulated_loss', mean_of(losses).item())
     if self.end_auto_eval: history._pending['loss'] = lambda: self.evaluate_loss_on_train_set().item()
     if self.end_auto_eval and valid:
-        if self._val_losses: self._once('loss validation', lambda: mean_of(self._val_losses), again=True)
+        measured = losses_of_all(self._ranks, self._val_losses, self._val_rows)
+        if measured: self._once('loss validation', lambda: mean_of(measured), again=True)
         history._pending['val_loss'] = lambda: self.evaluate_loss_on_validation_set().item()
         if self._val_losses: history['val_loss']

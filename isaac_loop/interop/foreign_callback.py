@@ -11,11 +11,10 @@ import inspect, math
 import torch
 from fastcore.basics import patch
 
-from ..basics.checks import warn
 from ..basics.settings import show_settings
 from .needed_attributes import check_uses, uses, warn_of_unknown
 from .foreign_trainer import Facade
-from ..log.run_config import accumulation_of, processes
+from ..log.run_config import accumulation_of
 from ..loop.events import Order
 from ..loop.passes import n_batches
 from ..state.errors import UnsaveableState
@@ -90,7 +89,6 @@ class ForeignCB:
         "What is to be known when a run begins"
         warn_of_unknown(self.facade, [(title_of(o.foreign), o._uses) for o in everyone])
         for cb in everyone: cb._uses = []
-        if processes()[1] > 1: warn(_EACH_ALONE)
 
     def _tell(self, event, *args, **kwargs):
         "Call a method of the foreign callback, if it has it"
@@ -111,8 +109,6 @@ def foreign_of(trainer):
     "Adapters of every protocol"
     return [o for o in trainer.callbacks if isinstance(o, ForeignCB)]
 
-_EACH_ALONE = ('Foreign callbacks are told that there is one process, but several train together, and each '
-               'would write as if it were alone. Leave out those that write files or gather, or use ours.')
 
 # %% ../../nbs/interop/20_foreign_callback.ipynb #893f4764
 @patch

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from ..basics.checks import did_you_mean
+from ..data.shared_loaders import rows_given
 from ..loop.shared_attributes import STATE
 
 # %% ../../nbs/interop/14_foreign_trainer.ipynb #e20ebda0
@@ -43,6 +44,15 @@ class Facade:
         "Where the first parameter of the model is"
         parameters = getattr(self._trainer.model, 'parameters', tuple)
         return next((p.device for p in parameters()), torch.device('cpu'))
+
+    @property
+    def _ranks(self): return self._trainer.ranks # Of our trainer: which process is this?
+
+    def _has_rows(self):
+        "Whether this process has rows of the batch, if there is one; otherwise it has borrowed one"
+        trainer = self._trainer
+        in_batch = any(span.name == 'batch' for span in trainer.plan.spans)
+        return not (in_batch and trainer.ranks.shares(trainer.dl)) or rows_given(trainer.dl) != 0
 
     def _state(self): return {} # What a saved run has to remember of it
     def _load(self, state): vars(self).update(state)
@@ -94,6 +104,18 @@ def mean_of(
     return torch.stack(losses).double().mean().cpu() # Waits for the device
 
 # %% ../../nbs/interop/14_foreign_trainer.ipynb #f0818ae5
+def losses_of_all(
+    ranks, # Of all processes
+    losses:list, # For each batch a tensor without dimensions
+    rows:list, # How many rows of each batch this process has
+)->list: # The same in all processes
+    "The loss of each batch over the rows of all processes"
+    if ranks.size == 1 or not losses: return losses
+    own = torch.stack([torch.stack(losses).double().cpu(), torch.tensor(rows, dtype=torch.float64)], 1)
+    parts = torch.stack(ranks.gather(own)) # (processes, batches, 2)
+    weights = parts[...,1]
+    return list((parts[...,0]*weights).sum(0)/weights.sum(0))
+
 class LateValues(Mapping):
     "A mapping whose names are known before its values; a subclass has them in `_all`"
     def __contains__(self, name): return name in self._all()

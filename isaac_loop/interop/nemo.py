@@ -18,8 +18,11 @@ from .foreign_trainer import Facade, LateValues, missing
 # %% ../../nbs/interop/40_nemo.ipynb #f2e1ef95
 class _State(Facade):
     "What NeMo's callbacks know as `state` or `action`"
-    local_rank = global_rank = 0
     _in_step = False # Whether an update is being reported
+    @property
+    def local_rank(self): return self._ranks.local_rank
+    @property
+    def global_rank(self): return self._ranks.rank
     @property
     def step(self): return self._trainer.n_updates if not self._in_step else self._trainer.n_updates-1
     @property

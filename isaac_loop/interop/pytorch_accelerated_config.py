@@ -50,17 +50,26 @@ def half_of(
     "Their name of the type in which is predicted, if that is half precision"
     return _HALVES.get(autocast_type(trainer), 'no')
 
+def _each(size, name, trainer):
+    "Rows of a batch in each process"
+    sampler = getattr(getattr(trainer.dls, name, None), 'batch_sampler', None)
+    return -(-size//trainer.ranks.size) if size and getattr(sampler, 'whole', False) else size
+
 def run_config_of(
     trainer, # Ours, in a fit
 )->_RunConfig:
     "The configuration of the present fit"
     train,valid = (_rows_per_batch(getattr(trainer.dls, o, None)) for o in ('train', 'valid'))
-    ours,updates = RunConfig.of(trainer),trainer.updates_per_epoch
+    ours,updates,ranks = RunConfig.of(trainer),trainer.updates_per_epoch,trainer.ranks
+    train,valid = (_each(o, name, trainer) for o,name in ((train, 'train'), (valid, 'valid')))
     return _RunConfig(
         num_epochs=trainer.n_epochs, gradient_accumulation_steps=ours.accumulation,
-        train_per_device_batch_size=train, train_total_batch_size=train and train*ours.accumulation,
-        eval_per_device_batch_size=valid, eval_total_batch_size=valid,
+        train_per_device_batch_size=train,
+        train_total_batch_size=train and train*ours.accumulation*ranks.size,
+        eval_per_device_batch_size=valid, eval_total_batch_size=valid and valid*ranks.size,
         num_update_steps_per_epoch=updates, num_local_update_steps_per_epoch=updates,
         max_num_train_steps=None if updates is None else trainer.n_epochs*updates + 1,
         train_dl_kwargs=dict(batch_size=train), eval_dl_kwargs=dict(batch_size=valid),
-        gradient_clip_value=(ours.clip or {}).get('max_value'), mixed_precision=half_of(trainer))
+        gradient_clip_value=(ours.clip or {}).get('max_value'), mixed_precision=half_of(trainer),
+        is_local_process_zero=ranks.local_rank == 0, is_world_process_zero=ranks.is_main,
+        is_distributed=ranks.size > 1, num_processes=ranks.size)

@@ -59,24 +59,32 @@ def get_latest_metric(self:_RunHistory, metric_name):
     raise ValueError(_NO_VALUES.format(name=metric_name, known=known, near=near))
 
 # %% ../../nbs/interop/45_pytorch_accelerated_trainer.ipynb #2004fde5
-class _OneProcess:
-    "What callbacks ask an accelerator, answered for one process"
-    is_main_process = is_local_main_process = is_last_process = True
-    num_processes,process_index,local_process_index = 1,0,0
+def _of_ranks(name): return property(lambda self: getattr(self._facade._ranks, name))
+
+class _Accelerator:
+    "What callbacks ask an accelerator, answered by the processes that train together"
     optimizer_step_was_skipped = False
     def __init__(self, facade): self._facade = facade
+
+    num_processes,process_index = _of_ranks('size'),_of_ranks('rank')
+    local_process_index,is_main_process = _of_ranks('local_rank'),_of_ranks('is_main')
+    @property
+    def is_local_main_process(self): return self.local_process_index == 0
+    @property
+    def is_last_process(self): return self.process_index == self.num_processes-1
 
     @property
     def device(self): return self._facade.device
     @property
     def mixed_precision(self): return half_of(self._facade._trainer)
-    def print(self, *args, **kwargs): print(*args, **kwargs)
-    def wait_for_everyone(self): pass
-    def gather(self, tensor): return tensor
-    def gather_for_metrics(self, tensor): return tensor
+    def print(self, *args, **kwargs): self._facade.print(*args, **kwargs)
+    def wait_for_everyone(self): self._facade._ranks.gather(None)
+    def gather(self, tensor): return self._facade.gather(tensor)
+    def gather_for_metrics(self, tensor): return self._facade.gather(tensor)
     def pad_across_processes(self, tensor, **kwargs): return tensor
     def unwrap_model(self, model, **kwargs): return model
-    def save(self, obj, path, **kwargs): torch.save(obj, path)
+    def save(self, obj, path, **kwargs):
+        if self.is_main_process: torch.save(obj, path)
 
 # %% ../../nbs/interop/45_pytorch_accelerated_trainer.ipynb #1cfbc2de
 class _LossSum:
@@ -150,12 +158,17 @@ class AcceleratedTrainer(_Loaders):
     def __init__(self, trainer):
         super().__init__(trainer, stopped=False, run_history=_RunHistory(trainer),
                          callback_handler=_CallbackHandler(self), run_config=None)
-        self._accelerator,self._loss_tracker = _OneProcess(self),_LossSum()
+        self._accelerator,self._loss_tracker = _Accelerator(self),_LossSum()
 
     model,optimizer,loss_func = forwarded('model'),forwarded('opt'),forwarded('loss_func')
 
-    def print(self, *args, **kwargs): print(*args, **kwargs)
-    def gather(self, tensor, padding_value=None): return tensor
+    def print(self, *args, **kwargs):
+        if self._ranks.is_main: print(*args, **kwargs)
+    def gather(self, tensor, padding_value=None):
+        "The rows of all processes; no padding is put in that would have to be taken out"
+        if self._ranks.size == 1: return tensor
+        own = tensor if self._has_rows() else tensor[:0]
+        return torch.cat([torch.atleast_1d(part) for part in self._ranks.gather(own.cpu())]).to(tensor.device)
     def get_model(self, keep_torch_compile=True):
         return self.model if keep_torch_compile else getattr(self.model, '_orig_mod', self.model)
     def create_run_config(self): return run_config_of(self._trainer)
@@ -188,7 +201,7 @@ def save_checkpoint(self:AcceleratedTrainer,
     if save_optimizer: parts['optimizer_state_dict'] = self.optimizer.state_dict()
     if save_scheduler and self.scheduler is not None:
         parts['scheduler_state_dict'] = self.scheduler.state_dict()
-    torch.save(parts | (checkpoint_kwargs or {}), save_path)
+    self._accelerator.save(parts | (checkpoint_kwargs or {}), save_path)
 
 _NO_SCHEDULER = ('`{path}` has the state of a scheduler, but this run has none to take it. '
                  'Give the trainer a `BatchSchedulerCB`, or pass `load_scheduler=False`.')
@@ -222,7 +235,7 @@ def _output(self:AcceleratedTrainer):
     "The present batch as pytorch-accelerated describes it; its loss is counted"
     trainer = self._trainer
     inputs,targets = trainer.split(trainer.batch)
-    size = batch_size(targets) or batch_size(inputs)
+    size = (batch_size(targets) or batch_size(inputs)) if self._has_rows() else 0
     is_ours = isinstance(self._loss_tracker, _LossSum)
     loss = trainer.loss if is_ours else trainer.loss.detach().mean().item() # Theirs wants a number
     self._loss_tracker.update(loss, size)
@@ -233,8 +246,10 @@ def _output(self:AcceleratedTrainer):
 def _add_loss(self:AcceleratedTrainer, name):
     "The mean loss of a pass, into the run history"
     tracker = self._loss_tracker
-    if not tracker.running_count: return
-    mean = torch.tensor(tracker.total_loss)/torch.tensor(tracker.running_count)
+    own = torch.tensor([tracker.total_loss, tracker.running_count], dtype=torch.float64)
+    loss,n = self._ranks.total(own).tolist()
+    if not n: return
+    mean = torch.tensor(loss)/torch.tensor(n)
     self.run_history.update_metric(name, mean.item(), mirror=False)
 
 # %% ../../nbs/interop/45_pytorch_accelerated_trainer.ipynb #5ebcdf9f

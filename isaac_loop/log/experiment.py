@@ -11,7 +11,6 @@ from dataclasses import asdict, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
 from fastcore.basics import patch
 
 from .run_config import RunConfig
@@ -119,13 +118,10 @@ def cleanup_fit(self:ExperimentCB, trainer):
 def _take(self:ExperimentCB, trainer):
     "Choose the folder of this run"
     self._of,self._kept,self._about = weakref.ref(trainer),False,None
-    config,found = RunConfig.of(trainer),[None]
-    if config.is_main: found = [self._choose()]
-    if config.n_processes > 1: torch.distributed.broadcast_object_list(found)
-    if isinstance(found[0], Exception): raise found[0]
-    folder = Path(found[0])
+    ranks = trainer.ranks
+    folder = Path(ranks.from_main(self._choose))
     stamp = folder.name.removeprefix(f'{self.experiment}_')
-    self._main,self._rank = config.is_main,config.rank if config.n_processes > 1 else None
+    self._main,self._rank = ranks.is_main,ranks.rank if ranks.size > 1 else None
     self._about = Experiment(self.project, self.experiment, stamp, folder, self.hyper, self._url)
 
 _NO_FOLDER = ('`resume` is {resume!r}, and there is no such folder to go on in. '
@@ -135,19 +131,20 @@ _NO_PLACE = ('`ExperimentCB` cannot write to `{place}` ({error}), so nothing of 
 
 @patch
 def _choose(self:ExperimentCB):
-    "Path of the folder, or the error that prevents it, for all processes to raise"
+    "Path of the folder, in which can be written"
     parent,found = self.root/self.project,None
     if self.resume == 'latest': found = earlier_folder(parent, self.experiment)
     elif self.resume is not None:
         found = self.resume.absolute()
-        if not found.is_dir(): return ValueError(_NO_FOLDER.format(resume=str(self.resume)))
+        if not found.is_dir(): raise ValueError(_NO_FOLDER.format(resume=str(self.resume)))
     try:
         found = found or take_folder(parent, self.experiment, time.strftime('%Y-%m-%d_%H-%M-%S'))
         probe = found/f'.probe-{os.getpid()}'
         probe.touch()
         probe.unlink()
         return str(found)
-    except OSError as e: return OSError(_NO_PLACE.format(place=found or parent, error=e.strerror or e))
+    except OSError as e:
+        raise OSError(_NO_PLACE.format(place=found or parent, error=e.strerror or e)) from None
 
 # %% ../../nbs/log/40_experiment.ipynb #c04da9ba
 @patch

@@ -9,7 +9,6 @@ __all__ = ['table_text', 'HistoryFilesCB']
 import re
 from functools import partial
 
-from .run_config import RunConfig
 from ..basics.settings import show_settings
 from ..basics.checks import did_you_mean, local_path, warn
 from ..show.curves import history_figure
@@ -53,7 +52,7 @@ def _check_table(kind):
 class HistoryFilesCB:
     "Write the history as a table and as curves, and its media as files"
     order = Order.REPORT
-    stateless = True
+    stateless,on_ranks = True,'main'
     __repr__ = show_settings
     def __init__(self,
         folder=None, # Where; default: the folder that `ExperimentCB` made
@@ -75,7 +74,7 @@ class HistoryFilesCB:
         self._warned,self._folder,self._written = set(),None,_state(trainer)
         folder = run_folder(trainer, self.folder, who='HistoryFilesCB')
         if self.folder is not None: check_folder(folder, 'HistoryFilesCB')
-        self._folder = folder if RunConfig.of(trainer).is_main else None
+        self._folder = folder
 
     def log(self, trainer):
         "Write the files anew"

@@ -21,7 +21,6 @@ from .history_reader import HistoryReader
 from .log_interface import outlets_of
 from .logger_arguments import RESERVED, asked_values, check_media, frequencies
 from .logger_arguments import is_one_number, one_number, params_by_name
-from .run_config import processes
 from .run_facts import ENDED, described, outcome_of, run_map
 from ..loop.numbers_on_device import DeviceMean, Sent
 from ..loop.events import CancelFitException, Order, callback_name
@@ -34,6 +33,7 @@ from ..train.optimizer_options import learning_rates
 class LoggerCB:
     "Send losses, rates, rows of the history, media and alerts to one or several logs"
     order = Order.LAST-1 # At the very end stand callbacks that cancel the rest of a batch
+    on_ranks = 'main'
     __repr__ = show_settings
     def __init__(self,
         to, # A log or several: `CSV`, `SQLite`, `Screen`, a tracking service, a function of values and step
@@ -55,7 +55,7 @@ class LoggerCB:
         self._columns = None if columns is None else list(columns)
         self._functions,self._alerts = asked_values(values),Alerts(check_alerts(alerts))
         self._outlets,self._trainer = outlets_of(self.to),None
-        self._active,self._opened = False,False # Does this process log, and have the logs been started?
+        self._opened,self._goes_on = False,False # Have the logs been started? Was this fit begun before?
 
     @property
     def unsent(self)->dict: # By the name of the log, lists of values, step and table
@@ -70,12 +70,12 @@ class LoggerCB:
     def before_fit(self, trainer):
         "Find out whether the logs can be written"
         if self._trainer is None or self._trainer() is not trainer: self._new_run(trainer)
-        self._active,self._opened = processes()[0] == 0,False
+        self._opened = False
         self._new_fit(trainer)
         self._check_names(trainer)
         for outlet in self._outlets:
             outlet.over = False
-            if self._active: outlet.tell('check')
+            outlet.tell('check')
 
     def before_epoch(self, trainer):
         "Start the clocks"
@@ -87,11 +87,11 @@ class LoggerCB:
 
     def before_batch(self, trainer):
         "Start the logs at the first batch"
-        if self._active and not self._opened: self._open(trainer)
+        if not self._opened: self._open(trainer)
 
     def after_batch(self, trainer):
         "Every so many updates, take down loss, rate, time and your values; send what others have written"
-        if not (trainer.training and self._active): return
+        if not trainer.training: return
         updated,loss = trainer.n_updates != self._last,getattr(trainer, 'loss', None)
         self._last,self._n = trainer.n_updates,self._offset+trainer.n_updates
         step = self._n if updated else self._n+1 # Of the update that this batch belongs to
@@ -104,7 +104,6 @@ class LoggerCB:
 
     def log(self, trainer):
         "Send the row of the epoch"
-        if not self._active: return
         if not self._opened: self._open(trainer)
         step = self._n
         self._send_arrived(wait=True)
@@ -282,7 +281,7 @@ def _send_late_columns(self:LoggerCB, step):
 @patch
 def _lacks_end(self:LoggerCB, trainer):
     "Whether a fit of which only the end was left has to be closed in the logs"
-    if not (self._active and self._goes_on and outcome_of(trainer)[0] in ENDED): return False
+    if not (self._goes_on and outcome_of(trainer)[0] in ENDED): return False
     if not isinstance(trainer.exception, CompleteAlready): return True
     logs = [outlet.log for outlet in self._outlets if hasattr(outlet.log, 'rows_if_ended')]
     found = [log.rows_if_ended(self._id, self._rows.get('fits', 0)) for log in logs]

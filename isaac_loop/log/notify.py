@@ -11,7 +11,6 @@ from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 
 from ..metrics.metrics import as_text
-from .run_config import RunConfig
 from .run_facts import ENDED, outcome_of
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count, check_function, warn
@@ -129,7 +128,7 @@ _NOT_SENT = ('`NotifyCB` could not send a message ({kind}: {error}). '
 class NotifyCB:
     "Send rows, hyper-parameters and curves after epochs, at the end, and on failure"
     order = Order.LAST # When all others have had their say about the epoch
-    stateless = True
+    stateless,on_ranks = True,'main'
     __repr__ = show_settings
     def __init__(self,
         send, # Called with subject, text, and files as bytes by name; it may raise `CancelFitException`
@@ -142,8 +141,7 @@ class NotifyCB:
 
     def before_fit(self, trainer):
         "Begin a new story"
-        self._warned = False
-        self._first = len(trainer.history) if RunConfig.of(trainer).is_main else None
+        self._warned,self._first = False,len(trainer.history)
 
     def log(self, trainer):
         "Send the newest rows, if it is time"

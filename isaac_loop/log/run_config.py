@@ -8,7 +8,6 @@ __all__ = ['RunConfig']
 # %% ../../nbs/log/45_run_config.ipynb #b7f78a08
 from dataclasses import asdict, dataclass
 
-import torch
 from fastcore.basics import patch
 
 from ..device.accelerated import AccelerateCB
@@ -47,10 +46,11 @@ def _first_parameter(trainer):
     parameters = trainer.model.parameters() if hasattr(trainer.model, 'parameters') else ()
     return next(iter(parameters), None)
 
-def processes()->tuple: # Number of this process, from 0, and how many there are
-    "Which of several processes that train together this one is"
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if there else (0, 1)
+def rows_for_update(trainer): # None if the loader does not say
+    "Examples for one update, of all processes together"
+    dl,n = getattr(trainer.dls, 'train', None),trainer.ranks.size
+    size,is_whole = loader_batch_size(dl),getattr(getattr(dl, 'batch_sampler', None), 'whole', False)
+    return None if size is None else size*accumulation_of(trainer)*(1 if is_whole else n)
 
 # %% ../../nbs/log/45_run_config.ipynb #2234e1e6
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class RunConfig:
     "What a fit is run with; it cannot be changed"
     n_epochs:int # How many epochs were asked for
     lr:float # Learning rate given to `fit`
-    train_batch_size:int # Examples in a batch of one process; None if the loader does not say
+    train_batch_size:int # Examples in a batch, as the loader says; None if it does not
     valid_batch_size:int # The same for validation
-    batches_per_epoch:int # In a training pass of one process; None if the loader has no length
+    batches_per_epoch:int # In a training pass; None if the loader has no length
     accumulation:int # Batches for one update
     effective_batch_size:int # Examples for one update, of all processes together
     updates_per_epoch:int # Optimizer updates in an epoch; None if unknown
@@ -82,18 +82,16 @@ def of(cls:RunConfig,
 )->RunConfig:
     "What this fit is run with, from `before_fit` on"
     train,valid = (getattr(trainer.dls, o, None) for o in ('train', 'valid'))
-    every,clip = accumulation_of(trainer),_found(trainer, ClipGradCB)
-    first,size = _first_parameter(trainer),loader_batch_size(train)
-    rank,n = processes()
+    first,clip = _first_parameter(trainer),_found(trainer, ClipGradCB)
     return cls(
         n_epochs=trainer.n_epochs, lr=float(trainer.lr),
-        train_batch_size=size, valid_batch_size=loader_batch_size(valid),
+        train_batch_size=loader_batch_size(train), valid_batch_size=loader_batch_size(valid),
         batches_per_epoch=None if train is None else n_batches(train),
-        accumulation=every, effective_batch_size=None if size is None else size*every*n,
+        accumulation=accumulation_of(trainer), effective_batch_size=rows_for_update(trainer),
         updates_per_epoch=trainer.updates_per_epoch,
         clip=None if clip is None else {clip.kind: clip.limit},
         precision=_precision(trainer), device=None if first is None else str(first.device),
-        n_processes=n, rank=rank, is_main=rank == 0)
+        n_processes=trainer.ranks.size, rank=trainer.ranks.rank, is_main=trainer.ranks.is_main)
 
 # %% ../../nbs/log/45_run_config.ipynb #95756134
 @patch(as_prop=True)

@@ -13,7 +13,7 @@ from .file_values import brief_text, plain, simple
 from ..loop.events import callback_name
 
 # %% ../../nbs/log/33_run_facts.ipynb #6193e29e
-_ABOUT_ITSELF = 'callbacks','stateless' # What it brings along and what it may forget are no settings
+_ABOUT_ITSELF = 'callbacks','stateless','on_ranks' # What it brings along, may forget, and where it runs
 
 def settings(
     callback, # Any object

@@ -94,7 +94,7 @@ class _BatchRows(Sequence):
 # %% ../../nbs/log/35_tracking.ipynb #856289d6
 class TrackingCB:
     "Keep what was trained, with which settings, and how it went"
-    order = Order.REPORT
+    order,on_ranks = Order.REPORT,'main'
     __repr__ = show_settings
     def __init__(self,
         path=None, # Where to write as well: a file `*.sqlite`, `*.db` or `*.jsonl`, or a folder for CSV

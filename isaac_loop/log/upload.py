@@ -9,7 +9,6 @@ __all__ = ['UploadCB', 'fetch']
 import json, os, shutil, time, uuid
 from pathlib import Path, PurePosixPath
 
-from .run_config import RunConfig
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, local_path, warn
 from ..loop.events import CancelException, Order
@@ -116,7 +115,7 @@ def _checked_wait(wait):
 class UploadCB:
     "Copy the run's folder to a storage after each epoch and at the end"
     order = Order.RECORD # Cleans up after all who write files
-    stateless = True
+    stateless,on_ranks = True,'main'
     __repr__ = show_settings
     def __init__(self,
         url:str=None, # Address for fsspec, where a run gets its folder; default: that of `ExperimentCB`
@@ -134,14 +133,14 @@ class UploadCB:
         self._url,self._options = url,options
         if url is not None: _connect(url, options)
         self.target,self.behind = None,[] # The address of the copy, and what is not there yet
-        self._fs,self._main = None,False
+        self._fs,self._runs = None,False
 
     def before_fit(self, trainer):
         "Copy after each epoch, once the checkpoint is written"
         self._fs,self.target = None,None
         self._warned,self.behind = False,[]
-        self._main = RunConfig.of(trainer).is_main
-        if self._main: trainer.epochs = self._epochs(trainer, trainer.epochs)
+        self._runs = True
+        trainer.epochs = self._epochs(trainer, trainer.epochs)
 
     def _epochs(self, trainer, epochs):
         self._begin(trainer)
@@ -152,13 +151,13 @@ class UploadCB:
     def cleanup_fit(self, trainer):
         "Copy the end of the run, also after an error"
         done = isinstance(trainer.exception, (type(None), CancelException))
-        never_began = self._main and self._fs is None
+        never_began = self._runs and self._fs is None
         if never_began and done: self._begin(trainer) # A complete run, whose end may not have been copied
         if self._fs is None: return
         if not any(offered(trainer, 'hurried')):
             self._upload()
             if not self._found_any: warn(_FOUND_NONE.format(folder=self._from))
-        self._fs,self._main = None,False
+        self._fs,self._runs = None,False
 
     def _begin(self, trainer):
         "Find out from where to where, and whether that works"

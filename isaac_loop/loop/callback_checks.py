@@ -10,10 +10,11 @@ import inspect, math, numbers
 from difflib import get_close_matches
 
 from ..basics.checks import did_you_mean, warn
-from ..basics.old_names import EVENT_NAMES, FLAGS, called_here
+from ..basics.old_names import EVENT_NAMES, FLAGS, FOREIGN_EVENTS, called_here
 from .events import EVENTS, ROW_EVENTS, STEPS, FOREIGN, callback_name, function_name
 from .events import handler_of, is_replacing, members
 from .handlers import TrainersOwn
+from .plan_checks import names_in
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #2af85944
 _PREFIXES = ('before_', 'after_', 'cleanup_')
@@ -63,6 +64,8 @@ _NOTHING = ('`{}` ({}) has no method named after an event, so as a callback it w
             'A function answers the event it is named after; '
             '`SimpleNamespace(after_batch=f)` lets any function answer any event.')
 _NO_STEP = '`{}` is marked with `@replaces`, but only a step can be replaced, such as {}.'
+_FOREIGN_EVENT = ('`{}` is an event of other libraries, and never runs here. Here it is {}. If you call it '
+                  "yourself, say so by `silent = 'foreign_event'`.")
 _FLAG = 'The trainer does not look at `{}`, which is a word of fastai. Here it is {}.'
 _ORDER = '`{}.order` is {!r}, but callbacks are sorted by it. Use a number or a place such as `Order.RECORD`.'
 
@@ -83,8 +86,15 @@ def check_callback(
     for flag in FLAGS: # Its own helper may be called so
         if hasattr(callback, flag) and not inspect.isroutine(getattr(callback, flag)):
             warn(_FLAG.format(f'{name}.{flag}', FLAGS[flag]))
+    for event in _foreign(callback):
+        warn(_FOREIGN_EVENT.format(f'{name}.{event}', FOREIGN_EVENTS[event]))
     order = getattr(callback, 'order', 0)
     if not isinstance(order, numbers.Real) or math.isnan(order): raise TypeError(_ORDER.format(name, order))
+
+def _foreign(callback):
+    "Methods of a class that are named after events of other libraries, and called by nobody here"
+    found = [o for o in FOREIGN_EVENTS if inspect.isroutine(getattr(type(callback), o, None))]
+    return [] if found and 'foreign_event' in names_in(getattr(callback, 'silent', None)) else found
 
 def _meant(wrong, events):
     "What to write instead of `wrong`, if one can guess it"

@@ -59,6 +59,18 @@ _ASIDE = (' This is a run on the side, such as an evaluation, for callbacks belo
 _NO_PREDICT = ('A trainer predicts for a whole loader: `trainer.get_preds(dl)`. '
                'For one batch call the model: `trainer.model.eval()(x)`.')
 
+_LEFT_OUT = (' `{who}` has left the step out of this batch, and what follows needs what it gives. Leave the '
+             'whole batch there, by `CancelBatchException`.')
+
+def _who_left(trainer, name):
+    "Who has cancelled the step that writes `name` in this batch, as a sentence"
+    event,handler,batch_num = getattr(vars(trainer).get('plan'), 'left_out', (None,)*3)
+    steps = {'preds': ('before_predict', 'predict'), 'loss': ('before_get_loss', 'get_loss')}
+    if event not in steps.get(name, ()) or batch_num != vars(trainer).get('batch_num'): return ''
+    pairs = [pair for kind in trainer.plan.entries.values() for pair in kind.get(event, ())]
+    callback = next((cb for cb,found in pairs if found == handler), None)
+    return _LEFT_OUT.format(who=event if callback is None else f'{callback_name(callback)}.{event}')
+
 class ByName:
     "Callbacks as attributes, and errors that say who writes what is missing"
     def __getattr__(self, name):
@@ -69,7 +81,7 @@ class ByName:
         if isinstance(found, property): return found.__get__(self) # It failed inside; say why
         if name in STATE:
             aside = _ASIDE if vars(self).get('_side_runs') else ''
-            raise AttributeError(_NOT_YET.format(name, STATE[name][0]) + aside)
+            raise AttributeError(_NOT_YET.format(name, STATE[name][0]) + (_who_left(self, name) or aside))
         if name == 'predict': raise AttributeError(_NO_PREDICT)
         methods = [o for o in dir(type(self)) if not o.startswith('_')]
         near = '' if name.startswith('_') else did_you_mean(name, [*STATE, *named, *methods], cutoff=0.7)

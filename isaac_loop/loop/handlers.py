@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/loop/22_handlers.ipynb #f3402eed
 from .events import EVENTS, Order, ROW_EVENTS, SPANS, Span
-from .events import callback_name, handler_of, is_replacing
+from .events import callback_name, function_name, handler_of, is_replacing
 from .duplicate_steps import TWICE, watched
 
 # %% ../../nbs/loop/22_handlers.ipynb #e41c052d
@@ -73,16 +73,28 @@ def takes_part(
     return event in _WHOLE_FIT or getattr(callback, 'on_train' if training else 'on_valid', True)
 
 # %% ../../nbs/loop/22_handlers.ipynb #7c0146ff
+def handlers_of(
+    callback, # Any object
+    events, # Names
+)->dict: # Handlers by name of the event
+    "What `callback` does at each of `events` that it answers"
+    kind,own = type(callback),getattr(callback, '__dict__', ())
+    looks = [vars(c)['__getattr__'] for c in kind.__mro__ if '__getattr__' in vars(c)]
+    may_have_any = not all(getattr(look, 'only_tells', False) for look in looks)
+    if function_name(callback) is None and not may_have_any:
+        events = [event for event in events if event in own or hasattr(kind, event)]
+    found = {event: handler_of(callback, event) for event in events}
+    return {event: handler for event,handler in found.items() if handler is not None}
+
 _ONLY_ONE = '`{0}.{2}` and `{1}.{2}` both replace the step `{2}`, and only one can. Leave one of them out.'
 
 def answering(
-    callbacks, # In the order in which they run
+    found:list, # Pairs of callback and its `handlers_of`, in the order in which they run
     event:str, # Name of an event
     training:bool, # The kind of pass
 )->list: # Pairs of callback and handler
     "Who answers `event`, in the order in which they are called"
-    pairs = [(cb, handler_of(cb, event)) for cb in callbacks if takes_part(cb, event, training)]
-    pairs = [(cb, handler) for cb,handler in pairs if handler is not None]
+    pairs = [(cb, at[event]) for cb,at in found if event in at and takes_part(cb, event, training)]
     pairs = [pair for pair in pairs if getattr(pair[1], 'fills_in', False) is not True] or pairs
     if event.startswith('cleanup_'): return pairs[::-1]
     instead = [pair for pair in pairs if is_replacing(pair[0], event)]

@@ -22,6 +22,9 @@ MEDIA = ('text', 'table', 'figure', 'image', 'audio') # Kinds of things in `hist
 
 _NO_EPOCH = ('The history has no epoch to write to yet. '
              'Write from `before_epoch` on, or call `start_epoch` first.')
+_NO_ROW = ('The history has no row yet: that of this epoch is begun by whoever writes first, mostly by '
+           '`MetricsCB.cleanup_epoch`, and cleanups run in reverse, so it comes after those of a higher '
+           '`order`. Read rows in `log`, or ask `if trainer.history`.')
 _NO_NAME = ('The history has no `{name}`; it has {names}.{hint} '
             'Read one of those, or add a callback that writes it, such as `MetricsCB`.')
 
@@ -133,7 +136,11 @@ class History(Sequence):
         return self.rows[-1].get(name)
 
     def __len__(self): return len(self.rows)
-    def __getitem__(self, i): return self.column(i) if isinstance(i, str) else self.rows[i]
+    def __getitem__(self, i):
+        if isinstance(i, str): return self.column(i)
+        if i == -1 and not self.rows: raise IndexError(_NO_ROW)
+        return self.rows[i]
+
     def _table(self): return Table(self.rows, self.names())
 
     def __repr__(self): return str(self._table()) if self.rows else 'History: nothing recorded yet'

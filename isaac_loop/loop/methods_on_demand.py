@@ -27,6 +27,7 @@ ELSEWHERE = {
         'show_image_batch': 'show.plots',
         'lr_find': 'tune.lr_finder',
         'find_batch_size': 'tune.batch_finder',
+        'print': 'device.main_process',
         'validate': 'evaluate.evaluation',
         'sample_preds': 'evaluate.evaluation',
         'get_preds': 'evaluate.predictions',

@@ -44,7 +44,9 @@ def blame(
 ):
     "Note on `error` which callback raised it, at which event, epoch and batch"
     caught = isinstance(error, CancelException) and stops_at(error, trainer.plan.spans) >= 0
-    if caught: return # An object used again must not gather notes
+    if caught:
+        trainer.plan.left_out = event,handler,getattr(trainer, 'batch_num', None) # Who misses it, asks
+        return # An object used again must not gather notes
     pairs = [pair for kind in trainer.plan.entries.values() for pair in kind.get(event, ())]
     callback = next((cb for cb,found in pairs if found == handler), None)
     helpful = hasattr(callback, 'explain') and not isinstance(error, CancelException)

@@ -145,7 +145,7 @@ def place_of(
 
 # %% ../../nbs/loop/40_numbers_on_device.ipynb #eb3c9718
 class DeviceRecord(DeviceNumbers):
-    "Tensors of one shape, one for each batch or call, not read before somebody asks"
+    "Tensors of one shape, one for each batch (or share of it) or call, not read before somebody asks"
     def __init__(self):
         super().__init__()
         self._forget_places()

@@ -72,9 +72,14 @@ def until_over(
     trainer, # Its `batches` are walked over
 ):
     "The batches of this pass, to its end"
-    source,over = trainer._source,False
+    source = trainer._source
     source.begun,source.first = True,trainer.start_batch
-    for batch in trainer.batches:
+    return iter(source) if trainer.batches is source else _until_over(trainer.batches, source)
+
+def _until_over(batches, source):
+    "What somebody has put around the batches of `source`, which ends with it"
+    over = False
+    for batch in batches:
         if over: break # Other batches than those of the source go on
         yield batch
         over = source.over
@@ -105,12 +110,12 @@ def split_once(
     trainer, # Its `dls` may have a function `split`
     batch, # What a loader gave
 )->tuple: # A tuple of inputs, and a tuple of targets
-    "The inputs and the targets in `batch`; a function is asked once for each batch"
-    if getattr(trainer.dls, 'split', None) is None: return split_batch(trainer.dls, batch)
+    "The inputs and the targets in `batch`, which is taken apart once"
     known,held,found = trainer._split
-    if known is not batch or held != _held(batch):
+    changes = type(batch) is not tuple # What a tuple holds stays the same
+    if known is not batch or (changes and held != _held(batch)):
         found = split_batch(trainer.dls, batch)
-        trainer._split = batch,_held(batch),found
+        trainer._split = batch,_held(batch) if changes else None,found
     return found
 
 def _held(batch):

@@ -11,10 +11,11 @@ import os
 from ..basics.checks import check_count
 from .events import callback_name
 
-# %% ../../nbs/loop/14_ranks.ipynb #0414c703
+# %% ../../nbs/loop/14_ranks.ipynb #f62a1aee
 class Ranks:
     "One process, which answers itself"
-    rank,size,local_rank,is_main = 0,1,0,True
+    rank,size = 0,1
+    local_rank,is_main = 0,True
 
     def __repr__(self): return f'{type(self).__name__}(rank={self.rank}, size={self.size})'
 
@@ -24,6 +25,15 @@ class Ranks:
     ): # What all processes know of it since their last exchange; None if nobody has wished
         "Note a wish without waiting, and hear what has become known"
         return value
+
+    def heard(self,
+        name:str, # What the wishes are called
+    )->list: # By rank, of those that had one; nobody hears what one process wishes alone
+        "What each process that had such a wish has wished, at the last exchange"
+        return []
+
+    def meet(self):
+        "In the middle of a training pass, see that all processes are here; leave if they have agreed to"
 
     def total(self,
         x, # A tensor, of the same shape in all processes
@@ -64,11 +74,11 @@ def runs_here(
 
 def _numbers(wanted): return (0,) if wanted == 'main' else (wanted,) if isinstance(wanted, int) else wanted
 
-# %% ../../nbs/loop/14_ranks.ipynb #f532ec4f
+# %% ../../nbs/loop/14_ranks.ipynb #1f3bea27
 _NO_RANKS = ("`{name}.on_ranks` is {wanted!r}, which names no process. Use 'main', a number from 0, a set of "
              'numbers, or None for all.')
-_NOT_THERE = ('`{name}.on_ranks` is {wanted!r}, but there are {size} processes, with the numbers 0 to {last}, '
-              'so it would not run as meant. Name one of those.')
+_NOT_THERE = ('`{name}.on_ranks` is {wanted!r}, but there are {size} processes, with the numbers 0 to '
+              '{last}, so it would not run as meant. Name one of those.')
 
 def check_on_ranks(
     callback, # About to be added

@@ -28,7 +28,7 @@ STATE = {
         'steps done in this fit; not counted are those left out by `CancelStepException` in `before_step`'),
     'updates_per_epoch': ('`fit`; lowered in `before_fit` by whoever limits or accumulates',
         'optimizer updates in an epoch; None if the loader has no length'),
-    'ranks': ('the trainer; `DistributedCB` and `AccelerateCB` where there are several processes',
+    'ranks': ('a new trainer, and `DistributedCB` or `AccelerateCB` for the length of a fit',
         'which process this is, and what it can ask the others; one process answers itself'),
     'experiment': ('`ExperimentCB`',
         'project, name, folder and hyper-parameters of the run; None without one'),

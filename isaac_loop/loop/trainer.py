@@ -19,7 +19,8 @@ from .methods_on_demand import bring_later
 from .events import CancelBatchException, CancelEpochException, CancelFitException
 from .events import CancelStepException, EVENTS, SPANS, STEPS, Span, stops_at
 from .fitting import one_fit, private_state
-from .handlers import answering, order_of, own_events, own_spans, trainers_own
+from .handlers import answering, handlers_of, order_of, own_events
+from .handlers import own_spans, trainers_own
 from .history import History
 from .new_trainer import check_new_trainer, explain_arguments
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
@@ -51,7 +52,8 @@ class Plan(dict):
         "Look up and sort all handlers, for both kinds of pass"
         here = [cb for cb in callbacks if runs_here(cb)]
         ranked = sorted([*trainers_own(self.trainer_class), *here], key=order_of)
-        entries = {training: {event: answering(ranked, event, training) for event in self.events}
+        found = [(cb, handlers_of(cb, self.events)) for cb in ranked]
+        entries = {training: {event: answering(found, event, training) for event in self.events}
                    for training in (True, False)}
         for change in self.changes: # None but while somebody looks
             for kind in entries.values(): kind.update({event: change(event, kind[event]) for event in kind})
@@ -67,7 +69,8 @@ class Plan(dict):
         for event,found in self.entries[training].items(): self[event] = tuple(handler for _,handler in found)
         if self['step']: self['step'] += (count_update,)
         around = {step: (s.before, s.after, s.cleanup) for step,s in STEPS.items()}
-        self.bare = {step for step,events in around.items() if not any(self[o] for o in events)} # No span
+        bare = [step for step,events in around.items() if not any(self[o] for o in events)]
+        self.bare = {step: self[step] for step in bare} # Handlers of steps that need no span
 
     def cleanups(self,
         span:Span, # Has just been closed
@@ -258,10 +261,11 @@ class Trainer(ByName):
         if names and not isinstance(names[0], str): names = names[0] # They came as one list
         plan = self.plan
         for name in names:
-            if name in plan.bare and not extra: # A step with nothing around it, done without opening a span
+            bare = None if extra else plan.bare.get(name)
+            if bare is not None: # A step with nothing around it, done without opening a span
                 handler = None
                 try:
-                    for handler in plan[name]: handler(self)
+                    for handler in bare: handler(self)
                 except BaseException as error:
                     notes.blame(error, self, name, handler)
                     if not isinstance(error, CancelStepException): raise

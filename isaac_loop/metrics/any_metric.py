@@ -50,7 +50,8 @@ class MeanOf:
         if not torch.is_tensor(value):
             if not isinstance(value, numbers.Real): raise TypeError(_NOT_ONE.format(self.name, repr(value)))
             return value*n
-        value = value.detach().float()
+        value = value.detach()
+        if value.dtype != torch.float64: value = value.float()
         if value.ndim > 0 and len(value) == n: return value.reshape(n, -1).mean(1).sum()
         if value.numel() == 1: return value*n
         raise TypeError(_NOT_ONE.format(self.name, f'values of shape {tuple(value.shape)} for {n} examples'))

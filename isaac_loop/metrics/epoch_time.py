@@ -27,8 +27,8 @@ def _now():
 class EpochTimeCB:
     "Say after a few batches how long an epoch will take, and leave"
     order = Order.REPORT
-    stateless = True
-    on_valid = False
+    stateless,on_valid = True,False
+    on_ranks = 'main'
     __repr__ = show_settings
     def __init__(self,
         n_batches:int=20, # Training batches to measure, after a first one; fewer if the pass has fewer
@@ -59,7 +59,7 @@ def _finish(self:EpochTimeCB, trainer, seconds):
     "Tell what follows from so many `seconds` for a batch, and leave"
     epoch = None if trainer.n_batches is None else seconds*trainer.n_batches
     self.estimate = dict(batch=seconds, epoch=epoch, fit=None if epoch is None else epoch*trainer.n_epochs)
-    if self.show: say(self._text(trainer))
+    if self.show and trainer.ranks.is_main: say(self._text(trainer))
     trainer.remove_callback(self)
 
 @patch

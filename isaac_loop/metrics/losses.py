@@ -11,6 +11,7 @@ import math
 import torch
 
 from ..basics.checks import check_choice
+from ..data.shared_loaders import rows_given, rows_of_all
 from ..basics.tensors import batch_size, batch_weight
 from ..loop.numbers_on_device import PassNumbers, one_number
 from ..loop.events import CancelException
@@ -51,11 +52,30 @@ def mean_loss(
     total = sum(loss if summed else loss*size for loss,size in zip(losses, sizes) if size)
     return total/n if n else math.nan
 
+def merged_losses(
+    parts:list, # Of each process: numbers of batches, losses, and what they weigh
+    summed:bool=False, # Are the losses sums over the examples of their batch?
+)->tuple: # Numbers of batches, and a loss and a weight for each
+    "The losses that whole batches have, from those of the processes that shared them"
+    found = {}
+    for batches,losses,sizes in parts:
+        for batch,*share in zip(batches, losses, sizes): found.setdefault(batch, []).append(share)
+    batches = sorted(found)
+    sizes = [sum(size for _,size in found[batch]) for batch in batches]
+    return batches,[_loss_of(found[batch], summed) for batch in batches],sizes
+
+def _loss_of(shares, summed):
+    "The loss of one batch, from pairs of loss and weight; what weighs nothing does not count"
+    counted = [pair for pair in shares if pair[1]]
+    if not counted: return shares[0][0]
+    return sum(loss for loss,_ in counted) if summed else mean_loss(*zip(*counted))
+
 # %% ../../nbs/metrics/04_losses.ipynb #827fa51d
 def ended_in_error(
     trainer, # While a span is tidied up
 )->bool:
-    "Whether the span was left by an error, and not by a cancel or by Ctrl-C"
+    "Whether the span was left by an error, and not by a cancel or by Ctrl-C; or by that of one process alone"
+    if getattr(getattr(trainer, 'ranks', None), 'is_broken', False): return True
     return not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt))
 
 # %% ../../nbs/metrics/04_losses.ipynb #a04e5c9c
@@ -92,6 +112,23 @@ def weight_of(
     if weigh == 'mean': return 1
     if rows is None: raise TypeError(_NO_ROWS.format(type(batch).__name__))
     return rows
+
+def has_no_rows(
+    trainer, # In the middle of a batch
+)->bool:
+    "Does the batch hold only a row that this process has borrowed, because there were none for it?"
+    return trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl) and rows_given(trainer.dl) == 0
+
+def weight_of_share(
+    trainer, # In the middle of a batch
+    rows:int, # How many examples its batch has
+    weigh, # As of `MetricsCB`
+): # A number, or a tensor with one
+    "What the loss weighs; if batches weigh alike, a share of one weighs as much as it has of the rows"
+    shared = weigh == 'mean' and trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl)
+    if not shared or rows == 0: return weight_of(trainer.batch, rows, weigh)
+    own,of_all = rows_given(trainer.dl),rows_of_all(trainer.dl)
+    return own/of_all if of_all else 1/trainer.ranks.size
 
 # %% ../../nbs/metrics/04_losses.ipynb #bf23c09f
 def are_sums(

@@ -21,8 +21,9 @@ from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
 from .any_metric import add_columns, check_apart, check_no_options, check_train_names
 from .any_metric import named_metrics, update_metric
-from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
-from .losses import rows_of, weight_of
+from .losses import Losses, are_sums, check_weigh, ended_in_error, has_no_rows, mean_loss
+from .losses import merged_losses, rows_of, weight_of_share
+from .merged_metrics import check_merges, computed_here, merged_metric, sent_state
 from .metric_state import checked_state, load_metric, metric_state
 from ..state.errors import ResumeMismatch
 
@@ -50,6 +51,7 @@ class MetricsCB:
         "Forget the last run, and put the metrics where the model is"
         self._losses,self._epoch,self._lines = None,None,Lines(say)
         _check_owners(getattr(trainer, 'callbacks', ()))
+        for name,m in self.metrics.items() if trainer.ranks.size > 1 else (): check_merges(name, m)
         copies = copy.deepcopy(self.metrics) if self.train_metrics else {}
         self._by_pass = {True: {f'train_{name}': m for name,m in copies.items()}, False: self.metrics}
         parameters = trainer.model.parameters() if hasattr(trainer.model, 'parameters') else ()
@@ -67,8 +69,8 @@ class MetricsCB:
         "Note the loss, and update the metrics"
         measures,batch = bool(self._now),trainer.batch # Only metrics need to know what the targets are
         inputs,targets = trainer.split(batch) if measures else parts_of(trainer.split, batch)
-        rows = rows_of(batch, inputs)
-        self._losses.add(trainer.loss, weight_of(batch, rows, self.weigh), trainer.batch_num)
+        rows = 0 if has_no_rows(trainer) else rows_of(batch, inputs)
+        self._losses.add(trainer.loss, weight_of_share(trainer, rows, self.weigh), trainer.batch_num)
         if not measures or rows == 0: return
         preds = trainer.preds.detach() if torch.is_tensor(trainer.preds) else trainer.preds
         for name,m in self._now.items(): update_metric(name, m, preds, targets)
@@ -76,17 +78,26 @@ class MetricsCB:
     def cleanup_epoch(self, trainer):
         "Write losses, metrics and time into the history, also after a cancel"
         losses,self._losses = getattr(self, '_losses', None),None
-        if losses is None or ended_in_error(trainer): return
-        columns = self._measured(trainer, losses) if len(losses) else {}
-        trainer.history.write(**columns, elapsed=time.perf_counter()-self._start)
+        if ended_in_error(trainer): return
+        if trainer.ranks.shares(trainer.dl): columns = self._measured_by_all(trainer, losses)
+        else: columns = {} if losses is None else self._measured_here(trainer, losses)
+        if columns: trainer.history.write(**columns)
 
-    def _measured(self, trainer, losses):
+    def _measured_here(self, trainer, losses):
         "The columns of this pass; this waits for the device"
-        values,sizes = losses.read().values()
+        values = {name: computed_here(m) for name,m in self._now.items()} if len(losses) else {}
+        columns = self._columns(trainer, losses.batches, *losses.read().values(), values)
+        elapsed = time.perf_counter()-self._start
+        if trainer.ranks.size > 1 and not trainer._side_runs: elapsed = max(trainer.ranks.gather(elapsed))
+        return columns | dict(elapsed=elapsed)
+
+    def _columns(self, trainer, batches, losses, sizes, metrics):
+        "Losses and metrics as columns; those of batches are written"
+        if not len(batches): return {}
         summed = are_sums(getattr(trainer, 'loss_func', None), self.weigh)
-        columns = {'train_loss' if trainer.training else 'valid_loss': mean_loss(values, sizes, summed)}
-        for name,m in self._now.items(): add_columns(columns, name, m.compute())
-        trainer.history.write_batches(trainer.training, losses.batches, loss=values)
+        columns = {'train_loss' if trainer.training else 'valid_loss': mean_loss(losses, sizes, summed)}
+        for name,value in metrics.items(): add_columns(columns, name, value)
+        trainer.history.write_batches(trainer.training, batches, loss=losses)
         return columns
 
 def _check_owners(callbacks):
@@ -96,6 +107,25 @@ def _check_owners(callbacks):
     inner = [value for value in held if isinstance(value, MetricsCB) and all(value is not cb for cb in own)]
     for group in (own, *([*own, one] for one in inner)): # Those of evaluators take turns
         check_apart((f'{callback_name(cb)}.{name}', m) for cb in group for name,m in cb.metrics.items())
+
+@patch
+def _measured_by_all(self:MetricsCB, trainer, losses):
+    "The columns of a pass that several processes share, from what all of them have gathered"
+    own = {}
+    if losses is not None: # Or a cancel has come before this callback's turn
+        own = dict(elapsed=time.perf_counter()-self._start)
+        own['losses'] = [losses.batches.tolist(), *losses.read().values()]
+        own['metrics'] = {name: sent_state(name, m) for name,m in self._now.items()}
+    parts = [part for part in trainer.ranks.gather(own) if part]
+    if not parts: return {}
+    self._now = self._by_pass[trainer.training]
+    summed = are_sums(getattr(trainer, 'loss_func', None), self.weigh)
+    found = merged_losses([part['losses'] for part in parts], summed)
+    states = {name: [part['metrics'][name] for part in parts] for name in self._now}
+    merged = {name: merged_metric(m, states[name]) for name,m in self._now.items()}
+    metrics = {name: computed_here(m) for name,m in merged.items()} if found[0] else {}
+    elapsed = max(part['elapsed'] for part in parts) # An epoch lasts until the slowest is done
+    return self._columns(trainer, *found, metrics) | dict(elapsed=elapsed)
 
 # %% ../../nbs/metrics/10_metrics.ipynb #366b0d0e
 def recorders_of(trainer):
@@ -133,12 +163,13 @@ def as_text(
 def log(self:MetricsCB, trainer):
     "Print the newest row, unless another callback shows it"
     row = trainer.history.current
-    if self.show and row and not any(offered(trainer, 'shows_rows')): self._log(row)
+    shown = any(offered(trainer, 'shows_rows'))
+    if self.show and row and not shown and trainer.ranks.is_main: self._log(row)
 
 @patch
 def cleanup_fit(self:MetricsCB, trainer):
     "Say why a fit has stopped before its time, unless another callback does"
-    if self.show and not any(offered(trainer, 'shows_rows')): say_stop(trainer)
+    if self.show and trainer.ranks.is_main and not any(offered(trainer, 'shows_rows')): say_stop(trainer)
 
 @patch
 def _log(self:MetricsCB, row):

@@ -47,7 +47,7 @@ def _check_functions(functions):
 
 @old_words
 class RecorderCB:
-    "Record functions of the trainer for every training batch"
+    "Record functions of the trainer for every training batch; of several processes each its own share"
     order = Order.RECORD
     on_valid = False
     __repr__ = show_settings

@@ -136,6 +136,7 @@ _NO_NAME = ('`PrintColumnsCB` was given {!r}, which is no name of a column. Pass
 class PrintColumnsCB:
     "Print some columns of the history"
     order = Order.REPORT
+    on_ranks = 'main'
     stateless = True
     __repr__ = show_settings
     def __init__(self,

@@ -136,7 +136,7 @@ _BACKWARDS = ('`seconds` is {!r}, and time does not run backwards. '
 class LivePlotCB:
     "Draw losses and metrics while training goes on"
     order = Order.REPORT-1 # Above the table of `ProgressCB`, which grows
-    stateless = True
+    stateless,on_ranks = True,'main'
     __repr__ = show_settings
     def __init__(self,
         path=None, # File for the figure, such as 'loss.png'; needed outside notebooks

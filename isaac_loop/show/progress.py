@@ -138,6 +138,7 @@ class ProgressCB:
     order = Order.REPORT
     stateless = True
     shows_rows = True # So nobody else prints the rows
+    on_ranks = 'main'
     __repr__ = show_settings
     def __init__(self,
         place:str=None, # 'notebook', 'terminal' or 'plain'; default: found out when training begins

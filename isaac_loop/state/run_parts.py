@@ -12,6 +12,7 @@ import torch
 from torch import nn, optim
 
 from ..loop.events import callback_name
+from ..loop.ranks import runs_here
 
 # %% ../../nbs/state/56_run_parts.ipynb #e82b7fa8
 _ONLY_ONE = ('`{}` has only one of `state_dict` and `load_state_dict`, so its state would be saved and lost, '
@@ -20,9 +21,9 @@ _ONLY_ONE = ('`{}` has only one of `state_dict` and `load_state_dict`, so its st
 def stateful_callbacks(
     trainer, # Whose callbacks to look at
 )->dict: # Callbacks by name
-    "The callbacks that have a state to save"
+    "The callbacks that have a state to save, and take part in this process"
     found = {}
-    for cb in trainer.callbacks:
+    for cb in filter(runs_here, trainer.callbacks):
         has = [callable(getattr(cb, o, None)) for o in ('state_dict', 'load_state_dict')]
         name = callback_name(cb)
         if any(has) and not all(has):

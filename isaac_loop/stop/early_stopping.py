@@ -79,7 +79,7 @@ class EarlyStoppingCB(KeepsBest, Monitor):
         self.n_seen += 1
         self.update(value)
         reason = self._reason(value, unit)
-        if reason: trainer.request_stop(f'`{self.monitor}` {reason}')
+        if reason: trainer.request_stop(f'`{self.monitor}` {reason}', everywhere=True) # Rows are the same
 
     def _reason(self, value, unit):
         "Why to stop after `value`, or None"

@@ -9,10 +9,14 @@ __all__ = ['LimitCB']
 import numbers, time
 from datetime import timedelta
 
+import torch
+from fastcore.basics import patch
+
 
 
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
+from ..data.shared_loaders import rows_given, rows_of_all
 from ..loop.events import Order
 from ..loop.passes import parts_of
 from ..state.keeps_state import KeepsState
@@ -52,10 +56,11 @@ class LimitCB(KeepsState):
     on_valid = False
     _kept = ('n_samples', 'elapsed')
     n_samples,elapsed,_looked = 0,0.,None
+    _several,_own = False,0 # Are there other processes? Samples counted here that they do not know of
     __repr__ = show_settings
     def __init__(self,
         updates:int=None, # Optimizer updates in the fit
-        *, samples:int=None, # Training samples, as counted by `count`; schedules are cut off
+        *, samples:int=None, # Training samples of all processes, as counted by `count`; schedules are cut off
         seconds=None, # Time since the fit began: seconds, or a `timedelta`; schedules are cut off, too
         epochs:int=None, # Epochs of the fit; schedules plan for those given to `fit`
         count=None, # Function of a batch that gives a number, of tokens say; default: the rows of its inputs
@@ -70,25 +75,31 @@ class LimitCB(KeepsState):
     def _start(self, trainer):
         "Begin to count"
         self.n_samples,self.elapsed,self._looked = 0,0.,time.monotonic()
+        self._several,self._own = self.samples is not None and trainer.ranks.size > 1,0
 
 
 
     def after_step(self, trainer):
         "Stop when there were enough updates"
         n = trainer.n_updates
-        if _reached(n, self.updates): trainer.request_stop(f'{n} updates are enough')
+        if _reached(n, self.updates): trainer.request_stop(f'{n} updates are enough', everywhere=True)
+        if self._several: self._count_together(trainer)
 
     def after_batch(self, trainer):
         "Count samples, and look at the clock"
-        if self.samples is not None: self.n_samples += _how_many(trainer, self.count)
-        n = self.n_samples
-        if _reached(n, self.samples): trainer.request_stop(f'{n} samples are enough')
+        if self.samples is not None and not self._several:
+            self.n_samples += _how_many(trainer, self.count)
+            self._judge_samples(trainer)
         self._look_at_clock(trainer)
+
+    def _judge_samples(self, trainer):
+        n = self.n_samples
+        if _reached(n, self.samples): trainer.request_stop(f'{n} samples are enough', everywhere=True)
 
     def log(self, trainer):
         "Count epochs, and look at the clock"
         n = trainer.epoch+1
-        if _reached(n, self.epochs): trainer.request_stop(f'{n} epochs are enough')
+        if _reached(n, self.epochs): trainer.request_stop(f'{n} epochs are enough', everywhere=True)
         self._look_at_clock(trainer)
 
     def _look_at_clock(self, trainer):
@@ -97,3 +108,53 @@ class LimitCB(KeepsState):
         self.elapsed,self._looked = self.elapsed+now-self._looked,now
         over = _reached(self.elapsed, self.seconds)
         if over: trainer.request_stop(f'{self.elapsed:.4g} seconds are enough')
+
+# %% ../../nbs/stop/20_limits.ipynb #22a7a571
+@patch
+def _rows_of_all(self:LimitCB, trainer):
+    "Rows that all processes have of the batch; None if only the processes together can tell"
+    return rows_of_all(trainer.dl) if self.count is None else None
+
+@patch
+def before_batch(self:LimitCB, trainer):
+    "Count what all processes have of a batch, also if one of them leaves it"
+    if not self._several: return
+    rows = self._rows_of_all(trainer)
+    if rows is not None: self.n_samples += rows
+    elif rows_given(trainer.dl) != 0: self._own += _how_many(trainer, self.count)
+
+@patch
+def cleanup_batch(self:LimitCB, trainer):
+    "Stop in all processes when they have had enough samples"
+    if self._several and self._rows_of_all(trainer) is not None: self._judge_samples(trainer)
+
+@patch
+def _count_together(self:LimitCB, trainer):
+    "Add up what was counted since the last update"
+    if self._rows_of_all(trainer) is not None: return
+    counted = trainer.ranks.total(torch.tensor(float(self._own), dtype=torch.float64)).item()
+    self.n_samples,self._own = self.n_samples + (int(counted) if counted.is_integer() else counted),0
+    self._judge_samples(trainer)
+
+@patch
+def state_dict(self:LimitCB):
+    "What was counted so far"
+    return KeepsState.state_dict(self) | ({'own': self._own} if self._own else {})
+
+@patch
+def load_state_dict(self:LimitCB,
+    state:dict, # What `state_dict` gave
+):
+    "Go on counting"
+    KeepsState.load_state_dict(self, state)
+    self._own = state.get('own', 0)
+
+@patch
+def shared_state(self:LimitCB,
+    states:list, # What `state_dict` gave in each process of the saved run
+    rank:int, # Number of this process
+    size:int, # How many there are now
+)->dict: # For `load_state_dict`
+    "What main counted, and in main what nobody had heard of yet"
+    own = sum(state.get('own', 0) for state in states)
+    return states[0] | ({'own': 0 if rank else own} if own else {})

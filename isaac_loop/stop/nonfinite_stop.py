@@ -56,9 +56,15 @@ class NonFiniteStopCB(FlagsCB):
         with_grad = [p for p in parameters_of(trainer) if p.grad is not None]
         grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in with_grad]
         if self.gradients and grads: self._note(trainer, 'gradient', _not_finite(grads))
+        if self.every > 1 and trainer.ranks.size > 1: self._agree(trainer.ranks, grads)
         if self.found: _refuse_step(trainer)
         if torch.is_tensor(self.bad):
             for grad in grads: grad.masked_fill_(self.bad.to(grad.device), 0)
+
+    def _agree(self, ranks, grads):
+        "Know of what is bad in any process: all must keep the same gradients out"
+        device = grads[0].device if grads else None
+        self.bad = ranks.total(torch.as_tensor(self.bad, dtype=torch.float32, device=device)) > 0
 
     def clip_again(self, trainer):
         "Leave a batch that has become bad within the step of an optimizer such as LBFGS"

@@ -14,6 +14,7 @@ import torch
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import Order
+from ..metrics.losses import ended_in_error
 from ..state.keeps_state import KeepsState
 
 # %% ../../nbs/stop/60_same_predictions.ipynb #715ec28b
@@ -70,12 +71,21 @@ class SamePredictionsCB(KeepsState):
         self._range = torch.stack([low, high])
         self._n += labels.numel()
 
-    def after_epoch(self, trainer):
-        "Compare them"
+    def cleanup_epoch(self, trainer):
+        "Compare them, with those of other processes, if the pass was not left"
+        asked = trainer.ranks.size > 1 and not ended_in_error(trainer) # By those who were not cancelled
+        if asked or trainer.exception is None: self._judge(trainer)
+
+    def _judge(self, trainer):
+        "Stop or report if all predictions are the same"
+        own = self._n,self._range.tolist() if self._n else [] # Once in a pass; this waits for the device
+        counts,ranges = zip(*trainer.ranks.gather(own if trainer.exception is None else (0, None)))
+        if None in ranges: return # A process has left the pass
+        self._n,ends = sum(counts),[end for pair in ranges for end in pair]
         if self._n < 2 or trainer.epoch < self.start_epoch: return
-        low,high = self._range.tolist() # Once in a pass; this waits for the device
+        low,high = min(ends),max(ends)
         self.n_same = self.n_same+1 if low == high and self.value in (None, low) else 0
         if self.n_same < self.patience: return
         text = f'all {self._n} predictions of the validation pass are {low:g}'
-        if self.stop: trainer.request_stop(text)
+        if self.stop: trainer.request_stop(text, everywhere=True)
         else: self.report(f'At epoch {trainer.epoch} {text}. Has the model collapsed, or not begun to learn?')

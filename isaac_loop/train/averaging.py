@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, warn
+from ..data.shared_loaders import rows_given
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.shared_attributes import offering
@@ -233,7 +234,9 @@ class _MeasureCB:
     def __init__(self, model): self.model = model
 
     def predict(self, trainer):
-        "Let the average see the batch"
+        "Let the average see the batch, if this process has rows of it"
+        is_shared = trainer.ranks.shares(trainer.dl)
+        if is_shared and rows_given(trainer.dl) == 0: raise CancelBatchException('no rows of this batch')
         trainer.preds = self.model(*trainer.split(trainer.batch)[0])
         self.n_batches += 1
 
@@ -258,6 +261,13 @@ def _measure_anew(average, trainer):
         if not measure.n_batches: average.load_state_dict(before)
     return measure.n_batches
 
+@torch.no_grad()
+def _share_means(average, n, ranks):
+    "Have the means over the batches of all processes in the batch norms; this one has seen `n`"
+    for norm in _batch_norms(average):
+        for x in (norm.running_mean, norm.running_var):
+            if x is not None: x.copy_(ranks.total(x*n)/ranks.total(x.new_tensor(n)))
+
 _NOT_MEASURED = ('The batch norms of the average that `SWACB` has made were not measured, because {why}, '
                  'and have the running means of the last weights. Measure them with '
                  '`torch.optim.swa_utils.update_bn`, or use the weights that were trained.')
@@ -268,7 +278,9 @@ def _warn_of_norms(why): warn(_NOT_MEASURED.format(why=why))
 def after_fit(self:SWACB, trainer):
     "Measure batch norm anew for the average"
     if not (self.update_bn and self.evaluated is not None and _batch_norms(self.average)): return
-    if not _measure_anew(self.average, trainer): _warn_of_norms('a callback let no batch through')
+    n = _measure_anew(self.average, trainer)
+    if not trainer.ranks.total(torch.tensor(n)): return _warn_of_norms('a callback let no batch through')
+    if trainer.ranks.size > 1: _share_means(self.average, n, trainer.ranks)
 
 @patch
 def cleanup_fit(self:SWACB, trainer):

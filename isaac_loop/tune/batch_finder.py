@@ -29,7 +29,7 @@ class _BatchOf:
     def after_batch(self, trainer): raise CancelFitException('one batch is enough')
 
 # %% ../../nbs/tune/20_batch_finder.ipynb #e295ea73
-_PHRASES = "can't allocate memory", 'out of memory', 'not enough memory'
+_PHRASES = "can't allocate memory", 'out of memory', 'not enough memory', 'MemoryError' # Of another process
 
 def _out_of_memory(error):
     "Whether `error` says that memory ran out"
@@ -56,7 +56,7 @@ def find_batch_size(self:Trainer,
     max_size:int=65536, # Do not go beyond
     callbacks=None, # Further callbacks for the trials
 )->int: # The largest size, doubling from `start`, that fits
-    "Try ever larger batches until memory runs out, and leave the trainer as it was"
+    "Try ever larger batches, in each process, until memory of one runs out, and leave the trainer as it was"
     check_count(start, 'start', 'a batch holds at least one example')
     if max_size < start: raise ValueError(_NOTHING_TO_TRY.format(max_size=max_size, start=start))
     fits,size,why = 0,start,None

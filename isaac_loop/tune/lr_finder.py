@@ -13,10 +13,15 @@ from fastcore.basics import patch
 from ..basics.checks import check_count, check_flag, warn
 from ..basics.output import say
 from ..basics.settings import show_settings
+from ..basics.tensors import batch_size, batch_weight
+from ..data.shared_loaders import rows_given
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.fitting import scale_rates
+from ..loop.passes import parts_of
+from ..loop.shared_attributes import offered
 from ..loop.trainer import Trainer
+from ..train.example_losses import reduction_of
 from ..train.optimizer_options import put_option, rates_of
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #465e8517
@@ -89,15 +94,21 @@ class LRFinderCB:
         if self._alone: self._snapshot = trainer.snapshot(keep=self)
         self.lrs,self.losses = [],[]
         self._best,self._updates = math.inf,-1
+        self._raised,self._n_heard = 0,0 # Updates at the last rise; batches of which the loss of all is known
         if trainer.opt_func is None: scale_rates(trainer)
 
     def before_epoch(self, trainer):
         "Leave out validation"
+        self._n_heard = 0
         if not trainer.training: raise CancelEpochException('the finder needs no validation')
 
     def after_batch(self, trainer):
         "Raise the rate of every parameter group, if there was an update"
-        if trainer.n_updates == self._updates: return
+        if trainer.ranks.size == 1: self._raise_rates(trainer)
+
+    def _raise_rates(self, trainer):
+        if trainer.n_updates == self._raised: return
+        self._raised = trainer.n_updates
         rates = [float(rate)*self.lr_mult for rate in rates_of(trainer.opt)]
         for group,rate in zip(trainer.opt.param_groups, rates): put_option(group, 'lr', rate)
 
@@ -124,16 +135,53 @@ _NO_FIRST_LOSS = ('The very first loss is {loss}, so no learning rate can be tri
 @patch
 def after_get_loss(self:LRFinderCB, trainer):
     "Note the loss at this rate, and leave when it explodes"
-    loss = float(trainer.loss.detach())
+    loss,rate = float(trainer.loss.detach()),float(rates_of(trainer.opt)[0])
+    if trainer.ranks.size == 1: return self._judge(loss, rate, trainer.n_updates)
+    share = [loss, rate, trainer.n_updates, _weight_of_share(trainer)]
+    trainer.ranks.soon(_LOSS.format(trainer.epoch, trainer.batch_num), share) # Known after the exchange
+
+@patch
+def _judge(self:LRFinderCB, loss, rate, n_updates):
+    "Note a loss, and leave when it explodes"
     if not math.isfinite(loss) and not self.lrs: raise ValueError(_NO_FIRST_LOSS.format(loss=loss))
     if not math.isfinite(loss): raise CancelFitException(f'the loss is {loss}')
-    if trainer.n_updates != self._updates:
-        self.lrs.append(float(rates_of(trainer.opt)[0]))
+    if n_updates != self._updates:
+        self.lrs.append(rate)
         self.losses.append(loss)
-    self._updates,self._best = trainer.n_updates,min(loss, self._best)
+    self._updates,self._best = n_updates,min(loss, self._best)
     explodes = self._best > 0 and loss > self._best*self.max_mult
     if len(self.lrs) > 1 and explodes: raise CancelFitException('the loss explodes')
     if len(self.lrs) == self.n_batches: raise CancelFitException('enough batches')
+
+# %% ../../nbs/tune/10_lr_finder.ipynb #a3c1e7d2
+_LOSS = 'lr_finder {} {}' # What the loss of a batch is called among wishes
+
+def _weight_of_share(trainer):
+    "What the loss of this process weighs in its batch; None if losses are sums"
+    if rows_given(trainer.dl) == 0: return 0. # The row was borrowed
+    weighs = offered(trainer, 'weigh')
+    if 'sum' in weighs or reduction_of(trainer.loss_func) == 'sum': return None
+    weigh = next((weigh for weigh in weighs if callable(weigh)), None)
+    if weigh is not None: return float(batch_weight(weigh(trainer.batch)))
+    return float(batch_size(parts_of(trainer.split, trainer.batch)[0]) or 1)
+
+def _merged(shares):
+    "The loss of a batch, from those of the processes that share it, with what each weighs"
+    shares = [(loss, weight) for loss,*_,weight in shares if weight != 0]
+    if any(weight is None for _,weight in shares): return sum(loss for loss,_ in shares)
+    total = sum(weight for _,weight in shares)
+    return sum(loss*weight for loss,weight in shares)/total if total else math.nan
+
+@patch
+def cleanup_batch(self:LRFinderCB, trainer):
+    "Where several processes share a batch, judge the loss that they have together"
+    if trainer.ranks.size == 1 or not isinstance(trainer.exception, (type(None), CancelException)): return
+    self._raise_rates(trainer)
+    for batch in range(self._n_heard, trainer.batch_num+1):
+        shares = trainer.ranks.heard(_LOSS.format(trainer.epoch, batch))
+        if not shares: continue
+        self._n_heard = batch+1
+        self._judge(_merged(shares), *shares[0][1:3])
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #b3f559ee
 @patch
@@ -228,7 +276,7 @@ def lr_find(self:Trainer,
     finder = LRFinderCB(lr_mult, max_mult, n_batches, show=False)
     if not 0 < start_lr < math.inf: raise ValueError(_NO_START.format(start_lr=start_lr))
     finder.n_batches = n_batches or max(2, math.ceil(math.log(100/start_lr, lr_mult)))
-    finder._alone = False
+    finder._alone,finder.weigh = False,next(iter(offered(self, 'weigh')), None)
     with self.snapshot(keep=finder), self.side_run(callbacks), self.added_callbacks(finder):
         self.fit(finder.n_batches, start_lr, valid=False)
     if not finder.losses: raise RuntimeError(_NO_CURVE)

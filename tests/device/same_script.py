@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from isaac_loop.all import AccelerateCB, BasicTrainCB, DistributedCB, MetricsCB, Trainer
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
-from isaac_loop.device.launch import launch
+from isaac_loop.device.launching import launch
 
 
 def data(n, seed):

@@ -153,6 +153,21 @@ class FreezesUntilAfterFit:
 
 
 @breaks("cleanup")
+class FreezesForGood:
+    "No later fit would train what it has frozen"
+
+    def before_fit(self, trainer):
+        for p in trainer.model[1].parameters():
+            p.requires_grad = False
+
+
+@breaks("cleanup")
+class LeavesDropoutChanged:
+    def before_epoch(self, trainer):
+        trainer.model[4].p = 0.5
+
+
+@breaks("cleanup")
 class HandlesCtrlCUntilAfterFit:
     def before_fit(self, trainer):
         self.old = signal.signal(signal.SIGINT, lambda *args: None)
@@ -267,6 +282,28 @@ class WarmsUpOnce:
     def before_step(self, trainer):
         self.n += 1
         trainer.opt.param_groups[0]["lr"] = 0.1 * min(1, self.n / 3)
+
+
+@breaks("two_fits")
+class CountsOn:
+    n = 0
+
+    def before_batch(self, trainer):
+        self.n += 1
+        trainer.opt.param_groups[0]["lr"] = 0.1 * min(1, self.n / 8)
+
+
+@breaks("evaluation")
+class SetsARateForEveryBatch:
+    "An evaluation in between leaves its rate to the next update"
+
+    order = Order.STEP
+
+    def before_batch(self, trainer):
+        if not trainer.training:
+            trainer.opt.param_groups[0]["lr"] = 0.0
+        elif trainer.batch_num == 0:
+            trainer.opt.param_groups[0]["lr"] = 0.1
 
 
 @breaks("repeats")

@@ -3,6 +3,7 @@
 Every planted fault is found by name; nothing is found in any callback of the library, nor in a group of them.
 """
 
+import copy
 import io
 import warnings
 from contextlib import redirect_stdout
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
+from torcheval.metrics import MulticlassAccuracy
 
 import runs
 from isaac_loop import Trainer, replaces
@@ -195,7 +197,145 @@ class ValidationOnlyCB:
         self.n = 1
 
 
+# What people plant in loops that work
+
+
+class ClipAfter:
+    def after_step(self, trainer):
+        clip(trainer.model.parameters(), 1.0)
+
+
+class ClampAfter:
+    def after_batch(self, trainer):
+        if trainer.training:
+            nn.utils.clip_grad_value_(trainer.model.parameters(), 1.0)
+
+
+class ZeroEarly:
+    def after_backward(self, trainer):
+        trainer.opt.zero_grad()
+
+
+class NoGradients:
+    def before_step(self, trainer):
+        for p in trainer.model.parameters():
+            p.grad = None
+
+
+class ScaleLoss:
+    def before_backward(self, trainer):
+        trainer.loss = trainer.loss / 4
+
+    def before_step(self, trainer):
+        if trainer.batch_num % 4 != 3:
+            raise CancelStepException()
+
+
+class DivideLoss:
+    def before_backward(self, trainer):
+        trainer.loss /= 4
+
+
+class CountTwice:
+    def __init__(self):
+        self.accuracy = MulticlassAccuracy()
+
+    def after_predict(self, trainer):
+        self.accuracy.update(trainer.preds, trainer.batch[1])
+
+    def after_batch(self, trainer):
+        self.accuracy.update(trainer.preds, trainer.batch[1])
+
+    def cleanup_epoch(self, trainer):
+        trainer.history.write(right=self.accuracy.compute().item())
+
+
+class Schedules:
+    def before_fit(self, trainer):
+        self.schedule = optim.lr_scheduler.ExponentialLR(trainer.opt, 0.9)
+
+
+class StepAndEpoch(Schedules):
+    def after_batch(self, trainer):
+        if trainer.training:
+            self.schedule.step()
+
+    def log(self, trainer):
+        self.schedule.step()
+
+
+class EachPass(Schedules):
+    def after_epoch(self, trainer):
+        self.schedule.step()
+
+
+class Overwrite:
+    def after_get_loss(self, trainer):
+        trainer.loss = F.cross_entropy(trainer.preds, trainer.batch[1]) + 0.01 * trainer.preds.square().mean()
+
+
+class Penalty:
+    order = -1
+
+    def after_get_loss(self, trainer):
+        trainer.loss = trainer.loss + 0.01 * sum(p.square().sum() for p in trainer.model.parameters())
+
+
+class Aug:
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        if torch.rand(1) < 0.5:
+            x = x.flip(-1)
+        trainer.batch = x, y
+
+
+class Slip:
+    def before_batch(self, trainer):
+        trainer.batchs = [x[:2] for x in trainer.batch]
+
+
+class Average:
+    def before_fit(self, trainer):
+        self.ema = copy.deepcopy(trainer.model)
+
+
+class LerpEarly(Average):
+    def before_step(self, trainer):
+        for mean, p in zip(self.ema.parameters(), trainer.model.parameters()):
+            mean.lerp_(p.detach(), 0.1)
+
+
+class MixEarly(Average):
+    @torch.no_grad()
+    def after_backward(self, trainer):
+        for mean, p in zip(self.ema.parameters(), trainer.model.parameters()):
+            mean.copy_(0.9 * mean + 0.1 * p)
+
+
+class Graph:
+    def before_epoch(self, trainer):
+        self.total = 0.0
+
+    def after_batch(self, trainer):
+        self.total = self.total + trainer.loss * len(trainer.batch[0])
+
+
 FAULTS = {
+    "clipped after the step": ([ClipAfter()], "clip_after_step"),
+    "clamped when the batch is over": ([ClampAfter()], "clip_after_step"),
+    "cleared before the step": ([ZeroEarly()], "cleared_before_step"),
+    "no gradients at the step": ([NoGradients()], "cleared_before_step"),
+    "a loss that stays divided": ([ScaleLoss()], "scaled_loss"),
+    "a loss that is divided in place": ([DivideLoss()], "scaled_loss"),
+    "a metric counts twice": ([CountTwice()], "counted_twice"),
+    "a schedule for batches and epochs": ([StepAndEpoch()], "schedule_twice"),
+    "a schedule in both passes": ([EachPass()], "schedule_twice"),
+    "a term of the loss is lost": ([Overwrite(), Penalty()], "overwritten"),
+    "validation is augmented": ([Aug()], "random_validation"),
+    "a slip of the pen": ([Slip()], "misspelt"),
+    "an average of a copied model before the step": ([LerpEarly()], "average_before_step"),
+    "a mixed average before the step": ([MixEarly()], "average_before_step"),
+    "a sum that is written out": ([Graph()], "keeps_graph"),
     "catalyst 507: the loss is read before it exists": ([OptimizerCB()], "read_before_written"),
     "allennlp 5426: clipped while scaled": ([ScaledStepCB(), ClipAfterBackwardCB()], "clip_before_unscale"),
     "TorchSSL 59: clamped while scaled": ([MixedPrecisionCB("float16"), ClampCB()], "clip_before_unscale"),
@@ -332,7 +472,120 @@ class SometimesCB:
             trainer.opt.step()
 
 
+class Late(Average):
+    "What the planted ones do, at the right moment"
+
+    def before_backward(self, trainer):
+        self.loss, trainer.loss = trainer.loss, trainer.loss / 4
+
+    def cleanup_backward(self, trainer):
+        trainer.loss = self.loss
+
+    def before_step(self, trainer):
+        clip(trainer.model.parameters(), 1.0)
+        for name, p in trainer.model.named_parameters():
+            if name.endswith("bias"):
+                p.grad = None
+
+    def after_step(self, trainer):
+        trainer.opt.zero_grad()
+        for mean, p in zip(self.ema.parameters(), trainer.model.parameters()):
+            mean.lerp_(p.detach(), 0.1)
+
+
+class EitherSchedule(Schedules):
+    "One for batches or for epochs, as was asked for"
+
+    def __init__(self, each_batch=False):
+        self.each_batch = each_batch
+
+    def after_step(self, trainer):
+        if self.each_batch:
+            self.schedule.step()
+
+    def after_epoch(self, trainer):
+        if trainer.training and not self.each_batch:
+            self.schedule.step()
+
+
+class CountOnce(CountTwice):
+    def after_predict(self, trainer):
+        if trainer.training:
+            self.accuracy.update(trainer.preds, trainer.batch[1])
+
+    def after_batch(self, trainer):
+        if not trainer.training:
+            self.accuracy.update(trainer.preds, trainer.batch[1])
+
+
+class SecondGradient:
+    "Sharpness-aware: the gradient is taken again, elsewhere"
+
+    def after_backward(self, trainer):
+        trainer.opt.zero_grad()
+        F.cross_entropy(trainer.model(trainer.batch[0]), trainer.batch[1]).backward()
+
+
+class SecondNet:
+    "Another net, trained when the batch is over"
+
+    def before_fit(self, trainer):
+        self.net = nn.Linear(64, 3)
+        self.opt = optim.SGD(self.net.parameters(), 0.1)
+
+    def after_batch(self, trainer):
+        F.cross_entropy(self.net(trainer.batch[0].flatten(1)), trainer.batch[1]).backward()
+        clip(self.net.parameters(), 1.0)
+        self.opt.step()
+
+
+class TrainingAug(Aug):
+    on_valid = False
+
+
+class AskingAug:
+    def before_batch(self, trainer):
+        if not trainer.training:
+            return
+        x, y = trainer.batch
+        trainer.batch = x + torch.randn_like(x), y
+
+
+class Denoise:
+    def before_batch(self, trainer):
+        x, _ = trainer.batch
+        trainer.batch = x + torch.randn_like(x), x
+
+
+class OwnNames:
+    def before_fit(self, trainer):
+        trainer.mode, trainer.losses, trainer.loss_ = "slow", [], 0.0
+
+    def after_batch(self, trainer):
+        trainer.losses.append(trainer.loss.detach())
+
+
+class SumWithoutGraph(Graph):
+    @torch.no_grad()
+    def after_batch(self, trainer):
+        self.total = self.total + trainer.loss * 2
+
+
 RIGHT = {
+    "clipping, clearing, scaling and averaging at the right moment": [Late()],
+    "a schedule for batches or for epochs": [EitherSchedule()],
+    "a metric that is updated elsewhere in each pass": [CountOnce()],
+    "a second gradient": [SecondGradient()],
+    "a second net": [SecondNet()],
+    "augmentation of training alone": [TrainingAug()],
+    "augmentation that asks": [AskingAug()],
+    "a task that makes its targets": [Denoise()],
+    "names of one's own": [OwnNames()],
+    "a sum without its graph": [SumWithoutGraph()],
+    "a term on top of another loss": [
+        SimpleNamespace(after_get_loss=Overwrite().after_get_loss, order=-2),
+        Penalty(),
+    ],
     "a step under a condition": [SometimesCB()],
     "state and guards": [RightCB()],
     "a step of one's own instead": [OwnStepCB()],

@@ -191,6 +191,41 @@ def test_numbers_of_the_processor_may_be_looked_at():
     assert try_callback(Here(), promises="waits").ok
 
 
+def before_batch(trainer):
+    if not torch.isfinite(trainer.batch[0]).all():
+        raise CancelBatchException("a pixel is not a number")
+
+
+def test_a_batch_may_be_looked_at_before_it_goes_to_the_device():
+    first, later = SimpleNamespace(before_batch=before_batch, order=Order.FIRST), SimpleNamespace()
+    later.before_batch, later.name, first.name = before_batch, "later", "first"
+    assert try_callback(first, promises="waits").ok
+    assert not try_callback(later, promises="waits").ok
+
+
+def test_who_asks_for_a_column_that_was_never_measured_is_told_and_breaks_no_promise():
+    def log(trainer):
+        if trainer.history.latest("valid_loss") < 0.3:
+            trainer.request_stop("good enough")
+
+    report = try_callback(log, promises="cancels", seconds=20)
+    assert report.ok and "`trainer.history.news.get(name)`" in str(report["cancels"])
+
+
+def test_a_mode_that_is_left_explains_what_a_resumed_run_does_otherwise():
+    make, _ = FAULTS["EvaluatesAndForgetsToTrain"]
+    report = try_callback(make(), promises=["modes", "resume"])
+    assert report.broken == ["modes", "resume"] and "because `modes` is broken" in str(report["resume"])
+
+
+def test_what_needs_another_model_is_told_how_to_bring_it():
+    class Encodes:
+        def before_fit(self, trainer):
+            trainer.model.encoder.train()
+
+    assert "`try_callback(cb, trainer)`" in str(try_callback(Encodes())["added"])
+
+
 # ---- nothing is left
 
 

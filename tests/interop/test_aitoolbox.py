@@ -759,17 +759,14 @@ def test_the_fully_tracked_toolbox_example_leaves_the_same_files(ait, tmp_path):
     )
 
 
-def test_toolbox_callbacks_that_cannot_work_say_so_at_once(ait):
-    "Their checkpoints would train all epochs again; loaders for other processes would never be made"
-    from aitoolbox.torchtrain.callbacks.ddp import InMultiProcessDataLoad
+def test_a_toolbox_callback_that_cannot_work_says_so_at_once(ait):
+    "Their checkpoints would train all epochs again"
     from aitoolbox.torchtrain.callbacks.model_load import ModelLoadContinueTraining
 
     with pytest.raises(
         TypeError, match="`ModelLoadContinueTraining.on_train_loop_registration` sets `epoch`.*`CheckpointCB"
     ):
         adapt(ModelLoadContinueTraining("2020-01-01_00-00-00"))
-    with pytest.warns(UserWarning, match="`InMultiProcessDataLoad.on_multiprocess_start` will not be called"):
-        adapt(InMultiProcessDataLoad(list))
 
 
 @pytest.mark.shows("AIT-20")

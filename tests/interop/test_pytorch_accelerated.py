@@ -27,7 +27,7 @@ from isaac_loop.loop.events import Order
 from isaac_loop.inspection.loop_tables import summarize_callbacks  # noqa: F401  A method of the trainer
 from isaac_loop.interop.adapters import adapt
 from isaac_loop.loop.trainer import Trainer
-from foreign import TRAIN, VALID, X, Y, loaders, make_model, Nemo010, ours, same_weights, silent
+from foreign import TRAIN, VALID, X, Y, loaders, make_model, ours, same_weights, silent
 
 
 # pytorch-accelerated
@@ -721,14 +721,6 @@ def test_their_configuration_tells_of_clipping_and_half_precision(pta):
     ours(adapt(plain), n_epochs=1)
     ours(adapt(told), ClipGradCB(max_value=0.5), MixedPrecisionCB(), n_epochs=1)
     assert (plain.seen, told.seen) == ((None, "no", "no"), (0.5, "bf16", "bf16"))
-
-
-def test_several_processes_are_told_of(monkeypatch):
-    "Foreign callbacks believe that they are alone"
-    monkeypatch.setattr("isaac_loop.interop.foreign_callback.processes", lambda: (0, 2))
-    trainer = Trainer(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), adapt(Nemo010)])
-    with pytest.warns(UserWarning, match="there is one process, but several train together"):
-        trainer.fit(1)
 
 
 @pytest.mark.shows("PTA-04")

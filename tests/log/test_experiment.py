@@ -769,50 +769,30 @@ def test_the_newest_folder_is_the_one_begun_last(tmp_path):
         small(ExperimentCB(tmp_path, "p", resume=tmp_path / "nothing")).fit(1)
 
 
-PROCESSES = """
-import os, sys, torch, torch.distributed as dist
-from torch.nn import functional as F
-from isaac_loop.log.experiment import ExperimentCB
-from isaac_loop.log.history_files import HistoryFilesCB
-from isaac_loop.train.training import BasicTrainCB
-from isaac_loop.data.dataloaders import DataLoaders
-from isaac_loop.loop.trainer import Trainer
-root, store = sys.argv[1:]
-child = os.fork() # Quicker than importing everything twice
-rank = int(child == 0)
-dist.init_process_group('gloo', init_method=f'file://{store}', rank=rank, world_size=2)
-batch = torch.ones(2, 3), torch.ones(2, 1)
-callbacks = [BasicTrainCB(), ExperimentCB(root, 'p', tee=True), HistoryFilesCB(plot=None)]
-dls, model = DataLoaders([batch], [batch]), torch.nn.Linear(3, 1)
-trainer = Trainer(dls, F.mse_loss, torch.optim.SGD, model, callbacks)
-def after_fit(trainer): print('this is', rank)
-trainer.fit(1, callbacks=after_fit)
-dist.barrier()
-dist.destroy_process_group()
-if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
+@pytest.mark.processes
 @pytest.mark.shows("NEMO-60")
 def test_several_processes_share_a_time_stamp_and_each_has_a_log(tmp_path):
-    "One folder, one record, one log file per rank"
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESSES, str(tmp_path / "runs"), str(tmp_path / "store")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "runs" / "p").iterdir()
-    assert {o.name for o in (folder / "logs").iterdir()} == {"log-0.txt", "log-1.txt"} and not (
-        folder / "run-2.json"
-    ).exists()
+    "One folder, one record, one log file per rank; a folder that cannot be made is an error of all"
+    from several import in_processes, rank, trainer
+
+    def run(root, **kwargs):
+        def after_fit(trainer):
+            print("this is", rank())
+
+        t = trainer(ExperimentCB(root, "p", tee=True, **kwargs), HistoryFilesCB(plot=None))
+        t.fit(1, callbacks=after_fit)
+        return t.experiment.folder
+
+    folder, other = in_processes(2, run, tmp_path)
+    assert folder == other
+    assert {o.name for o in (folder / "logs").iterdir()} == {"log-0.txt", "log-1.txt"}
+    assert not (folder / "run-2.json").exists()
     for i in range(2):
         assert f"this is {i}\n" in (folder / "logs" / f"log-{i}.txt").read_text()
-    assert (
-        record(folder)["fits"][0]["config"]["n_processes"] == 2
-        and record(folder)["fits"][0]["outcome"] == "finished"
-    )
+    first = record(folder)["fits"][0]
+    assert (first["config"]["n_processes"], first["outcome"]) == (2, "finished")
+    with pytest.raises(ValueError, match="no such folder to go on in"):
+        in_processes(2, lambda: run(tmp_path, resume=tmp_path / "nothing"))
 
 
 # ---- mistakes, found by others

@@ -19,6 +19,7 @@ from isaac_loop.all import (
     replaces,
     with_cbs,
 )
+from isaac_loop.loop.callback_checks import check_callback
 from small import data, trainer_with
 
 
@@ -379,3 +380,44 @@ def test_who_reads_what_a_run_on_the_side_does_not_write_is_told():
     t = trainer_with(SimpleNamespace(ask=lambda trainer: trainer.preds), cls=Asks)
     with pytest.raises(AttributeError, match="run on the side.*`order = Order.RECORD`"), t.side_run():
         t.run_callbacks("ask")
+
+
+def test_an_event_of_another_library_beside_ours_is_warned_of():
+    class Both:
+        def after_batch(self, trainer):
+            pass
+
+        def on_batch_end(self, trainer):
+            pass
+
+    class Meant(Both):
+        silent = "foreign_event"
+
+    with pytest.warns(
+        UserWarning, match="`Both.on_batch_end` is an event of other.*Here it is `after_batch`"
+    ):
+        check_callback(Both())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_callback(Meant())
+
+
+def test_who_has_left_out_a_step_is_named_to_whoever_misses_its_result():
+    class Leaves:
+        def before_predict(self, trainer):
+            raise CancelStepException("not this one")
+
+    trainer = trainer_with(Leaves())
+    with pytest.raises(AttributeError, match="`Leaves.before_predict` has left.*`CancelBatchException`"):
+        trainer.fit(1)
+
+
+def test_a_row_that_is_read_too_early_says_who_begins_it():
+    class Early:
+        order = Order.REPORT
+
+        def cleanup_epoch(self, trainer):
+            self.row = trainer.history[-1]
+
+    with pytest.raises(IndexError, match="`MetricsCB.cleanup_epoch`, and cleanups run in reverse"):
+        trainer_with(MetricsCB(show=False), Early()).fit(1)

@@ -11,22 +11,27 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from isaac_loop.all import (
     BasicTrainCB,
     CancelBatchException,
     DataLoaders,
     DeviceCB,
+    DistributedCB,
     MetricsCB,
     Monitor,
     MomentumTrainCB,
     NBatchCB,
     ProgressCB,
     Trainer,
+    WorldSizeMismatch,
     collate_rows,
+    exact_loader,
     replaces,
     sample_dataset_dict,
 )
+from isaac_loop.device.launching import launch
 
 
 def batches(n=3):
@@ -263,6 +268,133 @@ def test_bad_input_gets_a_clear_error(do, error, words):
             do()
     said = "\n".join([str(info.value), *getattr(info.value, "__notes__", ())])
     assert words in said, said
+
+
+# ---- In several processes
+
+ROWS = [(torch.ones(2), torch.zeros(1)) for _ in range(8)]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(ROWS)
+
+
+def loader_of(**kwargs):
+    "An exact loader of eight rows"
+    return exact_loader(ROWS, 4, seed=1, **kwargs)
+
+
+def weighted():
+    return DataLoader(ROWS, 4, sampler=WeightedRandomSampler([1.0] * 8, 8))
+
+
+class OnRanks(SimpleNamespace):
+    "Runs only in some processes"
+
+    def log(self, trainer): ...
+
+
+class Sparse(nn.Module):
+    "Has a gradient that is sparse"
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(3, 1, sparse=True)
+
+    def forward(self, x):
+        return self.table(x[:, 0].long())
+
+
+def together(n=2, train=None, model=None, callbacks=(), **kwargs):
+    "A fit in `n` processes"
+
+    def run():
+        every = [BasicTrainCB(), DistributedCB(timeout=10, **kwargs), *callbacks]
+        net = nn.Linear(2, 1) if model is None else model()
+        fit(every, dls=DataLoaders((train or loader_of)()), model=net, valid=False)
+
+    launch(run, n, timeout=60)
+
+
+def lonely(**environment):
+    "A fit in a process whose environment says half"
+
+    def run():
+        import os
+
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        os.environ.update(environment)
+        fit([BasicTrainCB(), DistributedCB()], dls=DataLoaders(loader_of()), valid=False)
+
+    launch(run, 1, timeout=60)
+
+
+SEVERAL = {
+    "an unknown way to share": (lambda: DistributedCB("wole"), ValueError, "'whole'"),
+    "no time to wait": (lambda: DistributedCB(timeout=0), ValueError, "`timeout` is 0"),
+    "no process expected": (lambda: DistributedCB(expected=0), ValueError, "`expected` is 0"),
+    "a weight that is none": (lambda: DistributedCB(weigh="rows"), ValueError, "'samples'"),
+    "share that is no flag": (lambda: DistributedCB(share="no"), TypeError, "`share` is 'no'"),
+    "a loader that draws by weights": (lambda: together(train=weighted), TypeError, "exact_loader"),
+    "a stream": (lambda: together(train=lambda: DataLoader(Stream(), 4)), TypeError, "share=False"),
+    "a list of batches": (lambda: together(train=batches), TypeError, "exact_loader"),
+    "a loader that is shared already": (
+        lambda: together(train=lambda: loader_of(rank=0, world_size=2)),
+        ValueError,
+        "shared twice",
+    ),
+    "a size without a rank": (lambda: lonely(WORLD_SIZE="2"), ValueError, "`RANK`"),
+    "a rank without an address": (lambda: lonely(WORLD_SIZE="2", RANK="0"), ValueError, "torchrun"),
+    "fewer processes than expected": (
+        lambda: together(expected=3),
+        WorldSizeMismatch,
+        "there are 2 processes",
+    ),
+    "one process where two are expected": (
+        lambda: fit([BasicTrainCB(), DistributedCB(expected=2)]),
+        WorldSizeMismatch,
+        "there are 1 processes",
+    ),
+    "a process that is not there": (
+        lambda: together(callbacks=[OnRanks(on_ranks=5)]),
+        ValueError,
+        "`OnRanks.on_ranks` is 5, but there are 2 processes",
+    ),
+    "a place that is no process": (lambda: make(OnRanks(on_ranks="first")), ValueError, "names no process"),
+    "a sparse gradient": (lambda: together(model=Sparse), TypeError, "`model.table.weight` is sparse"),
+    "a lazy model": (
+        lambda: together(model=lambda: nn.LazyLinear(1)),
+        ValueError,
+        "`model.weight` has no shape yet",
+    ),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("do, error, words", SEVERAL.values(), ids=SEVERAL)
+def test_bad_input_in_several_processes_gets_a_clear_error(do, error, words):
+    test_bad_input_gets_a_clear_error(do, error, words)
+
+
+@pytest.mark.processes
+def test_a_seed_that_is_left_out_is_drawn_for_all_and_said_in_one_line(capfd):
+    def run():
+        order = []
+
+        def before_batch(trainer):
+            order.append(trainer.batch[0][:, 0].tolist())
+
+        rows = [(torch.full((2,), float(i)), torch.zeros(1)) for i in range(8)]
+        dls = DataLoaders(DataLoader(rows, 4, shuffle=True))
+        fit([BasicTrainCB(), DistributedCB(timeout=10), before_batch], dls=dls, valid=False)
+        return order
+
+    first, second = launch(run, 2, timeout=60)
+    both = [x for share in (first, second) for batch in share for x in batch]
+    assert sorted(both) == list(range(8))
+    assert capfd.readouterr().out.count("from a seed that was drawn") == 1
 
 
 def test_only_some_steps_is_a_warning():

@@ -27,7 +27,8 @@ FACES = {
     """,
     "loop": """
         Callback CancelBatchException CancelEpochException CancelException CancelFitException
-        CancelStepException DeviceRecord History init_delegates Monitor Order replaces Trainer with_cbs
+        CancelStepException DeviceRecord History init_delegates Monitor Order Ranks
+        replaces Trainer with_cbs
     """,
     "models": """
         conv find_modules GeneralRelu get_model_conv get_model_fc get_model_timm Hook Hooks init_weights
@@ -41,10 +42,10 @@ FACES = {
     """,
     "state": """
         Checkpoint CheckpointCorrupt CheckpointFolderBusy CheckpointFormatTooNew CheckpointStore
-        CheckpointWriteFailed load_weights LoopError NoValidCheckpoint ResumeMismatch Snapshot
-        StateOwnerMissing UnsaveableState
+        CheckpointWriteFailed load_weights LoopError NoValidCheckpoint RankFailed RanksDiffer
+        RanksDiverged ResumeMismatch Snapshot StateOwnerMissing UnsaveableState WorldSizeMismatch
     """,
-    "device": "AccelerateCB clean_memory DeviceCB MixedPrecisionCB",
+    "device": "AccelerateCB clean_memory CompileCB DeviceCB DistributedCB launch MixedPrecisionCB",
     "train": """
         AccumulationCB BasicTrainCB BatchNormEvalCB ClipGradCB discriminative_rates EMACB FreezeCB
         layer_groups loss_per_example MomentumTrainCB NBatchCB OneBatchCB SWACB

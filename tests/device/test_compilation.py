@@ -1,0 +1,110 @@
+"A compiled model is the same model: its weights, its names, its callbacks, and nothing is left after the fit"
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.device.compilation import CompileCB
+from isaac_loop.loop.events import CancelFitException
+from isaac_loop.loop.trainer import Trainer
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.train.averaging import EMACB
+from isaac_loop.train.training import BasicTrainCB
+
+TRACED = dict(backend="aot_eager")  # All but the C compiler
+
+
+def made(*callbacks, opt_func=optim.SGD, loss_func=F.cross_entropy):
+    torch.manual_seed(0)
+    x, y = torch.randn(44, 1, 8, 8), torch.randint(0, 10, (44,))
+    dls = DataLoaders(*(exact_loader(torch.utils.data.TensorDataset(x, y), 16, seed=1) for _ in range(2)))
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    usual = [BasicTrainCB(), MetricsCB(show=False)]
+    return Trainer(dls, loss_func, opt_func, model, [*usual, *callbacks])
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("loss_func", [F.cross_entropy, nn.CrossEntropyLoss()])
+def test_losses_and_weights_are_those_of_the_plain_model(loss_func):
+    plain, compiled = (
+        made(EMACB(), loss_func=loss_func),
+        made(EMACB(), CompileCB(**TRACED), loss_func=loss_func),
+    )
+    for t in (plain, compiled):
+        t.fit(2, lr=0.05)
+    for name, value in plain.model.state_dict().items():
+        assert torch.allclose(value, compiled.model.state_dict()[name], atol=1e-5), name
+    for a, b in zip(plain.history, compiled.history):
+        assert a["valid_loss"] == pytest.approx(b["valid_loss"], abs=1e-4)
+
+
+def test_no_graph_is_made_from_the_second_epoch_on():
+    torch._dynamo.reset()
+    seen = []
+
+    def log(trainer):
+        seen.append(graphs())
+
+    made(CompileCB(**TRACED), log).fit(4, lr=0.05)
+    assert seen[1:] == seen[1:2] * 3 and seen[0] > 0
+
+
+def test_callbacks_stand_around_the_compiled_part():
+    seen = []
+
+    class Around:
+        def before_predict(self, trainer):
+            seen.append("before")
+
+        def after_predict(self, trainer):
+            seen.append(tuple(trainer.preds.shape))
+
+        def after_get_loss(self, trainer):
+            seen.append(trainer.loss.ndim)
+
+    made(Around(), CompileCB(**TRACED)).fit(1, lr=0.05, valid=False)
+    assert seen[:3] == ["before", (16, 10), 0] and len(seen) == 9
+
+
+def test_a_checkpoint_has_the_names_of_the_model_and_goes_on_without_the_compiler(tmp_path):
+    def stop(trainer):
+        if trainer.training and trainer.batch_num == 1 and trainer.epoch == 1:
+            raise RuntimeError("killed")
+
+    stop.__name__ = "after_batch"
+    t = made(CompileCB(**TRACED), CheckpointCB(tmp_path, every=1))
+    with pytest.raises(RuntimeError, match="killed"):
+        t.fit(3, lr=0.05, callbacks=stop)
+    assert list(t.model.state_dict())[0] == "0.weight"
+    again, whole = made(CheckpointCB(tmp_path, every=1)), made()
+    again.fit(3, lr=0.05)
+    whole.fit(3, lr=0.05)
+    for p, q in zip(again.model.parameters(), whole.model.parameters()):
+        assert torch.allclose(p, q, atol=1e-5)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), CancelFitException("enough")])
+def test_however_a_fit_ends_nothing_stays_compiled(error):
+    def after_predict(trainer):
+        raise error
+
+    t = made(CompileCB(channels_last=True, fused=True, **TRACED), after_predict, opt_func=optim.Adam)
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError):
+            t.fit(1)
+    else:
+        t.fit(1)
+    assert t.model._compiled_call_impl is None and t.loss_func is F.cross_entropy
+    assert t.model[0].weight.is_contiguous() and not t.opt.param_groups[0]["fused"]
+
+
+def test_an_optimizer_without_a_fused_step_is_refused():
+    with pytest.raises(TypeError, match="has none"):
+        made(CompileCB(model=False, loss=False, fused=True), opt_func=optim.Rprop).fit(1)
