@@ -98,7 +98,8 @@ class SeededBatchSampler:
         self.world_size = whole_number(world_size, 'world_size', 'processes are counted')
         if self.rank >= world_size:
             raise ValueError(_NO_SUCH_RANK.format(rank=rank, world_size=world_size, last=self.world_size - 1))
-        self.whole,self.in_all = check_flag(whole, 'whole'),False # `in_all`: a row in every process, also if whole?
+        self.whole = check_flag(whole, 'whole')
+        self.in_all = False # Must every process have a row of each batch, also of whole ones?
         self.shuffle,self.drop_last = check_flag(shuffle, 'shuffle'),check_flag(drop_last, 'drop_last')
         self.check_enough()
         self.epoch,self.start = 0,0

@@ -16,8 +16,8 @@ from ..train.closures import refuse_closure
 from ..train.training import BasicTrainCB
 
 # %% ../../nbs/device/30_accelerated.ipynb #944cbb6a
-_BOTH = ('`AccelerateCB` and `DistributedCB` would both share the data and put gradients together. Choose one: '
-         '`AccelerateCB` for what Accelerate can do besides, `DistributedCB` else.')
+_BOTH = ('`AccelerateCB` and `DistributedCB` would both share the data and put gradients together. Choose '
+         'one: `AccelerateCB` for what Accelerate can do besides, `DistributedCB` else.')
 
 def _refuse_both(trainer, mine=None):
     "Refuse another callback that brings processes together"
@@ -33,11 +33,11 @@ class AccelerateJoin(DistributedJoin):
 
 _NOT_INSTALLED = ('`AccelerateCB` needs the package `accelerate`, which is not installed. Install it with '
                   '`pip install accelerate`.')
-_OTHER_NUMBER = ('There are {size} processes, and Accelerate has found {acc}, so it would not put their gradients '
-                 'together. On a machine without GPUs it takes part if `ACCELERATE_USE_CPU=true` is set, or by '
-                 '`AccelerateCB(cpu=True)`.')
-_OTHER_KIND = ('Accelerate is configured for {kind}, but `AccelerateCB` shares batches among several processes '
-               'only where each has the whole model. Configure it for plain data parallel training.')
+_OTHER_NUMBER = ('There are {size} processes, and Accelerate has found {acc}, so it would not put their '
+                 'gradients together. On a machine without GPUs it takes part if `ACCELERATE_USE_CPU=true` is '
+                 'set, or by `AccelerateCB(cpu=True)`.')
+_OTHER_KIND = ('Accelerate is configured for {kind}, but `AccelerateCB` shares batches among several '
+               'processes only where each has the whole model. Configure it for plain data parallel training.')
 
 @old_words
 class AccelerateCB(BasicTrainCB):
@@ -82,8 +82,8 @@ class AccelerateCB(BasicTrainCB):
         self._check(trainer.ranks)
         opt,acc = vars(trainer).get('opt'),self.accelerator
         self._before = trainer._fitting,trainer.model,vars(trainer.model).get('forward'),opt
-        several = not is_alone(trainer)
-        trainer.model = acc.prepare_model(trainer.model, evaluation_mode=several) # Else it puts a wrapper around
+        several = not is_alone(trainer) # Then a wrapper is put around it only where it predicts
+        trainer.model = acc.prepare_model(trainer.model, evaluation_mode=several)
         if opt is not None: trainer.opt = acc.prepare(opt)
 
     def _wrap(self, trainer):

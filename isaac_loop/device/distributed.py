@@ -491,7 +491,8 @@ def _marks(p):
 
 # %% ../../nbs/device/70_distributed.ipynb #8da8fcdc
 _FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`'
-_NO_FSDP = "`engine='fsdp'` does not exist yet, so every process needs memory for the whole model. Use 'sum' or 'ddp'."
+_NO_FSDP = ("`engine='fsdp'` does not exist yet, so every process needs memory for the whole model. Use 'sum' "
+            "or 'ddp'.")
 
 def _engine(engine, weigh):
     "Who puts gradients together"

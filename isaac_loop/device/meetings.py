@@ -19,8 +19,8 @@ from ..state.errors import RanksDiverged
 
 # %% ../../nbs/device/62_meetings.ipynb #75aa98c8
 _CANCELS = CancelBatchException,CancelEpochException,CancelFitException
-_UNEVEN = ('Some processes are at the end of the training pass of epoch {epoch} while others have another batch, '
-           'so they would wait for each other. Do all loaders have as many batches?')
+_UNEVEN = ('Some processes are at the end of the training pass of epoch {epoch} while others have another '
+           'batch, so they would wait for each other. Do all loaders have as many batches?')
 
 def _wish(error):
     "How far an error goes, and its text; a skipped `backward` ends nothing by itself"

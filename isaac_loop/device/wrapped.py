@@ -37,10 +37,10 @@ class Agreement(Exchange):
         return total
 
 # %% ../../nbs/device/75_wrapped.ipynb #0a893ea8
-_OWN_BATCH = ("`engine='ddp'` wraps the step `predict`, and `{cls}.one_batch` is your own, so gradients might not "
-              "be put together. Leave `engine` out: `'sum'` puts together whatever is there before a step.")
-_OTHERS = ("`engine='ddp'` puts together the gradients of `trainer.model` alone, and {names} would be trained "
-           "apart in each process. Leave `engine` out: `'sum'` takes all parameters.")
+_OWN_BATCH = ("`engine='ddp'` wraps the step `predict`, and `{cls}.one_batch` is your own, so gradients "
+              "might not be put together. Leave `engine` out: `'sum'` puts together whatever is there before a step.")
+_OTHERS = ("`engine='ddp'` puts together the gradients of `trainer.model` alone, and {names} would be "
+           "trained apart in each process. Leave `engine` out: `'sum'` takes all parameters.")
 
 _BUFFERS = 'forward_sync_buffers' # Called `broadcast_buffers` in older versions of PyTorch
 
@@ -125,7 +125,7 @@ class WrappedSync(DistributedSync):
         loss.backward = lambda **kwargs: found_lost(trainer, lambda: torch.Tensor.backward(loss, **kwargs))
 
     def let_go(self):
-        "Drop the wrapper, which holds on to connections: by their end others find out that this process is gone"
+        "Drop the wrapper, which holds on to connections; by their end others see that this process is gone"
         if self._wrapped is None: return
         held,self._group = [self._group],None
         self._wrapped = self._learns = None

@@ -46,8 +46,8 @@ def _of_group(x):
     return put_back, items
 
 # %% ../../nbs/state/20_snapshot.ipynb #22b4107f
-_SHARDED = ('A `DTensor`, of which each process has a part, cannot be put back as it was. Leave out what goes back '
-            'in time, such as `rewind`, or train with the whole model in each process.')
+_SHARDED = ('A `DTensor`, of which each process has a part, cannot be put back as it was. Leave out what '
+            'goes back in time, such as `rewind`, or train with the whole model in each process.')
 
 def _of_tensor(x):
     "A tensor's values, where they are stored, its gradient, whether it wants one, and its hooks"

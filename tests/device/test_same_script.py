@@ -1,4 +1,4 @@
-"""One script, started in each way that starts several processes: the weights are those of one process.
+"""One script, started in each way that starts several processes: weights and losses are those of one.
 
 Each way runs in processes of its own, as it does for a user.
 """
@@ -36,7 +36,8 @@ def check_same(found, size, tmp_path):
     train({"with": "distributed", "out": str(tmp_path / "one.json")})
     one = json.loads((tmp_path / "one.json").read_text())
     assert (one["size"], found["size"]) == (1, size)
-    assert max(abs(a - b) for a, b in zip(one["weights"], found["weights"], strict=True)) < 1e-12
+    assert found["weights"] == pytest.approx(one["weights"], abs=1e-12)
+    assert sum(found["losses"], []) == pytest.approx(sum(one["losses"], []), abs=1e-12)
 
 
 @pytest.fixture(autouse=True)
