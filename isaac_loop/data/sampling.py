@@ -99,9 +99,9 @@ class SeededBatchSampler:
         if self.rank >= world_size:
             raise ValueError(_NO_SUCH_RANK.format(rank=rank, world_size=world_size, last=self.world_size - 1))
         self.whole = check_flag(whole, 'whole')
-        if 0 < self.n < self.least and not drop_last:
-            raise ValueError(_TOO_FEW_ROWS.format(n=n, world_size=world_size))
+        self.in_all = False # Must every process have a row of each batch, also of whole ones?
         self.shuffle,self.drop_last = check_flag(shuffle, 'shuffle'),check_flag(drop_last, 'drop_last')
+        self.check_enough()
         self.epoch,self.start = 0,0
 
     @property
@@ -112,7 +112,18 @@ class SeededBatchSampler:
     @property
     def least(self):
         "Rows that a batch must have in all processes together"
-        return 1 if self.whole else self.world_size
+        return 1 if self.whole and not self.in_all else self.world_size
+
+    @property
+    def joined(self):
+        "Rows at the end of an epoch that join the batch before, since they are too few for a batch"
+        rest = self.n % self.full
+        return 0 if self.drop_last or rest >= self.least else rest
+
+    def check_enough(self):
+        "Refuse fewer rows than a batch must have"
+        if 0 < self.n < self.least and not self.drop_last:
+            raise ValueError(_TOO_FEW_ROWS.format(n=self.n, world_size=self.world_size))
 
     def __len__(self): # Of a whole epoch, wherever it starts
         full,rest = divmod(self.n, self.full)

@@ -24,14 +24,22 @@ def share_exact(
     size:int, # How many there are
     batch:str='whole', # 'whole': its batches are cut into shares; 'each': every process takes whole batches
     name:str='dls.train', # What to call it in errors
+    full:bool=False, # Must every process have a row of every batch?
 ): # A function that gives the loader back as it was
     "Let `dl` read the part of this process"
     check_choice(batch, 'batch', ('whole', 'each'))
     sampler = dl.batch_sampler
     if sampler.world_size > 1: raise ValueError(_SHARED.format(name=name, world_size=sampler.world_size))
     before = sampler.rank,sampler.world_size,sampler.whole
+    def give_back():
+        sampler.rank,sampler.world_size,sampler.whole = before
+        sampler.in_all = False
     sampler.rank,sampler.world_size,sampler.whole = rank,size,batch == 'whole'
-    def give_back(): sampler.rank,sampler.world_size,sampler.whole = before
+    sampler.in_all = full
+    try: sampler.check_enough()
+    except ValueError:
+        give_back()
+        raise
     return give_back
 
 # %% ../../nbs/data/35_shared_loaders.ipynb #09f658bf

@@ -46,8 +46,12 @@ def _of_group(x):
     return put_back, items
 
 # %% ../../nbs/state/20_snapshot.ipynb #22b4107f
+_SHARDED = ('A `DTensor`, of which each process has a part, cannot be put back as it was. Leave out what '
+            'goes back in time, such as `rewind`, or train with the whole model in each process.')
+
 def _of_tensor(x):
     "A tensor's values, where they are stored, its gradient, whether it wants one, and its hooks"
+    if hasattr(x, 'full_tensor'): raise TypeError(_SHARDED) # To read its hooks would end the program
     kind,data = type(x),x.data
     leaf,wanted = x.is_leaf,x.requires_grad
     grad = x.grad if leaf else None
