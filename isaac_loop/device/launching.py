@@ -6,9 +6,8 @@
 __all__ = ['launch']
 
 # %% ../../nbs/device/50_launching.ipynb #e0662340
-import gc, multiprocessing, os, socket, threading, time, traceback
+import gc, multiprocessing, os, pickle, socket, threading, time, traceback
 from contextlib import closing
-from multiprocessing.reduction import ForkingPickler
 
 import torch
 
@@ -31,14 +30,10 @@ def _end_with(parent):
     parent.join()
     os._exit(1)
 
-def dumps(x):
-    "What is sent between a process and its parent, as bytes"
-    return bytes(ForkingPickler.dumps(x))
-
 def _run(f, args, rank, size, port, answer):
     "Call `f`, and send what it returns, or its error"
     _begin(rank, size, port)
-    try: told = dumps(('result', f(*args)))
+    try: told = pickle.dumps(('result', f(*args)))
     except BaseException as error: told = _dumped(error)
     answer.send_bytes(told)
     answer.close()
@@ -47,12 +42,12 @@ def _dumped(error):
     "An error as bytes, with where it was raised; a `RuntimeError` in its place if it cannot be sent"
     text = ''.join(traceback.format_exception(error))
     try:
-        told = dumps(('error', error, getattr(error, '__notes__', []), text, time.time()))
-        ForkingPickler.loads(told) # Some can be written and not read
+        told = pickle.dumps(('error', error, getattr(error, '__notes__', []), text, time.time()))
+        pickle.loads(told) # Some can be written and not read
         return told
     except Exception:
         plain = RuntimeError(f'{type(error).__name__}: {error}')
-        return dumps(('error', plain, [], text, time.time()))
+        return pickle.dumps(('error', plain, [], text, time.time()))
 
 # %% ../../nbs/device/50_launching.ipynb #c0465951
 _GONE = ('Process {rank} of {size} ended with exit code {code} and without an answer, so what `{name}` returned there is '
@@ -85,7 +80,7 @@ def _collect(processes, answers, name, timeout):
     return told
 
 def _received(answer, process, rank, size, name):
-    try: return ForkingPickler.loads(answer.recv_bytes())
+    try: return pickle.loads(answer.recv_bytes())
     except EOFError:
         process.join()
         gone = RuntimeError(_GONE.format(rank=rank, size=size, code=process.exitcode, name=name))
