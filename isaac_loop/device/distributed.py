@@ -171,6 +171,23 @@ class DistributedJoin:
         known = list(trainer.callbacks) # Made in a process that was alone, the trainer has only this one
         trainer.add_callbacks([cb for cb in self._others if all(cb is not other for other in known)])
 
+    @property
+    def _sync(self): return self._others[0] # It is there in several processes; its state has an owner in one, too
+
+    def state_dict(self):
+        "What gradients that wait for an update weigh, and those from before; nothing between two updates"
+        return self._sync.open_window()
+
+    def load_state_dict(self, state):
+        "Go on with gradients that were gathered"
+        self._sync.open_again(state)
+
+    def shared_state(self, states, rank, size):
+        "What the gradients of all processes together weigh goes to main, and with it the gradients"
+        there = [state for state in states if state]
+        if not there: return {}
+        return dict(weight=sum(state['weight'] for state in there)*(rank == 0), aside=there[0]['aside'])
+
     def _mismatch(self, size): return WorldSizeMismatch(_TOO_FEW.format(expected=self.expected, size=size))
 
     def _share(self, trainer):
@@ -253,6 +270,7 @@ class DistributedSync:
     ):
         self.weigh = weigh
         self.meeting = None # Where processes meet in the middle of a batch, if they do
+        self._exchange = None # Made when a pass begins
         self._forget()
 
     def _forget(self):
@@ -384,25 +402,19 @@ class DistributedSync:
     def gathered(self, weight):
         self.weight,self._aside = weight,self._aside or []
 
-    def state_dict(self):
+    def open_window(self):
         "What gradients that wait for an update weigh, and those from before; nothing between two updates"
         if self._exchange is None or self._aside is None: return {}
         aside = {id(p): grad for p,grad in self._aside}
         weight = float(self.weight)
         return dict(weight=weight, aside=[_copy_of(aside.get(id(p))) for p in self._exchange.params])
 
-    def load_state_dict(self, state):
+    def open_again(self, state):
         "Go on with gradients that were gathered"
         if self._exchange is None or not state: return
         pairs = zip(self._exchange.params, state['aside'], strict=True)
         aside = [(p, grad.to(p.device, copy=True)) for p,grad in pairs if grad is not None]
         self.weight,self._aside = state['weight'],aside
-
-    def shared_state(self, states, rank, size):
-        "What the gradients of all processes together weigh goes to main, and with it the gradients"
-        there = [state for state in states if state]
-        if not there: return {}
-        return dict(weight=sum(state['weight'] for state in there)*(rank == 0), aside=there[0]['aside'])
 
 def _copy_of(grad): return None if grad is None else grad.detach().clone()
 
