@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import CancelStepException
 
-NAME, IMPORT, PACKAGE = "flat prototype", "import isaac_loop.loop.events", None
+NAME, IMPORT, PACKAGE = "flat prototype", None, None
 STEPS = ("predict", "get_loss", "backward", "step", "zero_grad")
 IN_BATCH = ("before_batch", *(f"{o}{step}" for step in STEPS for o in ("before_", "", "after_")), "after_batch")
 NOTE = "Raised by `{}` at `{}`, in epoch {}, batch {}"

@@ -68,15 +68,16 @@ class InOrder:
 
         self.sampler = SeededBatchSampler(n, batch_size, seed=SEED)
         self.batch_size, self.drop_last = batch_size, False
-        self.epoch = -1
+        self.epoch = 0
 
     def __len__(self):
         return len(self.sampler)
 
     def __iter__(self):
-        self.epoch += 1
         self.sampler.set_epoch(self.epoch)
-        return (list(batch) for batch in self.sampler)
+        for batch in list(self.sampler):
+            yield list(batch)
+        self.epoch += 1  # Some look at the first batch before they begin, which is no epoch
 
 
 def digits():

@@ -82,7 +82,11 @@ def accuracy(found):
 def bare(work, model, hooks=0):
     names = [type(f"Nothing{i}", (Nothing,), {})() for i in range(hooks)]
     trainer = made(work, model, names, logging_strategy="no", disable_tqdm=True)
-    return trainer.train
+    return lambda: finished(trainer)
+
+
+def finished(trainer):
+    trainer.train()
 
 
 def measured(work, model):

@@ -11,6 +11,23 @@ from ..workloads import with_loaders
 NAME, IMPORT, PACKAGE = "Lightning", "import lightning", "lightning"
 
 
+class Batches:
+    "Ready batches, which are no list: a list would be loaders to read side by side"
+
+    def __init__(self, pairs):
+        self.pairs = pairs
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __iter__(self):
+        return iter(self.pairs)
+
+
+def as_loader(pairs):
+    return Batches(pairs) if isinstance(pairs, list) else pairs
+
+
 class Plain(L.LightningModule):
     def __init__(self, model, lr):
         super().__init__()
@@ -57,7 +74,7 @@ def bare(work, model, hooks=0):
     options = dict(barebones=True, accelerator="cpu", max_epochs=work.epochs)
     trainer = L.Trainer(callbacks=[Nothing() for _ in range(hooks)], **options)
     module = Plain(model, work.lr)
-    return lambda: trainer.fit(module, work.train)
+    return lambda: trainer.fit(module, as_loader(work.train))
 
 
 def measured(work, model):
@@ -66,7 +83,7 @@ def measured(work, model):
     trainer = L.Trainer(accelerator="cpu", max_epochs=work.epochs, logger=CSVLogger("logs"), **options)
 
     def run():
-        trainer.fit(module, work.train, work.valid)
+        trainer.fit(module, as_loader(work.train), as_loader(work.valid))
         found = {k: v.item() for k, v in trainer.callback_metrics.items()}
         return dict(valid_loss=found["valid_loss"], accuracy=found["valid_accuracy"])
 

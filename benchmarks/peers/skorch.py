@@ -64,7 +64,7 @@ def measured(work, model):
     def run():
         finished(net, work)
         last = net.history[-1]
-        return dict(train_loss=last["train_loss"], valid_loss=last["valid_loss"])
+        return dict(train_loss=last["train_loss"], valid_loss=last["valid_loss"], accuracy=last["valid_acc"])
 
     return run
 
