@@ -1,9 +1,9 @@
-"""What the things around the loop cost: evaluations, checkpoints, loaders, long runs, callbacks with many events.
+"""What is around the loop costs: evaluations, checkpoints, loaders, long runs, callbacks with many events.
 
     python -m benchmarks.around
 
-prints Markdown. The variants of each table alternate in random order, and what is compared are medians of pairs, or the
-20th percentile over the rounds where it says so; processor time stands beside wall time where a disk is waited for.
+prints Markdown. The variants of each table alternate in random order. What is compared are medians of pairs,
+or of times the 20th percentile; processor time stands beside wall time where a disk is waited for.
 """
 
 import argparse
@@ -21,7 +21,15 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from isaac_loop.all import BasicTrainCB, CheckpointCB, DataLoaders, EvaluatorCB, MetricsCB, RecorderCB, Trainer
+from isaac_loop.all import (
+    BasicTrainCB,
+    CheckpointCB,
+    DataLoaders,
+    EvaluatorCB,
+    MetricsCB,
+    RecorderCB,
+    Trainer,
+)
 from isaac_loop.all import exact_loader
 from isaac_loop.data.exact_loaders import ExactLoader
 from isaac_loop.loop.events import EVENTS
@@ -32,8 +40,17 @@ from .by_hand import save, validated
 from .report import markdown
 from .workloads import batches, mlp
 
-LAST_NEEDED = ("before_fit", "after_fit", "cleanup_fit", "before_epoch", "after_epoch", "cleanup_epoch", "log", "measured")
-IN_BATCH = [event for event in EVENTS if event not in LAST_NEEDED]
+AROUND_BATCHES = (
+    "before_fit",
+    "after_fit",
+    "cleanup_fit",
+    "before_epoch",
+    "after_epoch",
+    "cleanup_epoch",
+    "log",
+    "measured",
+)
+IN_BATCH = [event for event in EVENTS if event not in AROUND_BATCHES]
 
 
 def timed(variants, rounds, clock=time.perf_counter):
@@ -91,7 +108,9 @@ def evaluations(rounds):
         return quiet(lambda: trainer.fit(1, valid=False))
 
     evaluator = EvaluatorCB(updates=4, at_end=False)
-    times = timed({"without": fit_with(), "with": fit_with(evaluator), "by hand": variants["by hand"]}, rounds)
+    times = timed(
+        {"without": fit_with(), "with": fit_with(evaluator), "by hand": variants["by hand"]}, rounds
+    )
     each = difference(times, "without", "with") / evaluator.n_evaluations
     over = each - statistics.median(times["by hand"])
     yield {"one evaluation": "EvaluatorCB", **beside(over, times["by hand"])}
@@ -110,7 +129,9 @@ def beside(over, by_hand):
 def fitted(width, *callbacks):
     "A trainer of a model with two square layers, whose Adam has a state"
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    trainer = Trainer(DataLoaders([(torch.randn(4, width),)]), None, optim.Adam, model, [BasicTrainCB(), *callbacks])
+    trainer = Trainer(
+        DataLoaders([(torch.randn(4, width),)]), None, optim.Adam, model, [BasicTrainCB(), *callbacks]
+    )
     trainer.loss_func = lambda preds: preds.square().mean()
     trainer.fit(1, valid=False)
     return trainer
@@ -142,7 +163,9 @@ def two_ways_to_save(trainer, store, place):
 
 def compared(kind, found):
     ratio = found["checkpoint"] / found["torch.save + fsync"]
-    return {f"{name}, {kind}": f"{o * 1000:.1f} ms" for name, o in found.items()} | {f"ratio, {kind}": f"{ratio:.2f}"}
+    return {f"{name}, {kind}": f"{o * 1000:.1f} ms" for name, o in found.items()} | {
+        f"ratio, {kind}": f"{ratio:.2f}"
+    }
 
 
 def checkpoints_of_a_fit(rounds):
@@ -190,7 +213,8 @@ def loading(n, size, rounds):
 def handing_out(n, size, rounds):
     """What the training process does for workers: choose rows, pickle their numbers, note the position.
 
-    Waiting for a batch and unpacking it is the same for both, and varies by 100 us and more, so it is left out.
+    Waiting for a batch and unpacking it is the same for both, and varies by 100 us and more, so it is
+    left out.
     """
     plain, exact = two_loaders(n, size, 2).values()
     exact._begin = lambda: iter(range(n))  # Batches that are there at once
@@ -199,7 +223,11 @@ def handing_out(n, size, rounds):
     def choose(loader):
         return lambda: [pickle.dumps((0, o)) for o in loader.batch_sampler]
 
-    variants = {"DataLoader": choose(plain), "exact": choose(exact), "position": lambda: [None for _ in exact]}
+    variants = {
+        "DataLoader": choose(plain),
+        "exact": choose(exact),
+        "position": lambda: [None for _ in exact],
+    }
     found = typical(timed(variants, rounds))
     return {"DataLoader": found["DataLoader"], "exact_loader": found["exact"] + found["position"]}
 
@@ -284,7 +312,8 @@ SECTIONS = {
     "A checkpoint with Adam's state against `torch.save` and `fsync`": checkpoints,
     "Loaders, microseconds per batch of 32 rows": loaders,
 }
-FRAME = "Without tensors: model, loss and optimizer are stand-ins. Beside real tensors the same instructions come in cold."
+FRAME = """\
+Without tensors: model, loss and optimizer are stand-ins. Beside real tensors the same instructions come in cold."""
 
 
 def main():

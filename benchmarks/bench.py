@@ -2,10 +2,10 @@
 
     python -m benchmarks.bench --quick --works tiny typical --libraries ours peers.ignite
 
-Each library has a process of its own, in which the loop by hand and the library take turns, and the processes take
-turns as well; a ratio is that of two runs one after the other. The processes are begun anew some times, since how the
-memory of a process happens to lie makes a difference of some percent. Then come import, memory and start in fresh
-processes, the costs around the loop (`around.py`), and several processes (`several.py`).
+Each library has a process of its own, in which the loop by hand and the library take turns, and the processes
+take turns as well; a ratio is that of two runs one after the other. The processes are begun anew some times,
+since how the memory of a process happens to lie makes a difference of some percent. Then come import, memory
+and start in fresh processes, the costs around the loop (`around.py`), and several processes (`several.py`).
 """
 
 import argparse
@@ -157,7 +157,10 @@ def statements(modules):
         name, statement, _ = eval(line.partition(" = ")[2])
         if statement:
             found[name] = statement
-    ours = {"isaac_loop.loop.trainer": "import isaac_loop.loop.trainer", "torch and fastcore": "import torch, fastcore.all"}
+    ours = {
+        "isaac_loop.loop.trainer": "import isaac_loop.loop.trainer",
+        "torch and fastcore": "import torch, fastcore.all",
+    }
     return found | ours
 
 
@@ -171,7 +174,9 @@ def measure(args):
                     found.left_out[worker.module] = worker.error
                 found.packages |= {name: worker.package for name in list(worker.variants)[:1]}
             for work in args.works:
-                measure_pairs(found, running, work, -(-args.rounds // args.starts), QUICK[work] if args.quick else None)
+                measure_pairs(
+                    found, running, work, -(-args.rounds // args.starts), QUICK[work] if args.quick else None
+                )
             if n_start == 0:
                 measure_parts(found, running, -(-args.rounds // 2), 100 if args.quick else None)
     measure_fresh(found, args.libraries, 1 if args.quick else 3, 50)
@@ -202,7 +207,9 @@ def main():
     parser.add_argument("--works", nargs="+", default=WORKS, choices=WORKS)
     parser.add_argument("--libraries", nargs="+", default=LIBRARIES, choices=LIBRARIES)
     parser.add_argument("--parts", nargs="*", default=["around", "several"], help="what else to measure")
-    parser.add_argument("--out", default=str(Path(__file__).parent), help="folder for results.md and results.svg")
+    parser.add_argument(
+        "--out", default=str(Path(__file__).parent), help="folder for results.md and results.svg"
+    )
     args = parser.parse_args()
     args.rounds = args.rounds or (2 if args.quick else 18)
     args.starts = args.starts or (1 if args.quick else 3)

@@ -1,8 +1,8 @@
 """How cheap a loop of callbacks can be in plain Python: a yardstick, and no trainer to use.
 
-The events of a batch are one flat tuple of bound methods, put together when the fit begins: no event is looked
-up. It has our four cancels, cleanups in reverse, and a note on an error that names callback, event, epoch and
-batch, but no spans, no coming and going of callbacks, no several errors at once.
+The events of a batch are one flat tuple of bound methods, put together when the fit begins: no event is
+looked up. It has our four cancels, cleanups in reverse, and a note on an error that names callback, event,
+epoch and batch, but no spans, no coming and going of callbacks, no several errors at once.
 """
 
 from torch import optim
@@ -13,7 +13,11 @@ from isaac_loop.loop.events import CancelStepException
 
 NAME, IMPORT, PACKAGE = "flat prototype", None, None
 STEPS = ("predict", "get_loss", "backward", "step", "zero_grad")
-IN_BATCH = ("before_batch", *(f"{o}{step}" for step in STEPS for o in ("before_", "", "after_")), "after_batch")
+IN_BATCH = (
+    "before_batch",
+    *(f"{o}{step}" for step in STEPS for o in ("before_", "", "after_")),
+    "after_batch",
+)
 NOTE = "Raised by `{}` at `{}`, in epoch {}, batch {}"
 
 
@@ -69,7 +73,9 @@ class Flat:
 
     def plan(self):
         "Join the handlers of a batch; the step in which each stands is kept beside, for cancels and notes"
-        pairs = [(event, getattr(cb, event)) for event in IN_BATCH for cb in self.callbacks if hasattr(cb, event)]
+        pairs = [
+            (event, getattr(cb, event)) for event in IN_BATCH for cb in self.callbacks if hasattr(cb, event)
+        ]
         self.events = [event for event, _ in pairs]
         self.chain = tuple(handler for _, handler in pairs)
         self.cleanups = tuple(cb.cleanup_batch for cb in self.callbacks[::-1] if hasattr(cb, "cleanup_batch"))

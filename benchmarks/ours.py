@@ -7,7 +7,7 @@ from torch import optim
 from torch.nn import functional as F
 
 from isaac_loop.all import BasicTrainCB, CheckpointCB, ClipGradCB, CoreCBs, DataLoaders, EMACB, InterruptCB
-from isaac_loop.all import MetricsCB, OneCycleSchedulerCB, ProgressCB, RecorderCB, Trainer
+from isaac_loop.all import MetricsCB, OneCycleSchedulerCB, ProgressCB, RecorderCB, TimesCB, Trainer
 
 from .workloads import CLIP, DECAY, SEED, digits
 
@@ -50,6 +50,10 @@ def bare(work, model, hooks=0):
 
 def with_metrics(work, model):
     return fit_with(work, model, BasicTrainCB(), MetricsCB(show=False))
+
+
+def with_times(work, model):
+    return fit_with(work, model, BasicTrainCB(), TimesCB())
 
 
 def with_core(work, model):
@@ -105,5 +109,6 @@ VARIANTS = {
     NAME: dict(tiny=bare, typical=measured, cnn=bare, tutorial=tutorial, guarded=guarded),
     "isaac_loop with MetricsCB": dict(tiny=with_metrics),
     "isaac_loop with CoreCBs": dict(tiny=with_core),
+    "isaac_loop with TimesCB": dict(tiny=with_times),
     "isaac_loop with torcheval": dict(typical=with_torcheval),
 }

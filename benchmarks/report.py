@@ -13,13 +13,14 @@ from .workloads import make
 HERE = Path(__file__).parent
 QUICK = "**A trial with small work and few rounds, on a busy machine: these figures mean nothing yet.**\n"
 ABOUT = """\
-Each cell of the first five columns: the ratio to the loop by hand, the median of {rounds} pairs, and in brackets the
-middle half of the ratios; then microseconds per batch over the loop by hand (the median of the differences). The row *by
-hand* is that loop against itself, and so the noise. *Hook*: microseconds for one call of a hook that does nothing.
-*Start*: milliseconds of a fit of two batches over those by hand. *First fit*: milliseconds of making and
-fitting the first time in a process over the second time. *Import*: seconds in a fresh interpreter, the least, torch included. *Memory*: the most that a process
-with this library alone has had, in MB over the loop by hand. *Weights*: the largest difference to those of the loop by
-hand in the end, over all kinds of work; 0 is bit for bit.
+Each cell of the first five columns: the ratio to the loop by hand, the median of {rounds} pairs, and in
+brackets the middle half of the ratios; then microseconds per batch over the loop by hand (the median of the
+differences). The row *by hand* is that loop against itself, and so the noise. *Hook*: microseconds for one
+call of a hook that does nothing. *Start*: milliseconds of a fit of two batches over those by hand. *First
+fit*: milliseconds of making and fitting the first time in a process over the second time. *Import*: seconds
+in a fresh interpreter, the least, torch included. *Memory*: the most that a process with this library alone
+has had, in MB over the loop by hand. *Weights*: the largest difference to those of the loop by hand in the
+end, over all kinds of work; 0 is bit for bit.
 """
 
 
@@ -120,7 +121,9 @@ def machine():
     "Processor, cores, system"
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    name = next((o.partition(":")[2].strip() for o in lines if o.startswith("model name")), platform.processor())
+    name = next(
+        (o.partition(":")[2].strip() for o in lines if o.startswith("model name")), platform.processor()
+    )
     system = f"{platform.system()}, Python {platform.python_version()}"
     return f"{name}, {os.cpu_count()} cores, one thread for each process; {system}"
 
@@ -131,7 +134,9 @@ def versions(found):
     for package in ["torch", *found.packages.values()]:
         if package and package != "isaac_loop" and package not in [o.split()[0] for o in told]:
             told.append(f"{package} {importlib.metadata.version(package)}")
-    commit = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
     return ", ".join([f"isaac_loop at {commit.stdout.strip() or 'an unknown commit'}", *told])
 
 

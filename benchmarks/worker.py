@@ -1,9 +1,9 @@
 """A process in which one library and the loop by hand run in turn, once each time that they are asked.
 
-    python -m benchmarks.worker MODULE
+    python -m benchmarks.worker
 
-reads requests from its standard input, one JSON object in a line, and answers each with one line. What a library prints
-goes to a file.
+reads requests from its standard input, one JSON object in a line, first the module with the variants, and
+answers each with one line. What a library prints goes to a file.
 """
 
 import contextlib

@@ -6,7 +6,7 @@
 | typical | the same, with validation, accuracy and mean loss of both passes, a history, progress to a file |
 | cnn | four convolutions with batch norm on 28 by 28 pixels |
 | tutorial | the digits as a user would write it, loaders and measuring included |
-| guarded | typical with a bar, clipping, one-cycle, an average of the weights, checkpoints by time, interrupts, rates recorded |
+| guarded | typical with what a careful person attaches: bar, clipping, one-cycle, EMA, checkpoints, interrupts |
 """
 
 import copy
@@ -75,9 +75,10 @@ class InOrder:
 
     def __iter__(self):
         self.sampler.set_epoch(self.epoch)
-        for batch in list(self.sampler):
-            yield list(batch)
-        self.epoch += 1  # Some look at the first batch before they begin, which is no epoch
+        *others, last = map(list, self.sampler)
+        yield from others
+        self.epoch += 1  # With the last: some look at the first before they begin, some never ask for the end
+        yield last
 
 
 def digits():
@@ -98,9 +99,7 @@ def stacked(rows):
 def digit_loaders():
     "The digits in plain loaders: the rows in the same order in every library"
     data = digits()
-    train = DataLoader(
-        data["train"], batch_sampler=InOrder(len(data["train"]), 64), collate_fn=stacked
-    )
+    train = DataLoader(data["train"], batch_sampler=InOrder(len(data["train"]), 64), collate_fn=stacked)
     return train, DataLoader(data["test"], 128, collate_fn=stacked)
 
 

@@ -62,9 +62,13 @@ def as_loader(pairs):
 def made(work, model, callbacks=(), **kwargs):
     opt = torch.optim.SGD(model.parameters(), work.lr)
     options = dict(num_train_epochs=work.epochs, learning_rate=work.lr, lr_scheduler_type="constant")
-    options |= dict(max_grad_norm=0, save_strategy="no", report_to=[], use_cpu=True, remove_unused_columns=False)
+    options |= dict(
+        max_grad_norm=0, save_strategy="no", report_to=[], use_cpu=True, remove_unused_columns=False
+    )
     arguments = TrainingArguments("out", **options, **kwargs)
-    data = dict(train_dataset=as_loader(work.train), eval_dataset=as_loader(work.valid) if work.valid else None)
+    data = dict(
+        train_dataset=as_loader(work.train), eval_dataset=as_loader(work.valid) if work.valid else None
+    )
     return Ready(
         WithLoss(model),
         arguments,

@@ -47,7 +47,11 @@ def measured(work, model):
     @trainer.on(Events.EPOCH_COMPLETED)
     def evaluate(engine):
         found = evaluator.run(work.valid).metrics
-        history.append(dict(train_loss=engine.state.metrics["loss"], valid_loss=found["loss"], accuracy=found["accuracy"]))
+        history.append(
+            dict(
+                train_loss=engine.state.metrics["loss"], valid_loss=found["loss"], accuracy=found["accuracy"]
+            )
+        )
 
     def run():
         finished(trainer, work)

@@ -10,7 +10,11 @@ from torch.nn import functional as F  # noqa: E402
 
 from ..workloads import ready_loader, with_loaders  # noqa: E402
 
-NAME, IMPORT, PACKAGE = "Keras on torch", "import os; os.environ['KERAS_BACKEND'] = 'torch'; import keras", "keras"
+NAME, IMPORT, PACKAGE = (
+    "Keras on torch",
+    "import os; os.environ['KERAS_BACKEND'] = 'torch'; import keras",
+    "keras",
+)
 
 
 class Nothing(keras.callbacks.Callback):
@@ -50,7 +54,11 @@ def measured(work, model):
 
     def run():
         history = net.fit(
-            as_loader(work.train), validation_data=as_loader(work.valid), epochs=work.epochs, shuffle=False, verbose=2
+            as_loader(work.train),
+            validation_data=as_loader(work.valid),
+            epochs=work.epochs,
+            shuffle=False,
+            verbose=2,
         ).history
         return dict(accuracy=history["val_accuracy"][-1])
 

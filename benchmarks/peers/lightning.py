@@ -43,7 +43,9 @@ class Plain(L.LightningModule):
 class Measured(Plain):
     def __init__(self, model, lr):
         super().__init__(model, lr)
-        self.accuracy = torch.nn.ModuleDict({o: MulticlassAccuracy(10, average="micro") for o in ("fit", "valid")})
+        self.accuracy = torch.nn.ModuleDict(
+            {o: MulticlassAccuracy(10, average="micro") for o in ("fit", "valid")}
+        )
 
     def both(self, batch, which):
         x, y = batch

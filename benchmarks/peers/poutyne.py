@@ -34,7 +34,9 @@ def measured(work, model):
     net = made(work, model, batch_metrics=["accuracy"])
 
     def run():
-        last = net.fit_generator(work.train, work.valid, epochs=work.epochs, progress_options=dict(coloring=False))[-1]
+        last = net.fit_generator(
+            work.train, work.valid, epochs=work.epochs, progress_options=dict(coloring=False)
+        )[-1]
         return dict(train_loss=last["loss"], valid_loss=last["val_loss"], accuracy=last["val_acc"] / 100)
 
     return run

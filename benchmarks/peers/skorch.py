@@ -39,7 +39,13 @@ class Nothing(Callback):
 
 def options(work):
     loaders = dict(iterator_train=handed_on, iterator_valid=handed_on)
-    return dict(criterion=nn.CrossEntropyLoss, optimizer=torch.optim.SGD, lr=work.lr, max_epochs=work.epochs, **loaders)
+    return dict(
+        criterion=nn.CrossEntropyLoss,
+        optimizer=torch.optim.SGD,
+        lr=work.lr,
+        max_epochs=work.epochs,
+        **loaders,
+    )
 
 
 def bare(work, model, hooks=0):
