@@ -312,8 +312,7 @@ SECTIONS = {
     "A checkpoint with Adam's state against `torch.save` and `fsync`": checkpoints,
     "Loaders, microseconds per batch of 32 rows": loaders,
 }
-FRAME = """\
-Without tensors: model, loss and optimizer are stand-ins. Beside real tensors the same instructions come in cold."""
+FRAME = "Model, loss and optimizer are stand-ins. Beside real tensors the same instructions come in cold."
 
 
 def main():

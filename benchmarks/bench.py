@@ -25,7 +25,7 @@ PEERS = sorted(f"peers.{path.stem}" for path in (Path(__file__).parent / "peers"
 LIBRARIES = ["by_hand", "ours", "flat_prototype", *PEERS]
 WORKS = ["tiny", "typical", "cnn", "tutorial", "guarded"]
 QUICK = dict(tiny=50, typical=50, cnn=10, tutorial=2, guarded=50)
-N_HOOKS, BY_HAND = 10, "by hand"
+N_HOOKS, BY_HAND, OURS = 10, "by hand", ("isaac_loop", "flat prototype")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -71,7 +71,7 @@ class Found:
 
     def __init__(self):
         self.pairs = {}  # By variant and work: answers to requests for a pair
-        self.hooks, self.starts = {}, {}  # By variant
+        self.hooks, self.starts, self.over_flat = {}, {}, {}  # By variant
         self.fresh, self.imports = {}, {}
         self.left_out, self.packages = {}, {}
 
@@ -83,9 +83,9 @@ class Found:
             kind.setdefault(key, []).append(answer)
 
 
-def turn(variant, n_round, other=None):
+def turn(variant, n_round, base=BY_HAND):
     "Who runs first changes with the round"
-    both = [dict(variant=BY_HAND), other or dict(variant=variant)]
+    both = [dict(variant=base), dict(variant=variant)]
     return both if n_round % 2 else both[::-1]
 
 
@@ -113,13 +113,18 @@ def measure_parts(found, running, rounds, n):
         name = next(iter(worker.variants))
         if name == BY_HAND:
             continue
-        for n_round in range(rounds):
+        ours = name in OURS
+        for n_round in range(rounds * (2 if ours else 1)):
             both = [dict(variant=name), dict(variant=name, hooks=N_HOOKS)]
             both = both if n_round % 2 else both[::-1]
             answer = in_order(worker.ask(do="pair", work="tiny", n=n, turn=both), n_round)
             found.add(found.hooks, name, answer, f"{name}, hooks")
             answer = in_order(worker.ask(do="pair", work="tiny", n=1, turn=turn(name, n_round)), n_round)
             found.add(found.starts, name, answer, f"{name}, start")
+            if name == OURS[0]:
+                both = turn(name, n_round, OURS[1])
+                answer = in_order(worker.ask(do="pair", work="tiny", n=n, turn=both), n_round)
+                found.add(found.over_flat, name, answer, f"{name}, against the prototype")
         say(f"{name}: hooks and start")
 
 

@@ -30,8 +30,9 @@ def loaded(module):
 
 def builder(module, variant, work):
     "What makes a function to run"
-    if variant == "by hand":
-        return importlib.import_module("benchmarks.by_hand").WORKS[work]
+    shared = {"by hand": "by_hand", "flat prototype": "flat_prototype"}
+    if variant in shared:  # In every process
+        return importlib.import_module(f"benchmarks.{shared[variant]}").VARIANTS[variant][work]
     return module.VARIANTS[variant][work]
 
 

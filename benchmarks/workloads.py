@@ -6,7 +6,7 @@
 | typical | the same, with validation, accuracy and mean loss of both passes, a history, progress to a file |
 | cnn | four convolutions with batch norm on 28 by 28 pixels |
 | tutorial | the digits as a user would write it, loaders and measuring included |
-| guarded | typical with what a careful person attaches: bar, clipping, one-cycle, EMA, checkpoints, interrupts |
+| guarded | typical with what a careful person attaches: bar, clipping, one-cycle, EMA, checkpoints, Ctrl-C |
 """
 
 import copy
