@@ -9,6 +9,7 @@ and start in fresh processes, the costs around the loop (`around.py`), and sever
 """
 
 import argparse
+import ast
 import contextlib
 import json
 import os
@@ -153,20 +154,18 @@ def measure_imports(found, statements, rounds):
     say("imports")
 
 
+def facts_of(module):
+    "Name, statement that imports it, and package of a library, read from its file"
+    tree = ast.parse((Path(__file__).parent / f"{module.replace('.', '/')}.py").read_text())
+    values = [o.value for o in tree.body if isinstance(o, ast.Assign) and isinstance(o.value, ast.Tuple)]
+    return next(ast.literal_eval(value) for value in values if len(value.elts) == 3)
+
+
 def statements(modules):
-    "What to import for each library, read from its file"
-    found = {}
-    for module in modules:
-        path = Path(__file__).parent / f"{module.replace('.', '/')}.py"
-        line = next(o for o in path.read_text().splitlines() if o.startswith("NAME, IMPORT, PACKAGE = "))
-        name, statement, _ = eval(line.partition(" = ")[2])
-        if statement:
-            found[name] = statement
-    ours = {
-        "isaac_loop.loop.trainer": "import isaac_loop.loop.trainer",
-        "torch and fastcore": "import torch, fastcore.all",
-    }
-    return found | ours
+    "What to import for each library"
+    found = {name: statement for name, statement, _ in map(facts_of, modules) if statement}
+    ours = "import isaac_loop.loop.trainer"
+    return found | {"isaac_loop.loop.trainer": ours, "torch and fastcore": "import torch, fastcore.all"}
 
 
 def measure(args):

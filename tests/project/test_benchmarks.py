@@ -1,6 +1,5 @@
 "The benchmark compares the same with the same, and its page says what was run."
 
-import ast
 import sys
 
 import pytest
@@ -57,18 +56,11 @@ def test_ratios_are_those_of_pairs():
     assert report.over(answers, n_batches=100) == pytest.approx(5000)
 
 
-def name_in(module):
-    "The name that a file of variants has in the table"
-    tree = ast.parse((ROOT / f"benchmarks/{module.replace('.', '/')}.py").read_text())
-    lines = [ast.unparse(o.value) for o in tree.body if isinstance(o, ast.Assign)]
-    return next(ast.literal_eval(o)[0] for o in lines if o.startswith("("))
-
-
 def test_the_page_of_results_names_all_that_was_run_or_why_it_was_not():
     page = (ROOT / "benchmarks/results.md").read_text()
     header = next(line for line in page.splitlines() if line.startswith("|"))
     assert all(f"| {work} |" in header for work in workloads.WORKS)
     for module in bench.LIBRARIES:
-        assert f"| {name_in(module)} |" in page or f"- {module}: " in page
+        assert f"| {bench.facts_of(module)[0]} |" in page or f"- {module}: " in page
     assert (ROOT / "benchmarks/results.svg").exists()
     assert str(ROOT) not in page
