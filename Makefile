@@ -6,6 +6,7 @@ PIP = $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
 DEMO = .venv/.demo
 READY = .venv/.ready
 SITE = .venv/.site
+BENCH = .venv-bench/.ready
 
 .PHONY: demo install test torture mutants lint pages site bench wheel clean
 
@@ -35,7 +36,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not processes' # Two processes on two cores
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m processes # Each begins several, so these run alone
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check tests tools docs setup.py
+	$(BIN)/ruff format --check tests tools docs benchmarks setup.py
 
 torture: $(READY)
 	$(BIN)/python tools/torture.py --kills 200 --signals 100
@@ -47,7 +48,7 @@ mutants: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check tests tools docs setup.py
+	$(BIN)/ruff format --check tests tools docs benchmarks setup.py
 	$(BIN)/nbdev-clean
 
 pages: $(READY)
@@ -65,8 +66,16 @@ site: $(SITE) # From the outputs that the notebooks hold; a link that leads nowh
 	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs _docs/pages _docs/site
 	@echo "Open _docs/site/index.html"
 
-bench: $(READY)
-	$(BIN)/python $(if $(AGAINST),tools/bench_commits.py $(AGAINST),tools/bench.py)
+bench: $(if $(AGAINST),$(READY),$(BENCH)) # Half an hour; `BENCH_ARGS=--quick` to see that all runs
+	$(if $(AGAINST),$(BIN)/python tools/bench_commits.py $(AGAINST),.venv-bench/bin/python -m benchmarks.bench $(BENCH_ARGS))
+
+$(BENCH): benchmarks/requirements.txt benchmarks/requirements-alone.txt constraints.txt
+	@test -x .venv-bench/bin/python || { echo "Making .venv-bench ..."; $(PYTHON) -m venv .venv-bench; }
+	@echo "Installing torch, and then what the library is compared with (a few minutes) ..."
+	@.venv-bench/bin/pip install -qq --disable-pip-version-check -c constraints.txt torch numpy
+	@.venv-bench/bin/pip install -qq --disable-pip-version-check -c constraints.txt -r benchmarks/requirements.txt
+	@.venv-bench/bin/pip install -qq --disable-pip-version-check --no-deps -r benchmarks/requirements-alone.txt
+	@touch $@
 
 wheel: $(READY)
 	rm -rf dist .venv-wheel
@@ -79,4 +88,4 @@ wheel: $(READY)
 	rm -rf .venv-wheel
 
 clean:
-	rm -rf .venv .venv-wheel dist build _docs *.egg-info
+	rm -rf .venv .venv-wheel .venv-bench dist build _docs *.egg-info
