@@ -73,6 +73,8 @@ def _normal(self:ExactLoader, epoch, samples):
 @patch
 def _begin(self:ExactLoader):
     "Start reading; persistent workers are taken over from the last pass if they are well"
+    pins = self.pin_memory and torch.accelerator.is_available()
+    if not (self.num_workers or pins): return map(self._reader().__getitem__, self.batch_sampler)
     if self._batches is not None and not all_well(self._batches): self._forget(self._batches)
     keeps = self.persistent_workers and self.num_workers > 0
     if self._engine is None or not keeps: self._engine = self._inner_loader()
@@ -85,8 +87,10 @@ def _inner_loader(self:ExactLoader):
     "The loader that reads"
     options = {name: getattr(self, name) for name in READING}
     options |= dict(generator=self.generator, worker_init_fn=WorkerStart(self.worker_init_fn))
-    reader = BatchReader(self.dataset, self.collate_fn)
-    return DataLoader(reader, batch_size=None, sampler=self.batch_sampler, collate_fn=as_it_is, **options)
+    return DataLoader(self._reader(), batch_size=None, sampler=self.batch_sampler, collate_fn=as_it_is, **options)
+
+@patch
+def _reader(self:ExactLoader): return BatchReader(self.dataset, self.collate_fn)
 
 @patch
 def _forget(self:ExactLoader, batches):
