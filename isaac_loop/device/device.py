@@ -60,6 +60,8 @@ class DeviceCB:
             if isinstance(held, nn.Module): held.to(device) # Model and loss are among them
         for held in vars(trainer).values():
             if hasattr(held, 'param_groups'): _move_state(held)
+        for dl in (getattr(trainer.dls, name, None) for name in ('train', 'valid')):
+            if getattr(dl, 'held', None) is not None: dl.to(device) # All rows at once
 
     def _chosen(self):
         "The device to use, asked now if it is a function that says so"
