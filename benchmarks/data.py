@@ -112,7 +112,9 @@ def main():
         for seed in (None, 1):
             for workers in (0, 2):
                 print(compare(name, dataset, seed, workers, rounds), flush=True)
-    print(f"\n`exact_loader` over `DataLoader`, batches of 32, no workers: {exact_overhead(rounds):+.0f} us a batch")
+    print(
+        f"\n`exact_loader` over `DataLoader`, batches of 32, no workers: {exact_overhead(rounds):+.0f} us a batch"
+    )
 
 
 if __name__ == "__main__":
