@@ -2,8 +2,9 @@
 
     python benchmarks/data.py [--rounds 5]
 
-For each kind of data both loaders give the same samples in the same order, which is checked first. They run in
-turn; the least time of all rounds counts. Without workers it is processor time, with workers time on the clock.
+For each kind of data both loaders give the same samples in the same order, which is checked first. They run
+in turn; the least time of all rounds counts. Without workers it is processor time, with workers time on the
+clock.
 """
 
 import argparse
@@ -112,9 +113,8 @@ def main():
         for seed in (None, 1):
             for workers in (0, 2):
                 print(compare(name, dataset, seed, workers, rounds), flush=True)
-    print(
-        f"\n`exact_loader` over `DataLoader`, batches of 32, no workers: {exact_overhead(rounds):+.0f} us a batch"
-    )
+    over = exact_overhead(rounds)
+    print(f"\n`exact_loader` over `DataLoader`, batches of 32, no workers: {over:+.0f} us a batch")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,8 @@ def _inner_loader(self:ExactLoader):
     "The loader that reads"
     options = {name: getattr(self, name) for name in READING}
     options |= dict(generator=self.generator, worker_init_fn=WorkerStart(self.worker_init_fn))
-    return DataLoader(self._reader(), batch_size=None, sampler=self.batch_sampler, collate_fn=as_it_is, **options)
+    options |= dict(sampler=self.batch_sampler, collate_fn=as_it_is)
+    return DataLoader(self._reader(), batch_size=None, **options)
 
 @patch
 def _taken(self:ExactLoader, columns):

@@ -14,30 +14,35 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ..basics.checks import check_flag
-from ..basics.tensors import map_tensors, to_device
+from ..basics.tensors import SEQUENCES, map_tensors, to_device
 from .sampling import BatchReader, SeededBatchSampler, WorkerStart, as_it_is, seeded_with
 
 # %% ../../nbs/data/27_in_memory.ipynb #38c339fb
 class NotInMemory(ValueError):
     "A dataset whose batches would be others if its rows were kept in memory"
 
-_NO_TENSOR = ('The rows cannot be kept in memory: {name} of a batch is a {kind}, and only tensors with a row for each '
-              'item can be taken by number. Choose the columns to take with `columns`, turn it into a tensor, or leave '
-              '`in_memory` out.')
+_NO_TENSOR = ('The rows cannot be kept in memory: {name} of a batch is a {kind}, and only tensors with a row '
+              'for each item can be taken by number. Choose the columns to take with `columns`, turn it into '
+              'a tensor, or leave `in_memory` out.')
 
-def _is_part(x): return not isinstance(x, (Mapping, list, tuple)) and not hasattr(type(x), '__dataclass_fields__')
+def _is_part(x): return not isinstance(x, (Mapping, *SEQUENCES)) and not hasattr(x, '__dataclass_fields__')
 
 def _parts(batch, names):
     "Pairs: what a part of the batch is called, and the part, in the order of `map_tensors`"
     if _is_part(batch): return [('the only part', batch)]
-    pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (list, tuple)) else None
-    if pairs is None: pairs = [('a part', batch)]
-    elif not isinstance(batch, Mapping) and names and len(names) == len(batch): pairs = zip(names, batch)
     found = []
-    for name,part in pairs:
-        label = f'entry {name}' if isinstance(name, int) else f'`{name}`'
-        map_tensors(lambda leaf: found.append((label, leaf)), part, _is_part)
+    for name,part in _entries(batch, names):
+        leaves = []
+        map_tensors(leaves.append, part, _is_part)
+        found += [(name, leaf) for leaf in leaves]
     return found
+
+def _entries(batch, names):
+    "The entries of a batch with what they are called"
+    if isinstance(batch, Mapping): return [(f'`{name}`', part) for name,part in batch.items()]
+    if not isinstance(batch, SEQUENCES): return [('a part', batch)]
+    if names and len(names) == len(batch): return [(f'`{name}`', part) for name,part in zip(names, batch)]
+    return [(f'entry {i}', part) for i,part in enumerate(batch)]
 
 def _check_parts(parts, n):
     "Refuse what has no row for each of `n` items"
@@ -47,7 +52,8 @@ def _check_parts(parts, n):
         kind = type(part).__name__
         if type(part) is torch.Tensor: kind = f'tensor of shape {tuple(part.shape)} for {n} items'
         raise NotInMemory(_NO_TENSOR.format(name=name, kind=kind))
-    if not parts: raise NotInMemory(_NO_TENSOR.format(name='the only part', kind='container with nothing in it'))
+    nothing = dict(name='the only part', kind='container with nothing in it')
+    if not parts: raise NotInMemory(_NO_TENSOR.format(**nothing))
 
 # %% ../../nbs/data/27_in_memory.ipynb #ef20c3c5
 def _next_numbers(numpy): return random.random(), torch.rand(()).item(), numpy and numpy.random.rand()
@@ -57,14 +63,15 @@ def _same(a, b):
     if a.dtype != b.dtype or a.shape != b.shape: return False
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
+def _differ(a, b): return torch.is_tensor(a) and torch.is_tensor(b) and not _same(a, b)
+
 class _Watched(BatchReader):
     "Gives a batch, and what of it is random"
     def __getitem__(self, rows):
         batch,drew = self._once(rows, 'once')
         if not drew: return batch,None
         pairs = zip(_parts(batch, None), _parts(self._once(rows, 'again')[0], None))
-        tensors = ((i, a, b) for i,((_, a),(_, b)) in enumerate(pairs) if torch.is_tensor(a) and torch.is_tensor(b))
-        return batch,next((i for i,a,b in tensors if not _same(a, b)), None)
+        return batch,next((i for i,((_, a),(_, b)) in enumerate(pairs) if _differ(a, b)), None)
 
     def _once(self, rows, word):
         "The batch, and whether somebody drew random numbers to make it"
@@ -75,17 +82,24 @@ class _Watched(BatchReader):
 # %% ../../nbs/data/27_in_memory.ipynb #aaed80af
 UNASKED = 256*2**20 # Bytes of a dataset that are kept in memory without being asked for
 _GROUP = 256 # Rows that are read at a time
-_TOO_LARGE = ('The {n} rows cannot be kept in memory: they take {need:.3g} GB, and {have:.3g} GB {are}. Leave '
-              '`in_memory` out, or keep the rows smaller, such as bytes in place of floats.')
-_RAGGED = ('The rows cannot be kept in memory: {name} has another shape or type in some rows, {was} and {now}, so they '
-           'cannot be stacked. Bring all rows to one size, or leave `in_memory` out.')
-_RANDOM = ('The rows cannot be kept in memory: {name} is random, another one each time it is read, and kept rows never '
-           'change. Move the random transform to the batches, as `BatchAugmentationCB` does, or leave `in_memory` out.')
-_UNSTACKED = 'stack expects each tensor', 'should be of equal size' # What `default_collate` says of ragged rows
+_TOO_LARGE = ('The {n} rows cannot be kept in memory: they take {need:.3g} GB, and {have:.3g} GB {are}. '
+              'Leave `in_memory` out, or keep the rows smaller, such as bytes in place of floats.')
+_RAGGED = ('The rows cannot be kept in memory: {name} has another shape or type in some rows, {was} and '
+           '{now}, so they cannot be stacked. Bring all rows to one size, or leave `in_memory` out.')
+_RANDOM = ('The rows cannot be kept in memory: {name} is random, another one each time it is read, and kept '
+           'rows never change. Move the random transform to the batches, as `BatchAugmentationCB` does, or '
+           'leave `in_memory` out.')
+_UNLIKE = ('The rows cannot be kept in memory, since they cannot be stacked: {told:.120}. Bring all rows to '
+           'one size, or leave `in_memory` out.')
+_OTHERS = ('The rows cannot be kept in memory: {name} of row {row} is another one when it is read again, or '
+           'beside other rows. If it is random, move that to the batches, as `BatchAugmentationCB` does; if '
+           'it depends on the other rows of a batch, leave `in_memory` out.')
+_UNSTACKED = 'stack expects each tensor', 'should be of equal size' # `default_collate` of ragged rows
 
 def _names_of(dataset, collate_fn):
     "What the entries of a batch are called, if somebody knows"
-    return (getattr(collate_fn, 'keywords', None) or {}).get('columns') or getattr(dataset, 'column_names', None)
+    chosen = (getattr(collate_fn, 'keywords', None) or {}).get('columns')
+    return chosen or getattr(dataset, 'column_names', None)
 
 def _free_memory():
     "Bytes of memory that are free; None where nobody says so"
@@ -105,8 +119,8 @@ def _stacked(read):
     try: return read()
     except RuntimeError as e:
         if not any(words in str(e) for words in _UNSTACKED): raise
-        told = dict(name='a part of the batch', was='different ones', now=f'PyTorch says: {str(e).splitlines()[0][:90]}')
-        raise NotInMemory(_RAGGED.format(**told)) from e
+        told = next(line for line in str(e).splitlines() if any(words in line for words in _UNSTACKED))
+        raise NotInMemory(_UNLIKE.format(told=told)) from e
 
 class _Reading:
     "Reads all rows of a dataset into columns"
@@ -160,7 +174,8 @@ def _groups(self:_Reading):
 
 def _fill(columns, parts, start):
     "Write a group of rows to its place"
-    if len(columns) != len(parts): raise NotInMemory(_RAGGED.format(name='a batch', was=len(columns), now=len(parts)))
+    was,now = (f'{len(o)} parts' for o in (columns, parts))
+    if was != now: raise NotInMemory(_RAGGED.format(name='a batch', was=was, now=now))
     for (name, column),(_, part) in zip(columns, parts):
         was,now = ((o.dtype, tuple(o.shape[1:])) for o in (column, part))
         if was != now: raise NotInMemory(_RAGGED.format(name=name, was=was, now=now))
@@ -176,12 +191,14 @@ def _compare(self:_Reading, columns):
             kept = column[torch.tensor(places, device=column.device)]
             if kept.shape != part.shape or kept.dtype != part.dtype:
                 raise NotInMemory(_RAGGED.format(name=name, was=tuple(kept.shape), now=tuple(part.shape)))
-            if not _same(kept, part): raise NotInMemory(_RANDOM.format(name=name))
+            differs = [i for i,a,b in zip(places, kept, part) if not _same(a, b)]
+            if differs: raise NotInMemory(_OTHERS.format(name=name, row=differs[0]))
 
 # %% ../../nbs/data/27_in_memory.ipynb #4fd796a3
-_NO_LENGTH = ('`in_memory=True` needs rows that can be counted, and the dataset is a {kind}, a stream. Leave it out, or make '
-              'a list of the rows.')
-_OTHER_LENGTH = ('The dataset has {now} rows now, and had {was} when they were taken into memory. Make a new loader.')
+_NO_LENGTH = ('`in_memory=True` needs rows that can be counted, and the dataset is a {kind}, a stream. Leave '
+              'it out, or make a list of the rows.')
+_OTHER_LENGTH = ('The dataset has {now} rows now, and had {was} when they were taken into memory. Make a new '
+                 'loader.')
 
 class HeldRows:
     "The rows of a dataset in memory, by column"
@@ -191,7 +208,8 @@ class HeldRows:
         most:int=None, # Bytes that are kept; default: what is free
         **reading, # For the `DataLoader` that reads all rows
     ):
-        self.dataset,self.collate_fn,self.most,self.reading = dataset,collate_fn or default_collate,most,reading
+        self.dataset,self.collate_fn = dataset,collate_fn or default_collate
+        self.most,self.reading = most,reading
         self.device = self.why_not = None
         self._kept = self._there = None
 
@@ -277,8 +295,8 @@ def reads_plainly(
     collate_fn, # Any, or None
 )->bool:
     "Whether rows are stored columns, stacked as usual, without a function of the user's in between"
-    usual = collate_fn in (None, default_collate) or getattr(getattr(collate_fn, 'func', None), 'stacks_columns', False)
-    if not usual: return False
+    ours = getattr(getattr(collate_fn, 'func', None), 'stacks_columns', False)
+    if not (ours or collate_fn is None or collate_fn is default_collate): return False
     if type(dataset) is TensorDataset: return not any(o.requires_grad for o in dataset.tensors)
     hugging_face = type(dataset).__module__ == 'datasets.arrow_dataset'
     return hugging_face and dataset.format['type'] != 'custom'
@@ -317,7 +335,7 @@ class MemoryLoader(DataLoader):
         columns = None if self.batch_sampler is None else self.held.columns()
         if columns is None: return super().__iter__()
         device,batches = device_of(columns),iter(self.batch_sampler)
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator) # A seed for workers, drawn by every pass
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator) # As for the seed of workers
         return (taken(columns, torch.as_tensor(rows).to(device, non_blocking=True)) for rows in batches)
 
     def to(self,

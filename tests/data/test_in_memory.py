@@ -1,7 +1,8 @@
 """Rows in memory, checked against the loader that reads them one by one.
 
-"The same" always means equal in every bit: batches, their order, the random numbers that are left afterwards, and
-the positions to go on from. What cannot be kept without a difference is refused, or read as ever if nobody asked.
+"The same" always means equal in every bit: batches, their order, the random numbers that are left afterwards,
+and the positions to go on from. What cannot be kept without a difference is refused, or read as ever if
+nobody asked.
 """
 
 import random
@@ -390,7 +391,7 @@ def with_neighbours(rows):
 REFUSED = {
     "random rows": (Moved(), None, "entry 0 is random"),
     "random in Python": (Shaken(), None, "entry 0 is random"),
-    "a generator of its own": (Own(), None, "entry 1 is random"),
+    "a generator of its own": (Own(), None, "entry 1 of row 0 is another one"),
     "random columns with names": (
         hub_rows().with_transform(lambda rows: dict(y=rows["y"], x=[torch.rand(2) for _ in rows["y"]])),
         collate_rows(["x", "y"]),
@@ -403,7 +404,7 @@ REFUSED = {
     ),
     "ragged rows": (Ragged(), None, "cannot be stacked"),
     "padded rows": (Rows(), padded, "has another shape"),
-    "rows that know their neighbours": (Rows(), with_neighbours, "is random, another one"),
+    "rows that know their neighbours": (Rows(), with_neighbours, "beside other rows"),
     "texts": ([(torch.ones(2), "a")] * 4, None, "entry 1 of a batch is a str"),
     "one number for all": (
         Rows(),
