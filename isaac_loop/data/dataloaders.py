@@ -238,7 +238,8 @@ def show_batch(self:DataLoaders,
     titles = [wrapped(title, imsize) for title in titles]
     axes = _grid(len(images), nrows, imsize, max(title.count('\n')+1 for title in titles))
     for ax,image,title in zip(axes.flat, images, titles):
-        ax.imshow((image if image.ndim == 2 else image.permute(1, 2, 0).squeeze(-1)).cpu().numpy(), cmap='gray')
+        pixels = image if image.ndim == 2 else image.permute(1, 2, 0).squeeze(-1)
+        ax.imshow(pixels.cpu().numpy(), cmap='gray')
         ax.set_title(title, fontsize=9)
     return quiet(axes)
 
