@@ -211,17 +211,18 @@ class HeldRows:
         self.dataset,self.collate_fn = dataset,collate_fn or default_collate
         self.most,self.reading = most,reading
         self.device = self.why_not = None
-        self._kept = self._there = None
+        self._kept = self._there = self._source = None
 
     def read(self):
         "Read all rows, if that was not done yet"
         if self._kept is not None: return
         reading = _Reading(self.dataset, self.collate_fn, self.most, **self.reading)
         self._kept = _as_they_are(self.dataset, reading) or reading.columns()
-        self.n = reading.n
+        self.n,self._source = reading.n,_tensors_of(self.dataset)
 
     def columns(self):
         "The columns, where they are wanted; None if the rows cannot be kept, which `why_not` explains"
+        if self._source is not _tensors_of(self.dataset): self._kept = self._there = None # Others now
         if self._kept is None and self.why_not is None: self._try()
         if self.why_not is not None: return None
         n = len(self.dataset)
@@ -234,9 +235,11 @@ class HeldRows:
             self.why_not = e.with_traceback(None)
 
 # %% ../../nbs/data/27_in_memory.ipynb #6c26f2b8
+def _tensors_of(dataset): return dataset.tensors if type(dataset) is TensorDataset else None
+
 def _as_they_are(dataset, reading):
     "The tensors of a `TensorDataset` in place of copies, if they are what its batches consist of"
-    if type(dataset) is not TensorDataset: return None
+    if _tensors_of(dataset) is None: return None
     rows = torch.tensor(reading.places)
     pairs = [(o[rows.to(o.device)], part) for o,(_, part) in zip(dataset.tensors, _parts(reading.seen, None))]
     if len(pairs) != len(_parts(reading.seen, None)) or not all(_same(a, b) for a,b in pairs): return None

@@ -336,6 +336,8 @@ def test_a_tensor_dataset_is_not_copied_and_its_changes_are_seen():
         assert loader.held.columns()[0] is data.tensors[0]
         data.tensors[0].add_(1)
         assert list(loader)[0][0].tolist() == data.tensors[0].tolist()
+        data.tensors = (torch.arange(8) * 10,)
+        assert list(loader)[0][0].tolist() == data.tensors[0].tolist()
 
 
 # Refusals
