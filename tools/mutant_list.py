@@ -370,7 +370,7 @@ MUTANTS = [
     # Data in an exact order
     Mutant(
         "every epoch has the same order",
-        "SeededBatchSampler._order",
+        "SeededBatchSampler.order",
         "hashed(self.seed, self.epoch)",
         "hashed(self.seed)",
         ["test_orders_differ_between_seeds_and_epochs_and_stay_the_same"],
@@ -381,6 +381,20 @@ MUTANTS = [
         "self.start = start\n",
         "self.start = 0\n",
         ["test_going_on_gives_the_tail_of_the_order"],
+    ),
+    Mutant(
+        "random rows are kept in memory",
+        "_Watched.__getitem__",
+        "if not drew: return batch,None",
+        "return batch,None",
+        ["test_what_would_differ_in_memory_is_refused_by_name"],
+    ),
+    Mutant(
+        "an epoch from memory begins where no other would",
+        "ExactLoader._taken",
+        "sampler.shares(sampler.start)",
+        "sampler.shares(0)",
+        ["test_a_position_goes_on_in_the_other_kind_of_loader"],
     ),
     Mutant(
         "predictions leave out what the loader drops",

@@ -12,13 +12,14 @@ from functools import partial
 from importlib.resources import files
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from ..basics.checks import check_count, check_flag, check_function, did_you_mean
 from ..basics.figures import wrapped, quiet
 from ..basics.tables import short
 from ..basics.old_names import old_words
 from .exact_loaders import exact_loader
+from .in_memory import plain_loader
 from ..loop.passes import parts_of, split_batch
 
 # %% ../../nbs/data/10_dataloaders.ipynb #c9ad83b5
@@ -80,6 +81,8 @@ def _collate_rows(rows, columns):
     if not isinstance(batch, Mapping): return batch
     return tuple(batch[name] for name in _check_columns(batch, columns))
 
+_collate_rows.stacks_columns = True # A row in a batch does not depend on its neighbours
+
 def _check_columns(batch, columns):
     "`columns`, or all of them, if the batch has them"
     for name in columns or ():
@@ -95,12 +98,14 @@ def get_dataloaders(
     batch_size:int, # Rows in a training batch; validation keeps no gradients and takes twice as many
     shuffle:bool=True, # Shuffle the training rows?
     seed:int=None, # Makes the loaders exact: the same batches again, and a run can go on at the next one
+    in_memory:bool=None, # Keep all rows in memory? None: if they are few and plain
     **kwargs, # For both `DataLoader`s: `num_workers`, `collate_fn`, ...; `pin_memory` is on with CUDA
 )->tuple: # Two `DataLoader`s, None where there is no dataset
     "A loader for training and one for validation"
     check_flag(shuffle, 'shuffle')
     kwargs.setdefault('pin_memory', torch.cuda.is_available())
-    make = DataLoader if seed is None else partial(exact_loader, seed=seed)
+    make = plain_loader if seed is None else partial(exact_loader, seed=seed)
+    make = partial(make, in_memory=in_memory)
     return (None if train is None else make(train, batch_size, shuffle=shuffle and _has_len(train), **kwargs),
             None if valid is None else make(valid, batch_size*2, shuffle=False, **kwargs))
 
@@ -183,12 +188,14 @@ class DataLoaders:
         columns:list=None, # Columns to put into the batch, inputs first; default: all, as they come
         n_inp:int=None, # How many of them are inputs; default: 1
         split=None, # Instead: a function of a batch that gives `(inputs, targets)`
+        in_memory:bool=None, # Keep all rows in memory? None: if they are few and plain
         **kwargs, # For `get_dataloaders` and both `DataLoader`s: `num_workers`, `shuffle`, `seed`, ...
     ):
         "Loaders for two splits; a batch is a tuple, unless a `collate_fn` of your own makes something else"
         train,valid = _choose_splits(dataset_dict, train, valid)
         kwargs.setdefault('collate_fn', collate_rows(columns))
-        loaders = get_dataloaders(dataset_dict[train], dataset_dict[valid], batch_size, **kwargs)
+        loaders = get_dataloaders(dataset_dict[train], dataset_dict[valid], batch_size,
+                                  in_memory=in_memory, **kwargs)
         return cls(*loaders, n_inp=n_inp, split=split)
 
     def __repr__(self):
@@ -231,7 +238,8 @@ def show_batch(self:DataLoaders,
     titles = [wrapped(title, imsize) for title in titles]
     axes = _grid(len(images), nrows, imsize, max(title.count('\n')+1 for title in titles))
     for ax,image,title in zip(axes.flat, images, titles):
-        ax.imshow((image if image.ndim == 2 else image.permute(1, 2, 0).squeeze(-1)).numpy(), cmap='gray')
+        pixels = image if image.ndim == 2 else image.permute(1, 2, 0).squeeze(-1)
+        ax.imshow(pixels.cpu().numpy(), cmap='gray')
         ax.set_title(title, fontsize=9)
     return quiet(axes)
 

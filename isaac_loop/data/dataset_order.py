@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data import WeightedRandomSampler
 
 from .exact_loaders import ExactLoader
+from .in_memory import plain_loader
 
 # %% ../../nbs/data/50_dataset_order.ipynb #96f90a92
 def _rows_of(sampler):
@@ -40,7 +41,7 @@ def _plain_loader(dl):
     "The rows of an exact loader, one after the other; its own position stays where it is"
     names = 'num_workers', 'collate_fn', 'pin_memory', 'timeout', 'worker_init_fn', 'multiprocessing_context'
     options = {name: getattr(dl, name) for name in names}
-    return DataLoader(dl.dataset, dl.batch_size, **options)
+    return plain_loader(dl.dataset, dl.batch_size, in_memory=False, held=dl.held, **options)
 
 def in_order(
     dl, # A loader

@@ -11,6 +11,7 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import check_flag, warn
+from .in_memory import READS, device_of, held_rows, taken
 from .replay_loaders import ReplayLoader
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
 from .resumable_loaders import explained, listed
@@ -36,6 +37,7 @@ class ExactLoader(Resumable, DataLoader):
         rank:int=0, # Number of this process, from 0
         world_size:int=1, # How many processes share the data
         whole:bool=False, # Does `batch_size` count the rows of all processes together?
+        in_memory:bool=False, # Keep all rows in memory? None: if they are few and plain
         **kwargs, # For `DataLoader`: `pin_memory`, `timeout`, `persistent_workers`, `worker_init_fn`, ...
     ):
         taken = [name for name in ('sampler', 'batch_sampler', 'generator') if kwargs.get(name) is not None]
@@ -47,8 +49,16 @@ class ExactLoader(Resumable, DataLoader):
                          collate_fn=collate_fn, generator=torch.Generator(), **kwargs)
         vars(self)['batch_sampler'] = sampler # `DataLoader` would forget `batch_size` if it were given one
         self.seed = sampler.seed
+        reading = {name: getattr(self, name) for name in READS}
+        self.held = held_rows(dataset, collate_fn, in_memory, **reading)
 
     def __len__(self): return len(self.batch_sampler) # Batches of a whole epoch, wherever it starts
+
+    def to(self,
+        device, # Where batches are wanted
+    ):
+        "Keep the rows on `device`, if they are in memory"
+        if self.held is not None: self.held.to(device)
 
 # %% ../../nbs/data/30_exact_loaders.ipynb #8667146a
 @patch(as_prop=True)
@@ -74,6 +84,10 @@ def _normal(self:ExactLoader, epoch, samples):
 @patch
 def _begin(self:ExactLoader):
     "Start reading; persistent workers are taken over from the last pass if they are well"
+    columns = None if self.held is None else self.held.columns()
+    if columns is not None: return self._taken(columns)
+    pins = self.pin_memory and torch.accelerator.is_available()
+    if not (self.num_workers or pins): return map(self._reader().__getitem__, self.batch_sampler)
     if self._batches is not None and not all_well(self._batches): self._forget(self._batches)
     keeps = self.persistent_workers and self.num_workers > 0
     if self._engine is None or not keeps: self._engine = self._inner_loader()
@@ -86,8 +100,18 @@ def _inner_loader(self:ExactLoader):
     "The loader that reads"
     options = {name: getattr(self, name) for name in READING}
     options |= dict(generator=self.generator, worker_init_fn=WorkerStart(self.worker_init_fn))
-    reader = BatchReader(self.dataset, self.collate_fn)
-    return DataLoader(reader, batch_size=None, sampler=self.batch_sampler, collate_fn=as_it_is, **options)
+    options |= dict(sampler=self.batch_sampler, collate_fn=as_it_is)
+    return DataLoader(self._reader(), batch_size=None, **options)
+
+@patch
+def _taken(self:ExactLoader, columns):
+    "The batches, taken from rows in memory"
+    sampler = self.batch_sampler
+    order = sampler.order().to(device_of(columns), non_blocking=True)
+    return (taken(columns, order[begin:begin+n]) for begin,n in sampler.shares(sampler.start))
+
+@patch
+def _reader(self:ExactLoader): return BatchReader(self.dataset, self.collate_fn)
 
 @patch
 def _forget(self:ExactLoader, batches):
@@ -179,11 +203,13 @@ def exact_loader(
     drop_last:bool=False, # Leave out the rest that does not fill a batch?
     num_workers:int=0, # Processes that read
     collate_fn=None, # Makes a batch of a list of rows; default: PyTorch's `default_collate`
+    in_memory:bool=None, # Keep all rows in memory? None: if they are few and plain
     **kwargs, # For `DataLoader`, and for `ExactLoader` also `rank`, `world_size` and `whole`
 ): # An `ExactLoader`, or for a stream a `ReplayLoader`
     "A loader whose batches can be found again"
     _check_dataset(dataset)
     check_flag(shuffle, 'shuffle')
     options = dict(drop_last=drop_last, num_workers=num_workers, collate_fn=collate_fn, **kwargs)
+    if _is_endless(dataset): held_rows(dataset, collate_fn, in_memory or False) # A stream cannot be kept
     if _is_endless(dataset): return ReplayLoader(DataLoader(dataset, batch_size, **options), seed)
-    return ExactLoader(dataset, batch_size, seed, shuffle, **options)
+    return ExactLoader(dataset, batch_size, seed, shuffle, in_memory=in_memory, **options)

@@ -8,7 +8,7 @@ __all__ = ['SeededBatchSampler']
 # %% ../../nbs/data/20_sampling.ipynb #9a321c6b
 import ctypes, gc, multiprocessing, os, random, sys, threading
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 
 import torch
@@ -32,6 +32,7 @@ def seed_with(*key):
 
 # %% ../../nbs/data/20_sampling.ipynb #de5d5e07
 _spare = [] # Generators of NumPy to lend
+_Words = ctypes.c_uint32*625 # A Mersenne twister: 624 words, and the place among them
 
 @contextmanager
 def _numpy_lent(numpy):
@@ -51,23 +52,45 @@ def _kept_normal(numpy, generator):
     if type(generator) is not numpy.MT19937:
         state = numpy.get_state(legacy=False)
         return state['gauss'] if state['has_gauss'] else None
-    memory = (ctypes.c_uint32*625).from_address(generator.ctypes.state_address) # 624, and the position
+    memory = _Words.from_address(generator.ctypes.state_address)
     before = bytes(memory)
     number = numpy.standard_normal()
     if bytes(memory) == before: return number
     ctypes.memmove(memory, before, len(before))
 
 # %% ../../nbs/data/20_sampling.ipynb #82bce638
+@lru_cache(1)
+def _python_memory():
+    "The words in which Python keeps its random numbers, or None where they are not found"
+    import _random
+    n = ctypes.sizeof(_Words)
+    if _random.Random.__basicsize__ < object.__basicsize__ + n: return None # Not the Python that we know
+    memory = _Words.from_address(id(random._inst) + object.__basicsize__)
+    *words,place = random.getstate()[1]
+    return memory if list(memory) == [place, *words] else None
+
+def _python_state():
+    "The state of Python's random numbers, for `_set_python_state`"
+    memory = _python_memory()
+    return random.getstate() if memory is None else (bytes(memory), random._inst.gauss_next)
+
+def _set_python_state(state):
+    "Put the state of Python's random numbers back"
+    memory = _python_memory()
+    if memory is None: return random.setstate(state)
+    ctypes.memmove(memory, state[0], len(state[0]))
+    random._inst.gauss_next = state[1]
+
 @contextmanager
 def seeded_with(*key):
     "Random numbers from `key` inside the block, and undisturbed ones after it"
     numpy = sys.modules.get('numpy')
-    for_python,for_torch = random.getstate(),torch.default_generator.get_state()
+    for_python,for_torch = _python_state(),torch.default_generator.get_state()
     with _numpy_lent(numpy.random) if numpy else nullcontext():
         seed_with(*key)
         try: yield
         finally:
-            random.setstate(for_python)
+            _set_python_state(for_python)
             torch.default_generator.set_state(for_torch)
 
 # %% ../../nbs/data/20_sampling.ipynb #4ea6f282
@@ -130,8 +153,8 @@ class SeededBatchSampler:
         return full + (not self.drop_last and rest >= self.least)
 
     def __iter__(self):
-        order,epoch = self._order(),self.epoch
-        return (self._share(order, epoch, *step) for step in self.steps(self.start))
+        order,epoch = self.order(),self.epoch
+        return (_batch(order, self.seed, epoch, *share) for share in self.shares(self.start))
 
 # %% ../../nbs/data/20_sampling.ipynb #28c1c3d4
 _TOO_FAR = '`samples` is {samples}, but an epoch has only {n}. Is this position from another dataset?'
@@ -172,7 +195,7 @@ class _Batch(list):
     "Row numbers, with the `key` for the random numbers of their batch"
 
 @patch
-def _order(self:SeededBatchSampler):
+def order(self:SeededBatchSampler)->torch.Tensor: # (n,) whole numbers
     "The row numbers in the order of this epoch"
     if not self.shuffle: return torch.arange(self.n)
     return torch.randperm(self.n, generator=torch.Generator().manual_seed(hashed(self.seed, self.epoch)[0]))
@@ -190,12 +213,18 @@ def steps(self:SeededBatchSampler,
         start += size
 
 @patch
-def _share(self:SeededBatchSampler, order, epoch, first, size):
-    "This process's part of a batch"
-    begin,n = share_of(first, size, self.rank, self.world_size)
-    if not n: begin = first # A row to learn the shapes from, which counts for nothing
-    batch = _Batch(order[begin:begin + max(n, 1)].tolist())
-    batch.key = self.seed,epoch,begin
+def shares(self:SeededBatchSampler,
+    start:int, # Samples of this epoch that were used already
+): # Pairs, one for each batch
+    "The first sample and the number of samples of this process's part of each batch"
+    for first,size in self.steps(start):
+        begin,n = share_of(first, size, self.rank, self.world_size)
+        yield (begin, n) if n else (first, 1) # A row to learn the shapes from, which counts for nothing
+
+def _batch(order, seed, epoch, begin, n):
+    "The numbers of `n` rows, and the key of their batch"
+    batch = _Batch(order[begin:begin+n].tolist())
+    batch.key = seed,epoch,begin
     return batch
 
 # %% ../../nbs/data/20_sampling.ipynb #e12db74f

@@ -84,5 +84,8 @@ def exact_instead(
     why = _why_not(dl)
     if why: raise TypeError(_NO_SHARES.format(name=name, kind=why, size=size))
     options = {option: getattr(dl, option) for option in READING if option not in ('num_workers',)}
-    return exact_loader(dl.dataset, dl.batch_size, seed, isinstance(dl.sampler, RandomSampler), dl.drop_last,
-                        dl.num_workers, dl.collate_fn, worker_init_fn=dl.worker_init_fn, **options)
+    exact = exact_loader(dl.dataset, dl.batch_size, seed, isinstance(dl.sampler, RandomSampler), dl.drop_last,
+                         dl.num_workers, dl.collate_fn, in_memory=False, worker_init_fn=dl.worker_init_fn,
+                         **options)
+    exact.held = getattr(dl, 'held', None)
+    return exact

@@ -12,6 +12,7 @@ from torch import nn
 from ..loop.events import Order
 from ..basics.settings import show_settings
 from ..basics.tensors import default_device, to_device
+from ..data.in_memory import HeldRows
 
 # %% ../../nbs/device/10_device.ipynb #85cec183
 _UNKNOWN = ("`device` is {device!r}, which PyTorch does not know. Use a name such as 'cpu', 'cuda', "
@@ -60,6 +61,8 @@ class DeviceCB:
             if isinstance(held, nn.Module): held.to(device) # Model and loss are among them
         for held in vars(trainer).values():
             if hasattr(held, 'param_groups'): _move_state(held)
+        for dl in (getattr(trainer.dls, name, None) for name in ('train', 'valid')):
+            if isinstance(getattr(dl, 'held', None), HeldRows): dl.to(device) # All rows at once
 
     def _chosen(self):
         "The device to use, asked now if it is a function that says so"
