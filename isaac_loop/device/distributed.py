@@ -264,6 +264,7 @@ def _where(trainer, over):
 class DistributedSync:
     "Put the gradients of all processes together before each step"
     order,exchange = Order.EXCHANGE,Exchange
+    stateless = True # `DistributedJoin` tells what there is to tell
     __repr__ = show_settings
     def __init__(self,
         weigh=None, # What a loss is a mean over: 'samples', 'mean' (shares weigh alike), 'sum', a function
