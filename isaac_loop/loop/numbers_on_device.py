@@ -48,6 +48,8 @@ def one_number(
     if not torch.is_tensor(x): return float(x)
     return x.detach() if x.ndim == 0 else x.detach().reshape(())
 
+_NONE = torch.zeros(0, dtype=torch.float64)
+
 class _Blocks:
     "Gathers numbers, or tensors of one shape, and stacks them by the block"
     block = 64
@@ -60,11 +62,13 @@ class _Blocks:
         device = value.device if torch.is_tensor(value) else None
         if device != self._device or len(self._new) == self.block: self._flush()
         self._device = device
-        self._new.append(value if device is None else value.detach())
+        has_graph = device is not None and value.requires_grad
+        self._new.append(value.detach() if has_graph else value)
 
     def _stacked(self):
         in_python = self._device is None or not self._new
-        return torch.tensor(self._new, dtype=torch.float64) if in_python else torch.stack(self._new)
+        if not in_python: return torch.stack(self._new)
+        return torch.frombuffer(array('d', self._new), dtype=torch.float64) if self._new else _NONE
 
     def _flush(self):
         "Take the new values as one block"
@@ -206,6 +210,7 @@ class PassNumbers:
         *names, # Of the columns
     ):
         self.columns,self.batches = {name: DeviceNumbers() for name in names},array('I')
+        self._adds = [column.add for column in self.columns.values()]
 
     def __len__(self): return len(self.batches)
 
@@ -214,7 +219,7 @@ class PassNumbers:
         *values, # One for each column
     ):
         "Keep the numbers of a batch where they are"
-        for column,value in zip(self.columns.values(), values): column.add(value)
+        for add,value in zip(self._adds, values): add(value)
         self.batches.append(batch)
 
     def read(self)->dict: # Lists of floats by name

@@ -31,8 +31,10 @@ class Losses(PassNumbers):
         batch:int, # Number of the batch
     ):
         "Keep the loss of a batch"
-        if torch.is_tensor(loss) and loss.numel() != 1: raise ValueError(_SHAPE.format(tuple(loss.shape)))
-        super().add(batch, one_number(loss), size)
+        plain = torch.is_tensor(loss) and not loss.ndim
+        if not plain and torch.is_tensor(loss) and loss.numel() != 1:
+            raise ValueError(_SHAPE.format(tuple(loss.shape)))
+        super().add(batch, loss if plain else one_number(loss), size)
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave; earlier versions had two columns side by side
