@@ -16,7 +16,7 @@ from ..loop.events import callback_name
 from ..loop.shared_attributes import offering
 from ..loop.passes import n_batches
 from .plain_state import Exactly, from_plain, plain
-from .random_numbers import random_state, set_plain_random_state, undrawn
+from .random_numbers import compact_random_state, set_plain_random_state, undrawn
 from .run_parts import all_parameters, bare, differing, generators
 from .run_parts import loaders_of, opt_defaults, parts_of, stateful_callbacks
 
@@ -32,7 +32,7 @@ def take_parts(
 def _gather_parts(trainer):
     "The parts that a validation pass may change, as they are"
     own = getattr(trainer, '_own_state', None)
-    return dict(random=random_state(),
+    return dict(random=compact_random_state(),
                 history=trainer.history.state_dict(),
                 loaders={name: dl.state_dict() for name,dl in loaders_of(trainer).items()},
                 generators={name: o.get_state() for name,o in generators(trainer).items()},
