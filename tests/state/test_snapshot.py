@@ -919,6 +919,7 @@ def test_the_plan_is_that_of_the_same_kind_of_pass():
     cb = HoldCB()
     cb.on_valid, cb.before_epoch = False, lambda trainer: None
     trainer = make_trainer([cb])
+    assert trainer.plan.entries  # Worked out when somebody asks
     handlers = dict(trainer.plan)
     with trainer.snapshot():
         trainer.fit(1)
