@@ -4,7 +4,7 @@ import gc as _gc
 from .lazy import nothing_more as _nothing_more
 
 _collects = _gc.isenabled()
-_gc.disable() # Nothing here is garbage, and to look through all that torch has brought takes a tenth of a second
+_gc.disable() # Nothing here is garbage, and to look through all that torch has brought takes 0.1 seconds
 try:
     from .basics import *
     from .loop import *

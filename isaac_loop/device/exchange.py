@@ -92,7 +92,8 @@ class Exchange:
         precise = [key for key in places if key[1] in (torch.float32, torch.float64)]
         first = precise[0] if precise else None
         n = len(FIELDS)+len(self.params)
-        self._alone = None if precise else torch.zeros(n, device=self.params[0].device) # The header, if no buffer takes it
+        self._alone = None # The header, if no buffer takes it
+        if not precise: self._alone = torch.zeros(n, device=self.params[0].device)
         sizes = {key: n if key == first else 0 for key in places}
         self._buffers = [_Buffer([self.params[i] for i in numbers], numbers, sizes[key])
                          for key,numbers in sorted(places.items(), key=lambda pair: pair[0] != first)]
@@ -120,7 +121,8 @@ class Exchange:
 
     def _check_dense(self):
         for name,p in zip(self.names, self.params):
-            if p.grad is not None and p.grad.layout != torch.strided: raise TypeError(_SPARSE.format(name=name))
+            is_sparse = p.grad is not None and p.grad.layout != torch.strided
+            if is_sparse: raise TypeError(_SPARSE.format(name=name))
 
     def _tell_places(self, where):
         places = self.ranks.gather(where)

@@ -50,10 +50,10 @@ def _dumped(error):
         return pickle.dumps(('error', plain, [], text, time.time()))
 
 # %% ../../nbs/device/50_launching.ipynb #c0465951
-_GONE = ('Process {rank} of {size} ended with exit code {code} and without an answer, so what `{name}` returned there is '
-         'lost. A negative code is the signal that ended it; -9 is often a lack of memory.')
-_TOO_LONG = ('`{name}` was not done within {timeout:g} s in process {ranks} of {size}, and all were ended. Do they wait '
-             'for each other? Pass a longer `timeout` if they only need the time.')
+_GONE = ('Process {rank} of {size} ended with exit code {code} and without an answer, so what `{name}` '
+         'returned there is lost. A negative code is the signal that ended it; -9 is often a lack of memory.')
+_TOO_LONG = ('`{name}` was not done within {timeout:g} s in process {ranks} of {size}, and all were ended. '
+             'Do they wait for each other? Pass a longer `timeout` if they only need the time.')
 
 def _free_port():
     with closing(socket.socket()) as s:

@@ -63,7 +63,8 @@ class ProcessRanks(Ranks):
         self.local_rank,self.is_main = int(os.environ.get('LOCAL_RANK', self.rank)),self.rank == 0
         self.shared = [] # Loaders of which each process reads a part
         self.meeting = None # How they meet in a training pass; set by whoever exchanges gradients
-        self._group,self._store,self._owned,self._timeout = group,store,owned,timeout
+        self._group,self._store = group,store
+        self._owned,self._timeout = owned,timeout
         self._wishes,self._known,self._heard = {},{},[]
         self._broken = None # Or why these processes do not train together any more
 
@@ -227,7 +228,8 @@ def _store_of_this_process(limit, rank, size):
     key = os.getpid(),*(os.environ[name] for name in _ENVIRONMENT)
     if key not in _connected:
         try: _connected[key] = next(dist.rendezvous('env://', rank, size, timeout=limit))[0]
-        except dist.DistError as error: raise RankFailed(_NOT_FOUND.format(seconds=limit.total_seconds(), error=error))
+        except dist.DistError as error:
+            raise RankFailed(_NOT_FOUND.format(seconds=limit.total_seconds(), error=error))
         _n_groups[0] = 0
     return dist.PrefixStore(_next_name(), _connected[key])
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .distributed import DistributedSync, has_no_rows, is_alone, named_parameters
+from .joining import named_parameters
+from .synchronising import DistributedSync, has_no_rows, is_alone
 from .exchange import FIELDS, Exchange, Header
 from ..loop.trainer import Trainer
 
@@ -38,7 +39,8 @@ class Agreement(Exchange):
 
 # %% ../../nbs/device/75_wrapped.ipynb #0a893ea8
 _OWN_BATCH = ("`engine='ddp'` wraps the step `predict`, and `{cls}.one_batch` is your own, so gradients "
-              "might not be put together. Leave `engine` out: `'sum'` puts together whatever is there before a step.")
+              "might not be put together. Leave `engine` out: `'sum'` puts together whatever is there before "
+              "a step.")
 _OTHERS = ("`engine='ddp'` puts together the gradients of `trainer.model` alone, and {names} would be "
            "trained apart in each process. Leave `engine` out: `'sum'` takes all parameters.")
 

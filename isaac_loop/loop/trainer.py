@@ -87,7 +87,8 @@ class Plan(dict):
         "Use the handlers of one kind of pass"
         self.training = training
         if self._later is not None: return
-        for event,found in self._entries[training].items(): self[event] = tuple(handler for _,handler in found)
+        for event,found in self._entries[training].items():
+            self[event] = tuple(handler for _,handler in found)
         if self['step']: self['step'] += (count_update,)
         around = {step: (s.before, s.after, s.cleanup) for step,s in STEPS.items()}
         bare = [step for step,events in around.items() if not any(self[o] for o in events)]

@@ -136,13 +136,17 @@ _OTHER_SIZE = ('The run was saved by {was} and goes on with {now}: each row come
                'order, and results are the same up to rounding, but for what is random in each process.')
 _MAINS_ALONE = ' Of {} all go on with what main had; `shared_state(states, rank, size)` could divide it.'
 
+def _share_of(cb):
+    "What divides the states of `cb` among processes, if it can do that"
+    return getattr(cb, 'shared_state', None)
+
 def _shared(trainer, states):
     "The states of callbacks for this process, and names of those that all take from main"
     ranks,made,mains = trainer.ranks,{},[]
     for name,cb in stateful_callbacks(trainer).items():
         theirs = [state['callbacks'][name] for state in states if name in state['callbacks']]
         if not theirs: continue
-        share = getattr(cb, 'shared_state', None)
+        share = _share_of(cb)
         if share is not None:
             own = share([from_plain(o) for o in theirs], ranks.rank, ranks.size)
             made[name] = plain(own, f'{name}.shared_state()', exact=True)

@@ -82,7 +82,7 @@ def test_no_module_prints_or_warns_by_itself():
         if name.startswith("interop/") or name == "_modidx.py":
             continue
         code = re.sub(r'"[^"\n]*"|\'[^\'\n]*\'', "", path.read_text())
-        found = set(re.findall(r"(?<![\w.])print\(|warnings\.warn\(", code))
+        found = set(re.findall(r"(?<![\w.])(?<!def )print\(|warnings\.warn\(", code))
         assert found <= {allowed.get(name)}, f"{name}: {found}"
 
 

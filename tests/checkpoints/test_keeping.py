@@ -102,6 +102,8 @@ STATELESS = {  # They must need none
     "FreezeCB": lambda: library.FreezeCB("0", until=2),
     "BatchNormEvalCB": library.BatchNormEvalCB,
     "DeviceCB": lambda: library.DeviceCB("cpu"),
+    "CompileCB": lambda: library.CompileCB(backend="eager"),
+    "DistributedCB": library.DistributedCB,  # In one process, which has nothing to put together
     "ProgressCB": lambda: library.ProgressCB("plain"),
     "LivePlotCB": None,
     "CapturePredsCB": library.CapturePredsCB,

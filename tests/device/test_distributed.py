@@ -65,7 +65,7 @@ def fitted(name, epochs=2):
 @pytest.mark.parametrize("name", CASES)
 def test_several_processes_end_where_one_ends(name, n):
     (alone, alone_rows), n_updates = fitted(name)
-    for (theirs, their_rows), updates in in_processes(n, fitted, name):
+    for (theirs, _), updates in in_processes(n, fitted, name):
         assert (theirs - alone).abs().max() < (1e-6 if "single" in name else 1e-12)
         assert updates == n_updates
 
