@@ -29,7 +29,9 @@ def set_random_state(
     state:dict, # What `random_state` gave
 ):
     "Let all random numbers go on from `state`"
-    random.setstate(state['python'])
+    version,words,normal = state['python']
+    if torch.is_tensor(words): words = tuple(words.tolist()) # As they are saved
+    random.setstate((version, words, normal))
     torch.set_rng_state(state['torch'])
     if 'numpy' in state: sys.modules['numpy'].random.set_state(state['numpy'])
     if 'cuda' in state: torch.cuda.set_rng_state_all(state['cuda'])
@@ -79,8 +81,6 @@ def set_plain_random_state(
 )->list: # Names of the parts that could not be put back
     "Let all random numbers go on from `state`"
     state,lost = dict(state),[]
-    version,words,normal = state['python']
-    if torch.is_tensor(words): state['python'] = version,tuple(words.tolist()),normal # Once they were numbers
     if 'numpy' in state:
         import numpy # noqa: F401 - its global numbers are only in `state` if somebody used NumPy
         state['numpy'] = map_tensors(lambda o: o.numpy(), state['numpy'])
