@@ -79,7 +79,7 @@ def changed(
     return found
 
 # %% ../../nbs/inspection/04_known_calls.ipynb #3d0db87a
-WITH_GRAPH = {('loss',), ('preds',)} # Whoever collects these keeps what the backward pass needs
+COMPUTED = {'mean', 'sum', 'abs', 'square', 'sqrt', 'pow', 'exp', 'log', 'float', 'clone', 'to', 'cpu'}
 DEEDS = ('clips', 'unscales', 'moves', 'averages', 'keeps graph', 'reads row', 'draws', 'asks training',
          'sets gradients', 'steps', 'schedules', 'zeroes', 'updates', 'computes') # The last five with a name
 

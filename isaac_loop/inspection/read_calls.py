@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/inspection/08_read_calls.ipynb #dd235fe4
 import ast, functools, inspect
 
-from .known_calls import COPIES, FILLING, PARTS, PASSED, WITH_GRAPH, changed
+from .known_calls import COPIES, FILLING, PARTS, PASSED, changed
 from .known_calls import deeds, is_optimizer, longer
 from .method_source import to_follow
 from .read_expressions import Attributes
@@ -81,8 +81,9 @@ class KnownCalls(Attributes):
     def _fill(self, call):
         "A list or a dict gets further elements"
         target,value = call.node.func.value,joined(call.given)
-        is_list = call.name != 'update' or isinstance(call.owner.live, (dict, set)) # A metric, otherwise
-        if is_list and WITH_GRAPH & value.paths and self.is_kept(target): self.do('keeps graph', call.node)
+        is_set = isinstance(call.owner.live, (dict, set)) # A metric or a mean, otherwise
+        is_list = is_set or call.name not in ('add', 'update')
+        if is_list and value.has_graph and self.is_kept(target): self.do('keeps graph', call.node)
         self.absorb(target, call.owner, value)
 
     def _result(self, call):

@@ -9,7 +9,7 @@ __all__ = []
 import ast, sys
 from contextlib import contextmanager
 
-from .known_calls import WITH_GRAPH, longer, of_gradients, of_weights, shared
+from .known_calls import COMPUTED, longer, of_gradients, of_weights, shared
 from .read_values import Closure, NOTHING, UNKNOWN, Value
 
 # %% ../../nbs/inspection/06_read_statements.ipynb #732c0fdd
@@ -260,7 +260,9 @@ class Assignments(Branches):
         self.absorb(node.target, old, value)
 
     def _is_sum_of(self, target, made):
-        "Whether `target = made` adds to what was there, as in `self.total = self.total + trainer.loss`"
+        "Whether `target = made` goes on from what was there, as in `self.total = self.total + trainer.loss`"
+        if isinstance(made, ast.IfExp):
+            return self._is_sum_of(target, made.body) or self._is_sum_of(target, made.orelse)
         if not isinstance(made, ast.BinOp) or not isinstance(target, ast.Attribute): return False
         known = ast.unparse(target)
         return any(ast.unparse(o) == known for o in ast.walk(made) if isinstance(o, ast.Attribute))
@@ -270,9 +272,13 @@ class Assignments(Branches):
         if self.graphs and self.has_graph(added) and self.is_kept(target): self.do('keeps graph', node)
 
     def has_graph(self, node):
-        "Whether an expression is a loss or predictions, or a sum or product of them"
+        "Whether an expression is a loss or predictions, or is computed from them in any case"
         if isinstance(node, ast.BinOp): return self.has_graph(node.left) or self.has_graph(node.right)
-        return bool(WITH_GRAPH & self.value(node).paths)
+        if isinstance(node, ast.IfExp): return self.has_graph(node.body) and self.has_graph(node.orelse)
+        if isinstance(node, ast.UnaryOp): return self.has_graph(node.operand)
+        called = getattr(node, 'func', None)
+        if getattr(called, 'attr', '') in COMPUTED: return self.has_graph(called.value)
+        return self.value(node).has_graph
 
     def mixes(self, target, made):
         "Whether `made` mixes weights of the model into `target`, which is not the trainer's"

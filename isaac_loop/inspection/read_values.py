@@ -26,6 +26,8 @@ def either_of(a, b):
     one_kind = all(map(callable, both)) or all(isinstance(o, str) for o in both)
     return Choice(dict.fromkeys(both)) if one_kind and len(both) < 20 else UNKNOWN
 
+WITH_GRAPH = {('loss',), ('preds',)} # Whoever collects these keeps what the backward pass needs
+
 class Value:
     "What an expression stands for"
     def __init__(self,
@@ -41,7 +43,13 @@ class Value:
         live = self.live if self.live is other.live else either_of(self.live, other.live)
         same = self.parts and other.parts and len(self.parts) == len(other.parts)
         parts = [a | b for a,b in zip(self.parts, other.parts)] if same else None
-        return Value(self.paths | other.paths, live, parts, self.new and other.new)
+        perhaps = {(*path, 'detach') for path in WITH_GRAPH & (self.paths ^ other.paths)}
+        return Value(self.paths | other.paths | perhaps, live, parts, self.new and other.new)
+
+    @property
+    def has_graph(self):
+        "Whether it is a loss or predictions, in any case with all that the backward pass needs of them"
+        return any((*path, 'detach') not in self.paths for path in WITH_GRAPH & self.paths)
 
     @property
     def is_trainer(self): return () in self.paths and not self.new

@@ -22,6 +22,7 @@ from isaac_loop.callbacks import EMACB, MetricsCB, MixedPrecisionCB, ProgressCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import CheckFailed
 from isaac_loop.loop.events import CancelBatchException, CancelStepException, Order
+from isaac_loop.loop.numbers_on_device import DeviceNumbers
 from isaac_loop.loop.plan_checks import plan_findings
 from working import WORKING, images_trainer, working
 
@@ -320,7 +321,25 @@ class Graph:
         self.total = self.total + trainer.loss * len(trainer.batch[0])
 
 
+class RunningMean:
+    def before_fit(self, trainer):
+        self.mean = None
+
+    def after_batch(self, trainer):
+        self.mean = trainer.loss if self.mean is None else 0.9 * self.mean + 0.1 * trainer.loss
+
+
+class MeanOfPreds:
+    def before_fit(self, trainer):
+        self.mean = 0.0
+
+    def after_batch(self, trainer):
+        self.mean = 0.9 * self.mean + 0.1 * trainer.preds.mean()
+
+
 FAULTS = {
+    "a running mean keeps graphs": ([RunningMean()], "keeps_graph"),
+    "a mean of predictions keeps graphs": ([MeanOfPreds()], "keeps_graph"),
     "clipped after the step": ([ClipAfter()], "clip_after_step"),
     "clamped when the batch is over": ([ClampAfter()], "clip_after_step"),
     "cleared before the step": ([ZeroEarly()], "cleared_before_step"),
@@ -571,7 +590,27 @@ class SumWithoutGraph(Graph):
         self.total = self.total + trainer.loss * 2
 
 
+class Detached:
+    "Without a graph, or with one only under a condition"
+
+    def before_fit(self, trainer):
+        self.losses, self.preds, self.mean, self.right = [], [], 0.0, 0.0
+        self.numbers = DeviceNumbers()
+
+    def after_batch(self, trainer):
+        loss, preds = trainer.loss, trainer.preds
+        self.losses.append(loss.detach() if torch.is_tensor(loss) else loss)
+        self.losses.append(loss.item() if torch.is_tensor(loss) else loss)
+        if torch.is_tensor(preds):
+            preds = preds.detach()
+        self.preds.append(preds)
+        self.numbers.add(trainer.loss)
+        self.mean = 0.9 * self.mean + 0.1 * trainer.loss.item()
+        self.right = self.right + (trainer.preds.argmax(1) == trainer.batch[1]).float().mean()
+
+
 RIGHT = {
+    "what is detached, perhaps under a condition": [Detached()],
     "clipping, clearing, scaling and averaging at the right moment": [Late()],
     "a schedule for batches or for epochs": [EitherSchedule()],
     "a metric that is updated elsewhere in each pass": [CountOnce()],
