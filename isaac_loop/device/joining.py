@@ -14,7 +14,8 @@ from torch import nn
 import isaac_loop
 from ..basics.output import say
 from ..basics.settings import show_settings
-from ..data.sampling import seed_with
+from ..data.fingerprint import data_of, differences, loss_of
+from ..data.sampling import hashed, seed_with
 from ..data.shared_loaders import exact_instead, share_exact
 from .processes import are_several, join
 from ..loop.events import Order, callback_name
@@ -22,6 +23,7 @@ from ..loop.passes import n_batches
 from ..loop.ranks import Ranks
 from ..state.errors import RanksDiffer, WorldSizeMismatch
 from ..state.random_numbers import plain_random_state, set_plain_random_state
+from ..state.run_parts import opt_defaults
 from ..state.run_parts import parts_of as modules_of
 from ..train.closures import refuse_closure
 
@@ -68,11 +70,36 @@ def _facts(trainer):
     facts['callbacks'] = [f'{name} ({order:g})' for name,order in orders]
     for name,p in named_parameters(trainer):
         facts[name] = f'{tuple(p.shape)} {p.dtype}' + ('' if p.requires_grad else ' frozen')
-    for name in ('train', 'valid'):
-        dl = getattr(trainer.dls, name, None)
-        kind,seed = type(dl).__name__,getattr(dl, 'seed', None)
-        facts[f'dls.{name}'] = f'{kind} of {n_batches(dl)} batches, seed {seed}'
+    for name in ('train', 'valid'): facts[f'dls.{name}'] = _described(getattr(trainer.dls, name, None))
+    facts.update({owner: _layers(module) for owner,module in named_modules(trainer).items()})
+    facts.update(loss_func=loss_of(trainer), opt_defaults=opt_defaults(trainer))
+    opts = modules_of(trainer, torch.optim.Optimizer)
+    facts['optimizers'] = {name: type(opt).__name__ for name,opt in opts.items()}
     return {name: str(fact) for name,fact in facts.items()}
+
+def check_same_data(
+    ranks, # Of all processes
+    data:dict, # What `data_of` gave
+):
+    "Refuse processes that would share different rows, as far as a look at some of them tells"
+    theirs = ranks.gather(data)
+    pairs = [(rank, name, known) for rank,other in enumerate(theirs) for name,known in other.items()]
+    others = [(rank, name, known) for rank,name,known in pairs if name in theirs[0]]
+    told = [f'`dls.{name}` is not the same in process {rank} as in process 0: {text}'
+            for rank,name,known in others for text in differences(theirs[0][name], known)]
+    if told: raise RanksDiffer(_DIFFERENT.format(differences='; '.join(told[:3])))
+
+def _described(dl):
+    "A loader in words"
+    told = dict(seed=getattr(dl, 'seed', None), batch_size=getattr(dl, 'batch_size', None))
+    dataset = getattr(dl, 'dataset', None)
+    if hasattr(dataset, '__len__'): told['rows'] = len(dataset)
+    return f'{type(dl).__name__} of {n_batches(dl)} batches, ' + ', '.join(f'{k} {v}' for k,v in told.items())
+
+def _layers(module):
+    "A module in words, short if it is large"
+    text = ' '.join(repr(module).split())
+    return text if len(text) < 200 else f'{text[:100]} ... (fingerprint {hashed(text)[0]:x})'
 
 def check_alike(
     ranks, # Of all processes
@@ -133,6 +160,17 @@ def _only_looks(trainer):
     "Is this a run on the side that trains nothing, such as `get_preds`? One process may do that alone"
     return trainer._side_runs > 0 and trainer.updates_per_epoch == 0
 
+_BATCH_NORM = ('Batch norm (`{name}`) measures the rows of its own process, so results will not be those '
+               'of one process. `DistributedCB(sync_bn=True)` measures the rows of all.')
+
+def _tell_of_batch_norm(trainer):
+    "Say which number will differ"
+    kind = nn.modules.batchnorm._BatchNorm
+    modules = named_modules(trainer).items()
+    found = [f'{owner}.{name}' for owner,module in modules if isinstance(module, nn.Module)
+             for name,part in module.named_modules() if isinstance(part, kind)]
+    if found and trainer.updates_per_epoch: say(_BATCH_NORM.format(name=found[0]))
+
 class DistributedJoin:
     "Find together with the other processes, and share the data, for the length of a fit"
     order,stateless = Order.JOIN,True
@@ -161,9 +199,11 @@ class DistributedJoin:
         if self.expected not in (None, ranks.size): raise self._mismatch(ranks.size)
         refuse_lazy(trainer)
         check_alike(ranks, _facts(trainer))
+        if self.share: check_same_data(ranks, data_of(trainer))
         self._share(trainer)
         take_weights(ranks, trainer)
         own_random_numbers(ranks)
+        if ranks.is_main and not self.in_all: _tell_of_batch_norm(trainer)
         words = (_TOGETHER if self.batch == 'whole' else _EACH) if self.share else _OWN
         if ranks.is_main: say(words.format(size=ranks.size, timeout=self.timeout))
         known = list(trainer.callbacks) # Made in a process that was alone, the trainer has only this one

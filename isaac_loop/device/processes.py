@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..loop.ranks import Ranks
-from ..state.errors import RankFailed
+from ..state.errors import RankFailed, RanksDiverged
 
 # %% ../../nbs/device/55_processes.ipynb #c5b23f9d
 def packed(
@@ -49,7 +49,20 @@ def in_words(
     return text + (f' ({notes[0]})' if notes else '')
 
 # %% ../../nbs/device/55_processes.ipynb #aa63f82a
-_BLOCK = 2048 # Bytes; what fits in takes one message
+_BLOCK,_HEAD = 2048,16 # Bytes; what fits in takes one message
+_ASKED = 'a `gather` of a callback','the end of a pass, of an epoch or of the fit'
+_MIXED = ('The processes ask one another different things: {told}. All of them must ask in the same '
+          'order, so `gather`, `total` and `from_main` stand in handlers that run in every process, and '
+          'not behind `is_main`.')
+_NOT_PLAIN = ('A process gathers what is no plain data, such as an object of a class. Send numbers, text, '
+              'tensors, and lists, tuples and dicts of them.')
+
+def _each(words): return ', '.join(f'process {rank} is at {word}' for rank,word in enumerate(words))
+
+def _read(data):
+    "What a message says, if it is plain data"
+    try: return unpacked(data)
+    except Exception: raise TypeError(_NOT_PLAIN) from None
 
 class ProcessRanks(Ranks):
     "This process among several that train together"
@@ -66,6 +79,7 @@ class ProcessRanks(Ranks):
         self._group,self._store = group,store
         self._owned,self._timeout = owned,timeout
         self._wishes,self._known,self._heard = {},{},[]
+        self.apart = False # Has one of them left the fit, while others are in a pass?
         self._broken = None # Or why these processes do not train together any more
 
     def shares(self, dl): return any(dl is o for o in self.shared)
@@ -84,7 +98,7 @@ class ProcessRanks(Ranks):
         "Let all processes know of all wishes; that for an interrupt stays known"
         if n_wishes is None or n_wishes: # A signal may write a wish down at any moment
             wishes,self._wishes = self._wishes,{}
-            self._heard = self.gather(wishes)
+            self._heard = self._gather(wishes, 1)
         else: self._heard = []
         self._known = {name: value for name,value in self._known.items() if name == 'interrupt'}
         for wishes in self._heard: self._known = wishes | self._known # The first process that wishes counts
@@ -104,16 +118,21 @@ class ProcessRanks(Ranks):
         self._send(dist.all_reduce, x)
         return x
 
-    def gather(self, x):
+    def gather(self, x): return self._gather(x, 0)
+
+    def _gather(self, x, what): # 0: what a callback asks; 1: wishes
         data = packed(x)
         n,block = len(data),torch.zeros(_BLOCK, dtype=torch.uint8)
-        block[:8] = torch.tensor([n]).view(torch.uint8)
-        if n <= _BLOCK-8: block[8:8+n] = data
+        block[:_HEAD] = torch.tensor([n, what]).view(torch.uint8)
+        if n <= _BLOCK-_HEAD: block[_HEAD:_HEAD+n] = data
         blocks = self._gathered(block)
-        sizes = [block[:8].clone().view(torch.int64).item() for block in blocks]
-        if max(sizes) <= _BLOCK-8: return [unpacked(block[8:8+n]) for block,n in zip(blocks, sizes)]
+        heads = [block[:_HEAD].clone().view(torch.int64).tolist() for block in blocks]
+        asked = [_ASKED[what] for _,what in heads]
+        if len(set(asked)) > 1: raise RanksDiverged(_MIXED.format(told=_each(asked)))
+        sizes = [n for n,_ in heads]
+        if max(sizes) <= _BLOCK-_HEAD: return [_read(block[_HEAD:_HEAD+n]) for block,n in zip(blocks, sizes)]
         parts = self._gathered(torch.cat([data, data.new_zeros(max(sizes)-n)]))
-        return [unpacked(part[:n]) for part,n in zip(parts, sizes)]
+        return [_read(part[:n]) for part,n in zip(parts, sizes)]
 
     def _gathered(self, x):
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -196,14 +215,22 @@ class ProcessRanks(Ranks):
 _ENVIRONMENT = 'RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'
 _INCOMPLETE = ('The environment has `{there}` but no `{missing}`, so this process cannot find the others. '
                'torchrun sets all that is needed: `torchrun --nproc-per-node 2 script.py`.')
+_NO_NUMBER = ('The environment says RANK={RANK} and WORLD_SIZE={WORLD_SIZE}, but processes have the '
+              'numbers from 0 to one less than there are. torchrun sets both.')
 _connected,_n_groups = {},[0] # The store of this process, and how many groups were formed through it
 
 def are_several()->bool:
     "Is this process one of several, as the environment or a group says?"
     if dist.is_available() and dist.is_initialized(): return dist.get_world_size() > 1
-    if os.environ.get('WORLD_SIZE', '1') in ('', '1'): return False
-    missing = [name for name in _ENVIRONMENT if not os.environ.get(name)]
-    if missing: raise ValueError(_INCOMPLETE.format(there='WORLD_SIZE', missing=missing[0]))
+    known = {name: os.environ[name] for name in _ENVIRONMENT if os.environ.get(name)}
+    if not {'RANK', 'WORLD_SIZE'} & known.keys() or known.get('WORLD_SIZE') == '1': return False
+    missing = [name for name in _ENVIRONMENT if name not in known]
+    there = 'WORLD_SIZE' if 'WORLD_SIZE' in known else 'RANK'
+    if missing: raise ValueError(_INCOMPLETE.format(there=there, missing=missing[0]))
+    numbers = {name: known[name] for name in ('RANK', 'WORLD_SIZE')}
+    whole = all(x.isdigit() for x in numbers.values())
+    if not whole or int(numbers['RANK']) >= int(numbers['WORLD_SIZE']):
+        raise ValueError(_NO_NUMBER.format(**numbers))
     return True
 
 def join(
@@ -228,13 +255,13 @@ def _store_of_this_process(limit, rank, size):
     key = os.getpid(),*(os.environ[name] for name in _ENVIRONMENT)
     if key not in _connected:
         try: _connected[key] = next(dist.rendezvous('env://', rank, size, timeout=limit))[0]
-        except dist.DistError as error:
+        except (dist.DistError, ValueError, RuntimeError) as error:
             raise RankFailed(_NOT_FOUND.format(seconds=limit.total_seconds(), error=error))
         _n_groups[0] = 0
     return dist.PrefixStore(_next_name(), _connected[key])
 
-_NOT_FOUND = ('The other processes could not be found within {seconds:g} s: {error} Are all of them '
-              'running, with the same MASTER_ADDR and MASTER_PORT?')
+_NOT_FOUND = ('The other processes could not be found within {seconds:g} s. Do all of them call `fit`, '
+              'each with a RANK of its own, one WORLD_SIZE and the same address? PyTorch says: {error}')
 
 def _next_name():
     "A name that the store has not seen; torchrun keeps it when it begins processes again"

@@ -71,7 +71,7 @@ def _place(trainer, over):
 
 def _where(trainer, over):
     "Where the training stands, in words"
-    where = 'is at the end of its pass' if over else f'is at batch {trainer.batch_num}'
+    where = 'is at the end of its pass' if over else f'is at batch {getattr(trainer, "batch_num", None)}'
     rates = [group['lr'] for group in getattr(getattr(trainer, 'opt', None), 'param_groups', ())]
     return f'{where} of epoch {trainer.epoch}, after {trainer.n_updates} updates, with lr {rates}'
 

@@ -10,7 +10,7 @@ import torch
 
 from .joining import named_modules, named_parameters
 from .synchronising import DistributedSync, is_alone, level_of
-from ..loop.events import CancelException, Order
+from ..loop.events import CancelException, CancelFitException, Order
 from ..loop.shared_attributes import offered
 from ..state.errors import RanksDiverged
 
@@ -22,13 +22,15 @@ def _marks(p):
     bits = p.detach().contiguous().view(-1).view(_WHOLE[p.element_size()]).to(torch.int64)
     return torch.stack([bits.sum(), (bits*bits).sum()]).cpu()
 
-_OTHER_WEIGHTS = ('After the training pass of epoch {epoch} the weights are not the same in all '
+_OTHER_WEIGHTS = ('After {where} the weights are not the same in all '
                   'processes: `{name}` differs. What changes weights must do so in every process alike; '
                   'does a callback change them by its own random numbers, or in main alone?')
 
 @torch.no_grad()
 def _compare(trainer):
     "Have means in buffers that differ by process, and see that weights do not"
+    in_pass = any(span.name == 'epoch' for span in trainer.plan.spans)
+    where = f'the training pass of epoch {trainer.epoch}' if in_pass else 'the fit'
     ranks,modules = trainer.ranks,named_modules(trainer).values()
     for x in [x for module in modules if hasattr(module, 'buffers') for x in module.buffers()]:
         if x.is_floating_point(): x.copy_(ranks.total(x)/ranks.size)
@@ -38,7 +40,7 @@ def _compare(trainer):
     for other in theirs[1:]:
         differs = (other != theirs[0]).any(1).nonzero()
         if not len(differs): continue
-        raise RanksDiverged(_OTHER_WEIGHTS.format(epoch=trainer.epoch, name=named[int(differs[0])][0]))
+        raise RanksDiverged(_OTHER_WEIGHTS.format(where=where, name=named[int(differs[0])][0]))
 
 # %% ../../nbs/device/68_watching.ipynb #35377419
 _INTERRUPTS = KeyboardInterrupt,SystemExit
@@ -49,9 +51,15 @@ class DistributedWatch:
     in_side_runs = True # There a process may leave as well
     def __init__(self,
         sync:DistributedSync, # Of the same trainer
-    ): self.sync = sync
+    ):
+        self.sync = sync
+        self.begun = self.left = False # Has a fit begun? And have all agreed to leave it?
 
     def __repr__(self): return 'DistributedWatch()'
+
+    def before_fit(self, trainer):
+        "From here on a process that leaves the fit can be followed by the others"
+        self.begun,self.left = True,False
 
     def cleanup_batch(self, trainer):
         "Let the others leave a batch that this process has left"
@@ -98,23 +106,46 @@ class DistributedWatch:
         error,sync = trainer.exception,self.sync
         if is_alone(trainer): return
         if error is not None and not isinstance(error, CancelException): return self._tell(trainer, error)
-        alone = error is not None and error is not sync.agreed # Has this process alone left the pass?
-        if alone and trainer.training and sync.lockstep: self._leave(trainer, error)
+        if error is not None and sync.agreed is None: self._leave_pass(trainer, error)
         sync.lockstep = False
         if trainer.training: _compare(trainer)
+        if isinstance(error, CancelFitException) and not self._all_leave(): self._wish_to_leave(trainer)
         self._settle(trainer)
+
+    def _leave_pass(self, trainer, error):
+        "Let the others leave a training pass that this process has left"
+        if not trainer.training: return
+        if not self.sync.lockstep: self.sync.before_epoch(trainer) # It was left before that callback's turn
+        self._leave(trainer, error)
+
+    def _all_leave(self): return isinstance(self.sync.agreed, CancelFitException)
+
+    def _wish_to_leave(self, trainer, in_pass=True):
+        "Let the others hear that this process leaves the fit"
+        trainer.ranks.soon('cancel', (2, str(trainer.exception), in_pass))
 
     def _settle(self, trainer):
         "Hear what anybody wishes, and obey"
         trainer.ranks.agree()
         self.sync.obey(trainer)
+        leave = [wish for wish in trainer.ranks.heard('cancel') if wish[0] == 2]
+        self.left = self.left or bool(leave) or self._all_leave()
+        if not leave or isinstance(trainer.exception, CancelFitException): return
+        in_pass = any(span.name == 'epoch' for span in trainer.plan.spans)
+        trainer.ranks.apart = in_pass and not all(wish[2] for wish in leave)
+        raise CancelFitException(leave[0][1])
 
     def log(self, trainer):
         "Let all know what anybody wishes, before any process obeys"
         if not is_alone(trainer): self._settle(trainer)
 
     def cleanup_fit(self, trainer):
-        "Tell the others of an error"
-        error = trainer.exception
-        if error is None or isinstance(error, CancelException) or is_alone(trainer): return
-        self._tell(trainer, error)
+        "Tell the others of an error; and see that all end with the same weights"
+        error,begun = trainer.exception,self.begun
+        self.begun = False
+        if is_alone(trainer): return
+        if error is None: return _compare(trainer)
+        if not isinstance(error, CancelFitException) or not begun: return self._tell(trainer, error)
+        if self.left: return
+        self._wish_to_leave(trainer, in_pass=False)
+        self._settle(trainer)

@@ -77,7 +77,8 @@ def ended_in_error(
     trainer, # While a span is tidied up
 )->bool:
     "Whether the span was left by an error, and not by a cancel or by Ctrl-C; or by that of one process alone"
-    if getattr(getattr(trainer, 'ranks', None), 'is_broken', False): return True
+    ranks = getattr(trainer, 'ranks', None)
+    if getattr(ranks, 'is_broken', False) or getattr(ranks, 'apart', False): return True
     return not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt))
 
 # %% ../../nbs/metrics/04_losses.ipynb #a04e5c9c

@@ -17,6 +17,7 @@ from ..basics.checks import check_choice, check_count
 from ..loop.events import CancelBatchException, CancelStepException, Order
 from ..loop.passes import parts_of
 from ..loop.shared_attributes import offering
+from ..loop.trainer import Trainer
 from .closures import refuse_closure
 from .example_losses import reduction_of
 from .optimizer_options import parameters_of
@@ -53,6 +54,10 @@ _IS_A_SUM = ("`AccumulationCB` weighs each loss as a mean over its rows, but `lo
              "weigh='sum')`, or let the loss be a mean.")
 _A_FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`'
 
+_OWN_BATCH = ('In several processes `AccumulationCB` closes its windows by the number of the batch, and '
+              '`{cls}.one_batch` is your own, which may go backward more or less than once in a batch. '
+              'Gather the gradients there, or train in one process.')
+
 @old_words
 class AccumulationCB:
     "Gather the gradients of several batches for one update, equal to that of one big batch"
@@ -73,6 +78,8 @@ class AccumulationCB:
         "Lower the number of updates that schedules expect"
         if self.weigh == 'samples' and reduction_of(trainer.loss_func) == 'sum': raise ValueError(_IS_A_SUM)
         self._several = trainer.ranks.size > 1 # Then whoever exchanges gradients weighs and divides
+        own_batch = type(trainer).one_batch is not Trainer._usual_batch
+        if self._several and own_batch: raise ValueError(_OWN_BATCH.format(cls=type(trainer).__name__))
         self._exchange = next(iter(offering(trainer, 'gathered')), None) if self._several else None
         refuse_closure(trainer, type(self).__name__, ', and each would need all the batches')
         self._forget()

@@ -9,12 +9,14 @@ from several import in_processes, loaders, net, outcome, rank, trainer
 from torch import nn, optim
 from torch.nn import functional as F
 
+from isaac_loop.device.distributed import DistributedCB
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import Order
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.state.errors import RankFailed, RanksDiverged
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.clipping import ClipGradCB
-from isaac_loop.train.training import MomentumTrainCB
+from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB
 
 pytestmark = pytest.mark.processes
 
@@ -261,3 +263,100 @@ def test_processes_that_are_not_at_the_same_place_are_told_on_all():
 def test_a_backward_that_one_process_leaves_out_is_no_divergence():
     first, second = in_processes(2, seen, lambda: [Skips("before_backward")])
     assert torch.equal(first[0], second[0]) and first[1:] == second[1:]
+
+
+class Leaves:
+    "Leaves at a chosen place, in one process or in all"
+
+    order = Order.RECORD
+
+    def __init__(self, event, cancel, training=True, everywhere=False):
+        self.cancel, self.training, self.everywhere = cancel, training, everywhere
+        setattr(self, event, self.act)
+
+    def act(self, trainer):
+        epoch = vars(trainer).get("epoch", 0)
+        if trainer.training == self.training and epoch == 0 and (self.everywhere or rank() == 1):
+            raise self.cancel("for a test")
+
+
+PLACES = [
+    ("before_epoch", CancelEpochException, True),
+    ("before_epoch", CancelFitException, True),
+    ("before_epoch", CancelFitException, False),
+    ("after_predict", CancelFitException, False),
+    ("after_predict", CancelEpochException, False),
+    ("cleanup_epoch", CancelFitException, True),
+    ("cleanup_epoch", CancelFitException, False),
+    ("log", CancelFitException, False),
+]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("event,cancel,training", PLACES)
+def test_whoever_leaves_outside_of_training_batches_is_followed(event, cancel, training, everywhere):
+    def run():
+        start = time.monotonic()
+        leaves = [Leaves(event, cancel, training, everywhere)]
+        return seen(lambda: leaves), time.monotonic() - start
+
+    (first, seconds), (second, _) = in_processes(2, run)
+    assert torch.equal(first[0], second[0]) and first[1] == second[1] and first[4] == second[4]
+    assert seconds < 6
+    if cancel is CancelFitException:
+        assert max((epoch for epoch, _ in first[2]), default=0) == 0
+
+
+def test_a_process_that_leaves_before_anything_has_begun_is_told():
+    class Early:
+        def before_fit(self, trainer):
+            if rank() == 1:
+                raise CancelFitException("not today")
+
+    def run():
+        try:
+            trainer(Early()).fit(1, lr=0.1)
+        except RankFailed as error:
+            return str(error)
+
+    told, ended = in_processes(2, run)
+    assert "not today" in told and ended is None
+
+
+def test_weights_that_one_process_changes_after_the_last_pass_are_told():
+    class Late:
+        def after_fit(self, trainer):
+            if rank() == 1:
+                with torch.no_grad():
+                    next(trainer.model.parameters()).add_(1)
+
+    ends = in_processes(2, told, lambda: [Late()])
+    assert [kind for kind, _ in ends] == [RanksDiverged] * 2 and "After the fit" in ends[0][1]
+
+
+def test_a_question_that_main_alone_asks_is_told():
+    class Asks:
+        def log(self, trainer):
+            if trainer.ranks.is_main:
+                trainer.ranks.gather({})
+
+    ends = in_processes(2, told, lambda: [Asks()])
+    assert [kind for kind, _ in ends] == [RanksDiverged] * 2 and "process 0 is at a `gather`" in ends[0][1]
+
+
+def test_windows_of_a_batch_of_ones_own_are_refused():
+    class Twice(Trainer):
+        def one_batch(self):
+            self.run_callbacks("predict", "get_loss")
+            if self.training:
+                self.run_callbacks("backward", "step", "zero_grad")
+
+    def run():
+        t = Twice(
+            loaders(), F.mse_loss, optim.SGD, net(), [BasicTrainCB(), DistributedCB(), AccumulationCB(2)]
+        )
+        with pytest.raises(ValueError, match="Twice.one_batch"):
+            t.fit(1)
+        return "told"
+
+    assert in_processes(2, run) == ["told"] * 2
