@@ -14,8 +14,8 @@ from ..loop.events import EVENTS, handler_of
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/92_check_forgotten.ipynb #9dfbf940
-_UNREAD_RATE = ('{who} writes `trainer.lr` ({line}), which is read only when a fit begins, so the rate stays what '
-                "it was. Set `group['lr']` for each group in `trainer.opt.param_groups`, or add a scheduler.")
+_UNREAD_RATE = ('{who} writes `trainer.lr` ({line}), which is read only when a fit begins, so the rate stays '
+                "what it was. Set `group['lr']` for each group in `trainer.opt.param_groups`, or add a scheduler.")
 _LATE_LOSS = ('{who} changes `trainer.loss`, and its gradients are computed already, so the weights know '
               'nothing of it. Change the loss in `after_get_loss`.')
 _BEFORE = EVENTS[EVENTS.index('before_batch'):EVENTS.index('backward')+1]
@@ -58,8 +58,8 @@ def late_losses(scene):
 # %% ../../nbs/inspection/92_check_forgotten.ipynb #c1a40bae
 _LEFT = ('{who} puts the model into evaluation ({line}), and it stays there for the rest of the training '
          'pass. Call `trainer.model.train()` when you are done.')
-_MIXED = ('`{what}` is updated in {who} and never reset for an epoch, so its values of training and validation '
-          'and of several epochs are mixed. Call `{what}.reset()` in `before_epoch`.')
+_MIXED = ('`{what}` is updated in {who} and never reset for an epoch, so its values of training and '
+          'validation and of several epochs are mixed. Call `{what}.reset()` in `before_epoch`.')
 _OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
 _AT_END = 'after_epoch','cleanup_epoch','log'
 _OF_FIT = 'before_fit','after_fit','cleanup_fit'
