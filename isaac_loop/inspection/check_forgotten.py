@@ -15,7 +15,7 @@ from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/92_check_forgotten.ipynb #9dfbf940
 _UNREAD_RATE = ('{who} writes `trainer.lr` ({line}), which is read only when a fit begins, so the rate stays '
-                "what it was. Set `group['lr']` for each group in `trainer.opt.param_groups`, or add a scheduler.")
+                "what it was. Set `group['lr']` in `trainer.opt.param_groups`, or add a schedule.")
 _LATE_LOSS = ('{who} changes `trainer.loss`, and its gradients are computed already, so the weights know '
               'nothing of it. Change the loss in `after_get_loss`.')
 _BEFORE = EVENTS[EVENTS.index('before_batch'):EVENTS.index('backward')+1]
