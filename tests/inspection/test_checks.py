@@ -17,13 +17,14 @@ from torcheval.metrics import MulticlassAccuracy
 
 import runs
 from isaac_loop import Trainer, replaces
-from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchTransformCB, ClipGradCB, DeviceCB
-from isaac_loop.callbacks import EMACB, MetricsCB, MixedPrecisionCB, ProgressCB
+from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchTransformCB, ClipGradCB
+from isaac_loop.callbacks import DeviceCB, EMACB, MetricsCB, MixedPrecisionCB, ProgressCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import CheckFailed
 from isaac_loop.loop.events import CancelBatchException, CancelStepException, Order
 from isaac_loop.loop.numbers_on_device import DeviceNumbers
 from isaac_loop.loop.plan_checks import plan_findings
+from isaac_loop.recipes import CoreCBs
 from working import WORKING, images_trainer, working
 
 clip = nn.utils.clip_grad_norm_
@@ -483,6 +484,7 @@ def test_nothing_is_found_in_a_run_with_everything():
     assert found_in(runs.make_trainer(runs.everything())) == []
     cbs = [BasicTrainCB(), DeviceCB("cpu"), MixedPrecisionCB("float16"), AccumulationCB(2), ClipGradCB(1.0)]
     assert found_in(images_trainer([*cbs, EMACB(0.9), MetricsCB()])) == []
+    assert found_in(images_trainer([CoreCBs(accuracy=MulticlassAccuracy())])) == []
 
 
 class RightCB:
