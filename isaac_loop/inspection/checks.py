@@ -10,7 +10,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.tables import Table
-from . import check_orders, check_rules, check_updates, check_writing
+from . import check_forgotten, check_orders, check_rules, check_updates, check_writing
 from .check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
 from ..loop.trainer import Trainer
@@ -38,6 +38,10 @@ RULES = { # By the name of what each finds
     'overwritten': check_writing.overwritten,
     'random_validation': check_writing.augmented_validation,
     'misspelt': check_writing.slips,
+    'unread_rate': check_forgotten.unread_rates,
+    'late_loss': check_forgotten.late_losses,
+    'left_in_eval': check_forgotten.left_in_evaluation,
+    'never_reset': check_forgotten.never_reset,
 }
 
 def _in_vain(scene):

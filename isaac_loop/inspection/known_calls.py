@@ -81,7 +81,8 @@ def changed(
 # %% ../../nbs/inspection/04_known_calls.ipynb #3d0db87a
 COMPUTED = {'mean', 'sum', 'abs', 'square', 'sqrt', 'pow', 'exp', 'log', 'float', 'clone', 'to', 'cpu'}
 DEEDS = ('clips', 'unscales', 'moves', 'averages', 'keeps graph', 'reads row', 'draws', 'asks training',
-         'sets gradients', 'steps', 'schedules', 'zeroes', 'updates', 'computes') # The last five with a name
+         'sets gradients', 'evaluates', 'trains', 'steps', 'schedules', 'zeroes', 'updates', 'computes',
+         'makes') # The last six with a name
 
 def _is_device(node):
     "Whether an argument in the source speaks of a device"
@@ -143,10 +144,19 @@ def deeds(
     opts = [path[0] for path in reached if name == 'step' and is_optimizer(path) and 'made' not in path]
     found = dict(clips=clips, unscales=name == 'unscale_', moves=_moves(name, node),
                  averages=_averages(name, owner, given, node), draws=_draws(name, owner))
-    named = [f'steps {opt}' for opt in opts] + _on_gradients(name, owner)
+    named = [f'steps {opt}' for opt in opts] + _on_gradients(name, owner) + _modes(name, owner, node)
     if name == 'step' and any('made' in path for path in owner.paths):
         named.append(f'schedules {ast.unparse(node.func.value)}')
     return [deed for deed,is_so in found.items() if is_so] + named
+
+def _modes(name, owner, node):
+    "Whether the whole model is put into evaluation, or some of it into training"
+    if name not in ('eval', 'train') or not any(path[:1] == ('model',) for path in owner.paths): return []
+    given = [getattr(o, 'value', None) for o in (*node.args, *(k.value for k in node.keywords))]
+    ends = name == 'eval' or given == [False]
+    if not ends: return ['trains']
+    is_whole = ('model',) in owner.paths and hasattr(owner.live, 'eval') # Of an entry nothing is there yet
+    return ['evaluates'] if is_whole else []
 
 def _on_gradients(name, owner):
     "What a method does to all gradients"

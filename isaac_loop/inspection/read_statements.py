@@ -312,7 +312,9 @@ class Assignments(Branches):
         for path in owner.paths - {()}:
             self.note('changes', shared(longer(path, name)), node, part_of_model(name))
             if name == 'grad': self.do(of_gradients(longer(path, name), value.live is None), node)
+            if name == 'training': self.do('trains', node)
         if self.kept_by(owner) is not None: self.keep(self.kept_by(owner), name, value)
+        if owner.live is self.callback: self.do(f'makes self.{name}', node)
 
     def _set_entry(self, target):
         "`owner[key] = ...`"

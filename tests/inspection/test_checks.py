@@ -17,13 +17,14 @@ from torcheval.metrics import MulticlassAccuracy
 
 import runs
 from isaac_loop import Trainer, replaces
-from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchTransformCB, ClipGradCB, DeviceCB
-from isaac_loop.callbacks import EMACB, MetricsCB, MixedPrecisionCB, ProgressCB
+from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchTransformCB, ClipGradCB
+from isaac_loop.callbacks import DeviceCB, EMACB, MetricsCB, MixedPrecisionCB, ProgressCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import CheckFailed
 from isaac_loop.loop.events import CancelBatchException, CancelStepException, Order
 from isaac_loop.loop.numbers_on_device import DeviceNumbers
 from isaac_loop.loop.plan_checks import plan_findings
+from isaac_loop.recipes import CoreCBs
 from working import WORKING, images_trainer, working
 
 clip = nn.utils.clip_grad_norm_
@@ -337,7 +338,57 @@ class MeanOfPreds:
         self.mean = 0.9 * self.mean + 0.1 * trainer.preds.mean()
 
 
+class DecayRate:
+    def log(self, trainer):
+        trainer.lr *= 0.5
+
+
+class LookInEval:
+    def after_step(self, trainer):
+        if trainer.batch_num == 0:
+            trainer.model.eval()
+            self.spread = trainer.model(trainer.batch[0]).std().item()
+
+
+class TrainFalse:
+    def before_predict(self, trainer):
+        trainer.model.train(False)
+
+
+class LatePenalty:
+    def after_backward(self, trainer):
+        trainer.loss = trainer.loss + 0.01 * trainer.preds.square().mean()
+
+
+class LateScale:
+    def before_step(self, trainer):
+        trainer.loss *= 2
+
+
+class CountsOn:
+    def before_fit(self, trainer):
+        self.accuracy = MulticlassAccuracy()
+        self.accuracy.reset()
+
+    def after_batch(self, trainer):
+        self.accuracy.update(trainer.preds, trainer.batch[1])
+
+    def log(self, trainer):
+        print(self.accuracy.compute())
+
+
+class CountsOnInValidation(CountsOn):
+    on_train = False
+
+
 FAULTS = {
+    "a rate that nobody reads": ([DecayRate()], "unread_rate"),
+    "a model that stays in evaluation": ([LookInEval()], "left_in_eval"),
+    "a model that is not in training": ([TrainFalse()], "left_in_eval"),
+    "a term that comes after the gradients": ([LatePenalty()], "late_loss"),
+    "a factor that comes after the gradients": ([LateScale()], "late_loss"),
+    "a metric that is reset for a fit alone": ([CountsOn()], "never_reset"),
+    "a metric of validation that is never reset": ([CountsOnInValidation()], "never_reset"),
     "a running mean keeps graphs": ([RunningMean()], "keeps_graph"),
     "a mean of predictions keeps graphs": ([MeanOfPreds()], "keeps_graph"),
     "clipped after the step": ([ClipAfter()], "clip_after_step"),
@@ -433,6 +484,7 @@ def test_nothing_is_found_in_a_run_with_everything():
     assert found_in(runs.make_trainer(runs.everything())) == []
     cbs = [BasicTrainCB(), DeviceCB("cpu"), MixedPrecisionCB("float16"), AccumulationCB(2), ClipGradCB(1.0)]
     assert found_in(images_trainer([*cbs, EMACB(0.9), MetricsCB()])) == []
+    assert found_in(images_trainer([CoreCBs(accuracy=MulticlassAccuracy())])) == []
 
 
 class RightCB:
@@ -528,6 +580,9 @@ class EitherSchedule(Schedules):
 
 
 class CountOnce(CountTwice):
+    def before_epoch(self, trainer):
+        self.accuracy.reset()
+
     def after_predict(self, trainer):
         if trainer.training:
             self.accuracy.update(trainer.preds, trainer.batch[1])
@@ -609,7 +664,68 @@ class Detached:
         self.right = self.right + (trainer.preds.argmax(1) == trainer.batch[1]).float().mean()
 
 
+class RatesInTime:
+    def before_fit(self, trainer):
+        trainer.lr = 0.1
+
+    def log(self, trainer):
+        trainer.lr *= 0.5
+        for group in trainer.opt.param_groups:
+            group["lr"] = trainer.lr
+
+
+class LookAndTrain:
+    def after_step(self, trainer):
+        trainer.model.eval()
+        self.spread = trainer.model(trainer.batch[0]).std().item()
+        trainer.model.train()
+
+
+class EvalInValidation:
+    def before_batch(self, trainer):
+        if not trainer.training:
+            trainer.model.eval()
+
+
+class EvalOfAPart:
+    def before_batch(self, trainer):
+        trainer.model[0].eval()
+
+
+class ScaledAndBack:
+    def before_backward(self, trainer):
+        trainer.loss = trainer.loss / 4
+
+    def after_backward(self, trainer):
+        trainer.loss = trainer.loss * 4
+
+
+class FreesGraph:
+    def after_backward(self, trainer):
+        trainer.loss = trainer.loss.detach()
+
+
+class CountsAnew(CountsOn):
+    def before_epoch(self, trainer):
+        self.accuracy = MulticlassAccuracy()
+
+
+class ResetsAll(CountsOn):
+    def log(self, trainer):
+        print(self.accuracy.compute())
+        for metric in [self.accuracy]:
+            metric.reset()
+
+
 RIGHT = {
+    "a rate that is written in time, or for the optimizer as well": [RatesInTime()],
+    "a model that trains again": [LookAndTrain()],
+    "a model in evaluation in validation": [EvalInValidation()],
+    "a part of a model in evaluation": [EvalOfAPart()],
+    "a loss that is scaled and put back": [ScaledAndBack()],
+    "a loss without its graph": [FreesGraph()],
+    "a metric that is made anew": [CountsAnew()],
+    "a metric that is reset in a loop": [ResetsAll()],
     "what is detached, perhaps under a condition": [Detached()],
     "clipping, clearing, scaling and averaging at the right moment": [Late()],
     "a schedule for batches or for epochs": [EitherSchedule()],
