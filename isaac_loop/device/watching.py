@@ -27,10 +27,8 @@ _OTHER_WEIGHTS = ('After {where} the weights are not the same in all '
                   'does a callback change them by its own random numbers, or in main alone?')
 
 @torch.no_grad()
-def _compare(trainer):
+def _compare(trainer, where):
     "Have means in buffers that differ by process, and see that weights do not"
-    in_pass = any(span.name == 'epoch' for span in trainer.plan.spans)
-    where = f'the training pass of epoch {trainer.epoch}' if in_pass else 'the fit'
     ranks,modules = trainer.ranks,named_modules(trainer).values()
     for x in [x for module in modules if hasattr(module, 'buffers') for x in module.buffers()]:
         if x.is_floating_point(): x.copy_(ranks.total(x)/ranks.size)
@@ -108,9 +106,9 @@ class DistributedWatch:
         if error is not None and not isinstance(error, CancelException): return self._tell(trainer, error)
         if error is not None and sync.agreed is None: self._leave_pass(trainer, error)
         sync.lockstep = False
-        if trainer.training: _compare(trainer)
+        if trainer.training: _compare(trainer, f'the training pass of epoch {trainer.epoch}')
         if isinstance(error, CancelFitException) and not self._all_leave(): self._wish_to_leave(trainer)
-        self._settle(trainer)
+        self._settle(trainer, in_pass=True)
 
     def _leave_pass(self, trainer, error):
         "Let the others leave a training pass that this process has left"
@@ -124,14 +122,13 @@ class DistributedWatch:
         "Let the others hear that this process leaves the fit"
         trainer.ranks.soon('cancel', (2, str(trainer.exception), in_pass))
 
-    def _settle(self, trainer):
+    def _settle(self, trainer, in_pass=False):
         "Hear what anybody wishes, and obey"
         trainer.ranks.agree()
         self.sync.obey(trainer)
         leave = [wish for wish in trainer.ranks.heard('cancel') if wish[0] == 2]
         self.left = self.left or bool(leave) or self._all_leave()
         if not leave or isinstance(trainer.exception, CancelFitException): return
-        in_pass = any(span.name == 'epoch' for span in trainer.plan.spans)
         trainer.ranks.apart = in_pass and not all(wish[2] for wish in leave)
         raise CancelFitException(leave[0][1])
 
@@ -144,7 +141,7 @@ class DistributedWatch:
         error,begun = trainer.exception,self.begun
         self.begun = False
         if is_alone(trainer): return
-        if error is None: return _compare(trainer)
+        if error is None: return _compare(trainer, 'the fit')
         if not isinstance(error, CancelFitException) or not begun: return self._tell(trainer, error)
         if self.left: return
         self._wish_to_leave(trainer, in_pass=False)
