@@ -63,9 +63,11 @@ def test_random_numbers_of_a_device_that_is_not_here_are_an_error_unless_told_ot
 ):
     from isaac_loop.state import run_state
 
-    real = run_state.random_state
+    real = run_state.compact_random_state
     monkeypatch.setattr(
-        run_state, "random_state", lambda: real() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 64}
+        run_state,
+        "compact_random_state",
+        lambda: real() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 64},
     )
     broken_off(tmp_path / "run", every=4)
     with pytest.raises(ResumeMismatch, match="cuda"):
