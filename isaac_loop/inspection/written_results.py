@@ -221,7 +221,7 @@ class KeepBest(Watches):
 
 class Limit(Lines):
     "A limit"
-    silent = 'cleanup_fit',
+    silent = 'before_batch','cleanup_batch','cleanup_fit' # The first two count in several processes
     def before_fit(self):
         if self.cb.seconds is not None: self.needs('time')
         return (f'{self.name("n_samples")} = 0\n'*(self.cb.samples is not None)
