@@ -6,8 +6,7 @@
 __all__ = ['launch']
 
 # %% ../../nbs/device/50_launching.ipynb #e0662340
-import gc, multiprocessing, os, pickle, socket, threading, time, traceback
-from contextlib import closing
+import gc, multiprocessing, os, pickle, threading, time, traceback
 
 import torch
 
@@ -54,11 +53,6 @@ _GONE = ('Process {rank} of {size} ended with exit code {code} and without an an
          'returned there is lost. A negative code is the signal that ended it; -9 is often a lack of memory.')
 _TOO_LONG = ('`{name}` was not done within {timeout:g} s in process {ranks} of {size}, and all were ended. '
              'Do they wait for each other? Pass a longer `timeout` if they only need the time.')
-
-def _free_port():
-    with closing(socket.socket()) as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 def _collect(processes, answers, name, timeout):
     "What each process answers; all are waited for, but not when one has failed"
