@@ -49,6 +49,8 @@ def _dumped(error):
         return pickle.dumps(('error', plain, [], text, time.time()))
 
 # %% ../../nbs/device/50_launching.ipynb #c0465951
+_NO_FUNCTION = ('`launch` was given {f!r}, which cannot be called, so there is nothing to run. '
+                'Pass a function and its arguments apart: `launch(train, 2, 0.1)`.')
 _GONE = ('Process {rank} of {size} ended with exit code {code} and without an answer, so what `{name}` '
          'returned there is lost. A negative code is the signal that ended it; -9 is often a lack of memory.')
 _TOO_LONG = ('`{name}` was not done within {timeout:g} s in process {ranks} of {size}, and all were ended. '
@@ -89,6 +91,7 @@ def launch(
 )->list: # What `f` returned in each process, by rank
     "Run `f` in several processes; the first real error of one is raised here"
     size = check_count(n_processes, 'n_processes', 'processes are counted')
+    if not callable(f): raise TypeError(_NO_FUNCTION.format(f=f))
     import torch.distributed as dist
     _import_before_copying()
     context = multiprocessing.get_context('spawn' if torch.cuda.is_initialized() else 'fork')

@@ -278,6 +278,8 @@ def test_launch_tells_what_went_wrong_and_leaves_no_process():
         launch(wait, 2, timeout=1)
     with pytest.raises(ValueError, match="n_processes"):
         launch(wait, 0)
+    with pytest.raises(TypeError, match="nothing to run"):
+        launch(wait(), 2)
     assert multiprocessing.active_children() == []
 
 
