@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from isaac_loop.all import BasicTrainCB, CheckpointCB, DataLoaders, DistributedCB, Trainer, exact_loader
-from isaac_loop.device.launch import launch
+from isaac_loop.device.launching import launch
 
 from .report import markdown, middle
 from .workloads import SEED, batches, mlp

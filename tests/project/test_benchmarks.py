@@ -1,5 +1,6 @@
 "The benchmark compares the same with the same, and its page says what was run."
 
+import importlib
 import sys
 
 import pytest
@@ -47,6 +48,11 @@ def test_a_step_that_is_cancelled_in_the_prototype_leaves_the_rest_of_the_batch(
     callbacks = [skip, flat_prototype.Train(), flat_prototype.Count()]
     flat_prototype.Flat(model, batches, torch.nn.functional.cross_entropy, opt, callbacks).fit(1)
     assert skip.seen == 0 and model.weight.grad is None  # No step; `zero_grad` still came
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_what_it_takes_from_the_library_is_there(path):
+    importlib.import_module(f"benchmarks.{path.stem}")
 
 
 def test_ratios_are_those_of_pairs():
