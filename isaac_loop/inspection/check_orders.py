@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/inspection/15_check_orders.ipynb #9f795598
 import ast
 
-from .check_rules import is_sure, said
+from .check_rules import happens, is_sure, said
 from .method_source import function_node, function_of
 from ..loop.events import STEPS, handler_of
 from ..loop.handlers import TrainersOwn, order_of
@@ -155,7 +155,7 @@ def kept_graphs(scene):
     "Lists and sums that keep the graph of every batch"
     found = []
     for entry in scene.batch:
-        if not is_sure(entry, 'does', 'keeps graph'): continue
+        if not (is_sure(entry, 'does', 'keeps graph') or happens(entry, 'keeps graph')): continue
         text = _GRAPH.format(who=said(entry), line=entry.found.does['keeps graph'])
         found.append(Finding('keeps_graph', text, [entry.callback]))
     return found

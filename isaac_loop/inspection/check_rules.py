@@ -6,11 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/inspection/14_check_rules.ipynb #6b7f1af0
+import ast
+
 import torch
 
 from ..basics.checks import did_you_mean
 from .map_entries import all_entries
-from ..loop.events import EVENTS, STEPS, callback_name
+from .method_source import function_node, function_of
+from ..loop.events import EVENTS, STEPS, callback_name, handler_of
 from ..loop.handlers import takes_part
 from ..loop.plan_checks import Finding
 
@@ -55,6 +58,28 @@ def users_own(entry):
     "Whether a callback comes from outside of this library"
     kind = getattr(entry.callback, '__module__', None) or type(entry.callback).__module__
     return entry.callback is not None and kind.partition('.')[0] != 'isaac_loop'
+
+def method_of(
+    entry, # At an event
+)->tuple: # A `FunctionDef` and what it calls the trainer; None and an empty text where there is no source
+    "The syntax tree of a user's own method"
+    if not users_own(entry): return None,''
+    node = function_node(function_of(handler_of(entry.callback, entry.event))[0])
+    if not isinstance(node, ast.FunctionDef) or not node.args.args: return None,''
+    return node,node.args.args[-1].arg
+
+def of_same(scene, entry): return [o for o in scene.entries if o.callback is entry.callback]
+
+def methods_of(scene, entry):
+    "The syntax trees of a callback at all its events"
+    return [node for node,_ in map(method_of, of_same(scene, entry)) if node is not None]
+
+def line_in(
+    entry, # Whose method it is
+    node, # In its tree
+)->str: # Such as 'mine.py:41'
+    "Where a statement stands, as the findings tell it"
+    return f'{entry.where.rpartition(":")[0]}:{node.lineno}'
 
 def said(entry): return f'`{entry.name}.{entry.event}`'
 

@@ -10,7 +10,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.tables import Table
-from . import check_forgotten, check_orders, check_rules, check_updates, check_writing
+from . import check_cancels, check_forgotten, check_kept, check_orders, check_rules, check_updates, check_writing
 from .check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
 from ..loop.trainer import Trainer
@@ -42,6 +42,14 @@ RULES = { # By the name of what each finds
     'late_loss': check_forgotten.late_losses,
     'left_in_eval': check_forgotten.left_in_evaluation,
     'never_reset': check_forgotten.never_reset,
+    'kept_alias': check_kept.kept_aliases,
+    'mixed_mean': check_kept.mixed_means,
+    'cancels_too_much': check_cancels.cancels_too_much,
+    'cancels_nothing': check_cancels.cancels_nothing,
+    'gradients_lost': check_cancels.mismatched_steps,
+    'gradients_kept': check_cancels.bad_gradients_kept, # And by the rule before
+    'never_raised': check_cancels.never_raised,
+    'caught_cancel': check_cancels.caught_cancels,
 }
 
 def _in_vain(scene):

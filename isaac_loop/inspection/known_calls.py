@@ -82,7 +82,7 @@ def changed(
 COMPUTED = {'mean', 'sum', 'abs', 'square', 'sqrt', 'pow', 'exp', 'log', 'float', 'clone', 'to', 'cpu'}
 DEEDS = ('clips', 'unscales', 'moves', 'averages', 'keeps graph', 'reads row', 'draws', 'asks training',
          'sets gradients', 'evaluates', 'trains', 'steps', 'schedules', 'zeroes', 'updates', 'computes',
-         'makes') # The last six with a name
+         'makes', 'holds') # The last seven with a name
 
 def _is_device(node):
     "Whether an argument in the source speaks of a device"
@@ -121,6 +121,18 @@ def of_weights(
 )->bool:
     "Whether some of the weights of a model are among them"
     return any({'parameters', 'state_dict', 'named_parameters'} & set(path) for path in paths)
+
+def held_in(
+    paths, # Of a value that somebody keeps
+)->list: # Such as 'model.state_dict()'; empty if it is something else, or a copy
+    "What of the model and the optimizers a value consists of, so that it changes with them"
+    found = {_held(path) for path in paths if 'grad' not in path}
+    return sorted(found - {''})
+
+def _held(path):
+    if path == ('model',): return 'model'
+    if 'state_dict' in path and (path[0] == 'model' or is_optimizer(path)): return f'{path[0]}.state_dict()'
+    return 'model.parameters()' if path[:1] == ('model',) and of_weights([path]) else ''
 
 def _averages(name, owner, given, node):
     "Whether something that does not belong to the trainer takes in the weights of the model"

@@ -8,8 +8,8 @@ __all__ = []
 # %% ../../nbs/inspection/08_read_calls.ipynb #dd235fe4
 import ast, functools, inspect
 
-from .known_calls import COPIES, FILLING, PARTS, PASSED, changed
-from .known_calls import deeds, is_optimizer, longer
+from .known_calls import COMPUTED, COPIES, FILLING, PARTS, PASSED, changed
+from .known_calls import deeds, is_optimizer, longer, of_weights
 from .method_source import to_follow
 from .read_expressions import Attributes
 from .read_statements import existing, part_of, part_of_model
@@ -83,6 +83,7 @@ class KnownCalls(Attributes):
         target,value = call.node.func.value,joined(call.given)
         is_set = isinstance(call.owner.live, (dict, set)) # A metric or a mean, otherwise
         is_list = is_set or call.name not in ('add', 'update')
+        if is_list: self.hold(target, value, call.node)
         if is_list and value.has_graph and self.is_kept(target): self.do('keeps graph', call.node)
         self.absorb(target, call.owner, value)
 
@@ -93,10 +94,22 @@ class KnownCalls(Attributes):
         if name == 'zip': return _list_of([part_of(o) for o in call.args])
         if name == 'enumerate' and call.args: return _list_of([NOTHING, part_of(call.args[0])])
         if name in PASSED: return joined(call.given, name in COPIES)
+        if name == 'copy': return self._shallow(call.args[0] if call.args else owner)
+        if name == 'cpu' and of_weights(owner.paths) and self._is_on_cpu(): return Value(owner.paths)
         if name in ('items', 'values') and isinstance(owner.live, dict):
             return existing(tuple(getattr(owner.live, name)()))
         if name in PARTS: return Value({longer(path, name) for path in owner.paths if path})
+        if name in COMPUTED and owner.has_graph: return Value(graph=self.graphs)
         return self._from_optimizers(call.given)
+
+    def _shallow(self, value):
+        "A copy of a dict or a module, whose tensors are the same; that of an array has its own numbers"
+        return Value({path for path in value.paths if path and 'numpy' not in path}, new=True)
+
+    def _is_on_cpu(self):
+        "Whether `.cpu()` of a weight is the weight itself"
+        parameters = getattr(vars(self.trainer).get('model'), 'parameters', tuple)
+        return all(p.device.type == 'cpu' for p in parameters())
 
     def _from_optimizers(self, given):
         "Something that was made with an optimizer, such as a scheduler"

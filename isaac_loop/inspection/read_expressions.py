@@ -46,7 +46,8 @@ class Expressions(Assignments):
 
     def of_BinOp(self, node):
         both = [self.value(node.left), self.value(node.right)]
-        return joined(both, True) if any(o.new for o in both) else NOTHING # Lists are put together
+        if any(o.new for o in both): return joined(both, True) # Lists are put together
+        return Value(graph=self.graphs and any(o.has_graph for o in both))
 
     def of_BoolOp(self, node): return either([self.value(o) for o in node.values])
     def of_Starred(self, node): return self.value(node.value)

@@ -9,7 +9,7 @@ __all__ = []
 import ast, sys
 from contextlib import contextmanager
 
-from .known_calls import COMPUTED, longer, of_gradients, of_weights, shared
+from .known_calls import COMPUTED, held_in, longer, of_gradients, of_weights, shared
 from .read_values import Closure, NOTHING, UNKNOWN, Value
 
 # %% ../../nbs/inspection/06_read_statements.ipynb #732c0fdd
@@ -78,6 +78,13 @@ def _of_training(test, of_body, of_else):
     if _asks_training(test): return of_body
     return of_else if _asks_validation(test) else of_body & of_else
 
+def _sums_in_both(branches):
+    "A sum keeps graphs in any case if one branch begins it with one, and the other goes on with it"
+    kept = [{deed for kind,deed in found if kind == 'does' and deed in _SUMS} for found in branches]
+    return {('does', 'keeps graph')} if all(kept) and any('keeps graph' in deeds for deeds in kept) else set()
+
+_SUMS = 'keeps graph','begins graph'
+
 _PARTS = {'train': 'mode', 'eval': 'mode', 'training': 'mode', 'requires_grad_': 'what is trained',
           'requires_grad': 'what is trained'} | dict.fromkeys(('to', 'cpu', 'cuda'), 'device or type')
 _PARTS |= dict.fromkeys(('half', 'float', 'double', 'bfloat16'), 'device or type')
@@ -128,8 +135,8 @@ class Statements:
             sure.append(found.sure)
             steady.append(found.trains)
         self.doubts,self.asides = doubts,asides
-        found.sure = outside | set.intersection(*sure)
-        found.trains = trains | _of_training(test, *steady)
+        found.sure = outside | set.intersection(*sure) | _sums_in_both(sure)
+        found.trains = trains | _of_training(test, *steady) | _sums_in_both(steady)
         self._join(left)
 
     @contextmanager
@@ -246,7 +253,9 @@ class Assignments(Branches):
             if self._is_sum_of(target, node.value): self._sum(target, node.value, node)
             if not isinstance(target, ast.Name) and self.mixes(target, node.value): self.do('averages', node)
             self.assign(target, value)
-            if isinstance(target, ast.Subscript): self.absorb(target.value, self.value(target.value), value)
+            if isinstance(target, ast.Subscript):
+                self.absorb(target.value, self.value(target.value), value)
+                self.hold(target.value, value, node)
 
     def do_AnnAssign(self, node):
         if node.value is not None: self.assign(node.target, self.value(node.value))
@@ -314,7 +323,15 @@ class Assignments(Branches):
             if name == 'grad': self.do(of_gradients(longer(path, name), value.live is None), node)
             if name == 'training': self.do('trains', node)
         if self.kept_by(owner) is not None: self.keep(self.kept_by(owner), name, value)
-        if owner.live is self.callback: self.do(f'makes self.{name}', node)
+        if owner.live is self.callback:
+            self.do(f'makes self.{name}', node)
+            if self.graphs and value.has_graph: self.do('begins graph', node)
+            for what in held_in(value.paths): self.do(f'holds self.{name} {what}', node)
+
+    def hold(self, target, value, node):
+        "Note what of the model is kept in a list or a dict of the callback, known as `target`"
+        if not self.is_kept(target): return
+        for what in held_in(value.paths): self.do(f'holds {ast.unparse(target)} {what}', node)
 
     def _set_entry(self, target):
         "`owner[key] = ...`"
@@ -329,6 +346,7 @@ class Assignments(Branches):
 
     def is_kept(self, target):
         "Whether an expression is an attribute of the callback, or of what it has made"
+        if isinstance(target, ast.Subscript): target = target.value # An entry of a dict
         return isinstance(target, ast.Attribute) and self.kept_by(self.value(target.value)) is not None
 
     def absorb(self, target, old, value):

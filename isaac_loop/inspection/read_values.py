@@ -35,21 +35,25 @@ class Value:
         live=UNKNOWN, # The object, if it exists before anything runs
         parts=None, # Values of a tuple or a list
         new:bool=False, # A new list or dict, whose elements have the paths?
+        graph:bool=False, # Computed from a loss or predictions, so that it keeps what their backward pass needs?
     ):
         self.paths,self.live = frozenset(paths),live
         self.parts,self.new = parts,new
+        self.graph = graph
 
     def __or__(self, other):
         live = self.live if self.live is other.live else either_of(self.live, other.live)
         same = self.parts and other.parts and len(self.parts) == len(other.parts)
         parts = [a | b for a,b in zip(self.parts, other.parts)] if same else None
         perhaps = {(*path, 'detach') for path in WITH_GRAPH & (self.paths ^ other.paths)}
-        return Value(self.paths | other.paths | perhaps, live, parts, self.new and other.new)
+        both = self.graph and other.graph
+        return Value(self.paths | other.paths | perhaps, live, parts, self.new and other.new, both)
 
     @property
     def has_graph(self):
         "Whether it is a loss or predictions, in any case with all that the backward pass needs of them"
-        return any((*path, 'detach') not in self.paths for path in WITH_GRAPH & self.paths)
+        kept = any((*path, 'detach') not in self.paths for path in WITH_GRAPH & self.paths)
+        return self.graph or kept
 
     @property
     def is_trainer(self): return () in self.paths and not self.new

@@ -10,7 +10,7 @@ import ast, builtins, inspect
 from functools import partial
 from types import MethodType
 
-from .known_calls import ANEW
+from .known_calls import ANEW, is_optimizer
 from .method_source import function_node, function_of, place, to_follow
 from .read_calls import Called, NewObjects, unpacked
 from .read_statements import either, switches_graphs_off
@@ -73,7 +73,7 @@ class Calls(NewObjects):
         if to_follow(live, self.home): return self.follow(live, call.args, call.named)
         if isinstance(live, type): return self.make(call)
         if call.owner.is_vars: return self.of_vars(call)
-        if call.name in OFFERS and live is UNKNOWN: return self._offered(call)
+        if call.name in OFFERS and live is UNKNOWN and not any(map(is_optimizer, call.owner.paths)): return self._offered(call)
         return self.known(call)
 
     def _bound(self, call):
