@@ -8,11 +8,8 @@ __all__ = []
 # %% ../../nbs/inspection/90_check_updates.ipynb #19cfd522
 import ast
 
-from .check_rules import happens, said, taken_from, users_own
-from .method_source import function_node, function_of
+from .check_rules import happens, method_of, said, taken_from, users_own
 from ..loop.advice import has_own_batch
-from ..loop.events import EVENTS, handler_of
-from ..loop.handlers import takes_part
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/90_check_updates.ipynb #7c1be23c
@@ -61,8 +58,8 @@ def cleared_too_early(scene):
     return found
 
 # %% ../../nbs/inspection/90_check_updates.ipynb #a6009d51
-_SCALED = ('{who} scales `trainer.loss` for the backward pass and nobody puts it back, so what is recorded '
-           'as the loss of training is not the loss. Keep the old one, and set it again in '
+_SCALED = ('{who} scales `trainer.loss`{when} and nobody puts it back, so what is recorded as the loss is not '
+           'the loss. Scale it in `before_backward` alone, keep the old one, and set it again in '
            '`cleanup_backward`.')
 
 def _is_scaling(node, loss):
@@ -77,32 +74,37 @@ def _is_scaling(node, loss):
 
 def _is_factor(op): return isinstance(op, (ast.Mult, ast.Div))
 
+def _is_plain(node, loss):
+    "Whether the factor of a scaling is a number, and not a mean over something in the batch"
+    others = [o for o in ast.walk(node.value) if isinstance(o, (ast.Call, ast.Subscript))]
+    return not others and not any(ast.unparse(o).startswith(loss.rpartition('.')[0] + '.') and ast.unparse(o) != loss
+                                  for o in ast.walk(node.value) if isinstance(o, ast.Attribute))
+
 def _scales(entry):
-    "Whether the method of an entry scales the loss"
-    node = function_node(function_of(handler_of(entry.callback, entry.event))[0])
-    if not isinstance(node, ast.FunctionDef) or not node.args.args: return False
-    loss = f'{node.args.args[-1].arg}.loss'
-    return any(_is_scaling(o, loss) for o in ast.walk(node))
+    "Whether the method of an entry scales the loss; where others look at it next, by a plain number"
+    tree,trainer = method_of(entry)
+    nodes = [o for o in ast.walk(tree) if _is_scaling(o, f'{trainer}.loss')] if tree is not None else []
+    at_once = entry.event in ('before_backward', 'backward')
+    return any(at_once or _is_plain(o, f'{trainer}.loss') for o in nodes)
 
 def scaled_losses(scene):
-    "Losses that are scaled in `before_backward`, and not put back"
+    "Losses that are scaled for the backward pass, and not put back"
     found = []
     for entry in scene.batch:
-        if entry.event != 'before_backward' or not users_own(entry): continue
-        later = [o for o in scene.batch if o.callback is entry.callback and o is not entry]
+        if entry.event not in ('after_get_loss', 'before_backward', 'backward'): continue
+        if not users_own(entry): continue
+        later = [o for o in scene.batch if o.callback is entry.callback and o is not entry
+                 and o.event != 'get_loss']
         put_back = any('loss' in o.found.writes or o.found.unclear for o in later)
         if put_back or 'loss' not in entry.found.writes or not _scales(entry): continue
-        found.append(Finding('scaled_loss', _SCALED.format(who=said(entry)), [entry.callback]))
+        when = ', in training and in validation,' if entry.event == 'after_get_loss' else ' for the backward pass'
+        text = _SCALED.format(who=said(entry), when=when)
+        found.append(Finding('scaled_loss', text, [entry.callback]))
     return found
 
 # %% ../../nbs/inspection/90_check_updates.ipynb #15ec17e2
 _COUNTED = ('{first} and {second} both update `{what}` in a batch, so every batch counts twice. Take the '
             'call out of one of them.')
-_RUNS_AWAY = ('{first} steps `{what}` for each batch, and {second} once more for each epoch, so the rate '
-              'runs ahead. Take the call out of one of them.')
-_TWO_PASSES = ('{who} steps `{what}` ({line}), and an epoch has two passes, so it moves on twice in each. '
-               'Let it ask `if trainer.training`, or set `on_valid = False`.')
-_OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
 
 def _named(entries, deed):
     "For each callback and name in a deed such as 'updates self.mean', the entries that do it for certain"
@@ -125,25 +127,3 @@ def counted_twice(scene):
 def _computes(scene, key, what):
     "Whether a callback also computes the metric that it calls `what`"
     return any(id(o.callback) == key and what in taken_from(o, 'computes') for o in scene.entries)
-
-def stepped_twice(scene):
-    "Schedules that move on more often than was meant"
-    own = [o for o in scene.entries if o.callback is not None and users_own(o)]
-    found,has_valid = [],getattr(scene.trainer.dls, 'valid', None) is not None
-    for (_,what),mine in _named(own, 'schedules').items():
-        for_batch = [o for o in mine if o.event in _OF_BATCH]
-        for_epoch = [o for o in mine if o.event == 'log' or o.event.endswith('_epoch')]
-        if for_batch and for_epoch:
-            text = _RUNS_AWAY.format(first=said(for_batch[0]), second=said(for_epoch[0]), what=what)
-            found.append(Finding('schedule_twice', text, [mine[0].callback]))
-        elif for_epoch and has_valid and _comes_twice(for_epoch[0], what):
-            line = for_epoch[0].found.does[f'schedules {what}']
-            text = _TWO_PASSES.format(who=said(for_epoch[0]), what=what, line=line)
-            found.append(Finding('schedule_twice', text, [mine[0].callback]))
-    return found
-
-def _comes_twice(entry, what):
-    "Whether an entry steps a schedule in both passes of an epoch"
-    both = all(takes_part(entry.callback, entry.event, training) for training in (True, False))
-    asks = 'asks training' in entry.found.does
-    return both and entry.event != 'log' and not asks and ('does', f'schedules {what}') in entry.found.sure

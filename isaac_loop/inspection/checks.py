@@ -10,7 +10,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.tables import Table
-from . import check_cancels, check_forgotten, check_kept, check_orders, check_rules, check_updates, check_writing
+from . import check_cancels, check_forgotten, check_kept, check_orders, check_rules, check_schedules, check_updates, check_writing
 from .check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
 from ..loop.trainer import Trainer
@@ -34,7 +34,8 @@ RULES = { # By the name of what each finds
     'cleared_before_step': check_updates.cleared_too_early,
     'scaled_loss': check_updates.scaled_losses,
     'counted_twice': check_updates.counted_twice,
-    'schedule_twice': check_updates.stepped_twice,
+    'schedule_twice': check_schedules.stepped_twice,
+    'schedule_pace': check_schedules.wrong_paces,
     'overwritten': check_writing.overwritten,
     'random_validation': check_writing.augmented_validation,
     'misspelt': check_writing.slips,

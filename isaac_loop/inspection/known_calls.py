@@ -157,9 +157,14 @@ def deeds(
     found = dict(clips=clips, unscales=name == 'unscale_', moves=_moves(name, node),
                  averages=_averages(name, owner, given, node), draws=_draws(name, owner))
     named = [f'steps {opt}' for opt in opts] + _on_gradients(name, owner) + _modes(name, owner, node)
-    if name == 'step' and any('made' in path for path in owner.paths):
+    if name == 'step' and not opts and _is_schedule(owner, node):
         named.append(f'schedules {ast.unparse(node.func.value)}')
     return [deed for deed,is_so in found.items() if is_so] + named
+
+def _is_schedule(owner, node):
+    "Whether something that is stepped was made with an optimizer, or is called a schedule"
+    if not isinstance(node.func, ast.Attribute): return False
+    return any('made' in path for path in owner.paths) or 'sched' in ast.unparse(node.func.value).lower()
 
 def _modes(name, owner, node):
     "Whether the whole model is put into evaluation, or some of it into training"
