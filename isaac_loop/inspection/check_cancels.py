@@ -6,24 +6,26 @@
 __all__ = []
 
 # %% ../../nbs/inspection/94_check_cancels.ipynb #8bd06a0e
-import ast
-from types import SimpleNamespace
+import ast, inspect
+from types import FunctionType, SimpleNamespace
 
 from .check_rules import line_in, method_of, of_same, said, users_own
+from .method_source import function_node
 from ..loop.events import EVENTS, STEPS
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/94_check_cancels.ipynb #b91807f7
 class Raised:
     "A `raise` of a cancel in a method"
-    def __init__(self, node, name, tests, tree):
+    def __init__(self, node, name, tests, tree, callback=None):
         self.node,self.name,self.tests = node,name,tests
-        self.names = {name for test in tests for name in names_in_test(test, tree)}
+        self.asked = [*tests, *(o for test in tests for o in _helpers(test, callback))]
+        self.names = {name for test in self.asked for name in names_in_test(test, tree)}
 
     @property
     def is_bad(self): return not _NOT_FINITE.isdisjoint(self.names)
     @property
-    def counts(self): return 'batch_num' in self.names or any(map(_has_modulo, self.tests))
+    def counts(self): return 'batch_num' in self.names or any(map(_has_modulo, self.asked))
     @property
     def about_batch(self):
         "Whether the condition asks for what is in this batch, and for nothing that counts"
@@ -33,6 +35,13 @@ _NOT_FINITE = {'isnan', 'isfinite', 'isinf', 'nan'}
 _OF_ONE_BATCH = {'loss', 'batch', 'preds', 'grad', 'clip_grad_norm_'}
 _COUNTED = {'batch_num', 'n_batches', 'n_updates', 'epoch', 'start_batch', 'updates_per_epoch', 'time', 'monotonic',
             'perf_counter', 'best', 'smoothed', 'history', 'divergence', 'ratio'}
+
+def _helpers(test, callback):
+    "The methods of a callback that a condition asks"
+    asked = [o.func.attr for o in ast.walk(test) if isinstance(o, ast.Call) and isinstance(o.func, ast.Attribute)]
+    found = [inspect.getattr_static(type(callback), name, None) for name in asked]
+    trees = [function_node(f) for f in found if isinstance(f, FunctionType)]
+    return [tree for tree in trees if tree is not None]
 
 def _has_modulo(test): return any(isinstance(o, ast.Mod) for o in ast.walk(test))
 
@@ -46,17 +55,18 @@ def names_in_test(test, tree):
 
 def cancels_in(
     tree, # Of a method
+    callback=None, # Whose helpers its conditions may ask
 )->list: # Of `Raised`
     "Cancels that a method raises itself, for all to see"
-    return list(_raised(tree.body, [], tree))
+    return list(_raised(tree.body, [], tree, callback))
 
-def _raised(nodes, tests, tree):
+def _raised(nodes, tests, tree, callback):
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Try, ast.With)): continue # Who knows
         name = _cancel(node.exc) if isinstance(node, ast.Raise) else ''
-        if name: yield Raised(node, name, tests, tree)
+        if name: yield Raised(node, name, tests, tree, callback)
         around = [*tests, node.test] if isinstance(node, (ast.If, ast.While)) else tests
-        for part in ('body', 'orelse'): yield from _raised(getattr(node, part, ()), around, tree)
+        for part in ('body', 'orelse'): yield from _raised(getattr(node, part, ()), around, tree, callback)
 
 def _cancel(node):
     "The name of a cancel, from a call of it or alone"
@@ -67,7 +77,7 @@ def _cancel(node):
 def _all_cancels(entries):
     "Pairs of entry and what it raises"
     pairs = [(entry, method_of(entry)[0]) for entry in entries]
-    return [(entry, raised) for entry,tree in pairs if tree is not None for raised in cancels_in(tree)]
+    return [(entry, raised) for entry,tree in pairs if tree is not None for raised in cancels_in(tree, entry.callback)]
 
 # %% ../../nbs/inspection/94_check_cancels.ipynb #cd9164a5
 _TOO_MUCH = ('{who} raises `CancelEpochException` ({line}) for what it finds in one batch, and that ends the pass: all '

@@ -90,8 +90,14 @@ def _trees(entries, events):
 
 def _grows(entries, name):
     "Whether an attribute gets something more with each batch"
-    nodes = [o for tree in _trees(entries, _OF_BATCH) for o in ast.walk(tree) if isinstance(o, ast.AugAssign)]
-    return any(ast.unparse(o.target) == name for o in nodes)
+    nodes = [o for tree in _trees(entries, _OF_BATCH) for o in ast.walk(tree)]
+    return any(ast.unparse(o.target) == name for o in nodes if isinstance(o, ast.AugAssign)) or any(
+        _goes_on(o, name) for o in nodes if isinstance(o, ast.Assign))
+
+def _goes_on(node, name):
+    "Whether a line is like `self.total = self.total + ...`"
+    is_it = name in map(ast.unparse, node.targets) and isinstance(node.value, ast.BinOp)
+    return is_it and name in (ast.unparse(node.value.left), ast.unparse(node.value.right))
 
 def _set_anew(entries, name):
     "Whether an attribute is set elsewhere than at the beginning of a fit, by itself or with all others"
@@ -101,6 +107,6 @@ def _set_anew(entries, name):
 def _only_grows(entry, name):
     tree,_ = method_of(entry)
     if tree is None: return False
-    sets = [ast.unparse(part) for o in ast.walk(tree) if isinstance(o, ast.Assign)
+    sets = [ast.unparse(part) for o in ast.walk(tree) if isinstance(o, ast.Assign) and not _goes_on(o, name)
             for target in o.targets for part in ast.walk(target)]
     return name not in sets and entry.event in _OF_BATCH

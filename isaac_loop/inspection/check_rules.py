@@ -63,8 +63,9 @@ def method_of(
     entry, # At an event
 )->tuple: # A `FunctionDef` and what it calls the trainer; None and an empty text where there is no source
     "The syntax tree of a user's own method"
-    if not users_own(entry): return None,''
-    node = function_node(function_of(handler_of(entry.callback, entry.event))[0])
+    f = function_of(handler_of(entry.callback, entry.event))[0] if users_own(entry) else None
+    if f is None or f.__module__.partition('.')[0] == 'isaac_loop': return None,'' # It is inherited
+    node = function_node(f)
     if not isinstance(node, ast.FunctionDef) or not node.args.args: return None,''
     return node,node.args.args[-1].arg
 

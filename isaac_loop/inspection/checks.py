@@ -10,7 +10,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.tables import Table
-from . import check_cancels, check_forgotten, check_kept, check_orders, check_rules, check_schedules, check_updates, check_writing
+from . import check_cancels, check_forgotten, check_kept, check_orders, check_rules, check_schedules, check_steps, check_updates, check_writing
 from .check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
 from ..loop.trainer import Trainer
@@ -51,6 +51,10 @@ RULES = { # By the name of what each finds
     'gradients_kept': check_cancels.bad_gradients_kept, # And by the rule before
     'never_raised': check_cancels.never_raised,
     'caught_cancel': check_cancels.caught_cancels,
+    'never_cleared': check_steps.steps_in_disorder,
+    'never_stepped': check_steps.half_steps,
+    'never_backward': None, # Found together with it
+    'gathered_sum': check_steps.gathered_sums,
 }
 
 def _in_vain(scene):

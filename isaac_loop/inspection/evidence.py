@@ -77,7 +77,10 @@ class Evidence:
     @cached_property
     def differences_of_fits(self):
         "Where two fits with one object differ"
-        with self.trials.alone(): return self._two_fits()
+        for n_epochs in (1, 2): # What is best, sum or mean of a longer fit is another number than that of a short one
+            with self.trials.alone(): found = self._two_fits(n_epochs)
+            if found: return found
+        return {}
 
     def differences(self,
         expected:dict, # What `outcome` gave
@@ -146,14 +149,15 @@ def _next_fit(self:Evidence, run):
 
 # %% ../../nbs/inspection/70_evidence.ipynb #de9bee5f
 @patch
-def _two_fits(self:Evidence):
-    "Train, begin anew, and train again"
+def _two_fits(self:Evidence, n_epochs):
+    "Train for `n_epochs`, begin anew, and train for one"
     trainer,callbacks = self.trials.make()
     begun = []
     watch_fits(trainer, at_borders(lambda trainer, span, begins: _note_first(trainer, span, begins, begun,
                                                                              callbacks)))
-    self.trials.fit(trainer, 1)
-    first,there = outcome(trainer, callbacks),list(map(id, trainer.callbacks))
+    self.trials.fit(trainer, n_epochs)
+    first = outcome(trainer, callbacks) if n_epochs == 1 else self.one_epoch
+    there = list(map(id, trainer.callbacks))
     self.gone = ', '.join(f'`{callback_name(cb)}`' for cb in callbacks if id(cb) not in there)
     self.trials.reset(trainer)
     try: self.trials.fit(trainer, 1)
