@@ -114,18 +114,25 @@ def steps_in_disorder(scene):
 
 def _walk(row, opt):
     "Go through two batches with one optimizer; what is wrong, or None"
-    state,zero = 'unknown',None
+    state,zero,states = 'unknown',None,{}
     for deed in [*row, *row]:
         mine = not deed.opt or not opt or deed.opt == opt
         if deed.kind == 'zero' and mine: state,zero = 'empty',deed
         elif deed.kind == 'backward': state = 'stale' if state in ('used', 'stale') else 'fresh'
         elif deed.kind == 'step' and mine:
-            callbacks = [deed.entry.callback]
-            if state == 'stale': return Finding('never_cleared', _STALE.format(step=_told(deed.entry)), callbacks, True)
-            if state == 'empty':
-                text = _EMPTY.format(step=_told(deed.entry), zero=_told(zero.entry))
-                return Finding('cleared_before_step', text, callbacks, spoils=True)
-            state = 'used'
+            states.setdefault(state, (deed.entry, zero))
+            if state != 'empty': state = 'used'
+    return _finding(states)
+
+def _finding(states):
+    "What to say of the steps that were made in these states of the gradients; a good one makes up for an empty one"
+    if 'stale' in states:
+        entry,_ = states['stale']
+        return Finding('never_cleared', _STALE.format(step=_told(entry)), [entry.callback], spoils=True)
+    if 'empty' in states and 'fresh' not in states:
+        entry,zero = states['empty']
+        text = _EMPTY.format(step=_told(entry), zero=_told(zero.entry))
+        return Finding('cleared_before_step', text, [entry.callback], spoils=True)
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #f6948f7a
 _NO_STEP = ('{who} computes gradients, and nobody makes a step with them, so the weights stay as they are. Call '
@@ -171,6 +178,6 @@ def _gathers(tree, callback):
 
 def _rescales(entry):
     "Whether an entry may change the loss or the gradients on their way"
-    late = entry.event not in ('predict', 'after_predict', 'get_loss') and entry.callback is not None
-    return late and ('loss' in entry.found.writes or 'clips' in entry.found.does or 'sets gradients' in entry.found.does or
+    on_the_way = entry.event in ('after_get_loss', 'before_backward', 'backward', 'after_backward', 'before_step')
+    return entry.callback is not None and on_the_way and ('loss' in entry.found.writes or 'clips' in entry.found.does or 'sets gradients' in entry.found.does or
                      users_own(entry) and ('gradients' in entry.found.changes or entry.found.unclear))

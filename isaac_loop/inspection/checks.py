@@ -10,7 +10,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.tables import Table
-from . import check_cancels, check_forgotten, check_kept, check_orders, check_rules, check_schedules, check_steps, check_updates, check_writing
+from . import check_cancels, check_forgotten, check_kept, check_model, check_orders, check_rules, check_schedules, check_steps, check_updates, check_writing
 from .check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
 from ..loop.trainer import Trainer
@@ -55,6 +55,13 @@ RULES = { # By the name of what each finds
     'never_stepped': check_steps.half_steps,
     'never_backward': None, # Found together with it
     'gathered_sum': check_steps.gathered_sums,
+    'softmax_twice': check_model.softmax_twice,
+    'new_parameters': lambda scene: check_model.replaced_parts(scene) + check_model.left_out_parameters(scene),
+    'undone_mode': check_model.undone_modes,
+    'trains_in_validation': check_model.training_mode_in_validation,
+    'freezes_nothing': check_model.freezes_nothing,
+    'frozen_measures': check_model.measuring_frozen,
+    'average_without_buffers': check_model.averages_without_buffers,
 }
 
 def _in_vain(scene):
