@@ -10,6 +10,7 @@ import ast, inspect
 
 from .check_cancels import cancels_in
 from .check_rules import method_of, said, users_own
+from .check_updates import cleared_too_early
 from ..loop.advice import has_own_batch
 from ..loop.events import STEPS
 from ..loop.handlers import TrainersOwn
@@ -109,7 +110,8 @@ def steps_in_disorder(scene):
     if 'backward' not in [o.kind for o in row]: return []
     for opt in dict.fromkeys(o.opt for o in row if o.kind == 'step'):
         found = _walk(row, opt)
-        if found is not None: return [found]
+        if found is None or found.name == 'cleared_before_step' and cleared_too_early(scene): continue # Told already
+        return [found]
     return []
 
 def _walk(row, opt):
@@ -132,7 +134,7 @@ def _finding(states):
     if 'empty' in states and 'fresh' not in states:
         entry,zero = states['empty']
         text = _EMPTY.format(step=_told(entry), zero=_told(zero.entry))
-        return Finding('cleared_before_step', text, [entry.callback], spoils=True)
+        return Finding('cleared_before_step', text, [entry.callback, zero.entry.callback], spoils=True)
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #f6948f7a
 _NO_STEP = ('{who} computes gradients, and nobody makes a step with them, so the weights stay as they are. Call '

@@ -562,6 +562,8 @@ class Late(Average):
         trainer.opt.zero_grad()
         for mean, p in zip(self.ema.parameters(), trainer.model.parameters()):
             mean.lerp_(p.detach(), 0.1)
+        for mean, p in zip(self.ema.buffers(), trainer.model.buffers()):
+            mean.copy_(p)
 
 
 class EitherSchedule(Schedules):
