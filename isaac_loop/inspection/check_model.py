@@ -125,8 +125,6 @@ _TRAINS = ('{who} calls `{what}.train()` ({line}) in validation as well, so it i
            'statistics of each batch. Set `on_valid = False`, or ask `if trainer.training`.')
 _NO_FREEZING = ('{who} sets `requires_grad` of a module ({line}), which nobody reads, so nothing is frozen. Call '
                 '`{what}.requires_grad_({value})`.')
-_MEASURES = ('`{name}`{more} is frozen and goes on measuring mean and variance in training, so the frozen part changes all '
-             'the same. Add `BatchNormEvalCB`, if that is not meant.')
 
 def undone_modes(scene):
     "Parts that are put into evaluation before `model.train()` comes"
@@ -186,17 +184,6 @@ def _is_module(node, trainer, tree, scene):
     names = text.removeprefix(f'{trainer}.model').replace('[', '.').replace(']', '').strip('.').split('.')
     for name in names: model = getattr(model, '_modules', {}).get(name)
     return isinstance(model, nn.Module)
-
-def measuring_frozen(scene):
-    "Frozen batch norms that go on measuring"
-    model = vars(scene.trainer).get('model')
-    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()): return []
-    if any('eval' in o.found.calls for o in scene.batch + scene.training): return []
-    norms = [(name, o) for name,o in model.named_modules() if isinstance(o, _BatchNorm)]
-    still = [name for name,o in norms if o.affine and o.track_running_stats and not o.weight.requires_grad]
-    if not still: return []
-    more = f' (and {len(still)-1} more)' if len(still) > 1 else ''
-    return [Finding('frozen_measures', _MEASURES.format(name=still[0], more=more))]
 
 # %% ../../nbs/inspection/97_check_model.ipynb #09abbb0b
 _STATISTICS = ('{who} averages the parameters of the model ({line}), and its batch norms keep their statistics in buffers, '

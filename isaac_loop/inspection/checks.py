@@ -10,7 +10,8 @@ from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.tables import Table
-from . import check_cancels, check_effects, check_forgotten, check_kept, check_model, check_orders, check_rules, check_schedules, check_steps, check_updates, check_writing
+from . import check_best, check_cancels, check_effects, check_forgotten, check_kept, check_model
+from . import check_orders, check_rules, check_schedules, check_steps, check_updates, check_writing
 from .check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
 from ..loop.trainer import Trainer
@@ -60,12 +61,13 @@ RULES = { # By the name of what each finds
     'undone_mode': check_model.undone_modes,
     'trains_in_validation': check_model.training_mode_in_validation,
     'freezes_nothing': check_model.freezes_nothing,
-    'frozen_measures': check_model.measuring_frozen,
     'average_without_buffers': check_model.averages_without_buffers,
     'no_effect': check_effects.lost_values,
     'unread_setting': check_effects.unread_settings,
     'seeded_again': check_effects.seeded_again,
     'constant_term': check_effects.constant_terms,
+    'wrong_best': check_best.wrong_comparisons,
+    'impatient': check_best.impatient,
 }
 
 def _in_vain(scene):

@@ -10,7 +10,7 @@ import inspect, math
 
 from ..basics.tables import Table
 from ..loop.advice import has_own_batch
-from ..loop.events import CancelException, EVENTS, SPANS, callback_name
+from ..loop.events import CancelException, EVENTS, SPANS, STEPS, callback_name
 from ..loop.handlers import TrainersOwn
 from ..loop.trainer import Trainer
 from .map_entries import loops_own
@@ -76,6 +76,8 @@ def _first(pairs, event):
 # %% ../../nbs/inspection/26_moments.ipynb #165b0e8e
 _NOT_OPEN = '`if_left` was asked about {span!r}, and open at this moment are {names}. Use one of these.'
 
+_STAY = '; the gradients that are there stay, and the next backward pass adds to them'
+
 class Moment:
     "What has just happened in a loop that is being walked through"
     def __init__(self,
@@ -97,6 +99,7 @@ class Moment:
         self.next = '' if raised is not None else upcoming(trainer, call)
         spans = [span for span in trainer.plan.spans if SPANS.get(span.name) is span]
         self._ways = {span.name: WayOut(trainer, call, span.exception) for span in spans}
+        self._has_gradients = any(p.grad is not None for p in getattr(trainer.model, 'parameters', tuple)())
 
     @property
     def name(self)->str:
@@ -112,11 +115,17 @@ class Moment:
         return ', '.join(known + kind)
 
     def if_left(self,
-        span:str='fit', # What is left by a cancel here: 'fit', 'epoch', 'batch', or the step
+        span:str='fit', # What is left by a cancel here: 'fit', 'epoch', 'batch', or 'step', whichever is open
     )->str: # Such as 'cleanups that run: A.cleanup_batch; left out: B.step'
         "What would happen if one left the loop at this moment, by `close`, or by `throw` with a cancel"
-        if span in self._ways: return str(self._ways[span])
+        open_steps = [name for name in self._ways if name in STEPS]
+        way = self._ways.get(open_steps[-1] if span == 'step' and open_steps else span)
+        if way is not None: return str(way) + _STAY*(span != 'fit' and self._keeps_gradients(way)) # A fit clears them
         raise LookupError(_NOT_OPEN.format(span=span, names=list(self._ways) or 'no spans'))
+
+    def _keeps_gradients(self, way):
+        "Whether gradients are there now, and would not be cleared"
+        return self._has_gradients and any(text.endswith('.zero_grad') for text in way.left_out)
 
     def rows(self)->list: # Dicts
         "The moment as a row of a table; before it one for what was written in between"

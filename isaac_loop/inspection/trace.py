@@ -7,7 +7,7 @@ __all__ = ['Trace']
 
 # %% ../../nbs/inspection/18_trace.ipynb #5ac26833
 import io, time
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 
 import torch
 from fastcore.basics import patch
@@ -15,10 +15,12 @@ from torch import nn
 
 from ..basics.checks import check_count
 from ..basics.tables import Table
+from ..loop.advice import has_own_batch
 from ..loop.events import CancelEpochException, CancelException, Order, callback_name
+from ..loop.handlers import TrainersOwn
 from ..loop.passes import n_batches
 from .observing import marks, passes_of
-from .watched_calls import WayOut, changed_plan, several, watching
+from .watched_calls import Call, WayOut, changed_plan, several, watching
 from .written import Copies, EQUAL, described, no_hint
 from ..loop.trainer import Trainer
 
@@ -131,6 +133,18 @@ class Tracer:
             self.open[-1].changes.update(changes_between(self.last, now, hints))
         self.last,self.copies = now,Copies(self.trainer)
 
+@contextmanager
+def _own_batch(trainer, watch):
+    "Watch a `one_batch` of one's own as well, which runs no callback for its steps"
+    if not has_own_batch(trainer):
+        yield
+        return
+    plain = trainer.one_batch
+    call = Call('one_batch', TrainersOwn(type(trainer)), lambda trainer: plain(), watch)
+    vars(trainer)['one_batch'] = lambda: call(trainer)
+    try: yield
+    finally: del vars(trainer)['one_batch']
+
 def _now(trainer):
     "The time, when everything on the device is done"
     device = next(iter(getattr(trainer.model, 'parameters', tuple)()), torch.empty(0)).device
@@ -238,6 +252,7 @@ def trace(self:Trainer,
     lr = vars(self).get('lr', 1e-3) if lr is None else lr
     with self.snapshot(), redirect_stdout(io.StringIO()), self.side_run(below=Order.SAVE):
         tracer = Tracer(self, chosen)
-        with changed_plan(self, watching(tracer.watch)): self.fit(1, lr, chosen, keep_opt=keep_opt, **passes)
+        with changed_plan(self, watching(tracer.watch)), _own_batch(self, tracer.watch):
+            self.fit(1, lr, chosen, keep_opt=keep_opt, **passes)
     steps = [step for step in tracer.steps if step.callback is not chosen]
     return Trace([step for step in steps if chosen.kinds.get(step.in_pass, True)], chosen.said(passes), all)
