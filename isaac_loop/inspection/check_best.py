@@ -6,18 +6,18 @@
 __all__ = []
 
 # %% ../../nbs/inspection/99_check_best.ipynb #d8277fcf
-import ast, math
+import ast, math, re
 
 from .check_rules import line_in, method_of, methods_of, said
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/99_check_best.ipynb #bc6bbd2d
-_WRONG_WAY = ('{who} keeps the {kind} of `{value}` ({line}), and of {what} the {other} is best. Turn the comparison round, and '
-              'what `{best}` begins with.')
-_NEVER = ('{who} asks `{test}` ({line}), and `{best}` begins with {begin}, so that is never true. Let it begin with '
-          "`float('{needed}')`.")
-_ALWAYS = ('{who} asks `{test}` ({line}), and `{best}` stays what it is at first, {begin}, so that is always true. Set '
-           '`{best} = {value}` there.')
+_WRONG_WAY = ('{who} keeps the {kind} of `{value}` ({line}), and of {what} the {other} is best. Turn the '
+              'comparison round, and what `{best}` begins with.')
+_NEVER = ('{who} asks `{test}` ({line}), and `{best}` begins with {begin}, so that is never true. Let it '
+          "begin with `float('{needed}')`.")
+_ALWAYS = ('{who} asks `{test}` ({line}), and `{best}` stays what it is at first, {begin}, so that is '
+           'always true. Set `{best} = {value}` there.')
 _TOO_EARLY = ('{who} sets `{best}` ({line}) before it asks `{test}`, so that is never true. Ask first.')
 
 class _Asked:
@@ -53,19 +53,21 @@ def _sets(nodes, name):
 def _number(node):
     "A number in the source, also infinity; None for anything else"
     text = ast.unparse(node).replace(' ', '').replace('"', "'").lower()
-    infinite = text.lstrip('-') in ("float('inf')", 'math.inf', 'np.inf', 'torch.inf', "float('infinity')", 'inf')
+    infinite = text.lstrip('-') in ("float('inf')", 'math.inf', 'np.inf', 'torch.inf', "float('infinity')",
+                                    'inf')
     if infinite or text == "float('-inf')": return -math.inf if '-' in text else math.inf
     try: value = ast.literal_eval(node)
     except ValueError: return None
     return value if type(value) in (int, float) else None
 
-_LESS_IS_BEST,_MORE_IS_BEST = ('loss', 'error', 'perplexity', 'mse', 'rmse', 'mae'),('accuracy', 'acc', 'f1', 'auc', 'precision')
+_LESS_IS_BEST,_MORE_IS_BEST = ('loss', 'error', 'perplexity', 'mse', 'rmse', 'mae'),('accuracy', 'acc', 'f1',
+                                                                                     'auc', 'precision')
 
 def _meaning(asked, tree):
-    "Whether less is best of a value, by its name or the column that it was read from; None if nobody can tell"
+    "Whether less is best of a value, by its name or that of its column; None if nobody can tell"
     name = ast.unparse(asked.value)
     texts = [name] + [ast.unparse(o) for o in _sets([tree], name)]
-    words = {word for text in texts for word in ''.join(c if c.isalnum() else ' ' for c in text.lower()).split()}
+    words = {word for text in texts for word in re.split('[^a-z0-9]', text.lower())}
     less,more = (any(o in words for o in known) for known in (_LESS_IS_BEST, _MORE_IS_BEST))
     has_minus = any(text.startswith('-') for text in texts)
     return None if less == more or has_minus else less
@@ -83,7 +85,8 @@ def wrong_comparisons(scene):
 def _of_asked(scene, asked, tree):
     "What is wrong with a comparison; empty if nothing is"
     best,value,entry = ast.unparse(asked.best),ast.unparse(asked.value),asked.entry
-    told = dict(who=said(entry), test=ast.unparse(asked.test), line=line_in(entry, asked.test), best=best, value=value)
+    told = dict(who=said(entry), test=ast.unparse(asked.test), line=line_in(entry, asked.test), best=best,
+                value=value)
     here = list(_sets(asked.body, best))
     every = list(_sets(methods_of(scene, entry), best))
     numbers = [_number(o) for o in every if _number(o) is not None]
@@ -101,7 +104,8 @@ def _of_asked(scene, asked, tree):
         return _NEVER.format(begin=begin, needed='inf' if asked.is_less else '-inf', **told)
     if less is None or less is asked.is_less: return ''
     kinds = ('smallest', 'largest') if asked.is_less else ('largest', 'smallest')
-    return _WRONG_WAY.format(kind=kinds[0], other=kinds[1], what='losses and errors' if less else 'such scores', **told)
+    of_what = 'losses and errors' if less else 'such scores'
+    return _WRONG_WAY.format(kind=kinds[0], other=kinds[1], what=of_what, **told)
 
 def _without_setting(every, begin, endless, asked, told):
     "A comparison with infinity that nobody replaces"
@@ -111,26 +115,30 @@ def _without_setting(every, begin, endless, asked, told):
     return _ALWAYS.format(begin=begin, **told)
 
 # %% ../../nbs/inspection/99_check_best.ipynb #d15a2a4f
-_IMPATIENT = ('{who} counts in `{count}` ({line}) what got no better, and nothing sets it back to 0 where `{best}` gets '
-              'better, so it stops after so many bad epochs in all. Set `{count} = 0` there.')
+_IMPATIENT = ('{who} counts in `{count}` ({line}) what got no better, and nothing sets it back to 0 where '
+              '`{best}` gets better, so it stops after so many bad epochs in all. Set `{count} = 0` there.')
 
 def impatient(scene):
     "Counters of bad epochs that an improvement does not set back"
     found = []
     for entry in scene.entries:
         tree,_ = method_of(entry)
-        for node in [o for o in ast.walk(tree) if isinstance(o, ast.If) and o.orelse] if tree is not None else ():
+        for node in [o for o in ast.walk(tree) if isinstance(o, ast.If)
+                     and o.orelse] if tree is not None else ():
             asked = next(iter(_asked(entry, ast.Module([node], []))), None)
             if asked is None or not list(_sets(node.body, ast.unparse(asked.best))): continue
-            counts = [o for part in node.orelse for o in ast.walk(part) if isinstance(o, ast.AugAssign) and _is_own(o.target)]
+            counts = [o for part in node.orelse for o in ast.walk(part) if isinstance(o, ast.AugAssign)
+                      and _is_own(o.target)]
             for count in counts:
                 name = ast.unparse(count.target)
                 ends = any(isinstance(o, ast.Raise) for o in ast.walk(tree)) and _is_compared(tree, name)
                 if not ends or not isinstance(count.op, ast.Add) or list(_sets([tree], name)): continue
                 told = dict(count=name, best=ast.unparse(asked.best), line=line_in(entry, count))
-                found.append(Finding('impatient', _IMPATIENT.format(who=said(entry), **told), [entry.callback]))
+                found.append(Finding('impatient', _IMPATIENT.format(who=said(entry), **told),
+                                     [entry.callback]))
     return found
 
 def _is_compared(tree, name):
     tests = [o for o in ast.walk(tree) if isinstance(o, ast.Compare)]
-    return any(name == ast.unparse(part) for test in tests for part in ast.walk(test) if isinstance(part, ast.Attribute))
+    parts = [part for test in tests for part in ast.walk(test) if isinstance(part, ast.Attribute)]
+    return name in map(ast.unparse, parts)

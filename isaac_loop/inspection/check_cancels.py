@@ -33,12 +33,14 @@ class Raised:
 
 _NOT_FINITE = {'isnan', 'isfinite', 'isinf', 'nan'}
 _OF_ONE_BATCH = {'loss', 'batch', 'preds', 'grad', 'clip_grad_norm_'}
-_COUNTED = {'batch_num', 'n_batches', 'n_updates', 'epoch', 'start_batch', 'updates_per_epoch', 'time', 'monotonic',
+_COUNTED = {'batch_num', 'n_batches', 'n_updates', 'epoch', 'start_batch', 'updates_per_epoch', 'time',
+            'monotonic',
             'perf_counter', 'best', 'smoothed', 'history', 'divergence', 'ratio'}
 
 def _helpers(test, callback):
     "The methods of a callback that a condition asks"
-    asked = [o.func.attr for o in ast.walk(test) if isinstance(o, ast.Call) and isinstance(o.func, ast.Attribute)]
+    calls = [o for o in ast.walk(test) if isinstance(o, ast.Call)]
+    asked = [o.func.attr for o in calls if isinstance(o.func, ast.Attribute)]
     found = [inspect.getattr_static(type(callback), name, None) for name in asked]
     trees = [function_node(f) for f in found if isinstance(f, FunctionType)]
     return [tree for tree in trees if tree is not None]
@@ -77,13 +79,14 @@ def _cancel(node):
 def _all_cancels(entries):
     "Pairs of entry and what it raises"
     pairs = [(entry, method_of(entry)[0]) for entry in entries]
-    return [(entry, raised) for entry,tree in pairs if tree is not None for raised in cancels_in(tree, entry.callback)]
+    there = [(entry, tree) for entry,tree in pairs if tree is not None]
+    return [(entry, raised) for entry,tree in there for raised in cancels_in(tree, entry.callback)]
 
 # %% ../../nbs/inspection/94_check_cancels.ipynb #cd9164a5
-_TOO_MUCH = ('{who} raises `CancelEpochException` ({line}) for what it finds in one batch, and that ends the pass: all '
-             'batches after it are lost. `CancelBatchException` leaves this batch alone.')
-_OUTSIDE = ('{who} raises `{name}` ({line}), and there is no {span} to leave at that event, so the fit would end with an '
-            'error. {mend}')
+_TOO_MUCH = ('{who} raises `CancelEpochException` ({line}) for what it finds in one batch, and that ends '
+             'the pass: all batches after it are lost. `CancelBatchException` leaves this batch alone.')
+_OUTSIDE = ('{who} raises `{name}` ({line}), and there is no {span} to leave at that event, so the fit '
+            'would end with an error. {mend}')
 _MENDS = {'batch': 'To leave out the batch, raise `CancelBatchException`.',
           'fit': 'To end the training, raise `CancelFitException`.'}
 _BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('after_batch')+1]
@@ -95,7 +98,8 @@ def cancels_too_much(scene):
     "A pass that is left where a batch was meant"
     found = []
     for entry,raised in _all_cancels(scene.entries):
-        if entry.event not in _BATCH or raised.name != 'CancelEpochException' or not raised.about_batch: continue
+        if entry.event not in _BATCH or raised.name != 'CancelEpochException' or not raised.about_batch:
+            continue
         text = _TOO_MUCH.format(who=said(entry), line=line_in(entry, raised.node))
         found.append(Finding('cancels_too_much', text, [entry.callback]))
     return found
@@ -115,14 +119,17 @@ def cancels_nothing(scene):
     return found
 
 # %% ../../nbs/inspection/94_check_cancels.ipynb #58c13163
-_UNUSED = ('{who} leaves out the step of some batches ({line}), and {zero} clears their gradients all the same, so these '
-           'batches teach nothing. Leave out `zero_grad` too, in `before_zero_grad`, as `AccumulationCB` does.')
-_AGAIN = ('{who} leaves out `zero_grad` in some batches ({line}), and no step is left out, so each step uses the gradients '
-          'of earlier ones again. Leave out the step too, in `before_step`, as `AccumulationCB` does.')
-_UNLIKE = ('{who} clears the gradients in other batches than those in which it makes a step ({line}): in batch {n} of a '
-           'pass it {does}. Use one condition for both, as `AccumulationCB` does.')
-_BAD_KEPT = ('{who} leaves a batch whose numbers are bad ({line}) when its gradients are there already, and they are added '
-             'to those of the next one. Raise `CancelStepException` in `before_step`: `zero_grad` clears them then.')
+_UNUSED = ('{who} leaves out the step of some batches ({line}), and {zero} clears their gradients all the '
+           'same, so these batches teach nothing. Leave out `zero_grad` too, in `before_zero_grad`, as '
+           '`AccumulationCB` does.')
+_AGAIN = ('{who} leaves out `zero_grad` in some batches ({line}), and no step is left out, so each step '
+          'uses the gradients of earlier ones again. Leave out the step too, in `before_step`, as '
+          '`AccumulationCB` does.')
+_UNLIKE = ('{who} clears the gradients in other batches than those in which it makes a step ({line}): in '
+           'batch {n} of a pass it {does}. Use one condition for both, as `AccumulationCB` does.')
+_BAD_KEPT = ('{who} leaves a batch whose numbers are bad ({line}) when its gradients are there already, '
+             'and they are added to those of the next one. Raise `CancelStepException` in `before_step`: '
+             '`zero_grad` clears them then.')
 
 def _step_cancels(scene, event):
     pairs = _all_cancels([o for o in scene.batch if o.event == event])
@@ -159,22 +166,23 @@ def _unlike_pairs(steps, zeros):
     for entry,raised in steps:
         other = next((o for e,o in zeros if e.callback is entry.callback), None)
         if other is None or not raised.counts: continue
-        both = [(_is_true(o, entry.callback, n), n) for n in range(48) for o in [raised]]
-        clears = [_is_true(other, entry.callback, n) for n in range(48)]
-        n = next((n for (skips, n),keeps in zip(both, clears) if skips != keeps and None not in (skips, keeps)), None)
+        skips,keeps = ([_is_true(o, entry.callback, n) for n in range(48)] for o in (raised, other))
+        pairs = enumerate(zip(skips, keeps))
+        n = next((n for n,pair in pairs if None not in pair and pair[0] != pair[1]), None)
         if n is None: continue
-        does = 'clears without a step' if both[n][0] else 'makes a step and clears nothing'
+        does = 'clears without a step' if skips[n] else 'makes a step and clears nothing'
         text = _UNLIKE.format(who=f'`{entry.name}`', line=line_in(entry, raised.node), n=n, does=does)
         found.append(Finding('gradients_lost', text, [entry.callback], spoils=True))
     return found
 
 def _is_true(raised, callback, n):
-    "Whether the conditions hold in batch `n`, if they ask for its number and plain numbers alone; None if unknown"
+    "Whether a condition holds in batch `n`; None if it asks for more than plain numbers"
     if len(raised.tests) != 1 or not all(map(_is_plain, ast.walk(raised.tests[0]))): return None
     held = {k: o for k,o in getattr(callback, '__dict__', {}).items() if type(o) is int}
     code = compile(ast.Expression(raised.tests[0]), 'a condition', 'eval')
     names = {o.id for o in ast.walk(raised.tests[0]) if isinstance(o, ast.Name)}
-    known = {name: SimpleNamespace(batch_num=n, **{k: o for k,o in held.items() if k != 'batch_num'}) for name in names}
+    known = {name: SimpleNamespace(batch_num=n, **{k: o for k,o in held.items() if k != 'batch_num'})
+             for name in names}
     try: return bool(eval(code, {'__builtins__': {}}, known))
     except Exception: return None
 
@@ -183,7 +191,8 @@ _PLAIN = (ast.Compare, ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Name, ast.Constan
 
 def _is_plain(node):
     "Whether a part of a condition is a number, or what numbers are compared by"
-    return isinstance(node, _PLAIN) and not isinstance(node, ast.Pow) and getattr(node, 'attr', 'n') != 'n_batches'
+    is_known = getattr(node, 'attr', 'n') != 'n_batches'
+    return is_known and isinstance(node, _PLAIN) and not isinstance(node, ast.Pow)
 
 _AFTER_BACKWARD = EVENTS[EVENTS.index('after_backward'):EVENTS.index('before_zero_grad')+1]
 
@@ -200,9 +209,10 @@ def bad_gradients_kept(scene):
     return found
 
 # %% ../../nbs/inspection/94_check_cancels.ipynb #ffbba4b3
-_NOT_RAISED = ('{who} makes `{name}` ({line}) and does not raise it, so nothing is left. Write `raise {name}(...)`.')
-_CAUGHT = ('{who} catches {what} ({line}), and cancels {more} are among it, so nobody would leave. Catch the errors that '
-           'you expect by name, or `raise` again.')
+_NOT_RAISED = ('{who} makes `{name}` ({line}) and does not raise it, so nothing is left. Write `raise '
+               '{name}(...)`.')
+_CAUGHT = ('{who} catches {what} ({line}), and cancels {more} are among it, so nobody would leave. Catch '
+           'the errors that you expect by name, or `raise` again.')
 
 def never_raised(scene):
     "Cancels and errors that are made and not raised"
@@ -219,7 +229,8 @@ def never_raised(scene):
 def _exception(node):
     "The name of a cancel, or of an error that is made"
     name = getattr(getattr(node, 'func', None), 'id', '')
-    return _cancel(node) or (name if name.endswith(('Exception', 'Error', 'Interrupt')) and name[0].isupper() else '')
+    return _cancel(node) or (name if name.endswith(('Exception', 'Error', 'Interrupt')) and name[0].isupper()
+                             else '')
 
 def caught_cancels(scene):
     "Cancels that are caught on the way, by somebody who catches everything"
@@ -240,7 +251,8 @@ def _catcher(node):
     if any('Cancel' in ast.unparse(o.type) for o in node.handlers if o.type is not None): return None
     inside = [o for part in node.body for o in ast.walk(part)]
     cancels = any(isinstance(o, ast.Raise) and _cancel(o.exc) for o in inside)
-    runs = any(getattr(getattr(o, 'func', None), 'attr', '') in ('run_callbacks', 'one_batch') for o in inside)
+    runs = any(getattr(getattr(o, 'func', None), 'attr', '') in ('run_callbacks', 'one_batch')
+               for o in inside)
     for handler in node.handlers:
         kind = 'BaseException' if handler.type is None else ast.unparse(handler.type)
         again = any(isinstance(o, ast.Raise) for part in handler.body for o in ast.walk(part))

@@ -18,10 +18,12 @@ _LOST = ('{who} computes `{what}` ({line}), and nobody takes the result, so noth
 _NOT_CALLED = ('{who} names `{what}` ({line}) and does not call it, so nothing happens. Write `{what}()`.')
 _IN_PLACE = 'Assign it, or use `{name}_`, which changes the tensor itself.'
 _ASSIGN = 'Assign it to what you want to change.'
-_VALUES = {'clamp', 'clip', 'mul', 'div', 'add', 'sub', 'abs', 'neg', 'sqrt', 'pow', 'detach', 'clone', 'float', 'half',
+_VALUES = {'clamp', 'clip', 'mul', 'div', 'add', 'sub', 'abs', 'neg', 'sqrt', 'pow', 'detach', 'clone',
+           'float', 'half',
            'round', 'relu', 'softmax', 'sigmoid', 'tanh', 'normal', 'fill', 'zero', 'copysign', 'mean', 'sum'}
 _MOVES = {'to', 'cuda', 'cpu'}
-_CALLS = {'zero_grad', 'step', 'backward', 'train', 'eval', 'item', 'update', 'reset', 'detach', 'clear', 'close', 'flush'}
+_CALLS = {'zero_grad', 'step', 'backward', 'train', 'eval', 'item', 'update', 'reset', 'detach', 'clear',
+          'close', 'flush'}
 _SOURCES = 'batch', 'preds', 'loss', 'model.parameters', 'model.named_parameters', 'opt.param_groups'
 
 def lost_values(scene):
@@ -53,7 +55,8 @@ def _from_trainer(tree, trainer):
         elif isinstance(node, (ast.For, ast.comprehension)): pairs = [(node.target, node.iter)]
         else: continue
         for target,value in pairs:
-            if _is_from(value, known, trainer): known |= {o.id for o in ast.walk(target) if isinstance(o, ast.Name)
+            if _is_from(value, known, trainer):
+                known |= {o.id for o in ast.walk(target) if isinstance(o, ast.Name)
                                                           and isinstance(o.ctx, ast.Store)}
     return known
 
@@ -61,11 +64,13 @@ def _of_line(entry, node, known, trainer):
     "What is wrong with a line that is an expression alone; empty if nothing is"
     value = node.value
     told = dict(who=said(entry), line=line_in(entry, node))
-    if isinstance(value, ast.Attribute) and value.attr in _CALLS: return _NOT_CALLED.format(what=ast.unparse(value), **told)
+    if isinstance(value, ast.Attribute) and value.attr in _CALLS:
+        return _NOT_CALLED.format(what=ast.unparse(value), **told)
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute): return ''
     name,owner = value.func.attr,value.func.value
     if any(o.arg == 'out' for o in value.keywords) or not _is_from(owner, known, trainer): return ''
-    moves = name in _MOVES and ast.unparse(owner).startswith((f'{trainer}.batch', f'{trainer}.preds', f'{trainer}.loss'))
+    moves = name in _MOVES and ast.unparse(owner).startswith((f'{trainer}.batch', f'{trainer}.preds',
+                                                              f'{trainer}.loss'))
     if name not in _VALUES and not moves: return ''
     mend = _ASSIGN if moves or name in ('detach', 'clone', 'mean', 'sum') else _IN_PLACE.format(name=name)
     return _LOST.format(what=ast.unparse(value), mend=mend, **told)
@@ -76,7 +81,8 @@ def _unread(tree, known, trainer):
     reads = [o for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)]
     shared = {name for o in ast.walk(tree) if isinstance(o, (ast.Global, ast.Nonlocal)) for name in o.names}
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign) or len(node.targets) > 1 or not isinstance(node.targets[0], ast.Name): continue
+        if not isinstance(node, ast.Assign) or len(node.targets) > 1: continue
+        if not isinstance(node.targets[0], ast.Name): continue
         name = node.targets[0].id
         if not isinstance(node.value, ast.BinOp) or name in shared or name[0] == '_': continue
         if not _is_from(node.value, known - {name}, trainer) and name not in known: continue
@@ -86,15 +92,19 @@ def _unread(tree, known, trainer):
         later = [o for o in reads if o.id == name and id(o) not in own]
         if not any(o.lineno >= node.lineno or id(o) in around for o in later): yield node
 
-def _sets(loop, name): return name in [o.id for o in ast.walk(getattr(loop, 'target', ast.Pass())) if isinstance(o, ast.Name)]
+def _sets(loop, name):
+    target = getattr(loop, 'target', ast.Pass())
+    return name in [o.id for o in ast.walk(target) if isinstance(o, ast.Name)]
 
 # %% ../../nbs/inspection/98_check_effects.ipynb #df23d70d
-_UNREAD = ("{who} writes `{what}` ({line}), which an optimizer does not look at once it is made. Set it in each of "
-           '`trainer.opt.param_groups`.')
-_SETTING = ('`{who}.{name}` is read by nobody; the trainer reads `{meant}`. Call it so, or give it another name if it is your '
-            'own.')
-_SETTINGS = {'orders': 'order', 'ordre': 'order', 'oder': 'order', 'odrer': 'order', 'oreder': 'order', 'Order': 'order',
-             'priority': 'order', 'on_val': 'on_valid', 'on_validation': 'on_valid', 'on_validate': 'on_valid',
+_UNREAD = ('{who} writes `{what}` ({line}), which an optimizer does not look at once it is made. Set it '
+           'in each of `trainer.opt.param_groups`.')
+_SETTING = ('`{who}.{name}` is read by nobody; the trainer reads `{meant}`. Call it so, or give it '
+            'another name if it is your own.')
+_SETTINGS = {'orders': 'order', 'ordre': 'order', 'oder': 'order', 'odrer': 'order', 'oreder': 'order',
+             'Order': 'order',
+             'priority': 'order', 'on_val': 'on_valid', 'on_validation': 'on_valid',
+             'on_validate': 'on_valid',
              'on_eval': 'on_valid', 'on_training': 'on_train', 'onvalid': 'on_valid', 'ontrain': 'on_train',
              'silents': 'silent', 'silence': 'silent'}
 _OF_GROUPS = {'lr', 'weight_decay', 'momentum', 'betas', 'eps', 'learning_rate'}
@@ -108,7 +118,8 @@ def unread_settings(scene):
         for node in [o for o in ast.walk(tree) if isinstance(o, (ast.Assign, ast.AugAssign))]:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             what = ast.unparse(target)
-            on_opt = isinstance(target, ast.Attribute) and target.attr in _OF_GROUPS and what.startswith(f'{trainer}.opt.')
+            in_groups = isinstance(target, ast.Attribute) and target.attr in _OF_GROUPS
+            on_opt = in_groups and what.startswith(f'{trainer}.opt.')
             if not on_opt and not what.startswith(f'{trainer}.opt.defaults['): continue
             text = _UNREAD.format(who=said(entry), what=what, line=line_in(entry, node))
             found.append(Finding('unread_setting', text, [entry.callback]))
@@ -121,7 +132,8 @@ def _misspelt(scene):
     for cb in callbacks:
         held = {name for kind in type(cb).__mro__ for name in vars(kind)} | {*getattr(cb, '__dict__', {})}
         trees = [method_of(o)[0] for o in scene.entries if o.callback is cb]
-        used = {o.attr for tree in trees if tree is not None for o in ast.walk(tree) if isinstance(o, ast.Attribute)}
+        nodes = [o for tree in trees if tree is not None for o in ast.walk(tree)]
+        used = {o.attr for o in nodes if isinstance(o, ast.Attribute)}
         for name in _SETTINGS.keys() & held - used:
             if _SETTINGS[name] in held: continue
             text = _SETTING.format(who=callback_name(cb), name=name, meant=_SETTINGS[name])
@@ -129,10 +141,11 @@ def _misspelt(scene):
     return found
 
 # %% ../../nbs/inspection/98_check_effects.ipynb #4819d028
-_SEEDED = ('{who} sets the random seed anew each time ({line}), so every {unit} draws the same numbers: the same dropout, '
-           'shuffling and augmentation. Set it once before the fit, or let it depend on the {unit}.')
-_CONSTANT = ('{who} adds `{what}` to the loss ({line}), and that has no gradient, so it changes the number and no weight. '
-             'Leave out `{cut}`.')
+_SEEDED = ('{who} sets the random seed anew each time ({line}), so every {unit} draws the same numbers: '
+           'the same dropout, shuffling and augmentation. Set it once before the fit, or let it depend on '
+           'the {unit}.')
+_CONSTANT = ('{who} adds `{what}` to the loss ({line}), and that has no gradient, so it changes the '
+             'number and no weight. Leave out `{cut}`.')
 _SEEDS = {'manual_seed', 'manual_seed_all', 'seed', 'set_seed', 'seed_everything'}
 
 def seeded_again(scene):
@@ -141,7 +154,8 @@ def seeded_again(scene):
     for entry in scene.training:
         tree,trainer = method_of(entry)
         if tree is None or entry.event == 'cleanup_epoch' or 'asks training' in entry.found.does: continue
-        if not takes_part(entry.callback, entry.event, True) or entry.found.calls & {'get_rng_state', 'fork_rng', 'getstate'}: continue
+        if entry.found.calls & {'get_rng_state', 'fork_rng', 'getstate'}: continue # It is put back
+        if not takes_part(entry.callback, entry.event, True): continue
         for node in [o for o in map(_alone, tree.body) if o is not None]:
             name = getattr(node.func, 'attr', getattr(node.func, 'id', ''))
             given = ' '.join(ast.unparse(o) for o in node.args)
@@ -152,8 +166,10 @@ def seeded_again(scene):
             break
     return found
 
-def _alone(node): return node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-def _is_fixed(node): return isinstance(node, ast.Constant) or ast.unparse(node) in ('self.seed', 'seed', 'SEED')
+def _alone(node):
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return node.value if is_call else None
+def _is_fixed(node): return isinstance(node, ast.Constant) or ast.unparse(node) in ('self.seed', 'seed')
 
 _CUTS = {'item': '.item()', 'detach': '.detach()', 'data': '.data', 'tolist': '.tolist()'}
 
@@ -161,7 +177,8 @@ def constant_terms(scene):
     "Terms of the loss that have no gradient"
     found = []
     for entry in scene.batch:
-        tree,trainer = method_of(entry) if entry.event in ('get_loss', 'after_get_loss', 'before_backward') else (None, '')
+        in_time = entry.event in ('get_loss', 'after_get_loss', 'before_backward')
+        tree,trainer = method_of(entry) if in_time else (None, '')
         for node in ast.walk(tree) if tree is not None else ():
             for term in _terms(node, f'{trainer}.loss'):
                 cut = next((_CUTS[o.attr] for o in ast.walk(term) if getattr(o, 'attr', '') in _CUTS), None)
@@ -173,7 +190,8 @@ def constant_terms(scene):
 
 def _terms(node, loss):
     "What is added to the loss by a line"
-    if isinstance(node, ast.AugAssign) and ast.unparse(node.target) == loss and isinstance(node.op, ast.Add): return [node.value]
+    if isinstance(node, ast.AugAssign) and ast.unparse(node.target) == loss and isinstance(node.op, ast.Add):
+        return [node.value]
     if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) != loss: return []
     made = node.value
     return [made.left, made.right] if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add) else []
@@ -181,10 +199,13 @@ def _terms(node, loss):
 def _all_cut(node):
     "Whether nothing of an expression keeps a gradient: numbers, `x.item()`, a sum of such"
     if isinstance(node, ast.BinOp): return _all_cut(node.left) and _all_cut(node.right)
-    if isinstance(node, ast.Constant) or isinstance(node, ast.Attribute) and ast.unparse(node).startswith('self.'): return True
+    if isinstance(node, ast.Constant) or _is_setting(node): return True
     if isinstance(node, (ast.GeneratorExp, ast.ListComp)): return _all_cut(node.elt)
     if not isinstance(node, ast.Call): return getattr(node, 'attr', '') == 'data'
     if getattr(node.func, 'attr', '') in _CUTS: return True
     if getattr(node.func, 'id', '') in ('sum', 'max', 'float') and node.args: return _all_cut(node.args[0])
     chained = getattr(node.func, 'value', None)
-    return isinstance(chained, (ast.Call, ast.BinOp, ast.Attribute)) and not ast.unparse(chained).startswith('self.') and _all_cut(chained)
+    goes_on = isinstance(chained, (ast.Call, ast.BinOp, ast.Attribute)) and not _is_setting(chained)
+    return goes_on and _all_cut(chained)
+
+def _is_setting(node): return isinstance(node, ast.Attribute) and ast.unparse(node).startswith('self.')

@@ -13,11 +13,12 @@ from ..loop.events import EVENTS
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/93_check_kept.ipynb #229e89d5
-_ALIAS = ('{who} keeps `trainer.{what}` as `{name}` ({line}), and that holds the tensors themselves, so every '
-          'later step changes what was kept. Keep `copy.deepcopy(trainer.{copied})`.')
+_ALIAS = ('{who} keeps `trainer.{what}` as `{name}` ({line}), and that holds the tensors themselves, so '
+          'every later step changes what was kept. Keep `copy.deepcopy(trainer.{copied})`.')
 _OF_OLD = {'best', 'old', 'prev', 'previous', 'init', 'initial', 'backup', 'snapshot', 'snapshots', 'ema',
            'averaged', 'frozen', 'teacher'}
-_OF_STATE = _OF_OLD | {'last', 'start', 'saved', 'original', 'orig', 'before', 'checkpoint', 'average', 'mean'}
+_OF_STATE = _OF_OLD | {'last', 'start', 'saved', 'original', 'orig', 'before', 'checkpoint', 'average',
+                       'mean'}
 _WHEN_OVER = 'after_step','after_batch','after_epoch','cleanup_epoch','log','after_fit'
 
 def kept_aliases(scene):
@@ -39,7 +40,8 @@ def _means_copy(scene, entry, name, what):
     trees = methods_of(scene, entry)
     if any(map(_puts_others_in, trees)): return False
     words = {*re.split('[_.0-9]', name.lower())}
-    if not what.endswith('.state_dict()'): return not _OF_OLD.isdisjoint(words) and 'model' not in entry.found.writes
+    if not what.endswith('.state_dict()'):
+        return not _OF_OLD.isdisjoint(words) and 'model' not in entry.found.writes
     if not _OF_STATE.isdisjoint(words) or any(_loads(tree, name) for tree in trees): return True
     return entry.event in _WHEN_OVER and 'save' not in entry.found.calls
 
@@ -56,8 +58,9 @@ def _loads(tree, name):
     return any(ast.unparse(part) == name for o in loads for arg in o.args for part in ast.walk(arg))
 
 # %% ../../nbs/inspection/93_check_kept.ipynb #9c0f36cd
-_MIXED = ('{who} divides `{sum}` by `{count}` ({line}), and {which} begin{s} anew only with a fit, so the numbers '
-          'of training and validation and of several epochs are mixed. Set {it} to 0 in `before_epoch`.')
+_MIXED = ('{who} divides `{sum}` by `{count}` ({line}), and {which} begin{s} anew only with a fit, so the '
+          'numbers of training and validation and of several epochs are mixed. Set {it} to 0 in '
+          '`before_epoch`.')
 _ENDS = 'after_epoch','cleanup_epoch','log'
 _OF_FIT = 'before_fit','after_fit','cleanup_fit'
 _OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
@@ -76,7 +79,8 @@ def mixed_means(scene):
             if not old or any(o.found.unclear for o in mine): continue
             told = dict(which='both' if len(old) == 2 else f'`{old[0]}`', s='' if len(old) == 2 else 's',
                         it='both' if len(old) == 2 else 'it')
-            text = _MIXED.format(who=said(entry), sum=names[0], count=names[1], line=line_in(entry, node), **told)
+            text = _MIXED.format(who=said(entry), sum=names[0], count=names[1], line=line_in(entry, node),
+                                 **told)
             found.append(Finding('mixed_mean', text, [entry.callback]))
     return found
 

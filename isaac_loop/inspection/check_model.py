@@ -20,8 +20,8 @@ from ..loop.handlers import takes_part
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/97_check_model.ipynb #a4b61b83
-_TWICE = ('{where} ends with a {what}, and the loss function `{loss}` takes it once more, so the loss stays large and the '
-          'gradients small. Let it give the numbers before the {what}.')
+_TWICE = ('{where} ends with a {what}, and the loss function `{loss}` takes it once more, so the loss '
+          'stays large and the gradients small. Let it give the numbers before the {what}.')
 _LOSSES = ((F.cross_entropy, nn.CrossEntropyLoss, 'softmax'),
            (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss, 'sigmoid'))
 _LAYERS = {'softmax': nn.Softmax, 'sigmoid': nn.Sigmoid}
@@ -45,7 +45,8 @@ def _ends_with(module, what):
 def _gives(node, tree, module, what):
     "Whether an expression of a `forward` is what such a layer gives"
     if isinstance(node, ast.Name):
-        made = [o.value for o in ast.walk(tree) if isinstance(o, ast.Assign) and ast.unparse(o.targets[0]) == node.id]
+        made = [o.value for o in ast.walk(tree) if isinstance(o, ast.Assign)
+                and ast.unparse(o.targets[0]) == node.id]
         return bool(made) and isinstance(made[-1], ast.Call) and _gives(made[-1], tree, module, what)
     called = getattr(node, 'func', None)
     if _called(node) == what: return True
@@ -65,22 +66,27 @@ def softmax_twice(scene):
     model = vars(scene.trainer).get('model')
     if not what: return []
     if isinstance(model, nn.Module) and _ends_with(model, what):
-        return [Finding('softmax_twice', _TWICE.format(where=f'`{type(model).__name__}`', what=what, loss=loss))]
+        return [Finding('softmax_twice', _TWICE.format(where=f'`{type(model).__name__}`', what=what,
+                                                       loss=loss))]
     found = []
     for entry in scene.batch:
         tree,trainer = method_of(entry) if entry.event in ('predict', 'after_predict') else (None, '')
         sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)] if tree is not None else []
-        if not any(ast.unparse(o.targets[0]) == f'{trainer}.preds' and _called(o.value) == what for o in sets): continue
+        made = [o.value for o in sets if ast.unparse(o.targets[0]) == f'{trainer}.preds']
+        if what not in map(_called, made):
+            continue
         text = _TWICE.format(where=said(entry), what=what, loss=loss)
         found.append(Finding('softmax_twice', text, [entry.callback]))
     return found
 
 # %% ../../nbs/inspection/97_check_model.ipynb #722234ff
-_REPLACED = ('{who} puts a new `{what}` into the model ({line}), when the optimizer has been made of the old parameters, so '
-             'the new ones never learn. Do it before `fit`, or call `trainer.opt.add_param_group`.')
-_LEFT_OUT = ('`trainer.opt`, which was made by hand, does not have `{name}`{more}, so it never learns. Make the optimizer '
-             'of the model as it is now, or call `requires_grad_(False)` where that is meant.')
-_NO_WEIGHTS = 'torch.nn.modules.activation', 'torch.nn.modules.dropout', 'torch.nn.modules.flatten', 'torch.nn.modules.pooling'
+_REPLACED = ('{who} puts a new `{what}` into the model ({line}), when the optimizer has been made of the '
+             'old parameters, so the new ones never learn. Do it before `fit`, or call '
+             '`trainer.opt.add_param_group`.')
+_LEFT_OUT = ('`trainer.opt`, which was made by hand, does not have `{name}`{more}, so it never learns. '
+             'Make the optimizer of the model as it is now, or call `requires_grad_(False)` where that is '
+             'meant.')
+_NO_WEIGHTS = [f'torch.nn.modules.{name}' for name in ('activation', 'dropout', 'flatten', 'pooling')]
 
 def replaced_parts(scene):
     "Modules that are put into the model when it has its optimizer"
@@ -106,6 +112,8 @@ def _class_of(node, known):
     has_weights = isinstance(made, type) and issubclass(made, nn.Module) and made is not nn.Identity
     return made if has_weights and made.__module__ not in _NO_WEIGHTS else None
 
+def new_parameters(scene): return replaced_parts(scene) + left_out_parameters(scene)
+
 def left_out_parameters(scene):
     "Trainable parameters that an optimizer made by hand does not have"
     model,opt = vars(scene.trainer).get('model'),vars(scene.trainer).get('opt')
@@ -119,19 +127,20 @@ def left_out_parameters(scene):
     return [Finding('new_parameters', _LEFT_OUT.format(name=names[0], more=more), spoils=True)]
 
 # %% ../../nbs/inspection/97_check_model.ipynb #7fac7231
-_UNDONE = ('{who} puts `{what}` into evaluation ({line}), and each training pass calls `model.train()` afterwards. Do it in '
-           '`before_batch`, or use `BatchNormEvalCB`.')
-_TRAINS = ('{who} calls `{what}.train()` ({line}) in validation as well, so it is measured with dropout and with the '
-           'statistics of each batch. Set `on_valid = False`, or ask `if trainer.training`.')
-_NO_FREEZING = ('{who} sets `requires_grad` of a module ({line}), which nobody reads, so nothing is frozen. Call '
-                '`{what}.requires_grad_({value})`.')
+_UNDONE = ('{who} puts `{what}` into evaluation ({line}), and each training pass calls `model.train()` '
+           'afterwards. Do it in `before_batch`, or use `BatchNormEvalCB`.')
+_TRAINS = ('{who} calls `{what}.train()` ({line}) in validation as well, so it is measured with dropout '
+           'and with the statistics of each batch. Set `on_valid = False`, or ask `if trainer.training`.')
+_NO_FREEZING = ('{who} sets `requires_grad` of a module ({line}), which nobody reads, so nothing is '
+                'frozen. Call `{what}.requires_grad_({value})`.')
 
 def undone_modes(scene):
     "Parts that are put into evaluation before `model.train()` comes"
     found = []
     for entry in [o for o in scene.entries if o.event == 'before_fit']:
         tree,trainer = method_of(entry)
-        again = any('eval' in o.found.calls for o in scene.entries if o.callback is entry.callback and o is not entry)
+        again = any('eval' in o.found.calls for o in scene.entries if o.callback is entry.callback
+                    and o is not entry)
         if tree is None or again or 'train' in entry.found.calls: continue
         for node in [o for o in ast.walk(tree) if isinstance(o, ast.Call) and _called(o) == 'eval']:
             what = ast.unparse(node.func.value)
@@ -158,7 +167,9 @@ def training_mode_in_validation(scene):
         found.append(Finding('trains_in_validation', text, [entry.callback], spoils=True))
     return found
 
-def _plain_call(node): return node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+def _plain_call(node):
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return node.value if is_call else None
 
 def freezes_nothing(scene):
     "`requires_grad` of modules, which is no attribute of theirs"
@@ -167,8 +178,10 @@ def freezes_nothing(scene):
         tree,trainer = method_of(entry)
         for node in [o for o in ast.walk(tree) if isinstance(o, ast.Assign)] if tree is not None else []:
             target = node.targets[0]
-            if getattr(target, 'attr', '') != 'requires_grad' or not _is_module(target.value, trainer, tree, scene): continue
-            told = dict(what=ast.unparse(target.value), value=ast.unparse(node.value), line=line_in(entry, node))
+            if getattr(target, 'attr', '') != 'requires_grad' or not _is_module(target.value, trainer, tree,
+                                                                                scene): continue
+            told = dict(what=ast.unparse(target.value), value=ast.unparse(node.value), line=line_in(entry,
+                                                                                                    node))
             text = _NO_FREEZING.format(who=said(entry), **told)
             found.append(Finding('freezes_nothing', text, [entry.callback], spoils=True))
     return found
@@ -186,18 +199,21 @@ def _is_module(node, trainer, tree, scene):
     return isinstance(model, nn.Module)
 
 # %% ../../nbs/inspection/97_check_model.ipynb #09abbb0b
-_STATISTICS = ('{who} averages the parameters of the model ({line}), and its batch norms keep their statistics in buffers, '
-               'which stay as they were at first. Take in `state_dict()`, or copy `model.buffers()`.')
+_STATISTICS = ('{who} averages the parameters of the model ({line}), and its batch norms keep their '
+               'statistics in buffers, which stay as they were at first. Take in `state_dict()`, or copy '
+               '`model.buffers()`.')
 
 def averages_without_buffers(scene):
     "Averages of a model with batch norm that never take in its buffers"
     model = vars(scene.trainer).get('model')
-    norms = [o for o in getattr(model, 'modules', tuple)() if isinstance(o, _BatchNorm) and o.track_running_stats]
+    norms = [o for o in getattr(model, 'modules', tuple)() if isinstance(o, _BatchNorm)
+             and o.track_running_stats]
     found = []
     for entry in scene.batch if norms else ():
         if 'averages' not in entry.found.does or not users_own(entry): continue
         text = ' '.join(map(ast.unparse, methods_of(scene, entry)))
-        whole = any(word in text for word in ('buffers', 'state_dict', 'AveragedModel', 'update_bn', 'running_'))
+        whole = any(word in text for word in ('buffers', 'state_dict', 'AveragedModel', 'update_bn',
+                                              'running_'))
         if whole or 'deepcopy' not in text: continue
         told = _STATISTICS.format(who=said(entry), line=entry.found.does['averages'])
         found.append(Finding('average_without_buffers', told, [entry.callback]))

@@ -25,11 +25,11 @@ def _is_of_batch(entry): return entry.event in _OF_BATCH
 def _is_of_epoch(entry): return entry.event == 'log' or entry.event.endswith('_epoch')
 
 def steppers(scene):
-    "For each schedule the entries that step it for certain; what belongs to the trainer may have several callbacks"
+    "For each schedule the entries that step it for certain; one of the trainer may have several callbacks"
     found = {}
     for entry in [o for o in scene.entries if users_own(o)]:
         for what in taken_from(entry, 'schedules'):
-            key = what if entry.event not in ('before_fit',) and what.startswith('trainer.') else (id(entry.callback), what)
+            key = what if what.startswith('trainer.') else (id(entry.callback), what)
             if happens(entry, f'schedules {what}'): found.setdefault(key, []).append((what, entry))
     return [(mine[0][0], [entry for _,entry in mine]) for mine in found.values()]
 
@@ -49,13 +49,15 @@ def _two_of(batch, epoch):
     return next((many[:2] for many in (batch, epoch) if len(many) > 1), None)
 
 def _ahead(what, first, second):
-    kinds = dict(a='batch' if _is_of_batch(first) else 'epoch', b='batch' if _is_of_batch(second) else 'epoch')
+    kinds = dict(a='batch' if _is_of_batch(first) else 'epoch', b='batch' if _is_of_batch(second)
+                 else 'epoch')
     text = _RUNS_AWAY.format(first=said(first), second=said(second), what=what, **kinds)
     return Finding('schedule_twice', text, [first.callback, second.callback])
 
 def _in_both(what, entry):
     when = 'in batches of both passes' if _is_of_batch(entry) else 'twice in an epoch, for both passes'
-    text = _BOTH_PASSES.format(who=said(entry), what=what, line=entry.found.does[f'schedules {what}'], when=when)
+    text = _BOTH_PASSES.format(who=said(entry), what=what, line=entry.found.does[f'schedules {what}'],
+                               when=when)
     return Finding('schedule_twice', text, [entry.callback])
 
 _NOT_IN_VALIDATION = EVENTS[EVENTS.index('before_backward'):EVENTS.index('cleanup_zero_grad')+1]
@@ -67,18 +69,21 @@ def _comes_twice(entry, what):
     return both and not asks and ('does', f'schedules {what}') in entry.found.sure
 
 # %% ../../nbs/inspection/95_check_schedules.ipynb #b9e5b4f6
-_TOO_FAST = ('{who} steps `{what}` for each batch, and {kind} was made for epochs (`{length}`, {line}), so it runs {n} '
-             'times too fast. Step it in `log`, or count in updates, as in `trainer.total_updates`.')
-_TOO_SLOW = ('{who} steps `{what}` for each epoch, and {kind} was made for batches (`{length}`, {line}), so it never gets '
-             'far. Step it in `after_step`, or count in epochs, as in `trainer.n_epochs`.')
-_LENGTHS = {'StepLR': 'step_size', 'CosineAnnealingLR': 'T_max', 'MultiStepLR': 'milestones', 'LinearLR': 'total_iters',
+_TOO_FAST = ('{who} steps `{what}` for each batch, and {kind} was made for epochs (`{length}`, {line}), '
+             'so it runs {n} times too fast. Step it in `log`, or count in updates, as in '
+             '`trainer.total_updates`.')
+_TOO_SLOW = ('{who} steps `{what}` for each epoch, and {kind} was made for batches (`{length}`, {line}), '
+             'so it never gets far. Step it in `after_step`, or count in epochs, as in `trainer.n_epochs`.')
+_LENGTHS = {'StepLR': 'step_size', 'CosineAnnealingLR': 'T_max', 'MultiStepLR': 'milestones',
+            'LinearLR': 'total_iters',
             'PolynomialLR': 'total_iters', 'CosineAnnealingWarmRestarts': 'T_0', 'OneCycleLR': 'total_steps',
             'ExponentialLR': 'gamma'}
 _PLACES = {'OneCycleLR': 2, 'LinearLR': 3} # Of the length among the arguments; otherwise 1
 
 def wrong_paces(scene):
     "Schedules for epochs that are stepped for batches, and the other way round"
-    found,n = [],n_batches(scene.trainer.dls.train) if getattr(scene.trainer, 'dls', None) is not None else None
+    found,n = [],n_batches(scene.trainer.dls.train) if getattr(scene.trainer, 'dls',
+                                                               None) is not None else None
     for what,mine in steppers(scene):
         made = _maker(scene, what, mine[0])
         if made is None or len({*map(_is_of_batch, mine)}) > 1: continue
@@ -91,7 +96,7 @@ def wrong_paces(scene):
     return found
 
 def _maker(scene, what, entry):
-    "Which schedule a user's callback makes under a name: its kind, its length and the line; None if nobody knows"
+    "Which schedule is made under a name: its kind, its length and the line; None if nobody knows"
     name = what.partition('.')[2]
     for other in scene.entries:
         if what.startswith('self.') and other.callback is not entry.callback: continue
@@ -115,7 +120,8 @@ _WORDS_OF_UPDATES = 'update','batch','len(','step','iter'
 def _unit(kind, length, callback, n):
     "Whether a length is counted in epochs or in batches; None if nobody can tell"
     text = ast.unparse(length)
-    if any(word in text for word in _WORDS_OF_UPDATES) or isinstance(length, ast.BinOp) and 'epoch' in text: return 'batch'
+    if any(word in text for word in _WORDS_OF_UPDATES) or isinstance(length, ast.BinOp) and 'epoch' in text:
+        return 'batch'
     if 'epoch' in text: return 'epoch'
     number = _number(length, callback)
     if not number or not n or kind == 'OneCycleLR': return None

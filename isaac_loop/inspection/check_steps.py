@@ -17,10 +17,11 @@ from ..loop.handlers import TrainersOwn
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #50ab41b8
-_STALE = ('{step} makes a step, and nobody clears the gradients before the next backward pass, so those of all batches add '
-          'up. Call `trainer.opt.zero_grad()` after the step, in `zero_grad`, as `BasicTrainCB` does.')
-_EMPTY = ('{step} makes a step when the gradients are cleared ({zero}) and not computed anew, so the weights do not move. '
-          'The order is backward, step, clear.')
+_STALE = ('{step} makes a step, and nobody clears the gradients before the next backward pass, so those '
+          'of all batches add up. Call `trainer.opt.zero_grad()` after the step, in `zero_grad`, as '
+          '`BasicTrainCB` does.')
+_EMPTY = ('{step} makes a step when the gradients are cleared ({zero}) and not computed anew, so the '
+          'weights do not move. The order is backward, step, clear.')
 
 class Unknown(Exception): "What a method does in which order stands not in its own lines"
 
@@ -65,7 +66,8 @@ def _of_method(entry, tree, trainer):
     told = list(_in_lines(tree.body, trainer))
     if 'sets gradients' in entry.found.does or 'zeroes gradients' in entry.found.does: raise Unknown()
     for kind,deed in _DEEDS.items():
-        if any(o.startswith(deed) for o in entry.found.does) and kind not in [o[0] for o in told]: raise Unknown()
+        if any(o.startswith(deed) for o in entry.found.does) and kind not in [o[0] for o in told]:
+            raise Unknown()
     return told
 
 def _of_library(entry):
@@ -80,10 +82,12 @@ def _row(scene):
     own = has_own_batch(scene.trainer)
     entries = [o for o in scene.batch if o.callback is not None]
     if any('CancelStepException' in o.found.raises or o.found.unclear for o in entries): raise Unknown()
-    at = {step: [o for o in entries if o.event in (span.before, step, span.after)] for step,span in STEPS.items()}
+    at = {step: [o for o in entries if o.event in (span.before, step, span.after)]
+          for step,span in STEPS.items()}
     for entry in entries:
         is_batch = own and isinstance(entry.callback, TrainersOwn) and entry.does.startswith('One batch')
-        if own and not is_batch and any(entry in steps for steps in at.values()): continue # If it is run at all
+        if own and not is_batch and any(entry in steps for steps in at.values()):
+            continue # If it is run at all
         if is_batch: tree,trainer = _own_tree(scene.trainer)
         else: tree,trainer = method_of(entry)
         told = _of_library(entry) if tree is None else _of_method(entry, tree, trainer)
@@ -110,7 +114,8 @@ def steps_in_disorder(scene):
     if 'backward' not in [o.kind for o in row]: return []
     for opt in dict.fromkeys(o.opt for o in row if o.kind == 'step'):
         found = _walk(row, opt)
-        if found is None or found.name == 'cleared_before_step' and cleared_too_early(scene): continue # Told already
+        if found is None or found.name == 'cleared_before_step' and cleared_too_early(scene):
+            continue # Told already
         return [found]
     return []
 
@@ -127,7 +132,7 @@ def _walk(row, opt):
     return _finding(states)
 
 def _finding(states):
-    "What to say of the steps that were made in these states of the gradients; a good one makes up for an empty one"
+    "What to say of steps in these states of the gradients; a good one makes up for an empty one"
     if 'stale' in states:
         entry,_ = states['stale']
         return Finding('never_cleared', _STALE.format(step=_told(entry)), [entry.callback], spoils=True)
@@ -137,12 +142,13 @@ def _finding(states):
         return Finding('cleared_before_step', text, [entry.callback, zero.entry.callback], spoils=True)
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #f6948f7a
-_NO_STEP = ('{who} computes gradients, and nobody makes a step with them, so the weights stay as they are. Call '
-            '`trainer.opt.step()` in `step`, as `BasicTrainCB` does.')
+_NO_STEP = ('{who} computes gradients, and nobody makes a step with them, so the weights stay as they '
+            'are. Call `trainer.opt.step()` in `step`, as `BasicTrainCB` does.')
 _NO_BACKWARD = ('{who} makes a step, and nobody computes gradients, so the weights stay as they are. Call '
                 '`trainer.loss.backward()` in `backward`, as `BasicTrainCB` does.')
-_SUM = ('`{who}` gathers the gradients of several batches, and nobody divides them or the loss, so each step is as many '
-        'times too large. Use `AccumulationCB`, or scale the loss in `before_backward` and put it back afterwards.')
+_SUM = ('`{who}` gathers the gradients of several batches, and nobody divides them or the loss, so each '
+        'step is as many times too large. Use `AccumulationCB`, or scale the loss in `before_backward` '
+        'and put it back afterwards.')
 
 def half_steps(scene):
     "Gradients without a step, and steps without gradients"
@@ -168,7 +174,8 @@ def gathered_sums(scene):
     found = []
     for callback in [o.callback for o in scene.batch if o.event == 'before_step' and users_own(o)]:
         mine = {o.event: method_of(o)[0] for o in scene.batch if o.callback is callback}
-        if not all(_gathers(mine.get(event), callback) for event in ('before_step', 'before_zero_grad')): continue
+        if not all(_gathers(mine.get(event), callback) for event in ('before_step', 'before_zero_grad')):
+            continue
         if any(_rescales(o) for o in scene.batch): continue
         entry = next(o for o in scene.batch if o.callback is callback)
         found.append(Finding('gathered_sum', _SUM.format(who=entry.name), [callback]))
@@ -176,10 +183,13 @@ def gathered_sums(scene):
 
 def _gathers(tree, callback):
     "Whether a method leaves out the step by the number of a batch"
-    return tree is not None and any(o.counts for o in cancels_in(tree, callback) if o.name == 'CancelStepException')
+    return tree is not None and any(o.counts for o in cancels_in(tree, callback)
+                                    if o.name == 'CancelStepException')
 
 def _rescales(entry):
     "Whether an entry may change the loss or the gradients on their way"
-    on_the_way = entry.event in ('after_get_loss', 'before_backward', 'backward', 'after_backward', 'before_step')
-    return entry.callback is not None and on_the_way and ('loss' in entry.found.writes or 'clips' in entry.found.does or 'sets gradients' in entry.found.does or
-                     users_own(entry) and ('gradients' in entry.found.changes or entry.found.unclear))
+    on_the_way = entry.event in ('after_get_loss', 'before_backward', 'backward', 'after_backward',
+                                 'before_step')
+    if entry.callback is None or not on_the_way: return False
+    own = users_own(entry) and ('gradients' in entry.found.changes or bool(entry.found.unclear))
+    return own or 'loss' in entry.found.writes or not {'clips', 'sets gradients'}.isdisjoint(entry.found.does)

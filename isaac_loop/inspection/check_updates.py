@@ -58,8 +58,8 @@ def cleared_too_early(scene):
     return found
 
 # %% ../../nbs/inspection/90_check_updates.ipynb #a6009d51
-_SCALED = ('{who} scales `trainer.loss`{when} and nobody puts it back, so what is recorded as the loss is not '
-           'the loss. Scale it in `before_backward` alone, keep the old one, and set it again in '
+_SCALED = ('{who} scales `trainer.loss`{when} and nobody puts it back, so what is recorded as the loss is '
+           'not the loss. Scale it in `before_backward` alone, keep the old one, and set it again in '
            '`cleanup_backward`.')
 
 def _is_scaling(node, loss):
@@ -77,7 +77,8 @@ def _is_factor(op): return isinstance(op, (ast.Mult, ast.Div))
 def _is_plain(node, loss):
     "Whether the factor of a scaling is a number, and not a mean over something in the batch"
     others = [o for o in ast.walk(node.value) if isinstance(o, (ast.Call, ast.Subscript))]
-    return not others and not any(ast.unparse(o).startswith(loss.rpartition('.')[0] + '.') and ast.unparse(o) != loss
+    return not others and not any(ast.unparse(o).startswith(loss.rpartition('.')[0] + '.')
+                                  and ast.unparse(o) != loss
                                   for o in ast.walk(node.value) if isinstance(o, ast.Attribute))
 
 def _scales(entry):
@@ -97,7 +98,8 @@ def scaled_losses(scene):
                  and o.event != 'get_loss']
         put_back = any('loss' in o.found.writes or o.found.unclear for o in later)
         if put_back or 'loss' not in entry.found.writes or not _scales(entry): continue
-        when = ', in training and in validation,' if entry.event == 'after_get_loss' else ' for the backward pass'
+        both = entry.event == 'after_get_loss'
+        when = ', in training and in validation,' if both else ' for the backward pass'
         text = _SCALED.format(who=said(entry), when=when)
         found.append(Finding('scaled_loss', text, [entry.callback]))
     return found

@@ -57,7 +57,7 @@ RULES = { # By the name of what each finds
     'never_backward': None, # Found together with it
     'gathered_sum': check_steps.gathered_sums,
     'softmax_twice': check_model.softmax_twice,
-    'new_parameters': lambda scene: check_model.replaced_parts(scene) + check_model.left_out_parameters(scene),
+    'new_parameters': check_model.new_parameters,
     'undone_mode': check_model.undone_modes,
     'trains_in_validation': check_model.training_mode_in_validation,
     'freezes_nothing': check_model.freezes_nothing,

@@ -77,7 +77,8 @@ class Evidence:
     @cached_property
     def differences_of_fits(self):
         "Where two fits with one object differ"
-        for n_epochs in (1, 2): # What is best, sum or mean of a longer fit is another number than that of a short one
+        for n_epochs in (1, 2):
+            # What is best, sum or mean of a longer fit is another number than that of a short one
             with self.trials.alone(): found = self._two_fits(n_epochs)
             if found: return found
         return {}

@@ -80,7 +80,8 @@ def changed(
 
 # %% ../../nbs/inspection/04_known_calls.ipynb #3d0db87a
 COMPUTED = {'mean', 'sum', 'abs', 'square', 'sqrt', 'pow', 'exp', 'log', 'float', 'clone', 'to', 'cpu'}
-DEEDS = ('backwards', 'clips', 'unscales', 'moves', 'averages', 'keeps graph', 'reads row', 'draws', 'asks training',
+DEEDS = ('backwards', 'clips', 'unscales', 'moves', 'averages', 'keeps graph', 'reads row', 'draws',
+         'asks training',
          'sets gradients', 'evaluates', 'trains', 'steps', 'schedules', 'zeroes', 'updates', 'computes',
          'makes', 'holds') # The last seven with a name
 
@@ -154,7 +155,8 @@ def deeds(
     on_gradients = any('grad' in path for path in reached)
     clips = name.startswith('clip_grad') or on_gradients and name in ('clamp_', 'clip_')
     opts = [path[0] for path in reached if name == 'step' and is_optimizer(path) and 'made' not in path]
-    found = dict(backwards=name == 'backward', clips=clips, unscales=name == 'unscale_', moves=_moves(name, node),
+    found = dict(backwards=name == 'backward', clips=clips, unscales=name == 'unscale_', moves=_moves(name,
+                                                                                                      node),
                  averages=_averages(name, owner, given, node), draws=_draws(name, owner))
     named = [f'steps {opt}' for opt in opts] + _on_gradients(name, owner) + _modes(name, owner, node)
     if name == 'step' and not opts and _is_schedule(owner, node):

@@ -120,7 +120,8 @@ class Moment:
         "What would happen if one left the loop at this moment, by `close`, or by `throw` with a cancel"
         open_steps = [name for name in self._ways if name in STEPS]
         way = self._ways.get(open_steps[-1] if span == 'step' and open_steps else span)
-        if way is not None: return str(way) + _STAY*(span != 'fit' and self._keeps_gradients(way)) # A fit clears them
+        if way is not None:
+            return str(way) + _STAY*(span != 'fit' and self._keeps_gradients(way)) # A fit clears them
         raise LookupError(_NOT_OPEN.format(span=span, names=list(self._ways) or 'no spans'))
 
     def _keeps_gradients(self, way):

@@ -79,8 +79,9 @@ class Expressions(Assignments):
         for part in node.generators:
             self.assign(part.target, part_of(self.value(part.iter)))
             for test in part.ifs: self.value(test)
-        made = [self.value(o) for o in (getattr(node, 'elt', None), getattr(node, 'key', None),
-                                        getattr(node, 'value', None)) if o is not None]
+        if isinstance(node, ast.DictComp): self.value(node.key) # A name, and no part of what is kept
+        made = [self.value(o) for o in (getattr(node, 'elt', None), getattr(node, 'value', None))
+                if o is not None]
         self.names = before
         return joined(made, True)
 

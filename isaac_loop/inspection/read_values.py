@@ -35,7 +35,7 @@ class Value:
         live=UNKNOWN, # The object, if it exists before anything runs
         parts=None, # Values of a tuple or a list
         new:bool=False, # A new list or dict, whose elements have the paths?
-        graph:bool=False, # Computed from a loss or predictions, so that it keeps what their backward pass needs?
+        graph:bool=False, # Is it computed from a loss or predictions, with their graph?
     ):
         self.paths,self.live = frozenset(paths),live
         self.parts,self.new = parts,new

@@ -73,7 +73,8 @@ class Calls(NewObjects):
         if to_follow(live, self.home): return self.follow(live, call.args, call.named)
         if isinstance(live, type): return self.make(call)
         if call.owner.is_vars: return self.of_vars(call)
-        if call.name in OFFERS and live is UNKNOWN and not any(map(is_optimizer, call.owner.paths)): return self._offered(call)
+        is_offered = call.name in OFFERS and live is UNKNOWN
+        if is_offered and not any(map(is_optimizer, call.owner.paths)): return self._offered(call)
         return self.known(call)
 
     def _bound(self, call):
