@@ -9,7 +9,7 @@ __all__ = []
 import ast, inspect
 from types import FunctionType, SimpleNamespace
 
-from .check_rules import line_in, method_of, of_same, said, users_own
+from .check_rules import line_in, method_of, said
 from .method_source import function_node
 from ..loop.events import EVENTS, STEPS
 from ..loop.plan_checks import Finding

@@ -590,7 +590,8 @@ def test_a_moment_says_what_leaving_would_do():
         moment = walk.to("backward")
         assert moment.if_left("batch") == (
             "cleanups that run: tidy.cleanup_batch; left out: BasicTrainCB.step, tidy.after_step, "
-            "BasicTrainCB.zero_grad; the gradients that are there stay, and the next backward pass adds to them"
+            "BasicTrainCB.zero_grad; the gradients that are there stay, and the next backward pass adds to "
+            "them"
         )
         assert moment.if_left().endswith("BasicTrainCB.zero_grad, tidy.after_fit")
         assert moment.if_left("step") == moment.if_left("backward")
