@@ -23,7 +23,8 @@ _TOO_EARLY = ('{who} sets `{best}` ({line}) before it asks `{test}`, so that is 
 class _Asked:
     "`value < best` in a method, with what belongs to it"
     def __init__(self, entry, test, value, best, is_less, body):
-        self.entry,self.test,self.value,self.best = entry,test,value,best
+        self.entry,self.test = entry,test
+        self.value,self.best = value,best
         self.is_less,self.body = is_less,body
 
 _TURNED = {ast.Lt: True, ast.LtE: True, ast.Gt: False, ast.GtE: False}
@@ -42,7 +43,7 @@ def _is_own(node): return isinstance(node, ast.Attribute) and ast.unparse(node.v
 
 def _sets(nodes, name):
     "Values that an attribute is set to"
-    for node in [o for part in nodes for o in ast.walk(part) if isinstance(o, ast.Assign)]:
+    for node in [item for part in nodes for item in ast.walk(part) if isinstance(item, ast.Assign)]:
         for target in node.targets:
             if ast.unparse(target) == name: yield node.value
             elif isinstance(target, ast.Tuple) and name in map(ast.unparse, target.elts):
@@ -127,8 +128,9 @@ def impatient(scene):
                      and o.orelse] if tree is not None else ():
             asked = next(iter(_asked(entry, ast.Module([node], []))), None)
             if asked is None or not list(_sets(node.body, ast.unparse(asked.best))): continue
-            counts = [o for part in node.orelse for o in ast.walk(part) if isinstance(o, ast.AugAssign)
-                      and _is_own(o.target)]
+            counts = [item for part in node.orelse for item in ast.walk(part)
+                      if isinstance(item, ast.AugAssign)
+                      and _is_own(item.target)]
             for count in counts:
                 name = ast.unparse(count.target)
                 ends = any(isinstance(o, ast.Raise) for o in ast.walk(tree)) and _is_compared(tree, name)

@@ -19,7 +19,7 @@ class Raised:
     "A `raise` of a cancel in a method"
     def __init__(self, node, name, tests, tree, callback=None):
         self.node,self.name,self.tests = node,name,tests
-        self.asked = [*tests, *(o for test in tests for o in _helpers(test, callback))]
+        self.asked = [*tests, *(item for test in tests for item in _helpers(test, callback))]
         self.names = {name for test in self.asked for name in names_in_test(test, tree)}
 
     @property
@@ -51,9 +51,10 @@ def names_in_test(test, tree):
     "Names in an expression, and in what its local names are made of"
     names = {getattr(o, 'id', getattr(o, 'attr', '')) for o in ast.walk(test)}
     sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]
-    made = [o.value for o in sets for target in o.targets for part in ast.walk(target)
+    made = [item.value for item in sets for target in item.targets for part in ast.walk(target)
             if isinstance(part, ast.Name) and part.id in names]
-    return names | {getattr(o, 'id', getattr(o, 'attr', '')) for value in made for o in ast.walk(value)}
+    inside = [item for value in made for item in ast.walk(value)]
+    return names | {getattr(o, 'id', getattr(o, 'attr', '')) for o in inside}
 
 def cancels_in(
     tree, # Of a method
@@ -249,12 +250,12 @@ def caught_cancels(scene):
 def _catcher(node):
     "Which `except` takes a cancel that may come out of a `try`, and keeps it; None for none"
     if any('Cancel' in ast.unparse(o.type) for o in node.handlers if o.type is not None): return None
-    inside = [o for part in node.body for o in ast.walk(part)]
+    inside = [item for part in node.body for item in ast.walk(part)]
     cancels = any(isinstance(o, ast.Raise) and _cancel(o.exc) for o in inside)
     runs = any(getattr(getattr(o, 'func', None), 'attr', '') in ('run_callbacks', 'one_batch')
                for o in inside)
     for handler in node.handlers:
         kind = 'BaseException' if handler.type is None else ast.unparse(handler.type)
-        again = any(isinstance(o, ast.Raise) for part in handler.body for o in ast.walk(part))
+        again = any(isinstance(item, ast.Raise) for part in handler.body for item in ast.walk(part))
         wide = kind == 'BaseException' or kind == 'Exception' and (cancels or runs)
         if wide: return None if again else handler

@@ -79,7 +79,8 @@ def _unread(tree, known, trainer):
     "Sums and products of the trainer's that get a local name, which nobody reads"
     loops = [o for o in ast.walk(tree) if isinstance(o, (ast.For, ast.While))]
     reads = [o for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)]
-    shared = {name for o in ast.walk(tree) if isinstance(o, (ast.Global, ast.Nonlocal)) for name in o.names}
+    outer = [o for o in ast.walk(tree) if isinstance(o, (ast.Global, ast.Nonlocal))]
+    shared = {name for node in outer for name in node.names}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or len(node.targets) > 1: continue
         if not isinstance(node.targets[0], ast.Name): continue
@@ -88,7 +89,7 @@ def _unread(tree, known, trainer):
         if not _is_from(node.value, known - {name}, trainer) and name not in known: continue
         own = {id(o) for o in ast.walk(node)}
         inside = [loop for loop in loops if any(o is node for o in ast.walk(loop)) and not _sets(loop, name)]
-        around = {id(o) for loop in inside for o in ast.walk(loop)}
+        around = {id(item) for loop in inside for item in ast.walk(loop)}
         later = [o for o in reads if o.id == name and id(o) not in own]
         if not any(o.lineno >= node.lineno or id(o) in around for o in later): yield node
 
@@ -132,7 +133,7 @@ def _misspelt(scene):
     for cb in callbacks:
         held = {name for kind in type(cb).__mro__ for name in vars(kind)} | {*getattr(cb, '__dict__', {})}
         trees = [method_of(o)[0] for o in scene.entries if o.callback is cb]
-        nodes = [o for tree in trees if tree is not None for o in ast.walk(tree)]
+        nodes = [item for tree in trees if tree is not None for item in ast.walk(tree)]
         used = {o.attr for o in nodes if isinstance(o, ast.Attribute)}
         for name in _SETTINGS.keys() & held - used:
             if _SETTINGS[name] in held: continue

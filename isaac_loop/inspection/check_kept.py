@@ -8,7 +8,8 @@ __all__ = []
 # %% ../../nbs/inspection/93_check_kept.ipynb #03a97aa3
 import ast, re
 
-from .check_rules import line_in, method_of, methods_of, of_same, said, taken_from, users_own
+from .check_rules import line_in, method_of, methods_of, of_same
+from .check_rules import said, taken_from, users_own
 from ..loop.events import EVENTS
 from ..loop.plan_checks import Finding
 
@@ -47,7 +48,7 @@ def _means_copy(scene, entry, name, what):
 
 def _puts_others_in(tree):
     "Whether a method puts other tensors behind the weights, so that those which were kept stay as they are"
-    sets = [target for o in ast.walk(tree) if isinstance(o, ast.Assign) for target in o.targets]
+    sets = [target for item in ast.walk(tree) if isinstance(item, ast.Assign) for target in item.targets]
     assigns = [o for o in ast.walk(tree) if isinstance(o, ast.keyword) and o.arg == 'assign']
     return bool(assigns) or any(getattr(target, 'attr', '') == 'data' for target in sets)
 
@@ -55,7 +56,7 @@ def _loads(tree, name):
     "Whether a method loads what is kept as `name`"
     calls = [o for o in ast.walk(tree) if isinstance(o, ast.Call)]
     loads = [o for o in calls if getattr(o.func, 'attr', '') == 'load_state_dict']
-    return any(ast.unparse(part) == name for o in loads for arg in o.args for part in ast.walk(arg))
+    return any(ast.unparse(part) == name for item in loads for arg in item.args for part in ast.walk(arg))
 
 # %% ../../nbs/inspection/93_check_kept.ipynb #9c0f36cd
 _MIXED = ('{who} divides `{sum}` by `{count}` ({line}), and {which} begin{s} anew only with a fit, so the '
@@ -90,11 +91,12 @@ def _quotients(tree):
     return [o for o in nodes if isinstance(o.left, ast.Attribute) and isinstance(o.right, ast.Attribute)]
 
 def _trees(entries, events):
-    return [tree for o in entries if o.event in events for tree in [method_of(o)[0]] if tree is not None]
+    trees = [method_of(o)[0] for o in entries if o.event in events]
+    return [tree for tree in trees if tree is not None]
 
 def _grows(entries, name):
     "Whether an attribute gets something more with each batch"
-    nodes = [o for tree in _trees(entries, _OF_BATCH) for o in ast.walk(tree)]
+    nodes = [item for tree in _trees(entries, _OF_BATCH) for item in ast.walk(tree)]
     return any(ast.unparse(o.target) == name for o in nodes if isinstance(o, ast.AugAssign)) or any(
         _goes_on(o, name) for o in nodes if isinstance(o, ast.Assign))
 
@@ -111,6 +113,7 @@ def _set_anew(entries, name):
 def _only_grows(entry, name):
     tree,_ = method_of(entry)
     if tree is None: return False
-    sets = [ast.unparse(part) for o in ast.walk(tree) if isinstance(o, ast.Assign) and not _goes_on(o, name)
-            for target in o.targets for part in ast.walk(target)]
+    sets = [ast.unparse(part) for item in ast.walk(tree)
+            if isinstance(item, ast.Assign) and not _goes_on(item, name)
+            for target in item.targets for part in ast.walk(target)]
     return name not in sets and entry.event in _OF_BATCH

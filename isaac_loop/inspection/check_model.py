@@ -120,7 +120,7 @@ def left_out_parameters(scene):
     by_hand = getattr(scene.trainer, 'opt_func', True) is None and isinstance(model, nn.Module)
     if not by_hand or not hasattr(opt, 'param_groups'): return []
     others = [o for name,o in vars(scene.trainer).items() if name != 'opt' and hasattr(o, 'param_groups')]
-    known = {id(p) for o in (opt, *others) for group in o.param_groups for p in group['params']}
+    known = {id(p) for item in (opt, *others) for group in item.param_groups for p in group['params']}
     names = [name for name,p in model.named_parameters() if p.requires_grad and id(p) not in known]
     if not names: return []
     more = f' (and {len(names)-1} more)' if len(names) > 1 else ''

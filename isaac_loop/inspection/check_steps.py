@@ -93,7 +93,7 @@ def _row(scene):
         told = _of_library(entry) if tree is None else _of_method(entry, tree, trainer)
         for kind,opt in told:
             if kind != 'run': yield _Deed(kind, opt, entry)
-            else: yield from [_Deed(*pair, o) for o in at[opt] for pair in _of_run(o)]
+            else: yield from [_Deed(*pair, item) for item in at[opt] for pair in _of_run(item)]
 
 def _of_run(entry):
     tree,trainer = method_of(entry)
@@ -153,7 +153,7 @@ _SUM = ('`{who}` gathers the gradients of several batches, and nobody divides th
 def half_steps(scene):
     "Gradients without a step, and steps without gradients"
     if any(o.found.unclear for o in scene.entries if o.callback is not None): return []
-    does = [(o, deed) for o in scene.entries for deed in o.found.does]
+    does = [(item, deed) for item in scene.entries for deed in item.found.does]
     backward = next((o for o,deed in does if deed == 'backwards' and o in scene.batch), None)
     step = next((o for o,deed in does if deed.startswith('steps ') and o in scene.batch), None)
     sets = any(deed in ('sets gradients', 'backwards') for _,deed in does)

@@ -10,8 +10,9 @@ from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.tables import Table
-from . import check_best, check_cancels, check_effects, check_forgotten, check_kept, check_model
-from . import check_orders, check_rules, check_schedules, check_steps, check_updates, check_writing
+from . import check_best, check_cancels, check_effects, check_forgotten
+from . import check_kept, check_model, check_orders, check_rules
+from . import check_schedules, check_steps, check_updates, check_writing
 from .check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
 from ..loop.trainer import Trainer
