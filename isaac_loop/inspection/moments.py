@@ -10,7 +10,7 @@ import inspect, math
 
 from ..basics.tables import Table
 from ..loop.advice import has_own_batch
-from ..loop.events import CancelException, EVENTS, SPANS, STEPS, callback_name
+from ..loop.events import CancelException, CancelStepException, EVENTS, SPANS, STEPS, callback_name
 from ..loop.handlers import TrainersOwn
 from ..loop.trainer import Trainer
 from .map_entries import loops_own
@@ -99,6 +99,8 @@ class Moment:
         self.next = '' if raised is not None else upcoming(trainer, call)
         spans = [span for span in trainer.plan.spans if SPANS.get(span.name) is span]
         self._ways = {span.name: WayOut(trainer, call, span.exception) for span in spans}
+        if call.event in STEPS: # With nothing around it, it opens no span, and can be left all the same
+            self._ways.setdefault(call.event, WayOut(trainer, call, CancelStepException))
         self._has_gradients = any(p.grad is not None for p in getattr(trainer.model, 'parameters', tuple)())
 
     @property

@@ -598,6 +598,11 @@ def test_a_moment_says_what_leaving_would_do():
         assert "gradients" not in moment.if_left("step")
         with pytest.raises(LookupError, match="open at this moment are"):
             moment.if_left("predict")
+        told, updates = moment.if_left("step"), walk.trainer.n_updates
+        assert told == "cleanups that run: none; left out: none"
+        walk.throw(CancelStepException("now"))
+        walk.to("after_step")
+        assert walk.trainer.n_updates == updates + 1, "the steps that follow are made"
 
 
 @pytest.mark.parametrize("event", ["before_batch", "predict", "after_step", "after_batch", "cleanup_batch"])
