@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/74_atomic_folders.ipynb #c899b7a9
-import json, os, re, uuid, weakref
+import json, os, re, weakref
 
 from .checkpoint_files import CONTENT, Checkpoint, MANIFEST_FILE
 from .checkpoint_files import read_manifest, read_small
@@ -34,23 +34,24 @@ def sync_folder(folder):
 # %% ../../nbs/state/74_atomic_folders.ipynb #aede0b28
 _MARK = '.isaac_loop' # In every hidden folder until its contents are complete
 HINTS = ('last.json', 'best.json')
+_HINT_START = b'{\n "path": '
 WRITTEN = (*CONTENT, *HINTS, MANIFEST_FILE, _MARK) # All that is ever written, the proofs last
 
 def hidden_name(folder, kind, name):
     "A new name for what nobody is to see"
-    return folder/f'.{kind}-{name}-{uuid.uuid4().hex[:8]}'
+    return folder/f'.{kind}-{name}-{os.urandom(4).hex()}'
 
 def make_hidden(folder, name):
     "Make a marked folder for what is not complete"
     path = hidden_name(folder, 'tmp', name)
     os.mkdir(path)
-    write_file(path/_MARK, b'', sync=False)
+    os.close(os.open(path/_MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     return path
 
 def remove_ours(path):
-    "Delete a folder that this library wrote"
-    for name in WRITTEN:
-        if os.path.lexists(path/name): os.unlink(path/name)
+    "Delete a folder, or a hint, that this library wrote"
+    if not os.path.isdir(path): return os.unlink(path)
+    for name in sorted(set(os.listdir(path)) & set(WRITTEN), key=WRITTEN.index): os.unlink(f'{path}/{name}')
     os.rmdir(path)
 
 def discard(path):
@@ -67,16 +68,24 @@ def has_manifest(path):
 
 def _is_ours(path):
     "Whether a hidden folder was certainly made by this library, and has nothing else in it"
-    if os.path.islink(path) or not os.path.isdir(path): return False
+    if os.path.islink(path) or not os.path.isdir(path): return _is_our_hint(path)
     with os.scandir(path) as found: files = {o.name: o.is_file(follow_symlinks=False) for o in found}
     if not all(name in WRITTEN and is_file for name,is_file in files.items()): return False
     return not files or _MARK in files or has_manifest(path) # An empty one has nothing to lose
+
+def _is_our_hint(path):
+    "Whether a hidden file was to become a hint, and has nothing else in it"
+    found = _LEFTOVER.fullmatch(path.name)
+    if not found or found[2] not in HINTS: return False
+    try: text = read_small(path, 10**6)
+    except (OSError, ValueError): return False
+    return text[:len(_HINT_START)] == _HINT_START[:len(text)] # Perhaps half of it
 
 # %% ../../nbs/state/74_atomic_folders.ipynb #1503c8f1
 def put_whole(folder, name, target, files):
     "Write `files` into a hidden folder, and then make it visible as `target`"
     hidden = make_hidden(folder, name)
-    for file,data in files.items(): write_file(hidden/file, data() if callable(data) else data)
+    for file,data in files.items(): write_file(f'{hidden}/{file}', data() if callable(data) else data)
     os.unlink(hidden/_MARK) # From here on the manifest is the proof
     sync_folder(hidden)
     # A folder cannot be renamed onto one that has something in it
@@ -166,6 +175,16 @@ def _forget_locks():
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget_locks)
 
 # %% ../../nbs/state/74_atomic_folders.ipynb #a8f0d340
+def put_hint(folder, name, about):
+    "Let a small file say `about`; it is the old one or the new one at any moment"
+    hidden = hidden_name(folder, 'tmp', name)
+    try:
+        write_file(hidden, json.dumps(about, indent=1).encode(), sync=False)
+        os.replace(hidden, folder/name)
+    except BaseException:
+        if os.path.lexists(hidden): os.unlink(hidden)
+        raise
+
 def read_hint(path):
     "What a small file says, nothing if the power was cut before; None if this library did not write it"
     try:

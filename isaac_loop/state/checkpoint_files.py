@@ -24,6 +24,7 @@ FORMAT = 2 # Number of the layout that this version writes; the first knew one p
 MODEL_FILE,STATE_FILE,MANIFEST_FILE = 'model.safetensors','state.pt','manifest.json'
 CONTENT = (MODEL_FILE, STATE_FILE) # `pack` makes their bytes, `Checkpoint.read` reads them
 FILES = (*CONTENT, MANIFEST_FILE)
+MANIFEST_LIMIT = 10**6 # Bytes; no more is read
 _AS_REAL = {torch.complex128: torch.float64, torch.complex32: torch.float16} # Not known to safetensors
 _AS_BYTES = {getattr(torch, o) for o in ('float8_e8m0fnu',) if hasattr(torch, o)}
 
@@ -63,7 +64,7 @@ def pack_weights(
     return tensors, extra, {'isaac_loop': json.dumps(notes)}
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #4cc65039
-def _parse(
+def parse_json(
     text:str, # JSON
     limit:int, # Longest text to accept
 ): # What it says
@@ -110,7 +111,7 @@ def _load_tensors(path):
         with safe_open(str(path), 'pt') as file:
             notes = (file.metadata() or {}).get('isaac_loop')
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()} # The file may change
-        return tensors if notes is None else _decode(tensors, _parse(notes, 10**8))
+        return tensors if notes is None else _decode(tensors, parse_json(notes, 10**8))
     except Exception as e: raise CheckpointCorrupt(_NO_WEIGHTS.format(path, e)) from e
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #4646fd44
@@ -180,9 +181,11 @@ def pack(
     return {MODEL_FILE: safetensors_bytes(tensors, notes), STATE_FILE: _state_bytes(state, extra)}
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #79eb4275
+as_json = json.JSONEncoder(allow_nan=False).encode
+
 def manifest_bytes(fields):
     "The text of a manifest, with its own checksum"
-    lines = [f'{json.dumps(k)}: {json.dumps(v, allow_nan=False)}' for k,v in fields.items()]
+    lines = [f'{as_json(k)}: {as_json(v)}' for k,v in fields.items()]
     checksum = hashlib.sha256('\n'.join(lines).encode()).hexdigest()
     return ('{\n ' + ',\n '.join([*lines, f'"checksum": "{checksum}"']) + '\n}\n').encode()
 
@@ -194,7 +197,7 @@ _WANTED = {'run_id': str, 'serial': int, 'step': int, 'epoch': (int, type(None))
 
 def check_manifest(raw):
     "The fields of a manifest, or a `ValueError` with what is wrong"
-    fields = _parse(raw.decode(), 10**6)
+    fields = parse_json(raw.decode(), MANIFEST_LIMIT)
     number = fields.get('format') if isinstance(fields, dict) else None
     if type(number) is not int: raise ValueError('it does not say its format')
     if number > FORMAT: raise CheckpointFormatTooNew(_TOO_NEW.format(number, __version__, FORMAT))
@@ -214,7 +217,7 @@ _NO_MANIFEST = (f'`{{}}` has no `{MANIFEST_FILE}`, so it was never finished, or 
 
 def read_manifest(path):
     "What the manifest in a folder says, or an error that says why nobody can trust it"
-    try: return check_manifest(read_small(path/MANIFEST_FILE, 10**6))
+    try: return check_manifest(read_small(path/MANIFEST_FILE, MANIFEST_LIMIT))
     except CheckpointFormatTooNew as e: raise CheckpointFormatTooNew(f'`{path}` {e}') from None
     except FileNotFoundError:
         raise CheckpointCorrupt(_NO_MANIFEST.format(path)) from None
@@ -255,19 +258,37 @@ _NO_FILE_AT_ALL = ('`{}` is a link or something else that is not an ordinary fil
 _SIZE = '`{}` has {} bytes, and {} were written. Use another checkpoint.'
 _DAMAGED = '`{}` is damaged: its sha256 is {}…, and {}… was written. Use another checkpoint.'
 
+def _stamp(path):
+    "What the system notes of a manifest: another one, or a changed one, has another stamp; None if there is none"
+    try: found = os.lstat(f'{path}/{MANIFEST_FILE}')
+    except OSError: return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
 class Checkpoint:
     "One checkpoint on the disk, and what its manifest says"
     def __init__(self,
         path, # Its folder
+        manifest:dict=None, # What was written into it just now; default: it is read
     ):
         self.path = local_path(path, 'Checkpoint', 'path')
-        self.manifest = read_manifest(self.path)
+        self._stamp = _stamp(self.path)
+        self.manifest = read_manifest(self.path) if manifest is None else manifest
         for name in ('run_id', 'serial', 'step', 'epoch', 'samples'): setattr(self, name, self.manifest[name])
         self.metrics = {k: float(v) for k,v in self.manifest['metrics'].items()}
+        self._check_sizes()
+
+    def is_as_it_was(self):
+        "Whether nobody has touched the manifest since it was read, and the files are there in their sizes"
+        if self._stamp is None or _stamp(self.path) != self._stamp: return False
+        try: self._check_sizes()
+        except CheckpointCorrupt: return False
+        return True
+
+    def _check_sizes(self):
         for name,about in self.manifest['files'].items(): self._check_size(name, about['bytes'])
 
     def _check_size(self, name, size):
-        try: found = os.lstat(self.path/name)
+        try: found = os.lstat(f'{self.path}/{name}')
         except OSError as e: raise CheckpointCorrupt(_NO_READ.format(self.path/name, e.strerror)) from None
         if not stat.S_ISREG(found.st_mode): raise CheckpointCorrupt(_NO_FILE_AT_ALL.format(self.path/name))
         if found.st_size != size: raise CheckpointCorrupt(_SIZE.format(self.path/name, found.st_size, size))

@@ -132,12 +132,13 @@ class CheckpointFolder:
         "What looks like a checkpoint in the folder and is not whole"
         return self._scan()[1]
 
-    def _scan(self):
-        "Whole checkpoints in the order of saving, and the errors of the others by path"
-        good,bad = [],{}
+    def _scan(self, known=()):
+        "Whole checkpoints in the order of saving, the `known` not read again, and errors of others by path"
+        good,bad,known = [],{},{o.path.name: o for o in known}
         for path in self._visible():
             try:
                 if path.is_symlink(): self._check_link(path)
+                elif path.name in known and known[path.name].is_as_it_was(): good.append(known[path.name])
                 elif path.is_dir(): good.append(Checkpoint(path))
             except (CheckpointCorrupt, CheckpointFormatTooNew) as e:
                 if path.is_symlink() or self._looks_saved(path): bad[path] = e

@@ -126,7 +126,9 @@ class _Walk:
             if kind is set: return {self.key(o, (path, o)) for o in x}
             return kind([self.walk(o, (path, i), depth) for i,o in enumerate(x)])
         made = kind()
-        for k,v in x.items(): made[self.key(k, (path, k))] = self.walk(v, (path, k), depth)
+        for k,v in x.items():
+            key = k if type(k) is str else self.key(k, (path, k))
+            made[key] = v if _is_easy(v) else self.walk(v, (path, k), depth)
         if type(x) is OrderedDict: vars(made).update(self.walk(vars(x), (path, '__dict__'), depth))
         return made
 

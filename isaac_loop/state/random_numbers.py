@@ -7,6 +7,7 @@ __all__ = ['random_state', 'set_random_state', 'plain_random_state', 'set_plain_
 
 # %% ../../nbs/state/15_random_numbers.ipynb #d929b26a
 import random, sys
+from array import array
 from contextlib import contextmanager
 
 import torch
@@ -64,7 +65,7 @@ def compact_random_state()->dict: # For `set_plain_random_state`
     "The state of all random numbers, with Python's 625 numbers in one tensor"
     state = random_state()
     version,words,normal = state['python']
-    return state | dict(python=(version, torch.tensor(words), normal))
+    return state | dict(python=(version, torch.frombuffer(array('q', words), dtype=torch.int64), normal))
 
 # %% ../../nbs/state/15_random_numbers.ipynb #94509bf4
 _NO_DEVICE = ('The random numbers of {} were saved, but this machine does not have those devices, '

@@ -6,7 +6,7 @@
 __all__ = ['CheckpointStore']
 
 # %% ../../nbs/state/80_store.ipynb #ccd8087b
-import hashlib, itertools, json, math, os, platform, shutil, uuid
+import hashlib, itertools, math, os, platform, shutil, uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -18,13 +18,12 @@ from fastcore.basics import patch
 
 from .. import __version__
 from ..basics.checks import check_choice, check_count, did_you_mean, warn
-from .checkpoint_files import FILES, FORMAT, MANIFEST_FILE
-from .checkpoint_files import check_manifest, manifest_bytes, pack
+from .checkpoint_files import Checkpoint, FILES, FORMAT, MANIFEST_FILE, MANIFEST_LIMIT
+from .checkpoint_files import as_json, manifest_bytes, pack, parse_json
 from .checkpoint_folder import FIXED, STEP_NAME, CheckpointFolder, check_pattern, fill_pattern
 from .errors import CheckpointFolderBusy, CheckpointWriteFailed, UnsaveableState
 from .atomic_folders import FolderLock, discard, hidden_name
-from .atomic_folders import make_hidden, put_whole, read_hint
-from .atomic_folders import remove_ours, sweep, whole_checkpoint, write_file
+from .atomic_folders import put_hint, put_whole, read_hint, sweep, whole_checkpoint
 
 # %% ../../nbs/state/80_store.ipynb #73f7c32c
 def check_keeping(
@@ -61,6 +60,7 @@ class CheckpointStore(CheckpointFolder):
         super().__init__(folder, run_id, pattern, monitor, mode)
         self.keep_last,self.keep_best,self.keep_every = keep_last,keep_best,keep_every
         self.read_only,self._lock = read_only,None
+        self._known = () # What lay here after the last save
         if not read_only: self._open()
 
     def __enter__(self): return self
@@ -153,9 +153,12 @@ def save(self:CheckpointStore,
     name = fill_pattern(self.pattern, numbers)
     files = pack(weights, state)
     fields = self._about(files, counts, metrics, info or {})
-    needed = math.ceil(1.2*sum(map(len, [*files.values(), _checked_manifest(fields)])))
-    files[MANIFEST_FILE] = _in_background(_signed, fields, dict(files))
-    return self._commit(name, counts['step'], needed, files)
+    needed = math.ceil(1.2*(sum(map(len, files.values())) + _checked_size(fields)))
+    files[MANIFEST_FILE] = _meanwhile(needed, _signed, fields, dict(files))
+    path = self._commit(name, counts['step'], needed, files)
+    self._known = [*self._known, Checkpoint(path, fields)]
+    self._note_and_drop()
+    return path
 
 def _check_weights(weights):
     "Refuse what is no `state_dict`"
@@ -176,7 +179,8 @@ def _scores(self:CheckpointStore, metrics):
 def _about(self:CheckpointStore, files, counts, metrics, info):
     "The fields of the manifest, without checksums"
     self.run_id = self.run_id or uuid.uuid4().hex[:12]
-    serial = 1+max((o.serial for o in self.all()), default=0)
+    self._look()
+    serial = 1+max((o.serial for o in self._known), default=0)
     return dict(format=FORMAT, run_id=self.run_id, serial=serial, **counts, metrics=metrics, info=info,
                 versions=_VERSIONS, saved=datetime.now(timezone.utc).isoformat(timespec='seconds'),
                 files={k: {'bytes': len(v), 'sha256': '0'*64} for k,v in files.items()})
@@ -185,22 +189,24 @@ def _about(self:CheckpointStore, files, counts, metrics, info):
 _NO_MANIFEST = ('`info` or `metrics` cannot be kept in a manifest: {}. '
                 'Use texts, numbers, lists, and dicts with text as keys.')
 
-def _checked_manifest(fields):
-    "The manifest's bytes, after the strict reader has accepted them"
+def _checked_size(fields):
+    "How long the manifest gets at most, after the strict reader has accepted what users put into it"
+    told = {k: fields[k] for k in ('metrics', 'info')}
     try:
-        raw = manifest_bytes(fields)
-        if check_manifest(raw) != fields: raise ValueError('it would read back differently')
+        if parse_json(text := as_json(told), MANIFEST_LIMIT-2000) != told:
+            raise ValueError('it would read back differently')
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsaveableState(_NO_MANIFEST.format(error)) from error
-    return raw
+    return len(text)+2000
 
 def _signed(fields, files):
-    "The manifest's bytes, with the checksums of `files`"
-    sums = {k: {'bytes': len(v), 'sha256': hashlib.sha256(v).hexdigest()} for k,v in files.items()}
-    return manifest_bytes({**fields, 'files': sums})
+    "The manifest's bytes, when the checksums of `files` have come into its `fields`"
+    for name,data in files.items(): fields['files'][name]['sha256'] = hashlib.sha256(data).hexdigest()
+    return manifest_bytes(fields)
 
-def _in_background(f, *args):
-    "Begin `f(*args)` in a thread; returns a function that waits for the result"
+def _meanwhile(size, f, *args):
+    "Begin `f(*args)` in a thread if there is much to do; returns a function that gives the result"
+    if size < 2**20: return partial(f, *args)
     thread = ThreadPoolExecutor(1)
     future = thread.submit(f, *args)
     thread.shutdown(wait=False)
@@ -213,7 +219,7 @@ _NOT_WRITTEN = ('The checkpoint `{}` could not be written: {}; it wants {:,} byt
 
 @patch
 def _commit(self:CheckpointStore, name, step, needed, files):
-    "Put `files` on the disk as one checkpoint, then tidy up"
+    "Put `files` on the disk as one checkpoint"
     free,target = None,self.folder/name
     try:
         free = shutil.disk_usage(self.folder).free
@@ -226,7 +232,6 @@ def _commit(self:CheckpointStore, name, step, needed, files):
         room = 'an unknown number' if free is None else f'{free:,}'
         message = _NOT_WRITTEN.format(target, error.strerror or error, needed, room)
         raise CheckpointWriteFailed(message, target, needed, free) from error
-    self._note_and_drop()
     return target
 
 @patch
@@ -263,7 +268,8 @@ _NOT_DELETED = ('`{}` is not deleted, because it holds {}, which this library di
 def _note_and_drop(self:CheckpointStore):
     "Renew the hints and delete what need not be kept"
     try:
-        found = self.list()
+        self._look()
+        found = [o for o in self._known if o.run_id == self.run_id]
         drop = self.droppable(found)
         left = [o for o in found if o not in drop]
         self._hint('last.json', *left[-1:])
@@ -273,17 +279,20 @@ def _note_and_drop(self:CheckpointStore):
     except OSError as error: warn(_UNTIDY.format(self.folder, error))
 
 @patch
+def _look(self:CheckpointStore):
+    "See which checkpoints there are; only those that are new or changed are read"
+    self._known = self._scan(self._known)[0]
+
+@patch
 def _hint(self:CheckpointStore, name, found=None):
     "Say in a small file which checkpoint is meant, for people and scripts; no decision rests on it"
     path = self.folder/name
-    if os.path.lexists(path) and read_hint(path) is None:
+    there = read_hint(path) if os.path.lexists(path) else {}
+    if there is None:
         return warn(_NO_HINT.format(path, path.stem))
     if found is None: return os.unlink(path) if os.path.lexists(path) else None
     about = {'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}
-    hidden = make_hidden(self.folder, name)
-    write_file(hidden/name, json.dumps(about, indent=1).encode(), sync=False)
-    os.replace(hidden/name, path)
-    remove_ours(hidden)
+    if there != about: put_hint(self.folder, name, about)
 
 @patch
 def _drop(self:CheckpointStore, found):
