@@ -6,17 +6,22 @@
 __all__ = ['CheckpointCB']
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #85755367
+from functools import partial
+from pathlib import Path
+
 from fastcore.basics import patch
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
 from ..basics.checks import local_path, short_path, warn
 from ..basics.output import say
+from .background_writes import BackgroundWrites
 from .counted_fits import CountedFits, belongs_to, why_over
 from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
 from .run_on_disk import RunOnDisk, checked_resume, metrics_of
 from .when_to_save import NewestNumbers, When
 from ..loop.events import CancelFitException, callback_name
 from ..loop.monitor import check_monitored, mode_of
+from ..loop.notes import whereabouts
 from ..loop.shared_attributes import offered, offering
 from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
@@ -55,6 +60,7 @@ class CheckpointCB(ResumingCB):
         self.resume,self.strict,self.verify = checked_resume(resume),strict,verify
         self.path = None # The newest checkpoint
         self._when = When(every)
+        self._writes = BackgroundWrites()
         self._numbers = NewestNumbers(monitor, mode)
         self._fits = CountedFits()
         keep = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0)
@@ -86,12 +92,13 @@ class CheckpointCB(ResumingCB):
         "Save what an interrupt or a cancel leaves, and let others use the folder"
         begun = self._run.is_open # Somebody may have left the fit before this callback's turn
         try:
+            self._writes.wait()
             if begun: self._save_what_is_left(trainer)
             if begun: self._say_how_to_go_on(trainer)
         finally:
             self._fits.end(trainer, begun)
             self._found = self._end = None
-            self._run.close()
+            self._run.close(in_use=self._writes.is_busy)
 
 def _check_unmonitored(every, keep_best):
     "Refuse what would need a `monitor`"
@@ -193,8 +200,9 @@ def _take_result(self:CheckpointCB, trainer):
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #5cb10688
 @patch
-def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None, finished=False):
+def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None, finished=False, later=False):
     "Write a checkpoint of this position, with `parts` of the state and the `reason` to stop from before"
+    self._writes.wait()
     start = start_of_pass(trainer) if batches else None
     weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
     state |= parts or {}
@@ -203,9 +211,17 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     state['position']['fit'] -= self._fits.lost
     if trainer.ranks.size > 1: weights,state = gather_states(trainer.ranks, weights, state)
     metrics = self._numbers.of(trainer, between_epochs=not batches)
-    self.path = self._run.save(trainer, weights, state, epoch, metrics, _about(trainer))
-    self._fits.saved = True
+    what = trainer,weights,state,epoch,metrics,_about(trainer)
+    noted = partial(self._note_saved, trainer)
+    if later: self._writes.begin(self._run.prepare(*what), noted, whereabouts(trainer))
+    else: noted(*self._run.save(*what))
     self._when.start(trainer)
+
+@patch
+def _note_saved(self:CheckpointCB, trainer, path, run_id):
+    "Note that a checkpoint is on the disk"
+    self.path,self._fits.saved = Path(path),True
+    self._run.saved(trainer, run_id)
 
 @patch
 def _restore(self:CheckpointCB, trainer):
@@ -229,15 +245,27 @@ def _about(trainer):
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #2034a704
 @patch
 def _between_batches(self:CheckpointCB, trainer):
-    due = self._numbers.is_better() or self._when.after_batch(trainer) or _interrupted(trainer)
-    if due: self._save(trainer, trainer.epoch, self._batches)
+    if self._is_due(trainer, self._when.after_batch):
+        self._save(trainer, trainer.epoch, self._batches, later=self._goes_on(trainer))
 
 @patch
 def _between_epochs(self:CheckpointCB, trainer):
     self._end = None
     self._numbers.compare(trainer)
-    due = self._numbers.is_better() or self._when.after_epoch(trainer) or _interrupted(trainer)
-    if due: self._save(trainer, self._next)
+    if self._is_due(trainer, self._when.after_epoch):
+        self._save(trainer, self._next, later=self._goes_on(trainer))
+
+@patch
+def _is_due(self:CheckpointCB, trainer, asked):
+    "Whether to save now; what is due by time waits until the one before is written"
+    self._writes.look()
+    due = self._numbers.is_better() or (not self._writes.is_busy and asked(trainer))
+    return due or _interrupted(trainer)
+
+@patch
+def _goes_on(self:CheckpointCB, trainer):
+    "Whether the loop need not wait until a checkpoint is written"
+    return self._when.by_time and trainer.ranks.size == 1 and not _interrupted(trainer)
 
 def _signal(trainer): return vars(trainer).get('interrupted') # None if nobody watches for signals
 def _interrupted(trainer): return bool(_signal(trainer)) and not any(offered(trainer, 'hurried'))

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/checkpoints/07_run_on_disk.ipynb #f91e2e44
 import os, string, weakref
-from pathlib import Path
 
 from ..basics.checks import local_path, short_path
 from ..loop.history import updates_of_run
@@ -71,9 +70,11 @@ class RunOnDisk:
 
     def _open(self, folder): self.store = CheckpointStore(folder, **self.options)
 
-    def close(self):
+    def close(self,
+        in_use:bool=False, # Is a thread still writing there? The folder is free when it comes to its end
+    ):
         "Let others use the folder"
-        if self.store is not None: self.store.close()
+        if self.store is not None and not in_use: self.store.close()
         self.store,self.ranks,self.is_open = None,None,False
 
     def is_of(self, trainer):
@@ -157,18 +158,22 @@ class RunOnDisk:
         epoch:int, # Epochs that are done
         metrics:dict, # What was measured with these weights
         about:dict, # More facts for the manifest
-    ): # Path of the checkpoint
+    ): # Path of the checkpoint, and the id of the run
         "Let main write a checkpoint; an error there reaches all"
-        write = lambda: self._write(trainer, weights, state, epoch, metrics, about)
-        path,self.run_id = self.ranks.from_main(write)
-        self.trainer = weakref.ref(trainer)
-        return Path(path)
+        write = lambda: self.prepare(trainer, weights, state, epoch, metrics, about, copy=False)()
+        return self.ranks.from_main(write)
 
-    def _write(self, trainer, weights, state, epoch, metrics, about):
+    def saved(self, trainer, run_id):
+        "Note that the newest checkpoint was saved from this trainer"
+        self.trainer,self.run_id = weakref.ref(trainer),run_id
+
+    def prepare(self, trainer, weights, state, epoch, metrics, about, copy=True):
+        "A function that writes the checkpoint and gives its path and the id of the run"
         pattern = self.options['pattern']
         self.store.pattern = pattern if set(metrics_of(pattern)) <= metrics.keys() else STEP_NAME
         facts = dict(fit=state['position']['fit'], monitor=self.options['monitor'], mode=self.options['mode'])
         facts |= ({'branch': self.branch} if self.branch else {}) | about
-        path = self.store.save(weights, state, updates_of_run(trainer), epoch, metrics=metrics,
-                               world_size=self.ranks.size, info=facts)
-        return str(path),self.store.run_id
+        write = self.store.prepare(weights, state, updates_of_run(trainer), epoch, metrics=metrics,
+                                   world_size=self.ranks.size, info=facts, copy=copy)
+        run_id = self.store.run_id
+        return lambda: (str(write()), run_id)

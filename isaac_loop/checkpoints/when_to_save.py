@@ -29,7 +29,8 @@ class When:
         self.every = every
         if not _says_when(every):
             raise ValueError(_NO_RULE.format(every))
-        self.seconds = every.total_seconds() if isinstance(every, datetime.timedelta) else math.inf
+        self.by_time = isinstance(every, datetime.timedelta)
+        self.seconds = every.total_seconds() if self.by_time else math.inf
 
         self.saves = 0
 

@@ -7,6 +7,7 @@ __all__ = ['load_weights', 'checkpoints_near', 'Checkpoint']
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #a77a7cf6
 import hashlib, io, json, os, re, stat, zipfile
+from threading import current_thread, main_thread
 
 import torch
 from fastcore.basics import patch
@@ -44,6 +45,7 @@ _SPARSE = "weights['{}'] is sparse, which safetensors cannot hold; use `to_dense
 
 def pack_weights(
     weights:dict, # A model's `state_dict`
+    copy:bool=False, # Copy tensors that are on the CPU already?
 )->tuple: # Tensors to write, what else there was, and notes for the file
     "Sort a `state_dict` into what safetensors can hold and what it cannot"
     tensors,extra,owners = {},{},{}
@@ -53,10 +55,10 @@ def pack_weights(
         if not isinstance(x, torch.Tensor):
             extra[name] = x
             continue
-        made = plain({name: x}, 'weights', copy=False)[name]
+        owner = owners.setdefault(_place(x), name)
+        made = plain({name: x}, 'weights', copy=copy and owner == name)[name]
         if made.layout != torch.strided: raise UnsaveableState(_SPARSE.format(name))
         notes['names'].append(name)
-        owner = owners.setdefault(_place(x), name)
         if owner != name: notes['aliases'][name] = owner
         else: tensors[name] = _ready(made)
         seen_otherwise = made.dtype in _AS_REAL or made.dtype in _AS_BYTES
@@ -162,23 +164,36 @@ def _why_not(e):
     return _RUNS_CODE.format(f'`{name[1]}`' if name else 'something'), None
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #5f0c7e1a
-def _state_bytes(state, extra):
+def _state_bytes(tree):
     "The state as the bytes of a file"
-    tree = {'state': plain(state, 'state', copy=False), 'extra': plain(extra, 'weights', copy=False)}
     file = io.BytesIO()
+    if current_thread() is not main_thread(): torch.save(tree, file) # Others may be saving, too
+    else: _save_unsigned(tree, file)
+    return file.getbuffer()
+
+def _save_unsigned(tree, file):
+    "`torch.save` without its checksums: our own are stronger, and one is enough"
     before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False) # Our own checksum is stronger, and one is enough
+    torch.serialization.set_crc32_options(False)
     try: torch.save(tree, file)
     finally: torch.serialization.set_crc32_options(before)
-    return file.getbuffer()
+
+def packing(
+    weights:dict, # A model's `state_dict`
+    state, # Everything else, as `plain` takes it
+    copy:bool=True, # Copy tensors that are on the CPU already?
+): # Function that gives name to bytes, for each file of `CONTENT`
+    "Have all that goes into the files at hand; with `copy` what changes later does not reach them"
+    tensors,extra,notes = pack_weights(weights, copy)
+    tree = {'state': plain(state, 'state', copy), 'extra': plain(extra, 'weights', copy)}
+    return lambda: {MODEL_FILE: safetensors_bytes(tensors, notes), STATE_FILE: _state_bytes(tree)}
 
 def pack(
     weights:dict, # A model's `state_dict`
     state, # Everything else, as `plain` takes it
 )->dict: # Name to bytes, for each file of `CONTENT`
     "The files of a checkpoint, but for the manifest"
-    tensors,extra,notes = pack_weights(weights)
-    return {MODEL_FILE: safetensors_bytes(tensors, notes), STATE_FILE: _state_bytes(state, extra)}
+    return packing(weights, state, copy=False)()
 
 # %% ../../nbs/state/70_checkpoint_files.ipynb #79eb4275
 as_json = json.JSONEncoder(allow_nan=False).encode

@@ -138,7 +138,8 @@ class _Walk:
             held = self.tensors # With `x`, so that no other gets its `id`
             if id(x) not in held: held[id(x)] = _plain_tensor(x, self.copy),x
             return held[id(x)][0]
-        if type(x) in (bytes, bytearray): return x or bytearray() # The safe reader knows no empty bytes
+        if type(x) is bytes: return x or bytearray() # The safe reader knows no empty bytes
+        if type(x) is bytearray: return bytearray(x)
         if type(x) in _TORCH: return x
         return _plain_numpy(x) if type(x).__module__ == 'numpy' else None
 

@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from .. import __version__
 from ..basics.checks import check_choice, check_count, did_you_mean, warn
 from .checkpoint_files import Checkpoint, FILES, FORMAT, MANIFEST_FILE, MANIFEST_LIMIT
-from .checkpoint_files import as_json, manifest_bytes, pack, parse_json
+from .checkpoint_files import as_json, manifest_bytes, packing, parse_json
 from .checkpoint_folder import FIXED, STEP_NAME, CheckpointFolder, check_pattern, fill_pattern
 from .errors import CheckpointFolderBusy, CheckpointWriteFailed, UnsaveableState
 from .atomic_folders import FolderLock, discard, hidden_name
@@ -144,6 +144,21 @@ def save(self:CheckpointStore,
     info:dict=None, # More facts for the manifest, as JSON: texts, numbers, lists and dicts
 )->Path: # Folder of the checkpoint
     "Write a checkpoint; when this returns it is on the disk, whole"
+    return self.prepare(weights, state, step, epoch, samples, metrics, world_size, info, copy=False)()
+
+@patch
+def prepare(self:CheckpointStore,
+    weights:dict, # As for `save`, like the others
+    state=None,
+    step:int=0,
+    epoch:int=None,
+    samples:int=None,
+    metrics:dict=None,
+    world_size:int=1,
+    info:dict=None,
+    copy:bool=True, # Copy what may change before it is written?
+): # Function that writes the checkpoint, in any thread but before the next is prepared, and gives its folder
+    "Everything about a checkpoint that needs no disk"
     self._check_open()
     _check_weights(weights)
     metrics = self._scores(metrics or {})
@@ -151,11 +166,20 @@ def save(self:CheckpointStore,
                   samples=_count('samples', samples, True), world_size=_count('world_size', world_size))
     numbers = {k: float(v) for k,v in metrics.items()} | {k: counts[k] for k in FIXED}
     name = fill_pattern(self.pattern, numbers)
-    files = pack(weights, state)
-    fields = self._about(files, counts, metrics, info or {})
-    needed = math.ceil(1.2*(sum(map(len, files.values())) + _checked_size(fields)))
+    files = packing(weights, state, copy)
+    told,size = _checked(dict(metrics=metrics, info=info or {}))
+    return partial(self._write, name, self._about(counts, told), size, files)
+
+@patch
+def _write(self:CheckpointStore, name, fields, size, pack):
+    "Write what is prepared"
+    files = pack()
+    self._look()
+    fields['serial'] = 1+max((o.serial for o in self._known), default=0)
+    fields['files'] = {k: {'bytes': len(v), 'sha256': '0'*64} for k,v in files.items()}
+    needed = math.ceil(1.2*(sum(map(len, files.values())) + size))
     files[MANIFEST_FILE] = _meanwhile(needed, _signed, fields, dict(files))
-    path = self._commit(name, counts['step'], needed, files)
+    path = self._commit(name, fields['step'], needed, files)
     self._known = [*self._known, Checkpoint(path, fields)]
     self._note_and_drop()
     return path
@@ -176,28 +200,25 @@ def _scores(self:CheckpointStore, metrics):
     return metrics
 
 @patch
-def _about(self:CheckpointStore, files, counts, metrics, info):
-    "The fields of the manifest, without checksums"
+def _about(self:CheckpointStore, counts, told):
+    "The fields of the manifest; its number and the files are known when it is written"
     self.run_id = self.run_id or uuid.uuid4().hex[:12]
-    self._look()
-    serial = 1+max((o.serial for o in self._known), default=0)
-    return dict(format=FORMAT, run_id=self.run_id, serial=serial, **counts, metrics=metrics, info=info,
-                versions=_VERSIONS, saved=datetime.now(timezone.utc).isoformat(timespec='seconds'),
-                files={k: {'bytes': len(v), 'sha256': '0'*64} for k,v in files.items()})
+    return dict(format=FORMAT, run_id=self.run_id, serial=None, **counts, **told, versions=_VERSIONS,
+                saved=datetime.now(timezone.utc).isoformat(timespec='seconds'))
 
 # %% ../../nbs/state/80_store.ipynb #1fcc2b6a
 _NO_MANIFEST = ('`info` or `metrics` cannot be kept in a manifest: {}. '
                 'Use texts, numbers, lists, and dicts with text as keys.')
 
-def _checked_size(fields):
-    "How long the manifest gets at most, after the strict reader has accepted what users put into it"
-    told = {k: fields[k] for k in ('metrics', 'info')}
+def _checked(told):
+    "What users put into the manifest, as the strict reader has read it, and how long the manifest gets at most"
     try:
-        if parse_json(text := as_json(told), MANIFEST_LIMIT-2000) != told:
-            raise ValueError('it would read back differently')
+        text = as_json(told)
+        read = parse_json(text, MANIFEST_LIMIT-2000)
+        if read != told: raise ValueError('it would read back differently')
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsaveableState(_NO_MANIFEST.format(error)) from error
-    return len(text)+2000
+    return read, len(text)+2000
 
 def _signed(fields, files):
     "The manifest's bytes, when the checksums of `files` have come into its `fields`"
