@@ -5,7 +5,8 @@ or interrupted by SIGINT or SIGTERM, at a random moment. It is started again unt
 the next run begins in a new folder. Every run must end bit for bit like one that was never stopped, and no
 checkpoint may be lost that was reported as saved. In a folder that a kill left without a checkpoint the
 next attempt begins anew, and nothing half written stays behind. Three batches make an update, and the
-gradients are clipped; the number of workers of the loader changes from attempt to attempt.
+gradients are clipped; the number of workers of the loader changes from attempt to attempt. Half of the runs
+save in the background, so a kill or a signal strikes while a thread is writing.
 
     python tools/torture.py                       200 kills and 100 signals
     python tools/torture.py --kills 20 --signals 20
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -30,11 +32,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 
 import runs  # noqa: E402
+from isaac_loop.checkpoints.background_writes import BackgroundWrites  # noqa: E402
 from isaac_loop.checkpoints.checkpoint import CheckpointCB  # noqa: E402
 from isaac_loop.loop.history import updates_of_run  # noqa: E402
 from isaac_loop.stop.interrupts import InterruptCB  # noqa: E402
 
 N_EPOCHS = 3
+AT_ONCE = timedelta(0)  # A checkpoint in the background after every batch, if none is being written
+SAFE = "saved", "written"
 
 
 class Diary:
@@ -67,15 +72,43 @@ class DiaryCB:
         self.diary.write("between epochs")
 
 
+def step_of(path):
+    return int(Path(path).name.split("-")[1])
+
+
+class NotedWrites(BackgroundWrites):
+    "Notes when a thread begins to write, and what it has written"
+
+    def __init__(self, diary):
+        self.diary = diary
+
+    def begin(self, write, noted, where=""):
+        def noted_write():
+            self.diary.write("writing")
+            path, run_id = write()
+            self.diary.write("written", step=step_of(path))
+            return path, run_id
+
+        super().begin(noted_write, noted, where)
+
+
 class NotedCheckpointCB(CheckpointCB):
     "Notes when it begins to save, and what is safely saved"
 
     name = "CheckpointCB"
 
+    def __init__(self, folder, every, diary):
+        super().__init__(folder, every=every)
+        self.diary, self._writes = diary, NotedWrites(diary)
+
     def _save(self, trainer, *args, **kwargs):
         self.diary.write("save")
         super()._save(trainer, *args, **kwargs)
-        self.diary.write("saved", step=updates_of_run(trainer))
+        self.diary.write("save over")
+
+    def _note_saved(self, trainer, path, run_id):
+        super()._note_saved(trainer, path, run_id)
+        self.diary.write("saved", step=step_of(path))
 
     def _restore(self, trainer):
         state = super()._restore(trainer)
@@ -90,8 +123,7 @@ def make(num_workers=0):
 def train(folder, num_workers, every, slow=0.0):
     "One attempt, in a process of its own; leaves the result when it comes to the end"
     diary = Diary(folder / "diary")
-    checkpoint = NotedCheckpointCB(folder / "run", every=every)
-    checkpoint.diary = diary
+    checkpoint = NotedCheckpointCB(folder / "run", every, diary)
     trainer = make(num_workers)
     trainer.add_callbacks([InterruptCB(), checkpoint, DiaryCB(diary)])
     if slow:
@@ -182,11 +214,19 @@ def entries(folder):
 def where(diary, moment):
     "What the process was doing at `moment`"
     past = [o["what"] for o in diary if o["time"] <= moment]
+    if [o for o in past if o in THREAD][-1:] == ["writing"]:
+        return "write in the background"
+    past = [o for o in past if o not in THREAD]
     if not past or past[-1] == "begin":
         return "start or resume"
-    return {"restored": "start or resume", "batch over": "between batches", "saved": "between batches"}.get(
-        past[-1], past[-1]
-    )
+    return OTHERWISE.get(past[-1], past[-1])
+
+
+THREAD = "writing", "written"
+OTHERWISE = dict.fromkeys(["batch over", "save over"], "between batches") | {
+    "restored": "start or resume",
+    "saved": "save",
+}
 
 
 class Failed(Exception):
@@ -206,10 +246,10 @@ def kill_runs(n, expected, place, duration):
         folder = Path(tempfile.mkdtemp(dir=place))
         n_runs += 1
         every = random.choice(
-            [1, 1, "epoch"]
+            [1, AT_ONCE, AT_ONCE, "epoch"]
         )  # Once an epoch, so that many an attempt leaves a folder without a checkpoint
         while True:
-            safe = max((o["step"] for o in entries(folder) if o["what"] == "saved"), default=0)
+            safe = max((o["step"] for o in entries(folder) if o["what"] in SAFE), default=0)
             n_before, workers = len(entries(folder)), random.choice([0, 0, 2])
             attempts += 1
             empty += (folder / "run").exists() and not list((folder / "run").glob("step-*"))
@@ -264,7 +304,7 @@ def signal_runs(n, expected, place):
         while code != 0:
             n_before = len(entries(folder))
             which = random.choice([signal.SIGINT, signal.SIGTERM])
-            pid = child(folder, random.choice([0, 0, 2]), "epoch", 0.01)
+            pid = child(folder, random.choice([0, 0, 2]), random.choice(["epoch", AT_ONCE]), 0.01)
             while not any(
                 o["what"] in ("train", "valid", "restored", "end") for o in entries(folder)[n_before:]
             ):
