@@ -274,7 +274,7 @@ _SIZE = '`{}` has {} bytes, and {} were written. Use another checkpoint.'
 _DAMAGED = '`{}` is damaged: its sha256 is {}…, and {}… was written. Use another checkpoint.'
 
 def _stamp(path):
-    "What the system notes of a manifest: another one, or a changed one, has another stamp; None if there is none"
+    "What the system notes of a manifest, which is another for one that was changed; None if there is none"
     try: found = os.lstat(f'{path}/{MANIFEST_FILE}')
     except OSError: return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -211,7 +211,7 @@ _NO_MANIFEST = ('`info` or `metrics` cannot be kept in a manifest: {}. '
                 'Use texts, numbers, lists, and dicts with text as keys.')
 
 def _checked(told):
-    "What users put into the manifest, as the strict reader has read it, and how long the manifest gets at most"
+    "What users put into the manifest, as the strict reader has it, and how long that gets at most"
     try:
         text = as_json(told)
         read = parse_json(text, MANIFEST_LIMIT-2000)

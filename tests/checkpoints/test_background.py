@@ -124,7 +124,11 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path):
 
 def without_seconds(x):
     if isinstance(x, dict):
-        return {k: without_seconds(v) for k, v in x.items() if k not in ("elapsed", "data") and not k.endswith("seconds")}
+        return {
+            k: without_seconds(v)
+            for k, v in x.items()
+            if k not in ("elapsed", "data") and not k.endswith("seconds")
+        }
     return [without_seconds(o) for o in x] if isinstance(x, list) else x
 
 
