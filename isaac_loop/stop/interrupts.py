@@ -34,7 +34,8 @@ class InterruptCB:
         trainer.interrupted = 0
         trainer.epochs = self._watched(trainer, trainer.epochs, _after_epoch)
         if threading.current_thread() is not threading.main_thread(): return
-        for signum in (signal.SIGINT, signal.SIGTERM): self._old[signum] = signal.signal(signum, self._note)
+        note = lambda signum, frame: self._note(signum, frame) # Python looks at its `repr`; a method's is long
+        for signum in (signal.SIGINT, signal.SIGTERM): self._old[signum] = signal.signal(signum, note)
 
     def _note(self, signum, frame=None):
         "The handler: write down that the signal came"
@@ -92,13 +93,18 @@ def log(self:InterruptCB, trainer):
 @patch
 def cleanup_fit(self:InterruptCB, trainer):
     "Put the old handlers back, and leave if a signal was not obeyed yet"
-    for signum,handler in self._old.items():
-        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+    try: _put_back(self._old)
+    except BaseException: # One that came just now was obeyed by the old handler
+        _put_back(self._old)
+        raise
     self._old,trainer.interrupted,self._ranks = {},None,Ranks()
     if trainer.ranks.is_main: _tell(trainer.exception)
     is_over = trainer.exception is None or isinstance(trainer.exception, CancelException)
     came = self._noted if trainer.ranks.size == 1 else _any_noted(trainer, self._noted, is_over)
     if came and is_over: _leave_in_the_end(came, trainer.ranks.is_main)
+
+def _put_back(handlers):
+    for signum,handler in handlers.items(): signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 def _any_noted(trainer, noted, is_over):
     "What has come to any process of a fit that is at its end"
