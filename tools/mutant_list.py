@@ -476,10 +476,31 @@ MUTANTS = [
     ),
     Mutant(
         "old handlers of signals are forgotten",
-        "InterruptCB.cleanup_fit",
+        "_put_back",
         "signal.signal(signum, signal.SIG_DFL if handler is None else handler)",
         "pass",
         ["test_nested_fits_put_back_the_handlers_of_the_outer_one"],
+    ),
+    Mutant(
+        "what is written in the background is not copied",
+        "RunOnDisk.prepare",
+        "info=facts, copy=copy)",
+        "info=facts, copy=False)",
+        ["test_the_loop_is_not_held_up_and_the_file_has_the_state_of_the_moment"],
+    ),
+    Mutant(
+        "the loop waits for what is written by time",
+        "CheckpointCB._is_due",
+        "self._writes.look()",
+        "self._writes.wait()",
+        ["test_the_loop_is_not_held_up_and_the_file_has_the_state_of_the_moment"],
+    ),
+    Mutant(
+        "the end of a fit does not wait for what is being written",
+        "CheckpointCB.cleanup_fit",
+        "self._writes.wait()",
+        "self._writes.look()",
+        ["test_a_break_without_a_watcher_waits_too"],
     ),
     Mutant(
         "gradients in an open window are not saved",

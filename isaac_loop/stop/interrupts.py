@@ -34,7 +34,7 @@ class InterruptCB:
         trainer.interrupted = 0
         trainer.epochs = self._watched(trainer, trainer.epochs, _after_epoch)
         if threading.current_thread() is not threading.main_thread(): return
-        note = lambda signum, frame: self._note(signum, frame) # Python looks at its `repr`; a method's is long
+        note = lambda signum, frame: self._note(signum, frame) # Python asks for its `repr`
         for signum in (signal.SIGINT, signal.SIGTERM): self._old[signum] = signal.signal(signum, note)
 
     def _note(self, signum, frame=None):
@@ -104,7 +104,8 @@ def cleanup_fit(self:InterruptCB, trainer):
     if came and is_over: _leave_in_the_end(came, trainer.ranks.is_main)
 
 def _put_back(handlers):
-    for signum,handler in handlers.items(): signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+    for signum,handler in handlers.items():
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 def _any_noted(trainer, noted, is_over):
     "What has come to any process of a fit that is at its end"
