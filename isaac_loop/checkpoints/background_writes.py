@@ -34,7 +34,8 @@ class _Write(Thread):
 
     def take(self):
         "Hand over what was made, once, or raise the error"
-        made,error,self.made,self.error = self.made,self.error,None,None
+        made,error = self.made,self.error
+        self.made = self.error = None
         if error is not None:
             error.add_note(f'raised in the background, where the state was written as it was{self.where}')
             raise error
