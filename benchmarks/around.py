@@ -119,9 +119,10 @@ def evaluations(rounds):
 class TimedEvaluatorCB(EvaluatorCB):
     "Takes the processor time of each evaluation, and of one by hand right after it"
 
-    def __init__(self, by_hand, **options):
+    def __init__(self, model, valid, **options):
         super().__init__(**options)
-        self.by_hand, self.times = by_hand, {"by hand": [], "ours": []}
+        self.by_hand = lambda: validated(model, valid).means()
+        self.times = {"by hand": [], "ours": []}
 
     def after_batch(self, trainer):
         "Evaluate, and evaluate by hand"
@@ -140,7 +141,7 @@ def evaluations_within(rounds):
         data, valid, model = batches(20, 64), batches(n, 64), mlp()
         if kind == "DataLoader":
             data, valid = (DataLoader(TensorDataset(*map(torch.cat, zip(*o))), 64) for o in (data, valid))
-        timed = TimedEvaluatorCB(lambda: validated(model, valid).means(), updates=1, at_end=False)
+        timed = TimedEvaluatorCB(model, valid, updates=1, at_end=False)
         trainer = trainer_of(data, MetricsCB(show=False), timed, valid=valid, model=model)
         trainer.fit(rounds, valid=False)
         over = difference(timed.times, "by hand", "ours")

@@ -1,8 +1,8 @@
 """Within batches nobody waits for the device.
 
-What turns a tensor into a number is counted, by the names of Python's methods and by the operations of PyTorch
-below them. With everything that a careful person attaches there is nothing within batches but what the bar shows,
-and that is bounded by its clock. Between batches it is as much in a long epoch as in a short one.
+What turns a tensor into a number is counted, by the names of methods and by the operations of PyTorch below them.
+With all that a careful person attaches nobody waits within batches but the bar, as often as its clock allows.
+Between batches as many do in a long epoch as in a short one.
 """
 
 import datetime
