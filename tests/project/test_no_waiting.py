@@ -1,6 +1,6 @@
 """Within batches nobody waits for the device.
 
-What turns a tensor into a number is counted, by the names of methods and by the operations of PyTorch below them.
+What turns a tensor into a number is counted, by the names of methods and by the operations below them.
 With all that a careful person attaches nobody waits within batches but the bar, as often as its clock allows.
 Between batches as many do in a long epoch as in a short one.
 """
