@@ -197,7 +197,7 @@ def _build_plan(trainer):
     key = tuple(map(id, callbacks))
     if keeps and key in trainer._side_plans: return plan.take(*trainer._side_plans[key][:2])
     plan.build(callbacks)
-    if keeps: trainer._side_plans[key] = plan.entries,plan.chosen,callbacks # Held, so that no `id` is given to another
+    if keeps: trainer._side_plans[key] = plan.entries,plan.chosen,callbacks # Held: no `id` serves twice
 
 @contextmanager
 def one_fit(
