@@ -116,6 +116,39 @@ def evaluations(rounds):
     yield {"one evaluation": "EvaluatorCB", **beside(over, times["by hand"])}
 
 
+class TimedEvaluatorCB(EvaluatorCB):
+    "Takes the processor time of each evaluation, and of one by hand right after it"
+
+    def __init__(self, model, valid, **options):
+        super().__init__(**options)
+        self.by_hand = lambda: validated(model, valid).means()
+        self.times = {"by hand": [], "ours": []}
+
+    def after_batch(self, trainer):
+        "Evaluate, and evaluate by hand"
+        for name, f in {
+            "ours": lambda: super(TimedEvaluatorCB, self).after_batch(trainer),
+            "by hand": self.by_hand,
+        }.items():
+            start = time.process_time()
+            f()
+            self.times[name].append(time.process_time() - start)
+
+
+def evaluations_within(rounds):
+    "The same after every update of a fit, by processor time: one batch or ten, in a list or a `DataLoader`"
+    for kind, n in [("list", 1), ("list", 10), ("DataLoader", 1)]:
+        data, valid, model = batches(20, 64), batches(n, 64), mlp()
+        if kind == "DataLoader":
+            data, valid = (DataLoader(TensorDataset(*map(torch.cat, zip(*o))), 64) for o in (data, valid))
+        timed = TimedEvaluatorCB(model, valid, updates=1, at_end=False)
+        trainer = trainer_of(data, MetricsCB(show=False), timed, valid=valid, model=model)
+        trainer.fit(rounds, valid=False)
+        over = difference(timed.times, "by hand", "ours")
+        what = f"{kind}, {n} batch" + "es" * (n > 1)
+        yield {"one evaluation": what, **beside(over, timed.times["by hand"])}
+
+
 def beside(over, by_hand):
     return {
         "its batches by hand": f"{statistics.median(by_hand) * 1000:.2f} ms",
@@ -309,6 +342,7 @@ def events(rounds, n=5_000):
 
 SECTIONS = {
     "Evaluations beside their batches": evaluations,
+    "Evaluations in the middle of a fit, processor time": evaluations_within,
     "A checkpoint with Adam's state against `torch.save` and `fsync`": checkpoints,
     "Loaders, microseconds per batch of 32 rows": loaders,
 }

@@ -106,9 +106,9 @@ MUTANTS = [
     ),
     Mutant(
         "updates are counted though nobody steps",
-        "Plan.select",
-        "if self['step']: self['step']",
-        "self['step']",
+        "handlers_in",
+        "if found['step']: found['step']",
+        "found['step']",
         ["test_updates_are_counted_between_step_and_after_step"],
     ),
     # The loop

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..metrics.any_metric import check_no_options
+from ..metrics.losses import check_weigh
 from ..metrics.metrics import MetricsCB, recorders_of, weigh_of
 from ..basics.figures import wrapped, quiet
 from ..basics.settings import show_settings
@@ -33,12 +34,13 @@ def validate(self:Trainer,
     **metrics, # Further metrics by name, or functions of predictions and targets
 )->dict: # `valid_loss` and the metrics
     "Loss and metrics over every row of a loader"
-    check_no_options(metrics, Trainer.validate)
+    if metrics: check_no_options(metrics, Trainer.validate)
     own = recorders_of(self)
     recorders = [_fresh(o, without=metrics) for o in own]
-    further = MetricsCB(weigh=weigh_of(self) if weigh is None else weigh, **metrics)
-    if metrics or not own: recorders.append(further)
-    for i,recorder in enumerate(recorders): recorder.name,recorder.weigh = f'validate_{i}',further.weigh
+    check_weigh(weigh)
+    weigh = weigh_of(self) if weigh is None else weigh
+    if metrics or not own: recorders.append(MetricsCB(**metrics))
+    for i,recorder in enumerate(recorders): recorder.name,recorder.weigh = f'validate_{i}',weigh
     with self._looking_at(dl, callbacks, *recorders, share=True) as side:
         side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}

@@ -191,6 +191,7 @@ def _measure(self:EvaluatorCB, trainer):
         if self._cancel is not None: break
     self.n_evaluations += 1
     self._fresh,self._measured = True,columns
+    if self.write is None and self.report is None: return columns
     try:
         with same_random(): self._tell(trainer, columns, returned)
     except CancelException as cancel: self._cancel = self._cancel or cancel

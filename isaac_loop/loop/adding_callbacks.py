@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean
-from .callback_checks import check_callback
+from .callback_checks import check_callback, kind_of
 from .callback_list import CallbackList, flat, is_in, without
 from .methods_on_demand import ELSEWHERE
 from .events import callback_name
@@ -30,9 +30,14 @@ _A_TRAINER = ('A trainer cannot be the callback of a trainer. '
               'To take over its callbacks, pass `other.callbacks`.')
 
 def _check_alone(trainer, callback):
-    check_callback(callback, trainer.plan.events)
+    events = trainer.plan.events
+    alike = kind_of(callback, events)
+    if alike is None or alike not in _IN_ORDER: check_callback(callback, events)
+    if alike is not None: _IN_ORDER.add(alike)
     check_on_ranks(callback)
     trainer._checked.add(callback)
+
+_IN_ORDER = set() # Kinds of this library's own callbacks of which one was checked
 
 def check_newcomers(
     trainer, # Has callbacks already

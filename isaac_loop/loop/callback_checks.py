@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/loop/27_callback_checks.ipynb #9aab4a1a
 import inspect, math, numbers
 from difflib import get_close_matches
+from functools import lru_cache
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.old_names import EVENT_NAMES, FLAGS, FOREIGN_EVENTS, called_here
@@ -90,6 +91,30 @@ def check_callback(
         warn(_FOREIGN_EVENT.format(f'{name}.{event}', FOREIGN_EVENTS[event]))
     order = getattr(callback, 'order', 0)
     if not isinstance(order, numbers.Real) or math.isnan(order): raise TypeError(_ORDER.format(name, order))
+
+def kind_of(
+    callback, # The candidate
+    events, # Names it may answer
+)->tuple: # None if it has to be looked at itself
+    "What one check holds for: objects of one class of this library with attributes of the same names"
+    cls,own = type(callback),getattr(callback, '__dict__', {})
+    if not _says_all(cls, events) or any(_says_more(name, events) for name in own): return None
+    return cls,events,frozenset(own)
+
+@lru_cache(maxsize=256)
+def _says_all(cls, events):
+    "Whether `cls` is of this library, and says alone what its objects answer"
+    if cls.__module__.partition('.')[0] != 'isaac_loop': return False
+    looks = [vars(c)['__getattr__'] for c in cls.__mro__ if '__getattr__' in vars(c)]
+    told_by_objects = [event for event in events if isinstance(getattr(cls, event, None), property)]
+    return not told_by_objects and all(getattr(look, 'only_tells', False) for look in looks)
+
+@lru_cache(maxsize=4096)
+def _says_more(name, events):
+    "Whether an attribute of this name may decide if its owner is in order"
+    return name in events or name in _OF_CALLBACKS or (name[0] in 'abc' and _looks_like_event(name, events))
+
+_OF_CALLBACKS = {'order', 'silent', 'callbacks', 'on_ranks', *FLAGS, *FOREIGN_EVENTS}
 
 def _foreign(callback):
     "Methods of a class that are named after events of other libraries, and called by nobody here"

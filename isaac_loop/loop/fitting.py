@@ -195,9 +195,9 @@ def _build_plan(trainer):
     plan,callbacks = trainer.plan,list(trainer.callbacks)
     keeps = trainer._side_runs and trainer._side_plans is not None and not plan.changes
     key = tuple(map(id, callbacks))
-    if keeps and key in trainer._side_plans: return plan.take(trainer._side_plans[key][0])
+    if keeps and key in trainer._side_plans: return plan.take(*trainer._side_plans[key][:2])
     plan.build(callbacks)
-    if keeps: trainer._side_plans[key] = plan.entries,callbacks # Held, so that no `id` is given to another
+    if keeps: trainer._side_plans[key] = plan.entries,plan.chosen,callbacks # Held: no `id` serves twice
 
 @contextmanager
 def one_fit(

@@ -78,8 +78,9 @@ def handlers_of(
     events, # Names
 )->dict: # Handlers by name of the event
     "What `callback` does at each of `events` that it answers"
-    kind,own = type(callback),getattr(callback, '__dict__', ())
-    looks = [vars(c)['__getattr__'] for c in kind.__mro__ if '__getattr__' in vars(c)]
+    is_trainer,own = isinstance(callback, TrainersOwn),getattr(callback, '__dict__', ())
+    kind = callback.trainer_class if is_trainer else type(callback)
+    looks = () if is_trainer else [vars(c)['__getattr__'] for c in kind.__mro__ if '__getattr__' in vars(c)]
     may_have_any = not all(getattr(look, 'only_tells', False) for look in looks)
     if function_name(callback) is None and not may_have_any:
         events = [event for event in events if event in own or hasattr(kind, event)]
@@ -95,8 +96,10 @@ def answering(
 )->list: # Pairs of callback and handler
     "Who answers `event`, in the order in which they are called"
     pairs = [(cb, at[event]) for cb,at in found if event in at and takes_part(cb, event, training)]
+    if not pairs: return pairs # As for most events
     pairs = [pair for pair in pairs if getattr(pair[1], 'fills_in', False) is not True] or pairs
     if event.startswith('cleanup_'): return pairs[::-1]
+    if event.startswith(('before_', 'after_')): return pairs # Only steps are replaced
     instead = [pair for pair in pairs if is_replacing(pair[0], event)]
     names = [callback_name(cb) for cb,_ in instead]
     if len(names) > 1: raise ValueError(_ONLY_ONE.format(*names[:2], event))

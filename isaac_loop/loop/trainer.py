@@ -76,9 +76,11 @@ class Plan(dict):
 
     def take(self,
         entries:dict, # By kind of pass and event: pairs of callback and handler
+        chosen:dict=None, # What was selected of these before
     ):
         "Go by these"
         self._later,self._entries = None,entries
+        self.chosen = {} if chosen is None else chosen
         self.select(self.training)
 
     def select(self,
@@ -87,12 +89,9 @@ class Plan(dict):
         "Use the handlers of one kind of pass"
         self.training = training
         if self._later is not None: return
-        for event,found in self._entries[training].items():
-            self[event] = tuple(handler for _,handler in found)
-        if self['step']: self['step'] += (count_update,)
-        around = {step: (s.before, s.after, s.cleanup) for step,s in STEPS.items()}
-        bare = [step for step,events in around.items() if not any(self[o] for o in events)]
-        self.bare = {step: self[step] for step in bare} # Handlers of steps that need no span
+        if training not in self.chosen: self.chosen[training] = handlers_in(self._entries[training])
+        handlers,self.bare = self.chosen[training]
+        self.update(handlers)
 
     def cleanups(self,
         span:Span, # Has just been closed
@@ -108,6 +107,16 @@ class Plan(dict):
     def __missing__(self, event):
         if event in self.events and self._later is not None: return self.entries and self[event]
         raise LookupError(advice.no_event(event, self.events))
+
+def handlers_in(
+    entries:dict, # By event: pairs of callback and handler
+)->tuple: # Handlers of all events, and of those steps that need no span
+    "Whom to call"
+    found = {event: tuple(handler for _,handler in pairs) for event,pairs in entries.items()}
+    if found['step']: found['step'] += (count_update,)
+    around = {step: (s.before, s.after, s.cleanup) for step,s in STEPS.items()}
+    bare = [step for step,events in around.items() if not any(found[o] for o in events)]
+    return found,{step: found[step] for step in bare}
 
 def count_update(trainer, **extra):
     "The loop's own part of `step`, before `after_step`"

@@ -39,7 +39,7 @@ from isaac_loop.loop.events import CancelBatchException, CancelEpochException, C
 from isaac_loop.loop.batch_record import BatchRecord
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.basics.tensors import set_seed
-from isaac_loop.loop.trainer import Trainer
+from isaac_loop.loop.trainer import Plan, Trainer
 from observing import bits, random_states
 from waiting import InsideCB, RefuseToWait
 
@@ -130,6 +130,32 @@ def test_training_goes_on_bit_for_bit_as_without_it(sets, updates, epochs, at_st
 
 
 @pytest.mark.shows("PTA-36")
+def test_a_fit_works_out_the_plan_of_its_evaluations_once_and_again_when_callbacks_have_changed(monkeypatch):
+    built, build = [], Plan.build
+    monkeypatch.setattr(
+        Plan, "build", lambda self, *args, **kwargs: built.append(1) or build(self, *args, **kwargs)
+    )
+
+    def plans(n_epochs, *callbacks):
+        built.clear()
+        make_trainer(EvaluatorCB(OTHER, updates=1), *callbacks).fit(n_epochs, lr=0.05)
+        return len(built)
+
+    class Comes:
+        def after_batch(self, trainer):
+            if trainer.training and trainer.n_updates == 2:
+                trainer.add_callback(
+                    SimpleNamespace(name="late", before_get_loss=lambda trainer: seen.append(1))
+                )
+
+    seen = []
+    assert plans(1) == plans(2)
+    assert plans(2, Comes()) == plans(2) + 2  # The loop's own, and that of the evaluations
+    assert (
+        len(seen) > 16
+    )  # In evaluations as well: 6 updates with two batches each, besides the loop's batches
+
+
 def test_every_module_is_back_in_its_own_mode_for_the_rest_of_the_epoch():
     "After an evaluation in mid-epoch, also where a batch norm is kept in evaluation mode on purpose"
     modes = []

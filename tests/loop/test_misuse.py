@@ -421,3 +421,17 @@ def test_a_row_that_is_read_too_early_says_who_begins_it():
 
     with pytest.raises(IndexError, match="`MetricsCB.cleanup_epoch`, and cleanups run in reverse"):
         trainer_with(MetricsCB(show=False), Early()).fit(1)
+
+
+def test_an_object_of_a_known_class_is_looked_at_itself_if_it_holds_what_could_be_an_event():
+    "One check holds for all objects of a class of this library, but not for what somebody puts on them"
+    trainer_with([MetricsCB(show=False)])
+    for wrong in ("after_bach", "befor_epoch", "log"):
+        recorder = MetricsCB(show=False)
+        setattr(recorder, wrong, lambda: None)
+        with pytest.raises((TypeError, ValueError), match=wrong):
+            trainer_with([recorder])
+    recorder = MetricsCB(show=False)
+    recorder.order = "first"
+    with pytest.raises(TypeError, match="order"):
+        trainer_with([recorder])
