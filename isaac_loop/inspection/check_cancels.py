@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/inspection/94_check_cancels.ipynb #8bd06a0e
-import ast, inspect
-from types import FunctionType, SimpleNamespace
+import ast, inspect, operator
+from types import FunctionType
 
 from .check_rules import line_in, method_of, said
 from .method_source import function_node
@@ -178,22 +178,26 @@ def _unlike_pairs(steps, zeros):
 
 def _is_true(raised, callback, n):
     "Whether a condition holds in batch `n`; None if it asks for more than plain numbers"
-    if len(raised.tests) != 1 or not all(map(_is_plain, ast.walk(raised.tests[0]))): return None
+    if len(raised.tests) != 1: return None
     held = {k: o for k,o in getattr(callback, '__dict__', {}).items() if type(o) is int}
-    code = compile(ast.Expression(raised.tests[0]), 'a condition', 'eval')
-    names = {o.id for o in ast.walk(raised.tests[0]) if isinstance(o, ast.Name)}
-    known = {name: SimpleNamespace(batch_num=n, **{k: o for k,o in held.items() if k != 'batch_num'})
-             for name in names}
-    try: return bool(eval(code, {'__builtins__': {}}, known))
-    except Exception: return None
+    try: return bool(_number(raised.tests[0], {**held, 'batch_num': n}))
+    except (LookupError, ArithmeticError, TypeError, AttributeError): return None
 
-_PLAIN = (ast.Compare, ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Name, ast.Constant, ast.operator, ast.cmpop,
-          ast.unaryop, ast.boolop, ast.Load, ast.Attribute)
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+              ast.FloorDiv: operator.floordiv, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
+              ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Not: operator.not_,
+              ast.USub: operator.neg}
 
-def _is_plain(node):
-    "Whether a part of a condition is a number, or what numbers are compared by"
-    is_known = getattr(node, 'attr', 'n') != 'n_batches'
-    return is_known and isinstance(node, _PLAIN) and not isinstance(node, ast.Pow)
+def _number(node, known):
+    "What an expression of plain numbers comes to, attributes being those `known`"
+    of = lambda part: _number(part, known)
+    if isinstance(node, ast.Constant): return node.value
+    if isinstance(node, ast.Attribute): return known[node.attr]
+    if isinstance(node, ast.UnaryOp): return _OPERATORS[type(node.op)](of(node.operand))
+    if isinstance(node, ast.BinOp): return _OPERATORS[type(node.op)](of(node.left), of(node.right))
+    if isinstance(node, ast.BoolOp): return (all if isinstance(node.op, ast.And) else any)(map(of, node.values))
+    if not isinstance(node, ast.Compare) or len(node.ops) > 1: raise LookupError
+    return _OPERATORS[type(node.ops[0])](of(node.left), of(node.comparators[0]))
 
 _AFTER_BACKWARD = EVENTS[EVENTS.index('after_backward'):EVENTS.index('before_zero_grad')+1]
 

@@ -33,9 +33,11 @@ class Plan(dict):
     "Who answers each event, looked up once and in order; and which spans are open"
     def __init__(self,
         trainer_class:type=object, # May have methods named after events, and further events
+        spans:dict=None, # Methods that a subclass has wrapped in `with_cbs`, if they are known already
     ):
         self.trainer_class = trainer_class
-        self.own_spans = own_spans(trainer_class) # Methods that a subclass has wrapped in `with_cbs`, by name
+        # Methods that a subclass has wrapped in `with_cbs`, by name
+        self.own_spans = own_spans(trainer_class) if spans is None else spans
         self.events = EVENTS + own_events(trainer_class, self.own_spans)
         self.training = True # The kind of pass whose handlers are in use
         self.batch_seen = False # Has the span of a batch been run in this pass?

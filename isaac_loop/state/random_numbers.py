@@ -48,7 +48,9 @@ def same_random_state(
 
 def _same(a, b):
     "Whether two parts of a random state are equal"
-    if isinstance(a, (tuple, list)): return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, (tuple, list)):
+        if len(a) == len(b) and set(map(type, a)) == {int}: return a == b # Python's 625 numbers
+        return len(a) == len(b) and all(map(_same, a, b))
     if torch.is_tensor(a): return torch.equal(a, b)
     return bool((a == b).all()) if hasattr(a, 'all') else a == b
 

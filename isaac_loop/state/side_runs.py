@@ -6,10 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/state/40_side_runs.ipynb #c0d20234
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import torch
+from torch import nn
 from fastcore.basics import patch
 
 from ..basics.tensors import set_seed
@@ -22,20 +23,27 @@ from .random_numbers import random_state, same_random_state, set_random_state
 from .snapshot import Snapshot
 
 # %% ../../nbs/state/40_side_runs.ipynb #f118024c
+def _parts_of(model):
+    "What belongs to a model that is no module of PyTorch"
+    kinds = [name for name in ('modules', 'parameters', 'buffers') if hasattr(model, name)]
+    return [part for name in kinds for part in getattr(model, name)()]
+
 @patch
 def _trained(self:Trainer):
     "What a run on the side may change for good"
     loaders = [getattr(self.dls, name, None) for name in ('train', 'valid')]
     loaders = [dl for dl in loaders if hasattr(dl, 'load_state_dict')]
-    kinds = [name for name in ('modules', 'parameters', 'buffers') if hasattr(self.model, name)]
-    parts = [part for name in kinds for part in getattr(self.model, name)()]
+    usual = isinstance(self.model, nn.Module) and type(self.model).parameters is nn.Module.parameters
+    modules = list(self.model.modules()) if usual else []
+    held = [part for m in modules for of_module in (m._parameters, m._buffers) for part in of_module.values()]
+    parts = [*modules, *held] if modules else _parts_of(self.model)
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 
 # %% ../../nbs/state/40_side_runs.ipynb #4241fc3a
 def _only_reads(callback):
     "Whether `callback` answers `log` or `measured` alone, where one only reads: it belongs to its own run"
-    answered = {event for event in EVENTS if handler_of(callback, event) is not None}
-    return bool(answered) and answered <= set(ROW_EVENTS)
+    if any(handler_of(callback, event) is not None for event in EVENTS if event not in ROW_EVENTS): return False
+    return any(handler_of(callback, event) is not None for event in ROW_EVENTS)
 
 @patch
 def _go_on_aside(self:Trainer, now):
@@ -48,6 +56,13 @@ _ENDLESS = ('Five runs on the side were begun one inside the other: a callback t
             'its own evaluation, and evaluates again. '
             'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out '
             'there, or choose who is kept with `side_run(below=...)`.')
+
+def _filled_slots(trainer):
+    "What the slots of a trainer hold, without asking what is missing for its message"
+    found = {}
+    for name in Trainer.__slots__:
+        with suppress(AttributeError): found[name] = object.__getattribute__(trainer, name)
+    return found
 
 def _undo(trainer, swaps):
     "Have `swaps` count no longer, which were undone in a run on the side"
@@ -65,7 +80,7 @@ def side_run(self:Trainer,
     if self._side_runs > 4: raise RuntimeError(_ENDLESS)
     stays = lambda cb: getattr(cb, 'order', 0) < below and not _only_reads(cb)
     kept = [cb for cb in self.callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
-    loop,slots = dict(vars(self)),{o: getattr(self, o) for o in Trainer.__slots__ if hasattr(self, o)}
+    loop,slots = dict(vars(self)),_filled_slots(self)
     between_fits = not (self._fitting or self._side_runs)
     modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
@@ -75,7 +90,7 @@ def side_run(self:Trainer,
     self.history,self._side_runs = History(),self._side_runs+1
     self._ended = True
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
-    self.plan = Plan(type(self))
+    self.plan = Plan(type(self), self.plan.own_spans)
     self.plan.changes = tuple(swaps)
     if between_fits: self._go_on_aside(before.random)
     try:

@@ -9,7 +9,7 @@ __all__ = ['Snapshot']
 import copy, io, random, sys
 from array import array
 from collections import OrderedDict, deque
-from functools import partial
+from functools import lru_cache, partial
 from types import MemberDescriptorType, MethodType, ModuleType
 
 import torch
@@ -102,13 +102,17 @@ def _own(x):
 
 def _slots(x):
     "What the filled slots of `x` hold, by their descriptors"
-    if not hasattr(type(x), '__slots__'): return {}
     found = {}
-    members = [member for c in type(x).__mro__ if '__slots__' in vars(c) for member in vars(c).values()]
-    for slot in [member for member in members if isinstance(member, MemberDescriptorType)]:
+    for slot in _slots_of(type(x)):
         try: found[slot] = slot.__get__(x)
         except AttributeError: pass
     return found
+
+@lru_cache(maxsize=1024)
+def _slots_of(kind):
+    "The slots of all objects of a class"
+    members = [member for c in kind.__mro__ if '__slots__' in vars(c) for member in vars(c).values()]
+    return [member for member in members if isinstance(member, MemberDescriptorType)]
 
 def _of_attributes(x):
     "The class of any object, its `__dict__` and its slots"
@@ -132,8 +136,19 @@ _SIMPLE = (str, bytes, int, float, complex, type(None))
 def _is_outside(x):
     "Whether `x` is data, or belongs to the world outside"
     if isinstance(x, (type, ModuleType, io.IOBase, BaseException, Dataset, _BaseDataLoaderIter)): return True
-    if type(x) in _PLAIN: return False
-    return any(str(c.__module__).partition('.')[0] in _OUTSIDE for c in type(x).__mro__)
+    return type(x) not in _PLAIN and _kind_is_outside(type(x))
+
+@lru_cache(maxsize=1024)
+def _kind_is_outside(kind): return any(str(c.__module__).partition('.')[0] in _OUTSIDE for c in kind.__mro__)
+
+def _is_batch(x):
+    "Whether `x`, below a loader, is a tuple of nothing but data"
+    if type(x) is not tuple: return False
+    for o in x:
+        if not isinstance(o, _HELD): return False
+    return True
+
+_HELD = (torch.Tensor, *_SIMPLE)
 
 def _is_data(x):
     "Whether `x`, which a loader leads to, is what it loads"
@@ -196,7 +211,8 @@ class Snapshot:
                 seen[id(x)] = x # Held, so that no `id` is given to another object
                 for put_back,reached in _mementos(x, loaders is None):
                     if put_back is not _nothing: self.mementos.append(put_back)
-                    todo += [o for o in reached if not isinstance(o, _SIMPLE)]
+                    reached = [o for o in reached if not isinstance(o, _SIMPLE)]
+                    todo += [o for o in reached if not _is_batch(o)] if loaders is None else reached
 
     def __enter__(self): return self
     def __exit__(self, *args): self.restore()

@@ -7,7 +7,8 @@ __all__ = ['loss_per_example']
 
 # %% ../../nbs/train/60_example_losses.ipynb #563267dd
 import copy, inspect
-from functools import partial
+from functools import lru_cache, partial
+from types import FunctionType
 
 import torch
 
@@ -22,6 +23,12 @@ def reduction_of(
         return loss_func.keywords.get('reduction') or reduction_of(loss_func.func)
     own = getattr(loss_func, 'reduction', None)
     if own is not None: return own
+    if isinstance(loss_func, FunctionType): return _usual_reduction(loss_func)
+    return _usual_reduction.__wrapped__(loss_func)
+
+@lru_cache(maxsize=64)
+def _usual_reduction(loss_func):
+    "What the argument `reduction` of a function is if it is not given"
     try: found = inspect.signature(loss_func).parameters.get('reduction')
     except (TypeError, ValueError): return None
     return found and found.default
