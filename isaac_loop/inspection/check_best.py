@@ -133,12 +133,17 @@ def impatient(scene):
                       and _is_own(item.target)]
             for count in counts:
                 name = ast.unparse(count.target)
-                ends = any(isinstance(o, ast.Raise) for o in ast.walk(tree)) and _is_compared(tree, name)
+                ends = any(map(_stops, ast.walk(tree))) and _is_compared(tree, name)
                 if not ends or not isinstance(count.op, ast.Add) or list(_sets([tree], name)): continue
                 told = dict(count=name, best=ast.unparse(asked.best), line=line_in(entry, count))
                 found.append(Finding('impatient', _IMPATIENT.format(who=said(entry), **told),
                                      [entry.callback]))
     return found
+
+def _stops(node):
+    "Whether something ends the fit, or leaves a part of it"
+    called = getattr(getattr(node, 'func', None), 'attr', '')
+    return isinstance(node, ast.Raise) or called == 'request_stop'
 
 def _is_compared(tree, name):
     tests = [o for o in ast.walk(tree) if isinstance(o, ast.Compare)]

@@ -184,9 +184,9 @@ def _is_true(raised, callback, n):
     except (LookupError, ArithmeticError, TypeError, AttributeError): return None
 
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
-              ast.FloorDiv: operator.floordiv, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
-              ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Not: operator.not_,
-              ast.USub: operator.neg}
+              ast.FloorDiv: operator.floordiv, ast.USub: operator.neg, ast.Not: operator.not_,
+              ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+              ast.Gt: operator.gt, ast.GtE: operator.ge}
 
 def _number(node, known):
     "What an expression of plain numbers comes to, attributes being those `known`"
@@ -195,7 +195,8 @@ def _number(node, known):
     if isinstance(node, ast.Attribute): return known[node.attr]
     if isinstance(node, ast.UnaryOp): return _OPERATORS[type(node.op)](of(node.operand))
     if isinstance(node, ast.BinOp): return _OPERATORS[type(node.op)](of(node.left), of(node.right))
-    if isinstance(node, ast.BoolOp): return (all if isinstance(node.op, ast.And) else any)(map(of, node.values))
+    if isinstance(node, ast.BoolOp):
+        return (all if isinstance(node.op, ast.And) else any)(map(of, node.values))
     if not isinstance(node, ast.Compare) or len(node.ops) > 1: raise LookupError
     return _OPERATORS[type(node.ops[0])](of(node.left), of(node.comparators[0]))
 

@@ -117,3 +117,49 @@ def _only_grows(entry, name):
             if isinstance(item, ast.Assign) and not _goes_on(item, name)
             for target in item.targets for part in ast.walk(target)]
     return name not in sets and entry.event in _OF_BATCH
+
+# %% ../../nbs/inspection/93_check_kept.ipynb #8df7b893
+_OF_MEANS = ('{who} adds up means of batches in `{sum}` ({line}) and divides by their number, so an example '
+             'of the last, shorter batch counts for more than the others. Add `len(trainer.batch[0])` times '
+             'each mean, and count examples.')
+
+def means_of_means(scene):
+    "Means over batches of different sizes, in which every batch counts as much"
+    loaders = [getattr(scene.trainer.dls, name, None) for name in ('train', 'valid')]
+    if not any(map(_last_is_shorter, loaders)): return []
+    found = []
+    for entry in scene.entries:
+        tree,_ = method_of(entry)
+        if tree is None or entry.event not in _ENDS or not users_own(entry): continue
+        batches = _trees(of_same(scene, entry), _OF_BATCH)
+        for node in _quotients(tree):
+            total,count = ast.unparse(node.left),ast.unparse(node.right)
+            added,counted = (_added(batches, name) for name in (total, count))
+            if not added or not all(map(_is_one, counted)) or not all(map(_is_mean, added)): continue
+            text = _OF_MEANS.format(who=said(entry), sum=total, line=line_in(entry, node))
+            found.append(Finding('mean_of_means', text, [entry.callback]))
+    return found
+
+def _last_is_shorter(dl):
+    "Whether a loader is known to give a last batch of fewer rows"
+    if isinstance(dl, (list, tuple)):
+        sizes = {len(o[0]) for o in dl if isinstance(o, (list, tuple)) and hasattr(o[0], '__len__')}
+        return len(sizes) > 1
+    size = getattr(dl, 'batch_size', None)
+    try: return bool(size and not dl.drop_last and len(dl.dataset) > size and len(dl.dataset) % size)
+    except (AttributeError, TypeError): return False
+
+def _added(trees, name):
+    "What is added to an attribute with each batch"
+    nodes = [item for tree in trees for item in ast.walk(tree) if isinstance(item, ast.AugAssign)]
+    return [o.value for o in nodes if ast.unparse(o.target) == name and isinstance(o.op, ast.Add)]
+
+def _is_one(node): return isinstance(node, ast.Constant) and node.value == 1
+
+def _is_mean(node):
+    "Whether an expression is the loss of a batch, or another mean over it"
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == 'mean': return True
+        if node.func.attr not in ('item', 'detach', 'cpu', 'double', 'float', 'clone'): return False
+        node = node.func.value
+    return isinstance(node, ast.Attribute) and node.attr == 'loss'

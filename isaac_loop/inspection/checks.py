@@ -47,6 +47,7 @@ RULES = { # By the name of what each finds
     'never_reset': check_forgotten.never_reset,
     'kept_alias': check_kept.kept_aliases,
     'mixed_mean': check_kept.mixed_means,
+    'mean_of_means': check_kept.means_of_means,
     'cancels_too_much': check_cancels.cancels_too_much,
     'cancels_nothing': check_cancels.cancels_nothing,
     'gradients_lost': check_cancels.mismatched_steps,

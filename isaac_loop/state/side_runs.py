@@ -42,8 +42,8 @@ def _trained(self:Trainer):
 # %% ../../nbs/state/40_side_runs.ipynb #4241fc3a
 def _only_reads(callback):
     "Whether `callback` answers `log` or `measured` alone, where one only reads: it belongs to its own run"
-    if any(handler_of(callback, event) is not None for event in EVENTS if event not in ROW_EVENTS): return False
-    return any(handler_of(callback, event) is not None for event in ROW_EVENTS)
+    answers = lambda events: any(handler_of(callback, event) is not None for event in events)
+    return answers(ROW_EVENTS) and not answers(event for event in EVENTS if event not in ROW_EVENTS)
 
 @patch
 def _go_on_aside(self:Trainer, now):
