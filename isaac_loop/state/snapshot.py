@@ -143,10 +143,7 @@ def _kind_is_outside(kind): return any(str(c.__module__).partition('.')[0] in _O
 
 def _is_batch(x):
     "Whether `x`, below a loader, is a tuple of nothing but data"
-    if type(x) is not tuple: return False
-    for o in x:
-        if not isinstance(o, _HELD): return False
-    return True
+    return type(x) is tuple and all(isinstance(o, _HELD) for o in x)
 
 _HELD = (torch.Tensor, *_SIMPLE)
 
