@@ -25,11 +25,25 @@ def _norm(grads, norm_type=2.):
 
 def _clip_norm(params, max_norm, norm_type):
     "Shorten all gradients by one factor, so that their common norm is at most `max_norm`"
-    if math.isinf(max_norm):
-        norm = _norm([p.grad for p in params], norm_type)
-        return norm,torch.zeros_like(norm)
-    norm = clip_grad_norm_(params, max_norm, norm_type)
-    return norm,(norm > max_norm).to(norm.dtype)
+    grads = [p.grad for p in params]
+    if math.isinf(max_norm): return _norm(grads, norm_type),None
+    if not _are_alike(grads): return clip_grad_norm_(params, max_norm, norm_type),None
+    return _clip_alike(grads, max_norm, norm_type),None # Whether it was too long is seen later, for all
+
+def _are_alike(grads):
+    "Whether plain tensors of one kind are all that there is, so that one call takes all of them"
+    first = grads[0]
+    if first.device.type not in ('cpu', 'cuda'): return False
+    kind = torch.Tensor,first.device,first.dtype
+    return all((type(o), o.device, o.dtype) == kind for o in grads)
+
+@torch.no_grad()
+def _clip_alike(grads, max_norm, norm_type):
+    "What torch's `clip_grad_norm_` does, digit for digit, without sorting the gradients by kind"
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type)), norm_type)
+    factor = ((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.)
+    torch._foreach_mul_(grads, factor)
+    return norm
 
 def _clip_value(params, max_value, norm_type):
     "Cut each number to the range from `-max_value` to `max_value`"
@@ -138,7 +152,8 @@ def before_step(self:ClipGradCB, trainer):
     found,self._now = self._clip(trainer),None
     if found is None: return
     norm,reached = found
-    self.norm,self._now = norm.detach(),torch.stack([norm.detach(), reached])
+    self.norm = self._now = norm.detach()
+    if reached is not None: self._now = torch.stack([self.norm, reached])
 
 @patch
 def clip_again(self:ClipGradCB, trainer):
@@ -178,10 +193,14 @@ def cleanup_epoch(self:ClipGradCB, trainer):
     if self.column and self._record is not None and len(self._record): self._write(trainer.history)
     self._record,self._in_pass = None,False
 
+def _with_reached(values, limit):
+    "Pairs of a norm and whether it was above `limit`, from the norms alone if that is what there is"
+    return torch.stack([values, (values > limit).to(values.dtype)], 1) if values.ndim == 1 else values
+
 @patch
 def _write(self:ClipGradCB, history):
     "Write what was recorded in this pass"
-    norms,reached = self._record.read().T.tolist()
+    norms,reached = _with_reached(self._record.tensor(), self.limit).double().T.tolist()
     means = sum(norms)/len(norms),sum(reached)/len(reached)
     history.write(**dict(zip(self.columns(None), means)))
     batches = self._record.columns['batch'] # An update at the end of a pass belongs to its last batch
@@ -192,14 +211,17 @@ def _write(self:ClipGradCB, history):
 @patch
 def state_dict(self:ClipGradCB)->dict: # Tensors
     "The norms recorded in this pass"
-    return (DeviceRecord() if self._record is None else self._record).state_dict()
+    state = (DeviceRecord() if self._record is None else self._record).state_dict()
+    if len(state['values']): state['values'] = _with_reached(state['values'], self.limit)
+    return state
 
 @patch
 def load_state_dict(self:ClipGradCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on with the saved record: at once in a running pass, otherwise in the next one"
-    record = DeviceRecord()
-    record.load_state_dict(state)
+    record,values = DeviceRecord(),torch.as_tensor(state['values'])
+    if self.kind == 'max_norm' and len(values): values = values[:, 0].clone() # The norms are kept alone
+    record.load_state_dict(state | dict(values=values))
     if self._in_pass: self._record = record
     else: self._resumed = record
