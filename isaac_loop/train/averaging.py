@@ -38,32 +38,6 @@ def _check_can_begin(cb, trainer):
     lazy = [parameter for parameter,p in trainer.model.named_parameters() if torch.nn.parameter.is_lazy(p)]
     if lazy: raise ValueError(_LAZY.format(parameter=lazy[0], cb=name))
 
-class _Held:
-    "Parameters and buffers of a module, looked up anew when one of its modules has another"
-    _methods = 'parameters','named_parameters','buffers','named_buffers','named_modules'
-    def __init__(self, module):
-        kinds = [type(o) for o in (module, *module.modules())]
-        self.module = module
-        self._dicts = [d for o in module.modules() for d in (o._parameters, o._buffers, o._modules)]
-        own = any(getattr(kind, o) is not getattr(torch.nn.Module, o) for kind in kinds for o in self._methods)
-        self._seen = None if own or any(type(d) is not dict for d in self._dicts) else self._entries()
-        self.parameters,self.buffers = list(module.parameters()),list(module.buffers())
-        self._kind = self._now()
-
-    def _entries(self): return [o for d in self._dicts for o in d.values()]
-    def _now(self): return [(o.device, o.dtype) for o in self.parameters[:1]]
-
-    def is_true(self):
-        "Whether the module has these still"
-        if self._seen is None or self._now() != self._kind: return False
-        entries = self._entries()
-        return len(entries) == len(self._seen) and all(map(operator.is_, entries, self._seen))
-
-def _are_alike(tensors):
-    "Whether these are plain numbers with a point, of one kind and in one place"
-    kinds = {(type(o) in (torch.Tensor, torch.nn.Parameter), o.device, o.dtype) for o in tensors}
-    return len(kinds) == 1 and next(iter(kinds))[0] and tensors[0].is_floating_point()
-
 class _AveragingCB:
     "Average the weights after every update, and validate with the average"
     order = Order.SCHEDULE
@@ -109,7 +83,36 @@ class _AveragingCB:
         self.average.load_state_dict(state['average'])
         self._held = None
 
-# %% ../../nbs/train/50_averaging.ipynb #647a370e
+# %% ../../nbs/train/50_averaging.ipynb #718d6cd7
+class _Held:
+    "Parameters and buffers of a module, looked up anew when one of its modules has another"
+    _methods = 'parameters','named_parameters','buffers','named_buffers','named_modules'
+    def __init__(self, module):
+        self.module = module
+        self._dicts = [d for o in module.modules() for d in (o._parameters, o._buffers, o._modules)]
+        known = all(type(d) is dict for d in self._dicts) and not any(map(self._has_own, module.modules()))
+        self._seen = self._entries() if known else None
+        self.parameters,self.buffers = list(module.parameters()),list(module.buffers())
+        self._kind = self._now()
+
+    def _has_own(self, module):
+        return any(getattr(type(module), o) is not getattr(torch.nn.Module, o) for o in self._methods)
+
+    def _entries(self): return [o for d in self._dicts for o in d.values()]
+    def _now(self): return [(o.device, o.dtype) for o in self.parameters[:1]]
+
+    def is_true(self):
+        "Whether the module has these still"
+        if self._seen is None or self._now() != self._kind: return False
+        entries = self._entries()
+        return len(entries) == len(self._seen) and all(map(operator.is_, entries, self._seen))
+
+def _are_alike(tensors):
+    "Whether these are plain numbers with a point, of one kind and in one place"
+    kinds = {(type(o) in (torch.Tensor, torch.nn.Parameter), o.device, o.dtype) for o in tensors}
+    return len(kinds) == 1 and next(iter(kinds))[0] and tensors[0].is_floating_point()
+
+# %% ../../nbs/train/50_averaging.ipynb #1ca7276b
 @patch
 @torch.no_grad()
 def _take(self:_AveragingCB, model):
@@ -132,6 +135,7 @@ def _look(self:_AveragingCB, model):
     same = len({len(o.parameters) for o in held}) == len({len(o.buffers) for o in held}) == 1
     return held if same and _are_alike(parameters) else None
 
+# %% ../../nbs/train/50_averaging.ipynb #647a370e
 @patch
 def _swap(self:_AveragingCB, model):
     "Exchange the storage of all parameters and buffers"
