@@ -89,7 +89,7 @@ class _Held:
     _methods = 'parameters','named_parameters','buffers','named_buffers','named_modules'
     def __init__(self, module):
         self.module = module
-        self._dicts = [d for o in module.modules() for d in (o._parameters, o._buffers, o._modules)]
+        self._dicts = [d for part in module.modules() for d in (part._parameters, part._buffers, part._modules)]
         known = all(type(d) is dict for d in self._dicts) and not any(map(self._has_own, module.modules()))
         self._seen = self._entries() if known else None
         self.parameters,self.buffers = list(module.parameters()),list(module.buffers())
@@ -98,7 +98,7 @@ class _Held:
     def _has_own(self, module):
         return any(getattr(type(module), o) is not getattr(torch.nn.Module, o) for o in self._methods)
 
-    def _entries(self): return [o for d in self._dicts for o in d.values()]
+    def _entries(self): return [entry for d in self._dicts for entry in d.values()]
     def _now(self): return [(o.device, o.dtype) for o in self.parameters[:1]]
 
     def is_true(self):
@@ -131,7 +131,7 @@ def _take(self:_AveragingCB, model):
 def _look(self:_AveragingCB, model):
     "What model and average have, if one call can take in all of it"
     held = _Held(model),_Held(self.average.module)
-    parameters = [p for o in held for p in o.parameters]
+    parameters = [p for one in held for p in one.parameters]
     same = len({len(o.parameters) for o in held}) == len({len(o.buffers) for o in held}) == 1
     return held if same and _are_alike(parameters) else None
 
