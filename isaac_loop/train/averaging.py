@@ -89,7 +89,8 @@ class _Held:
     _methods = 'parameters','named_parameters','buffers','named_buffers','named_modules'
     def __init__(self, module):
         self.module = module
-        self._dicts = [d for part in module.modules() for d in (part._parameters, part._buffers, part._modules)]
+        kinds = '_parameters','_buffers','_modules'
+        self._dicts = [getattr(part, kind) for part in module.modules() for kind in kinds]
         known = all(type(d) is dict for d in self._dicts) and not any(map(self._has_own, module.modules()))
         self._seen = self._entries() if known else None
         self.parameters,self.buffers = list(module.parameters()),list(module.buffers())
