@@ -45,6 +45,8 @@ def batch_size(
     x, # Anything `map_tensors` walks through
 )->int: # Rows of the first tensor, or None when there is none with rows
     "How many examples `x` holds"
+    first = x[0] if type(x) in (tuple, list) and x else x
+    if type(first) is torch.Tensor and first.ndim: return first.shape[0] # Of most batches
     sizes = []
     map_tensors(lambda o: sizes.append(len(o)) if o.ndim else None, x)
     return sizes[0] if sizes else None

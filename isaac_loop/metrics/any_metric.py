@@ -39,19 +39,24 @@ class MeanOf:
         *targets, # Its targets
     ):
         "Add a batch"
-        n = next(rows for rows in (batch_size(targets), batch_size(preds), 1) if rows is not None)
+        n = batch_size(targets)
+        if n is None: n = batch_size(preds)
+        if n is None: n = 1
         if n == 0: return
         self.total = self.total + self._sum(self.f(preds, *targets), n)
         self.n += n
 
     def _sum(self, value, n):
         "What the `n` examples of a batch have together"
-        if hasattr(value, '__array__') and not torch.is_tensor(value): value = torch.as_tensor(value)
+        if not torch.is_tensor(value) and hasattr(value, '__array__'): value = torch.as_tensor(value)
         if not torch.is_tensor(value):
             if not isinstance(value, numbers.Real): raise TypeError(_NOT_ONE.format(self.name, repr(value)))
             return value*n
+        in_rows = value.shape == (n,)
+        if in_rows and value.dtype == torch.bool: return value.sum(dtype=torch.float32) # Which rows are right
         value = value.detach()
         if value.dtype != torch.float64: value = value.float()
+        if in_rows and value.is_contiguous(): return value.sum()
         if value.ndim > 0 and len(value) == n: return value.reshape(n, -1).mean(1).sum()
         if value.numel() == 1: return value*n
         raise TypeError(_NOT_ONE.format(self.name, f'values of shape {tuple(value.shape)} for {n} examples'))

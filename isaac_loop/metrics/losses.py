@@ -88,7 +88,7 @@ def rows_of(
 )->int: # None if it holds no tensor with rows
     "How many examples the batch has"
     has_rows = inputs and torch.is_tensor(inputs[0]) and inputs[0].ndim
-    return len(inputs[0]) if has_rows else batch_size(batch)
+    return inputs[0].shape[0] if has_rows else batch_size(batch)
 
 # %% ../../nbs/metrics/04_losses.ipynb #2349d954
 _FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`'

@@ -6,7 +6,7 @@
 __all__ = ['EMACB', 'SWACB']
 
 # %% ../../nbs/train/50_averaging.ipynb #f9cc8f4f
-import math, weakref
+import math, operator, weakref
 from contextlib import contextmanager
 
 import torch
@@ -43,6 +43,7 @@ class _AveragingCB:
     order = Order.SCHEDULE
     weights_swapped,average = False,None
     _of = None # Whose fit this is, until it ends
+    _held = None # What model and average have, once something was taken in
     __repr__ = show_settings
     def __init__(self,
         keep:bool=False, # Leave the average in the model when the fit has ended?
@@ -53,11 +54,11 @@ class _AveragingCB:
         "Begin a new average with the present weights"
         _check_can_begin(self, trainer)
         self.average = AveragedModel(trainer.model, multi_avg_fn=self._rule()).eval()
-        self.weights_swapped,self._of = False,weakref.ref(trainer)
+        self.weights_swapped,self._of,self._held = False,weakref.ref(trainer),None
 
     def after_step(self, trainer):
         "Take the new weights into the average"
-        if self._counts(trainer): self.average.update_parameters(trainer.model)
+        if self._counts(trainer): self._take(trainer.model)
 
     def _counts(self, trainer): return True
 
@@ -80,6 +81,60 @@ class _AveragingCB:
     ):
         "Go on from a saved average"
         self.average.load_state_dict(state['average'])
+        self._held = None
+
+# %% ../../nbs/train/50_averaging.ipynb #718d6cd7
+class _Held:
+    "Parameters and buffers of a module, looked up anew when one of its modules has another"
+    _methods = 'parameters','named_parameters','buffers','named_buffers','named_modules'
+    def __init__(self, module):
+        self.module = module
+        kinds = '_parameters','_buffers','_modules'
+        self._dicts = [getattr(part, kind) for part in module.modules() for kind in kinds]
+        known = all(type(d) is dict for d in self._dicts) and not any(map(self._has_own, module.modules()))
+        self._seen = self._entries() if known else None
+        self.parameters,self.buffers = list(module.parameters()),list(module.buffers())
+        self._kind = self._now()
+
+    def _has_own(self, module):
+        return any(getattr(type(module), o) is not getattr(torch.nn.Module, o) for o in self._methods)
+
+    def _entries(self): return [entry for d in self._dicts for entry in d.values()]
+    def _now(self): return [(o.device, o.dtype) for o in self.parameters[:1]]
+
+    def is_true(self):
+        "Whether the module has these still"
+        if self._seen is None or self._now() != self._kind: return False
+        entries = self._entries()
+        return len(entries) == len(self._seen) and all(map(operator.is_, entries, self._seen))
+
+def _are_alike(tensors):
+    "Whether these are plain numbers with a point, of one kind and in one place"
+    kinds = {(type(o) in (torch.Tensor, torch.nn.Parameter), o.device, o.dtype) for o in tensors}
+    return len(kinds) == 1 and next(iter(kinds))[0] and tensors[0].is_floating_point()
+
+# %% ../../nbs/train/50_averaging.ipynb #1ca7276b
+@patch
+@torch.no_grad()
+def _take(self:_AveragingCB, model):
+    "What `average.update_parameters` does, without looking up all parameters at each update"
+    average,held = self.average,self._held
+    if not (held and held[0].module is model and all(o.is_true() for o in held)):
+        average.update_parameters(model) # The first weights are copied there
+        self._held = self._look(model)
+        return
+    n,mine = average.n_averaged,held[1].parameters
+    average.multi_avg_fn(mine, held[0].parameters, n.to(mine[0].device))
+    for own,other in zip(held[1].buffers, held[0].buffers): own.copy_(other)
+    n += 1
+
+@patch
+def _look(self:_AveragingCB, model):
+    "What model and average have, if one call can take in all of it"
+    held = _Held(model),_Held(self.average.module)
+    parameters = [p for one in held for p in one.parameters]
+    same = len({len(o.parameters) for o in held}) == len({len(o.buffers) for o in held}) == 1
+    return held if same and _are_alike(parameters) else None
 
 # %% ../../nbs/train/50_averaging.ipynb #647a370e
 @patch
@@ -120,7 +175,7 @@ def _is_of(self:_AveragingCB, trainer):
 def cleanup_fit(self:_AveragingCB, trainer):
     "Leave the average in the model, if it is to be kept; unless another callback put the best weights there"
     if not self._is_of(trainer): return
-    self._of = None
+    self._of = self._held = None
     ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
     if not self.keep or offering(trainer, 'best_epoch') or not ended_well or self.evaluated is None: return
     trainer.model.load_state_dict(self.evaluated.state_dict())
@@ -166,7 +221,10 @@ class EMACB(_AveragingCB):
 
     def _rule(self): return self._take_in
     def _take_in(self, averages, weights, n):
-        get_ema_multi_avg_fn(self.decay_at(self._n))(averages, weights, n)
+        decay = self.decay_at(self._n)
+        alike = averages[0].is_floating_point() and 0 <= decay <= 1
+        if alike: torch._foreach_lerp_(averages, weights, 1-decay)
+        else: get_ema_multi_avg_fn(decay)(averages, weights, n)
 
 # %% ../../nbs/train/50_averaging.ipynb #e871d31e
 _NO_START = ('`start` is {start!r}, but it is a share of the epochs. Use 0 or more and less than 1, such as '
@@ -202,7 +260,7 @@ class SWACB(_AveragingCB):
         super().cleanup_epoch(trainer)
         ended_well = trainer.exception is None or isinstance(trainer.exception, CancelEpochException)
         counts = trainer.training and ended_well and self.every == 'epoch'
-        if counts and self._begun(trainer): self.average.update_parameters(trainer.model)
+        if counts and self._begun(trainer): self._take(trainer.model)
 
     def _rule(self): return get_swa_multi_avg_fn()
     def _begun(self, trainer): return trainer.epoch >= math.floor(self.start*trainer.n_epochs)

@@ -18,6 +18,22 @@ from ..loop.events import Order
 from ..loop.fitting import one_optimizer
 from ..loop.numbers_on_device import DeviceRecord, place_of
 
+# %% ../../nbs/train/30_clipping.ipynb #6eff7084
+def _are_alike(grads):
+    "Whether plain tensors of one kind are all that there is, so that one call takes all of them"
+    first = grads[0]
+    if first.device.type not in ('cpu', 'cuda'): return False
+    kind = torch.Tensor,first.device,first.dtype
+    return all((type(o), o.device, o.dtype) == kind for o in grads)
+
+@torch.no_grad()
+def _clip_alike(grads, max_norm, norm_type):
+    "What torch's `clip_grad_norm_` does, digit for digit, without sorting the gradients by kind"
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type)), norm_type)
+    factor = ((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.)
+    torch._foreach_mul_(grads, factor)
+    return norm
+
 # %% ../../nbs/train/30_clipping.ipynb #9c8a6c50
 def _norm(grads, norm_type=2.):
     "The norm of all gradients together, on their device"
@@ -25,11 +41,10 @@ def _norm(grads, norm_type=2.):
 
 def _clip_norm(params, max_norm, norm_type):
     "Shorten all gradients by one factor, so that their common norm is at most `max_norm`"
-    if math.isinf(max_norm):
-        norm = _norm([p.grad for p in params], norm_type)
-        return norm,torch.zeros_like(norm)
-    norm = clip_grad_norm_(params, max_norm, norm_type)
-    return norm,(norm > max_norm).to(norm.dtype)
+    grads = [p.grad for p in params]
+    if math.isinf(max_norm): return _norm(grads, norm_type),None
+    if not _are_alike(grads): return clip_grad_norm_(params, max_norm, norm_type),None
+    return _clip_alike(grads, max_norm, norm_type),None # Whether it was too long is seen later, for all
 
 def _clip_value(params, max_value, norm_type):
     "Cut each number to the range from `-max_value` to `max_value`"
@@ -73,6 +88,18 @@ def _with_entries(params):
     found = [_Entries(p) if p.grad.is_sparse else p for p in params if p.grad is not None]
     return [p for p in found if isinstance(p, torch.Tensor) or p.grad.numel()]
 
+# %% ../../nbs/train/30_clipping.ipynb #f5b22068
+class _Norms(DeviceRecord):
+    "Norms, each with whether the limit was reached; where that is known from the norm, it is seen at the end"
+    loaded = torch.zeros(0) # What a saved record says of its norms, whatever the limit is now
+    def pairs(self, limit): # (n, 2) On the CPU
+        "What was recorded"
+        norms = self.tensor()
+        if norms.ndim == 2 or not len(norms): return norms
+        reached = (norms > limit).to(norms.dtype)
+        reached[:len(self.loaded)] = self.loaded
+        return torch.stack([norms, reached], 1)
+
 # %% ../../nbs/train/30_clipping.ipynb #f7393670
 @old_words
 class ClipGradCB:
@@ -95,7 +122,7 @@ class ClipGradCB:
         self._options = {self.kind: self.limit}
         self.opt,self._known = opt,((), ())
         self.norm,self._now,self._resumed = None,None,None
-        self._record,self._in_pass = DeviceRecord(),False
+        self._record,self._in_pass = _Norms(),False
 
 _NOT_ONE_LIMIT = ('`ClipGradCB` got {given}, and cannot tell how to clip. Give it one of `max_norm`, '
                   '`max_value`, `adaptive`; for two, use two callbacks with a `name` each.')
@@ -138,7 +165,8 @@ def before_step(self:ClipGradCB, trainer):
     found,self._now = self._clip(trainer),None
     if found is None: return
     norm,reached = found
-    self.norm,self._now = norm.detach(),torch.stack([norm.detach(), reached])
+    self.norm = self._now = norm.detach()
+    if reached is not None: self._now = torch.stack([self.norm, reached])
 
 @patch
 def clip_again(self:ClipGradCB, trainer):
@@ -170,7 +198,7 @@ def cleanup_fit(self:ClipGradCB, trainer):
 @patch
 def before_epoch(self:ClipGradCB, trainer):
     "Begin a new record, or go on with a saved one"
-    self._record,self._resumed,self._in_pass = self._resumed or DeviceRecord(),None,True
+    self._record,self._resumed,self._in_pass = self._resumed or _Norms(),None,True
 
 @patch
 def cleanup_epoch(self:ClipGradCB, trainer):
@@ -181,7 +209,7 @@ def cleanup_epoch(self:ClipGradCB, trainer):
 @patch
 def _write(self:ClipGradCB, history):
     "Write what was recorded in this pass"
-    norms,reached = self._record.read().T.tolist()
+    norms,reached = self._record.pairs(self.limit).double().T.tolist()
     means = sum(norms)/len(norms),sum(reached)/len(reached)
     history.write(**dict(zip(self.columns(None), means)))
     batches = self._record.columns['batch'] # An update at the end of a pass belongs to its last batch
@@ -192,14 +220,16 @@ def _write(self:ClipGradCB, history):
 @patch
 def state_dict(self:ClipGradCB)->dict: # Tensors
     "The norms recorded in this pass"
-    return (DeviceRecord() if self._record is None else self._record).state_dict()
+    record = _Norms() if self._record is None else self._record
+    return record.state_dict() | dict(values=record.pairs(self.limit))
 
 @patch
 def load_state_dict(self:ClipGradCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on with the saved record: at once in a running pass, otherwise in the next one"
-    record = DeviceRecord()
-    record.load_state_dict(state)
+    record,values = _Norms(),torch.as_tensor(state['values'])
+    if self.kind == 'max_norm' and len(values): values,record.loaded = values.unbind(1)
+    record.load_state_dict(state | dict(values=values))
     if self._in_pass: self._record = record
     else: self._resumed = record

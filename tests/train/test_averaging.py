@@ -141,3 +141,41 @@ def test_an_average_of_a_lazy_model_says_how_to_mend_it():
         t.fit(1)
     t.model(data()[0][0])
     t.fit(1)
+
+
+class Replaced:
+    "Gives the model another weight in the middle of a pass"
+
+    def before_batch(self, trainer):
+        if trainer.training and trainer.batch_num == 2:
+            layer = trainer.model[0]
+            layer.weight = nn.Parameter(layer.weight.detach() + 1)
+
+
+class PlainEMA(EMACB):
+    "The average as torch's own method makes it"
+
+    def _look(self, model):
+        return None
+
+
+def ema_run(cls, *callbacks):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    batches = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(5)]
+    trainer = Trainer(
+        DataLoaders(batches, batches),
+        F.mse_loss,
+        optim.SGD,
+        model,
+        [BasicTrainCB(), cls(0.9), *callbacks],
+    )
+    trainer.fit(2, lr=0.1)
+    return getattr(trainer, cls.__name__).average
+
+
+@pytest.mark.parametrize("callbacks", [(), (Replaced(),)])
+def test_the_average_is_that_of_torch_digit_for_digit(callbacks):
+    mine, theirs = (ema_run(cls, *callbacks).state_dict() for cls in (EMACB, PlainEMA))
+    assert mine.keys() == theirs.keys() and mine["n_averaged"] == 10
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)

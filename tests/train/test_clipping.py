@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from isaac_loop.train.accumulation import AccumulationCB
-from isaac_loop.train.clipping import ClipGradCB, _clip_adaptive, _with_entries
+from isaac_loop.train.clipping import ClipGradCB, _clip_adaptive, _clip_norm, _with_entries
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
@@ -388,3 +388,21 @@ def test_a_sparse_gradient_without_entries_or_without_rows():
     p.grad = torch.sparse_coo_tensor([[0, 2], [1, 1]], [3.0, 4.0], (3, 2), check_invariants=True)
     with pytest.raises(ValueError, match="Use `max_norm` or `max_value`"):
         _clip_adaptive(_with_entries([p]), 0.1, 2.0)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("dtypes", [("float32",), ("float64",), ("bfloat16",), ("float32", "float64")])
+def test_gradients_are_clipped_as_by_torch_digit_for_digit(norm_type, dtypes):
+    torch.manual_seed(1)
+    for scale in (1e-3, 1.0, 1e3, math.nan):
+        mine, theirs = [], []
+        for dtype in dtypes:
+            grad = torch.randn(7, 3).to(getattr(torch, dtype)) * scale
+            for params in (mine, theirs):
+                params.append(nn.Parameter(torch.zeros_like(grad)))
+                params[-1].grad = grad.clone()
+        norm, _ = _clip_norm(mine, 0.7, norm_type)
+        expected = clip_grad_norm_(theirs, 0.7, norm_type)
+        assert torch.equal(norm.nan_to_num(), expected.nan_to_num())
+        for p, q in zip(mine, theirs):
+            assert torch.equal(p.grad.nan_to_num(), q.grad.nan_to_num())
