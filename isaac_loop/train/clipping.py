@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from ..basics.settings import show_settings
+from ..basics.tensors import whole
 from ..basics.old_names import old_words
 from ..loop.events import Order
 from ..loop.fitting import one_optimizer
@@ -21,14 +22,14 @@ from ..loop.numbers_on_device import DeviceRecord, place_of
 # %% ../../nbs/train/30_clipping.ipynb #9c8a6c50
 def _norm(grads, norm_type=2.):
     "The norm of all gradients together, on their device"
-    return get_total_norm([o for o in grads if o.numel()], norm_type)
+    return whole(get_total_norm([o for o in grads if o.numel()], norm_type))
 
 def _clip_norm(params, max_norm, norm_type):
     "Shorten all gradients by one factor, so that their common norm is at most `max_norm`"
     if math.isinf(max_norm):
         norm = _norm([p.grad for p in params], norm_type)
         return norm,torch.zeros_like(norm)
-    norm = clip_grad_norm_(params, max_norm, norm_type)
+    norm = whole(clip_grad_norm_(params, max_norm, norm_type))
     return norm,(norm > max_norm).to(norm.dtype)
 
 def _clip_value(params, max_value, norm_type):
@@ -48,7 +49,7 @@ def _clip_adaptive(params, share, norm_type, eps=1e-3):
     norm,reached = _norm([p.grad for p in params], norm_type),[]
     for p in params:
         limit,size = share*_unit_norm(p.detach()).clamp(min=eps),_unit_norm(p.grad)
-        reached.append((size > limit).any())
+        reached.append(whole((size > limit).any()))
         p.grad.mul_(torch.where(size > limit, limit/size, 1.))
     return norm,torch.stack([o.to(norm.device) for o in reached]).any().to(norm.dtype)
 
