@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/device/77_sharded.ipynb #36c680ff
+import math
 from contextlib import suppress
 from itertools import count
 
@@ -18,6 +19,7 @@ from .wrapped import WrappedSync, found_lost
 from ..loop.events import CancelException, callback_name
 from ..state.errors import UnsaveableState
 from ..state.run_parts import parts_of
+from ..train.clipping import ClipGradCB
 
 # %% ../../nbs/device/77_sharded.ipynb #88ba6655
 def picks_of(
@@ -116,13 +118,17 @@ _REFUSED = dict(
     FreezeCB='which weights learn cannot change while they are cut',
     CompileCB='it replaces the model, which is cut already')
 
+_BY_NORM = 'of parts it knows only the common norm, so it needs `max_norm` and a finite `norm_type`'
+
 def refuse_callbacks(
     callbacks, # Of a trainer
 ):
     "Refuse callbacks that do not work with parts of weights"
     for cb in callbacks:
-        names = [c.__name__ for c in type(cb).__mro__ if c.__name__ in _REFUSED]
-        if names: raise TypeError(_CANNOT.format(cb=callback_name(cb), why=_REFUSED[names[0]]))
+        whys = [_REFUSED[c.__name__] for c in type(cb).__mro__ if c.__name__ in _REFUSED]
+        by_norm = getattr(cb, 'kind', 'max_norm') == 'max_norm' and getattr(cb, 'norm_type', 2.) < math.inf
+        if isinstance(cb, ClipGradCB) and not by_norm: whys = [_BY_NORM]
+        if whys: raise TypeError(_CANNOT.format(cb=callback_name(cb), why=whys[0]))
 
 # %% ../../nbs/device/77_sharded.ipynb #94c36d68
 _HOOKS = 'hooks','hooks_with_kwargs','hooks_always_called' # How the names of a module's hooks end

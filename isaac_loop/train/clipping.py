@@ -49,7 +49,7 @@ def _clip_adaptive(params, share, norm_type, eps=1e-3):
     norm,reached = _norm([p.grad for p in params], norm_type),[]
     for p in params:
         limit,size = share*_unit_norm(p.detach()).clamp(min=eps),_unit_norm(p.grad)
-        reached.append(whole((size > limit).any()))
+        reached.append((size > limit).any())
         p.grad.mul_(torch.where(size > limit, limit/size, 1.))
     return norm,torch.stack([o.to(norm.device) for o in reached]).any().to(norm.dtype)
 
