@@ -146,10 +146,12 @@ def _without_hooks(module):
 
 def _remembered(model):
     "A function that takes from each module what will be put on it from now on"
+    from torch.distributed import _composable_state as known
     before = [(module, type(module), set(vars(module))) for module in model.modules()]
     def undo(new):
         for module,kind,names in before:
             _without_hooks(module)
+            known._module_state_mapping.pop(module, None) # Or it could not be cut again
             module.__class__ = kind
             for name in new[module]-names: vars(module).pop(name, None)
     return undo
