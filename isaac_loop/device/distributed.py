@@ -69,8 +69,8 @@ class DistributedCB:
         sync_bn:bool=False, # Let batch norm measure the rows of all processes?
         timeout:float=600., # Seconds to wait for another process
         expected:int=None, # How many processes there must be; default: any number
-        engine:str='sum', # 'sum': gradients are put together before a step; 'ddp': early; 'fsdp': see `shard`
-        shard=None, # With 'fsdp' each process has a part of the weights; modules to cut apart from the model
+        engine:str='sum', # 'sum': gradients are put together before a step; 'ddp': early; 'fsdp': in parts
+        shard=None, # With 'fsdp': modules whose weights are put together apart, a class, several, or a function
     ):
         check_choice(batch, 'batch', ('whole', 'each'))
         told = weigh is None or callable(weigh)

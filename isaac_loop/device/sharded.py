@@ -15,7 +15,7 @@ from torch import nn, optim
 
 from ..basics.tensors import is_part, part_like, whole
 from .synchronising import is_alone
-from .wrapped import WrappedSync, found_lost
+from .wrapped import Agreement, WrappedSync, found_lost
 from ..loop.events import CancelException, callback_name
 from ..state.errors import UnsaveableState
 from ..state.run_parts import parts_of
@@ -265,12 +265,37 @@ class Guarded:
     def __call__(self, *args, **kwargs): return found_lost(self.trainer, lambda: self.model(*args, **kwargs))
     def __getattr__(self, name): return getattr(self.model, name)
 
+class PartsAgreement(Agreement):
+    "Leaves parameters without a gradient that no process has used; PyTorch gives them zeros"
+    def __init__(self, ranks, named):
+        super().__init__(ranks, named)
+        self.used,self._watched = set(),set() # In this process: parts by `id`, and whole parameters
+
+    def watch(self,
+        model:nn.Module, # Cut, behind a forward pass
+    ):
+        "Note which parameters get a gradient here"
+        groups = [group for unit in units_of(model) for group in unit._get_fsdp_state()._fsdp_param_groups]
+        for of_torch in [o for group in groups for o in group.fsdp_params]:
+            p,part = getattr(of_torch, '_unsharded_param', None),of_torch.sharded_param
+            if p is not None and p.requires_grad and p not in self._watched:
+                p.register_post_accumulate_grad_hook(lambda p, part=part: self.used.add(id(part)))
+                self._watched.add(p)
+
+    def _has_grad(self): return [id(p) in self.used for p in self.params]
+
+    def _hear(self, has_grad):
+        for p,n in zip(self.params, has_grad):
+            if not n: p.grad = None
+        self.used.clear()
+
 _OPEN = ("With `engine='fsdp'` a run cannot be saved while gradients of several batches are gathered for an "
          "update. Save after an update, as with `CheckpointCB(every=...)`.")
 
 class ShardedSync(WrappedSync):
     "Weigh losses for a model that is cut into parts, and cut it for the length of a fit"
     takes_parts,waits_in_predict = True,True
+    exchange = PartsAgreement
     def __init__(self,
         weigh=None, # What a loss is a mean over
         shard=None, # Modules whose weights are put together by themselves: a class, several, or a function
@@ -318,6 +343,11 @@ class ShardedSync(WrappedSync):
         "The model is itself again"
         if self._model is not None: self.meeting.inside = False
         super().after_predict(trainer)
+
+    def before_backward(self, trainer):
+        "Note which weights get a gradient"
+        super().before_backward(trainer)
+        if not is_alone(trainer): self._exchange.watch(trainer.model)
 
     def cleanup_batch(self, trainer):
         "Forget what was put together for a batch that was left"
