@@ -19,10 +19,10 @@ from .watching import DistributedWatch
 from .wrapped import WrappedSync
 
 # %% ../../nbs/device/70_distributed.ipynb #1b821a9f
-_NO_SHARD = ("`shard` says where `engine='fsdp'` cuts the model, and the engine is {engine!r}, so it would have no "
-             "effect. Leave it out, or use 'fsdp'.")
-_SHARD = ('`shard` is {shard!r}, which chooses no modules. Use a class of modules, a tuple of them, or a function '
-          'of a module.')
+_NO_SHARD = ("`shard` says where `engine='fsdp'` cuts the model, and the engine is {engine!r}, so it would "
+             "have no effect. Leave it out, or use 'fsdp'.")
+_SHARD = ('`shard` is {shard!r}, which chooses no modules. Use a class of modules, a tuple of them, or a '
+          'function of a module.')
 
 def _engine(engine, weigh, shard=None):
     "Who puts gradients together"
@@ -70,7 +70,7 @@ class DistributedCB:
         timeout:float=600., # Seconds to wait for another process
         expected:int=None, # How many processes there must be; default: any number
         engine:str='sum', # 'sum': gradients are put together before a step; 'ddp': early; 'fsdp': in parts
-        shard=None, # With 'fsdp': modules whose weights are put together apart, a class, several, or a function
+        shard=None, # With 'fsdp': modules to put together one by one; a class, several, or a function
     ):
         check_choice(batch, 'batch', ('whole', 'each'))
         told = weigh is None or callable(weigh)

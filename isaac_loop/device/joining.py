@@ -59,8 +59,8 @@ def refuse_lazy(
     lazy = [name for name,p in named_parameters(trainer) if nn.parameter.is_lazy(p)]
     if lazy: raise ValueError(_LAZY.format(name=lazy[0]))
 
-_PARTS = ("Of `{name}` each process has a part, as `fully_shard` has cut it, and only `engine='fsdp'` works with "
-          "that. Say so, or leave the model whole.")
+_PARTS = ("Of `{name}` each process has a part, as `fully_shard` has cut it, and only `engine='fsdp'` works "
+          "with that. Say so, or leave the model whole.")
 
 def refuse_parts(
     trainer, # With a model

@@ -85,8 +85,8 @@ def _check_weights(model):
         if p.ndim == 0: raise ValueError(_SCALAR.format(name=name))
 
 # %% ../../nbs/device/77_sharded.ipynb #904deae7
-_NOT_ALL = ("A part of the model was cut by `fully_shard`, but `{name}` is not, so it would be trained apart in "
-            "each process. Call `fully_shard(model)` as well, after its parts.")
+_NOT_ALL = ("A part of the model was cut by `fully_shard`, but `{name}` is not, so it would be trained apart "
+            "in each process. Call `fully_shard(model)` as well, after its parts.")
 _OTHER_MESH = ("The model was cut for {n} processes in {dims} dimensions, and here are {size}. "
                "`engine='fsdp'` works with one dimension of all processes.")
 _TWICE = ('The model was cut by `fully_shard` before, so `shard` would have no effect. Leave one of them '
@@ -182,6 +182,10 @@ def units_of(
     from torch.distributed.fsdp import FSDPModule
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
+def _groups(model):
+    "What PyTorch keeps of each unit"
+    return [group for unit in units_of(model) for group in unit._get_fsdp_state()._fsdp_param_groups]
+
 def reshard(
     model:nn.Module, # Cut
 ):
@@ -206,12 +210,12 @@ def cut(
     _carry_over(trainer, {id(p): part for *_,p,part in new}, part_like)
     for *_,p,part in new:
         if p.grad is not None: part.grad,p.grad = part_like(p.grad, part),None
-    for *_,p,part in new: p.data = p.new_empty(0) # From here on there are only parts
+    for _,_,p,_ in new: p.data = p.new_empty(0) # From here on there are only parts
     return lambda lost=False: _together(trainer, new, lambda: undo(added), lost)
 
 # %% ../../nbs/device/77_sharded.ipynb #3cb0923f
-_LOST = ('The weights of the model are NaN now, since each process had a part of them and they cannot ask one '
-         'another any more. Load a checkpoint to go on.')
+_LOST = ('The weights of the model are NaN now, since each process had a part of them and they cannot ask '
+         'one another any more. Load a checkpoint to go on.')
 
 def _filled(part): return torch.full(part.shape, torch.nan, dtype=part.dtype, device=part.device)
 
@@ -234,8 +238,7 @@ def let_go_of_group(
     model:nn.Module, # Cut
 ):
     "Hold on to no connection"
-    groups = [group for unit in units_of(model) for group in unit._get_fsdp_state()._fsdp_param_groups]
-    for info in [o for group in groups for o in (group.mesh_info, group.post_forward_mesh_info) if o]:
+    for info in [o for group in _groups(model) for o in (group.mesh_info, group.post_forward_mesh_info) if o]:
         with suppress(AttributeError): info.mesh._pg_registry.clear()
         info.shard_process_group = None
 
@@ -244,7 +247,7 @@ def put_together(
     trainer, # Is about to validate
 ): # Function that forgets the whole weights
     "Have whole weights in every process, until they are forgotten"
-    groups = [group for unit in units_of(trainer.model) for group in unit._get_fsdp_state()._fsdp_param_groups]
+    groups = _groups(trainer.model)
     def gather():
         for unit in units_of(trainer.model): unit.unshard()
     found_lost(trainer, gather)
@@ -275,8 +278,7 @@ class PartsAgreement(Agreement):
         model:nn.Module, # Cut, behind a forward pass
     ):
         "Note which parameters get a gradient here"
-        groups = [group for unit in units_of(model) for group in unit._get_fsdp_state()._fsdp_param_groups]
-        for of_torch in [o for group in groups for o in group.fsdp_params]:
+        for of_torch in [o for group in _groups(model) for o in group.fsdp_params]:
             p,part = getattr(of_torch, '_unsharded_param', None),of_torch.sharded_param
             if p is not None and p.requires_grad and p not in self._watched:
                 p.register_post_accumulate_grad_hook(lambda p, part=part: self.used.add(id(part)))

@@ -386,5 +386,3 @@ def test_a_save_in_the_middle_of_an_update_is_refused():
 def test_a_choice_of_modules_that_is_none_is_refused(kwargs, error, words):
     with pytest.raises(error, match=words):
         trainer(**kwargs)
-
-
