@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/device/77_sharded.ipynb #36c680ff
 import math
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
 
 import torch
 from torch import nn, optim
@@ -238,7 +238,8 @@ def let_go_of_group(
     model:nn.Module, # Cut
 ):
     "Hold on to no connection"
-    for info in [o for group in _groups(model) for o in (group.mesh_info, group.post_forward_mesh_info) if o]:
+    infos = [(group.mesh_info, group.post_forward_mesh_info) for group in _groups(model)]
+    for info in filter(None, chain(*infos)):
         with suppress(AttributeError): info.mesh._pg_registry.clear()
         info.shard_process_group = None
 
@@ -278,7 +279,7 @@ class PartsAgreement(Agreement):
         model:nn.Module, # Cut, behind a forward pass
     ):
         "Note which parameters get a gradient here"
-        for of_torch in [o for group in _groups(model) for o in group.fsdp_params]:
+        for of_torch in chain(*(group.fsdp_params for group in _groups(model))):
             p,part = getattr(of_torch, '_unsharded_param', None),of_torch.sharded_param
             if p is not None and p.requires_grad and p not in self._watched:
                 p.register_post_accumulate_grad_hook(lambda p, part=part: self.used.add(id(part)))
