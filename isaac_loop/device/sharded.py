@@ -374,7 +374,8 @@ class ShardedSync(WrappedSync):
         "Put the weights together"
         if self._of is None or self._of is not trainer._fitting: return
         give_back,self._of,self._give_back = self._give_back,None,None
-        self._wrapped = self._learns = self._exchange = self._group = self._forget_whole = None
+        self._wrapped = self._learns = self._exchange = None
+        self._group = self._forget_whole = None
         if give_back is None: return
         try: give_back(lost=trainer.ranks.is_broken)
         except RuntimeError:
