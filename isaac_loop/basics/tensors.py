@@ -41,6 +41,28 @@ def _like(mapping, items):
     except TypeError: return items
 
 # %% ../../nbs/basics/30_tensors.ipynb #3414e98c
+def is_part(
+    x, # Anything
+)->bool:
+    "Is `x` a tensor of which each process has a part?"
+    return hasattr(x, 'full_tensor')
+
+def whole(
+    x, # A tensor
+): # A tensor in one piece
+    "`x` in one piece; if each process has a part of it, all must ask for it"
+    return x.full_tensor() if is_part(x) else x
+
+def part_like(
+    x, # A tensor in one piece, or a part
+    like, # A tensor
+): # A part of `x` if `like` is a part, else `x`
+    "What belongs to this process of `x`"
+    if is_part(x) or not is_part(like): return x
+    like = like.detach()
+    placed = type(like).from_local(x.to(like.device), like.device_mesh, run_check=False)
+    return placed.redistribute(placements=like.placements)
+
 def batch_size(
     x, # Anything `map_tensors` walks through
 )->int: # Rows of the first tensor, or None when there is none with rows

@@ -15,6 +15,7 @@ from ..loop.events import CancelException, Order
 from ..loop.monitor import Monitor, check_monitored, mode_of
 from ..loop.shared_attributes import offered
 from ..state.keeps_state import KeepsBest
+from ..state.run_state import load_weights_into
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #73777d25
 def evaluated_model(
@@ -74,7 +75,7 @@ class KeepBestCB(KeepsBest):
         ended_well = isinstance(trainer.exception, wanted)
         found = self._running and ended_well and self.weights is not None # Another fit's stay where they are
         super().cleanup_fit(trainer)
-        if found: trainer.model.load_state_dict(self.weights, strict=False)
+        if found: load_weights_into(trainer.model, self.weights, strict=False)
 
     @property
     def best(self):

@@ -27,7 +27,7 @@ from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_folder import run_folder
-from ..state.run_state import put_weights, take_parts, take_state
+from ..state.run_state import cut_names, put_weights, take_parts, take_state
 from ..state.states_of_processes import for_this_process, gather_states
 from ..state.store import check_keeping
 
@@ -209,7 +209,8 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     if parts or reason: state['position']['stop_reason'] = reason
     state['checkpoint'] = self._numbers.state_dict()
     state['position']['fit'] -= self._fits.lost
-    if trainer.ranks.size > 1: weights,state = gather_states(trainer.ranks, weights, state)
+    ranks = trainer.ranks
+    if ranks.size > 1: weights,state = gather_states(ranks, weights, state, cut_names(trainer))
     metrics = self._numbers.of(trainer, between_epochs=not batches)
     what = trainer,weights,state,epoch,metrics,_about(trainer)
     noted = partial(self._note_saved, trainer)

@@ -12,18 +12,28 @@ from .exchange import Exchange
 from .joining import DistributedJoin
 from .meetings import Meetings
 from .processes import are_several
+from .sharded import ShardedSync
 from .sync_batch_norm import SyncBatchNorm
 from .synchronising import DistributedSync
 from .watching import DistributedWatch
 from .wrapped import WrappedSync
 
 # %% ../../nbs/device/70_distributed.ipynb #1b821a9f
-_NO_FSDP = ("`engine='fsdp'` does not exist yet, so every process needs memory for the whole model. Use "
-            "'sum' or 'ddp'.")
+_NO_SHARD = ("`shard` says where `engine='fsdp'` cuts the model, and the engine is {engine!r}, so it would "
+             "have no effect. Leave it out, or use 'fsdp'.")
+_SHARD = ('`shard` is {shard!r}, which chooses no modules. Use a class of modules, a tuple of them, or a '
+          'function of a module.')
 
-def _engine(engine, weigh):
+def _engine(engine, weigh, shard=None):
     "Who puts gradients together"
+    if engine == 'fsdp': return ShardedSync(weigh, shard)
     return DistributedSync(weigh) if engine == 'sum' else WrappedSync(weigh)
+
+def _check_shard(shard, engine):
+    "Refuse a choice of modules that is none, or has no effect"
+    kinds = shard if isinstance(shard, tuple) else (shard,)
+    if not (shard is None or kinds and all(map(callable, kinds))): raise TypeError(_SHARD.format(shard=shard))
+    if shard is not None and engine != 'fsdp': raise ValueError(_NO_SHARD.format(engine=engine))
 
 def members(
     sync:DistributedSync, # Puts gradients together
@@ -31,7 +41,8 @@ def members(
 )->list: # Callbacks
     "What several processes need beside finding together"
     wraps = sync.exchange is not Exchange
-    if sync_bn or wraps: sync.meeting = Meetings(sync, sync_bn, wraps)
+    early = sync_bn or sync.waits_in_predict
+    if sync_bn or wraps: sync.meeting = Meetings(sync, early, wraps)
     meeting = [sync.meeting] if sync.meeting else []
     return [sync, *meeting, *([SyncBatchNorm()] if sync_bn else []), DistributedWatch(sync)]
 
@@ -58,20 +69,21 @@ class DistributedCB:
         sync_bn:bool=False, # Let batch norm measure the rows of all processes?
         timeout:float=600., # Seconds to wait for another process
         expected:int=None, # How many processes there must be; default: any number
-        engine:str='sum', # 'sum': gradients are put together before a step; 'ddp': while they are computed
+        engine:str='sum', # 'sum': gradients are put together before a step; 'ddp': early; 'fsdp': in parts
+        shard=None, # With 'fsdp': modules to put together one by one; a class, several, or a function
     ):
         check_choice(batch, 'batch', ('whole', 'each'))
         told = weigh is None or callable(weigh)
         if not told: check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), also=_FUNCTION)
         check_flag(share, 'share')
         check_flag(sync_bn, 'sync_bn')
-        if engine == 'fsdp': raise ValueError(_NO_FSDP)
-        check_choice(engine, 'engine', ('sum', 'ddp'))
+        check_choice(engine, 'engine', ('sum', 'ddp', 'fsdp'))
+        _check_shard(shard, engine)
         check_count(expected, 'expected', 'processes are counted', none='for any number')
         self.batch,self.weigh,self.share = batch,weigh,share
         self.timeout,self.expected = _seconds(timeout),expected
-        self.sync_bn,self.engine = sync_bn,engine
-        self._others = members(_engine(engine, weigh), sync_bn)
+        self.sync_bn,self.engine,self.shard = sync_bn,engine,shard
+        self._others = members(_engine(engine, weigh, shard), sync_bn)
         self._join = DistributedJoin(batch, share, self.timeout, expected, self._others, sync_bn)
 
     @property

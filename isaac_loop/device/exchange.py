@@ -106,7 +106,7 @@ class Exchange:
     )->float: # The sum of the weights
         "Have in each parameter's `grad` what all processes have together"
         self._check_dense()
-        has_grad = [p.grad is not None for p in self.params]
+        has_grad = self._has_grad()
         header = self._buffers[0].header if self._alone is None else self._alone
         for buffer in self._buffers: buffer.fill()
         header.copy_(self._header.write(weight, place, self.ranks.n_wishes, has_grad, header))
@@ -116,8 +116,12 @@ class Exchange:
         if not same_place(sums): self._tell_places(where)
         total = sums[0]
         for buffer in self._buffers: buffer.empty(sums[len(FIELDS):], total if divide and total else 1)
+        self._hear(sums[len(FIELDS):])
         self.ranks.agree(round(sums[4]))
         return total
+
+    def _has_grad(self): return [p.grad is not None for p in self.params]
+    def _hear(self, has_grad): "For a subclass: how many processes have a gradient, for each parameter"
 
     def _check_dense(self):
         for name,p in zip(self.names, self.params):

@@ -14,6 +14,7 @@ from torch import nn
 import isaac_loop
 from ..basics.output import say
 from ..basics.settings import show_settings
+from ..basics.tensors import is_part
 from ..data.fingerprint import data_of, differences, loss_of
 from ..data.sampling import hashed, seed_with
 from ..data.shared_loaders import exact_instead, share_exact
@@ -57,6 +58,16 @@ def refuse_lazy(
     "Refuse parameters that nobody can compare or send"
     lazy = [name for name,p in named_parameters(trainer) if nn.parameter.is_lazy(p)]
     if lazy: raise ValueError(_LAZY.format(name=lazy[0]))
+
+_PARTS = ("Of `{name}` each process has a part, as `fully_shard` has cut it, and only `engine='fsdp'` works "
+          "with that. Say so, or leave the model whole.")
+
+def refuse_parts(
+    trainer, # With a model
+):
+    "Refuse parameters of which each process has a part"
+    parts = [name for name,p in named_parameters(trainer) if is_part(p)]
+    if parts: raise TypeError(_PARTS.format(name=parts[0]))
 
 # %% ../../nbs/device/66_joining.ipynb #511ad0d0
 _DIFFERENT = ('The processes were not set up alike, so they would not train one model: {differences}. Let '
@@ -123,7 +134,8 @@ def take_weights(
     "Let all parameters and buffers be those of main"
     for module in named_modules(trainer).values():
         if not hasattr(module, 'parameters'): continue
-        for x in [*module.parameters(), *module.buffers()]: _take(ranks, x)
+        for x in [*module.parameters(), *module.buffers()]:
+            if not is_part(x): _take(ranks, x)
 
 @torch.no_grad()
 def _take(ranks, x):
@@ -198,6 +210,7 @@ class DistributedJoin:
         trainer.ranks = ranks = join(self.timeout)
         if self.expected not in (None, ranks.size): raise self._mismatch(ranks.size)
         refuse_lazy(trainer)
+        if not self._sync.takes_parts: refuse_parts(trainer)
         check_alike(ranks, _facts(trainer))
         if self.share: check_same_data(ranks, data_of(trainer))
         self._share(trainer)

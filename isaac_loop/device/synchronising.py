@@ -133,6 +133,8 @@ class Window:
 class DistributedSync(Window):
     "Put the gradients of all processes together before each step"
     order,exchange = Order.EXCHANGE,Exchange
+    takes_parts = False # Can each process have a part of the weights?
+    waits_in_predict = False # Do processes wait for one another while they predict?
     stateless = True # `DistributedJoin` tells what there is to tell
     __repr__ = show_settings
     def __init__(self,

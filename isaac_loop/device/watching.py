@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/device/68_watching.ipynb #7f4f59bb
 import torch
 
+from ..basics.tensors import is_part
 from .joining import named_modules, named_parameters
 from .synchronising import DistributedSync, is_alone, level_of
 from ..loop.events import CancelException, CancelFitException, Order
@@ -32,7 +33,7 @@ def _compare(trainer, where):
     ranks,modules = trainer.ranks,named_modules(trainer).values()
     for x in [x for module in modules if hasattr(module, 'buffers') for x in module.buffers()]:
         if x.is_floating_point(): x.copy_(ranks.total(x)/ranks.size)
-    named = named_parameters(trainer)
+    named = [(name, p) for name,p in named_parameters(trainer) if not is_part(p)]
     marks = [_marks(p) for _,p in named]
     theirs = ranks.gather(torch.stack(marks)) if marks else []
     for other in theirs[1:]:

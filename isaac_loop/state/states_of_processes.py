@@ -63,10 +63,12 @@ def gather_states(
     ranks, # Of all processes
     weights:dict, # As `take_state` gave them here
     state:dict, # The same
+    cut=(), # Names of weights of which each process has a part, so that main alone has them whole
 )->tuple: # Weights and state, in main with what differs in the others
     "One state for all processes"
     state = plain(state, copy=False)
     parts = _parts_of(plain(dict(weights), 'weights', copy=False), state)
+    parts = {place: x for place,x in parts.items() if not _in_main_alone(place, cut)}
     digests = {place: _digest_of(x) for place,x in parts.items()}
     told = ranks.gather(dict(at=[state['position'][name] for name in _PLACE], digests=digests))
     _check_place([one['at'] for one in told])
@@ -76,6 +78,8 @@ def gather_states(
     own = [(place, x) for place,x in parts.items() if mains.get(place) != digests[place]]
     others = ranks.gather(dict(parts=own, without=[place for place in mains if place not in parts]))
     return weights, state | dict(ranks=others[1:])
+
+def _in_main_alone(place, cut): return bool(cut) and (place[0] in ('opts', 'grads') or place[-1] in cut)
 
 def _alike(ranks): return [dict(parts=[], without=[]) for _ in range(ranks.size-1)]
 

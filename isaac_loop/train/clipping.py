@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from ..basics.settings import show_settings
+from ..basics.tensors import whole
 from ..basics.old_names import old_words
 from ..loop.events import Order
 from ..loop.fitting import one_optimizer
@@ -37,13 +38,13 @@ def _clip_alike(grads, max_norm, norm_type):
 # %% ../../nbs/train/30_clipping.ipynb #9c8a6c50
 def _norm(grads, norm_type=2.):
     "The norm of all gradients together, on their device"
-    return get_total_norm([o for o in grads if o.numel()], norm_type)
+    return whole(get_total_norm([o for o in grads if o.numel()], norm_type))
 
 def _clip_norm(params, max_norm, norm_type):
     "Shorten all gradients by one factor, so that their common norm is at most `max_norm`"
     grads = [p.grad for p in params]
     if math.isinf(max_norm): return _norm(grads, norm_type),None
-    if not _are_alike(grads): return clip_grad_norm_(params, max_norm, norm_type),None
+    if not _are_alike(grads): return whole(clip_grad_norm_(params, max_norm, norm_type)),None
     return _clip_alike(grads, max_norm, norm_type),None # Whether it was too long is seen later, for all
 
 def _clip_value(params, max_value, norm_type):
