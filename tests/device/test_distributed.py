@@ -381,6 +381,25 @@ def test_sums_of_different_shapes_are_told():
     assert "process 2 is at a `total` of `AddsCB.after_batch`" in ends[0][1]
 
 
+def test_the_last_window_of_a_pass_whose_end_nobody_knows():
+    class UnknownEndCB:
+        order = Order.JOIN - 1
+
+        def before_epoch(self, trainer):
+            trainer.n_batches = None
+
+    def fit(n, window):
+        t = trainer(AccumulationCB(window), UnknownEndCB(), dls=loaders(n, 5))
+        t.fit(2, lr=0.05)
+        return outcome(t)[0], t.n_updates
+
+    cases = [(n, window) for n in (17, 25, 26, 33) for window in (2, 3)]
+    alone, several = [fit(*case) for case in cases], in_processes(3, lambda: [fit(*case) for case in cases])
+    for case, (weights, n_updates), *theirs in zip(cases, alone, *several):
+        for found, updates in theirs:
+            assert (found - weights).abs().max() < 1e-12 and updates == n_updates, case
+
+
 def test_windows_of_a_batch_of_ones_own_are_refused():
     class Twice(Trainer):
         def one_batch(self):
