@@ -84,7 +84,7 @@ class Meetings:
         "Hear whether a process has left, and leave as it has; else what all losses weigh"
         ranks,own = trainer.ranks,torch.zeros(3, dtype=torch.float64)
         own[0],own[1],own[2] = leaving is not None,over,weight
-        left,at_end,total = ranks.total(own).tolist()
+        left,at_end,total = ranks.sum_in_place(own).tolist()
         if not left and at_end in (0, ranks.size): return total
         if not left: raise RanksDiverged(_UNEVEN.format(epoch=trainer.epoch))
         wishes = ranks.gather(_wish(leaving))

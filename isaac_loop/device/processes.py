@@ -6,14 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/device/55_processes.ipynb #3674ebb3
-import gc, io, json, os, time
+import gc, io, json, os, sys, time, zlib
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ..loop.ranks import Ranks
-from ..state.errors import RankFailed, RanksDiverged
+from ..state.errors import LoopError, RankFailed, RanksDiverged
 
 # %% ../../nbs/device/55_processes.ipynb #c5b23f9d
 def packed(
@@ -49,20 +51,41 @@ def in_words(
     return text + (f' ({notes[0]})' if notes else '')
 
 # %% ../../nbs/device/55_processes.ipynb #aa63f82a
-_BLOCK,_HEAD = 2048,16 # Bytes; what fits in takes one message
-_ASKED = 'a `gather` of a callback','the end of a pass, of an epoch or of the fit'
+_BLOCK,_HEAD = 2048,24 # Bytes; what fits in takes one message
+_ASKED = ('a `gather` of {by}', 'the end of a pass, of an epoch or of the fit', 'a `total` of {by}',
+          'a `from_main` of {by}', 'the next exchange of gradients', 'the end of the fit')
+_GATHER,_WISHES,_TOTAL,_FROM_MAIN,_EXCHANGE,_PARTS = range(len(_ASKED))
 _MIXED = ('The processes ask one another different things: {told}. All of them must ask in the same '
           'order, so `gather`, `total` and `from_main` stand in handlers that run in every process, and '
-          'not behind `is_main`.')
+          'not behind `is_main`; and what a `total` adds up has the same shape everywhere.')
 _NOT_PLAIN = ('A process gathers what is no plain data, such as an object of a class. Send numbers, text, '
               'tensors, and lists, tuples and dicts of them.')
 
 def _each(words): return ', '.join(f'process {rank} is at {word}' for rank,word in enumerate(words))
 
+def _asker():
+    "The function that asks, in words"
+    frame = sys._getframe()
+    while frame.f_globals.get('__name__') == __name__: frame = frame.f_back
+    code = frame.f_code
+    return '`' + getattr(code, 'co_qualname', code.co_name).split('<locals>.')[-1] + '`'
+
+def _kind_of(question): return zlib.crc32(question.encode())
+
 def _read(data):
     "What a message says, if it is plain data"
     try: return unpacked(data)
     except Exception: raise TypeError(_NOT_PLAIN) from None
+
+_LOOK = timedelta(seconds=1) # How long to wait before looking why
+
+def _is_done(work):
+    "Wait a little for a message; an error if it is lost"
+    try: work.wait(_LOOK)
+    except RuntimeError:
+        if not work.is_completed(): return False
+        work.wait() # It may have come in between, or the error is its own
+    return True
 
 class ProcessRanks(Ranks):
     "This process among several that train together"
@@ -77,6 +100,8 @@ class ProcessRanks(Ranks):
         self.shared = [] # Loaders of which each process reads a part
         self.meeting = None # How they meet in a training pass; set by whoever exchanges gradients
         self._group,self._store = group,store
+        self._words = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout)) # For questions
+        self._sent = self._asks = 0 # Messages that nobody announces, such as gradients; questions
         self._owned,self._timeout = owned,timeout
         self._wishes,self._known,self._heard = {},{},[]
         self.apart = False # Has one of them left the fit, while others are in a pass?
@@ -111,63 +136,110 @@ class ProcessRanks(Ranks):
     def meet(self):
         if self.meeting is not None: self.meeting()
 
-    def total(self, x): return self.sum_in_place(x.detach().clone())
+    def total(self, x):
+        self._ask(_TOTAL, like=f'{tuple(x.shape)} {x.dtype}')
+        return self.sum_in_place(x.detach().clone())
 
     def sum_in_place(self, x): # A tensor
-        "Let `x` be its sum over all processes"
+        "Let `x` be its sum over all processes, which do the same; nobody sees to that beforehand"
         self._send(dist.all_reduce, x)
         return x
 
-    def gather(self, x): return self._gather(x, 0)
+    def gather(self, x): return self._gather(x, _GATHER)
 
-    def _gather(self, x, what): # 0: what a callback asks; 1: wishes
+    def _gather(self, x, what):
         data = packed(x)
-        n,block = len(data),torch.zeros(_BLOCK, dtype=torch.uint8)
-        block[:_HEAD] = torch.tensor([n, what]).view(torch.uint8)
-        if n <= _BLOCK-_HEAD: block[_HEAD:_HEAD+n] = data
-        blocks = self._gathered(block)
+        blocks,sizes = self._ask(what, data)
+        if max(sizes) > _BLOCK-_HEAD:
+            blocks = self._gathered(torch.cat([data, data.new_zeros(max(sizes)-len(data))]))
+        return [_read(block[:n]) for block,n in zip(blocks, sizes)]
+
+    def _ask(self, what, data=b'', like=''):
+        "What each process says if it fits into a block, and how long it is; all must ask the same"
+        by = _asker() if '{by}' in _ASKED[what] else ''
+        blocks = self._blocks(what, data, _kind_of(by+like))
         heads = [block[:_HEAD].clone().view(torch.int64).tolist() for block in blocks]
-        asked = [_ASKED[what] for _,what in heads]
-        if len(set(asked)) > 1: raise RanksDiverged(_MIXED.format(told=_each(asked)))
-        sizes = [n for n,_ in heads]
-        if max(sizes) <= _BLOCK-_HEAD: return [_read(block[_HEAD:_HEAD+n]) for block,n in zip(blocks, sizes)]
-        parts = self._gathered(torch.cat([data, data.new_zeros(max(sizes)-n)]))
-        return [_read(part[:n]) for part,n in zip(parts, sizes)]
+        self._asks += 1
+        if len({tuple(head[1:]) for head in heads}) > 1: self._tell_mixed(what, by)
+        return [block[_HEAD:] for block in blocks], [head[0] for head in heads]
+
+    def _blocks(self, what, data, kind=0):
+        n,block = len(data),torch.zeros(_BLOCK, dtype=torch.uint8)
+        block[:_HEAD] = torch.tensor([n, what, kind]).view(torch.uint8)
+        if 0 < n <= _BLOCK-_HEAD: block[_HEAD:_HEAD+n] = data
+        return self._gathered(block)
 
     def _gathered(self, x):
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._send(dist.all_gather, parts, x)
+        self._say(dist.all_gather, parts, x)
         return parts
 
+    def _tell_mixed(self, what, by):
+        "Let all hear who asks what; then they part"
+        words = packed(_ASKED[what].format(by=by)[:1000])
+        told = [_read(block[_HEAD:]) for block in self._blocks(what, words)]
+        self._broken = _MIXED.format(told=_each(told))
+        self.close()
+        raise RanksDiverged(self._broken)
+
     def from_main(self, f):
-        own,error,told = None,None,torch.zeros(0, dtype=torch.uint8)
+        own,error,told = None,None,b''
         if self.is_main:
             self._check()
             try:
                 own = f()
                 told = packed(dict(result=own))
             except BaseException as e: error,told = e,packed(dict(error=in_words(e)))
-        told = unpacked(self.send_from_main(told))
+        told = unpacked(self._mains(told))
         if error is not None: raise error
         if 'result' in told: return own if self.is_main else told['result']
         raise RankFailed(_FAILED_IN_MAIN.format(error=told['error'], rank=self.rank, size=self.size))
 
-    def send_from_main(self, data): # Bytes; in other processes anything
+    def _mains(self, data):
         "Main's bytes, in every process"
-        n = torch.tensor([len(data)])
-        self._send(dist.broadcast, n, 0)
-        if not self.is_main: data = torch.empty(int(n), dtype=torch.uint8)
-        self._send(dist.broadcast, data, 0)
+        blocks,(n,*_) = self._ask(_FROM_MAIN, data)
+        if n <= _BLOCK-_HEAD: return blocks[0][:n]
+        if not self.is_main: data = torch.empty(n, dtype=torch.uint8)
+        self._say(dist.broadcast, data, 0)
         return data
 
     def take_from_main(self, x): # A tensor
         "Let `x` be what it is in main"
         self._send(dist.broadcast, x, 0)
 
-    def _send(self, collective, *args):
+    def _send(self, collective, x, *args):
+        "A message that nobody announces, such as gradients"
+        self._sent += 1
+        self._run(partial(collective, x, *args, group=self._group), self._look_for_askers, x.device.type == 'cpu')
+
+    def _say(self, collective, *args):
+        "A question, or an answer to one"
+        self._run(partial(collective, *args, group=self._words), self._say_that_it_asks)
+
+    def _run(self, collective, meanwhile, waits=True):
+        "One message; while it does not come, look why every now and then"
         self._check()
-        try: collective(*args, group=self._group)
+        try:
+            work = collective(async_op=waits)
+            while waits and not _is_done(work): meanwhile()
+        except LoopError: raise
         except RuntimeError as error: raise self._lost(error) from None
+
+    def _say_that_it_asks(self):
+        "Have those who wait for something else know that this process has a question"
+        with suppress(Exception): self._store.set(f'asks/{self.rank}', json.dumps([self._sent, self._asks]))
+
+    def _look_for_askers(self):
+        "If a process asks before it sends what this one waits for, join it, so that all are told"
+        if any(self._asks_before(rank) for rank in range(self.size) if rank != self.rank): self._ask(_EXCHANGE)
+
+    def _asks_before(self, rank):
+        "Does a process wait for an answer, though it has not sent yet what this one waits for?"
+        with suppress(Exception): # The store may be gone
+            if not self._store.check([f'asks/{rank}']): return False
+            sent,asks = json.loads(self._store.get(f'asks/{rank}'))
+            return sent < self._sent and asks == self._asks
+        return False
 
     def _check(self):
         if self._broken is not None: raise RankFailed(_OVER.format(why=self._broken))
@@ -203,13 +275,14 @@ class ProcessRanks(Ranks):
         "Part in good order"
         if self._broken is not None: return
         gc.collect() # What still holds on to the group would end the program at its exit
-        try: self.total(torch.zeros(1)) # Nobody goes while others still ask
+        try: self._ask(_PARTS) # Nobody goes while others still ask
         finally: self.close()
 
     def close(self):
         "Close the connections; whoever waits for this process finds that out at once"
-        group,self._group = self._group,None
-        if group is not None: dist.destroy_process_group(None if self._owned else group)
+        groups,self._group,self._words = (self._words, self._group),None,None
+        if groups[1] is None: return
+        for group in [None] if self._owned else groups: dist.destroy_process_group(group)
 
 # %% ../../nbs/device/55_processes.ipynb #f88576cd
 _ENVIRONMENT = 'RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'
@@ -237,18 +310,39 @@ def join(
     timeout:float=600., # Seconds to wait for another process
 )->ProcessRanks:
     "Find together with the other processes"
-    from datetime import timedelta
     limit,both = timedelta(seconds=timeout),'cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo'
     owned = not dist.is_initialized()
     if owned:
         rank,size = int(os.environ['RANK']),int(os.environ['WORLD_SIZE'])
         store = _store_of_this_process(limit, rank, size)
-        dist.init_process_group(both, store=store, rank=rank, world_size=size, timeout=limit)
+        _begin_group(both, store, rank, size, limit)
         group = dist.group.WORLD
     else:
         store = dist.PrefixStore(_next_name(), dist.distributed_c10d._get_default_store())
         group = dist.new_group(backend=both, timeout=limit)
     return ProcessRanks(group, store, owned, timeout)
+
+def _begin_group(backend, store, rank, size, limit):
+    "Connect the processes, or say which of them have come"
+    try:
+        store.set(f'here/{rank}', 'yes')
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except (dist.DistError, RuntimeError) as error:
+        raise _not_found(limit, size, error, _came(store, size)) from None
+
+def _came(store, size):
+    "Which processes have come, in words; nothing if the store has gone"
+    with suppress(Exception):
+        mains = not os.environ.get('TORCHELASTIC_USE_AGENT_STORE') # Main has the store, and answers
+        here = [rank for rank in range(size) if store.check([f'here/{rank}']) or mains and rank == 0]
+        missing = [rank for rank in range(size) if rank not in here]
+        if missing: return _HERE.format(here=len(here), size=size, missing=', '.join(map(str, missing)))
+    return ''
+
+def _not_found(limit, size, error, came=''):
+    told = dict(size=size, seconds=limit.total_seconds(), came=came, where=os.environ.get('MASTER_ADDR'))
+    told.update(port=os.environ.get('MASTER_PORT'), reason=str(error).splitlines()[0][:160])
+    return RankFailed(_NOT_FOUND.format(**told))
 
 def _store_of_this_process(limit, rank, size):
     "What the processes find one another by; one connection serves every fit"
@@ -256,12 +350,13 @@ def _store_of_this_process(limit, rank, size):
     if key not in _connected:
         try: _connected[key] = next(dist.rendezvous('env://', rank, size, timeout=limit))[0]
         except (dist.DistError, ValueError, RuntimeError) as error:
-            raise RankFailed(_NOT_FOUND.format(seconds=limit.total_seconds(), error=error))
+            raise _not_found(limit, size, error) from None
         _n_groups[0] = 0
     return dist.PrefixStore(_next_name(), _connected[key])
 
-_NOT_FOUND = ('The other processes could not be found within {seconds:g} s. Do all of them call `fit`, '
-              'each with a RANK of its own, one WORLD_SIZE and the same address? PyTorch says: {error}')
+_HERE = ' {here} of {size} have come, and no process {missing}; has it ended, or not called `fit`?'
+_NOT_FOUND = ('This process has waited {seconds:g} s for all {size} to meet at {where}:{port}, where process 0 '
+              'is.{came} Each needs a RANK of its own, one WORLD_SIZE and this address. PyTorch says: {reason}')
 
 def _next_name():
     "A name that the store has not seen; torchrun keeps it when it begins processes again"

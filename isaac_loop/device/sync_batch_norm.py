@@ -18,7 +18,7 @@ class Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):
         ctx.ranks = ranks
-        return ranks.total(x)
+        return ranks.sum_in_place(x.detach().clone())
 
     @staticmethod
     def backward(ctx, grad): return Total.apply(grad, ctx.ranks),None

@@ -32,7 +32,7 @@ def _compare(trainer, where):
     "Have means in buffers that differ by process, and see that weights do not"
     ranks,modules = trainer.ranks,named_modules(trainer).values()
     for x in [x for module in modules if hasattr(module, 'buffers') for x in module.buffers()]:
-        if x.is_floating_point(): x.copy_(ranks.total(x)/ranks.size)
+        if x.is_floating_point(): x.copy_(ranks.sum_in_place(x.detach().clone())/ranks.size)
     named = [(name, p) for name,p in named_parameters(trainer) if not is_part(p)]
     marks = [_marks(p) for _,p in named]
     theirs = ranks.gather(torch.stack(marks)) if marks else []

@@ -46,6 +46,15 @@ _OTHERS = ("`engine='ddp'` puts together the gradients of `trainer.model` alone,
 
 _BUFFERS = 'forward_sync_buffers' # Called `broadcast_buffers` in older versions of PyTorch
 
+class _Spare(nn.Module):
+    "A model beside a parameter that is never used, as PyTorch warns where it looks for one in vain"
+    def __init__(self, model):
+        super().__init__()
+        like = next(p for p in model.parameters() if p.requires_grad)
+        self.model,self.spare = model,nn.Parameter(like.new_zeros(1))
+
+    def forward(self, *args, **kwargs): return self.model(*args, **kwargs)
+
 def in_ddp(
     trainer, # In a pass that trains
     **kwargs, # For `DistributedDataParallel`
@@ -54,7 +63,10 @@ def in_ddp(
     ddp = nn.parallel.DistributedDataParallel
     buffers = _BUFFERS if _BUFFERS in signature(ddp).parameters else 'broadcast_buffers'
     options = {'find_unused_parameters': True, **kwargs, buffers: False}
-    return ddp(trainer.model, process_group=trainer.ranks._group, **options)
+    looks = options['find_unused_parameters'] and not options.get('static_graph')
+    learns = any(p.requires_grad for p in trainer.model.parameters())
+    model = _Spare(trainer.model) if looks and learns else trainer.model
+    return ddp(model, process_group=trainer.ranks._group, **options)
 
 def found_lost(
     trainer, # Computes gradients, and waits for other processes

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ..basics.checks import check_function, did_you_mean
 from .predictions import only_one
-from ..loop.events import CancelStepException
+from ..loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException
 from ..loop.shared_attributes import STATE
 from ..metrics.confidence import numbers_of
 from ..metrics.metrics import MetricsCB
@@ -92,6 +92,19 @@ _OWN_COLUMN = ('`{0}` is a column that each evaluation writes itself, so one wou
                'Give the metric another name, such as `my_{0}`{1}.')
 _TAKEN = ('`user_epochs_done_callback` returned `{}`, which is measured already, '
           'so one would hide the other. Return it under another name{}.')
+
+_CANCELS = CancelStepException,CancelBatchException,CancelEpochException,CancelFitException
+
+def agreed(
+    ranks, # Of the trainer
+    cancel, # What a function of the user's has raised here, or None
+): # A cancel that goes as far as that of any process, or None
+    "The cancel with which all processes leave"
+    if ranks.size == 1: return cancel
+    levels = [i for i,kind in enumerate(_CANCELS) if isinstance(cancel, kind)]
+    known = [o for o in ranks.gather([*levels[-1:], str(cancel)] if levels else None) if o]
+    if not known or max(known)[0] in levels[-1:]: return cancel
+    return _CANCELS[max(known)[0]](max(known)[1])
 
 # %% ../../nbs/evaluate/35_evaluation_pass.ipynb #6a3a7a50
 class PassCB(MetricsCB):

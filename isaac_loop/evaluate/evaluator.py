@@ -24,7 +24,7 @@ from ..basics.checks import check_count, warn
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException, Order, callback_name
 from ..basics.tables import row_text
-from .evaluation_pass import PassCB, askers, check_functions, check_metric_names
+from .evaluation_pass import PassCB, agreed, askers, check_functions, check_metric_names
 from .evaluation_pass import check_returned_names, returned_numbers
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #dd20e864
@@ -143,6 +143,7 @@ def _evaluate_one(self:EvaluatorCB, trainer, name, dl):
         columns = self._run(trainer, name, dl)
         self._pass_on(trainer, name)
         returned = self._done(trainer)
+        self._cancel = agreed(trainer.ranks, self._cancel)
     new = returned_numbers(returned) if self.write is None else {}
     check_returned_names(new, columns)
     theirs = trainer.ranks.gather([columns | new, time.perf_counter()-start])
@@ -195,6 +196,7 @@ def _measure(self:EvaluatorCB, trainer):
     try:
         with same_random(): self._tell(trainer, columns, returned)
     except CancelException as cancel: self._cancel = self._cancel or cancel
+    self._cancel = agreed(trainer.ranks, self._cancel)
     return columns
 
 @patch
@@ -238,10 +240,11 @@ def after_batch(self:EvaluatorCB, trainer):
 def cleanup_batch(self:EvaluatorCB, trainer):
     "Do so here where there are several processes: one may have left the batch after the update of all"
     if self.updates is None or trainer.ranks.size == 1: return
-    if isinstance(trainer.exception, (type(None), CancelBatchException)): self._after_update(trainer)
+    if not isinstance(trainer.exception, (type(None), CancelBatchException)): return
+    self._after_update(trainer, CancelBatchException, CancelStepException)
 
 @patch
-def _after_update(self:EvaluatorCB, trainer):
+def _after_update(self:EvaluatorCB, trainer, *over):
     "Evaluate when there were enough updates"
     if trainer.exception is None or trainer.n_updates > self._seen: self._unwritten.append(trainer.batch_num)
     due,self._seen = trainer.n_updates//self.updates > self._seen//self.updates,trainer.n_updates
@@ -254,7 +257,7 @@ def _after_update(self:EvaluatorCB, trainer):
     trainer.history.write_batches(True, self._unwritten, **columns)
     self._unwritten = []
     trainer.write_measured(**row)
-    self._leave()
+    self._leave(*over)
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #57b91ab0
 @patch

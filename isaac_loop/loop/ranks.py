@@ -53,6 +53,11 @@ class Ranks:
         "Call `f` in main alone; its result, or its error, reaches all"
         return f()
 
+    def fail(self,
+        error:BaseException, # What has ended this process's fit
+    ):
+        "Tell the others why this process cannot go on, and go; in one process there is nobody to tell"
+
     def shares(self,
         dl, # A loader
     )->bool:

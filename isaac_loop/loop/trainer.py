@@ -17,7 +17,7 @@ from .callback_checks import check_steps
 from .callback_list import ByName, exchanged
 from .methods_on_demand import bring_later
 from .events import CancelBatchException, CancelEpochException, CancelFitException
-from .events import CancelStepException, EVENTS, SPANS, STEPS, Span, stops_at
+from .events import CancelException, CancelStepException, EVENTS, SPANS, STEPS, Span, stops_at
 from .fitting import one_fit, private_state
 from .handlers import answering, handlers_of, order_of, own_events
 from .handlers import own_spans, trainers_own
@@ -159,6 +159,7 @@ def close_span(
             try: handler(trainer)
             except BaseException as e:
                 notes.blame(e, trainer, span.cleanup, handler)
+                if isinstance(e, Exception) and not isinstance(e, CancelException): trainer.ranks.fail(e)
                 loser,depth_of_e = e,stops_at(e, plan.spans)
                 if depth_of_e < depth: winner,loser,depth = e,winner,depth_of_e
                 notes.besides(winner, loser)

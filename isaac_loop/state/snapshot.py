@@ -17,6 +17,7 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..loop.ranks import Ranks
 from ..loop.trainer import Plan
 from .random_numbers import random_state, set_random_state
 
@@ -133,9 +134,11 @@ _OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'logging
 _PLAIN = {dict, OrderedDict, list, tuple, set, frozenset, deque} # Of just these classes: no attributes
 _SIMPLE = (str, bytes, int, float, complex, type(None))
 
+_APART = type,ModuleType,io.IOBase,BaseException,Dataset,_BaseDataLoaderIter,Ranks # What was sent, was sent
+
 def _is_outside(x):
     "Whether `x` is data, or belongs to the world outside"
-    if isinstance(x, (type, ModuleType, io.IOBase, BaseException, Dataset, _BaseDataLoaderIter)): return True
+    if isinstance(x, _APART): return True
     return type(x) not in _PLAIN and _kind_is_outside(type(x))
 
 @lru_cache(maxsize=1024)

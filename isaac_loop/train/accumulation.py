@@ -115,6 +115,11 @@ def _weight_of(self:AccumulationCB, trainer):
     return _relative(count, self._first, trainer.loss)
 
 @patch
+def before_epoch(self:AccumulationCB, trainer):
+    "No window of this pass was closed yet"
+    self._closed = -1
+
+@patch
 def before_backward(self:AccumulationCB, trainer):
     "Weigh the loss"
     self._complete = False
@@ -149,6 +154,7 @@ def before_step(self:AccumulationCB, trainer):
         last = trainer.n_batches is not None and trainer.batch_num+1 >= trainer.n_batches
         complete = self.n >= self.n_batches or (last and self.n) or self._closing
     if not complete: raise CancelStepException('gathering more gradients')
+    self._closed = trainer.batch_num
     self._finish()
 
 @patch
@@ -172,7 +178,8 @@ def _finish(self:AccumulationCB):
 @patch
 def after_epoch(self:AccumulationCB, trainer):
     "Make the update of a window that the end of the pass came too early for"
-    if self.n: self._close(trainer)
+    last = vars(trainer).get('batch_num', -1)
+    if last > self._closed if self._several else self.n: self._close(trainer) # One of many may have no rows
 
 @patch
 def cleanup_epoch(self:AccumulationCB, trainer):

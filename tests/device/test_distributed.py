@@ -2,6 +2,7 @@
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from several import in_processes, loaders, net, outcome, rank, trainer
 from torch import nn, optim
 from torch.nn import functional as F
 
+from isaac_loop.device import processes
 from isaac_loop.device.distributed import DistributedCB
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import Order
@@ -334,14 +336,68 @@ def test_weights_that_one_process_changes_after_the_last_pass_are_told():
     assert [kind for kind, _ in ends] == [RanksDiverged] * 2 and "After the fit" in ends[0][1]
 
 
-def test_a_question_that_main_alone_asks_is_told():
-    class Asks:
-        def log(self, trainer):
-            if trainer.ranks.is_main:
-                trainer.ranks.gather({})
+QUESTIONS = {
+    "gather": lambda ranks: ranks.gather({}),
+    "total": lambda ranks: ranks.total(torch.ones(1)),
+    "from_main": lambda ranks: ranks.from_main(lambda: 1),
+}
+MOMENTS = "before_batch", "after_backward", "after_batch", "log", "cleanup_fit"
 
-    ends = in_processes(2, told, lambda: [Asks()])
-    assert [kind for kind, _ in ends] == [RanksDiverged] * 2 and "process 0 is at a `gather`" in ends[0][1]
+
+@pytest.fixture
+def looks_soon(monkeypatch):
+    "Whoever waits looks why after a tenth of a second"
+    monkeypatch.setattr(processes, "_LOOK", timedelta(seconds=0.1))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_question_that_one_process_asks_alone_is_told_in_all(moment, looks_soon):
+    class AsksCB:
+        def __init__(self, ask, where):
+            self.ask, self.where = ask, where
+            setattr(self, moment, self.act)
+
+        def act(self, trainer):
+            in_time = "fit" in moment or trainer.epoch == 0 and (moment == "log" or trainer.batch_num == 2)
+            if in_time and rank() == self.where:
+                self.ask(trainer.ranks)
+
+    def all_of_them():
+        return [told(lambda ask=ask: [AsksCB(ask, i % 2)]) for i, ask in enumerate(QUESTIONS.values())]
+
+    for i, ends in enumerate(zip(*in_processes(2, all_of_them))):
+        name = list(QUESTIONS)[i]
+        assert ends[0] == ends[1] and ends[0][0] is RanksDiverged
+        assert f"process {i % 2} is at a `{name}` of `" in ends[0][1]
+
+
+def test_sums_of_different_shapes_are_told():
+    class AddsCB:
+        def after_batch(self, trainer):
+            trainer.ranks.total(torch.ones(1 + rank()))
+
+    ends = in_processes(3, told, lambda: [AddsCB()])
+    assert [kind for kind, _ in ends] == [RanksDiverged] * 3
+    assert "process 2 is at a `total` of `AddsCB.after_batch`" in ends[0][1]
+
+
+def test_the_last_window_of_a_pass_whose_end_nobody_knows():
+    class UnknownEndCB:
+        order = Order.JOIN - 1
+
+        def before_epoch(self, trainer):
+            trainer.n_batches = None
+
+    def fit(n, window):
+        t = trainer(AccumulationCB(window), UnknownEndCB(), dls=loaders(n, 5))
+        t.fit(2, lr=0.05)
+        return outcome(t)[0], t.n_updates
+
+    cases = [(n, window) for n in (17, 25, 26, 33) for window in (2, 3)]
+    alone, several = [fit(*case) for case in cases], in_processes(3, lambda: [fit(*case) for case in cases])
+    for case, (weights, n_updates), *theirs in zip(cases, alone, *several):
+        for found, updates in theirs:
+            assert (found - weights).abs().max() < 1e-12 and updates == n_updates, case
 
 
 def test_windows_of_a_batch_of_ones_own_are_refused():

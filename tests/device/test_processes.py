@@ -242,6 +242,16 @@ def test_plain_data_travels_and_code_does_not():
     assert in_processes(2, ask) == [([1000, 2000], 5000)] * 2
 
 
+def test_a_process_that_never_comes_is_named():
+    def ask():
+        if rank() == 1:
+            return time.sleep(1.5)
+        with pytest.raises(RankFailed, match="2 of 3 have come, and no process 1"):
+            join(0.8)
+
+    in_processes(3, ask)
+
+
 def test_an_error_of_main_reaches_all():
     def ask():
         ranks = join(TIMEOUT)

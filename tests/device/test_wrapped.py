@@ -81,6 +81,11 @@ def test_nobody_else_sees_the_wrapper_and_the_model_is_as_it_was():
     assert in_processes(2, run) == [{"Sequential"}] * 2
 
 
+def test_pytorch_does_not_warn_of_what_is_not_the_users_business(capfd):
+    in_processes(2, fitted, "uneven")
+    assert "Warning" not in capfd.readouterr().err
+
+
 class LeaveCB:
     "Leaves the third batch of the first epoch in one process, or asks to stop"
 
