@@ -210,7 +210,8 @@ class ProcessRanks(Ranks):
     def _send(self, collective, x, *args):
         "A message that nobody announces, such as gradients"
         self._sent += 1
-        self._run(partial(collective, x, *args, group=self._group), self._look_for_askers, x.device.type == 'cpu')
+        send = partial(collective, x, *args, group=self._group)
+        self._run(send, self._look_for_askers, x.device.type == 'cpu')
 
     def _say(self, collective, *args):
         "A question, or an answer to one"
@@ -231,7 +232,8 @@ class ProcessRanks(Ranks):
 
     def _look_for_askers(self):
         "If a process asks before it sends what this one waits for, join it, so that all are told"
-        if any(self._asks_before(rank) for rank in range(self.size) if rank != self.rank): self._ask(_EXCHANGE)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        if any(map(self._asks_before, others)): self._ask(_EXCHANGE)
 
     def _asks_before(self, rank):
         "Does a process wait for an answer, though it has not sent yet what this one waits for?"
@@ -355,8 +357,9 @@ def _store_of_this_process(limit, rank, size):
     return dist.PrefixStore(_next_name(), _connected[key])
 
 _HERE = ' {here} of {size} have come, and no process {missing}; has it ended, or not called `fit`?'
-_NOT_FOUND = ('This process has waited {seconds:g} s for all {size} to meet at {where}:{port}, where process 0 '
-              'is.{came} Each needs a RANK of its own, one WORLD_SIZE and this address. PyTorch says: {reason}')
+_NOT_FOUND = ('This process has waited {seconds:g} s for all {size} to meet at {where}:{port}, where process '
+              '0 is.{came} Each needs a RANK of its own, one WORLD_SIZE and this address. PyTorch says: '
+              '{reason}')
 
 def _next_name():
     "A name that the store has not seen; torchrun keeps it when it begins processes again"
