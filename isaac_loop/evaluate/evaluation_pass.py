@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from ..basics.checks import check_function, did_you_mean
 from .predictions import only_one
-from ..loop.events import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException
+from ..loop.events import CancelBatchException, CancelEpochException
+from ..loop.events import CancelFitException, CancelStepException
 from ..loop.shared_attributes import STATE
 from ..metrics.confidence import numbers_of
 from ..metrics.metrics import MetricsCB
