@@ -96,7 +96,7 @@ def answering(
 )->list: # Pairs of callback and handler
     "Who answers `event`, in the order in which they are called"
     pairs = [(cb, at[event]) for cb,at in found if event in at and takes_part(cb, event, training)]
-    if not pairs: return pairs # As for most events
+    if len(pairs) < 2: return pairs # As for most events
     pairs = [pair for pair in pairs if getattr(pair[1], 'fills_in', False) is not True] or pairs
     if event.startswith('cleanup_'): return pairs[::-1]
     if event.startswith(('before_', 'after_')): return pairs # Only steps are replaced
@@ -105,3 +105,12 @@ def answering(
     if len(names) > 1: raise ValueError(_ONLY_ONE.format(*names[:2], event))
     pairs = instead or pairs
     return watched(event, pairs) if len(pairs) > 1 and event in TWICE else pairs
+
+def entries_of(
+    found:list, # Pairs of callback and its `handlers_of`, in the order in which they run
+    events, # Names
+    training:bool, # The kind of pass
+)->dict: # By event: pairs of callback and handler
+    "Who answers each of `events`; few have somebody"
+    answered = {event for _,at in found for event in at}
+    return {event: answering(found, event, training) if event in answered else [] for event in events}

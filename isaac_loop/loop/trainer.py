@@ -19,7 +19,7 @@ from .methods_on_demand import bring_later
 from .events import CancelBatchException, CancelEpochException, CancelFitException
 from .events import CancelException, CancelStepException, EVENTS, SPANS, STEPS, Span, stops_at
 from .fitting import one_fit, private_state
-from .handlers import answering, handlers_of, order_of, own_events
+from .handlers import entries_of, handlers_of, order_of, own_events
 from .handlers import own_spans, trainers_own
 from .history import History
 from .new_trainer import check_new_trainer, explain_arguments
@@ -69,8 +69,7 @@ class Plan(dict):
         here = [cb for cb in callbacks if runs_here(cb)]
         ranked = sorted([*trainers_own(self.trainer_class), *here], key=order_of)
         found = [(cb, handlers_of(cb, self.events)) for cb in ranked]
-        entries = {training: {event: answering(found, event, training) for event in self.events}
-                   for training in (True, False)}
+        entries = {training: entries_of(found, self.events, training) for training in (True, False)}
         for change in self.changes: # None but while somebody looks
             for kind in entries.values(): kind.update({event: change(event, kind[event]) for event in kind})
         if check: check_steps(entries, callbacks)
