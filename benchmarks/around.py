@@ -8,6 +8,7 @@ or of times the 20th percentile; processor time stands beside wall time where a 
 
 import argparse
 import contextlib
+import datetime
 import io
 import pickle
 import random
@@ -159,11 +160,11 @@ def beside(over, by_hand):
 # Checkpoints
 
 
-def fitted(width, *callbacks):
+def fitted(width, *callbacks, n=1):
     "A trainer of a model with two square layers, whose Adam has a state"
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     trainer = Trainer(
-        DataLoaders([(torch.randn(4, width),)]), None, optim.Adam, model, [BasicTrainCB(), *callbacks]
+        DataLoaders([(torch.randn(4, width),)] * n), None, optim.Adam, model, [BasicTrainCB(), *callbacks]
     )
     trainer.loss_func = lambda preds: preds.square().mean()
     trainer.fit(1, valid=False)
@@ -192,6 +193,58 @@ def two_ways_to_save(trainer, store, place):
         store.save(*take_state(trainer, 1, copy=False), next(steps))
 
     return {"torch.save + fsync": raw, "checkpoint": ours}
+
+
+def checkpoints_of_the_mlp(rounds):
+    "A checkpoint of the MLP 64-64-10 with Adam, against the same state and against model and optimizer alone"
+    trainer = trainer_of(batches(20, 64), MetricsCB(show=False), opt_func=optim.Adam)
+    trainer.fit(1, valid=False)
+    with tempfile.TemporaryDirectory(dir=".") as place, CheckpointStore(Path(place) / "ours") as store:
+        variants = two_ways_to_save(trainer, store, Path(place))
+        alone = {"model and optimizer alone": lambda: save(Path(place) / "b.pt", trainer.model, trainer.opt)}
+        wall = typical(timed(alone | variants, 5 * rounds))
+        cpu = typical(timed(alone | variants, 5 * rounds, time.process_time))
+    for name in wall:
+        ratio = cpu["checkpoint"] / cpu[name]
+        row = {"what is written": name, "wall": f"{wall[name] * 1e3:.2f} ms"}
+        yield row | {"processor": f"{cpu[name] * 1e3:.2f} ms", "checkpoint is": f"{ratio:.2f} times"}
+
+
+class TimedCheckpointCB(CheckpointCB):
+    "Takes the time for which each save in the middle of a pass holds up the loop"
+
+    def __init__(self, folder, every, n):
+        super().__init__(folder, every=every, resume="never")
+        self.times, self.n = [], n
+
+    def _between_batches(self, trainer):
+        start, last = time.perf_counter(), self._when.saves
+        super()._between_batches(trainer)
+        if self._when.saves != last:
+            self.times.append(time.perf_counter() - start)
+        if len(self.times) == self.n:
+            trainer.request_stop("enough")
+
+
+def saves_in_the_background(rounds):
+    "How long one save holds up the loop: at every update, or by time, when it is written in the background"
+    sizes = {"MLP 64-64-10": None, "2,000,000 parameters": 1_000, "9,680,000 parameters": 2_200}
+    for name, width in sizes.items():
+        found = {}
+        for kind, every in {"foreground": 1, "background": datetime.timedelta(0)}.items():
+            with tempfile.TemporaryDirectory(dir=".") as place:
+                saving = TimedCheckpointCB(place, every, rounds)
+                quiet(lambda: fit_with_saves(saving, width))()
+            found[kind] = statistics.median(saving.times)
+        held_up = {kind: f"{o * 1e3:.2f} ms" for kind, o in found.items()}
+        share = found["background"] / found["foreground"]
+        yield {"held up per save": name, **held_up, "share": f"{share:.2f}"}
+
+
+def fit_with_saves(saving, width, n=100_000):
+    if width is not None:
+        return fitted(width, saving, n=n)
+    trainer_of(batches(20, 64) * (n // 20), saving, opt_func=optim.Adam).fit(1, valid=False)
 
 
 def compared(kind, found):
@@ -344,6 +397,8 @@ SECTIONS = {
     "Evaluations beside their batches": evaluations,
     "Evaluations in the middle of a fit, processor time": evaluations_within,
     "A checkpoint with Adam's state against `torch.save` and `fsync`": checkpoints,
+    "A checkpoint of the MLP 64-64-10 with Adam": checkpoints_of_the_mlp,
+    "Saves in the middle of a pass": saves_in_the_background,
     "Loaders, microseconds per batch of 32 rows": loaders,
 }
 FRAME = "Model, loss and optimizer are stand-ins. Beside real tensors the same instructions come in cold."

@@ -205,7 +205,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     self._writes.wait()
     start = start_of_pass(trainer) if batches else None
     weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
-    state |= parts or {}
+    if parts: state |= parts | dict(callbacks=state['callbacks'] | parts['callbacks'])
     if parts or reason: state['position']['stop_reason'] = reason
     state['checkpoint'] = self._numbers.state_dict()
     state['position']['fit'] -= self._fits.lost
@@ -274,7 +274,7 @@ def _interrupted(trainer): return bool(_signal(trainer)) and not any(offered(tra
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #71e2054a
 @patch
 def _pass_over(self:CheckpointCB, trainer):
-    if _signal(trainer) is not None: self._end = take_parts(trainer),trainer.stop_reason
+    if _signal(trainer) is not None: self._end = take_parts(trainer, steps_over=True),trainer.stop_reason
 
 @patch
 def _save_what_is_left(self:CheckpointCB, trainer):

@@ -24,27 +24,29 @@ from .run_parts import loaders_of, opt_defaults, parts_of, stateful_callbacks
 def take_parts(
     trainer, # Between two batches
     copy:bool=True, # Plain copies? Else the objects themselves, for a store that writes them at once
+    steps_over:bool=False, # Leave out callbacks whose state only steps change, as none will come?
 )->dict: # A part of what `take_state` gives
     "What a validation pass may change: history, random numbers, loaders and callbacks"
-    with undrawn(): parts = _gather_parts(trainer)
+    with undrawn(): parts = _gather_parts(trainer, steps_over)
     return plain(parts) if copy else parts
 
-def _gather_parts(trainer):
+def _gather_parts(trainer, steps_over=False):
     "The parts that a validation pass may change, as they are"
     own = getattr(trainer, '_own_state', None)
     return dict(random=compact_random_state(),
                 history=trainer.history.state_dict(),
                 loaders={name: dl.state_dict() for name,dl in loaders_of(trainer).items()},
                 generators={name: o.get_state() for name,o in generators(trainer).items()},
-                callbacks=_told_states(trainer),
+                callbacks=_told_states(trainer, steps_over),
                 own={} if own is None else own.take(trainer, copy=False))
 
-def _told_states(trainer):
-    "What callbacks tell of themselves"
+def _told_states(trainer, steps_over=False):
+    "What callbacks tell of themselves; once steps are over, without those that change in steps alone"
     modules = [m for m in (trainer.model, *parts_of(trainer, nn.Module).values()) if isinstance(m, nn.Module)]
     theirs = {id(p): name for m in modules for name,p in m.named_parameters()}
     return {name: Exactly(_state_of(name, cb), f'{name}.state_dict()', theirs)
-            for name,cb in stateful_callbacks(trainer).items()}
+            for name,cb in stateful_callbacks(trainer).items()
+            if not (steps_over and 'changes_in_steps' in vars(type(cb)))} # A subclass says so itself
 
 def _state_of(name, callback):
     "The state of `callback`; an error says whose it is"

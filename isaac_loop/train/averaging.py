@@ -186,6 +186,7 @@ _NO_DECAY = ('`decay` is {decay!r}; at 1 or more the average would never change 
 
 class EMACB(_AveragingCB):
     "Keep an exponential moving average of the weights, and validate with it"
+    changes_in_steps = True # And nowhere else: what it tells between two steps stays as it is
     def __init__(self,
         decay:float=0.999, # Share of the old average that stays at each update; 0.999 looks back over 1,000
         keep:bool=False, # Leave the average in the model when the fit has ended?

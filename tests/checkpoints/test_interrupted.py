@@ -13,7 +13,7 @@ import torch
 from torch import optim
 from torch.utils.data import IterableDataset
 
-from isaac_loop.train.averaging import SWACB
+from isaac_loop.train.averaging import EMACB, SWACB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.stop.interrupts import InterruptCB
 from isaac_loop.metrics.metrics import MetricsCB
@@ -284,6 +284,28 @@ def test_a_second_interrupt_in_validation_saves_nothing_either(tmp_path):
     with pytest.raises(KeyboardInterrupt, match="second"):
         fit(trainer, callbacks=predict)
     assert trainer.n_updates == 7 and not CheckpointStore(tmp_path / "run", read_only=True).list()
+
+
+class OwnEMACB(EMACB):
+    "Does more than its parent, so its state is noted with those of others"
+
+
+@pytest.mark.parametrize("kind", [EMACB, OwnEMACB])
+def test_an_interrupt_in_validation_has_the_average_of_that_moment(kind, tmp_path):
+    "It is in the model just then, and is not copied beforehand"
+
+    def predict(trainer):
+        if trainer.epoch == 1 and not trainer.training:
+            press(trainer)
+
+    def run(folder=tmp_path / "run"):
+        others = [cb for cb in callbacks(folder) if not isinstance(cb, EMACB)]
+        return make_trainer([*others, InterruptCB(), kind(0.8)])
+
+    whole = fit(run(tmp_path / "whole"), 3)
+    with pytest.raises(KeyboardInterrupt):
+        fit(run(), 3, callbacks=predict)
+    same(whole, fit(run(), 3))
 
 
 def test_an_interrupt_is_not_swallowed_by_a_stop_or_a_cancel(tmp_path):

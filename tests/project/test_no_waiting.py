@@ -62,13 +62,27 @@ def asked_on_the_cpu():
     return frame is not None
 
 
+def place():
+    "Whose state is copied, or the module of the library that asks"
+    frame, whose = sys._getframe(2), None
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.endswith(".plain_state"):
+            whose = whose or getattr(frame.f_locals.get("self"), "where", None)
+        elif module.startswith("isaac_loop.") and not module.endswith(
+            (".device_waits", ".numbers_on_device")
+        ):
+            return whose or module.rpartition(".")[2]
+        frame = frame.f_back
+
+
 class Waits:
     "What has waited, within batches and between the first and the last of an epoch"
 
     inside = in_pass = False
 
     def __init__(self):
-        self.within, self.between = Counter(), Counter()
+        self.within, self.between, self.places = Counter(), Counter(), Counter()
         self.modes = ExitStack()
 
     def note(self, what):
@@ -78,6 +92,7 @@ class Waits:
             self.within[what] += 1
         elif self.in_pass:
             self.between[what] += 1
+            self.places[what, place()] += 1
 
     def __enter__(self):
         for mode in (Names(self), Operations(self)):
@@ -150,6 +165,28 @@ def test_within_batches_nobody_waits_and_between_them_no_more_in_a_long_epoch(cl
     few, many = (waits_of(careful("plain", tmp_path / str(n)), clock, n) for n in (30, 300))
     assert not few.within and not many.within
     assert many.between == few.between
+
+
+ALWAYS_ON_THE_CPU = {
+    ("cpu", "state"): 6,  # Random numbers and rows of the history
+    ("cpu", "RecorderCB.state_dict()"): 2,
+    ("item", "averaging"): 1,  # How many updates are in the average
+}
+ON_THE_DEVICE = {
+    ("tolist", "metrics"): 4,  # Losses and their weights, in each pass
+    ("item", "any_metric"): 2,
+    ("tolist", "recorder"): 1,
+    ("tolist", "clipping"): 1,
+    # In case of an interrupt while validating: with what the pass has gathered, part of it on the CPU
+    ("cpu", "MetricsCB.state_dict()"): 4,
+    ("cpu", "ClipGradCB.state_dict()"): 5,
+}
+
+
+def test_who_waits_between_batches_is_known_by_name(clock, tmp_path):
+    "An average of the weights is not among them, however many tensors it has"
+    waits = waits_of(careful("plain", tmp_path), clock, 30)
+    assert waits.places == ALWAYS_ON_THE_CPU | ON_THE_DEVICE
 
 
 def test_a_guard_reads_its_flags_after_every_so_many_batches(clock):
