@@ -9,9 +9,10 @@ import torch
 from torch import optim
 from torch.nn import functional as F
 
-from isaac_loop.all import BasicTrainCB, CheckpointCB, ClipGradCB, CompileCB, CoreCBs, DataLoaders, EMACB
-from isaac_loop.all import InterruptCB, MetricsCB, OneCycleSchedulerCB, ProgressCB, RecorderCB, TimesCB
-from isaac_loop.all import Trainer
+from isaac_loop import DataLoaders, Trainer
+from isaac_loop.callbacks import BasicTrainCB, CheckpointCB, ClipGradCB, CompileCB, EMACB
+from isaac_loop.callbacks import InterruptCB, MetricsCB, OneCycleSchedulerCB, ProgressCB, RecorderCB, TimesCB
+from isaac_loop.recipes import CoreCBs
 
 from .workloads import CLIP, DECAY, SEED, digits
 
