@@ -1,13 +1,18 @@
 "`isaac_loop`, and what callbacks add to it"
 
+import copy
 import datetime
 import tempfile
+from dataclasses import replace
 
+import torch
 from torch import optim
 from torch.nn import functional as F
 
-from isaac_loop.all import BasicTrainCB, CheckpointCB, ClipGradCB, CoreCBs, DataLoaders, EMACB, InterruptCB
-from isaac_loop.all import MetricsCB, OneCycleSchedulerCB, ProgressCB, RecorderCB, TimesCB, Trainer
+from isaac_loop import DataLoaders, Trainer
+from isaac_loop.callbacks import BasicTrainCB, CheckpointCB, ClipGradCB, CompileCB, EMACB
+from isaac_loop.callbacks import InterruptCB, MetricsCB, OneCycleSchedulerCB, ProgressCB, RecorderCB, TimesCB
+from isaac_loop.recipes import CoreCBs
 
 from .workloads import CLIP, DECAY, SEED, digits
 
@@ -96,6 +101,25 @@ def guarded(work, model):
     return run
 
 
+def compiled(work, model):
+    "By `torch.compile`, which has done its work on another model of the same kind before"
+    short = replace(work, train=work.train[:2], epochs=1)
+    fit_with(short, copy.deepcopy(model), BasicTrainCB(), CompileCB())()
+    fit, before = fit_with(work, model, BasicTrainCB(), CompileCB()), n_graphs()
+
+    def run():
+        fit()
+        if n_graphs() != before:
+            raise RuntimeError(f"{n_graphs() - before} graphs were compiled in what is timed")
+
+    return run
+
+
+def n_graphs():
+    "How many graphs have been compiled in this process"
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def tutorial(work, model):
     def run():
         dls = DataLoaders.from_dataset_dict(digits(), 64, seed=SEED)
@@ -110,5 +134,6 @@ VARIANTS = {
     "isaac_loop with MetricsCB": dict(tiny=with_metrics),
     "isaac_loop with CoreCBs": dict(tiny=with_core),
     "isaac_loop with TimesCB": dict(tiny=with_times),
+    "isaac_loop compiled": dict(cnn=compiled),
     "isaac_loop with torcheval": dict(typical=with_torcheval),
 }

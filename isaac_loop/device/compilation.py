@@ -34,6 +34,13 @@ def _side_by_side(x):
     is_images = torch.is_tensor(x) and x.ndim == 4
     return x.contiguous(memory_format=torch.channels_last) if is_images else x
 
+# %% ../../nbs/device/25_compilation.ipynb #d59c7ca2
+def _compile_in_place(module, options):
+    "Have calls of `module` compiled, PyTorch's own modules included"
+    call = module._call_impl # With the hooks
+    def run(*args, **kwargs): return call(*args, **kwargs)
+    module._compiled_call_impl = torch.compile(run, **options)
+
 # %% ../../nbs/device/25_compilation.ipynb #b22e47a3
 class CompileCB:
     "Compile model and loss for the length of a fit"
@@ -62,7 +69,7 @@ class CompileCB:
         if isinstance(loss_func, nn.Module): modules.append(loss_func)
         elif loss_func is not None: self._loss_func = torch.compile(loss_func, **self.options)
         self._compiled = [(m, m._compiled_call_impl) for m in modules]
-        for m in modules: m.compile(**self.options)
+        for m in modules: _compile_in_place(m, self.options)
         if self.channels_last: trainer.model.to(memory_format=torch.channels_last)
         if self.fused: self._groups = _fuse(trainer)
 

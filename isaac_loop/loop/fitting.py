@@ -6,8 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/loop/29_fitting.ipynb #c724ce85
+import sys
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, ExitStack
 
 import torch
 
@@ -16,6 +17,7 @@ from . import advice
 from .callback_list import Checked, is_in
 from .passes import Batches, forget, n_batches
 from .plan_checks import warn_of_findings
+from .ranks import runs_here
 
 # %% ../../nbs/loop/29_fitting.ipynb #afc8af81
 _OTHERS = ('`keep_opt=True` would go on with an optimizer that holds no parameter of this model, '
@@ -63,7 +65,8 @@ def make_optimizer(
     model = trainer.model
     params = list(model.parameters()) if hasattr(model, 'parameters') else []
     if not params: raise ValueError(_NO_PARAMETERS.format(type(model).__name__))
-    try: trainer.opt = trainer.opt_func(params, trainer.lr)
+    try:
+        with _shown_while_loading(trainer): trainer.opt = trainer.opt_func(params, trainer.lr)
     except TypeError as e:
         e.add_note(_LR_TWICE if "multiple values for argument 'lr'" in str(e) else _CALLING)
         raise
@@ -84,6 +87,16 @@ def _check_made(opt, params, trainer):
 def _modules(owner):
     "Modules among the attributes of `owner`"
     return [x for x in getattr(owner, '__dict__', {}).values() if isinstance(x, torch.nn.Module)]
+
+# %% ../../nbs/loop/29_fitting.ipynb #2a05b7b1
+@contextmanager
+def _shown_while_loading(trainer):
+    "Let displays show something if the first optimizer of the process is going to load a part of PyTorch"
+    with ExitStack() as shown:
+        if 'torch._dynamo' not in sys.modules and not trainer._side_runs:
+            here = [cb for cb in trainer.callbacks if hasattr(cb, 'getting_ready') and runs_here(cb)]
+            for cb in here: shown.enter_context(cb.getting_ready(trainer))
+        yield
 
 # %% ../../nbs/loop/29_fitting.ipynb #0d5afbb5
 _NOT_ONE = ('`{who}` is to work with `trainer.{name}`, which is a {kind}, and that takes one optimizer. '

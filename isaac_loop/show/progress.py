@@ -7,6 +7,7 @@ __all__ = ['ProgressCB']
 
 # %% ../../nbs/show/10_progress.ipynb #b5381238
 import io, math, os, sys, time, warnings
+from contextlib import contextmanager
 
 import torch
 from fastcore.basics import patch
@@ -153,11 +154,17 @@ class ProgressCB:
         self._bars,self._panel,self._lines = [],None,None
         self._epochs,self._batches,self._sent = None,None,None
         self._warnings = None # In a terminal, what writes them
+        self._opened = None # The fit for which there is a place to show it
+
+    def _open(self, trainer):
+        "Find out where to show the fit that begins"
+        self._opened,self._bars = getattr(trainer, '_fitting', None),[]
+        self._place = self.place or place_of_output()
+        self._panel = _Panel(self.seconds) if self._place == 'notebook' else None
 
     def before_fit(self, trainer):
         "Put a bar around the epochs"
-        self._place = self.place or place_of_output()
-        self._panel = _Panel(self.seconds) if self._place == 'notebook' else None
+        if self._opened is None or self._opened is not trainer._fitting: self._open(trainer)
         self._lines = Lines(say)
         self._bars,self._batches = [],None
         self._sent,self._shown = None,0.
@@ -175,6 +182,22 @@ def _bar(self:ProgressCB, iterable, label, total):
     if kind is _NotebookBar: kwargs |= dict(panel=self._panel, delay=0.5*bool(self._bars))
     self._bars.append(kind(iterable, **kwargs))
     return self._bars[-1]
+
+# %% ../../nbs/show/10_progress.ipynb #2aae810a
+@patch
+@contextmanager
+def getting_ready(self:ProgressCB, trainer):
+    "Show the bar of the epochs already while the first optimizer of the process is made, which takes a second"
+    self._open(trainer)
+    bar = None if self._place == 'plain' else self._bar(None, 'Epochs', trainer.n_epochs)
+    try: yield
+    except BaseException:
+        if bar is not None: bar.close()
+        if self._panel: self._panel.close()
+        raise
+    if self._panel: self._panel.bars,bar.disable = {},True # Its text stays until another is drawn there
+    elif bar is not None: bar.close()
+    self._bars = []
 
 # %% ../../nbs/show/10_progress.ipynb #f9b13ff5
 @patch

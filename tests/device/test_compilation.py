@@ -56,6 +56,24 @@ def test_no_graph_is_made_from_the_second_epoch_on():
     assert seen[1:] == seen[1:2] * 3 and seen[0] > 0
 
 
+@pytest.mark.parametrize("loss_func", [F.cross_entropy, nn.CrossEntropyLoss()])
+def test_model_and_loss_are_compiled_though_their_code_is_all_of_pytorch(loss_func):
+    torch._dynamo.reset()
+    names, seen = [], []
+
+    def keep(graph, inputs):
+        names.append(" ".join(str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    fitting = made(CompileCB(backend=keep), loss_func=loss_func)
+    for _ in range(10):  # More than the number of times that the compiler would begin anew
+        fitting.fit(1, lr=0.05)
+        seen.append(len(names))
+    for function in ("conv2d", "cross_entropy"):
+        assert any(function in found for found in names), (function, names)
+    assert seen[1:] == seen[1:2] * 9
+
+
 def test_callbacks_stand_around_the_compiled_part():
     seen = []
 

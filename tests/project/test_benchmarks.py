@@ -1,6 +1,7 @@
 "The benchmark compares the same with the same, and its page says what was run."
 
 import importlib
+import shutil
 import sys
 
 import pytest
@@ -26,10 +27,13 @@ def outcome(build, work):
 
 @pytest.mark.parametrize("name, work", CASES)
 def test_ours_ends_with_the_weights_and_means_of_the_loop_by_hand(name, work):
+    if "compiled" in name and shutil.which("g++") is None:
+        pytest.skip("the compiler needs g++")
     small = workloads.make(work, SMALL[work])
     theirs, expected = outcome(by_hand.WORKS[work], small)
     mine, row = outcome(VARIANTS[name][work], small)
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    far = report.TOLERANCE.get(name, 0)  # Bit for bit, but for what is compiled
+    assert all(torch.allclose(a, b, rtol=0, atol=far) for a, b in zip(mine, theirs, strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(mine, small.net.state_dict().values()))
     for column in set(expected) - {"epoch", "elapsed"}:
         assert row[column] == pytest.approx(expected[column], rel=1e-5)

@@ -478,7 +478,7 @@ def test_a_notebook_shows_the_bar_of_the_epochs_before_the_first_batch(panel):
 
     before_fit.order = Order.LAST
     make_trainer([ProgressCB("notebook"), before_fit]).fit(3)
-    assert len(drawn) == 1 and "0/3" in drawn[0] and drawn[0].startswith("Epochs:   0%|")
+    assert len(set(drawn)) == 1 and "0/3" in drawn[0] and drawn[0].startswith("Epochs:   0%|")
 
 
 def test_the_bars_of_a_notebook_are_blocks(panel):
@@ -666,3 +666,53 @@ def test_a_fit_that_another_callback_refuses_leaves_only_its_own_error(place):
             trainer.fit(1)
         assert not any("besides" in o for o in getattr(e.value, "__notes__", ()))
     assert len(trainer.epochs) == 1 and open_bars() == []
+
+
+FIRST_OPTIMIZER = """
+import io, sys
+import torch
+from tqdm.std import tqdm
+from isaac_loop.callbacks import BasicTrainCB, ProgressCB
+from isaac_loop import DataLoaders, Trainer
+
+seen = []
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._dynamo":
+            seen.append("loading")
+
+class Screen(io.StringIO):
+    def write(self, text):
+        if "Epochs" not in text:
+            sys.__stderr__.write(text)
+        elif "bar" not in seen[-1:]:
+            seen.append("bar")
+
+def before_fit(trainer):
+    seen.append("before_fit" if hasattr(trainer, "opt") else "no optimizer")
+
+def misused(params, lr, other):
+    pass
+
+sys.meta_path.insert(0, Watch())
+sys.stderr = Screen()
+dls = DataLoaders([(torch.ones(4, 2), torch.zeros(4, 1))])
+trainer = Trainer(dls, torch.nn.MSELoss(), misused, torch.nn.Linear(2, 1),
+                  [BasicTrainCB(), ProgressCB("terminal"), before_fit])
+try: trainer.fit(1, valid=False)
+except TypeError: assert seen == ["bar"] and not tqdm._instances
+trainer.opt_func = torch.optim.SGD
+seen.clear()
+trainer.fit(1, valid=False)
+assert seen[:2] == ["bar", "loading"] and seen.count("loading") == 1 and "before_fit" in seen[2:], seen
+seen.clear()
+trainer.fit(1, valid=False)
+assert "bar" in seen and "loading" not in seen
+assert not [o for o in tqdm._instances if not o.disable], list(tqdm._instances)
+"""
+
+
+def test_a_bar_is_there_before_the_first_optimizer_loads_what_it_needs():
+    done = subprocess.run([sys.executable, "-c", FIRST_OPTIMIZER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
