@@ -7,6 +7,7 @@ import copy
 import random
 import sys
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop import Trainer, replaces, with_cbs
-from isaac_loop.callbacks import BasicTrainCB, MetricsCB
+from isaac_loop.callbacks import BasicTrainCB, BatchSchedulerCB, EpochSchedulerCB, MetricsCB
 from isaac_loop.inspection import CheckFailed, try_callback
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import CancelStepException
@@ -1129,3 +1130,84 @@ def test_optimizers_that_a_callback_keeps_make_steps(kind, found):
 def test_nobody_steps_where_only_a_schedule_is_stepped():
     assert "never_stepped" in found_in(images_trainer([MineSchedule(), MetricsCB()], opt_func=optim.SGD))
     assert "never_stepped" in found_in(of_class(NoStepAtAll))
+
+
+# Schedules whose length is a number of epochs
+
+
+class ByLength:
+    "Counts epochs by their range, and steps once for each"
+
+    order = 20
+
+    def before_fit(self, trainer):
+        self.s = optim.lr_scheduler.CosineAnnealingLR(trainer.opt, T_max=len(trainer.epochs))
+
+    def log(self, trainer):
+        self.s.step()
+
+
+class ByLengthPerBatch(ByLength):
+    log = None
+
+    def after_step(self, trainer):
+        self.s.step()
+
+
+class BySettingPerBatch(ByLengthPerBatch):
+    def __init__(self):
+        self.every = 1
+
+    def before_fit(self, trainer):
+        self.s = optim.lr_scheduler.StepLR(trainer.opt, step_size=self.every)
+
+
+class ByUpdates(ByLengthPerBatch):
+    def before_fit(self, trainer):
+        n = len(trainer.epochs) * len(trainer.dls.train)
+        self.s = optim.lr_scheduler.CosineAnnealingLR(trainer.opt, T_max=n)
+
+
+class ByProduct(ByLengthPerBatch):
+    def before_fit(self, trainer):
+        self.s = optim.lr_scheduler.CosineAnnealingLR(
+            trainer.opt, T_max=len(trainer.epochs) * len(trainer.dls.train)
+        )
+
+
+class ByProductOfNumbers(ByLengthPerBatch):
+    def before_fit(self, trainer):
+        n = len(trainer.dls.train)
+        self.s = optim.lr_scheduler.CosineAnnealingLR(trainer.opt, T_max=n * trainer.n_epochs)
+
+
+class SlowlyByOne(ByLengthPerBatch):
+    def before_fit(self, trainer):
+        self.s = optim.lr_scheduler.StepLR(trainer.opt, step_size=2, gamma=0.99)
+
+
+PACES = [ByLength, ByUpdates, ByProduct, ByProductOfNumbers, SlowlyByOne]
+
+
+@pytest.mark.parametrize("kind", [ByLengthPerBatch, BySettingPerBatch, *PACES])
+def test_a_number_of_epochs_is_told_from_one_of_batches(kind):
+    found = found_in(images_trainer([BasicTrainCB(), MetricsCB(), kind()]))
+    assert found == ([] if kind in PACES else ["schedule_pace"])
+
+
+@pytest.mark.parametrize(
+    "kind, length, n_found",
+    [
+        (optim.lr_scheduler.CosineAnnealingLR, dict(T_max=2), 1),
+        (optim.lr_scheduler.StepLR, dict(step_size=2), 1),
+        (optim.lr_scheduler.MultiStepLR, dict(milestones=[1, 2]), 1),
+        (optim.lr_scheduler.CosineAnnealingLR, dict(T_max=40), 0),
+        (optim.lr_scheduler.MultiStepLR, dict(milestones=[2, 30]), 0),
+        (optim.lr_scheduler.LinearLR, dict(total_iters=2), 0),
+        (optim.lr_scheduler.StepLR, dict(step_size=1, gamma=0.99), 0),
+    ],
+)
+def test_a_built_in_schedule_for_updates_of_few_steps_is_found(kind, length, n_found):
+    for scheduler, n in ((BatchSchedulerCB, n_found), (EpochSchedulerCB, 0)):
+        trainer = images_trainer([BasicTrainCB(), scheduler(partial(kind, **length))], batch_size=3)
+        assert found_in(trainer) == ["schedule_pace"] * n
