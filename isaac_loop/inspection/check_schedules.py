@@ -6,13 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/inspection/95_check_schedules.ipynb #157def5d
-import ast
+import ast, re
+from functools import partial
 
 from .check_rules import happens, line_in, method_of, said, taken_from, users_own
-from ..loop.events import EVENTS
+from ..loop.events import EVENTS, callback_name
 from ..loop.handlers import takes_part
 from ..loop.passes import n_batches
 from ..loop.plan_checks import Finding
+from ..schedule.schedulers import BatchSchedulerCB
 
 # %% ../../nbs/inspection/95_check_schedules.ipynb #87da560b
 _RUNS_AWAY = ('{first} steps `{what}` for each {a}, and {second} once more for each {b}, so the rate '
@@ -87,12 +89,36 @@ def wrong_paces(scene):
     for what,mine in steppers(scene):
         made = _maker(scene, what, mine[0])
         if made is None or len({*map(_is_of_batch, mine)}) > 1: continue
-        kind,length,line = made
+        kind,length,line,*decay = made
         unit = _unit(kind, length, mine[0].callback, n)
+        if unit == 'epoch' and _is_slow(*decay, n): continue
         if unit is None or unit == ('batch' if _is_of_batch(mine[0]) else 'epoch'): continue
         text = (_TOO_FAST if unit == 'epoch' else _TOO_SLOW).format(
             who=said(mine[0]), what=what, kind=kind, length=ast.unparse(length), line=line, n=n or 'many')
         found.append(Finding('schedule_pace', text, [mine[0].callback]))
+    return found + _short_schedules(scene, n)
+
+_SHORT = ('`{who}` steps its schedule after every update, and {kind} has `{name}` {length}, when an epoch has '
+          '{n} batches. If it counts epochs, use `EpochSchedulerCB`; if not, write it in updates, such as '
+          '`trainer.total_updates`.')
+_FEW = 4 # Times that a length must go into an epoch to be one of epochs
+_COUNTS = 'StepLR','CosineAnnealingLR','MultiStepLR','PolynomialLR' # A warm-up may well be short
+
+def _short_schedules(scene, n):
+    "Built-in schedules for updates whose length is a small number, such as one of epochs"
+    found = []
+    for callback in scene.trainer.callbacks:
+        func = getattr(callback, 'scheduler_func', None)
+        if not isinstance(callback, BatchSchedulerCB) or not isinstance(func, partial) or not n: continue
+        kind = getattr(func.func, '__name__', '')
+        name = _LENGTHS.get(kind, '')
+        length = func.keywords.get(name)
+        values = length if isinstance(length, (list, tuple)) else [length]
+        if kind not in _COUNTS or not all(type(o) is int for o in values) or not values: continue
+        slow = _is_slow(func.keywords.get('gamma'), max(values), n)
+        if slow or not (1 if kind == 'StepLR' else 2) <= max(values) <= n/_FEW: continue
+        text = _SHORT.format(who=callback_name(callback), kind=kind, name=name, length=length, n=n)
+        found.append(Finding('schedule_pace', text, [callback]))
     return found
 
 def _maker(scene, what, entry):
@@ -106,7 +132,13 @@ def _maker(scene, what, entry):
             if not any(ast.unparse(target).partition('.')[2] == name for target in node.targets): continue
             kind = getattr(node.value.func, 'attr', getattr(node.value.func, 'id', ''))
             length = _length(kind, node.value)
-            return None if length is None else (kind, length, line_in(other, node))
+            gamma = next((o.value for o in node.value.keywords if o.arg == 'gamma'), None)
+            decay = _number(gamma, None), _number(length, other.callback)
+            return None if length is None else (kind, length, line_in(other, node), *decay)
+
+def _is_slow(gamma, length, n):
+    "Whether a factor at every so many steps still leaves a tenth of the rate after an epoch of `n` batches"
+    return bool(gamma and length and n) and gamma**(n/length) > 0.1
 
 def _length(kind, call):
     "The argument of a schedule that says how long it is"
@@ -117,19 +149,24 @@ def _length(kind, call):
 
 _WORDS_OF_UPDATES = 'update','batch','len(','step','iter'
 
+_EPOCHS = re.compile(r'len\([\w.]+\.epochs\)|[\w.]+\.n_epochs')
+
 def _unit(kind, length, callback, n):
     "Whether a length is counted in epochs or in batches; None if nobody can tell"
     text = ast.unparse(length)
+    if _EPOCHS.fullmatch(text): return 'epoch'
     if any(word in text for word in _WORDS_OF_UPDATES) or isinstance(length, ast.BinOp) and 'epoch' in text:
         return 'batch'
     if 'epoch' in text: return 'epoch'
     number = _number(length, callback)
     if not number or not n or kind == 'OneCycleLR': return None
     if kind == 'ExponentialLR': return 'epoch' if number**n < 0.1 else None
-    return 'epoch' if 1 < number < n else None
+    least = 1 if kind == 'StepLR' else 2
+    return 'epoch' if least <= number < n else None
 
 def _number(node, callback):
     "A number, or the largest of a list, as it stands there or as the callback holds it"
+    if node is None: return None
     if isinstance(node, ast.Attribute): value = getattr(callback, '__dict__', {}).get(node.attr)
     else:
         try: value = ast.literal_eval(node)

@@ -7,21 +7,78 @@ __all__ = []
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #2f651e23
 import ast, inspect
+from types import FunctionType
+
+from torch.optim import Optimizer
 
 from .check_cancels import cancels_in
-from .check_rules import method_of, said, users_own
+from .check_rules import method_of, said, taken_from, users_own
 from .check_updates import cleared_too_early
+from .method_source import function_node, function_of
 from ..loop.advice import has_own_batch
-from ..loop.events import STEPS
+from ..loop.events import STEPS, handler_of
 from ..loop.handlers import TrainersOwn
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #50ab41b8
 _STALE = ('{step} makes a step, and nobody clears the gradients before the next backward pass, so those '
-          'of all batches add up. Call `trainer.opt.zero_grad()` after the step, in `zero_grad`, as '
+          'of all batches add up. Call `{opt}.zero_grad()` after the step, in `zero_grad`, as '
           '`BasicTrainCB` does.')
+_STALE_OF = _STALE.replace('makes a step', 'makes a step of `{opt}`').replace('clears the', 'clears its')
 _EMPTY = ('{step} makes a step when the gradients are cleared ({zero}) and not computed anew, so the '
           'weights do not move. The order is backward, step, clear.')
+
+def own_method(
+    entry, # At an event
+)->tuple: # A `FunctionDef` and what it calls the trainer, as of `method_of`
+    "The syntax tree of a user's method, which may be one of a trainer's class"
+    if not isinstance(entry.callback, TrainersOwn): return method_of(entry)
+    f = function_of(handler_of(entry.callback, entry.event))[0]
+    if f is None or f.__module__.partition('.')[0] == 'isaac_loop': return None,''
+    node = function_node(f)
+    if not isinstance(node, ast.FunctionDef) or not node.args.args: return None,''
+    return node,node.args.args[0].arg
+
+def optimizers(
+    scene, # Whose trainer and callbacks may hold them
+)->dict: # By name, such as 'trainer.opt_d' or 'self.mine', the text of what they train
+    "Optimizers that are there already, or that own methods make"
+    has_opt = getattr(scene.trainer, 'opt_func', None) is not None
+    found = {'trainer.opt': 'trainer.model.parameters()'} if has_opt else {}
+    for holder in (scene.trainer, *scene.trainer.callbacks):
+        own = 'trainer' if holder is scene.trainer else 'self'
+        held = getattr(holder, '__dict__', {}).items()
+        found |= {f'{own}.{name}': '' for name,o in held if isinstance(o, Optimizer)}
+        methods = [o for cls in type(holder).__mro__ for o in vars(cls).values() if isinstance(o, FunctionType)]
+        for f in [o for o in methods if o.__module__.partition('.')[0] not in ('isaac_loop', 'torch')]:
+            for name,made in _made_in(inspect.unwrap(f), own): found.setdefault(name, made)
+    return found
+
+def _made_in(f, own):
+    "Names of optimizers that a method makes, with what they train"
+    tree = function_node(f)
+    nodes = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)] if tree is not None else []
+    first = next((o.arg for o in tree.args.args), '') if nodes else ''
+    for target,value in [pair for node in nodes for pair in _pairs(node)]:
+        name = ast.unparse(target)
+        if '.' not in name or not _is_optimizer_made(value, f.__globals__): continue
+        owner,_,rest = name.partition('.')
+        trains = ast.unparse(value.args[0]) if value.args else ''
+        yield f'{own if owner == first else "trainer"}.{rest}',trains
+
+def _pairs(node):
+    "Targets and values of an assignment, perhaps of several in one line"
+    target,value = node.targets[0],node.value
+    both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+    return list(zip(target.elts, value.elts)) if both else [(target, value)]
+
+def _is_optimizer_made(node, known):
+    "Whether an expression is a call of an optimizer's class, or of the trainer's `opt_func`"
+    if not isinstance(node, ast.Call): return False
+    first,*rest = ast.unparse(node.func).split('.')
+    made = known.get(first)
+    for name in rest: made = getattr(made, name, None)
+    return rest[-1:] == ['opt_func'] or isinstance(made, type) and issubclass(made, Optimizer)
 
 class Unknown(Exception): "What a method does in which order stands not in its own lines"
 
@@ -31,28 +88,50 @@ class _Deed:
 
 _KINDS = {'backward': 'backward', 'step': 'step', 'zero_grad': 'zero'}
 
-def _kind(node, trainer):
+def _kind(node, trainer, opts):
     "What a call is, with its optimizer; None if it is something else"
     name = getattr(node.func, 'attr', '')
     if name not in _KINDS: return None
-    owner = ast.unparse(node.func.value)
-    is_opt = owner.startswith(f'{trainer}.opt')
+    opt = _named_by(ast.unparse(node.func.value), trainer)
+    is_opt = opt in opts or opt.startswith('trainer.opt')
     if name == 'backward': return name,''
     if name == 'step' and (node.args or node.keywords or not is_opt): raise Unknown()
-    return _KINDS[name],owner.rpartition('.')[2] if is_opt else ''
+    has_all = name == 'zero_grad' and opts.get(opt, '').endswith('.model.parameters()')
+    return _KINDS[name],opt if is_opt and not has_all else ''
 
-def _in_lines(nodes, trainer):
+def _named_by(text, trainer):
+    "What a method calls `text`, for all methods: `trainer.opt` in one of a trainer's own, too"
+    first,dot,rest = text.partition('.')
+    return f'trainer{dot}{rest}' if first == trainer else text
+
+def _in_lines(nodes, trainer, opts):
     "The calls of a method, in their order"
     for node in nodes:
         calls = [o for o in ast.walk(node) if isinstance(o, ast.Call)]
         told = [o for o in calls if getattr(o.func, 'attr', '') in (*_KINDS, 'run_callbacks')]
         if not told: continue
-        if isinstance(node, ast.With): yield from _in_lines(node.body, trainer)
+        if isinstance(node, ast.With): yield from _in_lines(node.body, trainer, opts)
+        elif _is_written_out(node): yield from _in_lines(_turns(node), trainer, opts)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == f'{trainer}.training' and not node.orelse:
-            yield from _in_lines(node.body, trainer)
+            yield from _in_lines(node.body, trainer, opts)
         elif not isinstance(node, ast.Expr) or node.value is not told[0] or len(told) > 1: raise Unknown()
         elif told[0].func.attr == 'run_callbacks': yield from [_run(o) for o in told[0].args]
-        else: yield _kind(told[0], trainer)
+        else: yield _kind(told[0], trainer, opts)
+
+def _is_written_out(node):
+    "Whether a loop goes over things that stand in its line, such as two optimizers"
+    return (isinstance(node, ast.For) and isinstance(node.iter, (ast.Tuple, ast.List))
+            and isinstance(node.target, ast.Name) and not node.orelse)
+
+def _turns(node):
+    "The statements of all turns of such a loop, with what its variable stands for"
+    bodies = [(_Named(node.target.id, value), item) for value in node.iter.elts for item in node.body]
+    return [named.visit(ast.parse(ast.unparse(item)).body[0]) for named,item in bodies]
+
+class _Named(ast.NodeTransformer):
+    "Puts an expression in the place of a name"
+    def __init__(self, name, value): self.name,self.value = name,value
+    def visit_Name(self, node): return self.value if node.id == self.name else node
 
 def _run(node):
     "A step that is run by its name"
@@ -61,9 +140,9 @@ def _run(node):
 
 _DEEDS = {'backward': 'backwards', 'step': 'steps ', 'zero': 'zeroes '}
 
-def _of_method(entry, tree, trainer):
+def _of_method(entry, tree, trainer, opts):
     "The calls of a method; they must be all that is known of it"
-    told = list(_in_lines(tree.body, trainer))
+    told = [o for o in _in_lines(tree.body, trainer, opts) if o is not None]
     if 'sets gradients' in entry.found.does or 'zeroes gradients' in entry.found.does: raise Unknown()
     for kind,deed in _DEEDS.items():
         if any(o.startswith(deed) for o in entry.found.does) and kind not in [o[0] for o in told]:
@@ -79,7 +158,7 @@ def _of_library(entry):
 
 def _row(scene):
     "All calls of a batch"
-    own = has_own_batch(scene.trainer)
+    own,opts = has_own_batch(scene.trainer),optimizers(scene)
     entries = [o for o in scene.batch if o.callback is not None]
     if any('CancelStepException' in o.found.raises or o.found.unclear for o in entries): raise Unknown()
     at = {step: [o for o in entries if o.event in (span.before, step, span.after)]
@@ -89,37 +168,39 @@ def _row(scene):
         if own and not is_batch and any(entry in steps for steps in at.values()):
             continue # If it is run at all
         if is_batch: tree,trainer = _own_tree(scene.trainer)
-        else: tree,trainer = method_of(entry)
-        told = _of_library(entry) if tree is None else _of_method(entry, tree, trainer)
+        else: tree,trainer = own_method(entry)
+        told = _of_library(entry) if tree is None else _of_method(entry, tree, trainer, opts)
         for kind,opt in told:
             if kind != 'run': yield _Deed(kind, opt, entry)
-            else: yield from [_Deed(*pair, item) for item in at[opt] for pair in _of_run(item)]
+            else: yield from [_Deed(*pair, item) for item in at[opt] for pair in _of_run(item, opts)]
 
-def _of_run(entry):
-    tree,trainer = method_of(entry)
-    return _of_library(entry) if tree is None else _of_method(entry, tree, trainer)
+def _of_run(entry, opts):
+    tree,trainer = own_method(entry)
+    return _of_library(entry) if tree is None else _of_method(entry, tree, trainer, opts)
 
 def _own_tree(trainer):
-    from isaac_loop.inspection.method_source import function_node
     node = function_node(inspect.unwrap(type(trainer).one_batch))
     if node is None: raise Unknown()
     return node,node.args.args[0].arg
 
-def _told(entry): return '`one_batch`' if isinstance(entry.callback, TrainersOwn) else said(entry)
+def _told(entry):
+    is_batch = isinstance(entry.callback, TrainersOwn) and entry.event not in STEPS
+    return '`one_batch`' if is_batch else said(entry)
 
 def steps_in_disorder(scene):
     "Steps on gradients that were never cleared, or are cleared already"
     try: row = list(_row(scene))
     except Unknown: return []
     if 'backward' not in [o.kind for o in row]: return []
+    several = len({o.opt for o in row if o.kind == 'step'}) > 1
     for opt in dict.fromkeys(o.opt for o in row if o.kind == 'step'):
-        found = _walk(row, opt)
+        found = _walk(row, opt, several)
         if found is None or found.name == 'cleared_before_step' and cleared_too_early(scene):
             continue # Told already
         return [found]
     return []
 
-def _walk(row, opt):
+def _walk(row, opt, several):
     "Go through two batches with one optimizer; what is wrong, or None"
     state,zero,states = 'unknown',None,{}
     for deed in [*row, *row]:
@@ -129,13 +210,14 @@ def _walk(row, opt):
         elif deed.kind == 'step' and mine:
             states.setdefault(state, (deed.entry, zero))
             if state != 'empty': state = 'used'
-    return _finding(states)
+    return _finding(states, opt, several)
 
-def _finding(states):
+def _finding(states, opt, several):
     "What to say of steps in these states of the gradients; a good one makes up for an empty one"
     if 'stale' in states:
         entry,_ = states['stale']
-        return Finding('never_cleared', _STALE.format(step=_told(entry)), [entry.callback], spoils=True)
+        text = (_STALE_OF if several else _STALE).format(step=_told(entry), opt=opt or 'trainer.opt')
+        return Finding('never_cleared', text, [entry.callback], spoils=True)
     if 'empty' in states and 'fresh' not in states:
         entry,zero = states['empty']
         text = _EMPTY.format(step=_told(entry), zero=_told(zero.entry))
@@ -156,13 +238,23 @@ def half_steps(scene):
     does = [(item, deed) for item in scene.entries for deed in item.found.does]
     backward = next((o for o,deed in does if deed == 'backwards' and o in scene.batch), None)
     step = next((o for o,deed in does if deed.startswith('steps ') and o in scene.batch), None)
+    may_step = step is not None or any(map(_may_step, scene.batch))
     sets = any(deed in ('sets gradients', 'backwards') for _,deed in does)
     moves = any('weights' in o.found.parts.get(('changes', 'model'), {}) for o in scene.entries)
-    if backward is not None and step is None and not moves:
+    if backward is not None and not may_step and not moves:
         return [Finding('never_stepped', _NO_STEP.format(who=_told(backward)), [backward.callback])]
     if step is not None and not sets:
         return [Finding('never_backward', _NO_BACKWARD.format(who=_told(step)), [step.callback])]
     return []
+
+def _may_step(entry):
+    "Whether an own method steps something that is no schedule, under a name that tells nothing"
+    tree,_ = own_method(entry)
+    if tree is None or 'step' not in entry.found.calls: return False
+    calls = [o.func for o in ast.walk(tree) if isinstance(o, ast.Call)]
+    owners = {ast.unparse(o.value) for o in calls if getattr(o, 'attr', '') == 'step'}
+    schedules = taken_from(entry, 'schedules')
+    return bool(owners.difference(schedules)) or not owners and not schedules
 
 _FREE_OF_SCALE = {'Adam', 'AdamW', 'NAdam', 'RAdam', 'Adamax', 'RMSprop', 'Rprop', 'Adagrad'}
 

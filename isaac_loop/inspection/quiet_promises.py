@@ -41,7 +41,7 @@ def modes(evidence):
     "Compare the modes at the beginning and the end of batches and steps, and after the fit"
     observed,told_of = evidence.observed,set()
     if not any(name[0] == 'modes' or name == _GRAD for name in observed.touched):
-        raise NotTried('changes no modes')
+        raise NotTried('changed no modes in the batches tried')
     for (span,training),changed in observed.spans.items():
         if span in ('fit', 'epoch'): continue
         for name,touch in evidence.touched(changed, 'modes', 'globals').items():

@@ -7,6 +7,7 @@ import copy
 import random
 import sys
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop import Trainer, replaces, with_cbs
-from isaac_loop.callbacks import BasicTrainCB, MetricsCB
+from isaac_loop.callbacks import BasicTrainCB, BatchSchedulerCB, EpochSchedulerCB, MetricsCB
 from isaac_loop.inspection import CheckFailed, try_callback
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import CancelStepException
@@ -1003,3 +1004,210 @@ def test_a_best_value_of_the_fit_before_is_found():
     report = try_callback(BestFromTheDayItWasMade, promises=["two_fits"], seconds=0)
     assert report.broken == ["two_fits"] and "`BestFromTheDayItWasMade.best`" in str(report["two_fits"])
     assert try_callback(BestOfAFit, promises=["two_fits"], seconds=0).broken == []
+
+
+# Several optimizers
+
+
+class TwoOptimizers(Trainer):
+    def before_fit(self):
+        self.body = optim.SGD(self.model[:-1].parameters(), 0.1)
+        self.opt_head = optim.SGD(self.model[-1].parameters(), 0.1)
+
+    def predict(self):
+        self.preds = self.model(self.batch[0])
+
+    def get_loss(self):
+        self.loss = self.loss_func(self.preds, self.batch[1])
+
+    def backward(self):
+        self.loss.backward()
+
+    def step(self):
+        self.body.step()
+        self.opt_head.step()
+
+    def zero_grad(self):
+        for opt in (self.body, self.opt_head):
+            opt.zero_grad()
+
+
+class ForgetsHead(TwoOptimizers):
+    def zero_grad(self):
+        self.body.zero_grad()
+
+
+class ForgetsBody(TwoOptimizers):
+    def zero_grad(self):
+        self.opt_head.zero_grad()
+
+
+class ClearsAll(TwoOptimizers):
+    def zero_grad(self):
+        self.model.zero_grad()
+
+
+class OddNames(TwoOptimizers):
+    def before_fit(self):
+        self.body, self.head = (
+            optim.SGD(part.parameters(), 0.1) for part in (self.model[:-1], self.model[-1])
+        )
+
+    def step(self):
+        self.body.step()
+        self.head.step()
+
+    def zero_grad(self):
+        self.body.zero_grad()
+        self.head.zero_grad()
+
+
+class NoStepAtAll(TwoOptimizers):
+    def step(self):
+        pass
+
+
+def of_class(kind):
+    parts = vars(images_trainer([]))
+    return kind(parts["dls"], F.cross_entropy, None, parts["model"], [MetricsCB()])
+
+
+@pytest.mark.parametrize("kind, name", [(ForgetsHead, "trainer.opt_head"), (ForgetsBody, "trainer.body")])
+def test_an_optimizer_of_several_that_is_never_cleared_is_named(kind, name):
+    with pytest.raises(CheckFailed, match=f"step of `{name}`.*{name}.zero_grad") as failed:
+        of_class(kind).check()
+    assert [o.name for o in failed.value.findings] == ["never_cleared"]
+
+
+@pytest.mark.parametrize("kind", [TwoOptimizers, ClearsAll, OddNames])
+def test_several_optimizers_that_are_all_stepped_and_cleared_are_right(kind):
+    assert found_in(of_class(kind)) == []
+
+
+class Mine(BasicTrainCB):
+    def before_fit(self, trainer):
+        self.opt1 = optim.SGD(trainer.model[:-1].parameters(), 0.1)
+        self.opt2 = optim.SGD(trainer.model[-1].parameters(), 0.1)
+
+    def step(self, trainer):
+        self.opt1.step()
+        self.opt2.step()
+
+    def zero_grad(self, trainer):
+        self.opt1.zero_grad()
+        self.opt2.zero_grad()
+
+
+class MineForgotten(Mine):
+    def zero_grad(self, trainer):
+        self.opt1.zero_grad()
+
+
+class MineWhole(MineForgotten):
+    def before_fit(self, trainer):
+        self.opt1 = optim.SGD(trainer.model.parameters(), 0.1)
+        self.opt2 = optim.SGD(trainer.model[-1].parameters(), 0.1)
+
+
+class MineSchedule(Mine):
+    "Steps a schedule alone"
+
+    def before_fit(self, trainer):
+        self.sched = optim.lr_scheduler.StepLR(trainer.opt, 1000)
+
+    def step(self, trainer):
+        self.sched.step()
+
+    def zero_grad(self, trainer):
+        pass
+
+
+@pytest.mark.parametrize("kind, found", [(Mine, []), (MineForgotten, ["never_cleared"]), (MineWhole, [])])
+def test_optimizers_that_a_callback_keeps_make_steps(kind, found):
+    assert found_in(images_trainer([kind(), MetricsCB()], opt_func=None)) == found
+
+
+def test_nobody_steps_where_only_a_schedule_is_stepped():
+    assert "never_stepped" in found_in(images_trainer([MineSchedule(), MetricsCB()], opt_func=optim.SGD))
+    assert "never_stepped" in found_in(of_class(NoStepAtAll))
+
+
+# Schedules whose length is a number of epochs
+
+
+class ByLength:
+    "Counts epochs by their range, and steps once for each"
+
+    order = 20
+
+    def before_fit(self, trainer):
+        self.s = optim.lr_scheduler.CosineAnnealingLR(trainer.opt, T_max=len(trainer.epochs))
+
+    def log(self, trainer):
+        self.s.step()
+
+
+class ByLengthPerBatch(ByLength):
+    log = None
+
+    def after_step(self, trainer):
+        self.s.step()
+
+
+class BySettingPerBatch(ByLengthPerBatch):
+    def __init__(self):
+        self.every = 1
+
+    def before_fit(self, trainer):
+        self.s = optim.lr_scheduler.StepLR(trainer.opt, step_size=self.every)
+
+
+class ByUpdates(ByLengthPerBatch):
+    def before_fit(self, trainer):
+        n = len(trainer.epochs) * len(trainer.dls.train)
+        self.s = optim.lr_scheduler.CosineAnnealingLR(trainer.opt, T_max=n)
+
+
+class ByProduct(ByLengthPerBatch):
+    def before_fit(self, trainer):
+        self.s = optim.lr_scheduler.CosineAnnealingLR(
+            trainer.opt, T_max=len(trainer.epochs) * len(trainer.dls.train)
+        )
+
+
+class ByProductOfNumbers(ByLengthPerBatch):
+    def before_fit(self, trainer):
+        n = len(trainer.dls.train)
+        self.s = optim.lr_scheduler.CosineAnnealingLR(trainer.opt, T_max=n * trainer.n_epochs)
+
+
+class SlowlyByOne(ByLengthPerBatch):
+    def before_fit(self, trainer):
+        self.s = optim.lr_scheduler.StepLR(trainer.opt, step_size=2, gamma=0.99)
+
+
+PACES = [ByLength, ByUpdates, ByProduct, ByProductOfNumbers, SlowlyByOne]
+
+
+@pytest.mark.parametrize("kind", [ByLengthPerBatch, BySettingPerBatch, *PACES])
+def test_a_number_of_epochs_is_told_from_one_of_batches(kind):
+    found = found_in(images_trainer([BasicTrainCB(), MetricsCB(), kind()]))
+    assert found == ([] if kind in PACES else ["schedule_pace"])
+
+
+@pytest.mark.parametrize(
+    "kind, length, n_found",
+    [
+        (optim.lr_scheduler.CosineAnnealingLR, dict(T_max=2), 1),
+        (optim.lr_scheduler.StepLR, dict(step_size=2), 1),
+        (optim.lr_scheduler.MultiStepLR, dict(milestones=[1, 2]), 1),
+        (optim.lr_scheduler.CosineAnnealingLR, dict(T_max=40), 0),
+        (optim.lr_scheduler.MultiStepLR, dict(milestones=[2, 30]), 0),
+        (optim.lr_scheduler.LinearLR, dict(total_iters=2), 0),
+        (optim.lr_scheduler.StepLR, dict(step_size=1, gamma=0.99), 0),
+    ],
+)
+def test_a_built_in_schedule_for_updates_of_few_steps_is_found(kind, length, n_found):
+    for scheduler, n in ((BatchSchedulerCB, n_found), (EpochSchedulerCB, 0)):
+        trainer = images_trainer([BasicTrainCB(), scheduler(partial(kind, **length))], batch_size=3)
+        assert found_in(trainer) == ["schedule_pace"] * n

@@ -613,6 +613,7 @@ class SecondNet:
         F.cross_entropy(self.net(trainer.batch[0].flatten(1)), trainer.batch[1]).backward()
         clip(self.net.parameters(), 1.0)
         self.opt.step()
+        self.opt.zero_grad()
 
 
 class TrainingAug(Aug):
