@@ -99,6 +99,8 @@ OFFERS = {
         '`LoggerCB`, for logs that put curves into groups',
         'data sets by name, which is what the names of their columns begin with'),
     'renamed': ('`RenameColumnsCB`', 'who watches a column', 'new names of columns by old ones'),
+    'getting_ready': ('who shows how far training is, such as `ProgressCB`', 'the loop',
+        'a method of the trainer that gives a context for the time in which the first optimizer is made'),
     'shows_rows': ('who prints or draws rows, such as `ProgressCB`', '`MetricsCB`, which then prints none',
         'True: it shows the rows of the history'),
     'max_updates': ('who ends the fit after some updates, such as `LimitCB`',
