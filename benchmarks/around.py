@@ -15,6 +15,7 @@ import random
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -234,7 +235,7 @@ def saves_in_the_background(rounds):
         for kind, every in {"foreground": 1, "background": datetime.timedelta(0)}.items():
             with tempfile.TemporaryDirectory(dir=".") as place:
                 saving = TimedCheckpointCB(place, every, rounds)
-                quiet(lambda: fit_with_saves(saving, width))()
+                quiet(partial(fit_with_saves, saving, width))()
             found[kind] = statistics.median(saving.times)
         held_up = {kind: f"{o * 1e3:.2f} ms" for kind, o in found.items()}
         share = found["background"] / found["foreground"]

@@ -187,7 +187,7 @@ def _bar(self:ProgressCB, iterable, label, total):
 @patch
 @contextmanager
 def getting_ready(self:ProgressCB, trainer):
-    "Show the bar of the epochs already while the first optimizer of the process is made, which takes a second"
+    "Show the bar of the epochs already while the first optimizer of a process loads half of PyTorch"
     self._open(trainer)
     bar = None if self._place == 'plain' else self._bar(None, 'Epochs', trainer.n_epochs)
     try: yield
