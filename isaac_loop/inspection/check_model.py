@@ -6,15 +6,17 @@
 __all__ = []
 
 # %% ../../nbs/inspection/97_check_model.ipynb #1645d7a5
-import ast
+import ast, inspect
 from functools import partial
+from types import FunctionType
 
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .check_rules import line_in, method_of, methods_of, said, users_own
-from .method_source import function_node, function_of
+from .check_steps import own_method
+from .method_source import function_node, function_of, place
 from ..loop.events import EVENTS, handler_of
 from ..loop.handlers import takes_part
 from ..loop.plan_checks import Finding
@@ -60,8 +62,64 @@ def _called(node):
     f = getattr(node, 'func', None)
     return getattr(f, 'attr', getattr(f, 'id', ''))
 
+_IN_LOSS = ('{where} gives what comes out of a {what} to `{loss}` ({line}), which takes it once more, so the loss '
+           'stays large and the gradients small. Give it the numbers before the {what}.')
+
+def _own_losses(scene):
+    "Methods and functions of the user that compute a loss: the tree, what it knows, its place and its name"
+    func = getattr(scene.trainer, 'loss_func', None)
+    while isinstance(func, partial): func = func.func
+    is_own = isinstance(func, nn.Module) and not type(func).__module__.startswith('torch.')
+    f = inspect.unwrap(type(func).forward if is_own else func) if callable(func) else None
+    if isinstance(f, FunctionType) and not f.__module__.startswith(('torch.', 'isaac_loop.')):
+        name = type(func).__name__ if is_own else f.__name__
+        yield function_node(f),f.__globals__,place(f).rpartition(':')[0],f'`{name}`',func
+    for entry in scene.batch:
+        if entry.event not in ('get_loss', 'after_get_loss') or entry.callback is None: continue
+        tree,_ = own_method(entry)
+        known = function_of(handler_of(entry.callback, entry.event))[0].__globals__ if tree is not None else {}
+        yield tree,known,entry.where.rpartition(':')[0],said(entry),entry.callback
+
+def _taken_in(node, known, holder, trainer):
+    "What the function that a call is of takes itself, with its name, as far as that is known"
+    first,*rest = ast.unparse(node.func.func if isinstance(node.func, ast.Call) else node.func).split('.')
+    f = holder if first == 'self' else known.get(first)
+    for name in rest: f = inspect.getattr_static(f, name, None) if name != 'loss_func' else None
+    modules = getattr(holder, '_modules', None) or {}
+    if first == 'self' and len(rest) == 1: f = f or modules.get(rest[0])
+    if rest == ['loss_func']: f = trainer.loss_func
+    for function,cls,what in _LOSSES:
+        if f is function or isinstance(f, cls) or f is cls and isinstance(node.func, ast.Call):
+            return what,function.__name__
+    return '',''
+
+def _value_before(node, call, tree):
+    "What a name stands for where a call uses it, if it was set in a plain line of its own"
+    sets = [o for o in tree.body if isinstance(o, ast.Assign) and o.lineno < call.lineno
+            and ast.unparse(o.targets[0]) == ast.unparse(node)]
+    inside = [o for o in ast.walk(tree) if isinstance(o, (ast.Assign, ast.AugAssign)) and o not in tree.body]
+    unsure = any(ast.unparse(node) in ast.unparse(getattr(o, 'targets', [getattr(o, 'target', None)])[0])
+                 for o in inside)
+    return sets[-1].value if sets and not unsure else node
+
+def _twice_inside(scene):
+    "Losses that take a softmax of what they give to a function that takes it"
+    for tree,known,file,where,holder in _own_losses(scene):
+        for node in [o for o in ast.walk(tree) if isinstance(o, ast.Call)] if tree is not None else ():
+            given = node.args[:1] or [o.value for o in node.keywords if o.arg == 'input']
+            if not given: continue
+            what,loss = _taken_in(node, known, holder, scene.trainer)
+            if not what or _called(_value_before(given[0], node, tree)) != what: continue
+            text = _IN_LOSS.format(where=where, what=what, loss=loss, line=f'{file}:{node.lineno}')
+            yield Finding('softmax_twice', text, [holder] if holder in scene.trainer.callbacks else [])
+
 def softmax_twice(scene):
     "Probabilities for a loss function that makes them itself"
+    inside = list(_twice_inside(scene))
+    return inside[:1] or _twice_outside(scene)
+
+def _twice_outside(scene):
+    "Probabilities from the model, or from a callback, for such a loss function"
     what,loss = _taken_by(getattr(scene.trainer, 'loss_func', None))
     model = vars(scene.trainer).get('model')
     if not what: return []

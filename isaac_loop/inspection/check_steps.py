@@ -11,7 +11,7 @@ from types import FunctionType
 
 from torch.optim import Optimizer
 
-from .check_cancels import cancels_in
+from .check_cancels import _helpers, cancels_in
 from .check_rules import method_of, said, taken_from, users_own
 from .check_updates import cleared_too_early
 from .method_source import function_node, function_of
@@ -228,9 +228,9 @@ _NO_STEP = ('{who} computes gradients, and nobody makes a step with them, so the
             'are. Call `trainer.opt.step()` in `step`, as `BasicTrainCB` does.')
 _NO_BACKWARD = ('{who} makes a step, and nobody computes gradients, so the weights stay as they are. Call '
                 '`trainer.loss.backward()` in `backward`, as `BasicTrainCB` does.')
-_SUM = ('`{who}` gathers the gradients of several batches, and nobody divides them or the loss, so each '
-        'step is as many times too large. Use `AccumulationCB`, or scale the loss in `before_backward` '
-        'and put it back afterwards.')
+_SUM = ('`{who}` gathers the gradients of {n} batches, and nobody divides them or the loss, so each step is '
+        '{n} times too large. Divide the loss before the backward pass, as in `(trainer.loss/{by}).backward()`, '
+        'or use `AccumulationCB`.')
 
 def half_steps(scene):
     "Gradients without a step, and steps without gradients"
@@ -260,9 +260,9 @@ _FREE_OF_SCALE = {'Adam', 'AdamW', 'NAdam', 'RAdam', 'Adamax', 'RMSprop', 'Rprop
 
 def gathered_sums(scene):
     "Gradients of several batches that are added, and not averaged"
-    optimizer = getattr(scene.trainer, 'opt_func', None)
+    opt = getattr(scene.trainer, 'opt_func', None) or type(vars(scene.trainer).get('opt'))
     is_sum = getattr(scene.trainer.loss_func, 'reduction', '') == 'sum'
-    if getattr(optimizer, '__name__', '') in _FREE_OF_SCALE or is_sum: return []
+    if getattr(opt, '__name__', '') in {*_FREE_OF_SCALE, 'NoneType'} or is_sum: return []
     found = []
     for callback in [o.callback for o in scene.batch if o.event == 'before_step' and users_own(o)]:
         mine = {o.event: method_of(o)[0] for o in scene.batch if o.callback is callback}
@@ -270,8 +270,72 @@ def gathered_sums(scene):
             continue
         if any(_rescales(o) for o in scene.batch): continue
         entry = next(o for o in scene.batch if o.callback is callback)
-        found.append(Finding('gathered_sum', _SUM.format(who=entry.name), [callback]))
-    return found
+        found.append(_sum_of(entry, _modulo(mine['before_step'], callback)))
+    return found or _gathered_by_if(scene)
+
+def _sum_of(entry, by):
+    "What to say of an entry that gathers `by` batches: an expression, or None"
+    value = getattr(by, 'value', None) if isinstance(by, ast.Constant) else None
+    if isinstance(by, ast.Attribute) and isinstance(by.value, ast.Name):
+        value = getattr(entry.callback, by.attr, None) # Of a setting
+    text = ast.unparse(by) if by is not None else 'n'
+    n = value if isinstance(value, int) else f'`{text}`' if by is not None else 'n'
+    return Finding('gathered_sum', _SUM.format(who=entry.name, n=n, by=text), [entry.callback])
+
+def _modulo(node, callback):
+    "By what a condition, or a method, takes the rest of a number of batches; None if by nothing"
+    trees = [node, *_helpers(node, callback)]
+    return next((o.right for tree in trees for o in ast.walk(tree)
+                 if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Mod)), None)
+
+def _gathered_by_if(scene):
+    "Steps and clearing under a condition that counts, without a division anywhere"
+    for entry in [o for o in scene.batch if o.callback is not None]:
+        step,zero = [_tree_at(scene, entry, event) for event in ('step', 'zero_grad')]
+        by = _condition_of('step', step, entry.callback)
+        if by is None or _condition_of('zero_grad', zero, entry.callback) is None: continue
+        trees = [own_method(o)[0] for o in scene.batch if o.callback is not None]
+        trees += [step, _loss_tree(scene.trainer)]
+        ours = any(_rescales(o) for o in scene.batch if own_method(o)[0] is None and o.event != 'backward')
+        if not ours and not any(map(_computes_factor, trees)): return [_sum_of(entry, by)]
+    return []
+
+def _tree_at(scene, entry, event):
+    "The method of the same callback at an event, or the whole batch of a trainer's own"
+    is_own = isinstance(entry.callback, TrainersOwn) and has_own_batch(scene.trainer)
+    if is_own and entry.does.startswith('One batch'):
+        try: return _own_tree(scene.trainer)[0]
+        except Unknown: return None
+    return next((own_method(o)[0] for o in scene.batch if o.callback is entry.callback and o.event == event),
+                None)
+
+def _condition_of(name, tree, callback):
+    "By what the number of a batch is divided in the condition that is around all calls of this name"
+    calls = [o for o in ast.walk(tree) if _is_call(o, name)] if tree is not None else []
+    tests = [o for o in ast.walk(tree) if isinstance(o, ast.If) and not o.orelse] if calls else []
+    around = [o for o in tests if calls == [item for item in ast.walk(o) if _is_call(item, name)]]
+    found = [_modulo(o.test, callback) for o in around if not _ends_early(o)]
+    return next((o for o in found if o is not None), None)
+
+def _is_call(node, name): return isinstance(node, ast.Call) and getattr(node.func, 'attr', '') == name
+
+def _ends_early(node): return any(isinstance(o, (ast.Return, ast.Raise)) for o in node.body)
+
+def _loss_tree(trainer):
+    f = inspect.unwrap(trainer.loss_func) if callable(trainer.loss_func) else None
+    is_own = isinstance(f, FunctionType) and f.__module__.partition('.')[0] not in ('torch', 'isaac_loop')
+    return function_node(f) if is_own else None
+
+_FACTORS = {'div', 'div_', 'mul', 'mul_', 'scale', 'unscale_', 'lerp_', 'sum', '_foreach_mul_',
+            '_foreach_div_', 'true_divide'}
+
+def _computes_factor(tree):
+    "Whether anything is divided, multiplied or clipped in a method"
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.Mult)): return True
+        name = getattr(getattr(node, 'func', None), 'attr', '')
+        if name in _FACTORS or name.startswith('clip_') or name.startswith('normalize'): return True
+    return False
 
 def _gathers(tree, callback):
     "Whether a method leaves out the step by the number of a batch"

@@ -1211,3 +1211,156 @@ def test_a_built_in_schedule_for_updates_of_few_steps_is_found(kind, length, n_f
     for scheduler, n in ((BatchSchedulerCB, n_found), (EpochSchedulerCB, 0)):
         trainer = images_trainer([BasicTrainCB(), scheduler(partial(kind, **length))], batch_size=3)
         assert found_in(trainer) == ["schedule_pace"] * n
+
+
+# A softmax in the loss
+
+
+def of_softmax(preds, y):
+    return F.cross_entropy(preds.softmax(1), y, label_smoothing=0.1)
+
+
+def of_a_name(preds, y):
+    probabilities = F.softmax(preds, dim=1)
+    return F.cross_entropy(input=probabilities, target=y)
+
+
+def of_sigmoid(preds, y):
+    y = F.one_hot(y, preds.shape[1]).float()
+    return F.binary_cross_entropy_with_logits(torch.sigmoid(preds), y)
+
+
+def made_by_module(preds, y):
+    return nn.CrossEntropyLoss()(preds.softmax(1), y)
+
+
+class LossModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss()
+
+    def forward(self, preds, y):
+        return self.inner(preds.softmax(1), y)
+
+
+def of_logits(preds, y):
+    loss = F.cross_entropy(preds, y)
+    preds = preds.softmax(1)
+    return loss + 0.1 * preds.square().mean()
+
+
+def distilled(preds, y):
+    return F.cross_entropy(preds, preds.detach().softmax(1)) + F.cross_entropy(preds.log_softmax(1), y)
+
+
+def of_probabilities(preds, y):
+    return F.nll_loss(preds.softmax(1).log(), y)
+
+
+class RightModule(LossModule):
+    def forward(self, preds, y):
+        return self.inner(preds, y)
+
+
+TWICE = [of_softmax, of_a_name, of_sigmoid, made_by_module, LossModule()]
+ONCE = [of_logits, distilled, of_probabilities, RightModule(), partial(of_logits)]
+
+
+@pytest.mark.parametrize("loss_func", [*TWICE, *ONCE, partial(of_softmax)])
+def test_a_softmax_in_the_loss_function_itself_is_found(loss_func):
+    trainer = images_trainer([BasicTrainCB()])
+    trainer.loss_func = loss_func
+    assert found_in(trainer) == ([] if loss_func in ONCE else ["softmax_twice"])
+
+
+class GetsLoss(BasicTrainCB):
+    def get_loss(self, trainer):
+        trainer.loss = F.cross_entropy(trainer.preds.softmax(1), trainer.batch[1])
+
+
+class GetsLossOfTrainer(BasicTrainCB):
+    def get_loss(self, trainer):
+        p = trainer.preds.softmax(dim=1)
+        trainer.loss = trainer.loss_func(p, trainer.batch[1])
+
+
+class GetsRightLoss(BasicTrainCB):
+    def get_loss(self, trainer):
+        trainer.loss = trainer.loss_func(trainer.preds, trainer.batch[1])
+        trainer.probabilities = trainer.preds.softmax(1)
+
+
+@pytest.mark.parametrize("kind", [GetsLoss, GetsLossOfTrainer, GetsRightLoss])
+def test_a_softmax_in_the_step_of_the_loss_is_found(kind):
+    found = found_in(images_trainer([kind(), MetricsCB()]))
+    assert found == ([] if kind is GetsRightLoss else ["softmax_twice"])
+
+
+# Gradients gathered by a condition
+
+
+class GathersByIf(BasicTrainCB):
+    n = 4
+
+    def step(self, trainer):
+        if (trainer.batch_num + 1) % self.n == 0:
+            trainer.opt.step()
+
+    def zero_grad(self, trainer):
+        if (trainer.batch_num + 1) % self.n == 0:
+            trainer.opt.zero_grad()
+
+
+class GathersAMean(GathersByIf):
+    def backward(self, trainer):
+        (trainer.loss / self.n).backward()
+
+
+class GathersClipped(GathersByIf):
+    def step(self, trainer):
+        if (trainer.batch_num + 1) % self.n == 0:
+            nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+            trainer.opt.step()
+
+
+class OwnBatchGathers(OwnBatch):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        self.preds = self.model(x)
+        self.loss = self.loss_func(self.preds, y)
+        if self.training:
+            self.loss.backward()
+            if (self.batch_num + 1) % 3 == 0:
+                self.opt.step()
+                self.opt.zero_grad()
+
+
+class OwnBatchGathersAMean(OwnBatch):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        self.preds = self.model(x)
+        self.loss = self.loss_func(self.preds, y)
+        if self.training:
+            (self.loss / 3).backward()
+            if (self.batch_num + 1) % 3 == 0:
+                self.opt.step()
+                self.opt.zero_grad()
+
+
+@pytest.mark.parametrize("kind, n", [(GathersByIf, 1), (GathersAMean, 0), (GathersClipped, 0)])
+def test_gradients_that_are_gathered_by_a_condition_are_divided(kind, n):
+    trainer = images_trainer([kind(), MetricsCB()], opt_func=optim.SGD)
+    assert found_in(trainer) == ["gathered_sum"] * n
+    assert found_in(images_trainer([kind(), MetricsCB()])) == [], "Adam does not mind the size"
+    if n:
+        with pytest.warns(UserWarning, match=r"each step is 4 times too large.*trainer.loss/self.n"):
+            trainer.check()
+
+
+@pytest.mark.parametrize("kind, n", [(OwnBatchGathers, 1), (OwnBatchGathersAMean, 0)])
+def test_gradients_that_a_batch_of_ones_own_gathers_are_divided(kind, n):
+    parts = vars(images_trainer([]))
+    trainer = kind(parts["dls"], F.cross_entropy, optim.SGD, parts["model"], [MetricsCB()])
+    assert found_in(trainer) == ["gathered_sum"] * n
