@@ -62,8 +62,8 @@ def _called(node):
     f = getattr(node, 'func', None)
     return getattr(f, 'attr', getattr(f, 'id', ''))
 
-_IN_LOSS = ('{where} gives what comes out of a {what} to `{loss}` ({line}), which takes it once more, so the loss '
-           'stays large and the gradients small. Give it the numbers before the {what}.')
+_IN_LOSS = ('{where} gives what comes out of a {what} to `{loss}` ({line}), which takes it once more, so the '
+            'loss stays large and the gradients small. Give it the numbers before the {what}.')
 
 def _own_losses(scene):
     "Methods and functions of the user that compute a loss: the tree, what it knows, its place and its name"
@@ -77,7 +77,8 @@ def _own_losses(scene):
     for entry in scene.batch:
         if entry.event not in ('get_loss', 'after_get_loss') or entry.callback is None: continue
         tree,_ = own_method(entry)
-        known = function_of(handler_of(entry.callback, entry.event))[0].__globals__ if tree is not None else {}
+        f = function_of(handler_of(entry.callback, entry.event))[0] if tree is not None else None
+        known = getattr(f, '__globals__', {})
         yield tree,known,entry.where.rpartition(':')[0],said(entry),entry.callback
 
 def _taken_in(node, known, holder, trainer):

@@ -49,7 +49,8 @@ def optimizers(
         own = 'trainer' if holder is scene.trainer else 'self'
         held = getattr(holder, '__dict__', {}).items()
         found |= {f'{own}.{name}': '' for name,o in held if isinstance(o, Optimizer)}
-        methods = [o for cls in type(holder).__mro__ for o in vars(cls).values() if isinstance(o, FunctionType)]
+        methods = [o for cls in type(holder).__mro__ for o in vars(cls).values()]
+        methods = [o for o in methods if isinstance(o, FunctionType)]
         for f in [o for o in methods if o.__module__.partition('.')[0] not in ('isaac_loop', 'torch')]:
             for name,made in _made_in(inspect.unwrap(f), own): found.setdefault(name, made)
     return found
@@ -228,9 +229,9 @@ _NO_STEP = ('{who} computes gradients, and nobody makes a step with them, so the
             'are. Call `trainer.opt.step()` in `step`, as `BasicTrainCB` does.')
 _NO_BACKWARD = ('{who} makes a step, and nobody computes gradients, so the weights stay as they are. Call '
                 '`trainer.loss.backward()` in `backward`, as `BasicTrainCB` does.')
-_SUM = ('`{who}` gathers the gradients of {n} batches, and nobody divides them or the loss, so each step is '
-        '{n} times too large. Divide the loss before the backward pass, as in `(trainer.loss/{by}).backward()`, '
-        'or use `AccumulationCB`.')
+_SUM = ('`{who}` gathers the gradients of {n} batches, and nobody divides them or the loss, so each step '
+        'is {n} times too large. Divide the loss before the backward pass, as in '
+        '`(trainer.loss/{by}).backward()`, or use `AccumulationCB`.')
 
 def half_steps(scene):
     "Gradients without a step, and steps without gradients"
@@ -332,7 +333,8 @@ _FACTORS = {'div', 'div_', 'mul', 'mul_', 'scale', 'unscale_', 'lerp_', 'sum', '
 def _computes_factor(tree):
     "Whether anything is divided, multiplied or clipped in a method"
     for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.Mult)): return True
+        op = node.op if isinstance(node, (ast.BinOp, ast.AugAssign)) else None
+        if isinstance(op, (ast.Div, ast.Mult)): return True
         name = getattr(getattr(node, 'func', None), 'attr', '')
         if name in _FACTORS or name.startswith('clip_') or name.startswith('normalize'): return True
     return False
