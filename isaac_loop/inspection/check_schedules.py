@@ -99,8 +99,8 @@ def wrong_paces(scene):
     return found + _short_schedules(scene, n)
 
 _SHORT = ('`{who}` steps its schedule after every update, and {kind} has `{name}` {length}, when an epoch '
-          'has {n} batches. If it counts epochs, use `EpochSchedulerCB`; if not, write it in updates, such as '
-          '`trainer.total_updates`.')
+          'has {n} batches. If it counts epochs, use `EpochSchedulerCB`; if not, write it in updates, such '
+          'as `trainer.total_updates`.')
 _FEW = 4 # Times that a length must go into an epoch to be one of epochs
 _COUNTS = 'StepLR','CosineAnnealingLR','MultiStepLR','PolynomialLR' # A warm-up may well be short
 
