@@ -17,7 +17,6 @@ from . import advice
 from .callback_list import Checked, is_in
 from .passes import Batches, forget, n_batches
 from .plan_checks import warn_of_findings
-from .ranks import runs_here
 
 # %% ../../nbs/loop/29_fitting.ipynb #afc8af81
 _OTHERS = ('`keep_opt=True` would go on with an optimizer that holds no parameter of this model, '
@@ -94,8 +93,8 @@ def _shown_while_loading(trainer):
     "Let displays show something if the first optimizer of the process is going to load a part of PyTorch"
     with ExitStack() as shown:
         if 'torch._dynamo' not in sys.modules and not trainer._side_runs:
-            here = [cb for cb in trainer.callbacks if hasattr(cb, 'getting_ready') and runs_here(cb)]
-            for cb in here: shown.enter_context(cb.getting_ready(trainer))
+            for cb in [cb for cb in trainer.callbacks if hasattr(cb, 'getting_ready')]:
+                shown.enter_context(cb.getting_ready(trainer))
         yield
 
 # %% ../../nbs/loop/29_fitting.ipynb #0d5afbb5

@@ -23,7 +23,7 @@ _NOT_ONE = ('The metric `{}` gave {}, which has no mean. '
 class MeanOf:
     "The mean over all examples of a function of predictions and targets, as a metric"
     def __init__(self,
-        f, # Called with the predictions and targets of a batch; gives one number, or one for each example
+        f, # Called with predictions and targets of a batch; gives their mean, or one number for each example
         name:str=None, # What it is called in messages
     ):
         if not callable(f): raise TypeError(_NO_FUNCTION.format(f))

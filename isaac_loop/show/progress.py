@@ -18,6 +18,7 @@ from ..basics.checks import check_choice
 from ..basics.output import above_bars, say, say_stop
 from ..loop.events import Order
 from ..loop.numbers_on_device import Sent, one_number
+from ..loop.ranks import runs_here
 from ..basics.tables import Lines, Table, reading_order, short, shown_row
 from ..basics.old_names import old_words
 
@@ -188,6 +189,7 @@ def _bar(self:ProgressCB, iterable, label, total):
 @contextmanager
 def getting_ready(self:ProgressCB, trainer):
     "Show the bar of the epochs already while the first optimizer of a process loads half of PyTorch"
+    if not runs_here(self): return (yield)
     self._open(trainer)
     bar = None if self._place == 'plain' else self._bar(None, 'Epochs', trainer.n_epochs)
     try: yield
