@@ -6,7 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/device/77_sharded.ipynb #36c680ff
-import math
 from contextlib import suppress
 from itertools import chain, count
 
@@ -19,7 +18,6 @@ from .wrapped import Agreement, WrappedSync, found_lost
 from ..loop.events import CancelException, callback_name
 from ..state.errors import UnsaveableState
 from ..state.run_parts import parts_of
-from ..train.clipping import ClipGradCB
 
 # %% ../../nbs/device/77_sharded.ipynb #88ba6655
 def picks_of(
@@ -126,8 +124,7 @@ def refuse_callbacks(
     "Refuse callbacks that do not work with parts of weights"
     for cb in callbacks:
         whys = [_REFUSED[c.__name__] for c in type(cb).__mro__ if c.__name__ in _REFUSED]
-        by_norm = getattr(cb, 'kind', 'max_norm') == 'max_norm' and getattr(cb, 'norm_type', 2.) < math.inf
-        if isinstance(cb, ClipGradCB) and not by_norm: whys = [_BY_NORM]
+        if getattr(cb, 'clips_single_gradients', False): whys = [_BY_NORM]
         if whys: raise TypeError(_CANNOT.format(cb=callback_name(cb), why=whys[0]))
 
 # %% ../../nbs/device/77_sharded.ipynb #94c36d68

@@ -89,7 +89,7 @@ def wrong_paces(scene):
     for what,mine in steppers(scene):
         made = _maker(scene, what, mine[0])
         if made is None or len({*map(_is_of_batch, mine)}) > 1: continue
-        kind,length,line,*decay = made
+        (kind,length,line),decay = made[:3],made[3:]
         unit = _unit(kind, length, mine[0].callback, n)
         if unit == 'epoch' and _is_slow(*decay, n): continue
         if unit is None or unit == ('batch' if _is_of_batch(mine[0]) else 'epoch'): continue
@@ -108,8 +108,8 @@ def _short_schedules(scene, n):
     "Built-in schedules for updates whose length is a small number, such as one of epochs"
     found = []
     for callback in scene.trainer.callbacks:
-        func = getattr(callback, 'scheduler_func', None)
-        if not isinstance(callback, BatchSchedulerCB) or not isinstance(func, partial) or not n: continue
+        func = vars(callback).get('scheduler_func') if isinstance(callback, BatchSchedulerCB) else None
+        if not isinstance(func, partial) or not n: continue
         kind = getattr(func.func, '__name__', '')
         name = _LENGTHS.get(kind, '')
         length = func.keywords.get(name)

@@ -49,7 +49,7 @@ def optimizers(
         own = 'trainer' if holder is scene.trainer else 'self'
         held = getattr(holder, '__dict__', {}).items()
         found |= {f'{own}.{name}': '' for name,o in held if isinstance(o, Optimizer)}
-        methods = [o for cls in type(holder).__mro__ for o in vars(cls).values()]
+        methods = [f for cls in type(holder).__mro__ for f in vars(cls).values()]
         methods = [o for o in methods if isinstance(o, FunctionType)]
         for f in [o for o in methods if o.__module__.partition('.')[0] not in ('isaac_loop', 'torch')]:
             for name,made in _made_in(inspect.unwrap(f), own): found.setdefault(name, made)
@@ -286,8 +286,8 @@ def _sum_of(entry, by):
 def _modulo(node, callback):
     "By what a condition, or a method, takes the rest of a number of batches; None if by nothing"
     trees = [node, *_helpers(node, callback)]
-    return next((o.right for tree in trees for o in ast.walk(tree)
-                 if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Mod)), None)
+    return next((part.right for tree in trees for part in ast.walk(tree)
+                 if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)), None)
 
 def _gathered_by_if(scene):
     "Steps and clearing under a condition that counts, without a division anywhere"

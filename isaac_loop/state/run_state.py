@@ -46,7 +46,11 @@ def _told_states(trainer, steps_over=False):
     theirs = {id(p): name for m in modules for name,p in m.named_parameters()}
     return {name: Exactly(_state_of(name, cb), f'{name}.state_dict()', theirs)
             for name,cb in stateful_callbacks(trainer).items()
-            if not (steps_over and 'changes_in_steps' in vars(type(cb)))} # A subclass says so itself
+            if not (steps_over and _stays_until_steps(cb))}
+
+def _stays_until_steps(cb):
+    "Whether a class itself, and not one that it inherits from, says that updates alone change its state"
+    return getattr(cb, 'changes_in_steps', False) and 'changes_in_steps' in vars(type(cb))
 
 def _state_of(name, callback):
     "The state of `callback`; an error says whose it is"

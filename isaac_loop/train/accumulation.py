@@ -97,6 +97,7 @@ class AccumulationCB:
         self._first,self._weight = None,1. # What its first batch counted, and the weight of the present one
         self._loss,self._aside = None,None # The loss as it was, and the gradients from before the window
         self._complete,self._closing = False,False
+        self._closed = -1 # The last batch of this pass behind which a window was closed
 
 # %% ../../nbs/train/20_accumulation.ipynb #902d8c84
 @patch
@@ -113,11 +114,6 @@ def _weight_of(self:AccumulationCB, trainer):
     count = _rows(trainer) if self.weigh == 'samples' else batch_weight(self.weigh(trainer.batch))
     if self.n == 0: self._first = count
     return _relative(count, self._first, trainer.loss)
-
-@patch
-def before_epoch(self:AccumulationCB, trainer):
-    "No window of this pass was closed yet"
-    self._closed = -1
 
 @patch
 def before_backward(self:AccumulationCB, trainer):
@@ -184,6 +180,7 @@ def after_epoch(self:AccumulationCB, trainer):
 @patch
 def cleanup_epoch(self:AccumulationCB, trainer):
     "Drop what was gathered in a pass that broke off"
+    self._closed = -1
     if self.n or self._aside is not None: self._drop()
 
 @patch

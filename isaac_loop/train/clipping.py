@@ -121,6 +121,7 @@ class ClipGradCB:
         self.kind,self.limit = _one_limit({k: v for k,v in given.items() if v is not None})
         self.norm_type,self.params,self.column = float(norm_type),params,column
         self._options = {self.kind: self.limit}
+        self.clips_single_gradients = self.kind != 'max_norm' or math.isinf(self.norm_type)
         self.opt,self._known = opt,((), ())
         self.norm,self._now,self._resumed = None,None,None
         self._record,self._in_pass = _Norms(),False
