@@ -38,12 +38,13 @@ class Meetings:
         wraps:bool=False, # Does `sync` have a wrapper for the model?
     ):
         self.sync,self.norms,self.wraps = sync,norms,wraps
+        self.begun = False # Are we in a training pass?
         self.awaited = False # Do the others come to a meeting next, whatever happens?
         self.inside = False # Is something under way that all must see to its end?
 
     def before_fit(self, trainer):
         "Nothing is on its way yet"
-        self.awaited = self.inside = False
+        self.begun = self.awaited = self.inside = False
         self._usual = type(trainer).one_batch is Trainer._usual_batch # Or nobody knows what comes when
 
     def _meets(self, trainer): return self._usual and trainer.ranks.size > 1
@@ -54,6 +55,7 @@ class Meetings:
 
     def before_epoch(self, trainer):
         "The others come to the first batch"
+        self.begun = True
         self._ready(trainer)
         if self._meets(trainer): trainer.ranks.meeting = partial(self._meet_between, trainer)
 
@@ -112,6 +114,10 @@ class Meetings:
     def after_epoch(self, trainer):
         "See that no process has another batch"
         if self._meets(trainer) and self.sync.lockstep: self._meet(trainer, over=True)
+
+    def cleanup_epoch(self, trainer):
+        "Nobody comes any more"
+        self.begun = False
 
     def cleanup_batch(self, trainer):
         "The others come to the next batch"

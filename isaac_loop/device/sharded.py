@@ -183,6 +183,12 @@ def _groups(model):
     "What PyTorch keeps of each unit"
     return [group for unit in units_of(model) for group in unit._get_fsdp_state()._fsdp_param_groups]
 
+def settle(
+    model:nn.Module, # Cut
+):
+    "Have PyTorch settle which unit is the outermost, as the first forward pass would do"
+    model._get_fsdp_state()._lazy_init()
+
 def reshard(
     model:nn.Module, # Cut
 ):
@@ -246,6 +252,7 @@ def put_together(
 ): # Function that forgets the whole weights
     "Have whole weights in every process, until they are forgotten"
     groups = _groups(trainer.model)
+    settle(trainer.model)
     def gather():
         for unit in units_of(trainer.model): unit.unshard()
     found_lost(trainer, gather)
@@ -353,6 +360,7 @@ class ShardedSync(WrappedSync):
         "Forget what was put together for a batch that was left"
         left = isinstance(trainer.exception, CancelException) and not trainer.ranks.is_broken
         if is_alone(trainer) or not left or not trainer.training: return
+        settle(trainer.model)
         reset = getattr(trainer.model, 'reset_iter_state', None)
         if reset is not None: reset()
         reshard(trainer.model)

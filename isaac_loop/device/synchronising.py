@@ -19,6 +19,7 @@ from ..loop.events import CancelBatchException, CancelEpochException
 from ..loop.events import CancelFitException, CancelStepException, Order
 from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
+from ..loop.trainer import Trainer
 from ..state.run_parts import parts_of as modules_of
 from ..train.example_losses import reduction_of
 
@@ -130,6 +131,11 @@ class Window:
         self.weight,self._aside = state['weight'],aside
 
 # %% ../../nbs/device/67_synchronising.ipynb #9058a7f5
+_NO_BACKWARD = ('`{cls}.one_batch` makes a step and never runs `backward`, so nobody could put the gradients '
+                'of all processes together, and their weights would drift apart. Call '
+                "`self.run_callbacks('backward', 'step', 'zero_grad')`, with a method `backward` that calls "
+                '`self.loss.backward()`.')
+
 class DistributedSync(Window):
     "Put the gradients of all processes together before each step"
     order,exchange = Order.EXCHANGE,Exchange
@@ -149,7 +155,7 @@ class DistributedSync(Window):
         self._forget()
         self.lockstep = False # Are all processes in one training pass?
         self.agreed = None # How they have agreed to leave it
-        self._exchange,self._sums = None,False
+        self._exchange,self._sums,self._has_weighed = None,False,False
         wanted = offered(trainer, 'weigh')
         others = [weigh for weigh in wanted if callable(weigh) or weigh == 'mean']
         self._weigh = self.weigh or (others[0] if others else 'samples')
@@ -180,6 +186,7 @@ class DistributedSync(Window):
         "Weigh the loss; a process without rows has no gradient"
         if is_alone(trainer): return
         if self._aside is None: self._put_aside()
+        self._has_weighed = True
         if has_no_rows(trainer): return _leave_out()
         self._loss,weight = trainer.loss,self._weight(trainer)
         self.weight = self.weight+weight
@@ -196,8 +203,15 @@ class DistributedSync(Window):
     def before_step(self, trainer):
         "Exchange; if a process has left the batch, leave it as well"
         if is_alone(trainer): return
+        if not self._has_weighed: self._check_backward(trainer)
         self.run(trainer)
         if self.agreed is not None: raise self.agreed
+
+    def _check_backward(self, trainer):
+        "Refuse a step with gradients that came past `backward`"
+        cls,grads = type(trainer),[p.grad for p in self._exchange.params]
+        if self._aside is not None or cls.one_batch is Trainer._usual_batch: return
+        if any(grad is not None for grad in grads): raise RuntimeError(_NO_BACKWARD.format(cls=cls.__name__))
 
     def meet(self, trainer):
         "An exchange of nothing in the middle of a pass, which a process that leaves it can join"

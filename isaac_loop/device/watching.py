@@ -11,7 +11,7 @@ import torch
 from ..basics.tensors import is_part
 from .joining import named_modules, named_parameters
 from .synchronising import DistributedSync, is_alone, level_of
-from ..loop.events import CancelException, CancelFitException, Order
+from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.shared_attributes import offered
 from ..state.errors import RanksDiverged
 
@@ -104,7 +104,8 @@ class DistributedWatch:
         "Compare the weights, and let all know what anybody wishes"
         error,sync = trainer.exception,self.sync
         if is_alone(trainer): return
-        if error is not None and not isinstance(error, CancelException): return self._tell(trainer, error)
+        ends_pass = isinstance(error, (CancelEpochException, CancelFitException)) # Another one leaves the fit
+        if error is not None and not ends_pass: return self._tell(trainer, error)
         if error is not None and sync.agreed is None: self._leave_pass(trainer, error)
         sync.lockstep = False
         if trainer.training: _compare(trainer, f'the training pass of epoch {trainer.epoch}')
@@ -115,6 +116,8 @@ class DistributedWatch:
         "Let the others leave a training pass that this process has left"
         if not trainer.training: return
         if not self.sync.lockstep: self.sync.before_epoch(trainer) # It was left before that callback's turn
+        meeting = self.sync.meeting
+        if meeting is not None and not meeting.begun: meeting.before_epoch(trainer)
         self._leave(trainer, error)
 
     def _all_leave(self): return isinstance(self.sync.agreed, CancelFitException)

@@ -124,6 +124,7 @@ class WrappedSync(DistributedSync):
         "Note what the loss of this share weighs"
         if is_alone(trainer): return
         if self._aside is None: self._put_aside()
+        self._has_weighed = True
         self.own_weight = 0. if has_no_rows(trainer) else self._weight(trainer)
 
     def weigh_loss(self, trainer, total):

@@ -12,6 +12,7 @@ import torch
 
 from isaac_loop.basics.checks import warn
 from isaac_loop.data.sampling import seed_with
+from isaac_loop.loop.events import callback_name
 from isaac_loop.state.errors import RanksDiverged
 from isaac_loop.state.plain_state import from_plain, plain
 from isaac_loop.state.random_numbers import plain_random_state, set_plain_random_state, undrawn
@@ -138,7 +139,8 @@ def _random_numbers(states, rank):
 # %% ../../nbs/state/67_states_of_processes.ipynb #b72c0a3d
 _OTHER_SIZE = ('The run was saved by {was} and goes on with {now}: each row comes once and in the same '
                'order, and results are the same up to rounding, but for what is random in each process.')
-_MAINS_ALONE = ' Of {} all go on with what main had; `shared_state(states, rank, size)` could divide it.'
+_MAINS_ALONE = (' Of {} all go on with what main had, so what each process counts by itself may be wrong; a '
+                'method `shared_state(states, rank, size)` could divide it.')
 
 def _share_of(cb):
     "What divides the states of `cb` among processes, if it can do that"
@@ -154,8 +156,19 @@ def _shared(trainer, states):
         if share is not None:
             own = share([from_plain(o) for o in theirs], ranks.rank, ranks.size)
             made[name] = plain(own, f'{name}.shared_state()', exact=True)
-        elif len({_digest_of(o) for o in theirs}) > 1: mains.append(name)
+        elif _is_users(cb) or len({_digest_of(o) for o in theirs}) > 1: mains.append(name)
     return made,mains
+
+def _is_users(x):
+    "Whether the class of an object is not of this library, so that nobody knows what it counts"
+    return type(x).__module__.partition('.')[0] != 'isaac_loop'
+
+def _untold(trainer, states):
+    "Names of those that tell no state and may have counted their own share; all go on with main's"
+    own,known = [o.get('own', {}) for o in states],{callback_name(cb): cb for cb in trainer.callbacks}
+    differs = lambda name: len({_digest_of(o.get(name)) for o in own}) > 1
+    users = lambda name: bool(own[0][name]) and _is_users(known.get(name, trainer))
+    return [name or 'trainer' for name in own[0] if differs(name) or users(name)]
 
 def for_this_process(
     trainer, # Is to go on; every `before_fit` has run
@@ -168,9 +181,7 @@ def for_this_process(
     theirs = [state_of(rank, weights, state) for rank in range(size)]
     states = [o for _,o in theirs]
     shared,mains = _shared(trainer, states)
-    own = [o.get('own', {}) for o in states]
-    mains += [name or 'trainer' for name in own[0] if len({_digest_of(o.get(name)) for o in own}) > 1]
-    if ranks.is_main: _warn(size, ranks.size, mains)
+    if ranks.is_main: _warn(size, ranks.size, mains + _untold(trainer, states))
     weights = {name: _mean([tensors[name] for tensors,_ in theirs]) for name in weights}
     changed = _random_numbers(states, ranks.rank) | dict(grads=_gradients(states, ranks.rank))
     return weights, state | changed | dict(callbacks=state['callbacks'] | shared)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -325,6 +326,34 @@ def test_a_state_that_nobody_can_divide_is_main_s_and_named(tmp_path):
         UserWarning, match="by 2 processes and goes on with 1 process: .* Of `CountCB` all go on"
     ):
         assert counting(tmp_path) == 7 + 3  # And three batches of validation
+
+
+class SeenCB:
+    "Counts the rows of its own process, and tells nobody of a state"
+
+    def before_fit(self, trainer):
+        self.n = 0
+
+    def after_batch(self, trainer):
+        self.n += len(trainer.batch[0])
+
+
+def counting_rows(folder, gone=None):
+    trainer(CheckpointCB(folder, every=2), SeenCB()).fit(1, lr=0.01, callbacks=gone)
+
+
+@pytest.mark.parametrize("was,now", [(1, 2), (2, 1)])
+def test_a_users_count_that_may_be_wrong_with_another_number_of_processes_is_named(was, now, tmp_path):
+    def told():
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            counting_rows(tmp_path)
+        return [str(o.message) for o in found if "goes on with" in str(o.message)]
+
+    with pytest.raises(RuntimeError):
+        in_processes(was, counting_rows, tmp_path, GoneCB(0, 5))
+    (main, *_) = in_processes(now, told)
+    assert len(main) == 1 and "Of `SeenCB` all go on with what main had, so what each" in main[0]
 
 
 def test_the_exchange_has_no_state_between_two_updates_so_it_may_be_added(tmp_path):

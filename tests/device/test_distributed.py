@@ -14,7 +14,7 @@ from isaac_loop.device import processes
 from isaac_loop.device.distributed import DistributedCB
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import Order
-from isaac_loop.loop.trainer import Trainer
+from isaac_loop.loop.trainer import Trainer, with_cbs
 from isaac_loop.state.errors import RankFailed, RanksDiverged
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.clipping import ClipGradCB
@@ -307,6 +307,82 @@ def test_whoever_leaves_outside_of_training_batches_is_followed(event, cancel, t
     assert seconds < 6
     if cancel is CancelFitException:
         assert max((epoch for epoch, _ in first[2]), default=0) == 0
+
+
+def other_engine(leaves, **kwargs):
+    t = trainer(leaves, **kwargs)
+    t.fit(2)
+    return weights(t), t.n_updates
+
+
+@pytest.mark.parametrize("cancel", [CancelEpochException, CancelFitException])
+@pytest.mark.parametrize("kwargs", [dict(engine="ddp"), dict(engine="fsdp"), dict(sync_bn=True)], ids=str)
+def test_whoever_leaves_before_a_pass_is_followed_with_other_engines(kwargs, cancel):
+    def both():
+        return [other_engine(Leaves("before_epoch", cancel), **o) for o in ({}, kwargs)]
+
+    (usual, first), (_, second) = in_processes(2, both)
+    assert usual[1] == first[1] == second[1] == (0 if cancel is CancelFitException else 7)
+    assert torch.equal(first[0], second[0]) and (first[0] - usual[0]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("engine", ["sum", "ddp", "fsdp"])
+def test_a_cancel_of_a_batch_where_none_is_open_is_an_error_in_all(engine):
+    def run():
+        with pytest.raises((CancelBatchException, RankFailed)) as e:
+            other_engine(Leaves("before_epoch", CancelBatchException), engine=engine)
+        return type(e.value), str(e.value)
+
+    (there, told), (here, _) = in_processes(2, run)
+    assert (there, here) == (RankFailed, CancelBatchException) and "CancelBatchException: for a test" in told
+
+
+class PastBackward(Trainer):
+    "Computes gradients where nobody hears of it"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.preds = self.model(self.batch[0])
+        self.loss = self.loss_func(self.preds, self.batch[1])
+        if self.training:
+            self.loss.backward()
+            self.run_callbacks("step")
+            self.opt.zero_grad()
+
+    def step(self):
+        self.opt.step()
+
+
+class ByBackward(PastBackward):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.preds = self.model(self.batch[0])
+        self.loss = self.loss_func(self.preds, self.batch[1])
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+    def backward(self):
+        self.loss.backward()
+
+    def zero_grad(self):
+        self.opt.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:.*waits in vain")
+def test_gradients_that_come_past_backward_are_refused_and_the_way_told_is_right():
+    def fit(cls):
+        t = cls(loaders(), F.mse_loss, optim.Adam, net(), [DistributedCB(timeout=20)])
+        t.fit(2)
+        return weights(t)
+
+    def run():
+        with pytest.raises(RuntimeError, match="PastBackward.one_batch.*'backward', 'step', 'zero_grad'"):
+            fit(PastBackward)
+        return fit(ByBackward)
+
+    alone = fit(PastBackward)
+    for found in in_processes(2, run):
+        assert (found - alone).abs().max() < 1e-12
 
 
 def test_a_process_that_leaves_before_anything_has_begun_is_told():
