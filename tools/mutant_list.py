@@ -307,7 +307,7 @@ MUTANTS = [
     Mutant(
         "the last window of a stream is dropped",
         "AccumulationCB.after_epoch",
-        "if last > self._closed if self._several else self.n: self._close(trainer)",
+        "if self._is_open(trainer) if self._several else self.n: self._close(trainer)",
         "pass",
         ["test_a_loader_with_no_length_or_a_wrong_one_loses_nothing"],
     ),

@@ -51,9 +51,7 @@ def train(folder, rank, port, workers, every, slow):
     trainer = make(workers)
     more = [InterruptCB(), DiaryCB(diary), DistributedCB(timeout=TIMEOUT)]
     if every:
-        checkpoint = NotedCheckpointCB(folder / "run", every=every)
-        checkpoint.diary = diary
-        more.append(checkpoint)
+        more.append(NotedCheckpointCB(folder / "run", every, diary))
     trainer.add_callbacks(more)
     if slow:
         trainer.add_callbacks(slow_batch(slow))

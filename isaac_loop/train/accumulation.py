@@ -174,8 +174,13 @@ def _finish(self:AccumulationCB):
 @patch
 def after_epoch(self:AccumulationCB, trainer):
     "Make the update of a window that the end of the pass came too early for"
-    last = vars(trainer).get('batch_num', -1)
-    if last > self._closed if self._several else self.n: self._close(trainer) # One of many may have no rows
+    if self._is_open(trainer) if self._several else self.n: self._close(trainer)
+
+@patch
+def _is_open(self:AccumulationCB, trainer):
+    "Whether batches have come since a window was closed, as all processes see it: one may have no rows"
+    closed = max(self._closed, trainer.start_batch-1) # A run that goes on finds no gradients from before
+    return vars(trainer).get('batch_num', -1) > closed
 
 @patch
 def cleanup_epoch(self:AccumulationCB, trainer):

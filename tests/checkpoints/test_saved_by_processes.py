@@ -124,6 +124,7 @@ PLACES = {
     "in a window": (0, 4, "after_batch"),
     "in a step": (1, 2, "before_step"),
     "at an end": (0, 6, "after_batch"),
+    "behind the last batch": (0, 6, "after_epoch"),
 }
 
 
@@ -147,7 +148,9 @@ def check_other_size(was, now, place, tmp_path, accumulate=None):
         same_rows(whole[3], again[3])
 
 
-@pytest.mark.parametrize("place,accumulate", [("in a window", 3), ("in a step", None)])
+@pytest.mark.parametrize(
+    "place,accumulate", [("in a window", 3), ("in a step", None), ("behind the last batch", 3)]
+)
 def test_two_processes_go_on_bit_for_bit(place, accumulate, tmp_path):
     check_same_size(2, place, tmp_path, accumulate)
 
