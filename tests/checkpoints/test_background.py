@@ -307,8 +307,11 @@ def fsync(fd):
     if n[0] == {at}: os.kill(os.getpid(), signal.SIGKILL)
     real(fd)
 os.fsync = fsync
+class WaitsCB:  # However slow the disk is, there are two checkpoints
+    order = -200
+    def before_batch(self, trainer): cb._writes.wait()
 cb = CheckpointCB({folder!r}, every=timedelta(0))
-runs.fit(runs.make_trainer([*runs.callbacks(), cb]), 2)
+runs.fit(runs.make_trainer([*runs.callbacks(), cb, WaitsCB()]), 2)
 """
 
 
