@@ -90,13 +90,13 @@ def _quotients(tree):
     nodes = [o for o in ast.walk(tree) if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Div)]
     return [o for o in nodes if isinstance(o.left, ast.Attribute) and isinstance(o.right, ast.Attribute)]
 
-def _trees(entries, events):
+def trees_at(entries, events):
     trees = [method_of(o)[0] for o in entries if o.event in events]
     return [tree for tree in trees if tree is not None]
 
 def _grows(entries, name):
     "Whether an attribute gets something more with each batch"
-    nodes = [item for tree in _trees(entries, _OF_BATCH) for item in ast.walk(tree)]
+    nodes = [item for tree in trees_at(entries, _OF_BATCH) for item in ast.walk(tree)]
     return any(ast.unparse(o.target) == name for o in nodes if isinstance(o, ast.AugAssign)) or any(
         _goes_on(o, name) for o in nodes if isinstance(o, ast.Assign))
 
@@ -131,11 +131,11 @@ def means_of_means(scene):
     for entry in scene.entries:
         tree,_ = method_of(entry)
         if tree is None or entry.event not in _ENDS or not users_own(entry): continue
-        batches = _trees(of_same(scene, entry), _OF_BATCH)
+        batches = trees_at(of_same(scene, entry), _OF_BATCH)
         for node in _quotients(tree):
             total,count = ast.unparse(node.left),ast.unparse(node.right)
-            added,counted = (_added(batches, name) for name in (total, count))
-            if not added or not all(map(_is_one, counted)) or not all(map(_is_mean, added)): continue
+            added,counted = (added_to(batches, name) for name in (total, count))
+            if not added or not all(map(_is_one, counted)) or not all(map(is_mean, added)): continue
             text = _OF_MEANS.format(who=said(entry), sum=total, line=line_in(entry, node))
             found.append(Finding('mean_of_means', text, [entry.callback]))
     return found
@@ -149,14 +149,14 @@ def _last_is_shorter(dl):
     try: return bool(size and not dl.drop_last and len(dl.dataset) > size and len(dl.dataset) % size)
     except (AttributeError, TypeError): return False
 
-def _added(trees, name):
+def added_to(trees, name):
     "What is added to an attribute with each batch"
     nodes = [item for tree in trees for item in ast.walk(tree) if isinstance(item, ast.AugAssign)]
     return [o.value for o in nodes if ast.unparse(o.target) == name and isinstance(o.op, ast.Add)]
 
 def _is_one(node): return isinstance(node, ast.Constant) and node.value == 1
 
-def _is_mean(node):
+def is_mean(node):
     "Whether an expression is the loss of a batch, or another mean over it"
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == 'mean': return True

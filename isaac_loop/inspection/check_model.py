@@ -26,18 +26,18 @@ _TWICE = ('{where} ends with a {what}, and the loss function `{loss}` takes it o
           'stays large and the gradients small. Let it give the numbers before the {what}.')
 _LOSSES = ((F.cross_entropy, nn.CrossEntropyLoss, 'softmax'),
            (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss, 'sigmoid'))
-_LAYERS = {'softmax': nn.Softmax, 'sigmoid': nn.Sigmoid}
+_LAYERS = {'softmax': nn.Softmax, 'sigmoid': nn.Sigmoid, 'linear': nn.Linear}
 
-def _taken_by(loss_func):
+def taken_by(loss_func):
     "What a loss function takes itself, with its name"
     while isinstance(loss_func, partial): loss_func = loss_func.func
     return next(((what, cls.__name__ if isinstance(loss_func, cls) else f.__name__) for f,cls,what in _LOSSES
                  if loss_func is f or isinstance(loss_func, cls)), ('', ''))
 
-def _ends_with(module, what):
+def ends_with(module, what):
     "Whether the last thing that a module does is such a layer"
     if isinstance(module, _LAYERS[what]): return True
-    if isinstance(module, nn.Sequential): return len(module) > 0 and _ends_with(module[-1], what)
+    if isinstance(module, nn.Sequential): return len(module) > 0 and ends_with(module[-1], what)
     forward = type(module).forward
     if forward.__module__.startswith('torch.'): return False
     tree = function_node(forward)
@@ -50,14 +50,14 @@ def _gives(node, tree, module, what):
         made = [o.value for o in ast.walk(tree) if isinstance(o, ast.Assign)
                 and ast.unparse(o.targets[0]) == node.id]
         return bool(made) and isinstance(made[-1], ast.Call) and _gives(made[-1], tree, module, what)
-    called = getattr(node, 'func', None)
-    if _called(node) == what: return True
-    part = getattr(module, called.attr, None) if _is_of_self(called) else None
-    return isinstance(part, nn.Module) and _ends_with(part, what)
+    if called(node) == what: return True
+    f = getattr(node, 'func', None)
+    part = getattr(module, f.attr, None) if _is_of_self(f) else None
+    return isinstance(part, nn.Module) and ends_with(part, what)
 
 def _is_of_self(node): return isinstance(node, ast.Attribute) and getattr(node.value, 'id', '') == 'self'
 
-def _called(node):
+def called(node):
     "The name of what is called; empty for anything else"
     f = getattr(node, 'func', None)
     return getattr(f, 'attr', getattr(f, 'id', ''))
@@ -65,13 +65,18 @@ def _called(node):
 _IN_LOSS = ('{where} gives what comes out of a {what} to `{loss}` ({line}), which takes it once more, so the '
             'loss stays large and the gradients small. Give it the numbers before the {what}.')
 
-def _own_losses(scene):
+def is_users_function(f):
+    "Whether something is a function from outside of PyTorch and of this library"
+    is_function = isinstance(f, FunctionType)
+    return is_function and (f.__module__ or '').partition('.')[0] not in ('torch', 'torcheval', 'isaac_loop')
+
+def own_losses(scene):
     "Methods and functions of the user that compute a loss: the tree, what it knows, its place and its name"
     func = getattr(scene.trainer, 'loss_func', None)
     while isinstance(func, partial): func = func.func
     is_own = isinstance(func, nn.Module) and not type(func).__module__.startswith('torch.')
     f = inspect.unwrap(type(func).forward if is_own else func) if callable(func) else None
-    if isinstance(f, FunctionType) and not f.__module__.startswith(('torch.', 'isaac_loop.')):
+    if is_users_function(f):
         name = type(func).__name__ if is_own else f.__name__
         yield function_node(f),f.__globals__,place(f).rpartition(':')[0],f'`{name}`',func
     for entry in scene.batch:
@@ -94,7 +99,7 @@ def _taken_in(node, known, holder, trainer):
             return what,function.__name__
     return '',''
 
-def _value_before(node, call, tree):
+def value_before(node, call, tree):
     "What a name stands for where a call uses it, if it was set in a plain line of its own"
     sets = [o for o in tree.body if isinstance(o, ast.Assign) and o.lineno < call.lineno
             and ast.unparse(o.targets[0]) == ast.unparse(node)]
@@ -105,12 +110,12 @@ def _value_before(node, call, tree):
 
 def _twice_inside(scene):
     "Losses that take a softmax of what they give to a function that takes it"
-    for tree,known,file,where,holder in _own_losses(scene):
+    for tree,known,file,where,holder in own_losses(scene):
         for node in [o for o in ast.walk(tree) if isinstance(o, ast.Call)] if tree is not None else ():
             given = node.args[:1] or [o.value for o in node.keywords if o.arg == 'input']
             if not given: continue
             what,loss = _taken_in(node, known, holder, scene.trainer)
-            if not what or _called(_value_before(given[0], node, tree)) != what: continue
+            if not what or called(value_before(given[0], node, tree)) != what: continue
             text = _IN_LOSS.format(where=where, what=what, loss=loss, line=f'{file}:{node.lineno}')
             yield Finding('softmax_twice', text, [holder] if holder in scene.trainer.callbacks else [])
 
@@ -121,10 +126,10 @@ def softmax_twice(scene):
 
 def _twice_outside(scene):
     "Probabilities from the model, or from a callback, for such a loss function"
-    what,loss = _taken_by(getattr(scene.trainer, 'loss_func', None))
+    what,loss = taken_by(getattr(scene.trainer, 'loss_func', None))
     model = vars(scene.trainer).get('model')
     if not what: return []
-    if isinstance(model, nn.Module) and _ends_with(model, what):
+    if isinstance(model, nn.Module) and ends_with(model, what):
         return [Finding('softmax_twice', _TWICE.format(where=f'`{type(model).__name__}`', what=what,
                                                        loss=loss))]
     found = []
@@ -132,7 +137,7 @@ def _twice_outside(scene):
         tree,trainer = method_of(entry) if entry.event in ('predict', 'after_predict') else (None, '')
         sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)] if tree is not None else []
         made = [o.value for o in sets if ast.unparse(o.targets[0]) == f'{trainer}.preds']
-        if what not in map(_called, made):
+        if what not in map(called, made):
             continue
         text = _TWICE.format(where=said(entry), what=what, loss=loss)
         found.append(Finding('softmax_twice', text, [entry.callback]))
@@ -201,7 +206,7 @@ def undone_modes(scene):
         again = any('eval' in o.found.calls for o in scene.entries if o.callback is entry.callback
                     and o is not entry)
         if tree is None or again or 'train' in entry.found.calls: continue
-        for node in [o for o in ast.walk(tree) if isinstance(o, ast.Call) and _called(o) == 'eval']:
+        for node in [o for o in ast.walk(tree) if isinstance(o, ast.Call) and called(o) == 'eval']:
             what = ast.unparse(node.func.value)
             if not what.startswith((f'{trainer}.model.', f'{trainer}.model[')): continue
             text = _UNDONE.format(who=said(entry), what=what, line=line_in(entry, node))
@@ -249,7 +254,7 @@ def _is_module(node, trainer, tree, scene):
     "Whether an expression is the model, a part of it, or one after the other of its modules"
     if isinstance(node, ast.Name):
         loops = [o for o in ast.walk(tree) if isinstance(o, ast.For) and ast.unparse(o.target) == node.id]
-        return any(_called(o.iter) in ('modules', 'children') for o in loops)
+        return any(called(o.iter) in ('modules', 'children') for o in loops)
     text,model = ast.unparse(node),vars(scene.trainer).get('model')
     if text == f'{trainer}.model': return isinstance(model, nn.Module)
     if not text.startswith(f'{trainer}.model'): return False

@@ -52,7 +52,7 @@ def optimizers(
         methods = [f for cls in type(holder).__mro__ for f in vars(cls).values()]
         methods = [o for o in methods if isinstance(o, FunctionType)]
         for f in [o for o in methods if o.__module__.partition('.')[0] not in ('isaac_loop', 'torch')]:
-            for name,made in _made_in(inspect.unwrap(f), own): found.setdefault(name, made)
+            for name,made in _made_in(inspect.unwrap(f), own): found[name] = found.get(name) or made
     return found
 
 def _made_in(f, own):
@@ -93,14 +93,14 @@ def _kind(node, trainer, opts):
     "What a call is, with its optimizer; None if it is something else"
     name = getattr(node.func, 'attr', '')
     if name not in _KINDS: return None
-    opt = _named_by(ast.unparse(node.func.value), trainer)
+    opt = named_by(ast.unparse(node.func.value), trainer)
     is_opt = opt in opts or opt.startswith('trainer.opt')
     if name == 'backward': return name,''
     if name == 'step' and (node.args or node.keywords or not is_opt): raise Unknown()
     has_all = name == 'zero_grad' and opts.get(opt, '').endswith('.model.parameters()')
     return _KINDS[name],opt if is_opt and not has_all else ''
 
-def _named_by(text, trainer):
+def named_by(text, trainer):
     "What a method calls `text`, for all methods: `trainer.opt` in one of a trainer's own, too"
     first,dot,rest = text.partition('.')
     return f'trainer{dot}{rest}' if first == trainer else text
@@ -168,7 +168,7 @@ def _row(scene):
         is_batch = own and isinstance(entry.callback, TrainersOwn) and entry.does.startswith('One batch')
         if own and not is_batch and any(entry in steps for steps in at.values()):
             continue # If it is run at all
-        if is_batch: tree,trainer = _own_tree(scene.trainer)
+        if is_batch: tree,trainer = own_tree(scene.trainer)
         else: tree,trainer = own_method(entry)
         told = _of_library(entry) if tree is None else _of_method(entry, tree, trainer, opts)
         for kind,opt in told:
@@ -179,7 +179,7 @@ def _of_run(entry, opts):
     tree,trainer = own_method(entry)
     return _of_library(entry) if tree is None else _of_method(entry, tree, trainer, opts)
 
-def _own_tree(trainer):
+def own_tree(trainer):
     node = function_node(inspect.unwrap(type(trainer).one_batch))
     if node is None: raise Unknown()
     return node,node.args.args[0].arg
@@ -305,7 +305,7 @@ def _tree_at(scene, entry, event):
     "The method of the same callback at an event, or the whole batch of a trainer's own"
     is_own = isinstance(entry.callback, TrainersOwn) and has_own_batch(scene.trainer)
     if is_own and entry.does.startswith('One batch'):
-        try: return _own_tree(scene.trainer)[0]
+        try: return own_tree(scene.trainer)[0]
         except Unknown: return None
     return next((own_method(o)[0] for o in scene.batch if o.callback is entry.callback and o.event == event),
                 None)

@@ -18,6 +18,9 @@ _LATE = ('{clip} clips the gradients ({line}) after {step} has used them, so no 
 _CLEARED = ('{zero} clears the gradients ({line}) before {step} uses them, so the weights do not move. Clear '
             'them after the step, in `zero_grad` or `after_step`, as `BasicTrainCB` does.')
 
+_TOO_EARLY = ('{clip} clips the gradients before {backward} computes them ({line}), so none of this batch is '
+              'clipped. Clip in `before_step`, as `ClipGradCB` does.')
+
 def _steps(entry): return [deed.partition(' ')[2] for deed in entry.found.does if deed.startswith('steps ')]
 
 def _in_order(scene):
@@ -34,6 +37,19 @@ def clipped_too_late(scene):
         if step is None or more or 'clips' not in entry.found.does or not users_own(entry): continue
         text = _LATE.format(clip=said(entry), step=said(step), line=entry.found.does['clips'])
         found.append(Finding('clip_after_step', text, [entry.callback], spoils=True))
+    return found
+
+def clipped_too_early(scene):
+    "Clipping of gradients that are not there yet"
+    found,batch = [],_in_order(scene)
+    at = next((i for i,o in enumerate(batch) if 'backward' in o.found.calls), 0)
+    for entry in batch[:at]:
+        early = 'clips' in entry.found.does and users_own(entry)
+        if not early or any(o.callback is entry.callback and 'clips' in o.found.does for o in batch[at:]):
+            continue
+        told = dict(clip=said(entry), backward=said(batch[at]), line=entry.found.does['clips'])
+        text = _TOO_EARLY.format(**told)
+        found.append(Finding('clip_before_backward', text, [entry.callback], spoils=True))
     return found
 
 def _cleared(entry):

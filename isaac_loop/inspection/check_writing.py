@@ -9,9 +9,9 @@ __all__ = []
 import ast
 
 from ..basics.old_names import OF_TRAINER
-from .check_rules import is_sure, said, users_own
+from .check_rules import is_sure, line_in, method_of, said, users_own
 from .method_source import function_node, function_of
-from ..loop.events import handler_of
+from ..loop.events import callback_name, handler_of
 from ..loop.handlers import takes_part
 from ..loop.plan_checks import Finding
 from ..loop.shared_attributes import STATE
@@ -119,3 +119,37 @@ def slips(scene):
             text = _SLIP.format(who=said(entry), name=name, line=line, near=_meant(name))
             found[name] = Finding('misspelt', text, [entry.callback])
     return list(found.values())
+
+# %% ../../nbs/inspection/91_check_writing.ipynb #8fc49416
+_COLUMN = ('{who} asks for the column `{name}` ({line}), and nobody writes it: columns of validation begin '
+           'with `valid_`. Ask for `{meant}`.')
+
+def unknown_columns(scene):
+    "Columns of validation under the name that they have elsewhere"
+    if any(callback_name(cb) == 'RenameColumnsCB' for cb in scene.trainer.callbacks): return []
+    trees = [(entry, method_of(entry)[0]) for entry in scene.entries]
+    trees = [(entry, tree) for entry,tree in trees if tree is not None]
+    written = {name for _,tree in trees for name in _keys(tree, ast.Store)}
+    found,told = [],set()
+    for entry,tree in trees:
+        for name,node in _keys(tree, ast.Load).items():
+            if not name.startswith('val_') or name in written or (id(entry.callback), name) in told: continue
+            told.add((id(entry.callback), name))
+            said_of = dict(name=name, line=line_in(entry, node), meant=f'valid_{name[4:]}')
+            text = _COLUMN.format(who=said(entry), **said_of)
+            found.append(Finding('unknown_column', text, [entry.callback]))
+    return found
+
+def _keys(tree, kind):
+    "Texts in brackets, those asked for by `get`, and those looked for by `in`"
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, kind): key = node.slice
+        elif kind is ast.Load and isinstance(node, ast.Call) and node.args:
+            key = node.args[0] if getattr(node.func, 'attr', '') == 'get' else None
+        elif kind is ast.Load and isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In):
+            key = node.left
+        else: continue
+        text = getattr(key, 'value', None)
+        if isinstance(text, str): found.setdefault(text, node)
+    return found

@@ -11,7 +11,8 @@ from fastcore.basics import patch
 from ..basics.checks import did_you_mean, warn
 from ..basics.tables import Table
 from . import check_best, check_cancels, check_effects, check_forgotten
-from . import check_kept, check_model, check_orders, check_rules
+from . import check_formulas, check_kept, check_lasting, check_model
+from . import check_orders, check_rules
 from . import check_schedules, check_steps, check_updates, check_writing
 from .check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
@@ -32,6 +33,7 @@ RULES = { # By the name of what each finds
     'waits_in_vain': lambda scene: _in_vain(scene),
     'return_ignored': check_orders.lost_results,
     'keeps_graph': check_orders.kept_graphs,
+    'clip_before_backward': check_updates.clipped_too_early,
     'clip_after_step': check_updates.clipped_too_late,
     'cleared_before_step': check_updates.cleared_too_early,
     'scaled_loss': check_updates.scaled_losses,
@@ -41,6 +43,7 @@ RULES = { # By the name of what each finds
     'overwritten': check_writing.overwritten,
     'random_validation': check_writing.augmented_validation,
     'misspelt': check_writing.slips,
+    'unknown_column': check_writing.unknown_columns,
     'unread_rate': check_forgotten.unread_rates,
     'late_loss': check_forgotten.late_losses,
     'left_in_eval': check_forgotten.left_in_evaluation,
@@ -67,10 +70,29 @@ RULES = { # By the name of what each finds
     'no_effect': check_effects.lost_values,
     'unread_setting': check_effects.unread_settings,
     'seeded_again': check_effects.seeded_again,
-    'constant_term': check_effects.constant_terms,
+    'constant_term': lambda scene: _without_gradient(scene),
     'wrong_best': check_best.wrong_comparisons,
     'impatient': check_best.impatient,
+    'average_turned': check_formulas.turned_averages,
+    'over_rows': check_formulas.over_rows,
+    'wrong_limit': check_formulas.wrong_limits,
+    'needs_log': check_formulas.without_logs,
+    'wrong_count': check_formulas.wrong_counts,
+    'used_up': check_lasting.used_up,
+    'begins_anew': check_lasting.begun_anew,
+    'new_optimizer': check_lasting.new_optimizers,
+    'not_counted': check_lasting.not_counted,
+    'not_put_back': check_lasting.never_put_back,
+    'teacher_in_training': check_lasting.teachers_in_training,
+    'left_in_training': check_lasting.measured_in_training,
+    'gradients_mixed': lambda scene: _mixed(scene),
 }
+
+def _without_gradient(scene):
+    return check_effects.constant_terms(scene) + check_formulas.penalties_without_graph(scene)
+
+def _mixed(scene):
+    return check_lasting.gradients_on_the_way(scene) + check_lasting.left_for_another(scene)
 
 def _in_vain(scene):
     return check_orders.waiting_in_vain(scene) + never_run(scene.trainer.plan, scene.trainer.callbacks)

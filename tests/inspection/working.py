@@ -1,5 +1,7 @@
 "A small working training for every callback of the library, for tests that ask something of all of them."
 
+import warnings
+
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
@@ -8,6 +10,7 @@ from torcheval.metrics import MulticlassAccuracy
 import isaac_loop.callbacks as library
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.data import DataLoaders, exact_loader
+from isaac_loop.inspection import CheckFailed
 from isaac_loop.loop.trainer import Trainer
 
 c = library
@@ -157,3 +160,13 @@ def working(name, folder):
     "A trainer in which the callback of this name works, and that callback"
     trainer = images_trainer(WORKING[name](folder))
     return trainer, next(cb for cb in trainer.callbacks[::-1] if type(cb).__name__ == name)
+
+
+def found_in(trainer):
+    "The names of all findings"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return [o.name for o in trainer.check()]
+        except CheckFailed as error:
+            return [o.name for o in error.findings]

@@ -1,0 +1,561 @@
+"""Mistakes in one line, and in how long things last, each beside what is like it and right.
+
+Each planted one is found by the name of its rule; in the right ones nothing is found.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop import Trainer, with_cbs
+from isaac_loop.callbacks import BasicTrainCB, MetricsCB
+from isaac_loop.loop.events import CancelBatchException
+from working import found_in, images_trainer
+
+
+def planted(*names):
+    "A callback in whose loop something is wrong"
+
+    def mark(cls):
+        WRONG.append((cls, names))
+        return cls
+
+    return mark
+
+
+def right(cls):
+    "A callback that is like a wrong one"
+    RIGHT.append(cls)
+    return cls
+
+
+WRONG, RIGHT = [], []
+
+
+class Keeps:
+    "A copy of the weights, and what an average needs"
+
+    def __init__(self, decay=0.98):
+        self.decay = decay
+
+    def before_fit(self, trainer):
+        self.average = [p.detach().clone() for p in trainer.model.parameters()]
+
+    def pairs(self, trainer):
+        return zip(self.average, trainer.model.parameters())
+
+
+@planted("average_turned")
+class TurnedChain(Keeps):
+    def after_step(self, trainer):
+        for a, p in zip(self.average, trainer.model.parameters()):
+            a.mul_(1 - self.decay).add_(p.detach(), alpha=self.decay)
+
+
+@planted("average_turned")
+class TurnedProduct(Keeps):
+    def after_step(self, trainer):
+        for a, p in zip(self.average, trainer.model.parameters()):
+            a.mul_(1 - self.decay).add_(self.decay * p.detach())
+
+
+@planted("average_turned")
+class TurnedLerp(Keeps):
+    def after_step(self, trainer):
+        for a, p in zip(self.average, trainer.model.parameters()):
+            a.lerp_(p.detach(), self.decay)
+
+
+@planted("average_turned")
+class TurnedList(Keeps):
+    def after_step(self, trainer):
+        with torch.no_grad():
+            for i, p in enumerate(trainer.model.parameters()):
+                self.average[i] = (1 - self.decay) * self.average[i] + self.decay * p
+
+
+@right
+class Average(TurnedList):
+    def after_step(self, trainer):
+        with torch.no_grad():
+            for i, p in enumerate(trainer.model.parameters()):
+                self.average[i] = self.decay * self.average[i] + (1 - self.decay) * p
+                self.average[i].mul_(self.decay).add_(p, alpha=1 - self.decay)
+                self.average[i].lerp_(p, 1 - self.decay)
+
+
+@planted("needs_log")
+class DivergenceOfProbabilities:
+    def after_get_loss(self, trainer):
+        soft = F.softmax(trainer.preds, dim=1)
+        trainer.loss = trainer.loss + F.kl_div(soft, soft.detach().flip(1), reduction="batchmean")
+
+
+@right
+class Divergence:
+    def after_get_loss(self, trainer):
+        soft = F.log_softmax(trainer.preds, dim=1)
+        trainer.loss = trainer.loss + F.kl_div(soft, soft.detach().flip(1).exp(), reduction="batchmean")
+
+
+@planted("over_rows")
+class SoftmaxOverRows:
+    def after_predict(self, trainer):
+        preds = trainer.preds
+        self.shares = F.softmax(preds, dim=0)
+
+
+@right
+class SoftmaxOfARow:
+    def after_predict(self, trainer):
+        self.shares = trainer.preds[0].softmax(0), trainer.preds.softmax(1)
+
+
+@planted("constant_term")
+class PenaltyWithoutGraph:
+    def after_get_loss(self, trainer):
+        first = next(trainer.model.parameters())
+        (slope,) = torch.autograd.grad(trainer.loss, first, retain_graph=True)
+        penalty = slope.square().sum()
+        trainer.loss = trainer.loss + 0.1 * penalty
+
+
+@right
+class Penalty:
+    def after_get_loss(self, trainer):
+        if not trainer.training:
+            return
+        first = next(trainer.model.parameters())
+        (slope,) = torch.autograd.grad(trainer.loss, first, create_graph=True)
+        trainer.loss = trainer.loss + 0.1 * slope.square().sum()
+
+
+class Sums:
+    def before_epoch(self, trainer):
+        self.total = 0.0
+
+
+@planted("wrong_count")
+class PerExample(Sums):
+    def after_batch(self, trainer):
+        self.total += trainer.loss.item()
+
+    def after_epoch(self, trainer):
+        self.mean = self.total / len(trainer.dls.train.dataset)
+
+
+@planted("wrong_count")
+class PerBatch(Sums):
+    def after_batch(self, trainer):
+        self.total += trainer.loss.item() * len(trainer.batch[0])
+
+    def after_epoch(self, trainer):
+        self.mean = self.total / len(trainer.dls.train)
+
+
+@right
+class PerExampleOfSums(PerBatch):
+    def after_epoch(self, trainer):
+        self.mean = self.total / len(trainer.dls.train.dataset)
+
+
+@planted("used_up")
+class ClipsOnce:
+    def before_fit(self, trainer):
+        self.params = trainer.model.parameters()
+
+    def before_step(self, trainer):
+        nn.utils.clip_grad_norm_(self.params, 1.0)
+
+
+@planted("used_up")
+class LoopsOnce:
+    def before_fit(self, trainer):
+        self.wide = (p for p in trainer.model.parameters() if p.ndim > 1)
+
+    def before_step(self, trainer):
+        for p in self.wide:
+            p.grad.clamp_(-1, 1)
+
+
+@right
+class ClipsAlways:
+    def before_fit(self, trainer):
+        self.params, self.numbers = list(trainer.model.parameters()), iter(range(1000))
+        self.weights = (p for p in trainer.model.parameters())
+
+    def before_step(self, trainer):
+        next(self.numbers)
+        nn.utils.clip_grad_norm_(self.params, 1.0)
+
+    def before_epoch(self, trainer):
+        self.weights = trainer.model.parameters()
+
+    def after_epoch(self, trainer):
+        self.norms = [p.norm() for p in self.weights]
+
+
+@planted("clip_before_backward")
+class ClipsTooEarly:
+    def before_backward(self, trainer):
+        nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+
+
+@planted("unknown_column")
+class AsksForVal:
+    def log(self, trainer):
+        self.last = trainer.history[-1].get("val_loss", 0.0)
+
+
+@right
+class AsksForValid:
+    def log(self, trainer):
+        if not trainer.history:
+            return
+        row = trainer.history[-1]
+        row["val_share"] = 0.5
+        self.last = row.get("valid_loss", 0.0) * row["val_share"]
+
+
+@planted("begins_anew")
+class WarmsUpAgain:
+    def before_step(self, trainer):
+        for group in trainer.opt.param_groups:
+            group["lr"] = 0.01 * min(1.0, (trainer.batch_num + 1) / 10)
+
+
+@right
+class WarmsUpInFirst:
+    def before_step(self, trainer):
+        if trainer.epoch == 0:
+            for group in trainer.opt.param_groups:
+                group["lr"] = 0.01 * min(1.0, (trainer.batch_num + 1) / 4)
+
+
+@right
+class WarmsUp:
+    def before_step(self, trainer):
+        for group in trainer.opt.param_groups:
+            group["lr"] = 0.01 * min(1.0, (trainer.n_updates + 1) / 10)
+
+
+@planted("new_optimizer")
+class Forgets:
+    def before_epoch(self, trainer):
+        trainer.opt = optim.SGD(trainer.model.parameters(), 0.1, momentum=0.9)
+
+
+@right
+class NewInSecond:
+    def before_epoch(self, trainer):
+        if trainer.epoch == 1 and trainer.training:
+            trainer.opt = optim.SGD(trainer.model.parameters(), 0.1, momentum=0.9)
+
+
+@planted("not_counted")
+class NeverCounts:
+    def before_fit(self, trainer):
+        self.n = 0
+
+    def after_step(self, trainer):
+        if self.n % 4 == 3:
+            self.norm = next(trainer.model.parameters()).norm().item()
+
+
+@right
+class Counts(NeverCounts):
+    def before_fit(self, trainer):
+        self.n = self.seen = 0
+
+    def after_step(self, trainer):
+        self.n += 1
+        self._count()
+        if self.n % 4 == 3 or self.seen % 2:
+            self.norm = next(trainer.model.parameters()).norm().item()
+
+    def _count(self):
+        self.seen = self.seen + 1
+
+
+class Swaps:
+    def before_fit(self, trainer):
+        self.average = copy.deepcopy(trainer.model.state_dict())
+
+
+@planted("not_put_back")
+class SwapsIn(Swaps):
+    def before_epoch(self, trainer):
+        if trainer.training:
+            return
+        trainer.model.load_state_dict(self.average)
+
+
+@planted("not_put_back")
+class SwapsInOnValidation(Swaps):
+    on_train = False
+
+    def before_epoch(self, trainer):
+        trainer.model.load_state_dict(self.average)
+
+
+@right
+class SwapsBack(Swaps):
+    def before_epoch(self, trainer):
+        if not trainer.training:
+            self.trained = copy.deepcopy(trainer.model.state_dict())
+            trainer.model.load_state_dict(self.average)
+
+    def cleanup_epoch(self, trainer):
+        if not trainer.training:
+            trainer.model.load_state_dict(self.trained)
+
+
+def teacher():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Dropout())
+
+
+@planted("teacher_in_training")
+class Distills:
+    def __init__(self):
+        self.teacher = teacher()
+
+    def after_get_loss(self, trainer):
+        with torch.no_grad():
+            wanted = self.teacher(trainer.batch[0])
+        trainer.loss = trainer.loss + F.mse_loss(trainer.preds, wanted)
+
+
+@right
+class DistillsInEvaluation(Distills):
+    def before_fit(self, trainer):
+        self.teacher.eval()
+
+
+@right
+class Head(Distills):
+    "A second head, which is trained"
+
+    def before_fit(self, trainer):
+        trainer.opt.add_param_group({"params": list(self.teacher.parameters())})
+
+
+@planted("left_in_training")
+class Measures:
+    on_valid = False
+
+    def after_epoch(self, trainer):
+        right = 0
+        for x, y in trainer.dls.valid:
+            right += (trainer.model(x).argmax(1) == y).sum().item()
+        self.right = right
+
+
+@right
+class MeasuresInEvaluation(Measures):
+    def after_epoch(self, trainer):
+        trainer.model.eval()
+        for x, y in trainer.dls.valid:
+            self.right = (trainer.model(x).argmax(1) == y).sum().item()
+        trainer.model.train()
+
+
+@planted("gradients_mixed")
+class Attacks:
+    on_valid = False
+
+    def before_predict(self, trainer):
+        x, y = trainer.batch
+        x.requires_grad_(True)
+        trainer.loss_func(trainer.model(x), y).backward()
+        trainer.batch = (x + 0.1 * x.grad.sign()).detach(), y
+
+
+@right
+class AttacksAndClears(Attacks):
+    def before_predict(self, trainer):
+        x, y = trainer.batch
+        x.requires_grad_(True)
+        trainer.loss_func(trainer.model(x), y).backward()
+        step = x.grad.sign()
+        trainer.opt.zero_grad()
+        trainer.batch = (x + 0.1 * step).detach(), y
+
+
+@right
+class AttacksByGrad(Attacks):
+    def before_predict(self, trainer):
+        x, y = trainer.batch
+        x.requires_grad_(True)
+        (slope,) = torch.autograd.grad(trainer.loss_func(trainer.model(x), y), x)
+        trainer.batch = (x + 0.1 * slope.sign()).detach(), y
+
+
+@pytest.mark.parametrize("kind, names", WRONG, ids=lambda o: getattr(o, "__name__", ""))
+def test_a_planted_mistake_is_found_by_its_name(kind, names):
+    assert found_in(images_trainer([BasicTrainCB(), kind()])) == list(names)
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_nothing_is_found_in_what_is_like_it_and_right(kind):
+    trainer = images_trainer([BasicTrainCB(), kind()])
+    assert found_in(trainer) == []
+    trainer.fit(2, 0.01)
+    assert found_in(trainer) == [], "nor after a fit"
+
+
+class OwnBatch(Trainer):
+    "Trains on examples that were changed to be hard"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        if self.training:
+            x = x.clone().requires_grad_()
+            self.loss_func(self.model(x), y).backward()
+            self.batch = (x + 0.1 * x.grad.sign()).detach(), y
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+
+class OwnBatchThatClears(OwnBatch):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        if self.training:
+            x = x.clone().requires_grad_()
+            self.loss_func(self.model(x), y).backward()
+            self.model.zero_grad()
+            self.batch = (x + 0.1 * x.grad.sign()).detach(), y
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+
+@pytest.mark.parametrize("kind, names", [(OwnBatch, ["gradients_mixed"]), (OwnBatchThatClears, [])])
+def test_gradients_of_an_attack_in_a_batch_of_ones_own(kind, names):
+    parts = vars(images_trainer([]))
+    trainer = kind(parts["dls"], F.cross_entropy, optim.SGD, parts["model"], [BasicTrainCB()])
+    assert found_in(trainer) == names
+
+
+def accuracy(preds, y):
+    return ((preds > 0.5) == y).float().mean()
+
+
+def accuracy_of_scores(preds, y):
+    return ((preds > 0) == y).float().mean()
+
+
+@pytest.mark.parametrize("metric, names", [(accuracy, ["wrong_limit"]), (accuracy_of_scores, [])])
+def test_a_limit_for_probabilities_that_are_none(metric, names):
+    trainer = images_trainer([BasicTrainCB(), MetricsCB(accuracy=metric)])
+    trainer.loss_func = F.binary_cross_entropy_with_logits
+    assert found_in(trainer) == names
+    trainer.loss_func = F.binary_cross_entropy
+    assert found_in(trainer) == []
+
+
+def nll(preds, y):
+    return F.nll_loss(preds.softmax(1), y)
+
+
+def test_a_loss_of_ones_own_that_gives_probabilities_to_nll():
+    trainer = images_trainer([BasicTrainCB()])
+    trainer.loss_func = nll
+    assert found_in(trainer) == ["needs_log"]
+
+
+class Pair(Trainer):
+    "Two networks, each with an optimizer; the first is judged by the second"
+
+    clears = "before"
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gen, self.disc = nn.Linear(4, 64), nn.Sequential(nn.Flatten(), nn.Linear(64, 1))
+        self.opt_g = optim.SGD(self.gen.parameters(), 0.1)
+        self.opt_d = optim.SGD(self.disc.parameters(), 0.1)
+
+
+class LeftForTheJudge(Pair):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        if not self.training:
+            return
+        fake = self.gen(torch.randn(6, 4))
+        loss_g = -self.disc(fake).mean()
+        loss_g.backward()
+        self.opt_g.step()
+        self.opt_g.zero_grad()
+        loss_d = self.disc(fake.detach()).mean() - self.disc(self.batch[0]).mean()
+        loss_d.backward()
+        self.opt_d.step()
+        self.opt_d.zero_grad()
+
+
+class LeftForTheNextBatch(Pair):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        if not self.training:
+            return
+        fake = self.gen(torch.randn(6, 4))
+        loss_d = self.disc(fake.detach()).mean() - self.disc(self.batch[0]).mean()
+        loss_d.backward()
+        self.opt_d.step()
+        self.opt_d.zero_grad()
+        loss_g = -self.disc(fake).mean()
+        loss_g.backward()
+        self.opt_g.step()
+        self.opt_g.zero_grad()
+
+
+class Judged(Pair):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        if not self.training:
+            return
+        self.opt_d.zero_grad()
+        self.disc(self.batch[0]).mean().backward()
+        fake = self.gen(torch.randn(6, 4))
+        (-self.disc(fake.detach()).mean()).backward()
+        self.opt_d.step()
+        self.opt_g.zero_grad()
+        loss_g = -self.disc(fake).mean()
+        loss_g.backward()
+        self.opt_g.step()
+
+
+class Joint(Pair):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        if not self.training:
+            return
+        self.loss = self.disc(self.gen(torch.randn(6, 4))).mean()
+        self.loss.backward()
+        for opt in (self.opt_g, self.opt_d):
+            opt.step()
+            opt.zero_grad()
+
+
+class Apart(Pair):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        if not self.training:
+            return
+        self.gen(torch.randn(6, 4)).mean().backward()
+        self.opt_g.step()
+        self.opt_g.zero_grad()
+        self.disc(self.batch[0]).mean().backward()
+        self.opt_d.step()
+        self.opt_d.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [LeftForTheJudge, LeftForTheNextBatch, Judged, Joint, Apart])
+def test_gradients_that_are_left_in_another_network(kind):
+    parts = vars(images_trainer([]))
+    trainer = kind(parts["dls"], None, None, None, [])
+    assert found_in(trainer) == ["gradients_mixed"] * kind.__name__.startswith("Left")
