@@ -140,6 +140,45 @@ def means_of_means(scene):
             found.append(Finding('mean_of_means', text, [entry.callback]))
     return found
 
+def means_of_lists(scene):
+    "Means over lists of means of batches of different sizes"
+    loaders = [getattr(scene.trainer.dls, name, None) for name in ('train', 'valid')]
+    if not any(map(_last_is_shorter, loaders)): return []
+    found = []
+    for entry in scene.entries:
+        tree,_ = method_of(entry)
+        if tree is None or entry.event not in _ENDS or not users_own(entry): continue
+        batches = trees_at(of_same(scene, entry), _OF_BATCH)
+        for node,name in filter(None, map(_mean_of_list, ast.walk(tree))):
+            added = _appended(batches, name)
+            if not added or not all(map(is_mean, added)): continue
+            text = _OF_MEANS.format(who=said(entry), sum=name, line=line_in(entry, node))
+            found.append(Finding('mean_of_means', text, [entry.callback]))
+    return found
+
+def _mean_of_list(node):
+    "An expression that is the mean of an attribute's list, with its name; None for anything else"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        name = _argument(node.left, 'sum')
+        return (node, name) if name and _argument(node.right, 'len') == name else None
+    if not isinstance(node, ast.Call) or getattr(node.func, 'attr', '') not in ('mean', 'fmean'): return None
+    made = node.func.value # As in `torch.stack(self.all).mean()`, or in `np.mean(self.all)`
+    name = next(filter(None, (_argument(made, o) for o in ('stack', 'tensor', 'as_tensor', 'array'))), '')
+    name = name or (ast.unparse(node.args[0]) if node.args else '')
+    return (node, name) if name.startswith('self.') else None
+
+def _argument(node, function):
+    "What a function is called with, as text; empty if it is another one"
+    if not isinstance(node, ast.Call) or not node.args: return ''
+    name = getattr(node.func, 'attr', getattr(node.func, 'id', ''))
+    return ast.unparse(node.args[0]) if name == function else ''
+
+def _appended(trees, name):
+    "What is put into the list of an attribute with each batch"
+    nodes = [item for tree in trees for item in ast.walk(tree) if isinstance(item, ast.Call)]
+    appends = [o for o in nodes if getattr(o.func, 'attr', '') == 'append' and o.args]
+    return [o.args[0] for o in appends if ast.unparse(o.func.value) == name]
+
 def _last_is_shorter(dl):
     "Whether a loader is known to give a last batch of fewer rows"
     if isinstance(dl, (list, tuple)):

@@ -165,7 +165,8 @@ def never_put_back(scene):
     for entry in [o for o in scene.entries if o.event == 'before_epoch' and users_own(o)]:
         mine,line = of_same(scene, entry),_weights_changed(entry)
         valid_only = not takes_part(entry.callback, 'before_epoch', True) or _asks_validation(entry)
-        others = any(_weights_changed(o) or o.found.unclear for o in mine if o is not entry)
+        others = any(_weights_changed(o) and 'averages' not in o.found.does or o.found.unclear
+                     for o in mine if o is not entry)
         if not line or not valid_only or others or entry.found.unclear: continue
         found.append(Finding('not_put_back', _NOT_BACK.format(who=said(entry), line=line), [entry.callback],
                              spoils=True))

@@ -101,6 +101,7 @@ def _taken_in(node, known, holder, trainer):
 
 def value_before(node, call, tree):
     "What a name stands for where a call uses it, if it was set in a plain line of its own"
+    if not isinstance(tree.body, list): return node # Of a `lambda`
     sets = [o for o in tree.body if isinstance(o, ast.Assign) and o.lineno < call.lineno
             and ast.unparse(o.targets[0]) == ast.unparse(node)]
     inside = [o for o in ast.walk(tree) if isinstance(o, (ast.Assign, ast.AugAssign)) and o not in tree.body]
@@ -113,9 +114,14 @@ def _twice_inside(scene):
     for tree,known,file,where,holder in own_losses(scene):
         for node in [o for o in ast.walk(tree) if isinstance(o, ast.Call)] if tree is not None else ():
             given = node.args[:1] or [o.value for o in node.keywords if o.arg == 'input']
-            if not given: continue
-            what,loss = _taken_in(node, known, holder, scene.trainer)
-            if not what or called(value_before(given[0], node, tree)) != what: continue
+            if called(node) == 'log_softmax' and isinstance(node.func, ast.Attribute):
+                owner = ast.unparse(node.func.value)
+                is_function = owner in ('F', 'torch', 'nn.functional', 'torch.nn.functional')
+                given = given if is_function else [node.func.value]
+                what,loss = 'softmax','log_softmax'
+            else: what,loss = _taken_in(node, known, holder, scene.trainer) if given else ('', '')
+            if not given or not what: continue
+            if called(value_before(given[0], node, tree)) != what: continue
             text = _IN_LOSS.format(where=where, what=what, loss=loss, line=f'{file}:{node.lineno}')
             yield Finding('softmax_twice', text, [holder] if holder in scene.trainer.callbacks else [])
 

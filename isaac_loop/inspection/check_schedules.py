@@ -173,3 +173,47 @@ def _number(node, callback):
         except ValueError: value = None
     values = value if isinstance(value, (list, tuple)) else [value]
     return max(values) if values and all(type(o) in (int, float) for o in values) else None
+
+# %% ../../nbs/inspection/95_check_schedules.ipynb #b555f953
+_COMPOUNDS = ('{who} multiplies the rate that is there by `{factor}` ({line}), which changes from batch to '
+              'batch, so all factors so far pile up in it. Keep the rate of the beginning, and set '
+              "`group['lr'] = first*factor`.")
+_DECAYS_TWICE = ('{who} changes the rate ({line}), and it comes twice in an epoch, for training and for '
+                 'validation. Do it in `log`, ask `if trainer.training`, or set `on_valid = False`.')
+
+def rates_by_hand(scene):
+    "Rates that are multiplied by what they hold already, or twice in an epoch"
+    has_valid,found = getattr(scene.trainer.dls, 'valid', None) is not None,[]
+    for entry in [o for o in scene.entries if users_own(o)]:
+        tree,_ = method_of(entry)
+        for node,factor in _multiplied_rates(tree) if tree is not None else ():
+            told = dict(who=said(entry), line=line_in(entry, node), factor=ast.unparse(factor))
+            twice = entry.event.endswith('_epoch') and has_valid and 'asks training' not in entry.found.does
+            twice = twice and all(takes_part(entry.callback, entry.event, o) for o in (True, False))
+            if twice: found.append(Finding('schedule_twice', _DECAYS_TWICE.format(**told), [entry.callback]))
+            elif _is_of_batch(entry) and _counts(factor, scene, entry):
+                text = _COMPOUNDS.format(**told)
+                found.append(Finding('rate_compounds', text, [entry.callback], spoils=True))
+    return found
+
+def _multiplied_rates(tree):
+    "Statements that make a rate of itself and a factor"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
+            if ast.unparse(node.target).endswith("['lr']"): yield node,node.value
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+            target,made = ast.unparse(node.targets[0]),node.value
+            if isinstance(made.op, ast.Div) and isinstance(made.left, ast.BinOp): made = made.left
+            if not target.endswith("['lr']") or not isinstance(made.op, ast.Mult): continue
+            if ast.unparse(made.left) == target: yield node,made.right
+            elif ast.unparse(made.right) == target: yield node,made.left
+
+_COUNTERS = {'n_updates', 'batch_num', 'total_updates'}
+
+def _counts(factor, scene, entry):
+    "Whether a factor is a count, or a share of one"
+    names = {o.attr for o in ast.walk(factor) if isinstance(o, ast.Attribute)}
+    mine = [o for o in scene.entries if o.callback is entry.callback]
+    grown = {o.target.attr for item in mine for o in ast.walk(method_of(item)[0] or ast.Pass())
+             if isinstance(o, ast.AugAssign) and isinstance(o.target, ast.Attribute)}
+    return bool(names & (_COUNTERS | grown))

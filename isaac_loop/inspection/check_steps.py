@@ -351,3 +351,20 @@ def _rescales(entry):
     if entry.callback is None or not on_the_way: return False
     own = users_own(entry) and ('gradients' in entry.found.changes or bool(entry.found.unclear))
     return own or 'loss' in entry.found.writes or not {'clips', 'sets gradients'}.isdisjoint(entry.found.does)
+
+# %% ../../nbs/inspection/96_check_steps.ipynb #966528f3
+_BOTH_TRAIN = ('`{first}` was made of `{whole}`, which holds what `{second}` trains as well, so each step '
+               'of the first moves it too. Give `{first}` the parameters of its own part.')
+
+def shared_weights(scene):
+    "Two optimizers that both make steps, of which one has the weights of the other as well"
+    found,made = [],{opt: text for opt,text in optimizers(scene).items() if text.endswith('.parameters()')}
+    stepped = {what for entry in scene.batch for what in taken_from(entry, 'steps')}
+    texts = {opt: text.partition('.')[2].removesuffix('.parameters()') for opt,text in made.items()}
+    for first,whole in texts.items():
+        for second,part in texts.items():
+            both = {o.partition('.')[2] for o in (first, second)} <= stepped
+            if first == second or not both or not part.startswith(f'{whole}.'): continue
+            text = _BOTH_TRAIN.format(first=first, second=second, whole=made[first])
+            found.append(Finding('shared_weights', text))
+    return found

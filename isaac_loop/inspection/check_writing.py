@@ -153,3 +153,29 @@ def _keys(tree, kind):
         text = getattr(key, 'value', None)
         if isinstance(text, str): found.setdefault(text, node)
     return found
+
+# %% ../../nbs/inspection/91_check_writing.ipynb #5bca055c
+_PERMUTED = ('{who} shuffles inputs and targets by two different permutations ({line}), so they do not '
+             'belong together any more. Draw one, `order = torch.randperm(n)`, and use it for both.')
+
+def two_permutations(scene):
+    "Inputs and targets that are shuffled apart"
+    found = []
+    for entry in scene.batch:
+        tree,trainer = method_of(entry)
+        if tree is None or 'batch' not in entry.found.reads: continue
+        nodes = [o for o in ast.walk(tree) if isinstance(o, ast.Subscript) and isinstance(o.slice, ast.Call)]
+        drawn = {ast.unparse(o.value): o for o in nodes if ast.unparse(o.slice.func).endswith('randperm')}
+        parts = [o for name,o in drawn.items() if name in _parts_of_batch(tree, trainer)]
+        if len(parts) < 2: continue
+        text = _PERMUTED.format(who=said(entry), line=line_in(entry, parts[0]))
+        found.append(Finding('two_permutations', text, [entry.callback], spoils=True))
+    return found
+
+def _parts_of_batch(tree, trainer):
+    "Names for the parts of the batch"
+    names = {f'{trainer}.batch[{i}]' for i in range(3)}
+    for node in [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]:
+        if ast.unparse(node.value) == f'{trainer}.batch':
+            names |= {o.id for o in ast.walk(node.targets[0]) if isinstance(o, ast.Name)}
+    return names

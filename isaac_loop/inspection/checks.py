@@ -38,19 +38,21 @@ RULES = { # By the name of what each finds
     'cleared_before_step': check_updates.cleared_too_early,
     'scaled_loss': check_updates.scaled_losses,
     'counted_twice': check_updates.counted_twice,
-    'schedule_twice': check_schedules.stepped_twice,
+    'schedule_twice': lambda scene: _rates(scene),
+    'rate_compounds': None, # Found together with it
     'schedule_pace': check_schedules.wrong_paces,
     'overwritten': check_writing.overwritten,
     'random_validation': check_writing.augmented_validation,
     'misspelt': check_writing.slips,
     'unknown_column': check_writing.unknown_columns,
+    'two_permutations': check_writing.two_permutations,
     'unread_rate': check_forgotten.unread_rates,
     'late_loss': check_forgotten.late_losses,
     'left_in_eval': check_forgotten.left_in_evaluation,
     'never_reset': check_forgotten.never_reset,
     'kept_alias': check_kept.kept_aliases,
     'mixed_mean': check_kept.mixed_means,
-    'mean_of_means': check_kept.means_of_means,
+    'mean_of_means': lambda scene: check_kept.means_of_means(scene) + check_kept.means_of_lists(scene),
     'cancels_too_much': check_cancels.cancels_too_much,
     'cancels_nothing': check_cancels.cancels_nothing,
     'gradients_lost': check_cancels.mismatched_steps,
@@ -61,6 +63,7 @@ RULES = { # By the name of what each finds
     'never_stepped': check_steps.half_steps,
     'never_backward': None, # Found together with it
     'gathered_sum': check_steps.gathered_sums,
+    'shared_weights': check_steps.shared_weights,
     'softmax_twice': check_model.softmax_twice,
     'new_parameters': check_model.new_parameters,
     'undone_mode': check_model.undone_modes,
@@ -90,6 +93,8 @@ RULES = { # By the name of what each finds
 
 def _without_gradient(scene):
     return check_effects.constant_terms(scene) + check_formulas.penalties_without_graph(scene)
+
+def _rates(scene): return check_schedules.stepped_twice(scene) + check_schedules.rates_by_hand(scene)
 
 def _mixed(scene):
     return check_lasting.gradients_on_the_way(scene) + check_lasting.left_for_another(scene)

@@ -220,6 +220,84 @@ class AsksForValid:
         self.last = row.get("valid_loss", 0.0) * row["val_share"]
 
 
+@planted("rate_compounds")
+class RisesByWhatIsThere:
+    def before_fit(self, trainer):
+        self.n = 0
+
+    def before_step(self, trainer):
+        self.n += 1
+        if self.n < 10:
+            for group in trainer.opt.param_groups:
+                group["lr"] *= self.n / 10
+
+
+@planted("rate_compounds")
+class RisesByItself:
+    def before_batch(self, trainer):
+        for group in trainer.opt.param_groups:
+            group["lr"] = group["lr"] * (trainer.n_updates + 1) / 100
+
+
+@right
+class Decays:
+    def after_step(self, trainer):
+        for group in trainer.opt.param_groups:
+            group["lr"] *= 0.99
+
+    def log(self, trainer):
+        trainer.opt.param_groups[0]["lr"] *= 0.5
+
+
+@planted("schedule_twice")
+class DecaysInBothPasses:
+    def after_epoch(self, trainer):
+        for group in trainer.opt.param_groups:
+            group["lr"] *= 0.5
+
+
+@planted("two_permutations")
+class MixesApart:
+    on_valid = False
+
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        trainer.batch = x[torch.randperm(len(x))], y[torch.randperm(len(y))]
+
+
+@right
+class Shuffles(MixesApart):
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        order = torch.randperm(len(x))
+        trainer.batch = x[order], y[order]
+
+
+class Lists:
+    def before_epoch(self, trainer):
+        self.accs = []
+
+    def after_batch(self, trainer):
+        self.accs.append((trainer.preds.argmax(1) == trainer.batch[1]).float().mean().item())
+
+
+class OfList(Lists):
+    def after_epoch(self, trainer):
+        self.acc = sum(self.accs) / len(self.accs)
+
+
+class OfTensor(Lists):
+    def after_epoch(self, trainer):
+        self.acc = torch.tensor(self.accs).mean()
+
+
+@pytest.mark.parametrize("kind", [OfList, OfTensor])
+def test_a_mean_over_a_list_of_means(kind):
+    "Of batches of 5, with one of 4 in the end"
+    assert found_in(images_trainer([BasicTrainCB(), kind()], batch_size=5)) == ["mean_of_means"]
+    assert found_in(images_trainer([BasicTrainCB(), kind()], batch_size=6)) == []
+
+
 @planted("begins_anew")
 class WarmsUpAgain:
     def before_step(self, trainer):
@@ -287,6 +365,19 @@ class Swaps:
 
 @planted("not_put_back")
 class SwapsIn(Swaps):
+    def before_epoch(self, trainer):
+        if trainer.training:
+            return
+        trainer.model.load_state_dict(self.average)
+
+
+@planted("not_put_back")
+class AveragesAndSwapsIn(Swaps):
+    def after_step(self, trainer):
+        for name, x in trainer.model.state_dict().items():
+            if x.is_floating_point():
+                self.average[name].mul_(0.9).add_(x, alpha=0.1)
+
     def before_epoch(self, trainer):
         if trainer.training:
             return
@@ -559,3 +650,32 @@ def test_gradients_that_are_left_in_another_network(kind):
     parts = vars(images_trainer([]))
     trainer = kind(parts["dls"], None, None, None, [])
     assert found_in(trainer) == ["gradients_mixed"] * kind.__name__.startswith("Left")
+
+
+def smoothed(preds, y):
+    probs = F.softmax(preds, -1)
+    return -(F.one_hot(y, 3) * F.log_softmax(probs, dim=-1)).sum(-1).mean()
+
+
+def test_a_softmax_of_a_softmax_in_a_loss_of_ones_own():
+    trainer = images_trainer([BasicTrainCB()])
+    trainer.loss_func = smoothed
+    assert found_in(trainer) == ["softmax_twice"]
+    trainer.loss_func = lambda preds, y: F.nll_loss(preds.log_softmax(-1), y)
+    assert found_in(trainer) == []
+
+
+class WholeAndPart(Pair):
+    def before_fit(self):
+        self.model = nn.ModuleDict(dict(gen=self.gen, disc=self.disc))
+        self.opt_g = optim.SGD(self.model.parameters(), 0.1)
+        self.opt_d = optim.SGD(self.model.disc.parameters(), 0.1)
+
+    def step(self):
+        self.opt_d.step()
+        self.opt_g.step()
+
+
+def test_an_optimizer_that_trains_the_part_of_another_too():
+    parts = vars(images_trainer([]))
+    assert "shared_weights" in found_in(WholeAndPart(parts["dls"], None, None, None, []))
