@@ -48,7 +48,8 @@ _SPARSE = ('The gradient of `{name}` is sparse, and gradients of several process
 _PIECE = 25*2**20 # Bytes that are sent at once
 _DIVERGED = ('The processes are not at the same place, so their gradients do not belong together: '
              '{places}. Do all of them run every batch and every step? Where one leaves a batch out, let '
-             'it raise `CancelBatchException`; then all do.')
+             'it raise `CancelBatchException` by `after_backward` at the latest; then all do. What one '
+             'cancels later, when the gradients are together, it cancels alone.')
 
 class _Buffer:
     "The gradients of one type, one behind the other"

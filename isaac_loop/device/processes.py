@@ -53,14 +53,17 @@ def in_words(
 # %% ../../nbs/device/55_processes.ipynb #aa63f82a
 _BLOCK,_HEAD = 2048,24 # Bytes; what fits in takes one message
 _ASKED = ('a `gather` of {by}', 'the end of a pass, of an epoch or of the fit', 'a `total` of {by}',
-          'a `from_main` of {by}', 'the next exchange of gradients', 'the end of the fit')
+          'a `from_main` of {by}', 'the next exchange of gradients', 'the end of the fit',
+          'a forward pass outside of `predict`, for which it needs the weights of all')
 _GATHER,_WISHES,_TOTAL = range(3) # Places in `_ASKED`
-_FROM_MAIN,_EXCHANGE,_PARTS = range(3, 6)
+_FROM_MAIN,_EXCHANGE,_PARTS,_FORWARD = range(3, 7)
 _MIXED = ('The processes ask one another different things: {told}. All of them must ask in the same '
           'order, so `gather`, `total` and `from_main` stand in handlers that run in every process, and '
           'not behind `is_main`; and what a `total` adds up has the same shape everywhere.')
 _NOT_PLAIN = ('A process gathers what is no plain data, such as an object of a class. Send numbers, text, '
               'tensors, and lists, tuples and dicts of them.')
+_CANNOT_SEND = ('A `{kind}` cannot be sent to other processes ({why}). Send numbers, text, tensors, and '
+                'lists, tuples and dicts of them.')
 
 def _each(words): return ', '.join(f'process {rank} is at {word}' for rank,word in enumerate(words))
 
@@ -70,6 +73,12 @@ def _asker():
     while frame.f_globals.get('__name__') == __name__: frame = frame.f_back
     code = frame.f_code
     return '`' + getattr(code, 'co_qualname', code.co_name).split('<locals>.')[-1] + '`'
+
+def _written(x):
+    "`x` as a message, if it can be one"
+    try: return packed(x)
+    except Exception as error:
+        raise TypeError(_CANNOT_SEND.format(kind=type(x).__name__, why=error)) from None
 
 def _kind_of(question): return zlib.crc32(question.encode())
 
@@ -148,8 +157,12 @@ class ProcessRanks(Ranks):
 
     def gather(self, x): return self._gather(x, _GATHER)
 
+    def see_that_all_predict(self):
+        "Go on if all processes are about to put the weights of the model together; tell all of them if not"
+        self._ask(_FORWARD)
+
     def _gather(self, x, what):
-        data = packed(x)
+        data = _written(x)
         blocks,sizes = self._ask(what, data)
         if max(sizes) > _BLOCK-_HEAD:
             blocks = self._gathered(torch.cat([data, data.new_zeros(max(sizes)-len(data))]))
@@ -189,7 +202,7 @@ class ProcessRanks(Ranks):
             self._check()
             try:
                 own = f()
-                told = packed(dict(result=own))
+                told = _written(dict(result=own))
             except BaseException as e: error,told = e,packed(dict(error=in_words(e)))
         told = unpacked(self._mains(told))
         if error is not None: raise error

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/device/77_sharded.ipynb #36c680ff
 from contextlib import suppress
+from functools import partial
 from itertools import chain, count
 
 import torch
@@ -309,7 +310,7 @@ class ShardedSync(WrappedSync):
     ):
         super().__init__(weigh, Guarded)
         self.shard,self._give_back,self._forget_whole = shard,None,None
-        self._of,self._n_whole = None,0
+        self._of,self._n_whole,self._hook = None,0,None
 
     def before_fit(self, trainer):
         "Cut the model"
@@ -322,16 +323,23 @@ class ShardedSync(WrappedSync):
         else: check_model(model, picks, chosen)
         self._of,self._n_whole = trainer._fitting,0
         self._give_back = None if own else cut(trainer, picks)
+        self._hook = model.register_forward_pre_hook(partial(self._all_come, trainer), prepend=True)
         for unit in units_of(model):
             if own: unit.set_gradient_divide_factor(float(trainer.ranks.size))
             with suppress(AttributeError): unit.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def _all_come(self, trainer, module, inputs):
+        "A forward pass of one process alone would wait for the others in vain: tell all of them"
+        if not self._n_whole and not self.meeting.inside: trainer.ranks.see_that_all_predict()
 
     def before_epoch(self, trainer):
         "Have whole weights for validation, and parts for training"
         if not is_alone(trainer) and trainer.training: reshard(trainer.model)
         super().before_epoch(trainer)
         if is_alone(trainer) or trainer.training: return
-        if not self._n_whole: self._forget_whole = put_together(trainer)
+        if not self._n_whole:
+            trainer.ranks.see_that_all_predict()
+            self._forget_whole = put_together(trainer)
         self._n_whole += 1
 
     def cleanup_epoch(self, trainer):
@@ -378,6 +386,7 @@ class ShardedSync(WrappedSync):
     def cleanup_fit(self, trainer):
         "Put the weights together"
         if self._of is None or self._of is not trainer._fitting: return
+        self._hook.remove()
         give_back,self._of,self._give_back = self._give_back,None,None
         self._wrapped = self._learns = self._exchange = None
         self._group = self._forget_whole = None

@@ -98,6 +98,7 @@ class Window:
     def _forget(self):
         self.weight,self._aside,self._loss = 0.,None,None
         self.done = self.cleared = False # Was this batch's exchange made? And then `zero_grad`?
+        self._at_clearing = False # Are we in the step `zero_grad`, before its end?
 
     def _put_aside(self):
         self._aside = [(p, p.grad) for p in self._exchange.params if p.grad is not None]
@@ -243,8 +244,17 @@ class DistributedSync(Window):
         self.agreed,self.lockstep = _cancel(wish),not _ends_pass(wish)
 
     def before_zero_grad(self, trainer):
-        "Note that this batch has been seen to its end"
-        self.cleared = True
+        "Note that this batch has been seen to its end, unless it is left before its gradients are cleared"
+        self.cleared,self._at_clearing = True,True
+
+    def after_zero_grad(self, trainer):
+        "The gradients are cleared"
+        self._at_clearing = False
+
+    def cleanup_zero_grad(self, trainer):
+        "Was the batch left before that?"
+        leaves = isinstance(trainer.exception, _CANCELS)
+        self.cleared,self._at_clearing = self.cleared and not (leaves and self._at_clearing),False
 
     def let_go(self):
         "Hold on to no connection"

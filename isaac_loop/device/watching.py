@@ -16,6 +16,20 @@ from ..loop.shared_attributes import offered
 from ..state.errors import RanksDiverged
 
 # %% ../../nbs/device/68_watching.ipynb #a84db929
+_OTHER_CHANGES = ('After {where} `{name}`, of which each process has a part, was changed {changes} times: '
+                  'not as often in all processes. What changes weights must do so in every process alike; '
+                  'does a callback change them in main alone?')
+
+def _check_changes(trainer, where):
+    "See that parts of weights were changed as often in all processes: they cannot be compared themselves"
+    named = [(name, p) for name,p in named_parameters(trainer) if is_part(p)]
+    if not named: return
+    theirs = trainer.ranks.gather([p._version for _,p in named])
+    for (name,_),*changes in zip(named, *theirs):
+        if len({*changes}) == 1: continue
+        told = dict(where=where, name=name, changes=' and '.join(map(str, changes)))
+        raise RanksDiverged(_OTHER_CHANGES.format(**told))
+
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _marks(p):
@@ -33,6 +47,7 @@ def _compare(trainer, where):
     ranks,modules = trainer.ranks,named_modules(trainer).values()
     for x in [x for module in modules if hasattr(module, 'buffers') for x in module.buffers()]:
         if x.is_floating_point(): x.copy_(ranks.sum_in_place(x.detach().clone())/ranks.size)
+    _check_changes(trainer, where)
     named = [(name, p) for name,p in named_parameters(trainer) if not is_part(p)]
     marks = [_marks(p) for _,p in named]
     theirs = ranks.gather(torch.stack(marks)) if marks else []
@@ -43,6 +58,8 @@ def _compare(trainer, where):
 
 # %% ../../nbs/device/68_watching.ipynb #35377419
 _INTERRUPTS = KeyboardInterrupt,SystemExit
+_TOO_EARLY = ('it was left by a cancel ({error}) in `before_fit`, and the others were not all there yet to '
+              'follow. Let one process leave in `before_epoch` or later, or all of them in `before_fit`')
 
 class DistributedWatch:
     "See how each span has ended, and let nobody wait for a process that has left"
@@ -68,10 +85,16 @@ class DistributedWatch:
         if error is None or is_alone(trainer): return
         if not isinstance(error, CancelException): return self._tell(trainer, error)
         if not trainer.training or not sync.lockstep or error is sync.agreed: return
-        if done and not cleared: trainer.run_callbacks('zero_grad') # As in all other processes
+        if done and not cleared: self._clear(trainer)
         meets = sync.meeting is not None and sync.meeting.awaited
         if level_of(error) == 0 and not meets and (done or self._gathers(trainer)): return
         self._leave(trainer, error, done)
+
+    def _clear(self, trainer):
+        "Clear the gradients as all other processes do, also if the cancel comes from just before that"
+        try: trainer.run_callbacks('zero_grad')
+        except CancelException:
+            for handler in trainer.plan.get('zero_grad', ()): handler(trainer)
 
     def _gathers(self, trainer):
         "Is this a batch that others do not make an update after?"
@@ -91,7 +114,8 @@ class DistributedWatch:
         agreed = agreed and not any(offered(trainer, 'hurried'))
         if agreed: return
         self.sync.let_go()
-        trainer.ranks.fail(error)
+        too_early = isinstance(error, CancelFitException) and not self.begun
+        trainer.ranks.fail(RanksDiverged(_TOO_EARLY.format(error=error)) if too_early else error)
 
     def after_epoch(self, trainer):
         "See that all processes are at the end of the pass"
@@ -143,10 +167,10 @@ class DistributedWatch:
     def cleanup_fit(self, trainer):
         "Tell the others of an error; and see that all end with the same weights"
         error,begun = trainer.exception,self.begun
-        self.begun = False
         if is_alone(trainer): return
-        if error is None: return _compare(trainer, 'the fit')
-        if not isinstance(error, CancelFitException) or not begun: return self._tell(trainer, error)
-        if self.left: return
+        if error is None: _compare(trainer, 'the fit')
+        elif not isinstance(error, CancelFitException) or not begun: self._tell(trainer, error)
+        self.begun = False
+        if error is None or not isinstance(error, CancelFitException) or not begun or self.left: return
         self._wish_to_leave(trainer, in_pass=False)
         self._settle(trainer)

@@ -52,7 +52,9 @@ _SHARDED = ('A `DTensor`, of which each process has a part, cannot be put back a
 
 def _of_tensor(x):
     "A tensor's values, where they are stored, its gradient, whether it wants one, and its hooks"
-    if hasattr(x, 'full_tensor'): raise TypeError(_SHARDED) # To read its hooks would end the program
+    freed = x.numel() > 0 and x.layout is torch.strided and x.untyped_storage().nbytes() == 0
+    is_cut = hasattr(x, 'full_tensor') or freed and x.device.type != 'meta'
+    if is_cut: raise TypeError(_SHARDED) # To read its hooks, or values that are away, would end the program
     kind,data = type(x),x.data
     leaf,wanted = x.is_leaf,x.requires_grad
     grad = x.grad if leaf else None

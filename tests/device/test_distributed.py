@@ -337,6 +337,45 @@ def test_a_cancel_of_a_batch_where_none_is_open_is_an_error_in_all(engine):
     assert (there, here) == (RankFailed, CancelBatchException) and "CancelBatchException: for a test" in told
 
 
+class LeavesUncleared:
+    "Leaves a batch that is as good as done, in one process"
+
+    order = Order.RECORD
+
+    def __init__(self, event):
+        setattr(self, event, self.act)
+
+    def act(self, trainer):
+        if trainer.training and vars(trainer).get("batch_num") == 2 and rank() == 1:
+            raise CancelBatchException("for a test")
+
+
+@pytest.mark.parametrize("engine", ["sum", "ddp", "fsdp"])
+def test_a_batch_that_one_process_leaves_before_clearing_is_cleared(engine):
+    def run():
+        events = "before_zero_grad", "after_zero_grad", "before_fit"
+        return [other_engine(LeavesUncleared(event), engine=engine) for event in events]
+
+    first, second = in_processes(2, run)
+    for (here, n), (there, m) in zip(first, second):
+        assert torch.equal(here, there) and n == m and torch.equal(here, first[-1][0])
+
+
+def test_a_cancel_of_the_fit_before_all_have_met_is_told():
+    def before_fit(t):
+        if rank() == 1:
+            raise CancelFitException("for a test")
+
+    def run():
+        try:
+            trainer(before_fit).fit(2)
+        except RankFailed as error:
+            return str(error)
+
+    told, ended = in_processes(2, run)
+    assert "it was left by a cancel (for a test) in `before_fit`" in told and ended is None
+
+
 class PastBackward(Trainer):
     "Computes gradients where nobody hears of it"
 
@@ -445,6 +484,20 @@ def test_a_question_that_one_process_asks_alone_is_told_in_all(moment, looks_soo
         name = list(QUESTIONS)[i]
         assert ends[0] == ends[1] and ends[0][0] is RanksDiverged
         assert f"process {i % 2} is at a `{name}` of `" in ends[0][1]
+
+
+def test_what_cannot_be_sent_is_named():
+    class SendsCB:
+        def after_batch(self, trainer):
+            class Local:
+                pass
+
+            if trainer.ranks.is_main:
+                trainer.ranks.gather(Local())
+
+    first, second = in_processes(2, told, lambda: [SendsCB()])
+    assert first[0] is TypeError and "A `Local` cannot be sent to other processes" in first[1]
+    assert second[0] is RankFailed and "A `Local` cannot be sent to other processes" in second[1]
 
 
 def test_sums_of_different_shapes_are_told():

@@ -6,6 +6,7 @@ or fails, and what does not work is named.
 """
 
 import os
+import re
 import warnings
 from functools import partial
 
@@ -24,7 +25,7 @@ from isaac_loop.inspection.black_box import BlackBoxCB
 from isaac_loop.inspection.gradients import GradientStatsCB
 from isaac_loop.inspection.update_ratios import UpdateRatioCB
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
-from isaac_loop.state.errors import RankFailed, UnsaveableState
+from isaac_loop.state.errors import RankFailed, RanksDiverged, UnsaveableState
 from isaac_loop.state.run_state import take_state
 from isaac_loop.stop.nonfinite_stop import NonFiniteStopCB
 from isaac_loop.train.accumulation import AccumulationCB
@@ -363,6 +364,62 @@ def test_a_snapshot_within_a_fit_is_refused():
             t.snapshot()
 
     in_processes(2, lambda: trainer(after_step, dls=loaders(16), engine="fsdp").fit(1))
+
+
+class Alone:
+    "Does something in one process alone, behind the third batch"
+
+    def __init__(self, act):
+        self.act = act
+
+    def after_batch(self, trainer):
+        if trainer.training and trainer.epoch == 0 and trainer.batch_num == 2 and rank() == 0:
+            self.act(trainer)
+
+
+def change_weights(t):
+    with torch.no_grad():
+        for p in t.model.parameters():
+            p.mul_(1.5)
+
+
+ALONE = {
+    "calls the model": (lambda t: t.model(t.batch[0]), "a forward pass outside of `predict`"),
+    "changes weights": (change_weights, "was changed .* times: not as often in all processes"),
+}
+
+
+def test_what_one_process_does_alone_with_parts_is_told_in_all():
+    "Nobody waits in vain, and no weights drift apart"
+
+    def told():
+        errors = []
+        for act, _ in ALONE.values():
+            with pytest.raises(RanksDiverged) as e:
+                trainer(Alone(act), engine="fsdp").fit(2, lr=0.1)
+            errors.append(str(e.value))
+        return errors
+
+    first, second = in_processes(2, told)
+    assert first == second
+    for text, (_, words) in zip(first, ALONE.values()):
+        assert re.search(words, text)
+
+
+def test_a_forward_pass_of_all_processes_is_none_of_one_alone():
+    class Looks:
+        def after_batch(self, trainer):
+            with torch.no_grad():
+                self.seen = trainer.model(trainer.batch[0]).shape
+
+    (here, *_), _ = in_processes(2, lambda: outcome(looked_at(Looks())))
+    assert (here - outcome(looked_at(Looks()))[0]).abs().max() < CLOSE
+
+
+def looked_at(*cbs):
+    t = trainer(*cbs, engine="fsdp")
+    t.fit(2, lr=0.1)
+    return t
 
 
 def test_a_save_in_the_middle_of_an_update_is_refused():
