@@ -40,6 +40,8 @@ def _means_copy(scene, entry, name, what):
     "Whether something that is kept was to stay what it was"
     trees = methods_of(scene, entry)
     if any(map(_puts_others_in, trees)): return False
+    freezes = any('requires_grad_' in o.found.calls for o in of_same(scene, entry))
+    if freezes and not what.endswith('.state_dict()'): return False
     words = {*re.split('[_.0-9]', name.lower())}
     if not what.endswith('.state_dict()'):
         return not _OF_OLD.isdisjoint(words) and 'model' not in entry.found.writes

@@ -192,7 +192,7 @@ def teachers_in_training(scene):
     model = vars(scene.trainer).get('model')
     parts = set(map(id, model.modules())) if isinstance(model, nn.Module) else set()
     found,told = [],set()
-    for entry in [o for o in scene.batch if users_own(o)]:
+    for entry in [o for o in scene.batch if users_own(o) and o.event != 'predict']: # There it is the model
         tree,_ = method_of(entry)
         held = getattr(entry.callback, '__dict__', {}).items()
         texts = ' '.join(ast.unparse(o) for o in _own_trees(entry.callback)) if tree is not None else ''

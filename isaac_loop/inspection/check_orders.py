@@ -49,9 +49,10 @@ def early_readers(scene):
     return found
 
 def _known_pair(a, b):
-    "One callback, or two of the library, which know of one another's rows"
+    "One callback, two of one class, or two of the library, which know of one another's rows"
+    alike = type(a.callback) is type(b.callback)
     ours = all(type(o.callback).__module__.startswith('isaac_loop.') for o in (a, b))
-    return ours or a.callback is b.callback
+    return ours or alike
 
 def _completes(entry):
     "Whether an entry writes into the row: in `log`, where one reads, only if it does so in any case"

@@ -23,7 +23,7 @@ _BOTH_PASSES = ('{who} steps `{what}` ({line}), and it comes {when}, so the rate
                 'Let it ask `if trainer.training`, or set `on_valid = False`.')
 _OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
 
-def _is_of_batch(entry): return entry.event in _OF_BATCH
+def _is_of_batch(entry): return entry.event in _OF_BATCH and entry.event != 'measured'
 def _is_of_epoch(entry): return entry.event == 'log' or entry.event.endswith('_epoch')
 
 def steppers(scene):

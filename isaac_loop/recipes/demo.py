@@ -89,7 +89,7 @@ def _parse(argv):
     p.add_argument('--lr', type=float, default=3e-3, help='learning rate of Adam (default: %(default)s)')
     p.add_argument('--seed', type=int, default=42, help='one seed is one run (default: %(default)s)')
     p.add_argument('--device', help='cpu, cuda, mps, ... (default: an accelerator if there is one)')
-    picture = Path(tempfile.gettempdir())/'isaac_loop'/'loss.png'
+    picture = Path(tempfile.gettempdir())/'isaac_loop-demo'/'loss.png'
     p.add_argument('--plot', default=str(picture), help='where to save the plot of the losses')
     return p, p.parse_args(argv)
 
