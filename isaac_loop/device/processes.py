@@ -56,7 +56,8 @@ _ASKED = ('a `gather` of {by}', 'the end of a pass, of an epoch or of the fit', 
           'a `from_main` of {by}', 'the next exchange of gradients', 'the end of the fit',
           'a forward pass outside of `predict`, for which it needs the weights of all')
 _GATHER,_WISHES,_TOTAL = range(3) # Places in `_ASKED`
-_FROM_MAIN,_EXCHANGE,_PARTS,_FORWARD = range(3, 7)
+_FROM_MAIN,_EXCHANGE,_PARTS = range(3, 6)
+_FORWARD = 6
 _MIXED = ('The processes ask one another different things: {told}. All of them must ask in the same '
           'order, so `gather`, `total` and `from_main` stand in handlers that run in every process, and '
           'not behind `is_main`; and what a `total` adds up has the same shape everywhere.')

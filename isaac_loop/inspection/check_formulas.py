@@ -174,7 +174,8 @@ def penalties_without_graph(scene):
         for node in [o for o in ast.walk(tree) if isinstance(o, ast.Assign)] if tree is not None else ():
             call = next((o for o in ast.walk(node.value) if _is_gradient(o)), None)
             if call is None or any(o.arg == 'create_graph' for o in call.keywords): continue
-            names = {o.id for target in node.targets for o in ast.walk(target) if isinstance(o, ast.Name)}
+            parts = [part for target in node.targets for part in ast.walk(target)]
+            names = {o.id for o in parts if isinstance(o, ast.Name)}
             if not _reaches_loss(tree, names, f'{trainer}.loss'): continue
             text = _NO_GRAPH.format(who=said(entry), line=line_in(entry, call))
             found.append(Finding('constant_term', text, [entry.callback], spoils=True))

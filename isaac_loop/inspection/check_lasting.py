@@ -136,12 +136,12 @@ def _is_fixed(scene, entry, name):
     "Whether an attribute of a callback is set to numbers that stand there, and never changed"
     trees = _own_trees(entry.callback)
     nodes = [item for tree in trees for item in ast.walk(tree)]
-    others = [item for o in scene.entries if o.callback is not entry.callback
-              for item in ast.walk(method_of(o)[0] or ast.Pass())]
+    others = [item for other in scene.entries if other.callback is not entry.callback
+              for item in ast.walk(method_of(other)[0] or ast.Pass())]
     if any(getattr(o, 'attr', '') == name and isinstance(o.ctx, ast.Store) for o in others): return False
     if not trees or any(called(o) in ('setattr', 'update') for o in nodes): return False
     grows = any(isinstance(o, ast.AugAssign) and getattr(o.target, 'attr', '') == name for o in nodes)
-    sets = [o.value for o in nodes if isinstance(o, ast.Assign) for target in o.targets
+    sets = [node.value for node in nodes if isinstance(node, ast.Assign) for target in node.targets
             if any(getattr(part, 'attr', '') == name for part in ast.walk(target))]
     return not grows and bool(sets) and all(isinstance(o, ast.Constant) for o in sets)
 

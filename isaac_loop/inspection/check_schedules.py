@@ -214,6 +214,6 @@ def _counts(factor, scene, entry):
     "Whether a factor is a count, or a share of one"
     names = {o.attr for o in ast.walk(factor) if isinstance(o, ast.Attribute)}
     mine = [o for o in scene.entries if o.callback is entry.callback]
-    grown = {o.target.attr for item in mine for o in ast.walk(method_of(item)[0] or ast.Pass())
-             if isinstance(o, ast.AugAssign) and isinstance(o.target, ast.Attribute)}
+    nodes = [node for item in mine for node in ast.walk(method_of(item)[0] or ast.Pass())]
+    grown = {getattr(o.target, 'attr', '') for o in nodes if isinstance(o, ast.AugAssign)} - {''}
     return bool(names & (_COUNTERS | grown))

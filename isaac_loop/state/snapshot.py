@@ -14,6 +14,7 @@ from types import MemberDescriptorType, MethodType, ModuleType
 
 import torch
 from fastcore.basics import patch
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -50,11 +51,15 @@ def _of_group(x):
 _SHARDED = ('A `DTensor`, of which each process has a part, cannot be put back as it was. Leave out what '
             'goes back in time, such as `rewind`, or train with the whole model in each process.')
 
+def _is_away(x):
+    "Were the values of `x` freed, as those of a weight whose parts are not put together?"
+    has_memory = x.layout is torch.strided and x.device.type != 'meta' and not is_lazy(x)
+    return has_memory and x.numel() > 0 and x.untyped_storage().nbytes() == 0
+
 def _of_tensor(x):
     "A tensor's values, where they are stored, its gradient, whether it wants one, and its hooks"
-    freed = x.numel() > 0 and x.layout is torch.strided and x.untyped_storage().nbytes() == 0
-    is_cut = hasattr(x, 'full_tensor') or freed and x.device.type != 'meta'
-    if is_cut: raise TypeError(_SHARDED) # To read its hooks, or values that are away, would end the program
+    # To read hooks of the one, or values of the other, would end the program
+    if hasattr(x, 'full_tensor') or _is_away(x): raise TypeError(_SHARDED)
     kind,data = type(x),x.data
     leaf,wanted = x.is_leaf,x.requires_grad
     grad = x.grad if leaf else None
