@@ -386,7 +386,8 @@ class ShardedSync(WrappedSync):
     def cleanup_fit(self, trainer):
         "Put the weights together"
         if self._of is None or self._of is not trainer._fitting: return
-        self._hook.remove()
+        if self._hook is not None: self._hook.remove()
+        self._hook = None
         give_back,self._of,self._give_back = self._give_back,None,None
         self._wrapped = self._learns = self._exchange = None
         self._group = self._forget_whole = None

@@ -114,8 +114,7 @@ class DistributedWatch:
         agreed = agreed and not any(offered(trainer, 'hurried'))
         if agreed: return
         self.sync.let_go()
-        too_early = isinstance(error, CancelFitException) and not self.begun
-        trainer.ranks.fail(RanksDiverged(_TOO_EARLY.format(error=error)) if too_early else error)
+        trainer.ranks.fail(error)
 
     def after_epoch(self, trainer):
         "See that all processes are at the end of the pass"
@@ -167,10 +166,11 @@ class DistributedWatch:
     def cleanup_fit(self, trainer):
         "Tell the others of an error; and see that all end with the same weights"
         error,begun = trainer.exception,self.begun
-        if is_alone(trainer): return
-        if error is None: _compare(trainer, 'the fit')
-        elif not isinstance(error, CancelFitException) or not begun: self._tell(trainer, error)
         self.begun = False
-        if error is None or not isinstance(error, CancelFitException) or not begun or self.left: return
+        if is_alone(trainer): return
+        if error is None: return _compare(trainer, 'the fit')
+        if not isinstance(error, CancelFitException): return self._tell(trainer, error)
+        if not begun: return self._tell(trainer, RanksDiverged(_TOO_EARLY.format(error=error)))
+        if self.left: return
         self._wish_to_leave(trainer, in_pass=False)
         self._settle(trainer)

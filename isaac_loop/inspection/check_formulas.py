@@ -184,14 +184,23 @@ def penalties_without_graph(scene):
 def _is_gradient(node): return isinstance(node, ast.Call) and ast.unparse(node.func).endswith('autograd.grad')
 
 def _reaches_loss(tree, names, loss):
-    "Whether what is made of some names is put into the loss, but not by way of the model"
+    "Whether what is made of some names is put into the loss, but not by way of a model or another function"
     for node in [o for o in ast.walk(tree) if isinstance(o, (ast.Assign, ast.AugAssign))]:
-        used = {o.id for o in ast.walk(node.value) if isinstance(o, ast.Name)}
-        if names.isdisjoint(used) or 'model(' in ast.unparse(node.value): continue
+        used = {o.id for o in _reckoned(node.value) if isinstance(o, ast.Name)}
+        if names.isdisjoint(used): continue
         target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
         if ast.unparse(target) == loss: return True
         names = names | {o.id for o in ast.walk(target) if isinstance(o, ast.Name)}
     return False
+
+_RECKON = 'torch','F','sum','abs'
+
+def _reckoned(node):
+    "All parts of an expression, but for what is given to functions that are no arithmetic of PyTorch"
+    yield node
+    is_call = isinstance(node, ast.Call)
+    inside = is_call and ast.unparse(node.func).partition('.')[0] not in _RECKON
+    for child in [node.func] if inside else ast.iter_child_nodes(node): yield from _reckoned(child)
 
 # %% ../../nbs/inspection/99a_check_formulas.ipynb #26ee91ee
 _PER_EXAMPLE = ('{who} divides `{sum}`, to which each batch adds a mean, by `{count}` ({line}), the '

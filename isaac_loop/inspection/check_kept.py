@@ -134,29 +134,23 @@ def means_of_means(scene):
         tree,_ = method_of(entry)
         if tree is None or entry.event not in _ENDS or not users_own(entry): continue
         batches = trees_at(of_same(scene, entry), _OF_BATCH)
-        for node in _quotients(tree):
-            total,count = ast.unparse(node.left),ast.unparse(node.right)
-            added,counted = (added_to(batches, name) for name in (total, count))
-            if not added or not all(map(_is_one, counted)) or not all(map(is_mean, added)): continue
-            text = _OF_MEANS.format(who=said(entry), sum=total, line=line_in(entry, node))
-            found.append(Finding('mean_of_means', text, [entry.callback]))
-    return found
-
-def means_of_lists(scene):
-    "Means over lists of means of batches of different sizes"
-    loaders = [getattr(scene.trainer.dls, name, None) for name in ('train', 'valid')]
-    if not any(map(_last_is_shorter, loaders)): return []
-    found = []
-    for entry in scene.entries:
-        tree,_ = method_of(entry)
-        if tree is None or entry.event not in _ENDS or not users_own(entry): continue
-        batches = trees_at(of_same(scene, entry), _OF_BATCH)
-        for node,name in filter(None, map(_mean_of_list, ast.walk(tree))):
-            added = _appended(batches, name)
-            if not added or not all(map(is_mean, added)): continue
+        for node,name in [*_counted_means(tree, batches), *_means_of_lists(tree, batches)]:
             text = _OF_MEANS.format(who=said(entry), sum=name, line=line_in(entry, node))
             found.append(Finding('mean_of_means', text, [entry.callback]))
     return found
+
+def _counted_means(tree, batches):
+    "Sums of means that are divided by the number of batches, with their names"
+    for node in _quotients(tree):
+        total,count = ast.unparse(node.left),ast.unparse(node.right)
+        added,counted = (added_to(batches, name) for name in (total, count))
+        if added and all(map(_is_one, counted)) and all(map(is_mean, added)): yield node,total
+
+def _means_of_lists(tree, batches):
+    "Means over lists of means, with the names of the lists"
+    for node,name in filter(None, map(_mean_of_list, ast.walk(tree))):
+        added = _appended(batches, name)
+        if added and all(map(is_mean, added)): yield node,name
 
 def _mean_of_list(node):
     "An expression that is the mean of an attribute's list, with its name; None for anything else"

@@ -291,7 +291,8 @@ def _clears(node):
 
 # %% ../../nbs/inspection/99b_check_lasting.ipynb #434b28f0
 _LEFT_FOR = ('`one_batch` makes a step of `{opt}` with gradients that `{first}` has left there as well '
-             '({line}): that loss goes through `{part}` too. Call `{opt}.zero_grad()` before `{second}`.')
+             '({line}): that loss goes through `{part}` too. Call `{opt}.zero_grad()` before `{second}`, or '
+             'cut the loss off by `.detach()` where it need not go through.')
 
 def left_for_another(scene):
     "Gradients that the loss of one network has left in another one, which makes its step with them"
@@ -328,23 +329,25 @@ def _left_in(tree, trainer, opt, parts):
 
 def _goes_through(node, tree):
     "The names in a loss and in what it is made of, but for what was cut off by `detach`"
-    names,before = set(),[o for o in ast.walk(tree) if isinstance(o, ast.Assign) and o.lineno < node.lineno]
-    wanted = {o.id for o in ast.walk(node.func.value) if isinstance(o, ast.Name)}
-    wanted |= {ast.unparse(o) for o in ast.walk(node.func.value) if isinstance(o, ast.Attribute)}
+    before = [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and o.lineno < node.lineno]
+    wanted,names = _names_in(node.func.value)
     for assign in sorted(before, key=lambda o: -o.lineno):
         made = {ast.unparse(part) for target in assign.targets for part in ast.walk(target)
-                if isinstance(part, (ast.Name, ast.Attribute))}
+                if isinstance(part, (ast.Name, ast.Attribute))} - {'self', 'trainer'}
         if made.isdisjoint(wanted): continue
-        wanted -= {o for o in made if o not in ('self', 'trainer')}
-        for part in _not_detached(assign.value):
-            if isinstance(part, ast.Name): wanted.add(part.id)
-            if isinstance(part, ast.Attribute):
-                wanted.add(ast.unparse(part))
-                names.add(part.attr)
+        used,more = _names_in(assign.value)
+        wanted,names = wanted-made | used,names | more
     return names
+
+def _names_in(node):
+    "Names and attributes in an expression as text, and the last parts of the attributes"
+    parts = [o for o in _not_detached(node) if isinstance(o, (ast.Name, ast.Attribute))]
+    return {ast.unparse(o) for o in parts}, {o.attr for o in parts if isinstance(o, ast.Attribute)}
 
 def _not_detached(node):
     "All parts of an expression, but for those that `detach` was called on"
     if called(node) == 'detach': return
     yield node
     for child in ast.iter_child_nodes(node): yield from _not_detached(child)
+
+def mixed_gradients(scene): return gradients_on_the_way(scene) + left_for_another(scene)

@@ -88,6 +88,7 @@ def own_losses(scene):
 
 def _taken_in(node, known, holder, trainer):
     "What the function that a call is of takes itself, with its name, as far as that is known"
+    if called(node) == 'log_softmax': return 'softmax','log_softmax'
     first,*rest = ast.unparse(node.func.func if isinstance(node.func, ast.Call) else node.func).split('.')
     f = holder if first == 'self' else known.get(first)
     for name in rest: f = inspect.getattr_static(f, name, None) if name != 'loss_func' else None
@@ -109,19 +110,22 @@ def value_before(node, call, tree):
                  for o in inside)
     return sets[-1].value if sets and not unsure else node
 
+_FUNCTIONS = 'F','torch','nn.functional','torch.nn.functional' # Where `log_softmax` is no method
+
+def _given_to(node):
+    "What a loss function, or `log_softmax`, is given first; None for nothing"
+    owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ''
+    if called(node) == 'log_softmax' and owner and owner not in _FUNCTIONS: return node.func.value
+    named = [o.value for o in node.keywords if o.arg == 'input']
+    return next(iter([*node.args, *named]), None)
+
 def _twice_inside(scene):
     "Losses that take a softmax of what they give to a function that takes it"
     for tree,known,file,where,holder in own_losses(scene):
         for node in [o for o in ast.walk(tree) if isinstance(o, ast.Call)] if tree is not None else ():
-            given = node.args[:1] or [o.value for o in node.keywords if o.arg == 'input']
-            if called(node) == 'log_softmax' and isinstance(node.func, ast.Attribute):
-                owner = ast.unparse(node.func.value)
-                is_function = owner in ('F', 'torch', 'nn.functional', 'torch.nn.functional')
-                given = given if is_function else [node.func.value]
-                what,loss = 'softmax','log_softmax'
-            else: what,loss = _taken_in(node, known, holder, scene.trainer) if given else ('', '')
-            if not given or not what: continue
-            if called(value_before(given[0], node, tree)) != what: continue
+            given = _given_to(node)
+            what,loss = _taken_in(node, known, holder, scene.trainer) if given is not None else ('', '')
+            if not what or called(value_before(given, node, tree)) != what: continue
             text = _IN_LOSS.format(where=where, what=what, loss=loss, line=f'{file}:{node.lineno}')
             yield Finding('softmax_twice', text, [holder] if holder in scene.trainer.callbacks else [])
 

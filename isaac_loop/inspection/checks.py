@@ -38,8 +38,8 @@ RULES = { # By the name of what each finds
     'cleared_before_step': check_updates.cleared_too_early,
     'scaled_loss': check_updates.scaled_losses,
     'counted_twice': check_updates.counted_twice,
-    'schedule_twice': lambda scene: _rates(scene),
-    'rate_compounds': None, # Found together with it
+    'schedule_twice': check_schedules.stepped_twice,
+    'rate_compounds': check_schedules.rates_by_hand, # And `schedule_twice`
     'schedule_pace': check_schedules.wrong_paces,
     'overwritten': check_writing.overwritten,
     'random_validation': check_writing.augmented_validation,
@@ -52,7 +52,7 @@ RULES = { # By the name of what each finds
     'never_reset': check_forgotten.never_reset,
     'kept_alias': check_kept.kept_aliases,
     'mixed_mean': check_kept.mixed_means,
-    'mean_of_means': lambda scene: check_kept.means_of_means(scene) + check_kept.means_of_lists(scene),
+    'mean_of_means': check_kept.means_of_means,
     'cancels_too_much': check_cancels.cancels_too_much,
     'cancels_nothing': check_cancels.cancels_nothing,
     'gradients_lost': check_cancels.mismatched_steps,
@@ -88,16 +88,11 @@ RULES = { # By the name of what each finds
     'not_put_back': check_lasting.never_put_back,
     'teacher_in_training': check_lasting.teachers_in_training,
     'left_in_training': check_lasting.measured_in_training,
-    'gradients_mixed': lambda scene: _mixed(scene),
+    'gradients_mixed': check_lasting.mixed_gradients,
 }
 
 def _without_gradient(scene):
     return check_effects.constant_terms(scene) + check_formulas.penalties_without_graph(scene)
-
-def _rates(scene): return check_schedules.stepped_twice(scene) + check_schedules.rates_by_hand(scene)
-
-def _mixed(scene):
-    return check_lasting.gradients_on_the_way(scene) + check_lasting.left_for_another(scene)
 
 def _in_vain(scene):
     return check_orders.waiting_in_vain(scene) + never_run(scene.trainer.plan, scene.trainer.callbacks)

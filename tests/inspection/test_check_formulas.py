@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from isaac_loop import Trainer, with_cbs
 from isaac_loop.callbacks import BasicTrainCB, MetricsCB
+from isaac_loop.inspection import CheckFailed
 from isaac_loop.loop.events import CancelBatchException
 from working import found_in, images_trainer
 
@@ -131,6 +132,20 @@ class Penalty:
         first = next(trainer.model.parameters())
         (slope,) = torch.autograd.grad(trainer.loss, first, create_graph=True)
         trainer.loss = trainer.loss + 0.1 * slope.square().sum()
+
+
+@right
+class AttacksInTheLoss:
+    "The gradient changes the input, and the loss comes from the model again"
+
+    on_valid = False
+
+    def after_get_loss(self, trainer):
+        x, y = trainer.batch
+        net, x = trainer.model, x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(net(x), y), x)
+        harder = x.detach() + 0.1 * slope.sign()
+        trainer.loss = trainer.loss + F.cross_entropy(net(harder), y)
 
 
 class Sums:
@@ -645,11 +660,44 @@ class Apart(Pair):
         self.opt_d.zero_grad()
 
 
-@pytest.mark.parametrize("kind", [LeftForTheJudge, LeftForTheNextBatch, Judged, Joint, Apart])
+class LeftInOneLine(Pair):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        fake = self.gen(torch.randn(6, 4))
+        (-self.disc(fake).mean()).backward()
+        self.opt_g.step()
+        self.opt_g.zero_grad()
+        (self.disc(fake.detach()).mean() - self.disc(self.batch[0]).mean()).backward()
+        self.opt_d.step()
+        self.opt_d.zero_grad()
+
+
+class ClearedInOneLine(Pair):
+    "What the first loss leaves is cleared, and `detach` keeps the second one out of the generator"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        fake = self.gen(torch.randn(6, 4))
+        (-self.disc(fake).mean()).backward()
+        self.opt_g.step()
+        self.opt_g.zero_grad()
+        self.opt_d.zero_grad()
+        (self.disc(fake.detach()).mean() - self.disc(self.batch[0]).mean()).backward()
+        self.opt_d.step()
+        self.opt_d.zero_grad()
+
+
+KINDS = [LeftForTheJudge, LeftForTheNextBatch, LeftInOneLine, ClearedInOneLine, Judged, Joint, Apart]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_are_left_in_another_network(kind):
     parts = vars(images_trainer([]))
     trainer = kind(parts["dls"], None, None, None, [])
     assert found_in(trainer) == ["gradients_mixed"] * kind.__name__.startswith("Left")
+    if kind is LeftInOneLine:
+        with pytest.raises(CheckFailed, match=r"a step of `trainer.opt_d` with gradients that `\(-self.disc"):
+            trainer.check()
 
 
 def smoothed(preds, y):
