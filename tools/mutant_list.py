@@ -733,7 +733,7 @@ MUTANTS = [
     Mutant(
         "a step under a condition is taken for a second one",
         "_steps",
-        "always or is_sure(entry, 'does', deed)",
+        "always or happens(entry, deed)",
         "True",
         ["test_nothing_is_found_in_what_is_right"],
     ),

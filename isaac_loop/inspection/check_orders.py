@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/inspection/15_check_orders.ipynb #9f795598
 import ast
 
-from .check_rules import happens, is_sure, said
+from .check_rules import happens, is_sure, said, steps_run
 from .method_source import function_node, function_of
 from ..loop.events import STEPS, handler_of
 from ..loop.handlers import TrainersOwn, order_of
@@ -106,8 +106,8 @@ def waiting_in_vain(scene):
     mine = [o for o in scene.entries if isinstance(o.callback, TrainersOwn)]
     own = next((o for o in mine if o.does.startswith('One batch')), None)
     if own is None or own.found.unclear: return []
-    run = {name for entry in scene.entries for name in entry.found.runs}
-    if '*' in run: return [] # Names that are made up on the way
+    run = steps_run(scene)
+    if run is None: return []
     found,told = [],set()
     for entry in scene.entries:
         step = _STEP_OF.get(entry.event)

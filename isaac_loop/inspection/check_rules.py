@@ -13,6 +13,7 @@ import torch
 from ..basics.checks import did_you_mean
 from .map_entries import all_entries
 from .method_source import function_node, function_of
+from ..loop.advice import has_own_batch
 from ..loop.events import EVENTS, STEPS, callback_name, handler_of
 from ..loop.handlers import takes_part
 from ..loop.plan_checks import Finding
@@ -135,12 +136,25 @@ def _steps(entry):
     "Optimizers of which an entry makes a step in every batch"
     deeds = [deed for deed in entry.found.does if deed.startswith('steps ')]
     always = entry.event == 'step' # Which way it takes there, is its own business
-    return [deed.partition(' ')[2] for deed in deeds if always or is_sure(entry, 'does', deed)]
+    return [deed.partition(' ')[2] for deed in deeds if always or happens(entry, deed)]
+
+def steps_run(
+    scene, # Of a trainer with a `one_batch` of its own
+)->set: # None if some names are made up on the way
+    "The names that somebody gives to `run_callbacks`"
+    run = {name for entry in scene.entries for name in entry.found.runs}
+    return None if '*' in run else run
+
+def _in_batch(scene):
+    "The entries of a training batch, without the steps that a batch of one's own does not run"
+    if not has_own_batch(scene.trainer): return scene.batch
+    run = steps_run(scene)
+    return [o for o in scene.batch if o.event not in STEPS or run is None or o.event in run]
 
 def double_steps(scene):
     "Two callbacks that make a step of the same optimizer in every batch"
     found,first = [],{}
-    for entry in scene.batch:
+    for entry in _in_batch(scene):
         for opt in _steps(entry):
             before = first.setdefault(opt, entry)
             if before.callback is entry.callback: continue

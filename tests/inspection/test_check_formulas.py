@@ -727,3 +727,30 @@ class WholeAndPart(Pair):
 def test_an_optimizer_that_trains_the_part_of_another_too():
     parts = vars(images_trainer([]))
     assert "shared_weights" in found_in(WholeAndPart(parts["dls"], None, None, None, []))
+
+
+class StepsByItself(Trainer):
+    "Runs two of the steps, and does the others in its own lines"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        self.loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+class StepsTwice(Trainer):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+            self.opt.step()
+
+
+@pytest.mark.parametrize("kind, names", [(StepsByItself, []), (StepsTwice, ["double_step"])])
+def test_steps_that_a_batch_of_ones_own_does_not_run_are_no_second_ones(kind, names):
+    parts = vars(images_trainer([]))
+    trainer = kind(parts["dls"], F.cross_entropy, optim.SGD, parts["model"], [BasicTrainCB()])
+    assert [o for o in found_in(trainer) if o == "double_step"] == names
