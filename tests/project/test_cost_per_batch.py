@@ -82,7 +82,11 @@ def counted(n, batches, callbacks, steps=None):
 # The bar is drawn by the clock: on a slow machine in the counted batch, if the clock did not wait for an hour
 SETS = {
     "bare": lambda folder: [],
-    "metrics, recorder, bar": lambda folder: [MetricsCB(show=False), RecorderCB(), ProgressCB("plain", seconds=3600)],
+    "metrics, recorder, bar": lambda folder: [
+        MetricsCB(show=False),
+        RecorderCB(),
+        ProgressCB("plain", seconds=3600),
+    ],
     "careful": lambda folder: [
         DeviceCB("cpu"),
         MetricsCB(mae=F.l1_loss, train_metrics=True, show=False),
