@@ -59,6 +59,7 @@ def _fresh(recorder, without):
 class DropoutOnCB:
     "Leave dropout on during validation"
     stateless = '_switched'
+    silent = 'trains_in_validation' # That is what it is for
     on_train = False
     __repr__ = show_settings
     def __init__(self,

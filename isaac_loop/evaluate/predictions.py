@@ -220,7 +220,9 @@ class OtherData:
         self._dls,self.train = dls,None
         self.valid,self.valid_name = valid,valid_name
 
-    def __getattr__(self, name): return getattr(vars(self)['_dls'], name)
+    def __getattr__(self, name):
+        if '_dls' not in vars(self): raise AttributeError(name) # It is just being copied
+        return getattr(self._dls, name)
 
 class WholeCB:
     "Notice when a pass does not get to its end"

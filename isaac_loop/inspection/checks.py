@@ -8,13 +8,15 @@ __all__ = ['Findings', 'CheckFailed']
 # %% ../../nbs/inspection/16_checks.ipynb #a7760610
 from fastcore.basics import patch
 
-from ..basics.checks import did_you_mean, warn
+from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
 from . import check_best, check_cancels, check_effects, check_forgotten
 from . import check_formulas, check_kept, check_lasting, check_model
 from . import check_orders, check_rules
 from . import check_schedules, check_steps, check_updates, check_writing
+from .check_batches import RUN_RULES, found_by_running
 from .check_rules import Scene
+from .seen_batches import seen_run
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
 from ..loop.trainer import Trainer
 
@@ -99,27 +101,40 @@ def _in_vain(scene):
 
 _NO_RULE = 'There is no check called {name!r}.{hint} There are {known}.'
 
+NAMES = RULES | RUN_RULES # What a finding can be called
+
 def check_names(
     ignore, # One name or several
 )->tuple:
     "Names of rules, or an error"
     for name in names_in(ignore):
-        if name not in RULES:
-            hint = did_you_mean(name, RULES)
-            raise LookupError(_NO_RULE.format(name=name, hint=hint, known=', '.join(RULES)))
+        if name not in NAMES:
+            hint = did_you_mean(name, NAMES)
+            raise LookupError(_NO_RULE.format(name=name, hint=hint, known=', '.join(NAMES)))
     return names_in(ignore)
 
 # %% ../../nbs/inspection/16_checks.ipynb #5e9bf6a1
 class Findings(list):
     "What was found in a loop: text when printed, a table in a notebook"
+    def __init__(self,
+        found=(), # Of `Finding`
+        batches:int=0, # How many batches were run to find it
+    ):
+        super().__init__(found)
+        self.batches = batches
+
     def table(self)->Table:
         "One row for each finding"
         return Table([dict(name=o.name, what=o.text, spoils='yes' if o.spoils else '') for o in self],
                      ['name', 'what', 'spoils'])
 
-    def __str__(self): return '\n'.join(map(str, self)) or 'Nothing was found.'
+    def __str__(self): return '\n'.join(map(str, self)) or (_NOTHING_RUN if self.batches else _NOTHING)
     __repr__ = __str__
     def _repr_markdown_(self): return self.table().to_markdown() if self else str(self)
+
+_NOTHING = ('Nothing was found in the source. `check(batches=3)` also runs three batches, which tell of '
+            'shapes, gradients and numbers.')
+_NOTHING_RUN = 'Nothing was found, neither in the source nor in batches that were run.'
 
 class CheckFailed(ValueError):
     "A loop would not train what was meant; `findings` has all that was found"
@@ -134,13 +149,27 @@ _FAILED = ('This loop would not train what was meant:\n{}\nWhat is meant so is s
 @patch
 def check(self:Trainer,
     ignore=(), # Names of findings that are meant so, one or several
+    batches:int=0, # Also run so many batches of each pass, twice, and put everything back; 3 tell most
 )->Findings: # Those that are no error; each was warned of
     "Look for mistakes in the order and the doings of callbacks; `CheckFailed` for what spoils the result"
     ignore = check_names(ignore)
+    check_count(batches, 'batches', 'so many are run', least=0)
     self.plan.build(self.callbacks, check=False)
-    scene = Scene(self)
-    found = [finding for rule in RULES.values() if rule is not None for finding in rule(scene)]
-    findings = Findings(finding for finding in found if not is_silent(finding, ignore))
-    if any(finding.spoils for finding in findings): raise CheckFailed(findings)
+    findings = Findings((o for o in _found_by_reading(self) if not is_silent(o, ignore)), batches)
+    _refuse_spoilt(findings)
+    if batches: findings += _found_by_running(self, batches, ignore, {o.name for o in findings})
+    _refuse_spoilt(findings)
     for finding in findings: warn(str(finding))
     return findings
+
+def _found_by_reading(trainer):
+    scene = Scene(trainer)
+    return [finding for rule in RULES.values() if rule is not None for finding in rule(scene)]
+
+def _found_by_running(trainer, batches, ignore, known):
+    "What batches tell and the source did not"
+    found = found_by_running(seen_run(trainer, batches))
+    return [o for o in found if o.name not in known and not is_silent(o, ignore)]
+
+def _refuse_spoilt(findings):
+    if any(finding.spoils for finding in findings): raise CheckFailed(findings)

@@ -13,6 +13,7 @@ import torch
 from ..loop.callback_list import is_in
 from ..loop.events import callback_name
 from ..state.run_parts import stateful_callbacks
+from .checks import CheckFailed
 from .cut_runs import in_words
 from .resumed_run import resumed_run, saved_run
 from .run_results import OTHER, as_value, is_time, outcome, told, unlike
@@ -50,6 +51,27 @@ def added(evidence):
     if error is not None: yield Fault(in_words(error) + _YOUR_MODEL*evidence.trials.is_small)
 
 _YOUR_MODEL = '. If it needs your model or your data: `try_callback(cb, trainer)`'
+
+# %% ../../nbs/inspection/71_promises.ipynb #b48666d0
+@promise('`check` finds no mistake in a loop with it')
+def sound(evidence):
+    "Read the source, and run a few batches"
+    usual = set(_findings(evidence.trials, False))
+    for text,spoils in _findings(evidence.trials, True).items():
+        if text not in usual: yield Fault(text, counts=spoils)
+
+def _findings(trials, with_callback):
+    "What a check finds, and whether it counts, by the text"
+    with trials.alone():
+        try:
+            trainer,callbacks = trials.make(with_callback)
+            findings = trainer.check(batches=3)
+        except CheckFailed as failed: findings = failed.findings
+        except Exception:
+            if with_callback: raise
+            return {} # Without it there is no training
+        mine = lambda finding: any(is_in(cb, callbacks) for cb in finding.callbacks)
+        return {str(finding): finding.spoils or mine(finding) for finding in findings}
 
 # %% ../../nbs/inspection/71_promises.ipynb #ebcfd922
 _YOURS = {f'`trainer.{k}`' for k in ('model', 'loss_func', 'opt_func', 'dls', 'dls.train', 'dls.valid')}

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -277,15 +278,26 @@ def test_an_interrupt_waits_for_the_write_and_saves_its_own(signum, error, tmp_p
     same(fit(make_trainer(), 2), fit(make_trainer([*runs.callbacks(), CheckpointCB(tmp_path)]), 2))
 
 
+def is_waiting(thread):
+    "Whether a thread waits for another one"
+    return sys._current_frames()[thread.ident].f_code.co_filename == threading.__file__
+
+
 def test_a_break_without_a_watcher_waits_too(tmp_path, monkeypatch):
     "Ctrl-C while the fit waits in its end for the thread: what was begun becomes whole"
     free = threading.Event()
 
     def before_backward(trainer):
         if trainer.n_updates == 2:
-            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-            threading.Timer(0.4, free.set).start()
+            threading.Thread(target=break_the_wait).start()
             raise Cut
+
+    def break_the_wait():
+        while not is_waiting(threading.main_thread()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        free.set()
 
     with disk(monkeypatch, lambda: free.wait(20)), pytest.raises(Cut) as caught:
         fit(make_trainer([*runs.callbacks(), CheckpointCB(tmp_path, every=AT_ONCE), before_backward]), 2)

@@ -66,6 +66,8 @@ class Sound:
             self.means.append(output.detach().mean())
 
     def before_batch(self, trainer):
+        if not trainer.training:
+            return
         x, y = trainer.batch
         trainer.batch = x + 0.01 * torch.randn(x.shape, generator=self.generator), y
 

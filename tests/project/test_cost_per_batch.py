@@ -48,10 +48,16 @@ class CountCB:
             gc.collect()
             self.objects[trainer.batch_num] = len(gc.get_objects())
             calls = self.calls[trainer.batch_num] = Counter()
-            sys.setprofile(lambda frame, event, arg: calls.update([name_of(frame, event, arg)]))
+            sys.setprofile(lambda frame, event, arg: count(calls, name_of(frame, event, arg)))
 
     def cleanup_fit(self, trainer):
         sys.setprofile(None)
+
+
+def count(calls, name):
+    "How often the bar looks at the clock depends on the clock"
+    if not name.endswith(" time"):
+        calls[name] += 1
 
 
 def name_of(frame, event, arg):

@@ -1,0 +1,597 @@
+"""Mistakes that only batches show, each beside what is like it and right.
+
+Each planted one is found by name when some batches are run; in the right ones nothing is found, and the
+trainer is afterwards as it was.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from isaac_loop import Trainer, with_cbs
+from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchNormEvalCB, DropoutOnCB, EMACB
+from isaac_loop.callbacks import ClipGradCB, MetricsCB, OneCycleSchedulerCB
+from isaac_loop.data import DataLoaders
+from isaac_loop.inspection import CheckFailed
+from isaac_loop.loop.events import CancelBatchException, CancelStepException
+from working import found_in
+
+WRONG, RIGHT = [], []
+
+
+def planted(*names):
+    "A function that gives a trainer in which something is wrong"
+
+    def mark(make):
+        WRONG.append((make, names))
+        return make
+
+    return mark
+
+
+def right(make):
+    "One that is like it and right"
+    RIGHT.append(make)
+    return make
+
+
+def rows(n=45, n_out=3):
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(n, 6, generator=generator)
+    return TensorDataset(x, torch.randint(n_out, (n,), generator=generator))
+
+
+def dls(**options):
+    return DataLoaders(DataLoader(rows(), 8, shuffle=True, **options), DataLoader(rows(28), 8))
+
+
+def net(n_out=3):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, n_out))
+
+
+def trainer_with(*cbs, model=None, loss_func=F.cross_entropy, opt_func=optim.SGD, loaders=None, cls=Trainer):
+    with_steps = cls.one_batch is Trainer.one_batch
+    return cls(loaders or dls(), loss_func, opt_func, model or net(), [*[BasicTrainCB()] * with_steps, *cbs])
+
+
+def a_number(y):
+    return y.float()
+
+
+@planted("spread_rows")
+def column_minus_row():
+    return trainer_with(model=net(1), loss_func=lambda preds, y: (preds - a_number(y)).pow(2).mean())
+
+
+@planted("spread_rows")
+def row_minus_viewed_column():
+    def loss_func(preds, y):
+        return (preds.squeeze() - a_number(y).view(-1, 1)).abs().mean()
+
+    return trainer_with(model=net(1), loss_func=loss_func)
+
+
+@planted("spread_rows")
+def kept_dimension_in_accuracy():
+    class Right:
+        def before_epoch(self, trainer):
+            self.right = 0
+
+        def after_predict(self, trainer):
+            _, (y,) = trainer.split(trainer.batch)
+            self.right += (trainer.preds.argmax(1, keepdim=True) == y).sum()
+
+    return trainer_with(Right())
+
+
+@right
+def squeezed():
+    return trainer_with(model=net(1), loss_func=lambda preds, y: F.mse_loss(preds.squeeze(1), a_number(y)))
+
+
+@right
+def all_pairs():
+    def loss_func(preds, y):
+        score, value = preds.squeeze(1), a_number(y)
+        wanted = (value[:, None] - value).sign()
+        return F.relu(1 - wanted * (score[:, None] - score)).mean()
+
+    return trainer_with(model=net(1), loss_func=loss_func)
+
+
+@planted("masked_mean")
+def mean_over_mask():
+    def loss_func(preds, y):
+        losses = F.cross_entropy(preds, y, reduction="none")
+        return (losses * (y != 0)).mean()
+
+    return trainer_with(loss_func=loss_func)
+
+
+@right
+def share_of_mask():
+    def loss_func(preds, y):
+        mask = (y != 0).float()
+        return (F.cross_entropy(preds, y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+    return trainer_with(loss_func=loss_func)
+
+
+class Uncertain:
+    "Weighs the loss by a number that is learnt"
+
+    def __init__(self):
+        self.log_var = nn.Parameter(torch.zeros(()))
+
+    def after_get_loss(self, trainer):
+        trainer.loss = trainer.loss * torch.exp(-self.log_var) + self.log_var
+
+
+@planted("no_optimizer")
+def weight_of_a_callback():
+    return trainer_with(Uncertain())
+
+
+@planted("no_optimizer")
+def centres_of_a_loss():
+    class CentreLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.centres = nn.Parameter(torch.randn(3, 3))
+
+        def forward(self, preds, y):
+            return F.cross_entropy(preds, y) + (preds - self.centres[y]).pow(2).mean()
+
+    return trainer_with(loss_func=CentreLoss())
+
+
+@planted("no_optimizer")
+def head_in_a_closure():
+    head = nn.Linear(3, 3)
+    return trainer_with(loss_func=lambda preds, y: F.cross_entropy(head(preds), y))
+
+
+@right
+def weight_in_the_optimizer():
+    class Learnt(Uncertain):
+        def before_fit(self, trainer):
+            trainer.opt.add_param_group(dict(params=[self.log_var]))
+
+    return trainer_with(Learnt())
+
+
+@right
+def teacher_without_gradient():
+    class Distil:
+        def __init__(self):
+            self.teacher = net().eval()
+
+        def after_get_loss(self, trainer):
+            (x,), _ = trainer.split(trainer.batch)
+            with torch.no_grad():
+                said = self.teacher(x)
+            trainer.loss = trainer.loss + F.mse_loss(trainer.preds, said)
+
+    return trainer_with(Distil())
+
+
+@planted("no_gradient")
+def another_model():
+    class Compiled:
+        def before_fit(self, trainer):
+            trainer.model = copy.deepcopy(trainer.model)
+
+    return trainer_with(Compiled())
+
+
+class Parts(nn.Module):
+    def __init__(self, cut):
+        super().__init__()
+        self.body, self.head, self.cut = nn.Linear(6, 8), nn.Linear(8, 3), cut
+
+    def forward(self, x):
+        h = self.body(x)
+        return self.head(h.detach() if self.cut else h)
+
+
+@planted("no_gradient")
+def detached_body():
+    return trainer_with(model=Parts(True))
+
+
+@right
+def frozen_body():
+    model = Parts(True)
+    model.body.requires_grad_(False)
+    return trainer_with(model=model, opt_func=lambda params, lr: optim.SGD(params, lr, momentum=0.9))
+
+
+@planted("never_moved")
+def rate_of_zero():
+    class Rate:
+        def before_step(self, trainer):
+            trainer.opt.param_groups[0]["lr"] = 0.1 * (trainer.epoch // 10)
+
+    return trainer_with(Rate())
+
+
+@right
+def warm_up():
+    class Rate:
+        def before_step(self, trainer):
+            trainer.opt.param_groups[0]["lr"] = 0.1 * trainer.n_updates / 100
+
+    return trainer_with(Rate())
+
+
+@planted("never_cleared")
+def clears_another():
+    class Clears:
+        def before_fit(self, trainer):
+            trainer.opt.zero_grad = optim.SGD(net().parameters(), lr=0.1).zero_grad
+
+    return trainer_with(Clears())
+
+
+class Deceives(Trainer):
+    "A net that deceives a critic"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        (x,), _ = self.split(self.batch)
+        fake = self.model(x)
+        self.critic_step(x, fake)
+        self.net_step(fake)
+
+    def critic_step(self, x, fake):
+        self.opt_critic.zero_grad()
+        (self.critic(fake.detach()).mean() - self.critic(x[:, :3]).mean()).backward()
+        self.opt_critic.step()
+
+    def net_step(self, fake):
+        self.opt.zero_grad()
+        self.loss = -self.critic(fake).mean()
+        self.loss.backward()
+        self.opt.step()
+
+
+def gan(cls):
+    trainer = trainer_with(cls=cls, loaders=DataLoaders(dls().train))
+    trainer.critic = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    trainer.opt_critic = optim.SGD(trainer.critic.parameters(), lr=0.1)
+    return trainer
+
+
+@right
+def deceives():
+    return gan(Deceives)
+
+
+@planted("gradients_mixed")
+def clears_behind_each_step():
+    class ClearsLate(Deceives):
+        def critic_step(self, x, fake):
+            (self.critic(fake.detach()).mean() - self.critic(x[:, :3]).mean()).backward()
+            self.opt_critic.step()
+            self.opt_critic.zero_grad()
+
+        def net_step(self, fake):
+            super().net_step(fake)
+            self.opt.zero_grad()
+
+    return gan(ClearsLate)
+
+
+@planted("gradients_mixed")
+def fake_with_its_graph():
+    class Whole(Deceives):
+        def critic_step(self, x, fake):
+            self.opt.zero_grad()
+            self.opt_critic.zero_grad()
+            (self.critic(fake).mean() - self.critic(x[:, :3]).mean()).backward(retain_graph=True)
+            self.opt_critic.step()
+
+        def net_step(self, fake):
+            self.loss = -self.critic(self.model(self.batch[0])).mean()
+            self.loss.backward()
+            self.opt.step()
+
+    return gan(Whole)
+
+
+@planted("no_gradient")
+def net_that_is_never_told():
+    class Cut(Deceives):
+        def net_step(self, fake):
+            super().net_step(fake.detach())
+
+    return gan(Cut)
+
+
+@right
+def two_paces():
+    class Slow(Trainer):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            (x,), (y,) = self.split(self.batch)
+            self.loss = F.cross_entropy(self.model(x), y)
+            if not self.training:
+                return
+            self.loss.backward()
+            self.opt.step()
+            self.opt.zero_grad()
+            if self.batch_num % 2:
+                self.opt_slow.step()
+                self.opt_slow.zero_grad()
+
+    model = net()
+    trainer = trainer_with(cls=Slow, model=model, opt_func=lambda _, lr: optim.SGD(model[4].parameters(), lr))
+    trainer.opt_slow = optim.SGD(model[0].parameters(), lr=0.01)
+    return trainer
+
+
+def frozen_norms():
+    model = net()
+    for layer in model[:2]:
+        layer.requires_grad_(False)
+    return model
+
+
+@planted("frozen_measures")
+def frozen_and_measuring():
+    return trainer_with(model=frozen_norms())
+
+
+@right
+def frozen_and_still():
+    return trainer_with(BatchNormEvalCB(only_frozen=True), model=frozen_norms())
+
+
+def held_dls():
+    whole = rows()
+    batches = list(zip(*(x.split(8) for x in whole.tensors)))
+    return DataLoaders(batches, batches[:2])
+
+
+class Scales:
+    def __init__(self, in_place):
+        self.in_place = in_place
+
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        trainer.batch = (x.mul_(1.1) if self.in_place else x * 1.1), y
+
+
+@planted("changes_data")
+def scales_the_data():
+    return trainer_with(Scales(True), loaders=held_dls())
+
+
+@right
+def scales_a_copy():
+    return trainer_with(Scales(False), loaders=held_dls())
+
+
+@right
+def scales_what_was_loaded():
+    return trainer_with(Scales(True))
+
+
+@planted("changed_in_validation")
+def updates_in_validation():
+    class Drift:
+        def after_batch(self, trainer):
+            if not trainer.training:
+                trainer.model[1].running_mean.mul_(0.9)
+
+    return trainer_with(Drift())
+
+
+@planted("not_finite")
+def logarithm_of_nothing():
+    return trainer_with(loss_func=lambda preds, y: preds.relu().log().mean())
+
+
+@planted("seeded_again")
+def seeds_in_a_function():
+    def seed():
+        torch.manual_seed(3)
+
+    class Augments:
+        def before_batch(self, trainer):
+            seed()
+            x, y = trainer.batch
+            trainer.batch = x + 0.1 * torch.randn_like(x), y
+
+    return trainer_with(Augments())
+
+
+@planted("left_in_eval")
+def looks_through_a_helper():
+    def look(model):
+        for part in model.children():
+            part.eval()
+
+    class Looks:
+        def after_batch(self, trainer):
+            if trainer.training:
+                look(trainer.model)
+
+    return trainer_with(Looks())
+
+
+@right
+def dropout_in_validation():
+    return trainer_with(DropoutOnCB())
+
+
+class Share:
+    "Reports an accuracy"
+
+    def before_epoch(self, trainer):
+        self.right, self.rows, self.means = 0, 0, []
+
+    def after_predict(self, trainer):
+        _, (y,) = trainer.split(trainer.batch)
+        hits = trainer.preds.argmax(1) == y
+        self.right, self.rows = self.right + hits.sum(), self.rows + len(y)
+        self.means.append(hits.float().mean().item())
+
+    def after_epoch(self, trainer):
+        trainer.history.write(**{f"{'train' if trainer.training else 'valid'}_accuracy": self.value()})
+
+    def value(self):
+        return float(self.right / self.rows)
+
+
+@right
+def share():
+    return trainer_with(MetricsCB(), Share())
+
+
+@planted("wrong_column")
+def mean_of_shares():
+    class Means(Share):
+        def value(self):
+            return torch.tensor(self.means).mean().item()
+
+    return trainer_with(MetricsCB(), Means())
+
+
+@planted("wrong_column")
+def share_of_all_epochs():
+    class Always(Share):
+        def before_epoch(self, trainer):
+            if not hasattr(self, "means"):
+                super().before_epoch(trainer)
+
+    return trainer_with(MetricsCB(), Always())
+
+
+@right
+def smoothed_loss():
+    class Smooth:
+        def before_fit(self, trainer):
+            self.value = None
+
+        def after_get_loss(self, trainer):
+            loss = trainer.loss.item()
+            self.value = loss if self.value is None else 0.9 * self.value + 0.1 * loss
+
+        def after_epoch(self, trainer):
+            if trainer.training:
+                trainer.history.write(train_loss=self.value)
+
+    return trainer_with(Smooth())
+
+
+@right
+def what_the_library_does():
+    return trainer_with(MetricsCB(), AccumulationCB(2), ClipGradCB(1.0), EMACB(), OneCycleSchedulerCB())
+
+
+@right
+def own_gathering():
+    class Gathers:
+        def __init__(self):
+            self.n = 2
+
+        def before_backward(self, trainer):
+            trainer.loss = trainer.loss / self.n
+
+        def cleanup_backward(self, trainer):
+            trainer.loss = trainer.loss * self.n
+
+        def before_step(self, trainer):
+            if (trainer.batch_num + 1) % self.n:
+                raise CancelStepException()
+
+        def before_zero_grad(self, trainer):
+            if (trainer.batch_num + 1) % self.n:
+                raise CancelStepException()
+
+    return trainer_with(Gathers())
+
+
+def names_found(trainer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = trainer.check(batches=3)
+        except CheckFailed as error:
+            found = error.findings
+    return {o.name for o in found}
+
+
+@pytest.mark.parametrize(("make", "names"), WRONG, ids=lambda o: getattr(o, "__name__", ""))
+def test_batches_show_a_planted_mistake(make, names):
+    assert names_found(make()) >= set(names)
+
+
+@pytest.mark.parametrize("make", RIGHT, ids=lambda o: o.__name__)
+def test_batches_show_nothing_in_what_is_right(make):
+    assert names_found(make()) == set()
+
+
+@pytest.mark.parametrize("make", [*RIGHT, weight_of_a_callback, scales_the_data], ids=lambda o: o.__name__)
+def test_a_fit_after_a_check_is_as_without_one(make):
+    "A fit after a check gives what it gives without one, bit for bit"
+
+    def weights(check):
+        torch.manual_seed(5)
+        trainer = make()
+        if check:
+            names_found(trainer)
+        trainer.fit(1, 0.1, valid=trainer.dls.valid is not None)
+        return [*trainer.model.state_dict().values(), torch.get_rng_state(), trainer.history.rows]
+
+    checked, plain = weights(True), weights(False)
+    assert all(torch.equal(a, b) for a, b in zip(checked[:-1], plain[:-1]))
+    times = ("elapsed", "time")
+    bare = [[{k: v for k, v in row.items() if k not in times} for row in o[-1]] for o in (checked, plain)]
+    assert bare[0] == bare[1]
+
+
+def test_the_source_is_asked_first():
+    "What reading finds and spoils the result needs no run, and would perhaps not survive one"
+
+    class Twice:
+        def after_batch(self, trainer):
+            trainer.opt.step()
+
+    ran = []
+    trainer = trainer_with(Twice(), loss_func=lambda *args: ran.append(1) or F.cross_entropy(*args))
+    with pytest.raises(CheckFailed, match="double_step"):
+        trainer.check(batches=3)
+    assert not ran
+
+
+def test_an_error_in_the_run_says_where_it_comes_from():
+    trainer = trainer_with(loss_func=lambda preds, y: preds.nothing)
+    with pytest.raises(AttributeError) as caught:
+        trainer.check(batches=1)
+    assert any("ran batches on the side" in note for note in caught.value.__notes__)
+
+
+def test_batches_that_come_only_once_are_not_lost():
+    trainer = trainer_with(loaders=DataLoaders(iter(list(dls().train))))
+    with pytest.raises(ValueError, match="only once"):
+        trainer.check(batches=1)
+
+
+@pytest.mark.parametrize("batches", [-1, 1.5, "three"])
+def test_what_is_no_number_of_batches(batches):
+    with pytest.raises(ValueError, match="`batches`"):
+        trainer_with().check(batches=batches)
+
+
+def test_names_of_both_kinds_can_be_ignored():
+    trainer = column_minus_row()
+    assert trainer.check(batches=1, ignore="spread_rows") == []
+    assert found_in(trainer) == set() or not found_in(trainer)
