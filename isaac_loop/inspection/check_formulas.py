@@ -202,6 +202,36 @@ def _reckoned(node):
     inside = is_call and ast.unparse(node.func).partition('.')[0] not in _RECKON
     for child in [node.func] if inside else ast.iter_child_nodes(node): yield from _reckoned(child)
 
+# %% ../../nbs/inspection/99a_check_formulas.ipynb #a7e212bb
+_MASKED = ('{where} takes the mean of `{product}` ({file}:{line}), which counts what the mask has left '
+           'out, so the loss is the smaller the fewer take part. Divide by their number: '
+           '`(losses*mask).sum() / mask.sum().clamp(min=1)`.')
+
+def masked_means(scene):
+    "Means over all, where a mask has set some to zero"
+    found = []
+    for tree,_,file,where,holder in own_losses(scene):
+        for node in [o for o in ast.walk(tree) if called(o) == 'mean'] if tree is not None else ():
+            product = _averaged(node, tree)
+            if product is None or not _is_masked(product): continue
+            text = _MASKED.format(where=where, product=ast.unparse(product), file=file, line=node.lineno)
+            cbs = [holder] if holder in scene.trainer.callbacks else []
+            found.append(Finding('masked_mean', text, cbs))
+    return found[:1]
+
+def _averaged(node, tree):
+    "What a mean without an axis is taken of; None if it has one"
+    of_torch = ast.unparse(node.func) == 'torch.mean'
+    if node.keywords or len(node.args) != of_torch: return None
+    whole = node.args[0] if of_torch else node.func.value
+    return value_before(whole, node, tree) if isinstance(whole, ast.Name) else whole
+
+def _is_masked(node):
+    "Whether something is multiplied by a mask, or filled with zeros by one"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return any('mask' in ast.unparse(side).lower() for side in (node.left, node.right))
+    return called(node) == 'masked_fill' and ast.unparse(node.args[-1]) in ('0', '0.0')
+
 # %% ../../nbs/inspection/99a_check_formulas.ipynb #26ee91ee
 _PER_EXAMPLE = ('{who} divides `{sum}`, to which each batch adds a mean, by `{count}` ({line}), the '
                 'number of examples, so it comes out too small by the size of a batch. Add '

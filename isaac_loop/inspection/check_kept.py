@@ -15,7 +15,8 @@ from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/93_check_kept.ipynb #229e89d5
 _ALIAS = ('{who} keeps `trainer.{what}` as `{name}` ({line}), and that holds the tensors themselves, so '
-          'every later step changes what was kept. Keep `copy.deepcopy(trainer.{copied})`.')
+          'every later step changes what was kept. Keep `copy.deepcopy(trainer.{copied})`, or '
+          '`detach().clone()` of each.')
 _OF_OLD = {'best', 'old', 'prev', 'previous', 'init', 'initial', 'backup', 'snapshot', 'snapshots', 'ema',
            'averaged', 'frozen', 'teacher'}
 _OF_STATE = _OF_OLD | {'last', 'start', 'saved', 'original', 'orig', 'before', 'checkpoint', 'average',

@@ -10,6 +10,7 @@ import ast, inspect
 from functools import partial
 from types import FunctionType
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -38,6 +39,7 @@ def ends_with(module, what):
     "Whether the last thing that a module does is such a layer"
     if isinstance(module, _LAYERS[what]): return True
     if isinstance(module, nn.Sequential): return len(module) > 0 and ends_with(module[-1], what)
+    if isinstance(module, torch.jit.ScriptModule): return False # It has no source
     forward = type(module).forward
     if forward.__module__.startswith('torch.'): return False
     tree = function_node(forward)

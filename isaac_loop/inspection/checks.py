@@ -83,6 +83,7 @@ RULES = { # By the name of what each finds
     'wrong_limit': check_formulas.wrong_limits,
     'needs_log': check_formulas.without_logs,
     'wrong_count': check_formulas.wrong_counts,
+    'masked_mean': check_formulas.masked_means,
     'used_up': check_lasting.used_up,
     'begins_anew': check_lasting.begun_anew,
     'new_optimizer': check_lasting.new_optimizers,
@@ -135,6 +136,8 @@ class Findings(list):
 _NOTHING = ('Nothing was found in the source. `check(batches=3)` also runs three batches, which tell of '
             'shapes, gradients and numbers.')
 _NOTHING_RUN = 'Nothing was found, neither in the source nor in batches that were run.'
+_NONE_RAN = ('No batch was run, as the fit was left before its first one{why}, so only the source was '
+             'looked at.')
 
 class CheckFailed(ValueError):
     "A loop would not train what was meant; `findings` has all that was found"
@@ -168,7 +171,10 @@ def _found_by_reading(trainer):
 
 def _found_by_running(trainer, batches, ignore, known):
     "What batches tell and the source did not"
-    found = found_by_running(seen_run(trainer, batches))
+    seen = seen_run(trainer, batches)
+    if not seen.batches and not seen.gradients.passes:
+        warn(_NONE_RAN.format(why=f' ({seen.reason})' if seen.reason else ''))
+    found = found_by_running(seen)
     return [o for o in found if o.name not in known and not is_silent(o, ignore)]
 
 def _refuse_spoilt(findings):

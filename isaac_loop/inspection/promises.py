@@ -56,22 +56,18 @@ _YOUR_MODEL = '. If it needs your model or your data: `try_callback(cb, trainer)
 @promise('`check` finds no mistake in a loop with it')
 def sound(evidence):
     "Read the source, and run a few batches"
-    usual = set(_findings(evidence.trials, False))
-    for text,spoils in _findings(evidence.trials, True).items():
-        if text not in usual: yield Fault(text, counts=spoils)
+    usual = _findings(evidence.trials, False)
+    for text in _findings(evidence.trials, True):
+        if text not in usual: yield Fault(text)
 
 def _findings(trials, with_callback):
-    "What a check finds, and whether it counts, by the text"
+    "What a check finds, as texts"
     with trials.alone():
-        try:
-            trainer,callbacks = trials.make(with_callback)
-            findings = trainer.check(batches=3)
-        except CheckFailed as failed: findings = failed.findings
+        try: return [str(finding) for finding in trials.make(with_callback)[0].check(batches=3)]
+        except CheckFailed as failed: return [str(finding) for finding in failed.findings]
         except Exception:
             if with_callback: raise
-            return {} # Without it there is no training
-        mine = lambda finding: any(is_in(cb, callbacks) for cb in finding.callbacks)
-        return {str(finding): finding.spoils or mine(finding) for finding in findings}
+            return [] # Without it there is no training
 
 # %% ../../nbs/inspection/71_promises.ipynb #ebcfd922
 _YOURS = {f'`trainer.{k}`' for k in ('model', 'loss_func', 'opt_func', 'dls', 'dls.train', 'dls.valid')}

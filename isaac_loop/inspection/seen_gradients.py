@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .observed_run import place_of
@@ -60,6 +61,8 @@ class Backward:
     ):
         self.where,self.by = where,_with_line(by)
         self.leaves = {id(leaf): leaf for leaf in leaves} # Held, so that no `id` is given to another one
+        self.used,self.cleared = set(),None # Whose gradient was in a step; where it was seen to be gone
+        self.finite = True # Are the gradients numbers?
 
 class Step:
     "One step of an optimizer"
@@ -74,6 +77,7 @@ class Step:
         self.where,self.by,self.opt = where,_with_line(by),opt
         self.parts,self.old,self.empty = parts,old,empty
         self.none = {id(p) for p in weights_of(opt) if p.grad is None} # As `empty`, without zeros
+        self.wanted = {id(p) for p in weights_of(opt) if p.requires_grad} # The others are frozen
         self.closure = False # Does it make its backward passes itself?
 
 def is_clear(grad):
@@ -91,6 +95,7 @@ class Gradients:
         self.passes,self.steps,self.order = [],[],[] # `order` has both
         self.parts,self.used = {},{} # By `id` of a parameter: what is in its gradient; the step that used it
         self.first,self.moved = {},set() # By `id` of an optimizer: its weights at first; those that moved
+        self.versions,self.touched = {},[] # Of gradients; who changed them while they were scaled
         self.depth = 0
 
     def _backward(self, backward, tensors, *args, **kwargs):
@@ -99,21 +104,38 @@ class Gradients:
         try:
             roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
             if self.depth == 1: self._note_backward(roots)
-            return backward(tensors, *args, **kwargs)
+            result = backward(tensors, *args, **kwargs)
+            if self.depth == 1: self._note_gradients(self.passes[-1])
+            return result
         finally: self.depth -= 1
 
     def _note_backward(self, roots):
         new = Backward(*self.moment(), leaves_of(roots))
         for key,leaf in new.leaves.items():
-            self._look_again(leaf)
+            self._look_again(leaf, new.where)
             self.parts.setdefault(key, []).append(new)
         self.passes.append(new)
         self.order.append(new)
 
-    def _look_again(self, leaf):
+    def _note_gradients(self, new):
+        "What has come of a backward pass"
+        grads = [(key, leaf.grad) for key,leaf in new.leaves.items() if leaf.grad is not None]
+        self.versions |= {key: (grad, grad._version) for key,grad in grads}
+        new.finite = all(bool(grad.isfinite().all()) for _,grad in grads if not grad.is_sparse)
+
+    def _before_unscaling(self, scaler, opt):
+        "Note gradients that were changed since their backward pass, though they are still scaled"
+        if not scaler.is_enabled(): return
+        known = [(p, self.versions[id(p)]) for p in weights_of(opt) if id(p) in self.versions]
+        if any(p.grad is grad and grad._version != version for p,(grad,version) in known):
+            self.touched.append((*self.moment(), opt))
+
+    def _look_again(self, leaf, where):
         "Forget what was in a gradient that is clear by now, and that it was used, if it is another one"
         key,grad = id(leaf),leaf.grad
-        if is_clear(grad): self.parts[key] = []
+        if is_clear(grad):
+            for old in self.parts.get(key, ()): old.cleared = old.cleared or where
+            self.parts[key] = []
         _,old,version = self.used.get(key, (None, None, None))
         if grad is None or old is not grad or version != grad._version: self.used.pop(key, None)
 
@@ -126,6 +148,7 @@ class Gradients:
                 self.parts[id(p)] = []
                 empty.add(id(p))
             parts[id(p)] = list(self.parts.get(id(p), ()))
+            for one in parts[id(p)]: one.used.add(id(p))
         old = [(p, self.used[id(p)][0]) for p in weights if self._is_old(p)]
         step = Step(where, by, opt, parts, old, empty)
         step.closure = len(args) > 1 or kwargs.get('closure') is not None # `args` has the optimizer
@@ -148,14 +171,17 @@ class Gradients:
     @contextmanager
     def noting(self):
         "Note what happens in the `with` block"
-        backward = torch.autograd.backward
+        backward,unscale = torch.autograd.backward,GradScaler.unscale_
         def noted(*args, **kwargs): return self._backward(backward, *args, **kwargs)
+        def unscaling(scaler, opt):
+            self._before_unscaling(scaler, opt)
+            return unscale(scaler, opt)
         hooks = [register_optimizer_step_pre_hook(self._before_step),
                  register_optimizer_step_post_hook(self._after_step)]
-        torch.autograd.backward = noted
+        torch.autograd.backward,GradScaler.unscale_ = noted,unscaling
         try: yield self
         finally:
-            torch.autograd.backward = backward
+            torch.autograd.backward,GradScaler.unscale_ = backward,unscale
             for hook in hooks: hook.remove()
 
 def weights_of(opt): return [p for group in opt.param_groups for p in group['params']]

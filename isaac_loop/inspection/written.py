@@ -45,7 +45,7 @@ def memory_of(
 )->int: # An address; None for what is no tensor, or has none
     "Where the numbers of a tensor lie"
     try: return x.data_ptr() if torch.is_tensor(x) else None
-    except (RuntimeError, NotImplementedError): return None # Sparse, lazy, or made up
+    except (RuntimeError, NotImplementedError, ValueError): return None # Sparse, lazy, or made up
 
 def only_moved(
     before:list, # `Seen` tensors

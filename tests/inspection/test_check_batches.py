@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from isaac_loop import Trainer, with_cbs
 from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchNormEvalCB, DropoutOnCB, EMACB
-from isaac_loop.callbacks import ClipGradCB, MetricsCB, OneCycleSchedulerCB
+from isaac_loop.callbacks import ClipGradCB, FreezeCB, MetricsCB, MixedPrecisionCB, OneCycleSchedulerCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import CheckFailed
-from isaac_loop.loop.events import CancelBatchException, CancelStepException
+from isaac_loop.loop.events import CancelBatchException, CancelFitException, CancelStepException
 from working import found_in
 
 WRONG, RIGHT = [], []
@@ -108,10 +108,84 @@ def all_pairs():
 @planted("masked_mean")
 def mean_over_mask():
     def loss_func(preds, y):
-        losses = F.cross_entropy(preds, y, reduction="none")
-        return (losses * (y != 0)).mean()
+        losses, mask = F.cross_entropy(preds, y, reduction="none"), y != 0
+        return (losses * mask).mean()
 
     return trainer_with(loss_func=loss_func)
+
+
+@right
+def hinges_on_both_sides():
+    def loss_func(preds, y):
+        score = preds.squeeze(1)
+        return (F.relu(1 - score) * (y > 0)).mean() + (F.relu(1 + score) * (y == 0)).mean()
+
+    return trainer_with(model=net(1), loss_func=loss_func)
+
+
+@right
+def features_as_many_as_rows():
+    class Features(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.last = nn.Parameter(torch.ones(8)), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.last(x[:, :1] * self.scale)
+
+    torch.manual_seed(1)
+    return trainer_with(model=Features())
+
+
+@right
+def distances_by_their_formula():
+    def loss_func(preds, y):
+        squares = preds.pow(2)
+        apart = squares.sum(1, keepdim=True) + squares.sum(1) - 2 * preds @ preds.T
+        return (apart * (y.view(-1, 1) == y)).sum() / 64 + F.cross_entropy(preds, y)
+
+    return trainer_with(loss_func=loss_func)
+
+
+@right
+def counts_and_caches():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(6, 3)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.last(x)
+
+    torch.manual_seed(1)
+    return trainer_with(model=Counts())
+
+
+@right
+def freezes_norms_later():
+    class Later:
+        def before_epoch(self, trainer):
+            if trainer.epoch:
+                trainer.model[1].eval()
+
+    return trainer_with(Later())
+
+
+@right
+def named_rows():
+    def collate(rows):
+        x, y = zip(*rows)
+        return torch.stack(x), torch.stack(y), [f"row {i}" for i in range(len(x))]
+
+    loader = DataLoader(rows(), 8, collate_fn=collate)
+
+    def split(batch):
+        assert len(batch[0]) == len(batch[2])
+        return batch[:1], batch[1:2]
+
+    return trainer_with(loaders=DataLoaders(loader, loader, split=split))
 
 
 @right
@@ -519,6 +593,135 @@ def own_gathering():
     return trainer_with(Gathers())
 
 
+@planted("gradients_lost")
+def clears_in_a_window():
+    class Gathers(BasicTrainCB):
+        def backward(self, trainer):
+            (trainer.loss / 4).backward()
+
+        def step(self, trainer):
+            if (trainer.batch_num + 1) % 4 == 0:
+                trainer.opt.step()
+
+    return Trainer(dls(), F.cross_entropy, optim.SGD, net(), [Gathers()])
+
+
+@right
+def clears_behind_a_window():
+    class Gathers(BasicTrainCB):
+        def backward(self, trainer):
+            (trainer.loss / 2).backward()
+
+        def step(self, trainer):
+            self.full = trainer.batch_num % 2 or trainer.batch_num + 1 == trainer.n_batches
+            if self.full:
+                trainer.opt.step()
+
+        def zero_grad(self, trainer):
+            if self.full:
+                trainer.opt.zero_grad()
+
+    return Trainer(dls(), F.cross_entropy, optim.SGD, net(), [Gathers()])
+
+
+@right
+def leaves_out_what_is_no_number():
+    class Guards(BasicTrainCB):
+        def step(self, trainer):
+            if all(p.grad.isfinite().all() for p in trainer.model.parameters()):
+                trainer.opt.step()
+
+        def get_loss(self, trainer):
+            super().get_loss(trainer)
+            if trainer.batch_num == 1 and trainer.training:
+                trainer.loss = trainer.loss + (trainer.preds * 0).abs().sqrt().sum()
+
+    return Trainer(dls(), F.cross_entropy, optim.SGD, net(), [Guards()])
+
+
+@right
+def attacks_and_learns():
+    class Attack:
+        def before_predict(self, trainer):
+            if not trainer.training:
+                return
+            x, y = trainer.batch
+            x = x.clone().requires_grad_()
+            F.cross_entropy(trainer.model(x), y).backward()
+            trainer.opt.zero_grad()
+            trainer.batch = (x + 0.01 * x.grad.sign()).detach(), y
+
+    return trainer_with(Attack())
+
+
+@right
+def sharpness_aware():
+    class Sharp(BasicTrainCB):
+        def step(self, trainer):
+            (x,), (y,) = trainer.split(trainer.batch)
+            moved = [(p, 0.01 * p.grad / p.grad.norm().clamp(min=1e-6)) for p in trainer.model.parameters()]
+            with torch.no_grad():
+                for p, by in moved:
+                    p.add_(by)
+            trainer.opt.zero_grad()
+            F.cross_entropy(trainer.model(x), y).backward()
+            with torch.no_grad():
+                for p, by in moved:
+                    p.sub_(by)
+            trainer.opt.step()
+
+    return Trainer(dls(), F.cross_entropy, optim.SGD, net(), [Sharp()])
+
+
+class Scaled(BasicTrainCB):
+    "Scales the loss, and clips"
+
+    def __init__(self, unscales):
+        self.unscales = unscales
+
+    def before_fit(self, trainer):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+
+    def backward(self, trainer):
+        self.scaler.scale(trainer.loss).backward()
+
+    def step(self, trainer):
+        if self.unscales:
+            self.scaler.unscale_(trainer.opt)
+        nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        self.scaler.step(trainer.opt)
+        self.scaler.update()
+
+
+@planted("clip_before_unscale")
+def clips_what_is_scaled():
+    return Trainer(dls(), F.cross_entropy, optim.SGD, net(), [Scaled(False)])
+
+
+@right
+def clips_what_was_unscaled():
+    return Trainer(dls(), F.cross_entropy, optim.SGD, net(), [Scaled(True)])
+
+
+@right
+def mixed_precision_with_clipping():
+    return trainer_with(MixedPrecisionCB("float16"), ClipGradCB(1.0))
+
+
+@right
+def freezes_for_a_fit():
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.body(x).relu())
+
+    torch.manual_seed(1)
+    return trainer_with(FreezeCB("body"), model=Linear())
+
+
 def names_found(trainer):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -558,6 +761,45 @@ def test_a_fit_after_a_check_is_as_without_one(make):
     assert bare[0] == bare[1]
 
 
+def test_arrays_of_a_user_stay_as_they_are():
+    "As tensors do"
+
+    class Halves:
+        def before_batch(self, trainer):
+            x, y = trainer.batch
+            x[:] *= 0.5
+            trainer.batch = torch.from_numpy(x), torch.from_numpy(y)
+
+    batches = [tuple(x.numpy() for x in batch) for batch in DataLoader(rows(), 8)]
+    before = copy.deepcopy(batches)
+    names_found(trainer_with(Halves(), loaders=DataLoaders(batches, batches)))
+    assert all((a == b).all() for old, new in zip(before, batches) for a, b in zip(old, new))
+
+
+def test_a_fit_that_is_left_at_once_says_that_nothing_was_run():
+    def before_fit(trainer):
+        raise CancelFitException("not today")
+
+    with pytest.warns(UserWarning, match="No batch was run"):
+        trainer_with(before_fit).check(batches=2)
+
+
+def test_functions_of_torch_and_other_kinds_of_tensors_do_as_they_do():
+    "A look at what is computed must not stand in its way"
+
+    def loss_func(preds, y):
+        rows = torch.func.vmap(lambda p, t: (p * F.one_hot(t, 3)).sum())(preds.softmax(1), y)
+        sparse = (preds * (preds > 0)).to_sparse()
+        return -rows.log().mean() + 0 * (sparse * sparse).sum()
+
+    assert names_found(trainer_with(loss_func=loss_func)) == set()
+    scripted = torch.jit.script(nn.Linear(6, 3))
+    assert names_found(trainer_with(model=scripted)) == set()
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(3))
+    assert names_found(trainer_with(model=lazy)) == set()
+    assert len(trainer_with(model=nn.LazyLinear(3)).trace().steps)
+
+
 def test_the_source_is_asked_first():
     "What reading finds and spoils the result needs no run, and would perhaps not survive one"
 
@@ -594,4 +836,4 @@ def test_what_is_no_number_of_batches(batches):
 def test_names_of_both_kinds_can_be_ignored():
     trainer = column_minus_row()
     assert trainer.check(batches=1, ignore="spread_rows") == []
-    assert found_in(trainer) == set() or not found_in(trainer)
+    assert found_in(trainer) == []
