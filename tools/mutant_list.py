@@ -751,4 +751,40 @@ MUTANTS = [
         "self.steps[0].changes.update",
         ["test_what_runs_inside_a_callback_is_not_told_twice"],
     ),
+    # What batches show
+    Mutant(
+        "a gradient that was used and not cleared is taken for a new one",
+        "Gradients._is_old",
+        "is_same and not is_clear(p.grad)",
+        "False",
+        ["test_batches_show_a_planted_mistake"],
+    ),
+    Mutant(
+        "what a step has used is not noted",
+        "Gradients._before_step",
+        "one.used.add(id(p))",
+        "one.used.discard(id(p))",
+        ["test_batches_show_nothing_in_what_is_right"],
+    ),
+    Mutant(
+        "a frozen weight is expected to move",
+        "_learning",
+        "id(p) in always",
+        "True",
+        ["test_batches_show_nothing_in_what_is_right"],
+    ),
+    Mutant(
+        "shapes that fit by chance are told",
+        "Operations.spread",
+        "if place not in self.by_chance",
+        "if place",
+        ["test_batches_show_nothing_in_what_is_right"],
+    ),
+    Mutant(
+        "arrays of a user are not copied",
+        "_copied",
+        "copy.deepcopy(batch)",
+        "map_tensors(torch.clone, batch)",
+        ["test_arrays_of_a_user_stay_as_they_are"],
+    ),
 ]
