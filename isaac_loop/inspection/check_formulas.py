@@ -232,6 +232,28 @@ def _is_masked(node):
         return any('mask' in ast.unparse(side).lower() for side in (node.left, node.right))
     return called(node) == 'masked_fill' and ast.unparse(node.args[-1]) in ('0', '0.0')
 
+# %% ../../nbs/inspection/99a_check_formulas.ipynb #67232ec2
+_OF_MEAN = ('{where} takes `{exp}` ({file}:{line}) as the probability of a row, and `{name}` is a mean over '
+            "rows, so all of them get one weight. Compute it with `reduction='none'`, and take the mean at "
+            'the end.')
+_MEANS = 'cross_entropy','binary_cross_entropy','binary_cross_entropy_with_logits','nll_loss'
+
+def formulas_of_means(scene):
+    "Probabilities that are made of a mean loss"
+    for tree,_,file,where,holder in own_losses(scene):
+        for node in [o for o in ast.walk(tree) if called(o) == 'exp'] if tree is not None else ():
+            inner = node.args[0] if node.args else node.func.value
+            is_minus = isinstance(inner, ast.UnaryOp) and isinstance(inner.op, ast.USub)
+            loss = inner.operand if is_minus else None
+            made = value_before(loss, node, tree) if isinstance(loss, ast.Name) else loss
+            if called(made) not in _MEANS: continue
+            if any(o.arg in ('reduction', None) for o in made.keywords): continue
+            text = _OF_MEAN.format(where=where, exp=ast.unparse(node), file=file, line=node.lineno,
+                                   name=ast.unparse(loss))
+            cbs = [holder] if holder in scene.trainer.callbacks else []
+            return [Finding('mean_too_early', text, cbs)]
+    return []
+
 # %% ../../nbs/inspection/99a_check_formulas.ipynb #26ee91ee
 _PER_EXAMPLE = ('{who} divides `{sum}`, to which each batch adds a mean, by `{count}` ({line}), the '
                 'number of examples, so it comes out too small by the size of a batch. Add '

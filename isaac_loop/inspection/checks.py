@@ -84,6 +84,7 @@ RULES = { # By the name of what each finds
     'needs_log': check_formulas.without_logs,
     'wrong_count': check_formulas.wrong_counts,
     'masked_mean': check_formulas.masked_means,
+    'mean_too_early': check_formulas.formulas_of_means,
     'used_up': check_lasting.used_up,
     'begins_anew': check_lasting.begun_anew,
     'new_optimizer': check_lasting.new_optimizers,
@@ -153,6 +154,7 @@ _FAILED = ('This loop would not train what was meant:\n{}\nWhat is meant so is s
 def check(self:Trainer,
     ignore=(), # Names of findings that are meant so, one or several
     batches:int=0, # Also run so many batches of each pass, twice, and put everything back; 3 tell most
+    lr:float=None, # Learning rate for these; default: that of the last fit, or else 0.001
 )->Findings: # Those that are no error; each was warned of
     "Look for mistakes in the order and the doings of callbacks; `CheckFailed` for what spoils the result"
     ignore = check_names(ignore)
@@ -160,7 +162,7 @@ def check(self:Trainer,
     self.plan.build(self.callbacks, check=False)
     findings = Findings((o for o in _found_by_reading(self) if not is_silent(o, ignore)), batches)
     _refuse_spoilt(findings)
-    if batches: findings += _found_by_running(self, batches, ignore, {o.name for o in findings})
+    if batches: findings += _found_by_running(self, batches, lr, ignore, {o.name for o in findings})
     _refuse_spoilt(findings)
     for finding in findings: warn(str(finding))
     return findings
@@ -169,9 +171,9 @@ def _found_by_reading(trainer):
     scene = Scene(trainer)
     return [finding for rule in RULES.values() if rule is not None for finding in rule(scene)]
 
-def _found_by_running(trainer, batches, ignore, known):
+def _found_by_running(trainer, batches, lr, ignore, known):
     "What batches tell and the source did not"
-    seen = seen_run(trainer, batches)
+    seen = seen_run(trainer, batches, lr)
     if not seen.batches and not seen.gradients.passes:
         warn(_NONE_RAN.format(why=f' ({seen.reason})' if seen.reason else ''))
     found = found_by_running(seen)

@@ -91,8 +91,8 @@ def cleanup(evidence):
 
 _NOT_ALL = '{} places were left out to save time; `try_callback(..., seconds=60)` tries more'
 
-_KEPT = ('{name}{others}: {was} before a fit that went well, {now} after it; put it back in '
-         '`cleanup_fit`')
+_KEPT = ('{name}{others}: {was} before a fit that went well, {now} after it; put back '
+         'in `cleanup_fit` what was there')
 
 def _settings_left(evidence):
     "Parameters that a fit has left frozen, and numbers of layers that it has left changed"

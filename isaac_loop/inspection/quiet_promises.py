@@ -120,15 +120,17 @@ def evaluation(evidence):
     what = told(found, 'without the evaluation', 'with it') if found else ''
     return [Fault(what + _ASIDE*bool(touched), '; '.join(touched))] if found else []
 
-_ASIDE = '. What is done for each update belongs into `after_step`, or set `on_valid = False`'
+_ASIDE = ('. What is done for each update belongs into `after_step`, or set `on_valid = False`; and '
+          'put back in `cleanup_fit` what `before_fit` has found: an evaluation runs both as well')
 
 def _note_touch(call, trainer, run, touched):
-    "Run a call in an evaluation, and note it if it changes the options of the optimizer, or the weights"
+    "Run a call in an evaluation, and note what it does to weights, freezing and options of the optimizer"
     before = belongings(trainer, process=False)
     try: run()
     finally:
         changed = changes(before, belongings(trainer, process=False))
-        names = [name for kind,name in changed if kind == 'weights' or ' of group ' in name]
+        told = 'weights',' of group ','requires_grad'
+        names = [name for kind,name in changed if kind == 'weights' or any(o in name for o in told)]
         if names: touched[f'{names[0]}, changed by {Touch(call.callback, call.event, call.handler)}'] = True
 
 # %% ../../nbs/inspection/72_quiet_promises.ipynb #2fc48b7e

@@ -221,9 +221,10 @@ def _explained():
 def seen_run(
     trainer, # At rest; is put back as it was, bit for bit
     n:int, # How many batches of each pass
+    lr:float=None, # Learning rate; default: that of the last fit, or else 0.001
 )->SeenRun:
     "Run `n` batches of two epochs, without those who save or report"
-    lr = vars(trainer).get('lr', 1e-3)
+    lr = vars(trainer).get('lr', 1e-3) if lr is None else lr
     with _explained(), trainer.snapshot(), unseen(), trainer.side_run(below=Order.SAVE):
         passes,trainer.dls = passes_of(trainer),copy.copy(trainer.dls)
         if n_batches(getattr(trainer.dls, 'valid', None)) == 0: passes['valid'] = False

@@ -754,3 +754,22 @@ def test_steps_that_a_batch_of_ones_own_does_not_run_are_no_second_ones(kind, na
     parts = vars(images_trainer([]))
     trainer = kind(parts["dls"], F.cross_entropy, optim.SGD, parts["model"], [BasicTrainCB()])
     assert [o for o in found_in(trainer) if o == "double_step"] == names
+
+
+def test_a_focal_loss_of_a_mean_is_found():
+    def of_mean(preds, y):
+        ce = F.cross_entropy(preds, y, label_smoothing=0.1)
+        pt = (-ce).exp()
+        return (1 - pt) ** 2 * ce
+
+    def of_rows(preds, y):
+        ce = F.cross_entropy(preds, y, reduction="none")
+        return ((1 - torch.exp(-ce)) ** 2 * ce).mean()
+
+    def probability(preds, y):
+        return F.cross_entropy(preds, y) + torch.exp(-preds.mean())
+
+    trainer = images_trainer([BasicTrainCB()])
+    for loss_func, names in ((of_mean, ["mean_too_early"]), (of_rows, []), (probability, [])):
+        trainer.loss_func = loss_func
+        assert found_in(trainer) == names
