@@ -12,7 +12,8 @@ import torch
 
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
-from .check_gradients import still_weights, weights_without_gradient, when
+from .check_gradients import still_weights, terms_without_gradient
+from .check_gradients import weights_without_gradient, when
 from ..loop.events import callback_name
 from ..loop.plan_checks import Finding
 from ..state.random_numbers import same_random_state
@@ -27,13 +28,13 @@ def spread_rows(seen):
             for place,(a,b) in seen.operations.spread.items()]
 
 # %% ../../nbs/inspection/99h_check_batches.ipynb #10da872c
-_LEFT = ('{names} trained in {first}, and in {then} it was in evaluation mode: {who} has called `eval()` and '
-         'not put the mode back. Call `train()` again at the end of what was measured.')
+_LEFT = ('{names} trained in {first}, and in {then} it was in evaluation mode: {who} has called `.eval()` '
+         'and not put the mode back. Call `.train()` again at the end of what was measured.')
 _TRAINS = ('{names} was in training mode in {when}, by {who}, so what is measured is another model than the '
            'one that will be used.')
 _FROZEN = ('The weights of {names} are frozen, and the layer still measures the batches: its running mean '
            'and variance move on, and the model changes all the same. Add '
-           '`BatchNormEvalCB(only_frozen=True)`, or call `eval()` on it in `before_epoch`.')
+           '`BatchNormEvalCB(only_frozen=True)`, or call `.eval()` on it in `before_epoch`.')
 
 def left_in_evaluation(seen):
     "Layers that stopped to train in the middle of a pass; what is done at its beginning is meant"
@@ -193,6 +194,7 @@ RUN_RULES = { # By the name of what each finds
     'no_gradient': weights_without_gradient,
     'never_moved': still_weights,
     'no_optimizer': parameters_of_nobody,
+    'constant_term': terms_without_gradient,
     'left_in_eval': left_in_evaluation,
     'trains_in_validation': trained_in_validation,
     'frozen_measures': frozen_that_measure,

@@ -65,8 +65,11 @@ _LESS_IS_BEST,_MORE_IS_BEST = ('loss', 'error', 'perplexity', 'mse', 'rmse', 'ma
                                                                                      'auc', 'precision')
 
 def _meaning(asked, tree):
+    return _is_less_best(asked.value, tree)
+
+def _is_less_best(value, tree):
     "Whether less is best of a value, by its name or that of its column; None if nobody can tell"
-    name = ast.unparse(asked.value)
+    name = ast.unparse(value)
     texts = [name] + [ast.unparse(o) for o in _sets([tree], name)]
     words = {word for text in texts for word in re.split('[^a-z0-9]', text.lower())}
     less,more = (any(o in words for o in known) for known in (_LESS_IS_BEST, _MORE_IS_BEST))
@@ -149,3 +152,28 @@ def _is_compared(tree, name):
     tests = [o for o in ast.walk(tree) if isinstance(o, ast.Compare)]
     parts = [part for test in tests for part in ast.walk(test) if isinstance(part, ast.Attribute)]
     return name in map(ast.unparse, parts)
+
+# %% ../../nbs/inspection/99_check_best.ipynb #187fffc3
+_PLATEAU = ('{who} gives `{value}` to `ReduceLROnPlateau` with the mode {mode!r} ({line}), so the rate '
+            'falls while that becomes better. Use `mode={other!r}`.')
+
+def _mode_of(made):
+    "The mode with which a `ReduceLROnPlateau` is made; None if it is no plain text"
+    named = [o.value for o in made.keywords if o.arg == 'mode'] + made.args[1:2]
+    return getattr(named[0], 'value', None) if named else 'min'
+
+def wrong_plateaus(scene):
+    "Schedules that wait for the wrong direction"
+    found = []
+    for entry in scene.entries:
+        tree,_ = method_of(entry)
+        calls = [o for o in ast.walk(tree) if isinstance(o, ast.Call) and o.args] if tree is not None else []
+        for call in [o for o in calls if getattr(o.func, 'attr', '') == 'step']:
+            made = [o for o in _sets(methods_of(scene, entry), ast.unparse(call.func.value))
+                    if ast.unparse(getattr(o, 'func', o)).endswith('ReduceLROnPlateau')]
+            mode,less = _mode_of(made[0]) if made else None,_is_less_best(call.args[0], tree)
+            if None in (mode, less) or less is (mode == 'min'): continue
+            text = _PLATEAU.format(who=said(entry), value=ast.unparse(call.args[0]), mode=mode,
+                                   line=line_in(entry, call), other='min' if less else 'max')
+            found.append(Finding('wrong_best', text, [entry.callback], spoils=True))
+    return found

@@ -171,6 +171,15 @@ def still_weights(seen):
         found.append(Finding('never_moved', text))
     return found
 
+# %% ../../nbs/inspection/99g_check_gradients.ipynb #51abfccc
+_TERM = ('What is added to the loss ({place}) changes from batch to batch and wants no gradient, so it '
+         'changes the number and no weight. Is it detached, or computed under `no_grad`?')
+
+def terms_without_gradient(seen):
+    "What is added to a loss in vain"
+    return [Finding('constant_term', _TERM.format(place=place)) for place,values in seen.terms.items()
+            if len(values) > 1]
+
 # %% ../../nbs/inspection/99g_check_gradients.ipynb #e83a675b
 _NO_OPTIMIZER = ('{names} {verb} a gradient, and no optimizer has that parameter, so it stays as it is. Give '
                  'it to one, as in `trainer.opt.add_param_group({{"params": [...]}})` in `before_fit`; what '

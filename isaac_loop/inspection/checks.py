@@ -76,7 +76,7 @@ RULES = { # By the name of what each finds
     'unread_setting': check_effects.unread_settings,
     'seeded_again': check_effects.seeded_again,
     'constant_term': lambda scene: _without_gradient(scene),
-    'wrong_best': check_best.wrong_comparisons,
+    'wrong_best': lambda scene: check_best.wrong_comparisons(scene) + check_best.wrong_plateaus(scene),
     'impatient': check_best.impatient,
     'average_turned': check_formulas.turned_averages,
     'over_rows': check_formulas.over_rows,

@@ -87,6 +87,7 @@ class SeenRun:
         self.data = {} # By who changed a batch in place: which batch
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
+        self.terms = {} # By place, the values of what was added to a loss and wants no gradient
         self.reason = None # Why the fit has stopped before its end, if it has
         self.rows = [] # Of the history
         self.written = {} # By column, which callback writes it
@@ -114,6 +115,7 @@ class SeenRun:
         for name in _columns(trainer) - columns: self.written.setdefault(name, call.callback)
         self.last_by |= {k: who for k,mode in modes_of(trainer.model).items() if modes.get(k) is not mode}
         if call.event == 'get_loss': self._note_loss(trainer)
+        if call.event in ('get_loss', 'after_get_loss'): self._note_terms(trainer)
         self._note_data(trainer, who)
 
     def look(self, trainer, span, begins):
@@ -145,6 +147,7 @@ class SeenRun:
         batch = self.batches[-1]
         if batch.begin is not None: batch.drew = not same_random_state(batch.begin, random_state())
         if batch.loss is None: self._note_loss(trainer)
+        self.operations.sums.clear() # They hold the graph of the batch
         self.note_owners()
         for cb in trainer.callbacks:
             for name,x in getattr(cb, '__dict__', {}).items():
@@ -155,6 +158,12 @@ class SeenRun:
         "Who holds what by now"
         self.optimizers |= optimizers_of(self.trainer)
         self.parameters |= parameters_of(self.trainer)
+
+    def _note_terms(self, trainer):
+        "Note what was added to the loss and wants no gradient"
+        loss = getattr(trainer, 'loss', None)
+        total,place,value = self.operations.sums.get(id(loss), (None, '', 0.))
+        if total is not None and total is loss: self.terms.setdefault(place, set()).add(value)
 
     def _note_loss(self, trainer):
         batch,loss,preds = self.batches[-1],getattr(trainer, 'loss', None),getattr(trainer, 'preds', None)

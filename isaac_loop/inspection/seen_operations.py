@@ -27,10 +27,21 @@ class Operations(TorchFunctionMode):
         self.targets = set() # Where in memory the targets of the present batch lie
         self.pairs = {} # By place in the source, the shapes
         self.by_chance = set() # Places where the shapes also differ
+        self.sums = {} # By `id`: a sum that wants a gradient, its place, and a summand that wants none
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, '__name__', '') in _PAIRED and len(args) > 1: self._look_at(args[0], args[1])
-        return func(*args, **(kwargs or {}))
+        name = getattr(func, '__name__', '')
+        if name in _PAIRED and len(args) > 1: self._look_at(args[0], args[1])
+        result = func(*args, **(kwargs or {}))
+        if name in ('add', '__radd__', 'add_') and len(args) > 1: self._look_at_sum(args[0], args[1], result)
+        return result
+
+    def _look_at_sum(self, a, b, result):
+        "Note a sum of two numbers of which one wants no gradient"
+        if not all(isinstance(x, torch.Tensor) and x.ndim == 0 for x in (a, b)): return
+        if a.requires_grad == b.requires_grad or not result.requires_grad: return
+        alone = b if a.requires_grad else a
+        self.sums[id(result)] = result,users_line() or f'`{self.moment()[1]}`',float(alone)
 
     def _look_at(self, a, b):
         "Note a column and a row that are put together"

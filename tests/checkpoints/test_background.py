@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import runs
+from isaac_loop.checkpoints.background_writes import BackgroundWrites
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.state import store as stores
 from isaac_loop.state.errors import CheckpointWriteFailed
@@ -279,13 +280,16 @@ def test_an_interrupt_waits_for_the_write_and_saves_its_own(signum, error, tmp_p
 
 
 def is_waiting(thread):
-    "Whether a thread waits for another one"
-    return sys._current_frames()[thread.ident].f_code.co_filename == threading.__file__
+    "Whether a thread waits for one that writes"
+    frame = sys._current_frames()[thread.ident]
+    while frame is not None and frame.f_code is not BackgroundWrites.wait.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def test_a_break_without_a_watcher_waits_too(tmp_path, monkeypatch):
     "Ctrl-C while the fit waits in its end for the thread: what was begun becomes whole"
-    free = threading.Event()
+    free, handler = threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def before_backward(trainer):
         if trainer.n_updates == 2:
@@ -299,8 +303,11 @@ def test_a_break_without_a_watcher_waits_too(tmp_path, monkeypatch):
         time.sleep(0.3)
         free.set()
 
-    with disk(monkeypatch, lambda: free.wait(20)), pytest.raises(Cut) as caught:
-        fit(make_trainer([*runs.callbacks(), CheckpointCB(tmp_path, every=AT_ONCE), before_backward]), 2)
+    try:  # A shell may have begun us with Ctrl-C ignored
+        with disk(monkeypatch, lambda: free.wait(20)), pytest.raises(Cut) as caught:
+            fit(make_trainer([*runs.callbacks(), CheckpointCB(tmp_path, every=AT_ONCE), before_backward]), 2)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert "besides: KeyboardInterrupt" in "\n".join(caught.value.__notes__)
     assert [o.step for o in saved_in(tmp_path)] == [1]
     CheckpointStore(tmp_path).close()

@@ -593,6 +593,44 @@ def own_gathering():
     return trainer_with(Gathers())
 
 
+class KeepsSmall:
+    "A penalty on what a layer gives"
+
+    def __init__(self, detached):
+        self.detached = detached
+
+    def before_fit(self, trainer):
+        self.hook = trainer.model[0].register_forward_hook(self.keep)
+
+    def keep(self, module, args, out):
+        self.out = out.detach() if self.detached else out
+
+    def after_get_loss(self, trainer):
+        trainer.loss = trainer.loss + 0.1 * self.out.abs().mean()
+
+    def cleanup_fit(self, trainer):
+        self.hook.remove()
+
+
+@planted("constant_term")
+def penalty_of_what_was_detached():
+    return trainer_with(KeepsSmall(True))
+
+
+@right
+def penalty():
+    return trainer_with(KeepsSmall(False))
+
+
+@right
+def constant_that_is_one():
+    class Floods:
+        def after_get_loss(self, trainer):
+            trainer.loss = (trainer.loss - 0.1).abs() + torch.tensor(0.1)
+
+    return trainer_with(Floods())
+
+
 @planted("gradients_lost")
 def clears_in_a_window():
     class Gathers(BasicTrainCB):

@@ -23,7 +23,7 @@ PLACES = {  # And where
     "ScalesTheLossUntilAfterBackward": "`ScalesTheLossUntilAfterBackward.before_backward` (line ",
     "LooksAtTheLoss": "`LooksAtTheLoss.after_get_loss`, line ",
     "FreezesForGood": "`requires_grad` of `model.1.weight` (and 1 alike): True before a fit that went well",
-    "LeavesDropoutChanged": "`p` of `model.4`: 0.1 before a fit that went well, 0.5 after it; put it back",
+    "LeavesDropoutChanged": "`p` of `model.4`: 0.1 before a fit that went well, 0.5 after it; put back",
     "CountsOn": "`CountsOn.n`: nothing when the first fit began, 5 when the second did. Set it in",
     "SetsARateForEveryBatch": "`lr` of group 0 of `trainer.opt`, changed by `SetsARateForEveryBatch.before_",
     "AsksForTheNormOfGradients": "keep `.detach()` of the tensor, and read it once, in `cleanup_epoch`",
