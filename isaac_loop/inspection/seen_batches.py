@@ -195,7 +195,8 @@ def _learnt(model):
     if not isinstance(model, nn.Module): return
     for name,m in model.named_modules():
         held = [*m._parameters.items(), *(m._buffers.items() if isinstance(m, _NormBase) else ())]
-        yield from ((f'{name}.{k}', x) for k,x in held if x is not None and not is_lazy(x))
+        place = f'{name}.' if name else ''
+        yield from ((place + k, x) for k,x in held if x is not None and not is_lazy(x))
 
 def is_frozen_norm(m):
     "Whether a layer measures its batches, and has weights of which none is to learn"
