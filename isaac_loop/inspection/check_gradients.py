@@ -106,7 +106,7 @@ def lost_gradients(seen):
         is_lost = all(not one.used and one.cleared and one.cleared[:2] == where[:2] for one in passes)
         plain = all(one.finite and all(isinstance(leaf, nn.Parameter) for leaf in one.leaves.values())
                     for one in passes)
-        if where[1] and is_lost and plain:
+        if where[1] and is_lost and plain and where not in seen.left:
             text = _LOST.format(by=passes[0].by, when=when(where))
             return [Finding('gradients_lost', text, callbacks_in(seen, passes[0].by), spoils=True)]
     return []

@@ -27,7 +27,7 @@ from .waits import tensors_in
 from .watched_calls import watching
 from .written import memory_of
 from ..loop.advice import has_own_batch
-from ..loop.events import Order, callback_name
+from ..loop.events import CancelException, Order, callback_name
 from ..loop.passes import n_batches, parts_of
 from ..state.random_numbers import random_state, same_random_state
 
@@ -88,6 +88,7 @@ class SeenRun:
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
         self.terms = {} # By place, the values of what was added to a loss and wants no gradient
+        self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
         self.rows = [] # Of the history
         self.written = {} # By column, which callback writes it
@@ -111,6 +112,9 @@ class SeenRun:
         self.at_work.append(f'{callback_name(call.callback)}.{call.event}')
         modes,columns = modes_of(trainer.model),_columns(trainer)
         try: run()
+        except CancelException:
+            self.left.add(self.moment()[0])
+            raise
         finally: who = self.at_work.pop()
         for name in _columns(trainer) - columns: self.written.setdefault(name, call.callback)
         self.last_by |= {k: who for k,mode in modes_of(trainer.model).items() if modes.get(k) is not mode}
