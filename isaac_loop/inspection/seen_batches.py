@@ -56,7 +56,7 @@ def _cut(batch, dl):
     "As many rows as the last batch of a whole pass has, where that is sure: of a tuple of tensors"
     size,n = getattr(dl, 'batch_size', None),n_batches(getattr(dl, 'sampler', None))
     is_known = size and n and not getattr(dl, 'drop_last', True)
-    if not is_known or not isinstance(batch, (tuple, list)): return batch
+    if not is_known or type(batch) not in (tuple, list): return batch
     are_rows = all(isinstance(x, torch.Tensor) and x.ndim and len(x) == size for x in batch)
     rows = max(n % size, 2) # Batch norm needs two
     return type(batch)(x[:rows] for x in batch) if are_rows and n % size else batch

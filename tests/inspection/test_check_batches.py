@@ -6,6 +6,7 @@ trainer is afterwards as it was.
 
 import copy
 import warnings
+from collections import namedtuple
 
 import pytest
 import torch
@@ -186,6 +187,13 @@ def named_rows():
         return batch[:1], batch[1:2]
 
     return trainer_with(loaders=DataLoaders(loader, loader, split=split))
+
+
+@right
+def rows_in_a_named_tuple():
+    Rows = namedtuple("Rows", "x y")
+    loader = DataLoader(rows(), 8, collate_fn=lambda given: Rows(*map(torch.stack, zip(*given))))
+    return trainer_with(loaders=DataLoaders(loader, loader))
 
 
 @right
