@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         "cleanups run in ascending order",
-        "answering",
+        "_called",
         "return pairs[::-1]",
         "return pairs",
         ["test_ties_keep_the_order_of_adding_and_cleanups_are_reversed"],
@@ -64,7 +64,7 @@ MUTANTS = [
     ),
     Mutant(
         "a callback for training answers in validation",
-        "takes_part",
+        "_is_inside",
         "'on_train' if training else 'on_valid'",
         "'on_train'",
         ["test_on_train_and_on_valid_switch_a_callback_off_for_a_kind_of_pass"],

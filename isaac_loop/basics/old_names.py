@@ -221,7 +221,6 @@ def called_here(
 
 # %% ../../nbs/basics/12_old_names.ipynb #0e494145
 _KEYWORD = '`{name}` got the keyword `{word}`, which it does not have. Here it is {here}.'
-_ATTRIBUTE = '`{name}` has no attribute `{word}`.{hint}'
 
 _Known = TypeVar('_Known') # For type checkers: what is marked stays what it is
 
@@ -248,7 +247,7 @@ def _without(cls, words):
         another = getattr(super(cls, self), '__getattr__', None) # Of a second base
         if word not in words and another is not None: return another(word)
         name,hint = type(self).__name__,called_here(word, words)
-        raise AttributeError(_ATTRIBUTE.format(name=name, word=word, hint=hint), name=word, obj=self)
+        raise AttributeError(f'`{name}` has no attribute `{word}`.{hint}', name=word, obj=self)
     __getattr__.only_tells = True # It has no attributes of its own to give
     return __getattr__
 

@@ -40,7 +40,9 @@ def validate(self:Trainer,
     check_weigh(weigh)
     weigh = weigh_of(self) if weigh is None else weigh
     if metrics or not own: recorders.append(MetricsCB(**metrics))
-    for i,recorder in enumerate(recorders): recorder.name,recorder.weigh = f'validate_{i}',weigh
+    for i,recorder in enumerate(recorders):
+        recorder.name,recorder.weigh = f'validate_{i}',weigh
+        self._checked.add(recorder) # Like that of which it is a copy
     with self._looking_at(dl, callbacks, *recorders, share=True) as side:
         side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}

@@ -228,6 +228,7 @@ def one_fit(
         trainer.n_updates,trainer.stop_reason = 0,None
         trainer.updates_per_epoch = n_batches(trainer.dls.train) if train else 0
         if train: ready_optimizer(trainer, keep_opt)
+        trainer.plan.training = bool(train) # Until the first pass
         _build_plan(trainer)
         if train: advice.warn_of_missing_steps(trainer)
         if train: warn_of_findings(trainer)

@@ -70,7 +70,9 @@ def takes_part(
     training:bool, # The kind of pass
 )->bool:
     "Whether `callback` answers `event` in this kind of pass"
-    return event in _WHOLE_FIT or getattr(callback, 'on_train' if training else 'on_valid', True)
+    return event in _WHOLE_FIT or _is_inside(callback, training)
+
+def _is_inside(callback, training): return getattr(callback, 'on_train' if training else 'on_valid', True)
 
 # %% ../../nbs/loop/22_handlers.ipynb #7c0146ff
 def handlers_of(
@@ -83,20 +85,15 @@ def handlers_of(
     looks = () if is_trainer else [vars(c)['__getattr__'] for c in kind.__mro__ if '__getattr__' in vars(c)]
     may_have_any = not all(getattr(look, 'only_tells', False) for look in looks)
     if function_name(callback) is None and not may_have_any:
-        events = [event for event in events if event in own or hasattr(kind, event)]
+        named = set(own).union(*map(vars, kind.__mro__))
+        events = [event for event in events if event in named]
     found = {event: handler_of(callback, event) for event in events}
     return {event: handler for event,handler in found.items() if handler is not None}
 
 _ONLY_ONE = '`{0}.{2}` and `{1}.{2}` both replace the step `{2}`, and only one can. Leave one of them out.'
 
-def answering(
-    found:list, # Pairs of callback and its `handlers_of`, in the order in which they run
-    event:str, # Name of an event
-    training:bool, # The kind of pass
-)->list: # Pairs of callback and handler
-    "Who answers `event`, in the order in which they are called"
-    pairs = [(cb, at[event]) for cb,at in found if event in at and takes_part(cb, event, training)]
-    if len(pairs) < 2: return pairs # As for most events
+def _called(event, pairs):
+    "Who of several pairs of callback and handler is called at `event`, in that order"
     pairs = [pair for pair in pairs if getattr(pair[1], 'fills_in', False) is not True] or pairs
     if event.startswith('cleanup_'): return pairs[::-1]
     if event.startswith(('before_', 'after_')): return pairs # Only steps are replaced
@@ -112,5 +109,9 @@ def entries_of(
     training:bool, # The kind of pass
 )->dict: # By event: pairs of callback and handler
     "Who answers each of `events`; few have somebody"
-    answered = {event for _,at in found for event in at}
-    return {event: answering(found, event, training) if event in answered else [] for event in events}
+    pairs = {event: [] for event in events}
+    for cb,at in found:
+        inside = _is_inside(cb, training)
+        for event,handler in at.items():
+            if inside or event in _WHOLE_FIT: pairs[event].append((cb, handler))
+    return {event: _called(event, o) if len(o) > 1 else o for event,o in pairs.items()}

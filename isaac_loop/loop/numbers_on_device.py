@@ -111,19 +111,21 @@ class DeviceNumbers(_Blocks):
         if len(values): self._here.append(values)
 
     def _joined(self):
-        self._here = [torch.cat(self._here)] if self._here else []
+        if len(self._here) > 1: self._here = [torch.cat(self._here)]
         return self._here[0] if self._here else torch.zeros(0, dtype=torch.float64)
 
     def _take_block(self, block):
+        if block.device.type == 'cpu' and not self._sent: return self._keep(block)
         self._sent.append(Sent(block))
         self._receive()
 
     def _receive(self, wait=False):
-        while self._sent and (wait or self._sent[0].arrived()):
-            block = self._sent.pop(0).read()
-            while self._here and len(self._here[-1]) <= len(block): # So there are never many
-                block = torch.cat([self._here.pop(), block])
-            self._here.append(block)
+        while self._sent and (wait or self._sent[0].arrived()): self._keep(self._sent.pop(0).read())
+
+    def _keep(self, block):
+        while self._here and len(self._here[-1]) <= len(block): # So there are never many
+            block = torch.cat([self._here.pop(), block])
+        self._here.append(block)
 
     def state_dict(self,
         first:int=0, # The first value to save

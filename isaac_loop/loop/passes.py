@@ -139,7 +139,8 @@ def forget(
 ):
     "Remove attributes that belong to another batch or pass"
     for name in names:
-        if hasattr(trainer, name): delattr(trainer, name)
+        try: delattr(trainer, name)
+        except (AttributeError, KeyError): pass # It has none; asking first would look for a hint
 
 @contextmanager
 def one_pass(

@@ -113,7 +113,7 @@ def handlers_in(
     entries:dict, # By event: pairs of callback and handler
 )->tuple: # Handlers of all events, and of those steps that need no span
     "Whom to call"
-    found = {event: tuple(handler for _,handler in pairs) for event,pairs in entries.items()}
+    found = {event: tuple([handler for _,handler in o]) if o else () for event,o in entries.items()}
     if found['step']: found['step'] += (count_update,)
     around = {step: (s.before, s.after, s.cleanup) for step,s in STEPS.items()}
     bare = [step for step,events in around.items() if not any(found[o] for o in events)]

@@ -50,7 +50,12 @@ def _go_on_aside(self:Trainer, now):
     "Let random numbers go on where the last run on the side ended, if nobody else has drawn any since"
     last = self._aside
     same = last.get('seedings') == set_seed.calls and same_random_state(last['began'], now)
-    if same: set_random_state(last['ended'])
+    if same and last['ended'] is not last['began']: set_random_state(last['ended'])
+
+def _random_at_end(began):
+    "The state of random numbers now: that very object if none were drawn, since putting back is slow"
+    now = random_state()
+    return began if same_random_state(began, now) else now
 
 _ENDLESS = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for '
             'its own evaluation, and evaluates again. '
@@ -98,15 +103,17 @@ def side_run(self:Trainer,
             self._add([*kept, *flat(callbacks)])
             yield self
     finally:
-        if between_fits:
-            self._aside.update(began=before.random, seedings=set_seed.calls, ended=random_state())
+        ended = _random_at_end(before.random) if between_fits else None
+        if between_fits: self._aside.update(began=before.random, seedings=set_seed.calls, ended=ended)
         undone = [change for change in swaps if change not in self.plan.changes]
         vars(self).clear()
         vars(self).update(loop)
         forget(self, *Trainer.__slots__)
         for name,value in slots.items(): setattr(self, name, value)
-        for module,mode in modes: module.training = mode
-        before.restore()
+        for module,mode in modes:
+            if module.training is not mode: module.training = mode
+        if ended is before.random: before.put_back()
+        else: before.restore()
         if undone: _undo(self, undone)
 
 # %% ../../nbs/state/40_side_runs.ipynb #0992cf19

@@ -236,18 +236,22 @@ _PLACE = ('_source', 'stop_reason', 'interrupted', 'n_epochs', 'epochs', 'epoch'
           'updates_per_epoch', 'dl', 'batches', 'n_batches', 'start_batch', 'batch_num') # Only within one fit
 
 @patch
-@torch.no_grad()
 def restore(self:Snapshot):
     "Put everything back; may be called any number of times"
+    try: self.put_back()
+    finally: set_random_state(self.random)
+
+@patch
+@torch.no_grad()
+def put_back(self:Snapshot):
+    "Put everything but random numbers back"
     own,errors = _own(self.trainer) if self.plan is not None else {},[]
     names = _HERE if own.get('_fitting') is self.fitting else _HERE + _PLACE
     stays = {o: own[o] for o in names if o in own}
-    try:
-        for put_back in self.mementos:
-            try: put_back()
-            except Exception as e: errors.append(e)
-        if self.plan is not None: self._go_on(names, stays)
-    finally: set_random_state(self.random)
+    for put_back in self.mementos:
+        try: put_back()
+        except Exception as e: errors.append(e)
+    if self.plan is not None: self._go_on(names, stays)
     if errors: raise errors[0]
 
 @patch
