@@ -6,7 +6,9 @@ without. What happens inside, a cancel, an error, a request to stop, ends what h
 """
 
 import functools
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -237,6 +239,20 @@ def test_between_fits_the_random_numbers_on_the_side_go_on_and_those_of_training
     assert all(map(torch.equal, first, looks(trainer, 2)))
     torch.rand(1)
     assert not torch.equal(first[0], looks(trainer, 1)[0])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.randn, lambda: torch.rand(1).item()])
+def test_what_one_library_draws_on_the_side_is_put_back_and_gone_on_with(draw):
+    "Also the second of NumPy's pairs of normal numbers, which leaves its position where it is"
+    trainer, found = make_trainer(), []
+    trainer.fit(1)
+    np.random.randn()
+    with trainer.snapshot():
+        expected = draw()
+    looking = function("after_epoch", lambda t: found.append(draw()))
+    for callbacks in (looking, (), looking, looking):
+        validate(trainer, callbacks)
+    assert expected == draw() and len(set(found)) == 3
 
 
 def test_within_a_fit_each_look_begins_where_training_stands():
