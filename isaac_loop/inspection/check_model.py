@@ -204,7 +204,7 @@ def left_out_parameters(scene):
 
 # %% ../../nbs/inspection/97_check_model.ipynb #7fac7231
 _UNDONE = ('{who} puts `{what}` into evaluation ({line}), and each training pass calls `model.train()` '
-           'afterwards. Do it in `before_batch`, or use `BatchNormEvalCB`.')
+           'afterwards. Do it in `before_epoch`, or use `BatchNormEvalCB`.')
 _TRAINS = ('{who} calls `{what}.train()` ({line}) in validation as well, so it is measured with dropout '
            'and with the statistics of each batch. Set `on_valid = False`, or ask `if trainer.training`.')
 _NO_FREEZING = ('{who} sets `requires_grad` of a module ({line}), which nobody reads, so nothing is '

@@ -155,10 +155,13 @@ def check(self:Trainer,
     ignore=(), # Names of findings that are meant so, one or several
     batches:int=0, # Also run so many batches of each pass, twice, and put everything back; 3 tell most
     lr:float=None, # Learning rate for these; default: that of the last fit, or else 0.001
+    callbacks=None, # Those that `fit` will be given, beside the trainer's own
 )->Findings: # Those that are no error; each was warned of
     "Look for mistakes in the order and the doings of callbacks; `CheckFailed` for what spoils the result"
     ignore = check_names(ignore)
     check_count(batches, 'batches', 'so many are run', least=0)
+    if callbacks is not None:
+        with self.added_callbacks(callbacks): return self.check(ignore, batches, lr)
     self.plan.build(self.callbacks, check=False)
     findings = Findings((o for o in _found_by_reading(self) if not is_silent(o, ignore)), batches)
     _refuse_spoilt(findings)

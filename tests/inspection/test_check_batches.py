@@ -883,3 +883,34 @@ def test_names_of_both_kinds_can_be_ignored():
     trainer = column_minus_row()
     assert trainer.check(batches=1, ignore="spread_rows") == []
     assert found_in(trainer) == []
+
+
+class ReadsStopsCB:
+    "Reads what nobody writes, and notes that it was asked"
+
+    def after_batch(self, trainer):
+        "Read a name"
+        trainer.stops_at + 1
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_what_fit_will_be_given_is_checked_and_leaves_again(batches):
+    trainer = trainer_with(MetricsCB(show=False))
+    before, guest = list(trainer.callbacks), ReadsStopsCB()
+    for given in (guest, [guest]):
+        with pytest.raises(CheckFailed, match="no_provider"):
+            trainer.check(batches=batches, callbacks=given)
+    assert trainer.callbacks == before and "ReadsStopsCB" not in dir(trainer)
+    assert trainer.check(batches=batches) == []
+    with pytest.raises(ValueError, match="added already"):
+        trainer.check(callbacks=before[0])
+    assert trainer.callbacks == before
+
+
+def test_who_mends_a_loop_may_come_with_fit():
+    "A norm that is frozen measures, unless somebody puts it into evaluation"
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[1].requires_grad_(False)
+    trainer = trainer_with(model=model)
+    assert names_found(trainer) == {"frozen_measures"}
+    assert trainer.check(batches=2, callbacks=BatchNormEvalCB(only_frozen=True)) == []
