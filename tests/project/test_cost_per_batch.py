@@ -78,6 +78,7 @@ def counted(n, batches, callbacks, steps=None):
     counts, net = CountCB(*batches), nn.Linear(2, 1)
     callbacks = [steps or NothingToLearn(), *callbacks, counts]
     trainer = Trainer(DataLoaders(Repeated(n)), F.mse_loss, optim.SGD, net, callbacks)
+    gc.collect()  # What other tests have left would be finalized in the middle of a batch
     try:
         trainer.fit(1, lr=0.01, valid=False)
     finally:
