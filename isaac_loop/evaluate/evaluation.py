@@ -42,7 +42,7 @@ def validate(self:Trainer,
     if metrics or not own: recorders.append(MetricsCB(**metrics))
     for i,recorder in enumerate(recorders):
         recorder.name,recorder.weigh = f'validate_{i}',weigh
-        self._checked.add(recorder) # Like that of which it is a copy
+        self._checked.add(recorder) # It is new, or a copy of one that was checked
     with self._looking_at(dl, callbacks, *recorders, share=True) as side:
         side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}

@@ -161,6 +161,7 @@ def check(self:Trainer,
     ignore = check_names(ignore)
     check_count(batches, 'batches', 'so many are run', least=0)
     if callbacks is not None:
+        if self._fitting: raise RuntimeError(_BEGUN)
         with self.added_callbacks(callbacks): return self.check(ignore, batches, lr)
     self.plan.build(self.callbacks, check=False)
     findings = Findings((o for o in _found_by_reading(self) if not is_silent(o, ignore)), batches)
@@ -169,6 +170,9 @@ def check(self:Trainer,
     _refuse_spoilt(findings)
     for finding in findings: warn(str(finding))
     return findings
+
+_BEGUN = ('`check(callbacks=...)` is for a fit that is to come, and one has begun, in which they would run. '
+          'Ask before the fit, or leave `callbacks` out.')
 
 def _found_by_reading(trainer):
     scene = Scene(trainer)

@@ -93,7 +93,7 @@ def handlers_of(
 _ONLY_ONE = '`{0}.{2}` and `{1}.{2}` both replace the step `{2}`, and only one can. Leave one of them out.'
 
 def _called(event, pairs):
-    "Who of several pairs of callback and handler is called at `event`, in that order"
+    "Those of several pairs of callback and handler that are called at `event`, in order"
     pairs = [pair for pair in pairs if getattr(pair[1], 'fills_in', False) is not True] or pairs
     if event.startswith('cleanup_'): return pairs[::-1]
     if event.startswith(('before_', 'after_')): return pairs # Only steps are replaced

@@ -886,7 +886,7 @@ def test_names_of_both_kinds_can_be_ignored():
 
 
 class ReadsStopsCB:
-    "Reads what nobody writes, and notes that it was asked"
+    "Reads what nobody writes"
 
     def after_batch(self, trainer):
         "Read a name"
@@ -914,3 +914,29 @@ def test_who_mends_a_loop_may_come_with_fit():
     trainer = trainer_with(model=model)
     assert names_found(trainer) == {"frozen_measures"}
     assert trainer.check(batches=2, callbacks=BatchNormEvalCB(only_frozen=True)) == []
+
+
+class CountsFitsCB:
+    "Counts its fits"
+
+    def __init__(self):
+        self.n = 0
+
+    def before_fit(self, trainer):
+        "One more"
+        self.n += 1
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_what_fit_will_be_given_keeps_its_state_and_in_a_fit_it_is_refused(batches):
+    trainer, guest, refused = trainer_with(), CountsFitsCB(), []
+
+    class AsksInFitCB:
+        def after_epoch(self, trainer):
+            with pytest.raises(RuntimeError, match="for a fit that is to come"):
+                trainer.check(batches=batches, callbacks=guest)
+            refused.append(trainer.training)
+
+    assert trainer.check(batches=batches, callbacks=guest) == [] and guest.n == 0
+    trainer.fit(1, callbacks=AsksInFitCB())
+    assert refused == [True, False] and guest.n == 0
