@@ -37,9 +37,11 @@ def _is_terminal(file):
 # %% ../../nbs/show/10_progress.ipynb #eda884f2
 class _PlainBar(tqdm):
     "A bar that prints a line now and then"
-    def __init__(self, *args, panel=None, **kwargs):
-        seldom = dict(mininterval=10, delay=10, bar_format='{desc}: {n_fmt}/{total_fmt} batches, {elapsed}')
-        super().__init__(*args, file=io.StringIO(), **kwargs | seldom)
+    def __init__(self, *args, panel=None, mininterval=0, **kwargs):
+        seconds = max(10, mininterval)
+        layout = dict(mininterval=seconds, delay=seconds,
+                      bar_format='{desc}: {n_fmt}/{total_fmt} batches, {elapsed}')
+        super().__init__(*args, file=io.StringIO(), **kwargs | layout)
 
     def display(self, msg=None, pos=None):
         if msg is None: say(self)
@@ -144,7 +146,7 @@ class ProgressCB:
     __repr__ = show_settings
     def __init__(self,
         place:str=None, # 'notebook', 'terminal' or 'plain'; default: found out when training begins
-        seconds:float=0.25, # Least time between two redraws
+        seconds:float=0.25, # Least time between two redraws; between plain lines it is at least 10
     ):
         check_choice(place, 'place', ('notebook', 'terminal', 'plain'), none='to find out')
         self.place,self.seconds = place,seconds

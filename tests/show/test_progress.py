@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 from itertools import count
 
 import nbformat
@@ -220,6 +221,14 @@ def test_a_long_pass_in_a_pipe_gives_a_plain_line_now_and_then(capfd, monkeypatc
     assert len(alive) > 1
     for line in alive:
         assert re.fullmatch(r"Training: \d+/30 batches, \d\d:\d\d", line)
+
+
+@pytest.mark.parametrize("seconds, between", [(0.25, 10), (3600, 3600)])
+def test_lines_in_a_pipe_come_every_ten_seconds_or_less_often(seconds, between):
+    cb = ProgressCB("plain", seconds=seconds)
+    cb.before_fit(SimpleNamespace(epochs=range(1), n_epochs=1))
+    bar = cb._bar([], "Training", 0)
+    assert bar.mininterval == bar.delay == between
 
 
 def test_without_rows_there_is_no_table(capfd):
