@@ -16,8 +16,8 @@ import subprocess
 import sys
 import termios
 import time
-from types import SimpleNamespace
 from itertools import count
+from types import SimpleNamespace
 
 import nbformat
 import pytest
