@@ -111,8 +111,8 @@ def measure_pairs(found, running, work, rounds, n):
 def measure_parts(found, running, rounds, n):
     "What a hook that does nothing costs, and the start of a fit"
     for worker in running:
-        name = next(iter(worker.variants))
-        if name == BY_HAND:
+        name = next(iter(worker.variants), None)
+        if name in (None, BY_HAND):  # None: it did not import
             continue
         ours = name in OURS
         for n_round in range(rounds * (2 if ours else 1)):

@@ -12,6 +12,7 @@ from torch import nn
 from ..basics.checks import check_flag
 from ..basics.settings import show_settings
 from ..basics.tensors import map_tensors
+from .device import place_state
 from ..loop.events import Order
 
 # %% ../../nbs/device/25_compilation.ipynb #4f82d39d
@@ -27,7 +28,14 @@ def _fuse(trainer):
     groups = [group for opt in opts.values() for group in opt.param_groups]
     before = [(group, group['fused'], group['foreach']) for group in groups]
     for group in groups: group.update(fused=True, foreach=False)
+    for opt in opts.values(): place_state(opt)
     return before
+
+def _unfuse(trainer, before):
+    "Have the optimizers step as they did before"
+    for group,fused,foreach in before: group.update(fused=fused, foreach=foreach)
+    for opt in vars(trainer).values():
+        if isinstance(opt, torch.optim.Optimizer): place_state(opt)
 
 def _side_by_side(x):
     "An image batch with the channels of each pixel beside each other"
@@ -39,7 +47,19 @@ def _compile_in_place(module, options):
     "Have calls of `module` compiled, PyTorch's own modules included"
     call = module._call_impl # With the hooks
     def run(*args, **kwargs): return call(*args, **kwargs)
-    module._compiled_call_impl = torch.compile(run, **options)
+    module._compiled_call_impl = _compiled(run, options)
+
+# %% ../../nbs/device/25_compilation.ipynb #ab61e62e
+def _compiled(f, options):
+    "`f` by `torch.compile`; what it gives stays as it is, whatever is called later"
+    run = torch.compile(f, **options)
+    if not _captures(**options): return run
+    def copied(*args, **kwargs): return map_tensors(torch.clone, run(*args, **kwargs))
+    return copied
+
+def _captures(mode=None, options=None, **others):
+    "Whether what is compiled becomes a CUDA graph on a GPU"
+    return mode in ('reduce-overhead', 'max-autotune') or (options or {}).get('triton.cudagraphs', False)
 
 # %% ../../nbs/device/25_compilation.ipynb #b22e47a3
 class CompileCB:
@@ -67,7 +87,7 @@ class CompileCB:
         modules = [trainer.model] if self.model and isinstance(trainer.model, nn.Module) else []
         loss_func = trainer.loss_func if self.loss else None
         if isinstance(loss_func, nn.Module): modules.append(loss_func)
-        elif loss_func is not None: self._loss_func = torch.compile(loss_func, **self.options)
+        elif loss_func is not None: self._loss_func = _compiled(loss_func, self.options)
         self._compiled = [(m, m._compiled_call_impl) for m in modules]
         for m in modules: _compile_in_place(m, self.options)
         if self.channels_last: trainer.model.to(memory_format=torch.channels_last)
@@ -89,7 +109,7 @@ class CompileCB:
     def cleanup_fit(self, trainer):
         "Leave nothing compiled"
         for module,before in self._compiled: module._compiled_call_impl = before
-        for group,fused,foreach in self._groups: group.update(fused=fused, foreach=foreach)
+        if self._groups: _unfuse(trainer, self._groups)
         if self._compiled and self.channels_last: trainer.model.to(memory_format=torch.contiguous_format)
         self._compiled,self._groups = [],[]
         self._loss_func = None

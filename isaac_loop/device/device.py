@@ -35,11 +35,19 @@ def _check_device(device):
         raise RuntimeError(_NOT_HERE.format(device=device, why=why, usable=default_device())) from None
 
 # %% ../../nbs/device/10_device.ipynb #998d7fff
-def _move_state(opt):
-    "Move the state of each parameter to where the parameter is"
-    for p,state in getattr(opt, 'state', {}).items():
-        for name,value in state.items():
-            if torch.is_tensor(value) and name != 'step': state[name] = value.to(p.device)
+def place_state(opt):
+    "Move the state of each parameter to where the parameter is, and its counter to where PyTorch looks for it"
+    known = getattr(opt, 'state', {})
+    for group in opt.param_groups:
+        for p in group['params']:
+            for name,value in known.get(p, {}).items():
+                place = p.device if name != 'step' else _place_of_counter(group, p)
+                if torch.is_tensor(value) and place is not None: known[p][name] = value.to(place)
+
+def _place_of_counter(group, p): # None: wherever it is
+    "Where `step` belongs by the settings of its group"
+    settings = [group[o] for o in ('fused', 'capturable') if o in group]
+    if settings: return p.device if any(settings) else 'cpu'
 
 # %% ../../nbs/device/10_device.ipynb #45721eb0
 class DeviceCB:
@@ -60,7 +68,7 @@ class DeviceCB:
         for held in vars(trainer).values():
             if isinstance(held, nn.Module): held.to(device) # Model and loss are among them
         for held in vars(trainer).values():
-            if hasattr(held, 'param_groups'): _move_state(held)
+            if hasattr(held, 'param_groups'): place_state(held)
         for dl in (getattr(trainer.dls, name, None) for name in ('train', 'valid')):
             if isinstance(getattr(dl, 'held', None), HeldRows): dl.to(device) # All rows at once
 
