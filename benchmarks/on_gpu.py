@@ -61,9 +61,9 @@ def batches(n, *shape):
 
 
 WORKS = {  # Model, shape of a row, batches of a run
-    "tiny": (mlp, (64,), 300),
-    "cnn": (convolutions, (1, 28, 28), 200),
-    "resnet": (resnet, (3, 224, 224), 40),
+    "tiny": (mlp, (64,), 200),
+    "cnn": (convolutions, (1, 28, 28), 100),
+    "resnet": (resnet, (3, 224, 224), 20),
 }
 
 
@@ -174,7 +174,7 @@ def main():
     parser.add_argument("--works", nargs="+", default=list(WORKS), choices=WORKS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--libraries", nargs="+", default=list(OURS), choices=OURS)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.backends.cudnn.deterministic = True

@@ -80,6 +80,7 @@ class CompileCB:
         self.channels_last,self.fused = channels_last,fused
         self.options = options
         self._compiled,self._loss_func,self._own_loss = [],None,None
+        self._is_captured = _captures(**options)
         self._groups = []
 
     def before_fit(self, trainer):
@@ -96,6 +97,13 @@ class CompileCB:
     def before_batch(self, trainer):
         "Have images in the same order in memory as the weights"
         if self.channels_last: trainer.batch = map_tensors(_side_by_side, trainer.batch)
+
+    def before_predict(self, trainer):
+        "Keep gradients that are there from the memory that a captured model writes to"
+        if not self._is_captured or not trainer.training: return
+        for module,_ in self._compiled:
+            for p in module.parameters():
+                if p.grad is not None: p.grad = p.grad.clone()
 
     def before_get_loss(self, trainer):
         "Lend the compiled loss"

@@ -36,7 +36,7 @@ def _check_device(device):
 
 # %% ../../nbs/device/10_device.ipynb #998d7fff
 def place_state(opt):
-    "Move the state of each parameter to where the parameter is, and its counter to where PyTorch looks for it"
+    "Move the state of each parameter to where the parameter is, and its counter to where it is looked for"
     known = getattr(opt, 'state', {})
     for group in opt.param_groups:
         for p in group['params']:

@@ -29,13 +29,14 @@ class Held:
         a,b = self.x,other.x
         if a is b: return True
         if type(a) is not type(b): return False
-        if isinstance(a, torch.Tensor): return a.dtype == b.dtype and torch.equal(a, b)
+        if isinstance(a, torch.Tensor): return _kind(a) == _kind(b) and torch.equal(a, b)
         if isinstance(a, (tuple, list)): return len(a) == len(b) and all(map(_same, a, b))
         return isinstance(a, _SIMPLE) and a == b
 
     def __repr__(self): return f'{self.x!r:.60}'
 
 def _same(a, b): return Held(a) == Held(b)
+def _kind(x): return x.dtype,x.device
 
 # %% ../../nbs/inspection/63_leftovers.ipynb #78afe5ed
 _HOOKS_OF_MODULE = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks',

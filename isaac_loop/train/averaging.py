@@ -124,7 +124,7 @@ def _take(self:_AveragingCB, model):
         self._held = self._look(model)
         return
     n,mine = average.n_averaged,held[1].parameters
-    average.multi_avg_fn(mine, held[0].parameters, n.to(mine[0].device))
+    average.multi_avg_fn(mine, held[0].parameters, n) # On the CPU: a copy to a GPU would wait for it
     for own,other in zip(held[1].buffers, held[0].buffers): own.copy_(other)
     n += 1
 

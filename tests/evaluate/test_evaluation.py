@@ -61,12 +61,12 @@ def make_trainer(callbacks=(), data=None, loss_func=F.cross_entropy, model=None,
     )
 
 
-def predict_by_hand(model, data):
+def predict_by_hand(model, data, batch_size=8):
     "What every tutorial writes"
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        preds = torch.cat([model(x) for x, _ in DataLoader(data, 8)])
+        preds = torch.cat([model(x) for x, _ in DataLoader(data, batch_size)])
     model.train(was_training)
     return preds
 
@@ -374,7 +374,7 @@ def test_data_without_targets_can_be_predicted():
     data = make_data()
     trainer = make_trainer(data=data)
     found = trainer.get_preds(DataLoader(TensorDataset(data.tensors[0]), 5))
-    assert found.targets is None and torch.equal(found.preds, predict_by_hand(trainer.model, data))
+    assert found.targets is None and torch.equal(found.preds, predict_by_hand(trainer.model, data, 5))
 
 
 # Captured and written
