@@ -11,7 +11,6 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import check_flag, warn
-from .copied_ahead import copied_ahead
 from .in_memory import READS, device_of, held_rows, taken
 from .replay_loaders import ReplayLoader
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
@@ -27,7 +26,6 @@ _NOT_IN_ORDER = ('`in_order=False` lets the fastest worker come first, so a run 
 class ExactLoader(Resumable, DataLoader):
     "A `DataLoader` for datasets with a length whose batches follow from seed, epoch and position alone"
     drawn = False # Was the seed drawn for this fit? Then a run that goes on brings its own
-    _gpu = None # Where to copy batches ahead in the next pass
     def __init__(self,
         dataset, # Has `__len__`, and `__getitem__` or `__getitems__`
         batch_size:int, # Rows of a batch: in each process, or in all together if `whole`
@@ -62,13 +60,6 @@ class ExactLoader(Resumable, DataLoader):
         "Keep the rows on `device`, if they are in memory"
         if self.held is not None: self.held.to(device)
 
-    def copy_ahead(self,
-        device, # A GPU; None or another device: give batches where they are read
-    ):
-        "In the next pass, copy each batch to `device` while the one before it is used"
-        device = torch.device(device or 'cpu')
-        self._gpu = device if device.type == 'cuda' and self.pin_memory else None
-
 # %% ../../nbs/data/30_exact_loaders.ipynb #8667146a
 @patch(as_prop=True)
 def samples(self:ExactLoader)->int:
@@ -93,7 +84,7 @@ def _normal(self:ExactLoader, epoch, samples):
 @patch
 def _begin(self:ExactLoader):
     "Start reading; persistent workers are taken over from the last pass if they are well"
-    columns = self._columns()
+    columns = None if self.held is None else self.held.columns()
     if columns is not None: return self._taken(columns)
     pins = self.pin_memory and torch.accelerator.is_available()
     if not (self.num_workers or pins): return map(self._reader().__getitem__, self.batch_sampler)
@@ -103,11 +94,6 @@ def _begin(self:ExactLoader):
     batches = iter(self._engine)
     if keeps: self._batches = batches
     return batches
-
-@patch
-def _columns(self:ExactLoader):
-    "All rows, if they are in memory"
-    return None if self.held is None else self.held.columns()
 
 @patch
 def _inner_loader(self:ExactLoader):
@@ -149,10 +135,8 @@ def _walk(self:ExactLoader, epoch, samples):
     self.generator.manual_seed(hashed(self.seed, epoch)[1])
     batches = None
     try:
-        batches = given = self._begin()
-        gpu,self._gpu = self._gpu,None
-        if gpu and self._columns() is None: given = copied_ahead(batches, gpu)
-        for batch,(first,size) in zip(given, sampler.steps(samples)):
+        batches = self._begin()
+        for batch,(first,size) in zip(batches, sampler.steps(samples)):
             self.given = first,size
             yield batch,first+size
     except GeneratorExit: raise # The pass was left early, and nothing is wrong

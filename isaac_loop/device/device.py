@@ -69,7 +69,7 @@ class DeviceCB:
             if isinstance(held, nn.Module): held.to(device) # Model and loss are among them
         for held in vars(trainer).values():
             if hasattr(held, 'param_groups'): place_state(held)
-        for dl in _loaders(trainer):
+        for dl in (getattr(trainer.dls, name, None) for name in ('train', 'valid')):
             if isinstance(getattr(dl, 'held', None), HeldRows): dl.to(device) # All rows at once
 
     def _chosen(self):
@@ -77,17 +77,6 @@ class DeviceCB:
         if isinstance(self.device, torch.device): return self.device
         return _parse_device((self.device or default_device)())
 
-    def before_epoch(self, trainer):
-        "Have a loader that can do so copy the next batch while this one is used"
-        if hasattr(trainer.dl, 'copy_ahead'): trainer.dl.copy_ahead(self._device)
-
     def before_batch(self, trainer):
         "Move the batch"
         trainer.batch = to_device(trainer.batch, self._device)
-
-    def cleanup_fit(self, trainer):
-        "Leave no loader waiting for a pass that another loader did"
-        for dl in _loaders(trainer):
-            if hasattr(dl, 'copy_ahead'): dl.copy_ahead(None)
-
-def _loaders(trainer): return [getattr(trainer.dls, name, None) for name in ('train', 'valid')]

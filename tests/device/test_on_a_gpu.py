@@ -21,10 +21,7 @@ import runs
 from isaac_loop.all import AccumulationCB, BasicTrainCB, BlackBoxCB, CheckpointCB, ClipGradCB, CompileCB
 from isaac_loop.all import CoreCBs, DataLoaders, DeviceCB, EMACB, InterruptCB, MetricsCB, MixedPrecisionCB
 from isaac_loop.all import OneCycleSchedulerCB, Order, ProgressCB, RecorderCB, TimesCB, Trainer, set_seed
-from isaac_loop.data import exact_loaders
-from isaac_loop.data.copied_ahead import copied_ahead
 from isaac_loop.data.dataloaders import get_dataloaders
-from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.loop.events import CancelFitException
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
@@ -346,42 +343,3 @@ def test_what_was_saved_on_a_gpu_is_loaded_by_a_trainer_on_the_cpu(tmp_path):
     other.load(tmp_path)
     for name, value in other.model.state_dict().items():
         assert value.device.type == "cpu" and torch.equal(value, trainer.model.state_dict()[name].cpu()), name
-
-
-def test_batches_copied_ahead_are_those_that_are_copied_in_their_turn(exact, monkeypatch):
-    "With rows that draw random numbers when they are read, and memory that is used again and again"
-    used = []
-    monkeypatch.setattr(exact_loaders, "copied_ahead", lambda *args: used.append(args) or copied_ahead(*args))
-
-    def trained(ahead):
-        set_seed(0)
-        options = dict(seed=3, num_workers=2, pin_memory=True, in_memory=False)
-        dls = DataLoaders(*(exact_loader(runs.Rows(n), 16, **options) for n in (640, 64)))
-        if not ahead:
-            for dl in (dls.train, dls.valid):
-                dl.copy_ahead = lambda device: None
-        cbs = [BasicTrainCB(), DeviceCB(GPU), MetricsCB(show=False)]
-        trainer = Trainer(dls, F.cross_entropy, optim.SGD, runs.make_model(), cbs)
-        trainer.fit(3, lr=0.05)
-        return trainer
-
-    in_turn = trained(False)
-    assert not used
-    runs.same(trained(True), in_turn)
-    assert len(used) == 6
-
-
-def test_copying_ahead_does_not_wait_for_the_gpu():
-    data = TensorDataset(torch.randn(640, 1, 8, 8), torch.randint(0, 10, (640,)))
-    loader = exact_loader(data, 16, num_workers=2, pin_memory=True, in_memory=False)
-    trainer = Trainer(
-        DataLoaders(loader),
-        F.cross_entropy,
-        optim.SGD,
-        convolutions(),
-        CoreCBs(GPU, progress=False, show=False),
-    )
-    trainer.fit(1, lr=0.01, valid=False)
-    with waits_counted() as found:
-        trainer.fit(1, lr=0.01, valid=False)
-    assert len(found) <= 5, found
