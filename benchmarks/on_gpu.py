@@ -63,7 +63,7 @@ def batches(n, *shape):
 WORKS = {  # Model, shape of a row, batches of a run
     "tiny": (mlp, (64,), 200),
     "cnn": (convolutions, (1, 28, 28), 100),
-    "resnet": (resnet, (3, 224, 224), 20),
+    "resnet": (resnet, (3, 224, 224), 40),
 }
 
 

@@ -75,6 +75,9 @@ _DATA = ('`{who}` changes a batch in place, and the loader gives the same tensor
          'so the change is done to the data a second time. Work on a copy: `x = x*2` in place of `x *= 2`.')
 _SEEDED = ('The random numbers in {first} and in {second} are the same, so dropout and augmentation repeat '
            'themselves. Set the seed once, before the fit.')
+_SEEDED_THERE = ('Behind the validation of epoch {a} and that of epoch {b} the random numbers are the same, '
+                 'so from then on each epoch draws the same dropout and augmentation. Whoever sets a seed '
+                 'for validation should put the numbers back, as `with torch.random.fork_rng():` does.')
 _NAN = ('The loss was {loss} in {when}. `NonFiniteCB` tells where it began, and `trainer.walk()` stops '
         'there.')
 
@@ -102,6 +105,10 @@ def repeated_numbers(seen):
     for a,b in [*zip(drawn, drawn[1:]), *later]:
         if same_random_state(a.begin, b.begin):
             return [Finding('seeded_again', _SEEDED.format(first=when(a.where), second=when(b.where)))]
+    for i,(a,b) in enumerate(zip(seen.behind, seen.behind[1:])): # It will show in the epoch after the next
+        drawn_between = any(batch.where[0] == i+1 for batch in drawn)
+        if drawn_between and same_random_state(a, b):
+            return [Finding('seeded_again', _SEEDED_THERE.format(a=i, b=i+1))]
     return []
 
 # %% ../../nbs/inspection/99h_check_batches.ipynb #19811122
@@ -184,6 +191,25 @@ def growing_graphs(seen):
             found.append(Finding('keeps_graph', text, [cb]))
     return found
 
+# %% ../../nbs/inspection/99h_check_batches.ipynb #f13432d8
+_SOME = ('`{who}` changes the learning rate of group {moved} of `trainer.{opt}`, and nobody that of group '
+         '{others}, which stays at {rates}. Go through all of `trainer.{opt}.param_groups`, or pass '
+         "`ignore=['some_rates']` if that is meant.")
+
+def rates_of_some(seen):
+    "Optimizers of which some groups have a schedule and others none"
+    found = []
+    for opt,rates in seen.last_rates.items():
+        who = {o: moved for (name,o),moved in seen.rates.items() if name == opt}
+        moved = set().union(*who.values())
+        others = [i for i,rate in enumerate(rates) if i not in moved and rate]
+        if not moved or not others: continue
+        told = {name: ', '.join(map(str, o)) for name,o in dict(moved=sorted(moved), others=others).items()}
+        rates = ', '.join(f'{rates[i]:g}' for i in others)
+        text = _SOME.format(who=next(iter(who)), opt=opt, rates=rates, **told)
+        found.append(Finding('some_rates', text, callbacks_in(seen, next(iter(who)))))
+    return found
+
 # %% ../../nbs/inspection/99h_check_batches.ipynb #055d8850
 RUN_RULES = { # By the name of what each finds
     'spread_rows': spread_rows,
@@ -204,6 +230,7 @@ RUN_RULES = { # By the name of what each finds
     'seeded_again': repeated_numbers,
     'wrong_column': wrong_columns,
     'keeps_graph': growing_graphs,
+    'some_rates': rates_of_some,
 }
 
 def found_by_running(

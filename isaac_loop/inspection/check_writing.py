@@ -160,22 +160,39 @@ _PERMUTED = ('{who} shuffles inputs and targets by two different permutations ({
 
 def two_permutations(scene):
     "Inputs and targets that are shuffled apart"
-    found = []
+    found,seen = [],{} # By callback, the parts of the batch with the permutations they were shuffled by
     for entry in scene.batch:
         tree,trainer = method_of(entry)
         if tree is None or 'batch' not in entry.found.reads: continue
-        nodes = [o for o in ast.walk(tree) if isinstance(o, ast.Subscript) and isinstance(o.slice, ast.Call)]
-        drawn = {ast.unparse(o.value): o for o in nodes if ast.unparse(o.slice.func).endswith('randperm')}
-        parts = [o for name,o in drawn.items() if name in _parts_of_batch(tree, trainer)]
-        if len(parts) < 2: continue
-        text = _PERMUTED.format(who=said(entry), line=line_in(entry, parts[0]))
-        found.append(Finding('two_permutations', text, [entry.callback], spoils=True))
+        mine = seen.setdefault(id(entry.callback), {})
+        for part,(draws, node) in _shuffled(tree, trainer).items():
+            mine.setdefault(part, (set(), node))[0].update(draws)
+            apart = [name for name,(others, _) in mine.items() if name != part and not others & mine[part][0]]
+            if not apart: continue
+            text = _PERMUTED.format(who=said(entry), line=line_in(entry, node))
+            found.append(Finding('two_permutations', text, [entry.callback], spoils=True))
+            break
+    return found
+
+def _is_draw(node): return isinstance(node, ast.Call) and ast.unparse(node.func).endswith('randperm')
+
+def _shuffled(tree, trainer):
+    "For each part of the batch that is shuffled, the draws it is shuffled by, and where"
+    names = {}
+    for node in [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]:
+        draw = next(filter(_is_draw, ast.walk(node.value)), None)
+        names |= {ast.unparse(target): id(draw) for target in node.targets if draw is not None}
+    found,parts = {},_parts_of_batch(tree, trainer)
+    for node in [o for o in ast.walk(tree) if isinstance(o, ast.Subscript)]:
+        draw = id(node.slice) if _is_draw(node.slice) else names.get(ast.unparse(node.slice))
+        part = ast.unparse(node.value)
+        if draw is not None and part in parts: found.setdefault(part, (set(), node))[0].add(draw)
     return found
 
 def _parts_of_batch(tree, trainer):
     "Names for the parts of the batch"
     names = {f'{trainer}.batch[{i}]' for i in range(3)}
     for node in [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]:
-        if ast.unparse(node.value) == f'{trainer}.batch':
+        if ast.unparse(node.value) in (f'{trainer}.batch', f'{trainer}.split({trainer}.batch)'):
             names |= {o.id for o in ast.walk(node.targets[0]) if isinstance(o, ast.Name)}
     return names

@@ -84,6 +84,9 @@ class SeenRun:
         self.operations = Operations(self.moment)
         self.batches = [] # Each `Batch`
         self.changed = {} # By name of a weight that a validation pass has changed: where
+        self.behind = [] # The random numbers behind each validation pass
+        self.rates = {} # By optimizer and who has changed rates: numbers of the groups
+        self.last_rates = {} # By name of an optimizer, those of its groups
         self.data = {} # By who changed a batch in place: which batch
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
@@ -110,7 +113,7 @@ class SeenRun:
         "One call of a callback"
         if call.event == 'predict': self._before_predict(trainer)
         self.at_work.append(f'{callback_name(call.callback)}.{call.event}')
-        modes,columns = modes_of(trainer.model),_columns(trainer)
+        modes,columns,rates = modes_of(trainer.model),_columns(trainer),_rates(trainer)
         try: run()
         except CancelException:
             self.left.add(self.moment()[0])
@@ -118,6 +121,7 @@ class SeenRun:
         finally: who = self.at_work.pop()
         for name in _columns(trainer) - columns: self.written.setdefault(name, call.callback)
         self.last_by |= {k: who for k,mode in modes_of(trainer.model).items() if modes.get(k) is not mode}
+        self._note_rates(rates, _rates(trainer), who)
         if call.event == 'get_loss': self._note_loss(trainer)
         if call.event in ('get_loss', 'after_get_loss'): self._note_terms(trainer)
         self._note_data(trainer, who)
@@ -179,6 +183,12 @@ class SeenRun:
         if is_class and isinstance(preds, torch.Tensor) and preds.ndim == 2 and len(preds) == len(y):
             batch.share = float((preds.detach().argmax(1) == y).double().mean())
 
+    def _note_rates(self, before, now, who):
+        for name,rates in now.items():
+            self.last_rates[name],was = rates,before.get(name, ())
+            moved = {i for i,(a,b) in enumerate(zip(was, rates)) if a != b} if len(was) == len(rates) else ()
+            if moved: self.rates.setdefault((name, who), set()).update(moved)
+
     def _note_data(self, trainer, who):
         for name in ('train', 'valid'):
             dl = getattr(trainer.dls, name, None)
@@ -190,6 +200,7 @@ class SeenRun:
     def _look_at_validation(self, trainer, begins):
         if begins: self.before = {name: x.detach().clone() for name,x in _learnt(trainer.model)}
         else:
+            self.behind.append(random_state())
             now = dict(_learnt(trainer.model))
             changed = [k for k,x in self.before.items() if k in now and not same_values(x, now[k])]
             for name in changed: self.changed.setdefault(name, self.moment()[0])
@@ -206,6 +217,11 @@ def is_frozen_norm(m):
     "Whether a layer measures its batches, and has weights of which none is to learn"
     weights = list(m.parameters(recurse=False)) if isinstance(m, _NormBase) and m.track_running_stats else []
     return bool(weights) and not any(p.requires_grad for p in weights)
+
+def _rates(trainer):
+    "The learning rates of each optimizer, as numbers"
+    opts = {name: o for name,o in vars(trainer).items() if isinstance(o, torch.optim.Optimizer)}
+    return {name: [float(group['lr']) for group in opt.param_groups] for name,opt in opts.items()}
 
 def _columns(trainer):
     "Names in the newest row of the history"

@@ -494,6 +494,108 @@ def seeds_in_a_function():
     return trainer_with(Augments())
 
 
+class Dropped:
+    "Does something when validation begins"
+
+    def __init__(self, before):
+        self.before = before
+
+    def before_epoch(self, trainer):
+        if not trainer.training:
+            self.before(self)
+
+
+def dropping(before):
+    return trainer_with(Dropped(before))
+
+
+@planted("seeded_again")
+def the_same_seed_for_each_validation():
+    return dropping(lambda cb: torch.manual_seed(0))
+
+
+@right
+def another_seed_for_each_validation():
+    def seed(cb):
+        cb.n = getattr(cb, "n", 0) + 1
+        torch.manual_seed(cb.n)
+
+    return dropping(seed)
+
+
+@right
+def a_seed_that_is_put_back():
+    class Restores(Dropped):
+        def __init__(self):
+            super().__init__(lambda cb: torch.manual_seed(0))
+
+        def before_epoch(self, trainer):
+            self.state = torch.get_rng_state()
+            super().before_epoch(trainer)
+
+        def cleanup_epoch(self, trainer):
+            if not trainer.training:
+                torch.set_rng_state(self.state)
+
+    return trainer_with(Restores())
+
+
+def body_and_head(params, lr, rates=(1, 1)):
+    *body, head = params
+    groups = [dict(params=body, lr=lr * rates[0]), dict(params=[head], lr=lr * rates[1])]
+    return optim.SGD(groups, lr)
+
+
+def warming_up(rates=(1, 1), n=1):
+    class Rate:
+        def before_step(self, trainer):
+            for group in trainer.opt.param_groups[:n]:
+                group["lr"] = 0.1 * (trainer.n_updates + 1) / 100
+
+    return trainer_with(Rate(), opt_func=lambda params, lr: body_and_head(params, lr, rates))
+
+
+@planted("some_rates")
+def the_first_rate_alone():
+    return warming_up()
+
+
+@planted("some_rates")
+def the_first_rate_alone_by_epoch():
+    class Rate:
+        def before_epoch(self, trainer):
+            trainer.opt.param_groups[0]["lr"] *= 0.9
+
+    return trainer_with(Rate(), opt_func=body_and_head)
+
+
+@right
+def all_rates():
+    return warming_up(n=2)
+
+
+@right
+def a_group_that_is_not_to_learn():
+    return warming_up(rates=(1, 0))
+
+
+@right
+def a_callback_for_each_group():
+    class Rate:
+        def __init__(self, i):
+            self.i, self.name = i, f"rate{i}"
+
+        def before_step(self, trainer):
+            trainer.opt.param_groups[self.i]["lr"] *= 0.9
+
+    return trainer_with(Rate(0), Rate(1), opt_func=body_and_head)
+
+
+@right
+def schedules_of_the_library():
+    return trainer_with(OneCycleSchedulerCB(), opt_func=body_and_head)
+
+
 @planted("left_in_eval")
 def looks_through_a_helper():
     def look(model):

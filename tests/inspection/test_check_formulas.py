@@ -288,6 +288,51 @@ class Shuffles(MixesApart):
         trainer.batch = x[order], y[order]
 
 
+@planted("two_permutations")
+class MixesApartByName(MixesApart):
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        one = torch.randperm(len(x))
+        two = torch.randperm(len(x))
+        trainer.batch = x[one], y[two]
+
+
+@planted("two_permutations")
+class MixesApartInTwoMethods(MixesApart):
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        order = torch.randperm(len(x), device=x.device)
+        trainer.batch = 0.7 * x + 0.3 * x[order], y
+
+    def after_get_loss(self, trainer):
+        _, (y,) = trainer.split(trainer.batch)
+        order = torch.randperm(len(y), device=y.device)
+        f = trainer.loss_func
+        trainer.loss = 0.7 * f(trainer.preds, y) + 0.3 * f(trainer.preds, y[order])
+
+
+@right
+class MixesTogether(MixesApart):
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        self.order = torch.randperm(len(x))
+        trainer.batch = 0.7 * x + 0.3 * x[self.order], y
+
+    def after_get_loss(self, trainer):
+        _, (y,) = trainer.split(trainer.batch)
+        f = trainer.loss_func
+        trainer.loss = 0.7 * f(trainer.preds, y) + 0.3 * f(trainer.preds, y[self.order])
+
+
+@right
+class MixesThree(MixesApart):
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        one = torch.randperm(len(x))
+        two = torch.randperm(len(x))
+        trainer.batch = torch.cat([x, x[one], x[two]]), torch.cat([y, y[one], y[two]])
+
+
 class Lists:
     def before_epoch(self, trainer):
         self.accs = []
