@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #9aab4a1a
-import inspect, math, numbers
+import inspect, math
 from difflib import get_close_matches
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ from ..basics.checks import did_you_mean, warn
 from ..basics.old_names import EVENT_NAMES, FLAGS, FOREIGN_EVENTS, called_here
 from .events import EVENTS, ROW_EVENTS, STEPS, FOREIGN, callback_name, function_name
 from .events import handler_of, is_replacing, members
-from .handlers import TrainersOwn
+from .handlers import NO_ORDER, TrainersOwn, order_of
 from .plan_checks import names_in
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #2af85944
@@ -68,7 +68,6 @@ _NO_STEP = '`{}` is marked with `@replaces`, but only a step can be replaced, su
 _FOREIGN_EVENT = ('`{}` is an event of other libraries, and never runs here. Here it is {}. If you call it '
                   "yourself, say so by `silent = 'foreign_event'`.")
 _FLAG = 'The trainer does not look at `{}`, which is a word of fastai. Here it is {}.'
-_ORDER = '`{}.order` is {!r}, but callbacks are sorted by it. Use a number or a place such as `Order.RECORD`.'
 
 def check_callback(
     callback, # The candidate
@@ -89,8 +88,8 @@ def check_callback(
             warn(_FLAG.format(f'{name}.{flag}', FLAGS[flag]))
     for event in _foreign(callback):
         warn(_FOREIGN_EVENT.format(f'{name}.{event}', FOREIGN_EVENTS[event]))
-    order = getattr(callback, 'order', 0)
-    if not isinstance(order, numbers.Real) or math.isnan(order): raise TypeError(_ORDER.format(name, order))
+    order = order_of(callback) # An error if it is no number
+    if math.isnan(order): raise TypeError(NO_ORDER.format(name=name, order=order))
 
 def kind_of(
     callback, # The candidate

@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/loop/22_handlers.ipynb #f3402eed
+from numbers import Real
+
 from .events import EVENTS, Order, ROW_EVENTS, SPANS, Span
 from .events import callback_name, function_name, handler_of, is_replacing
 from .duplicate_steps import TWICE, watched
@@ -62,7 +64,12 @@ def order_of(
     callback, # Any object
 ): # 0 if it does not say
     "Where `callback` stands among others"
-    return getattr(callback, 'order', 0)
+    order = getattr(callback, 'order', 0)
+    if isinstance(order, (int, float, Real)): return order # `Real` alone takes longer to ask
+    raise TypeError(NO_ORDER.format(name=callback_name(callback), order=order))
+
+NO_ORDER = ('`{name}.order` is {order!r:.60}, but callbacks are sorted by it. Use a number or a place such '
+            'as `Order.RECORD`; if you keep something else there, give it another name.')
 
 def takes_part(
     callback, # Any object

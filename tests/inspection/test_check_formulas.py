@@ -315,13 +315,13 @@ class MixesApartInTwoMethods(MixesApart):
 class MixesTogether(MixesApart):
     def before_batch(self, trainer):
         x, y = trainer.batch
-        self.order = torch.randperm(len(x))
-        trainer.batch = 0.7 * x + 0.3 * x[self.order], y
+        self.mixed = torch.randperm(len(x))
+        trainer.batch = 0.7 * x + 0.3 * x[self.mixed], y
 
     def after_get_loss(self, trainer):
         _, (y,) = trainer.split(trainer.batch)
         f = trainer.loss_func
-        trainer.loss = 0.7 * f(trainer.preds, y) + 0.3 * f(trainer.preds, y[self.order])
+        trainer.loss = 0.7 * f(trainer.preds, y) + 0.3 * f(trainer.preds, y[self.mixed])
 
 
 @right

@@ -6,6 +6,7 @@ import types
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -208,3 +209,14 @@ def test_a_method_patched_onto_the_class_counts_at_the_next_fit():
     Late.after_fit = lambda self, trainer: seen.append("patched")
     trainer.fit(1)
     assert seen == ["patched"]
+
+
+def test_something_else_under_the_name_order_is_named_when_the_next_fit_sorts():
+    class Mixes:
+        def before_batch(self, trainer):
+            self.order = torch.randperm(4)
+
+    trainer = trainer_with(Mixes())
+    trainer.fit(1)
+    with pytest.raises(TypeError, match=r"`Mixes.order` is tensor(.|\n)*sorted by it(.|\n)*another name"):
+        trainer.fit(1)
