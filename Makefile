@@ -8,6 +8,8 @@ READY = .venv/.ready
 SITE = .venv/.site
 BENCH = .venv-bench/.ready
 
+unexport PYTHONDONTWRITEBYTECODE # Hundreds of short processes import the library; let them find it compiled
+
 .PHONY: demo install test torture mutants lint pages site bench wheel clean
 
 demo: $(DEMO)

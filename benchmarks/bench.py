@@ -28,6 +28,7 @@ WORKS = ["tiny", "typical", "cnn", "tutorial", "guarded"]
 QUICK = dict(tiny=50, typical=50, cnn=10, tutorial=2, guarded=50)
 N_HOOKS, BY_HAND, OURS = 10, "by hand", ("isaac_loop", "flat prototype")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+ENV.pop("PYTHONDONTWRITEBYTECODE", None)  # Installed packages have been compiled once; so is this one
 
 
 class Worker:
@@ -143,13 +144,13 @@ def measure_fresh(found, modules, rounds, n):
 def measure_imports(found, statements, rounds):
     "Seconds of imports in fresh interpreters, in turn"
     code = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
-    for _ in range(rounds):
+    for n_round in range(-1, rounds):  # The first writes bytecode, where there is none yet
         for name, statement in statements.items():
             command = [sys.executable, "-W", "ignore", "-c", code.format(statement)]
             done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
             if done.returncode:
                 found.left_out[f"{name}, import"] = done.stderr.strip().splitlines()[-1]
-            else:
+            elif n_round >= 0:
                 found.imports.setdefault(name, []).append(float(done.stdout.split()[-1]))
     say("imports")
 
