@@ -42,13 +42,6 @@ def _side_by_side(x):
     is_images = torch.is_tensor(x) and x.ndim == 4
     return x.contiguous(memory_format=torch.channels_last) if is_images else x
 
-# %% ../../nbs/device/25_compilation.ipynb #d59c7ca2
-def _compile_in_place(module, options):
-    "Have calls of `module` compiled, PyTorch's own modules included"
-    call = module._call_impl # With the hooks
-    def run(*args, **kwargs): return call(*args, **kwargs)
-    module._compiled_call_impl = _compiled(run, options)
-
 # %% ../../nbs/device/25_compilation.ipynb #ab61e62e
 def _compiled(f, options):
     "`f` by `torch.compile`; what it gives stays as it is, whatever is called later"
@@ -60,6 +53,13 @@ def _compiled(f, options):
 def _captures(mode=None, options=None, **others):
     "Whether what is compiled becomes a CUDA graph on a GPU"
     return mode in ('reduce-overhead', 'max-autotune') or (options or {}).get('triton.cudagraphs', False)
+
+# %% ../../nbs/device/25_compilation.ipynb #d59c7ca2
+def _compile_in_place(module, options):
+    "Have calls of `module` compiled, PyTorch's own modules included"
+    call = module._call_impl # With the hooks
+    def run(*args, **kwargs): return call(*args, **kwargs)
+    module._compiled_call_impl = _compiled(run, options)
 
 # %% ../../nbs/device/25_compilation.ipynb #b22e47a3
 class CompileCB:
