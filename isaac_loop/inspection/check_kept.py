@@ -63,8 +63,7 @@ def _loads(tree, name):
 
 # %% ../../nbs/inspection/93_check_kept.ipynb #9c0f36cd
 _MIXED = ('{who} divides `{sum}` by `{count}` ({line}), and {which} begin{s} anew only with a fit, so the '
-          'numbers of training and validation and of several epochs are mixed. Set {it} to 0 in '
-          '`before_epoch`.')
+          'numbers of several passes are mixed. Set {it} to 0 in `before_epoch`.')
 _ENDS = 'after_epoch','cleanup_epoch','log'
 _OF_FIT = 'before_fit','after_fit','cleanup_fit'
 _OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
@@ -199,3 +198,26 @@ def is_mean(node):
         if node.func.attr not in ('item', 'detach', 'cpu', 'double', 'float', 'clone'): return False
         node = node.func.value
     return isinstance(node, ast.Attribute) and node.attr == 'loss'
+
+# %% ../../nbs/inspection/93_check_kept.ipynb #552b2016
+_MIXED_LIST = ('{who} takes the mean of `{name}` ({line}), and that list begins anew only with a fit, so the '
+               'numbers of several passes are mixed. Begin a new one in `before_epoch`.')
+
+def mixed_lists(scene):
+    "Means of lists that go on from epoch to epoch"
+    for entry in scene.entries:
+        tree,_ = method_of(entry)
+        if tree is None or entry.event not in _ENDS or not users_own(entry): continue
+        mine = of_same(scene, entry)
+        batches = trees_at(mine, _OF_BATCH)
+        for node,name in filter(None, map(_mean_of_list, ast.walk(tree))):
+            goes_on = _appended(batches, name) and not _set_anew(mine, name) and not _is_emptied(mine, name)
+            if not goes_on or any(o.found.unclear for o in mine): continue
+            text = _MIXED_LIST.format(who=said(entry), name=name, line=line_in(entry, node))
+            yield Finding('mixed_mean', text, [entry.callback])
+
+def _is_emptied(entries, name):
+    "Whether somebody clears a list, takes a part of it away, or looks only at a part of it"
+    ways = f'{name}.clear', f'{name}.pop', f'{name}[', f'del {name}'
+    trees = [tree for tree,_ in map(method_of, entries) if tree is not None]
+    return any(way in ast.unparse(tree) for tree in trees for way in ways)

@@ -144,6 +144,8 @@ def _length(kind, call):
     "The argument of a schedule that says how long it is"
     if kind not in _LENGTHS: return None
     named = {o.arg: o.value for o in call.keywords}
+    if {'epochs', 'steps_per_epoch'} <= named.keys(): # Of `OneCycleLR`
+        return ast.BinOp(named['epochs'], ast.Mult(), named['steps_per_epoch'])
     place = _PLACES.get(kind, 1)
     return named.get(_LENGTHS[kind], call.args[place] if len(call.args) > place else None)
 
@@ -154,6 +156,7 @@ _EPOCHS = re.compile(r'len\([\w.]+\.epochs\)|[\w.]+\.n_epochs')
 def _unit(kind, length, callback, n):
     "Whether a length is counted in epochs or in batches; None if nobody can tell"
     text = ast.unparse(length)
+    if kind == 'OneCycleLR' and isinstance(length, ast.BinOp): return 'batch'
     if _EPOCHS.fullmatch(text): return 'epoch'
     if any(word in text for word in _WORDS_OF_UPDATES) or isinstance(length, ast.BinOp) and 'epoch' in text:
         return 'batch'

@@ -22,8 +22,8 @@ from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #50ab41b8
 _STALE = ('{step} makes a step, and nobody clears the gradients before the next backward pass, so those '
-          'of all batches add up. Call `{opt}.zero_grad()` after the step, in `zero_grad`, as '
-          '`BasicTrainCB` does.')
+          'of all batches add up. Call `{opt}.zero_grad()` after the step: in `one_batch`, if you have your '
+          'own, and otherwise in `zero_grad`, as `BasicTrainCB` does.')
 _STALE_OF = _STALE.replace('makes a step', 'makes a step of `{opt}`').replace('clears the', 'clears its')
 _EMPTY = ('{step} makes a step when the gradients are cleared ({zero}) and not computed anew, so the '
           'weights do not move. The order is backward, step, clear.')

@@ -53,7 +53,7 @@ RULES = { # By the name of what each finds
     'left_in_eval': check_forgotten.left_in_evaluation,
     'never_reset': check_forgotten.never_reset,
     'kept_alias': check_kept.kept_aliases,
-    'mixed_mean': check_kept.mixed_means,
+    'mixed_mean': lambda scene: [*check_kept.mixed_means(scene), *check_kept.mixed_lists(scene)],
     'mean_of_means': check_kept.means_of_means,
     'cancels_too_much': check_cancels.cancels_too_much,
     'cancels_nothing': check_cancels.cancels_nothing,

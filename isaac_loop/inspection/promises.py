@@ -167,8 +167,8 @@ def two_fits(evidence):
     if evidence.gone: yield Fault(f'after the first fit, {evidence.gone} is no longer among the callbacks')
     what = told(found, 'after the first fit', 'after the second') if found else ''
     begun = told(evidence.begun, 'when the first fit began', 'when the second did') if evidence.begun else ''
-    if begun and begun != what: what += f'; {begun}. Set it in `before_fit`'
-    else: what += '; is it set in `before_fit`?'
+    if begun and begun != what: what += f'; {begun}. Set it in `before_fit` at the latest'
+    else: what += '; is it set in `before_fit`, or with each pass?'
     if found: yield Fault(what)
 
 @promise('one object in two trainers, one after the other, does in the second what it did in the first')

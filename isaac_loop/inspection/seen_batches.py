@@ -144,6 +144,8 @@ class SeenRun:
     def _look_at_targets(self, trainer):
         targets = tensors_in(parts_of(trainer.split, trainer.batch)[1])
         self.operations.targets = {memory_of(x) for x in targets} - {None}
+        inputs = tensors_in(parts_of(trainer.split, trainer.batch)[0])
+        self.operations.tokens = [x for x in inputs if x.dtype in (torch.int32, torch.int64) and x.ndim == 2]
 
     def _look_at_layers(self, batch, model):
         batch.begin,batch.modes = random_state(),modes_of(model)

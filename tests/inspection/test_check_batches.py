@@ -596,6 +596,146 @@ def schedules_of_the_library():
     return trainer_with(OneCycleSchedulerCB(), opt_func=body_and_head)
 
 
+# Data
+
+
+class Jittered(torch.utils.data.Dataset):
+    "Images with a transform, if one is given"
+
+    def __init__(self, transform=None):
+        self.rows, self.transform = rows(), transform or (lambda x: x)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        x, y = self.rows[i]
+        return self.transform(x), y
+
+
+def split_of(data, sizes=(0.8, 0.2)):
+    parts = torch.utils.data.random_split(data, sizes, torch.Generator().manual_seed(2))
+    return DataLoaders(*(DataLoader(o, 8, shuffle=i == 0) for i, o in enumerate(parts)))
+
+
+def repeated(data, times=6):
+    order = torch.cat([torch.arange(len(data)), torch.arange(9).repeat(times)])
+    return TensorDataset(*(x[order] for x in data.tensors))
+
+
+@planted("random_validation")
+def a_transform_for_both_sides():
+    return trainer_with(loaders=split_of(Jittered(lambda x: x + 0.1 * torch.randn(6))))
+
+
+@planted("random_validation")
+def flips_for_both_sides():
+    return trainer_with(loaders=split_of(Jittered(lambda x: x.flip(0) if torch.rand(1) < 0.5 else x)))
+
+
+@right
+def a_transform_that_draws_nothing():
+    return trainer_with(loaders=split_of(Jittered(lambda x: x / 2)))
+
+
+@right
+def a_transform_for_training():
+    train = split_of(Jittered(lambda x: x + 0.1 * torch.randn(6))).train
+    return trainer_with(loaders=DataLoaders(train, split_of(Jittered()).valid))
+
+
+@planted("shared_rows")
+def a_part_of_what_was_trained_with():
+    data = rows()
+    valid = torch.utils.data.Subset(data, range(30, 45))
+    return trainer_with(loaders=DataLoaders(DataLoader(data, 8, shuffle=True), DataLoader(valid, 8)))
+
+
+@planted("shared_rows")
+def subsets_that_overlap():
+    data = rows()
+    parts = (torch.utils.data.Subset(data, range(*o)) for o in ((0, 32), (30, 45)))
+    return trainer_with(loaders=DataLoaders(*(DataLoader(o, 8) for o in parts)))
+
+
+@planted("shared_rows")
+def repeated_before_the_split():
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(45, 8, generator=generator), torch.arange(45) % 3)
+    model = nn.Sequential(nn.Linear(8, 3))
+    return trainer_with(loaders=split_of(repeated(data)), model=model)
+
+
+@right
+def repeated_behind_the_split():
+    train, valid = torch.utils.data.random_split(rows(), [0.8, 0.2])
+    more = torch.utils.data.Subset(train, [*range(36), *[0, 1, 2] * 5])
+    return trainer_with(loaders=DataLoaders(DataLoader(more, 8, shuffle=True), DataLoader(valid, 8)))
+
+
+@right
+def few_kinds_of_rows():
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randint(2, (64, 6), generator=generator).float(), torch.arange(64) % 3)
+    return trainer_with(loaders=split_of(data))
+
+
+# Masks
+
+
+class Reader(nn.Module):
+    "Attention over tokens, of which 0 is padding"
+
+    def __init__(self, mask, layers=0):
+        super().__init__()
+        self.mask, self.embed = mask, nn.Embedding(20, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers) if layers else None
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True) if not layers else None
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        x, mask = self.embed(tokens), self.mask(tokens)
+        if self.encoder is not None:
+            return self.head(self.encoder(x, src_key_padding_mask=mask)[:, 0])
+        return self.head(self.attention(x, x, x, key_padding_mask=mask)[0][:, 0])
+
+
+def reading(mask, layers=0):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 20, (45, 7), generator=generator)
+    for i, row in enumerate(tokens):
+        row[3 + i % 5 :] = 0
+    data = TensorDataset(tokens, torch.arange(45) % 3)
+    torch.manual_seed(1)
+    return trainer_with(loaders=split_of(data), model=Reader(mask, layers))
+
+
+@planted("mask_turned")
+def a_mask_of_what_is_there():
+    return reading(lambda tokens: tokens != 0)
+
+
+@planted("mask_turned")
+def a_mask_of_what_is_there_through_layers():
+    return reading(lambda tokens: tokens != 0, layers=2)
+
+
+@right
+def a_mask_of_padding():
+    return reading(lambda tokens: tokens == 0)
+
+
+@right
+def a_mask_of_padding_through_layers():
+    return reading(lambda tokens: tokens == 0, layers=2)
+
+
+@right
+def no_mask():
+    return reading(lambda tokens: None)
+
+
 @planted("left_in_eval")
 def looks_through_a_helper():
     def look(model):
