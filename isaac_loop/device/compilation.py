@@ -9,7 +9,7 @@ __all__ = ['CompileCB']
 import torch
 from torch import nn
 
-from ..basics.checks import check_flag
+from ..basics.checks import check_flag, warn
 from ..basics.settings import show_settings
 from ..basics.tensors import map_tensors
 from .device import place_state
@@ -20,9 +20,13 @@ _NOT_FUSED = ('`CompileCB(fused=True)` needs an optimizer of PyTorch with a fuse
               '`trainer.{name}` is a {kind}, which has none. Leave `fused` out, or use Adam, AdamW, SGD '
               'or Adagrad.')
 
+_NO_OPTIMIZER = ('`CompileCB(fused=True)` has found no optimizer of PyTorch on the trainer, so no step is '
+                 'fused. Leave `fused` out, or keep the optimizer as an attribute such as `trainer.opt`.')
+
 def _fuse(trainer):
     "Let every optimizer change all weights in one go; returns how to undo it"
     opts = {name: opt for name,opt in vars(trainer).items() if isinstance(opt, torch.optim.Optimizer)}
+    if not opts: warn(_NO_OPTIMIZER)
     for name,opt in opts.items():
         if 'fused' not in opt.defaults: raise TypeError(_NOT_FUSED.format(name=name, kind=type(opt).__name__))
     groups = [group for opt in opts.values() for group in opt.param_groups]
@@ -50,6 +54,11 @@ def _compiled(f, options):
     def copied(*args, **kwargs): return map_tensors(torch.clone, run(*args, **kwargs))
     return copied
 
+def _keep_gradients(module):
+    "Copy gradients that are there, as in accumulation: what comes next writes to their memory"
+    for p in module.parameters() if torch.is_grad_enabled() else ():
+        if p.grad is not None: p.grad = p.grad.clone()
+
 def _captures(mode=None, options=None, **others):
     "Whether what is compiled becomes a CUDA graph on a GPU"
     return mode in ('reduce-overhead', 'max-autotune') or (options or {}).get('triton.cudagraphs', False)
@@ -59,7 +68,11 @@ def _compile_in_place(module, options):
     "Have calls of `module` compiled, PyTorch's own modules included"
     call = module._call_impl # With the hooks
     def run(*args, **kwargs): return call(*args, **kwargs)
-    module._compiled_call_impl = _compiled(run, options)
+    compiled = _compiled(run, options)
+    def keeping(*args, **kwargs):
+        _keep_gradients(module)
+        return compiled(*args, **kwargs)
+    module._compiled_call_impl = keeping if _captures(**options) else compiled
 
 # %% ../../nbs/device/25_compilation.ipynb #b22e47a3
 class CompileCB:
@@ -80,8 +93,7 @@ class CompileCB:
         self.channels_last,self.fused = channels_last,fused
         self.options = options
         self._compiled,self._loss_func,self._own_loss = [],None,None
-        self._is_captured = _captures(**options)
-        self._groups = []
+        self._groups,self._moved = [],False # Optimizers that were fused; is the model in another format?
 
     def before_fit(self, trainer):
         "Compile in place; the compiler runs when the first batch comes"
@@ -91,19 +103,13 @@ class CompileCB:
         elif loss_func is not None: self._loss_func = _compiled(loss_func, self.options)
         self._compiled = [(m, m._compiled_call_impl) for m in modules]
         for m in modules: _compile_in_place(m, self.options)
-        if self.channels_last: trainer.model.to(memory_format=torch.channels_last)
+        self._moved = self.channels_last and isinstance(trainer.model, nn.Module)
+        if self._moved: trainer.model.to(memory_format=torch.channels_last)
         if self.fused: self._groups = _fuse(trainer)
 
     def before_batch(self, trainer):
         "Have images in the same order in memory as the weights"
         if self.channels_last: trainer.batch = map_tensors(_side_by_side, trainer.batch)
-
-    def before_predict(self, trainer):
-        "Keep gradients that are there from the memory that a captured model writes to"
-        if not self._is_captured or not trainer.training: return
-        for module,_ in self._compiled:
-            for p in module.parameters():
-                if p.grad is not None: p.grad = p.grad.clone()
 
     def before_get_loss(self, trainer):
         "Lend the compiled loss"
@@ -118,8 +124,8 @@ class CompileCB:
         "Leave nothing compiled"
         for module,before in self._compiled: module._compiled_call_impl = before
         if self._groups: _unfuse(trainer, self._groups)
-        if self._compiled and self.channels_last: trainer.model.to(memory_format=torch.contiguous_format)
-        self._compiled,self._groups = [],[]
+        if self._moved: trainer.model.to(memory_format=torch.contiguous_format)
+        self._compiled,self._groups,self._moved = [],[],False
         self._loss_func = None
 
 _OPTIONS = 'mode', 'backend', 'dynamic', 'fullgraph', 'options', 'disable'

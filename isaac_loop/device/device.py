@@ -11,7 +11,7 @@ from torch import nn
 
 from ..loop.events import Order
 from ..basics.settings import show_settings
-from ..basics.tensors import default_device, to_device
+from ..basics.tensors import default_device, map_tensors, to_device
 from ..data.in_memory import HeldRows
 
 # %% ../../nbs/device/10_device.ipynb #85cec183
@@ -37,12 +37,16 @@ def _check_device(device):
 # %% ../../nbs/device/10_device.ipynb #998d7fff
 def place_state(opt):
     "Move the state of each parameter to where the parameter is, and its counter to where it is looked for"
-    known = getattr(opt, 'state', {})
-    for group in opt.param_groups:
-        for p in group['params']:
-            for name,value in known.get(p, {}).items():
-                place = p.device if name != 'step' else _place_of_counter(group, p)
-                if torch.is_tensor(value) and place is not None: known[p][name] = value.to(place)
+    known = getattr(opt, 'state', None)
+    for group in opt.param_groups if isinstance(known, dict) else ():
+        for p in group.get('params', ()):
+            state = known.get(p)
+            if isinstance(state, dict): state.update({k: _placed(k, x, p, group) for k,x in state.items()})
+
+def _placed(name, value, p, group):
+    "A part of the state of `p`, with all tensors in it at their place"
+    place = p.device if name != 'step' else _place_of_counter(group, p)
+    return value if place is None else map_tensors(lambda x: x.to(place), value)
 
 def _place_of_counter(group, p): # None: wherever it is
     "Where `step` belongs by the settings of its group"

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/inspection/99i_check_batches.ipynb #0465e096
-import math
+import inspect, math, re
 
 import torch
 
@@ -24,7 +24,7 @@ _SPREAD = ('Tensors of shape {a} and {b} were put together ({place}), which give
            'every row with every other. Let both have one shape, by `squeeze(1)` or `[:, None]`.')
 
 _TURNED = ('The mask of padding leaves only places that hold {number} ({place}) and shuts out all others, so '
-           'the model looks at padding alone. In PyTorch `True` means to shut out: turn it round, by `~mask`.')
+           'the model looks at padding alone. In PyTorch `True` means to shut out: turn it round by `~mask`.')
 
 def masks_turned_round(seen):
     "Masks of attention that shut out what is meant"
@@ -109,14 +109,15 @@ def losses_that_are_none(seen):
 
 def repeated_numbers(seen):
     "Training batches that begin with the same random numbers"
-    drawn = [batch for batch in seen.batches if batch.where[1] and batch.drew]
+    drawn = [o for o in seen.batches if o.where[1] and o.drew and o.begin is not None]
     later = [(drawn[0], batch) for batch in drawn if batch.where[0] > drawn[0].where[0]]
     for a,b in [*zip(drawn, drawn[1:]), *later]:
         if same_random_state(a.begin, b.begin):
             return [Finding('seeded_again', _SEEDED.format(first=when(a.where), second=when(b.where)))]
     for i,(a,b) in enumerate(zip(seen.behind, seen.behind[1:])): # It will show in the epoch after the next
-        drawn_between = any(batch.where[0] == i+1 for batch in drawn)
-        if drawn_between and same_random_state(a, b):
+        first = next((batch for batch in drawn if batch.where[0] == i+1), None)
+        goes_on = first is not None and same_random_state(a, first.start) # Nobody sets others in between
+        if goes_on and same_random_state(a, b):
             return [Finding('seeded_again', _SEEDED_THERE.format(a=i, b=i+1))]
     return []
 
@@ -216,8 +217,14 @@ def rates_of_some(seen):
         told = {name: ', '.join(map(str, o)) for name,o in dict(moved=sorted(moved), others=others).items()}
         rates = ', '.join(f'{rates[i]:g}' for i in others)
         text = _SOME.format(who=next(iter(who)), opt=opt, rates=rates, **told)
-        found.append(Finding('some_rates', text, callbacks_in(seen, next(iter(who)))))
+        callbacks = callbacks_in(seen, next(iter(who)))
+        if any(map(_names_first, callbacks)): found.append(Finding('some_rates', text, callbacks))
     return found
+
+def _names_first(callback):
+    "Whether the source of a callback speaks of the first group"
+    try: return re.search(r'param_groups\[0?(:1)?\]', inspect.getsource(type(callback))) is not None
+    except (OSError, TypeError): return False
 
 # %% ../../nbs/inspection/99i_check_batches.ipynb #055d8850
 RUN_RULES = { # By the name of what each finds

@@ -100,6 +100,7 @@ _LOST = ('The gradients that {by} computed in {when} were cleared before a step 
 
 def lost_gradients(seen):
     "Training batches of which no gradient came to a step"
+    if seen.has_foreign: return [] # An optimizer of another make does not tell of its steps
     of_batch = {}
     for one in seen.gradients.passes: of_batch.setdefault(one.where, []).append(one)
     for where,passes in of_batch.items():

@@ -17,6 +17,7 @@ from ..loop.advice import has_own_batch
 from ..loop.events import EVENTS, STEPS, callback_name, handler_of
 from ..loop.handlers import takes_part
 from ..loop.plan_checks import Finding
+from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/14_check_rules.ipynb #da317d47
 _WHOLE = 'before_fit', 'log', 'measured', 'after_fit', 'cleanup_fit'
@@ -126,6 +127,17 @@ def _missing(scene, i, name):
     written = {name for other in scene.entries for name in other.found.writes}
     hint = did_you_mean(name, [*written, *vars(scene.trainer)])
     return Finding('no_provider', _NEVER.format(hint=hint, **told), [entry.callback], spoils=True)
+
+# %% ../../nbs/inspection/14_check_rules.ipynb #be6b448f
+_NO_STEPS = ('No callback does any of the steps {}, so a fit goes through the batches and learns nothing. '
+             'Add one that does, such as `BasicTrainCB()`.')
+
+def idle_loops(scene):
+    "A loop without steps, unless its class goes another way"
+    kind = type(scene.trainer)
+    own = any(getattr(kind, o) is not getattr(Trainer, o) for o in ('fit', 'one_epoch', '_one_epoch'))
+    idle = not own and not has_own_batch(scene.trainer) and all(o.event not in STEPS for o in scene.training)
+    return [Finding('no_provider', _NO_STEPS.format(', '.join(f'`{o}`' for o in STEPS)))] if idle else []
 
 # %% ../../nbs/inspection/14_check_rules.ipynb #7a0d3f2e
 _TWO_STEPS = ('{first} and {second} both call `step` of `trainer.{opt}` in every batch, so the weights '

@@ -164,35 +164,48 @@ def two_permutations(scene):
     for entry in scene.batch:
         tree,trainer = method_of(entry)
         if tree is None or 'batch' not in entry.found.reads: continue
-        mine = seen.setdefault(id(entry.callback), {})
-        for part,(draws, node) in _shuffled(tree, trainer).items():
-            mine.setdefault(part, (set(), node))[0].update(draws)
-            apart = [name for name,(others, _) in mine.items() if name != part and not others & mine[part][0]]
-            if not apart: continue
+        before,mine = seen.setdefault(id(entry.callback), {}),_shuffled(tree, trainer, scene.trainer.dls)
+        node = _apart(mine, mine) or _apart(mine, before)
+        if node is not None:
             text = _PERMUTED.format(who=said(entry), line=line_in(entry, node))
-            found.append(Finding('two_permutations', text, [entry.callback], spoils=True))
-            break
+            alone = _apart(mine, mine) is not None # What another method draws might have another purpose
+            found.append(Finding('two_permutations', text, [entry.callback], spoils=alone))
+        before.update(mine)
     return found
+
+def _apart(mine, others):
+    "Where a target is shuffled by other draws than an input, or the other way round"
+    for (_, is_input),(draws, node) in mine.items():
+        other = [theirs for (_, kind),(theirs, _) in others.items() if kind != is_input]
+        if any(not draws & theirs for theirs in other): return node
 
 def _is_draw(node): return isinstance(node, ast.Call) and ast.unparse(node.func).endswith('randperm')
 
-def _shuffled(tree, trainer):
-    "For each part of the batch that is shuffled, the draws it is shuffled by, and where"
-    names = {}
-    for node in [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]:
-        draw = next(filter(_is_draw, ast.walk(node.value)), None)
-        names |= {ast.unparse(target): id(draw) for target in node.targets if draw is not None}
-    found,parts = {},_parts_of_batch(tree, trainer)
+def _shuffled(tree, trainer, dls):
+    "By part of the batch, and whether that is an input: the draws it is shuffled by, and where"
+    found,parts = {},_parts_of_batch(tree, trainer, dls)
+    drawn = [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and any(map(_is_draw, ast.walk(o.value)))]
     for node in [o for o in ast.walk(tree) if isinstance(o, ast.Subscript)]:
-        draw = id(node.slice) if _is_draw(node.slice) else names.get(ast.unparse(node.slice))
-        part = ast.unparse(node.value)
-        if draw is not None and part in parts: found.setdefault(part, (set(), node))[0].add(draw)
+        part,draw = ast.unparse(node.value),_draw_of(node, drawn)
+        if draw and part in parts: found.setdefault((part, parts[part]), (set(), node))[0].add(draw)
     return found
 
-def _parts_of_batch(tree, trainer):
-    "Names for the parts of the batch"
-    names = {f'{trainer}.batch[{i}]' for i in range(3)}
+def _draw_of(node, drawn):
+    "Which draw an index is: the line of a local name, or the attribute it is kept in; None if it is none"
+    if _is_draw(node.slice): return node.lineno,node.col_offset
+    name = ast.unparse(node.slice)
+    lines = [o.lineno for o in drawn if name in map(ast.unparse, o.targets) and o.lineno <= node.lineno]
+    return name if lines and '.' in name else max(lines, default=None)
+
+def _parts_of_batch(tree, trainer, dls):
+    "Names for the parts of the batch, and whether each is an input"
+    n_inp = getattr(dls, 'n_inp', None) or 1
+    parts = {f'{trainer}.batch[{i}]': i < n_inp for i in range(3)}
     for node in [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]:
-        if ast.unparse(node.value) in (f'{trainer}.batch', f'{trainer}.split({trainer}.batch)'):
-            names |= {o.id for o in ast.walk(node.targets[0]) if isinstance(o, ast.Name)}
-    return names
+        value,target = ast.unparse(node.value),node.targets[0]
+        is_split = value == f'{trainer}.split({trainer}.batch)'
+        if not (is_split or value == f'{trainer}.batch') or not isinstance(target, ast.Tuple): continue
+        for i,part in enumerate(target.elts):
+            names = [o.id for o in ast.walk(part) if isinstance(o, ast.Name)]
+            parts |= {name: i < (1 if is_split else n_inp) for name in names}
+    return parts

@@ -23,7 +23,7 @@ from ..loop.trainer import Trainer
 # %% ../../nbs/inspection/16_checks.ipynb #d64802b3
 RULES = { # By the name of what each finds
     'read_before_written': check_rules.missing_attributes,
-    'no_provider': None, # Found together with it
+    'no_provider': check_rules.idle_loops, # And by the rule before
     'double_step': check_rules.double_steps,
     'clip_before_unscale': check_rules.clipped_before_unscaling,
     'clip_every_micro_batch': check_rules.clipped_in_parts,

@@ -70,6 +70,7 @@ class Batch:
         self.share = None # Of rows whose class was right
         self.drew = False # Were random numbers drawn in it?
         self.begin = None # The random numbers when the model was called
+        self.start = random_state() # Those when the batch had come
         self.modes = {} # By name of a layer with another mode for training, whether it is in that
         self.measuring = [] # Names of frozen layers that measure the batch
 
@@ -96,6 +97,7 @@ class SeenRun:
         self.rows = [] # Of the history
         self.written = {} # By column, which callback writes it
         self.optimizers = {} # By name
+        self.has_foreign = False # Is there one that is none of PyTorch's?
         self.parameters = {} # By name
         self.callbacks = [] # Who took part
         self.last_by = {} # By name of a layer, who has last set its mode
@@ -121,7 +123,7 @@ class SeenRun:
         finally: who = self.at_work.pop()
         for name in _columns(trainer) - columns: self.written.setdefault(name, call.callback)
         self.last_by |= {k: who for k,mode in modes_of(trainer.model).items() if modes.get(k) is not mode}
-        self._note_rates(rates, _rates(trainer), who)
+        if call.event != 'before_fit': self._note_rates(rates, _rates(trainer), who) # What begins so is meant
         if call.event == 'get_loss': self._note_loss(trainer)
         if call.event in ('get_loss', 'after_get_loss'): self._note_terms(trainer)
         self._note_data(trainer, who)
@@ -155,7 +157,7 @@ class SeenRun:
 
     def _batch_ends(self, trainer):
         batch = self.batches[-1]
-        if batch.begin is not None: batch.drew = not same_random_state(batch.begin, random_state())
+        batch.drew = not same_random_state(batch.start, random_state())
         if batch.loss is None: self._note_loss(trainer)
         self.operations.sums.clear() # They hold the graph of the batch
         self.note_owners()
@@ -167,6 +169,8 @@ class SeenRun:
     def note_owners(self):
         "Who holds what by now"
         self.optimizers |= optimizers_of(self.trainer)
+        steppers = [o for o in vars(self.trainer).values() if hasattr(o, 'param_groups')]
+        self.has_foreign |= not all(isinstance(o, torch.optim.Optimizer) for o in steppers)
         self.parameters |= parameters_of(self.trainer)
 
     def _note_terms(self, trainer):
@@ -221,9 +225,13 @@ def is_frozen_norm(m):
     return bool(weights) and not any(p.requires_grad for p in weights)
 
 def _rates(trainer):
-    "The learning rates of each optimizer, as numbers"
+    "The learning rates of each optimizer, by group; 0 where nothing is to learn, or where there is none"
     opts = {name: o for name,o in vars(trainer).items() if isinstance(o, torch.optim.Optimizer)}
-    return {name: [float(group['lr']) for group in opt.param_groups] for name,opt in opts.items()}
+    return {name: list(map(_rate, opt.param_groups)) for name,opt in opts.items()}
+
+def _rate(group):
+    rate,learns = group.get('lr'),any(p.requires_grad for p in group['params'])
+    return float(rate) if learns and isinstance(rate, (int, float, torch.Tensor)) else 0.
 
 def _columns(trainer):
     "Names in the newest row of the history"

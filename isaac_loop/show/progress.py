@@ -39,7 +39,7 @@ class _PlainBar(tqdm):
     "A bar that prints a line now and then"
     def __init__(self, *args, panel=None, mininterval=0, **kwargs):
         seconds = max(10, mininterval)
-        layout = dict(mininterval=seconds, delay=seconds,
+        layout = dict(mininterval=seconds, delay=seconds, maxinterval=2*seconds, # tqdm's own watch
                       bar_format='{desc}: {n_fmt}/{total_fmt} batches, {elapsed}')
         super().__init__(*args, file=io.StringIO(), **kwargs | layout)
 
@@ -136,6 +136,8 @@ class _AboveBars:
         if sys.stdout is self.lines: sys.stdout = self.lines.file
 
 # %% ../../nbs/show/10_progress.ipynb #323e11e5
+_NO_SECONDS = '`seconds` is {!r}, and redraws are so far apart. Use 0 or more, such as 0.25.'
+
 @old_words
 class ProgressCB:
     "Show bars over epochs and batches, and a table with a row for each epoch"
@@ -149,6 +151,8 @@ class ProgressCB:
         seconds:float=0.25, # Least time between two redraws; between plain lines it is at least 10
     ):
         check_choice(place, 'place', ('notebook', 'terminal', 'plain'), none='to find out')
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not (is_number and seconds >= 0): raise ValueError(_NO_SECONDS.format(seconds))
         self.place,self.seconds = place,seconds
         self._forget()
 

@@ -1,5 +1,7 @@
 "A compiled model is the same model: its weights, its names, its callbacks, and nothing is left after the fit"
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn, optim
@@ -10,8 +12,9 @@ from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.device.compilation import CompileCB
-from isaac_loop.loop.events import CancelFitException
-from isaac_loop.loop.trainer import Trainer
+from isaac_loop.device.device import place_state
+from isaac_loop.loop.events import CancelBatchException, CancelFitException
+from isaac_loop.loop.trainer import Trainer, with_cbs
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.averaging import EMACB
@@ -170,3 +173,69 @@ def test_however_a_fit_ends_nothing_stays_compiled(error):
 def test_an_optimizer_without_a_fused_step_is_refused():
     with pytest.raises(TypeError, match="has none"):
         made(CompileCB(model=False, loss=False, fused=True), opt_func=optim.Rprop).fit(1)
+
+
+class OwnBatch(Trainer):
+    "Two micro-batches of its own, with one step"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        for part in (slice(0, None, 2), slice(1, None, 2)):
+            self.preds = self.model(x[part])
+            self.loss = self.loss_func(self.preds, y[part]) / 2
+            if self.training:
+                self.loss.backward()
+        if self.training:
+            self.opt.step()
+            self.opt.zero_grad()
+
+
+def test_gradients_of_a_batch_of_ones_own_stay_when_a_captured_model_is_called_again():
+    torch._dynamo.reset()
+    data = [(torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))) for _ in range(3)]
+
+    def trained(*callbacks):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+        trainer = OwnBatch(DataLoaders(data), F.cross_entropy, optim.SGD, model, list(callbacks))
+        trainer.fit(2, lr=0.1, valid=False)
+        return trainer.model.state_dict()
+
+    plain, other = trained(), trained(captured())
+    for name, value in plain.items():
+        assert torch.allclose(value, other[name], atol=1e-5), name
+
+
+def test_channels_are_put_back_though_nothing_was_compiled():
+    trainer = made(CompileCB(model=False, loss=False, channels_last=True))
+    trainer.fit(1, lr=0.05)
+    weight = trainer.model[0].weight
+    assert weight.is_contiguous() and not trainer.CompileCB._moved
+
+
+def test_a_fused_step_without_an_optimizer_is_told():
+    class Other:
+        def __init__(self, params, lr):
+            self.param_groups = [dict(params=list(params), lr=lr)]
+
+        def step(self):
+            pass
+
+        def zero_grad(self):
+            pass
+
+    with pytest.warns(UserWarning, match="no optimizer of PyTorch"):
+        made(CompileCB(model=False, loss=False, fused=True), opt_func=Other).fit(1, lr=0.05)
+
+
+def test_a_state_in_lists_and_one_of_another_make_follow_the_weights():
+    weight = torch.zeros(3, device="meta")
+    state = dict(step=torch.tensor(1.0), al=[torch.zeros(2), None], n=3, deep={"a": (torch.zeros(1),)})
+    opt = SimpleNamespace(state={weight: state}, param_groups=[dict(params=[weight])])
+    place_state(opt)
+    held = opt.state[weight]
+    assert held["al"][0].is_meta and held["deep"]["a"][0].is_meta and held["al"][1] is None
+    assert held["n"] == 3 and held["step"].device.type == "cpu", "it knows neither setting"
+    for odd in (None, [], {weight: torch.zeros(1)}, {weight: None}):
+        place_state(SimpleNamespace(state=odd, param_groups=[dict(params=[weight]), {}]))

@@ -547,12 +547,16 @@ def body_and_head(params, lr, rates=(1, 1)):
 
 
 def warming_up(rates=(1, 1), n=1):
-    class Rate:
+    class First:
         def before_step(self, trainer):
-            for group in trainer.opt.param_groups[:n]:
+            trainer.opt.param_groups[0]["lr"] = 0.1 * (trainer.n_updates + 1) / 100
+
+    class All:
+        def before_step(self, trainer):
+            for group in trainer.opt.param_groups:
                 group["lr"] = 0.1 * (trainer.n_updates + 1) / 100
 
-    return trainer_with(Rate(), opt_func=lambda params, lr: body_and_head(params, lr, rates))
+    return trainer_with(First() if n == 1 else All(), opt_func=lambda params, lr: body_and_head(params, lr, rates))
 
 
 @planted("some_rates")
@@ -577,6 +581,141 @@ def all_rates():
 @right
 def a_group_that_is_not_to_learn():
     return warming_up(rates=(1, 0))
+
+
+@right
+def the_rate_of_the_body_set_once():
+    class Rate:
+        def before_fit(self, trainer):
+            trainer.opt.param_groups[0]["lr"] = trainer.lr / 10
+
+    return trainer_with(Rate(), opt_func=body_and_head)
+
+
+@planted("some_rates")
+def all_set_at_first_and_one_scheduled():
+    class Rate:
+        def before_fit(self, trainer):
+            for group in trainer.opt.param_groups:
+                group["lr"] = trainer.lr / 10
+
+        def before_step(self, trainer):
+            trainer.opt.param_groups[0]["lr"] *= 0.9
+
+    return trainer_with(Rate(), opt_func=body_and_head)
+
+
+@right
+def the_head_warms_up_alone():
+    class Rate:
+        def before_step(self, trainer):
+            trainer.opt.param_groups[-1]["lr"] = 0.1 * (trainer.n_updates + 1) / 100
+
+    return trainer_with(Rate(), opt_func=body_and_head)
+
+
+@right
+def a_frozen_group():
+    trainer = warming_up()
+    trainer.model[-1].requires_grad_(False)
+    trainer.opt_func = lambda params, lr: optim.SGD(
+        [
+            dict(params=list(trainer.model[:-1].parameters())),
+            dict(params=list(trainer.model[-1].parameters())),
+        ],
+        lr,
+    )
+    return trainer
+
+
+@right
+def a_rate_for_each_group_by_a_schedule():
+    class Rate:
+        def before_fit(self, trainer):
+            factors = [lambda n: 0.9**n, lambda n: 1.0]
+            self.schedule = optim.lr_scheduler.LambdaLR(trainer.opt, factors)
+
+        def after_step(self, trainer):
+            self.schedule.step()
+
+    return trainer_with(Rate(), opt_func=body_and_head)
+
+
+class NoRate(optim.Optimizer):
+    "Without a rate, as some that adapt have none"
+
+    def __init__(self, params, lr=None):
+        super().__init__(params, dict(lr=None))
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.01)
+
+
+@right
+def no_rate():
+    return trainer_with(opt_func=NoRate)
+
+
+class OfAnotherMake:
+    "Has groups, and is no optimizer of PyTorch"
+
+    def __init__(self, params, lr):
+        self.param_groups = [dict(params=list(params), lr=lr)]
+
+    def step(self):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=0.01)
+
+    def zero_grad(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+
+@right
+def an_optimizer_of_another_make():
+    return trainer_with(opt_func=OfAnotherMake)
+
+
+@right
+def training_that_seeds_itself():
+    class Seeds:
+        def before_epoch(self, trainer):
+            torch.manual_seed(100 + trainer.epoch if trainer.training else 0)
+
+    return trainer_with(Seeds())
+
+
+@right
+def a_seed_that_is_put_back_in_the_next_epoch():
+    class Restores(Dropped):
+        state = None
+
+        def __init__(self):
+            super().__init__(lambda cb: torch.manual_seed(0))
+
+        def before_epoch(self, trainer):
+            if trainer.training and self.state is not None:
+                torch.set_rng_state(self.state)
+            self.state = torch.get_rng_state()
+            super().before_epoch(trainer)
+
+    return trainer_with(Restores())
+
+
+@planted("seeded_again")
+def a_seed_for_validation_and_augmented_batches():
+    class Augments:
+        on_valid = False
+
+        def before_batch(self, trainer):
+            x, y = trainer.batch
+            trainer.batch = x + torch.randn_like(x), y
+
+    return trainer_with(Augments(), Dropped(lambda cb: torch.manual_seed(0)), model=nn.Linear(6, 3))
 
 
 @right

@@ -324,6 +324,38 @@ class MixesTogether(MixesApart):
         trainer.loss = 0.7 * f(trainer.preds, y) + 0.3 * f(trainer.preds, y[self.mixed])
 
 
+@planted("two_permutations")
+class MixesApartByOneName(MixesApart):
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        order = torch.randperm(len(x))
+        x = x[order]
+        order = torch.randperm(len(y))
+        trainer.batch = x, y[order]
+
+
+@right
+class MixesTwoInputs(MixesApart):
+    def before_batch(self, trainer):
+        (x,), (y,) = trainer.split(trainer.batch)
+        one = torch.randperm(len(x))
+        two = torch.randperm(len(x))
+        trainer.batch = x + x[one] + x[two], y
+
+
+@right
+class MixesByWhatItKeeps(MixesTogether):
+    def before_epoch(self, trainer):
+        self.mixed = torch.randperm(1)
+
+    def after_get_loss(self, trainer):
+        _, (y,) = trainer.split(trainer.batch)
+        if len(self.mixed) != len(y):
+            self.mixed = torch.randperm(len(y))
+        f = trainer.loss_func
+        trainer.loss = 0.7 * f(trainer.preds, y) + 0.3 * f(trainer.preds, y[self.mixed])
+
+
 @right
 class MixesThree(MixesApart):
     def before_batch(self, trainer):

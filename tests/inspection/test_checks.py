@@ -873,3 +873,12 @@ def test_gathering_by_cancelled_batches_beside_mixed_precision_is_no_fault_here(
         assert trainer.n_updates == 2
         weights.append(trainer.model[1].weight.detach())
     assert torch.allclose(*weights, atol=0.02)
+
+
+def test_a_loop_without_steps_is_told():
+    dls = DataLoaders([(torch.randn(4, 2), torch.randn(4, 1))])
+    trainer = Trainer(dls, F.mse_loss, torch.optim.SGD, torch.nn.Linear(2, 1), MetricsCB(show=False))
+    with pytest.warns(UserWarning, match="No callback does any of the steps(.|\n)*learns nothing"):
+        assert "no_provider" in [o.name for o in trainer.check()]
+    trainer.add_callbacks(BasicTrainCB())
+    assert trainer.check() == []

@@ -231,6 +231,12 @@ def test_lines_in_a_pipe_come_every_ten_seconds_or_less_often(seconds, between):
     assert bar.mininterval == bar.delay == between
 
 
+@pytest.mark.parametrize("seconds", [None, "x", -1, float("nan"), True])
+def test_seconds_that_are_none_are_refused_at_once(seconds):
+    with pytest.raises(ValueError, match=f"`seconds` is {seconds!r}(.|\n)*Use 0 or more"):
+        ProgressCB("plain", seconds=seconds)
+
+
 def test_without_rows_there_is_no_table(capfd):
     make_trainer([ProgressCB("plain")]).fit(2)
     assert capfd.readouterr() == ("", "")
