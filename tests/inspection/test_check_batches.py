@@ -556,7 +556,9 @@ def warming_up(rates=(1, 1), n=1):
             for group in trainer.opt.param_groups:
                 group["lr"] = 0.1 * (trainer.n_updates + 1) / 100
 
-    return trainer_with(First() if n == 1 else All(), opt_func=lambda params, lr: body_and_head(params, lr, rates))
+    return trainer_with(
+        First() if n == 1 else All(), opt_func=lambda params, lr: body_and_head(params, lr, rates)
+    )
 
 
 @planted("some_rates")
