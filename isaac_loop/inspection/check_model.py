@@ -41,7 +41,7 @@ def ends_with(module, what):
     if isinstance(module, nn.Sequential): return len(module) > 0 and ends_with(module[-1], what)
     if isinstance(module, torch.jit.ScriptModule): return False # It has no source
     forward = type(module).forward
-    if forward.__module__.startswith('torch.'): return False
+    if (forward.__module__ or '').startswith('torch.'): return False
     tree = function_node(forward)
     values = [o.value for o in ast.walk(tree) if isinstance(o, ast.Return)] if tree is not None else []
     return bool(values) and all(_gives(value, tree, module, what) for value in values)

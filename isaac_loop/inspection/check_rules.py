@@ -56,17 +56,21 @@ def taken_from(entry, deed):
     "The names in the deeds of one kind, such as 'schedules self.rates'"
     return [found.partition(' ')[2] for found in entry.found.does if found.startswith(f'{deed} ')]
 
+def package_of(x):
+    "Where a function or a class comes from; empty if that was made by `exec`"
+    return (getattr(x, '__module__', None) or '').partition('.')[0]
+
 def users_own(entry):
     "Whether a callback comes from outside of this library"
-    kind = getattr(entry.callback, '__module__', None) or type(entry.callback).__module__
-    return entry.callback is not None and kind.partition('.')[0] != 'isaac_loop'
+    kind = package_of(entry.callback) or package_of(type(entry.callback))
+    return entry.callback is not None and kind != 'isaac_loop'
 
 def method_of(
     entry, # At an event
 )->tuple: # A `FunctionDef` and what it calls the trainer; None and an empty text where there is no source
     "The syntax tree of a user's own method"
     f = function_of(handler_of(entry.callback, entry.event))[0] if users_own(entry) else None
-    if f is None or f.__module__.partition('.')[0] == 'isaac_loop': return None,'' # It is inherited
+    if f is None or package_of(f) == 'isaac_loop': return None,'' # It is inherited
     node = function_node(f)
     if not isinstance(node, ast.FunctionDef) or not node.args.args: return None,''
     return node,node.args.args[-1].arg

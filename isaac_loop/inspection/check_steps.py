@@ -12,7 +12,7 @@ from types import FunctionType
 from torch.optim import Optimizer
 
 from .check_cancels import _helpers, cancels_in
-from .check_rules import method_of, said, taken_from, users_own
+from .check_rules import method_of, package_of, said, taken_from, users_own
 from .check_updates import cleared_too_early
 from .method_source import function_node, function_of
 from ..loop.advice import has_own_batch
@@ -34,7 +34,7 @@ def own_method(
     "The syntax tree of a user's method, which may be one of a trainer's class"
     if not isinstance(entry.callback, TrainersOwn): return method_of(entry)
     f = function_of(handler_of(entry.callback, entry.event))[0]
-    if f is None or f.__module__.partition('.')[0] == 'isaac_loop': return None,''
+    if f is None or package_of(f) == 'isaac_loop': return None,''
     node = function_node(f)
     if not isinstance(node, ast.FunctionDef) or not node.args.args: return None,''
     return node,node.args.args[0].arg
@@ -51,7 +51,7 @@ def optimizers(
         found |= {f'{own}.{name}': '' for name,o in held if isinstance(o, Optimizer)}
         methods = [f for cls in type(holder).__mro__ for f in vars(cls).values()]
         methods = [o for o in methods if isinstance(o, FunctionType)]
-        for f in [o for o in methods if o.__module__.partition('.')[0] not in ('isaac_loop', 'torch')]:
+        for f in [o for o in methods if package_of(o) not in ('isaac_loop', 'torch')]:
             for name,made in _made_in(inspect.unwrap(f), own): found[name] = found.get(name) or made
     return found
 
@@ -324,7 +324,7 @@ def _ends_early(node): return any(isinstance(o, (ast.Return, ast.Raise)) for o i
 
 def _loss_tree(trainer):
     f = inspect.unwrap(trainer.loss_func) if callable(trainer.loss_func) else None
-    is_own = isinstance(f, FunctionType) and f.__module__.partition('.')[0] not in ('torch', 'isaac_loop')
+    is_own = isinstance(f, FunctionType) and package_of(f) not in ('torch', 'isaac_loop')
     return function_node(f) if is_own else None
 
 _FACTORS = {'div', 'div_', 'mul', 'mul_', 'scale', 'unscale_', 'lerp_', 'sum', '_foreach_mul_',

@@ -124,7 +124,7 @@ class InlineMethods(InlineStatements):
         found = next((vars(o)[name] for o in base.__mro__ if name in vars(o)), None)
         if found is None: return None
         f = plain_function(found)
-        if f.__module__.startswith(_OURS): return self.w.built_in(self.method.owner, name)
+        if (f.__module__ or '').startswith(_OURS): return self.w.built_in(self.method.owner, name)
         return statements_of(self.w, Method(f, self.method.owner), self.expand)
 
     def inlined_call(self, call):

@@ -882,3 +882,13 @@ def test_a_loop_without_steps_is_told():
         assert "no_provider" in [o.name for o in trainer.check()]
     trainer.add_callbacks(BasicTrainCB())
     assert trainer.check() == []
+
+
+def test_a_class_that_was_made_by_exec_has_no_module_and_is_checked_as_far_as_it_goes():
+    space = {}
+    exec("class FirstCB:\n    def before_fit(self, trainer): self.n = trainer.nothing\n", space)
+    dls = DataLoaders([(torch.randn(4, 2), torch.randn(4, 1))])
+    net = torch.nn.Linear(2, 1)
+    trainer = Trainer(dls, F.mse_loss, torch.optim.SGD, net, [BasicTrainCB(), space["FirstCB"]()])
+    assert trainer.check() == []
+    assert str(trainer.map()) and trainer.to_script(partial=True).not_written

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import linecache
 import re
 
 from isaac_loop.inspection.map_diagram import diagram
@@ -20,12 +21,14 @@ def without_times(text):
 def test_code_blocks_run_and_print_what_the_readme_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # One of them keeps checkpoints
     blocks = re.findall(r"```(python|text)\n(.*?)```", README, flags=re.S)
-    assert [kind for kind, _ in blocks] == ["python", "text", "python", "python", "python", "python"]
-    namespace, printed, stops = {}, [], []
+    assert [kind for kind, _ in blocks] == ["python", "text", *["python"] * 4, "text", "python"]
+    namespace, printed, stops = {"__name__": "readme"}, [], []
     for kind, block in blocks:
         if kind == "text":
             assert without_times(printed[-1]) == without_times(block)
             continue
+        # So that the source of its classes can be read
+        linecache.cache["README.md"] = len(block), None, block.splitlines(keepends=True), "README.md"
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(compile(block, "README.md", "exec"), namespace)
@@ -34,7 +37,7 @@ def test_code_blocks_run_and_print_what_the_readme_says(tmp_path, monkeypatch):
             picture = diagram(namespace["trainer"].map().entries, "loss", alone=True)
             assert PICTURE.read_text().strip() == picture, "draw it anew by tools/draw_loop.py"
         stops.append(namespace["trainer"].stop_reason)
-    assert stops[:2] == [None, "good enough"] and stops[3:] == [None, None]
+    assert stops[:2] == [None, "good enough"] and stops[3:] == [None, None, None]
     assert stops[2].startswith("`valid_loss`")  # Long before the fifty epochs are over
     assert namespace["trainer"].history.latest("accuracy") > 0.8 and (tmp_path / "runs/digits").exists()
 
