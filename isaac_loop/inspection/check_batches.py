@@ -16,6 +16,8 @@ from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
 from .check_gradients import still_weights, terms_without_gradient
 from .check_gradients import weights_without_gradient, when
 from ..loop.events import callback_name
+from ..metrics.any_metric import MeanOf
+from ..metrics.metrics import MetricsCB
 from ..loop.plan_checks import Finding
 from ..state.random_numbers import same_random_state
 
@@ -30,6 +32,14 @@ def masks_turned_round(seen):
     "Masks of attention that shut out what is meant"
     return [Finding('mask_turned', _TURNED.format(number=number, place=place), spoils=True)
             for place,number in seen.operations.turned.items()]
+
+_VIEWED = ('A view ({place}) gives numbers of shape {a} the shape {b}: the same dimensions in another order. '
+           'No number moves, so each comes to a wrong place. Use `transpose` or `permute`.')
+
+def views_for_transposes(seen):
+    "Dimensions that were renamed and not exchanged"
+    return [Finding('view_for_transpose', _VIEWED.format(place=place, a=a, b=b), spoils=True)
+            for place,(a,b) in seen.operations.exchanged.items()]
 
 def spread_rows(seen):
     "Rows that were put together with all others"
@@ -186,6 +196,33 @@ def _wrong_column(seen, row, name):
                           rows=sum(n for _,n in now), true=_mean(now))
     return Finding('wrong_column', text, [seen.written[name]] if name in seen.written else [])
 
+# %% ../../nbs/inspection/99i_check_batches.ipynb #8d288aa9
+_OF_BATCHES = ('`{name}` of `{who}` is averaged over batches, which gives {mean:.4g} for two of them, and of '
+               'all their rows together it is {joined:.4g}: it is no mean over examples. Use a metric that '
+               'gathers, as those of torcheval do, or `ReportCB`, which scores all predictions at once.')
+
+def means_of_functions(seen):
+    "Functions among the metrics that are no mean over examples"
+    if len(seen.measured) < 2: return
+    for cb in [o for o in seen.callbacks if isinstance(o, MetricsCB)]:
+        for name,m in cb.metrics.items():
+            found = _two_ways(m.f, *seen.measured) if isinstance(m, MeanOf) else None
+            if found is None or abs(found[0]-found[1]) <= 0.005*max(map(abs, found)): continue
+            text = _OF_BATCHES.format(name=name, who=callback_name(cb), mean=found[0], joined=found[1])
+            yield Finding('mean_of_means', text, [cb])
+
+def _two_ways(f, a, b):
+    "What a function says of two batches, as a mean, and of their rows together; None if it cannot tell"
+    try:
+        joined = f(*(torch.cat(pair) for pair in zip(a, b)))
+        x,y,joined = (float(o) if _is_number(o) else None for o in (f(*a), f(*b), joined))
+    except Exception: return None
+    n,m = len(a[0]),len(b[0])
+    values = None if None in (x, y, joined) else ((x*n + y*m)/(n+m), joined)
+    return values if values and all(map(math.isfinite, values)) else None
+
+def _is_number(x): return isinstance(x, (int, float)) or isinstance(x, torch.Tensor) and x.numel() == 1
+
 # %% ../../nbs/inspection/99i_check_batches.ipynb #f4a023d8
 _GRAPH = ('`{who}.{name}` holds more tensors with a graph after each batch ({counts}), so the memory of '
           'every batch is kept. Hold `.detach()` of them.')
@@ -249,6 +286,8 @@ RUN_RULES = { # By the name of what each finds
     'some_rates': rates_of_some,
     'mask_turned': masks_turned_round,
     'shared_rows': shared_rows,
+    'view_for_transpose': views_for_transposes,
+    'mean_of_means': means_of_functions,
     'random_validation': random_rows,
 }
 

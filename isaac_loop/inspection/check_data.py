@@ -6,10 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/inspection/99h_check_data.ipynb #d03353c8
+import math
 from contextlib import suppress
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from .waits import tensors_in
 from ..loop.plan_checks import Finding
@@ -17,40 +18,55 @@ from ..state.random_numbers import undrawn
 
 # %% ../../nbs/inspection/99h_check_data.ipynb #50dfd48c
 _SHARED = ('{n} of the {rows} rows of `dls.valid` are among those of `dls.train` as well, so the numbers of '
-           'validation say how well rows are remembered. {mend}')
-_SPLIT = 'Split so that each row is on one side.'
-_COPIES = 'Split first, and repeat rows for training afterwards.'
-_MOST,_NUMBERS,_SHARE = 50_000,8,0.02 # Rows to compare; numbers in a row at least; of the rows to be told
+           'validation say how well rows are remembered. Split first, so that each row is on one side, and '
+           'repeat rows for training afterwards.')
+_MOST,_BITS,_SHARE = 50_000,40,0.02 # Rows to compare; what a row tells, at least; share of rows to be told
 
 def shared_rows(seen):
     "Rows of validation that are rows of training"
-    train,valid = (_dataset(seen, name) for name in ('train', 'valid'))
-    if train is valid or not (isinstance(train, Subset) or isinstance(valid, Subset)): return []
-    (base,mine),(other,theirs) = map(_rows_of, (train, valid))
-    if base is not other: return []
-    both,mend = len(set(mine) & set(theirs)),_SPLIT
-    if not both: both,mend = _copies(base, mine, theirs),_COPIES
+    sides = [_dataset(seen, name) for name in ('train', 'valid')]
+    if sides[0] is sides[1] or not all(map(_has_rows, sides)): return []
+    mine,theirs = map(_rows_of, sides)
+    seen_before = {*mine}
+    both = sum(row in seen_before for row in theirs) if seen_before != {*theirs} else 0
+    if not both: both = _copies(mine, theirs)
     if both <= _SHARE*len(theirs): return []
-    return [Finding('shared_rows', _SHARED.format(n=both, rows=len(theirs), mend=mend))]
+    return [Finding('shared_rows', _SHARED.format(n=both, rows=len(theirs)))]
 
+def _has_rows(dataset): return isinstance(dataset, Dataset) and hasattr(dataset, '__len__')
 def _dataset(seen, name): return getattr(getattr(seen.trainer.dls, name, None), 'dataset', None)
 
 def _rows_of(dataset):
-    "The dataset below all subsets, and which of its rows these are"
-    rows = None
-    while isinstance(dataset, Subset):
-        here = list(map(int, dataset.indices))
-        rows = here if rows is None else [here[i] for i in rows]
-        dataset = dataset.dataset
-    return dataset,list(range(len(dataset))) if rows is None else rows
+    "Which rows of which dataset these are, below all subsets"
+    if isinstance(dataset, ConcatDataset): return [row for part in dataset.datasets for row in _rows_of(part)]
+    if not isinstance(dataset, Subset): return [_Row(dataset, i) for i in range(len(dataset))]
+    below = _rows_of(dataset.dataset)
+    return [below[int(i)] for i in dataset.indices]
 
-def _copies(dataset, mine, theirs):
-    "How many rows of one part of a dataset of tensors are copies of rows of the other"
-    if type(dataset) is not TensorDataset or len(dataset) > _MOST: return 0
-    x = dataset.tensors[0].detach().flatten(1) if dataset.tensors[0].ndim > 1 else torch.zeros(0, 0)
-    if not x.is_floating_point() or x.shape[1] < _NUMBERS: return 0
-    kinds = x.unique(dim=0, return_inverse=True)[1]
-    return int(torch.isin(kinds[theirs], kinds[mine]).sum())
+class _Row:
+    "A row of a dataset, which is the same row wherever it stands"
+    __slots__ = 'dataset','number'
+    def __init__(self, dataset, number): self.dataset,self.number = dataset,number
+    def __hash__(self): return hash((id(self.dataset), self.number))
+    def __eq__(self, other): return self.dataset is other.dataset and self.number == other.number
+
+def _copies(mine, theirs):
+    "How many rows of one side are copies of rows of the other, if all lie in tensors"
+    if len(mine)+len(theirs) > _MOST: return 0
+    x,y = _values(mine),_values(theirs)
+    if x is None or y is None or x.shape[1:] != y.shape[1:] or _bits(x) < _BITS: return 0
+    kinds = torch.cat([x, y]).unique(dim=0, return_inverse=True)[1]
+    found = torch.isin(kinds[len(x):], kinds[:len(x)])
+    return 0 if found.all() and len(x) == len(y) else int(found.sum()) # All of them are meant
+
+def _bits(x): return x.shape[1]*math.log2(max(x.unique().numel(), 1))
+
+def _values(rows):
+    "The inputs of rows of tensors, flat; None if they are something else"
+    if any(type(row.dataset) is not TensorDataset for row in rows): return None
+    parts = [row.dataset.tensors[0][row.number] for row in rows]
+    is_known = all(x.is_floating_point() and x.shape == parts[0].shape for x in parts)
+    return torch.stack(parts).flatten(1) if is_known and parts and parts[0].ndim else None
 
 # %% ../../nbs/inspection/99h_check_data.ipynb #c9efb92a
 _RANDOM = ('The same row of `dls.valid` is another one each time that it is read, as with a random '

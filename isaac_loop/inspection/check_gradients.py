@@ -153,7 +153,7 @@ def _without(seen, opt, steps):
     learning = _learning(opt, steps)
     empty = set.intersection(*(step.empty for step in steps))
     none = set.intersection(*(step.none for step in steps)) # A zero may come of a difference, and be right
-    never = [p for p in learning if id(p) in none]
+    never = [p for p in learning if id(p) in none and id(p) not in seen.replaced]
     about = dict(opt=name_of(seen, opt), n=len(steps))
     if learning and all(id(p) in empty for p in learning):
         yield Finding('no_gradient', _NO_GRADIENT.format(**about), spoils=True)

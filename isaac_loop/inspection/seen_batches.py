@@ -95,6 +95,8 @@ class SeenRun:
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
         self.rows = [] # Of the history
+        self.measured = [] # Predictions and targets of two validation batches
+        self.replaced = set() # `id` of parameters of the model that are no longer in it
         self.written = {} # By column, which callback writes it
         self.optimizers = {} # By name
         self.has_foreign = False # Is there one that is none of PyTorch's?
@@ -159,6 +161,10 @@ class SeenRun:
         batch = self.batches[-1]
         batch.drew = not same_random_state(batch.start, random_state())
         if batch.loss is None: self._note_loss(trainer)
+        preds = getattr(trainer, 'preds', None)
+        if not trainer._training and len(self.measured) < 2 and isinstance(preds, torch.Tensor):
+            targets = parts_of(trainer.split, trainer.batch)[1]
+            self.measured.append(map_tensors(lambda x: x.detach().clone(), (preds, *targets)))
         self.operations.sums.clear() # They hold the graph of the batch
         self.note_owners()
         for cb in trainer.callbacks:
@@ -276,6 +282,7 @@ def seen_run(
         with seen.gradients.noting(), seen.operations: trainer.fit(2, lr, **passes)
         seen.reason = trainer.stop_reason
         seen.note_owners()
+        seen.replaced = seen.of_model - set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         seen.callbacks = list(trainer.callbacks)
         seen.rows = [dict(row) for row in trainer.history.rows]
     return seen

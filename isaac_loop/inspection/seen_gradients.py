@@ -35,6 +35,8 @@ def leaves_of(
 _LIBRARIES = [sys.modules[name].__file__ for name in ('torch', 'fastcore', 'isaac_loop')]
 _LIBRARIES = tuple(str(Path(path).parent) for path in _LIBRARIES)
 
+def is_of_library(code): return code.co_filename.startswith(_LIBRARIES)
+
 def users_line(
     last:str='seen_run', # Name of the function that began the run; what has called that is not looked at
 )->str: # Such as 'line 12 of my_loop.py'; empty if there is none
@@ -42,7 +44,7 @@ def users_line(
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != last:
         code = frame.f_code
-        if not code.co_filename.startswith(_LIBRARIES): return place_of(code.co_filename, frame.f_lineno)
+        if not is_of_library(code): return place_of(code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ''
 

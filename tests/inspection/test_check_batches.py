@@ -821,6 +821,143 @@ def few_kinds_of_rows():
     return trainer_with(loaders=split_of(data))
 
 
+def joined(parts):
+    return torch.utils.data.ConcatDataset(parts)
+
+
+@planted("shared_rows")
+def joined_before_the_split():
+    data = rows()
+    return trainer_with(loaders=split_of(joined([data, *[torch.utils.data.Subset(data, range(9))] * 6])))
+
+
+@right
+def joined_behind_the_split():
+    train, valid = torch.utils.data.random_split(rows(), [0.8, 0.2])
+    more = joined([train, *[torch.utils.data.Subset(train, range(5))] * 6])
+    return trainer_with(loaders=DataLoaders(DataLoader(more, 8, shuffle=True), DataLoader(valid, 8)))
+
+
+@planted("shared_rows")
+def arrays_that_overlap():
+    x, y = rows().tensors
+    parts = TensorDataset(x[:32], y[:32]), TensorDataset(x[30:], y[30:])
+    return trainer_with(loaders=DataLoaders(*(DataLoader(o, 8) for o in parts)))
+
+
+@right
+def arrays_cut_in_two():
+    x, y = rows().tensors
+    parts = TensorDataset(x[:32], y[:32]), TensorDataset(x[32:], y[32:])
+    return trainer_with(loaders=DataLoaders(*(DataLoader(o, 8) for o in parts)))
+
+
+# Views
+
+
+class Tagger(nn.Module):
+    "Classes for each of seven places"
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 5)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def tagging(loss_func, places=7):
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(*(torch.randint(0, n, (45, places), generator=generator) for n in (20, 5)))
+    torch.manual_seed(1)
+    return trainer_with(loaders=split_of(data), model=Tagger(), loss_func=loss_func)
+
+
+@planted("view_for_transpose")
+def logits_viewed():
+    return tagging(lambda preds, y: F.cross_entropy(preds.view(len(y), 5, 7), y))
+
+
+@planted("view_for_transpose")
+def logits_reshaped():
+    return tagging(lambda preds, y: F.cross_entropy(preds.reshape(-1, preds.shape[2], preds.shape[1]), y))
+
+
+@right
+def logits_transposed():
+    return tagging(lambda preds, y: F.cross_entropy(preds.transpose(1, 2), y))
+
+
+@right
+def logits_flattened():
+    return tagging(lambda preds, y: F.cross_entropy(preds.view(-1, 5), y.reshape(-1)))
+
+
+@right
+def a_dimension_of_one_moved():
+    return tagging(lambda preds, y: F.cross_entropy(preds[:, :1].view(len(y), 5, 1), y[:, :1]))
+
+
+@right
+def heads_taken_apart():
+    "As many rows as places in the one, and not in the other"
+
+    def loss_func(preds, y):
+        return F.cross_entropy(preds.view(-1, 5).view(7, -1, 5).transpose(0, 1).reshape(-1, 5), y.reshape(-1))
+
+    return tagging(loss_func)
+
+
+# Functions that are no mean
+
+
+def f1(preds, y):
+    "Macro, as of a batch"
+    found = preds.argmax(1)
+    scores = []
+    for i in range(3):
+        hits = ((found == i) & (y == i)).sum()
+        scores.append(2 * hits / ((found == i).sum() + (y == i).sum()).clamp(min=1))
+    return torch.stack(scores).mean()
+
+
+@planted("mean_of_means")
+def an_f1_of_batches():
+    return trainer_with(MetricsCB(f1=f1, show=False))
+
+
+@planted("mean_of_means")
+def a_root_of_batches():
+    return trainer_with(
+        MetricsCB(root=lambda p, y: (p.softmax(1)[:, 0] - y).square().mean().sqrt().item(), show=False)
+    )
+
+
+@right
+def means_over_examples():
+    hit = dict(hit=lambda p, y: p.argmax(1) == y, share=lambda p, y: (p.argmax(1) == y).float().mean())
+    return trainer_with(MetricsCB(**hit, loss=lambda p, y: F.cross_entropy(p, y).item(), show=False))
+
+
+@right
+def a_function_that_cannot_be_asked_twice():
+    def f(preds, y):
+        assert len(y) <= 8
+        return float(preds.max())
+
+    return trainer_with(MetricsCB(f=f, show=False))
+
+
+@right
+def a_head_that_takes_the_place_of_another():
+    class NewHead:
+        def before_fit(self, trainer):
+            trainer.model[-1] = nn.Linear(8, 3)
+            trainer.opt.add_param_group(dict(params=list(trainer.model[-1].parameters())))
+
+    return trainer_with(NewHead())
+
+
 # Masks
 
 
