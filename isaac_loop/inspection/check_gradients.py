@@ -128,6 +128,9 @@ def scaled_changes(seen):
 _NO_GRADIENT = ('`{opt}` made {n} steps, and none of its weights ever had a gradient: no loss leads to them. '
                 'Is something on the way detached, computed under `no_grad`, or was the model exchanged '
                 'after the optimizer was made?')
+_CUT = ('`{opt}` made {n} steps, and none of its weights ever had a gradient: the loss has nothing behind '
+        'it, and was only told to want a gradient, as by `torch.tensor(loss, requires_grad=True)` or '
+        '`.requires_grad_()`. Let it be computed of the predictions, by operations that have a gradient.')
 _SOME = ('{names} had no gradient in any of {n} steps of `{opt}`, so {they}. Is something on the way '
          'detached, or not used at all? What is to stay as it is says so by `requires_grad_(False)`.')
 _STILL = ('`{opt}` made {n} steps with gradients, and its weights are as they were: its learning rate was '
@@ -156,7 +159,7 @@ def _without(seen, opt, steps):
     never = [p for p in learning if id(p) in none and id(p) not in seen.replaced]
     about = dict(opt=name_of(seen, opt), n=len(steps))
     if learning and all(id(p) in empty for p in learning):
-        yield Finding('no_gradient', _NO_GRADIENT.format(**about), spoils=True)
+        yield Finding('no_gradient', (_CUT if seen.cut else _NO_GRADIENT).format(**about), spoils=True)
     elif never and len(steps) > 2: # The first steps of some recipes move only a part
         they = 'they do not move' if len(never) > 1 else 'it does not move'
         yield Finding('no_gradient', _SOME.format(names=names_of(seen, never), they=they, **about))
@@ -186,12 +189,19 @@ _NO_OPTIMIZER = ('{names} {verb} a gradient, and no optimizer has that parameter
                  'it to one, as in `trainer.opt.add_param_group({{"params": [...]}})` in `before_fit`; what '
                  'is not to learn is called under `torch.no_grad()`, or has `requires_grad_(False)`.')
 
+_HIDDEN = ('`{name}` of the model is a plain list or dict, and what is in it is no part of the model: no '
+           'optimizer learns it, nor is it moved to a device or saved. Use `nn.ModuleList` or '
+           '`nn.ModuleDict`.')
+
 def parameters_of_nobody(seen):
     "Parameters in a graph that are in no optimizer"
     opts = [*seen.optimizers.values(), *(step.opt for step in seen.gradients.steps)]
     known = {id(p) for opt in opts for p in weights_of(opt)} | seen.of_model
     leaves = {key: leaf for one in seen.gradients.passes for key,leaf in one.leaves.items()}
     lost = [leaf for key,leaf in leaves.items() if isinstance(leaf, nn.Parameter) and key not in known]
-    if not lost: return []
+    hidden = dict.fromkeys(seen.hidden[id(p)] for p in lost if id(p) in seen.hidden)
+    lost = [p for p in lost if id(p) not in seen.hidden]
+    found = [Finding('no_optimizer', _HIDDEN.format(name=name), spoils=True) for name in hidden]
+    if not lost: return found
     verb = 'takes part in a loss and wants' if len(lost) == 1 else 'take part in a loss and want'
-    return [Finding('no_optimizer', _NO_OPTIMIZER.format(names=names_of(seen, lost), verb=verb))]
+    return [*found, Finding('no_optimizer', _NO_OPTIMIZER.format(names=names_of(seen, lost), verb=verb))]

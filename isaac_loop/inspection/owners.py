@@ -58,3 +58,18 @@ def parameters_of(
             if id(p) not in known: found[part] = p
             known.add(id(p))
     return found
+
+# %% ../../nbs/inspection/99c_owners.ipynb #ee3e38f0
+def hidden_in(
+    model, # A module, or anything else
+)->dict: # By `id` of each parameter
+    "Parameters in plain lists and dicts of a model, with the name of the list"
+    found,known = {},set(map(id, getattr(model, 'parameters', tuple)()))
+    for path,m in model.named_modules() if isinstance(model, nn.Module) else ():
+        for name,held in vars(m).items():
+            if not isinstance(held, (list, tuple, dict)) or name[0] == '_': continue
+            parts = held.values() if isinstance(held, dict) else held
+            mine = [p for part in parts if isinstance(part, nn.Module) for p in part.parameters()]
+            place = '.'.join(filter(None, (path, name)))
+            found |= {id(p): place for p in mine if id(p) not in known}
+    return found

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..basics.tensors import map_tensors
 from .observed_run import at_borders
 from .observing import passes_of
-from .owners import optimizers_of, parameters_of
+from .owners import hidden_in, optimizers_of, parameters_of
 from .seen_gradients import Gradients
 from .seen_operations import Operations
 from .trial_folder import unseen
@@ -101,6 +101,8 @@ class SeenRun:
         self.optimizers = {} # By name
         self.has_foreign = False # Is there one that is none of PyTorch's?
         self.parameters = {} # By name
+        self.hidden = {} # By `id`: the plain list of the model that a parameter is in
+        self.cut = '' # A place where a loss had nothing behind it, and wanted a gradient all the same
         self.callbacks = [] # Who took part
         self.last_by = {} # By name of a layer, who has last set its mode
         self.mode_by = {} # The same by layer and batch
@@ -178,6 +180,7 @@ class SeenRun:
         steppers = [o for o in vars(self.trainer).values() if hasattr(o, 'param_groups')]
         self.has_foreign |= not all(isinstance(o, torch.optim.Optimizer) for o in steppers)
         self.parameters |= parameters_of(self.trainer)
+        self.hidden |= hidden_in(self.trainer.model)
 
     def _note_terms(self, trainer):
         "Note what was added to the loss and wants no gradient"
@@ -190,6 +193,8 @@ class SeenRun:
         _,targets = parts_of(trainer.split, trainer.batch)
         y = targets[0] if len(targets) == 1 and isinstance(targets[0], torch.Tensor) else None
         if isinstance(loss, torch.Tensor) and loss.numel() == 1: batch.loss = float(loss.detach())
+        is_cut = isinstance(loss, torch.Tensor) and loss.requires_grad and loss.is_leaf and trainer._training
+        if is_cut and not isinstance(loss, nn.Parameter): self.cut = self.moment()[1]
         if y is not None and y.ndim: batch.rows = len(y)
         is_class = y is not None and y.ndim == 1 and not y.is_floating_point() and y.dtype != torch.bool
         if is_class and isinstance(preds, torch.Tensor) and preds.ndim == 2 and len(preds) == len(y):

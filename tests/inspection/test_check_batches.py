@@ -958,6 +958,38 @@ def a_head_that_takes_the_place_of_another():
     return trainer_with(NewHead())
 
 
+class Listed(nn.Module):
+    "Layers in a list"
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.head = kind([nn.Linear(6, 6) for _ in range(3)]), nn.Linear(6, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
+
+
+@planted("no_optimizer")
+def layers_in_a_plain_list():
+    return trainer_with(model=Listed(list))
+
+
+@right
+def layers_in_a_module_list():
+    return trainer_with(model=Listed(nn.ModuleList))
+
+
+@planted("no_gradient")
+def a_loss_made_anew():
+    def loss_func(preds, y):
+        return torch.tensor(F.cross_entropy(preds, y).item(), requires_grad=True)
+
+    return trainer_with(loss_func=loss_func)
+
+
 # Masks
 
 
@@ -1340,6 +1372,13 @@ def test_arrays_of_a_user_stay_as_they_are():
     before = copy.deepcopy(batches)
     names_found(trainer_with(Halves(), loaders=DataLoaders(batches, batches)))
     assert all((a == b).all() for old, new in zip(before, batches) for a, b in zip(old, new))
+
+
+def test_the_mend_is_that_of_the_mistake():
+    with pytest.raises(CheckFailed, match="`layers` of the model is a plain list(.|\\n)*nn.ModuleList"):
+        layers_in_a_plain_list().check(batches=3)
+    with pytest.raises(CheckFailed, match="the loss has nothing behind it"):
+        a_loss_made_anew().check(batches=3)
 
 
 def test_a_fit_that_is_left_at_once_says_that_nothing_was_run():
