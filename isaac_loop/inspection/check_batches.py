@@ -223,6 +223,15 @@ def _two_ways(f, a, b):
 
 def _is_number(x): return isinstance(x, (int, float)) or isinstance(x, torch.Tensor) and x.numel() == 1
 
+# %% ../../nbs/inspection/99i_check_batches.ipynb #6426fd93
+_AHEAD = ('Targets are the inputs one place further on, and what the model says of a place changes with '
+          'inputs behind it: it sees what it is to predict. Give attention a causal mask, and let no layer '
+          'look ahead.')
+
+def models_that_look_ahead(seen):
+    "Models of the next token that see it"
+    return [Finding('sees_future', _AHEAD, spoils=True)] if seen.sees_future else []
+
 # %% ../../nbs/inspection/99i_check_batches.ipynb #f4a023d8
 _GRAPH = ('`{who}.{name}` holds more tensors with a graph after each batch ({counts}), so the memory of '
           'every batch is kept. Hold `.detach()` of them.')
@@ -287,6 +296,7 @@ RUN_RULES = { # By the name of what each finds
     'mask_turned': masks_turned_round,
     'shared_rows': shared_rows,
     'view_for_transpose': views_for_transposes,
+    'sees_future': models_that_look_ahead,
     'mean_of_means': means_of_functions,
     'random_validation': random_rows,
 }

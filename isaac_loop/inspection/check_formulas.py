@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/inspection/99a_check_formulas.ipynb #91253c7f
-import ast
+import ast, inspect, re
 
 from .check_kept import added_to, is_mean, trees_at
 from .check_model import called, ends_with, is_users_function, own_losses
@@ -201,6 +201,45 @@ def _reckoned(node):
     is_call = isinstance(node, ast.Call)
     inside = is_call and ast.unparse(node.func).partition('.')[0] not in _RECKON
     for child in [node.func] if inside else ast.iter_child_nodes(node): yield from _reckoned(child)
+
+# %% ../../nbs/inspection/99a_check_formulas.ipynb #7f958866
+_ADVANTAGE = ('{who} weighs `{logs}` by `{name}` ({line}), which still has the gradient of the critic, so '
+              'the loss of the policy teaches the critic, too, to make it small. Use `{name}.detach()`.')
+_NAMES = r'(self\.|trainer\.)?(adv|advantages?|td_errors?|deltas?)'
+_CUTS_OFF = 'detach','no_grad','item','data','stop_gradient'
+
+def advantages_with_gradient(scene):
+    "Logarithms of probabilities that are weighed by an advantage that nobody has detached"
+    for entry in scene.batch:
+        tree,_ = method_of(entry)
+        for node,logs,name in _weighed(tree) if tree is not None else ():
+            if not _keeps_gradient(entry, tree, name): continue
+            text = _ADVANTAGE.format(logs=logs, name=name, line=line_in(entry, node), who=said(entry))
+            return [Finding('advantage_gradient', text, [entry.callback])]
+    return []
+
+def _weighed(tree):
+    "Products of something called a logarithm and something called an advantage, as texts"
+    for node in [o for o in ast.walk(tree) if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Mult)]:
+        for pair in ((node.left, node.right), (node.right, node.left)):
+            logs,name = map(ast.unparse, pair)
+            if re.search('log_?p', logs) and re.fullmatch(_NAMES, name): yield node,logs,name
+
+def _keeps_gradient(entry, tree, name):
+    "Whether an advantage is made here, as a difference, and nowhere detached"
+    sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]
+    made = [o.value for o in sets if name in map(ast.unparse, o.targets)]
+    texts = [*map(ast.unparse, made), *_helpers_of(entry, made)]
+    is_difference = any('-' in text for text in texts)
+    return is_difference and not any(cut in text for text in texts for cut in _CUTS_OFF)
+
+def _helpers_of(entry, made):
+    "The sources of the methods that are called, as texts"
+    owner = getattr(entry.callback, 'trainer_class', type(entry.callback))
+    calls = [o for value in made for o in ast.walk(value) if isinstance(o, ast.Call)]
+    methods = [getattr(owner, getattr(o.func, 'attr', ''), None) for o in calls]
+    nodes = [function_node(o) for o in methods if inspect.isfunction(o)]
+    return [ast.unparse(node) for node in nodes if node is not None]
 
 # %% ../../nbs/inspection/99a_check_formulas.ipynb #a7e212bb
 _MASKED = ('{where} takes the mean of `{product}` ({file}:{line}), which counts what the mask has left '

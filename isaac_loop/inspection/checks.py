@@ -80,6 +80,7 @@ RULES = { # By the name of what each finds
     'impatient': check_best.impatient,
     'average_turned': check_formulas.turned_averages,
     'over_rows': check_formulas.over_rows,
+    'advantage_gradient': check_formulas.advantages_with_gradient,
     'wrong_limit': check_formulas.wrong_limits,
     'needs_log': check_formulas.without_logs,
     'wrong_count': check_formulas.wrong_counts,

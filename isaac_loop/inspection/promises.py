@@ -216,7 +216,8 @@ def resume(evidence):
 def _has_state(saved):
     "Whether a callback holds something at the end that it did not hold at first"
     tells = any(is_in(cb, saved.callbacks) for cb in stateful_callbacks(saved.trainer).values())
-    return tells or saved.begun != saved.attributes()
+    held = [getattr(o, 'x', o) for o in saved.attributes().values()]
+    return tells or saved.begun != saved.attributes() or any(hasattr(o, 'state_dict') for o in held)
 
 def _counts(name, both, callbacks):
     "Whether a difference means that something was lost; what was never there was not"

@@ -96,6 +96,8 @@ class SeenRun:
         self.reason = None # Why the fit has stopped before its end, if it has
         self.rows = [] # Of the history
         self.measured = [] # Predictions and targets of two validation batches
+        self.shifted = None # Inputs of which the targets are those one place further on
+        self.sees_future = False # Do its predictions change with inputs that come later?
         self.replaced = set() # `id` of parameters of the model that are no longer in it
         self.written = {} # By column, which callback writes it
         self.optimizers = {} # By name
@@ -148,9 +150,10 @@ class SeenRun:
         self._look_at_targets(trainer)
 
     def _look_at_targets(self, trainer):
-        targets = tensors_in(parts_of(trainer.split, trainer.batch)[1])
+        inputs,targets = (list(tensors_in(part)) for part in parts_of(trainer.split, trainer.batch))
         self.operations.targets = {memory_of(x) for x in targets} - {None}
-        inputs = tensors_in(parts_of(trainer.split, trainer.batch)[0])
+        are_two = len(inputs) == len(targets) == 1
+        if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
         self.operations.tokens = [x for x in inputs if x.dtype in (torch.int32, torch.int64) and x.ndim == 2]
 
     def _look_at_layers(self, batch, model):
@@ -222,6 +225,28 @@ class SeenRun:
             changed = [k for k,x in self.before.items() if k in now and not same_values(x, now[k])]
             for name in changed: self.changed.setdefault(name, self.moment()[0])
 
+def _is_shifted(x, y):
+    "Whether each target is the input of the next place"
+    is_text = x.shape == y.shape and x.ndim == 2 and x.shape[1] > 3 and not x.is_floating_point()
+    return is_text and torch.equal(x[:, 1:], y[:, :-1]) and not torch.equal(x[:, 1:], x[:, :-1])
+
+@torch.no_grad()
+def _sees_future(model, x):
+    "Whether what a model says of a place changes with inputs behind it; dropout and the like left aside"
+    other,half,first = x.clone(),x.shape[1]//2,x.min()
+    other[:, half:] = (x[:, half:] - first + 1) % (x.max() - first + 1) + first # Others that it knows
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        a,b = model(x),model(other)
+    except Exception: return False # It wants something else as well
+    finally:
+        for m,mode in modes: m.training = mode
+    if not isinstance(a, torch.Tensor) or a.ndim < 2 or torch.equal(other, x): return False
+    axis = 1 if a.shape[1] == x.shape[1] else a.ndim-1
+    if a.shape[axis] != x.shape[1]: return False
+    return not torch.allclose(a.narrow(axis, 0, half), b.narrow(axis, 0, half), rtol=1e-3, atol=1e-4)
+
 def _learnt(model):
     "Parameters of a model, and what batch norms have measured; other buffers are the model's own business"
     if not isinstance(model, nn.Module): return
@@ -286,6 +311,8 @@ def seen_run(
         seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         with seen.gradients.noting(), seen.operations: trainer.fit(2, lr, **passes)
         seen.reason = trainer.stop_reason
+        is_asked = seen.shifted is not None and isinstance(trainer.model, nn.Module)
+        seen.sees_future = is_asked and _sees_future(trainer.model, seen.shifted)
         seen.note_owners()
         seen.replaced = seen.of_model - set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         seen.callbacks = list(trainer.callbacks)

@@ -990,6 +990,68 @@ def a_loss_made_anew():
     return trainer_with(loss_func=loss_func)
 
 
+# The next token
+
+
+class Writer(nn.Module):
+    "Says what comes next"
+
+    def __init__(self, body):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.body, self.head = nn.Embedding(12, 8), body(), nn.Linear(8, 12)
+
+    def forward(self, tokens):
+        x = self.body(self.embed(tokens))
+        return self.head(x[0] if isinstance(x, tuple) else x)
+
+
+class Layer(nn.TransformerEncoderLayer):
+    "With a causal mask or without"
+
+    def __init__(self, causal):
+        super().__init__(8, 2, 16, batch_first=True)
+        self.causal = causal
+
+    def forward(self, x):
+        n = x.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(n) if self.causal else None
+        return super().forward(x, src_mask=mask)
+
+
+def writing(body, shift=1):
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(12, (45, 9 + shift), generator=generator)
+    data = TensorDataset(text[:, :9], text[:, shift:])
+    loss_func = lambda preds, y: F.cross_entropy(preds.transpose(1, 2), y)  # noqa: E731
+    return trainer_with(loaders=split_of(data), model=Writer(body), loss_func=loss_func)
+
+
+@planted("sees_future")
+def attention_without_a_mask():
+    return writing(lambda: Layer(causal=False))
+
+
+@planted("sees_future")
+def a_recurrent_net_of_both_directions():
+    return writing(lambda: nn.GRU(8, 4, bidirectional=True, batch_first=True))
+
+
+@right
+def attention_with_a_causal_mask():
+    return writing(lambda: Layer(causal=True))
+
+
+@right
+def a_recurrent_net():
+    return writing(lambda: nn.GRU(8, 8, batch_first=True))
+
+
+@right
+def a_tagger_of_the_same_places():
+    return writing(lambda: Layer(causal=False), shift=0)
+
+
 # Masks
 
 

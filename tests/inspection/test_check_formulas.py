@@ -365,6 +365,39 @@ class MixesThree(MixesApart):
         trainer.batch = torch.cat([x, x[one], x[two]]), torch.cat([y, y[one], y[two]])
 
 
+@planted("advantage_gradient")
+class Policy:
+    def after_get_loss(self, trainer):
+        values = trainer.preds.max(1)[0]
+        adv = trainer.batch[1] - values
+        logp = trainer.preds.log_softmax(1)[:, 0]
+        trainer.loss = trainer.loss + (adv**2).mean() - (logp * adv).mean()
+
+
+@planted("advantage_gradient")
+class PolicyWithAHelper(Policy):
+    def advantage(self, returns, values):
+        return returns - values
+
+    def after_get_loss(self, trainer):
+        advantage = self.advantage(trainer.batch[1], trainer.preds.max(1)[0])
+        log_prob = trainer.preds.log_softmax(1)[:, 0]
+        trainer.loss = trainer.loss - (advantage * log_prob).mean()
+
+
+@right
+class PolicyWithAHelperThatDetaches(PolicyWithAHelper):
+    def advantage(self, returns, values):
+        return (returns - values).detach()
+
+
+@right
+class PolicyThatDetaches(Policy):
+    def after_get_loss(self, trainer):
+        adv = trainer.batch[1] - trainer.preds.max(1)[0].detach()
+        trainer.loss = trainer.loss - (trainer.preds.log_softmax(1)[:, 0] * adv).mean()
+
+
 class Lists:
     def before_epoch(self, trainer):
         self.accs = []
