@@ -12,6 +12,7 @@ from .check_kept import added_to, is_mean, trees_at
 from .check_model import called, ends_with, is_users_function, own_losses
 from .check_model import taken_by, value_before
 from .check_rules import line_in, method_of, of_same, said
+from .check_steps import own_method
 from .method_source import function_node, place
 from ..loop.events import EVENTS
 from ..loop.plan_checks import Finding
@@ -211,7 +212,7 @@ _CUTS_OFF = 'detach','no_grad','item','data','stop_gradient'
 def advantages_with_gradient(scene):
     "Logarithms of probabilities that are weighed by an advantage that nobody has detached"
     for entry in scene.batch:
-        tree,_ = method_of(entry)
+        tree,_ = own_method(entry)
         for node,logs,name in _weighed(tree) if tree is not None else ():
             if not _keeps_gradient(entry, tree, name): continue
             text = _ADVANTAGE.format(logs=logs, name=name, line=line_in(entry, node), who=said(entry))
