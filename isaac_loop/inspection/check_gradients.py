@@ -191,7 +191,7 @@ _NO_OPTIMIZER = ('{names} {verb} a gradient, and no optimizer has that parameter
 
 _HIDDEN = ('`{name}` of the model is a plain list or dict, and what is in it is no part of the model: no '
            'optimizer learns it, nor is it moved to a device or saved. Use `nn.ModuleList` or '
-           '`nn.ModuleDict`.')
+           '`nn.ModuleDict`; a teacher that hides there is called under `torch.no_grad()`.')
 
 def parameters_of_nobody(seen):
     "Parameters in a graph that are in no optimizer"
@@ -201,7 +201,7 @@ def parameters_of_nobody(seen):
     lost = [leaf for key,leaf in leaves.items() if isinstance(leaf, nn.Parameter) and key not in known]
     hidden = dict.fromkeys(seen.hidden[id(p)] for p in lost if id(p) in seen.hidden)
     lost = [p for p in lost if id(p) not in seen.hidden]
-    found = [Finding('no_optimizer', _HIDDEN.format(name=name), spoils=True) for name in hidden]
+    found = [Finding('no_optimizer', _HIDDEN.format(name=name)) for name in hidden]
     if not lost: return found
     verb = 'takes part in a loss and wants' if len(lost) == 1 else 'take part in a loss and want'
     return [*found, Finding('no_optimizer', _NO_OPTIMIZER.format(names=names_of(seen, lost), verb=verb))]

@@ -982,6 +982,17 @@ def layers_in_a_module_list():
     return trainer_with(model=Listed(nn.ModuleList))
 
 
+@right
+def a_teacher_that_hides():
+    class Taught(Listed):
+        def forward(self, x):
+            with torch.no_grad():
+                x = x + self.layers[0](x)
+            return self.head(x)
+
+    return trainer_with(model=Taught(list))
+
+
 @planted("no_gradient")
 def a_loss_made_anew():
     def loss_func(preds, y):
@@ -1437,7 +1448,7 @@ def test_arrays_of_a_user_stay_as_they_are():
 
 
 def test_the_mend_is_that_of_the_mistake():
-    with pytest.raises(CheckFailed, match="`layers` of the model is a plain list(.|\\n)*nn.ModuleList"):
+    with pytest.warns(UserWarning, match="`layers` of the model is a plain list(.|\\n)*nn.ModuleList"):
         layers_in_a_plain_list().check(batches=3)
     with pytest.raises(CheckFailed, match="the loss has nothing behind it"):
         a_loss_made_anew().check(batches=3)
