@@ -61,8 +61,9 @@ def _number(node):
     except ValueError: return None
     return value if type(value) in (int, float) else None
 
-_LESS_IS_BEST,_MORE_IS_BEST = ('loss', 'error', 'perplexity', 'mse', 'rmse', 'mae'),('accuracy', 'acc', 'f1',
-                                                                                     'auc', 'precision')
+_LESS_IS_BEST = 'loss', 'error', 'perplexity', 'ppl', 'mse', 'rmse', 'mae', 'nll', 'wer', 'cer', 'fid'
+_MORE_IS_BEST = ('accuracy', 'acc', 'f1', 'auc', 'precision', 'recall', 'hit', 'hits', 'ndcg', 'mrr', 'bleu',
+                 'rouge', 'r2', 'iou', 'dice', 'psnr', 'ssim', 'top1', 'top5')
 
 def _meaning(asked, tree):
     return _is_less_best(asked.value, tree)

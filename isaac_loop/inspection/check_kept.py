@@ -90,7 +90,18 @@ def mixed_means(scene):
 def _quotients(tree):
     "Divisions of one attribute by another"
     nodes = [o for o in ast.walk(tree) if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Div)]
-    return [o for o in nodes if isinstance(o.left, ast.Attribute) and isinstance(o.right, ast.Attribute)]
+    pairs = [ast.copy_location(ast.BinOp(_bare(o.left), o.op, _bare(o.right)), o) for o in nodes]
+    return [o for o in pairs if isinstance(o.left, ast.Attribute) and isinstance(o.right, ast.Attribute)]
+
+_AS_NUMBER = {'item', 'float', 'double', 'cpu', 'detach', 'clamp', 'tolist'}
+
+def _bare(node):
+    "A number without what reads it, as in `self.right.item()`, `float(self.right)`, `max(self.n, 1)`"
+    while isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _AS_NUMBER: node = node.func.value
+        elif getattr(node.func, 'id', '') in ('float', 'int', 'max') and node.args: node = node.args[0]
+        else: break
+    return node
 
 def trees_at(entries, events):
     trees = [method_of(o)[0] for o in entries if o.event in events]

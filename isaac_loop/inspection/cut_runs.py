@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/inspection/68_cut_runs.ipynb #8e4591fc
 import re
+from textwrap import shorten
 
 from ..loop.events import SPANS, STEPS, CancelException
 from .leftovers import belongings, changes, functions, replaced
@@ -184,7 +185,7 @@ def in_words(
     "An error in one line"
     who = [note for note in getattr(error, '__notes__', ()) if note.startswith('raised by ')]
     text = f'{type(error).__name__}: {error}'.splitlines()[0].rstrip(': ')
-    return _without_place(f'{text[:200]}' + (f' ({who[0]})' if who else ''))
+    return _without_place(shorten(text, 300, placeholder=' …') + (f' ({who[0]})' if who else ''))
 
 def _without_place(text):
     "`text` without the epoch and the batch, so that equal problems read alike"

@@ -48,8 +48,13 @@ def added(evidence):
     "The first promise; without it no other can be tried"
     try: error = evidence.observed.error
     except Exception as caught: error = caught
-    if error is not None: yield Fault(in_words(error) + _YOUR_MODEL*evidence.trials.is_small)
+    if error is None: return
+    hint = _YOUR_MODEL if evidence.trials.is_small else _A_COPY if _NO_PARAMETER in str(error) else ''
+    yield Fault(in_words(error) + hint)
 
+_NO_PARAMETER = 'The optimizer has no parameter'
+_A_COPY = ('. The trials go on in copies of your trainer: let `opt_func` take the parameters that it is '
+           'given, and not those of a model that it closes over')
 _YOUR_MODEL = '. If it needs your model or your data: `try_callback(cb, trainer)`'
 
 # %% ../../nbs/inspection/71_promises.ipynb #b48666d0

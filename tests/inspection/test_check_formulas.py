@@ -407,6 +407,55 @@ class Lists:
 
 
 @planted("mixed_mean")
+class ItemsOfCountersThatGoOn:
+    def before_fit(self, trainer):
+        self.right, self.n = torch.tensor(0.0), 0
+
+    def after_batch(self, trainer):
+        self.right += (trainer.preds.argmax(1) == trainer.batch[1]).sum()
+        self.n += len(trainer.batch[1])
+
+    def cleanup_epoch(self, trainer):
+        if self.n:
+            trainer.history.write(hits=self.right.item() / max(self.n, 1))
+
+
+@right
+class ItemsOfCounters(ItemsOfCountersThatGoOn):
+    def before_epoch(self, trainer):
+        self.right, self.n = torch.tensor(0.0), 0
+
+
+class SmallestCB:
+    def before_fit(self, trainer):
+        self.best = float("inf")
+
+
+@planted("wrong_best")
+class SmallestHitRate(SmallestCB):
+    def log(self, trainer):
+        hit_rate = trainer.history.latest("column")
+        if hit_rate < self.best:
+            self.best = hit_rate
+
+
+@planted("wrong_best")
+class SmallestRecall(SmallestCB):
+    def log(self, trainer):
+        recall_at_10 = trainer.history.latest("column")
+        if recall_at_10 < self.best:
+            self.best = recall_at_10
+
+
+@right
+class SmallestWordErrorRate(SmallestCB):
+    def log(self, trainer):
+        wer = trainer.loss.item()
+        if wer < self.best:
+            self.best = wer
+
+
+@planted("mixed_mean")
 class OfListThatGoesOn:
     def before_fit(self, trainer):
         self.accs = []
