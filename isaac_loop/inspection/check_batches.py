@@ -17,7 +17,7 @@ from .check_gradients import still_weights, terms_without_gradient
 from .check_gradients import weights_without_gradient, when
 from ..loop.events import callback_name
 from ..metrics.any_metric import MeanOf
-from ..metrics.metrics import MetricsCB
+from ..metrics.metrics import recorders_of
 from ..loop.plan_checks import Finding
 from ..state.random_numbers import same_random_state
 
@@ -204,7 +204,7 @@ _OF_BATCHES = ('`{name}` of `{who}` is averaged over batches, which gives {mean:
 def means_of_functions(seen):
     "Functions among the metrics that are no mean over examples"
     if len(seen.measured) < 2: return
-    for cb in [o for o in seen.callbacks if isinstance(o, MetricsCB)]:
+    for cb in recorders_of(seen):
         for name,m in cb.metrics.items():
             found = _two_ways(m.f, *seen.measured) if isinstance(m, MeanOf) else None
             if found is None or abs(found[0]-found[1]) <= 0.005*max(map(abs, found)): continue

@@ -237,10 +237,11 @@ def _keeps_gradient(entry, tree, name):
 def _helpers_of(entry, made):
     "The sources of the methods that are called, as texts"
     owner = getattr(entry.callback, 'trainer_class', type(entry.callback))
-    calls = [o for value in made for o in ast.walk(value) if isinstance(o, ast.Call)]
+    nodes = [node for value in made for node in ast.walk(value)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     methods = [getattr(owner, getattr(o.func, 'attr', ''), None) for o in calls]
-    nodes = [function_node(o) for o in methods if inspect.isfunction(o)]
-    return [ast.unparse(node) for node in nodes if node is not None]
+    trees = [function_node(o) for o in methods if inspect.isfunction(o)]
+    return [ast.unparse(tree) for tree in trees if tree is not None]
 
 # %% ../../nbs/inspection/99a_check_formulas.ipynb #a7e212bb
 _MASKED = ('{where} takes the mean of `{product}` ({file}:{line}), which counts what the mask has left '

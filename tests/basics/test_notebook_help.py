@@ -34,7 +34,7 @@ for name in ("Trainer", "ProgressCB", "plot_history", "Trainer.fit", "trainer.fi
 """)
     for comment in (
         "    model, # What to train\n",
-        "    seconds:float=0.25, # Least time between two redraws\n",
+        "    seconds:float=0.25, # Least time between two redraws; between plain lines it is at least 10\n",
         "    names=None, # Columns to draw, a list or one name; default: all losses and metrics\n",
         "    keep_opt:bool=False, # Go on with the last optimizer?",
         "with_loss:bool=False, #",
