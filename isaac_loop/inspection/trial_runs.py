@@ -37,6 +37,7 @@ class FewBatches:
     ): self.dl,self.batches = dl,_first(dl, n)
 
     def __len__(self): return len(self.batches)
+    def __getitem__(self, i): return self.dl[i] # Of a list of batches
 
     def __iter__(self):
         for batch in self.batches: yield map_tensors(torch.clone, batch)

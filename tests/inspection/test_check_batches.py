@@ -1134,6 +1134,15 @@ def looks_through_a_helper():
 
 
 @right
+def looks_up_a_batch_of_the_list():
+    class Sample:
+        def before_epoch(self, trainer):
+            self.x = trainer.dls.train[0][0]
+
+    return trainer_with(Sample(), loaders=DataLoaders(list(dls().train), list(dls().valid)))
+
+
+@right
 def dropout_in_validation():
     return trainer_with(DropoutOnCB())
 
