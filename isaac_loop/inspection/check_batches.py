@@ -232,6 +232,20 @@ def models_that_look_ahead(seen):
     "Models of the next token that see it"
     return [Finding('sees_future', _AHEAD, spoils=True)] if seen.sees_future else []
 
+# %% ../../nbs/inspection/99i_check_batches.ipynb #48504a95
+_MIXED_ROWS = ('What the model says of a row changes with another row of the batch, in evaluation too, so '
+               'examples are read as one. Does a recurrent layer or attention lack `batch_first=True`?')
+_DROPS = ('`F.dropout` ({place}) drops numbers in validation as well, because it was not told to stop: write '
+          '`F.dropout(x, p, self.training)`, or use `nn.Dropout`.')
+
+def models_that_mix_rows(seen):
+    "Models for which the rows of a batch are no examples of their own"
+    return [Finding('rows_mixed', _MIXED_ROWS)] if seen.mixes_rows else []
+
+def dropout_without_end(seen):
+    "Calls of `F.dropout` that go on in validation"
+    return [Finding('drops_in_validation', _DROPS.format(place=o)) for o in sorted(seen.operations.dropped)]
+
 # %% ../../nbs/inspection/99i_check_batches.ipynb #f4a023d8
 _GRAPH = ('`{who}.{name}` holds more tensors with a graph after each batch ({counts}), so the memory of '
           'every batch is kept. Hold `.detach()` of them.')
@@ -297,6 +311,8 @@ RUN_RULES = { # By the name of what each finds
     'shared_rows': shared_rows,
     'view_for_transpose': views_for_transposes,
     'sees_future': models_that_look_ahead,
+    'rows_mixed': models_that_mix_rows,
+    'drops_in_validation': dropout_without_end,
     'mean_of_means': means_of_functions,
     'random_validation': random_rows,
 }

@@ -72,6 +72,8 @@ def _values(rows):
 _RANDOM = ('The same row of `dls.valid` is another one each time that it is read, as with a random '
            'transform, so validation measures other rows than the data have. Give validation a dataset '
            'without it: `random_split` divides one dataset, with its transform.')
+_CHANGES = ('Reading a row of `dls.valid` changes it in the dataset, so it is another one when it is read '
+            'again. Work on a copy in `__getitem__`: `x = x/2` in place of `x /= 2`.')
 _TIMES = 8 # A flip may leave a row as it is
 
 def random_rows(seen):
@@ -80,6 +82,8 @@ def random_rows(seen):
     is_known = isinstance(dataset, Dataset) and not isinstance(dataset, (IterableDataset, TensorDataset))
     if not is_known or not hasattr(dataset, '__getitem__'): return []
     with undrawn(), suppress(Exception): # Who cannot be read will say so in a fit
+        with undrawn(): one = _numbers(dataset[0])
+        if not _alike(one, _numbers(dataset[0])): return [Finding('changes_data', _CHANGES, spoils=True)]
         first,*others = [_numbers(dataset[0]) for _ in range(_TIMES)]
         if any(not _alike(first, o) for o in others): return [Finding('random_validation', _RANDOM)]
     return []

@@ -97,6 +97,8 @@ class SeenRun:
         self.rows = [] # Of the history
         self.measured = [] # Predictions and targets of two validation batches
         self.shifted = None # Inputs of which the targets are those one place further on
+        self.single = None # Inputs of which each row has one target
+        self.mixes_rows = False # Do its predictions for a row change with another row?
         self.sees_future = False # Do its predictions change with inputs that come later?
         self.replaced = set() # `id` of parameters of the model that are no longer in it
         self.written = {} # By column, which callback writes it
@@ -154,6 +156,7 @@ class SeenRun:
         self.operations.targets = {memory_of(x) for x in targets} - {None}
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
+        if are_two and targets[0].ndim == 1 and 1 < len(inputs[0]) == len(targets[0]): self.single = inputs[0]
         self.operations.tokens = [x for x in inputs if x.dtype in (torch.int32, torch.int64) and x.ndim == 2]
 
     def _look_at_layers(self, batch, model):
@@ -235,17 +238,30 @@ def _sees_future(model, x):
     "Whether what a model says of a place changes with inputs behind it; dropout and the like left aside"
     other,half,first = x.clone(),x.shape[1]//2,x.min()
     other[:, half:] = (x[:, half:] - first + 1) % (x.max() - first + 1) + first # Others that it knows
-    modes = [(m, m.training) for m in model.modules()]
-    try:
-        model.eval()
-        a,b = model(x),model(other)
-    except Exception: return False # It wants something else as well
-    finally:
-        for m,mode in modes: m.training = mode
+    a,b = _answers(model, x, other)
     if not isinstance(a, torch.Tensor) or a.ndim < 2 or torch.equal(other, x): return False
     axis = 1 if a.shape[1] == x.shape[1] else a.ndim-1
     if a.shape[axis] != x.shape[1]: return False
     return not torch.allclose(a.narrow(axis, 0, half), b.narrow(axis, 0, half), rtol=1e-3, atol=1e-4)
+
+@torch.no_grad()
+def _mixes_rows(model, x):
+    "Whether what a model says of a row changes with the first row; a model that draws is not asked"
+    other = x.clone()
+    other[0] = x[1]
+    a,again,b = _answers(model, x, x, other)
+    is_known = isinstance(a, torch.Tensor) and a.ndim and len(a) == len(x) and torch.equal(a, again)
+    return is_known and not torch.allclose(a[1:], b[1:], rtol=1e-3, atol=1e-4)
+
+def _answers(model, *inputs):
+    "What a model says in evaluation; nothing if it wants something else as well"
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        return [model(x) for x in inputs]
+    except Exception: return [None]*len(inputs)
+    finally:
+        for m,mode in modes: m.training = mode
 
 def _learnt(model):
     "Parameters of a model, and what batch norms have measured; other buffers are the model's own business"
@@ -313,6 +329,8 @@ def seen_run(
         seen.reason = trainer.stop_reason
         is_asked = seen.shifted is not None and isinstance(trainer.model, nn.Module)
         seen.sees_future = is_asked and _sees_future(trainer.model, seen.shifted)
+        is_asked = seen.single is not None and isinstance(trainer.model, nn.Module)
+        seen.mixes_rows = is_asked and _mixes_rows(trainer.model, seen.single)
         seen.note_owners()
         seen.replaced = seen.of_model - set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         seen.callbacks = list(trainer.callbacks)

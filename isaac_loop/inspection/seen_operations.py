@@ -19,6 +19,12 @@ _PAIRED = {'add', 'sub', 'mul', 'div', 'pow', 'eq', 'ne', 'gt', 'lt', 'ge', 'le'
            '__rsub__', '__rtruediv__', 'true_divide', 'subtract', 'multiply', 'rsub', 'maximum', 'minimum',
            'l1_loss', 'mse_loss', 'smooth_l1_loss', 'huber_loss', 'logical_and', '__and__', '__or__'}
 
+def _caller(frame):
+    "The code that has called `F.dropout`, which comes here by a detour"
+    detour = 'dropout', 'handle_torch_function'
+    while frame.f_code.co_name in detour: frame = frame.f_back
+    return frame.f_code
+
 class Operations(TorchFunctionMode):
     "Looks for rows that are put together with all other rows"
     def __init__(self,
@@ -31,6 +37,7 @@ class Operations(TorchFunctionMode):
         self.by_chance = set() # Places where the shapes also differ
         self.sums = {} # By `id`: a sum that wants a gradient, its place, and a summand that wants none
         self.tokens = () # Of the present batch, inputs of whole numbers
+        self.dropped = set() # Places that call `F.dropout` as if training went on, in validation
         self.turned = {} # By place in the source, the number at all places that a mask leaves
         self.renamed = {} # By place in the source, the shapes of what was viewed with dimensions exchanged
         self.no_exchange = set() # Places where another batch has other dimensions
@@ -38,6 +45,7 @@ class Operations(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, '__name__', '')
         if name in _PAIRED and len(args) > 1: self._look_at(args[0], args[1])
+        if name == 'dropout': self._look_at_dropout(_caller(sys._getframe(1)), args, kwargs or {})
         if name == 'multi_head_attention_forward': self._look_at_mask((kwargs or {}).get('key_padding_mask'))
         result = func(*args, **(kwargs or {}))
         if name in ('view', 'reshape') and args: self._look_at_view(args[0], result, sys._getframe(1).f_code)
@@ -57,6 +65,15 @@ class Operations(TorchFunctionMode):
         a,b,place = [n for n in x.shape if n > 1],[n for n in y.shape if n > 1],users_line()
         if a != b and sorted(a) == sorted(b): self.renamed.setdefault(place, (tuple(x.shape), tuple(y.shape)))
         elif a != b: self.no_exchange.add(place)
+
+    def _look_at_dropout(self, code, args, kwargs):
+        "Note a line of the user's that drops numbers in validation, too"
+        p,training = [kwargs.get(k, d) for k,d in (('p', 0.5), ('training', True))]
+        if len(args) > 1: p = args[1]
+        if len(args) > 2: training = args[2]
+        where,_ = self.moment()
+        in_validation = where is not None and where[1] is False
+        if in_validation and training and p and not is_of_library(code): self.dropped.add(users_line())
 
     def _look_at_mask(self, mask):
         "Note a mask that leaves nothing but one number, such as that of padding, and shuts out all others"

@@ -1001,6 +1001,72 @@ def a_loss_made_anew():
     return trainer_with(loss_func=loss_func)
 
 
+class InPlace(Jittered):
+    def __getitem__(self, i):
+        x, y = self.rows[i]
+        x /= 2
+        return x, y
+
+
+@planted("changes_data")
+def a_dataset_that_is_changed_by_reading():
+    return trainer_with(loaders=split_of(InPlace()))
+
+
+class Sequences(nn.Module):
+    "Two steps of three numbers for each row"
+
+    def __init__(self, layer):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.head = layer(), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.layer(x.view(-1, 2, 3))
+        return self.head((x[0] if isinstance(x, tuple) else x)[:, -1])
+
+
+@planted("rows_mixed")
+def a_recurrent_net_over_rows():
+    return trainer_with(model=Sequences(lambda: nn.LSTM(3, 3)))
+
+
+@planted("rows_mixed")
+def attention_over_rows():
+    return trainer_with(model=Sequences(lambda: nn.TransformerEncoderLayer(3, 1, 4)))
+
+
+@right
+def a_recurrent_net_over_steps():
+    return trainer_with(model=Sequences(lambda: nn.LSTM(3, 3, batch_first=True)))
+
+
+@right
+def attention_over_steps():
+    return trainer_with(model=Sequences(lambda: nn.TransformerEncoderLayer(3, 1, 4, batch_first=True)))
+
+
+class Drops(nn.Module):
+    def __init__(self, told):
+        super().__init__()
+        torch.manual_seed(1)
+        self.told, self.body, self.head = told, nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.body(x).relu()
+        return self.head(F.dropout(x, 0.5, training=self.training) if self.told else F.dropout(x, 0.5))
+
+
+@planted("drops_in_validation")
+def dropout_that_is_not_told():
+    return trainer_with(model=Drops(False))
+
+
+@right
+def dropout_that_is_told():
+    return trainer_with(model=Drops(True))
+
+
 # The next token
 
 
