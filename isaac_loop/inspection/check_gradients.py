@@ -196,7 +196,8 @@ _HIDDEN = ('`{name}` of the model is a plain list or dict, and what is in it is 
 def parameters_of_nobody(seen):
     "Parameters in a graph that are in no optimizer"
     opts = [*seen.optimizers.values(), *(step.opt for step in seen.gradients.steps)]
-    known = {id(p) for opt in opts for p in weights_of(opt)} | seen.of_model
+    known = {id(p) for opt in opts for p in weights_of(opt)}
+    if seen.has_foreign: known |= seen.of_model # That optimizer may have them
     leaves = {key: leaf for one in seen.gradients.passes for key,leaf in one.leaves.items()}
     lost = [leaf for key,leaf in leaves.items() if isinstance(leaf, nn.Parameter) and key not in known]
     hidden = dict.fromkeys(seen.hidden[id(p)] for p in lost if id(p) in seen.hidden)

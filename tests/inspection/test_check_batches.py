@@ -414,7 +414,7 @@ def two_paces():
 
     model = net()
     trainer = trainer_with(cls=Slow, model=model, opt_func=lambda _, lr: optim.SGD(model[4].parameters(), lr))
-    trainer.opt_slow = optim.SGD(model[0].parameters(), lr=0.01)
+    trainer.opt_slow = optim.SGD(model[:2].parameters(), lr=0.01)
     return trainer
 
 
@@ -975,6 +975,14 @@ class Listed(nn.Module):
 @planted("no_optimizer")
 def layers_in_a_plain_list():
     return trainer_with(model=Listed(list))
+
+
+@planted("no_optimizer")
+def a_parameter_that_opt_func_leaves_out():
+    def opt_func(params, lr):
+        return optim.SGD([p for p in params if p.ndim > 1], lr)
+
+    return trainer_with(opt_func=opt_func)
 
 
 @right
