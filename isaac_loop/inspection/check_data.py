@@ -26,7 +26,8 @@ def shared_rows(seen):
     "Rows of validation that are rows of training"
     sides = [_dataset(seen, name) for name in ('train', 'valid')]
     if sides[0] is sides[1] or not all(map(_has_rows, sides)): return []
-    mine,theirs = map(_rows_of, sides)
+    try: mine,theirs = map(_rows_of, sides)
+    except (TypeError, NotImplementedError): return [] # One of them does not know its length
     seen_before = {*mine}
     both = sum(row in seen_before for row in theirs) if seen_before != {*theirs} else 0
     if not both: both = _copies(mine, theirs)

@@ -774,6 +774,29 @@ def flips_for_both_sides():
     return trainer_with(loaders=split_of(Jittered(lambda x: x.flip(0) if torch.rand(1) < 0.5 else x)))
 
 
+class WithoutLength(Jittered):
+    def __len__(self):
+        raise TypeError("nobody knows")
+
+
+@right
+def rows_whose_number_nobody_knows():
+    loaders = (DataLoader(WithoutLength(), 8, sampler=range(*o)) for o in ((32,), (32, 45)))
+    return trainer_with(loaders=DataLoaders(*loaders))
+
+
+@right
+def a_first_row_that_cannot_be_read():
+    class Broken(Jittered):
+        def __getitem__(self, i):
+            assert i, "the first row is broken"
+            return super().__getitem__(i)
+
+    return trainer_with(
+        loaders=DataLoaders(DataLoader(rows(), 8), DataLoader(Broken(), 8, sampler=range(1, 17)))
+    )
+
+
 @right
 def a_transform_that_draws_nothing():
     return trainer_with(loaders=split_of(Jittered(lambda x: x / 2)))
