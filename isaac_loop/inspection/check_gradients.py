@@ -164,6 +164,24 @@ def _without(seen, opt, steps):
         they = 'they do not move' if len(never) > 1 else 'it does not move'
         yield Finding('no_gradient', _SOME.format(names=names_of(seen, never), they=they, **about))
 
+_BOTH = ('`{a}` and `{b}` both make steps in {when}, and {names} {are} in both, so each moves what the other '
+         'has moved. Give each the parameters of its own part.')
+
+def weights_of_two(seen):
+    "Weights that two optimizers move in one batch"
+    first = {} # By batch: the optimizers that have made a step
+    for step in seen.gradients.steps:
+        others = first.setdefault(step.where, [])
+        for other in [o for o in others if o is not step.opt]:
+            theirs = {id(p): p for p in weights_of(other) if p.requires_grad}
+            both = [p for p in weights_of(step.opt) if id(p) in theirs]
+            if not both: continue
+            about = dict(a=name_of(seen, other), b=name_of(seen, step.opt), when=when(step.where))
+            text = _BOTH.format(names=names_of(seen, both), are='are' if len(both) > 1 else 'is', **about)
+            return [Finding('shared_weights', text)]
+        if step.opt not in others: others.append(step.opt)
+    return []
+
 def still_weights(seen):
     "Optimizers whose steps move nothing"
     found = []

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .check_rules import line_in, method_of, methods_of, said, users_own
-from .check_steps import own_method
+from .check_steps import optimizers, own_method
 from .method_source import function_node, function_of, place
 from ..loop.events import EVENTS, handler_of
 from ..loop.handlers import takes_part
@@ -195,8 +195,10 @@ def left_out_parameters(scene):
     model,opt = vars(scene.trainer).get('model'),vars(scene.trainer).get('opt')
     by_hand = getattr(scene.trainer, 'opt_func', True) is None and isinstance(model, nn.Module)
     if not by_hand or not hasattr(opt, 'param_groups'): return []
-    others = [o for name,o in vars(scene.trainer).items() if name != 'opt' and hasattr(o, 'param_groups')]
-    known = {id(p) for item in (opt, *others) for group in item.param_groups for p in group['params']}
+    if not {o for o,text in optimizers(scene).items() if text} <= {'trainer.opt'}: return [] # One is to come
+    holders = [vars(scene.trainer), *(getattr(cb, '__dict__', {}) for cb in scene.trainer.callbacks)]
+    opts = [o for held in holders for o in held.values() if hasattr(o, 'param_groups')]
+    known = {id(p) for o in opts for group in o.param_groups for p in group['params']}
     names = [name for name,p in model.named_parameters() if p.requires_grad and id(p) not in known]
     if not names: return []
     more = f' (and {len(names)-1} more)' if len(names) > 1 else ''

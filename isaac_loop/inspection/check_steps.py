@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #2f651e23
 import ast, inspect
+from functools import partial
 from types import FunctionType
 
 from torch.optim import Optimizer
@@ -44,7 +45,8 @@ def optimizers(
 )->dict: # By name, such as 'trainer.opt_d' or 'self.mine', the text of what they train
     "Optimizers that are there already, or that own methods make"
     has_opt = getattr(scene.trainer, 'opt_func', None) is not None
-    found = {'trainer.opt': 'trainer.model.parameters()'} if has_opt else {}
+    text = 'trainer.model.parameters()' if isinstance(_innermost(scene.trainer.opt_func), type) else ''
+    found = {'trainer.opt': text} if has_opt else {} # A function may give the optimizer what it likes
     for holder in (scene.trainer, *scene.trainer.callbacks):
         own = 'trainer' if holder is scene.trainer else 'self'
         held = getattr(holder, '__dict__', {}).items()
@@ -54,6 +56,10 @@ def optimizers(
         for f in [o for o in methods if package_of(o) not in ('isaac_loop', 'torch')]:
             for name,made in _made_in(inspect.unwrap(f), own): found[name] = found.get(name) or made
     return found
+
+def _innermost(f):
+    while isinstance(f, partial): f = f.func
+    return f
 
 def _made_in(f, own):
     "Names of optimizers that a method makes, with what they train"
@@ -239,7 +245,7 @@ def half_steps(scene):
     does = [(item, deed) for item in scene.entries for deed in item.found.does]
     backward = next((o for o,deed in does if deed == 'backwards' and o in scene.batch), None)
     step = next((o for o,deed in does if deed.startswith('steps ') and o in scene.batch), None)
-    may_step = step is not None or any(map(_may_step, scene.batch))
+    may_step = step is not None or any(_may_step(scene, o) for o in scene.batch)
     sets = any(deed in ('sets gradients', 'backwards') for _,deed in does)
     moves = any('weights' in o.found.parts.get(('changes', 'model'), {}) for o in scene.entries)
     if backward is not None and not may_step and not moves:
@@ -248,9 +254,9 @@ def half_steps(scene):
         return [Finding('never_backward', _NO_BACKWARD.format(who=_told(step)), [step.callback])]
     return []
 
-def _may_step(entry):
+def _may_step(scene, entry):
     "Whether an own method steps something that is no schedule, under a name that tells nothing"
-    tree,_ = own_method(entry)
+    tree = own_method(entry)[0] or _tree_at(scene, entry, entry.event)
     if tree is None or 'step' not in entry.found.calls: return False
     calls = [o.func for o in ast.walk(tree) if isinstance(o, ast.Call)]
     owners = {ast.unparse(o.value) for o in calls if getattr(o, 'attr', '') == 'step'}

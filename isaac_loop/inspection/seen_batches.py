@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import RandomSampler
 
 from ..basics.tensors import map_tensors
+from .asked_models import are_rows, carries_over, mixes_rows, sees_future
 from .observed_run import at_borders
 from .observing import passes_of
 from .owners import hidden_in, optimizers_of, parameters_of
@@ -94,11 +96,13 @@ class SeenRun:
         self.terms = {} # By place, the values of what was added to a loss and wants no gradient
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
-        self.rows = [] # Of the history
+        self.history = [] # Its rows
         self.measured = [] # Predictions and targets of two validation batches
         self.shifted = None # Inputs of which the targets are those one place further on
-        self.single = None # Inputs of which each row has one target
+        self.rows = None # Inputs of which each row is an example
         self.mixes_rows = False # Do its predictions for a row change with another row?
+        self.carries = False # Does it say something else when it is asked again?
+        self.same_rows = {} # By number of an input: are all rows alike in every batch, with other targets?
         self.sees_future = False # Do its predictions change with inputs that come later?
         self.replaced = set() # `id` of parameters of the model that are no longer in it
         self.written = {} # By column, which callback writes it
@@ -156,7 +160,9 @@ class SeenRun:
         self.operations.targets = {memory_of(x) for x in targets} - {None}
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
-        if are_two and targets[0].ndim == 1 and 1 < len(inputs[0]) == len(targets[0]): self.single = inputs[0]
+        if are_rows(inputs, targets): self.rows = map_tensors(torch.clone, inputs)
+        for i,x in enumerate(inputs) if self.trainer._training and are_rows(inputs, targets) else ():
+            self.same_rows[i] = self.same_rows.get(i, True) and _all_alike(x, targets)
         self.operations.tokens = [x for x in inputs if x.dtype in (torch.int32, torch.int64) and x.ndim == 2]
 
     def _look_at_layers(self, batch, model):
@@ -187,6 +193,15 @@ class SeenRun:
         self.has_foreign |= not all(isinstance(o, torch.optim.Optimizer) for o in steppers)
         self.parameters |= parameters_of(self.trainer)
         self.hidden |= hidden_in(self.trainer.model)
+
+    def ask(self,
+        model, # A module
+    ):
+        "What it makes of other inputs than those of a batch"
+        if self.shifted is not None: self.sees_future = sees_future(model, self.shifted)
+        if self.rows is None: return
+        self.carries = is_shuffled(self.trainer) and carries_over(model, self.rows)
+        self.mixes_rows = not self.carries and mixes_rows(model, self.rows)
 
     def _note_terms(self, trainer):
         "Note what was added to the loss and wants no gradient"
@@ -228,40 +243,20 @@ class SeenRun:
             changed = [k for k,x in self.before.items() if k in now and not same_values(x, now[k])]
             for name in changed: self.changed.setdefault(name, self.moment()[0])
 
+def is_shuffled(trainer):
+    "Whether the loader of training gives rows in another order each time, as far as one can tell"
+    sampler = getattr(getattr(trainer.dls, 'train', None), 'sampler', None)
+    return isinstance(sampler, RandomSampler)
+
 def _is_shifted(x, y):
     "Whether each target is the input of the next place"
     is_text = x.shape == y.shape and x.ndim == 2 and x.shape[1] > 3 and not x.is_floating_point()
     return is_text and torch.equal(x[:, 1:], y[:, :-1]) and not torch.equal(x[:, 1:], x[:, :-1])
 
-@torch.no_grad()
-def _sees_future(model, x):
-    "Whether what a model says of a place changes with inputs behind it; dropout and the like left aside"
-    other,half,first = x.clone(),x.shape[1]//2,x.min()
-    other[:, half:] = (x[:, half:] - first + 1) % (x.max() - first + 1) + first # Others that it knows
-    a,b = _answers(model, x, other)
-    if not isinstance(a, torch.Tensor) or a.ndim < 2 or torch.equal(other, x): return False
-    axis = 1 if a.shape[1] == x.shape[1] else a.ndim-1
-    if a.shape[axis] != x.shape[1]: return False
-    return not torch.allclose(a.narrow(axis, 0, half), b.narrow(axis, 0, half), rtol=1e-3, atol=1e-4)
-
-@torch.no_grad()
-def _mixes_rows(model, x):
-    "Whether what a model says of a row changes with the first row; a model that draws is not asked"
-    other = x.clone()
-    other[0] = x[1]
-    a,again,b = _answers(model, x, x, other)
-    is_known = isinstance(a, torch.Tensor) and a.ndim and len(a) == len(x) and torch.equal(a, again)
-    return is_known and not torch.allclose(a[1:], b[1:], rtol=1e-3, atol=1e-4)
-
-def _answers(model, *inputs):
-    "What a model says in evaluation; nothing if it wants something else as well"
-    modes = [(m, m.training) for m in model.modules()]
-    try:
-        model.eval()
-        return [model(x) for x in inputs]
-    except Exception: return [None]*len(inputs)
-    finally:
-        for m,mode in modes: m.training = mode
+def _all_alike(x, targets):
+    "Whether all rows of an input are alike, and not those of the targets"
+    has_numbers = len(x) > 7 and x.ndim > 1 and x[0].unique().numel() > 1
+    return has_numbers and bool((x == x[:1]).all()) and any(not (y == y[:1]).all() for y in targets)
 
 def _learnt(model):
     "Parameters of a model, and what batch norms have measured; other buffers are the model's own business"
@@ -327,12 +322,9 @@ def seen_run(
         seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         with seen.gradients.noting(), seen.operations: trainer.fit(2, lr, **passes)
         seen.reason = trainer.stop_reason
-        is_asked = seen.shifted is not None and isinstance(trainer.model, nn.Module)
-        seen.sees_future = is_asked and _sees_future(trainer.model, seen.shifted)
-        is_asked = seen.single is not None and isinstance(trainer.model, nn.Module)
-        seen.mixes_rows = is_asked and _mixes_rows(trainer.model, seen.single)
+        if isinstance(trainer.model, nn.Module): seen.ask(trainer.model)
         seen.note_owners()
         seen.replaced = seen.of_model - set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         seen.callbacks = list(trainer.callbacks)
-        seen.rows = [dict(row) for row in trainer.history.rows]
+        seen.history = [dict(row) for row in trainer.history.rows]
     return seen
