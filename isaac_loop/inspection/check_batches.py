@@ -15,6 +15,8 @@ from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradie
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
 from .check_gradients import still_weights, terms_without_gradient
 from .check_gradients import weights_of_two, weights_without_gradient, when
+from .check_mixups import levelled_rates, models_that_are_one, rows_that_are_one
+from .check_mixups import schedules_of_others
 from ..loop.events import callback_name
 from ..metrics.any_metric import MeanOf
 from ..metrics.metrics import recorders_of
@@ -305,6 +307,7 @@ RUN_RULES = { # By the name of what each finds
     'gradients_lost': lost_gradients,
     'clip_before_unscale': scaled_changes,
     'no_gradient': weights_without_gradient,
+    'zero_gradient': lambda seen: (), # Found together with it
     'never_moved': still_weights,
     'shared_weights': weights_of_two,
     'no_optimizer': parameters_of_nobody,
@@ -324,6 +327,10 @@ RUN_RULES = { # By the name of what each finds
     'view_for_transpose': views_for_transposes,
     'sees_future': models_that_look_ahead,
     'rows_mixed': models_that_mix_rows,
+    'same_model': models_that_are_one,
+    'other_optimizer': schedules_of_others,
+    'one_rate': levelled_rates,
+    'same_rows': rows_that_are_one,
     'carries_over': models_that_remember,
     'drops_in_validation': dropout_without_end,
     'mean_of_means': means_of_functions,

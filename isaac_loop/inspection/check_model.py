@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/inspection/97_check_model.ipynb #1645d7a5
-import ast, inspect
+import ast, inspect, re
 from functools import partial
 from types import FunctionType
 
@@ -281,6 +281,8 @@ _STATISTICS = ('{who} averages the parameters of the model ({line}), and its bat
                'statistics in buffers, which stay as they were at first. Take in `state_dict()`, or copy '
                '`model.buffers()`.')
 
+_WHOLE_COPY = re.compile(r'load_state_dict\([\w.]+\.state_dict\(\)\)')
+
 def averages_without_buffers(scene):
     "Averages of a model with batch norm that never take in its buffers"
     model = vars(scene.trainer).get('model')
@@ -290,6 +292,7 @@ def averages_without_buffers(scene):
     for entry in scene.batch if norms else ():
         if 'averages' not in entry.found.does or not users_own(entry): continue
         text = ' '.join(map(ast.unparse, methods_of(scene, entry)))
+        text = _WHOLE_COPY.sub('', text) # What is copied at the end is what was averaged, with its buffers
         whole = any(word in text for word in ('buffers', 'state_dict', 'AveragedModel', 'update_bn',
                                               'running_'))
         if whole or 'deepcopy' not in text: continue

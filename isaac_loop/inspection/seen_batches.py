@@ -20,7 +20,7 @@ from ..basics.tensors import map_tensors
 from .asked_models import are_rows, carries_over, mixes_rows, sees_future
 from .observed_run import at_borders
 from .observing import passes_of
-from .owners import hidden_in, optimizers_of, parameters_of
+from .owners import hidden_in, optimizers_of, parameters_of, same_as_model, schedules_of
 from .seen_gradients import Gradients
 from .seen_operations import Operations
 from .trial_folder import unseen
@@ -110,6 +110,9 @@ class SeenRun:
         self.has_foreign = False # Is there one that is none of PyTorch's?
         self.parameters = {} # By name
         self.hidden = {} # By `id`: the plain list of the model that a parameter is in
+        self.same = {} # By the name of a second model that is the first: that one's
+        self.schedules = {} # Of learning rates, by name
+        self.levelled = {} # By name of an optimizer: who has made its rates one, those before, the one
         self.cut = '' # A place where a loss had nothing behind it, and wanted a gradient all the same
         self.callbacks = [] # Who took part
         self.last_by = {} # By name of a layer, who has last set its mode
@@ -135,7 +138,7 @@ class SeenRun:
         finally: who = self.at_work.pop()
         for name in _columns(trainer) - columns: self.written.setdefault(name, call.callback)
         self.last_by |= {k: who for k,mode in modes_of(trainer.model).items() if modes.get(k) is not mode}
-        if call.event != 'before_fit': self._note_rates(rates, _rates(trainer), who) # What begins so is meant
+        self._note_rates(rates, _rates(trainer), who, call.event)
         if call.event == 'get_loss': self._note_loss(trainer)
         if call.event in ('get_loss', 'after_get_loss'): self._note_terms(trainer)
         self._note_data(trainer, who)
@@ -193,6 +196,8 @@ class SeenRun:
         self.has_foreign |= not all(isinstance(o, torch.optim.Optimizer) for o in steppers)
         self.parameters |= parameters_of(self.trainer)
         self.hidden |= hidden_in(self.trainer.model)
+        self.same |= same_as_model(self.trainer)
+        self.schedules |= schedules_of(self.trainer)
 
     def ask(self,
         model, # A module
@@ -221,9 +226,11 @@ class SeenRun:
         if is_class and isinstance(preds, torch.Tensor) and preds.ndim == 2 and len(preds) == len(y):
             batch.share = float((preds.detach().argmax(1) == y).double().mean())
 
-    def _note_rates(self, before, now, who):
+    def _note_rates(self, before, now, who, event):
         for name,rates in now.items():
             self.last_rates[name],was = rates,before.get(name, ())
+            if is_levelled(was, rates): self.levelled.setdefault(name, (who, was, rates[-1]))
+            if event == 'before_fit': continue # What begins so is meant
             moved = {i for i,(a,b) in enumerate(zip(was, rates)) if a != b} if len(was) == len(rates) else ()
             if moved: self.rates.setdefault((name, who), set()).update(moved)
 
@@ -276,6 +283,10 @@ def _rates(trainer):
     opts = {name: o for name,o in vars(trainer).items() if isinstance(o, torch.optim.Optimizer)}
     return {name: list(map(_rate, opt.param_groups)) for name,opt in opts.items()}
 
+def is_levelled(was, now):
+    "Whether rates that differed have become one"
+    return len(was) == len(now) and len({o for o in was if o}) > 1 and 0 not in now and len(set(now)) == 1
+
 def _rate(group):
     rate,learns = group.get('lr'),any(p.requires_grad for p in group['params'])
     return float(rate) if learns and isinstance(rate, (int, float, torch.Tensor)) else 0.
@@ -312,12 +323,14 @@ def seen_run(
 )->SeenRun:
     "Run `n` batches of two epochs, without those who save or report"
     lr = vars(trainer).get('lr', 1e-3) if lr is None else lr
+    schedules = schedules_of(trainer) # Also of those who only read rows, and are not run
     with _explained(), trainer.snapshot(), unseen(), trainer.side_run(below=Order.SAVE):
         passes,trainer.dls = passes_of(trainer),copy.copy(trainer.dls)
         if n_batches(getattr(trainer.dls, 'valid', None)) == 0: passes['valid'] = False
         for name in [name for name,there in passes.items() if there]:
             setattr(trainer.dls, name, FirstAndLast(getattr(trainer.dls, name), n))
         seen = SeenRun(trainer)
+        seen.schedules |= schedules
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
         seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         with seen.gradients.noting(), seen.operations: trainer.fit(2, lr, **passes)
