@@ -179,8 +179,8 @@ _BOTH = ('`{a}` and `{b}` both make steps in {when}, and {names} {are} in both, 
 
 def weights_of_two(seen):
     "Weights that two optimizers move in one batch"
-    first = {} # By batch: the optimizers that have made a step
-    for step in seen.gradients.steps:
+    first,held = {},set(map(id, seen.optimizers.values())) # By batch: the optimizers that have made a step
+    for step in [o for o in seen.gradients.steps if id(o.opt) in held]: # Others may be of a fit inside
         others = first.setdefault(step.where, [])
         for other in [o for o in others if o is not step.opt]:
             theirs = {id(p): p for p in weights_of(other) if p.requires_grad}

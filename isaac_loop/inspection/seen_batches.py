@@ -89,7 +89,7 @@ class SeenRun:
         self.changed = {} # By name of a weight that a validation pass has changed: where
         self.behind = [] # The random numbers behind each validation pass
         self.rates = {} # By optimizer and who has changed rates: numbers of the groups
-        self.last_rates = {} # By name of an optimizer, those of its groups
+        self.first_rates,self.last_rates = {},{} # By name of an optimizer, those of its groups
         self.data = {} # By who changed a batch in place: which batch
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
@@ -229,7 +229,8 @@ class SeenRun:
     def _note_rates(self, before, now, who, event):
         for name,rates in now.items():
             self.last_rates[name],was = rates,before.get(name, ())
-            if is_levelled(was, rates): self.levelled.setdefault(name, (who, was, rates[-1]))
+            first = self.first_rates.setdefault(name, was or rates)
+            if is_levelled(first, rates) and is_levelled(was, rates): self.levelled[name] = who,was,rates[-1]
             if event == 'before_fit': continue # What begins so is meant
             moved = {i for i,(a,b) in enumerate(zip(was, rates)) if a != b} if len(was) == len(rates) else ()
             if moved: self.rates.setdefault((name, who), set()).update(moved)
