@@ -11,7 +11,8 @@ from fastcore.basics import patch
 from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
 from . import check_best, check_cancels, check_effects, check_forgotten
-from . import check_formulas, check_kept, check_lasting, check_model
+from . import check_formulas, check_kept, check_lasting, check_mixing
+from . import check_model, check_modes
 from . import check_orders, check_rules
 from . import check_schedules, check_steps, check_updates, check_writing
 from .check_batches import RUN_RULES, found_by_running
@@ -91,9 +92,10 @@ RULES = { # By the name of what each finds
     'new_optimizer': check_lasting.new_optimizers,
     'not_counted': check_lasting.not_counted,
     'not_put_back': check_lasting.never_put_back,
-    'teacher_in_training': check_lasting.teachers_in_training,
-    'left_in_training': check_lasting.measured_in_training,
+    'teacher_in_training': check_modes.teachers_in_training,
+    'left_in_training': check_modes.measured_in_training,
     'gradients_mixed': check_lasting.mixed_gradients,
+    'labels_not_mixed': check_mixing.labels_not_mixed,
 }
 
 def _without_gradient(scene):
