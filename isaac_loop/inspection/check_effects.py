@@ -202,7 +202,7 @@ def constant_terms(scene):
         for node in ast.walk(tree) if tree is not None else ():
             for term in _terms(node, f'{trainer}.loss'):
                 cut = next((_CUTS[o.attr] for o in ast.walk(term) if getattr(o, 'attr', '') in _CUTS), None)
-                if cut is None or f'{trainer}.loss' in ast.unparse(term) or not _all_cut(term): continue
+                if cut is None or f'{trainer}.loss' in ast.unparse(term) or not all_cut(term): continue
                 told = dict(what=ast.unparse(term), cut=cut, line=line_in(entry, node))
                 text = _CONSTANT.format(who=said(entry), **told)
                 found.append(Finding('constant_term', text, [entry.callback], spoils=True))
@@ -216,16 +216,16 @@ def _terms(node, loss):
     made = node.value
     return [made.left, made.right] if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add) else []
 
-def _all_cut(node):
+def all_cut(node):
     "Whether nothing of an expression keeps a gradient: numbers, `x.item()`, a sum of such"
-    if isinstance(node, ast.BinOp): return _all_cut(node.left) and _all_cut(node.right)
+    if isinstance(node, ast.BinOp): return all_cut(node.left) and all_cut(node.right)
     if isinstance(node, ast.Constant) or _is_setting(node): return True
-    if isinstance(node, (ast.GeneratorExp, ast.ListComp)): return _all_cut(node.elt)
+    if isinstance(node, (ast.GeneratorExp, ast.ListComp)): return all_cut(node.elt)
     if not isinstance(node, ast.Call): return getattr(node, 'attr', '') == 'data'
     if getattr(node.func, 'attr', '') in _CUTS: return True
-    if getattr(node.func, 'id', '') in ('sum', 'max', 'float') and node.args: return _all_cut(node.args[0])
+    if getattr(node.func, 'id', '') in ('sum', 'max', 'float') and node.args: return all_cut(node.args[0])
     chained = getattr(node.func, 'value', None)
     goes_on = isinstance(chained, (ast.Call, ast.BinOp, ast.Attribute)) and not _is_setting(chained)
-    return goes_on and _all_cut(chained)
+    return goes_on and all_cut(chained)
 
 def _is_setting(node): return isinstance(node, ast.Attribute) and ast.unparse(node).startswith('self.')

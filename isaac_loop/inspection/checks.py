@@ -13,7 +13,7 @@ from ..basics.tables import Table
 from . import check_best, check_cancels, check_effects, check_forgotten
 from . import check_formulas, check_kept, check_lasting, check_mixing
 from . import check_model, check_modes
-from . import check_orders, check_rules
+from . import check_orders, check_penalties, check_rules
 from . import check_schedules, check_steps, check_updates, check_writing
 from .check_batches import RUN_RULES, found_by_running
 from .check_rules import Scene
@@ -95,11 +95,13 @@ RULES = { # By the name of what each finds
     'teacher_in_training': check_modes.teachers_in_training,
     'left_in_training': check_modes.measured_in_training,
     'gradients_mixed': check_lasting.mixed_gradients,
+    'decay_without_rate': check_penalties.decays_without_rate,
     'labels_not_mixed': check_mixing.labels_not_mixed,
 }
 
 def _without_gradient(scene):
-    return check_effects.constant_terms(scene) + check_formulas.penalties_without_graph(scene)
+    found = check_effects.constant_terms(scene) + check_formulas.penalties_without_graph(scene)
+    return found or check_penalties.cut_penalties(scene)
 
 def _in_vain(scene):
     return check_orders.waiting_in_vain(scene) + never_run(scene.trainer.plan, scene.trainer.callbacks)

@@ -5,7 +5,7 @@ Each planted one is found by the name of its rule; in the right ones nothing is 
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop import replaces
@@ -392,6 +392,221 @@ class Shuffles(OfTraining):
         x, y = trainer.batch
         order = torch.randperm(len(x))
         trainer.batch = x[order], y[order]
+
+
+# Weight decay by hand
+
+
+class OwnDecay:
+    def __init__(self, wd=0.05):
+        self.wd = self.weight_decay = wd
+
+
+@planted("decay_without_rate")
+class DecaysInPlace(OwnDecay):
+    @torch.no_grad()
+    def after_step(self, trainer):
+        for p in trainer.model.parameters():
+            p.mul_(1 - self.weight_decay)
+
+
+@planted("decay_without_rate")
+class DecaysData(OwnDecay):
+    def before_step(self, trainer):
+        keep = 1.0 - self.wd
+        for group in trainer.opt.param_groups:
+            for p in group["params"]:
+                p.data *= keep
+
+
+@planted("decay_without_rate")
+class DecaysBySum(OwnDecay):
+    @torch.no_grad()
+    def before_step(self, trainer):
+        for _, param in trainer.model.named_parameters():
+            if param.ndim > 1:
+                param.data.add_(param.data, alpha=-self.wd)
+
+
+@planted("decay_without_rate")
+class DecaysByItself(OwnDecay):
+    @torch.no_grad()
+    def before_step(self, trainer):
+        for p in trainer.model.parameters():
+            p -= self.wd * p
+
+
+@planted("decay_without_rate")
+class MyWeightDecay:
+    def __init__(self, lam=0.05):
+        self.lam = lam
+
+    def after_batch(self, trainer):
+        if trainer.training:
+            for p in trainer.model.parameters():
+                p.data.mul_(1 - self.lam)
+
+
+@right
+class DecaysByRate(OwnDecay):
+    def __init__(self, wd=0.05, lr=0.01):
+        super().__init__(wd)
+        self.share_wd = lr * wd
+
+    @torch.no_grad()
+    def before_step(self, trainer):
+        for group in trainer.opt.param_groups:
+            share = group["lr"] * self.wd
+            for p in group["params"]:
+                p.mul_(1 - group["lr"] * self.wd)
+                p.mul_(1 - share)
+                p.mul_(1 - self.share_wd)
+
+
+@right
+class AddsToGradients(OwnDecay):
+    @torch.no_grad()
+    def before_step(self, trainer):
+        for p in trainer.model.parameters():
+            p.grad.add_(p, alpha=self.wd)
+            p.grad += self.wd * p
+
+
+@right
+class TinyDecay(OwnDecay):
+    def __init__(self):
+        super().__init__(1e-5)
+
+    @torch.no_grad()
+    def after_step(self, trainer):
+        for p in trainer.model.parameters():
+            p.mul_(1 - self.wd)
+
+
+@right
+class Averages(OwnDecay):
+    def before_fit(self, trainer):
+        self.average = [p.detach().clone() for p in trainer.model.parameters()]
+
+    def after_step(self, trainer):
+        for a, p in zip(self.average, trainer.model.parameters()):
+            a.mul_(1 - self.wd).add_(p.detach(), alpha=self.wd)
+
+
+# Penalties without a gradient
+
+
+@planted("constant_term")
+class AddsUpItems(OfTraining):
+    def after_get_loss(self, trainer):
+        penalty = 0.0
+        for p in trainer.model.parameters():
+            penalty += p.square().sum().item()
+        trainer.loss = trainer.loss + 0.01 * penalty
+
+
+@planted("constant_term")
+class AddsWithoutGraph(OfTraining):
+    def after_get_loss(self, trainer):
+        with torch.no_grad():
+            penalty = sum(p.abs().sum() for p in trainer.model.parameters())
+        trainer.loss += 0.01 * penalty
+
+
+@right
+class AddsUp(OfTraining):
+    def after_get_loss(self, trainer):
+        penalty = 0.0
+        for p in trainer.model.parameters():
+            penalty = penalty + p.square().sum()
+        size = penalty.detach()
+        trainer.loss = trainer.loss + 0.01 * penalty / (1 + size)
+
+
+class Penalized:
+    "A loss with a penalty, to be made by `penalty`"
+
+    def __init__(self, model):
+        self.model, self.lam = model, 0.01
+
+    def __call__(self, preds, y):
+        return F.cross_entropy(preds, y) + self.lam * self.penalty()
+
+
+class ItemsOfAList(Penalized):
+    def penalty(self):
+        return sum([p.norm().item() for p in self.model.parameters()])
+
+
+class FloatsInALine(Penalized):
+    def __call__(self, preds, y):
+        loss = F.cross_entropy(preds, y)
+        for p in self.model.parameters():
+            loss += self.lam * float(p.abs().sum())
+        return loss
+
+
+class DetachedNorm(Penalized):
+    def __call__(self, preds, y):
+        weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        reg = self.lam * weights.abs().mean()
+        loss = reg + F.cross_entropy(preds, y)
+        return loss
+
+
+class Undecorated(Penalized):
+    @torch.no_grad()
+    def penalty(self):
+        return torch.stack([p.norm() for p in self.model.parameters()]).sum()
+
+
+class InTensors(Penalized):
+    def __call__(self, preds, y):
+        norms = torch.tensor([p.norm() for p in self.model.parameters()])
+        return F.cross_entropy(preds, y).add(0) + self.lam * norms.sum()
+
+
+class WithGradient(Penalized):
+    def penalty(self):
+        n = float(sum(p.numel() for p in self.model.parameters()))
+        scale = max(p.detach().abs().max() for p in self.model.parameters())
+        return sum(p.norm() for p in self.model.parameters()) / n / scale
+
+
+class ModuleWithGradient(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.of, self.log_var = [model], nn.Parameter(torch.zeros(()))
+
+    def forward(self, preds, y):
+        size = sum(p.abs().sum().item() for p in self.of[0].parameters())
+        return F.cross_entropy(preds, y) + 0.01 * size * self.log_var + len(y) * 0.0
+
+
+CUT = [ItemsOfAList, FloatsInALine, DetachedNorm, Undecorated, InTensors]
+
+
+@pytest.mark.parametrize("kind", [*CUT, WithGradient, ModuleWithGradient])
+def test_penalties_in_a_loss_of_ones_own(kind):
+    trainer = images_trainer([BasicTrainCB()])
+    trainer.loss_func = kind(trainer.model)
+    assert found_in(trainer) == ["constant_term"] * (kind in CUT)
+
+
+def test_a_penalty_in_a_function_and_in_a_method_of_the_model():
+    trainer = images_trainer([BasicTrainCB()])
+
+    def loss_with_l2(preds, y, lam=1e-3):
+        l2 = torch.tensor(0.0)
+        for name, p in trainer.model.named_parameters():
+            if "bias" not in name:
+                l2 = l2 + p.data.square().sum()
+        return F.cross_entropy(preds, y) + lam * l2
+
+    trainer.loss_func = loss_with_l2
+    assert found_in(trainer) == ["constant_term"]
+    trainer.loss_func = Undecorated(trainer.model).__call__
+    assert found_in(trainer) == ["constant_term"]
 
 
 @pytest.mark.parametrize("kind, names", WRONG, ids=lambda o: getattr(o, "__name__", ""))
