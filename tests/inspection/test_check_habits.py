@@ -609,6 +609,185 @@ def test_a_penalty_in_a_function_and_in_a_method_of_the_model():
     assert found_in(trainer) == ["constant_term"]
 
 
+# Decisions about an epoch by its last batch
+
+
+class KeepsBest:
+    order = 30
+
+    def before_fit(self, trainer):
+        self.best, self.n_bad, self.val_losses = float("inf"), 0, []
+
+
+@planted("last_batch")
+class BestByTheLast(KeepsBest):
+    on_train = False
+
+    def after_epoch(self, trainer):
+        val_loss = trainer.loss.item()
+        if val_loss < self.best:
+            self.best = val_loss
+
+
+@planted("last_batch")
+class LeastByTheLast(KeepsBest):
+    def log(self, trainer):
+        self.best = min(self.best, float(trainer.loss))
+
+
+@planted("last_batch")
+class AccuracyOfTheLast(KeepsBest):
+    def before_fit(self, trainer):
+        self.top = 0.0
+
+    def after_epoch(self, trainer):
+        y = trainer.batch[1]
+        acc = (trainer.preds.argmax(1) == y).float().mean().item()
+        if trainer.training or acc <= self.top:
+            return
+        self.top = acc
+
+
+@planted("last_batch")
+class StopsByTheLast(KeepsBest):
+    def log(self, trainer):
+        if trainer.loss.item() < 0.01:
+            trainer.request_stop("good enough")
+
+
+@planted("last_batch")
+class PlateauByTheLast(KeepsBest):
+    def before_fit(self, trainer):
+        self.plateau = optim.lr_scheduler.ReduceLROnPlateau(trainer.opt)
+
+    def log(self, trainer):
+        self.plateau.step(trainer.loss.detach())
+
+
+@planted("last_batch")
+class RecordsTheLast(KeepsBest):
+    def log(self, trainer):
+        self.val_losses.append(trainer.loss.item())
+
+
+@right
+class KeepsTheLast(KeepsBest):
+    def after_epoch(self, trainer):
+        self.last_loss, n = trainer.loss.item(), len(trainer.preds)
+        self.latest_losses = [trainer.loss.item()]
+        if n < 3 or not torch.isfinite(trainer.loss) or trainer.loss > 1e6:
+            print("odd", trainer.loss.item())
+
+
+@right
+class BestByTheMean(KeepsBest):
+    on_train = False
+
+    def before_epoch(self, trainer):
+        self.total = self.n = 0
+
+    def after_batch(self, trainer):
+        self.total += trainer.loss.item() * len(trainer.batch[0])
+        self.n += len(trainer.batch[0])
+
+    def after_epoch(self, trainer):
+        loss = self.total / self.n
+        if loss < self.best:
+            self.best = loss
+
+
+# Counters that are not saved
+
+
+class SavesBest(KeepsBest):
+    on_train = False
+
+    def log(self, trainer):
+        loss = trainer.history.latest("train_loss") if trainer.history else 1.0
+        if loss < self.best:
+            self.best, self.n_bad = loss, 0
+        else:
+            self.n_bad += 1
+        if self.n_bad > 3:
+            trainer.request_stop("no progress")
+
+    def state_dict(self):
+        return dict(best=self.best, n_bad=self.n_bad)
+
+    def load_state_dict(self, state):
+        self.best, self.n_bad = state["best"], state["n_bad"]
+
+
+@planted("state_left_out")
+class LeavesOutTheCounter(SavesBest):
+    def state_dict(self):
+        return {"best": self.best}
+
+    def load_state_dict(self, state):
+        self.best = state["best"]
+
+
+@planted("state_left_out")
+class LeavesOutTheBest(SavesBest):
+    def state_dict(self):
+        return {"n_bad": self.n_bad}
+
+    def load_state_dict(self, state):
+        self.n_bad = state["n_bad"]
+
+
+@planted("state_left_out")
+class LeavesOutTheSteps(SavesBest):
+    def before_fit(self, trainer):
+        super().before_fit(trainer)
+        self.n_steps = 0
+
+    def after_step(self, trainer):
+        self.n_steps = self.n_steps + 1
+        if self.n_steps < 100:
+            trainer.opt.param_groups[0]["lr"] = 0.01 * self.n_steps / 100
+
+
+@planted("state_left_out")
+class LeavesOutOfAList(LeavesOutTheSteps):
+    def state_dict(self):
+        return {name: getattr(self, name) for name in ("best", "n_bad")}
+
+    def load_state_dict(self, state):
+        for name in ("best", "n_bad"):
+            setattr(self, name, state[name])
+
+
+@right
+class SavesAll(SavesBest):
+    def after_batch(self, trainer):
+        self.seen += len(trainer.batch[0])
+        self.n_shown += 1
+        if self.n_shown % 10 == 0:
+            print(self.n_shown)
+
+    def before_fit(self, trainer):
+        super().before_fit(trainer)
+        self.n_shown = 0
+
+    def before_epoch(self, trainer):
+        self.seen = 0
+
+    def after_epoch(self, trainer):
+        self.few = self.seen < 10
+
+
+@right
+class SavesByName(SavesBest):
+    kept = ("best", "n_bad")
+
+    def state_dict(self):
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
 @pytest.mark.parametrize("kind, names", WRONG, ids=lambda o: getattr(o, "__name__", ""))
 def test_a_planted_mistake_is_found_by_its_name(kind, names):
     assert found_in(images_trainer([BasicTrainCB(), kind()])) == list(names)
