@@ -76,8 +76,9 @@ def own_losses(scene):
     "Methods and functions of the user that compute a loss: the tree, what it knows, its place and its name"
     func = getattr(scene.trainer, 'loss_func', None)
     while isinstance(func, partial): func = func.func
-    is_own = isinstance(func, nn.Module) and not type(func).__module__.startswith('torch.')
-    f = inspect.unwrap(type(func).forward if is_own else func) if callable(func) else None
+    is_own = not hasattr(func, '__name__') and not type(func).__module__.startswith('torch.')
+    given = (type(func).forward if isinstance(func, nn.Module) else type(func).__call__) if is_own else func
+    f = inspect.unwrap(getattr(given, '__func__', given)) if callable(func) else None
     if is_users_function(f):
         name = type(func).__name__ if is_own else f.__name__
         yield function_node(f),f.__globals__,place(f).rpartition(':')[0],f'`{name}`',func

@@ -13,7 +13,7 @@ from types import FunctionType
 from torch.optim import Optimizer
 
 from .check_cancels import _helpers, cancels_in
-from .check_rules import method_of, package_of, said, taken_from, users_own
+from .check_rules import method_of, package_of, pairs_of, said, taken_from, users_own
 from .check_updates import cleared_too_early
 from .method_source import function_node, function_of
 from ..loop.advice import has_own_batch
@@ -66,18 +66,12 @@ def _made_in(f, own):
     tree = function_node(f)
     nodes = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)] if tree is not None else []
     first = next((o.arg for o in tree.args.args), '') if nodes else ''
-    for target,value in [pair for node in nodes for pair in _pairs(node)]:
+    for target,value in [pair for node in nodes for pair in pairs_of(node)]:
         name = ast.unparse(target)
         if '.' not in name or not _is_optimizer_made(value, f.__globals__): continue
         owner,_,rest = name.partition('.')
         trains = ast.unparse(value.args[0]) if value.args else ''
         yield f'{own if owner == first else "trainer"}.{rest}',trains
-
-def _pairs(node):
-    "Targets and values of an assignment, perhaps of several in one line"
-    target,value = node.targets[0],node.value
-    both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-    return list(zip(target.elts, value.elts)) if both else [(target, value)]
 
 def _is_optimizer_made(node, known):
     "Whether an expression is a call of an optimizer's class, or of the trainer's `opt_func`"
