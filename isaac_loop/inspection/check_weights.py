@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/97a1_check_weights.ipynb #82c28154
+# %% ../../nbs/inspection/97a1_check_weights.ipynb #00f5b1e1
 import inspect
 from functools import partial
 from types import FunctionType
@@ -15,6 +15,7 @@ from torch import nn
 
 from .check_rules import package_of
 from .own_sources import forwards, loss_sources, model_of, outside, words_of
+from .own_sources import words_of_users
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/97a1_check_weights.ipynb #8dc4c348
@@ -55,7 +56,7 @@ def short_weights_moved(seen):
         for finding in _short(called, held): return [finding]
     return []
 
-# %% ../../nbs/inspection/97a1_check_weights.ipynb #4c8473a7
+# %% ../../nbs/inspection/97a1_check_weights.ipynb #fc12670d
 _PLAIN = ('`{name}` wants a gradient and is no `nn.Parameter`, so no optimizer has it: it never learns, and '
           'is neither saved nor moved to a device with the model. Write `nn.Parameter(...)`{how}.')
 _IN_LOSS = ' and give it to the optimizer, as by `trainer.opt.add_param_group` in `before_fit`'
@@ -97,11 +98,8 @@ def _takes_derivatives(sources):
 
 def _spoken(scene):
     "The names in what might give a tensor to an optimizer: `opt_func`, own trainers and own callbacks"
-    users = [cb for cb in scene.trainer.callbacks if package_of(type(cb)) != 'isaac_loop']
-    kinds = [cls for o in (scene.trainer, *users) for cls in type(o).__mro__]
-    methods = [f for cls in kinds if package_of(cls) != 'isaac_loop' for f in vars(cls).values()]
-    fs = [inspect.unwrap(f) for f in (*methods, opt_func_of(scene.trainer)) if isinstance(f, FunctionType)]
-    return set().union(*(words_of(f.__code__) for f in fs))
+    opt_func = inspect.unwrap(opt_func_of(scene.trainer))
+    return words_of_users(scene) | (words_of(opt_func.__code__) if isinstance(opt_func, FunctionType) else set())
 
 def _known_to_optimizers(trainer):
     held = [o for holder in (trainer, *trainer.callbacks) for o in getattr(holder, '__dict__', {}).values()]

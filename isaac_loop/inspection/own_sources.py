@@ -80,7 +80,7 @@ def _of_module(m):
     forward = None if isinstance(m, torch.jit.ScriptModule) else getattr(type(m), 'forward', None)
     return Source(forward, m, f'`{type(m).__name__}.forward`') if is_own(forward) else None
 
-# %% ../../nbs/inspection/96a_own_sources.ipynb #7b6bab73
+# %% ../../nbs/inspection/96a_own_sources.ipynb #8976381d
 def read_along(sources):
     "Sources, and what of the user's they call, each once"
     todo,known = [o for o in sources if o is not None],set()
@@ -109,6 +109,13 @@ def loss_sources(scene):
     if isinstance(func, nn.Module): return list(read_along([_of_module(func)]))
     f,given = function_of(func) if callable(func) else (None, ())
     return list(read_along([Source(f, next(iter(given), None))] if is_own(f) else []))
+
+def words_of_users(scene):
+    "All names in the methods of the user's own callbacks and trainers"
+    kinds = {cls for o in (scene.trainer, *scene.trainer.callbacks) for cls in type(o).__mro__}
+    methods = [f for cls in kinds if package_of(cls) != 'isaac_loop' for f in vars(cls).values()]
+    fs = [inspect.unwrap(f) for f in methods if isinstance(f, FunctionType)]
+    return set().union(*(words_of(f.__code__) for f in fs))
 
 def at_events(scene, *events):
     "The user's own methods at some events of a batch, and what they call"
