@@ -15,6 +15,7 @@ from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradie
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
 from .check_gradients import still_weights, terms_without_gradient
 from .check_gradients import weights_without_gradient, when
+from .check_weights import short_weights_moved
 from ..loop.events import callback_name
 from ..metrics.any_metric import MeanOf
 from ..metrics.metrics import recorders_of
@@ -315,6 +316,7 @@ RUN_RULES = { # By the name of what each finds
     'drops_in_validation': dropout_without_end,
     'mean_of_means': means_of_functions,
     'random_validation': random_rows,
+    'short_weights': short_weights_moved,
 }
 
 def found_by_running(

@@ -174,10 +174,10 @@ def _is_learnt(args, source, scene):
         todo += ast.iter_child_nodes(node)
     return False
 
-# %% ../../nbs/inspection/97a2_check_forwards.ipynb #a999d2e2
+# %% ../../nbs/inspection/97a2_check_forwards.ipynb #6c582054
 _SCALES = ('{who} adds a mean over all numbers ({a}) and a KL term that is a sum over rows and numbers '
-           '({b}), so that term rules the loss and the model says the same of every row. Sum both and divide by the '
-           'number of rows, or weigh the KL term.')
+           '({b}), so that term rules the loss and the model says the same of every row. Sum both and divide '
+           'by the number of rows, or weigh the KL term.')
 _LOSS_NAMES = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss', 'binary_cross_entropy', 'cross_entropy',
                'binary_cross_entropy_with_logits'}
 _SQUARE = re.compile(r'\*\* 2|pow\(2\)|pow\(\w+, 2\)|square')
@@ -247,10 +247,10 @@ def _is_about_one(node):
     try: return 0.4 < abs(ast.literal_eval(node)) < 10
     except ValueError: return False
 
-# %% ../../nbs/inspection/97a2_check_forwards.ipynb #0d04674f
+# %% ../../nbs/inspection/97a2_check_forwards.ipynb #3d1b970b
 _SORTED = ('{who} sorts the rows of the batch by `{order}` ({line}) and never puts its answers back, so each '
-           'is compared with the target of another row. Index the answers by `{order}.argsort()`, or leave the '
-           'sorting to `pack_padded_sequence(..., enforce_sorted=False)`.')
+           'is compared with the target of another row. Index the answers by `{order}.argsort()`, or leave '
+           'the sorting to `pack_padded_sequence(..., enforce_sorted=False)`.')
 
 def never_unsorted(scene):
     "Models that sort their rows and leave them so"

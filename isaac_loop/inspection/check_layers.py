@@ -113,7 +113,7 @@ def _dropped_in(source):
         if isinstance(p, (int, float)): found[f'`F.dropout` ({source.line(node)})'] = p
     return found
 
-# %% ../../nbs/inspection/97a_check_layers.ipynb #8ee898ba
+# %% ../../nbs/inspection/97a_check_layers.ipynb #1e99a82f
 _LETTER = ('{who} has an attribute `{name}` that is {value}, which nobody reads, and still its '
            '`requires_grad` is {real}. Set `requires_grad`, or call `requires_grad_({value})` of the module.')
 _WRITES = ('{who} sets `{name}` ({line}), which nobody reads. Set `requires_grad` of the parameters, or call '
@@ -133,11 +133,11 @@ def misspelt_grads(scene):
     if told: return [Finding('misspelt', _LETTER.format(**told[0]), spoils=True)]
     mine = [o for o in scene.entries if o.callback is not None and own_method(o)[0] is not None]
     found = [finding for entry in mine for finding in _written_grads(entry)]
-    return [*found[:1], *_frozen_modules(model)]
+    return found[:1]
 
-def _frozen_modules(model):
+def unread_freezing(scene):
     "Modules that were given `requires_grad`, or something like it"
-    for who,m in model.named_modules():
+    for who,m in model_of(scene).named_modules():
         for name,value in [(k, v) for k,v in vars(m).items() if k == 'requires_grad' or _is_near(k)]:
             weights = list(m.parameters())
             if not weights or not isinstance(value, bool): continue

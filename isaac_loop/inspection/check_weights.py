@@ -56,7 +56,7 @@ def short_weights_moved(seen):
         for finding in _short(called, held): return [finding]
     return []
 
-# %% ../../nbs/inspection/97a1_check_weights.ipynb #fc12670d
+# %% ../../nbs/inspection/97a1_check_weights.ipynb #46139442
 _PLAIN = ('`{name}` wants a gradient and is no `nn.Parameter`, so no optimizer has it: it never learns, and '
           'is neither saved nor moved to a device with the model. Write `nn.Parameter(...)`{how}.')
 _IN_LOSS = ' and give it to the optimizer, as by `trainer.opt.add_param_group` in `before_fit`'
@@ -99,7 +99,8 @@ def _takes_derivatives(sources):
 def _spoken(scene):
     "The names in what might give a tensor to an optimizer: `opt_func`, own trainers and own callbacks"
     opt_func = inspect.unwrap(opt_func_of(scene.trainer))
-    return words_of_users(scene) | (words_of(opt_func.__code__) if isinstance(opt_func, FunctionType) else set())
+    is_function = isinstance(opt_func, FunctionType)
+    return words_of_users(scene) | (words_of(opt_func.__code__) if is_function else set())
 
 def _known_to_optimizers(trainer):
     held = [o for holder in (trainer, *trainer.callbacks) for o in getattr(holder, '__dict__', {}).values()]

@@ -12,6 +12,7 @@ from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
 from . import check_best, check_cancels, check_effects, check_forgotten
 from . import check_formulas, check_kept, check_lasting, check_model
+from . import check_forwards, check_layers, check_weights
 from . import check_orders, check_rules
 from . import check_schedules, check_steps, check_updates, check_writing
 from .check_batches import RUN_RULES, found_by_running
@@ -45,7 +46,7 @@ RULES = { # By the name of what each finds
     'schedule_pace': check_schedules.wrong_paces,
     'overwritten': check_writing.overwritten,
     'random_validation': check_writing.augmented_validation,
-    'misspelt': check_writing.slips,
+    'misspelt': lambda scene: check_writing.slips(scene) + check_layers.misspelt_grads(scene),
     'unknown_column': check_writing.unknown_columns,
     'two_permutations': check_writing.two_permutations,
     'unread_rate': check_forgotten.unread_rates,
@@ -70,7 +71,7 @@ RULES = { # By the name of what each finds
     'new_parameters': check_model.new_parameters,
     'undone_mode': check_model.undone_modes,
     'trains_in_validation': check_model.training_mode_in_validation,
-    'freezes_nothing': check_model.freezes_nothing,
+    'freezes_nothing': lambda scene: check_model.freezes_nothing(scene) + check_layers.unread_freezing(scene),
     'average_without_buffers': check_model.averages_without_buffers,
     'no_effect': check_effects.lost_values,
     'unread_setting': check_effects.unread_settings,
@@ -94,6 +95,17 @@ RULES = { # By the name of what each finds
     'teacher_in_training': check_lasting.teachers_in_training,
     'left_in_training': check_lasting.measured_in_training,
     'gradients_mixed': check_lasting.mixed_gradients,
+    'same_units': check_layers.same_units,
+    'shared_block': check_layers.shared_blocks,
+    'norm_momentum': check_layers.norm_momentum,
+    'drops_most': check_layers.drops_most,
+    'short_weights': check_weights.short_weights,
+    'no_parameter': check_weights.no_parameters,
+    'layer_in_forward': check_forwards.layers_in_forward,
+    'unread_input': check_forwards.unread_inputs,
+    'sample_cuts': check_forwards.samples_that_cut,
+    'mixed_reductions': check_forwards.mixed_reductions,
+    'not_unsorted': check_forwards.never_unsorted,
 }
 
 def _without_gradient(scene):
