@@ -15,6 +15,7 @@ from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradie
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
 from .check_gradients import still_weights, terms_without_gradient
 from .check_gradients import weights_without_gradient, when
+from .check_rows import few_weights, other_labels, other_scale, same_rows, sorted_rows
 from .check_weights import short_weights_moved
 from ..loop.events import callback_name
 from ..metrics.any_metric import MeanOf
@@ -309,7 +310,7 @@ RUN_RULES = { # By the name of what each finds
     'keeps_graph': growing_graphs,
     'some_rates': rates_of_some,
     'mask_turned': masks_turned_round,
-    'shared_rows': shared_rows,
+    'shared_rows': lambda seen: shared_rows(seen) or same_rows(seen),
     'view_for_transpose': views_for_transposes,
     'sees_future': models_that_look_ahead,
     'rows_mixed': models_that_mix_rows,
@@ -317,6 +318,10 @@ RUN_RULES = { # By the name of what each finds
     'mean_of_means': means_of_functions,
     'random_validation': random_rows,
     'short_weights': short_weights_moved,
+    'sorted_rows': sorted_rows,
+    'other_labels': other_labels,
+    'few_weights': few_weights,
+    'other_scale': other_scale,
 }
 
 def found_by_running(
