@@ -247,7 +247,7 @@ def _is_about_one(node):
     try: return 0.4 < abs(ast.literal_eval(node)) < 10
     except ValueError: return False
 
-# %% ../../nbs/inspection/97a2_check_forwards.ipynb #3d1b970b
+# %% ../../nbs/inspection/97a2_check_forwards.ipynb #43cc0e1f
 _SORTED = ('{who} sorts the rows of the batch by `{order}` ({line}) and never puts its answers back, so each '
            'is compared with the target of another row. Index the answers by `{order}.argsort()`, or leave '
            'the sorting to `pack_padded_sequence(..., enforce_sorted=False)`.')
@@ -255,7 +255,10 @@ _SORTED = ('{who} sorts the rows of the batch by `{order}` ({line}) and never pu
 def never_unsorted(scene):
     "Models that sort their rows and leave them so"
     for source in forwards(scene):
-        for order,node in _orders(source):
+        orders = list(_orders(source))
+        for order,node in orders:
+            names = {o.id for o in ast.walk(node.value) if isinstance(o, ast.Name)}
+            if names & {name for name,_ in orders} - {order}: continue # The way back
             if not _is_one_way(order, source): continue
             text = _SORTED.format(who=source.said, order=order, line=source.line(node))
             return [Finding('not_unsorted', text)]

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/inspection/99e1_scales.ipynb #5e667be6
 import torch
 
-# %% ../../nbs/inspection/99e1_scales.ipynb #bfaa838b
+# %% ../../nbs/inspection/99e1_scales.ipynb #7d0eb0da
 def scales_of(
     tensors, # Any number
 )->list: # Of each the mean, the spread and how many numbers there are; None for whole numbers
@@ -16,5 +16,6 @@ def scales_of(
     return [_scale(x.detach()) for x in tensors]
 
 def _scale(x):
-    if not x.is_floating_point() or x.layout != torch.strided or x.numel() < 2: return None
+    is_known = x.is_floating_point() and x.layout == torch.strided and x.device.type != 'meta'
+    if not is_known or x.numel() < 2: return None
     return x.float().mean().item(),x.float().std().item(),x.numel()
