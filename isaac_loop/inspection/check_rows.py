@@ -125,9 +125,13 @@ def _are_numbers(x):
     values = sorted(x.values()) if all(type(o) is int for o in x.values()) else []
     return bool(values) and values == list(range(values[0], values[0]+len(values))) and values[0] < 10
 
-# %% ../../nbs/inspection/99h1_check_rows.ipynb #dae06469
+# %% ../../nbs/inspection/99h1_check_rows.ipynb #ec43afcd
 _TOO_FEW = ('The `WeightedRandomSampler` of `dls.{name}` has {k} weights for {n} rows, so only the first {k} '
             'are ever drawn. Give it a weight for each row, as by `weights_of_classes[y]`.')
+
+def length_of(dataset):
+    "How many rows there are; None if nobody knows"
+    with suppress(TypeError, NotImplementedError): return len(dataset)
 
 def few_weights(seen):
     "Samplers that cannot draw most of the rows"
@@ -136,9 +140,8 @@ def few_weights(seen):
         dl = loader_of(seen, name)
         samplers = [getattr(o, 'sampler', None) for o in (dl, getattr(dl, 'batch_sampler', None))]
         sampler = next((o for o in samplers if isinstance(o, WeightedRandomSampler)), None)
-        if sampler is None or not hasattr(dl.dataset, '__len__'): continue
-        k,n = len(sampler.weights),len(dl.dataset)
-        if k < n: found.append(Finding('few_weights', _TOO_FEW.format(name=name, k=k, n=n), spoils=True))
+        k,n = len(getattr(sampler, 'weights', ())),length_of(getattr(dl, 'dataset', None))
+        if sampler is not None and n and k < n: found.append(Finding('few_weights', _TOO_FEW.format(name=name, k=k, n=n), spoils=True))
     return found
 
 # %% ../../nbs/inspection/99h1_check_rows.ipynb #d7202087
@@ -188,20 +191,21 @@ def _way(side, i):
     is_same = all(abs(a-factor) < 1e-3*factor and abs(b-summand) < 1e-3*spread for a,b in ways)
     return ways[0] if is_same else None
 
-# %% ../../nbs/inspection/99h1_check_rows.ipynb #14a10cae
+# %% ../../nbs/inspection/99h1_check_rows.ipynb #be957f80
 _ALL_SHARED = ('All {n} rows of `dls.valid` are those of `dls.train`, so the numbers of validation say how '
                'well rows are remembered. Was the dataset for validation meant? Who wants that passes '
                "`ignore='shared_rows'`, or the same loader for both.")
+_TRIAL = 500 # Who tries out a loop takes fewer rows
 
 def same_rows(seen):
     "Two loaders for one dataset, which differ as those for training and validation do"
     train,valid = (loader_of(seen, name) for name in ('train', 'valid'))
     datasets = [getattr(dl, 'dataset', None) for dl in (train, valid)]
-    if train is valid or not all(hasattr(o, '__len__') for o in datasets): return []
+    n = length_of(datasets[0])
+    if train is valid or n is None or n != length_of(datasets[1]) or n < _TRIAL: return []
     shuffles = isinstance(getattr(train, 'sampler', None), RandomSampler)
     differ = shuffles and not isinstance(getattr(valid, 'sampler', None), RandomSampler)
-    n = len(datasets[0])
-    if not differ or n <= (train.batch_size or n) or not _are_same(*datasets): return []
+    if not differ or not _are_same(*datasets): return []
     return [Finding('shared_rows', _ALL_SHARED.format(n=n))]
 
 def _are_same(a, b):

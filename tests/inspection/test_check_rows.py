@@ -307,18 +307,19 @@ def columns_of_their_own_scale():
 
 @planted("shared_rows")
 def both_loaders_for_one_dataset():
-    data = TensorDataset(*rows())
+    data = TensorDataset(*rows(600))
     return DataLoader(data, 16, shuffle=True), DataLoader(data, 32)
 
 
 @planted("shared_rows")
 def a_copy_of_the_dataset():
-    return DataLoader(TensorDataset(*rows()), 16, shuffle=True), DataLoader(TensorDataset(*rows()), 16)
+    train = DataLoader(TensorDataset(*rows(600)), 16, shuffle=True)
+    return train, DataLoader(TensorDataset(*rows(600)), 16)
 
 
 @right
 def a_split():
-    train, other = random_split(TensorDataset(*rows()), [64, 32])
+    train, other = random_split(TensorDataset(*rows(1200)), [600, 600])
     return DataLoader(train, 16, shuffle=True), DataLoader(other, 16)
 
 
@@ -329,8 +330,8 @@ def one_loader_for_both():
 
 
 @right
-def all_rows_in_one_batch():
-    data = TensorDataset(*rows(16))
+def a_few_rows_to_try_a_loop():
+    data = TensorDataset(*rows(64))
     return DataLoader(data, 16, shuffle=True), DataLoader(data, 16)
 
 
