@@ -125,7 +125,7 @@ def _are_numbers(x):
     values = sorted(x.values()) if all(type(o) is int for o in x.values()) else []
     return bool(values) and values == list(range(values[0], values[0]+len(values))) and values[0] < 10
 
-# %% ../../nbs/inspection/99h1_check_rows.ipynb #ec43afcd
+# %% ../../nbs/inspection/99h1_check_rows.ipynb #7c7325f5
 _TOO_FEW = ('The `WeightedRandomSampler` of `dls.{name}` has {k} weights for {n} rows, so only the first {k} '
             'are ever drawn. Give it a weight for each row, as by `weights_of_classes[y]`.')
 
@@ -141,7 +141,8 @@ def few_weights(seen):
         samplers = [getattr(o, 'sampler', None) for o in (dl, getattr(dl, 'batch_sampler', None))]
         sampler = next((o for o in samplers if isinstance(o, WeightedRandomSampler)), None)
         k,n = len(getattr(sampler, 'weights', ())),length_of(getattr(dl, 'dataset', None))
-        if sampler is not None and n and k < n: found.append(Finding('few_weights', _TOO_FEW.format(name=name, k=k, n=n), spoils=True))
+        if sampler is None or not n or k >= n: continue
+        found.append(Finding('few_weights', _TOO_FEW.format(name=name, k=k, n=n), spoils=True))
     return found
 
 # %% ../../nbs/inspection/99h1_check_rows.ipynb #d7202087
