@@ -56,7 +56,7 @@ def short_weights_moved(seen):
         for finding in _short(called, held): return [finding]
     return []
 
-# %% ../../nbs/inspection/97a1_check_weights.ipynb #46139442
+# %% ../../nbs/inspection/97a1_check_weights.ipynb #b8a25117
 _PLAIN = ('`{name}` wants a gradient and is no `nn.Parameter`, so no optimizer has it: it never learns, and '
           'is neither saved nor moved to a device with the model. Write `nn.Parameter(...)`{how}.')
 _IN_LOSS = ' and give it to the optimizer, as by `trainer.opt.add_param_group` in `before_fit`'
@@ -79,13 +79,15 @@ def _is_plain_leaf(x):
 def _held_tensors(scene):
     "What lies in the model and in the loss function, with its name and how to hand it over"
     for path,m in model_of(scene).named_modules() if not _takes_derivatives(forwards(scene)) else ():
-        for k,x in _one_by_one(vars(m) | m._buffers): yield '.'.join(filter(None, ('model', path, k))),x,''
+        for k,x in _one_by_one(vars(m) | _buffers(m)): yield '.'.join(filter(None, ('model', path, k))),x,''
     sources = loss_sources(scene)
     func = scene.trainer.loss_func
     if _takes_derivatives([*sources, *forwards(scene)]): return
-    own = vars(func) | func._buffers if isinstance(func, nn.Module) else {}
+    own = vars(func) | _buffers(func) if isinstance(func, nn.Module) else {}
     for source in sources: own |= {k: x for k,x in outside(source.f).items() if k in words_of(source.code)}
     for k,x in _one_by_one(own): yield k,x,_IN_LOSS
+
+def _buffers(m): return dict(m.named_buffers(recurse=False))
 
 def _one_by_one(held):
     for name,x in list(held.items()):
