@@ -17,6 +17,9 @@ from .check_gradients import still_weights, terms_without_gradient
 from .check_gradients import weights_of_two, weights_without_gradient, when
 from .check_mixups import levelled_rates, models_that_are_one, rows_that_are_one
 from .check_mixups import schedules_of_others
+from .check_gradients import weights_without_gradient, when
+from .check_rows import few_weights, other_labels, other_scale, same_rows, sorted_rows
+from .check_weights import short_weights_moved
 from ..loop.events import callback_name
 from ..metrics.any_metric import MeanOf
 from ..metrics.metrics import recorders_of
@@ -323,7 +326,7 @@ RUN_RULES = { # By the name of what each finds
     'keeps_graph': growing_graphs,
     'some_rates': rates_of_some,
     'mask_turned': masks_turned_round,
-    'shared_rows': shared_rows,
+    'shared_rows': lambda seen: shared_rows(seen) or same_rows(seen),
     'view_for_transpose': views_for_transposes,
     'sees_future': models_that_look_ahead,
     'rows_mixed': models_that_mix_rows,
@@ -335,6 +338,11 @@ RUN_RULES = { # By the name of what each finds
     'drops_in_validation': dropout_without_end,
     'mean_of_means': means_of_functions,
     'random_validation': random_rows,
+    'short_weights': short_weights_moved,
+    'sorted_rows': sorted_rows,
+    'other_labels': other_labels,
+    'few_weights': few_weights,
+    'other_scale': other_scale,
 }
 
 def found_by_running(

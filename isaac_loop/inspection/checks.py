@@ -10,11 +10,11 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
-from . import check_best, check_cancels, check_effects, check_forgotten
-from . import check_formulas, check_kept, check_last_batch, check_lasting, check_mixing
-from . import check_model, check_modes
-from . import check_orders, check_penalties, check_rules
-from . import check_saved, check_schedules, check_steps, check_updates, check_writing
+from . import check_best, check_cancels, check_effects, check_forgotten, check_formulas
+from . import check_forwards, check_kept, check_last_batch, check_lasting, check_layers
+from . import check_mixing, check_model, check_modes, check_orders, check_penalties
+from . import check_rules, check_saved, check_schedules, check_steps, check_updates
+from . import check_weights, check_writing
 from .check_batches import RUN_RULES, found_by_running
 from .check_rules import Scene
 from .seen_batches import seen_run
@@ -46,7 +46,7 @@ RULES = { # By the name of what each finds
     'schedule_pace': check_schedules.wrong_paces,
     'overwritten': check_writing.overwritten,
     'random_validation': check_writing.augmented_validation,
-    'misspelt': check_writing.slips,
+    'misspelt': lambda scene: check_writing.slips(scene) + check_layers.misspelt_grads(scene),
     'unknown_column': check_writing.unknown_columns,
     'two_permutations': check_writing.two_permutations,
     'unread_rate': check_forgotten.unread_rates,
@@ -71,7 +71,7 @@ RULES = { # By the name of what each finds
     'new_parameters': check_model.new_parameters,
     'undone_mode': check_model.undone_modes,
     'trains_in_validation': check_model.training_mode_in_validation,
-    'freezes_nothing': check_model.freezes_nothing,
+    'freezes_nothing': lambda scene: check_model.freezes_nothing(scene) + check_layers.unread_freezing(scene),
     'average_without_buffers': check_model.averages_without_buffers,
     'no_effect': check_effects.lost_values,
     'unread_setting': check_effects.unread_settings,
@@ -99,6 +99,17 @@ RULES = { # By the name of what each finds
     'state_left_out': check_saved.states_left_out,
     'decay_without_rate': check_penalties.decays_without_rate,
     'labels_not_mixed': check_mixing.labels_not_mixed,
+    'same_units': check_layers.same_units,
+    'shared_block': check_layers.shared_blocks,
+    'norm_momentum': check_layers.norm_momentum,
+    'drops_most': check_layers.drops_most,
+    'short_weights': check_weights.short_weights,
+    'no_parameter': check_weights.no_parameters,
+    'layer_in_forward': check_forwards.layers_in_forward,
+    'unread_input': check_forwards.unread_inputs,
+    'sample_cuts': check_forwards.samples_that_cut,
+    'mixed_reductions': check_forwards.mixed_reductions,
+    'not_unsorted': check_forwards.never_unsorted,
 }
 
 def _without_gradient(scene):

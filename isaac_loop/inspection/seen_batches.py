@@ -21,6 +21,8 @@ from .asked_models import are_rows, carries_over, mixes_rows, sees_future
 from .observed_run import at_borders
 from .observing import passes_of
 from .owners import hidden_in, optimizers_of, parameters_of, same_as_model, schedules_of
+from .owners import hidden_in, optimizers_of, parameters_of
+from .scales import scales_of
 from .seen_gradients import Gradients
 from .seen_operations import Operations
 from .trial_folder import unseen
@@ -75,6 +77,8 @@ class Batch:
         self.start = random_state() # Those when the batch had come
         self.modes = {} # By name of a layer with another mode for training, whether it is in that
         self.measuring = [] # Names of frozen layers that measure the batch
+        self.came,self.given = [],[] # What the loader gave, and the inputs of the model: their `scales_of`
+        self.classes = None # Targets, if there is one number for each row
 
 class SeenRun:
     "A few batches of two epochs, and all that was seen of them"
@@ -150,6 +154,7 @@ class SeenRun:
 
     def _batch_begins(self, trainer):
         self.batches.append(Batch(self.moment()[0]))
+        self.batches[-1].came = scales_of(tensors_in(trainer.batch))
         if has_own_batch(trainer): self._before_predict(trainer)
 
     def _before_predict(self, trainer):
@@ -160,6 +165,8 @@ class SeenRun:
 
     def _look_at_targets(self, trainer):
         inputs,targets = (list(tensors_in(part)) for part in parts_of(trainer.split, trainer.batch))
+        self.batches[-1].given = scales_of(inputs)
+        if len(targets) == 1 and targets[0].ndim == 1: self.batches[-1].classes = targets[0].detach().clone()
         self.operations.targets = {memory_of(x) for x in targets} - {None}
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
