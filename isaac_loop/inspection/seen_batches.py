@@ -20,7 +20,9 @@ from .observed_run import at_borders
 from .observing import passes_of
 from .owners import hidden_in, optimizers_of, parameters_of
 from .seen_gradients import Gradients
+from .seen_losses import BatchOfCalls, LossCalls
 from .seen_operations import Operations
+from .seen_origins import Calls
 from .trial_folder import unseen
 from .trial_runs import FewBatches
 from .waits import tensors_in
@@ -91,7 +93,9 @@ class SeenRun:
         self.data = {} # By who changed a batch in place: which batch
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
-        self.terms = {} # By place, the values of what was added to a loss and wants no gradient
+        self.terms = self.operations.terms # By place, the values of what was added to a loss in vain
+        self.calls = Calls(self.moment, [LossCalls])
+        self.losses = self.calls.losses
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
         self.rows = [] # Of the history
@@ -154,6 +158,8 @@ class SeenRun:
     def _look_at_targets(self, trainer):
         inputs,targets = (list(tensors_in(part)) for part in parts_of(trainer.split, trainer.batch))
         self.operations.targets = {memory_of(x) for x in targets} - {None}
+        self.losses.batch = BatchOfCalls(inputs, targets, trainer.model)
+        self.calls.shapes = {tuple(x.shape) for x in (*inputs, *targets)}
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
         if are_two and targets[0].ndim == 1 and 1 < len(inputs[0]) == len(targets[0]): self.single = inputs[0]
@@ -174,6 +180,8 @@ class SeenRun:
             targets = parts_of(trainer.split, trainer.batch)[1]
             self.measured.append(map_tensors(lambda x: x.detach().clone(), (preds, *targets)))
         self.operations.sums.clear() # They hold the graph of the batch
+        self.losses.batch = BatchOfCalls()
+        self.calls.notes.known.clear()
         self.note_owners()
         for cb in trainer.callbacks:
             for name,x in getattr(cb, '__dict__', {}).items():
@@ -191,8 +199,7 @@ class SeenRun:
     def _note_terms(self, trainer):
         "Note what was added to the loss and wants no gradient"
         loss = getattr(trainer, 'loss', None)
-        total,place,value = self.operations.sums.get(id(loss), (None, '', 0.))
-        if total is not None and total is loss: self.terms.setdefault(place, set()).add(value)
+        self.operations.note_loss(loss)
 
     def _note_loss(self, trainer):
         batch,loss,preds = self.batches[-1],getattr(trainer, 'loss', None),getattr(trainer, 'preds', None)
@@ -325,12 +332,13 @@ def seen_run(
         seen = SeenRun(trainer)
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
         seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
-        with seen.gradients.noting(), seen.operations: trainer.fit(2, lr, **passes)
+        with seen.gradients.noting(), seen.calls, seen.operations: trainer.fit(2, lr, **passes)
         seen.reason = trainer.stop_reason
         is_asked = seen.shifted is not None and isinstance(trainer.model, nn.Module)
         seen.sees_future = is_asked and _sees_future(trainer.model, seen.shifted)
         is_asked = seen.single is not None and isinstance(trainer.model, nn.Module)
         seen.mixes_rows = is_asked and _mixes_rows(trainer.model, seen.single)
+        seen.losses.ask(trainer.model)
         seen.note_owners()
         seen.replaced = seen.of_model - set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         seen.callbacks = list(trainer.callbacks)
