@@ -155,7 +155,7 @@ class RowFactors:
         return {place: shapes for place,(shapes,rows) in self.found.items()
                 if place not in self.by_chance and len(rows) > 1}
 
-# %% ../../nbs/inspection/99e0_seen_origins.ipynb #f918f43e
+# %% ../../nbs/inspection/99e0_seen_origins.ipynb #e1906f47
 _SHAPES = {'view', 'reshape', 'flatten', 'squeeze', 'unsqueeze', 'getitem', 'select', 'chunk', 'split'}
 _LAYERS = {'linear', 'conv1d', 'conv2d', 'conv3d'}
 _LIMITS = {'gt', 'ge', 'lt', 'le', 'greater', 'greater_equal', 'less', 'less_equal'}
@@ -173,7 +173,8 @@ class Limits:
         if is_layer: self.notes.add('layer', call.result) # Those of a cosine have weights of another kind
         for kind in ('layer', 'greatest') if call.name in _SAME_SHAPE | _SHAPES else ():
             self.notes.carry(kind, x, call.result)
-        if call.name in ('max', 'amax'): self._note(x, getattr(call.result, 'values', call.result))
+        if call.name in ('max', 'amax'):
+            self._note(x, call.result[0] if isinstance(call.result, tuple) else call.result)
         if call.name in _LIMITS: self._look_at(x, call.given(1, 'other'))
 
     def _note(self, x, greatest):
