@@ -114,7 +114,7 @@ def _places(preds, shape):
     found = [preds.permute(order) for order in orders if preds.permute(order).shape[:2] == shape]
     return found[0] if found else None
 
-# %% ../../nbs/inspection/99e1_seen_losses.ipynb #469e804d
+# %% ../../nbs/inspection/99e1_seen_losses.ipynb #93c8ef8d
 _NAMES = {'cross_entropy', 'nll_loss', 'kl_div', 'ctc_loss', 'binary_cross_entropy_with_logits', 'mse_loss',
           'l1_loss', 'smooth_l1_loss', 'huber_loss', 'log_softmax'}
 _OF_LOSSES = {getattr(F, name): inspect.signature(getattr(F, name)) for name in _NAMES}
@@ -130,9 +130,10 @@ class LossCall:
         x,self.given = next(iter(given.values())),given
         self.made,self.rows = made_by(x),0
         self.positive = bool((x > 1e-3).any()) # Logarithms of probabilities are not
-        self.weight,self.counts,self.value,self.padding,self.roles = None,None,None,0,None
-        self.several = self.itself = self.copies = False
-        self.apart = ()
+        self.weight,self.counts = None,None # Of classes
+        self.value = None # Of all targets, and whether those of the batch have it, too
+        self.several,self.itself,self.copies = False,False,False
+        self.padding,self.apart,self.roles = 0,(),None
         y = given.get('target')
         if y is not None and x.numel() and y.numel(): self._look_at(x, y, calls)
         del self.given # The numbers are no longer wanted
@@ -142,8 +143,8 @@ class LossCall:
         self.rows = len(y) if y.ndim else 1
         of_classes = self.name in ('cross_entropy', 'nll_loss')
         same = [o for o in batch.constant if o.numel() == y.numel()]
-        first = float(y.flatten()[0])
-        if is_constant(y): self.value = first,any(float(o.flatten()[0]) == first for o in same)
+        first = float(y.detach().flatten()[0])
+        if is_constant(y): self.value = first,any(float(o.detach().flatten()[0]) == first for o in same)
         self.apart = calls.apart(x, y)
         if of_classes: self._look_at_classes(x, y, batch, weight, ignored)
         elif self.name == 'binary_cross_entropy_with_logits':

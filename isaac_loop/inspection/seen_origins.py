@@ -50,11 +50,12 @@ def made_by(
         node = next((other for other,_ in node.next_functions if other is not None), None)
     return node.name() if node is not None else ''
 
-# %% ../../nbs/inspection/99e0_seen_origins.ipynb #661bced1
+# %% ../../nbs/inspection/99e0_seen_origins.ipynb #b72f8b5f
 class Call:
     "A function that was called with tensors"
     def __init__(self, func, args, kwargs, result):
-        self.func,self.args,self.kwargs,self.result = func,args,kwargs,result
+        self.func,self.result = func,result
+        self.args,self.kwargs = args,kwargs
         self.name = getattr(func, '__name__', '').strip('_') # `relu_` is `relu`, too
 
     def given(self, i, name, default=None):
