@@ -20,7 +20,7 @@ from .observed_run import at_borders
 from .observing import passes_of
 from .owners import hidden_in, optimizers_of, parameters_of
 from .seen_gradients import Gradients
-from .seen_losses import BatchOfCalls, LossCalls
+from .seen_losses import LossCalls
 from .seen_operations import Operations
 from .seen_origins import Calls
 from .trial_folder import unseen
@@ -158,7 +158,7 @@ class SeenRun:
     def _look_at_targets(self, trainer):
         inputs,targets = (list(tensors_in(part)) for part in parts_of(trainer.split, trainer.batch))
         self.operations.targets = {memory_of(x) for x in targets} - {None}
-        self.losses.batch = BatchOfCalls(inputs, targets, trainer.model)
+        self.losses.begin(inputs, targets, trainer.model)
         self.calls.shapes = {tuple(x.shape) for x in (*inputs, *targets)}
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
@@ -180,7 +180,7 @@ class SeenRun:
             targets = parts_of(trainer.split, trainer.batch)[1]
             self.measured.append(map_tensors(lambda x: x.detach().clone(), (preds, *targets)))
         self.operations.sums.clear() # They hold the graph of the batch
-        self.losses.batch = BatchOfCalls()
+        self.losses.begin((), (), None)
         self.calls.notes.known.clear()
         self.note_owners()
         for cb in trainer.callbacks:

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e1_seen_losses.ipynb #1fd344d0
+# %% ../../nbs/inspection/99e1_seen_losses.ipynb #8a89bc81
 import inspect
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -114,7 +115,7 @@ def _places(preds, shape):
     found = [preds.permute(order) for order in orders if preds.permute(order).shape[:2] == shape]
     return found[0] if found else None
 
-# %% ../../nbs/inspection/99e1_seen_losses.ipynb #93c8ef8d
+# %% ../../nbs/inspection/99e1_seen_losses.ipynb #4e6ff1de
 _NAMES = {'cross_entropy', 'nll_loss', 'kl_div', 'ctc_loss', 'binary_cross_entropy_with_logits', 'mse_loss',
           'l1_loss', 'smooth_l1_loss', 'huber_loss', 'log_softmax'}
 _OF_LOSSES = {getattr(F, name): inspect.signature(getattr(F, name)) for name in _NAMES}
@@ -179,6 +180,11 @@ class LossCalls:
         if not call.args[0].requires_grad: return
         self.found.append(LossCall(call.name, bound.arguments, self))
         if self.found[-1].copies and self.copied is None: self.copied = self.batch.tokens[0].clone()
+
+    def begin(self, inputs, targets, model):
+        "A batch has come"
+        self.batch = BatchOfCalls()
+        with suppress(RuntimeError): self.batch = BatchOfCalls(inputs, targets, model) # Not on `meta`
 
     def ask(self, model):
         "Ask a model whether it need only copy the tokens that were targets"

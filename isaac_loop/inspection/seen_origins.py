@@ -50,7 +50,7 @@ def made_by(
         node = next((other for other,_ in node.next_functions if other is not None), None)
     return node.name() if node is not None else ''
 
-# %% ../../nbs/inspection/99e0_seen_origins.ipynb #b72f8b5f
+# %% ../../nbs/inspection/99e0_seen_origins.ipynb #99cc62c1
 class Call:
     "A function that was called with tensors"
     def __init__(self, func, args, kwargs, result):
@@ -76,6 +76,7 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling(): return result # What is traced is no call yet
         call = Call(func, args, kwargs or {}, result)
         for one in self.looks if args else ():
             with suppress(RuntimeError): one.look(call) # In `vmap`, say, numbers cannot be read
