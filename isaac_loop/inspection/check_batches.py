@@ -15,7 +15,9 @@ from .check_data import random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
 from .check_gradients import still_weights, terms_without_gradient
-from .check_gradients import weights_without_gradient, when
+from .check_gradients import weights_of_two, weights_without_gradient, when
+from .check_mixups import levelled_rates, models_that_are_one, rows_that_are_one
+from .check_mixups import schedules_of_others
 from ..loop.events import callback_name
 from ..metrics.any_metric import MeanOf
 from ..metrics.metrics import recorders_of
@@ -170,7 +172,7 @@ def _same(a, b): return any(math.isclose(a, x, rel_tol=1e-4, abs_tol=1e-6) for x
 def wrong_columns(seen):
     "Columns of losses and accuracies that are known to say something else than they are called"
     found = {}
-    for row in seen.rows:
+    for row in seen.history:
         for name in [name for name in row if name not in found and not _is_ours(seen.written.get(name))]:
             finding = _wrong_column(seen, row, name)
             if finding: found[name] = finding
@@ -234,14 +236,25 @@ def models_that_look_ahead(seen):
     return [Finding('sees_future', _AHEAD, spoils=True)] if seen.sees_future else []
 
 # %% ../../nbs/inspection/99i_check_batches.ipynb #48504a95
-_MIXED_ROWS = ('What the model says of a row changes with another row of the batch, in evaluation too, so '
-               'examples are read as one. Does a recurrent layer or attention lack `batch_first=True`?')
+_MIXED_ROWS = ('What the model says of a row changes with other rows of the batch, or with their order, in '
+               'evaluation too, so examples are read as one. Does a recurrent layer or attention lack '
+               '`batch_first=True`, is something taken along dimension 0, as by `softmax(dim=0)` or '
+               '`normalize(dim=0)`, does a `view` run across dimensions (a hidden state has its layers '
+               'first), or are rows sorted and not put back?')
+_CARRIES = ('Asked twice about the same batch in evaluation, with no random number drawn, the model says '
+            'something else, so it carries something over from the batch before, from training into '
+            'validation as well. Rows of `dls.train` are shuffled and have nothing to do with those before: '
+            'let `forward` begin anew, or keep their order and reset the state in `before_epoch`.')
 _DROPS = ('`F.dropout` ({place}) drops numbers in validation as well, because it was not told to stop: write '
           '`F.dropout(x, p, self.training)`, or use `nn.Dropout`.')
 
 def models_that_mix_rows(seen):
     "Models for which the rows of a batch are no examples of their own"
     return [Finding('rows_mixed', _MIXED_ROWS)] if seen.mixes_rows else []
+
+def models_that_remember(seen):
+    "Models that go on from the batch before, though rows are shuffled"
+    return [Finding('carries_over', _CARRIES)] if seen.carries else []
 
 def dropout_without_end(seen):
     "Calls of `F.dropout` that go on in validation"
@@ -295,7 +308,9 @@ RUN_RULES = { # By the name of what each finds
     'gradients_lost': lost_gradients,
     'clip_before_unscale': scaled_changes,
     'no_gradient': weights_without_gradient,
+    'zero_gradient': lambda seen: (), # Found together with it
     'never_moved': still_weights,
+    'shared_weights': weights_of_two,
     'no_optimizer': parameters_of_nobody,
     'constant_term': terms_without_gradient,
     'left_in_eval': left_in_evaluation,
@@ -313,6 +328,11 @@ RUN_RULES = { # By the name of what each finds
     'view_for_transpose': views_for_transposes,
     'sees_future': models_that_look_ahead,
     'rows_mixed': models_that_mix_rows,
+    'same_model': models_that_are_one,
+    'other_optimizer': schedules_of_others,
+    'one_rate': levelled_rates,
+    'same_rows': rows_that_are_one,
+    'carries_over': models_that_remember,
     'drops_in_validation': dropout_without_end,
     'mean_of_means': means_of_functions,
     'random_validation': random_rows,

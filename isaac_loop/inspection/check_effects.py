@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/inspection/98_check_effects.ipynb #377d4807
 import ast
 
-from .check_rules import line_in, method_of, said, users_own
+from .check_rules import line_in, method_of, pairs_of, said, users_own
 from ..loop.events import callback_name
 from ..loop.handlers import takes_part
 from ..loop.plan_checks import Finding
@@ -20,7 +20,9 @@ _IN_PLACE = 'Assign it, or use `{name}_`, which changes the tensor itself.'
 _ASSIGN = 'Assign it to what you want to change.'
 _VALUES = {'clamp', 'clip', 'mul', 'div', 'add', 'sub', 'abs', 'neg', 'sqrt', 'pow', 'detach', 'clone',
            'float', 'half',
-           'round', 'relu', 'softmax', 'sigmoid', 'tanh', 'normal', 'fill', 'zero', 'copysign', 'mean', 'sum'}
+           'round', 'relu', 'softmax', 'sigmoid', 'tanh', 'normal', 'fill', 'zero', 'copysign', 'mean', 'sum',
+           'clamp_min', 'clamp_max', 'nan_to_num', 'masked_fill', 'normalize', 'lerp', 'where', 'flip'}
+_MODULES = 'torch','F','torch.nn.functional','nn.functional'
 _MOVES = {'to', 'cuda', 'cpu'}
 _CALLS = {'zero_grad', 'step', 'backward', 'train', 'eval', 'item', 'update', 'reset', 'detach', 'clear',
           'close', 'flush'}
@@ -68,34 +70,51 @@ def _of_line(entry, node, known, trainer):
         return _NOT_CALLED.format(what=ast.unparse(value), **told)
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute): return ''
     name,owner = value.func.attr,value.func.value
-    if any(o.arg == 'out' for o in value.keywords) or not _is_from(owner, known, trainer): return ''
+    if any(o.arg == 'out' for o in value.keywords): return ''
+    in_module = ast.unparse(owner) in _MODULES and bool(value.args)
+    if not _is_from(value.args[0] if in_module else owner, known, trainer): return ''
     moves = name in _MOVES and ast.unparse(owner).startswith((f'{trainer}.batch', f'{trainer}.preds',
                                                               f'{trainer}.loss'))
     if name not in _VALUES and not moves: return ''
-    mend = _ASSIGN if moves or name in ('detach', 'clone', 'mean', 'sum') else _IN_PLACE.format(name=name)
+    assign = moves or in_module or name in ('detach', 'clone', 'mean', 'sum', 'where', 'flip')
+    mend = _ASSIGN if assign else _IN_PLACE.format(name=name)
     return _LOST.format(what=ast.unparse(value), mend=mend, **told)
 
 def _unread(tree, known, trainer):
-    "Sums and products of the trainer's that get a local name, which nobody reads"
+    "What is computed of something of the trainer's and gets a local name, which nobody reads"
     loops = [o for o in ast.walk(tree) if isinstance(o, (ast.For, ast.While))]
     reads = [o for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)]
     outer = [o for o in ast.walk(tree) if isinstance(o, (ast.Global, ast.Nonlocal))]
     shared = {name for node in outer for name in node.names}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign) or len(node.targets) > 1: continue
-        if not isinstance(node.targets[0], ast.Name): continue
-        name = node.targets[0].id
-        if not isinstance(node.value, ast.BinOp) or name in shared or name[0] == '_': continue
-        if not _is_from(node.value, known - {name}, trainer) and name not in known: continue
+    around_loops = {name for loop in loops if isinstance(loop, ast.For) for name in _names_of(loop)}
+    for node,name,value in _local_names(tree):
+        if not _is_new_value(value, name) or name in shared or name[0] == '_': continue
+        is_own = name in known or name in around_loops
+        if not is_own and not _is_from(value, known - {name}, trainer): continue
         own = {id(o) for o in ast.walk(node)}
         inside = [loop for loop in loops if any(o is node for o in ast.walk(loop)) and not _sets(loop, name)]
         around = {id(item) for loop in inside for item in ast.walk(loop)}
         later = [o for o in reads if o.id == name and id(o) not in own]
         if not any(o.lineno >= node.lineno or id(o) in around for o in later): yield node
 
-def _sets(loop, name):
-    target = getattr(loop, 'target', ast.Pass())
-    return name in [o.id for o in ast.walk(target) if isinstance(o, ast.Name)]
+def _local_names(tree):
+    "Assignments with their local names and values, also of several in one line"
+    for node in [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and len(o.targets) == 1]:
+        for target,value in pairs_of(node):
+            if isinstance(target, ast.Name): yield node,target.id,value
+
+def _is_new_value(node, name):
+    "Whether an expression is a sum, a product or such, or makes another value of what has the name already"
+    if isinstance(node, ast.BinOp): return True
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute): return False
+    owner = ast.unparse(node.func.value)
+    if owner not in _MODULES: return node.func.attr in _VALUES | _MOVES and owner.partition('.')[0] == name
+    given = [o.id for arg in node.args for o in ast.walk(arg) if isinstance(o, ast.Name)]
+    return node.func.attr[-1] != '_' and name in given and all(o.arg != 'out' for o in node.keywords)
+
+def _names_of(loop): return [o.id for o in ast.walk(loop.target) if isinstance(o, ast.Name)]
+
+def _sets(loop, name): return isinstance(loop, ast.For) and name in _names_of(loop)
 
 # %% ../../nbs/inspection/98_check_effects.ipynb #df23d70d
 _UNREAD = ('{who} writes `{what}` ({line}), which an optimizer does not look at once it is made. Set it '
@@ -183,7 +202,7 @@ def constant_terms(scene):
         for node in ast.walk(tree) if tree is not None else ():
             for term in _terms(node, f'{trainer}.loss'):
                 cut = next((_CUTS[o.attr] for o in ast.walk(term) if getattr(o, 'attr', '') in _CUTS), None)
-                if cut is None or f'{trainer}.loss' in ast.unparse(term) or not _all_cut(term): continue
+                if cut is None or f'{trainer}.loss' in ast.unparse(term) or not all_cut(term): continue
                 told = dict(what=ast.unparse(term), cut=cut, line=line_in(entry, node))
                 text = _CONSTANT.format(who=said(entry), **told)
                 found.append(Finding('constant_term', text, [entry.callback], spoils=True))
@@ -197,16 +216,16 @@ def _terms(node, loss):
     made = node.value
     return [made.left, made.right] if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add) else []
 
-def _all_cut(node):
+def all_cut(node):
     "Whether nothing of an expression keeps a gradient: numbers, `x.item()`, a sum of such"
-    if isinstance(node, ast.BinOp): return _all_cut(node.left) and _all_cut(node.right)
+    if isinstance(node, ast.BinOp): return all_cut(node.left) and all_cut(node.right)
     if isinstance(node, ast.Constant) or _is_setting(node): return True
-    if isinstance(node, (ast.GeneratorExp, ast.ListComp)): return _all_cut(node.elt)
+    if isinstance(node, (ast.GeneratorExp, ast.ListComp)): return all_cut(node.elt)
     if not isinstance(node, ast.Call): return getattr(node, 'attr', '') == 'data'
     if getattr(node.func, 'attr', '') in _CUTS: return True
-    if getattr(node.func, 'id', '') in ('sum', 'max', 'float') and node.args: return _all_cut(node.args[0])
+    if getattr(node.func, 'id', '') in ('sum', 'max', 'float') and node.args: return all_cut(node.args[0])
     chained = getattr(node.func, 'value', None)
     goes_on = isinstance(chained, (ast.Call, ast.BinOp, ast.Attribute)) and not _is_setting(chained)
-    return goes_on and _all_cut(chained)
+    return goes_on and all_cut(chained)
 
 def _is_setting(node): return isinstance(node, ast.Attribute) and ast.unparse(node).startswith('self.')

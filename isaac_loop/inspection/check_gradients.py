@@ -133,6 +133,10 @@ _CUT = ('`{opt}` made {n} steps, and none of its weights ever had a gradient: th
         '`.requires_grad_()`. Let it be computed of the predictions, by operations that have a gradient.')
 _SOME = ('{names} had no gradient in any of {n} steps of `{opt}`, so {they}. Is something on the way '
          'detached, or not used at all? What is to stay as it is says so by `requires_grad_(False)`.')
+_ZEROS = ('`{opt}` made {n} steps, and the gradients of all of its weights were exactly 0 in each of them. '
+          'Is the loss made of differences that cancel out, multiplied by 0, or cut off by a `clamp`?')
+_SOME_ZEROS = ('The gradient of {names} was 0, or nothing but rounding, in each of {n} steps of `{opt}`, so '
+               '{they}. Is something divided by itself, cut off by a ReLU or a `clamp`, or multiplied by 0?')
 _STILL = ('`{opt}` made {n} steps with gradients, and its weights are as they were: its learning rate was '
           '{lr}, or somebody puts them back.')
 
@@ -158,11 +162,35 @@ def _without(seen, opt, steps):
     none = set.intersection(*(step.none for step in steps)) # A zero may come of a difference, and be right
     never = [p for p in learning if id(p) in none and id(p) not in seen.replaced]
     about = dict(opt=name_of(seen, opt), n=len(steps))
+    zero = [p for p in learning if id(p) in empty and id(p) not in none]
+    tiny = [p for p in learning if all(id(p) in step.tiny for step in steps)]
     if learning and all(id(p) in empty for p in learning):
-        yield Finding('no_gradient', (_CUT if seen.cut else _NO_GRADIENT).format(**about), spoils=True)
+        text = _ZEROS if zero else _CUT if seen.cut else _NO_GRADIENT
+        yield Finding('no_gradient', text.format(**about), spoils=True)
     elif never and len(steps) > 2: # The first steps of some recipes move only a part
         they = 'they do not move' if len(never) > 1 else 'it does not move'
         yield Finding('no_gradient', _SOME.format(names=names_of(seen, never), they=they, **about))
+    elif tiny and len(steps) > 2:
+        they = 'they do not learn' if len(tiny) > 1 else 'it does not learn'
+        yield Finding('zero_gradient', _SOME_ZEROS.format(names=names_of(seen, tiny), they=they, **about))
+
+_BOTH = ('`{a}` and `{b}` both make steps in {when}, and {names} {are} in both, so each moves what the other '
+         'has moved. Give each the parameters of its own part.')
+
+def weights_of_two(seen):
+    "Weights that two optimizers move in one batch"
+    first,held = {},set(map(id, seen.optimizers.values())) # By batch: the optimizers that have made a step
+    for step in [o for o in seen.gradients.steps if id(o.opt) in held]: # Others may be of a fit inside
+        others = first.setdefault(step.where, [])
+        for other in [o for o in others if o is not step.opt]:
+            theirs = {id(p): p for p in weights_of(other) if p.requires_grad}
+            both = [p for p in weights_of(step.opt) if id(p) in theirs]
+            if not both: continue
+            about = dict(a=name_of(seen, other), b=name_of(seen, step.opt), when=when(step.where))
+            text = _BOTH.format(names=names_of(seen, both), are='are' if len(both) > 1 else 'is', **about)
+            return [Finding('shared_weights', text)]
+        if step.opt not in others: others.append(step.opt)
+    return []
 
 def still_weights(seen):
     "Optimizers whose steps move nothing"

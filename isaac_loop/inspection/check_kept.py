@@ -136,32 +136,37 @@ _OF_MEANS = ('{who} adds up means of batches in `{sum}` ({line}) and divides by 
              'of the last, shorter batch counts for more than the others. Add `len(trainer.batch[0])` times '
              'each mean, and count examples.')
 
+_NO_MEAN = ('{who} takes the mean of `{sum}` over batches ({line}), and what is put in there is no mean over '
+            'examples, so of all rows together it is another number. Keep the predictions and targets of all '
+            'batches, or the sums that it is made of, and compute it once, from these.')
+
 def means_of_means(scene):
-    "Means over batches of different sizes, in which every batch counts as much"
+    "Means over batches of different sizes, in which every batch counts as much, and of what is no mean"
     loaders = [getattr(scene.trainer.dls, name, None) for name in ('train', 'valid')]
-    if not any(map(_last_is_shorter, loaders)): return []
-    found = []
+    is_uneven,found = any(map(_last_is_shorter, loaders)),[]
     for entry in scene.entries:
         tree,_ = method_of(entry)
         if tree is None or entry.event not in _ENDS or not users_own(entry): continue
         batches = trees_at(of_same(scene, entry), _OF_BATCH)
-        for node,name in [*_counted_means(tree, batches), *_means_of_lists(tree, batches)]:
-            text = _OF_MEANS.format(who=said(entry), sum=name, line=line_in(entry, node))
+        for node,name,added in [*_counted_sums(tree, batches), *_means_of_lists(tree, batches)]:
+            text = _NO_MEAN if all(map(is_no_mean, added)) else _OF_MEANS
+            if text is _OF_MEANS and not (is_uneven and all(map(is_mean, added))): continue
+            text = text.format(who=said(entry), sum=name, line=line_in(entry, node))
             found.append(Finding('mean_of_means', text, [entry.callback]))
     return found
 
-def _counted_means(tree, batches):
-    "Sums of means that are divided by the number of batches, with their names"
+def _counted_sums(tree, batches):
+    "Sums that are divided by the number of batches, with their names and what is added"
     for node in _quotients(tree):
         total,count = ast.unparse(node.left),ast.unparse(node.right)
         added,counted = (added_to(batches, name) for name in (total, count))
-        if added and all(map(_is_one, counted)) and all(map(is_mean, added)): yield node,total
+        if added and all(map(_is_one, counted)): yield node,total,added
 
 def _means_of_lists(tree, batches):
-    "Means over lists of means, with the names of the lists"
+    "Means over lists, with the names of the lists and what is put into them"
     for node,name in filter(None, map(_mean_of_list, ast.walk(tree))):
         added = _appended(batches, name)
-        if added and all(map(is_mean, added)): yield node,name
+        if added: yield node,name,added
 
 def _mean_of_list(node):
     "An expression that is the mean of an attribute's list, with its name; None for anything else"
@@ -185,6 +190,17 @@ def _appended(trees, name):
     nodes = [item for tree in trees for item in ast.walk(tree) if isinstance(item, ast.Call)]
     appends = [o for o in nodes if getattr(o.func, 'attr', '') == 'append' and o.args]
     return [o.args[0] for o in appends if ast.unparse(o.func.value) == name]
+
+_NO_MEANS = {'f1', 'precision', 'recall', 'auc', 'auroc', 'auprc', 'ap', 'iou', 'jaccard', 'dice', 'r2',
+             'corr', 'correlation', 'corrcoef', 'pearson', 'spearman', 'pearsonr', 'spearmanr', 'kappa',
+             'mcc', 'matthews', 'perplexity', 'ppl', 'rmse', 'sqrt', 'exp', 'bleu'}
+
+def is_no_mean(node):
+    "Whether an expression calls something that no mean over batches gives, going by its name"
+    calls = [o.func for o in ast.walk(node) if isinstance(o, ast.Call)]
+    names = [getattr(f, 'attr', getattr(f, 'id', '')) for f in calls]
+    words = [{*name.lower().split('_')} for name in names]
+    return not is_mean(node) and any(o & _NO_MEANS and 'loss' not in o for o in words)
 
 def _last_is_shorter(dl):
     "Whether a loader is known to give a last batch of fewer rows"

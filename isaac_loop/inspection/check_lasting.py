@@ -10,14 +10,10 @@ import ast, types
 from contextlib import suppress
 from types import FunctionType
 
-from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
-
 from .check_cancels import names_in_test
 from .check_model import called
 from .check_rules import line_in, method_of, of_same, said, users_own
-from .check_steps import Unknown, named_by, optimizers, own_tree
+from .check_steps import Unknown, named_by, optimizers, own_method, own_tree
 from .method_source import function_node, place
 from ..loop.advice import has_own_batch
 from ..loop.events import EVENTS
@@ -68,8 +64,11 @@ def used_up(scene):
 # %% ../../nbs/inspection/99b_check_lasting.ipynb #9094abfb
 _AGAIN = ('{who} makes `{what}` of `trainer.batch_num` ({line}), which is 0 again in each epoch, so it '
           'begins anew every time. Count in `trainer.n_updates`, which goes on through the fit.')
-_NEW_OPT = ('{who} makes a new optimizer in every epoch ({line}), which has forgotten the momentum and the '
+_NEW_OPT = ('{who} makes a new optimizer in every {unit} ({line}), which has forgotten the momentum and the '
             'statistics of the one before. Make it once in `before_fit`, or change its `param_groups`.')
+_OFTEN = 'training','epoch','epoch > 0','epoch >= 1','epoch != 0'
+_NOT_NEW = '','wrap','prepare'
+_SELDOM = 'not training','not epoch','epoch == 0','epoch < 1'
 _GO_ON = {'epoch', 'n_updates', 'total_updates', 'n_epochs', 'updates_per_epoch', 'earlier_updates', 'epochs'}
 
 def begun_anew(scene):
@@ -97,15 +96,37 @@ def new_optimizers(scene):
     "Optimizers that are made in every epoch"
     found = []
     for entry in scene.entries:
-        tree,trainer = method_of(entry)
-        is_often = entry.event.endswith('_epoch') or entry.event in ('log', *_OF_BATCH)
-        if tree is None or not is_often or 'asks training' in entry.found.does: continue
-        for node in [o for o in tree.body if isinstance(o, ast.Assign) and isinstance(o.value, ast.Call)]:
-            is_opt = ast.unparse(node.targets[0]) == f'{trainer}.opt'
-            if not is_opt or called(node.value) in ('wrap', 'prepare'): continue
-            text = _NEW_OPT.format(who=said(entry), line=line_in(entry, node))
-            found.append(Finding('new_optimizer', text, [entry.callback]))
+        tree,trainer = own_method(entry)
+        unit = 'batch' if entry.event in _OF_BATCH else 'epoch'
+        is_often = unit == 'batch' or entry.event.endswith('_epoch') or entry.event == 'log'
+        if tree is None or not is_often or 'load_state_dict' in entry.found.calls: continue
+        sets = [o for o in _always(tree.body, trainer, entry.callback) if isinstance(o, ast.Assign)]
+        made = {ast.unparse(o.targets[0]): o.value for o in sets if isinstance(o.value, ast.Call)}
+        sets = [o for o in sets if ast.unparse(o.targets[0]) in (f'{trainer}.opt', 'trainer.opt')]
+        values = [made.get(ast.unparse(o.value), o.value) for o in sets]
+        node = next((o for o,value in zip(sets, values) if called(value) not in _NOT_NEW), None)
+        if node is None: continue
+        text = _NEW_OPT.format(who=said(entry), line=line_in(entry, node), unit=unit)
+        found.append(Finding('new_optimizer', text, [entry.callback]))
     return found
+
+def _always(nodes, trainer, callback):
+    "The statements that are reached in each epoch of training, perhaps not in the first, also in helpers"
+    for node in nodes:
+        test = ast.unparse(node.test).replace(f'{trainer}.', '') if isinstance(node, ast.If) else ''
+        helper = _helper(node, callback)
+        if isinstance(node, ast.With): yield from _always(node.body, trainer, callback)
+        elif test in _OFTEN: yield from _always(node.body, trainer, callback)
+        elif test in _SELDOM: yield from _always(node.orelse, trainer, callback)
+        elif test and isinstance(node.body[-1], (ast.Return, ast.Raise)): return # It leaves, at times
+        elif helper is not None: yield from helper.body
+        elif not test: yield node
+
+def _helper(node, callback):
+    "The method that a line calls, as in `self.begin(trainer)`"
+    if not isinstance(node, ast.Expr) or not ast.unparse(node).startswith('self.'): return None
+    f = getattr(type(callback), called(node.value), None)
+    return function_node(f) if isinstance(f, FunctionType) else None
 
 # %% ../../nbs/inspection/99b_check_lasting.ipynb #473aa96e
 _NOT_COUNTED = ('{who} asks `{test}` ({line}), and nothing ever changes `{name}`, so the answer stays the '
@@ -126,7 +147,7 @@ def not_counted(scene):
                                      [entry.callback]))
     return found
 
-def _own_trees(callback):
+def own_trees(callback):
     "All methods of a callback's class"
     members = [f for cls in type(callback).__mro__ for f in vars(cls).values() if isinstance(f, FunctionType)]
     trees = [function_node(f) for f in members]
@@ -134,7 +155,7 @@ def _own_trees(callback):
 
 def _is_fixed(scene, entry, name):
     "Whether an attribute of a callback is set to numbers that stand there, and never changed"
-    trees = _own_trees(entry.callback)
+    trees = own_trees(entry.callback)
     nodes = [item for tree in trees for item in ast.walk(tree)]
     others = [item for other in scene.entries if other.callback is not entry.callback
               for item in ast.walk(method_of(other)[0] or ast.Pass())]
@@ -148,10 +169,6 @@ def _is_fixed(scene, entry, name):
 # %% ../../nbs/inspection/99b_check_lasting.ipynb #32fbaede
 _NOT_BACK = ('{who} puts other weights into the model for validation ({line}), and nothing puts the trained '
              'ones back, so training goes on from the others. Keep a copy, and load it in `cleanup_epoch`.')
-_TEACHER = ('{who} calls `{name}`, a `{kind}` of its own in training mode, so its dropout draws anew and its '
-            'batch norms keep measuring. Call `{name}.eval()` once, in `before_fit`.')
-_IN_MEASURING = ('{who} measures the model ({line}) in training mode, with dropout and the statistics of '
-                 'each batch. Call `trainer.model.eval()` before, and `trainer.model.train()` after.')
 
 def _weights_changed(entry):
     "The line where an entry puts other weights into the model; empty if it does not"
@@ -182,60 +199,6 @@ def _asks_validation(entry):
     test,leaves = ast.unparse(first.test),isinstance(first.body[-1], ast.Return)
     if leaves: return test == f'{trainer}.training'
     return len(body) == 1 and test == f'not {trainer}.training'
-
-_MODAL = _NormBase,_DropoutNd
-
-def _has_modes(module): return any(isinstance(o, _MODAL) for o in module.modules())
-
-def teachers_in_training(scene):
-    "Networks of a callback that are asked in training mode"
-    model = vars(scene.trainer).get('model')
-    parts = set(map(id, model.modules())) if isinstance(model, nn.Module) else set()
-    found,told = [],set()
-    for entry in [o for o in scene.batch if users_own(o) and o.event != 'predict']: # There it is the model
-        tree,_ = method_of(entry)
-        held = getattr(entry.callback, '__dict__', {}).items()
-        texts = ' '.join(ast.unparse(o) for o in _own_trees(entry.callback)) if tree is not None else ''
-        for name,module in held if texts else ():
-            is_own = isinstance(module, nn.Module) and id(module) not in parts and module.training
-            if not is_own or not _has_modes(module) or id(module) in told: continue
-            asked = any(isinstance(o, ast.Call) and ast.unparse(o.func) == f'self.{name}'
-                        for o in ast.walk(tree))
-            trains = any(text in texts for text in (f'self.{name}.parameters', f'self.{name}.train(False)',
-                                                    f'self.{name}.eval(', f'self.{name}.requires_grad_(True'))
-            if not asked or trains or _is_trained(scene.trainer, module): continue
-            told.add(id(module))
-            text = _TEACHER.format(who=said(entry), name=f'self.{name}', kind=type(module).__name__)
-            found.append(Finding('teacher_in_training', text, [entry.callback]))
-    return found
-
-def _is_trained(trainer, module):
-    "Whether some optimizer has the parameters of a network"
-    opts = [o for o in vars(trainer).values() if hasattr(o, 'param_groups')]
-    trained = {id(p) for opt in opts for group in opt.param_groups for p in group['params']}
-    return any(id(p) in trained for p in module.parameters())
-
-def measured_in_training(scene):
-    "Own evaluations while the model is in training mode"
-    model = vars(scene.trainer).get('model')
-    if not isinstance(model, nn.Module) or not _has_modes(model): return []
-    has_valid = getattr(scene.trainer.dls, 'valid', None) is not None
-    found = []
-    for entry in scene.entries:
-        tree,trainer = method_of(entry)
-        at_end = entry.event in ('after_epoch', 'cleanup_epoch')
-        at_end = at_end and takes_part(entry.callback, entry.event, True)
-        late = entry.event in ('log', 'after_fit') and not has_valid
-        if tree is None or not (at_end or late) or 'evaluates' in entry.found.does: continue
-        if any('eval' in o.found.calls for o in of_same(scene, entry)): continue
-        loops = [o for o in ast.walk(tree) if isinstance(o, ast.For)]
-        loops = [o for o in loops if f'{trainer}.dls' in ast.unparse(o.iter)]
-        calls = [item for loop in loops for item in ast.walk(loop) if isinstance(item, ast.Call)
-                 and ast.unparse(item.func) == f'{trainer}.model']
-        if not calls or 'asks training' in entry.found.does: continue
-        text = _IN_MEASURING.format(who=said(entry), line=line_in(entry, calls[0]))
-        found.append(Finding('left_in_training', text, [entry.callback]))
-    return found
 
 # %% ../../nbs/inspection/99b_check_lasting.ipynb #1de28f92
 _ON_THE_WAY = ('{who} calls `backward` ({line}) for the gradient of `{name}`, and that gives all weights '

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/inspection/97_check_model.ipynb #1645d7a5
-import ast, inspect
+import ast, inspect, re
 from functools import partial
 from types import FunctionType
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .check_rules import line_in, method_of, methods_of, said, users_own
-from .check_steps import own_method
+from .check_steps import optimizers, own_method
 from .method_source import function_node, function_of, place
 from ..loop.events import EVENTS, handler_of
 from ..loop.handlers import takes_part
@@ -76,8 +76,9 @@ def own_losses(scene):
     "Methods and functions of the user that compute a loss: the tree, what it knows, its place and its name"
     func = getattr(scene.trainer, 'loss_func', None)
     while isinstance(func, partial): func = func.func
-    is_own = isinstance(func, nn.Module) and not type(func).__module__.startswith('torch.')
-    f = inspect.unwrap(type(func).forward if is_own else func) if callable(func) else None
+    is_own = not hasattr(func, '__name__') and not type(func).__module__.startswith('torch.')
+    given = (type(func).forward if isinstance(func, nn.Module) else type(func).__call__) if is_own else func
+    f = inspect.unwrap(getattr(given, '__func__', given)) if callable(func) else None
     if is_users_function(f):
         name = type(func).__name__ if is_own else f.__name__
         yield function_node(f),f.__globals__,place(f).rpartition(':')[0],f'`{name}`',func
@@ -195,8 +196,10 @@ def left_out_parameters(scene):
     model,opt = vars(scene.trainer).get('model'),vars(scene.trainer).get('opt')
     by_hand = getattr(scene.trainer, 'opt_func', True) is None and isinstance(model, nn.Module)
     if not by_hand or not hasattr(opt, 'param_groups'): return []
-    others = [o for name,o in vars(scene.trainer).items() if name != 'opt' and hasattr(o, 'param_groups')]
-    known = {id(p) for item in (opt, *others) for group in item.param_groups for p in group['params']}
+    if not {o for o,text in optimizers(scene).items() if text} <= {'trainer.opt'}: return [] # One is to come
+    holders = [vars(scene.trainer), *(getattr(cb, '__dict__', {}) for cb in scene.trainer.callbacks)]
+    opts = [o for held in holders for o in held.values() if hasattr(o, 'param_groups')]
+    known = {id(p) for o in opts for group in o.param_groups for p in group['params']}
     names = [name for name,p in model.named_parameters() if p.requires_grad and id(p) not in known]
     if not names: return []
     more = f' (and {len(names)-1} more)' if len(names) > 1 else ''
@@ -279,6 +282,8 @@ _STATISTICS = ('{who} averages the parameters of the model ({line}), and its bat
                'statistics in buffers, which stay as they were at first. Take in `state_dict()`, or copy '
                '`model.buffers()`.')
 
+_WHOLE_COPY = re.compile(r'load_state_dict\([\w.]+\.state_dict\(\)\)')
+
 def averages_without_buffers(scene):
     "Averages of a model with batch norm that never take in its buffers"
     model = vars(scene.trainer).get('model')
@@ -288,6 +293,7 @@ def averages_without_buffers(scene):
     for entry in scene.batch if norms else ():
         if 'averages' not in entry.found.does or not users_own(entry): continue
         text = ' '.join(map(ast.unparse, methods_of(scene, entry)))
+        text = _WHOLE_COPY.sub('', text) # What is copied at the end is what was averaged, with its buffers
         whole = any(word in text for word in ('buffers', 'state_dict', 'AveragedModel', 'update_bn',
                                               'running_'))
         if whole or 'deepcopy' not in text: continue

@@ -88,6 +88,14 @@ def line_in(
     "Where a statement stands, as the findings tell it"
     return f'{entry.where.rpartition(":")[0]}:{node.lineno}'
 
+def pairs_of(
+    node, # An assignment
+)->list: # Of targets with their values
+    "What gets which value, perhaps several in one line"
+    target,value = node.targets[0],node.value
+    both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+    return list(zip(target.elts, value.elts)) if both else [(target, value)]
+
 def said(entry): return f'`{entry.name}.{entry.event}`'
 
 # %% ../../nbs/inspection/14_check_rules.ipynb #bb8af02a

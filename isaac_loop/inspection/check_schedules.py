@@ -178,8 +178,8 @@ def _number(node, callback):
     return max(values) if values and all(type(o) in (int, float) for o in values) else None
 
 # %% ../../nbs/inspection/95_check_schedules.ipynb #b555f953
-_COMPOUNDS = ('{who} multiplies the rate that is there by `{factor}` ({line}), which changes from batch to '
-              'batch, so all factors so far pile up in it. Keep the rate of the beginning, and set '
+_COMPOUNDS = ('{who} multiplies the rate that is there by `{factor}` ({line}), which changes each '
+              'time, so all factors so far pile up in it. Keep the rate of the beginning, and set '
               "`group['lr'] = first*factor`.")
 _DECAYS_TWICE = ('{who} changes the rate ({line}), and it comes twice in an epoch, for training and for '
                  'validation. Do it in `log`, ask `if trainer.training`, or set `on_valid = False`.')
@@ -194,7 +194,7 @@ def rates_by_hand(scene):
             twice = entry.event.endswith('_epoch') and has_valid and 'asks training' not in entry.found.does
             twice = twice and all(takes_part(entry.callback, entry.event, o) for o in (True, False))
             if twice: found.append(Finding('schedule_twice', _DECAYS_TWICE.format(**told), [entry.callback]))
-            elif _is_of_batch(entry) and _counts(factor, scene, entry):
+            if _piles_up(factor, node, tree) and _counts(factor, tree, scene, entry):
                 text = _COMPOUNDS.format(**told)
                 found.append(Finding('rate_compounds', text, [entry.callback], spoils=True))
     return found
@@ -208,14 +208,45 @@ def _multiplied_rates(tree):
             target,made = ast.unparse(node.targets[0]),node.value
             if isinstance(made.op, ast.Div) and isinstance(made.left, ast.BinOp): made = made.left
             if not target.endswith("['lr']") or not isinstance(made.op, ast.Mult): continue
-            if ast.unparse(made.left) == target: yield node,made.right
-            elif ast.unparse(made.right) == target: yield node,made.left
+            there = {target, *_names_of(target, tree)}
+            if ast.unparse(made.left) in there: yield node,made.right
+            elif ast.unparse(made.right) in there: yield node,made.left
 
-_COUNTERS = {'n_updates', 'batch_num', 'total_updates'}
+def _names_of(target, tree):
+    "Local names for what is there, as by `lr = group['lr']`"
+    sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and ast.unparse(o.value) == target]
+    return [ast.unparse(o.targets[0]) for o in sets]
 
-def _counts(factor, scene, entry):
+_COUNTERS = {'n_updates', 'batch_num', 'total_updates', 'epoch'}
+_KEEP_COUNT = {'pow', 'exp', 'cos', 'sin', 'sqrt', 'min', 'max', 'float', 'int'} # Of a count, they are one
+
+def _piles_up(factor, node, tree):
+    "Whether a rate is not set anew before, and the factor no share of the one before it"
+    target = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+    sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and o.lineno < node.lineno]
+    anew = any(ast.unparse(o.targets[0]) == target and target not in ast.unparse(o.value) for o in sets)
+    below = factor.right if isinstance(factor, ast.BinOp) and isinstance(factor.op, ast.Div) else ast.Pass()
+    return not anew and not _COUNTERS & {getattr(o, 'attr', '') for o in ast.walk(below)}
+
+def _reckoned(node, tree):
+    "The parts of a factor that it changes with in each turn: no conditions, tables or other functions"
+    yield node
+    if isinstance(node, ast.Name):
+        sets = [o.value for o in ast.walk(tree) if isinstance(o, ast.Assign)
+                and ast.unparse(o.targets[0]) == node.id and node.id not in ast.unparse(o.value)]
+        for made in sets: yield from _reckoned(made, tree)
+    if isinstance(node, ast.BinOp): parts = [node.left, node.right]
+    elif isinstance(node, ast.UnaryOp): parts = [node.operand]
+    else: parts = node.args if _function(node) in _KEEP_COUNT else []
+    for part in parts: yield from _reckoned(part, tree)
+
+def _function(node):
+    f = getattr(node, 'func', None)
+    return getattr(f, 'attr', getattr(f, 'id', ''))
+
+def _counts(factor, tree, scene, entry):
     "Whether a factor is a count, or a share of one"
-    names = {o.attr for o in ast.walk(factor) if isinstance(o, ast.Attribute)}
+    names = {o.attr for o in _reckoned(factor, tree) if isinstance(o, ast.Attribute)}
     mine = [o for o in scene.entries if o.callback is entry.callback]
     nodes = [node for item in mine for node in ast.walk(method_of(item)[0] or ast.Pass())]
     grown = {getattr(o.target, 'attr', '') for o in nodes if isinstance(o, ast.AugAssign)} - {''}

@@ -7,12 +7,13 @@ __all__ = []
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #2f651e23
 import ast, inspect
+from functools import partial
 from types import FunctionType
 
 from torch.optim import Optimizer
 
 from .check_cancels import _helpers, cancels_in
-from .check_rules import method_of, package_of, said, taken_from, users_own
+from .check_rules import method_of, package_of, pairs_of, said, taken_from, users_own
 from .check_updates import cleared_too_early
 from .method_source import function_node, function_of
 from ..loop.advice import has_own_batch
@@ -44,7 +45,8 @@ def optimizers(
 )->dict: # By name, such as 'trainer.opt_d' or 'self.mine', the text of what they train
     "Optimizers that are there already, or that own methods make"
     has_opt = getattr(scene.trainer, 'opt_func', None) is not None
-    found = {'trainer.opt': 'trainer.model.parameters()'} if has_opt else {}
+    text = 'trainer.model.parameters()' if isinstance(_innermost(scene.trainer.opt_func), type) else ''
+    found = {'trainer.opt': text} if has_opt else {} # A function may give the optimizer what it likes
     for holder in (scene.trainer, *scene.trainer.callbacks):
         own = 'trainer' if holder is scene.trainer else 'self'
         held = getattr(holder, '__dict__', {}).items()
@@ -55,23 +57,21 @@ def optimizers(
             for name,made in _made_in(inspect.unwrap(f), own): found[name] = found.get(name) or made
     return found
 
+def _innermost(f):
+    while isinstance(f, partial): f = f.func
+    return f
+
 def _made_in(f, own):
     "Names of optimizers that a method makes, with what they train"
     tree = function_node(f)
     nodes = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)] if tree is not None else []
     first = next((o.arg for o in tree.args.args), '') if nodes else ''
-    for target,value in [pair for node in nodes for pair in _pairs(node)]:
+    for target,value in [pair for node in nodes for pair in pairs_of(node)]:
         name = ast.unparse(target)
         if '.' not in name or not _is_optimizer_made(value, f.__globals__): continue
         owner,_,rest = name.partition('.')
         trains = ast.unparse(value.args[0]) if value.args else ''
         yield f'{own if owner == first else "trainer"}.{rest}',trains
-
-def _pairs(node):
-    "Targets and values of an assignment, perhaps of several in one line"
-    target,value = node.targets[0],node.value
-    both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-    return list(zip(target.elts, value.elts)) if both else [(target, value)]
 
 def _is_optimizer_made(node, known):
     "Whether an expression is a call of an optimizer's class, or of the trainer's `opt_func`"
@@ -239,7 +239,7 @@ def half_steps(scene):
     does = [(item, deed) for item in scene.entries for deed in item.found.does]
     backward = next((o for o,deed in does if deed == 'backwards' and o in scene.batch), None)
     step = next((o for o,deed in does if deed.startswith('steps ') and o in scene.batch), None)
-    may_step = step is not None or any(map(_may_step, scene.batch))
+    may_step = step is not None or any(_may_step(scene, o) for o in scene.batch)
     sets = any(deed in ('sets gradients', 'backwards') for _,deed in does)
     moves = any('weights' in o.found.parts.get(('changes', 'model'), {}) for o in scene.entries)
     if backward is not None and not may_step and not moves:
@@ -248,9 +248,9 @@ def half_steps(scene):
         return [Finding('never_backward', _NO_BACKWARD.format(who=_told(step)), [step.callback])]
     return []
 
-def _may_step(entry):
+def _may_step(scene, entry):
     "Whether an own method steps something that is no schedule, under a name that tells nothing"
-    tree,_ = own_method(entry)
+    tree = own_method(entry)[0] or _tree_at(scene, entry, entry.event)
     if tree is None or 'step' not in entry.found.calls: return False
     calls = [o.func for o in ast.walk(tree) if isinstance(o, ast.Call)]
     owners = {ast.unparse(o.value) for o in calls if getattr(o, 'attr', '') == 'step'}

@@ -179,12 +179,12 @@ def _apart(mine, others):
         other = [theirs for (_, kind),(theirs, _) in others.items() if kind != is_input]
         if any(not draws & theirs for theirs in other): return node
 
-def _is_draw(node): return isinstance(node, ast.Call) and ast.unparse(node.func).endswith('randperm')
+def is_draw(node): return isinstance(node, ast.Call) and ast.unparse(node.func).endswith('randperm')
 
 def _shuffled(tree, trainer, dls):
     "By part of the batch, and whether that is an input: the draws it is shuffled by, and where"
     found,parts = {},_parts_of_batch(tree, trainer, dls)
-    drawn = [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and any(map(_is_draw, ast.walk(o.value)))]
+    drawn = [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and any(map(is_draw, ast.walk(o.value)))]
     for node in [o for o in ast.walk(tree) if isinstance(o, ast.Subscript)]:
         part,draw = ast.unparse(node.value),_draw_of(node, drawn)
         if draw and part in parts: found.setdefault((part, parts[part]), (set(), node))[0].add(draw)
@@ -192,7 +192,7 @@ def _shuffled(tree, trainer, dls):
 
 def _draw_of(node, drawn):
     "Which draw an index is: the line of a local name, or the attribute it is kept in; None if it is none"
-    if _is_draw(node.slice): return node.lineno,node.col_offset
+    if is_draw(node.slice): return node.lineno,node.col_offset
     name = ast.unparse(node.slice)
     lines = [o.lineno for o in drawn if name in map(ast.unparse, o.targets) and o.lineno <= node.lineno]
     return name if lines and '.' in name else max(lines, default=None)

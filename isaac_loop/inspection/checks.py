@@ -11,9 +11,10 @@ from fastcore.basics import patch
 from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
 from . import check_best, check_cancels, check_effects, check_forgotten
-from . import check_formulas, check_kept, check_lasting, check_model
-from . import check_orders, check_rules
-from . import check_schedules, check_steps, check_updates, check_writing
+from . import check_formulas, check_kept, check_last_batch, check_lasting, check_mixing
+from . import check_model, check_modes
+from . import check_orders, check_penalties, check_rules
+from . import check_saved, check_schedules, check_steps, check_updates, check_writing
 from .check_batches import RUN_RULES, found_by_running
 from .check_rules import Scene
 from .seen_batches import seen_run
@@ -91,13 +92,18 @@ RULES = { # By the name of what each finds
     'new_optimizer': check_lasting.new_optimizers,
     'not_counted': check_lasting.not_counted,
     'not_put_back': check_lasting.never_put_back,
-    'teacher_in_training': check_lasting.teachers_in_training,
-    'left_in_training': check_lasting.measured_in_training,
+    'teacher_in_training': check_modes.teachers_in_training,
+    'left_in_training': check_modes.measured_in_training,
     'gradients_mixed': check_lasting.mixed_gradients,
+    'last_batch': check_last_batch.decided_by_last_batch,
+    'state_left_out': check_saved.states_left_out,
+    'decay_without_rate': check_penalties.decays_without_rate,
+    'labels_not_mixed': check_mixing.labels_not_mixed,
 }
 
 def _without_gradient(scene):
-    return check_effects.constant_terms(scene) + check_formulas.penalties_without_graph(scene)
+    found = check_effects.constant_terms(scene) + check_formulas.penalties_without_graph(scene)
+    return found or check_penalties.cut_penalties(scene)
 
 def _in_vain(scene):
     return check_orders.waiting_in_vain(scene) + never_run(scene.trainer.plan, scene.trainer.callbacks)

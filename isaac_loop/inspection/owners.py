@@ -73,3 +73,31 @@ def hidden_in(
             place = '.'.join(filter(None, (path, name)))
             found |= {id(p): place for p in mine if id(p) not in known}
     return found
+
+# %% ../../nbs/inspection/99c_owners.ipynb #697bd853
+_SECOND = {'target', 'teacher', 'ema', 'average', 'averaged', 'shadow', 'old', 'reference', 'ref', 'frozen'}
+
+def same_as_model(
+    trainer, # With its callbacks
+)->dict: # By the name of a second model, that of the first
+    "Second models, by their names, that are the first one"
+    model,found = vars(trainer).get('model'),{}
+    for name,held in _held(trainer) if isinstance(model, nn.Module) else ():
+        if held is model and name != 'trainer.model' and _is_second(name): found[name] = 'trainer.model'
+    names = {} # Of each part of the model
+    for name,part in model.named_modules(remove_duplicate=False) if isinstance(model, nn.Module) else ():
+        if name and next(part.parameters(), None) is not None: names.setdefault(id(part), []).append(name)
+    for same in names.values():
+        first = next((o for o in same if not _is_second(o)), None)
+        second = [o for o in same if _is_second(o)]
+        if first and second: found |= {f'trainer.model.{second[0]}': f'trainer.model.{first}'}
+    return found
+
+def _is_second(name): return not _SECOND.isdisjoint(name.rpartition('.')[2].lower().strip('_').split('_'))
+
+def schedules_of(
+    trainer, # With its callbacks
+)->dict: # By name
+    "The schedules of learning rates that somebody holds"
+    return {name: o for name,o in _held(trainer) if isinstance(getattr(o, 'optimizer', None), Optimizer)
+            and hasattr(o, 'base_lrs')}

@@ -114,12 +114,14 @@ def evaluation(evidence):
         trainer,callbacks = trials.make()
         watch_fits(trainer, change)
         try: trials.fit(trainer, 1)
-        except Exception as error: return [Fault(f'the fit fails with {in_words(error)}')]
+        except Exception as error: return [Fault(f'the fit fails with {in_words(error)}{_WATCHES}')]
         found = evidence.differences(evidence.one_epoch, outcome(trainer, callbacks))
     if not evaluated: raise NotTried('the run ends before its second batch')
     what = told(found, 'without the evaluation', 'with it') if found else ''
     return [Fault(what + _ASIDE*bool(touched), '; '.join(touched))] if found else []
 
+_WATCHES = ('. An evaluation has a history of its own, and callbacks below `Order.RECORD` run in it: give '
+            'one that only watches `order = Order.RECORD`')
 _ASIDE = ('. What is done for each update belongs into `after_step`, or set `on_valid = False`; and '
           'put back in `cleanup_fit` what `before_fit` has found: an evaluation runs both as well')
 

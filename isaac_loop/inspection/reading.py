@@ -34,7 +34,8 @@ class Calls(NewObjects):
         if name in ('update', 'compute') and self._is_metric(node, owner): self.do(_metric_deed(node), node)
         call = unpacked(Called(name, f, owner, args, named, node))
         self._note_columns(call)
-        if owner.is_trainer and isinstance(f.live, MethodType): return self._of_trainer(call)
+        is_own = owner.is_trainer and isinstance(f.live, MethodType) and f.live.__self__ is self.trainer
+        if is_own: return self._of_trainer(call)
         return self.apply(call)
 
     def _is_metric(self, node, owner):
@@ -80,7 +81,7 @@ class Calls(NewObjects):
     def _bound(self, call):
         "A method of an object that is known"
         obj = call.f.live.__self__
-        me = Value(call.owner.paths | ({()} if obj is self.trainer else set()), obj)
+        me = Value(call.owner.paths-{()} | ({()} if obj is self.trainer else set()), obj)
         return self.follow(call.f.live.__func__, [me, *call.args], call.named)
 
     def _offered(self, call):

@@ -14,11 +14,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import RandomSampler
 
 from ..basics.tensors import map_tensors
+from .asked_models import are_rows, carries_over, mixes_rows, sees_future
 from .observed_run import at_borders
 from .observing import passes_of
-from .owners import hidden_in, optimizers_of, parameters_of
+from .owners import hidden_in, optimizers_of, parameters_of, same_as_model, schedules_of
 from .seen_gradients import Gradients
 from .seen_losses import LossCalls
 from .seen_operations import Operations
@@ -89,7 +91,7 @@ class SeenRun:
         self.changed = {} # By name of a weight that a validation pass has changed: where
         self.behind = [] # The random numbers behind each validation pass
         self.rates = {} # By optimizer and who has changed rates: numbers of the groups
-        self.last_rates = {} # By name of an optimizer, those of its groups
+        self.first_rates,self.last_rates = {},{} # By name of an optimizer, those of its groups
         self.data = {} # By who changed a batch in place: which batch
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
@@ -98,11 +100,13 @@ class SeenRun:
         self.losses = self.calls.losses
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
-        self.rows = [] # Of the history
+        self.history = [] # Its rows
         self.measured = [] # Predictions and targets of two validation batches
         self.shifted = None # Inputs of which the targets are those one place further on
-        self.single = None # Inputs of which each row has one target
+        self.rows = None # Inputs of which each row is an example
         self.mixes_rows = False # Do its predictions for a row change with another row?
+        self.carries = False # Does it say something else when it is asked again?
+        self.same_rows = {} # By number of an input: are all rows alike in every batch, with other targets?
         self.sees_future = False # Do its predictions change with inputs that come later?
         self.replaced = set() # `id` of parameters of the model that are no longer in it
         self.written = {} # By column, which callback writes it
@@ -110,6 +114,9 @@ class SeenRun:
         self.has_foreign = False # Is there one that is none of PyTorch's?
         self.parameters = {} # By name
         self.hidden = {} # By `id`: the plain list of the model that a parameter is in
+        self.same = {} # By the name of a second model that is the first: that one's
+        self.schedules = {} # Of learning rates, by name
+        self.levelled = {} # By name of an optimizer: who has made its rates one, those before, the one
         self.cut = '' # A place where a loss had nothing behind it, and wanted a gradient all the same
         self.callbacks = [] # Who took part
         self.last_by = {} # By name of a layer, who has last set its mode
@@ -135,7 +142,7 @@ class SeenRun:
         finally: who = self.at_work.pop()
         for name in _columns(trainer) - columns: self.written.setdefault(name, call.callback)
         self.last_by |= {k: who for k,mode in modes_of(trainer.model).items() if modes.get(k) is not mode}
-        if call.event != 'before_fit': self._note_rates(rates, _rates(trainer), who) # What begins so is meant
+        self._note_rates(rates, _rates(trainer), who, call.event)
         if call.event == 'get_loss': self._note_loss(trainer)
         if call.event in ('get_loss', 'after_get_loss'): self._note_terms(trainer)
         self._note_data(trainer, who)
@@ -159,10 +166,11 @@ class SeenRun:
         inputs,targets = (list(tensors_in(part)) for part in parts_of(trainer.split, trainer.batch))
         self.operations.targets = {memory_of(x) for x in targets} - {None}
         self.losses.begin(inputs, targets, trainer.model)
-        self.calls.shapes = {tuple(x.shape) for x in (*inputs, *targets)}
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
-        if are_two and targets[0].ndim == 1 and 1 < len(inputs[0]) == len(targets[0]): self.single = inputs[0]
+        if are_rows(inputs, targets): self.rows = map_tensors(torch.clone, inputs)
+        for i,x in enumerate(inputs) if self.trainer._training and are_rows(inputs, targets) else ():
+            self.same_rows[i] = self.same_rows.get(i, True) and _all_alike(x, targets)
         self.operations.tokens = [x for x in inputs if x.dtype in (torch.int32, torch.int64) and x.ndim == 2]
 
     def _look_at_layers(self, batch, model):
@@ -180,8 +188,7 @@ class SeenRun:
             targets = parts_of(trainer.split, trainer.batch)[1]
             self.measured.append(map_tensors(lambda x: x.detach().clone(), (preds, *targets)))
         self.operations.sums.clear() # They hold the graph of the batch
-        self.losses.begin((), (), None)
-        self.calls.notes.known.clear()
+        self.losses.end()
         self.note_owners()
         for cb in trainer.callbacks:
             for name,x in getattr(cb, '__dict__', {}).items():
@@ -195,6 +202,17 @@ class SeenRun:
         self.has_foreign |= not all(isinstance(o, torch.optim.Optimizer) for o in steppers)
         self.parameters |= parameters_of(self.trainer)
         self.hidden |= hidden_in(self.trainer.model)
+        self.same |= same_as_model(self.trainer)
+        self.schedules |= schedules_of(self.trainer)
+
+    def ask(self,
+        model, # A module
+    ):
+        "What it makes of other inputs than those of a batch"
+        if self.shifted is not None: self.sees_future = sees_future(model, self.shifted)
+        if self.rows is None: return
+        self.carries = is_shuffled(self.trainer) and carries_over(model, self.rows)
+        self.mixes_rows = not self.carries and mixes_rows(model, self.rows)
 
     def _note_terms(self, trainer):
         "Note what was added to the loss and wants no gradient"
@@ -213,9 +231,12 @@ class SeenRun:
         if is_class and isinstance(preds, torch.Tensor) and preds.ndim == 2 and len(preds) == len(y):
             batch.share = float((preds.detach().argmax(1) == y).double().mean())
 
-    def _note_rates(self, before, now, who):
+    def _note_rates(self, before, now, who, event):
         for name,rates in now.items():
             self.last_rates[name],was = rates,before.get(name, ())
+            first = self.first_rates.setdefault(name, was or rates)
+            if is_levelled(first, rates) and is_levelled(was, rates): self.levelled[name] = who,was,rates[-1]
+            if event == 'before_fit': continue # What begins so is meant
             moved = {i for i,(a,b) in enumerate(zip(was, rates)) if a != b} if len(was) == len(rates) else ()
             if moved: self.rates.setdefault((name, who), set()).update(moved)
 
@@ -235,40 +256,20 @@ class SeenRun:
             changed = [k for k,x in self.before.items() if k in now and not same_values(x, now[k])]
             for name in changed: self.changed.setdefault(name, self.moment()[0])
 
+def is_shuffled(trainer):
+    "Whether the loader of training gives rows in another order each time, as far as one can tell"
+    sampler = getattr(getattr(trainer.dls, 'train', None), 'sampler', None)
+    return isinstance(sampler, RandomSampler)
+
 def _is_shifted(x, y):
     "Whether each target is the input of the next place"
     is_text = x.shape == y.shape and x.ndim == 2 and x.shape[1] > 3 and not x.is_floating_point()
     return is_text and torch.equal(x[:, 1:], y[:, :-1]) and not torch.equal(x[:, 1:], x[:, :-1])
 
-@torch.no_grad()
-def _sees_future(model, x):
-    "Whether what a model says of a place changes with inputs behind it; dropout and the like left aside"
-    other,half,first = x.clone(),x.shape[1]//2,x.min()
-    other[:, half:] = (x[:, half:] - first + 1) % (x.max() - first + 1) + first # Others that it knows
-    a,b = _answers(model, x, other)
-    if not isinstance(a, torch.Tensor) or a.ndim < 2 or torch.equal(other, x): return False
-    axis = 1 if a.shape[1] == x.shape[1] else a.ndim-1
-    if a.shape[axis] != x.shape[1]: return False
-    return not torch.allclose(a.narrow(axis, 0, half), b.narrow(axis, 0, half), rtol=1e-3, atol=1e-4)
-
-@torch.no_grad()
-def _mixes_rows(model, x):
-    "Whether what a model says of a row changes with the first row; a model that draws is not asked"
-    other = x.clone()
-    other[0] = x[1]
-    a,again,b = _answers(model, x, x, other)
-    is_known = isinstance(a, torch.Tensor) and a.ndim and len(a) == len(x) and torch.equal(a, again)
-    return is_known and not torch.allclose(a[1:], b[1:], rtol=1e-3, atol=1e-4)
-
-def _answers(model, *inputs):
-    "What a model says in evaluation; nothing if it wants something else as well"
-    modes = [(m, m.training) for m in model.modules()]
-    try:
-        model.eval()
-        return [model(x) for x in inputs]
-    except Exception: return [None]*len(inputs)
-    finally:
-        for m,mode in modes: m.training = mode
+def _all_alike(x, targets):
+    "Whether all rows of an input are alike, and not those of the targets"
+    has_numbers = len(x) > 7 and x.ndim > 1 and x[0].unique().numel() > 1
+    return has_numbers and bool((x == x[:1]).all()) and any(not (y == y[:1]).all() for y in targets)
 
 def _learnt(model):
     "Parameters of a model, and what batch norms have measured; other buffers are the model's own business"
@@ -287,6 +288,10 @@ def _rates(trainer):
     "The learning rates of each optimizer, by group; 0 where nothing is to learn, or where there is none"
     opts = {name: o for name,o in vars(trainer).items() if isinstance(o, torch.optim.Optimizer)}
     return {name: list(map(_rate, opt.param_groups)) for name,opt in opts.items()}
+
+def is_levelled(was, now):
+    "Whether rates that differed have become one"
+    return len(was) == len(now) and len({o for o in was if o}) > 1 and 0 not in now and len(set(now)) == 1
 
 def _rate(group):
     rate,learns = group.get('lr'),any(p.requires_grad for p in group['params'])
@@ -324,23 +329,22 @@ def seen_run(
 )->SeenRun:
     "Run `n` batches of two epochs, without those who save or report"
     lr = vars(trainer).get('lr', 1e-3) if lr is None else lr
+    schedules = schedules_of(trainer) # Also of those who only read rows, and are not run
     with _explained(), trainer.snapshot(), unseen(), trainer.side_run(below=Order.SAVE):
         passes,trainer.dls = passes_of(trainer),copy.copy(trainer.dls)
         if n_batches(getattr(trainer.dls, 'valid', None)) == 0: passes['valid'] = False
         for name in [name for name,there in passes.items() if there]:
             setattr(trainer.dls, name, FirstAndLast(getattr(trainer.dls, name), n))
         seen = SeenRun(trainer)
+        seen.schedules |= schedules
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
         seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         with seen.gradients.noting(), seen.calls, seen.operations: trainer.fit(2, lr, **passes)
         seen.reason = trainer.stop_reason
-        is_asked = seen.shifted is not None and isinstance(trainer.model, nn.Module)
-        seen.sees_future = is_asked and _sees_future(trainer.model, seen.shifted)
-        is_asked = seen.single is not None and isinstance(trainer.model, nn.Module)
-        seen.mixes_rows = is_asked and _mixes_rows(trainer.model, seen.single)
+        if isinstance(trainer.model, nn.Module): seen.ask(trainer.model)
         seen.losses.ask(trainer.model)
         seen.note_owners()
         seen.replaced = seen.of_model - set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         seen.callbacks = list(trainer.callbacks)
-        seen.rows = [dict(row) for row in trainer.history.rows]
+        seen.history = [dict(row) for row in trainer.history.rows]
     return seen

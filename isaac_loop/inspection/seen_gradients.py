@@ -79,8 +79,18 @@ class Step:
         self.where,self.by,self.opt = where,_with_line(by),opt
         self.parts,self.old,self.empty = parts,old,empty
         self.none = {id(p) for p in weights_of(opt) if p.grad is None} # As `empty`, without zeros
+        self.tiny = tiny_gradients(weights_of(opt)) # `id` of weights with nothing but rounding
         self.wanted = {id(p) for p in weights_of(opt) if p.requires_grad} # The others are frozen
         self.closure = False # Does it make its backward passes itself?
+
+def tiny_gradients(
+    parameters:list, # Of one optimizer
+)->set: # Of `id`; a bias that a norm takes away has no other gradient, so only weights count
+    "Weights with a gradient that is a millionth of the greatest, or less"
+    sizes = {id(p): float(p.grad.abs().max()) for p in parameters
+             if p.grad is not None and not p.grad.is_sparse and p.grad.numel()}
+    greatest = max(sizes.values(), default=0.)
+    return {id(p) for p in parameters if p.ndim > 1 and sizes.get(id(p), greatest) < 1e-6*greatest}
 
 def is_clear(grad):
     "Whether there is nothing in a gradient"

@@ -115,7 +115,7 @@ def _places(preds, shape):
     found = [preds.permute(order) for order in orders if preds.permute(order).shape[:2] == shape]
     return found[0] if found else None
 
-# %% ../../nbs/inspection/99e1_seen_losses.ipynb #4e6ff1de
+# %% ../../nbs/inspection/99e1_seen_losses.ipynb #36b8bf52
 _NAMES = {'cross_entropy', 'nll_loss', 'kl_div', 'ctc_loss', 'binary_cross_entropy_with_logits', 'mse_loss',
           'l1_loss', 'smooth_l1_loss', 'huber_loss', 'log_softmax'}
 _OF_LOSSES = {getattr(F, name): inspect.signature(getattr(F, name)) for name in _NAMES}
@@ -183,8 +183,13 @@ class LossCalls:
 
     def begin(self, inputs, targets, model):
         "A batch has come"
-        self.batch = BatchOfCalls()
+        self.calls.shapes = {tuple(x.shape) for x in (*inputs, *targets)}
         with suppress(RuntimeError): self.batch = BatchOfCalls(inputs, targets, model) # Not on `meta`
+
+    def end(self):
+        "Nothing of a batch is held behind it"
+        self.batch = BatchOfCalls()
+        self.notes.known.clear()
 
     def ask(self, model):
         "Ask a model whether it need only copy the tokens that were targets"

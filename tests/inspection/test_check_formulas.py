@@ -3,6 +3,7 @@
 Each planted one is found by the name of its rule; in the right ones nothing is found.
 """
 
+import math
 import copy
 
 import pytest
@@ -449,6 +450,8 @@ class SmallestRecall(SmallestCB):
 
 @right
 class SmallestWordErrorRate(SmallestCB):
+    silent = "last_batch"  # Of one batch it is, but it looks the right way
+
     def log(self, trainer):
         wer = trainer.loss.item()
         if wer < self.best:
@@ -494,6 +497,54 @@ def test_a_mean_over_a_list_of_means(kind):
     "Of batches of 5, with one of 4 in the end"
     assert found_in(images_trainer([BasicTrainCB(), kind()], batch_size=5)) == ["mean_of_means"]
     assert found_in(images_trainer([BasicTrainCB(), kind()], batch_size=6)) == []
+
+
+def f1_score(preds, y):
+    return (preds == y).float().mean()
+
+
+class Scores(Lists):
+    def after_epoch(self, trainer):
+        self.score = sum(self.accs) / len(self.accs)
+
+
+@planted("mean_of_means")
+class OfScores(Scores):
+    def after_batch(self, trainer):
+        self.accs.append(f1_score(trainer.preds.argmax(1), trainer.batch[1]).item())
+
+
+@planted("mean_of_means")
+class OfPerplexities:
+    def before_epoch(self, trainer):
+        self.total, self.n = 0.0, 0
+
+    def after_batch(self, trainer):
+        self.total += math.exp(trainer.loss.item())
+        self.n += 1
+
+    def after_epoch(self, trainer):
+        trainer.history.write(perplexity=self.total / self.n)
+
+
+@right
+class PerplexityOfMean(OfPerplexities):
+    def after_batch(self, trainer):
+        self.total += trainer.loss.item() * len(trainer.batch[1])
+        self.n += len(trainer.batch[1])
+
+    def after_epoch(self, trainer):
+        trainer.history.write(perplexity=math.exp(self.total / self.n))
+
+
+@right
+class OfLossesOfDice(Scores):
+    def after_batch(self, trainer):
+        self.accs.append(dice_loss(trainer.preds, trainer.batch[1]).item())
+
+
+def dice_loss(preds, y):
+    return preds.softmax(1).square().sum() / len(y)
 
 
 @planted("begins_anew")

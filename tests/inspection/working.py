@@ -162,11 +162,11 @@ def working(name, folder):
     return trainer, next(cb for cb in trainer.callbacks[::-1] if type(cb).__name__ == name)
 
 
-def found_in(trainer):
-    "The names of all findings"
+def found_in(trainer, **options):
+    "The names of all findings; options are those of `check`"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return [o.name for o in trainer.check()]
+            return [o.name for o in trainer.check(**options)]
         except CheckFailed as error:
             return [o.name for o in error.findings]
