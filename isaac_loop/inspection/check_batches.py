@@ -10,6 +10,7 @@ import inspect, math, re
 
 import torch
 
+from . import check_losses
 from .check_data import random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
@@ -304,7 +305,7 @@ def _names_first(callback):
 
 # %% ../../nbs/inspection/99i_check_batches.ipynb #055d8850
 RUN_RULES = { # By the name of what each finds
-    'spread_rows': spread_rows,
+    'spread_rows': lambda seen: spread_rows(seen) + check_losses.factors_along_columns(seen),
     'never_cleared': old_gradients,
     'gradients_mixed': mixed_gradients,
     'gradients_lost': lost_gradients,
@@ -343,6 +344,19 @@ RUN_RULES = { # By the name of what each finds
     'other_labels': other_labels,
     'few_weights': few_weights,
     'other_scale': other_scale,
+    'softmax_twice': check_losses.probabilities_given,
+    'needs_log': check_losses.logarithms_missing,
+    'several_classes': check_losses.several_classes,
+    'weights_turned': check_losses.turned_weights,
+    'constant_targets': check_losses.constant_targets,
+    'not_shifted': check_losses.targets_not_shifted,
+    'padding_counts': check_losses.counted_padding,
+    'flattened_apart': check_losses.flattened_apart,
+    'finds_itself': check_losses.rows_that_find_themselves,
+    'target_gradient': check_losses.targets_with_gradient,
+    'attention_axis': check_losses.attention_axes,
+    'threshold_of_logits': check_losses.limits_of_no_probabilities,
+    'zero_derivative': check_losses.zero_derivatives,
 }
 
 def found_by_running(

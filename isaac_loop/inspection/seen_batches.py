@@ -24,7 +24,9 @@ from .owners import hidden_in, optimizers_of, parameters_of, same_as_model, sche
 from .owners import hidden_in, optimizers_of, parameters_of
 from .scales import scales_of
 from .seen_gradients import Gradients
+from .seen_losses import LossCalls
 from .seen_operations import Operations
+from .seen_origins import Calls
 from .trial_folder import unseen
 from .trial_runs import FewBatches
 from .waits import tensors_in
@@ -97,7 +99,9 @@ class SeenRun:
         self.data = {} # By who changed a batch in place: which batch
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
-        self.terms = {} # By place, the values of what was added to a loss and wants no gradient
+        self.terms = self.operations.terms # By place, the values of what was added to a loss in vain
+        self.calls = Calls(self.moment, [LossCalls])
+        self.losses = self.calls.losses
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
         self.history = [] # Its rows
@@ -168,6 +172,7 @@ class SeenRun:
         self.batches[-1].given = scales_of(inputs)
         if len(targets) == 1 and targets[0].ndim == 1: self.batches[-1].classes = targets[0].detach().clone()
         self.operations.targets = {memory_of(x) for x in targets} - {None}
+        self.losses.begin(inputs, targets, trainer.model)
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
         if are_rows(inputs, targets): self.rows = map_tensors(torch.clone, inputs)
@@ -190,6 +195,7 @@ class SeenRun:
             targets = parts_of(trainer.split, trainer.batch)[1]
             self.measured.append(map_tensors(lambda x: x.detach().clone(), (preds, *targets)))
         self.operations.sums.clear() # They hold the graph of the batch
+        self.losses.end()
         self.note_owners()
         for cb in trainer.callbacks:
             for name,x in getattr(cb, '__dict__', {}).items():
@@ -218,8 +224,7 @@ class SeenRun:
     def _note_terms(self, trainer):
         "Note what was added to the loss and wants no gradient"
         loss = getattr(trainer, 'loss', None)
-        total,place,value = self.operations.sums.get(id(loss), (None, '', 0.))
-        if total is not None and total is loss: self.terms.setdefault(place, set()).add(value)
+        self.operations.note_loss(loss)
 
     def _note_loss(self, trainer):
         batch,loss,preds = self.batches[-1],getattr(trainer, 'loss', None),getattr(trainer, 'preds', None)
@@ -341,9 +346,10 @@ def seen_run(
         seen.schedules |= schedules
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
         seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
-        with seen.gradients.noting(), seen.operations: trainer.fit(2, lr, **passes)
+        with seen.gradients.noting(), seen.calls, seen.operations: trainer.fit(2, lr, **passes)
         seen.reason = trainer.stop_reason
         if isinstance(trainer.model, nn.Module): seen.ask(trainer.model)
+        seen.losses.ask(trainer.model)
         seen.note_owners()
         seen.replaced = seen.of_model - set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         seen.callbacks = list(trainer.callbacks)

@@ -19,6 +19,12 @@ _PAIRED = {'add', 'sub', 'mul', 'div', 'pow', 'eq', 'ne', 'gt', 'lt', 'ge', 'le'
            '__rsub__', '__rtruediv__', 'true_divide', 'subtract', 'multiply', 'rsub', 'maximum', 'minimum',
            'l1_loss', 'mse_loss', 'smooth_l1_loss', 'huber_loss', 'logical_and', '__and__', '__or__'}
 
+_CARRY = {'add', 'sub', 'mul', 'div', '__radd__', '__rsub__', 'rsub', 'add_', 'sub_', 'mul_', 'div_'}
+
+def _are_images(x, y):
+    "Whether colours, the last dimension of some images, are to be the one behind that of rows"
+    return x.ndim == 4 and x.shape[3] in (3, 4) and y.shape == (len(x), x.shape[3], *x.shape[1:3])
+
 def _caller(frame):
     "The code that has called `F.dropout`, which comes here by a detour"
     detour = 'dropout', 'handle_torch_function'
@@ -36,6 +42,7 @@ class Operations(TorchFunctionMode):
         self.pairs = {} # By place in the source, the shapes
         self.by_chance = set() # Places where the shapes also differ
         self.sums = {} # By `id`: a sum that wants a gradient, its place, and a summand that wants none
+        self.terms = {} # By place, the values of what was added to a loss and wants no gradient
         self.tokens = () # Of the present batch, inputs of whole numbers
         self.dropped = set() # Places that call `F.dropout` as if training went on, in validation
         self.turned = {} # By place in the source, the number at all places that a mask leaves
@@ -50,6 +57,8 @@ class Operations(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if name in ('view', 'reshape') and args: self._look_at_view(args[0], result, sys._getframe(1).f_code)
         if name in ('add', '__radd__', 'add_') and len(args) > 1: self._look_at_sum(args[0], args[1], result)
+        if name in _CARRY and args: self._carry_sum(args, result)
+        if name == 'backward' and args: self.note_loss(args[0])
         return result
 
     def _look_at_sum(self, a, b, result):
@@ -59,9 +68,20 @@ class Operations(TorchFunctionMode):
         alone = b if a.requires_grad else a
         self.sums[id(result)] = result,users_line() or f'`{self.moment()[1]}`',float(alone)
 
+    def _carry_sum(self, args, result):
+        "What a sum is made part of, or a multiple of it, is noted as it is"
+        held = next((self.sums[id(x)] for x in args if id(x) in self.sums and self.sums[id(x)][0] is x), None)
+        is_number = isinstance(result, torch.Tensor) and result.ndim == 0 and result.requires_grad
+        if held is not None and is_number: self.sums.setdefault(id(result), (result, *held[1:]))
+
+    def note_loss(self, loss):
+        "Note what was added to a loss and wants no gradient"
+        total,place,value = self.sums.get(id(loss), (None, '', 0.))
+        if total is not None and total is loss: self.terms.setdefault(place, set()).add(value)
+
     def _look_at_view(self, x, y, code):
         "Note what a line of the user's gives the dimensions of another order, without moving a number"
-        if is_of_library(code) or not x.requires_grad or x.ndim != y.ndim: return
+        if is_of_library(code) or x.ndim != y.ndim or not (x.requires_grad or _are_images(x, y)): return
         a,b,place = [n for n in x.shape if n > 1],[n for n in y.shape if n > 1],users_line()
         if a != b and sorted(a) == sorted(b): self.renamed.setdefault(place, (tuple(x.shape), tuple(y.shape)))
         elif a != b: self.no_exchange.add(place)
