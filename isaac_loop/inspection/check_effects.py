@@ -109,7 +109,7 @@ def _is_new_value(node, name):
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute): return False
     owner = ast.unparse(node.func.value)
     if owner not in _MODULES: return node.func.attr in _VALUES | _MOVES and owner.partition('.')[0] == name
-    given = [o.id for arg in node.args for o in ast.walk(arg) if isinstance(o, ast.Name)]
+    given = [item.id for arg in node.args for item in ast.walk(arg) if isinstance(item, ast.Name)]
     return node.func.attr[-1] != '_' and name in given and all(o.arg != 'out' for o in node.keywords)
 
 def _names_of(loop): return [o.id for o in ast.walk(loop.target) if isinstance(o, ast.Name)]

@@ -117,7 +117,7 @@ def _is_unread(name, source, depth=4):
     if not reads: return True
     calls = [o for o in nodes if isinstance(o, ast.Call)] if depth else []
     handed = {id(arg): (call, i) for call in calls for i,arg in enumerate(call.args)}
-    handed |= {id(o.value): (call, o.arg) for call in calls for o in call.keywords}
+    handed |= {id(item.value): (call, item.arg) for call in calls for item in call.keywords}
     return all(id(o) in handed and _is_lost(*handed[id(o)], source, depth-1) for o in reads)
 
 def _is_lost(call, place, source, depth):
@@ -151,7 +151,7 @@ def _cuts(node, source, scene):
     "Whether a call draws from something learnt and forgets it"
     if source.value(node.func) is torch.normal: return _is_learnt([*node.args, *node.keywords], source, scene)
     if called(node) != 'sample' or not isinstance(node.func, ast.Attribute): return False
-    inside = [o for owner in values_of(node.func.value, source) for o in ast.walk(owner)]
+    inside = [item for owner in values_of(node.func.value, source) for item in ast.walk(owner)]
     made = [o for o in inside if isinstance(o, ast.Call) and _can_be_drawn(source.value(o.func))]
     return any(_is_learnt([*o.args, *o.keywords], source, scene) for o in made)
 
@@ -185,7 +185,7 @@ _SQUARE = re.compile(r'\*\* 2|pow\(2\)|pow\(\w+, 2\)|square')
 def mixed_reductions(scene):
     "Losses in which one term is a mean and the other a sum over everything"
     sources = loss_sources(scene) or at_events(scene, 'get_loss')
-    pairs = [(o, node) for o in sources for node in ast.walk(o.tree) if isinstance(node, ast.Call)]
+    pairs = [(item, node) for item in sources for node in ast.walk(item.tree) if isinstance(node, ast.Call)]
     sums = [(o, node) for o,node in pairs if _is_sum_of_kl(node, o)]
     means = [(o, node) for o,node in pairs if _is_mean(node, o)]
     if not sums or not means or any(_is_weighed(node, o, sources) for o,node in (*sums, *means)): return []
@@ -220,7 +220,7 @@ def _is_mean(node, source):
 
 def _is_weighed(node, source, sources, known=()):
     "Whether somebody divides a term, or multiplies it by something other than a half"
-    parents = {id(child): o for o in ast.walk(source.tree) for child in ast.iter_child_nodes(o)}
+    parents = {id(child): item for item in ast.walk(source.tree) for child in ast.iter_child_nodes(item)}
     while id(node) in parents:
         below,node = node,parents[id(node)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.Mult)):
@@ -239,8 +239,8 @@ def _is_weighed(node, source, sources, known=()):
 
 def _is_weighed_outside(source, sources, known):
     "Whether a caller weighs what a function gives"
-    calls = [(o, node) for o in sources if o.f is not source.f for node in ast.walk(o.tree)
-             if isinstance(node, ast.Call) and getattr(o.called(node), 'f', None) is source.f]
+    calls = [(item, node) for item in sources if item.f is not source.f for node in ast.walk(item.tree)
+             if isinstance(node, ast.Call) and getattr(item.called(node), 'f', None) is source.f]
     return any(_is_weighed(node, o, sources) for o,node in calls)
 
 def _is_about_one(node):
@@ -278,7 +278,7 @@ def _is_one_way(order, source):
     "Whether an order of rows is used to take them, before they are packed, and for nothing else"
     nodes = list(ast.walk(source.tree))
     taken = [id(o.slice) for o in nodes if isinstance(o, ast.Subscript) and isinstance(o.ctx, ast.Load)]
-    taken += [id(arg) for o in nodes if called(o) == 'index_select' for arg in o.args]
+    taken += [id(arg) for item in nodes if called(item) == 'index_select' for arg in item.args]
     reads = [o for o in nodes if isinstance(o, ast.Name) and o.id == order and isinstance(o.ctx, ast.Load)]
     packs = any(called(o) == 'pack_padded_sequence' for o in nodes)
     return packs and bool(reads) and all(id(o) in taken for o in reads)

@@ -76,7 +76,7 @@ def _is_mean(name):
 
 def _made_of(names, tree):
     "Names, with the local ones that are made of them in plain lines"
-    sets = [pair for o in ast.walk(tree) if isinstance(o, ast.Assign) for pair in pairs_of(o)]
+    sets = [pair for item in ast.walk(tree) if isinstance(item, ast.Assign) for pair in pairs_of(item)]
     for target,value in sorted(sets, key=lambda o: o[0].lineno):
         used = {ast.unparse(o) for o in ast.walk(value) if isinstance(o, (ast.Name, ast.Attribute))}
         has_value = not _NO_VALUE.search(ast.unparse(value))

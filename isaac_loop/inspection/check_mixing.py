@@ -39,7 +39,7 @@ def _done_to_batch(entry): return {o for o in ('writes', 'changes') if 'batch' i
 def _mixtures(tree):
     "Statements that mix something with other rows of itself, with its name and that of the permutation"
     lines = [o for o in ast.walk(tree) if isinstance(o, ast.stmt) and any(map(_weighs, ast.walk(o)))]
-    weighed = {id(o) for line in lines if not hasattr(line, 'body') for o in ast.walk(line)}
+    weighed = {id(item) for line in lines if not hasattr(line, 'body') for item in ast.walk(line)}
     for node in [o for o in ast.walk(tree) if isinstance(o, (ast.BinOp, ast.Call, ast.Assign))]:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             parts = [node.left, node.right] if id(node) in weighed else []
@@ -77,7 +77,7 @@ def _other_rows(parts, tree):
 
 def _is_order(node, tree):
     "Whether an index is a permutation: drawn by `randperm` here, or so called"
-    sets = [pair for o in ast.walk(tree) if isinstance(o, ast.Assign) for pair in pairs_of(o)]
+    sets = [pair for item in ast.walk(tree) if isinstance(item, ast.Assign) for pair in pairs_of(item)]
     made = [value for target,value in sets if ast.unparse(target) == ast.unparse(node)]
     return any(map(is_draw, [node, *made]))
 
@@ -89,7 +89,8 @@ def _names_in(node):
 def _is_input(base, tree, trainer):
     "Whether a name stands for the first part of the batch"
     firsts = {f'{trainer}.batch[0]'}
-    for target,value in [pair for o in ast.walk(tree) if isinstance(o, ast.Assign) for pair in pairs_of(o)]:
+    nodes = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]
+    for target,value in [pair for node in nodes for pair in pairs_of(node)]:
         text = ast.unparse(value)
         if text in (f'{trainer}.batch', f'{trainer}.batch[0]') or text.startswith(f'{trainer}.split('):
             first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
@@ -99,7 +100,7 @@ def _is_input(base, tree, trainer):
 
 def _keeps_targets(tree, trainer):
     "Whether the batch has targets beside the inputs, which stay there as they are"
-    sets = [pair for o in ast.walk(tree) if isinstance(o, ast.Assign) for pair in pairs_of(o)]
+    sets = [pair for item in ast.walk(tree) if isinstance(item, ast.Assign) for pair in pairs_of(item)]
     whole = [value for target,value in sets if ast.unparse(target) == f'{trainer}.batch']
     parts = [value.elts for value in whole if isinstance(value, (ast.Tuple, ast.List))]
     texts = [list(map(ast.unparse, elts)) for elts in parts]
@@ -116,6 +117,7 @@ def _is_mixed_too(scene, tree, base, order):
     kept = {o.attr for o in ast.walk(tree) if isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store)}
     others = [method_of(o)[0] for o in scene.entries]
     others += [other for other,*_ in own_losses(scene)]
-    read = {o.attr for other in others if other is not None and other is not tree for o in ast.walk(other)
-            if isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Load)}
+    others = [o for o in others if o is not None and o is not tree]
+    read = {item.attr for other in others for item in ast.walk(other)
+            if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Load)}
     return bool(kept - {'batch'} & read)

@@ -198,8 +198,8 @@ def left_out_parameters(scene):
     if not by_hand or not hasattr(opt, 'param_groups'): return []
     if not {o for o,text in optimizers(scene).items() if text} <= {'trainer.opt'}: return [] # One is to come
     holders = [vars(scene.trainer), *(getattr(cb, '__dict__', {}) for cb in scene.trainer.callbacks)]
-    opts = [o for held in holders for o in held.values() if hasattr(o, 'param_groups')]
-    known = {id(p) for o in opts for group in o.param_groups for p in group['params']}
+    opts = [item for held in holders for item in held.values() if hasattr(item, 'param_groups')]
+    known = {id(p) for item in opts for group in item.param_groups for p in group['params']}
     names = [name for name,p in model.named_parameters() if p.requires_grad and id(p) not in known]
     if not names: return []
     more = f' (and {len(names)-1} more)' if len(names) > 1 else ''

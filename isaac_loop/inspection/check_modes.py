@@ -111,7 +111,7 @@ def _measuring(entry, tree, trainer):
 def _measuring_calls(tree, names):
     "Calls of the model in loops over data, where something is made of what comes out"
     nodes = list(ast.walk(tree))
-    sets = [pair for o in nodes if isinstance(o, ast.Assign) for pair in pairs_of(o)]
+    sets = [pair for item in nodes if isinstance(item, ast.Assign) for pair in pairs_of(item)]
     names = names | {ast.unparse(target) for target,value in sets if ast.unparse(value) in names}
     bare = {id(o.value) for o in nodes if isinstance(o, ast.Expr)} # Whose result nobody takes
     for loop in [o for o in nodes if isinstance(o, (ast.For, ast.ListComp, ast.GeneratorExp))]:

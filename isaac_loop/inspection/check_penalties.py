@@ -36,7 +36,7 @@ class _Terms:
             elif isinstance(node, ast.AugAssign): self._note([(node.target, node.value)])
         withs = [o for o in ast.walk(tree) if isinstance(o, ast.With)]
         off = [o for o in withs if any(switches_graphs_off(item.context_expr) for item in o.items)]
-        self.off = {id(item) for o in off for item in ast.walk(o)}
+        self.off = {id(item) for part in off for item in ast.walk(part)}
 
     def _bind(self, target): self.bound |= {o.id for o in ast.walk(target) if isinstance(o, ast.Name)}
 
@@ -207,6 +207,7 @@ def _is_weight(name): return name.rpartition('.')[2] in ('p', 'param', 'params',
 
 def _made_of(factor, tree, callback):
     "What is said of a factor, and of the names in it where they are set, also elsewhere in the class"
-    sets = [o for item in (tree, *own_trees(callback)) for o in ast.walk(item) if isinstance(o, ast.Assign)]
-    pairs = [tuple(map(ast.unparse, pair)) for o in sets for pair in pairs_of(o)]
+    nodes = [node for item in (tree, *own_trees(callback)) for node in ast.walk(item)]
+    sets = [o for o in nodes if isinstance(o, ast.Assign)]
+    pairs = [tuple(map(ast.unparse, pair)) for item in sets for pair in pairs_of(item)]
     return [factor, *(made for name,made in pairs if re.search(rf'(?<![\w.]){re.escape(name)}\b', factor))]

@@ -43,7 +43,7 @@ _WHOLE = {'vars', '__dict__', 'super', 'deepcopy', 'asdict', '__getstate__', '__
 
 def _saves_all(*trees):
     "Whether a state is made of more than what stands there by name"
-    nodes = [o for tree in trees for o in ast.walk(tree)]
+    nodes = [item for tree in trees for item in ast.walk(tree)]
     names = {getattr(o, 'id', getattr(o, 'attr', '')) for o in nodes}
     helpers = [o for o in nodes if isinstance(o, ast.Call) and ast.unparse(o.func) == f'self.{called(o)}']
     over = [o.iter for o in nodes if isinstance(o, (ast.For, ast.comprehension))]
@@ -80,9 +80,9 @@ def _going_on(trees):
 def _bettered(node):
     "Attributes that a condition compares, and that are set where it holds"
     tests = [o for o in ast.walk(node.test) if isinstance(o, ast.Compare)]
-    asked = {_own_name(o) for test in tests for o in ast.walk(test)}
-    sets = [o for part in node.body for o in ast.walk(part) if isinstance(o, ast.Assign)]
-    sets = [pair for o in sets for pair in pairs_of(o)]
+    asked = {_own_name(item) for test in tests for item in ast.walk(test)}
+    sets = [item for part in node.body for item in ast.walk(part) if isinstance(item, ast.Assign)]
+    sets = [pair for item in sets for pair in pairs_of(item)]
     return [_own_name(target) for target,value in sets
             if _own_name(target) in asked and not isinstance(value, ast.Constant)]
 
@@ -108,6 +108,6 @@ def _asks(tree, name):
     hidden = [o for o in ast.walk(tree) if isinstance(o, ast.JoinedStr) or called(o) in _SHOWS]
     hidden += [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and _own_name(o.targets[0]) == name]
     hidden += [o.test for o in ast.walk(tree) if isinstance(o, ast.If) and all(map(_shows, o.body))]
-    inside = {id(item) for o in hidden for item in ast.walk(o)}
+    inside = {id(item) for part in hidden for item in ast.walk(part)}
     return any(_own_name(o) == name and isinstance(o.ctx, ast.Load) and id(o) not in inside
                for o in ast.walk(tree))

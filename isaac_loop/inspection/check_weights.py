@@ -105,6 +105,7 @@ def _spoken(scene):
     return words_of_users(scene) | (words_of(opt_func.__code__) if is_function else set())
 
 def _known_to_optimizers(trainer):
-    held = [o for holder in (trainer, *trainer.callbacks) for o in getattr(holder, '__dict__', {}).values()]
-    groups = [group for o in held for group in getattr(o, 'param_groups', ())]
+    holders = [getattr(o, '__dict__', {}) for o in (trainer, *trainer.callbacks)]
+    held = [item for holder in holders for item in holder.values()]
+    groups = [group for item in held for group in getattr(item, 'param_groups', ())]
     return {id(p) for group in groups for p in group['params']}

@@ -112,7 +112,7 @@ def loss_sources(scene):
 
 def words_of_users(scene):
     "All names in the methods of the user's own callbacks and trainers"
-    kinds = {cls for o in (scene.trainer, *scene.trainer.callbacks) for cls in type(o).__mro__}
+    kinds = {cls for item in (scene.trainer, *scene.trainer.callbacks) for cls in type(item).__mro__}
     methods = [f for cls in kinds if package_of(cls) != 'isaac_loop' for f in vars(cls).values()]
     fs = [inspect.unwrap(f) for f in methods if isinstance(f, FunctionType)]
     return set().union(*(words_of(f.__code__) for f in fs))
