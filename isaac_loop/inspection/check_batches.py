@@ -10,14 +10,15 @@ import inspect, math, re
 
 import torch
 
-from . import check_losses
+from . import check_losses, check_windows
 from .check_data import random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
 from .check_gradients import still_weights, terms_without_gradient
 from .check_gradients import weights_of_two, weights_without_gradient, when
-from .check_mixups import levelled_rates, models_that_are_one, rows_that_are_one
-from .check_mixups import schedules_of_others
+from .check_mixups import chance_in_validation, frozen_in_training, levelled_rates
+from .check_mixups import models_that_are_one, rates_never_reached, rows_that_are_one
+from .check_mixups import schedules_of_others, targets_shifted_twice, weights_not_loaded
 from .check_gradients import weights_without_gradient, when
 from .check_rows import few_weights, other_labels, other_scale, same_rows, sorted_rows
 from .check_weights import short_weights_moved
@@ -335,10 +336,17 @@ RUN_RULES = { # By the name of what each finds
     'other_optimizer': schedules_of_others,
     'one_rate': levelled_rates,
     'same_rows': rows_that_are_one,
+    'low_rate': rates_never_reached,
+    'shifted_twice': targets_shifted_twice,
+    'overlapping_rows': check_windows.overlapping_windows,
+    'own_scale': check_windows.own_scale,
+    'read_by_each': check_windows.streams_read_twice,
+    'nothing_loaded': weights_not_loaded,
+    'teacher_in_training': frozen_in_training,
     'carries_over': models_that_remember,
     'drops_in_validation': dropout_without_end,
     'mean_of_means': means_of_functions,
-    'random_validation': random_rows,
+    'random_validation': lambda seen: [*random_rows(seen), *chance_in_validation(seen)],
     'short_weights': short_weights_moved,
     'sorted_rows': sorted_rows,
     'other_labels': other_labels,

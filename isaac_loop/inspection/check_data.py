@@ -24,7 +24,7 @@ _MOST,_BITS,_SHARE = 50_000,40,0.02 # Rows to compare; what a row tells, at leas
 
 def shared_rows(seen):
     "Rows of validation that are rows of training"
-    sides = [_dataset(seen, name) for name in ('train', 'valid')]
+    sides = [dataset_of(seen, name) for name in ('train', 'valid')]
     if sides[0] is sides[1] or not all(map(_has_rows, sides)): return []
     try: mine,theirs = map(_rows_of, sides)
     except (TypeError, NotImplementedError): return [] # One of them does not know its length
@@ -35,7 +35,7 @@ def shared_rows(seen):
     return [Finding('shared_rows', _SHARED.format(n=both, rows=len(theirs)))]
 
 def _has_rows(dataset): return isinstance(dataset, Dataset) and hasattr(dataset, '__len__')
-def _dataset(seen, name): return getattr(getattr(seen.trainer.dls, name, None), 'dataset', None)
+def dataset_of(seen, name): return getattr(getattr(seen.trainer.dls, name, None), 'dataset', None)
 
 def _rows_of(dataset):
     "Which rows of which dataset these are, below all subsets"
@@ -79,7 +79,7 @@ _TIMES = 8 # A flip may leave a row as it is
 
 def random_rows(seen):
     "Rows of validation that a random transform changes"
-    dataset = _dataset(seen, 'valid')
+    dataset = dataset_of(seen, 'valid')
     is_known = isinstance(dataset, Dataset) and not isinstance(dataset, (IterableDataset, TensorDataset))
     if not is_known or not hasattr(dataset, '__getitem__'): return []
     with undrawn(), suppress(Exception): # Who cannot be read will say so in a fit

@@ -213,9 +213,10 @@ def terms_without_gradient(seen):
             if len(values) > 1]
 
 # %% ../../nbs/inspection/99g_check_gradients.ipynb #e83a675b
-_NO_OPTIMIZER = ('{names} {verb} a gradient, and no optimizer has that parameter, so it stays as it is. Give '
-                 'it to one, as in `trainer.opt.add_param_group({{"params": [...]}})` in `before_fit`; what '
-                 'is not to learn is called under `torch.no_grad()`, or has `requires_grad_(False)`.')
+_NO_OPTIMIZER = ('{names} {verb} a gradient, and no optimizer has that parameter, so it stays as it is. Does '
+                 'your `opt_func` leave it out? Otherwise give it to one in `before_fit`, by '
+                 '`trainer.opt.add_param_group({{"params": [...]}})`; what is not to learn is called under '
+                 '`torch.no_grad()`, or has `requires_grad_(False)`.')
 
 _HIDDEN = ('`{name}` of the model is a plain list or dict, and what is in it is no part of the model: no '
            'optimizer learns it, nor is it moved to a device or saved. Use `nn.ModuleList` or '

@@ -21,7 +21,7 @@ from ..state.random_numbers import undrawn
 _TWICE = ('`{loss}` ({place}) is given what comes out of a {what}, and takes a {own} itself, so the loss '
           'stays large and the gradients small. Give it the numbers before the {what}.')
 _NO_LOG = ('`{loss}` ({place}) wants logarithms of probabilities, and is given {given}, so a smaller loss '
-           'is no better prediction. Put `log_softmax` in between, or use `F.cross_entropy`.')
+           'is no better prediction. Put `log_softmax` in between{instead}.')
 _TAKES = {'cross_entropy': 'softmax', 'log_softmax': 'softmax', 'binary_cross_entropy_with_logits': 'sigmoid'}
 _PROBABILITIES = {'SoftmaxBackward0': 'softmax', 'SigmoidBackward0': 'sigmoid'}
 _OF_LAYERS = {f'{name}Backward0' for name in ('Addmm', 'Mm', 'Bmm', 'Convolution', 'Linear')}
@@ -49,7 +49,8 @@ def logarithms_missing(seen):
         is_softmax = first.made == 'SoftmaxBackward0'
         is_layer = first.made in _OF_LAYERS and all(o.positive for o in calls)
         given = 'probabilities, out of a softmax' if is_softmax else 'what comes out of a layer'
-        text = _NO_LOG.format(loss=first.name, place=place, given=given)
+        instead = ', or use `F.cross_entropy`' if first.name == 'nll_loss' else ''
+        text = _NO_LOG.format(loss=first.name, place=place, given=given, instead=instead)
         if is_softmax or is_layer: found.append(Finding('needs_log', text, spoils=is_softmax))
     return found
 

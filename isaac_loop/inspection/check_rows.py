@@ -149,7 +149,7 @@ def few_weights(seen):
 _SCALE = ('What the model gets in training has the mean {a[0]:.3g} and the spread {a[1]:.3g}, and in '
           'validation {b[0]:.3g} and {b[1]:.3g}{which}: the model is measured with numbers of another scale '
           'than it has learnt. Normalise both in the same way, with the mean and spread of the training '
-          'data.')
+          'data. In a split by time the data may drift, and then that is the finding.')
 _FAR,_WIDER,_NUMBERS = 2,4,256 # Means apart, in spreads; factor between spreads; numbers that tell
 
 def other_scale(seen):

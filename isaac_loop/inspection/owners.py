@@ -6,10 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/inspection/99c_owners.ipynb #cd40e431
+from contextlib import suppress
+
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from ..loop.events import callback_name
+from ..state.random_numbers import undrawn
 
 # %% ../../nbs/inspection/99c_owners.ipynb #eaa86a82
 def _named_in(f):
@@ -93,7 +97,31 @@ def same_as_model(
         if first and second: found |= {f'trainer.model.{second[0]}': f'trainer.model.{first}'}
     return found
 
+def frozen_beside(
+    trainer, # With its callbacks
+)->dict: # By name
+    "Modules with weights of which none learns, other than the model; in it, those that are called so"
+    model = vars(trainer).get('model')
+    held = [(name, o) for name,o in _held(trainer) if isinstance(o, nn.Module) and o is not model]
+    parts = model.named_modules() if isinstance(model, nn.Module) else ()
+    held += [(f'trainer.model.{name}', part) for name,part in parts if name and _is_second(name)]
+    return {name: o for name,o in held if _is_frozen(o)}
+
+def _is_frozen(module):
+    weights = list(module.parameters())
+    return bool(weights) and not any(p.requires_grad for p in weights)
+
 def _is_second(name): return not _SECOND.isdisjoint(name.rpartition('.')[2].lower().strip('_').split('_'))
+
+def factors_of(
+    schedule, # A `LambdaLR`, or another schedule
+    n:int=1000, # Steps to look at
+)->list: # Empty if nobody can tell
+    "The greatest factor at each step that functions give the learning rates"
+    if not isinstance(schedule, LambdaLR): return []
+    with undrawn(), suppress(Exception): # A function may know how long the fit is, and end
+        return [max(float(f(i)) for f in schedule.lr_lambdas) for i in range(n)]
+    return []
 
 def schedules_of(
     trainer, # With its callbacks

@@ -20,9 +20,11 @@ from ..basics.tensors import map_tensors
 from .asked_models import are_rows, carries_over, mixes_rows, sees_future
 from .observed_run import at_borders
 from .observing import passes_of
-from .owners import hidden_in, optimizers_of, parameters_of, same_as_model, schedules_of
+from .owners import factors_of, frozen_beside, hidden_in, optimizers_of, parameters_of
+from .owners import same_as_model, schedules_of
 from .owners import hidden_in, optimizers_of, parameters_of
 from .scales import scales_of
+from .seen_doings import Doings
 from .seen_gradients import Gradients
 from .seen_losses import LossCalls
 from .seen_operations import Operations
@@ -90,6 +92,7 @@ class SeenRun:
         self.trainer = trainer
         self.at_work = [] # Calls that are being made, the innermost last
         self.gradients = Gradients(self.moment)
+        self.doings = Doings(trainer)
         self.operations = Operations(self.moment)
         self.batches = [] # Each `Batch`
         self.changed = {} # By name of a weight that a validation pass has changed: where
@@ -119,7 +122,8 @@ class SeenRun:
         self.parameters = {} # By name
         self.hidden = {} # By `id`: the plain list of the model that a parameter is in
         self.same = {} # By the name of a second model that is the first: that one's
-        self.schedules = {} # Of learning rates, by name
+        self.schedules,self.factors = {},{} # Of learning rates, by name; the factors that they give
+        self.frozen = {} # Other modules than the model, of which nothing learns, by name
         self.levelled = {} # By name of an optimizer: who has made its rates one, those before, the one
         self.cut = '' # A place where a loss had nothing behind it, and wanted a gradient all the same
         self.callbacks = [] # Who took part
@@ -139,7 +143,8 @@ class SeenRun:
         if call.event == 'predict': self._before_predict(trainer)
         self.at_work.append(f'{callback_name(call.callback)}.{call.event}')
         modes,columns,rates = modes_of(trainer.model),_columns(trainer),_rates(trainer)
-        try: run()
+        try:
+            with self.doings.around(call.event, self.at_work[-1]): run()
         except CancelException:
             self.left.add(self.moment()[0])
             raise
@@ -210,7 +215,10 @@ class SeenRun:
         self.parameters |= parameters_of(self.trainer)
         self.hidden |= hidden_in(self.trainer.model)
         self.same |= same_as_model(self.trainer)
-        self.schedules |= schedules_of(self.trainer)
+        self.frozen |= frozen_beside(self.trainer)
+        for name,schedule in schedules_of(self.trainer).items():
+            if name not in self.schedules: self.factors[name] = factors_of(schedule)
+            self.schedules[name] = schedule
 
     def ask(self,
         model, # A module
@@ -346,7 +354,8 @@ def seen_run(
         seen.schedules |= schedules
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
         seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
-        with seen.gradients.noting(), seen.calls, seen.operations: trainer.fit(2, lr, **passes)
+        with seen.gradients.noting(), seen.doings.noting(), seen.calls, seen.operations:
+            trainer.fit(2, lr, **passes)
         seen.reason = trainer.stop_reason
         if isinstance(trainer.model, nn.Module): seen.ask(trainer.model)
         seen.losses.ask(trainer.model)

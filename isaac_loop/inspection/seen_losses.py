@@ -130,6 +130,7 @@ class LossCall:
         self.name,self.place,self.where = name,calls.calls.place(),calls.calls.moment()[0]
         x,self.given = next(iter(given.values())),given
         self.made,self.rows = made_by(x),0
+        self.one_less = False # Is there a target for each token but one in a row?
         self.positive = bool((x > 1e-3).any()) # Logarithms of probabilities are not
         self.weight,self.counts = None,None # Of classes
         self.value = None # Of all targets, and whether those of the batch have it, too
@@ -142,6 +143,7 @@ class LossCall:
     def _look_at(self, x, y, calls):
         batch,weight,ignored = calls.batch,self.given.get('weight'),self.given.get('ignore_index')
         self.rows = len(y) if y.ndim else 1
+        self.one_less = any(y.numel() == o.numel()-len(o) for o in batch.tokens if o.shape[1] > 4)
         of_classes = self.name in ('cross_entropy', 'nll_loss')
         same = [o for o in batch.constant if o.numel() == y.numel()]
         first = float(y.detach().flatten()[0])
