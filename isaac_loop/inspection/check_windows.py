@@ -89,5 +89,5 @@ def streams_read_twice(seen):
 
 def _own_kinds(dataset):
     "The user's classes that a dataset is of"
-    kinds = [o for o in type(dataset).__mro__ if o.__module__.partition('.')[0] not in ('torch', 'typing')]
-    return [o for o in kinds if o is not object]
+    kinds = [o for o in type(dataset).__mro__ if issubclass(o, IterableDataset)]
+    return [o for o in kinds if o.__module__.partition('.')[0] != 'torch']
