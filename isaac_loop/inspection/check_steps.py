@@ -96,6 +96,7 @@ def _kind(node, trainer, opts):
     opt = named_by(ast.unparse(node.func.value), trainer)
     is_opt = opt in opts or opt.startswith('trainer.opt')
     if name == 'backward': return name,''
+    if not isinstance(node.func.value, (ast.Name, ast.Attribute)): raise Unknown() # Such as `(a if b else c)`
     if name == 'step' and (node.args or node.keywords or not is_opt): raise Unknown()
     has_all = name == 'zero_grad' and opts.get(opt, '').endswith('.model.parameters()')
     return _KINDS[name],opt if is_opt and not has_all else ''
