@@ -94,7 +94,7 @@ def _kind(node, trainer, opts):
     name = getattr(node.func, 'attr', '')
     if name not in _KINDS: return None
     opt = named_by(ast.unparse(node.func.value), trainer)
-    is_opt = opt in opts or opt.startswith('trainer.opt')
+    is_opt = opt in opts or opt == 'trainer.opt' # Another name may be one for several
     if name == 'backward': return name,''
     if not isinstance(node.func.value, (ast.Name, ast.Attribute)): raise Unknown() # Such as `(a if b else c)`
     if name == 'step' and (node.args or node.keywords or not is_opt): raise Unknown()

@@ -562,3 +562,35 @@ def test_a_trainer_that_was_looked_at_trains_as_before():
         torch.manual_seed(3)
         trainer.fit(1)
     assert torch.equal(a.model.weight, b.model.weight)
+
+
+class OneAfterTheOther(Trainer):
+    "Two optimizers, of which the step is told which one it is for"
+
+    def before_fit(self):
+        self.opt_d, self.opt_g = (optim.Adam(self.model[name].parameters()) for name in ("d", "g"))
+
+    def step(self):
+        self.opt_now.step()
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, _ = self.batch
+        fake = self.model["g"](torch.randn_like(x))
+        self.opt_now = self.opt_d
+        self.opt_d.zero_grad()
+        self.loss = F.softplus(-self.model["d"](x)).mean() + F.softplus(self.model["d"](fake.detach())).mean()
+        self.loss.backward()
+        self.run_callbacks("step")
+        self.opt_now = self.opt_g
+        self.opt_g.zero_grad()
+        self.loss = F.softplus(-self.model["d"](fake)).mean()
+        self.loss.backward()
+        self.run_callbacks("step")
+
+
+def test_a_name_may_stand_for_one_optimizer_after_the_other():
+    torch.manual_seed(0)
+    model = nn.ModuleDict(dict(d=nn.Linear(4, 1), g=nn.Linear(4, 4)))
+    dls = DataLoaders(loaders(rows, classes).train)
+    assert found_in(OneAfterTheOther(dls, None, None, model, None), batches=3) == []
