@@ -6,8 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/inspection/99g_check_gradients.ipynb #a19bae2e
+import inspect, re
+
 from torch import nn
 
+from .check_rules import package_of
 from .seen_gradients import Step, weights_of
 from ..loop.events import callback_name
 from ..loop.plan_checks import Finding
@@ -222,6 +225,26 @@ _HIDDEN = ('`{name}` of the model is a plain list or dict, and what is in it is 
            'optimizer learns it, nor is it moved to a device or saved. Use `nn.ModuleList` or '
            '`nn.ModuleDict`; a teacher that hides there is called under `torch.no_grad()`.')
 
+_LATER = ('`{who}` lets weights learn in the course of a fit, and no optimizer has {names}, so {they} will '
+          'not move: it was made of the weights that were to learn at first. Give it all of them, as what is '
+          'frozen has no gradient and stays, or call `trainer.opt.add_param_group` when they are freed.')
+_FREES = re.compile(r'requires_grad_\((True)?\)|requires_grad\s*=\s*True')
+
+def freed_for_nobody(seen):
+    "Frozen weights that a callback is to free, and that no optimizer has"
+    known = {id(p) for opt in seen.optimizers.values() for p in weights_of(opt)}
+    frozen = [p for p in seen.parameters.values() if id(p) in seen.of_model and not p.requires_grad]
+    lost = [p for p in frozen if id(p) not in known]
+    if not lost or seen.has_foreign: return []
+    for cb in [o for o in seen.trainer.callbacks if package_of(type(o)) != 'isaac_loop']:
+        try: source = inspect.getsource(type(cb))
+        except (OSError, TypeError): continue
+        if not _FREES.search(source) or 'add_param_group' in source: continue
+        they = 'they' if len(lost) > 1 else 'it'
+        text = _LATER.format(who=callback_name(cb), names=names_of(seen, lost), they=they)
+        return [Finding('no_optimizer', text, [cb])]
+    return []
+
 def parameters_of_nobody(seen):
     "Parameters in a graph that are in no optimizer"
     opts = [*seen.optimizers.values(), *(step.opt for step in seen.gradients.steps)]
@@ -232,6 +255,6 @@ def parameters_of_nobody(seen):
     hidden = dict.fromkeys(seen.hidden[id(p)] for p in lost if id(p) in seen.hidden)
     lost = [p for p in lost if id(p) not in seen.hidden]
     found = [Finding('no_optimizer', _HIDDEN.format(name=name)) for name in hidden]
-    if not lost: return found
+    if not lost: return found or freed_for_nobody(seen)
     verb = 'takes part in a loss and wants' if len(lost) == 1 else 'take part in a loss and want'
     return [*found, Finding('no_optimizer', _NO_OPTIMIZER.format(names=names_of(seen, lost), verb=verb))]

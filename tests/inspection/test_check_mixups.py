@@ -409,6 +409,46 @@ def an_adapter_that_begins_at_zero():
     return fitting(Adapter(), loaders(rows, classes))
 
 
+class Unfreezes:
+    "Lets the first weight learn, after a hundred updates; it gives it to the optimizer if it is told to"
+
+    def after_step(self, trainer):
+        if trainer.n_updates == 100:
+            trainer.model.weight.requires_grad_(True)
+
+
+class UnfreezesAndAdds(Unfreezes):
+    def after_step(self, trainer):
+        if trainer.n_updates == 100:
+            trainer.model.weight.requires_grad_(True)
+            trainer.opt.add_param_group({"params": [trainer.model.weight]})
+
+
+def frozen_at_first(cb, opt_func):
+    model = nn.Linear(4, 3)
+    model.weight.requires_grad_(False)
+    return fitting(model, loaders(rows, classes), cb, opt_func=opt_func)
+
+
+def of_those_that_learn(params, lr):
+    return optim.SGD([p for p in params if p.requires_grad], lr)
+
+
+@planted("no_optimizer")
+def freed_when_no_optimizer_has_it():
+    return frozen_at_first(Unfreezes(), of_those_that_learn)
+
+
+@right
+def freed_when_the_optimizer_has_it():
+    return frozen_at_first(Unfreezes(), optim.SGD)
+
+
+@right
+def freed_and_given_to_the_optimizer():
+    return frozen_at_first(UnfreezesAndAdds(), of_those_that_learn)
+
+
 class HeadOptimizer:
     "An optimizer for the last bias alone"
 
