@@ -21,7 +21,7 @@ _BOTH = ('{who} counts the batches of both passes in `{name}` ({line}), and `{wh
 _TRAINING_ONLY = EVENTS[EVENTS.index('before_backward'):EVENTS.index('cleanup_zero_grad')+1]
 _OF_BATCH = [o for o in EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
              if o not in _TRAINING_ONLY]
-_LENGTHS = re.compile(r'warm|ramp|anneal|total|steps|n_iter|max_it|decay|burn|horizon|duration|period|tau|cycle')
+_LENGTHS = re.compile(r'warm|ramp|anneal|total|steps|n_iter|max_it|decay|burn|horizon|length|duration|period')
 _WEIGHTS = re.compile(r'alpha|beta|gamma|weight|lambd|lam|rate|lr|temp|tau|coef|scale|momentum|kl')
 
 def counts_validation(scene):
@@ -33,7 +33,7 @@ def counts_validation(scene):
         trees = own_trees(entry.callback) if tree is not None and both else []
         if not trees or _knows_passes(trees) or not _changes_training(scene, entry, trees): continue
         for node,name in _counts(tree):
-            shares = [o for item in trees for o in ast.walk(item) if _is_share(o, name)]
+            shares = [part for item in trees for part in ast.walk(item) if _is_share(part, name)]
             if not shares or not _goes_on(name, node, trees): continue
             told = dict(who=said(entry), name=name, what=ast.unparse(shares[0]), line=line_in(entry, node))
             return [Finding('counts_validation', _BOTH.format(**told), [entry.callback])]
@@ -44,8 +44,8 @@ def _counts(tree):
     for node in [o for o in tree.body if isinstance(o, (ast.Assign, ast.AugAssign))]:
         target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
         name = ast.unparse(target)
-        value = f'{name} + {ast.unparse(node.value)}' if isinstance(node, ast.AugAssign) else ast.unparse(node.value)
-        if name.startswith('self.') and value in (f'{name} + 1', f'1 + {name}'): yield node,name
+        ones = ('1',) if isinstance(node, ast.AugAssign) else (f'{name} + 1', f'1 + {name}')
+        if name.startswith('self.') and ast.unparse(node.value) in ones: yield node,name
 
 def _knows_passes(trees):
     "Whether a callback asks which pass it is in, or reckons with that of validation"
@@ -54,9 +54,11 @@ def _knows_passes(trees):
 def _changes_training(scene, entry, trees):
     "Whether a callback changes the loss, a rate, or something on the trainer that is called like a weight"
     if any('loss' in o.found.writes for o in of_same(scene, entry)): return True
-    stored = [o for tree in trees for o in ast.walk(tree) if isinstance(getattr(o, 'ctx', None), ast.Store)]
+    parts = [part for tree in trees for part in ast.walk(tree)]
+    stored = [o for o in parts if isinstance(getattr(o, 'ctx', None), ast.Store)]
     names = [ast.unparse(o) for o in stored if isinstance(o, (ast.Attribute, ast.Subscript))]
-    return any(_WEIGHTS.search(re.split(r'[.\[]', name)[-1]) for name in names if not name.startswith('self.'))
+    outside = [re.split(r'[.\[]', name)[-1] for name in names if not name.startswith('self.')]
+    return any(map(_WEIGHTS.search, outside))
 
 def _is_share(node, name):
     "Whether an expression is the progress of a schedule: a count by its length, or no more than that"
@@ -69,7 +71,8 @@ def _is_share(node, name):
 def _is_of_one(node, name):
     "Whether a call is like `min(1, self.n/100)`"
     shares = [o for o in node.args if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Div)]
-    return any(getattr(o, 'value', None) == 1 for o in node.args) and any(name in _plain(o.left) for o in shares)
+    is_of_one = any(getattr(o, 'value', None) == 1 for o in node.args)
+    return is_of_one and any(name in _plain(o.left) for o in shares)
 
 def _plain(node):
     "The text of a count, also as of `float(self.n + 1)`"
@@ -79,7 +82,7 @@ def _plain(node):
 
 def _goes_on(name, node, trees):
     "Whether a count is begun but once, in `__init__` or with a fit"
-    sets = [(tree.name, o) for tree in trees for o in ast.walk(tree) if isinstance(o, (ast.Attribute, ast.Name))
-            and ast.unparse(o) == name and isinstance(o.ctx, ast.Store)]
-    mine = {id(o) for o in ast.walk(node)}
-    return all(id(o) in mine or method in ('__init__', 'before_fit', 'load_state_dict') for method,o in sets)
+    mine = {id(part) for part in ast.walk(node)}
+    others = [part for tree in trees if tree.name not in ('__init__', 'before_fit', 'load_state_dict')
+              for part in ast.walk(tree) if isinstance(part, ast.Attribute) and id(part) not in mine]
+    return not any(ast.unparse(o) == name and isinstance(o.ctx, ast.Store) for o in others)

@@ -16,9 +16,9 @@ from .own_sources import words_of
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/98e_check_pieces.ipynb #0271dceb
-_LAST_ONLY = ('{who} calls `{zero}` in each turn of a loop ({line}) that computes gradients, and the step comes '
-              'only behind it, so those of all turns but the last are thrown away. Clear them once, before '
-              'the loop.')
+_LAST_ONLY = ('{who} calls `{zero}` in each turn of a loop ({line}) that computes gradients, and the step '
+              'comes only behind it, so those of all turns but the last are thrown away. Clear them once, '
+              'before the loop.')
 _LOOKS = {'grad', 'grads', 'autograd', 'step', 'clip_grad_norm_', 'clip_grad_value_', 'get_total_norm'}
 
 def cleared_in_pieces(scene):
@@ -53,7 +53,8 @@ def _clears_each_turn(loop, source):
 
 def _is_stepped_later(zero, loop, source, scene):
     "Whether what was cleared makes its step behind the loop, or in another method"
-    first = source.tree.args.args[-1 if source.callback is not None else 0].arg if source.tree.args.args else ''
+    names = [o.arg for o in source.tree.args.args] or ['']
+    first = names[0 if source.holder is scene.trainer else -1]
     owner = zero.func.value if called(zero) == 'zero_grad' else None
     name = named_by(ast.unparse(owner), first) if owner is not None else 'trainer.opt'
     calls = [o for o in ast.walk(source.tree) if isinstance(o, ast.Call) and o.lineno > loop.end_lineno]
