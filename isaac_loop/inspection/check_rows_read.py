@@ -13,6 +13,7 @@ from types import FunctionType
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from .check_model import called
 from .method_source import function_of
 from .own_sources import Source, is_own, read_along
 from ..loop.plan_checks import Finding
@@ -64,7 +65,7 @@ def drawn_apart(scene):
         parts = [o for o in _parts(source.tree) if _turns_by_chance(o, source)]
         pairs = [(first, second) for i,first in enumerate(parts) for second in parts[i+1:]]
         for first,second in pairs:
-            names = _only_names(ast.unparse(first), ast.unparse(second))
+            names = _only_names(first, second)
             if not any(_TARGETS.search(name) for name in names): continue
             told = dict(who=source.said, line=source.line(second))
             return [Finding('drawn_apart', _APART.format(a=names[0], b=names[1], **told))]
@@ -107,9 +108,18 @@ def _remembers(source):
     "Whether a method keeps something, perhaps the draw"
     return any(isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store) for o in ast.walk(source.tree))
 
+def _read_in(node):
+    "A part as text, without the names that it sets"
+    if isinstance(node, ast.Assign): return ast.unparse(node.value)
+    if not isinstance(node, ast.If): return ast.unparse(node)
+    values = [o.value for o in ast.walk(node) if isinstance(o, ast.Assign)]
+    return ' '.join(map(ast.unparse, [node.test, *values]))
+
 def _only_names(a, b):
-    "The names in which two texts differ, when one stands for the other throughout; else none"
-    first,second = re.findall(r'\w+|[^\w\s]', a),re.findall(r'\w+|[^\w\s]', b)
+    "The names that two parts read and differ in, when one stands for the other throughout; else none"
+    functions = [[called(o) for o in ast.walk(node) if isinstance(o, ast.Call)] for node in (a, b)]
+    if functions[0] != functions[1]: return []
+    first,second = [re.findall(r'\w+|[^\w\s]', _read_in(o)) for o in (a, b)]
     pairs = dict.fromkeys(pair for pair in zip(first, second) if pair[0] != pair[1])
     names = [name for pair in pairs for name in pair]
     plain = len(first) == len(second) and len({*names}) == len(names) and all(o.isidentifier() for o in names)
