@@ -10,11 +10,12 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
-from . import check_best, check_cancels, check_effects, check_forgotten, check_formulas
-from . import check_forwards, check_kept, check_last_batch, check_lasting, check_layers
-from . import check_mixing, check_model, check_modes, check_orders, check_penalties
-from . import check_rules, check_saved, check_schedules, check_steps, check_updates
-from . import check_weights, check_writing
+from . import check_best, check_cancels, check_counts, check_effects, check_forgotten
+from . import check_formulas, check_forwards, check_kept, check_last_batch, check_lasting
+from . import check_layers, check_mixing, check_model, check_modes, check_orders
+from . import check_penalties, check_pieces, check_renamed, check_rows_read, check_rules
+from . import check_saved, check_schedules, check_steps, check_updates, check_weights
+from . import check_writing
 from .check_batches import RUN_RULES, found_by_running
 from .check_rules import Scene
 from .seen_batches import seen_run
@@ -58,7 +59,7 @@ RULES = { # By the name of what each finds
     'mean_of_means': check_kept.means_of_means,
     'cancels_too_much': check_cancels.cancels_too_much,
     'cancels_nothing': check_cancels.cancels_nothing,
-    'gradients_lost': check_cancels.mismatched_steps,
+    'gradients_lost': lambda scene: _without_use(scene),
     'gradients_kept': check_cancels.bad_gradients_kept, # And by the rule before
     'never_raised': check_cancels.never_raised,
     'caught_cancel': check_cancels.caught_cancels,
@@ -110,11 +111,16 @@ RULES = { # By the name of what each finds
     'sample_cuts': check_forwards.samples_that_cut,
     'mixed_reductions': check_forwards.mixed_reductions,
     'not_unsorted': check_forwards.never_unsorted,
+    'view_for_transpose': check_renamed.renamed_dimensions,
+    'drawn_apart': check_rows_read.drawn_apart,
+    'counts_validation': check_counts.counts_validation,
 }
 
 def _without_gradient(scene):
     found = check_effects.constant_terms(scene) + check_formulas.penalties_without_graph(scene)
     return found or check_penalties.cut_penalties(scene)
+
+def _without_use(scene): return check_cancels.mismatched_steps(scene) + check_pieces.cleared_in_pieces(scene)
 
 def _in_vain(scene):
     return check_orders.waiting_in_vain(scene) + never_run(scene.trainer.plan, scene.trainer.callbacks)
