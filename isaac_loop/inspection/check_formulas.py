@@ -8,6 +8,8 @@ __all__ = []
 # %% ../../nbs/inspection/99a_check_formulas.ipynb #91253c7f
 import ast, inspect, re
 
+from torch import nn
+
 from .check_kept import added_to, is_mean, trees_at
 from .check_model import called, ends_with, is_users_function, own_losses
 from .check_model import taken_by, value_before
@@ -279,16 +281,24 @@ _OF_MEAN = ('{where} takes `{exp}` ({file}:{line}) as the probability of a row, 
             'the end.')
 _MEANS = 'cross_entropy','binary_cross_entropy','binary_cross_entropy_with_logits','nll_loss'
 
+_CRITERIA = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.NLLLoss
+
+def _gives_mean(node, holder, known):
+    "Whether a call is of a loss that takes the mean: a function, or a criterion that is held"
+    if called(node) in _MEANS: return not any(o.arg in ('reduction', None) for o in node.keywords)
+    first,_,name = ast.unparse(node.func).partition('.') if isinstance(node, ast.Call) else ('', '', '')
+    held = getattr(holder, name, None) if first == 'self' and name else known.get(first) if not name else None
+    return isinstance(held, _CRITERIA) and held.reduction == 'mean'
+
 def formulas_of_means(scene):
     "Probabilities that are made of a mean loss"
-    for tree,_,file,where,holder in own_losses(scene):
+    for tree,known,file,where,holder in own_losses(scene):
         for node in [o for o in ast.walk(tree) if called(o) == 'exp'] if tree is not None else ():
             inner = node.args[0] if node.args else node.func.value
             is_minus = isinstance(inner, ast.UnaryOp) and isinstance(inner.op, ast.USub)
             loss = inner.operand if is_minus else None
             made = value_before(loss, node, tree) if isinstance(loss, ast.Name) else loss
-            if called(made) not in _MEANS: continue
-            if any(o.arg in ('reduction', None) for o in made.keywords): continue
+            if not _gives_mean(made, holder, known): continue
             text = _OF_MEAN.format(where=where, exp=ast.unparse(node), file=file, line=node.lineno,
                                    name=ast.unparse(loss))
             cbs = [holder] if holder in scene.trainer.callbacks else []

@@ -70,6 +70,24 @@ _MIXED = ('The step of `{opt}` ({by}; {when}) moves the weights by two losses: t
           '`{opt}`. Call `{opt}.zero_grad()` just before its own backward pass, or `detach()` what the '
           'other loss need not reach.')
 
+_ATTACK = ('{by} was for the inputs ({when}) and left its gradients with the weights of `{opt}` as well, '
+           'which the step of that batch uses together with those of {last}. Ask for the gradient of the '
+           'inputs alone, by `torch.autograd.grad(loss, x)`, or call `{opt}.zero_grad()` behind it.')
+
+def attacked_gradients(seen):
+    "Steps with gradients of a backward pass that was for something else than weights, as by an attack"
+    for step in seen.gradients.steps:
+        for parts in step.parts.values():
+            here = [one for one in parts if one.where == step.where]
+            first = next((one for one in here[:-1] if _others(one) and not _others(here[-1])), None)
+            if first is None: continue
+            about = dict(when=when(step.where), opt=name_of(seen, step.opt), last=here[-1].by)
+            text = _ATTACK.format(by=f'The backward pass by {first.by}', **about)
+            return [Finding('gradients_mixed', text, callbacks_in(seen, first.by), spoils=True)]
+    return []
+
+def _others(one): return [o for o in one.leaves.values() if not isinstance(o, nn.Parameter) and o.ndim > 1]
+
 def mixed_gradients(seen):
     "Steps in which there is the gradient of a loss that was for another optimizer"
     found = {}
@@ -81,7 +99,7 @@ def mixed_gradients(seen):
             text = _MIXED.format(opt=name_of(seen, step.opt), by=step.by, when=when(step.where),
                                  last=last_by, first=first_by, other=name_of(seen, other))
             found[id(step.opt)] = Finding('gradients_mixed', text, callbacks_in(seen, step.by), spoils=True)
-    return list(found.values())
+    return list(found.values()) or attacked_gradients(seen)
 
 def _foreign(order, step, parts):
     "Two backward passes in a gradient, and the optimizer for which the first of them was"

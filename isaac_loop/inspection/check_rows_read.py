@@ -32,9 +32,9 @@ def row_sources(scene):
 def _sources_in(x, depth=_DEPTH):
     "The sources of a dataset or a transform, and of those it holds"
     if x is None or not depth: return []
-    if isinstance(x, ConcatDataset): return [o for part in x.datasets for o in _sources_in(part, depth-1)]
+    if isinstance(x, ConcatDataset): return [item for part in x.datasets for item in _sources_in(part, depth-1)]
     if isinstance(x, Subset): return _sources_in(x.dataset, depth-1)
-    if isinstance(x, (list, tuple)): return [o for part in x[:8] for o in _sources_in(part, depth-1)]
+    if isinstance(x, (list, tuple)): return [item for part in x[:8] for item in _sources_in(part, depth-1)]
     f,holder,held = None,x,list(getattr(x, '__dict__', {}).values())
     if isinstance(x, Dataset): f = getattr(type(x), '__getitem__', getattr(type(x), '__iter__', None))
     elif isinstance(x, nn.Module): f = type(x).forward
@@ -90,7 +90,7 @@ def _turns_by_chance(node, source):
     below = list(read_along([_called(o, source) for o in calls]))
     texts = [ast.unparse(o.tree) for o in below]
     if any(_SEEDS.search(text) for text in texts) or any(map(_remembers, below)): return False
-    inner = [o for part in below for o in ast.walk(part.tree) if isinstance(o, ast.Call)]
+    inner = [item for part in below for item in ast.walk(part.tree) if isinstance(item, ast.Call)]
     draws = any(_DRAWS.search(ast.unparse(o.func)) for o in (*calls, *inner))
     known = [source.value(o.func) for o in calls]
     is_vision = any(re.search('Random(Hor|Ver|Crop|Res|Rot|Aff|Persp)|Elastic', repr(o)) for o in known

@@ -581,6 +581,27 @@ def an_average_of_buffers_too():
     return fitting(model, loaders(rows, classes), OfBuffers(True))
 
 
+class Focal(nn.Module):
+    def __init__(self, reduction):
+        super().__init__()
+        self.ce = nn.CrossEntropyLoss(reduction=reduction)
+
+    def forward(self, preds, y):
+        ce = self.ce(preds, y)
+        pt = torch.exp(-ce)
+        return ((1 - pt) ** 2 * ce).mean()
+
+
+@planted("mean_too_early")
+def a_focal_loss_of_a_mean():
+    return fitting(nn.Linear(4, 3), loaders(rows, classes), loss_func=Focal("mean"))
+
+
+@right
+def a_focal_loss_of_each_row():
+    return fitting(nn.Linear(4, 3), loaders(rows, classes), loss_func=Focal("none"))
+
+
 @pytest.mark.parametrize("make, names", WRONG, ids=lambda o: getattr(o, "__name__", " "))
 def test_a_mix_up_is_found_by_name(make, names):
     assert set(names) <= {*found_in(make(), batches=3)}
@@ -634,3 +655,36 @@ def test_a_name_may_stand_for_one_optimizer_after_the_other():
     model = nn.ModuleDict(dict(d=nn.Linear(4, 1), g=nn.Linear(4, 4)))
     dls = DataLoaders(loaders(rows, classes).train)
     assert found_in(OneAfterTheOther(dls, None, None, model, None), batches=3) == []
+
+
+class Attacks(Trainer):
+    "Trains with inputs that were moved along the gradient; clears what that left if it is told to"
+
+    clears = False
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        if self.training:
+            x = x.clone().requires_grad_(True)
+            F.cross_entropy(self.model(x), y).backward()
+            x = (x + 0.1 * x.grad.sign()).detach()
+            if self.clears:
+                self.opt.zero_grad()
+        self.loss = F.cross_entropy(self.model(x), y)
+        if self.training:
+            self.loss.backward()
+            self.opt.step()
+            self.opt.zero_grad()
+
+
+class AttacksAndClears(Attacks):
+    clears = True
+
+
+def test_an_attack_that_leaves_its_gradients():
+    def made(cls):
+        return cls(loaders(rows, classes), None, optim.SGD, nn.Linear(4, 3), None)
+
+    assert found_in(made(Attacks), batches=3) == ["gradients_mixed"]
+    assert found_in(made(AttacksAndClears), batches=3) == []
