@@ -31,7 +31,7 @@ _MODULES = {'torch', 'np', 'numpy'}
 
 class _Shapes:
     "Which names of a function hold the same numbers in the same order, and which stand for a dimension"
-    def __init__(self): 
+    def __init__(self):
         self.same,self.dims = {},{}
         self.full,self.n = {},0
 

@@ -32,7 +32,7 @@ def row_sources(scene):
 def _sources_in(x, depth=_DEPTH):
     "The sources of a dataset or a transform, and of those it holds"
     if x is None or not depth: return []
-    if isinstance(x, ConcatDataset): return [item for part in x.datasets for item in _sources_in(part, depth-1)]
+    if isinstance(x, ConcatDataset): x = list(x.datasets)
     if isinstance(x, Subset): return _sources_in(x.dataset, depth-1)
     if isinstance(x, (list, tuple)): return [item for part in x[:8] for item in _sources_in(part, depth-1)]
     f,holder,held = None,x,list(getattr(x, '__dict__', {}).values())
