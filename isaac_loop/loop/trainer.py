@@ -331,9 +331,6 @@ class Trainer(ByName):
         batch # What the loader gave
     )->tuple: # A tuple of inputs, and a tuple of targets
         "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is asked several times"
-        dls,n_inp = self.dls,getattr(self.dls, 'n_inp', None)
-        is_plain = type(batch) is tuple and n_inp and len(batch) >= n_inp
-        if is_plain and getattr(dls, 'split', None) is None: return batch[:n_inp],batch[n_inp:]
         return split_once(self, batch)
 
     @property

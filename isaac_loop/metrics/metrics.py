@@ -23,7 +23,7 @@ from .any_metric import MeanOf, MetricOn
 from .any_metric import add_columns, check_apart, check_no_options, check_train_names
 from .any_metric import named_metrics, update_metric
 from .losses import Losses, are_sums, check_weigh, ended_in_error, has_no_rows, mean_loss
-from .losses import merged_losses, rows_of, weight_of, weight_of_share
+from .losses import merged_losses, rows_of, weight_of_share
 from .merged_metrics import check_merges, computed_here, merged_metric, sent_state
 from .metric_state import checked_state, load_metric, metric_state
 from ..state.errors import ResumeMismatch
@@ -71,10 +71,8 @@ class MetricsCB:
         "Note the loss, and update the metrics"
         measures,batch = bool(self._now),trainer.batch # Only metrics need to know what the targets are
         inputs,targets = trainer.split(batch) if measures else parts_of(trainer.split, batch)
-        alone = trainer.ranks.size == 1
-        rows = rows_of(batch, inputs) if alone or not has_no_rows(trainer) else 0
-        weight = weight_of(batch, rows, self.weigh) if alone else weight_of_share(trainer, rows, self.weigh)
-        self._losses.add(trainer.loss, weight, trainer.batch_num)
+        rows = 0 if has_no_rows(trainer) else rows_of(batch, inputs)
+        self._losses.add(trainer.loss, weight_of_share(trainer, rows, self.weigh), trainer.batch_num)
         if not measures or rows == 0: return
         preds = trainer.preds.detach() if torch.is_tensor(trainer.preds) else trainer.preds
         for name,m in self._now.items(): update_metric(name, m, preds, targets)
