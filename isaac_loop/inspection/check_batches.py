@@ -14,9 +14,10 @@ from . import check_losses, check_windows
 from .check_data import random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
-from .check_gradients import still_weights, terms_without_gradient
+from .check_gradients import still_weights, terms_without_gradient, undone_steps
 from .check_gradients import weights_of_two, weights_without_gradient, when
-from .check_mixups import chance_in_validation, frozen_in_training, levelled_rates
+from .check_mixups import averages_left_behind, chance_in_validation
+from .check_mixups import frozen_in_training, levelled_rates
 from .check_mixups import models_that_are_one, rates_never_reached, rows_that_are_one
 from .check_mixups import schedules_of_others, targets_shifted_twice, weights_not_loaded
 from .check_gradients import weights_without_gradient, when
@@ -313,7 +314,7 @@ RUN_RULES = { # By the name of what each finds
     'clip_before_unscale': scaled_changes,
     'no_gradient': weights_without_gradient,
     'zero_gradient': lambda seen: (), # Found together with it
-    'never_moved': still_weights,
+    'never_moved': lambda seen: still_weights(seen) or undone_steps(seen),
     'shared_weights': weights_of_two,
     'no_optimizer': parameters_of_nobody,
     'constant_term': terms_without_gradient,
@@ -342,6 +343,7 @@ RUN_RULES = { # By the name of what each finds
     'own_scale': check_windows.own_scale,
     'read_by_each': check_windows.streams_read_twice,
     'nothing_loaded': weights_not_loaded,
+    'average_without_buffers': averages_left_behind,
     'teacher_in_training': frozen_in_training,
     'carries_over': models_that_remember,
     'drops_in_validation': dropout_without_end,

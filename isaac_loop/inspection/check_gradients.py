@@ -86,6 +86,23 @@ def attacked_gradients(seen):
             return [Finding('gradients_mixed', text, callbacks_in(seen, first.by), spoils=True)]
     return []
 
+_PLACES = ('The step of `{opt}` in {when} adds up the gradients of {first} and of {last}, between which all '
+           'of the weights were moved. Call `{opt}.zero_grad()` between the two, if the second is to count '
+           'alone, as in sharpness-aware minimisation.')
+
+def gradients_of_two_places(seen):
+    "Steps with gradients that belong to different weights"
+    for step in seen.gradients.steps:
+        parts = [[one for one in found if one.where == step.where] for found in step.parts.values()]
+        pairs = {(id(found[0]), id(found[-1])): (found[0], found[-1]) for found in parts if len(found) > 1}
+        for first,last in pairs.values():
+            both = first.versions.keys() & last.versions.keys()
+            if len(both) < 2 or any(first.versions[k] == last.versions[k] for k in both): continue
+            about = dict(opt=name_of(seen, step.opt), when=when(step.where))
+            text = _PLACES.format(first=first.by, last=last.by, **about)
+            return [Finding('gradients_mixed', text, callbacks_in(seen, first.by))]
+    return []
+
 def _others(one): return [o for o in one.leaves.values() if not isinstance(o, nn.Parameter) and o.ndim > 1]
 
 def mixed_gradients(seen):
@@ -99,7 +116,7 @@ def mixed_gradients(seen):
             text = _MIXED.format(opt=name_of(seen, step.opt), by=step.by, when=when(step.where),
                                  last=last_by, first=first_by, other=name_of(seen, other))
             found[id(step.opt)] = Finding('gradients_mixed', text, callbacks_in(seen, step.by), spoils=True)
-    return list(found.values()) or attacked_gradients(seen)
+    return list(found.values()) or attacked_gradients(seen) or gradients_of_two_places(seen)
 
 def _foreign(order, step, parts):
     "Two backward passes in a gradient, and the optimizer for which the first of them was"
@@ -211,6 +228,20 @@ def weights_of_two(seen):
             text = _BOTH.format(names=names_of(seen, both), are='are' if len(both) > 1 else 'is', **about)
             return [Finding('shared_weights', text)]
         if step.opt not in others: others.append(step.opt)
+    return []
+
+_UNDONE = ('Each of {n} steps of `{opt}` moves {names}, and when the next one comes {they} as before: '
+           'somebody puts back what was there before the step, so what it has learnt is lost. Put back '
+           'before the step what was changed for a look at other weights.')
+
+def undone_steps(seen):
+    "Weights that somebody puts back after each step"
+    for opt,steps in _steps_of(seen):
+        undone = [p for p in weights_of(opt) if seen.gradients.undone.get(id(p), 0) >= max(3, len(steps)-1)]
+        if not undone: continue
+        they = 'they are' if len(undone) > 1 else 'it is'
+        text = _UNDONE.format(n=len(steps), opt=name_of(seen, opt), names=names_of(seen, undone), they=they)
+        return [Finding('never_moved', text, spoils=True)]
     return []
 
 def still_weights(seen):

@@ -95,6 +95,15 @@ def chance_in_validation(seen):
 
 def _is_ours(seen, who): return any(package_of(type(cb)) == 'isaac_loop' for cb in callbacks_in(seen, who))
 
+_BEHIND = ('`{name}` is a copy of the model of which the weights move, and what its batch norms have '
+           'measured stays as it was at first, so it says another thing than it should. Copy the buffers, '
+           'too: `for a,b in zip(average.buffers(), model.buffers()): a.copy_(b)`.')
+
+def averages_left_behind(seen):
+    "Averages of weights without the statistics that belong to them"
+    return [Finding('average_without_buffers', _BEHIND.format(name=name), callbacks_in(seen, name))
+            for name in seen.left_behind if not _is_ours(seen, name)]
+
 def frozen_in_training(seen):
     "Networks that are not to learn, and are asked in training mode"
     found = []

@@ -9,6 +9,8 @@ __all__ = []
 from contextlib import suppress
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -106,6 +108,21 @@ def frozen_beside(
     parts = model.named_modules() if isinstance(model, nn.Module) else ()
     held += [(f'trainer.model.{name}', part) for name,part in parts if name and _is_second(name)]
     return {name: o for name,o in held if _is_frozen(o)}
+
+def copies_of_model(
+    trainer, # With its callbacks
+)->dict: # By name
+    "Modules of callbacks that are made as the model is, with batch norms that measure"
+    model = vars(trainer).get('model')
+    if not isinstance(model, nn.Module) or not statistics_of(model): return {}
+    names = [name for name,_ in model.named_parameters()]
+    held = [(name, o) for name,o in _held(trainer) if isinstance(o, nn.Module) and o is not model]
+    return {name: o for name,o in held if [k for k,_ in o.named_parameters()] == names}
+
+def statistics_of(model):
+    "What the batch norms of a model have measured"
+    norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    return [x for m in norms for x in (m.running_mean, m.running_var) if x is not None and not is_lazy(x)]
 
 def _is_frozen(module):
     weights = list(module.parameters())

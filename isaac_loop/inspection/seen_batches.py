@@ -20,7 +20,8 @@ from ..basics.tensors import map_tensors
 from .asked_models import are_rows, carries_over, mixes_rows, sees_future
 from .observed_run import at_borders
 from .observing import passes_of
-from .owners import factors_of, frozen_beside, hidden_in, optimizers_of, parameters_of
+from .owners import copies_of_model, factors_of, frozen_beside, hidden_in, optimizers_of
+from .owners import parameters_of, statistics_of
 from .owners import same_as_model, schedules_of
 from .owners import hidden_in, optimizers_of, parameters_of
 from .scales import scales_of
@@ -111,6 +112,7 @@ class SeenRun:
         self.measured = [] # Predictions and targets of two validation batches
         self.shifted = None # Inputs of which the targets are those one place further on
         self.rows = None # Inputs of which each row is an example
+        self.left_behind = [] # Names of copies of the model that have the statistics of the beginning
         self.mixes_rows = False # Do its predictions for a row change with another row?
         self.carries = False # Does it say something else when it is asked again?
         self.same_rows = {} # By number of an input: are all rows alike in every batch, with other targets?
@@ -124,6 +126,7 @@ class SeenRun:
         self.same = {} # By the name of a second model that is the first: that one's
         self.schedules,self.factors = {},{} # Of learning rates, by name; the factors that they give
         self.frozen = {} # Other modules than the model, of which nothing learns, by name
+        self.copies = {} # By name a copy of the model, with its weights and statistics when it was first seen
         self.levelled = {} # By name of an optimizer: who has made its rates one, those before, the one
         self.cut = '' # A place where a loss had nothing behind it, and wanted a gradient all the same
         self.callbacks = [] # Who took part
@@ -216,6 +219,8 @@ class SeenRun:
         self.hidden |= hidden_in(self.trainer.model)
         self.same |= same_as_model(self.trainer)
         self.frozen |= frozen_beside(self.trainer)
+        for name,copied in copies_of_model(self.trainer).items():
+            self.copies.setdefault(name, (copied, _numbers_of(copied)))
         for name,schedule in schedules_of(self.trainer).items():
             if name not in self.schedules: self.factors[name] = factors_of(schedule)
             self.schedules[name] = schedule
@@ -270,6 +275,18 @@ class SeenRun:
             now = dict(_learnt(trainer.model))
             changed = [k for k,x in self.before.items() if k in now and not same_values(x, now[k])]
             for name in changed: self.changed.setdefault(name, self.moment()[0])
+
+def _numbers_of(model):
+    "Its weights, and what its batch norms have measured"
+    return [[x.detach().clone() for x in part] for part in (model.parameters(), statistics_of(model))]
+
+def copies_left_behind(seen):
+    "Names of copies of the model of which the weights have moved, and the statistics have not"
+    found = []
+    for name,(copied,first) in seen.copies.items():
+        moved = [any(not same_values(a, b) for a,b in zip(*pair)) for pair in zip(first, _numbers_of(copied))]
+        if moved == [True, False]: found.append(name)
+    return found
 
 def is_shuffled(trainer):
     "Whether the loader of training gives rows in another order each time, as far as one can tell"
@@ -363,4 +380,5 @@ def seen_run(
         seen.replaced = seen.of_model - set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         seen.callbacks = list(trainer.callbacks)
         seen.history = [dict(row) for row in trainer.history.rows]
+        seen.left_behind = copies_left_behind(seen)
     return seen

@@ -65,6 +65,7 @@ class Backward:
         self.leaves = {id(leaf): leaf for leaf in leaves} # Held, so that no `id` is given to another one
         self.used,self.cleared = set(),None # Whose gradient was in a step; where it was seen to be gone
         self.finite = True # Are the gradients numbers?
+        self.versions = {id(leaf): leaf._version for leaf in leaves} # Another one when it has changed
 
 class Step:
     "One step of an optimizer"
@@ -108,6 +109,9 @@ class Gradients:
         self.parts,self.used = {},{} # By `id` of a parameter: what is in its gradient; the step that used it
         self.first,self.moved = {},set() # By `id` of an optimizer: its weights at first; those that moved
         self.versions,self.touched = {},[] # Of gradients; who changed them while they were scaled
+        self.last_step = {} # By `id` of a parameter: its values before the last step and behind it
+        self.begin = {} # By `id` of a parameter: the batch, and its values at the first backward pass in it
+        self.undone = {} # By `id` of a parameter: how often somebody has taken a step back
         self.depth = 0
 
     def _backward(self, backward, tensors, *args, **kwargs):
@@ -125,6 +129,9 @@ class Gradients:
         new = Backward(*self.moment(), leaves_of(roots))
         for key,leaf in new.leaves.items():
             self._look_again(leaf, new.where)
+            if self.begin.get(key, (None,))[0] != new.where:
+                self.note_undone([leaf])
+                self.begin[key] = new.where,leaf.detach().clone()
             self.parts.setdefault(key, []).append(new)
         self.passes.append(new)
         self.order.append(new)
@@ -166,6 +173,8 @@ class Gradients:
         step.closure = len(args) > 1 or kwargs.get('closure') is not None # `args` has the optimizer
         self.steps.append(step)
         self.order.append(step)
+        self.note_undone(weights)
+        self.last_step |= {id(p): (self._at_first(p, where), None) for p in weights}
         if id(opt) not in self.first: self.first[id(opt)] = [p.detach().clone() for p in weights]
 
     def _is_old(self, p):
@@ -178,7 +187,24 @@ class Gradients:
         if id(opt) not in self.moved and len(weights) == len(first):
             if any(not torch.equal(p, was) for p,was in zip(weights, first)): self.moved.add(id(opt))
         for p in weights:
+            before,_ = self.last_step.get(id(p), (None, None))
+            if before is not None: self.last_step[id(p)] = before,p.detach().clone()
             if p.grad is not None: self.used[id(p)] = self.steps[-1],p.grad,p.grad._version
+
+    def _at_first(self, p, where):
+        "Its values when the first backward pass of the batch was made, or now"
+        known,values = self.begin.get(id(p), (None, None))
+        return values if known == where else p.detach().clone()
+
+    def note_undone(self,
+        weights:list, # Parameters
+    ):
+        "Note those that are again as they were before their last step"
+        for p in weights:
+            before,behind = self.last_step.pop(id(p), (None, None))
+            if behind is None or before.shape != p.shape: continue
+            is_undone = torch.equal(p, before) and not torch.equal(behind, before)
+            if is_undone: self.undone[id(p)] = self.undone.get(id(p), 0)+1
 
     @contextmanager
     def noting(self):

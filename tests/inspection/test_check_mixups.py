@@ -602,6 +602,123 @@ def a_focal_loss_of_each_row():
     return fitting(nn.Linear(4, 3), loaders(rows, classes), loss_func=Focal("none"))
 
 
+class AttacksWeights:
+    "A second gradient at moved weights; they are put back behind the step, or before it"
+
+    def after_backward(self, trainer):
+        self.kept = [p.detach().clone() for p in trainer.model.parameters()]
+        with torch.no_grad():
+            trainer.model.weight.add_(0.1 * trainer.model.weight.grad.sign())
+        x, y = trainer.batch
+        F.cross_entropy(trainer.model(x), y).backward()
+
+    def put_back(self, trainer):
+        with torch.no_grad():
+            for p, was in zip(trainer.model.parameters(), self.kept):
+                p.copy_(was)
+
+
+class PutsBackTooLate(AttacksWeights):
+    def after_step(self, trainer):
+        self.put_back(trainer)
+
+
+class PutsBackInTime(AttacksWeights):
+    def after_backward(self, trainer):
+        super().after_backward(trainer)
+        self.put_back(trainer)
+
+
+@planted("never_moved")
+def weights_put_back_behind_the_step():
+    return fitting(nn.Linear(4, 3), loaders(rows, classes), PutsBackTooLate())
+
+
+@right
+def weights_put_back_before_the_step():
+    return fitting(nn.Linear(4, 3), loaders(rows, classes), PutsBackInTime())
+
+
+class OfParametersAlone(Averaged):
+    "An average that is put into the model for validation, by way of a backup"
+
+    def after_step(self, trainer):
+        with torch.no_grad():
+            for a, p in zip(self.average.parameters(), trainer.model.parameters()):
+                a.lerp_(p, 0.1)
+            if self.buffers:
+                for a, b in zip(self.average.buffers(), trainer.model.buffers()):
+                    a.copy_(b)
+
+    def before_epoch(self, trainer):
+        self.backup = None if trainer.training else copy.deepcopy(trainer.model.state_dict())
+        if self.backup is not None:
+            trainer.model.load_state_dict(self.average.state_dict())
+
+    def cleanup_epoch(self, trainer):
+        if self.backup is not None:
+            trainer.model.load_state_dict(self.backup)
+
+
+def measured(buffers):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    return fitting(model, loaders(rows, classes), OfParametersAlone(buffers))
+
+
+@planted("average_without_buffers")
+def an_average_that_says_nothing_of_buffers():
+    return measured(buffers=False)
+
+
+@right
+def an_average_that_copies_buffers():
+    return measured(buffers=True)
+
+
+class Sharpness(Trainer):
+    "Two backward passes, the second at moved weights; clears in between if it is told to"
+
+    clears = False
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        self.loss = F.cross_entropy(self.model(x), y)
+        if not self.training:
+            return
+        self.loss.backward()
+        moves = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in self.model.parameters()]
+        with torch.no_grad():
+            for p, move in zip(self.model.parameters(), moves):
+                p.add_(move)
+        if self.clears:
+            self.opt.zero_grad()
+        F.cross_entropy(self.model(x), y).backward()
+        with torch.no_grad():
+            for p, move in zip(self.model.parameters(), moves):
+                p.sub_(move)
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+class SharpnessCleared(Sharpness):
+    clears = True
+
+
+def sharpness(cls):
+    return cls(loaders(rows, classes), None, optim.SGD, nn.Linear(4, 3), None)
+
+
+@planted("gradients_mixed")
+def gradients_of_two_places():
+    return sharpness(Sharpness)
+
+
+@right
+def gradients_of_one_place():
+    return sharpness(SharpnessCleared)
+
+
 @pytest.mark.parametrize("make, names", WRONG, ids=lambda o: getattr(o, "__name__", " "))
 def test_a_mix_up_is_found_by_name(make, names):
     assert set(names) <= {*found_in(make(), batches=3)}
