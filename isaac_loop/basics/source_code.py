@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/basics/40_source_code.ipynb #020517d4
-import ast, inspect, textwrap
+import ast, inspect, textwrap, tokenize
 
 # %% ../../nbs/basics/40_source_code.ipynb #6b184695
 def syntax_tree(
@@ -14,7 +14,7 @@ def syntax_tree(
 )->ast.AST: # None if there is no source, or it cannot be read alone
     "The source of `f` as a tree"
     try: return ast.parse(textwrap.dedent(inspect.getsource(f)))
-    except (OSError, TypeError, SyntaxError): return None
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError): return None # Or it has changed since
 
 def names_in(
     tree:ast.AST, # As `syntax_tree` gives it

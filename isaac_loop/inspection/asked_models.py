@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/inspection/99e2_asked_models.ipynb #0104ee32
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .waits import tensors_in
 from ..state.random_numbers import random_state, same_random_state
@@ -29,6 +30,7 @@ def answers(
 
 def _differ(a, b):
     "Whether two tensors are further apart than rounding explains"
+    if a.shape != b.shape: return False # Nobody can tell
     if not a.is_floating_point(): return not torch.equal(a, b)
     a,b = a.nan_to_num(),b.nan_to_num()
     return a.numel() > 0 and bool((a-b).abs().max() > 64*torch.finfo(a.dtype).eps*a.abs().max())
@@ -44,7 +46,8 @@ def sees_future(
     a,b = answers(model, [x], [other])
     if not isinstance(a, torch.Tensor) or a.ndim < 2 or torch.equal(other, x): return False
     axis = 1 if a.shape[1] == x.shape[1] else a.ndim-1
-    return a.shape[axis] == x.shape[1] and _differ(a.narrow(axis, 0, half), b.narrow(axis, 0, half))
+    if a.shape[axis] != x.shape[1] or a.shape != b.shape: return False
+    return _differ(a.narrow(axis, 0, half), b.narrow(axis, 0, half))
 
 # %% ../../nbs/inspection/99e2_asked_models.ipynb #faabe148
 def are_rows(
@@ -57,19 +60,31 @@ def are_rows(
     plain = all(x.ndim == 1 or x.shape[:2] == first for x in inputs)
     return n > 1 and plain and all(len(x) == n for x in (*inputs, *targets))
 
+def _mixes_by_itself(model):
+    "Whether a model has norms that always look at the whole batch"
+    return any(isinstance(m, _BatchNorm) and not m.track_running_stats for m in model.modules())
+
 def mixes_rows(
     model, # A module
     inputs:list, # Tensors
 )->bool:
     "Whether what a model says of a row changes with others, or with their order; one that draws is not asked"
+    if any(x.layout is not torch.strided for x in inputs) or _mixes_by_itself(model): return False
     other,turned = [torch.cat([x[1:2], x[1:]]) for x in inputs],[x.roll(1, 0) for x in inputs]
     a,again,b = answers(model, inputs, inputs, other)
     is_known = a is not None and a.ndim and len(a) == len(inputs[0]) and torch.equal(a, again)
+    is_known = is_known and a.shape[:2] != (len(a), len(a)) # Rows with rows, as where pairs are compared
     if is_known and _differ(a[1:], b[1:]): return True
     c, = answers(model, turned)
     return bool(is_known) and c is not None and _differ(a.roll(1, 0), c)
 
 # %% ../../nbs/inspection/99e2_asked_models.ipynb #ee4c09b4
+def _draws_for_itself(model):
+    "Whether a model has random numbers of its own, or measures what it sees"
+    held = [x for m in model.modules() for x in vars(m).values()]
+    kinds = ' '.join(type(m).__name__.lower() for m in model.modules())
+    return any(isinstance(x, torch.Generator) for x in held) or 'quant' in kinds or 'observer' in kinds
+
 def carries_over(
     model, # A module
     inputs:list, # Tensors
@@ -77,5 +92,5 @@ def carries_over(
     "Whether a model says something else when it is asked the same again"
     before = random_state()
     a,b = answers(model, inputs, inputs)
-    is_known = a is not None and a.shape == b.shape and same_random_state(before, random_state())
+    is_known = a is not None and not _draws_for_itself(model) and same_random_state(before, random_state())
     return is_known and _differ(a, b)

@@ -306,7 +306,27 @@ def _names_first(callback):
     except (OSError, TypeError): return False
 
 # %% ../../nbs/inspection/99i_check_batches.ipynb #055d8850
+_FAILED = ('The rule `{name}` could not look at this loop: {error}. What it is about was not checked; the '
+           'others were.')
+
+def looked(
+    rule, # Gives findings about something
+    name:str, # What it is called
+    about, # That
+)->list: # Of `Finding`
+    "What a rule finds; one that fails says so, and keeps no other from looking"
+    try: return list(rule(about))
+    except Exception as error: return [_not_looked(name, error)]
+
+def _not_looked(name, error):
+    return Finding('not_looked', _FAILED.format(name=name, error=f'{type(error).__name__}: {error}'))
+
+def failed_looks(seen):
+    "Looks that failed in the run"
+    return [_not_looked(name, error) for name,error in seen.failed.items()]
+
 RUN_RULES = { # By the name of what each finds
+    'not_looked': failed_looks,
     'spread_rows': lambda seen: spread_rows(seen) + check_losses.factors_along_columns(seen),
     'never_cleared': old_gradients,
     'gradients_mixed': mixed_gradients,
@@ -373,4 +393,4 @@ def found_by_running(
     seen, # A `SeenRun`
 )->list: # Of `Finding`
     "What batches that were run tell"
-    return [finding for rule in RUN_RULES.values() for finding in rule(seen)]
+    return [finding for name,rule in RUN_RULES.items() for finding in looked(rule, name, seen)]

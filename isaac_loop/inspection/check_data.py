@@ -27,7 +27,7 @@ def shared_rows(seen):
     sides = [dataset_of(seen, name) for name in ('train', 'valid')]
     if sides[0] is sides[1] or not all(map(_has_rows, sides)): return []
     try: mine,theirs = map(_rows_of, sides)
-    except (TypeError, NotImplementedError): return [] # One of them does not know its length
+    except (TypeError, ValueError, NotImplementedError): return [] # No length, or no numbers of rows
     seen_before = {*mine}
     both = sum(row in seen_before for row in theirs) if seen_before != {*theirs} else 0
     if not both: both = _copies(mine, theirs)

@@ -287,7 +287,7 @@ def freed_for_nobody(seen):
     if not lost or seen.has_foreign: return []
     for cb in [o for o in seen.trainer.callbacks if package_of(type(o)) != 'isaac_loop']:
         try: source = inspect.getsource(type(cb))
-        except (OSError, TypeError): continue
+        except (OSError, TypeError, SyntaxError): continue
         if not _FREES.search(source) or 'add_param_group' in source: continue
         they = 'they' if len(lost) > 1 else 'it'
         text = _LATER.format(who=callback_name(cb), names=names_of(seen, lost), they=they)

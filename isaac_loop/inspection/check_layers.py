@@ -44,7 +44,7 @@ def same_units(scene):
                                        for p in _matrices(m))]
     if not alike or len({id(m) for m in flat} | {id(m) for _,m in alike}) < 2: return []
     biases = [p for _,m in alike for p in m.parameters(recurse=False) if p.ndim == 1]
-    for_ever = all(bool((p == p[0]).all()) for p in biases)
+    for_ever = bool(biases) and all(bool((p == p[0]).all()) for p in biases)
     return [Finding('same_units', _SAME.format(names=in_text([name for name,_ in alike])), spoils=for_ever)]
 
 def _matrices(m):

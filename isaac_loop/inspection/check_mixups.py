@@ -65,8 +65,10 @@ def rates_never_reached(seen):
         callbacks = callbacks_in(seen.trainer, name)
         by_epoch = any(isinstance(cb, EpochSchedulerCB) for cb in callbacks)
         lr,(n,most) = max(schedule.base_lrs),(_SOON, 0.15) if by_epoch else (_LATE, 0.1)
-        factor = max(seen.factors[name][:n])
-        if not 0 <= factor <= most or lr > 0.5: continue # Noam's goes with a rate of 1
+        factors = seen.factors[name][:n]
+        factor = max(factors)
+        is_slow = not by_epoch and factors[-1] == factor > factors[0] # A long warm-up
+        if not 0 <= factor <= most or is_slow or lr > 0.5: continue # Noam's goes with a rate of 1
         told = dict(schedule=name, when=f'its first {n} {"epochs" if by_epoch else "steps"}')
         text = _LOW.format(factor=factor, rate=factor*lr, lr=lr, **told)
         found.append(Finding('low_rate', text, callbacks))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from .check_rules import line_in, method_of, methods_of, said, users_own
 from .check_steps import optimizers, own_method
@@ -198,7 +199,7 @@ def left_out_parameters(scene):
     if not by_hand or not hasattr(opt, 'param_groups'): return []
     if not {o for o,text in optimizers(scene).items() if text} <= {'trainer.opt'}: return [] # One is to come
     holders = [vars(scene.trainer), *(getattr(cb, '__dict__', {}) for cb in scene.trainer.callbacks)]
-    opts = [item for held in holders for item in held.values() if hasattr(item, 'param_groups')]
+    opts = [item for held in holders for item in held.values() if isinstance(item, Optimizer) or item is opt]
     known = {id(p) for item in opts for group in item.param_groups for p in group['params']}
     names = [name for name,p in model.named_parameters() if p.requires_grad and id(p) not in known]
     if not names: return []

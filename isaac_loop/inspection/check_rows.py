@@ -10,11 +10,11 @@ import re
 from contextlib import suppress
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, RandomSampler, SequentialSampler, TensorDataset
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import BatchSampler, ConcatDataset, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import TensorDataset, WeightedRandomSampler
 
 from .trial_runs import FewBatches
-from ..loop.passes import parts_of
+from ..loop.passes import n_batches, parts_of
 from ..loop.plan_checks import Finding
 from ..state.random_numbers import undrawn
 
@@ -47,8 +47,10 @@ def _is_sorted(labels):
 
 def _labels_of(seen, dl):
     "Targets in the order in which they come; None if they are no numbers, or in an order of their own"
+    if n_batches(dl) == 1: return None # All rows are in it
     if isinstance(dl, (list, tuple)): return _joined([_target(seen, batch) for batch in dl])
-    dataset,sampler = getattr(dl, 'dataset', None),getattr(dl, 'sampler', None)
+    dataset,batches = getattr(dl, 'dataset', None),getattr(dl, 'batch_sampler', None)
+    sampler = getattr(batches, 'sampler', None)
     if isinstance(sampler, SequentialSampler): return _looked_up(dataset)
     return _joined([o.classes for o in seen.batches if o.where[:2] == (0, True)])
 
@@ -86,8 +88,7 @@ def other_labels(seen):
     for name,(first,*others) in maps.items():
         pairs = [(k, first[k], other[k]) for other in others for k in first if k in other]
         for key,a,b in [pair for pair in pairs if pair[1] != pair[2]]:
-            text = _OTHER.format(name=name, key=key, a=a, b=b)
-            return [Finding('other_labels', text, spoils=True)]
+            return [Finding('other_labels', _OTHER.format(name=name, key=key, a=a, b=b))]
     return []
 
 def _parts(dataset):
@@ -111,8 +112,8 @@ def _maps_in(dataset):
 def _numbers_in(name, x):
     "The number of each label, if that is what something is"
     is_named = _OF_LABELS.search(name.lower()) is not None
-    if isinstance(x, dict) and x: return x if _are_numbers(x) and (is_named or _are_words(x)) else None
-    if name.endswith('.classes_'): x = list(x)
+    if isinstance(x, dict) and x: return x if is_named and _are_numbers(x) else None
+    if name.endswith('.classes_') and x is not None: x = list(x)
     is_list = isinstance(x, (list, tuple)) and is_named and _are_words(x) and len({*x}) == len(x) > 1
     return {word: i for i,word in enumerate(x)} if is_list and name.rpartition('.')[2] in _LISTS else None
 
@@ -138,7 +139,8 @@ def few_weights(seen):
     found = []
     for name in ('train', 'valid'):
         dl = loader_of(seen, name)
-        samplers = [getattr(o, 'sampler', None) for o in (dl, getattr(dl, 'batch_sampler', None))]
+        by_rows = type(getattr(dl, 'batch_sampler', None)) is BatchSampler
+        samplers = [o.sampler for o in (dl, dl.batch_sampler)] if by_rows else []
         sampler = next((o for o in samplers if isinstance(o, WeightedRandomSampler)), None)
         k,n = len(getattr(sampler, 'weights', ())),length_of(getattr(dl, 'dataset', None))
         if sampler is None or not n or k >= n: continue

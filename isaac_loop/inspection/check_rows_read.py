@@ -10,6 +10,7 @@ import ast, re
 from functools import partial
 from types import FunctionType
 
+import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
@@ -37,6 +38,7 @@ def _sources_in(x, depth=_DEPTH):
     if isinstance(x, (list, tuple)): return [item for part in x[:8] for item in _sources_in(part, depth-1)]
     f,holder,held = None,x,list(getattr(x, '__dict__', {}).values())
     if isinstance(x, Dataset): f = getattr(type(x), '__getitem__', getattr(type(x), '__iter__', None))
+    elif isinstance(x, torch.jit.ScriptModule): return [] # It has no source
     elif isinstance(x, nn.Module): f = type(x).forward
     elif callable(x) and not isinstance(x, type):
         f,given = function_of(x)

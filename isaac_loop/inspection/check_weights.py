@@ -12,6 +12,7 @@ from types import FunctionType
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .check_rules import package_of
 from .own_sources import forwards, loss_sources, model_of, outside, words_of
@@ -107,5 +108,5 @@ def _spoken(scene):
 def _known_to_optimizers(trainer):
     holders = [getattr(o, '__dict__', {}) for o in (trainer, *trainer.callbacks)]
     held = [item for holder in holders for item in holder.values()]
-    groups = [group for item in held for group in getattr(item, 'param_groups', ())]
+    groups = [group for item in held if isinstance(item, Optimizer) for group in item.param_groups]
     return {id(p) for group in groups for p in group['params']}

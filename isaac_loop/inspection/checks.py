@@ -16,7 +16,7 @@ from . import check_layers, check_mixing, check_model, check_modes, check_orders
 from . import check_penalties, check_pieces, check_renamed, check_rows_read, check_rules
 from . import check_saved, check_schedules, check_steps, check_updates, check_weights
 from . import check_writing
-from .check_batches import RUN_RULES, found_by_running
+from .check_batches import RUN_RULES, found_by_running, looked
 from .check_rules import Scene
 from .seen_batches import seen_run
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
@@ -200,7 +200,8 @@ _BEGUN = ('`check(callbacks=...)` is for a fit that is to come, and one has begu
 
 def _found_by_reading(trainer):
     scene = Scene(trainer)
-    return [finding for rule in RULES.values() if rule is not None for finding in rule(scene)]
+    rules = {name: rule for name,rule in RULES.items() if rule is not None}
+    return [finding for name,rule in rules.items() for finding in looked(rule, name, scene)]
 
 def _found_by_running(trainer, batches, lr, ignore, known):
     "What batches tell and the source did not"

@@ -7,6 +7,8 @@ __all__ = []
 
 # %% ../../nbs/inspection/99c_owners.ipynb #cd40e431
 from contextlib import suppress
+from itertools import islice
+from time import monotonic
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -44,7 +46,7 @@ def _held(trainer):
             name = '.'.join(filter(None, (owner, k)))
             yield name,x
             parts = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, (list, tuple)) else ()
-            for i,part in list(parts): yield f'{name}[{i!r}]',part
+            for i,part in list(islice(parts, 1000)): yield f'{name}[{i!r}]',part
 
 def optimizers_of(
     trainer, # With its callbacks
@@ -136,13 +138,16 @@ def factors_of(
 )->list: # Empty if nobody can tell
     "The greatest factor at each step that functions give the learning rates"
     if not isinstance(schedule, LambdaLR): return []
-    with undrawn(), suppress(Exception): # A function may know how long the fit is, and end
-        return [max(float(f(i)) for f in schedule.lr_lambdas) for i in range(n)]
-    return []
+    found,end = [],monotonic()+0.2
+    with undrawn(), suppress(Exception, SystemExit): # A function may know how long the fit is, and end
+        while len(found) < n and monotonic() < end:
+            found.append(max(float(f(len(found))) for f in schedule.lr_lambdas))
+    return found if len(found) == n else []
 
 def schedules_of(
     trainer, # With its callbacks
 )->dict: # By name
     "The schedules of learning rates that somebody holds"
-    return {name: o for name,o in _held(trainer) if isinstance(getattr(o, 'optimizer', None), Optimizer)
-            and hasattr(o, 'base_lrs')}
+    held = [(name, o, getattr(o, '__dict__', {})) for name,o in _held(trainer)]
+    return {name: o for name,o,own in held
+            if isinstance(own.get('optimizer'), Optimizer) and 'base_lrs' in own}

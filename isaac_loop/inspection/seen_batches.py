@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/inspection/99f_seen_batches.ipynb #2ccdf53e
 import copy
+from collections import deque
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +27,7 @@ from .owners import same_as_model, schedules_of
 from .owners import hidden_in, optimizers_of, parameters_of
 from .scales import scales_of
 from .seen_doings import Doings
-from .seen_gradients import Gradients
+from .seen_gradients import Gradients, spared
 from .seen_losses import LossCalls
 from .seen_operations import Operations
 from .seen_origins import Calls
@@ -36,7 +37,7 @@ from .waits import tensors_in
 from .watched_calls import watching
 from .written import memory_of
 from ..loop.advice import has_own_batch
-from ..loop.events import CancelException, Order, callback_name
+from ..loop.events import CancelException, Order, callback_name, handler_of
 from ..loop.passes import n_batches, parts_of
 from ..state.random_numbers import random_state, same_random_state
 
@@ -94,6 +95,7 @@ class SeenRun:
         self.at_work = [] # Calls that are being made, the innermost last
         self.gradients = Gradients(self.moment)
         self.doings = Doings(trainer)
+        self.failed = self.gradients.failed # Looks that failed, by name
         self.operations = Operations(self.moment)
         self.batches = [] # Each `Batch`
         self.changed = {} # By name of a weight that a validation pass has changed: where
@@ -152,6 +154,10 @@ class SeenRun:
             self.left.add(self.moment()[0])
             raise
         finally: who = self.at_work.pop()
+        self._look_behind(call, trainer, who, modes, columns, rates)
+
+    @spared
+    def _look_behind(self, call, trainer, who, modes, columns, rates):
         for name in _columns(trainer) - columns: self.written.setdefault(name, call.callback)
         self.last_by |= {k: who for k,mode in modes_of(trainer.model).items() if modes.get(k) is not mode}
         self._note_rates(rates, _rates(trainer), who, call.event)
@@ -159,6 +165,7 @@ class SeenRun:
         if call.event in ('get_loss', 'after_get_loss'): self._note_terms(trainer)
         self._note_data(trainer, who)
 
+    @spared
     def look(self, trainer, span, begins):
         "One end of a span"
         if span.name == 'batch': (self._batch_begins if begins else self._batch_ends)(trainer)
@@ -169,6 +176,7 @@ class SeenRun:
         self.batches[-1].came = scales_of(tensors_in(trainer.batch))
         if has_own_batch(trainer): self._before_predict(trainer)
 
+    @spared
     def _before_predict(self, trainer):
         batch = self.batches[-1]
         if batch.begin is not None: return
@@ -207,9 +215,10 @@ class SeenRun:
         self.note_owners()
         for cb in trainer.callbacks:
             for name,x in getattr(cb, '__dict__', {}).items():
-                n = sum(o.grad_fn is not None for o in tensors_in(list(x) if hasattr(x, 'maxlen') else x))
+                n = sum(o.grad_fn is not None for o in tensors_in(list(x) if isinstance(x, deque) else x))
                 if n: self.held.setdefault((cb, name), []).append((batch.where, n))
 
+    @spared
     def note_owners(self):
         "Who holds what by now"
         self.optimizers |= optimizers_of(self.trainer)
@@ -225,14 +234,21 @@ class SeenRun:
             if name not in self.schedules: self.factors[name] = factors_of(schedule)
             self.schedules[name] = schedule
 
+    @spared
     def ask(self,
         model, # A module
     ):
         "What it makes of other inputs than those of a batch"
         if self.shifted is not None: self.sees_future = sees_future(model, self.shifted)
         if self.rows is None: return
-        self.carries = is_shuffled(self.trainer) and carries_over(model, self.rows)
-        self.mixes_rows = not self.carries and mixes_rows(model, self.rows)
+        self.carries = is_shuffled(self.trainer) and not self._resets() and carries_over(model, self.rows)
+        is_whole = n_batches(getattr(self.trainer.dls, 'train', None)) == 1 # Such as a graph
+        self.mixes_rows = not (self.carries or is_whole) and mixes_rows(model, self.rows)
+
+    def _resets(self):
+        "Whether a callback of the user's might put a state back before each batch"
+        own = [cb for cb in self.trainer.callbacks if not type(cb).__module__.startswith('isaac_loop.')]
+        return any(handler_of(cb, event) for cb in own for event in ('before_batch', 'before_predict'))
 
     def _note_terms(self, trainer):
         "Note what was added to the loss and wants no gradient"
@@ -300,6 +316,8 @@ def _is_shifted(x, y):
 
 def _all_alike(x, targets):
     "Whether all rows of an input are alike, and not those of the targets"
+    is_plain = x.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    if not is_plain or any(o.layout is not torch.strided for o in (x, *targets)): return False
     has_numbers = len(x) > 7 and x.ndim > 1 and x[0].unique().numel() > 1
     return has_numbers and bool((x == x[:1]).all()) and any(not (y == y[:1]).all() for y in targets)
 

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/inspection/99e4_seen_doings.ipynb #ed38d1c3
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -33,8 +33,8 @@ class Doings:
     def noting(self):
         "Note what happens in the `with` block"
         load = nn.Module.load_state_dict
-        def noted(module, state_dict, strict=True, **kwargs):
-            result = load(module, state_dict, strict, **kwargs)
+        def noted(module, state_dict, strict=True, *args, **kwargs):
+            result = load(module, state_dict, strict, *args, **kwargs)
             if not strict: self._note_load(module, state_dict, result)
             return result
         hook = register_module_forward_pre_hook(self._note_call)
@@ -61,12 +61,17 @@ class Doings:
     ):
         "Note whether the batch of a validation pass is changed by chance in the `with` block"
         looks = event in ('before_batch', 'before_predict') and self.trainer._training is False
-        before,state = [x.clone() for x in self._parts()] if looks else [],random_state() if looks else None
+        before,state = self._copies() if looks else None,random_state() if looks else None
         yield
-        if not looks or same_random_state(state, random_state()): return
-        if not _same(before, self._parts()): self.by_chance.setdefault(who, event)
+        if before is None or same_random_state(state, random_state()): return
+        with suppress(Exception): # Of a kind that cannot be compared
+            if not _same(before, self._parts()): self.by_chance.setdefault(who, event)
+
+    def _copies(self):
+        with suppress(Exception): return [x.clone() for x in self._parts()]
 
     def _parts(self): return list(tensors_in(vars(self.trainer).get('batch')))
 
 def _same(a, b):
+    if any(x.layout is not torch.strided for x in (*a, *b)): return True # Nobody can tell
     return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x,y in zip(a, b))

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/inspection/99d_seen_gradients.ipynb #72684a1a
 import sys
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 
 import torch
@@ -99,12 +100,20 @@ def is_clear(grad):
     return not (grad._nnz() if grad.is_sparse else bool(grad.count_nonzero()))
 
 # %% ../../nbs/inspection/99d_seen_gradients.ipynb #526fe6d6
+def spared(look):
+    "A look that fails ends no run; what it failed with is kept in `failed`, by its name"
+    @wraps(look)
+    def looks(self, *args, **kwargs):
+        try: return look(self, *args, **kwargs)
+        except Exception as error: self.failed.setdefault(look.__name__.strip('_'), error)
+    return looks
+
 class Gradients:
     "Every backward pass and step of a run, in their order"
     def __init__(self,
         moment, # Function that says where the run is and who is at work
     ):
-        self.moment = moment
+        self.moment,self.failed = moment,{} # `failed` is of looks, by name
         self.passes,self.steps,self.order = [],[],[] # `order` has both
         self.parts,self.used = {},{} # By `id` of a parameter: what is in its gradient; the step that used it
         self.first,self.moved = {},set() # By `id` of an optimizer: its weights at first; those that moved
@@ -118,13 +127,15 @@ class Gradients:
         "Note a backward pass and run it; one inside of another belongs to that"
         self.depth += 1
         try:
+            if not isinstance(tensors, torch.Tensor): tensors = tuple(tensors) # They may be given only once
             roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
             if self.depth == 1: self._note_backward(roots)
             result = backward(tensors, *args, **kwargs)
-            if self.depth == 1: self._note_gradients(self.passes[-1])
+            if self.depth == 1 and self.passes: self._note_gradients(self.passes[-1])
             return result
         finally: self.depth -= 1
 
+    @spared
     def _note_backward(self, roots):
         new = Backward(*self.moment(), leaves_of(roots))
         for key,leaf in new.leaves.items():
@@ -136,12 +147,14 @@ class Gradients:
         self.passes.append(new)
         self.order.append(new)
 
+    @spared
     def _note_gradients(self, new):
         "What has come of a backward pass"
         grads = [(key, leaf.grad) for key,leaf in new.leaves.items() if leaf.grad is not None]
         self.versions |= {key: (grad, grad._version) for key,grad in grads}
         new.finite = all(bool(grad.isfinite().all()) for _,grad in grads if not grad.is_sparse)
 
+    @spared
     def _before_unscaling(self, scaler, opt):
         "Note gradients that were changed since their backward pass, though they are still scaled"
         if not scaler.is_enabled(): return
@@ -158,6 +171,7 @@ class Gradients:
         _,old,version = self.used.get(key, (None, None, None))
         if grad is None or old is not grad or version != grad._version: self.used.pop(key, None)
 
+    @spared
     def _before_step(self, opt, args, kwargs):
         where,by = self.moment()
         weights = weights_of(opt)
@@ -182,6 +196,7 @@ class Gradients:
         is_same = id(p) in self.used and self.used[id(p)][1] is p.grad
         return is_same and not is_clear(p.grad)
 
+    @spared
     def _after_step(self, opt, args, kwargs):
         weights,first = weights_of(opt),self.first[id(opt)]
         if id(opt) not in self.moved and len(weights) == len(first):

@@ -89,7 +89,9 @@ def is_sum_with_data(x):
     "Whether one of two summands wants no gradient"
     if made_by(x) != 'AddBackward0': return False
     node = x.grad_fn
-    while node.name() != 'AddBackward0': node = node.next_functions[0][0]
+    while node is not None and node.name() != 'AddBackward0':
+        node = next((other for other,_ in node.next_functions if other is not None), None)
+    if node is None: return False
     return sum(other is None for other,_ in node.next_functions) == 1
 
 # %% ../../nbs/inspection/99e1_seen_losses.ipynb #4f9234bd

@@ -79,7 +79,7 @@ class Calls(TorchFunctionMode):
         if torch.compiler.is_compiling(): return result # What is traced is no call yet
         call = Call(func, args, kwargs or {}, result)
         for one in self.looks if args else ():
-            with suppress(RuntimeError): one.look(call) # In `vmap`, say, numbers cannot be read
+            with suppress(Exception): one.look(call) # In `vmap`, say, numbers cannot be read
         return result
 
     def place(self): return users_line() or f'`{self.moment()[1]}`'
