@@ -382,6 +382,7 @@ RUN_RULES = { # By the name of what each finds
     'not_shifted': check_losses.targets_not_shifted,
     'padding_counts': check_losses.counted_padding,
     'flattened_apart': check_losses.flattened_apart,
+    'out_of_reach': check_losses.targets_beyond,
     'finds_itself': check_losses.rows_that_find_themselves,
     'target_gradient': check_losses.targets_with_gradient,
     'attention_axis': check_losses.attention_axes,

@@ -149,6 +149,16 @@ def flattened_apart(seen):
                     spoils=True) for place,(o,*_) in found.items()]
 
 # %% ../../nbs/inspection/99i0_check_losses.ipynb #46c116e7
+_BEYOND = ('{share:.0%} of the targets of `{loss}` ({place}) lie beyond what the last layer can give: a '
+           'sigmoid ends at 0 and 1, a tanh at -1 and 1. Leave it out, or scale the targets to where it '
+           'ends.')
+
+def targets_beyond(seen):
+    "Targets that a model cannot reach"
+    found = by_place(o for o in seen.losses.found if o.beyond > 0.05)
+    return [Finding('out_of_reach', _BEYOND.format(share=calls[0].beyond, loss=calls[0].name, place=place))
+            for place,calls in found.items()]
+
 _ITSELF = ('`{loss}` ({place}) is given similarities in which each row is most similar to itself, and that '
            'is never its target, so the loss has a floor and rows are pushed away from themselves. Take the '
            'diagonal out first: `sim.fill_diagonal_(-torch.inf)`.')

@@ -6,11 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/inspection/91_check_writing.ipynb #c62bac09
-import ast
+import ast, inspect
 
 from ..basics.old_names import OF_TRAINER
 from .check_rules import is_sure, line_in, method_of, said, users_own
-from .method_source import function_node, function_of
+from .method_source import function_node, function_of, place
+from ..loop.advice import has_own_batch
 from ..loop.events import callback_name, handler_of
 from ..loop.handlers import takes_part
 from ..loop.plan_checks import Finding
@@ -171,7 +172,19 @@ def two_permutations(scene):
             alone = _apart(mine, mine) is not None # What another method draws might have another purpose
             found.append(Finding('two_permutations', text, [entry.callback], spoils=alone))
         before.update(mine)
-    return found
+    return found + _shuffled_in_batch(scene)
+
+def _shuffled_in_batch(scene):
+    "The same in an own `one_batch`"
+    if not has_own_batch(scene.trainer): return []
+    f = inspect.unwrap(type(scene.trainer).one_batch)
+    tree = function_node(f)
+    if tree is None: return []
+    mine = _shuffled(tree, tree.args.args[0].arg, scene.trainer.dls)
+    node = _apart(mine, mine)
+    if node is None: return []
+    line = f'{place(f).rpartition(":")[0]}:{node.lineno}'
+    return [Finding('two_permutations', _PERMUTED.format(who='`one_batch`', line=line), spoils=True)]
 
 def _apart(mine, others):
     "Where a target is shuffled by other draws than an input, or the other way round"

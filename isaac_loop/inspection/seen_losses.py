@@ -122,6 +122,12 @@ _NAMES = {'cross_entropy', 'nll_loss', 'kl_div', 'ctc_loss', 'binary_cross_entro
           'l1_loss', 'smooth_l1_loss', 'huber_loss', 'log_softmax'}
 _OF_LOSSES = {getattr(F, name): inspect.signature(getattr(F, name)) for name in _NAMES}
 
+def beyond(y, made):
+    "The share of targets that lie outside of what a sigmoid or a tanh can give"
+    ends = dict(SigmoidBackward0=(-0.01, 1.01), TanhBackward0=(-1.01, 1.01)).get(made)
+    if ends is None or not y.is_floating_point(): return 0.
+    return float(((y < ends[0]) | (y > ends[1])).double().mean())
+
 class LossCall:
     "One call of a loss function"
     def __init__(self,
@@ -138,6 +144,7 @@ class LossCall:
         self.value = None # Of all targets, and whether those of the batch have it, too
         self.several,self.itself,self.copies = False,False,False
         self.padding,self.apart,self.roles = 0,(),None
+        self.beyond = 0. # Share of targets that the last layer cannot reach
         y = given.get('target')
         if y is not None and x.numel() and y.numel(): self._look_at(x, y, calls)
         del self.given # The numbers are no longer wanted
@@ -147,6 +154,7 @@ class LossCall:
         self.rows = len(y) if y.ndim else 1
         self.one_less = any(y.numel() == o.numel()-len(o) for o in batch.tokens if o.shape[1] > 4)
         of_classes = self.name in ('cross_entropy', 'nll_loss')
+        if self.name.endswith(('mse_loss', 'l1_loss', 'huber_loss')): self.beyond = beyond(y, self.made)
         same = [o for o in batch.constant if o.numel() == y.numel()]
         first = float(y.detach().flatten()[0])
         if is_constant(y): self.value = first,any(float(o.detach().flatten()[0]) == first for o in same)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data import random_split
 
-from isaac_loop import Trainer
+from isaac_loop import CancelBatchException, Trainer, with_cbs
 from isaac_loop.callbacks import BasicTrainCB, BatchSchedulerCB, EpochSchedulerCB, MixUpCB
 from isaac_loop.data import DataLoaders
 from working import found_in
@@ -320,6 +320,69 @@ def words_shifted_in_the_data():
 @right
 def words_shifted_in_the_loss():
     return reading(of_next_but_one, shifted=False)
+
+
+def coded(last, low):
+    "A model that gives back what it gets, which lies between `low` and 1"
+    torch.manual_seed(5)
+    x = low + (1 - low) * torch.rand(48, 8)
+    model = nn.Sequential(nn.Linear(8, 3), nn.ReLU(), nn.Linear(3, 8), last, nn.Unflatten(1, (2, 4)))
+    data = TensorDataset(x, x.view(48, 2, 4))
+    return fitting(model=model, dls=loaders(data, data), loss_func=F.mse_loss)
+
+
+@planted("out_of_reach")
+def a_sigmoid_for_numbers_below_zero():
+    return coded(nn.Sigmoid(), -1.0)
+
+
+@right
+def a_sigmoid_for_shares():
+    return coded(nn.Sigmoid(), 0.0)
+
+
+@right
+def a_tanh_for_numbers_below_zero():
+    return coded(nn.Tanh(), -1.0)
+
+
+class MixesApart(Trainer):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        mixed = 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+        other = y[torch.randperm(len(y))]
+        preds = self.model(mixed)
+        self.loss = 0.7 * self.loss_func(preds, y) + 0.3 * self.loss_func(preds, other)
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+
+class MixesTogether(Trainer):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        order = torch.randperm(len(x))
+        mixed, other = 0.7 * x + 0.3 * x[order], y[order]
+        preds = self.model(mixed)
+        self.loss = 0.7 * self.loss_func(preds, y) + 0.3 * self.loss_func(preds, other)
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+
+def mixing(cls):
+    dls = DataLoaders(loaders().train)
+    return cls(dls, F.cross_entropy, optim.SGD, nn.Linear(4, 3), BasicTrainCB())
+
+
+@planted("two_permutations")
+def mixed_apart_in_an_own_batch():
+    return mixing(MixesApart)
+
+
+@right
+def mixed_together_in_an_own_batch():
+    return mixing(MixesTogether)
 
 
 @pytest.mark.parametrize("make, names", WRONG, ids=lambda o: getattr(o, "__name__", " "))
