@@ -175,7 +175,7 @@ def _is_learnt(args, source, scene):
     return False
 
 # %% ../../nbs/inspection/97a2_check_forwards.ipynb #6c582054
-_SCALES = ('{who} adds a mean over all numbers ({a}) and a KL term that is a sum over rows and numbers '
+_SCALES = ('{who} adds a mean over all numbers ({a}) and a KL term that is a sum over numbers '
            '({b}), so that term rules the loss and the model says the same of every row. Sum both and divide '
            'by the number of rows, or weigh the KL term.')
 _LOSS_NAMES = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss', 'binary_cross_entropy', 'cross_entropy',
@@ -202,14 +202,22 @@ def _summed(node, source, name):
 
 def _is_sum_of_kl(node, source):
     inner = _summed(node, source, 'sum')
+    if inner is None: inner = _summed_by_row(node, source)
     text = ast.unparse(inner) if inner is not None else ''
     is_formula = _SQUARE.search(text) and re.search(r'\b1\b', text) and 'log' in text
     return 'kl_divergence' in text or bool(is_formula)
 
+def _summed_by_row(node, source):
+    "What is reduced to a number for each row, of which the mean is taken; None for anything else"
+    rows = _summed(node, source, 'mean')
+    if called(rows) != 'sum' or not isinstance(rows.func, ast.Attribute): return None
+    is_function = package_of(source.value(rows.func)) == 'torch'
+    return value_before(rows.args[0] if is_function and rows.args else rows.func.value, rows, source.tree)
+
 def _is_mean(node, source):
     "Whether a call is a loss that is a mean over all numbers"
     inner = _summed(node, source, 'mean')
-    if inner is not None: return bool(_SQUARE.search(ast.unparse(inner)))
+    if inner is not None: return bool(_SQUARE.search(ast.unparse(inner))) and called(inner) != 'sum'
     layer = source.value(node.func)
     if isinstance(node.func, ast.Call): layer,node = source.value(node.func.func),node.func
     told = next((ast.unparse(o.value) for o in node.keywords if o.arg == 'reduction'), "'mean'")

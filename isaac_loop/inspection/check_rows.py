@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, Dataset, RandomSampler
 from torch.utils.data import TensorDataset, WeightedRandomSampler
 
 from .trial_runs import FewBatches
+from .waits import tensors_in
 from ..loop.passes import n_batches, parts_of
 from ..loop.plan_checks import Finding
 from ..state.random_numbers import undrawn
@@ -161,10 +162,19 @@ def other_scale(seen):
     for i in range(counts.pop() if len(counts) == 1 and train and valid else 0):
         sides = [[o.given[i] for o in side] for side in (train, valid)]
         if any(None in side or sum(n for *_,n in side) < _NUMBERS for side in sides): continue
-        if not _are_apart(*sides) and not _are_changed(train, valid, i): continue
+        are_apart = _are_apart(*sides) and not _are_of_one_series(seen) # Which may drift
+        if not are_apart and not _are_changed(train, valid, i): continue
         which = f' (input {i})' if len(train[0].given) > 1 else ''
         return [Finding('other_scale', _SCALE.format(a=sides[0][0], b=sides[1][0], which=which))]
     return []
+
+def _are_of_one_series(seen):
+    "Whether rows of both sides are parts of one tensor"
+    with undrawn(), suppress(Exception): # Who cannot be read will say so in a fit
+        rows = [loader_of(seen, name).dataset[0] for name in ('train', 'valid')]
+        a,b = [next(tensors_in(list(row))).untyped_storage().data_ptr() for row in rows]
+        return a == b
+    return False
 
 def _are_apart(a, b):
     "Whether all batches of one side are of another size than all of the other"

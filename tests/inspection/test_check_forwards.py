@@ -401,6 +401,42 @@ def a_mean_by_hand_and_a_sum_in_a_callback():
     return trainer_with(nn.Linear(8, 8), LossCB())
 
 
+def by_row(mu, logvar):
+    return -0.5 * (1 + logvar - mu.pow(2) - logvar.exp()).sum(1).mean()
+
+
+@planted("mixed_reductions")
+def a_mean_and_a_sum_for_each_row():
+    def loss_func(preds, x):
+        return F.mse_loss(preds[0], x) + by_row(*preds[1:])
+
+    return trainer_with(nn.Linear(8, 8), loss_func=loss_func)
+
+
+@right
+def two_sums_for_each_row():
+    def loss_func(preds, x):
+        return F.mse_loss(preds[0], x, reduction="none").sum(1).mean() + by_row(*preds[1:])
+
+    return trainer_with(nn.Linear(8, 8), loss_func=loss_func)
+
+
+@right
+def two_sums_by_hand_for_each_row():
+    def loss_func(preds, x):
+        return ((preds[0] - x) ** 2).sum(1).mean() + by_row(*preds[1:])
+
+    return trainer_with(nn.Linear(8, 8), loss_func=loss_func)
+
+
+@right
+def a_mean_and_a_weighed_sum_for_each_row():
+    def loss_func(preds, x):
+        return F.mse_loss(preds[0], x) + 0.01 * by_row(*preds[1:])
+
+    return trainer_with(nn.Linear(8, 8), loss_func=loss_func)
+
+
 def terms(preds, x, reduction):
     recon, mu, logvar = preds
     return F.mse_loss(recon, x, reduction=reduction), divergence(mu, logvar)

@@ -99,6 +99,13 @@ def windows_split_in_time():
 
 
 @right
+def windows_of_a_series_that_drifts():
+    "Validation has other numbers, and nobody has scaled anything"
+    drifting = series(600) + torch.arange(600) / 20
+    return forecasting(Windows(drifting[:400]), Windows(drifting[400:]))
+
+
+@right
 def windows_of_two_parts():
     return forecasting(Windows(series()[:250]), Windows(series()[250:]))
 
