@@ -20,25 +20,10 @@ from isaac_loop.callbacks import ClipGradCB, FreezeCB, MetricsCB, MixedPrecision
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import CheckFailed
 from isaac_loop.loop.events import CancelBatchException, CancelFitException, CancelStepException
+from marked import Marked, Planted
 from working import found_in
 
-WRONG, RIGHT = [], []
-
-
-def planted(*names):
-    "A function that gives a trainer in which something is wrong"
-
-    def mark(make):
-        WRONG.append((make, names))
-        return make
-
-    return mark
-
-
-def right(make):
-    "One that is like it and right"
-    RIGHT.append(make)
-    return make
+planted, right = Planted(), Marked()
 
 
 def rows(n=45, n_out=3):
@@ -1509,17 +1494,17 @@ def names_found(trainer):
     return {o.name for o in found}
 
 
-@pytest.mark.parametrize(("make", "names"), WRONG, ids=lambda o: getattr(o, "__name__", ""))
+@pytest.mark.parametrize(("make", "names"), planted, ids=lambda o: getattr(o, "__name__", ""))
 def test_batches_show_a_planted_mistake(make, names):
     assert names_found(make()) >= set(names)
 
 
-@pytest.mark.parametrize("make", RIGHT, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", right, ids=lambda o: o.__name__)
 def test_batches_show_nothing_in_what_is_right(make):
     assert names_found(make()) == set()
 
 
-@pytest.mark.parametrize("make", [*RIGHT, weight_of_a_callback, scales_the_data], ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", [*right, weight_of_a_callback, scales_the_data], ids=lambda o: o.__name__)
 def test_a_fit_after_a_check_is_as_without_one(make):
     "A fit after a check gives what it gives without one, bit for bit"
 

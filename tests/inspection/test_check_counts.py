@@ -13,21 +13,10 @@ from torch.nn import functional as F
 from isaac_loop import Trainer
 from isaac_loop.callbacks import BasicTrainCB
 from isaac_loop.data import DataLoaders
+from marked import Marked
 from working import found_in
 
-WRONG, RIGHT = [], []
-
-
-def planted(make):
-    "A function that gives a trainer in which something is wrong"
-    WRONG.append(make)
-    return make
-
-
-def right(make):
-    "One that is like it and right"
-    RIGHT.append(make)
-    return make
+planted, right = Marked(), Marked()
 
 
 def trainer_with(*cbs, valid=True):
@@ -180,11 +169,11 @@ def every_so_many_batches():
     return trainer_with(AnnealCB())
 
 
-@pytest.mark.parametrize("make", WRONG, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", planted, ids=lambda o: o.__name__)
 def test_a_planted_mistake_is_found(make):
     assert "counts_validation" in found_in(make())
 
 
-@pytest.mark.parametrize("make", RIGHT, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", right, ids=lambda o: o.__name__)
 def test_what_is_like_it_and_right_is_left_alone(make):
     assert found_in(make()) == []

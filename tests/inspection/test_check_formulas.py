@@ -15,26 +15,11 @@ from isaac_loop import Trainer, with_cbs
 from isaac_loop.callbacks import BasicTrainCB, MetricsCB
 from isaac_loop.inspection import CheckFailed
 from isaac_loop.loop.events import CancelBatchException
+from marked import Marked, Planted
 from working import found_in, images_trainer
 
 
-def planted(*names):
-    "A callback in whose loop something is wrong"
-
-    def mark(cls):
-        WRONG.append((cls, names))
-        return cls
-
-    return mark
-
-
-def right(cls):
-    "A callback that is like a wrong one"
-    RIGHT.append(cls)
-    return cls
-
-
-WRONG, RIGHT = [], []
+planted, right = Planted(), Marked()
 
 
 class Keeps:
@@ -733,12 +718,12 @@ class AttacksByGrad(Attacks):
         trainer.batch = (x + 0.1 * slope.sign()).detach(), y
 
 
-@pytest.mark.parametrize("kind, names", WRONG, ids=lambda o: getattr(o, "__name__", ""))
+@pytest.mark.parametrize("kind, names", planted, ids=lambda o: getattr(o, "__name__", ""))
 def test_a_planted_mistake_is_found_by_its_name(kind, names):
     assert found_in(images_trainer([BasicTrainCB(), kind()])) == list(names)
 
 
-@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize("kind", right)
 def test_nothing_is_found_in_what_is_like_it_and_right(kind):
     trainer = images_trainer([BasicTrainCB(), kind()])
     assert found_in(trainer) == []

@@ -10,26 +10,11 @@ from torch.nn import functional as F
 
 from isaac_loop import replaces
 from isaac_loop.callbacks import BasicTrainCB
+from marked import Marked, Planted
 from working import Images, found_in, images_trainer
 
 
-def planted(*names):
-    "A callback in whose loop something is wrong"
-
-    def mark(cls):
-        WRONG.append((cls, names))
-        return cls
-
-    return mark
-
-
-def right(cls):
-    "A callback that is like a wrong one"
-    RIGHT.append(cls)
-    return cls
-
-
-WRONG, RIGHT = [], []
+planted, right = Planted(), Marked()
 IMAGES = [(x[None], torch.tensor([y])) for x, y in zip(Images(4).x, Images(4).y)]
 
 
@@ -788,12 +773,12 @@ class SavesByName(SavesBest):
         vars(self).update(state)
 
 
-@pytest.mark.parametrize("kind, names", WRONG, ids=lambda o: getattr(o, "__name__", ""))
+@pytest.mark.parametrize("kind, names", planted, ids=lambda o: getattr(o, "__name__", ""))
 def test_a_planted_mistake_is_found_by_its_name(kind, names):
     assert found_in(images_trainer([BasicTrainCB(), kind()])) == list(names)
 
 
-@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize("kind", right)
 def test_nothing_is_found_in_what_is_like_it_and_right(kind):
     trainer = images_trainer([BasicTrainCB(), kind()])
     assert found_in(trainer) == []

@@ -17,24 +17,9 @@ from isaac_loop.callbacks import BasicTrainCB, MetricsCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import CheckFailed
 from isaac_loop.loop.events import CancelBatchException
+from marked import Marked, Planted
 
-WRONG, RIGHT = [], []
-
-
-def planted(*names):
-    "A function that gives a trainer in which something is wrong"
-
-    def mark(make):
-        WRONG.append((make, names))
-        return make
-
-    return mark
-
-
-def right(make):
-    "One that is like it and right"
-    RIGHT.append(make)
-    return make
+planted, right = Planted(), Marked()
 
 
 def loaders(make, size=16, **options):
@@ -841,11 +826,11 @@ def seen_in(trainer):
             return error.findings
 
 
-@pytest.mark.parametrize("make,names", WRONG, ids=[make.__name__ for make, _ in WRONG])
+@pytest.mark.parametrize("make,names", planted, ids=[make.__name__ for make, _ in planted])
 def test_each_mistake_is_found(make, names):
     assert set(names) <= {o.name for o in seen_in(make())}
 
 
-@pytest.mark.parametrize("make", RIGHT, ids=[make.__name__ for make in RIGHT])
+@pytest.mark.parametrize("make", right, ids=[make.__name__ for make in right])
 def test_what_is_right_is_let_alone(make):
     assert [str(o) for o in seen_in(make())] == []

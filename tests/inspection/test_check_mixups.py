@@ -15,25 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from isaac_loop import CancelBatchException, Trainer, with_cbs
 from isaac_loop.callbacks import BasicTrainCB, MetricsCB, OneCycleSchedulerCB
 from isaac_loop.data import DataLoaders
+from marked import Marked, Planted
 from working import found_in
 
-WRONG, RIGHT = [], []
-
-
-def planted(*names):
-    "A function that gives a trainer in which something is wrong"
-
-    def mark(make):
-        WRONG.append((make, names))
-        return make
-
-    return mark
-
-
-def right(make):
-    "One that is like it and right"
-    RIGHT.append(make)
-    return make
+planted, right = Planted(), Marked()
 
 
 def loaders(*tensors, n_inp=1, shuffle=True, n=48):
@@ -719,12 +704,12 @@ def gradients_of_one_place():
     return sharpness(SharpnessCleared)
 
 
-@pytest.mark.parametrize("make, names", WRONG, ids=lambda o: getattr(o, "__name__", " "))
+@pytest.mark.parametrize("make, names", planted, ids=lambda o: getattr(o, "__name__", " "))
 def test_a_mix_up_is_found_by_name(make, names):
     assert set(names) <= {*found_in(make(), batches=3)}
 
 
-@pytest.mark.parametrize("make", RIGHT, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", right, ids=lambda o: o.__name__)
 def test_nothing_is_found_where_all_is_right(make):
     trainer = make()
     before = {k: x.clone() for k, x in trainer.model.state_dict().items()}

@@ -12,21 +12,10 @@ from isaac_loop import Trainer
 from isaac_loop.callbacks import BasicTrainCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.loop import CancelBatchException, with_cbs
+from marked import Marked
 from working import found_in
 
-WRONG, RIGHT = [], []
-
-
-def planted(make):
-    "A function that gives a trainer in which something is wrong"
-    WRONG.append(make)
-    return make
-
-
-def right(make):
-    "One that is like it and right"
-    RIGHT.append(make)
-    return make
+planted, right = Marked(), Marked()
 
 
 def trainer_of(kind, *cbs):
@@ -200,11 +189,11 @@ def two_optimizers_cleared_in_a_loop():
     return trainer_of(Two)
 
 
-@pytest.mark.parametrize("make", WRONG, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", planted, ids=lambda o: o.__name__)
 def test_a_planted_mistake_is_found(make):
     assert "gradients_lost" in found_in(make())
 
 
-@pytest.mark.parametrize("make", RIGHT, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", right, ids=lambda o: o.__name__)
 def test_what_is_like_it_and_right_is_left_alone(make):
     assert found_in(make()) == []

@@ -13,21 +13,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from isaac_loop import Trainer
 from isaac_loop.callbacks import BasicTrainCB
 from isaac_loop.data import DataLoaders
+from marked import Marked
 from working import found_in
 
-WRONG, RIGHT = [], []
-
-
-def planted(make):
-    "A function that gives a trainer in which something is wrong"
-    WRONG.append(make)
-    return make
-
-
-def right(make):
-    "One that is like it and right"
-    RIGHT.append(make)
-    return make
+planted, right = Marked(), Marked()
 
 
 def trainer_with(dataset, collate_fn=None, model=None, cbs=()):
@@ -305,11 +294,11 @@ def a_first_dimension_for_one_row():
     return trainer_with(TensorDataset(torch.rand(8, 3, 4), torch.rand(8)), model=Net())
 
 
-@pytest.mark.parametrize("make", WRONG, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", planted, ids=lambda o: o.__name__)
 def test_a_planted_mistake_is_found(make):
     assert "view_for_transpose" in found_in(make())
 
 
-@pytest.mark.parametrize("make", RIGHT, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", right, ids=lambda o: o.__name__)
 def test_what_is_like_it_and_right_is_left_alone(make):
     assert found_in(make()) == []

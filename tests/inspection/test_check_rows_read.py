@@ -15,21 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 from isaac_loop import Trainer
 from isaac_loop.callbacks import BasicTrainCB
 from isaac_loop.data import DataLoaders
+from marked import Marked
 from working import found_in
 
-WRONG, RIGHT = [], []
-
-
-def planted(make):
-    "A function that gives a trainer in which something is wrong"
-    WRONG.append(make)
-    return make
-
-
-def right(make):
-    "One that is like it and right"
-    RIGHT.append(make)
-    return make
+planted, right = Marked(), Marked()
 
 
 def trainer_with(dataset, collate_fn=None, model=None, cbs=()):
@@ -323,11 +312,11 @@ def a_draw_that_is_kept():
     return trainer_with(Rows())
 
 
-@pytest.mark.parametrize("make", WRONG, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", planted, ids=lambda o: o.__name__)
 def test_a_planted_mistake_is_found(make):
     assert "drawn_apart" in found_in(make())
 
 
-@pytest.mark.parametrize("make", RIGHT, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", right, ids=lambda o: o.__name__)
 def test_what_is_like_it_and_right_is_left_alone(make):
     assert found_in(make()) == []

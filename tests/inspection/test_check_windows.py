@@ -17,25 +17,10 @@ from torch.utils.data import random_split
 from isaac_loop import CancelBatchException, Trainer, with_cbs
 from isaac_loop.callbacks import BasicTrainCB, BatchSchedulerCB, EpochSchedulerCB, MixUpCB
 from isaac_loop.data import DataLoaders
+from marked import Marked, Planted
 from working import found_in
 
-WRONG, RIGHT = [], []
-
-
-def planted(*names):
-    "A function that gives a trainer in which something is wrong"
-
-    def mark(make):
-        WRONG.append((make, names))
-        return make
-
-    return mark
-
-
-def right(make):
-    "One that is like it and right"
-    RIGHT.append(make)
-    return make
+planted, right = Planted(), Marked()
 
 
 def net(n_in=4, n_out=3):
@@ -392,12 +377,12 @@ def mixed_together_in_an_own_batch():
     return mixing(MixesTogether)
 
 
-@pytest.mark.parametrize("make, names", WRONG, ids=lambda o: getattr(o, "__name__", " "))
+@pytest.mark.parametrize("make, names", planted, ids=lambda o: getattr(o, "__name__", " "))
 def test_it_is_found_by_name(make, names):
     assert set(names) <= {*found_in(make(), batches=3)}
 
 
-@pytest.mark.parametrize("make", RIGHT, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("make", right, ids=lambda o: o.__name__)
 def test_nothing_is_found_where_all_is_right(make):
     assert found_in(make(), batches=3) == []
 
