@@ -19,12 +19,11 @@ from torch.utils.data import RandomSampler
 
 from ..basics.tensors import map_tensors
 from .asked_models import are_rows, carries_over, mixes_rows, sees_future
+from .first_and_last import FirstAndLast
 from .observed_run import at_borders
 from .observing import passes_of
 from .owners import copies_of_model, factors_of, frozen_beside, hidden_in, optimizers_of
-from .owners import parameters_of, statistics_of
-from .owners import same_as_model, schedules_of
-from .owners import hidden_in, optimizers_of, parameters_of
+from .owners import parameters_of, same_as_model, schedules_of, statistics_of
 from .scales import scales_of
 from .seen_doings import Doings
 from .seen_gradients import Gradients, spared
@@ -32,7 +31,6 @@ from .seen_losses import LossCalls
 from .seen_operations import Operations
 from .seen_origins import Calls
 from .trial_folder import unseen
-from .trial_runs import FewBatches
 from .waits import tensors_in
 from .watched_calls import watching
 from .written import memory_of
@@ -40,36 +38,6 @@ from ..loop.advice import has_own_batch
 from ..loop.events import CancelException, Order, callback_name, handler_of
 from ..loop.passes import n_batches, parts_of
 from ..state.random_numbers import random_state, same_random_state
-
-# %% ../../nbs/inspection/99f_seen_batches.ipynb #a2b93336
-class FirstAndLast(FewBatches):
-    "The first batches of a loader, and its last, or as many rows as that has"
-    def __init__(self, dl, n):
-        super().__init__(dl, n)
-        self.is_held = isinstance(dl, (list, tuple)) # The tensors of one pass are those of the next
-        self.given = [] # Tensors with their versions, of the batch that is being trained
-        if len(self.batches) < n or n == 1: return
-        self.batches[-1] = dl[-1] if self.is_held else _cut(self.batches[-1], dl)
-
-    def __iter__(self):
-        for batch in self.batches:
-            batch = _copied(batch)
-            self.given = [(x, x._version) for x in tensors_in(batch)]
-            yield batch
-
-def _copied(batch):
-    "A batch whose change is no change of the data, also where they are arrays"
-    try: return copy.deepcopy(batch)
-    except Exception: return map_tensors(torch.clone, batch) # Some of it cannot be copied
-
-def _cut(batch, dl):
-    "As many rows as the last batch of a whole pass has, where that is sure: of a tuple of tensors"
-    size,n = getattr(dl, 'batch_size', None),n_batches(getattr(dl, 'sampler', None))
-    is_known = size and n and not getattr(dl, 'drop_last', True)
-    if not is_known or type(batch) not in (tuple, list): return batch
-    are_rows = all(isinstance(x, torch.Tensor) and x.ndim and len(x) == size for x in batch)
-    rows = max(n % size, 2) # Batch norm needs two
-    return type(batch)(x[:rows] for x in batch) if are_rows and n % size else batch
 
 # %% ../../nbs/inspection/99f_seen_batches.ipynb #6484c541
 class Batch:
