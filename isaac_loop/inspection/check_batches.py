@@ -323,7 +323,7 @@ def _not_looked(name, error):
 
 def failed_looks(seen):
     "Looks that failed in the run"
-    return [_not_looked(name, error) for name,error in seen.failed.items()]
+    return [_not_looked(name, error) for name,error in (seen.failed | seen.calls.failed).items()]
 
 RUN_RULES = { # By the name of what each finds
     'not_looked': failed_looks,

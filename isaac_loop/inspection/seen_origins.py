@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/inspection/99e0_seen_origins.ipynb #02be2f38
 import weakref
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -71,6 +70,7 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.moment,self.notes = moment,Notes()
         self.shapes = set() # Of what is in the present batch
+        self.failed = {} # Looks that failed, by name
         for kind in (*LOOKS, *kinds): setattr(self, kind.name, kind(self))
         self.looks = [getattr(self, kind.name) for kind in (*LOOKS, *kinds)]
 
@@ -79,7 +79,9 @@ class Calls(TorchFunctionMode):
         if torch.compiler.is_compiling(): return result # What is traced is no call yet
         call = Call(func, args, kwargs or {}, result)
         for one in self.looks if args else ():
-            with suppress(Exception): one.look(call) # In `vmap`, say, numbers cannot be read
+            try: one.look(call)
+            except RuntimeError: pass # In `vmap`, say, numbers cannot be read
+            except Exception as error: self.failed.setdefault(f'{one.name} at `{call.name}`', error)
         return result
 
     def place(self): return users_line() or f'`{self.moment()[1]}`'
@@ -113,7 +115,8 @@ def _meets_last(equation):
     "Whether `einsum` sums over the last dimension of its first tensor"
     inputs,_,output = equation.replace(' ', '').partition('->')
     first,_,second = inputs.partition(',')
-    return bool(output) and '.' not in equation and first[-1] in second and first[-1] not in output
+    last = first[-1:]
+    return bool(output and last) and '.' not in equation and last in second and last not in output
 
 # %% ../../nbs/inspection/99e0_seen_origins.ipynb #db24a045
 _TOGETHER = {'add', 'sub', 'mul', 'div', 'multiply', 'true_divide'}

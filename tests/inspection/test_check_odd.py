@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset, WeightedRandomSampler
 from isaac_loop import Trainer
 from isaac_loop.callbacks import BasicTrainCB
 from isaac_loop.data import DataLoaders
+from isaac_loop.inspection.seen_origins import AttentionAxes
 from working import found_in
 
 
@@ -263,3 +264,33 @@ def stops(i):
 @pytest.mark.parametrize("factor", [lambda i: min(1.0, (i + 1) / 10_000), stops])
 def test_schedules_that_are_odd_and_right(factor):
     assert found_in(fitting(Slow(factor)), batches=3) == []
+
+
+class Scaled(nn.Module):
+    "A number comes first in `einsum`"
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.head = nn.Parameter(torch.ones(())), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.einsum(",bi->bi", self.factor, x))
+
+
+def test_any_equation_may_be_given_to_einsum():
+    assert found_in(fitting(model=Scaled()), batches=2) == []
+
+
+def test_a_look_that_fails_in_a_call_is_told(monkeypatch):
+    monkeypatch.setattr(AttentionAxes, "look", lambda self, call: call.nothing)
+    assert set(found_in(fitting(), batches=2)) == {"not_looked"}
+
+
+def test_what_a_check_refuses():
+    "What happened, and what there is instead"
+    trainer = fitting()
+    with pytest.raises(LookupError, match="no check called 'same_row'.*same_rows"):
+        trainer.check(ignore="same_row")
+    for batches in (-1, 1.5, "3"):
+        with pytest.raises((TypeError, ValueError), match="batches"):
+            trainer.check(batches=batches)
