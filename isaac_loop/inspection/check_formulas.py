@@ -14,7 +14,7 @@ from .check_kept import added_to, is_mean, trees_at
 from .check_model import called, ends_with, is_users_function, own_losses
 from .check_model import taken_by, value_before
 from .check_rules import line_in, method_of, of_same, said
-from .check_steps import own_method
+from .own_steps import own_method
 from .method_source import function_node, place
 from ..loop.events import EVENTS
 from ..loop.plan_checks import Finding

@@ -41,12 +41,12 @@ def callbacks_in(
 
 def name_of(seen, opt):
     "What an optimizer is called"
-    known = next((name for name,held in seen.optimizers.items() if held is opt), None)
+    known = next((name for name,held in seen.owners.optimizers.items() if held is opt), None)
     return known or f'an optimizer ({type(opt).__name__})'
 
 def names_of(seen, parameters):
     "What parameters are called, in a line"
-    known = {id(p): name for name,p in seen.parameters.items()}
+    known = {id(p): name for name,p in seen.owners.parameters.items()}
     return in_line([known.get(id(p), f'a parameter of shape {tuple(p.shape)}') for p in parameters])
 
 # %% ../../nbs/inspection/99g_check_gradients.ipynb #6e56cbd4
@@ -138,7 +138,7 @@ _LOST = ('The gradients that {by} computed in {when} were cleared before a step 
 
 def lost_gradients(seen):
     "Training batches of which no gradient came to a step"
-    if seen.has_foreign: return [] # An optimizer of another make does not tell of its steps
+    if seen.owners.has_foreign: return [] # An optimizer of another make does not tell of its steps
     of_batch = {}
     for one in seen.gradients.passes: of_batch.setdefault(one.where, []).append(one)
     for where,passes in of_batch.items():
@@ -217,7 +217,8 @@ _BOTH = ('`{a}` and `{b}` both make steps in {when}, and {names} {are} in both, 
 
 def weights_of_two(seen):
     "Weights that two optimizers move in one batch"
-    first,held = {},set(map(id, seen.optimizers.values())) # By batch: the optimizers that have made a step
+    held = set(map(id, seen.owners.optimizers.values()))
+    first = {} # By batch: the optimizers that have made a step
     for step in [o for o in seen.gradients.steps if id(o.opt) in held]: # Others may be of a fit inside
         others = first.setdefault(step.where, [])
         for other in [o for o in others if o is not step.opt]:
@@ -281,10 +282,10 @@ _FREES = re.compile(r'requires_grad_\((True)?\)|requires_grad\s*=\s*True')
 
 def freed_for_nobody(seen):
     "Frozen weights that a callback is to free, and that no optimizer has"
-    known = {id(p) for opt in seen.optimizers.values() for p in weights_of(opt)}
-    frozen = [p for p in seen.parameters.values() if id(p) in seen.of_model and not p.requires_grad]
+    known = {id(p) for opt in seen.owners.optimizers.values() for p in weights_of(opt)}
+    frozen = [p for p in seen.owners.parameters.values() if id(p) in seen.of_model and not p.requires_grad]
     lost = [p for p in frozen if id(p) not in known]
-    if not lost or seen.has_foreign: return []
+    if not lost or seen.owners.has_foreign: return []
     for cb in [o for o in seen.trainer.callbacks if package_of(type(o)) != 'isaac_loop']:
         try: source = inspect.getsource(type(cb))
         except (OSError, TypeError, SyntaxError): continue
@@ -296,13 +297,13 @@ def freed_for_nobody(seen):
 
 def parameters_of_nobody(seen):
     "Parameters in a graph that are in no optimizer"
-    opts = [*seen.optimizers.values(), *(step.opt for step in seen.gradients.steps)]
+    opts = [*seen.owners.optimizers.values(), *(step.opt for step in seen.gradients.steps)]
     known = {id(p) for opt in opts for p in weights_of(opt)}
-    if seen.has_foreign: known |= seen.of_model # That optimizer may have them
+    if seen.owners.has_foreign: known |= seen.of_model # That optimizer may have them
     leaves = {key: leaf for one in seen.gradients.passes for key,leaf in one.leaves.items()}
     lost = [leaf for key,leaf in leaves.items() if isinstance(leaf, nn.Parameter) and key not in known]
-    hidden = dict.fromkeys(seen.hidden[id(p)] for p in lost if id(p) in seen.hidden)
-    lost = [p for p in lost if id(p) not in seen.hidden]
+    hidden = dict.fromkeys(seen.owners.hidden[id(p)] for p in lost if id(p) in seen.owners.hidden)
+    lost = [p for p in lost if id(p) not in seen.owners.hidden]
     found = [Finding('no_optimizer', _HIDDEN.format(name=name)) for name in hidden]
     if not lost: return found or freed_for_nobody(seen)
     verb = 'takes part in a loss and wants' if len(lost) == 1 else 'take part in a loss and want'

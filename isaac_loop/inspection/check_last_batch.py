@@ -10,7 +10,7 @@ import ast, re
 
 from .check_model import called
 from .check_rules import line_in, pairs_of, said
-from .check_steps import own_method
+from .own_steps import own_method
 from ..loop.handlers import takes_part
 from ..loop.passes import n_batches
 from ..loop.plan_checks import Finding

@@ -13,7 +13,7 @@ from types import FunctionType
 from .check_cancels import names_in_test
 from .check_model import called
 from .check_rules import line_in, method_of, of_same, said, users_own
-from .check_steps import Unknown, named_by, optimizers, own_method, own_tree
+from .own_steps import Unknown, named_by, optimizers, own_method, own_tree
 from .method_source import function_node, place
 from ..loop.advice import has_own_batch
 from ..loop.events import EVENTS

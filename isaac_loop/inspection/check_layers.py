@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from .check_model import called
 from .check_rules import package_of, said
-from .check_steps import own_method
+from .own_steps import own_method
 from .method_source import function_of
 from .own_sources import Source, forwards, model_of, read_along
 from ..loop.events import handler_of

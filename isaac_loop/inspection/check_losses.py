@@ -187,8 +187,8 @@ def targets_with_gradient(seen):
 
 def _teacher_in(seen, roles):
     "What is said of a target that comes of a teacher which learns; empty if it does not"
-    learning = {id(p) for opt in seen.optimizers.values() for p in weights_of(opt)}
-    names = [name for name,p in seen.parameters.items() if id(p) in roles.target - roles.input]
+    learning = {id(p) for opt in seen.owners.optimizers.values() for p in weights_of(opt)}
+    names = [name for name,p in seen.owners.parameters.items() if id(p) in roles.target - roles.input]
     is_teacher = bool(names) and roles.alike and all(map(_TEACHER.search, names))
     return f'through `{names[0]}`' if is_teacher and roles.target <= learning else ''
 

@@ -19,7 +19,7 @@ _SAME = ('`{second}` is `{first}` under another name and no copy of it, so it ch
 def models_that_are_one(seen):
     "Target networks and teachers that are the model itself"
     return [Finding('same_model', _SAME.format(second=second, first=first), callbacks_in(seen, second))
-            for second,first in seen.same.items()]
+            for second,first in seen.owners.same.items()]
 
 # %% ../../nbs/inspection/99h2_check_mixups.ipynb #60bee104
 _OTHER = ('`{schedule}` sets the learning rates of an optimizer that makes no step; the weights are moved '
@@ -30,7 +30,7 @@ def schedules_of_others(seen):
     "Schedules of an optimizer that another one does the work of"
     opts = {id(step.opt): step.opt for step in seen.gradients.steps}
     found = []
-    for name,schedule in seen.schedules.items():
+    for name,schedule in seen.owners.schedules.items():
         if id(schedule.optimizer) in opts: continue
         mine = set(map(id, weights_of(schedule.optimizer)))
         who = next((opt for opt in opts.values() if not mine.isdisjoint(map(id, weights_of(opt)))), None)
@@ -47,7 +47,7 @@ _LEVEL = ('`{who}` gives all groups of `trainer.{opt}` the learning rate {rate:g
 def levelled_rates(seen):
     "Rates of groups that somebody has made equal"
     return [Finding('one_rate', _LEVEL.format(who=who, opt=opt, rate=rate, rates=in_rates(was)),
-                    callbacks_in(seen, who)) for opt,(who,was,rate) in seen.levelled.items()]
+                    callbacks_in(seen, who)) for opt,(who,was,rate) in seen.rates.levelled.items()]
 
 def in_rates(rates): return ', '.join(f'{rate:g}' for rate in rates)
 
@@ -60,12 +60,12 @@ _SOON,_LATE = 10,1000 # Epochs and updates in which a rate should be reached
 def rates_never_reached(seen):
     "Schedules whose factors stay far below 1"
     found = []
-    for name,schedule in seen.schedules.items():
-        if not seen.factors.get(name): continue
+    for name,schedule in seen.owners.schedules.items():
+        if not seen.owners.factors.get(name): continue
         callbacks = callbacks_in(seen.trainer, name)
         by_epoch = any(isinstance(cb, EpochSchedulerCB) for cb in callbacks)
         lr,(n,most) = max(schedule.base_lrs),(_SOON, 0.15) if by_epoch else (_LATE, 0.1)
-        factors = seen.factors[name][:n]
+        factors = seen.owners.factors[name][:n]
         factor = max(factors)
         is_slow = not by_epoch and factors[-1] == factor > factors[0] # A long warm-up
         if not 0 <= factor <= most or is_slow or lr > 0.5: continue # Noam's goes with a rate of 1
@@ -104,12 +104,12 @@ _BEHIND = ('`{name}` is a copy of the model of which the weights move, and what 
 def averages_left_behind(seen):
     "Averages of weights without the statistics that belong to them"
     return [Finding('average_without_buffers', _BEHIND.format(name=name), callbacks_in(seen, name))
-            for name in seen.left_behind if not _is_ours(seen, name)]
+            for name in seen.owners.left_behind if not _is_ours(seen, name)]
 
 def frozen_in_training(seen):
     "Networks that are not to learn, and are asked in training mode"
     found = []
-    for name,module in seen.frozen.items():
+    for name,module in seen.owners.frozen.items():
         asked = {type(m).__name__ for m in module.modules() if id(m) in seen.doings.in_training}
         if not asked: continue
         text = _ASKED.format(name=name, layers=' and '.join(f'`{o}`' for o in sorted(asked)))

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from .check_rules import line_in, method_of, methods_of, said, users_own
-from .check_steps import optimizers, own_method
+from .own_steps import optimizers, own_method
 from .method_source import function_node, function_of, place
 from ..loop.events import EVENTS, handler_of
 from ..loop.handlers import takes_part

@@ -11,7 +11,7 @@ import ast
 from .check_model import called
 from .check_renamed import of_batch
 from .check_rules import taken_from
-from .check_steps import named_by
+from .own_steps import named_by
 from .own_sources import words_of
 from ..loop.plan_checks import Finding
 

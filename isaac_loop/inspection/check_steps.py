@@ -6,18 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #2f651e23
-import ast, inspect
-from functools import partial
-from types import FunctionType
+import ast
 
-from torch.optim import Optimizer
-
-from .check_cancels import _helpers, cancels_in
-from .check_rules import method_of, package_of, pairs_of, said, taken_from, users_own
+from .check_rules import said, taken_from
 from .check_updates import cleared_too_early
-from .method_source import function_node, function_of
-from ..loop.advice import has_own_batch
-from ..loop.events import STEPS, handler_of
+from .own_steps import Unknown, calls_of_batch, optimizers, own_method, tree_at
+from ..loop.events import STEPS
 from ..loop.handlers import TrainersOwn
 from ..loop.plan_checks import Finding
 
@@ -26,164 +20,9 @@ _STALE = ('{step} makes a step, and nobody clears the gradients before the next 
           'of all batches add up. Call `{opt}.zero_grad()` after the step: in `one_batch`, if you have your '
           'own, and otherwise in `zero_grad`, as `BasicTrainCB` does.')
 _STALE_OF = _STALE.replace('makes a step', 'makes a step of `{opt}`').replace('clears the', 'clears its')
+
 _EMPTY = ('{step} makes a step when the gradients are cleared ({zero}) and not computed anew, so the '
           'weights do not move. The order is backward, step, clear.')
-
-def own_method(
-    entry, # At an event
-)->tuple: # A `FunctionDef` and what it calls the trainer, as of `method_of`
-    "The syntax tree of a user's method, which may be one of a trainer's class"
-    if not isinstance(entry.callback, TrainersOwn): return method_of(entry)
-    f = function_of(handler_of(entry.callback, entry.event))[0]
-    if f is None or package_of(f) == 'isaac_loop': return None,''
-    node = function_node(f)
-    if not isinstance(node, ast.FunctionDef) or not node.args.args: return None,''
-    return node,node.args.args[0].arg
-
-def optimizers(
-    scene, # Whose trainer and callbacks may hold them
-)->dict: # By name, such as 'trainer.opt_d' or 'self.mine', the text of what they train
-    "Optimizers that are there already, or that own methods make"
-    has_opt = getattr(scene.trainer, 'opt_func', None) is not None
-    text = 'trainer.model.parameters()' if isinstance(_innermost(scene.trainer.opt_func), type) else ''
-    found = {'trainer.opt': text} if has_opt else {} # A function may give the optimizer what it likes
-    for holder in (scene.trainer, *scene.trainer.callbacks):
-        own = 'trainer' if holder is scene.trainer else 'self'
-        held = getattr(holder, '__dict__', {}).items()
-        found |= {f'{own}.{name}': '' for name,o in held if isinstance(o, Optimizer)}
-        methods = [f for cls in type(holder).__mro__ for f in vars(cls).values()]
-        methods = [o for o in methods if isinstance(o, FunctionType)]
-        for f in [o for o in methods if package_of(o) not in ('isaac_loop', 'torch')]:
-            for name,made in _made_in(inspect.unwrap(f), own): found[name] = found.get(name) or made
-    return found
-
-def _innermost(f):
-    while isinstance(f, partial): f = f.func
-    return f
-
-def _made_in(f, own):
-    "Names of optimizers that a method makes, with what they train"
-    tree = function_node(f)
-    nodes = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)] if tree is not None else []
-    first = next((o.arg for o in tree.args.args), '') if nodes else ''
-    for target,value in [pair for node in nodes for pair in pairs_of(node)]:
-        name = ast.unparse(target)
-        if '.' not in name or not _is_optimizer_made(value, f.__globals__): continue
-        owner,_,rest = name.partition('.')
-        trains = ast.unparse(value.args[0]) if value.args else ''
-        yield f'{own if owner == first else "trainer"}.{rest}',trains
-
-def _is_optimizer_made(node, known):
-    "Whether an expression is a call of an optimizer's class, or of the trainer's `opt_func`"
-    if not isinstance(node, ast.Call): return False
-    first,*rest = ast.unparse(node.func).split('.')
-    made = known.get(first)
-    for name in rest: made = getattr(made, name, None)
-    return rest[-1:] == ['opt_func'] or isinstance(made, type) and issubclass(made, Optimizer)
-
-class Unknown(Exception): "What a method does in which order stands not in its own lines"
-
-class _Deed:
-    "One of the three calls: of 'backward', 'step', 'zero', with the optimizer, or '' for all"
-    def __init__(self, kind, opt, entry): self.kind,self.opt,self.entry = kind,opt,entry
-
-_KINDS = {'backward': 'backward', 'step': 'step', 'zero_grad': 'zero'}
-
-def _kind(node, trainer, opts):
-    "What a call is, with its optimizer; None if it is something else"
-    name = getattr(node.func, 'attr', '')
-    if name not in _KINDS: return None
-    opt = named_by(ast.unparse(node.func.value), trainer)
-    is_opt = opt in opts or opt == 'trainer.opt' # Another name may be one for several
-    if name == 'backward': return name,''
-    if not isinstance(node.func.value, (ast.Name, ast.Attribute)): raise Unknown() # Such as `(a if b else c)`
-    if name == 'step' and (node.args or node.keywords or not is_opt): raise Unknown()
-    has_all = name == 'zero_grad' and opts.get(opt, '').endswith('.model.parameters()')
-    return _KINDS[name],opt if is_opt and not has_all else ''
-
-def named_by(text, trainer):
-    "What a method calls `text`, for all methods: `trainer.opt` in one of a trainer's own, too"
-    first,dot,rest = text.partition('.')
-    return f'trainer{dot}{rest}' if first == trainer else text
-
-def _in_lines(nodes, trainer, opts):
-    "The calls of a method, in their order"
-    for node in nodes:
-        calls = [o for o in ast.walk(node) if isinstance(o, ast.Call)]
-        told = [o for o in calls if getattr(o.func, 'attr', '') in (*_KINDS, 'run_callbacks')]
-        if not told: continue
-        if isinstance(node, ast.With): yield from _in_lines(node.body, trainer, opts)
-        elif _is_written_out(node): yield from _in_lines(_turns(node), trainer, opts)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == f'{trainer}.training' and not node.orelse:
-            yield from _in_lines(node.body, trainer, opts)
-        elif not isinstance(node, ast.Expr) or node.value is not told[0] or len(told) > 1: raise Unknown()
-        elif told[0].func.attr == 'run_callbacks': yield from [_run(o) for o in told[0].args]
-        else: yield _kind(told[0], trainer, opts)
-
-def _is_written_out(node):
-    "Whether a loop goes over things that stand in its line, such as two optimizers"
-    return (isinstance(node, ast.For) and isinstance(node.iter, (ast.Tuple, ast.List))
-            and isinstance(node.target, ast.Name) and not node.orelse)
-
-def _turns(node):
-    "The statements of all turns of such a loop, with what its variable stands for"
-    bodies = [(_Named(node.target.id, value), item) for value in node.iter.elts for item in node.body]
-    return [named.visit(ast.parse(ast.unparse(item)).body[0]) for named,item in bodies]
-
-class _Named(ast.NodeTransformer):
-    "Puts an expression in the place of a name"
-    def __init__(self, name, value): self.name,self.value = name,value
-    def visit_Name(self, node): return self.value if node.id == self.name else node
-
-def _run(node):
-    "A step that is run by its name"
-    if not isinstance(node, ast.Constant) or node.value not in STEPS: raise Unknown()
-    return 'run',node.value
-
-_DEEDS = {'backward': 'backwards', 'step': 'steps ', 'zero': 'zeroes '}
-
-def _of_method(entry, tree, trainer, opts):
-    "The calls of a method; they must be all that is known of it"
-    told = [o for o in _in_lines(tree.body, trainer, opts) if o is not None]
-    if 'sets gradients' in entry.found.does or 'zeroes gradients' in entry.found.does: raise Unknown()
-    for kind,deed in _DEEDS.items():
-        if any(o.startswith(deed) for o in entry.found.does) and kind not in [o[0] for o in told]:
-            raise Unknown()
-    return told
-
-def _of_library(entry):
-    "What a built-in step does"
-    kind = _KINDS.get(entry.event)
-    if kind == 'zero' and 'gradients' in entry.found.changes: return [(kind, '')]
-    deed = _DEEDS.get(kind, '-')
-    return [(kind, '')] if any(o.startswith(deed) for o in entry.found.does) else []
-
-def _row(scene):
-    "All calls of a batch"
-    own,opts = has_own_batch(scene.trainer),optimizers(scene)
-    entries = [o for o in scene.batch if o.callback is not None]
-    if any('CancelStepException' in o.found.raises or o.found.unclear for o in entries): raise Unknown()
-    at = {step: [o for o in entries if o.event in (span.before, step, span.after)]
-          for step,span in STEPS.items()}
-    for entry in entries:
-        is_batch = own and isinstance(entry.callback, TrainersOwn) and entry.does.startswith('One batch')
-        if own and not is_batch and any(entry in steps for steps in at.values()):
-            continue # If it is run at all
-        if is_batch: tree,trainer = own_tree(scene.trainer)
-        else: tree,trainer = own_method(entry)
-        told = _of_library(entry) if tree is None else _of_method(entry, tree, trainer, opts)
-        for kind,opt in told:
-            if kind != 'run': yield _Deed(kind, opt, entry)
-            else: yield from [_Deed(*pair, item) for item in at[opt] for pair in _of_run(item, opts)]
-
-def _of_run(entry, opts):
-    tree,trainer = own_method(entry)
-    return _of_library(entry) if tree is None else _of_method(entry, tree, trainer, opts)
-
-def own_tree(trainer):
-    node = function_node(inspect.unwrap(type(trainer).one_batch))
-    if node is None: raise Unknown()
-    return node,node.args.args[0].arg
 
 def _told(entry):
     is_batch = isinstance(entry.callback, TrainersOwn) and entry.event not in STEPS
@@ -191,7 +30,7 @@ def _told(entry):
 
 def steps_in_disorder(scene):
     "Steps on gradients that were never cleared, or are cleared already"
-    try: row = list(_row(scene))
+    try: row = list(calls_of_batch(scene))
     except Unknown: return []
     if 'backward' not in [o.kind for o in row]: return []
     several = len({o.opt for o in row if o.kind == 'step'}) > 1
@@ -230,9 +69,6 @@ _NO_STEP = ('{who} computes gradients, and nobody makes a step with them, so the
             'are. Call `trainer.opt.step()` in `step`, as `BasicTrainCB` does.')
 _NO_BACKWARD = ('{who} makes a step, and nobody computes gradients, so the weights stay as they are. Call '
                 '`trainer.loss.backward()` in `backward`, as `BasicTrainCB` does.')
-_SUM = ('`{who}` gathers the gradients of {n} batches, and nobody divides them or the loss, so each step '
-        'is {n} times too large. Divide the loss before the backward pass, as in '
-        '`(trainer.loss/{by}).backward()`, or use `AccumulationCB`.')
 
 def half_steps(scene):
     "Gradients without a step, and steps without gradients"
@@ -251,107 +87,12 @@ def half_steps(scene):
 
 def _may_step(scene, entry):
     "Whether an own method steps something that is no schedule, under a name that tells nothing"
-    tree = own_method(entry)[0] or _tree_at(scene, entry, entry.event)
+    tree = own_method(entry)[0] or tree_at(scene, entry, entry.event)
     if tree is None or 'step' not in entry.found.calls: return False
     calls = [o.func for o in ast.walk(tree) if isinstance(o, ast.Call)]
     owners = {ast.unparse(o.value) for o in calls if getattr(o, 'attr', '') == 'step'}
     schedules = taken_from(entry, 'schedules')
     return bool(owners.difference(schedules)) or not owners and not schedules
-
-_FREE_OF_SCALE = {'Adam', 'AdamW', 'NAdam', 'RAdam', 'Adamax', 'RMSprop', 'Rprop', 'Adagrad'}
-
-def gathered_sums(scene):
-    "Gradients of several batches that are added, and not averaged"
-    opt = getattr(scene.trainer, 'opt_func', None) or type(vars(scene.trainer).get('opt'))
-    is_sum = getattr(scene.trainer.loss_func, 'reduction', '') == 'sum'
-    if getattr(opt, '__name__', '') in {*_FREE_OF_SCALE, 'NoneType'} or is_sum: return []
-    found = []
-    for callback in [o.callback for o in scene.batch if o.event == 'before_step' and users_own(o)]:
-        mine = {o.event: method_of(o)[0] for o in scene.batch if o.callback is callback}
-        if not all(_gathers(mine.get(event), callback) for event in ('before_step', 'before_zero_grad')):
-            continue
-        if any(_rescales(o) for o in scene.batch): continue
-        entry = next(o for o in scene.batch if o.callback is callback)
-        found.append(_sum_of(entry, _modulo(mine['before_step'], callback)))
-    return found or _gathered_by_if(scene)
-
-def _sum_of(entry, by):
-    "What to say of an entry that gathers `by` batches: an expression, or None"
-    value = getattr(by, 'value', None) if isinstance(by, ast.Constant) else None
-    if isinstance(by, ast.Attribute) and isinstance(by.value, ast.Name):
-        value = getattr(entry.callback, by.attr, None) # Of a setting
-    text = ast.unparse(by) if by is not None else 'n'
-    n = value if isinstance(value, int) else f'`{text}`' if by is not None else 'n'
-    return Finding('gathered_sum', _SUM.format(who=entry.name, n=n, by=text), [entry.callback])
-
-def _modulo(node, callback):
-    "By what a condition, or a method, takes the rest of a number of batches; None if by nothing"
-    trees = [node, *_helpers(node, callback)]
-    return next((part.right for tree in trees for part in ast.walk(tree)
-                 if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)), None)
-
-def _gathered_by_if(scene):
-    "Steps and clearing under a condition that counts, without a division anywhere"
-    for entry in [o for o in scene.batch if o.callback is not None]:
-        step,zero = [_tree_at(scene, entry, event) for event in ('step', 'zero_grad')]
-        by = _condition_of('step', step, entry.callback)
-        if by is None or _condition_of('zero_grad', zero, entry.callback) is None: continue
-        trees = [own_method(o)[0] for o in scene.batch if o.callback is not None]
-        trees += [step, _loss_tree(scene.trainer)]
-        ours = any(_rescales(o) for o in scene.batch if own_method(o)[0] is None and o.event != 'backward')
-        if not ours and not any(map(_computes_factor, trees)): return [_sum_of(entry, by)]
-    return []
-
-def _tree_at(scene, entry, event):
-    "The method of the same callback at an event, or the whole batch of a trainer's own"
-    is_own = isinstance(entry.callback, TrainersOwn) and has_own_batch(scene.trainer)
-    if is_own and entry.does.startswith('One batch'):
-        try: return own_tree(scene.trainer)[0]
-        except Unknown: return None
-    return next((own_method(o)[0] for o in scene.batch if o.callback is entry.callback and o.event == event),
-                None)
-
-def _condition_of(name, tree, callback):
-    "By what the number of a batch is divided in the condition that is around all calls of this name"
-    calls = [o for o in ast.walk(tree) if _is_call(o, name)] if tree is not None else []
-    tests = [o for o in ast.walk(tree) if isinstance(o, ast.If) and not o.orelse] if calls else []
-    around = [o for o in tests if calls == [item for item in ast.walk(o) if _is_call(item, name)]]
-    found = [_modulo(o.test, callback) for o in around if not _ends_early(o)]
-    return next((o for o in found if o is not None), None)
-
-def _is_call(node, name): return isinstance(node, ast.Call) and getattr(node.func, 'attr', '') == name
-
-def _ends_early(node): return any(isinstance(o, (ast.Return, ast.Raise)) for o in node.body)
-
-def _loss_tree(trainer):
-    f = inspect.unwrap(trainer.loss_func) if callable(trainer.loss_func) else None
-    is_own = isinstance(f, FunctionType) and package_of(f) not in ('torch', 'isaac_loop')
-    return function_node(f) if is_own else None
-
-_FACTORS = {'div', 'div_', 'mul', 'mul_', 'scale', 'unscale_', 'lerp_', 'sum', '_foreach_mul_',
-            '_foreach_div_', 'true_divide'}
-
-def _computes_factor(tree):
-    "Whether anything is divided, multiplied or clipped in a method"
-    for node in ast.walk(tree) if tree is not None else ():
-        op = node.op if isinstance(node, (ast.BinOp, ast.AugAssign)) else None
-        if isinstance(op, (ast.Div, ast.Mult)): return True
-        name = getattr(getattr(node, 'func', None), 'attr', '')
-        if name in _FACTORS or name.startswith('clip_') or name.startswith('normalize'): return True
-    return False
-
-def _gathers(tree, callback):
-    "Whether a method leaves out the step by the number of a batch"
-    return tree is not None and any(o.counts for o in cancels_in(tree, callback)
-                                    if o.name == 'CancelStepException')
-
-def _rescales(entry):
-    "Whether an entry may change the loss or the gradients on their way"
-    on_the_way = entry.event in ('after_get_loss', 'before_backward', 'backward', 'after_backward',
-                                 'before_step')
-    if entry.callback is None or not on_the_way: return False
-    own = users_own(entry) and ('gradients' in entry.found.changes or bool(entry.found.unclear))
-    return own or 'loss' in entry.found.writes or not {'clips', 'sets gradients'}.isdisjoint(entry.found.does)
 
 # %% ../../nbs/inspection/96_check_steps.ipynb #966528f3
 _BOTH_TRAIN = ('`{first}` was made of `{whole}`, which holds what `{second}` trains as well, so each step '

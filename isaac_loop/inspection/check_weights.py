@@ -49,8 +49,8 @@ def short_weights_moved(seen):
     opts = {id(step.opt): step for step in seen.gradients.steps if package_of(type(step.opt)) == 'torch'}
     for step in opts.values():
         weights = [p for group in step.opt.param_groups for p in group['params']]
-        names = {id(p): name for name,p in seen.parameters.items()}
-        called = next((name for name,o in seen.optimizers.items() if o is step.opt), type(step.opt).__name__)
+        opts,names = seen.owners.optimizers,{id(p): name for name,p in seen.owners.parameters.items()}
+        called = next((name for name,o in opts.items() if o is step.opt), type(step.opt).__name__)
         first = seen.gradients.first.get(id(step.opt), ())
         held = [(names.get(id(p), 'one without a name'), was.dtype) for p,was in zip(weights, first)
                 if id(p) in step.wanted]

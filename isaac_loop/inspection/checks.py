@@ -14,8 +14,8 @@ from . import check_best, check_cancels, check_counts, check_effects, check_forg
 from . import check_formulas, check_forwards, check_kept, check_last_batch, check_lasting
 from . import check_layers, check_mixing, check_model, check_modes, check_orders
 from . import check_penalties, check_pieces, check_renamed, check_rows_read, check_rules
-from . import check_saved, check_schedules, check_steps, check_updates, check_weights
-from . import check_writing
+from . import check_saved, check_schedules, check_steps, check_sums, check_updates
+from . import check_weights, check_writing
 from .check_batches import RUN_RULES, found_by_running, looked
 from .check_rules import Scene
 from .seen_batches import seen_run
@@ -66,7 +66,7 @@ RULES = { # By the name of what each finds
     'never_cleared': check_steps.steps_in_disorder,
     'never_stepped': check_steps.half_steps,
     'never_backward': None, # Found together with it
-    'gathered_sum': check_steps.gathered_sums,
+    'gathered_sum': check_sums.gathered_sums,
     'shared_weights': check_steps.shared_weights,
     'softmax_twice': check_model.softmax_twice,
     'new_parameters': check_model.new_parameters,

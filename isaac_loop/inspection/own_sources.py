@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .check_rules import package_of, said
-from .check_steps import own_method
+from .own_steps import own_method
 from .method_source import function_node, function_of, place, to_follow
 from ..loop.events import handler_of
 

@@ -12,9 +12,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import RandomSampler
 
 from ..basics.tensors import map_tensors
@@ -22,14 +19,15 @@ from .asked_models import are_rows, carries_over, mixes_rows, sees_future
 from .first_and_last import FirstAndLast
 from .observed_run import at_borders
 from .observing import passes_of
-from .owners import copies_of_model, factors_of, frozen_beside, hidden_in, optimizers_of
-from .owners import parameters_of, same_as_model, schedules_of, statistics_of
+from .owners import schedules_of
 from .scales import scales_of
 from .seen_doings import Doings
 from .seen_gradients import Gradients, spared
 from .seen_losses import LossCalls
 from .seen_operations import Operations
 from .seen_origins import Calls
+from .seen_state import Owners, Rates, is_frozen_norm, learnt, modes_of, rates_of
+from .seen_state import same_values
 from .trial_folder import unseen
 from .waits import tensors_in
 from .watched_calls import watching
@@ -63,13 +61,12 @@ class SeenRun:
         self.at_work = [] # Calls that are being made, the innermost last
         self.gradients = Gradients(self.moment)
         self.doings = Doings(trainer)
+        self.owners,self.rates = Owners(trainer),Rates()
         self.failed = self.gradients.failed # Looks that failed, by name
         self.operations = Operations(self.moment)
         self.batches = [] # Each `Batch`
         self.changed = {} # By name of a weight that a validation pass has changed: where
         self.behind = [] # The random numbers behind each validation pass
-        self.rates = {} # By optimizer and who has changed rates: numbers of the groups
-        self.first_rates,self.last_rates = {},{} # By name of an optimizer, those of its groups
         self.data = {} # By who changed a batch in place: which batch
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
@@ -82,22 +79,12 @@ class SeenRun:
         self.measured = [] # Predictions and targets of two validation batches
         self.shifted = None # Inputs of which the targets are those one place further on
         self.rows = None # Inputs of which each row is an example
-        self.left_behind = [] # Names of copies of the model that have the statistics of the beginning
         self.mixes_rows = False # Do its predictions for a row change with another row?
         self.carries = False # Does it say something else when it is asked again?
         self.same_rows = {} # By number of an input: are all rows alike in every batch, with other targets?
         self.sees_future = False # Do its predictions change with inputs that come later?
         self.replaced = set() # `id` of parameters of the model that are no longer in it
         self.written = {} # By column, which callback writes it
-        self.optimizers = {} # By name
-        self.has_foreign = False # Is there one that is none of PyTorch's?
-        self.parameters = {} # By name
-        self.hidden = {} # By `id`: the plain list of the model that a parameter is in
-        self.same = {} # By the name of a second model that is the first: that one's
-        self.schedules,self.factors = {},{} # Of learning rates, by name; the factors that they give
-        self.frozen = {} # Other modules than the model, of which nothing learns, by name
-        self.copies = {} # By name a copy of the model, with its weights and statistics when it was first seen
-        self.levelled = {} # By name of an optimizer: who has made its rates one, those before, the one
         self.cut = '' # A place where a loss had nothing behind it, and wanted a gradient all the same
         self.callbacks = [] # Who took part
         self.last_by = {} # By name of a layer, who has last set its mode
@@ -115,7 +102,7 @@ class SeenRun:
         "One call of a callback"
         if call.event == 'predict': self._before_predict(trainer)
         self.at_work.append(f'{callback_name(call.callback)}.{call.event}')
-        modes,columns,rates = modes_of(trainer.model),_columns(trainer),_rates(trainer)
+        modes,columns,rates = modes_of(trainer.model),_columns(trainer),rates_of(trainer)
         try:
             with self.doings.around(call.event, self.at_work[-1]): run()
         except CancelException:
@@ -128,7 +115,7 @@ class SeenRun:
     def _look_behind(self, call, trainer, who, modes, columns, rates):
         for name in _columns(trainer) - columns: self.written.setdefault(name, call.callback)
         self.last_by |= {k: who for k,mode in modes_of(trainer.model).items() if modes.get(k) is not mode}
-        self._note_rates(rates, _rates(trainer), who, call.event)
+        self.rates.note(rates, rates_of(trainer), who, call.event)
         if call.event == 'get_loss': self._note_loss(trainer)
         if call.event in ('get_loss', 'after_get_loss'): self._note_terms(trainer)
         self._note_data(trainer, who)
@@ -187,20 +174,7 @@ class SeenRun:
                 if n: self.held.setdefault((cb, name), []).append((batch.where, n))
 
     @spared
-    def note_owners(self):
-        "Who holds what by now"
-        self.optimizers |= optimizers_of(self.trainer)
-        steppers = [o for o in vars(self.trainer).values() if hasattr(o, 'param_groups')]
-        self.has_foreign |= not all(isinstance(o, torch.optim.Optimizer) for o in steppers)
-        self.parameters |= parameters_of(self.trainer)
-        self.hidden |= hidden_in(self.trainer.model)
-        self.same |= same_as_model(self.trainer)
-        self.frozen |= frozen_beside(self.trainer)
-        for name,copied in copies_of_model(self.trainer).items():
-            self.copies.setdefault(name, (copied, _numbers_of(copied)))
-        for name,schedule in schedules_of(self.trainer).items():
-            if name not in self.schedules: self.factors[name] = factors_of(schedule)
-            self.schedules[name] = schedule
+    def note_owners(self): self.owners.note()
 
     @spared
     def ask(self,
@@ -235,15 +209,6 @@ class SeenRun:
         if is_class and isinstance(preds, torch.Tensor) and preds.ndim == 2 and len(preds) == len(y):
             batch.share = float((preds.detach().argmax(1) == y).double().mean())
 
-    def _note_rates(self, before, now, who, event):
-        for name,rates in now.items():
-            self.last_rates[name],was = rates,before.get(name, ())
-            first = self.first_rates.setdefault(name, was or rates)
-            if is_levelled(first, rates) and is_levelled(was, rates): self.levelled[name] = who,was,rates[-1]
-            if event == 'before_fit': continue # What begins so is meant
-            moved = {i for i,(a,b) in enumerate(zip(was, rates)) if a != b} if len(was) == len(rates) else ()
-            if moved: self.rates.setdefault((name, who), set()).update(moved)
-
     def _note_data(self, trainer, who):
         for name in ('train', 'valid'):
             dl = getattr(trainer.dls, name, None)
@@ -253,24 +218,12 @@ class SeenRun:
                 dl.given = []
 
     def _look_at_validation(self, trainer, begins):
-        if begins: self.before = {name: x.detach().clone() for name,x in _learnt(trainer.model)}
+        if begins: self.before = {name: x.detach().clone() for name,x in learnt(trainer.model)}
         else:
             self.behind.append(random_state())
-            now = dict(_learnt(trainer.model))
+            now = dict(learnt(trainer.model))
             changed = [k for k,x in self.before.items() if k in now and not same_values(x, now[k])]
             for name in changed: self.changed.setdefault(name, self.moment()[0])
-
-def _numbers_of(model):
-    "Its weights, and what its batch norms have measured"
-    return [[x.detach().clone() for x in part] for part in (model.parameters(), statistics_of(model))]
-
-def copies_left_behind(seen):
-    "Names of copies of the model of which the weights have moved, and the statistics have not"
-    found = []
-    for name,(copied,first) in seen.copies.items():
-        moved = [any(not same_values(a, b) for a,b in zip(*pair)) for pair in zip(first, _numbers_of(copied))]
-        if moved == [True, False]: found.append(name)
-    return found
 
 def is_shuffled(trainer):
     "Whether the loader of training gives rows in another order each time, as far as one can tell"
@@ -289,45 +242,9 @@ def _all_alike(x, targets):
     has_numbers = len(x) > 7 and x.ndim > 1 and x[0].unique().numel() > 1
     return has_numbers and bool((x == x[:1]).all()) and any(not (y == y[:1]).all() for y in targets)
 
-def _learnt(model):
-    "Parameters of a model, and what batch norms have measured; other buffers are the model's own business"
-    if not isinstance(model, nn.Module): return
-    for name,m in model.named_modules():
-        held = [*m._parameters.items(), *(m._buffers.items() if isinstance(m, _NormBase) else ())]
-        place = f'{name}.' if name else ''
-        yield from ((place + k, x) for k,x in held if x is not None and not is_lazy(x))
-
-def is_frozen_norm(m):
-    "Whether a layer measures its batches, and has weights of which none is to learn"
-    weights = list(m.parameters(recurse=False)) if isinstance(m, _NormBase) and m.track_running_stats else []
-    return bool(weights) and not any(p.requires_grad for p in weights)
-
-def _rates(trainer):
-    "The learning rates of each optimizer, by group; 0 where nothing is to learn, or where there is none"
-    opts = {name: o for name,o in vars(trainer).items() if isinstance(o, torch.optim.Optimizer)}
-    return {name: list(map(_rate, opt.param_groups)) for name,opt in opts.items()}
-
-def is_levelled(was, now):
-    "Whether rates that differed have become one"
-    return len(was) == len(now) and len({o for o in was if o}) > 1 and 0 not in now and len(set(now)) == 1
-
-def _rate(group):
-    rate,learns = group.get('lr'),any(p.requires_grad for p in group['params'])
-    return float(rate) if learns and isinstance(rate, (int, float, torch.Tensor)) else 0.
-
 def _columns(trainer):
     "Names in the newest row of the history"
     return set(trainer.history.rows[-1]) if trainer.history.rows else set()
-
-def same_values(a, b): return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-
-def modes_of(
-    model, # A module, or anything else
-)->dict:
-    "Whether each layer that has two modes is in that of training; those without effect are left out"
-    if not isinstance(model, nn.Module): return {}
-    kinds = {name: m for name,m in model.named_modules() if isinstance(m, (_NormBase, _DropoutNd))}
-    return {name: m.training for name,m in kinds.items() if getattr(m, 'p', 1)}
 
 _ASIDE = ('This came up while `check(batches=...)` ran batches on the side, as a fit would. If it is about '
           'several processes, call it in one alone. `check()` without `batches` only reads the source.')
@@ -354,7 +271,7 @@ def seen_run(
         for name in [name for name,there in passes.items() if there]:
             setattr(trainer.dls, name, FirstAndLast(getattr(trainer.dls, name), n))
         seen = SeenRun(trainer)
-        seen.schedules |= schedules
+        seen.owners.schedules |= schedules
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
         seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         with seen.gradients.noting(), seen.doings.noting(), seen.calls, seen.operations:
@@ -366,5 +283,5 @@ def seen_run(
         seen.replaced = seen.of_model - set(map(id, getattr(trainer.model, 'parameters', tuple)()))
         seen.callbacks = list(trainer.callbacks)
         seen.history = [dict(row) for row in trainer.history.rows]
-        seen.left_behind = copies_left_behind(seen)
+        seen.owners.end()
     return seen
