@@ -9,6 +9,7 @@ __all__ = []
 import inspect, math, re
 
 from . import check_columns, check_losses, check_shapes, check_windows
+from . import check_views
 from .check_data import random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
@@ -193,7 +194,7 @@ RUN_RULES = { # By the name of what each finds
     'keeps_graph': growing_graphs,
     'some_rates': rates_of_some,
     'mask_turned': check_shapes.masks_turned_round,
-    'shared_rows': lambda seen: shared_rows(seen) or same_rows(seen),
+    'shared_rows': lambda seen: [] if check_views.is_game(seen) else shared_rows(seen) or same_rows(seen),
     'view_for_transpose': check_shapes.views_for_transposes,
     'sees_future': check_shapes.models_that_look_ahead,
     'rows_mixed': check_shapes.models_that_mix_rows,
@@ -232,6 +233,18 @@ RUN_RULES = { # By the name of what each finds
     'attention_axis': check_losses.attention_axes,
     'threshold_of_logits': check_losses.limits_of_no_probabilities,
     'zero_derivative': check_losses.zero_derivatives,
+    'same_views': check_views.views_that_are_one,
+    'both_drawn': check_views.views_that_collapse,
+    'fresh_noise': check_views.noise_of_the_loss,
+    'fresh_action': check_views.actions_not_played,
+    'ratio_of_one': check_views.ratios_of_one,
+    'wrong_positive': check_views.labels_of_another_column,
+    'same_answers': check_views.answers_that_are_one,
+    'one_state': check_views.states_that_are_one,
+    'written_to_copy': check_views.writing_to_copies,
+    'codes_cut': check_views.codes_without_way_back,
+    'divided_away': check_views.fractions_of_nothing,
+    'visible_only': check_views.errors_of_the_seen,
 }
 
 def found_by_running(

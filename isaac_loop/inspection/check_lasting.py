@@ -12,7 +12,7 @@ from types import FunctionType
 
 from .check_cancels import names_in_test
 from .check_model import called
-from .check_rules import line_in, method_of, of_same, said, users_own
+from .check_rules import line_in, method_of, of_same, pairs_of, said, users_own
 from .own_steps import Unknown, named_by, optimizers, own_method, own_tree
 from .method_source import function_node, place
 from ..loop.advice import has_own_batch
@@ -294,11 +294,12 @@ def _goes_through(node, tree):
     "The names in a loss and in what it is made of, but for what was cut off by `detach`"
     before = [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and o.lineno < node.lineno]
     wanted,names = _names_in(node.func.value)
-    for assign in sorted(before, key=lambda o: -o.lineno):
-        made = {ast.unparse(part) for target in assign.targets for part in ast.walk(target)
+    before = sorted(before, key=lambda o: -o.lineno)
+    for target,value in [pair for assign in before for pair in pairs_of(assign)]: # `g,d = self.g,self.d`
+        made = {ast.unparse(part) for part in ast.walk(target)
                 if isinstance(part, (ast.Name, ast.Attribute))} - {'self', 'trainer'}
         if made.isdisjoint(wanted): continue
-        used,more = _names_in(assign.value)
+        used,more = _names_in(value)
         wanted,names = wanted-made | used,names | more
     return names
 

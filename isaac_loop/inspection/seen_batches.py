@@ -22,12 +22,15 @@ from .observing import passes_of
 from .owners import schedules_of
 from .scales import scales_of
 from .seen_doings import Doings
+from .seen_draws import DRAW_LOOKS
 from .seen_gradients import Gradients, spared
 from .seen_losses import LossCalls
 from .seen_operations import Operations
 from .seen_origins import Calls
+from .seen_parts import PART_LOOKS
 from .seen_state import Owners, Rates, is_frozen_norm, learnt, modes_of, rates_of
 from .seen_state import same_values
+from .seen_views import VIEW_LOOKS
 from .trial_folder import unseen
 from .waits import tensors_in
 from .watched_calls import watching
@@ -71,7 +74,7 @@ class SeenRun:
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
         self.terms = self.operations.terms # By place, the values of what was added to a loss in vain
-        self.calls = Calls(self.moment, [LossCalls])
+        self.calls = Calls(self.moment, [LossCalls, *VIEW_LOOKS, *DRAW_LOOKS, *PART_LOOKS])
         self.losses = self.calls.losses
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has

@@ -65,7 +65,9 @@ class Doings:
         yield
         if before is None or same_random_state(state, random_state()): return
         with suppress(Exception): # Of a kind that cannot be compared
-            if not _same(before, self._parts()): self.by_chance.setdefault(who, event)
+            now = self._parts()
+            makes_targets = len(before) == 1 < len(now) # As one that adds noise, which is to be told
+            if not makes_targets and not _same(before, now): self.by_chance.setdefault(who, event)
 
     def _copies(self):
         with suppress(Exception): return [x.clone() for x in self._parts()]
