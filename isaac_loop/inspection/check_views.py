@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/inspection/99h9_check_views.ipynb #fa7fa125
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/99h9_check_views.ipynb #630bfe82
+# %% ../../nbs/inspection/99h9_check_views.ipynb #661f351a
 _SAME = ('The two sides that are compared ({place}) are the same numbers in every batch, so there is nothing '
          'to learn from them. Was one view used twice? Call the transform, or the model with its dropout, '
          'once for each view.')
@@ -23,7 +23,8 @@ def views_that_are_one(seen):
 
 def views_that_collapse(seen):
     "Branches that are drawn together, with a gradient on both sides"
-    return [Finding('both_drawn', _BOTH.format(place=place)) for place in sorted(seen.calls.views.both_ways)[:1]]
+    places = sorted(seen.calls.views.both_ways)
+    return [Finding('both_drawn', _BOTH.format(place=place)) for place in places[:1]]
 
 def is_game(seen):
     "Whether two networks learn of each other, by rows without targets, so that nothing is measured"

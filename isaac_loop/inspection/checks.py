@@ -16,6 +16,7 @@ from . import check_layers, check_mixing, check_model, check_modes, check_orders
 from . import check_penalties, check_pieces, check_renamed, check_rows_read, check_rules
 from . import check_saved, check_schedules, check_steps, check_sums, check_updates
 from . import check_weights, check_writing
+from . import check_attacks, check_policies, check_recipes, check_terms
 from .check_batches import RUN_RULES, found_by_running, looked
 from .check_rules import Scene
 from .seen_batches import seen_run
@@ -114,6 +115,15 @@ RULES = { # By the name of what each finds
     'view_for_transpose': check_renamed.renamed_dimensions,
     'drawn_apart': check_rows_read.drawn_apart,
     'counts_validation': check_counts.counts_validation,
+    'policy_sign': check_policies.rewards_made_small,
+    'tanh_uncorrected': check_policies.squashed_actions,
+    'no_projection': check_attacks.attacks_without_limit,
+    'unread_part': check_attacks.unread_parts,
+    'first_kept': check_recipes.first_entries,
+    'not_reversed': check_recipes.straight_reversals,
+    'same_answers': check_recipes.answers_without_chance,
+    'scale_runs_away': check_terms.doubts_without_price,
+    'last_term': check_terms.terms_of_the_last,
 }
 
 def _without_gradient(scene):

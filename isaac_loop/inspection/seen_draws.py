@@ -12,13 +12,14 @@ import torch
 
 from .written import memory_of
 
-# %% ../../nbs/inspection/99e8a_seen_draws.ipynb #c6693e3c
+# %% ../../nbs/inspection/99e8a_seen_draws.ipynb #4a1f0a1b
 _NOISE = {'randn', 'randn_like', 'normal', 'normal_'}
 _DRAWS = _NOISE | {'multinomial', 'bernoulli'}
 _KEEPS = {'view', 'reshape', 'long', 'unsqueeze', 'squeeze', 'detach', 'to', 'float', 'contiguous', 'clone',
-          'expand', 'get', 'broadcast_tensors', 'getitem', 'flatten', 'type', 'double', 'type_as', 'transpose'}
-_SHAPE_OF = {'size', 'dim', 'numel', 'len', 'randn_like', 'zeros_like', 'ones_like', 'empty_like', 'rand_like',
-             'is_floating_point', 'new_zeros', 'new_ones', 'stride', 'full_like'}
+          'expand', 'get', 'broadcast_tensors', 'getitem', 'flatten', 'type', 'double', 'type_as',
+          'transpose'}
+_SHAPE_OF = {'size', 'dim', 'numel', 'len', 'randn_like', 'zeros_like', 'ones_like', 'empty_like',
+             'rand_like', 'is_floating_point', 'new_zeros', 'new_ones', 'stride', 'full_like'}
 _ERRORS = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
 _POWERS = {'pow', 'square', 'abs', 'norm'}
 
@@ -53,7 +54,7 @@ class Draws:
     name = 'draws'
     def __init__(self, calls):
         self.calls,self.notes = calls,calls.notes
-        self.drawn = [] # Those of the last batches that were used for a `log_prob`, and for nothing else so far
+        self.drawn = [] # Those that were used for a `log_prob` first
         self.fresh = {} # By place of a loss, where its target was drawn
         self.n = 0 # How many there were
 
@@ -62,7 +63,8 @@ class Draws:
         for x in tensors_given(call) if call.name not in _SHAPE_OF else ():
             draw = self.notes.of('draw', x)
             if draw is not None: self._use(call, draw, x)
-        if call.name in _POWERS or call.name == 'mul' and call.args[0] is call.args[-1]: self._look_at_error(call)
+        is_square = call.name == 'mul' and call.args[0] is call.args[-1]
+        if call.name in _POWERS or is_square: self._look_at_error(call)
         if name in _DRAWS and isinstance(call.result, torch.Tensor): self._begin(call, name)
 
     def _begin(self, call, name):

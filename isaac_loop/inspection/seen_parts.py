@@ -11,7 +11,7 @@ import torch
 from .seen_draws import tensors_given
 from .seen_views import is_flat
 
-# %% ../../nbs/inspection/99e8b_seen_parts.ipynb #a8b3eb0d
+# %% ../../nbs/inspection/99e8b_seen_parts.ipynb #e35f032f
 _CHOOSES = {'argmin', 'argmax', 'min', 'max', 'topk'}
 _LOOKS_UP = {'embedding', 'getitem', 'index_select', 'matmul', 'mm'}
 _SAME = {'view', 'reshape', 'flatten', 'squeeze', 'unsqueeze', 'transpose', 'permute', 'contiguous', 'detach',
@@ -35,7 +35,8 @@ class Codes:
         elif call.name in _LAYERS and self.notes.of('code', tensors[0]): self.given.add(self.calls.place())
         elif call.name == 'mse_loss' and len(tensors) == 2:
             sides = [(a, b) for a,b in (tensors, tensors[::-1]) if self.notes.of('code', b)]
-            if any(a.requires_grad and not b.requires_grad for a,b in sides): self.near.add(self.calls.place())
+            is_drawn = any(a.requires_grad and not b.requires_grad for a,b in sides)
+            if is_drawn: self.near.add(self.calls.place())
 
     def _note_choice(self, call):
         x,found = call.args[0],call.result
@@ -48,7 +49,7 @@ class Codes:
         if isinstance(where, torch.Tensor): tensors = [*tensors, where]
         if any(self.notes.of('chosen', x) for x in tensors): self.notes.add('code', call.result)
 
-# %% ../../nbs/inspection/99e8b_seen_parts.ipynb #ddcb8170
+# %% ../../nbs/inspection/99e8b_seen_parts.ipynb #39c6c746
 _FLOATS = {'float', 'double', 'half', 'bfloat16', 'true_divide', 'div'}
 _HIDES = {'lt', 'gt', 'le', 'ge', 'float', 'bool', 'rsub', 'sub', 'invert', 'logical_not', 'repeat', 'expand',
           'unsqueeze', 'squeeze', 'view', 'reshape', 'to', 'long', 'int', 'view_as', 'gather', 'argsort'}
@@ -86,8 +87,7 @@ class Hidden:
 
     def look(self, call):
         if call.name in ('rand', 'rand_like', 'bernoulli'): self.notes.add('chance', call.result)
-        given = tensors_given(call) if call.name in _HIDES | {'masked_fill', 'where', 'mul', 'getitem'} else ()
-        if call.name in _HIDES and any(self.notes.of('chance', x) for x in given):
+        if call.name in _HIDES and any(self.notes.of('chance', x) for x in tensors_given(call)):
             self.notes.add('chance', call.result)
         if call.name == 'where': self._hide(call.args[0])
         elif call.name == 'masked_fill': self._hide(call.args[1])

@@ -130,7 +130,9 @@ class Columns:
         if alone is None or y.ndim != 1 or len(y) < 2 or not is_flat(y): return
         self.found.setdefault(self.calls.place(), []).append((alone, int(y[0])))
 
-# %% ../../nbs/inspection/99e8_seen_views.ipynb #9ec72fb7
+# %% ../../nbs/inspection/99e8_seen_views.ipynb #cdd2ee03
+_SPREADS = {'var', 'std', 'mean', 'var_mean', 'std_mean'}
+
 class Stacks:
     "Looks for stacks of tensors that are all the same, or one"
     name = 'stacks'
@@ -144,7 +146,7 @@ class Stacks:
         if call.name in ('stack', 'cat') and isinstance(call.args[0], (list, tuple)): self._look_at(call)
         if call.name in ('softmax', 'sigmoid', 'exp', 'float'):
             self.notes.carry('answers', call.args[0], call.result)
-        if call.name in ('var', 'std', 'mean', 'var_mean', 'std_mean') and call.given(1, 'dim') in (0, [0], (0,)):
+        if call.name in _SPREADS and call.given(1, 'dim') in (0, [0], (0,)):
             told = self.notes.of('answers', call.args[0])
             if told is not None: self.answers.setdefault(self.calls.place(), []).append(told)
 
