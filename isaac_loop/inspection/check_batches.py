@@ -245,6 +245,7 @@ RUN_RULES = { # By the name of what each finds
     'codes_cut': check_views.codes_without_way_back,
     'divided_away': check_views.fractions_of_nothing,
     'visible_only': check_views.errors_of_the_seen,
+    'same_goal': check_views.labels_of_a_game,
 }
 
 def found_by_running(

@@ -64,10 +64,10 @@ def _empties(node, name, source):
     is_new = any(text == name or text.startswith(f'{name}[') for text in texts)
     return is_new and source.f.__name__ != '__init__'
 
-# %% ../../nbs/inspection/98i_check_recipes.ipynb #772d6f41
+# %% ../../nbs/inspection/98i_check_recipes.ipynb #7908e4e8
 _STRAIGHT = ('`{name}` gives gradients on as they are, and does not turn them round ({line}), so the '
-             'features learn to tell the domains apart. Return `-grad` in `backward`, once; a factor below 0 in the '
-             'call does the same.')
+             'features learn to tell the domains apart. Return `-grad` in `backward`, once; a factor below '
+             '0 in the call does the same.')
 _REVERSAL = re.compile(r'(?i)rever[st]|grl|grad\w*(flip|neg)|(flip|neg)\w*grad')
 _OF_GRADIENT = re.compile(r'(?i)grad|grl|reversal')
 

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99h9_check_views.ipynb #fa7fa125
+# %% ../../nbs/inspection/99h9_check_views.ipynb #1722ff86
+from .seen_gradients import weights_of
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/99h9_check_views.ipynb #661f351a
+# %% ../../nbs/inspection/99h9_check_views.ipynb #815d8117
 _SAME = ('The two sides that are compared ({place}) are the same numbers in every batch, so there is nothing '
          'to learn from them. Was one view used twice? Call the transform, or the model with its dropout, '
          'once for each view.')
@@ -25,6 +26,27 @@ def views_that_collapse(seen):
     "Branches that are drawn together, with a gradient on both sides"
     places = sorted(seen.calls.views.both_ways)
     return [Finding('both_drawn', _BOTH.format(place=place)) for place in places[:1]]
+
+_FOOLED = ('`{maker}` is trained towards the label {label:g} for what it makes ({place}), and that is what '
+           '`{judge}` is told of it, too, so both want the same: it learns to be found out. Give it the '
+           'label {real:g} of what is real.')
+
+def labels_of_a_game(seen):
+    "Networks that are to be told from what is real, and learn to be"
+    makers,opts = seen.calls.makers,seen.owners.optimizers
+    bits = {name: makers.bits_of(weights_of(opt)) for name,opt in opts.items()}
+    for maker,judge in [(a, b) for a in bits for b in bits if not bits[a] & bits[b]]:
+        told = [o for o in makers.judged if o.made_by & bits[judge]]
+        made = [o for o in told if o.made_by & bits[maker]]
+        wants = [o for o in made if o.leads_to & bits[maker]]
+        labels = [{o.label for o in part} for part in (
+            wants, [o for o in made if o not in wants], [o for o in told if o not in made])]
+        if any(len(o) != 1 for o in labels) or any(o.turned for o in told): continue
+        (wanted,),(of_made,),(real,) = labels
+        if wanted != of_made or real == of_made: continue
+        text = _FOOLED.format(maker=maker, judge=judge, label=wanted, real=real, place=wants[0].place)
+        return [Finding('same_goal', text)]
+    return []
 
 def is_game(seen):
     "Whether two networks learn of each other, by rows without targets, so that nothing is measured"
