@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/98h1_check_attacks.ipynb #175c467f
+# %% ../../nbs/inspection/98h1_check_attacks.ipynb #23ed4346
 import ast, re
 
 from .check_model import called
 from .check_policies import callbacks_of, number_of, sources_of
-from .own_sources import at_events
+from .own_sources import Source, at_events, read_along
 from ..loop.advice import has_own_batch
+from ..loop.events import EVENTS
 from ..loop.plan_checks import Finding
 
 # %% ../../nbs/inspection/98h1_check_attacks.ipynb #56abf30d
@@ -72,7 +73,7 @@ def _value(node, source):
     found = dict(zip(names[len(names)-len(defaults):], defaults)).get(node.id)
     return found if isinstance(found, (int, float)) else None
 
-# %% ../../nbs/inspection/98h1_check_attacks.ipynb #cd67e046
+# %% ../../nbs/inspection/98h1_check_attacks.ipynb #7bfd6492
 _UNREAD = ('{who} takes `{name}` out of the batch ({line}), and nobody reads it{why}. Use it; what is meant '
            'to be left out is called `_{name}`.')
 _TOLD = {'done': ', so the value of what comes after the end of an episode is counted as well',
@@ -82,9 +83,7 @@ _PART = re.compile(r'^(not_)?(dones?|terminals?|terminated|masks?|padding|length
 
 def unread_parts(scene):
     "Parts of a batch that have a name and no reader"
-    are_own = all(at_events(scene, event) for event in ('predict', 'get_loss'))
-    are_own = are_own or has_own_batch(scene.trainer)
-    sources = sources_of(scene) if are_own else []
+    sources = _of_batch(scene)
     nodes = [(source, o) for source in sources for o in ast.walk(source.tree)]
     if any(isinstance(o, ast.Starred) and _is_batch(o.value) for _,o in nodes): return []
     if any(isinstance(o, ast.Subscript) and _is_batch(o.value) for _,o in nodes): return []
@@ -99,6 +98,13 @@ def unread_parts(scene):
         text = _UNREAD.format(who=source.said, name=lost[0], line=source.line(node), why=why)
         return [Finding('unread_part', text, callbacks_of(source))]
     return []
+
+def _of_batch(scene):
+    "What runs in a batch and is the user's own; nothing if the loop takes the batch apart itself"
+    own = [Source(type(scene.trainer).one_batch, scene.trainer)] if has_own_batch(scene.trainer) else []
+    if own: return list(read_along(own))
+    if not all(at_events(scene, event) for event in ('predict', 'get_loss')): return []
+    return at_events(scene, *EVENTS)
 
 def _is_batch(node):
     text = ast.unparse(node).replace('*', '')

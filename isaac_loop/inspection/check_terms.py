@@ -14,7 +14,7 @@ from .own_sources import at_events, loss_sources
 from ..loop.advice import has_own_batch
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/98i1_check_terms.ipynb #d03f2150
+# %% ../../nbs/inspection/98i1_check_terms.ipynb #4cdf7de0
 _NO_PRICE = ('{who} weighs errors by `exp(-{name})` ({line}), and nothing is added for `{name}` itself, so '
              'the loss is smallest where it grows without end. Add it to the loss: for the logarithm of '
              'a variance, `0.5*(exp(-{name})*error**2 + {name})`.')
@@ -38,15 +38,16 @@ def _weighed_by(node):
     "The logarithm of a scale by which a product weighs errors; None for anything else"
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult): return None
     inside = [o for o in ast.walk(node) if called(o) == 'exp']
-    names = [_name_of(o) for call in inside for o in (*call.args, getattr(call.func, 'value', None))
-             if isinstance(o, ast.UnaryOp) and isinstance(o.op, ast.USub)]
+    given = [o for call in inside for o in (*call.args, getattr(call.func, 'value', None)) if o is not None]
+    given = [o for o in given if ast.unparse(o).lstrip('(').startswith('-')] # As in `exp(-2*log_std)`
+    parts = [part for o in given for part in ast.walk(o) if isinstance(part, (ast.Name, ast.Attribute))]
+    names = list(map(_name_of, parts))
     name = next((o for o in names if _LOG_SCALE.search(o)), None)
     rest = ast.unparse(node)
     for call in inside: rest = rest.replace(ast.unparse(call), '')
     return name if name and _ERRORS.search(rest) else None
 
 def _name_of(node):
-    node = node.operand if isinstance(node, ast.UnaryOp) else node
     while isinstance(node, ast.Subscript): node = node.value
     return getattr(node, 'attr', getattr(node, 'id', ''))
 

@@ -12,7 +12,7 @@ import torch
 
 from .written import memory_of
 
-# %% ../../nbs/inspection/99e8a_seen_draws.ipynb #4a1f0a1b
+# %% ../../nbs/inspection/99e8a_seen_draws.ipynb #8d058ac8
 _NOISE = {'randn', 'randn_like', 'normal', 'normal_'}
 _DRAWS = _NOISE | {'multinomial', 'bernoulli'}
 _KEEPS = {'view', 'reshape', 'long', 'unsqueeze', 'squeeze', 'detach', 'to', 'float', 'contiguous', 'clone',
@@ -25,6 +25,7 @@ _POWERS = {'pow', 'square', 'abs', 'norm'}
 
 def tensors_given(call):
     "All tensors that a call is given, also those in a list"
+    if not call.kwargs and all(type(x) is torch.Tensor for x in call.args): return call.args # Mostly
     parts = [part for x in (*call.args, *call.kwargs.values())
              for part in (x if isinstance(x, (list, tuple)) else (x,))]
     return [x for x in parts if isinstance(x, torch.Tensor)]
@@ -56,11 +57,11 @@ class Draws:
         self.calls,self.notes = calls,calls.notes
         self.drawn = [] # Those that were used for a `log_prob` first
         self.fresh = {} # By place of a loss, where its target was drawn
-        self.n = 0 # How many there were
+        self.begun,self.n = False,0 # Were there any, and how many
 
     def look(self, call):
         name = getattr(call.func, '__name__', '')
-        for x in tensors_given(call) if call.name not in _SHAPE_OF else ():
+        for x in tensors_given(call) if self.begun and call.name not in _SHAPE_OF else ():
             draw = self.notes.of('draw', x)
             if draw is not None: self._use(call, draw, x)
         is_square = call.name == 'mul' and call.args[0] is call.args[-1]
@@ -68,6 +69,7 @@ class Draws:
         if name in _DRAWS and isinstance(call.result, torch.Tensor): self._begin(call, name)
 
     def _begin(self, call, name):
+        self.begun = True
         self.n += name != 'randn_like'
         draw = _Draw('noise' if name in _NOISE else 'choice', self.calls.place())
         self._name(draw, call.result)
@@ -137,7 +139,7 @@ class Ratios:
             if most > 1 and all(o[2] for o in told): found[place] = most
         return found
 
-# %% ../../nbs/inspection/99e8a_seen_draws.ipynb #936292af
+# %% ../../nbs/inspection/99e8a_seen_draws.ipynb #eb8d731e
 _NO_WRITING = {'requires_grad_', 'detach_', 'resize_', 'share_memory_', 'rename_'}
 
 class _Copy:
@@ -150,11 +152,12 @@ class Copies:
     def __init__(self, calls):
         self.calls,self.notes = calls,calls.notes
         self.written = [] # Each `_Copy` to which somebody has written
+        self.begun = False # Was anything copied?
 
     def look(self, call):
         name = getattr(call.func, '__name__', '')
         writes = name == '__setitem__' or name.endswith('_') and not name.endswith('__')
-        given = tensors_given(call)
+        given = tensors_given(call) if self.begun else ()
         for i,x in enumerate(given):
             copied = self.notes.of('copied', x)
             if copied is None: continue
@@ -162,7 +165,9 @@ class Copies:
             elif copied.written is None and not copied.read:
                 copied.written = self.calls.place(),name
                 self.written.append(copied)
-        if name == '__getitem__' and _is_copy(call): self.notes.add('copied', call.result, _Copy(call.result))
+        if name != '__getitem__' or not _is_copy(call): return
+        self.begun = True
+        self.notes.add('copied', call.result, _Copy(call.result))
 
     @property
     def lost(self)->dict: # By place in the source, the method

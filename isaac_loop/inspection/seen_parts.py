@@ -118,7 +118,7 @@ class Hidden:
         return [place for place,was in self.found.items() if len(was) > 1 and all(was)
                 and not any(False in others for others in self.found.values())]
 
-# %% ../../nbs/inspection/99e8b_seen_parts.ipynb #f38cb619
+# %% ../../nbs/inspection/99e8b_seen_parts.ipynb #37360c60
 _JUDGES = {'binary_cross_entropy_with_logits', 'binary_cross_entropy', 'mse_loss'}
 _TURNS = {'neg', 'rsub', 'negative'}
 
@@ -134,8 +134,11 @@ class Makers:
     def __init__(self, calls):
         self.calls,self.notes = calls,calls.notes
         self.bits,self.judged = {},[]
+        self.first = None # The batch with the first loss of the kind; from then on makers are kept
 
     def look(self, call):
+        if call.func in _OF_LABELS and self.first is None: self.first = self.calls.moment()[:1]
+        if self.first is None: return
         given = tensors_given(call)
         has_label = call.func in _OF_LABELS and len(given) > 1
         if has_label and given[0].requires_grad: self._judge(call, *given[:2])
@@ -156,7 +159,8 @@ class Makers:
 
     def _judge(self, call, x, y):
         where = self.calls.moment()[0]
-        if where is None or not where[1] or not y.numel() or not is_flat(y): return
+        is_known = where is not None and where[1] and (where,) != self.first
+        if not is_known or not y.numel() or not is_flat(y): return
         leads_to = self.bits_of(p for p in leaves_of([x]) if isinstance(p, nn.Parameter))
         label,made_by = float(y.detach().flatten()[0]),self.notes.of('made', x) or 0
         self.judged.append(Judged(self.calls.place(), label, made_by, leads_to))
