@@ -51,8 +51,8 @@ class Doings:
             self.unloaded.setdefault(users_line(), told)
 
     def _note_call(self, module, args):
-        if module.training and self.trainer._training and isinstance(module, (_NormBase, _DropoutNd)):
-            self.in_training.add(id(module))
+        has_effect = isinstance(module, (_NormBase, _DropoutNd)) and getattr(module, 'p', 1)
+        if module.training and self.trainer._training and has_effect: self.in_training.add(id(module))
 
     @contextmanager
     def around(self,

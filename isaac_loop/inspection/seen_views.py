@@ -130,7 +130,7 @@ class Columns:
         if alone is None or y.ndim != 1 or len(y) < 2 or not is_flat(y): return
         self.found.setdefault(self.calls.place(), []).append((alone, int(y[0])))
 
-# %% ../../nbs/inspection/99e8_seen_views.ipynb #cdd2ee03
+# %% ../../nbs/inspection/99e8_seen_views.ipynb #72e6bcaa
 _SPREADS = {'var', 'std', 'mean', 'var_mean', 'std_mean'}
 
 class Stacks:
@@ -164,6 +164,7 @@ class Stacks:
     def _look_at_states(self, parts, places):
         most = max(places, key=places.count)
         x = next(x for x in parts if memory_of(x) == most)
+        x = x if x._base is None else x._base # As of `state[None]`
         ref,version = self.written.get(id(x), (None, 0))
         was_written = ref is not None and ref() is x and version < x._version
         if was_written: self.one.setdefault(self.calls.place(), (places.count(most), len(parts)))

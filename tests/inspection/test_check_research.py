@@ -26,17 +26,14 @@ def rows(n=48, width=6):
     return torch.randn(n, width)
 
 
-def loaders(*tensors, n_inp=1, n=48):
+def loaders(*tensors, n_inp=1):
     torch.manual_seed(len(tensors))
-    tensors = tensors or (rows(),)
-    train, valid = TensorDataset(*tensors), TensorDataset(*(x[: n // 3].clone() + 0 for x in tensors))
-    if len(tensors) == 1:
-        valid = TensorDataset(rows(16))
-    return DataLoaders(DataLoader(train, 8, shuffle=True, drop_last=True), DataLoader(valid, 8), n_inp=n_inp)
+    data = TensorDataset(*(tensors or (rows(),)))
+    return DataLoaders(DataLoader(data, 8, shuffle=True, drop_last=True), n_inp=n_inp)
 
 
 def fitting(model, *cbs, dls=None, loss_func=None):
-    return Trainer(dls or loaders(), loss_func, optim.Adam, model, [*cbs, MetricsCB(weigh="mean")])
+    return Trainer(dls or loaders(), loss_func, optim.SGD, model, [*cbs, MetricsCB(weigh="mean")])
 
 
 def net(i=6, o=4, p=0.0):
@@ -98,17 +95,17 @@ def the_row_itself(x):
     return x, x
 
 
-LOSSES = [info_nce, nt_xent, barlow_twins, vicreg]
+LOSSES = [nt_xent, barlow_twins, vicreg]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_one_view_that_is_drawn_once(loss):
-    assert found_in(fitting(net(), TwoViews(loss, drawn_once)), batches=3) == ["same_views"]
+    assert found_in(fitting(net(), TwoViews(loss, drawn_once)), batches=2) == ["same_views"]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_two_views(loss):
-    assert found_in(fitting(net(), TwoViews(loss, drawn_twice)), batches=3) == []
+    assert found_in(fitting(net(), TwoViews(loss, drawn_twice)), batches=2) == []
 
 
 @right
@@ -189,8 +186,8 @@ def sim_siam(distance, cut, views=drawn_twice):
 
 @pytest.mark.parametrize("distance", [cosine, product, squares])
 def test_branches_that_are_drawn_together(distance):
-    assert found_in(sim_siam(distance, cut=False), batches=3) == ["both_drawn"]
-    assert found_in(sim_siam(distance, cut=True), batches=3) == []
+    assert found_in(sim_siam(distance, cut=False), batches=2) == ["both_drawn"]
+    assert found_in(sim_siam(distance, cut=True), batches=2) == []
 
 
 @planted("same_views")
@@ -328,7 +325,7 @@ def noise_that_is_drawn_in_the_loss():
 
 @pytest.mark.parametrize("cls", [Diffusion, Velocity])
 def test_noise_that_is_to_be_found(cls):
-    assert found_in(fitting(net(6, 6), cls()), batches=3) == []
+    assert found_in(fitting(net(6, 6), cls()), batches=2) == []
 
 
 class AddsNoise:
@@ -421,12 +418,12 @@ class Missing(Masked):
 
 @pytest.mark.parametrize("cls", [OfTheVisible, ChosenVisible])
 def test_errors_of_what_was_shown(cls):
-    assert found_in(fitting(net(6, 6), cls()), batches=3) == ["visible_only"]
+    assert found_in(fitting(net(6, 6), cls()), batches=2) == ["visible_only"]
 
 
 @pytest.mark.parametrize("cls", [Masked, OfBoth, Missing])
 def test_errors_of_what_was_hidden(cls):
-    assert found_in(fitting(net(6, 6), cls()), batches=3) == []
+    assert found_in(fitting(net(6, 6), cls()), batches=2) == []
 
 
 class Codes(nn.Module):
@@ -448,10 +445,6 @@ def by_call(codes, i):
     return codes(i)
 
 
-def by_index(codes, i):
-    return codes.weight[i]
-
-
 def by_product(codes, i):
     return F.one_hot(i, 7).float() @ codes.weight
 
@@ -459,17 +452,15 @@ def by_product(codes, i):
 def with_codes(put_in, looks_up):
     dls = loaders(x := rows(), x)
     model = Codes(put_in, looks_up)
-    return fitting(
-        model, BasicTrainCB(), dls=dls, loss_func=lambda out, x: F.mse_loss(out[0], x) + out[1]
-    )
+    return fitting(model, BasicTrainCB(), dls=dls, loss_func=lambda out, x: F.mse_loss(out[0], x) + out[1])
 
 
-@pytest.mark.parametrize("looks_up", [by_call, by_index, by_product])
+@pytest.mark.parametrize("looks_up", [by_call, by_product])
 def test_codes_that_cut_the_gradient(looks_up):
-    names = found_in(with_codes(lambda z, q: q, looks_up), batches=3, ignore="shared_rows")
+    names = found_in(with_codes(lambda z, q: q, looks_up), batches=2)
     assert names == ["codes_cut"]
     straight = with_codes(lambda z, q: z + (q - z).detach(), looks_up)
-    assert found_in(straight, batches=3, ignore="shared_rows") == []
+    assert found_in(straight, batches=2) == []
 
 
 # Policies
@@ -488,8 +479,8 @@ def reinforce(turned, cls=None):
 class Gains(BasicTrainCB):
     def get_loss(self, trainer):
         log_probs, rewards = trainer.preds
-        advantages = rewards - rewards.mean()
-        trainer.loss = (log_probs * advantages).mean()
+        rewards = rewards - 0.5
+        trainer.loss = (log_probs * rewards).mean()
 
 
 class Collected(BasicTrainCB):
@@ -535,12 +526,12 @@ class Costs(BasicTrainCB):
 
 @pytest.mark.parametrize("cls", [Gains, Collected, Helped])
 def test_rewards_that_are_made_small(cls):
-    assert found_in(reinforce(False, cls), batches=3) == ["policy_sign"]
+    assert found_in(reinforce(False, cls), batches=2) == ["policy_sign"]
 
 
 @pytest.mark.parametrize("cls", [Turned, TurnedInList, Climbs, Costs])
 def test_rewards_that_grow(cls):
-    assert found_in(reinforce(True, cls), batches=3) == []
+    assert found_in(reinforce(True, cls), batches=2) == []
 
 
 class PlaysOne(BasicTrainCB):
@@ -563,9 +554,9 @@ class PlaysOne(BasicTrainCB):
 @pytest.mark.parametrize("draws", [None, Normal])
 def test_an_action_that_nobody_plays(draws):
     wrong = PlaysOne(lambda dist, action: dist.log_prob(dist.sample()), draws)
-    assert found_in(fitting(net(), wrong), batches=3) == ["fresh_action"]
+    assert found_in(fitting(net(), wrong), batches=2) == ["fresh_action"]
     played = PlaysOne(lambda dist, action: dist.log_prob(action), draws)
-    assert found_in(fitting(net(), played), batches=3) == []
+    assert found_in(fitting(net(), played), batches=2) == []
 
 
 class Proximal(Trainer):
@@ -613,8 +604,8 @@ class OnPolicy(Proximal):
 
 @pytest.mark.parametrize("cls, names", [(Proximal, ["ratio_of_one"]), (Kept, []), (OnPolicy, [])])
 def test_ratios_of_probabilities(cls, names):
-    trainer = cls(loaders(), None, optim.Adam, net(), [BasicTrainCB(), MetricsCB(weigh="mean")])
-    assert found_in(trainer, batches=3) == names
+    trainer = cls(loaders(), None, optim.SGD, net(), [BasicTrainCB(), MetricsCB(weigh="mean")])
+    assert found_in(trainer, batches=2) == names
 
 
 class Actor(nn.Module):
@@ -654,7 +645,7 @@ def soft(out):
 
 @pytest.mark.parametrize("cls, names", [(Together, ["tanh_uncorrected"]), (Corrected, [])])
 def test_squashed_actions(cls, names):
-    assert found_in(fitting(cls(), BasicTrainCB(), loss_func=soft), batches=3) == names
+    assert found_in(fitting(cls(), BasicTrainCB(), loss_func=soft), batches=2) == names
 
 
 class Transitions(BasicTrainCB):
@@ -696,10 +687,9 @@ def transitions():
 
 
 def test_parts_of_a_batch_that_nobody_reads():
-    silent = dict(batches=3, ignore="shared_rows")
-    assert found_in(fitting(net(), Transitions(), dls=transitions()), **silent) == []
-    assert found_in(fitting(net(), Forgets(), dls=transitions()), **silent) == ["unread_part"]
-    trainer = ForgetsMask(transitions(), None, optim.Adam, net(), [BasicTrainCB()])
+    assert found_in(fitting(net(), Transitions(), dls=transitions())) == []
+    assert found_in(fitting(net(), Forgets(), dls=transitions())) == ["unread_part"]
+    trainer = ForgetsMask(transitions(), None, optim.SGD, net(), [BasicTrainCB()])
     assert "unread_part" in found_in(trainer)
 
 
@@ -733,9 +723,8 @@ def in_rows(states):
 @pytest.mark.parametrize("puts_together", [torch.stack, in_rows])
 def test_a_memory_of_one_state(puts_together):
     wrong, well = (fitting(net(), Replay(copies, puts_together)) for copies in (False, True))
-    found = found_in(wrong, batches=3)
-    assert found == ["one_state"] or puts_together is in_rows
-    assert found_in(well, batches=3) == []
+    assert found_in(wrong, batches=2) == ["one_state"]
+    assert found_in(well, batches=2) == []
 
 
 # Machinery of recipes
@@ -761,9 +750,7 @@ def test_answers_that_are_all_one():
     def plain(mode):
         dls = loaders(rows(), torch.randint(4, (48,)))
         cbs = BasicTrainCB(), Uncertain(mode)
-        return found_in(
-            fitting(net(p=0.3), *cbs, dls=dls, loss_func=F.cross_entropy), batches=3, ignore="shared_rows"
-        )
+        return found_in(fitting(net(p=0.3), *cbs, dls=dls, loss_func=F.cross_entropy), batches=2)
 
     assert plain(False) == ["same_answers"]
     assert "same_answers" not in plain(True)
@@ -813,12 +800,12 @@ class Views(Chains):
 
 @pytest.mark.parametrize("cls", [CopiesAway, ZeroesAway, SetsAway])
 def test_what_is_written_to_a_copy(cls):
-    assert found_in(fitting(net(6, 1), cls()), batches=3) == ["written_to_copy"]
+    assert found_in(fitting(net(6, 1), cls()), batches=2) == ["written_to_copy"]
 
 
 @pytest.mark.parametrize("cls", [Chains, Views])
 def test_what_is_written_to_the_rows(cls):
-    assert found_in(fitting(net(6, 1), cls()), batches=3) == []
+    assert found_in(fitting(net(6, 1), cls()), batches=2) == []
 
 
 class Game(Trainer):
@@ -827,8 +814,8 @@ class Game(Trainer):
     wanted, sign = 1.0, 1
 
     def before_fit(self):
-        self.opt_g = optim.Adam(self.model["g"].parameters(), 1e-3)
-        self.opt_d = optim.Adam(self.model["d"].parameters(), 1e-3)
+        self.opt_g = optim.SGD(self.model["g"].parameters(), 1e-3)
+        self.opt_d = optim.SGD(self.model["d"].parameters(), 1e-3)
 
     def score(self, x, label):
         logits = self.model["d"](x)
@@ -878,8 +865,8 @@ class Unpacked(Game):
             self.opt_g.step()
 
     def before_fit(self):
-        self.opt_g = optim.Adam(self.model.g.parameters(), 1e-3)
-        self.opt_d = optim.Adam(self.model.d.parameters(), 1e-3)
+        self.opt_g = optim.SGD(self.model.g.parameters(), 1e-3)
+        self.opt_d = optim.SGD(self.model.d.parameters(), 1e-3)
 
 
 class Networks(nn.Module):
@@ -896,7 +883,7 @@ def test_two_networks_that_play(cls, names):
     x = rows()
     dls = DataLoaders(DataLoader(TensorDataset(x), 8, shuffle=True), DataLoader(TensorDataset(x[:16]), 8))
     trainer = cls(dls, None, None, Networks(), [MetricsCB(weigh="mean")])
-    assert found_in(trainer, batches=3) == names
+    assert found_in(trainer, batches=2) == names
 
 
 class Hints:
@@ -1037,7 +1024,9 @@ def test_doubt_that_costs_nothing(loss, names):
 
 def test_weights_of_losses_that_cost_nothing():
     dls = loaders(rows(), rows(48, 3))
-    assert "scale_runs_away" in found_in(fitting(net(6, 6), BasicTrainCB(), dls=dls, loss_func=ByDoubt(False)))
+    assert "scale_runs_away" in found_in(
+        fitting(net(6, 6), BasicTrainCB(), dls=dls, loss_func=ByDoubt(False))
+    )
 
 
 class Layer(nn.Module):
@@ -1096,7 +1085,7 @@ def flow_loss(out):
 @pytest.mark.parametrize("cls", [Flow, Summed, Listed, LastState])
 def test_terms_of_all_layers(cls):
     names = ["last_term"] if cls is Flow else []
-    assert found_in(fitting(cls(), BasicTrainCB(), loss_func=flow_loss), batches=3) == names
+    assert found_in(fitting(cls(), BasicTrainCB(), loss_func=flow_loss), batches=2) == names
 
 
 class Attack:
@@ -1156,9 +1145,9 @@ def test_attacks_that_go_too_far():
 
 @pytest.mark.parametrize("make, names", planted, ids=lambda o: getattr(o, "__name__", " "))
 def test_a_line_that_is_wrong_is_found_by_name(make, names):
-    assert found_in(make(), batches=3, ignore="shared_rows") == [*names]
+    assert found_in(make(), batches=2) == [*names]
 
 
 @pytest.mark.parametrize("make", right, ids=lambda o: o.__name__)
 def test_nothing_is_found_where_all_is_right(make):
-    assert found_in(make(), batches=3, ignore="shared_rows") == []
+    assert found_in(make(), batches=2) == []
