@@ -36,11 +36,11 @@ def methods_by_name(cls):
 
 def callbacks_of(source): return [source.callback] if source.callback is not None else []
 
-# %% ../../nbs/inspection/98h_check_policies.ipynb #f7cf057e
+# %% ../../nbs/inspection/98h_check_policies.ipynb #bbee6268
 _SIGN = ('{who} makes `{what}` a part of the loss without a minus ({line}), and the loss is made small: what '
          'is rewarded becomes less likely. Write `-({what})`, if more of `{reward}` is better.')
 _LOG_PROB = re.compile(r'^(\w*_)?(log_?probs?|logps?|log_pi|ratios?)$')
-_REWARD = re.compile(r'^(\w*_)?(returns?|rewards?|advantages?|advs?|gae|G|R)$')
+_REWARD = re.compile(r'^((\w*_)?(returns?|rewards?|advantages?|advs?|gae)|G|R)$')
 _TURNED = re.compile(r'-\s*[\w.\[\]]+\.log_prob\(|-\s*(trainer|self)\.loss\b|\(-loss|maximize|-loss\.mean|'
                      r'(cost|regret)\w*\b|nll\b|neg_?log|cross_entropy')
 _PASSES = {'sum', 'mean', 'squeeze', 'unsqueeze', 'view', 'reshape', 'flatten', 'stack', 'cat', 'min', 'max',
@@ -130,7 +130,8 @@ def is_product(node):
 def _factors(node):
     "The log-probability and the reward of a product; None if they are something else"
     for a,b in ((node.left, node.right), (node.right, node.left)):
-        if _LOG_PROB.search(_base(a)) and _REWARD.search(_base(b)): return a,b
+        is_network = isinstance(b, ast.Call) and called(b) in ('G', 'R')
+        if _LOG_PROB.search(_base(a)) and _REWARD.search(_base(b)) and not is_network: return a,b
 
 def _base(node):
     "The name that an expression is of, behind views and choices"

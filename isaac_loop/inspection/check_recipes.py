@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/98i_check_recipes.ipynb #fa8b361f
+# %% ../../nbs/inspection/98i_check_recipes.ipynb #bd7dc16a
 import ast, re
 from collections import deque
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from .check_model import called
 from .check_policies import callbacks_of, methods_by_name, sources_of
-from .own_sources import Source, model_of
+from .own_sources import Source, forwards, model_of
 from ..loop.plan_checks import Finding
 from ..state.random_numbers import undrawn
 
@@ -64,7 +64,7 @@ def _empties(node, name, source):
     is_new = any(text == name or text.startswith(f'{name}[') for text in texts)
     return is_new and source.f.__name__ != '__init__'
 
-# %% ../../nbs/inspection/98i_check_recipes.ipynb #7908e4e8
+# %% ../../nbs/inspection/98i_check_recipes.ipynb #f2732894
 _STRAIGHT = ('`{name}` gives gradients on as they are, and does not turn them round ({line}), so the '
              'features learn to tell the domains apart. Return `-grad` in `backward`, once; a factor below '
              '0 in the call does the same.')
@@ -81,21 +81,27 @@ def straight_reversals(scene):
             kind = source.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
             is_kind = isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
             if not is_kind or not _REVERSAL.search(kind.__name__) or 'ible' in kind.__name__: continue
-            if any('-' in ast.unparse(arg) for arg in node.args[1:]): continue
-            if _held_below_0(node, source): continue
-            if _is_straight(lambda x: kind.apply(x, *[1.]*(len(node.args)-1))):
+            if not _may_be_below_0(node, source) and _is_straight(_with_ones(kind, len(node.args)-1)):
                 text = _STRAIGHT.format(name=kind.__name__, line=source.line(node))
-                return [Finding('not_reversed', text, callbacks_of(source), spoils=True)]
+                return [Finding('not_reversed', text, callbacks_of(source))]
     return []
+
+def _with_ones(kind, n):
+    "A function of autograd that is given 1 for each of its settings"
+    return lambda x: kind.apply(x, *[1.]*n)
 
 def _is_called_so(cls):
     is_own = cls.__module__.partition('.')[0] != 'torch'
     return is_own and _REVERSAL.search(cls.__name__) and _OF_GRADIENT.search(cls.__name__)
 
-def _held_below_0(node, source):
-    "Whether a factor that is given is known, and not above 0"
+def _may_be_below_0(node, source):
+    "Whether a factor that is given has a minus, or is known and not above 0"
+    names = [ast.unparse(arg) for arg in node.args[1:]]
+    sets = [o for o in ast.walk(source.tree) if isinstance(o, ast.Assign)]
+    made = [ast.unparse(o.value) for o in sets if ast.unparse(o.targets[0]) in names]
     values = [source.value(arg) for arg in node.args[1:]]
-    return any(isinstance(value, (int, float)) and value <= 0 for value in values)
+    is_known = any(isinstance(value, (int, float)) and value <= 0 for value in values)
+    return is_known or any(text.startswith('-') for text in made) or any('-' in name for name in names)
 
 def _is_straight(f):
     "Whether a function gives numbers on as they are, and their gradients with the same sign"
@@ -108,15 +114,18 @@ def _is_straight(f):
     except Exception: return False # It wants something else
     return torch.equal(x, y) and bool((grad > 0).all())
 
-# %% ../../nbs/inspection/98i_check_recipes.ipynb #baa67a15
+# %% ../../nbs/inspection/98i_check_recipes.ipynb #b7dec6fa
 _ALIKE = ('{who} asks a model for the same inputs again and again after `.eval()` ({line}): dropout does '
           'nothing there, so all answers are the same and their spread is 0. Call `train()` of the dropout '
           'layers, or use `DropoutOnCB`.')
 
+_DRAWS = re.compile(r'\brand\w*\(|sample\w*\(|bernoulli|normal_?\(|multinomial|(F|functional)\.dropout')
+
 def answers_without_chance(scene):
     "Models that are asked several times in evaluation for one input"
     layers = [m for m in model_of(scene).modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-    for source in sources_of(scene) if layers else ():
+    draws = any(_DRAWS.search(ast.unparse(o.tree)) for o in forwards(scene)) # In evaluation, too
+    for source in sources_of(scene) if layers and not draws else ():
         nodes = list(ast.walk(source.tree))
         evals = [o for o in nodes if called(o) == 'eval' and not o.args]
         trains = [o.lineno for o in nodes if called(o) in ('train', 'apply', 'modules', 'enable_dropout')]

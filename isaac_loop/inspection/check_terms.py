@@ -61,7 +61,7 @@ def _is_priced(tree, name):
     reads = [o for o in ast.walk(tree) if isinstance(o, (ast.Name, ast.Attribute)) and _name_of(o) == name]
     return any(id(o) not in inside and isinstance(o.ctx, ast.Load) for o in reads)
 
-# %% ../../nbs/inspection/98i1_check_terms.ipynb #fd75cb79
+# %% ../../nbs/inspection/98i1_check_terms.ipynb #4c872d81
 _LAST = ('{who} sets `{name}` anew in each turn of the loop ({line}) and uses it behind the loop, so that of '
          'the last layer counts alone. Add them up: `total = total + {name}` in the loop.')
 _SUMMAND = re.compile(r'^(\w*_)?(log_?(abs_?)?(det|jac)\w*|ldj|aux(_loss)?|kls?|kl_\w+|penalty|reg_loss)$')
@@ -76,7 +76,7 @@ def terms_of_the_last(scene):
                 name = _kept_last(node, loop, source.tree)
                 if name is None: continue
                 text = _LAST.format(who=source.said, name=name, line=source.line(node))
-                return [Finding('last_term', text, callbacks_of(source), spoils=True)]
+                return [Finding('last_term', text, callbacks_of(source))]
     return []
 
 def _kept_last(node, loop, tree):

@@ -12,7 +12,7 @@ import torch
 
 from .written import memory_of
 
-# %% ../../nbs/inspection/99e8_seen_views.ipynb #f25404ca
+# %% ../../nbs/inspection/99e8_seen_views.ipynb #94b939fa
 _COMPARES = {'cosine_similarity', 'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
 _PRODUCTS = {'matmul', 'mm', 'rmatmul'}
 _JOINS = {'cat', 'concat', 'concatenate', 'stack'}
@@ -51,7 +51,8 @@ class Views:
             if factors is not None and _are_branches(*factors): self._compare(where, *factors)
 
     def _note(self, a, b):
-        if not all(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in (a, b)): return
+        are_rows = all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in (a, b))
+        if not are_rows or a.grad_fn is None or b.grad_fn is None: return
         self.alike.setdefault(self.calls.place(), []).append(_are_alike(a, b))
 
     def _compare(self, where, a, b):
@@ -130,8 +131,10 @@ class Columns:
         if alone is None or y.ndim != 1 or len(y) < 2 or not is_flat(y): return
         self.found.setdefault(self.calls.place(), []).append((alone, int(y[0])))
 
-# %% ../../nbs/inspection/99e8_seen_views.ipynb #72e6bcaa
+# %% ../../nbs/inspection/99e8_seen_views.ipynb #a3dfa13f
 _SPREADS = {'var', 'std', 'mean', 'var_mean', 'std_mean'}
+
+_WRITES = 2 # Between two looks; a moving average that is repeated on purpose has no more
 
 class Stacks:
     "Looks for stacks of tensors that are all the same, or one"
@@ -166,7 +169,7 @@ class Stacks:
         x = next(x for x in parts if memory_of(x) == most)
         x = x if x._base is None else x._base # As of `state[None]`
         ref,version = self.written.get(id(x), (None, 0))
-        was_written = ref is not None and ref() is x and version < x._version
+        was_written = ref is not None and ref() is x and version + _WRITES < x._version
         if was_written: self.one.setdefault(self.calls.place(), (places.count(most), len(parts)))
         self.written[id(x)] = weakref.ref(x),x._version
 

@@ -823,7 +823,7 @@ class Game(Trainer):
 
     @with_cbs("batch", CancelBatchException)
     def one_batch(self):
-        g, d, x = self.model["g"], self.model["d"], self.batch[0]
+        g, x = self.model["g"], self.batch[0]
         fake = g(torch.randn_like(x))
         self.loss = self.score(x, 1.0) + self.score(fake.detach(), 0.0)
         if self.training:
