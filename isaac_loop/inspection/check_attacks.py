@@ -15,7 +15,7 @@ from ..loop.advice import has_own_batch
 from ..loop.events import EVENTS
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/98h1_check_attacks.ipynb #56abf30d
+# %% ../../nbs/inspection/98h1_check_attacks.ipynb #d12a10bb
 _FREE = ('{who} goes {steps} times along the sign of a gradient ({line}), and does not read `{eps}` '
          'there{far}: the inputs leave the ball that was to hold them. Keep to it behind each step, as by '
          '`x + (adv - x).clamp(-eps, eps)`.')
@@ -60,7 +60,7 @@ def _keeps_to(node, eps):
 def _size_of(node):
     "The factor of a sign in an expression; None if there is none"
     products = [o for o in ast.walk(node) if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Mult)]
-    sides = [pair for o in products for pair in ((o.left, o.right), (o.right, o.left))]
+    sides = [pair for item in products for pair in ((item.left, item.right), (item.right, item.left))]
     return next((a for a,b in sides if called(b) == 'sign'), None)
 
 def _value(node, source):
@@ -73,7 +73,7 @@ def _value(node, source):
     found = dict(zip(names[len(names)-len(defaults):], defaults)).get(node.id)
     return found if isinstance(found, (int, float)) else None
 
-# %% ../../nbs/inspection/98h1_check_attacks.ipynb #7bfd6492
+# %% ../../nbs/inspection/98h1_check_attacks.ipynb #e58a48e2
 _UNREAD = ('{who} takes `{name}` out of the batch ({line}), and nobody reads it{why}. Use it; what is meant '
            'to be left out is called `_{name}`.')
 _TOLD = {'done': ', so the value of what comes after the end of an episode is counted as well',
@@ -84,7 +84,7 @@ _PART = re.compile(r'^(not_)?(dones?|terminals?|terminated|masks?|padding|length
 def unread_parts(scene):
     "Parts of a batch that have a name and no reader"
     sources = _of_batch(scene)
-    nodes = [(source, o) for source in sources for o in ast.walk(source.tree)]
+    nodes = [(source, node) for source in sources for node in ast.walk(source.tree)]
     if any(isinstance(o, ast.Starred) and _is_batch(o.value) for _,o in nodes): return []
     if any(isinstance(o, ast.Subscript) and _is_batch(o.value) for _,o in nodes): return []
     read = {o.id for _,o in nodes if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)}

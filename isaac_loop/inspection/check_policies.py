@@ -36,7 +36,7 @@ def methods_by_name(cls):
 
 def callbacks_of(source): return [source.callback] if source.callback is not None else []
 
-# %% ../../nbs/inspection/98h_check_policies.ipynb #bbee6268
+# %% ../../nbs/inspection/98h_check_policies.ipynb #f2325c09
 _SIGN = ('{who} makes `{what}` a part of the loss without a minus ({line}), and the loss is made small: what '
          'is rewarded becomes less likely. Write `-({what})`, if more of `{reward}` is better.')
 _LOG_PROB = re.compile(r'^(\w*_)?(log_?probs?|logps?|log_pi|ratios?)$')
@@ -78,8 +78,8 @@ def _products(node, sign, source, depth):
     elif isinstance(node, ast.BinOp): more = _of_two(node, sign, source)
     elif isinstance(node, ast.Call):
         own = source.called(node)
-        for o in ast.walk(own.tree) if own is not None and own.tree is not None else ():
-            if isinstance(o, ast.Return): yield from _products(o.value, sign, own, depth-1)
+        for part in ast.walk(own.tree) if own is not None and own.tree is not None else ():
+            if isinstance(part, ast.Return): yield from _products(part.value, sign, own, depth-1)
         more = [(part, sign) for part in _given_on(node)] if own is None else []
     elif isinstance(node, (ast.Name, ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)):
         more = [(part, sign) for part in _parts(node, source)]
@@ -116,11 +116,12 @@ def _parts(node, source):
     if isinstance(node, (ast.List, ast.Tuple)): return node.elts
     if isinstance(node, (ast.ListComp, ast.GeneratorExp)): return [node.elt]
     found = []
-    for o in ast.walk(source.tree):
-        if isinstance(o, ast.Assign) and ast.unparse(o.targets[0]) == node.id: found.append(o.value)
-        elif isinstance(o, ast.AugAssign) and ast.unparse(o.target) == node.id:
-            found.append(o.value if not isinstance(o.op, ast.Sub) else ast.UnaryOp(ast.USub(), o.value))
-        elif called(o) == 'append' and ast.unparse(o.func.value) == node.id: found += o.args
+    for line in ast.walk(source.tree):
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == node.id: found.append(line.value)
+        elif isinstance(line, ast.AugAssign) and ast.unparse(line.target) == node.id:
+            is_less = isinstance(line.op, ast.Sub)
+            found.append(ast.UnaryOp(ast.USub(), line.value) if is_less else line.value)
+        elif called(line) == 'append' and ast.unparse(line.func.value) == node.id: found += line.args
     return found
 
 def is_product(node):
@@ -142,7 +143,7 @@ def _base(node):
         else: break
     return called(node) or getattr(node, 'attr', getattr(node, 'id', ''))
 
-# %% ../../nbs/inspection/98h_check_policies.ipynb #bfdb06a4
+# %% ../../nbs/inspection/98h_check_policies.ipynb #17513069
 _SQUASHED = ('{who} takes `tanh` of `{name}` for an action ({line}), and the log-probability of `{name}` '
              'itself: without the correction for `tanh` the entropy is wrong, and actions run to the ends. '
              'Subtract `torch.log(1 - action**2 + 1e-6)`, or use a `TanhTransform`.')
@@ -151,13 +152,14 @@ _CORRECTS = {'log', 'log1p', 'softplus', 'logsigmoid', 'cosh', 'TanhTransform', 
 def squashed_actions(scene):
     "Log-probabilities of what was not yet squashed"
     sources = sources_of(scene)
-    if any(called(o) in _CORRECTS for source in sources for o in ast.walk(source.tree)): return []
+    if any(called(node) in _CORRECTS for source in sources for node in ast.walk(source.tree)): return []
     for source in sources:
         nodes = list(ast.walk(source.tree))
         drawn = {ast.unparse(o.targets[0]) for o in nodes if isinstance(o, ast.Assign)
                  and called(o.value) == 'rsample'}
         asked = {ast.unparse(o.args[0]): o for o in nodes if called(o) == 'log_prob' and len(o.args) == 1}
-        squashed = {ast.unparse(x) for o in nodes if called(o) == 'tanh' for x in (*_owner(o), *o.args)}
+        calls = [o for o in nodes if called(o) == 'tanh']
+        squashed = {ast.unparse(x) for call in calls for x in (*_owner(call), *call.args)}
         for name in drawn & {*asked} & squashed:
             text = _SQUASHED.format(who=source.said, name=name, line=source.line(asked[name]))
             return [Finding('tanh_uncorrected', text, callbacks_of(source))]

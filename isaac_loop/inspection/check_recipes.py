@@ -18,7 +18,7 @@ from .own_sources import Source, forwards, model_of
 from ..loop.plan_checks import Finding
 from ..state.random_numbers import undrawn
 
-# %% ../../nbs/inspection/98i_check_recipes.ipynb #b6d4b606
+# %% ../../nbs/inspection/98i_check_recipes.ipynb #9ff72b36
 _FIRST = ('A hook appends to `{name}`, which nobody empties, and {who} reads its first entry ({line}): that '
           'is of the first batch for ever, and the list grows. Call `{name}.clear()` before the model is '
           'asked, or keep the last one only.')
@@ -31,7 +31,8 @@ def first_entries(scene):
     for holder in (*scene.trainer.callbacks, scene.trainer, *modules):
         methods = methods_by_name(type(holder))
         sources = [Source(f, holder) for f in methods.values()]
-        trees = [(o, node) for o in sources if o.tree is not None for node in ast.walk(o.tree)]
+        sources = [o for o in sources if o.tree is not None]
+        trees = [(source, node) for source in sources for node in ast.walk(source.tree)]
         for name in _filled_by_hooks([node for _,node in trees]):
             held = getattr(holder, '__dict__', {}).get(name.rpartition('.')[2])
             first = next(((o, node) for o,node in trees if _reads_first(node, name)), None)
@@ -44,11 +45,12 @@ def first_entries(scene):
 
 def _filled_by_hooks(nodes):
     "Names of attributes to which functions append that are registered as hooks"
-    given = [arg for o in nodes if re.fullmatch(r'register_\w*hook', called(o)) for arg in o.args]
+    calls = [o for o in nodes if re.fullmatch(r'register_\w*hook', called(o))]
+    given = [arg for call in calls for arg in call.args]
     names = {getattr(o, 'attr', getattr(o, 'id', '')) for o in given}
     named = [o for o in nodes if isinstance(o, ast.FunctionDef) and o.name in names]
-    inside = [part for o in (*named, *given) if isinstance(o, (ast.FunctionDef, ast.Lambda))
-              for part in ast.walk(o)]
+    hooks = [o for o in (*named, *given) if isinstance(o, (ast.FunctionDef, ast.Lambda))]
+    inside = [part for hook in hooks for part in ast.walk(hook)]
     owners = [ast.unparse(o.func.value) for o in inside if called(o) == 'append']
     return dict.fromkeys(name for name in owners if re.fullmatch(r'self\.\w+', name))
 
@@ -60,7 +62,8 @@ def _empties(node, name, source):
     "Whether a part of a method empties a list, or puts another one in its place"
     if called(node) in _EMPTIES: return ast.unparse(node.func).startswith(f'{name}.')
     targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else ()
-    texts = [ast.unparse(part) for o in targets for part in (o.elts if isinstance(o, ast.Tuple) else [o])]
+    parts = [target.elts if isinstance(target, ast.Tuple) else [target] for target in targets]
+    texts = [ast.unparse(part) for some in parts for part in some]
     is_new = any(text == name or text.startswith(f'{name}[') for text in texts)
     return is_new and source.f.__name__ != '__init__'
 

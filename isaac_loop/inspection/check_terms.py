@@ -14,7 +14,7 @@ from .own_sources import at_events, loss_sources
 from ..loop.advice import has_own_batch
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/98i1_check_terms.ipynb #4cdf7de0
+# %% ../../nbs/inspection/98i1_check_terms.ipynb #ec281ecf
 _NO_PRICE = ('{who} weighs errors by `exp(-{name})` ({line}), and nothing is added for `{name}` itself, so '
              'the loss is smallest where it grows without end. Add it to the loss: for the logarithm of '
              'a variance, `0.5*(exp(-{name})*error**2 + {name})`.')
@@ -38,10 +38,10 @@ def _weighed_by(node):
     "The logarithm of a scale by which a product weighs errors; None for anything else"
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult): return None
     inside = [o for o in ast.walk(node) if called(o) == 'exp']
-    given = [o for call in inside for o in (*call.args, getattr(call.func, 'value', None)) if o is not None]
-    given = [o for o in given if ast.unparse(o).lstrip('(').startswith('-')] # As in `exp(-2*log_std)`
-    parts = [part for o in given for part in ast.walk(o) if isinstance(part, (ast.Name, ast.Attribute))]
-    names = list(map(_name_of, parts))
+    given = [part for call in inside for part in (*call.args, getattr(call.func, 'value', None))]
+    given = [o for o in given if o is not None and ast.unparse(o).lstrip('(').startswith('-')]
+    parts = [part for node in given for part in ast.walk(node)] # As in `exp(-2*log_std)`
+    names = [_name_of(o) for o in parts if isinstance(o, (ast.Name, ast.Attribute))]
     name = next((o for o in names if _LOG_SCALE.search(o)), None)
     rest = ast.unparse(node)
     for call in inside: rest = rest.replace(ast.unparse(call), '')
@@ -54,14 +54,14 @@ def _name_of(node):
 def _is_priced(tree, name):
     "Whether a name is read for anything but `exp(-name)`, and for what it is itself set to"
     kept = [o for o in ast.walk(tree) if called(o) == 'exp']
-    for o in [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]:
-        parts = o.targets[0].elts if isinstance(o.targets[0], ast.Tuple) else o.targets
-        if name in map(_name_of, parts): kept.append(o)
-    inside = {id(part) for o in kept for part in ast.walk(o)}
+    for line in [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]:
+        parts = line.targets[0].elts if isinstance(line.targets[0], ast.Tuple) else line.targets
+        if name in map(_name_of, parts): kept.append(line)
+    inside = {id(part) for node in kept for part in ast.walk(node)}
     reads = [o for o in ast.walk(tree) if isinstance(o, (ast.Name, ast.Attribute)) and _name_of(o) == name]
     return any(id(o) not in inside and isinstance(o.ctx, ast.Load) for o in reads)
 
-# %% ../../nbs/inspection/98i1_check_terms.ipynb #4c872d81
+# %% ../../nbs/inspection/98i1_check_terms.ipynb #905fddd7
 _LAST = ('{who} sets `{name}` anew in each turn of the loop ({line}) and uses it behind the loop, so that of '
          'the last layer counts alone. Add them up: `total = total + {name}` in the loop.')
 _SUMMAND = re.compile(r'^(\w*_)?(log_?(abs_?)?(det|jac)\w*|ldj|aux(_loss)?|kls?|kl_\w+|penalty|reg_loss)$')
@@ -82,7 +82,8 @@ def terms_of_the_last(scene):
 def _kept_last(node, loop, tree):
     "A summand that a line of a loop sets, that nothing in the loop reads, and that is read behind it"
     names = [getattr(o, 'id', '') for o in node.targets[0].elts]
-    passed = {o.id for arg in node.value.args for o in ast.walk(arg) if isinstance(o, ast.Name)}
+    parts = [part for arg in node.value.args for part in ast.walk(arg)]
+    passed = {o.id for o in parts if isinstance(o, ast.Name)}
     for name in [o for o in names if _SUMMAND.search(o)] if passed & {*names} else ():
         loads = [o for o in ast.walk(tree) if isinstance(o, ast.Name) and o.id == name
                  and isinstance(o.ctx, ast.Load)]

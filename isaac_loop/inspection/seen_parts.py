@@ -118,14 +118,15 @@ class Hidden:
         return [place for place,was in self.found.items() if len(was) > 1 and all(was)
                 and not any(False in others for others in self.found.values())]
 
-# %% ../../nbs/inspection/99e8b_seen_parts.ipynb #37360c60
+# %% ../../nbs/inspection/99e8b_seen_parts.ipynb #be301a99
 _JUDGES = {'binary_cross_entropy_with_logits', 'binary_cross_entropy', 'mse_loss'}
 _TURNS = {'neg', 'rsub', 'negative'}
 
 class Judged:
     "A loss with one label for all rows"
     def __init__(self, place, label, made_by, leads_to):
-        self.place,self.label,self.made_by,self.leads_to = place,label,made_by,leads_to
+        self.place,self.label = place,label
+        self.made_by,self.leads_to = made_by,leads_to
         self.turned = False # Is it given a minus afterwards?
 
 class Makers:
