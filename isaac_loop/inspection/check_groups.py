@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99i1_check_groups.ipynb #db83e6d3
+# %% ../../nbs/inspection/99i1_check_groups.ipynb #5c2920c8
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from .check_gradients import callbacks_in, name_of, names_of
 from .seen_gradients import weights_of
@@ -115,7 +116,7 @@ def steps_that_move_nothing(seen):
     return [Finding('step_moves_nothing', _STILL.format(kind=kind, n=len({one.where for one in passes})),
                     spoils=True)]
 
-# %% ../../nbs/inspection/99i1_check_groups.ipynb #8f08d6fa
+# %% ../../nbs/inspection/99i1_check_groups.ipynb #a8e48f22
 _SIGNED = ('The loss has the plain sum of {names} in it ({place}), without `abs` or a square, so it falls '
            'for ever as the weights become more negative, and none is drawn to 0. Sum `p.abs()`, or '
            '`p.pow(2)`.')
@@ -134,7 +135,7 @@ def signed_penalties(seen):
 
 def copied_onto_themselves(seen):
     "Weights that were kept as they are, and are put back into themselves"
-    shapes = {tuple(p.shape) for p in seen.owners.parameters.values()}
+    shapes = {tuple(p.shape) for p in seen.owners.parameters.values() if not is_lazy(p)}
     found = [(line, who) for line,(who,shape) in seen.calls.copies.found.items() if shape in shapes]
     return [Finding('kept_alias', _ALIAS.format(who=who, line=line), callbacks_in(seen, who))
             for line,who in found[:1]]

@@ -16,12 +16,12 @@ from .method_source import function_node, place
 from .own_sources import model_of
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/98j1_check_hooks.ipynb #d097fe42
+# %% ../../nbs/inspection/98j1_check_hooks.ipynb #2a73c430
 _NOTHING = ('The hook `{who}` computes `{made}` ({line}) and does not return it, so nothing changes: a hook '
             'replaces what it is given by what it returns. Add `return {name}`, or change it in place.')
 _REGISTERS = re.compile(r'register_(?!post_accumulate)\w*hook$')
 _MAKES = set('''abs add clamp clamp_max clamp_min clip div dropout exp lerp masked_fill mul nan_to_num
-normalize relu sign softmax sub tanh where zeros_like'''.split()) # Functions that give a new value, and do nothing else
+normalize relu sign softmax sub tanh where zeros_like'''.split()) # They give a new value, and no more
 
 def hooks_without_return(scene):
     "Hooks that compute a new value, which goes nowhere"

@@ -125,7 +125,7 @@ def optimizers_left_out(scene):
         found.append(Finding('optimizer_left_out', _IN_PART.format(**told), [callback]))
     return found
 
-# %% ../../nbs/inspection/98k_check_resumed.ipynb #4fcc75db
+# %% ../../nbs/inspection/98k_check_resumed.ipynb #782cf7bb
 _UNMEASURED = ('`{who}` asks `{name}`, an average of weights ({line}), and its batch norms have what those '
                'of the model have measured, which is another model. Call `update_bn(trainer.dls.train, '
                '{name})` before, or let `AveragedModel` average the buffers, too: `use_buffers=True`.')
@@ -154,7 +154,7 @@ _ASKS = re.compile('evaluat|valid|measure|test|predict|accuracy|score')
 
 def _asked(call):
     "What is asked for predictions in a call, or given to a function that does so; empty for nothing"
-    texts = [ast.unparse(o) for o in call.args] if _ASKS.search(called(call)) else []
+    texts = [ast.unparse(o).removesuffix('.eval()') for o in call.args] if _ASKS.search(called(call)) else []
     first = ast.unparse(call.func).removesuffix('.eval()')
     return next((o for o in texts if o.startswith('self.')), first)
 
