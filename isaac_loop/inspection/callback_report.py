@@ -102,9 +102,9 @@ def _where(tried):
     more = [f'and {len(tried.faults)-3} more'] if len(tried.faults) > 3 else []
     return '; '.join([*map(str, tried.faults[:3]), *more])
 
-_IDLE = ('\n\nIn the run that was watched, {names} had nothing to do: conditions and loops have run, and nothing behind '
-         'them. What is kept there is kept by doing nothing. If it needs another model or more epochs, try it with '
-         'yours: `try_callback(cb, trainer)`.')
+_IDLE = ('\n\nIn the run that was watched, {names} had nothing to do: conditions and loops have run, and '
+         'nothing behind them. What is kept there is kept by doing nothing. If it needs another model or '
+         'more epochs, try it with yours: `try_callback(cb, trainer)`.')
 
 def _nothing_to_do(report):
     "Which methods had nothing to do, if there are any"
