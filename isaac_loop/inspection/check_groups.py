@@ -112,7 +112,8 @@ def steps_that_move_nothing(seen):
     leaves = {key: p for one in passes for key,p in one.leaves.items() if isinstance(p, nn.Parameter)}
     begun = {key: seen.gradients.begin.get(key, (None, None))[1] for key in leaves}
     if any(x is None or not torch.equal(p, x) for p,x in zip(leaves.values(), begun.values())): return []
-    kind = type(mine[0]).__name__ if mine else 'trainer.opt'
+    kinds = [o if isinstance(o, type) else type(o) for o in mine] # `opt_func` may be its class
+    kind = kinds[0].__name__ if kinds else 'trainer.opt'
     return [Finding('step_moves_nothing', _STILL.format(kind=kind, n=len({one.where for one in passes})),
                     spoils=True)]
 
