@@ -50,7 +50,10 @@ class CallbackReport:
     def __init__(self,
         name:str, # Of the callback
         promises:list, # Each as it was tried
-    ): self.name,self.promises = name,{tried.name: tried for tried in promises}
+        idle=(), # Pairs of a name and an event: methods that had nothing to do
+    ):
+        self.name,self.promises = name,{tried.name: tried for tried in promises}
+        self.idle = [f'{who}.{event}' for who,event in idle]
 
     @property
     def broken(self)->list: # Names of promises
@@ -80,8 +83,9 @@ class CallbackReport:
         return Table([dict(promise=tried.name, what=tried.text, verdict=tried.verdict, where=_where(tried))
                       for tried in self.promises.values()])
 
-    def __repr__(self): return f'{self.name}: {_summary(self)}\n\n{self.table()}'
-    def _repr_markdown_(self): return f'`{self.name}`: {_summary(self)}\n\n{self.table().to_markdown()}'
+    def __repr__(self): return f'{self.name}: {_summary(self)}\n\n{self.table()}{_nothing_to_do(self)}'
+    def _repr_markdown_(self):
+        return f'`{self.name}`: {_summary(self)}\n\n{self.table().to_markdown()}{_nothing_to_do(self)}'
 
 def _check_name(name, known):
     "Refuse the name of a promise that nobody tries"
@@ -97,6 +101,15 @@ def _where(tried):
     if tried.reason is not None: return tried.reason
     more = [f'and {len(tried.faults)-3} more'] if len(tried.faults) > 3 else []
     return '; '.join([*map(str, tried.faults[:3]), *more])
+
+_IDLE = ('\n\nIn the run that was watched, {names} had nothing to do: conditions and loops have run, and '
+         'nothing behind them. What is kept there is kept by doing nothing. If it needs another model or '
+         'more epochs, try it with yours: `try_callback(cb, trainer)`.')
+
+def _nothing_to_do(report):
+    "Which methods had nothing to do, if there are any"
+    names = ', '.join(f'`{name}`' for name in report.idle)
+    return _IDLE.format(names=names) if names else ''
 
 def _summary(report):
     "How many promises are kept, broken, not tried"
@@ -123,7 +136,8 @@ def try_callback(
         for name in dict.fromkeys(names):
             unusable = bool(found) and found[0].verdict == 'broken'
             found.append(_try(name, evidence, _UNUSABLE if unusable else None))
-    return CallbackReport(trials.name, found)
+        idle = evidence.observed.ran.idle() if found[0].verdict == 'kept' else []
+    return CallbackReport(trials.name, found, idle)
 
 _UNUSABLE = 'without a fit nothing can be tried'
 

@@ -10,6 +10,7 @@ import inspect, math, re
 
 from . import check_columns, check_losses, check_shapes, check_windows
 from . import check_views
+from . import check_groups, check_paces
 from .check_data import random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
@@ -199,7 +200,7 @@ RUN_RULES = { # By the name of what each finds
     'sees_future': check_shapes.models_that_look_ahead,
     'rows_mixed': check_shapes.models_that_mix_rows,
     'same_model': models_that_are_one,
-    'other_optimizer': schedules_of_others,
+    'other_optimizer': lambda seen: schedules_of_others(seen) or check_groups.rates_of_others(seen),
     'one_rate': levelled_rates,
     'same_rows': rows_that_are_one,
     'low_rate': rates_never_reached,
@@ -246,6 +247,13 @@ RUN_RULES = { # By the name of what each finds
     'divided_away': check_views.fractions_of_nothing,
     'visible_only': check_views.errors_of_the_seen,
     'same_goal': check_views.labels_of_a_game,
+    'decayed_norms': check_groups.decayed_norms,
+    'coupled_decay': check_groups.coupled_decays,
+    'rates_turned': check_groups.turned_rates,
+    'step_moves_nothing': check_groups.steps_that_move_nothing,
+    'signed_penalty': check_groups.signed_penalties,
+    'kept_alias': check_groups.copied_onto_themselves,
+    'schedule_pace': lambda seen: check_paces.updates_by_epoch(seen) or check_paces.wrong_lengths(seen),
 }
 
 def found_by_running(

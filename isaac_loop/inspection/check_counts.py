@@ -31,9 +31,9 @@ def counts_validation(scene):
         tree,_ = method_of(entry)
         both = all(takes_part(entry.callback, entry.event, training) for training in (True, False))
         trees = own_trees(entry.callback) if tree is not None and both else []
-        if not trees or _knows_passes(trees) or not _changes_training(scene, entry, trees): continue
+        if not trees or _knows_passes(trees) or not changes_training(scene, entry, trees): continue
         for node,name in _counts(tree):
-            shares = [part for item in trees for part in ast.walk(item) if _is_share(part, name)]
+            shares = [part for item in trees for part in ast.walk(item) if is_share(part, name)]
             if not shares or not _goes_on(name, node, trees): continue
             told = dict(who=said(entry), name=name, what=ast.unparse(shares[0]), line=line_in(entry, node))
             return [Finding('counts_validation', _BOTH.format(**told), [entry.callback])]
@@ -51,7 +51,7 @@ def _knows_passes(trees):
     "Whether a callback asks which pass it is in, or reckons with that of validation"
     return any(re.search(r'\.training\b|valid', ast.unparse(o)) for o in trees)
 
-def _changes_training(scene, entry, trees):
+def changes_training(scene, entry, trees):
     "Whether a callback changes the loss, a rate, or something on the trainer that is called like a weight"
     if any('loss' in o.found.writes for o in of_same(scene, entry)): return True
     parts = [part for tree in trees for part in ast.walk(tree)]
@@ -60,7 +60,7 @@ def _changes_training(scene, entry, trees):
     outside = [re.split(r'[.\[]', name)[-1] for name in names if not name.startswith('self.')]
     return any(map(_WEIGHTS.search, outside))
 
-def _is_share(node, name):
+def is_share(node, name):
     "Whether an expression is the progress of a schedule: a count by its length, or no more than that"
     if called(node) in ('min', 'clip', 'minimum', 'clamp'):
         texts = list(map(ast.unparse, node.args))

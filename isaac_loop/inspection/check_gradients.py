@@ -198,7 +198,8 @@ def _without(seen, opt, steps):
     learning = _learning(opt, steps)
     empty = set.intersection(*(step.empty for step in steps))
     none = set.intersection(*(step.none for step in steps)) # A zero may come of a difference, and be right
-    never = [p for p in learning if id(p) in none and id(p) not in seen.replaced]
+    had = seen.gradients.versions # A gradient that came, and that somebody has taken away, as for freezing
+    never = [p for p in learning if id(p) in none and id(p) not in {*seen.replaced, *had}]
     about = dict(opt=name_of(seen, opt), n=len(steps))
     zero = [p for p in learning if id(p) in empty and id(p) not in none]
     tiny = [p for p in learning if all(id(p) in step.tiny for step in steps)]

@@ -11,6 +11,7 @@ from fastcore.basics import patch
 from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
 from . import check_best, check_cancels, check_counts, check_effects, check_forgotten
+from . import check_habits, check_hooks, check_resumed
 from . import check_formulas, check_forwards, check_kept, check_last_batch, check_lasting
 from . import check_layers, check_mixing, check_model, check_modes, check_orders
 from . import check_penalties, check_pieces, check_renamed, check_rows_read, check_rules
@@ -45,7 +46,7 @@ RULES = { # By the name of what each finds
     'counted_twice': check_updates.counted_twice,
     'schedule_twice': check_schedules.stepped_twice,
     'rate_compounds': check_schedules.rates_by_hand, # And `schedule_twice`
-    'schedule_pace': check_schedules.wrong_paces,
+    'schedule_pace': lambda scene: check_schedules.wrong_paces(scene) or check_habits.other_units(scene),
     'overwritten': check_writing.overwritten,
     'random_validation': check_writing.augmented_validation,
     'misspelt': lambda scene: check_writing.slips(scene) + check_layers.misspelt_grads(scene),
@@ -55,7 +56,7 @@ RULES = { # By the name of what each finds
     'late_loss': check_forgotten.late_losses,
     'left_in_eval': check_forgotten.left_in_evaluation,
     'never_reset': check_forgotten.never_reset,
-    'kept_alias': check_kept.kept_aliases,
+    'kept_alias': lambda scene: check_kept.kept_aliases(scene) or check_resumed.backups_without_copies(scene),
     'mixed_mean': lambda scene: [*check_kept.mixed_means(scene), *check_kept.mixed_lists(scene)],
     'mean_of_means': check_kept.means_of_means,
     'cancels_too_much': check_cancels.cancels_too_much,
@@ -80,7 +81,7 @@ RULES = { # By the name of what each finds
     'seeded_again': check_effects.seeded_again,
     'constant_term': lambda scene: _without_gradient(scene),
     'wrong_best': lambda scene: check_best.wrong_comparisons(scene) + check_best.wrong_plateaus(scene),
-    'impatient': check_best.impatient,
+    'impatient': lambda scene: check_best.impatient(scene) or check_habits.lost_patience(scene),
     'average_turned': check_formulas.turned_averages,
     'over_rows': check_formulas.over_rows,
     'advantage_gradient': check_formulas.advantages_with_gradient,
@@ -90,7 +91,7 @@ RULES = { # By the name of what each finds
     'masked_mean': check_formulas.masked_means,
     'mean_too_early': check_formulas.formulas_of_means,
     'used_up': check_lasting.used_up,
-    'begins_anew': check_lasting.begun_anew,
+    'begins_anew': lambda scene: check_lasting.begun_anew(scene) or check_habits.ramps_begun_anew(scene),
     'new_optimizer': check_lasting.new_optimizers,
     'not_counted': check_lasting.not_counted,
     'not_put_back': check_lasting.never_put_back,
@@ -124,6 +125,10 @@ RULES = { # By the name of what each finds
     'same_answers': check_recipes.answers_without_chance,
     'scale_runs_away': check_terms.doubts_without_price,
     'last_term': check_terms.terms_of_the_last,
+    'best_is_last': check_habits.bests_that_are_last,
+    'hook_returns_nothing': check_hooks.hooks_without_return,
+    'optimizer_left_out': check_resumed.optimizers_left_out,
+    'norms_not_measured': check_resumed.averages_not_measured,
 }
 
 def _without_gradient(scene):

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..loop.callback_list import is_in
 from ..loop.events import EVENTS, SPANS, callback_name
 from ..state.random_numbers import random_state, same_random_state
+from .idle_methods import Ran
 from .leftovers import belongings, changes, functions, replaced
 from .watched_calls import watching
 
@@ -106,6 +107,7 @@ class ObservedRun:
         self.written,self.drawn = {},[] # Files, by path: who wrote them; calls that drew random numbers
         self.spans = {} # By name of a span and kind of pass: what was different at its end, in any of them
         self.n_batches = {True: 0, False: 0} # By kind of pass
+        self.ran = Ran() # What its methods have run
         self._begun,self.error = [],None
         self.trainer,self.callbacks = trials.make(with_callback)
         watch_fits(self.trainer, calls_of(self.callbacks, self._watch), at_borders(self._look))
@@ -121,12 +123,15 @@ class ObservedRun:
         before,was = belongings(trainer),functions(trainer)
         numbers,files = random_state(),files_in('.')
         touch = Touch(call.callback, call.event, call.handler)
-        try: run()
+        try:
+            with self.ran.noting(call.callback, call.event, call.handler): run()
         finally:
             changed = changes(before, belongings(trainer)) | replaced(was)
             for name in changed: self.touched.setdefault(name, touch)
-            for path in files_in('.') - files: self.written.setdefault(path, touch)
-            if not same_random_state(numbers, random_state()): self.drawn.append(touch)
+            new,drew = files_in('.') - files,not same_random_state(numbers, random_state())
+            for path in new: self.written.setdefault(path, touch)
+            if drew: self.drawn.append(touch)
+            if changed or new or drew: self.ran.busy.add((touch.name, touch.event))
 
     def _look(self, trainer, span, begins):
         "One end of a span"

@@ -21,6 +21,7 @@ from .observed_run import at_borders
 from .observing import passes_of
 from .owners import schedules_of
 from .scales import scales_of
+from .seen_copies import SelfCopies, Sums
 from .seen_doings import Doings
 from .seen_draws import DRAW_LOOKS
 from .seen_gradients import Gradients, spared
@@ -74,7 +75,7 @@ class SeenRun:
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
         self.terms = self.operations.terms # By place, the values of what was added to a loss in vain
-        self.calls = Calls(self.moment, [LossCalls, *VIEW_LOOKS, *DRAW_LOOKS, *PART_LOOKS])
+        self.calls = Calls(self.moment, [LossCalls, SelfCopies, Sums, *VIEW_LOOKS, *DRAW_LOOKS, *PART_LOOKS])
         self.losses = self.calls.losses
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has

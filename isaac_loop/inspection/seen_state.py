@@ -82,6 +82,8 @@ class Owners:
         self.hidden = {} # By `id`: the plain list of the model that a parameter is in
         self.same = {} # By the name of a second model that is the first: that one's
         self.schedules,self.factors = {},{} # Of learning rates, by name; the factors that they give
+        self.counts = {} # By name of a schedule: the first and the last count of its steps that was seen
+        self.rates = {} # By name of an optimizer: the learning rates of its groups, each time they are others
         self.frozen = {} # Other modules than the model, of which nothing learns, by name
         self.left_behind = [] # Names of copies of the model that have the statistics of the beginning
         self.copies = {} # By name a copy of the model, with its weights and statistics when it was first seen
@@ -90,6 +92,7 @@ class Owners:
         "Who holds what by now"
         self.optimizers |= optimizers_of(self.trainer)
         steppers = [o for o in vars(self.trainer).values() if hasattr(o, 'param_groups')]
+        steppers += [o for o in vars(self.trainer).values() if _is_by_hand(o)]
         self.has_foreign |= not all(isinstance(o, torch.optim.Optimizer) for o in steppers)
         self.parameters |= parameters_of(self.trainer)
         self.hidden |= hidden_in(self.trainer.model)
@@ -100,6 +103,10 @@ class Owners:
         for name,schedule in schedules_of(self.trainer).items():
             if name not in self.schedules: self.factors[name] = factors_of(schedule)
             self.schedules[name] = schedule
+            count = getattr(schedule, 'last_epoch', 0)
+            self.counts[name] = self.counts.get(name, (count,))[0],count
+        for name,opt in self.optimizers.items():
+            self.rates.setdefault(name, {})[tuple(map(_rate, opt.param_groups))] = opt
 
     def end(self):
         "Look which copies of the model have moved their weights, and not their statistics"
@@ -107,6 +114,14 @@ class Owners:
             moved = [any(not same_values(a, b) for a,b in zip(*pair))
                      for pair in zip(first, _numbers_of(copied))]
             if moved == [True, False]: self.left_behind.append(name)
+
+def _is_by_hand(x):
+    "Whether something is an optimizer that somebody wrote without PyTorch's"
+    kind = type(x)
+    steps = all(callable(getattr(kind, name, None)) for name in ('step', 'zero_grad'))
+    return steps and not hasattr(x, 'param_groups') and kind.__module__.partition('.')[0] not in _OURS
+
+_OURS = 'torch','isaac_loop'
 
 def _numbers_of(model):
     "Its weights, and what its batch norms have measured"
