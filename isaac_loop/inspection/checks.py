@@ -10,6 +10,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
+from . import check_answers
 from . import check_best, check_cancels, check_counts, check_effects, check_forgotten
 from . import check_formulas, check_forwards, check_kept, check_last_batch, check_lasting
 from . import check_layers, check_mixing, check_model, check_modes, check_orders
@@ -114,6 +115,7 @@ RULES = { # By the name of what each finds
     'view_for_transpose': check_renamed.renamed_dimensions,
     'drawn_apart': check_rows_read.drawn_apart,
     'counts_validation': check_counts.counts_validation,
+    'skip_changed': check_answers.inputs_changed_in_place,
 }
 
 def _without_gradient(scene):
