@@ -5,30 +5,29 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/97a3_check_answers.ipynb #f635dab5
+# %% ../../nbs/inspection/97a3_check_answers.ipynb #bb2c7300
 import ast
 
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 
-from .check_forwards import values_of
 from .check_model import called
 from .own_sources import forwards
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/97a3_check_answers.ipynb #07be5467
+# %% ../../nbs/inspection/97a3_check_answers.ipynb #a5b7ed1a
 _CHANGED = ('{who} gives `{name}` to an activation that works in place ({line}), and reads it again '
             '({again}), so what it adds or takes there is what came out of the activation, and not `{name}`. '
             'Leave `inplace=True` out.')
 
 def inputs_changed_in_place(scene):
-    "Inputs of a forward that an activation has changed before they are read again"
+    "Tensors of a forward that an activation has changed before they are read again"
     for source in forwards(scene):
-        if not isinstance(source.tree, ast.FunctionDef) or not hasattr(source.tree, 'body'): continue
-        given = {o.arg for o in source.tree.args.args} - {'self'}
+        if not isinstance(source.tree, ast.FunctionDef): continue
         for node in [o for o in ast.walk(source.tree) if isinstance(o, ast.Call)]:
             name = _changed(node, source)
-            again = _read_again(node, name, source.tree) if name in given else None
+            again = _read_again(node, name, source.tree) if name else None
             if again is None: continue
             told = dict(name=name, line=source.line(node), again=source.line(again))
             return [Finding('skip_changed', _CHANGED.format(who=source.said, **told))]
@@ -38,17 +37,20 @@ def _changed(node, source):
     "The name of what a call of an activation changes in place; empty for anything else"
     f,first = node.func,node.args[0] if node.args else None
     if isinstance(f, ast.Attribute) and f.attr in _ENDS and isinstance(f.value, ast.Name) and not node.args:
-        return f.value.id if source.value(f.value) is None else '' # As in `x.relu_()`
+        return f.value.id # As in `x.relu_()`
     if not isinstance(first, ast.Name): return ''
     if isinstance(f, ast.Call): return first.id if _made_in_place(f, source) else ''
     found = source.value(f)
     while isinstance(found, nn.Sequential) and len(found): found = found[0]
-    is_layer = isinstance(found, nn.Module) and getattr(found, 'inplace', False) is True
-    is_layer = is_layer and not isinstance(found, nn.modules.dropout._DropoutNd)
-    is_function = getattr(found, '__name__', '') in _ENDS or _is_told(node) and callable(getattr(F, called(node), None))
-    return first.id if is_layer or is_function else ''
+    if isinstance(found, nn.Module): changes = _is_in_place(found)
+    else: changes = called(node) in _ENDS or _is_told(node) and hasattr(F, called(node))
+    return first.id if changes else ''
 
-_ENDS = 'relu_', 'leaky_relu_', 'elu_', 'selu_', 'celu_', 'rrelu_', 'hardtanh_', 'silu_', 'threshold_', 'sigmoid_', 'tanh_'
+_ENDS = 'relu leaky_relu elu selu celu rrelu hardtanh threshold silu sigmoid tanh'.split()
+_ENDS = [f'{name}_' for name in _ENDS]
+
+def _is_in_place(layer):
+    return getattr(layer, 'inplace', False) is True and not isinstance(layer, _DropoutNd)
 
 def _is_told(node):
     return any(o.arg == 'inplace' and getattr(o.value, 'value', None) is True for o in node.keywords)
@@ -63,17 +65,35 @@ def _read_again(node, name, tree):
     "Where a name is read after a call, before it is set anew; None if it is not"
     statements = [o for o in ast.walk(tree) if isinstance(o, ast.stmt) and not hasattr(o, 'body')]
     own = next((o for o in statements if any(part is node for part in ast.walk(o))), None)
-    if own is None: return None
+    if own is None or isinstance(own, ast.Expr): return None # Who drops what comes out means the change
     also = {name} | _aliases(name, statements, own)
-    if name in _names_set(own): also -= {name} # It is another one from here on
-    for one in [own, *sorted((o for o in statements if o.lineno > own.lineno), key=lambda o: o.lineno)]:
-        inside = {id(o) for o in ast.walk(node)} if one is own else set()
-        reads = [o for o in ast.walk(one) if isinstance(o, ast.Name) and o.id in also and id(o) not in inside
-                 and isinstance(o.ctx, ast.Load)]
-        plain = [o for o in reads if one is not own or _is_summand(o, one)]
-        if plain: return plain[0]
+    inside = {id(o) for o in ast.walk(node)}
+    sums = [o for o in _read_in(own, also) if id(o) not in inside and _is_summand(o, own)]
+    if sums: return sums[0]
+    also -= _names_set(own) # They are others from here on
+    for one in _behind(own, statements, tree):
+        reads = _read_in(one, also)
+        if reads: return reads[0]
         also -= _names_set(one)
     return None
+
+def _read_in(node, names):
+    reads = [o for o in ast.walk(node) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)]
+    return [o for o in reads if o.id in names]
+
+def _behind(own, statements, tree):
+    "The statements that may come after one, in their order"
+    if isinstance(own, (ast.Return, ast.Raise)): return []
+    last,others = float('inf'),set()
+    for item in [o for o in ast.walk(tree) if isinstance(o, ast.If)]:
+        arms = [[part for line in arm for part in ast.walk(line)] for arm in (item.body, item.orelse)]
+        mine = next((i for i,arm in enumerate(arms) if any(o is own for o in arm)), None)
+        if mine is None: continue
+        others |= {id(o) for o in arms[1-mine]}
+        end = (item.body, item.orelse)[mine][-1]
+        if isinstance(end, (ast.Return, ast.Raise)): last = min(last, end.end_lineno)
+    later = [o for o in statements if own.end_lineno < o.lineno <= last and id(o) not in others]
+    return sorted(later, key=lambda o: o.lineno)
 
 def _aliases(name, statements, own):
     "Other names for the same, set before a statement"
@@ -81,9 +101,10 @@ def _aliases(name, statements, own):
             and isinstance(o.targets[0], ast.Name) and getattr(o.value, 'id', '') == name}
 
 def _names_set(node):
-    targets = getattr(node, 'targets', None) or [getattr(node, 'target', None)]
-    if isinstance(node, ast.AugAssign): return set()
-    return {o.id for target in targets if target is not None for o in ast.walk(target) if isinstance(o, ast.Name)}
+    "The names that a statement sets"
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    parts = [part for target in targets for part in ast.walk(target)]
+    return {o.id for o in parts if isinstance(o, ast.Name)}
 
 def _is_summand(name, statement):
     "Whether a name stands in a sum itself, which is taken when all of it is computed"

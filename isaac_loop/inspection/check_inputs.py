@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #3c9a1e57
-import inspect, re
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #b64ebfd3
+import ast, inspect, re, textwrap
 
 import torch
 from torch.utils.data import TensorDataset
@@ -14,13 +14,11 @@ from torch.utils.data import TensorDataset
 from .check_data import dataset_of
 from .check_rows import loader_of
 from .check_rules import package_of
-from .own_sources import is_own
 from ..loop.plan_checks import Finding
-from ..loop.events import callback_name
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #7fc5b131
-_BY_BATCH = ('The inputs are scaled by the {what} of each batch (by {a:.3g} in one batch, by {b:.3g} in '
-             'another), so what a row is depends on the rows beside it, and a single row in use is another '
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #15e3204a
+_BY_BATCH = ('The inputs are scaled by the {what} of each batch ({a:.3g} in one batch, {b:.3g} in another), '
+             'so what a row is depends on the rows beside it, and a single row in use is another '
              'input. Scale by numbers that are measured once, on the training data, or by those of each row.')
 _NEIGHBOURS = ('The collate function gives a row of `dls.train` other numbers among other rows (times '
                '{a:.4g}, plus {b:.3g}), so an input depends on the rows beside it. Scale by numbers that are '
@@ -30,17 +28,15 @@ def scaled_by_batch(seen):
     "Inputs that are scaled by the batch that they are in"
     way = seen.inputs.readings.by_neighbours
     if way is not None: return [Finding('batch_scale', _NEIGHBOURS.format(a=way[0], b=way[1]))]
-    ways = [o for o in seen.inputs.scaled if o[0] is not None]
-    if len(ways) < 2 or len(ways) < len(seen.inputs.scaled): return []
-    factors = [way[0] for way,*_ in ways]
-    for name in ways[0][1]:
-        own = [factors_of.get(name, 0.) for _,factors_of,_ in ways]
-        is_own = all(abs(a-b) < 1e-4*b for a,b in zip(factors, own))
-        if is_own and max(factors) > (1+1e-3)*min(factors):
-            return [Finding('batch_scale', _BY_BATCH.format(what=name, a=min(factors), b=max(factors)))]
-    return []
+    found = seen.inputs.scaled
+    if len(found) < 2 or None in found: return []
+    names = set.intersection(*(names for _,names in found))
+    numbers = [summand if names == {'mean'} else factor for (factor,summand),_ in found]
+    if not names or max(numbers) - min(numbers) < 1e-3*abs(max(numbers)): return []
+    told = dict(what=min(names), a=min(numbers), b=max(numbers))
+    return [Finding('batch_scale', _BY_BATCH.format(**told))]
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #1f868bf7
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #44b0a7ad
 _BY_ROW = ('Each row of the inputs has the mean 0 and the spread 1, and the columns differ far more than the '
            'rows: a table was scaled over its rows, so its largest column decides and the others are nearly '
            "constant. Scale each column: `(x - x.mean(0))/x.std(0)`, measured on the training data. "
@@ -51,7 +47,7 @@ def scaled_by_row(seen):
     every = seen.inputs.by_row
     return [Finding('row_scale', _BY_ROW)] if len(every) > 1 and all(every) else []
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #f1af8704
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #56e6b725
 _MARK = ('The inputs have {mark:g} in several places, far beyond all other numbers, which looks like a mark '
          'of what is missing, and the model takes it for a number. Put in the mean of the column, and give '
          'the model another column that says where something was missing.')
@@ -61,7 +57,7 @@ def marks_as_numbers(seen):
     if not seen.inputs.is_number: return []
     return [Finding('missing_as_number', _MARK.format(mark=seen.inputs.missing[1]))]
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #55bff533
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #4d7464eb
 _DRIFTS = ('Reading a row of `dls.train` changes `{name}`, where the data lie, and each reading changes it '
            'further, so they drift from epoch to epoch. Work on a copy in `__getitem__`: `row = row + noise` '
            'in place of `row += noise`, or `self.x[i].clone()`.')
@@ -71,7 +67,7 @@ def drifting_rows(seen):
     name = seen.inputs.readings.drifting
     return [Finding('changes_data', _DRIFTS.format(name=name), spoils=True)] if name else []
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #996146c5
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #67f2edcb
 _WRAPPED = ('Bytes were added up ({place}) and wrapped around: {got} came out where {meant} was meant, as '
             'they end at 255 and begin at 0 again. Compute in floats, or `clamp` in `int16`, and go back to '
             'bytes afterwards.')
@@ -87,11 +83,11 @@ def wrapped_bytes(seen):
     if share and not found: found = [_WRAPPED_ROWS.format(share=share)]
     return [Finding('bytes_wrap', text) for text in found[:1]]
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #aaf82755
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #c10e8ccc
 _ALONE = ('{where}, pictures are {way} by chance, and {what} of shape {shape} stays as it was, so it says '
           'where things were before. Move both alike, by the same draw.')
-_OF_PLACES = re.compile(r'(key_?|land_?mark_?)?points?\b|landmarks?\b|\bbox(es)?\b|bbox|corners?\b|coord|'
-                        r'joints\b|kpts?\b|centers\b|centres\b')
+_OF_PLACES = re.compile(r'(?<![a-z])((key_?|land_?mark_?)?points?|landmarks?|(b_?)?box(es)?|corners?|coords?|'
+                        r'coordinates|joints|kpts?|centers?|centres?)(?![a-z])')
 
 def moved_alone(seen):
     "Pictures that were moved, and not what is said of places in them"
@@ -109,13 +105,17 @@ def _speaks_of_places(seen):
     dataset,collate = dataset_of(seen, 'train'),getattr(loader_of(seen, 'train'), 'collate_fn', None)
     makers = [type(dataset), collate, *map(type, seen.trainer.callbacks), type(seen.trainer)]
     own = [o for o in makers if package_of(o) not in ('isaac_loop', 'torch')]
-    return any(_OF_PLACES.search(_source(o)) for o in own if o is not None)
+    return any(_OF_PLACES.search(word) for x in own if x is not None for word in _words(x))
 
-def _source(x):
-    try: return inspect.getsource(x)
-    except (OSError, TypeError): return ''
+def _words(x):
+    "The names and keys in the source of a class or a function"
+    try: tree = ast.parse(textwrap.dedent(inspect.getsource(x)))
+    except (OSError, TypeError, SyntaxError): return
+    for node in ast.walk(tree):
+        word = getattr(node, 'id', getattr(node, 'attr', getattr(node, 'arg', getattr(node, 'value', None))))
+        if isinstance(word, str) and ' ' not in word: yield word.lower()
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #3dcca3b8
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #c230e886
 _RENAMED = ('In the inputs of `dls.train`, of shape {shape}, a number is like the one three lines below '
             '({far:.2g}) and not like the one in the next line ({near:.2g}), as where colours that came last '
             'were made the first dimension by `view` or `reshape`. Use `permute(0, 3, 1, 2)`.')
@@ -127,10 +127,11 @@ def renamed_pictures(seen):
     x = dataset.tensors[0] if isinstance(dataset, TensorDataset) else None
     if x is None or x.ndim != 4 or x.shape[1] != 3 or min(x.shape[2:]) < 8: return []
     x = x[:max(8, _PICTURES*1000//x[0].numel())].detach().float()
-    lines = (x - x.mean((0, 2, 3), keepdim=True)).flatten(1)
+    lines = (x - x.mean((1, 2, 3), keepdim=True)).flatten(1)
     n,size = x.shape[3],lines.square().mean()
-    near,far = ((lines[:, :-o]*lines[:, o:]).mean()/size for o in (n, 3*n))
+    *near,far = ((lines[:, :-o]*lines[:, o:]).mean()/size for o in (n, 2*n, 3*n))
+    near = max(near)
     least = max(0.03, 10/lines.numel()**0.5)
-    if not (far > least and far > 3*near.abs()): return []
+    if not (far > least and far > 2*near): return []
     text = _RENAMED.format(shape=tuple(x.shape[1:]), near=near, far=far)
     return [Finding('view_for_transpose', text, spoils=True)]

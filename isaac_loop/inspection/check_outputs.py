@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #a3f4aef5
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #9fbbd4c9
 import torch
 from torch.utils.data import Subset, TensorDataset
 
@@ -13,7 +13,7 @@ from .check_data import dataset_of
 from .check_losses import by_place
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #e417267f
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #f154761f
 _GREAT = ('The targets of `{loss}` ({place}) are of the size {size:.3g}, and no prediction is beyond '
           '{own:.3g}, so weights have to grow for most of the training before anything is learnt. Scale the '
           'targets by the mean and spread of the training data, and scale predictions back where they are '
@@ -28,7 +28,7 @@ def targets_too_large(seen):
         found.append(Finding('large_targets', _GREAT.format(loss=loss, place=place, size=size, own=own)))
     return found[:1]
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #06c4ed36
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #1bb23b4d
 _CUT = ('`{loss}` ({place}) is given logits out of a ReLU, {share:.0%} of them exactly 0: no class can be '
         'made less likely than that, and those have no gradient. Leave out the activation behind the last '
         'layer.')
@@ -37,11 +37,11 @@ def rectified_logits(seen):
     "Logits that a ReLU has cut"
     found = []
     for place,(loss,shares) in seen.calls.answers.rectified.items():
-        if None in shares or max(shares) < 0.02: continue
+        if None in shares or not max(shares): continue
         found.append(Finding('relu_on_logits', _CUT.format(loss=loss, place=place, share=max(shares))))
     return found[:1]
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #c8897c5d
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #7d53d321
 _LIMIT = ('What a loss takes as logits, from {low:.3g} to {high:.3g}, is compared with {limit:g} ({place}), '
           'which is a limit of probabilities. Take `sigmoid` of them first, or compare with 0.')
 
@@ -50,16 +50,17 @@ def limits_of_logits(seen):
     return [Finding('threshold_of_logits', _LIMIT.format(limit=limit, low=low, high=high, place=place))
             for place,(limit,low,high) in seen.calls.answers.limits.items()]
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #7b6e8d6a
-_ONE = ('The model has {n} layers of weights one upon the other, and nothing between them but sums and means, '
-        'so it can do no more than one layer could. Put an activation, such as `nn.ReLU()`, between them.')
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #ed2f10bb
+_ONE = ('The model has {n} layers of weights one upon the other, and nothing between them but sums and '
+        'means, so it can do no more than one layer could. Put an activation, such as `nn.ReLU()`, between '
+        'them.')
 
 def layers_without_activation(seen):
     "Models of several layers that are linear"
     n = seen.linear_layers
     return [Finding('no_activation', _ONE.format(n=n))] if n > 1 else []
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #85679180
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #f4f831ef
 _OTHERS = ('The weights that `{loss}` ({place}) has for classes are the inverse of how often these occur, in '
            'another order: class {i} has {n} of {total} rows and the weight {w:.3g}, where {right:.3g} was '
            'meant. Make them in the order of the numbers of the classes: `1/torch.bincount(y)`.')
@@ -75,7 +76,8 @@ def weights_of_other_classes(seen):
         if right is None: continue
         i = int(torch.tensor([abs(a/b - 1) for a,b in zip(w.tolist(), right)]).argmax())
         told = dict(i=i, n=int(n[i]), total=int(n.sum()), w=w[i], right=right[i])
-        return [Finding('weights_misplaced', _OTHERS.format(loss=first.name, place=place, **told), spoils=True)]
+        text = _OTHERS.format(loss=first.name, place=place, **told)
+        return [Finding('weights_misplaced', text, spoils=True)]
     return []
 
 def _in_order(w, n, power):
@@ -91,7 +93,8 @@ def _all_labels(dataset):
     if isinstance(dataset, Subset):
         below = _all_labels(dataset.dataset)
         return None if below is None else below[torch.as_tensor(list(dataset.indices))]
-    held = dataset.tensors if isinstance(dataset, TensorDataset) else getattr(dataset, '__dict__', {}).values()
+    is_plain = isinstance(dataset, TensorDataset)
+    held = dataset.tensors if is_plain else getattr(dataset, '__dict__', {}).values()
     found = [y for y in map(_as_labels, held) if y is not None and len(y) == len(dataset)]
     return found[0] if len(found) == 1 else None
 

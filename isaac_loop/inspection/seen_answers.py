@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #14b07c1b
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #5474ba32
+import math
+
 import torch
-from torch import nn
 
 from .seen_origins import made_by
 from .waits import tensors_in
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #ba5b006a
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #79722d01
 _OF_NUMBERS = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
 _OF_LOGITS = {'cross_entropy', 'binary_cross_entropy_with_logits'}
 _LIMITS = {'gt', 'ge', 'lt', 'le', 'greater', 'greater_equal', 'less', 'less_equal'}
@@ -29,7 +30,7 @@ class Answers:
         self.logits,self.asked = [],[] # Of the present batch
         self.limits = {} # By place, the limit and the ends of the logits that it was asked of
         self.great = {} # By place, of each call the size of targets and of predictions; None if they meet
-        self.rectified = {} # By place, the loss and of each call the share of zeros; None if some are negative
+        self.rectified = {} # By place, the loss and of each call the share of zeros; None if it is no ReLU
 
     def look(self, call):
         x = call.args[0]
@@ -60,7 +61,7 @@ class Answers:
     def _note_logits(self, name, x):
         self.logits.append(x.detach())
         if not x.requires_grad or not x.numel(): return
-        is_cut = made_by(x) in _RECTIFIED and bool(x.min() == 0)
+        is_cut = made_by(x) in _RECTIFIED and bool(x.min() >= 0)
         share = float((x == 0).double().mean()) if is_cut else None
         self.rectified.setdefault(self.calls.place(), (name, []))[1].append(share)
 
@@ -77,7 +78,7 @@ class Answers:
         told = (size, own) if size > _GREAT and own < size/10 else None
         self.great.setdefault(self.calls.place(), (name, []))[1].append(told)
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #7ef87b37
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #72a1c8a8
 _SIGNS = {'add': 1, 'radd': 1, 'iadd': 1, 'sub': -1, 'isub': -1}
 
 class Bytes:
@@ -95,45 +96,55 @@ class Bytes:
         elif call.name in ('mul', 'rmul') and x is not y: meant = x.int()*other
         else: return
         wrong = meant != y
-        if wrong.any(): self.found.setdefault(self.calls.place(), (y[wrong][0].item(), meant[wrong][0].item()))
+        if wrong.any():
+            self.found.setdefault(self.calls.place(), tuple(o[wrong][0].item() for o in (y, meant)))
 
 def _before(x, y, other, name):
     "What a sum was made of; that of a sum in place is told by its result"
     return x.int() if x is not y else (y.int() - _SIGNS[name]*other) % 256
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #46ab45ac
-_LINEAR = ('T Transpose Permute View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Clone ToCopy Add Sub Neg '
-           'Cat Stack Slice Select Mean Sum AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool1D AdaptiveAvgPool2D '
-           'MkldnnAdaptiveAvgPool2D NativeBatchNorm CudnnBatchNorm Alias Split Unbind ConstantPadNd '
-           'UpsampleNearest2D UpsampleBilinear2D').split()
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #5caf1976
+_LINEAR = ('T Transpose Permute View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Clone ToCopy Add Sub '
+           'Rsub Neg Cat Stack Slice Select Mean Sum AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool2D '
+           'AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D NativeBatchNorm CudnnBatchNorm Alias Split Unbind '
+           'ConstantPadNd UpsampleNearest2D UpsampleBilinear2D').split()
+_IN_ONE = {'Mul', 'Addmm', 'Mm', 'Bmm', 'Baddbmm', 'Convolution'} # Linear in each of two
 _AT_END = {'Sigmoid', 'Softmax', 'LogSoftmax', 'Tanh', 'Exp', 'Softplus'}
-_WITH_WEIGHTS = {'Addmm': 2, 'Mm': 1, 'Convolution': 1} # The place of the weights among what goes in
 
 def _kind(node): return node.name().rpartition('Backward')[0]
 
-def _weight(node):
-    "The parameter that a layer has as its weights; None if they are computed"
-    kind = _kind(node)
-    below = node.next_functions[_WITH_WEIGHTS[kind]][0]
-    while below is not None and _kind(below) in ('T', 'Transpose', 'Permute'):
-        below = below.next_functions[0][0]
-    return getattr(below, 'variable', None)
+class _Layers:
+    "How many layers of weights lie between a result and the inputs"
+    def __init__(self, inputs):
+        self.inputs,self.known = set(map(id, inputs)),{}
 
-def _layers_below(node, known):
-    "How many layers of weights lie one upon the other, with the widths of them; None if there is more to it"
-    if node is None: return 0,()
-    if node in known: return known[node]
-    kind,own = _kind(node),()
-    if kind in _WITH_WEIGHTS:
-        weight = _weight(node)
-        if weight is None: return None
-        own = (min(weight.shape) if weight.ndim == 2 else weight.shape[0]),
-    elif kind not in _LINEAR and not hasattr(node, 'variable'): return None
-    parts = [_layers_below(other, known) for other,_ in node.next_functions]
-    if None in parts: return None
-    depth,widths = max(parts, default=(0, ()))
-    known[node] = (depth+1, (*widths, *own)) if own else (depth, widths)
-    return known[node]
+    def below(self, node):
+        "Widths of the layers; None if there are none, as the inputs are not in it, or () if it is an input"
+        if node is None: return None
+        if node not in self.known: self.known[node] = self._below(node)
+        return self.known[node]
+
+    def _below(self, node):
+        if hasattr(node, 'variable'): return () if id(node.variable) in self.inputs else None
+        parts = [self.below(other) for other,_ in node.next_functions]
+        varied = [o for o in parts if o is not None]
+        if not varied: return None # No input is in it, so it may be anything
+        kind = _kind(node)
+        is_layer = kind in _IN_ONE - {'Mul'} and len(node.next_functions) > 1
+        if kind not in _LINEAR and (kind not in _IN_ONE or len(varied) > 1): raise NotLinear(kind)
+        most = max(varied, key=len)
+        return (*most, math.prod(node._input_metadata[0].shape)) if is_layer else most
+
+class NotLinear(Exception): "There is something between two layers"
+
+def _answer(model, inputs):
+    "What a model says in evaluation, with a graph"
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        with torch.enable_grad(): return next(iter(tensors_in(model(*inputs))), None)
+    finally:
+        for m,mode in modes: m.training = mode
 
 def linear_layers(
     model, # A module
@@ -141,18 +152,13 @@ def linear_layers(
 )->int: # 0 if the model is more than one
     "How many layers of weights make no more than one"
     if not all(x.is_floating_point() for x in inputs): return 0
-    modes = [(m, m.training) for m in model.modules()]
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
     try:
-        model.eval()
-        with torch.enable_grad(): y = next(iter(tensors_in(model(*(x.detach() for x in inputs)))), None)
-    except Exception: return 0
-    finally:
-        for m,mode in modes: m.training = mode
-    if y is None or y.grad_fn is None: return 0
-    node = y.grad_fn
-    while _kind(node) in _AT_END and node.next_functions[0][0] is not None: node = node.next_functions[0][0]
-    depth,widths = _layers_below(node, {}) or (0, ())
-    rows = len(y) if y.ndim else 1
-    least = min(sum(x.numel() for x in inputs)/len(inputs[0]), y.numel()/rows)
+        y = _answer(model, inputs)
+        node = y.grad_fn
+        while _kind(node) in _AT_END: node = node.next_functions[0][0]
+        widths = _Layers(inputs).below(node) or ()
+    except Exception: return 0 # It is not linear, or cannot be asked so
+    least = min(sum(x.numel() for x in inputs), y.numel())
     is_narrow = min(widths[:-1], default=0) < least
-    return 0 if depth < 2 or is_narrow else depth
+    return 0 if len(widths) < 2 or is_narrow else len(widths)

@@ -191,10 +191,10 @@ class SeenRun:
         self.inputs.ask(model)
         if self.shifted is not None: self.sees_future = sees_future(model, self.shifted)
         if self.rows is None: return
-        self.linear_layers = linear_layers(model, self.rows)
         self.carries = is_shuffled(self.trainer) and not self._resets() and carries_over(model, self.rows)
         is_whole = n_batches(getattr(self.trainer.dls, 'train', None)) == 1 # Such as a graph
         self.mixes_rows = not (self.carries or is_whole) and mixes_rows(model, self.rows)
+        self.linear_layers = linear_layers(model, self.rows)
 
     def _resets(self):
         "Whether a callback of the user's might put a state back before each batch"
