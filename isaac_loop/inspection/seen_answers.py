@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #5474ba32
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #5f5802f7
 import math
 
 import torch
@@ -13,11 +13,11 @@ import torch
 from .seen_origins import made_by
 from .waits import tensors_in
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #79722d01
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #becd2f66
 _OF_NUMBERS = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
 _OF_LOGITS = {'cross_entropy', 'binary_cross_entropy_with_logits'}
 _LIMITS = {'gt', 'ge', 'lt', 'le', 'greater', 'greater_equal', 'less', 'less_equal'}
-_RECTIFIED = {'ReluBackward0', 'ClampMinBackward0', 'ThresholdBackward0'}
+_RECTIFIED = {f'{name}Backward{i}' for name in ('Relu', 'ClampMin', 'Clamp', 'Threshold') for i in (0, 1)}
 _GREAT = 1000 # Size of targets that small weights do not reach
 
 def _storage(x): return x.untyped_storage().data_ptr() if x.layout is torch.strided else None
@@ -49,9 +49,9 @@ class Answers:
         "Put limits and logits of a batch together, and hold nothing of it"
         logits = {_storage(x) for x in self.logits}
         for x,place,limit in self.asked:
-            ends = float(x.min()),float(x.max())
-            is_logit = _storage(x) in logits and (ends[0] < 0 or ends[1] > 1)
-            if is_logit: self.limits.setdefault(place, (limit, *ends))
+            if _storage(x) not in logits: continue
+            _,low,high = self.limits.get(place, (limit, 0., 1.))
+            self.limits[place] = limit,min(low, float(x.min())),max(high, float(x.max()))
         self.logits,self.asked = [],[]
 
     def _note_limit(self, x, limit):
@@ -78,7 +78,7 @@ class Answers:
         told = (size, own) if size > _GREAT and own < size/10 else None
         self.great.setdefault(self.calls.place(), (name, []))[1].append(told)
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #72a1c8a8
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #2748f9ad
 _SIGNS = {'add': 1, 'radd': 1, 'iadd': 1, 'sub': -1, 'isub': -1}
 
 class Bytes:
@@ -103,7 +103,7 @@ def _before(x, y, other, name):
     "What a sum was made of; that of a sum in place is told by its result"
     return x.int() if x is not y else (y.int() - _SIGNS[name]*other) % 256
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #5caf1976
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #f9dc0816
 _LINEAR = ('T Transpose Permute View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Clone ToCopy Add Sub '
            'Rsub Neg Cat Stack Slice Select Mean Sum AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool2D '
            'AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D NativeBatchNorm CudnnBatchNorm Alias Split Unbind '

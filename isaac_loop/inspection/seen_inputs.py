@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e7_seen_inputs.ipynb #60cf621d
+# %% ../../nbs/inspection/99e7_seen_inputs.ipynb #41870ad8
 from contextlib import contextmanager
 
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -19,7 +19,7 @@ from .waits import tensors_in
 from ..loop.advice import has_own_batch
 from ..loop.passes import parts_of
 
-# %% ../../nbs/inspection/99e7_seen_inputs.ipynb #f289eaf6
+# %% ../../nbs/inspection/99e7_seen_inputs.ipynb #63280345
 class Inputs:
     "How batches were scaled and moved on their way to the model"
     def __init__(self,

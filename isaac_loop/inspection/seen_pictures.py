@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #f41c55f9
+# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #6691cf37
 import torch
 
-# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #c7d555b8
+# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #4db4b15c
 _WAYS = {
     'flipped from left to right': lambda x: x.flip(-1),
     'flipped upside down': lambda x: x.flip(-2),
@@ -55,7 +55,7 @@ def _rolled(a, b, least):
     is_rolled = max(map(abs, steps)) > 1 and likeness > _LIKE and likeness > least
     return ('moved by {} and {} pixels'.format(*steps), roll) if is_rolled else None
 
-# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #b9bb9e54
+# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #85451c59
 _SHARE = 0.02 # Of the pixels of a mask that another one would have
 
 def left_behind(
@@ -80,7 +80,7 @@ def _kind(target, picture, move):
     are_pairs = target.ndim == 1 and target.numel() % 2 == 0 or target.ndim == 2 and target.shape[1] in (2, 4)
     return 'floats' if target.is_floating_point() and target.ndim and are_pairs else None
 
-# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #c5bea62c
+# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #6630acbb
 def wrapped(
     a:torch.Tensor, # A picture
     b:torch.Tensor, # The same row, read again

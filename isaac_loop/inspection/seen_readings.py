@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e6d_seen_readings.ipynb #94363b07
+# %% ../../nbs/inspection/99e6d_seen_readings.ipynb #f625097f
 import copy, time
 from contextlib import contextmanager, suppress
 
@@ -21,7 +21,7 @@ from .waits import tensors_in
 from ..loop.passes import parts_of
 from ..state.random_numbers import random_state, same_random_state, undrawn
 
-# %% ../../nbs/inspection/99e6d_seen_readings.ipynb #26dfe80d
+# %% ../../nbs/inspection/99e6d_seen_readings.ipynb #17404213
 _READ,_AGAIN,_LONG = 8,3,0.5 # Rows; how often; seconds that reading may take
 
 class Readings:
@@ -49,8 +49,9 @@ class Readings:
             self.bytes = calls.bytes.found
             if time.monotonic()-begun > _LONG/4: return
             self.batches.append(self._parts(rows))
-            self._look_at_neighbours(rows)
+            draws = self._look_at_neighbours(rows)
             for _ in range(_AGAIN-1): self.batches.append(self._parts(self._rows(0)))
+            if draws: self.batches += [self._parts(rows) for _ in range(_READ)]
             self._look_at_drift()
 
     @contextmanager
@@ -71,13 +72,14 @@ class Readings:
         return [list(tensors_in(part)) for part in parts_of(self.trainer.split, batch)]
 
     def _look_at_neighbours(self, rows):
+        "Collate a row with others, and say whether random numbers were drawn"
         others = self._rows(_READ)
-        if len(others) < 2: return
         begin = random_state()
         (a,*_),_ = self._parts(rows)
-        (b,*_),_ = self._parts([rows[0], *others[1:]])
-        if same_random_state(begin, random_state()) and len(a) > 1 and len(b):
-            self.by_neighbours = way_scaled(a[0], b[0])
+        if not same_random_state(begin, random_state()): return True
+        (b,*_),_ = self._parts([rows[0], *others[1:]]) if len(others) > 1 else ([[]], [])
+        if len(a) > 1 and len(b): self.by_neighbours = way_scaled(a[0], b[0])
+        return False
 
     def _pairs(self): return zip(self.batches, self.batches[1:])
 

@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #0019cde3
+# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #f38e5404
 import torch
 
 from .asked_models import answers
 
-# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #1ee86713
+# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #f7ab0cdb
 def way_scaled(
     x:torch.Tensor, # Numbers
     y:torch.Tensor, # The same, later
 )->tuple: # The factor and the summand; None if `y` is the same, or something else
     "By which factor and summand numbers were scaled"
-    is_known = x.shape == y.shape and x.numel() > 8 and x.is_floating_point() and y.is_floating_point()
+    is_known = x.shape == y.shape and x.numel() > 3 and x.is_floating_point() and y.is_floating_point()
     if not is_known or x.device.type == 'meta': return None
     x,y = x.detach().double(),y.detach().double()
     if not (x.isfinite().all() and y.isfinite().all()): return None
@@ -39,7 +39,7 @@ def scaled_by_itself(
     is_centred = abs(factor-1) < 1e-5 and abs(summand + float(x.mean())) < 1e-4*float(x.std())
     return found | {'mean'} if is_centred else found
 
-# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #3ad1d45e
+# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #67a46451
 _COLUMNS = 3,32 # So many make a table, and no series
 
 def scaled_by_row(
@@ -53,7 +53,7 @@ def scaled_by_row(
     is_standard = x.mean(1).abs().max() < 1e-4 and min(spreads) < 1e-3
     return bool(is_standard and x.mean(0).square().mean() > 0.5*x.square().mean())
 
-# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #2a7656d2
+# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #5cb923f0
 _TIMES,_FAR,_KINDS = 4,3,16 # Of a mark, at least; ranges of all others away; other numbers, at least
 
 def mark_in(
