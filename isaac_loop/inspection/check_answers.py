@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/97a3_check_answers.ipynb #28b38fa0
+# %% ../../nbs/inspection/97a3_check_answers.ipynb #eae66975
 import ast
 
 from torch import nn
@@ -16,7 +16,7 @@ from .check_model import called
 from .own_sources import forwards
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/97a3_check_answers.ipynb #4c5fde96
+# %% ../../nbs/inspection/97a3_check_answers.ipynb #b1428f6e
 _CHANGED = ('{who} gives `{name}` to an activation that works in place ({line}), and reads it again '
             '({again}), so what it adds or takes there is what came out of the activation, and not `{name}`. '
             'Leave `inplace=True` out.')

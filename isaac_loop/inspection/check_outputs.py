@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #40d0ee8b
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #1fafc319
 import torch
 from torch.utils.data import Subset, TensorDataset
 
@@ -13,7 +13,7 @@ from .check_data import dataset_of
 from .check_losses import by_place
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #fc03c3ba
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #a887bf86
 _GREAT = ('The targets of `{loss}` ({place}) are of the size {size:.3g}, and no prediction is beyond '
           '{own:.3g}, so weights have to grow for most of the training before anything is learnt. Scale the '
           'targets by the mean and spread of the training data, and scale predictions back where they are '
@@ -28,7 +28,7 @@ def targets_too_large(seen):
         found.append(Finding('large_targets', _GREAT.format(loss=loss, place=place, size=size, own=own)))
     return found[:1]
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #971d069d
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #cb29a4fa
 _CUT = ('`{loss}` ({place}) is given logits out of a ReLU, {share:.0%} of them exactly 0: no class can be '
         'made less likely than that, and those have no gradient. Leave out the activation behind the last '
         'layer.')
@@ -41,7 +41,7 @@ def rectified_logits(seen):
         found.append(Finding('relu_on_logits', _CUT.format(loss=loss, place=place, share=max(shares))))
     return found[:1]
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #a893a93b
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #192ac651
 _LIMIT = ('What a loss takes as logits, from {low:.3g} to {high:.3g}, is compared with {limit:g} ({place}), '
           'which is a limit of probabilities. Take `sigmoid` of them first, or compare with 0.')
 
@@ -50,7 +50,7 @@ def limits_of_logits(seen):
     return [Finding('threshold_of_logits', _LIMIT.format(limit=limit, low=low, high=high, place=place))
             for place,(limit,low,high) in seen.calls.answers.limits.items() if low < 0 or high > 1]
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #fb267296
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #7c4c8afe
 _ONE = ('The model has {n} layers of weights one upon the other, and nothing between them but sums and '
         'means, so it can do no more than one layer could. Put an activation, such as `nn.ReLU()`, between '
         'them.')
@@ -60,7 +60,7 @@ def layers_without_activation(seen):
     n = seen.linear_layers
     return [Finding('no_activation', _ONE.format(n=n))] if n > 1 else []
 
-# %% ../../nbs/inspection/99h8_check_outputs.ipynb #b034300c
+# %% ../../nbs/inspection/99h8_check_outputs.ipynb #d56606a8
 _OTHERS = ('The weights that `{loss}` ({place}) has for classes are the inverse of how often these occur, in '
            'another order: class {i} has {n} of {total} rows and the weight {w:.3g}, where {right:.3g} was '
            'meant. Make them in the order of the numbers of the classes: `1/torch.bincount(y)`.')

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #5f5802f7
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #176b76c5
 import math
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from .seen_origins import made_by
 from .waits import tensors_in
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #becd2f66
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #017bbda6
 _OF_NUMBERS = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
 _OF_LOGITS = {'cross_entropy', 'binary_cross_entropy_with_logits'}
 _LIMITS = {'gt', 'ge', 'lt', 'le', 'greater', 'greater_equal', 'less', 'less_equal'}
@@ -78,7 +78,7 @@ class Answers:
         told = (size, own) if size > _GREAT and own < size/10 else None
         self.great.setdefault(self.calls.place(), (name, []))[1].append(told)
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #2748f9ad
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #70e64266
 _SIGNS = {'add': 1, 'radd': 1, 'iadd': 1, 'sub': -1, 'isub': -1}
 
 class Bytes:
@@ -103,7 +103,7 @@ def _before(x, y, other, name):
     "What a sum was made of; that of a sum in place is told by its result"
     return x.int() if x is not y else (y.int() - _SIGNS[name]*other) % 256
 
-# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #f9dc0816
+# %% ../../nbs/inspection/99e6b_seen_answers.ipynb #22907098
 _LINEAR = ('T Transpose Permute View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Clone ToCopy Add Sub '
            'Rsub Neg Cat Stack Slice Select Mean Sum AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool2D '
            'AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D NativeBatchNorm CudnnBatchNorm Alias Split Unbind '
@@ -126,12 +126,15 @@ class _Layers:
 
     def _below(self, node):
         if hasattr(node, 'variable'): return () if id(node.variable) in self.inputs else None
-        parts = [self.below(other) for other,_ in node.next_functions]
+        nodes = [other for other,_ in node.next_functions]
+        parts = [self.below(other) for other in nodes]
         varied = [o for o in parts if o is not None]
         if not varied: return None # No input is in it, so it may be anything
         kind = _kind(node)
-        is_layer = kind in _IN_ONE - {'Mul'} and len(node.next_functions) > 1
         if kind not in _LINEAR and (kind not in _IN_ONE or len(varied) > 1): raise NotLinear(kind)
+        first = kind in ('Addmm', 'Baddbmm') # Which begin with what is added
+        sides = zip(nodes[first:first+2], parts[first:first+2]) if kind in _IN_ONE - {'Mul'} else ()
+        is_layer = any(part is None and other is not None for other,part in sides) # Weights that learn
         most = max(varied, key=len)
         return (*most, math.prod(node._input_metadata[0].shape)) if is_layer else most
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e7_seen_inputs.ipynb #41870ad8
+# %% ../../nbs/inspection/99e7_seen_inputs.ipynb #13e07973
 from contextlib import contextmanager
 
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -19,7 +19,7 @@ from .waits import tensors_in
 from ..loop.advice import has_own_batch
 from ..loop.passes import parts_of
 
-# %% ../../nbs/inspection/99e7_seen_inputs.ipynb #63280345
+# %% ../../nbs/inspection/99e7_seen_inputs.ipynb #f7b01c1c
 class Inputs:
     "How batches were scaled and moved on their way to the model"
     def __init__(self,

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #6691cf37
+# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #5f667938
 import torch
 
-# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #4db4b15c
+# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #a9886a07
 _WAYS = {
     'flipped from left to right': lambda x: x.flip(-1),
     'flipped upside down': lambda x: x.flip(-2),
@@ -55,7 +55,7 @@ def _rolled(a, b, least):
     is_rolled = max(map(abs, steps)) > 1 and likeness > _LIKE and likeness > least
     return ('moved by {} and {} pixels'.format(*steps), roll) if is_rolled else None
 
-# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #85451c59
+# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #d6386365
 _SHARE = 0.02 # Of the pixels of a mask that another one would have
 
 def left_behind(
@@ -71,16 +71,21 @@ def left_behind(
             kind = _kind(a[i], x[i], move) if is_same else None
             if kind: yield name,kind,tuple(a.shape)
 
+def _is_same_picture(target, picture):
+    a,b = as_pictures(target[None]),as_pictures(picture[None])
+    return target.shape == picture.shape and bool(_likeness(a, b) > _LIKE)
+
 def _kind(target, picture, move):
     "What a target that stayed is, if it might have to be moved"
     if target.ndim > 1 and target.shape[-2:] == picture.shape[-2:]:
+        if _is_same_picture(target, picture): return None # Another view of it, perhaps
         moved = move(target)
         differs = moved.shape == target.shape and (moved != target).double().mean() > _SHARE
         return 'mask' if differs else None
     are_pairs = target.ndim == 1 and target.numel() % 2 == 0 or target.ndim == 2 and target.shape[1] in (2, 4)
     return 'floats' if target.is_floating_point() and target.ndim and are_pairs else None
 
-# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #6630acbb
+# %% ../../nbs/inspection/99e6a_seen_pictures.ipynb #653d8fa6
 def wrapped(
     a:torch.Tensor, # A picture
     b:torch.Tensor, # The same row, read again

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e6d_seen_readings.ipynb #f625097f
+# %% ../../nbs/inspection/99e6d_seen_readings.ipynb #682b3b20
 import copy, time
 from contextlib import contextmanager, suppress
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from .seen_answers import Bytes
 from .seen_origins import Calls
@@ -21,8 +21,8 @@ from .waits import tensors_in
 from ..loop.passes import parts_of
 from ..state.random_numbers import random_state, same_random_state, undrawn
 
-# %% ../../nbs/inspection/99e6d_seen_readings.ipynb #17404213
-_READ,_AGAIN,_LONG = 8,3,0.5 # Rows; how often; seconds that reading may take
+# %% ../../nbs/inspection/99e6d_seen_readings.ipynb #e00e80fb
+_READ,_AGAIN,_LONG = 8,3,0.1 # Rows; how often; seconds that reading one may take
 
 class Readings:
     "Some rows of the training data, read several times"
@@ -36,7 +36,7 @@ class Readings:
         dl = getattr(trainer.dls, 'train', None)
         while isinstance(dl, FewBatches): dl = dl.dl
         self.dl,self.dataset = dl,getattr(dl, 'dataset', None)
-        is_known = isinstance(self.dataset, Dataset) and not isinstance(self.dataset, IterableDataset)
+        is_known = hasattr(self.dataset, '__getitem__') and hasattr(self.dataset, '__len__')
         self.collate = getattr(dl, 'collate_fn', None) if is_known else None
 
     def read(self):
@@ -44,10 +44,11 @@ class Readings:
         if self.collate is None: return
         with undrawn(), suppress(Exception), self._put_back(): # Who cannot be read says so in a fit
             begun = time.monotonic()
+            self.dataset[0]
+            if time.monotonic()-begun > _LONG: return
             calls = Calls(lambda: ((0, True, 0), 'dataset'), [Bytes])
             with calls: rows = self._rows(0)
             self.bytes = calls.bytes.found
-            if time.monotonic()-begun > _LONG/4: return
             self.batches.append(self._parts(rows))
             draws = self._look_at_neighbours(rows)
             for _ in range(_AGAIN-1): self.batches.append(self._parts(self._rows(0)))
@@ -106,6 +107,10 @@ class Readings:
         differ = len(first) == len(second) and not all(map(_equal, first, second))
         if changed and differ: self.drifting = f'{type(dataset).__name__}.{changed[0]}'
 
+def _length(x):
+    "How many there are; None if nobody knows"
+    with suppress(TypeError, NotImplementedError): return len(x)
+
 def _equal(a, b): return a.shape == b.shape and torch.equal(a, b)
 
 def _below(dataset, i):
@@ -118,10 +123,10 @@ def _below(dataset, i):
 
 def _stored(dataset, i):
     "What a dataset holds for a row, where it lies, by name"
-    n,found = len(dataset),{}
+    n,found = _length(dataset),{}
     for name,held in getattr(dataset, '__dict__', {}).items():
-        is_of_rows = hasattr(held, '__len__') and hasattr(held, '__getitem__') and not isinstance(held, dict)
-        if not is_of_rows or len(held) != n: continue
+        is_of_rows = hasattr(held, '__getitem__') and not isinstance(held, dict) and getattr(held, 'ndim', 1)
+        if not is_of_rows or _length(held) != n: continue
         x = held[i]
         flags = getattr(x, 'flags', None) # Of an array
         if getattr(flags, 'writeable', False): x = torch.as_tensor(x)

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #f38e5404
+# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #93d2ca3a
 import torch
 
 from .asked_models import answers
 
-# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #f7ab0cdb
+# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #bc587181
 def way_scaled(
     x:torch.Tensor, # Numbers
     y:torch.Tensor, # The same, later
@@ -39,7 +39,7 @@ def scaled_by_itself(
     is_centred = abs(factor-1) < 1e-5 and abs(summand + float(x.mean())) < 1e-4*float(x.std())
     return found | {'mean'} if is_centred else found
 
-# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #67a46451
+# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #737d40e8
 _COLUMNS = 3,32 # So many make a table, and no series
 
 def scaled_by_row(
@@ -53,7 +53,7 @@ def scaled_by_row(
     is_standard = x.mean(1).abs().max() < 1e-4 and min(spreads) < 1e-3
     return bool(is_standard and x.mean(0).square().mean() > 0.5*x.square().mean())
 
-# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #5cb923f0
+# %% ../../nbs/inspection/99e6c_seen_scales.ipynb #9de70faa
 _TIMES,_FAR,_KINDS = 4,3,16 # Of a mark, at least; ranges of all others away; other numbers, at least
 
 def mark_in(

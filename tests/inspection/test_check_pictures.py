@@ -25,8 +25,10 @@ planted, right = Planted(), Marked()
 
 def fitting(data, model, loss_func, *cbs, collate=None, kind=Trainer, batch_size=16):
     torch.manual_seed(0)
-    dls = data if isinstance(data, DataLoaders) else DataLoaders(
-        DataLoader(data, batch_size, shuffle=True, collate_fn=collate)
+    dls = (
+        data
+        if isinstance(data, DataLoaders)
+        else DataLoaders(DataLoader(data, batch_size, shuffle=True, collate_fn=collate))
     )
     steps = [BasicTrainCB()] if kind is Trainer else []
     return kind(dls, loss_func, optim.Adam, model, [*steps, *cbs])
@@ -171,7 +173,9 @@ def two_numbers_that_are_no_places():
 @right
 def classes_of_flipped_pictures():
     x, _ = pictures()
-    return fitting(TensorDataset(x, torch.arange(64) % 3), in_a_row(3), F.cross_entropy, Changes(some_flipped))
+    return fitting(
+        TensorDataset(x, torch.arange(64) % 3), in_a_row(3), F.cross_entropy, Changes(some_flipped)
+    )
 
 
 @right
@@ -380,9 +384,15 @@ def mixed(x, y):
     return 0.9 * x + 0.1 * x[torch.randperm(len(x))], y
 
 
+def scaled(collate=None, change=None):
+    return classifying(uniform(), *([Changes(change)] if change else []), collate=collate)
+
+
 for _change in (by_the_largest, by_mean_and_spread):
     planted.append((lambda change=_change: classifying(uniform(), Changes(change)), ("batch_scale",)))
-    planted.append((lambda change=_change: classifying(uniform(), collate=collated(change)), ("batch_scale",)))
+    planted.append(
+        (lambda change=_change: classifying(uniform(), collate=collated(change)), ("batch_scale",))
+    )
 planted.append((lambda: fitting(uniform(), net(), F.cross_entropy, kind=OwnBatch), ("batch_scale",)))
 for _change in (by_each_row, by_a_constant):
     right.append(lambda change=_change: classifying(uniform(), collate=collated(change)))
@@ -493,7 +503,9 @@ class Shifted(nn.Sequential):
 
 
 for _loss in (F.mse_loss, nn.L1Loss(), own_square):
-    planted.append((lambda loss=_loss: fitting(TensorDataset(*prices()), net(4, 1), loss), ("large_targets",)))
+    planted.append(
+        (lambda loss=_loss: fitting(TensorDataset(*prices()), net(4, 1), loss), ("large_targets",))
+    )
 right.append(lambda: fitting(TensorDataset(*prices()), Shifted(*net(4, 1)), F.mse_loss))
 
 
