@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #5e2b2d45
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #6146b67f
 import ast, inspect, re, textwrap
 
 import torch
@@ -16,8 +16,8 @@ from .check_rows import loader_of
 from .check_rules import package_of
 from ..loop.plan_checks import Finding
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #e94e07e9
-_BY_BATCH = ('The inputs are scaled by the {what} of each batch ({a:.3g} in one batch, {b:.3g} in another), '
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #b82421c6
+_BY_BATCH = ('The inputs are scaled by the {what} of each batch (factors from {a:.3g} to {b:.3g}), '
              'so what a row is depends on the rows beside it, and a single row in use is another '
              'input. Scale by numbers that are measured once, on the training data, or by those of each row.')
 _NEIGHBOURS = ('The collate function gives a row of `dls.train` other numbers among other rows (times '
@@ -36,7 +36,7 @@ def scaled_by_batch(seen):
     told = dict(what=min(names), a=min(numbers), b=max(numbers))
     return [Finding('batch_scale', _BY_BATCH.format(**told))]
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #d750d6d5
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #3c1f46da
 _BY_ROW = ('Each row of the inputs has the mean 0 and the spread 1, and the columns differ far more than the '
            'rows: a table was scaled over its rows, so its largest column decides and the others are nearly '
            "constant. Scale each column: `(x - x.mean(0))/x.std(0)`, measured on the training data. "
@@ -47,7 +47,7 @@ def scaled_by_row(seen):
     every = seen.inputs.by_row
     return [Finding('row_scale', _BY_ROW)] if len(every) > 1 and all(every) else []
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #524dd448
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #c720922a
 _MARK = ('The inputs have {mark:g} in several places, far beyond all other numbers, which looks like a mark '
          'of what is missing, and the model takes it for a number. Put in the mean of the column, and give '
          'the model another column that says where something was missing.')
@@ -57,7 +57,7 @@ def marks_as_numbers(seen):
     if not seen.inputs.is_number: return []
     return [Finding('missing_as_number', _MARK.format(mark=seen.inputs.missing[1]))]
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #eb56e968
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #acfced4f
 _DRIFTS = ('Reading a row of `dls.train` changes `{name}`, where the data lie, and each reading changes it '
            'further, so they drift from epoch to epoch. Work on a copy in `__getitem__`: `row = row + noise` '
            'in place of `row += noise`, or `self.x[i].clone()`.')
@@ -67,7 +67,7 @@ def drifting_rows(seen):
     name = seen.inputs.readings.drifting
     return [Finding('changes_data', _DRIFTS.format(name=name), spoils=True)] if name else []
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #e160b813
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #1cc27591
 _WRAPPED = ('Bytes were added up ({place}) and wrapped around: {got} came out where {meant} was meant, as '
             'they end at 255 and begin at 0 again. Compute in floats, or `clamp` in `int16`, and go back to '
             'bytes afterwards.')
@@ -83,9 +83,9 @@ def wrapped_bytes(seen):
     if share and not found: found = [_WRAPPED_ROWS.format(share=share)]
     return [Finding('bytes_wrap', text) for text in found[:1]]
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #2582ef60
-_ALONE = ('{where}, pictures are {way} by chance, and {what} of shape {shape} stays as it was, so it says '
-          'where things were before. Move both alike, by the same draw.')
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #d303ae09
+_ALONE = ('{where}, pictures are {way}, and {what} of shape {shape} stays as it was, so it says '
+          'where things were before. Move both alike; what was drawn for the one holds for the other.')
 _OF_PLACES = re.compile(r'(?<![a-z])((key_?|land_?mark_?)?points?|landmarks?|(b_?)?box(es)?|corners?|coords?|'
                         r'coordinates|joints|kpts?|centers?|centres?)(?![a-z])')
 
@@ -115,7 +115,7 @@ def _words(x):
         word = getattr(node, 'id', getattr(node, 'attr', getattr(node, 'arg', getattr(node, 'value', None))))
         if isinstance(word, str) and ' ' not in word: yield word.lower()
 
-# %% ../../nbs/inspection/99h7_check_inputs.ipynb #2deb5f56
+# %% ../../nbs/inspection/99h7_check_inputs.ipynb #e40341cf
 _RENAMED = ('In the inputs of `dls.train`, of shape {shape}, a number is like the one three lines below '
             '({far:.2g}) and not like the one in the next line ({near:.2g}), as where colours that came last '
             'were made the first dimension by `view` or `reshape`. Use `permute(0, 3, 1, 2)`.')
