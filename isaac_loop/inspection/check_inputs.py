@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/inspection/99h7_check_inputs.ipynb #6146b67f
 import ast, inspect, re, textwrap
 
-import torch
 from torch.utils.data import TensorDataset
 
 from .check_data import dataset_of
