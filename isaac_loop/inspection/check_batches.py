@@ -8,9 +8,8 @@ __all__ = []
 # %% ../../nbs/inspection/99i_check_batches.ipynb #0465e096
 import inspect, math, re
 
-from . import check_columns, check_losses, check_shapes, check_windows
-from . import check_views
-from . import check_groups, check_paces
+from . import check_columns, check_groups, check_inputs, check_losses, check_outputs
+from . import check_paces, check_shapes, check_views, check_windows
 from .check_data import random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
@@ -188,7 +187,7 @@ RUN_RULES = { # By the name of what each finds
     'trains_in_validation': trained_in_validation,
     'frozen_measures': frozen_that_measure,
     'changed_in_validation': changed_in_validation,
-    'changes_data': changed_data,
+    'changes_data': lambda seen: changed_data(seen) + check_inputs.drifting_rows(seen),
     'not_finite': losses_that_are_none,
     'seeded_again': repeated_numbers,
     'wrong_column': check_columns.wrong_columns,
@@ -196,7 +195,8 @@ RUN_RULES = { # By the name of what each finds
     'some_rates': rates_of_some,
     'mask_turned': check_shapes.masks_turned_round,
     'shared_rows': lambda seen: [] if check_views.is_game(seen) else shared_rows(seen) or same_rows(seen),
-    'view_for_transpose': check_shapes.views_for_transposes,
+    'view_for_transpose': lambda seen: (check_shapes.views_for_transposes(seen) or
+                                        check_inputs.renamed_pictures(seen)),
     'sees_future': check_shapes.models_that_look_ahead,
     'rows_mixed': check_shapes.models_that_mix_rows,
     'same_model': models_that_are_one,
@@ -232,7 +232,8 @@ RUN_RULES = { # By the name of what each finds
     'finds_itself': check_losses.rows_that_find_themselves,
     'target_gradient': check_losses.targets_with_gradient,
     'attention_axis': check_losses.attention_axes,
-    'threshold_of_logits': check_losses.limits_of_no_probabilities,
+    'threshold_of_logits': lambda seen: (check_losses.limits_of_no_probabilities(seen) or
+                                         check_outputs.limits_of_logits(seen)),
     'zero_derivative': check_losses.zero_derivatives,
     'same_views': check_views.views_that_are_one,
     'both_drawn': check_views.views_that_collapse,
@@ -254,6 +255,15 @@ RUN_RULES = { # By the name of what each finds
     'signed_penalty': check_groups.signed_penalties,
     'kept_alias': check_groups.copied_onto_themselves,
     'schedule_pace': lambda seen: check_paces.updates_by_epoch(seen) or check_paces.wrong_lengths(seen),
+    'batch_scale': check_inputs.scaled_by_batch,
+    'row_scale': check_inputs.scaled_by_row,
+    'missing_as_number': check_inputs.marks_as_numbers,
+    'bytes_wrap': check_inputs.wrapped_bytes,
+    'targets_not_moved': check_inputs.moved_alone,
+    'large_targets': check_outputs.targets_too_large,
+    'relu_on_logits': check_outputs.rectified_logits,
+    'no_activation': check_outputs.layers_without_activation,
+    'weights_misplaced': check_outputs.weights_of_other_classes,
 }
 
 def found_by_running(

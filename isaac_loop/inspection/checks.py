@@ -10,6 +10,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
+from . import check_answers
 from . import check_best, check_cancels, check_counts, check_effects, check_forgotten
 from . import check_habits, check_hooks, check_resumed
 from . import check_formulas, check_forwards, check_kept, check_last_batch, check_lasting
@@ -129,6 +130,7 @@ RULES = { # By the name of what each finds
     'hook_returns_nothing': check_hooks.hooks_without_return,
     'optimizer_left_out': check_resumed.optimizers_left_out,
     'norms_not_measured': check_resumed.averages_not_measured,
+    'skip_changed': check_answers.inputs_changed_in_place,
 }
 
 def _without_gradient(scene):

@@ -22,9 +22,11 @@ from .observing import passes_of
 from .owners import schedules_of
 from .scales import scales_of
 from .seen_copies import SelfCopies, Sums
+from .seen_answers import Answers, Bytes, linear_layers
 from .seen_doings import Doings
 from .seen_draws import DRAW_LOOKS
 from .seen_gradients import Gradients, spared
+from .seen_inputs import Inputs
 from .seen_losses import LossCalls
 from .seen_operations import Operations
 from .seen_origins import Calls
@@ -42,6 +44,8 @@ from ..loop.passes import n_batches, parts_of
 from ..state.random_numbers import random_state, same_random_state
 
 # %% ../../nbs/inspection/99f_seen_batches.ipynb #6484c541
+_LOOKS = [LossCalls, SelfCopies, Sums, Answers, Bytes, *VIEW_LOOKS, *DRAW_LOOKS, *PART_LOOKS] # At calls of PyTorch
+
 class Batch:
     "What was seen of one batch"
     def __init__(self, where):
@@ -75,8 +79,10 @@ class SeenRun:
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
         self.terms = self.operations.terms # By place, the values of what was added to a loss in vain
-        self.calls = Calls(self.moment, [LossCalls, SelfCopies, Sums, *VIEW_LOOKS, *DRAW_LOOKS, *PART_LOOKS])
+        self.calls = Calls(self.moment, _LOOKS)
         self.losses = self.calls.losses
+        self.inputs = Inputs(trainer, self.failed)
+        self.linear_layers = 0 # How many layers of the model make no more than one
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
         self.history = [] # Its rows
@@ -133,6 +139,7 @@ class SeenRun:
     def _batch_begins(self, trainer):
         self.batches.append(Batch(self.moment()[0]))
         self.batches[-1].came = scales_of(tensors_in(trainer.batch))
+        self.inputs.begin()
         if has_own_batch(trainer): self._before_predict(trainer)
 
     @spared
@@ -148,6 +155,7 @@ class SeenRun:
         if len(targets) == 1 and targets[0].ndim == 1: self.batches[-1].classes = targets[0].detach().clone()
         self.operations.targets = {memory_of(x) for x in targets} - {None}
         self.losses.begin(inputs, targets, trainer.model)
+        self.calls.answers.begin(targets)
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
         if are_rows(inputs, targets): self.rows = map_tensors(torch.clone, inputs)
@@ -171,6 +179,7 @@ class SeenRun:
             self.measured.append(map_tensors(lambda x: x.detach().clone(), (preds, *targets)))
         self.operations.sums.clear() # They hold the graph of the batch
         self.losses.end()
+        self.calls.answers.end()
         self.note_owners()
         for cb in trainer.callbacks:
             for name,x in getattr(cb, '__dict__', {}).items():
@@ -185,11 +194,13 @@ class SeenRun:
         model, # A module
     ):
         "What it makes of other inputs than those of a batch"
+        self.inputs.ask(model)
         if self.shifted is not None: self.sees_future = sees_future(model, self.shifted)
         if self.rows is None: return
         self.carries = is_shuffled(self.trainer) and not self._resets() and carries_over(model, self.rows)
         is_whole = n_batches(getattr(self.trainer.dls, 'train', None)) == 1 # Such as a graph
         self.mixes_rows = not (self.carries or is_whole) and mixes_rows(model, self.rows)
+        self.linear_layers = linear_layers(model, self.rows)
 
     def _resets(self):
         "Whether a callback of the user's might put a state back before each batch"
@@ -278,7 +289,7 @@ def seen_run(
         seen.owners.schedules |= schedules
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
         seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
-        with seen.gradients.noting(), seen.doings.noting(), seen.calls, seen.operations:
+        with seen.gradients.noting(), seen.doings.noting(), seen.inputs.noting(), seen.calls, seen.operations:
             trainer.fit(2, lr, **passes)
         seen.reason = trainer.stop_reason
         if isinstance(trainer.model, nn.Module): seen.ask(trainer.model)

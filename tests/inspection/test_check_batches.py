@@ -1632,7 +1632,7 @@ def test_what_fit_will_be_given_is_checked_and_leaves_again(batches):
 
 def test_who_mends_a_loop_may_come_with_fit():
     "A norm that is frozen measures, unless somebody puts it into evaluation"
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
     model[1].requires_grad_(False)
     trainer = trainer_with(model=model)
     assert names_found(trainer) == {"frozen_measures"}

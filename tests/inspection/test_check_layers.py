@@ -168,7 +168,7 @@ def weights_that_are_tied():
             self.head = nn.Linear(64, 10)
 
         def forward(self, x):
-            return self.head(self.b(self.a(x.flatten(1))))
+            return self.head(self.b(self.a(x.flatten(1)).relu()).relu())
 
     return trainer_with(Tied())
 
@@ -221,7 +221,7 @@ def dropout_of_a_half():
             self.a, self.b, self.drop = nn.Linear(64, 16), nn.Linear(16, 10), nn.Dropout2d(0.5)
 
         def forward(self, x):
-            return self.b(F.dropout(self.a(x.flatten(1)), p=0.5, training=self.training))
+            return self.b(F.dropout(self.a(x.flatten(1)).relu(), p=0.5, training=self.training))
 
     return trainer_with(Net())
 
