@@ -9,6 +9,8 @@ __all__ = []
 import inspect, math, re
 
 from . import check_columns, check_losses, check_shapes, check_windows
+from . import check_likelihoods
+from . import check_tokens
 from .check_data import random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
@@ -232,6 +234,18 @@ RUN_RULES = { # By the name of what each finds
     'attention_axis': check_losses.attention_axes,
     'threshold_of_logits': check_losses.limits_of_no_probabilities,
     'zero_derivative': check_losses.zero_derivatives,
+    'id_as_padding': check_tokens.ids_as_padding,
+    'labels_not_cloned': check_tokens.labels_held,
+    'blank_in_targets': check_tokens.letters_as_blanks,
+    'state_carried': check_tokens.states_of_other_rows,
+    'heads_mixed': check_tokens.heads_by_view,
+    'edges_not_offset': check_tokens.edges_without_offset,
+    'rate_as_log': check_likelihoods.rates_for_logarithms,
+    'std_as_variance': check_likelihoods.spreads_for_variances,
+    'ranking_turned': check_likelihoods.ranks_turned,
+    'flat_similarities': check_likelihoods.flat_similarities,
+    'risk_turned': check_likelihoods.risks_of_those_gone,
+    'level_of_all': check_likelihoods.levels_of_all,
 }
 
 def found_by_running(

@@ -23,11 +23,14 @@ from .owners import schedules_of
 from .scales import scales_of
 from .seen_doings import Doings
 from .seen_gradients import Gradients, spared
+from .seen_likelihoods import LIKELIHOOD_LOOKS
 from .seen_losses import LossCalls
 from .seen_operations import Operations
 from .seen_origins import Calls
 from .seen_state import Owners, Rates, is_frozen_norm, learnt, modes_of, rates_of
 from .seen_state import same_values
+from .seen_states import STATE_LOOKS
+from .seen_tokens import TOKEN_LOOKS
 from .trial_folder import unseen
 from .waits import tensors_in
 from .watched_calls import watching
@@ -71,7 +74,7 @@ class SeenRun:
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
         self.terms = self.operations.terms # By place, the values of what was added to a loss in vain
-        self.calls = Calls(self.moment, [LossCalls])
+        self.calls = Calls(self.moment, [LossCalls, *TOKEN_LOOKS, *STATE_LOOKS, *LIKELIHOOD_LOOKS])
         self.losses = self.calls.losses
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
@@ -144,6 +147,8 @@ class SeenRun:
         if len(targets) == 1 and targets[0].ndim == 1: self.batches[-1].classes = targets[0].detach().clone()
         self.operations.targets = {memory_of(x) for x in targets} - {None}
         self.losses.begin(inputs, targets, trainer.model)
+        self.calls.graphs.begin(inputs)
+        self.calls.risks.begin(targets)
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
         if are_rows(inputs, targets): self.rows = map_tensors(torch.clone, inputs)
