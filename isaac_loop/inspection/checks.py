@@ -15,6 +15,7 @@ from . import check_formulas, check_forwards, check_kept, check_last_batch, chec
 from . import check_layers, check_mixing, check_model, check_modes, check_orders
 from . import check_penalties, check_pieces, check_renamed, check_rows_read, check_rules
 from . import check_saved, check_schedules, check_steps, check_sums, check_updates
+from . import check_targets
 from . import check_weights, check_writing
 from .check_batches import RUN_RULES, found_by_running, looked
 from .check_rules import Scene
@@ -114,6 +115,9 @@ RULES = { # By the name of what each finds
     'view_for_transpose': check_renamed.renamed_dimensions,
     'drawn_apart': check_rows_read.drawn_apart,
     'counts_validation': check_counts.counts_validation,
+    'no_longer_tied': check_targets.untied_weights,
+    'variance_as_std': check_targets.variances_for_spreads,
+    'ranking_turned': check_targets.distances_turned,
 }
 
 def _without_gradient(scene):

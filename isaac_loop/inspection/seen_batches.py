@@ -27,6 +27,7 @@ from .seen_likelihoods import LIKELIHOOD_LOOKS
 from .seen_losses import LossCalls
 from .seen_operations import Operations
 from .seen_origins import Calls
+from .seen_probes import PROBE_LOOKS
 from .seen_state import Owners, Rates, is_frozen_norm, learnt, modes_of, rates_of
 from .seen_state import same_values
 from .seen_states import STATE_LOOKS
@@ -74,7 +75,8 @@ class SeenRun:
         self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
         self.terms = self.operations.terms # By place, the values of what was added to a loss in vain
-        self.calls = Calls(self.moment, [LossCalls, *TOKEN_LOOKS, *STATE_LOOKS, *LIKELIHOOD_LOOKS])
+        looks = LossCalls,*TOKEN_LOOKS,*STATE_LOOKS,*LIKELIHOOD_LOOKS,*PROBE_LOOKS
+        self.calls = Calls(self.moment, looks)
         self.losses = self.calls.losses
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
@@ -149,6 +151,7 @@ class SeenRun:
         self.losses.begin(inputs, targets, trainer.model)
         self.calls.graphs.begin(inputs)
         self.calls.risks.begin(targets)
+        self.calls.example.begin(inputs, targets)
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
         if are_rows(inputs, targets): self.rows = map_tensors(torch.clone, inputs)
@@ -187,6 +190,8 @@ class SeenRun:
     ):
         "What it makes of other inputs than those of a batch"
         if self.shifted is not None: self.sees_future = sees_future(model, self.shifted)
+        self.calls.example.ask(model)
+        self.calls.paths.ask(model, getattr(self.trainer, 'loss_func', None))
         if self.rows is None: return
         self.carries = is_shuffled(self.trainer) and not self._resets() and carries_over(model, self.rows)
         is_whole = n_batches(getattr(self.trainer.dls, 'train', None)) == 1 # Such as a graph
