@@ -11,6 +11,7 @@ import inspect, math, re
 from . import check_columns, check_losses, check_shapes, check_windows
 from . import check_likelihoods
 from . import check_probed
+from . import check_scaling
 from . import check_tokens
 from .check_data import random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
@@ -247,6 +248,7 @@ RUN_RULES = { # By the name of what each finds
     'flat_similarities': check_likelihoods.flat_similarities,
     'risk_turned': check_likelihoods.risks_of_those_gone,
     'level_of_all': check_likelihoods.levels_of_all,
+    'scaled_together': check_scaling.scaled_together,
     'mean_of_exps': check_probed.means_of_exponentials,
     'transitions_turned': check_probed.transitions_turned,
     'true_past': check_probed.true_past,
