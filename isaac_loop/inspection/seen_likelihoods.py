@@ -43,9 +43,9 @@ class Spreads:
 
     def look(self, call):
         if call.name != 'gaussian_nll_loss': return
-        var = call.given(2, 'var')
-        said = given_as(users_call(), 2, 'var')
-        is_squared = isinstance(var, torch.Tensor) and made_by(var) in ('PowBackward0', 'MulBackward0')
+        var,said = call.given(2, 'var'),given_as(users_call(), 2, 'var')
+        if not isinstance(var, torch.Tensor) or not var.requires_grad: return
+        is_squared = made_by(var) in ('PowBackward0', 'MulBackward0')
         if is_squared or not _SPREAD.search(said) or _SQUARED.search(said): return
         self.found.setdefault(self.calls.place(), said)
 
@@ -149,7 +149,8 @@ class Risks:
         x,y = call.args[0],call.result
         if call.name in ('argsort', 'sort') and self.times: self._note_order(call)
         elif call.name in _CHOSEN and len(call.args) > 1:
-            order = next(filter(None, (self.notes.of('order', o) for o in call.args[1:])), None)
+            index = [part for o in call.args[1:] for part in (o if isinstance(o, tuple) else [o])]
+            order = next(filter(None, (self.notes.of('order', o) for o in index)), None)
             if order and x.requires_grad: self.notes.add('ordered', y, order)
         elif call.name in ('exp', 'view', 'squeeze', 'reshape'): self.notes.carry('ordered', x, y)
         elif call.name in ('logcumsumexp', 'cumsum') and self.notes.of('ordered', x) == 'ascending':

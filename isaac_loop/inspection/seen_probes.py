@@ -93,17 +93,19 @@ def is_forced(model, inputs, y):
     same = [x.shape == y.shape and torch.equal(x, y) for x in inputs]
     if not any(same) or not y.is_floating_point() or y.ndim < 2 or y.shape[1] < 4: return False
     half,other = y.shape[1]//2,y.clone()
-    other[:, half:] += 1 + y.std()
+    other[:, half] += 1 + y.std()
     changed = [other if is_same else x for x,is_same in zip(inputs, same)]
     a,again,b = answers(model, inputs, inputs, changed)
     is_known = a is not None and a.ndim > 1 and a.shape[1] == y.shape[1] and not _differ(a, again)
-    return is_known and not _differ(a[:, :half], b[:, :half]) and _differ(a[:, half:], b[:, half:])
+    cuts = [(o[:, :half+1], o[:, half+1:]) for o in (a, b)] if is_known else []
+    return is_known and not _differ(*(o[0] for o in cuts)) and _differ(*(o[1] for o in cuts))
 
 def erased_by(model, inputs):
     "The place where a model erases a part of what it is given by chance; empty if it does not"
     calls = Calls(lambda: (None, ''), [Erasures])
-    with calls: a,b = answers(model, inputs, inputs)
-    return next(iter(calls.erasures.found), '') if a is not None and _differ(a, b) else ''
+    with calls: first,*others = answers(model, *[inputs]*4) # What is drawn may be the same by chance
+    is_other = first is not None and any(_differ(first, o) for o in others)
+    return next(iter(calls.erasures.found), '') if is_other else ''
 
 # %% ../../nbs/inspection/99e9c_seen_probes.ipynb #505343ed
 _TAGS = 9 # At most, for there are as many pairs as their square
