@@ -15,7 +15,7 @@ _RATE = ('`poisson_nll_loss` ({place}) takes the logarithm of a rate and is give
          '{made}, which is never below 0, so no rate below 1 can be said. Pass `log_input=False`, or leave '
          'the {made} out.')
 _STD = ('`gaussian_nll_loss` ({place}) is given `{said}` as the variance, and by its name it is a standard '
-        'deviation, so what the model says of its own errors is their square. Pass `{said}**2`.')
+        'deviation, so what is called so comes to be its square. Pass `{said}**2`.')
 
 def rates_for_logarithms(seen):
     "Rates for a loss that wants their logarithms"

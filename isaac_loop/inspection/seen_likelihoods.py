@@ -11,7 +11,7 @@ import re
 import torch
 
 from .seen_origins import _MOVES, made_by
-from .seen_tokens import given_as, users_call
+from .seen_tokens import given_as, has_numbers, users_call
 
 # %% ../../nbs/inspection/99e9a_seen_likelihoods.ipynb #81f4732d
 _PASSED = {*_MOVES, 'AddBackward0', 'MulBackward0', 'ClampBackward1', 'ClampMinBackward0', 'ClampBackward0'}
@@ -94,8 +94,8 @@ class Similarities:
 
     def look(self, call):
         x,y = call.args[0],call.result
-        if call.name in ('matmul', 'mm') and _are_units(*call.args[:2]): self.notes.add('cosine', y, 1.)
-        elif call.name == 'cosine_similarity' and y.ndim == 2: self.notes.add('cosine', y, 1.)
+        is_product = call.name in ('matmul', 'mm') and _are_units(x, call.given(1, 'other'))
+        if is_product or call.name == 'cosine_similarity' and y.ndim == 2: self.notes.add('cosine', y, 1.)
         elif call.name in _KEEP: self.notes.carry('cosine', x, y)
         elif call.name in ('mul', 'div', 'true_divide', 'rmul'): self._scale(call)
         elif call.name == 'cross_entropy' and x.requires_grad: self._look_at(x, call.given(1, 'target'))
@@ -140,7 +140,7 @@ class Risks:
         self.found = set() # Places
 
     def begin(self, targets):
-        columns = [y for y in columns_of(targets) if len(y) > 3]
+        columns = [y for y in columns_of(targets) if len(y) > 3 and has_numbers(y)]
         events = [y for y in columns if _is_zeros_and_ones(y)]
         self.times = [y for y in columns if len(y.unique()) > len(y)/2 and y.is_floating_point()]
         if len(columns) != 2 or len(events) != 1: self.times = []

@@ -16,6 +16,7 @@ from ..basics.tensors import map_tensors
 from .asked_models import _differ, answers
 from .seen_gradients import leaves_of
 from .seen_origins import Calls
+from .seen_tokens import has_numbers
 
 # %% ../../nbs/inspection/99e9c_seen_probes.ipynb #88e53edc
 _DRAWS = {'rand', 'rand_like', 'bernoulli', 'randint', 'randint_like', 'uniform', 'random', 'randperm'}
@@ -85,7 +86,7 @@ class Example:
 def _are_examples(inputs, targets):
     "Whether all tensors of a batch have as many rows, of which series may have different lengths"
     whole = [*inputs, *targets]
-    plain = all(x.ndim > 0 and x.layout is torch.strided for x in whole)
+    plain = all(x.ndim > 0 and has_numbers(x) for x in whole)
     return bool(inputs and targets) and plain and len({len(x) for x in whole}) == 1 and len(whole[0]) > 1
 
 def is_forced(model, inputs, y):

@@ -11,6 +11,7 @@ from collections import deque
 import torch
 
 from .seen_gradients import users_line
+from .seen_tokens import has_numbers
 
 # %% ../../nbs/inspection/99e9b_seen_states.ipynb #1b15ca73
 _RECURRENT = {'gru', 'lstm', 'rnn_tanh', 'rnn_relu'}
@@ -26,7 +27,7 @@ class States:
         self.found = {} # By place, in which batches
 
     def look(self, call):
-        if call.name not in _RECURRENT | _CELLS: return
+        if call.name not in _RECURRENT | _CELLS or len(call.args) < 3: return
         where = self.calls.moment()[0]
         if where is None or not where[1]: return
         if where != self.where: self.where,self.before,self.now = where,list(self.now),deque(maxlen=8)
@@ -84,7 +85,7 @@ class Graphs:
     def look(self, call): pass
 
     def begin(self, inputs):
-        whole = [x for x in inputs if not x.is_floating_point() and x.numel()]
+        whole = [x for x in inputs if not x.is_floating_point() and x.numel() and has_numbers(x)]
         edges = [x for x in whole if x.ndim == 2 and 2 in x.shape]
         for sizes in filter(None, map(_sizes, [x for x in whole if x.ndim == 1])):
             if len(edges) != 1 or all(len(x) != sum(sizes) for x in inputs if x.is_floating_point()): continue

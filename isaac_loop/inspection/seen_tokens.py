@@ -51,7 +51,12 @@ def given_as(
     node = next(iter(call.args[i:i+1] or named), None)
     return ast.unparse(node) if node is not None else ''
 
-# %% ../../nbs/inspection/99e9_seen_tokens.ipynb #6d6e7767
+# %% ../../nbs/inspection/99e9_seen_tokens.ipynb #049b2259
+def has_numbers(x):
+    "Whether the numbers of a tensor can be read one by one"
+    return x.layout is torch.strided and x.device.type != 'meta'
+
+# %% ../../nbs/inspection/99e9_seen_tokens.ipynb #1431835a
 class OfEmbedding:
     "What was asked of an embedding with padding"
     def __init__(self, padding, place):
@@ -84,7 +89,7 @@ class Ids:
         is_by_row = ids.numel() in rows and ids.shape in ((ids.numel(),), (ids.numel(), 1))
         self.found[id(weight)].note(ids, n, self.calls.moment()[0], is_by_row)
 
-# %% ../../nbs/inspection/99e9_seen_tokens.ipynb #82fc5e7c
+# %% ../../nbs/inspection/99e9_seen_tokens.ipynb #ce77423e
 def seen_labels(y, tokens, ignored):
     "How many labels count, if they are few, and the input holds each of them at its place; 0 for others"
     if y.is_floating_point() or y.numel() < 1: return 0
@@ -128,5 +133,5 @@ class Blanks:
         n,total,_ = self.found.get(place, (0, 0, blank))
         self.found[place] = n+int((counted == blank).sum()),total+counted.numel(),blank
 
-# %% ../../nbs/inspection/99e9_seen_tokens.ipynb #e6eab826
+# %% ../../nbs/inspection/99e9_seen_tokens.ipynb #d8c59953
 TOKEN_LOOKS = Ids,Labels,Blanks
