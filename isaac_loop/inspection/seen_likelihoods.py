@@ -149,7 +149,7 @@ class Risks:
         x,y = call.args[0],call.result
         if call.name in ('argsort', 'sort') and self.times: self._note_order(call)
         elif call.name in _CHOSEN and len(call.args) > 1:
-            index = [part for o in call.args[1:] for part in (o if isinstance(o, tuple) else [o])]
+            index = call.args[1] if isinstance(call.args[1], tuple) else call.args[1:]
             order = next(filter(None, (self.notes.of('order', o) for o in index)), None)
             if order and x.requires_grad: self.notes.add('ordered', y, order)
         elif call.name in ('exp', 'view', 'squeeze', 'reshape'): self.notes.carry('ordered', x, y)

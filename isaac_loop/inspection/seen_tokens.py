@@ -30,8 +30,9 @@ def _frames(frame, last):
 
 def _call_in(frame):
     code = frame.f_code
-    first,end,left,right = list(code.co_positions())[frame.f_lasti//2]
-    if None in (first, end, left, right): return None
+    span = list(code.co_positions())[frame.f_lasti//2]
+    if None in span: return None
+    (first,end),(left,right) = span[:2],span[2:]
     lines = [linecache.getline(code.co_filename, i).encode() for i in range(first, end+1)]
     if not all(lines): return None
     lines[-1] = lines[-1][:right]

@@ -791,12 +791,12 @@ def a_table_that_is_scaled_by_a_part():
 
 
 @pytest.mark.parametrize("make, names", planted)
-def test_what_is_planted_is_found(make, names):
+def test_what_goes_wrong_with_sequences_is_found(make, names):
     torch.manual_seed(0)
     assert tuple(found_in(make(), batches=3)) == names
 
 
 @pytest.mark.parametrize("make", right)
-def test_nothing_is_found_in_what_is_right(make):
+def test_right_sequences_are_left_alone(make):
     torch.manual_seed(0)
     assert found_in(make(), batches=3) == []
