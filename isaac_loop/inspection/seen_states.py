@@ -73,8 +73,9 @@ def is_mixed(
 )->bool:
     "Whether heads come before places, though numbers are where they were"
     n,places,width = whole
-    rows,heads,steps,each = parts
-    return n == rows and steps == places and heads*each == width and heads != places and 1 not in parts[1:]
+    heads,steps,each = parts[1:]
+    is_view = (n, steps, heads*each) == (parts[0], places, width)
+    return is_view and heads != places and 1 not in parts[1:]
 
 # %% ../../nbs/inspection/99e9b_seen_states.ipynb #454c5106
 class Graphs:
