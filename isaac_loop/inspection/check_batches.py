@@ -8,8 +8,9 @@ __all__ = []
 # %% ../../nbs/inspection/99i_check_batches.ipynb #0465e096
 import inspect, math, re
 
-from . import check_columns, check_groups, check_inputs, check_losses, check_outputs
-from . import check_paces, check_shapes, check_views, check_windows
+from . import check_columns, check_groups, check_inputs, check_likelihoods
+from . import check_losses, check_outputs, check_paces, check_probed, check_scaling
+from . import check_shapes, check_tokens, check_views, check_windows
 from .check_data import random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients, mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody, scaled_changes
@@ -264,6 +265,23 @@ RUN_RULES = { # By the name of what each finds
     'relu_on_logits': check_outputs.rectified_logits,
     'no_activation': check_outputs.layers_without_activation,
     'weights_misplaced': check_outputs.weights_of_other_classes,
+    'id_as_padding': check_tokens.ids_as_padding,
+    'labels_not_cloned': check_tokens.labels_held,
+    'blank_in_targets': check_tokens.letters_as_blanks,
+    'state_carried': check_tokens.states_of_other_rows,
+    'heads_mixed': check_tokens.heads_by_view,
+    'edges_not_offset': check_tokens.edges_without_offset,
+    'rate_as_log': check_likelihoods.rates_for_logarithms,
+    'std_as_variance': check_likelihoods.spreads_for_variances,
+    'ranking_turned': check_likelihoods.ranks_turned,
+    'flat_similarities': check_likelihoods.flat_similarities,
+    'risk_turned': check_likelihoods.risks_of_those_gone,
+    'level_of_all': check_likelihoods.levels_of_all,
+    'scaled_together': check_scaling.scaled_together,
+    'mean_of_exps': check_probed.means_of_exponentials,
+    'transitions_turned': check_probed.transitions_turned,
+    'true_past': check_probed.true_past,
+    'erased_in_validation': check_probed.erased_by_chance,
 }
 
 def found_by_running(

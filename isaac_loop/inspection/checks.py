@@ -10,15 +10,14 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
-from . import check_answers
-from . import check_best, check_cancels, check_counts, check_effects, check_forgotten
-from . import check_habits, check_hooks, check_resumed
-from . import check_formulas, check_forwards, check_kept, check_last_batch, check_lasting
+from . import check_answers, check_attacks, check_best, check_cancels, check_counts
+from . import check_effects, check_forgotten, check_formulas, check_forwards
+from . import check_habits, check_hooks, check_kept, check_last_batch, check_lasting
 from . import check_layers, check_mixing, check_model, check_modes, check_orders
-from . import check_penalties, check_pieces, check_renamed, check_rows_read, check_rules
-from . import check_saved, check_schedules, check_steps, check_sums, check_updates
-from . import check_weights, check_writing
-from . import check_attacks, check_policies, check_recipes, check_terms
+from . import check_penalties, check_pieces, check_policies, check_recipes
+from . import check_renamed, check_resumed, check_rows_read, check_rules, check_saved
+from . import check_schedules, check_steps, check_sums, check_targets, check_terms
+from . import check_updates, check_weights, check_writing
 from .check_batches import RUN_RULES, found_by_running, looked
 from .check_rules import Scene
 from .seen_batches import seen_run
@@ -131,6 +130,9 @@ RULES = { # By the name of what each finds
     'optimizer_left_out': check_resumed.optimizers_left_out,
     'norms_not_measured': check_resumed.averages_not_measured,
     'skip_changed': check_answers.inputs_changed_in_place,
+    'no_longer_tied': check_targets.untied_weights,
+    'variance_as_std': check_targets.variances_for_spreads,
+    'ranking_turned': check_targets.distances_turned,
 }
 
 def _without_gradient(scene):

@@ -21,18 +21,22 @@ from .observed_run import at_borders
 from .observing import passes_of
 from .owners import schedules_of
 from .scales import scales_of
-from .seen_copies import SelfCopies, Sums
 from .seen_answers import Answers, Bytes, linear_layers
+from .seen_copies import SelfCopies, Sums
 from .seen_doings import Doings
 from .seen_draws import DRAW_LOOKS
 from .seen_gradients import Gradients, spared
 from .seen_inputs import Inputs
+from .seen_likelihoods import LIKELIHOOD_LOOKS
 from .seen_losses import LossCalls
 from .seen_operations import Operations
 from .seen_origins import Calls
 from .seen_parts import PART_LOOKS
+from .seen_probes import PROBE_LOOKS
 from .seen_state import Owners, Rates, is_frozen_norm, learnt, modes_of, rates_of
 from .seen_state import same_values
+from .seen_states import STATE_LOOKS
+from .seen_tokens import TOKEN_LOOKS
 from .seen_views import VIEW_LOOKS
 from .trial_folder import unseen
 from .waits import tensors_in
@@ -44,7 +48,8 @@ from ..loop.passes import n_batches, parts_of
 from ..state.random_numbers import random_state, same_random_state
 
 # %% ../../nbs/inspection/99f_seen_batches.ipynb #6484c541
-_LOOKS = [LossCalls, SelfCopies, Sums, Answers, Bytes, *VIEW_LOOKS, *DRAW_LOOKS, *PART_LOOKS] # At calls of PyTorch
+_LOOKS = [LossCalls, SelfCopies, Sums, Answers, Bytes, *VIEW_LOOKS, *DRAW_LOOKS, *PART_LOOKS,
+          *TOKEN_LOOKS, *STATE_LOOKS, *LIKELIHOOD_LOOKS, *PROBE_LOOKS] # At calls of PyTorch
 
 class Batch:
     "What was seen of one batch"
@@ -156,6 +161,9 @@ class SeenRun:
         self.operations.targets = {memory_of(x) for x in targets} - {None}
         self.losses.begin(inputs, targets, trainer.model)
         self.calls.answers.begin(targets)
+        self.calls.graphs.begin(inputs)
+        self.calls.risks.begin(targets)
+        self.calls.example.begin(inputs, targets)
         are_two = len(inputs) == len(targets) == 1
         if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
         if are_rows(inputs, targets): self.rows = map_tensors(torch.clone, inputs)
@@ -196,6 +204,8 @@ class SeenRun:
         "What it makes of other inputs than those of a batch"
         self.inputs.ask(model)
         if self.shifted is not None: self.sees_future = sees_future(model, self.shifted)
+        self.calls.example.ask(model)
+        self.calls.paths.ask(model, getattr(self.trainer, 'loss_func', None))
         if self.rows is None: return
         self.carries = is_shuffled(self.trainer) and not self._resets() and carries_over(model, self.rows)
         is_whole = n_batches(getattr(self.trainer.dls, 'train', None)) == 1 # Such as a graph
