@@ -114,7 +114,7 @@ def states_that_are_one(seen):
 def writing_to_copies(seen):
     "Rows that are written to where nobody reads them"
     return [Finding('written_to_copy', _LOST.format(name=name, place=place), spoils=True)
-            for place,name in seen.calls.copies.lost.items()]
+            for place,name in seen.calls.temporaries.lost.items()]
 
 # %% ../../nbs/inspection/99h9_check_views.ipynb #8ac2b9c9
 _CUT = ('The nearest codes are given to a layer as they are ({place}), so what comes after them teaches the '

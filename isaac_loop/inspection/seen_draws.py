@@ -148,7 +148,7 @@ class _Copy:
 
 class Copies:
     "Looks for rows that are written to where they were copied, and then are gone"
-    name = 'copies'
+    name = 'temporaries'
     def __init__(self, calls):
         self.calls,self.notes = calls,calls.notes
         self.written = [] # Each `_Copy` to which somebody has written
