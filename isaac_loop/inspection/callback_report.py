@@ -11,10 +11,10 @@ from contextlib import closing, contextmanager
 
 from ..basics.checks import did_you_mean
 from ..basics.tables import Table
-from . import quiet_promises # noqa: F401 - They put themselves into the list
-from .cut_runs import in_words
-from .evidence import Evidence
-from .promises import PROMISES, Fault, NotTried
+from .contract import quiet_promises # noqa: F401 - They put themselves into the list
+from .contract.cut_runs import in_words
+from .contract.evidence import Evidence
+from .contract.promises import PROMISES, Fault, NotTried
 from .run_results import lists_of_class
 from .trial_runs import Trials
 from ..loop.callback_list import flat

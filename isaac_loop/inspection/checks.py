@@ -10,17 +10,22 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
-from . import check_answers, check_attacks, check_best, check_cancels, check_counts
-from . import check_effects, check_forgotten, check_formulas, check_forwards
-from . import check_habits, check_hooks, check_kept, check_last_batch, check_lasting
-from . import check_layers, check_mixing, check_model, check_modes, check_orders
-from . import check_penalties, check_pieces, check_policies, check_recipes
-from . import check_renamed, check_resumed, check_rows_read, check_rules, check_saved
-from . import check_schedules, check_steps, check_sums, check_targets, check_terms
-from . import check_updates, check_weights, check_writing
-from .check_batches import RUN_RULES, found_by_running, looked
-from .check_rules import Scene
-from .seen_batches import seen_run
+from .run_rules.check_batches import RUN_RULES, found_by_running, looked
+from .seen_run.seen_batches import seen_run
+from .source_rules import check_answers, check_attacks, check_best, check_cancels
+from .source_rules import check_counts
+from .source_rules import check_effects, check_forgotten, check_formulas, check_forwards
+from .source_rules import check_habits, check_hooks, check_kept, check_last_batch
+from .source_rules import check_lasting
+from .source_rules import check_layers, check_mixing, check_model, check_modes
+from .source_rules import check_orders
+from .source_rules import check_penalties, check_pieces, check_policies, check_recipes
+from .source_rules import check_renamed, check_resumed, check_rows_read, check_rules
+from .source_rules import check_saved
+from .source_rules import check_schedules, check_steps, check_sums, check_targets
+from .source_rules import check_terms
+from .source_rules import check_updates, check_weights, check_writing
+from .source_rules.check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
 from ..loop.trainer import Trainer
 

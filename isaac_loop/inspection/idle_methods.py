@@ -9,7 +9,7 @@ __all__ = []
 import ast, inspect, sys
 from contextlib import contextmanager
 
-from .method_source import function_node, function_of
+from .source.method_source import function_node, function_of
 from ..loop.events import callback_name
 
 # %% ../../nbs/inspection/66a_idle_methods.ipynb #ed52a03b

@@ -9,9 +9,9 @@ __all__ = []
 import inspect
 from itertools import chain
 
-from .method_source import function_of, place
-from .read_values import Found
-from .reading import Reader, handler_effects
+from .source.method_source import function_of, place
+from .source.read_values import Found
+from .source.reading import Reader, handler_effects
 from .watched_calls import OF_TRAINING, alters
 from ..loop.duplicate_steps import Watched
 from ..loop.events import CancelException, EVENTS, callback_name

@@ -13,7 +13,7 @@ from types import MethodType
 import torch
 from torch import nn
 
-from .read_values import Found
+from .source.read_values import Found
 from .watched_calls import changed_plan, watching
 from .written import memory_of
 from ..loop import passes, trainer as loop

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
+from .plain_script import written_loop # noqa: F401 - It knows how the parts are written
+from .plain_script.known_callbacks import reason_to_leave_out
+from .plain_script.plain_lines import Leave, joined, lines, only_target, within
+from .plain_script.plain_lines import without_unused
+from .plain_script.printed_lines import broken, printed
+from .plain_script.script_writing import CORE, NotWritten, Writing, form_of, first_batch
+from .plain_script.source_of_values import bound_names, loaded_names
 from ..loop.events import callback_name
 from ..loop.trainer import Plan, Trainer
-from .known_callbacks import reason_to_leave_out
-from .plain_lines import Leave, joined, lines, only_target, within, without_unused
-from .printed_lines import broken, printed
-from .script_writing import CORE, NotWritten, Writing, form_of, first_batch
-from .source_of_values import bound_names, loaded_names
-from . import written_loop # noqa: F401 - It knows how the parts are written
 
 # %% ../../nbs/inspection/89_script.ipynb #d192b1c1
 _ALLOWED = {'one_batch', 'split', 'subclassing_method', 'events'}

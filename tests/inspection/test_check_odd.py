@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset, WeightedRandomSampler
 from isaac_loop import Trainer
 from isaac_loop.callbacks import BasicTrainCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.inspection.seen_origins import AttentionAxes
+from isaac_loop.inspection.seen_run.seen_origins import AttentionAxes
 from working import found_in
 
 

@@ -16,7 +16,7 @@ from torcheval.metrics import BinaryAccuracy
 from isaac_loop import CancelBatchException, Trainer, with_cbs
 from isaac_loop.callbacks import BasicTrainCB, MetricsCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.inspection.seen_readings import Readings
+from isaac_loop.inspection.seen_run.seen_readings import Readings
 from marked import Marked, Planted
 from working import found_in
 

@@ -33,7 +33,7 @@ from isaac_loop.callbacks import (
 from isaac_loop.callbacks import MomentumTrainCB, OneCycleSchedulerCB, ProgressCB, RewindCB, StepSchedulerCB
 from isaac_loop.callbacks import WarmupSchedulerCB
 from isaac_loop.data import DataLoaders, exact_loader
-from isaac_loop.inspection.known_callbacks import LEFT_OUT, MEMBERS, REFUSED, WRITTEN
+from isaac_loop.inspection.plain_script.known_callbacks import LEFT_OUT, MEMBERS, REFUSED, WRITTEN
 from runs import Rows
 from working import Images, images_model
 

@@ -16,8 +16,8 @@ MODULES = {
 
 ASKS_FOR_A_CLASS = {  # Elsewhere a class may only look for its own kind
     "log/run_config": "reports the settings of callbacks, which own them",
-    "inspection/check_mixups": "tells schedules by epochs from those by updates",
-    "inspection/check_schedules": "looks into the settings of built-in schedules",
+    "inspection/run_rules/check_mixups": "tells schedules by epochs from those by updates",
+    "inspection/source_rules/check_schedules": "looks into the settings of built-in schedules",
     "interop/adapters": "refuses what it has made itself",
     "interop/pytorch_accelerated_trainer": "tells a foreign callback what its own trainer would tell it",
 }

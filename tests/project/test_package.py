@@ -36,8 +36,9 @@ MODULES = {f"isaac_loop.{module_of(p)}": p for p in NOTEBOOKS}
 def test_a_module_lies_where_its_notebook_lies():
     "`nbs/loop/20_trainer.ipynb` is `isaac_loop/loop/trainer.py`; no two in a folder have one number"
     for name, path in MODULES.items():
-        assert name.split(".")[1:] == [path.parent.name, path.stem.partition("_")[2]]
-    places = [(p.parent.name, p.stem.partition("_")[0]) for p in NOTEBOOKS]
+        folders = path.parent.relative_to(ROOT / "nbs").parts
+        assert name.split(".")[1:] == [*folders, path.stem.partition("_")[2]]
+    places = [(p.parent, p.stem.partition("_")[0]) for p in NOTEBOOKS]
     assert len(set(places)) == len(places)
 
 

@@ -1,0 +1,1 @@
+"How the callbacks of a trainer are written out as a plain loop"

@@ -1,0 +1,1 @@
+"Rules about batches that were run: each finds mistakes of one kind"

@@ -1,0 +1,1 @@
+"What the source of callbacks says, read without running it"
