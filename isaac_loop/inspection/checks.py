@@ -131,6 +131,7 @@ RULES = { # By the name of what each finds
     'scale_runs_away': check_terms.doubts_without_price,
     'last_term': check_terms.terms_of_the_last,
     'best_is_last': check_habits.bests_that_are_last,
+    'always_true': check_habits.conditions_always_true,
     'hook_returns_nothing': check_hooks.hooks_without_return,
     'optimizer_left_out': check_resumed.optimizers_left_out,
     'norms_not_measured': check_resumed.averages_not_measured,

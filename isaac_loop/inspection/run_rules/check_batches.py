@@ -12,7 +12,7 @@ from . import check_columns, check_groups, check_inputs, check_likelihoods
 from . import check_losses, check_outputs, check_paces, check_probed
 from . import check_scaling
 from . import check_shapes, check_tokens, check_views, check_windows
-from .check_data import random_rows, shared_rows
+from .check_data import one_transform, random_rows, shared_rows
 from .check_gradients import callbacks_in, in_line, lost_gradients
 from .check_gradients import mixed_gradients
 from .check_gradients import old_gradients, parameters_of_nobody
@@ -73,6 +73,21 @@ def frozen_that_measure(seen):
     "Frozen batch norms in training mode"
     names = list(dict.fromkeys(k for batch in seen.batches if batch.where[1] for k in batch.measuring))
     return [Finding('frozen_measures', _FROZEN.format(names=in_line(names)))] if names else []
+
+# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #6227d577
+_UNDONE = ('{names} {was} put into evaluation mode {who}, and each training pass calls `model.train()` '
+           'afterwards, so in {first} it was in training mode. Do it in `before_epoch`, or use '
+           '`BatchNormEvalCB`.')
+
+def modes_undone(seen):
+    "Layers put into evaluation before the first pass, which undoes it"
+    first = next((o for o in seen.batches if o.where[1]), None)
+    names = [k for k in seen.asleep if first is not None and first.modes.get(k)]
+    if not names: return []
+    who = seen.asleep[names[0]]
+    about = dict(was='were' if len(names) > 1 else 'was', who=f'by `{who}`' if who else 'before the fit')
+    text = _UNDONE.format(names=in_line(names), first=when(first.where), **about)
+    return [Finding('undone_mode', text, callbacks_in(seen, who))]
 
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #0d175f86
 _CHANGED = ('{names} changed in a validation pass (epoch {epoch}), so it does not only measure: the next '
@@ -193,6 +208,7 @@ RUN_RULES = { # By the name of what each finds
     'constant_term': terms_without_gradient,
     'left_in_eval': left_in_evaluation,
     'trains_in_validation': trained_in_validation,
+    'undone_mode': modes_undone,
     'frozen_measures': frozen_that_measure,
     'changed_in_validation': changed_in_validation,
     'changes_data': lambda seen: changed_data(seen) + check_inputs.drifting_rows(seen),
@@ -257,6 +273,8 @@ RUN_RULES = { # By the name of what each finds
     'visible_only': check_views.errors_of_the_seen,
     'same_goal': check_views.labels_of_a_game,
     'decayed_norms': check_groups.decayed_norms,
+    'empty_group': check_groups.decays_of_nothing,
+    'one_transform': one_transform,
     'coupled_decay': check_groups.coupled_decays,
     'rates_turned': check_groups.turned_rates,
     'step_moves_nothing': check_groups.steps_that_move_nothing,

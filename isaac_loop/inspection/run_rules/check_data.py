@@ -6,12 +6,13 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/04_check_data.ipynb #d03353c8
-import math
+import math, re
 from contextlib import suppress
 
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
+from ..source_rules.own_sources import text_of_users
 from ..waits import tensors_in
 from ...loop.plan_checks import Finding
 from ...state.random_numbers import undrawn
@@ -105,3 +106,26 @@ def _numbers(row):
 def _alike(a, b):
     return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num())
                                     for x,y in zip(a, b))
+
+# %% ../../../nbs/inspection/run_rules/04_check_data.ipynb #34012644
+_ONE = ('`dls.train` and `dls.valid` take their rows of one dataset, and `{line}` in your source sets '
+        '`{name}` for both, training and validation. Make a dataset for each, and give each its rows by '
+        '`Subset(dataset, indices)`.')
+_SET = re.compile(r'^[ \t]*(\w[\w.\[\]\'"]*?\.dataset\.(\w*(?:transform|augment)\w*)[ ]*=[^=#\n]*\S)', re.M)
+
+def one_transform(seen):
+    "A transform that was set on the dataset of one part, and is that of the other as well"
+    train,valid = [dataset_of(seen, name) for name in ('train', 'valid')]
+    shared = _below(train)
+    are_parts = isinstance(train, Subset) and isinstance(valid, Subset)
+    if not are_parts or shared is not _below(valid): return []
+    lines = _SET.findall(text_of_users(seen.trainer, shared))
+    lines = [(line, name) for line,name in lines if name in vars(shared) and not line.startswith('self.')
+             and 'trainer' not in line and 'dls' not in line] # Those set it for each pass
+    if not lines: return []
+    line,name = lines[-1]
+    return [Finding('one_transform', _ONE.format(line=' '.join(line.split()), name=name))]
+
+def _below(dataset):
+    while isinstance(dataset, Subset): dataset = dataset.dataset
+    return dataset

@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/24_check_groups.ipynb #5c2920c8
+import re
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -13,12 +15,14 @@ from torch.nn.parameter import is_lazy
 
 from .check_gradients import callbacks_in, name_of, names_of
 from ..seen_run.seen_gradients import weights_of
+from ..source_rules.own_sources import text_of_users
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/run_rules/24_check_groups.ipynb #846d7cd7
 _NORMS = ('`{opt}` has a group without weight decay, with biases or norms in it, and {names} {are} in a '
           'group with weight decay {decay:g}. Were they asked for by a name that they do not have? Ask '
           '`p.ndim < 2`, or by the kind of the module, or pass `ignore="decayed_norms"` if that is meant.')
+_NAMED = re.compile(r'["\'][\w.]*(norm|\bln\d*\b|\bbn\d*\b)[\w.]*["\']', re.I) # Text that is a name of a norm
 _OF_NORMS = _NormBase,nn.LayerNorm,nn.GroupNorm,nn.RMSNorm
 _WITH_BIAS = nn.Linear,nn.modules.conv._ConvNd
 
@@ -42,7 +46,8 @@ def decayed_norms(seen):
     norms,found = owned(seen, _OF_NORMS, 'weight'),[]
     small = norms | owned(seen, nn.Module, 'bias')
     large = owned(seen, _WITH_BIAS, 'weight')
-    for opt in optimizers_in(seen):
+    speaks = _NAMED.search(text_of_users(seen.trainer)) # Somebody thought of norms, and asked by a name
+    for opt in optimizers_in(seen) if speaks else ():
         decays = [group.get('weight_decay', 0) for group in opt.param_groups]
         kept = [p for group,decay in zip(opt.param_groups, decays) for p in group['params'] if not decay]
         for group,decay in zip(opt.param_groups, decays):
@@ -53,6 +58,21 @@ def decayed_norms(seen):
             text = _NORMS.format(are='are' if len(wrong) > 1 else 'is', **about)
             found.append(Finding('decayed_norms', text))
     return found[:1]
+
+# %% ../../../nbs/inspection/run_rules/24_check_groups.ipynb #00b4f10c
+_NOTHING = ('A group of `{opt}` has weight decay {decay:g} and no parameter, and all {n} are in groups '
+            'without, so nothing decays. Does the condition that chooses them hold for all?')
+
+def decays_of_nothing(seen):
+    "Optimizers of which the one group that is to decay is empty"
+    found = []
+    for opt in optimizers_in(seen):
+        decays = [(float(group.get('weight_decay', 0)), len(group['params'])) for group in opt.param_groups]
+        empty = [decay for decay,n in decays if decay and not n]
+        if not empty or any(decay and n for decay,n in decays): continue
+        text = _NOTHING.format(opt=name_of(seen, opt), decay=empty[0], n=sum(n for _,n in decays))
+        found.append(Finding('empty_group', text))
+    return found
 
 # %% ../../../nbs/inspection/run_rules/24_check_groups.ipynb #4bc8ba1b
 _COUPLED = ('`{opt}` is `{kind}` with `weight_decay={decay:g}`, which it adds to the gradient and divides '

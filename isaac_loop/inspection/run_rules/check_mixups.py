@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/08_check_mixups.ipynb #50186537
 from .check_gradients import callbacks_in, in_line, name_of
+from ..seen_run.owners import peak_of
 from ..seen_run.seen_gradients import weights_of
 from ..source_rules.check_rules import package_of
 from ...loop.plan_checks import Finding
@@ -68,6 +69,7 @@ def rates_never_reached(seen):
         factors = seen.owners.factors[name][:n]
         factor = max(factors)
         is_slow = not by_epoch and factors[-1] == factor > factors[0] # A long warm-up
+        is_slow = is_slow and peak_of(schedule, seen.owners.factors[name]) > most
         if not 0 <= factor <= most or is_slow or lr > 0.5: continue # Noam's goes with a rate of 1
         told = dict(schedule=name, when=f'its first {n} {"epochs" if by_epoch else "steps"}')
         text = _LOW.format(factor=factor, rate=factor*lr, lr=lr, **told)

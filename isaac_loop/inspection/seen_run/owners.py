@@ -144,6 +144,16 @@ def factors_of(
             found.append(max(float(f(len(found))) for f in schedule.lr_lambdas))
     return found if len(found) == n else []
 
+def peak_of(
+    schedule, # As for `factors_of`
+    factors, # What that has given
+)->float:
+    "The greatest factor, those of steps that are far ahead included"
+    far = [o*len(factors) for o in (2, 3, 5, 10, 30, 100)]
+    with undrawn(), suppress(Exception, SystemExit):
+        return max([*factors, *(float(f(i)) for i in far for f in schedule.lr_lambdas)])
+    return max(factors)
+
 def schedules_of(
     trainer, # With its callbacks
 )->dict: # By name

@@ -105,6 +105,7 @@ class SeenRun:
         self.callbacks = [] # Who took part
         self.last_by = {} # By name of a layer, who has last set its mode
         self.mode_by = {} # The same by layer and batch
+        self.asleep = {} # By name of a layer: who has put it into evaluation before the first pass
         self.of_model = set() # `id` of the parameters of the model
 
     def moment(self):
@@ -131,10 +132,17 @@ class SeenRun:
     def _look_behind(self, call, trainer, who, modes, columns, rates):
         for name in _columns(trainer) - columns: self.written.setdefault(name, call.callback)
         self.last_by |= {k: who for k,mode in modes_of(trainer.model).items() if modes.get(k) is not mode}
+        if call.event == 'before_fit': self.note_asleep(who, modes)
         self.rates.note(rates, rates_of(trainer), who, call.event)
         if call.event == 'get_loss': self._note_loss(trainer)
         if call.event in ('get_loss', 'after_get_loss'): self._note_terms(trainer)
         self._note_data(trainer, who)
+
+    def note_asleep(self, who, modes):
+        "Note layers that are in evaluation mode by now, and were in training mode when `modes` was read"
+        if not getattr(self.trainer.model, 'training', False): return # Of all of it, nothing is meant to stay
+        now = modes_of(self.trainer.model)
+        self.asleep |= {k: who for k,mode in now.items() if modes.get(k) and not mode}
 
     @spared
     def look(self, trainer, span, begins):
@@ -300,6 +308,7 @@ def seen_run(
         seen.owners.schedules |= schedules
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
         seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
+        seen.note_asleep('', dict.fromkeys(modes_of(trainer.model), True))
         with seen.gradients.noting(), seen.doings.noting(), seen.inputs.noting(), seen.calls, seen.operations:
             trainer.fit(2, lr, **passes)
         seen.reason = trainer.stop_reason

@@ -14,7 +14,9 @@ from .check_cancels import names_in_test
 from .check_counts import changes_training, is_share
 from .check_model import called
 from .check_rules import line_in, method_of, package_of, pairs_of, said
-from .own_sources import at_events, loss_sources
+from .check_weights import opt_func_of
+from .own_sources import Source, at_events, forwards, is_own, loss_sources
+from .own_sources import read_along
 from ...loop.events import EVENTS, callback_name
 from ...loop.handlers import TrainersOwn
 from ...loop.plan_checks import Finding
@@ -161,6 +163,42 @@ def _reckons_in_epochs(scene, source):
     trees = methods_in(holder)
     changes = changes_training(scene, source, trees)
     return not changes or any(_EPOCHS_OWN.search(ast.unparse(o)) for o in trees)
+
+# %% ../../../nbs/inspection/source_rules/60_check_habits.ipynb #b14df6b0
+_ALWAYS = ('{who} asks `{test}` ({line}), which is always true: `{part}` alone is, whatever stands beside '
+           'it. Write the comparison out for each, as in `{example}`.')
+
+def conditions_always_true(scene):
+    "A constant among the parts of an `or` that decides something"
+    given = opt_func_of(scene.trainer)
+    sources = [*forwards(scene), *loss_sources(scene), *at_events(scene, *EVENTS),
+               *read_along([Source(given)] if is_own(given) else [])]
+    found = {}
+    for source in sources:
+        for node,part in _always_true(source.tree):
+            other = next(o for o in node.values if o is not part)
+            example = f'{ast.unparse(other)} or {_example(part, other)}'
+            told = dict(test=ast.unparse(node), part=ast.unparse(part), line=source.line(node))
+            text = _ALWAYS.format(who=source.said, example=example, **told)
+            found[told['line']] = Finding('always_true', text,
+                                          [source.callback] if source.callback else [])
+    return list(found.values())
+
+def _always_true(tree):
+    "Each `or` that decides, with a part of it that is a constant and true"
+    for node in ast.walk(tree):
+        tests = [*getattr(node, 'ifs', ()), getattr(node, 'test', None)]
+        for test in [o for o in tests if isinstance(o, ast.BoolOp) and isinstance(o.op, ast.Or)]:
+            part = next((o for o in test.values if isinstance(o, ast.Constant) and o.value), None)
+            if part is not None and part.value is not True: yield test,part
+
+def _example(part, other):
+    "How the comparison with the constant would be written, by that which stands beside it"
+    if not isinstance(other, ast.Compare): return ast.unparse(part)
+    sides = [other.left, *other.comparators]
+    fixed = next((i for i,o in enumerate(sides) if isinstance(o, ast.Constant)), len(sides)-1)
+    sides[fixed] = part
+    return ast.unparse(ast.Compare(sides[0], other.ops, sides[1:]))
 
 # %% ../../../nbs/inspection/source_rules/60_check_habits.ipynb #878e5235
 _ROWS = ('`{who}` counts rows in `{name}` (`{made}`, {line}), which is called like a number of updates, so '

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/24_own_sources.ipynb #46c285ec
-import ast, inspect
+import ast, inspect, linecache, sys
 from functools import partial
 from types import FunctionType, ModuleType
 
@@ -125,3 +125,23 @@ def at_events(scene, *events):
         f,given = function_of(handler_of(entry.callback, entry.event))
         found.append(Source(f, next(iter(given), None), said(entry), entry.callback))
     return list(read_along(found))
+
+# %% ../../../nbs/inspection/source_rules/24_own_sources.ipynb #a0f441ae
+def text_of_users(
+    trainer, # With data, model, functions and callbacks
+    *others, # Further objects that a user may have written the class of, such as datasets
+)->str:
+    "The text of the files and cells that these were written in"
+    model = vars(trainer).get('model')
+    things = [*(model.modules() if isinstance(model, nn.Module) else ()), *trainer.callbacks, *others]
+    fs = [trainer.loss_func, trainer.opt_func, *_methods({type(trainer), *map(type, things)})]
+    fs = [inspect.unwrap(f) for f in fs if isinstance(f, FunctionType) and is_own(f)]
+    main = vars(sys.modules['__main__'])
+    files = {f.__code__.co_filename for f in fs} | {main.get('__file__') or ''}
+    texts = [''.join(linecache.getlines(o)) for o in sorted(files)]
+    cells = main.get('In') # Those of a notebook that have run
+    return '\n'.join([*texts, *map(str, cells if isinstance(cells, list) else ())])
+
+def _methods(kinds):
+    "The functions in classes"
+    return [f for cls in kinds for f in vars(cls).values()]
