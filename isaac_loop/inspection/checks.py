@@ -234,7 +234,9 @@ def _found_by_running(trainer, batches, lr, ignore, known):
     if not seen.batches and not seen.gradients.passes:
         warn(_NONE_RAN.format(why=f' ({seen.reason})' if seen.reason else ''))
     found = found_by_running(seen)
-    return [o for o in found if o.name not in known and not is_silent(o, ignore)]
+    return [o for o in found if known.isdisjoint((o.name, _SAID_BY.get(o.name))) and not is_silent(o, ignore)]
+
+_SAID_BY = {'targets_not_moved': 'drawn_apart'} # What is told better by another rule, which reads the source
 
 def _refuse_spoilt(findings):
     if any(finding.spoils for finding in findings): raise CheckFailed(findings)

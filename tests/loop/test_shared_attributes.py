@@ -16,6 +16,7 @@ MODULES = {
 
 ASKS_FOR_A_CLASS = {  # Elsewhere a class may only look for its own kind
     "log/run_config": "reports the settings of callbacks, which own them",
+    "inspection/run_rules/check_paces": "tells batches of which several make an update",
     "inspection/run_rules/check_mixups": "tells schedules by epochs from those by updates",
     "inspection/source_rules/check_schedules": "looks into the settings of built-in schedules",
     "interop/adapters": "refuses what it has made itself",

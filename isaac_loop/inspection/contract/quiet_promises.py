@@ -187,7 +187,8 @@ def waits(evidence):
         found.append(Fault(f'{what} waits {often}{mend}', f'{call}, {place_of(*place)}', counts=share >= 0.5))
     return found
 
-_READ_LATE = '; keep `.detach()` of the tensor, and read it once, in `cleanup_epoch`'
+_READ_LATE = ('; what is only told: keep `.detach()` of the tensor, and read it once, in `cleanup_epoch`; '
+              'what the loss needs: leave it a tensor')
 
 # %% ../../../nbs/inspection/contract/50_quiet_promises.ipynb #00f5da60
 class _Old:

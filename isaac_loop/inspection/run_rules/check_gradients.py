@@ -113,6 +113,7 @@ def mixed_gradients(seen):
         pairs = [_foreign(seen.gradients.order, step, parts) for parts in step.parts.values()]
         for first,last,other in [pair for pair in pairs if pair is not None][:1]:
             first_by,last_by = (f'{one.by} in {when(one.where)}' for one in (first, last))
+            if first_by == last_by: first_by = 'an earlier call of the same line'
             text = _MIXED.format(opt=name_of(seen, step.opt), by=step.by, when=when(step.where),
                                  last=last_by, first=first_by, other=name_of(seen, other))
             found[id(step.opt)] = Finding('gradients_mixed', text, callbacks_in(seen, step.by), spoils=True)
@@ -259,7 +260,8 @@ def still_weights(seen):
 
 # %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #51abfccc
 _TERM = ('What is added to the loss ({place}) changes from batch to batch and wants no gradient, so it '
-         'changes the number and no weight. Is it detached, or computed under `no_grad`?')
+         'changes the number and no weight. Is it detached, computed under `no_grad`, '
+         'or a gradient that `torch.autograd.grad` gave without `create_graph=True`?')
 
 def terms_without_gradient(seen):
     "What is added to a loss in vain"
@@ -267,11 +269,13 @@ def terms_without_gradient(seen):
             if len(values) > 1]
 
 # %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #e83a675b
-_NO_OPTIMIZER = ('{names} {verb} a gradient, and no optimizer has that parameter, so it stays as it is. Does '
-                 'your `opt_func` leave it out? Otherwise give it to one in `before_fit`, by '
+_NO_OPTIMIZER = ('{names} {verb} a gradient, and no optimizer has {it}, so {stays}. Does '
+                 'your `opt_func` leave {it} out? Otherwise give {it} to one in `before_fit`, by '
                  '`trainer.opt.add_param_group({{"params": [...]}})`; what is not to learn is called under '
                  '`torch.no_grad()`, or has `requires_grad_(False)`.')
 
+_ONE = dict(verb='takes part in a loss and wants', it='it', stays='it stays as it is')
+_SEVERAL = dict(verb='take part in a loss and want', it='them', stays='they stay as they are')
 _HIDDEN = ('`{name}` of the model is a plain list or dict, and what is in it is no part of the model: no '
            'optimizer learns it, nor is it moved to a device or saved. Use `nn.ModuleList` or '
            '`nn.ModuleDict`; a teacher that hides there is called under `torch.no_grad()`.')
@@ -307,5 +311,5 @@ def parameters_of_nobody(seen):
     lost = [p for p in lost if id(p) not in seen.owners.hidden]
     found = [Finding('no_optimizer', _HIDDEN.format(name=name)) for name in hidden]
     if not lost: return found or freed_for_nobody(seen)
-    verb = 'takes part in a loss and wants' if len(lost) == 1 else 'take part in a loss and want'
-    return [*found, Finding('no_optimizer', _NO_OPTIMIZER.format(names=names_of(seen, lost), verb=verb))]
+    words = _ONE if len(lost) == 1 else _SEVERAL
+    return [*found, Finding('no_optimizer', _NO_OPTIMIZER.format(names=names_of(seen, lost), **words))]

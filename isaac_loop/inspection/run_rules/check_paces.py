@@ -82,11 +82,23 @@ def wrong_lengths(seen):
     each = math.prod(cb.n_batches for cb in seen.callbacks if isinstance(cb, AccumulationCB))
     for name,schedule in seen.owners.schedules.items():
         length = getattr(schedule, _KINDS.get(type(schedule), ''), None)
-        if not whole or type(length) is not int or not is_by_update(seen, name): continue
+        if not whole or type(length) is not int: continue
+        if is_by_update(seen, name) is False and _counts_updates(seen, name, length, here):
+            text = _UPDATES.format(schedule=name, length=length)
+            return [Finding('schedule_pace', text, callbacks_in(seen, name))]
+        if not is_by_update(seen, name): continue
         if type(schedule) is lr_scheduler.LinearLR and schedule.end_factor >= schedule.start_factor: continue
         text = _of_length(seen, name, length, whole, here, each)
         if text: return [Finding('schedule_pace', text, callbacks_in(seen, name))]
     return []
+
+_UPDATES = ('`{schedule}` is stepped once an epoch, and is {length} long, which is the number of updates: '
+            'the rate hardly moves. Take `trainer.n_epochs`, or step it after every update, as '
+            '`BatchSchedulerCB` does.')
+
+def _counts_updates(seen, name, length, here):
+    "Whether a schedule is as long as the batches of both epochs, and its source says so"
+    return here > 1 and length == 2*here and re.search(r'len\(|total_updates', _source_of(seen, name))
 
 def _of_length(seen, name, length, whole, here, each):
     "What is wrong with the length of a schedule; empty if nothing is"
