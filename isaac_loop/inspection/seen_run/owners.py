@@ -106,9 +106,10 @@ def frozen_beside(
 )->dict: # By name
     "Modules with weights of which none learns, other than the model; in it, those that are called so"
     model = vars(trainer).get('model')
-    held = [(name, o) for name,o in _held(trainer) if isinstance(o, nn.Module) and o is not model]
-    parts = model.named_modules() if isinstance(model, nn.Module) else ()
-    held += [(f'trainer.model.{name}', part) for name,part in parts if name and _is_second(name)]
+    parts = dict(model.named_modules()) if isinstance(model, nn.Module) else {'': model}
+    inside = set(map(id, parts.values()))
+    held = [(name, o) for name,o in _held(trainer) if isinstance(o, nn.Module) and id(o) not in inside]
+    held += [(f'trainer.model.{name}', part) for name,part in parts.items() if name and _is_second(name)]
     return {name: o for name,o in held if _is_frozen(o)}
 
 def copies_of_model(
