@@ -40,8 +40,8 @@ def _inputs_of(dl):
         if isinstance(dataset, Subset) and isinstance(dataset.dataset, TensorDataset):
             parts = [dataset.dataset.tensors[0][list(map(int, dataset.indices))]]
         elif isinstance(dataset, TensorDataset): parts = [dataset.tensors[0]]
-        is_plain = parts and all(x is not None and x.is_floating_point() and x.ndim > 1 and len(x) for x in parts)
-        return parts if is_plain and sum(x.numel() for x in parts) <= _MOST else None
+        is_plain = [x is not None and x.is_floating_point() and x.ndim > 1 and len(x) for x in parts]
+        return parts if parts and all(is_plain) and sum(x.numel() for x in parts) <= _MOST else None
 
 def _memory_of(train, valid):
     "All numbers of a series in which all rows lie; None if they do not"

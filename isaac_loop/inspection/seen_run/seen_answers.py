@@ -165,5 +165,5 @@ def linear_layers(
         widths = _Layers(inputs).below(node) or ()
     except Exception: return 0 # It is not linear, or cannot be asked so
     least = min(sum(x.numel() for x in inputs), y.numel())
-    is_narrow = min(widths[:-1], default=0) < max(least, _TOY)
+    is_narrow = min(widths[:-1], default=0) < max(least, (_TOY+1)*len(inputs[0]))
     return 0 if len(widths) < 2 or is_narrow else len(widths)
