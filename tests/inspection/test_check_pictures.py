@@ -551,7 +551,7 @@ def logits_within_bounds():
 
 @planted("no_activation")
 def two_layers_in_a_row():
-    return fitting(uniform(), nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 3)), F.cross_entropy)
+    return fitting(uniform(), nn.Sequential(nn.Linear(4, 16), nn.Dropout(), nn.Linear(16, 3)), F.cross_entropy)
 
 
 @planted("no_activation")
@@ -559,7 +559,7 @@ def layers_and_norms_and_a_sigmoid():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.norm, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+            self.a, self.norm, self.b = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
 
         def forward(self, x):
             return self.b(self.norm(self.a(x))).sigmoid()

@@ -149,7 +149,7 @@ def _answer(model, inputs):
     finally:
         for m,mode in modes: m.training = mode
 
-_TOY = 8 # A layer of fewer units is there to be looked at
+_TOY = 9 # A layer of fewer units is there to be looked at
 
 def linear_layers(
     model, # A module
@@ -165,5 +165,5 @@ def linear_layers(
         widths = _Layers(inputs).below(node) or ()
     except Exception: return 0 # It is not linear, or cannot be asked so
     least = min(sum(x.numel() for x in inputs), y.numel())
-    is_narrow = min(widths[:-1], default=0) < max(least, (_TOY+1)*len(inputs[0]))
+    is_narrow = min(widths[:-1], default=0) < max(least, _TOY*len(inputs[0]))
     return 0 if len(widths) < 2 or is_narrow else len(widths)
