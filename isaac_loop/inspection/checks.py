@@ -215,7 +215,10 @@ def check(self:Trainer,
     self.plan.build(self.callbacks, check=False)
     findings = Findings((o for o in _found_by_reading(self) if not is_silent(o, ignore)), batches)
     _refuse_spoilt(findings)
-    if batches: findings += _found_by_running(self, batches, lr, ignore, {o.name for o in findings})
+    try: findings += _found_by_running(self, batches, lr, ignore, {o.name for o in findings}) if batches else []
+    except Exception as error:
+        for finding in findings: error.add_note(f'What the source tells: {finding}')
+        raise
     _refuse_spoilt(findings)
     for finding in findings: warn(str(finding))
     return findings

@@ -148,6 +148,24 @@ def growing_graphs(seen):
             found.append(Finding('keeps_graph', text, [cb]))
     return found
 
+# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #91e0e5d7
+_HOOKS = ('There were {a} hooks on the layers of the model when training began, and {b} when its second '
+          'epoch did: whoever puts them on{who} does so in each epoch, so all of them run, and all they do '
+          'is done several times. Keep what `register_forward_hook` returns, and call `remove()` of it.')
+_PUTS_ON = re.compile(r'register_(full_)?(forward|backward)')
+
+def growing_hooks(seen):
+    "Hooks that are put on again in each epoch"
+    if len(seen.hooks) < 2 or seen.hooks[1] <= seen.hooks[0]: return []
+    own = [cb for cb in seen.callbacks if _PUTS_ON.search(_source_of(cb))]
+    who = f', such as `{callback_name(own[0])}`,' if own else ''
+    return [Finding('hooks_pile_up', _HOOKS.format(a=seen.hooks[0], b=seen.hooks[1], who=who), own[:1])]
+
+def _source_of(callback):
+    "The source of the class of a callback; empty if nobody knows it"
+    try: return inspect.getsource(type(callback))
+    except (OSError, TypeError): return ''
+
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #f13432d8
 _SOME = ('`{who}` changes the learning rate of group {moved} of `trainer.{opt}`, and nobody that of group '
          '{others}, which stays at {rates}. Go through all of `trainer.{opt}.param_groups`, or pass '
@@ -216,6 +234,7 @@ RUN_RULES = { # By the name of what each finds
     'seeded_again': repeated_numbers,
     'wrong_column': check_columns.wrong_columns,
     'keeps_graph': growing_graphs,
+    'hooks_pile_up': growing_hooks,
     'some_rates': rates_of_some,
     'mask_turned': check_shapes.masks_turned_round,
     'shared_rows': lambda seen: [] if check_views.is_game(seen) else shared_rows(seen) or same_rows(seen),
@@ -223,6 +242,7 @@ RUN_RULES = { # By the name of what each finds
                                         check_inputs.renamed_pictures(seen)),
     'sees_future': check_shapes.models_that_look_ahead,
     'rows_mixed': check_shapes.models_that_mix_rows,
+    'padding_read': check_shapes.models_that_read_padding,
     'same_model': models_that_are_one,
     'other_optimizer': lambda seen: schedules_of_others(seen) or check_groups.rates_of_others(seen),
     'one_rate': levelled_rates,

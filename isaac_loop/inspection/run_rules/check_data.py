@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from ..source_rules.own_sources import text_of_users
+from ..source_rules.own_sources import is_own, text_of_users
 from ..waits import tensors_in
 from ...loop.plan_checks import Finding
 from ...state.random_numbers import undrawn
@@ -89,7 +89,19 @@ def random_rows(seen):
         if _are_views(one): return []
         first,*others = [_numbers(dataset[0]) for _ in range(_TIMES)]
         if any(not _alike(first, o) for o in others): return [Finding('random_validation', _RANDOM)]
+        if _draws_together(seen, dataset): return [Finding('random_validation', _TOGETHER)]
     return []
+
+_TOGETHER = ('The `collate_fn` of `dls.valid` makes another batch of the same rows each time, so what is '
+             'measured is another thing in each epoch. Give the loader of validation one that draws nothing.')
+
+def _draws_together(seen, dataset):
+    "Whether a function of the user puts the same rows together in another way each time"
+    collate = getattr(seen.trainer.dls.valid, 'collate_fn', None)
+    if not is_own(collate): return False
+    numbers = range(min(4, len(dataset)))
+    first,*others = [_numbers(collate([dataset[i] for i in numbers])) for _ in range(_TIMES)]
+    return not _are_views(first) and any(not _alike(first, o) for o in others)
 
 def _are_views(row):
     "Whether a row has two of one shape, as where a model is to know two views, or one without noise, again"

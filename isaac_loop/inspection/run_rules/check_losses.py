@@ -175,8 +175,11 @@ _MOVES = ('The target of `{loss}` ({place}) has a gradient of its own, {what}, s
 _TEACHER = re.compile(r'(^|[._])(teacher|target|ema|momentum)([._]|$)')
 
 def targets_with_gradient(seen):
-    "Targets of a regression that learn, too"
-    found = []
+    "Targets of a regression, or of soft classes, that learn, too"
+    soft = by_place(o for o in seen.losses.found if o.soft)
+    what = 'as shares that a model gave'
+    found = [Finding('target_gradient', _MOVES.format(loss=calls[0].name, place=place, what=what))
+             for place,calls in soft.items()]
     for place,calls in by_place(o for o in seen.losses.found if o.roles is not None).items():
         roles = calls[0].roles
         own = roles.adds and roles.input & roles.target and not seen.calls.derivatives.wanted

@@ -81,6 +81,10 @@ def wrong_lengths(seen):
     here = len({o.where[2] for o in seen.batches if o.where[1]}) # Batches of an epoch in this run
     each = math.prod(cb.n_batches for cb in seen.callbacks if isinstance(cb, AccumulationCB))
     for name,schedule in seen.owners.schedules.items():
+        left = _left_of(schedule, math.ceil((whole or 0)/each))
+        if left is not None and left < _GONE and is_by_update(seen, name):
+            text = _FALLS.format(schedule=name, gamma=schedule.gamma, left=left)
+            return [Finding('schedule_pace', text, callbacks_in(seen, name))]
         length = getattr(schedule, _KINDS.get(type(schedule), ''), None)
         if not whole or type(length) is not int: continue
         if is_by_update(seen, name) is False and _counts_updates(seen, name, length, here):
@@ -91,6 +95,15 @@ def wrong_lengths(seen):
         text = _of_length(seen, name, length, whole, here, each)
         if text: return [Finding('schedule_pace', text, callbacks_in(seen, name))]
     return []
+
+_FALLS = ('`{schedule}` multiplies the rate by {gamma:g} after every update, which leaves {left:.2g} of it '
+          'after one epoch, and nothing is learnt from then on. If `gamma` is for epochs, use '
+          '`EpochSchedulerCB`.')
+_GONE = 0.02
+
+def _left_of(schedule, n):
+    "What `n` updates leave of the rate; None of other schedules"
+    return schedule.gamma**n if isinstance(schedule, lr_scheduler.ExponentialLR) and n else None
 
 _UPDATES = ('`{schedule}` is stepped once an epoch, and is {length} long, which is the number of updates: '
             'the rate hardly moves. Take `trainer.n_epochs`, or step it after every update, as '

@@ -87,6 +87,9 @@ def other_labels(seen):
         for part in _parts(getattr(dl, 'dataset', None)):
             for name,numbers in _maps_in(part): maps.setdefault(name, []).append(numbers)
     for name,(first,*others) in maps.items():
+        most = max(2, len(first)/2) # Names that only a few parts share are no labels
+        is_named = _OF_LABELS.search(name.lower())
+        others = [o for o in others if is_named or len(first.keys() & o.keys()) >= most]
         pairs = [(k, first[k], other[k]) for other in others for k in first if k in other]
         for key,a,b in [pair for pair in pairs if pair[1] != pair[2]]:
             return [Finding('other_labels', _OTHER.format(name=name, key=key, a=a, b=b))]
@@ -113,7 +116,7 @@ def _maps_in(dataset):
 def _numbers_in(name, x):
     "The number of each label, if that is what something is"
     is_named = _OF_LABELS.search(name.lower()) is not None
-    if isinstance(x, dict) and x: return x if is_named and _are_numbers(x) else None
+    if isinstance(x, dict) and x: return x if (is_named or _are_words(x)) and _are_numbers(x) else None
     if name.endswith('.classes_') and x is not None: x = list(x)
     is_list = isinstance(x, (list, tuple)) and is_named and _are_words(x) and len({*x}) == len(x) > 1
     return {word: i for i,word in enumerate(x)} if is_list and name.rpartition('.')[2] in _LISTS else None

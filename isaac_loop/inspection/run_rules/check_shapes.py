@@ -55,6 +55,15 @@ _CARRIES = ('Asked twice about the same batch in evaluation, with no random numb
 _DROPS = ('`F.dropout` ({place}) drops numbers in validation as well, because it was not told to stop: write '
           '`F.dropout(x, p, self.training)`, or use `nn.Dropout`.')
 
+_PADDING = ('What the model says of a row changes with more padding behind it, so it depends on how long the '
+            'other rows of a batch are. The last state of a recurrent layer is that of the padding: give it '
+            'the lengths, by `pack_padded_sequence`, or take the state at `length-1`; a mean counts words '
+            'alone.')
+
+def models_that_read_padding(seen):
+    "Models to which padding is a part of the text"
+    return [Finding('padding_read', _PADDING)] if seen.reads_padding else []
+
 def models_that_mix_rows(seen):
     "Models for which the rows of a batch are no examples of their own"
     return [Finding('rows_mixed', _MIXED_ROWS)] if seen.mixes_rows else []

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/inspection/seen_run/14_asked_models.ipynb #0104ee32
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..waits import tensors_in
@@ -94,3 +95,20 @@ def carries_over(
     a,b = answers(model, inputs, inputs)
     is_known = a is not None and not _draws_for_itself(model) and same_random_state(before, random_state())
     return is_known and _differ(a, b)
+
+# %% ../../../nbs/inspection/seen_run/14_asked_models.ipynb #c0bb8078
+def reads_padding(
+    model, # A module
+    inputs:list, # Tensors
+)->bool:
+    "Whether what a model says of a row of tokens changes with more padding behind it"
+    layers = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None]
+    is_text = len(inputs) == 1 and inputs[0].ndim == 2 and inputs[0].dtype in (torch.int32, torch.int64)
+    if len(layers) != 1 or not is_text: return False
+    x,pad = inputs[0],layers[0].padding_idx
+    ends = x[:, -1] == pad
+    if not ends.any() or ends.all() or (x[:, 0] == pad).any(): return False
+    longer = torch.cat([x, x.new_full((len(x), 3), pad)], 1)
+    a,again,b = answers(model, inputs, inputs, [longer])
+    is_known = a is not None and a.ndim in (1, 2) and len(a) == len(x) and torch.equal(a, again)
+    return bool(is_known) and b is not None and _differ(a, b)

@@ -17,7 +17,7 @@ from torch.utils.data import RandomSampler
 from ...basics.tensors import map_tensors
 from ..observed_run import at_borders
 from ..observing import passes_of
-from .asked_models import are_rows, carries_over, mixes_rows, sees_future
+from .asked_models import are_rows, carries_over, mixes_rows, reads_padding, sees_future
 from .first_and_last import FirstAndLast
 from .owners import schedules_of
 from .scales import scales_of
@@ -96,6 +96,7 @@ class SeenRun:
         self.shifted = None # Inputs of which the targets are those one place further on
         self.rows = None # Inputs of which each row is an example
         self.mixes_rows = False # Do its predictions for a row change with another row?
+        self.reads_padding = False # Do its predictions change with more padding?
         self.carries = False # Does it say something else when it is asked again?
         self.same_rows = {} # By number of an input: are all rows alike in every batch, with other targets?
         self.sees_future = False # Do its predictions change with inputs that come later?
@@ -105,6 +106,7 @@ class SeenRun:
         self.callbacks = [] # Who took part
         self.last_by = {} # By name of a layer, who has last set its mode
         self.mode_by = {} # The same by layer and batch
+        self.hooks = [] # How many there are on the model when each epoch of training begins
         self.asleep = {} # By name of a layer: who has put it into evaluation before the first pass
         self.of_model = set() # `id` of the parameters of the model
 
@@ -154,6 +156,7 @@ class SeenRun:
         self.batches.append(Batch(self.moment()[0]))
         self.batches[-1].came = scales_of(tensors_in(trainer.batch))
         self.inputs.begin()
+        if trainer._training and trainer.batch_num == 0: self.hooks.append(_hooks_on(trainer.model))
         if has_own_batch(trainer): self._before_predict(trainer)
 
     @spared
@@ -218,6 +221,7 @@ class SeenRun:
         if self.rows is None: return
         self.carries = is_shuffled(self.trainer) and not self._resets() and carries_over(model, self.rows)
         is_whole = n_batches(getattr(self.trainer.dls, 'train', None)) == 1 # Such as a graph
+        self.reads_padding = not self.carries and reads_padding(model, self.rows)
         self.mixes_rows = not (self.carries or is_whole) and mixes_rows(model, self.rows)
         self.linear_layers = linear_layers(model, self.rows)
 
@@ -258,6 +262,11 @@ class SeenRun:
             now = dict(learnt(trainer.model))
             changed = [k for k,x in self.before.items() if k in now and not same_values(x, now[k])]
             for name in changed: self.changed.setdefault(name, self.moment()[0])
+
+def _hooks_on(model):
+    "How many hooks the layers of a model have"
+    layers = model.modules() if isinstance(model, nn.Module) else ()
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in layers)
 
 def is_shuffled(trainer):
     "Whether the loader of training gives rows in another order each time, as far as one can tell"

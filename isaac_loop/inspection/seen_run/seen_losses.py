@@ -144,6 +144,7 @@ class LossCall:
         self.value = None # Of all targets, and whether those of the batch have it, too
         self.several,self.itself,self.copies = False,False,False
         self.padding,self.apart,self.roles = 0,(),None
+        self.soft = False # Are its targets shares that a model gave, and do they want a gradient?
         self.beyond = 0. # Share of targets that the last layer cannot reach
         y = given.get('target')
         if y is not None and x.numel() and y.numel(): self._look_at(x, y, calls)
@@ -168,6 +169,7 @@ class LossCall:
 
     def _look_at_classes(self, x, y, batch, weight, ignored):
         self.several,self.itself = has_several(x, y),finds_itself(x, y)
+        self.soft = y.is_floating_point() and y.requires_grad and not y.is_leaf
         self.copies = next((o for o in batch.tokens if is_copy(y, o, ignored)), None) is not None
         if self.given['reduction'] != 'none':
             self.padding = max((counted_padding(y, o, ignored, weight) for o in batch.padding), default=0)

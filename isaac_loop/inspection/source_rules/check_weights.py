@@ -71,7 +71,28 @@ def no_parameters(scene):
         word = name.partition('[')[0].rpartition('.')[2]
         if not _is_plain_leaf(x) or id(x) in known or word in spoken: continue
         found.append(Finding('no_parameter', _PLAIN.format(name=name, how=how)))
-    return found[:1]
+    return found[:1] or _made_of_parameters(scene)
+
+_MADE = ('`{name}` is computed from a parameter, and is none itself: the model does not know that parameter, '
+         'so nothing learns, saves or moves it, and its graph is gone after the first backward pass. Put '
+         'all of it into the brackets, as in `nn.Parameter(torch.randn(n)*0.02)`.')
+
+def _made_of_parameters(scene):
+    "Tensors of the model that were made of a parameter it does not have"
+    known = {id(p) for p in model_of(scene).parameters()}
+    held = [(path, k, x) for path,m in model_of(scene).named_modules() for k,x in vars(m).items()]
+    made = [(path, k) for path,k,x in held if isinstance(x, torch.Tensor) and _is_of_others(x.grad_fn, known)]
+    names = ['.'.join(filter(None, ('model', path, k))) for path,k in made]
+    return [Finding('no_parameter', _MADE.format(name=name)) for name in names[:1]]
+
+def _is_of_others(node, known):
+    "Whether a graph of few steps ends in parameters, of which none is known"
+    todo,ends = [node] if node is not None else [],[]
+    while todo and len(ends) < 10:
+        one = todo.pop()
+        if hasattr(one, 'variable'): ends.append(one.variable)
+        else: todo += [other for other,_ in one.next_functions if other is not None]
+    return bool(ends) and all(isinstance(o, nn.Parameter) and id(o) not in known for o in ends)
 
 def _is_plain_leaf(x):
     is_leaf = isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf
