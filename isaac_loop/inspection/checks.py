@@ -215,7 +215,7 @@ def check(self:Trainer,
     self.plan.build(self.callbacks, check=False)
     findings = Findings((o for o in _found_by_reading(self) if not is_silent(o, ignore)), batches)
     _refuse_spoilt(findings)
-    try: findings += _found_by_running(self, batches, lr, ignore, {o.name for o in findings}) if batches else []
+    try: findings += _found_by_running(self, batches, lr, ignore, findings) if batches else []
     except Exception as error:
         for finding in findings: error.add_note(f'What the source tells: {finding}')
         raise
@@ -231,12 +231,12 @@ def _found_by_reading(trainer):
     rules = {name: rule for name,rule in RULES.items() if rule is not None}
     return [finding for name,rule in rules.items() for finding in looked(rule, name, scene)]
 
-def _found_by_running(trainer, batches, lr, ignore, known):
+def _found_by_running(trainer, batches, lr, ignore, findings):
     "What batches tell and the source did not"
     seen = seen_run(trainer, batches, lr)
     if not seen.batches and not seen.gradients.passes:
         warn(_NONE_RAN.format(why=f' ({seen.reason})' if seen.reason else ''))
-    found = found_by_running(seen)
+    found,known = found_by_running(seen),{o.name for o in findings}
     return [o for o in found if known.isdisjoint((o.name, _SAID_BY.get(o.name))) and not is_silent(o, ignore)]
 
 _SAID_BY = {'targets_not_moved': 'drawn_apart'} # What is told better by another rule, which reads the source

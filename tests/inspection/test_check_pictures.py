@@ -551,7 +551,9 @@ def logits_within_bounds():
 
 @planted("no_activation")
 def two_layers_in_a_row():
-    return fitting(uniform(), nn.Sequential(nn.Linear(4, 16), nn.Dropout(), nn.Linear(16, 3)), F.cross_entropy)
+    return fitting(
+        uniform(), nn.Sequential(nn.Linear(4, 16), nn.Dropout(), nn.Linear(16, 3)), F.cross_entropy
+    )
 
 
 @planted("no_activation")
