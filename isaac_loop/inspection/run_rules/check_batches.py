@@ -293,7 +293,7 @@ RUN_RULES = { # By the name of what each finds
     'visible_only': check_views.errors_of_the_seen,
     'same_goal': check_views.labels_of_a_game,
     'decayed_norms': check_groups.decayed_norms,
-    'empty_group': check_groups.decays_of_nothing,
+    'empty_group': check_groups.groups_of_nothing,
     'one_transform': one_transform,
     'coupled_decay': check_groups.coupled_decays,
     'rates_turned': check_groups.turned_rates,

@@ -60,19 +60,30 @@ def decayed_norms(seen):
     return found[:1]
 
 # %% ../../../nbs/inspection/run_rules/24_check_groups.ipynb #00b4f10c
-_NOTHING = ('A group of `{opt}` has weight decay {decay:g} and no parameter, and all {n} are in groups '
-            'without, so nothing decays. Does the condition that chooses them hold for all?')
+_NOTHING = ('A group of `{opt}` ({settings}) has no parameter, and all {n} are in {others}. Whatever chooses '
+            'them holds for none, or for all: is it a name that they do not have?')
 
-def decays_of_nothing(seen):
-    "Optimizers of which the one group that is to decay is empty"
+def groups_of_nothing(seen):
+    "Optimizers with a group in which nothing is"
     found = []
     for opt in optimizers_in(seen):
-        decays = [(float(group.get('weight_decay', 0)), len(group['params'])) for group in opt.param_groups]
-        empty = [decay for decay,n in decays if decay and not n]
-        if not empty or any(decay and n for decay,n in decays): continue
-        text = _NOTHING.format(opt=name_of(seen, opt), decay=empty[0], n=sum(n for _,n in decays))
-        found.append(Finding('empty_group', text))
-    return found
+        groups = opt.param_groups
+        n,small = sum(len(group['params']) for group in groups),_small_in(groups)
+        for group in groups if len(groups) > 1 else ():
+            decays = [o.get('weight_decay', 0) for o in groups if o is not group]
+            for_small = not group.get('weight_decay', 0) and any(decays) # And there may be none
+            if group['params'] or for_small and not small: continue
+            others = 'the other' if len(groups) == 2 else 'the others'
+            text = _NOTHING.format(opt=name_of(seen, opt), settings=_settings(group), n=n, others=others)
+            found.append(Finding('empty_group', text))
+    return found[:1]
+
+def _small_in(groups): return any(p.ndim < 2 for group in groups for p in group['params'])
+
+def _settings(group):
+    "What a group was made with, as a reader would write it"
+    told = {k: group[k] for k in ('lr', 'weight_decay') if k in group}
+    return ', '.join(f'{k}={float(o):g}' for k,o in told.items())
 
 # %% ../../../nbs/inspection/run_rules/24_check_groups.ipynb #4bc8ba1b
 _COUPLED = ('`{opt}` is `{kind}` with `weight_decay={decay:g}`, which it adds to the gradient and divides '
