@@ -71,12 +71,14 @@ def _first_of(name, text, seen, found, **about):
 
 def frozen_that_measure(seen):
     "Frozen batch norms in training mode"
-    names = list(dict.fromkeys(k for batch in seen.batches if batch.where[1] for k in batch.measuring))
+    training = [o.measuring for o in seen.batches if o.where[1]]
+    names = dict.fromkeys(k for layers in training for k in layers)
+    names = [k for k in names if len({o.get(k) for o in training} - {None}) == 1] # Others follow an average
     return [Finding('frozen_measures', _FROZEN.format(names=in_line(names)))] if names else []
 
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #6227d577
 _UNDONE = ('{names} {was} put into evaluation mode {who}, and each training pass calls `model.train()` '
-           'afterwards, so in {first} it was in training mode. Do it in `before_epoch`, or use '
+           'afterwards, so in {first} {they} in training mode. Do it in `before_epoch`, or use '
            '`BatchNormEvalCB`.')
 
 def modes_undone(seen):
@@ -85,7 +87,9 @@ def modes_undone(seen):
     names = [k for k in seen.asleep if first is not None and first.modes.get(k)]
     if not names: return []
     who = seen.asleep[names[0]]
-    about = dict(was='were' if len(names) > 1 else 'was', who=f'by `{who}`' if who else 'before the fit')
+    was = 'were' if len(names) > 1 else 'was'
+    about = dict(was=was, they='they were' if len(names) > 1 else 'it was', 
+                 who=f'by `{who}`' if who else 'before the fit')
     text = _UNDONE.format(names=in_line(names), first=when(first.where), **about)
     return [Finding('undone_mode', text, callbacks_in(seen, who))]
 
@@ -209,7 +213,16 @@ def _not_looked(name, error):
 
 def failed_looks(seen):
     "Looks that failed in the run"
-    return [_not_looked(name, error) for name,error in (seen.failed | seen.calls.failed).items()]
+    failed = seen.failed | seen.calls.failed
+    if not failed or not _has_no_numbers(seen.trainer.model): return [_not_looked(*o) for o in failed.items()]
+    return [Finding('not_looked', _META)]
+
+_META = ('The model lies on the device `meta`, which holds no numbers, so what only numbers tell was not '
+         'looked at.')
+
+def _has_no_numbers(model):
+    "Whether the weights of a model are shapes alone"
+    return any(p.is_meta for p in getattr(model, 'parameters', tuple)())
 
 RUN_RULES = { # By the name of what each finds
     'not_looked': failed_looks,

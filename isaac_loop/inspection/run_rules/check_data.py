@@ -123,7 +123,8 @@ def _alike(a, b):
 _ONE = ('`dls.train` and `dls.valid` take their rows of one dataset, and `{line}` in your source sets '
         '`{name}` for both, training and validation. Make a dataset for each, and give each its rows by '
         '`Subset(dataset, indices)`.')
-_SET = re.compile(r'^[ \t]*(\w[\w.\[\]\'"]*?\.dataset\.(\w*(?:transform|augment)\w*)[ ]*=[^=#\n]*\S)', re.M)
+_SET = re.compile(r'^[ \t]*(\w[\w.\[\]\'"]*?\.dataset\.(\w*(?:transform|augment)\w*)'
+                  r'[ ]*=[^=#\n]*[^\s#])', re.M)
 
 def one_transform(seen):
     "A transform that was set on the dataset of one part, and is that of the other as well"

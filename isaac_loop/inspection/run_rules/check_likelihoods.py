@@ -70,4 +70,5 @@ def levels_of_all(seen):
     "Levels of an order of which the first is reached by every row"
     for place,(n,are_levels,least) in seen.calls.levels.found.items():
         is_first = are_levels and n >= _ROWS and bool(least[0] == 1) and not least[1:].any()
+        is_first = is_first and bool(seen.calls.levels.reached[place][1:].any())
         if is_first: yield Finding('level_of_all', _LEVEL.format(place=place, n=n))

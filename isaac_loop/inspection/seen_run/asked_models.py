@@ -44,8 +44,9 @@ def sees_future(
     "Whether what a model says of a place changes with inputs behind it"
     other,half,first = x.clone(),x.shape[1]//2,x.min()
     other[:, half:] = (x[:, half:] - first + 1) % (x.max() - first + 1) + first # Others that it knows
-    a,b = answers(model, [x], [other])
+    a,again,b = answers(model, [x], [x], [other])
     if not isinstance(a, torch.Tensor) or a.ndim < 2 or torch.equal(other, x): return False
+    if again is None or not torch.equal(a, again): return False # It draws, or goes on from what was before
     axis = 1 if a.shape[1] == x.shape[1] else a.ndim-1
     if a.shape[axis] != x.shape[1] or a.shape != b.shape: return False
     return _differ(a.narrow(axis, 0, half), b.narrow(axis, 0, half))

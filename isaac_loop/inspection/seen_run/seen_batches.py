@@ -62,7 +62,7 @@ class Batch:
         self.begin = None # The random numbers when the model was called
         self.start = random_state() # Those when the batch had come
         self.modes = {} # By name of a layer with another mode for training, whether it is in that
-        self.measuring = [] # Names of frozen layers that measure the batch
+        self.measuring = {} # By name of a frozen layer that measures the batch, how often it was set
         self.came,self.given = [],[] # What the loader gave, and the inputs of the model: their `scales_of`
         self.classes = None # Targets, if there is one number for each row
 
@@ -187,7 +187,8 @@ class SeenRun:
         batch.begin,batch.modes = random_state(),modes_of(model)
         self.mode_by |= {(k, batch.where): self.last_by.get(k, '') for k in batch.modes}
         if isinstance(model, nn.Module):
-            batch.measuring = [name for name,m in model.named_modules() if m.training and is_frozen_norm(m)]
+            layers = [(name, m) for name,m in model.named_modules() if m.training and is_frozen_norm(m)]
+            batch.measuring = {name: sum(p._version for p in m.parameters()) for name,m in layers}
 
     def _batch_ends(self, trainer):
         batch = self.batches[-1]

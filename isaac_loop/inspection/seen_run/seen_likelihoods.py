@@ -171,7 +171,8 @@ class Levels:
     name = 'levels'
     def __init__(self, calls):
         self.calls = calls
-        self.found = {} # By place: how many rows, whether all are levels, and the least of each column
+        self.found = {} # By place: how many rows, whether all are levels, the least of each column
+        self.reached = {} # By place: columns that some row has reached
 
     def look(self, call):
         if call.name not in ('binary_cross_entropy_with_logits', 'binary_cross_entropy'): return
@@ -182,6 +183,9 @@ class Levels:
         lowest = y.min(0).values
         if least is not None: lowest = torch.minimum(lowest, least) if len(least) == len(lowest) else 0*lowest
         self.found[place] = n+len(y),are_levels,lowest
+        reached = y.max(0).values > 0
+        before = self.reached.get(place, reached)
+        self.reached[place] = reached | before if len(before) == len(reached) else reached
 
 # %% ../../../nbs/inspection/seen_run/42_seen_likelihoods.ipynb #0546be7a
 LIKELIHOOD_LOOKS = Rates,Spreads,Ranks,Similarities,Risks,Levels

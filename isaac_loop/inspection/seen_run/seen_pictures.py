@@ -26,7 +26,7 @@ def as_pictures(x):
     x = x[:_ROWS].detach().float().nan_to_num()
     x = x[:, None] if x.ndim == 3 else x
     x = x - x.mean((-2, -1), keepdim=True)
-    return x/x.std((-2, -1), keepdim=True).clamp(min=1e-8)
+    return x/x.std((-2, -1), correction=0, keepdim=True).clamp(min=1e-8)
 
 def _likeness(a, b): return torch.cosine_similarity(a.flatten(1), b.flatten(1), dim=1)
 

@@ -86,6 +86,7 @@ class Owners:
         self.counts = {} # By name of a schedule: the first and the last count of its steps that was seen
         self.rates = {} # By name of an optimizer: the learning rates of its groups, each time they are others
         self.frozen = {} # Other modules than the model, of which nothing learns, by name
+        self.began = {} # By their name, how often something was written to their weights at first
         self.left_behind = [] # Names of copies of the model that have the statistics of the beginning
         self.copies = {} # By name a copy of the model, with its weights and statistics when it was first seen
 
@@ -98,7 +99,9 @@ class Owners:
         self.parameters |= parameters_of(self.trainer)
         self.hidden |= hidden_in(self.trainer.model)
         self.same |= same_as_model(self.trainer)
-        self.frozen |= frozen_beside(self.trainer)
+        for name,module in frozen_beside(self.trainer).items():
+            self.frozen.setdefault(name, module)
+            self.began.setdefault(name, _moves_of(module))
         for name,copied in copies_of_model(self.trainer).items():
             self.copies.setdefault(name, (copied, _numbers_of(copied)))
         for name,schedule in schedules_of(self.trainer).items():
@@ -111,6 +114,7 @@ class Owners:
 
     def end(self):
         "Look which copies of the model have moved their weights, and not their statistics"
+        self.frozen = {k: m for k,m in self.frozen.items() if _moves_of(m) == self.began[k]} # No averages
         for name,(copied,first) in self.copies.items():
             moved = [any(not same_values(a, b) for a,b in zip(*pair))
                      for pair in zip(first, _numbers_of(copied))]
@@ -123,6 +127,10 @@ def _is_by_hand(x):
     return steps and not hasattr(x, 'param_groups') and kind.__module__.partition('.')[0] not in _OURS
 
 _OURS = 'torch','isaac_loop'
+
+def _moves_of(module):
+    "How often something was written to the weights of a module"
+    return sum(p._version for p in module.parameters() if not p.is_inference())
 
 def _numbers_of(model):
     "Its weights, and what its batch norms have measured"

@@ -86,7 +86,7 @@ _CHANGES = {'DivBackward0', 'ViewBackward0', 'CloneBackward0', 'UnsafeViewBackwa
 def _before(x):
     "The function that has made a tensor, before it was scaled to length 1"
     node = x.grad_fn
-    while node.name() in _CHANGES and node.next_functions[0][0] is not None: node = node.next_functions[0][0]
+    while node is not None and node.name() in _CHANGES: node = node.next_functions[0][0] or None
     return node
 
 def _are_crossed(p, z, q, y):

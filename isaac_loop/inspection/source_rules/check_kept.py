@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #03a97aa3
-import ast, re
+import ast, inspect, re
+from pathlib import Path
 
 from .check_rules import line_in, method_of, methods_of, of_same
 from .check_rules import said, taken_from, users_own
@@ -32,10 +33,15 @@ def kept_aliases(scene):
             name,_,what = held.partition(' ')
             if not _means_copy(scene, entry, name, what): continue
             line = entry.found.does[f'holds {held}']
+            if _is_in_library(line): continue
             copied = what if what == 'model' else f'{what.partition(".")[0]}.state_dict()'
             text = _ALIAS.format(who=said(entry), what=what, name=name, line=line, copied=copied)
             found.append(Finding('kept_alias', text, [entry.callback], spoils=True))
     return found
+
+def _is_in_library(line):
+    "Whether a place, as findings tell it, is in a file of this library"
+    return (Path(inspect.getfile(Finding)).parents[1]/line.partition(':')[0]).is_file()
 
 def _means_copy(scene, entry, name, what):
     "Whether something that is kept was to stay what it was"

@@ -204,7 +204,7 @@ def _asks_validation(entry):
 # %% ../../../nbs/inspection/source_rules/76_check_lasting.ipynb #1de28f92
 _ON_THE_WAY = ('{who} calls `backward` ({line}) for the gradient of `{name}`, and that gives all weights '
                'gradients too, which are added to those of the step. Use `torch.autograd.grad`, or clear '
-               'them with `trainer.opt.zero_grad()` before the training pass.')
+               'them with `trainer.opt.zero_grad()` before the backward pass of the loss.')
 
 def gradients_on_the_way(scene):
     "Gradients of the weights that are left from asking for those of an input"
