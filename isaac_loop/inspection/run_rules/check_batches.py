@@ -88,7 +88,7 @@ def modes_undone(seen):
     if not names: return []
     who = seen.asleep[names[0]]
     was = 'were' if len(names) > 1 else 'was'
-    about = dict(was=was, they='they were' if len(names) > 1 else 'it was', 
+    about = dict(was=was, they='they were' if len(names) > 1 else 'it was',
                  who=f'by `{who}`' if who else 'before the fit')
     text = _UNDONE.format(names=in_line(names), first=when(first.where), **about)
     return [Finding('undone_mode', text, callbacks_in(seen, who))]

@@ -99,7 +99,7 @@ def wrong_lengths(seen):
 _FALLS = ('`{schedule}` multiplies the rate by {gamma:g} after every update, which leaves {left:.2g} of it '
           'after one epoch, and nothing is learnt from then on. If `gamma` is for epochs, use '
           '`EpochSchedulerCB`.')
-_GONE = 0.02
+_GONE = 0.01
 
 def _left_of(schedule, n):
     "What `n` updates leave of the rate; None of other schedules"

@@ -17,7 +17,8 @@ from torch.utils.data import RandomSampler
 from ...basics.tensors import map_tensors
 from ..observed_run import at_borders
 from ..observing import passes_of
-from .asked_models import are_rows, carries_over, mixes_rows, reads_padding, sees_future
+from .asked_models import are_rows, carries_over, mixes_rows, reads_padding
+from .asked_models import sees_future
 from .first_and_last import FirstAndLast
 from .owners import schedules_of
 from .scales import scales_of

@@ -100,7 +100,8 @@ def sums_of_both(scene):
         tree,_ = method_of(entry)
         trees = own_trees(entry.callback) if tree is not None else []
         if not trees or _knows_passes(trees) or not _speaks_of_training(tree): continue
-        grown = [name for o in scene.batch if o.callback is entry.callback for name in _grown_in(o)]
+        mine = [other for other in scene.batch if other.callback is entry.callback]
+        grown = [name for other in mine for name in _grown_in(other)]
         anew = {name for item in trees if item.name in _OF_PASSES for name in _stored_in(item)}
         told = [ast.unparse(o) for o in ast.walk(tree) if isinstance(getattr(o, 'ctx', None), ast.Load)]
         name = next((o for o in grown if o in told and o in _stored_in(tree) and o not in anew), None)
