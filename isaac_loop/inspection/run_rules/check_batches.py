@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #0465e096
-import inspect, math, re
+import math, re
 
 from . import check_columns, check_groups, check_inputs, check_likelihoods
 from . import check_losses, check_outputs, check_paces, check_probed
@@ -29,15 +29,16 @@ from .check_mixups import weights_not_loaded
 from .check_rows import few_weights, other_labels, other_scale, same_rows
 from .check_rows import sorted_rows
 from ..source_rules.check_weights import short_weights_moved
+from ..source_rules.own_sources import source_text
 from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 from ...state.random_numbers import same_random_state
 
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #10da872c
-_LEFT = ('{names} trained in {first}, and in {then} it was in evaluation mode: {who} has called `.eval()` '
+_LEFT = ('{names} trained in {first}, and in {then} {they} in evaluation mode: {who} has called `.eval()` '
          'and not put the mode back. Call `.train()` again at the end of what was measured.')
-_TRAINS = ('{names} was in training mode in {when}, by {who}, so what is measured is another model than the '
-           'one that will be used.')
+_TRAINS = ('{names} {was} in training mode in {when}, by {who}, so what is measured is another model than '
+           'the one that will be used.')
 _FROZEN = ('The weights of {names} are frozen, and the layer still measures the batches: its running mean '
            'and variance move on, and the model changes all the same. Add '
            '`BatchNormEvalCB(only_frozen=True)`, or call `.eval()` on it in `before_epoch`.')
@@ -64,7 +65,9 @@ def _first_of(name, text, seen, found, **about):
     for batch,layers in found:
         if not layers: continue
         who = seen.mode_by.get((layers[0], batch.where), '')
+        several = len(layers) > 1
         about |= dict(names=in_line(layers), who=f'`{who}`' if who else 'somebody')
+        about |= dict(was='were' if several else 'was', they='they were' if several else 'it was')
         return [Finding(name, text.format(when=when(batch.where), then=when(batch.where), **about),
                         callbacks_in(seen, who))]
     return []
@@ -153,22 +156,19 @@ def growing_graphs(seen):
     return found
 
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #91e0e5d7
-_HOOKS = ('There were {a} hooks on the layers of the model when training began, and {b} when its second '
-          'epoch did: whoever puts them on{who} does so in each epoch, so all of them run, and all they do '
+_HOOKS = ('The hooks on layers of the model are {a} when training begins, and {b} when its second epoch '
+          'does: whoever puts them on{who} does so in each epoch, so all of them run, and all they do '
           'is done several times. Keep what `register_forward_hook` returns, and call `remove()` of it.')
 _PUTS_ON = re.compile(r'register_(full_)?(forward|backward)')
 
 def growing_hooks(seen):
     "Hooks that are put on again in each epoch"
     if len(seen.hooks) < 2 or seen.hooks[1] <= seen.hooks[0]: return []
-    own = [cb for cb in seen.callbacks if _PUTS_ON.search(_source_of(cb))]
+    own = [cb for cb in seen.callbacks if _PUTS_ON.search(source_text(type(cb)))]
     who = f', such as `{callback_name(own[0])}`,' if own else ''
     return [Finding('hooks_pile_up', _HOOKS.format(a=seen.hooks[0], b=seen.hooks[1], who=who), own[:1])]
 
-def _source_of(callback):
-    "The source of the class of a callback; empty if nobody knows it"
-    try: return inspect.getsource(type(callback))
-    except (OSError, TypeError): return ''
+
 
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #f13432d8
 _SOME = ('`{who}` changes the learning rate of group {moved} of `trainer.{opt}`, and nobody that of group '
@@ -192,8 +192,7 @@ def rates_of_some(seen):
 
 def _names_first(callback):
     "Whether the source of a callback speaks of the first group"
-    try: return re.search(r'param_groups\[0?(:1)?\]', inspect.getsource(type(callback))) is not None
-    except (OSError, TypeError): return False
+    return re.search(r'param_groups\[0?(:1)?\]', source_text(type(callback))) is not None
 
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #055d8850
 _FAILED = ('The rule `{name}` could not look at this loop: {error}. What it is about was not checked; the '

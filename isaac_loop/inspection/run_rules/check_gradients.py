@@ -6,12 +6,13 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #a19bae2e
-import inspect, re
+import re
 
 from torch import nn
 
 from ..seen_run.seen_gradients import Step, weights_of
 from ..source_rules.check_rules import package_of
+from ..source_rules.own_sources import source_text
 from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 
@@ -292,8 +293,7 @@ def freed_for_nobody(seen):
     lost = [p for p in frozen if id(p) not in known]
     if not lost or seen.owners.has_foreign: return []
     for cb in [o for o in seen.trainer.callbacks if package_of(type(o)) != 'isaac_loop']:
-        try: source = inspect.getsource(type(cb))
-        except (OSError, TypeError, SyntaxError): continue
+        source = source_text(type(cb))
         if not _FREES.search(source) or 'add_param_group' in source: continue
         they = 'they' if len(lost) > 1 else 'it'
         text = _LATER.format(who=callback_name(cb), names=names_of(seen, lost), they=they)

@@ -6,13 +6,14 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/16_check_inputs.ipynb #6146b67f
-import ast, inspect, re, textwrap
+import ast, re
 
 from torch.utils.data import TensorDataset
 
 from .check_data import dataset_of
 from .check_rows import loader_of
 from ..source_rules.check_rules import package_of
+from ..source_rules.own_sources import source_text
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/run_rules/16_check_inputs.ipynb #b82421c6
@@ -108,9 +109,7 @@ def _speaks_of_places(seen):
 
 def _words(x):
     "The names and keys in the source of a class or a function"
-    try: tree = ast.parse(textwrap.dedent(inspect.getsource(x)))
-    except (OSError, TypeError, SyntaxError): return
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source_text(x))):
         word = getattr(node, 'id', getattr(node, 'attr', getattr(node, 'arg', getattr(node, 'value', None))))
         if isinstance(word, str) and ' ' not in word: yield word.lower()
 

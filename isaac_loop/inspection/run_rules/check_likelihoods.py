@@ -11,11 +11,11 @@ import math
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/run_rules/30_check_likelihoods.ipynb #0b3eefa0
-_RATE = ('`poisson_nll_loss` ({place}) takes the logarithm of a rate and is given what comes out of a '
-         '{made}, which is never below 0, so no rate below 1 can be said. Pass `log_input=False`, or leave '
-         'the {made} out.')
+_RATE = ('`poisson_nll_loss` ({place}) takes the logarithm of a rate and is given what comes out of '
+         '`{made}`, which is never below 0, so no rate below 1 can be predicted. Pass `log_input=False`, or '
+         'leave `{made}` out.')
 _STD = ('`gaussian_nll_loss` ({place}) is given `{said}` as the variance, and by its name it is a standard '
-        'deviation, so what is called so comes to be its square. Pass `{said}**2`.')
+        'deviation, so the network learns a variance under that name. Pass `{said}**2`.')
 
 def rates_for_logarithms(seen):
     "Rates for a loss that wants their logarithms"

@@ -6,8 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/26_check_paces.ipynb #aa8c04ca
-import inspect, math, re
-from contextlib import suppress
+import math, re
 from functools import partial
 
 from torch.optim import lr_scheduler
@@ -15,7 +14,7 @@ from torch.optim import lr_scheduler
 from .check_data import dataset_of
 from .check_gradients import callbacks_in
 from ..source_rules.check_rules import package_of
-from ..source_rules.own_sources import words_of
+from ..source_rules.own_sources import source_text, words_of
 from ...loop.passes import n_batches
 from ...loop.plan_checks import Finding
 from ...train.accumulation import AccumulationCB
@@ -135,5 +134,5 @@ def _source_of(seen, name):
     for cb in callbacks_in(seen, name):
         f = _plain(vars(cb).get('scheduler_func'))
         for item in (f, *([] if package_of(type(cb)) == 'isaac_loop' else [type(cb)])):
-            with suppress(OSError, TypeError, SyntaxError): found += inspect.getsource(item)
-    return found if 'class CosineAnnealingLR' not in found else ''
+            found += source_text(item)
+    return found

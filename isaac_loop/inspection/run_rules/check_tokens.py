@@ -29,8 +29,8 @@ _HELD = ('All {n} labels that count in `cross_entropy` ({place}) are what the in
          'make them by `clone()` first.')
 _MANY = 20 # Labels that are seen before anything is said
 _BLANK = ('{n} of the {total} letters that `ctc_loss` ({place}) is given are {blank}, which is its blank, so '
-          'they can never be said. Give the letters other numbers, as by adding 1, or say which is free: '
-          '`blank=...`.')
+          'they can never be predicted. Give the letters other numbers, as by adding 1, or pass a number '
+          'that is free as `blank`.')
 
 def labels_held(seen):
     "Labels of masked tokens that were masked with them"

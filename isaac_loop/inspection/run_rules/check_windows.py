@@ -6,7 +6,6 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/10_check_windows.ipynb #15617493
-import inspect
 from contextlib import suppress
 from functools import cache
 from time import monotonic
@@ -15,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from .check_data import dataset_of
+from ..source_rules.own_sources import source_text
 from ..waits import tensors_in
 from ...loop.plan_checks import Finding
 from ...state.random_numbers import undrawn
@@ -88,8 +88,7 @@ def streams_read_twice(seen):
         dl,dataset = getattr(seen.trainer.dls, name, None),dataset_of(seen, name)
         n = getattr(dl, 'num_workers', 0)
         if n < 2 or not isinstance(dataset, IterableDataset) or dl.worker_init_fn is not None: continue
-        try: source = ''.join(map(inspect.getsource, _own_kinds(dataset)))
-        except (OSError, TypeError): continue
+        source = ''.join(map(source_text, _own_kinds(dataset)))
         if not source or any(word in source for word in ('worker', 'rand', 'queue')): continue
         text = _EACH.format(name=name, kind=type(dataset).__name__, n=n)
         found.append(Finding('read_by_each', text))

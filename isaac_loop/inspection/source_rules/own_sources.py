@@ -142,6 +142,15 @@ def text_of_users(
     cells = main.get('In') # Those of a notebook that have run
     return '\n'.join([*texts, *map(str, cells if isinstance(cells, list) else ())])
 
+def source_text(
+    x, # A function, or a class with methods
+)->str: # Empty if nobody knows it, or if it is none of the user's
+    "What a user has written as a function, or as the methods of a class and of those it inherits from"
+    kinds = x.__mro__ if isinstance(x, type) else ()
+    fs = _methods(cls for cls in kinds if package_of(cls) not in ('isaac_loop', 'torch')) if kinds else [x]
+    trees = [function_node(f) for f in fs if isinstance(f, FunctionType)]
+    return '\n'.join(ast.unparse(o) for o in trees if o is not None)
+
 def _methods(kinds):
     "The functions in classes"
     return [f for cls in kinds for f in vars(cls).values()]

@@ -35,7 +35,7 @@ def own_tree(trainer):
     if node is None: raise Unknown()
     return node,node.args.args[0].arg
 
-class Unknown(Exception): "What a method does in which order stands not in its own lines"
+class Unknown(Exception): "The order of the calls cannot be read from the own lines of a method"
 
 def optimizers(
     scene, # Whose trainer and callbacks may hold them
