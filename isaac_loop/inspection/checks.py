@@ -12,18 +12,14 @@ from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
 from .run_rules.check_batches import RUN_RULES, found_by_running, looked
 from .seen_run.seen_batches import seen_run
-from .source_rules import check_answers, check_attacks, check_best, check_cancels
-from .source_rules import check_counts
+from .source_rules import check_attacks, check_best, check_cancels, check_counts
 from .source_rules import check_effects, check_forgotten, check_formulas, check_forwards
 from .source_rules import check_habits, check_hooks, check_kept, check_last_batch
-from .source_rules import check_lasting
-from .source_rules import check_layers, check_mixing, check_model, check_modes
-from .source_rules import check_orders
-from .source_rules import check_penalties, check_pieces, check_policies, check_recipes
-from .source_rules import check_renamed, check_resumed, check_rows_read, check_rules
-from .source_rules import check_saved
-from .source_rules import check_schedules, check_steps, check_sums, check_targets
-from .source_rules import check_terms
+from .source_rules import check_lasting, check_layers, check_mixing, check_model
+from .source_rules import check_modes, check_orders, check_penalties, check_pieces
+from .source_rules import check_policies, check_recipes, check_renamed, check_resumed
+from .source_rules import check_rows_read, check_rules, check_saved, check_schedules
+from .source_rules import check_skips, check_steps, check_sums, check_terms, check_ties
 from .source_rules import check_updates, check_weights, check_writing
 from .source_rules.check_rules import Scene
 from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
@@ -136,10 +132,10 @@ RULES = { # By the name of what each finds
     'hook_returns_nothing': check_hooks.hooks_without_return,
     'optimizer_left_out': check_resumed.optimizers_left_out,
     'norms_not_measured': check_resumed.averages_not_measured,
-    'skip_changed': check_answers.inputs_changed_in_place,
-    'no_longer_tied': check_targets.untied_weights,
-    'variance_as_std': check_targets.variances_for_spreads,
-    'ranking_turned': check_targets.distances_turned,
+    'skip_changed': check_skips.inputs_changed_in_place,
+    'no_longer_tied': check_ties.untied_weights,
+    'variance_as_std': check_ties.variances_for_spreads,
+    'ranking_turned': check_ties.distances_turned,
 }
 
 def _without_gradient(scene):

@@ -11,20 +11,12 @@ import re
 from torch import nn
 
 from ..seen_run.seen_gradients import Step, weights_of
-from ..source_rules.check_rules import package_of
+from ..source_rules.check_rules import in_line, package_of
 from ..source_rules.own_sources import source_text
 from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #1c3f0932
-def in_line(
-    names, # Any number of texts
-    n:int=3, # How many to name
-)->str: # With how many there are beside
-    "Some names in a line"
-    more = f' and {len(names)-n} more' if len(names) > n else ''
-    return ', '.join(f'`{name}`' for name in names[:n]) + more
-
 def when(
     where, # Epoch, whether it trains, number of the batch
 )->str: # Such as 'batch 1 of training in epoch 0'

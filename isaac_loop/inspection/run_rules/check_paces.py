@@ -7,13 +7,12 @@ __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/26_check_paces.ipynb #aa8c04ca
 import math, re
-from functools import partial
 
 from torch.optim import lr_scheduler
 
 from .check_data import dataset_of
 from .check_gradients import callbacks_in
-from ..source_rules.check_rules import package_of
+from ..source_rules.check_rules import package_of, without_partial
 from ..source_rules.own_sources import source_text, words_of
 from ...loop.passes import n_batches
 from ...loop.plan_checks import Finding
@@ -39,7 +38,7 @@ def updates_by_epoch(seen):
         factors = seen.owners.factors.get(name, ())[:5]
         if not isinstance(schedule, lr_scheduler.LambdaLR) or is_by_update(seen, name) is not False: continue
         if not factors or factors[0] > _FEW or not _rises(factors): continue
-        for f in map(_plain, schedule.lr_lambdas):
+        for f in map(without_partial, schedule.lr_lambdas):
             words = _words(f)
             word = next(filter(_COUNTS.search, sorted(words)), None)
             if word is None or any('epoch' in o.lower() for o in words): continue
@@ -50,10 +49,6 @@ def updates_by_epoch(seen):
     return found
 
 def _rises(factors): return factors[0] < factors[-1] and all(a <= b for a,b in zip(factors, factors[1:]))
-
-def _plain(f):
-    while isinstance(f, partial): f = f.func
-    return f
 
 def _words(f):
     "The names in a function, with those of its arguments"
@@ -132,7 +127,7 @@ def _source_of(seen, name):
     "The source of what makes a schedule: a callback, or the function that it was given"
     found = ''
     for cb in callbacks_in(seen, name):
-        f = _plain(vars(cb).get('scheduler_func'))
+        f = without_partial(vars(cb).get('scheduler_func'))
         for item in (f, *([] if package_of(type(cb)) == 'isaac_loop' else [type(cb)])):
             found += source_text(item)
     return found

@@ -34,10 +34,10 @@ from .seen_operations import Operations
 from .seen_origins import Calls
 from .seen_parts import PART_LOOKS
 from .seen_probes import PROBE_LOOKS
-from .seen_state import Owners, Rates, is_frozen_norm, learnt, modes_of
-from .seen_state import rates_of
-from .seen_state import same_values
-from .seen_states import STATE_LOOKS
+from .seen_lasting import Owners, Rates, is_frozen_norm, learnt, modes_of
+from .seen_lasting import rates_of
+from .seen_lasting import same_values
+from .seen_sequences import STATE_LOOKS
 from .seen_tokens import TOKEN_LOOKS
 from .seen_views import VIEW_LOOKS
 from ..trial_folder import unseen

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..source.method_source import function_of
 from .check_model import called
-from .check_rules import package_of, said
+from .check_rules import in_line, package_of, said
 from .own_sources import Source, forwards, model_of, read_along
 from .own_steps import own_method
 from ...loop.events import handler_of
@@ -30,11 +30,6 @@ _SAME = ('All rows of the weight of {names} are the same numbers, and what follo
          'wide. Begin with random numbers, as by `nn.init.kaiming_normal_`.')
 _MATRICES = nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, _ConvNd
 
-def in_text(names, n=3):
-    "Some names in a line"
-    more = f' and {len(names)-n} more' if len(names) > n else ''
-    return ', '.join(f'`{name}`' for name in names[:n]) + more
-
 def same_units(scene):
     "Layers of which all units are the same, and stay so"
     layers = [(name or type(m).__name__, m) for name,m in model_of(scene).named_modules()
@@ -45,7 +40,7 @@ def same_units(scene):
     if not alike or len({id(m) for m in flat} | {id(m) for _,m in alike}) < 2: return []
     biases = [p for _,m in alike for p in m.parameters(recurse=False) if p.ndim == 1]
     for_ever = bool(biases) and all(bool((p == p[0]).all()) for p in biases)
-    return [Finding('same_units', _SAME.format(names=in_text([name for name,_ in alike])), spoils=for_ever)]
+    return [Finding('same_units', _SAME.format(names=in_line([name for name,_ in alike])), spoils=for_ever)]
 
 def _matrices(m):
     "The weights of a layer that learn, with a row for each unit"
@@ -86,7 +81,7 @@ def norm_momentum(scene):
              if isinstance(m, _NormBase) and m.track_running_stats and _HALF < (m.momentum or 0) < 1}
     if not norms: return []
     momentum,has = max(norms.values()),'have' if len(norms) > 1 else 'has'
-    told = dict(names=in_text(list(norms)), has=has, momentum=momentum, other=round(1-momentum, 6))
+    told = dict(names=in_line(list(norms)), has=has, momentum=momentum, other=round(1-momentum, 6))
     return [Finding('norm_momentum', _MOMENTUM.format(**told))]
 
 def drops_most(scene):

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #6b7f1af0
 import ast
+from functools import partial
 
 import torch
 
@@ -59,6 +60,21 @@ def taken_from(entry, deed):
 def package_of(x):
     "Where a function or a class comes from; empty if that was made by `exec`"
     return (getattr(x, '__module__', None) or '').partition('.')[0]
+
+def in_line(
+    names, # Any number of texts
+    n:int=3, # How many to name
+)->str: # With how many there are beside
+    "Some names in a line"
+    more = f' and {len(names)-n} more' if len(names) > n else ''
+    return ', '.join(f'`{name}`' for name in names[:n]) + more
+
+def without_partial(
+    f, # Anything, or None
+):
+    "The function in a `partial`, or in several"
+    while isinstance(f, partial): f = f.func
+    return f
 
 def users_own(entry):
     "Whether a callback comes from outside of this library"

@@ -7,14 +7,13 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/32_check_weights.ipynb #00f5b1e1
 import inspect
-from functools import partial
 from types import FunctionType
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .check_rules import package_of
+from .check_rules import package_of, without_partial
 from .own_sources import forwards, loss_sources, model_of, outside, words_of
 from .own_sources import words_of_users
 from ...loop.plan_checks import Finding
@@ -40,9 +39,8 @@ def short_weights(scene):
     return _short('trainer.opt', [(name, p.dtype) for name,p in held if p.requires_grad])
 
 def opt_func_of(trainer):
-    opt_func = getattr(trainer, 'opt_func', None)
-    while isinstance(opt_func, partial): opt_func = opt_func.func
-    return opt_func
+    "What makes the optimizer of a trainer, without what it was given before"
+    return without_partial(getattr(trainer, 'opt_func', None))
 
 def short_weights_moved(seen):
     "Weights of few digits of which an optimizer of PyTorch made steps"

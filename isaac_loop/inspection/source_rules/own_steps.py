@@ -7,13 +7,12 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/20_own_steps.ipynb #5b157254
 import ast, inspect
-from functools import partial
 from types import FunctionType
 
 from torch.optim import Optimizer
 
 from ..source.method_source import function_node, function_of
-from .check_rules import method_of, package_of, pairs_of
+from .check_rules import method_of, package_of, pairs_of, without_partial
 from ...loop.advice import has_own_batch
 from ...loop.events import STEPS, handler_of
 from ...loop.handlers import TrainersOwn
@@ -42,7 +41,7 @@ def optimizers(
 )->dict: # By name, such as 'trainer.opt_d' or 'self.mine', the text of what they train
     "Optimizers that are there already, or that own methods make"
     has_opt = getattr(scene.trainer, 'opt_func', None) is not None
-    text = 'trainer.model.parameters()' if isinstance(_innermost(scene.trainer.opt_func), type) else ''
+    text = 'trainer.model.parameters()' if isinstance(without_partial(scene.trainer.opt_func), type) else ''
     found = {'trainer.opt': text} if has_opt else {} # A function may give the optimizer what it likes
     for holder in (scene.trainer, *scene.trainer.callbacks):
         own = 'trainer' if holder is scene.trainer else 'self'
@@ -53,10 +52,6 @@ def optimizers(
         for f in [o for o in methods if package_of(o) not in ('isaac_loop', 'torch')]:
             for name,made in _made_in(inspect.unwrap(f), own): found[name] = found.get(name) or made
     return found
-
-def _innermost(f):
-    while isinstance(f, partial): f = f.func
-    return f
 
 def _made_in(f, own):
     "Names of optimizers that a method makes, with what they train"
