@@ -146,8 +146,10 @@ def source_text(
     x, # A function, or a class with methods
 )->str: # Empty if nobody knows it, or if it is none of the user's
     "What a user has written as a function, or as the methods of a class and of those it inherits from"
-    kinds = x.__mro__ if isinstance(x, type) else ()
-    fs = _methods(cls for cls in kinds if package_of(cls) not in ('isaac_loop', 'torch')) if kinds else [x]
+    kinds,members = x.__mro__ if isinstance(x, type) else (),{}
+    for cls in kinds: # Of what is written twice, the first counts
+        if package_of(cls) not in ('isaac_loop', 'torch'): members = vars(cls) | members
+    fs = members.values() if kinds else [x]
     trees = [function_node(f) for f in fs if isinstance(f, FunctionType)]
     return '\n'.join(ast.unparse(o) for o in trees if o is not None)
 
