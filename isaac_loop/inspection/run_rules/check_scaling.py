@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from .check_windows import _MOST, _is_standard
+from .check_windows import MOST, is_standard
 from ..waits import tensors_in
 from ...loop.plan_checks import Finding
 
@@ -30,7 +30,7 @@ def scaled_together(seen):
     what = next((name for name,x in kinds.items() if x is not None and _are_scaled(x)), None)
     return [Finding('scaled_together', _WHOLE.format(what=what))] if what else []
 
-def _are_scaled(x): return len(x) > 20 and bool(_is_standard(x).all())
+def _are_scaled(x): return len(x) > 20 and bool(is_standard(x).all())
 
 def _inputs_of(dl):
     "The first inputs, as far as they lie in tensors: one of all rows, or one for each batch"
@@ -41,7 +41,7 @@ def _inputs_of(dl):
             parts = [dataset.dataset.tensors[0][list(map(int, dataset.indices))]]
         elif isinstance(dataset, TensorDataset): parts = [dataset.tensors[0]]
         is_plain = [x is not None and x.is_floating_point() and x.ndim > 1 and len(x) for x in parts]
-        return parts if parts and all(is_plain) and sum(x.numel() for x in parts) <= _MOST else None
+        return parts if parts and all(is_plain) and sum(x.numel() for x in parts) <= MOST else None
 
 def _memory_of(train, valid):
     "All numbers of a series in which all rows lie; None if they do not"
@@ -49,4 +49,4 @@ def _memory_of(train, valid):
     if len(whole) != 1: return None
     x, = whole.values()
     x = x.detach().new_empty(0).set_(x.untyped_storage())
-    return x.double()[:, None] if len(x) <= _MOST else None
+    return x.double()[:, None] if len(x) <= MOST else None

@@ -57,21 +57,21 @@ _OWN = ('The inputs of `dls.valid` have the mean 0 and the spread 1 to the last 
         'were scaled by their own mean and spread: the same number means one thing in training and another '
         'in validation. Scale both with the mean and spread of the training data.')
 
-_MOST = 20_000_000 # Numbers to look at
+MOST = 20_000_000 # Numbers to look at
 
 def own_scale(seen):
     "Data for validation that were scaled by themselves"
     dataset = dataset_of(seen, 'valid')
     if not isinstance(dataset, TensorDataset): return []
     x = dataset.tensors[0]
-    if x.ndim < 2 or not x.is_floating_point() or len(x) < 20 or x.numel() > _MOST: return []
+    if x.ndim < 2 or not x.is_floating_point() or len(x) < 20 or x.numel() > MOST: return []
     rows = x.detach().double().flatten(1)
-    if _is_standard(rows.T).all(): return [] # Each row is scaled by itself
-    if _is_standard(rows).all(): return [Finding('own_scale', _OWN.format(what='every column'))]
-    is_one = _is_standard(rows.reshape(-1, 1)).all()
+    if is_standard(rows.T).all(): return [] # Each row is scaled by itself
+    if is_standard(rows).all(): return [Finding('own_scale', _OWN.format(what='every column'))]
+    is_one = is_standard(rows.reshape(-1, 1)).all()
     return [Finding('own_scale', _OWN.format(what='all numbers together'))] if is_one else []
 
-def _is_standard(x):
+def is_standard(x):
     "Which columns have the mean 0 and the spread 1, but for rounding"
     spreads = [(x.std(0, correction=o)-1).abs() for o in (0, 1)]
     return (x.mean(0).abs() < 1e-5) & (torch.minimum(*spreads) < 1e-5)

@@ -29,7 +29,7 @@ def answers(
     finally:
         for m,mode in modes: m.training = mode
 
-def _differ(a, b):
+def differ(a, b):
     "Whether two tensors are further apart than rounding explains"
     if a.shape != b.shape: return False # Nobody can tell
     if not a.is_floating_point(): return not torch.equal(a, b)
@@ -49,7 +49,7 @@ def sees_future(
     if again is None or not torch.equal(a, again): return False # It draws, or goes on from what was before
     axis = 1 if a.shape[1] == x.shape[1] else a.ndim-1
     if a.shape[axis] != x.shape[1] or a.shape != b.shape: return False
-    return _differ(a.narrow(axis, 0, half), b.narrow(axis, 0, half))
+    return differ(a.narrow(axis, 0, half), b.narrow(axis, 0, half))
 
 # %% ../../../nbs/inspection/seen_run/14_asked_models.ipynb #faabe148
 def are_rows(
@@ -76,9 +76,9 @@ def mixes_rows(
     a,again,b = answers(model, inputs, inputs, other)
     is_known = a is not None and a.ndim and len(a) == len(inputs[0]) and torch.equal(a, again)
     is_known = is_known and a.shape[:2] != (len(a), len(a)) # Rows with rows, as where pairs are compared
-    if is_known and _differ(a[1:], b[1:]): return True
+    if is_known and differ(a[1:], b[1:]): return True
     c, = answers(model, turned)
-    return bool(is_known) and c is not None and _differ(a.roll(1, 0), c)
+    return bool(is_known) and c is not None and differ(a.roll(1, 0), c)
 
 # %% ../../../nbs/inspection/seen_run/14_asked_models.ipynb #ee4c09b4
 def _draws_for_itself(model):
@@ -95,7 +95,7 @@ def carries_over(
     before = random_state()
     a,b = answers(model, inputs, inputs)
     is_known = a is not None and not _draws_for_itself(model) and same_random_state(before, random_state())
-    return is_known and _differ(a, b)
+    return is_known and differ(a, b)
 
 # %% ../../../nbs/inspection/seen_run/14_asked_models.ipynb #c0bb8078
 def reads_padding(
@@ -112,4 +112,4 @@ def reads_padding(
     longer = torch.cat([x, x.new_full((len(x), 3), pad)], 1)
     a,again,b = answers(model, inputs, inputs, [longer])
     is_known = a is not None and a.ndim in (1, 2) and len(a) == len(x) and torch.equal(a, again)
-    return bool(is_known) and b is not None and _differ(a, b)
+    return bool(is_known) and b is not None and differ(a, b)

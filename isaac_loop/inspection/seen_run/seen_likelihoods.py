@@ -10,11 +10,11 @@ import re
 
 import torch
 
-from .seen_origins import _MOVES, made_by
+from .seen_origins import MOVES, made_by
 from .seen_tokens import given_as, has_numbers, users_call
 
 # %% ../../../nbs/inspection/seen_run/42_seen_likelihoods.ipynb #81f4732d
-_PASSED = {*_MOVES, 'AddBackward0', 'MulBackward0', 'ClampBackward1', 'ClampMinBackward0', 'ClampBackward0'}
+_PASSED = {*MOVES, 'AddBackward0', 'MulBackward0', 'ClampBackward1', 'ClampMinBackward0', 'ClampBackward0'}
 _POSITIVE = {'SoftplusBackward0': 'softplus', 'ExpBackward0': 'exp', 'ReluBackward0': 'ReLU',
              'SigmoidBackward0': 'sigmoid', 'EluBackward0': 'ELU', 'AbsBackward0': 'abs'}
 _SPREAD = re.compile(r'(^|_|\b)(std|stddev|stdev|sd|sigma|sigmas|stds)(_|\b|$)')

@@ -34,14 +34,14 @@ class Notes:
             if about is not None: self.add(kind, one, about)
 
 # %% ../../../nbs/inspection/seen_run/10_seen_origins.ipynb #ab03b645
-_MOVES = ('View UnsafeView ReshapeAlias Squeeze Unsqueeze Transpose Permute T Slice Select Index Clone '
+MOVES = ('View UnsafeView ReshapeAlias Squeeze Unsqueeze Transpose Permute T Slice Select Index Clone '
           'ToCopy Expand Gather Split Unbind Cat Stack Alias').split()
-_MOVES = {f'{name}Backward0' for name in _MOVES} | {'SqueezeBackward1'}
-_SCALED = _MOVES | {f'{name}Backward0' for name in ('Div', 'Mul', 'MaskedFill', 'Add', 'Sub', 'Where')}
+MOVES = {f'{name}Backward0' for name in MOVES} | {'SqueezeBackward1'}
+_SCALED = MOVES | {f'{name}Backward0' for name in ('Div', 'Mul', 'MaskedFill', 'Add', 'Sub', 'Where')}
 
 def made_by(
     x, # A tensor
-    passed=_MOVES, # Names of functions to look behind
+    passed=MOVES, # Names of functions to look behind
 )->str: # Such as 'SoftmaxBackward0'; empty for numbers without a graph
     "The function that has made the numbers of a tensor"
     node = x.grad_fn

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...basics.tensors import map_tensors
-from .asked_models import _differ, answers
+from .asked_models import differ, answers
 from .seen_gradients import leaves_of
 from .seen_origins import Calls
 from .seen_tokens import has_numbers
@@ -97,15 +97,15 @@ def is_forced(model, inputs, y):
     other[:, half] += 1 + y.std()
     changed = [other if is_same else x for x,is_same in zip(inputs, same)]
     a,again,b = answers(model, inputs, inputs, changed)
-    is_known = a is not None and a.ndim > 1 and a.shape[1] == y.shape[1] and not _differ(a, again)
+    is_known = a is not None and a.ndim > 1 and a.shape[1] == y.shape[1] and not differ(a, again)
     cuts = [(o[:, :half+1], o[:, half+1:]) for o in (a, b)] if is_known else []
-    return is_known and not _differ(*(o[0] for o in cuts)) and _differ(*(o[1] for o in cuts))
+    return is_known and not differ(*(o[0] for o in cuts)) and differ(*(o[1] for o in cuts))
 
 def erased_by(model, inputs):
     "The place where a model erases a part of what it is given by chance; empty if it does not"
     calls = Calls(lambda: (None, ''), [Erasures])
     with calls: first,*others = answers(model, *[inputs]*4) # What is drawn may be the same by chance
-    is_other = first is not None and any(_differ(first, o) for o in others)
+    is_other = first is not None and any(differ(first, o) for o in others)
     return next(iter(calls.erasures.found), '') if is_other else ''
 
 # %% ../../../nbs/inspection/seen_run/46_seen_probes.ipynb #505343ed

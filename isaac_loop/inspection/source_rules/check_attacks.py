@@ -9,15 +9,15 @@ __all__ = []
 import ast, re
 
 from .check_model import called
-from .check_policies import callbacks_of, number_of, sources_of
+from .check_policies import number_of, sources_of
 from .own_sources import Source, at_events, read_along
 from ...loop.advice import has_own_batch
 from ...loop.events import EVENTS
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/54_check_attacks.ipynb #d12a10bb
-_FREE = ('{who} goes {steps} times along the sign of a gradient ({line}), and does not read `{eps}` '
-         'there{far}: the inputs leave the ball that was to hold them. Keep to it behind each step, as by '
+_FREE = ('{who} goes {steps} times along the sign of a gradient ({line}{far}), and does not read '
+         '`{eps}` there: the inputs leave the ball that was to hold them. Keep to it behind each step, as by '
          '`x + (adv - x).clamp(-eps, eps)`.')
 _LIMIT = re.compile(r'^(self\.)?(eps|epsilon|budget|radius)$')
 _ALONG = re.compile(r'grad\w*(\(.*\))?(\[\d\])?\.sign\(\)|sign\([\w.]*grad')
@@ -36,10 +36,10 @@ def attacks_without_limit(scene):
             steps,size = (_value(o, source) for o in (loop.iter.args[-1], _size_of(step.value)))
             far = steps*size if steps and size else None
             if far and isinstance(eps[1], (int, float)) and far <= eps[1]*1.001: continue
-            told = f' ({far:g} in all, and `{eps[0]}` is {eps[1]:g})' if far and eps[1] else ''
+            told = f'; {far:g} in all, and `{eps[0]}` is {eps[1]:g}' if far and eps[1] else ''
             count = steps or ast.unparse(loop.iter.args[-1])
             text = _FREE.format(who=source.said, steps=count, line=source.line(step), eps=eps[0], far=told)
-            return [Finding('no_projection', text, callbacks_of(source))]
+            return [Finding('no_projection', text, source.callbacks)]
     return []
 
 def _limit_of(source):
@@ -96,7 +96,7 @@ def unread_parts(scene):
         if not lost or len(names) < 3: continue
         why = next((text for word,text in _TOLD.items() if word in lost[0]), '')
         text = _UNREAD.format(who=source.said, name=lost[0], line=source.line(node), why=why)
-        return [Finding('unread_part', text, callbacks_of(source))]
+        return [Finding('unread_part', text, source.callbacks)]
     return []
 
 def _of_batch(scene):

@@ -19,7 +19,7 @@ class Raised:
     "A `raise` of a cancel in a method"
     def __init__(self, node, name, tests, tree, callback=None):
         self.node,self.name,self.tests = node,name,tests
-        self.asked = [*tests, *(item for test in tests for item in _helpers(test, callback))]
+        self.asked = [*tests, *(item for test in tests for item in helpers_of(test, callback))]
         self.names = {name for test in self.asked for name in names_in_test(test, tree)}
 
     @property
@@ -37,7 +37,7 @@ _COUNTED = {'batch_num', 'n_batches', 'n_updates', 'epoch', 'start_batch', 'upda
             'monotonic',
             'perf_counter', 'best', 'smoothed', 'history', 'divergence', 'ratio'}
 
-def _helpers(test, callback):
+def helpers_of(test, callback):
     "The methods of a callback that a condition asks"
     calls = [o for o in ast.walk(test) if isinstance(o, ast.Call)]
     asked = [o.func.attr for o in calls if isinstance(o.func, ast.Attribute)]

@@ -10,7 +10,8 @@ import ast, re
 
 from .check_lasting import own_trees
 from .check_model import called
-from .check_rules import line_in, method_of, of_same, said, users_own
+from .check_rules import OF_BATCH, line_in, method_of, of_same, said
+from .check_rules import users_own
 from ...loop.events import EVENTS
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
@@ -19,15 +20,14 @@ from ...loop.plan_checks import Finding
 _BOTH = ('{who} counts the batches of both passes in `{name}` ({line}), and `{what}` goes by that count, so '
          'validation moves the schedule on. Count `if trainer.training`, or take `trainer.n_updates`.')
 _TRAINING_ONLY = EVENTS[EVENTS.index('before_backward'):EVENTS.index('cleanup_zero_grad')+1]
-_OF_BATCH = [o for o in EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
-             if o not in _TRAINING_ONLY]
+_OF_BOTH = [o for o in OF_BATCH if o not in _TRAINING_ONLY]
 _LENGTHS = re.compile(r'warm|ramp|anneal|total|steps|n_iter|max_it|decay|burn|horizon|length|duration|period')
 _WEIGHTS = re.compile(r'alpha|beta|gamma|weight|lambd|lam|rate|lr|temp|tau|coef|scale|momentum|kl')
 
 def counts_validation(scene):
     "Schedules that go by a count of the batches of both passes"
     if getattr(scene.trainer.dls, 'valid', None) is None: return []
-    for entry in [o for o in scene.batch if o.event in _OF_BATCH and users_own(o)]:
+    for entry in [o for o in scene.batch if o.event in _OF_BOTH and users_own(o)]:
         tree,_ = method_of(entry)
         both = all(takes_part(entry.callback, entry.event, training) for training in (True, False))
         trees = own_trees(entry.callback) if tree is not None and both else []
@@ -117,7 +117,7 @@ def _speaks_of_training(tree):
 def _grown_in(entry):
     "Attributes that an entry adds to, in both passes"
     tree,_ = method_of(entry)
-    both = entry.event in _OF_BATCH and all(takes_part(entry.callback, entry.event, o) for o in (True, False))
+    both = entry.event in _OF_BOTH and all(takes_part(entry.callback, entry.event, o) for o in (True, False))
     nodes = tree.body if tree is not None and both else []
     return [ast.unparse(o.target) for o in nodes if isinstance(o, ast.AugAssign)]
 

@@ -8,7 +8,8 @@ __all__ = []
 # %% ../../../nbs/inspection/source_rules/38_check_effects.ipynb #377d4807
 import ast
 
-from .check_rules import line_in, method_of, pairs_of, said, users_own
+from .check_rules import call_alone, line_in, method_of, pairs_of, said
+from .check_rules import users_own
 from ...loop.events import callback_name
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
@@ -176,7 +177,7 @@ def seeded_again(scene):
         if tree is None or entry.event == 'cleanup_epoch' or 'asks training' in entry.found.does: continue
         if entry.found.calls & {'get_rng_state', 'fork_rng', 'getstate'}: continue # It is put back
         if not takes_part(entry.callback, entry.event, True): continue
-        for node in [o for o in map(_alone, tree.body) if o is not None]:
+        for node in [o for o in map(call_alone, tree.body) if o is not None]:
             name = getattr(node.func, 'attr', getattr(node.func, 'id', ''))
             given = ' '.join(ast.unparse(o) for o in node.args)
             if name not in _SEEDS or not given or trainer in given or not _is_fixed(node.args[0]): continue
@@ -186,9 +187,6 @@ def seeded_again(scene):
             break
     return found
 
-def _alone(node):
-    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    return node.value if is_call else None
 def _is_fixed(node): return isinstance(node, ast.Constant) or ast.unparse(node) in ('self.seed', 'seed')
 
 _CUTS = {'item': '.item()', 'detach': '.detach()', 'data': '.data', 'tolist': '.tolist()'}

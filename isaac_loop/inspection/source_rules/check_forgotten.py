@@ -9,7 +9,7 @@ __all__ = []
 import ast
 
 from ..source.method_source import function_node, function_of
-from .check_rules import said, taken_from, users_own
+from .check_rules import OF_BATCH, said, taken_from, users_own
 from ...loop.events import EVENTS, handler_of
 from ...loop.plan_checks import Finding
 
@@ -60,7 +60,6 @@ _LEFT = ('{who} puts the model into evaluation ({line}), and it stays there for 
          'pass. Call `trainer.model.train()` when you are done.')
 _MIXED = ('`{what}` is updated in {who} and never reset for an epoch, so its values of training and '
           'validation and of several epochs are mixed. Call `{what}.reset()` in `before_epoch`.')
-_OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
 _AT_END = 'after_epoch','cleanup_epoch','log'
 _OF_FIT = 'before_fit','after_fit','cleanup_fit'
 
@@ -90,7 +89,7 @@ def never_reset(scene):
     "Metrics that go on counting from pass to pass"
     found,told = [],set()
     for entry in scene.entries:
-        if entry.event not in _OF_BATCH or not users_own(entry): continue
+        if entry.event not in OF_BATCH or not users_own(entry): continue
         mine = [o for o in scene.entries if o.callback is entry.callback]
         for what in taken_from(entry, 'updates'):
             read = any(o.event in _AT_END and what in taken_from(o, 'computes') for o in mine)

@@ -14,9 +14,8 @@ from ..source.method_source import function_node, place
 from .check_kept import added_to, is_mean, trees_at
 from .check_model import called, ends_with, is_users_function, own_losses
 from .check_model import taken_by, value_before
-from .check_rules import line_in, method_of, of_same, said
+from .check_rules import ENDS, OF_BATCH, line_in, method_of, of_same, said
 from .own_steps import own_method
-from ...loop.events import EVENTS
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #0ad7cf10
@@ -312,16 +311,14 @@ _PER_EXAMPLE = ('{who} divides `{sum}`, to which each batch adds a mean, by `{co
 _PER_BATCH = ('{who} divides `{sum}`, to which each batch adds a sum over its examples, by `{count}` '
               '({line}), the number of batches, so it comes out too large by the size of a batch. Divide '
               'by the number of examples.')
-_ENDS = 'after_epoch','cleanup_epoch','log'
-_OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
 
 def wrong_counts(scene):
     "Sums that are divided by the number of something else"
     found = []
     for entry in scene.entries:
         tree,_ = method_of(entry)
-        if tree is None or entry.event not in _ENDS: continue
-        batches = trees_at(of_same(scene, entry), _OF_BATCH)
+        if tree is None or entry.event not in ENDS: continue
+        batches = trees_at(of_same(scene, entry), OF_BATCH)
         for node in [o for o in ast.walk(tree) if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Div)]:
             added = added_to(batches, ast.unparse(node.left))
             text = _wrong_count(added, node.right) if added else ''

@@ -29,7 +29,7 @@ def layers_in_forward(scene):
     for source in [*forwards(scene), *loss_sources(scene), *at_events(scene, 'predict', 'get_loss')]:
         for node,made in _called_layers(source):
             text = _NEW.format(who=source.said, what=made.__name__, line=source.line(node))
-            return [Finding('layer_in_forward', text, [source.callback] * bool(source.callback), spoils=True)]
+            return [Finding('layer_in_forward', text, source.callbacks, spoils=True)]
     return []
 
 def _called_layers(source):
@@ -144,7 +144,7 @@ def samples_that_cut(scene):
     for source in sources:
         for node in [o for o in ast.walk(source.tree) if isinstance(o, ast.Call) and _cuts(o, source, scene)]:
             text = _CUTS.format(who=source.said, what=f'{ast.unparse(node.func)}()', line=source.line(node))
-            return [Finding('sample_cuts', text, [source.callback] * bool(source.callback))]
+            return [Finding('sample_cuts', text, source.callbacks)]
     return []
 
 def _cuts(node, source, scene):

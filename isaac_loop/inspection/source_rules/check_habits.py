@@ -13,7 +13,8 @@ from ..source.method_source import function_node, place
 from .check_cancels import names_in_test
 from .check_counts import changes_training, is_share
 from .check_model import called
-from .check_rules import line_in, method_of, package_of, pairs_of, said
+from .check_rules import OF_BATCH, line_in, method_of, package_of
+from .check_rules import pairs_of, said
 from .check_weights import opt_func_of
 from .own_sources import Source, at_events, forwards, is_own, loss_sources
 from .own_sources import read_along
@@ -120,7 +121,6 @@ def _ends_with(trees, name):
 _ANEW = ('{who} asks `{call}` ({line}), which rises with the number of the batch, and that is 0 again in '
          'each epoch, so the ramp begins anew every time. Give it `trainer.n_updates`, which goes on '
          'through the fit.')
-_OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
 _GO_ON = {'epoch', 'n_updates', 'total_updates', 'n_epochs', 'updates_per_epoch', 'earlier_updates',
           'n_batches'}
 _EPOCHS_OWN = re.compile(r'n_batches|len\(')
@@ -128,14 +128,14 @@ _NUMBER = re.compile(r'[\w.]+\.batch_num( \+ 1)?')
 
 def ramps_begun_anew(scene):
     "What rises with the number of a batch in its epoch, here or in a function that is given it"
-    for source in [*at_events(scene, *_OF_BATCH), *loss_sources(scene)]:
+    for source in [*at_events(scene, *OF_BATCH), *loss_sources(scene)]:
         attributes = {getattr(o, 'attr', '') for o in ast.walk(source.tree)}
         if _GO_ON & attributes or _reckons_in_epochs(scene, source): continue
         for node in ast.walk(source.tree):
             names = names_in_test(node, source.tree) if isinstance(node, ast.expr) else _GO_ON
             is_ramp = not _GO_ON & names and (_is_plain(node) or _is_given(node, source))
             if not is_ramp or _EPOCHS_OWN.search(ast.unparse(node)): continue
-            callbacks = [source.callback] if source.callback is not None else []
+            callbacks = source.callbacks
             text = _ANEW.format(who=source.said, call=ast.unparse(node), line=source.line(node))
             return [Finding('begins_anew', text, callbacks)]
     return []
@@ -181,7 +181,7 @@ def conditions_always_true(scene):
             told = dict(test=ast.unparse(node), part=ast.unparse(part), line=source.line(node))
             text = _ALWAYS.format(who=source.said, example=example, **told)
             found[told['line']] = Finding('always_true', text,
-                                          [source.callback] if source.callback else [])
+                                          source.callbacks)
     return list(found.values())
 
 def _always_true(tree):

@@ -6,14 +6,14 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/62_check_hooks.ipynb #9a53d9fc
-import ast, inspect, re
+import ast, re
 from types import FunctionType, MethodType
 
 from ..source.method_source import function_node, place
 from .check_habits import own_callbacks
-from .check_model import called
+from .check_model import called, is_users_function
 from .check_rules import package_of
-from .own_sources import model_of
+from .own_sources import methods_by_name, model_of
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/62_check_hooks.ipynb #2a73c430
@@ -42,10 +42,10 @@ def _hooks(scene):
     by_id += [p._backward_hooks or {} for p in model.parameters()]
     held = [hook for hooks in by_id for hook in hooks.values()]
     for f in [o.__func__ if isinstance(o, MethodType) else o for o in held]:
-        if _is_users(f): yield f,function_node(f),[]
-    methods = [(f, [cb]) for cb in own_callbacks(scene) for f in _functions(type(cb))]
+        if is_users_function(f): yield f,function_node(f),[]
+    methods = [(f, [cb]) for cb in own_callbacks(scene) for f in methods_by_name(type(cb)).values()]
     kinds = {type(m) for m in model.modules() if package_of(type(m)) not in ('torch', 'isaac_loop')}
-    methods += [(f, []) for kind in kinds for f in _functions(kind)]
+    methods += [(f, []) for kind in kinds for f in methods_by_name(kind).values()]
     for f,callback in methods:
         tree = function_node(f)
         nodes = list(ast.walk(tree)) if tree is not None else []
@@ -57,13 +57,6 @@ def _hooks(scene):
             if mine is not None: yield f,mine,callback
 
 _HELD = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
-
-def _functions(kind):
-    members = {}
-    for cls in kind.__mro__: members = vars(cls) | members
-    return [inspect.unwrap(o) for o in members.values() if isinstance(o, FunctionType) and _is_users(o)]
-
-def _is_users(f): return isinstance(f, FunctionType) and package_of(f) not in ('torch', 'isaac_loop')
 
 def _method(f, callback, text):
     "The tree of a method such as `self.hook`"

@@ -9,9 +9,8 @@ __all__ = []
 import ast, inspect, re
 from pathlib import Path
 
-from .check_rules import line_in, method_of, methods_of, of_same
-from .check_rules import said, taken_from, users_own
-from ...loop.events import EVENTS
+from .check_rules import ENDS, OF_BATCH, line_in, method_of, methods_of
+from .check_rules import of_same, said, taken_from, users_own
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #229e89d5
@@ -70,16 +69,14 @@ def _loads(tree, name):
 # %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #9c0f36cd
 _MIXED = ('{who} divides `{sum}` by `{count}` ({line}), and {which} begin{s} anew only with a fit, so the '
           'numbers of several passes are mixed. Set {it} to 0 in `before_epoch`.')
-_ENDS = 'after_epoch','cleanup_epoch','log'
 _OF_FIT = 'before_fit','after_fit','cleanup_fit'
-_OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
 
 def mixed_means(scene):
     "Means whose sum or count goes on from epoch to epoch"
     found = []
     for entry in scene.entries:
         tree,_ = method_of(entry)
-        if tree is None or entry.event not in _ENDS: continue
+        if tree is None or entry.event not in ENDS: continue
         mine = of_same(scene, entry)
         for node in _quotients(tree):
             names = ast.unparse(node.left),ast.unparse(node.right)
@@ -115,7 +112,7 @@ def trees_at(entries, events):
 
 def _grows(entries, name):
     "Whether an attribute gets something more with each batch"
-    nodes = [item for tree in trees_at(entries, _OF_BATCH) for item in ast.walk(tree)]
+    nodes = [item for tree in trees_at(entries, OF_BATCH) for item in ast.walk(tree)]
     return any(ast.unparse(o.target) == name for o in nodes if isinstance(o, ast.AugAssign)) or any(
         _goes_on(o, name) for o in nodes if isinstance(o, ast.Assign))
 
@@ -135,7 +132,7 @@ def _only_grows(entry, name):
     sets = [ast.unparse(part) for item in ast.walk(tree)
             if isinstance(item, ast.Assign) and not _goes_on(item, name)
             for target in item.targets for part in ast.walk(target)]
-    return name not in sets and entry.event in _OF_BATCH
+    return name not in sets and entry.event in OF_BATCH
 
 # %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #8df7b893
 _OF_MEANS = ('{who} adds up means of batches in `{sum}` ({line}) and divides by their number, so an example '
@@ -152,8 +149,8 @@ def means_of_means(scene):
     is_uneven,found = any(map(_last_is_shorter, loaders)),[]
     for entry in scene.entries:
         tree,_ = method_of(entry)
-        if tree is None or entry.event not in _ENDS or not users_own(entry): continue
-        batches = trees_at(of_same(scene, entry), _OF_BATCH)
+        if tree is None or entry.event not in ENDS or not users_own(entry): continue
+        batches = trees_at(of_same(scene, entry), OF_BATCH)
         for node,name,added in [*_counted_sums(tree, batches), *_means_of_lists(tree, batches)]:
             text = _NO_MEAN if all(map(is_no_mean, added)) else _OF_MEANS
             if text is _OF_MEANS and not (is_uneven and all(map(is_mean, added))): continue
@@ -240,9 +237,9 @@ def mixed_lists(scene):
     "Means of lists that go on from epoch to epoch"
     for entry in scene.entries:
         tree,_ = method_of(entry)
-        if tree is None or entry.event not in _ENDS or not users_own(entry): continue
+        if tree is None or entry.event not in ENDS or not users_own(entry): continue
         mine = of_same(scene, entry)
-        batches = trees_at(mine, _OF_BATCH)
+        batches = trees_at(mine, OF_BATCH)
         for node,name in filter(None, map(_mean_of_list, ast.walk(tree))):
             goes_on = _appended(batches, name) and not _set_anew(mine, name) and not _is_emptied(mine, name)
             if not goes_on or any(o.found.unclear for o in mine): continue

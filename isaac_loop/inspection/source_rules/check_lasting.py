@@ -13,8 +13,8 @@ from types import FunctionType
 from ..source.method_source import function_node, place
 from .check_cancels import names_in_test
 from .check_model import called
-from .check_rules import line_in, method_of, of_same, pairs_of, said
-from .check_rules import users_own
+from .check_rules import OF_BATCH, line_in, method_of, of_same, pairs_of
+from .check_rules import said, users_own
 from .own_steps import Unknown, named_by, optimizers, own_method, own_tree
 from ...loop.advice import has_own_batch
 from ...loop.events import EVENTS
@@ -28,7 +28,6 @@ _ONCE = {'parameters', 'named_parameters', 'modules', 'named_modules', 'children
          'buffers', 'named_buffers', 'filter', 'map', 'zip'}
 _ITERATORS = types.GeneratorType,filter,map,zip
 _RARE = 'before_fit',
-_OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
 
 def _kept_once(scene, entry):
     "Attributes of a callback that can be gone through once: what they were made by, and where"
@@ -98,7 +97,7 @@ def new_optimizers(scene):
     found = []
     for entry in scene.entries:
         tree,trainer = own_method(entry)
-        unit = 'batch' if entry.event in _OF_BATCH else 'epoch'
+        unit = 'batch' if entry.event in OF_BATCH else 'epoch'
         is_often = unit == 'batch' or entry.event.endswith('_epoch') or entry.event == 'log'
         if tree is None or not is_often or 'load_state_dict' in entry.found.calls: continue
         sets = [o for o in _always(tree.body, trainer, entry.callback) if isinstance(o, ast.Assign)]

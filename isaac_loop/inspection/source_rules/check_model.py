@@ -17,7 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..source.method_source import function_node, function_of, place
-from .check_rules import line_in, method_of, methods_of, said, users_own
+from .check_rules import call_alone, line_in, method_of, methods_of, said
+from .check_rules import users_own
 from .own_steps import optimizers, own_method
 from ...loop.events import EVENTS, handler_of
 from ...loop.handlers import takes_part
@@ -240,16 +241,12 @@ def training_mode_in_validation(scene):
         tree,trainer = method_of(entry)
         if tree is None or entry.event not in _INSIDE or entry.event in _NOT_IN_VALIDATION: continue
         if not takes_part(entry.callback, entry.event, False) or 'asks training' in entry.found.does: continue
-        calls = [o for o in map(_plain_call, tree.body) if o is not None and not o.args and not o.keywords]
+        calls = [o for o in map(call_alone, tree.body) if o is not None and not o.args and not o.keywords]
         node = next((o for o in calls if ast.unparse(o.func) == f'{trainer}.model.train'), None)
         if node is None: continue
         text = _TRAINS.format(who=said(entry), what=f'{trainer}.model', line=line_in(entry, node))
         found.append(Finding('trains_in_validation', text, [entry.callback], spoils=True))
     return found
-
-def _plain_call(node):
-    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    return node.value if is_call else None
 
 def freezes_nothing(scene):
     "`requires_grad` of modules, which is no attribute of theirs"

@@ -15,9 +15,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..source.method_source import function_node, function_of
 from .check_lasting import own_trees
 from .check_model import called, is_users_function
-from .check_rules import line_in, method_of, of_same, pairs_of, said
-from .check_rules import users_own
-from ...loop.events import EVENTS, handler_of
+from .check_rules import OF_BATCH, line_in, method_of, of_same, pairs_of
+from .check_rules import said, users_own
+from ...loop.events import handler_of
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
 
@@ -59,8 +59,7 @@ def _is_trained(trainer, module):
 # %% ../../../nbs/inspection/source_rules/72_check_modes.ipynb #ac16d7c5
 _IN_MEASURING = ('{who} measures the model ({line}) in training mode, with dropout and the statistics of '
                  'each batch. Call `trainer.model.eval()` before, and `trainer.model.train()` after.')
-_OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
-_OF_PASS = 'before_epoch','after_epoch','cleanup_epoch',*_OF_BATCH
+_OF_PASS = 'before_epoch','after_epoch','cleanup_epoch',*OF_BATCH
 _OTHER_WAYS = 'eval','validate','side_run','backward','grad' # It is put into evaluation, or trained
 
 def measured_in_training(scene):

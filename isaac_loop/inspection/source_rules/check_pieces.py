@@ -28,7 +28,7 @@ def cleared_in_pieces(scene):
             zero = _clears_each_turn(loop, source)
             if zero is None or not _is_stepped_later(zero, loop, source, scene): continue
             told = dict(who=source.said, zero=ast.unparse(zero), line=source.line(zero))
-            callbacks = [source.callback] * bool(source.callback)
+            callbacks = source.callbacks
             return [Finding('gradients_lost', _LAST_ONLY.format(**told), callbacks, spoils=True)]
     return []
 

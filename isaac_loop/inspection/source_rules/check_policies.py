@@ -8,11 +8,10 @@ __all__ = []
 # %% ../../../nbs/inspection/source_rules/52_check_policies.ipynb #dee06c2c
 import ast, re
 from functools import partial
-from types import FunctionType
 
 from .check_model import called
-from .check_rules import package_of
-from .own_sources import Source, forwards, is_own, loss_sources, read_along
+from .own_sources import Source, forwards, loss_sources
+from .own_sources import methods_by_name, read_along
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/52_check_policies.ipynb #424b4b43
@@ -23,18 +22,6 @@ def sources_of(scene):
         own = holder if holder is not scene.trainer else None
         for f in methods_by_name(type(holder)).values(): found.append(Source(f, holder, callback=own))
     return [*read_along(found), *forwards(scene), *loss_sources(scene)]
-
-def methods_by_name(cls):
-    "The user's methods of a class, as they are called"
-    found = {}
-    for kind in cls.__mro__:
-        if package_of(kind) in ('isaac_loop', 'torch', 'builtins'): continue
-        for name,f in vars(kind).items():
-            f = f.__func__ if isinstance(f, (staticmethod, classmethod)) else f
-            if isinstance(f, FunctionType) and is_own(f): found.setdefault(name, f)
-    return found
-
-def callbacks_of(source): return [source.callback] if source.callback is not None else []
 
 # %% ../../../nbs/inspection/source_rules/52_check_policies.ipynb #f2325c09
 _SIGN = ('{who} makes `{what}` a part of the loss without a minus ({line}), and the loss is made small: what '
@@ -60,7 +47,7 @@ def rewards_made_small(scene):
                 if sign < 0: continue
                 what,reward = ast.unparse(product),ast.unparse(_factors(product)[1])
                 text = _SIGN.format(who=at.said, what=what, line=at.line(product), reward=reward)
-                return [Finding('policy_sign', text, callbacks_of(source))]
+                return [Finding('policy_sign', text, source.callbacks)]
     return []
 
 def _losses_in(tree, is_loss):
@@ -162,5 +149,5 @@ def squashed_actions(scene):
         squashed = {ast.unparse(x) for call in calls for x in (*_owner(call), *call.args)}
         for name in drawn & {*asked} & squashed:
             text = _SQUASHED.format(who=source.said, name=name, line=source.line(asked[name]))
-            return [Finding('tanh_uncorrected', text, callbacks_of(source))]
+            return [Finding('tanh_uncorrected', text, source.callbacks)]
     return []

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from .check_model import called
-from .check_policies import callbacks_of, methods_by_name, sources_of
-from .own_sources import Source, forwards, model_of
+from .check_policies import sources_of
+from .own_sources import Source, forwards, methods_by_name, model_of
 from ...loop.plan_checks import Finding
 from ...state.random_numbers import undrawn
 
@@ -76,9 +76,10 @@ _OF_GRADIENT = re.compile(r'(?i)grad|grl|reversal')
 
 def straight_reversals(scene):
     "Reversals of gradients that do not reverse them"
-    for m in [o for o in model_of(scene).modules() if _is_called_so(type(o))]:
+    for m in [o for o in model_of(scene).modules() if _is_named_reversal(type(o))]:
         if not list(m.children()) and _is_straight(m):
-            return [Finding('not_reversed', _STRAIGHT.format(name=type(m).__name__, line='of the model'))]
+            text = _STRAIGHT.format(name=type(m).__name__, line='a layer of the model')
+            return [Finding('not_reversed', text)]
     for source in sources_of(scene):
         for node in [o for o in ast.walk(source.tree) if called(o) == 'apply' and o.args]:
             kind = source.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
@@ -86,14 +87,14 @@ def straight_reversals(scene):
             if not is_kind or not _REVERSAL.search(kind.__name__) or 'ible' in kind.__name__: continue
             if not _may_be_below_0(node, source) and _is_straight(_with_ones(kind, len(node.args)-1)):
                 text = _STRAIGHT.format(name=kind.__name__, line=source.line(node))
-                return [Finding('not_reversed', text, callbacks_of(source))]
+                return [Finding('not_reversed', text, source.callbacks)]
     return []
 
 def _with_ones(kind, n):
     "A function of autograd that is given 1 for each of its settings"
     return lambda x: kind.apply(x, *[1.]*n)
 
-def _is_called_so(cls):
+def _is_named_reversal(cls):
     is_own = cls.__module__.partition('.')[0] != 'torch'
     return is_own and _REVERSAL.search(cls.__name__) and _OF_GRADIENT.search(cls.__name__)
 
@@ -137,7 +138,7 @@ def answers_without_chance(scene):
             if not asked or any(asked[-1] <= line <= node.lineno for line in trains): continue
             if not {'var', 'std'} & {*map(called, nodes)}: continue
             text = _ALIKE.format(who=source.said, line=source.line(node))
-            return [Finding('same_answers', text, callbacks_of(source))]
+            return [Finding('same_answers', text, source.callbacks)]
     return []
 
 def _asked_again(node):

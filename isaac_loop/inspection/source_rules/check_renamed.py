@@ -117,7 +117,7 @@ def renamed_dimensions(scene):
             if order == sorted(order) or _is_exchanged(node, source): continue
             told = dict(who=source.said, what=ast.unparse(_owner(node)[0]), line=source.line(node))
             text = _RENAMED.format(a=', '.join(names), b=', '.join(names[i] for i in order), **told)
-            callbacks = [source.callback] * bool(source.callback)
+            callbacks = source.callbacks
             return [Finding('view_for_transpose', text, callbacks, spoils=True)]
     return []
 

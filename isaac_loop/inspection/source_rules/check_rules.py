@@ -22,7 +22,8 @@ from ...loop.trainer import Trainer
 
 # %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #da317d47
 _WHOLE = 'before_fit', 'log', 'measured', 'after_fit', 'cleanup_fit'
-_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
+OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
+ENDS = 'after_epoch','cleanup_epoch','log' # Where something is made of what a pass has gathered
 
 class Scene:
     "The entries of a trainer, in the order in which they run"
@@ -30,7 +31,7 @@ class Scene:
         self.trainer,self.entries = trainer,all_entries(trainer)
         inside = [o for o in self.entries if o.event not in _WHOLE]
         self.training = [o for o in inside if _takes_part(o, True)]
-        self.batch = [o for o in self.training if o.event in _BATCH or o.event not in EVENTS]
+        self.batch = [o for o in self.training if o.event in OF_BATCH or o.event not in EVENTS]
         before,after = self._at('before_fit'),self._at('log', 'after_fit', 'cleanup_fit')
         self.whole = [*before, *self.training, *self._validation(inside), *after]
 
@@ -75,6 +76,13 @@ def without_partial(
     "The function in a `partial`, or in several"
     while isinstance(f, partial): f = f.func
     return f
+
+def call_alone(
+    node, # A statement
+)->ast.Call: # None if it is anything else
+    "The call that a statement consists of, of which nobody takes the result"
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return node.value if is_call else None
 
 def users_own(entry):
     "Whether a callback comes from outside of this library"

@@ -9,8 +9,8 @@ __all__ = []
 import ast, re
 from functools import partial
 
-from .check_rules import happens, line_in, method_of, said, taken_from
-from .check_rules import users_own
+from .check_rules import OF_BATCH, happens, line_in, method_of, said
+from .check_rules import taken_from, users_own
 from ...loop.events import EVENTS, callback_name
 from ...loop.handlers import takes_part
 from ...loop.passes import n_batches
@@ -22,9 +22,8 @@ _RUNS_AWAY = ('{first} steps `{what}` for each {a}, and {second} once more for e
               'runs ahead. Take the call out of one of them.')
 _BOTH_PASSES = ('{who} steps `{what}` ({line}), and it comes {when}, so the rate moves on in validation too. '
                 'Let it ask `if trainer.training`, or set `on_valid = False`.')
-_OF_BATCH = EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1]
 
-def _is_of_batch(entry): return entry.event in _OF_BATCH and entry.event != 'measured'
+def _is_of_batch(entry): return entry.event in OF_BATCH and entry.event != 'measured'
 def _is_of_epoch(entry): return entry.event == 'log' or entry.event.endswith('_epoch')
 
 def steppers(scene):

@@ -10,7 +10,7 @@ import ast, inspect
 from types import FunctionType
 
 from ..source.method_source import function_node
-from .check_cancels import _helpers, cancels_in
+from .check_cancels import helpers_of, cancels_in
 from .check_rules import method_of, package_of, users_own
 from .own_steps import own_method, tree_at
 from ...loop.plan_checks import Finding
@@ -73,7 +73,7 @@ def _sum_of(entry, by):
 
 def _modulo(node, callback):
     "By what a condition, or a method, takes the rest of a number of batches; None if by nothing"
-    trees = [node, *_helpers(node, callback)]
+    trees = [node, *helpers_of(node, callback)]
     return next((part.right for tree in trees for part in ast.walk(tree)
                  if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)), None)
 

@@ -9,7 +9,7 @@ __all__ = []
 import ast, re
 
 from .check_model import called
-from .check_policies import callbacks_of, sources_of
+from .check_policies import sources_of
 from .own_sources import at_events, loss_sources
 from ...loop.advice import has_own_batch
 from ...loop.plan_checks import Finding
@@ -31,7 +31,7 @@ def doubts_without_price(scene):
             name = _weighed_by(node)
             if name is None or any(_is_priced(tree, name) for tree in trees): continue
             text = _NO_PRICE.format(who=source.said, name=name, line=source.line(node))
-            return [Finding('scale_runs_away', text, callbacks_of(source))]
+            return [Finding('scale_runs_away', text, source.callbacks)]
     return []
 
 def _weighed_by(node):
@@ -76,7 +76,7 @@ def terms_of_the_last(scene):
                 name = _kept_last(node, loop, source.tree)
                 if name is None: continue
                 text = _LAST.format(who=source.said, name=name, line=source.line(node))
-                return [Finding('last_term', text, callbacks_of(source))]
+                return [Finding('last_term', text, source.callbacks)]
     return []
 
 def _kept_last(node, loop, tree):

@@ -68,7 +68,7 @@ def variances_for_spreads(scene):
         if not _VARIANCE.search(said) or ('log' in said) != ('exp' in said): continue
         if isinstance(scale, ast.Name) and not _is_of_variance(scale, node, source): continue
         told = dict(who=source.said, var=said, call=ast.unparse(node.func), line=source.line(node))
-        return [Finding('variance_as_std', _SCALE.format(**told), [source.callback]*bool(source.callback))]
+        return [Finding('variance_as_std', _SCALE.format(**told), source.callbacks)]
     return []
 
 def _is_of_variance(name, call, source):
@@ -99,7 +99,7 @@ def distances_turned(scene):
         near,far = [next(filter(p.search, signs), None) for p in (_NEAR, _FAR)]
         if near is None or far is None or (signs[near], signs[far]) != (-1, 1): continue
         told = dict(who=source.said, line=source.line(node), near=near, far=far, sum=ast.unparse(whole))
-        callbacks = [source.callback]*bool(source.callback)
+        callbacks = source.callbacks
         return [Finding('ranking_turned', _TURNED.format(**told), callbacks, spoils=True)]
     return []
 

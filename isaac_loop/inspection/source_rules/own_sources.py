@@ -31,6 +31,7 @@ class Source:
         self.tree = function_node(self.f) if is_own(self.f) else None
         self.said = said or f'`{self.f.__qualname__.rpartition("<locals>.")[2]}`'
         self.code = getattr(self.f, '__code__', None)
+        self.callbacks = [] if callback is None else [callback] # For a finding
 
     def line(self, node): return f'{place(self.f).rpartition(":")[0]}:{node.lineno}'
 
@@ -142,14 +143,21 @@ def text_of_users(
     cells = main.get('In') # Those of a notebook that have run
     return '\n'.join([*texts, *map(str, cells if isinstance(cells, list) else ())])
 
+def methods_by_name(cls):
+    "The user's methods of a class, as they are called"
+    found = {}
+    for kind in cls.__mro__:
+        if package_of(kind) in ('isaac_loop', 'torch', 'builtins'): continue
+        for name,f in vars(kind).items():
+            f = f.__func__ if isinstance(f, (staticmethod, classmethod)) else f
+            if isinstance(f, FunctionType) and is_own(f): found.setdefault(name, f)
+    return found
+
 def source_text(
     x, # A function, or a class with methods
 )->str: # Empty if nobody knows it, or if it is none of the user's
     "What a user has written as a function, or as the methods of a class and of those it inherits from"
-    kinds,members = x.__mro__ if isinstance(x, type) else (),{}
-    for cls in kinds: # Of what is written twice, the first counts
-        if package_of(cls) not in ('isaac_loop', 'torch'): members = vars(cls) | members
-    fs = members.values() if kinds else [x]
+    fs = methods_by_name(x).values() if isinstance(x, type) else [x]
     trees = [function_node(f) for f in fs if isinstance(f, FunctionType)]
     return '\n'.join(ast.unparse(o) for o in trees if o is not None)
 
