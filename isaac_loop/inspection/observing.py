@@ -15,7 +15,7 @@ from torch import nn
 
 from .source.read_values import Found
 from .watched_calls import changed_plan, watching
-from .written import memory_of
+from .written import measured_in, memory_of
 from ..loop import passes, trainer as loop
 from ..loop.callback_list import exchanged
 from ..loop.events import Order
@@ -27,7 +27,9 @@ from ..train.training import NBatchCB
 def _tensor(x): return id(x), x._version, x.requires_grad, memory_of(x)
 
 def _module(m):
-    tensors = tuple(map(_tensor, (*m.parameters(), *m.buffers())))
+    sums = measured_in(m)
+    buffers = ((*_tensor(x)[:-1], sums.get(id(x)), memory_of(x)) for x in m.buffers())
+    tensors = *map(_tensor, m.parameters()),*buffers
     return tensors,tuple((id(o), o.training) for o in m.modules())
 
 def _optimizer(opt):

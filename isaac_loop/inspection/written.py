@@ -12,6 +12,7 @@ from types import NoneType
 
 import torch
 from torch import _C
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..basics.tables import short
@@ -22,10 +23,13 @@ from ..loop.trainer import Trainer
 # %% ../../nbs/inspection/17_written.ipynb #b8c18f08
 class Seen:
     "An object as it was, recognised again without being kept"
-    def __init__(self, x):
+    def __init__(self,
+        x, # Anything
+        told=None, # What tells of a change that its version does not
+    ):
         try: self.object = weakref.ref(x)
         except TypeError: self.object = None # Tuples, numbers, errors: nothing to hold them by
-        self.number,self.version = id(x),_version(x)
+        self.number,self.version = id(x),(_version(x), told)
         self.memory = memory_of(x)
 
     def __eq__(self, other):
@@ -77,9 +81,19 @@ def _mark(x, depth=4):
         return len(x),[_mark(o, depth-1) for o in islice(entries, _MOST)]
     return Seen(x)
 
+def measured_in(
+    module, # With batch norms, perhaps
+)->dict: # By `id` of a buffer
+    "The sums of what batch norms have measured, as PyTorch writes to that without raising its version"
+    norms = [m for m in module.modules() if isinstance(m, _NormBase)]
+    held = [m._buffers.get(name) for m in norms for name in ('running_mean', 'running_var')]
+    with _C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        return {id(x): repr(x.sum().item()) for x in held if x is not None and _is_near(x)}
+
 def _module(x):
-    parameters = list(x.parameters())
-    return dict(object=Seen(x), weights=list(map(Seen, parameters)), buffers=list(map(Seen, x.buffers())),
+    parameters,sums = list(x.parameters()),measured_in(x)
+    return dict(object=Seen(x), weights=list(map(Seen, parameters)),
+                buffers=[Seen(o, sums.get(id(o))) for o in x.buffers()],
                 gradients=[p.grad if p.grad is None else Seen(p.grad) for p in parameters],
                 mode=[o.training for o in x.modules()])
 
@@ -255,6 +269,8 @@ def _hint(before, after):
     if len(before) != len(after) or not all(map(_are_alike, before, after)): return ''
     pairs = [(a, b) for a,b in zip(before, after) if a is not None and a.numel()]
     if all(((a == b) | ((a != a) & (b != b))).all() for a,b in pairs): return EQUAL if pairs else ''
+    floats = [pair for pair in pairs if pair[0].is_floating_point()] # A count says nothing beside them
+    pairs = floats if any((a != b).any() for a,b in floats) else pairs
     largest = max((a.double()-b.double()).abs().max().item() for a,b in pairs)
     return f'by up to {largest:.2g}' if math.isfinite(largest) else ''
 

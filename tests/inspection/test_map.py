@@ -3,6 +3,7 @@
 What is seen must be among what is shown, for every callback of the library and for those that a user writes.
 """
 
+import copy
 import io
 import subprocess
 import sys
@@ -387,3 +388,27 @@ def test_what_is_swapped_has_the_place_of_what_runs_instead():
         with trainer.swap("BasicTrainCB.step", two_optimizers, when):
             [entry] = [entry for entry in trainer.map().entries if entry.event == "step"]
             assert entry.where.startswith("test_map.py:")
+
+
+class FollowsCB:
+    "A copy that follows the weights, which are only read for it"
+
+    def before_fit(self, trainer):
+        self.net = copy.deepcopy(trainer.model).requires_grad_(False).eval()
+
+    def after_step(self, trainer):
+        for a, b in zip(self.net.parameters(), trainer.model.parameters()):
+            a.lerp_(b, 0.1)
+
+
+class DecaysCB:
+    def after_step(self, trainer):
+        with torch.no_grad():
+            torch._foreach_mul_(list(trainer.model.parameters()), 0.9)
+
+
+def test_weights_that_are_read_for_a_copy_are_not_said_to_change():
+    trainer = images_trainer([BasicTrainCB(), FollowsCB(), DecaysCB()])
+    rows = [row for row in trainer.who_writes("model").rows if row["event"] == "after_step"]
+    assert [row["callback"] for row in rows] == ["DecaysCB"]
+    assert "FollowsCB" in str(trainer.who_reads("model"))

@@ -283,3 +283,16 @@ def test_steps_without_a_change_are_shown_on_demand():
     trainer = plain_trainer([BasicTrainCB(), SimpleNamespace(after_batch=lambda t: None, name="idle")])
     assert "idle" not in str(trainer.trace()) and "idle" in str(trainer.trace(all=True))
     assert "idle" not in str(trainer.trace(all=True).table(all=False))
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_batch_norms_measure_is_seen_though_pytorch_does_not_tell(counts):
+    trainer = plain_trainer([BasicTrainCB()])
+    trainer.model = nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    if not counts:
+        trainer.model[1].num_batches_tracked = None
+    n, mean = 8 + counts, trainer.model[1].running_mean.clone()
+    [told] = [step.changes["model"] for step in trainer.trace().steps if step.event == "predict"]
+    assert told.startswith(f"{2 + counts} of {n} tensors changed, by up to 0.")
+    assert torch.equal(trainer.model[1].running_mean, mean)
+    assert "buffers" in str(trainer.walk(1).to("predict"))

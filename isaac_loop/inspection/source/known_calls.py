@@ -67,6 +67,7 @@ def changed(
     name:str, # Of the method or function
     on=(), # Paths of the object whose method it is
     args=(), # For each argument its paths
+    is_method:bool=False, # Of some object, so that it changes that and no argument?
 )->set: # Attributes of the trainer, with 'gradients'
     "What a call changes in place, as far as its name tells"
     given = [path for paths in args for path in paths]
@@ -75,7 +76,8 @@ def changed(
     if steps: return {'opt', 'model'} | {path[0] for path in (*on, *given) if is_optimizer(path)}
     if name == 'step': return {shared(path) for path in on if path}
     found = {shared(path) for path in on if _by_name(name, path)}
-    if ends_in_place(name) and not on and args: found |= {shared(path) for path in args[0] if path}
+    if ends_in_place(name) and not on and args and not is_method:
+        found |= {shared(path) for path in args[0] if path}
     return found
 
 # %% ../../../nbs/inspection/source/20_known_calls.ipynb #3d0db87a

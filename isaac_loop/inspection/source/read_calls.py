@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source/60_read_calls.ipynb #dd235fe4
 import ast, functools, inspect
+from types import ModuleType
 
 from .known_calls import COMPUTED, COPIES, FILLING, PARTS, PASSED, changed
 from .known_calls import deeds, is_optimizer, longer, of_weights
@@ -65,7 +66,8 @@ class KnownCalls(Attributes):
         "A call that is not followed"
         owner,name = call.owner,call.name
         mine = () if owner.new else owner.paths - {()}
-        for what in changed(name, mine, [o.paths for o in call.given]):
+        is_method = isinstance(call.node.func, ast.Attribute) and not isinstance(owner.live, ModuleType)
+        for what in changed(name, mine, [o.paths for o in call.given], is_method):
             self.note('changes', what, call.node, part_of_model(name) if what == 'model' else '')
         reached = [path for value in (owner, *call.given) for path in value.paths if path]
         if name == 'step' and any(map(_updates, reached)): self.note('reads', 'gradients', call.node)
