@@ -182,8 +182,9 @@ def _who(trainer, attribute, kinds):
     map = trainer.map(attribute)
     name = map.attribute # Perhaps another word for it was given
     if name is None: raise LookupError(_A_CALLBACK.format(name=attribute))
-    return Table([_road_row(o, name) for o in map.shown if set(kinds) & set(o.touches(name))],
-                 ['event', 'callback', 'does', 'where'])
+    rows = [_road_row(o, name) for o in map.shown if set(kinds) & set(o.touches(name))]
+    nobody = f'Nobody {" or ".join(kinds)} `trainer.{name}` here. `trainer.map({name!r})` tells who does.'
+    return Table(rows, ['event', 'callback', 'does', 'where'], nobody)
 
 @patch
 def who_writes(self:Trainer,

@@ -369,3 +369,12 @@ def test_what_is_planted_is_found_by_name(make, names):
 @pytest.mark.parametrize("make", right, ids=lambda o: getattr(o, "__name__", " "))
 def test_nothing_is_found_where_all_is_right(make):
     assert found_in(made(make), batches=2) == []
+
+
+def test_a_number_of_batches_in_the_wrong_place_and_a_trainer_without_data_are_told():
+    with pytest.raises(TypeError, match=r"`ignore` is 3.*check\(batches=3\)"):
+        fitting().check(3)
+    trainer = fitting()
+    trainer.dls = None
+    with pytest.raises(ValueError, match="no loader for training or validation"):
+        trainer.check(batches=3)

@@ -412,3 +412,12 @@ def test_weights_that_are_read_for_a_copy_are_not_said_to_change():
     rows = [row for row in trainer.who_writes("model").rows if row["event"] == "after_step"]
     assert [row["callback"] for row in rows] == ["DecaysCB"]
     assert "FollowsCB" in str(trainer.who_reads("model"))
+
+
+def test_an_attribute_that_nobody_reads_is_said_to_be_so():
+    trainer = images_trainer(
+        [BasicTrainCB(), SimpleNamespace(log=lambda t: setattr(t, "gap", 1), name="keeps")]
+    )
+    found = trainer.who_reads("gap")
+    assert len(found) == 0 and str(found).startswith("Nobody reads `trainer.gap` here.")
+    assert found._repr_markdown_() == str(found)

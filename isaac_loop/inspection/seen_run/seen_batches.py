@@ -291,6 +291,8 @@ def _columns(trainer):
     "Names in the newest row of the history"
     return set(trainer.history.rows[-1]) if trainer.history.rows else set()
 
+_NO_DATA = ('`trainer.dls` has no loader for training or validation, so there are no batches to run. Set '
+            '`trainer.dls`, or leave `batches` out to look at the source alone.')
 _ASIDE = ('This came up while `check(batches=...)` ran batches on the side, as a fit would. If it is about '
           'several processes, call it in one alone. `check()` without `batches` only reads the source.')
 
@@ -313,6 +315,7 @@ def seen_run(
     with _explained(), trainer.snapshot(), unseen(), trainer.side_run(below=Order.SAVE):
         passes,trainer.dls = passes_of(trainer),copy.copy(trainer.dls)
         if n_batches(getattr(trainer.dls, 'valid', None)) == 0: passes['valid'] = False
+        if not any(passes.values()): raise ValueError(_NO_DATA)
         for name in [name for name,there in passes.items() if there]:
             setattr(trainer.dls, name, FirstAndLast(getattr(trainer.dls, name), n))
         seen = SeenRun(trainer)
