@@ -219,6 +219,8 @@ class OtherData:
     def __init__(self, dls, valid, valid_name='The loader'):
         self._dls,self.train = dls,None
         self.valid,self.valid_name = valid,valid_name
+        for name in ('split', 'n_inp'): # Every batch asks for them
+            if hasattr(dls, name): setattr(self, name, getattr(dls, name))
 
     def __getattr__(self, name):
         if '_dls' not in vars(self): raise AttributeError(name) # It is just being copied
@@ -230,8 +232,9 @@ class WholeCB:
     shows_rows = True # So that nobody prints the row
     why,n_batches = None,0 # A cancel may come before `before_fit` does
     def before_fit(self, trainer): self.n_batches = 0
-    def after_batch(self, trainer): self.n_batches += 1
-    def cleanup_batch(self, trainer): self._note(trainer.exception)
+    def cleanup_batch(self, trainer):
+        if trainer.exception is None: self.n_batches += 1
+        else: self._note(trainer.exception)
     def cleanup_epoch(self, trainer):
         self._note(trainer.exception)
         stopped = trainer.stop_reason is not None and self.n_batches != trainer.n_batches

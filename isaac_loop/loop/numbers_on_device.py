@@ -211,34 +211,43 @@ class PassNumbers:
     def __init__(self,
         *names, # Of the columns
     ):
-        self.columns,self.batches = {name: DeviceNumbers() for name in names},array('I')
-        self._adds = [column.add for column in self.columns.values()]
+        self._columns,self.batches = {name: DeviceNumbers() for name in names},array('I')
+        self._rows = [] # Not in the columns yet
 
     def __len__(self): return len(self.batches)
 
     def add(self,
         batch:int, # Its number
-        *values, # One for each column
+        *values, # One for each column, as of `one_number`
     ):
         "Keep the numbers of a batch where they are"
-        for add,value in zip(self._adds, values): add(value)
         self.batches.append(batch)
+        self._rows.append(values)
+        if len(self._rows) == DeviceNumbers.block: self.columns()
+
+    def columns(self)->dict: # `DeviceNumbers` by name
+        "The columns, with all that was added"
+        rows,self._rows = self._rows,[]
+        for column,values in zip(self._columns.values(), zip(*rows)):
+            for value in values: column.add(value)
+        return self._columns
 
     def read(self)->dict: # Lists of floats by name
         "The columns; this waits for the device, once"
-        for column in self.columns.values(): column.send()
-        return {name: column.read().tolist() for name,column in self.columns.items()}
+        columns = self.columns()
+        for column in columns.values(): column.send()
+        return {name: column.read().tolist() for name,column in columns.items()}
 
     def state_dict(self)->dict: # Tensors
         "Columns and numbers of batches; this waits for the device"
-        values = {name: column.tensor() for name,column in self.columns.items()}
+        values = {name: column.tensor() for name,column in self.columns().items()}
         return dict(values=values, batches=as_tensor(self.batches))
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave
     ):
         "Go on from saved columns"
-        for name,column in self.columns.items(): column.load_state_dict(dict(values=state['values'][name]))
+        for name,column in self.columns().items(): column.load_state_dict(dict(values=state['values'][name]))
         self.batches = array('I', torch.as_tensor(state['batches']).tolist())
 
 # %% ../../nbs/loop/40_numbers_on_device.ipynb #91b0a85e

@@ -31,10 +31,9 @@ class Losses(PassNumbers):
         batch:int, # Number of the batch
     ):
         "Keep the loss of a batch"
-        plain = torch.is_tensor(loss) and not loss.ndim
-        if not plain and torch.is_tensor(loss) and loss.numel() != 1:
+        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
             raise ValueError(_SHAPE.format(tuple(loss.shape)))
-        super().add(batch, loss if plain else one_number(loss), size)
+        super().add(batch, one_number(loss), size)
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave; earlier versions had two columns side by side
@@ -87,8 +86,8 @@ def rows_of(
     inputs:tuple, # Its inputs
 )->int: # None if it holds no tensor with rows
     "How many examples the batch has"
-    has_rows = inputs and torch.is_tensor(inputs[0]) and inputs[0].ndim
-    return inputs[0].shape[0] if has_rows else batch_size(batch)
+    first = inputs[0] if inputs else None
+    return first.shape[0] if isinstance(first, torch.Tensor) and first.ndim else batch_size(batch)
 
 # %% ../../nbs/metrics/04_losses.ipynb #2349d954
 _FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`'
@@ -122,16 +121,22 @@ def has_no_rows(
     "Does the batch hold only a row that this process has borrowed, because there were none for it?"
     return trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl) and rows_given(trainer.dl) == 0
 
-def weight_of_share(
+def rows_and_weight(
     trainer, # In the middle of a batch
-    rows:int, # How many examples its batch has
+    inputs:tuple, # Those of its batch
     weigh, # As of `MetricsCB`
-): # A number, or a tensor with one
-    "What the loss weighs; if batches weigh alike, a share of one weighs as much as it has of the rows"
-    shared = weigh == 'mean' and trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl)
-    if not shared or rows == 0: return weight_of(trainer.batch, rows, weigh)
+)->tuple: # As of `rows_of`, and as of `weight_of`
+    "How many examples the batch has, and what its loss weighs"
+    if trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl): return _of_share(trainer, inputs, weigh)
+    rows = rows_of(trainer.batch, inputs)
+    return rows,weight_of(trainer.batch, rows, weigh)
+
+def _of_share(trainer, inputs, weigh):
+    "The same for a share; if batches weigh alike, it weighs as much as it has of the rows"
+    rows = 0 if has_no_rows(trainer) else rows_of(trainer.batch, inputs)
+    if weigh != 'mean' or rows == 0: return rows,weight_of(trainer.batch, rows, weigh)
     own,of_all = rows_given(trainer.dl),rows_of_all(trainer.dl)
-    return own/of_all if of_all else 1/trainer.ranks.size
+    return rows,own/of_all if of_all else 1/trainer.ranks.size
 
 # %% ../../nbs/metrics/04_losses.ipynb #bf23c09f
 def are_sums(

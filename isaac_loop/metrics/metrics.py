@@ -22,8 +22,8 @@ from ..loop.shared_attributes import offered
 from .any_metric import MeanOf, MetricOn
 from .any_metric import add_columns, check_apart, check_no_options, check_train_names
 from .any_metric import named_metrics, update_metric
-from .losses import Losses, are_sums, check_weigh, ended_in_error, has_no_rows, mean_loss
-from .losses import merged_losses, rows_of, weight_of_share
+from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
+from .losses import merged_losses, rows_and_weight
 from .merged_metrics import check_merges, computed_here, merged_metric, sent_state
 from .metric_state import checked_state, load_metric, metric_state
 from ..state.errors import ResumeMismatch
@@ -69,13 +69,13 @@ class MetricsCB:
 
     def after_batch(self, trainer):
         "Note the loss, and update the metrics"
-        measures,batch = bool(self._now),trainer.batch # Only metrics need to know what the targets are
-        inputs,targets = trainer.split(batch) if measures else parts_of(trainer.split, batch)
-        rows = 0 if has_no_rows(trainer) else rows_of(batch, inputs)
-        self._losses.add(trainer.loss, weight_of_share(trainer, rows, self.weigh), trainer.batch_num)
-        if not measures or rows == 0: return
+        metrics,batch = self._now,trainer.batch # Only metrics need to know what the targets are
+        inputs,targets = trainer.split(batch) if metrics else parts_of(trainer.split, batch)
+        rows,weight = rows_and_weight(trainer, inputs, self.weigh)
+        self._losses.add(trainer.loss, weight, trainer.batch_num)
+        if not metrics or rows == 0: return
         preds = trainer.preds.detach() if torch.is_tensor(trainer.preds) else trainer.preds
-        for name,m in self._now.items(): update_metric(name, m, preds, targets)
+        for name,m in metrics.items(): update_metric(name, m, preds, targets)
 
     def cleanup_epoch(self, trainer):
         "Write losses, metrics and time into the history, also after a cancel"

@@ -49,8 +49,8 @@ def _only_reads(callback):
 def _go_on_aside(self:Trainer, now):
     "Let random numbers go on where the last run on the side ended, if nobody else has drawn any since"
     last = self._aside
-    same = last.get('seedings') == set_seed.calls and same_random_state(last['began'], now)
-    if same and last['ended'] is not last['began']: set_random_state(last['ended'])
+    if not last or last['ended'] is last['began'] or last['seedings'] != set_seed.calls: return
+    if same_random_state(last['began'], now): set_random_state(last['ended'])
 
 def _random_at_end(began):
     "The state of random numbers now: that very object if none were drawn, since putting back is slow"
