@@ -42,15 +42,16 @@ def _history(h):
 
 def inside(
     x, # Anything
+    depth:int=8, # How far to look into containers
 ): # Compared by `==`
     "A mark that is another one after `x` was changed in place"
     if isinstance(x, torch.Tensor): return _tensor(x)
     if isinstance(x, nn.Module): return _module(x)
     if isinstance(x, torch.optim.Optimizer): return _optimizer(x)
     if type(x).__name__ == 'History': return _history(x)
-    if isinstance(x, dict): return tuple((k, id(v), inside(v)) for k,v in x.items())
-    if isinstance(x, (list, tuple)): return tuple((id(v), inside(v)) for v in x)
-    return None
+    if not depth: return None
+    if isinstance(x, dict): return tuple((k, id(v), inside(v, depth-1)) for k,v in x.items())
+    return tuple((id(v), inside(v, depth-1)) for v in x) if isinstance(x, (list, tuple)) else None
 
 def marks(
     trainer, # Of any class
@@ -58,10 +59,16 @@ def marks(
     "What the public attributes of `trainer` are at this moment, with its gradients"
     held = {k: v for k,v in vars(trainer).items() if k[0] != '_' and k not in ('plan', 'callbacks')}
     held |= {k: object.__getattribute__(trainer, k) for k in Trainer.__slots__ if _is_set(trainer, k)}
-    found = {k: (v, inside(v)) for k,v in held.items()}
     model = held.get('model')
     grads = [p.grad for p in model.parameters()] if isinstance(model, nn.Module) else []
-    return found | {'gradients': (None, tuple(None if grad is None else _tensor(grad) for grad in grads))}
+    grads = tuple(None if grad is None else _tensor(grad) for grad in grads)
+    return marks_of(held) | {'gradients': (None, grads)}
+
+def marks_of(
+    held:dict, # Values by name
+)->dict: # By name: the object, and its mark
+    "What `held` are at this moment"
+    return {name: (value, inside(value)) for name,value in held.items()}
 
 def _is_set(trainer, slot):
     try: object.__getattribute__(trainer, slot)

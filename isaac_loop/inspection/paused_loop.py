@@ -18,7 +18,7 @@ from .moments import Moment, OPENINGS, loop_itself
 from .own_modes import Modes
 from .own_signals import Signals
 from .watched_calls import Call, changed_plan
-from .written import Copies, differences, look
+from .written import Copies, differences, look, look_at, own_differences
 
 # %% ../../nbs/inspection/28_paused_loop.ipynb #547d4e34
 _MISSING = ('`walk` pauses the loop by means of the package greenlet, which is not installed. '
@@ -94,7 +94,8 @@ class PausedLoop:
         "A look at the trainer before a call, what was written since the last moment, and copies"
         if self.leaving is not None or call.callback is None or not self.stops.possible(call): return None
         now = look(self.trainer)
-        return now,differences(self.seen, now, self.trainer, ask=False),Copies(self.trainer)
+        meanwhile = differences(self.seen, now, self.trainer, ask=False)
+        return now,meanwhile,Copies(self.trainer),look_at(call.callback, self.trainer)
 
     def _stops(self, call, raised):
         in_backward = _C._current_graph_task_id() != -1 # A hook: the engine is not to be left half way
@@ -169,15 +170,17 @@ class PausedLoop:
     def _moment(self, call, raised, begun):
         "What has just happened"
         self.state,self.plan,now = 'paused',self.trainer.plan,look(self.trainer)
-        wrote,meanwhile = self._by_the_loop(call, now) if begun is None else self._by_a_call(now, *begun)
+        if begun is None: wrote,meanwhile = self._by_the_loop(call, now)
+        else: wrote,meanwhile = self._by_a_call(call, now, *begun)
         self.n += 1
         return Moment(self.trainer, call, self.n-1, wrote, meanwhile, raised)
 
-    def _by_a_call(self, now, before, meanwhile, copies):
+    def _by_a_call(self, call, now, before, meanwhile, copies, own):
         "What a call has written, and what was written between the last moment and the call"
         wrote = differences(before, now, self.trainer, hints=copies.hints(self.trainer))
         again = differences(self.seen, now, self.trainer) # With numbers, which are asked for only now
         left = meanwhile.keys() & again.keys() - wrote.keys()
+        wrote |= own_differences(own, call.callback, self.trainer)
         return wrote,meanwhile | {name: again[name] for name in left}
 
     def _by_the_loop(self, call, now):

@@ -19,9 +19,9 @@ from ..loop.advice import has_own_batch
 from ..loop.events import CancelEpochException, CancelException, Order, callback_name
 from ..loop.handlers import TrainersOwn
 from ..loop.passes import n_batches
-from .observing import marks, passes_of
+from .observing import marks, marks_of, passes_of
 from .watched_calls import Call, WayOut, changed_plan, several, watching
-from .written import Copies, EQUAL, described, no_hint
+from .written import Copies, EQUAL, described, kept_by, no_hint
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/18_trace.ipynb #9a6390d6
@@ -68,8 +68,8 @@ def changes_between(
     "What became of the attributes of a trainer"
     nothing = None,None
     pairs = {name: (before.get(name, nothing), after.get(name, nothing)) for name in {**before, **after}}
-    return {name: _change(name, old, new, hints) for name,(old,new) in pairs.items()
-            if old[0] is not new[0] or old[1] != new[1]}
+    changed = [name for name,(old,new) in pairs.items() if old[0] is not new[0] or old[1] != new[1]]
+    return {o: _change(o, *pairs[o], hints) if o in after else 'removed' for o in changed}
 
 # %% ../../nbs/inspection/18_trace.ipynb #9f3d8044
 class Step:
@@ -110,6 +110,7 @@ class Tracer:
         self.steps.append(step)
         self._mark()
         self.open.append(step)
+        own = marks_of(kept_by(call.callback, trainer))
         start = _now(trainer)
         try: run()
         except CancelException as error:
@@ -118,6 +119,7 @@ class Tracer:
         finally:
             step.seconds = _now(trainer)-start
             self._mark()
+            step.changes.update(changes_between(own, marks_of(kept_by(call.callback, trainer))))
             self.open.pop()
 
     def _note_cancel(self, step, call, error):
@@ -217,7 +219,7 @@ class Trace:
     def __init__(self,
         steps:list, # In the order in which they ran
         said:str='', # Which batch it was
-        all:bool=False, # Show steps that changed nothing of the trainer as well?
+        all:bool=False, # Show steps that changed nothing as well?
     ): self.steps,self.said,self.all = steps,said,all
 
     def table(self,
@@ -243,7 +245,7 @@ def trace(self:Trainer,
     valid:bool=False, # Show a validation batch?
     keep_opt:bool=False, # With the optimizer of the last fit?
     batch:int=0, # Number of the batch in its pass, from 0; those before it run without being shown
-    all:bool=False, # Show steps that changed nothing of the trainer as well?
+    all:bool=False, # Show steps that changed nothing as well?
 )->Trace:
     "Run a pass up to a batch, without those who save or report, put everything back, and show that batch"
     if not (train or valid): raise ValueError(_NOTHING)

@@ -210,6 +210,34 @@ def _tensor(x, ask):
     where = '' if x.device.type == 'cpu' else f' on {x.device}'
     return f'{tuple(x.shape)} {str(x.dtype).removeprefix("torch.")}{where}'
 
+# %% ../../nbs/inspection/17_written.ipynb #cdd2ddfd
+def kept_by(
+    callback, # A callback, or any object
+    trainer:Trainer, # What it has as well is left out
+)->dict: # By name, as 'self.name'
+    "The public attributes of a callback"
+    shared = {id(value) for value in vars(trainer).values() if not isinstance(value, _PLAIN)}
+    own = getattr(callback, '__dict__', {})
+    return {f'self.{k}': value for k,value in own.items() if k[0] != '_' and id(value) not in shared}
+
+def look_at(
+    callback, # Nothing of it is kept
+    trainer:Trainer, # The trainer that it works for
+)->dict: # By name of the attribute
+    "What the public attributes of a callback are now, to be compared with a later look"
+    with _C.DisableTorchFunction(): return {k: _mark(value) for k,value in kept_by(callback, trainer).items()}
+
+def own_differences(
+    before:dict, # An earlier look
+    callback, # As it is now
+    trainer:Trainer, # The trainer that it works for
+)->dict: # Texts by name of the attribute
+    "What a callback has written in its own attributes since an earlier look"
+    now,values = look_at(callback, trainer),kept_by(callback, trainer)
+    changed = [k for k in now if k not in before or before[k] != now[k]]
+    found = {k: _change(before.get(k), now[k], values[k], True, no_hint) for k in changed}
+    return found | {k: 'removed' for k in before if k not in now}
+
 # %% ../../nbs/inspection/17_written.ipynb #d7df8d72
 _NUMBERS = 300_000 # Numbers that are copied at no great cost
 _COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool,

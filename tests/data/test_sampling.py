@@ -1017,3 +1017,35 @@ def test_numpys_numbers_lie_in_memory_as_the_loader_takes_for_granted():
     generator, state = np.random.get_bit_generator(), np.random.get_state(legacy=False)["state"]
     memory = (ctypes.c_uint32 * 625).from_address(generator.ctypes.state_address)
     assert list(memory) == [*state["key"], state["pos"]]
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_workers_read_ahead_as_far_as_asked_and_a_run_goes_on_at_the_next_batch_that_was_not_given(factor):
+    "What was read and not given is read again by the loader that goes on"
+    n_read = multiprocessing.Value("i", 0)
+
+    class CountedRows(Noisy):
+        def __getitem__(self, i):
+            with n_read.get_lock():
+                n_read.value += 1
+            return super().__getitem__(i)
+
+    def make():
+        return exact_loader(
+            CountedRows(40), 4, seed=3, num_workers=1, prefetch_factor=factor, in_memory=False
+        )
+
+    whole = list(make())
+    n_read.value = 0
+    loader = make()
+    batches = iter(loader)
+    for ahead in range(2):  # Nothing is read before it is asked for; then so many more than were given
+        next(batches)
+        expected = 4 * (1 + ahead + factor)
+        give_up = time.monotonic() + 30
+        while n_read.value < expected and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert n_read.value == expected
+    later = make()
+    later.load_state_dict(loader.state_dict())
+    assert equal(list(later), whole[2:])

@@ -275,8 +275,73 @@ def test_weights_that_are_exchanged_are_seen():
     trainer = plain_trainer([BasicTrainCB(), EMACB(0.5, warmup=False)])
     trace = trainer.trace(batch=2, lr=0.5, train=False, valid=True)
     told = {step.event: step.changes for step in trace.steps if step.name == "EMACB" and step.changes}
-    assert list(told) == ["before_epoch", "cleanup_epoch"]
-    assert all("tensors exchanged, by up to 0." in o["model"] for o in told.values())
+    assert list(told) == ["before_fit", "before_epoch", "cleanup_epoch"]
+    assert all("tensors exchanged, by up to 0." in told[event]["model"] for event in list(told)[1:])
+
+
+class KeepsMuch:
+    "Has a network, an optimizer, numbers and containers of its own, and some that are the trainer's"
+
+    on_valid = False
+
+    def before_fit(self, trainer):
+        self.net = nn.Linear(2, 2)
+        self.opt = optim.SGD(self.net.parameters(), 0.1, momentum=0.9)
+        self.n, self.seen, self.where = 0, [], {}
+        self.where["itself"] = self.where
+        self.model, self._hidden = trainer.model, 0
+
+    def after_step(self, trainer):
+        "Train the other network"
+        self.net(torch.ones(1, 2)).sum().backward()
+        self.opt.step()
+        self.n += 1
+        self._hidden += 1
+        self.seen.append(self.n)
+        self.where["last"] = trainer.batch_num
+        with torch.no_grad():
+            next(trainer.model.parameters()).mul_(1.5)
+
+    def after_batch(self, trainer):
+        "Have less"
+        del self.seen
+
+
+def test_what_a_callback_keeps_for_itself_is_told_once():
+    steps = plain_trainer([BasicTrainCB(), KeepsMuch()]).trace().steps
+    told = {step.event: step.changes for step in steps if step.name == "KeepsMuch"}
+    assert {"self.net", "self.opt", "self.n", "self.seen", "self.where"} == set(told["before_fit"])
+    changes = told["after_step"]
+    assert changes["self.n"] == "0 -> 1" and changes["self.net"].startswith("2 of 2 tensors changed")
+    assert set(changes) == {"model", "self.net", "self.opt", "self.n", "self.seen", "self.where"}
+    assert told["after_batch"] == {"self.seen": "removed"}
+
+
+def test_a_walk_tells_the_same():
+    walk = plain_trainer([BasicTrainCB(), KeepsMuch()]).walk(1, at=KeepsMuch)
+    told = {moment.event: moment.wrote for moment in walk.take("after_batch")}
+    assert set(told["before_fit"]) >= {"self.net", "self.opt", "self.n"}
+    changes = told["after_step"]
+    assert changes["self.n"] == "1" and changes["self.net"] == "weights, gradients"
+    assert changes["self.opt"] == "state" and "weights" in changes["model"]
+    assert set(changes) == {"model", "self.net", "self.opt", "self.n", "self.seen", "self.where"}
+    assert told["after_batch"] == {"self.seen": "removed"}
+    walk.close()
+
+
+def test_functions_slots_and_objects_without_attributes_are_traced_too():
+    class Slotted:
+        __slots__ = ("n",)
+
+        def after_batch(self, trainer):
+            self.n = 1
+
+    def after_batch(trainer):
+        after_batch.calls = getattr(after_batch, "calls", 0) + 1
+
+    trainer = plain_trainer([BasicTrainCB(), Slotted(), after_batch])
+    told = {step.name: step.changes for step in trainer.trace(all=True).steps if step.event == "after_batch"}
+    assert told == {"Slotted": {}, "after_batch": {"self.calls": "1"}}
 
 
 def test_steps_without_a_change_are_shown_on_demand():
