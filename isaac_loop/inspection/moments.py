@@ -6,7 +6,7 @@
 __all__ = ['Moment', 'Moments']
 
 # %% ../../nbs/inspection/26_moments.ipynb #58d1c426
-import inspect, math
+import inspect, math, textwrap
 
 from ..basics.tables import Table
 from ..loop.advice import has_own_batch
@@ -144,7 +144,7 @@ class Moment:
         lines = [what + (f' ({self.where})' if self.where else '')]
         if self.raised: lines.append(f'  raised {self.raised}')
         lines += [f'  wrote {text}' for text in _texts(self.wrote)]
-        lines += [f'  meanwhile {text}' for text in _texts(self.meanwhile)]
+        lines += _in_lines('  meanwhile ', _texts(self.meanwhile))
         if self.next: lines.append(f'  next {self.next}')
         return '\n'.join(lines)
 
@@ -156,6 +156,13 @@ class Moment:
         return Table(rows, ['moment', 'value'])._repr_markdown_()
 
 def _texts(written): return [f'{name}: {text}' for name,text in written.items()]
+
+def _in_lines(begin, texts):
+    "Some texts one behind the other, in as many lines as they need; each stays in one"
+    whole = [text.replace(' ', '\xa0') for text in texts]
+    lines = textwrap.wrap('; '.join(whole), 100, initial_indent=begin, subsequent_indent=' '*len(begin),
+                          break_long_words=False, break_on_hyphens=False)
+    return [line.replace('\xa0', ' ') for line in lines]
 
 class Moments(list):
     "Several moments, shown as a table"
