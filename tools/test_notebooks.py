@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import matplotlib.pyplot  # noqa: F401  What most notebooks need is imported once, before the processes are forked
-import torch  # noqa: F401
+import torch._dynamo  # noqa: F401  The first optimizer of a process loads it, and that takes a second
 from nbdev.test import test_nb
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,7 @@ def main():
     args = parser.parse_args()
     paths = [
         o
-        for o in sorted((ROOT / "nbs").rglob("*.ipynb"))
+        for o in sorted((ROOT / "nbs").rglob("*.ipynb"), reverse=True)  # Tutorials, which take longest, first
         if not any(p.startswith((".", "_")) for p in o.relative_to(ROOT).parts)
     ]
     paths = [o for o in paths if not args.words or any(w in str(o.relative_to(ROOT)) for w in args.words)]
