@@ -4,6 +4,7 @@ Laws over random cases take the same cases each time, so that a failure is the f
 with. `make torture` tries others: `HYPOTHESIS_PROFILE=others`.
 """
 
+import gc
 import os
 
 import pytest
@@ -19,3 +20,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 @pytest.fixture(autouse=True)
 def same_random_numbers():
     set_seed(0)
+
+
+def pytest_collection_finish():
+    "Collecting garbage looks through what tests make, and not each time through all modules and all tests"
+    gc.collect()
+    gc.freeze()
