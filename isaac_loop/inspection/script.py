@@ -19,7 +19,7 @@ from .plain_script.printed_lines import broken, printed
 from .plain_script.script_writing import CORE, NotWritten, Writing, form_of, first_batch
 from .plain_script.source_of_values import bound_names, loaded_names
 from ..loop.events import callback_name
-from ..loop.trainer import Plan, Trainer
+from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/89_script.ipynb #d192b1c1
 _ALLOWED = {'one_batch', 'split', 'subclassing_method', 'events'}
@@ -47,12 +47,7 @@ def _rounds(trainer, kinds, partial):
     seen = {training: first_batch(trainer, dl) for training,dl in kinds.items()}
     facts = frozenset()
     for i in range(9):
-        w = Writing(trainer, passes, facts, partial)
-        w.round,w.seen,w.evaluated = i,seen,None
-        w.has_after_epoch,w.event_now = False,None
-        w.has_length = hasattr(trainer.dls.train, '__len__')
-        w.plan = Plan(type(trainer))
-        w.plan.build(trainer.callbacks)
+        w = Writing(trainer, passes, facts, partial, i, seen)
         for cb in trainer.callbacks: _leave_out(w, cb)
         head,body = w.fit()
         if w.found == facts: return w,head,body

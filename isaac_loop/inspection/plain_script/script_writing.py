@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from isaac_loop.inspection.plain_script.plain_lines import Comment, lines
 from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources
 from isaac_loop.loop.events import callback_name
-from isaac_loop.loop.trainer import Trainer
+from isaac_loop.loop.trainer import Plan, Trainer
 from isaac_loop.state.snapshot import Snapshot
 
 # %% ../../../nbs/inspection/plain_script/08_script_writing.ipynb #51c20a4b
@@ -102,8 +102,14 @@ class Writing:
         passes:dict, # By kind of pass, how its batches are taken apart
         facts:frozenset=frozenset(), # What the round before has found
         partial:bool=False, # Put a comment where something cannot be written, instead of an error?
+        number:int=0, # Which round it is
+        seen:dict=None, # By kind of pass, its first batch
     ):
         self.trainer,self.passes = trainer,passes
+        self.round,self.seen = number,seen or {}
+        self.plan = Plan(type(trainer))
+        self.plan.build(trainer.callbacks)
+        self.has_length,self.has_after_epoch = hasattr(trainer.dls.train, '__len__'),False
         self.facts,self.found,self.partial = facts,set(),partial
         forms = [form for form in passes.values() if form]
         parts = [name.strip('*') for form in forms for name in (*form.inputs, *form.targets)]
@@ -111,7 +117,7 @@ class Writing:
         self.names = Names([*CORE, *parts])
         self.own_names = {*CORE, *parts, *kept} # Which no local variable of a method may have
         self.sources = Sources(self.names)
-        self.training,self.event_now,self.model = None,None,'model'
+        self.training,self.event_now,self.model,self.evaluated = None,None,'model',None
         self.unpacked,self.pending = False,[]
         self.initial,self.helpers,self.needs = {},{},{} # By name: values, functions, and what must be given
         self.left_out,self.not_written,self.writers = {},[],{}

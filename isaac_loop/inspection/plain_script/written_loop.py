@@ -10,13 +10,10 @@ import ast
 
 from fastcore.basics import patch
 
-from isaac_loop.inspection.plain_script.inlined_methods import helper
 from isaac_loop.inspection.plain_script.plain_lines import Leave, NotFlat, leaves, lines, within
 from isaac_loop.inspection.plain_script.plain_lines import without_exits
-from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
+from isaac_loop.inspection.plain_script.script_writing import Writing
 from isaac_loop.inspection.plain_script.written_spans import NOT_FLAT, guarded, joined_blocks
-from isaac_loop.loop.shared_attributes import offered
-from isaac_loop.loop.trainer import Trainer
 
 # %% ../../../nbs/inspection/plain_script/30_written_loop.ipynb #d5869e7e
 _LEFT = ast.dump(lines('left_early = True', '')[0])
@@ -132,44 +129,3 @@ def _initial(self:Writing):
     "Values that variables of callbacks have at first"
     given = [(f'{name} = {value[0]}', value[1]) for name,value in self.initial.items() if value]
     return [node for text,origin in given for node in lines(text, origin)]
-
-# %% ../../../nbs/inspection/plain_script/30_written_loop.ipynb #f6f6214c
-@patch
-def definition(self:Writing, name, text)->str: # Its name in the script
-    "Define a function or a class that the lines of a built-in use"
-    key = 'definition',text
-    if key not in self.names.given:
-        new = self.names.of(key, name)
-        self.own_names.add(new)
-        self.note('name', new)
-        text = text.strip().replace(f'def {name}(', f'def {new}(').replace(f'class {name}:', f'class {new}:')
-        self.sources.definitions[new] = text
-        if 'math.' in text: self.sources.imports['import math'] = None
-        if 'torch.' in text: self.sources.imports['import torch'] = None
-    return self.names.given[key]
-
-@patch
-def function(self:Writing, f, wish)->str: # What it is called in the script
-    "A function of the user's"
-    of_loaders = getattr(f, '__self__', None) is self.trainer.dls
-    if of_loaders: return helper(self, f.__func__, f.__self__, self.expand)
-    name = self.sources.function(f, wish) if callable(f) and hasattr(f, '__name__') else self.value(f, wish)
-    return name
-
-@patch
-def split_call(self:Writing)->str:
-    "How a function of the user's takes the batch apart"
-    trainer = self.trainer
-    own = type(trainer).split
-    if own is not Trainer.split: return f'{helper(self, own, trainer, self.expand)}(batch)'
-    return f'{self.function(trainer.dls.split, "split")}(batch)'
-
-_NO_LENGTH = 'the length of the fit is unknown', 'Give `dls.train` a length, or add `NBatchCB`'
-
-@patch
-def total_updates(self:Writing)->str:
-    "How many updates the whole fit has, as an expression"
-    limits = [str(n) for n in offered(self.trainer, 'max_updates') if isinstance(n, int)]
-    if self.has_length: limits.insert(0, 'n_epochs * updates_per_epoch')
-    if not limits: raise NotWritten(*_NO_LENGTH)
-    return limits[0] if len(limits) == 1 else f'min({", ".join(limits)})'

@@ -117,21 +117,6 @@ def expand(self:Writing, name)->list: # Statements
     if name in self.plan.own_spans or name not in self.plan.events: raise NotWritten(_NO_EVENT.format(name))
     return joined_blocks(self.event(name))
 
-@patch
-def around(self:Writing, context, callback)->list: # One statement
-    "A `with` block that the rest of the step is put into"
-    node, = lines(f'with {context}:\n    pass', f'{callback_name(callback)}.{self.event_now}')
-    node.around = callback
-    return [node]
-
-@patch
-def conditional(self:Writing, test, block, origin)->list: # One statement or none
-    "Statements under a condition"
-    if not block: return []
-    node, = lines(f'if {test}:\n    pass', origin)
-    node.body = block
-    return [node]
-
 # %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #82e1772e
 _USUAL = ('predict', 'get_loss'),('backward', 'step', 'zero_grad')
 

@@ -10,6 +10,7 @@ import functools, inspect, math
 
 from torch.optim import Optimizer
 
+from isaac_loop.inspection.plain_script import written_names # noqa: F401 - Methods of `Writing` for all lines
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
 from isaac_loop.loop.events import callback_name
 from isaac_loop.train.closures import needs_closure
