@@ -146,7 +146,7 @@ class _Copy:
     "Rows that were copied"
     def __init__(self, x): self.ref,self.written,self.read = weakref.ref(x),None,False
 
-class Copies:
+class Temporaries:
     "Looks for rows that are written to where they were copied, and then are gone"
     name = 'temporaries'
     def __init__(self, calls):
@@ -181,4 +181,4 @@ def _is_copy(call):
     return memory_of(x) is not None and x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
 
 # %% ../../../nbs/inspection/seen_run/34_seen_draws.ipynb #d9c86b99
-DRAW_LOOKS = Draws,Ratios,Copies
+DRAW_LOOKS = Draws,Ratios,Temporaries

@@ -20,7 +20,7 @@ _POSITIVE = {'SoftplusBackward0': 'softplus', 'ExpBackward0': 'exp', 'ReluBackwa
 _SPREAD = re.compile(r'(^|_|\b)(std|stddev|stdev|sd|sigma|sigmas|stds)(_|\b|$)')
 _SQUARED = re.compile(r'\*|pow|square|(^|_|\b)(var|variance|sigma2|std2|sq)')
 
-class Rates:
+class PoissonRates:
     "Looks for rates that are given as logarithms"
     name = 'poisson'
     def __init__(self, calls):
@@ -188,4 +188,4 @@ class Levels:
         self.reached[place] = reached | before if len(before) == len(reached) else reached
 
 # %% ../../../nbs/inspection/seen_run/42_seen_likelihoods.ipynb #0546be7a
-LIKELIHOOD_LOOKS = Rates,Spreads,Ranks,Similarities,Risks,Levels
+LIKELIHOOD_LOOKS = PoissonRates,Spreads,Ranks,Similarities,Risks,Levels
