@@ -23,3 +23,17 @@ def names_in(
     nodes = list(ast.walk(tree))
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     return attributes | {node.id for node in nodes if isinstance(node, ast.Name)}
+
+# %% ../../nbs/basics/40_source_code.ipynb #ac7eaaad
+_OPPOSITE = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+             ast.In: ast.NotIn, ast.NotIn: ast.In}
+
+def negated(
+    test:ast.expr, # A condition
+)->ast.expr:
+    "The opposite of a condition; comparisons of size stay, since NaN is neither above nor below"
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not): return test.operand
+    is_single = isinstance(test, ast.Compare) and len(test.ops) == 1
+    opposite = _OPPOSITE.get(type(test.ops[0])) if is_single else None
+    if opposite: return ast.Compare(test.left, [opposite()], test.comparators)
+    return ast.UnaryOp(ast.Not(), test)

@@ -76,7 +76,7 @@ class LoopMap:
         leaves = any('may leave' in row for row in rows)
         columns = ['event', 'callback', *KINDS, *['may leave']*leaves, 'where']
         if self.attribute is None: return Table(rows, columns)
-        return Table([_road_row(entry, self.attribute) for entry in self.shown])
+        return Table(_road(self.shown, self.attribute))
 
     def __str__(self): return '\n\n'.join([str(self.table()), *self._doubts()])
     __repr__ = __str__
@@ -123,9 +123,13 @@ class LoopMap:
     def _repr_markdown_(self): return self.to_markdown()
     def _repr_html_(self): return self.to_html()
 
-def _road_row(entry, attribute):
-    "What one entry does to one attribute"
-    return dict(event=entry.when, callback=entry.name, does=entry.does_to(attribute), where=entry.where)
+def _road(entries, attribute):
+    "What each of `entries` does to one attribute, and when, if some do it under a condition"
+    says = any(entry.condition(attribute) for entry in entries)
+    def row(entry):
+        does = dict(event=entry.when, callback=entry.name, does=entry.does_to(attribute))
+        return does | ({'if': entry.condition(attribute)} if says else {}) | dict(where=entry.where)
+    return [row(entry) for entry in entries]
 
 def _add_seen(
     entries:list, # Of a map; get what is missing
@@ -182,9 +186,10 @@ def _who(trainer, attribute, kinds):
     map = trainer.map(attribute)
     name = map.attribute # Perhaps another word for it was given
     if name is None: raise LookupError(_A_CALLBACK.format(name=attribute))
-    rows = [_road_row(o, name) for o in map.shown if set(kinds) & set(o.touches(name))]
+    rows = _road([o for o in map.shown if set(kinds) & set(o.touches(name))], name)
     nobody = f'Nobody {" or ".join(kinds)} `trainer.{name}` here. `trainer.map({name!r})` tells who does.'
-    return Table(rows, ['event', 'callback', 'does', 'where'], nobody)
+    columns = list(rows[0]) if rows else ['event', 'callback', 'does', 'where']
+    return Table(rows, columns, nobody)
 
 @patch
 def who_writes(self:Trainer,

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/inspection/10_map_entries.ipynb #be1483ba
-import inspect
+import inspect, textwrap
 from itertools import chain
 
 from .source.method_source import function_of, place
@@ -20,6 +20,7 @@ from ..loop.trainer import Plan, Trainer
 
 # %% ../../nbs/inspection/10_map_entries.ipynb #06f8dd86
 KINDS = 'reads','writes','changes'
+_WIDTH = 60 # Letters of a condition
 
 class Entry:
     "What one callback does at one event"
@@ -57,6 +58,16 @@ class Entry:
         "Attributes that are touched in this way"
         sure = self.found.sure
         return [name if (kind, name) in sure else f'({name})' for name in getattr(self.found, kind)]
+
+    def condition(self,
+        attribute:str, # Of the trainer
+    )->str: # Empty if it happens always, or if no `if` says when
+        "When it touches `attribute`"
+        kinds = [kind for kind in self.touches(attribute) if (kind, attribute) not in self.found.sure]
+        texts = [text for kind in kinds for text in self.found.conditions.get((kind, attribute), ())]
+        texts = list(dict.fromkeys(texts))
+        if len(' or '.join(texts)) <= _WIDTH: return ' or '.join(texts)
+        return textwrap.shorten(texts[0], _WIDTH, placeholder=' ...') + ' or ...'*(len(texts) > 1)
 
     def touches(self, attribute): return [kind for kind in KINDS if attribute in getattr(self.found, kind)]
 

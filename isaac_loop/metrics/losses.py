@@ -75,7 +75,7 @@ def _loss_of(shares, summed):
 def ended_in_error(
     trainer, # While a span is tidied up
 )->bool:
-    "Whether the span was left by an error, and not by a cancel or by Ctrl-C; or by that of one process alone"
+    "Whether the span was left by an error, no cancel or Ctrl-C; or processes have lost one another"
     ranks = getattr(trainer, 'ranks', None)
     if getattr(ranks, 'is_broken', False) or getattr(ranks, 'apart', False): return True
     return not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt))

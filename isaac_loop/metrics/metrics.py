@@ -37,7 +37,7 @@ class MetricsCB:
     def __init__(self,
         *ms, # Metrics that go by the name of their class, and functions as for `MeanOf`
         train_metrics:bool=False, # Also measure the metrics while training, as columns `train_<name>`?
-        weigh=None, # What a loss weighs: 'samples', 'mean' (all alike), 'sum', a function; default: asks it
+        weigh=None, # What a loss weighs: 'samples', 'mean', 'sum', a function; default: by its `reduction`
         show=True, # Print each row, unless another callback shows it? 'dict' prints it as a dict
         **metrics, # Metrics by name
     ):

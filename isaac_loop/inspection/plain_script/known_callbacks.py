@@ -98,14 +98,15 @@ REFUSED = {
     'LRFinderCB': ('it makes a fit of its own', 'Remove it: the script is about a usual fit'),
     'NonFiniteStopCB': ('it keeps bad gradients out of the weights',
                         'Leave it out: without NaN it changes nothing'),
-    'LossSpikeCB': ('it may leave a batch out, or stop', 'Leave it out, or let it only report: `stop=False`'),
+    'LossSpikeCB': ('it may leave a batch out, or stop',
+                    'Leave it out, or let it only report: `stop=False`, no `skip`, and `every` above 1'),
     'SamePredictionsCB': ('it may stop the fit', 'Leave it out, or let it only report: `stop=False`'),
     'DropoutOnCB': ('it leaves dropout on in validation', _BY_HAND),
     'RewindCB': ('it may take the run back', 'Leave it out: it keeps states for the trainer alone'),
 }
 
 # %% ../../../nbs/inspection/plain_script/26_known_callbacks.ipynb #2c0be375
-_OURS = __name__.partition('.')[0]
+_OURS = Writing.__module__.partition('.')[0]
 
 def is_ours(
     x, # A class or a function

@@ -8,6 +8,8 @@ __all__ = []
 # %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #b8dd7787
 import ast, textwrap
 
+from isaac_loop.basics.source_code import negated
+
 # %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #84a40631
 class Leave(ast.stmt):
     "Stands for leaving a part of the loop early, until it is known how"
@@ -110,19 +112,6 @@ def choice(
 def _like(old, new):
     new.origin = getattr(old, 'origin', None)
     return ast.copy_location(new, old)
-
-_OPPOSITE = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-             ast.In: ast.NotIn, ast.NotIn: ast.In}
-
-def negated(
-    test:ast.expr, # A condition
-)->ast.expr:
-    "The opposite of a condition; comparisons of size stay, since NaN is neither above nor below"
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not): return test.operand
-    is_single = isinstance(test, ast.Compare) and len(test.ops) == 1
-    opposite = _OPPOSITE.get(type(test.ops[0])) if is_single else None
-    if opposite: return ast.Compare(test.left, [opposite()], test.comparators)
-    return ast.UnaryOp(ast.Not(), test)
 
 # %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #ced8b538
 _PURE = {'len', 'min', 'max', 'range', 'float', 'int', 'list', 'dict', 'math.ceil',

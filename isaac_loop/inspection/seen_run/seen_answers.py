@@ -28,7 +28,7 @@ class Answers:
     def __init__(self, calls):
         self.calls,self.targets = calls,set()
         self.logits,self.asked = [],[] # Of the present batch
-        self.limits = {} # By place, the limit and the ends of the logits that it was asked of
+        self.limits = {} # By place, the limit, and the ends of the logits, widened to hold 0 and 1
         self.great = {} # By place, of each call the size of targets and of predictions; None if they meet
         self.rectified = {} # By place, the loss and of each call the share of zeros; None if it is no ReLU
 

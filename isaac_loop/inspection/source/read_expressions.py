@@ -9,6 +9,7 @@ __all__ = []
 import ast, inspect
 from types import FunctionType, MethodType
 
+from ...basics.source_code import negated
 from .known_calls import FACTS, longer, shared
 from .method_source import to_follow
 from .read_statements import Assignments, either, part_of
@@ -54,7 +55,8 @@ class Expressions(Assignments):
 
     def of_IfExp(self, node):
         self.value(node.test)
-        with self.perhaps(node.test): return either([self.value(node.body), self.value(node.orelse)])
+        with self.perhaps(node.test): first = self.value(node.body)
+        with self.perhaps(negated(node.test)): return either([first, self.value(node.orelse)])
 
     def of_NamedExpr(self, node):
         value = self.value(node.value)

@@ -9,6 +9,7 @@ __all__ = []
 import ast, sys
 from contextlib import contextmanager
 
+from ...basics.source_code import negated
 from .known_calls import COMPUTED, held_in, longer, of_gradients, of_weights
 from .known_calls import shared
 from .read_values import Closure, NOTHING, UNKNOWN, Value
@@ -128,14 +129,16 @@ class Statements:
         outside,trains = found.sure,found.trains
         before,left = dict(self.names),[]
         sure,steady = [],[]
-        for body in bodies:
+        tests = self.tests
+        for body,condition in zip(bodies, (test, negated(test))):
             self.names,self.doubts,self.asides = dict(before),doubts,asides
+            self.tests = (*tests, condition)
             found.sure,found.trains = set(),set()
             self.block(body)
             left.append(self.names)
             sure.append(found.sure)
             steady.append(found.trains)
-        self.doubts,self.asides = doubts,asides
+        self.doubts,self.asides,self.tests = doubts,asides,tests
         found.sure = outside | set.intersection(*sure) | _sums_in_both(sure)
         found.trains = trains | _of_training(test, *steady) | _sums_in_both(steady)
         self._join(left)
@@ -143,21 +146,22 @@ class Statements:
     @contextmanager
     def perhaps(self, test=None):
         "What is found in the `with` block happens under a condition"
-        doubts,asides = self.doubts,self.asides
-        self._doubt(test is None or not _only_presence(test), _asks_training(test))
+        doubts,asides,tests = self.doubts,self.asides,self.tests
+        self._doubt(test is None or not _only_presence(test), _asks_training(test), test)
         yield
-        self.doubts,self.asides = doubts,asides
+        self.doubts,self.asides,self.tests = doubts,asides,tests
 
-    def _doubt(self, doubtful, aside):
+    def _doubt(self, doubtful, aside, test):
         "From here on things happen under a condition, perhaps only that of training"
         self.doubts += doubtful
         self.asides += doubtful and aside
+        if doubtful and test is not None: self.tests += (test,)
 
     def note(self, kind, name, node, part=''):
         "Add a finding"
         if (kind, name) == ('changes', 'model') and not part: part = 'weights'
         sure,trains = not self.doubts,self.doubts == self.asides
-        self.found.note(kind, name, self.place_of(node), sure, trains, part)
+        self.found.note(kind, name, self.place_of(node), sure, trains, part, self.tests)
 
     def do(self, deed, node):
         "Note a deed"
@@ -213,7 +217,7 @@ class Branches(Statements):
             with self.perhaps(node.test): self.branches(node.body, [])
         self.guards = guarded | (asked if _leaves(node.body) else set())
         if not _only_presence(node.test) and _returns(node.body):
-            self._doubt(True, _asks_validation(node.test))
+            self._doubt(True, _asks_validation(node.test), negated(node.test))
 
     def do_For(self, node):
         element = part_of(self.value(node.iter))

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source/30_read_values.ipynb #0eb765ea
-import inspect
+import ast, inspect
 from types import FunctionType, MethodType, ModuleType
 
 # %% ../../../nbs/inspection/source/30_read_values.ipynb #31d5c987
@@ -123,6 +123,7 @@ class Found:
         self.reads,self.writes,self.changes = {},{},{} # Attribute to the line where it was seen first
         self.needs,self.sure = set(), set() # Read where it must be there; what happens without condition
         self.trains = set() # What happens without any other condition than that of training
+        self.conditions = {} # Texts, by kind and name, of what does not happen always
         self.runs,self.calls,self.raises = set(),set(),set() # Events; names of functions; of exceptions
         self.columns = {} # Of the history, whose names the source tells, with the line
         self.parts = {} # Of what is changed: 'weights', 'mode', ..., by kind and name
@@ -136,8 +137,13 @@ class Found:
         sure:bool=True, # Does it happen without a condition?
         trains:bool=True, # Does it happen in training without a further condition?
         part:str='', # What of it, such as the 'mode' of a model
+        tests:tuple=(), # Conditions under which it happens, all of them together
     ):
         "Add a finding, unless it is private"
+        known = self.conditions.setdefault((kind, name), [])
+        both = ast.BoolOp(ast.And(), list(tests)) if len(tests) > 1 else None
+        text = ast.unparse(both or tests[0]) if tests else ''
+        if text and text not in known: known.append(text)
         if name.startswith('_') or name == 'plan' or kind == 'changes' and name in NUMBERS: return
         getattr(self, kind).setdefault(name, line)
         if sure: self.sure.add((kind, name))

@@ -136,7 +136,7 @@ class Builtins(Calls):
         return Value(live=Parent(self.callback, self.around.get('__class__', type(self.callback))))
 
 # %% ../../../nbs/inspection/source/70_reading.ipynb #d8cd3dcc
-_SCOPE = 'names', 'around', 'returned', 'guards', 'file', 'doubts', 'asides', 'graphs' # Of one function
+_SCOPE = 'names','around','returned','guards','file','doubts','asides','tests','graphs' # Of one function
 
 class Reader(Builtins):
     "Follows the methods of one callback"
@@ -154,6 +154,7 @@ class Reader(Builtins):
         self.found,self.stack,self.seen = Found(),[],{}
         self.names,self.around,self.returned = {},{},[]
         self.guards,self.doubts,self.asides = set(),0,0 # Conditions; those that only ask for training
+        self.tests = () # Those that stand in an `if`
         self.file,self.graphs = '',True # Does what is computed here keep its graph?
 
     def read(self,
