@@ -7,6 +7,7 @@ __all__ = ['place_of', 'DeviceRecord', 'histogram']
 
 # %% ../../nbs/loop/40_numbers_on_device.ipynb #d727448f
 from array import array
+from itertools import chain, groupby
 
 import torch
 
@@ -206,49 +207,71 @@ def _saved_places(places):
     return list(zip(*(torch.as_tensor(column).tolist() for column in places.values())))
 
 # %% ../../nbs/loop/40_numbers_on_device.ipynb #b289ba32
+def _pieces(values):
+    "Numbers and tensors without dimensions as tensors, as few as there can be"
+    number = lambda x: torch.tensor(x, dtype=torch.float64)
+    if not any(isinstance(x, torch.Tensor) for x in values): return [number(values)]
+    tensors = [x if isinstance(x, torch.Tensor) else number(x) for x in values]
+    return [torch.stack(list(group)) for _,group in groupby(tensors, key=lambda x: x.device)]
+
 class PassNumbers:
     "Columns of numbers, with one in each for every batch of a pass"
+    block = 64
     def __init__(self,
         *names, # Of the columns
     ):
-        self._columns,self.batches = {name: DeviceNumbers() for name in names},array('I')
-        self._rows = [] # Not in the columns yet
+        self.names = names
+        self._held = [],[] # Blocks: numbers of batches, and columns on their way; and rows in no block yet
 
-    def __len__(self): return len(self.batches)
+    def __len__(self):
+        blocks,rows = self._held
+        return sum(len(batches) for batches,_ in blocks) + len(rows)
 
     def add(self,
         batch:int, # Its number
         *values, # One for each column, as of `one_number`
     ):
         "Keep the numbers of a batch where they are"
-        self.batches.append(batch)
-        self._rows.append(values)
-        if len(self._rows) == DeviceNumbers.block: self.columns()
+        rows = self._held[1]
+        rows.append((batch, *values))
+        if len(rows) >= self.block: self._blocks()
 
-    def columns(self)->dict: # `DeviceNumbers` by name
-        "The columns, with all that was added"
-        rows,self._rows = self._rows,[]
-        for column,values in zip(self._columns.values(), zip(*rows)):
-            for value in values: column.add(value)
-        return self._columns
+    def _blocks(self):
+        "Make a block of the rows; all blocks"
+        blocks,rows = self._held
+        if rows:
+            batches,*columns = zip(*rows)
+            block = array('I', batches),Sent(list(map(_pieces, columns)))
+            self._held = [*blocks, block],[]
+        return self._held[0]
+
+    @property
+    def batches(self)->array:
+        "Numbers of the batches"
+        return array('I', chain.from_iterable(batches for batches,_ in self._blocks()))
+
+    def tensors(self)->dict: # (n,) each, on the CPU, by name
+        "The columns as they were kept; this waits for the device, once"
+        found = {name: [] for name in self.names}
+        for _,sent in self._blocks():
+            for pieces,new in zip(found.values(), sent.read()): pieces += new
+        return {name: torch.cat(pieces) if pieces else _NONE for name,pieces in found.items()}
 
     def read(self)->dict: # Lists of floats by name
         "The columns; this waits for the device, once"
-        columns = self.columns()
-        for column in columns.values(): column.send()
-        return {name: column.read().tolist() for name,column in columns.items()}
+        return {name: column.double().tolist() for name,column in self.tensors().items()}
 
     def state_dict(self)->dict: # Tensors
         "Columns and numbers of batches; this waits for the device"
-        values = {name: column.tensor() for name,column in self.columns().items()}
-        return dict(values=values, batches=as_tensor(self.batches))
+        return dict(values=self.tensors(), batches=as_tensor(self.batches))
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave
     ):
         "Go on from saved columns"
-        for name,column in self.columns().items(): column.load_state_dict(dict(values=state['values'][name]))
-        self.batches = array('I', torch.as_tensor(state['batches']).tolist())
+        batches = array('I', torch.as_tensor(state['batches']).tolist())
+        columns = [[torch.as_tensor(state['values'][name])] for name in self.names]
+        self._held = [(batches, Sent(columns))]*bool(batches),[]
 
 # %% ../../nbs/loop/40_numbers_on_device.ipynb #91b0a85e
 class DeviceMean(_Blocks):

@@ -21,6 +21,12 @@ from ..train.example_losses import reduction_of
 _SHAPE = ('The loss has shape {}, but only one number per batch can be averaged. '
           'Let `loss_func` return a mean or a sum.')
 
+def _kept(loss):
+    "A loss without its graph, in memory to which nobody writes, as one might to a buffer or a parameter"
+    if loss.numel() != 1: raise ValueError(_SHAPE.format(tuple(loss.shape)))
+    may_change = loss.is_inference() or loss._version or (loss.requires_grad and loss.is_leaf)
+    return one_number(loss).clone() if may_change else one_number(loss)
+
 class Losses(PassNumbers):
     "The losses of one pass, and what each of them weighs"
     def __init__(self): super().__init__('loss', 'size')
@@ -31,9 +37,8 @@ class Losses(PassNumbers):
         batch:int, # Number of the batch
     ):
         "Keep the loss of a batch"
-        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
-            raise ValueError(_SHAPE.format(tuple(loss.shape)))
-        super().add(batch, one_number(loss), size)
+        kept = one_number(loss) if not isinstance(loss, torch.Tensor) else _kept(loss)
+        super().add(batch, kept, size)
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave; earlier versions had two columns side by side

@@ -7,6 +7,7 @@ are compared, the learning rate is 0: then the loss of every batch is that of th
 import ast
 import math
 import re
+import sys
 import time
 from fnmatch import fnmatchcase
 from functools import partial
@@ -27,6 +28,9 @@ from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.basics.tables import clock
 from isaac_loop.metrics.any_metric import MeanOf, MetricOn
 from isaac_loop.metrics.metrics import MetricsCB, as_text
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.loop import numbers_on_device
+from isaac_loop.loop.numbers_on_device import PassNumbers, Sent
 from isaac_loop.show.progress import ProgressCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
@@ -1243,3 +1247,90 @@ def test_between_epochs_there_is_nothing_to_lose(tmp_path):
         ]
     )
     assert runs.fit(trainer, 1).history.latest("train_m") == 56
+
+
+class InterruptedAt:
+    "A trace function that raises Ctrl-C at one line of the code that keeps numbers, in one batch"
+
+    watched = {
+        f.__code__ for f in (PassNumbers.add, PassNumbers._blocks, numbers_on_device._pieces, Sent.__init__)
+    }
+
+    def __init__(self, batch, place=None):
+        self.batch, self.place, self.seen = batch, place, []
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code not in self.watched:
+            return None
+        if event == "line" and self.trainer.batch_num == self.batch:
+            self.seen.append((frame.f_code.co_name, frame.f_lineno))
+            if len(self.seen) - 1 == self.place:
+                raise KeyboardInterrupt
+        return self
+
+
+def fit_interrupted(tracer, cbs):
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(70)]
+    trainer = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, nn.Linear(2, 1), [BasicTrainCB(), *cbs()])
+    tracer.trainer = trainer
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        trainer.fit(1, lr=0.01, valid=False)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return trainer.history
+
+
+@pytest.mark.parametrize("batch", [10, 63])
+@pytest.mark.parametrize(
+    "cbs", [lambda: [MetricsCB(show=False)], lambda: [RecorderCB(loss=lambda t: t.loss, twice=lambda t: 2)]]
+)
+def test_an_interrupt_at_any_line_leaves_rows_that_belong_together(batch, cbs):
+    "In the middle of a block, and where one is made of 64 rows"
+    whole, tracer = fit_interrupted(InterruptedAt(None), cbs), InterruptedAt(batch)
+    fit_interrupted(tracer, cbs)
+    places = {name: i for i, name in enumerate(tracer.seen)}.values()  # The last time at each line
+    assert len(places) >= (8 if batch == 63 else 3)
+    for place in places:
+        history = fit_interrupted(InterruptedAt(batch, place), cbs)
+        n = len(history.batches)
+        assert n in (batch, batch + 1) and history.batches["loss"] == whole.batches["loss"][:n]
+        if history.rows:
+            mean = sum(history.batches["loss"]) / n
+            assert history.rows[-1]["train_loss"] == pytest.approx(mean, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "inference"])
+def test_a_loss_in_memory_that_is_written_to_later_is_what_it_was(kind):
+    class Same:
+        order = 5
+
+        def before_fit(self, trainer):
+            self.buffer, self.seen = torch.zeros(()), []
+
+        def after_backward(self, trainer):
+            if kind == "buffer":
+                trainer.loss = self.buffer.copy_(trainer.loss.detach())
+            if kind == "parameter":
+                trainer.loss = trainer.model.scale
+            if kind == "inference":
+                with torch.inference_mode():
+                    trainer.loss = self.buffer = torch.zeros(()).add_(trainer.batch_num)
+            self.seen.append(trainer.loss.item())
+
+        def after_step(self, trainer):
+            with torch.no_grad():
+                trainer.model.scale.add_(1)
+
+    model = nn.Linear(2, 1)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    batches = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(5)]
+    same = Same()
+    trainer = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, model, [BasicTrainCB(), MetricsCB(), same])
+    trainer.fit(1, lr=0.01, valid=False)
+    before_step = [value + (kind == "parameter") for value in same.seen]  # It is written down after the step
+    assert trainer.history.batches["loss"] == before_step

@@ -201,7 +201,7 @@ def test_what_is_kept_holds_no_graph():
         order = Order.LAST
 
         def after_batch(self, trainer):
-            kept = [value for row in recorder._pass._rows for value in row]
+            kept = [value for row in recorder._pass._held[1] for value in row[1:]]
             assert kept and not any(value.requires_grad for value in kept)
 
     make_trainer(recorder, LookCB()).fit(1, valid=False)
