@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ..basics.checks import check_function, did_you_mean
 from .predictions import only_one
-from ..loop.events import CancelBatchException, CancelEpochException
+from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException
 from ..loop.shared_attributes import STATE
 from ..metrics.confidence import numbers_of
@@ -114,6 +114,12 @@ class PassCB(MetricsCB):
     def __init__(self, name, metrics, with_loss, look, weigh=None):
         super().__init__(weigh=weigh, **metrics)
         self.name,self.with_loss,self.look = name,with_loss,look
+        self.n_done,self.gap = 0,None # Batches that were measured; why there were not more
+
+    def before_epoch(self, trainer):
+        "Begin to count"
+        super().before_epoch(trainer)
+        self.n_done,self.gap = 0,None
 
     def before_get_loss(self, trainer):
         "Leave out the loss where there is none"
@@ -124,4 +130,16 @@ class PassCB(MetricsCB):
     def after_batch(self, trainer):
         "Note the loss, update the metrics, and call the function"
         super().after_batch(trainer)
+        self.n_done += 1
         if self.look is not None: self.look(trainer)
+
+    def cleanup_epoch(self, trainer):
+        "Write what was measured, and note if that is not all"
+        super().cleanup_epoch(trainer)
+        is_cancel = isinstance(trainer.exception, CancelException)
+        why = _said(trainer.exception) if is_cancel else trainer.stop_reason
+        if trainer.n_batches is not None and why is None: why = 'batches were left by a cancel'
+        if why is not None and self.n_done != trainer.n_batches:
+            self.gap = f'{why}, after {self.n_done} batches'
+
+def _said(error): return f'{type(error).__name__}: {error}'.rstrip(': ')

@@ -65,6 +65,7 @@ class EvaluatorCB:
         self.user_iter_callback,self.user_epochs_done_callback = user_iter_callback,user_epochs_done_callback
         self.store = {} # For both functions; emptied before each evaluation
         self._cancel = None # What a function of the user's has raised, for the training
+        self._stop,self._left = None,None # Why the training is to stop, and why an evaluation is not complete
         self._askers = askers(eval_tensors or ['preds', 'targets'] + ['loss']*with_loss)
         look = self._look if user_iter_callback else None
         self._pass = PassCB(callback_name(self), metrics, with_loss, look, weigh)
@@ -83,7 +84,8 @@ def _run(self:EvaluatorCB, trainer, name, dl):
         callbacks = [self._pass, self._limit(), self.callbacks_inside]
         with side.added_callbacks(callbacks): side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
-        if side.ranks.size > 1: self._stop = side.stop_reason # On which all have agreed
+        self._stop = side.stop_reason # Of several processes, that on which all have agreed
+        self._left = self._left or self._pass.gap
     if 'valid_loss' not in row: warn(_NOTHING_MEASURED.format(name, callback_name(self)))
     left_out = ['fit', 'epoch', 'elapsed'] + ['valid_loss']*(not self.with_loss)
     return {'loss' if k == 'valid_loss' else k: v for k,v in row.items() if k not in left_out}

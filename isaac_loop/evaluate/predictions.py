@@ -231,15 +231,22 @@ class WholeCB:
     order = Order.RECORD
     shows_rows = True # So that nobody prints the row
     why,n_batches = None,0 # A cancel may come before `before_fit` does
-    def before_fit(self, trainer): self.n_batches = 0
+    has_all = False # Has every batch that was to come been done?
+    def before_fit(self, trainer): self.n_batches,self.has_all = 0,False
+    def after_batch(self, trainer): self.n_batches += 1
     def cleanup_batch(self, trainer):
-        if trainer.exception is None: self.n_batches += 1
-        else: self._note(trainer.exception)
+        if trainer.exception is not None: self._note(trainer.exception)
     def cleanup_epoch(self, trainer):
+        self.has_all = self.n_batches == n_batches(trainer.dl)
         self._note(trainer.exception)
-        stopped = trainer.stop_reason is not None and self.n_batches != trainer.n_batches
-        if stopped: self.why = self.why or trainer.stop_reason
+        if trainer.stop_reason is not None: self.why = self.why or trainer.stop_reason
     def cleanup_fit(self, trainer): self._note(trainer.exception)
+
+    @property
+    def gap(self)->str: # None if the pass was complete
+        "Why the pass was not complete"
+        return None if self.has_all else self.why
+
     def _note(self, exception):
         if not isinstance(exception, CancelException): return
         self.why = self.why or f'{type(exception).__name__}: {exception}'.rstrip(': ')
@@ -266,9 +273,9 @@ def _looking_at(self:Trainer, dl, callbacks, *watchers, share=False):
         try:
             with side.added_callbacks([*watchers, whole]): yield side
         except Exception as error:
-            if whole.why: error.add_note(f'The pass was left early ({whole.why}).')
+            if whole.gap: error.add_note(f'The pass was left early ({whole.gap}).')
             raise
-    if whole.why: warn(_NOT_WHOLE.format(whole.why, whole.n_batches))
+    if whole.gap: warn(_NOT_WHOLE.format(whole.gap, whole.n_batches))
 
 _NO_BATCHES = 'The loader has no batches, so there is nothing to look at. Is its dataset empty?'
 _NOT_WHOLE = 'The pass was not complete ({}), so {} batches are all that the result covers.'

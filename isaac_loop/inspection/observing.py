@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/inspection/12_observing.ipynb #cb312bbb
 import inspect, io, sys
+from collections import deque
 from contextlib import contextmanager, redirect_stdout
 from types import MethodType
 
@@ -15,16 +16,17 @@ from torch import nn
 
 from .source.read_values import Found
 from .watched_calls import changed_plan, watching
-from .written import measured_in, memory_of
+from .written import GENERATORS, KEYS, drawn_by, measured_in, memory_of, version_of
 from ..loop import passes, trainer as loop
 from ..loop.callback_list import exchanged
 from ..loop.events import Order
+from ..loop.history import History
 from ..loop.trainer import Trainer
 from ..state.snapshot import Snapshot
 from ..train.training import NBatchCB
 
 # %% ../../nbs/inspection/12_observing.ipynb #ae8cce41
-def _tensor(x): return id(x), x._version, x.requires_grad, memory_of(x)
+def _tensor(x): return id(x), version_of(x), x.requires_grad, memory_of(x)
 
 def _module(m):
     sums = measured_in(m)
@@ -42,16 +44,19 @@ def _history(h):
 
 def inside(
     x, # Anything
-    depth:int=8, # How far to look into containers
+    known:set=None, # By `id`, containers that have been looked into
 ): # Compared by `==`
     "A mark that is another one after `x` was changed in place"
     if isinstance(x, torch.Tensor): return _tensor(x)
     if isinstance(x, nn.Module): return _module(x)
     if isinstance(x, torch.optim.Optimizer): return _optimizer(x)
-    if type(x).__name__ == 'History': return _history(x)
-    if not depth: return None
-    if isinstance(x, dict): return tuple((k, id(v), inside(v, depth-1)) for k,v in x.items())
-    return tuple((id(v), inside(v, depth-1)) for v in x) if isinstance(x, (list, tuple)) else None
+    if isinstance(x, History): return _history(x)
+    if isinstance(x, GENERATORS): return drawn_by(x)
+    if not isinstance(x, (dict, list, tuple, deque)) or id(x) in (known or ()): return None
+    known = {id(x), *(known or ())} if known is None else known
+    known.add(id(x)) # A container that holds itself, or another one many times, has one mark
+    if not isinstance(x, dict): return tuple((id(v), inside(v, known)) for v in x)
+    return tuple((k if isinstance(k, KEYS) else id(k), id(v), inside(v, known)) for k,v in x.items())
 
 def marks(
     trainer, # Of any class
@@ -68,7 +73,12 @@ def marks_of(
     held:dict, # Values by name
 )->dict: # By name: the object, and its mark
     "What `held` are at this moment"
-    return {name: (value, inside(value)) for name,value in held.items()}
+    return {name: (value, _mark(value)) for name,value in held.items()}
+
+def _mark(x):
+    "As of `inside`; of what cannot be looked into, it is enough which object it is"
+    try: return inside(x)
+    except Exception: return None
 
 def _is_set(trainer, slot):
     try: object.__getattribute__(trainer, slot)

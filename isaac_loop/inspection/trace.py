@@ -21,7 +21,7 @@ from ..loop.handlers import TrainersOwn
 from ..loop.passes import n_batches
 from .observing import marks, marks_of, passes_of
 from .watched_calls import Call, WayOut, changed_plan, several, watching
-from .written import Copies, EQUAL, described, kept_by, no_hint
+from .written import Copies, EQUAL, described, kept_by, no_hint, still_has
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/18_trace.ipynb #9a6390d6
@@ -44,7 +44,7 @@ def _change(name, old, new, hints):
         return f'{count} cleared' if is_gone else _written(count, hints('model.gradients'))
     if was is not now and was is None: return described(now)
     if was is not now: return ', '.join(filter(None, [f'{described(was)} -> {described(now)}', hints(name)]))
-    if isinstance(now, nn.Module): return _module_change(before, after, hints)
+    if isinstance(now, nn.Module): return _module_change(before, after, hints if name == 'model' else no_hint)
     if isinstance(now, torch.Tensor): return _written(f'{described(now)},', hints(name), 'changed in place')
     return 'changed in place'
 
@@ -119,7 +119,10 @@ class Tracer:
         finally:
             step.seconds = _now(trainer)-start
             self._mark()
-            step.changes.update(changes_between(own, marks_of(kept_by(call.callback, trainer))))
+            now = marks_of(kept_by(call.callback, trainer))
+            changes = changes_between(own, now)
+            gone = [k for k in own if k not in now and still_has(call.callback, k)]
+            step.changes.update({k: text for k,text in changes.items() if k not in gone})
             self.open.pop()
 
     def _note_cancel(self, step, call, error):

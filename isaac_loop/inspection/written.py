@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/inspection/17_written.ipynb #acd81ee3
-import math, weakref
+import math, random, weakref
+from collections import ChainMap, deque
 from itertools import islice
 from types import NoneType
 
@@ -19,6 +20,7 @@ from ..basics.tables import short
 from ..loop.events import callback_name
 from ..loop.history import History
 from ..loop.trainer import Trainer
+from ..state.change_marks import drawn_from
 
 # %% ../../nbs/inspection/17_written.ipynb #b8c18f08
 class Seen:
@@ -29,7 +31,7 @@ class Seen:
     ):
         try: self.object = weakref.ref(x)
         except TypeError: self.object = None # Tuples, numbers, errors: nothing to hold them by
-        self.number,self.version = id(x),(_version(x), told)
+        self.number,self.version = id(x),(version_of(x), told)
         self.memory = memory_of(x)
 
     def __eq__(self, other):
@@ -40,9 +42,12 @@ class Seen:
 
     __hash__ = None
 
-def _version(x):
+def version_of(
+    x, # Anything
+)->int: # None for what does not count
     "How often a tensor was written to, in place"
-    return x._version if torch.is_tensor(x) and not x.is_inference() else None
+    try: return x._version if torch.is_tensor(x) and not x.is_inference() else None
+    except RuntimeError: return None
 
 def memory_of(
     x, # Anything
@@ -61,14 +66,15 @@ def only_moved(
 
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, range, torch.dtype, torch.device, torch.Size)
 _MOST = 100 # Entries of a list to look at
+KEYS = str,int,float,bool,NoneType # Of dicts, which can be compared and told
 
-_WALKS = {o.__iter__ for o in (list, tuple, dict, set, frozenset)}
+_WALKS = {o.__iter__ for o in (list, tuple, dict, set, frozenset, deque)}
 
 def is_plain(
     x, # Anything
 )->bool:
     "Whether `x` is a container that may be looked into: one with an `__iter__` of its own might do something"
-    return isinstance(x, (list, tuple, dict, set, frozenset)) and type(x).__iter__ in _WALKS
+    return isinstance(x, (list, tuple, dict, set, frozenset, deque)) and type(x).__iter__ in _WALKS
 
 def _mark(x, depth=4):
     "`x` in a form that can be compared with a later one"
@@ -76,10 +82,25 @@ def _mark(x, depth=4):
     if isinstance(x, torch.nn.Module): return _module(x)
     if isinstance(x, torch.optim.Optimizer): return _optimizer(x)
     if isinstance(x, History): return _history(x)
+    if isinstance(x, GENERATORS): return Seen(x, drawn_by(x))
     if depth and is_plain(x):
         entries = x.items() if isinstance(x, dict) else x
         return len(x),[_mark(o, depth-1) for o in islice(entries, _MOST)]
     return Seen(x)
+
+GENERATORS = torch.Generator,random.Random
+
+def drawn_by(
+    x, # One of `GENERATORS`
+)->str:
+    "Where a generator of random numbers stands"
+    state = drawn_from(x)
+    return repr(state.tolist() if torch.is_tensor(state) else state)
+
+def _careful(x):
+    "The mark of what may be anything; if it cannot be looked into, it is enough which object it is"
+    try: return _mark(x)
+    except Exception: return Seen(x)
 
 def measured_in(
     module, # With batch norms, perhaps
@@ -112,7 +133,8 @@ def look(
     "What the public attributes of `trainer` are now, to be compared with a later look"
     with _C.DisableTorchFunction(): # No mode that counts calls sees this
         values = {name: _value(trainer, name) for name in _names(trainer)}
-        return {name: Seen(value) if name in _WHOLE else _mark(value) for name,value in values.items()}
+        marks = {name: Seen(value) if name in _WHOLE else _careful(value) for name,value in values.items()}
+        return marks | {'callbacks': list(map(Seen, trainer.callbacks))}
 
 _LEFT_OUT = 'plan', # Who answers what is no part of the state
 _WHOLE = 'dls','dl','batches' # What they hold is not looked at
@@ -185,18 +207,24 @@ def described(
     ask:bool=True, # Tell one number by its value?
 )->str: # Short
     "`value` in a few words: shape and type of a tensor, one number itself"
+    try: return _described(value, depth, ask)
+    except Exception: return type(value).__name__ # It cannot say what it is
+
+def _described(value, depth, ask):
     if torch.is_tensor(value): return _tensor(value, ask)
     if isinstance(value, str): return repr(value if len(value) < 40 else value[:37] + '...')
     if isinstance(value, float): return short(value) if math.isfinite(value) else repr(value)
     if isinstance(value, _PLAIN): return str(value)
     if not (depth and is_plain(value)): return type(value).__name__
     is_dict,first = isinstance(value, dict),islice(value.items() if isinstance(value, dict) else value, 4)
-    if is_dict: texts = [f'{k}: {described(v, depth-1, ask)}' for k,v in first]
+    if is_dict: texts = [f'{_key(k)}: {described(v, depth-1, ask)}' for k,v in first]
     else: texts = [_entry(o, depth-1, ask) for o in first]
     more = f', ... ({len(value)} in all)' if len(value) > 4 else ''
     return ', '.join(texts) + more or 'empty'
 
 _TOLD = torch.Tensor,*_PLAIN,list,tuple,dict,set
+
+def _key(k): return str(k) if isinstance(k, KEYS) else described(k)
 
 def _one_number(x):
     with _C.DisableTorchFunction(), _disable_current_modes(): return short(x.item())
@@ -215,17 +243,31 @@ def kept_by(
     callback, # A callback, or any object
     trainer:Trainer, # What it has as well is left out
 )->dict: # By name, as 'self.name'
-    "The public attributes of a callback"
+    "The public attributes of a callback, and those of plain objects among them"
     shared = {id(value) for value in vars(trainer).values() if not isinstance(value, _PLAIN)}
-    own = getattr(callback, '__dict__', {})
-    return {f'self.{k}': value for k,value in own.items() if k[0] != '_' and id(value) not in shared}
+    found = {f'self.{k}': value for k,value in _public(callback).items() if id(value) not in shared}
+    inner = {name: value for name,value in found.items() if _is_of(value, callback)}
+    return found | {f'{name}.{k}': x for name,value in inner.items() for k,x in _public(value).items()}
+
+def _public(x):
+    "Public attributes of an object; of a module also its parts"
+    own = getattr(x, '__dict__', {})
+    parts = (own.get(kind) or {} for kind in ('_parameters', '_buffers', '_modules'))
+    held = ChainMap(own, *parts) if isinstance(x, torch.nn.Module) else own
+    return {k: value for k,value in held.items() if not k.startswith('_')}
+
+def _is_of(x, callback):
+    "Whether `x` is an object of the user's, such as a dataclass, that stands where the callback does"
+    if isinstance(x, (torch.nn.Module, torch.Tensor, type)): return False
+    return type(x).__module__ == type(callback).__module__ and hasattr(x, '__dict__')
 
 def look_at(
     callback, # Nothing of it is kept
     trainer:Trainer, # The trainer that it works for
 )->dict: # By name of the attribute
     "What the public attributes of a callback are now, to be compared with a later look"
-    with _C.DisableTorchFunction(): return {k: _mark(value) for k,value in kept_by(callback, trainer).items()}
+    held = kept_by(callback, trainer)
+    with _C.DisableTorchFunction(): return {name: _careful(value) for name,value in held.items()}
 
 def own_differences(
     before:dict, # An earlier look
@@ -236,7 +278,14 @@ def own_differences(
     now,values = look_at(callback, trainer),kept_by(callback, trainer)
     changed = [k for k in now if k not in before or before[k] != now[k]]
     found = {k: _change(before.get(k), now[k], values[k], True, no_hint) for k in changed}
-    return found | {k: 'removed' for k in before if k not in now}
+    return found | {k: 'removed' for k in before if k not in now and not still_has(callback, k)}
+
+def still_has(
+    callback, # Any object
+    name:str, # As of `kept_by`
+)->bool:
+    "Whether an attribute is there, though the trainer has it as well by now"
+    return name.split('.')[1] in _public(callback)
 
 # %% ../../nbs/inspection/17_written.ipynb #d7df8d72
 _NUMBERS = 300_000 # Numbers that are copied at no great cost

@@ -126,13 +126,15 @@ class Marker:
         if id(x) not in self.made:
             self.made[id(x)] = Mark(Same(x)),x # For whoever leads back to itself; held, so its `id` stays
             self.depth += 1
-            self.made[id(x)] = self._mark(x),x
-            self.depth -= 1
+            try: self.made[id(x)] = self._mark(x),x
+            except Exception: self.made[id(x)] = Mark(Same(x), object()),x # It may be another by now
+            finally: self.depth -= 1
         return self.made[id(x)][0]
 
     def _mark(self, x):
         if id(x) in self.world or self.depth > _DEEP: return Mark(Same(x))
         if is_outside(x): return Mark(Same(x), None, {i: self.mark(o) for i,o in enumerate(_held(x))})
+        if nn.parameter.is_lazy(x): return Mark(Same(x), 'lazy') # Until it has a shape
         if isinstance(x, torch.Tensor): return Mark(Same(x), None if x.is_inference() else x._version)
         if isinstance(x, (array, bytearray)): return Mark(value=(type(x), bytes(x)))
         if type(x).__module__ == 'numpy' and hasattr(x, 'tobytes'):

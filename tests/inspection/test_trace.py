@@ -4,6 +4,7 @@ A trace may be taken at any time: afterwards everything is as it was, bit for bi
 """
 
 import io
+from collections import deque
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 
@@ -361,3 +362,140 @@ def test_what_batch_norms_measure_is_seen_though_pytorch_does_not_tell(counts):
     assert told.startswith(f"{2 + counts} of {n} tensors changed, by up to 0.")
     assert torch.equal(trainer.model[1].running_mean, mean)
     assert "buffers" in str(trainer.walk(1).to("predict"))
+
+
+class History:
+    "A class of the user's, which is named like one of ours"
+
+
+class Box:
+    "A plain object, which stands where the callback does"
+
+    def __init__(self):
+        self.n, self.net = 0, nn.Linear(2, 2)
+
+
+class Unreadable(int):
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+class OwnParameters(nn.Linear):
+    def parameters(self, kind):
+        raise RuntimeError("of which kind?")
+
+
+class ShutDict(dict):
+    def items(self):
+        raise RuntimeError("shut")
+
+
+ODD = {
+    "class named History": History,
+    "inference": lambda: torch.inference_mode()(torch.ones)(2),
+    "keys": lambda: {torch.ones(2): 1, (torch.ones(2), 1): 2},
+    "itself": lambda: (lambda v: v.extend([v] * 12) or v)([]),
+    "no words": lambda: [Unreadable(1)],
+    "own parameters": lambda: OwnParameters(2, 2),
+    "shut": lambda: ShutDict(a=1),
+    "lazy": lambda: nn.LazyLinear(2),
+    "meta": lambda: torch.empty(2, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.filterwarnings("ignore:.*changed during this fit")
+def test_looking_does_not_stumble_over_what_a_callback_holds(name):
+    class Holds:
+        on_valid = False
+
+        def before_fit(self, trainer):
+            self.held = ODD[name]()
+
+        def after_batch(self, trainer):
+            self.other, self.held = self.held, ODD[name]()
+
+    make = lambda: plain_trainer([BasicTrainCB(), Holds()])
+    told = {step.event: step.changes for step in make().trace().steps if step.name == "Holds"}
+    assert "self.held" in told["before_fit"] and {"self.held", "self.other"} <= set(told["after_batch"])
+    fitted, walker = make(), make()
+    torch.manual_seed(1)
+    fitted.fit(1)
+    torch.manual_seed(1)
+    wrote = [moment.wrote for moment in walker.walk(1)]
+    assert any("self.held" in names for names in wrote)
+    assert all(map(torch.equal, walker.model.parameters(), fitted.model.parameters()))
+
+
+def test_changes_inside_of_what_a_callback_holds_are_told():
+    class Holds:
+        on_valid = False
+
+        def before_fit(self, trainer):
+            self.last, self.box, self.draws = deque(maxlen=2), Box(), torch.Generator()
+
+        def after_step(self, trainer):
+            self.last.append(trainer.batch_num)
+            self.box.n += 1
+            torch.rand(1, generator=self.draws)
+            with torch.no_grad():
+                self.box.net.weight.mul_(2)
+
+    make = lambda: plain_trainer([BasicTrainCB(), Holds()])
+    found = {step.event: step.changes for step in make().trace().steps if step.name == "Holds"}
+    assert set(found["after_step"]) == {"self.last", "self.box.n", "self.box.net", "self.draws"}
+    assert found["after_step"]["self.box.n"] == "0 -> 1"
+    with make().walk(1) as walk:
+        wrote = walk.to("Holds.after_step").wrote
+    assert set(wrote) == {"self.last", "self.box.n", "self.box.net", "self.draws"}
+
+
+def test_the_parts_of_a_callback_that_is_a_module_are_told():
+    class Learns(nn.Module):
+        on_valid = False
+
+        def __init__(self):
+            super().__init__()
+            self.head, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+
+        def after_step(self, trainer):
+            with torch.no_grad():
+                self.head.weight.mul_(2)
+                self.scale.mul_(3)
+
+    make = lambda: plain_trainer([BasicTrainCB(), Learns()])
+    found = {step.event: step.changes for step in make().trace().steps if step.name == "Learns"}
+    assert set(found["after_step"]) == {"self.head", "self.scale"}
+    with make().walk(1) as walk:
+        assert set(walk.to("Learns.after_step").wrote) == {"self.head", "self.scale"}
+
+
+def test_a_second_network_of_the_trainer_is_not_told_by_the_values_of_the_first():
+    class Pulls:
+        def before_fit(self, trainer):
+            trainer.teacher = nn.Linear(2, 2)
+
+        def after_step(self, trainer):
+            with torch.no_grad():
+                trainer.teacher.weight.mul_(2)
+
+    steps = plain_trainer([BasicTrainCB(), Pulls()]).trace(lr=0.5).steps
+    found = {step.event: step.changes for step in steps if step.name == "Pulls"}
+    assert found["after_step"]["teacher"] == "1 of 2 tensors changed"
+
+
+def test_what_a_callback_gives_to_the_trainer_and_keeps_is_not_removed():
+    class Lends:
+        on_valid = False
+
+        def before_fit(self, trainer):
+            self.other = nn.Linear(2, 2)
+
+        def before_batch(self, trainer):
+            trainer.lent = self.other
+
+    make = lambda: plain_trainer([BasicTrainCB(), Lends()])
+    found = {step.event: step.changes for step in make().trace().steps if step.name == "Lends"}
+    assert found["before_batch"] == {"lent": "Linear"}
+    with make().walk(1) as walk:
+        assert walk.to("Lends.before_batch").wrote == {"lent": "Linear"}
