@@ -19,7 +19,7 @@ from ..basics.figures import wrapped, quiet
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
 from .join_batches import join_batches
-from .predictions import CapturePredsCB, NoLossCB, Predictions
+from .predictions import CapturePredsCB, NoLossCB, Predictions, evaluated_weights
 from .values import class_name, decoded, shapes, value_at
 from ..basics.tables import Table
 from ..basics.tensors import map_tensors
@@ -43,7 +43,7 @@ def validate(self:Trainer,
     for i,recorder in enumerate(recorders):
         recorder.name,recorder.weigh = f'validate_{i}',weigh
         self._checked.add(recorder) # It is new, or a copy of one that was checked
-    with self._looking_at(dl, callbacks, *recorders, share=True) as side:
+    with evaluated_weights(self), self._looking_at(dl, callbacks, *recorders, share=True) as side:
         side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
         if 'valid_loss' not in row: raise ValueError(_NOTHING_MEASURED)

@@ -36,6 +36,7 @@ from isaac_loop.evaluate.predictions import CapturePredsCB, Predictions
 from isaac_loop.data.dataset_order import in_order
 from isaac_loop.train.example_losses import loss_per_example
 from isaac_loop.evaluate.join_batches import join_batches
+from isaac_loop.train.averaging import EMACB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.evaluate.evaluation import DropoutOnCB
@@ -1090,3 +1091,17 @@ def test_a_copy_of_the_trainer_state_is_the_same_before_and_after():
         before[k] is after[k] or before[k] == after[k] for k in before
     )
     assert list(trainer.history) == rows and trainer.MetricsCB.state_dict()["losses"] == metrics
+
+
+def test_in_a_fit_an_average_is_evaluated_as_the_validation_pass_evaluates_it():
+    class AsksInLog:
+        def log(self, trainer):
+            row = trainer.validate()
+            preds = trainer.epoch_preds(with_loss=True)
+            self.found = row["valid_loss"], preds.losses.mean().item()
+
+    asks = AsksInLog()
+    trainer = make_trainer([MetricsCB(show=False), EMACB(0.9, warmup=False), asks])
+    trainer.fit(2, lr=0.5)
+    expected = trainer.history[-1]["valid_loss"]
+    assert asks.found == pytest.approx((expected, expected), rel=1e-6)

@@ -1187,3 +1187,64 @@ def test_an_evaluator_can_be_used_for_another_fit():
     assert turns == [3, 4]
     trainer.fit(1)
     assert trainer.EvaluatorCB.n_evaluations == 2 and len(trainer.history["eval_loss"]) == 2
+
+
+class LeavesIn:
+    "Leaves something early in every pass over validation data"
+
+    on_train = False
+
+    def __init__(self, cancel, at=1):
+        self.cancel, self.at = cancel, at
+
+    def before_batch(self, trainer):
+        if trainer.batch_num == self.at:
+            raise self.cancel("no more")
+
+
+@pytest.mark.parametrize("cancel", [CancelBatchException, CancelEpochException, CancelFitException])
+def test_an_evaluation_that_a_kept_callback_leaves_early_is_not_told_as_whole(cancel):
+    evaluator = EvaluatorCB(updates=2, at_end=False)
+    trainer = make_trainer(evaluator, LeavesIn(cancel))
+    with pytest.warns(UserWarning, match="evaluation of `eval` was left early.*after [12] batch"):
+        trainer.fit(1, lr=0.1, valid=False)
+
+
+def test_a_stop_that_is_asked_for_in_an_evaluation_stops_the_training():
+    class Stops:
+        on_train = False
+
+        def after_batch(self, trainer):
+            trainer.request_stop("enough is seen")
+
+    trainer = make_trainer(EvaluatorCB(updates=2, at_end=False), Stops())
+    with pytest.warns(UserWarning, match="enough is seen, after 1 batches"):
+        trainer.fit(3, lr=0.1, valid=False)
+    assert trainer.stop_reason == "enough is seen" and trainer.n_updates == 2
+
+
+def test_a_limit_of_the_evaluator_or_of_its_callbacks_is_no_gap():
+    trainer = make_trainer(
+        EvaluatorCB(updates=2, at_end=False, n_batches=1),
+        EvaluatorCB({"few": "valid"}, updates=2, at_end=False, callbacks=NBatchCB(1), name="few"),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.fit(1, lr=0.1, valid=False)
+
+
+@pytest.mark.parametrize("event", ["after_epoch", "after_fit", "cleanup_batch"])
+def test_a_cancel_after_the_last_batch_leaves_no_gap(event):
+    def leave(trainer):
+        last = event != "cleanup_batch" or trainer.batch_num + 1 == trainer.n_batches
+        if last and trainer._side_runs:
+            raise CancelFitException("all is done")
+
+    leave.order = -5
+    late = SimpleNamespace(**{event: leave}, name="late")
+    trainer = make_trainer(EvaluatorCB(updates=4, at_end=False), late)
+    trainer.fit(1, lr=0.1, valid=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert trainer.validate() and len(trainer.get_preds()) == 22
+        trainer.fit(1, lr=0.1, valid=False)

@@ -892,3 +892,25 @@ def test_a_class_that_was_made_by_exec_has_no_module_and_is_checked_as_far_as_it
     trainer = Trainer(dls, F.mse_loss, torch.optim.SGD, net, [BasicTrainCB(), space["FirstCB"]()])
     assert trainer.check() == []
     assert str(trainer.map()) and trainer.to_script(partial=True).not_written
+
+
+class TrainsAnother:
+    "Has a network and an optimizer of its own, which it clears, and trains after the batch"
+
+    on_valid = False
+
+    def before_fit(self, trainer):
+        self.net = nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+        self.net(next(iter(trainer.dls.train))[0])
+        self.other = optim.SGD(self.net.parameters(), lr=0.1)
+
+    def after_batch(self, trainer):
+        loss = F.cross_entropy(self.net(trainer.batch[0]), trainer.batch[1])
+        self.other.zero_grad()
+        loss.backward()
+        self.other.step()
+
+
+def test_an_optimizer_of_a_callback_is_no_step_of_the_trainers():
+    trainer = images_trainer([BasicTrainCB(), TrainsAnother()])
+    assert "never_cleared" not in found_in(trainer) + found_in(trainer, batches=3)

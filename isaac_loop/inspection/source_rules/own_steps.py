@@ -147,7 +147,8 @@ def _of_library(entry):
     kind = _KINDS.get(entry.event)
     if kind == 'zero' and 'gradients' in entry.found.changes: return [(kind, '')]
     deed = _DEEDS.get(kind, '-')
-    return [(kind, '')] if any(o.startswith(deed) for o in entry.found.does) else []
+    opt = 'trainer.opt' if kind == 'step' else ''
+    return [(kind, opt)] if any(o.startswith(deed) for o in entry.found.does) else []
 
 def calls_of_batch(scene):
     "All calls of a batch"
