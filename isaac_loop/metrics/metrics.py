@@ -229,21 +229,14 @@ def _merged(name, m, states):
     if len(copies) > 1: _merge(name, copies[0], copies[1:])
     return metric_state(copies[0])
 
-def _one_loss(parts, summed):
-    "What pairs of loss and size are together"
-    size = sum(size for _,size in parts)
-    if summed: return sum(loss for loss,_ in parts),size
-    return (sum(loss*size for loss,size in parts if size)/size if size else parts[0][0]), size
-
 def _losses_of_all(states, summed):
     "The losses of several processes, one for each batch"
-    parts = {}
-    for state in states:
-        columns = [state['values'][name].double().tolist() for name in ('loss', 'size')]
-        for batch,*pair in zip(state['batches'].tolist(), *columns): parts.setdefault(batch, []).append(pair)
-    found = [_one_loss(parts[batch], summed) for batch in sorted(parts)]
-    loss,size = (torch.tensor(column, dtype=torch.float64) for column in zip(*found))
-    return dict(values=dict(loss=loss, size=size), batches=torch.tensor(sorted(parts)))
+    def lists(state):
+        loss,size = (state['values'][name].double().tolist() for name in ('loss', 'size'))
+        return state['batches'].tolist(),loss,size
+    batches,*found = merged_losses(list(map(lists, states)), summed)
+    loss,size = (torch.tensor(column, dtype=torch.float64) for column in found)
+    return dict(values=dict(loss=loss, size=size), batches=torch.tensor(batches))
 
 @patch
 def shared_state(self:MetricsCB,

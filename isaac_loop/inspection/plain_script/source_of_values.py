@@ -218,7 +218,7 @@ def _with_outside(self:Sources, tree, f, name):
 
 @patch
 def function(self:Sources,
-    f, # A function, or a `partial` of one
+    f, # A function or a lambda
     wish:str, # What to call it if it has no name of its own
 )->str: # Its name in the script
     "Bring a function; a lambda gets a name"
