@@ -117,7 +117,8 @@ class Writing:
         self.names = Names([*CORE, *parts])
         self.own_names = {*CORE, *parts, *kept} # Which no local variable of a method may have
         self.sources = Sources(self.names)
-        self.training,self.event_now,self.model,self.evaluated = None,None,'model',None
+        self.training,self.event_now = None,None
+        self.model,self.evaluated = 'model',None
         self.unpacked,self.pending = False,[]
         self.initial,self.helpers,self.needs = {},{},{} # By name: values, functions, and what must be given
         self.left_out,self.not_written,self.writers = {},[],{}
