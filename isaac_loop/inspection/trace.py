@@ -44,7 +44,9 @@ def _change(name, old, new, hints):
         return f'{count} cleared' if is_gone else _written(count, hints('model.gradients'))
     if was is not now and was is None: return described(now)
     if was is not now: return ', '.join(filter(None, [f'{described(was)} -> {described(now)}', hints(name)]))
-    if isinstance(now, nn.Module): return _module_change(before, after, hints if name == 'model' else no_hint)
+    could_look = before is not None and after is not None
+    if isinstance(now, nn.Module) and could_look:
+        return _module_change(before, after, hints if name == 'model' else no_hint)
     if isinstance(now, torch.Tensor): return _written(f'{described(now)},', hints(name), 'changed in place')
     return 'changed in place'
 

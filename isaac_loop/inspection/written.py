@@ -47,7 +47,7 @@ def version_of(
 )->int: # None for what does not count
     "How often a tensor was written to, in place"
     try: return x._version if torch.is_tensor(x) and not x.is_inference() else None
-    except RuntimeError: return None
+    except (RuntimeError, ValueError): return None # As a lazy one, before it has a shape
 
 def memory_of(
     x, # Anything

@@ -214,6 +214,15 @@ def _pieces(values):
     tensors = [x if isinstance(x, torch.Tensor) else number(x) for x in values]
     return [torch.stack(list(group)) for _,group in groupby(tensors, key=lambda x: x.device)]
 
+def _and_one(blocks, batches, sent):
+    "Blocks and another one; those that are here and no longer than it become one, so there are never many"
+    blocks = list(blocks)
+    while blocks and len(blocks[-1][0]) <= len(batches) and blocks[-1][1].arrived() and sent.arrived():
+        before,first = blocks.pop()
+        both = [[torch.cat([*a, *b])] for a,b in zip(first.read(), sent.read())]
+        batches,sent = before+batches,Sent(both)
+    return [*blocks, (batches, sent)]
+
 class PassNumbers:
     "Columns of numbers, with one in each for every batch of a pass"
     block = 64
@@ -241,8 +250,7 @@ class PassNumbers:
         blocks,rows = self._held
         if rows:
             batches,*columns = zip(*rows)
-            block = array('I', batches),Sent(list(map(_pieces, columns)))
-            self._held = [*blocks, block],[]
+            self._held = _and_one(blocks, array('I', batches), Sent(list(map(_pieces, columns)))),[]
         return self._held[0]
 
     @property
