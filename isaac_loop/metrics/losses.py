@@ -23,9 +23,10 @@ _SHAPE = ('The loss has shape {}, but only one number per batch can be averaged.
 
 def _kept(loss):
     "A loss without its graph, in memory to which nobody writes, as one might to a buffer or a parameter"
-    if loss.numel() != 1: raise ValueError(_SHAPE.format(tuple(loss.shape)))
-    may_change = loss.is_inference() or loss._version or (loss.requires_grad and loss.is_leaf)
-    return one_number(loss).clone() if may_change else one_number(loss)
+    if loss.ndim and loss.numel() != 1: raise ValueError(_SHAPE.format(tuple(loss.shape)))
+    kept = loss.detach().reshape(()) if loss.ndim else loss.detach()
+    may_change = loss.is_inference() or loss._version or (loss.is_leaf and loss.requires_grad)
+    return kept.clone() if may_change else kept
 
 class Losses(PassNumbers):
     "The losses of one pass, and what each of them weighs"
@@ -37,7 +38,7 @@ class Losses(PassNumbers):
         batch:int, # Number of the batch
     ):
         "Keep the loss of a batch"
-        kept = one_number(loss) if not isinstance(loss, torch.Tensor) else _kept(loss)
+        kept = _kept(loss) if isinstance(loss, torch.Tensor) else one_number(loss)
         super().add(batch, kept, size)
 
     def load_state_dict(self,
