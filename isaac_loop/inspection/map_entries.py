@@ -65,7 +65,8 @@ class Entry:
         "When it touches `attribute`"
         kinds = [kind for kind in self.touches(attribute) if (kind, attribute) not in self.found.sure]
         texts = [text for kind in kinds for text in self.found.conditions.get((kind, attribute), ())]
-        texts = list(dict.fromkeys(texts))
+        texts = sorted(dict.fromkeys(texts), key=lambda text: text == '...') # It stands for what has no words
+        if texts == ['...']: return ''
         if len(' or '.join(texts)) <= _WIDTH: return ' or '.join(texts)
         return textwrap.shorten(texts[0], _WIDTH, placeholder=' ...') + ' or ...'*(len(texts) > 1)
 

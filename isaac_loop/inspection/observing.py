@@ -52,6 +52,7 @@ def inside(
     if isinstance(x, torch.optim.Optimizer): return _optimizer(x)
     if isinstance(x, History): return _history(x)
     if isinstance(x, GENERATORS): return drawn_by(x)
+    if isinstance(x, (set, frozenset)): return frozenset(map(id, x))
     if not isinstance(x, (dict, list, tuple, deque)) or id(x) in (known or ()): return None
     known = {id(x), *(known or ())} if known is None else known
     known.add(id(x)) # A container that holds itself, or another one many times, has one mark

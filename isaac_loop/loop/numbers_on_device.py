@@ -212,14 +212,19 @@ def _pieces(values):
     number = lambda x: torch.tensor(x, dtype=torch.float64)
     if not any(isinstance(x, torch.Tensor) for x in values): return [number(values)]
     tensors = [x if isinstance(x, torch.Tensor) else number(x) for x in values]
-    return [torch.stack(list(group)) for _,group in groupby(tensors, key=lambda x: x.device)]
+    return [torch.stack(list(group)) for _,group in groupby(tensors, key=lambda x: (x.device, x.dtype))]
+
+def _joined(pieces):
+    "One tensor, in double precision if there are several types"
+    is_plain = len({x.dtype for x in pieces}) < 2
+    return torch.cat(pieces if is_plain else [x.double() for x in pieces])
 
 def _and_one(blocks, batches, sent):
     "Blocks and another one; those that are here and no longer than it become one, so there are never many"
     blocks = list(blocks)
     while blocks and len(blocks[-1][0]) <= len(batches) and blocks[-1][1].arrived() and sent.arrived():
         before,first = blocks.pop()
-        both = [[torch.cat([*a, *b])] for a,b in zip(first.read(), sent.read())]
+        both = [[_joined([*a, *b])] for a,b in zip(first.read(), sent.read())]
         batches,sent = before+batches,Sent(both)
     return [*blocks, (batches, sent)]
 
@@ -263,7 +268,7 @@ class PassNumbers:
         found = {name: [] for name in self.names}
         for _,sent in self._blocks():
             for pieces,new in zip(found.values(), sent.read()): pieces += new
-        return {name: torch.cat(pieces) if pieces else _NONE for name,pieces in found.items()}
+        return {name: _joined(pieces) if pieces else _NONE for name,pieces in found.items()}
 
     def read(self)->dict: # Lists of floats by name
         "The columns; this waits for the device, once"

@@ -5,6 +5,7 @@ What is seen must be among what is shown, for every callback of the library and 
 
 import copy
 import io
+import linecache
 import subprocess
 import sys
 import warnings
@@ -421,3 +422,56 @@ def test_an_attribute_that_nobody_reads_is_said_to_be_so():
     found = trainer.who_reads("gap")
     assert len(found) == 0 and str(found).startswith("Nobody reads `trainer.gap` here.")
     assert found._repr_markdown_() == str(found)
+
+
+CASES = {}
+
+
+def condition_of(body):
+    "What the map says of the last line of a method with this body"
+
+    class Case:
+        def _helper(self, t):
+            t.extra = 1
+
+    lines = "".join(f"    {line}\n" for line in body.split("\n"))
+    names = {}
+    text, path = f"def after_get_loss(self, t):\n{lines}", f"case_{len(CASES)}.py"
+    CASES[path] = text
+    linecache.cache[path] = len(text), None, text.splitlines(True), path
+    exec(compile(text, path, "exec"), names)
+    Case.after_get_loss = names["after_get_loss"]
+    trainer = runs.make_trainer([BasicTrainCB(), Case()])
+    row = [row for row in trainer.map("extra").table().rows if row["callback"] == "Case"][-1]
+    return row["does"], row.get("if")
+
+
+CONDITIONS = {
+    "t.extra = 1": ("writes", None),
+    "if t.epoch > 1: t.extra = 1": ("(writes)", "t.epoch > 1"),
+    "if t.epoch > 1: pass\nelse: t.extra = 1": ("(writes)", "not t.epoch > 1"),
+    "if t.epoch == 1: return\nt.extra = 1": ("(writes)", "t.epoch != 1"),
+    "if t.training:\n    if t.epoch == 1: t.extra = 1": ("(writes)", "t.training and t.epoch == 1"),
+    "if t.epoch: t.extra = 1\nelif t.lr > 2: t.extra = 2": (
+        "(writes)",
+        "t.epoch or not t.epoch and t.lr > 2",
+    ),
+    "if t.epoch: return\nelif t.lr > 2: return\nt.extra = 1": ("(writes)", None),
+    "if t.training:\n    if t.epoch: pass\n    else: return\n    t.extra = 1": (
+        "(writes)",
+        "t.training and ...",
+    ),
+    "if t.epoch:\n    if t.training: return\nt.extra = 1": ("(writes)", None),
+    "while t.lr:\n    if t.epoch: break\n    t.lr = 2\nt.extra = 1": ("(writes)", None),
+    "if t.epoch == 0: self._helper(t)\nif t.epoch == 1: self._helper(t)": ("(writes)", "t.epoch == 0 or ..."),
+    "match t.epoch:\n    case 0: t.extra = 1": ("(writes)", None),
+}
+
+
+@pytest.mark.parametrize("body", CONDITIONS)
+def test_the_condition_is_told_as_it_is_or_not_at_all(body):
+    does, condition = condition_of(body)
+    assert (does, (condition or "").replace("Ellipsis", "...")) == (
+        CONDITIONS[body][0],
+        CONDITIONS[body][1] or "",
+    )

@@ -499,3 +499,18 @@ def test_what_a_callback_gives_to_the_trainer_and_keeps_is_not_removed():
     assert found["before_batch"] == {"lent": "Linear"}
     with make().walk(1) as walk:
         assert walk.to("Lends.before_batch").wrote == {"lent": "Linear"}
+
+
+def test_a_set_that_grows_is_told():
+    class Gathers:
+        on_valid = False
+
+        def before_fit(self, trainer):
+            self.seen = set()
+
+        def after_batch(self, trainer):
+            self.seen.add(trainer.batch_num)
+
+    steps = plain_trainer([BasicTrainCB(), Gathers()]).trace().steps
+    found = {step.event: step.changes for step in steps if step.name == "Gathers"}
+    assert found["after_batch"] == {"self.seen": "changed in place"}

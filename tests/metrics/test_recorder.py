@@ -247,3 +247,15 @@ def test_recorders_of_other_names_live_together_and_write_no_columns_of_rows():
     assert trainer.history.batches["x"] == [1.0] * 4 and len(trainer.history.batches["lr"]) == 4
     with pytest.raises(LookupError, match="no callback records"):
         check_monitored(trainer, "lr", "me")
+
+
+def test_numbers_of_other_types_stay_what_they_are_when_blocks_are_joined():
+    "Whole numbers first, and then some in a type that could not hold them"
+
+    def value(trainer):
+        early = trainer.batch_num < 64
+        return torch.tensor(1000 + trainer.batch_num) if early else torch.tensor(0.5, dtype=torch.bfloat16)
+
+    trainer = make_trainer(RecorderCB(found=value), n=130)
+    trainer.fit(1, valid=False)
+    assert trainer.history.batches["found"] == [1000 + i if i < 64 else 0.5 for i in range(130)]

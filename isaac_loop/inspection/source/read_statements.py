@@ -30,6 +30,16 @@ def _returns(body):
     "Whether a branch ends the method in good order"
     return bool(body) and isinstance(body[-1], (ast.Return, ast.Continue, ast.Break))
 
+def _has_way_out(body, kinds=(ast.Return, ast.Continue, ast.Break)):
+    "Whether one of these stands in `body`, but for functions within"
+    for node in body:
+        if isinstance(node, kinds): return True
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)): continue
+        if _has_way_out(ast.iter_child_nodes(node), kinds): return True
+    return False
+
+UNWORDED = ast.Constant(...) # A condition that no words are found for
+
 def _only_presence(test):
     "Whether a condition only asks if there is something, as in `p.grad is not None`"
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot))
@@ -216,21 +226,33 @@ class Branches(Statements):
         else:
             with self.perhaps(node.test): self.branches(node.body, [])
         self.guards = guarded | (asked if _leaves(node.body) else set())
+        is_guard = _returns(node.body) and not _has_way_out([*node.body[:-1], *node.orelse])
         if not _only_presence(node.test) and _returns(node.body):
-            self._doubt(True, _asks_validation(node.test), negated(node.test))
+            self._doubt(True, _asks_validation(node.test), negated(node.test) if is_guard else UNWORDED)
+        elif _has_way_out([*node.body, *node.orelse]): self._doubt(True, False, UNWORDED)
 
     def do_For(self, node):
-        element = part_of(self.value(node.iter))
+        element,tests = part_of(self.value(node.iter)),self.tests
         for _ in range(2):
             self.assign(node.target, element)
             self.branches(node.body, [])
-        self.block(node.orelse)
+        self._behind(node, tests)
 
     def do_While(self, node):
+        tests = self.tests
         for _ in range(2):
             self.value(node.test)
             self.branches(node.body, [])
+        self._behind(node, tests)
+
+    def _behind(self, node, tests):
+        "What comes after a loop, whatever held in it"
+        self.tests = (*tests, UNWORDED) if _has_way_out(node.body, (ast.Return,)) else tests
         self.block(node.orelse)
+
+    def do_Match(self, node):
+        self.value(node.subject)
+        with self.perhaps(): self.branches(*(case.body for case in node.cases), [])
 
     def do_Try(self, node):
         guarded = self.guards

@@ -142,7 +142,7 @@ class Found:
         "Add a finding, unless it is private"
         known = self.conditions.setdefault((kind, name), [])
         both = ast.BoolOp(ast.And(), list(tests)) if len(tests) > 1 else None
-        text = ast.unparse(both or tests[0]) if tests else ''
+        text = ast.unparse(both or tests[0]) if tests else '...'*(not sure)
         if text and text not in known: known.append(text)
         if name.startswith('_') or name == 'plan' or kind == 'changes' and name in NUMBERS: return
         getattr(self, kind).setdefault(name, line)

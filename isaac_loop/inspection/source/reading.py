@@ -152,6 +152,7 @@ class Reader(Builtins):
 
     def _begin(self):
         self.found,self.stack,self.seen = Found(),[],{}
+        self.said = {} # By call, what it does under conditions
         self.names,self.around,self.returned = {},{},[]
         self.guards,self.doubts,self.asides = set(),0,0 # Conditions; those that only ask for training
         self.tests = () # Those that stand in an `if`
@@ -175,15 +176,24 @@ class Reader(Builtins):
         f = inspect.unwrap(f)
         given = [*args, *named.values()]
         key = f,*(o.paths for o in given),*(id(o.live) for o in given)
-        if key in self.seen or len(self.stack) > 14: return self.seen.get(key, NOTHING)
+        if key in self.seen or len(self.stack) > 14: return self._once_more(key)
         self.seen[key] = NOTHING # In a recursion
+        before = {what: len(texts) for what,texts in self.found.conditions.items()}
         node = function_node(f)
         if node is None: return self._without_source(f, given)
         self.stack.append(f)
         file = place(f).rpartition(':')[0]
         result = self.seen[key] = self._inside(node, args, named, {}, _around(f), file)
         self.stack.pop()
+        texts = self.found.conditions.items()
+        self.said[key] = [what for what,known in texts if len(known) > before.get(what, 0)]
         return result
+
+    def _once_more(self, key):
+        "What a call gave that was followed before; what it does happens under other conditions, too"
+        for what in self.said.get(key, ()):
+            if '...' not in self.found.conditions[what]: self.found.conditions[what].append('...')
+        return self.seen.get(key, NOTHING)
 
     def _without_source(self, f, given):
         if not any(o.is_trainer for o in given): return Value(joined(given).paths)
