@@ -14,6 +14,7 @@ save in the background, so a kill or a signal strikes while a thread is writing.
 
 import argparse
 import collections
+import faulthandler
 import gc
 import json
 import os
@@ -21,6 +22,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -30,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
+from tqdm.std import tqdm  # noqa: E402
 
 import runs  # noqa: E402
 from isaac_loop.checkpoints.background_writes import BackgroundWrites  # noqa: E402
@@ -38,8 +41,10 @@ from isaac_loop.loop.history import updates_of_run  # noqa: E402
 from isaac_loop.stop.interrupts import InterruptCB  # noqa: E402
 
 N_EPOCHS = 3
+PATIENCE = 60  # Seconds until an attempt that has come no further is said to stand still
 AT_ONCE = timedelta(0)  # A checkpoint in the background after every batch, if none is being written
 SAFE = "saved", "written"
+tqdm.set_lock(threading.RLock())  # Before the first bar, so that all classes of bars have what is set here
 
 
 class Diary:
@@ -176,6 +181,8 @@ def child(*args, run=None):
     try:
         gc.freeze()  # What the parent has thrown away is not to be tidied up here
         os.setpgid(0, 0)
+        tqdm.set_lock(threading.RLock())  # A thread of the parent may hold that one
+        faulthandler.enable()  # So that an attempt that stands still can say where
         sys.stdout = sys.stderr
         signal.signal(
             signal.SIGTERM, lambda *_: sys.exit(143)
@@ -204,6 +211,35 @@ def wait(pid, seconds):
         if time.monotonic() >= end:
             return None
         time.sleep(min(0.001, max(0, end - time.monotonic())))
+
+
+def wait_until(pid, folder, moments, known=0):
+    "Wait until one of `moments` stands in the diary, behind those that are `known`"
+
+    def happened():
+        return any(o["what"] in moments for o in entries(folder)[known:])
+
+    end = time.monotonic() + PATIENCE
+    while not happened():
+        over = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if over and not happened():
+            raise Failed("an attempt ended before it had begun")
+        if time.monotonic() >= end:
+            stands_still(pid)
+        time.sleep(0.002)
+
+
+def wait_for_end(pid):
+    "The exit status"
+    code = wait(pid, PATIENCE)
+    return stands_still(pid) if code is None else code
+
+
+def stands_still(pid):
+    "Have an attempt print where it stands"
+    os.kill(pid, signal.SIGABRT)
+    wait(pid, 5)
+    raise Failed(f"an attempt came no further for {PATIENCE} s, at the place printed above")
 
 
 def entries(folder):
@@ -257,12 +293,10 @@ def kill_runs(n, expected, place, duration):
             late = (
                 random.random() < 0.6
             )  # The other moments are early ones, so that resuming itself is struck as well
-            code = wait(
-                pid,
-                random.uniform(0, 0.6 * duration if late else 0.1 * duration)
-                if sum(struck.values()) < n
-                else 60,
-            )
+            if sum(struck.values()) < n:
+                code = wait(pid, random.uniform(0, 0.6 * duration if late else 0.1 * duration))
+            else:
+                code = wait_for_end(pid)
             if code is None:
                 moment = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
@@ -305,15 +339,12 @@ def signal_runs(n, expected, place):
             n_before = len(entries(folder))
             which = random.choice([signal.SIGINT, signal.SIGTERM])
             pid = child(folder, random.choice([0, 0, 2]), random.choice(["epoch", AT_ONCE]), 0.01)
-            while not any(
-                o["what"] in ("train", "valid", "restored", "end") for o in entries(folder)[n_before:]
-            ):
-                time.sleep(0.002)
-            code = wait(pid, random.uniform(0, 0.15) if sum(struck.values()) < n else 60)
+            wait_until(pid, folder, ("train", "valid", "restored", "end"), n_before)
+            code = wait(pid, random.uniform(0, 0.15)) if sum(struck.values()) < n else wait_for_end(pid)
             if code is None:
                 moment = time.monotonic()
                 os.kill(pid, which)
-                code = wait(pid, 30)
+                code = wait_for_end(pid)
                 new = entries(folder)[n_before:]
                 if code == 0:
                     continue  # It came after the end
@@ -342,8 +373,7 @@ def twice(place):
     "Seconds from the first of two quick SIGINTs, in a batch that takes long, to the end"
     folder = Path(tempfile.mkdtemp(dir=place))
     pid = child(folder, 0, 1, 20.0)
-    while not any(o["what"] == "train" for o in entries(folder)):
-        time.sleep(0.01)
+    wait_until(pid, folder, ["train"])
     start = time.monotonic()
     os.kill(pid, signal.SIGINT)
     time.sleep(0.5)
@@ -371,7 +401,7 @@ def main():
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         pid = child(Path(place), 0, 1)
         start = time.monotonic()
-        if wait(pid, 60) != 0:
+        if wait_for_end(pid) != 0:
             raise Failed("not even an undisturbed run works")
         duration = time.monotonic() - start
         expected = json.loads(

@@ -17,7 +17,8 @@ def above_bars(
 ): # For a `with` block
     "Take bars away while a line is written"
     tqdm = sys.modules.get('tqdm.std')
-    return tqdm.tqdm.external_write_mode(file) if tqdm else nullcontext()
+    bars = getattr(tqdm.tqdm, '_instances', None) if tqdm else None
+    return tqdm.tqdm.external_write_mode(file) if bars else nullcontext()
 
 # %% ../../nbs/basics/15_output.ipynb #4703905a
 _NOBODY = 'Nobody reads what is printed any more ({}). From here on nothing is shown, and training goes on.'
