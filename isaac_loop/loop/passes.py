@@ -95,7 +95,8 @@ def split_batch(
     n_inp = getattr(dls, 'n_inp', None)
     if n_inp is None: n_inp = 1
     if not isinstance(batch, (tuple, list)) or n_inp > len(batch): batch = advice.entries_of(batch, n_inp)
-    return tuple(batch[:n_inp]),tuple(batch[n_inp:])
+    if type(batch) is not tuple: batch = tuple(batch) # A named one would give parts of its own kind
+    return batch[:n_inp],batch[n_inp:]
 
 def two_tuples(
     pair, # Inputs and targets: one thing each, or several in a tuple or list
@@ -112,14 +113,14 @@ def split_once(
 )->tuple: # A tuple of inputs, and a tuple of targets
     "The inputs and the targets in `batch`, which is taken apart once"
     known,held,found = trainer._split
-    changes = type(batch) is not tuple # What a tuple holds stays the same
-    if known is not batch or (changes and held != _held(batch)):
+    if known is not batch or held != _held(batch):
         found = split_batch(trainer.dls, batch)
-        trainer._split = batch,_held(batch) if changes else None,found
+        trainer._split = batch,_held(batch),found # Taking it apart may have changed it
     return found
 
 def _held(batch):
     "What `batch` holds, by identity"
+    if type(batch) is tuple: return None # That stays the same
     if isinstance(batch, Mapping): return tuple(map(id, batch.values()))
     return tuple(map(id, batch)) if isinstance(batch, SEQUENCES) else None
 

@@ -26,6 +26,7 @@ from .new_trainer import check_new_trainer, explain_arguments
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
 from .passes import planned_updates, split_once, until_over
 from .ranks import Ranks, runs_here
+from .rows import Row
 from .shared_attributes import DEFAULTS
 
 # %% ../../nbs/loop/20_trainer.ipynb #3df76739
@@ -44,6 +45,9 @@ class Plan(dict):
         self.spans = [] # Open now, outermost first
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
+        self._rows = {} # By kind of pass and names of events: what they call, one behind the other
+        # Not if a subclass has a `run_callbacks` of its own, which must be asked
+        self.has_rows = getattr(trainer_class, 'run_callbacks', None) is Trainer.run_callbacks
         self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
         self.put_off([])
 
@@ -53,7 +57,7 @@ class Plan(dict):
         "Look their handlers up when somebody asks for one"
         self._later,self._entries = callbacks,None
         self.clear()
-        self.bare = {}
+        self.forget_rows()
 
     @property
     def entries(self)->dict: # By kind of pass and event: pairs of callback and handler
@@ -82,17 +86,37 @@ class Plan(dict):
         "Go by these"
         self._later,self._entries = None,entries
         self.chosen = {} if chosen is None else chosen
+        self.forget_rows()
         self.select(self.training)
 
     def select(self,
         training:bool, # Whether the pass trains
     ):
         "Use the handlers of one kind of pass"
-        self.training = training
+        self.training,self.rows = training,self._rows[training]
         if self._later is not None: return
         if training not in self.chosen: self.chosen[training] = handlers_in(self._entries[training])
         handlers,self.bare = self.chosen[training]
         self.update(handlers)
+
+    def row(self,
+        names:tuple, # Of events
+        inside:Span=None, # The step of which they are the parts
+    )->Row: # Kept until the plan changes
+        "What these events call; a step with nothing around it is done without opening a span"
+        answers = [self[name] for name in names]
+        spans = {} if inside else self.own_spans | _STEP_SPANS
+        spans = {name: f for name,f in spans.items() if name not in self.bare}
+        calls = [(spans[name],) if name in spans else found for name,found in zip(names, answers)]
+        row = self.rows[inside or names] = Row(names, calls, spans, () if inside else STEPS)
+        return row
+
+    def forget_rows(self):
+        "Have them made anew, and whoever walks along one notice"
+        for rows in self._rows.values():
+            for row in rows.values(): row.change()
+        self._rows = {True: {}, False: {}}
+        self.rows = self._rows[self.training]
 
     def cleanups(self,
         span:Span, # Has just been closed
@@ -170,36 +194,117 @@ def close_span(
         winner = loser = error = None # They hold the frames they went through, and this frame would hold them
     return mine
 
+# %% ../../nbs/loop/20_trainer.ipynb #850bd830
+def run_row(
+    trainer, # Has a `plan`
+    names:tuple, # Of events
+    inside:Span=None, # The step of which they are the parts
+):
+    "Run several events, by one row of calls"
+    plan = trainer.plan
+    row = plan.rows.get(inside or names)
+    if row is None: row = plan.row(names, inside)
+    calls = iter(row)
+    try:
+        for call in calls: call(trainer)
+        if not row.changed: return
+        left = row.behind()
+    except BaseException as error:
+        left = row.left(trainer, error, calls)
+        if left is None: raise
+    finish_row(trainer, inside, *left)
+
+def finish_row(
+    trainer, # Has a `plan`
+    inside:Span, # The step of which the events are the parts, if they are
+    handlers:tuple, # Still to be called
+    event:str, # Whose they are
+    names:tuple, # Of the events after it
+):
+    "Go on where a row was left"
+    try:
+        if handlers: run_event(trainer, event, handlers=handlers)
+    except CancelStepException:
+        if inside or event not in STEPS: raise
+    if inside:
+        for name in names: run_event(trainer, name)
+    elif names: trainer.run_callbacks(*names)
+
+def run_each(
+    trainer, # Has a `plan`
+    names:tuple, # Of events, or one list of them
+    extra:dict, # Further keyword arguments for the handlers
+):
+    "Run each event in turn"
+    if names and not isinstance(names[0], str): names = tuple(names[0])
+    if not extra: return trainer.run_callbacks(*names)
+    spans = trainer.plan.own_spans | _STEP_SPANS
+    for name in names: spans[name](trainer, **extra) if name in spans else run_event(trainer, name, extra)
+
 # %% ../../nbs/loop/20_trainer.ipynb #3e0288d4
+def in_span(
+    f, # A method
+    span:Span, # Around it
+    names:dict, # By kind of pass: all events from `before_` to `after_`, if there is nothing else
+):
+    "`f` with `span` around it"
+    before,after,cleanup = span.before,span.after,span.cleanup
+    own = span.name not in SPANS # A subclass's span; callbacks answer its plain name too
+    inside = span if span.name in STEPS else None
+    @wraps(f)
+    def wrapped(trainer, *args, **kwargs):
+        plan,result = trainer.plan,None
+        try:
+            plan.spans.append(span)
+            if names and plan.has_rows and not kwargs: run_row(trainer, names[plan.training], inside)
+            else:
+                if plan[before]: run_event(trainer, before)
+                result = f(trainer, *args, **kwargs)
+                if own: run_event(trainer, span.name)
+                if plan[after]: run_event(trainer, after)
+        except BaseException as error:
+            if not close_span(trainer, span, error): raise
+        else:
+            if plan[cleanup] or plan.leaving: close_span(trainer, span)
+            else: plan.spans.pop()
+            return result
+    wrapped.span = span
+    return wrapped
+
+# %% ../../nbs/loop/20_trainer.ipynb #ca16db7e
 def with_cbs(
     name:str, # The events are `before_name`, `after_name` and `cleanup_name`
     exception:type, # Ends the span early when raised inside
+    only_events:bool=False, # Does it run events and nothing else, the same in each pass? Then they are a row
 ):
     "Run a method between `before_name` and `after_name`, and always `cleanup_name` in the end"
-    own = name not in SPANS # A subclass's span; callbacks answer its plain name too
-    span = Span(name, exception) if own else SPANS[name] # A known name keeps its own exception
+    span = SPANS.get(name) or Span(name, exception) # A known name keeps its own exception
     def decorate(f):
-        @wraps(f)
-        def wrapped(trainer, *args, **kwargs):
-            plan = trainer.plan
-            try:
-                plan.spans.append(span)
-                if plan[span.before]: run_event(trainer, span.before)
-                result = f(trainer, *args, **kwargs)
-                if own: run_event(trainer, name)
-                if plan[span.after]: run_event(trainer, span.after)
-            except BaseException as error:
-                if not close_span(trainer, span, error): raise
-            else:
-                if plan[span.cleanup] or plan.leaving: close_span(trainer, span)
-                else: plan.spans.pop()
-                return result
-        wrapped.span = span
-        return wrapped
+        kinds = (True, False) if only_events else ()
+        names = {training: (span.before, *events_of(f, training), span.after) for training in kinds}
+        return in_span(f, span, names)
     return decorate
 
+# %% ../../nbs/loop/20_trainer.ipynb #4fc6da7b
+class NoteEvents:
+    "Stands for a trainer, and notes which events it is to run"
+    __slots__ = 'training','names' # Whoever wants more of it does more than to run events
+    def __init__(self, training): self.training,self.names = training,[]
+    def run_callbacks(self, *names): self.names += names
+
+def events_of(
+    f, # A method that runs events and does nothing else
+    training:bool, # In which kind of pass
+)->tuple: # Names
+    "Which events `f` runs"
+    note = NoteEvents(training)
+    f(note)
+    return tuple(note.names)
+
 def _step_span(step):
-    return with_cbs(step, CancelStepException)(lambda trainer, extra: run_event(trainer, step, extra))
+    span = STEPS[step]
+    names = dict.fromkeys((True, False), (span.before, step, span.after))
+    return in_span(lambda trainer, **extra: run_event(trainer, step, extra), span, names)
 
 _STEP_SPANS = {step: _step_span(step) for step in STEPS}
 
@@ -280,7 +385,7 @@ class Trainer(ByName):
             self.one_batch()
         advice.check_some_batch(self)
 
-    @with_cbs('batch', CancelBatchException)
+    @with_cbs('batch', CancelBatchException, only_events=True)
     def one_batch(self):
         "One batch: predict and compute the loss; while training also backward, step and zero_grad"
         self.run_callbacks('predict', 'get_loss')
@@ -293,20 +398,8 @@ class Trainer(ByName):
         **extra # Further arguments for the callbacks' methods
     ):
         "Run each event in turn; a step runs as a span, with its `before_`, `after_` and `cleanup_`"
-        if names and not isinstance(names[0], str): names = names[0] # They came as one list
-        plan = self.plan
-        for name in names:
-            bare = None if extra else plan.bare.get(name)
-            if bare is not None: # A step with nothing around it, done without opening a span
-                handler = None
-                try:
-                    for handler in bare: handler(self)
-                except BaseException as error:
-                    notes.blame(error, self, name, handler)
-                    if not isinstance(error, CancelStepException): raise
-            elif name in _STEP_SPANS: _STEP_SPANS[name](self, extra)
-            elif name in plan.own_spans: plan.own_spans[name](self, **extra)
-            else: run_event(self, name, extra)
+        if extra or (names and not isinstance(names[0], str)): return run_each(self, names, extra)
+        run_row(self, names)
 
     def request_stop(self,
         reason='asked to stop', # Kept as `stop_reason`
@@ -331,7 +424,8 @@ class Trainer(ByName):
         batch # What the loader gave
     )->tuple: # A tuple of inputs, and a tuple of targets
         "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is asked several times"
-        return split_once(self, batch)
+        known,held,found = self._split
+        return found if known is batch and held is None else split_once(self, batch) # Taken apart once
 
     @property
     def training(self):

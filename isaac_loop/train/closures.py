@@ -16,14 +16,18 @@ from ..loop.shared_attributes import offering
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/train/05_closures.ipynb #e6672465
+plain_steps = set() # Classes that are known to need none: the quickest question in every batch
+
 @lru_cache
 def needs_closure(
     opt_class:type, # Of the optimizer
 )->bool:
     "Whether `step` of an optimizer must be given a closure"
     try: given = inspect.signature(opt_class.step).parameters.get('closure')
-    except (AttributeError, TypeError, ValueError): return False
-    return given is not None and given.default is given.empty
+    except (AttributeError, TypeError, ValueError): given = None
+    needed = given is not None and given.default is given.empty
+    if not needed: plain_steps.add(opt_class)
+    return needed
 
 # %% ../../nbs/train/05_closures.ipynb #6aab3671
 _OWN_BATCH = ('`{opt}` evaluates the loss several times for one step, and `{cls}.one_batch` is your own, so '

@@ -15,7 +15,7 @@ from ..basics.checks import check_count
 from ..basics.tensors import SEQUENCES
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelFitException, Order
-from .closures import needs_closure, refuse_closure, step_with_closure
+from .closures import needs_closure, plain_steps, refuse_closure, step_with_closure
 
 # %% ../../nbs/train/10_training.ipynb #bae09470
 class BasicTrainCB:
@@ -36,8 +36,9 @@ class BasicTrainCB:
 
     def step(self, trainer):
         "Let the optimizer change the weights"
-        if needs_closure(type(trainer.opt)): step_with_closure(trainer) # LBFGS
-        else: trainer.opt.step()
+        opt = trainer.opt
+        if type(opt) in plain_steps or not needs_closure(type(opt)): opt.step()
+        else: step_with_closure(trainer) # LBFGS
 
     def zero_grad(self, trainer):
         "Clear the gradients"

@@ -1,0 +1,137 @@
+"The calls of a batch stand in one row: nobody can tell that from running one event after the other."
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
+from isaac_loop.loop.events import CancelStepException, STEPS
+from isaac_loop.loop.trainer import Trainer, in_span, run_event
+from small import trainer_with
+
+EVENTS = ["before_batch", "after_batch", "cleanup_batch", "log"]
+EVENTS += [o + step for step in STEPS for o in ("before_", "", "after_", "cleanup_")]
+CANCELS = [CancelStepException, CancelBatchException, CancelEpochException, CancelFitException]
+DEEDS = ["come", "go", "go", "come and go", *CANCELS, CancelStepException, ValueError, KeyboardInterrupt]
+
+
+def step_span(step):
+    return in_span(lambda trainer, **extra: run_event(trainer, step, extra), STEPS[step], {})
+
+
+class EventByEvent(Trainer):
+    "Runs each event by itself, and asks the plan before each"
+
+    spans = {step: step_span(step) for step in STEPS}
+
+    def run_callbacks(self, *names, **extra):
+        for name in names:
+            if name in self.plan.bare:
+                try:
+                    run_event(self, name)
+                except CancelStepException:
+                    pass
+            elif name in STEPS:
+                self.spans[name](self)
+            else:
+                run_event(self, name, extra)
+
+
+def unruly(name, seed, seen, deeds):
+    "A callback that answers some events, and at some of them does something to the loop"
+    chance = random.Random(f"{seed} {name}")
+    events = chance.sample(EVENTS, chance.randint(1, 6))
+
+    def answer(event):
+        n = [0]
+        when, deed = chance.randrange(3), chance.choice(deeds)
+        whom, order = chance.random(), chance.choice([-1, 0, 1])
+
+        def handler(trainer):
+            seen.append((name, event, getattr(trainer, "batch_num", None), trainer.training))
+            n[0] += 1
+            if n[0] - 1 != when or len(seen) > 300:
+                return
+            others = [o for o in trainer.callbacks if hasattr(o, "unruly")]
+            if deed in ("go", "come and go") and others:
+                trainer.remove_callbacks(others[int(whom * len(others))])
+            if deed in ("come", "come and go"):
+                new = unruly(f"{name}.{event}", seed, seen, [*deeds, None, None, None, None])
+                new.order = order
+                trainer.add_callback(new)
+            if isinstance(deed, type):
+                raise deed(name)
+
+        return handler
+
+    found = SimpleNamespace(name=name, order=chance.choice([-1, 0, 0, 1]), unruly=True)
+    vars(found).update({event: answer(event) for event in events})
+    return found
+
+
+def run(cls, seed, deeds):
+    "What was called, what came out of the fit, and the weights"
+    torch.manual_seed(seed)
+    seen = []
+    trainer = trainer_with(*(unruly(f"cb{i}", seed, seen, deeds) for i in range(3)), cls=cls)
+    error = None
+    try:
+        trainer.fit(2, lr=0.1)
+    except BaseException as e:
+        error = repr(e), [o.replace(cls.__name__, "Trainer") for o in getattr(e, "__notes__", ())]
+    return seen, error, trainer.n_updates, [p.tolist() for p in trainer.model.parameters()]
+
+
+@pytest.mark.shows("ISA-05")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", range(0, 120, 60))
+def test_a_row_is_the_same_as_one_event_after_the_other(first):
+    for seed in range(first, first + 60):
+        for deeds in (DEEDS, DEEDS[:3], ["come", CancelStepException]):
+            assert run(Trainer, seed, deeds) == run(EventByEvent, seed, deeds), (seed, deeds)
+
+
+def test_a_run_callbacks_of_ones_own_is_asked_for_every_step():
+    asked = []
+
+    class Asked(Trainer):
+        def run_callbacks(self, *names, **extra):
+            asked.extend(names)
+            super().run_callbacks(*names, **extra)
+
+    trainer_with(cls=Asked).fit(1)
+    assert asked == [*[*STEPS] * 3, *["predict", "get_loss"] * 2, "log"]
+
+
+def test_one_method_under_two_names_answers_both_events():
+    seen = []
+
+    class Both:
+        def predict(self, trainer):
+            seen.append("both")
+
+        get_loss = predict
+
+    both = Both()
+    both.backward = both.step = seen_function = lambda trainer: seen.append("function")
+    trainer = trainer_with(n=1)
+    trainer.remove_callbacks("BasicTrainCB")
+    trainer.add_callback(both)
+    trainer.fit(1, valid=False)
+    assert seen == ["both", "both", "function", "function"] and both.step is seen_function
+
+
+def test_the_second_of_two_calls_of_one_function_is_blamed_where_it_fails():
+    calls = []
+
+    def fails_at_once_more(trainer):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("twice")
+
+    twice = SimpleNamespace(name="twice", predict=fails_at_once_more, zero_grad=fails_at_once_more)
+    with pytest.raises(ValueError) as info:
+        trainer_with(twice).fit(1)
+    assert "raised by `twice.zero_grad`" in info.value.__notes__[0]
