@@ -113,14 +113,14 @@ def split_once(
 )->tuple: # A tuple of inputs, and a tuple of targets
     "The inputs and the targets in `batch`, which is taken apart once"
     known,held,found = trainer._split
-    if known is not batch or held != _held(batch):
-        found = split_batch(trainer.dls, batch)
-        trainer._split = batch,_held(batch),found # Taking it apart may have changed it
+    stays = type(batch) is tuple # What it holds cannot change
+    if known is not batch or not (stays or held == _held(batch)):
+        found = split_batch(trainer.dls, batch) # This may change the batch
+        trainer._split = batch,None if stays else _held(batch),found
     return found
 
 def _held(batch):
     "What `batch` holds, by identity"
-    if type(batch) is tuple: return None # That stays the same
     if isinstance(batch, Mapping): return tuple(map(id, batch.values()))
     return tuple(map(id, batch)) if isinstance(batch, SEQUENCES) else None
 

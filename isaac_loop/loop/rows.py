@@ -9,6 +9,21 @@ __all__ = []
 from . import notes
 from .events import CancelStepException, STEPS
 
+# %% ../../nbs/loop/33_rows.ipynb #af40f120
+class Names(tuple):
+    "Names of events that are run together"
+    __hash__,__eq__ = object.__hash__,object.__eq__ # Found by identity
+    def __new__(cls, names, in_step=False):
+        self = super().__new__(cls, names)
+        self.in_step = in_step # Are they the parts of a step, from `before_` to `after_`?
+        return self
+
+def is_inside(
+    names:tuple, # Of events
+)->bool:
+    "Whether these are the parts of one step, whose span is open already"
+    return getattr(names, 'in_step', False)
+
 # %% ../../nbs/loop/33_rows.ipynb #a2dc0743
 class PlanChanged(BaseException): "Others answer from here on"
 
@@ -17,7 +32,7 @@ def _changed(trainer): raise PlanChanged
 class Row(list):
     "The calls of several events, one behind the other"
     def __init__(self,
-        names:tuple, # Of the events
+        names:tuple, # Of the events, such as `Names`
         calls:list, # For each, those who answer, or one call that opens a span
         spans:tuple=(), # Names of those that open a span
         steps:tuple=STEPS, # Names of those of which the rest is left out by `CancelStepException`

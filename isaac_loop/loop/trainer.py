@@ -26,7 +26,7 @@ from .new_trainer import check_new_trainer, explain_arguments
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
 from .passes import planned_updates, split_once, until_over
 from .ranks import Ranks, runs_here
-from .rows import Row
+from .rows import is_inside, Names, Row
 from .shared_attributes import DEFAULTS
 
 # %% ../../nbs/loop/20_trainer.ipynb #3df76739
@@ -101,14 +101,14 @@ class Plan(dict):
 
     def row(self,
         names:tuple, # Of events
-        inside:Span=None, # The step of which they are the parts
     )->Row: # Kept until the plan changes
         "What these events call; a step with nothing around it is done without opening a span"
         answers = [self[name] for name in names]
-        spans = {} if inside else self.own_spans | _STEP_SPANS
+        in_step = is_inside(names)
+        spans = {} if in_step else self.own_spans | _STEP_SPANS
         spans = {name: f for name,f in spans.items() if name not in self.bare}
         calls = [(spans[name],) if name in spans else found for name,found in zip(names, answers)]
-        row = self.rows[inside or names] = Row(names, calls, spans, () if inside else STEPS)
+        row = self.rows[names] = Row(names, calls, spans, () if in_step else STEPS)
         return row
 
     def forget_rows(self):
@@ -198,12 +198,11 @@ def close_span(
 def run_row(
     trainer, # Has a `plan`
     names:tuple, # Of events
-    inside:Span=None, # The step of which they are the parts
 ):
     "Run several events, by one row of calls"
     plan = trainer.plan
-    row = plan.rows.get(inside or names)
-    if row is None: row = plan.row(names, inside)
+    row = plan.rows.get(names)
+    if row is None: row = plan.row(names)
     calls = iter(row)
     try:
         for call in calls: call(trainer)
@@ -212,11 +211,11 @@ def run_row(
     except BaseException as error:
         left = row.left(trainer, error, calls)
         if left is None: raise
-    finish_row(trainer, inside, *left)
+    finish_row(trainer, is_inside(names), *left)
 
 def finish_row(
     trainer, # Has a `plan`
-    inside:Span, # The step of which the events are the parts, if they are
+    in_step:bool, # Are the events the parts of a step?
     handlers:tuple, # Still to be called
     event:str, # Whose they are
     names:tuple, # Of the events after it
@@ -225,8 +224,8 @@ def finish_row(
     try:
         if handlers: run_event(trainer, event, handlers=handlers)
     except CancelStepException:
-        if inside or event not in STEPS: raise
-    if inside:
+        if in_step or event not in STEPS: raise
+    if in_step:
         for name in names: run_event(trainer, name)
     elif names: trainer.run_callbacks(*names)
 
@@ -250,13 +249,12 @@ def in_span(
     "`f` with `span` around it"
     before,after,cleanup = span.before,span.after,span.cleanup
     own = span.name not in SPANS # A subclass's span; callbacks answer its plain name too
-    inside = span if span.name in STEPS else None
     @wraps(f)
     def wrapped(trainer, *args, **kwargs):
         plan,result = trainer.plan,None
         try:
             plan.spans.append(span)
-            if names and plan.has_rows and not kwargs: run_row(trainer, names[plan.training], inside)
+            if names and plan.has_rows and not kwargs: run_row(trainer, names[plan.training])
             else:
                 if plan[before]: run_event(trainer, before)
                 result = f(trainer, *args, **kwargs)
@@ -281,7 +279,7 @@ def with_cbs(
     span = SPANS.get(name) or Span(name, exception) # A known name keeps its own exception
     def decorate(f):
         kinds = (True, False) if only_events else ()
-        names = {training: (span.before, *events_of(f, training), span.after) for training in kinds}
+        names = {o: Names([span.before, *events_of(f, o), span.after]) for o in kinds}
         return in_span(f, span, names)
     return decorate
 
@@ -303,7 +301,7 @@ def events_of(
 
 def _step_span(step):
     span = STEPS[step]
-    names = dict.fromkeys((True, False), (span.before, step, span.after))
+    names = dict.fromkeys((True, False), Names([span.before, step, span.after], in_step=True))
     return in_span(lambda trainer, **extra: run_event(trainer, step, extra), span, names)
 
 _STEP_SPANS = {step: _step_span(step) for step in STEPS}
