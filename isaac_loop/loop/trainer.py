@@ -113,10 +113,16 @@ class Plan(dict):
 
     def forget_rows(self):
         "Have them made anew, and whoever walks along one notice"
-        for rows in self._rows.values():
-            for row in rows.values(): row.change()
-        self._rows = {True: {}, False: {}}
+        old,self._rows = self._rows,{True: {}, False: {}}
         self.rows = self._rows[self.training]
+        for rows in old.values():
+            for row in rows.values(): row.change()
+
+    def __getstate__(self): return vars(self) | dict(_rows={}, rows={}) # What no pickle takes is made anew
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.forget_rows()
 
     def cleanups(self,
         span:Span, # Has just been closed
@@ -284,6 +290,9 @@ def with_cbs(
     return decorate
 
 # %% ../../nbs/loop/20_trainer.ipynb #4fc6da7b
+_ONLY = ('`{}` was given `only_events=True`, so it may run events by `self.run_callbacks`, look at '
+         '`self.training`, and nothing else. Leave `only_events` out.')
+
 class NoteEvents:
     "Stands for a trainer, and notes which events it is to run"
     __slots__ = 'training','names' # Whoever wants more of it does more than to run events
@@ -293,11 +302,14 @@ class NoteEvents:
 def events_of(
     f, # A method that runs events and does nothing else
     training:bool, # In which kind of pass
-)->tuple: # Names
+)->list: # Names
     "Which events `f` runs"
     note = NoteEvents(training)
-    f(note)
-    return tuple(note.names)
+    try: f(note)
+    except AttributeError as error:
+        error.add_note(_ONLY.format(f.__qualname__))
+        raise
+    return note.names
 
 def _step_span(step):
     span = STEPS[step]

@@ -1,5 +1,7 @@
 "The calls of a batch stand in one row: nobody can tell that from running one event after the other."
 
+import copy
+import pickle
 import random
 from types import SimpleNamespace
 
@@ -8,7 +10,7 @@ import torch
 
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import CancelStepException, STEPS
-from isaac_loop.loop.trainer import Trainer, in_span, run_event
+from isaac_loop.loop.trainer import Trainer, in_span, run_event, with_cbs
 from small import trainer_with
 
 EVENTS = ["before_batch", "after_batch", "cleanup_batch", "log"]
@@ -37,6 +39,13 @@ class EventByEvent(Trainer):
                 self.spans[name](self)
             else:
                 run_event(self, name, extra)
+
+
+class CountPredictsCB:
+    n = 0
+
+    def after_predict(self, trainer):
+        self.n += 1
 
 
 def unruly(name, seed, seen, deeds):
@@ -135,3 +144,34 @@ def test_the_second_of_two_calls_of_one_function_is_blamed_where_it_fails():
     with pytest.raises(ValueError) as info:
         trainer_with(twice).fit(1)
     assert "raised by `twice.zero_grad`" in info.value.__notes__[0]
+
+
+def test_a_trainer_with_rows_can_be_pickled_and_copied():
+    t = trainer_with(CountPredictsCB())
+    t.fit(1)
+    for again in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t)):
+        again.fit(1)
+        assert again.CountPredictsCB.n == 10 and t.CountPredictsCB.n == 5
+
+
+def test_a_span_of_events_may_do_nothing_else():
+    for body in (lambda self: self.model(1), lambda self: setattr(self, "loss", 1)):
+        with pytest.raises(AttributeError) as info:
+            with_cbs("batch", CancelBatchException, only_events=True)(body)
+        assert "may run events by `self.run_callbacks`" in info.value.__notes__[0]
+
+
+def test_an_own_batch_may_be_one_row_too():
+    seen = []
+
+    class Twice(Trainer):
+        @with_cbs("batch", CancelBatchException, only_events=True)
+        def one_batch(self):
+            self.run_callbacks("predict", "get_loss", "backward", "backward" if self.training else "predict")
+
+    answers = {o: lambda trainer, o=o: seen.append(o) for o in ("before_batch", *STEPS, "after_batch")}
+    t = trainer_with(cls=Twice)
+    t.remove_callbacks("BasicTrainCB")
+    t.fit(1, callbacks=SimpleNamespace(name="told", **answers))
+    one = ["before_batch", "predict", "get_loss", "backward"]
+    assert seen == [*one, "backward", "after_batch"] * 3 + [*one, "predict", "after_batch"] * 2
