@@ -8,7 +8,7 @@ MUTANTS = [
     # Spans, order, cancels
     Mutant(
         "any cancel in a step without neighbours ends the step alone",
-        "Row.left",
+        "Row.after",
         "isinstance(error, CancelStepException)",
         "isinstance(error, CancelStepException.__base__)",
         ["test_a_cancel_in_a_step_without_neighbours_ends_what_it_says"],
@@ -22,16 +22,16 @@ MUTANTS = [
     ),
     Mutant(
         "the rest of an event is called again after the plan has changed",
-        "Row.left",
+        "Row.rest",
         "zip(self.whole[i:], self.places[i:])",
         "zip(self.whole, self.places)",
         ["test_a_row_is_the_same_as_one_event_after_the_other"],
     ),
     Mutant(
         "a `run_callbacks` of one's own is not asked",
-        "Plan.__init__",
-        "getattr(trainer_class, 'run_callbacks', None) is Trainer.run_callbacks",
-        "True",
+        "has_own_run_callbacks",
+        "return not usual or",
+        "return",
         ["test_a_run_callbacks_of_ones_own_is_asked_for_every_step"],
     ),
     Mutant(
@@ -640,14 +640,14 @@ MUTANTS = [
     Mutant(
         "a function that takes batches apart is asked anew for inputs and targets",
         "split_once",
-        "if known is not batch or not (stays or held == _held(batch)):",
+        "if known is not batch or not (stays or _are_same(held, _held(batch))):",
         "if True:",
         ["test_a_function_is_asked_once_for_a_batch_so_that_targets_belong_to_inputs"],
     ),
     Mutant(
         "a batch that was changed is not taken apart anew",
         "split_once",
-        " or not (stays or held == _held(batch))",
+        " or not (stays or _are_same(held, _held(batch)))",
         "",
         ["test_a_batch_that_a_callback_changes_is_taken_apart_anew"],
     ),

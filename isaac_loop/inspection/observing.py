@@ -87,8 +87,8 @@ def _is_set(trainer, slot):
     return True
 
 # %% ../../nbs/inspection/12_observing.ipynb #d66086fa
-_LOOPS = {f.__code__ for f in (loop.run_event, loop.close_span, loop.Plan.build, loop.Plan.select,
-          Trainer.run_callbacks, Trainer.one_epoch, Trainer.one_batch,
+_LOOPS = {f.__code__ for f in (loop.run_event, loop.run_row, loop.close_span, loop.Plan.build,
+          loop.Plan.select, Trainer.run_callbacks, Trainer.one_epoch, Trainer.one_batch,
           passes.another_loader, passes.other_batches, passes.checked_epochs, exchanged)}
 _ASIDE = {inspect.unwrap(Trainer.side_run).__code__, Snapshot.restore.__code__, Snapshot.__init__.__code__}
 

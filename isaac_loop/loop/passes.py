@@ -9,6 +9,7 @@ __all__ = []
 from collections.abc import Mapping
 from contextlib import contextmanager
 from itertools import islice
+from operator import is_
 
 from ..basics.tensors import SEQUENCES
 from . import advice
@@ -113,16 +114,21 @@ def split_once(
 )->tuple: # A tuple of inputs, and a tuple of targets
     "The inputs and the targets in `batch`, which is taken apart once"
     known,held,found = trainer._split
-    stays = type(batch) is tuple # What it holds cannot change
-    if known is not batch or not (stays or held == _held(batch)):
+    stays = type(batch) is tuple and getattr(trainer.dls, 'split', None) is None # The same entries for ever
+    if known is not batch or not (stays or _are_same(held, _held(batch))):
         found = split_batch(trainer.dls, batch) # This may change the batch
         trainer._split = batch,None if stays else _held(batch),found
     return found
 
 def _held(batch):
-    "What `batch` holds, by identity"
-    if isinstance(batch, Mapping): return tuple(map(id, batch.values()))
-    return tuple(map(id, batch)) if isinstance(batch, SEQUENCES) else None
+    "All that `batch` holds, also in containers within it"
+    if isinstance(batch, Mapping): parts = [*batch, *batch.values()]
+    else: parts = batch if isinstance(batch, SEQUENCES) else ()
+    return [one for part in parts for one in (part, *_held(part))]
+
+def _are_same(some, others):
+    "Whether two lists hold the very same objects"
+    return some is not None and len(some) == len(others) and all(map(is_, some, others))
 
 # %% ../../nbs/loop/24_passes.ipynb #ab5ebe25
 def parts_of(
@@ -143,6 +149,13 @@ def forget(
         try: delattr(trainer, name)
         except (AttributeError, KeyError): pass # It has none; asking first would look for a hint
 
+def has_own_run_callbacks(
+    trainer, # About to begin a pass
+)->bool:
+    "Whether a subclass, or somebody who wants to see every call, has exchanged `run_callbacks`"
+    usual = type(trainer).run_callbacks is type(trainer)._usual_run_callbacks
+    return not usual or 'run_callbacks' in vars(trainer)
+
 @contextmanager
 def one_pass(
     trainer, # Walks over a loader in the `with` block
@@ -158,6 +171,7 @@ def one_pass(
     if hasattr(trainer.model, 'train'): trainer.model.train(training)
     trainer.plan.select(training)
     trainer.plan.batch_seen = False
+    trainer.plan.has_rows = not has_own_run_callbacks(trainer)
     n_updates = trainer.n_updates
     try:
         yield

@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/loop/33_rows.ipynb #3bd482df
+from typing import NamedTuple
+
 from . import notes
 from .events import CancelStepException, STEPS
 
@@ -18,7 +20,7 @@ class Names(tuple):
         self.in_step = in_step # Are they the parts of a step, from `before_` to `after_`?
         return self
 
-def is_inside(
+def are_of_a_step(
     names:tuple, # Of events
 )->bool:
     "Whether these are the parts of one step, whose span is open already"
@@ -28,6 +30,12 @@ def is_inside(
 class PlanChanged(BaseException): "Others answer from here on"
 
 def _changed(trainer): raise PlanChanged
+
+class Left(NamedTuple):
+    "What is still to be done when a row ends early"
+    names:tuple # Of events that have not begun
+    event:str = None # The one that has begun
+    handlers:tuple = () # Those of its handlers that are still to be called
 
 class Row(list):
     "The calls of several events, one behind the other"
@@ -48,25 +56,26 @@ class Row(list):
         self.changed = True
         self[:] = [_changed] * len(self)
 
-    def behind(self):
-        "What is still to be done after the last call, if it has changed the plan; as `left`"
-        return (),None,self.names[self.places[-1]+1:]
+    def rest(self,
+        n:int, # How many calls have not been made
+    )->Left: # Who answered when the last event began is still called
+        "What is still to be done after the plan has changed"
+        i = len(self.whole) - n
+        if i == 0: return Left(self.names) # A signal came before the first
+        place = self.places[i-1] # Of the last call that was made
+        rest = tuple(call for call,o in zip(self.whole[i:], self.places[i:]) if o == place)
+        return Left(self.names[place+1:], self.names[place], rest)
 
-    def left(self,
+    def after(self,
+        error:BaseException, # Raised by one of the calls
         trainer, # Passed to every call
-        error:BaseException, # Raised by one of them
         calls, # The iterator that was walking along
-    )->tuple: # Calls of the same event, its name, and the names after it; None if `error` ends the row
+    )->Left: # None if `error` goes on its way
         "What is still to be done after `error`"
         i = len(self.whole) - 1 - calls.__length_hint__()
         if i < 0: return None # Ctrl-C came before the first
         place = self.places[i]
-        if type(error) is PlanChanged:
-            begun = i > 0 and self.places[i-1] == place # Who answered when the event began is still called
-            if not begun: return (),None,self.names[place:]
-            calls = [call for call,o in zip(self.whole[i:], self.places[i:]) if o == place]
-            return tuple(calls),self.names[place],self.names[place+1:]
-        if self.names[place] in self.spans: return None
-        notes.blame(error, trainer, self.names[place], self.whole[i])
-        cancelled = isinstance(error, CancelStepException) and self.names[place] in self.steps
-        return ((),None,self.names[place+1:]) if cancelled else None
+        event,later = self.names[place],self.names[place+1:]
+        if event in self.spans: return None # It has told its errors
+        notes.blame(error, trainer, event, self.whole[i])
+        return Left(later) if isinstance(error, CancelStepException) and event in self.steps else None

@@ -26,7 +26,7 @@ from .new_trainer import check_new_trainer, explain_arguments
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
 from .passes import planned_updates, split_once, until_over
 from .ranks import Ranks, runs_here
-from .rows import is_inside, Names, Row
+from .rows import are_of_a_step, Left, Names, PlanChanged, Row
 from .shared_attributes import DEFAULTS
 
 # %% ../../nbs/loop/20_trainer.ipynb #3df76739
@@ -46,8 +46,7 @@ class Plan(dict):
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
         self._rows = {} # By kind of pass and names of events: what they call, one behind the other
-        # Not if a subclass has a `run_callbacks` of its own, which must be asked
-        self.has_rows = getattr(trainer_class, 'run_callbacks', None) is Trainer.run_callbacks
+        self.has_rows = False # In a pass: is a batch one row? Not if `run_callbacks` is another than usual
         self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
         self.put_off([])
 
@@ -57,6 +56,7 @@ class Plan(dict):
         "Look their handlers up when somebody asks for one"
         self._later,self._entries = callbacks,None
         self.clear()
+        self.chosen,self.bare = {},{}
         self.forget_rows()
 
     @property
@@ -104,11 +104,12 @@ class Plan(dict):
     )->Row: # Kept until the plan changes
         "What these events call; a step with nothing around it is done without opening a span"
         answers = [self[name] for name in names]
-        in_step = is_inside(names)
+        in_step = are_of_a_step(names)
         spans = {} if in_step else self.own_spans | _STEP_SPANS
         spans = {name: f for name,f in spans.items() if name not in self.bare}
         calls = [(spans[name],) if name in spans else found for name,found in zip(names, answers)]
-        row = self.rows[names] = Row(names, calls, spans, () if in_step else STEPS)
+        row = Row(names, calls, spans, () if in_step else STEPS)
+        if len(self.rows) < 50: self.rows[names] = row # Not each that somebody puts together anew
         return row
 
     def forget_rows(self):
@@ -209,31 +210,27 @@ def run_row(
     plan = trainer.plan
     row = plan.rows.get(names)
     if row is None: row = plan.row(names)
-    calls = iter(row)
+    calls,left,n_left = iter(row),None,0
     try:
         for call in calls: call(trainer)
         if not row.changed: return
-        left = row.behind()
+    except PlanChanged: n_left = calls.__length_hint__()+1 # The one that said so stands for another
     except BaseException as error:
-        left = row.left(trainer, error, calls)
+        left = row.after(error, trainer, calls)
         if left is None: raise
-    finish_row(trainer, is_inside(names), *left)
+    finish_row(trainer, left or row.rest(n_left), in_step=are_of_a_step(names))
 
 def finish_row(
     trainer, # Has a `plan`
+    left:Left, # What is still to be done
     in_step:bool, # Are the events the parts of a step?
-    handlers:tuple, # Still to be called
-    event:str, # Whose they are
-    names:tuple, # Of the events after it
 ):
     "Go on where a row was left"
     try:
-        if handlers: run_event(trainer, event, handlers=handlers)
+        if left.handlers: run_event(trainer, left.event, handlers=left.handlers)
     except CancelStepException:
-        if in_step or event not in STEPS: raise
-    if in_step:
-        for name in names: run_event(trainer, name)
-    elif names: trainer.run_callbacks(*names)
+        if in_step or left.event not in STEPS: raise
+    for name in left.names: run_event(trainer, name) if in_step else run_alone(trainer, name)
 
 def run_each(
     trainer, # Has a `plan`
@@ -242,15 +239,28 @@ def run_each(
 ):
     "Run each event in turn"
     if names and not isinstance(names[0], str): names = tuple(names[0])
-    if not extra: return trainer.run_callbacks(*names)
-    spans = trainer.plan.own_spans | _STEP_SPANS
-    for name in names: spans[name](trainer, **extra) if name in spans else run_event(trainer, name, extra)
+    if not extra: return run_row(trainer, names)
+    for name in names: run_alone(trainer, name, extra)
+
+def run_alone(
+    trainer, # Has a `plan`
+    name:str, # Of an event
+    extra:dict=None, # Further keyword arguments for the handlers
+):
+    "Run one event, in its span if it has one"
+    plan = trainer.plan
+    spans = plan.own_spans | _STEP_SPANS
+    if name in plan.bare and not extra:
+        try: run_event(trainer, name, handlers=plan.bare[name])
+        except CancelStepException: pass
+    elif name in spans: spans[name](trainer, **extra or {})
+    else: run_event(trainer, name, extra)
 
 # %% ../../nbs/loop/20_trainer.ipynb #3e0288d4
 def in_span(
     f, # A method
     span:Span, # Around it
-    names:dict, # By kind of pass: all events from `before_` to `after_`, if there is nothing else
+    names:dict=None, # By kind of pass: all events from `before_` to `after_`, if there is nothing else
 ):
     "`f` with `span` around it"
     before,after,cleanup = span.before,span.after,span.cleanup
@@ -260,7 +270,8 @@ def in_span(
         plan,result = trainer.plan,None
         try:
             plan.spans.append(span)
-            if names and plan.has_rows and not kwargs: run_row(trainer, names[plan.training])
+            is_row = names and plan.has_rows and not args and not kwargs and trainer._training is not None
+            if is_row: run_row(trainer, names[trainer._training])
             else:
                 if plan[before]: run_event(trainer, before)
                 result = f(trainer, *args, **kwargs)
@@ -279,37 +290,34 @@ def in_span(
 def with_cbs(
     name:str, # The events are `before_name`, `after_name` and `cleanup_name`
     exception:type, # Ends the span early when raised inside
-    only_events:bool=False, # Does it run events and nothing else, the same in each pass? Then they are a row
 ):
     "Run a method between `before_name` and `after_name`, and always `cleanup_name` in the end"
     span = SPANS.get(name) or Span(name, exception) # A known name keeps its own exception
-    def decorate(f):
-        kinds = (True, False) if only_events else ()
-        names = {o: Names([span.before, *events_of(f, o), span.after]) for o in kinds}
-        return in_span(f, span, names)
-    return decorate
+    return lambda f: in_span(f, span)
 
-# %% ../../nbs/loop/20_trainer.ipynb #4fc6da7b
-_ONLY = ('`{}` was given `only_events=True`, so it may run events by `self.run_callbacks`, look at '
-         '`self.training`, and nothing else. Leave `only_events` out.')
-
-class NoteEvents:
-    "Stands for a trainer, and notes which events it is to run"
-    __slots__ = 'training','names' # Whoever wants more of it does more than to run events
+# %% ../../nbs/loop/20_trainer.ipynb #0976e117
+class EventRecorder:
+    "Stands for a trainer, and writes down which events it is to run"
+    __slots__ = 'training','names' # A method that wants more does more than to run events
     def __init__(self, training): self.training,self.names = training,[]
     def run_callbacks(self, *names): self.names += names
 
 def events_of(
-    f, # A method that runs events and does nothing else
+    method, # Runs events and does nothing else
     training:bool, # In which kind of pass
 )->list: # Names
-    "Which events `f` runs"
-    note = NoteEvents(training)
-    try: f(note)
-    except AttributeError as error:
-        error.add_note(_ONLY.format(f.__qualname__))
-        raise
-    return note.names
+    "Which events `method` runs"
+    recorder = EventRecorder(training)
+    method(recorder)
+    return recorder.names
+
+def in_one_row(
+    method, # A span of the loop, made by `with_cbs`, that runs events and does nothing else
+):
+    "The same, as one row of calls"
+    f,span = method.__wrapped__,method.span
+    names = {training: [span.before, *events_of(f, training), span.after] for training in (True, False)}
+    return in_span(f, span, {training: Names(found) for training,found in names.items()})
 
 def _step_span(step):
     span = STEPS[step]
@@ -395,7 +403,8 @@ class Trainer(ByName):
             self.one_batch()
         advice.check_some_batch(self)
 
-    @with_cbs('batch', CancelBatchException, only_events=True)
+    @in_one_row
+    @with_cbs('batch', CancelBatchException)
     def one_batch(self):
         "One batch: predict and compute the loss; while training also backward, step and zero_grad"
         self.run_callbacks('predict', 'get_loss')
@@ -423,6 +432,8 @@ class Trainer(ByName):
         if self.stop_reason is None: self.stop_reason = reason # The first one counts
         self._source.over = True
 
+    _usual_run_callbacks = run_callbacks # So one can tell whether there is another
+
     def write_measured(self,
         **columns # As for `history.write`
     ):
@@ -435,7 +446,7 @@ class Trainer(ByName):
     )->tuple: # A tuple of inputs, and a tuple of targets
         "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is asked several times"
         known,held,found = self._split
-        return found if known is batch and held is None else split_once(self, batch) # Taken apart once
+        return found if known is batch and held is None else split_once(self, batch) # It stays the same
 
     @property
     def training(self):

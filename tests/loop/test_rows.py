@@ -1,8 +1,11 @@
 "The calls of a batch stand in one row: nobody can tell that from running one event after the other."
 
 import copy
+import gc
+import itertools
 import pickle
 import random
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import CancelStepException, STEPS
-from isaac_loop.loop.trainer import Trainer, in_span, run_event, with_cbs
+from isaac_loop.loop.trainer import Trainer, in_span, run_event
 from small import trainer_with
 
 EVENTS = ["before_batch", "after_batch", "cleanup_batch", "log"]
@@ -20,7 +23,7 @@ DEEDS = ["come", "go", "go", "come and go", *CANCELS, CancelStepException, Value
 
 
 def step_span(step):
-    return in_span(lambda trainer, **extra: run_event(trainer, step, extra), STEPS[step], {})
+    return in_span(lambda trainer, **extra: run_event(trainer, step, extra), STEPS[step])
 
 
 class EventByEvent(Trainer):
@@ -114,6 +117,96 @@ def test_a_run_callbacks_of_ones_own_is_asked_for_every_step():
     assert asked == [*[*STEPS] * 3, *["predict", "get_loss"] * 2, "log"]
 
 
+def predict_leaves(trainer):
+    raise CancelStepException
+
+
+predict_leaves.__name__ = "predict"
+
+
+def test_a_run_callbacks_of_ones_own_is_asked_once_also_after_a_cancel():
+    asked = []
+
+    class Asked(Trainer):
+        def run_callbacks(self, *names, **extra):
+            asked.append(names)
+            super().run_callbacks(*names, **extra)
+
+    others = dict.fromkeys(["get_loss", "backward", "step", "zero_grad"], lambda trainer: None)
+    trainer = trainer_with(predict_leaves, SimpleNamespace(name="others", **others), cls=Asked, n=1)
+    trainer.remove_callbacks("BasicTrainCB")
+    trainer.fit(1, valid=False)
+    assert asked == [("predict", "get_loss"), ("backward", "step", "zero_grad"), ("log",)]
+    asked.clear()
+    trainer.run_callbacks(["predict", "get_loss"])
+    assert asked == [(["predict", "get_loss"],)]
+
+
+def test_a_run_callbacks_that_somebody_puts_in_its_place_is_asked(monkeypatch):
+    for place in ("instance", "class"):
+        trainer, asked, usual = trainer_with(n=1), [], Trainer.run_callbacks
+
+        def wrapped(self, *names, asked=asked, usual=usual, **extra):
+            asked.append(names)
+            return usual(self, *names, **extra)
+
+        if place == "class":
+            monkeypatch.setattr(Trainer, "run_callbacks", wrapped)
+        else:
+            trainer.run_callbacks = wrapped.__get__(trainer)
+        trainer.fit(1, valid=False)
+        assert asked[:2] == [("predict", "get_loss"), ("backward", "step", "zero_grad")], place
+
+
+def test_a_batch_by_hand_goes_by_the_mode_of_the_model():
+    trainer = trainer_with(n=1)
+    trainer.fit(1)
+    weight = trainer.model.weight.clone()
+    trainer.batch = trainer.dls.train[0]
+    trainer.model.eval()
+    trainer.one_batch()
+    assert trainer.model.weight.equal(weight)
+    trainer.model.train()
+    trainer.one_batch()
+    assert not trainer.model.weight.equal(weight)
+    with pytest.raises(TypeError):
+        trainer.one_batch(3)
+
+
+def test_many_cancels_go_no_deeper_and_many_orders_are_not_kept():
+    seen = []
+
+    class Long(Trainer):
+        def one_batch(self):
+            self.run_callbacks(*["predict"] * 2000)
+            for order in itertools.permutations(STEPS):
+                self.run_callbacks(*order)
+
+    trainer = trainer_with(cls=Long, n=1)
+    trainer.remove_callbacks("BasicTrainCB")
+
+    def predict(trainer):
+        seen.append(1)
+        raise CancelStepException
+
+    trainer.fit(1, callbacks=predict, valid=False)
+    assert len(seen) == 2120 and len(trainer.plan.rows) < 60
+    trainer.run_callbacks()
+
+
+def test_a_callback_of_one_fit_is_free_after_it():
+    class HereCB:
+        def after_predict(self, trainer):
+            pass
+
+    here, trainer = HereCB(), trainer_with()
+    alive = weakref.ref(here)
+    trainer.fit(1, callbacks=here)
+    del here
+    gc.collect()
+    assert alive() is None
+
+
 def test_one_method_under_two_names_answers_both_events():
     seen = []
 
@@ -152,26 +245,3 @@ def test_a_trainer_with_rows_can_be_pickled_and_copied():
     for again in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t)):
         again.fit(1)
         assert again.CountPredictsCB.n == 10 and t.CountPredictsCB.n == 5
-
-
-def test_a_span_of_events_may_do_nothing_else():
-    for body in (lambda self: self.model(1), lambda self: setattr(self, "loss", 1)):
-        with pytest.raises(AttributeError) as info:
-            with_cbs("batch", CancelBatchException, only_events=True)(body)
-        assert "may run events by `self.run_callbacks`" in info.value.__notes__[0]
-
-
-def test_an_own_batch_may_be_one_row_too():
-    seen = []
-
-    class Twice(Trainer):
-        @with_cbs("batch", CancelBatchException, only_events=True)
-        def one_batch(self):
-            self.run_callbacks("predict", "get_loss", "backward", "backward" if self.training else "predict")
-
-    answers = {o: lambda trainer, o=o: seen.append(o) for o in ("before_batch", *STEPS, "after_batch")}
-    t = trainer_with(cls=Twice)
-    t.remove_callbacks("BasicTrainCB")
-    t.fit(1, callbacks=SimpleNamespace(name="told", **answers))
-    one = ["before_batch", "predict", "get_loss", "backward"]
-    assert seen == [*one, "backward", "after_batch"] * 3 + [*one, "predict", "after_batch"] * 2
