@@ -29,8 +29,8 @@ MUTANTS = [
     ),
     Mutant(
         "a `run_callbacks` of one's own is not asked",
-        "has_own_run_callbacks",
-        "return not usual or",
+        "runs_as_usual",
+        "return usual and",
         "return",
         ["test_a_run_callbacks_of_ones_own_is_asked_for_every_step"],
     ),
@@ -640,14 +640,14 @@ MUTANTS = [
     Mutant(
         "a function that takes batches apart is asked anew for inputs and targets",
         "split_once",
-        "if known is not batch or not (stays or _are_same(held, _held(batch))):",
+        "if known is not batch or not (stays or held == _held(batch)):",
         "if True:",
         ["test_a_function_is_asked_once_for_a_batch_so_that_targets_belong_to_inputs"],
     ),
     Mutant(
         "a batch that was changed is not taken apart anew",
         "split_once",
-        " or not (stays or _are_same(held, _held(batch)))",
+        " or not (stays or held == _held(batch))",
         "",
         ["test_a_batch_that_a_callback_changes_is_taken_apart_anew"],
     ),

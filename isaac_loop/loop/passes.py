@@ -9,7 +9,6 @@ __all__ = []
 from collections.abc import Mapping
 from contextlib import contextmanager
 from itertools import islice
-from operator import is_
 
 from ..basics.tensors import SEQUENCES
 from . import advice
@@ -96,8 +95,8 @@ def split_batch(
     n_inp = getattr(dls, 'n_inp', None)
     if n_inp is None: n_inp = 1
     if not isinstance(batch, (tuple, list)) or n_inp > len(batch): batch = advice.entries_of(batch, n_inp)
-    if type(batch) is not tuple: batch = tuple(batch) # A named one would give parts of its own kind
-    return batch[:n_inp],batch[n_inp:]
+    inputs,targets = batch[:n_inp],batch[n_inp:]
+    return (inputs, targets) if type(batch) is tuple else (tuple(inputs), tuple(targets))
 
 def two_tuples(
     pair, # Inputs and targets: one thing each, or several in a tuple or list
@@ -114,21 +113,16 @@ def split_once(
 )->tuple: # A tuple of inputs, and a tuple of targets
     "The inputs and the targets in `batch`, which is taken apart once"
     known,held,found = trainer._split
-    stays = type(batch) is tuple and getattr(trainer.dls, 'split', None) is None # The same entries for ever
-    if known is not batch or not (stays or _are_same(held, _held(batch))):
+    stays = type(batch) is tuple # The same entries for ever
+    if known is not batch or not (stays or held == _held(batch)):
         found = split_batch(trainer.dls, batch) # This may change the batch
         trainer._split = batch,None if stays else _held(batch),found
     return found
 
 def _held(batch):
-    "All that `batch` holds, also in containers within it"
-    if isinstance(batch, Mapping): parts = [*batch, *batch.values()]
-    else: parts = batch if isinstance(batch, SEQUENCES) else ()
-    return [one for part in parts for one in (part, *_held(part))]
-
-def _are_same(some, others):
-    "Whether two lists hold the very same objects"
-    return some is not None and len(some) == len(others) and all(map(is_, some, others))
+    "What `batch` holds, by identity"
+    if isinstance(batch, Mapping): return tuple(map(id, batch.values()))
+    return tuple(map(id, batch)) if isinstance(batch, SEQUENCES) else None
 
 # %% ../../nbs/loop/24_passes.ipynb #ab5ebe25
 def parts_of(
@@ -149,12 +143,13 @@ def forget(
         try: delattr(trainer, name)
         except (AttributeError, KeyError): pass # It has none; asking first would look for a hint
 
-def has_own_run_callbacks(
-    trainer, # About to begin a pass
+def runs_as_usual(
+    trainer, # About to walk over its batches
 )->bool:
-    "Whether a subclass, or somebody who wants to see every call, has exchanged `run_callbacks`"
-    usual = type(trainer).run_callbacks is type(trainer)._usual_run_callbacks
-    return not usual or 'run_callbacks' in vars(trainer)
+    "Whether nobody has exchanged `run_callbacks` or `training`, which a batch would have to ask"
+    cls = type(trainer)
+    usual = cls.run_callbacks is cls._usual_run_callbacks and cls.training is cls._usual_training
+    return usual and 'run_callbacks' not in vars(trainer)
 
 @contextmanager
 def one_pass(
@@ -171,7 +166,6 @@ def one_pass(
     if hasattr(trainer.model, 'train'): trainer.model.train(training)
     trainer.plan.select(training)
     trainer.plan.batch_seen = False
-    trainer.plan.has_rows = not has_own_run_callbacks(trainer)
     n_updates = trainer.n_updates
     try:
         yield

@@ -24,7 +24,7 @@ from .handlers import own_spans, trainers_own
 from .history import History
 from .new_trainer import check_new_trainer, explain_arguments
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
-from .passes import planned_updates, split_once, until_over
+from .passes import planned_updates, runs_as_usual, split_once, until_over
 from .ranks import Ranks, runs_here
 from .rows import are_of_a_step, Left, Names, PlanChanged, Row
 from .shared_attributes import DEFAULTS
@@ -46,7 +46,7 @@ class Plan(dict):
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
         self._rows = {} # By kind of pass and names of events: what they call, one behind the other
-        self.has_rows = False # In a pass: is a batch one row? Not if `run_callbacks` is another than usual
+        self.has_rows = False # In a pass: is a batch one row? Not if a step of it must ask somebody
         self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
         self.put_off([])
 
@@ -95,21 +95,25 @@ class Plan(dict):
         "Use the handlers of one kind of pass"
         self.training,self.rows = training,self._rows[training]
         if self._later is not None: return
-        if training not in self.chosen: self.chosen[training] = handlers_in(self._entries[training])
-        handlers,self.bare = self.chosen[training]
+        chosen = self.chosen # A signal may bring another
+        if training not in chosen: chosen[training] = handlers_in(self._entries[training])
+        handlers,self.bare = chosen[training]
         self.update(handlers)
 
     def row(self,
         names:tuple, # Of events
     )->Row: # Kept until the plan changes
         "What these events call; a step with nothing around it is done without opening a span"
-        answers = [self[name] for name in names]
+        if self._later is not None: self.build(self._later, check=False)
+        rows,answers = self.rows,[self[name] for name in names]
         in_step = are_of_a_step(names)
         spans = {} if in_step else self.own_spans | _STEP_SPANS
         spans = {name: f for name,f in spans.items() if name not in self.bare}
         calls = [(spans[name],) if name in spans else found for name,found in zip(names, answers)]
         row = Row(names, calls, spans, () if in_step else STEPS)
-        if len(self.rows) < 50: self.rows[names] = row # Not each that somebody puts together anew
+        if len(rows) >= 50: self.forget_rows() # Somebody puts other names together each time
+        rows[names] = row
+        if rows is not self.rows: row.change() # In the meantime: by that, or by a signal
         return row
 
     def forget_rows(self):
@@ -397,6 +401,7 @@ class Trainer(ByName):
 
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
+        self.plan.has_rows = runs_as_usual(self)
         for self.batch_num,self.batch in enumerate(until_over(self), self.start_batch):
             self.preds = self.loss = None # There may be none yet, and `del` needs some
             del self.preds,self.loss # Gone before the next forward pass needs the memory
@@ -452,6 +457,8 @@ class Trainer(ByName):
     def training(self):
         "Whether this pass trains; between fits, whether the model is in training mode"
         return self._training if self._training is not None else getattr(self.model, 'training', False)
+
+    _usual_training = training
 
     @property
     def total_updates(self):

@@ -476,19 +476,6 @@ def test_a_function_is_asked_once_for_a_batch_so_that_targets_belong_to_inputs(s
     assert len(asked) == len(batches) and trainer.CountingCB.parts[1][0] is asked[-1][1]
 
 
-def test_what_changes_deep_in_a_batch_or_at_the_same_place_is_noticed():
-    "A dict within a tuple; and a tensor that has the place in memory of one that is gone"
-    trainer = Trainer(
-        DataLoaders([0], split=lambda b: (b[0]["x"] * 1, b[1])), None, None, nn.Linear(1, 1), None
-    )
-    batch = {"x": torch.zeros(2)}, torch.ones(2)
-    for value in range(30):
-        batch[0].pop("x")
-        batch[0]["x"] = torch.full((2,), float(value))
-        assert trainer.split(batch)[0][0].tolist() == [value, value]
-        assert trainer.split(batch)[0][0] is trainer.split(batch)[0][0], "and it is asked once"
-
-
 def test_a_batch_that_a_callback_changes_is_taken_apart_anew():
     def before_backward(trainer):
         trainer.batch["x"] = trainer.batch["x"] + 1

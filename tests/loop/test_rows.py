@@ -150,12 +150,45 @@ def test_a_run_callbacks_that_somebody_puts_in_its_place_is_asked(monkeypatch):
             asked.append(names)
             return usual(self, *names, **extra)
 
-        if place == "class":
-            monkeypatch.setattr(Trainer, "run_callbacks", wrapped)
-        else:
-            trainer.run_callbacks = wrapped.__get__(trainer)
-        trainer.fit(1, valid=False)
+        def before_epoch(trainer, place=place, wrapped=wrapped):
+            if place == "class":
+                monkeypatch.setattr(Trainer, "run_callbacks", wrapped)
+            else:
+                trainer.run_callbacks = wrapped.__get__(trainer)
+
+        trainer.fit(1, callbacks=before_epoch, valid=False)
         assert asked[:2] == [("predict", "get_loss"), ("backward", "step", "zero_grad")], place
+
+
+def test_rows_hear_of_changes_however_many_there_are():
+    events = [f"e{i}" for i in range(120)]
+
+    class ManyEvents(Trainer):
+        def one_batch(self):
+            for event in self.events:
+                self.run_callbacks(event)
+            self.run_callbacks("predict", "get_loss")
+
+    ManyEvents.events = tuple(events)
+    seen = []
+    late = SimpleNamespace(name="late", get_loss=lambda trainer: seen.append("late"))
+
+    def predict(trainer):
+        trainer.remove_callbacks(late)
+
+    trainer = trainer_with(late, cls=ManyEvents, n=1)
+    trainer.remove_callbacks("BasicTrainCB")
+    trainer.fit(1, callbacks=predict, valid=False)
+    assert not seen
+
+
+def test_a_trainer_that_says_itself_whether_it_trains_is_asked():
+    class Never(Trainer):
+        training = property(lambda self: False)
+
+    trainer = trainer_with(cls=Never)
+    trainer.fit(1)
+    assert trainer.n_updates == 0
 
 
 def test_a_batch_by_hand_goes_by_the_mode_of_the_model():
