@@ -112,9 +112,9 @@ def test_a_warning_without_any_line_of_a_user_is_told_all_the_same():
 
 def test_a_line_waits_for_no_lock_of_tqdm_while_no_bar_is_open():
     "Processes forked from one program share it, so who is killed with it in hand would stop all others"
-    code = "from tqdm.std import tqdm; tqdm.get_lock().acquire(); " + (
-        "from threading import Thread; from isaac_loop.basics.output import say; "
-        "Thread(target=say, args=['said'], daemon=True).start(); import time; time.sleep(1)"
+    code = "from tqdm.std import tqdm; tqdm.get_lock().acquire(); from threading import Thread; " + (
+        "from isaac_loop.basics.output import say; t = Thread(target=say, args=['said'], daemon=True); "
+        "t.start(); t.join(20)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout == "said\n", done.stderr
