@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import chain, groupby, pairwise, repeat
+from operator import lt
 
 import torch
 
@@ -73,12 +74,23 @@ class BatchRecord(Sequence):
         "Write columns for the `batches` of one pass"
         one_pass,batches = (fit, epoch, int(training)),array('I', batches)
         if one_pass != self._pass: self._pass,self._first,self._rows = one_pass,len(self),None
-        rows = [self._row(o) for o in batches]
+        rows = self._rows_of(batches)
         for name,value in zip(self.place, one_pass): self.columns[name].fill(value, len(self))
         for name,column in values.items():
             data = self.columns.setdefault(name, array('d'))
+            if rows == range(len(data), len(self)) and len(column) == len(rows):
+                data.extend(array('d', column))
+                continue
             data.extend(repeat(math.nan, len(self)-len(data)))
             for row,value in zip(rows, column, strict=True): data[row] = value
+
+    def _rows_of(self, batches):
+        "Numbers of their rows: as a rule a `range` of new ones"
+        known,new = self.columns['batch'],len(self)
+        are_new = self._rows is None and (new == self._first or batches[:1] > known[-1:])
+        if not (are_new and all(map(lt, batches, batches[1:]))): return [self._row(o) for o in batches]
+        known.extend(batches)
+        return range(new, len(known))
 
     def _row(self, batch):
         "Number of the row for `batch` in the last pass; a new one if it has none yet"

@@ -8,6 +8,7 @@ __all__ = ['place_of', 'DeviceRecord', 'histogram']
 # %% ../../nbs/loop/40_numbers_on_device.ipynb #d727448f
 from array import array
 from itertools import chain, groupby
+from operator import attrgetter
 
 import torch
 
@@ -209,10 +210,11 @@ def _saved_places(places):
 # %% ../../nbs/loop/40_numbers_on_device.ipynb #b289ba32
 def _pieces(values):
     "Numbers and tensors without dimensions as tensors, as few as there can be"
+    kinds = set(map(type, values))
+    if kinds <= {int, float}: return [torch.frombuffer(array('d', values), dtype=torch.float64)]
     number = lambda x: torch.tensor(x, dtype=torch.float64)
-    if not any(isinstance(x, torch.Tensor) for x in values): return [number(values)]
-    tensors = [x if isinstance(x, torch.Tensor) else number(x) for x in values]
-    return [torch.stack(list(group)) for _,group in groupby(tensors, key=lambda x: (x.device, x.dtype))]
+    if kinds != {torch.Tensor}: values = [x if isinstance(x, torch.Tensor) else number(x) for x in values]
+    return [torch.stack(list(group)) for _,group in groupby(values, key=attrgetter('device', 'dtype'))]
 
 def _joined(pieces):
     "One tensor, in double precision if there are several types"

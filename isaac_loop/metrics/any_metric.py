@@ -32,19 +32,21 @@ class MeanOf:
 
     def reset(self):
         "Forget everything"
-        self.total,self.n = 0.,0
+        self.total,self.n = 0,0
 
     def update(self,
         preds, # The model's output for a batch
         *targets, # Its targets
     ):
         "Add a batch"
-        n = batch_size(targets)
-        if n is None: n = batch_size(preds)
-        if n is None: n = 1
+        first = targets[0] if targets else preds
+        n = len(first) if type(first) is torch.Tensor and first.ndim else _n_examples(preds, targets)
         if n == 0: return
-        self.total = self.total + self._sum(self.f(preds, *targets), n)
-        self.n += n
+        value = self.f(preds, *targets)
+        if type(value) is torch.Tensor and value.dtype is torch.bool and value.shape == (n,):
+            total = value.count_nonzero() if value.is_cpu else value.sum() # As is faster there
+        else: total = self._sum(value, n)
+        self.total,self.n = self.total+total,self.n+n
 
     def _sum(self, value, n):
         "What the `n` examples of a batch have together"
@@ -52,11 +54,9 @@ class MeanOf:
         if not torch.is_tensor(value):
             if not isinstance(value, numbers.Real): raise TypeError(_NOT_ONE.format(self.name, repr(value)))
             return value*n
-        in_rows = value.shape == (n,)
-        if in_rows and value.dtype == torch.bool: return value.sum(dtype=torch.float32) # Which rows are right
         value = value.detach()
         if value.dtype != torch.float64: value = value.float()
-        if in_rows and value.is_contiguous(): return value.sum()
+        if value.shape == (n,) and value.is_contiguous(): return value.sum()
         if value.ndim > 0 and len(value) == n: return value.reshape(n, -1).mean(1).sum()
         if value.numel() == 1: return value*n
         raise TypeError(_NOT_ONE.format(self.name, f'values of shape {tuple(value.shape)} for {n} examples'))
@@ -64,6 +64,10 @@ class MeanOf:
     def compute(self):
         "The mean so far"
         return self.total/self.n if self.n else math.nan
+
+def _n_examples(preds, targets):
+    "How many examples a batch has; without any rows it counts as one"
+    return next((n for n in (batch_size(targets), batch_size(preds)) if n is not None), 1)
 
 # %% ../../nbs/metrics/06_any_metric.ipynb #6ba606e3
 _NO_CHOICE = ('`f` is {!r}, which cannot be called with predictions and targets. '
@@ -201,19 +205,16 @@ def check_train_names(
 _UPDATED_WITH = ('The metric `{}` was updated with predictions {} and targets {}. If it takes other '
                  'arguments, say which: `MetricOn(metric, lambda preds, *targets: (preds, targets[0]))`.')
 
-def update_metric(
-    name:str, # For the message
-    m, # A metric
+def note_update(
+    error:Exception, # Raised by the metric
+    name:str, # Of the metric
     preds, # The model's output for a batch
     targets:tuple, # Its targets
 ):
-    "Update a metric; an error says what it was called with"
-    try: m.update(preds, *targets)
-    except CancelException: raise
-    except Exception as error:
-        shown = ', '.join(map(_shapes, targets)) or '(none)'
-        error.add_note(_UPDATED_WITH.format(name, _shapes(preds), shown))
-        raise
+    "Add to `error` what the metric was updated with"
+    if isinstance(error, CancelException): return
+    shown = ', '.join(map(_shapes, targets)) or '(none)'
+    error.add_note(_UPDATED_WITH.format(name, _shapes(preds), shown))
 
 def _shapes(x):
     "Shapes of the tensors in `x`, as text"

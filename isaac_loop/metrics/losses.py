@@ -23,6 +23,7 @@ _SHAPE = ('The loss has shape {}, but only one number per batch can be averaged.
 
 def _kept(loss):
     "A loss without its graph, in memory to which nobody writes, as one might to a buffer or a parameter"
+    if not isinstance(loss, torch.Tensor): return one_number(loss)
     if loss.ndim and loss.numel() != 1: raise ValueError(_SHAPE.format(tuple(loss.shape)))
     kept = loss.detach().reshape(()) if loss.ndim else loss.detach()
     may_change = loss.is_inference() or loss._version or (loss.is_leaf and loss.requires_grad)
@@ -38,8 +39,7 @@ class Losses(PassNumbers):
         batch:int, # Number of the batch
     ):
         "Keep the loss of a batch"
-        kept = _kept(loss) if isinstance(loss, torch.Tensor) else one_number(loss)
-        super().add(batch, kept, size)
+        super().add(batch, _kept(loss), size)
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave; earlier versions had two columns side by side
@@ -100,6 +100,7 @@ _FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).
 _NO_ROWS = ("A {} holds no tensor with rows, so `MetricsCB` cannot tell how much its loss weighs. "
             "Let the first dimension of a tensor be the examples, or pass `weigh='mean'` or a function.")
 _IT_WEIGHS = 'it weighs the loss of a batch'
+_BY_ROWS = None,'samples','sum' # With these a loss weighs as much as its batch has rows
 
 def check_weigh(
     weigh, # What was given
@@ -134,8 +135,10 @@ def rows_and_weight(
 )->tuple: # As of `rows_of`, and as of `weight_of`
     "How many examples the batch has, and what its loss weighs"
     if trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl): return _of_share(trainer, inputs, weigh)
-    rows = rows_of(trainer.batch, inputs)
-    return rows,weight_of(trainer.batch, rows, weigh)
+    first = inputs[0] if inputs else None
+    has_rows = type(first) is torch.Tensor and first.ndim # Those of most batches, without further ado
+    rows = len(first) if has_rows else rows_of(trainer.batch, inputs)
+    return rows,rows if rows and weigh in _BY_ROWS else weight_of(trainer.batch, rows, weigh)
 
 def _of_share(trainer, inputs, weigh):
     "The same for a share; if batches weigh alike, it weighs as much as it has of the rows"

@@ -21,7 +21,7 @@ from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
 from .any_metric import MeanOf, MetricOn
 from .any_metric import add_columns, check_apart, check_no_options, check_train_names
-from .any_metric import named_metrics, update_metric
+from .any_metric import named_metrics, note_update
 from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
 from .losses import merged_losses, rows_and_weight
 from .merged_metrics import check_merges, computed_here, merged_metric, sent_state
@@ -75,7 +75,11 @@ class MetricsCB:
         self._losses.add(trainer.loss, weight, trainer.batch_num)
         if not metrics or rows == 0: return
         preds = trainer.preds.detach() if torch.is_tensor(trainer.preds) else trainer.preds
-        for name,m in metrics.items(): update_metric(name, m, preds, targets)
+        try:
+            for name,m in metrics.items(): m.update(preds, *targets) # noqa: B007 - A note has the name
+        except Exception as error:
+            note_update(error, name, preds, targets)
+            raise
 
     def cleanup_epoch(self, trainer):
         "Write losses, metrics and time into the history, also after a cancel"

@@ -243,9 +243,9 @@ def cleanup_fit(self:ProgressCB, trainer):
 @patch
 def after_batch(self:ProgressCB, trainer):
     "Show a recent loss on the bar"
+    if self._place == 'plain' or time.monotonic()-self._shown < self.seconds: return
     loss = getattr(trainer, 'loss', None)
-    is_number = torch.is_tensor(loss) and loss.numel() == 1
-    if self._place == 'plain' or not is_number or time.monotonic()-self._shown < self.seconds: return
+    if not (torch.is_tensor(loss) and loss.numel() == 1): return
     self._shown = time.monotonic()
     if self._sent is not None:
         if not self._sent.arrived(): return

@@ -1088,6 +1088,22 @@ def test_a_wrapped_metric_has_to_be_one():
         MetricOn(MeanSquaredError(), 0)
 
 
+def test_right_answers_are_counted_exactly():
+    "In single precision 16,777,216 and one more are 16,777,216"
+    metric, n = MeanOf(lambda preds, targets: preds == targets), 2**24 + 2
+    for size in (n - 1, 1):
+        metric.update(torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8))
+    assert int(metric.total) == metric.n == n and metric.compute() == 1
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda rows: torch.tensor(rows)[:, None]])
+def test_rows_that_are_right_may_come_in_any_form(kind):
+    metric = MeanOf(lambda preds, targets: kind((preds == targets).tolist()))
+    metric.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 0]))
+    metric.update(torch.tensor([3]), torch.tensor([3]))
+    assert float(metric.compute()) == 0.75
+
+
 def test_nothing_is_printed_if_nothing_is_to_be_shown(capsys):
     trainer = make_trainer([MetricsCB(show=False)])
     trainer.fit(1)
