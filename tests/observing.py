@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from isaac_loop.loop.trainer import Plan
+from isaac_loop.loop.plan import Plan
 
 
 def bits(x):

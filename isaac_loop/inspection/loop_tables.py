@@ -11,7 +11,8 @@ import inspect
 from fastcore.basics import patch
 
 from ..loop.events import SPANS, STEPS, callback_name, handler_of
-from ..loop.trainer import Plan, Trainer
+from ..loop.plan import Plan
+from ..loop.trainer import Trainer
 from ..basics.tables import Table
 from ..loop.shared_attributes import STATE
 from .watched_calls import alters

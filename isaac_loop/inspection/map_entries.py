@@ -16,7 +16,8 @@ from .watched_calls import OF_TRAINING, alters
 from ..loop.duplicate_steps import Watched
 from ..loop.events import CancelException, EVENTS, callback_name
 from ..loop.handlers import TrainersOwn, takes_part
-from ..loop.trainer import Plan, Trainer
+from ..loop.plan import Plan
+from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/10_map_entries.ipynb #06f8dd86
 KINDS = 'reads','writes','changes'

@@ -17,10 +17,13 @@ from torch import nn
 from .source.read_values import Found
 from .watched_calls import changed_plan, watching
 from .written import GENERATORS, KEYS, drawn_by, measured_in, memory_of, version_of
-from ..loop import passes, trainer as loop
+from ..loop import passes
 from ..loop.callback_list import exchanged
 from ..loop.events import Order
 from ..loop.history import History
+from ..loop.plan import Plan
+from ..loop.running import run_event, run_row
+from ..loop.spans import close_span
 from ..loop.trainer import Trainer
 from ..state.snapshot import Snapshot
 from ..train.training import NBatchCB
@@ -87,8 +90,8 @@ def _is_set(trainer, slot):
     return True
 
 # %% ../../nbs/inspection/12_observing.ipynb #d66086fa
-_LOOPS = {f.__code__ for f in (loop.run_event, loop.run_row, loop.close_span, loop.Plan.build,
-          loop.Plan.select, Trainer.run_callbacks, Trainer.one_epoch, Trainer.one_batch,
+_LOOPS = {f.__code__ for f in (run_event, run_row, close_span, Plan.build, Plan.select,
+          Trainer.run_callbacks, Trainer.one_epoch, Trainer.one_batch,
           passes.another_loader, passes.other_batches, passes.checked_epochs, exchanged)}
 _ASIDE = {inspect.unwrap(Trainer.side_run).__code__, Snapshot.restore.__code__, Snapshot.__init__.__code__}
 
@@ -149,7 +152,7 @@ def _place():
         frame = frame.f_back
     else:
         if frame is not None: return None
-    return loop.run_event.__code__
+    return run_event.__code__
 
 # %% ../../nbs/inspection/12_observing.ipynb #459c3642
 def _telling(cls, record):

@@ -21,7 +21,8 @@ from ..basics.tensors import map_tensors, set_seed
 from ..data.dataloaders import DataLoaders
 from ..loop.callback_list import flat, is_in
 from ..loop.events import EVENTS, callback_name, handler_of
-from ..loop.trainer import Plan, Trainer
+from ..loop.plan import Plan
+from ..loop.trainer import Trainer
 from .leftovers import process_put_back
 from .trial_folder import bring, empty, in_folder, moved, unseen
 from ..metrics.metrics import MetricsCB

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from .events import Order as Order
     from .events import replaces as replaces
     from .ranks import Ranks as Ranks
+    from .spans import with_cbs as with_cbs
     from .trainer import Trainer as Trainer
-    from .trainer import with_cbs as with_cbs
     from .history import History as History
     from .monitor import Monitor as Monitor
     from .numbers_on_device import DeviceRecord as DeviceRecord

@@ -17,7 +17,8 @@ from .methods_on_demand import ELSEWHERE
 from .events import callback_name
 from .ranks import check_on_ranks
 from .shared_attributes import STATE
-from .trainer import Trainer, run_event
+from .running import run_event
+from .trainer import Trainer
 
 # %% ../../nbs/loop/25_adding_callbacks.ipynb #e8511ec5
 _ADDED_TWICE = ('`{}` was added already, and would do everything twice. '

@@ -14,7 +14,8 @@ import torch
 from fastcore.basics import patch
 
 from ..loop.events import CancelFitException, Order
-from ..loop.trainer import Plan, Trainer
+from ..loop.plan import Plan
+from ..loop.trainer import Trainer
 from ..loop.history import History
 from .images import show_images
 from ..basics.old_names import old_words

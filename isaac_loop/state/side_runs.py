@@ -15,7 +15,8 @@ from fastcore.basics import patch
 
 from ..basics.tensors import set_seed
 from ..loop.events import EVENTS, Order, ROW_EVENTS, handler_of
-from ..loop.trainer import Plan, Trainer
+from ..loop.plan import Plan
+from ..loop.trainer import Trainer
 from ..loop.history import History
 from ..loop.passes import forget
 from ..loop.callback_list import flat

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..loop.ranks import Ranks
-from ..loop.trainer import Plan
+from ..loop.plan import Plan
 from .random_numbers import random_state, set_random_state
 
 # %% ../../nbs/state/20_snapshot.ipynb #d5e2c4d8

@@ -39,7 +39,8 @@ from isaac_loop.loop.events import CancelBatchException, CancelEpochException, C
 from isaac_loop.loop.batch_record import BatchRecord
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.basics.tensors import set_seed
-from isaac_loop.loop.trainer import Plan, Trainer
+from isaac_loop.loop.plan import Plan
+from isaac_loop.loop.trainer import Trainer
 from observing import bits, random_states
 from waiting import InsideCB, RefuseToWait
 

@@ -13,7 +13,9 @@ import torch
 
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import CancelStepException, STEPS
-from isaac_loop.loop.trainer import Trainer, in_span, run_event
+from isaac_loop.loop.running import run_event
+from isaac_loop.loop.spans import in_span
+from isaac_loop.loop.trainer import Trainer
 from small import trainer_with
 
 EVENTS = ["before_batch", "after_batch", "cleanup_batch", "log"]

@@ -20,7 +20,8 @@ from isaac_loop.loop.events import (
     CancelFitException,
     CancelStepException,
 )
-from isaac_loop.loop.trainer import Trainer, close_span
+from isaac_loop.loop.spans import close_span
+from isaac_loop.loop.trainer import Trainer
 
 OWN_CANCEL = {
     "fit": CancelFitException,

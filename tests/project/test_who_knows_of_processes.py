@@ -67,7 +67,9 @@ def test_the_loop_knows_of_processes_by_three_names():
     known = {name: found for name, found in words.items() if found}
     assert known == {
         "loop/adding_callbacks.py": {"check_on_ranks"},
-        "loop/trainer.py": {"Ranks", "ranks", "runs_here", "everywhere"},
+        "loop/plan.py": {"runs_here"},
+        "loop/spans.py": {"ranks"},
+        "loop/trainer.py": {"Ranks", "ranks", "everywhere"},
     }
     assert list(inspect.signature(Trainer.request_stop).parameters) == ["self", "reason", "everywhere"]
     public = [name for name in dir(Ranks) if not name.startswith("_")]

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from isaac_loop.inspection.plain_script.plain_lines import Comment, lines
 from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources
 from isaac_loop.loop.events import callback_name
-from isaac_loop.loop.trainer import Plan, Trainer
+from isaac_loop.loop.plan import Plan
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.state.snapshot import Snapshot
 
 # %% ../../../nbs/inspection/plain_script/08_script_writing.ipynb #51c20a4b
