@@ -29,9 +29,9 @@ MUTANTS = [
     ),
     Mutant(
         "a `run_callbacks` of one's own is not asked",
-        "runs_as_usual",
-        "return usual and",
-        "return",
+        "has_own",
+        "getattr(cls, name) is not cls._usual[name] or",
+        "",
         ["test_a_run_callbacks_of_ones_own_is_asked_for_every_step"],
     ),
     Mutant(

@@ -13,8 +13,8 @@ import torch
 from ..basics.settings import show_settings
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException, Order
+from ..loop.handlers import has_own_batch
 from ..loop.shared_attributes import offered
-from ..loop.trainer import Trainer
 from ..state.errors import RanksDiverged
 
 # %% ../../nbs/device/62_meetings.ipynb #75aa98c8
@@ -45,7 +45,7 @@ class Meetings:
     def before_fit(self, trainer):
         "Nothing is on its way yet"
         self.begun = self.awaited = self.inside = False
-        self._usual = type(trainer).one_batch is Trainer._usual_batch # Or nobody knows what comes when
+        self._usual = not has_own_batch(trainer) # Or nobody knows what comes when
 
     def _meets(self, trainer): return self._usual and trainer.ranks.size > 1
 

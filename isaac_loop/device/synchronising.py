@@ -17,9 +17,9 @@ from .exchange import Exchange
 from .joining import named_parameters
 from ..loop.events import CancelBatchException, CancelEpochException
 from ..loop.events import CancelFitException, CancelStepException, Order
+from ..loop.handlers import has_own_batch
 from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
-from ..loop.trainer import Trainer
 from ..state.run_parts import parts_of as modules_of
 from ..train.example_losses import reduction_of
 
@@ -211,7 +211,7 @@ class DistributedSync(Window):
     def _check_backward(self, trainer):
         "Refuse a step with gradients that came past `backward`"
         cls,grads = type(trainer),[p.grad for p in self._exchange.params]
-        if self._aside is not None or cls.one_batch is Trainer._usual_batch: return
+        if self._aside is not None or not has_own_batch(trainer): return
         if any(grad is not None for grad in grads): raise RuntimeError(_NO_BACKWARD.format(cls=cls.__name__))
 
     def meet(self, trainer):

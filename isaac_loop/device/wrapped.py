@@ -16,7 +16,7 @@ from torch import nn
 from .joining import named_parameters
 from .synchronising import DistributedSync, has_no_rows, is_alone
 from .exchange import FIELDS, Exchange, Header
-from ..loop.trainer import Trainer
+from ..loop.handlers import has_own_batch
 
 # %% ../../nbs/device/75_wrapped.ipynb #9453ef37
 class Agreement(Exchange):
@@ -104,7 +104,7 @@ class WrappedSync(DistributedSync):
     def _check(self, trainer):
         "Refuse what the wrapper would not see"
         cls = type(trainer)
-        if cls.one_batch is not Trainer._usual_batch: raise TypeError(_OWN_BATCH.format(cls=cls.__name__))
+        if has_own_batch(trainer): raise TypeError(_OWN_BATCH.format(cls=cls.__name__))
         mine = {id(p) for p in trainer.model.parameters()}
         others = [name for name,p in named_parameters(trainer) if id(p) not in mine and p.requires_grad]
         if others: raise TypeError(_OTHERS.format(names=', '.join(f'`{name}`' for name in others[:3])))

@@ -9,7 +9,7 @@ __all__ = ['Moment', 'Moments']
 import inspect, math, textwrap
 
 from ..basics.tables import Table
-from ..loop.advice import has_own_batch
+from ..loop.handlers import has_own_batch
 from ..loop.events import CancelException, CancelStepException, EVENTS, SPANS, STEPS, callback_name
 from ..loop.handlers import TrainersOwn
 from ..loop.trainer import Trainer

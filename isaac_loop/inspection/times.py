@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count, check_function
 from ..basics.settings import show_settings
-from ..loop.advice import has_own_batch
+from ..loop.handlers import has_own_batch
 from ..loop.callback_list import is_in
 from ..loop.events import Order, callback_name
 from ..loop.trainer import Trainer

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..basics.checks import check_count
 from ..basics.tables import Table
-from ..loop.advice import has_own_batch
+from ..loop.handlers import has_own_batch
 from ..loop.events import CancelEpochException, CancelException, Order, callback_name
 from ..loop.handlers import TrainersOwn
 from ..loop.passes import n_batches

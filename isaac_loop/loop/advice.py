@@ -15,7 +15,7 @@ from ..basics.checks import did_you_mean, warn
 from ..basics.old_names import KEYWORDS, wrong_keyword
 from ..basics.tensors import SEQUENCES
 from .events import EVENTS, STEPS, callback_name, handler_of
-from .handlers import TrainersOwn
+from .handlers import has_own_batch, TrainersOwn
 
 # %% ../../nbs/loop/28_advice.ipynb #6eb63337
 def check_epochs(
@@ -123,12 +123,6 @@ _MISSING = 'No callback does {}, so the loop goes without{}. {}'
 _ADD = 'Add `BasicTrainCB`, or a callback with a method of that name.'
 _OWN = ("Let `{}.one_batch` run its steps, as in `self.run_callbacks('step')`, "
         'and give each a method of that name, in the trainer or in a callback.')
-
-def has_own_batch(
-    trainer, # Of any class
-)->bool:
-    "Whether a subclass has a `one_batch` of its own"
-    return type(trainer).one_batch is not type(trainer)._usual_batch
 
 def warn_of_missing_steps(
     trainer, # Its plan is complete

@@ -31,6 +31,21 @@ def own_events(
     for f in spans.values(): names += [f.span.before, f.span.name, f.span.after, f.span.cleanup]
     return tuple(event for event in dict.fromkeys(names) if event not in EVENTS)
 
+# %% ../../nbs/loop/22_handlers.ipynb #40139862
+def has_own(
+    trainer, # Of any class
+    *names, # Of methods or properties that every trainer has
+)->bool:
+    "Whether one of these was exchanged: by a subclass, in the class, or on this very trainer"
+    cls = type(trainer)
+    return any(getattr(cls, name) is not cls._usual[name] or name in vars(trainer) for name in names)
+
+def has_own_batch(
+    trainer, # Of any class
+)->bool:
+    "Whether it has a `one_batch` of its own"
+    return has_own(trainer, 'one_batch')
+
 # %% ../../nbs/loop/22_handlers.ipynb #d2d31d74
 class TrainersOwn:
     "Stands in the plan for the trainer, whose own methods may be named after events"

@@ -12,6 +12,7 @@ from itertools import islice
 
 from ..basics.tensors import SEQUENCES
 from . import advice
+from .handlers import has_own_batch
 
 # %% ../../nbs/loop/24_passes.ipynb #1d6d52a7
 def n_batches(
@@ -143,14 +144,6 @@ def forget(
         try: delattr(trainer, name)
         except (AttributeError, KeyError): pass # It has none; asking first would look for a hint
 
-def runs_as_usual(
-    trainer, # About to walk over its batches
-)->bool:
-    "Whether nobody has exchanged `run_callbacks` or `training`, which a batch would have to ask"
-    cls = type(trainer)
-    usual = cls.run_callbacks is cls._usual_run_callbacks and cls.training is cls._usual_training
-    return usual and 'run_callbacks' not in vars(trainer)
-
 @contextmanager
 def one_pass(
     trainer, # Walks over a loader in the `with` block
@@ -170,7 +163,7 @@ def one_pass(
     try:
         yield
         trainer.history.epochs_trained += training
-        if advice.has_own_batch(trainer): advice.warn_of_own_batch(trainer, n_updates)
+        if has_own_batch(trainer): advice.warn_of_own_batch(trainer, n_updates)
     finally:
         if not trainer._fitting: trainer._training = None
 

@@ -15,11 +15,12 @@ from . import advice, notes
 from .callback_list import ByName, exchanged
 from .events import CancelBatchException, CancelEpochException, CancelFitException
 from .fitting import one_fit, private_state
+from .handlers import has_own
 from .history import History
 from .methods_on_demand import bring_later
 from .new_trainer import check_new_trainer, explain_arguments
 from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
-from .passes import planned_updates, runs_as_usual, split_once, until_over
+from .passes import planned_updates, split_once, until_over
 from .plan import Plan
 from .ranks import Ranks
 from .running import run_each, run_row
@@ -97,7 +98,7 @@ class Trainer(ByName):
 
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
-        self.plan.has_rows = runs_as_usual(self)
+        self.plan.has_rows = not has_own(self, 'run_callbacks', 'training')
         for self.batch_num,self.batch in enumerate(until_over(self), self.start_batch):
             self.preds = self.loss = None # There may be none yet, and `del` needs some
             del self.preds,self.loss # Gone before the next forward pass needs the memory
@@ -110,8 +111,6 @@ class Trainer(ByName):
         "One batch: predict and compute the loss; while training also backward, step and zero_grad"
         self.run_callbacks('predict', 'get_loss')
         if self.training: self.run_callbacks('backward', 'step', 'zero_grad')
-
-    _usual_batch = one_batch # So one can tell whether a subclass has another
 
     def run_callbacks(self,
         *names, # Steps or other events, also as one list
@@ -133,8 +132,6 @@ class Trainer(ByName):
         if self.stop_reason is None: self.stop_reason = reason # The first one counts
         self._source.over = True
 
-    _usual_run_callbacks = run_callbacks # So one can tell whether there is another
-
     def write_measured(self,
         **columns # As for `history.write`
     ):
@@ -154,12 +151,12 @@ class Trainer(ByName):
         "Whether this pass trains; between fits, whether the model is in training mode"
         return self._training if self._training is not None else getattr(self.model, 'training', False)
 
-    _usual_training = training
-
     @property
     def total_updates(self):
         "Optimizer updates in the whole fit, for callbacks that must know it beforehand, such as schedules"
         return planned_updates(self)
+
+    _usual = dict(one_batch=one_batch, run_callbacks=run_callbacks, training=training) # For `has_own`
 
 bring_later(Trainer)
 explain_arguments(Trainer)

@@ -15,9 +15,9 @@ from fastcore.basics import patch
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
 from ..loop.events import CancelBatchException, CancelStepException, Order
+from ..loop.handlers import has_own_batch
 from ..loop.passes import parts_of
 from ..loop.shared_attributes import offering
-from ..loop.trainer import Trainer
 from .closures import refuse_closure
 from .example_losses import reduction_of
 from .optimizer_options import parameters_of
@@ -78,8 +78,8 @@ class AccumulationCB:
         "Lower the number of updates that schedules expect"
         if self.weigh == 'samples' and reduction_of(trainer.loss_func) == 'sum': raise ValueError(_IS_A_SUM)
         self._several = trainer.ranks.size > 1 # Then whoever exchanges gradients weighs and divides
-        own_batch = type(trainer).one_batch is not Trainer._usual_batch
-        if self._several and own_batch: raise ValueError(_OWN_BATCH.format(cls=type(trainer).__name__))
+        cls = type(trainer).__name__
+        if self._several and has_own_batch(trainer): raise ValueError(_OWN_BATCH.format(cls=cls))
         self._exchange = next(iter(offering(trainer, 'gathered')), None) if self._several else None
         refuse_closure(trainer, type(self).__name__, ', and each would need all the batches')
         self._forget()

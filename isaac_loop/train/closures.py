@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 
 from ..loop.events import CancelException
+from ..loop.handlers import has_own_batch
 from ..loop.shared_attributes import offering
-from ..loop.trainer import Trainer
 
 # %% ../../nbs/train/05_closures.ipynb #e6672465
 plain_steps = set() # Classes that are known to need none: the quickest question in every batch
@@ -67,9 +67,8 @@ def step_with_closure(
     trainer, # In `step`, after `backward`
 ):
     "One step of an optimizer that needs a closure; loss and predictions stay those of the first evaluation"
-    own_batch = type(trainer).one_batch is not Trainer._usual_batch
     cls,opt = type(trainer).__name__,type(trainer.opt).__name__
-    if own_batch: raise TypeError(_OWN_BATCH.format(opt=opt, cls=cls))
+    if has_own_batch(trainer): raise TypeError(_OWN_BATCH.format(opt=opt, cls=cls))
     loss,preds = trainer.loss,trainer.preds
     closure = Closure(trainer)
     try: trainer.opt.step(closure)

@@ -17,7 +17,7 @@ from isaac_loop.inspection.plain_script.plain_lines import Leave, NotFlat, comin
 from isaac_loop.inspection.plain_script.plain_lines import without_exits
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
 from isaac_loop.inspection.plain_script.source_of_values import NoSource
-from isaac_loop.loop.advice import has_own_batch
+from isaac_loop.loop.handlers import has_own_batch
 from isaac_loop.loop.duplicate_steps import Watched
 from isaac_loop.loop.events import STEPS, callback_name
 from isaac_loop.loop.handlers import TrainersOwn

@@ -44,7 +44,7 @@ from ..trial_folder import unseen
 from ..waits import tensors_in
 from ..watched_calls import watching
 from ..written import memory_of
-from ...loop.advice import has_own_batch
+from ...loop.handlers import has_own_batch
 from ...loop.events import CancelException, Order, callback_name, handler_of
 from ...loop.passes import n_batches, parts_of
 from ...state.random_numbers import random_state, same_random_state

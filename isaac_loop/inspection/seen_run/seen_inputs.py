@@ -16,7 +16,7 @@ from .seen_readings import Readings
 from .seen_scales import mark_in, scaled_by_itself, scaled_by_row
 from .seen_scales import takes_as_number, way_scaled
 from ..waits import tensors_in
-from ...loop.advice import has_own_batch
+from ...loop.handlers import has_own_batch
 from ...loop.passes import parts_of
 
 # %% ../../../nbs/inspection/seen_run/30_seen_inputs.ipynb #f7b01c1c

@@ -11,7 +11,7 @@ import ast, re
 from .check_model import called
 from .check_policies import number_of, sources_of
 from .own_sources import Source, at_events, read_along
-from ...loop.advice import has_own_batch
+from ...loop.handlers import has_own_batch
 from ...loop.events import EVENTS
 from ...loop.plan_checks import Finding
 

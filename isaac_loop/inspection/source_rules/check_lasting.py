@@ -16,7 +16,7 @@ from .check_model import called
 from .check_rules import OF_BATCH, line_in, method_of, of_same, pairs_of
 from .check_rules import said, users_own
 from .own_steps import Unknown, named_by, optimizers, own_method, own_tree
-from ...loop.advice import has_own_batch
+from ...loop.handlers import has_own_batch
 from ...loop.events import EVENTS
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding

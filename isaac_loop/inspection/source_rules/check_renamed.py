@@ -15,7 +15,7 @@ from .check_rows_read import row_sources
 from .check_rules import pairs_of
 from .own_sources import Source, at_events, forwards, is_own, loss_sources
 from .own_sources import read_along
-from ...loop.advice import has_own_batch
+from ...loop.handlers import has_own_batch
 from ...loop.events import EVENTS
 from ...loop.plan_checks import Finding
 

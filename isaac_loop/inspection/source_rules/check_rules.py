@@ -14,7 +14,7 @@ import torch
 from ...basics.checks import did_you_mean
 from ..map_entries import all_entries
 from ..source.method_source import function_node, function_of
-from ...loop.advice import has_own_batch
+from ...loop.handlers import has_own_batch
 from ...loop.events import EVENTS, STEPS, callback_name, handler_of
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding

@@ -11,7 +11,7 @@ import ast, re
 from .check_model import called
 from .check_policies import sources_of
 from .own_sources import at_events, loss_sources
-from ...loop.advice import has_own_batch
+from ...loop.handlers import has_own_batch
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/58_check_terms.ipynb #ec281ecf

@@ -9,7 +9,7 @@ __all__ = []
 import ast
 
 from .check_rules import happens, method_of, said, taken_from, users_own
-from ...loop.advice import has_own_batch
+from ...loop.handlers import has_own_batch
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/06_check_updates.ipynb #7c1be23c

@@ -11,7 +11,7 @@ import ast, inspect
 from ...basics.old_names import OF_TRAINER
 from ..source.method_source import function_node, function_of, place
 from .check_rules import is_sure, line_in, method_of, said, users_own
-from ...loop.advice import has_own_batch
+from ...loop.handlers import has_own_batch
 from ...loop.events import callback_name, handler_of
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding

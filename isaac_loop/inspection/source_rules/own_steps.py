@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..source.method_source import function_node, function_of
 from .check_rules import method_of, package_of, pairs_of, without_partial
-from ...loop.advice import has_own_batch
+from ...loop.handlers import has_own_batch
 from ...loop.events import STEPS, handler_of
 from ...loop.handlers import TrainersOwn
 
