@@ -198,13 +198,22 @@ _NO_UPDATE = ('The training pass of epoch {} ended without an update that the lo
               'averages and checkpoints stand still. Let `{}.one_batch` update by '
               "`self.run_callbacks('step')`, or count in it with `self.n_updates += 1`.")
 
+def n_written(
+    trainer, # Has modules among its attributes, such as `model`
+)->int:
+    "How often the parameters of a trainer's modules have been written to; fused optimizers do not count"
+    modules = [x for x in vars(trainer).values() if isinstance(x, torch.nn.Module)]
+    return sum(p._version for module in modules for p in module.parameters() if not p.is_inference())
+
 def warn_of_own_batch(
     trainer, # A pass has ended
     n_updates:int, # Updates before it
+    n_before:int, # What `n_written` gave before it
 ):
     "Warn when nobody was told of the batches of a pass, or knows of any update"
     told,seen = trainer.plan.told,trainer.plan.batch_seen # Each is told once for each trainer
-    without = trainer._training and trainer.n_updates == n_updates and trainer.plan['step']
+    none_known = trainer._training and trainer.n_updates == n_updates
+    without = none_known and (trainer.plan['step'] or n_written(trainer) != n_before)
     if without and 'update' not in told:
         told.add('update')
         warn(_NO_UPDATE.format(trainer.epoch, type(trainer).__name__))

@@ -159,11 +159,12 @@ def one_pass(
     if hasattr(trainer.model, 'train'): trainer.model.train(training)
     trainer.plan.select(training)
     trainer.plan.batch_seen = False
-    n_updates = trainer.n_updates
+    own = has_own_batch(trainer)
+    before = (trainer.n_updates, advice.n_written(trainer)) if own else ()
     try:
         yield
         trainer.history.epochs_trained += training
-        if has_own_batch(trainer): advice.warn_of_own_batch(trainer, n_updates)
+        if own: advice.warn_of_own_batch(trainer, *before)
     finally:
         if not trainer._fitting: trainer._training = None
 

@@ -277,6 +277,34 @@ def test_a_batch_written_by_hand_is_told_what_it_leaves_out():
     assert t.n_updates == 3
 
 
+class Adversaries(Trainer):
+    "Two nets and two optimizers, which step where no callback could know of it"
+
+    def one_batch(self):
+        for opt, net in ((self.opt_d, self.critic), (self.opt_g, self.model)):
+            net(self.batch[0]).mean().backward()
+            if self.steps:
+                opt.step()
+            opt.zero_grad()
+
+
+def adversaries(steps):
+    model, critic = nn.Linear(1, 1), nn.Linear(1, 1)
+    trainer = Adversaries(DataLoaders(data()), None, None, model, None)
+    trainer.critic, trainer.steps = critic, steps
+    trainer.opt_g, trainer.opt_d = optim.SGD(model.parameters(), 0.1), optim.Adam(critic.parameters())
+    return trainer
+
+
+def test_updates_that_nobody_counts_are_noticed_by_the_weights():
+    with pytest.warns(UserWarning, match="epoch 0 ended without an update") as told:
+        adversaries(steps=True).fit(2, valid=False)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adversaries(steps=False).fit(1, valid=False)  # It may look, and train nothing
+
+
 # What callbacks set and change
 
 
