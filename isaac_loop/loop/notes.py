@@ -65,6 +65,16 @@ def _name_of(handler): return getattr(handler, '__qualname__', repr(handler))
 _NOT_OPEN = ('`{}` ends a span that was not open here, so nothing caught it. '
              'Raise it inside that span, or raise the exception of one that is open.')
 
+def _own_method(trainer, error):
+    "Name of the method of a subclass in which `error` was raised, or None"
+    found,tb = None,error.__traceback__
+    while tb is not None:
+        frame,code,tb = tb.tb_frame,tb.tb_frame.f_code,tb.tb_next
+        if _in_loop(frame): found = None # It has called the loop, which went on
+        elif _is_ours(frame) or not code.co_argcount: continue
+        elif frame.f_locals.get(code.co_varnames[0]) is trainer: found = code.co_qualname
+    return found
+
 def explain(
     trainer, # Has a `plan`
     span, # Has just been closed
@@ -73,9 +83,11 @@ def explain(
     "Note where `error` comes from if no callback raised it, and when it is a cancel that nothing will catch"
     interrupted = isinstance(error, (KeyboardInterrupt, SystemExit)) # Those tell where, if anybody knows
     if not interrupted and not any(o.startswith('raised ') for o in getattr(error, '__notes__', ())):
-        where = whereabouts(trainer)
-        if span.name == 'epoch': where = where.replace(', batch', ', after batch') # The next has not come yet
-        add_note(error, f'raised in the body of `{span.name}`{where}, by the loop or its loader')
+        where,own = whereabouts(trainer),_own_method(trainer, error)
+        comes = span.name == 'epoch' and own is None # The next batch has not come yet
+        if comes: where = where.replace(', batch', ', after batch')
+        by = 'the loop or its loader' if own is None else f'`{own}`'
+        add_note(error, f'raised in the body of `{span.name}`{where}, by {by}')
     if isinstance(error, CancelException) and not trainer.plan.spans:
         add_note(error, _NOT_OPEN.format(type(error).__name__))
 

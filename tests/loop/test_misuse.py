@@ -277,6 +277,44 @@ def test_a_batch_written_by_hand_is_told_what_it_leaves_out():
     assert t.n_updates == 3
 
 
+class Divides(Trainer):
+    def one_batch(self):
+        if self.batch_num == 1:
+            self.half()
+
+    def half(self):
+        raise ZeroDivisionError
+
+
+class DividesInSpan(Divides):
+    one_batch = with_cbs("batch", CancelBatchException)(Divides.one_batch)
+
+
+class WalksItself(Trainer):
+    def one_epoch(self, training):
+        super().one_epoch(training)
+
+
+class Breaks(list):
+    def __iter__(self):
+        yield from list.__iter__(self)
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "cls, train, told",
+    [
+        (Divides, data(), "`epoch` at epoch 0, batch 1, by `Divides.half`"),
+        (DividesInSpan, data(), "`batch` at epoch 0, batch 1 (training), by `Divides.half`"),
+        (WalksItself, Breaks(data()), "`epoch` at epoch 0, after batch 2, by the loop or its loader"),
+    ],
+)
+def test_an_error_in_a_method_of_a_subclass_is_not_put_down_to_the_loop(cls, train, told):
+    with pytest.raises(ZeroDivisionError) as raised:
+        cls(DataLoaders(train), None, None, nn.Linear(1, 1), None).fit(1, valid=False)
+    assert raised.value.__notes__ == [f"raised in the body of {told}"]
+
+
 class Adversaries(Trainer):
     "Two nets and two optimizers, which step where no callback could know of it"
 
