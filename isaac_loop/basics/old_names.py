@@ -95,7 +95,7 @@ OF_TRAINER = {
     'add_cb': '`trainer.add_callback(callback)`', 'add_cbs': '`trainer.add_callbacks(callbacks)`',
     'remove_cb': '`trainer.remove_callback(callback)`',
     'remove_cbs': '`trainer.remove_callbacks(callbacks)`',
-    'callback': "`trainer.run_callbacks('after_batch')`",
+    'callback': "`trainer.run_callbacks('after_batch')`", 'try_callback': '`try_callback(callback, trainer)`',
     'show_training_loop': '`trainer.summarize_callbacks()`',
     'no_bar': 'a trainer without `ProgressCB`', 'no_logging': '`MetricsCB(show=False)`',
     # Training
