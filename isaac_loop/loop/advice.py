@@ -120,6 +120,7 @@ def _refuse(name, trainer):
 
 # %% ../../nbs/loop/28_advice.ipynb #77d1fb44
 _MISSING = 'No callback does {}, so the loop goes without{}. {}'
+_WAITS = 'No callback and no method of `{}` does {}, so {} waits in vain. {}'
 _ADD = 'Add `BasicTrainCB`, or a callback with a method of that name.'
 _OWN = ("Let `{}.one_batch` run its steps, as in `self.run_callbacks('step')`, "
         'and give each a method of that name, in the trainer or in a callback.')
@@ -133,8 +134,9 @@ def warn_of_missing_steps(
     alone = own or len(missing) == len(STEPS)
     waiting = [f'`{callback_name(cb)}.{event}`' for event,cb in _waiting(plan, missing)]
     if not missing or (alone and not waiting): return # An empty loop is fine
-    steps,in_vain = ', '.join(f'`{o}`' for o in missing),f', and {waiting[0]} waits in vain' if alone else ''
-    warn(_MISSING.format(steps, in_vain, _OWN.format(type(trainer).__name__) if own else _ADD))
+    steps,cls = ', '.join(f'`{o}`' for o in missing),type(trainer).__name__
+    if own: return warn(_WAITS.format(cls, steps, waiting[0], _OWN.format(cls)))
+    warn(_MISSING.format(steps, f', and {waiting[0]} waits in vain' if alone else '', _ADD))
 
 def _waiting(plan, missing):
     "Events around the `missing` steps of training, each with the first callback that answers it"
@@ -198,22 +200,30 @@ _NO_UPDATE = ('The training pass of epoch {} ended without an update that the lo
               'averages and checkpoints stand still. Let `{}.one_batch` update by '
               "`self.run_callbacks('step')`, or count in it with `self.n_updates += 1`.")
 
-def n_written(
-    trainer, # Has modules among its attributes, such as `model`
-)->int:
-    "How often the parameters of a trainer's modules have been written to; fused optimizers do not count"
-    modules = [x for x in vars(trainer).values() if isinstance(x, torch.nn.Module)]
-    return sum(p._version for module in modules for p in module.parameters() if not p.is_inference())
+class Steps:
+    "Counts how often the optimizers among a trainer's attributes step, also those in a list or a dict"
+    def __init__(self, trainer):
+        self.n,held = 0,list(vars(trainer).values())
+        held += [o for x in held if isinstance(x, (list, tuple)) for o in x]
+        held += [o for x in held if isinstance(x, dict) for o in x.values()]
+        optimizers = {id(o): o for o in held if isinstance(o, torch.optim.Optimizer)}
+        self._hooks = [o.register_step_post_hook(self._count) for o in optimizers.values()]
+
+    def _count(self, *args): self.n += 1
+
+    def close(self):
+        "Count no more"
+        for hook in self._hooks: hook.remove()
 
 def warn_of_own_batch(
     trainer, # A pass has ended
     n_updates:int, # Updates before it
-    n_before:int, # What `n_written` gave before it
+    steps:Steps, # Of the pass
 ):
     "Warn when nobody was told of the batches of a pass, or knows of any update"
     told,seen = trainer.plan.told,trainer.plan.batch_seen # Each is told once for each trainer
     none_known = trainer._training and trainer.n_updates == n_updates
-    without = none_known and (trainer.plan['step'] or n_written(trainer) != n_before)
+    without = none_known and (trainer.plan['step'] or steps.n)
     if without and 'update' not in told:
         told.add('update')
         warn(_NO_UPDATE.format(trainer.epoch, type(trainer).__name__))
@@ -224,6 +234,35 @@ def warn_of_own_batch(
     if not waiting: return
     told.add('batch')
     warn(_NO_SPAN.format(type(trainer).__name__))
+
+# %% ../../nbs/loop/28_advice.ipynb #1db5a839
+_MORE = ('There were {} updates so far, and `total_updates` had said that the whole fit would have {}. '
+         'Whoever asked for that, such as a schedule, has come to its end too early. Say beforehand how many '
+         'there will be: in `before_fit`, `trainer.updates_per_epoch *= 2`, if each batch has two.')
+
+def warn_of_more_updates(
+    trainer, # A pass has ended
+):
+    "Warn when there were more updates than somebody was told that there would be"
+    planned,told = trainer._planned,trainer.plan.told
+    if planned is None or trainer.n_updates <= planned or trainer.stop_reason or 'planned' in told: return
+    told.add('planned')
+    warn(_MORE.format(trainer.n_updates, planned))
+
+# %% ../../nbs/loop/28_advice.ipynb #a467c421
+_LATE_LOADER = ('`dls.{0}` was exchanged after this pass had got its loader, so the pass walks over the '
+                'old one. In `before_epoch` set `trainer.dl`; or exchange `dls.{0}` in `log`, for the next '
+                'epoch.')
+
+def warn_of_late_loader(
+    trainer, # Is about to walk over its batches
+):
+    "Warn when another loader came too late for this pass"
+    name,source,told = 'train' if trainer._training else 'valid',trainer._source,trainer.plan.told
+    now = getattr(trainer.dls, '__dict__', {}).get(name, source.chosen)
+    if now is source.chosen or source.dl is not source.chosen or 'loader' in told: return
+    told.add('loader')
+    warn(_LATE_LOADER.format(name))
 
 # %% ../../nbs/loop/28_advice.ipynb #1347dc0b
 _NO_BATCH = ('The batch is a {}, which does not say what is input and what is target. '

@@ -77,9 +77,9 @@ class BatchRecord(Sequence):
         rows = self._rows_of(batches)
         for name,value in zip(self.place, one_pass): self.columns[name].fill(value, len(self))
         for name,column in values.items():
-            data = self.columns.setdefault(name, array('d'))
+            data,column = self.columns.setdefault(name, array('d')),list(column)
             if rows == range(len(data), len(self)) and len(column) == len(rows):
-                data.extend(array('d', column))
+                data.extend(column)
                 continue
             data.extend(repeat(math.nan, len(self)-len(data)))
             for row,value in zip(rows, column, strict=True): data[row] = value

@@ -159,6 +159,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _ended=True, # Did this fit come to its end?
         _last_ended=True, # And the one before it?
         _again=False, # Is the optimizer evaluating a batch once more, within its step?
+        _planned=None, # What `total_updates` said last in this fit
         _last_opt=(None,), # What `opt` was when the last fit was over; another one was set by hand since
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
@@ -225,7 +226,7 @@ def one_fit(
         forget(trainer, 'epoch', 'dl', 'batches', 'n_batches', 'batch_num', 'batch', 'preds', 'loss')
         trainer.n_epochs,trainer.lr,trainer.epochs = n_epochs,lr,range(n_epochs)
         trainer.history.earlier_updates += trainer.n_updates
-        trainer.n_updates,trainer.stop_reason = 0,None
+        trainer.n_updates,trainer.stop_reason,trainer._planned = 0,None,None
         trainer.updates_per_epoch = n_batches(trainer.dls.train) if train else 0
         if train: ready_optimizer(trainer, keep_opt)
         trainer.plan.training = bool(train) # Until the first pass

@@ -36,9 +36,9 @@ def has_own(
     trainer, # Of any class
     *names, # Of methods or properties that every trainer has
 )->bool:
-    "Whether one of these was exchanged: by a subclass, in the class, or on this very trainer"
+    "Whether one of these was exchanged, by a subclass or in the class itself"
     cls = type(trainer)
-    return any(getattr(cls, name) is not cls._usual[name] or name in vars(trainer) for name in names)
+    return any(getattr(cls, name) is not cls._usual_methods[name] for name in names)
 
 def has_own_batch(
     trainer, # Of any class

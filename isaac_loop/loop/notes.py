@@ -33,6 +33,8 @@ def add_note(
 _EXTRA = ('`run_callbacks({!r}, ...)` passes {} on to every callback that answers. '
           'Take it as an argument, or take `**kwargs`.')
 
+_CLOSURE = ('This optimizer evaluates the loss several times in a step. `BasicTrainCB` has a `step` that '
+            'lets it; in a `step` of your own pass a function that computes loss and gradients anew.')
 _LEARN = '`self.learn` is for callbacks of fastai. Here the trainer is what each method gets as its argument.'
 
 def blame(
@@ -53,6 +55,7 @@ def blame(
     if helpful: callback.explain(trainer, event, error)
     if extra and isinstance(error, TypeError) and 'unexpected keyword' in str(error):
         add_note(error, _EXTRA.format(event, ', '.join(extra)))
+    if isinstance(error, TypeError) and "argument: 'closure'" in str(error): add_note(error, _CLOSURE)
     asks_learn = isinstance(error, AttributeError) and error.name == 'learn' and error.obj is callback
     if asks_learn: add_note(error, _LEARN)
     if handler is None: return

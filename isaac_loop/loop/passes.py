@@ -34,13 +34,14 @@ def planned_updates(
     limits = [n for n in limits if isinstance(n, int)]
     if trainer.updates_per_epoch is not None: limits.append(trainer.n_epochs * trainer.updates_per_epoch)
     if not limits: raise ValueError(_NO_LENGTH)
-    return min(limits)
+    trainer._planned = min(limits)
+    return trainer._planned
 
 # %% ../../nbs/loop/24_passes.ipynb #1fc27ac9
 class Batches:
     "The batches of a loader; they end early if the pass is to end"
     def __init__(self, dl):
-        self.dl = dl
+        self.dl = self.chosen = dl # `trainer.dl` may be set to another
         self.begun,self.over = False,False # Has the pass begun, is it to end?
         self.given,self.last = 0,None # How many batches were drawn, and the last of them
         self.limit,self.first = None,0 # Of all batches in the pass; number of the one that comes next
@@ -75,6 +76,7 @@ def until_over(
     "The batches of this pass, to its end"
     source = trainer._source
     source.begun,source.first = True,trainer.start_batch
+    advice.warn_of_late_loader(trainer)
     return iter(source) if trainer.batches is source else _until_over(trainer.batches, source)
 
 def _until_over(batches, source):
@@ -159,13 +161,14 @@ def one_pass(
     if hasattr(trainer.model, 'train'): trainer.model.train(training)
     trainer.plan.select(training)
     trainer.plan.batch_seen = False
-    own = has_own_batch(trainer)
-    before = (trainer.n_updates, advice.n_written(trainer)) if own else ()
+    n_updates,steps = trainer.n_updates,advice.Steps(trainer) if has_own_batch(trainer) else None
     try:
         yield
         trainer.history.epochs_trained += training
-        if own: advice.warn_of_own_batch(trainer, *before)
+        if steps: advice.warn_of_own_batch(trainer, n_updates, steps)
+        advice.warn_of_more_updates(trainer)
     finally:
+        if steps: steps.close()
         if not trainer._fitting: trainer._training = None
 
 # %% ../../nbs/loop/24_passes.ipynb #e38d17d9

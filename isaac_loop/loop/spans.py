@@ -75,11 +75,16 @@ def in_span(
     return wrapped
 
 # %% ../../nbs/loop/18_spans.ipynb #c976837a
+_NO_EXCEPTION = ('`with_cbs({name!r}, {exception!r})` is to end its span by an exception, and that is none. '
+                 'Pass a class such as `CancelBatchException`, or one of your own.')
+
 def with_cbs(
     name:str, # The events are `before_name`, `after_name` and `cleanup_name`
     exception:type, # Ends the span early when raised inside
 ):
     "Run a method between `before_name` and `after_name`, and always `cleanup_name` in the end"
+    if not (isinstance(exception, type) and issubclass(exception, BaseException)):
+        raise TypeError(_NO_EXCEPTION.format(name=name, exception=exception))
     span = SPANS.get(name) or Span(name, exception) # A known name keeps its own exception
     return lambda f: in_span(f, span)
 

@@ -98,7 +98,8 @@ class Trainer(ByName):
 
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
-        self.plan.has_rows = not has_own(self, 'run_callbacks', 'training')
+        own_ways = has_own(self, 'run_callbacks', 'training') or 'run_callbacks' in vars(self)
+        self.plan.has_rows = not own_ways
         for self.batch_num,self.batch in enumerate(until_over(self), self.start_batch):
             self.preds = self.loss = None # There may be none yet, and `del` needs some
             del self.preds,self.loss # Gone before the next forward pass needs the memory
@@ -156,7 +157,7 @@ class Trainer(ByName):
         "Optimizer updates in the whole fit, for callbacks that must know it beforehand, such as schedules"
         return planned_updates(self)
 
-    _usual = dict(one_batch=one_batch, run_callbacks=run_callbacks, training=training) # For `has_own`
+    _usual_methods = dict(one_batch=one_batch, run_callbacks=run_callbacks, training=training)
 
 bring_later(Trainer)
 explain_arguments(Trainer)

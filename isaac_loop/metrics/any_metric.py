@@ -44,7 +44,8 @@ class MeanOf:
         if n == 0: return
         value = self.f(preds, *targets)
         if type(value) is torch.Tensor and value.dtype is torch.bool and value.shape == (n,):
-            total = value.count_nonzero() if value.is_cpu else value.sum() # As is faster there
+            is_plain = value.is_cpu and value.layout is torch.strided
+            total = value.count_nonzero() if is_plain else value.sum() # As is faster there
         else: total = self._sum(value, n)
         self.total,self.n = self.total+total,self.n+n
 
@@ -53,7 +54,7 @@ class MeanOf:
         if not torch.is_tensor(value) and hasattr(value, '__array__'): value = torch.as_tensor(value)
         if not torch.is_tensor(value):
             if not isinstance(value, numbers.Real): raise TypeError(_NOT_ONE.format(self.name, repr(value)))
-            return value*n
+            return float(value)*n
         value = value.detach()
         if value.dtype != torch.float64: value = value.float()
         if value.shape == (n,) and value.is_contiguous(): return value.sum()
@@ -63,7 +64,9 @@ class MeanOf:
 
     def compute(self):
         "The mean so far"
-        return self.total/self.n if self.n else math.nan
+        counted = torch.is_tensor(self.total) and not self.total.is_floating_point() # Whole numbers, exactly
+        total = self.total.float() if counted else self.total
+        return total/self.n if self.n else math.nan
 
 def _n_examples(preds, targets):
     "How many examples a batch has; without any rows it counts as one"
@@ -159,7 +162,7 @@ def check_no_options(
         raise TypeError(_NO_METRIC.format(name, value, owner, name, near, '`, `'.join(options)))
 
 # %% ../../nbs/metrics/06_any_metric.ipynb #21fe8933
-_TAKEN = 'fit','epoch','elapsed','train_loss','valid_loss' # Columns of every row
+_TAKEN = 'fit','epoch','elapsed','time','train_loss','valid_loss' # Columns of every row; `time` in tables
 _LAMBDA = ('A lambda has no name that its column could have. '
            'Pass it by name: `MetricsCB(mae=lambda preds, targets: ...)`.')
 _TWICE = ('There are two columns called `{0}`, and one would hide the other. '

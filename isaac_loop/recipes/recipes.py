@@ -6,6 +6,9 @@
 __all__ = ['CoreCBs']
 
 # %% ../../nbs/recipes/10_recipes.ipynb #87ffe047
+import torch
+
+from ..basics.checks import check_function
 from ..inspection.activations import ActivationStatsCB
 from ..device.device import DeviceCB
 from ..metrics.any_metric import check_no_options
@@ -22,6 +25,12 @@ def _check_no_metric(**settings):
         if not isinstance(value, type) and hasattr(value, 'update') and hasattr(value, 'compute'):
             raise TypeError(_METRIC.format(name=name, kind=type(value).__name__))
 
+def _check_device(device):
+    "Refuse a function that cannot say which device"
+    if isinstance(device, torch.device) or not callable(device): return
+    try: check_function(device, 'device')
+    except TypeError as e: raise TypeError(_FUNCTION.format(e, getattr(device, '__name__', 'f'))) from None
+
 def _check_train(train):
     "Refuse what does no step"
     if isinstance(train, type): raise TypeError(_CLASS.format(train.__name__))
@@ -29,6 +38,7 @@ def _check_train(train):
     if does_none: raise TypeError(_NO_STEP.format(train, ', '.join(STEPS)))
 
 _METRIC = '`{name}` is a {kind}, which is a metric. Pass metrics by name: `CoreCBs(accuracy={kind}(...))`.'
+_FUNCTION = '{0} If it is a metric, pass it by name: `CoreCBs({1}={1})`.'
 _CLASS = '`train` is the class `{0}`, and only an object can do the steps. Make one: `{0}()`.'
 _NO_STEP = ('`train` is {!r}, which does none of the steps {}. '
             'Pass a callback that does, such as `MomentumTrainCB()`; other callbacks stand beside the group.')
@@ -47,6 +57,7 @@ class CoreCBs:
         check_no_options(metrics, type(self), CoreCBs, MetricsCB)
         _check_no_metric(device=device, module_filter=module_filter, progress=progress, train=train)
         _check_no_metric(stop_nonfinite=stop_nonfinite)
+        _check_device(device)
         if train is not None: _check_train(train)
         self.callbacks = [DeviceCB(device), BasicTrainCB() if train is None else train, MetricsCB(**metrics)]
         if progress: self.callbacks.append(ProgressCB())

@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_choice, check_count
+from ..basics.checks import check_choice, check_count, warn
 from ..loop.events import CancelBatchException, CancelStepException, Order
 from ..loop.handlers import has_own_batch
 from ..loop.passes import parts_of
@@ -58,6 +58,10 @@ _OWN_BATCH = ('In several processes `AccumulationCB` closes its windows by the n
               '`{cls}.one_batch` is your own, which may go backward more or less than once in a batch. '
               'Gather the gradients there, or train in one process.')
 
+_TWICE = ('In batch {} the gradients of more than one `backward` have come, and `AccumulationCB({})` counts '
+          'each like a batch. Where they belong to several optimizers their sums are mixed: gather them in '
+          '`one_batch` yourself. Otherwise let it count as many as there are.')
+
 @old_words
 class AccumulationCB:
     "Gather the gradients of several batches for one update, equal to that of one big batch"
@@ -71,7 +75,7 @@ class AccumulationCB:
         self.n_batches = check_count(n_batches, 'n_batches', 'the batches for an update are counted')
         if not callable(weigh): check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), also=_A_FUNCTION)
         self.weigh,self._params = weigh,None
-        self._several,self._exchange = False,None
+        self._several,self._exchange,self._told = False,None,False
         self._forget()
 
     def before_fit(self, trainer):
@@ -97,6 +101,7 @@ class AccumulationCB:
         self._first,self._weight = None,1. # What its first batch counted, and the weight of the present one
         self._loss,self._aside = None,None # The loss as it was, and the gradients from before the window
         self._complete,self._closing = False,False
+        self._counted = None # The last batch of this pass whose gradient was counted
         self._closed = -1 # The last batch of this pass behind which a window was closed
 
 # %% ../../nbs/train/20_accumulation.ipynb #902d8c84
@@ -129,6 +134,10 @@ def before_backward(self:AccumulationCB, trainer):
 def after_backward(self:AccumulationCB, trainer):
     "Count the batch, now that its gradient is in the sum"
     self.n,self.total = self.n+1,self.total+self._weight
+    if self._counted == trainer.batch_num and not self._told:
+        self._told = True
+        warn(_TWICE.format(trainer.batch_num, self.n_batches))
+    self._counted = trainer.batch_num
 
 @patch
 def closes_update(self:AccumulationCB, trainer):
@@ -185,7 +194,7 @@ def _is_open(self:AccumulationCB, trainer):
 @patch
 def cleanup_epoch(self:AccumulationCB, trainer):
     "Drop what was gathered in a pass that broke off"
-    self._closed = -1
+    self._closed,self._counted = -1,None
     if self.n or self._aside is not None: self._drop()
 
 @patch

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -196,6 +197,14 @@ def test_a_column_that_does_not_fit_the_batches_is_refused(n):
     record = BatchRecord()
     with pytest.raises(ValueError, match="zip"):
         record.write(0, 0, True, [0, 1], loss=[2.0] * n)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, bytes, iter, np.array, torch.tensor, lambda o: map(int, o)])
+def test_a_column_may_be_anything_that_gives_numbers(kind):
+    record = BatchRecord()
+    record.write(0, 0, True, range(3), loss=kind([1, 0, 2]))
+    record.write(0, 0, True, [1, 3], lr=kind([4, 5]))
+    assert record["loss"][:3] == [1.0, 0.0, 2.0] and record["lr"][1::2] == [4.0, 5.0]
 
 
 def test_two_writers_of_one_epoch_share_its_rows():

@@ -1,5 +1,6 @@
 "What a trainer refuses, and how it says so."
 
+import copy
 import warnings
 from types import SimpleNamespace
 
@@ -8,12 +9,16 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop.all import (
+    AccumulationCB,
     BasicTrainCB,
     CancelBatchException,
     CancelStepException,
     DataLoaders,
     EMACB,
+    LimitCB,
     MetricsCB,
+    NBatchCB,
+    OneCycleSchedulerCB,
     Order,
     Trainer,
     replaces,
@@ -326,6 +331,16 @@ class Adversaries(Trainer):
             opt.zero_grad()
 
 
+class Averages(Trainer):
+    "Writes to weights, and no optimizer steps"
+
+    def one_batch(self):
+        self.model(self.batch[0])
+        if not hasattr(self, "average"):
+            self.average = copy.deepcopy(self.model)
+        self.average.load_state_dict(self.model.state_dict())
+
+
 def adversaries(steps):
     model, critic = nn.Linear(1, 1), nn.Linear(1, 1)
     trainer = Adversaries(DataLoaders(data()), None, None, model, None)
@@ -334,13 +349,86 @@ def adversaries(steps):
     return trainer
 
 
-def test_updates_that_nobody_counts_are_noticed_by_the_weights():
+def test_updates_that_nobody_counts_are_noticed_by_the_optimizers():
     with pytest.warns(UserWarning, match="epoch 0 ended without an update") as told:
         adversaries(steps=True).fit(2, valid=False)
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         adversaries(steps=False).fit(1, valid=False)  # It may look, and train nothing
+        Averages(DataLoaders(data()), None, None, nn.LazyLinear(1), None).fit(1, valid=False)
+
+
+class Twice(Trainer):
+    "Two updates in every batch"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        for _ in range(2 if self.training else 0):
+            self.run_callbacks("predict", "get_loss", "backward", "step", "zero_grad")
+
+
+class TwiceAsPlanned(Twice):
+    def before_fit(self):
+        self.updates_per_epoch *= 2
+
+
+def test_more_updates_than_were_planned_are_told_of_once():
+    "The schedule had come to its end in the middle of the fit, and the rest trained at a rate of nearly 0"
+    with pytest.warns(
+        UserWarning, match="12 updates so far, and `total_updates` had said.* would have 9"
+    ) as told:
+        trainer_with(OneCycleSchedulerCB(), cls=Twice).fit(3)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_with(cls=Twice).fit(3)  # Nobody has asked
+        trainer_with(OneCycleSchedulerCB(), cls=TwiceAsPlanned).fit(3)
+        trainer_with(OneCycleSchedulerCB(), NBatchCB(1), cls=TwiceAsPlanned).fit(3)
+        trainer_with(OneCycleSchedulerCB(), LimitCB(updates=3), cls=Twice).fit(3)  # Stops within a batch
+
+
+def test_two_backwards_in_a_batch_count_as_two_batches_and_that_is_said():
+    "In a GAN one player would learn from the gradients of both, and the other never"
+    with pytest.warns(
+        UserWarning, match=r"In batch 0 .* more than one `backward`.*`AccumulationCB\(2\)`"
+    ) as told:
+        trainer_with(AccumulationCB(2), cls=Twice).fit(2)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_with(AccumulationCB(2)).fit(2)
+
+
+def test_a_loader_that_comes_too_late_for_its_pass_is_told_of():
+    def before_epoch(trainer):
+        trainer.dls.train = data()[: trainer.epoch + 1]
+
+    def log(trainer):
+        before_epoch(trainer)
+
+    with pytest.warns(UserWarning, match=r"`dls.train` was exchanged after this pass.*set `trainer.dl`"):
+        trainer_with().fit(2, callbacks=before_epoch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_with().fit(2, callbacks=log)
+
+
+def test_a_span_ends_by_an_exception():
+    with pytest.raises(TypeError, match=r"`with_cbs\('inner', 'Cancel'\)`.*Pass a class such as"):
+        with_cbs("inner", "Cancel")
+
+
+def test_a_step_of_ones_own_is_told_what_lbfgs_needs():
+    class Own(Trainer):
+        @replaces
+        def step(self):
+            self.opt.step()
+
+    trainer = Own(DataLoaders(data()), F.mse_loss, optim.LBFGS, nn.Linear(1, 1), BasicTrainCB())
+    with pytest.raises(TypeError, match="closure") as raised:
+        trainer.fit(1, valid=False)
+    assert "evaluates the loss several times" in raised.value.__notes__[0]
 
 
 # What callbacks set and change

@@ -9,6 +9,7 @@ import math
 import re
 import sys
 import time
+from fractions import Fraction
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -1086,6 +1087,25 @@ def test_a_wrapped_metric_has_to_be_one():
         MetricOn(MeanSquaredError, lambda *batch: batch)
     with pytest.raises(TypeError, match="cannot be called"):
         MetricOn(MeanSquaredError(), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_type_that_pytorch_makes_by_default_does_not_matter(dtype):
+    right = torch.arange(70_000) >= 700
+    metric = MeanOf(lambda preds, targets: preds == targets)
+    torch.set_default_dtype(dtype)
+    try:
+        metric.update(right, torch.ones_like(right))
+        assert float(metric.compute()) == pytest.approx(0.99)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("kind", [lambda rows: rows.to_sparse(), lambda rows: Fraction(3, 4), np.array])
+def test_what_a_function_gives_may_be_odd(kind):
+    metric = MeanOf(lambda preds, targets: kind(preds == targets))
+    metric.update(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 0]))
+    assert float(metric.compute()) == 0.75 and not isinstance(metric.total, Fraction)
 
 
 def test_right_answers_are_counted_exactly():
