@@ -22,7 +22,7 @@ from ..loop.callback_list import exchanged
 from ..loop.events import Order
 from ..loop.history import History
 from ..loop.plan import Plan
-from ..loop.running import run_event, run_row
+from ..loop.running import run_event, run_chain
 from ..loop.spans import close_span
 from ..loop.trainer import Trainer
 from ..state.snapshot import Snapshot
@@ -90,7 +90,7 @@ def _is_set(trainer, slot):
     return True
 
 # %% ../../nbs/inspection/12_observing.ipynb #d66086fa
-_LOOPS = {f.__code__ for f in (run_event, run_row, close_span, Plan.build, Plan.select,
+_LOOPS = {f.__code__ for f in (run_event, run_chain, close_span, Plan.build, Plan.select,
           Trainer.run_callbacks, Trainer.one_epoch, Trainer.one_batch,
           passes.another_loader, passes.other_batches, passes.checked_epochs, exchanged)}
 _ASIDE = {inspect.unwrap(Trainer.side_run).__code__, Snapshot.restore.__code__, Snapshot.__init__.__code__}

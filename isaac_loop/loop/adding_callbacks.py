@@ -91,7 +91,7 @@ def _replan(trainer, gone=()):
         owed = [pair for pair in pairs if is_in(pair[0], gone)]
         if owed: plan.leaving.setdefault(depth, []).extend(owed)
     if plan.spans: plan.build(trainer.callbacks)
-    else: plan.put_off(trainer.callbacks)
+    else: plan.build_later(trainer.callbacks)
 
 # %% ../../nbs/loop/25_adding_callbacks.ipynb #31b6247e
 @patch

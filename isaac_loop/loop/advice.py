@@ -204,8 +204,8 @@ class Steps:
     "Counts how often the optimizers among a trainer's attributes step, also those in a list or a dict"
     def __init__(self, trainer):
         self.n,held = 0,list(vars(trainer).values())
-        held += [o for x in held if isinstance(x, (list, tuple)) for o in x]
-        held += [o for x in held if isinstance(x, dict) for o in x.values()]
+        for several in [o for o in held if isinstance(o, (list, tuple, dict))]:
+            held += several.values() if isinstance(several, dict) else several
         optimizers = {id(o): o for o in held if isinstance(o, torch.optim.Optimizer)}
         self._hooks = [o.register_step_post_hook(self._count) for o in optimizers.values()]
 

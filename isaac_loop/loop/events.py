@@ -71,11 +71,6 @@ class Order(IntEnum):
     LAST      = 100 # After everybody else
     WATCH     = 110 # Looks how a span has ended, before anybody tidies up
 
-# %% ../../nbs/loop/10_events.ipynb #8c4b95f0
-class Callback:
-    "A base for callbacks that any class can do without"
-    order = 0
-
 # %% ../../nbs/loop/10_events.ipynb #bd595f22
 def function_name(callback):
     "Name of a function, a bound method or a `partial`; None for any other object"
@@ -92,6 +87,11 @@ def handler_of(
     is_property = isinstance(getattr(type(callback), event, None), property)
     if is_property: return getattr(callback, event) # Its own errors come out
     return getattr(callback, event, None)
+
+# %% ../../nbs/loop/10_events.ipynb #8c4b95f0
+class Callback:
+    "A base for callbacks that any class can do without"
+    order = 0
 
 # %% ../../nbs/loop/10_events.ipynb #9225d00f
 def callback_name(

@@ -9,6 +9,7 @@ __all__ = []
 from collections.abc import Mapping
 from contextlib import contextmanager
 from itertools import islice
+from operator import is_
 
 from ..basics.tensors import SEQUENCES
 from . import advice
@@ -117,15 +118,17 @@ def split_once(
     "The inputs and the targets in `batch`, which is taken apart once"
     known,held,found = trainer._split
     stays = type(batch) is tuple # The same entries for ever
-    if known is not batch or not (stays or held == _held(batch)):
+    if known is not batch or not (stays or _same(held, _held(batch))):
         found = split_batch(trainer.dls, batch) # This may change the batch
         trainer._split = batch,None if stays else _held(batch),found
     return found
 
 def _held(batch):
-    "What `batch` holds, by identity"
-    if isinstance(batch, Mapping): return tuple(map(id, batch.values()))
-    return tuple(map(id, batch)) if isinstance(batch, SEQUENCES) else None
+    "What `batch` holds: the objects themselves, since the `id` of one that is gone is given to another"
+    if isinstance(batch, Mapping): return tuple(batch.values())
+    return tuple(batch) if isinstance(batch, SEQUENCES) else None
+
+def _same(a, b): return a is b or (len(a) == len(b) and all(map(is_, a, b)))
 
 # %% ../../nbs/loop/24_passes.ipynb #ab5ebe25
 def parts_of(
@@ -179,8 +182,8 @@ class Told:
 
     def __get__(self, trainer, owner=None):
         if trainer is None: return self
-        if self.name in vars(trainer): return vars(trainer)[self.name]
-        raise AttributeError(self.name) # `__getattr__` says who writes it
+        try: return trainer.__dict__[self.name]
+        except KeyError: raise AttributeError(self.name) from None # `__getattr__` says who writes it
 
     def __set__(self, trainer, value): vars(trainer)[self.name] = self.write(trainer, value)
     def __delete__(self, trainer): del vars(trainer)[self.name]

@@ -10,7 +10,51 @@ from functools import wraps
 
 from . import notes
 from .events import CancelException, SPANS, Span, STEPS, stops_at
-from .running import Names, run_event, run_row
+from .running import EventNames, run_event, run_chain
+
+# %% ../../nbs/loop/18_spans.ipynb #7d85025c
+def in_span(
+    f, # A method
+    span:Span, # Around it
+    names:dict=None, # By kind of pass: all events from `before_` to `after_`, if there is nothing else
+):
+    "`f` with `span` around it"
+    before,after,cleanup = span.before,span.after,span.cleanup
+    own = span.name not in SPANS # A subclass's span; callbacks answer its plain name too
+    @wraps(f)
+    def wrapped(trainer, *args, **kwargs):
+        plan,result = trainer.plan,None
+        try:
+            plan.spans.append(span)
+            is_chain = names and plan.has_chains and not args and not kwargs and trainer._training is not None
+            if is_chain: run_chain(trainer, names[trainer._training])
+            else:
+                if plan[before]: run_event(trainer, before)
+                result = f(trainer, *args, **kwargs)
+                if own: run_event(trainer, span.name)
+                if plan[after]: run_event(trainer, after)
+        except BaseException as error:
+            if not close_span(trainer, span, error): raise
+        else:
+            if plan[cleanup] or plan.leaving: close_span(trainer, span)
+            else: plan.spans.pop()
+            return result
+    wrapped.span = span
+    return wrapped
+
+# %% ../../nbs/loop/18_spans.ipynb #c976837a
+_NO_EXCEPTION = ('`with_cbs({name!r}, {exception!r})` is to end its span by an exception, and that is none. '
+                 'Pass a class such as `CancelBatchException`, or one of your own.')
+
+def with_cbs(
+    name:str, # The events are `before_name`, `after_name` and `cleanup_name`
+    exception:type, # Ends the span early when raised inside
+):
+    "Run a method between `before_name` and `after_name`, and always `cleanup_name` in the end"
+    if not (isinstance(exception, type) and issubclass(exception, BaseException)):
+        raise TypeError(_NO_EXCEPTION.format(name=name, exception=exception))
+    span = SPANS.get(name) or Span(name, exception) # A known name keeps its own exception
+    return lambda f: in_span(f, span)
 
 # %% ../../nbs/loop/18_spans.ipynb #666bc070
 def close_span(
@@ -44,54 +88,10 @@ def close_span(
         winner = loser = error = None # They hold the frames they went through, and this frame would hold them
     return mine
 
-# %% ../../nbs/loop/18_spans.ipynb #7d85025c
-def in_span(
-    f, # A method
-    span:Span, # Around it
-    names:dict=None, # By kind of pass: all events from `before_` to `after_`, if there is nothing else
-):
-    "`f` with `span` around it"
-    before,after,cleanup = span.before,span.after,span.cleanup
-    own = span.name not in SPANS # A subclass's span; callbacks answer its plain name too
-    @wraps(f)
-    def wrapped(trainer, *args, **kwargs):
-        plan,result = trainer.plan,None
-        try:
-            plan.spans.append(span)
-            is_row = names and plan.has_rows and not args and not kwargs and trainer._training is not None
-            if is_row: run_row(trainer, names[trainer._training])
-            else:
-                if plan[before]: run_event(trainer, before)
-                result = f(trainer, *args, **kwargs)
-                if own: run_event(trainer, span.name)
-                if plan[after]: run_event(trainer, after)
-        except BaseException as error:
-            if not close_span(trainer, span, error): raise
-        else:
-            if plan[cleanup] or plan.leaving: close_span(trainer, span)
-            else: plan.spans.pop()
-            return result
-    wrapped.span = span
-    return wrapped
-
-# %% ../../nbs/loop/18_spans.ipynb #c976837a
-_NO_EXCEPTION = ('`with_cbs({name!r}, {exception!r})` is to end its span by an exception, and that is none. '
-                 'Pass a class such as `CancelBatchException`, or one of your own.')
-
-def with_cbs(
-    name:str, # The events are `before_name`, `after_name` and `cleanup_name`
-    exception:type, # Ends the span early when raised inside
-):
-    "Run a method between `before_name` and `after_name`, and always `cleanup_name` in the end"
-    if not (isinstance(exception, type) and issubclass(exception, BaseException)):
-        raise TypeError(_NO_EXCEPTION.format(name=name, exception=exception))
-    span = SPANS.get(name) or Span(name, exception) # A known name keeps its own exception
-    return lambda f: in_span(f, span)
-
 # %% ../../nbs/loop/18_spans.ipynb #908b92f0
 def _step_span(step):
     span = STEPS[step]
-    names = dict.fromkeys((True, False), Names([span.before, step, span.after], in_step=True))
+    names = dict.fromkeys((True, False), EventNames([span.before, step, span.after], in_step=True))
     return in_span(lambda trainer, **extra: run_event(trainer, step, extra), span, names)
 
 STEP_SPANS = {step: _step_span(step) for step in STEPS}
@@ -106,16 +106,16 @@ class EventRecorder:
 def events_of(
     method, # Runs events and does nothing else
     training:bool, # In which kind of pass
-)->list: # Names
+)->list: # Their names
     "Which events `method` runs"
     recorder = EventRecorder(training)
     method(recorder)
     return recorder.names
 
-def in_one_row(
+def in_one_chain(
     method, # A span of the loop, made by `with_cbs`, that runs events and does nothing else
 ):
-    "The same, as one row of calls"
+    "The same, as one chain of calls"
     f,span = method.__wrapped__,method.span
     names = {training: [span.before, *events_of(f, training), span.after] for training in (True, False)}
-    return in_span(f, span, {training: Names(found) for training,found in names.items()})
+    return in_span(f, span, {training: EventNames(found) for training,found in names.items()})

@@ -23,9 +23,9 @@ from .passes import Told, another_loader, checked_epochs, one_pass, other_batche
 from .passes import planned_updates, split_once, until_over
 from .plan import Plan
 from .ranks import Ranks
-from .running import run_each, run_row
+from .running import run_each, run_chain
 from .shared_attributes import DEFAULTS
-from .spans import in_one_row, with_cbs
+from .spans import in_one_chain, with_cbs
 
 # %% ../../nbs/loop/20_trainer.ipynb #f13da941
 class Trainer(ByName):
@@ -99,14 +99,14 @@ class Trainer(ByName):
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
         own_ways = has_own(self, 'run_callbacks', 'training') or 'run_callbacks' in vars(self)
-        self.plan.has_rows = not own_ways
+        self.plan.has_chains = not own_ways
         for self.batch_num,self.batch in enumerate(until_over(self), self.start_batch):
             self.preds = self.loss = None # There may be none yet, and `del` needs some
             del self.preds,self.loss # Gone before the next forward pass needs the memory
             self.one_batch()
         advice.check_some_batch(self)
 
-    @in_one_row
+    @in_one_chain
     @with_cbs('batch', CancelBatchException)
     def one_batch(self):
         "One batch: predict and compute the loss; while training also backward, step and zero_grad"
@@ -119,7 +119,7 @@ class Trainer(ByName):
     ):
         "Run each event in turn; a step runs as a span, with its `before_`, `after_` and `cleanup_`"
         if extra or (names and not isinstance(names[0], str)): return run_each(self, names, extra)
-        run_row(self, names)
+        run_chain(self, names)
 
     def request_stop(self,
         reason='asked to stop', # Kept as `stop_reason`
@@ -145,7 +145,8 @@ class Trainer(ByName):
     )->tuple: # A tuple of inputs, and a tuple of targets
         "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is asked several times"
         known,held,found = self._split
-        return found if known is batch and held is None else split_once(self, batch) # It stays the same
+        if known is batch and held is None: return found # A tuple, whose entries stay
+        return split_once(self, batch)
 
     @property
     def training(self):

@@ -22,7 +22,7 @@ _SHAPE = ('The loss has shape {}, but only one number per batch can be averaged.
           'Let `loss_func` return a mean or a sum.')
 
 def _kept(loss):
-    "A loss without its graph, in memory to which nobody writes, as one might to a buffer or a parameter"
+    "A loss without its graph; a copy where somebody has written to its memory, or an optimizer will"
     if not isinstance(loss, torch.Tensor): return one_number(loss)
     if loss.ndim and loss.numel() != 1: raise ValueError(_SHAPE.format(tuple(loss.shape)))
     kept = loss.detach().reshape(()) if loss.ndim else loss.detach()

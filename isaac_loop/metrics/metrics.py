@@ -114,25 +114,6 @@ def _check_owners(callbacks):
     for group in (own, *([*own, one] for one in inner)): # Those of evaluators take turns
         check_apart((f'{callback_name(cb)}.{name}', m) for cb in group for name,m in cb.metrics.items())
 
-@patch
-def _measured_by_all(self:MetricsCB, trainer, losses):
-    "The columns of a pass that several processes share, from what all of them have gathered"
-    own = {}
-    if losses is not None: # Or a cancel has come before this callback's turn
-        own = dict(elapsed=time.perf_counter()-self._start)
-        own['losses'] = [losses.batches.tolist(), *losses.read().values()]
-        own['metrics'] = {name: sent_state(name, m) for name,m in self._now.items()}
-    parts = [part for part in trainer.ranks.gather(own) if part]
-    if not parts: return {}
-    self._now = self._by_pass[trainer.training]
-    summed = are_sums(getattr(trainer, 'loss_func', None), self.weigh)
-    found = merged_losses([part['losses'] for part in parts], summed)
-    states = {name: [part['metrics'][name] for part in parts] for name in self._now}
-    merged = {name: merged_metric(m, states[name]) for name,m in self._now.items()}
-    metrics = {name: computed_here(m) for name,m in merged.items()} if found[0] else {}
-    elapsed = max(part['elapsed'] for part in parts) # An epoch lasts until the slowest is done
-    return self._columns(trainer, *found, metrics) | dict(elapsed=elapsed)
-
 # %% ../../nbs/metrics/10_metrics.ipynb #366b0d0e
 def recorders_of(trainer):
     "The trainer's own `MetricsCB`s"
@@ -181,6 +162,26 @@ def cleanup_fit(self:MetricsCB, trainer):
 def _log(self:MetricsCB, row):
     if self.show == 'dict': say(as_text(row))
     else: self._lines.add(shown_row(row))
+
+# %% ../../nbs/metrics/10_metrics.ipynb #19a2c71f
+@patch
+def _measured_by_all(self:MetricsCB, trainer, losses):
+    "The columns of a pass that several processes share, from what all of them have gathered"
+    own = {}
+    if losses is not None: # Or a cancel has come before this callback's turn
+        own = dict(elapsed=time.perf_counter()-self._start)
+        own['losses'] = [losses.batches.tolist(), *losses.read().values()]
+        own['metrics'] = {name: sent_state(name, m) for name,m in self._now.items()}
+    parts = [part for part in trainer.ranks.gather(own) if part]
+    if not parts: return {}
+    self._now = self._by_pass[trainer.training]
+    summed = are_sums(getattr(trainer, 'loss_func', None), self.weigh)
+    found = merged_losses([part['losses'] for part in parts], summed)
+    states = {name: [part['metrics'][name] for part in parts] for name in self._now}
+    merged = {name: merged_metric(m, states[name]) for name,m in self._now.items()}
+    metrics = {name: computed_here(m) for name,m in merged.items()} if found[0] else {}
+    elapsed = max(part['elapsed'] for part in parts) # An epoch lasts until the slowest is done
+    return self._columns(trainer, *found, metrics) | dict(elapsed=elapsed)
 
 # %% ../../nbs/metrics/10_metrics.ipynb #2a27b0ca
 _OTHER_METRICS = ('`MetricsCB` measured {} when it was saved, and measures {} now, so rows would not fit. '

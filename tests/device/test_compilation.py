@@ -14,7 +14,8 @@ from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.device.compilation import CompileCB
 from isaac_loop.device.device import place_state
 from isaac_loop.loop.events import CancelBatchException, CancelFitException
-from isaac_loop.loop.trainer import Trainer, with_cbs
+from isaac_loop.loop.spans import with_cbs
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.averaging import EMACB

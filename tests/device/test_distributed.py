@@ -14,7 +14,8 @@ from isaac_loop.device import processes
 from isaac_loop.device.distributed import DistributedCB
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import Order
-from isaac_loop.loop.trainer import Trainer, with_cbs
+from isaac_loop.loop.spans import with_cbs
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.state.errors import RankFailed, RanksDiverged
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.clipping import ClipGradCB

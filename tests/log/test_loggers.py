@@ -31,7 +31,8 @@ from isaac_loop.log.trackers import TensorBoard
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelBatchException, CancelFitException
-from isaac_loop.loop.trainer import with_cbs, Trainer
+from isaac_loop.loop.spans import with_cbs
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.show.media_files import media_file, wav_bytes
 from isaac_loop.basics.tensors import set_seed
 from runs import Cut, CutCB, fit, same

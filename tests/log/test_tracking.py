@@ -48,7 +48,7 @@ from isaac_loop.loop.events import (
     CancelFitException,
     replaces,
 )
-from isaac_loop.loop.trainer import with_cbs
+from isaac_loop.loop.spans import with_cbs
 from isaac_loop.inspection.loop_tables import callback_table, event_table, show_source, state_table
 from isaac_loop.models.small_models import SimpleNet
 from isaac_loop.loop.trainer import Trainer
@@ -1170,7 +1170,7 @@ def test_source_is_that_of_the_library_itself(obj):
 @pytest.mark.shows("ISA-110")
 def test_source_shows_the_decorator_and_not_its_inside():
     lines = repr(show_source(Trainer.one_batch)).splitlines()
-    assert lines[:2] == ["@in_one_row", "@with_cbs('batch', CancelBatchException)"]
+    assert lines[:2] == ["@in_one_chain", "@with_cbs('batch', CancelBatchException)"]
     assert lines[2].startswith("def one_batch(self)")
     assert show_source(Trainer.one_batch)._repr_markdown_() == "```python\n" + "\n".join(lines) + "\n```"
 

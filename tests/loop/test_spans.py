@@ -359,7 +359,7 @@ def test_no_exception_is_kept_alive_by_the_trainer():
 @pytest.mark.shows("F006")
 def test_own_spans_and_events_of_a_subclass():
     "Four new events for a wrapped method, one for a declared name, with extra arguments"
-    from isaac_loop.loop.trainer import with_cbs
+    from isaac_loop.loop.spans import with_cbs
 
     seen = []
 

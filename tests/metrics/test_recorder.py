@@ -21,7 +21,7 @@ from isaac_loop.loop.events import (
     CancelStepException,
     Order,
 )
-from isaac_loop.loop.trainer import with_cbs
+from isaac_loop.loop.spans import with_cbs
 from isaac_loop.loop.monitor import check_monitored
 from isaac_loop.state.errors import ResumeMismatch
 from isaac_loop.loop.trainer import Trainer

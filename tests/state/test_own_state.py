@@ -28,7 +28,8 @@ from isaac_loop.checkpoints.rewind import RewindCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelBatchException
-from isaac_loop.loop.trainer import with_cbs, Trainer
+from isaac_loop.loop.spans import with_cbs
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.state.own_state import OwnState
 from runs import Cut, CutCB, fit, make_loaders, make_trainer, tree

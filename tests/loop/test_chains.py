@@ -1,4 +1,4 @@
-"The calls of a batch stand in one row: nobody can tell that from running one event after the other."
+"The calls of a batch stand in one chain: nobody can tell that from running one event after the other."
 
 import copy
 import gc
@@ -35,7 +35,7 @@ class EventByEvent(Trainer):
 
     def run_callbacks(self, *names, **extra):
         for name in names:
-            if name in self.plan.bare:
+            if name in self.plan.bare_steps:
                 try:
                     run_event(self, name)
                 except CancelStepException:
@@ -101,7 +101,7 @@ def run(cls, seed, deeds):
 @pytest.mark.shows("ISA-05")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(0, 120, 60))
-def test_a_row_is_the_same_as_one_event_after_the_other(first):
+def test_a_chain_is_the_same_as_one_event_after_the_other(first):
     for seed in range(first, first + 60):
         for deeds in (DEEDS, DEEDS[:3], ["come", CancelStepException]):
             assert run(Trainer, seed, deeds) == run(EventByEvent, seed, deeds), (seed, deeds)
@@ -160,7 +160,7 @@ def test_a_run_callbacks_that_somebody_puts_in_its_place_is_asked(monkeypatch):
         assert asked[:2] == [("predict", "get_loss"), ("backward", "step", "zero_grad")], place
 
 
-def test_rows_hear_of_changes_however_many_there_are():
+def test_chains_hear_of_changes_however_many_there_are():
     events = [f"e{i}" for i in range(120)]
 
     class ManyEvents(Trainer):
@@ -223,7 +223,7 @@ def test_many_cancels_go_no_deeper_and_many_orders_are_not_kept():
         raise CancelStepException
 
     trainer.fit(1, callbacks=predict, valid=False)
-    assert len(seen) == 2120 and len(trainer.plan.rows) < 60
+    assert len(seen) == 2120 and len(trainer.plan.chains) < 60
     trainer.run_callbacks()
 
 
@@ -272,7 +272,7 @@ def test_the_second_of_two_calls_of_one_function_is_blamed_where_it_fails():
     assert "raised by `twice.zero_grad`" in info.value.__notes__[0]
 
 
-def test_a_trainer_with_rows_can_be_pickled_and_copied():
+def test_a_trainer_with_chains_can_be_pickled_and_copied():
     t = trainer_with(CountPredictsCB())
     t.fit(1)
     for again in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t)):
