@@ -22,7 +22,18 @@ def same_random_numbers():
     set_seed(0)
 
 
-def pytest_collection_finish():
+def set_aside():
     "Collecting garbage looks through what tests make, and not each time through all modules and all tests"
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish():
+    set_aside()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    "After a file whose tests have loaded large libraries"
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last and len(gc.get_objects()) > 100_000:
+        set_aside()
