@@ -74,7 +74,8 @@ class MetricsCB:
         rows,weight = rows_and_weight(trainer, inputs, self.weigh)
         self._losses.add(trainer.loss, weight, trainer.batch_num)
         if not metrics or rows == 0: return
-        preds = trainer.preds.detach() if torch.is_tensor(trainer.preds) else trainer.preds
+        preds = trainer.preds
+        if isinstance(preds, torch.Tensor): preds = preds.detach()
         try:
             for name,m in metrics.items(): m.update(preds, *targets) # noqa: B007 - A note has the name
         except Exception as error:
