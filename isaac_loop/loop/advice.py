@@ -200,14 +200,21 @@ _NO_UPDATE = ('The training pass of epoch {} ended without an update that the lo
               'averages and checkpoints stand still. Let `{}.one_batch` update by '
               "`self.run_callbacks('step')`, or count in it with `self.n_updates += 1`.")
 
-class Steps:
+class StepCounter:
     "Counts how often the optimizers among a trainer's attributes step, also those in a list or a dict"
-    def __init__(self, trainer):
-        self.n,held = 0,list(vars(trainer).values())
+    def __init__(self): self.n,self._hooks = 0,[]
+
+    def watch(self,
+        trainer, # Begins a pass
+    ):
+        "Count from now on"
+        held = list(vars(trainer).values())
         for several in [o for o in held if isinstance(o, (list, tuple, dict))]:
             held += several.values() if isinstance(several, dict) else several
         optimizers = {id(o): o for o in held if isinstance(o, torch.optim.Optimizer)}
-        self._hooks = [o.register_step_post_hook(self._count) for o in optimizers.values()]
+        for opt in optimizers.values(): # One that wraps another may have no place for hooks
+            takes_hooks = hasattr(opt, '_optimizer_step_post_hooks')
+            if takes_hooks: self._hooks.append(opt.register_step_post_hook(self._count))
 
     def _count(self, *args): self.n += 1
 
@@ -218,7 +225,7 @@ class Steps:
 def warn_of_own_batch(
     trainer, # A pass has ended
     n_updates:int, # Updates before it
-    steps:Steps, # Of the pass
+    steps:StepCounter, # Of the pass
 ):
     "Warn when nobody was told of the batches of a pass, or knows of any update"
     told,seen = trainer.plan.told,trainer.plan.batch_seen # Each is told once for each trainer
@@ -254,15 +261,21 @@ _LATE_LOADER = ('`dls.{0}` was exchanged after this pass had got its loader, so 
                 'old one. In `before_epoch` set `trainer.dl`; or exchange `dls.{0}` in `log`, for the next '
                 'epoch.')
 
+def held_loader(
+    trainer, # In a pass
+): # None if `dls` keeps it in another way
+    "What `dls` keeps as the loader of this kind of pass"
+    return getattr(trainer.dls, '__dict__', {}).get('train' if trainer._training else 'valid')
+
 def warn_of_late_loader(
     trainer, # Is about to walk over its batches
 ):
     "Warn when another loader came too late for this pass"
-    name,source,told = 'train' if trainer._training else 'valid',trainer._source,trainer.plan.told
-    now = getattr(trainer.dls, '__dict__', {}).get(name, source.chosen)
-    if now is source.chosen or source.dl is not source.chosen or 'loader' in told: return
+    source,told = trainer._source,trainer.plan.told
+    is_late = held_loader(trainer) is not source.held and source.dl is source.chosen
+    if not is_late or 'loader' in told: return
     told.add('loader')
-    warn(_LATE_LOADER.format(name))
+    warn(_LATE_LOADER.format('train' if trainer._training else 'valid'))
 
 # %% ../../nbs/loop/28_advice.ipynb #1347dc0b
 _NO_BATCH = ('The batch is a {}, which does not say what is input and what is target. '
@@ -274,7 +287,7 @@ _SHORT = ('The batch has {} entries, but `dls.n_inp` says that the first {} are 
 class NoSplit(TypeError):
     "A batch does not say what is input and what is target"
 
-def entries_of(
+def checked_entries(
     batch, # What the loader gave
     n_inp:int, # How many entries are inputs
 ):

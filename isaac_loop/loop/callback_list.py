@@ -65,7 +65,7 @@ _LEFT_OUT = (' `{who}` has left the step out of this batch, and what follows nee
 
 def _who_left(trainer, name):
     "Who has cancelled the step that writes `name` in this batch, as a sentence"
-    event,handler,batch_num = getattr(vars(trainer).get('plan'), 'left_out', (None,)*3)
+    event,handler,batch_num = getattr(vars(trainer).get('plan'), 'last_cancel', (None,)*3)
     steps = {'preds': ('before_predict', 'predict'), 'loss': ('before_get_loss', 'get_loss')}
     if event not in steps.get(name, ()) or batch_num != vars(trainer).get('batch_num'): return ''
     pairs = [pair for kind in trainer.plan.entries.values() for pair in kind.get(event, ())]

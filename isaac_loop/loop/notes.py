@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/loop/21_notes.ipynb #061af0e9
-import os
+import inspect, os
 
 from .events import CancelException, callback_name, stops_at
 
@@ -44,10 +44,10 @@ def blame(
     handler, # Who failed; None if nobody had begun
     extra:dict=None, # Further arguments that it was given
 ):
-    "Note on `error` which callback raised it, at which event, epoch and batch"
+    "Note on `error` who raised it, at which event, epoch and batch; of a cancel that is caught, in the plan"
     caught = isinstance(error, CancelException) and stops_at(error, trainer.plan.spans) >= 0
     if caught:
-        trainer.plan.left_out = event,handler,getattr(trainer, 'batch_num', None) # Who misses it, asks
+        trainer.plan.last_cancel = event,handler,getattr(trainer, 'batch_num', None) # Who misses it, asks
         return # An object used again must not gather notes
     pairs = [pair for kind in trainer.plan.entries.values() for pair in kind.get(event, ())]
     callback = next((cb for cb,found in pairs if found == handler), None)
@@ -68,14 +68,19 @@ def _name_of(handler): return getattr(handler, '__qualname__', repr(handler))
 _NOT_OPEN = ('`{}` ends a span that was not open here, so nothing caught it. '
              'Raise it inside that span, or raise the exception of one that is open.')
 
+def _methods(cls):
+    "The code of all methods of `cls` but for generators, which give batches"
+    for f in [o for c in cls.__mro__ for o in vars(c).values()]:
+        code = getattr(inspect.unwrap(f), '__code__', None) if callable(f) else None
+        if code is not None and not code.co_flags & inspect.CO_GENERATOR: yield code
+
 def _own_method(trainer, error):
     "Name of the method of a subclass in which `error` was raised, or None"
-    found,tb = None,error.__traceback__
+    found,tb,methods = None,error.__traceback__,set(_methods(type(trainer)))
     while tb is not None:
         frame,code,tb = tb.tb_frame,tb.tb_frame.f_code,tb.tb_next
         if _in_loop(frame): found = None # It has called the loop, which went on
-        elif _is_ours(frame) or not code.co_argcount: continue
-        elif frame.f_locals.get(code.co_varnames[0]) is trainer: found = code.co_qualname
+        elif code in methods and not _is_ours(frame): found = code.co_qualname
     return found
 
 def explain(

@@ -35,14 +35,14 @@ def planned_updates(
     limits = [n for n in limits if isinstance(n, int)]
     if trainer.updates_per_epoch is not None: limits.append(trainer.n_epochs * trainer.updates_per_epoch)
     if not limits: raise ValueError(_NO_LENGTH)
-    trainer._planned = min(limits)
-    return trainer._planned
+    return min(limits)
 
 # %% ../../nbs/loop/24_passes.ipynb #1fc27ac9
 class Batches:
     "The batches of a loader; they end early if the pass is to end"
-    def __init__(self, dl):
+    def __init__(self, dl, held=None):
         self.dl = self.chosen = dl # `trainer.dl` may be set to another
+        self.held = held # What the loaders kept when the pass began
         self.begun,self.over = False,False # Has the pass begun, is it to end?
         self.given,self.last = 0,None # How many batches were drawn, and the last of them
         self.limit,self.first = None,0 # Of all batches in the pass; number of the one that comes next
@@ -98,7 +98,8 @@ def split_batch(
     if own is not None: return two_tuples(own(batch))
     n_inp = getattr(dls, 'n_inp', None)
     if n_inp is None: n_inp = 1
-    if not isinstance(batch, (tuple, list)) or n_inp > len(batch): batch = advice.entries_of(batch, n_inp)
+    is_enough = isinstance(batch, (tuple, list)) and n_inp <= len(batch)
+    if not is_enough: batch = advice.checked_entries(batch, n_inp)
     inputs,targets = batch[:n_inp],batch[n_inp:]
     return (inputs, targets) if type(batch) is tuple else (tuple(inputs), tuple(targets))
 
@@ -159,13 +160,14 @@ def one_pass(
     forget(trainer, 'batch_num', 'batch', 'preds', 'loss')
     dl = trainer.dls.train if training else trainer.dls.valid
     trainer._training,trainer.start_batch = training,0
-    trainer._source = Batches(dl)
+    trainer._source = Batches(dl, advice.held_loader(trainer))
     vars(trainer).update(dl=dl, batches=trainer._source, n_batches=trainer._source.expected)
     if hasattr(trainer.model, 'train'): trainer.model.train(training)
     trainer.plan.select(training)
     trainer.plan.batch_seen = False
-    n_updates,steps = trainer.n_updates,advice.Steps(trainer) if has_own_batch(trainer) else None
+    n_updates,steps = trainer.n_updates,advice.StepCounter() if has_own_batch(trainer) else None
     try:
+        if steps: steps.watch(trainer)
         yield
         trainer.history.epochs_trained += training
         if steps: advice.warn_of_own_batch(trainer, n_updates, steps)
@@ -175,7 +177,7 @@ def one_pass(
         if not trainer._fitting: trainer._training = None
 
 # %% ../../nbs/loop/24_passes.ipynb #e38d17d9
-class Told:
+class SetBy:
     "An attribute that is written by a function of the trainer and the new value"
     def __init__(self, write): self.write = write
     def __set_name__(self, owner, name): self.name = name

@@ -45,8 +45,8 @@ class Plan(dict):
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
         self._chains = {} # By kind of pass and names of events: chains of their calls
-        self.has_chains = False # Is a batch one chain? Asked when a pass begins; see `has_own`
-        self.left_out = None,None,None # What a cancel has left out last: event, handler, number of the batch
+        self.uses_chains = False # May events be run as chains? Asked when a pass begins; see `has_own`
+        self.last_cancel = None,None,None # That a span caught: event, who raised it, number of the batch
         self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
         self.build_later([])
 
@@ -134,5 +134,7 @@ class Plan(dict):
         return tuple(handler for _,handler in sorted(everybody, key=lambda pair: -order_of(pair[0])))
 
     def __missing__(self, event):
-        if event in self.events and self._later is not None: return self.entries and self[event]
+        if event in self.events and self._later is not None:
+            self.build_now()
+            return self[event]
         raise LookupError(advice.no_event(event, self.events))

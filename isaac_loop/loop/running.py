@@ -30,17 +30,11 @@ def run_event(
 # %% ../../nbs/loop/16_running.ipynb #af40f120
 class EventNames(tuple):
     "Names of events that are run together"
-    __hash__,__eq__ = object.__hash__,object.__eq__ # Found by identity
+    __hash__,__eq__ = object.__hash__,object.__eq__ # Found by identity, which is quicker
     def __new__(cls, names, in_step=False):
         self = super().__new__(cls, names)
         self.in_step = in_step # Are they the parts of a step, from `before_` to `after_`?
         return self
-
-def are_of_a_step(
-    names:tuple, # Of events
-)->bool:
-    "Whether these are the parts of one step, whose span is open already"
-    return getattr(names, 'in_step', False)
 
 # %% ../../nbs/loop/16_running.ipynb #a2dc0743
 class PlanChanged(BaseException): "Others answer from here on"
@@ -58,10 +52,10 @@ class Chain(list):
     def __init__(self,
         names:tuple, # Of the events, such as `EventNames`
         calls:list, # For each, those who answer, or one call that opens a span
-        spans:tuple=(), # Names of those that open a span
-        steps:tuple=STEPS, # Names of those of which the rest is left out by `CancelStepException`
+        spans=(), # Names of those that open a span
+        in_step:bool=False, # Are they the parts of one step, whose span is open already?
     ):
-        self.names,self.spans,self.steps = names,spans,steps
+        self.names,self.spans,self.in_step = names,spans,in_step
         self.whole = tuple(call for some in calls for call in some)
         self.places = tuple(i for i,some in enumerate(calls) for _ in some) # Which name a call belongs to
         self.changed = False
@@ -94,7 +88,8 @@ class Chain(list):
         event,later = self.names[place],self.names[place+1:]
         if event in self.spans: return None # It has told its errors
         notes.blame(error, trainer, event, self.whole[i])
-        return Rest(later) if isinstance(error, CancelStepException) and event in self.steps else None
+        skips = isinstance(error, CancelStepException) and event in STEPS and not self.in_step
+        return Rest(later) if skips else None
 
 # %% ../../nbs/loop/16_running.ipynb #e74dc7d6
 def chain_of(
@@ -105,10 +100,10 @@ def chain_of(
     plan.build_now()
     if len(plan.chains) >= 50: plan.forget_chains() # Somebody puts other names together each time
     chains,answers = plan.chains,[plan[name] for name in names]
-    in_step = are_of_a_step(names)
+    in_step = getattr(names, 'in_step', False)
     spans = {} if in_step else {o: f for o,f in plan.span_methods.items() if o not in plan.bare_steps}
     calls = [(spans[name],) if name in spans else found for name,found in zip(names, answers)]
-    chains[names] = chain = Chain(names, calls, spans, () if in_step else STEPS)
+    chains[names] = chain = Chain(names, calls, spans, in_step)
     if chains is not plan.chains: chain.change() # A signal has changed the plan in the meantime
     return chain
 
@@ -129,7 +124,7 @@ def run_chain(
     except BaseException as error:
         rest = chain.rest_after_error(error, trainer, calls)
         if rest is None: raise
-    finish_chain(trainer, rest or chain.rest_after_change(n_left), in_step=are_of_a_step(names))
+    finish_chain(trainer, rest or chain.rest_after_change(n_left), chain.in_step)
 
 def finish_chain(
     trainer, # Has a `plan`
@@ -156,14 +151,3 @@ def run_alone(
         except CancelStepException: pass
     elif name in plan.span_methods: plan.span_methods[name](trainer, **extra or {})
     else: run_event(trainer, name, extra)
-
-# %% ../../nbs/loop/16_running.ipynb #96ca8193
-def run_each(
-    trainer, # Has a `plan`
-    names:tuple, # Of events, or one list of them
-    extra:dict, # Further keyword arguments for the handlers
-):
-    "Run each event in turn"
-    if names and not isinstance(names[0], str): names = tuple(names[0])
-    if not extra: return run_chain(trainer, names)
-    for name in names: run_alone(trainer, name, extra)

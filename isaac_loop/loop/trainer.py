@@ -19,11 +19,11 @@ from .handlers import has_own
 from .history import History
 from .methods_on_demand import bring_later
 from .new_trainer import check_new_trainer, explain_arguments
-from .passes import Told, another_loader, checked_epochs, one_pass, other_batches
+from .passes import SetBy, another_loader, checked_epochs, one_pass, other_batches
 from .passes import planned_updates, split_once, until_over
 from .plan import Plan
 from .ranks import Ranks
-from .running import run_each, run_chain
+from .running import run_alone, run_chain
 from .shared_attributes import DEFAULTS
 from .spans import in_one_chain, with_cbs
 
@@ -33,9 +33,9 @@ class Trainer(ByName):
     events = () # Names of further events that a subclass runs
     __slots__ = ('preds', 'loss') # Deleted when the next batch has come; slots make that cheap
     preds:Any; loss:Any # Tensors as a rule, and whatever the callbacks make of them
-    callbacks = Told(exchanged) # `Told` calls a function of the trainer and what the attribute is set to,
-    epochs = Told(checked_epochs) # so that what depends on it follows
-    dl,batches = Told(another_loader),Told(other_batches)
+    # Each is set by a function of the trainer and the new value, which refuses it or sees to what follows
+    callbacks,epochs = SetBy(exchanged),SetBy(checked_epochs)
+    dl,batches = SetBy(another_loader),SetBy(other_batches)
 
     def __init__(self,
         dls, # Has loaders `train` and `valid`; anything that can be iterated is a loader
@@ -99,7 +99,7 @@ class Trainer(ByName):
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
         own_ways = has_own(self, 'run_callbacks', 'training') or 'run_callbacks' in vars(self)
-        self.plan.has_chains = not own_ways
+        self.plan.uses_chains = not own_ways
         for self.batch_num,self.batch in enumerate(until_over(self), self.start_batch):
             self.preds = self.loss = None # There may be none yet, and `del` needs some
             del self.preds,self.loss # Gone before the next forward pass needs the memory
@@ -118,8 +118,9 @@ class Trainer(ByName):
         **extra # Further arguments for the callbacks' methods
     ):
         "Run each event in turn; a step runs as a span, with its `before_`, `after_` and `cleanup_`"
-        if extra or (names and not isinstance(names[0], str)): return run_each(self, names, extra)
-        run_chain(self, names)
+        if names and not isinstance(names[0], str): names = tuple(names[0])
+        if not extra: return run_chain(self, names)
+        for name in names: run_alone(self, name, extra)
 
     def request_stop(self,
         reason='asked to stop', # Kept as `stop_reason`
@@ -156,7 +157,8 @@ class Trainer(ByName):
     @property
     def total_updates(self):
         "Optimizer updates in the whole fit, for callbacks that must know it beforehand, such as schedules"
-        return planned_updates(self)
+        self._planned = planned_updates(self)
+        return self._planned
 
     _usual_methods = dict(one_batch=one_batch, run_callbacks=run_callbacks, training=training)
 

@@ -29,7 +29,7 @@ def _check_device(device):
     "Refuse a function that cannot say which device"
     if isinstance(device, torch.device) or not callable(device): return
     try: check_function(device, 'device')
-    except TypeError as e: raise TypeError(_FUNCTION.format(e, getattr(device, '__name__', 'f'))) from None
+    except TypeError as e: raise TypeError(_FUNCTION.format(e)) from None
 
 def _check_train(train):
     "Refuse what does no step"
@@ -38,7 +38,7 @@ def _check_train(train):
     if does_none: raise TypeError(_NO_STEP.format(train, ', '.join(STEPS)))
 
 _METRIC = '`{name}` is a {kind}, which is a metric. Pass metrics by name: `CoreCBs(accuracy={kind}(...))`.'
-_FUNCTION = '{0} If it is a metric, pass it by name: `CoreCBs({1}={1})`.'
+_FUNCTION = '{} If it is a metric, pass it by name, as in `CoreCBs(accuracy=f)`.'
 _CLASS = '`train` is the class `{0}`, and only an object can do the steps. Make one: `{0}()`.'
 _NO_STEP = ('`train` is {!r}, which does none of the steps {}. '
             'Pass a callback that does, such as `MomentumTrainCB()`; other callbacks stand beside the group.')

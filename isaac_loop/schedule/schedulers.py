@@ -24,6 +24,7 @@ from .annealing import draw_curves
 from ..data.dataloaders import DataLoaders
 from ..loop.events import Order, callback_name
 from ..loop.fitting import one_optimizer
+from ..loop.passes import planned_updates
 from ..loop.shared_attributes import offering
 from ..train.optimizer_options import BeforeSchedule, options_of, put_option
 from .scheduler_checks import check_rates, check_scheduler, warn_of_length
@@ -139,7 +140,7 @@ class BatchSchedulerCB(SchedulerCB):
         check_rates(getattr(trainer, self.opt), self, 'after {} updates', trainer.n_updates, wait=False)
 
     def _count_steps(self, trainer):
-        return None if trainer.updates_per_epoch is None else trainer.total_updates
+        return None if trainer.updates_per_epoch is None else planned_updates(trainer)
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #bc86586d
 @old_words

@@ -19,6 +19,7 @@ from .curves import plot_history, smoothed
 from ..loop.events import Order
 from ..loop.monitor import declared_columns
 from ..loop.numbers_on_device import DeviceNumbers, one_number
+from ..loop.passes import planned_updates
 from ..loop.shared_attributes import offering
 from ..basics.tables import row_text
 
@@ -67,7 +68,7 @@ _MOST_EPOCHS = 1000 # With more, the time or somebody else decides when to end
 def _planned(trainer):
     "How many epochs there will be, or None"
     n,per_epoch = trainer.n_epochs,trainer.updates_per_epoch
-    if per_epoch: n = min(n, math.ceil(trainer.total_updates/per_epoch))
+    if per_epoch: n = min(n, math.ceil(planned_updates(trainer)/per_epoch))
     return n if n <= _MOST_EPOCHS else None
 
 def _now(trainer, rows):

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from isaac_loop.all import (
     AccumulationCB,
     BasicTrainCB,
+    BatchSchedulerCB,
     CancelBatchException,
     CancelStepException,
     DataLoaders,
@@ -386,6 +388,57 @@ def test_more_updates_than_were_planned_are_told_of_once():
         trainer_with(OneCycleSchedulerCB(), cls=TwiceAsPlanned).fit(3)
         trainer_with(OneCycleSchedulerCB(), NBatchCB(1), cls=TwiceAsPlanned).fit(3)
         trainer_with(OneCycleSchedulerCB(), LimitCB(updates=3), cls=Twice).fit(3)  # Stops within a batch
+
+
+class AroundAnother(optim.Optimizer):
+    "Wraps an optimizer, and makes nothing of its own"
+
+    def __init__(self, opt):
+        self.opt, self.param_groups, self.state, self.defaults = opt, opt.param_groups, opt.state, {}
+
+    def step(self, closure=None):
+        self.opt.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.opt.zero_grad()
+
+
+class Copies:
+    "Gives another list each time"
+
+    def __init__(self):
+        vars(self).update(train=data(), valid=data())
+
+    train = property(lambda self: list(vars(self)["train"]))
+    valid = property(lambda self: list(vars(self)["valid"]))
+
+
+def wrapped(trainer, batches):
+    for batch in batches:
+        yield batch
+        raise ZeroDivisionError
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_what_is_no_misuse_is_not_told_of():
+    def opt_func(params, lr):
+        return AroundAnother(optim.SGD(params, lr))
+
+    trainer = TwiceAsPlanned(DataLoaders(data()), F.mse_loss, opt_func, nn.Linear(1, 1), BasicTrainCB())
+    trainer.fit(1, valid=False)
+    assert trainer.n_updates == 6
+    Trainer(Copies(), F.mse_loss, optim.SGD, nn.Linear(1, 1), BasicTrainCB()).fit(1)
+    exponential = partial(optim.lr_scheduler.ExponentialLR, gamma=0.9)
+    trainer_with(BatchSchedulerCB(exponential), cls=Twice).fit(2)  # Has no end that could come too early
+
+
+def test_an_error_of_wrapped_batches_is_one_of_the_loader():
+    def before_epoch(trainer):
+        trainer.batches = wrapped(trainer, trainer.batches)
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        trainer_with().fit(1, callbacks=before_epoch)
+    assert "after batch 0, by the loop or its loader" in raised.value.__notes__[0]
 
 
 def test_two_backwards_in_a_batch_count_as_two_batches_and_that_is_said():

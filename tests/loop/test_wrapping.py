@@ -1,4 +1,4 @@
-"A before and an after around whoever provides a step: what chains of wrapped callbacks would be for."
+"A before and an after around whoever provides a step: what callbacks wrapped in one another would be for."
 
 import copy
 import warnings
