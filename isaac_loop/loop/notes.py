@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/loop/21_notes.ipynb #061af0e9
 import inspect, os
+from itertools import chain
 
 from .events import CancelException, callback_name, stops_at
 
@@ -70,7 +71,7 @@ _NOT_OPEN = ('`{}` ends a span that was not open here, so nothing caught it. '
 
 def _methods(cls):
     "The code of all methods of `cls` but for generators, which give batches"
-    for f in [o for c in cls.__mro__ for o in vars(c).values()]:
+    for f in chain.from_iterable(vars(c).values() for c in cls.__mro__):
         code = getattr(inspect.unwrap(f), '__code__', None) if callable(f) else None
         if code is not None and not code.co_flags & inspect.CO_GENERATOR: yield code
 
