@@ -635,7 +635,7 @@ def test_a_class_is_no_metric():
         MetricsCB(Mean)
 
 
-@pytest.mark.parametrize("name", ["train_loss", "valid_loss", "epoch", "elapsed", "fit"])
+@pytest.mark.parametrize("name", ["train_loss", "valid_loss", "epoch", "elapsed", "time", "fit"])
 def test_a_metric_may_not_hide_another_column(name):
     with pytest.raises(ValueError, match=f"There are two columns called `{name}`"):
         MetricsCB(**{name: RowsMetric()})

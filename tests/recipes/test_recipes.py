@@ -196,6 +196,16 @@ def test_what_does_no_step_is_not_taken_for_training(train, error):
         CoreCBs("cpu", train=train)
 
 
+def test_a_metric_that_stands_where_the_device_does_is_told_how_to_be_given():
+    def accuracy(preds, targets):
+        return preds.argmax(1) == targets
+
+    with pytest.raises(TypeError, match=r"`device` .*pass it by name, as in `CoreCBs\(accuracy=f\)`"):
+        CoreCBs(accuracy)
+    for device in ("cpu", torch.device("cpu"), lambda: "cpu"):
+        assert type(CoreCBs(device).callbacks[0]).__name__ == "DeviceCB"
+
+
 def test_a_group_can_be_silent_and_take_functions(capsys):
     trainer = new_trainer(
         [
