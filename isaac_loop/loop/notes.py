@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/loop/21_notes.ipynb #061af0e9
 import inspect, os
 from itertools import chain
+from types import CodeType, FunctionType
 
 from .events import CancelException, callback_name, stops_at
 
@@ -72,8 +73,9 @@ _NOT_OPEN = ('`{}` ends a span that was not open here, so nothing caught it. '
 def _methods(cls):
     "The code of all methods of `cls` but for generators, which give batches"
     for f in chain.from_iterable(vars(c).values() for c in cls.__mro__):
-        code = getattr(inspect.unwrap(f), '__code__', None) if callable(f) else None
-        if code is not None and not code.co_flags & inspect.CO_GENERATOR: yield code
+        if not isinstance(f, FunctionType): continue # Any other object might answer anything when asked
+        code = getattr(inspect.unwrap(f), '__code__', None)
+        if isinstance(code, CodeType) and not code.co_flags & inspect.CO_GENERATOR: yield code
 
 def _own_method(trainer, error):
     "Name of the method of a subclass in which `error` was raised, or None"

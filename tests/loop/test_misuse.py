@@ -302,6 +302,20 @@ class WalksItself(Trainer):
         super().one_epoch(training)
 
 
+class AnswersAnything:
+    "Whatever it is asked for, it has another such object"
+
+    def __getattr__(self, name):
+        return AnswersAnything()
+
+    def __call__(self):
+        pass
+
+
+class HoldsAnything(Divides):
+    service = AnswersAnything()
+
+
 class Breaks(list):
     def __iter__(self):
         yield from list.__iter__(self)
@@ -313,6 +327,7 @@ class Breaks(list):
     [
         (Divides, data(), "`epoch` at epoch 0, batch 1, by `Divides.half`"),
         (DividesInSpan, data(), "`batch` at epoch 0, batch 1 (training), by `Divides.half`"),
+        (HoldsAnything, data(), "`epoch` at epoch 0, batch 1, by `Divides.half`"),
         (WalksItself, Breaks(data()), "`epoch` at epoch 0, after batch 2, by the loop or its loader"),
     ],
 )

@@ -252,3 +252,26 @@ def test_what_was_set_for_a_pass_may_be_put_back_after_it():
     t = trainer_with(WalkCB(), UndoCB())
     t.fit(1)
     assert t.WalkCB.seen == [[1, 1], [1, 1]] and t.dl is t.dls.valid
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_an_entry_exchanged_twice_is_seen_though_the_second_has_the_place_of_the_first(kind):
+    "The model learned from the inputs of before, since a tensor that is gone gives its `id` to the next"
+    seen, key = [], "x" if kind is dict else 0
+
+    def before_predict(trainer):
+        trainer.split(trainer.batch)  # Somebody has asked before, such as a metric
+        for _ in range(2):
+            trainer.batch[key] = trainer.batch[key] + 1
+
+    def after_predict(trainer):
+        seen.append(trainer.split(trainer.batch)[0][0].item() - trainer.batch[key].item())
+
+    batches = [
+        {"x": torch.ones(1, 1), "y": torch.ones(1, 1)} if kind is dict else [torch.ones(1, 1)] * 2
+        for _ in range(3)
+    ]
+    dls = DataLoaders(batches, split=lambda batch: (batch[key] * 1, batch["y" if kind is dict else 1]))
+    callbacks = [BasicTrainCB(), before_predict, after_predict]
+    Trainer(dls, F.mse_loss, optim.SGD, nn.Linear(1, 1), callbacks).fit(1, valid=False)
+    assert seen == [0.0] * 3
