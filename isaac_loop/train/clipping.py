@@ -113,7 +113,7 @@ class ClipGradCB:
         *, max_value:float=None, # Or cut each number to the range from `-max_value` to `max_value`
         adaptive:float=None, # Or keep the gradient of each unit below this share of the norm of its weights
         norm_type:float=2., # Which norm to clip by, and to record; `math.inf` for the largest number
-        params=None, # Function of the trainer that gives the parameters; default: all of the optimizer
+        params=None, # Function of the trainer that gives parameters, or None; default: all of the optimizer
         opt:str='opt', # Attribute of the trainer that holds the optimizer
         column:str='grad_norm', # Name of the column in `trainer.history`; None to write nothing
     ):
@@ -158,7 +158,8 @@ def _held(self:ClipGradCB, trainer):
 @patch
 def _clip(self:ClipGradCB, trainer):
     "Clip the gradients that are there now; returns their norm, and whether the limit was reached"
-    params = _with_entries(self.params(trainer) if self.params else self._held(trainer))
+    params = self.params(trainer) if self.params else self._held(trainer)
+    params = _with_entries(() if params is None else params)
     return _CLIP[self.kind](params, self.limit, self.norm_type) if params else None
 
 @patch

@@ -406,3 +406,19 @@ def test_gradients_are_clipped_as_by_torch_digit_for_digit(norm_type, dtypes):
         assert torch.equal(norm.nan_to_num(), expected.nan_to_num())
         for p, q in zip(mine, theirs):
             assert torch.equal(p.grad.nan_to_num(), q.grad.nan_to_num())
+
+
+@pytest.mark.parametrize("nothing", [None, ()])
+def test_where_nothing_is_to_be_clipped_nothing_is_recorded(nothing):
+    "As in the turn of another player; here in every second batch"
+    clip = ClipGradCB(1e-3, params=lambda t: t.model.parameters() if t.batch_num % 2 else nothing)
+    norms = []
+
+    def after_step(trainer):
+        grads = [p.grad for p in trainer.model.parameters()]
+        norms.append(nn.utils.get_total_norm(grads).item())
+
+    trainer = make_trainer(clip, after_step)
+    trainer.fit(1, lr=0.1, valid=False)
+    assert [norm > 1e-3 + 1e-6 for norm in norms] == [True, False] * 3
+    assert trainer.history.batches["batch"] == [1, 3, 5]
