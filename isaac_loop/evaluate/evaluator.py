@@ -76,13 +76,13 @@ class EvaluatorCB:
 def _run(self:EvaluatorCB, trainer, name, dl):
     "Run over one data set; what was measured, by name"
     self._pass.weigh = weigh_of(trainer) if self._weigh is None else self._weigh
-    with trainer.side_run() as side, ExitStack() as stack:
+    callbacks = [self._pass, self._limit(), self.callbacks_inside]
+    with trainer.side_run(callbacks) as side, ExitStack() as stack:
         ordered,rows = in_order(chosen_loader(side.dls, dl))
         if self.user_iter_callback is not None: rows = None # It is to see all of them
         ordered = stack.enter_context(shared_rows(side.ranks, ordered, rows))
         side.dls = OtherData(side.dls, ordered, f'The data set `{name}`')
-        callbacks = [self._pass, self._limit(), self.callbacks_inside]
-        with side.added_callbacks(callbacks): side.fit(1, train=False)
+        side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
         self._stop = side.stop_reason # Of several processes, that on which all have agreed
         self._left = self._left or self._pass.gap

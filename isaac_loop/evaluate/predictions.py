@@ -262,7 +262,8 @@ class NoLossCB:
 def _looking_at(self:Trainer, dl, callbacks, *watchers, share=False):
     "Lend the trainer, with `watchers`, to passes over `dl` in the order of its rows"
     dl,whole = chosen_loader(self.dls, dl),WholeCB()
-    with self.side_run(callbacks) as side, ExitStack() as stack:
+    self._checked.add(whole) # It is one of the library's own
+    with self.side_run([callbacks, *watchers, whole]) as side, ExitStack() as stack:
         ordered,rows = in_order(dl)
         if n_batches(ordered) == 0: raise ValueError(_NO_BATCHES)
         ordered = stack.enter_context(shared_rows(self.ranks, ordered, rows if share else None))
@@ -270,8 +271,7 @@ def _looking_at(self:Trainer, dl, callbacks, *watchers, share=False):
         side.dls = OtherData(self.dls, ordered, name)
         for cb in watchers:
             if isinstance(cb, CapturePredsCB): cb.rows = rows
-        try:
-            with side.added_callbacks([*watchers, whole]): yield side
+        try: yield side
         except Exception as error:
             if whole.gap: error.add_note(f'The pass was left early ({whole.gap}).')
             raise

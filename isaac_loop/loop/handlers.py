@@ -125,6 +125,15 @@ def _called(event, pairs):
     pairs = instead or pairs
     return watched(event, pairs) if len(pairs) > 1 and event in TWICE else pairs
 
+def entries_by_pass(
+    found:list, # Pairs of callback and its `handlers_of`, in the order in which they run
+    events, # Names
+)->dict: # By kind of pass, and by event: pairs of callback and handler
+    "Who answers each of `events`; one table for both kinds of pass where nobody sits one out"
+    takes_both = all(_is_inside(cb, True) and _is_inside(cb, False) for cb,_ in found)
+    table = entries_of(found, events, True)
+    return {True: table, False: table if takes_both else entries_of(found, events, False)}
+
 def entries_of(
     found:list, # Pairs of callback and its `handlers_of`, in the order in which they run
     events, # Names

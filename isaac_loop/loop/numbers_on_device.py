@@ -18,13 +18,16 @@ from .batch_record import BatchRecord, Runs, as_tensor
 # %% ../../nbs/loop/40_numbers_on_device.ipynb #5e6f7a8b
 class Sent:
     "A tensor, or tensors in any structure, on the way to the CPU"
-    def __init__(self, x):
-        self._events = {}
+    def __init__(self,
+        x, # Tensors, and whatever is between them
+        fresh:bool=False, # Does nobody else have them, so that those on the CPU need no copy?
+    ):
+        self._events,self._fresh = {},fresh
         self._x = map_tensors(self._copy, x)
 
     def _copy(self, tensor):
         tensor,device = tensor.detach(),tensor.device
-        if device.type in ('cpu', 'meta'): return tensor.clone()
+        if device.type in ('cpu', 'meta'): return tensor if self._fresh else tensor.clone()
         copy = tensor.to('cpu', non_blocking=True)
         if device not in self._events: self._events[device] = torch.Event(device.type)
         self._events[device].record(torch.accelerator.current_stream(device))
@@ -227,7 +230,7 @@ def _and_one(blocks, batches, sent):
     while blocks and len(blocks[-1][0]) <= len(batches) and blocks[-1][1].arrived() and sent.arrived():
         before,first = blocks.pop()
         both = [[_joined([*a, *b])] for a,b in zip(first.read(), sent.read())]
-        batches,sent = before+batches,Sent(both)
+        batches,sent = before+batches,Sent(both, fresh=True)
     return [*blocks, (batches, sent)]
 
 class PassNumbers:
@@ -257,7 +260,8 @@ class PassNumbers:
         blocks,rows = self._held
         if rows:
             batches,*columns = zip(*rows)
-            self._held = _and_one(blocks, array('I', batches), Sent(list(map(_pieces, columns)))),[]
+            sent = Sent(list(map(_pieces, columns)), fresh=True)
+            self._held = _and_one(blocks, array('I', batches), sent),[]
         return self._held[0]
 
     @property

@@ -112,24 +112,20 @@ def two_tuples(
     return inputs,targets
 
 # %% ../../nbs/loop/24_passes.ipynb #b80f22e6
-def split_once(
-    trainer, # Its `dls` may have a function `split`
+def entries_of(
     batch, # What a loader gave
-)->tuple: # A tuple of inputs, and a tuple of targets
-    "The inputs and the targets in `batch`, which is taken apart once"
-    known,held,found = trainer._split
-    stays = type(batch) is tuple # The same entries for ever
-    if known is not batch or not (stays or _same(held, _held(batch))):
-        found = split_batch(trainer.dls, batch) # This may change the batch
-        trainer._split = batch,None if stays else _held(batch),found
-    return found
-
-def _held(batch):
+)->tuple: # None if nobody can tell
     "What `batch` holds: the objects themselves, since the `id` of one that is gone is given to another"
     if isinstance(batch, Mapping): return tuple(batch.values())
     return tuple(batch) if isinstance(batch, SEQUENCES) else None
 
-def _same(a, b): return a is b or (len(a) == len(b) and all(map(is_, a, b)))
+def still_holds(
+    batch, # A mapping or a sequence
+    entries:tuple, # What it has held
+)->bool:
+    "Whether these very objects are in `batch`"
+    now = batch.values() if isinstance(batch, Mapping) else batch
+    return len(now) == len(entries) and all(map(is_, now, entries))
 
 # %% ../../nbs/loop/24_passes.ipynb #ab5ebe25
 def parts_of(
@@ -173,6 +169,7 @@ def one_pass(
         if steps: advice.warn_of_own_batch(trainer, n_updates, steps)
         advice.warn_of_more_updates(trainer)
     finally:
+        trainer.plan.uses_chains = False
         if steps: steps.close()
         if not trainer._fitting: trainer._training = None
 

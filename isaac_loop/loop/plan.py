@@ -9,7 +9,7 @@ __all__ = []
 from . import advice
 from .callback_checks import check_steps
 from .events import EVENTS, Span, STEPS
-from .handlers import entries_of, handlers_of, order_of
+from .handlers import entries_by_pass, handlers_of, order_of
 from .handlers import own_events, own_spans, trainers_own
 from .ranks import runs_here
 from .spans import STEP_SPANS
@@ -45,7 +45,7 @@ class Plan(dict):
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
         self._chains = {} # By kind of pass and names of events: chains of their calls
-        self.uses_chains = False # May events be run as chains? Asked when a pass begins; see `has_own`
+        self.uses_chains = False # May those of a batch be run as chains? Asked in each pass; see `has_own`
         self.last_cancel = None,None,None # That a span caught: event, who raised it, number of the batch
         self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
         self.build_later([])
@@ -82,9 +82,10 @@ class Plan(dict):
         here = [cb for cb in callbacks if runs_here(cb)]
         ranked = sorted([*trainers_own(self.trainer_class), *here], key=order_of)
         found = [(cb, handlers_of(cb, self.events)) for cb in ranked]
-        entries = {training: entries_of(found, self.events, training) for training in (True, False)}
+        entries = entries_by_pass(found, self.events)
         for change in self.changes: # None but while somebody looks
-            for kind in entries.values(): kind.update({event: change(event, kind[event]) for event in kind})
+            for kind,table in entries.items():
+                entries[kind] = {event: change(event, pairs) for event,pairs in table.items()}
         if check: check_steps(entries, callbacks)
         self.take(entries)
 

@@ -26,8 +26,8 @@ def in_span(
         plan,result = trainer.plan,None
         try:
             plan.spans.append(span)
-            in_one = names and plan.uses_chains and not args and not kwargs and trainer._training is not None
-            if in_one: run_chain(trainer, names[trainer._training])
+            in_one = names and plan.uses_chains and not args and not kwargs
+            if in_one: run_chain(trainer, names[plan.training])
             else:
                 if plan[before]: run_event(trainer, before)
                 result = f(trainer, *args, **kwargs)

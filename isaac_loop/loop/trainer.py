@@ -19,8 +19,8 @@ from .handlers import has_own
 from .history import History
 from .methods_on_demand import bring_later
 from .new_trainer import check_new_trainer, explain_arguments
-from .passes import SetBy, another_loader, checked_epochs, one_pass, other_batches
-from .passes import planned_updates, split_once, until_over
+from .passes import SetBy, another_loader, checked_epochs, entries_of, one_pass
+from .passes import other_batches, planned_updates, split_batch, still_holds, until_over
 from .plan import Plan
 from .ranks import Ranks
 from .running import run_alone, run_chain
@@ -145,9 +145,11 @@ class Trainer(ByName):
         batch # What the loader gave
     )->tuple: # A tuple of inputs, and a tuple of targets
         "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is asked several times"
-        known,held,found = self._split
-        if known is batch and held is None: return found # A tuple, whose entries stay
-        return split_once(self, batch)
+        known,entries,found = self._split
+        if known is batch and (entries is None or still_holds(batch, entries)): return found
+        found = split_batch(self.dls, batch) # This may change the batch
+        self._split = batch,None if type(batch) is tuple else entries_of(batch),found # A tuple stays as it is
+        return found
 
     @property
     def training(self):

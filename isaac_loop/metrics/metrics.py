@@ -151,13 +151,17 @@ def as_text(
 def log(self:MetricsCB, trainer):
     "Print the newest row, unless another callback shows it"
     row = trainer.history.current
-    shown = any(offered(trainer, 'shows_rows'))
-    if self.show and row and not shown and trainer.ranks.is_main: self._log(row)
+    if self._shows(trainer) and row: self._log(row)
 
 @patch
 def cleanup_fit(self:MetricsCB, trainer):
     "Say why a fit has stopped before its time, unless another callback does"
-    if self.show and trainer.ranks.is_main and not any(offered(trainer, 'shows_rows')): say_stop(trainer)
+    if self._shows(trainer): say_stop(trainer)
+
+@patch
+def _shows(self:MetricsCB, trainer):
+    "Whether this callback is the one that prints"
+    return self.show and trainer.ranks.is_main and not any(offered(trainer, 'shows_rows'))
 
 @patch
 def _log(self:MetricsCB, row):

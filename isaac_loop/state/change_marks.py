@@ -9,7 +9,8 @@ __all__ = []
 import io, random, weakref
 from array import array
 from collections import deque
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 
 import torch
@@ -63,11 +64,19 @@ def is_iterator(x): return hasattr(type(x), '__next__')
 
 def attributes_of(x):
     "The attributes of any object, also those in slots"
-    named = [name for c in type(x).__mro__ for name in as_names(vars(c).get('__slots__', ()))]
-    slots = [name for name in named if not name.startswith('__')]
-    own = getattr(x, '__dict__', {})
-    found = {name: getattr(x, name) for name in slots if hasattr(x, name)}
+    own,found = getattr(x, '__dict__', {}),{}
+    for name,slot in _slots_of(type(x)).items():
+        with suppress(AttributeError): found[name] = slot.__get__(x)
     return found | (own if isinstance(own, dict) else {})
+
+@lru_cache(maxsize=256)
+def _slots_of(cls):
+    "The slots of all its objects, by name, looked up once"
+    found = {}
+    for c in reversed(cls.__mro__):
+        names = [name for name in as_names(vars(c).get('__slots__', ())) if not name.startswith('__')]
+        found |= {name: vars(c)[name] for name in names if hasattr(vars(c).get(name), '__get__')}
+    return found
 
 def as_names(x): return (x,) if isinstance(x, str) else tuple(x)
 

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/38_own_state.ipynb #be5e84b8
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MethodType, ModuleType
 
 import torch
@@ -66,20 +66,26 @@ def _attributes(owner, without=()):
 # %% ../../nbs/state/38_own_state.ipynb #db5a1e7d
 _OF_BATCH = {'batch', 'preds', 'loss', '_split'} # Others come with the next one; who holds these holds values
 
-def _world(trainer, loop):
+class _World:
     "The ids of what the trainer has in attributes that the `loop` writes, and of its modules and optimizers"
-    kinds = (nn.Module, optim.Optimizer)
-    own = {k: o for k,o in attributes_of(trainer).items() if k in loop or isinstance(o, kinds)}
-    own = {k: o for k,o in own.items() if k not in _OF_BATCH}
-    modules = [m for value in own.values() if isinstance(value, nn.Module) for m in value.modules()]
-    opts = [o for o in own.values() if isinstance(o, optim.Optimizer)]
-    parts = [trainer, *own.values(), *trainer.callbacks, *modules]
-    tensors = [p for m in modules for held in (m._parameters, m._buffers) for p in held.values()]
-    parts += [p for p in tensors if p is not None]
-    parts += [p.grad for p in parts if isinstance(p, nn.Parameter) and p.grad is not None]
-    parts += [part for opt in opts for part in (opt.state, opt.param_groups, *opt.param_groups)]
-    parts += [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
-    return {id(o) for o in parts if type(o) not in SIMPLE}
+    def __init__(self, trainer, loop): self.trainer,self.loop = trainer,loop
+    def __contains__(self, x): return x in self.ids
+
+    @cached_property
+    def ids(self):
+        "Looked up when somebody asks: where no callback holds an object, nobody does"
+        kinds = (nn.Module, optim.Optimizer)
+        own = {k: o for k,o in attributes_of(self.trainer).items() if k in self.loop or isinstance(o, kinds)}
+        own = {k: o for k,o in own.items() if k not in _OF_BATCH}
+        modules = [m for value in own.values() if isinstance(value, nn.Module) for m in value.modules()]
+        opts = [o for o in own.values() if isinstance(o, optim.Optimizer)]
+        parts = [self.trainer, *own.values(), *self.trainer.callbacks, *modules]
+        tensors = [p for m in modules for held in (m._parameters, m._buffers) for p in held.values()]
+        parts += [p for p in tensors if p is not None]
+        parts += [p.grad for p in parts if isinstance(p, nn.Parameter) and p.grad is not None]
+        parts += [part for opt in opts for part in (opt.state, opt.param_groups, *opt.param_groups)]
+        parts += [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
+        return {id(o) for o in parts if type(o) not in SIMPLE}
 
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
 def _nothing(): return None
@@ -119,7 +125,7 @@ class OwnState:
         ready:bool=False, # Has every `before_fit` run?
     ):
         "Remember what there is now"
-        marker,marks = Marker(_world(trainer, self.loop)),self.ready if ready else self.begin
+        marker,marks = Marker(_World(trainer, self.loop)),self.ready if ready else self.begin
         for name,(_,own) in self._owners(trainer, callbacks).items():
             marks[name] = Mark(parts={k: marker.mark(o) for k,o in own.items()})
 
@@ -130,7 +136,7 @@ class OwnState:
 
     def close(self, trainer):
         "Note what has changed in this fit, for the next ones"
-        marker = Marker(_world(trainer, self.loop))
+        marker = Marker(_World(trainer, self.loop))
         for name,(_,own) in self._owners(trainer, None).items():
             self.ever.setdefault(name, set()).update(self._changed(marker, name, own))
 
@@ -152,7 +158,7 @@ def take(self:OwnState,
     copy:bool=True, # Copy tensors that are on the CPU already?
 )->dict: # Plain data, for `put`
     "The state that nobody tells, and the settings beside it"
-    keeper,owners = Keeper(_world(trainer, self.loop)),self._owners(trainer, None)
+    keeper,owners = Keeper(_World(trainer, self.loop)),self._owners(trainer, None)
     found,unkept = {},[]
     for _,own in owners.values():
         for x in own.values(): keeper.marker.part(x)
@@ -214,7 +220,7 @@ def put(self:OwnState,
     tell:bool=True, # Warn of what differs?
 ):
     "Put back what was taken"
-    marker,putter,differ = Marker(_world(trainer, self.loop)),Putter(_device_of(trainer)),[]
+    marker,putter,differ = Marker(_World(trainer, self.loop)),Putter(_device_of(trainer)),[]
     owners = self._owners(trainer, None)
     for name,(owner,own) in owners.items():
         if name not in saved: continue
@@ -230,7 +236,7 @@ def put(self:OwnState,
 @patch
 def _marks_now(self:OwnState, trainer):
     "Marks of all attributes as they are"
-    marker = Marker(_world(trainer, self.loop))
+    marker = Marker(_World(trainer, self.loop))
     return {name: Mark(parts={k: marker.mark(x) for k,x in own.items()})
             for name,(_,own) in self._owners(trainer, None).items()}
 

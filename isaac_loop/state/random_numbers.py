@@ -6,9 +6,10 @@
 __all__ = ['random_state', 'set_random_state', 'plain_random_state', 'set_plain_random_state']
 
 # %% ../../nbs/state/15_random_numbers.ipynb #d929b26a
-import random, sys
+import ctypes, random, sys
 from array import array
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -16,27 +17,90 @@ from ..basics.tensors import map_tensors
 from .errors import ResumeMismatch
 from .plain_state import plain
 
+# %% ../../nbs/state/15_random_numbers.ipynb #c59f5c4a
+def memory_of(
+    objects, # Of classes that are written in C
+)->list: # Bytes of each
+    "What the objects hold in themselves"
+    head = object.__basicsize__
+    return [ctypes.string_at(id(o)+head, type(o).__basicsize__-head) for o in objects]
+
+class KnownState:
+    "The state of a generator, read anew when the memory of its objects has changed"
+    def __init__(self,
+        read, # Gives the state
+        objects, # Gives the objects, or None for a generator of another kind
+    ):
+        self.read,self.objects = read,objects
+        self.last = None,None # The memory when the state was read, and the state
+
+    def _memory(self):
+        objects = self.objects()
+        return None if objects is None else memory_of(objects)
+
+    def known(self): # None if it has to be read
+        "The state now, if the generator stands where it was when its state was read last"
+        memory,state = self.last
+        return state if memory is not None and memory == self._memory() else None
+
+    def __call__(self):
+        "The state now"
+        known = self.known()
+        if known is not None: return known
+        before,state = self._memory(),self.read()
+        if before == self._memory(): self.last = before,state # Nobody has drawn while it was read
+        return state
+
+# %% ../../nbs/state/15_random_numbers.ipynb #52238190
+def leaves_traces(
+    draws, # Functions that draw from one generator
+    objects, # Of which it consists
+)->bool:
+    "Whether each draw is seen in the memory of these objects"
+    if sys.implementation.name != 'cpython': return False
+    for draw in draws:
+        before = memory_of(objects)
+        draw()
+        if before == memory_of(objects): return False
+    return True
+
+@cache
+def _known_of_python():
+    dice,trial = getattr(random.getstate, '__self__', None),random.Random(0)
+    is_usual = type(dice) is random.Random and leaves_traces([trial.random]*2, [trial])
+    return KnownState(random.getstate, lambda: [dice] if is_usual else None)
+
+def _of_python():
+    "The state of Python's generator"
+    version,words,waits = _known_of_python()()
+    dice = getattr(random.getstate, '__self__', None)
+    return version, words, getattr(dice, 'gauss_next', waits) # An attribute, which lies elsewhere
+
+@cache
+def _known_of_numpy():
+    numpy = sys.modules['numpy'].random
+    dice,trial = getattr(numpy.get_state, '__self__', None),numpy.RandomState(0)
+    parts = lambda dice: [dice, getattr(dice, '_bit_generator', None)]
+    draws = [trial.random_sample]*2 + [trial.standard_normal]*2
+    tells = type(dice) is numpy.RandomState and leaves_traces(draws, parts(trial))
+    is_usual = lambda: tells and type(parts(dice)[1]) is numpy.MT19937 # Another can be put in its place
+    return KnownState(numpy.get_state, lambda: parts(dice) if is_usual() else None)
+
+def _of_numpy():
+    "The state of NumPy's generator"
+    state = _known_of_numpy()()
+    if isinstance(state, dict): return state # As that of a generator of another kind is, which is read anew
+    kind,words,*rest = state
+    return kind, words.copy(), *rest # Whoever gets it may change it
+
 # %% ../../nbs/state/15_random_numbers.ipynb #9e279c74
 def random_state()->dict: # For `set_random_state`
     "The state of all random numbers: Python's, NumPy's, PyTorch's on every device in use"
-    state = {'python': random.getstate(), 'torch': torch.get_rng_state()}
-    if 'numpy' in sys.modules: state['numpy'] = sys.modules['numpy'].random.get_state()
+    state = {'python': _of_python(), 'torch': torch.get_rng_state()}
+    if 'numpy' in sys.modules: state['numpy'] = _of_numpy()
     if torch.cuda.is_initialized(): state['cuda'] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available(): state['mps'] = torch.mps.get_rng_state()
     return state
-
-# %% ../../nbs/state/15_random_numbers.ipynb #e9aa0b93
-def set_random_state(
-    state:dict, # What `random_state` gave
-):
-    "Let all random numbers go on from `state`"
-    version,words,normal = state['python']
-    if torch.is_tensor(words): words = tuple(words.tolist()) # As they are saved
-    random.setstate((version, words, normal))
-    torch.set_rng_state(state['torch'])
-    if 'numpy' in state: sys.modules['numpy'].random.set_state(state['numpy'])
-    if 'cuda' in state: torch.cuda.set_rng_state_all(state['cuda'])
-    if 'mps' in state: torch.mps.set_rng_state(state['mps'])
 
 # %% ../../nbs/state/15_random_numbers.ipynb #666a2a73
 def same_random_state(
@@ -48,11 +112,31 @@ def same_random_state(
 
 def _same(a, b):
     "Whether two parts of a random state are equal"
+    if a is b: return True
     if isinstance(a, (tuple, list)):
         if len(a) == len(b) == 625: return a == b # Python's numbers
         return len(a) == len(b) and all(map(_same, a, b))
     if torch.is_tensor(a): return torch.equal(a, b)
     return bool((a == b).all()) if hasattr(a, 'all') else a == b
+
+# %% ../../nbs/state/15_random_numbers.ipynb #e9aa0b93
+def set_random_state(
+    state:dict, # What `random_state` gave
+):
+    "Let all random numbers go on from `state`"
+    version,words,normal = state['python']
+    if torch.is_tensor(words): words = tuple(words.tolist()) # As they are saved
+    random.setstate((version, words, normal))
+    torch.set_rng_state(state['torch'])
+    if 'numpy' in state and not _numpy_is_at(state['numpy']): # Which takes long
+        sys.modules['numpy'].random.set_state(state['numpy'])
+    if 'cuda' in state: torch.cuda.set_rng_state_all(state['cuda'])
+    if 'mps' in state: torch.mps.set_rng_state(state['mps'])
+
+def _numpy_is_at(state):
+    "Whether NumPy's numbers go on from `state` already, as far as that is seen at once"
+    known = _known_of_numpy().known()
+    return known is not None and _same(known, state)
 
 # %% ../../nbs/state/15_random_numbers.ipynb #887d0b94
 @contextmanager

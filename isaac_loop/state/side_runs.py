@@ -30,12 +30,12 @@ def _parts_of(model):
     return [part for name in kinds for part in getattr(model, name)()]
 
 @patch
-def _trained(self:Trainer):
-    "What a run on the side may change for good"
+def _trained(self:Trainer, modules):
+    "What a run on the side may change for good: of the model, its `modules` and what they hold"
     loaders = [getattr(self.dls, name, None) for name in ('train', 'valid')]
     loaders = [dl for dl in loaders if hasattr(dl, 'load_state_dict')]
     usual = isinstance(self.model, nn.Module) and type(self.model).parameters is nn.Module.parameters
-    modules = list(self.model.modules()) if usual else []
+    modules = modules if usual else []
     held = [part for m in modules for of_module in (m._parameters, m._buffers) for part in of_module.values()]
     parts = [*modules, *held] if modules else _parts_of(self.model)
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
@@ -88,8 +88,9 @@ def side_run(self:Trainer,
     kept = [cb for cb in self.callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
     loop,slots = dict(vars(self)),_filled_slots(self)
     between_fits = not (self._fitting or self._side_runs)
-    modes = [(m, m.training) for m in (self.model.modules() if hasattr(self.model, 'modules') else ())]
-    before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained())
+    modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []
+    modes = [(m, m.training) for m in modules]
+    before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained(modules))
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     self._fitting = False # From here on the callbacks are those of the other run
     self.callbacks,self._named,self._guests = (),{},[]
@@ -113,7 +114,7 @@ def side_run(self:Trainer,
         for name,value in slots.items(): setattr(self, name, value)
         for module,mode in modes:
             if module.training is not mode: module.training = mode
-        if ended is before.random: before.put_back()
+        if ended is before.random: before.put_back() # Nobody has drawn
         else: before.restore()
         if undone: _undo(self, undone)
 

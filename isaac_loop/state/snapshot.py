@@ -89,8 +89,9 @@ def _of_generator(x):
     if isinstance(x, random.Random): return partial(x.setstate, x.getstate()), ()
     return partial(x.set_state, x.get_state()), ()
 
-def _of_numpy(x, np):
+def _of_numpy(x):
     "An array or a generator of NumPy; nothing for anything else"
+    np = sys.modules['numpy']
     if isinstance(x, np.random.RandomState): return _of_generator(x)
     if isinstance(x, np.random.Generator): return _nothing, (x.bit_generator,)
     if isinstance(x, np.random.BitGenerator): return partial(setattr, x, 'state', x.state), ()
@@ -145,17 +146,20 @@ _APART = type,ModuleType,io.IOBase,BaseException,Dataset,_BaseDataLoaderIter,Ran
 
 def _is_outside(x):
     "Whether `x` is data, or belongs to the world outside"
-    if isinstance(x, _APART): return True
     return type(x) not in _PLAIN and _kind_is_outside(type(x))
 
 @lru_cache(maxsize=1024)
-def _kind_is_outside(kind): return any(str(c.__module__).partition('.')[0] in _OUTSIDE for c in kind.__mro__)
+def _kind_is_outside(kind):
+    return issubclass(kind, _APART) or any(_package(c) in _OUTSIDE for c in kind.__mro__)
+
+def _package(cls): return str(cls.__module__).partition('.')[0]
 
 def _is_batch(x):
     "Whether `x`, below a loader, is a tuple of nothing but data"
-    return type(x) is tuple and all(isinstance(o, _HELD) for o in x)
+    return type(x) is tuple and (_USUAL.issuperset(map(type, x)) or all(isinstance(o, _HELD) for o in x))
 
 _HELD = (torch.Tensor, *_SIMPLE)
+_USUAL = frozenset(_HELD) # Asked first: `isinstance` takes longer
 
 def _is_data(x):
     "Whether `x`, which a loader leads to, is what it loads"
@@ -163,17 +167,24 @@ def _is_data(x):
     return isinstance(x, (list, tuple, dict, set, frozenset, deque)) and len(x) > 1000
 
 # %% ../../nbs/state/20_snapshot.ipynb #3c95b54d
+_CONTENTS = {
+    torch.Tensor: _of_tensor, dict: _of_dict,
+    (list, array, bytearray): _of_list, (set, deque): _of_group,
+    (tuple, frozenset): lambda x: (_nothing, x),
+    (torch.Generator, random.Random): _of_generator,
+    MethodType: lambda x: (_nothing, (x.__self__,)),
+    partial: lambda x: (_nothing, (x.func, x.args, x.keywords))}
+
 def _of_content(x):
     "What `x` holds beside its attributes"
-    if isinstance(x, torch.Tensor): return _of_tensor(x)
-    if isinstance(x, dict): return _of_dict(x)
-    if isinstance(x, (list, array, bytearray)): return _of_list(x)
-    if isinstance(x, (set, deque)): return _of_group(x)
-    if isinstance(x, (tuple, frozenset)): return _nothing, x
-    if isinstance(x, (torch.Generator, random.Random)): return _of_generator(x)
-    if isinstance(x, MethodType): return _nothing, (x.__self__,)
-    if isinstance(x, partial): return _nothing, (x.func, x.args, x.keywords)
-    return _of_numpy(x, sys.modules['numpy']) if 'numpy' in sys.modules else (_nothing, ())
+    return _content_of(type(x))(x)
+
+@lru_cache(maxsize=1024)
+def _content_of(kind):
+    "What tells the content of objects of a class"
+    found = [f for kinds,f in _CONTENTS.items() if issubclass(kind, kinds)]
+    if found: return found[0]
+    return _of_numpy if any(_package(c) == 'numpy' for c in kind.__mro__) else lambda x: (_nothing, ())
 
 def _of_loader(x):
     "Where a loader stands, or None if it cannot tell and is no `DataLoader`"
