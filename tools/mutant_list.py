@@ -640,14 +640,14 @@ MUTANTS = [
     Mutant(
         "a function that takes batches apart is asked anew for inputs and targets",
         "Trainer.split",
-        "if known is batch and (entries is None or still_holds(batch, entries)): return found",
+        "if known is batch and (held is None or still_holds(batch, held)): return found",
         "pass",
         ["test_a_function_is_asked_once_for_a_batch_so_that_targets_belong_to_inputs"],
     ),
     Mutant(
         "a batch that was changed is not taken apart anew",
         "Trainer.split",
-        " and (entries is None or still_holds(batch, entries))",
+        " and (held is None or still_holds(batch, held))",
         "",
         ["test_a_batch_that_a_callback_changes_is_taken_apart_anew"],
     ),

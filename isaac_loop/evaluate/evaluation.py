@@ -41,7 +41,7 @@ def validate(self:Trainer,
     weigh = weigh_of(self) if weigh is None else weigh
     if metrics or not own: recorders.append(MetricsCB(**metrics))
     for i,recorder in enumerate(recorders):
-        recorder.name,recorder.weigh,recorder.show = f'validate_{i}',weigh,False
+        recorder.name,recorder.weigh = f'validate_{i}',weigh
         self._checked.add(recorder) # It is new, or a copy of one that was checked
     with evaluated_weights(self), self._looking_at(dl, callbacks, *recorders, share=True) as side:
         side.fit(1, train=False)

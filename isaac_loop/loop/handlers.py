@@ -112,6 +112,7 @@ def handlers_of(
     found = {event: handler_of(callback, event) for event in events}
     return {event: handler for event,handler in found.items() if handler is not None}
 
+# %% ../../nbs/loop/22_handlers.ipynb #184a5852
 _ONLY_ONE = '`{0}.{2}` and `{1}.{2}` both replace the step `{2}`, and only one can. Leave one of them out.'
 
 def _called(event, pairs):

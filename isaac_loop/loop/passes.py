@@ -112,7 +112,7 @@ def two_tuples(
     return inputs,targets
 
 # %% ../../nbs/loop/24_passes.ipynb #b80f22e6
-def entries_of(
+def held_in(
     batch, # What a loader gave
 )->tuple: # None if nobody can tell
     "What `batch` holds: the objects themselves, since the `id` of one that is gone is given to another"
@@ -121,11 +121,11 @@ def entries_of(
 
 def still_holds(
     batch, # A mapping or a sequence
-    entries:tuple, # What it has held
+    held:tuple, # What `held_in` gave for it before
 )->bool:
     "Whether these very objects are in `batch`"
-    now = batch.values() if isinstance(batch, Mapping) else batch
-    return len(now) == len(entries) and all(map(is_, now, entries))
+    now = held_in(batch)
+    return len(now) == len(held) and all(map(is_, now, held))
 
 # %% ../../nbs/loop/24_passes.ipynb #ab5ebe25
 def parts_of(

@@ -45,7 +45,7 @@ class Plan(dict):
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
         self._chains = {} # By kind of pass and names of events: chains of their calls
-        self.uses_chains = False # May those of a batch be run as chains? Asked in each pass; see `has_own`
+        self.uses_chains = False # May a batch be one chain? Found out when a pass begins, False after it
         self.last_cancel = None,None,None # That a span caught: event, who raised it, number of the batch
         self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
         self.build_later([])

@@ -19,7 +19,7 @@ from .handlers import has_own
 from .history import History
 from .methods_on_demand import bring_later
 from .new_trainer import check_new_trainer, explain_arguments
-from .passes import SetBy, another_loader, checked_epochs, entries_of, one_pass
+from .passes import SetBy, another_loader, checked_epochs, held_in, one_pass
 from .passes import other_batches, planned_updates, split_batch, still_holds, until_over
 from .plan import Plan
 from .ranks import Ranks
@@ -144,11 +144,12 @@ class Trainer(ByName):
     def split(self,
         batch # What the loader gave
     )->tuple: # A tuple of inputs, and a tuple of targets
-        "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is asked several times"
-        known,entries,found = self._split
-        if known is batch and (entries is None or still_holds(batch, entries)): return found
+        "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is then asked each time"
+        known,held,found = self._split
+        if known is batch and (held is None or still_holds(batch, held)): return found
         found = split_batch(self.dls, batch) # This may change the batch
-        self._split = batch,None if type(batch) is tuple else entries_of(batch),found # A tuple stays as it is
+        held = None if type(batch) is tuple else held_in(batch) # A tuple stays as it is
+        self._split = batch,held,found
         return found
 
     @property

@@ -29,6 +29,9 @@ from .metric_state import checked_state, load_metric, metric_state
 from ..state.errors import ResumeMismatch
 
 # %% ../../nbs/metrics/10_metrics.ipynb #59524f6c
+_NO_PASS = ('`{}` measures whole passes, and this batch belongs to none. For one batch by hand, as by '
+            '`trainer.one_batch()`, take it out of the trainer; `fit` and `validate` run passes.')
+
 @old_words
 class MetricsCB:
     "Write losses, metrics and the time of each epoch into the history"
@@ -47,6 +50,7 @@ class MetricsCB:
         self.metrics,self.train_metrics = named_metrics(ms, metrics),train_metrics
         self.weigh,self.show = weigh,show
         if train_metrics: check_train_names(self.metrics)
+        self._losses,self._now = None,{} # Of a pass
 
     def before_fit(self, trainer):
         "Forget the last run, and put the metrics where the model is"
@@ -69,6 +73,7 @@ class MetricsCB:
 
     def after_batch(self, trainer):
         "Note the loss, and update the metrics"
+        if self._losses is None: raise RuntimeError(_NO_PASS.format(callback_name(self)))
         metrics,batch = self._now,trainer.batch # Only metrics need to know what the targets are
         inputs,targets = trainer.split(batch) if metrics else parts_of(trainer.split, batch)
         rows,weight = rows_and_weight(trainer, inputs, self.weigh)

@@ -6,16 +6,18 @@
 __all__ = []
 
 # %% ../../nbs/state/30_change_marks.ipynb #a0542bb7
-import io, random, weakref
+import io, random, sys, weakref
 from array import array
 from collections import deque
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+
+from .snapshot import slots_of
 
 # %% ../../nbs/state/30_change_marks.ipynb #9e581eea
 class Same:
@@ -65,18 +67,9 @@ def is_iterator(x): return hasattr(type(x), '__next__')
 def attributes_of(x):
     "The attributes of any object, also those in slots"
     own,found = getattr(x, '__dict__', {}),{}
-    for name,slot in _slots_of(type(x)).items():
-        with suppress(AttributeError): found[name] = slot.__get__(x)
+    for slot in reversed(slots_of(type(x))): # Of two with one name, that of the class itself is read
+        with suppress(AttributeError): found[slot.__name__] = slot.__get__(x)
     return found | (own if isinstance(own, dict) else {})
-
-@lru_cache(maxsize=256)
-def _slots_of(cls):
-    "The slots of all its objects, by name, looked up once"
-    found = {}
-    for c in reversed(cls.__mro__):
-        names = [name for name in as_names(vars(c).get('__slots__', ())) if not name.startswith('__')]
-        found |= {name: vars(c)[name] for name in names if hasattr(vars(c).get(name), '__get__')}
-    return found
 
 def as_names(x): return (x,) if isinstance(x, str) else tuple(x)
 
@@ -112,7 +105,8 @@ def drawn_from(x):
     if isinstance(x, random.Random): return x.getstate()
     if not type(x).__module__.startswith('numpy.random'): return None
     if hasattr(x, 'get_state'): return x.get_state()
-    return x.bit_generator.state if hasattr(x, 'bit_generator') else None
+    source = getattr(x, 'bit_generator', x)
+    return source.state if isinstance(source, sys.modules['numpy'].random.BitGenerator) else None
 
 # %% ../../nbs/state/30_change_marks.ipynb #802a00d5
 SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})

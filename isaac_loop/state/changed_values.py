@@ -202,4 +202,4 @@ def _set_drawn(x, state):
     if isinstance(x, torch.Generator): x.set_state(state)
     elif isinstance(x, random.Random): x.setstate(state)
     elif hasattr(x, 'set_state'): x.set_state(state)
-    else: x.bit_generator.state = state
+    else: getattr(x, 'bit_generator', x).state = state # Of a `Generator`, or such a source itself

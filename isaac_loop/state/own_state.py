@@ -73,7 +73,7 @@ class _World:
 
     @cached_property
     def ids(self):
-        "Looked up when somebody asks: where no callback holds an object, nobody does"
+        "Gathered when the first object is looked up; where callbacks hold only numbers, never"
         kinds = (nn.Module, optim.Optimizer)
         own = {k: o for k,o in attributes_of(self.trainer).items() if k in self.loop or isinstance(o, kinds)}
         own = {k: o for k,o in own.items() if k not in _OF_BATCH}

@@ -9,7 +9,7 @@ __all__ = ['random_state', 'set_random_state', 'plain_random_state', 'set_plain_
 import ctypes, random, sys
 from array import array
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -64,31 +64,32 @@ def leaves_traces(
         if before == memory_of(objects): return False
     return True
 
-@cache
-def _known_of_python():
-    dice,trial = getattr(random.getstate, '__self__', None),random.Random(0)
+@lru_cache(maxsize=2)
+def _known_of_python(read):
+    dice,trial = getattr(read, '__self__', None),random.Random(0)
     is_usual = type(dice) is random.Random and leaves_traces([trial.random]*2, [trial])
-    return KnownState(random.getstate, lambda: [dice] if is_usual else None)
+    return KnownState(read, lambda: [dice] if is_usual else None)
 
 def _of_python():
     "The state of Python's generator"
-    version,words,waits = _known_of_python()()
-    dice = getattr(random.getstate, '__self__', None)
+    read = random.getstate # Of the generator that is in use; somebody may put another in its place
+    version,words,waits = _known_of_python(read)()
+    dice = getattr(read, '__self__', None)
     return version, words, getattr(dice, 'gauss_next', waits) # An attribute, which lies elsewhere
 
-@cache
-def _known_of_numpy():
+@lru_cache(maxsize=2)
+def _known_of_numpy(read):
     numpy = sys.modules['numpy'].random
-    dice,trial = getattr(numpy.get_state, '__self__', None),numpy.RandomState(0)
+    dice,trial = getattr(read, '__self__', None),numpy.RandomState(0)
     parts = lambda dice: [dice, getattr(dice, '_bit_generator', None)]
     draws = [trial.random_sample]*2 + [trial.standard_normal]*2
     tells = type(dice) is numpy.RandomState and leaves_traces(draws, parts(trial))
     is_usual = lambda: tells and type(parts(dice)[1]) is numpy.MT19937 # Another can be put in its place
-    return KnownState(numpy.get_state, lambda: parts(dice) if is_usual() else None)
+    return KnownState(read, lambda: parts(dice) if is_usual() else None)
 
 def _of_numpy():
     "The state of NumPy's generator"
-    state = _known_of_numpy()()
+    state = _known_of_numpy(sys.modules['numpy'].random.get_state)()
     if isinstance(state, dict): return state # As that of a generator of another kind is, which is read anew
     kind,words,*rest = state
     return kind, words.copy(), *rest # Whoever gets it may change it
@@ -128,14 +129,14 @@ def set_random_state(
     if torch.is_tensor(words): words = tuple(words.tolist()) # As they are saved
     random.setstate((version, words, normal))
     torch.set_rng_state(state['torch'])
-    if 'numpy' in state and not _numpy_is_at(state['numpy']): # Which takes long
+    if 'numpy' in state and not _numpy_is_at(state['numpy']): # To set it takes long
         sys.modules['numpy'].random.set_state(state['numpy'])
     if 'cuda' in state: torch.cuda.set_rng_state_all(state['cuda'])
     if 'mps' in state: torch.mps.set_rng_state(state['mps'])
 
 def _numpy_is_at(state):
     "Whether NumPy's numbers go on from `state` already, as far as that is seen at once"
-    known = _known_of_numpy().known()
+    known = _known_of_numpy(sys.modules['numpy'].random.get_state).known()
     return known is not None and _same(known, state)
 
 # %% ../../nbs/state/15_random_numbers.ipynb #887d0b94

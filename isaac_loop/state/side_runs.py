@@ -23,6 +23,17 @@ from ..loop.callback_list import flat
 from .random_numbers import random_state, same_random_state, set_random_state
 from .snapshot import Snapshot
 
+# %% ../../nbs/state/40_side_runs.ipynb #d773f258
+def _only_reads(callback):
+    "Whether `callback` answers `log` or `measured` alone, where one only reads: it belongs to its own run"
+    answers = lambda events: any(handler_of(callback, event) is not None for event in events)
+    return answers(ROW_EVENTS) and not answers(event for event in EVENTS if event not in ROW_EVENTS)
+
+def _kept(callbacks, below):
+    "Those that take part in a run on the side"
+    stays = lambda cb: getattr(cb, 'order', 0) < below and not _only_reads(cb)
+    return [cb for cb in callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
+
 # %% ../../nbs/state/40_side_runs.ipynb #f118024c
 def _parts_of(model):
     "What belongs to a model that is no module of PyTorch"
@@ -31,7 +42,7 @@ def _parts_of(model):
 
 @patch
 def _trained(self:Trainer, modules):
-    "What a run on the side may change for good: of the model, its `modules` and what they hold"
+    "What a run on the side may change for good: the trainer, its model with `modules` and tensors, and more"
     loaders = [getattr(self.dls, name, None) for name in ('train', 'valid')]
     loaders = [dl for dl in loaders if hasattr(dl, 'load_state_dict')]
     usual = isinstance(self.model, nn.Module) and type(self.model).parameters is nn.Module.parameters
@@ -40,12 +51,7 @@ def _trained(self:Trainer, modules):
     parts = [*modules, *held] if modules else _parts_of(self.model)
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 
-# %% ../../nbs/state/40_side_runs.ipynb #4241fc3a
-def _only_reads(callback):
-    "Whether `callback` answers `log` or `measured` alone, where one only reads: it belongs to its own run"
-    answers = lambda events: any(handler_of(callback, event) is not None for event in events)
-    return answers(ROW_EVENTS) and not answers(event for event in EVENTS if event not in ROW_EVENTS)
-
+# %% ../../nbs/state/40_side_runs.ipynb #62e13631
 @patch
 def _go_on_aside(self:Trainer, now):
     "Let random numbers go on where the last run on the side ended, if nobody else has drawn any since"
@@ -58,6 +64,7 @@ def _random_at_end(began):
     now = random_state()
     return began if same_random_state(began, now) else now
 
+# %% ../../nbs/state/40_side_runs.ipynb #4241fc3a
 _ENDLESS = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for '
             'its own evaluation, and evaluates again. '
             'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out '
@@ -84,38 +91,36 @@ def side_run(self:Trainer,
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
     if self._side_runs > 4: raise RuntimeError(_ENDLESS)
-    stays = lambda cb: getattr(cb, 'order', 0) < below and not _only_reads(cb)
-    kept = [cb for cb in self.callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
+    kept = _kept(self.callbacks, below)
     loop,slots = dict(vars(self)),_filled_slots(self)
     between_fits = not (self._fitting or self._side_runs)
     modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []
     modes = [(m, m.training) for m in modules]
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained(modules))
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
-    self._fitting = False # From here on the callbacks are those of the other run
-    self.callbacks,self._named,self._guests = (),{},[]
-    self.history,self._side_runs = History(),self._side_runs+1
-    self._ended = True
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
-    self.plan = Plan(type(self), self.plan.own_spans)
-    self.plan.changes = tuple(swaps)
-    if between_fits: self._go_on_aside(before.random)
+    plan = Plan(type(self), self.plan.own_spans)
+    plan.changes = tuple(swaps)
     try:
+        self._fitting = False # From here on the callbacks are those of the other run
+        self.callbacks,self._named,self._guests = (),{},[]
+        self.history,self._side_runs = History(),self._side_runs+1
+        self.plan,self._ended = plan,True
+        if between_fits: self._go_on_aside(before.random)
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # Validation has switched them off
             self._add([*kept, *flat(callbacks)])
             yield self
     finally:
+        self.__dict__ = loop # At once, and first of all: an interrupt may come here, too
         ended = _random_at_end(before.random) if between_fits else None
         if between_fits: self._aside.update(began=before.random, seedings=set_seed.calls, ended=ended)
-        undone = [change for change in swaps if change not in self.plan.changes]
-        vars(self).clear()
-        vars(self).update(loop)
         forget(self, *Trainer.__slots__)
         for name,value in slots.items(): setattr(self, name, value)
         for module,mode in modes:
             if module.training is not mode: module.training = mode
         if ended is before.random: before.put_back() # Nobody has drawn
         else: before.restore()
+        undone = [change for change in swaps if change not in plan.changes]
         if undone: _undo(self, undone)
 
 # %% ../../nbs/state/40_side_runs.ipynb #0992cf19

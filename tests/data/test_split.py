@@ -7,6 +7,7 @@ The law: batches with the same tensors at odd places, and a `split` that finds t
 import copy
 import pickle
 from collections import namedtuple
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
@@ -500,3 +501,35 @@ def test_a_function_that_is_taken_away_leaves_the_first_part_as_input():
     trainer = Trainer(loaders, F.cross_entropy, optim.SGD, model, BasicTrainCB())
     trainer.fit(1, valid=False)
     assert trainer.n_updates == 4
+
+
+class Lazy(Mapping):
+    "Gives its values one by one, as a mapping of one's own may"
+
+    def __init__(self, **held):
+        self.held = held
+
+    def __getitem__(self, name):
+        return self.held[name]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+    def values(self):
+        yield from self.held.values()
+
+
+def test_a_mapping_whose_values_come_one_by_one_is_a_batch_like_any():
+    def trained(batches):
+        set_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(36, N_CLASSES))
+        callbacks = [BasicTrainCB(), MetricsCB(show=False, f=lambda preds, y: preds.mean())]
+        trainer = Trainer(DataLoaders(batches, batches), F.cross_entropy, optim.SGD, model, callbacks)
+        trainer.fit(1)
+        return [*map(torch.Tensor.tolist, model.parameters())]
+
+    plain = plain_batches(3)
+    assert trained([Lazy(x=x, y=y) for x, y in plain]) == trained(plain)

@@ -657,3 +657,16 @@ def test_an_object_of_a_known_class_is_looked_at_itself_if_it_holds_what_could_b
     recorder.order = "first"
     with pytest.raises(TypeError, match="order"):
         trainer_with([recorder])
+
+
+def test_a_batch_by_hand_is_no_pass_to_measure():
+    t = trainer_with(MetricsCB(show=False))
+    t.fit(1)
+    t.batch, t.batch_num = data(1)[0], 0
+    with pytest.raises(
+        RuntimeError, match="`MetricsCB` measures whole passes, and this batch belongs to none"
+    ):
+        t.one_batch()
+    t.remove_callbacks(MetricsCB)
+    t.one_batch()
+    assert t.loss is not None

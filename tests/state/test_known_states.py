@@ -83,7 +83,7 @@ def test_the_second_of_two_normal_numbers_is_not_forgotten():
 
 def test_a_state_is_read_once_while_nobody_draws(monkeypatch):
     random_state()
-    known = random_numbers._known_of_numpy()
+    known = random_numbers._known_of_numpy(np.random.get_state)
     if known.known() is None:
         pytest.skip("NumPy's generator is of another kind")
     monkeypatch.setattr(known, "read", lambda: pytest.fail("It was read again"))
@@ -97,7 +97,8 @@ def test_another_kind_of_generator_is_read_each_time():
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
         before = random_state()
-        assert random_numbers._known_of_numpy().known() is None  # Its memory was never tried out
+        known = random_numbers._known_of_numpy(np.random.get_state)
+        assert known.known() is None  # The memory of this kind was never tried out
         drawn = np.random.rand()
         assert not same_random_state(before, random_state())
         set_random_state(before)
@@ -130,3 +131,12 @@ def test_threads_that_draw_meanwhile_leave_no_old_state():
         stop.set()
         thread.join()
     check()
+
+
+def test_another_generator_in_the_place_of_pythons_is_asked(monkeypatch):
+    mine = random.Random(5)
+    random_state()
+    monkeypatch.setattr(random, "getstate", mine.getstate)
+    assert random_state()["python"] == mine.getstate()
+    mine.gauss(0, 1)
+    assert random_state()["python"] == mine.getstate()

@@ -149,6 +149,7 @@ class ManyCB:
             random.Random(0),
             0.0,
         )
+        self.sources = [np.random.SFC64(1), np.random.Philox(1), np.random.MT19937(1)]
         self.trainer, self.weights = trainer, list(trainer.model.parameters())
         self.meters = {"a": Meter(), "b": [Meter()]}
 
@@ -180,7 +181,8 @@ class ManyCB:
                 )
 
     def drawn_number(self):
-        return self.rng.random() + self.python.random() + torch.rand((), generator=self.drawn)
+        raw = sum(o.random_raw() % 1000 for o in self.sources) / 1000
+        return self.rng.random() + self.python.random() + torch.rand((), generator=self.drawn) + raw
 
 
 def test_every_kind_of_attribute_goes_on(tmp_path):

@@ -7,6 +7,7 @@ without. What happens inside, a cancel, an error, a request to stop, ends what h
 
 import functools
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -833,3 +834,52 @@ def test_a_side_run_in_a_snapshot_in_a_side_run_in_a_snapshot():
             trainer.fit(1)
         assert len(trainer.history) == 0 and inner.keys()
     unchanged(trainer, before)
+
+
+def test_a_trainer_is_never_without_its_attributes_whenever_an_interrupt_comes():
+    "At each line on the way out of a run on the side; before one of them, that gives all back, it is lent"
+    n, lent = lines_on_the_way_out(make_trainer()), []
+    assert n > 10
+    for i in range(n):
+        trainer = make_trainer([MetricsCB(show=False)])
+        trainer.fit(1)
+        model, callbacks, dls = trainer.model, list(trainer.callbacks), trainer.dls
+        assert lines_on_the_way_out(trainer, stop_at=i) == i + 1
+        assert trainer.model is model and trainer.dls is dls
+        if trainer._side_runs:
+            lent.append(i)
+        else:
+            assert list(trainer.callbacks) == callbacks
+            trainer.fit(1)
+            assert trainer.validate()["valid_loss"] == trainer.history.latest("valid_loss")
+    assert len(lent) <= 1
+
+
+def lines_on_the_way_out(trainer, stop_at=None):
+    "How many lines `side_run` has once its block is left; a KeyboardInterrupt before one of them"
+    count, left = 0, False
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_name == "side_run" and frame.f_code.co_filename.endswith("side_runs.py"):
+            return trace_lines
+        return None
+
+    def trace_lines(frame, event, arg):
+        nonlocal count
+        if event == "line" and left:
+            count += 1
+            if count - 1 == stop_at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace_lines
+
+    sys.settrace(trace)
+    try:
+        with trainer.side_run() as side:
+            side.fit(1, train=False)
+            left = True
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return count

@@ -8,9 +8,12 @@ import collections
 import contextlib
 import copy
 import functools
+import io
 import random
 import sys
+import types
 from types import SimpleNamespace as NS
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -1060,3 +1063,21 @@ def test_whatever_is_done_in_the_block_changes_nothing(first, inside, opt, momen
                 OPERATIONS[name](trainer)
     unchanged(trainer, before)
     assert random_states() == numbers
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, torch.utils.data.Dataset, types.ModuleType, ValueError])
+def test_what_stands_for_something_outside_is_left_alone_as_that_is(kind):
+    "A stand-in of a test counts its calls, and goes on counting"
+
+    class WritesCB:
+        def __init__(self):
+            self.out = mock.MagicMock(spec=kind)
+
+        def before_batch(self, trainer):
+            self.out()
+
+    data = [(torch.zeros(2, 1), torch.zeros(2, 1))]
+    callbacks = [BasicTrainCB(), WritesCB()]
+    trainer = Trainer(DataLoaders(data, data), F.mse_loss, optim.SGD, nn.Linear(1, 1), callbacks)
+    trainer.validate()
+    assert trainer.WritesCB.out.call_count > 0
