@@ -150,7 +150,8 @@ def _is_outside(x):
     "Whether `x` is data, or belongs to the world outside"
     kind = type(x)
     if kind in _PLAIN: return False
-    return _kind_is_outside(kind) or (x.__class__ is not kind and _kind_is_outside(x.__class__)) # As of a mock
+    stands_for = x.__class__ # Another class is that of a mock
+    return _kind_is_outside(kind) or (stands_for is not kind and _kind_is_outside(stands_for))
 
 @lru_cache(maxsize=1024)
 def _kind_is_outside(kind):
