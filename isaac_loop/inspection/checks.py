@@ -147,6 +147,7 @@ def _without_use(scene): return check_cancels.mismatched_steps(scene) + check_pi
 def _in_vain(scene):
     return check_orders.waiting_in_vain(scene) + never_run(scene.trainer.plan, scene.trainer.callbacks)
 
+# %% ../../nbs/inspection/16_checks.ipynb #0520e6fb
 _NO_NAMES = ('`ignore` is {n}, and it takes the names of findings. To run batches as well, give their number '
              'by name: `check(batches={n})`.')
 _NO_RULE = 'There is no check called {name!r}.{hint} There are {known}.'

@@ -16,7 +16,7 @@ from .map_entries import all_entries
 from ..loop.events import callback_name
 from ..loop.handlers import order_of
 
-# %% ../../nbs/inspection/19_comparison.ipynb #e2c67a26
+# %% ../../nbs/inspection/19_comparison.ipynb #eee1dc93
 def _in_words(value):
     "A setting in words; no addresses, which differ always"
     plain = numbers.Number, str, torch.dtype, torch.device, type(None)
@@ -27,6 +27,7 @@ def _in_words(value):
     if isinstance(value, torch.Tensor): return f'tensor {tuple(value.shape)}'
     return described(value) if callable(value) else type(value).__name__
 
+# %% ../../nbs/inspection/19_comparison.ipynb #6f155504
 def _model_in_words(model):
     if not isinstance(model, torch.nn.Module): return type(model).__name__
     return f'{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters'
@@ -38,6 +39,15 @@ def _loader_in_words(dl):
     size = getattr(dl, 'batch_size', None)
     return 'none' if dl is None else f'{type(dl).__name__}, {length}' + (f' of {size}' if size else '')
 
+def _callback_in_words(cb):
+    "A callback with its settings; what has no text of its own is told by its public attributes"
+    tells = type(cb).__repr__ is not object.__repr__ and type(cb).__module__ not in ('types', 'builtins')
+    if tells: return repr(cb)
+    held = getattr(cb, '__dict__', {})
+    public = {k: v for k,v in held.items() if k[0] != '_' and k not in ('name', 'order')}
+    return f'{type(cb).__name__}({", ".join(f"{k}={_in_words(v)}" for k,v in public.items())})'
+
+# %% ../../nbs/inspection/19_comparison.ipynb #fe5dca3d
 def _parts(trainer):
     "The parts of a trainer, and the settings of its callbacks"
     found = {'trainer': type(trainer).__name__, 'model': _model_in_words(trainer.model),
@@ -47,14 +57,6 @@ def _parts(trainer):
         name = callback_name(cb)
         found[name],found[f'{name}.order'] = _callback_in_words(cb),f'{float(order_of(cb)):g}'
     return found
-
-def _callback_in_words(cb):
-    "A callback with its settings; what has no text of its own is told by its public attributes"
-    tells = type(cb).__repr__ is not object.__repr__ and type(cb).__module__ not in ('types', 'builtins')
-    if tells: return repr(cb)
-    held = getattr(cb, '__dict__', {})
-    public = {k: v for k,v in held.items() if k[0] != '_' and k not in ('name', 'order')}
-    return f'{type(cb).__name__}({", ".join(f"{k}={_in_words(v)}" for k,v in public.items())})'
 
 def _doings(trainer):
     "Who stands at which event, and who writes which attribute"
