@@ -70,6 +70,9 @@ def _name_of(handler): return getattr(handler, '__qualname__', repr(handler))
 _NOT_OPEN = ('`{}` ends a span that was not open here, so nothing caught it. '
              'Raise it inside that span, or raise the exception of one that is open.')
 
+_NO_GRAD = ('This is a validation pass, in which nothing has gradients, and a method of your own runs there '
+            'as well. Let it go back and step only `if self.training`.')
+
 def _methods(cls):
     "The code of all methods of `cls` but for generators, which give batches"
     for f in chain.from_iterable(vars(c).values() for c in cls.__mro__):
@@ -99,6 +102,8 @@ def explain(
         if comes: where = where.replace(', batch', ', after batch')
         by = 'the loop or its loader' if own is None else f'`{own}`'
         add_note(error, f'raised in the body of `{span.name}`{where}, by {by}')
+        validates = own is not None and not getattr(trainer, 'training', True)
+        if validates and 'does not require grad' in str(error): add_note(error, _NO_GRAD)
     if isinstance(error, CancelException) and not trainer.plan.spans:
         add_note(error, _NOT_OPEN.format(type(error).__name__))
 

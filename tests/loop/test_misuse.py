@@ -670,3 +670,18 @@ def test_a_batch_by_hand_is_no_pass_to_measure():
     t.remove_callbacks(MetricsCB)
     t.one_batch()
     assert t.loss is not None
+
+
+def test_a_batch_of_ones_own_that_trains_in_validation_says_what_is_missing():
+    class TrainsAlways(Trainer):
+        def one_batch(self):
+            x, y = self.batch
+            self.preds = self.model(x)
+            self.loss = F.mse_loss(self.preds, y)
+            self.loss.backward()
+            self.opt.step()
+            self.opt.zero_grad()
+
+    with pytest.raises(RuntimeError) as e:
+        trainer_with(cls=TrainsAlways).fit(1)
+    assert any("only `if self.training`" in note for note in e.value.__notes__)
