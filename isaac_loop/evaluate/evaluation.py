@@ -49,7 +49,8 @@ def validate(self:Trainer,
         if 'valid_loss' not in row: raise ValueError(_NOTHING_MEASURED)
     return {name: value for name,value in row.items() if name not in ('fit', 'epoch', 'elapsed')}
 
-_NOTHING_MEASURED = 'No batch got to its end, so nothing was measured. Look for a callback that cancels.'
+_NOTHING_MEASURED = ('No batch got to its end, so nothing was measured. Look for a callback that cancels, '
+                     "or for a `one_batch` of your own without `@with_cbs('batch', CancelBatchException)`.")
 
 def _fresh(recorder, without):
     "A copy of a `MetricsCB` that counts for itself"
