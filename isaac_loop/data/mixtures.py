@@ -15,7 +15,7 @@ from ..basics.settings import show_settings
 from ..basics.tensors import map_tensors
 from ..loop.events import Order
 
-# %% ../../nbs/data/46_mixtures.ipynb #85544aec
+# %% ../../nbs/data/46_mixtures.ipynb #5e97fc10
 _NO_ALPHA = ('`alpha` is {alpha!r}, but a beta distribution needs more than 0. Use 0.2 for few mixtures, 1 '
              'for all proportions alike.')
 
@@ -30,29 +30,28 @@ class _MixCB:
         if not alpha > 0: raise ValueError(_NO_ALPHA.format(alpha=alpha))
         self.alpha,self.p,self._partner = alpha,p,None
 
-    def before_fit(self, trainer):
-        "Make sure that nobody else mixes"
-        _check_alone(self, trainer.callbacks)
+# %% ../../nbs/data/46_mixtures.ipynb #de51a2ef
+@patch
+def _proportion(self:_MixCB):
+    "A random proportion between 0 and 1; 1 for a batch that is not to be mixed"
+    share = torch.distributions.Beta(self.alpha, self.alpha, validate_args=False).sample()
+    return share if self.p == 1 else torch.where(torch.rand(()) < self.p, share, torch.ones(()))
 
-    def before_batch(self, trainer):
-        "Mix the inputs"
-        inputs,targets = trainer.split(trainer.batch)
-        _check_targets(self, targets)
-        if self.p == 0: return
-        first = _first_tensor(inputs)
-        self._partner = torch.randperm(len(first), device=first.device)
-        self._draw(first, self._proportion())
-        trainer.batch = with_inputs(trainer, self._mix, apart=True)
+# %% ../../nbs/data/46_mixtures.ipynb #de8b2bec
+_NO_ROWS = 'There is no tensor with rows among the inputs, {kinds}, so nothing can be mixed.'
 
-    def after_get_loss(self, trainer):
-        "Mix the loss with the one for the partners' targets"
-        if self._partner is None: return
-        targets = map_tensors(self._of_partner, trainer.split(trainer.batch)[1])
-        trainer.loss = self._share*trainer.loss + (1-self._share)*trainer.loss_func(trainer.preds, *targets)
+@patch
+def _of_partner(self:_MixCB, t):
+    "The rows of the partners in `t`"
+    return t[self._partner] if t.ndim and len(t) == len(self._partner) else t
 
-    def cleanup_batch(self, trainer):
-        "Forget the partners"
-        self._partner = None
+def _first_tensor(inputs):
+    "The tensor that says how many examples there are and where"
+    found = []
+    map_tensors(lambda o: found.append(o) if o.ndim else None, inputs)
+    kinds = [type(o).__name__ for o in inputs]
+    if not found: raise TypeError(_NO_ROWS.format(kinds=kinds))
+    return found[0]
 
 # %% ../../nbs/data/46_mixtures.ipynb #7b65a9eb
 _TWO_MIX = ('`{mixer}` and `{other}` would both mix the same batch, and the loss would fit neither. Use one '
@@ -69,27 +68,34 @@ def _check_targets(mixer, targets):
     "Refuse a batch for which no second loss can be computed"
     if not targets: raise ValueError(_NO_TARGETS.format(mixer=type(mixer).__name__))
 
-# %% ../../nbs/data/46_mixtures.ipynb #34698d9f
-_NO_ROWS = 'There is no tensor with rows among the inputs, {kinds}, so nothing can be mixed.'
+# %% ../../nbs/data/46_mixtures.ipynb #e567122a
+@patch
+def before_fit(self:_MixCB, trainer):
+    "Make sure that nobody else mixes"
+    _check_alone(self, trainer.callbacks)
 
 @patch
-def _proportion(self:_MixCB):
-    "A random proportion between 0 and 1; 1 for a batch that is not to be mixed"
-    share = torch.distributions.Beta(self.alpha, self.alpha, validate_args=False).sample()
-    return share if self.p == 1 else torch.where(torch.rand(()) < self.p, share, torch.ones(()))
+def before_batch(self:_MixCB, trainer):
+    "Mix the inputs"
+    inputs,targets = trainer.split(trainer.batch)
+    _check_targets(self, targets)
+    if self.p == 0: return
+    first = _first_tensor(inputs)
+    self._partner = torch.randperm(len(first), device=first.device)
+    self._draw(first, self._proportion())
+    trainer.batch = with_inputs(trainer, self._mix, apart=True)
 
 @patch
-def _of_partner(self:_MixCB, t):
-    "The rows of the partners in `t`"
-    return t[self._partner] if t.ndim and len(t) == len(self._partner) else t
+def after_get_loss(self:_MixCB, trainer):
+    "Mix the loss with the one for the partners' targets"
+    if self._partner is None: return
+    targets = map_tensors(self._of_partner, trainer.split(trainer.batch)[1])
+    trainer.loss = self._share*trainer.loss + (1-self._share)*trainer.loss_func(trainer.preds, *targets)
 
-def _first_tensor(inputs):
-    "The tensor that says how many examples there are and where"
-    found = []
-    map_tensors(lambda o: found.append(o) if o.ndim else None, inputs)
-    kinds = [type(o).__name__ for o in inputs]
-    if not found: raise TypeError(_NO_ROWS.format(kinds=kinds))
-    return found[0]
+@patch
+def cleanup_batch(self:_MixCB, trainer):
+    "Forget the partners"
+    self._partner = None
 
 # %% ../../nbs/data/46_mixtures.ipynb #7bd16739
 _NOT_FLOATS = ('`MixUpCB` cannot add up inputs of {dtype}: half a byte or half a token is nothing. Give the '
