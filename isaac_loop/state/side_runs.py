@@ -51,7 +51,13 @@ def _trained(self:Trainer, modules):
     parts = [*modules, *held] if modules else _parts_of(self.model)
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 
-# %% ../../nbs/state/40_side_runs.ipynb #62e13631
+# %% ../../nbs/state/40_side_runs.ipynb #7af24206
+def _random_at_end(began):
+    "The state of random numbers now: that very object if none were drawn, since putting back is slow"
+    now = random_state()
+    return began if same_random_state(began, now) else now
+
+# %% ../../nbs/state/40_side_runs.ipynb #b23f0a71
 @patch
 def _go_on_aside(self:Trainer, now):
     "Let random numbers go on where the last run on the side ended, if nobody else has drawn any since"
@@ -59,17 +65,7 @@ def _go_on_aside(self:Trainer, now):
     if not last or last['ended'] is last['began'] or last['seedings'] != set_seed.calls: return
     if same_random_state(last['began'], now): set_random_state(last['ended'])
 
-def _random_at_end(began):
-    "The state of random numbers now: that very object if none were drawn, since putting back is slow"
-    now = random_state()
-    return began if same_random_state(began, now) else now
-
-# %% ../../nbs/state/40_side_runs.ipynb #4241fc3a
-_ENDLESS = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for '
-            'its own evaluation, and evaluates again. '
-            'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out '
-            'there, or choose who is kept with `side_run(below=...)`.')
-
+# %% ../../nbs/state/40_side_runs.ipynb #a6d4e9d0
 def _filled_slots(trainer):
     "What the slots of a trainer hold, without asking what is missing for its message"
     found = {}
@@ -77,11 +73,18 @@ def _filled_slots(trainer):
         with suppress(AttributeError): found[name] = object.__getattribute__(trainer, name)
     return found
 
+# %% ../../nbs/state/40_side_runs.ipynb #3880686d
 def _undo(trainer, swaps):
     "Have `swaps` count no longer, which were undone in a run on the side"
     plan = trainer.plan
     plan.changes = tuple(change for change in plan.changes if change not in swaps)
     plan.build(trainer.callbacks, check=False)
+
+# %% ../../nbs/state/40_side_runs.ipynb #2837a5e9
+_ENDLESS = ('Five runs on the side were begun one inside the other: a callback that evaluates is kept for '
+            'its own evaluation, and evaluates again. '
+            'Give it `order = Order.RECORD` (a function can have that attribute too), so that it is left out '
+            'there, or choose who is kept with `side_run(below=...)`.')
 
 @patch
 @contextmanager
