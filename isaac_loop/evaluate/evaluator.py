@@ -101,7 +101,7 @@ def _limit(self:EvaluatorCB):
 _NOTHING_MEASURED = ('No batch of `{}` got to its end, so `{}` has measured nothing. '
                      'Look for a callback that cancels.')
 
-# %% ../../nbs/evaluate/40_evaluator.ipynb #2c12bf62
+# %% ../../nbs/evaluate/40_evaluator.ipynb #ba905512
 @patch
 def _look(self:EvaluatorCB, trainer):
     "Call the user's function for a batch, and note if it has had enough"
@@ -116,6 +116,7 @@ def _look(self:EvaluatorCB, trainer):
         done = trainer.batch_num+1
         if left is not None and done != trainer.n_batches: self._left = f'{left}, after {done} batches'
 
+# %% ../../nbs/evaluate/40_evaluator.ipynb #11b4aa61
 @patch
 def _pass_on(self:EvaluatorCB, trainer, name):
     "Let the training know of a stop, and the user of an evaluation that is not complete"
@@ -178,7 +179,7 @@ def _check(self:EvaluatorCB, trainer):
     check_columns(trainer, self, 'Give the data set another name: `EvaluatorCB({"other": dl})`.')
     check_sets(trainer, self.sets, callback_name(self))
 
-# %% ../../nbs/evaluate/40_evaluator.ipynb #28d059c9
+# %% ../../nbs/evaluate/40_evaluator.ipynb #dc0acb3d
 @patch
 def _measure(self:EvaluatorCB, trainer):
     "Evaluate all data sets"
@@ -201,6 +202,7 @@ def _measure(self:EvaluatorCB, trainer):
     self._cancel = agreed(trainer.ranks, self._cancel)
     return columns
 
+# %% ../../nbs/evaluate/40_evaluator.ipynb #570cce75
 @patch
 def _tell(self:EvaluatorCB, trainer, columns, returned):
     "Call the functions that write and report"
@@ -216,7 +218,7 @@ def _leave(self:EvaluatorCB, *over):
     cancel,self._cancel = self._cancel,None
     if cancel is not None and not isinstance(cancel, over): raise cancel
 
-# %% ../../nbs/evaluate/40_evaluator.ipynb #88fda7bc
+# %% ../../nbs/evaluate/40_evaluator.ipynb #d4e0da9d
 @patch
 def before_epoch(self:EvaluatorCB, trainer):
     "Begin an epoch without an evaluation"
@@ -233,6 +235,7 @@ def before_batch(self:EvaluatorCB, trainer):
     self._leave()
     self._fresh = False
 
+# %% ../../nbs/evaluate/40_evaluator.ipynb #9cc0adf7
 @patch
 def after_batch(self:EvaluatorCB, trainer):
     "Evaluate when there were enough updates"
@@ -261,7 +264,7 @@ def _after_update(self:EvaluatorCB, trainer, *over):
     trainer.write_measured(**row)
     self._leave(*over)
 
-# %% ../../nbs/evaluate/40_evaluator.ipynb #57b91ab0
+# %% ../../nbs/evaluate/40_evaluator.ipynb #87ae5879
 @patch
 def cleanup_epoch(self:EvaluatorCB, trainer):
     "Evaluate when enough epochs are over, unless the model is still the one that was measured last"
@@ -275,6 +278,7 @@ def _is_due(self:EvaluatorCB, trainer):
     last = trainer.stop_reason is not None or trainer.epoch+1 >= trainer.n_epochs
     return (self.at_end and last) or (self.epochs is not None and (trainer.epoch+1) % self.epochs == 0)
 
+# %% ../../nbs/evaluate/40_evaluator.ipynb #3c472f18
 @patch
 def after_fit(self:EvaluatorCB, trainer):
     "Evaluate the model that the training leaves, unless that has been done"
