@@ -17,19 +17,27 @@ from ..device.precision import MixedPrecisionCB
 from ..loop.trainer import Trainer
 from ..loop.passes import n_batches
 
-# %% ../../nbs/log/45_run_config.ipynb #1225d08a
+# %% ../../nbs/log/45_run_config.ipynb #f0d12c10
 def _found(trainer, cls): return next((o for o in trainer.callbacks if isinstance(o, cls)), None)
-
-def loader_batch_size(dl):
-    "Examples in a batch, as far as the loader or its sampler tells"
-    found = [getattr(o, 'batch_size', None) for o in (dl, getattr(dl, 'batch_sampler', None))]
-    return next((o for o in found if isinstance(o, int)), None)
 
 def accumulation_of(trainer): # 1, unless gradients are accumulated
     "How many batches an update takes"
     found = _found(trainer, AccumulationCB)
     return 1 if found is None else found.n_batches
 
+# %% ../../nbs/log/45_run_config.ipynb #482fd0d0
+def loader_batch_size(dl):
+    "Examples in a batch, as far as the loader or its sampler tells"
+    found = [getattr(o, 'batch_size', None) for o in (dl, getattr(dl, 'batch_sampler', None))]
+    return next((o for o in found if isinstance(o, int)), None)
+
+def rows_for_update(trainer): # None if the loader does not say
+    "Examples for one update, of all processes together"
+    dl,n = getattr(trainer.dls, 'train', None),trainer.ranks.size
+    size,is_whole = loader_batch_size(dl),getattr(getattr(dl, 'batch_sampler', None), 'whole', False)
+    return None if size is None else size*accumulation_of(trainer)*(1 if is_whole else n)
+
+# %% ../../nbs/log/45_run_config.ipynb #24013cb6
 def autocast_type(trainer): # As text; None without autocast
     "The type in which a callback lets the model predict"
     autocast,accelerated = _found(trainer, MixedPrecisionCB),_found(trainer, AccelerateCB)
@@ -45,12 +53,6 @@ def _precision(trainer):
 def _first_parameter(trainer):
     parameters = trainer.model.parameters() if hasattr(trainer.model, 'parameters') else ()
     return next(iter(parameters), None)
-
-def rows_for_update(trainer): # None if the loader does not say
-    "Examples for one update, of all processes together"
-    dl,n = getattr(trainer.dls, 'train', None),trainer.ranks.size
-    size,is_whole = loader_batch_size(dl),getattr(getattr(dl, 'batch_sampler', None), 'whole', False)
-    return None if size is None else size*accumulation_of(trainer)*(1 if is_whole else n)
 
 # %% ../../nbs/log/45_run_config.ipynb #2234e1e6
 @dataclass(frozen=True)
