@@ -53,15 +53,7 @@ class EpochTimeCB:
         if trainer.n_batches is not None: enough = min(enough, trainer.n_batches-trainer.start_batch-1)
         if self._n and self._n >= enough: self._finish(trainer, (_now()-self._start)/self._n)
 
-# %% ../../nbs/metrics/30_epoch_time.ipynb #e4bee99b
-@patch
-def _finish(self:EpochTimeCB, trainer, seconds):
-    "Tell what follows from so many `seconds` for a batch, and leave"
-    epoch = None if trainer.n_batches is None else seconds*trainer.n_batches
-    self.estimate = dict(batch=seconds, epoch=epoch, fit=None if epoch is None else epoch*trainer.n_epochs)
-    if self.show and trainer.ranks.is_main: say(self._text(trainer))
-    trainer.remove_callback(self)
-
+# %% ../../nbs/metrics/30_epoch_time.ipynb #33cebbb1
 @patch
 def _text(self:EpochTimeCB, trainer):
     "The estimate in words"
@@ -70,3 +62,12 @@ def _text(self:EpochTimeCB, trainer):
     epoch,fit = clock(self.estimate['epoch']),clock(self.estimate['fit'])
     whole = f'{epoch} for the training pass of an epoch, {fit} for those of all {trainer.n_epochs}'
     return f'{each}, so about {whole}'
+
+# %% ../../nbs/metrics/30_epoch_time.ipynb #10e085ae
+@patch
+def _finish(self:EpochTimeCB, trainer, seconds):
+    "Tell what follows from so many `seconds` for a batch, and leave"
+    epoch = None if trainer.n_batches is None else seconds*trainer.n_batches
+    self.estimate = dict(batch=seconds, epoch=epoch, fit=None if epoch is None else epoch*trainer.n_epochs)
+    if self.show and trainer.ranks.is_main: say(self._text(trainer))
+    trainer.remove_callback(self)
