@@ -58,12 +58,22 @@ def _loses_rows(x):
     parts = [value if isinstance(value, (list, tuple)) else [value] for value in vars(x).values()]
     return any(_loses_rows(part) for several in parts for part in several)
 
-# %% ../../nbs/data/29_replay_loaders.ipynb #61fb7194
+# %% ../../nbs/data/29_replay_loaders.ipynb #e79cddac
 _ONLY_ONCE = ('`loader` is a {kind}, which cannot be iterated more than once, and going on needs that. Pass '
               'a `DataLoader`, or a function that makes one.')
 _PERSISTENT = ('Persistent workers keep their random numbers from pass to pass, so no pass of this loader '
                'could be repeated. Use `exact_loader` with its dataset, or ordinary workers.')
 
+def _check_repeats(loader):
+    "`loader` if it is a function that makes loaders, else None; or an error if there could be no second pass"
+    makes = callable(loader) and not hasattr(loader, '__iter__')
+    iterable = hasattr(loader, '__iter__') or hasattr(loader, '__getitem__')
+    if hasattr(loader, '__next__') or not (makes or iterable):
+        raise TypeError(_ONLY_ONCE.format(kind=type(loader).__name__))
+    if getattr(loader, 'persistent_workers', False) and not _is_stream(loader): raise ValueError(_PERSISTENT)
+    return loader if makes else None
+
+# %% ../../nbs/data/29_replay_loaders.ipynb #bc2f4bc6
 class ReplayLoader(Resumable):
     "Any loader, made repeatable; it goes on by reading the epoch again, or by the state of a stream"
     _stream = _beginning = None # The state of a stream to go on from; the one that it had before it was read
@@ -84,16 +94,7 @@ class ReplayLoader(Resumable):
         if loader is None: raise AttributeError(f'`{type(self).__name__}` has no attribute `{name}`')
         return getattr(loader, name)
 
-def _check_repeats(loader):
-    "`loader` if it is a function that makes loaders, else None; or an error if there could be no second pass"
-    makes = callable(loader) and not hasattr(loader, '__iter__')
-    iterable = hasattr(loader, '__iter__') or hasattr(loader, '__getitem__')
-    if hasattr(loader, '__next__') or not (makes or iterable):
-        raise TypeError(_ONLY_ONCE.format(kind=type(loader).__name__))
-    if getattr(loader, 'persistent_workers', False) and not _is_stream(loader): raise ValueError(_PERSISTENT)
-    return loader if makes else None
-
-# %% ../../nbs/data/29_replay_loaders.ipynb #d4118ce7
+# %% ../../nbs/data/29_replay_loaders.ipynb #146c5387
 @patch(as_prop=True)
 def batches(self:ReplayLoader)->int:
     "Batches that were given in this epoch"
@@ -108,6 +109,7 @@ def start_at(self:ReplayLoader,
     batches = whole_number(batches, 'batches', 'batches are counted', least=0)
     self._place(self.epoch, batches, goes_on=True)
 
+# %% ../../nbs/data/29_replay_loaders.ipynb #43a75947
 @patch
 def state_dict(self:ReplayLoader)->dict: # Plain numbers
     "The position behind the last batch, and what it depends on"
@@ -168,12 +170,25 @@ def _take_up(self:ReplayLoader, done):
     self._moved = stream is not None
     return done if stream is not None else 0
 
-# %% ../../nbs/data/29_replay_loaders.ipynb #9e128b12
+# %% ../../nbs/data/29_replay_loaders.ipynb #56057d8d
+_end = object()
+
+@patch
+def _read(self:ReplayLoader, batches, source, epoch, i):
+    "The next batch, or `_end`"
+    if getattr(source, 'num_workers', 0): return next(batches, _end)
+    with seeded_with(self.seed, epoch, i): return next(batches, _end)
+
+# %% ../../nbs/data/29_replay_loaders.ipynb #0a5c5b7b
 _READING_AGAIN = ('Reading {n} of epoch {epoch} again and dropping them: a stream has no other way to the '
                   'place where it stopped.')
 _TOO_SHORT = ('The stream ended after {n} batches, before the place where it should go on, {done}. Is it '
               'the same data?')
-_end = object()
+
+def _warn_of_reading(done, epoch):
+    "Say what it costs to go on in the middle"
+    n = f'{done} batch' + 'es'*(done > 1)
+    warn(_READING_AGAIN.format(n=n, epoch=epoch))
 
 @patch
 def _walk(self:ReplayLoader, epoch, done):
@@ -195,14 +210,3 @@ def _walk(self:ReplayLoader, epoch, done):
         self._engine = None
         dismiss(batches)
         raise explained(e, getattr(source, 'num_workers', 0), epoch)
-
-@patch
-def _read(self:ReplayLoader, batches, source, epoch, i):
-    "The next batch, or `_end`"
-    if getattr(source, 'num_workers', 0): return next(batches, _end)
-    with seeded_with(self.seed, epoch, i): return next(batches, _end)
-
-def _warn_of_reading(done, epoch):
-    "Say what it costs to go on in the middle"
-    n = f'{done} batch' + 'es'*(done > 1)
-    warn(_READING_AGAIN.format(n=n, epoch=epoch))
