@@ -9,6 +9,8 @@ __all__ = ['UploadCB', 'fetch']
 import json, os, shutil, time, uuid
 from pathlib import Path, PurePosixPath
 
+from fastcore.basics import patch
+
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, local_path, warn
 from ..loop.events import CancelException, Order
@@ -34,13 +36,14 @@ def _connect(url, options):
     except ValueError as e:
         raise ValueError(_NO_ADDRESS.format(url=shown, error=without_password(str(e)))) from None
 
-# %% ../../nbs/log/65_upload.ipynb #f389af6a
+# %% ../../nbs/log/65_upload.ipynb #88893995
 _OBJECTS = {'s3', 's3a', 'gs', 'gcs', 'abfs', 'abfss', 'az', 'adl', 'oss', 'oci', 'obs'}
 
 def _has_folders(fs):
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
     return not protocols & _OBJECTS
 
+# %% ../../nbs/log/65_upload.ipynb #02ae0a5c
 def _put(fs, local, far):
     "Copy one file there"
     if _has_folders(fs): fs.makedirs(far.rpartition('/')[0], exist_ok=True)
@@ -71,7 +74,7 @@ def _files_here(folder):
             found[path.relative_to(folder).as_posix()] = [about.st_size, about.st_mtime_ns]
     return {o: found[o] for o in sorted(found, key=_copy_order)}
 
-# %% ../../nbs/log/65_upload.ipynb #4138c3c9
+# %% ../../nbs/log/65_upload.ipynb #9c3ad1f5
 _INDEX = '.uploaded.json'
 
 def _read_index(folder, target):
@@ -87,6 +90,7 @@ def _write_index(folder, target, sent):
     try: replace_file(folder/_INDEX, lambda part: part.write_text(text))
     except OSError: pass # Next time more is copied than necessary
 
+# %% ../../nbs/log/65_upload.ipynb #7a57afeb
 def _retried(f, retries, wait):
     "Call `f`, after errors once more, with growing pauses"
     for n in range(retries+1):
@@ -95,23 +99,15 @@ def _retried(f, retries, wait):
             if n == retries: raise
             time.sleep(wait*2**n)
 
-# %% ../../nbs/log/65_upload.ipynb #c9b869bd
+# %% ../../nbs/log/65_upload.ipynb #7b66c53d
 _NO_WAIT = '`wait` is {wait!r}, but nobody can wait for less than no time. Use 0 or more seconds.'
-_NO_URL = ('`UploadCB` was given no `url`, and the experiment has none. '
-           'Pass one such as `s3://bucket/runs`, to one of the two.')
-_NO_PLACE = ('`UploadCB` cannot write to `{target}` ({kind}: {error}), so the run would be kept only here. '
-             'Make sure that the bucket or folder exists, and that you may write there.')
-_NO_DELETING = '`UploadCB` may write to `{target}`, but not delete ({kind}); old checkpoints will stay there.'
-_NOT_COPIED = ('`UploadCB` could not copy to `{target}` ({kind}: {error}). Training goes on; '
-               '{n} files are missing there, and will be tried again after the next epoch.')
-_FOUND_NONE = ('`UploadCB` never found a file in `{folder}`, so nothing was copied. '
-               'Is that the folder of the run, and does a callback such as `CheckpointCB` write there?')
 
 def _checked_wait(wait):
     is_number = isinstance(wait, (int, float)) and not isinstance(wait, bool)
     if not is_number or wait < 0: raise ValueError(_NO_WAIT.format(wait=wait))
     return wait
 
+# %% ../../nbs/log/65_upload.ipynb #1e34b553
 class UploadCB:
     "Copy the run's folder to a storage after each epoch and at the end"
     order = Order.RECORD # Cleans up after all who write files
@@ -135,108 +131,6 @@ class UploadCB:
         self.target,self.behind = None,[] # The address of the copy, and what is not there yet
         self._fs,self._runs = None,False
 
-    def before_fit(self, trainer):
-        "Copy after each epoch, once the checkpoint is written"
-        self._fs,self.target = None,None
-        self._warned,self.behind = False,[]
-        self._runs = True
-        trainer.epochs = self._epochs(trainer, trainer.epochs)
-
-    def _epochs(self, trainer, epochs):
-        self._begin(trainer)
-        for n,epoch in enumerate(epochs, 1):
-            yield epoch
-            if n % self.every == 0: self._upload()
-
-    def cleanup_fit(self, trainer):
-        "Copy the end of the run, also after an error"
-        done = isinstance(trainer.exception, (type(None), CancelException))
-        never_began = self._runs and self._fs is None
-        if never_began and done: self._begin(trainer) # A complete run, whose end may not have been copied
-        if self._fs is None: return
-        if not any(offered(trainer, 'hurried')):
-            self._upload()
-            if not self._found_any: warn(_FOUND_NONE.format(folder=self._from))
-        self._fs,self._runs = None,False
-
-    def _begin(self, trainer):
-        "Find out from where to where, and whether that works"
-        folder,url,below = run_folder(trainer, self.folder, who='UploadCB'),self._url,''
-        if url is None: url = experiment_of(trainer, 'UploadCB', 'url').url
-        if url is None: raise LookupError(_NO_URL)
-        if self.folder is None: below = f'/{trainer.experiment.project}/{trainer.experiment.folder.name}'
-        fs,far = _connect(url, self._options)
-        _check_apart(fs, far.rstrip('/')+below, folder)
-        self._far,self.target = far.rstrip('/')+below,without_password(str(url)).rstrip('/')+below
-        self._try_out(fs)
-        try: there = _files_there(fs, self._far)
-        except Exception: there = {} # Allowed to write, but not to look: then everything is copied once more
-        self._sent = {k: v for k,v in _read_index(folder, self.target).items() if there.get(k) == v[0]}
-        self._from,self._fs,self._found_any = folder,fs,False
-
-    def _try_out(self, fs):
-        "Write a small file there and delete it, or say why that is impossible"
-        probe = f'{self._far}/.probe-{uuid.uuid4().hex[:8]}'
-        def write():
-            if _has_folders(fs): fs.makedirs(self._far, exist_ok=True)
-            fs.pipe_file(probe, b'x')
-        try: _retried(write, self.retries, self.wait)
-        except Exception as e:
-            raise OSError(_NO_PLACE.format(**self._failure(e))) from e
-        try: fs.rm_file(probe)
-        except Exception as e: warn(_NO_DELETING.format(**self._failure(e)))
-
-    def _upload(self):
-        "Copy what is new or has changed, and warn if that fails"
-        here = _files_here(self._from)
-        self._found_any = self._found_any or bool(here)
-        self.behind = self._changed(here)
-        try:
-            self._take_back()
-            self.behind = self._changed(here)
-            while self.behind: self._send(self.behind[0], here)
-            if self.drop: self._drop_old(here)
-        except Exception as e: self._warn(e)
-        finally: _write_index(self._from, self.target, self._sent)
-
-    def _changed(self, here): return [o for o in here if self._sent.get(o) != here[o]]
-
-    def _send(self, name, here):
-        "Copy one file; one that has gone meanwhile is left out"
-        if (self._from/name).is_file():
-            _retried(lambda: _put(self._fs, self._from/name, f'{self._far}/{name}'), self.retries, self.wait)
-            self._sent[name] = here[name]
-        self.behind.pop(0)
-
-    def _warn(self, e):
-        "Warn, once in a fit"
-        if not self._warned: warn(_NOT_COPIED.format(n=len(self.behind), **self._failure(e)))
-        self._warned = True
-
-    def _failure(self, e):
-        return dict(target=self.target, kind=type(e).__name__, error=without_password(str(e)))
-
-    def _take_back(self):
-        "Delete manifests there whose checkpoint is about to be replaced by another of the same name"
-        manifests = dict.fromkeys(str(PurePosixPath(o).parent/'manifest.json') for o in self.behind)
-        for name in manifests:
-            if name in self._sent: self._delete(name)
-
-    def _drop_old(self, here):
-        "Delete checkpoints there that are deleted here, the manifest first"
-        gone = [PurePosixPath(o) for o in self._sent if o not in here]
-        folders = [path.parent for path in gone if path.name == 'manifest.json']
-        old = [path.as_posix() for path in gone if path.parent in folders]
-        for name in sorted(old, key=_copy_order, reverse=True): self._delete(name)
-
-    def _delete(self, name):
-        "Delete one file there, if it is still there"
-        def delete():
-            try: self._fs.rm_file(f'{self._far}/{name}')
-            except FileNotFoundError: pass
-        _retried(delete, self.retries, self.wait)
-        del self._sent[name]
-
 # %% ../../nbs/log/65_upload.ipynb #c19846b6
 _INTO_ITSELF = ('`UploadCB` would copy `{folder}` to `{far}`, which is the same folder or inside it, '
                 'so each copy would be copied again. Choose a place outside.')
@@ -246,6 +140,140 @@ def _check_apart(fs, far, folder):
     if 'file' not in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol): return
     if Path(far).resolve().is_relative_to(Path(folder).resolve()):
         raise ValueError(_INTO_ITSELF.format(folder=folder, far=far))
+
+# %% ../../nbs/log/65_upload.ipynb #4986c228
+_NO_PLACE = ('`UploadCB` cannot write to `{target}` ({kind}: {error}), so the run would be kept only here. '
+             'Make sure that the bucket or folder exists, and that you may write there.')
+_NO_DELETING = '`UploadCB` may write to `{target}`, but not delete ({kind}); old checkpoints will stay there.'
+
+@patch
+def _try_out(self:UploadCB, fs):
+    "Write a small file there and delete it, or say why that is impossible"
+    probe = f'{self._far}/.probe-{uuid.uuid4().hex[:8]}'
+    def write():
+        if _has_folders(fs): fs.makedirs(self._far, exist_ok=True)
+        fs.pipe_file(probe, b'x')
+    try: _retried(write, self.retries, self.wait)
+    except Exception as e:
+        raise OSError(_NO_PLACE.format(**self._failure(e))) from e
+    try: fs.rm_file(probe)
+    except Exception as e: warn(_NO_DELETING.format(**self._failure(e)))
+
+@patch
+def _failure(self:UploadCB, e):
+    return dict(target=self.target, kind=type(e).__name__, error=without_password(str(e)))
+
+# %% ../../nbs/log/65_upload.ipynb #1b9c0712
+_NO_URL = ('`UploadCB` was given no `url`, and the experiment has none. '
+           'Pass one such as `s3://bucket/runs`, to one of the two.')
+
+@patch
+def _begin(self:UploadCB, trainer):
+    "Find out from where to where, and whether that works"
+    folder,url,below = run_folder(trainer, self.folder, who='UploadCB'),self._url,''
+    if url is None: url = experiment_of(trainer, 'UploadCB', 'url').url
+    if url is None: raise LookupError(_NO_URL)
+    if self.folder is None: below = f'/{trainer.experiment.project}/{trainer.experiment.folder.name}'
+    fs,far = _connect(url, self._options)
+    _check_apart(fs, far.rstrip('/')+below, folder)
+    self._far,self.target = far.rstrip('/')+below,without_password(str(url)).rstrip('/')+below
+    self._try_out(fs)
+    try: there = _files_there(fs, self._far)
+    except Exception: there = {} # Allowed to write, but not to look: then everything is copied once more
+    self._sent = {k: v for k,v in _read_index(folder, self.target).items() if there.get(k) == v[0]}
+    self._from,self._fs,self._found_any = folder,fs,False
+
+# %% ../../nbs/log/65_upload.ipynb #3d1ce6dc
+@patch
+def _changed(self:UploadCB, here): return [o for o in here if self._sent.get(o) != here[o]]
+
+@patch
+def _send(self:UploadCB, name, here):
+    "Copy one file; one that has gone meanwhile is left out"
+    if (self._from/name).is_file():
+        _retried(lambda: _put(self._fs, self._from/name, f'{self._far}/{name}'), self.retries, self.wait)
+        self._sent[name] = here[name]
+    self.behind.pop(0)
+
+# %% ../../nbs/log/65_upload.ipynb #01a48177
+@patch
+def _take_back(self:UploadCB):
+    "Delete manifests there whose checkpoint is about to be replaced by another of the same name"
+    manifests = dict.fromkeys(str(PurePosixPath(o).parent/'manifest.json') for o in self.behind)
+    for name in manifests:
+        if name in self._sent: self._delete(name)
+
+@patch
+def _drop_old(self:UploadCB, here):
+    "Delete checkpoints there that are deleted here, the manifest first"
+    gone = [PurePosixPath(o) for o in self._sent if o not in here]
+    folders = [path.parent for path in gone if path.name == 'manifest.json']
+    old = [path.as_posix() for path in gone if path.parent in folders]
+    for name in sorted(old, key=_copy_order, reverse=True): self._delete(name)
+
+@patch
+def _delete(self:UploadCB, name):
+    "Delete one file there, if it is still there"
+    def delete():
+        try: self._fs.rm_file(f'{self._far}/{name}')
+        except FileNotFoundError: pass
+    _retried(delete, self.retries, self.wait)
+    del self._sent[name]
+
+# %% ../../nbs/log/65_upload.ipynb #3505fe8a
+_NOT_COPIED = ('`UploadCB` could not copy to `{target}` ({kind}: {error}). Training goes on; '
+               '{n} files are missing there, and will be tried again after the next epoch.')
+
+@patch
+def _upload(self:UploadCB):
+    "Copy what is new or has changed, and warn if that fails"
+    here = _files_here(self._from)
+    self._found_any = self._found_any or bool(here)
+    self.behind = self._changed(here)
+    try:
+        self._take_back()
+        self.behind = self._changed(here)
+        while self.behind: self._send(self.behind[0], here)
+        if self.drop: self._drop_old(here)
+    except Exception as e: self._warn(e)
+    finally: _write_index(self._from, self.target, self._sent)
+
+@patch
+def _warn(self:UploadCB, e):
+    "Warn, once in a fit"
+    if not self._warned: warn(_NOT_COPIED.format(n=len(self.behind), **self._failure(e)))
+    self._warned = True
+
+# %% ../../nbs/log/65_upload.ipynb #3bf2f4b6
+_FOUND_NONE = ('`UploadCB` never found a file in `{folder}`, so nothing was copied. '
+               'Is that the folder of the run, and does a callback such as `CheckpointCB` write there?')
+
+@patch
+def before_fit(self:UploadCB, trainer):
+    "Copy after each epoch, once the checkpoint is written"
+    self._fs,self.target = None,None
+    self._warned,self.behind = False,[]
+    self._runs = True
+    trainer.epochs = self._epochs(trainer, trainer.epochs)
+
+@patch
+def _epochs(self:UploadCB, trainer, epochs):
+    self._begin(trainer)
+    for n,epoch in enumerate(epochs, 1):
+        yield epoch
+        if n % self.every == 0: self._upload()
+
+@patch
+def cleanup_fit(self:UploadCB, trainer):
+    "Copy the end of the run, also after an error"
+    done = isinstance(trainer.exception, (type(None), CancelException))
+    never_began = self._runs and self._fs is None
+    if never_began and done: self._begin(trainer) # A complete run, whose end may not have been copied
+    if self._fs is None: return
+    if not any(offered(trainer, 'hurried')):
+        self._upload()
+        if not self._found_any: warn(_FOUND_NONE.format(folder=self._from))
+    self._fs,self._runs = None,False
 
 # %% ../../nbs/log/65_upload.ipynb #29fe5f8c
 _LEADS_OUT = 'The storage has a file called {name!r}, which leads out of the folder, so nothing was fetched.'
