@@ -12,7 +12,7 @@ import torch
 
 from ..basics.checks import check_count
 
-# %% ../../nbs/device/50_launching.ipynb #c597b4eb
+# %% ../../nbs/device/50_launching.ipynb #28a2786a
 def _begin(rank, size, port):
     "Make a copy of a process one of several"
     gc.freeze() # What the parent has thrown away, such as a store with its thread, cannot be tidied up here
@@ -29,6 +29,7 @@ def _end_with(parent):
     parent.join()
     os._exit(1)
 
+# %% ../../nbs/device/50_launching.ipynb #52145de8
 def _run(f, args, rank, size, port, answer):
     "Call `f`, and send what it returns, or its error"
     _begin(rank, size, port)
@@ -48,9 +49,7 @@ def _dumped(error):
         plain = RuntimeError(f'{type(error).__name__}: {error}')
         return pickle.dumps(('error', plain, [], text, time.time()))
 
-# %% ../../nbs/device/50_launching.ipynb #c0465951
-_NO_FUNCTION = ('`launch` was given {f!r}, which cannot be called, so there is nothing to run. '
-                'Pass a function and its arguments apart: `launch(train, 2, 0.1)`.')
+# %% ../../nbs/device/50_launching.ipynb #769b7256
 _GONE = ('Process {rank} of {size} ended with exit code {code} and without an answer, so what `{name}` '
          'returned there is lost. A negative code is the signal that ended it; -9 is often a lack of memory.')
 _TOO_LONG = ('`{name}` was not done within {timeout:g} s in process {ranks} of {size}, and all were ended. '
@@ -82,7 +81,42 @@ def _received(answer, process, rank, size, name):
         gone = RuntimeError(_GONE.format(rank=rank, size=size, code=process.exitcode, name=name))
         return 'error',gone,[],'',time.time()
 
-# %% ../../nbs/device/50_launching.ipynb #8c567f74
+# %% ../../nbs/device/50_launching.ipynb #879d7bbb
+def _first_real(errors):
+    "The error that came first, of those that do not only tell of another process"
+    from isaac_loop.state.errors import RankFailed
+    real = [o for o in errors if not isinstance(o[1], RankFailed)] or errors
+    error,notes,text = min(real, key=lambda told: told[4])[1:4]
+    for note in notes:
+        if note not in getattr(error, '__notes__', ()): error.add_note(note)
+    error.add_note(f'In its process:\n{text}')
+    return error
+
+# %% ../../nbs/device/50_launching.ipynb #deb031ed
+def _import_before_copying():
+    "Have what the first optimizer imports, which takes seconds, in memory before it is copied"
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+def _start(process):
+    "Begin a process; nothing is tidied up before it knows what is its own"
+    tidies = gc.isenabled()
+    gc.disable()
+    try: process.start()
+    finally:
+        if tidies: gc.enable()
+
+def _end(processes):
+    "Let no process outlive the call"
+    for process in processes:
+        if process.pid is None: continue
+        process.join(0.5)
+        if process.is_alive(): process.kill()
+        process.join()
+
+# %% ../../nbs/device/50_launching.ipynb #55792f85
+_NO_FUNCTION = ('`launch` was given {f!r}, which cannot be called, so there is nothing to run. '
+                'Pass a function and its arguments apart: `launch(train, 2, 0.1)`.')
+
 def launch(
     f, # Runs in each process; it finds its rank in the environment, as under torchrun
     n_processes:int, # How many
@@ -111,33 +145,3 @@ def launch(
     errors = [o for o in told.values() if o[0] == 'error']
     if errors: raise _first_real(errors)
     return [told[rank][1] for rank in range(size)]
-
-def _import_before_copying():
-    "Have what the first optimizer imports, which takes seconds, in memory before it is copied"
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-
-def _start(process):
-    "Begin a process; nothing is tidied up before it knows what is its own"
-    tidies = gc.isenabled()
-    gc.disable()
-    try: process.start()
-    finally:
-        if tidies: gc.enable()
-
-def _first_real(errors):
-    "The error that came first, of those that do not only tell of another process"
-    from isaac_loop.state.errors import RankFailed
-    real = [o for o in errors if not isinstance(o[1], RankFailed)] or errors
-    error,notes,text = min(real, key=lambda told: told[4])[1:4]
-    for note in notes:
-        if note not in getattr(error, '__notes__', ()): error.add_note(note)
-    error.add_note(f'In its process:\n{text}')
-    return error
-
-def _end(processes):
-    "Let no process outlive the call"
-    for process in processes:
-        if process.pid is None: continue
-        process.join(0.5)
-        if process.is_alive(): process.kill()
-        process.join()
