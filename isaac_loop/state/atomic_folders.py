@@ -31,7 +31,7 @@ def sync_folder(folder):
     try: os.fsync(fd)
     finally: os.close(fd)
 
-# %% ../../nbs/state/74_atomic_folders.ipynb #aede0b28
+# %% ../../nbs/state/74_atomic_folders.ipynb #31fb1bf5
 _MARK = '.isaac_loop' # In every hidden folder until its contents are complete
 HINTS = ('last.json', 'best.json')
 _HINT_START = b'{\n "path": '
@@ -48,6 +48,7 @@ def make_hidden(folder, name):
     os.close(os.open(path/_MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     return path
 
+# %% ../../nbs/state/74_atomic_folders.ipynb #e04902ca
 def remove_ours(path):
     "Delete a folder, or a hint, that this library wrote"
     if not os.path.isdir(path): return os.unlink(path)
@@ -60,7 +61,9 @@ def discard(path):
     os.rename(path, trash)
     remove_ours(trash)
 
-# %% ../../nbs/state/74_atomic_folders.ipynb #a655bcc3
+# %% ../../nbs/state/74_atomic_folders.ipynb #1b460903
+_LEFTOVER = re.compile(r'\.(tmp|old|trash)-(.+)-[0-9a-f]{8}')
+
 def has_manifest(path):
     "Whether a folder has a manifest that this library wrote"
     try: return bool(read_manifest(path))
@@ -93,9 +96,21 @@ def put_whole(folder, name, target, files):
     os.rename(hidden, target)
     sync_folder(folder)
 
-# %% ../../nbs/state/74_atomic_folders.ipynb #1eb65953
-_LEFTOVER = re.compile(r'\.(tmp|old|trash)-(.+)-[0-9a-f]{8}')
+# %% ../../nbs/state/74_atomic_folders.ipynb #1f586e77
+def whole_checkpoint(path):
+    "The checkpoint at `path`, or None if there is none with all its files"
+    try: return Checkpoint(path) if not os.path.islink(path) else None
+    except (CheckpointCorrupt, CheckpointFormatTooNew): return None
 
+def _is_at_home(old):
+    "Whether the run of a replaced checkpoint has others here, or one that was to replace it, or is alone"
+    folder = old.path.parent
+    names = [o for o in os.listdir(folder) if not o.startswith('.') or o.startswith('.tmp-')]
+    found = [whole_checkpoint(folder/o) for o in names]
+    runs = {o.run_id for o in found if o is not None}
+    return not runs or old.run_id in runs
+
+# %% ../../nbs/state/74_atomic_folders.ipynb #49067007
 def sweep(folder):
     "Put away what a killed process left behind in `folder`"
     for name in sorted(os.listdir(folder)):
@@ -111,20 +126,7 @@ def _put_back_or_remove(old, target):
     new = whole_checkpoint(target)
     if new is not None and new.run_id == old.run_id: remove_ours(old.path)
 
-def whole_checkpoint(path):
-    "The checkpoint at `path`, or None if there is none with all its files"
-    try: return Checkpoint(path) if not os.path.islink(path) else None
-    except (CheckpointCorrupt, CheckpointFormatTooNew): return None
-
-def _is_at_home(old):
-    "Whether the run of a replaced checkpoint has others here, or one that was to replace it, or is alone"
-    folder = old.path.parent
-    names = [o for o in os.listdir(folder) if not o.startswith('.') or o.startswith('.tmp-')]
-    found = [whole_checkpoint(folder/o) for o in names]
-    runs = {o.run_id for o in found if o is not None}
-    return not runs or old.run_id in runs
-
-# %% ../../nbs/state/74_atomic_folders.ipynb #797158e9
+# %% ../../nbs/state/74_atomic_folders.ipynb #ee224776
 _BUSY = ('`{}` is being written to by {}. Two runs in one folder would delete each other\'s checkpoints; '
          'to look only, pass `read_only=True`.')
 _NO_LOCK = 'the file `.lock` in it was not written by this library'
@@ -169,12 +171,13 @@ class FolderLock:
 
     def __del__(self): self.release()
 
+# %% ../../nbs/state/74_atomic_folders.ipynb #05d020b0
 def _forget_locks():
     for lock in list(FolderLock.held): lock.release(unlock=False)
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget_locks)
 
-# %% ../../nbs/state/74_atomic_folders.ipynb #a8f0d340
+# %% ../../nbs/state/74_atomic_folders.ipynb #1c406c8c
 def put_hint(folder, name, about):
     "Let a small file say `about`; it is the old one or the new one at any moment"
     hidden = hidden_name(folder, 'tmp', name)
@@ -185,6 +188,7 @@ def put_hint(folder, name, about):
         if os.path.lexists(hidden): os.unlink(hidden)
         raise
 
+# %% ../../nbs/state/74_atomic_folders.ipynb #f4de75d9
 def read_hint(path):
     "What a small file says, nothing if the power was cut before; None if this library did not write it"
     try:
