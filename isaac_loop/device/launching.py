@@ -124,8 +124,8 @@ def launch(
     timeout:float=None, # Seconds after which all are ended; default: no limit
 )->list: # What `f` returned in each process, by rank
     "Run `f` in several processes; the first real error of one is raised here"
-    size = check_count(n_processes, 'n_processes', 'processes are counted')
     if not callable(f): raise TypeError(_NO_FUNCTION.format(f=f))
+    size = check_count(n_processes, 'n_processes', 'processes are counted')
     import torch.distributed as dist
     _import_before_copying()
     context = multiprocessing.get_context('spawn' if torch.cuda.is_initialized() else 'fork')

@@ -120,7 +120,7 @@ class UploadCB:
         drop:bool=True, # Also delete there the old checkpoints that are deleted here?
         retries:int=2, # How often to try again
         wait:float=1., # Seconds before the first retry; twice as many before the next
-        **options, # For the file system, such as `key` and `secret`; they are shown nowhere
+        **options, # For the file system, such as `key` and `secret`; no secret among them is shown
     ):
         self.every = check_count(every, 'every', 'epochs are counted')
         self.retries = check_count(retries, 'retries', 'tries are counted', least=0)

@@ -290,6 +290,8 @@ def test_launch_tells_what_went_wrong_and_leaves_no_process():
         launch(wait, 0)
     with pytest.raises(TypeError, match="nothing to run"):
         launch(wait(), 2)
+    with pytest.raises(TypeError, match="Pass a function and its arguments apart"):
+        launch(2, wait, 0.1)
     assert multiprocessing.active_children() == []
 
 

@@ -524,7 +524,7 @@ def test_the_function_for_batches_can_stop_too_and_says_that_the_numbers_are_par
     with pytest.warns(
         UserWarning,
         match=r"evaluation of `eval` was left early "
-        r"\((CancelFitException: |CancelEpochException: |)good enough, after 1 batches\)",
+        r"\((CancelFitException: |CancelEpochException: |)good enough, after 1 batch\)",
     ) as heard:
         trainer, calls = run_stopping(how, "look", updates=3)
     assert (
@@ -1219,7 +1219,7 @@ def test_a_stop_that_is_asked_for_in_an_evaluation_stops_the_training():
             trainer.request_stop("enough is seen")
 
     trainer = make_trainer(EvaluatorCB(updates=2, at_end=False), Stops())
-    with pytest.warns(UserWarning, match="enough is seen, after 1 batches"):
+    with pytest.warns(UserWarning, match="enough is seen, after 1 batch"):
         trainer.fit(3, lr=0.1, valid=False)
     assert trainer.stop_reason == "enough is seen" and trainer.n_updates == 2
 
