@@ -114,7 +114,8 @@ def _look(self:EvaluatorCB, trainer):
     finally:
         if trainer.stop_reason != stopped: left = self._stop = trainer.stop_reason
         done = trainer.batch_num+1
-        if left is not None and done != trainer.n_batches: self._left = f'{left}, after {done} batch{"es"*(done > 1)}'
+        if left is not None and done != trainer.n_batches:
+            self._left = f'{left}, after {done} batch{"es"*(done > 1)}'
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #11b4aa61
 @patch

@@ -7,7 +7,8 @@ __all__ = ['InterruptCB']
 
 # %% ../../nbs/stop/30_interrupts.ipynb #bbde0d7c
 import gc, os, signal, sys, threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import islice
 
 from fastcore.basics import patch
 from torch.utils.data import DataLoader
@@ -139,6 +140,7 @@ class _Patient:
     def __call__(self, worker):
         gc.freeze() # As for the workers of an exact loader
         signal.signal(signal.SIGTERM, _in_worker)
+        if hasattr(signal, 'pthread_sigmask'): signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         if self.init is not None: self.init(worker)
 
 def _with_workers(dl):
@@ -146,13 +148,33 @@ def _with_workers(dl):
     inner = dl if isinstance(dl, DataLoader) else getattr(dl, 'loader', None)
     return inner if isinstance(inner, DataLoader) and inner.num_workers else None
 
+# %% ../../nbs/stop/30_interrupts.ipynb #4226d39f
+@contextmanager
+def _sigterm_waits():
+    "SIGTERM comes after the `with` block, also to processes that were begun in it"
+    if not hasattr(signal, 'pthread_sigmask'): return (yield) # Windows
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try: yield
+    finally: signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+def _started_unharmed(batches):
+    "The same batches; while workers begin, SIGTERM waits"
+    __tracebackhide__ = True # It only passes on
+    with _sigterm_waits():
+        batches = iter(batches)
+        first = list(islice(batches, 1))
+    yield from first
+    yield from batches
+
 # %% ../../nbs/stop/30_interrupts.ipynb #48948fdb
 @patch
 def before_epoch(self:InterruptCB, trainer):
     "Look for a signal after every batch"
-    trainer.batches = self._watched(trainer, trainer.batches, _after_batch)
-    self._loader = _with_workers(trainer.dl)
-    if self._loader is not None: self._loader.worker_init_fn = _Patient(self._loader.worker_init_fn)
+    self._loader,batches = _with_workers(trainer.dl),trainer.batches
+    if self._loader is not None:
+        self._loader.worker_init_fn = _Patient(self._loader.worker_init_fn)
+        if self._old: batches = _started_unharmed(batches)
+    trainer.batches = self._watched(trainer, batches, _after_batch)
 
 @patch
 def cleanup_epoch(self:InterruptCB, trainer):
