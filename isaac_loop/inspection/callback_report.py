@@ -9,6 +9,8 @@ __all__ = ['BrokenPromise', 'CallbackReport', 'try_callback']
 import copy
 from contextlib import closing, contextmanager
 
+from fastcore.basics import patch
+
 from ..basics.checks import did_you_mean
 from ..basics.tables import Table
 from .contract import quiet_promises # noqa: F401 - They put themselves into the list
@@ -18,9 +20,6 @@ from .contract.promises import PROMISES, Fault, NotTried
 from .run_results import lists_of_class
 from .trial_runs import Trials
 from ..loop.callback_list import flat
-
-# %% ../../nbs/inspection/73_callback_report.ipynb #41a5ad0e
-class BrokenPromise(AssertionError): "A callback does not do what callbacks should do"
 
 # %% ../../nbs/inspection/73_callback_report.ipynb #66e9e439
 class Tried:
@@ -44,7 +43,26 @@ class Tried:
         told = [self.reason] if self.reason is not None else map(str, self.faults)
         return f'`{self.name}` is {self.verdict}: ' + '\n  '.join(told)
 
-# %% ../../nbs/inspection/73_callback_report.ipynb #550fdbcd
+# %% ../../nbs/inspection/73_callback_report.ipynb #2b6df1b4
+_NO_PROMISE = 'There is no promise `{}`.{} There are {}.'
+
+def _check_name(name, known):
+    "Refuse the name of a promise that nobody tries"
+    if name in known: return
+    raise LookupError(_NO_PROMISE.format(name, did_you_mean(str(name), known), list(known)))
+
+def _where(tried):
+    "What was found, in one cell of a table"
+    if tried.reason is not None: return tried.reason
+    more = [f'and {len(tried.faults)-3} more'] if len(tried.faults) > 3 else []
+    return '; '.join([*map(str, tried.faults[:3]), *more])
+
+# %% ../../nbs/inspection/73_callback_report.ipynb #39a534b7
+class BrokenPromise(AssertionError): "A callback does not do what callbacks should do"
+
+_BROKEN = ('`{}` does not keep what callbacks promise:\n{}\n'
+           'Mend it, or leave out what is meant to be so by `check(ignore=...)`.')
+
 class CallbackReport:
     "What a callback promises, what it keeps, and where it does not"
     def __init__(self,
@@ -83,24 +101,19 @@ class CallbackReport:
         return Table([dict(promise=tried.name, what=tried.text, verdict=tried.verdict, where=_where(tried))
                       for tried in self.promises.values()])
 
-    def __repr__(self): return f'{self.name}: {_summary(self)}\n\n{self.table()}{_nothing_to_do(self)}'
-    def _repr_markdown_(self):
-        return f'`{self.name}`: {_summary(self)}\n\n{self.table().to_markdown()}{_nothing_to_do(self)}'
+# %% ../../nbs/inspection/73_callback_report.ipynb #fea4b4e5
+@patch
+def __repr__(self:CallbackReport):
+    return f'{self.name}: {_summary(self)}\n\n{self.table()}{_nothing_to_do(self)}'
 
-def _check_name(name, known):
-    "Refuse the name of a promise that nobody tries"
-    if name in known: return
-    raise LookupError(_NO_PROMISE.format(name, did_you_mean(str(name), known), list(known)))
+@patch
+def _repr_markdown_(self:CallbackReport):
+    return f'`{self.name}`: {_summary(self)}\n\n{self.table().to_markdown()}{_nothing_to_do(self)}'
 
-_NO_PROMISE = 'There is no promise `{}`.{} There are {}.'
-_BROKEN = ('`{}` does not keep what callbacks promise:\n{}\n'
-           'Mend it, or leave out what is meant to be so by `check(ignore=...)`.')
-
-def _where(tried):
-    "What was found, in one cell of a table"
-    if tried.reason is not None: return tried.reason
-    more = [f'and {len(tried.faults)-3} more'] if len(tried.faults) > 3 else []
-    return '; '.join([*map(str, tried.faults[:3]), *more])
+def _summary(report):
+    "How many promises are kept, broken, not tried"
+    verdicts = [tried.verdict for tried in report.promises.values()]
+    return ', '.join(f'{verdicts.count(o)} {o}' for o in ('kept', 'broken', 'not tried') if o in verdicts)
 
 _IDLE = ('\n\nIn the run that was watched, {names} had nothing to do: conditions and loops have run, and '
          'nothing behind them. What is kept there is kept by doing nothing. If it needs another model or '
@@ -111,12 +124,30 @@ def _nothing_to_do(report):
     names = ', '.join(f'`{name}`' for name in report.idle)
     return _IDLE.format(names=names) if names else ''
 
-def _summary(report):
-    "How many promises are kept, broken, not tried"
-    verdicts = [tried.verdict for tried in report.promises.values()]
-    return ', '.join(f'{verdicts.count(o)} {o}' for o in ('kept', 'broken', 'not tried') if o in verdicts)
+# %% ../../nbs/inspection/73_callback_report.ipynb #f1b6fc2b
+def _try(name, evidence, reason=None):
+    "One promise; with a `reason` it is not tried"
+    text,f = PROMISES[name]
+    try: return Tried(name, text, [] if reason else list(f(evidence)), reason)
+    except NotTried as nothing: return Tried(name, text, reason=str(nothing))
+    except Exception as error: return Tried(name, text, [Fault(f'the trial fails with {in_words(error)}')])
+
+# %% ../../nbs/inspection/73_callback_report.ipynb #92bd7952
+@contextmanager
+def _put_back(trials):
+    "Find the lists that the classes of the callback hold as they were: no copy has others"
+    held = [part for cb in flat(trials.callback) for part in lists_of_class(type(cb)).values()]
+    was = [copy.copy(o) for o in held]
+    try: yield
+    finally:
+        for now,old in zip(held, was):
+            if now == old: continue
+            now.clear()
+            (now.extend if isinstance(now, list) else now.update)(old)
 
 # %% ../../nbs/inspection/73_callback_report.ipynb #e52f6319
+_UNUSABLE = 'without a fit nothing can be tried'
+
 def try_callback(
     callback, # A callback, its class, or a function without arguments that makes one
     trainer=None, # Try it in copies of this trainer; default: a small one of our own
@@ -138,24 +169,3 @@ def try_callback(
             found.append(_try(name, evidence, _UNUSABLE if unusable else None))
         idle = evidence.observed.ran.idle() if found[0].verdict == 'kept' else []
     return CallbackReport(trials.name, found, idle)
-
-_UNUSABLE = 'without a fit nothing can be tried'
-
-def _try(name, evidence, reason=None):
-    "One promise; with a `reason` it is not tried"
-    text,f = PROMISES[name]
-    try: return Tried(name, text, [] if reason else list(f(evidence)), reason)
-    except NotTried as nothing: return Tried(name, text, reason=str(nothing))
-    except Exception as error: return Tried(name, text, [Fault(f'the trial fails with {in_words(error)}')])
-
-@contextmanager
-def _put_back(trials):
-    "Find the lists that the classes of the callback hold as they were: no copy has others"
-    held = [part for cb in flat(trials.callback) for part in lists_of_class(type(cb)).values()]
-    was = [copy.copy(o) for o in held]
-    try: yield
-    finally:
-        for now,old in zip(held, was):
-            if now == old: continue
-            now.clear()
-            (now.extend if isinstance(now, list) else now.update)(old)

@@ -21,25 +21,17 @@ from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/13_loop_map.ipynb #9b6b73be
+def _road(entries, attribute):
+    "What each of `entries` does to one attribute, and when, if some do it under a condition"
+    says = any(entry.condition(attribute) for entry in entries)
+    def row(entry):
+        does = dict(event=entry.when, callback=entry.name, does=entry.does_to(attribute))
+        return does | ({'if': entry.condition(attribute)} if says else {}) | dict(where=entry.where)
+    return [row(entry) for entry in entries]
+
+# %% ../../nbs/inspection/13_loop_map.ipynb #108dbc5f
 _UNKNOWN = ('Nobody reads or writes `trainer.{name}` here.{hint} `trainer.map()` shows what is touched, and '
             '`state_table()` says what there is.')
-
-_ALIASES = dict.fromkeys(('weights', 'parameters', 'params', 'buffers'), 'model')
-_ALIASES |= dict.fromkeys(('predictions', 'outputs', 'output', 'logits'), 'preds')
-_ALIASES |= dict.fromkeys(('inputs', 'targets'), 'batch') | dict.fromkeys(('grads', 'grad'), 'gradients')
-_ALIASES |= {'optimizer': 'opt', 'learning_rate': 'lr', 'metrics': 'history'} # What people call it otherwise
-
-_A_COLUMN = ('`{name}` is a column of the history, and in no source it stands in so many words who writes it.'
-             '{hint} `trainer.who_writes("history")` shows who writes there at all.')
-_HOLDS = ' `{who}` has something of that name.'
-_A_CALLBACK = ('`{name}` is a callback and no attribute that somebody could read or write. '
-               '`trainer.map({name!r})` shows what it does.')
-_COLUMN_SAID = '`{}` is a column of the history.'
-_MEANT = '`{}` stands for `{}`.'
-_PARENTHESES = 'In parentheses: under a condition only.'
-_ENDING = '`{path}` ends in {ending!r}, and a map is written as {known}. Use one of these.'
-_NO_SOURCE = 'What these do beyond that, no source tells: {}.'
-_SEEN = 'Seen in one batch of each pass beyond what the source tells, and added here: {}.'
 
 class LoopMap:
     "What every callback reads, writes and changes of a trainer, event by event"
@@ -64,12 +56,6 @@ class LoopMap:
         if self.attribute is None: return self.entries
         return [entry for entry in self.entries if entry.touches(self.attribute)]
 
-    @property
-    def unclear(self):
-        "What could not be followed, as texts"
-        found = [(entry, what) for entry in self.entries for what in entry.found.unclear]
-        return [f'`{entry.name}.{entry.event}` {what}' for entry,what in found]
-
     def table(self)->Table:
         "The map as a table; for an attribute, its road"
         rows = [entry.row() for entry in self.shown] if self.attribute is None else []
@@ -81,69 +67,77 @@ class LoopMap:
     def __str__(self): return '\n\n'.join([str(self.table()), *self._doubts()])
     __repr__ = __str__
 
-    def _doubts(self):
-        "Lines about what could not be followed, and what was seen"
-        lines = [*self.said] + ([_PARENTHESES] if self._has_conditions() else [])
-        if self.unclear: lines.append(_NO_SOURCE.format('; '.join(self.unclear)))
-        if self.observed is not None: lines.append(_SEEN.format('; '.join(self.observed) or 'nothing'))
-        return lines
+# %% ../../nbs/inspection/13_loop_map.ipynb #21c05e17
+_PARENTHESES = 'In parentheses: under a condition only.'
+_NO_SOURCE = 'What these do beyond that, no source tells: {}.'
+_SEEN = 'Seen in one batch of each pass beyond what the source tells, and added here: {}.'
 
-    def _has_conditions(self):
-        "Whether something that is shown stands in parentheses"
-        def texts(entry): return [text for kind in KINDS for text in entry.names(kind)]
-        if self.attribute is None: told = [text for entry in self.shown for text in texts(entry)]
-        else: told = [entry.does_to(self.attribute) for entry in self.shown]
-        return any('(' in text for text in told)
+@patch(as_prop=True)
+def unclear(self:LoopMap):
+    "What could not be followed, as texts"
+    found = [(entry, what) for entry in self.entries for what in entry.found.unclear]
+    return [f'`{entry.name}.{entry.event}` {what}' for entry,what in found]
 
-    def to_markdown(self)->str:
-        "The table of the map as Markdown"
-        return '\n\n'.join([self.table().to_markdown(), *self._doubts()])
+@patch
+def _doubts(self:LoopMap):
+    "Lines about what could not be followed, and what was seen"
+    lines = [*self.said] + ([_PARENTHESES] if self._has_conditions() else [])
+    if self.unclear: lines.append(_NO_SOURCE.format('; '.join(self.unclear)))
+    if self.observed is not None: lines.append(_SEEN.format('; '.join(self.observed) or 'nothing'))
+    return lines
 
-    def to_svg(self)->str:
-        "The picture of the map, which fits light and dark pages"
-        return diagram(self.entries, self.attribute)
+@patch
+def _has_conditions(self:LoopMap):
+    "Whether something that is shown stands in parentheses"
+    def texts(entry): return [text for kind in KINDS for text in entry.names(kind)]
+    if self.attribute is None: told = [text for entry in self.shown for text in texts(entry)]
+    else: told = [entry.does_to(self.attribute) for entry in self.shown]
+    return any('(' in text for text in told)
 
-    def to_html(self)->str:
-        "The picture, with the table below"
-        lines = [text.replace('In parentheses', 'Fainter') for text in self._doubts()]
-        doubts = [f'<p style="font-size:85%">{html.escape(text)}</p>' for text in lines]
-        return '\n'.join([self.to_svg(), html_table(self.shown, self.attribute), *doubts])
+# %% ../../nbs/inspection/13_loop_map.ipynb #a122a55b
+@patch
+def to_markdown(self:LoopMap)->str:
+    "The table of the map as Markdown"
+    return '\n\n'.join([self.table().to_markdown(), *self._doubts()])
 
-    def save(self,
-        path, # Ends in `.svg`, `.html`, `.md` or `.txt`
-    ):
-        "Write the map into a file, in the form that its ending names"
-        path = Path(path)
-        forms = {'.svg': lambda: diagram(self.entries, self.attribute, alone=True), '.html': self.to_html,
-                 '.md': self.to_markdown, '.txt': self.__str__}
-        if path.suffix not in forms:
-            raise ValueError(_ENDING.format(path=path.name, ending=path.suffix, known=', '.join(forms)))
-        path.write_text(forms[path.suffix]() + '\n', encoding='utf-8')
+@patch
+def to_svg(self:LoopMap)->str:
+    "The picture of the map, which fits light and dark pages"
+    return diagram(self.entries, self.attribute)
 
-    def _repr_markdown_(self): return self.to_markdown()
-    def _repr_html_(self): return self.to_html()
+@patch
+def to_html(self:LoopMap)->str:
+    "The picture, with the table below"
+    lines = [text.replace('In parentheses', 'Fainter') for text in self._doubts()]
+    doubts = [f'<p style="font-size:85%">{html.escape(text)}</p>' for text in lines]
+    return '\n'.join([self.to_svg(), html_table(self.shown, self.attribute), *doubts])
 
-def _road(entries, attribute):
-    "What each of `entries` does to one attribute, and when, if some do it under a condition"
-    says = any(entry.condition(attribute) for entry in entries)
-    def row(entry):
-        does = dict(event=entry.when, callback=entry.name, does=entry.does_to(attribute))
-        return does | ({'if': entry.condition(attribute)} if says else {}) | dict(where=entry.where)
-    return [row(entry) for entry in entries]
+@patch
+def _repr_markdown_(self:LoopMap): return self.to_markdown()
+@patch
+def _repr_html_(self:LoopMap): return self.to_html()
 
-def _add_seen(
-    entries:list, # Of a map; get what is missing
-    record, # Of a run
-)->list: # What was added, as texts
-    "Add to `entries` what was seen and does not stand in the source"
-    added = []
-    for entry in entries:
-        seen = record.of(entry.event, entry.callback)
-        for kind in KINDS:
-            new = [name for name in getattr(seen, kind) if name not in getattr(entry.found, kind)]
-            for name in new: entry.found.note(kind, name, entry.where)
-            added += [f'`{entry.name}.{entry.event}` {kind} {name}' for name in new]
-    return added
+# %% ../../nbs/inspection/13_loop_map.ipynb #79ce13eb
+_ENDING = '`{path}` ends in {ending!r}, and a map is written as {known}. Use one of these.'
+
+@patch
+def save(self:LoopMap,
+    path, # Ends in `.svg`, `.html`, `.md` or `.txt`
+):
+    "Write the map into a file, in the form that its ending names"
+    path = Path(path)
+    forms = {'.svg': lambda: diagram(self.entries, self.attribute, alone=True), '.html': self.to_html,
+             '.md': self.to_markdown, '.txt': self.__str__}
+    if path.suffix not in forms:
+        raise ValueError(_ENDING.format(path=path.name, ending=path.suffix, known=', '.join(forms)))
+    path.write_text(forms[path.suffix]() + '\n', encoding='utf-8')
+
+# %% ../../nbs/inspection/13_loop_map.ipynb #c69f7bf9
+_ALIASES = dict.fromkeys(('weights', 'parameters', 'params', 'buffers'), 'model')
+_ALIASES |= dict.fromkeys(('predictions', 'outputs', 'output', 'logits'), 'preds')
+_ALIASES |= dict.fromkeys(('inputs', 'targets'), 'batch') | dict.fromkeys(('grads', 'grad'), 'gradients')
+_ALIASES |= {'optimizer': 'opt', 'learning_rate': 'lr', 'metrics': 'history'} # What people call it otherwise
+_MEANT = '`{}` stands for `{}`.'
 
 def _meant(trainer, entries, name):
     "The attribute that a name stands for, None for a callback, with the entries to show and what to say"
@@ -159,6 +153,13 @@ def _meant(trainer, entries, name):
         raise LookupError(_A_COLUMN.format(name=name, hint=hint))
     return name,entries,() # The map refuses it
 
+# %% ../../nbs/inspection/13_loop_map.ipynb #7803bcbd
+_COLUMN_SAID = '`{}` is a column of the history.'
+
+_A_COLUMN = ('`{name}` is a column of the history, and in no source it stands in so many words who writes it.'
+             '{hint} `trainer.who_writes("history")` shows who writes there at all.')
+_HOLDS = ' `{who}` has something of that name.'
+
 def _as_column(entries, name):
     "The road of a column of the history"
     for entry in entries:
@@ -169,6 +170,22 @@ def _holds(cb, name):
     "Whether a callback has a dict with an entry of this name, as that of metrics"
     return any(isinstance(o, dict) and name in o for o in getattr(cb, '__dict__', {}).values())
 
+# %% ../../nbs/inspection/13_loop_map.ipynb #a773c3fb
+def _add_seen(
+    entries:list, # Of a map; get what is missing
+    record, # Of a run
+)->list: # What was added, as texts
+    "Add to `entries` what was seen and does not stand in the source"
+    added = []
+    for entry in entries:
+        seen = record.of(entry.event, entry.callback)
+        for kind in KINDS:
+            new = [name for name in getattr(seen, kind) if name not in getattr(entry.found, kind)]
+            for name in new: entry.found.note(kind, name, entry.where)
+            added += [f'`{entry.name}.{entry.event}` {kind} {name}' for name in new]
+    return added
+
+# %% ../../nbs/inspection/13_loop_map.ipynb #1d534498
 @patch
 def map(self:Trainer,
     attribute:str=None, # Follow this one alone, as in `trainer.map('loss')`; or show a callback, by its name
@@ -180,7 +197,10 @@ def map(self:Trainer,
     attribute,shown,said = _meant(self, entries, attribute)
     return LoopMap(shown, attribute, seen, said)
 
-# %% ../../nbs/inspection/13_loop_map.ipynb #f69320d9
+# %% ../../nbs/inspection/13_loop_map.ipynb #b398533a
+_A_CALLBACK = ('`{name}` is a callback and no attribute that somebody could read or write. '
+               '`trainer.map({name!r})` shows what it does.')
+
 def _who(trainer, attribute, kinds):
     "Entries that touch an attribute in one of these ways, as a table"
     map = trainer.map(attribute)
@@ -198,6 +218,7 @@ def who_writes(self:Trainer,
     "Who writes an attribute of the trainer or changes it in place, in the order of the loop"
     return _who(self, attribute, ('writes', 'changes'))
 
+# %% ../../nbs/inspection/13_loop_map.ipynb #566ce4b3
 @patch
 def who_reads(self:Trainer,
     attribute:str, # Of the trainer, such as 'preds'

@@ -8,6 +8,8 @@ __all__ = ['Moment', 'Moments']
 # %% ../../nbs/inspection/26_moments.ipynb #58d1c426
 import inspect, math, textwrap
 
+from fastcore.basics import patch
+
 from ..basics.tables import Table
 from ..loop.handlers import has_own_batch
 from ..loop.events import CancelException, CancelStepException, EVENTS, SPANS, STEPS, callback_name
@@ -39,10 +41,25 @@ def loop_itself(
     return TheLoop(),Call(event, None, nothing, watch)
 
 # %% ../../nbs/inspection/26_moments.ipynb #a53f9def
+def _rest(plan, call):
+    "Who answers the same event later"
+    pairs = plan.entries[plan.training][call.event]
+    mine = [i for i,(cb,handler) in enumerate(pairs) if handler is call or cb is call.callback]
+    return pairs[mine[0]+1:] if mine else []
+
+def _first(pairs, event):
+    "The first of `pairs` as text"
+    if not pairs: return ''
+    callback = pairs[0][0]
+    return event if isinstance(callback, TheLoop) else f'{callback_name(callback)}.{event}'
+
+# %% ../../nbs/inspection/26_moments.ipynb #b22b9a44
 _THEN = {'cleanup_batch': 'the next batch, or the end of the pass',
          'cleanup_epoch': 'the next pass, or `log`',
          'log': 'the next epoch, or the end of the fit', 'cleanup_fit': 'nothing more'}
 _ASIDE = 'measured', # Comes in the middle of a call
+
+_BATCH = EVENTS.index('before_batch'),EVENTS.index('cleanup_batch')
 
 def upcoming(
     trainer:Trainer, # In a fit
@@ -59,25 +76,17 @@ def upcoming(
         in_batch = _BATCH[0] <= EVENTS.index(later) < _BATCH[1]
         if in_batch and has_own_batch(trainer): return ''
 
-_BATCH = EVENTS.index('before_batch'),EVENTS.index('cleanup_batch')
-
-def _rest(plan, call):
-    "Who answers the same event later"
-    pairs = plan.entries[plan.training][call.event]
-    mine = [i for i,(cb,handler) in enumerate(pairs) if handler is call or cb is call.callback]
-    return pairs[mine[0]+1:] if mine else []
-
-def _first(pairs, event):
-    "The first of `pairs` as text"
-    if not pairs: return ''
-    callback = pairs[0][0]
-    return event if isinstance(callback, TheLoop) else f'{callback_name(callback)}.{event}'
-
 # %% ../../nbs/inspection/26_moments.ipynb #165b0e8e
-_NOT_OPEN = '`if_left` was asked about {span!r}, and open at this moment are {names}. Use one of these.'
+def _texts(written): return [f'{name}: {text}' for name,text in written.items()]
 
-_STAY = '; the gradients that are there stay, and the next backward pass adds to them'
+def _in_lines(begin, texts):
+    "Some texts one behind the other, in as many lines as they need; each stays in one"
+    whole = [text.replace(' ', '\xa0') for text in texts]
+    lines = textwrap.wrap('; '.join(whole), 100, initial_indent=begin, subsequent_indent=' '*len(begin),
+                          break_long_words=False, break_on_hyphens=False)
+    return [line.replace('\xa0', ' ') for line in lines]
 
+# %% ../../nbs/inspection/26_moments.ipynb #38e5262f
 class Moment:
     "What has just happened in a loop that is being walked through"
     def __init__(self,
@@ -116,54 +125,36 @@ class Moment:
         kind = [] if self.training is None else ['training' if self.training else 'validation']
         return ', '.join(known + kind)
 
-    def if_left(self,
-        span:str='fit', # What is left by a cancel here: 'fit', 'epoch', 'batch', or 'step', whichever is open
-    )->str: # Such as 'cleanups that run: A.cleanup_batch; left out: B.step'
-        "What would happen if one left the loop at this moment, by `close`, or by `throw` with a cancel"
-        open_steps = [name for name in self._ways if name in STEPS]
-        way = self._ways.get(open_steps[-1] if span == 'step' and open_steps else span)
-        if way is not None:
-            return str(way) + _STAY*(span != 'fit' and self._keeps_gradients(way)) # A fit clears them
-        raise LookupError(_NOT_OPEN.format(span=span, names=list(self._ways) or 'no spans'))
+# %% ../../nbs/inspection/26_moments.ipynb #6af8fe85
+@patch
+def rows(self:Moment)->list: # Dicts
+    "The moment as a row of a table; before it one for what was written in between"
+    where = dict(epoch=self.epoch, batch=self.batch_num)
+    told = [f'raised {self.raised}'] if self.raised else []
+    mine = where | dict(event=self.event, callback=self.name, wrote='; '.join(told + _texts(self.wrote)))
+    if not self.meanwhile: return [mine]
+    who = 'the loop' if loops_own().issuperset(self.meanwhile) else 'others'
+    return [where | dict(event='', callback=f'({who})', wrote='; '.join(_texts(self.meanwhile))), mine]
 
-    def _keeps_gradients(self, way):
-        "Whether gradients are there now, and would not be cleared"
-        return self._has_gradients and any(text.endswith('.zero_grad') for text in way.left_out)
+@patch
+def __repr__(self:Moment):
+    what = self.event if self.callback is None else f'{self.name}.{self.event}'
+    lines = [what + (f' ({self.where})' if self.where else '')]
+    if self.raised: lines.append(f'  raised {self.raised}')
+    lines += [f'  wrote {text}' for text in _texts(self.wrote)]
+    lines += _in_lines('  meanwhile ', _texts(self.meanwhile))
+    if self.next: lines.append(f'  next {self.next}')
+    return '\n'.join(lines)
 
-    def rows(self)->list: # Dicts
-        "The moment as a row of a table; before it one for what was written in between"
-        where = dict(epoch=self.epoch, batch=self.batch_num)
-        told = [f'raised {self.raised}'] if self.raised else []
-        mine = where | dict(event=self.event, callback=self.name, wrote='; '.join(told + _texts(self.wrote)))
-        if not self.meanwhile: return [mine]
-        who = 'the loop' if loops_own().issuperset(self.meanwhile) else 'others'
-        return [where | dict(event='', callback=f'({who})', wrote='; '.join(_texts(self.meanwhile))), mine]
+@patch
+def _repr_markdown_(self:Moment):
+    facts = dict(event=self.event, callback=self.name, does=self.does, where=self.where)
+    facts |= {'raised': self.raised or '', 'wrote': '; '.join(_texts(self.wrote)),
+              'meanwhile': '; '.join(_texts(self.meanwhile)), 'next': self.next}
+    rows = [dict(moment=k, value=v) for k,v in facts.items() if v]
+    return Table(rows, ['moment', 'value'])._repr_markdown_()
 
-    def __repr__(self):
-        what = self.event if self.callback is None else f'{self.name}.{self.event}'
-        lines = [what + (f' ({self.where})' if self.where else '')]
-        if self.raised: lines.append(f'  raised {self.raised}')
-        lines += [f'  wrote {text}' for text in _texts(self.wrote)]
-        lines += _in_lines('  meanwhile ', _texts(self.meanwhile))
-        if self.next: lines.append(f'  next {self.next}')
-        return '\n'.join(lines)
-
-    def _repr_markdown_(self):
-        facts = dict(event=self.event, callback=self.name, does=self.does, where=self.where)
-        facts |= {'raised': self.raised or '', 'wrote': '; '.join(_texts(self.wrote)),
-                  'meanwhile': '; '.join(_texts(self.meanwhile)), 'next': self.next}
-        rows = [dict(moment=k, value=v) for k,v in facts.items() if v]
-        return Table(rows, ['moment', 'value'])._repr_markdown_()
-
-def _texts(written): return [f'{name}: {text}' for name,text in written.items()]
-
-def _in_lines(begin, texts):
-    "Some texts one behind the other, in as many lines as they need; each stays in one"
-    whole = [text.replace(' ', '\xa0') for text in texts]
-    lines = textwrap.wrap('; '.join(whole), 100, initial_indent=begin, subsequent_indent=' '*len(begin),
-                          break_long_words=False, break_on_hyphens=False)
-    return [line.replace('\xa0', ' ') for line in lines]
-
+# %% ../../nbs/inspection/26_moments.ipynb #37868212
 class Moments(list):
     "Several moments, shown as a table"
     def table(self)->Table:
@@ -173,3 +164,24 @@ class Moments(list):
 
     def __repr__(self): return str(self.table()) if self else 'no moments'
     def _repr_markdown_(self): return self.table()._repr_markdown_() if self else repr(self)
+
+# %% ../../nbs/inspection/26_moments.ipynb #8e708a8b
+_NOT_OPEN = '`if_left` was asked about {span!r}, and open at this moment are {names}. Use one of these.'
+
+_STAY = '; the gradients that are there stay, and the next backward pass adds to them'
+
+@patch
+def if_left(self:Moment,
+    span:str='fit', # What is left by a cancel here: 'fit', 'epoch', 'batch', or 'step', whichever is open
+)->str: # Such as 'cleanups that run: A.cleanup_batch; left out: B.step'
+    "What would happen if one left the loop at this moment, by `close`, or by `throw` with a cancel"
+    open_steps = [name for name in self._ways if name in STEPS]
+    way = self._ways.get(open_steps[-1] if span == 'step' and open_steps else span)
+    if way is not None:
+        return str(way) + _STAY*(span != 'fit' and self._keeps_gradients(way)) # A fit clears them
+    raise LookupError(_NOT_OPEN.format(span=span, names=list(self._ways) or 'no spans'))
+
+@patch
+def _keeps_gradients(self:Moment, way):
+    "Whether gradients are there now, and would not be cleared"
+    return self._has_gradients and any(text.endswith('.zero_grad') for text in way.left_out)

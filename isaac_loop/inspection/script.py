@@ -38,6 +38,8 @@ _OTHER_LOOP = ('`{cls}.{name}` is written anew, so the loop is another than the 
                'it out for the script, or write the loop by hand.')
 _NO_OPT_FUNC = ('The trainer has `opt_func=None`, but the script makes its optimizer from parameters and a '
                 'rate. Give the trainer a function for that, such as `lambda params, lr: trainer.opt`.')
+
+# %% ../../nbs/inspection/89_script.ipynb #a4144b3c
 _NO_END = ('The script did not come to rest after {} rounds. '
            'Please report this with the callbacks that you use.')
 
@@ -78,6 +80,7 @@ def _is_set_first(name, block):
         if name in loaded_names(node) | bound_names(node): return False
     return False
 
+# %% ../../nbs/inspection/89_script.ipynb #63d6e237
 def _counting(node):
     "Whether a statement is a loop that counts batches"
     return isinstance(node, ast.For) and ast.unparse(node.target).strip('(').startswith('batch_num,')
@@ -95,6 +98,7 @@ def _reads_number(node):
     names = [o for o in ast.walk(node) if isinstance(o, ast.Name) and o.id == 'batch_num']
     return sum(isinstance(o.ctx, ast.Load) for o in names)
 
+# %% ../../nbs/inspection/89_script.ipynb #03ff853d
 def _with_nonlocals(function, names):
     "Let functions within say which variables of the script they set"
     for node in within(function.body):
@@ -105,22 +109,6 @@ def _with_nonlocals(function, names):
         if found: node.body.insert(0, *lines(f'nonlocal {", ".join(found)}', node.origin))
         _with_nonlocals(node, names)
 
-def _finished(w, head, body):
-    "The body of `train`"
-    safe = address_of_torch(w.trainer.loss_func)
-    block = [*_without_early(head, body), *w.helpers.values(), *body]
-    if w.knows('rows') or w.knows('history'):
-        block = [*lines('history = []', 'Trainer.fit'), *block, *lines('return history', 'Trainer.fit')]
-    block = joined(without_unused(_fit_returns(block, w)), safe)
-    _uncounted(block)
-    function = ast.FunctionDef('train', ast.arguments([], [], None, [], [], None, []), block, [], lineno=0)
-    _with_nonlocals(function, (w.own_names | set(CORE)) - {'torch', 'math', 'time', 'train'})
-    free = {name for node in ast.walk(function) if isinstance(node, ast.Nonlocal) for name in node.names}
-    outside = [node for node in within(function.body) if not isinstance(node, ast.FunctionDef)]
-    bound = {name.id for node in outside for name in _own_names(node)}
-    first = [node for name in sorted(free-bound) for node in lines(f'{name} = None', 'Trainer.fit')]
-    return first + function.body
-
 def _own_names(node):
     "Names that a statement sets, without those of functions in it"
     inner = [o for o in ast.walk(node) if isinstance(o, (ast.FunctionDef, ast.Lambda))]
@@ -128,6 +116,7 @@ def _own_names(node):
     names = [o for o in ast.walk(node) if isinstance(o, ast.Name) and id(o) not in hidden]
     return [o for o in names if isinstance(o.ctx, ast.Store)]
 
+# %% ../../nbs/inspection/89_script.ipynb #8383a341
 def _fit_returns(block, w):
     "Leave the fit by `return`"
     rows = w.knows('rows') or w.knows('history')
@@ -145,11 +134,51 @@ def _fit_returns(block, w):
 
 _NO_SPAN = '`{origin}` leaves a `{span}` where none is open, so the trainer itself would end in an error.'
 
+# %% ../../nbs/inspection/89_script.ipynb #7e84fa6b
+def _finished(w, head, body):
+    "The body of `train`"
+    safe = address_of_torch(w.trainer.loss_func)
+    block = [*_without_early(head, body), *w.helpers.values(), *body]
+    if w.knows('rows') or w.knows('history'):
+        block = [*lines('history = []', 'Trainer.fit'), *block, *lines('return history', 'Trainer.fit')]
+    block = joined(without_unused(_fit_returns(block, w)), safe)
+    _uncounted(block)
+    function = ast.FunctionDef('train', ast.arguments([], [], None, [], [], None, []), block, [], lineno=0)
+    _with_nonlocals(function, (w.own_names | set(CORE)) - {'torch', 'math', 'time', 'train'})
+    free = {name for node in ast.walk(function) if isinstance(node, ast.Nonlocal) for name in node.names}
+    outside = [node for node in within(function.body) if not isinstance(node, ast.FunctionDef)]
+    bound = {name.id for node in outside for name in _own_names(node)}
+    first = [node for name in sorted(free-bound) for node in lines(f'{name} = None', 'Trainer.fit')]
+    return first + function.body
+
 def address_of_torch(f):
     "Whether a loss is PyTorch's own, and holds no weights of the model"
     return (getattr(f, '__module__', None) or getattr(type(f), '__module__', '')).startswith('torch.')
 
 # %% ../../nbs/inspection/89_script.ipynb #5d27bed8
+def _header(w):
+    "What the file is, and what is left out"
+    names = [name for name in map(callback_name, w.trainer.callbacks) if name not in w.left_out]
+    about = [f'A training loop in plain PyTorch. It does what these do: {", ".join(names) or "nobody"}.']
+    if w.left_out: about += ['', 'Left out:'] + [f'- {name}: {reason}' for name,reason in w.left_out.items()]
+    if w.needs: about += ['', f'To be given to `train`: {", ".join(w.needs)}.']
+    if w.not_written: about += ['', 'NOT WRITTEN:'] + [f'- {o}' for o in w.not_written]
+    if len(about) == 1: return _filled(f'"""{about[0]}"""')
+    return ['"""' + '\n'.join(part for line in about for part in _filled(line)), '"""']
+
+def _filled(line):
+    margin = '  '*line.startswith('- ')
+    return textwrap.wrap(line, 105, subsequent_indent=margin, break_on_hyphens=False) or ['']
+
+def _imports(w):
+    "Imports: the standard library first"
+    def module(line): return line.split()[1].partition('.')[0]
+    found = sorted(w.sources.imports, key=lambda line: (line.startswith('from'), line))
+    own = [o for o in found if module(o) in sys.stdlib_module_names]
+    others = [o for o in found if o not in own]
+    return [*own, *['']*bool(own and others), *others]
+
+# %% ../../nbs/inspection/89_script.ipynb #0a78391c
 def _text(w, block):
     "The whole file"
     given = ''.join(f', {name}' for name in w.needs)
@@ -170,28 +199,7 @@ def _printed_alone(text):
         if isinstance(node, ast.stmt): node.origin = None
     return printed(tree)
 
-def _imports(w):
-    "Imports: the standard library first"
-    def module(line): return line.split()[1].partition('.')[0]
-    found = sorted(w.sources.imports, key=lambda line: (line.startswith('from'), line))
-    own = [o for o in found if module(o) in sys.stdlib_module_names]
-    others = [o for o in found if o not in own]
-    return [*own, *['']*bool(own and others), *others]
-
-def _header(w):
-    "What the file is, and what is left out"
-    names = [name for name in map(callback_name, w.trainer.callbacks) if name not in w.left_out]
-    about = [f'A training loop in plain PyTorch. It does what these do: {", ".join(names) or "nobody"}.']
-    if w.left_out: about += ['', 'Left out:'] + [f'- {name}: {reason}' for name,reason in w.left_out.items()]
-    if w.needs: about += ['', f'To be given to `train`: {", ".join(w.needs)}.']
-    if w.not_written: about += ['', 'NOT WRITTEN:'] + [f'- {o}' for o in w.not_written]
-    if len(about) == 1: return _filled(f'"""{about[0]}"""')
-    return ['"""' + '\n'.join(part for line in about for part in _filled(line)), '"""']
-
-def _filled(line):
-    margin = '  '*line.startswith('- ')
-    return textwrap.wrap(line, 105, subsequent_indent=margin, break_on_hyphens=False) or ['']
-
+# %% ../../nbs/inspection/89_script.ipynb #b6978c54
 def _check_text(text, partial):
     "Refuse a script that does not stand alone"
     if _OURS in text:

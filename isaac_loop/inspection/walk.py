@@ -35,6 +35,7 @@ def _left_behind(loop, pid):
     text = _DROPPED if loop.thread.is_alive() else _DROPPED_DEAD
     warn(text.format(thread=loop.thread.name))
 
+# %% ../../nbs/inspection/29_walk.ipynb #244f4fb7
 def _leave_dropped():
     "Leave the loops that were dropped elsewhere and belong to this thread"
     for loop in [loop for loop in _DROPPED_LOOPS if loop.thread is current_thread()]:
@@ -67,47 +68,10 @@ class Walk:
         self.moment = moment
         return moment
 
-    def to(self,
-        at, # Where to stop, as for `walk`
-    )->Moment: # None if training ends before
-        "Go on to the next moment of this kind"
-        __tracebackhide__ = True
-        with self._loop.stopping(Stops(self.trainer, at)): return next(self, None)
-
-    def take(self,
-        until, # How many moments; or up to which, as for `walk`
-    )->Moments: # Shown as a table
-        "Go on for some moments, and collect them"
-        __tracebackhide__ = True
-        if isinstance(until, int): check_count(until, 'until', 'moments are counted')
-        if isinstance(until, int): return Moments(islice(self, until))
-        moments,last = Moments(),Stops(self.trainer, until)
-        with self._loop.stopping(self._loop.stops | last):
-            for moment in self:
-                moments.append(moment)
-                if last.reached(moment): break
-        return moments
-
-    def throw(self,
-        error:BaseException, # As if the callback of this moment had raised it
-    )->Moment: # The next one
-        "Raise `error` where the loop stands, such as a `CancelBatchException`, and go on"
-        __tracebackhide__ = True
-        if self._loop.paused: return self._shown(self._loop.go_on(error))
-        raise error
-
-    def close(self):
-        "Leave training at this moment: raise a `CancelFitException` there, and run every cleanup"
-        __tracebackhide__ = True
-        self._loop.leave()
-
     @property
     def over(self)->bool:
         "Whether training has ended, or was left"
         return self._loop.state == 'over'
-
-    def __enter__(self): return self
-    def __exit__(self, *error): self.close()
 
     def __repr__(self):
         if self.over: return f'Walk: over, {self._loop.n} moments'
@@ -127,3 +91,48 @@ def walk(self:Trainer,
     _leave_dropped()
     guests = kwargs.get('callbacks', args[2] if len(args) > 2 else None)
     return Walk(self, partial(self.fit, *args, **kwargs), Stops(self, at, guests))
+
+# %% ../../nbs/inspection/29_walk.ipynb #de63e484
+@patch
+def to(self:Walk,
+    at, # Where to stop, as for `walk`
+)->Moment: # None if training ends before
+    "Go on to the next moment of this kind"
+    __tracebackhide__ = True
+    with self._loop.stopping(Stops(self.trainer, at)): return next(self, None)
+
+@patch
+def take(self:Walk,
+    until, # How many moments; or up to which, as for `walk`
+)->Moments: # Shown as a table
+    "Go on for some moments, and collect them"
+    __tracebackhide__ = True
+    if isinstance(until, int): check_count(until, 'until', 'moments are counted')
+    if isinstance(until, int): return Moments(islice(self, until))
+    moments,last = Moments(),Stops(self.trainer, until)
+    with self._loop.stopping(self._loop.stops | last):
+        for moment in self:
+            moments.append(moment)
+            if last.reached(moment): break
+    return moments
+
+# %% ../../nbs/inspection/29_walk.ipynb #2c89c4c6
+@patch
+def throw(self:Walk,
+    error:BaseException, # As if the callback of this moment had raised it
+)->Moment: # The next one
+    "Raise `error` where the loop stands, such as a `CancelBatchException`, and go on"
+    __tracebackhide__ = True
+    if self._loop.paused: return self._shown(self._loop.go_on(error))
+    raise error
+
+@patch
+def close(self:Walk):
+    "Leave training at this moment: raise a `CancelFitException` there, and run every cleanup"
+    __tracebackhide__ = True
+    self._loop.leave()
+
+@patch
+def __enter__(self:Walk): return self
+@patch
+def __exit__(self:Walk, *error): self.close()

@@ -57,6 +57,7 @@ def _checked_files(files):
 def _checked_resume(resume):
     return resume if resume in (None, 'latest') else local_path(resume, 'ExperimentCB', 'resume').absolute()
 
+# %% ../../nbs/log/40_experiment.ipynb #34a86b88
 class ExperimentCB:
     "Keep everything about the run in a folder of its own"
     order = Order.RECORD+1 # Before everybody who may ask for the folder
@@ -85,6 +86,182 @@ class ExperimentCB:
         "Where the run is kept; None before it begins"
         return self._about.folder if self._about is not None else None
 
+# %% ../../nbs/log/40_experiment.ipynb #384435fa
+_NO_FOLDER = ('`resume` is {resume!r}, and there is no such folder to go on in. '
+              'Leave it out to begin a new one, or use `fetch` to get one from elsewhere.')
+_NO_PLACE = ('`ExperimentCB` cannot write to `{place}` ({error}), so nothing of this run would be kept. '
+             'Choose a `root` where you may write.')
+
+@patch
+def _choose(self:ExperimentCB):
+    "Path of the folder, in which can be written"
+    parent,found = self.root/self.project,None
+    if self.resume == 'latest': found = earlier_folder(parent, self.experiment)
+    elif self.resume is not None:
+        found = self.resume.absolute()
+        if not found.is_dir(): raise ValueError(_NO_FOLDER.format(resume=str(self.resume)))
+    try:
+        found = found or take_folder(parent, self.experiment, time.strftime('%Y-%m-%d_%H-%M-%S'))
+        probe = found/f'.probe-{os.getpid()}'
+        probe.touch()
+        probe.unlink()
+        return str(found)
+    except OSError as e:
+        raise OSError(_NO_PLACE.format(place=found or parent, error=e.strerror or e)) from None
+
+# %% ../../nbs/log/40_experiment.ipynb #f0f5e204
+@patch
+def _take(self:ExperimentCB, trainer):
+    "Choose the folder of this run"
+    self._of,self._kept,self._about = weakref.ref(trainer),False,None
+    ranks = trainer.ranks
+    folder = Path(ranks.from_main(self._choose))
+    stamp = folder.name.removeprefix(f'{self.experiment}_')
+    self._main,self._rank = ranks.is_main,ranks.rank if ranks.size > 1 else None
+    self._about = Experiment(self.project, self.experiment, stamp, folder, self.hyper, self._url)
+
+# %% ../../nbs/log/40_experiment.ipynb #86801819
+@patch
+def _begin_log(self:ExperimentCB, trainer):
+    "Listen to `logging`, and to what is printed"
+    fit,run = trainer.history.fit,f'{self.project}/{self.experiment}'
+    self._log.line(f'Fit {fit} of {run}: {trainer.n_epochs} epochs, lr {trainer.lr}')
+    if self._kept:
+        self._open_log()
+        if self._main: self._write_record()
+    logging.getLogger().addHandler(self._log)
+    if self.tee: self._tees = tee_streams(self._log)
+
+@patch
+def _end_log(self:ExperimentCB, trainer):
+    "Put streams and handlers back"
+    log,tees = self._log,self._tees
+    self._log,self._tees = None,{}
+    untee_streams(tees)
+    logging.getLogger().removeHandler(log)
+    if self._kept: return
+    if self._main and is_empty(self.folder): shutil.rmtree(self.folder, ignore_errors=True)
+    self._of = self._about = trainer.experiment = None # The next fit takes a new one
+
+# %% ../../nbs/log/40_experiment.ipynb #c04da9ba
+@patch
+def _fit_row(self:ExperimentCB, trainer):
+    "What there is to say about a fit when it begins"
+    told = {callback_name(cb): settings(cb) for cb in trainer.callbacks if cb is not self}
+    callbacks = {name: {k.partition('.')[2]: v for k,v in found.items()} for name,found in told.items()}
+    return dict(fit=trainer.history.fit, started=_now(), outcome='running',
+                model=type(trainer.model).__name__, loss_func=described(trainer.loss_func),
+                opt_func=described(trainer.opt_func),
+                config=RunConfig.of(trainer).to_dict(), callbacks=callbacks)
+
+# %% ../../nbs/log/40_experiment.ipynb #f6709cb5
+@patch
+def _note_start(self:ExperimentCB, trainer):
+    "Gather what there is to know before the first batch"
+    if not self._kept:
+        git = git_state()
+        self._texts = {**sources_of(trainer), 'git.diff': git.pop('diff', '')}
+        about = {k: v for k,v in self._about.to_dict().items() if k != 'folder'}
+        self._record = {**about, 'created': _now(), **surroundings(), 'git': git, 'fits': []}
+    self._row = self._fit_row(trainer)
+    self._record['fits'].append(self._row)
+
+# %% ../../nbs/log/40_experiment.ipynb #9a37d797
+@patch
+def _write_record(self:ExperimentCB):
+    "Write the record, all or nothing"
+    _write_json(self._file, self._record)
+
+def _write_json(file, record):
+    text = _json(record).encode('utf-8', 'backslashreplace')
+    try: replace_file(file, lambda part: part.write_bytes(text))
+    except OSError as e: _warn_of(file, e)
+
+_NOT_WRITTEN = ('`ExperimentCB` could not write to `{path}` ({error}). '
+                'Training goes on, but the record is not complete.')
+
+def _warn_of(path, e): warn(_NOT_WRITTEN.format(path=path, error=e))
+
+# %% ../../nbs/log/40_experiment.ipynb #858015bd
+def _numbered(name, n): return name if n == 1 else f'{Path(name).stem}-{n}{Path(name).suffix}'
+
+# %% ../../nbs/log/40_experiment.ipynb #dcdf3254
+@patch
+def _n_starts(self:ExperimentCB):
+    "How many records there are"
+    return next(n for n in itertools.count() if not (self.folder/_numbered('run.json', n+1)).exists())
+
+@patch
+def _settle(self:ExperimentCB, n, which, how):
+    "Note in the record of start `n` how those fits ended that were killed, and return them"
+    file = self.folder/_numbered('run.json', n)
+    record = read_record(file) if n and self._main else {}
+    found = [o for o in record.get('fits', ()) if which(o)]
+    for row in found: row |= how
+    if found: _write_json(file, record)
+    return found
+
+# %% ../../nbs/log/40_experiment.ipynb #68f57d06
+@patch
+def _keep_code(self:ExperimentCB, n):
+    "Write the code of this start, unless it is that of the one before; returns the name of its folder"
+    code = self._about.path(*(['code'] if n == 1 else ['code', f'start-{n}']), 'requirements.txt').parent
+    (code/'requirements.txt').write_text(packages(), encoding='utf-8')
+    for name,text in self._texts.items():
+        if text: (code/name).write_text(text, encoding='utf-8', errors='backslashreplace')
+    for path in self.files: archive(path, code, self.root)
+    others = [self.folder/'code'/f'start-{i}' for i in reversed(range(2, n))] + [self.folder/'code']
+    last = next(o for o in others if o.is_dir())
+    if n > 1 and same_files(code, last):
+        shutil.rmtree(code)
+        code = last
+    return code.relative_to(self.folder).as_posix()
+
+# %% ../../nbs/log/40_experiment.ipynb #80c4bbcc
+@patch
+def _keep(self:ExperimentCB):
+    "Write record, code and log; what fails is a warning"
+    self._kept = True
+    self._open_log()
+    if not self._main: return
+    n = self._n_starts()+1
+    self._file = self.folder/_numbered('run.json', n)
+    how = dict(outcome='broken off', reason=f'the run went on in {self._file.name}')
+    self._settle(n-1, lambda row: row['outcome'] == 'running', how)
+    try: self._record['code'] = self._keep_code(n)
+    except OSError as e: _warn_of(self.folder, e)
+    self._write_record()
+
+@patch
+def _open_log(self:ExperimentCB):
+    "Let the log go into its file"
+    name = 'log.txt' if self._rank is None else f'log-{self._rank}.txt'
+    try: self._log.begin(self._about.path('logs', name))
+    except OSError as e: _warn_of(self.folder, e)
+
+# %% ../../nbs/log/40_experiment.ipynb #ed21b215
+@patch
+def _note_end(self:ExperimentCB, trainer):
+    "Put the outcome into record and log"
+    error = trainer.exception
+    outcome,reason = outcome_of(trainer)
+    ending = dict(outcome=outcome, reason=reason, ended=_now(), n_updates=trainer.n_updates)
+    if self._row is not None: self._row |= ending
+    failed = error is not None and not isinstance(error, CancelException)
+    if failed: self._log.line(''.join(traceback.format_exception(error)))
+    self._log.line(f'{outcome}{f": {reason}" if reason else ""}, after {trainer.n_updates} updates')
+    if self._kept and self._main: self._write_record()
+    if not self._kept and outcome in ENDED[:2] and trainer.n_updates: self._close_earlier(trainer, outcome)
+
+# %% ../../nbs/log/40_experiment.ipynb #78b9c551
+@patch
+def _close_earlier(self:ExperimentCB, trainer, outcome):
+    "Note the end in the record of the start before: only that was left, so this one has no record of its own"
+    reason = trainer.stop_reason or 'only the end was left to a later start'
+    how = dict(outcome=outcome, reason=reason, n_updates=trainer.n_updates)
+    is_open = lambda row: row['fit'] == trainer.history.fit and row['outcome'] not in ENDED
+    if self._settle(self._n_starts(), is_open, how): self._open_log()
+
 # %% ../../nbs/log/40_experiment.ipynb #23804cdd
 @patch
 def before_fit(self:ExperimentCB, trainer):
@@ -112,173 +289,3 @@ def cleanup_fit(self:ExperimentCB, trainer):
     if self._log is None: return # It never began
     try: self._note_end(trainer)
     finally: self._end_log(trainer)
-
-# %% ../../nbs/log/40_experiment.ipynb #384435fa
-@patch
-def _take(self:ExperimentCB, trainer):
-    "Choose the folder of this run"
-    self._of,self._kept,self._about = weakref.ref(trainer),False,None
-    ranks = trainer.ranks
-    folder = Path(ranks.from_main(self._choose))
-    stamp = folder.name.removeprefix(f'{self.experiment}_')
-    self._main,self._rank = ranks.is_main,ranks.rank if ranks.size > 1 else None
-    self._about = Experiment(self.project, self.experiment, stamp, folder, self.hyper, self._url)
-
-_NO_FOLDER = ('`resume` is {resume!r}, and there is no such folder to go on in. '
-              'Leave it out to begin a new one, or use `fetch` to get one from elsewhere.')
-_NO_PLACE = ('`ExperimentCB` cannot write to `{place}` ({error}), so nothing of this run would be kept. '
-             'Choose a `root` where you may write.')
-
-@patch
-def _choose(self:ExperimentCB):
-    "Path of the folder, in which can be written"
-    parent,found = self.root/self.project,None
-    if self.resume == 'latest': found = earlier_folder(parent, self.experiment)
-    elif self.resume is not None:
-        found = self.resume.absolute()
-        if not found.is_dir(): raise ValueError(_NO_FOLDER.format(resume=str(self.resume)))
-    try:
-        found = found or take_folder(parent, self.experiment, time.strftime('%Y-%m-%d_%H-%M-%S'))
-        probe = found/f'.probe-{os.getpid()}'
-        probe.touch()
-        probe.unlink()
-        return str(found)
-    except OSError as e:
-        raise OSError(_NO_PLACE.format(place=found or parent, error=e.strerror or e)) from None
-
-# %% ../../nbs/log/40_experiment.ipynb #c04da9ba
-@patch
-def _note_start(self:ExperimentCB, trainer):
-    "Gather what there is to know before the first batch"
-    if not self._kept:
-        git = git_state()
-        self._texts = {**sources_of(trainer), 'git.diff': git.pop('diff', '')}
-        about = {k: v for k,v in self._about.to_dict().items() if k != 'folder'}
-        self._record = {**about, 'created': _now(), **surroundings(), 'git': git, 'fits': []}
-    self._row = self._fit_row(trainer)
-    self._record['fits'].append(self._row)
-
-@patch
-def _fit_row(self:ExperimentCB, trainer):
-    "What there is to say about a fit when it begins"
-    told = {callback_name(cb): settings(cb) for cb in trainer.callbacks if cb is not self}
-    callbacks = {name: {k.partition('.')[2]: v for k,v in found.items()} for name,found in told.items()}
-    return dict(fit=trainer.history.fit, started=_now(), outcome='running',
-                model=type(trainer.model).__name__, loss_func=described(trainer.loss_func),
-                opt_func=described(trainer.opt_func),
-                config=RunConfig.of(trainer).to_dict(), callbacks=callbacks)
-
-# %% ../../nbs/log/40_experiment.ipynb #9a37d797
-def _numbered(name, n): return name if n == 1 else f'{Path(name).stem}-{n}{Path(name).suffix}'
-
-_NOT_WRITTEN = ('`ExperimentCB` could not write to `{path}` ({error}). '
-                'Training goes on, but the record is not complete.')
-
-def _warn_of(path, e): warn(_NOT_WRITTEN.format(path=path, error=e))
-
-@patch
-def _open_log(self:ExperimentCB):
-    "Let the log go into its file"
-    name = 'log.txt' if self._rank is None else f'log-{self._rank}.txt'
-    try: self._log.begin(self._about.path('logs', name))
-    except OSError as e: _warn_of(self.folder, e)
-
-@patch
-def _write_record(self:ExperimentCB):
-    "Write the record, all or nothing"
-    _write_json(self._file, self._record)
-
-def _write_json(file, record):
-    text = _json(record).encode('utf-8', 'backslashreplace')
-    try: replace_file(file, lambda part: part.write_bytes(text))
-    except OSError as e: _warn_of(file, e)
-
-# %% ../../nbs/log/40_experiment.ipynb #dcdf3254
-@patch
-def _n_starts(self:ExperimentCB):
-    "How many records there are"
-    return next(n for n in itertools.count() if not (self.folder/_numbered('run.json', n+1)).exists())
-
-@patch
-def _settle(self:ExperimentCB, n, which, how):
-    "Note in the record of start `n` how those fits ended that were killed, and return them"
-    file = self.folder/_numbered('run.json', n)
-    record = read_record(file) if n and self._main else {}
-    found = [o for o in record.get('fits', ()) if which(o)]
-    for row in found: row |= how
-    if found: _write_json(file, record)
-    return found
-
-@patch
-def _keep(self:ExperimentCB):
-    "Write record, code and log; what fails is a warning"
-    self._kept = True
-    self._open_log()
-    if not self._main: return
-    n = self._n_starts()+1
-    self._file = self.folder/_numbered('run.json', n)
-    how = dict(outcome='broken off', reason=f'the run went on in {self._file.name}')
-    self._settle(n-1, lambda row: row['outcome'] == 'running', how)
-    try: self._record['code'] = self._keep_code(n)
-    except OSError as e: _warn_of(self.folder, e)
-    self._write_record()
-
-@patch
-def _keep_code(self:ExperimentCB, n):
-    "Write the code of this start, unless it is that of the one before; returns the name of its folder"
-    code = self._about.path(*(['code'] if n == 1 else ['code', f'start-{n}']), 'requirements.txt').parent
-    (code/'requirements.txt').write_text(packages(), encoding='utf-8')
-    for name,text in self._texts.items():
-        if text: (code/name).write_text(text, encoding='utf-8', errors='backslashreplace')
-    for path in self.files: archive(path, code, self.root)
-    others = [self.folder/'code'/f'start-{i}' for i in reversed(range(2, n))] + [self.folder/'code']
-    last = next(o for o in others if o.is_dir())
-    if n > 1 and same_files(code, last):
-        shutil.rmtree(code)
-        code = last
-    return code.relative_to(self.folder).as_posix()
-
-# %% ../../nbs/log/40_experiment.ipynb #86801819
-@patch
-def _begin_log(self:ExperimentCB, trainer):
-    "Listen to `logging`, and to what is printed"
-    fit,run = trainer.history.fit,f'{self.project}/{self.experiment}'
-    self._log.line(f'Fit {fit} of {run}: {trainer.n_epochs} epochs, lr {trainer.lr}')
-    if self._kept:
-        self._open_log()
-        if self._main: self._write_record()
-    logging.getLogger().addHandler(self._log)
-    if self.tee: self._tees = tee_streams(self._log)
-
-@patch
-def _end_log(self:ExperimentCB, trainer):
-    "Put streams and handlers back"
-    log,tees = self._log,self._tees
-    self._log,self._tees = None,{}
-    untee_streams(tees)
-    logging.getLogger().removeHandler(log)
-    if self._kept: return
-    if self._main and is_empty(self.folder): shutil.rmtree(self.folder, ignore_errors=True)
-    self._of = self._about = trainer.experiment = None # The next fit takes a new one
-
-# %% ../../nbs/log/40_experiment.ipynb #ed21b215
-@patch
-def _note_end(self:ExperimentCB, trainer):
-    "Put the outcome into record and log"
-    error = trainer.exception
-    outcome,reason = outcome_of(trainer)
-    ending = dict(outcome=outcome, reason=reason, ended=_now(), n_updates=trainer.n_updates)
-    if self._row is not None: self._row |= ending
-    failed = error is not None and not isinstance(error, CancelException)
-    if failed: self._log.line(''.join(traceback.format_exception(error)))
-    self._log.line(f'{outcome}{f": {reason}" if reason else ""}, after {trainer.n_updates} updates')
-    if self._kept and self._main: self._write_record()
-    if not self._kept and outcome in ENDED[:2] and trainer.n_updates: self._close_earlier(trainer, outcome)
-
-@patch
-def _close_earlier(self:ExperimentCB, trainer, outcome):
-    "Note the end in the record of the start before: only that was left, so this one has no record of its own"
-    reason = trainer.stop_reason or 'only the end was left to a later start'
-    how = dict(outcome=outcome, reason=reason, n_updates=trainer.n_updates)
-    is_open = lambda row: row['fit'] == trainer.history.fit and row['outcome'] not in ENDED
-    if self._settle(self._n_starts(), is_open, how): self._open_log()
