@@ -96,6 +96,10 @@ def _read(folder, best, monitor, mode):
     return weights,state,manifest
 
 # %% ../../nbs/checkpoints/60_save_and_load.ipynb #dd97e300
+_LOAD_INSIDE = ('`trainer.load` was called inside a fit, and would take its history and position away. '
+                'Load between two fits; weights alone are taken over anywhere, by '
+                '`trainer.model.load_state_dict(load_weights(path))`.')
+
 @patch
 def load(self:Trainer,
     folder, # With checkpoints, of which the newest that is whole is taken; or one checkpoint
@@ -105,6 +109,7 @@ def load(self:Trainer,
     mode:str=None, # With `monitor`: 'min' when lower is better, 'max' when higher is; not needed for a loss
 ):
     "Take over weights, optimizers, history, loaders, random numbers; `fit(keep_opt=True)` goes on with them"
+    if self._fitting: raise RuntimeError(_LOAD_INSIDE)
     _check_wanted(best, monitor, mode)
     weights,state,manifest = _read(folder, best, monitor, mode)
     if 'measured_with' in manifest['info']: _warn_of_average(manifest)

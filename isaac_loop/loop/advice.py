@@ -256,6 +256,20 @@ def warn_of_more_updates(
     told.add('planned')
     warn(_MORE.format(trainer.n_updates, planned))
 
+_FEWER = ('The fit has ended after {} updates, and `total_updates` had said that it would have {}. Whoever '
+          'asked for that, such as a schedule, has not come to its end. Say beforehand how many there will '
+          'be: set `trainer.updates_per_epoch` in `before_fit`.')
+
+def warn_of_fewer_updates(
+    trainer, # A fit has trained in all its epochs, and nothing was cancelled
+):
+    "Warn when there were fewer updates than somebody was told that there would be"
+    planned,n = trainer._planned,trainer.n_updates
+    as_said = planned is None or not 0 < n < planned
+    if as_said or trainer.stop_reason or 'planned' in trainer.plan.told: return
+    trainer.plan.told.add('planned')
+    warn(_FEWER.format(n, planned))
+
 # %% ../../nbs/loop/28_advice.ipynb #a467c421
 _LATE_LOADER = ('`dls.{0}` was exchanged after this pass had got its loader, so the pass walks over the '
                 'old one. In `before_epoch` set `trainer.dl`; or exchange `dls.{0}` in `log`, for the next '
@@ -276,6 +290,23 @@ def warn_of_late_loader(
     if not is_late or 'loader' in told: return
     told.add('loader')
     warn(_LATE_LOADER.format('train' if trainer._training else 'valid'))
+
+# %% ../../nbs/loop/28_advice.ipynb #1efe8acd
+_LATE_MODEL = ('`trainer.model` was replaced in the fit, and of the {m} parameters of the new one that want '
+               'gradients {n} are in no optimizer, so they will not change. Replace it between two fits, or '
+               'add them: `trainer.opt.add_param_group(dict(params=...))`.')
+
+def warn_of_late_model(
+    trainer, # Is about to walk over its batches
+):
+    "Warn, once for each model, when one came too late for its optimizer"
+    if not trainer._training or trainer.model is trainer._made_for[0]: return
+    trainer._made_for = trainer.model,
+    parameters = getattr(trainer.model, 'parameters', tuple)()
+    wanting = {id(p) for p in parameters if p.requires_grad}
+    opts = [x for x in vars(trainer).values() if isinstance(x, torch.optim.Optimizer)]
+    held = {id(p) for opt in opts for group in opt.param_groups for p in group['params']}
+    if opts and wanting - held: warn(_LATE_MODEL.format(m=len(wanting), n=len(wanting - held)))
 
 # %% ../../nbs/loop/28_advice.ipynb #1347dc0b
 _NO_BATCH = ('The batch is a {}, which does not say what is input and what is target. '

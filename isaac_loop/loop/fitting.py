@@ -13,6 +13,7 @@ from contextlib import contextmanager, ExitStack
 import torch
 
 from ..basics.checks import warn
+from ..basics.tensors import map_tensors
 from . import advice
 from .callback_list import Checked, is_in
 from .passes import Batches, forget, n_batches
@@ -160,6 +161,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _last_ended=True, # And the one before it?
         _again=False, # Is the optimizer evaluating a batch once more, within its step?
         _planned=None, # What `total_updates` said last in this fit
+        _made_for=(None,), # The model that this fit began to train; in a tuple it is no part of the run
         _last_opt=(None,), # What `opt` was when the last fit was over; another one was set by hand since
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
@@ -192,6 +194,13 @@ def _left_tidy(trainer):
             trainer._fitting = False
             if not trainer._side_runs: trainer._side_plans = None
             _free(trainer, with_grad)
+
+def _let_go_of_graph(trainer):
+    "Detach what the last batch has left, so that its activations are freed and the trainer can be copied"
+    for name in ('preds', 'loss'):
+        try: x = object.__getattribute__(trainer, name)
+        except AttributeError: continue # Asked in this way nobody looks for a hint
+        setattr(trainer, name, map_tensors(torch.Tensor.detach, x))
 
 def _free(trainer, with_grad):
     "Let another fit begin"
@@ -229,6 +238,7 @@ def one_fit(
         trainer.n_updates,trainer.stop_reason,trainer._planned = 0,None,None
         trainer.updates_per_epoch = n_batches(trainer.dls.train) if train else 0
         if train: ready_optimizer(trainer, keep_opt)
+        trainer._made_for = trainer.model,
         trainer.plan.training = bool(train) # Until the first pass
         _build_plan(trainer)
         if train: advice.warn_of_missing_steps(trainer)
@@ -236,7 +246,11 @@ def one_fit(
         trainer.history.start_fit()
         trainer._last_ended,trainer._ended = trainer._ended,False
         trainer._note_state()
+        cancel,trained = trainer.plan.last_cancel,trainer.history.epochs_trained
         try: yield
         finally:
             if train: trainer._last_opt = vars(trainer).get('opt'),
+        is_whole = trainer.history.epochs_trained - trained == n_epochs and trainer.plan.last_cancel is cancel
+        if is_whole: advice.warn_of_fewer_updates(trainer)
     trainer._ended = True
+    _let_go_of_graph(trainer)

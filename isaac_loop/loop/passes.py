@@ -78,6 +78,7 @@ def until_over(
     source = trainer._source
     source.begun,source.first = True,trainer.start_batch
     advice.warn_of_late_loader(trainer)
+    advice.warn_of_late_model(trainer)
     return iter(source) if trainer.batches is source else _until_over(trainer.batches, source)
 
 def _until_over(batches, source):

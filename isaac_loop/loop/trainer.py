@@ -135,7 +135,7 @@ class Trainer(ByName):
         self._source.over = True
 
     def write_measured(self,
-        **columns # As for `history.write`
+        **columns # As for `history.write`; of one name the row keeps the latest value
     ):
         "Write what was measured in the middle of an epoch, and let `measured` tell of it"
         self.history.write(**columns)

@@ -9,6 +9,7 @@ __all__ = []
 import copy, random
 from array import array
 from collections import Counter, OrderedDict, deque
+from dataclasses import FrozenInstanceError
 from pathlib import Path, PurePath
 
 import torch
@@ -186,7 +187,7 @@ class Putter:
             now = getattr(owner, last, _NOTHING)
             new = self.put(now, saved, f'{path}.{name}')
             if _fits(now, new): now.data.copy_(new) # Others hold it, too
-            elif new is not _NOTHING: setattr(owner, last, new)
+            elif new is not _NOTHING: _set(owner, last, new)
 
     def _lose(self, here, path):
         self.lost.append(path)
@@ -195,6 +196,11 @@ class Putter:
     def _device(self, saved):
         device = torch.device(saved)
         return device if device.type == self.device.type else self.device
+
+def _set(owner, name, value):
+    "Set an attribute, also of a frozen dataclass"
+    try: setattr(owner, name, value)
+    except FrozenInstanceError: object.__setattr__(owner, name, value)
 
 def _fits(now, new): return isinstance(now, nn.Parameter) and torch.is_tensor(new) and now.shape == new.shape
 

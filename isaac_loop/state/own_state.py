@@ -12,6 +12,7 @@ from types import MethodType, ModuleType
 import torch
 from fastcore.basics import patch
 from torch import nn, optim
+from torch.utils.data import Subset
 
 from ..basics.checks import warn
 from ..loop.events import callback_name
@@ -54,7 +55,7 @@ def _names_of_class(cls):
     for base in reversed(own): held |= vars(base)
     return [k for k,o in held.items() if type(o) in (list, dict, set) and not k.startswith('__')]
 
-_OTHERS = {'builtins', 'isaac_loop', 'torch', 'types', 'functools'}
+_OTHERS = {'builtins', 'isaac_loop', 'torch', 'torchvision', 'datasets', 'types', 'functools'}
 
 def _attributes(owner, without=()):
     "The attributes of `owner` that may be state"
@@ -87,6 +88,27 @@ class _World:
         parts += [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
         return {id(o) for o in parts if type(o) not in SIMPLE}
 
+# %% ../../nbs/state/38_own_state.ipynb #b31befaa
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+def _of_other(name, owner):
+    "The attributes of a loss function or a dataset that may be state"
+    without = _unasked(owner)
+    if without is True or (tells_state(owner) and not isinstance(owner, nn.Module)): return {}
+    own = _attributes(owner, without | _OF_MODULES if isinstance(owner, nn.Module) else without)
+    return {k: o for k,o in own.items() if type(o) in SIMPLE} if name.startswith('dls.') else own
+
+def _others(trainer):
+    "The loss function, and the datasets of the user's own that the loaders read"
+    loss_func,dls = (attributes_of(trainer).get(o) for o in ('loss_func', 'dls'))
+    found = {'loss_func': _looked_at(loss_func)}
+    for name in ('train', 'valid'):
+        data = getattr(getattr(dls, name, None), 'dataset', None)
+        while isinstance(data, Subset): data = data.dataset
+        is_own = data is not None and type(data).__module__.partition('.')[0] not in _OTHERS
+        if is_own and all(data is not o for o in found.values()): found[f'dls.{name}.dataset'] = data
+    return found
+
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
 def _nothing(): return None
 
@@ -117,6 +139,9 @@ class OwnState:
             found[callback_name(cb)] = owner,_attributes(owner, without)
         if callbacks is None:
             found[''] = trainer,_trainers_own(trainer, self.loop | (_unasked(trainer) or set()))
+            taken = [trainer, *everybody]
+            others = {k: o for k,o in _others(trainer).items() if not any(o is cb for cb in taken)}
+            found |= {k: (o, _of_other(k, o)) for k,o in others.items()}
         return found
 
     def note(self,
@@ -164,6 +189,7 @@ def take(self:OwnState,
         for x in own.values(): keeper.marker.part(x)
     for name,(_,own) in owners.items():
         state,settings,lost = self._kept(keeper, name, own)
+        if name.startswith('dls.'): settings = {} # Data may have moved
         state,refused = _exactly(state, name, copy)
         if state or settings: found[name] = dict(state=state, settings=settings)
         unkept += [(name, k) for k in lost+refused if (name, k) not in self.told]

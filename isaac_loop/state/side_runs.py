@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/state/40_side_runs.ipynb #c0d20234
 from contextlib import contextmanager, suppress
+from operator import is_
 from types import SimpleNamespace
 
 import torch
@@ -73,6 +74,20 @@ def _filled_slots(trainer):
         with suppress(AttributeError): found[name] = object.__getattribute__(trainer, name)
     return found
 
+# %% ../../nbs/state/40_side_runs.ipynb #eb39676d
+def _attributes_of(owners):
+    "What modules and other objects have in attributes"
+    return [(x, type(x), dict(vars(x))) for x in owners if isinstance(getattr(x, '__dict__', None), dict)]
+
+def _give_back(attributes):
+    "Have these attributes, and no others, on their owners again"
+    for x,kind,values in attributes:
+        own = vars(x)
+        same = len(own) == len(values) and all(map(is_, own.values(), values.values()))
+        if same or type(x) is not kind: continue # Another class: a lazy module has got its shape
+        for name in own.keys() - values.keys(): del own[name]
+        own.update(values)
+
 # %% ../../nbs/state/40_side_runs.ipynb #3880686d
 def _undo(trainer, swaps):
     "Have `swaps` count no longer, which were undone in a run on the side"
@@ -99,6 +114,7 @@ def side_run(self:Trainer,
     between_fits = not (self._fitting or self._side_runs)
     modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []
     modes = [(m, m.training) for m in modules]
+    attributes = [] if between_fits else _attributes_of([*modules, self.loss_func])
     before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained(modules))
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
@@ -121,6 +137,7 @@ def side_run(self:Trainer,
         for name,value in slots.items(): setattr(self, name, value)
         for module,mode in modes:
             if module.training is not mode: module.training = mode
+        _give_back(attributes)
         if ended is before.random: before.put_back() # Nobody has drawn
         else: before.restore()
         undone = [change for change in swaps if change not in plan.changes]

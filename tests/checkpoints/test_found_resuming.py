@@ -230,6 +230,18 @@ def test_saving_by_hand_never_calls_a_fit_finished_that_is_not(tmp_path):
         fit(make_trainer(simple()), callbacks=after_batch)
 
 
+def test_loading_in_the_middle_of_a_fit_is_refused(tmp_path):
+    trainer = fit(make_trainer(simple()), 1)
+    trainer.save(tmp_path / "hand")
+
+    def after_batch(trainer):
+        trainer.load(tmp_path / "hand")
+
+    with pytest.raises(RuntimeError, match="Load between two fits"):
+        fit(trainer, callbacks=after_batch)
+    assert len(trainer.history) == 1
+
+
 def test_a_name_with_a_column_does_not_stop_an_interrupt_from_saving(tmp_path):
     name = "e{epoch}-{valid_loss:.2f}"
     trainer = make_trainer(simple(tmp_path / "run", InterruptCB(), pattern=name))

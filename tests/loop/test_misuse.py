@@ -685,3 +685,76 @@ def test_a_batch_of_ones_own_that_trains_in_validation_says_what_is_missing():
     with pytest.raises(RuntimeError) as e:
         trainer_with(cls=TrainsAlways).fit(1)
     assert any("only `if self.training`" in note for note in e.value.__notes__)
+
+
+def told_by(fit):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit()
+    return [str(o.message) for o in told]
+
+
+@pytest.mark.parametrize("event", ["before_fit", "before_epoch", "log"])
+def test_a_model_that_comes_too_late_for_its_optimizer_is_named(event):
+    def replace(trainer):
+        if trainer.model.weight.shape == (1, 1):
+            trainer.model = nn.Linear(1, 2)
+
+    replace.__name__ = event
+    trainer = trainer_with(replace)
+    told = told_by(lambda: trainer.fit(3, valid=False))
+    assert len([o for o in told if "2 are in no optimizer" in o]) == 1
+
+
+def test_a_new_model_with_an_optimizer_or_with_the_same_parameters_is_fine():
+    def log(trainer):
+        trainer.model = nn.Linear(1, 1)
+        trainer.opt = optim.SGD(trainer.model.parameters(), 0.1)
+
+    def before_fit(trainer):
+        trainer.model = nn.Sequential(trainer.model)
+
+    assert not told_by(lambda: trainer_with(log).fit(3))
+    assert not told_by(lambda: trainer_with(before_fit).fit(2))
+
+
+def test_a_new_head_that_is_not_trained_is_named():
+    def before_fit(trainer):
+        trainer.model = nn.Sequential(trainer.model, nn.Linear(1, 1))
+
+    (told,) = told_by(lambda: trainer_with(before_fit).fit(2))
+    assert "of the 4 parameters of the new one that want gradients 2 are in no optimizer" in told
+
+
+def smaller(trainer):
+    trainer.dls = DataLoaders(data(1), data(2))
+
+
+smaller.__name__ = "log"
+
+
+def test_a_fit_that_is_shorter_than_a_schedule_was_told_says_so():
+    (told,) = told_by(lambda: trainer_with(OneCycleSchedulerCB(), smaller).fit(3))
+    assert "ended after 5 updates" in told and "would have 9" in told
+    assert not told_by(lambda: trainer_with(smaller).fit(3)), "nobody has asked"
+
+
+@pytest.mark.parametrize("cancel", [CancelBatchException, CancelStepException])
+def test_a_fit_that_somebody_made_shorter_on_purpose_says_nothing(cancel):
+    def before_step(trainer):
+        if trainer.batch_num == 1:
+            raise cancel
+
+    def after_batch(trainer):
+        trainer.request_stop("enough")
+
+    for shorter in (before_step, after_batch, LimitCB(updates=4), NBatchCB(2)):
+        assert not told_by(lambda: trainer_with(OneCycleSchedulerCB(), shorter).fit(3))
+
+
+def test_after_a_fit_nothing_holds_the_graph_of_its_last_batch():
+    trainer = trainer_with()
+    trainer.fit(1, valid=False)
+    assert trainer.loss.grad_fn is None and not trainer.preds.requires_grad
+    copied = copy.deepcopy(trainer)
+    assert copied.loss == trainer.loss

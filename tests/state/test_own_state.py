@@ -5,6 +5,7 @@ Whatever changes during a fit in attributes of a callback, or of a subclass of t
 """
 
 import collections
+import dataclasses
 import pickle
 import random
 import warnings
@@ -806,3 +807,116 @@ def test_what_cannot_be_made_again_is_named_when_it_is_saved(take, tmp_path):
         trainer, _ = saved_and_again(tmp_path, GatherCB(take), GatherCB(take))
     assert any("`GatherCB.all`" in str(o.message) and "cannot be kept" in str(o.message) for o in told)
     assert {type(o) for o in trainer.GatherCB.all} == {type(trainer.GatherCB.last)}
+
+
+# ---- what the loss function and the data keep
+
+
+class GrowingLoss:
+    "Weighs a loss by the mean of those before it"
+
+    mean = 0.0
+
+    def __call__(self, preds, targets):
+        loss = F.cross_entropy(preds, targets)
+        if torch.is_grad_enabled():
+            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss * (1 + self.mean)
+
+
+class CountingLoss(nn.Module):
+    "A module with a number that is no buffer"
+
+    def __init__(self):
+        super().__init__()
+        self.n_calls = 0
+
+    def forward(self, preds, targets):
+        self.n_calls += torch.is_grad_enabled()
+        return F.cross_entropy(preds, targets) / (1 + self.n_calls)
+
+
+class RestingLoss(GrowingLoss):
+    stateless = "mean"
+
+
+class HarderRows(runs.Rows):
+    level = 0.0
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + self.level, y
+
+
+class HarderCB:
+    "Makes the data harder after each epoch"
+
+    def log(self, trainer):
+        trainer.dls.train.dataset.level += 0.3
+
+
+def with_loss(loss_func):
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False)])
+    trainer.loss_func = loss_func
+    return trainer
+
+
+@pytest.mark.parametrize("make", [GrowingLoss, CountingLoss])
+def test_a_loss_function_goes_on_with_what_it_keeps(make, tmp_path):
+    stopped_and_not(tmp_path, lambda: with_loss(make()), [4, 10, 14], attributes=lambda t: vars(t.loss_func))
+
+
+def test_a_loss_of_a_method_is_the_state_of_its_object(tmp_path):
+    class Judge:
+        n = 0
+
+        def judge(self, preds, targets):
+            self.n += torch.is_grad_enabled()
+            return F.cross_entropy(preds, targets) * (1 + self.n / 10)
+
+    stopped_and_not(tmp_path, lambda: with_loss(Judge().judge), [4, 10])
+
+
+def test_a_loss_may_say_that_nothing_is_to_be_kept():
+    trainer = with_loss(RestingLoss())
+    fit(trainer, 1)
+    assert "loss_func" not in trainer._own_state.take(trainer)
+
+
+def test_a_dataset_that_gets_harder_goes_on_as_hard_as_it_was(tmp_path):
+    def make():
+        dls = DataLoaders(exact_loader(HarderRows(56), 8, seed=7), make_loaders().valid)
+        return make_trainer([BasicTrainCB(), MetricsCB(show=False), HarderCB()], dls)
+
+    trainer = stopped_and_not(tmp_path, make, [4, 10, 15], attributes=lambda t: t.dls.train.dataset.level)
+    assert trainer.dls.train.dataset.level == pytest.approx(0.9)
+
+
+def test_a_dataset_inside_a_subset_is_found_and_where_its_files_lie_is_no_setting():
+    rows = type("OwnRows", (torch.utils.data.Dataset,), dict(__len__=lambda self: 8))()
+    rows.folder, rows.level = "/here", 0
+    rows.__class__.__getitem__ = lambda self, i: (torch.zeros(8), 0)
+    dls = DataLoaders(DataLoader(torch.utils.data.Subset(rows, range(8)), 4))
+
+    def log(trainer):
+        rows.level += 1
+
+    trainer = make_trainer([BasicTrainCB(), log], dls)
+    trainer.fit(1, valid=False)
+    assert trainer._own_state.take(trainer)["dls.train.dataset"] == dict(state=dict(level=1), settings={})
+
+
+def test_a_frozen_dataclass_gets_back_what_it_held(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class KeepCB:
+        losses: list = dataclasses.field(default_factory=list)
+
+        def after_batch(self, trainer):
+            self.losses.append(trainer.loss.item())
+
+    stopped_and_not(
+        tmp_path,
+        lambda: make_trainer([BasicTrainCB(), MetricsCB(show=False), KeepCB()]),
+        [4, 10],
+        attributes=lambda t: t.KeepCB.losses,
+    )

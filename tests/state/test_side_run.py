@@ -883,3 +883,66 @@ def lines_on_the_way_out(trainer, stop_at=None):
     finally:
         sys.settrace(None)
     return count
+
+
+# What a model keeps beside its tensors
+
+
+class Recurrent(nn.Module):
+    "Goes on from its last hidden state, and counts"
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(4, 6), nn.Linear(6, 3)
+        self.hidden, self.n_calls = None, 0
+
+    def forward(self, x):
+        if self.hidden is not None and len(self.hidden) == len(x):
+            hidden = self.cell(x, self.hidden)
+        else:
+            hidden = self.cell(x)
+        self.hidden, self.n_calls = hidden.detach(), self.n_calls + 1
+        return self.out(hidden)
+
+
+class LouderLoss:
+    n_calls = 0
+
+    def __call__(self, preds, targets):
+        self.n_calls += 1
+        return F.cross_entropy(preds, targets) * (1 + self.n_calls / 10)
+
+
+def recurrent(*callbacks):
+    trainer = make_trainer(callbacks)
+    set_seed(0)
+    trainer.model, trainer.loss_func = Recurrent(), LouderLoss()
+    return trainer
+
+
+@pytest.mark.parametrize("look", [validate, lambda t: t.validate(), lambda t: t.get_preds(with_loss=True)])
+def test_an_evaluation_in_a_fit_leaves_hidden_state_and_counters_alone(look):
+    plain = recurrent()
+    result = outcome(plain)
+    looking = recurrent(function("after_batch", lambda t: look(t) if t.training else None))
+    assert outcome(looking) == result
+    assert (
+        plain.model.n_calls == looking.model.n_calls and plain.loss_func.n_calls == looking.loss_func.n_calls
+    )
+    assert torch.equal(plain.model.hidden, looking.model.hidden)
+
+
+def test_between_fits_one_can_look_at_what_the_last_batch_has_left():
+    trainer = recurrent()
+    trainer.fit(1)
+    n = trainer.model.n_calls
+    trainer.validate()
+    assert trainer.model.n_calls == n + 2
+
+
+def test_a_lazy_module_keeps_the_shape_that_an_evaluation_has_given_it():
+    trainer = make_trainer([function("before_fit", validate)])
+    trainer.model = nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(3))
+    with torch.no_grad():
+        trainer.fit(1, train=False)
+    assert type(trainer.model[0]) is nn.Linear and trainer.model[0].in_features == 4

@@ -8,8 +8,9 @@ import sys
 import traceback
 
 import pytest
+import torch
 
-from isaac_loop.all import CheckpointCB, InterruptCB
+from isaac_loop.all import CheckpointCB, DataLoaders, InterruptCB, exact_loader
 from places import PATHS
 from small import trainer_with
 
@@ -141,3 +142,28 @@ def test_a_terminal_is_told_at_once():
     said = os.read(ours, 10_000).decode()
     assert done.returncode == -signal.SIGINT
     assert said.index("stops after this batch") < said.index("training stopped after batch 0")
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return torch.randn(1), torch.randn(1)
+
+
+def test_sigterm_to_a_worker_that_is_just_beginning_does_not_end_the_pass(monkeypatch):
+    "As a cluster sends it to all processes at once: between PyTorch's handler and ours"
+    main, begun = os.getpid(), torch.set_num_threads
+
+    def set_num_threads(n):
+        if os.getpid() != main:
+            os.kill(os.getpid(), signal.SIGTERM)
+        begun(n)
+
+    monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
+    trainer = trainer_with(InterruptCB())
+    trainer.dls = DataLoaders(exact_loader(Numbers(), 4, seed=1, num_workers=2, in_memory=False))
+    trainer.fit(2, valid=False)
+    assert trainer.n_updates == 6
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
