@@ -344,7 +344,8 @@ def check_pair(
 # %% ../../nbs/loop/28_advice.ipynb #164b0799
 _TIME = ('`trainer.{}` was set {}, which has no effect: a pass begins with a loader of `trainer.dls`, '
          'and walks over what it has when the first batch is drawn. '
-         'Set it in `before_epoch`, or change `trainer.dls`.')
+         'Set it in `before_epoch`, or change `trainer.dls`; a callback that sets it there has to be added '
+         'before the pass begins, at the latest in `log`.')
 
 def check_iterable(
     name:str, # Of the attribute

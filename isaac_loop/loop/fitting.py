@@ -195,13 +195,6 @@ def _left_tidy(trainer):
             if not trainer._side_runs: trainer._side_plans = None
             _free(trainer, with_grad)
 
-def _let_go_of_graph(trainer):
-    "Detach what the last batch has left, so that its activations are freed and the trainer can be copied"
-    for name in ('preds', 'loss'):
-        try: x = object.__getattribute__(trainer, name)
-        except AttributeError: continue # Asked in this way nobody looks for a hint
-        setattr(trainer, name, map_tensors(torch.Tensor.detach, x))
-
 def _free(trainer, with_grad):
     "Let another fit begin"
     trainer._training = trainer.exception = None
@@ -210,6 +203,15 @@ def _free(trainer, with_grad):
     forget(trainer, 'batches')
     trainer._guests = [cb for cb in trainer._guests if is_in(cb, trainer.callbacks)]
     torch.set_grad_enabled(with_grad) # An interrupt in the wrong place may have left it off
+
+# %% ../../nbs/loop/29_fitting.ipynb #bb3066f9
+def _let_go_of_graph(trainer):
+    "Detach what the last batch has left, so that its activations are freed and the trainer can be copied"
+    for name in ('preds', 'loss'):
+        try: x = object.__getattribute__(trainer, name)
+        except AttributeError: continue # Asked in this way nobody looks for a hint
+        if isinstance(x, (torch.Tensor, dict, list, tuple)):
+            setattr(trainer, name, map_tensors(torch.Tensor.detach, x))
 
 # %% ../../nbs/loop/29_fitting.ipynb #dd3c9ea1
 def _build_plan(trainer):

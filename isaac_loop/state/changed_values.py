@@ -107,7 +107,12 @@ class Keeper:
         if (anew and not there) or (own and begin is None and ready is None): raise Unkept
         return made
 
+    def _is_by_id(self, x):
+        "Are keys of `x` the `id`s of parameters and the like, which are others in the next run?"
+        return any(type(k) is int and k > 2**20 and k in self.world for k in x)
+
     def _container(self, x, begin, ready):
+        if isinstance(x, dict) and self._is_by_id(x): raise Unkept
         values = list(x.values()) if isinstance(x, dict) else list(x)
         if not set(map(type, values)) <= SIMPLE:
             keys = range(len(values))

@@ -920,3 +920,20 @@ def test_a_frozen_dataclass_gets_back_what_it_held(tmp_path):
         [4, 10],
         attributes=lambda t: t.KeepCB.losses,
     )
+
+
+def test_what_is_kept_by_the_identity_of_parameters_is_named():
+    "The `id`s of the process that goes on are others"
+
+    class SlowWeightsCB:
+        def before_fit(self, trainer):
+            self.slow = {id(p): p.detach().clone() for p in trainer.model.parameters()}
+
+        def after_step(self, trainer):
+            for p in trainer.model.parameters():
+                self.slow[id(p)].lerp_(p.detach(), 0.5)
+
+    trainer = make_trainer([BasicTrainCB(), SlowWeightsCB()])
+    fit(trainer, 1)
+    with pytest.warns(UserWarning, match="`SlowWeightsCB.slow` changed during this fit and cannot be kept"):
+        assert "slow" not in trainer._own_state.take(trainer).get("SlowWeightsCB", {}).get("state", {})
