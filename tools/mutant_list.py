@@ -829,4 +829,47 @@ MUTANTS = [
         "map_tensors(torch.clone, batch)",
         ["test_arrays_of_a_user_stay_as_they_are"],
     ),
+    # What is kept, left alone or named
+    Mutant(
+        "an evaluation in a fit goes on with the hidden state of the model",
+        "_give_back",
+        "own.update(values)",
+        "pass",
+        ["test_an_evaluation_in_a_fit_leaves_hidden_state_and_counters_alone"],
+    ),
+    Mutant(
+        "what a loss function keeps is forgotten",
+        "_others",
+        "found = {'loss_func': _looked_at(loss_func)}",
+        "found = {}",
+        ["test_a_loss_function_goes_on_with_what_it_keeps"],
+    ),
+    Mutant(
+        "how hard a dataset has become is forgotten",
+        "_others",
+        "is_own = data is not None and",
+        "is_own = False and",
+        ["test_a_dataset_that_gets_harder_goes_on_as_hard_as_it_was"],
+    ),
+    Mutant(
+        "a model that comes too late is not named",
+        "warn_of_late_model",
+        "if opts and wanting - held:",
+        "if False:",
+        ["test_a_model_that_comes_too_late_for_its_optimizer_is_named"],
+    ),
+    Mutant(
+        "SIGTERM does not wait for workers to begin",
+        "_sigterm_waits",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, ())",
+        ["test_sigterm_to_a_worker_that_is_just_beginning_does_not_end_the_pass"],
+    ),
+    Mutant(
+        "a fit that a stop has shortened is told of",
+        "warn_of_fewer_updates",
+        "as_said or trainer.stop_reason or",
+        "as_said or",
+        ["test_a_fit_that_somebody_made_shorter_on_purpose_says_nothing"],
+    ),
 ]
