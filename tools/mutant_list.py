@@ -832,7 +832,7 @@ MUTANTS = [
     # What is kept, left alone or named
     Mutant(
         "an evaluation in a fit goes on with the hidden state of the model",
-        "_give_back",
+        "attributes_kept",
         "own.update(values)",
         "pass",
         ["test_an_evaluation_in_a_fit_leaves_hidden_state_and_counters_alone"],
@@ -854,8 +854,8 @@ MUTANTS = [
     Mutant(
         "a model that comes too late is not named",
         "warn_of_late_model",
-        "if opts and wanting - held:",
-        "if False:",
+        "if not opts or not n: return",
+        "return",
         ["test_a_model_that_comes_too_late_for_its_optimizer_is_named"],
     ),
     Mutant(
@@ -866,10 +866,10 @@ MUTANTS = [
         ["test_sigterm_to_a_worker_that_is_just_beginning_does_not_end_the_pass"],
     ),
     Mutant(
-        "a fit that a stop has shortened is told of",
+        "a stream that ends before its cap is told of",
         "warn_of_fewer_updates",
-        "as_said or trainer.stop_reason or",
-        "as_said or",
-        ["test_a_fit_that_somebody_made_shorter_on_purpose_says_nothing"],
+        " or len(trainer._lengths) < 2",
+        "",
+        ["test_caps_that_a_stream_does_not_reach_say_nothing_of_a_schedule"],
     ),
 ]

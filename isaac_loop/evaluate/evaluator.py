@@ -26,6 +26,7 @@ from ..loop.events import CancelFitException, CancelStepException, Order, callba
 from ..basics.tables import row_text
 from .evaluation_pass import PassCB, agreed, askers, check_functions, check_metric_names
 from .evaluation_pass import check_returned_names, returned_numbers
+from ..state.side_runs import attributes_kept
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #dd20e864
 class EvaluatorCB:
@@ -78,6 +79,7 @@ def _run(self:EvaluatorCB, trainer, name, dl):
     self._pass.weigh = weigh_of(trainer) if self._weigh is None else self._weigh
     callbacks = [self._pass, self._limit(), self.callbacks_inside]
     with trainer.side_run(callbacks) as side, ExitStack() as stack:
+        stack.enter_context(attributes_kept(side))
         ordered,rows = in_order(chosen_loader(side.dls, dl))
         if self.user_iter_callback is not None: rows = None # It is to see all of them
         ordered = stack.enter_context(shared_rows(side.ranks, ordered, rows))

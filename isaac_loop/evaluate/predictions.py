@@ -22,6 +22,7 @@ from ..loop.shared_attributes import offered
 from ..loop.passes import n_batches, parts_of
 from ..loop.trainer import Trainer
 from ..metrics.losses import ended_in_error, has_no_rows, rows_of
+from ..state.side_runs import attributes_kept
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, map_tensors
@@ -261,9 +262,10 @@ class NoLossCB:
 @contextmanager
 def _looking_at(self:Trainer, dl, callbacks, *watchers, share=False):
     "Lend the trainer, with `watchers`, to passes over `dl` in the order of its rows"
-    dl,whole = chosen_loader(self.dls, dl),WholeCB()
+    dl,whole,in_fit = chosen_loader(self.dls, dl),WholeCB(),self._fitting
     self._checked.add(whole) # It is one of the library's own
     with self.side_run([callbacks, *watchers, whole]) as side, ExitStack() as stack:
+        if in_fit: stack.enter_context(attributes_kept(self))
         ordered,rows = in_order(dl)
         if n_batches(ordered) == 0: raise ValueError(_NO_BATCHES)
         ordered = stack.enter_context(shared_rows(self.ranks, ordered, rows if share else None))

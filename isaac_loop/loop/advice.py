@@ -200,6 +200,15 @@ _NO_UPDATE = ('The training pass of epoch {} ended without an update that the lo
               'averages and checkpoints stand still. Let `{}.one_batch` update by '
               "`self.run_callbacks('step')`, or count in it with `self.n_updates += 1`.")
 
+def optimizers_of(
+    owner, # A trainer or a callback
+)->list: # Each once
+    "The optimizers among the attributes of `owner`, also those in a list or a dict"
+    held = list(getattr(owner, '__dict__', {}).values())
+    for several in [o for o in held if isinstance(o, (list, tuple, dict))]:
+        held += several.values() if isinstance(several, dict) else several
+    return list({id(o): o for o in held if isinstance(o, torch.optim.Optimizer)}.values())
+
 class StepCounter:
     "Counts how often the optimizers among a trainer's attributes step, also those in a list or a dict"
     def __init__(self): self.n,self._hooks = 0,[]
@@ -208,11 +217,7 @@ class StepCounter:
         trainer, # Begins a pass
     ):
         "Count from now on"
-        held = list(vars(trainer).values())
-        for several in [o for o in held if isinstance(o, (list, tuple, dict))]:
-            held += several.values() if isinstance(several, dict) else several
-        optimizers = {id(o): o for o in held if isinstance(o, torch.optim.Optimizer)}
-        for opt in optimizers.values(): # One that wraps another may have no place for hooks
+        for opt in optimizers_of(trainer): # One that wraps another may have no place for hooks
             takes_hooks = hasattr(opt, '_optimizer_step_post_hooks')
             if takes_hooks: self._hooks.append(opt.register_step_post_hook(self._count))
 
@@ -261,11 +266,11 @@ _FEWER = ('The fit has ended after {} updates, and `total_updates` had said that
           'be: set `trainer.updates_per_epoch` in `before_fit`.')
 
 def warn_of_fewer_updates(
-    trainer, # A fit has trained in all its epochs, and nothing was cancelled
+    trainer, # A fit has trained in all its epochs, perhaps with other loaders
 ):
     "Warn when there were fewer updates than somebody was told that there would be"
     planned,n = trainer._planned,trainer.n_updates
-    as_said = planned is None or not 0 < n < planned
+    as_said = planned is None or not 0 < n < planned or len(trainer._lengths) < 2
     if as_said or trainer.stop_reason or 'planned' in trainer.plan.told: return
     trainer.plan.told.add('planned')
     warn(_FEWER.format(n, planned))
@@ -299,14 +304,21 @@ _LATE_MODEL = ('`trainer.model` was replaced in the fit, and of the {m} paramete
 def warn_of_late_model(
     trainer, # Is about to walk over its batches
 ):
-    "Warn, once for each model, when one came too late for its optimizer"
-    if not trainer._training or trainer.model is trainer._made_for[0]: return
-    trainer._made_for = trainer.model,
-    parameters = getattr(trainer.model, 'parameters', tuple)()
-    wanting = {id(p) for p in parameters if p.requires_grad}
-    opts = [x for x in vars(trainer).values() if isinstance(x, torch.optim.Optimizer)]
+    "Warn, once, when a model came too late for its optimizer"
+    former,told = trainer._made_for[0],trainer.plan.told
+    if not trainer._training or former is None or trainer.model is former or 'model' in told: return
+    wanting,before = _wanting(trainer.model),_wanting(former) # What was not trained before need not be now
+    opts = [opt for owner in (trainer, *trainer.callbacks) for opt in optimizers_of(owner)]
     held = {id(p) for opt in opts for group in opt.param_groups for p in group['params']}
-    if opts and wanting - held: warn(_LATE_MODEL.format(m=len(wanting), n=len(wanting - held)))
+    n = len(wanting - held - before)
+    if not opts or not n: return
+    told.add('model')
+    warn(_LATE_MODEL.format(m=len(wanting), n=n))
+
+def _wanting(model):
+    "Which parameters want gradients"
+    if not isinstance(model, torch.nn.Module): return set()
+    return {id(p) for p in model.parameters() if p.requires_grad}
 
 # %% ../../nbs/loop/28_advice.ipynb #1347dc0b
 _NO_BATCH = ('The batch is a {}, which does not say what is input and what is target. '

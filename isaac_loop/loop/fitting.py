@@ -13,7 +13,6 @@ from contextlib import contextmanager, ExitStack
 import torch
 
 from ..basics.checks import warn
-from ..basics.tensors import map_tensors
 from . import advice
 from .callback_list import Checked, is_in
 from .passes import Batches, forget, n_batches
@@ -161,7 +160,8 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _last_ended=True, # And the one before it?
         _again=False, # Is the optimizer evaluating a batch once more, within its step?
         _planned=None, # What `total_updates` said last in this fit
-        _made_for=(None,), # The model that this fit began to train; in a tuple it is no part of the run
+        _made_for=(None,), # In a fit the model that it began to train; in a tuple it is no part of the run
+        _lengths=set(), # How many batches the training passes of this fit had
         _last_opt=(None,), # What `opt` was when the last fit was over; another one was set by hand since
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
@@ -199,6 +199,7 @@ def _free(trainer, with_grad):
     "Let another fit begin"
     trainer._training = trainer.exception = None
     trainer._split = object(),None,None
+    trainer._made_for = None,
     trainer.epochs = range(getattr(trainer, 'n_epochs', 0)) # Without what callbacks have wrapped around
     forget(trainer, 'batches')
     trainer._guests = [cb for cb in trainer._guests if is_in(cb, trainer.callbacks)]
@@ -210,8 +211,13 @@ def _let_go_of_graph(trainer):
     for name in ('preds', 'loss'):
         try: x = object.__getattribute__(trainer, name)
         except AttributeError: continue # Asked in this way nobody looks for a hint
-        if isinstance(x, (torch.Tensor, dict, list, tuple)):
-            setattr(trainer, name, map_tensors(torch.Tensor.detach, x))
+        setattr(trainer, name, _detached(x))
+
+def _detached(x):
+    "`x` without its graph: a tensor, or a plain list, tuple or dict of some; anything else stays as it is"
+    detached = lambda part: part.detach() if type(part) is torch.Tensor else part
+    if type(x) in (list, tuple): return type(x)(map(detached, x))
+    return {k: detached(part) for k,part in x.items()} if type(x) is dict else detached(x)
 
 # %% ../../nbs/loop/29_fitting.ipynb #dd3c9ea1
 def _build_plan(trainer):
@@ -240,7 +246,7 @@ def one_fit(
         trainer.n_updates,trainer.stop_reason,trainer._planned = 0,None,None
         trainer.updates_per_epoch = n_batches(trainer.dls.train) if train else 0
         if train: ready_optimizer(trainer, keep_opt)
-        trainer._made_for = trainer.model,
+        trainer._made_for,trainer._lengths = (trainer.model,),set()
         trainer.plan.training = bool(train) # Until the first pass
         _build_plan(trainer)
         if train: advice.warn_of_missing_steps(trainer)

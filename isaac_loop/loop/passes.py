@@ -159,6 +159,7 @@ def one_pass(
     trainer._training,trainer.start_batch = training,0
     trainer._source = Batches(dl, advice.held_loader(trainer))
     vars(trainer).update(dl=dl, batches=trainer._source, n_batches=trainer._source.expected)
+    if training: trainer._lengths.add(trainer.n_batches)
     if hasattr(trainer.model, 'train'): trainer.model.train(training)
     trainer.plan.select(training)
     trainer.plan.batch_seen = False

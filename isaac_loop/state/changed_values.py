@@ -9,7 +9,6 @@ __all__ = []
 import copy, random
 from array import array
 from collections import Counter, OrderedDict, deque
-from dataclasses import FrozenInstanceError
 from pathlib import Path, PurePath
 
 import torch
@@ -203,9 +202,11 @@ class Putter:
         return device if device.type == self.device.type else self.device
 
 def _set(owner, name, value):
-    "Set an attribute, also of a frozen dataclass"
+    "Set an attribute, also of what is frozen, and one that a property without a setter reads"
     try: setattr(owner, name, value)
-    except FrozenInstanceError: object.__setattr__(owner, name, value)
+    except Exception:
+        try: object.__setattr__(owner, name, value)
+        except AttributeError: vars(owner)[name] = value
 
 def _fits(now, new): return isinstance(now, nn.Parameter) and torch.is_tensor(new) and now.shape == new.shape
 

@@ -94,7 +94,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def _of_other(name, owner):
     "The attributes of a loss function or a dataset that may be state"
     without = _unasked(owner)
-    if without is True or (tells_state(owner) and not isinstance(owner, nn.Module)): return {}
+    if without is True: return {}
     own = _attributes(owner, without | _OF_MODULES if isinstance(owner, nn.Module) else without)
     return {k: o for k,o in own.items() if type(o) in SIMPLE} if name.startswith('dls.') else own
 

@@ -6,7 +6,7 @@
 __all__ = ['InterruptCB']
 
 # %% ../../nbs/stop/30_interrupts.ipynb #bbde0d7c
-import gc, os, signal, sys, threading
+import gc, multiprocessing, os, signal, sys, threading
 from contextlib import contextmanager, suppress
 from itertools import islice
 
@@ -157,6 +157,11 @@ def _sigterm_waits():
     try: yield
     finally: signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
+def _forks(dl):
+    "Are its workers forked? Other processes that are begun with them would never hear SIGTERM"
+    context = dl.multiprocessing_context or multiprocessing.get_context()
+    return context.get_start_method() == 'fork'
+
 def _started_unharmed(batches):
     "The same batches; while workers begin, SIGTERM waits"
     __tracebackhide__ = True # It only passes on
@@ -173,7 +178,7 @@ def before_epoch(self:InterruptCB, trainer):
     self._loader,batches = _with_workers(trainer.dl),trainer.batches
     if self._loader is not None:
         self._loader.worker_init_fn = _Patient(self._loader.worker_init_fn)
-        if self._old: batches = _started_unharmed(batches)
+        if self._old and _forks(self._loader): batches = _started_unharmed(batches)
     trainer.batches = self._watched(trainer, batches, _after_batch)
 
 @patch

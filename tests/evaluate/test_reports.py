@@ -49,10 +49,16 @@ DATA, OTHER = TensorDataset(X, Y), [(X[:9], Y[:9]), (X[9:13], Y[9:13])]
 class Counting(nn.Linear):
     "Counts its passes in evaluation mode"
 
-    n = 0
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.passes = []  # A number would be given back after an evaluation in a fit
+
+    @property
+    def n(self):
+        return len(self.passes)
 
     def forward(self, x):
-        self.n += not self.training
+        self.passes += [1] * (not self.training)
         return super().forward(x)
 
 

@@ -753,6 +753,97 @@ def test_a_fit_that_somebody_made_shorter_on_purpose_says_nothing(cancel):
         assert not told_by(lambda: trainer_with(OneCycleSchedulerCB(), shorter).fit(3))
 
 
+def test_parameters_that_were_not_to_be_trained_need_not_be_after_a_wrap():
+    class WrapCB:
+        def before_epoch(self, trainer):
+            trainer.model = nn.Sequential(trainer.model)
+
+        def cleanup_epoch(self, trainer):
+            trainer.model = trainer.model[0]
+
+    trainer = trainer_with(WrapCB())
+    trainer.opt_func = lambda params, lr: optim.SGD(params[1:], lr)
+    assert not told_by(lambda: trainer.fit(2))
+
+
+@pytest.mark.parametrize("where", ["trainer", "callback"])
+def test_an_optimizer_in_a_dict_or_of_a_callback_trains_a_new_model(where):
+    class OwnCB:
+        def before_fit(self, trainer):
+            trainer.model = nn.Linear(1, 1)
+            opt = optim.SGD(trainer.model.parameters(), 0.1)
+            if where == "trainer":
+                trainer.opts = dict(a=opt)
+            else:
+                self.own = opt
+
+    assert not told_by(lambda: trainer_with(OwnCB()).fit(2))
+
+
+def test_passes_by_hand_speak_of_no_fit():
+    trainer = trainer_with()
+    trainer.opt_func = None
+    trainer.opt = optim.SGD([trainer.model.weight], 0.1)
+    assert not told_by(lambda: trainer.one_epoch(True))
+
+
+class SkipsOne(Trainer):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        if self.training and self.batch_num == 1:
+            raise CancelBatchException
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+
+def stream(n):
+    for _ in range(n):
+        yield data(1)[0]
+
+
+class Stream:
+    def __iter__(self):
+        return stream(3)
+
+
+@pytest.mark.parametrize("limit", [LimitCB(updates=100), NBatchCB(9)])
+def test_caps_that_a_stream_does_not_reach_say_nothing_of_a_schedule(limit):
+    trainer = trainer_with(OneCycleSchedulerCB(), limit)
+    trainer.dls = DataLoaders(Stream(), data(2))
+    assert not told_by(lambda: trainer.fit(3))
+
+
+def test_a_batch_that_a_method_of_ones_own_leaves_out_says_nothing():
+    assert not told_by(lambda: trainer_with(OneCycleSchedulerCB(), cls=SkipsOne).fit(2))
+
+
+class Pair(tuple):
+    def __new__(cls, a, b):
+        return super().__new__(cls, (a, b))
+
+
+def around_itself(preds):
+    held = [preds]
+    held.append(held)
+    return held
+
+
+@pytest.mark.parametrize(
+    "pack", [lambda o: Pair(o, o), around_itself, lambda o: (o, "a"), lambda o: dict(o=o)]
+)
+def test_predictions_of_any_kind_survive_the_end_of_a_fit(pack):
+    class Packing(nn.Linear):
+        def forward(self, x):
+            return pack(super().forward(x))
+
+    trainer = trainer_with()
+    trainer.model = Packing(1, 1)
+    trainer.loss_func = lambda preds, y: F.mse_loss(preds["o"] if type(preds) is dict else preds[0], y)
+    trainer.fit(1)
+    assert type(trainer.preds) is type(pack(1))
+
+
 def test_after_a_fit_nothing_holds_the_graph_of_its_last_batch():
     trainer = trainer_with()
     trainer.fit(1, valid=False)

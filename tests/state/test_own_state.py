@@ -937,3 +937,36 @@ def test_what_is_kept_by_the_identity_of_parameters_is_named():
     fit(trainer, 1)
     with pytest.warns(UserWarning, match="`SlowWeightsCB.slow` changed during this fit and cannot be kept"):
         assert "slow" not in trainer._own_state.take(trainer).get("SlowWeightsCB", {}).get("state", {})
+
+
+class ReadOnlyLoss:
+    "Counts where a property reads, which has no setter"
+
+    @property
+    def n(self):
+        return vars(self).get("n", 0)
+
+    def __call__(self, preds, targets):
+        vars(self)["n"] = self.n + torch.is_grad_enabled()
+        return F.cross_entropy(preds, targets) / (1 + self.n)
+
+
+class TellingLoss:
+    "Has the two methods of a state, which nobody asks a loss for"
+
+    k = 0
+
+    def state_dict(self):
+        return dict(k=self.k)
+
+    def load_state_dict(self, state):
+        self.k = state["k"]
+
+    def __call__(self, preds, targets):
+        self.k += torch.is_grad_enabled()
+        return F.cross_entropy(preds, targets) / (1 + self.k)
+
+
+@pytest.mark.parametrize("make", [ReadOnlyLoss, TellingLoss])
+def test_a_loss_of_an_odd_kind_goes_on_too(make, tmp_path):
+    stopped_and_not(tmp_path, lambda: with_loss(make()), [4, 10], attributes=lambda t: vars(t.loss_func))

@@ -28,6 +28,7 @@ from isaac_loop.all import (
     CancelStepException,
     DataLoaders,
     DeviceCB,
+    EvaluatorCB,
     MetricsCB,
     MomentumTrainCB,
     NBatchCB,
@@ -920,12 +921,31 @@ def recurrent(*callbacks):
     return trainer
 
 
-@pytest.mark.parametrize("look", [validate, lambda t: t.validate(), lambda t: t.get_preds(with_loss=True)])
+class BoundLoss:
+    n_calls = 0
+
+    def compare(self, preds, targets):
+        self.n_calls += 1
+        return F.cross_entropy(preds, targets) * (1 + self.n_calls / 10)
+
+
+LOOKS = {
+    "validate": lambda: function("after_batch", lambda t: t.validate() if t.training else None),
+    "get_preds": lambda: function(
+        "after_batch", lambda t: t.get_preds(with_loss=True) if t.training else None
+    ),
+    "EvaluatorCB": lambda: EvaluatorCB(updates=1),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_an_evaluation_in_a_fit_leaves_hidden_state_and_counters_alone(look):
+    "Weights, optimizer and random numbers are the same; an evaluator writes columns of its own"
     plain = recurrent()
-    result = outcome(plain)
-    looking = recurrent(function("after_batch", lambda t: look(t) if t.training else None))
-    assert outcome(looking) == result
+    weights, state, *_, n_updates, numbers = outcome(plain)
+    looking = recurrent(look())
+    found = outcome(looking)
+    assert found[:2] == (weights, state) and found[-2:] == (n_updates, numbers)
     assert (
         plain.model.n_calls == looking.model.n_calls and plain.loss_func.n_calls == looking.loss_func.n_calls
     )
@@ -940,8 +960,50 @@ def test_between_fits_one_can_look_at_what_the_last_batch_has_left():
     assert trainer.model.n_calls == n + 2
 
 
+def test_a_loss_of_a_method_is_left_alone_with_its_object():
+    def losses(*callbacks):
+        trainer = recurrent(*callbacks)
+        trainer.loss_func = BoundLoss().compare
+        return outcome(trainer), trainer.loss_func.__self__.n_calls
+
+    assert losses(LOOKS["validate"]()) == losses()
+
+
+def test_a_run_on_the_side_that_trains_leaves_what_the_model_has_counted():
+    def log(trainer):
+        seen.append(trainer.model.n_calls)
+        with trainer.side_run() as side:
+            side.fit(1, valid=False)
+        seen.append(trainer.model.n_calls)
+
+    seen = []
+    recurrent(function("log", log)).fit(1)
+    assert seen[1] == seen[0] + 3
+
+
+def test_a_model_that_builds_itself_in_an_evaluation_stays_built():
+    class Growing(nn.Module):
+        built = False
+
+        def forward(self, x):
+            if not self.built:
+                self.out, self.built = nn.Linear(4, 3), True
+            return self.out(x)
+
+    def before_fit(trainer):
+        trainer.validate()
+        trainer.opt = SGD(trainer.model.parameters(), 0.1)
+        layers.append(trainer.model.out)
+
+    layers = []
+    trainer = make_trainer([function("before_fit", before_fit)])
+    trainer.model, trainer.opt_func = Growing(), None
+    trainer.fit(1)
+    assert trainer.model.out is layers[0]
+
+
 def test_a_lazy_module_keeps_the_shape_that_an_evaluation_has_given_it():
-    trainer = make_trainer([function("before_fit", validate)])
+    trainer = make_trainer([function("before_fit", lambda t: t.validate())])
     trainer.model = nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(3))
     with torch.no_grad():
         trainer.fit(1, train=False)
