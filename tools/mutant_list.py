@@ -847,7 +847,7 @@ MUTANTS = [
     Mutant(
         "how hard a dataset has become is forgotten",
         "_others",
-        "is_own = data is not None and",
+        "is_own = hasattr(type(data), '__getitem__') and",
         "is_own = False and",
         ["test_a_dataset_that_gets_harder_goes_on_as_hard_as_it_was"],
     ),

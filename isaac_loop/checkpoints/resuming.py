@@ -223,7 +223,7 @@ def _replayed(dl, batches, start, done):
 
 _READ_AGAIN = ('The training loader does not know its position, so {} batches are read again. '
                'That is exact unless workers persist, a sampler draws from generators of its own, a loader, '
-               'sampler or dataset counts its passes itself, or a callback keeps back batches that were '
+               'sampler or dataset changes from pass to pass, or a callback keeps back batches that were '
                'drawn at random; make it with `exact_loader`, or '
                '`DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and exactly.')
 _TOO_SHORT = 'The training loader ended before its batch {}, where the run should go on. Is it the same data?'

@@ -103,10 +103,12 @@ def _others(trainer):
     loss_func,dls = (attributes_of(trainer).get(o) for o in ('loss_func', 'dls'))
     found = {'loss_func': _looked_at(loss_func)}
     for name in ('train', 'valid'):
-        data = getattr(getattr(dls, name, None), 'dataset', None)
+        dl = getattr(dls, name, None)
+        data = getattr(dl, 'dataset', None) if hasattr(dl, 'load_state_dict') else None # Others read again
         while isinstance(data, Subset): data = data.dataset
-        is_own = data is not None and type(data).__module__.partition('.')[0] not in _OTHERS
-        if is_own and all(data is not o for o in found.values()): found[f'dls.{name}.dataset'] = data
+        is_own = hasattr(type(data), '__getitem__') and type(data).__module__.partition('.')[0] not in _OTHERS
+        known = tells_state(data) or any(data is o for o in found.values())
+        if is_own and not known: found[f'dls.{name}.dataset'] = data
     return found
 
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0

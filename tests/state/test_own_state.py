@@ -896,7 +896,7 @@ def test_a_dataset_inside_a_subset_is_found_and_where_its_files_lie_is_no_settin
     rows = type("OwnRows", (torch.utils.data.Dataset,), dict(__len__=lambda self: 8))()
     rows.folder, rows.level = "/here", 0
     rows.__class__.__getitem__ = lambda self, i: (torch.zeros(8), 0)
-    dls = DataLoaders(DataLoader(torch.utils.data.Subset(rows, range(8)), 4))
+    dls = DataLoaders(exact_loader(torch.utils.data.Subset(rows, range(8)), 4, in_memory=False))
 
     def log(trainer):
         rows.level += 1
