@@ -15,7 +15,7 @@ from ..basics.checks import did_you_mean, warn
 from ..basics.old_names import KEYWORDS, wrong_keyword
 from ..basics.tensors import SEQUENCES
 from .events import EVENTS, STEPS, callback_name, handler_of
-from .handlers import has_own_batch, TrainersOwn
+from .handlers import has_own_batch
 
 # %% ../../nbs/loop/28_advice.ipynb #6eb63337
 def check_epochs(
@@ -191,134 +191,6 @@ def no_event(
     near = did_you_mean(name, events) if isinstance(name, str) else ''
     return (f'`{name}` is not an event, so no callback could answer it.{near} '
             'A subclass of `Trainer` declares its own with `events = (...)`.')
-
-# %% ../../nbs/loop/28_advice.ipynb #55dd4267
-_NO_SPAN = ('`{}.one_batch` replaces the span of a batch, so `before_batch`, `after_batch` and '
-            '`cleanup_batch` do not run: no losses or metrics are recorded. '
-            "Decorate it with `@with_cbs('batch', CancelBatchException)`.")
-_NO_UPDATE = ('The training pass of epoch {} ended without an update that the loop knows of, so schedules, '
-              'averages and checkpoints stand still. Let `{}.one_batch` update by '
-              "`self.run_callbacks('step')`, or count in it with `self.n_updates += 1`.")
-
-def optimizers_of(
-    owner, # A trainer or a callback
-)->list: # Each once
-    "The optimizers among the attributes of `owner`, also those in a list or a dict"
-    held = list(getattr(owner, '__dict__', {}).values())
-    for several in [o for o in held if isinstance(o, (list, tuple, dict))]:
-        held += several.values() if isinstance(several, dict) else several
-    return list({id(o): o for o in held if isinstance(o, torch.optim.Optimizer)}.values())
-
-class StepCounter:
-    "Counts how often the optimizers among a trainer's attributes step, also those in a list or a dict"
-    def __init__(self): self.n,self._hooks = 0,[]
-
-    def watch(self,
-        trainer, # Begins a pass
-    ):
-        "Count from now on"
-        for opt in optimizers_of(trainer): # One that wraps another may have no place for hooks
-            takes_hooks = hasattr(opt, '_optimizer_step_post_hooks')
-            if takes_hooks: self._hooks.append(opt.register_step_post_hook(self._count))
-
-    def _count(self, *args): self.n += 1
-
-    def close(self):
-        "Count no more"
-        for hook in self._hooks: hook.remove()
-
-def warn_of_own_batch(
-    trainer, # A pass has ended
-    n_updates:int, # Updates before it
-    steps:StepCounter, # Of the pass
-):
-    "Warn when nobody was told of the batches of a pass, or knows of any update"
-    told,seen = trainer.plan.told,trainer.plan.batch_seen # Each is told once for each trainer
-    none_known = trainer._training and trainer.n_updates == n_updates
-    without = none_known and (trainer.plan['step'] or steps.n)
-    if without and 'update' not in told:
-        told.add('update')
-        warn(_NO_UPDATE.format(trainer.epoch, type(trainer).__name__))
-    if seen or 'batch' in told or hasattr(type(trainer).one_batch, 'span'): return
-    entries = trainer.plan.entries[trainer.plan.training]
-    answers = [entries[event] for event in ('before_batch', 'after_batch', 'cleanup_batch')]
-    waiting = [cb for pairs in answers for cb,_ in pairs if not isinstance(cb, TrainersOwn)]
-    if not waiting: return
-    told.add('batch')
-    warn(_NO_SPAN.format(type(trainer).__name__))
-
-# %% ../../nbs/loop/28_advice.ipynb #1db5a839
-_MORE = ('There were {} updates so far, and `total_updates` had said that the whole fit would have {}. '
-         'Whoever asked for that, such as a schedule, has come to its end too early. Say beforehand how many '
-         'there will be: in `before_fit`, `trainer.updates_per_epoch *= 2`, if each batch has two.')
-
-def warn_of_more_updates(
-    trainer, # A pass has ended
-):
-    "Warn when there were more updates than somebody was told that there would be"
-    planned,told = trainer._planned,trainer.plan.told
-    if planned is None or trainer.n_updates <= planned or trainer.stop_reason or 'planned' in told: return
-    told.add('planned')
-    warn(_MORE.format(trainer.n_updates, planned))
-
-_FEWER = ('The fit has ended after {} updates, and `total_updates` had said that it would have {}. Whoever '
-          'asked for that, such as a schedule, has not come to its end. Say beforehand how many there will '
-          'be: set `trainer.updates_per_epoch` in `before_fit`.')
-
-def warn_of_fewer_updates(
-    trainer, # A fit has trained in all its epochs, perhaps with other loaders
-):
-    "Warn when there were fewer updates than somebody was told that there would be"
-    planned,n = trainer._planned,trainer.n_updates
-    as_said = planned is None or not 0 < n < planned or len(trainer._lengths) < 2
-    if as_said or trainer.stop_reason or 'planned' in trainer.plan.told: return
-    trainer.plan.told.add('planned')
-    warn(_FEWER.format(n, planned))
-
-# %% ../../nbs/loop/28_advice.ipynb #a467c421
-_LATE_LOADER = ('`dls.{0}` was exchanged after this pass had got its loader, so the pass walks over the '
-                'old one. In `before_epoch` set `trainer.dl`; or exchange `dls.{0}` in `log`, for the next '
-                'epoch.')
-
-def held_loader(
-    trainer, # In a pass
-): # None if `dls` keeps it in another way
-    "What `dls` keeps as the loader of this kind of pass"
-    return getattr(trainer.dls, '__dict__', {}).get('train' if trainer._training else 'valid')
-
-def warn_of_late_loader(
-    trainer, # Is about to walk over its batches
-):
-    "Warn when another loader came too late for this pass"
-    source,told = trainer._source,trainer.plan.told
-    is_late = held_loader(trainer) is not source.held and source.dl is source.chosen
-    if not is_late or 'loader' in told: return
-    told.add('loader')
-    warn(_LATE_LOADER.format('train' if trainer._training else 'valid'))
-
-# %% ../../nbs/loop/28_advice.ipynb #1efe8acd
-_LATE_MODEL = ('`trainer.model` was replaced in the fit, and of the {m} parameters of the new one that want '
-               'gradients {n} are in no optimizer, so they will not change. Replace it between two fits, or '
-               'add them: `trainer.opt.add_param_group(dict(params=...))`.')
-
-def warn_of_late_model(
-    trainer, # Is about to walk over its batches
-):
-    "Warn, once, when a model came too late for its optimizer"
-    former,told = trainer._made_for[0],trainer.plan.told
-    if not trainer._training or former is None or trainer.model is former or 'model' in told: return
-    wanting,before = _wanting(trainer.model),_wanting(former) # What was not trained before need not be now
-    opts = [opt for owner in (trainer, *trainer.callbacks) for opt in optimizers_of(owner)]
-    held = {id(p) for opt in opts for group in opt.param_groups for p in group['params']}
-    n = len(wanting - held - before)
-    if not opts or not n: return
-    told.add('model')
-    warn(_LATE_MODEL.format(m=len(wanting), n=n))
-
-def _wanting(model):
-    "Which parameters want gradients"
-    if not isinstance(model, torch.nn.Module): return set()
-    return {id(p) for p in model.parameters() if p.requires_grad}
 
 # %% ../../nbs/loop/28_advice.ipynb #1347dc0b
 _NO_BATCH = ('The batch is a {}, which does not say what is input and what is target. '

@@ -13,7 +13,7 @@ from contextlib import contextmanager, ExitStack
 import torch
 
 from ..basics.checks import warn
-from . import advice
+from . import advice, pass_checks
 from .callback_list import Checked, is_in
 from .passes import Batches, forget, n_batches
 from .plan_checks import warn_of_findings
@@ -161,7 +161,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _again=False, # Is the optimizer evaluating a batch once more, within its step?
         _planned=None, # What `total_updates` said last in this fit
         _made_for=(None,), # In a fit the model that it began to train; in a tuple it is no part of the run
-        _lengths=set(), # How many batches the training passes of this fit had
+        _lengths=[], # How many batches each training pass of this fit was to have
         _last_opt=(None,), # What `opt` was when the last fit was over; another one was set by hand since
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
@@ -246,7 +246,8 @@ def one_fit(
         trainer.n_updates,trainer.stop_reason,trainer._planned = 0,None,None
         trainer.updates_per_epoch = n_batches(trainer.dls.train) if train else 0
         if train: ready_optimizer(trainer, keep_opt)
-        trainer._made_for,trainer._lengths = (trainer.model,),set()
+        trainer._made_for,trainer._lengths = (trainer.model,),[]
+        trainer.plan.last_cancel = None,None,None
         trainer.plan.training = bool(train) # Until the first pass
         _build_plan(trainer)
         if train: advice.warn_of_missing_steps(trainer)
@@ -254,11 +255,9 @@ def one_fit(
         trainer.history.start_fit()
         trainer._last_ended,trainer._ended = trainer._ended,False
         trainer._note_state()
-        cancel,trained = trainer.plan.last_cancel,trainer.history.epochs_trained
         try: yield
         finally:
             if train: trainer._last_opt = vars(trainer).get('opt'),
-        is_whole = trainer.history.epochs_trained - trained == n_epochs and trainer.plan.last_cancel is cancel
-        if is_whole: advice.warn_of_fewer_updates(trainer)
+        pass_checks.warn_of_fewer_updates(trainer)
     trainer._ended = True
     _let_go_of_graph(trainer)

@@ -12,7 +12,7 @@ from itertools import islice
 from operator import is_
 
 from ..basics.tensors import SEQUENCES
-from . import advice
+from . import advice, pass_checks
 from .handlers import has_own_batch
 
 # %% ../../nbs/loop/24_passes.ipynb #1d6d52a7
@@ -77,8 +77,8 @@ def until_over(
     "The batches of this pass, to its end"
     source = trainer._source
     source.begun,source.first = True,trainer.start_batch
-    advice.warn_of_late_loader(trainer)
-    advice.warn_of_late_model(trainer)
+    pass_checks.warn_of_late_loader(trainer)
+    pass_checks.warn_of_late_model(trainer)
     return iter(source) if trainer.batches is source else _until_over(trainer.batches, source)
 
 def _until_over(batches, source):
@@ -157,19 +157,19 @@ def one_pass(
     forget(trainer, 'batch_num', 'batch', 'preds', 'loss')
     dl = trainer.dls.train if training else trainer.dls.valid
     trainer._training,trainer.start_batch = training,0
-    trainer._source = Batches(dl, advice.held_loader(trainer))
+    trainer._source = Batches(dl, pass_checks.held_loader(trainer))
     vars(trainer).update(dl=dl, batches=trainer._source, n_batches=trainer._source.expected)
-    if training: trainer._lengths.add(trainer.n_batches)
+    if training: trainer._lengths.append(trainer.n_batches)
     if hasattr(trainer.model, 'train'): trainer.model.train(training)
     trainer.plan.select(training)
     trainer.plan.batch_seen = False
-    n_updates,steps = trainer.n_updates,advice.StepCounter() if has_own_batch(trainer) else None
+    n_updates,steps = trainer.n_updates,pass_checks.StepCounter() if has_own_batch(trainer) else None
     try:
         if steps: steps.watch(trainer)
         yield
         trainer.history.epochs_trained += training
-        if steps: advice.warn_of_own_batch(trainer, n_updates, steps)
-        advice.warn_of_more_updates(trainer)
+        if steps: pass_checks.warn_of_own_batch(trainer, n_updates, steps)
+        pass_checks.warn_of_more_updates(trainer)
     finally:
         trainer.plan.uses_chains = False
         if steps: steps.close()

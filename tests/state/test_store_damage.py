@@ -327,7 +327,8 @@ ATTACKS = {
     ),
     "a huge shape": header(b'{"w":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4]}}', b"0000"),
     "overlapping weights": header(
-        b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"v":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+        b'"v":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
         b"0000",
     ),
     "a deep header": header(b'{"w":' + b"[" * 5000 + b"]" * 5000 + b"}"),
