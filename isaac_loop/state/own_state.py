@@ -175,9 +175,9 @@ def _trainers_own(trainer, without):
 # %% ../../nbs/state/38_own_state.ipynb #16e030b1
 _CANNOT = ('{} changed during this fit and cannot be kept in a checkpoint, so a run that goes on will make '
            '{} anew and may be another run. '
-           'Keep numbers, tensors and containers of them in attributes, make objects in '
-           '`before_fit`, give the callback `state_dict()` and `load_state_dict(state)`, '
+           'Keep numbers, tensors and containers of them in attributes, {}'
            'or, if nothing is lost, say so in its class: `stateless = {!r}`.')
+_OF_CALLBACK = 'make objects in `before_fit`, give the callback `state_dict()` and `load_state_dict(state)`, '
 
 @patch
 def take(self:OwnState,
@@ -208,7 +208,8 @@ def _exactly(state, name, copy):
 def _warn_of_lost(unkept):
     "Say what will be made anew when a run goes on"
     what,them = _listed([_path(*o) for o in unkept]),'it' if len(unkept) == 1 else 'them'
-    warn(_CANNOT.format(what, them, tuple(k for _,k in unkept)))
+    instead = '' if all(name == 'loss_func' for name,_ in unkept) else _OF_CALLBACK # Nobody asks a loss
+    warn(_CANNOT.format(what, them, instead, tuple(k for _,k in unkept)))
 
 @patch
 def _kept(self:OwnState, keeper, name, own):

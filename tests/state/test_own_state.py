@@ -970,3 +970,18 @@ class TellingLoss:
 @pytest.mark.parametrize("make", [ReadOnlyLoss, TellingLoss])
 def test_a_loss_of_an_odd_kind_goes_on_too(make, tmp_path):
     stopped_and_not(tmp_path, lambda: with_loss(make()), [4, 10], attributes=lambda t: vars(t.loss_func))
+
+
+def test_what_a_loss_cannot_keep_is_named_without_the_ways_of_callbacks():
+    class DrawnLoss:
+        def __init__(self):
+            self.rows = iter(range(99))
+
+        def __call__(self, preds, targets):
+            next(self.rows)
+            return F.cross_entropy(preds, targets)
+
+    trainer = fit(with_loss(DrawnLoss()), 1)
+    with pytest.warns(UserWarning, match="`loss_func.rows` changed") as told:
+        trainer._own_state.take(trainer)
+    assert "before_fit" not in str(told[0].message) and "stateless = ('rows',)" in str(told[0].message)
