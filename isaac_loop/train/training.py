@@ -6,16 +6,12 @@
 __all__ = ['BasicTrainCB', 'MomentumTrainCB', 'NBatchCB', 'OneBatchCB']
 
 # %% ../../nbs/train/10_training.ipynb #260461aa
-from collections.abc import Mapping
-
-import torch
-
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
-from ..basics.tensors import SEQUENCES
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelFitException, Order
 from .closures import needs_closure, plain_steps, refuse_closure, step_with_closure
+from .failed_steps import reasons
 
 # %% ../../nbs/train/10_training.ipynb #bae09470
 class BasicTrainCB:
@@ -46,70 +42,7 @@ class BasicTrainCB:
 
     def explain(self, trainer, event, error):
         "Note on `error` what is nearly always the reason when this step fails"
-        for note in _reasons(trainer, event, error): error.add_note(note)
-
-# %% ../../nbs/train/10_training.ipynb #10162591
-_N_INP = ('How many entries of the batch are inputs is said by `n_inp`, as in `DataLoaders(train, valid, '
-          'n_inp=2)`; which they are, by `split`.')
-_BARE = ('`{trainer}.split` gave a {kind} as {part}, and the loop unpacks a tuple. Let it return two tuples, '
-         'such as `(x,), (y,)`.')
-_NO_LOSS_FUNC = ('The trainer was made with `loss_func=None`. Give it a loss function, or add a callback '
-                 'that does `get_loss` instead.')
-_NO_TENSOR = ('The loss is a {kind}, and only a tensor remembers how it was computed. Let `loss_func` return '
-              'one, without `.item()` or `float`.')
-_NO_SCALAR = ('The loss has shape {shape}, but gradients belong to one number. Let `loss_func` return a mean '
-              'or a sum.')
-_NO_GRADIENT = ('The loss does not depend on any parameter that requires a gradient. Is the model frozen, '
-                'its output detached, or computed under `no_grad`?')
-
-_PARTS = 'Of this batch the model got {inputs}, and the loss function {targets}.'
-_GOT = 'The loss function got {preds} from the model, and {targets} from the batch.'
-_SEVERAL = ('`trainer.{name}` is a {kind}, and the usual steps work with one. Write those that are different '
-            'in a subclass of `Trainer`, and give each part a name of its own, such as `trainer.opt_d`.')
-
-def _reasons(trainer, event, error):
-    "What is nearly always the reason when the step `event` fails with `error`"
-    wrong_call = str(error) if isinstance(error, TypeError) else ''
-    no_function = event == 'get_loss' and "'NoneType' object is not callable" in wrong_call
-    if no_function: yield _NO_LOSS_FUNC
-    elif event in ('predict', 'get_loss'):
-        yield from _bare(trainer)
-        parts = list(_parts(trainer, event))
-        yield from parts
-        if not parts and event == 'predict' and 'positional argument' in wrong_call: yield _N_INP
-    name = 'opt' if event in ('step', 'zero_grad') else 'model'
-    held = vars(trainer).get(name)
-    if isinstance(held, (list, tuple, dict)): yield _SEVERAL.format(name=name, kind=type(held).__name__)
-    no_gradient = isinstance(error, (AttributeError, RuntimeError))
-    if event == 'backward' and no_gradient and hasattr(trainer, 'loss'): yield from _loss_faults(trainer.loss)
-
-def _bare(trainer):
-    "What a `split` of one's own gives alone, without a tuple around it"
-    try: inputs,targets = trainer.split(trainer.batch)
-    except Exception: return # Then this is the error already
-    for part,value in (('inputs', inputs), ('targets', targets)):
-        told = dict(trainer=type(trainer).__name__, kind=type(value).__name__, part=part)
-        if not isinstance(value, SEQUENCES): yield _BARE.format(**told)
-
-def _parts(trainer, event):
-    "Which part of the batch went where, if it is not one tensor to each; the loss is told what it got"
-    try: parts = trainer.split(trainer.batch)
-    except Exception: return # Then this is the error already
-    if all(isinstance(part, SEQUENCES) for part in parts):
-        plain = all(len(part) == 1 and torch.is_tensor(part[0]) for part in parts)
-        named = isinstance(trainer.batch, Mapping)
-        inputs,targets = (', '.join(map(_described, part)) or 'nothing' for part in parts)
-        counted = event == 'get_loss' and len(parts[1]) == 1 and not named # Then all went where it should
-        if counted: yield _GOT.format(preds=_described(getattr(trainer, 'preds', None)), targets=targets)
-        elif named or not plain: yield f'{_PARTS.format(inputs=inputs, targets=targets)} {_N_INP}'
-
-def _described(x): return f'a tensor {tuple(x.shape)}' if torch.is_tensor(x) else f'a {type(x).__name__}'
-
-def _loss_faults(loss):
-    "Why the loss has no gradient"
-    if not torch.is_tensor(loss): yield _NO_TENSOR.format(kind=type(loss).__name__)
-    elif loss.numel() != 1: yield _NO_SCALAR.format(shape=tuple(loss.shape))
-    elif not loss.requires_grad: yield _NO_GRADIENT
+        for note in reasons(trainer, event, error): error.add_note(note)
 
 # %% ../../nbs/train/10_training.ipynb #b0da5b06
 _NO_SHARE = ('`momentum` is {momentum!r}; beyond 0 to 1 the old gradients would grow without end. '
