@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from isaac_loop.basics.tensors import inplace, set_seed
-from isaac_loop.data.dataloaders import collate_rows, get_dataloaders, image_to_tensor, load_digits
+from isaac_loop.data.dataloaders import collate_rows, get_dataloaders
+from isaac_loop.data.small_data import image_to_tensor, load_digits
 from isaac_loop.data.exact_loaders import exact_loader
 
 

@@ -83,7 +83,7 @@ class InOrder:
 
 def digits():
     "The digits as a dataset for each split, whose rows are tensors when they are asked for"
-    from isaac_loop.data.dataloaders import image_to_tensor, load_digits
+    from isaac_loop.data.small_data import image_to_tensor, load_digits
 
     def to_tensors(rows):
         return {**rows, "image": [image_to_tensor(image) for image in rows["image"]]}

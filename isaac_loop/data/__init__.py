@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy
 
 if TYPE_CHECKING:
-    from .dataloaders import load_digits as load_digits
-    from .dataloaders import image_to_tensor as image_to_tensor
-    from .dataloaders import sample_dataset_dict as sample_dataset_dict
+    from .small_data import load_digits as load_digits
+    from .small_data import image_to_tensor as image_to_tensor
+    from .small_data import sample_dataset_dict as sample_dataset_dict
     from .dataloaders import collate_rows as collate_rows
     from .dataloaders import get_dataloaders as get_dataloaders
     from .dataloaders import DataLoaders as DataLoaders

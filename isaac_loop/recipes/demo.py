@@ -17,7 +17,8 @@ from ..device.device import DeviceCB
 from ..metrics.metrics import MetricsCB
 from ..show.progress import ProgressCB
 from ..train.training import BasicTrainCB
-from ..data.dataloaders import DataLoaders, image_to_tensor, load_digits
+from ..data.dataloaders import DataLoaders
+from ..data.small_data import image_to_tensor, load_digits
 from ..inspection.loop_tables import callback_table
 from ..models.small_models import SimpleNet
 from ..basics.tensors import inplace, set_seed

@@ -143,7 +143,8 @@ def show_images(
     axes = get_grid(len(images), nrows, ncols, imsize=imsize, suptitle=suptitle)
     titles = [wrapped(title, imsize) for title in titles]
     for image,title,ax in zip(images, titles, axes.flat): show_image(image, ax, title, **kwargs)
-    n_lines,figure = max(str(title).count('\n') for title in titles),axes[0, 0].figure
+    n_lines = max(0 if title is None else str(title).count('\n')+1 for title in titles)
+    figure = axes[0, 0].figure
     figure.set_figheight(figure.get_figheight() + 0.15*n_lines*len(axes))
     return quiet(axes)
 

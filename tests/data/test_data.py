@@ -26,14 +26,8 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, get_worker_info
 
 from isaac_loop.train.training import BasicTrainCB
-from isaac_loop.data.dataloaders import (
-    DataLoaders,
-    collate_rows,
-    get_dataloaders,
-    image_to_tensor,
-    load_digits,
-    sample_dataset_dict,
-)
+from isaac_loop.data.dataloaders import DataLoaders, collate_rows, get_dataloaders
+from isaac_loop.data.small_data import image_to_tensor, load_digits, sample_dataset_dict
 from isaac_loop.models.small_models import SimpleNet
 from isaac_loop.basics.tensors import inplace, set_seed
 from isaac_loop.loop.trainer import Trainer

@@ -238,7 +238,7 @@ def test_methods_from_elsewhere_are_all_in_the_table(kind):
     for folder in FOLDERS:
         for module in modules(folder):
             face(f"{folder}.{module}")
-    found = added(getattr(face("loop"), kind))
+    found = added(getattr(face("data" if kind == "DataLoaders" else "loop"), kind))
     public = {name: o for name, o in found.items() if not name.startswith("_")}
     private = {name: o for name, o in found.items() if name.startswith("_") and name in ELSEWHERE[kind]}
     assert public | private == ELSEWHERE[kind]
@@ -248,12 +248,12 @@ def test_methods_from_elsewhere_are_brought_when_somebody_asks():
     code = """
 import json
 from types import SimpleNamespace
-from isaac_loop import Trainer
+from isaac_loop import DataLoaders, Trainer
 from isaac_loop.loop.methods_on_demand import ELSEWHERE
 
 trainer = Trainer(SimpleNamespace(), None, None, None, None)
 found = {}
-for owner in (trainer, trainer.history):
+for owner in (trainer, DataLoaders([]), trainer.history):
     kind = type(owner).__name__
     for name, module in ELSEWHERE[kind].items():
         assert name in dir(owner), name

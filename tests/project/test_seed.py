@@ -19,7 +19,8 @@ from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.show.progress import ProgressCB
 from isaac_loop.log.tracking import TrackingCB
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB
-from isaac_loop.data.dataloaders import DataLoaders, image_to_tensor, load_digits, sample_dataset_dict
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.data.small_data import image_to_tensor, load_digits, sample_dataset_dict
 from isaac_loop.loop.events import (
     EVENTS,
     CancelBatchException,

@@ -245,7 +245,6 @@ def makers(path):
 ASKED_ELSEWHERE = {  # Who makes the figures of the plots above
     "annealing.draw_curves",
     "curves._new_axes",
-    "dataloaders._grid",
     "images.get_grid",
     "images.subplots",
     "live_plot._figure",
