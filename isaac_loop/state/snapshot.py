@@ -10,6 +10,7 @@ import copy, io, random, sys
 from array import array
 from collections import OrderedDict, deque
 from functools import lru_cache, partial
+from itertools import chain
 from types import MemberDescriptorType, MethodType, ModuleType
 
 import torch
@@ -100,7 +101,7 @@ def _of_numpys(x):
     values = plain.copy()
     def put_back():
         if plain.flags.writeable: plain[...] = values
-    return put_back, values.flat if values.dtype == object else ()
+    return put_back, list(values.flat) if values.dtype == object else ()
 
 # %% ../../nbs/state/20_snapshot.ipynb #9e3a1f7f
 def _own(x):
@@ -165,6 +166,12 @@ def _is_batch(x):
 
 _HELD = (torch.Tensor, *_SIMPLE)
 _USUAL = frozenset(_HELD) # Asked first: `isinstance` takes longer
+
+def _without_batches(reached):
+    "What of `reached`, below a loader, is no batch; a list of batches alone is known at once"
+    only_tuples = {tuple}.issuperset(map(type, reached))
+    if only_tuples and _USUAL.issuperset(map(type, chain.from_iterable(reached))): return ()
+    return [o for o in reached if not _is_batch(o)]
 
 def _is_data(x):
     "Whether `x`, which a loader leads to, is what it loads"
@@ -235,8 +242,8 @@ class Snapshot:
                 seen[id(x)] = x # Held, so that no `id` is given to another object
                 for put_back,reached in _mementos(x, loaders is None):
                     if put_back is not _nothing: self.mementos.append(put_back)
-                    reached = [o for o in reached if not isinstance(o, _SIMPLE)]
-                    todo += [o for o in reached if not _is_batch(o)] if loaders is None else reached
+                    if loaders is None: reached = _without_batches(reached)
+                    todo += [o for o in reached if not isinstance(o, _SIMPLE)]
 
     def __enter__(self): return self
     def __exit__(self, *args): self.restore()

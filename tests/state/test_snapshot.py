@@ -918,6 +918,18 @@ def test_a_model_that_a_loader_leads_to_is_put_back(make, held):
     unchanged(model, before)
 
 
+@pytest.mark.parametrize("odd", [lambda x: x, lambda x: (x,), lambda x: {"x": x}, lambda x: [(x, x)]])
+def test_what_is_no_data_is_put_back_wherever_it_lies_among_batches(odd):
+    "A list of nothing but batches is not looked through"
+    for at in (0, 1, 3):
+        counts = []
+        batches = make_batches()
+        batches.insert(at, (*batches[0], odd(counts)))
+        with make_trainer([], train=batches).snapshot():
+            counts.append(1)
+        assert counts == []
+
+
 def test_the_plan_is_that_of_the_same_kind_of_pass():
     cb = HoldCB()
     cb.on_valid, cb.before_epoch = False, lambda trainer: None
