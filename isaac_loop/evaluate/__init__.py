@@ -5,8 +5,8 @@ from ..lazy import lazy
 
 if TYPE_CHECKING:
     from .evaluation import DropoutOnCB as DropoutOnCB
-    from .predictions import Predictions as Predictions
-    from .predictions import CapturePredsCB as CapturePredsCB
+    from .capturing import Predictions as Predictions
+    from .capturing import CapturePredsCB as CapturePredsCB
     from .evaluator import EvaluatorCB as EvaluatorCB
     from .reports import classification_scores as classification_scores
     from .reports import binary_scores as binary_scores

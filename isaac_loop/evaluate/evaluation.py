@@ -19,7 +19,9 @@ from ..basics.figures import wrapped, quiet
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
 from .join_batches import join_batches
-from .predictions import CapturePredsCB, NoLossCB, Predictions, evaluated_weights
+from .capturing import CapturePredsCB, Predictions
+from .epoch_predictions import evaluated_weights
+from .predictions import NoLossCB
 from .values import class_name, decoded, shapes, value_at
 from ..basics.tables import Table
 from ..basics.tensors import map_tensors

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from ..basics.checks import check_function, did_you_mean
-from .predictions import only_one
+from .capturing import only_one
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException
 from ..loop.shared_attributes import STATE

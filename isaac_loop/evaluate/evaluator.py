@@ -17,7 +17,8 @@ from .data_sets import aside, check_columns, check_sets
 from .data_sets import chosen_loader, data_sets, same_random
 from .shared_evaluation import shared_rows
 from ..data.dataset_order import in_order
-from .predictions import OtherData, evaluated_weights
+from .epoch_predictions import evaluated_weights
+from .predictions import OtherData
 from ..train.training import NBatchCB
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, warn

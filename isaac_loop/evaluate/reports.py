@@ -16,7 +16,7 @@ import torch
 
 from ..metrics.confidence import function_of, numbers_of
 from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same_random
-from .predictions import Predictions
+from .capturing import Predictions
 from .values import class_name, decoded
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, local_path, warn

@@ -33,7 +33,7 @@ ELSEWHERE = {
         'get_preds': 'evaluate.predictions',
         'capture_preds': 'evaluate.predictions',
         'write_preds': 'evaluate.predictions',
-        'epoch_preds': 'evaluate.predictions',
+        'epoch_preds': 'evaluate.epoch_predictions',
         'save': 'checkpoints.save_and_load',
         'load': 'checkpoints.save_and_load',
         'rewind': 'checkpoints.rewind',

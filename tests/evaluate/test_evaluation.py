@@ -32,7 +32,7 @@ from torcheval.metrics import MulticlassAccuracy
 
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.metrics.metrics import MetricsCB
-from isaac_loop.evaluate.predictions import CapturePredsCB, Predictions
+from isaac_loop.evaluate.capturing import CapturePredsCB, Predictions
 from isaac_loop.data.dataset_order import in_order
 from isaac_loop.train.example_losses import loss_per_example
 from isaac_loop.evaluate.join_batches import join_batches
@@ -725,7 +725,8 @@ def test_what_ends_a_pass_early_is_told_and_leaves_everything_usable(error):
             trainer.get_preds(callbacks=RaiseCB(error))
     else:
         with pytest.warns(
-            UserWarning, match=rf"not complete \({type(error).__name__}: {error}\), so \d batches are all"
+            UserWarning,
+            match=rf"not complete \({type(error).__name__}: {error}\), so (1 batch is|\d batches are) all",
         ) as caught:
             found = trainer.get_preds(callbacks=RaiseCB(error))
         assert caught[0].filename == __file__

@@ -16,7 +16,7 @@ from results import check, differences, fitted, trainer, without_times
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.evaluate.evaluator import EvaluatorCB
-from isaac_loop.evaluate.predictions import CapturePredsCB
+from isaac_loop.evaluate.capturing import CapturePredsCB
 from isaac_loop.evaluate.reports import PredictionsCSVCB, ReportCB, regression_scores
 from isaac_loop.evaluate.text_comparison import TextComparisonCB
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, Order

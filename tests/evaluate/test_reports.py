@@ -23,7 +23,7 @@ from isaac_loop.metrics.confidence import Estimates, bootstrap
 from isaac_loop.train.averaging import EMACB, SWACB
 from isaac_loop.show.columns import DerivedColumnsCB, PrintColumnsCB, RenameColumnsCB
 from isaac_loop.metrics.metrics import MetricsCB
-from isaac_loop.evaluate.predictions import CapturePredsCB, Predictions
+from isaac_loop.evaluate.capturing import CapturePredsCB, Predictions
 from isaac_loop.evaluate.reports import (
     PredictionsCSVCB,
     ReportCB,
