@@ -58,7 +58,7 @@ def check_choice(
     is_word = isinstance(value, str)
     if is_word and value in words: return value
     wanted = [*map(repr, words), *([f'None {none}'] if none else []), *([also] if also else [])]
-    listed = ' or '.join([', '.join(wanted[:-1]), wanted[-1]])
+    listed = ' or '.join(filter(None, [', '.join(wanted[:-1]), wanted[-1]]))
     reason,nearest = f', but {why}' if why else '',did_you_mean(value, words) if is_word else ''
     raise ValueError(f'`{name}` is {value!r}{reason}. Use {listed}.{nearest}')
 

@@ -27,6 +27,7 @@ from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_folder import run_folder
+from ..state.script_facts import other_facts
 from ..state.run_state import cut_names, put_weights, take_parts, take_state
 from ..state.states_of_processes import for_this_process, gather_states
 from ..state.store import check_keeping
@@ -117,6 +118,9 @@ def _warn_of_workers(dl):
     warn(_WORKERS)
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #5d55d5b9
+_OTHERWISE = ('The run goes on otherwise than it was saved: {}. If that is not meant, make it as it was, or '
+              'begin anew in another folder.')
+
 @patch
 def _to_resume(self:CheckpointCB, trainer):
     "Weights and state to go on from, or None for a fresh start; main alone looks, and tells all"
@@ -153,6 +157,7 @@ def _tell_what_differs(self:CheckpointCB, trainer, state):
     "Say what has no effect, and what nobody can tell"
     warn_of_rates(trainer, state, 'begin anew in another folder')
     _warn_of_workers(trainer.dls.train)
+    if others := other_facts(trainer, state): warn(_OTHERWISE.format('; '.join(others)))
     if told := data_unchecked(trainer, state):
         say(f'Whether these are the data of the saved run cannot be told: {told}.')
 

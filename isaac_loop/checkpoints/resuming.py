@@ -18,7 +18,8 @@ from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..state.run_parts import check_states, generators, opt_defaults
-from ..state.run_state import put_callbacks, put_generators, put_position, put_random, put_state
+from ..state.run_state import put_callbacks, put_frozen, put_generators, put_position
+from ..state.run_state import put_random, put_state
 from ..state.errors import ResumeMismatch
 from ..state.random_numbers import random_state, set_plain_random_state, undrawn
 from ..loop.passes import n_batches
@@ -67,6 +68,7 @@ class ResumingCB:
         "Put back what was saved; returns the state"
         (weights,state),self._found = self._found,None
         put_state(trainer, weights, state)
+        put_frozen(trainer, state)
         put_position(trainer, state)
         put_random(state, self._strict)
         return state

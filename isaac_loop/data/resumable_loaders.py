@@ -64,7 +64,9 @@ class _Pass:
         __tracebackhide__ = True # It only passes on
         if self.walk is None: raise StopIteration
         shares_workers = getattr(self.loader, 'persistent_workers', False)
-        if shares_workers and self.loader._pass() is not self: raise RuntimeError(_TWO_PASSES)
+        if self.loader._pass() is not self: # Somebody has begun another pass, perhaps only to look
+            if shares_workers: raise RuntimeError(_TWO_PASSES)
+            self.loader._pass = weakref.ref(self)
         try: batch,done = next(self.walk)
         except BaseException as e:
             self.walk = None

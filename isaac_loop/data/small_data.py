@@ -12,6 +12,8 @@ from importlib.resources import files
 
 import torch
 
+from ..basics.checks import check_count
+
 # %% ../../nbs/data/05_small_data.ipynb #c9ad83b5
 def load_digits(): # A `DatasetDict`: `train` (1,437 rows) and `test` (360), columns `image` and `label`
     "Handwritten digits, 8 by 8 pixels, from inside the package; needs no network"
@@ -24,18 +26,26 @@ def load_digits(): # A `DatasetDict`: `train` (1,437 rows) and `test` (360), col
     return DatasetDict({name: read(name) for name in ('train', 'test')})
 
 # %% ../../nbs/data/05_small_data.ipynb #b0d08693
+_WHITE = dict(uint8=255, uint16=65535, bool=1) # By the type of a pixel
+_NO_RANGE = ('The pixels are {dtype}, which does not say what white is. Give bytes, or make a tensor of them '
+             'yourself.')
+
 def image_to_tensor(
-    image, # A PIL image or an array of bytes, (height, width) or (height, width, channels)
+    image, # A PIL image or an array of uint8, uint16 or bool: (height, width) or (height, width, channels)
 )->torch.Tensor: # (channels, height, width), floats from 0 to 1
-    "An image as floats"
+    "An image as floats; the colours of a palette become RGB"
     import numpy as np
-    pixels = torch.from_numpy(np.array(image))
+    if getattr(image, 'mode', None) in ('P', 'PA'): image = image.convert('RGB')
+    array = np.array(image)
+    white = _WHITE.get(str(array.dtype))
+    if white is None: raise TypeError(_NO_RANGE.format(dtype=array.dtype))
+    pixels = torch.from_numpy(array.astype('float32'))
     if pixels.ndim == 2: pixels = pixels[..., None]
-    return pixels.permute(2, 0, 1).float().div(255)
+    return pixels.permute(2, 0, 1).div(white)
 
 # %% ../../nbs/data/05_small_data.ipynb #6487a82a
-_NOT_FOR_EACH = ('There are {n} splits, {splits}, but {n_sizes} sizes, {sizes}, so some split has none. '
-                 'Give one for each.')
+_NOT_FOR_EACH = ('There are {n} splits, {splits}, and `sample_sizes` is {sizes}, which is not one size for '
+                 'each. Give a tuple in their order, or a dict with their names.')
 _TOO_LARGE = ('A sample of {size} rows cannot be drawn from the split `{name}`, which has {n}. Ask for at '
               'most that many.')
 
@@ -44,17 +54,18 @@ def sample_dataset_dict(
     sample_sizes=(500, 500), # Rows to draw from each split, in the order of the splits; or a dict by name
 ): # The same splits, smaller
     "A random sample without replacement from every split; seed it with `set_seed`"
-    sizes = sample_sizes if isinstance(sample_sizes, Mapping) else _size_of_each(dataset_dict, sample_sizes)
+    sizes = _size_of_each(dataset_dict, sample_sizes)
     return type(dataset_dict)({name: _sample(name, ds, sizes[name]) for name,ds in dataset_dict.items()})
 
 def _size_of_each(splits, sizes):
     "`sizes` by the names of the splits"
-    told = dict(n=len(splits), splits=list(splits), n_sizes=len(sizes), sizes=tuple(sizes))
-    if len(sizes) != len(splits): raise ValueError(_NOT_FOR_EACH.format(**told))
-    return dict(zip(splits, sizes))
+    fits = hasattr(sizes, '__len__') and len(sizes) == len(splits)
+    if fits and isinstance(sizes, Mapping): fits = sizes.keys() == set(splits)
+    if not fits: raise ValueError(_NOT_FOR_EACH.format(n=len(splits), splits=list(splits), sizes=sizes))
+    return dict(sizes) if isinstance(sizes, Mapping) else dict(zip(splits, sizes))
 
 def _sample(name, ds, size):
     "`size` random rows of `ds`"
-    n = len(ds)
-    if not 0 <= size <= n: raise ValueError(_TOO_LARGE.format(size=size, name=name, n=n))
+    n,size = len(ds),check_count(size, f'the size of `{name}`', 'rows are counted', least=0)
+    if size > n: raise ValueError(_TOO_LARGE.format(size=size, name=name, n=n))
     return ds.select(torch.randperm(n)[:size].tolist())

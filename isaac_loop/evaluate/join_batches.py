@@ -39,22 +39,24 @@ def _join_leaf(parts):
     "One leaf of every batch, as one value"
     parts = [part for part in parts if part is not LEFT_OUT]
     if isinstance(parts[0], SEQUENCES): return [row for part in parts for row in part]
-    if not torch.is_tensor(parts[0]): return None if all(o is None for o in parts) else list(parts)
+    if not all(map(torch.is_tensor, parts)): return None if all(o is None for o in parts) else list(parts)
     parts = [o.float() if o.dtype in (torch.float16, torch.bfloat16) else o for o in parts]
     if parts[0].ndim == 0: return torch.stack(parts)
     if len({o.shape[1:] for o in parts}) == 1: return torch.cat(parts)
     return [row for part in parts for row in part]
 
 # %% ../../nbs/evaluate/30_join_batches.ipynb #f87f8a5f
+_NOT_ALIKE = ('The batches hold between {} and {} values each, so they cannot be put together. '
+              'Let model and loader always give the same entries.')
+_NONE = 'There is no batch, so there is nothing to put together. Did the pass have any?'
+
 def join_batches(
     parts:list, # One structure for each batch, all alike; a structure is whatever `map_tensors` walks through
 ): # The same structure, over all rows
     "Put the batches' structures together, leaf by leaf; half precision becomes full"
+    if not parts: raise ValueError(_NONE)
     leaves = [leaves_of(o) for o in parts]
     n = [len(o) for o in leaves]
     if len(set(n)) > 1: raise ValueError(_NOT_ALIKE.format(min(n), max(n)))
     joined = iter([_join_leaf(o) for o in zip(*leaves)])
     return map_tensors(lambda _: next(joined), parts[0], is_leaf)
-
-_NOT_ALIKE = ('The batches hold between {} and {} values each, so they cannot be put together. '
-              'Let model and loader always give the same entries.')

@@ -7,6 +7,7 @@ __all__ = ['summarize_model']
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #872acf69
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from ..basics.tables import Table
 from ..basics.tensors import SEQUENCES, batch_size, to_device
 from ..loop.passes import parts_of
 from ..loop.trainer import Trainer
+from ..state.snapshot import Snapshot
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #be744f5c
 def _shape(
@@ -149,16 +151,11 @@ _ONLY_ONCE = ('`dls.train` can be walked only once, so looking at its first batc
 _EMPTY = '`dls.train` gave no batch to look at. Pass one: `summarize_model(batch)`.'
 
 def _first_batch(dls):
-    "A batch to look at; generators of random numbers go back to where they were"
-    dl = dls.train
-    if hasattr(dl, '__next__'): raise ValueError(_ONLY_ONCE)
-    found = [getattr(o, 'generator', None) for o in (dl, getattr(dl, 'sampler', None))]
-    generators = {id(o): o for o in found if isinstance(o, torch.Generator)}
-    states = [(o, o.get_state()) for o in generators.values()]
-    try: return next(iter(dl))
-    except StopIteration: raise ValueError(_EMPTY) from None
-    finally:
-        for generator,state in states: generator.set_state(state)
+    "A batch to look at; loader and random numbers go back to where they were"
+    if hasattr(dls.train, '__next__'): raise ValueError(_ONLY_ONCE)
+    with Snapshot(SimpleNamespace(dls=dls)): batch = next(iter(dls.train), None)
+    if batch is None: raise ValueError(_EMPTY)
+    return batch
 
 def _predict(trainer, batch):
     "Do the step `predict` on `batch`, and put the trainer back"

@@ -9,6 +9,7 @@ __all__ = []
 import math
 from collections.abc import Mapping
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from fastcore.basics import patch
@@ -18,6 +19,7 @@ from ..basics.tables import short
 from ..data.dataloaders import DataLoaders
 from ..loop.passes import parts_of, split_batch
 from .images import show_images
+from ..state.snapshot import Snapshot
 
 # %% ../../nbs/show/62_batches.ipynb #8848819c
 def _class_names(dl, batch, target):
@@ -48,6 +50,7 @@ def _known(names, label):
     return names[label] if known else short(label)
 
 # %% ../../nbs/show/62_batches.ipynb #d172de35
+_NO_BATCH = '`dls.{}` is {}, so there is no batch to draw.'
 _NO_IMAGES = ('The first input of the batch is {found}, which is no batch of images. It should be (batch, '
               'channels, height, width) or (batch, height, width).')
 
@@ -58,10 +61,13 @@ def show_batch(self:DataLoaders,
     classes=None, # Names of the classes, as a list or by target; default: those of a `ClassLabel` of the data
     nrows:int=None, # Rows of images; default: as square as it can be, or wider
     imsize:float=1.2, # Width and height of one image, in inches
-): # The matplotlib axes
-    "Draw the first images of a batch with their targets as titles"
-    dl = self.train if train_dataset else self.valid
-    batch = next(iter(dl))
+): # Array of axes, (rows, columns)
+    "Draw the first images of the next batch with their targets as titles; changes nothing"
+    name = 'train' if train_dataset else 'valid'
+    dl = getattr(self, name)
+    with Snapshot(SimpleNamespace(dls=self)): # The loader, and random numbers, stay where they are
+        batch = None if dl is None else next(iter(dl), None)
+    if batch is None: raise ValueError(_NO_BATCH.format(name, 'None' if dl is None else 'empty'))
     inputs,targets = parts_of(partial(split_batch, self), batch)
     images = inputs[0] if inputs else None
     if not torch.is_tensor(images) or images.ndim not in (3, 4):

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ..basics.checks import warn
+from ..basics.checks import check_count, warn
 from ..basics.figures import wrapped, quiet
 from ..basics.tensors import to_cpu
 from ..basics.old_names import old_words
@@ -114,6 +114,7 @@ def get_grid(
 ): # Array of axes, (nrows, ncols); those without an image are switched off
     "Axes for `n` images"
     if n < 1: raise ValueError(f'`n` is {n!r}, and there is nothing to draw. Pass at least one image.')
+    nrows,ncols = check_count(nrows, 'nrows', none='to fit'),check_count(ncols, 'ncols', none='to fit')
     if ncols is None: ncols = math.ceil(n/nrows) if nrows else math.ceil(math.sqrt(n))
     if nrows is None: nrows = math.ceil(n/ncols)
     if nrows*ncols < n: raise ValueError(_NO_PLACE.format(nrows, ncols, n))

@@ -6,9 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/show/50_plots.ipynb #3f3dc9b4
-import copy, random, sys
-from contextlib import contextmanager
-from types import FunctionType, ModuleType
+import copy
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import torch
 from fastcore.basics import patch
@@ -18,30 +17,8 @@ from ..loop.plan import Plan
 from ..loop.trainer import Trainer
 from ..loop.history import History
 from .images import show_images
+from ..state.snapshot import Snapshot
 from ..basics.old_names import old_words
-
-# %% ../../nbs/show/50_plots.ipynb #dbe643e1
-@contextmanager
-def _same_random_numbers(
-    generators, # `torch.Generator`s, besides the usual sources
-):
-    "Leave all sources of random numbers as they were"
-    np = sys.modules.get('numpy')
-    python,numpy = random.getstate(),np.random.get_state() if np else None
-    own = [(o, o.get_state()) for o in generators]
-    try:
-        device_type = getattr(torch.accelerator.current_accelerator(), 'type', 'cuda')
-        with torch.random.fork_rng(device_type=device_type): yield
-    finally:
-        random.setstate(python)
-        if np: np.random.set_state(numpy)
-        for generator,state in own: generator.set_state(state)
-
-def _generators(*owners):
-    "The generators among the attributes of `owners` and of their samplers"
-    everybody = [*owners, *(getattr(o, 'sampler', None) for o in owners)]
-    held = [value for one in everybody for value in getattr(one, '__dict__', {}).values()]
-    return [value for value in held if isinstance(value, torch.Generator)]
 
 # %% ../../nbs/show/50_plots.ipynb #ae8a36f6
 class _CatchCB:
@@ -87,8 +64,7 @@ def show_image_batch(self:Trainer,
 ): # Array of axes, (nrows, ncols)
     "Draw the first images of the next fit's first batch as the model will see them; changes nothing"
     catch = _CatchCB()
-    loaders = [getattr(self.dls, o, None) for o in ('train', 'valid')]
-    with _same_random_numbers(_generators(*loaders, *self.callbacks)):
+    with Snapshot(SimpleNamespace(dls=self.dls, callbacks=self.callbacks)): # And random numbers
         _second(self).fit(1, vars(self).get('lr', 1e-3), [callbacks, catch], train=train, valid=not train)
     if not hasattr(catch, 'inputs'): raise ValueError(_NO_BATCH)
     images,titles = catch.inputs[0][:max_n],_titles(catch.targets, max_n)

@@ -22,7 +22,8 @@ from ..loop.trainer import Trainer
 from .array_views import part_views
 from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, tells_state
 from .errors import UnsaveableState
-from .change_marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of, part_of
+from .change_marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of
+from .change_marks import drawn_from, part_of
 from .plain_state import from_plain, plain
 
 # %% ../../nbs/state/38_own_state.ipynb #a7eee1b9
@@ -96,7 +97,8 @@ def _of_other(name, owner):
     without = _unasked(owner)
     if without is True: return {}
     own = _attributes(owner, without | _OF_MODULES if isinstance(owner, nn.Module) else without)
-    return {k: o for k,o in own.items() if type(o) in SIMPLE} if name.startswith('dls.') else own
+    if not name.startswith('dls.'): return own
+    return {k: o for k,o in own.items() if type(o) in SIMPLE or drawn_from(o) is not None}
 
 def _others(trainer):
     "The loss function, and the datasets of the user's own that the loaders read"

@@ -6,6 +6,8 @@
 __all__ = ['BasicTrainCB', 'MomentumTrainCB', 'NBatchCB', 'OneBatchCB']
 
 # %% ../../nbs/train/10_training.ipynb #260461aa
+import numbers
+
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..basics.old_names import old_words
@@ -45,8 +47,8 @@ class BasicTrainCB:
         for note in reasons(trainer, event, error): error.add_note(note)
 
 # %% ../../nbs/train/10_training.ipynb #b0da5b06
-_NO_SHARE = ('`momentum` is {momentum!r}; beyond 0 to 1 the old gradients would grow without end. '
-             'Use a share such as 0.85.')
+_NO_SHARE = ('`momentum` is {momentum!r}, which is no share of the old gradients. Use a number from 0 to 1, '
+             'such as 0.85.')
 
 @old_words
 class MomentumTrainCB(BasicTrainCB):
@@ -54,7 +56,8 @@ class MomentumTrainCB(BasicTrainCB):
     def __init__(self,
         momentum:float=0.85, # Share of the old gradients to keep, 0 to 1
     ):
-        if not 0 <= momentum <= 1: raise ValueError(_NO_SHARE.format(momentum=momentum))
+        if not (isinstance(momentum, numbers.Real) and 0 <= momentum <= 1):
+            raise ValueError(_NO_SHARE.format(momentum=momentum))
         self.momentum = momentum
 
     def before_fit(self, trainer):

@@ -386,7 +386,7 @@ def test_momentum_takes_its_other_steps_from_plain_training():
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.01, float("nan")])
 def test_a_momentum_beyond_0_to_1_is_refused(momentum):
-    with pytest.raises(ValueError, match="`momentum` is .*Use a share such as 0.85"):
+    with pytest.raises(ValueError, match="`momentum` is .*such as 0.85"):
         MomentumTrainCB(momentum)
 
 

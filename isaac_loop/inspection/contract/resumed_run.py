@@ -11,7 +11,7 @@ from ...loop.handlers import order_of
 from ...state.plain_state import plain
 from ...state.random_numbers import plain_random_state, set_plain_random_state, undrawn
 from ...state.run_parts import check_states, stateful_callbacks
-from ...state.run_state import put_random, put_state, take_state
+from ...state.run_state import put_frozen, put_random, put_state, take_state
 from ..observed_run import watch_fits
 from ..run_results import attributes
 
@@ -88,6 +88,7 @@ class GoingOn(_AtSave):
             rest = iter(batches)
             for _ in range(self.done): next(rest)
         put_state(trainer, *self.saved.taken)
+        put_frozen(trainer, self.saved.taken[1])
         put_random(self.saved.taken[1])
         self.held,self.told = self.attributes(),self.states()
         yield from rest

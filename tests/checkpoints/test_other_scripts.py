@@ -1,0 +1,204 @@
+"""What a script changes in the course of a run, and what somebody changes in the script between two starts.
+
+The first goes on as if the run had never stopped; the second is told, since the result is another one.
+"""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from isaac_loop.all import (
+    AccumulationCB,
+    BasicTrainCB,
+    CheckpointCB,
+    ClipGradCB,
+    DataLoaders,
+    EMACB,
+    FreezeCB,
+    MetricsCB,
+    MixedPrecisionCB,
+    RewindCB,
+    Trainer,
+    exact_loader,
+    set_seed,
+)
+
+N = 20
+
+
+class Rows(Dataset):
+    def __init__(self):
+        self.x = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.x[i] + self.noise(), i % 3
+
+    def noise(self):
+        return 0
+
+
+class Noisy(Rows):
+    "Draws from generators of its own"
+
+    def __init__(self):
+        super().__init__()
+        self.numpy, self.python = np.random.default_rng(0), random.Random(0)
+        self.torch = torch.Generator().manual_seed(1)
+
+    def noise(self):
+        return (
+            self.numpy.normal() + self.python.random() + torch.randn((), generator=self.torch).item()
+        ) / 10
+
+
+class CutCB:
+    def __init__(self, at):
+        self.at = at
+
+    def after_batch(self, trainer):
+        if trainer.n_updates == self.at:
+            raise RuntimeError("power cut")
+
+
+class ThawCB:
+    "Lets the first layer learn from the second epoch on"
+
+    def before_fit(self, trainer):
+        trainer.model[0].requires_grad_(False)
+
+    def before_epoch(self, trainer):
+        if trainer.epoch == 1:
+            trainer.model[0].requires_grad_(True)
+
+
+class ThawInPassCB(ThawCB):
+    "Lets it learn in the middle of a pass"
+
+    before_epoch = None
+
+    def after_batch(self, trainer):
+        if trainer.n_updates == 7:
+            trainer.model[0].requires_grad_(True)
+
+
+def make(callbacks, folder=None, cut=None, data=Rows, every=2, layers=None, saving=CheckpointCB):
+    set_seed(3)
+    layers = layers or (nn.ReLU(), nn.Dropout(0.1))
+    model = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 3))
+    dls = DataLoaders(exact_loader(data(), 4, seed=1, in_memory=False))
+    made = [o() for o in callbacks]
+    made += [saving(folder, every=every)] if folder else []
+    made += [CutCB(cut)] if cut else []
+    return Trainer(dls, F.cross_entropy, optim.Adam, model, [BasicTrainCB(), MetricsCB(show=False), *made])
+
+
+def outcome(trainer):
+    return [p.tolist() for p in trainer.model.parameters()], [
+        p.requires_grad for p in trainer.model.parameters()
+    ]
+
+
+def goes_on(tmp_path, callbacks, cut, **options):
+    "Whole, and cut and begun again by a new script"
+    whole = make(callbacks, **{k: o for k, o in options.items() if k == "data"})
+    whole.fit(4, lr=0.01, valid=False)
+    with pytest.raises(RuntimeError, match="power cut"):
+        make(callbacks, tmp_path, cut, **options).fit(4, lr=0.01, valid=False)
+    again = make(callbacks, tmp_path, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.fit(4, lr=0.01, valid=False)
+    assert outcome(again) == outcome(whole)
+
+
+@pytest.mark.parametrize("thaw", [ThawCB, ThawInPassCB])
+@pytest.mark.parametrize("every", ["epoch", 2])
+@pytest.mark.parametrize("cut", [6, 9, 12, 18])
+def test_layers_that_a_callback_has_thawed_are_thawed_when_the_run_goes_on(tmp_path, thaw, every, cut):
+    goes_on(tmp_path, [thaw], cut, every=every)
+
+
+@pytest.mark.parametrize("every", ["epoch", 2])
+@pytest.mark.parametrize("cut", [8, 13])
+def test_generators_of_a_dataset_go_on(tmp_path, every, cut):
+    goes_on(tmp_path, [], cut, data=Noisy, every=every)
+
+
+def test_a_rewind_freezes_what_was_frozen_then():
+    trainer = make([ThawCB, lambda: RewindCB(every=1)])
+    trainer.fit(1, lr=0.01, valid=False)
+    assert not trainer.model[0].weight.requires_grad
+
+
+def changed(tmp_path, was, now, **options):
+    "The warnings of a run that goes on with other callbacks or layers"
+    with pytest.raises(RuntimeError, match="power cut"):
+        make(was, tmp_path, 7).fit(4, lr=0.01, valid=False)
+    again = make(now, tmp_path, **options)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        again.fit(4, lr=0.01, valid=False)
+    return [str(o.message) for o in told if "goes on otherwise" in str(o.message)]
+
+
+class FirstCB:
+    def after_backward(self, trainer):
+        pass
+
+
+class SecondCB:
+    def after_backward(self, trainer):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "words"),
+    [
+        ([lambda: ClipGradCB(0.1)], [lambda: ClipGradCB(0.01)], "`ClipGradCB(0.01)` was `ClipGradCB(0.1)`"),
+        (
+            [lambda: AccumulationCB(2)],
+            [lambda: AccumulationCB(3)],
+            "`AccumulationCB(3)` was `AccumulationCB()`",
+        ),
+        ([lambda: EMACB(0.1)], [lambda: EMACB(0.4)], "was `EMACB(0.1"),
+        ([lambda: FreezeCB("0", until=2)], [lambda: FreezeCB("0", until=3)], "was `FreezeCB('0', until=2)`"),
+        ([lambda: MixedPrecisionCB()], [], "`MixedPrecisionCB` has gone"),
+        ([], [FirstCB], "`FirstCB` is new"),
+        ([FirstCB], [], "`FirstCB` has gone"),
+        ([FirstCB, SecondCB], [SecondCB, FirstCB], "`SecondCB`, `FirstCB`, and came as"),
+    ],
+)
+def test_other_callbacks_than_in_the_saved_run_are_told(tmp_path, was, now, words):
+    told = changed(tmp_path, was, now)
+    assert len(told) == 1 and words in told[0]
+
+
+def test_another_model_with_the_same_weights_is_told(tmp_path):
+    told = changed(tmp_path, [], [], layers=(nn.Tanh(), nn.Dropout(0.5)))
+    assert len(told) == 1 and "the model has `(1): Tanh()` for `(1): ReLU()` and 1 more lines" in told[0]
+
+
+@pytest.mark.parametrize("callbacks", [[], [FirstCB, SecondCB], [lambda: ClipGradCB(0.1)], [ThawCB]])
+def test_the_same_script_is_told_nothing(tmp_path, callbacks):
+    assert changed(tmp_path, callbacks, callbacks) == []
+
+
+def test_a_checkpoint_of_an_earlier_version_is_taken_up_without_a_word(tmp_path):
+    from isaac_loop.state.run_state import put_frozen, take_state
+    from isaac_loop.state.script_facts import other_facts
+
+    trainer = make([ThawCB])
+    trainer.fit(1, lr=0.01, valid=False)
+    _, state = take_state(trainer, 1)
+    del state["frozen"], state["script"]
+    assert put_frozen(trainer, state) == 0 and other_facts(trainer, state) == []
+    assert not trainer.model[0].weight.requires_grad
