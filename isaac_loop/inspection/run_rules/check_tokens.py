@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/28_check_tokens.ipynb #ea4bb5a5
-from ..seen_run.seen_batches import is_shuffled
+from ..seen_run.batch_notes import is_shuffled
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/run_rules/28_check_tokens.ipynb #daf4b751

@@ -12,31 +12,28 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.utils.data import RandomSampler
 
-from ...basics.tensors import map_tensors
 from ..observed_run import at_borders
 from ..observing import passes_of
-from .asked_models import are_rows, carries_over, mixes_rows, reads_padding
 from .asked_models import sees_future
+from .batch_notes import Batch, BatchLosses, BatchRows, LayerModes, Unwanted
+from .batch_notes import Whereabouts
 from .first_and_last import FirstAndLast
 from .owners import schedules_of
 from .scales import scales_of
-from .seen_answers import Answers, Bytes, linear_layers
+from .seen_answers import Answers, Bytes
 from .seen_copies import SelfCopies, Sums
 from .seen_doings import Doings
 from .seen_draws import DRAW_LOOKS
 from .seen_gradients import Gradients, spared
 from .seen_inputs import Inputs
+from .seen_lasting import Owners, Rates, modes_of, rates_of
 from .seen_likelihoods import LIKELIHOOD_LOOKS
 from .seen_losses import LossCalls
 from .seen_operations import Operations
 from .seen_origins import Calls
 from .seen_parts import PART_LOOKS
 from .seen_probes import PROBE_LOOKS
-from .seen_lasting import Owners, Rates, is_frozen_norm, learnt, modes_of
-from .seen_lasting import rates_of
-from .seen_lasting import same_values
 from .seen_sequences import STATE_LOOKS
 from .seen_tokens import TOKEN_LOOKS
 from .seen_views import VIEW_LOOKS
@@ -44,79 +41,144 @@ from ..trial_folder import unseen
 from ..waits import tensors_in
 from ..watched_calls import watching
 from ..written import memory_of
+from ...loop.events import CancelException, Order, callback_name
 from ...loop.handlers import has_own_batch
-from ...loop.events import CancelException, Order, callback_name, handler_of
 from ...loop.passes import n_batches, parts_of
 from ...state.random_numbers import random_state, same_random_state
 
-# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #6484c541
+# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #4b3fdca1
 _LOOKS = [LossCalls, SelfCopies, Sums, Answers, Bytes, *VIEW_LOOKS, *DRAW_LOOKS, *PART_LOOKS,
           *TOKEN_LOOKS, *STATE_LOOKS, *LIKELIHOOD_LOOKS, *PROBE_LOOKS] # At calls of PyTorch
 
-class Batch:
-    "What was seen of one batch"
-    def __init__(self, where):
-        self.where = where # Epoch, whether it trains, number
-        self.loss,self.rows = None,None # As a number; how many rows
-        self.share = None # Of rows whose class was right
-        self.drew = False # Were random numbers drawn in it?
-        self.begin = None # The random numbers when the model was called
-        self.start = random_state() # Those when the batch had come
-        self.modes = {} # By name of a layer with another mode for training, whether it is in that
-        self.measuring = {} # By name of a frozen layer that measures the batch, how often it was set
-        self.came,self.given = [],[] # What the loader gave, and the inputs of the model: their `scales_of`
-        self.classes = None # Targets, if there is one number for each row
-
-class SeenRun:
-    "A few batches of two epochs, and all that was seen of them"
-    def __init__(self,
-        trainer, # Trains, and is to be put back by the caller
-    ):
-        self.trainer = trainer
-        self.at_work = [] # Calls that are being made, the innermost last
+class Lookers(Whereabouts):
+    "Those who look at a run, each for what its own chapter tells"
+    def __init__(self, trainer):
+        super().__init__(trainer)
         self.gradients = Gradients(self.moment)
         self.doings = Doings(trainer)
         self.owners,self.rates = Owners(trainer),Rates()
         self.failed = self.gradients.failed # Looks that failed, by name
         self.operations = Operations(self.moment)
-        self.batches = [] # Each `Batch`
-        self.changed = {} # By name of a weight that a validation pass has changed: where
-        self.behind = [] # The random numbers behind each validation pass
-        self.data = {} # By who changed a batch in place: which batch
-        self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
-        self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
         self.terms = self.operations.terms # By place, the values of what was added to a loss in vain
         self.calls = Calls(self.moment, _LOOKS)
         self.losses = self.calls.losses
         self.inputs = Inputs(trainer, self.failed)
-        self.linear_layers = 0 # How many layers of the model make no more than one
+
+    def tell_begin(self, inputs, targets, model):
+        "Tell them what the present batch is"
+        self.operations.targets = {memory_of(x) for x in targets} - {None}
+        self.losses.begin(inputs, targets, model)
+        self.calls.answers.begin(targets)
+        self.calls.graphs.begin(inputs)
+        self.calls.risks.begin(targets)
+        self.calls.example.begin(inputs, targets)
+
+    def tell_end(self):
+        "Tell them that the batch is over"
+        self.operations.sums.clear() # They hold the graph of the batch
+        self.losses.end()
+        self.calls.answers.end()
+
+    @spared
+    def note_owners(self): self.owners.note()
+
+# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #71ec161b
+class AskedModel(BatchRows, Lookers):
+    "What is asked of the model when the run is over"
+    @spared
+    def ask(self,
+        model, # A module
+    ):
+        "What it makes of other inputs than those of a batch"
+        self.inputs.ask(model)
+        if self.shifted is not None: self.sees_future = sees_future(model, self.shifted)
+        self.calls.example.ask(model)
+        self.calls.paths.ask(model, getattr(self.trainer, 'loss_func', None))
+        if self.rows is not None: self.ask_of_rows(model)
+
+# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #110d318f
+def _columns(trainer):
+    "Names in the newest row of the history"
+    return set(trainer.history.rows[-1]) if trainer.history.rows else set()
+
+class CallbackTraces(Whereabouts):
+    "What callbacks hold and write"
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        self.callbacks = [] # Who took part
+        self.written = {} # By column, which callback writes it
+        self.held = {} # By attribute of a callback, how many tensors with a graph it held behind each batch
+
+    def note_columns(self, trainer, callback, columns):
+        "Note columns of the newest row that are not among `columns`"
+        for name in _columns(trainer) - columns: self.written.setdefault(name, callback)
+
+    def note_held(self, trainer, where):
+        "Count the tensors with a graph that callbacks hold"
+        for cb in trainer.callbacks:
+            for name,x in getattr(cb, '__dict__', {}).items():
+                n = sum(o.grad_fn is not None for o in tensors_in(list(x) if isinstance(x, deque) else x))
+                if n: self.held.setdefault((cb, name), []).append((where, n))
+
+# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #320f5597
+def _hooks_on(model):
+    "How many hooks the layers of a model have"
+    layers = model.modules() if isinstance(model, nn.Module) else ()
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in layers)
+
+# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #0f23435f
+class SeenSpans(LayerModes, Unwanted, BatchLosses, CallbackTraces, AskedModel):
+    "What is seen at the borders of batches and validation passes, and before a prediction"
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        self.hooks = [] # How many there are on the model when each epoch of training begins
+
+    @spared
+    def look(self, trainer, span, begins):
+        "One end of a span"
+        if span.name == 'batch': (self._batch_begins if begins else self._batch_ends)(trainer)
+        if span.name == 'epoch' and not trainer._training: self.look_at_validation(trainer, begins)
+
+    def _batch_begins(self, trainer):
+        self.batches.append(Batch(self.moment()[0]))
+        self.batches[-1].came = scales_of(tensors_in(trainer.batch))
+        self.inputs.begin()
+        if trainer._training and trainer.batch_num == 0: self.hooks.append(_hooks_on(trainer.model))
+        if has_own_batch(trainer): self._before_predict(trainer)
+
+    @spared
+    def _before_predict(self, trainer):
+        batch = self.batches[-1]
+        if batch.begin is not None: return
+        self.look_at_layers(batch, trainer.model)
+        inputs,targets = (list(tensors_in(part)) for part in parts_of(trainer.split, trainer.batch))
+        batch.given = scales_of(inputs)
+        if len(targets) == 1 and targets[0].ndim == 1: batch.classes = targets[0].detach().clone()
+        self.tell_begin(inputs, targets, trainer.model)
+        self.note_rows(inputs, targets)
+        self.operations.tokens = [x for x in inputs if x.dtype in (torch.int32, torch.int64) and x.ndim == 2]
+
+    def _batch_ends(self, trainer):
+        batch = self.batches[-1]
+        batch.drew = not same_random_state(batch.start, random_state())
+        if batch.loss is None: self.note_loss(trainer)
+        self.note_measured(trainer)
+        self.tell_end()
+        self.note_owners()
+        self.note_held(trainer, batch.where)
+
+# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #8c4686b1
+class SeenRun(SeenSpans):
+    "A few batches of two epochs, and all that was seen of them"
+    def __init__(self,
+        trainer, # Trains, and is to be put back by the caller
+    ):
+        super().__init__(trainer)
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
         self.history = [] # Its rows
-        self.measured = [] # Predictions and targets of two validation batches
-        self.shifted = None # Inputs of which the targets are those one place further on
-        self.rows = None # Inputs of which each row is an example
-        self.mixes_rows = False # Do its predictions for a row change with another row?
-        self.reads_padding = False # Do its predictions change with more padding?
-        self.carries = False # Does it say something else when it is asked again?
-        self.same_rows = {} # By number of an input: are all rows alike in every batch, with other targets?
-        self.sees_future = False # Do its predictions change with inputs that come later?
-        self.replaced = set() # `id` of parameters of the model that are no longer in it
-        self.written = {} # By column, which callback writes it
-        self.cut = '' # A place where a loss had nothing behind it, and wanted a gradient all the same
-        self.callbacks = [] # Who took part
-        self.last_by = {} # By name of a layer, who has last set its mode
-        self.mode_by = {} # The same by layer and batch
-        self.hooks = [] # How many there are on the model when each epoch of training begins
-        self.asleep = {} # By name of a layer: who has put it into evaluation before the first pass
         self.of_model = set() # `id` of the parameters of the model
-
-    def moment(self):
-        "Where the run is, and who is at work"
-        own = vars(self.trainer)
-        where = own.get('epoch'),self.trainer._training,own.get('batch_num')
-        alone = f'{type(self.trainer).__name__}.one_batch' if has_own_batch(self.trainer) else 'the loop'
-        return where,self.at_work[-1] if self.at_work else alone
+        self.replaced = set() # `id` of parameters of the model that are no longer in it
 
     def watch(self, call, trainer, run):
         "One call of a callback"
@@ -133,164 +195,16 @@ class SeenRun:
 
     @spared
     def _look_behind(self, call, trainer, who, modes, columns, rates):
-        for name in _columns(trainer) - columns: self.written.setdefault(name, call.callback)
-        self.last_by |= {k: who for k,mode in modes_of(trainer.model).items() if modes.get(k) is not mode}
+        self.note_columns(trainer, call.callback, columns)
+        self.note_modes(trainer.model, who, modes)
         if call.event == 'before_fit': self.note_asleep(who, modes)
         self.rates.note(rates, rates_of(trainer), who, call.event)
-        if call.event == 'get_loss': self._note_loss(trainer)
-        if call.event in ('get_loss', 'after_get_loss'): self._note_terms(trainer)
-        self._note_data(trainer, who)
+        if call.event == 'get_loss': self.note_loss(trainer)
+        has_loss = call.event in ('get_loss', 'after_get_loss')
+        if has_loss: self.operations.note_loss(getattr(trainer, 'loss', None))
+        self.note_data(trainer, who)
 
-    def note_asleep(self, who, modes):
-        "Note layers that are in evaluation mode by now, and were in training mode when `modes` was read"
-        if not getattr(self.trainer.model, 'training', False): return # Of all of it, nothing is meant to stay
-        now = modes_of(self.trainer.model)
-        self.asleep |= {k: who for k,mode in now.items() if modes.get(k) and not mode}
-
-    @spared
-    def look(self, trainer, span, begins):
-        "One end of a span"
-        if span.name == 'batch': (self._batch_begins if begins else self._batch_ends)(trainer)
-        if span.name == 'epoch' and not trainer._training: self._look_at_validation(trainer, begins)
-
-    def _batch_begins(self, trainer):
-        self.batches.append(Batch(self.moment()[0]))
-        self.batches[-1].came = scales_of(tensors_in(trainer.batch))
-        self.inputs.begin()
-        if trainer._training and trainer.batch_num == 0: self.hooks.append(_hooks_on(trainer.model))
-        if has_own_batch(trainer): self._before_predict(trainer)
-
-    @spared
-    def _before_predict(self, trainer):
-        batch = self.batches[-1]
-        if batch.begin is not None: return
-        self._look_at_layers(batch, trainer.model)
-        self._look_at_targets(trainer)
-
-    def _look_at_targets(self, trainer):
-        inputs,targets = (list(tensors_in(part)) for part in parts_of(trainer.split, trainer.batch))
-        self.batches[-1].given = scales_of(inputs)
-        if len(targets) == 1 and targets[0].ndim == 1: self.batches[-1].classes = targets[0].detach().clone()
-        self.operations.targets = {memory_of(x) for x in targets} - {None}
-        self.losses.begin(inputs, targets, trainer.model)
-        self.calls.answers.begin(targets)
-        self.calls.graphs.begin(inputs)
-        self.calls.risks.begin(targets)
-        self.calls.example.begin(inputs, targets)
-        are_two = len(inputs) == len(targets) == 1
-        if are_two and _is_shifted(*inputs, *targets): self.shifted = inputs[0]
-        if are_rows(inputs, targets): self.rows = map_tensors(torch.clone, inputs)
-        for i,x in enumerate(inputs) if self.trainer._training and are_rows(inputs, targets) else ():
-            self.same_rows[i] = self.same_rows.get(i, True) and _all_alike(x, targets)
-        self.operations.tokens = [x for x in inputs if x.dtype in (torch.int32, torch.int64) and x.ndim == 2]
-
-    def _look_at_layers(self, batch, model):
-        batch.begin,batch.modes = random_state(),modes_of(model)
-        self.mode_by |= {(k, batch.where): self.last_by.get(k, '') for k in batch.modes}
-        if isinstance(model, nn.Module):
-            layers = [(name, m) for name,m in model.named_modules() if m.training and is_frozen_norm(m)]
-            batch.measuring = {name: sum(p._version for p in m.parameters()) for name,m in layers}
-
-    def _batch_ends(self, trainer):
-        batch = self.batches[-1]
-        batch.drew = not same_random_state(batch.start, random_state())
-        if batch.loss is None: self._note_loss(trainer)
-        preds = getattr(trainer, 'preds', None)
-        if not trainer._training and len(self.measured) < 2 and isinstance(preds, torch.Tensor):
-            targets = parts_of(trainer.split, trainer.batch)[1]
-            self.measured.append(map_tensors(lambda x: x.detach().clone(), (preds, *targets)))
-        self.operations.sums.clear() # They hold the graph of the batch
-        self.losses.end()
-        self.calls.answers.end()
-        self.note_owners()
-        for cb in trainer.callbacks:
-            for name,x in getattr(cb, '__dict__', {}).items():
-                n = sum(o.grad_fn is not None for o in tensors_in(list(x) if isinstance(x, deque) else x))
-                if n: self.held.setdefault((cb, name), []).append((batch.where, n))
-
-    @spared
-    def note_owners(self): self.owners.note()
-
-    @spared
-    def ask(self,
-        model, # A module
-    ):
-        "What it makes of other inputs than those of a batch"
-        self.inputs.ask(model)
-        if self.shifted is not None: self.sees_future = sees_future(model, self.shifted)
-        self.calls.example.ask(model)
-        self.calls.paths.ask(model, getattr(self.trainer, 'loss_func', None))
-        if self.rows is None: return
-        self.carries = is_shuffled(self.trainer) and not self._resets() and carries_over(model, self.rows)
-        is_whole = n_batches(getattr(self.trainer.dls, 'train', None)) == 1 # Such as a graph
-        self.reads_padding = not self.carries and reads_padding(model, self.rows)
-        self.mixes_rows = not (self.carries or is_whole) and mixes_rows(model, self.rows)
-        self.linear_layers = linear_layers(model, self.rows)
-
-    def _resets(self):
-        "Whether a callback of the user's might put a state back before each batch"
-        own = [cb for cb in self.trainer.callbacks if not type(cb).__module__.startswith('isaac_loop.')]
-        return any(handler_of(cb, event) for cb in own for event in ('before_batch', 'before_predict'))
-
-    def _note_terms(self, trainer):
-        "Note what was added to the loss and wants no gradient"
-        loss = getattr(trainer, 'loss', None)
-        self.operations.note_loss(loss)
-
-    def _note_loss(self, trainer):
-        batch,loss,preds = self.batches[-1],getattr(trainer, 'loss', None),getattr(trainer, 'preds', None)
-        _,targets = parts_of(trainer.split, trainer.batch)
-        y = targets[0] if len(targets) == 1 and isinstance(targets[0], torch.Tensor) else None
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1: batch.loss = float(loss.detach())
-        is_cut = isinstance(loss, torch.Tensor) and loss.requires_grad and loss.is_leaf and trainer._training
-        if is_cut and not isinstance(loss, nn.Parameter): self.cut = self.moment()[1]
-        if y is not None and y.ndim: batch.rows = len(y)
-        is_class = y is not None and y.ndim == 1 and not y.is_floating_point() and y.dtype != torch.bool
-        if is_class and isinstance(preds, torch.Tensor) and preds.ndim == 2 and len(preds) == len(y):
-            batch.share = float((preds.detach().argmax(1) == y).double().mean())
-
-    def _note_data(self, trainer, who):
-        for name in ('train', 'valid'):
-            dl = getattr(trainer.dls, name, None)
-            if not getattr(dl, 'is_held', False): continue
-            if any(x._version != version for x,version in dl.given):
-                self.data.setdefault(who, self.moment()[0])
-                dl.given = []
-
-    def _look_at_validation(self, trainer, begins):
-        if begins: self.before = {name: x.detach().clone() for name,x in learnt(trainer.model)}
-        else:
-            self.behind.append(random_state())
-            now = dict(learnt(trainer.model))
-            changed = [k for k,x in self.before.items() if k in now and not same_values(x, now[k])]
-            for name in changed: self.changed.setdefault(name, self.moment()[0])
-
-def _hooks_on(model):
-    "How many hooks the layers of a model have"
-    layers = model.modules() if isinstance(model, nn.Module) else ()
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in layers)
-
-def is_shuffled(trainer):
-    "Whether the loader of training gives rows in another order each time, as far as one can tell"
-    sampler = getattr(getattr(trainer.dls, 'train', None), 'sampler', None)
-    return isinstance(sampler, RandomSampler)
-
-def _is_shifted(x, y):
-    "Whether each target is the input of the next place"
-    is_text = x.shape == y.shape and x.ndim == 2 and x.shape[1] > 3 and not x.is_floating_point()
-    return is_text and torch.equal(x[:, 1:], y[:, :-1]) and not torch.equal(x[:, 1:], x[:, :-1])
-
-def _all_alike(x, targets):
-    "Whether all rows of an input are alike, and not those of the targets"
-    is_plain = x.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-    if not is_plain or any(o.layout is not torch.strided for o in (x, *targets)): return False
-    has_numbers = len(x) > 7 and x.ndim > 1 and x[0].unique().numel() > 1
-    return has_numbers and bool((x == x[:1]).all()) and any(not (y == y[:1]).all() for y in targets)
-
-def _columns(trainer):
-    "Names in the newest row of the history"
-    return set(trainer.history.rows[-1]) if trainer.history.rows else set()
-
+# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #1899cc80
 _NO_DATA = ('`trainer.dls` has no loader for training or validation, so there are no batches to run. Set '
             '`trainer.dls`, or leave `batches` out to look at the source alone.')
 _ASIDE = ('This came up while `check(batches=...)` ran batches on the side, as a fit would. If it is about '
@@ -304,6 +218,31 @@ def _explained():
         error.add_note(_ASIDE)
         raise
 
+# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #c1493f6b
+def _few_batches(trainer, n):
+    "Have the loaders of `trainer` give `n` batches of each pass; says which passes there are, by name"
+    passes,trainer.dls = passes_of(trainer),copy.copy(trainer.dls)
+    if n_batches(getattr(trainer.dls, 'valid', None)) == 0: passes['valid'] = False
+    if not any(passes.values()): raise ValueError(_NO_DATA)
+    for name in [name for name,there in passes.items() if there]:
+        setattr(trainer.dls, name, FirstAndLast(getattr(trainer.dls, name), n))
+    return passes
+
+# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #f5d70ff7
+def _parameters_of(model): return set(map(id, getattr(model, 'parameters', tuple)()))
+
+def _end(seen, trainer):
+    "Ask the model, and note what there is when the fit is over"
+    seen.reason = trainer.stop_reason
+    if isinstance(trainer.model, nn.Module): seen.ask(trainer.model)
+    seen.losses.ask(trainer.model)
+    seen.note_owners()
+    seen.replaced = seen.of_model - _parameters_of(trainer.model)
+    seen.callbacks = list(trainer.callbacks)
+    seen.history = [dict(row) for row in trainer.history.rows]
+    seen.owners.end()
+
+# %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #8012d784
 def seen_run(
     trainer, # At rest; is put back as it was, bit for bit
     n:int, # How many batches of each pass
@@ -313,24 +252,13 @@ def seen_run(
     lr = vars(trainer).get('lr', 1e-3) if lr is None else lr
     schedules = schedules_of(trainer) # Also of those who only read rows, and are not run
     with _explained(), trainer.snapshot(), unseen(), trainer.side_run(below=Order.SAVE):
-        passes,trainer.dls = passes_of(trainer),copy.copy(trainer.dls)
-        if n_batches(getattr(trainer.dls, 'valid', None)) == 0: passes['valid'] = False
-        if not any(passes.values()): raise ValueError(_NO_DATA)
-        for name in [name for name,there in passes.items() if there]:
-            setattr(trainer.dls, name, FirstAndLast(getattr(trainer.dls, name), n))
+        passes = _few_batches(trainer, n)
         seen = SeenRun(trainer)
         seen.owners.schedules |= schedules
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
-        seen.of_model = set(map(id, getattr(trainer.model, 'parameters', tuple)()))
+        seen.of_model = _parameters_of(trainer.model)
         seen.note_asleep('', dict.fromkeys(modes_of(trainer.model), True))
         with seen.gradients.noting(), seen.doings.noting(), seen.inputs.noting(), seen.calls, seen.operations:
             trainer.fit(2, lr, **passes)
-        seen.reason = trainer.stop_reason
-        if isinstance(trainer.model, nn.Module): seen.ask(trainer.model)
-        seen.losses.ask(trainer.model)
-        seen.note_owners()
-        seen.replaced = seen.of_model - set(map(id, getattr(trainer.model, 'parameters', tuple)()))
-        seen.callbacks = list(trainer.callbacks)
-        seen.history = [dict(row) for row in trainer.history.rows]
-        seen.owners.end()
+        _end(seen, trainer)
     return seen
