@@ -796,14 +796,14 @@ MUTANTS = [
     # What batches show
     Mutant(
         "a gradient that was used and not cleared is taken for a new one",
-        "Gradients._is_old",
+        "GradientParts.is_old",
         "is_same and not is_clear(p.grad)",
         "False",
         ["test_batches_show_a_planted_mistake"],
     ),
     Mutant(
         "what a step has used is not noted",
-        "Gradients._before_step",
+        "GradientParts.take",
         "one.used.add(id(p))",
         "one.used.discard(id(p))",
         ["test_batches_show_nothing_in_what_is_right"],

@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..observed_run import place_of
+from .seen_parameters import GradientParts, WeightMoves
 
 # %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #24cdcbd8
 def leaves_of(
@@ -49,7 +50,20 @@ def users_line(
         frame = frame.f_back
     return ''
 
-# %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #140995d0
+# %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #ae614470
+def weights_of(opt): return [p for group in opt.param_groups for p in group['params']]
+
+# %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #5fc0743b
+def tiny_gradients(
+    parameters:list, # Of one optimizer
+)->set: # Of `id`; a bias that a norm takes away has no other gradient, so only weights count
+    "Weights with a gradient that is a millionth of the greatest, or less"
+    sizes = {id(p): float(p.grad.abs().max()) for p in parameters
+             if p.grad is not None and not p.grad.is_sparse and p.grad.numel()}
+    greatest = max(sizes.values(), default=0.)
+    return {id(p) for p in parameters if p.ndim > 1 and sizes.get(id(p), greatest) < 1e-6*greatest}
+
+# %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #3b00528b
 def _with_line(who):
     "Who was at work, and the line that was run, if that is the user's"
     line = users_line()
@@ -68,6 +82,7 @@ class Backward:
         self.finite = True # Are the gradients numbers?
         self.versions = {id(leaf): leaf._version for leaf in leaves} # Another one when it has changed
 
+# %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #d05438ca
 class Step:
     "One step of an optimizer"
     def __init__(self,
@@ -85,21 +100,7 @@ class Step:
         self.wanted = {id(p) for p in weights_of(opt) if p.requires_grad} # The others are frozen
         self.closure = False # Does it make its backward passes itself?
 
-def tiny_gradients(
-    parameters:list, # Of one optimizer
-)->set: # Of `id`; a bias that a norm takes away has no other gradient, so only weights count
-    "Weights with a gradient that is a millionth of the greatest, or less"
-    sizes = {id(p): float(p.grad.abs().max()) for p in parameters
-             if p.grad is not None and not p.grad.is_sparse and p.grad.numel()}
-    greatest = max(sizes.values(), default=0.)
-    return {id(p) for p in parameters if p.ndim > 1 and sizes.get(id(p), greatest) < 1e-6*greatest}
-
-def is_clear(grad):
-    "Whether there is nothing in a gradient"
-    if grad is None: return True
-    return not (grad._nnz() if grad.is_sparse else bool(grad.count_nonzero()))
-
-# %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #526fe6d6
+# %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #87c9e990
 def spared(look):
     "A look that fails ends no run; what it failed with is kept in `failed`, by its name"
     @wraps(look)
@@ -108,19 +109,14 @@ def spared(look):
         except Exception as error: self.failed.setdefault(look.__name__.strip('_'), error)
     return looks
 
-class Gradients:
-    "Every backward pass and step of a run, in their order"
-    def __init__(self,
-        moment, # Function that says where the run is and who is at work
-    ):
+# %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #6b27f6ea
+class BackwardPasses(GradientParts, WeightMoves):
+    "Every backward pass of a run"
+    def __init__(self, moment):
+        super().__init__()
         self.moment,self.failed = moment,{} # `failed` is of looks, by name
-        self.passes,self.steps,self.order = [],[],[] # `order` has both
-        self.parts,self.used = {},{} # By `id` of a parameter: what is in its gradient; the step that used it
-        self.first,self.moved = {},set() # By `id` of an optimizer: its weights at first; those that moved
+        self.passes,self.order = [],[] # `order` has the steps, too
         self.versions,self.touched = {},[] # Of gradients; who changed them while they were scaled
-        self.last_step = {} # By `id` of a parameter: its values before the last step and behind it
-        self.begin = {} # By `id` of a parameter: the batch, and its values at the first backward pass in it
-        self.undone = {} # By `id` of a parameter: how often somebody has taken a step back
         self.depth = 0
 
     def _backward(self, backward, tensors, *args, **kwargs):
@@ -139,10 +135,8 @@ class Gradients:
     def _note_backward(self, roots):
         new = Backward(*self.moment(), leaves_of(roots))
         for key,leaf in new.leaves.items():
-            self._look_again(leaf, new.where)
-            if self.begin.get(key, (None,))[0] != new.where:
-                self.note_undone([leaf])
-                self.begin[key] = new.where,leaf.detach().clone()
+            self.look_again(leaf, new.where)
+            self.note_begin(leaf, new.where)
             self.parts.setdefault(key, []).append(new)
         self.passes.append(new)
         self.order.append(new)
@@ -162,79 +156,54 @@ class Gradients:
         if any(p.grad is grad and grad._version != version for p,(grad,version) in known):
             self.touched.append((*self.moment(), opt))
 
-    def _look_again(self, leaf, where):
-        "Forget what was in a gradient that is clear by now, and that it was used, if it is another one"
-        key,grad = id(leaf),leaf.grad
-        if is_clear(grad):
-            for old in self.parts.get(key, ()): old.cleared = old.cleared or where
-            self.parts[key] = []
-        _,old,version = self.used.get(key, (None, None, None))
-        if grad is None or old is not grad or version != grad._version: self.used.pop(key, None)
+# %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #01f6f2d2
+@contextmanager
+def _in_place(backward, before_unscaling):
+    "Have others in place of PyTorch's functions in the `with` block"
+    own,unscale = torch.autograd.backward,GradScaler.unscale_
+    def noted(*args, **kwargs): return backward(own, *args, **kwargs)
+    def unscaling(scaler, opt):
+        before_unscaling(scaler, opt)
+        return unscale(scaler, opt)
+    torch.autograd.backward,GradScaler.unscale_ = noted,unscaling
+    try: yield
+    finally: torch.autograd.backward,GradScaler.unscale_ = own,unscale
+
+# %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #968cb541
+class Gradients(BackwardPasses):
+    "Every backward pass and step of a run, in their order"
+    def __init__(self,
+        moment, # Function that says where the run is and who is at work
+    ):
+        super().__init__(moment)
+        self.steps = []
 
     @spared
     def _before_step(self, opt, args, kwargs):
         where,by = self.moment()
         weights = weights_of(opt)
-        parts,empty = {},set()
-        for p in weights:
-            if is_clear(p.grad):
-                self.parts[id(p)] = []
-                empty.add(id(p))
-            parts[id(p)] = list(self.parts.get(id(p), ()))
-            for one in parts[id(p)]: one.used.add(id(p))
-        old = [(p, self.used[id(p)][0]) for p in weights if self._is_old(p)]
+        parts,empty = self.take(weights)
+        old = [(p, self.used[id(p)][0]) for p in weights if self.is_old(p)]
         step = Step(where, by, opt, parts, old, empty)
         step.closure = len(args) > 1 or kwargs.get('closure') is not None # `args` has the optimizer
         self.steps.append(step)
         self.order.append(step)
-        self.note_undone(weights)
-        self.last_step |= {id(p): (self._at_first(p, where), None) for p in weights}
-        if id(opt) not in self.first: self.first[id(opt)] = [p.detach().clone() for p in weights]
-
-    def _is_old(self, p):
-        "Whether the gradient holds what a step has used, with something added"
-        is_same = id(p) in self.used and self.used[id(p)][1] is p.grad
-        return is_same and not is_clear(p.grad)
+        self.note_before(opt, weights, where)
 
     @spared
     def _after_step(self, opt, args, kwargs):
-        weights,first = weights_of(opt),self.first[id(opt)]
-        if id(opt) not in self.moved and len(weights) == len(first):
-            if any(not torch.equal(p, was) for p,was in zip(weights, first)): self.moved.add(id(opt))
+        weights = weights_of(opt)
+        self.note_moved(opt, weights)
         for p in weights:
-            before,_ = self.last_step.get(id(p), (None, None))
-            if before is not None: self.last_step[id(p)] = before,p.detach().clone()
+            self.note_behind(p)
             if p.grad is not None: self.used[id(p)] = self.steps[-1],p.grad,p.grad._version
-
-    def _at_first(self, p, where):
-        "Its values when the first backward pass of the batch was made, or now"
-        known,values = self.begin.get(id(p), (None, None))
-        return values if known == where else p.detach().clone()
-
-    def note_undone(self,
-        weights:list, # Parameters
-    ):
-        "Note those that are again as they were before their last step"
-        for p in weights:
-            before,behind = self.last_step.pop(id(p), (None, None))
-            if behind is None or before.shape != p.shape: continue
-            is_undone = torch.equal(p, before) and not torch.equal(behind, before)
-            if is_undone: self.undone[id(p)] = self.undone.get(id(p), 0)+1
 
     @contextmanager
     def noting(self):
         "Note what happens in the `with` block"
-        backward,unscale = torch.autograd.backward,GradScaler.unscale_
-        def noted(*args, **kwargs): return self._backward(backward, *args, **kwargs)
-        def unscaling(scaler, opt):
-            self._before_unscaling(scaler, opt)
-            return unscale(scaler, opt)
         hooks = [register_optimizer_step_pre_hook(self._before_step),
                  register_optimizer_step_post_hook(self._after_step)]
-        torch.autograd.backward,GradScaler.unscale_ = noted,unscaling
-        try: yield self
+        try:
+            with _in_place(self._backward, self._before_unscaling): yield self
         finally:
-            torch.autograd.backward,GradScaler.unscale_ = backward,unscale
             for hook in hooks: hook.remove()
-
-def weights_of(opt): return [p for group in opt.param_groups for p in group['params']]
