@@ -21,28 +21,102 @@ from ..waits import tensors_in
 from ...loop.passes import parts_of
 from ...state.random_numbers import random_state, same_random_state, undrawn
 
-# %% ../../../nbs/inspection/seen_run/28_seen_readings.ipynb #e00e80fb
+# %% ../../../nbs/inspection/seen_run/28_seen_readings.ipynb #14ad3a3f
+def _below(dataset, i):
+    "The dataset in which a row lies, and its number there"
+    while isinstance(dataset, (Subset, ConcatDataset)):
+        if isinstance(dataset, ConcatDataset): dataset = dataset.datasets[0]
+        else: dataset,i = dataset.dataset,dataset.indices[i]
+    inner = [o for o in getattr(dataset, '__dict__', {}).values() if isinstance(o, Dataset)]
+    return _below(inner[0], i) if len(inner) == 1 else (dataset, i)
+
+# %% ../../../nbs/inspection/seen_run/28_seen_readings.ipynb #b760bbd6
+def _length(x):
+    "How many there are; None if nobody knows"
+    with suppress(TypeError, NotImplementedError): return len(x)
+
+def _stored(dataset, i):
+    "What a dataset holds for a row, where it lies, by name"
+    n,found = _length(dataset),{}
+    for name,held in getattr(dataset, '__dict__', {}).items():
+        is_of_rows = hasattr(held, '__getitem__') and not isinstance(held, dict) and getattr(held, 'ndim', 1)
+        if not is_of_rows or _length(held) != n: continue
+        x = held[i]
+        flags = getattr(x, 'flags', None) # Of an array
+        if getattr(flags, 'writeable', False): x = torch.as_tensor(x)
+        are_numbers = isinstance(x, torch.Tensor) and x.ndim > 0 and x.layout is torch.strided
+        if are_numbers and (x.is_floating_point() or x.dtype == torch.uint8): found[name] = x
+    return found
+
+# %% ../../../nbs/inspection/seen_run/28_seen_readings.ipynb #002fed5f
 _READ,_AGAIN,_LONG = 8,3,0.1 # Rows; how often; seconds that reading one may take
 
-class Readings:
-    "Some rows of the training data, read several times"
+@contextmanager
+def _put_back(dataset):
+    "Put rows back that reading changes where they lie"
+    places = [_below(dataset, i) for i in range(min(2*_READ, len(dataset)))]
+    held = [(x, x.clone()) for dataset,i in places for x in _stored(dataset, i).values()]
+    try: yield
+    finally:
+        for x,before in held:
+            if not torch.equal(x, before): x.copy_(before)
+
+# %% ../../../nbs/inspection/seen_run/28_seen_readings.ipynb #3b518819
+def _equal(a, b): return a.shape == b.shape and torch.equal(a, b)
+
+def _as_tensors(row):
+    if isinstance(row, dict): row = list(row.values())
+    if isinstance(row, (list, tuple)): return [_as_tensors(part) for part in row]
+    if isinstance(row, torch.Tensor) or not hasattr(row, '__array__'): return row
+    return torch.as_tensor(row.__array__())
+
+def _drifting(dataset):
+    "What reading the first row changes where it lies, so that it is another one with the same chance"
+    inner,i = _below(dataset, 0)
+    stored,seen = _stored(inner, i),[]
+    for _ in range(3):
+        with undrawn(): row = [x.clone() for x in tensors_in(_as_tensors(dataset[0]))]
+        seen.append((row, [x.clone() for x in stored.values()]))
+    (_,a),(first,b),(second,c) = seen
+    changed = [name for name,x,y,z in zip(stored, a, b, c)
+               if not (torch.equal(x, y) or torch.equal(y, z) or torch.equal(x, z))]
+    differ = len(first) == len(second) and not all(map(_equal, first, second))
+    return f'{type(inner).__name__}.{changed[0]}' if changed and differ else None
+
+# %% ../../../nbs/inspection/seen_run/28_seen_readings.ipynb #622107b6
+class FirstRows:
+    "Rows of the training data, and batches of them"
     def __init__(self,
         trainer, # Whose loader, dataset and collate function are used
     ):
-        self.trainer,self.batches = trainer,[] # Inputs and targets of each reading
-        self.by_neighbours = None # The factor by which a row differs among other rows
-        self.drifting = None # The name of what reading a row changes each time
-        self.bytes = {} # Places where bytes wrapped around
+        self.trainer = trainer
         dl = getattr(trainer.dls, 'train', None)
         while isinstance(dl, FewBatches): dl = dl.dl
         self.dl,self.dataset = dl,getattr(dl, 'dataset', None)
         is_known = hasattr(self.dataset, '__getitem__') and hasattr(self.dataset, '__len__')
         self.collate = getattr(dl, 'collate_fn', None) if is_known else None
 
+    def _rows(self, first):
+        return [self.dataset[i] for i in range(first, min(first+_READ, len(self.dataset)))]
+
+    def _parts(self, rows):
+        batch = self.collate(copy.deepcopy(rows))
+        return [list(tensors_in(part)) for part in parts_of(self.trainer.split, batch)]
+
+# %% ../../../nbs/inspection/seen_run/28_seen_readings.ipynb #78ca258a
+class Readings(FirstRows):
+    "Some rows of the training data, read several times"
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        self.batches = [] # Inputs and targets of each reading
+        self.by_neighbours = None # The factor by which a row differs among other rows
+        self.drifting = None # The name of what reading a row changes each time
+        self.bytes = {} # Places where bytes wrapped around
+
     def read(self):
         "Read them, and put random numbers back"
         if self.collate is None: return
-        with undrawn(), suppress(Exception), self._put_back(): # Who cannot be read says so in a fit
+        with undrawn(), suppress(Exception), _put_back(self.dataset): # Who cannot be read says so in a fit
             begun = time.monotonic()
             self.dataset[0]
             if time.monotonic()-begun > _LONG: return
@@ -53,24 +127,8 @@ class Readings:
             draws = self._look_at_neighbours(rows)
             for _ in range(_AGAIN-1): self.batches.append(self._parts(self._rows(0)))
             if draws: self.batches += [self._parts(rows) for _ in range(_READ)]
-            self._look_at_drift()
-
-    @contextmanager
-    def _put_back(self):
-        "Put rows back that reading changes where they lie"
-        places = [_below(self.dataset, i) for i in range(min(2*_READ, len(self.dataset)))]
-        held = [(x, x.clone()) for dataset,i in places for x in _stored(dataset, i).values()]
-        try: yield
-        finally:
-            for x,before in held:
-                if not torch.equal(x, before): x.copy_(before)
-
-    def _rows(self, first):
-        return [self.dataset[i] for i in range(first, min(first+_READ, len(self.dataset)))]
-
-    def _parts(self, rows):
-        batch = self.collate(copy.deepcopy(rows))
-        return [list(tensors_in(part)) for part in parts_of(self.trainer.split, batch)]
+            lasts = not getattr(self.dl, 'num_workers', 0) or getattr(self.dl, 'persistent_workers', False)
+            if lasts: self.drifting = _drifting(self.dataset)
 
     def _look_at_neighbours(self, rows):
         "Collate a row with others, and say whether random numbers were drawn"
@@ -92,50 +150,3 @@ class Readings:
         "Shares of numbers of a row that wrapped around"
         pairs = [(a[0][0], b[0][0]) for a,b in self._pairs() if a[0] and b[0]]
         return [wrapped(x, y) for a,b in pairs for x,y in zip(a, b)]
-
-    def _look_at_drift(self):
-        "Whether reading a row changes it where it lies, so that it is another one with the same chance"
-        if getattr(self.dl, 'num_workers', 0) and not getattr(self.dl, 'persistent_workers', False): return
-        dataset,i = _below(self.dataset, 0)
-        stored,seen = _stored(dataset, i),[]
-        for _ in range(3):
-            with undrawn(): row = [x.clone() for x in tensors_in(_as_tensors(self.dataset[0]))]
-            seen.append((row, [x.clone() for x in stored.values()]))
-        (_,a),(first,b),(second,c) = seen
-        changed = [name for name,x,y,z in zip(stored, a, b, c)
-                   if not (torch.equal(x, y) or torch.equal(y, z) or torch.equal(x, z))]
-        differ = len(first) == len(second) and not all(map(_equal, first, second))
-        if changed and differ: self.drifting = f'{type(dataset).__name__}.{changed[0]}'
-
-def _length(x):
-    "How many there are; None if nobody knows"
-    with suppress(TypeError, NotImplementedError): return len(x)
-
-def _equal(a, b): return a.shape == b.shape and torch.equal(a, b)
-
-def _below(dataset, i):
-    "The dataset in which a row lies, and its number there"
-    while isinstance(dataset, (Subset, ConcatDataset)):
-        if isinstance(dataset, ConcatDataset): dataset = dataset.datasets[0]
-        else: dataset,i = dataset.dataset,dataset.indices[i]
-    inner = [o for o in getattr(dataset, '__dict__', {}).values() if isinstance(o, Dataset)]
-    return _below(inner[0], i) if len(inner) == 1 else (dataset, i)
-
-def _stored(dataset, i):
-    "What a dataset holds for a row, where it lies, by name"
-    n,found = _length(dataset),{}
-    for name,held in getattr(dataset, '__dict__', {}).items():
-        is_of_rows = hasattr(held, '__getitem__') and not isinstance(held, dict) and getattr(held, 'ndim', 1)
-        if not is_of_rows or _length(held) != n: continue
-        x = held[i]
-        flags = getattr(x, 'flags', None) # Of an array
-        if getattr(flags, 'writeable', False): x = torch.as_tensor(x)
-        are_numbers = isinstance(x, torch.Tensor) and x.ndim > 0 and x.layout is torch.strided
-        if are_numbers and (x.is_floating_point() or x.dtype == torch.uint8): found[name] = x
-    return found
-
-def _as_tensors(row):
-    if isinstance(row, dict): row = list(row.values())
-    if isinstance(row, (list, tuple)): return [_as_tensors(part) for part in row]
-    if isinstance(row, torch.Tensor) or not hasattr(row, '__array__'): return row
-    return torch.as_tensor(row.__array__())
