@@ -10,7 +10,7 @@ from several import in_processes, loaders, net, outcome, rank, trainer
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.device import processes
+from isaac_loop.device import connection
 from isaac_loop.device.distributed import DistributedCB
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import Order
@@ -463,7 +463,7 @@ MOMENTS = "before_batch", "after_backward", "after_batch", "log", "cleanup_fit"
 @pytest.fixture
 def looks_soon(monkeypatch):
     "Whoever waits looks why after a tenth of a second"
-    monkeypatch.setattr(processes, "_LOOK", timedelta(seconds=0.1))
+    monkeypatch.setattr(connection, "_LOOK", timedelta(seconds=0.1))
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.device.launching import launch
-from isaac_loop.device.processes import ProcessRanks, join
+from isaac_loop.device.process_ranks import ProcessRanks
+from isaac_loop.device.processes import join
 from isaac_loop.loop.ranks import Ranks
 from isaac_loop.state.errors import RankFailed, RanksDiffer, WorldSizeMismatch
 
