@@ -14,7 +14,7 @@ from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, batch_weight, map_tensors
 from ..data.shared_loaders import rows_given, rows_of_all
 from .exchange import Exchange
-from .joining import named_parameters
+from .alike import named_parameters
 from ..loop.events import CancelBatchException, CancelEpochException
 from ..loop.events import CancelFitException, CancelStepException, Order
 from ..loop.handlers import has_own_batch

@@ -9,7 +9,7 @@ __all__ = []
 import torch
 
 from ..basics.tensors import is_part
-from .joining import named_modules, named_parameters
+from .alike import named_modules, named_parameters
 from .synchronising import DistributedSync, is_alone, level_of
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.shared_attributes import offered

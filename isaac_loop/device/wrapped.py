@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .joining import named_parameters
+from .alike import named_parameters
 from .synchronising import DistributedSync, has_no_rows, is_alone
 from .exchange import FIELDS, Exchange, Header
 from ..loop.handlers import has_own_batch
