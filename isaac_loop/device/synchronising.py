@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/device/67_synchronising.ipynb #f9fb2c90
+# %% ../../nbs/device/67_synchronising.ipynb #3ade9bb7
 from functools import partial
 
 import torch
@@ -13,8 +13,8 @@ import torch
 from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, batch_weight, map_tensors
 from ..data.shared_loaders import rows_given, rows_of_all
-from .exchange import Exchange
 from .alike import named_parameters
+from .exchange import Exchange
 from ..loop.events import CancelBatchException, CancelEpochException
 from ..loop.events import CancelFitException, CancelStepException, Order
 from ..loop.handlers import has_own_batch
@@ -131,13 +131,107 @@ class Window:
         aside = [(p, grad.to(p.device, copy=True)) for p,grad in pairs if grad is not None]
         self.weight,self._aside = state['weight'],aside
 
-# %% ../../nbs/device/67_synchronising.ipynb #9058a7f5
+# %% ../../nbs/device/67_synchronising.ipynb #de272d3a
+class SeenBatch(Window):
+    "Whether the gradients of a batch were cleared before it was left"
+    def before_zero_grad(self, trainer):
+        "Note that this batch has been seen to its end, unless it is left before its gradients are cleared"
+        self.cleared,self._at_clearing = True,True
+
+    def after_zero_grad(self, trainer):
+        "The gradients are cleared"
+        self._at_clearing = False
+
+    def cleanup_zero_grad(self, trainer):
+        "Was the batch left before that?"
+        leaves = isinstance(trainer.exception, _CANCELS)
+        self.cleared,self._at_clearing = self.cleared and not (leaves and self._at_clearing),False
+
+# %% ../../nbs/device/67_synchronising.ipynb #ba25d402
+class Exchanging(SeenBatch):
+    "Exchanges of all processes, and how they agree to leave"
+    def meet(self, trainer):
+        "An exchange of nothing in the middle of a pass, which a process that leaves it can join"
+        if not self.lockstep: return
+        before = self._aside,self.weight,self.done
+        self._aside,self.weight = None,0.
+        self.run(trainer, meets=True)
+        if self.agreed is not None: raise self.agreed
+        self._aside,self.weight,self.done = before
+
+    def run(self, trainer, over=False, leaves=False, meets=False):
+        "One exchange, and what was agreed on with it"
+        ranks = trainer.ranks
+        self.agreed = None
+        if self._aside is None: self._put_aside() # Nothing came since the last exchange
+        elif leaves: self._drop()
+        weight = 0. if leaves else self.weight
+        place = None if leaves else (*_place(trainer, over), -2) if meets else _place(trainer, over)
+        self._exchange.run(weight, place, _where(trainer, over), divide=not self._sums)
+        wishes = ranks.heard('cancel')
+        if wishes: self._agree_to_leave(max(wishes))
+        for p,old in self._aside: p.grad = old if p.grad is None else p.grad.add_(old)
+        self.weight,self._aside,self.done = 0.,None,True
+        self.obey(trainer)
+
+    def _agree_to_leave(self, wish):
+        "Leave the batch, or more, with all others; what was gathered for its update is dropped"
+        self._drop()
+        self.agreed,self.lockstep = _cancel(wish),not _ends_pass(wish)
+
+    def let_go(self):
+        "Hold on to no connection"
+
+    def obey(self, trainer):
+        "Stop if any process wishes to"
+        reason = trainer.ranks.soon('stop')
+        if reason is not None: trainer.request_stop(reason, everywhere=True)
+
+# %% ../../nbs/device/67_synchronising.ipynb #af003005
+class WeighedShare(Exchanging):
+    "The loss of a share weighs as much as the share has rows"
+    def cleanup_get_loss(self, trainer):
+        "Leave out a row that was only borrowed"
+        if has_no_rows(trainer): _cut(trainer)
+
+    def after_batch(self, trainer):
+        "Leave out a row that was only borrowed"
+        if has_no_rows(trainer): _cut(trainer)
+
+    def _weight(self, trainer): return 1. if self._sums else share_weight(trainer, self._weigh)
+
+    def before_backward(self, trainer):
+        "Weigh the loss; a process without rows has no gradient"
+        if is_alone(trainer): return
+        if self._aside is None: self._put_aside()
+        self._has_weighed = True
+        if has_no_rows(trainer): return _leave_out()
+        self._loss,weight = trainer.loss,self._weight(trainer)
+        self.weight = self.weight+weight
+        if not isinstance(weight, float) or weight != 1: trainer.loss = trainer.loss*weight
+
+    def after_backward(self, trainer):
+        "Nothing is under way any more that others wait for"
+        if self.meeting is not None: self.meeting.inside = False
+
+    def cleanup_backward(self, trainer):
+        "Give the loss back as it was"
+        if self._loss is not None: trainer.loss,self._loss = self._loss,None
+
+# %% ../../nbs/device/67_synchronising.ipynb #30ea23ae
 _NO_BACKWARD = ('`{cls}.one_batch` makes a step and never runs `backward`, so nobody could put the gradients '
                 'of all processes together, and their weights would drift apart. Call '
                 "`self.run_callbacks('backward', 'step', 'zero_grad')`, with a method `backward` that calls "
                 '`self.loss.backward()`.')
 
-class DistributedSync(Window):
+def _check_backward(trainer, params, exchanged):
+    "Refuse a step with gradients that came past `backward`"
+    cls,grads = type(trainer),[p.grad for p in params]
+    if exchanged or not has_own_batch(trainer): return
+    if any(grad is not None for grad in grads): raise RuntimeError(_NO_BACKWARD.format(cls=cls.__name__))
+
+# %% ../../nbs/device/67_synchronising.ipynb #aa21fa2f
+class DistributedSync(WeighedShare):
     "Put the gradients of all processes together before each step"
     order,exchange = Order.EXCHANGE,Exchange
     takes_parts = False # Can each process have a part of the weights?
@@ -173,96 +267,12 @@ class DistributedSync(Window):
         if not same: self._exchange = self.exchange(trainer.ranks, named)
         trainer.ranks.meeting = partial(self.meet, trainer)
 
-    def cleanup_get_loss(self, trainer):
-        "Leave out a row that was only borrowed"
-        if has_no_rows(trainer): _cut(trainer)
-
-    def after_batch(self, trainer):
-        "Leave out a row that was only borrowed"
-        if has_no_rows(trainer): _cut(trainer)
-
-    def _weight(self, trainer): return 1. if self._sums else share_weight(trainer, self._weigh)
-
-    def before_backward(self, trainer):
-        "Weigh the loss; a process without rows has no gradient"
-        if is_alone(trainer): return
-        if self._aside is None: self._put_aside()
-        self._has_weighed = True
-        if has_no_rows(trainer): return _leave_out()
-        self._loss,weight = trainer.loss,self._weight(trainer)
-        self.weight = self.weight+weight
-        if not isinstance(weight, float) or weight != 1: trainer.loss = trainer.loss*weight
-
-    def after_backward(self, trainer):
-        "Nothing is under way any more that others wait for"
-        if self.meeting is not None: self.meeting.inside = False
-
-    def cleanup_backward(self, trainer):
-        "Give the loss back as it was"
-        if self._loss is not None: trainer.loss,self._loss = self._loss,None
-
     def before_step(self, trainer):
         "Exchange; if a process has left the batch, leave it as well"
         if is_alone(trainer): return
-        if not self._has_weighed: self._check_backward(trainer)
+        if not self._has_weighed: _check_backward(trainer, self._exchange.params, self._aside is not None)
         self.run(trainer)
         if self.agreed is not None: raise self.agreed
-
-    def _check_backward(self, trainer):
-        "Refuse a step with gradients that came past `backward`"
-        cls,grads = type(trainer),[p.grad for p in self._exchange.params]
-        if self._aside is not None or not has_own_batch(trainer): return
-        if any(grad is not None for grad in grads): raise RuntimeError(_NO_BACKWARD.format(cls=cls.__name__))
-
-    def meet(self, trainer):
-        "An exchange of nothing in the middle of a pass, which a process that leaves it can join"
-        if not self.lockstep: return
-        before = self._aside,self.weight,self.done
-        self._aside,self.weight = None,0.
-        self.run(trainer, meets=True)
-        if self.agreed is not None: raise self.agreed
-        self._aside,self.weight,self.done = before
-
-    def run(self, trainer, over=False, leaves=False, meets=False):
-        "One exchange, and what was agreed on with it"
-        ranks = trainer.ranks
-        self.agreed = None
-        if self._aside is None: self._put_aside() # Nothing came since the last exchange
-        elif leaves: self._drop()
-        weight = 0. if leaves else self.weight
-        place = None if leaves else (*_place(trainer, over), -2) if meets else _place(trainer, over)
-        self._exchange.run(weight, place, _where(trainer, over), divide=not self._sums)
-        wishes = ranks.heard('cancel')
-        if wishes: self._agree_to_leave(max(wishes))
-        for p,old in self._aside: p.grad = old if p.grad is None else p.grad.add_(old)
-        self.weight,self._aside,self.done = 0.,None,True
-        self.obey(trainer)
-
-    def _agree_to_leave(self, wish):
-        "Leave the batch, or more, with all others; what was gathered for its update is dropped"
-        self._drop()
-        self.agreed,self.lockstep = _cancel(wish),not _ends_pass(wish)
-
-    def before_zero_grad(self, trainer):
-        "Note that this batch has been seen to its end, unless it is left before its gradients are cleared"
-        self.cleared,self._at_clearing = True,True
-
-    def after_zero_grad(self, trainer):
-        "The gradients are cleared"
-        self._at_clearing = False
-
-    def cleanup_zero_grad(self, trainer):
-        "Was the batch left before that?"
-        leaves = isinstance(trainer.exception, _CANCELS)
-        self.cleared,self._at_clearing = self.cleared and not (leaves and self._at_clearing),False
-
-    def let_go(self):
-        "Hold on to no connection"
-
-    def obey(self, trainer):
-        "Stop if any process wishes to"
-        reason = trainer.ranks.soon('stop')
-        if reason is not None: trainer.request_stop(reason, everywhere=True)
 
     def cleanup_epoch(self, trainer):
         "Drop what was gathered for an update that never came"
