@@ -17,8 +17,9 @@ from ..basics.output import say
 from .background_writes import BackgroundWrites
 from .counted_fits import CountedFits, belongs_to, why_over
 from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
-from .run_on_disk import RunOnDisk, checked_resume, metrics_of
+from .run_on_disk import RunOnDisk, metrics_of
 from .when_to_save import NewestNumbers, When
+from .which_run import checked_resume
 from ..loop.events import CancelFitException, callback_name
 from ..loop.monitor import check_monitored, mode_of
 from ..loop.notes import whereabouts
