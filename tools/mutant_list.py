@@ -731,7 +731,7 @@ MUTANTS = [
     ),
     Mutant(
         "a walk stops within a backward pass",
-        "PausedLoop._stops",
+        "_in_backward",
         "_C._current_graph_task_id() != -1",
         "False",
         ["test_a_hook_within_backward_does_not_stop_the_loop"],

@@ -7,43 +7,75 @@ __all__ = []
 
 # %% ../../nbs/inspection/28_paused_loop.ipynb #9bfab720
 from contextlib import contextmanager
-from contextvars import copy_context
 from threading import current_thread
 
+from fastcore.basics import patch
 from torch import _C
 
 from ..loop.events import CancelException, CancelFitException
 from .map_entries import loops_own
 from .moments import Moment, OPENINGS, loop_itself
 from .own_modes import Modes
+from .own_stack import check_thread, stack_for
 from .own_signals import Signals
 from .watched_calls import Call, changed_plan
 from .written import Copies, differences, look, look_at, own_differences
 
-# %% ../../nbs/inspection/28_paused_loop.ipynb #547d4e34
-_MISSING = ('`walk` pauses the loop by means of the package greenlet, which is not installed. '
-            'Install it with `pip install "isaac_loop[walk]"`.')
-_OTHER_THREAD = ('The loop of this walk waits in the thread `{thread}`, where it was begun, and can only '
-                 'go on or be left there.{dead}')
-_DEAD = ' That thread has ended, so its cleanups cannot run any more; make a new trainer.'
-_RUNNING = ('This walk was told to go on by a callback of its own loop, which is running already. '
-            'Let the callback return; the walk goes on by itself.')
-_ASIDE = ('This walk was told to go on while its trainer is lent to a run on the side, such as `side_run`, '
-          'and the loop would not find what it left. Go on when that run is over.')
-_STOP_ITERATION = ('The loop raised `StopIteration`, which would end a `for` without a word. Look for a '
-                   '`next` without a default.')
-
-def greenlets(): # The module
-    "The package that gives each side a stack of its own"
-    try: import greenlet
-    except ImportError as error: raise ImportError(_MISSING) from error
-    return greenlet
-
-# %% ../../nbs/inspection/28_paused_loop.ipynb #4f374fe8
+# %% ../../nbs/inspection/28_paused_loop.ipynb #19eaa8de
 class Ended:
     "What a loop says when it is over"
     def __init__(self, error): self.error = error
 
+# %% ../../nbs/inspection/28_paused_loop.ipynb #7d8a3add
+_RUNNING = ('This walk was told to go on by a callback of its own loop, which is running already. '
+            'Let the callback return; the walk goes on by itself.')
+_ASIDE = ('This walk was told to go on while its trainer is lent to a run on the side, such as `side_run`, '
+          'and the loop would not find what it left. Go on when that run is over.')
+
+def _check_turn(loop):
+    "Refuse to go on where the loop could not"
+    if loop.state == 'new': return
+    check_thread(loop.thread)
+    if loop.state == 'running': raise ValueError(_RUNNING)
+    if loop.trainer.plan is not loop.plan: raise RuntimeError(_ASIDE)
+
+# %% ../../nbs/inspection/28_paused_loop.ipynb #f199448b
+def _in_backward():
+    "Whether a hook asks, in the middle of a backward pass"
+    return _C._current_graph_task_id() != -1
+
+# %% ../../nbs/inspection/28_paused_loop.ipynb #36221ba6
+def _before(callback, trainer, seen):
+    "A look at the trainer before a call, what was written since the last moment, and copies"
+    now = look(trainer)
+    meanwhile = differences(seen, now, trainer, ask=False)
+    return now,meanwhile,Copies(trainer),look_at(callback, trainer)
+
+def _by_a_call(callback, trainer, seen, now, before, meanwhile, copies, own):
+    "What a call has written, and what was written between the last moment and the call"
+    wrote = differences(before, now, trainer, hints=copies.hints(trainer))
+    again = differences(seen, now, trainer) # With numbers, which are asked for only now
+    left = meanwhile.keys() & again.keys() - wrote.keys()
+    wrote |= own_differences(own, callback, trainer)
+    return wrote,meanwhile | {name: again[name] for name in left}
+
+# %% ../../nbs/inspection/28_paused_loop.ipynb #13a60f46
+def _by_the_loop(event, trainer, seen, now, passed, is_first):
+    "What the loop has written, and what callbacks have if some were `passed` without a stop"
+    found = differences(seen, now, trainer)
+    if is_first: found = {k: text for k,text in found.items() if text != 'removed'} # Of another fit
+    own = loops_own(event) if passed else found
+    return [{k: text for k,text in found.items() if (k in own) == mine} for mine in (True, False)]
+
+# %% ../../nbs/inspection/28_paused_loop.ipynb #7fb28259
+def _around(event, pairs, wanted, watch):
+    "Calls in place of handlers, and one of the loop where it opens a span, or where one is `wanted` at least"
+    found = [(cb, Call(event, cb, handler, watch)) for cb,handler in pairs]
+    if event in OPENINGS or (wanted and not pairs): found.insert(0, loop_itself(event, watch))
+    if found: found[-1][1].last = True
+    return found
+
+# %% ../../nbs/inspection/28_paused_loop.ipynb #df922b0b
 class PausedLoop:
     "A fit that stops after calls of callbacks, and goes on when told to"
     def __init__(self,
@@ -70,95 +102,7 @@ class PausedLoop:
     def __call__(self, event, pairs):
         "As a change of the plan: stand around every handler"
         if self.state == 'over': return pairs
-        found = [(cb, Call(event, cb, handler, self.watch)) for cb,handler in pairs]
-        wanted = event in self.stops.events and not pairs
-        if event in OPENINGS or wanted: found.insert(0, loop_itself(event, self.watch))
-        if found: found[-1][1].last = True
-        return found
-
-    def watch(self, call, trainer, run):
-        "Run a call, and stop after it if that is wanted"
-        __tracebackhide__ = True # An error shows whose handler it was
-        if self.state != 'running' or self.current() is not self.loop: return run() # Somebody else calls it
-        if self.leaving is not None and call.event.startswith('before_'): raise self.leaving
-        begun,raised = self._before(call),None
-        try: run()
-        except CancelException as error: raised = error
-        try:
-            if self._stops(call, raised): self._pause((call, raised, begun))
-            else: self.passed = True
-            if raised is not None: raise raised
-        finally: raised = None # It holds this frame, and this frame would hold it
-
-    def _before(self, call):
-        "A look at the trainer before a call, what was written since the last moment, and copies"
-        if self.leaving is not None or call.callback is None or not self.stops.possible(call): return None
-        now = look(self.trainer)
-        meanwhile = differences(self.seen, now, self.trainer, ask=False)
-        return now,meanwhile,Copies(self.trainer),look_at(call.callback, self.trainer)
-
-    def _stops(self, call, raised):
-        in_backward = _C._current_graph_task_id() != -1 # A hook: the engine is not to be left half way
-        return self.leaving is None and not in_backward and self.stops.after(call, raised)
-
-    def _pause(self, found):
-        "Give the turn to whoever walks, and go on when it comes back"
-        __tracebackhide__ = True
-        self.signals.deafen_as_loop()
-        handlers,error = self.back.switch(found)
-        found = None
-        self.signals.hear_as_loop(handlers)
-        in_fit = any(span.name == 'fit' for span in self.trainer.plan.spans)
-        if error is not None and (in_fit or error is not self.leaving): raise error
-
-    def _run(self, handlers, _):
-        "The loop's side, from its beginning to its end"
-        try:
-            self.signals.hear_as_loop(handlers)
-            with changed_plan(self.trainer, self): self.fit()
-            return Ended(None)
-        except BaseException as error:
-            error.__traceback__ = error.__traceback__.tb_next # Without this function
-            return Ended(error) # And in no variable of it, since the frames of the error lead here
-        finally: self.signals.deafen_as_loop()
-
-    def go_on(self,
-        error=None, # Raised in the loop where it stands; None to go on
-    )->Moment: # None if the loop is over
-        "Give the loop its turn, until it stops or ends; an error that ends it comes out"
-        __tracebackhide__ = True
-        if self.state == 'over': return None
-        self._check()
-        handlers = self.signals.deafen()
-        try: found = self._turn(handlers, error)
-        finally: self.signals.hear(handlers)
-        if isinstance(found, Moment): return found
-        try:
-            is_stop = isinstance(found.error, StopIteration)
-            if is_stop: raise RuntimeError(_STOP_ITERATION) from found.error
-            if found.error is not None: raise found.error
-        finally: found = error = None
-
-    def _turn(self, handlers, error):
-        "Change sides, and back again"
-        new,self.seen,self.passed = self.state == 'new',look(self.trainer),False
-        if new: self._begin()
-        self.back = self.loop.parent = self.current()
-        self.mine.take()
-        try:
-            (self.mine if new else self.its).put() # It begins in the modes of whoever walks
-            self.state = 'running'
-            try: found = self.loop.switch(handlers, error)
-            except BaseException as e: found = Ended(e) # Between two sides
-            self.its.take()
-            return self._end(found) if isinstance(found, Ended) else self._moment(*found)
-        finally: self.mine.put()
-
-    def _begin(self):
-        module = greenlets()
-        self.current,self.thread = module.getcurrent,current_thread()
-        self.loop = module.greenlet(self._run)
-        self.loop.gr_context = copy_context()
+        return _around(event, pairs, event in self.stops.events, self.watch)
 
     def _end(self, ended):
         if ended.error is self.leaving: ended.error = None
@@ -170,50 +114,115 @@ class PausedLoop:
     def _moment(self, call, raised, begun):
         "What has just happened"
         self.state,self.plan,now = 'paused',self.trainer.plan,look(self.trainer)
-        if begun is None: wrote,meanwhile = self._by_the_loop(call, now)
-        else: wrote,meanwhile = self._by_a_call(call, now, *begun)
+        looks = self.trainer,self.seen,now
+        if begun is None: wrote,meanwhile = _by_the_loop(call.event, *looks, self.passed, not self.n)
+        else: wrote,meanwhile = _by_a_call(call.callback, *looks, *begun)
         self.n += 1
         return Moment(self.trainer, call, self.n-1, wrote, meanwhile, raised)
 
-    def _by_a_call(self, call, now, before, meanwhile, copies, own):
-        "What a call has written, and what was written between the last moment and the call"
-        wrote = differences(before, now, self.trainer, hints=copies.hints(self.trainer))
-        again = differences(self.seen, now, self.trainer) # With numbers, which are asked for only now
-        left = meanwhile.keys() & again.keys() - wrote.keys()
-        wrote |= own_differences(own, call.callback, self.trainer)
-        return wrote,meanwhile | {name: again[name] for name in left}
+# %% ../../nbs/inspection/28_paused_loop.ipynb #641542bc
+@patch
+def watch(self:PausedLoop, call, trainer, run):
+    "Run a call, and stop after it if that is wanted"
+    __tracebackhide__ = True # An error shows whose handler it was
+    if self.state != 'running' or self.current() is not self.loop: return run() # Somebody else calls it
+    if self.leaving is not None and call.event.startswith('before_'): raise self.leaving
+    shown = self.leaving is None and call.callback is not None and self.stops.possible(call)
+    begun = _before(call.callback, self.trainer, self.seen) if shown else None
+    raised = None
+    try: run()
+    except CancelException as error: raised = error
+    try:
+        if self._stops(call, raised): self._pause((call, raised, begun))
+        else: self.passed = True
+        if raised is not None: raise raised
+    finally: raised = None # It holds this frame, and this frame would hold it
 
-    def _by_the_loop(self, call, now):
-        "What the loop has written, and what callbacks have if some were passed without a stop"
-        found = differences(self.seen, now, self.trainer)
-        if not self.n: found = {k: text for k,text in found.items() if text != 'removed'} # Of another fit
-        own = loops_own(call.event) if self.passed else found
-        return [{k: text for k,text in found.items() if (k in own) == mine} for mine in (True, False)]
+@patch
+def _stops(self:PausedLoop, call, raised):
+    return self.leaving is None and not _in_backward() and self.stops.after(call, raised)
 
-    def _check(self):
-        "Refuse to go on where the loop could not"
-        if self.state == 'new': return
-        if self.thread is not current_thread():
-            dead = '' if self.thread.is_alive() else _DEAD
-            raise RuntimeError(_OTHER_THREAD.format(thread=self.thread.name, dead=dead))
-        if self.state == 'running': raise ValueError(_RUNNING)
-        if self.trainer.plan is not self.plan: raise RuntimeError(_ASIDE)
+# %% ../../nbs/inspection/28_paused_loop.ipynb #b0e6bd5b
+@patch
+def _pause(self:PausedLoop, found):
+    "Give the turn to whoever walks, and go on when it comes back"
+    __tracebackhide__ = True
+    self.signals.deafen_as_loop()
+    handlers,error = self.back.switch(found)
+    found = None
+    self.signals.hear_as_loop(handlers)
+    in_fit = any(span.name == 'fit' for span in self.trainer.plan.spans)
+    if error is not None and (in_fit or error is not self.leaving): raise error
 
-    @contextmanager
-    def stopping(self, stops):
-        "Stop elsewhere in the `with` block, also at events that nobody answers"
-        before,self.stops = self.stops,stops
-        plan = self.trainer.plan
-        unanswered = any(not kind[event] for event in stops.events for kind in plan.entries.values())
-        if unanswered and plan is self.plan: plan.build(self.trainer.callbacks, check=False)
-        try: yield
-        finally: self.stops = before
+@patch
+def _run(self:PausedLoop, handlers, _):
+    "The loop's side, from its beginning to its end"
+    try:
+        self.signals.hear_as_loop(handlers)
+        with changed_plan(self.trainer, self): self.fit()
+        return Ended(None)
+    except BaseException as error:
+        error.__traceback__ = error.__traceback__.tb_next # Without this function
+        return Ended(error) # And in no variable of it, since the frames of the error lead here
+    finally: self.signals.deafen_as_loop()
 
-    def leave(self):
-        "Raise a `CancelFitException` where the loop stands, and let it run to its end"
-        __tracebackhide__ = True
-        if self.state == 'new': self.state = 'over'
-        if self.state == 'over': return
-        self._check()
-        self.leaving = CancelFitException('the walk was left')
-        self.go_on(self.leaving)
+# %% ../../nbs/inspection/28_paused_loop.ipynb #8a0d5c47
+@patch
+def _turn(self:PausedLoop, handlers, error):
+    "Change sides, and back again"
+    new,self.seen,self.passed = self.state == 'new',look(self.trainer),False
+    if new: (self.loop,self.current),self.thread = stack_for(self._run),current_thread()
+    self.back = self.loop.parent = self.current()
+    self.mine.take()
+    try:
+        (self.mine if new else self.its).put() # It begins in the modes of whoever walks
+        self.state = 'running'
+        try: found = self.loop.switch(handlers, error)
+        except BaseException as e: found = Ended(e) # Between two sides
+        self.its.take()
+        return self._end(found) if isinstance(found, Ended) else self._moment(*found)
+    finally: self.mine.put()
+
+# %% ../../nbs/inspection/28_paused_loop.ipynb #f140c8f0
+_STOP_ITERATION = ('The loop raised `StopIteration`, which would end a `for` without a word. Look for a '
+                   '`next` without a default.')
+
+@patch
+def go_on(self:PausedLoop,
+    error=None, # Raised in the loop where it stands; None to go on
+)->Moment: # None if the loop is over
+    "Give the loop its turn, until it stops or ends; an error that ends it comes out"
+    __tracebackhide__ = True
+    if self.state == 'over': return None
+    _check_turn(self)
+    handlers = self.signals.deafen()
+    try: found = self._turn(handlers, error)
+    finally: self.signals.hear(handlers)
+    if isinstance(found, Moment): return found
+    try:
+        is_stop = isinstance(found.error, StopIteration)
+        if is_stop: raise RuntimeError(_STOP_ITERATION) from found.error
+        if found.error is not None: raise found.error
+    finally: found = error = None
+
+@patch
+def leave(self:PausedLoop):
+    "Raise a `CancelFitException` where the loop stands, and let it run to its end"
+    __tracebackhide__ = True
+    if self.state == 'new': self.state = 'over'
+    if self.state == 'over': return
+    _check_turn(self)
+    self.leaving = CancelFitException('the walk was left')
+    self.go_on(self.leaving)
+
+# %% ../../nbs/inspection/28_paused_loop.ipynb #ff924b2b
+@patch
+@contextmanager
+def stopping(self:PausedLoop, stops):
+    "Stop elsewhere in the `with` block, also at events that nobody answers"
+    before,self.stops = self.stops,stops
+    plan = self.trainer.plan
+    unanswered = any(not kind[event] for event in stops.events for kind in plan.entries.values())
+    if unanswered and plan is self.plan: plan.build(self.trainer.callbacks, check=False)
+    try: yield
+    finally: self.stops = before

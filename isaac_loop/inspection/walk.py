@@ -18,7 +18,8 @@ from ..basics.checks import check_count, warn
 from ..loop.trainer import Trainer
 from .moments import Moment, Moments
 from .stops import Stops
-from .paused_loop import PausedLoop, greenlets
+from .own_stack import greenlets
+from .paused_loop import PausedLoop
 
 # %% ../../nbs/inspection/29_walk.ipynb #076b6305
 _DROPPED = ('A walk was dropped in another thread than `{thread}`, where it was begun, and its loop can only '
