@@ -10,7 +10,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
-from .run_rules.check_batches import RUN_RULES, found_by_running, looked
+from .run_rules.all_run_rules import RUN_RULES, found_by_running, looked
 from .seen_run.seen_batches import seen_run
 from .source_rules import check_attacks, check_best, check_cancels, check_counts
 from .source_rules import check_effects, check_forgotten, check_formulas, check_forwards

@@ -8,40 +8,28 @@ __all__ = []
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #0465e096
 import math, re
 
-from . import check_columns, check_groups, check_inputs, check_likelihoods
-from . import check_losses, check_outputs, check_paces, check_probed
-from . import check_scaling
-from . import check_shapes, check_tokens, check_views, check_windows
-from .check_data import one_transform, random_rows, shared_rows
-from .check_gradients import callbacks_in, in_line, lost_gradients
-from .check_gradients import mixed_gradients
-from .check_gradients import old_gradients, parameters_of_nobody
-from .check_gradients import scaled_changes
-from .check_gradients import still_weights, terms_without_gradient
-from .check_gradients import undone_steps
-from .check_gradients import weights_of_two, weights_without_gradient, when
-from .check_mixups import averages_left_behind, chance_in_validation
-from .check_mixups import frozen_in_training, levelled_rates
-from .check_mixups import models_that_are_one, rates_never_reached
-from .check_mixups import rows_that_are_one
-from .check_mixups import schedules_of_others, targets_shifted_twice
-from .check_mixups import weights_not_loaded
-from .check_rows import few_weights, other_labels, other_scale, same_rows
-from .check_rows import sorted_rows
-from ..source_rules.check_weights import short_weights_moved
+from .check_gradients import callbacks_in, in_line, when
 from ..source_rules.own_sources import source_text
 from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 from ...state.random_numbers import same_random_state
 
-# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #10da872c
+# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #a3621c11
+def _first_of(name, text, seen, found, **about):
+    "A finding about the first batch in which there are such layers"
+    for batch,layers in found:
+        if not layers: continue
+        who = seen.mode_by.get((layers[0], batch.where), '')
+        several = len(layers) > 1
+        about |= dict(names=in_line(layers), who=f'`{who}`' if who else 'somebody')
+        about |= dict(was='were' if several else 'was', they='they were' if several else 'it was')
+        return [Finding(name, text.format(when=when(batch.where), then=when(batch.where), **about),
+                        callbacks_in(seen, who))]
+    return []
+
+# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #ab6dacca
 _LEFT = ('{names} trained in {first}, and in {then} {they} in evaluation mode: {who} has called `.eval()` '
          'and not put the mode back. Call `.train()` again at the end of what was measured.')
-_TRAINS = ('{names} {was} in training mode in {when}, by {who}, so what is measured is another model than '
-           'the one that will be used.')
-_FROZEN = ('The weights of {names} are frozen, and the layer still measures the batches: its running mean '
-           'and variance move on, and the model changes all the same. Add '
-           '`BatchNormEvalCB(only_frozen=True)`, or call `.eval()` on it in `before_epoch`.')
 
 def left_in_evaluation(seen):
     "Layers that stopped to train in the middle of a pass; what is done at its beginning is meant"
@@ -55,29 +43,14 @@ def left_in_evaluation(seen):
 def _is_meant(seen, layer, batch):
     return seen.mode_by.get((layer, batch.where), '').endswith(('.before_fit', '.before_epoch'))
 
+# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #bae5f5f7
+_TRAINS = ('{names} {was} in training mode in {when}, by {who}, so what is measured is another model than '
+           'the one that will be used.')
+
 def trained_in_validation(seen):
     "Layers that were in training mode in a validation pass"
     wrong = [(o, [k for k,mode in o.modes.items() if mode]) for o in seen.batches if not o.where[1]]
     return _first_of('trains_in_validation', _TRAINS, seen, wrong)
-
-def _first_of(name, text, seen, found, **about):
-    "A finding about the first batch in which there are such layers"
-    for batch,layers in found:
-        if not layers: continue
-        who = seen.mode_by.get((layers[0], batch.where), '')
-        several = len(layers) > 1
-        about |= dict(names=in_line(layers), who=f'`{who}`' if who else 'somebody')
-        about |= dict(was='were' if several else 'was', they='they were' if several else 'it was')
-        return [Finding(name, text.format(when=when(batch.where), then=when(batch.where), **about),
-                        callbacks_in(seen, who))]
-    return []
-
-def frozen_that_measure(seen):
-    "Frozen batch norms in training mode"
-    training = [o.measuring for o in seen.batches if o.where[1]]
-    names = dict.fromkeys(k for layers in training for k in layers)
-    names = [k for k in names if len({o.get(k) for o in training} - {None}) == 1] # Others follow an average
-    return [Finding('frozen_measures', _FROZEN.format(names=in_line(names)))] if names else []
 
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #6227d577
 _UNDONE = ('{names} {was} put into evaluation mode {who}, and each training pass calls `model.train()` '
@@ -96,18 +69,21 @@ def modes_undone(seen):
     text = _UNDONE.format(names=in_line(names), first=when(first.where), **about)
     return [Finding('undone_mode', text, callbacks_in(seen, who))]
 
-# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #0d175f86
+# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #10da872c
+_FROZEN = ('The weights of {names} are frozen, and the layer still measures the batches: its running mean '
+           'and variance move on, and the model changes all the same. Add '
+           '`BatchNormEvalCB(only_frozen=True)`, or call `.eval()` on it in `before_epoch`.')
+
+def frozen_that_measure(seen):
+    "Frozen batch norms in training mode"
+    training = [o.measuring for o in seen.batches if o.where[1]]
+    names = dict.fromkeys(k for layers in training for k in layers)
+    names = [k for k in names if len({o.get(k) for o in training} - {None}) == 1] # Others follow an average
+    return [Finding('frozen_measures', _FROZEN.format(names=in_line(names)))] if names else []
+
+# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #cf744b7c
 _CHANGED = ('{names} changed in a validation pass (epoch {epoch}), so it does not only measure: the next '
             'epoch trains another model.')
-_DATA = ('`{who}` changes a batch in place, and the loader gives the same tensors again in the next epoch, '
-         'so the change is done to the data a second time. Work on a copy: `x = x*2` in place of `x *= 2`.')
-_SEEDED = ('The random numbers in {first} and in {second} are the same, so dropout and augmentation repeat '
-           'themselves. Set the seed once, before the fit.')
-_SEEDED_THERE = ('Behind the validation of epoch {a} and that of epoch {b} the random numbers are the same, '
-                 'so from then on each epoch draws the same dropout and augmentation. Whoever sets a seed '
-                 'for validation should put the numbers back, as `with torch.random.fork_rng():` does.')
-_NAN = ('The loss was {loss} in {when}. `NonFiniteCB` tells where it began, and `trainer.walk()` stops '
-        'there.')
 
 def changed_in_validation(seen):
     "Weights that a validation pass has changed"
@@ -115,16 +91,31 @@ def changed_in_validation(seen):
     text = _CHANGED.format(names=in_line(list(seen.changed)), epoch=next(iter(seen.changed.values()))[0])
     return [Finding('changed_in_validation', text, spoils=True)]
 
+# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #d3b0f18d
+_DATA = ('`{who}` changes a batch in place, and the loader gives the same tensors again in the next epoch, '
+         'so the change is done to the data a second time. Work on a copy: `x = x*2` in place of `x *= 2`.')
+
 def changed_data(seen):
     "Batches that were changed where the data lie"
     return [Finding('changes_data', _DATA.format(who=who), callbacks_in(seen, who), spoils=True)
             for who in seen.data]
+
+# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #15bdab5a
+_NAN = ('The loss was {loss} in {when}. `NonFiniteCB` tells where it began, and `trainer.walk()` stops '
+        'there.')
 
 def losses_that_are_none(seen):
     "The first loss that is no number"
     bad = [batch for batch in seen.batches if batch.loss is not None and not math.isfinite(batch.loss)]
     return [Finding('not_finite', _NAN.format(loss=batch.loss, when=when(batch.where)), spoils=True)
             for batch in bad[:1]]
+
+# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #0d175f86
+_SEEDED = ('The random numbers in {first} and in {second} are the same, so dropout and augmentation repeat '
+           'themselves. Set the seed once, before the fit.')
+_SEEDED_THERE = ('Behind the validation of epoch {a} and that of epoch {b} the random numbers are the same, '
+                 'so from then on each epoch draws the same dropout and augmentation. Whoever sets a seed '
+                 'for validation should put the numbers back, as `with torch.random.fork_rng():` does.')
 
 def repeated_numbers(seen):
     "Training batches that begin with the same random numbers"
@@ -168,8 +159,6 @@ def growing_hooks(seen):
     who = f', such as `{callback_name(own[0])}`,' if own else ''
     return [Finding('hooks_pile_up', _HOOKS.format(a=seen.hooks[0], b=seen.hooks[1], who=who), own[:1])]
 
-
-
 # %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #f13432d8
 _SOME = ('`{who}` changes the learning rate of group {moved} of `trainer.{opt}`, and nobody that of group '
          '{others}, which stays at {rates}. Go through all of `trainer.{opt}.param_groups`, or pass '
@@ -193,156 +182,3 @@ def rates_of_some(seen):
 def _names_first(callback):
     "Whether the source of a callback speaks of the first group"
     return re.search(r'param_groups\[0?(:1)?\]', source_text(type(callback))) is not None
-
-# %% ../../../nbs/inspection/run_rules/36_check_batches.ipynb #055d8850
-_FAILED = ('The rule `{name}` could not look at this loop: {error}. What it is about was not checked; the '
-           'others were.')
-
-def looked(
-    rule, # Gives findings about something
-    name:str, # What it is called
-    about, # That
-)->list: # Of `Finding`
-    "What a rule finds; one that fails says so, and keeps no other from looking"
-    try: return list(rule(about))
-    except Exception as error: return [_not_looked(name, error)]
-
-def _not_looked(name, error):
-    return Finding('not_looked', _FAILED.format(name=name, error=f'{type(error).__name__}: {error}'))
-
-def failed_looks(seen):
-    "Looks that failed in the run"
-    failed = seen.failed | seen.calls.failed
-    if not failed or not _has_no_numbers(seen.trainer.model): return [_not_looked(*o) for o in failed.items()]
-    return [Finding('not_looked', _META)]
-
-_META = ('The model lies on the device `meta`, which holds no numbers, so what only numbers tell was not '
-         'looked at.')
-
-def _has_no_numbers(model):
-    "Whether the weights of a model are shapes alone"
-    return any(p.is_meta for p in getattr(model, 'parameters', tuple)())
-
-RUN_RULES = { # By the name of what each finds
-    'not_looked': failed_looks,
-    'spread_rows': lambda seen: check_shapes.spread_rows(seen) + check_losses.factors_along_columns(seen),
-    'never_cleared': old_gradients,
-    'gradients_mixed': mixed_gradients,
-    'gradients_lost': lost_gradients,
-    'clip_before_unscale': scaled_changes,
-    'no_gradient': weights_without_gradient,
-    'zero_gradient': lambda seen: (), # Found together with it
-    'never_moved': lambda seen: still_weights(seen) or undone_steps(seen),
-    'shared_weights': weights_of_two,
-    'no_optimizer': parameters_of_nobody,
-    'constant_term': terms_without_gradient,
-    'left_in_eval': left_in_evaluation,
-    'trains_in_validation': trained_in_validation,
-    'undone_mode': modes_undone,
-    'frozen_measures': frozen_that_measure,
-    'changed_in_validation': changed_in_validation,
-    'changes_data': lambda seen: changed_data(seen) + check_inputs.drifting_rows(seen),
-    'not_finite': losses_that_are_none,
-    'seeded_again': repeated_numbers,
-    'wrong_column': check_columns.wrong_columns,
-    'keeps_graph': growing_graphs,
-    'hooks_pile_up': growing_hooks,
-    'some_rates': rates_of_some,
-    'mask_turned': check_shapes.masks_turned_round,
-    'shared_rows': lambda seen: [] if check_views.is_game(seen) else shared_rows(seen) or same_rows(seen),
-    'view_for_transpose': lambda seen: (check_shapes.views_for_transposes(seen) or
-                                        check_inputs.renamed_pictures(seen)),
-    'sees_future': check_shapes.models_that_look_ahead,
-    'rows_mixed': check_shapes.models_that_mix_rows,
-    'padding_read': check_shapes.models_that_read_padding,
-    'same_model': models_that_are_one,
-    'other_optimizer': lambda seen: schedules_of_others(seen) or check_groups.rates_of_others(seen),
-    'one_rate': levelled_rates,
-    'same_rows': rows_that_are_one,
-    'low_rate': rates_never_reached,
-    'shifted_twice': targets_shifted_twice,
-    'overlapping_rows': check_windows.overlapping_windows,
-    'own_scale': check_windows.own_scale,
-    'read_by_each': check_windows.streams_read_twice,
-    'nothing_loaded': weights_not_loaded,
-    'average_without_buffers': averages_left_behind,
-    'teacher_in_training': frozen_in_training,
-    'carries_over': check_shapes.models_that_remember,
-    'drops_in_validation': check_shapes.dropout_without_end,
-    'mean_of_means': check_columns.means_of_functions,
-    'random_validation': lambda seen: [*random_rows(seen), *chance_in_validation(seen)],
-    'short_weights': short_weights_moved,
-    'sorted_rows': sorted_rows,
-    'other_labels': other_labels,
-    'few_weights': few_weights,
-    'other_scale': other_scale,
-    'softmax_twice': check_losses.probabilities_given,
-    'needs_log': check_losses.logarithms_missing,
-    'several_classes': check_losses.several_classes,
-    'weights_turned': check_losses.turned_weights,
-    'constant_targets': check_losses.constant_targets,
-    'not_shifted': check_losses.targets_not_shifted,
-    'padding_counts': check_losses.counted_padding,
-    'flattened_apart': check_losses.flattened_apart,
-    'out_of_reach': check_losses.targets_beyond,
-    'finds_itself': check_losses.rows_that_find_themselves,
-    'target_gradient': check_losses.targets_with_gradient,
-    'attention_axis': check_losses.attention_axes,
-    'threshold_of_logits': lambda seen: (check_losses.limits_of_no_probabilities(seen) or
-                                         check_outputs.limits_of_logits(seen)),
-    'zero_derivative': check_losses.zero_derivatives,
-    'same_views': check_views.views_that_are_one,
-    'both_drawn': check_views.views_that_collapse,
-    'fresh_noise': check_views.noise_of_the_loss,
-    'fresh_action': check_views.actions_not_played,
-    'ratio_of_one': check_views.ratios_of_one,
-    'wrong_positive': check_views.labels_of_another_column,
-    'same_answers': check_views.answers_that_are_one,
-    'one_state': check_views.states_that_are_one,
-    'written_to_copy': check_views.writing_to_copies,
-    'codes_cut': check_views.codes_without_way_back,
-    'divided_away': check_views.fractions_of_nothing,
-    'visible_only': check_views.errors_of_the_seen,
-    'same_goal': check_views.labels_of_a_game,
-    'decayed_norms': check_groups.decayed_norms,
-    'empty_group': check_groups.groups_of_nothing,
-    'one_transform': one_transform,
-    'coupled_decay': check_groups.coupled_decays,
-    'rates_turned': check_groups.turned_rates,
-    'step_moves_nothing': check_groups.steps_that_move_nothing,
-    'signed_penalty': check_groups.signed_penalties,
-    'kept_alias': check_groups.copied_onto_themselves,
-    'schedule_pace': lambda seen: check_paces.updates_by_epoch(seen) or check_paces.wrong_lengths(seen),
-    'batch_scale': check_inputs.scaled_by_batch,
-    'row_scale': check_inputs.scaled_by_row,
-    'missing_as_number': check_inputs.marks_as_numbers,
-    'bytes_wrap': check_inputs.wrapped_bytes,
-    'targets_not_moved': check_inputs.moved_alone,
-    'large_targets': check_outputs.targets_too_large,
-    'relu_on_logits': check_outputs.rectified_logits,
-    'no_activation': check_outputs.layers_without_activation,
-    'weights_misplaced': check_outputs.weights_of_other_classes,
-    'id_as_padding': check_tokens.ids_as_padding,
-    'labels_not_cloned': check_tokens.labels_held,
-    'blank_in_targets': check_tokens.letters_as_blanks,
-    'state_carried': check_tokens.states_of_other_rows,
-    'heads_mixed': check_tokens.heads_by_view,
-    'edges_not_offset': check_tokens.edges_without_offset,
-    'rate_as_log': check_likelihoods.rates_for_logarithms,
-    'std_as_variance': check_likelihoods.spreads_for_variances,
-    'ranking_turned': check_likelihoods.ranks_turned,
-    'flat_similarities': check_likelihoods.flat_similarities,
-    'risk_turned': check_likelihoods.risks_of_those_gone,
-    'level_of_all': check_likelihoods.levels_of_all,
-    'scaled_together': check_scaling.scaled_together,
-    'mean_of_exps': check_probed.means_of_exponentials,
-    'transitions_turned': check_probed.transitions_turned,
-    'true_past': check_probed.true_past,
-    'erased_in_validation': check_probed.erased_by_chance,
-}
-
-def found_by_running(
-    seen, # A `SeenRun`
-)->list: # Of `Finding`
-    "What batches that were run tell"
-    return [finding for name,rule in RUN_RULES.items() for finding in looked(rule, name, seen)]
