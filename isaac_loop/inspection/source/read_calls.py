@@ -12,8 +12,9 @@ from types import ModuleType
 from .known_calls import COMPUTED, COPIES, FILLING, PARTS, PASSED, changed
 from .known_calls import deeds, is_optimizer, longer, of_weights
 from .method_source import to_follow
+from .read_assignments import part_of_model
 from .read_expressions import Attributes
-from .read_statements import existing, part_of, part_of_model
+from .read_statements import existing, part_of
 from .read_values import Bound, Made, NOTHING, Value, joined
 from ...loop.shared_attributes import OFFERS
 

@@ -12,7 +12,8 @@ from types import FunctionType, MethodType
 from ...basics.source_code import negated
 from .known_calls import FACTS, longer, shared
 from .method_source import to_follow
-from .read_statements import Assignments, either, part_of
+from .read_assignments import Assignments
+from .read_statements import either, part_of
 from .read_values import Choice, Closure, Made, NOTHING, UNKNOWN
 from .read_values import Value, joined, looked_up
 

@@ -10,37 +10,10 @@ import ast, sys
 from contextlib import contextmanager
 
 from ...basics.source_code import negated
-from .known_calls import COMPUTED, held_in, longer, of_gradients, of_weights
-from .known_calls import shared
-from .read_values import Closure, NOTHING, UNKNOWN, Value
+from .read_values import Closure, UNKNOWN, Value
 
-# %% ../../../nbs/inspection/source/40_read_statements.ipynb #732c0fdd
-def _asked_for(test):
-    "Attributes that a condition asks for, as in `hasattr(trainer, 'opt')`"
-    nodes = list(ast.walk(test))
-    asks = any(getattr(getattr(o, 'func', None), 'id', '') in ('hasattr', 'vars', 'getattr') for o in nodes)
-    if not asks: return set()
-    return {o.value for o in nodes if isinstance(o, ast.Constant) and isinstance(o.value, str)}
-
-def _leaves(body):
-    "Whether a branch ends here for good"
-    return bool(body) and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))
-
-def _returns(body):
-    "Whether a branch ends the method in good order"
-    return bool(body) and isinstance(body[-1], (ast.Return, ast.Continue, ast.Break))
-
-def _has_way_out(body, kinds=(ast.Return, ast.Continue, ast.Break)):
-    "Whether one of these stands in `body`, but for functions within"
-    for node in body:
-        if isinstance(node, kinds): return True
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)): continue
-        if _has_way_out(ast.iter_child_nodes(node), kinds): return True
-    return False
-
-UNWORDED = ast.Constant(...) # A condition that no words are found for
-
-def _only_presence(test):
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #efe9504f
+def only_presence(test):
     "Whether a condition only asks if there is something, as in `p.grad is not None`"
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot))
 
@@ -48,21 +21,11 @@ def _asks_training(test):
     "Whether a condition is true in training passes, and in no others, as `trainer.training` is"
     return isinstance(test, ast.Attribute) and test.attr == 'training'
 
-def _asks_validation(test):
+def asks_validation(test):
     "Whether a condition is `not trainer.training`"
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and _asks_training(test.operand)
 
-def switches_graphs_off(node):
-    "Whether a `with` or a decorator is `torch.no_grad()`, or inference mode"
-    names = {getattr(o, 'attr', getattr(o, 'id', '')) for o in ast.walk(node)}
-    return not names.isdisjoint(('no_grad', 'inference_mode'))
-
-def _catches_missing(kind):
-    "Whether an `except` also gets the error for an attribute that is not there"
-    names = {getattr(o, 'id', '') for o in ast.walk(kind)} if kind is not None else {'Exception'}
-    return bool(names & {'AttributeError', 'Exception', 'BaseException'})
-
-# %% ../../../nbs/inspection/source/40_read_statements.ipynb #2d585178
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #13aee2d3
 def either(
     values, # At least one
 )->Value:
@@ -71,6 +34,7 @@ def either(
     for other in rest: result = result | other
     return result
 
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #fd31ee52
 def part_of(
     value, # Is walked over, or taken apart
 )->Value:
@@ -85,34 +49,61 @@ def existing(
     "The value of `obj`, with its parts if it is a tuple"
     return Value(live=obj, parts=[existing(o) for o in obj] if type(obj) is tuple and len(obj) < 20 else None)
 
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #6520fa9e
 def _of_training(test, of_body, of_else):
     "What happens in every training batch, of what either branch does in all of its own"
     if _asks_training(test): return of_body
-    return of_else if _asks_validation(test) else of_body & of_else
+    return of_else if asks_validation(test) else of_body & of_else
+
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #aba92f0e
+_SUMS = 'keeps graph','begins graph'
 
 def _sums_in_both(branches):
     "A sum keeps graphs in any case if one branch begins it with one, and the other goes on with it"
     kept = [{deed for kind,deed in found if kind == 'does' and deed in _SUMS} for found in branches]
     return {('does', 'keeps graph')} if all(kept) and any('keeps graph' in deeds for deeds in kept) else set()
 
-_SUMS = 'keeps graph','begins graph'
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #59a36788
+class Notes:
+    "Writes down what is found, and under which conditions"
+    def note(self, kind, name, node, part=''):
+        "Add a finding"
+        if (kind, name) == ('changes', 'model') and not part: part = 'weights'
+        sure,trains = not self.doubts,self.doubts == self.asides
+        self.found.note(kind, name, self.place_of(node), sure, trains, part, self.tests)
 
-_PARTS = {'train': 'mode', 'eval': 'mode', 'training': 'mode', 'requires_grad_': 'what is trained',
-          'requires_grad': 'what is trained'} | dict.fromkeys(('to', 'cpu', 'cuda'), 'device or type')
-_PARTS |= dict.fromkeys(('half', 'float', 'double', 'bfloat16'), 'device or type')
+    def do(self, deed, node):
+        "Note a deed"
+        self.found.do(deed, self.place_of(node), not self.doubts, self.doubts == self.asides)
 
-def part_of_model(
-    name:str, # Of a method that is called, or of an attribute that is set
-)->str: # Empty for weights
-    "What of a model changes, if not its weights"
-    return 'hooks' if name.startswith('register_') else _PARTS.get(name, '')
+    def place_of(self, node):
+        return f'{self.file}:{node.lineno}'
 
-class Statements:
-    "Follows statements; expressions are another chapter"
-    def block(self, statements):
-        "Follow statements in their order"
-        for node in statements: getattr(self, f'do_{type(node).__name__}', self.do_others)(node)
+    def doubt(self, what, node):
+        "Note what cannot be followed"
+        text = f'{what} at {self.place_of(node)}'
+        if text not in self.found.unclear: self.found.unclear.append(text)
 
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #66b7dd0a
+class Doubts(Notes):
+    "Knows that what is done under a condition may not be done"
+    @contextmanager
+    def perhaps(self, test=None):
+        "What is found in the `with` block happens under a condition"
+        doubts,asides,tests = self.doubts,self.asides,self.tests
+        self._doubt(test is None or not only_presence(test), _asks_training(test), test)
+        yield
+        self.doubts,self.asides,self.tests = doubts,asides,tests
+
+    def _doubt(self, doubtful, aside, test):
+        "From here on things happen under a condition, perhaps only that of training"
+        self.doubts += doubtful
+        self.asides += doubtful and aside
+        if doubtful and test is not None: self.tests += (test,)
+
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #2bddb288
+class Ways(Doubts):
+    "Follows several bodies from one beginning"
     def branches(self, *bodies):
         "Follow each of `bodies` from the same beginning; then a name may stand for what any of them has left"
         before,left = dict(self.names),[]
@@ -127,12 +118,9 @@ class Statements:
         names = {name for some in left for name in some}
         self.names = {name: either([some[name] for some in left if name in some]) for name in names}
 
-    def later(self, made):
-        "Follow a function that somebody else may call, at any time"
-        guarded,self.guards = self.guards,self.guards | {'*'}
-        with self.perhaps(): self.enter(made, [], {})
-        self.guards = guarded
-
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #76e9dcd3
+class BothWays(Ways):
+    "Follows two bodies of which one is taken"
     def both(self, test, *bodies):
         "Follow each of two `bodies`, of which one is taken: what both of them do is sure"
         found,doubts,asides = self.found,self.doubts,self.asides
@@ -153,37 +141,36 @@ class Statements:
         found.trains = trains | _of_training(test, *steady) | _sums_in_both(steady)
         self._join(left)
 
-    @contextmanager
-    def perhaps(self, test=None):
-        "What is found in the `with` block happens under a condition"
-        doubts,asides,tests = self.doubts,self.asides,self.tests
-        self._doubt(test is None or not _only_presence(test), _asks_training(test), test)
-        yield
-        self.doubts,self.asides,self.tests = doubts,asides,tests
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #2e3eee57
+class Definitions(BothWays):
+    "Follows what defines a name: functions inside, and imports"
+    def later(self, made):
+        "Follow a function that somebody else may call, at any time"
+        guarded,self.guards = self.guards,self.guards | {'*'}
+        with self.perhaps(): self.enter(made, [], {})
+        self.guards = guarded
 
-    def _doubt(self, doubtful, aside, test):
-        "From here on things happen under a condition, perhaps only that of training"
-        self.doubts += doubtful
-        self.asides += doubtful and aside
-        if doubtful and test is not None: self.tests += (test,)
+    def do_FunctionDef(self, node):
+        "A function inside: whoever calls it later does what stands in it"
+        made = Closure(node, self.names, self.around, self.file)
+        self.names[node.name] = Value(live=made)
+        self.later(made)
 
-    def note(self, kind, name, node, part=''):
-        "Add a finding"
-        if (kind, name) == ('changes', 'model') and not part: part = 'weights'
-        sure,trains = not self.doubts,self.doubts == self.asides
-        self.found.note(kind, name, self.place_of(node), sure, trains, part, self.tests)
+    def do_ImportFrom(self, node):
+        "What is imported here, if it has been imported already: nothing is run"
+        package = (self.around.get('__package__') or '').split('.')
+        above = package[:len(package)-node.level+1] if node.level else []
+        module = sys.modules.get('.'.join([*above, *([node.module] if node.module else [])]))
+        there = vars(module) if module else {}
+        for alias in node.names:
+            self.names[alias.asname or alias.name] = Value(live=there.get(alias.name, UNKNOWN))
 
-    def do(self, deed, node):
-        "Note a deed"
-        self.found.do(deed, self.place_of(node), not self.doubts, self.doubts == self.asides)
-
-    def place_of(self, node):
-        return f'{self.file}:{node.lineno}'
-
-    def doubt(self, what, node):
-        "Note what cannot be followed"
-        text = f'{what} at {self.place_of(node)}'
-        if text not in self.found.unclear: self.found.unclear.append(text)
+# %% ../../../nbs/inspection/source/40_read_statements.ipynb #2d585178
+class Statements(Definitions):
+    "Follows statements; expressions are another chapter"
+    def block(self, statements):
+        "Follow statements in their order"
+        for node in statements: getattr(self, f'do_{type(node).__name__}', self.do_others)(node)
 
     def do_others(self, node):
         "Any statement: its expressions, then its bodies"
@@ -199,191 +186,3 @@ class Statements:
         called = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
         self.found.raises |= {getattr(called, 'id', getattr(called, 'attr', ''))} - {''}
         self.do_others(node)
-
-    def do_ImportFrom(self, node):
-        "What is imported here, if it has been imported already: nothing is run"
-        package = (self.around.get('__package__') or '').split('.')
-        above = package[:len(package)-node.level+1] if node.level else []
-        module = sys.modules.get('.'.join([*above, *([node.module] if node.module else [])]))
-        there = vars(module) if module else {}
-        for alias in node.names:
-            self.names[alias.asname or alias.name] = Value(live=there.get(alias.name, UNKNOWN))
-
-    def do_FunctionDef(self, node):
-        "A function inside: whoever calls it later does what stands in it"
-        made = Closure(node, self.names, self.around, self.file)
-        self.names[node.name] = Value(live=made)
-        self.later(made)
-
-# %% ../../../nbs/inspection/source/40_read_statements.ipynb #d27960e9
-class Branches(Statements):
-    "Follows what branches and repeats"
-    def do_If(self, node):
-        self.value(node.test)
-        guarded,asked = self.guards,_asked_for(node.test)
-        self.guards = guarded | asked
-        if node.orelse: self.both(node.test, node.body, node.orelse)
-        else:
-            with self.perhaps(node.test): self.branches(node.body, [])
-        self.guards = guarded | (asked if _leaves(node.body) else set())
-        is_guard = _returns(node.body) and not _has_way_out([*node.body[:-1], *node.orelse])
-        if not _only_presence(node.test) and _returns(node.body):
-            self._doubt(True, _asks_validation(node.test), negated(node.test) if is_guard else UNWORDED)
-        elif _has_way_out([*node.body, *node.orelse]): self._doubt(True, False, UNWORDED)
-
-    def do_For(self, node):
-        element,tests = part_of(self.value(node.iter)),self.tests
-        for _ in range(2):
-            self.assign(node.target, element)
-            self.branches(node.body, [])
-        self._behind(node, tests)
-
-    def do_While(self, node):
-        tests = self.tests
-        for _ in range(2):
-            self.value(node.test)
-            self.branches(node.body, [])
-        self._behind(node, tests)
-
-    def _behind(self, node, tests):
-        "What comes after a loop, whatever held in it"
-        self.tests = (*tests, UNWORDED) if _has_way_out(node.body, (ast.Return,)) else tests
-        self.block(node.orelse)
-
-    def do_Match(self, node):
-        self.value(node.subject)
-        with self.perhaps(): self.branches(*(case.body for case in node.cases), [])
-
-    def do_Try(self, node):
-        guarded = self.guards
-        if any(_catches_missing(o.type) for o in node.handlers): self.guards = guarded | {'*'}
-        self.block(node.body)
-        self.guards = guarded
-        self.branches(node.orelse)
-        with self.perhaps(): self.branches(*(o.body for o in node.handlers), [])
-        self.block(node.finalbody)
-
-    def do_With(self, node):
-        for item in node.items:
-            value = self.value(item.context_expr)
-            if item.optional_vars is not None: self.assign(item.optional_vars, value)
-        graphs,self.graphs = self.graphs,self.graphs and not any(map(switches_graphs_off, node.items))
-        self.block(node.body)
-        self.graphs = graphs
-
-# %% ../../../nbs/inspection/source/40_read_statements.ipynb #490b0800
-class Assignments(Branches):
-    "Follows what gives something a name, or an object another part"
-    def do_Assign(self, node):
-        value = self.value(node.value)
-        for target in node.targets:
-            if self._is_sum_of(target, node.value): self._sum(target, node.value, node)
-            if not isinstance(target, ast.Name) and self.mixes(target, node.value): self.do('averages', node)
-            self.assign(target, value)
-            if isinstance(target, ast.Subscript):
-                self.absorb(target.value, self.value(target.value), value)
-                self.hold(target.value, value, node)
-
-    def do_AnnAssign(self, node):
-        if node.value is not None: self.assign(node.target, self.value(node.value))
-
-    def do_AugAssign(self, node):
-        "`a += b`, which happens in place where the object can do that"
-        value,old = self.value(node.value),self.value(node.target)
-        if isinstance(node.target, ast.Name): self.change(old, node)
-        else: self.assign(node.target, old)
-        self._sum(node.target, node.value, node)
-        self.absorb(node.target, old, value)
-
-    def _is_sum_of(self, target, made):
-        "Whether `target = made` goes on from what was there, as in `self.total = self.total + trainer.loss`"
-        if isinstance(made, ast.IfExp):
-            return self._is_sum_of(target, made.body) or self._is_sum_of(target, made.orelse)
-        if not isinstance(made, ast.BinOp) or not isinstance(target, ast.Attribute): return False
-        known = ast.unparse(target)
-        return any(ast.unparse(o) == known for o in ast.walk(made) if isinstance(o, ast.Attribute))
-
-    def _sum(self, target, added, node):
-        "A kept sum gets a further term"
-        if self.graphs and self.has_graph(added) and self.is_kept(target): self.do('keeps graph', node)
-
-    def has_graph(self, node):
-        "Whether an expression is a loss or predictions, or is computed from them in any case"
-        if isinstance(node, ast.BinOp): return self.has_graph(node.left) or self.has_graph(node.right)
-        if isinstance(node, ast.IfExp): return self.has_graph(node.body) and self.has_graph(node.orelse)
-        if isinstance(node, ast.UnaryOp): return self.has_graph(node.operand)
-        called = getattr(node, 'func', None)
-        if getattr(called, 'attr', '') in COMPUTED: return self.has_graph(called.value)
-        return self.value(node).has_graph
-
-    def mixes(self, target, made):
-        "Whether `made` mixes weights of the model into `target`, which is not the trainer's"
-        if not isinstance(made, ast.BinOp): return False
-        parts = [o for o in ast.walk(made) if isinstance(o, (ast.Name, ast.Attribute, ast.Subscript))]
-        goes_on = any(ast.unparse(o) == ast.unparse(target) for o in parts) # So it has been read already
-        if not goes_on or self.value(target).paths: return False
-        return any(of_weights(self.value(o).paths) for o in parts)
-
-    def do_Delete(self, node):
-        for target in node.targets:
-            if isinstance(target, (ast.Attribute, ast.Subscript)): self.assign(target, NOTHING)
-
-    def assign(self, target, value):
-        "Let `target` stand for `value`"
-        if isinstance(target, ast.Name): self.names[target.id] = value
-        elif isinstance(target, ast.Starred): self.assign(target.value, Value(value.paths))
-        elif isinstance(target, (ast.Tuple, ast.List)): self._take_apart(target.elts, value)
-        elif isinstance(target, ast.Attribute):
-            self._set(self.value(target.value), target.attr, value, target)
-        elif isinstance(target, ast.Subscript): self._set_entry(target)
-
-    def _take_apart(self, targets, value):
-        same = value.parts and len(value.parts) == len(targets)
-        parts = value.parts if same else [part_of(value)]*len(targets)
-        for target,part in zip(targets, parts): self.assign(target, part)
-
-    def _set(self, owner, name, value, node):
-        "`owner.name = value`"
-        if owner.is_trainer: self.note('writes', name, node)
-        for path in owner.paths - {()}:
-            self.note('changes', shared(longer(path, name)), node, part_of_model(name))
-            if name == 'grad': self.do(of_gradients(longer(path, name), value.live is None), node)
-            if name == 'training': self.do('trains', node)
-        if self.kept_by(owner) is not None: self.keep(self.kept_by(owner), name, value)
-        if owner.live is self.callback:
-            self.do(f'makes self.{name}', node)
-            if self.graphs and value.has_graph: self.do('begins graph', node)
-            for what in held_in(value.paths): self.do(f'holds self.{name} {what}', node)
-
-    def hold(self, target, value, node):
-        "Note what of the model is kept in a list or a dict of the callback, known as `target`"
-        if not self.is_kept(target): return
-        for what in held_in(value.paths): self.do(f'holds {ast.unparse(target)} {what}', node)
-
-    def _set_entry(self, target):
-        "`owner[key] = ...`"
-        owner,key = self.value(target.value),self.value(target.slice)
-        if owner.is_vars: self.write_by_name(key, target)
-        self.change(owner, target)
-
-    def write_by_name(self, key, node):
-        "Write an attribute of the trainer whose name is the value `key`"
-        if isinstance(key.live, str): self.note('writes', key.live, node)
-        else: self.doubt('sets an attribute whose name is made up', node)
-
-    def is_kept(self, target):
-        "Whether an expression is an attribute of the callback, or of what it has made"
-        if isinstance(target, ast.Subscript): target = target.value # An entry of a dict
-        return isinstance(target, ast.Attribute) and self.kept_by(self.value(target.value)) is not None
-
-    def absorb(self, target, old, value):
-        "A list or dict, known as `target`, gets `value` as a further element"
-        if not (old.new and value.paths - old.paths): return
-        more = Value(old.paths | value.paths, new=True)
-        if isinstance(target, ast.Name): self.names[target.id] = more
-        elif isinstance(target, ast.Attribute): self._set(self.value(target.value), target.attr, more, target)
-
-    def change(self, value, node):
-        "Note that what `value` stands for changes in place"
-        if value.new: return
-        for path in value.paths - {()}: self.note('changes', shared(path), node)

@@ -12,8 +12,9 @@ from types import MethodType
 
 from .known_calls import ANEW, is_optimizer
 from .method_source import function_node, function_of, place, to_follow
+from .read_branches import switches_graphs_off
 from .read_calls import Called, NewObjects, unpacked
-from .read_statements import either, switches_graphs_off
+from .read_statements import either
 from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN, Value
 from .read_values import joined, looked_up
 from ...loop.shared_attributes import OFFERS

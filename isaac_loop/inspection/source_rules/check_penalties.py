@@ -11,7 +11,7 @@ import ast, re
 from torch import Tensor, nn
 
 from ..source.method_source import function_node
-from ..source.read_statements import switches_graphs_off
+from ..source.read_branches import switches_graphs_off
 from .check_lasting import own_trees
 from .check_model import called, is_users_function, own_losses
 from .check_rules import line_in, method_of, pairs_of, said
