@@ -12,140 +12,10 @@ from ..basics.checks import check_count, did_you_mean, warn
 from ..basics.tables import Table
 from .run_rules.all_run_rules import RUN_RULES, found_by_running, looked
 from .seen_run.seen_batches import seen_run
-from .source_rules import check_attacks, check_best, check_cancels, check_counts
-from .source_rules import check_effects, check_forgotten, check_formulas, check_forwards
-from .source_rules import check_habits, check_hooks, check_kept, check_last_batch
-from .source_rules import check_lasting, check_layers, check_mixing, check_model
-from .source_rules import check_modes, check_orders, check_penalties, check_pieces
-from .source_rules import check_policies, check_recipes, check_renamed, check_resumed
-from .source_rules import check_rows_read, check_rules, check_saved, check_schedules
-from .source_rules import check_skips, check_steps, check_sums, check_terms, check_ties
-from .source_rules import check_updates, check_weights, check_writing
+from .source_rules.all_source_rules import RULES
 from .source_rules.check_rules import Scene
-from ..loop.plan_checks import is_silent, names_in, never_run, turned_orders
+from ..loop.plan_checks import is_silent, names_in
 from ..loop.trainer import Trainer
-
-# %% ../../nbs/inspection/16_checks.ipynb #d64802b3
-RULES = { # By the name of what each finds
-    'read_before_written': check_rules.missing_attributes,
-    'no_provider': check_rules.idle_loops, # And by the rule before
-    'double_step': check_rules.double_steps,
-    'clip_before_unscale': check_rules.clipped_before_unscaling,
-    'clip_every_micro_batch': check_rules.clipped_in_parts,
-    'average_before_step': check_orders.early_averages,
-    'metrics_after_report': check_orders.early_readers,
-    'device_after_augment': check_orders.late_moves,
-    'order_turned': lambda scene: turned_orders(scene.trainer.plan.entries[True]),
-    'writers_without_order': check_orders.blind_writers,
-    'waits_in_vain': lambda scene: _in_vain(scene),
-    'return_ignored': check_orders.lost_results,
-    'keeps_graph': check_orders.kept_graphs,
-    'clip_before_backward': check_updates.clipped_too_early,
-    'clip_after_step': check_updates.clipped_too_late,
-    'cleared_before_step': check_updates.cleared_too_early,
-    'scaled_loss': check_updates.scaled_losses,
-    'counted_twice': check_updates.counted_twice,
-    'schedule_twice': check_schedules.stepped_twice,
-    'rate_compounds': check_schedules.rates_by_hand, # And `schedule_twice`
-    'schedule_pace': lambda scene: check_schedules.wrong_paces(scene) or check_habits.other_units(scene),
-    'overwritten': check_writing.overwritten,
-    'random_validation': check_writing.augmented_validation,
-    'misspelt': lambda scene: check_writing.slips(scene) + check_layers.misspelt_grads(scene),
-    'unknown_column': check_writing.unknown_columns,
-    'two_permutations': check_writing.two_permutations,
-    'unread_rate': check_forgotten.unread_rates,
-    'late_loss': check_forgotten.late_losses,
-    'left_in_eval': check_forgotten.left_in_evaluation,
-    'never_reset': check_forgotten.never_reset,
-    'kept_alias': lambda scene: check_kept.kept_aliases(scene) or check_resumed.backups_without_copies(scene),
-    'mixed_mean': lambda scene: [*check_kept.mixed_means(scene), *check_kept.mixed_lists(scene),
-                                 *check_counts.sums_of_both(scene)],
-    'mean_of_means': check_kept.means_of_means,
-    'cancels_too_much': check_cancels.cancels_too_much,
-    'cancels_nothing': check_cancels.cancels_nothing,
-    'gradients_lost': lambda scene: _without_use(scene),
-    'gradients_kept': check_cancels.bad_gradients_kept, # And by the rule before
-    'never_raised': check_cancels.never_raised,
-    'caught_cancel': check_cancels.caught_cancels,
-    'never_cleared': check_steps.steps_in_disorder,
-    'never_stepped': check_steps.half_steps,
-    'never_backward': None, # Found together with it
-    'gathered_sum': check_sums.gathered_sums,
-    'shared_weights': check_steps.shared_weights,
-    'softmax_twice': check_model.softmax_twice,
-    'new_parameters': check_model.new_parameters,
-    'undone_mode': check_model.undone_modes,
-    'trains_in_validation': check_model.training_mode_in_validation,
-    'freezes_nothing': lambda scene: check_model.freezes_nothing(scene) + check_layers.unread_freezing(scene),
-    'average_without_buffers': check_model.averages_without_buffers,
-    'no_effect': check_effects.lost_values,
-    'unread_setting': check_effects.unread_settings,
-    'seeded_again': check_effects.seeded_again,
-    'constant_term': lambda scene: _without_gradient(scene),
-    'wrong_best': lambda scene: check_best.wrong_comparisons(scene) + check_best.wrong_plateaus(scene),
-    'impatient': lambda scene: check_best.impatient(scene) or check_habits.lost_patience(scene),
-    'average_turned': check_formulas.turned_averages,
-    'over_rows': check_formulas.over_rows,
-    'advantage_gradient': check_formulas.advantages_with_gradient,
-    'wrong_limit': check_formulas.wrong_limits,
-    'needs_log': check_formulas.without_logs,
-    'wrong_count': check_formulas.wrong_counts,
-    'masked_mean': check_formulas.masked_means,
-    'mean_too_early': check_formulas.formulas_of_means,
-    'used_up': check_lasting.used_up,
-    'begins_anew': lambda scene: check_lasting.begun_anew(scene) or check_habits.ramps_begun_anew(scene),
-    'new_optimizer': check_lasting.new_optimizers,
-    'not_counted': check_lasting.not_counted,
-    'not_put_back': check_lasting.never_put_back,
-    'teacher_in_training': check_modes.teachers_in_training,
-    'left_in_training': check_modes.measured_in_training,
-    'gradients_mixed': check_lasting.mixed_gradients,
-    'last_batch': check_last_batch.decided_by_last_batch,
-    'state_left_out': check_saved.states_left_out,
-    'decay_without_rate': check_penalties.decays_without_rate,
-    'labels_not_mixed': check_mixing.labels_not_mixed,
-    'same_units': check_layers.same_units,
-    'shared_block': check_layers.shared_blocks,
-    'norm_momentum': check_layers.norm_momentum,
-    'drops_most': check_layers.drops_most,
-    'short_weights': check_weights.short_weights,
-    'no_parameter': check_weights.no_parameters,
-    'layer_in_forward': check_forwards.layers_in_forward,
-    'unread_input': check_forwards.unread_inputs,
-    'sample_cuts': check_forwards.samples_that_cut,
-    'mixed_reductions': check_forwards.mixed_reductions,
-    'not_unsorted': check_forwards.never_unsorted,
-    'view_for_transpose': check_renamed.renamed_dimensions,
-    'drawn_apart': check_rows_read.drawn_apart,
-    'counts_validation': check_counts.counts_validation,
-    'policy_sign': check_policies.rewards_made_small,
-    'tanh_uncorrected': check_policies.squashed_actions,
-    'no_projection': check_attacks.attacks_without_limit,
-    'unread_part': check_attacks.unread_parts,
-    'first_kept': check_recipes.first_entries,
-    'not_reversed': check_recipes.straight_reversals,
-    'same_answers': check_recipes.answers_without_chance,
-    'scale_runs_away': check_terms.doubts_without_price,
-    'last_term': check_terms.terms_of_the_last,
-    'best_is_last': check_habits.bests_that_are_last,
-    'always_true': check_habits.conditions_always_true,
-    'hook_returns_nothing': check_hooks.hooks_without_return,
-    'optimizer_left_out': check_resumed.optimizers_left_out,
-    'norms_not_measured': check_resumed.averages_not_measured,
-    'skip_changed': check_skips.inputs_changed_in_place,
-    'no_longer_tied': check_ties.untied_weights,
-    'variance_as_std': check_ties.variances_for_spreads,
-    'ranking_turned': check_ties.distances_turned,
-}
-
-def _without_gradient(scene):
-    found = check_effects.constant_terms(scene) + check_formulas.penalties_without_graph(scene)
-    return found or check_penalties.cut_penalties(scene)
-
-def _without_use(scene): return check_cancels.mismatched_steps(scene) + check_pieces.cleared_in_pieces(scene)
-
-def _in_vain(scene):
-    return check_orders.waiting_in_vain(scene) + never_run(scene.trainer.plan, scene.trainer.callbacks)
 
 # %% ../../nbs/inspection/16_checks.ipynb #0520e6fb
 _NO_NAMES = ('`ignore` is {n}, and it takes the names of findings. To run batches as well, give their number '
@@ -165,7 +35,11 @@ def check_names(
             raise LookupError(_NO_RULE.format(name=name, hint=hint, known=', '.join(NAMES)))
     return names_in(ignore)
 
-# %% ../../nbs/inspection/16_checks.ipynb #5e9bf6a1
+# %% ../../nbs/inspection/16_checks.ipynb #1b3e2593
+_NOTHING = ('Nothing was found in the source. `check(batches=3)` also runs three batches, which tell of '
+            'shapes, gradients and numbers.')
+_NOTHING_RUN = 'Nothing was found, neither in the source nor in batches that were run.'
+
 class Findings(list):
     "What was found in a loop: text when printed, a table in a notebook"
     def __init__(self,
@@ -184,11 +58,9 @@ class Findings(list):
     __repr__ = __str__
     def _repr_markdown_(self): return self.table().to_markdown() if self else str(self)
 
-_NOTHING = ('Nothing was found in the source. `check(batches=3)` also runs three batches, which tell of '
-            'shapes, gradients and numbers.')
-_NOTHING_RUN = 'Nothing was found, neither in the source nor in batches that were run.'
-_NONE_RAN = ('No batch was run, as the fit was left before its first one{why}, so only the source was '
-             'looked at.')
+# %% ../../nbs/inspection/16_checks.ipynb #31b97e90
+_FAILED = ('This loop would not train what was meant:\n{}\nWhat is meant so is silenced by the name in '
+           "brackets: `trainer.check(ignore='...')`, or `silent = '...'` on a callback.")
 
 class CheckFailed(ValueError):
     "A loop would not train what was meant; `findings` has all that was found"
@@ -196,10 +68,32 @@ class CheckFailed(ValueError):
         super().__init__(_FAILED.format('\n'.join(f'- {o}' for o in findings if o.spoils)))
         self.findings = findings
 
-_FAILED = ('This loop would not train what was meant:\n{}\nWhat is meant so is silenced by the name in '
-           "brackets: `trainer.check(ignore='...')`, or `silent = '...'` on a callback.")
+def _refuse_spoilt(findings):
+    if any(finding.spoils for finding in findings): raise CheckFailed(findings)
 
-# %% ../../nbs/inspection/16_checks.ipynb #175b4a23
+# %% ../../nbs/inspection/16_checks.ipynb #8430cf29
+def _found_by_reading(trainer):
+    scene = Scene(trainer)
+    rules = {name: rule for name,rule in RULES.items() if rule is not None}
+    return [finding for name,rule in rules.items() for finding in looked(rule, name, scene)]
+
+# %% ../../nbs/inspection/16_checks.ipynb #73b7c611
+_NONE_RAN = ('No batch was run, as the fit was left before its first one{why}, so only the source was '
+             'looked at.')
+_SAID_BY = {'targets_not_moved': 'drawn_apart'} # What is told better by another rule, which reads the source
+
+def _found_by_running(trainer, batches, lr, ignore, findings):
+    "What batches tell and the source did not"
+    seen = seen_run(trainer, batches, lr)
+    if not seen.batches and not seen.gradients.passes:
+        warn(_NONE_RAN.format(why=f' ({seen.reason})' if seen.reason else ''))
+    found,known = found_by_running(seen),{o.name for o in findings}
+    return [o for o in found if known.isdisjoint((o.name, _SAID_BY.get(o.name))) and not is_silent(o, ignore)]
+
+# %% ../../nbs/inspection/16_checks.ipynb #f1490b0a
+_BEGUN = ('`check(callbacks=...)` is for a fit that is to come, and one has begun, in which they would run. '
+          'Ask before the fit, or leave `callbacks` out.')
+
 @patch
 def check(self:Trainer,
     ignore=(), # Names of findings that are meant so, one or several
@@ -223,24 +117,3 @@ def check(self:Trainer,
     _refuse_spoilt(findings)
     for finding in findings: warn(str(finding))
     return findings
-
-_BEGUN = ('`check(callbacks=...)` is for a fit that is to come, and one has begun, in which they would run. '
-          'Ask before the fit, or leave `callbacks` out.')
-
-def _found_by_reading(trainer):
-    scene = Scene(trainer)
-    rules = {name: rule for name,rule in RULES.items() if rule is not None}
-    return [finding for name,rule in rules.items() for finding in looked(rule, name, scene)]
-
-def _found_by_running(trainer, batches, lr, ignore, findings):
-    "What batches tell and the source did not"
-    seen = seen_run(trainer, batches, lr)
-    if not seen.batches and not seen.gradients.passes:
-        warn(_NONE_RAN.format(why=f' ({seen.reason})' if seen.reason else ''))
-    found,known = found_by_running(seen),{o.name for o in findings}
-    return [o for o in found if known.isdisjoint((o.name, _SAID_BY.get(o.name))) and not is_silent(o, ignore)]
-
-_SAID_BY = {'targets_not_moved': 'drawn_apart'} # What is told better by another rule, which reads the source
-
-def _refuse_spoilt(findings):
-    if any(finding.spoils for finding in findings): raise CheckFailed(findings)
