@@ -66,6 +66,6 @@ def _size_of_each(splits, sizes):
 
 def _sample(name, ds, size):
     "`size` random rows of `ds`"
-    n,size = len(ds),check_count(size, f'the size of `{name}`', 'rows are counted', least=0)
+    n,size = len(ds),check_count(size, f'sample_sizes[{name!r}]', 'rows are counted', least=0)
     if size > n: raise ValueError(_TOO_LARGE.format(size=size, name=name, n=n))
     return ds.select(torch.randperm(n)[:size].tolist())

@@ -89,6 +89,8 @@ _UNKNOWN = '`fit` got the keyword `{}`, which nobody takes, so it would have no 
 _FIT_IN_FIT = ('`fit` was called inside `fit`, and two loops cannot share one state. '
                'Use another `Trainer` for the inner one.')
 _WALKED = ' Or is it a walk of this trainer that is paused? Go on with it, or leave it by its `close()`.'
+_SET = {'optimizer': 'opt', 'criterion': 'loss_func', 'loss_fn': 'loss_func', 'cbs': 'callbacks'}
+_SET_IN_VAIN = '`trainer.{0}` was set, and the trainer does not look at it. Set `trainer.{1}`.'
 
 def check_fit(
     trainer, # Is to train
@@ -144,7 +146,7 @@ def _waiting(plan, missing):
     events = [event for s in around for event in (s.before, s.after, s.cleanup)]
     return [(event, plan.entries[True][event][0][0]) for event in events if plan.entries[True][event]]
 
-# %% ../../nbs/loop/28_advice.ipynb #41943765
+# %% ../../nbs/loop/28_advice.ipynb #ed0892aa
 _PASS_IN_PASS = ('`one_epoch` was called inside a pass, and two passes cannot share one state. '
                  'For a validation in between use '
                  '`with trainer.side_run() as side: side.fit(1, train=False)`.')
@@ -155,11 +157,10 @@ def check_no_pass(
     "Refuse a pass inside a pass"
     if any(span.name == 'epoch' for span in trainer.plan.spans): raise RuntimeError(_PASS_IN_PASS)
 
+# %% ../../nbs/loop/28_advice.ipynb #35d3d6ff
 _ONCE = ' It is an iterator, and those can be walked only once: pass an object whose `__iter__` starts anew.'
 
 _READ_BY_NOBODY = {'xb', 'yb'}
-_SET = {'optimizer': 'opt', 'criterion': 'loss_func', 'loss_fn': 'loss_func', 'cbs': 'callbacks'}
-_SET_IN_VAIN = '`trainer.{0}` was set, and the trainer does not look at it. Set `trainer.{1}`.'
 _IN_VAIN = ('`trainer.xb` or `trainer.yb` was set, but model and loss get what stands in `trainer.batch`. '
             'Set that: `trainer.batch = (x, y)`.')
 
@@ -173,6 +174,7 @@ def check_some_batch(
     once = _ONCE if hasattr(trainer.dl, '__next__') else ''
     raise ValueError(f'{name} gave no batch, so this pass would learn or measure nothing.{once}')
 
+# %% ../../nbs/loop/28_advice.ipynb #426f5e4a
 _TOO_LATE = ('`request_stop({!r})` was called while nothing is training, so there is nothing to stop. '
              'Call it from a callback.')
 

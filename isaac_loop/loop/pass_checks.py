@@ -11,14 +11,7 @@ import torch
 from ..basics.checks import warn
 from .handlers import TrainersOwn
 
-# %% ../../nbs/loop/37_pass_checks.ipynb #55dd4267
-_NO_SPAN = ('`{}.one_batch` replaces the span of a batch, so `before_batch`, `after_batch` and '
-            '`cleanup_batch` do not run: no losses or metrics are recorded. '
-            "Decorate it with `@with_cbs('batch', CancelBatchException)`.")
-_NO_UPDATE = ('The training pass of epoch {} ended without an update that the loop knows of, so schedules, '
-              'averages and checkpoints stand still. Let `{}.one_batch` update by '
-              "`self.run_callbacks('step')`, or count in it with `self.n_updates += 1`.")
-
+# %% ../../nbs/loop/37_pass_checks.ipynb #8be938ac
 def held_optimizers(
     owner, # A trainer or a callback
 )->list: # Each once
@@ -28,6 +21,7 @@ def held_optimizers(
         held += several.values() if isinstance(several, dict) else several
     return list({id(o): o for o in held if isinstance(o, torch.optim.Optimizer)}.values())
 
+# %% ../../nbs/loop/37_pass_checks.ipynb #a43901ef
 class StepCounter:
     "Counts how often the optimizers among a trainer's attributes step, also those in a list or a dict"
     def __init__(self): self.n,self._hooks = 0,[]
@@ -45,6 +39,14 @@ class StepCounter:
     def close(self):
         "Count no more"
         for hook in self._hooks: hook.remove()
+
+# %% ../../nbs/loop/37_pass_checks.ipynb #c6c4da87
+_NO_SPAN = ('`{}.one_batch` replaces the span of a batch, so `before_batch`, `after_batch` and '
+            '`cleanup_batch` do not run: no losses or metrics are recorded. '
+            "Decorate it with `@with_cbs('batch', CancelBatchException)`.")
+_NO_UPDATE = ('The training pass of epoch {} ended without an update that the loop knows of, so schedules, '
+              'averages and checkpoints stand still. Let `{}.one_batch` update by '
+              "`self.run_callbacks('step')`, or count in it with `self.n_updates += 1`.")
 
 def warn_of_own_batch(
     trainer, # A pass has ended

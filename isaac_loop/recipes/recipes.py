@@ -45,7 +45,7 @@ _NO_STEP = ('`train` is {!r}, which does none of the steps {}. '
 
 # %% ../../nbs/recipes/10_recipes.ipynb #ddd36163
 class CoreCBs:
-    "Device, training, losses and metrics, progress, and activations if wanted: four or five callbacks in one"
+    "Device, training, losses and metrics; progress and others as wanted: three to six callbacks in one"
     def __init__(self,
         device=None, # As for `DeviceCB`: where to train; default: the accelerator if there is one
         module_filter=None, # Whose activations to follow, such as `nn.ReLU`; default: nobody's

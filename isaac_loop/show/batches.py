@@ -33,11 +33,14 @@ def _class_names(dl, batch, target):
 # %% ../../nbs/show/62_batches.ipynb #f951dc8f
 _NO_NAME = ('A target of the batch is {label!r}, for which `classes` has no name: it has {names}. Give each '
             'class a name, in the order of their numbers or by number.')
+_NO_LABELS = ('`classes` has names for targets, and the targets are {found}: there is not one for each '
+              'image. Leave out `classes`, or let the loader give numbers.')
 
 def _titles(targets, classes, known):
-    "A text for each image; none if the targets are no single numbers"
-    if not targets or not torch.is_tensor(targets[0]) or targets[0].ndim != 1: return []
-    labels = targets[0].tolist()
+    "A text for each image; none if a target is more than a number or a word"
+    labels = _labels(targets[0]) if targets else None
+    if labels is None and classes is not None: raise TypeError(_NO_LABELS.format(found=_found(targets)))
+    if labels is None: return []
     if classes is None: return [_known(known, label) for label in labels]
     names = dict(classes if isinstance(classes, Mapping) else enumerate(classes))
     missing = [label for label in labels if label not in names]
@@ -48,6 +51,18 @@ def _known(names, label):
     "The name of a class, or the number if nobody knows one, as for -1 in data without targets"
     known = isinstance(label, int) and 0 <= label < len(names)
     return names[label] if known else short(label)
+
+def _labels(target):
+    "Numbers or words, one for each image; None if there is more to a target"
+    words = isinstance(target, (list, tuple)) and all(isinstance(o, str) for o in target)
+    if words: return list(target)
+    one_each = torch.is_tensor(target) and target.ndim and target.numel() == len(target)
+    return target.flatten().tolist() if one_each else None
+
+def _found(targets):
+    "What there is instead, for the message"
+    if not targets: return 'missing'
+    return f'of shape {tuple(targets[0].shape)}' if torch.is_tensor(targets[0]) else 'no numbers'
 
 # %% ../../nbs/show/62_batches.ipynb #d172de35
 _NO_BATCH = '`dls.{}` is {}, so there is no batch to draw.'

@@ -434,7 +434,6 @@ def test_a_sample_may_have_all_rows_and_no_more():
     for sizes, name, n in (
         ((6, 4), "train", 5),
         ((5, 5), "test", 4),
-        ((-1, 4), "train", 5),
         (dict(train=5, test=99), "test", 4),
     ):
         with pytest.raises(ValueError, match=f"split `{name}`, which has {n}"):
@@ -442,10 +441,17 @@ def test_a_sample_may_have_all_rows_and_no_more():
 
 
 @pytest.mark.shows("ISA-98")
-@pytest.mark.parametrize("sizes", [(5,), (5, 4, 3), ()])
+@pytest.mark.parametrize("sizes", [(5,), (5, 4, 3), (), 5, dict(train=5), dict(train=5, tset=4)])
 def test_a_sample_needs_a_size_for_each_split(sizes):
-    with pytest.raises(ValueError, match=f"2 splits, .*but {len(sizes)} sizes"):
+    with pytest.raises(ValueError, match="There are 2 splits, .*not one size for each"):
         sample_dataset_dict(splits(5, 4), sizes)
+
+
+@pytest.mark.shows("ISA-98")
+@pytest.mark.parametrize("size", [-1, 0.5, "5"])
+def test_the_size_of_a_sample_is_a_number_of_rows(size):
+    with pytest.raises(ValueError, match=r"`sample_sizes\['train'\]` is .*rows are counted"):
+        sample_dataset_dict(splits(5, 4), (size, 4))
 
 
 @pytest.mark.shows("ISA-98")
@@ -514,12 +520,17 @@ def test_show_batch_draws_nine_training_images_unless_told(plt):
 
 @pytest.mark.shows("ISA-99")
 def test_show_batch_takes_mappings_and_batches_without_labels(plt):
-    "The first entry are the images; targets that are no single numbers are not shown"
+    "The first entry are the images; targets that are more than a number or a word are not shown"
     x = images["gray"]
     assert shown(DataLoaders([dict(image=x, label=torch.arange(12))]).show_batch(2))[1] == ["0", "1"]
-    for batch in ((x,), (x, torch.rand(12, 4)), (x, ["text"] * 12)):
+    for batch in ((x,), (x, torch.rand(12, 4)), (x, [["a", "b"]] * 12)):
         pictures, titles = shown(DataLoaders([batch]).show_batch(2))
         assert len(pictures) == 2 and titles == ["", ""]
+    column = torch.arange(12)[:, None]
+    for target, expected in ((["cat", "dog"] * 6, ["cat", "dog"]), (column, ["0", "1"])):
+        assert shown(DataLoaders([(x, target)]).show_batch(2))[1] == expected
+    with pytest.raises(TypeError, match="`classes` has names for targets"):
+        DataLoaders([(x, torch.rand(12, 4))]).show_batch(2, classes=["cat", "dog"])
 
 
 @pytest.mark.shows("ISA-99")
@@ -593,6 +604,28 @@ def test_show_batch_says_when_there_are_no_images(plt, batch, what):
 
 
 # Images as tensors
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        PILImage.fromarray(np.array([[0, 255], [255, 0]], dtype=np.uint8)).convert("1"),
+        PILImage.fromarray(np.array([[0, 65535], [65535, 0]], dtype=np.uint16)),
+        PILImage.fromarray(np.array([[0, 255], [255, 0]], dtype=np.uint8)).convert("P"),
+        np.array([[False, True], [True, False]]),
+        np.array([[0, 65535], [65535, 0]], dtype=np.uint16),
+    ],
+    ids=["1 bit", "16 bits", "a palette", "bool", "uint16"],
+)
+def test_white_is_one_and_black_is_nothing_whatever_a_pixel_is_made_of(image):
+    "They were divided by 255 whatever they were, and the numbers of a palette taken for colours"
+    assert image_to_tensor(image)[0].tolist() == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("pixels", [np.ones((2, 2)), np.ones((2, 2), dtype=np.int32)])
+def test_pixels_that_do_not_say_what_white_is_are_refused(pixels):
+    with pytest.raises(TypeError, match="does not say what white is"):
+        image_to_tensor(pixels)
 
 
 @pytest.mark.parametrize("mode, channels", [("L", 1), ("RGB", 3), ("RGBA", 4)])
