@@ -26,8 +26,10 @@ from ..loop.notes import whereabouts
 from ..loop.shared_attributes import offered, offering
 from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
+from ..state.change_marks import drawn_from
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_folder import run_folder
+from ..state.run_parts import generators
 from ..state.script_facts import other_facts
 from ..state.run_state import cut_names, put_weights, take_parts, take_state
 from ..state.states_of_processes import for_this_process, gather_states
@@ -118,6 +120,21 @@ def _warn_of_workers(dl):
     if hasattr(dl, 'load_state_dict') or not getattr(dl, 'persistent_workers', False): return
     warn(_WORKERS)
 
+_OWN_NUMBERS = ('{names} of `dls.train` draw random numbers that are not saved with this loader, so the run '
+                'may not go on exactly. Make it with `exact_loader` and without workers, or draw from the '
+                'usual sources, such as `torch.rand`.')
+
+def _warn_of_own_numbers(trainer):
+    "Say that a dataset, a sampler or a loader has generators whose state nobody saves"
+    dl,saved = trainer.dls.train,set(map(id, generators(trainer).values()))
+    if hasattr(dl, 'load_state_dict'): parts = ('dataset',) if getattr(dl, 'num_workers', 0) else ()
+    else: parts = '','dataset','sampler','batch_sampler'
+    owners = {name: getattr(dl, name, None) if name else dl for name in parts}
+    held = [(f'{name}.{k}'.lstrip('.'), x) for name,owner in owners.items()
+            for k,x in getattr(owner, '__dict__', {}).items()]
+    found = [f'`{path}`' for path,x in held if drawn_from(x) is not None and id(x) not in saved]
+    if found: warn(_OWN_NUMBERS.format(names=', '.join(found)))
+
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #5d55d5b9
 _OTHERWISE = ('The run goes on otherwise than it was saved: {}. If that is not meant, make it as it was, or '
               'begin anew in another folder.')
@@ -158,6 +175,7 @@ def _tell_what_differs(self:CheckpointCB, trainer, state):
     "Say what has no effect, and what nobody can tell"
     warn_of_rates(trainer, state, 'begin anew in another folder')
     _warn_of_workers(trainer.dls.train)
+    _warn_of_own_numbers(trainer)
     if others := other_facts(trainer, state): warn(_OTHERWISE.format('; '.join(others)))
     if told := data_unchecked(trainer, state):
         say(f'Whether these are the data of the saved run cannot be told: {told}.')

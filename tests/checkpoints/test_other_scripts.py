@@ -202,3 +202,56 @@ def test_a_checkpoint_of_an_earlier_version_is_taken_up_without_a_word(tmp_path)
     del state["frozen"], state["script"]
     assert put_frozen(trainer, state) == 0 and other_facts(trainer, state) == []
     assert not trainer.model[0].weight.requires_grad
+
+
+class OwnSampler(torch.utils.data.Sampler):
+    def __init__(self):
+        self.rng = random.Random(1)
+
+    def __iter__(self):
+        return iter(self.rng.sample(range(N), N))
+
+    def __len__(self):
+        return N
+
+
+class OwnLoader:
+    def __init__(self):
+        self.rng = np.random.default_rng(1)
+
+    def __iter__(self):
+        for i in self.rng.permutation(N):
+            yield torch.full((2, 4), float(i)), torch.tensor([i % 3, 0])
+
+
+def own_generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+LOADERS = {
+    "dataset": (lambda: torch.utils.data.DataLoader(Noisy(), 4, shuffle=True), "`dataset.numpy`"),
+    "sampler": (lambda: torch.utils.data.DataLoader(Rows(), 4, sampler=OwnSampler()), "`sampler.rng`"),
+    "loader": (OwnLoader, "`rng` of `dls.train`"),
+    "workers": (lambda: exact_loader(Noisy(), 4, in_memory=False, num_workers=1), "`dataset.numpy`"),
+    "its own, saved": (
+        lambda: torch.utils.data.DataLoader(Rows(), 4, shuffle=True, generator=own_generator(1)),
+        "",
+    ),
+    "exact": (lambda: exact_loader(Noisy(), 4, in_memory=False), ""),
+    "list": (lambda: [(torch.ones(2, 4), torch.tensor([0, 1]))] * 3, ""),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_generators_that_nobody_saves_are_named_when_a_run_goes_on_between_two_epochs(tmp_path, kind):
+    "There nothing is read again, so the warning of loaders that read again does not come"
+    load, words = LOADERS[kind]
+    trainers = [make([], tmp_path, every="epoch") for _ in range(2)]
+    for trainer in trainers:
+        trainer.dls = DataLoaders(load())
+    trainers[0].fit(1, lr=0.01, valid=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainers[1].fit(2, lr=0.01, valid=False)
+    said = [str(o.message) for o in told if "draw random numbers that are not saved" in str(o.message)]
+    assert [words in o for o in said] == [True] * bool(words)
