@@ -214,3 +214,13 @@ def _captured(self:CapturePredsCB, trainer, stage, with_loss):
     if with_loss and not self.with_loss: return None
     self._have_all(trainer)
     return self.result() if self._parts else None
+
+def captured_at(
+    trainer, # Its callbacks may have captured something
+    stage:tuple, # As of `stage_of`
+    with_loss:bool, # With the loss of each example?
+)->Predictions: # None if there is nothing
+    "What some `CapturePredsCB` has captured at this stage of the training"
+    own = [cb for cb in trainer.callbacks if isinstance(cb, CapturePredsCB)]
+    found = (cb._captured(trainer, stage, with_loss) for cb in own)
+    return next((o for o in found if o is not None), None)

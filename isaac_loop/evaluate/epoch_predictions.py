@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 from fastcore.basics import patch
 
-from .capturing import CapturePredsCB, Predictions, stage_of
+from .capturing import Predictions, captured_at, stage_of
 from ..loop.shared_attributes import offered
 from ..loop.trainer import Trainer
 
@@ -34,10 +34,7 @@ def _key(dls, dl):
 def _captured(trainer, key, with_loss):
     "What a callback has captured of this epoch's validation pass, if that is over"
     if key != 'valid' or any(o.name == 'epoch' for o in trainer.plan.spans): return None
-    stage = stage_of(trainer)
-    for cb in trainer.callbacks:
-        found = cb._captured(trainer, stage, with_loss) if isinstance(cb, CapturePredsCB) else None
-        if found is not None: return found
+    return captured_at(trainer, stage_of(trainer), with_loss)
 
 # %% ../../nbs/evaluate/22_epoch_predictions.ipynb #e19d9805
 @patch

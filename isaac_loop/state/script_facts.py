@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/state/58_script_facts.ipynb #05315a27
 import re
+from numbers import Real
 
 from ..basics.settings import show_settings
 from ..data.fingerprint import Seen
@@ -25,13 +26,14 @@ def _takes_part(callback):
     "Whether a callback may change what is learnt: of the library by its folder, of one's own by its order"
     module = f'{type(callback).__module__}.'
     if module.startswith('isaac_loop.'): return module.startswith(_FOLDERS)
-    return getattr(callback, 'order', 0) < Order.RECORD
+    order = getattr(callback, 'order', 0)
+    return not isinstance(order, Real) or order < Order.RECORD # By now it may be something else
 
 def _other_callbacks(saved, now, told):
     "A line for each difference between two of these; whose state was saved is `told` of already"
-    gone = [name for name in saved if name not in now and name not in told]
+    gone = [name for name,settings in saved.items() if settings and name not in now and name not in told]
     yield from (f'`{name}` has gone' for name in gone)
-    yield from (f'`{name}` is new' for name in now if name not in saved)
+    yield from (f'`{name}` is new' for name,settings in now.items() if settings and name not in saved)
     both = [[name for name in one if name in other] for one,other in ((saved, now), (now, saved))]
     if both[0] != both[1]: yield f'callbacks come as {_quoted(both[1])}, and came as {_quoted(both[0])}'
     others = [name for name in both[0] if saved[name] and now[name] and saved[name] != now[name]]
