@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/state/58_script_facts.ipynb #05315a27
 import re
 from numbers import Real
+from operator import is_
 
 from ..basics.settings import show_settings
 from ..data.fingerprint import Seen
@@ -61,9 +62,17 @@ def _other_model(was, now):
 def script_facts(
     trainer, # Any
 )->dict: # Plain data
-    "What the script says of callbacks and model; of a model what it printed when it was first looked at"
+    "What the script says of callbacks and model, as they were when they were first looked at"
     seen = vars(trainer).setdefault('_data_seen', Seen())
-    return dict(callbacks=_taking_part(trainer), model=seen.get('model', bare(trainer.model), _printed))
+    return dict(callbacks=_first_seen(trainer, seen), model=seen.get('model', bare(trainer.model), _printed))
+
+def _first_seen(trainer, seen):
+    "As `_taking_part`, from when just these callbacks were first looked at: a setting may change in a run"
+    now,(then,facts) = list(trainer.callbacks),seen.found.get('callbacks', ((), {}))
+    if len(now) == len(then) and all(map(is_, now, then)): return facts
+    facts = _taking_part(trainer)
+    seen.found['callbacks'] = now,facts
+    return facts
 
 def other_facts(
     trainer, # That goes on
