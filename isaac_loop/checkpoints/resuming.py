@@ -21,7 +21,7 @@ from ..state.run_parts import check_states, generators, opt_defaults
 from ..state.run_state import put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state
 from ..state.errors import ResumeMismatch
-from ..state.script_facts import script_facts
+from ..state.script_facts import note_frozen, script_facts
 from ..state.random_numbers import random_state, set_plain_random_state, undrawn
 from ..loop.passes import n_batches
 
@@ -51,6 +51,7 @@ class ResumingCB:
         self._found,self._strict = found,strict
         self._pass_start,self._batches,self._next = None,0,0
         self._elsewhere = bool(found and (found[1]['pass_start'] or {}).get('again'))
+        note_frozen(trainer)
         data_of(trainer), loss_of(trainer), script_facts(trainer) # As they are now, for all saves of this fit
         trainer.epochs = self._epochs(trainer, trainer.epochs)
 

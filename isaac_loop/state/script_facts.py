@@ -58,13 +58,35 @@ def _other_model(was, now):
     more = f' and {len(others)-1} more lines' if len(others) > 1 else ''
     yield f'the model has `{others[0][1]}` for `{others[0][0]}`{more}'
 
+# %% ../../nbs/state/58_script_facts.ipynb #a33d8f58
+def note_frozen(
+    trainer, # Begins a fit
+):
+    "Note which parameters the script has frozen, before the fit freezes or thaws any"
+    vars(trainer).setdefault('_data_seen', Seen()).found['frozen'] = None,_frozen(trainer)
+
+def _frozen(trainer):
+    "Names of the model's frozen parameters"
+    model = bare(trainer.model)
+    return [name for name,p in getattr(model, 'named_parameters', list)() if not p.requires_grad]
+
+def _otherwise_frozen(was, now):
+    "A line for parameters that only one of two scripts has frozen"
+    others = sorted(set(was) ^ set(now)) if was is not None else []
+    if not others: return
+    name,how = others[0],('is frozen, and was not' if others[0] in now else 'was frozen, and is not')
+    more = f' (and {len(others)-1} more)' if len(others) > 1 else ''
+    yield f'`{name}`{more} {how}, which has no effect: parameters are as they were saved'
+
 # %% ../../nbs/state/58_script_facts.ipynb #06dcc907
 def script_facts(
     trainer, # Any
 )->dict: # Plain data
     "What the script says of callbacks and model, as they were when they were first looked at"
     seen = vars(trainer).setdefault('_data_seen', Seen())
-    return dict(callbacks=_first_seen(trainer, seen), model=seen.get('model', bare(trainer.model), _printed))
+    frozen = seen.found.get('frozen', (None, None))[1]
+    model = seen.get('model', bare(trainer.model), _printed)
+    return dict(callbacks=_first_seen(trainer, seen), model=model, frozen=frozen)
 
 def _first_seen(trainer, seen):
     "As `_taking_part`, from when just these callbacks were first looked at: a setting may change in a run"
@@ -83,4 +105,5 @@ def other_facts(
     if saved is None: return []
     told = {name for kind in ('callbacks', 'own') for name,what in state.get(kind, {}).items() if what}
     lines = _other_callbacks(saved['callbacks'], now['callbacks'], told)
-    return [*lines, *_other_model(saved['model'], now['model'])]
+    frozen = _otherwise_frozen(saved['frozen'], _frozen(trainer))
+    return [*lines, *_other_model(saved['model'], now['model']), *frozen]

@@ -191,6 +191,26 @@ def test_another_model_with_the_same_weights_is_told(tmp_path):
     assert len(told) == 1 and "the model has `(1): Tanh()` for `(1): ReLU()` and 1 more lines" in told[0]
 
 
+class FreezeFirstCB:
+    "Stands for a script that freezes a layer before it fits"
+
+    def before_fit(self, trainer):
+        trainer.model[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "words"),
+    [
+        ([FreezeFirstCB], [], "`0.bias` (and 1 more) was frozen, and is not, which has no effect"),
+        ([], [FreezeFirstCB], "`0.bias` (and 1 more) is frozen, and was not, which has no effect"),
+        ([ThawCB], [FreezeFirstCB], ""),
+    ],
+)
+def test_a_script_that_freezes_other_layers_is_told_that_this_has_no_effect(tmp_path, was, now, words):
+    told = changed(tmp_path, was, now)
+    assert [words in o for o in told] == [True] * bool(words)
+
+
 @pytest.mark.parametrize("callbacks", [[], [FirstCB, SecondCB], [lambda: ClipGradCB(0.1)], [ThawCB]])
 def test_the_same_script_is_told_nothing(tmp_path, callbacks):
     assert changed(tmp_path, callbacks, callbacks) == []
