@@ -25,8 +25,14 @@ def collate_rows(
     "Make a `collate_fn` that turns rows, dicts or tuples, into a tuple of stacked columns"
     return partial(_collate_rows, columns=columns) # Unlike a function made here, workers can be sent it
 
+_NO_ROWS = ('`collate_rows` stacks numbers and tensors. Let the dataset give these, as by '
+            '`dataset.with_transform(f)` with `image_to_tensor` in `f`, or pass a `collate_fn` of your own.')
+
 def _collate_rows(rows, columns):
-    batch = default_collate(rows)
+    try: batch = default_collate(rows)
+    except TypeError as error:
+        error.add_note(_NO_ROWS)
+        raise
     if not isinstance(batch, Mapping): return batch
     return tuple(batch[name] for name in _check_columns(batch, columns))
 

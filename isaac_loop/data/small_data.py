@@ -29,6 +29,8 @@ def load_digits(): # A `DatasetDict`: `train` (1,437 rows) and `test` (360), col
 _WHITE = dict(uint8=255, uint16=65535, bool=1) # By the type of a pixel
 _NO_RANGE = ('The pixels are {dtype}, which does not say what white is. Give bytes, or make a tensor of them '
              'yourself.')
+_NO_SHAPE = ('`image` is a {kind} of shape {shape}, which is no image. Give a PIL image or an array, '
+             '(height, width) or (height, width, channels).')
 
 def image_to_tensor(
     image, # A PIL image or an array of uint8, uint16 or bool: (height, width) or (height, width, channels)
@@ -37,6 +39,8 @@ def image_to_tensor(
     import numpy as np
     if getattr(image, 'mode', None) in ('P', 'PA'): image = image.convert('RGB')
     array = np.array(image)
+    told = dict(kind=type(image).__name__, shape=array.shape)
+    if array.ndim not in (2, 3): raise TypeError(_NO_SHAPE.format(**told))
     white = _WHITE.get(str(array.dtype))
     if white is None: raise TypeError(_NO_RANGE.format(dtype=array.dtype))
     pixels = torch.from_numpy(array.astype('float32'))

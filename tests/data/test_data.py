@@ -628,6 +628,19 @@ def test_pixels_that_do_not_say_what_white_is_are_refused(pixels):
         image_to_tensor(pixels)
 
 
+@pytest.mark.parametrize("image", ["digit.png", None, np.zeros(4, dtype=np.uint8)], ids=str)
+def test_what_is_no_image_is_refused(image):
+    with pytest.raises(TypeError, match="which is no image"):
+        image_to_tensor(image)
+
+
+def test_images_that_were_not_made_tensors_are_told_how_to_become_some():
+    dls = DataLoaders.from_dataset_dict(load_digits(), 64)
+    with pytest.raises(TypeError) as caught:
+        next(iter(dls.train))
+    assert any("`image_to_tensor`" in note for note in caught.value.__notes__)
+
+
 @pytest.mark.parametrize("mode, channels", [("L", 1), ("RGB", 3), ("RGBA", 4)])
 def test_an_image_becomes_floats_and_can_be_taken_back(mode, channels):
     "Channels first, 0 to 1, and every byte is recovered"
