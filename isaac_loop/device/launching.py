@@ -6,7 +6,7 @@
 __all__ = ['launch']
 
 # %% ../../nbs/device/50_launching.ipynb #e0662340
-import gc, multiprocessing, os, pickle, threading, time, traceback
+import gc, multiprocessing, os, pickle, socket, threading, time, traceback
 
 import torch
 
@@ -94,8 +94,19 @@ def _first_real(errors):
 
 # %% ../../nbs/device/50_launching.ipynb #deb031ed
 def _import_before_copying():
-    "Have what the first optimizer imports, which takes seconds, in memory before it is copied"
+    "Have what takes seconds to import in memory before it is copied, such as the first optimizer's needs"
+    import torch.distributed
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+def _listener(size):
+    "Where the processes call before there is a store, and its port"
+    listener = socket.create_server(('127.0.0.1', 0), backlog=max(size, 128))
+    return listener,listener.getsockname()[1]
+
+def _store_behind(listener, port):
+    "What the processes find one another by; from here on it owns the socket"
+    return torch.distributed.TCPStore('127.0.0.1', port, is_master=True, wait_for_workers=False,
+                                      master_listen_fd=listener.detach())
 
 def _start(process):
     "Begin a process; nothing is tidied up before it knows what is its own"
@@ -126,11 +137,9 @@ def launch(
     "Run `f` in several processes; the first real error of one is raised here"
     if not callable(f): raise TypeError(_NO_FUNCTION.format(f=f))
     size = check_count(n_processes, 'n_processes', 'processes are counted')
-    import torch.distributed as dist
     _import_before_copying()
     context = multiprocessing.get_context('spawn' if torch.cuda.is_initialized() else 'fork')
-    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    port = store.port
+    store,(listener,port) = None,_listener(size)
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     start = lambda rank: context.Process(target=_run, args=(f, args, rank, size, port, pipes[rank][1]))
     processes = [start(rank) for rank in range(size)]
@@ -138,9 +147,11 @@ def launch(
         for process,(_,sender) in zip(processes, pipes):
             _start(process)
             sender.close() # So that the end of a process is the end of its pipe
+        store = _store_behind(listener, port)
         told = _collect(processes, [o for o,_ in pipes], getattr(f, '__name__', repr(f)), timeout)
     finally:
         _end(processes)
+        listener.close()
         del store # A traceback may hold this frame
     errors = [o for o in told.values() if o[0] == 'error']
     if errors: raise _first_real(errors)

@@ -280,6 +280,20 @@ def test_a_rate_finder_between_fits_leaves_everything_as_it_was():
     assert in_processes(2, find) == [(True, 1)] * 2
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux shows them")
+def test_launch_copies_a_process_without_threads_of_its_own(monkeypatch):
+    "A lock that a thread holds while its process is copied stays locked in the copy for ever"
+
+    def n_threads():
+        return len(os.listdir("/proc/self/task"))
+
+    before, found, fork = n_threads(), [], os.fork
+    monkeypatch.setattr(os, "fork", lambda: found.append(n_threads()) or fork())
+    for _ in range(2):  # The second time there was a store before
+        assert in_processes(3, rank) == [0, 1, 2]
+    assert found == 6 * [before]
+
+
 def test_launch_tells_what_went_wrong_and_leaves_no_process():
     def wait():
         if rank() == 1:
