@@ -13,11 +13,13 @@ import torch
 from fastcore.basics import patch
 
 from ..loop.events import CancelFitException, Order
+from ..loop.fitting import private_state
 from ..loop.plan import Plan
 from ..loop.trainer import Trainer
 from ..loop.history import History
 from .images import show_images
 from ..state.snapshot import Snapshot
+from ..basics.checks import check_count
 from ..basics.old_names import old_words
 
 # %% ../../nbs/show/50_plots.ipynb #ae8a36f6
@@ -39,17 +41,20 @@ def _spare(cb):
 def _second(trainer):
     "A trainer like `trainer`, of which nothing is shared that a callback might change"
     new = copy.copy(trainer)
+    vars(new).update(private_state(), _is_look=True)
+    new.plan = Plan(type(trainer), trainer.plan.own_spans) # Before its callbacks, which would change the other
+    new.callbacks,new.history = [],History()
     new.model,new.loss_func,opt = copy.deepcopy((trainer.model, trainer.loss_func, vars(trainer).get('opt')))
     if opt is not None: new.opt = opt
     new._last_opt = opt, # Nobody has set it by hand
-    new.callbacks,new._named = [],{}
-    new.history,new._fitting = History(),False
-    new.plan = Plan(type(trainer))
     first = [cb for cb in trainer.callbacks if getattr(cb, 'order', 0) < Order.RECORD]
     new._add([_spare(cb) for cb in first]) # Members of a group are among them already
     return new
 
 # %% ../../nbs/show/50_plots.ipynb #ba080749
+_AGAIN = ('`show_image_batch` was called while it prepares its own batch: the callback that calls it is one '
+          'of those that prepare batches, and would look for ever. Give it `order = Order.RECORD` (a function '
+          'can have that attribute too), so that it is left out there.')
 _NO_BATCH = ('No batch reached the model, so there is nothing to draw: '
              'a callback left every one of them in `before_batch`.')
 
@@ -63,6 +68,8 @@ def show_image_batch(self:Trainer,
     **kwargs, # For `show_images`
 ): # Array of axes, (nrows, ncols)
     "Draw the first images of the next fit's first batch as the model will see them; changes nothing"
+    if vars(self).get('_is_look'): raise RuntimeError(_AGAIN)
+    max_n = check_count(max_n, 'max_n', 'images are counted')
     catch = _CatchCB()
     with Snapshot(SimpleNamespace(dls=self.dls, callbacks=self.callbacks)): # And random numbers
         _second(self).fit(1, vars(self).get('lr', 1e-3), [callbacks, catch], train=train, valid=not train)

@@ -9,7 +9,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from isaac_loop.all import BasicTrainCB, DataLoaders, Trainer, exact_loader
+from isaac_loop.all import BasicTrainCB, DataLoaders, Order, Trainer, exact_loader
 
 torch.manual_seed(0)
 ROWS = TensorDataset(torch.rand(20, 1, 4, 4), torch.arange(20) % 3)
@@ -78,9 +78,32 @@ def test_who_looks_before_a_fit_trains_as_if_nobody_had_looked(kind, look):
 
 
 @pytest.mark.parametrize("at", [2, 5])
-@pytest.mark.parametrize("look", ["show_batch", "summarize_model"])
+@pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("kind", [o for o in LOADERS if o != "workers"])
 def test_who_looks_in_the_middle_of_a_pass_trains_as_if_nobody_had_looked(kind, look, at):
     "Where the loader stands is right again at the next batch at the latest"
     looked, usual = run(kind, within=LOOKS[look], at=at), run(kind)
     assert looked == usual
+
+
+def test_a_look_from_a_callback_that_prepares_batches_is_refused_and_later_ones_are_not():
+    def looker(event, order):
+        cb = type("LookCB", (), {event: lambda self, trainer: trainer.show_image_batch(2), "order": order})()
+        trainer = Trainer(DataLoaders(LOADERS["exact"]()), F.cross_entropy, optim.SGD, net(), BasicTrainCB())
+        trainer.fit(1, lr=0.1, valid=False, callbacks=cb)
+        return trainer.n_updates
+
+    with pytest.raises(RuntimeError, match="order = Order.RECORD"):
+        looker("before_batch", 0)
+    assert looker("before_batch", Order.RECORD) == looker("log", 0) == 5
+
+
+def test_how_many_images_is_a_count():
+    trainer = Trainer(DataLoaders(LOADERS["exact"]()), F.cross_entropy, optim.SGD, net(), BasicTrainCB())
+    for wrong in (-1, 2.5):
+        with pytest.raises((ValueError, TypeError), match="images are counted"):
+            trainer.show_image_batch(wrong)
+
+
+def net():
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
