@@ -20,8 +20,15 @@ def in_words(
 )->str:
     "An error as one line, with its first note, which says where it was raised"
     notes = getattr(error, '__notes__', ())
-    text = f'{type(error).__name__}: {error}' if str(error) else type(error).__name__
-    return text + (f' ({notes[0]})' if notes else '')
+    text = f'{type(error).__name__}: {error}' if str(error).strip() else type(error).__name__
+    return ' '.join((text + (f' ({notes[0]})' if notes else '')).split())
+
+# %% ../../nbs/device/52_connection.ipynb #e93ffa1f
+def first_line(
+    error:BaseException, # Of PyTorch
+)->str: # 160 characters at most
+    "What an error says first, or else its class"
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 # %% ../../nbs/device/52_connection.ipynb #6275345d
 def _word(store, seconds=2):
@@ -42,7 +49,7 @@ _SILENT = ('A process is gone without a word (killed? out of memory?), or gave n
 def _why_lost(word, error, seconds, **told):
     "Why a message was lost, in words"
     if word is not None: return _FAILED.format(who=word[0], error=word[1], **told)
-    return _SILENT.format(seconds=seconds, reason=str(error).splitlines()[0][:160], **told)
+    return _SILENT.format(seconds=seconds, reason=first_line(error), **told)
 
 # %% ../../nbs/device/52_connection.ipynb #3fc681fd
 class Connection:
@@ -69,7 +76,8 @@ class Connection:
         "Tell the others why this process cannot go on, and go"
         if self._broken is not None: return
         self._broken = f'this one failed with {in_words(error)}'
-        with suppress(Exception): self._store.set('failed', json.dumps([self.rank, in_words(error)]))
+        word = json.dumps([self.rank, in_words(error)])
+        with suppress(Exception): self._store.compare_set('failed', '', word) # The first word stays
         self.close()
 
     def close(self):

@@ -11,6 +11,7 @@ import gc, multiprocessing, os, pickle, socket, threading, time, traceback
 import torch
 
 from ..basics.checks import check_count
+from ..state.errors import RankFailed
 
 # %% ../../nbs/device/50_launching.ipynb #28a2786a
 def _begin(rank, size, port):
@@ -75,6 +76,7 @@ def _collect(processes, answers, name, timeout):
     return told
 
 def _received(answer, process, rank, size, name):
+    "What one process answers; that it has gone, if it ends without an answer"
     try: return pickle.loads(answer.recv_bytes())
     except EOFError:
         process.join()
@@ -84,7 +86,6 @@ def _received(answer, process, rank, size, name):
 # %% ../../nbs/device/50_launching.ipynb #879d7bbb
 def _first_real(errors):
     "The error that came first, of those that do not only tell of another process"
-    from isaac_loop.state.errors import RankFailed
     real = [o for o in errors if not isinstance(o[1], RankFailed)] or errors
     error,notes,text = min(real, key=lambda told: told[4])[1:4]
     for note in notes:
@@ -108,6 +109,7 @@ def _store_behind(listener, port):
     return torch.distributed.TCPStore('127.0.0.1', port, is_master=True, wait_for_workers=False,
                                       master_listen_fd=listener.detach())
 
+# %% ../../nbs/device/50_launching.ipynb #db38334e
 def _start(process):
     "Begin a process; nothing is tidied up before it knows what is its own"
     tidies = gc.isenabled()

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .connection import first_line
 from .process_ranks import ProcessRanks
 from ..state.errors import RankFailed
 
@@ -64,7 +65,7 @@ _NOT_FOUND = ('This process has waited {seconds:g} s for all {size} to meet at {
 
 def _not_found(limit, size, error, came=''):
     told = dict(size=size, seconds=limit.total_seconds(), came=came, where=os.environ.get('MASTER_ADDR'))
-    told.update(port=os.environ.get('MASTER_PORT'), reason=str(error).splitlines()[0][:160])
+    told.update(port=os.environ.get('MASTER_PORT'), reason=first_line(error))
     return RankFailed(_NOT_FOUND.format(**told))
 
 # %% ../../nbs/device/55_processes.ipynb #9f41eb41

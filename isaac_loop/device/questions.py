@@ -31,7 +31,7 @@ def _asker():
     frame = sys._getframe()
     while frame.f_globals.get('__name__') == __name__: frame = frame.f_back
     code = frame.f_code
-    return '`' + getattr(code, 'co_qualname', code.co_name).split('<locals>.')[-1] + '`'
+    return f"`{code.co_qualname.split('<locals>.')[-1]}`"
 
 def _kind_of(question): return zlib.crc32(question.encode())
 

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch.utils.data import DataLoader
 
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.device.connection import _why_lost, in_words
 from isaac_loop.device.launching import launch
 from isaac_loop.device.process_ranks import ProcessRanks
-from isaac_loop.device.processes import join
+from isaac_loop.device.processes import _not_found, join
 from isaac_loop.loop.ranks import Ranks
 from isaac_loop.state.errors import RankFailed, RanksDiffer, WorldSizeMismatch
 
@@ -251,6 +253,39 @@ def test_a_process_that_never_comes_is_named():
             join(0.8)
 
     in_processes(3, ask)
+
+
+def test_the_first_process_that_fails_is_told_though_another_fails_after_it():
+    def fail():
+        ranks = join(timeout=TIMEOUT)
+        store, words = ranks._store, ["", "the first", "the second"]
+        if rank() > 0:
+            if rank() == 2:
+                store.wait(["failed"])
+            ranks.fail(ValueError(words[rank()]))
+            store.set(f"failed/{rank()}", "")
+            return
+        store.wait(["failed/1", "failed/2"])
+        with pytest.raises(RankFailed, match="Process 1 failed with ValueError: the first,"):
+            ranks.gather(0)
+        return True
+
+    assert in_processes(3, fail) == [True, None, None]
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n"])
+def test_an_error_without_a_text_is_told_by_its_class(text):
+    told = dict(error=RuntimeError(text), seconds=1, rank=0, size=2)
+    assert _why_lost(None, **told).endswith("PyTorch says: RuntimeError")
+    assert in_words(RuntimeError(text)) == "RuntimeError"
+    with pytest.raises(RankFailed, match="PyTorch says: RuntimeError$"):
+        raise _not_found(timedelta(seconds=1), 2, RuntimeError(text))
+
+
+def test_the_words_for_an_error_are_one_line():
+    error = OSError("no\n\tdisk")
+    error.add_note("raised by `SaveCB.after_epoch`\n    at epoch 2")
+    assert in_words(error) == "OSError: no disk (raised by `SaveCB.after_epoch` at epoch 2)"
 
 
 def test_an_error_of_main_reaches_all():
