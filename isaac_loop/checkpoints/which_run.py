@@ -17,7 +17,9 @@ from ..state.run_checks import check_is_run
 _NO_RESUME = ("`resume` is {!r}, which does not tell `CheckpointCB` whether to go on or begin anew. "
               "Use 'auto', 'must', 'never', or the path of a checkpoint.")
 
-def checked_resume(resume):
+def checked_resume(
+    resume, # 'auto', 'must', 'never', or the path of a checkpoint
+): # That word, or an absolute path
     "What `resume` says, or an error if it says nothing"
     if isinstance(resume, str) and resume in ('auto', 'must', 'never'): return resume
     is_text = isinstance(resume, str) and ('/' in resume or os.sep in resume)

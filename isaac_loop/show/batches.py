@@ -30,6 +30,19 @@ def _class_names(dl, batch, target):
     named = {id(entry): name for name,entry in entries}
     return getattr(features.get(named.get(id(target))), 'names', ())
 
+# %% ../../nbs/show/62_batches.ipynb #bfd730fa
+def _labels(target):
+    "Numbers or words, one for each image; None if there is more to a target"
+    plain = isinstance(target, (list, tuple)) and all(isinstance(o, (str, int)) for o in target)
+    if plain: return list(target)
+    one_each = torch.is_tensor(target) and target.ndim and target.numel() == len(target)
+    return target.flatten().tolist() if one_each else None
+
+def _found(targets):
+    "What there is instead, for the message"
+    if not targets: return 'missing'
+    return f'of shape {tuple(targets[0].shape)}' if torch.is_tensor(targets[0]) else 'no numbers'
+
 # %% ../../nbs/show/62_batches.ipynb #f951dc8f
 _NO_NAME = ('A target of the batch is {label!r}, for which `classes` has no name: it has {names}. Give each '
             'class a name, in the order of their numbers or by number.')
@@ -51,18 +64,6 @@ def _known(names, label):
     "The name of a class, or the number if nobody knows one, as for -1 in data without targets"
     known = isinstance(label, int) and 0 <= label < len(names)
     return names[label] if known else short(label)
-
-def _labels(target):
-    "Numbers or words, one for each image; None if there is more to a target"
-    words = isinstance(target, (list, tuple)) and all(isinstance(o, str) for o in target)
-    if words: return list(target)
-    one_each = torch.is_tensor(target) and target.ndim and target.numel() == len(target)
-    return target.flatten().tolist() if one_each else None
-
-def _found(targets):
-    "What there is instead, for the message"
-    if not targets: return 'missing'
-    return f'of shape {tuple(targets[0].shape)}' if torch.is_tensor(targets[0]) else 'no numbers'
 
 # %% ../../nbs/show/62_batches.ipynb #d172de35
 _NO_BATCH = '`dls.{}` is {}, so there is no batch to draw.'

@@ -5,6 +5,7 @@ The first goes on as if the run had never stopped; the second is told, since the
 
 import random
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from isaac_loop.all import (
     exact_loader,
     set_seed,
 )
+from isaac_loop.state.script_facts import other_facts, script_facts
 
 N = 20
 
@@ -191,6 +193,31 @@ def test_another_model_with_the_same_weights_is_told(tmp_path):
     assert len(told) == 1 and "the model has `(1): Tanh()` for `(1): ReLU()` and 1 more lines" in told[0]
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "line"),
+    [
+        ((), (nn.ReLU(),), "the model has `(1): ReLU()`"),
+        ((nn.ReLU(),), (), "the model goes without `(1): ReLU()`"),
+        ((), (nn.ReLU(), nn.Tanh()), "the model has `(1): ReLU()` and 1 more lines"),
+        (
+            (nn.Tanh(),),
+            (nn.ReLU(), nn.Tanh()),
+            "the model has `(1): ReLU()` for `(1): Tanh()` and 1 more lines",
+        ),
+        (
+            (nn.ReLU(),) * 400,
+            (nn.ReLU(),) * 399 + (nn.Tanh(),),
+            "the model has `(400): Tanh()` for `(400): ReLU()`",
+        ),
+    ],
+)
+def test_a_layer_that_has_come_or_gone_is_told_and_none_beside_it(was, now, line):
+    def scripted(layers):
+        return SimpleNamespace(callbacks=[], model=nn.Sequential(nn.Linear(2, 2), *layers))
+
+    assert other_facts(scripted(now), dict(script=script_facts(scripted(was)))) == [line]
+
+
 class FreezeFirstCB:
     "Stands for a script that freezes a layer before it fits"
 
@@ -218,7 +245,6 @@ def test_the_same_script_is_told_nothing(tmp_path, callbacks):
 
 def test_a_checkpoint_of_an_earlier_version_is_taken_up_without_a_word(tmp_path):
     from isaac_loop.state.run_state import put_frozen, take_state
-    from isaac_loop.state.script_facts import other_facts
 
     trainer = make([ThawCB])
     trainer.fit(1, lr=0.01, valid=False)

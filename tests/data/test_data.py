@@ -527,7 +527,9 @@ def test_show_batch_takes_mappings_and_batches_without_labels(plt):
         pictures, titles = shown(DataLoaders([batch]).show_batch(2))
         assert len(pictures) == 2 and titles == ["", ""]
     column = torch.arange(12)[:, None]
-    for target, expected in ((["cat", "dog"] * 6, ["cat", "dog"]), (column, ["0", "1"])):
+    numbers = [0, 1] * 6
+    words = ["cat", "dog"] * 6
+    for target, expected in ((words, ["cat", "dog"]), (column, ["0", "1"]), (numbers, ["0", "1"])):
         assert shown(DataLoaders([(x, target)]).show_batch(2))[1] == expected
     with pytest.raises(TypeError, match="`classes` has names for targets"):
         DataLoaders([(x, torch.rand(12, 4))]).show_batch(2, classes=["cat", "dog"])
@@ -569,6 +571,8 @@ def test_show_batch_names_the_classes(plt):
     dls = DataLoaders([(images["gray"], torch.tensor([0, 1] * 6))])
     for classes in (["cat", "dog"], ("cat", "dog"), {0: "cat", 1: "dog", 7: "cow"}):
         assert shown(dls.show_batch(2, classes=classes))[1] == ["cat", "dog"]
+        listed = DataLoaders([(images["gray"], [0, 1] * 6)])
+        assert shown(listed.show_batch(2, classes=classes))[1] == ["cat", "dog"]
     with pytest.raises(LookupError, match="is 1, for which `classes` has no name"):
         dls.show_batch(classes=["cat"])
     half = DataLoaders([(images["gray"], torch.full((12,), 0.5))])
