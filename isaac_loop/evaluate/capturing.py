@@ -92,21 +92,58 @@ def _rows(trainer):
     "How many examples the batch has"
     return rows_of(trainer.batch, parts_of(trainer.split, trainer.batch)[0]) or 0
 
-# %% ../../nbs/evaluate/19_capturing.ipynb #88b2be10
+# %% ../../nbs/evaluate/19_capturing.ipynb #6c3330fb
 _NOTHING_CAPTURED = ('No batch was captured, so there are no predictions. '
                      'Run a pass first; if one has run, it was left before its first batch was done.')
 
+class CapturedParts:
+    "What a pass has captured, as the parts that its batches were"
+    rows = None # Numbers of the loader's rows in the dataset, where known
+    with_inputs,write = False,None # As `CapturePredsCB` is told
+    _losses = None # Of the examples of the present batch
+    _parts = _positions = _shares = () # A cancel may come before its turn
+    _batch_losses = _devices = ()
+
+    def result(self)->Predictions: # In the order of the pass
+        "Everything captured in the last pass, joined; this waits for the device"
+        if not self._parts: raise ValueError(_NOTHING_CAPTURED)
+        self._arrive()
+        numbers = [i for positions in self._positions for i in positions]
+        known = self.rows is not None and (not numbers or numbers[-1] < len(self.rows))
+        indices = [self.rows[i] for i in numbers] if known else numbers
+        return Predictions(**join_batches(self._parts), indices=indices)
+
+    def _arrive(self):
+        "Wait for the device, and see whether losses fit"
+        for device in self._devices: torch.cuda.synchronize(device)
+        if self._batch_losses: _warn_of_other_losses(self._parts, self._batch_losses)
+
+    def _part(self, trainer):
+        "What is kept of the present batch"
+        inputs,targets = trainer.split(trainer.batch)
+        inputs = only_one(inputs) if self.with_inputs else None
+        part = dict(preds=trainer.preds, targets=only_one(targets), losses=self._losses, inputs=inputs)
+        return _copied(part, self._devices)
+
+    def _write(self, trainer):
+        "Hand this batch over, and forget it; main does so, if several processes read the same"
+        try:
+            if trainer.ranks.is_main: self.write(self.result())
+        finally: self._forget()
+
+    def _forget(self):
+        self._parts,self._positions,self._shares = [],[],[]
+        self._batch_losses = []
+
+# %% ../../nbs/evaluate/19_capturing.ipynb #8b882b1f
 @old_words
-class CapturePredsCB:
+class CapturePredsCB(CapturedParts):
     "Keep predictions and targets of the last validation pass"
     order = Order.RECORD
     stateless = True
     on_train = False
-    rows = None # Numbers of the loader's rows in the dataset, where known
     _begun = _complete = None # The pass whose beginning it has seen, and the one of which it has everything
     _structure = None # What a part looks like
-    _parts = _positions = _shares = () # A cancel may come before its turn
-    _batch_losses = _devices = ()
     __repr__ = show_settings
     def __init__(self,
         with_inputs:bool=False, # Also keep what the model was given?
@@ -152,38 +189,7 @@ class CapturePredsCB:
         "Have what all processes have captured, if they share the pass"
         if not ended_in_error(trainer): self._have_all(trainer)
 
-    def _arrive(self):
-        "Wait for the device, and see whether losses fit"
-        for device in self._devices: torch.cuda.synchronize(device)
-        if self._batch_losses: _warn_of_other_losses(self._parts, self._batch_losses)
-
-    def result(self)->Predictions: # In the order of the pass
-        "Everything captured in the last pass, joined; this waits for the device"
-        if not self._parts: raise ValueError(_NOTHING_CAPTURED)
-        self._arrive()
-        numbers = [i for positions in self._positions for i in positions]
-        known = self.rows is not None and (not numbers or numbers[-1] < len(self.rows))
-        indices = [self.rows[i] for i in numbers] if known else numbers
-        return Predictions(**join_batches(self._parts), indices=indices)
-
-    def _part(self, trainer):
-        "What is kept of the present batch"
-        inputs,targets = trainer.split(trainer.batch)
-        inputs = only_one(inputs) if self.with_inputs else None
-        part = dict(preds=trainer.preds, targets=only_one(targets), losses=self._losses, inputs=inputs)
-        return _copied(part, self._devices)
-
-    def _write(self, trainer):
-        "Hand this batch over, and forget it; main does so, if several processes read the same"
-        try:
-            if trainer.ranks.is_main: self.write(self.result())
-        finally: self._forget()
-
-    def _forget(self):
-        self._parts,self._positions,self._shares = [],[],[]
-        self._batch_losses = []
-
-# %% ../../nbs/evaluate/19_capturing.ipynb #91feba0a
+# %% ../../nbs/evaluate/19_capturing.ipynb #32df41a0
 @patch
 def _have_all(self:CapturePredsCB, trainer):
     "Have what all processes have captured, once"
@@ -207,6 +213,7 @@ def _write_batches(self:CapturePredsCB, trainer):
         self._write(trainer)
     self._forget()
 
+# %% ../../nbs/evaluate/19_capturing.ipynb #a3cf47bd
 @patch
 def _captured(self:CapturePredsCB, trainer, stage, with_loss):
     "What was asked for at this `stage` of the training, if it was captured"

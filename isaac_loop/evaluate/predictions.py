@@ -34,6 +34,7 @@ class OtherData:
         if '_dls' not in vars(self): raise AttributeError(name) # It is just being copied
         return getattr(self._dls, name)
 
+# %% ../../nbs/evaluate/20_predictions.ipynb #f262bcf7
 class WholeCB:
     "Notice when a pass does not get to its end"
     order = Order.RECORD
@@ -59,12 +60,16 @@ class WholeCB:
         if not isinstance(exception, CancelException): return
         self.why = self.why or f'{type(exception).__name__}: {exception}'.rstrip(': ')
 
+# %% ../../nbs/evaluate/20_predictions.ipynb #ef2ab0d2
 class NoLossCB:
     "Leave out the loss, which predictions do not need, and data without targets cannot have"
     order = Order.LAST
     def before_get_loss(self, trainer): raise CancelStepException('only predictions are wanted')
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #cf0db88c
+_NO_BATCHES = 'The loader has no batches, so there is nothing to look at. Is its dataset empty?'
+_NOT_WHOLE = 'The pass was not complete ({}), so {} all that the result covers.'
+
 @patch
 @contextmanager
 def _looking_at(self:Trainer, dl, callbacks, *watchers, share=False):
@@ -86,9 +91,6 @@ def _looking_at(self:Trainer, dl, callbacks, *watchers, share=False):
             raise
     n = whole.n_batches
     if whole.gap: warn(_NOT_WHOLE.format(whole.gap, '1 batch is' if n == 1 else f'{n} batches are'))
-
-_NO_BATCHES = 'The loader has no batches, so there is nothing to look at. Is its dataset empty?'
-_NOT_WHOLE = 'The pass was not complete ({}), so {} all that the result covers.'
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #f16e2411
 @patch
@@ -116,6 +118,9 @@ def capture_preds(self:Trainer,
     return tuple(self.get_preds(with_inputs=inps, callbacks=callbacks))
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #175796e0
+_NO_WRITER = ('`write` is {!r}, but it is called with the predictions of each batch. Pass a function of one '
+              'argument.')
+
 @patch
 def write_preds(self:Trainer,
     write, # Called with the `Predictions` of each batch
@@ -129,5 +134,3 @@ def write_preds(self:Trainer,
     capture = CapturePredsCB(with_inputs, with_loss, write)
     no_loss = [] if with_loss else [NoLossCB()]
     with self._looking_at(dl, callbacks, capture, *no_loss) as side: side.fit(1, train=False)
-
-_NO_WRITER = '`write` is {!r}, but it is called with each batch. Pass a function of one argument.'
