@@ -84,8 +84,18 @@ def _is_empty(dl):
     try: return len(dl) == 0
     except (TypeError, NotImplementedError): return False
 
-# %% ../../nbs/loop/28_advice.ipynb #c0de3a09
+# %% ../../nbs/loop/28_advice.ipynb #4bdbbf80
 _UNKNOWN = '`fit` got the keyword `{}`, which nobody takes, so it would have no effect. `fit` takes {}.{}'
+
+def _refuse(name, trainer):
+    "Raise an error for a keyword that `fit` does not have"
+    fit = next(vars(o)['fit'] for o in reversed(type(trainer).__mro__) if 'fit' in vars(o))
+    known = [o for o in inspect.signature(fit).parameters if o not in ('self', 'unknown')]
+    if name in KEYWORDS['fit']: raise wrong_keyword('fit', name, KEYWORDS['fit'])
+    hint = did_you_mean(name, known)
+    raise TypeError(_UNKNOWN.format(name, ', '.join(f'`{o}`' for o in known), hint))
+
+# %% ../../nbs/loop/28_advice.ipynb #15e7699c
 _FIT_IN_FIT = ('`fit` was called inside `fit`, and two loops cannot share one state. '
                'Use another `Trainer` for the inner one.')
 _WALKED = ' Or is it a walk of this trainer that is paused? Go on with it, or leave it by its `close()`.'
@@ -111,14 +121,6 @@ def check_fit(
     check_lr(lr)
     check_passes(trainer.dls, train, valid)
     return n_epochs
-
-def _refuse(name, trainer):
-    "Raise an error for a keyword that `fit` does not have"
-    fit = next(vars(o)['fit'] for o in reversed(type(trainer).__mro__) if 'fit' in vars(o))
-    known = [o for o in inspect.signature(fit).parameters if o not in ('self', 'unknown')]
-    if name in KEYWORDS['fit']: raise wrong_keyword('fit', name, KEYWORDS['fit'])
-    hint = did_you_mean(name, known)
-    raise TypeError(_UNKNOWN.format(name, ', '.join(f'`{o}`' for o in known), hint))
 
 # %% ../../nbs/loop/28_advice.ipynb #77d1fb44
 _MISSING = 'No callback does {}, so the loop goes without{}. {}'
@@ -215,6 +217,7 @@ def checked_entries(
     if n_inp > len(batch): raise ValueError(_SHORT.format(len(batch), n_inp))
     return batch
 
+# %% ../../nbs/loop/28_advice.ipynb #e3475cbf
 _NO_PAIR = ('`split` gave {}, which does not say what is input and what is target. Let it return a pair '
             '`(inputs, targets)`, each of them one thing or a tuple of several; `()` stands for none.')
 
@@ -227,12 +230,7 @@ def check_pair(
     length = f' of {len(pair)}' if isinstance(pair, (*SEQUENCES, Mapping)) else ''
     raise TypeError(_NO_PAIR.format(f'a {type(pair).__name__}{shape}{length}'))
 
-# %% ../../nbs/loop/28_advice.ipynb #164b0799
-_TIME = ('`trainer.{}` was set {}, which has no effect: a pass begins with a loader of `trainer.dls`, '
-         'and walks over what it has when the first batch is drawn. '
-         'Set it in `before_epoch`, or change `trainer.dls`; a callback that sets it there has to be added '
-         'before the pass begins, at the latest in `log`.')
-
+# %% ../../nbs/loop/28_advice.ipynb #946fe4b1
 def check_iterable(
     name:str, # Of the attribute
     value, # What somebody set it to
@@ -241,6 +239,12 @@ def check_iterable(
     if hasattr(value, '__iter__') or hasattr(value, '__getitem__'): return
     instead = f'`range({value})`' if isinstance(value, int) else 'something that can be iterated'
     raise TypeError(f'`trainer.{name}` was set to {value!r}, but the loop walks over it. Use {instead}.')
+
+# %% ../../nbs/loop/28_advice.ipynb #e9a5504c
+_TIME = ('`trainer.{}` was set {}, which has no effect: a pass begins with a loader of `trainer.dls`, '
+         'and walks over what it has when the first batch is drawn. '
+         'Set it in `before_epoch`, or change `trainer.dls`; a callback that sets it there has to be added '
+         'before the pass begins, at the latest in `log`.')
 
 def check_time_to_set(
     trainer, # Whose attribute was set
@@ -252,6 +256,7 @@ def check_time_to_set(
     if 'n_batches' not in vars(trainer): raise RuntimeError(_TIME.format(name, 'before any pass has begun'))
     if 'batch' in spans: raise RuntimeError(_TIME.format(name, 'in a batch'))
 
+# %% ../../nbs/loop/28_advice.ipynb #2c6e208e
 def check_first_batches(
     batches:range, # What `trainer.batches` was set to
 ):

@@ -33,7 +33,7 @@ _PARTS = 'Of this batch the model got {inputs}, and the loss function {targets}.
 _GOT = 'The loss function got {preds} from the model, and {targets} from the batch.'
 
 def _parts(trainer, event):
-    "Which part of the batch went where, if it is not one tensor to each; the loss is told what it got"
+    "Which part of the batch went where, unless it is one tensor to each; for `get_loss` the predictions, too"
     try: parts = trainer.split(trainer.batch)
     except Exception: return # Then this is the error already
     if all(isinstance(part, SEQUENCES) for part in parts):
@@ -81,5 +81,5 @@ def reasons(
     name = 'opt' if event in ('step', 'zero_grad') else 'model'
     held = vars(trainer).get(name)
     if isinstance(held, (list, tuple, dict)): yield _SEVERAL.format(name=name, kind=type(held).__name__)
-    no_gradient = isinstance(error, (AttributeError, RuntimeError))
-    if event == 'backward' and no_gradient and hasattr(trainer, 'loss'): yield from _loss_faults(trainer.loss)
+    may_be_loss = isinstance(error, (AttributeError, RuntimeError))
+    if event == 'backward' and may_be_loss and hasattr(trainer, 'loss'): yield from _loss_faults(trainer.loss)
