@@ -74,8 +74,7 @@ def _refuse_spoilt(findings):
 # %% ../../nbs/inspection/16_checks.ipynb #8430cf29
 def _found_by_reading(trainer):
     scene = Scene(trainer)
-    rules = {name: rule for name,rule in RULES.items() if rule is not None}
-    return [finding for name,rule in rules.items() for finding in looked(rule, name, scene)]
+    return [finding for name,rule in RULES.items() for finding in looked(rule, name, scene)]
 
 # %% ../../nbs/inspection/16_checks.ipynb #73b7c611
 _NONE_RAN = ('No batch was run, as the fit was left before its first one{why}, so only the source was '

@@ -80,7 +80,7 @@ RUN_RULES |= {
     'gradients_lost': lost_gradients,
     'clip_before_unscale': scaled_changes,
     'no_gradient': weights_without_gradient,
-    'zero_gradient': lambda seen: (), # Found together with it
+    'zero_gradient': lambda seen: (), # Found together with `no_gradient`
     'never_moved': lambda seen: still_weights(seen) or undone_steps(seen),
     'shared_weights': weights_of_two,
     'no_optimizer': parameters_of_nobody,

@@ -42,7 +42,7 @@ class GradientParts:
         return parts,empty
 
     def is_old(self, p):
-        "Whether the gradient holds what a step has used, with something added"
+        "Whether the gradient is still the one that a step has used, whatever was added to it"
         is_same = id(p) in self.used and self.used[id(p)][1] is p.grad
         return is_same and not is_clear(p.grad)
 

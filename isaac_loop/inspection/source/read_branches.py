@@ -25,7 +25,7 @@ def _leaves(body):
     return bool(body) and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))
 
 def _returns(body):
-    "Whether a branch ends the method in good order"
+    "Whether a branch leaves here, and not by an error"
     return bool(body) and isinstance(body[-1], (ast.Return, ast.Continue, ast.Break))
 
 def _has_way_out(body, kinds=(ast.Return, ast.Continue, ast.Break)):

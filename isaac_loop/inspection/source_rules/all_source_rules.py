@@ -28,6 +28,7 @@ RULES = { # By the name of what each finds
 
 # %% ../../../nbs/inspection/source_rules/78_all_source_rules.ipynb #e97c63a9
 def _in_vain(scene):
+    "Callbacks that wait for what never comes"
     return check_orders.waiting_in_vain(scene) + never_run(scene.trainer.plan, scene.trainer.callbacks)
 
 RULES |= {
@@ -36,7 +37,7 @@ RULES |= {
     'device_after_augment': check_orders.late_moves,
     'order_turned': lambda scene: turned_orders(scene.trainer.plan.entries[True]),
     'writers_without_order': check_orders.blind_writers,
-    'waits_in_vain': lambda scene: _in_vain(scene),
+    'waits_in_vain': _in_vain,
     'return_ignored': check_orders.lost_results,
     'keeps_graph': check_orders.kept_graphs,
 }
@@ -67,7 +68,9 @@ RULES |= {
 }
 
 # %% ../../../nbs/inspection/source_rules/78_all_source_rules.ipynb #7595ad06
-def _without_use(scene): return check_cancels.mismatched_steps(scene) + check_pieces.cleared_in_pieces(scene)
+def _without_use(scene):
+    "Gradients that a step which was left out has not used"
+    return check_cancels.mismatched_steps(scene) + check_pieces.cleared_in_pieces(scene)
 
 RULES |= {
     'kept_alias': lambda scene: check_kept.kept_aliases(scene) or check_resumed.backups_without_copies(scene),
@@ -76,7 +79,7 @@ RULES |= {
     'mean_of_means': check_kept.means_of_means,
     'cancels_too_much': check_cancels.cancels_too_much,
     'cancels_nothing': check_cancels.cancels_nothing,
-    'gradients_lost': lambda scene: _without_use(scene),
+    'gradients_lost': _without_use,
     'gradients_kept': check_cancels.bad_gradients_kept, # And by the rule before
     'never_raised': check_cancels.never_raised,
     'caught_cancel': check_cancels.caught_cancels,
@@ -86,7 +89,7 @@ RULES |= {
 RULES |= {
     'never_cleared': check_steps.steps_in_disorder,
     'never_stepped': check_steps.half_steps,
-    'never_backward': None, # Found together with it
+    'never_backward': lambda scene: (), # Found together with `never_stepped`
     'gathered_sum': check_sums.gathered_sums,
     'shared_weights': check_steps.shared_weights,
     'softmax_twice': check_model.softmax_twice,
@@ -99,6 +102,7 @@ RULES |= {
 
 # %% ../../../nbs/inspection/source_rules/78_all_source_rules.ipynb #e8b955fb
 def _without_gradient(scene):
+    "Terms of a loss through which no gradient comes"
     found = check_effects.constant_terms(scene) + check_formulas.penalties_without_graph(scene)
     return found or check_penalties.cut_penalties(scene)
 
@@ -106,7 +110,7 @@ RULES |= {
     'no_effect': check_effects.lost_values,
     'unread_setting': check_effects.unread_settings,
     'seeded_again': check_effects.seeded_again,
-    'constant_term': lambda scene: _without_gradient(scene),
+    'constant_term': _without_gradient,
     'wrong_best': lambda scene: check_best.wrong_comparisons(scene) + check_best.wrong_plateaus(scene),
     'impatient': lambda scene: check_best.impatient(scene) or check_habits.lost_patience(scene),
     'average_turned': check_formulas.turned_averages,
