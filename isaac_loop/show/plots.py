@@ -42,7 +42,7 @@ def _second(trainer):
     "A trainer like `trainer`, of which nothing is shared that a callback might change"
     new = copy.copy(trainer)
     vars(new).update(private_state(), _is_look=True)
-    new.plan = Plan(type(trainer), trainer.plan.own_spans) # Before its callbacks, which would change the other
+    new.plan = Plan(type(trainer), trainer.plan.own_spans) # First, or callbacks change the other's
     new.callbacks,new.history = [],History()
     new.model,new.loss_func,opt = copy.deepcopy((trainer.model, trainer.loss_func, vars(trainer).get('opt')))
     if opt is not None: new.opt = opt
@@ -53,8 +53,8 @@ def _second(trainer):
 
 # %% ../../nbs/show/50_plots.ipynb #ba080749
 _AGAIN = ('`show_image_batch` was called while it prepares its own batch: the callback that calls it is one '
-          'of those that prepare batches, and would look for ever. Give it `order = Order.RECORD` (a function '
-          'can have that attribute too), so that it is left out there.')
+          'of those that prepare batches, and would look for ever. Give it `order = Order.RECORD` (a '
+          'function can have that attribute too), so that it is left out there.')
 _NO_BATCH = ('No batch reached the model, so there is nothing to draw: '
              'a callback left every one of them in `before_batch`.')
 
