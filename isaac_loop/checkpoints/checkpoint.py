@@ -9,6 +9,8 @@ __all__ = ['CheckpointCB']
 from functools import partial
 from pathlib import Path
 
+from torch.utils.data import IterableDataset
+
 from fastcore.basics import patch
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
@@ -26,11 +28,11 @@ from ..loop.notes import whereabouts
 from ..loop.shared_attributes import offered, offering
 from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
-from ..state.change_marks import drawn_from
+from ..data.generators import data_generators, is_generator, PARTS
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_folder import run_folder
 from ..state.run_parts import generators
-from ..state.script_facts import other_facts
+from ..state.script_facts import note_left, other_facts
 from ..state.run_state import cut_names, put_weights, take_parts, take_state
 from ..state.states_of_processes import for_this_process, gather_states
 from ..state.store import check_keeping
@@ -100,6 +102,7 @@ class CheckpointCB(ResumingCB):
             if begun: self._save_what_is_left(trainer)
             if begun: self._say_how_to_go_on(trainer)
         finally:
+            note_left(trainer)
             self._fits.end(trainer, begun)
             self._found = self._end = None
             self._run.close(in_use=self._writes.is_busy)
@@ -121,19 +124,20 @@ def _warn_of_workers(dl):
     warn(_WORKERS)
 
 _OWN_NUMBERS = ('{names} of `dls.train` draw random numbers that are not saved with this loader, so the run '
-                'may not go on exactly. Make it with `exact_loader` and without workers, or draw from the '
-                'usual sources, such as `torch.rand`.')
+                'may not go on exactly. {instead}raw from the usual sources, such as `torch.rand`.')
+_EXACT = 'Make it with `exact_loader` and without workers, or d'
 
 def _warn_of_own_numbers(trainer):
     "Say that a dataset, a sampler or a loader has generators whose state nobody saves"
     dl,saved = trainer.dls.train,set(map(id, generators(trainer).values()))
-    if hasattr(dl, 'load_state_dict'): parts = ('dataset',) if getattr(dl, 'num_workers', 0) else ()
-    else: parts = '','dataset','sampler','batch_sampler'
-    owners = {name: getattr(dl, name, None) if name else dl for name in parts}
-    held = [(f'{name}.{k}'.lstrip('.'), x) for name,owner in owners.items()
-            for k,x in getattr(owner, '__dict__', {}).items()]
-    found = [f'`{path}`' for path,x in held if drawn_from(x) is not None and id(x) not in saved]
-    if found: warn(_OWN_NUMBERS.format(names=', '.join(found)))
+    tells,again = hasattr(dl, 'load_state_dict'),getattr(dl, 'reads_again', False)
+    if tells and not again and not getattr(dl, 'num_workers', 0): return # They are saved
+    parts = PARTS if tells else (*PARTS, 'sampler', 'batch_sampler')
+    held = data_generators(dl, parts)
+    if not tells: held |= {k: x for k,x in getattr(dl, '__dict__', {}).items() if is_generator(x)}
+    found = [f'`{path}`' for path,x in held.items() if id(x) not in saved]
+    is_stream = isinstance(getattr(dl, 'dataset', None), IterableDataset)
+    if found: warn(_OWN_NUMBERS.format(names=', '.join(found), instead='D' if is_stream else _EXACT))
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #5d55d5b9
 _OTHERWISE = ('The run goes on otherwise than it was saved: {}. If that is not meant, make it as it was, or '

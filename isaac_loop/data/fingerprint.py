@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from numbers import Number
 from pathlib import PurePath
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from .generators import data_generators, undrawn
 from .sampling import seeded_with
 
 # %% ../../nbs/data/60_fingerprint.ipynb #c612fc3f
@@ -128,9 +129,10 @@ def _places(n):
 def _read_rows(dataset, n, work=2e-3, wait=5e-2):
     "By number the leaves of some rows, until so many seconds are over; None where a leaf is random"
     read,rows = _reader(dataset),{}
+    drawn = data_generators(SimpleNamespace(dataset=dataset)).values() # What the copy shares, deep inside
     worked,waited = time.thread_time()+work,time.perf_counter()+wait
     for i in _places(n):
-        once,again = ([*_seeded(read, i, o)] for o in ('once', 'again'))
+        with undrawn(drawn): once,again = ([*_seeded(read, i, o)] for o in ('once', 'again'))
         if len(once) != len(again): return {}
         rows[i] = [a if _alike(a, b) else None for a,b in zip(once, again)]
         if (len(rows) > 3 and time.thread_time() > worked) or time.perf_counter() > waited: break

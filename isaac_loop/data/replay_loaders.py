@@ -96,6 +96,11 @@ class ReplayLoader(Resumable):
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #146c5387
 @patch(as_prop=True)
+def reads_again(self:ReplayLoader)->bool:
+    "Does going on in the middle of an epoch mean to read its beginning once more?"
+    return not _knows_its_place(self.loader)
+
+@patch(as_prop=True)
 def batches(self:ReplayLoader)->int:
     "Batches that were given in this epoch"
     return self._here()[1]
@@ -161,7 +166,7 @@ def _fresh(self:ReplayLoader):
 @patch
 def _take_up(self:ReplayLoader, done):
     "Let a stream that knows its place go there, or to its beginning; returns the number of its next batch"
-    stream,self._stream = self._stream,None
+    stream,self._stream = self._stream if done else None,None # It may be of an earlier pass, looked at
     if not _knows_its_place(self.loader): return 0
     dataset = self.loader.dataset
     if self._beginning is None: self._beginning = copy.deepcopy(dataset.state_dict())

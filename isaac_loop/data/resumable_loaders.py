@@ -50,9 +50,9 @@ class Resumable:
         return {**vars(self), '_pass': None, '_engine': None, '_batches': None}
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #7822407e
-_TWO_PASSES = ('Another pass over this loader began before this one ended, and persistent workers serve '
-               'only one, so this one would get the batches of the other. Use two loaders, or '
-               '`persistent_workers=False`.')
+_TWO_PASSES = ('Another pass over this loader began before this one ended, such as a look by `show_batch`, '
+               'and persistent workers serve only one, so this one would get the batches of the other. Look '
+               'between two epochs, use two loaders, or `persistent_workers=False`.')
 
 class _Pass:
     "One walk through a loader, which keeps the loader's position up to date"

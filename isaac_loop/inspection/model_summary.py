@@ -17,6 +17,7 @@ from ..basics.tables import Table
 from ..basics.tensors import SEQUENCES, batch_size, to_device
 from ..loop.passes import parts_of
 from ..loop.trainer import Trainer
+from ..data.generators import held_generators
 from ..state.snapshot import Snapshot
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #be744f5c
@@ -93,7 +94,8 @@ def _rows_of(model, run):
     "All rows, and the operations of the whole run"
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
         raise ValueError(_LAZY.format(name=type(model).__name__))
-    with _counting() as counter, probing(model):
+    drawn = SimpleNamespace(generators=held_generators(model.modules()))
+    with _counting() as counter, probing(model), Snapshot(drawn):
         rows = _Rows(model, counter)
         starts = [o.register_forward_pre_hook(rows.start) for o in rows.layers.values()]
         try:

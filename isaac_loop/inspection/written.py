@@ -20,7 +20,7 @@ from ..basics.tables import short
 from ..loop.events import callback_name
 from ..loop.history import History
 from ..loop.trainer import Trainer
-from ..state.change_marks import drawn_from
+from ..data.generators import drawn_from
 
 # %% ../../nbs/inspection/17_written.ipynb #b8c18f08
 class Seen:

@@ -90,6 +90,8 @@ OFFERS = {
     'changes_in_steps': ('who has a state that only updates change, such as `EMACB`',
         '`CheckpointCB`, which notes at the end of a training pass what validation may change',
         'True, in the class itself: this state need not be noted then'),
+    'frozen_for_now': ('who freezes for the length of a pass, such as `FreezeCB`',
+        'whoever saves the run', 'parameters that it will thaw itself, so nobody else keeps them frozen'),
     'silent': ('any callback', 'the checks of a fit, and `trainer.check`',
         'names of findings about it that are meant so, such as `order_turned`'),
     'columns': ('who writes into rows, such as `MetricsCB`',

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/30_change_marks.ipynb #a0542bb7
-import io, random, sys, weakref
+import io, weakref
 from array import array
 from collections import deque
 from contextlib import suppress
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from ..data.generators import drawn_from
 from .snapshot import slots_of
 
 # %% ../../nbs/state/30_change_marks.ipynb #9e581eea
@@ -98,15 +99,6 @@ def members_of(x):
         own = {**m._parameters, **m._buffers, **{k: o for k,o in vars(m).items() if k not in _OF_MODULES}}
         found.update({f'{path}.{k}'.lstrip('.'): o for k,o in own.items()})
     return found
-
-def drawn_from(x):
-    "The state of a generator of random numbers; None for anything else"
-    if isinstance(x, torch.Generator): return x.get_state()
-    if isinstance(x, random.Random): return x.getstate()
-    if not type(x).__module__.startswith('numpy.random'): return None
-    if hasattr(x, 'get_state'): return x.get_state()
-    source = getattr(x, 'bit_generator', x)
-    return source.state if isinstance(source, sys.modules['numpy'].random.BitGenerator) else None
 
 # %% ../../nbs/state/30_change_marks.ipynb #802a00d5
 SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})

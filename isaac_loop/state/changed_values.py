@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/33_changed_values.ipynb #9d1c1a5f
-import copy, random
+import copy
 from array import array
 from collections import Counter, OrderedDict, deque
 from pathlib import Path, PurePath
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from .errors import UnsaveableState
+from ..data.generators import drawn_from, set_drawn
 from .change_marks import CONTAINERS, HELD, SIMPLE, Marker, Same
-from .change_marks import drawn_from, is_iterator, is_outside, members_of, part_of
+from .change_marks import is_iterator, is_outside, members_of, part_of
 from .plain_state import plain
 
 # %% ../../nbs/state/33_changed_values.ipynb #2b0b88c5
@@ -156,7 +157,7 @@ class Putter:
         if here is None or here is _NOTHING or is_another: return self._lose(here, path)
         if kind == 'members': self.members(here, saved['value'], path)
         elif kind == 'state': here.load_state_dict(saved['value'])
-        else: _set_drawn(here, saved['value'])
+        else: set_drawn(here, saved['value'])
         return here
 
     def _list(self, here, saved, path):
@@ -210,8 +211,3 @@ def _set(owner, name, value):
 
 def _fits(now, new): return isinstance(now, nn.Parameter) and torch.is_tensor(new) and now.shape == new.shape
 
-def _set_drawn(x, state):
-    if isinstance(x, torch.Generator): x.set_state(state)
-    elif isinstance(x, random.Random): x.setstate(state)
-    elif hasattr(x, 'set_state'): x.set_state(state)
-    else: getattr(x, 'bit_generator', x).state = state # Of a `Generator`, or such a source itself

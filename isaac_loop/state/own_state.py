@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/state/38_own_state.ipynb #be5e84b8
 from functools import cached_property, lru_cache
-from types import MethodType, ModuleType
+from types import MethodType, ModuleType, SimpleNamespace
 
 import torch
 from fastcore.basics import patch
@@ -23,7 +23,8 @@ from .array_views import part_views
 from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, tells_state
 from .errors import UnsaveableState
 from .change_marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of
-from .change_marks import drawn_from, part_of
+from .change_marks import part_of
+from ..data.generators import data_generators, is_generator
 from .plain_state import from_plain, plain
 
 # %% ../../nbs/state/38_own_state.ipynb #a7eee1b9
@@ -98,19 +99,23 @@ def _of_other(name, owner):
     if without is True: return {}
     own = _attributes(owner, without | _OF_MODULES if isinstance(owner, nn.Module) else without)
     if not name.startswith('dls.'): return own
-    return {k: o for k,o in own.items() if type(o) in SIMPLE or drawn_from(o) is not None}
+    return {k: o for k,o in own.items() if type(o) in SIMPLE or is_generator(o)}
 
 def _others(trainer):
-    "The loss function, and the datasets of the user's own that the loaders read"
+    "The loss function, the datasets of the user's own that the loaders read, and what generators these hold"
     loss_func,dls = (attributes_of(trainer).get(o) for o in ('loss_func', 'dls'))
     found = {'loss_func': _looked_at(loss_func)}
     for name in ('train', 'valid'):
         dl = getattr(dls, name, None)
-        data = getattr(dl, 'dataset', None) if hasattr(dl, 'load_state_dict') else None # Others read again
+        if not hasattr(dl, 'load_state_dict') or getattr(dl, 'reads_again', False): continue
+        data = getattr(dl, 'dataset', None)
         while isinstance(data, Subset): data = data.dataset
         is_own = hasattr(type(data), '__getitem__') and type(data).__module__.partition('.')[0] not in _OTHERS
         known = tells_state(data) or any(data is o for o in found.values())
         if is_own and not known: found[f'dls.{name}.dataset'] = data
+        known = {id(part) for x in found.values() for part in attributes_of(x).values()}
+        deeper = {path: x for path,x in data_generators(dl).items() if id(x) not in known}
+        if deeper: found[f'dls.{name}.generators'] = SimpleNamespace(**deeper)
     return found
 
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0

@@ -13,7 +13,7 @@ from torch import nn, optim
 from ..basics.tensors import is_part, map_tensors, part_like, whole
 from ..data.fingerprint import data_of, loss_of
 from ..loop.events import callback_name
-from ..loop.shared_attributes import offering
+from ..loop.shared_attributes import offered, offering
 from ..loop.passes import n_batches
 from .plain_state import Exactly, from_plain, plain
 from .random_numbers import compact_random_state, set_plain_random_state, undrawn
@@ -87,6 +87,12 @@ def take_state(
     if cut_names(trainer): weights,state = _in_one_piece(trainer, weights, state)
     return (map_tensors(torch.clone, dict(weights)), plain(state)) if copy else (weights, state)
 
+def _for_now(trainer):
+    "The `id`s of parameters that a callback has frozen and will thaw itself"
+    return {id(p) for params in offered(trainer, 'frozen_for_now') for p in params}
+
+def _learns(p, for_now): return p.requires_grad or id(p) in for_now
+
 def _gather(trainer):
     "Everything but the weights and the place, as it is"
     parts,opts = _gather_parts(trainer),parts_of(trainer, optim.Optimizer)
@@ -94,7 +100,7 @@ def _gather(trainer):
                 data=data_of(trainer),
                 loss_func=loss_of(trainer),
                 script=script_facts(trainer),
-                frozen=[i for i,p in enumerate(all_parameters(trainer)) if not p.requires_grad],
+                frozen=[i for i,p in enumerate(all_parameters(trainer)) if not _learns(p, _for_now(trainer))],
                 opt_classes={name: type(opt).__name__ for name,opt in opts.items()},
                 opts={name: opt.state_dict() for name,opt in opts.items()},
                 modules={name: module.state_dict() for name,module in parts_of(trainer, nn.Module).items()},
@@ -210,9 +216,10 @@ def put_frozen(
 )->int: # How many parameters were otherwise
     "Let the parameters be frozen that were frozen"
     if 'frozen' not in state: return 0
-    frozen,n = set(state['frozen']),0
+    frozen,for_now,n = set(state['frozen']),_for_now(trainer),0
     for i,p in enumerate(all_parameters(trainer)):
         wanted = i not in frozen
+        if id(p) in for_now: continue
         n += p.requires_grad is not wanted
         p.requires_grad_(wanted)
     return n

@@ -68,6 +68,12 @@ def note_frozen(
     "Note which parameters the script has frozen, before the fit freezes or thaws any"
     vars(trainer).setdefault('_data_seen', Seen()).found['frozen'] = None,_frozen(trainer)
 
+def note_left(
+    trainer, # Ends a fit
+):
+    "Note which parameters the fit leaves frozen: if they are so in the next one, the script has not done it"
+    vars(trainer).setdefault('_data_seen', Seen()).found['left'] = None,_frozen(trainer)
+
 def _frozen(trainer):
     "Names of the model's frozen parameters"
     model = bare(trainer.model)
@@ -106,7 +112,9 @@ def other_facts(
     "What the script says otherwise than that of the saved run; earlier versions have not noted it"
     saved,now = state.get('script'),script_facts(trainer)
     if saved is None: return []
-    told = {name for kind in ('callbacks', 'own') for name,what in state.get(kind, {}).items() if what}
+    told = {name for name,what in state.get('callbacks', {}).items() if what}
+    told |= {name for name,what in state.get('own', {}).items() if what['state']}
     lines = _other_callbacks(saved['callbacks'], now['callbacks'], told)
-    frozen = _otherwise_frozen(saved['frozen'], _frozen(trainer))
+    left,now_frozen = trainer._data_seen.found.get('left', (None, None))[1],_frozen(trainer)
+    frozen = () if left == now_frozen else _otherwise_frozen(saved['frozen'], now_frozen)
     return [*lines, *_other_model(saved['model'], now['model']), *frozen]

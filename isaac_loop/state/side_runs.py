@@ -21,6 +21,7 @@ from ..loop.trainer import Trainer
 from ..loop.history import History
 from ..loop.passes import forget
 from ..loop.callback_list import flat
+from ..data.generators import data_generators, held_generators
 from .random_numbers import random_state, same_random_state, set_random_state
 from .snapshot import Snapshot
 
@@ -82,6 +83,11 @@ def _keepers(trainer):
     owners += [m for x in owners if isinstance(x, nn.Module) for m in x.modules() if m is not x]
     return [x for x in owners if isinstance(getattr(x, '__dict__', None), dict) and x is not trainer]
 
+def _generators(trainer):
+    "Generators of random numbers that model, loss function and data draw from, beside the usual ones"
+    loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
+    return held_generators(_keepers(trainer)) + [x for dl in loaders for x in data_generators(dl).values()]
+
 def _shape_of(x):
     "The class of `x` and the names of its parts, which are others once a module has built itself"
     names = [tuple(getattr(x, o)) for o in ('_parameters', '_modules') if isinstance(x, nn.Module)]
@@ -128,7 +134,8 @@ def side_run(self:Trainer,
     between_fits = not (self._fitting or self._side_runs)
     modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []
     modes = [(m, m.training) for m in modules]
-    before = Snapshot(SimpleNamespace(callbacks=kept, dls=self.dls), keep=self._trained(modules))
+    world = SimpleNamespace(callbacks=kept, dls=self.dls, generators=_generators(self))
+    before = Snapshot(world, keep=self._trained(modules))
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
     plan = Plan(type(self), self.plan.own_spans)

@@ -16,11 +16,12 @@ from types import MemberDescriptorType, MethodType, ModuleType
 import torch
 from fastcore.basics import patch
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..loop.ranks import Ranks
 from ..loop.plan import Plan
+from ..data.generators import data_generators
 from .random_numbers import random_state, set_random_state
 
 # %% ../../nbs/state/20_snapshot.ipynb #d5e2c4d8
@@ -201,15 +202,34 @@ def _content_of(kind):
 # %% ../../nbs/state/20_snapshot.ipynb #3c95b54d
 def _of_loader(x):
     "Where a loader stands, or None if it cannot tell and is no `DataLoader`"
+    drawn = list(data_generators(x).values()) if hasattr(x, 'dataset') else []
     if hasattr(type(x), 'state_dict') and hasattr(type(x), 'load_state_dict'):
         state = copy.deepcopy(x.state_dict())
-        return lambda: x.load_state_dict(copy.deepcopy(state)), ()
-    if isinstance(x, DataLoader): return _nothing, (x.generator, x.sampler, x.batch_sampler)
+        return lambda: x.load_state_dict(copy.deepcopy(state)), drawn
+    if isinstance(x, DataLoader): return _nothing, (x.generator, x.sampler, x.batch_sampler, *drawn)
+
+def _tells_its_place(x):
+    "Whether `x` is a stream of the user's own that goes on anywhere by its own state"
+    is_own = isinstance(x, IterableDataset) and _package(type(x)) not in ('torch', 'datasets')
+    return is_own and hasattr(type(x), 'load_state_dict')
+
+def _of_stream(x):
+    "Where a stream stands, by its own numbers: a state that it told would have it go on there"
+    own = _own(x)
+    before = _numbers(own)
+    def put_back():
+        for name in _numbers(own).keys() - before.keys(): del own[name]
+        own.update(before)
+    return put_back, ()
+
+def _numbers(own): return {name: value for name,value in own.items() if isinstance(value, _SIMPLE)}
 
 def _mementos(x, below_loader):
     "How to put `x` back as it is now, and the objects that can be reached from it"
     loader = _of_loader(x) if below_loader else None
-    if loader: return [loader]
+    if loader:
+        stream = getattr(x, 'dataset', None)
+        return [loader, _of_stream(stream)] if _tells_its_place(stream) else [loader]
     return [_of_content(x)] if type(x) in _PLAIN else [_of_content(x), _of_attributes(x)]
 
 # %% ../../nbs/state/20_snapshot.ipynb #488cc2b6

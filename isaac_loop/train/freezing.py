@@ -98,6 +98,11 @@ class FreezeCB:
         self._options = dict(parts=parts, until=until, start=start)
         self.frozen,self._changed = [],()
 
+    @property
+    def frozen_for_now(self):
+        "Parameters that learn again when the pass is over"
+        return self._changed
+
     def before_fit(self, trainer):
         "See whether the parts are there"
         for part,_,_ in self.ranges: _parameters_of(trainer.model, part, type(self).__name__)

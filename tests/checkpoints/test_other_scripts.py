@@ -4,6 +4,7 @@ The first goes on as if the run had never stopped; the second is told, since the
 """
 
 import random
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 from isaac_loop.all import (
     AccumulationCB,
     BasicTrainCB,
+    BatchNormEvalCB,
     CheckpointCB,
     ClipGradCB,
     DataLoaders,
@@ -24,6 +26,7 @@ from isaac_loop.all import (
     FreezeCB,
     MetricsCB,
     MixedPrecisionCB,
+    NBatchCB,
     RewindCB,
     Trainer,
     exact_loader,
@@ -62,6 +65,36 @@ class Noisy(Rows):
         ) / 10
 
 
+class Jitter:
+    def __init__(self):
+        self.rng = random.Random(4)
+
+    def __call__(self, x):
+        return x + self.rng.random()
+
+
+class Jittered(Rows):
+    "Draws by a transform that it holds"
+
+    def __init__(self):
+        super().__init__()
+        self.tfms = {"noise": [Jitter()]}
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return self.tfms["noise"][0](x), y
+
+
+def jittered_batches():
+    rng = random.Random(5)
+
+    def collate(rows):
+        x, y = torch.utils.data.default_collate(rows)
+        return x + rng.random(), y
+
+    return collate
+
+
 class CutCB:
     def __init__(self, at):
         self.at = at
@@ -92,11 +125,13 @@ class ThawInPassCB(ThawCB):
             trainer.model[0].requires_grad_(True)
 
 
-def make(callbacks, folder=None, cut=None, data=Rows, every=2, layers=None, saving=CheckpointCB):
+def make(
+    callbacks, folder=None, cut=None, data=Rows, every=2, layers=None, saving=CheckpointCB, collate=None
+):
     set_seed(3)
     layers = layers or (nn.ReLU(), nn.Dropout(0.1))
     model = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 3))
-    dls = DataLoaders(exact_loader(data(), 4, seed=1, in_memory=False))
+    dls = DataLoaders(exact_loader(data(), 4, 1, in_memory=False, collate_fn=collate and collate()))
     made = [o() for o in callbacks]
     made += [saving(folder, every=every)] if folder else []
     made += [CutCB(cut)] if cut else []
@@ -111,7 +146,7 @@ def outcome(trainer):
 
 def goes_on(tmp_path, callbacks, cut, **options):
     "Whole, and cut and begun again by a new script"
-    whole = make(callbacks, **{k: o for k, o in options.items() if k == "data"})
+    whole = make(callbacks, **{k: o for k, o in options.items() if k in ("data", "collate")})
     whole.fit(4, lr=0.01, valid=False)
     with pytest.raises(RuntimeError, match="power cut"):
         make(callbacks, tmp_path, cut, **options).fit(4, lr=0.01, valid=False)
@@ -131,8 +166,14 @@ def test_layers_that_a_callback_has_thawed_are_thawed_when_the_run_goes_on(tmp_p
 
 @pytest.mark.parametrize("every", ["epoch", 2])
 @pytest.mark.parametrize("cut", [8, 13])
-def test_generators_of_a_dataset_go_on(tmp_path, every, cut):
-    goes_on(tmp_path, [], cut, data=Noisy, every=every)
+@pytest.mark.parametrize("data", [Noisy, Jittered, lambda: torch.utils.data.ConcatDataset([Jittered()] * 2)])
+def test_generators_of_a_dataset_go_on(tmp_path, data, every, cut):
+    goes_on(tmp_path, [], cut, data=data, every=every)
+
+
+@pytest.mark.parametrize("cut", [8, 13])
+def test_generators_of_the_function_that_makes_batches_go_on(tmp_path, cut):
+    goes_on(tmp_path, [], cut, every=2, collate=jittered_batches)
 
 
 def test_a_rewind_freezes_what_was_frozen_then():
@@ -238,6 +279,48 @@ def test_a_script_that_freezes_other_layers_is_told_that_this_has_no_effect(tmp_
     assert [words in o for o in told] == [True] * bool(words)
 
 
+@pytest.mark.parametrize("every", [1, "epoch"])
+@pytest.mark.parametrize(
+    ("was", "now", "words"),
+    [
+        ([lambda: FreezeCB("0", until=3)], [], "`FreezeCB` has gone"),
+        ([lambda: FreezeCB("0", until=3)], [lambda: FreezeCB("0", until=1)], "was `FreezeCB('0', until=3)`"),
+        ([lambda: FreezeCB("0")], [lambda: FreezeCB("3")], "was `FreezeCB('0')`"),
+    ],
+)
+def test_what_only_a_callback_froze_learns_again_without_it(tmp_path, every, was, now, words):
+    with pytest.raises(RuntimeError, match="power cut"):
+        make(was, tmp_path, 7, every=every).fit(4, lr=0.01, valid=False)
+    again = make(now, tmp_path, every=every)
+    before = again.model[0].weight.detach().clone()
+    with pytest.warns(UserWarning, match=re.escape(words)):
+        again.fit(4, lr=0.01, valid=False)
+    assert all(p.requires_grad for p in again.model.parameters())
+    assert not torch.equal(again.model[0].weight, before)
+
+
+def test_what_the_run_has_thawed_is_not_put_down_to_the_script(tmp_path):
+    "In a notebook the same trainer goes on, whose layers are as the run before has left them"
+    trainer = make([ThawCB], tmp_path, 12, every="epoch")
+    with pytest.raises(RuntimeError, match="power cut"):
+        trainer.fit(4, lr=0.01, valid=False)
+    trainer.remove_callbacks("CutCB")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(4, lr=0.01, valid=False)
+    assert not [o for o in told if "which has no effect" in str(o.message)]
+    assert trainer.n_updates == 20
+
+
+@pytest.mark.parametrize("callback", [lambda: NBatchCB(4), BatchNormEvalCB])
+def test_a_callback_without_a_state_that_has_gone_is_named(tmp_path, callback):
+    norms = dict(layers=(nn.BatchNorm1d(8),))
+    with pytest.raises(RuntimeError, match="power cut"):
+        make([callback], tmp_path, 7, **norms).fit(4, lr=0.01, valid=False)
+    with pytest.warns(UserWarning, match=f"`{type(callback()).__name__}` has gone"):
+        make([], tmp_path, **norms).fit(4, lr=0.01, valid=False)
+
+
 @pytest.mark.parametrize("callbacks", [[], [FirstCB, SecondCB], [lambda: ClipGradCB(0.1)], [ThawCB]])
 def test_the_same_script_is_told_nothing(tmp_path, callbacks):
     assert changed(tmp_path, callbacks, callbacks) == []
@@ -274,6 +357,14 @@ class OwnLoader:
             yield torch.full((2, 4), float(i)), torch.tensor([i % 3, 0])
 
 
+class JitteredStream(torch.utils.data.IterableDataset):
+    def __init__(self):
+        self.rng, self.rows = random.Random(3), Rows()
+
+    def __iter__(self):
+        return (self.rows[i] for i in self.rng.sample(range(N), N))
+
+
 def own_generator(seed):
     return torch.Generator().manual_seed(seed)
 
@@ -288,6 +379,22 @@ LOADERS = {
         "",
     ),
     "exact": (lambda: exact_loader(Noisy(), 4, in_memory=False), ""),
+    "transform": (
+        lambda: torch.utils.data.DataLoader(Jittered(), 4, shuffle=True),
+        "`dataset.tfms['noise'][0].rng`",
+    ),
+    "batches": (
+        lambda: torch.utils.data.DataLoader(Rows(), 4, collate_fn=jittered_batches()),
+        "`collate_fn.rng`",
+    ),
+    "batch sampler": (
+        lambda: torch.utils.data.DataLoader(
+            Rows(), batch_sampler=torch.utils.data.BatchSampler(OwnSampler(), 4, False)
+        ),
+        "`batch_sampler.sampler.rng`",
+    ),
+    "stream": (lambda: exact_loader(JitteredStream(), 4), "Draw from the usual sources"),
+    "transform, exact": (lambda: exact_loader(Jittered(), 4, in_memory=False), ""),
     "list": (lambda: [(torch.ones(2, 4), torch.tensor([0, 1]))] * 3, ""),
 }
 
