@@ -16,7 +16,7 @@ from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from .generators import data_generators, undrawn
+from .generators import data_generators, generators_kept
 from .sampling import seeded_with
 
 # %% ../../nbs/data/60_fingerprint.ipynb #c612fc3f
@@ -132,7 +132,7 @@ def _read_rows(dataset, n, work=2e-3, wait=5e-2):
     drawn = data_generators(SimpleNamespace(dataset=dataset)).values() # What the copy shares, deep inside
     worked,waited = time.thread_time()+work,time.perf_counter()+wait
     for i in _places(n):
-        with undrawn(drawn): once,again = ([*_seeded(read, i, o)] for o in ('once', 'again'))
+        with generators_kept(drawn): once,again = ([*_seeded(read, i, o)] for o in ('once', 'again'))
         if len(once) != len(again): return {}
         rows[i] = [a if _alike(a, b) else None for a,b in zip(once, again)]
         if (len(rows) > 3 and time.thread_time() > worked) or time.perf_counter() > waited: break

@@ -9,7 +9,7 @@ __all__ = []
 import random, sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType, MethodType
 
 import torch
@@ -24,10 +24,15 @@ def is_generator(
     x, # Any object
 )->bool: # False for `random.SystemRandom`, which has no state
     "Whether `x` gives random numbers that follow from a state"
-    if isinstance(x, _KINDS): return not isinstance(x, random.SystemRandom)
-    if not type(x).__module__.startswith('numpy.random'): return False
+    return _are_generators(type(x))
+
+@lru_cache(maxsize=4096)
+def _are_generators(kind):
+    "The answer for all objects of a class: many are asked for each evaluation"
+    if issubclass(kind, _KINDS): return not issubclass(kind, random.SystemRandom)
+    if not any(c.__module__.startswith('numpy.random') for c in kind.__mro__): return False
     np = sys.modules['numpy'].random
-    return isinstance(x, tuple(getattr(np, o) for o in _OF_NUMPY))
+    return issubclass(kind, tuple(getattr(np, o) for o in _OF_NUMPY))
 
 # %% ../../nbs/data/55_generators.ipynb #d697b146
 def drawn_from(
@@ -49,7 +54,7 @@ def set_drawn(
     else: getattr(x, 'bit_generator', x).state = state
 
 @contextmanager
-def undrawn(
+def generators_kept(
     generators, # Several
 ):
     "Have the generators stand in the end where they stand now"
@@ -59,24 +64,9 @@ def undrawn(
         for x,state in states: set_drawn(x, state)
 
 # %% ../../nbs/data/55_generators.ipynb #15799df4
-_ENDS = (str, bytes, int, float, complex, type(None), type, torch.Tensor, nn.Module, DataLoader, Iterator)
+_MANY = 1000 # Entries of a container, and objects in all
 _LIBRARIES = {'torch', 'datasets', 'pyarrow', 'pandas', 'PIL', 'numpy', 'builtins', 'multiprocessing',
               'threading', '_thread', 'logging', 'io', 'isaac_loop'}
-_MANY = 1000 # Entries of a container, and objects in all
-
-def _parts(x):
-    "What `x` leads to, by how it is reached; nothing if that cannot be a generator"
-    if isinstance(x, _ENDS): return {}
-    if isinstance(x, Subset): return {'': x.dataset}
-    if isinstance(x, ConcatDataset): return {f'.datasets[{i}]': o for i,o in enumerate(x.datasets)}
-    if isinstance(x, partial): return {'.func': x.func, '.args': x.args, '.keywords': x.keywords}
-    if isinstance(x, MethodType): return {'': x.__self__}
-    if isinstance(x, FunctionType): return _closed_over(x)
-    if type(x) in (list, tuple, dict): return _entries(x)
-    if type(x).__module__ == 'datasets.arrow_dataset': return {'.transform': _set_on(x)}
-    if type(x).__module__.partition('.')[0] in _LIBRARIES and not isinstance(x, Sampler): return {}
-    own,held = getattr(x, '__dict__', None),_entries(x) if isinstance(x, (list, tuple, dict)) else {}
-    return held | ({f'.{k}': o for k,o in own.items()} if isinstance(own, dict) else {})
 
 def _set_on(dataset):
     "The function that was given to `set_transform`, if any"
@@ -88,7 +78,7 @@ def _entries(x):
 
 def _closed_over(f):
     "What the default values and the surrounding names of a function hold"
-    if f.__module__.partition('.')[0] in _LIBRARIES: return {}
+    if (f.__module__ or '').partition('.')[0] in _LIBRARIES: return {}
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())
     found = {f'.{name}': cell.cell_contents for name,cell in cells if _is_filled(cell)}
     return found | {f'({i})': o for i,o in enumerate(f.__defaults__ or ())}
@@ -96,6 +86,31 @@ def _closed_over(f):
 def _is_filled(cell):
     try: return cell.cell_contents is not None
     except ValueError: return False
+
+# %% ../../nbs/data/55_generators.ipynb #f9de57c5
+_ENDS = (str, bytes, int, float, complex, type(None), type, torch.Tensor, nn.Module, DataLoader, Iterator)
+_GO_ON = Subset,ConcatDataset,Sampler,MethodType,FunctionType,list,tuple,dict # Though of such a library
+
+@lru_cache(maxsize=4096)
+def _is_end(kind):
+    "Whether objects of a class lead nowhere"
+    if issubclass(kind, _ENDS): return True
+    if _are_generators(kind): return False
+    usual = kind.__module__.partition('.')[0] in _LIBRARIES
+    return usual and not issubclass(kind, _GO_ON) and kind.__module__ != 'datasets.arrow_dataset'
+
+def _parts(x):
+    "What `x` leads to, by how it is reached; nothing if that cannot be a generator"
+    if _is_end(type(x)): return {}
+    if isinstance(x, Subset): return {'': x.dataset}
+    if isinstance(x, ConcatDataset): return {f'.datasets[{i}]': o for i,o in enumerate(x.datasets)}
+    if isinstance(x, partial): return {'.func': x.func, '.args': x.args, '.keywords': x.keywords}
+    if isinstance(x, MethodType): return {'': x.__self__}
+    if isinstance(x, FunctionType): return _closed_over(x)
+    if type(x) in (list, tuple, dict): return _entries(x)
+    if type(x).__module__ == 'datasets.arrow_dataset': return {'.transform': _set_on(x)}
+    own,held = getattr(x, '__dict__', None),_entries(x) if isinstance(x, (list, tuple, dict)) else {}
+    return held | ({f'.{k}': o for k,o in own.items()} if isinstance(own, dict) else {})
 
 # %% ../../nbs/data/55_generators.ipynb #3e247eb4
 PARTS = 'dataset','collate_fn'
@@ -109,7 +124,7 @@ def data_generators(
     found,seen = {},{}
     while todo and len(seen) < _MANY:
         path,x = todo.pop()
-        if isinstance(x, _ENDS) or id(x) in seen: continue
+        if id(x) in seen or _is_end(type(x)): continue
         seen[id(x)] = x # Held, so that no `id` is given to another object
         if is_generator(x): found[path] = x
         else: todo += [(path+how, o) for how,o in reversed(_parts(x).items())]
