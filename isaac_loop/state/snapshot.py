@@ -208,6 +208,7 @@ def _of_loader(x):
         return lambda: x.load_state_dict(copy.deepcopy(state)), drawn
     if isinstance(x, DataLoader): return _nothing, (x.generator, x.sampler, x.batch_sampler, *drawn)
 
+# %% ../../nbs/state/20_snapshot.ipynb #0b9cd1a1
 def _tells_its_place(x):
     "Whether `x` is a stream of the user's own that goes on anywhere by its own state"
     is_own = isinstance(x, IterableDataset) and _package(type(x)) not in ('torch', 'datasets')
