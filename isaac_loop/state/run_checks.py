@@ -80,6 +80,9 @@ def _unlike(saved, now, what):
     if saved.keys() != now.keys(): yield f'{what}: saved were {list(saved)}, now there are {list(now)}'
 
 # %% ../../nbs/state/64_run_checks.ipynb #6e06bcd2
+_ADDED = (' (groups that come in the course of a run, as by `add_param_group`, must be there when it '
+          'begins: have `opt_func` make them all, and freeze what is to learn later)')
+
 def _groups(trainer, state):
     "Optimizers of another class, or whose groups have other sizes"
     for name,opt in parts_of(trainer, optim.Optimizer).items():
@@ -87,7 +90,8 @@ def _groups(trainer, state):
         was = state['opt_classes'].get(name, kind)
         if was != kind: yield f'`trainer.{name}`: its class was `{was}`, and is `{kind}`'
         saved,now = ([len(g['params']) for g in o] for o in (groups, opt.param_groups))
-        if saved != now: yield f'`trainer.{name}`: its groups had {saved} parameters, and have {now}'
+        added = _ADDED if saved[:len(now)] == now else ''
+        if saved != now: yield f'`trainer.{name}`: its groups had {saved} parameters, and have {now}{added}'
 
 # %% ../../nbs/state/64_run_checks.ipynb #6334891c
 def _lengths(trainer, state):

@@ -32,6 +32,7 @@ from isaac_loop.all import (
     exact_loader,
     set_seed,
 )
+from isaac_loop.state.errors import ResumeMismatch
 from isaac_loop.state.script_facts import other_facts, script_facts
 
 N = 20
@@ -335,6 +336,19 @@ def test_a_checkpoint_of_an_earlier_version_is_taken_up_without_a_word(tmp_path)
     del state["frozen"], state["script"]
     assert put_frozen(trainer, state) == 0 and other_facts(trainer, state) == []
     assert not trainer.model[0].weight.requires_grad
+
+
+class AddGroupCB:
+    def before_epoch(self, trainer):
+        if trainer.epoch == 1 and len(trainer.opt.param_groups) == 1:
+            trainer.opt.add_param_group(dict(params=[nn.Parameter(torch.zeros(1))]))
+
+
+def test_a_group_of_parameters_that_came_in_the_run_cannot_go_on_and_is_told_how_it_could(tmp_path):
+    with pytest.raises(RuntimeError, match="power cut"):
+        make([AddGroupCB], tmp_path, 7).fit(4, lr=0.01, valid=False)
+    with pytest.raises(ResumeMismatch, match=r"had \[4, 1\] parameters, and have \[4\] .*`add_param_group`"):
+        make([AddGroupCB], tmp_path).fit(4, lr=0.01, valid=False)
 
 
 class OwnSampler(torch.utils.data.Sampler):
