@@ -45,6 +45,31 @@ def _join_leaf(parts):
     if len({o.shape[1:] for o in parts}) == 1: return torch.cat(parts)
     return [row for part in parts for row in part]
 
+# %% ../../nbs/evaluate/30_join_batches.ipynb #66d52a3c
+_OTHER_KEYS = ('Batch {number} has {now}, and the first batch has {was}, so it is unclear what belongs '
+               'together. Let model and loader give the same keys for every batch.')
+
+def _parts_of(x):
+    "The parts of a container by their names; None if it has none"
+    if isinstance(x, Mapping): return dict(x)
+    if not dataclasses.is_dataclass(x): return None
+    return {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init}
+
+def in_order_of(
+    like, # The structure of the first batch
+    x, # That of another batch
+    number:int, # Of the other batch, from 0, for the message
+): # A structure whose leaves stand where those of `like` stand
+    "`x` with its parts in the order of `like`, by their names"
+    if is_leaf(x) or is_leaf(like): return x
+    was,now = _parts_of(like),_parts_of(x)
+    if was is not None and now is not None:
+        told = dict(number=number, was=list(was), now=list(now))
+        if was.keys() != now.keys(): raise ValueError(_OTHER_KEYS.format(**told))
+        return {name: in_order_of(was[name], now[name], number) for name in was}
+    are_alike = isinstance(x, SEQUENCES) and isinstance(like, SEQUENCES) and len(x) == len(like)
+    return tuple(in_order_of(a, b, number) for a,b in zip(like, x)) if are_alike else x
+
 # %% ../../nbs/evaluate/30_join_batches.ipynb #f87f8a5f
 _NOT_ALIKE = ('The batches hold between {} and {} values each, so they cannot be put together. '
               'Let model and loader always give the same entries.')
@@ -53,9 +78,9 @@ _NONE = 'There is no batch, so there is nothing to put together. Did the pass ha
 def join_batches(
     parts:list, # One structure for each batch, all alike; a structure is whatever `map_tensors` walks through
 ): # The same structure, over all rows
-    "Put the batches' structures together, leaf by leaf; half precision becomes full"
+    "Put the batches' structures together, leaf by leaf, by key; half precision becomes full"
     if not parts: raise ValueError(_NONE)
-    leaves = [leaves_of(o) for o in parts]
+    leaves = [leaves_of(in_order_of(parts[0], part, i)) for i,part in enumerate(parts)]
     n = [len(o) for o in leaves]
     if len(set(n)) > 1: raise ValueError(_NOT_ALIKE.format(min(n), max(n)))
     joined = iter([_join_leaf(o) for o in zip(*leaves)])

@@ -16,7 +16,7 @@ from ..data.exact_loaders import exact_loader
 from ..data.resumable_loaders import READING
 from ..data.sampling import share_of
 from ..data.shared_loaders import share_exact
-from .join_batches import LEFT_OUT, is_leaf, leaves_of
+from .join_batches import LEFT_OUT, in_order_of, is_leaf, leaves_of
 from ..state.errors import UnsaveableState
 from ..state.plain_state import from_plain, plain
 
@@ -82,8 +82,9 @@ def from_all(
     structure, # One such structure, though it may have no rows; None if there was no batch
 )->tuple: # The structures of all processes in the order of the rows, and for each a `range` of rows
     "What all processes have of a pass, in each of them"
-    own = [[batch, first, n, plain(leaves_of(part), 'what the model gave', exact=True)]
-           for batch,first,n,part in parts]
+    if parts: structure = parts[0][-1]
+    ordered = [(*head, leaves_of(in_order_of(structure, part, head[0]))) for *head,part in parts]
+    own = [[*head, plain(leaves, 'what the model gave', exact=True)] for *head,leaves in ordered]
     theirs = ranks.gather(dict(parts=own, shape=_shape_of(structure)))
     if structure is None: structure = next((one['shape'] for one in theirs if one['shape'] is not None), None)
     found,rows,end = [],[],0

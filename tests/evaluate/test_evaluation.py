@@ -361,6 +361,33 @@ def test_batches_that_hold_different_things_are_refused():
         join_batches([(torch.ones(1),), (torch.ones(1), torch.ones(1))])
 
 
+def test_dicts_are_joined_by_key_wherever_they_are():
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    first, second = dict(a=zeros, b=[ones]), dict(b=[ones[:1]], a=zeros[:1])
+    joined = join_batches([first, second])
+    assert list(joined) == ["a", "b"] and joined["a"].tolist() == [0] * 3 and joined["b"][0].tolist() == [1] * 3
+    joined = join_batches([(zeros, first), (zeros, second)])[1]
+    assert joined["a"].tolist() == [0] * 3 and joined["b"][0].tolist() == [1] * 3
+
+
+def test_batches_with_other_keys_are_refused():
+    with pytest.raises(ValueError, match=r"Batch 2 has \['b'\], and the first batch has \['a'\]"):
+        join_batches([dict(a=torch.ones(1)), dict(a=torch.ones(1)), dict(b=torch.ones(1))])
+
+
+def test_predictions_of_a_model_that_fills_its_dict_in_another_order_are_right():
+    class Odd(nn.Module):
+        def forward(self, x):
+            zero, one = x.new_zeros(len(x)), x.new_ones(len(x))
+            return dict(zero=zero, one=one) if len(x) == 4 else dict(one=one, zero=zero)
+
+    dl = DataLoader(TensorDataset(torch.randn(10, 3), torch.randn(10)), 4)
+    trainer = Trainer(DataLoaders(dl, dl), None, None, Odd(), [BasicTrainCB()])
+    preds = trainer.get_preds().preds
+    assert list(preds) == ["zero", "one"]
+    assert preds["zero"].tolist() == [0] * 10 and preds["one"].tolist() == [1] * 10
+
+
 @pytest.mark.shows("MIN-11")
 def test_half_precision_comes_back_as_float():
     data = make_data()
