@@ -24,6 +24,8 @@ class NotInMemory(ValueError):
 _NO_TENSOR = ('The rows cannot be kept in memory: {name} of a batch is a {kind}, and only tensors with a row '
               'for each item can be taken by number. Choose the columns to take with `columns`, turn it into '
               'a tensor, or leave `in_memory` out.')
+_LEARNT = ('The rows cannot be kept in memory: {name} of a batch requires a gradient, and what is taken '
+           'from kept rows is a copy without one. `detach` the tensor, or leave `in_memory` out.')
 
 def _is_part(x): return not isinstance(x, (Mapping, *SEQUENCES)) and not hasattr(x, '__dataclass_fields__')
 
@@ -47,7 +49,8 @@ def _entries(batch, names):
 def _check_parts(parts, n):
     "Refuse what has no row for each of `n` items"
     for name,part in parts:
-        plain = type(part) is torch.Tensor and part.layout == torch.strided and not part.requires_grad
+        if torch.is_tensor(part) and part.requires_grad: raise NotInMemory(_LEARNT.format(name=name))
+        plain = type(part) is torch.Tensor and part.layout == torch.strided
         if plain and part.ndim and len(part) == n: continue
         kind = type(part).__name__
         if type(part) is torch.Tensor: kind = f'tensor of shape {tuple(part.shape)} for {n} items'
@@ -199,6 +202,8 @@ _NO_LENGTH = ('`in_memory=True` needs rows that can be counted, and the dataset 
               'it out, or make a list of the rows.')
 _OTHER_LENGTH = ('The dataset has {now} rows now, and had {was} when they were taken into memory. Make a new '
                  'loader.')
+_NOT_PLAIN = ('The rows are not kept in memory unasked: a function makes them, or they carry gradients. Ask '
+              'for it with `in_memory=True`.')
 
 class HeldRows:
     "The rows of a dataset in memory, by column"
@@ -216,26 +221,46 @@ class HeldRows:
     def read(self):
         "Read all rows, if that was not done yet"
         if self._kept is not None: return
+        self._source = _source_of(self.dataset)
         reading = _Reading(self.dataset, self.collate_fn, self.most, **self.reading)
         self._kept = _as_they_are(self.dataset, reading) or reading.columns()
-        self.n,self._source = reading.n,_tensors_of(self.dataset)
+        self.n = reading.n
 
     def columns(self):
         "The columns, where they are wanted; None if the rows cannot be kept, which `why_not` explains"
-        if self._source is not _tensors_of(self.dataset): self._kept = self._there = None # Others now
+        if not _is_source(self._source, self.dataset): self._forget() # Others now
         if self._kept is None and self.why_not is None: self._try()
         if self.why_not is not None: return None
         n = len(self.dataset)
         if n != self.n: raise ValueError(_OTHER_LENGTH.format(now=n, was=self.n))
         return self._kept if self.device is None else self._moved()
 
+    def _forget(self):
+        self._source,self._kept,self._there,self.why_not = _source_of(self.dataset),None,None,None
+
     def _try(self):
-        try: self.read()
+        "Read all rows; if nobody asked for it, only where nobody can notice"
+        if self.most is None: return self.read()
+        try:
+            if not reads_plainly(self.dataset, self.collate_fn): raise NotInMemory(_NOT_PLAIN)
+            self.read()
         except Exception as e: # The loader that reads row by row will say it in its place
             self.why_not = e.with_traceback(None)
 
 # %% ../../nbs/data/27_in_memory.ipynb #6c26f2b8
 def _tensors_of(dataset): return dataset.tensors if type(dataset) is TensorDataset else None
+
+def _source_of(dataset):
+    "What the rows of a dataset depend on that may be set anew: its tensors, or its format with a transform"
+    if type(dataset) is TensorDataset: return dataset.tensors
+    return dataset.format if _is_hugging_face(dataset) else None
+
+def _is_source(source, dataset):
+    "Whether the rows of `dataset` are made of `source` as before"
+    now = _source_of(dataset)
+    return source is now or isinstance(now, dict) and source == now
+
+def _is_hugging_face(dataset): return type(dataset).__module__ == 'datasets.arrow_dataset'
 
 def _as_they_are(dataset, reading):
     "The tensors of a `TensorDataset` in place of copies, if they are what its batches consist of"
@@ -301,8 +326,7 @@ def reads_plainly(
     ours = getattr(getattr(collate_fn, 'func', None), 'stacks_columns', False)
     if not (ours or collate_fn is None or collate_fn is default_collate): return False
     if type(dataset) is TensorDataset: return not any(o.requires_grad for o in dataset.tensors)
-    hugging_face = type(dataset).__module__ == 'datasets.arrow_dataset'
-    return hugging_face and dataset.format['type'] != 'custom'
+    return _is_hugging_face(dataset) and dataset.format['type'] != 'custom'
 
 def held_rows(
     dataset, # Any

@@ -313,6 +313,56 @@ def test_what_is_kept_unasked_gives_the_same_batches(seed):
         assert same(*found)
 
 
+def zeros(rows):
+    return dict(x=[torch.zeros(3) for _ in rows["x"]], y=rows["y"])
+
+
+def noise(rows):
+    return dict(x=[torch.rand(3) for _ in rows["x"]], y=rows["y"])
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("in_memory", [None, True])
+def test_a_transform_or_format_set_later_is_followed_from_the_next_pass_on(seed, in_memory):
+    data = hub_rows()
+    loader, _ = get_dataloaders(data, None, 4, seed=seed, in_memory=in_memory)
+    before = list(loader)
+    batches = iter(loader)
+    next(batches)
+    data.set_transform(zeros)
+    assert all(batch["x"].any() for batch in batches)  # The pass under way keeps what it began with
+    assert all(not batch["x"].any() for batch in loader)
+    data.set_format("torch", columns=["y"])
+    assert all(list(batch) == ["y"] for batch in loader)
+    assert loader.held.columns() is not None
+    data.set_format("torch")
+    assert [list(batch) for batch in loader] == [list(batch) for batch in before]
+
+
+def test_a_transform_that_is_set_later_is_read_as_usual_unasked_and_checked_if_asked_for():
+    data = hub_rows()
+    unasked, asked = (get_dataloaders(data, None, 4, in_memory=o)[0] for o in (None, True))
+    assert list(unasked)
+    data.set_transform(noise)
+    first, second = ([batch["x"] for batch in unasked] for _ in range(2))
+    assert unasked.held.columns() is None and "a function makes them" in str(unasked.held.why_not)
+    assert not torch.equal(torch.cat(first).sort(0)[0], torch.cat(second).sort(0)[0])
+    for _ in range(2):
+        with pytest.raises(NotInMemory, match="`x` is random"):
+            list(asked)
+    data.reset_format()
+    data.set_format("torch")
+    assert list(asked) and unasked.held.columns() is not None
+
+
+def test_a_look_at_the_format_is_one_for_each_pass(monkeypatch):
+    loader, looks = get_dataloaders(hub_rows(), None, 4)[0], []
+    list(loader)
+    is_source = chapter._is_source
+    monkeypatch.setattr(chapter, "_is_source", lambda *args: looks.append(1) or is_source(*args))
+    assert len(list(loader)) == 6 and len(looks) == 1
+
+
 def test_too_much_is_not_kept_unasked(monkeypatch):
     monkeypatch.setattr(chapter, "UNASKED", 100)
     loader = exact_loader(hub_rows(), 4, seed=1)
@@ -341,6 +391,12 @@ def test_a_tensor_dataset_is_not_copied_and_its_changes_are_seen():
 
 
 # Refusals
+
+
+def test_tensors_with_gradients_are_refused_for_that_reason():
+    learnt = TensorDataset(torch.ones(5, requires_grad=True))
+    with pytest.raises(NotInMemory, match="requires a gradient.*`detach` the tensor"):
+        get_dataloaders(learnt, None, 2, in_memory=True)
 
 
 class Moved(Rows):

@@ -365,7 +365,9 @@ def test_dicts_are_joined_by_key_wherever_they_are():
     zeros, ones = torch.zeros(2), torch.ones(2)
     first, second = dict(a=zeros, b=[ones]), dict(b=[ones[:1]], a=zeros[:1])
     joined = join_batches([first, second])
-    assert list(joined) == ["a", "b"] and joined["a"].tolist() == [0] * 3 and joined["b"][0].tolist() == [1] * 3
+    assert (
+        list(joined) == ["a", "b"] and joined["a"].tolist() == [0] * 3 and joined["b"][0].tolist() == [1] * 3
+    )
     joined = join_batches([(zeros, first), (zeros, second)])[1]
     assert joined["a"].tolist() == [0] * 3 and joined["b"][0].tolist() == [1] * 3
 
