@@ -68,7 +68,7 @@ def check_flag(
     name:str, # Name of the argument, for the message
 )->bool: # The same
     "`value`, if it is True or False, or an error; a text such as 'no' would count as True"
-    if value in (False, True): return bool(value)
+    if type(value).__name__ in ('bool', 'bool_'): return bool(value) # Of Python or NumPy
     raise TypeError(f'`{name}` is {value!r}, which is neither True nor False. Use one of them.')
 
 # %% ../../nbs/basics/10_checks.ipynb #3d35f753
@@ -106,6 +106,8 @@ def check_file_name(
 # %% ../../nbs/basics/10_checks.ipynb #83e51afa
 _NO_PATH = ('`{what}` is {path!r}, which is no path, so `{who}` would not know where to look or to write. '
             "Use text or a `Path`, such as 'logs'.")
+_NO_NAME = ("`{what}` is '', which names nothing, and `{who}` would take the working directory for it. Give "
+            "a name, such as 'logs', or '.' if that directory is meant.")
 _ADDRESS = ('`{what}` is an address, `{scheme}://...`, but `{who}` works with files of this machine. Give a '
             'local {what}; `UploadCB(url)` copies a folder to such an address, and `fetch(url, folder)` '
             'gets it from there.')
@@ -118,6 +120,7 @@ def local_path(
     "`path`, if it is on this machine; an address of a storage is refused"
     try: text = os.fsdecode(path)
     except TypeError: raise TypeError(_NO_PATH.format(what=what, path=path, who=who)) from None
+    if not text: raise ValueError(_NO_NAME.format(what=what, who=who))
     found = re.match(r'([A-Za-z][\w+.-]+):/', text)
     if found: raise ValueError(_ADDRESS.format(what=what, scheme=found[1], who=who))
     check_file_name(text, what)

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from fastcore.basics import patch
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
-from ..basics.checks import local_path, short_path, warn
+from ..basics.checks import check_flag, local_path, short_path, warn
 from ..basics.output import say
 from .background_writes import BackgroundWrites
 from .counted_fits import CountedFits, belongs_to, why_over
@@ -63,7 +63,7 @@ class CheckpointCB(ResumingCB):
         check_pattern(pattern)
         if monitor is None: _check_unmonitored(every, keep_best)
         self.folder,self.monitor,self.every = folder,monitor,every
-        self.resume,self.strict,self.verify = checked_resume(resume),strict,verify
+        self.resume,self.strict,self.verify = checked_resume(resume),check_flag(strict, 'strict'),verify
         self.path = None # The newest checkpoint
         self._when = When(every)
         self._writes = BackgroundWrites()

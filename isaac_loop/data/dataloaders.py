@@ -6,7 +6,7 @@
 __all__ = ['collate_rows', 'get_dataloaders', 'DataLoaders']
 
 # %% ../../nbs/data/10_dataloaders.ipynb #4895b799
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -19,32 +19,69 @@ from .in_memory import plain_loader
 from ..loop.methods_on_demand import bring_later
 
 # %% ../../nbs/data/10_dataloaders.ipynb #11eb1f7a
+_NO_NAMES = ('`columns` is {columns!r}, which names no column, so nothing would be in a batch. Give the '
+             'names as a list, inputs first, or leave it out for all columns.')
+
+def _listed(columns):
+    "The names as a list; None if all columns are to be taken"
+    if columns is None: return None
+    if isinstance(columns, str): return [columns]
+    if not isinstance(columns, Iterable): raise TypeError(_NO_NAMES.format(columns=columns))
+    names = list(columns)
+    if not names: raise ValueError(_NO_NAMES.format(columns=columns))
+    return names
+
 def collate_rows(
-    columns=None, # Names of the columns to take, in this order; default: all, as they come
+    columns=None, # Names of the columns to take, in this order, or one name; default: all, as they come
 ): # A function from a list of rows to a batch
     "Make a `collate_fn` that turns rows, dicts or tuples, into a tuple of stacked columns"
+    columns = _listed(columns)
     return partial(_collate_rows, columns=columns) # Unlike a function made here, workers can be sent it
 
 _NO_ROWS = ('`collate_rows` stacks numbers and tensors. Let the dataset give these, as by '
             '`dataset.with_transform(f)` with `image_to_tensor` in `f`, or pass a `collate_fn` of your own.')
+_EMPTY = '`collate_rows` was given no rows, so there is nothing to stack. A batch takes at least one.'
 
 def _collate_rows(rows, columns):
+    if len(rows) == 0: raise ValueError(_EMPTY)
+    rows = _chosen(rows, columns)
     try: batch = default_collate(rows)
     except TypeError as error:
         error.add_note(_NO_ROWS)
         raise
-    if not isinstance(batch, Mapping): return batch
-    return tuple(batch[name] for name in _check_columns(batch, columns))
+    return tuple(batch[name] for name in columns or batch) if isinstance(batch, Mapping) else batch
 
 _collate_rows.stacks_columns = True # A row in a batch does not depend on its neighbours
 
-def _check_columns(batch, columns):
-    "`columns`, or all of them, if the batch has them"
-    for name in columns or ():
-        if name in batch: continue
-        hint = did_you_mean(name, batch)
-        raise LookupError(f'The rows have no column `{name}`; they have {list(batch)}.{hint}')
-    return batch if columns is None else columns
+# %% ../../nbs/data/10_dataloaders.ipynb #e870d9d7
+_UNNAMED = ('`columns` is {columns}, and the rows are of type {kind}, whose entries have no names, so it '
+            'would have no effect. Leave it out, or let the dataset give a dict for each row.')
+_NOT_THERE = 'The rows have no column `{name}`; they have {has}.{hint}'
+_NOT_IN_ROW = ('Row {i} of the {n} of a batch has no column `{name}`, which others have; it has {has}. Let '
+               'the dataset give the same columns for every row, or choose some with `columns`.')
+
+def _chosen(rows, columns):
+    "The rows with the columns that are wanted, which each of them has to have"
+    if not isinstance(rows[0], Mapping):
+        if columns is None: return rows
+        raise TypeError(_UNNAMED.format(columns=columns, kind=type(rows[0]).__name__))
+    names = list(rows[0]) if columns is None else columns
+    try: found = [{name: row[name] for name in names} for row in rows]
+    except KeyError:
+        _check_columns(rows, names)
+        raise
+    if columns is None and any(len(row) > len(names) for row in rows):
+        _check_columns(rows, dict.fromkeys(name for row in rows for name in row))
+    return found
+
+def _check_columns(rows, names):
+    "Say which row lacks one of the `names`"
+    for name in names:
+        lacking = [i for i,row in enumerate(rows) if name not in row]
+        if not lacking: continue
+        has,n = list(rows[lacking[0]]),len(rows)
+        if len(lacking) < n: raise LookupError(_NOT_IN_ROW.format(i=lacking[0], n=n, name=name, has=has))
+        raise LookupError(_NOT_THERE.format(name=name, has=has, hint=did_you_mean(str(name), map(str, has))))
 
 # %% ../../nbs/data/10_dataloaders.ipynb #c3fa805f
 def get_dataloaders(
@@ -58,11 +95,25 @@ def get_dataloaders(
 )->tuple: # Two `DataLoader`s, None where there is no dataset
     "A loader for training and one for validation"
     check_flag(shuffle, 'shuffle')
+    batch_size = check_count(batch_size, 'batch_size', 'rows are counted')
+    if kwargs.get('collate_fn') is not None: check_function(kwargs['collate_fn'], 'collate_fn', 'rows')
+    if seed is None: _check_order(train, valid, shuffle, kwargs)
     kwargs.setdefault('pin_memory', torch.cuda.is_available())
     make = plain_loader if seed is None else partial(exact_loader, seed=seed)
     make = partial(make, in_memory=in_memory)
     return (None if train is None else make(train, batch_size, shuffle=shuffle and _has_len(train), **kwargs),
             None if valid is None else make(valid, batch_size*2, shuffle=False, **kwargs))
+
+_TWO_ORDERS = ('`{name}` picks rows of one dataset, and here it would be for training, which is shuffled, '
+               'and for validation as well. Make the loaders yourself: `DataLoaders(DataLoader(train, '
+               '{name}=..., collate_fn=collate_rows()), DataLoader(valid, collate_fn=collate_rows()))`.')
+
+def _check_order(train, valid, shuffle, kwargs):
+    "Refuse an order of a user's own where it cannot hold"
+    is_clear = not shuffle and (train is None or valid is None)
+    for name in ('sampler', 'batch_sampler'):
+        if kwargs.get(name) is None or is_clear and name == 'sampler': continue
+        raise TypeError(_TWO_ORDERS.format(name=name))
 
 def _has_len(dataset): return hasattr(dataset, '__len__') # A stream comes in its own order
 
@@ -142,7 +193,7 @@ class DataLoaders:
         batch_size:int, # Rows in a training batch; validation takes twice as many
         train:str=None, # Split to train on; default: `train`
         valid:str=None, # Split to validate on; default: the only other one
-        columns:list=None, # Columns to put into the batch, inputs first; default: all, as they come
+        columns:list=None, # Columns to put into the batch, inputs first, or one; default: all, as they come
         n_inp:int=None, # How many of them are inputs; default: 1
         split=None, # Instead: a function of a batch that gives `(inputs, targets)`
         in_memory:bool=None, # Keep all rows in memory? None: if they are few and plain

@@ -10,7 +10,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..basics.checks import check_flag, warn
+from ..basics.checks import check_flag, check_function, warn
 from .in_memory import READS, device_of, held_rows, taken
 from .replay_loaders import ReplayLoader
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
@@ -182,6 +182,8 @@ def load_state_dict(self:ExactLoader,
 _NO_DATASET = ('`dataset` is a {kind}, which gives batches one after the other, and not rows. Pass the '
                'dataset itself, such as `loader.dataset`; or make a loader that you have repeatable with '
                '`ReplayLoader(loader)`.')
+_NO_DATA = ('`dataset` is {dataset!r}, which has neither rows by number nor any to iterate over, so there is '
+            'nothing to load. Pass a dataset, a list of rows, or a stream of them.')
 _NO_ROWS = ('`dataset` is a {kind}, which has a length but no rows by number. Give it a `__getitem__`, or '
             'make a list of it.')
 
@@ -191,6 +193,7 @@ def _check_dataset(dataset):
     gives_batches = isinstance(dataset, DataLoader) or hasattr(dataset, '__next__')
     if gives_batches: raise TypeError(_NO_DATASET.format(kind=kind))
     has_rows = hasattr(dataset, '__getitem__') or hasattr(dataset, '__getitems__')
+    if not has_rows and not hasattr(dataset, '__iter__'): raise TypeError(_NO_DATA.format(dataset=dataset))
     if not _is_endless(dataset) and not has_rows: raise TypeError(_NO_ROWS.format(kind=kind))
 
 def _is_endless(dataset): return isinstance(dataset, IterableDataset) or not hasattr(dataset, '__len__')
@@ -209,6 +212,7 @@ def exact_loader(
     "A loader whose batches can be found again"
     _check_dataset(dataset)
     check_flag(shuffle, 'shuffle')
+    if collate_fn is not None: check_function(collate_fn, 'collate_fn', 'rows')
     options = dict(drop_last=drop_last, num_workers=num_workers, collate_fn=collate_fn, **kwargs)
     if _is_endless(dataset): held_rows(dataset, collate_fn, in_memory or False) # A stream cannot be kept
     if _is_endless(dataset): return ReplayLoader(DataLoader(dataset, batch_size, **options), seed)

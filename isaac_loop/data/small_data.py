@@ -31,16 +31,25 @@ _NO_RANGE = ('The pixels are {dtype}, which does not say what white is. Give byt
              'yourself.')
 _NO_SHAPE = ('`image` is a {kind} of shape {shape}, which is no image. Give a PIL image or an array, '
              '(height, width) or (height, width, channels).')
+_NO_CHANNELS = ('`image` is a {kind} of shape {shape}, but its channels should come last, 1 to 4 of them, or '
+                'the pixels would be mixed up. If they come first, use `image.permute(1, 2, 0)`, or '
+                '`image.transpose(1, 2, 0)` for an array.')
+_NO_COLOURS = ('`image` has the mode {mode}, whose numbers are no red, green and blue, so a model would take '
+               'them for other colours. Convert it first: `image.convert({to!r})`.')
+_OTHER_MODES = 'CMYK','YCbCr','HSV','LAB' # Of PIL
 
 def image_to_tensor(
     image, # A PIL image or an array of uint8, uint16 or bool: (height, width) or (height, width, channels)
 )->torch.Tensor: # (channels, height, width), floats from 0 to 1
-    "An image as floats; the colours of a palette become RGB"
+    "An image as floats; a palette becomes RGB without its alpha, and that of LA and RGBA is the last channel"
     import numpy as np
-    if getattr(image, 'mode', None) in ('P', 'PA'): image = image.convert('RGB')
-    array = np.array(image)
+    mode = getattr(image, 'mode', None)
+    if mode in _OTHER_MODES: raise ValueError(_NO_COLOURS.format(mode=mode, to='RGB'))
+    if mode in ('P', 'PA'): image = image.convert('RGB')
+    array = np.asarray(image)
     told = dict(kind=type(image).__name__, shape=array.shape)
     if array.ndim not in (2, 3): raise TypeError(_NO_SHAPE.format(**told))
+    if array.ndim == 3 and not 1 <= array.shape[-1] <= 4: raise ValueError(_NO_CHANNELS.format(**told))
     white = _WHITE.get(str(array.dtype))
     if white is None: raise TypeError(_NO_RANGE.format(dtype=array.dtype))
     pixels = torch.from_numpy(array.astype('float32'))
@@ -53,13 +62,26 @@ _NOT_FOR_EACH = ('There are {n} splits, {splits}, and `sample_sizes` is {sizes},
 _TOO_LARGE = ('A sample of {size} rows cannot be drawn from the split `{name}`, which has {n}. Ask for at '
               'most that many.')
 
+_NO_SPLITS = ('`dataset_dict` is a {kind}, which has no splits by name to draw from. Pass a `DatasetDict`; '
+              'for a single dataset, `ds.shuffle(seed).select(range(n))` draws `n` rows.')
+_NO_ROWS = ('The split `{name}` is a {kind}, of which no rows can be selected. Pass a `DatasetDict`, such as '
+            '`Dataset.from_dict(columns).train_test_split()` makes.')
+
 def sample_dataset_dict(
     dataset_dict, # Splits by name
     sample_sizes=(500, 500), # Rows to draw from each split, in the order of the splits; or a dict by name
 ): # The same splits, smaller
     "A random sample without replacement from every split; seed it with `set_seed`"
+    _check_splits(dataset_dict)
     sizes = _size_of_each(dataset_dict, sample_sizes)
     return type(dataset_dict)({name: _sample(name, ds, sizes[name]) for name,ds in dataset_dict.items()})
+
+def _check_splits(splits):
+    "Refuse what has no splits with rows by number"
+    if not isinstance(splits, Mapping): raise TypeError(_NO_SPLITS.format(kind=type(splits).__name__))
+    for name,ds in splits.items():
+        has_rows = hasattr(ds, 'select') and hasattr(ds, '__len__')
+        if not has_rows: raise TypeError(_NO_ROWS.format(name=name, kind=type(ds).__name__))
 
 def _size_of_each(splits, sizes):
     "`sizes` by the names of the splits"

@@ -123,6 +123,7 @@ def summarize_model(
 )->Table: # One row for each layer, and the total
     "Input, output, parameters and millions of operations (for one example) of each layer"
     _check_model(model)
+    if batch is None: raise TypeError(_NO_INPUTS)
     def run():
         if hasattr(batch, 'keys'): return model(**batch)
         return model(*batch) if isinstance(batch, SEQUENCES) else model(batch)
@@ -132,6 +133,8 @@ def _check_model(model):
     if not isinstance(model, nn.Module): raise TypeError(_NO_LAYERS.format(kind=type(model).__name__))
 
 _NO_LAYERS = 'The model is a {kind}, which has no layers to list. A summary needs an `nn.Module`.'
+_NO_INPUTS = ('`batch` is None, and without inputs the model cannot run, which is how shapes are found. Pass '
+              'some such as `torch.randn(2, 3)`, a tuple of several, or `()` for a model that takes none.')
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #7cca1bd9
 def _of_trainer(self:Trainer,

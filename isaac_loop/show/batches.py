@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/show/62_batches.ipynb #fbac61a7
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 
@@ -49,8 +49,13 @@ _NO_NAME = ('A target of the batch is {label!r}, for which `classes` has no name
 _NO_LABELS = ('`classes` has names for targets, and the targets are {found}: there is not one for each '
               'image. Leave out `classes`, or let the loader give numbers.')
 
+_NO_CLASSES = ('`classes` is {classes!r}, which has no names. Give each class a name, in the order of their '
+               'numbers or by number.')
+
 def _titles(targets, classes, known):
     "A text for each image; none if a target is more than a number or a word"
+    has_names = isinstance(classes, Iterable) and not isinstance(classes, str)
+    if classes is not None and not has_names: raise TypeError(_NO_CLASSES.format(classes=classes))
     labels = _labels(targets[0]) if targets else None
     if labels is None and classes is not None: raise TypeError(_NO_LABELS.format(found=_found(targets)))
     if labels is None: return []

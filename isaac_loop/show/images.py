@@ -113,7 +113,7 @@ def get_grid(
     **kwargs, # For `subplots`
 ): # Array of axes, (nrows, ncols); those without an image are switched off
     "Axes for `n` images"
-    if n < 1: raise ValueError(f'`n` is {n!r}, and there is nothing to draw. Pass at least one image.')
+    n = check_count(n, 'n', 'images are counted, and with none there is nothing to draw')
     nrows,ncols = check_count(nrows, 'nrows', none='to fit'),check_count(ncols, 'ncols', none='to fit')
     if ncols is None: ncols = math.ceil(n/nrows) if nrows else math.ceil(math.sqrt(n))
     if nrows is None: nrows = math.ceil(n/ncols)

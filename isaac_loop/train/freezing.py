@@ -32,6 +32,9 @@ _NO_NAME = ('{part!r} names no part of a model. Use a name or a pattern such as 
 _NOT_THERE = ('`{who}` was given {part!r}, but nothing of that kind in the model has parameters; parts that '
               'have some are {names}.{hint}')
 
+_SINGLE = ('`{who}` was given {part!r}, but the model is one layer, {kind}, which has no parts; its '
+           'parameters are {names}.{hint}')
+
 def _owned(prefix, module):
     "The parameters of `module`, by their names in the model"
     return {f'{prefix}.{name}' if prefix else name: p for name,p in module.named_parameters()}
@@ -51,8 +54,11 @@ def _parameters_of(model, part, who):
     if is_text: found |= {name: p for name,p in model.named_parameters() if fnmatchcase(name, part)}
     if found: return found
     names = [name for name,module in model.named_modules() if name and _has_parameters(module)]
+    told = _NOT_THERE if names else _SINGLE
+    names = names or [name for name,_ in model.named_parameters()]
     hint = did_you_mean(part, names) if is_text else ''
-    raise LookupError(_NOT_THERE.format(who=who, part=part, names=names, hint=hint))
+    kind = type(model).__name__
+    raise LookupError(told.format(who=who, part=part, kind=kind, names=names, hint=hint))
 
 # %% ../../nbs/train/40_freezing.ipynb #630cda4b
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -64,10 +70,15 @@ def _norm_parameters(model):
     norms = [(name, module) for name,module in model.named_modules() if isinstance(module, _BatchNorm)]
     return {name: p for prefix,norm in norms for name,p in _owned(prefix, norm).items()}
 
+_NO_PARTS = ('`parts` is {parts!r}, which names no part of the model, so nothing would be frozen. Name one, '
+             "as in `FreezeCB('encoder')`, or leave `FreezeCB` out.")
+
 def _listed(parts): return parts if isinstance(parts, (list, tuple)) else [parts]
 
 def _ranges(parts, start, until):
     "Triples of part, first frozen epoch, and first free epoch"
+    is_empty = isinstance(parts, (str, list, tuple, dict)) and not parts
+    if is_empty: raise ValueError(_NO_PARTS.format(parts=parts))
     pairs = parts.items() if isinstance(parts, dict) else [(part, until) for part in _listed(parts)]
     found = [(part, *(when if isinstance(when, tuple) else (start, when))) for part,when in pairs]
     for part,first,last in found:

@@ -231,6 +231,59 @@ def test_a_wrong_column_is_an_error_with_the_near_one():
     )
 
 
+@pytest.mark.parametrize("columns", [None, ["x", "y"]])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_row_that_lacks_a_column_is_named(columns, place):
+    rows = [dict(x=i, y=i) for i in range(4)]
+    del rows[place]["y"]
+    with pytest.raises(
+        LookupError, match=rf"Row {place} of the 4 .* no column `y`.* it has \['x'\]"
+    ) as caught:
+        collate_rows(columns)(rows)
+    assert not isinstance(caught.value, KeyError)
+
+
+def test_rows_without_names_have_no_columns_to_choose():
+    rows = [(torch.ones(2), 1)] * 4
+    for seed in (None, 1):
+        splits = dict(train=rows, test=rows)
+        dls = DataLoaders.from_dataset_dict(splits, 2, columns=["nonsense"], seed=seed)
+        with pytest.raises(TypeError, match=r"`columns` is \['nonsense'\], and the rows are of type tuple"):
+            next(iter(dls.train))
+
+
+def test_a_word_is_one_column():
+    digits = load_digits()
+    by_word, by_list = (DataLoaders.from_dataset_dict(digits, 4, columns=o) for o in ("label", ["label"]))
+    (a,), (b,) = next(iter(by_word.valid)), next(iter(by_list.valid))
+    assert torch.equal(a, b) and len(collate_rows("x")([dict(x=1, y=2)])) == 1
+
+
+@pytest.mark.parametrize(
+    "do, error, words",
+    [
+        (lambda: collate_rows(3), TypeError, "`columns` is 3"),
+        (lambda: collate_rows([]), ValueError, r"`columns` is \[\], which names no column"),
+        (lambda: collate_rows()([]), ValueError, "no rows"),
+        (lambda: get_dataloaders([1], None, None), ValueError, "`batch_size` is None, but rows are counted"),
+        (lambda: get_dataloaders([1], None, "3"), ValueError, "`batch_size` is '3'"),
+        (lambda: get_dataloaders([1], None, 2, collate_fn=3), TypeError, "`collate_fn` is 3"),
+        (lambda: get_dataloaders([1], [1], 2, sampler=[0]), TypeError, "`sampler` picks rows of one"),
+        (lambda: get_dataloaders([1], [1], 2, False, sampler=[0]), TypeError, "`sampler` picks rows of one"),
+        (lambda: get_dataloaders([1], None, 2, batch_sampler=[[0]]), TypeError, "`batch_sampler` picks"),
+        (lambda: get_dataloaders([1], [1], 2, seed=1, sampler=[0]), TypeError, "order comes from `seed`"),
+    ],
+)
+def test_what_makes_no_loaders_is_refused_in_words(do, error, words):
+    with pytest.raises(error, match=words):
+        do()
+
+
+def test_a_sampler_for_one_dataset_holds():
+    train, _ = get_dataloaders(numbered(4), None, 2, shuffle=False, sampler=[3, 1])
+    assert [batch["y"].tolist() for batch in train] == [[3, 1]]
+
+
 @pytest.mark.shows("ISA-99", "ISA-96")
 @pytest.mark.parametrize("as_dicts", [False, True])
 def test_two_inputs_reach_the_model_as_two_arguments(as_dicts):
@@ -454,6 +507,18 @@ def test_the_size_of_a_sample_is_a_number_of_rows(size):
         sample_dataset_dict(splits(5, 4), (size, 4))
 
 
+@pytest.mark.parametrize("data", [numbered(3), None, [1, 2], (1,)], ids=["dataset", "none", "list", "tuple"])
+def test_a_sample_is_drawn_from_splits(data):
+    with pytest.raises(TypeError, match="`dataset_dict` is a .*no splits by name") as caught:
+        sample_dataset_dict(data, (1, 1))
+    assert len(str(caught.value)) < 300
+
+
+def test_a_split_of_a_sample_has_rows_to_select():
+    with pytest.raises(TypeError, match="The split `test` is a list, of which no rows can be selected"):
+        sample_dataset_dict(dict(train=numbered(3), test=[1, 2]), (1, 1))
+
+
 @pytest.mark.shows("ISA-98")
 def test_a_sample_draws_500_rows_when_no_size_is_said():
     "From each of two splits"
@@ -573,6 +638,9 @@ def test_show_batch_names_the_classes(plt):
         assert shown(dls.show_batch(2, classes=classes))[1] == ["cat", "dog"]
         listed = DataLoaders([(images["gray"], [0, 1] * 6)])
         assert shown(listed.show_batch(2, classes=classes))[1] == ["cat", "dog"]
+    for classes in (3, "cat"):
+        with pytest.raises(TypeError, match=f"`classes` is {classes!r}, which has no names"):
+            dls.show_batch(classes=classes)
     with pytest.raises(LookupError, match="is 1, for which `classes` has no name"):
         dls.show_batch(classes=["cat"])
     half = DataLoaders([(images["gray"], torch.full((12,), 0.5))])
@@ -656,6 +724,35 @@ def test_an_image_becomes_floats_and_can_be_taken_back(mode, channels):
         assert x.shape == (channels, 5, 4) and x.dtype == torch.float32 and 0 <= x.min() and x.max() <= 1
         np.testing.assert_array_equal(x.mul(255).round().byte().permute(1, 2, 0).squeeze(-1).numpy(), pixels)
     assert image_to_tensor(np.array([[0, 255]], dtype="uint8")).tolist() == [[[0, 1]]]
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28), (4, 8, 5), (8, 8, 7)])
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+def test_channels_that_come_first_are_refused(make, shape):
+    image = make(shape, dtype=torch.uint8 if make is torch.zeros else "uint8")
+    with pytest.raises(ValueError, match=r"channels should come last.*`image.permute\(1, 2, 0\)`"):
+        image_to_tensor(image)
+
+
+def test_bytes_of_a_tensor_with_channels_last_become_floats():
+    image = torch.randint(0, 256, (5, 6, 3), dtype=torch.uint8)
+    assert torch.equal(image_to_tensor(image).mul(255).round().byte(), image.permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV", "LAB"])
+def test_pictures_whose_numbers_are_no_colours_are_refused(mode):
+    with pytest.raises(ValueError, match=rf"the mode {mode}.*`image.convert\('RGB'\)`"):
+        image_to_tensor(PILImage.new(mode, (4, 5)))
+
+
+@pytest.mark.parametrize("mode, channels", [("P", 3), ("PA", 3), ("LA", 2), ("RGBA", 4)])
+def test_a_palette_loses_its_alpha_and_the_others_keep_it_last(mode, channels):
+    picture = PILImage.new("RGBA", (4, 5), (200, 200, 200, 100))
+    picture = picture.convert("P") if mode == "P" else PILImage.new(mode, (4, 5)) if mode == "PA" else picture
+    x = image_to_tensor(picture if mode in ("P", "PA") else picture.convert(mode))
+    assert x.shape == (channels, 5, 4)
+    if channels % 2 == 0:
+        assert x[-1].mul(255).round().unique().tolist() == [100] and x[0, 0, 0].mul(255).round() == 200
 
 
 # `SimpleNet`

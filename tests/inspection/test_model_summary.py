@@ -137,6 +137,8 @@ def test_what_cannot_be_summarised_says_why():
         summarize_model(nn.LazyLinear(3), torch.zeros(1, 2))
     with pytest.raises(TypeError, match="no layers to list"):
         summarize_model(lambda x: x, torch.zeros(1, 2))
+    with pytest.raises(TypeError, match="`batch` is None, and without inputs"):
+        summarize_model(nn.Linear(2, 3), None)
     trainer = Trainer(DataLoaders(iter(make_batches())), F.mse_loss, optim.SGD, make_model(), BasicTrainCB())
     with pytest.raises(ValueError, match="walked only once"):
         trainer.summarize_model()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from isaac_loop.all import (
     BasicTrainCB,
     CancelBatchException,
+    CheckpointCB,
     DataLoaders,
     DeviceCB,
     DistributedCB,
@@ -194,10 +196,18 @@ CASES = {
         "Did you mean `valid`",
     ),
     "a sample larger than its data": (
-        lambda: sample_dataset_dict({"train": [1, 2]}, (3,)),
+        lambda: sample_dataset_dict({"train": Dataset.from_dict(dict(x=[1, 2]))}, (3,)),
         ValueError,
         "3 rows",
     ),
+    "a split without rows to select": (
+        lambda: sample_dataset_dict({"train": [1, 2]}, (1,)),
+        TypeError,
+        "no rows can be selected",
+    ),
+    "a folder without a name": (lambda: CheckpointCB(""), ValueError, "`folder` is '', which names nothing"),
+    "a flag in words": (lambda: CheckpointCB("a", strict="no"), TypeError, "`strict` is 'no'"),
+    "a flag as a number": (lambda: DistributedCB(share=1), TypeError, "`share` is 1, which is neither"),
     "a column that is not there": (
         lambda: collate_rows(["imag"])([{"image": 1}]),
         LookupError,

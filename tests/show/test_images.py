@@ -158,6 +158,12 @@ def test_a_grid_too_small_or_empty_is_an_error():
         show_images([])
 
 
+@pytest.mark.parametrize("n", [None, "3", 2.5, float("nan"), True, 0])
+def test_a_grid_is_for_a_number_of_images(n):
+    with pytest.raises(ValueError, match=f"`n` is {n!r}, but images are counted"):
+        get_grid(n)
+
+
 @pytest.mark.shows("ISA-107")
 def test_images_of_different_size_and_kind_share_a_grid():
     axes = show_images([GREY, COLOUR, COLOUR.numpy(), Image.new("L", (9, 4))], titles=torch.arange(4))

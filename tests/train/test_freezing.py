@@ -212,6 +212,10 @@ def test_going_on_in_a_later_epoch_needs_no_state():
         (nn.Linear(1, 1), LookupError, "nothing of that kind"),
         (3, TypeError, "names no part"),
         ("*", ValueError, "every parameter"),
+        ([], ValueError, r"`parts` is \[\].*nothing would be frozen"),
+        ({}, ValueError, "nothing would be frozen"),
+        ("", ValueError, "nothing would be frozen"),
+        (["body", ""], LookupError, "nothing of that kind"),
     ],
 )
 def test_parts_that_cannot_be_frozen_are_an_error_before_the_first_batch(parts, error, words):
@@ -239,6 +243,15 @@ def test_parts_that_cannot_be_frozen_are_an_error_before_the_first_batch(parts, 
 def test_a_range_of_epochs_is_two_numbers_in_order(options):
     with pytest.raises(ValueError, match="no range of epochs"):
         FreezeCB("body", **options)
+
+
+def test_a_model_of_one_layer_has_parameters_and_no_parts():
+    from isaac_loop.train.freezing import _parameters_of
+
+    model = nn.Linear(2, 1)
+    assert list(_parameters_of(model, "bias", "FreezeCB")) == ["bias"]
+    with pytest.raises(LookupError, match=r"one layer, Linear.*\['weight', 'bias'\]. Did you mean `weight`"):
+        _parameters_of(model, "weigth", "FreezeCB")
 
 
 # Batch norms
