@@ -5,6 +5,7 @@ trainer is afterwards as it was.
 """
 
 import copy
+import random
 import warnings
 from collections import namedtuple
 
@@ -1027,6 +1028,65 @@ class InPlace(Jittered):
 @planted("changes_data")
 def a_dataset_that_is_changed_by_reading():
     return trainer_with(loaders=split_of(InPlace()))
+
+
+class OwnDice(Jittered):
+    "Draws from a generator of its own, into a buffer or not, and may change what it holds"
+
+    def __init__(self, in_place=False, buffered=False):
+        super().__init__()
+        self.dice, self.in_place = random.Random(4), in_place
+        self.buffer = torch.zeros(6) if buffered else None
+
+    def __getitem__(self, i):
+        x, y = self.rows[i]
+        if self.in_place:
+            x /= 2
+        noise = torch.full((6,), self.dice.random())
+        return x + (noise if self.buffer is None else self.buffer.copy_(noise)), y
+
+
+@planted("random_validation")
+def rows_that_draw_from_a_generator_of_their_own():
+    return trainer_with(loaders=split_of(OwnDice()))
+
+
+@planted("random_validation")
+def rows_that_are_drawn_into_a_buffer():
+    return trainer_with(loaders=split_of(OwnDice(buffered=True)))
+
+
+@planted("changes_data")
+def rows_that_draw_and_change_what_they_are_made_of():
+    return trainer_with(loaders=split_of(OwnDice(in_place=True)))
+
+
+class FreshDice(Jittered):
+    def __getitem__(self, i):
+        x, y = self.rows[i]
+        return x + random.SystemRandom().random(), y
+
+
+@planted("random_validation")
+def rows_that_nobody_can_repeat():
+    return trainer_with(loaders=split_of(FreshDice()))
+
+
+class Listing(Jittered):
+    "Rows in a list, of which reading one puts another there"
+
+    def __init__(self):
+        super().__init__()
+        self.listed = list(self.rows.tensors[0])
+
+    def __getitem__(self, i):
+        self.listed[i] = self.listed[i] / 2
+        return self.listed[i], self.rows[i][1]
+
+
+@planted("changes_data")
+def rows_that_are_replaced_by_reading():
+    return trainer_with(loaders=split_of(Listing()))
 
 
 class Sequences(nn.Module):

@@ -12,8 +12,8 @@ from contextlib import suppress
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
+from .held_rows import alike, numbers_of, reading_changes
 from ..source_rules.own_sources import is_own, text_of_users
-from ..waits import tensors_in
 from ...loop.plan_checks import Finding
 from ...state.random_numbers import undrawn
 
@@ -84,11 +84,12 @@ def random_rows(seen):
     is_known = isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset)
     if not is_known or not hasattr(dataset, '__getitem__'): return []
     with undrawn(), suppress(Exception): # Who cannot be read will say so in a fit
-        with undrawn(): one = _numbers(dataset[0])
-        if not _alike(one, _numbers(dataset[0])): return [Finding('changes_data', _CHANGES, spoils=True)]
+        with undrawn(): one = numbers_of(dataset[0])
+        with undrawn(): moves = not alike(one, numbers_of(dataset[0])) # With the same numbers to draw
+        if moves and reading_changes(dataset): return [Finding('changes_data', _CHANGES, spoils=True)]
         if _are_views(one): return []
-        first,*others = [_numbers(dataset[0]) for _ in range(_TIMES)]
-        if any(not _alike(first, o) for o in others): return [Finding('random_validation', _RANDOM)]
+        first,*others = [numbers_of(dataset[0]) for _ in range(_TIMES)]
+        if any(not alike(first, o) for o in others): return [Finding('random_validation', _RANDOM)]
         if _draws_together(seen, dataset): return [Finding('random_validation', _TOGETHER)]
     return []
 
@@ -100,24 +101,14 @@ def _draws_together(seen, dataset):
     collate = getattr(seen.trainer.dls.valid, 'collate_fn', None)
     if not is_own(collate): return False
     numbers = range(min(4, len(dataset)))
-    first,*others = [_numbers(collate([dataset[i] for i in numbers])) for _ in range(_TIMES)]
-    return not _are_views(first) and any(not _alike(first, o) for o in others)
+    first,*others = [numbers_of(collate([dataset[i] for i in numbers])) for _ in range(_TIMES)]
+    return not _are_views(first) and any(not alike(first, o) for o in others)
 
 def _are_views(row):
     "Whether a row has two of one shape, as where a model is to know two views, or one without noise, again"
     shapes = [x.shape for x in row if x.is_floating_point() and x.ndim]
     return len(shapes) > len(set(shapes))
 
-def _numbers(row):
-    "All tensors of a row, and its arrays as tensors"
-    if hasattr(row, '__array__') and not isinstance(row, torch.Tensor): row = torch.as_tensor(row.__array__())
-    if isinstance(row, dict): row = list(row.values())
-    if not isinstance(row, (list, tuple)): return [x.clone() for x in tensors_in(row)]
-    return [x for part in row for x in _numbers(part)]
-
-def _alike(a, b):
-    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num())
-                                    for x,y in zip(a, b))
 
 # %% ../../../nbs/inspection/run_rules/04_check_data.ipynb #34012644
 _ONE = ('`dls.train` and `dls.valid` take their rows of one dataset, and `{line}` in your source sets '
