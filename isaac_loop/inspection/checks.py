@@ -14,6 +14,8 @@ from .run_rules.all_run_rules import RUN_RULES, found_by_running, looked
 from .seen_run.seen_batches import seen_run
 from .source_rules.all_source_rules import RULES
 from .source_rules.check_rules import Scene
+from ..data.generators import generators_kept
+from ..state.side_runs import own_generators
 from ..loop.plan_checks import is_silent, names_in
 from ..loop.trainer import Trainer
 
@@ -93,6 +95,17 @@ def _found_by_running(trainer, batches, lr, ignore, findings):
 _BEGUN = ('`check(callbacks=...)` is for a fit that is to come, and one has begun, in which they would run. '
           'Ask before the fit, or leave `callbacks` out.')
 
+def _all_found(trainer, batches, lr, ignore):
+    "What the source tells, and so many batches; or an error for what spoils the result"
+    findings = Findings((o for o in _found_by_reading(trainer) if not is_silent(o, ignore)), batches)
+    _refuse_spoilt(findings)
+    try: findings += _found_by_running(trainer, batches, lr, ignore, findings) if batches else []
+    except Exception as error:
+        for finding in findings: error.add_note(f'What the source tells: {finding}')
+        raise
+    _refuse_spoilt(findings)
+    return findings
+
 @patch
 def check(self:Trainer,
     ignore=(), # Names of findings that are meant so, one or several
@@ -107,12 +120,6 @@ def check(self:Trainer,
         if self._fitting: raise RuntimeError(_BEGUN)
         with self.added_callbacks(callbacks): return self.check(ignore, batches, lr)
     self.plan.build(self.callbacks, check=False)
-    findings = Findings((o for o in _found_by_reading(self) if not is_silent(o, ignore)), batches)
-    _refuse_spoilt(findings)
-    try: findings += _found_by_running(self, batches, lr, ignore, findings) if batches else []
-    except Exception as error:
-        for finding in findings: error.add_note(f'What the source tells: {finding}')
-        raise
-    _refuse_spoilt(findings)
+    with generators_kept(own_generators(self)): findings = _all_found(self, batches, lr, ignore)
     for finding in findings: warn(str(finding))
     return findings

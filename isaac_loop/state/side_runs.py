@@ -83,7 +83,9 @@ def _keepers(trainer):
     owners += [m for x in owners if isinstance(x, nn.Module) for m in x.modules() if m is not x]
     return [x for x in owners if isinstance(getattr(x, '__dict__', None), dict) and x is not trainer]
 
-def _generators(trainer):
+def own_generators(
+    trainer, # With a model and loaders
+)->list:
     "Generators of random numbers that model, loss function and data draw from, beside the usual ones"
     loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
     return held_generators(_keepers(trainer)) + [x for dl in loaders for x in data_generators(dl).values()]
@@ -134,7 +136,7 @@ def side_run(self:Trainer,
     between_fits = not (self._fitting or self._side_runs)
     modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []
     modes = [(m, m.training) for m in modules]
-    world = SimpleNamespace(callbacks=kept, dls=self.dls, generators=_generators(self))
+    world = SimpleNamespace(callbacks=kept, dls=self.dls, generators=own_generators(self))
     before = Snapshot(world, keep=self._trained(modules))
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
