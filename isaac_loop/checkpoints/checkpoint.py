@@ -28,7 +28,7 @@ from ..loop.notes import whereabouts
 from ..loop.shared_attributes import offered, offering
 from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
-from ..data.generators import data_generators, is_generator, PARTS
+from ..data.generators import data_generators, PARTS
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_folder import run_folder
 from ..state.run_parts import generators
@@ -123,21 +123,26 @@ def _warn_of_workers(dl):
     if hasattr(dl, 'load_state_dict') or not getattr(dl, 'persistent_workers', False): return
     warn(_WORKERS)
 
-_OWN_NUMBERS = ('{names} of `dls.train` draw random numbers that are not saved with this loader, so the run '
-                'may not go on exactly. {instead}raw from the usual sources, such as `torch.rand`.')
+_OWN_NUMBERS = ('{names} of `dls.{dl}` may draw random numbers that are not saved with this loader, so the '
+                'run may not go on exactly. {instead}raw from the usual sources, such as `torch.rand`.')
 _EXACT = 'Make it with `exact_loader` and without workers, or d'
 
 def _warn_of_own_numbers(trainer):
-    "Say that a dataset, a sampler or a loader has generators whose state nobody saves"
-    dl,saved = trainer.dls.train,set(map(id, generators(trainer).values()))
-    tells,again = hasattr(dl, 'load_state_dict'),getattr(dl, 'reads_again', False)
-    if tells and not again and not getattr(dl, 'num_workers', 0): return # They are saved
-    parts = PARTS if tells else (*PARTS, 'sampler', 'batch_sampler')
-    held = data_generators(dl, parts)
-    if not tells: held |= {k: x for k,x in getattr(dl, '__dict__', {}).items() if is_generator(x)}
-    found = [f'`{path}`' for path,x in held.items() if id(x) not in saved]
-    is_stream = isinstance(getattr(dl, 'dataset', None), IterableDataset)
-    if found: warn(_OWN_NUMBERS.format(names=', '.join(found), instead='D' if is_stream else _EXACT))
+    "Say that what a loader reads with has generators whose state nobody saves"
+    saved = set(map(id, generators(trainer).values()))
+    for name in ('train', 'valid'):
+        dl = getattr(trainer.dls, name, None)
+        found = [f'`{path}`' for path,x in _unsaved(dl).items() if id(x) not in saved]
+        saved.update(map(id, _unsaved(dl).values())) # Named once
+        instead = 'D' if isinstance(getattr(dl, 'dataset', None), IterableDataset) else _EXACT
+        if found: warn(_OWN_NUMBERS.format(names=', '.join(found), dl=name, instead=instead))
+
+def _unsaved(dl):
+    "The generators behind a loader that does not keep their state"
+    parts = *PARTS,'sampler','batch_sampler',''
+    if not hasattr(dl, 'load_state_dict'): return data_generators(dl, parts)
+    exact = not getattr(dl, 'reads_again', False) and not getattr(dl, 'num_workers', 0)
+    return {} if exact else data_generators(dl)
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #5d55d5b9
 _OTHERWISE = ('The run goes on otherwise than it was saved: {}. If that is not meant, make it as it was, or '

@@ -7,14 +7,15 @@ __all__ = []
 
 # %% ../../nbs/data/55_generators.ipynb #e6f4be92
 import random, sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from types import FunctionType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType
 
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 # %% ../../nbs/data/55_generators.ipynb #7bdb7a17
 _KINDS = torch.Generator,random.Random
@@ -63,76 +64,97 @@ def generators_kept(
     finally:
         for x,state in states: set_drawn(x, state)
 
-# %% ../../nbs/data/55_generators.ipynb #15799df4
-_MANY = 1000 # Entries of a container, and objects in all
+# %% ../../nbs/data/55_generators.ipynb #20e1df82
 _LIBRARIES = {'torch', 'datasets', 'pyarrow', 'pandas', 'PIL', 'numpy', 'builtins', 'multiprocessing',
               'threading', '_thread', 'logging', 'io', 'isaac_loop'}
-
-def _set_on(dataset):
-    "The function that was given to `set_transform`, if any"
-    return (dataset.format['format_kwargs'] or {}).get('transform')
-
-def _entries(x):
-    if len(x) > _MANY: return {}
-    return {f'[{k!r}]': o for k,o in (x.items() if isinstance(x, dict) else enumerate(x))}
-
-def _closed_over(f):
-    "What the default values and the surrounding names of a function hold"
-    if (f.__module__ or '').partition('.')[0] in _LIBRARIES: return {}
-    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    found = {f'.{name}': cell.cell_contents for name,cell in cells if _is_filled(cell)}
-    return found | {f'({i})': o for i,o in enumerate(f.__defaults__ or ())}
-
-def _is_filled(cell):
-    try: return cell.cell_contents is not None
-    except ValueError: return False
-
-# %% ../../nbs/data/55_generators.ipynb #f9de57c5
-_ENDS = (str, bytes, int, float, complex, type(None), type, torch.Tensor, nn.Module, DataLoader, Iterator)
-_GO_ON = Subset,ConcatDataset,Sampler,MethodType,FunctionType,list,tuple,dict # Though of such a library
+_ENDS = str,bytes,int,float,complex,type(None),type,torch.Tensor,DataLoader,Iterator
+_HELD = list,tuple,dict,set,frozenset,deque
+_GO_ON = *_HELD,Dataset,Sampler,nn.Module,FunctionType,MethodType,BuiltinMethodType # Of whichever library
 
 @lru_cache(maxsize=4096)
 def _is_end(kind):
     "Whether objects of a class lead nowhere"
     if issubclass(kind, _ENDS): return True
-    if _are_generators(kind): return False
-    usual = kind.__module__.partition('.')[0] in _LIBRARIES
-    return usual and not issubclass(kind, _GO_ON) and kind.__module__ != 'datasets.arrow_dataset'
+    return _package(kind) in _LIBRARIES and not (issubclass(kind, _GO_ON) or _are_generators(kind))
+
+def _package(x): return str(x.__module__).partition('.')[0]
+
+# %% ../../nbs/data/55_generators.ipynb #b76a834c
+_ENTRIES,_MANY = 100,1000
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+def _entries(x):
+    if len(x) > _ENTRIES: return []
+    return [(f'[{k!r}]', o) for k,o in (x.items() if isinstance(x, dict) else enumerate(x))]
+
+@lru_cache(maxsize=4096)
+def _of_class(kind):
+    "Generators in a class and its bases, and the names of slots"
+    own = [vars(c) for c in kind.__mro__ if _package(c) not in _LIBRARIES]
+    said = [held.get('__slots__', ()) for held in own]
+    slots = [name for names in said for name in ([names] if isinstance(names, str) else names)]
+    return [(f'.{k}', o) for held in own for k,o in held.items() if is_generator(o)],slots
+
+def _attributes(x):
+    "Pairs of how it is reached and what it is, of what may lead on"
+    try: own = object.__getattribute__(x, '__dict__')
+    except AttributeError: own = {}
+    found,slots = _of_class(type(x))
+    own = [] if len(own) > _MANY else own.items()
+    if isinstance(x, nn.Module): own = [*[o for o in own if o[0] not in _OF_MODULES], *x._modules.items()]
+    held = [(f'.{k}', o) for k,o in own if not _is_end(type(o))]
+    return held + found + [(f'.{k}', getattr(x, k, None)) for k in slots]
+
+# %% ../../nbs/data/55_generators.ipynb #b4c70fc4
+def _closed_over(f):
+    "What the surrounding names and the default values of a function hold"
+    if _package(f) in _LIBRARIES: return []
+    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
+    found = [(f'.{name}', cell.cell_contents) for name,cell in cells if _is_filled(cell)]
+    values = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+    return found + [(f'({i})', o) for i,o in enumerate(values)]
+
+def _is_filled(cell):
+    try: return cell.cell_contents is not None
+    except ValueError: return False
 
 def _parts(x):
-    "What `x` leads to, by how it is reached; nothing if that cannot be a generator"
-    if _is_end(type(x)): return {}
-    if isinstance(x, Subset): return {'': x.dataset}
-    if isinstance(x, ConcatDataset): return {f'.datasets[{i}]': o for i,o in enumerate(x.datasets)}
-    if isinstance(x, partial): return {'.func': x.func, '.args': x.args, '.keywords': x.keywords}
-    if isinstance(x, MethodType): return {'': x.__self__}
-    if isinstance(x, FunctionType): return _closed_over(x)
-    if type(x) in (list, tuple, dict): return _entries(x)
-    if type(x).__module__ == 'datasets.arrow_dataset': return {'.transform': _set_on(x)}
-    own,held = getattr(x, '__dict__', None),_entries(x) if isinstance(x, (list, tuple, dict)) else {}
-    return held | ({f'.{k}': o for k,o in own.items()} if isinstance(own, dict) else {})
+    "What `x` leads to, and how"
+    kind = type(x)
+    if kind is FunctionType: return _closed_over(x)
+    if issubclass(kind, (MethodType, BuiltinMethodType)): return [('', x.__self__)]
+    if issubclass(kind, partial): return [('.func', x.func), ('.args', x.args), ('.keywords', x.keywords)]
+    if kind.__module__ == 'datasets.arrow_dataset':
+        return [('.transform', (x.format['format_kwargs'] or {}).get('transform'))]
+    if kind in _HELD: return _entries(x)
+    inner = [('', x.dataset)] if issubclass(kind, Subset) else []
+    return inner + (_entries(x) if issubclass(kind, _HELD) else []) + _attributes(x)
 
-# %% ../../nbs/data/55_generators.ipynb #3e247eb4
-PARTS = 'dataset','collate_fn'
+# %% ../../nbs/data/55_generators.ipynb #f47be6b5
+def _found(todo, most):
+    "Generators by path, from objects by path"
+    todo,found,seen = deque(todo),{},{}
+    while todo and len(seen) < most:
+        path,x = todo.popleft()
+        if id(x) in seen or _is_end(type(x)): continue
+        seen[id(x)] = x # Held, so that no `id` is given to another object
+        if is_generator(x): found[path.lstrip('.')] = x
+        else: todo += [(path+how, o) for how,o in _parts(x)]
+    return found
+
+PARTS = 'dataset','collate_fn','make'
 
 def data_generators(
     dl, # A loader, or None
-    parts=PARTS, # Of the loader: where to begin
+    parts=PARTS, # Of the loader: where to begin; '' is the loader itself, if it is one of the user's own
 )->dict: # Generators by path, such as `dataset.tfm.rng`; each once
     "The generators that lie behind a loader, but for its own and those of its samplers"
-    todo = [(part, getattr(dl, part, None)) for part in reversed(parts)]
-    found,seen = {},{}
-    while todo and len(seen) < _MANY:
-        path,x = todo.pop()
-        if id(x) in seen or _is_end(type(x)): continue
-        seen[id(x)] = x # Held, so that no `id` is given to another object
-        if is_generator(x): found[path] = x
-        else: todo += [(path+how, o) for how,o in reversed(_parts(x).items())]
-    return found
+    if isinstance(dl, _HELD): return {} # Of batches
+    return _found([(part, getattr(dl, part, None) if part else dl) for part in parts], _MANY)
 
 # %% ../../nbs/data/55_generators.ipynb #08eef30b
 def held_generators(
-    owners, # Modules of a model, or other objects
-)->list: # Generators
-    "The generators among their attributes"
-    return [x for owner in owners for x in getattr(owner, '__dict__', {}).values() if is_generator(x)]
+    owners, # Models, loss functions, or other objects
+)->dict: # Generators by path
+    "The generators that objects hold"
+    return _found([('', owner) for owner in owners], 100*_MANY) # A model may have many modules

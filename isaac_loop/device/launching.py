@@ -6,7 +6,8 @@
 __all__ = ['launch']
 
 # %% ../../nbs/device/50_launching.ipynb #e0662340
-import gc, multiprocessing, os, pickle, socket, threading, time, traceback
+import gc, multiprocessing, os, pickle, signal, socket, threading, time, traceback
+from contextlib import contextmanager
 
 import torch
 
@@ -18,6 +19,7 @@ def _begin(rank, size, port):
     "Make a copy of a process one of several"
     gc.freeze() # What the parent has thrown away, such as a store with its thread, cannot be tidied up here
     gc.enable()
+    if hasattr(signal, 'pthread_sigmask'): signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     torch.set_num_threads(1)
     where = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size,
                  LOCAL_WORLD_SIZE=size, TORCHELASTIC_USE_AGENT_STORE=True) # The store is in the parent
@@ -110,11 +112,20 @@ def _store_behind(listener, port):
                                       master_listen_fd=listener.detach())
 
 # %% ../../nbs/device/50_launching.ipynb #db38334e
+@contextmanager
+def _ctrl_c_waiting():
+    "Let an interrupt come after the block: in the midst of a start nobody would know of the process"
+    if not hasattr(signal, 'pthread_sigmask'): return (yield)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try: yield
+    finally: signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
 def _start(process):
     "Begin a process; nothing is tidied up before it knows what is its own"
     tidies = gc.isenabled()
     gc.disable()
-    try: process.start()
+    try:
+        with _ctrl_c_waiting(): process.start()
     finally:
         if tidies: gc.enable()
 

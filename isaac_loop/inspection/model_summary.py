@@ -94,7 +94,7 @@ def _rows_of(model, run):
     "All rows, and the operations of the whole run"
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
         raise ValueError(_LAZY.format(name=type(model).__name__))
-    drawn = SimpleNamespace(generators=held_generators(model.modules()))
+    drawn = SimpleNamespace(generators=held_generators([model]))
     with _counting() as counter, probing(model), Snapshot(drawn):
         rows = _Rows(model, counter)
         starts = [o.register_forward_pre_hook(rows.start) for o in rows.layers.values()]

@@ -24,8 +24,9 @@ from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, tells_state
 from .errors import UnsaveableState
 from .change_marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of
 from .change_marks import part_of
-from ..data.generators import data_generators, is_generator
+from ..data.generators import data_generators, held_generators, is_generator
 from .plain_state import from_plain, plain
+from .run_parts import bare
 
 # %% ../../nbs/state/38_own_state.ipynb #a7eee1b9
 _STATELESS = ('`{}.stateless` is {!r}, which does not say what may be forgotten when a run goes on. '
@@ -113,10 +114,15 @@ def _others(trainer):
         is_own = hasattr(type(data), '__getitem__') and type(data).__module__.partition('.')[0] not in _OTHERS
         known = tells_state(data) or any(data is o for o in found.values())
         if is_own and not known: found[f'dls.{name}.dataset'] = data
-        known = {id(part) for x in found.values() for part in attributes_of(x).values()}
-        deeper = {path: x for path,x in data_generators(dl).items() if id(x) not in known}
-        if deeper: found[f'dls.{name}.generators'] = SimpleNamespace(**deeper)
+        _add_generators(found, f'dls.{name}', data_generators(dl))
+    _add_generators(found, 'model', held_generators([bare(attributes_of(trainer).get('model')), loss_func]))
     return found
+
+def _add_generators(found, name, generators):
+    "Add those that are no attribute of what is in `found`"
+    known = {id(part) for x in found.values() for part in attributes_of(x).values()}
+    deeper = {path: x for path,x in generators.items() if id(x) not in known}
+    if deeper: found[f'{name}.generators'] = SimpleNamespace(**deeper)
 
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
 def _nothing(): return None

@@ -88,7 +88,8 @@ def own_generators(
 )->list:
     "Generators of random numbers that model, loss function and data draw from, beside the usual ones"
     loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
-    return held_generators(_keepers(trainer)) + [x for dl in loaders for x in data_generators(dl).values()]
+    found = [held_generators([trainer.model, trainer.loss_func]), *map(data_generators, loaders)]
+    return [x for several in found for x in several.values()]
 
 def _shape_of(x):
     "The class of `x` and the names of its parts, which are others once a module has built itself"

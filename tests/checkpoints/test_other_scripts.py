@@ -3,6 +3,7 @@
 The first goes on as if the run had never stopped; the second is told, since the result is another one.
 """
 
+import collections
 import random
 import re
 import warnings
@@ -27,6 +28,7 @@ from isaac_loop.all import (
     MetricsCB,
     MixedPrecisionCB,
     NBatchCB,
+    ReplayLoader,
     RewindCB,
     Trainer,
     exact_loader,
@@ -86,6 +88,77 @@ class Jittered(Rows):
         return self.tfms["noise"][0](x), y
 
 
+class Held(Rows):
+    "Draws by something that it holds, with much beside it"
+
+    def __init__(self, draw):
+        super().__init__()
+        self.boxes = [{"box": [[1, 2], [3, 4]], "label": [i]} for i in range(90)]
+        self.draw = draw
+
+    def noise(self):
+        return self.draw() / 10
+
+
+class SlottedJitter:
+    __slots__ = ("rng",)
+
+    def __init__(self):
+        self.rng = random.Random(1)
+
+    def __call__(self):
+        return self.rng.random()
+
+
+class NoiseLayer(nn.Module):
+    "Draws from a generator of its own"
+
+    def __init__(self):
+        super().__init__()
+        self.of = SimpleNamespace(rng=torch.Generator().manual_seed(2))
+
+    def forward(self, x=0):
+        return x + torch.randn((), generator=self.of.rng)
+
+
+class OfClass:
+    rng = random.Random(4)
+
+    def __call__(self):
+        return self.rng.random()
+
+
+class QueueOfJitters:
+    def __init__(self):
+        self.jitters = collections.deque([SlottedJitter()])
+
+    def __call__(self):
+        return self.jitters[0]()
+
+
+def of_keyword():
+    def draw(*, rng):
+        return rng.random()
+
+    draw.__kwdefaults__ = {"rng": random.Random(3)}  # Another one for each, as in a script that is begun anew
+    return draw
+
+
+def of_class():
+    OfClass.rng.seed(4)
+    return OfClass()
+
+
+DRAWING = {
+    "module": NoiseLayer,
+    "slots": SlottedJitter,
+    "deque": QueueOfJitters,
+    "keyword": of_keyword,
+    "class": of_class,
+    "built-in": lambda: random.Random(3).random,
+}
+
+
 def jittered_batches():
     rng = random.Random(5)
 
@@ -127,10 +200,18 @@ class ThawInPassCB(ThawCB):
 
 
 def make(
-    callbacks, folder=None, cut=None, data=Rows, every=2, layers=None, saving=CheckpointCB, collate=None
+    callbacks,
+    folder=None,
+    cut=None,
+    data=Rows,
+    every=2,
+    layers=None,
+    saving=CheckpointCB,
+    collate=None,
+    model=nn.ReLU,
 ):
     set_seed(3)
-    layers = layers or (nn.ReLU(), nn.Dropout(0.1))
+    layers = layers or (model(), nn.Dropout(0.1))
     model = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 3))
     dls = DataLoaders(exact_loader(data(), 4, 1, in_memory=False, collate_fn=collate and collate()))
     made = [o() for o in callbacks]
@@ -147,7 +228,7 @@ def outcome(trainer):
 
 def goes_on(tmp_path, callbacks, cut, **options):
     "Whole, and cut and begun again by a new script"
-    whole = make(callbacks, **{k: o for k, o in options.items() if k in ("data", "collate")})
+    whole = make(callbacks, **{k: o for k, o in options.items() if k in ("data", "collate", "model")})
     whole.fit(4, lr=0.01, valid=False)
     with pytest.raises(RuntimeError, match="power cut"):
         make(callbacks, tmp_path, cut, **options).fit(4, lr=0.01, valid=False)
@@ -170,6 +251,17 @@ def test_layers_that_a_callback_has_thawed_are_thawed_when_the_run_goes_on(tmp_p
 @pytest.mark.parametrize("data", [Noisy, Jittered, lambda: torch.utils.data.ConcatDataset([Jittered()] * 2)])
 def test_generators_of_a_dataset_go_on(tmp_path, data, every, cut):
     goes_on(tmp_path, [], cut, data=data, every=every)
+
+
+@pytest.mark.parametrize("every", ["epoch", 2])
+@pytest.mark.parametrize("kind", DRAWING)
+def test_generators_go_on_wherever_they_lie(tmp_path, kind, every):
+    goes_on(tmp_path, [], 8, data=lambda: Held(DRAWING[kind]()), every=every)
+
+
+@pytest.mark.parametrize("every", ["epoch", 2])
+def test_a_generator_of_the_model_goes_on(tmp_path, every):
+    goes_on(tmp_path, [], 8, every=every, model=NoiseLayer)
 
 
 @pytest.mark.parametrize("cut", [8, 13])
@@ -379,6 +471,18 @@ class JitteredStream(torch.utils.data.IterableDataset):
         return (self.rows[i] for i in self.rng.sample(range(N), N))
 
 
+class Batches:
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(torch.utils.data.DataLoader(self.data, 4))
+
+
+def made_anew(data):
+    return lambda: torch.utils.data.DataLoader(data, 4, shuffle=True)
+
+
 def own_generator(seed):
     return torch.Generator().manual_seed(seed)
 
@@ -409,6 +513,8 @@ LOADERS = {
     ),
     "stream": (lambda: exact_loader(JitteredStream(), 4), "Draw from the usual sources"),
     "transform, exact": (lambda: exact_loader(Jittered(), 4, in_memory=False), ""),
+    "made anew": (lambda: ReplayLoader(made_anew(Jittered())), "`make.data.tfms['noise'][0].rng`"),
+    "own loader": (lambda: Batches(Jittered()), "`data.tfms['noise'][0].rng`"),
     "list": (lambda: [(torch.ones(2, 4), torch.tensor([0, 1]))] * 3, ""),
 }
 
@@ -426,3 +532,12 @@ def test_generators_that_nobody_saves_are_named_when_a_run_goes_on_between_two_e
         trainers[1].fit(2, lr=0.01, valid=False)
     said = [str(o.message) for o in told if "draw random numbers that are not saved" in str(o.message)]
     assert [words in o for o in said] == [True] * bool(words)
+
+
+def test_a_generator_of_the_validation_data_that_nobody_saves_is_named(tmp_path):
+    trainers = [make([], tmp_path, every="epoch") for _ in range(2)]
+    for trainer in trainers:
+        trainer.dls.valid = torch.utils.data.DataLoader(Jittered(), 4)
+    trainers[0].fit(1, lr=0.01)
+    with pytest.warns(UserWarning, match=re.escape("`dataset.tfms['noise'][0].rng` of `dls.valid`")):
+        trainers[1].fit(2, lr=0.01)
