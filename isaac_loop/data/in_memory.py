@@ -236,7 +236,8 @@ class HeldRows:
         return self._kept if self.device is None else self._moved()
 
     def _forget(self):
-        self._source,self._kept,self._there,self.why_not = _source_of(self.dataset),None,None,None
+        self._source = _source_of(self.dataset)
+        self._kept = self._there = self.why_not = None
 
     def _try(self):
         "Read all rows; if nobody asked for it, only where nobody can notice"

@@ -70,6 +70,16 @@ def in_order_of(
     are_alike = isinstance(x, SEQUENCES) and isinstance(like, SEQUENCES) and len(x) == len(like)
     return tuple(in_order_of(a, b, number) for a,b in zip(like, x)) if are_alike else x
 
+# %% ../../nbs/evaluate/30_join_batches.ipynb #c123286c
+def names_of_leaves(
+    x, # A structure
+    above:str='', # The name of what it is in
+)->list: # Texts, in the order of `leaves_of`
+    "What each leaf is called: the keys, fields and places that lead to it"
+    if is_leaf(x): return [above]
+    parts = _parts_of(x) or dict(enumerate(x if isinstance(x, SEQUENCES) else ()))
+    return [name for key,part in parts.items() for name in names_of_leaves(part, f'{above}[{key!r}]')]
+
 # %% ../../nbs/evaluate/30_join_batches.ipynb #f87f8a5f
 _NOT_ALIKE = ('The batches hold between {} and {} values each, so they cannot be put together. '
               'Let model and loader always give the same entries.')

@@ -16,7 +16,7 @@ from ..data.exact_loaders import exact_loader
 from ..data.resumable_loaders import READING
 from ..data.sampling import share_of
 from ..data.shared_loaders import share_exact
-from .join_batches import LEFT_OUT, in_order_of, is_leaf, leaves_of
+from .join_batches import LEFT_OUT, in_order_of, is_leaf, leaves_of, names_of_leaves
 from ..state.errors import UnsaveableState
 from ..state.plain_state import from_plain, plain
 
@@ -85,10 +85,12 @@ def from_all(
     if parts: structure = parts[0][-1]
     ordered = [(*head, leaves_of(in_order_of(structure, part, head[0]))) for *head,part in parts]
     own = [[*head, plain(leaves, 'what the model gave', exact=True)] for *head,leaves in ordered]
-    theirs = ranks.gather(dict(parts=own, shape=_shape_of(structure)))
+    names = None if structure is None else names_of_leaves(structure)
+    theirs = ranks.gather(dict(parts=own, shape=_shape_of(structure), names=names))
     if structure is None: structure = next((one['shape'] for one in theirs if one['shape'] is not None), None)
+    if names is None: names = next((one['names'] for one in theirs if one['shape'] is not None), None)
     found,rows,end = [],[],0
-    for shares in _by_batch([part for one in theirs for part in one['parts']]):
+    for shares in _by_batch([part for one in theirs for part in _arranged(one, names)]):
         for (first,n,_),leaves in zip(shares, _means_of(shares)):
             begin = end if first is None else first
             end = begin+n
@@ -96,8 +98,20 @@ def from_all(
             rows.append(range(begin, end))
     return found,rows
 
+_OTHER_NAMES = ('Processes have other values of the same pass, {was} and {now}, so they cannot be put '
+                'together. Let model and loader give the same keys for every batch.')
+
+def _arranged(one, names):
+    "The parts of one process, their leaves in the order of `names`"
+    parts = [(*head, from_plain(leaves)) for *head,leaves in one['parts']]
+    if not parts or one['names'] == names: return parts
+    told = dict(was=names, now=one['names'])
+    if sorted(names) != sorted(one['names']): raise ValueError(_OTHER_NAMES.format(**told))
+    places = [one['names'].index(name) for name in names]
+    return [(*head, [leaves[i] for i in places]) for *head,leaves in parts]
+
 def _by_batch(parts):
     "The shares of each batch, in the order of the processes"
     batches = {}
-    for batch,first,n,leaves in parts: batches.setdefault(batch, []).append((first, n, from_plain(leaves)))
+    for batch,first,n,leaves in parts: batches.setdefault(batch, []).append((first, n, leaves))
     return [batches[batch] for batch in sorted(batches)]

@@ -141,6 +141,32 @@ def test_structures_and_rows_of_unequal_length_are_gathered(padded):
     check_answers(list, ask, sizes=(2,), loss_func=loss_func, model=Padded)
 
 
+class Turning(nn.Module):
+    "Fills its dict in another order for a single row"
+
+    def __init__(self):
+        super().__init__()
+        self.inner = several.net()
+
+    def forward(self, x):
+        said = dict(once=self.inner(x), twice=self.inner(x) * 2)
+        return said if len(x) > 1 else dict(reversed(said.items()))
+
+
+def test_dicts_are_gathered_by_key_though_shares_of_one_row_have_another_order():
+    "Of 3 processes the last has one row of each batch"
+
+    def ask(t):
+        said = t.get_preds().preds
+        return sorted(said), said["once"], said["twice"]
+
+    def loss_func(preds, targets):
+        return (preds["once"] - targets).square().mean()
+
+    (names, once, twice), *_ = check_answers(list, ask, sizes=(2, 3), loss_func=loss_func, model=Turning)
+    assert names == ["once", "twice"] and torch.allclose(twice, 2 * once)
+
+
 def captured(make):
     capture = CapturePredsCB(with_loss=True)
     made = trainer(*make(), capture, dls=loaders)
