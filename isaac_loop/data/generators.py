@@ -93,7 +93,8 @@ def _of_class(kind):
     own = [vars(c) for c in kind.__mro__ if _package(c) not in _LIBRARIES]
     said = [held.get('__slots__', ()) for held in own]
     slots = [name for names in said for name in ([names] if isinstance(names, str) else names)]
-    return [(f'.{k}', o) for held in own for k,o in held.items() if is_generator(o)],slots
+    found = [pair for held in own for pair in held.items() if is_generator(pair[1])]
+    return [(f'.{k}', x) for k,x in found],slots
 
 def _attributes(x):
     "Pairs of how it is reached and what it is, of what may lead on"
