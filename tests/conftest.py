@@ -1,4 +1,4 @@
-"""Every test begins with the same random numbers, whichever ran before it.
+"""Every test begins with the same random numbers and without figures, whichever ran before it.
 
 Laws over random cases take the same cases each time, so that a failure is the fault of the change it came
 with. `make torture` tries others: `HYPOTHESIS_PROFILE=others`.
@@ -6,6 +6,7 @@ with. `make torture` tries others: `HYPOTHESIS_PROFILE=others`.
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 @pytest.fixture(autouse=True)
 def same_random_numbers():
     set_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_figure_left():
+    "Some tests count the figures that are open"
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 def set_aside():
