@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
+from ..loop.trainer import Trainer
+
 # %% ../../nbs/data/55_generators.ipynb #7bdb7a17
 _KINDS = torch.Generator,random.Random
 _OF_NUMPY = 'Generator','RandomState','BitGenerator'
@@ -67,7 +69,7 @@ def generators_kept(
 # %% ../../nbs/data/55_generators.ipynb #20e1df82
 _LIBRARIES = {'torch', 'datasets', 'pyarrow', 'pandas', 'PIL', 'numpy', 'builtins', 'multiprocessing',
               'threading', '_thread', 'logging', 'io', 'isaac_loop'}
-_ENDS = str,bytes,int,float,complex,type(None),type,torch.Tensor,DataLoader,Iterator
+_ENDS = str,bytes,int,float,complex,type(None),type,torch.Tensor,DataLoader,Iterator,Trainer
 _HELD = list,tuple,dict,set,frozenset,deque
 _GO_ON = *_HELD,Dataset,Sampler,nn.Module,FunctionType,MethodType,BuiltinMethodType # Of whichever library
 
@@ -85,7 +87,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 def _entries(x):
     if len(x) > _ENTRIES: return []
-    return [(f'[{k!r}]', o) for k,o in (x.items() if isinstance(x, dict) else enumerate(x))]
+    return [(f'[{k!r}]', o) for k,o in list(x.items() if isinstance(x, dict) else enumerate(x))]
 
 @lru_cache(maxsize=4096)
 def _of_class(kind):
@@ -99,9 +101,9 @@ def _of_class(kind):
 def _attributes(x):
     "Pairs of how it is reached and what it is, of what may lead on"
     try: own = object.__getattribute__(x, '__dict__')
-    except AttributeError: own = {}
+    except Exception: own = {} # There is none, or a property in its place fails
     found,slots = _of_class(type(x))
-    own = [] if len(own) > _MANY else own.items()
+    own = [] if len(own) > _MANY else list(own.items())
     if isinstance(x, nn.Module): own = [*[o for o in own if o[0] not in _OF_MODULES], *x._modules.items()]
     held = [(f'.{k}', o) for k,o in own if not _is_end(type(o))]
     return held + found + [(f'.{k}', getattr(x, k, None)) for k in slots]
@@ -158,4 +160,4 @@ def held_generators(
     owners, # Models, loss functions, or other objects
 )->dict: # Generators by path
     "The generators that objects hold"
-    return _found([('', owner) for owner in owners], 100*_MANY) # A model may have many modules
+    return _found([('', owner) for owner in owners], 10*_MANY) # A model may have many modules

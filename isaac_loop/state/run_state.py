@@ -91,7 +91,11 @@ def _for_now(trainer):
     "The `id`s of parameters that a callback has frozen and will thaw itself"
     return {id(p) for params in offered(trainer, 'frozen_for_now') for p in params}
 
-def _learns(p, for_now): return p.requires_grad or id(p) in for_now
+def _frozen(trainer):
+    "Numbers of the parameters that are frozen, and not only for now"
+    for_now = _for_now(trainer)
+    frozen = lambda p: not (p.requires_grad or id(p) in for_now)
+    return [i for i,p in enumerate(all_parameters(trainer)) if frozen(p)]
 
 def _gather(trainer):
     "Everything but the weights and the place, as it is"
@@ -100,7 +104,7 @@ def _gather(trainer):
                 data=data_of(trainer),
                 loss_func=loss_of(trainer),
                 script=script_facts(trainer),
-                frozen=[i for i,p in enumerate(all_parameters(trainer)) if not _learns(p, _for_now(trainer))],
+                frozen=_frozen(trainer),
                 opt_classes={name: type(opt).__name__ for name,opt in opts.items()},
                 opts={name: opt.state_dict() for name,opt in opts.items()},
                 modules={name: module.state_dict() for name,module in parts_of(trainer, nn.Module).items()},

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from isaac_loop.all import BasicTrainCB, DataLoaders, EvaluatorCB, Order, Trainer, exact_loader
+from isaac_loop.data.generators import data_generators, held_generators
 
 torch.manual_seed(0)
 ROWS = TensorDataset(torch.rand(20, 1, 4, 4), torch.arange(20) % 3)
@@ -205,3 +206,27 @@ def test_an_evaluation_leaves_generators_of_data_and_model_where_they_are(kind, 
         return [p.tolist() for p in model.parameters()]
 
     assert run(what) == run()
+
+
+class HidesItself:
+    "Fails when it is looked into"
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("closed")
+
+
+class OwnTrainer(Trainer):
+    def loss(self, preds, target):
+        return F.cross_entropy(preds, target)
+
+
+def test_the_search_for_generators_ends_at_a_trainer_and_at_what_cannot_be_looked_into():
+    data = Jittered()
+    data.closed, data.many = HidesItself(), type("Many", (), {})()
+    vars(data.many).update({f"x{i}": HidesItself() for i in range(2000)})
+    assert list(data_generators(DataLoader(data, 4))) == ["dataset.tfms[0].rng"]
+    trainer = OwnTrainer(DataLoaders(DataLoader(data, 4)), None, optim.SGD, net(), BasicTrainCB())
+    trainer.loss_func, trainer.rng = trainer.loss, random.Random(1)
+    assert held_generators([trainer.model, trainer.loss_func]) == {}
+    trainer.fit(1, lr=0.1, valid=False)
