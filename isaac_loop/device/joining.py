@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/device/66_joining.ipynb #01b51ad3
 import random
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -96,8 +97,9 @@ class SharedData:
         return exact
 
     def _give_loaders_back(self):
-        for give_back in self._give_back: give_back()
-        self._give_back = []
+        with ExitStack() as all_of_them: # Each, even if one fails
+            for give_back in reversed(self._give_back): all_of_them.callback(give_back)
+            self._give_back = []
 
 # %% ../../nbs/device/66_joining.ipynb #7ab0fdfc
 class SavesWindow:
@@ -207,5 +209,6 @@ class DistributedJoin(SharedData, SavesWindow):
             ranks.fail(error)
             raise
         finally:
-            self._give_loaders_back()
-            if ranks.size > 1: ranks.leave()
+            try: self._give_loaders_back()
+            finally:
+                if ranks.size > 1: ranks.leave()

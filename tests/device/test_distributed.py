@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from isaac_loop.device import connection
 from isaac_loop.device.distributed import DistributedCB
+from isaac_loop.device.joining import SharedData
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import Order
 from isaac_loop.loop.spans import with_cbs
@@ -546,3 +547,18 @@ def test_windows_of_a_batch_of_ones_own_are_refused():
         return "told"
 
     assert in_processes(2, run) == ["told"] * 2
+
+
+def test_loaders_are_given_back_though_one_refuses():
+    "What the first raises comes out, when all have had their turn"
+    cb, back = SharedData("whole", True, False), []
+
+    def refuses():
+        raise RuntimeError("a loader that refuses")
+
+    cb._give_back = [lambda: back.append("train"), refuses, lambda: back.append("valid")]
+    with pytest.raises(RuntimeError, match="a loader that refuses"):
+        cb._give_loaders_back()
+    assert back == ["train", "valid"]
+    cb._give_loaders_back()
+    assert back == ["train", "valid"]

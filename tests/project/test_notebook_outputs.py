@@ -56,19 +56,45 @@ def test_other_words_are_found(saved, now):
     assert "-" + saved.splitlines()[-1] in found or "+two" in found
 
 
-def test_a_notebook_that_prints_something_else_fails(tmp_path, capfd, monkeypatch):
+@pytest.fixture
+def notebook(tmp_path, monkeypatch):
+    "A function that writes a notebook of one cell, in which `old` is saved"
     from fastcore.nbio import mk_cell, new_nb, write_nb
 
-    cell = mk_cell("print('new')", "code")
-    cell.outputs, cell.metadata, cell.execution_count = printed("old\n"), {}, None
     monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["test_notebooks.py"])
     path = tmp_path / "nbs/old.ipynb"
     path.parent.mkdir()
-    write_nb(new_nb([cell]), path)
-    ((_, code, _),) = tool.run_all([path], 1)
-    assert code == 1
+
+    def write(source):
+        cell = mk_cell(source, "code")
+        cell.outputs, cell.metadata, cell.execution_count = printed("old\n"), {}, None
+        write_nb(new_nb([cell]), path)
+        return path
+
+    return write
+
+
+def test_a_notebook_that_prints_something_else_fails(notebook, capfd):
+    ((_, code, _),) = tool.run_all([notebook("print('new')")], 1)
+    assert code == tool.OTHERWISE
     told = capfd.readouterr().err
     assert "-old\n+new" in told and "tools/save_outputs.py old.ipynb" in told
+    assert tool.main() == "nbs/old.ipynb"
+
+
+def test_a_notebook_that_fails_is_not_executed_again(notebook, capfd):
+    notebook("open('count', 'a').write('x'); print('new'); 1/0")
+    assert tool.main() == "nbs/old.ipynb" and "ZeroDivisionError" in capfd.readouterr().err
+    assert (tool.ROOT / "nbs/count").read_text() == "x"
+
+
+def test_what_a_busy_machine_printed_once_is_told_and_no_failure(notebook, capfd):
+    notebook("from pathlib import Path; p = Path('been'); print('old' if p.exists() else 'new'); p.touch()")
+    assert tool.main() is None
+    told = capfd.readouterr()
+    assert "-old\n+new" in told.err
+    assert "printed something else, but not when it was executed again" in told.out
 
 
 def test_cells_that_vary_are_there():
