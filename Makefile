@@ -2,7 +2,9 @@
 
 PYTHON ?= python3
 BIN = .venv/bin
-PIP = $(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt
+# Hundreds of modules are never imported; what is, Python compiles then
+INSTALL = install -qq --disable-pip-version-check --no-compile -c constraints.txt
+PIP = $(BIN)/pip $(INSTALL)
 DEMO = .venv/.demo
 READY = .venv/.ready
 SITE = .venv/.site
@@ -85,7 +87,7 @@ wheel: $(READY)
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tools/check_dist.py dist
 	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/pip install -qq --disable-pip-version-check -c constraints.txt dist/*.whl
+	.venv-wheel/bin/pip $(INSTALL) dist/*.whl
 	cd dist && ../.venv-wheel/bin/python -m isaac_loop --epochs 5
 	rm -rf .venv-wheel
 

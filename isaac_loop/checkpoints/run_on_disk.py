@@ -107,6 +107,7 @@ def find(self:RunOnDisk,
 ): # Weights and state, or None for a fresh start
     "What there is to go on from; for main to ask"
     self.store.run_id = self.run_id if mine else None
+    self.branch = self.branch if mine else None
     if resume == 'never': return None
     is_here = mine or resume in ('auto', 'must') or is_own(resume, self.store)
     if is_here and is_new(self.store, resume, mine): return None
@@ -116,11 +117,11 @@ def find(self:RunOnDisk,
 def _load(self:RunOnDisk, path, verify):
     "Weights and state of the checkpoint that `path` means, or of the newest"
     weights,state,manifest = self.store.load(path, verify=verify)
+    self.branch = manifest['info'].get('branch') if path is None else branch_at(manifest)
     if path is not None:
-        self.branch = branch_at(manifest)
         mine = branches_of(self.store, path, manifest)
         self.store.run_id = mine[-1].run_id if mine else None
-        if mine: weights,state,_ = self.store.load(verify=verify)
+        if mine: return self._load(None, verify)
     where = self.store.resumed_from or path
     check_place(state, where)
     return weights,state

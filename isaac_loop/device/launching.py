@@ -55,6 +55,8 @@ def _dumped(error):
 # %% ../../nbs/device/50_launching.ipynb #769b7256
 _GONE = ('Process {rank} of {size} ended with exit code {code} and without an answer, so what `{name}` '
          'returned there is lost. A negative code is the signal that ended it; -9 is often a lack of memory.')
+_UNREAD = ('What `{name}` returned in process {rank} of {size} was sent by `pickle` and cannot be made '
+           'again from that ({why}), so it is lost. Return tensors, numbers, or what is pickled both ways.')
 _TOO_LONG = ('`{name}` was not done within {timeout:g} s in process {ranks} of {size}, and all were ended. '
              'Do they wait for each other? Pass a longer `timeout` if they only need the time.')
 
@@ -79,11 +81,16 @@ def _collect(processes, answers, name, timeout):
 
 def _received(answer, process, rank, size, name):
     "What one process answers; that it has gone, if it ends without an answer"
-    try: return pickle.loads(answer.recv_bytes())
+    try: told = answer.recv_bytes()
     except EOFError:
         process.join()
         gone = RuntimeError(_GONE.format(rank=rank, size=size, code=process.exitcode, name=name))
         return 'error',gone,[],'',time.time()
+    try: return pickle.loads(told)
+    except Exception as error:
+        why = f'{type(error).__name__}: {error}'
+        unread = RuntimeError(_UNREAD.format(rank=rank, size=size, name=name, why=why))
+        return 'error',unread,[],'',time.time()
 
 # %% ../../nbs/device/50_launching.ipynb #879d7bbb
 def _first_real(errors):
@@ -92,7 +99,7 @@ def _first_real(errors):
     error,notes,text = min(real, key=lambda told: told[4])[1:4]
     for note in notes:
         if note not in getattr(error, '__notes__', ()): error.add_note(note)
-    error.add_note(f'In its process:\n{text}')
+    if text: error.add_note(f'In its process:\n{text}')
     return error
 
 # %% ../../nbs/device/50_launching.ipynb #deb031ed

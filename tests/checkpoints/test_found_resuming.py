@@ -285,6 +285,33 @@ def test_a_branch_leaves_the_run_alone_and_goes_on_by_itself(tmp_path):
     same(fit(make_trainer(simple())), again)
 
 
+def test_a_branch_knows_where_it_began_however_it_goes_on(tmp_path):
+    "Later checkpoints forgot it, or named where the other run was by then; and a new run took it over"
+    broken_off(8, simple(tmp_path / "a", every=5))
+    options = dict(every=5, keep_last=None)
+
+    def origins():
+        return [
+            o.manifest["info"].get("branch") for o in CheckpointStore(tmp_path / "b", read_only=True).list()
+        ]
+
+    broken_off(8, simple(tmp_path / "b", resume=tmp_path / "a", every=2, keep_last=None))
+    began = origins()[-1]
+    assert began and set(origins()) == {began}
+    broken_off(14, simple(tmp_path / "a", every=5))
+    broken_off(11, simple(tmp_path / "b", resume=tmp_path / "a", **options))
+    assert set(origins()) == {began}
+    broken_off(16, simple(tmp_path / "b", **options))
+    assert set(origins()) == {began}
+    callbacks = simple(tmp_path / "b", resume=tmp_path / "a", **options)
+    fit(make_trainer(callbacks))
+    assert set(origins()) == {began}
+    (checkpoint,) = [cb for cb in callbacks if isinstance(cb, CheckpointCB)]
+    checkpoint.resume = "never"
+    fit(make_trainer(callbacks))
+    assert origins()[-1] is None and origins()[0] == began
+
+
 def test_the_last_epoch_is_safe_before_anything_else_happens(tmp_path):
     "A failing plot after training cost the last epoch"
 

@@ -329,6 +329,25 @@ def test_launch_copies_a_process_without_threads_of_its_own(monkeypatch):
     assert found == 6 * [before]
 
 
+class NeedsTwo(Exception):
+    "As it is written by many: it can be pickled, and not made again from that"
+
+    def __init__(self, n, what):
+        super().__init__(f"{n} of {what}")
+
+
+def test_an_answer_that_cannot_be_made_again_is_told_with_its_process():
+    "Only here, as it is read: a large answer is not unpickled where it was made"
+
+    def odd():
+        return NeedsTwo(1, "two")
+
+    with pytest.raises(RuntimeError, match=r"`odd` returned in process 0 of 2 .*NeedsTwo.*is lost") as found:
+        launch(odd, 2)
+    assert not any("In its process" in note for note in getattr(found.value, "__notes__", ()))
+    assert multiprocessing.active_children() == []
+
+
 def test_launch_tells_what_went_wrong_and_leaves_no_process():
     def wait():
         if rank() == 1:
