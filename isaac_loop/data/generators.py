@@ -6,17 +6,17 @@
 __all__ = []
 
 # %% ../../nbs/data/55_generators.ipynb #e6f4be92
-import random, sys
+import dis, random, sys
 from collections import deque
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from types import BuiltinMethodType, FunctionType, MethodType
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
+from ..loop.fitting import private_state
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/data/55_generators.ipynb #7bdb7a17
@@ -33,19 +33,26 @@ def is_generator(
 def _are_generators(kind):
     "The answer for all objects of a class: many are asked for each evaluation"
     if issubclass(kind, _KINDS): return not issubclass(kind, random.SystemRandom)
-    if not any(c.__module__.startswith('numpy.random') for c in kind.__mro__): return False
+    if not any(str(c.__module__).startswith('numpy.random') for c in kind.__mro__): return False
     np = sys.modules['numpy'].random
     return issubclass(kind, tuple(getattr(np, o) for o in _OF_NUMPY))
 
 # %% ../../nbs/data/55_generators.ipynb #d697b146
 def drawn_from(
     x, # Any object
-): # None for what is no generator
+): # None for what is no generator, or tells no state
     "The state of a generator of random numbers"
     if not is_generator(x): return None
-    if isinstance(x, random.Random): return x.getstate()
-    if hasattr(x, 'get_state'): return x.get_state()
-    return getattr(x, 'bit_generator', x).state # Of a `Generator` of NumPy, or such a source itself
+    if isinstance(x, torch.Generator): return x.get_state()
+    if not isinstance(x, random.Random): return _of_numpys(x)
+    try: return x.getstate()
+    except NotImplementedError: return None # As that of the operating system, which others imitate
+
+def _of_numpys(x):
+    "A `RandomState` warns if it is asked for the tuple of old where another source is in it"
+    if not hasattr(x, 'get_state'): return getattr(x, 'bit_generator', x).state
+    state = x.get_state(legacy=False)
+    return x.get_state() if state['bit_generator'] == 'MT19937' else state
 
 def set_drawn(
     x, # A generator
@@ -62,6 +69,7 @@ def generators_kept(
 ):
     "Have the generators stand in the end where they stand now"
     states = [(x, drawn_from(x)) for x in generators]
+    states = [(x, state) for x,state in states if state is not None]
     try: yield
     finally:
         for x,state in states: set_drawn(x, state)
@@ -69,82 +77,172 @@ def generators_kept(
 # %% ../../nbs/data/55_generators.ipynb #20e1df82
 _LIBRARIES = {'torch', 'datasets', 'pyarrow', 'pandas', 'PIL', 'numpy', 'builtins', 'multiprocessing',
               'threading', '_thread', 'logging', 'io', 'isaac_loop'}
-_ENDS = str,bytes,int,float,complex,type(None),type,torch.Tensor,DataLoader,Iterator,Trainer
+_ENDS = str,bytes,int,float,complex,type(None),torch.Tensor,Trainer
 _HELD = list,tuple,dict,set,frozenset,deque
-_GO_ON = *_HELD,Dataset,Sampler,nn.Module,FunctionType,MethodType,BuiltinMethodType # Of whichever library
+_CODE = type,FunctionType,MethodType,BuiltinMethodType
+_GO_ON = *_HELD,*_CODE,DataLoader,Dataset,Sampler,nn.Module # Of whichever library
 
 @lru_cache(maxsize=4096)
 def _is_end(kind):
     "Whether objects of a class lead nowhere"
     if issubclass(kind, _ENDS): return True
-    return _package(kind) in _LIBRARIES and not (issubclass(kind, _GO_ON) or _are_generators(kind))
+    if _package(kind) not in _LIBRARIES or _is_hugging_face(kind): return False
+    return not (issubclass(kind, _GO_ON) or _are_generators(kind))
+
+_KNOWN = _LIBRARIES | sys.stdlib_module_names # Nothing in their code draws from a generator of a user
 
 def _package(x): return str(x.__module__).partition('.')[0]
+def _is_hugging_face(kind): return kind.__module__ in ('datasets.arrow_dataset', 'datasets.iterable_dataset')
 
-# %% ../../nbs/data/55_generators.ipynb #b76a834c
+# %% ../../nbs/data/55_generators.ipynb #5a48e2ab
 _ENTRIES,_MANY = 100,1000
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 def _entries(x):
-    if len(x) > _ENTRIES: return []
-    return [(f'[{k!r}]', o) for k,o in list(x.items() if isinstance(x, dict) else enumerate(x))]
+    "Pairs of how it is reached and what it is, of what may lead on"
+    kind = next(o for o in _HELD if isinstance(x, o))
+    n = kind.__len__(x)
+    if n > _MANY: return []
+    values = list(dict.values(x) if kind is dict else kind.__iter__(x))
+    if n > _ENTRIES and not is_generator(values[0]): return []
+    if all(map(_is_end, set(map(type, values)))): return []
+    keys = map(_as_key, dict.keys(x)) if kind is dict else range(n)
+    return [(f'[{k}]', o) for k,o in zip(keys, values)]
+
+def _as_key(k): return repr(k) if type(k) in (str, int, float, bool, type(None)) else type(k).__name__
+
+# %% ../../nbs/data/55_generators.ipynb #41af6ddb
+_MAKING = {'__init__', '__new__', '__post_init__', '__init_subclass__', '__annotations__', '__dict__'}
 
 @lru_cache(maxsize=4096)
 def _of_class(kind):
-    "Generators in a class and its bases, and the names of slots"
-    own = [vars(c) for c in kind.__mro__ if _package(c) not in _LIBRARIES]
-    said = [held.get('__slots__', ()) for held in own]
-    slots = [name for names in said for name in ([names] if isinstance(names, str) else names)]
-    found = [pair for held in own for pair in held.items() if is_generator(pair[1])]
-    return [(f'.{k}', x) for k,x in found],slots
+    "The namespaces of a class and its bases that a user has written, and the slots of its objects"
+    own = [vars(c) for c in kind.__mro__ if _package(c) not in _KNOWN]
+    return own,[o for held in own for o in held.values() if isinstance(o, MemberDescriptorType)]
+
+def _parts_of_class(kind):
+    "Its attributes and methods as they are now"
+    held = [(k, _undressed(o)) for own in _of_class(kind)[0] for k,o in list(own.items()) if k not in _MAKING]
+    return [(f'.{k}', o) for k,o in held if not _is_end(type(o))]
+
+def _undressed(x):
+    "The function in a property, a class method or a static one"
+    if isinstance(x, (staticmethod, classmethod)): return x.__func__
+    return x.fget if isinstance(x, property) else x
+
+# %% ../../nbs/data/55_generators.ipynb #b76a834c
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 def _attributes(x):
     "Pairs of how it is reached and what it is, of what may lead on"
     try: own = object.__getattribute__(x, '__dict__')
     except Exception: own = {} # There is none, or a property in its place fails
-    found,slots = _of_class(type(x))
-    own = [] if len(own) > _MANY else list(own.items())
-    if isinstance(x, nn.Module): own = [*[o for o in own if o[0] not in _OF_MODULES], *x._modules.items()]
-    held = [(f'.{k}', o) for k,o in own if not _is_end(type(o))]
-    return held + found + [(f'.{k}', getattr(x, k, None)) for k in slots]
+    if not isinstance(own, dict) or len(own) > _MANY: own = {}
+    is_module = issubclass(type(x), nn.Module)
+    without = _OF_MODULES if is_module else ()
+    held = [(f'.{k}', o) for k,o in list(own.items()) if k not in without and not _is_end(type(o))]
+    spaces,slots = _of_class(type(x))
+    of_class = [('', type(x))] if spaces else []
+    return [*held, *(_of_module(own) if is_module else ()), *_of_slots(x, slots), *of_class]
+
+def _of_module(own):
+    parts = [(f'.{k}', o) for k,o in (own.get('_modules') or {}).items() if o is not None]
+    hooks = [(f'.{k}', list(own[k].values())) for k in ('_forward_hooks', '_forward_pre_hooks') if own.get(k)]
+    return parts + hooks
+
+def _of_slots(x, slots):
+    found = []
+    for slot in slots:
+        try: found.append((f'.{slot.__name__}', slot.__get__(x)))
+        except AttributeError: pass # Not set
+    return found
 
 # %% ../../nbs/data/55_generators.ipynb #b4c70fc4
-def _closed_over(f):
-    "What the surrounding names and the default values of a function hold"
-    if _package(f) in _LIBRARIES: return []
+def _of_function(f):
+    "What the surrounding names, default values, attributes, and names of the module hold for a function"
+    if _package(f) in _KNOWN: return []
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())
     found = [(f'.{name}', cell.cell_contents) for name,cell in cells if _is_filled(cell)]
     values = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
-    return found + [(f'({i})', o) for i,o in enumerate(values)]
+    found += [(f'({i})', o) for i,o in enumerate(values)] + [(f'.{k}', o) for k,o in vars(f).items()]
+    return [(how, o) for how,o in [*found, *_of_script(f)] if not _is_end(type(o))]
 
 def _is_filled(cell):
     try: return cell.cell_contents is not None
     except ValueError: return False
 
+def _of_script(f):
+    names,further = _names_in(f.__code__)
+    held = [(name, f.__globals__[name]) for name in names if name in f.__globals__]
+    modules = [(name, vars(o)) for name,o in held if isinstance(o, ModuleType)]
+    modules = [(name, own) for name,own in modules if own['__name__'].partition('.')[0] not in _KNOWN]
+    deeper = [(f'.{name}.{k}', own[k]) for name,own in modules for k in further if k in own]
+    return [(f'.{name}', o) for name,o in held] + deeper
+
+@lru_cache(maxsize=4096)
+def _names_in(code):
+    "Names of the module, and names of attributes, that code reads, also that of functions in it"
+    read = {o.argval for o in dis.get_instructions(code) if o.opname in ('LOAD_GLOBAL', 'LOAD_NAME')}
+    inner = [_names_in(o) for o in code.co_consts if isinstance(o, type(code))]
+    both = [read, set(code.co_names) - read]
+    for names in inner: both = [mine.union(of_it) for mine,of_it in zip(both, names)]
+    return tuple(tuple(sorted(names)) for names in both)
+
+# %% ../../nbs/data/55_generators.ipynb #454b5979
 def _parts(x):
     "What `x` leads to, and how"
-    kind = type(x)
-    if kind is FunctionType: return _closed_over(x)
-    if issubclass(kind, (MethodType, BuiltinMethodType)): return [('', x.__self__)]
-    if issubclass(kind, partial): return [('.func', x.func), ('.args', x.args), ('.keywords', x.keywords)]
-    if kind.__module__ == 'datasets.arrow_dataset':
-        return [('.transform', (x.format['format_kwargs'] or {}).get('transform'))]
-    if kind in _HELD: return _entries(x)
-    inner = [('', x.dataset)] if issubclass(kind, Subset) else []
-    return inner + (_entries(x) if issubclass(kind, _HELD) else []) + _attributes(x)
+    return _parts_of(type(x))(x)
+
+@lru_cache(maxsize=4096)
+def _parts_of(kind):
+    "What tells the parts of objects of a class"
+    if kind in _HELD: return _entries
+    if issubclass(kind, type): return _parts_of_class
+    if kind is FunctionType: return _of_function
+    if kind in (MethodType, BuiltinMethodType): return lambda x: [('', o) for o in _of_method(x)]
+    if issubclass(kind, partial): return _of_partial
+    if issubclass(kind, DataLoader): return _of_data_loader
+    if kind.__module__ == 'datasets.arrow_dataset': return _of_arrow
+    if issubclass(kind, _HELD): return lambda x: _entries(x) + _attributes(x)
+    if issubclass(kind, Subset): return lambda x: [('', x.dataset)] + _attributes(x)
+    return _attributes
+
+def _of_method(x): return x.__self__,getattr(x, '__func__', None)
+def _of_partial(x): return [('.func', x.func), ('.args', x.args), ('.keywords', x.keywords)]
+def _of_data_loader(x): return [(f'.{part}', getattr(x, part)) for part in ('dataset', 'collate_fn')]
+def _of_arrow(x): return [('.transform', (x.format['format_kwargs'] or {}).get('transform'))]
 
 # %% ../../nbs/data/55_generators.ipynb #f47be6b5
-def _found(todo, most):
-    "Generators by path, from objects by path"
-    todo,found,seen = deque(todo),{},{}
-    while todo and len(seen) < most:
-        path,x = todo.popleft()
-        if id(x) in seen or _is_end(type(x)): continue
-        seen[id(x)] = x # Held, so that no `id` is given to another object
-        if is_generator(x): found[path.lstrip('.')] = x
-        else: todo += [(path+how, o) for how,o in _parts(x)]
+def _found(roots):
+    "Generators by path, from pairs of path and object"
+    near,far,found,seen,n = deque(roots),deque(),{},{},0
+    usual = set(map(id, _usual()))
+    while (near or far) and n < _MANY:
+        path,x = (near or far).popleft()
+        kind = type(x)
+        try:
+            if id(x) in seen or _is_end(kind): continue
+            seen[id(x)] = x # Held, so that no `id` is given to another object
+            n += not issubclass(kind, _STRUCTURE)
+            if not _are_generators(kind): (far if issubclass(kind, _HELD) else near).extend(_below(path, x))
+            elif id(x) not in usual: found[_new_name(path.lstrip('.'), found)] = x
+        except Exception: continue
     return found
 
+_STRUCTURE = nn.Module,*_CODE
+
+def _below(path, x): return [(path+how, o) for how,o in _parts(x)]
+
+def _usual():
+    "The generators that belong to Python, PyTorch and NumPy"
+    of_numpy = getattr(sys.modules.get('numpy.random.mtrand'), '_rand', None)
+    return random._inst,torch.default_generator,of_numpy
+
+def _new_name(path, found):
+    "`path`, or with a number if that leads to another one already"
+    n = sum(name.partition('#')[0] == path for name in found)
+    return f'{path}#{n}' if n else path
+
+# %% ../../nbs/data/55_generators.ipynb #d4cbf235
 PARTS = 'dataset','collate_fn','make'
 
 def data_generators(
@@ -152,12 +250,39 @@ def data_generators(
     parts=PARTS, # Of the loader: where to begin; '' is the loader itself, if it is one of the user's own
 )->dict: # Generators by path, such as `dataset.tfm.rng`; each once
     "The generators that lie behind a loader, but for its own and those of its samplers"
-    if isinstance(dl, _HELD): return {} # Of batches
-    return _found([(part, getattr(dl, part, None) if part else dl) for part in parts], _MANY)
+    return _found(_roots_of(dl, parts))
+
+def _roots_of(dl, parts=PARTS):
+    if isinstance(dl, _HELD): return [] # Of batches
+    return [(part, _part_of(dl, part) if part else dl) for part in parts]
+
+def _part_of(dl, name):
+    try: return getattr(dl, name, None)
+    except Exception: return None # A property that fails
 
 # %% ../../nbs/data/55_generators.ipynb #08eef30b
 def held_generators(
     owners, # Models, loss functions, or other objects
 )->dict: # Generators by path
     "The generators that objects hold"
-    return _found([('', owner) for owner in owners], 10*_MANY) # A model may have many modules
+    return _found([('', owner) for owner in owners])
+
+# %% ../../nbs/data/55_generators.ipynb #31340ee9
+_OF_LOOP = frozenset(private_state()) | {'dls', 'dl', 'batches', 'batch', 'callbacks', '_named', 'plan', 'history'}
+
+def owners_in(
+    callback, # Any callback
+)->list:
+    "A callback and what it holds"
+    own = getattr(callback, '__dict__', None)
+    return [callback, *(own.values() if isinstance(own, dict) else ())]
+
+def own_generators(
+    trainer, # With a model and loaders
+)->list:
+    "Generators of random numbers that the parts of a trainer draw from, beside the usual ones"
+    own = [x for name,x in vars(trainer).items() if name not in _OF_LOOP]
+    held = [x for callback in trainer.callbacks for x in owners_in(callback)]
+    loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
+    roots = [pair for dl in loaders for pair in _roots_of(dl)]
+    return list(_found([*roots, *(('', x) for x in [*own, *held])]).values())

@@ -24,7 +24,7 @@ from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, tells_state
 from .errors import UnsaveableState
 from .change_marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of
 from .change_marks import part_of
-from ..data.generators import data_generators, held_generators, is_generator
+from ..data.generators import data_generators, held_generators, is_generator, owners_in
 from .plain_state import from_plain, plain
 from .run_parts import bare
 
@@ -116,11 +116,14 @@ def _others(trainer):
         if is_own and not known: found[f'dls.{name}.dataset'] = data
         _add_generators(found, f'dls.{name}', data_generators(dl))
     _add_generators(found, 'model', held_generators([bare(attributes_of(trainer).get('model')), loss_func]))
+    for cb in trainer.callbacks:
+        if _unasked(cb) is True or tells_state(cb): continue
+        _add_generators(found, callback_name(cb), held_generators(owners_in(cb)), _looked_at(cb))
     return found
 
-def _add_generators(found, name, generators):
-    "Add those that are no attribute of what is in `found`"
-    known = {id(part) for x in found.values() for part in attributes_of(x).values()}
+def _add_generators(found, name, generators, owner=None):
+    "Add those that are no attribute of `owner`, or of what is in `found`"
+    known = {id(part) for x in [owner, *found.values()] for part in attributes_of(x).values()}
     deeper = {path: x for path,x in generators.items() if id(x) not in known}
     if deeper: found[f'{name}.generators'] = SimpleNamespace(**deeper)
 

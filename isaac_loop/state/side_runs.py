@@ -21,7 +21,7 @@ from ..loop.trainer import Trainer
 from ..loop.history import History
 from ..loop.passes import forget
 from ..loop.callback_list import flat
-from ..data.generators import data_generators, held_generators
+from ..data.generators import own_generators
 from .random_numbers import random_state, same_random_state, set_random_state
 from .snapshot import Snapshot
 
@@ -82,14 +82,6 @@ def _keepers(trainer):
     owners = [getattr(loss_func, '__self__', loss_func), model]
     owners += [m for x in owners if isinstance(x, nn.Module) for m in x.modules() if m is not x]
     return [x for x in owners if isinstance(getattr(x, '__dict__', None), dict) and x is not trainer]
-
-def own_generators(
-    trainer, # With a model and loaders
-)->list:
-    "Generators of random numbers that model, loss function and data draw from, beside the usual ones"
-    loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
-    found = [held_generators([trainer.model, trainer.loss_func]), *map(data_generators, loaders)]
-    return [x for several in found for x in several.values()]
 
 def _shape_of(x):
     "The class of `x` and the names of its parts, which are others once a module has built itself"

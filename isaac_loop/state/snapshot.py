@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..loop.ranks import Ranks
 from ..loop.plan import Plan
-from ..data.generators import data_generators
+from ..data.generators import data_generators, drawn_from, own_generators
 from .random_numbers import random_state, set_random_state
 
 # %% ../../nbs/state/20_snapshot.ipynb #d5e2c4d8
@@ -87,9 +87,9 @@ def _once(x):
 
 # %% ../../nbs/state/20_snapshot.ipynb #99a065b0
 def _of_generator(x):
-    if isinstance(x, random.SystemRandom): return _nothing, () # It has no state
+    if drawn_from(x) is None: return _nothing, () # It has no state
     if isinstance(x, random.Random): return partial(x.setstate, x.getstate()), ()
-    return partial(x.set_state, x.get_state()), ()
+    return partial(x.set_state, drawn_from(x)), ()
 
 def _of_numpys(x):
     "An array or a generator of NumPy; nothing for anything else"
@@ -200,9 +200,9 @@ def _content_of(kind):
     return _of_numpys if any(_package(c) == 'numpy' for c in kind.__mro__) else lambda x: (_nothing, ())
 
 # %% ../../nbs/state/20_snapshot.ipynb #3c95b54d
-def _of_loader(x):
+def _of_loader(x, is_searched=False):
     "Where a loader stands, or None if it cannot tell and is no `DataLoader`"
-    drawn = list(data_generators(x).values()) if hasattr(x, 'dataset') else []
+    drawn = [] if is_searched or not hasattr(x, 'dataset') else list(data_generators(x).values())
     if hasattr(type(x), 'state_dict') and hasattr(type(x), 'load_state_dict'):
         state = copy.deepcopy(x.state_dict())
         return lambda: x.load_state_dict(copy.deepcopy(state)), drawn
@@ -225,9 +225,9 @@ def _of_stream(x):
 
 def _numbers(own): return {name: value for name,value in own.items() if isinstance(value, _SIMPLE)}
 
-def _mementos(x, below_loader):
+def _mementos(x, below_loader, is_searched=False):
     "How to put `x` back as it is now, and the objects that can be reached from it"
-    loader = _of_loader(x) if below_loader else None
+    loader = _of_loader(x, is_searched) if below_loader else None
     if loader:
         stream = getattr(x, 'dataset', None)
         return [loader, _of_stream(stream)] if _tells_its_place(stream) else [loader]
@@ -247,7 +247,9 @@ class Snapshot:
         self.fitting,self.training = own.get('_fitting'),getattr(self.plan, 'training', None)
         keep = keep if isinstance(keep, (list, tuple, set, frozenset)) else [keep]
         seen,loaders = {id(o): o for o in [*keep, self.plan, own.get('_own_state')]},_loaders(own)
-        self._walk([trainer], seen, loaders)
+        known = own_generators(trainer) if self.plan is not None else own.get('generators')
+        self._searched = set() if known is None else set(map(id, loaders)) # Nothing more lies behind these
+        self._walk([trainer, known], seen, loaders)
         self._walk(loaders, seen)
 
     def _walk(self, todo, seen, loaders=None):
@@ -261,7 +263,7 @@ class Snapshot:
             if loaders is not None and is_loader: loaders.append(x)
             else:
                 seen[id(x)] = x # Held, so that no `id` is given to another object
-                for put_back,reached in _mementos(x, loaders is None):
+                for put_back,reached in _mementos(x, loaders is None, id(x) in self._searched):
                     if put_back is not _nothing: self.mementos.append(put_back)
                     if loaders is None: reached = _without_batches(reached)
                     todo += [o for o in reached if not isinstance(o, _SIMPLE)]
