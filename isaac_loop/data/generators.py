@@ -117,12 +117,13 @@ _MAKING = {'__init__', '__new__', '__post_init__', '__init_subclass__', '__annot
 def _of_class(kind):
     "The namespaces of a class and its bases that a user has written, and the slots of its objects"
     own = [vars(c) for c in kind.__mro__ if _package(c) not in _KNOWN]
-    return own,[o for held in own for o in held.values() if isinstance(o, MemberDescriptorType)]
+    return own,[part for held in own for part in held.values() if isinstance(part, MemberDescriptorType)]
 
 def _parts_of_class(kind):
     "Its attributes and methods as they are now"
-    held = [(k, _undressed(o)) for own in _of_class(kind)[0] for k,o in list(own.items()) if k not in _MAKING]
-    return [(f'.{k}', o) for k,o in held if not _is_end(type(o))]
+    pairs = [pair for own in _of_class(kind)[0] for pair in list(own.items())]
+    held = [(f'.{k}', _undressed(o)) for k,o in pairs if k not in _MAKING]
+    return [(how, o) for how,o in held if not _is_end(type(o))]
 
 def _undressed(x):
     "The function in a property, a class method or a static one"
@@ -214,8 +215,8 @@ def _of_arrow(x): return [('.transform', (x.format['format_kwargs'] or {}).get('
 # %% ../../nbs/data/55_generators.ipynb #f47be6b5
 def _found(roots):
     "Generators by path, from pairs of path and object"
-    near,far,found,seen,n = deque(roots),deque(),{},{},0
-    usual = set(map(id, _usual()))
+    near,far,n = deque(roots),deque(),0
+    found,seen,usual = {},{},set(map(id, _usual()))
     while (near or far) and n < _MANY:
         path,x = (near or far).popleft()
         kind = type(x)
@@ -268,7 +269,7 @@ def held_generators(
     return _found([('', owner) for owner in owners])
 
 # %% ../../nbs/data/55_generators.ipynb #31340ee9
-_OF_LOOP = frozenset(private_state()) | {'dls', 'dl', 'batches', 'batch', 'callbacks', '_named', 'plan', 'history'}
+_OF_LOOP = {'dls', 'dl', 'batches', 'batch', 'callbacks', '_named', 'plan', 'history', *private_state()}
 
 def owners_in(
     callback, # Any callback

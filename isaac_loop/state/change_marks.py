@@ -6,16 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/state/30_change_marks.ipynb #a0542bb7
-import io, weakref
+import io, sys, weakref
 from array import array
 from collections import deque
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from ..data.generators import drawn_from
 from .snapshot import slots_of
@@ -53,15 +53,22 @@ _OUTSIDE = set('''matplotlib IPython ipykernel ipywidgets tqdm fastprogress rich
 _OF_TORCH = ('torch.utils.hooks', 'torch.utils.data', 'torch.utils.tensorboard', 'torch.cuda',
              'torch.profiler', 'torch.autograd', 'torch.distributed')
 _MADE_ANEW = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, io.IOBase, BaseException,
-              Dataset, weakref.ref)
+              weakref.ref)
+_OF_OTHERS = sys.stdlib_module_names | {'isaac_loop', 'torch', 'torchvision', 'numpy', 'pandas', 'pyarrow'}
 
 def is_outside(x):
     "Whether `x` is made anew by every run, or belongs to the world outside"
-    if isinstance(x, _MADE_ANEW): return True
-    modules = [str(c.__module__) for c in type(x).__mro__]
-    if any(o.partition('.')[0] in _OUTSIDE or o.startswith(_OF_TORCH) for o in modules): return True
-    if hasattr(type(x), '__exit__'): return True
+    if isinstance(x, _MADE_ANEW) or _kind_is_outside(type(x)): return True
     return callable(x) and not isinstance(x, nn.Module) and not attributes_of(x)
+
+@lru_cache(maxsize=4096)
+def _kind_is_outside(kind):
+    "Whether a class is of the world outside: a user may derive a buffer from `Dataset`, and close a game"
+    modules = [str(c.__module__) for c in kind.__mro__]
+    is_own = modules[0].partition('.')[0] not in _OF_OTHERS and not issubclass(kind, DataLoader)
+    if is_own: modules = [o for o in modules if not o.startswith('torch.utils.data')]
+    if any(o.partition('.')[0] in _OUTSIDE or o.startswith(_OF_TORCH) for o in modules): return True
+    return not is_own and (issubclass(kind, Dataset) or hasattr(kind, '__exit__'))
 
 def is_iterator(x): return hasattr(type(x), '__next__')
 

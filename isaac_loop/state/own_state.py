@@ -70,6 +70,11 @@ def _attributes(owner, without=()):
 # %% ../../nbs/state/38_own_state.ipynb #db5a1e7d
 _OF_BATCH = {'batch', 'preds', 'loss', '_split'} # Others come with the next one; who holds these holds values
 
+def _data_of(dl):
+    "The dataset of a loader, and that in a subset of it: what a run reads, however large"
+    data = getattr(dl, 'dataset', None)
+    return [data, *_data_of(data)] if isinstance(data, Subset) else [data]
+
 class _World:
     "The ids of what the trainer has in attributes that the `loop` writes, and of its modules and optimizers"
     def __init__(self, trainer, loop): self.trainer,self.loop = trainer,loop
@@ -88,7 +93,8 @@ class _World:
         parts += [p for p in tensors if p is not None]
         parts += [p.grad for p in parts if isinstance(p, nn.Parameter) and p.grad is not None]
         parts += [part for opt in opts for part in (opt.state, opt.param_groups, *opt.param_groups)]
-        parts += [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
+        loaders = [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
+        parts += [*loaders, *(data for dl in loaders for data in _data_of(dl))]
         return {id(o) for o in parts if type(o) not in SIMPLE}
 
 # %% ../../nbs/state/38_own_state.ipynb #b31befaa
@@ -99,12 +105,17 @@ def _of_other(name, owner):
     without = _unasked(owner)
     if without is True: return {}
     own = _attributes(owner, without | _OF_MODULES if isinstance(owner, nn.Module) else without)
+    if _is_of_model(name): # Its generators have a place of their own
+        return {k: o for k,o in own.items() if not is_generator(o)}
     if not name.startswith('dls.'): return own
     return {k: o for k,o in own.items() if type(o) in SIMPLE or is_generator(o)}
 
+def _is_of_model(name): return name == 'model' or name.startswith('model.')
+
 def _others(trainer):
-    "The loss function, the datasets of the user's own that the loaders read, and what generators these hold"
-    loss_func,dls = (attributes_of(trainer).get(o) for o in ('loss_func', 'dls'))
+    "The loss function, the user's own layers and datasets, and what generators all of these hold"
+    loss_func,dls,model = (attributes_of(trainer).get(o) for o in ('loss_func', 'dls', 'model'))
+    model = bare(model)
     found = {'loss_func': _looked_at(loss_func)}
     for name in ('train', 'valid'):
         dl = getattr(dls, name, None)
@@ -115,11 +126,20 @@ def _others(trainer):
         known = tells_state(data) or any(data is o for o in found.values())
         if is_own and not known: found[f'dls.{name}.dataset'] = data
         _add_generators(found, f'dls.{name}', data_generators(dl))
-    _add_generators(found, 'model', held_generators([bare(attributes_of(trainer).get('model')), loss_func]))
+    _add_generators(found, 'model', held_generators([model, loss_func]))
     for cb in trainer.callbacks:
         if _unasked(cb) is True or tells_state(cb): continue
         _add_generators(found, callback_name(cb), held_generators(owners_in(cb)), _looked_at(cb))
-    return found
+    return found | {f'model.{path}'.rstrip('.'): m for path,m in _own_layers(model)}
+
+def _own_layers(model):
+    "Modules of the user's own that have more attributes than PyTorch gives to each, such as a hidden state"
+    if not isinstance(model, nn.Module): return []
+    pairs = model.named_modules()
+    return [(path, m) for path,m in pairs if _is_own(type(m)) and vars(m).keys() > _OF_MODULES]
+
+@lru_cache(maxsize=1024)
+def _is_own(kind): return kind.__module__.partition('.')[0] not in _OTHERS
 
 def _add_generators(found, name, generators, owner=None):
     "Add those that are no attribute of `owner`, or of what is in `found`"
@@ -207,7 +227,7 @@ def take(self:OwnState,
         for x in own.values(): keeper.marker.part(x)
     for name,(_,own) in owners.items():
         state,settings,lost = self._kept(keeper, name, own)
-        if name.startswith('dls.'): settings = {} # Data may have moved
+        if name.startswith('dls.') or _is_of_model(name): settings = {} # Told elsewhere
         state,refused = _exactly(state, name, copy)
         if state or settings: found[name] = dict(state=state, settings=settings)
         unkept += [(name, k) for k in lost+refused if (name, k) not in self.told]
@@ -224,7 +244,8 @@ def _exactly(state, name, copy):
 def _warn_of_lost(unkept):
     "Say what will be made anew when a run goes on"
     what,them = _listed([_path(*o) for o in unkept]),'it' if len(unkept) == 1 else 'them'
-    instead = '' if all(name == 'loss_func' for name,_ in unkept) else _OF_CALLBACK # Nobody asks a loss
+    asked = [name for name,_ in unkept if name != 'loss_func' and not _is_of_model(name)]
+    instead = _OF_CALLBACK if asked else '' # Nobody asks a loss, or a model
     warn(_CANNOT.format(what, them, instead, tuple(k for _,k in unkept)))
 
 @patch

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/40_side_runs.ipynb #c0d20234
+from collections import deque
 from contextlib import contextmanager, suppress
 from operator import is_
 from types import SimpleNamespace
@@ -88,14 +89,28 @@ def _shape_of(x):
     names = [tuple(getattr(x, o)) for o in ('_parameters', '_modules') if isinstance(x, nn.Module)]
     return type(x),names
 
+# %% ../../nbs/state/40_side_runs.ipynb #c72e7b08
+_OF_MODULES = frozenset(vars(nn.Module()))
+_HELD = torch.Tensor,list,dict,set,deque
+
+def _held_by(keepers):
+    "Tensors and containers that those of the user's own keep in attributes, and their buffers"
+    own = [x for x in keepers if not type(x).__module__.startswith('torch.')]
+    pairs = [pair for x in own for pair in vars(x).items()]
+    buffers = [part for x in own if isinstance(x, nn.Module) for part in x._buffers.values()]
+    return buffers + [o for k,o in pairs if k not in _OF_MODULES and isinstance(o, _HELD)]
+
 @contextmanager
 def attributes_kept(
     trainer, # Evaluates in the `with` block
 ):
-    "Have model and loss function keep the attributes that they have now"
-    before = [(x, _shape_of(x), dict(vars(x))) for x in _keepers(trainer)]
+    "Have model and loss function keep the attributes that they have now, and what these hold"
+    keepers = _keepers(trainer)
+    before,held = [(x, _shape_of(x), dict(vars(x))) for x in keepers],_held_by(keepers)
+    inner = Snapshot(SimpleNamespace(held=held), keep=[trainer, *keepers]) if held else None
     try: yield
     finally:
+        if inner is not None: inner.put_back()
         for x,shape,values in before:
             own = vars(x)
             same = len(own) == len(values) and all(map(is_, own.values(), values.values()))

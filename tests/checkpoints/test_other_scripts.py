@@ -264,6 +264,116 @@ def test_a_generator_of_the_model_goes_on(tmp_path, every):
     goes_on(tmp_path, [], 8, every=every, model=NoiseLayer)
 
 
+class Carrying(nn.Module):
+    "Carries a hidden state with its graph, counts, and remembers"
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+        self.hidden, self.n_calls, self.bank, self.name = None, 0, [], "carries"
+
+    def forward(self, x):
+        y = self.out(x)
+        if self.hidden is not None:
+            y = y + self.hidden.detach()
+        self.hidden, self.n_calls = 0.5 * y.mean(0), self.n_calls + 1
+        self.bank.append(y.detach().mean())
+        del self.bank[:-3]
+        return y / self.n_calls + sum(self.bank)
+
+
+@pytest.mark.parametrize("every", ["epoch", 2])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_model_carries_in_plain_attributes_goes_on(tmp_path, every, inside):
+    model = (lambda: nn.Sequential(nn.ReLU(), Carrying())) if inside else Carrying
+    goes_on(tmp_path, [], 8, every=every, model=model)
+
+
+def test_what_a_model_carries_and_cannot_be_kept_is_named(tmp_path):
+    class Iterating(Carrying):
+        def forward(self, x):
+            self.steps = iter(range(3))
+            return super().forward(x)
+
+    with pytest.warns(UserWarning, match=r"`model\.1\.steps` changed.*attributes, or, if nothing is lost"):
+        make([], tmp_path, model=Iterating).fit(1, lr=0.01, valid=False)
+
+
+class Buffer(torch.utils.data.Dataset):
+    "Rows that were met, as a dataset so that others can read them"
+
+    def __init__(self):
+        self.rows = []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+class Game:
+    "Has a place, and can be closed"
+
+    place = 0.0
+
+    def move(self):
+        self.place = 0.9 * self.place + random.random()
+        return self.place
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        pass
+
+
+class Hardest(torch.utils.data.Sampler):
+    "Tells how often each row was met"
+
+    def __init__(self):
+        self.met = torch.zeros(3)
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+class PlayCB:
+    def before_fit(self, trainer):
+        self.buffer, self.game, self.sampler = Buffer(), Game(), Hardest()
+
+    def before_batch(self, trainer):
+        self.buffer.rows.append(self.game.move())
+        self.sampler.met += self.buffer[random.randrange(len(self.buffer))]
+        trainer.batch = trainer.batch[0] + self.sampler.met.mean() / 10, trainer.batch[1]
+
+
+@pytest.mark.parametrize("every", ["epoch", 2])
+def test_buffers_that_are_datasets_and_games_that_can_be_closed_go_on(tmp_path, every):
+    goes_on(tmp_path, [PlayCB], 8, every=every)
+
+
+class MeetsCB:
+    "Holds the data of the training loader, which however large is no state of a callback"
+
+    def before_fit(self, trainer):
+        self.data = trainer.dls.train.dataset
+
+    def after_batch(self, trainer):
+        self.data.cache.append(torch.zeros(1000))
+
+
+class Caching(Rows):
+    def __init__(self):
+        super().__init__()
+        self.cache = []
+
+
+def test_data_of_a_loader_are_not_saved_with_a_callback_that_holds_them(tmp_path):
+    goes_on(tmp_path, [MeetsCB], 8, data=Caching)
+    assert max(o.stat().st_size for o in tmp_path.rglob("*") if o.is_file()) < 100_000
+
+
 @pytest.mark.parametrize("cut", [8, 13])
 def test_generators_of_the_function_that_makes_batches_go_on(tmp_path, cut):
     goes_on(tmp_path, [], cut, every=2, collate=jittered_batches)

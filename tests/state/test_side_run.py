@@ -5,6 +5,7 @@ between gives the same weights, the same history and the same random numbers, bi
 without. What happens inside, a cancel, an error, a request to stop, ends what happens inside.
 """
 
+import collections
 import functools
 import random
 import sys
@@ -950,6 +951,56 @@ def test_an_evaluation_in_a_fit_leaves_hidden_state_and_counters_alone(look):
         plain.model.n_calls == looking.model.n_calls and plain.loss_func.n_calls == looking.loss_func.n_calls
     )
     assert torch.equal(plain.model.hidden, looking.model.hidden)
+
+
+class Bank(nn.Module):
+    "Remembers means of its batches in what it holds, and adds them"
+
+    def __init__(self, kind):
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+        self.kind, self.held = kind, KEPT[kind]()
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+
+    def forward(self, x):
+        y = self.out(x)
+        mean = y.detach().mean(0)
+        if self.kind == "buffer":
+            self.mean.lerp_(mean, 0.1)
+            return y + self.mean
+        if self.kind == "dict":
+            self.held["mean"] = self.held.get("mean", 0) * 0.9 + mean
+            return y + self.held["mean"]
+        if self.kind == "tensor":
+            return y + self.held.lerp_(mean, 0.1)
+        held = self.held[0] if self.kind == "nested" else self.held
+        held.append(mean)
+        return y + sum(held)
+
+
+KEPT = {
+    "list": list,
+    "queue": lambda: collections.deque(maxlen=3),
+    "dict": dict,
+    "tensor": lambda: torch.zeros(3),
+    "nested": lambda: [[]],
+    "buffer": lambda: None,
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_an_evaluation_in_a_fit_leaves_alone_what_the_model_holds(look, kind):
+    "Lists, tensors that are changed in place, and buffers as well"
+
+    def weights(*callbacks):
+        trainer = make_trainer(callbacks)
+        set_seed(0)
+        trainer.model = Bank(kind)
+        trainer.fit(2)
+        return [p.tolist() for p in trainer.model.parameters()], repr(trainer.model.held), trainer.model.mean
+
+    assert repr(weights(look())) == repr(weights())
 
 
 def test_between_fits_one_can_look_at_what_the_last_batch_has_left():
