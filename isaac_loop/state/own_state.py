@@ -105,7 +105,7 @@ def _of_other(name, owner):
     without = _unasked(owner)
     if without is True: return {}
     own = _attributes(owner, without | _OF_MODULES if isinstance(owner, nn.Module) else without)
-    if _is_of_model(name): # Its generators have a place of their own
+    if _is_of_model(name) and isinstance(owner, nn.Module): # Its generators have a place of their own
         return {k: o for k,o in own.items() if not is_generator(o)}
     if not name.startswith('dls.'): return own
     return {k: o for k,o in own.items() if type(o) in SIMPLE or is_generator(o)}

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -46,19 +47,18 @@ X, Y = torch.randn(22, 4, generator=G), torch.randint(0, 3, (22,), generator=G)
 DATA, OTHER = TensorDataset(X, Y), [(X[:9], Y[:9]), (X[9:13], Y[9:13])]
 
 
+PASSES = weakref.WeakKeyDictionary()  # What a module has itself is given back after an evaluation in a fit
+
+
 class Counting(nn.Linear):
     "Counts its passes in evaluation mode"
 
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.passes = []  # A number would be given back after an evaluation in a fit
-
     @property
     def n(self):
-        return len(self.passes)
+        return PASSES.get(self, 0)
 
     def forward(self, x):
-        self.passes += [1] * (not self.training)
+        PASSES[self] = self.n + (not self.training)
         return super().forward(x)
 
 
