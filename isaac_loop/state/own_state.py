@@ -106,7 +106,8 @@ def _of_other(name, owner):
     if without is True: return {}
     own = _attributes(owner, without | _OF_MODULES if isinstance(owner, nn.Module) else without)
     if _is_of_model(name) and isinstance(owner, nn.Module): # Its generators have a place of their own
-        return {k: o for k,o in own.items() if not is_generator(o)}
+        unsaved = {k: owner._buffers.get(k) for k in owner._non_persistent_buffers_set}
+        return {k: o for k,o in (own | unsaved).items() if not is_generator(o)}
     if not name.startswith('dls.'): return own
     return {k: o for k,o in own.items() if type(o) in SIMPLE or is_generator(o)}
 
@@ -135,8 +136,8 @@ def _others(trainer):
 def _own_layers(model):
     "Modules of the user's own that have more attributes than PyTorch gives to each, such as a hidden state"
     if not isinstance(model, nn.Module): return []
-    pairs = model.named_modules()
-    return [(path, m) for path,m in pairs if _is_own(type(m)) and vars(m).keys() > _OF_MODULES]
+    own = [(path, m) for path,m in model.named_modules() if _is_own(type(m))]
+    return [(path, m) for path,m in own if vars(m).keys() > _OF_MODULES or m._non_persistent_buffers_set]
 
 @lru_cache(maxsize=1024)
 def _is_own(kind): return kind.__module__.partition('.')[0] not in _OTHERS

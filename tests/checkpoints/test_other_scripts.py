@@ -271,6 +271,7 @@ class Carrying(nn.Module):
         super().__init__()
         self.out = nn.Linear(8, 8)
         self.hidden, self.n_calls, self.bank, self.name = None, 0, [], "carries"
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
 
     def forward(self, x):
         y = self.out(x)
@@ -279,7 +280,8 @@ class Carrying(nn.Module):
         self.hidden, self.n_calls = 0.5 * y.mean(0), self.n_calls + 1
         self.bank.append(y.detach().mean())
         del self.bank[:-3]
-        return y / self.n_calls + sum(self.bank)
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+        return y / self.n_calls + sum(self.bank) + self.mean
 
 
 @pytest.mark.parametrize("every", ["epoch", 2])
