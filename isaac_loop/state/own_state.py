@@ -75,6 +75,11 @@ def _data_of(dl):
     data = getattr(dl, 'dataset', None)
     return [data, *_data_of(data)] if isinstance(data, Subset) else [data]
 
+def _saved_tensors(m):
+    "Parameters and buffers of a module that its `state_dict` has"
+    buffers = [x for k,x in m._buffers.items() if k not in m._non_persistent_buffers_set]
+    return [*m._parameters.values(), *buffers]
+
 class _World:
     "The ids of what the trainer has in attributes that the `loop` writes, and of its modules and optimizers"
     def __init__(self, trainer, loop): self.trainer,self.loop = trainer,loop
@@ -89,8 +94,7 @@ class _World:
         modules = [m for value in own.values() if isinstance(value, nn.Module) for m in value.modules()]
         opts = [o for o in own.values() if isinstance(o, optim.Optimizer)]
         parts = [self.trainer, *own.values(), *self.trainer.callbacks, *modules]
-        tensors = [p for m in modules for held in (m._parameters, m._buffers) for p in held.values()]
-        parts += [p for p in tensors if p is not None]
+        parts += [p for m in modules for p in _saved_tensors(m) if p is not None]
         parts += [p.grad for p in parts if isinstance(p, nn.Parameter) and p.grad is not None]
         parts += [part for opt in opts for part in (opt.state, opt.param_groups, *opt.param_groups)]
         loaders = [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
