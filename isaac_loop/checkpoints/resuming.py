@@ -17,7 +17,7 @@ from ..basics.settings import show_settings
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
-from ..state.run_parts import check_states, generators, opt_defaults
+from ..state.run_parts import check_states, generators, loaders_of, opt_defaults
 from ..state.run_state import put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state
 from ..state.errors import ResumeMismatch
@@ -150,7 +150,12 @@ def _is_elsewhere(self, trainer):
     if hasattr(trainer.dl, 'load_state_dict'): drawn += source.first # Others are read from their beginning
     is_here = self._as_given and drawn == trainer.batch_num+1
     if not is_here: self._elsewhere = True
-    return self._elsewhere
+    return self._elsewhere or _is_unsaved(trainer)
+
+def _is_unsaved(trainer):
+    "Whether this pass walks over a loader whose place nobody saves, as one that `before_epoch` has set"
+    knows_its_place = hasattr(trainer.dl, 'load_state_dict')
+    return knows_its_place and all(o is not trainer.dl for o in loaders_of(trainer).values())
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #7e2a4d7d
 def _knows_its_length(dl):

@@ -1025,3 +1025,34 @@ def test_a_file_is_no_run(tmp_path):
     for name in ("model.safetensors", "manifest.json"):
         with pytest.raises(NoValidCheckpoint, match="is a file.*load_weights"):
             trainer.load(trainer.CheckpointCB.path / name)
+
+
+# ---- batches that are made for one pass
+
+
+class MoreRowsCB:
+    "Trains on more rows in every epoch, with a loader of its own for each"
+
+    on_valid = False
+
+    def before_epoch(self, trainer):
+        trainer.dl = exact_loader(Rows(24 * (trainer.epoch + 1)), 8, seed=trainer.epoch)
+
+
+def goes_on_from_each(make, cuts, tmp_path):
+    "A run that is cut after some updates goes on as if it had not been"
+    whole = fit(make())
+    for n in cuts:
+        first, second = make(), make()
+        for o in (first, second):
+            o.add_callbacks(CheckpointCB(tmp_path / f"{n}", every=1))
+        with pytest.raises(Cut):
+            fit(first, callbacks=CutCB("before_predict", lambda t: t.training and t.n_updates == n))
+        same(whole, fit(second))
+
+
+def test_a_loader_that_is_set_for_a_pass_goes_on_where_it_stood(tmp_path):
+    "The new loader was at its beginning, which was read as the end of the pass: its rest was lost"
+    goes_on_from_each(
+        lambda: make_trainer([BasicTrainCB(), MetricsCB(), MoreRowsCB()]), (1, 3, 4, 8, 9, 14), tmp_path
+    )
