@@ -72,7 +72,7 @@ class CheckpointCB(ResumingCB):
         keep = dict(keep_last=keep_last, keep_best=keep_best if monitor else 0)
         self._run = RunOnDisk(monitor=monitor, mode=mode, pattern=pattern, **keep)
         self._options = dict(keep_last=keep_last, keep_best=keep_best, pattern=pattern)
-        self._found = None # Weights and state to go on from
+        self._found = self._share = None # Weights and state to go on from, and those of this process
         self._end = None # What a validation pass may change, as it was before it
 
     def before_fit(self, trainer):
@@ -104,7 +104,7 @@ class CheckpointCB(ResumingCB):
         finally:
             note_left(trainer)
             self._fits.end(trainer, begun)
-            self._found = self._end = None
+            self._found = self._share = self._end = None
             self._run.close(in_use=self._writes.is_busy)
 
 def _check_unmonitored(every, keep_best):
@@ -258,10 +258,16 @@ def _note_saved(self:CheckpointCB, trainer, path, run_id):
     self._run.saved(trainer, run_id)
 
 @patch
+def _mine(self:CheckpointCB, trainer):
+    "What this process goes on from, worked out once"
+    if self._found is not self._share: self._found = self._share = for_this_process(trainer, *self._found)
+    return self._found
+
+@patch
 def _restore(self:CheckpointCB, trainer):
     "Put back what was saved, the callback's own numbers too; returns the state"
-    self._found = for_this_process(trainer, *self._found)
     state = ResumingCB._restore(self, trainer)
+    self._share = None
     self._fits.lost = trainer.history.fit-state['position']['fit']
     if 'checkpoint' not in state: return state
     if 'earlier_updates' not in state['history']: # It was a number of the checkpoint's own once

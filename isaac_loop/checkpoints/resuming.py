@@ -14,12 +14,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import warn
 from ..basics.settings import show_settings
+from .made_batches import check_made_again, digest_of, is_made, makers_of
+from .made_batches import parts_of_batch, put_before, take_before
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..state.run_parts import check_states, generators, loaders_of, opt_defaults
 from ..state.run_state import put_callbacks, put_frozen, put_generators, put_position
-from ..state.run_state import put_random, put_state
+from ..state.run_state import put_random, put_state, take_callbacks
 from ..state.errors import ResumeMismatch
 from ..state.script_facts import note_frozen, script_facts
 from ..state.random_numbers import random_state, set_plain_random_state, undrawn
@@ -44,12 +46,15 @@ class ResumingCB:
     stateless = True
     _as_given = True # Is this batch the loader's own?
     _elsewhere = False # Has the run ever been elsewhere than its loader?
+    _is_wrapped = False # Has somebody put other batches in the place of the loader's?
+    _before,_last = None,None # What batches of this pass may be made from; what the newest of them holds
     __repr__ = show_settings
     def _begin(self, trainer, found, strict=True):
         "Walk over the epochs; `found` is weights and state to go on from, or None"
         check_states(trainer)
         self._found,self._strict = found,strict
         self._pass_start,self._batches,self._next = None,0,0
+        self._before,self._last = None,None
         self._elsewhere = bool(found and (found[1]['pass_start'] or {}).get('again'))
         note_frozen(trainer)
         data_of(trainer), loss_of(trainer), script_facts(trainer) # As they are now, for all saves of this fit
@@ -62,13 +67,27 @@ class ResumingCB:
         first = self._next
         for epoch in epochs:
             if epoch < first: continue
+            self._find_again(trainer, epoch)
             yield epoch
             self._batches,self._next = 0,epoch+1
             with _named(self, trainer): self._between_epochs(trainer)
 
+    def _find_again(self, trainer, epoch):
+        "Note what batches may be made from, or let them be made from what was noted when this pass began"
+        if not (self._found and self._found[1]['position']['epoch'] == epoch):
+            self._before = take_before(trainer)
+            return
+        state = self._mine(trainer)[1]
+        self._before = state['pass_start'].get('before')
+        if self._before is not None: put_before(trainer, state)
+
+    def _mine(self, trainer):
+        "What this process goes on from"
+        return self._found
+
     def _restore(self, trainer):
         "Put back what was saved; returns the state"
-        (weights,state),self._found = self._found,None
+        (weights,state),self._found = self._mine(trainer),None
         put_state(trainer, weights, state)
         put_frozen(trainer, state)
         put_position(trainer, state)
@@ -88,6 +107,7 @@ def _place_of(dl):
 def before_epoch(self:ResumingCB, trainer):
     "Begin the pass where the saved run stood"
     if not trainer.training: return
+    self._is_wrapped = trainer.batches is not trainer._source
     self._batches = self._resumes_in(trainer)
     if self._batches: trainer.start_batch = self._batches
     trainer.batches = self._pass(trainer, trainer.batches)
@@ -105,14 +125,17 @@ def _pass(self:ResumingCB, trainer, batches):
     __tracebackhide__ = True # It only passes on
     done = self._batches
     handed,ahead,told = 0,None,False
+    watched,set_anew = self._before is not None,trainer.dl is not trainer._source.chosen
     if self._found and done:
+        begun = take_callbacks(trainer, makers_of(trainer)) if watched else None
         state = self._restore(trainer)
-        batches = self._rest(trainer, batches, state, done)
+        batches = self._rest(trainer, batches, state, done, begun)
     else:
         own = {name: o.get_state() for name,o in generators(trainer).items()}
         self._pass_start = random_state(),own,_place_of(trainer.dl)
     for batch in batches:
         self._as_given,handed = batch is trainer._source.last,handed+1
+        if watched: self._last = parts_of_batch(batch) if set_anew or not self._as_given else None
         yield batch
         if 'batch_num' not in vars(trainer): continue # Read again, for another callback that resumes
         self._batches = trainer.batch_num+1
@@ -120,6 +143,7 @@ def _pass(self:ResumingCB, trainer, batches):
         if self._batches-handed != ahead and not told: told = _warn_of_order(self, trainer, handed)
         with _named(self, trainer): self._between_batches(trainer)
         if self._batches == trainer.n_batches: self._is_through(trainer)
+    self._last = None
     if self._batches != trainer.n_batches: self._is_through(trainer)
 
 _OTHER_BATCHES = ('`{}` has handed on {} batches, but {} were trained: a callback with a higher `order` '
@@ -140,9 +164,13 @@ def _is_through(self:ResumingCB, trainer):
 # %% ../../nbs/checkpoints/20_resuming.ipynb #ad1d1e74
 def start_of_pass(trainer):
     "Random numbers and the loader's place when this pass began, and whether it must be read again"
-    innermost = min((cb for cb in trainer.callbacks if isinstance(cb, ResumingCB)), key=lambda cb: cb.order)
+    resuming = sorted((cb for cb in trainer.callbacks if isinstance(cb, ResumingCB)), key=lambda cb: cb.order)
+    innermost,outermost = resuming[0],resuming[-1] # The outermost begins an epoch last
     start,own,place = innermost._pass_start
-    return start | {'generators': own, 'loader': place, 'again': _is_elsewhere(innermost, trainer)}
+    again,before = _is_elsewhere(innermost, trainer),outermost._before
+    found = start | {'generators': own, 'loader': place, 'again': again}
+    if before is None or not (again or is_made(trainer, innermost._is_wrapped)): return found
+    return found | {'before': before, 'last': digest_of(innermost._last) if again else None}
 
 def _is_elsewhere(self, trainer):
     "Whether somebody splits, repeats, merges or keeps back batches, so the loader stands elsewhere"
@@ -188,10 +216,11 @@ def _run_samplers(trainer, start):
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #04f62435
 @patch
-def _rest(self:ResumingCB, trainer, batches, state, done):
+def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     "The batches of this pass that are left"
     start = dict(state['pass_start'])
     own,place,again = start.pop('generators'),start.pop('loader', None),start.pop('again', False)
+    last,_ = start.pop('last', None),start.pop('before', None)
     self._pass_start = start,own,place
     over,stopped = not again and _is_over(trainer.dl, done),state['position']['stop_reason']
     if over or stopped is not None:
@@ -202,8 +231,10 @@ def _rest(self:ResumingCB, trainer, batches, state, done):
     if knows_its_place and not again: return batches
     if knows_its_place: _begin_anew(trainer, place)
     put_generators(trainer, own)
-    rest = _replayed(trainer.dl, batches, start, done)
+    if begun is not None: put_callbacks(trainer, begun, tell=False) # As `before_epoch` has left them
+    rest,again = _replayed(trainer.dl, batches, start, done)
     put_callbacks(trainer, state, tell=False) # Whoever wraps the batches has seen them again
+    check_made_again(trainer, state['position'], again, last, self._strict)
     return rest
 
 def _begin_anew(trainer, place):
@@ -220,15 +251,16 @@ def _end_pass(trainer, over, stopped, own):
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #15767108
 def _replayed(dl, batches, start, done):
-    "`batches` after the first `done`, which are read and dropped"
+    "`batches` after the first `done`, which are read and dropped, and the last of these"
     if not isinstance(dl, (list, tuple)) and not hasattr(dl, 'load_state_dict'):
         warn(_READ_AGAIN.format(done))
     with undrawn():
         set_plain_random_state(start, strict=False)
         rest = iter(batches)
         for _ in range(done):
-            if next(rest, None) is None: raise ResumeMismatch(_TOO_SHORT.format(done))
-    return rest
+            last = next(rest, None)
+            if last is None: raise ResumeMismatch(_TOO_SHORT.format(done))
+    return rest,last
 
 _READ_AGAIN = ('The training loader does not know its position, so {} batches are read again. '
                'That is exact unless workers persist, a sampler draws from generators of its own, a loader, '

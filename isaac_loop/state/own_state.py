@@ -181,11 +181,15 @@ class OwnState:
             if without is True or tells_state(cb) or owner is trainer or another: continue
             found[callback_name(cb)] = owner,_attributes(owner, without)
         if callbacks is None:
-            found[''] = trainer,_trainers_own(trainer, self.loop | (_unasked(trainer) or set()))
+            found[''] = self._own_of(trainer)
             taken = [trainer, *everybody]
             others = {k: o for k,o in _others(trainer).items() if not any(o is cb for cb in taken)}
             found |= {k: (o, _of_other(k, o)) for k,o in others.items()}
         return found
+
+    def _own_of(self, trainer):
+        "The trainer, and its attributes that may be state"
+        return trainer, _trainers_own(trainer, self.loop | (_unasked(trainer) or set()))
 
     def note(self,
         trainer, # With callbacks
@@ -224,9 +228,11 @@ _OF_CALLBACK = 'make objects in `before_fit`, give the callback `state_dict()` a
 def take(self:OwnState,
     trainer, # In the fit that this was made for, or after it
     copy:bool=True, # Copy tensors that are on the CPU already?
+    of=None, # Some callbacks: only these and the trainer, and what is lost is not told
 )->dict: # Plain data, for `put`
     "The state that nobody tells, and the settings beside it"
-    keeper,owners = Keeper(_World(trainer, self.loop)),self._owners(trainer, None)
+    keeper,owners = Keeper(_World(trainer, self.loop)),self._owners(trainer, of)
+    if of is not None: owners[''] = self._own_of(trainer)
     found,unkept = {},[]
     for _,own in owners.values():
         for x in own.values(): keeper.marker.part(x)
@@ -236,6 +242,7 @@ def take(self:OwnState,
         state,refused = _exactly(state, name, copy)
         if state or settings: found[name] = dict(state=state, settings=settings)
         unkept += [(name, k) for k in lost+refused if (name, k) not in self.told]
+    if of is not None: return found
     if unkept: _warn_of_lost(unkept)
     self.told.update(unkept)
     return found

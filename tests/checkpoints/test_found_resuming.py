@@ -40,6 +40,7 @@ from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.state.checkpoint_files import load_weights
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelFitException
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.state.errors import CheckpointCorrupt, NoValidCheckpoint, ResumeMismatch, StateOwnerMissing
 from isaac_loop.state.store import CheckpointStore
@@ -1056,3 +1057,224 @@ def test_a_loader_that_is_set_for_a_pass_goes_on_where_it_stood(tmp_path):
     goes_on_from_each(
         lambda: make_trainer([BasicTrainCB(), MetricsCB(), MoreRowsCB()]), (1, 3, 4, 8, 9, 14), tmp_path
     )
+
+
+class OrderCB:
+    "Batches in an order drawn at random"
+
+    on_valid = False
+
+    def before_epoch(self, trainer):
+        batches = list(trainer.batches)
+        trainer.batches = [batches[i] for i in torch.randperm(len(batches))]
+
+
+class LevelCB:
+    "More batches with every epoch"
+
+    def __init__(self):
+        self.level = 0
+
+    def before_epoch(self, trainer):
+        if trainer.training:
+            self.level += 1
+            trainer.batches = self.choose(trainer.batches)
+
+    def choose(self, batches):
+        return list(batches)[: 2 * self.level]
+
+
+class LimitedCB(LevelCB):
+    def choose(self, batches):
+        return range(2 * self.level)
+
+
+class LazyCB(LevelCB):
+    "Made when the pass is under way, from what is left of the level"
+
+    def choose(self, batches):
+        for batch in batches:
+            self.level += 0.25
+            yield from (batch,) * round(self.level)
+
+
+class ToldLevelCB(LevelCB):
+    def state_dict(self):
+        return {"level": self.level}
+
+    def load_state_dict(self, state):
+        self.level = state["level"]
+
+
+class ByUpdatesCB(LevelCB):
+    def before_epoch(self, trainer):
+        if trainer.training:
+            losses = trainer.history.column("train_loss") if trainer.history else [3]
+            trainer.batches = list(trainer.batches)[: 2 + trainer.n_updates // 2 + int(10 * losses[-1]) % 3]
+
+
+class OwnTrainer(Trainer):
+    rounds = 0
+
+    def before_epoch(self):
+        if self.training:
+            self.rounds += 1
+            self.batches = list(self.batches)[self.rounds :]
+
+
+class NewRowsCB:
+    "A loader over some rows drawn at random"
+
+    on_valid = False
+
+    def before_epoch(self, trainer):
+        rows = Rows(56, augment=False)
+        trainer.dl = exact_loader([rows[i] for i in torch.randperm(56)[:24]], 8, seed=trainer.epoch)
+
+
+MAKERS = OrderCB, LevelCB, LimitedCB, LazyCB, ToldLevelCB, ByUpdatesCB, NewRowsCB
+
+
+def fixed(n, size):
+    return list(DataLoader(Rows(n, augment=False), size))
+
+
+LISTS = lambda: DataLoaders(fixed(40, 8), fixed(24, 12))
+SHUFFLED = lambda: DataLoaders(DataLoader(Rows(40, augment=False), 8, shuffle=True), fixed(24, 12))
+
+
+@pytest.mark.parametrize("loaders", [LISTS, SHUFFLED, make_loaders])
+@pytest.mark.parametrize("cls", MAKERS)
+def test_batches_that_before_epoch_makes_are_made_again(cls, loaders, tmp_path):
+    "It ran with fresh attributes, other random numbers, and loaders at their beginning"
+    goes_on_from_each(
+        lambda: make_trainer([BasicTrainCB(), MetricsCB(), cls()], loaders()), (1, 3, 7), tmp_path
+    )
+
+
+def test_batches_that_a_trainer_makes_itself_are_made_again(tmp_path):
+    def make():
+        torch.manual_seed(1)
+        dls = LISTS()
+        return OwnTrainer(dls, nn.functional.cross_entropy, optim.Adam, make_model(), [BasicTrainCB()])
+
+    goes_on_from_each(make, (1, 5, 8), tmp_path)
+
+
+@pytest.mark.parametrize("cls", MAKERS)
+def test_a_rewind_makes_batches_again_too(cls, tmp_path):
+    "Also with a checkpoint around it, from which another run goes on afterwards"
+    make = lambda *more: make_trainer([BasicTrainCB(), MetricsCB(), cls(), *more], LISTS())
+    whole = fit(make())
+    again = fit(make(RewindCB(every=1, keep=100), CheckpointCB(tmp_path, every=1, keep_last=None)))
+    same(whole, again)
+    for n in (5, 3):
+        place = [o for o in again.RewindCB.states if o[1]][n]
+        again.rewind(place)
+        fit(again)
+        assert all(map(torch.equal, whole.model.parameters(), again.model.parameters()))
+
+
+class HardestCB:
+    "The hardest rows first, by the weights that the model has when the epoch begins"
+
+    def choose(self, trainer):
+        rows = Rows(40, augment=False)
+        losses = nn.functional.cross_entropy(trainer.model(rows.x), rows.y, reduction="none")
+        return [(rows.x[i], rows.y[i]) for i in losses.argsort(descending=True).split(8)]
+
+    def before_epoch(self, trainer):
+        if trainer.training:
+            trainer.batches = self.choose(trainer)
+
+
+class HardestInGeneratorCB(HardestCB):
+    def choose(self, trainer):
+        yield from HardestCB.choose(self, trainer)
+
+
+class HardestLoaderCB(HardestCB):
+    def before_epoch(self, trainer):
+        if trainer.training:
+            rows = [row for batch in self.choose(trainer) for row in zip(*batch)]
+            trainer.dl = exact_loader(rows, 8, shuffle=False)
+
+
+class HardestKeptCB(HardestCB):
+    def before_fit(self, trainer):
+        self.chosen = HardestCB.choose(self, trainer)
+
+    def choose(self, trainer):
+        return self.chosen
+
+    log = before_fit
+
+
+@pytest.mark.parametrize("cls", [HardestCB, HardestInGeneratorCB, HardestLoaderCB])
+def test_batches_that_cannot_be_made_again_are_refused(cls, tmp_path):
+    "They were others without a word"
+    make = lambda **options: make_trainer(
+        [BasicTrainCB(), cls(), CheckpointCB(tmp_path / "run", every=1, **options)], LISTS()
+    )
+    with pytest.raises(Cut):
+        fit(make(), callbacks=CutCB("before_predict", lambda t: t.training and t.n_updates == 8))
+    with pytest.raises(ResumeMismatch, match=f"Batch 2 of epoch 1 .*`{cls.__name__}`.*`log`"):
+        fit(make())
+    with pytest.warns(UserWarning, match="Batch 2 of epoch 1"):
+        fit(make(strict=False))
+
+
+def test_hardest_rows_that_were_chosen_in_log_are_kept(tmp_path):
+    goes_on_from_each(
+        lambda: make_trainer([BasicTrainCB(), MetricsCB(), HardestKeptCB()], LISTS()), (2, 7, 13), tmp_path
+    )
+
+
+class ChangedInPlaceCB(OrderCB):
+    "Adds noise to the batch where it lies, and takes another entry in it"
+
+    def before_epoch(self, trainer):
+        trainer.batches = ([x.clone(), y] for x, y in list(trainer.batches))
+
+    def before_batch(self, trainer):
+        if trainer.training:
+            trainer.batch[0].add_(torch.randn(8))
+
+
+def test_a_batch_that_was_changed_where_it_lies_is_not_taken_for_another(tmp_path):
+    make = lambda: make_trainer([BasicTrainCB(), MetricsCB(), ChangedInPlaceCB()], LISTS())
+    goes_on_from_each(make, (3, 8), tmp_path)
+
+
+class CountsEpochsCB:
+    "Holds much, and makes no batches"
+
+    def before_epoch(self, trainer):
+        self.much = torch.randn(10_000)
+
+
+def test_what_batches_are_made_from_is_saved_only_with_batches_that_were_made(tmp_path):
+    def saved(*cbs):
+        trainer = make_trainer(
+            [BasicTrainCB(), *cbs, InterruptCB(), CheckpointCB(tmp_path / f"{len(cbs)}", every=1)]
+        )
+        with pytest.raises(Cut):
+            fit(trainer, callbacks=CutCB("before_predict", lambda t: t.n_updates == 9))
+        return CheckpointStore(trainer.CheckpointCB.folder, read_only=True).load()[1]["pass_start"]
+
+    assert not {"before", "last"} & saved(CountsEpochsCB()).keys()
+    made = saved(CountsEpochsCB(), OrderCB())
+    assert made["last"] and set(made["before"]["own"]) <= {"CountsEpochsCB", "OrderCB", ""}
+
+
+def test_a_checkpoint_without_what_batches_were_made_from_goes_on(tmp_path):
+    "As earlier versions have written it"
+    make = lambda folder: make_trainer([BasicTrainCB(), OrderCB(), CheckpointCB(folder, every=1)], LISTS())
+    with pytest.raises(Cut):
+        fit(make(tmp_path / "run"), callbacks=CutCB("before_predict", lambda t: t.n_updates == 3))
+    weights, state, _ = CheckpointStore(tmp_path / "run", read_only=True).load()
+    for name in ("before", "last"):
+        state["pass_start"].pop(name)
+    with CheckpointStore(tmp_path / "old") as store:
+        store.save(weights, state)
+    assert fit(make(tmp_path / "old")).n_updates == 15

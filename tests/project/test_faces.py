@@ -103,7 +103,7 @@ MACHINERY = {  # Names without an underscore that a face leaves to their module
         put_position put_random put_state
         put_weights cut_names load_weights_into
         random_state run_folder set_plain_random_state set_random_state stateful_callbacks
-        take_parts take_state
+        take_callbacks take_parts take_state
     """,
     "tune": "smooth suggest_rates",
     "show": "image_array media_file smoothed wav_bytes",
