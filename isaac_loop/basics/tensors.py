@@ -6,12 +6,13 @@
 __all__ = ['def_device', 'map_tensors', 'default_device', 'to_device', 'to_cpu', 'set_seed', 'inplace']
 
 # %% ../../nbs/basics/30_tensors.ipynb #6e4be381
-import dataclasses, math, numbers, os, random, sys
+import copy, dataclasses, math, numbers, os, random, sys
 from collections.abc import Mapping
 from functools import wraps
 
 import torch
 from fastcore.foundation import L
+from torch.nn.utils.rnn import PackedSequence
 
 from .checks import check_count
 
@@ -28,17 +29,40 @@ def map_tensors(
     if is_leaf(x): return f(x)
     walk = lambda o: map_tensors(f, o, is_leaf)
     if isinstance(x, Mapping): return _like(x, {k: walk(v) for k,v in x.items()})
-    if isinstance(x, tuple) and hasattr(x, '_fields'): return type(x)(*map(walk, x))
+    if isinstance(x, tuple) and hasattr(x, '_fields'): return _named_like(x, [walk(o) for o in x])
     if isinstance(x, SEQUENCES): return type(x)([walk(o) for o in x])
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         names = [field.name for field in dataclasses.fields(x) if field.init]
-        return dataclasses.replace(x, **{name: walk(getattr(x, name)) for name in names})
+        return _fields_like(x, {name: walk(getattr(x, name)) for name in names})
     return x
 
 def _like(mapping, items):
     "`items` in a mapping of the same type as `mapping`, or in a dict if that type cannot be made from one"
     try: return type(mapping)(items)
     except TypeError: return items
+
+def _named_like(x, items):
+    "`items` in a named tuple of the type of `x`, though that type may take nothing but tensors"
+    try: return type(x)(*items)
+    except Exception:
+        if _n_tensors(items) == _n_tensors(list(x)): raise
+    made = tuple.__new__(type(x), items) # As `_make` of a named tuple does
+    if hasattr(x, '__dict__'): vars(made).update(vars(x))
+    return made
+
+def _fields_like(x, fields):
+    "The dataclass `x` with other fields, though it may take nothing but tensors"
+    try: return dataclasses.replace(x, **fields)
+    except Exception:
+        if _n_tensors(fields) == _n_tensors([getattr(x, name) for name in fields]): raise
+    made = copy.copy(x)
+    for name,value in fields.items(): object.__setattr__(made, name, value)
+    return made
+
+def _n_tensors(x):
+    found = []
+    map_tensors(found.append, x)
+    return len(found)
 
 # %% ../../nbs/basics/30_tensors.ipynb #3414e98c
 def is_part(
@@ -70,8 +94,15 @@ def batch_size(
     first = x[0] if type(x) in (tuple, list) and x else x
     if type(first) is torch.Tensor and first.ndim: return first.shape[0] # Of most batches
     sizes = []
-    map_tensors(lambda o: sizes.append(len(o)) if o.ndim else None, x)
+    map_tensors(lambda o: sizes.extend(_n_rows(o)), x, _has_rows)
     return sizes[0] if sizes else None
+
+def _has_rows(x): return torch.is_tensor(x) or isinstance(x, PackedSequence)
+
+def _n_rows(x): # A list, empty if there are none
+    "How many rows a tensor has; those of a packed sequence are its sequences, and not their places"
+    if isinstance(x, PackedSequence): return [int(x.batch_sizes[0])]
+    return [len(x)] if x.ndim else []
 
 # %% ../../nbs/basics/30_tensors.ipynb #0ed954d7
 _SEVERAL_WEIGHTS = ('`weigh` gave a tensor of shape {shape}, but a batch has one weight. Let it return a '

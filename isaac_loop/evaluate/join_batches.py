@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import torch
+from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
 from ..basics.tensors import SEQUENCES, map_tensors
 
@@ -19,8 +20,9 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 def is_leaf(
     x, # A structure, or a part of one
 )->bool:
-    "Whether `x` is joined as a whole: no container, or a list of one plain value or mapping per example"
+    "Whether `x` is joined as a whole: no container, or one value per example"
     if isinstance(x, list) and x and isinstance(x[0], Mapping): return True
+    if isinstance(x, PackedSequence): return True
     if isinstance(x, SEQUENCES): return bool(x) and all(isinstance(o, _PLAIN) for o in x)
     return not (isinstance(x, Mapping) or dataclasses.is_dataclass(x))
 
@@ -38,6 +40,7 @@ def leaves_of(
 def _join_leaf(parts):
     "One leaf of every batch, as one value"
     parts = [part for part in parts if part is not LEFT_OUT]
+    if isinstance(parts[0], PackedSequence): parts = [unpack_sequence(part) for part in parts]
     if isinstance(parts[0], SEQUENCES): return [row for part in parts for row in part]
     if not all(map(torch.is_tensor, parts)): return None if all(o is None for o in parts) else list(parts)
     parts = [o.float() if o.dtype in (torch.float16, torch.bfloat16) else o for o in parts]

@@ -47,6 +47,29 @@ class Frozen:
     image: object
 
 
+class Alike(Pair):
+    "A named tuple that looks at what it is made of, and computes more"
+
+    def __new__(cls, x, y):
+        assert len(x) == len(y)
+        return super().__new__(cls, x, y)
+
+    def __init__(self, x, y):
+        self.n, self.both = len(x), torch.stack([x, y])
+
+
+@dataclasses.dataclass(frozen=True)
+class AlikeFields:
+    "The same as a dataclass"
+
+    x: object
+    y: object
+
+    def __post_init__(self):
+        assert len(self.x) == len(self.y)
+        object.__setattr__(self, "n", len(self.x))
+
+
 class Movable:
     "No tensor, but with a method `to`, like a tokenizer's batch"
 
@@ -230,6 +253,33 @@ def test_everything_that_can_be_moved_is_moved_however_deep(x, device):
                 assert (a.shape, a.dtype) == (b.shape, b.dtype)
         else:
             assert a is b
+
+
+@pytest.mark.parametrize("kind", [Alike, AlikeFields])
+def test_what_looks_at_its_tensors_is_made_of_anything_else_unasked(kind):
+    x = kind(torch.ones(2), torch.zeros(2))
+    met = []
+    counts = map_tensors(lambda o: met.append(o) or o.ndim, {"x": x})["x"]
+    assert type(counts) is kind and (counts.x, counts.y, counts.n) == (1, 1, 2)
+    assert met[0] is x.x and met[1] is x.y
+    assert map_tensors(lambda o: None, x).x is None and batch_size(x) == 2
+
+
+@pytest.mark.parametrize("kind", [Alike, AlikeFields])
+def test_what_looks_at_its_tensors_is_asked_about_other_tensors(kind):
+    x = kind(torch.ones(2), torch.zeros(2))
+    more = map_tensors(lambda o: torch.cat([o, o]), x)
+    assert type(more) is kind and more.n == 4 and len(more.x) == len(more.y) == 4
+    assert not hasattr(more, "both") or more.both.shape == (2, 4)
+    with pytest.raises(AssertionError):
+        map_tensors(lambda o: o[: int(o.sum())], x)
+
+
+def test_a_packed_sequence_has_as_many_rows_as_sequences():
+    sequences = [torch.ones(n, 3) for n in (2, 5, 1)]
+    x = nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
+    assert batch_size(x) == batch_size([x, torch.ones(7)]) == batch_size({"x": x}) == 3
+    assert map_tensors(lambda o: o.numel(), x).data == 24
 
 
 @pytest.mark.shows("ISA-104")

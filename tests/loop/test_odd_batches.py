@@ -1,4 +1,4 @@
-"""Batches that are no tuples: numbers, tensors, dicts, objects, lists of fastcore.
+"""Batches that are no tuples: numbers, tensors, dicts, objects, lists of fastcore, packed sequences.
 
 Nobody takes them apart while the steps do not ask for inputs and targets and nothing is measured. What a loss
 weighs is then counted in the batch itself, or has to be said.
@@ -11,6 +11,8 @@ import pytest
 import torch
 from fastcore.foundation import L
 from torch import nn, optim
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_sequence, unpack_sequence
 
 from isaac_loop.all import (
     AccumulationCB,
@@ -202,3 +204,86 @@ def test_a_list_of_fastcore_trains_like_a_list():
         return trainer.model.weight
 
     assert torch.equal(weights(L), weights(list))
+
+
+# Packed sequences, and others that look at what they are made of
+
+
+class Reader(nn.Module):
+    "A recurrent net that takes sequences packed, or padded and with their lengths"
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.GRU(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.out(self.rnn(x if isinstance(x, PackedSequence) else packed(x))[1][0])
+
+
+def packed(x):
+    return pack_padded_sequence(x["rows"], x["lengths"], enforce_sorted=False)
+
+
+def sequences(is_packed):
+    "The same batches of 3, 3 and 2 sequences, packed or not"
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(n, 2, generator=generator) for n in (4, 1, 6, 3, 5, 2, 1, 7)]
+    batches = []
+    for i in (0, 3, 6):
+        lengths = torch.tensor([len(o) for o in rows[i : i + 3]])
+        x = {"lengths": lengths, "rows": pad_sequence(rows[i : i + 3])}
+        batches.append((packed(x) if is_packed else x, lengths % 2))
+    return batches
+
+
+def accuracy(preds, targets):
+    return (preds.argmax(1) == targets).float()
+
+
+WITH_PACKED = {
+    "none": lambda: [],
+    "metrics": lambda: [MetricsCB(acc=accuracy, show=False)],
+    "a device": lambda: [DeviceCB("cpu"), MetricsCB(acc=accuracy, show=False)],
+    "accumulation": lambda: [AccumulationCB(2), MetricsCB(acc=accuracy, show=False)],
+    "samples": lambda: [LimitCB(samples=12), MetricsCB(acc=accuracy, show=False)],
+}
+
+
+@pytest.mark.parametrize("callbacks", WITH_PACKED.values(), ids=WITH_PACKED)
+def test_packed_sequences_give_the_numbers_of_those_that_the_model_packs(callbacks):
+    def results(is_packed):
+        torch.manual_seed(0)
+        batches = sequences(is_packed)
+        trainer = Trainer(
+            DataLoaders(batches, batches),
+            F.cross_entropy,
+            optim.SGD,
+            Reader(),
+            [BasicTrainCB(), *callbacks()],
+        )
+        trainer.fit(2, lr=0.5)
+        rows = [
+            {k: v for k, v in row.items() if k not in ("elapsed", "time")} for row in trainer.history.rows
+        ]
+        preds = trainer.get_preds()
+        told = rows, trainer.n_updates, trainer.validate(), preds.targets.tolist()
+        return told, [*trainer.model.parameters(), preds.preds]
+
+    (one, ours), (other, theirs) = results(True), results(False)
+    assert one == other and all(map(torch.equal, ours, theirs))
+
+
+def test_what_a_model_gave_packed_comes_back_sequence_by_sequence():
+    class OfEach(nn.Linear):
+        def forward(self, x):
+            return x._replace(data=super().forward(x.data))
+
+    batches = [x for x, _ in sequences(True)]
+    linear = OfEach(2, 2)
+    trainer = Trainer(DataLoaders(batches, batches), None, optim.SGD, linear, BasicTrainCB())
+    trainer.dls.split = lambda batch: ((batch,), ())
+    found = trainer.get_preds(with_inputs=True)
+    rows = [row for x in batches for row in unpack_sequence(x)]
+    assert len(found) == len(found.preds) == 8
+    assert all(map(torch.equal, found.inputs, rows))
+    assert all(torch.allclose(a, F.linear(b, linear.weight, linear.bias)) for a, b in zip(found.preds, rows))
