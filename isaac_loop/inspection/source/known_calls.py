@@ -119,11 +119,25 @@ def _draws(name, owner):
 
 _AVERAGING = {'lerp_', 'add_', 'sub_', 'mul_', '_foreach_lerp_', '_foreach_add_', '_foreach_mul_'}
 
+_GIVE_WEIGHTS = {'parameters', 'state_dict', 'named_parameters'}
+
+def gives_weights(name, owner):
+    "Whether a call gives the weights of a model that is not the trainer's, or averages into one"
+    return name in (*_GIVE_WEIGHTS, 'modules', 'update_parameters') and not owner.paths
+
+def asked_by(
+    name:str, # Of a function or a method that is called
+    node, # The call in the source
+)->set: # Names, such as those of `self.teacher(x)` and `self.teacher.encode(x)`
+    "What a call may ask for an answer: what is called, and what it is a method of"
+    if name in PARTS or name in _MODULES or ends_in_place(name): return set()
+    return {name, getattr(getattr(node.func, 'value', None), 'attr', name)}
+
 def of_weights(
     paths, # Of a value
 )->bool:
-    "Whether some of the weights of a model are among them"
-    return any({'parameters', 'state_dict', 'named_parameters'} & set(path) for path in paths)
+    "Whether some of the weights of a model are among them, and not their gradients alone"
+    return any(_GIVE_WEIGHTS & set(path) for path in paths if 'grad' not in path)
 
 def held_in(
     paths, # Of a value that somebody keeps

@@ -8,8 +8,8 @@ __all__ = []
 # %% ../../../nbs/inspection/source/45_read_assignments.ipynb #766c193e
 import ast
 
-from .known_calls import COMPUTED, held_in, longer, of_gradients, of_weights
-from .known_calls import shared
+from .known_calls import COMPUTED, FACTS, held_in, longer, of_gradients
+from .known_calls import of_weights, shared
 from .read_branches import Branches
 from .read_statements import part_of
 from .read_values import NOTHING, Value
@@ -75,12 +75,21 @@ class Sums(Kept):
         return self.value(node).has_graph
 
 # %% ../../../nbs/inspection/source/45_read_assignments.ipynb #60138c87
+_NUMBERS = {'sum', 'mean', 'norm', 'numel', 'item', 'std', 'var', 'max', 'min', 'size'}
+
+def _terms(node):
+    "What goes into a sum, but for that of which a gradient or a number is taken alone"
+    if isinstance(node, ast.Attribute) and (node.attr == 'grad' or node.attr in FACTS): return
+    if isinstance(node, ast.Call) and getattr(node.func, 'attr', '') in _NUMBERS: return
+    if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)): yield node
+    for part in ast.iter_child_nodes(node): yield from _terms(part)
+
 class Averages(Sums):
     "Knows which sums are averages of weights"
     def mixes(self, target, made):
         "Whether `made` mixes weights of the model into `target`, which is not the trainer's"
         if not isinstance(made, ast.BinOp): return False
-        parts = [o for o in ast.walk(made) if isinstance(o, (ast.Name, ast.Attribute, ast.Subscript))]
+        parts = list(_terms(made))
         goes_on = any(ast.unparse(o) == ast.unparse(target) for o in parts) # So it has been read already
         if not goes_on or self.value(target).paths: return False
         return any(of_weights(self.value(o).paths) for o in parts)

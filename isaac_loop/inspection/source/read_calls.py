@@ -59,6 +59,10 @@ def _list_of(parts):
     element = Value(joined(parts).paths, parts=parts, new=True)
     return Value(element.paths, parts=[element], new=True)
 
+def _on_its_place(value):
+    "Whether weights or gradients are meant, which are where the model is"
+    return of_weights(value.paths) or any('grad' in path for path in value.paths)
+
 def _updates(path): return is_optimizer(path) and 'made' not in path
 
 class KnownCalls(Attributes):
@@ -98,7 +102,7 @@ class KnownCalls(Attributes):
         if name == 'enumerate' and call.args: return _list_of([NOTHING, part_of(call.args[0])])
         if name in PASSED: return joined(call.given, name in COPIES)
         if name == 'copy': return self._shallow(call.args[0] if call.args else owner)
-        if name == 'cpu' and of_weights(owner.paths) and self._is_on_cpu(): return Value(owner.paths)
+        if name == 'cpu' and self._is_on_cpu() and _on_its_place(owner): return Value(owner.paths)
         if name in ('items', 'values') and isinstance(owner.live, dict):
             return existing(tuple(getattr(owner.live, name)()))
         if name in PARTS: return Value({longer(path, name) for path in owner.paths if path})

@@ -125,6 +125,8 @@ class Found:
         self.trains = set() # What happens without any other condition than that of training
         self.conditions = {} # Texts, by kind and name, of what does not happen always
         self.runs,self.calls,self.raises = set(),set(),set() # Events; names of functions; of exceptions
+        self.copies = set() # Names of other models than the trainer's, of which the weights are taken
+        self.asked = {} # What is called, by name; whether that is when an average has taken weights in
         self.columns = {} # Of the history, whose names the source tells, with the line
         self.parts = {} # Of what is changed: 'weights', 'mode', ..., by kind and name
         self.does = {} # Deeds that a name tells, such as 'clips' and 'steps opt', with the line

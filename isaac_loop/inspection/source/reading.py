@@ -10,7 +10,7 @@ import ast, builtins, inspect
 from functools import partial
 from types import MethodType
 
-from .known_calls import ANEW, is_optimizer
+from .known_calls import ANEW, asked_by, gives_weights, is_optimizer
 from .method_source import function_node, function_of, place, to_follow
 from .read_branches import switches_graphs_off
 from .read_calls import Called, NewObjects, unpacked
@@ -32,12 +32,21 @@ class Calls(NewObjects):
         args,named = [self.value(o) for o in node.args],{o.arg: self.value(o.value) for o in node.keywords}
         name = getattr(node.func, 'attr', '') or getattr(f.live, '__name__', getattr(node.func, 'id', ''))
         self.found.calls.add(name)
+        self._note_asked(name, owner, node)
         if name in ('update', 'compute') and self._is_metric(node, owner): self.do(_metric_deed(node), node)
         call = unpacked(Called(name, f, owner, args, named, node))
         self._note_columns(call)
         is_own = owner.is_trainer and isinstance(f.live, MethodType) and f.live.__self__ is self.trainer
         if is_own: return self._of_trainer(call)
         return self.apply(call)
+
+    def _note_asked(self, name, owner, node):
+        "Whose weights a call takes, or what it asks, and whether an average has moved by then"
+        asked,moved = self.found.asked,'averages' in self.found.does
+        for what in asked_by(name, node): asked[what] = asked.get(what, False) or moved
+        held = getattr(node.func, 'value', None)
+        if held is not None and gives_weights(name, owner):
+            self.found.copies.add(getattr(held, 'attr', getattr(held, 'id', '')))
 
     def _is_metric(self, node, owner):
         "Whether `self.x.update(...)` may be that of a metric: what is known to be no metric is not"

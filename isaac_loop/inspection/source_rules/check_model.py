@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..source.method_source import function_node, function_of, place
-from .check_rules import call_alone, line_in, method_of, methods_of, said
-from .check_rules import users_own
+from .check_rules import asked_copies, call_alone, line_in, method_of
+from .check_rules import methods_of, said, users_own
 from .own_steps import optimizers, own_method
 from ...loop.events import EVENTS, handler_of
 from ...loop.handlers import takes_part
@@ -280,6 +280,13 @@ _STATISTICS = ('{who} averages the parameters of the model ({line}), and its bat
                'statistics in buffers, which stay as they were at first. Take in `state_dict()`, or copy '
                '`model.buffers()`.')
 
+_OTHERS_MODE = re.compile(r'(?<!\.model)\.eval\(')
+
+def _measures_itself(scene, entry, text):
+    "Whether an average is asked in training, so that its batch norms measure what they see there"
+    mine = [o for o in scene.batch if o.callback is entry.callback]
+    return not _OTHERS_MODE.search(text) and bool(asked_copies(scene, entry, mine))
+
 _WHOLE_COPY = re.compile(r'load_state_dict\([\w.]+\.state_dict\(\)\)')
 
 def averages_without_buffers(scene):
@@ -294,7 +301,7 @@ def averages_without_buffers(scene):
         text = _WHOLE_COPY.sub('', text) # What is copied at the end is what was averaged, with its buffers
         whole = any(word in text for word in ('buffers', 'state_dict', 'AveragedModel', 'update_bn',
                                               'running_'))
-        if whole or 'deepcopy' not in text: continue
+        if whole or 'deepcopy' not in text or _measures_itself(scene, entry, text): continue
         told = _STATISTICS.format(who=said(entry), line=entry.found.does['averages'])
         found.append(Finding('average_without_buffers', told, [entry.callback]))
     return found

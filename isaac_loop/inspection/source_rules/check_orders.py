@@ -9,7 +9,8 @@ __all__ = []
 import ast
 
 from ..source.method_source import function_node, function_of
-from .check_rules import happens, is_sure, said, steps_run
+from .check_rules import asked_copies, happens, is_sure, said
+from .check_rules import steps_run
 from ...loop.events import STEPS, handler_of
 from ...loop.handlers import TrainersOwn, order_of
 from ...loop.plan_checks import Finding
@@ -24,13 +25,15 @@ _MOVED = ('{mover} moves the batch to its device after {transform} has changed i
           'the other device. Give `{who}` the `order` of `Order.DEVICE`.')
 
 def early_averages(scene):
-    "Averages that take in the weights before the step"
+    "Averages that take in the weights before the step, and are not needed sooner"
     found = []
     for i,entry in enumerate(scene.batch):
-        later = next((o for o in scene.batch[i+1:] if o.event == 'step' and 'model' in o.found.changes), None)
-        if 'averages' in entry.found.does and later is not None:
-            text = _EARLY.format(average=said(entry), step=said(later))
-            found.append(Finding('average_before_step', text, [entry.callback]))
+        if 'averages' not in entry.found.does: continue
+        steps = [k for k,o in enumerate(scene.batch) if o.event == 'step' and 'model' in o.found.changes]
+        step = next((k for k in steps if k > i), None)
+        if step is None or asked_copies(scene, entry, scene.batch[i+1:step], late=True): continue
+        text = _EARLY.format(average=said(entry), step=said(scene.batch[step]))
+        found.append(Finding('average_before_step', text, [entry.callback]))
     return found
 
 def early_readers(scene):

@@ -101,6 +101,18 @@ def method_of(
 
 def of_same(scene, entry): return [o for o in scene.entries if o.callback is entry.callback]
 
+def asked_copies(
+    scene,
+    entry, # That averages weights
+    others, # Entries, of any callback
+    late=False, # Only what it asks itself when the average has moved?
+)->set: # Names
+    "Which models that a callback keeps beside the trainer's are asked for an answer"
+    copies = set().union(*(o.found.copies for o in of_same(scene, entry)))
+    asked = set().union(*(o.found.asked for o in others))
+    if late: asked |= {name for name,moved in entry.found.asked.items() if moved}
+    return copies & asked
+
 def methods_of(scene, entry):
     "The syntax trees of a callback at all its events"
     return [node for node,_ in map(method_of, of_same(scene, entry)) if node is not None]
