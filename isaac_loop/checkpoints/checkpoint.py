@@ -32,7 +32,7 @@ from ..data.generators import data_generators, PARTS
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_folder import run_folder
 from ..state.run_parts import generators
-from ..state.script_facts import note_left, other_facts
+from ..state.script_facts import exchanged_opts, note_left, other_facts
 from ..state.run_state import cut_names, put_weights, take_parts, take_state
 from ..state.states_of_processes import for_this_process, gather_states
 from ..state.store import check_keeping
@@ -81,7 +81,7 @@ class CheckpointCB(ResumingCB):
             if name is not None: check_monitored(trainer, name, 'CheckpointCB')
         self._run.open(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), trainer.ranks)
         self._numbers.forget()
-        self._end = None
+        self._end,self._told_opts = None,False
         self._begin(trainer, self._to_resume(trainer), self.strict)
         self._when.start(trainer)
 
@@ -232,10 +232,22 @@ def _take_result(self:CheckpointCB, trainer):
     return True
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #5cb10688
+_ANOTHER = ('In the course of this fit {}. Started again, the script begins with the first one, which cannot '
+            'go on from what is saved. Have `opt_func` make it with all groups, and freeze what is to learn '
+            'later; or train on in a second `fit`, with another `opt_func`.')
+
+@patch
+def _tell_exchanged(self:CheckpointCB, trainer):
+    "Say once in a fit that it has other optimizers than it began with"
+    told = [] if self._told_opts or not trainer.ranks.is_main else exchanged_opts(trainer)
+    if told: warn(_ANOTHER.format(' and '.join(told)))
+    self._told_opts = self._told_opts or bool(told)
+
 @patch
 def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None, finished=False, later=False):
     "Write a checkpoint of this position, with `parts` of the state and the `reason` to stop from before"
     self._writes.wait()
+    self._tell_exchanged(trainer)
     start = start_of_pass(trainer) if batches else None
     weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
     if parts: state |= parts | dict(callbacks=state['callbacks'] | parts['callbacks'])

@@ -23,7 +23,7 @@ from ..state.run_parts import check_states, generators, loaders_of, opt_defaults
 from ..state.run_state import put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state, take_callbacks
 from ..state.errors import ResumeMismatch
-from ..state.script_facts import note_frozen, script_facts
+from ..state.script_facts import note_frozen, note_opts, script_facts
 from ..state.random_numbers import random_state, set_plain_random_state, undrawn
 from ..loop.passes import n_batches
 
@@ -62,6 +62,7 @@ class ResumingCB:
 
     def _epochs(self, trainer, epochs):
         "`epochs`, without those that were done before"
+        note_opts(trainer)
         if self._found: self._next = self._found[1]['position']['epoch']
         if self._found and not self._found[1]['position']['batches']: self._restore(trainer)
         first = self._next

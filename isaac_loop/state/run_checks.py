@@ -13,7 +13,8 @@ from ..basics.checks import warn
 from ..data.fingerprint import data_of, differences, unchecked
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
-from .run_parts import bare, differing, loaders_of, parts_of, stateful_callbacks
+from .run_parts import bare, differing, loaders_of, opts_made, parts_of
+from .run_parts import stateful_callbacks
 
 # %% ../../nbs/state/64_run_checks.ipynb #7fe1da1a
 _NO_RUN = ('`{}` holds no run that `CheckpointCB` or `trainer.save` wrote, so nothing can go on from it. '
@@ -83,15 +84,33 @@ def _unlike(saved, now, what):
 _ADDED = (' (groups that come in the course of a run, as by `add_param_group`, must be there when it '
           'begins: have `opt_func` make them all, and freeze what is to learn later)')
 
+_EXCHANGED = (' (the run began with one like this, and has put another in its place, as by `trainer.opt = '
+              '...` in `before_epoch`. To go on with it, have `opt_func` make the later one. In another run, '
+              'have it make all groups, and freeze what is to learn later; or train on in a second `fit`, '
+              'with another `opt_func`)')
+
 def _groups(trainer, state):
-    "Optimizers of another class, or whose groups have other sizes"
+    "Optimizers of another class, or whose groups have other sizes or parameters"
     for name,opt in parts_of(trainer, optim.Optimizer).items():
+        hint = _EXCHANGED if _is_exchanged(trainer, state, name) else ''
         kind,groups = type(opt).__name__,state['opts'].get(name, {}).get('param_groups', opt.param_groups)
         was = state['opt_classes'].get(name, kind)
-        if was != kind: yield f'`trainer.{name}`: its class was `{was}`, and is `{kind}`'
+        if was != kind: yield f'`trainer.{name}`: its class was `{was}`, and is `{kind}`{hint}'
         saved,now = ([len(g['params']) for g in o] for o in (groups, opt.param_groups))
-        added = _ADDED if saved[:len(now)] == now else ''
+        added = _ADDED if was == kind and saved[:len(now)] == now else hint*(was == kind)
         if saved != now: yield f'`trainer.{name}`: its groups had {saved} parameters, and have {now}{added}'
+        elif was == kind and _has_others(trainer, state, name):
+            yield f'`trainer.{name}`: its groups had other parameters of the model{hint}'
+
+def _is_exchanged(trainer, state, name):
+    "Whether the saved run began with an optimizer like this, and has another since"
+    began,made = ((state.get(o) or {}).get(name) for o in ('opts_began', 'opts_made'))
+    return began is not None and began != made and began == opts_made(trainer).get(name)
+
+def _has_others(trainer, state, name):
+    "Whether a saved optimizer had other parameters; earlier versions have not noted it"
+    saved = state.get('opts_made', {}).get(name)
+    return saved is not None and saved != opts_made(trainer).get(name)
 
 # %% ../../nbs/state/64_run_checks.ipynb #6334891c
 def _lengths(trainer, state):

@@ -61,6 +61,13 @@ def all_parameters(trainer):
     modules = [trainer.model, *parts_of(trainer, nn.Module).values()]
     return list({id(p): p for m in modules if hasattr(m, 'parameters') for p in m.parameters()}.values())
 
+def opts_made(trainer):
+    "By name: the class of each optimizer, and for each of its groups the numbers of its parameters"
+    numbers = {id(p): i for i,p in enumerate(all_parameters(trainer))}
+    number = lambda p: numbers.get(id(p), -1)
+    return {name: [type(opt).__name__, [[number(p) for p in group['params']] for group in opt.param_groups]]
+            for name,opt in parts_of(trainer, optim.Optimizer).items()}
+
 # %% ../../nbs/state/56_run_parts.ipynb #e004bba7
 def bare(
     model, # Any model

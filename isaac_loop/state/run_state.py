@@ -18,8 +18,9 @@ from ..loop.passes import n_batches
 from .plain_state import Exactly, from_plain, plain
 from .random_numbers import compact_random_state, set_plain_random_state, undrawn
 from .run_parts import all_parameters, bare, differing, generators
-from .run_parts import loaders_of, opt_defaults, parts_of, stateful_callbacks
-from .script_facts import script_facts
+from .run_parts import loaders_of, opt_defaults, opts_made, parts_of
+from .run_parts import stateful_callbacks
+from .script_facts import opts_began, script_facts
 
 # %% ../../nbs/state/60_run_state.ipynb #12c2631e
 def take_parts(
@@ -118,6 +119,8 @@ def _gather(trainer):
                 loss_func=loss_of(trainer),
                 script=script_facts(trainer),
                 frozen=_frozen(trainer),
+                opts_made=opts_made(trainer),
+                opts_began=opts_began(trainer),
                 opt_classes={name: type(opt).__name__ for name,opt in opts.items()},
                 opts={name: opt.state_dict() for name,opt in opts.items()},
                 modules={name: module.state_dict() for name,module in parts_of(trainer, nn.Module).items()},

@@ -13,7 +13,7 @@ from operator import is_
 from ..basics.settings import show_settings
 from ..data.fingerprint import Seen
 from ..loop.events import Order, callback_name
-from .run_parts import bare
+from .run_parts import bare, opts_made
 
 # %% ../../nbs/state/58_script_facts.ipynb #f7a7a6bd
 def _taking_part(trainer):
@@ -86,6 +86,33 @@ def _otherwise_frozen(was, now):
     name,how = others[0],('is frozen, and was not' if others[0] in now else 'was frozen, and is not')
     more = f' (and {len(others)-1} more)' if len(others) > 1 else ''
     yield f'`{name}`{more} {how}, which has no effect: parameters are as they were saved'
+
+# %% ../../nbs/state/58_script_facts.ipynb #52059af2
+def note_opts(
+    trainer, # Begins its first epoch
+):
+    "Note of what the optimizers are made, when every callback has begun the fit"
+    vars(trainer).setdefault('_data_seen', Seen()).found['opts'] = None,opts_made(trainer)
+
+def opts_began(
+    trainer, # Any
+)->dict: # As of `opts_made`; None if nobody has noted it
+    "Of what the optimizers were made when the fit began"
+    seen = vars(trainer).get('_data_seen')
+    return None if seen is None else seen.found.get('opts', (None, None))[1]
+
+def exchanged_opts(
+    trainer, # In a fit
+)->list: # A line for each
+    "Optimizers that are made of something else than those with which the fit began"
+    now = opts_made(trainer)
+    began = opts_began(trainer) or now
+    return [_exchanged(name, began.get(name), made) for name,made in now.items() if made != began.get(name)]
+
+def _exchanged(name, was, now):
+    if was is None: return f'`trainer.{name}` is new'
+    was,now = (f'`{kind}` with {[len(o) for o in groups]} parameters' for kind,groups in (was, now))
+    return f'`trainer.{name}` was {was}, and is ' + (now if now != was else 'one with others')
 
 # %% ../../nbs/state/58_script_facts.ipynb #06dcc907
 def script_facts(

@@ -19,7 +19,7 @@ from isaac_loop.state.random_numbers import plain_random_state, set_plain_random
 from isaac_loop.state.run_parts import stateful_callbacks
 
 # %% ../../nbs/state/67_states_of_processes.ipynb #3c753416
-_MAINS = 'position','opt_defaults','data','loss_func','opt_classes'
+_MAINS = 'position','opt_defaults','data','loss_func','opt_classes','opts_made','opts_began'
 
 def _is_taken_apart(key, x): return type(x) is dict and key != 'random' and key not in _MAINS
 

@@ -555,6 +555,106 @@ def test_a_group_of_parameters_that_came_in_the_run_cannot_go_on_and_is_told_how
         make([AddGroupCB], tmp_path).fit(4, lr=0.01, valid=False)
 
 
+class ExchangeCB:
+    "Makes another optimizer for the second epoch"
+
+    def __init__(self, make):
+        self.make = make
+
+    def before_epoch(self, trainer):
+        if trainer.epoch == 1:
+            trainer.opt = self.make(trainer.model.parameters())
+
+
+def of_head(params, lr=0.01):
+    return optim.SGD(list(params)[2:], lr=lr)
+
+
+def of_body(params, lr=0.01):
+    return optim.SGD(list(params)[:2], lr=lr)
+
+
+def of_all(params, lr=0.01):
+    return optim.SGD(params, lr=lr, momentum=0.9)
+
+
+def in_groups(params, lr=0.01):
+    params = list(params)
+    return optim.SGD([{"params": params[:2], "lr": 0.002}, {"params": params[2:]}], lr=lr)
+
+
+def exchanging(folder, opts, cut=None, exchanges=True):
+    first, later = opts
+    trainer = make([lambda: ExchangeCB(later)] if exchanges else [], folder, cut)
+    trainer.opt_func = first
+    return trainer
+
+
+def told_in(trainer):
+    "What is warned of exchanged optimizers until the power cut, or the end"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(4, lr=0.01, valid=False)
+        except RuntimeError:
+            pass
+    return [str(o.message) for o in told if "In the course of this fit" in str(o.message)]
+
+
+EXCHANGES = {
+    "another class": (optim.Adam, of_all, "class was `SGD`, and is `Adam`"),
+    "more of the model": (of_head, of_all, r"had \[4\] parameters, and have \[2\]"),
+    "groups": (of_head, in_groups, r"had \[2, 2\] parameters, and have \[2\] .*`add_param_group`"),
+    "another part of the model": (of_head, of_body, "had other parameters"),
+}
+
+
+@pytest.mark.parametrize("case", EXCHANGES)
+def test_an_optimizer_that_is_exchanged_in_the_run_is_told_at_once_and_cannot_be_taken_up(tmp_path, case):
+    *opts, words = EXCHANGES[case]
+    [told] = told_in(exchanging(tmp_path, opts, 9))
+    assert "`trainer.opt` was" in told and "freeze what is to learn later" in told
+    with pytest.raises(ResumeMismatch, match=words) as failed:
+        exchanging(tmp_path, opts).fit(4, lr=0.01, valid=False)
+    assert "freeze what is to learn later" in str(failed.value)
+
+
+@pytest.mark.parametrize("case", EXCHANGES)
+def test_a_run_with_an_exchanged_optimizer_goes_on_if_the_later_one_is_made_at_once(tmp_path, case):
+    opts = EXCHANGES[case][:2]
+    whole = exchanging(None, opts)
+    whole.fit(4, lr=0.01, valid=False)
+    told_in(exchanging(tmp_path, opts, 9))
+    again = exchanging(tmp_path, (opts[1], opts[1]), exchanges=False)
+    again.fit(4, lr=0.01, valid=False)
+    assert again.n_updates == 20 and outcome(again) == outcome(whole)
+
+
+def test_an_optimizer_of_the_same_kind_for_the_same_parameters_goes_on_without_a_word(tmp_path):
+    opts = optim.SGD, of_all
+    whole = exchanging(None, opts)
+    whole.fit(4, lr=0.01, valid=False)
+    assert told_in(exchanging(tmp_path, opts, 13)) == []
+    again = exchanging(tmp_path, opts)
+    assert told_in(again) == []
+    assert again.n_updates == 20 and outcome(again) == outcome(whole)
+
+
+@pytest.mark.parametrize("cut", [3, 7, 14])
+def test_another_optimizer_in_a_second_fit_goes_on_exactly(tmp_path, cut):
+    def two_fits(folder, cut=None):
+        trainer = make([], folder, cut)
+        trainer.opt_func = of_head
+        trainer.fit(1, lr=0.01, valid=False)
+        trainer.opt_func = optim.Adam
+        trainer.fit(3, lr=0.01, valid=False)
+        return trainer
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        two_fits(tmp_path, cut)
+    assert outcome(two_fits(tmp_path)) == outcome(two_fits(None))
+
+
 class OwnSampler(torch.utils.data.Sampler):
     def __init__(self):
         self.rng = random.Random(1)
