@@ -129,9 +129,11 @@ _EXACT = 'Make it with `exact_loader` and without workers, or d'
 
 def _warn_of_own_numbers(trainer):
     "Say that what a loader reads with has generators whose state nobody saves"
-    saved = set(map(id, generators(trainer).values()))
-    for name in ('train', 'valid'):
-        dl = getattr(trainer.dls, name, None)
+    loaders = {name: getattr(trainer.dls, name, None) for name in ('train', 'valid')}
+    exact = [dl for dl in loaders.values() if hasattr(dl, 'load_state_dict') and not _unsaved(dl)]
+    saved = {id(x) for dl in exact for x in data_generators(dl).values()}
+    saved.update(map(id, generators(trainer).values()))
+    for name,dl in loaders.items():
         found = [f'`{path}`' for path,x in _unsaved(dl).items() if id(x) not in saved]
         saved.update(map(id, _unsaved(dl).values())) # Named once
         instead = 'D' if isinstance(getattr(dl, 'dataset', None), IterableDataset) else _EXACT

@@ -361,6 +361,26 @@ def test_what_lies_behind_a_wrapped_loader_is_named_when_a_run_goes_on(tmp_path)
         outcome(CheckpointCB(tmp_path), **options)
 
 
+def test_a_transform_of_both_loaders_is_kept_with_one_and_not_named_for_the_other(tmp_path):
+    made = []
+
+    def rows():
+        made.append(Rows())
+        made[-1].noise = made[0].shared if len(made) > 1 else Own().noise
+        made[0].shared = made[0].noise
+        return made[-1]
+
+    def load(data):
+        return exact(data) if len(made) == 1 else DataLoader(data, 4)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outcome(CheckpointCB(tmp_path, every=2), after_batch, data=rows, load=load)
+        made.clear()
+        warnings.filterwarnings("ignore", message=".*read again")
+        outcome(CheckpointCB(tmp_path, every=2), data=rows, load=load)
+
+
 class SlotThatFails:
     __slots__ = "data", "late"
 
