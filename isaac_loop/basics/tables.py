@@ -146,8 +146,9 @@ class Table:
         rows:list, # Dicts, or anything alike; a missing key leaves its cell empty
         columns:list=None, # Which keys to show and in which order; default: all, as they first appear
         empty:str='', # What to say if there is no row; default: the header alone
+        note:str='', # What to say below the rows
     ):
-        self.rows,self.empty = [dict(o) for o in rows],empty
+        self.rows,self.empty,self.note = [dict(o) for o in rows],empty,note
         named = dict.fromkeys(name for row in self.rows for name in row)
         self.columns = list(named if columns is None else columns)
 
@@ -164,7 +165,7 @@ class Table:
         "The table as text; what is too wide goes on in the next line, between two words"
         return '\n\n'.join(map('\n'.join, fitted(self.cells(), width)))
 
-    def __str__(self): return self.to_text(terminal_width()) if self.rows or not self.empty else self.empty
+    def __str__(self): return self._said(self.to_text(terminal_width()))
 
     __repr__ = __str__
 
@@ -179,4 +180,8 @@ class Table:
         head,rows = f'<thead>{_html_row(header, "th")}</thead>',[_html_row(line, 'td') for line in body]
         return '\n'.join(['<table>', head, '<tbody>', *rows, '</tbody>', '</table>'])
 
-    def _repr_markdown_(self): return self.to_markdown() if self.rows or not self.empty else self.empty
+    def _repr_markdown_(self): return self._said(self.to_markdown())
+
+    def _said(self, table):
+        if not self.rows and self.empty: return self.empty
+        return f'{table}\n\n{self.note}' if self.note else table

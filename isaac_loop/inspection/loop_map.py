@@ -33,6 +33,10 @@ def _road(entries, attribute):
 _UNKNOWN = ('Nobody reads or writes `trainer.{name}` here.{hint} `trainer.map()` shows what is touched, and '
             '`state_table()` says what there is.')
 
+_UNSURE = ('Whether somebody reads or writes `trainer.{name}` here cannot be known, since no source tells '
+           'all of what these do: {unclear}.{hint}{how}')
+_WATCH = ' `trainer.map({name!r}, observe=True)` watches one batch of each pass.'
+
 class LoopMap:
     "What every callback reads, writes and changes of a trainer, event by event"
     def __init__(self,
@@ -48,7 +52,15 @@ class LoopMap:
         if attribute is None or attribute in known: return
         others = {*known, *STATE} - {attribute} # It may be known, and nobody be there who touches it
         hint = '' if attribute in STATE else did_you_mean(attribute, others)
-        raise LookupError(_UNKNOWN.format(name=attribute, hint=hint))
+        if not self.unclear: raise LookupError(_UNKNOWN.format(name=attribute, hint=hint))
+        told = dict(unclear='; '.join(self.unclear), how=_WATCH.format(name=attribute)*(observed is None))
+        raise LookupError(_UNSURE.format(name=attribute, hint=hint, **told))
+
+    @property
+    def unclear(self):
+        "What could not be followed, as texts"
+        found = [(entry, what) for entry in self.entries for what in entry.found.unclear]
+        return [f'`{entry.name}.{entry.event}` {what}' for entry,what in found]
 
     @property
     def shown(self):
@@ -71,12 +83,6 @@ class LoopMap:
 _PARENTHESES = 'In parentheses: under a condition only.'
 _NO_SOURCE = 'What these do beyond that, no source tells: {}.'
 _SEEN = 'Seen in one batch of each pass beyond what the source tells, and added here: {}.'
-
-@patch(as_prop=True)
-def unclear(self:LoopMap):
-    "What could not be followed, as texts"
-    found = [(entry, what) for entry in self.entries for what in entry.found.unclear]
-    return [f'`{entry.name}.{entry.event}` {what}' for entry,what in found]
 
 @patch
 def _doubts(self:LoopMap):
@@ -201,15 +207,25 @@ def map(self:Trainer,
 _A_CALLBACK = ('`{name}` is a callback and no attribute that somebody could read or write. '
                '`trainer.map({name!r})` shows what it does.')
 
+_MAYBE = ('Whether somebody {does} `trainer.{name}` here cannot be known, since no source tells all of what '
+          'these do: {unclear}. `trainer.map({name!r}, observe=True)` watches one batch of each pass.')
+
+def _unclear(map, kinds):
+    "What of the doubts of a map may be of these kinds, in a line"
+    other = '` sets ' if kinds == ('reads',) else '` reads '
+    return '; '.join(text for text in map.unclear if other not in text)
+
 def _who(trainer, attribute, kinds):
     "Entries that touch an attribute in one of these ways, as a table"
     map = trainer.map(attribute)
     name = map.attribute # Perhaps another word for it was given
     if name is None: raise LookupError(_A_CALLBACK.format(name=attribute))
     rows = _road([o for o in map.shown if set(kinds) & set(o.touches(name))], name)
-    nobody = f'Nobody {" or ".join(kinds)} `trainer.{name}` here. `trainer.map({name!r})` tells who does.'
+    does,unclear = ' or '.join(kinds),_unclear(map, kinds)
+    nobody = f'Nobody {does} `trainer.{name}` here. `trainer.map({name!r})` tells who touches it.'
+    if unclear: nobody = _MAYBE.format(does=does, name=name, unclear=unclear)
     columns = list(rows[0]) if rows else ['event', 'callback', 'does', 'where']
-    return Table(rows, columns, nobody)
+    return Table(rows, columns, nobody, _NO_SOURCE.format(unclear) if unclear else '')
 
 @patch
 def who_writes(self:Trainer,

@@ -475,3 +475,49 @@ def test_the_condition_is_told_as_it_is_or_not_at_all(body):
         CONDITIONS[body][0],
         CONDITIONS[body][1] or "",
     )
+
+
+def without_source(name, body):
+    "An object of a class that was made by `exec`"
+    space = {}
+    exec(f"class {name}:\n    def after_batch(self, trainer): {body}", space)
+    return space[name]()
+
+
+def test_who_touches_an_attribute_cannot_be_known_where_no_source_is_at_hand():
+    trainer = images_trainer([BasicTrainCB(), without_source("HiddenCB", "trainer.secret = 1")])
+    for ask in (trainer.who_reads, trainer.who_writes, trainer.map):
+        with pytest.raises(LookupError, match="cannot be known.*`HiddenCB.after_batch`.*observe=True"):
+            ask("secret")
+    seen = trainer.map("secret", observe=True)
+    assert [(o.name, o.touches("secret")) for o in seen.shown] == [("HiddenCB", ["writes"])]
+    with pytest.raises(LookupError, match="cannot be known") as failed:
+        trainer.map("secrets", observe=True)
+    assert "watches one batch" not in str(failed.value)
+
+
+def test_an_answer_says_whose_source_is_not_at_hand():
+    keeps = SimpleNamespace(log=lambda t: setattr(t, "gap", 1), name="keeps")
+    trainer = images_trainer([BasicTrainCB(), keeps])
+    for ask in (trainer.who_reads, trainer.who_writes):
+        assert "no source" not in str(ask("loss"))
+    trainer.add_callback(without_source("HiddenCB", "trainer.seen = trainer.gap"))
+    told = str(trainer.who_reads("gap"))
+    assert told.startswith("Whether somebody reads `trainer.gap` here cannot be known") and "HiddenCB" in told
+    for ask in (trainer.who_reads, trainer.who_writes):
+        found = ask("loss")
+        assert found.rows and "no source tells: `HiddenCB.after_batch`" in str(found)
+        assert found._repr_markdown_().endswith(found.note) and found.note in str(found)
+
+
+class ReadsAnyCB:
+    "Reads what nobody knows before the run"
+
+    def after_batch(self, trainer):
+        getattr(trainer, str(trainer.loss), None)
+
+
+def test_a_doubt_about_what_is_read_leaves_sure_who_writes():
+    trainer = images_trainer([BasicTrainCB(), ReadsAnyCB()])
+    assert "`ReadsAnyCB.after_batch` reads an attribute" in str(trainer.who_reads("loss"))
+    assert "ReadsAnyCB" not in str(trainer.who_writes("loss"))
