@@ -13,8 +13,8 @@ from ..data.fingerprint import _alike, _leaves
 from ..loop.events import callback_name
 from ..state.errors import ResumeMismatch
 from ..state.random_numbers import plain_random_state, set_plain_random_state
-from ..state.run_parts import generators, loaders_of
-from ..state.run_state import put_callbacks, put_position, take_callbacks
+from ..state.run_parts import generators, held_loaders
+from ..state.run_state import places_of, put_callbacks, put_held, put_position, take_callbacks
 
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #8d102732
 def makers_of(
@@ -37,9 +37,14 @@ def take_before(
     makers = makers_of(trainer)
     if not makers: return None
     found = dict(random=plain_random_state(), n_updates=trainer.n_updates,
-                 loaders={name: dl.state_dict() for name,dl in loaders_of(trainer).items()},
+                 loaders=_next_places(trainer),
                  generators={name: o.get_state() for name,o in generators(trainer).items()})
     return found | take_callbacks(trainer, makers)
+
+def _next_places(trainer):
+    "Where the next pass of each loader begins, also if somebody still holds the last one"
+    for dl in held_loaders(trainer).values(): dl.leave_pass()
+    return places_of(trainer)
 
 def put_before(
     trainer, # Is about to begin an epoch anew, in the middle of which it was saved
@@ -52,6 +57,20 @@ def put_before(
     trainer.history.load_state_dict(_up_to(state['history'], state['position']['epoch']))
     put_position(trainer, before)
     set_plain_random_state(before['random'], strict=False)
+
+def take_begun(
+    trainer, # Has run `before_epoch` once more
+)->dict: # For `put_begun`
+    "What callbacks hold, and where loaders stand, as `before_epoch` has left them"
+    return take_callbacks(trainer, makers_of(trainer)) | dict(loaders=places_of(trainer))
+
+def put_begun(
+    trainer, # Is about to read a pass again
+    begun:dict, # What `take_begun` gave
+):
+    "Let what is put around the batches find what it found when the pass began"
+    put_callbacks(trainer, begun, tell=False)
+    put_held(trainer, begun['loaders'])
 
 def _up_to(history, epoch):
     "A saved history without the row of its last epoch"

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import warn
 from ..basics.settings import show_settings
-from .made_batches import check_made_again, digest_of, is_made, makers_of
-from .made_batches import parts_of_batch, put_before, take_before
+from .made_batches import check_made_again, digest_of, is_made, parts_of_batch
+from .made_batches import put_before, put_begun, take_before, take_begun
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..state.run_parts import check_states, generators, loaders_of, opt_defaults
 from ..state.run_state import put_callbacks, put_frozen, put_generators, put_position
-from ..state.run_state import put_random, put_state, take_callbacks
+from ..state.run_state import put_random, put_state
 from ..state.errors import ResumeMismatch
 from ..state.script_facts import note_frozen, note_opts, script_facts
 from ..state.random_numbers import random_state, set_plain_random_state, undrawn
@@ -128,7 +128,7 @@ def _pass(self:ResumingCB, trainer, batches):
     handed,ahead,told = 0,None,False
     watched,set_anew = self._before is not None,trainer.dl is not trainer._source.chosen
     if self._found and done:
-        begun = take_callbacks(trainer, makers_of(trainer)) if watched else None
+        begun = take_begun(trainer) if watched else None
         state = self._restore(trainer)
         batches = self._rest(trainer, batches, state, done, begun)
     else:
@@ -230,9 +230,9 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
         return iter(())
     knows_its_place = hasattr(trainer.dl, 'load_state_dict')
     if knows_its_place and not again: return batches
+    if begun is not None: put_begun(trainer, begun)
     if knows_its_place: _begin_anew(trainer, place)
     put_generators(trainer, own)
-    if begun is not None: put_callbacks(trainer, begun, tell=False) # As `before_epoch` has left them
     rest,again = _replayed(trainer.dl, batches, start, done)
     put_callbacks(trainer, state, tell=False) # Whoever wraps the batches has seen them again
     check_made_again(trainer, state['position'], again, last, self._strict)

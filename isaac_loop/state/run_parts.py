@@ -11,6 +11,7 @@ import inspect
 import torch
 from torch import nn, optim
 
+from ..data.resumable_loaders import Resumable
 from ..loop.events import callback_name
 from ..loop.ranks import runs_here
 
@@ -109,6 +110,13 @@ def loaders_of(trainer):
     "Loaders that know their position"
     both = {name: getattr(trainer.dls, name, None) for name in ('train', 'valid')}
     return {name: o for name,o in both.items() if hasattr(o, 'state_dict') and hasattr(o, 'load_state_dict')}
+
+def held_loaders(trainer):
+    "Loaders of this library that callbacks of the user's own have as attributes, beside those of the trainer"
+    known = {id(o) for o in loaders_of(trainer).values()}
+    own = [cb for cb in trainer.callbacks if type(cb).__module__.partition('.')[0] != 'isaac_loop']
+    return {f'{callback_name(cb)}.{k}': x for cb in own for k,x in getattr(cb, '__dict__', {}).items()
+            if isinstance(x, Resumable) and id(x) not in known}
 
 def generators(
     trainer, # With loaders

@@ -1278,3 +1278,60 @@ def test_a_checkpoint_without_what_batches_were_made_from_goes_on(tmp_path):
     with CheckpointStore(tmp_path / "old") as store:
         store.save(weights, state)
     assert fit(make(tmp_path / "old")).n_updates == 15
+
+
+class SecondCB:
+    "A batch of other rows beside each batch"
+
+    order = -5
+
+    def __init__(self):
+        self.other = exact_loader(Rows(56, augment=False), 8, seed=3)
+
+    def before_epoch(self, trainer):
+        if trainer.training:
+            trainer.batches = self.pairs(trainer.batches)
+
+    def pairs(self, batches):
+        for (x, y), (u, v) in zip(batches, self.other):
+            yield torch.cat([x, u]), torch.cat([y, v])
+
+
+class SecondAtOnceCB(SecondCB):
+    def pairs(self, batches):
+        return ((torch.cat([x, u]), torch.cat([y, v])) for (x, y), (u, v) in zip(batches, self.other))
+
+
+class SecondAnewCB(SecondCB):
+    def before_epoch(self, trainer):
+        self.other = exact_loader(Rows(56, augment=False), 8, seed=3 + trainer.epoch // 2)
+        SecondCB.before_epoch(self, trainer)
+
+
+class SecondInTurnCB:
+    "Another loader in every second epoch, which goes on where it stood"
+
+    on_valid = False
+
+    def __init__(self):
+        self.other = exact_loader(Rows(40, augment=False), 8, seed=3)
+
+    def before_epoch(self, trainer):
+        if trainer.epoch % 2 == 0:
+            trainer.dl = self.other
+
+
+@pytest.mark.parametrize("loaders", [LISTS, SHUFFLED, make_loaders])
+@pytest.mark.parametrize("cls", [SecondCB, SecondAtOnceCB, SecondAnewCB, SecondInTurnCB])
+def test_a_loader_that_a_callback_holds_goes_on(cls, loaders, tmp_path):
+    "It was at its first epoch again, also where a plain loader went on exactly"
+    make = lambda: make_trainer([BasicTrainCB(), MetricsCB(), cls()], loaders())
+    goes_on_from_each(make, (3, 8, 13), tmp_path)
+
+
+def test_a_loader_that_a_callback_holds_goes_on_between_two_epochs(tmp_path):
+    make = lambda *more: make_trainer([BasicTrainCB(), MetricsCB(), SecondCB(), *more])
+    whole = fit(make())
+    with pytest.raises(Cut):
+        fit(make(CheckpointCB(tmp_path)), callbacks=CutCB("before_predict", lambda t: t.epoch == 2))
+    same(whole, fit(make(CheckpointCB(tmp_path))))
