@@ -23,9 +23,9 @@ def makers_of(
     "Whoever of the user's own answers `before_epoch` of a training pass"
     return [cb for cb,_ in trainer.plan.entries[True]['before_epoch'] if not _is_ours(_answer_of(cb))]
 
-def _answer_of(cb):
+def _answer_of(owner):
     "The method that answers `before_epoch`, or what a class does not answer by a method"
-    return getattr(getattr(cb, 'trainer_class', type(cb)), 'before_epoch', cb)
+    return getattr(getattr(owner, 'trainer_class', type(owner)), 'before_epoch', owner)
 
 def _is_ours(x): return (getattr(x, '__module__', None) or '').partition('.')[0] == 'isaac_loop'
 
@@ -79,6 +79,19 @@ def _up_to(history, epoch):
     return history | dict(rows=rows, next=None, open=False, told=())
 
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #017e1b05
+def are_wrapped(
+    trainer, # At the beginning of a pass
+)->bool:
+    "Whether somebody other than the library has put batches in the place of the loader's"
+    batches = trainer.batches
+    while frame := _frame_of_ours(batches): batches = frame.f_locals.get('batches')
+    return batches is not None and batches is not trainer._source
+
+def _frame_of_ours(batches):
+    "The frame of a generator of the library, such as that which looks for an interrupt after each batch"
+    frame = getattr(batches, 'gi_frame', None)
+    return frame if frame and frame.f_globals.get('__name__', '').startswith('isaac_loop.') else None
+
 def is_made(
     trainer, # In a pass
     wrapped:bool, # Has somebody put other batches in the place of the loader's?

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import warn
 from ..basics.settings import show_settings
-from .made_batches import check_made_again, digest_of, is_made, parts_of_batch
+from .made_batches import are_wrapped, check_made_again, digest_of, is_made
+from .made_batches import parts_of_batch
 from .made_batches import put_before, put_begun, take_before, take_begun
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
@@ -108,7 +109,7 @@ def _place_of(dl):
 def before_epoch(self:ResumingCB, trainer):
     "Begin the pass where the saved run stood"
     if not trainer.training: return
-    self._is_wrapped = trainer.batches is not trainer._source
+    self._is_wrapped = are_wrapped(trainer)
     self._batches = self._resumes_in(trainer)
     if self._batches: trainer.start_batch = self._batches
     trainer.batches = self._pass(trainer, trainer.batches)
@@ -179,7 +180,7 @@ def _is_elsewhere(self, trainer):
     if hasattr(trainer.dl, 'load_state_dict'): drawn += source.first # Others are read from their beginning
     is_here = self._as_given and drawn == trainer.batch_num+1
     if not is_here: self._elsewhere = True
-    return self._elsewhere or _is_unsaved(trainer)
+    return self._elsewhere or _is_unsaved(trainer) or (self._is_wrapped and self._before is not None)
 
 def _is_unsaved(trainer):
     "Whether this pass walks over a loader whose place nobody saves, as one that `before_epoch` has set"

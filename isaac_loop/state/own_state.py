@@ -23,7 +23,7 @@ from .array_views import part_views
 from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, tells_state
 from .errors import UnsaveableState
 from .change_marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of
-from .change_marks import part_of
+from .change_marks import Same, part_of
 from ..data.generators import data_generators, held_generators, is_generator, owners_in
 from .plain_state import from_plain, plain
 from .run_parts import bare
@@ -132,19 +132,20 @@ def _others(trainer):
         if is_own and not known: found[f'dls.{name}.dataset'] = data
         _add_generators(found, f'dls.{name}', data_generators(dl))
     _add_generators(found, 'model', held_generators([model, loss_func]))
-    for cb in trainer.callbacks:
-        if _unasked(cb) is True or tells_state(cb): continue
-        _add_generators(found, callback_name(cb), held_generators(owners_in(cb)), _looked_at(cb))
+    for cb in trainer.callbacks: _add_callbacks_generators(found, cb)
     return found | {f'model.{path}'.rstrip('.'): m for path,m in _own_layers(model)}
 
 def _own_layers(model):
-    "Modules of the user's own that have more attributes than PyTorch gives to each, such as a hidden state"
+    "Modules of the user's own, with their paths; a hidden state may come with the first batch"
     if not isinstance(model, nn.Module): return []
-    own = [(path, m) for path,m in model.named_modules() if _is_own(type(m))]
-    return [(path, m) for path,m in own if vars(m).keys() > _OF_MODULES or m._non_persistent_buffers_set]
+    return [(path, m) for path,m in model.named_modules() if _is_own(type(m))]
 
 @lru_cache(maxsize=1024)
 def _is_own(kind): return kind.__module__.partition('.')[0] not in _OTHERS
+
+def _add_callbacks_generators(found, cb):
+    if _unasked(cb) is True or tells_state(cb): return
+    _add_generators(found, callback_name(cb), held_generators(owners_in(cb)), _looked_at(cb))
 
 def _add_generators(found, name, generators, owner=None):
     "Add those that are no attribute of `owner`, or of what is in `found`"
@@ -180,7 +181,11 @@ class OwnState:
             another = owner is not cb and any(owner is o for o in everybody)
             if without is True or tells_state(cb) or owner is trainer or another: continue
             found[callback_name(cb)] = owner,_attributes(owner, without)
-        if callbacks is None:
+        if callbacks is not None:
+            held = {}
+            for cb in callbacks: _add_callbacks_generators(held, cb)
+            found |= {k: (o, _of_other(k, o)) for k,o in held.items()}
+        else:
             found[''] = self._own_of(trainer)
             taken = [trainer, *everybody]
             others = {k: o for k,o in _others(trainer).items() if not any(o is cb for cb in taken)}
@@ -203,7 +208,8 @@ class OwnState:
 
     def _changed(self, marker, name, own):
         "Names of attributes of `own` that have been set or changed, in their order"
-        was,ever = self.begin.get(name),self.ever.get(name, set())
+        marks = self.ready if _is_of_model(name) and name in self.ready else self.begin # Moved to a device
+        was,ever = marks.get(name),self.ever.get(name, set())
         return [k for k,o in own.items() if k in ever or was is None or was.part(k) != marker.mark(o)]
 
     def close(self, trainer):
@@ -241,11 +247,18 @@ def take(self:OwnState,
         if name.startswith('dls.') or _is_of_model(name): settings = {} # Told elsewhere
         state,refused = _exactly(state, name, copy)
         if state or settings: found[name] = dict(state=state, settings=settings)
-        unkept += [(name, k) for k in lost+refused if (name, k) not in self.told]
+        lost = [k for k in lost+refused if not self._is_output(name, k, own[k])]
+        unkept += [(name, k) for k in lost if (name, k) not in self.told]
     if of is not None: return found
     if unkept: _warn_of_lost(unkept)
     self.told.update(unkept)
     return found
+
+@patch
+def _is_output(self:OwnState, name, k, x):
+    "Whether a model has made another object in this fit, as for an output that is looked at later"
+    was = part_of(self.ready.get(name), k)
+    return _is_of_model(name) and not (was and was.who == Same(x))
 
 def _exactly(state, name, copy):
     "What can be saved of `state`, as plain data with its exact types, and the names of the rest"
@@ -286,7 +299,7 @@ def _listed(found): return ', '.join(found[:8]) + (f' and {len(found)-8} more' i
 
 # %% ../../nbs/state/38_own_state.ipynb #a169c12e
 _TOLD = {'lost': 'There is no place any more for what was saved as {}, so it begins anew.',
-         'gone': 'What was saved of {} has no callback any more, so it is lost.',
+         'gone': 'What was saved of {} has no callback or module any more, so it is lost.',
          'differ': 'The run goes on with the settings that the script has now: {}.'}
 _AS_IT_WAS = (' If that is not meant, let callbacks and settings be as they were, '
               'or begin anew in another folder.')

@@ -24,7 +24,7 @@ from ..loop.passes import forget
 from ..loop.callback_list import flat
 from ..data.generators import own_generators
 from .random_numbers import random_state, same_random_state, set_random_state
-from .snapshot import Snapshot
+from .snapshot import Snapshot, of_content
 
 # %% ../../nbs/state/40_side_runs.ipynb #d773f258
 def _only_reads(callback):
@@ -91,14 +91,33 @@ def _shape_of(x):
 
 # %% ../../nbs/state/40_side_runs.ipynb #c72e7b08
 _OF_MODULES = frozenset(vars(nn.Module()))
-_HELD = torch.Tensor,list,dict,set,deque
+_HELD = torch.Tensor,list,dict,set,deque,tuple
 
 def _held_by(keepers):
     "Tensors and containers that those of the user's own keep in attributes, and their buffers"
     own = [x for x in keepers if not type(x).__module__.startswith('torch.')]
-    pairs = [pair for x in own for pair in vars(x).items()]
-    buffers = [part for x in own if isinstance(x, nn.Module) for part in x._buffers.values()]
-    return buffers + [o for k,o in pairs if k not in _OF_MODULES and isinstance(o, _HELD)]
+    modules = [x for x in own if isinstance(x, nn.Module)]
+    merging = [m for m in modules if type(m).train is not nn.Module.train] # Into weights, as a LoRA does
+    tensors = [part for m in modules for part in m._buffers.values()]
+    tensors += [part for m in merging for part in m._parameters.values()]
+    pairs = [pair for x in own for pair in vars(x).items() if pair[0] not in _OF_MODULES]
+    return tensors + [o for _,o in pairs if isinstance(o, _HELD) and not isinstance(o, nn.Parameter)]
+
+_LONG = 1000
+
+def _as_held(todo):
+    "How to put back what is held as it is now; of a long container only what is in it"
+    seen,found = {},[]
+    while todo:
+        x = todo.pop()
+        if id(x) in seen or not isinstance(x, _HELD): continue
+        seen[id(x)] = x
+        try: put_back,reached = of_content(x)
+        except Exception: continue # It cannot be copied, such as a tensor that is nested or in parts
+        found.append(put_back)
+        if not isinstance(x, torch.Tensor) and len(x) <= _LONG:
+            todo += [o for o in reached if not isinstance(o, nn.Parameter)]
+    return found
 
 @contextmanager
 def attributes_kept(
@@ -106,11 +125,11 @@ def attributes_kept(
 ):
     "Have model and loss function keep the attributes that they have now, and what these hold"
     keepers = _keepers(trainer)
-    before,held = [(x, _shape_of(x), dict(vars(x))) for x in keepers],_held_by(keepers)
-    inner = Snapshot(SimpleNamespace(held=held), keep=[trainer, *keepers]) if held else None
+    before,held = [(x, _shape_of(x), dict(vars(x))) for x in keepers],_as_held(_held_by(keepers))
     try: yield
     finally:
-        if inner is not None: inner.put_back()
+        with torch.no_grad():
+            for put_back in held: put_back()
         for x,shape,values in before:
             own = vars(x)
             same = len(own) == len(values) and all(map(is_, own.values(), values.values()))

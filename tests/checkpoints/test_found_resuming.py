@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import itertools
 import json
 import os
 import signal
@@ -1265,6 +1266,33 @@ def test_what_batches_are_made_from_is_saved_only_with_batches_that_were_made(tm
     assert not {"before", "last"} & saved(CountsEpochsCB()).keys()
     made = saved(CountsEpochsCB(), OrderCB())
     assert made["last"] and set(made["before"]["own"]) <= {"CountsEpochsCB", "OrderCB", ""}
+
+
+class SomeCB:
+    "Only the first batches of each pass, and each louder than the one before"
+
+    def before_epoch(self, trainer):
+        if trainer.training:
+            trainer.batches = self.some(itertools.islice(trainer.batches, 4))
+
+    def some(self, batches):
+        for i, (x, y) in enumerate(batches):
+            x.mul_(1 + i / 10)
+            yield x, y
+
+
+@pytest.mark.parametrize("n", [2, 4, 5, 9])
+def test_wrappers_that_count_go_on_over_a_loader_that_knows_its_place(n, tmp_path):
+    make = lambda *cbs: make_trainer([BasicTrainCB(), SomeCB(), InterruptCB(), *cbs])
+    whole = fit(make())
+    with pytest.raises(Cut):
+        fit(
+            make(CheckpointCB(tmp_path, every=1)),
+            callbacks=CutCB("before_predict", lambda t: t.n_updates == n),
+        )
+    again = fit(make(CheckpointCB(tmp_path, every=1)))
+    assert again.n_updates == whole.n_updates == 12
+    same(whole, again)
 
 
 def test_a_checkpoint_without_what_batches_were_made_from_goes_on(tmp_path):

@@ -4,6 +4,7 @@ The first goes on as if the run had never stopped; the second is told, since the
 """
 
 import collections
+import dataclasses
 import random
 import re
 import warnings
@@ -291,14 +292,108 @@ def test_what_a_model_carries_in_plain_attributes_goes_on(tmp_path, every, insid
     goes_on(tmp_path, [], 8, every=every, model=model)
 
 
+class Late(nn.Module):
+    "Has its hidden state from the first batch on only"
+
+    hidden = None
+
+    def forward(self, x):
+        hidden = torch.zeros(8) if self.hidden is None else self.hidden
+        self.hidden = (0.9 * hidden + x.mean(0)).detach()
+        return x + self.hidden
+
+
+@pytest.mark.parametrize("every", ["epoch", 2])
+def test_what_a_model_carries_from_its_first_batch_on_goes_on(tmp_path, every):
+    goes_on(tmp_path, [], 8, every=every, model=Late)
+
+
 def test_what_a_model_carries_and_cannot_be_kept_is_named(tmp_path):
-    class Iterating(Carrying):
+    class Iterating(Late):
+        def __init__(self):
+            super().__init__()
+            self.steps = iter(range(10**6))
+
         def forward(self, x):
-            self.steps = iter(range(3))
+            next(self.steps)
             return super().forward(x)
 
     with pytest.warns(UserWarning, match=r"`model\.1\.steps` changed.*attributes, or, if nothing is lost"):
         make([], tmp_path, model=Iterating).fit(1, lr=0.01, valid=False)
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: tuple
+
+
+class Telling(nn.Module):
+    "Keeps what it gave last, so that one can look at it"
+
+    def forward(self, x):
+        self.attention, self.maps = x.softmax(-1), [x, x.detach()]
+        self.last, self.cut = Output(x, (x, x)), slice(1, 3)
+        self.spread = torch.distributions.Normal(x.detach().mean(), 1.0)
+        return x
+
+
+def test_what_a_model_only_shows_is_no_reason_to_warn(tmp_path):
+    goes_on(tmp_path, [], 8, every=2, model=Telling)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make([], tmp_path / "b", model=Telling).fit(1, lr=0.01, valid=False)
+
+
+class Masked(nn.Module):
+    "Has a mask, as language models do, which is made by the script"
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(300, 300), persistent=False)
+
+    def forward(self, x):
+        return x * self.mask[0, 0]
+
+
+class MoveCB:
+    "Moves the model to another device, as far as one can see"
+
+    def before_fit(self, trainer):
+        for module in trainer.model.modules():
+            for name, x in module._buffers.items():
+                setattr(module, name, x.clone())
+
+
+def test_what_was_only_moved_to_a_device_is_not_saved(tmp_path):
+    goes_on(tmp_path, [MoveCB], 8, model=Masked)
+    assert max(o.stat().st_size for o in tmp_path.rglob("*") if o.is_file()) < 100_000
+
+
+def test_a_session_of_another_library_stays_that_of_the_script(tmp_path, monkeypatch):
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages/tracks.py").write_text(
+        "import uuid\nclass Run:\n"
+        "    def __init__(self): self.id, self.step = uuid.uuid4().hex, 0\n"
+        "    def __enter__(self): return self\n"
+        "    def __exit__(self, *args): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    import tracks
+
+    class TrackCB:
+        def before_fit(self, trainer):
+            self.run = tracks.Run()
+            self.began = self.run.id
+
+        def after_batch(self, trainer):
+            self.run.step += 1
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        make([TrackCB], tmp_path / "run", 8).fit(4, lr=0.01, valid=False)
+    again = make([TrackCB], tmp_path / "run")
+    again.fit(4, lr=0.01, valid=False)
+    assert again.TrackCB.run.step < again.n_updates
 
 
 class Buffer(torch.utils.data.Dataset):

@@ -99,9 +99,8 @@ MACHINERY = {  # Names without an underscore that a face leaves to their module
     "data": "in_order",
     "state": """
         bare check_fits check_states checkpoints_near Experiment experiment_of from_plain
-        opt_defaults places_of plain plain_random_state put_callbacks put_frozen put_generators put_held
-        put_position put_random put_state
-        put_weights cut_names load_weights_into
+        of_content opt_defaults places_of plain plain_random_state put_callbacks put_frozen
+        put_generators put_held put_position put_random put_state put_weights cut_names load_weights_into
         random_state run_folder set_plain_random_state set_random_state stateful_callbacks
         take_callbacks take_parts take_state
     """,

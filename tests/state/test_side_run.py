@@ -1003,6 +1003,58 @@ def test_an_evaluation_in_a_fit_leaves_alone_what_the_model_holds(look, kind):
     assert repr(weights(look())) == repr(weights())
 
 
+class Merging(nn.Linear):
+    "Adds its change to the weight while it is evaluated, as LoRA does"
+
+    merged = False
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.weight.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2, 4))
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged is mode:
+            self.weight.data += (self.a @ self.b) * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.merged else y + x @ (self.a @ self.b).T
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_weights_that_are_merged_for_an_evaluation_come_apart(look):
+    def weights(*callbacks):
+        trainer = make_trainer(callbacks)
+        set_seed(0)
+        trainer.model = Merging()
+        trainer.fit(2, valid=False)
+        return [p.tolist() for p in trainer.model.parameters()]
+
+    assert weights(look()) == weights()
+
+
+def test_what_cannot_be_copied_and_what_is_long_does_not_hinder_an_evaluation():
+    class Odd(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.nested = [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]
+            self.table = [[i] for i in range(2000)]
+
+        def forward(self, x):
+            self.table.append([0])
+            return super().forward(x)
+
+    trainer = make_trainer([EvaluatorCB(updates=1)])
+    set_seed(0)
+    trainer.model = Odd()
+    trainer.fit(1, valid=False)
+    assert len(trainer.model.table) == 2000 + trainer.n_updates
+
+
 def test_between_fits_one_can_look_at_what_the_last_batch_has_left():
     trainer = recurrent()
     trainer.fit(1)
