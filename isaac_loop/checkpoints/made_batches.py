@@ -84,8 +84,9 @@ def are_wrapped(
 )->bool:
     "Whether somebody other than the library has put batches in the place of the loader's"
     batches = trainer.batches
-    while frame := _frame_of_ours(batches): batches = frame.f_locals.get('batches')
-    return batches is not None and batches is not trainer._source
+    while frame := _frame_of_ours(batches):
+        batches = next((frame.f_locals[o] for o in ('batches', 'iterable') if o in frame.f_locals), None)
+    return batches is not trainer._source
 
 def _frame_of_ours(batches):
     "The frame of a generator of the library, such as that which looks for an interrupt after each batch"
