@@ -158,6 +158,9 @@ def to_cpu(
     "`x` with everything in it on the CPU, detached, and in full precision"
     return map_tensors(_to_cpu, x, _moves)
 
+# %% ../../nbs/basics/30_tensors.ipynb #8b9f24b0
+OF_MODULES = frozenset(vars(torch.nn.Module())) # Names
+
 # %% ../../nbs/basics/30_tensors.ipynb #ec799497
 _CONTRADICTION = ('`deterministic=True` and `benchmark=True` contradict each other: cuDNN would choose '
                   'algorithms by their speed, and another run may choose others. Leave one of them out.')

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
+from ..basics.tensors import OF_MODULES
 from ..loop.fitting import private_state
 from ..loop.trainer import Trainer
 
@@ -131,15 +132,13 @@ def _undressed(x):
     return x.fget if isinstance(x, property) else x
 
 # %% ../../nbs/data/55_generators.ipynb #b76a834c
-_OF_MODULES = frozenset(vars(nn.Module()))
-
 def _attributes(x):
     "Pairs of how it is reached and what it is, of what may lead on"
     try: own = object.__getattribute__(x, '__dict__')
     except Exception: own = {} # There is none, or a property in its place fails
     if not isinstance(own, dict) or len(own) > _MANY: own = {}
     is_module = issubclass(type(x), nn.Module)
-    without = _OF_MODULES if is_module else ()
+    without = OF_MODULES if is_module else ()
     held = [(f'.{k}', o) for k,o in list(own.items()) if k not in without and not _is_end(type(o))]
     spaces,slots = _of_class(type(x))
     of_class = [('', type(x))] if spaces else []

@@ -9,10 +9,10 @@ __all__ = []
 import torch
 from torch import nn
 
+from ..basics.tensors import OF_MODULES
 from ..state.errors import UnsaveableState
 
 # %% ../../nbs/metrics/08_metric_state.ipynb #8ef5a433
-_OF_MODULES = frozenset(vars(nn.Module())) # What every module has
 _CACHES = '_computed','_forward_cache' # Of torchmetrics
 
 def _has(x, *methods): return all(callable(getattr(x, name, None)) for name in methods)
@@ -33,7 +33,7 @@ def _held(m):
     if not isinstance(m, nn.Module): return own
     modules = {name: module for name,module in m._modules.items() if module is not None}
     if not _is_metric(m): return modules
-    own = {name: value for name,value in own.items() if name not in _OF_MODULES}
+    own = {name: value for name,value in own.items() if name not in OF_MODULES}
     if hasattr(m, '_defaults'): own = {name: value for name,value in own.items() if _counts(m, name, value)}
     return own | m._buffers | modules
 

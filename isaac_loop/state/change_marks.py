@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ..basics.tensors import OF_MODULES
 from ..data.generators import drawn_from
 from .snapshot import slots_of
 
@@ -102,14 +103,14 @@ def _held(x):
     return [part for part in held if isinstance(part, HELD)]
 
 # %% ../../nbs/state/30_change_marks.ipynb #1f91687b
-_OF_MODULES = frozenset(vars(nn.Module())) - {'training'}
+_UNLOOKED = OF_MODULES - {'training'} # A module's mode counts
 
 def members_of(x):
     "What `x` is made of, by name"
     if not isinstance(x, nn.Module): return attributes_of(x)
     found = {}
     for path,m in x.named_modules():
-        own = {**m._parameters, **m._buffers, **{k: o for k,o in vars(m).items() if k not in _OF_MODULES}}
+        own = {**m._parameters, **m._buffers, **{k: o for k,o in vars(m).items() if k not in _UNLOOKED}}
         found.update({f'{path}.{k}'.lstrip('.'): o for k,o in own.items()})
     return found
 

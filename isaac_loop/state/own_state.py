@@ -15,6 +15,7 @@ from torch import nn, optim
 from torch.utils.data import Subset
 
 from ..basics.checks import warn
+from ..basics.tensors import OF_MODULES
 from ..loop.events import callback_name
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
@@ -102,13 +103,11 @@ class _World:
         return {id(o) for o in parts if type(o) not in SIMPLE}
 
 # %% ../../nbs/state/38_own_state.ipynb #b31befaa
-_OF_MODULES = frozenset(vars(nn.Module()))
-
 def _of_other(name, owner):
     "The attributes of a loss function or a dataset that may be state"
     without = _unasked(owner)
     if without is True: return {}
-    own = _attributes(owner, without | _OF_MODULES if isinstance(owner, nn.Module) else without)
+    own = _attributes(owner, without | OF_MODULES if isinstance(owner, nn.Module) else without)
     if _is_of_model(name) and isinstance(owner, nn.Module): # Its generators have a place of their own
         unsaved = {k: owner._buffers.get(k) for k in owner._non_persistent_buffers_set}
         return {k: o for k,o in (own | unsaved).items() if not is_generator(o)}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from fastcore.basics import patch
 
-from ..basics.tensors import set_seed
+from ..basics.tensors import OF_MODULES, set_seed
 from ..loop.events import EVENTS, Order, ROW_EVENTS, handler_of
 from ..loop.plan import Plan
 from ..loop.trainer import Trainer
@@ -90,7 +90,6 @@ def _shape_of(x):
     return type(x),names
 
 # %% ../../nbs/state/40_side_runs.ipynb #c72e7b08
-_OF_MODULES = frozenset(vars(nn.Module()))
 _HELD = torch.Tensor,list,dict,set,deque,tuple
 
 def _held_by(keepers):
@@ -100,7 +99,7 @@ def _held_by(keepers):
     merging = [m for m in modules if type(m).train is not nn.Module.train] # Into weights, as a LoRA does
     tensors = [part for m in modules for part in m._buffers.values()]
     tensors += [part for m in merging for part in m._parameters.values()]
-    pairs = [pair for x in own for pair in vars(x).items() if pair[0] not in _OF_MODULES]
+    pairs = [pair for x in own for pair in vars(x).items() if pair[0] not in OF_MODULES]
     return tensors + [o for _,o in pairs if isinstance(o, _HELD) and not isinstance(o, nn.Parameter)]
 
 _LONG = 1000
