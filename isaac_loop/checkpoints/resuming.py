@@ -25,7 +25,7 @@ from ..state.run_state import put_callbacks, put_frozen, put_generators, put_pos
 from ..state.run_state import put_random, put_state
 from ..state.errors import ResumeMismatch
 from ..state.script_facts import note_frozen, note_opts, script_facts
-from ..state.random_numbers import random_state, set_plain_random_state, undrawn
+from ..state.random_numbers import compact_random_state, set_plain_random_state, undrawn
 from ..loop.passes import n_batches
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #5a2c5cce
@@ -134,7 +134,7 @@ def _pass(self:ResumingCB, trainer, batches):
         batches = self._rest(trainer, batches, state, done, begun)
     else:
         own = {name: o.get_state() for name,o in generators(trainer).items()}
-        self._pass_start = random_state(),own,_place_of(trainer.dl)
+        self._pass_start = compact_random_state(),own,_place_of(trainer.dl)
     for batch in batches:
         self._as_given,handed = batch is trainer._source.last,handed+1
         if watched: self._last = parts_of_batch(batch) if set_anew or not self._as_given else None
