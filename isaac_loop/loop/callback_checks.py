@@ -9,6 +9,7 @@ __all__ = []
 import inspect, math
 from difflib import get_close_matches
 from functools import lru_cache
+from types import FunctionType, MethodType
 
 from ..basics.checks import did_you_mean, warn
 from ..basics.old_names import EVENT_NAMES, FLAGS, FOREIGN_EVENTS, called_here
@@ -20,6 +21,7 @@ from .plan_checks import names_in
 # %% ../../nbs/loop/27_callback_checks.ipynb #2af85944
 _PREFIXES = ('before_', 'after_', 'cleanup_')
 
+@lru_cache(maxsize=4096)
 def _looks_like_event(name, events):
     "Whether someone who wrote `name` must have meant an event"
     if name.startswith(_PREFIXES) or name in EVENT_NAMES: return True
@@ -34,6 +36,19 @@ def _misspelt(callback, events):
     odd = [name for name in likely if _looks_like_event(name, events)]
     return [name for name in odd if callable(callback if function else getattr(callback, name, None))]
 
+# %% ../../nbs/loop/27_callback_checks.ipynb #501d95c2
+_LAZY = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
+def _is_in_order(handler):
+    "Whether this is an ordinary function or method that takes one argument and runs when it is called"
+    f = handler.__func__ if type(handler) is MethodType else handler
+    if type(f) is not FunctionType or vars(f): return False # Such as a decorated one
+    code,optional = f.__code__,f.__kwdefaults__ or {}
+    n,more = code.co_argcount - (f is not handler),code.co_flags & inspect.CO_VARARGS
+    named = code.co_varnames[code.co_argcount:][:code.co_kwonlyargcount]
+    takes_one = n - len(f.__defaults__ or ()) <= 1 <= (1 if more else n)
+    return takes_one and all(name in optional for name in named) and not code.co_flags & _LAZY
+
 # %% ../../nbs/loop/27_callback_checks.ipynb #35d9d00a
 _NO_CALL = '`{}` is {!r}, which cannot be called. An event needs a method that takes the trainer.'
 _COROUTINE = ('`{}` is a coroutine or a generator, so calling it would do nothing. '
@@ -46,6 +61,7 @@ _OWN_ARGUMENTS = ('`{}{}` is named after an event, and a method of the trainer g
 
 def _check_handler(name, handler, event, wrong=_ARGUMENTS):
     "Refuse a handler that could not run, or would silently do nothing"
+    if _is_in_order(handler): return
     if not callable(handler): raise TypeError(_NO_CALL.format(name, handler))
     lazy = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     if any(is_lazy(handler) for is_lazy in lazy): raise TypeError(_COROUTINE.format(name))

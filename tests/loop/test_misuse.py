@@ -3,7 +3,7 @@
 import copy
 import warnings
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 from torch import nn, optim
@@ -26,7 +26,7 @@ from isaac_loop.all import (
     replaces,
     with_cbs,
 )
-from isaac_loop.loop.callback_checks import check_callback
+from isaac_loop.loop.callback_checks import _is_in_order, check_callback
 from small import data, trainer_with
 
 
@@ -850,3 +850,18 @@ def test_after_a_fit_nothing_holds_the_graph_of_its_last_batch():
     assert trainer.loss.grad_fn is None and not trainer.preds.requires_grad
     copied = copy.deepcopy(trainer)
     assert copied.loss == trainer.loss
+
+
+_ARGUMENTS = "|t|t u|t u=1|t=1 u=2|*a|t *a|t u *a|* n|* n=1|t * n|t * n=1|t /|t / u|**k|t **k"
+
+
+@pytest.mark.parametrize("is_method", [False, True])
+@pytest.mark.parametrize("arguments", _ARGUMENTS.split("|"))
+def test_a_handler_is_judged_as_python_would_judge_its_call(arguments, is_method):
+    handler = eval(f"lambda {', '.join([*['self'] * is_method, *arguments.split()])}: 1")
+    bound = MethodType(handler, "anything") if is_method else handler
+    try:
+        takes_one = bool(bound(None))
+    except TypeError:
+        takes_one = False
+    assert _is_in_order(bound) == takes_one

@@ -76,7 +76,7 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling(): return result # What is traced is no call yet
+        if _is_read(func, result) or torch.compiler.is_compiling(): return result # What is traced is no call
         call = Call(func, args, kwargs or {}, result)
         for one in self.looks if args else ():
             try: one.look(call)
@@ -85,6 +85,10 @@ class Calls(TorchFunctionMode):
         return result
 
     def place(self): return users_line() or f'`{self.moment()[1]}`'
+
+def _is_read(func, result):
+    "Whether an attribute is read that is no tensor, such as a shape"
+    return getattr(func, '__name__', '') == '__get__' and not isinstance(result, torch.Tensor)
 
 # %% ../../../nbs/inspection/seen_run/10_seen_origins.ipynb #025ea968
 _SAME_SHAPE = {'dropout', 'detach', 'clone', 'to', 'contiguous', 'masked_fill', 'float', 'type'}

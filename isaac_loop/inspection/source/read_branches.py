@@ -7,11 +7,13 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source/42_read_branches.ipynb #ac0ac1f6
 import ast
+from functools import lru_cache
 
 from ...basics.source_code import negated
 from .read_statements import Statements, asks_validation, only_presence, part_of
 
 # %% ../../../nbs/inspection/source/42_read_branches.ipynb #732c0fdd
+@lru_cache(maxsize=4096)
 def _asked_for(test):
     "Attributes that a condition asks for, as in `hasattr(trainer, 'opt')`"
     nodes = list(ast.walk(test))
@@ -30,11 +32,13 @@ def _returns(body):
 
 def _has_way_out(body, kinds=(ast.Return, ast.Continue, ast.Break)):
     "Whether one of these stands in `body`, but for functions within"
-    for node in body:
-        if isinstance(node, kinds): return True
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)): continue
-        if _has_way_out(ast.iter_child_nodes(node), kinds): return True
-    return False
+    return any(_is_way_out(node, kinds) for node in body)
+
+@lru_cache(maxsize=4096)
+def _is_way_out(node, kinds):
+    if isinstance(node, kinds): return True
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)): return False
+    return _has_way_out(ast.iter_child_nodes(node), kinds)
 
 # %% ../../../nbs/inspection/source/42_read_branches.ipynb #5ee61dbf
 UNWORDED = ast.Constant(...) # A condition that no words are found for
