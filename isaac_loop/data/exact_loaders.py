@@ -26,6 +26,7 @@ _NOT_IN_ORDER = ('`in_order=False` lets the fastest worker come first, so a run 
 class ExactLoader(Resumable, DataLoader):
     "A `DataLoader` for datasets with a length whose batches follow from seed, epoch and position alone"
     drawn = False # Was the seed drawn for this fit? Then a run that goes on brings its own
+    _begins_anywhere = True
     def __init__(self,
         dataset, # Has `__len__`, and `__getitem__` or `__getitems__`
         batch_size:int, # Rows of a batch: in each process, or in all together if `whole`

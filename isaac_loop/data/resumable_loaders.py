@@ -16,6 +16,7 @@ from .sampling import whole_number
 class Resumable:
     "A loader that knows its epoch, and how much of it was given"
     epoch,_done,_goes_on = 0,0,False
+    _begins_anywhere = False # At no cost?
     _pass = _engine = _batches = None # The last pass; what it reads with; its persistent workers
 
     def __iter__(self):
@@ -39,12 +40,24 @@ class Resumable:
 
     def _here(self):
         "Epoch and amount, where going on from now would begin"
-        if not (self._pass and self._pass()): return self._next() # Nobody holds the last pass any more
-        return self.epoch,self._done
+        return (self.epoch, self._done) if self.is_read() else self._next()
 
     def leave_pass(self):
         "Let the next pass be another epoch, though a cancel has left this one and somebody still holds it"
         self._place(*self._next(), self._goes_on)
+
+    def is_read(self): return bool(self._pass and self._pass()) # Does anybody hold the last pass?
+
+    def place_keeper(self):
+        "A function that puts the loader back to where it is now, and the pass that somebody reads"
+        place = {name: getattr(self, name) for name in ('epoch', '_done', '_goes_on', '_pass')}
+        def put_back():
+            moved = any(getattr(self, name) != was for name,was in place.items())
+            vars(self).update(place)
+            if not (moved and self._begins_anywhere and self.is_read()): return
+            read = self._pass()
+            read.walk = self._walk(read.epoch, self._done)
+        return put_back
 
     def __getstate__(self): # A copy has no workers yet
         return {**vars(self), '_pass': None, '_engine': None, '_batches': None}
