@@ -832,10 +832,24 @@ MUTANTS = [
     # What is kept, left alone or named
     Mutant(
         "an evaluation in a fit goes on with the hidden state of the model",
-        "attributes_kept",
+        "_put_back",
         "own.update(values)",
         "pass",
         ["test_an_evaluation_in_a_fit_leaves_hidden_state_and_counters_alone"],
+    ),
+    Mutant(
+        "weights that a module swaps for an evaluation stay swapped",
+        "_values_in",
+        "return found + [x for held in below for x in held.values()]",
+        "return found",
+        ["test_weights_below_a_module_that_merges_or_swaps_them_stay"],
+    ),
+    Mutant(
+        "a loader that a callback reads begins in the middle of a pass after an evaluation",
+        "_of_loader",
+        "x.is_read()",
+        "False",
+        ["test_a_loader_that_a_callback_reads_beside_the_training_stands_where_it_stood"],
     ),
     Mutant(
         "what a loss function keeps is forgotten",

@@ -27,7 +27,7 @@ from ..loop.events import CancelFitException, CancelStepException, Order, callba
 from ..basics.tables import row_text
 from .evaluation_pass import PassCB, agreed, askers, check_functions, check_metric_names
 from .evaluation_pass import check_returned_names, returned_numbers
-from ..state.side_runs import attributes_kept
+from ..state.kept_attributes import attributes_kept
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #dd20e864
 class EvaluatorCB:

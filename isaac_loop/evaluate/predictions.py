@@ -19,7 +19,7 @@ from .shared_evaluation import shared_rows
 from ..loop.events import CancelException, CancelStepException, Order
 from ..loop.passes import n_batches
 from ..loop.trainer import Trainer
-from ..state.side_runs import attributes_kept
+from ..state.kept_attributes import attributes_kept
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #0612a328
 class OtherData:

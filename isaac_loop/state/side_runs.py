@@ -6,16 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/state/40_side_runs.ipynb #c0d20234
-from collections import deque
 from contextlib import contextmanager, suppress
-from operator import is_
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 from fastcore.basics import patch
 
-from ..basics.tensors import OF_MODULES, set_seed
+from ..basics.tensors import set_seed
 from ..loop.events import EVENTS, Order, ROW_EVENTS, handler_of
 from ..loop.plan import Plan
 from ..loop.trainer import Trainer
@@ -23,8 +21,9 @@ from ..loop.history import History
 from ..loop.passes import forget
 from ..loop.callback_list import flat
 from ..data.generators import own_generators
+from .kept_attributes import attributes_beside
 from .random_numbers import random_state, same_random_state, set_random_state
-from .snapshot import Snapshot, of_content
+from .snapshot import Snapshot
 
 # %% ../../nbs/state/40_side_runs.ipynb #d773f258
 def _only_reads(callback):
@@ -76,65 +75,21 @@ def _filled_slots(trainer):
         with suppress(AttributeError): found[name] = object.__getattribute__(trainer, name)
     return found
 
-# %% ../../nbs/state/40_side_runs.ipynb #eb39676d
-def _keepers(trainer):
-    "Who may keep something from one batch to the next: parts of the model, and of the loss function"
-    model,loss_func = trainer.model,trainer.loss_func
-    owners = [getattr(loss_func, '__self__', loss_func), model]
-    owners += [m for x in owners if isinstance(x, nn.Module) for m in x.modules() if m is not x]
-    return [x for x in owners if isinstance(getattr(x, '__dict__', None), dict) and x is not trainer]
+# %% ../../nbs/state/40_side_runs.ipynb #b81b34cc
+def _modules_beside(trainer):
+    "Modules in a trainer's attributes, also in a list or dict there, beside those of the model"
+    held = [trainer.loss_func, *attributes_beside(trainer)]
+    if len(held) == 1 and not isinstance(held[0], nn.Module): return [] # As usual
+    several = [x.values() if isinstance(x, dict) else x for x in held if isinstance(x, (list, tuple, dict))]
+    held += [part for parts in several if len(parts) <= 100 for part in parts]
+    return [m for x in held if isinstance(x, nn.Module) for m in x.modules()]
 
-def _shape_of(x):
-    "The class of `x` and the names of its parts, which are others once a module has built itself"
-    names = [tuple(getattr(x, o)) for o in ('_parameters', '_modules') if isinstance(x, nn.Module)]
-    return type(x),names
-
-# %% ../../nbs/state/40_side_runs.ipynb #c72e7b08
-_HELD = torch.Tensor,list,dict,set,deque,tuple
-
-def _held_by(keepers):
-    "Tensors and containers that those of the user's own keep in attributes, and their buffers"
-    own = [x for x in keepers if not type(x).__module__.startswith('torch.')]
-    modules = [x for x in own if isinstance(x, nn.Module)]
-    merging = [m for m in modules if type(m).train is not nn.Module.train] # Into weights, as a LoRA does
-    tensors = [part for m in modules for part in m._buffers.values()]
-    tensors += [part for m in merging for part in m._parameters.values()]
-    pairs = [pair for x in own for pair in vars(x).items() if pair[0] not in OF_MODULES]
-    return tensors + [o for _,o in pairs if isinstance(o, _HELD) and not isinstance(o, nn.Parameter)]
-
-_LONG = 1000
-
-def _as_held(todo):
-    "How to put back what is held as it is now; of a long container only what is in it"
-    seen,found = {},[]
-    while todo:
-        x = todo.pop()
-        if id(x) in seen or not isinstance(x, _HELD): continue
-        seen[id(x)] = x
-        try: put_back,reached = of_content(x)
-        except Exception: continue # It cannot be copied, such as a tensor that is nested or in parts
-        found.append(put_back)
-        if not isinstance(x, torch.Tensor) and len(x) <= _LONG:
-            todo += [o for o in reached if not isinstance(o, nn.Parameter)]
-    return found
-
-@contextmanager
-def attributes_kept(
-    trainer, # Evaluates in the `with` block
-):
-    "Have model and loss function keep the attributes that they have now, and what these hold"
-    keepers = _keepers(trainer)
-    before,held = [(x, _shape_of(x), dict(vars(x))) for x in keepers],_as_held(_held_by(keepers))
-    try: yield
-    finally:
-        with torch.no_grad():
-            for put_back in held: put_back()
-        for x,shape,values in before:
-            own = vars(x)
-            same = len(own) == len(values) and all(map(is_, own.values(), values.values()))
-            if same or _shape_of(x) != shape: continue
-            for name in own.keys() - values.keys(): del own[name]
-            own.update(values)
+def _put_modes_back(modes):
+    "Have each module be in the mode of its pair, those with others in them first"
+    for module,mode in modes:
+        if module.training is not mode and type(module).train is not nn.Module.train: module.train(mode)
+    for module,mode in modes:
+        if module.training is not mode: module.training = mode
 
 # %% ../../nbs/state/40_side_runs.ipynb #3880686d
 def _undo(trainer, swaps):
@@ -161,7 +116,7 @@ def side_run(self:Trainer,
     loop,slots = dict(vars(self)),_filled_slots(self)
     between_fits = not (self._fitting or self._side_runs)
     modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []
-    modes = [(m, m.training) for m in modules]
+    modes = [(m, m.training) for m in [*modules, *_modules_beside(self)]]
     world = SimpleNamespace(callbacks=kept, dls=self.dls, generators=own_generators(self))
     before = Snapshot(world, keep=self._trained(modules))
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
@@ -183,10 +138,10 @@ def side_run(self:Trainer,
         if between_fits: self._aside.update(began=before.random, seedings=set_seed.calls, ended=ended)
         forget(self, *Trainer.__slots__)
         for name,value in slots.items(): setattr(self, name, value)
-        for module,mode in modes:
-            if module.training is not mode: module.training = mode
-        if ended is before.random: before.put_back() # Nobody has drawn
-        else: before.restore()
+        try: _put_modes_back(modes)
+        finally:
+            if ended is before.random: before.put_back() # Nobody has drawn
+            else: before.restore()
         undone = [change for change in swaps if change not in plan.changes]
         if undone: _undo(self, undone)
 

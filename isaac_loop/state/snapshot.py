@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..loop.ranks import Ranks
 from ..loop.plan import Plan
+from ..data.resumable_loaders import Resumable
 from ..data.generators import data_generators, drawn_from, own_generators
 from .random_numbers import random_state, set_random_state
 
@@ -104,6 +105,31 @@ def _of_numpys(x):
         if plain.flags.writeable: plain[...] = values
     return put_back, list(values.flat) if values.dtype == object else ()
 
+# %% ../../nbs/state/20_snapshot.ipynb #da0e356b
+_LIBRARIES = {'torch', 'torchvision', 'numpy', 'fastcore', 'isaac_loop', *sys.stdlib_module_names}
+
+@lru_cache(maxsize=1024)
+def own_classes(
+    kind:type, # Any class
+)->tuple: # Empty for a class of Python, PyTorch or this library
+    "A class and its bases, as far as a user has written them"
+    return tuple(c for c in kind.__mro__ if _package(c) not in _LIBRARIES)
+
+def _package(cls): return str(cls.__module__).partition('.')[0]
+
+@lru_cache(maxsize=1024)
+def _is_code(kind): return issubclass(kind, type) or hasattr(kind, '__get__')
+
+def _of_class(kind):
+    "Values in the user's part of a class, which are no methods, properties or other classes"
+    pairs = [(c, k, x) for c in own_classes(kind) for k,x in list(vars(c).items()) if k[:2] != '__']
+    held = [(c, k, x) for c,k,x in pairs if not _is_code(type(x))]
+    if not held: return _nothing, ()
+    def put_back():
+        for c,k,x in held:
+            if vars(c).get(k) is not x: setattr(c, k, x)
+    return put_back, [x for _,_,x in held]
+
 # %% ../../nbs/state/20_snapshot.ipynb #9e3a1f7f
 def _own(x):
     "The `__dict__` of `x`, or None"
@@ -111,10 +137,10 @@ def _own(x):
     except AttributeError: return None
     return own if isinstance(own, dict) else None
 
-def _slots(x):
-    "What the filled slots of `x` hold, by their descriptors"
+def _filled(x, slots):
+    "What those of the `slots` of `x` hold that are filled, by their descriptors"
     found = {}
-    for slot in slots_of(type(x)):
+    for slot in slots:
         try: found[slot] = slot.__get__(x)
         except AttributeError: pass
     return found
@@ -127,16 +153,25 @@ def slots_of(
     members = [member for c in kind.__mro__ if '__slots__' in vars(c) for member in vars(c).values()]
     return [member for member in members if isinstance(member, MemberDescriptorType)]
 
-def _of_attributes(x):
+@lru_cache(maxsize=1024)
+def _facts_of(kind):
+    "The slots of objects of a class, and the class itself if a user has written it"
+    return slots_of(kind),[kind] if own_classes(kind) else []
+
+def of_attributes(
+    x, # Any object
+): # A function that puts it back, and the objects that can be reached from it
     "The class of any object, its `__dict__` and its slots"
-    kind,own,slots = type(x),_own(x),_slots(x)
+    kind,own = type(x),_own(x)
+    slots_here,written = _facts_of(kind)
+    slots = _filled(x, slots_here)
     if own is None and not slots and not hasattr(kind, '__slots__'): return _nothing, ()
     def put_back():
         if type(x) is not kind: object.__setattr__(x, '__class__', kind)
         if _own(x) is not own: object.__setattr__(x, '__dict__', own)
-        for slot in _slots(x).keys() - slots.keys(): slot.__delete__(x)
+        for slot in _filled(x, slots_here).keys() - slots.keys(): slot.__delete__(x)
         for slot,value in slots.items(): slot.__set__(x, value)
-    return put_back, [own, *slots.values()]
+    return put_back, [own, *slots.values(), *written]
 
 # %% ../../nbs/state/20_snapshot.ipynb #543b7c50
 _OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'logging', 'threading', '_thread',
@@ -146,9 +181,11 @@ _OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'logging
 _PLAIN = {dict, OrderedDict, list, tuple, set, frozenset, deque} # Of just these classes: no attributes
 _SIMPLE = (str, bytes, int, float, complex, type(None))
 
-_APART = type,ModuleType,io.IOBase,BaseException,Dataset,_BaseDataLoaderIter,Ranks # What was sent, was sent
+_APART = ModuleType,io.IOBase,BaseException,Dataset,_BaseDataLoaderIter,Ranks # What was sent, was sent
 
-def _is_outside(x):
+def is_outside(
+    x, # Any object
+)->bool:
     "Whether `x` is data, or belongs to the world outside"
     kind = type(x)
     if kind in _PLAIN: return False
@@ -158,8 +195,6 @@ def _is_outside(x):
 @lru_cache(maxsize=1024)
 def _kind_is_outside(kind):
     return issubclass(kind, _APART) or any(_package(c) in _OUTSIDE for c in kind.__mro__)
-
-def _package(cls): return str(cls.__module__).partition('.')[0]
 
 def _is_batch(x):
     "Whether `x`, below a loader, is a tuple of nothing but data"
@@ -184,7 +219,7 @@ _CONTENTS = {
     torch.Tensor: _of_tensor, dict: _of_dict,
     (list, array, bytearray): _of_list, (set, deque): _of_group,
     (tuple, frozenset): lambda x: (_nothing, x),
-    (torch.Generator, random.Random): _of_generator,
+    (torch.Generator, random.Random): _of_generator, type: _of_class,
     MethodType: lambda x: (_nothing, (x.__self__,)),
     partial: lambda x: (_nothing, (x.func, x.args, x.keywords))}
 
@@ -205,6 +240,7 @@ def _content_of(kind):
 def _of_loader(x, is_searched=False):
     "Where a loader stands, or None if it cannot tell and is no `DataLoader`"
     drawn = [] if is_searched or not hasattr(x, 'dataset') else list(data_generators(x).values())
+    if isinstance(x, Resumable) and x.is_read() and not is_searched: return x.place_keeper(), drawn
     if hasattr(type(x), 'state_dict') and hasattr(type(x), 'load_state_dict'):
         state = copy.deepcopy(x.state_dict())
         return lambda: x.load_state_dict(copy.deepcopy(state)), drawn
@@ -227,13 +263,17 @@ def _of_stream(x):
 
 def _numbers(own): return {name: value for name,value in own.items() if isinstance(value, _SIMPLE)}
 
-def _mementos(x, below_loader, is_searched=False):
-    "How to put `x` back as it is now, and the objects that can be reached from it"
-    loader = _of_loader(x, is_searched) if below_loader else None
+def mementos_of(
+    x, # Any object
+    below_loader=False, # Is it reached from a loader?
+    is_searched=False, # Are the generators behind this loader known?
+)->list: # Functions that put it back, each with objects that can be reached from it
+    "How to put `x` back as it is now, and where to go on"
+    loader = _of_loader(x, is_searched) if below_loader and not isinstance(x, type) else None
     if loader:
         stream = getattr(x, 'dataset', None)
         return [loader, _of_stream(stream)] if _tells_its_place(stream) else [loader]
-    return [of_content(x)] if type(x) in _PLAIN else [of_content(x), _of_attributes(x)]
+    return [of_content(x)] if type(x) in _PLAIN else [of_content(x), of_attributes(x)]
 
 # %% ../../nbs/state/20_snapshot.ipynb #488cc2b6
 class Snapshot:
@@ -259,13 +299,13 @@ class Snapshot:
         apart = set(map(id, loaders or ()))
         while todo:
             x = todo.pop()
-            if isinstance(x, _SIMPLE) or id(x) in seen or _is_outside(x): continue
+            if isinstance(x, _SIMPLE) or id(x) in seen or is_outside(x): continue
             if loaders is None and _is_data(x): continue
             is_loader = id(x) in apart or isinstance(x, (DataLoader, Sampler))
             if loaders is not None and is_loader: loaders.append(x)
             else:
                 seen[id(x)] = x # Held, so that no `id` is given to another object
-                for put_back,reached in _mementos(x, loaders is None, id(x) in self._searched):
+                for put_back,reached in mementos_of(x, loaders is None, id(x) in self._searched):
                     if put_back is not _nothing: self.mementos.append(put_back)
                     if loaders is None: reached = _without_batches(reached)
                     todo += [o for o in reached if not isinstance(o, _SIMPLE)]

@@ -1,0 +1,455 @@
+"""An evaluation in the middle of a fit leaves weights, and all that the training goes on with, as they were.
+
+Each test trains once without and once with evaluations: the weights are the same, bit for bit, whatever the
+model, its loss function, a hook, a callback or a trainer of one's own keeps from one batch to the next.
+"""
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from isaac_loop.all import (
+    BasicTrainCB,
+    DataLoaders,
+    EvaluatorCB,
+    Order,
+    Trainer,
+    exact_loader,
+    set_seed,
+)
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+
+
+class LookCB:
+    order = Order.DECIDE
+
+    def __init__(self, look):
+        self.look = look
+
+    def after_batch(self, trainer):
+        if trainer.training:
+            self.look(trainer)
+
+
+LOOKS = {
+    "validate": lambda: LookCB(lambda trainer: trainer.validate()),
+    "get_preds": lambda: LookCB(lambda trainer: trainer.get_preds(with_loss=True)),
+    "EvaluatorCB": lambda: EvaluatorCB(updates=1),
+}
+
+
+def make_trainer(model, *callbacks, loss_func=F.cross_entropy, opt_func=optim.SGD, kind=Trainer):
+    set_seed(0)
+    rows = TensorDataset(X, Y)
+    dls = DataLoaders(exact_loader(rows, 8, seed=3), exact_loader(rows, 12, shuffle=False))
+    return kind(dls, loss_func, opt_func, model, [BasicTrainCB(), *callbacks])
+
+
+def trained(*args, **kwargs):
+    "A trainer after two epochs"
+    trainer = make_trainer(*args, **kwargs)
+    trainer.fit(2, lr=0.1, valid=False)
+    return trainer
+
+
+def stays_the_same(make_model, *makers, make_loss=lambda: F.cross_entropy, kind=Trainer, looks=LOOKS):
+    "Whether an evaluation after each batch changes no weight"
+
+    def weights(*more):
+        set_seed(0)
+        callbacks = [make() for make in makers]
+        model = trained(make_model(), *callbacks, *more, loss_func=make_loss(), kind=kind).model
+        return {k: x.tolist() for k, x in model.state_dict().items()}
+
+    plain = weights()
+    return all(weights(LOOKS[name]()) == plain for name in looks)
+
+
+def linear():
+    return nn.Linear(4, 2)
+
+
+class LoRA(nn.Module):
+    "Around a layer that is not trained, as in `peft`"
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.merged = linear().requires_grad_(False), False
+        self.a, self.b = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.ones(2, 2))
+
+    def train(self, mode=True):
+        if self.merged is mode:
+            self.base.weight.data += (self.b @ self.a) * (-1 if mode else 1)
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return self.base(x) if self.merged else self.base(x) + x @ self.a.T @ self.b.T
+
+
+class Swapping(nn.Module):
+    "Is evaluated with an average of its own"
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.own = linear(), None
+        self.average = copy.deepcopy(self.out.state_dict())
+
+    def train(self, mode=True):
+        if not mode and self.own is None:
+            self.own = copy.deepcopy(self.out.state_dict())
+            self.out.load_state_dict(self.average)
+        if mode and self.own is not None:
+            self.out.load_state_dict(self.own)
+            self.own = None
+        return super().train(mode)
+
+    def forward(self, x):
+        if self.training:
+            for k, v in self.out.state_dict().items():
+                self.average[k].lerp_(v, 0.1)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("model", [LoRA, Swapping, lambda: nn.Sequential(LoRA(), nn.Dropout(0.1))])
+def test_weights_below_a_module_that_merges_or_swaps_them_stay(model):
+    assert stays_the_same(model)
+
+
+@pytest.mark.parametrize("model", [LoRA, Swapping])
+def test_such_a_module_is_told_of_its_mode_after_any_run_on_the_side(model):
+    trainer = trained(model())
+    weights = [p.clone() for p in trainer.model.parameters()]
+    trainer.model.train()
+    with trainer.side_run() as side:
+        side.fit(1, train=False)
+    assert trainer.model.training
+    for was, now in zip(weights, trainer.model.parameters()):
+        torch.testing.assert_close(was, now)
+
+
+class Meter:
+    def __init__(self):
+        self.sum, self.n = 0.0, 0
+
+    def update(self, x):
+        self.sum, self.n = self.sum + x.mean().item(), self.n + 1
+        return self.sum / self.n
+
+
+class Slots:
+    __slots__ = ("n",)
+
+    def update(self, x):
+        self.n = getattr(self, "n", 0) + 1
+        return 1 / self.n
+
+
+class Ring:
+    "Leads to itself, and to a list deep inside"
+
+    n = 0
+
+    def __init__(self):
+        self.me, self.deep = self, {"a": [(Meter(),)]}
+
+    @property
+    def fails(self):
+        raise ZeroDivisionError
+
+    def update(self, x):
+        type(self).n += 1
+        return self.deep["a"][0][0].update(x) + type(self).n / 10
+
+
+class Keeping(nn.Module):
+    "Adds what it has met to its outputs"
+
+    seen = []
+
+    def __init__(self, kind):
+        super().__init__()
+        self.out, self.kind = linear(), kind
+        self.register_buffer("mean", None if kind == "none" else torch.zeros(2), persistent=kind != "unsaved")
+        self.array, self.held = np.zeros(2), HELD.get(kind, lambda: None)()
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        Ring.n = 0
+        Keeping.seen.clear()
+
+    def forward(self, x):
+        y = self.out(x)
+        return y + self.met(y.detach())
+
+    def met(self, y):
+        if self.kind in ("buffer", "unsaved", "none"):
+            self.mean = 0.9 * (0 if self.mean is None else self.mean) + y.mean(0)
+            return self.mean
+        if self.kind == "array":
+            self.array += y.numpy().mean(0)
+            return torch.tensor(self.array).float()
+        if self.kind == "class":
+            self.seen.append(y.mean(0))
+            return sum(self.seen)
+        if self.kind == "parameter":
+            with torch.no_grad():
+                self.frozen.mul_(0.9).add_(y.mean(0))
+            return self.frozen.clone()
+        return (self.held[0] if self.kind == "list" else self.held).update(y)
+
+
+HELD = {"object": Meter, "list": lambda: [Meter()], "slots": Slots, "ring": Ring}
+KINDS = ["buffer", "unsaved", "none", "array", "class", "parameter", *HELD]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_model_keeps_in_whatever_it_holds_stays(kind):
+    assert stays_the_same(lambda: Keeping(kind))
+
+
+class KeepingLoss(Keeping):
+    def forward(self, preds, targets):
+        return F.cross_entropy(preds + self.met(preds.detach()), targets)
+
+
+class PlainLoss:
+    def __init__(self, held):
+        self.held = held
+
+    def __call__(self, preds, targets):
+        return F.cross_entropy(preds * (1 + self.held.update(preds.detach())), targets)
+
+
+def annealed():
+    n, seen = 0, []
+
+    def loss(preds, targets):
+        nonlocal n
+        n += 1
+        seen.append(n)
+        return F.cross_entropy(preds, targets) / (n + len(seen))
+
+    return loss
+
+
+LOSSES = {
+    **{kind: functools.partial(KeepingLoss, kind) for kind in KINDS},
+    "plain": lambda: PlainLoss(Ring()),
+    "method": lambda: PlainLoss(Meter()).__call__,
+    "names around it": annealed,
+    "partial": lambda: functools.partial(annealed()),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_a_loss_function_keeps_in_whatever_it_holds_stays(loss):
+    def make():
+        Ring.n = 0
+        return LOSSES[loss]()
+
+    assert stays_the_same(linear, make_loss=make)
+
+
+class Centre:
+    "A hook that centres outputs"
+
+    def __init__(self):
+        self.mean = torch.zeros(2)
+
+    def __call__(self, module, args, out):
+        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+        return out - self.mean
+
+
+class SeenOutputs:
+    "A hook that only looks"
+
+    def __init__(self):
+        self.n = 0
+
+    def __call__(self, module, args, out):
+        self.n += 1
+
+
+def test_a_hook_that_changes_outputs_keeps_its_state_and_one_that_looks_keeps_what_it_saw():
+    def model():
+        made = linear()
+        made.register_forward_hook(Centre())
+        return made
+
+    assert stays_the_same(model)
+    looks = SeenOutputs()
+    layer = linear()
+    layer.register_forward_hook(looks)
+    trained(layer, EvaluatorCB(updates=1))
+    assert looks.n == 6 + 6 * 2
+
+
+class OwnTrainer(Trainer):
+    n = 0
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.mean, self.seen, self.meter = torch.zeros(2), [], Meter()
+        OwnTrainer.n = 0
+
+    def after_predict(self):
+        OwnTrainer.n += 1
+        self.mean.mul_(0.9).add_(self.preds.detach().mean(0), alpha=0.1)
+        self.seen.append(1)
+        scale = 1 + (len(self.seen) + self.meter.update(self.mean) + self.n) / 100
+        self.preds = (self.preds - self.mean.clone()) * scale
+
+
+def test_what_a_trainer_of_ones_own_changes_in_place_stays():
+    assert stays_the_same(linear, kind=OwnTrainer)
+
+
+class TopCB:
+    "Uses a second network that the trainer has"
+
+    def before_epoch(self, trainer):
+        trainer.top[0].train(trainer.training)
+
+    def after_predict(self, trainer):
+        trainer.preds = trainer.preds + trainer.top[0](trainer.preds)
+
+
+class Topped(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.top = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.3))]
+
+
+def test_a_second_network_of_the_trainer_stays_in_its_mode():
+    assert stays_the_same(linear, TopCB, kind=Topped)
+
+
+class AloneCB:
+    "Leaves a second network in its mode"
+
+    def after_predict(self, trainer):
+        trainer.preds = trainer.preds + trainer.top(trainer.preds)
+
+
+class Counting(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.top = nn.BatchNorm1d(2)
+
+
+def test_a_second_network_that_stays_in_training_counts_no_batches_of_an_evaluation():
+    def counted(*looks):
+        return trained(linear(), AloneCB(), *looks, kind=Counting).top.num_batches_tracked
+
+    assert counted(EvaluatorCB(updates=1)) == counted() == 6
+
+
+def test_after_any_run_on_the_side_a_second_network_is_in_its_mode():
+    trainer = trained(linear(), TopCB(), kind=Topped)
+    with trainer.side_run() as side:
+        side.fit(1, train=False)
+    assert all(m.training for m in trainer.top[0].modules())
+
+
+class CountingCB:
+    "Counts in its class"
+
+    seen, n = [], 0
+
+    def __init__(self):
+        self.seen.clear()
+        CountingCB.n = 0
+
+    def after_get_loss(self, trainer):
+        self.seen.append(1)
+        CountingCB.n += 1
+        trainer.loss = trainer.loss / (len(self.seen) + self.n)
+
+
+def test_what_stands_in_the_class_of_a_callback_stays():
+    assert stays_the_same(linear, CountingCB)
+
+
+class UnlabelledCB:
+    "Takes a batch of other rows for each batch, as semi-supervised training does"
+
+    def __init__(self, again=True):
+        self.again, self.it = again, None
+        self.unlabelled = exact_loader(TensorDataset(X.flip(0)), 3, seed=9)
+
+    def before_epoch(self, trainer):
+        if self.again or self.it is None:
+            self.it = iter(self.unlabelled)
+
+    def before_batch(self, trainer):
+        if (other := next(self.it, None)) is None:
+            self.it = iter(self.unlabelled)
+            other = next(self.it)
+        x, y = trainer.batch
+        trainer.batch = x + other[0].mean(0), y
+
+
+class Semi(Trainer):
+    "The same in a trainer"
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.unlabelled, self.it = exact_loader(TensorDataset(X.flip(0)), 3, seed=9), None
+
+    def before_epoch(self):
+        self.it = iter(self.unlabelled)
+
+    def before_batch(self):
+        x, y = self.batch
+        self.batch = x + next(self.it)[0].mean(0), y
+
+
+def test_a_loader_that_a_trainer_reads_beside_the_training_stands_where_it_stood():
+    assert stays_the_same(linear, kind=Semi)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_loader_that_a_callback_reads_beside_the_training_stands_where_it_stood(again):
+    assert stays_the_same(linear, lambda: UnlabelledCB(again))
+
+
+def test_a_model_that_builds_itself_with_buffers_in_an_evaluation_keeps_them():
+    class Growing(nn.Module):
+        built = False
+
+        def forward(self, x):
+            if not self.built:
+                self.out, self.built = linear(), True
+                self.register_buffer("scale", torch.ones(1))
+            return self.out(x) * self.scale
+
+    def before_fit(trainer):
+        trainer.validate()
+        trainer.opt = optim.SGD(trainer.model.parameters(), 0.1)
+
+    before_fit.order = Order.DECIDE
+    trainer = make_trainer(Growing(), before_fit, opt_func=None)
+    trainer.fit(1)
+    assert "scale" in trainer.model.state_dict()
+
+
+def test_objects_without_end_do_not_hinder_an_evaluation():
+    class Node:
+        def __init__(self):
+            self.next = None
+
+    first = node = Node()
+    for _ in range(50_000):
+        node.next = node = Node()
+    model = Keeping("object")
+    model.chain = first
+    trained(model, EvaluatorCB(updates=1))
+    assert model.chain is first
