@@ -131,8 +131,9 @@ class _Held:
 
     def _of_other(self, x):
         "Remember anything but a module; what it leads to"
-        if is_generator(x) or is_outside(x): return () # Who lends the trainer puts generators back
-        if isinstance(x, Resumable): mementos = [(x.place_keeper(), ())]
+        if isinstance(x, type): mementos = [of_content(x)]
+        elif is_generator(x) or is_outside(x): return () # Who lends the trainer puts generators back
+        elif isinstance(x, Resumable): mementos = [(x.place_keeper(), ())]
         elif isinstance(x, CellType): mementos = _of_cell(x)
         else: mementos = [of_content(x)] if isinstance(x, torch.Tensor) else mementos_of(x)
         self.mementos += [put_back for put_back,_ in mementos]
@@ -171,7 +172,9 @@ def attributes_beside(
     trainer, # Any
 )->list:
     "What a trainer has in attributes that are not the loop's"
-    return [x for name,x in vars(trainer).items() if name not in _OF_LOOP]
+    own = vars(trainer)
+    if own.keys() <= _OF_LOOP: return [] # As usual, and fast to see
+    return [x for name,x in own.items() if name not in _OF_LOOP]
 
 def _of_loss(loss_func):
     "Where to begin at a loss function"
