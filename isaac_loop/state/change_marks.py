@@ -8,10 +8,11 @@ __all__ = []
 # %% ../../nbs/state/30_change_marks.ipynb #a0542bb7
 import io, sys, weakref
 from array import array
-from collections import deque
+from collections import deque, namedtuple
 from contextlib import suppress
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -89,6 +90,7 @@ def attributes_of(x):
 def as_names(x): return (x,) if isinstance(x, str) else tuple(x)
 
 # %% ../../nbs/state/30_change_marks.ipynb #49a8f204
+SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
 CONTAINERS = dict, list, tuple, set, frozenset, deque
 HELD = *CONTAINERS, array, bytearray
 
@@ -102,6 +104,17 @@ def _held(x):
     if isinstance(x, FunctionType): held = [o.cell_contents for o in x.__closure__ or () if o != CellType()]
     return [part for part in held if isinstance(part, HELD)]
 
+Code = namedtuple('Code', 'what') # What a callable does, whichever object it is
+
+def _code_of(x):
+    "The `Code` of a function, a method, a class or a `partial`; None for anything else"
+    if isinstance(x, partial):
+        added = [*enumerate(x.args), *x.keywords.items()]
+        return Code((_code_of(x.func), repr([(k, o) for k,o in added if type(o) in SIMPLE])))
+    x = getattr(x, '__func__', x)
+    if isinstance(x, FunctionType): return Code(x.__code__)
+    return Code((x.__module__, x.__qualname__)) if isinstance(x, (type, BuiltinFunctionType)) else None
+
 # %% ../../nbs/state/30_change_marks.ipynb #1f91687b
 _UNLOOKED = OF_MODULES - {'training'} # A module's mode counts
 
@@ -114,8 +127,21 @@ def members_of(x):
         found.update({f'{path}.{k}'.lstrip('.'): o for k,o in own.items()})
     return found
 
+# %% ../../nbs/state/30_change_marks.ipynb #5c0c3eb9
+def _state_of(x):
+    "The version of a tensor and a digest of its bytes"
+    return None if x.is_inference() else x._version, _digest(x)
+
+def _digest(x):
+    "A number that depends on every byte of a usual tensor, with its kind; None for a tensor of another sort"
+    is_usual = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
+    if not is_usual or x.is_nested or x.is_meta or x.is_quantized: return None
+    x = x.detach()
+    once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.stride())] # Expanded rows are one
+    once = once.resolve_conj().resolve_neg().cpu().reshape(-1) # Waits for the device; no batch does
+    return crc32(once.view(torch.uint8).numpy()), x.dtype, tuple(x.shape)
+
 # %% ../../nbs/state/30_change_marks.ipynb #802a00d5
-SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MANY,_DEEP = 10_000,50
 
 class Marker:
@@ -142,9 +168,9 @@ class Marker:
 
     def _mark(self, x):
         if id(x) in self.world or self.depth > _DEEP: return Mark(Same(x))
-        if is_outside(x): return Mark(Same(x), None, {i: self.mark(o) for i,o in enumerate(_held(x))})
+        if is_outside(x): return Mark(Same(x), _code_of(x), {i: self.mark(o) for i,o in enumerate(_held(x))})
         if nn.parameter.is_lazy(x): return Mark(Same(x), 'lazy') # Until it has a shape
-        if isinstance(x, torch.Tensor): return Mark(Same(x), None if x.is_inference() else x._version)
+        if isinstance(x, torch.Tensor): return Mark(Same(x), _state_of(x))
         if isinstance(x, (array, bytearray)): return Mark(value=(type(x), bytes(x)))
         if type(x).__module__ == 'numpy' and hasattr(x, 'tobytes'):
             return Mark(value=(type(x), str(x.dtype), x.shape, x.tobytes()))

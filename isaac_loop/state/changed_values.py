@@ -6,9 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/state/33_changed_values.ipynb #9d1c1a5f
-import copy
+import copy, sys
 from array import array
 from collections import Counter, OrderedDict, deque
+from enum import Enum
 from pathlib import Path, PurePath
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from .errors import UnsaveableState
 from ..data.generators import drawn_from, set_drawn
-from .change_marks import CONTAINERS, HELD, SIMPLE, Marker, Same
+from .change_marks import CONTAINERS, HELD, SIMPLE, Code, Marker, Same
 from .change_marks import is_iterator, is_outside, members_of, part_of
 from .plain_state import plain
 
@@ -50,7 +51,33 @@ def is_plain(x):
     except UnsaveableState: return False
     return True
 
+# %% ../../nbs/state/33_changed_values.ipynb #c144ddd1
+def _class_named(kind, module, name):
+    "The subclass of `kind` with this name in a module that is imported, or None"
+    found = sys.modules.get(module)
+    for part in name.split('.'): found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, kind) else None
+
+def _whose(x): return dict(of=type(x).__qualname__, module=type(x).__module__)
+
+def _class_of(saved, here, kind=tuple):
+    "The class that `_whose` noted: that of `here`, or of a name; None if there is none like it"
+    if type(here).__qualname__ == saved['of']: return type(here)
+    found = _class_named(kind, saved.get('module'), saved['of'])
+    return found if kind is not tuple or hasattr(found, '_fields') else None
+
+def _member(kind, saved):
+    "The member of an `Enum`; several flags at once have no name of their own"
+    name,value = saved['name'],saved['value']
+    return kind[name] if name in kind.__members__ else kind(value)
+
 # %% ../../nbs/state/33_changed_values.ipynb #49e771ac
+def _is_another(ready, now):
+    "Whether a callable carries along what has changed, or is another than `before_fit` left there"
+    if ready is None: return False
+    functions = isinstance(ready.value, Code) and isinstance(now.value, Code)
+    return ready != now if ready.who == now.who else functions and ready.value != now.value
+
 class Keeper:
     "Makes data of changed values; what is `shared` gets a number"
     def __init__(self, world):
@@ -65,9 +92,11 @@ class Keeper:
         if isinstance(x, PurePath): return {_KIND: 'path', 'value': str(x)}
         if isinstance(x, torch.device): return {_KIND: 'device', 'value': str(x)}
         if is_outside(x):
-            was_there = ready and ready.who == Same(x)
-            if was_there and ready != self.marker.mark(x): raise Unkept # What it carries along has changed
+            if _is_another(ready, self.marker.mark(x)): raise Unkept
             return ANEW
+        if isinstance(x, Enum):
+            value = x.value if type(x.value) in SIMPLE else None
+            return {_KIND: 'enum', 'name': x.name, 'value': value} | _whose(x)
         if is_iterator(x) or any(x is o for o in self.inside): raise Unkept
         self.inside.append(x)
         try: made = self._keep_parts(x, begin, ready)
@@ -102,7 +131,8 @@ class Keeper:
         "What a container holds; what is only put back into another of its kind must have been there at first"
         made = self.keep(x, begin, ready)
         kind = made.get(_KIND) if type(made) is dict else None
-        anew,own = kind == 'anew',kind == 'like' and made['of'] not in _KINDS
+        anew = kind == 'anew'
+        own = kind == 'like' and made['of'] not in _KINDS and _class_of(made, None) is None
         there = any(o is not None and o.who == Same(x) for o in (begin, ready))
         if (anew and not there) or (own and begin is None and ready is None): raise Unkept
         return made
@@ -122,7 +152,7 @@ class Keeper:
         if isinstance(x, dict): values = dict(zip(x, values))
         if type(x) in (dict, list, tuple, set, Counter) and not special: return type(x)(values)
         if type(x) is deque: return {_KIND: 'deque', 'value': values, 'maxlen': x.maxlen}
-        return {_KIND: 'like', 'of': type(x).__qualname__, 'value': values}
+        return {_KIND: 'like', 'value': values} | _whose(x)
 
 # %% ../../nbs/state/33_changed_values.ipynb #1c361a6b
 _NOTHING = object()
@@ -148,7 +178,10 @@ class Putter:
         if kind == 'deque':
             there = list(here) if isinstance(here, deque) else None
             return deque(self._list(there, value, path), saved['maxlen'])
-        if kind == 'like': return self._like(here, saved['of'], value, path)
+        if kind == 'like': return self._like(here, saved, path)
+        if kind == 'enum':
+            of = _class_of(saved, here, Enum)
+            return self._lose(here, path) if of is None else _member(of, saved)
         return self._into(here, kind, saved, path)
 
     def _into(self, here, kind, saved, path):
@@ -171,12 +204,13 @@ class Putter:
         found = {k: o if type(o) in SIMPLE else self.put(place(k), o, f'{path}[{k!r}]') for k,o in pairs}
         return type(saved)(found if isinstance(saved, dict) else found.values())
 
-    def _like(self, here, of, value, path):
+    def _like(self, here, saved, path):
         "A container of a class of its own, such as a `defaultdict`"
-        made = self._list(here, value, path)
+        made,of = self._list(here, saved['value'], path),saved['of']
         if of in _KINDS: return _KINDS[of](made)
-        if type(here).__qualname__ != of: return self._lose(here, path)
-        if isinstance(here, tuple): return type(here)(*made)
+        kind = _class_of(saved, here)
+        if kind is None: return self._lose(here, path)
+        if issubclass(kind, tuple): return kind(*made)
         new = copy.copy(here)
         new.clear()
         (new.extend if isinstance(new, list) else new.update)(made)
@@ -192,7 +226,7 @@ class Putter:
             now = getattr(owner, last, _NOTHING)
             new = self.put(now, saved, f'{path}.{name}')
             if _fits(now, new): now.data.copy_(new) # Others hold it, too
-            elif new is not _NOTHING: _set(owner, last, new)
+            elif new is not _NOTHING and new is not now: _set(owner, last, new)
 
     def _lose(self, here, path):
         self.lost.append(path)
@@ -203,7 +237,12 @@ class Putter:
         return device if device.type == self.device.type else self.device
 
 def _set(owner, name, value):
-    "Set an attribute, also of what is frozen, and one that a property without a setter reads"
+    "Set an attribute, also of what is frozen, what a module hides, and what a bare property reads"
+    is_hidden = isinstance(value, (nn.Module, nn.Parameter)) and name in getattr(owner, '__dict__', ())
+    if is_hidden: vars(owner)[name] = value
+    else: _set_shown(owner, name, value)
+
+def _set_shown(owner, name, value):
     try: setattr(owner, name, value)
     except Exception:
         try: object.__setattr__(owner, name, value)

@@ -24,7 +24,7 @@ from .array_views import part_views
 from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, tells_state
 from .errors import UnsaveableState
 from .change_marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of
-from .change_marks import Same, part_of
+from .change_marks import Code, Same, part_of
 from ..data.generators import data_generators, held_generators, is_generator, owners_in
 from .plain_state import from_plain, plain
 from .run_parts import bare
@@ -257,7 +257,7 @@ def take(self:OwnState,
 def _is_output(self:OwnState, name, k, x):
     "Whether a model has made another object in this fit, as for an output that is looked at later"
     was = part_of(self.ready.get(name), k)
-    return _is_of_model(name) and not (was and was.who == Same(x))
+    return _is_of_model(name) and not (was and (was.who == Same(x) or isinstance(was.value, Code)))
 
 def _exactly(state, name, copy):
     "What can be saved of `state`, as plain data with its exact types, and the names of the rest"

@@ -33,7 +33,8 @@ from isaac_loop.loop.spans import with_cbs
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.state.own_state import OwnState
-from runs import Cut, CutCB, fit, make_loaders, make_trainer, tree
+from runs import Cut, CutCB, fit, make_loaders, make_trainer
+from cutting import stopped_and_not, with_loss
 import runs
 from small import trainer_with
 from places import TUTORIALS
@@ -51,24 +52,6 @@ def classes_of(tutorial):
             except Exception:
                 pass  # A cell that goes on to use them
     return SimpleNamespace(**names)
-
-
-def stopped_and_not(tmp_path, make, places, n_epochs=3, attributes=lambda t: None):
-    "The same run left alone, and cut after each of these numbers of training batches, one after the other"
-    whole = fit(make(), n_epochs)
-    for n in places:
-        cut = CutCB("before_batch", lambda t: t.training and t.epoch * 7 + t.batch_num == n)
-        trainer = make()
-        trainer.add_callbacks([CheckpointCB(tmp_path / "run", every=1), cut])
-        with pytest.raises(Cut):
-            fit(trainer, n_epochs)
-    trainer = make()
-    trainer.add_callbacks(CheckpointCB(tmp_path / "run", every=1))
-    fit(trainer, n_epochs)
-    runs.same(whole, trainer)
-    assert tree(attributes(whole)) == tree(attributes(trainer))
-    assert whole.stop_reason == trainer.stop_reason
-    return trainer
 
 
 # ---- the callbacks of the tutorial
@@ -761,6 +744,7 @@ def test_a_list_of_the_class_is_state_too(tmp_path):
 
 
 Pair = namedtuple("Pair", "a b")
+Nameless = namedtuple("OfAnotherName", "a")  # Nobody finds it again
 GATHERED = {
     "the loss": lambda t: t.loss,
     "predictions": lambda t: t.preds,
@@ -768,6 +752,7 @@ GATHERED = {
     "the batch": lambda t: t.batch,
     "a dict": lambda t: {"loss": t.loss, "y": t.batch[1]},
     "a shape": lambda t: t.preds.shape,
+    "a tuple with names": lambda t: Pair(1, t.preds.shape),
     "a device": lambda t: t.preds.device,
     "a path": lambda t: Path("here") / str(t.n_updates),
 }
@@ -797,7 +782,8 @@ def tree_equal(a, b):
 
 
 @pytest.mark.parametrize(
-    "take", [lambda t: Pair(1, t.loss), lambda t: ValueError(t.n_updates), lambda t: t.loss.reshape(1).max(0)]
+    "take",
+    [lambda t: Nameless(t.loss), lambda t: ValueError(t.n_updates), lambda t: t.loss.reshape(1).max(0)],
 )
 def test_what_cannot_be_made_again_is_named_when_it_is_saved(take, tmp_path):
     "And no placeholder comes back"
@@ -852,12 +838,6 @@ class HarderCB:
 
     def log(self, trainer):
         trainer.dls.train.dataset.level += 0.3
-
-
-def with_loss(loss_func):
-    trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False)])
-    trainer.loss_func = loss_func
-    return trainer
 
 
 @pytest.mark.parametrize("make", [GrowingLoss, CountingLoss])
