@@ -759,7 +759,7 @@ MUTANTS = [
     ),
     Mutant(
         "schedules write into groups that the optimizer has left",
-        "_load_opt",
+        "load_opt",
         "opt.param_groups[:] = groups",
         "pass",
         ["test_who_holds_a_group_of_the_optimizer_holds_it_still_when_the_run_goes_on"],
@@ -860,9 +860,9 @@ MUTANTS = [
     ),
     Mutant(
         "how hard a dataset has become is forgotten",
-        "_others",
-        "is_own = hasattr(type(data), '__getitem__') and",
-        "is_own = False and",
+        "_add_readers",
+        "if not _is_users(x): continue",
+        "continue",
         ["test_a_dataset_that_gets_harder_goes_on_as_hard_as_it_was"],
     ),
     Mutant(

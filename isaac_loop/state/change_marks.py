@@ -63,7 +63,7 @@ def is_outside(x):
     if isinstance(x, _MADE_ANEW) or _kind_is_outside(type(x)): return True
     return callable(x) and not isinstance(x, nn.Module) and not attributes_of(x)
 
-def _is_installed(module):
+def is_installed(module):
     "Whether a module, by its name, is of a library"
     if module.partition('.')[0] in _OF_OTHERS: return True
     place = getattr(sys.modules.get(module), '__file__', None) or ''
@@ -73,7 +73,7 @@ def _is_installed(module):
 def _kind_is_outside(kind):
     "Whether a class is of the world outside: a user may derive a buffer from `Dataset`, and close a game"
     modules = [str(c.__module__) for c in kind.__mro__]
-    is_own = not (_is_installed(modules[0]) or issubclass(kind, DataLoader))
+    is_own = not (is_installed(modules[0]) or issubclass(kind, DataLoader))
     if is_own: modules = [o for o in modules if not o.startswith('torch.utils.data')]
     if any(o.partition('.')[0] in _OUTSIDE or o.startswith(_OF_TORCH) for o in modules): return True
     return not is_own and (issubclass(kind, Dataset) or hasattr(kind, '__exit__'))
@@ -158,6 +158,7 @@ class Marker:
     def mark(self, x):
         "The mark of `x`"
         if type(x) in SIMPLE: return Mark(value=(type(x), repr(x) if type(x) in (float, complex) else x))
+        if type(x) is tuple and set(map(type, x)) <= SIMPLE: return self._container(x)
         if id(x) not in self.made:
             self.made[id(x)] = Mark(Same(x)),x # For whoever leads back to itself; held, so its `id` stays
             self.depth += 1

@@ -13,13 +13,14 @@ from enum import Enum
 from pathlib import Path, PurePath
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from .errors import UnsaveableState
 from ..data.generators import drawn_from, set_drawn
 from .change_marks import CONTAINERS, HELD, SIMPLE, Code, Marker, Same
 from .change_marks import is_iterator, is_outside, members_of, part_of
 from .plain_state import plain
+from .run_state import load_opt
 
 # %% ../../nbs/state/33_changed_values.ipynb #2b0b88c5
 _KIND = '__own__' # The key of a dict that says how a value is put back
@@ -189,6 +190,7 @@ class Putter:
         is_another = kind == 'members' and type(here).__qualname__ != saved['of']
         if here is None or here is _NOTHING or is_another: return self._lose(here, path)
         if kind == 'members': self.members(here, saved['value'], path)
+        elif kind == 'state' and isinstance(here, optim.Optimizer): load_opt(here, saved['value'])
         elif kind == 'state': here.load_state_dict(saved['value'])
         else: set_drawn(here, saved['value'])
         return here

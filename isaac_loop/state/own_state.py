@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/38_own_state.ipynb #be5e84b8
+from enum import Enum
 from functools import cached_property, lru_cache
 from types import MethodType, ModuleType, SimpleNamespace
 
@@ -24,10 +25,10 @@ from .array_views import part_views
 from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, tells_state
 from .errors import UnsaveableState
 from .change_marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of
-from .change_marks import Code, Same, part_of
+from .change_marks import Code, Same, is_installed, part_of
 from ..data.generators import data_generators, held_generators, is_generator, owners_in
 from .plain_state import from_plain, plain
-from .run_parts import bare
+from .run_parts import bare, parts_of
 
 # %% ../../nbs/state/38_own_state.ipynb #a7eee1b9
 _STATELESS = ('`{}.stateless` is {!r}, which does not say what may be forgotten when a run goes on. '
@@ -104,43 +105,116 @@ class _World:
 
 # %% ../../nbs/state/38_own_state.ipynb #b31befaa
 def _of_other(name, owner):
-    "The attributes of a loss function or a dataset that may be state"
+    "The attributes of a loss function, a module, an optimizer or a dataset that may be state"
+    if _is_layer(owner) and not name.startswith('dls.'): return _of_layer(owner) | _unsaved(name, owner)
     without = _unasked(owner)
     if without is True: return {}
-    own = _attributes(owner, without | OF_MODULES if isinstance(owner, nn.Module) else without)
-    if _is_of_model(name) and isinstance(owner, nn.Module): # Its generators have a place of their own
-        unsaved = {k: owner._buffers.get(k) for k in owner._non_persistent_buffers_set}
-        return {k: o for k,o in (own | unsaved).items() if not is_generator(o)}
-    if not name.startswith('dls.'): return own
-    return {k: o for k,o in own.items() if type(o) in SIMPLE or is_generator(o)}
+    if isinstance(owner, optim.Optimizer): return _attributes(owner, without | _of_optimizers())
+    if name.startswith('dls.'): return _of_reader(owner, without)
+    return _of_module(name, owner, without) if isinstance(owner, nn.Module) else _attributes(owner, without)
+
+def _of_reader(x, without):
+    "What is no data"
+    own = _attributes(x, without | OF_MODULES if isinstance(x, nn.Module) else without)
+    return {k: o for k,o in own.items() if type(o) in SIMPLE or isinstance(o, Enum) or is_generator(o)}
+
+def _of_module(name, m, without):
+    "The attributes of a module, and its tensors that no `state_dict` has"
+    own = _attributes(m, without | OF_MODULES) | _unsaved(name, m)
+    if not _is_of_model(name): return own
+    return {k: o for k,o in own.items() if not is_generator(o)} # These have a place of their own
+
+def _unsaved(name, m):
+    "Buffers that are not persistent; of a loss all, since the module of a method is nowhere else"
+    if name.startswith('loss_func'):
+        return {k: x for k,x in [*m._parameters.items(), *m._buffers.items()] if x is not None}
+    return {k: m._buffers.get(k) for k in getattr(m, '_non_persistent_buffers_set', ())}
 
 def _is_of_model(name): return name == 'model' or name.startswith('model.')
 
+# %% ../../nbs/state/38_own_state.ipynb #4856456b
+def _is_layer(x): return isinstance(x, nn.Module) and not _is_own(type(x))
+
+@lru_cache(maxsize=1024)
+def _is_own(kind): return kind.__module__.partition('.')[0] not in _OTHERS
+
+def _of_layer(m):
+    "What a run may set in a layer of PyTorch: simple values, tensors and containers of them"
+    own = {k: o for k,o in vars(m).items() if k[0] != '_' and k not in OF_MODULES and type(o) in _OF_LAYERS}
+    if torch.Tensor not in map(type, own.values()): return own
+    return {k: o for k,o in own.items() if getattr(o, 'grad_fn', None) is None} # Else made by a forward
+
+_OF_LAYERS = SIMPLE | {*CONTAINERS, torch.Tensor}
+
+@lru_cache(maxsize=1)
+def _of_optimizers():
+    "What every optimizer has, and what a schedule puts there"
+    return {*vars(optim.Optimizer([torch.zeros(1)], {})), 'step', '_opt_called'}
+
+# %% ../../nbs/state/38_own_state.ipynb #560fd2da
+def _add_readers(found, name, dl):
+    "Add who reads the data and is of a class of the user's own, with the objects that it holds"
+    data = getattr(dl, 'dataset', None)
+    while isinstance(data, Subset): data = data.dataset
+    readers = {f'{name}.dataset': data}
+    if not hasattr(dl, 'load_state_dict'): readers |= _of_plain(name, dl)
+    elif not hasattr(type(data), '__getitem__'): return
+    for path,x in readers.items():
+        if not _is_users(x): continue
+        for where,part in [(path, x), *_held_by(path, x)]:
+            if not any(part is known for known in found.values()): found[where] = part
+
+def _of_plain(name, dl):
+    "Who makes the batches of a loader that does not know its place"
+    samplers = {o: getattr(dl, o, None) for o in ('sampler', 'batch_sampler', 'collate_fn')}
+    inner = getattr(samplers['batch_sampler'], 'sampler', None)
+    found = {name: dl, f'{name}.batch_sampler.sampler': inner}
+    return found | {f'{name}.{k}': o for k,o in samplers.items()}
+
+def _is_users(x):
+    "Whether a class of the user's own has made an object whose state nobody else tells"
+    is_value = type(x) in _OF_LAYERS or isinstance(x, Enum)
+    return not (is_value or is_installed(type(x).__module__) or tells_state(x))
+
+def _held_by(path, x):
+    "Objects of classes of the user's own that one holds, with their names"
+    found = []
+    for name,part in attributes_of(x).items():
+        many = part if type(part) in (list, tuple) and len(part) <= 20 else ()
+        found += [(f'{path}.{name}', part), *((f'{path}.{name}[{i}]', one) for i,one in enumerate(many))]
+    return [(where, part) for where,part in found if _is_users(part)]
+
+# %% ../../nbs/state/38_own_state.ipynb #ee65c54d
+def _is_part(name): return _is_of_model(name) or name.startswith(('loss_func.', 'trainer.'))
+
 def _others(trainer):
-    "The loss function, the user's own layers and datasets, and what generators all of these hold"
+    "The loss function, modules, optimizers and readers of data, and what generators all of these hold"
     loss_func,dls,model = (attributes_of(trainer).get(o) for o in ('loss_func', 'dls', 'model'))
     model = bare(model)
     found = {'loss_func': _looked_at(loss_func)}
     for name in ('train', 'valid'):
         dl = getattr(dls, name, None)
-        if not hasattr(dl, 'load_state_dict') or getattr(dl, 'reads_again', False): continue
-        data = getattr(dl, 'dataset', None)
-        while isinstance(data, Subset): data = data.dataset
-        is_own = hasattr(type(data), '__getitem__') and type(data).__module__.partition('.')[0] not in _OTHERS
-        known = tells_state(data) or any(data is o for o in found.values())
-        if is_own and not known: found[f'dls.{name}.dataset'] = data
+        if getattr(dl, 'reads_again', False): continue
+        _add_readers(found, f'dls.{name}', dl)
         _add_generators(found, f'dls.{name}', data_generators(dl))
     _add_generators(found, 'model', held_generators([model, loss_func]))
     for cb in trainer.callbacks: _add_callbacks_generators(found, cb)
-    return found | {f'model.{path}'.rstrip('.'): m for path,m in _own_layers(model)}
+    return found | _parts(trainer, model, found['loss_func'])
 
-def _own_layers(model):
-    "Modules of the user's own, with their paths; a hidden state may come with the first batch"
-    if not isinstance(model, nn.Module): return []
-    return [(path, m) for path,m in model.named_modules() if _is_own(type(m))]
+def _parts(trainer, model, loss_func):
+    "The modules inside model and loss, other modules of the trainer, and optimizers of a class of one's own"
+    roots = {'model': model, 'loss_func': loss_func}
+    roots |= {f'trainer.{k}': m for k,m in parts_of(trainer, nn.Module).items() if k not in roots}
+    found = {}
+    for name,root in roots.items():
+        if isinstance(root, nn.Module): _add_modules(found, name, root)
+    opts = parts_of(trainer, optim.Optimizer)
+    return found | {f'trainer.{k}': opt for k,opt in opts.items() if not is_installed(type(opt).__module__)}
 
-@lru_cache(maxsize=1024)
-def _is_own(kind): return kind.__module__.partition('.')[0] not in _OTHERS
+def _add_modules(found, name, root):
+    "Add modules with their paths; a hidden state may come with the first batch"
+    known = {id(m) for m in found.values()}
+    found.update({f'{name}.{path}'.rstrip('.'): m for path,m in root.named_modules() if id(m) not in known})
 
 def _add_callbacks_generators(found, cb):
     if _unasked(cb) is True or tells_state(cb): return
@@ -172,7 +246,7 @@ class OwnState:
         self.ever = {name: set(names) for name,names in ever.items()}
         self.note(trainer)
 
-    def _owners(self, trainer, callbacks):
+    def _owners(self, trainer, callbacks, layers=True):
         "Attributes that may be state, by name; those of the trainer have no name"
         found,everybody = {},trainer.callbacks
         for cb in everybody if callbacks is None else callbacks:
@@ -186,8 +260,9 @@ class OwnState:
             found |= {k: (o, _of_other(k, o)) for k,o in held.items()}
         else:
             found[''] = self._own_of(trainer)
-            taken = [trainer, *everybody]
-            others = {k: o for k,o in _others(trainer).items() if not any(o is cb for cb in taken)}
+            taken = {id(o) for o in [trainer, *everybody]}
+            others = {k: o for k,o in _others(trainer).items() if id(o) not in taken}
+            if not layers: others = {k: o for k,o in others.items() if not (_is_part(k) and _is_layer(o))}
             found |= {k: (o, _of_other(k, o)) for k,o in others.items()}
         return found
 
@@ -202,20 +277,34 @@ class OwnState:
     ):
         "Remember what there is now"
         marker,marks = Marker(_World(trainer, self.loop)),self.ready if ready else self.begin
-        for name,(_,own) in self._owners(trainer, callbacks).items():
-            marks[name] = Mark(parts={k: marker.mark(o) for k,o in own.items()})
+        owners = self._owners(trainer, callbacks, layers=ready) # A script sets these before it fits
+        for name,(_,own) in owners.items(): marks[name] = _marked(marker, own)
 
     def _changed(self, marker, name, own):
         "Names of attributes of `own` that have been set or changed, in their order"
-        marks = self.ready if _is_of_model(name) and name in self.ready else self.begin # Moved to a device
+        marks = self.ready if _is_part(name) and name in self.ready else self.begin # Moved to a device
         was,ever = marks.get(name),self.ever.get(name, set())
+        if isinstance(was, _Simple) and not ever and was.own == own: return []
         return [k for k,o in own.items() if k in ever or was is None or was.part(k) != marker.mark(o)]
 
     def close(self, trainer):
         "Note what has changed in this fit, for the next ones"
         marker = Marker(_World(trainer, self.loop))
         for name,(_,own) in self._owners(trainer, None).items():
+            if _is_part(name) and name not in self.ready: continue # The fit has not come as far
             self.ever.setdefault(name, set()).update(self._changed(marker, name, own))
+
+def _is_fixed(x): return type(x) in SIMPLE or (type(x) is tuple and set(map(type, x)) <= SIMPLE)
+
+class _Simple:
+    "The marks of simple values, made when they are asked for: a model may have hundreds of layers"
+    def __init__(self, own): self.own = own
+    def part(self, k): return Marker(()).mark(self.own[k]) if k in self.own else None
+
+def _marked(marker, own):
+    "The marks of some attributes"
+    if all(map(_is_fixed, own.values())): return _Simple(own)
+    return Mark(parts={k: marker.mark(o) for k,o in own.items()})
 
 def _trainers_own(trainer, without):
     "Attributes of a trainer that neither the loop writes nor `take_state` saves as a part"
@@ -240,12 +329,16 @@ def take(self:OwnState,
     if of is not None: owners[''] = self._own_of(trainer)
     found,unkept = {},[]
     for _,own in owners.values():
-        for x in own.values(): keeper.marker.part(x)
+        for x in own.values():
+            if type(x) not in SIMPLE: keeper.marker.part(x)
     for name,(_,own) in owners.items():
+        if _is_part(name) and not self._changed(keeper.marker, name, own): continue
         state,settings,lost = self._kept(keeper, name, own)
-        if name.startswith('dls.') or _is_of_model(name): settings = {} # Told elsewhere
+        if name.startswith('dls.') or _is_part(name): settings = {} # Told elsewhere
         state,refused = _exactly(state, name, copy)
+        made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
         if state or settings: found[name] = dict(state=state, settings=settings)
+        if made: found[name]['made'] = made
         lost = [k for k in lost+refused if not self._is_output(name, k, own[k])]
         unkept += [(name, k) for k in lost if (name, k) not in self.told]
     if of is not None: return found
@@ -254,10 +347,15 @@ def take(self:OwnState,
     return found
 
 @patch
+def _is_as_made(self:OwnState, marker, name, k, x):
+    "Whether a simple value is still what `before_fit` made"
+    return type(x) in SIMPLE and part_of(self.ready.get(name), k) == marker.mark(x)
+
+@patch
 def _is_output(self:OwnState, name, k, x):
     "Whether a model has made another object in this fit, as for an output that is looked at later"
     was = part_of(self.ready.get(name), k)
-    return _is_of_model(name) and not (was and (was.who == Same(x) or isinstance(was.value, Code)))
+    return _is_part(name) and not (was and (was.who == Same(x) or isinstance(was.value, Code)))
 
 def _exactly(state, name, copy):
     "What can be saved of `state`, as plain data with its exact types, and the names of the rest"
@@ -268,7 +366,7 @@ def _exactly(state, name, copy):
 def _warn_of_lost(unkept):
     "Say what will be made anew when a run goes on"
     what,them = _listed([_path(*o) for o in unkept]),'it' if len(unkept) == 1 else 'them'
-    asked = [name for name,_ in unkept if name != 'loss_func' and not _is_of_model(name)]
+    asked = [name for name,_ in unkept if name != 'loss_func' and not _is_part(name)]
     instead = _OF_CALLBACK if asked else '' # Nobody asks a loss, or a model
     warn(_CANNOT.format(what, them, instead, tuple(k for _,k in unkept)))
 
@@ -308,17 +406,21 @@ def put(self:OwnState,
     trainer, # Whose every `before_fit` has run
     saved:dict, # What `take` gave, saved and loaded or not
     tell:bool=True, # Warn of what differs?
+    between:bool=True, # Between two epochs? In a pass a loader that does not know its place is read again
 ):
     "Put back what was taken"
     marker,putter,differ = Marker(_World(trainer, self.loop)),Putter(_device_of(trainer)),[]
     owners = self._owners(trainer, None)
     for name,(owner,own) in owners.items():
-        if name not in saved: continue
+        if name not in saved or not (between or _knows_its_place(trainer, name)): continue
         settings,changed = saved[name]['settings'],self._changed(marker, name, own)
         back = {k: o for k,o in settings.items() if k in changed}
         still = {k: o for k,o in own.items() if k not in changed}
-        differ += _differing_settings(name, settings, still, marker)
-        putter.members(owner, from_plain(back | saved[name]['state']), name or 'trainer')
+        others = _differing_settings(name, settings, still, marker)
+        differ += others
+        made = saved[name].get('made', ()) if others else () # From other settings
+        state = {k: o for k,o in saved[name]['state'].items() if k not in made}
+        putter.members(owner, from_plain(back | state), name or 'trainer')
     self.back = self._marks_now(trainer)
     gone = [f'`{name}`' for name in saved if name not in owners and saved[name]['state']]
     if tell: _tell(dict(lost=[f'`{path}`' for path in putter.lost], gone=gone, differ=differ))
@@ -327,8 +429,12 @@ def put(self:OwnState,
 def _marks_now(self:OwnState, trainer):
     "Marks of all attributes as they are"
     marker = Marker(_World(trainer, self.loop))
-    return {name: Mark(parts={k: marker.mark(x) for k,x in own.items()})
-            for name,(_,own) in self._owners(trainer, None).items()}
+    return {name: _marked(marker, own) for name,(_,own) in self._owners(trainer, None).items()}
+
+def _knows_its_place(trainer, name):
+    "Whether an owner is none that reads for a loader, or for one that goes on where it stood"
+    if not name.startswith('dls.'): return True
+    return hasattr(getattr(trainer.dls, name.split('.')[1], None), 'load_state_dict')
 
 def _differing_settings(name, saved, own, marker):
     "A text for each setting that is another one now"

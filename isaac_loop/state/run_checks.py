@@ -14,7 +14,7 @@ from ..data.fingerprint import data_of, differences, unchecked
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
 from .run_parts import bare, differing, loaders_of, opts_made, parts_of
-from .run_parts import stateful_callbacks
+from .run_parts import stateful_callbacks, with_empty
 
 # %% ../../nbs/state/64_run_checks.ipynb #7fe1da1a
 _NO_RUN = ('`{}` holds no run that `CheckpointCB` or `trainer.save` wrote, so nothing can go on from it. '
@@ -196,7 +196,7 @@ def check_fits(
 
 def _wrong(trainer, weights, state):
     "A line for everything that would make the result wrong in any case"
-    yield from differing(weights, bare(trainer.model).state_dict(), 'the model')
+    yield from differing(weights, with_empty(bare(trainer.model), weights), 'the model')
     yield from _unlike(state['opts'], parts_of(trainer, optim.Optimizer), 'the optimizers')
     yield from _unlike(state['modules'], parts_of(trainer, nn.Module), 'the modules')
     for compare in (_groups, _lengths, _loader_kinds, _orders): yield from compare(trainer, state)

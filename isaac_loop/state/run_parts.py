@@ -92,6 +92,28 @@ def differing(
         was,here = (_shape(tensors[name]) if name in tensors else 'not there' for tensors in (saved, now))
         if was != here and 'any' not in (was, here): yield f'{what}: `{name}` was {was}, and is {here}'
 
+# %% ../../nbs/state/56_run_parts.ipynb #aecf38b9
+def _empty(module, weights):
+    "Buffers of `module` that are None and have a value in `weights`: the name, whose it is, and its own name"
+    places = [(f'{path}.{k}'.lstrip('.'), m, k) for path,m in module.named_modules()
+              for k,x in m._buffers.items() if x is None]
+    return [(name, m, k) for name,m,k in places if name in weights]
+
+def with_empty(
+    module, # Any module
+    weights:dict, # Saved tensors by name
+)->dict: # Its `state_dict`, as if empty buffers were filled
+    "What `weights` must fit"
+    return module.state_dict() | {name: weights[name] for name,*_ in _empty(module, weights)}
+
+def fill_empty(
+    module, # Any module
+    weights:dict, # Saved tensors by name
+):
+    "Let buffers that are None take what was saved"
+    device = next((p.device for p in module.parameters()), None)
+    for name,m,k in _empty(module, weights): m._buffers[k] = torch.empty_like(weights[name], device=device)
+
 # %% ../../nbs/state/56_run_parts.ipynb #252168f9
 def opt_defaults(
     trainer, # With optimizers

@@ -18,9 +18,9 @@ from ..loop.passes import n_batches
 from .errors import ResumeMismatch
 from .plain_state import Exactly, from_plain, plain
 from .random_numbers import compact_random_state, set_plain_random_state, undrawn
-from .run_parts import all_parameters, bare, differing, generators
+from .run_parts import all_parameters, bare, differing, fill_empty, generators
 from .run_parts import held_loaders, loaders_of, opt_defaults, opts_made, parts_of
-from .run_parts import stateful_callbacks
+from .run_parts import stateful_callbacks, with_empty
 from .script_facts import opts_began, script_facts
 
 # %% ../../nbs/state/60_run_state.ipynb #12c2631e
@@ -179,11 +179,16 @@ def load_weights_into(
     **kwargs, # For `load_state_dict`
 ):
     "Fill `model`; where each process has a part of a weight, it takes its own"
+    fill_empty(model, weights)
     now = model.state_dict()
     model.load_state_dict({name: part_like(x, now.get(name)) for name,x in weights.items()}, **kwargs)
 
-def _load_opt(opt, saved):
-    "Load the state of an optimizer, with the types that it had"
+# %% ../../nbs/state/60_run_state.ipynb #771f76dd
+def load_opt(
+    opt, # An optimizer
+    saved:dict, # What its `state_dict` gave
+):
+    "Load the state of an optimizer, with the types that it had; its groups stay the dicts that others hold"
     groups = list(opt.param_groups)
     saved = _parts_for(opt, saved)
     opt.load_state_dict(map_tensors(torch.clone, saved))
@@ -209,8 +214,10 @@ def put_state(
 ):
     "Let everything be as it was; loaders and random numbers excepted"
     load_weights_into(bare(trainer.model), map_tensors(torch.clone, dict(weights)))
-    for name,module in parts_of(trainer, nn.Module).items(): module.load_state_dict(state['modules'][name])
-    for name,opt in parts_of(trainer, optim.Optimizer).items(): _load_opt(opt, state['opts'][name])
+    for name,module in parts_of(trainer, nn.Module).items():
+        fill_empty(module, state['modules'][name])
+        module.load_state_dict(state['modules'][name])
+    for name,opt in parts_of(trainer, optim.Optimizer).items(): load_opt(opt, state['opts'][name])
     for i,p in enumerate(all_parameters(trainer)):
         grad = state['grads'].get(i)
         p.grad = None if grad is None else part_like(grad.to(p.device, copy=True), p)
@@ -227,7 +234,8 @@ def put_callbacks(
     for name,cb in stateful_callbacks(trainer).items():
         if name in state['callbacks']: _put_state_of(name, cb, from_plain(state['callbacks'][name]))
     own = getattr(trainer, '_own_state', None)
-    if own is not None and state.get('own'): own.put(trainer, state['own'], tell)
+    between = state.get('position', {}).get('batches') == 0
+    if own is not None and state.get('own'): own.put(trainer, state['own'], tell, between)
 
 def _put_state_of(name, callback, state):
     "Let `callback` take its state; an error says whose it is"
@@ -258,7 +266,7 @@ def put_weights(
     weights:dict, # As `take_state` gave them
 )->bool: # Whether they fit; if not, nothing is changed
     "Put only the weights into the model"
-    if any(differing(weights, bare(trainer.model).state_dict(), 'the model')): return False
+    if any(differing(weights, with_empty(bare(trainer.model), weights), 'the model')): return False
     load_weights_into(bare(trainer.model), map_tensors(torch.clone, dict(weights)))
     return True
 

@@ -9,15 +9,21 @@ from collections import namedtuple
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from cutting import stopped_and_not
+import runs
+from cutting import stopped_and_not, with_loss
 from isaac_loop.basics.tensors import set_seed
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.state.change_marks import Marker
 from isaac_loop.train.training import BasicTrainCB
-from runs import fit, make_trainer
+from runs import Cut, CutCB, Rows, fit, make_loaders, make_model, make_trainer
 
 
 def with_model(make):
@@ -220,3 +226,283 @@ class Hides(Net):
 def test_a_hidden_module_stays_hidden(tmp_path):
     trainer = stopped_and_not(tmp_path, lambda: with_model(Hides), [2, 10])
     assert list(trainer.model._modules) == ["layer"] and "teacher" in vars(trainer.model)
+
+
+# ---- what modules keep beside their weights
+
+
+class Scaled(nn.Module):
+    "A loss that is divided by its running mean"
+
+    def __init__(self):
+        super().__init__()
+        self.keep()
+
+    def keep(self):
+        self.register_buffer("mean", torch.ones(()), persistent=False)
+
+    def forward(self, preds, targets):
+        loss = F.cross_entropy(preds, targets)
+        if preds.requires_grad:
+            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / self.mean
+
+
+class ScaledByAttribute(Scaled):
+    def keep(self):
+        self.mean = torch.ones(())
+
+
+class ScaledBySaved(Scaled):
+    def keep(self):
+        self.register_buffer("mean", torch.ones(()))
+
+
+class Around(nn.Module):
+    def __init__(self, make=ScaledByAttribute):
+        super().__init__()
+        self.inner = make()
+
+    def forward(self, preds, targets):
+        return self.inner(preds, targets)
+
+
+LOSSES = {
+    "buffer": Scaled,
+    "inner": Around,
+    "inner buffer": lambda: Around(Scaled),
+    "method": lambda: Around().forward,
+    "method, saved": lambda: Around(ScaledBySaved).forward,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_modules_of_a_loss_go_on_with_what_they_keep(name, tmp_path):
+    stopped_and_not(tmp_path, lambda: with_loss(LOSSES[name]()), [4, 10])
+
+
+@pytest.mark.parametrize("make", [Around, Scaled])
+def test_another_module_of_the_trainer_goes_on_with_what_it_keeps(make, tmp_path):
+    class Judged(Trainer):
+        def before_fit(self):
+            self.judge = make()
+
+        def get_loss(self):
+            self.loss = self.judge(self.preds, self.batch[1])
+
+    class Steps:
+        predict = BasicTrainCB.predict
+        backward, step, zero_grad = BasicTrainCB.backward, BasicTrainCB.step, BasicTrainCB.zero_grad
+
+    def trainer():
+        set_seed(42)
+        return Judged(make_loaders(), None, optim.AdamW, make_model(), [Steps(), MetricsCB(show=False)])
+
+    stopped_and_not(tmp_path, trainer, [4, 10])
+
+
+class MoreDropoutCB:
+    def after_batch(self, trainer):
+        if trainer.training:
+            trainer.model[3].p = min(0.5, trainer.model[3].p + 0.02)
+            trainer.model[1].momentum *= 0.95
+
+
+def centre(model):
+    "A hook that takes the mean of what was before, kept in a buffer and in an attribute of a plain layer"
+    layer = model[0]
+    layer.register_buffer("mean", torch.zeros(16), persistent=False)
+    layer.shift = torch.zeros(16)
+
+    def hook(m, args, out):
+        if m.training:
+            m.mean = 0.9 * m.mean + 0.1 * out.detach().mean(0)
+            m.shift.add_(m.mean)
+        return out - m.mean - 0.1 * m.shift.clone()
+
+    layer.register_forward_hook(hook)
+    return model
+
+
+def test_layers_of_pytorch_go_on_with_what_was_set(tmp_path):
+    def make():
+        trainer = with_callback(MoreDropoutCB())
+        centre(trainer.model)
+        return trainer
+
+    stopped_and_not(tmp_path, make, [4, 10], attributes=lambda t: (t.model[3].p, t.model[1].momentum))
+
+
+def test_layers_of_pytorch_hold_no_state_where_nothing_was_set():
+    layers = [nn.LazyConv1d(4, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(24, 3), nn.Softplus()]
+    trainer = fit(make_trainer([BasicTrainCB()], model=nn.Sequential(nn.Unflatten(1, (1, 8)), *layers)), 1)
+    own = {name: x["state"] for name, x in trainer._own_state.take(trainer).items() if x["state"]}
+    assert set(own) <= {"model.1"}  # The lazy layer has found its shape
+
+
+class Lookahead(optim.SGD):
+    "Steps, and goes halfway back every few steps, where it also has some noise of its own"
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.n, self.noise = 0, torch.Generator().manual_seed(1)
+        self.slow = [p.detach().clone() for p in self.weights()]
+
+    def weights(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.n += 1
+        if self.n % 3 == 0:
+            for p, slow in zip(self.weights(), self.slow):
+                p.data.add_(0.01 * torch.randn(p.shape, generator=self.noise))
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+
+
+class Around2(optim.Optimizer):
+    "Another optimizer inside, whose groups it shares, as in sharpness-aware minimization"
+
+    def __init__(self, params, lr):
+        self.base = optim.AdamW(params, lr)
+        super().__init__(self.base.param_groups, {})
+        self.param_groups = self.base.param_groups
+        self.n = 0
+
+    def step(self, closure=None):
+        self.n += 1
+        self.param_groups[0]["weight_decay"] = 0.01 * self.n
+        return self.base.step()
+
+
+@pytest.mark.parametrize("opt_func", [Lookahead, Around2])
+def test_an_optimizer_of_ones_own_goes_on_with_what_it_keeps(opt_func, tmp_path):
+    def make():
+        return make_trainer([BasicTrainCB(), MetricsCB(show=False)], opt_func=opt_func)
+
+    trainer = stopped_and_not(tmp_path, make, [4, 10], attributes=lambda t: t.opt.n)
+    if opt_func is Around2:
+        assert trainer.opt.param_groups[0] is trainer.opt.base.param_groups[0]
+
+
+class FillsBuffer(Net):
+    def keep(self):
+        self.register_buffer("mean", None)
+
+    def scaled(self, y):
+        now = y.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return y * (1 + self.mean)
+
+
+def test_a_buffer_that_the_first_batch_fills_goes_on(tmp_path):
+    stopped_and_not(tmp_path, lambda: with_model(FillsBuffer), [2, 10])
+
+
+# ---- who reads the data
+
+
+class Noise:
+    level = 0.0
+
+    def __call__(self, x):
+        return x + self.level
+
+
+class NoisyRows(Rows):
+    def __init__(self, n):
+        super().__init__(n, augment=False)
+        self.tfm, self.tfms, self.level = Noise(), [Noise()], 0.0
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return self.tfms[0](self.tfm(x)) + self.level, y
+
+
+class PassesSampler(torch.utils.data.Sampler):
+    "Another order in each pass, of which it counts how many there were"
+
+    def __init__(self, data):
+        self.data, self.epoch = data, 0
+
+    def __len__(self):
+        return len(self.data)
+
+    def __iter__(self):
+        self.epoch += 1
+        yield from torch.randperm(
+            len(self.data), generator=torch.Generator().manual_seed(self.epoch)
+        ).tolist()
+
+
+class HarderCB:
+    def log(self, trainer):
+        data = trainer.dls.train.dataset
+        data.level += 0.3
+        data.tfm.level += 0.2
+        data.tfms[0].level += 0.1
+
+
+def plain():
+    return DataLoader(NoisyRows(56), 8, sampler=PassesSampler(range(56)))
+
+
+@pytest.mark.parametrize("loader", [plain, lambda: exact_loader(NoisyRows(56), 8, seed=7)])
+def test_a_curriculum_goes_on_between_epochs_behind_any_loader(loader, tmp_path):
+    def run(folder, n_epochs):
+        dls = DataLoaders(loader(), make_loaders().valid)
+        cbs = [BasicTrainCB(), MetricsCB(show=False), HarderCB(), CheckpointCB(tmp_path / folder)]
+        return fit(make_trainer(cbs, dls), n_epochs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = run("whole", 3)
+        for n in (1, 2):
+            run("parts", n)
+        runs.same(whole, run("parts", 3))
+
+
+def test_in_a_pass_that_is_read_again_the_script_says_how_hard_it_is(tmp_path):
+    "The loader is read from its beginning, which counts by itself"
+
+    def make():
+        return make_trainer(
+            [BasicTrainCB(), CheckpointCB(tmp_path / "run", every=1)],
+            DataLoaders(plain(), make_loaders().valid),
+        )
+
+    cut = CutCB("before_batch", lambda t: t.n_updates == 10)
+    with pytest.raises(Cut):
+        fit(make(), 2, callbacks=cut)
+    trainer = make()
+    with pytest.warns(UserWarning, match="does not know its position"):
+        fit(trainer, 2)
+    assert trainer.dls.train.sampler.epoch == 1
+
+
+# ---- settings from which `before_fit` makes something
+
+
+class WeighCB:
+    def __init__(self, start):
+        self.start = start
+
+    def before_fit(self, trainer):
+        self.w, self.n = self.start, 0
+
+    def after_get_loss(self, trainer):
+        self.n += 1
+        trainer.loss = trainer.loss * self.w
+
+
+def test_what_is_made_from_another_setting_stays_as_the_script_makes_it(tmp_path):
+    def run(start, n_epochs):
+        return fit(make_trainer([BasicTrainCB(), WeighCB(start), CheckpointCB(tmp_path)]), n_epochs)
+
+    first = run(1.0, 1)
+    with pytest.warns(UserWarning, match=r"`WeighCB.start=3.0` \(saved: 1.0\)"):
+        second = run(3.0, 2)
+    assert second.WeighCB.w == 3.0 and second.WeighCB.n == 2 * first.WeighCB.n
+    assert run(3.0, 3).WeighCB.w == 3.0
