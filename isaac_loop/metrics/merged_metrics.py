@@ -12,8 +12,9 @@ from itertools import chain
 import torch
 
 from .any_metric import MeanOf, MetricOn
-from .metric_state import load_metric, metric_state
-from ..state.plain_state import plain
+from .metric_state import Noted, load_metric, metric_state
+from ..state.errors import UnsaveableState
+from ..state.plain_state import from_plain, plain
 
 # %% ../../nbs/metrics/09_merged_metrics.ipynb #f9c8c06b
 _NO_MERGE = ('The metric `{name}` is a {kind}, and nobody knows how to put together what several processes '
@@ -39,6 +40,9 @@ def _counting(m):
     if hasattr(m, '_compute_groups_create_state_ref'): m._compute_groups_create_state_ref()
     return [part for part in m.modules() if getattr(part, '_reductions', None)]
 
+_NOT_SENT = ('`{0}.{1}` has changed in this fit and cannot be sent to other processes, so `{0}` would lack '
+             'what they have gathered. Let the metric keep numbers, tensors and containers of them.')
+
 def _gathered(m):
     "What one metric of torchmetrics has gathered"
     return dict(n=m._update_count, values={name: getattr(m, name) for name in m._reductions})
@@ -46,13 +50,16 @@ def _gathered(m):
 def sent_state(
     name:str, # For messages
     m, # A metric that `check_merges` lets pass
+    noted:Noted=None, # What it held when the fit began
 ): # Plain data
     "What `m` has gathered in this process"
-    if isinstance(m, MetricOn): return sent_state(name, m.metric)
-    if isinstance(m, MeanOf): found = dict(total=m.total, n=m.n)
-    elif _is_of_torchmetrics(m): found = [_gathered(part) for part in _counting(m)]
-    else: found = metric_state(m)
-    return plain(found, f'the metric `{name}`')
+    if isinstance(m, MetricOn): return sent_state(name, m.metric, noted)
+    where = f'the metric `{name}`'
+    if isinstance(m, MeanOf): return plain(dict(total=m.total, n=m.n), where)
+    if _is_of_torchmetrics(m): return plain([_gathered(part) for part in _counting(m)], where)
+    found,lost = metric_state(m, noted or Noted(), whole=True)
+    if lost: raise UnsaveableState(_NOT_SENT.format(name, lost[0]))
+    return plain(found, where, exact=True)
 
 # %% ../../nbs/metrics/09_merged_metrics.ipynb #a1ae4cf5
 def _put_together(value, parts, counts, reduction):
@@ -103,7 +110,7 @@ def _merged_copies(m, states):
     empty = copy.deepcopy(m)
     empty.reset()
     copies = [copy.deepcopy(empty) for _ in states]
-    for one,state in zip(copies, states): load_metric(one, state)
+    for one,state in zip(copies, states): load_metric(one, from_plain(state))
     copies[0].merge_state(copies[1:])
     return copies[0]
 

@@ -6,10 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/metrics/08_metric_state.ipynb #15930d20
+import copy
+
 import torch
 from torch import nn
 
+from ..basics.checks import warn
 from ..basics.tensors import OF_MODULES
+from ..state.change_marks import SIMPLE, Marker, attributes_of, is_outside
+from ..state.changed_values import ANEW, Keeper, Putter, Unkept, is_plain
 from ..state.errors import UnsaveableState
 
 # %% ../../nbs/metrics/08_metric_state.ipynb #8ef5a433
@@ -23,83 +28,259 @@ def _saves_itself(m):
     "Whether a metric's own `state_dict` tells all"
     if not (_is_metric(m) and _has(m, 'state_dict', 'load_state_dict')): return False
     if not isinstance(m, nn.Module): return bool(getattr(m, '_state_name_to_default', True)) # Of torcheval
-    is_of_torchmetrics = hasattr(m, '_defaults')
-    return not is_of_torchmetrics and type(m).state_dict is not nn.Module.state_dict
+    return not _is_of_torchmetrics(m) and type(m).state_dict is not nn.Module.state_dict
 
-def _held(m):
-    "Attributes in which `m` may keep what it has gathered, or hold metrics"
-    if not hasattr(m, '__dict__'): return {}
-    own = {name: value for name,value in vars(m).items() if not name.startswith('__')}
-    if not isinstance(m, nn.Module): return own
-    modules = {name: module for name,module in m._modules.items() if module is not None}
-    if not _is_metric(m): return modules
-    own = {name: value for name,value in own.items() if name not in OF_MODULES}
-    if hasattr(m, '_defaults'): own = {name: value for name,value in own.items() if _counts(m, name, value)}
-    return own | m._buffers | modules
+def _is_of_torchmetrics(m): return isinstance(m, nn.Module) and hasattr(m, '_defaults')
+
+def _held(x):
+    "Attributes in which `x` may keep what it has gathered, or hold metrics; of a container what is in it"
+    if isinstance(x, (list, tuple)): return dict(enumerate(x))
+    own = x if isinstance(x, dict) else attributes_of(x)
+    own = {name: value for name,value in own.items() if not str(name).startswith('__')}
+    if not isinstance(x, nn.Module): return own
+    modules = {name: module for name,module in x._modules.items() if module is not None}
+    if not _is_metric(x): return modules
+    return {name: value for name,value in own.items() if name not in OF_MODULES} | x._buffers | modules
 
 def _counts(m, name, value):
-    "Whether an attribute of a metric of torchmetrics is one in which it counts"
+    "Whether `m` counts in an attribute; of torchmetrics, whether it is a state, a number or a tensor"
+    if not _is_of_torchmetrics(m): return True
     is_number = torch.is_tensor(value) or type(value) in (int, float)
     return name in m._defaults or (name not in _CACHES and is_number)
 
 # %% ../../nbs/metrics/08_metric_state.ipynb #bfe9ea17
-def _holds_metrics(x): return _is_metric(x) or isinstance(x, nn.Module)
+def _holds_metrics(x):
+    "Whether `x` is a metric or a module, or a container of some"
+    if _is_metric(x) or isinstance(x, nn.Module): return True
+    if not isinstance(x, (dict, list, tuple)): return False
+    one_of_each = {type(o): o for o in (x.values() if isinstance(x, dict) else x)}.values()
+    return any(_is_metric(o) or isinstance(o, nn.Module) for o in one_of_each)
+
+def _parted(x):
+    "What `x` holds: parts that hold metrics, and values"
+    held = _held(x)
+    parts = {name: o for name,o in held.items() if _holds_metrics(o)}
+    return parts, {name: o for name,o in held.items() if name not in parts and not is_outside(o)}
+
+def _owners(m, met=None):
+    "`m` and its parts that hold metrics, each once"
+    met = {} if met is None else met
+    if id(m) in met: return []
+    met[id(m)],parts = m,{} if _saves_itself(m) else _parted(m)[0]
+    return [m, *(owner for part in parts.values() for owner in _owners(part, met))]
+
+# %% ../../nbs/metrics/08_metric_state.ipynb #16a6b7b9
+def _is_setting(m, name, x):
+    "Whether a value is simple, or a short list of such; what is private in a metric of others is nobody's"
+    if str(name).startswith('_') and (isinstance(m, nn.Module) or _saves_itself(m)): return False
+    return type(x) in SIMPLE or (type(x) in (list, tuple) and len(x) <= 20 and set(map(type, x)) <= SIMPLE)
+
+def _values(m):
+    "What may be state or a setting of `m`; of one that saves itself, only settings"
+    own = _parted(m)[1]
+    return {k: o for k,o in own.items() if _is_setting(m, k, o)} if _saves_itself(m) else own
+
+def _device_of(held): return next((x.device for x in held if torch.is_tensor(x)), torch.device('cpu'))
+
+class Noted:
+    "What metrics held when a fit began, to tell what they have gathered since from their settings"
+    def __reduce_ex__(self, protocol): return Noted, () # It knows objects by identity: no copy has them
+
+    def __init__(self,
+        metrics=(), # As the fit begins
+        copies=(), # Further ones, made of these as the fit begins
+        model=None, # What is in it is saved elsewhere
+        former=None, # The one of the fit before
+    ):
+        modules = list(model.modules()) if isinstance(model, nn.Module) else []
+        held = [part for m in modules for part in (m, *m._parameters.values(), *m._buffers.values())]
+        self.world,self.device = {id(o) for o in held},_device_of(held)
+        self.told = former.told if former else set() # What was said to be lost, or to differ
+        owners,others = ([owner for m in some for owner in _owners(m)] for some in (metrics, copies))
+        self.began,self.ready = self._marks_of(owners+others),{} # The latter: after the last `reset`
+        self.ever = {id(o): former.changed_in(o) if former else set() for o in owners}
+        self.ever |= {id(o): set(self.ever[id(owner)]) for owner,o in zip(owners, others)}
+        self.renewed = {key: set() for key in self.began} # Names of what `reset` has changed
+        self.n_resets = {} # By the `id` of a metric
+
+    def _marks_of(self, owners):
+        "By `id`, each owner, which is held so that its `id` stays, and the marks of its values"
+        marker = Marker(self.world)
+        return {id(o): (o, {k: marker.mark(x) for k,x in _values(o).items()}) for o in owners}
+
+    def mark_of(self, owner, name, of=None):
+        "The mark that a value had when the fit began, or by other marks, or None"
+        return (self.began if of is None else of).get(id(owner), (None, {}))[1].get(name)
+
+    def has_changed(self,
+        owner, # A metric, or a part of one
+        name, # Of a value
+        mark, # As it is now
+    )->bool: # Also if it was not there
+        "Whether a value is, or was ever, another one than when the fit began"
+        return name in self.ever.get(id(owner), ()) or self.mark_of(owner, name) != mark
+
+    def changed_in(self, owner):
+        "Names of what has changed in `owner`, if it was there"
+        if id(owner) not in self.began: return set()
+        _,marks = self._marks_of([owner])[id(owner)]
+        return {name for name,mark in marks.items() if self.has_changed(owner, name, mark)}
+
+    def reset(self,
+        m, # A metric, before a pass
+    ):
+        "Reset `m`, and note what that changes"
+        before = self._marks_of(_owners(m))
+        m.reset()
+        after = self._marks_of(_owners(m))
+        self.ready |= after
+        for key,(owner,marks) in after.items():
+            if key not in self.began: continue
+            was = before.get(key, (None, {}))[1]
+            self.renewed[key] |= {name for name,mark in marks.items() if was.get(name) != mark}
+            self.ever[key] |= {name for name,mark in marks.items() if self.has_changed(owner, name, mark)}
+        self.n_resets[id(m)] = self.n_resets.get(id(m), 0)+1
+
+# %% ../../nbs/metrics/08_metric_state.ipynb #81fa98eb
+_SETTINGS = '__settings__' # The key of a dict beside the state of a metric
+
+class _Taking:
+    "One walk through a metric; a `whole` state also has what has not changed"
+    def __init__(self, noted, m, whole):
+        self.noted,self.whole,self.keeper = noted,whole,Keeper(noted.world)
+        self.lost,self.taken = [],set()
+        for x in (x for owner in _owners(m) for x in _values(owner).values()): self.keeper.marker.part(x)
+
+    def take(self, m, path=''):
+        "The state of `m` and of the metrics in it"
+        self.taken.add(id(m))
+        state = m.state_dict() if _saves_itself(m) else self._of_parts(m, path) | self._of_values(m, path)
+        settings = {} if self.whole else self._settings(m)
+        return state | {_SETTINGS: settings} if settings and isinstance(state, dict) else state
+
+    def _of_parts(self, m, path):
+        parts = {k: o for k,o in _parted(m)[0].items() if id(o) not in self.taken}
+        found = {k: self.take(o, f'{path}{k}.') for k,o in parts.items()}
+        return {k: state for k,state in found.items() if not isinstance(state, dict) or state}
+
+    def _of_values(self, m, path):
+        found = {}
+        for name,x in _values(m).items():
+            changed = self._has_changed(m, name, x)
+            if not (changed or self.whole) or not _counts(m, name, x): continue
+            try: found[name] = self._kept(m, name, x)
+            except Unkept:
+                if changed: self.lost.append((m, name, f'{path}{name}'))
+        return {name: made for name,made in found.items() if made is not ANEW}
+
+    def _has_changed(self, m, name, x): return self.noted.has_changed(m, name, self.keeper.marker.mark(x))
+
+    def _kept(self, m, name, x):
+        began,ready = (self.noted.mark_of(m, name, marks) for marks in (self.noted.began, self.noted.ready))
+        made = self.keeper.keep(x, began, ready)
+        if not is_plain(made): raise Unkept
+        return made
+
+    def _settings(self, m):
+        still = {k: x for k,x in _values(m).items() if not self._has_changed(m, k, x)}
+        return {k: x for k,x in still.items() if _is_setting(m, k, x)}
 
 def metric_state(
     m, # A metric
-)->dict:
+    noted:Noted, # What it held when the fit began
+    under_way:bool=True, # In the middle of a pass? Else what `reset` renews is not lost
+    whole:bool=False, # Also what has not changed?
+)->tuple: # The state, and names of what has changed and cannot be kept
     "What a metric has gathered: its own state, or its attributes"
-    return m.state_dict() if _saves_itself(m) else _states(_held(m))
+    taking = _Taking(noted, m, whole)
+    state,known = taking.take(m),noted.n_resets.get(id(m), 0) > 1
+    def is_lost(owner, name): return under_way or (known and name not in noted.renewed.get(id(owner), ()))
+    return state,[path for owner,name,path in taking.lost if is_lost(owner, name)]
 
-def _states(held):
-    "What is to be saved of attributes; functions, and modules without a metric in them, are not"
-    saved = {name: value for name,value in held.items() if _holds_metrics(value) or not callable(value)}
-    found = {name: _state_of(value) for name,value in saved.items()}
-    return {name: state for name,state in found.items() if state != {} or not _holds_metrics(held[name])}
+# %% ../../nbs/metrics/08_metric_state.ipynb #4fad66d4
+class _Loading:
+    "One walk through a metric that lets it go on"
+    def __init__(self, noted):
+        self.noted,self.marker,self.differ = noted,Marker(noted.world),[]
+        self.putter = Putter(noted.device)
 
-def _state_of(x):
-    "What is to be saved of `x`"
-    if _holds_metrics(x): return metric_state(x)
-    if isinstance(x, dict) and any(map(_holds_metrics, x.values())): return _states(x)
-    if isinstance(x, (list, tuple)) and any(map(_holds_metrics, x)): return [_state_of(o) for o in x]
-    return x
+    def load(self, m, state, path=''):
+        "`m`, or a tuple like it, going on from `state`"
+        saves_itself,settings = _saves_itself(m),{}
+        if isinstance(state, dict):
+            settings,state = state.get(_SETTINGS, {}),copy.copy(state)
+            state.pop(_SETTINGS, None)
+        back = self._compare(m, settings, path)
+        if saves_itself: m.load_state_dict(state)
+        else: m = self._put(m, back | _by_name(state), path)
+        knows_its_device = hasattr(m, 'to') and hasattr(m, 'device') # As those of torcheval and torchmetrics
+        if _is_metric(m) and knows_its_device: m.to(m.device)
+        return m
 
-# %% ../../nbs/metrics/08_metric_state.ipynb #42f29d42
+    def _compare(self, m, settings, path):
+        "Note which settings are others now; those that have changed in this fit are to be put back"
+        now = {name: x for name,x in _values(m).items() if name in settings}
+        marks = {name: self.marker.mark(x) for name,x in now.items()}
+        changed = {name for name,mark in marks.items() if self.noted.has_changed(m, name, mark)}
+        for name in marks.keys() - changed:
+            if marks[name] == self.marker.mark(settings[name]): continue
+            self.differ.append(f'{path}{name}={now[name]!r}` (saved: {settings[name]!r})')
+        return {name: settings[name] for name in settings if name in changed}
+
+    def _put(self, m, values, path):
+        held = _held(m)
+        new = {name: self._loaded(held.get(name), saved, f'{path}{name}') for name,saved in values.items()}
+        if isinstance(m, tuple): return type(m)((held | new).values())
+        for name,x in new.items():
+            if x is held.get(name): continue
+            if isinstance(m, (dict, list)): m[name] = x
+            else: setattr(m, name, x)
+        if hasattr(m, '_computed'): m._computed = None
+        return m
+
+    def _loaded(self, old, saved, path):
+        "What takes the place of `old`: itself, if it is a metric, or else what was saved"
+        if _holds_metrics(old): return self.load(old, saved, f'{path}.')
+        new = self.putter.put(old, saved, path)
+        return new.to(old.device) if torch.is_tensor(old) and torch.is_tensor(new) else new
+
+def _by_name(state): return dict(enumerate(state)) if isinstance(state, (list, tuple)) else state
+
 def load_metric(
     m, # A metric
-    state:dict, # What `metric_state` gave
-):
+    state, # What `metric_state` gave, of this version or an earlier one
+    noted:Noted=None, # What it held when the fit began; default: its settings are put back as well
+)->tuple: # What differs, as text, and names of what has no place any more
     "Let a metric go on from what it had gathered"
-    held = _held(m)
-    if _saves_itself(m): m.load_state_dict(state)
-    else:
-        for name,value in state.items():
-            value = _loaded(held.get(name), value)
-            if value is not held.get(name): setattr(m, name, value)
-        if hasattr(m, '_computed'): m._computed = None
-    knows_its_device = hasattr(m, 'to') and hasattr(m, 'device') # As those of torcheval and torchmetrics
-    if _is_metric(m) and knows_its_device: m.to(m.device)
+    loading = _Loading(noted or Noted())
+    loading.load(m, state)
+    return loading.differ,loading.putter.lost
 
-def _loaded(old, state):
-    "What takes the place of `old`: itself, if it is a metric, or else what was saved"
-    if _holds_metrics(old):
-        load_metric(old, state)
-        return old
-    if isinstance(old, dict) and any(map(_holds_metrics, old.values())):
-        return {name: _loaded(value, state[name]) if name in state else value for name,value in old.items()}
-    if isinstance(old, (list, tuple)) and any(map(_holds_metrics, old)):
-        return type(old)([_loaded(one, saved) for one,saved in zip(old, state, strict=True)])
-    return state.to(old.device) if torch.is_tensor(old) and torch.is_tensor(state) else state
+# %% ../../nbs/metrics/08_metric_state.ipynb #c1619a8b
+_LOST = ('{} changed in this fit and cannot be kept in a checkpoint, so a run that goes on may measure '
+         'something else. Let the metric keep numbers, tensors and containers of them in its attributes, or '
+         'give it `state_dict()` and `load_state_dict(state)`.')
+_GONE = 'There is no place any more for what was saved as {}, so it begins anew.'
+_DIFFER = ('Metrics go on with the settings that the script has now, and measure something else from here '
+           'on: {}. If that is not meant, let settings be as they were, or begin anew in another folder.')
 
-# %% ../../nbs/metrics/08_metric_state.ipynb #13fab396
+def tell_of_metrics(
+    noted:Noted, # Knows what was told
+    **found, # Texts in backticks: what is `lost`, `gone`, or what `differ`s
+):
+    "Warn of what was not told yet"
+    for kind,message in dict(lost=_LOST, gone=_GONE, differ=_DIFFER).items():
+        new = [text for text in found.get(kind, ()) if text not in noted.told]
+        noted.told.update(new)
+        if new: warn(message.format(', '.join(new)))
+
 _NO_STATE = ('The metric `{}` has no attribute and no `state_dict` to save, so what it counts would be lost. '
              'Give it `state_dict()` and `load_state_dict(state)`, or save only between epochs.')
 
-def checked_state(
+def check_has_state(
     name:str, # For the message
     m, # A metric
-)->dict:
-    "The state of a metric in the middle of a pass, if it has one"
-    state = metric_state(m)
-    if not state: raise UnsaveableState(_NO_STATE.format(name))
-    return state
+):
+    "Refuse to save a metric in the middle of a pass if nothing is found in it"
+    if not any(_saves_itself(owner) or _values(owner) for owner in _owners(m)):
+        raise UnsaveableState(_NO_STATE.format(name))

@@ -25,7 +25,7 @@ from .any_metric import named_metrics, note_update
 from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
 from .losses import merged_losses, rows_and_weight
 from .merged_metrics import check_merges, computed_here, merged_metric, sent_state
-from .metric_state import checked_state, load_metric, metric_state
+from .metric_state import Noted, check_has_state, load_metric, metric_state, tell_of_metrics
 from ..state.errors import ResumeMismatch
 
 # %% ../../nbs/metrics/10_metrics.ipynb #59524f6c
@@ -50,7 +50,7 @@ class MetricsCB:
         self.metrics,self.train_metrics = named_metrics(ms, metrics),train_metrics
         self.weigh,self.show = weigh,show
         if train_metrics: check_train_names(self.metrics)
-        self._losses,self._now = None,{} # Of a pass
+        self._losses,self._now,self._noted = None,{},None # Of a pass; what metrics held when the fit began
 
     def before_fit(self, trainer):
         "Forget the last run, and put the metrics where the model is"
@@ -64,12 +64,13 @@ class MetricsCB:
         parameter = next(iter(parameters), None)
         for m in [*self.metrics.values(), *copies.values()]:
             if parameter is not None and hasattr(m, 'to'): m.to(parameter.device)
+        self._noted = Noted(self.metrics.values(), copies.values(), trainer.model, self._noted)
 
     def before_epoch(self, trainer):
         "Reset losses and metrics; start the clock at the epoch's first pass"
         if trainer.epoch != self._epoch: self._epoch,self._start = trainer.epoch,time.perf_counter()
         self._losses,self._now = Losses(),self._by_pass[trainer.training]
-        for m in self._now.values(): m.reset()
+        for m in self._now.values(): self._noted.reset(m)
 
     def after_batch(self, trainer):
         "Note the loss, and update the metrics"
@@ -181,7 +182,7 @@ def _measured_by_all(self:MetricsCB, trainer, losses):
     if losses is not None: # Or a cancel has come before this callback's turn
         own = dict(elapsed=time.perf_counter()-self._start)
         own['losses'] = [losses.batches.tolist(), *losses.read().values()]
-        own['metrics'] = {name: sent_state(name, m) for name,m in self._now.items()}
+        own['metrics'] = {name: sent_state(name, m, self._noted) for name,m in self._now.items()}
     parts = [part for part in trainer.ranks.gather(own) if part]
     if not parts: return {}
     self._now = self._by_pass[trainer.training]
@@ -200,11 +201,19 @@ _OTHER_METRICS = ('`MetricsCB` measured {} when it was saved, and measures {} no
 @patch
 def state_dict(self:MetricsCB):
     "The metrics, and the losses of a pass that is under way"
-    metrics = {name: metric_state(m) for of_pass in self._by_pass.values() for name,m in of_pass.items()}
-    if self._losses: metrics |= {name: checked_state(name, m) for name,m in self._now.items()}
+    found = {name: self._taken(name, m) for of_pass in self._by_pass.values() for name,m in of_pass.items()}
+    lost = [f'`{name}.{path}`' for name,(_,paths) in found.items() for path in paths]
+    tell_of_metrics(self._noted, lost=lost)
+    metrics = {name: state for name,(state,_) in found.items()}
     elapsed = 0. if self._epoch is None else time.perf_counter()-self._start
     losses = None if self._losses is None else self._losses.state_dict()
     return dict(epoch=self._epoch, elapsed=elapsed, metrics=metrics, losses=losses)
+
+@patch
+def _taken(self:MetricsCB, name, m):
+    under_way = bool(self._losses) and any(m is o for o in self._now.values())
+    if under_way: check_has_state(name, m)
+    return metric_state(m, self._noted, under_way)
 
 @patch
 def load_state_dict(self:MetricsCB,
@@ -215,7 +224,11 @@ def load_state_dict(self:MetricsCB,
     if metrics.keys() != state['metrics'].keys():
         raise ResumeMismatch(_OTHER_METRICS.format(list(state['metrics']), list(metrics)))
     self._epoch,self._start = state['epoch'],time.perf_counter()-state['elapsed']
-    for name,m in metrics.items(): load_metric(m, state['metrics'][name])
+    told = {name: load_metric(m, state['metrics'][name], self._noted) for name,m in metrics.items()}
+    differ = [f'`{name}.{text}' for name,(texts,_) in told.items() for text in texts]
+    under_way = self._now if state['losses'] is not None else {} # The others are reset before they count
+    gone = [f'`{name}.{path}`' for name in under_way for path in told[name][1]]
+    tell_of_metrics(self._noted, differ=differ, gone=gone)
     if state['losses'] is None: return
     self._losses = Losses()
     self._losses.load_state_dict(state['losses'])
@@ -239,10 +252,11 @@ def _sums(metrics, *names): return (sum(getattr(m, name) for m in metrics) for n
 def _merged(name, m, states):
     "The state of a metric that has gathered what several have; with no states that of a new one"
     copies = [copy.deepcopy(m) for _ in states] or [copy.deepcopy(m)]
+    noted = Noted(copies)
     if not states: copies[0].reset()
-    for one,state in zip(copies, states): load_metric(one, state)
+    for one,state in zip(copies, states): load_metric(one, state, noted)
     if len(copies) > 1: _merge(name, copies[0], copies[1:])
-    return metric_state(copies[0])
+    return metric_state(copies[0], noted)[0]
 
 def _losses_of_all(states, summed):
     "The losses of several processes, one for each batch"

@@ -12,6 +12,7 @@ import time
 from fractions import Fraction
 from fnmatch import fnmatchcase
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1187,6 +1188,36 @@ class RowsCount(nn.Module):
         return self._rows + 1000 * self.calls
 
 
+class InSlots:
+    "Keeps its count in a slot"
+
+    __slots__ = ("n",)
+
+    def reset(self):
+        self.n = 0
+
+    def update(self, preds, targets):
+        self.n += len(targets)
+
+    def compute(self):
+        return self.n
+
+
+class Drawing(RowsCount):
+    "Draws a number for each batch, from a generator that it makes for each pass"
+
+    def reset(self):
+        super().reset()
+        self._generator, self._drawn = torch.Generator().manual_seed(0), 0
+
+    def update(self, preds, targets):
+        super().update(preds, targets)
+        self._drawn += torch.rand((), generator=self._generator)
+
+    def compute(self):
+        return super().compute() + self._drawn
+
+
 def several_metrics():
     import torchmetrics
     from torchmetrics.classification import (
@@ -1201,6 +1232,8 @@ def several_metrics():
         "private": PrivateMetric(),
         "function": lambda preds, targets: preds.argmax(1) == targets,
         "module": RowsCount(),
+        "slots": InSlots(),
+        "drawing": Drawing(),
         "chosen": MetricOn(PrivateMetric(), lambda preds, targets: (preds, targets)),
         "collection": torchmetrics.MetricCollection(
             [Accuracy(3), MulticlassPrecision(3), MulticlassF1Score(3), MulticlassConfusionMatrix(3)]
@@ -1234,55 +1267,24 @@ def test_metrics_of_every_make_go_on_in_the_middle_of_a_pass(name, at, tmp_path)
     runs.same(whole, runs.fit(make(CheckpointCB(tmp_path / "run", every=1)), 2))
 
 
-class Secret:
+def secret():
     "Keeps its count where nobody finds it"
+    n = []
 
-    __slots__ = ("n",)
+    def update(preds, targets):
+        n.extend(targets)
 
-    def reset(self):
-        self.n = 0
-
-    def update(self, preds, targets):
-        self.n += len(targets)
-
-    def compute(self):
-        return self.n
-
-
-class Unreadable(RowsCount):
-    def reset(self):
-        super().reset()
-        self._generator = torch.Generator()
+    return SimpleNamespace(reset=n.clear, update=update, compute=lambda: len(n))
 
 
 def test_a_metric_that_cannot_be_saved_in_the_middle_says_so(tmp_path):
-    def make(metric, **options):
-        return runs.make_trainer(
-            [
-                BasicTrainCB(),
-                MetricsCB(train_metrics=True, show=False, m=metric),
-                CheckpointCB(tmp_path / "run", **options),
-            ]
-        )
-
+    metrics = MetricsCB(show=False, m=secret())
+    trainer = runs.make_trainer([BasicTrainCB(), metrics, CheckpointCB(tmp_path / "run")])
+    assert runs.fit(trainer, 1).history.latest("m") == 24  # Between epochs there is nothing to lose
     with pytest.raises(
-        UnsaveableState,
-        match="The metric `train_m` has no attribute and no `state_dict`.*save only between epochs",
+        UnsaveableState, match="The metric `m` has no attribute and no `state_dict`.*save only between epochs"
     ):
-        runs.fit(make(Secret(), every=1), 1)
-    with pytest.raises(UnsaveableState, match="_generator.*get_state"):
-        runs.fit(make(Unreadable(), every=1), 1)
-
-
-def test_between_epochs_there_is_nothing_to_lose(tmp_path):
-    trainer = runs.make_trainer(
-        [
-            BasicTrainCB(),
-            MetricsCB(train_metrics=True, show=False, m=Secret()),
-            CheckpointCB(tmp_path / "run"),
-        ]
-    )
-    assert runs.fit(trainer, 1).history.latest("train_m") == 56
+        runs.fit(trainer, 1, callbacks=runs.CutCB("after_batch", lambda t: metrics.state_dict() and False))
 
 
 class InterruptedAt:
