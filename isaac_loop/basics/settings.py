@@ -33,7 +33,7 @@ def brief(
     if isinstance(value, PurePath) or (isinstance(value, str) and isabs(value)): value = short_path(value)
     if isinstance(value, torch.dtype): value = str(value).removeprefix('torch.')
     if isinstance(value, (str, torch.device)): return repr(_short_text(str(value)))
-    if isinstance(value, partial): return f'{brief(value.func)}(...)'
+    if isinstance(value, partial): return _filled_in(value)
     if isinstance(value, Mapping):
         return _listed(value, '{}', lambda key: f'{brief(key)}: {brief(value[key], str(key))}')
     brackets = {list: '[]', tuple: '()', set: '{}', frozenset: '{}'}.get(type(value))
@@ -46,6 +46,12 @@ def _short_text(text):
     if '://' in text: text = _LOGIN.sub(lambda found: '***@' if found[0].endswith('@') else '?***', text)
     half = _WIDEST//2 - 1
     return text if len(text) <= _WIDEST else f'{text[:half]}...{text[-half:]}'
+
+def _filled_in(f):
+    "A `partial`, with what it adds by name"
+    named = [f'{k}={brief(o, k)}' for k,o in f.keywords.items()]
+    shown = ['...']*bool(f.args) + named[:_MOST] + ['...']*(len(named) > _MOST or not named)
+    return f'{brief(f.func)}({", ".join(dict.fromkeys(shown))})'
 
 def _listed(values, brackets, show):
     "The first few of `values` in brackets"

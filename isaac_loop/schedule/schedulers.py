@@ -28,7 +28,7 @@ from ..loop.passes import planned_updates
 from ..loop.shared_attributes import offering
 from ..train.optimizer_options import BeforeSchedule, options_of, put_option
 from .scheduler_checks import check_rates, check_scheduler, warn_of_length
-from ..state.errors import ResumeMismatch
+from ..state.errors import ResumeMismatch, UnsaveableState
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #9c0678bc
@@ -36,6 +36,25 @@ def _wants_trainer(f):
     "Whether `f` has a parameter called `trainer`"
     try: return 'trainer' in inspect.signature(f).parameters
     except (TypeError, ValueError): return False
+
+# %% ../../nbs/schedule/10_schedulers.ipynb #c94aea17
+def _plain(x):
+    "`x` in plain types; functions are left out"
+    if torch.is_tensor(x): return x.tolist()
+    if isinstance(x, Mapping): return {k: _plain(v) for k,v in x.items() if _is_plain(v)}
+    return [_plain(o) for o in x] if isinstance(x, (list, tuple)) else x
+
+_PLAIN = (bool, int, float, str, Mapping, list, tuple, torch.Tensor)
+
+def _is_plain(x): return x is None or isinstance(x, _PLAIN)
+
+def _like(old, new):
+    "`new`, with the types that `old` has"
+    if torch.is_tensor(old): return torch.as_tensor(new, dtype=old.dtype, device=old.device)
+    if isinstance(old, Counter): return Counter({int(k): v for k,v in new.items()})
+    if isinstance(old, Mapping): return {k: _like(old.get(k), v) for k,v in new.items()}
+    if isinstance(old, list) and len(old) == len(new): return [_like(*o) for o in zip(old, new)]
+    return tuple(new) if isinstance(old, tuple) else new
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #d8bad2c9
 _NO_FUNCTION = ('`scheduler_func` is a {kind}, but every fit has its own optimizer and needs its own '
@@ -47,7 +66,7 @@ _FILL_IN = ('`scheduler_func` is called with the optimizer alone. Fill in what e
 class SchedulerCB:
     "Makes a scheduler when training begins and leaves a tidy optimizer"
     order = Order.SCHEDULE
-    scheduler,_before = None,None
+    scheduler,_before,_scheduled = None,None,None # The last: the optimizer whose rates are set
     _saved,_running = None,False
     __repr__ = show_settings
     def __init__(self,
@@ -65,7 +84,8 @@ class SchedulerCB:
         opt = one_optimizer(trainer, self.opt, type(self).__name__)
         self._before,self._own_opt = BeforeSchedule(opt),trainer.opt_func is None or self.opt != 'opt'
         who = type(self).__name__
-        self.scheduler = check_scheduler(self._make(opt, trainer), opt, who)
+        self.scheduler,self._scheduled = check_scheduler(self._make(opt, trainer), opt, who),opt
+        self._made = _plain(self.scheduler.state_dict()) if hasattr(self.scheduler, 'state_dict') else {}
         self._n_steps,self._running = self._count_steps(trainer),True
         _check_company(self, trainer)
         if self._saved is not None: self._load()
@@ -155,25 +175,6 @@ class EpochSchedulerCB(SchedulerCB):
 
     def _count_steps(self, trainer): return trainer.n_epochs
 
-# %% ../../nbs/schedule/10_schedulers.ipynb #c94aea17
-def _plain(x):
-    "`x` in plain types; functions are left out"
-    if torch.is_tensor(x): return x.tolist()
-    if isinstance(x, Mapping): return {k: _plain(v) for k,v in x.items() if _is_plain(v)}
-    return [_plain(o) for o in x] if isinstance(x, (list, tuple)) else x
-
-_PLAIN = (bool, int, float, str, Mapping, list, tuple, torch.Tensor)
-
-def _is_plain(x): return x is None or isinstance(x, _PLAIN)
-
-def _like(old, new):
-    "`new`, with the types that `old` has"
-    if torch.is_tensor(old): return torch.as_tensor(new, dtype=old.dtype, device=old.device)
-    if isinstance(old, Counter): return Counter({int(k): v for k,v in new.items()})
-    if isinstance(old, Mapping): return {k: _like(old.get(k), v) for k,v in new.items()}
-    if isinstance(old, list) and len(old) == len(new): return [_like(*o) for o in zip(old, new)]
-    return tuple(new) if isinstance(old, tuple) else new
-
 # %% ../../nbs/schedule/10_schedulers.ipynb #a102e4c2
 def _kind(scheduler):
     "The name of the class of a scheduler, with those that it is made of"
@@ -196,27 +197,55 @@ def _knows_length(self:SchedulerCB):
     own = type(self)._make is not SchedulerCB._make
     return own or _wants_trainer(self.scheduler_func) or hasattr(self.scheduler, 'total_steps')
 
+_LENGTHS = 'total_steps','T_max','total_iters' # Loading puts the old ones back
+_KEPT_LENGTH = ('`{cb}` goes on with `{name}={was}`, as it was saved, and not with {now}: with another its '
+                'curve would break where it stands.{instead}')
+
+def _warn_of_kept_length(cb, saved):
+    "Warn that a length of the script has no effect"
+    for name in _LENGTHS:
+        was,now = saved.get(name),cb._made.get(name)
+        if None in (was, now) or was == now: continue
+        warn(_KEPT_LENGTH.format(cb=callback_name(cb), name=name, was=was, now=now, instead=_INSTEAD))
+
 def _warn_of_other_length(cb, was):
     "Warn that a schedule of a fit of `was` steps goes on in one of another length"
-    lengths = 'total_steps', 'T_max', 'total_iters' # Loading puts the old ones back
-    kept = [name for name in lengths if hasattr(cb.scheduler, name)]
+    kept = [name for name in _LENGTHS if hasattr(cb.scheduler, name)]
     curve = _FOLLOWS if not kept else _AT_LAST if kept == ['total_steps'] else _KEEPS
     curve = curve.format(name=kept and kept[0], was=was, instead=_INSTEAD)
     message = _OTHER_LENGTH.format(cb=type(cb).__name__, was=was, now=cb._n_steps, curve=curve)
     warn(message)
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #dd8e9b01
+_SAVED_IN_ANY_CASE = {*_LENGTHS, '_schedule_phases', 'base_lrs', '_last_lr'} # They belong to where it stands
+
+def _with_settings(now, made, saved):
+    "`saved`, but with the settings of the new scheduler: what was as it was `made` is as it is made `now`"
+    parts = now,made,saved
+    if made == saved and not (isinstance(saved, dict) and 'last_epoch' in saved): return now
+    if all(isinstance(o, dict) for o in parts):
+        known = (now.keys() & made.keys()) - _SAVED_IN_ANY_CASE
+        return {k: _with_settings(now[k], made[k], v) if k in known else v for k,v in saved.items()}
+    if all(isinstance(o, list) for o in parts) and len({len(o) for o in parts}) == 1:
+        return [_with_settings(*o) for o in zip(*parts)]
+    return saved
+
 _OTHER_KIND = ('`{cb}` saved the state of a `{was}`, but now makes a `{kind}`, and a mixture of the two '
                'would follow neither. Use the same scheduler, or start anew in another folder.')
+_NO_STATE = ('The scheduler of `{cb}`, a {kind}, has no `state_dict()` and `load_state_dict(state)`, so a '
+             'run that goes on could not know where it stands. Give it both, or derive it from '
+             '`LRScheduler`.')
 
 @patch
 def state_dict(self:SchedulerCB)->dict: # Numbers, strings, lists and dicts; empty before the first fit
     "Where the schedule stands, for `load_state_dict`"
     if self.scheduler is None: return {}
-    check_rates(self.scheduler.optimizer, self)
+    check_rates(self._scheduled, self)
     scheduler = self.scheduler
+    if not (hasattr(scheduler, 'state_dict') and hasattr(scheduler, 'load_state_dict')):
+        raise UnsaveableState(_NO_STATE.format(cb=callback_name(self), kind=type(scheduler).__name__))
     return _plain(dict(kind=_kind(scheduler), scheduler=scheduler.state_dict(),
-                       groups=options_of(scheduler.optimizer), n_steps=self._n_steps))
+                       groups=options_of(self._scheduled), n_steps=self._n_steps, made=self._made))
 
 @patch
 def load_state_dict(self:SchedulerCB,
@@ -233,9 +262,12 @@ def _load(self:SchedulerCB):
     was,kind = state.get('kind', _kind(self.scheduler)),_kind(self.scheduler)
     if was != kind: raise ResumeMismatch(_OTHER_KIND.format(cb=callback_name(self), was=was, kind=kind))
     n_steps = state['n_steps']
-    if n_steps != self._n_steps and self._knows_length(): _warn_of_other_length(self, n_steps)
-    self.scheduler.load_state_dict(_like(self.scheduler.state_dict(), state['scheduler']))
-    for group,saved in zip(self.scheduler.optimizer.param_groups, state['groups'], strict=True):
+    has_other_length = n_steps != self._n_steps and self._knows_length()
+    if has_other_length: _warn_of_other_length(self, n_steps)
+    else: _warn_of_kept_length(self, state['scheduler'])
+    saved = _with_settings(self._made, state.get('made'), state['scheduler'])
+    self.scheduler.load_state_dict(_like(self.scheduler.state_dict(), saved))
+    for group,saved in zip(self._scheduled.param_groups, state['groups'], strict=True):
         for name,value in saved.items():
             if isinstance(value, list): value = _like(group.get(name), value)
             put_option(group, name, value)

@@ -4,6 +4,7 @@ A callback shows every setting that a user gave, nothing of the defaults, nothin
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,6 +151,9 @@ def test_what_was_not_given_is_not_shown():
         ({i: [i] for i in range(9)}, "{0: [0], 1: [1], 2: [2], 3: [3], ...}"),
         ("x" * 999, "'" + "x" * 19 + "..." + "x" * 19 + "'"),
         (nn.Linear(2, 2), "Linear(...)"),
+        (partial(nn.Linear, bias=False, token="s"), "Linear(bias=False, token='***')"),
+        (partial(nn.Linear, 2, 2), "Linear(...)"),
+        (partial(nn.Linear, 2, bias=np.zeros(3)), "Linear(..., bias=ndarray(...))"),
         (MulticlassAccuracy(), "MulticlassAccuracy(...)"),
         (np.float64(0.5), "0.5"),
         (True, "True"),

@@ -29,7 +29,7 @@ from isaac_loop.schedule.annealing import piecewise
 from isaac_loop.schedule.attribute_schedule import AttributeSchedulerCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.schedule.plateau import PlateauSchedulerCB, StepSchedulerCB
-from isaac_loop.schedule.schedulers import BatchSchedulerCB, EpochSchedulerCB
+from isaac_loop.schedule.schedulers import BatchSchedulerCB, EpochSchedulerCB, SchedulerCB
 from isaac_loop.schedule.schedules import OneCycleSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB
 from isaac_loop.stop.limits import LimitCB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
@@ -43,6 +43,7 @@ from isaac_loop.loop.events import (
 )
 from isaac_loop.inspection.loop_tables import callback_table
 from isaac_loop.schedule.scheduler_checks import check_rates
+from isaac_loop.state.errors import UnsaveableState
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.loop.trainer import Trainer
 from scheduled import (
@@ -946,6 +947,68 @@ def test_a_state_of_a_run_of_another_length_is_told():
     again.load_state_dict(state)
     with pytest.warns(UserWarning, match="saved in a fit of 10 steps, but this fit has 20"):
         make_trainer(again).fit(4, valid=False)
+
+
+class OwnSchedule:
+    "Halves the rate every other step, and knows nothing of PyTorch's schedulers"
+
+    def __init__(self, opt):
+        self.opt, self.steps = opt, 0
+
+    def step(self):
+        self.steps += 1
+        for group in self.opt.param_groups:
+            group["lr"] *= 0.5 ** (self.steps % 2)
+
+    def state_dict(self):
+        return dict(steps=self.steps)
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def test_a_schedule_of_ones_own_is_saved_and_goes_on(tmp_path):
+    def fit(n_epochs, *more, batches=5, schedule=OwnSchedule):
+        trainer = make_trainer(BatchSchedulerCB(schedule), *more, n=batches)
+        trainer.fit(n_epochs, lr=0.1, valid=False)
+        return trainer
+
+    fit(1, CheckpointCB(tmp_path / "run"))
+    assert same(fit(2).model, fit(2, CheckpointCB(tmp_path / "run")).model)
+    without = type("Without", (), dict(__init__=OwnSchedule.__init__, step=OwnSchedule.step))
+    with pytest.raises(UnsaveableState, match="of `BatchSchedulerCB`, a Without, has no `state_dict"):
+        fit(1, CheckpointCB(tmp_path / "without"), schedule=without)
+
+
+@pytest.mark.parametrize(
+    "make, before, now",
+    [
+        (lambda gamma: EpochSchedulerCB(partial(lrs.StepLR, step_size=1, gamma=gamma)), 0.5, 0.9),
+        (lambda factor: StepSchedulerCB(1, factor), 0.5, 0.9),
+        (lambda size: EpochSchedulerCB(partial(lrs.StepLR, step_size=size)), 1, 2),
+    ],
+)
+def test_settings_of_a_scheduler_are_those_of_the_script_and_a_warning_says_so(make, before, now, tmp_path):
+    make_trainer(make(before), CheckpointCB(tmp_path)).fit(2, lr=0.1, valid=False)
+    trainer = make_trainer(make(now), CheckpointCB(tmp_path))
+    with pytest.warns(UserWarning, match="goes on otherwise than it was saved") as told:
+        trainer.fit(4, lr=0.1, valid=False)
+    assert str(now) in str(told[0].message) and str(before) in str(told[0].message)
+    options = vars(next(o.scheduler for o in trainer.callbacks if isinstance(o, SchedulerCB)))
+    assert now in (options["gamma"], options["step_size"])
+
+
+def test_a_length_of_a_scheduler_stays_and_a_warning_says_so(tmp_path):
+    def cosine(n):
+        return BatchSchedulerCB(partial(lrs.CosineAnnealingLR, T_max=n))
+
+    make_trainer(cosine(5), CheckpointCB(tmp_path)).fit(1, lr=0.1, valid=False)
+    trainer = make_trainer(cosine(10), CheckpointCB(tmp_path))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(2, lr=0.1, valid=False)
+    assert any("goes on with `T_max=5`, as it was saved, and not with 10" in str(o.message) for o in told)
+    assert trainer.BatchSchedulerCB.scheduler.T_max == 5
 
 
 def test_a_state_counts_for_one_fit_only():
