@@ -34,7 +34,16 @@ def _slowest(rows):
 
 _MORE_DATA = {None: 'let a `DataLoader` read ahead in processes of its own (`num_workers=2`)',
               0: 'let processes of its own read ahead, by `num_workers=2` or more in the loader'}
+_QUICK = ('a batch comes in {:.1f} ms, in which another process could hardly send it, so use larger batches '
+          'or keep rows in memory, by `exact_loader(dataset, batch_size, in_memory=True)`')
 _WORKERS = 'more than {} workers (`num_workers` of the loader), or less to do for each row'
+
+def _more_data(rows, num_workers):
+    "What to do if data come too slowly"
+    waits = _those(rows, 'callback', DATA)
+    each = sum(row['seconds'] for row in waits)/max(1, sum(row['calls'] for row in waits))
+    if not num_workers and each < 0.002: return _QUICK.format(1000*each)
+    return _MORE_DATA.get(num_workers, _WORKERS.format(num_workers))
 
 def advice_on(
     rows:list, # As `LoopTimes` has them, with their shares
@@ -47,8 +56,7 @@ def advice_on(
     valid = _share(_those(rows, 'pass', 'valid'))
     if not any(row['seconds'] for row in rows): return 'No time has passed.'
     if data >= 0.2 and data >= own:
-        more = _MORE_DATA.get(num_workers, _WORKERS.format(num_workers))
-        return f'{_percent(data)} of the time the loop waited for data: {more}.'
+        return f'{_percent(data)} of the time the loop waited for data: {_more_data(rows, num_workers)}.'
     once = _ONCE.get(mine[0]['callback']) if own >= 0.2 else None
     if once: return once.format(_percent(own))
     if own >= 0.2:

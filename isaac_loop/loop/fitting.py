@@ -9,6 +9,7 @@ __all__ = []
 import sys
 from collections.abc import Mapping
 from contextlib import contextmanager, ExitStack
+from types import FunctionType
 
 import torch
 
@@ -57,13 +58,17 @@ _NOT_OURS = ('The optimizer has no parameter of `{}`, nor of any other module th
              'what `opt_func` is given.')
 _LR_TWICE = '`fit` gives the rate to `opt_func`. Leave `lr` out there, and pass it on: `fit(3, lr=0.1)`.'
 
+_MAKES = ' Does it make the model? Then call it: `Trainer(dls, loss_func, opt_func, {}(), callbacks)`.'
+
+def _made_by(model): return _MAKES.format(model.__name__) if isinstance(model, FunctionType) else ''
+
 def make_optimizer(
     trainer, # Has an `opt_func`
 ):
     "A new optimizer for all parameters of the model"
     model = trainer.model
     params = list(model.parameters()) if hasattr(model, 'parameters') else []
-    if not params: raise ValueError(_NO_PARAMETERS.format(type(model).__name__))
+    if not params: raise ValueError(_NO_PARAMETERS.format(type(model).__name__) + _made_by(model))
     try:
         with _shown_while_loading(trainer): trainer.opt = trainer.opt_func(params, trainer.lr)
     except TypeError as e:

@@ -37,6 +37,9 @@ _EXTRA = ('`run_callbacks({!r}, ...)` passes {} on to every callback that answer
 
 _CLOSURE = ('This optimizer evaluates the loss several times in a step. `BasicTrainCB` has a `step` that '
             'lets it; in a `step` of your own pass a function that computes loss and gradients anew.')
+_ASIDE = ('This is a run on the side, such as `get_preds` or `lr_find`, in which nobody has written a row. '
+          'Give a callback that only watches `order = Order.RECORD`, and it is left out there; or let '
+          'its `log` go back `if trainer.history.current is None`.')
 _LEARN = '`self.learn` is for callbacks of fastai. Here the trainer is what each method gets as its argument.'
 
 def blame(
@@ -60,6 +63,8 @@ def blame(
     if isinstance(error, TypeError) and "argument: 'closure'" in str(error): add_note(error, _CLOSURE)
     asks_learn = isinstance(error, AttributeError) and error.name == 'learn' and error.obj is callback
     if asks_learn: add_note(error, _LEARN)
+    if event == 'log' and getattr(trainer, '_side_runs', 0) and trainer.history.current is None:
+        add_note(error, _ASIDE)
     if handler is None: return
     name = f'{callback_name(callback)}.{event}' if callback is not None else _name_of(handler)
     add_note(error, f'raised by `{name}`{whereabouts(trainer)}')
@@ -69,6 +74,9 @@ def _name_of(handler): return getattr(handler, '__qualname__', repr(handler))
 # %% ../../nbs/loop/21_notes.ipynb #cdd289f4
 _NOT_OPEN = ('`{}` ends a span that was not open here, so nothing caught it. '
              'Raise it inside that span, or raise the exception of one that is open.')
+
+_TABLE = ('The dataset is a DataFrame, and `df[i]` is one of its columns, not a row. Give rows, as by '
+          "`TensorDataset(torch.tensor(df[names].values).float(), ...)`, or `df.to_dict('records')`.")
 
 _NO_GRAD = ('This is a validation pass, in which nothing has gradients, and a method of your own runs there '
             'as well. Let it go back and step only `if self.training`.')
@@ -89,6 +97,8 @@ def _own_method(trainer, error):
         elif code in methods and not _is_ours(frame): found = code.co_qualname
     return found
 
+def _is_table(dl): return type(getattr(dl, 'dataset', None)).__name__ == 'DataFrame'
+
 def explain(
     trainer, # Has a `plan`
     span, # Has just been closed
@@ -101,6 +111,7 @@ def explain(
         comes = span.name == 'epoch' and own is None # The next batch has not come yet
         if comes: where = where.replace(', batch', ', after batch')
         by = 'the loop or its loader' if own is None else f'`{own}`'
+        if comes and _is_table(getattr(trainer, 'dl', None)): add_note(error, _TABLE)
         add_note(error, f'raised in the body of `{span.name}`{where}, by {by}')
         validates = own is not None and not getattr(trainer, 'training', True)
         if validates and 'does not require grad' in str(error): add_note(error, _NO_GRAD)

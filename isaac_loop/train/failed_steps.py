@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/train/08_failed_steps.ipynb #8c1943a1
+import re
 from collections.abc import Mapping
 
 import torch
@@ -59,6 +60,23 @@ def _bare(trainer):
         if not isinstance(value, SEQUENCES): yield _BARE.format(**told)
 
 # %% ../../nbs/train/08_failed_steps.ipynb #c109496b
+_DTYPES = ('Of this batch the model got {inputs}, and the targets are {targets}; parameters of the model are '
+           '{own}. Numbers of NumPy and pandas are float64 until `.float()` makes them float32. As class '
+           'numbers a loss wants `.long()`, and for a loss of numbers targets are `.float()`, too.')
+_OF_DTYPES = re.compile(r'(dtype|scalar type|\btype\b).*(double|float|half|long|\bint|byte)', re.IGNORECASE)
+
+def _dtypes(trainer, error):
+    "Which types of numbers meet, if the error is about them"
+    is_one = isinstance(error, (RuntimeError, ValueError)) and _OF_DTYPES.search(str(error))
+    if not is_one or not isinstance(trainer.model, torch.nn.Module): return
+    try: inputs,targets = (_types(part) for part in trainer.split(trainer.batch))
+    except Exception: return # Then this is the error already
+    yield _DTYPES.format(inputs=inputs, targets=targets, own=_types(trainer.model.parameters()))
+
+def _types(tensors):
+    found = [str(x.dtype).removeprefix('torch.') for x in tensors if torch.is_tensor(x)]
+    return ', '.join(dict.fromkeys(found)) or 'no tensors'
+
 _NO_LOSS_FUNC = ('The trainer was made with `loss_func=None`. Give it a loss function, or add a callback '
                  'that does `get_loss` instead.')
 _SEVERAL = ('`trainer.{name}` is a {kind}, and the usual steps work with one. Write those that are different '
@@ -78,6 +96,7 @@ def reasons(
         parts = list(_parts(trainer, event))
         yield from parts
         if not parts and event == 'predict' and 'positional argument' in wrong_call: yield _N_INP
+    if event in ('predict', 'get_loss', 'backward'): yield from _dtypes(trainer, error)
     name = 'opt' if event in ('step', 'zero_grad') else 'model'
     held = vars(trainer).get(name)
     if isinstance(held, (list, tuple, dict)): yield _SEVERAL.format(name=name, kind=type(held).__name__)

@@ -1016,6 +1016,11 @@ WAIT = dict(row(0), what="item", where="a.py:3", line="x.item()", times=3)
             dict(num_workers=0),
             "61 % of the time the loop waited for data: .*`num_workers=2`",
         ),
+        (
+            [row(61, DATA, "") | dict(calls=61_000), row(39)],
+            dict(num_workers=0),
+            "61 % .* a batch comes in 1.0 ms.*larger batches.*in_memory=True",
+        ),
         ([row(61, DATA, ""), row(39)], dict(num_workers=4), "61 % .* more than 4 workers"),
         ([row(61, DATA, ""), row(39)], {}, "61 % .* `DataLoader`"),
         ([row(30, DATA, ""), row(70)], {}, "70 % of the time went into `A.after_batch`: do it less"),

@@ -5,9 +5,11 @@ import warnings
 from functools import partial
 from types import MethodType, SimpleNamespace
 
+import pandas as pd
 import pytest
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from isaac_loop.all import (
     AccumulationCB,
@@ -161,6 +163,43 @@ def test_a_loader_that_fails_is_said_to_fail_after_the_batch_before():
     with pytest.raises(OSError) as e:
         t.fit(1, valid=False)
     assert e.value.__notes__[0] == "file 17" and "after batch 0" in e.value.__notes__[1]
+
+
+def test_a_table_of_columns_as_dataset_is_told_what_rows_are():
+    table = pd.DataFrame(dict(a=[1.0, 2.0], b=[3.0, 4.0]))
+    t = Trainer(DataLoaders(DataLoader(table, 2)), F.mse_loss, optim.SGD, nn.Linear(1, 1), BasicTrainCB())
+    with pytest.raises(KeyError) as e:
+        t.fit(1, valid=False)
+    assert "`df[i]` is one of its columns" in e.value.__notes__[0]
+
+
+def test_a_function_that_makes_the_model_is_to_be_called():
+    def net():
+        return nn.Linear(1, 1)
+
+    with pytest.raises(ValueError, match=r"Then call it: .*net\(\)"):
+        Trainer(DataLoaders(data()), F.mse_loss, optim.SGD, net, BasicTrainCB()).fit(1, valid=False)
+
+
+def test_a_log_that_misses_a_row_in_a_run_on_the_side_is_told_which_run_this_is():
+    class BestCB:
+        def before_fit(self, trainer):
+            self.best = float("inf")
+
+        def log(self, trainer):
+            self.best = min(self.best, trainer.history.latest("valid_loss"))
+
+    trainer = Trainer(
+        DataLoaders(data(), data()),
+        F.mse_loss,
+        optim.SGD,
+        nn.Linear(1, 1),
+        [BasicTrainCB(), MetricsCB(show=False), BestCB()],
+    )
+    trainer.fit(1)
+    with pytest.raises(LookupError) as e:
+        trainer.get_preds()
+    assert "This is a run on the side" in e.value.__notes__[0] and "Order.RECORD" in e.value.__notes__[0]
 
 
 def test_the_warning_about_missing_steps_points_at_the_line_with_fit():

@@ -10,6 +10,8 @@ import warnings
 from collections import OrderedDict, namedtuple
 from itertools import count
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -260,6 +262,28 @@ def test_a_step_that_fails_says_which_part_of_an_odd_batch_went_where(batch, inp
         trainer.fit(1, valid=False)
     told = f"Of this batch the model got {inputs}, and the loss function {targets}."
     assert sum(o.startswith(told) and "`n_inp`" in o for o in caught.value.__notes__) == 1
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "loss_func", "told"),
+    [
+        (torch.ones(4, 3).double(), torch.ones(4, 1).double(), F.mse_loss, "got float64, and the"),
+        (torch.ones(4, 3), torch.ones(4).int(), F.cross_entropy, "the targets are int32; .*long"),
+        (
+            torch.ones(4, 3),
+            torch.ones(4, 1).long(),
+            F.binary_cross_entropy_with_logits,
+            "the targets are int64; ",
+        ),
+    ],
+    ids=["doubles", "small integers", "integers for a loss of numbers"],
+)
+def test_types_of_numbers_that_do_not_fit_stand_side_by_side(x, y, loss_func, told):
+    trainer = make_trainer([(x, y)], BasicTrainCB())
+    trainer.loss_func = loss_func
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(1, valid=False)
+    assert sum(bool(re.search(told, o)) for o in caught.value.__notes__) == 1
 
 
 def test_several_optimizers_or_models_in_one_place_are_explained():
