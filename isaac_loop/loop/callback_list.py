@@ -12,6 +12,7 @@ from contextlib import suppress
 from ..basics.checks import did_you_mean
 from ..basics.old_names import OF_TRAINER, called_here
 from .events import EVENTS, callback_name, handler_of, members
+from .handlers import has_own_batch
 from .history import updates_of_run
 from .shared_attributes import STATE
 
@@ -72,6 +73,16 @@ def _who_left(trainer, name):
     callback = next((cb for cb,found in pairs if found == handler), None)
     return _LEFT_OUT.format(who=event if callback is None else f'{callback_name(callback)}.{event}')
 
+_NOBODY = ' Nobody does `{}` here: add `BasicTrainCB`, or a callback with a method of that name.'
+_WRITTEN_IN = dict(preds='predict', loss='get_loss') # Steps
+
+def _nobody_does(trainer, name):
+    "That nobody does the step of a batch that writes `name`, as a sentence"
+    plan,step = vars(trainer).get('plan'),_WRITTEN_IN.get(name)
+    in_batch = plan is not None and any(span.name == 'batch' for span in plan.spans)
+    if step is None or not in_batch or plan[step] or has_own_batch(trainer): return ''
+    return _NOBODY.format(step)
+
 class ByName:
     "Callbacks as attributes, and errors that say who writes what is missing"
     def __getattr__(self, name):
@@ -82,7 +93,8 @@ class ByName:
         if isinstance(found, property): return found.__get__(self) # It failed inside; say why
         if name in STATE:
             aside = _ASIDE if vars(self).get('_side_runs') else ''
-            raise AttributeError(_NOT_YET.format(name, STATE[name][0]) + (_who_left(self, name) or aside))
+            more = _who_left(self, name) or _nobody_does(self, name) or aside
+            raise AttributeError(_NOT_YET.format(name, STATE[name][0]) + more)
         if name == 'predict': raise AttributeError(_NO_PREDICT)
         methods = [o for o in dir(type(self)) if not o.startswith('_')]
         near = '' if name.startswith('_') else did_you_mean(name, [*STATE, *named, *methods], cutoff=0.7)

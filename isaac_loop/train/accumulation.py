@@ -64,13 +64,13 @@ _TWICE = ('In batch {} the gradients of more than one `backward` have come, and 
 
 @old_words
 class AccumulationCB:
-    "Gather the gradients of several batches for one update, equal to that of one big batch"
+    "Gather the gradients of several batches for one update, equal to one big batch if `weigh` fits the loss"
     order = Order.FIRST+1 # After whoever limits the number of batches
     on_valid = False
     __repr__ = show_settings
     def __init__(self,
         n_batches:int=2, # Batches for one update
-        weigh='samples', # What a loss is a mean over; or 'mean' (batches weigh alike), 'sum', a function
+        weigh='samples', # What a loss is a mean over; 'mean' (batches weigh alike), 'sum', or `f(batch)`
     ):
         self.n_batches = check_count(n_batches, 'n_batches', 'the batches for an update are counted')
         if not callable(weigh): check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), also=_A_FUNCTION)

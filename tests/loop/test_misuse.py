@@ -202,6 +202,19 @@ def test_a_log_that_misses_a_row_in_a_run_on_the_side_is_told_which_run_this_is(
     assert "This is a run on the side" in e.value.__notes__[0] and "Order.RECORD" in e.value.__notes__[0]
 
 
+def test_who_reads_what_no_callback_writes_is_told_to_add_one():
+    def trainer(*callbacks, cls=Trainer):
+        return cls(DataLoaders(data()), F.mse_loss, optim.SGD, nn.Linear(1, 1), callbacks)
+
+    with pytest.raises(AttributeError, match="Nobody does `get_loss` here: add `BasicTrainCB`"):
+        trainer(MetricsCB(show=False)).fit(1, valid=False)
+    early = SimpleNamespace(before_batch=lambda trainer: trainer.loss)
+    for one in (trainer(BasicTrainCB(), early), trainer(early, cls=Decorated)):
+        with pytest.raises(AttributeError) as e:
+            one.fit(1, valid=False)
+        assert "has not happened" in str(e.value) and "Nobody" not in str(e.value)
+
+
 def test_the_warning_about_missing_steps_points_at_the_line_with_fit():
     t = Trainer(
         DataLoaders(data()),
