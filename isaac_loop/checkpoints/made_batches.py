@@ -9,6 +9,7 @@ __all__ = []
 import torch
 
 from ..basics.checks import warn
+from .standing import Standing, stands_alike
 from ..data.fingerprint import _alike, _leaves
 from ..loop.events import callback_name
 from ..state.errors import ResumeMismatch
@@ -62,7 +63,7 @@ def take_begun(
     trainer, # Has run `before_epoch` once more
 )->dict: # For `put_begun`
     "What callbacks hold, and where loaders stand, as `before_epoch` has left them"
-    return take_callbacks(trainer, makers_of(trainer)) | dict(loaders=places_of(trainer))
+    return take_callbacks(trainer, makers_of(trainer), every=True) | dict(loaders=places_of(trainer))
 
 def put_begun(
     trainer, # Is about to read a pass again
@@ -122,24 +123,64 @@ def digest_of(
     if not parts or any(_version(x) != was for x,was in parts if isinstance(x, torch.Tensor)): return None
     return [leaf for x,_ in parts[:64] for leaf in _leaves(x)]
 
-_ANOTHER = ('Batch {} of epoch {} is another one than in the saved run, so the run would go on with other '
-            'batches: {} made them in `before_epoch` from something that is no more, such as the weights '
-            'from the beginning of the epoch. Choose in `before_fit` and `log`, keep the choice in an '
-            'attribute, and make the batches of it in `before_epoch`. This run can go on from a checkpoint '
-            'between two epochs, or with `strict=False` as another run.')
+def place_in_pass(
+    trainer, # In a training pass
+    walked, # The iterator that gives its batches
+    in_step:bool, # Has each of them come with one of the loader?
+)->dict: # For `check_made_again`
+    "What the rest of a pass depends on, beside what callbacks hold"
+    parts = [trainer, *trainer.callbacks, *vars(trainer).values()]
+    held = [x for cb in trainer.callbacks for x in getattr(cb, '__dict__', {}).values()]
+    standing = Standing(walked, [*parts, *held])
+    known = trainer.dl is trainer._source.chosen # Others may have been made for this pass, of other rows
+    sure,in_step = known and standing.sure,known and in_step
+    return dict(drawn=drawn_in(trainer), in_step=in_step, told=standing.told, sure=sure)
+
+def drawn_in(
+    trainer, # In a pass
+)->int: # Also those before the place from which a loader that knows it has gone on
+    "How many batches of the loader have been drawn"
+    source = trainer._source
+    return source.given + (source.first if hasattr(trainer.dl, 'load_state_dict') else 0)
+
+_ANOTHER = ('{} in the saved run, so the run would go on with other batches: {} made them in '
+            '`before_epoch` from something that is no more, such as the weights from the beginning of '
+            'the epoch. Choose in `before_fit` and `log`, keep the choice in an attribute, and make the '
+            'batches of it in `before_epoch`. This run can go on from a checkpoint between two epochs, or '
+            'with `strict=False` as another run.')
+_PERHAPS = ('Batch {} of epoch {} came out otherwise when it was read again, since {} made it of random '
+            'numbers or of weights that are others by now. The next ones come from the same batches of the '
+            'loader, but it cannot be seen whether something is kept for them that is another too; keep '
+            'it in an attribute of the callback, and the run goes on exactly.')
 
 def check_made_again(
     trainer, # Has read the pass again
     position:dict, # Where it goes on
     last, # The batch before that
-    saved:list, # What `digest_of` gave of it when the run was saved, or None
+    place:dict, # What `place_in_pass` gives now
+    saved:dict, # Of the time when the run was saved: `last`, what `digest_of` gave; `place`; both may lack
     strict:bool=True, # Refuse to go on after another one? Else warn
 ):
     "Refuse to go on with batches that are made otherwise than in the saved run"
-    now = digest_of(parts_of_batch(last))
-    if saved is None or now is None: return
-    if len(saved) == len(now) and all(map(_alike, saved, now)): return
+    was,n = saved.get('place'),position['batches']-1
+    here = _is_same_place(was, place) if was else None
+    if here or (here is None and _is_same_batch(last, saved.get('last'))): return
     names = ' or '.join(f'`{callback_name(cb)}`' for cb in makers_of(trainer)) or 'somebody'
-    message = _ANOTHER.format(position['batches']-1, position['epoch'], names)
+    perhaps = here is None and was and was['in_step'] and place['in_step']
+    if perhaps: return warn(_PERHAPS.format(n, position['epoch'], names))
+    where = f'atch {n} of epoch {position["epoch"]}'
+    what = f'B{where} is another one than' if here is None else f'After b{where} come others than'
+    message = _ANOTHER.format(what, names)
     if strict: raise ResumeMismatch(message)
     warn(message)
+
+def _is_same_place(was, now):
+    "Whether a pass stands where it stood; None if it cannot be said"
+    if was['drawn'] != now['drawn']: return False
+    alike = stands_alike(was['told'], now['told'])
+    return alike if was['sure'] and now['sure'] or alike is False else None
+
+def _is_same_batch(batch, saved):
+    "Whether a batch is as it was, as far as anybody can say"
+    now = digest_of(parts_of_batch(batch))
+    return saved is None or now is None or (len(saved) == len(now) and all(map(_alike, saved, now)))

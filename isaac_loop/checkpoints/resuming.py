@@ -10,17 +10,18 @@ from contextlib import contextmanager
 
 import torch
 from fastcore.basics import patch
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import warn
 from ..basics.settings import show_settings
 from .made_batches import are_wrapped, check_made_again, digest_of, is_made
-from .made_batches import parts_of_batch
+from .made_batches import drawn_in, parts_of_batch, place_in_pass
 from .made_batches import put_before, put_begun, take_before, take_begun
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
-from ..state.run_parts import check_states, generators, loaders_of, opt_defaults
+from ..state.run_parts import all_parameters, check_states, generators, loaders_of, opt_defaults
 from ..state.run_state import put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state
 from ..state.errors import ResumeMismatch
@@ -49,6 +50,7 @@ class ResumingCB:
     _elsewhere = False # Has the run ever been elsewhere than its loader?
     _is_wrapped = False # Has somebody put other batches in the place of the loader's?
     _before,_last = None,None # What batches of this pass may be made from; what the newest of them holds
+    _walked,_in_step = None,False # What gives the batches of this pass; has each come with one of the loader?
     __repr__ = show_settings
     def _begin(self, trainer, found, strict=True):
         "Walk over the epochs; `found` is weights and state to go on from, or None"
@@ -127,6 +129,7 @@ def _pass(self:ResumingCB, trainer, batches):
     __tracebackhide__ = True # It only passes on
     done = self._batches
     handed,ahead,told = 0,None,False
+    self._in_step = True
     watched,set_anew = self._before is not None,trainer.dl is not trainer._source.chosen
     if self._found and done:
         begun = take_begun(trainer) if watched else None
@@ -135,8 +138,10 @@ def _pass(self:ResumingCB, trainer, batches):
     else:
         own = {name: o.get_state() for name,o in generators(trainer).items()}
         self._pass_start = compact_random_state(),own,_place_of(trainer.dl)
-    for batch in batches:
+    self._walked,drawn = iter(batches),drawn_in(trainer)
+    for batch in self._walked:
         self._as_given,handed = batch is trainer._source.last,handed+1
+        self._in_step = self._in_step and drawn_in(trainer) == drawn+handed
         if watched: self._last = parts_of_batch(batch) if set_anew or not self._as_given else None
         yield batch
         if 'batch_num' not in vars(trainer): continue # Read again, for another callback that resumes
@@ -145,7 +150,7 @@ def _pass(self:ResumingCB, trainer, batches):
         if self._batches-handed != ahead and not told: told = _warn_of_order(self, trainer, handed)
         with _named(self, trainer): self._between_batches(trainer)
         if self._batches == trainer.n_batches: self._is_through(trainer)
-    self._last = None
+    self._last = self._walked = None
     if self._batches != trainer.n_batches: self._is_through(trainer)
 
 _OTHER_BATCHES = ('`{}` has handed on {} batches, but {} were trained: a callback with a higher `order` '
@@ -166,13 +171,19 @@ def _is_through(self:ResumingCB, trainer):
 # %% ../../nbs/checkpoints/20_resuming.ipynb #ad1d1e74
 def start_of_pass(trainer):
     "Random numbers and the loader's place when this pass began, and whether it must be read again"
-    resuming = sorted((cb for cb in trainer.callbacks if isinstance(cb, ResumingCB)), key=lambda cb: cb.order)
-    innermost,outermost = resuming[0],resuming[-1] # The outermost begins an epoch last
+    innermost,outermost = _resuming(trainer)
     start,own,place = innermost._pass_start
     again,before = _is_elsewhere(innermost, trainer),outermost._before
     found = start | {'generators': own, 'loader': place, 'again': again}
     if before is None or not (again or is_made(trainer, innermost._is_wrapped)): return found
-    return found | {'before': before, 'last': digest_of(innermost._last) if again else None}
+    if not again: return found | {'before': before, 'last': None}
+    place = place_in_pass(trainer, innermost._walked, innermost._in_step)
+    return found | {'before': before, 'last': digest_of(innermost._last), 'place': place}
+
+def _resuming(trainer):
+    "Who sees the batches first as they come from the loader and from what is put around it, and who last"
+    found = sorted((cb for cb in trainer.callbacks if isinstance(cb, ResumingCB)), key=lambda cb: cb.order)
+    return found[0],found[-1]
 
 def _is_elsewhere(self, trainer):
     "Whether somebody splits, repeats, merges or keeps back batches, so the loader stands elsewhere"
@@ -222,7 +233,7 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     "The batches of this pass that are left"
     start = dict(state['pass_start'])
     own,place,again = start.pop('generators'),start.pop('loader', None),start.pop('again', False)
-    last,_ = start.pop('last', None),start.pop('before', None)
+    saved = {name: start.pop(name, None) for name in ('last', 'place', 'before')}
     self._pass_start = start,own,place
     over,stopped = not again and _is_over(trainer.dl, done),state['position']['stop_reason']
     if over or stopped is not None:
@@ -234,10 +245,25 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     if begun is not None: put_begun(trainer, begun)
     if knows_its_place: _begin_anew(trainer, place)
     put_generators(trainer, own)
-    rest,again = _replayed(trainer.dl, batches, start, done)
+    with _model_kept(trainer): self._walked,last,self._in_step = _replayed(trainer, batches, start, done)
     put_callbacks(trainer, state, tell=False) # Whoever wraps the batches has seen them again
-    check_made_again(trainer, state['position'], again, last, self._strict)
-    return rest
+    innermost,_ = _resuming(trainer)
+    place = place_in_pass(trainer, innermost._walked, innermost._in_step)
+    check_made_again(trainer, state['position'], last, place, saved, self._strict)
+    return self._walked
+
+@contextmanager
+def _model_kept(trainer):
+    "Have gradients and buffers in the end as they are now, though whoever makes batches may ask the model"
+    grads = [(p, None if p.grad is None else p.grad.clone()) for p in all_parameters(trainer)]
+    model = trainer.model
+    buffers = [x for x in model.buffers() if not is_lazy(x)] if isinstance(model, torch.nn.Module) else []
+    were = [x.clone() for x in buffers]
+    try: yield
+    finally:
+        for p,grad in grads: p.grad = grad
+        with torch.no_grad():
+            for x,was in zip(buffers, were): x.copy_(was)
 
 def _begin_anew(trainer, place):
     "Let the loader give the pass from its beginning, since what callbacks made of its batches is made again"
@@ -252,17 +278,19 @@ def _end_pass(trainer, over, stopped, own):
     elif own: _run_samplers(trainer, own)
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #15767108
-def _replayed(dl, batches, start, done):
-    "`batches` after the first `done`, which are read and dropped, and the last of these"
+def _replayed(trainer, batches, start, done):
+    "`batches` after the first `done`, which are read and dropped; the last of these; have they come in step?"
+    dl,first,in_step = trainer.dl,drawn_in(trainer),True
     if not isinstance(dl, (list, tuple)) and not hasattr(dl, 'load_state_dict'):
         warn(_READ_AGAIN.format(done))
     with undrawn():
         set_plain_random_state(start, strict=False)
         rest = iter(batches)
-        for _ in range(done):
+        for i in range(done):
             last = next(rest, None)
             if last is None: raise ResumeMismatch(_TOO_SHORT.format(done))
-    return rest,last
+            in_step = in_step and drawn_in(trainer) == first+i+1
+    return rest,last,in_step
 
 _READ_AGAIN = ('The training loader does not know its position, so {} batches are read again. '
                'That is exact unless workers persist, a sampler draws from generators of its own, a loader, '

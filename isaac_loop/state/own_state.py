@@ -323,6 +323,7 @@ def take(self:OwnState,
     trainer, # In the fit that this was made for, or after it
     copy:bool=True, # Copy tensors that are on the CPU already?
     of=None, # Some callbacks: only these and the trainer, and what is lost is not told
+    every:bool=False, # Also what has not changed?
 )->dict: # Plain data, for `put`
     "The state that nobody tells, and the settings beside it"
     keeper,owners = Keeper(_World(trainer, self.loop)),self._owners(trainer, of)
@@ -333,7 +334,7 @@ def take(self:OwnState,
             if type(x) not in SIMPLE: keeper.marker.part(x)
     for name,(_,own) in owners.items():
         if _is_part(name) and not self._changed(keeper.marker, name, own): continue
-        state,settings,lost = self._kept(keeper, name, own)
+        state,settings,lost = self._kept(keeper, name, own, every)
         if name.startswith('dls.') or _is_part(name): settings = {} # Told elsewhere
         state,refused = _exactly(state, name, copy)
         made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
@@ -371,11 +372,11 @@ def _warn_of_lost(unkept):
     warn(_CANNOT.format(what, them, instead, tuple(k for _,k in unkept)))
 
 @patch
-def _kept(self:OwnState, keeper, name, own):
+def _kept(self:OwnState, keeper, name, own, every=False):
     "What is kept of the attributes `own`, the settings, and names of what cannot be kept"
     mark = keeper.marker.mark
     begin,ready,back = (marks.get(name) for marks in (self.begin, self.ready, self.back))
-    changed,state,lost = self._changed(keeper.marker, name, own),{},[]
+    changed,state,lost = list(own) if every else self._changed(keeper.marker, name, own),{},[]
     for k in changed:
         try: state[k] = keeper.keep(own[k], part_of(begin, k), part_of(ready, k))
         except Unkept:

@@ -52,6 +52,7 @@ def places_of(
 def take_callbacks(
     trainer, # Between two epochs, or before the first batch of one
     callbacks, # Some of its callbacks
+    every:bool=False, # Also what has not changed in this fit?
 )->dict: # For `put_callbacks`
     "What some callbacks hold, and the trainer, as copies; who cannot tell it yet is left out"
     own,told = getattr(trainer, '_own_state', None),{}
@@ -60,7 +61,7 @@ def take_callbacks(
         for cb in some:
             try: told |= plain(_told_states(trainer, of=[cb]))
             except Exception: pass # Perhaps it has nothing before its first pass
-        return dict(callbacks=told, own={} if own is None else own.take(trainer, of=some))
+        return dict(callbacks=told, own={} if own is None else own.take(trainer, of=some, every=every))
 
 def _told_states(trainer, steps_over=False, of=None):
     "What callbacks tell of themselves; once steps are over, without those that change in steps alone"

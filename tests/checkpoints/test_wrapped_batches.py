@@ -1,0 +1,236 @@
+"""
+Batches that something of the user's own stands around: a run that was cut goes on as if it had not been,
+without a word, or is refused, or a warning names what cannot be seen.
+"""
+
+import random
+import warnings
+from collections import deque
+from time import perf_counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from isaac_loop.basics.tensors import set_seed
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.loop.trainer import Trainer
+from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.state.errors import ResumeMismatch
+from isaac_loop.train.training import BasicTrainCB
+from runs import Cut, CutCB
+
+x = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(x, (x.sum(1) > 0).long())
+OTHER = TensorDataset(x.flip(0), (x.sum(1) > 0).long().flip(0))
+
+
+def loaders(exact=True):
+    train = exact_loader(DATA, 8, seed=3) if exact else DataLoader(DATA, 8, shuffle=True)
+    return DataLoaders(train, exact_loader(DATA, 16, shuffle=False))
+
+
+def run(make, at=None, folder=None, exact=True, every=1, **options):
+    "A run, cut after `at` updates if that is given, from what is saved in `folder` on; and what it warns of"
+    set_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    trainer = Trainer(
+        loaders(exact), F.cross_entropy, optim.SGD, model, [BasicTrainCB(), MetricsCB(), *make()]
+    )
+    more = [CheckpointCB(folder, every=every, **options)] if folder else []
+    if at is not None:
+        more.append(CutCB("before_predict", lambda t: t.training and t.n_updates == at))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        if at is None:
+            trainer.fit(3, lr=0.1, callbacks=more)
+        else:
+            with pytest.raises(Cut):
+                trainer.fit(3, lr=0.1, callbacks=more)
+    return trainer, [str(o.message) for o in told if "batches are read again" not in str(o.message)]
+
+
+def goes_on(make, tmp_path, cuts=(3, 8), **options):
+    "Cut and gone on with, the weights are those of a run that was not cut; what was warned of on the way"
+    whole, _ = run(make, exact=options.get("exact", True))
+    told = []
+    for at in cuts:
+        _, first = run(make, at, tmp_path / f"{at}", **options)
+        again, then = run(make, None, tmp_path / f"{at}", **options)
+        told += first + then
+        for a, b in zip(whole.model.parameters(), again.model.parameters()):
+            assert torch.equal(a, b), at
+    return told
+
+
+class WrapCB:
+    "Puts `wrap` around the batches of each training pass"
+
+    def __init__(self, wrap):
+        self.wrap, self.rng, self.torchs = wrap, np.random.default_rng(4), torch.Generator().manual_seed(2)
+        self.python, self.kept = random.Random(1), deque([0.5], maxlen=3)
+
+    def before_epoch(self, trainer):
+        self.trainer = trainer
+        if trainer.training:
+            trainer.batches = self.wrap(self, trainer.batches)
+
+
+def mixed(cb, batches):
+    for a, b in batches:
+        i = torch.randperm(len(a))
+        yield 0.7 * a + 0.3 * a[i], b
+
+
+def by_updates(cb, batches):
+    return ((a * (1 + cb.trainer.n_updates / 100), b) for a, b in batches)
+
+
+def adversarial(cb, batches):
+    def away(batch):
+        a = batch[0].clone().requires_grad_()
+        F.cross_entropy(cb.trainer.model(a), batch[1]).backward()
+        return a.detach() + 0.1 * a.grad.sign(), batch[1]
+
+    return map(away, batches)
+
+
+def counted(cb, batches):
+    share, n = 0.7, 0
+    for a, b in batches:
+        n += 1
+        yield a * share ** (n % 3) + torch.randn(1), b
+
+
+def own_numbers(cb, batches):
+    for a, b in batches:
+        noise = cb.rng.normal() + cb.python.random() + torch.rand(1, generator=cb.torchs)
+        cb.kept.append(float(noise))
+        yield a + sum(cb.kept), b
+
+
+def buffered_by_own(cb, batches):
+    "Through a shuffle buffer, whose choice nothing else has a part in"
+    held = []
+    for batch in batches:
+        held.append(batch)
+        if len(held) > 2:
+            yield held.pop(int(cb.rng.integers(3)))
+    yield from held
+
+
+class Mixed:
+    "Has a length"
+
+    def __init__(self, cb, batches):
+        self.batches, self.share = batches, 0.7
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        for a, b in self.batches:
+            yield self.share * a + (1 - self.share) * a[torch.randperm(len(a))], b
+
+
+def ahead(cb, batches):
+    "Reads one batch ahead"
+    batches = iter(batches)
+    ready = next(batches)
+    for batch in batches:
+        yield ready
+        ready = batch
+    yield ready
+
+
+EXACT = mixed, by_updates, adversarial, counted, own_numbers, buffered_by_own, Mixed, ahead
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("wrap", EXACT, ids=lambda o: o.__name__)
+def test_what_keeps_nothing_that_is_other_goes_on_without_a_word(wrap, exact, tmp_path):
+    "All were refused in mid-epoch, as their dropped batches came out otherwise"
+    assert goes_on(lambda: [WrapCB(wrap)], tmp_path, exact=exact) == []
+
+
+def some(cb, batches):
+    return (batch for batch in batches if torch.rand(1) < 0.7)
+
+
+def hard(cb, batches):
+    def is_hard(batch):
+        with torch.no_grad():
+            return F.cross_entropy(cb.trainer.model(batch[0]), batch[1]) > 0.65
+
+    return filter(is_hard, batches)
+
+
+def buffered(cb, batches):
+    held = []
+    for batch in batches:
+        held.append(batch)
+        if len(held) > 2:
+            yield held.pop(random.randrange(3) if torch.rand(1) < 0.6 else 0)
+    yield from held
+
+
+def twice(cb, batches):
+    for batch in batches:
+        yield batch
+        if torch.rand(1) < 0.5:
+            yield batch
+
+
+def with_the_one_before(cb, batches):
+    before = 0
+    for a, b in batches:
+        before = 0.5 * a + 0.5 * before * torch.rand(1)
+        yield before, b
+
+
+@pytest.mark.parametrize("wrap", [some, hard, buffered, twice, with_the_one_before])
+def test_what_would_go_on_with_other_batches_is_refused(wrap, tmp_path):
+    "Those that choose among the loader's own batches went on without a word; a choice may come out the same"
+    make, refused = lambda: [WrapCB(wrap)], 0
+    for at in range(2, 7):
+        try:
+            assert goes_on(make, tmp_path, [at]) == []
+        except ResumeMismatch as error:
+            refused += 1
+            assert "`WrapCB` made them in `before_epoch`" in str(error)
+            _, told = run(make, None, tmp_path / f"{at}", strict=False)
+            assert ["the run would go on with other batches" in o for o in told] == [True]
+    assert refused
+
+
+class Hidden:
+    "Holds a number where nobody sees it"
+
+    __slots__ = ()
+    held = 1.0
+
+
+def with_a_time(cb, batches):
+    took = 0.0
+    for a, b in batches:
+        begun = perf_counter()
+        yield a + torch.rand(1), b
+        took += perf_counter() - begun
+        cb.took = took
+
+
+def with_what_cannot_be_seen(cb, batches):
+    hidden = Hidden()
+    for a, b in batches:
+        yield a + hidden.held + torch.rand(1), b
+
+
+@pytest.mark.parametrize("wrap", [with_a_time, with_what_cannot_be_seen])
+def test_what_cannot_be_seen_is_warned_of_where_another_batch_came_out(wrap, tmp_path):
+    told = goes_on(lambda: [WrapCB(wrap)], tmp_path)
+    assert ["came out otherwise when it was read again" in o for o in told] == [True, True]
