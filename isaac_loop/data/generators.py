@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from ..basics.tensors import OF_MODULES
+from .resumable_loaders import Resumable
 from ..loop.fitting import private_state
 from ..loop.trainer import Trainer
 
@@ -81,7 +82,7 @@ _LIBRARIES = {'torch', 'datasets', 'pyarrow', 'pandas', 'PIL', 'numpy', 'builtin
 _ENDS = str,bytes,int,float,complex,type(None),torch.Tensor,Trainer
 _HELD = list,tuple,dict,set,frozenset,deque
 _CODE = type,FunctionType,MethodType,BuiltinMethodType
-_GO_ON = *_HELD,*_CODE,DataLoader,Dataset,Sampler,nn.Module # Of whichever library
+_GO_ON = *_HELD,*_CODE,DataLoader,Resumable,Dataset,Sampler,nn.Module # Of whichever library
 
 @lru_cache(maxsize=4096)
 def _is_end(kind):
@@ -212,20 +213,27 @@ def _of_data_loader(x): return [(f'.{part}', getattr(x, part)) for part in ('dat
 def _of_arrow(x): return [('.transform', (x.format['format_kwargs'] or {}).get('transform'))]
 
 # %% ../../nbs/data/55_generators.ipynb #f47be6b5
-def _found(roots):
-    "Generators by path, from pairs of path and object"
-    near,far,n = deque(roots),deque(),0
-    found,seen,usual = {},{},set(map(id, _usual()))
+def _reached(roots, is_wanted, ends=()):
+    "What is wanted, from pairs of path and object; what lies on several paths comes several times"
+    near,far = deque(roots),deque()
+    n,seen = 0,{}
     while (near or far) and n < _MANY:
         path,x = (near or far).popleft()
         kind = type(x)
         try:
-            if id(x) in seen or _is_end(kind): continue
-            seen[id(x)] = x # Held, so that no `id` is given to another object
-            n += not issubclass(kind, _STRUCTURE)
-            if not _are_generators(kind): (far if issubclass(kind, _HELD) else near).extend(_below(path, x))
-            elif id(x) not in usual: found[_new_name(path.lstrip('.'), found)] = x
+            if is_wanted(kind): yield path.lstrip('.'),x
+            elif not (id(x) in seen or _is_end(kind) or issubclass(kind, ends)):
+                seen[id(x)] = x # Held, so that no `id` is given to another object
+                n += not issubclass(kind, _STRUCTURE)
+                (far if issubclass(kind, _HELD) else near).extend(_below(path, x))
         except Exception: continue
+
+def _found(roots):
+    "Generators by path, each once, from pairs of path and object"
+    found,seen = {},set(map(id, _usual()))
+    for path,x in _reached(roots, _are_generators):
+        if id(x) not in seen: found[_new_name(path, found)] = x
+        seen.add(id(x))
     return found
 
 _STRUCTURE = nn.Module,*_CODE
@@ -286,3 +294,14 @@ def own_generators(
     loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
     roots = [pair for dl in loaders for pair in _roots_of(dl)]
     return list(_found([*roots, *(('', x) for x in [*own, *held])]).values())
+
+# %% ../../nbs/data/55_generators.ipynb #ed28cf15
+def held_loaders_in(
+    roots, # Pairs of a name and an object, such as a callback
+)->dict: # By path, such as `MixCB.others[0]`; one that lies on several paths has several names
+    "The loaders that objects hold: those of this library, and plain ones"
+    found = {}
+    for path,x in _reached(roots, _are_loaders, (nn.Module, Dataset)): found[_new_name(path, found)] = x
+    return found
+
+def _are_loaders(kind): return issubclass(kind, (Resumable, DataLoader))

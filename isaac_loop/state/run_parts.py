@@ -11,9 +11,12 @@ import inspect
 import torch
 from torch import nn, optim
 
+from ..data.generators import held_loaders_in
 from ..data.resumable_loaders import Resumable
 from ..loop.events import callback_name
+from ..loop.fitting import private_state
 from ..loop.ranks import runs_here
+from ..loop.shared_attributes import STATE
 
 # %% ../../nbs/state/56_run_parts.ipynb #e82b7fa8
 _ONLY_ONE = ('`{}` has only one of `state_dict` and `load_state_dict`, so its state would be saved and lost, '
@@ -134,19 +137,27 @@ def loaders_of(trainer):
     return {name: o for name,o in both.items() if hasattr(o, 'state_dict') and hasattr(o, 'load_state_dict')}
 
 def held_loaders(trainer):
-    "Loaders of this library that callbacks of the user's own have as attributes, beside those of the trainer"
-    known = {id(o) for o in loaders_of(trainer).values()}
+    "Loaders of this library that somebody holds beside `dls.train` and `dls.valid`; shorter names come first"
+    found = {name: o for name,o in _beside(trainer).items() if isinstance(o, Resumable)}
+    return {name: found[name] for name in sorted(found, key=len)}
+
+def _beside(trainer):
+    "Loaders, by where they are, that are not the trainer's two"
     own = [cb for cb in trainer.callbacks if type(cb).__module__.partition('.')[0] != 'isaac_loop']
-    return {f'{callback_name(cb)}.{k}': x for cb in own for k,x in getattr(cb, '__dict__', {}).items()
-            if isinstance(x, Resumable) and id(x) not in known}
+    attributes = [(f'trainer.{name}', x) for name,x in vars(trainer).items() if name not in _OF_LOOP]
+    of_dls = [(f'dls.{name}', x) for name,x in getattr(trainer.dls, '__dict__', {}).items()]
+    roots = [*((callback_name(cb), cb) for cb in own), ('dls', trainer.dls), *of_dls, *attributes]
+    known = {id(getattr(trainer.dls, name, None)) for name in ('train', 'valid')}
+    return {name: o for name,o in held_loaders_in(roots).items() if id(o) not in known}
+
+_OF_LOOP = {*STATE, *private_state(), 'plan'}
 
 def generators(
     trainer, # With loaders
 )->dict: # By name; empty for loaders that know their position
     "The random generators of its own that a plain `DataLoader`, or its sampler, draws from"
-    found = {}
-    for name in ('train', 'valid'):
-        dl = getattr(trainer.dls, name, None)
+    found,loaders = {},{name: getattr(trainer.dls, name, None) for name in ('train', 'valid')}
+    for name,dl in (loaders | _beside(trainer)).items():
         if hasattr(dl, 'load_state_dict'): continue
         for part in (dl, getattr(dl, 'sampler', None), getattr(dl, 'batch_sampler', None)):
             own = getattr(part, 'generator', None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
@@ -234,3 +234,92 @@ def with_what_cannot_be_seen(cb, batches):
 def test_what_cannot_be_seen_is_warned_of_where_another_batch_came_out(wrap, tmp_path):
     told = goes_on(lambda: [WrapCB(wrap)], tmp_path)
     assert ["came out otherwise when it was read again" in o for o in told] == [True, True]
+
+
+# ---- other loaders, wherever they are held
+
+
+def exact():
+    return exact_loader(OTHER, 8, seed=9)
+
+
+def plain():
+    return DataLoader(OTHER, 8, shuffle=True, generator=torch.Generator().manual_seed(4))
+
+
+def sampled():
+    return DataLoader(OTHER, 8, sampler=RandomSampler(OTHER, generator=torch.Generator().manual_seed(5)))
+
+
+def mixed_in(trainer, other):
+    if trainer.training:
+        trainer.batches = ((a[0] + b[0], a[1]) for a, b in zip(trainer.batches, other))
+
+
+class MixCB:
+    def __init__(self, made):
+        self.made = made
+
+    def before_epoch(self, trainer):
+        mixed_in(trainer, self.other(trainer))
+
+
+class AttributeCB(MixCB):
+    def other(self, trainer):
+        return self.made
+
+
+class InListCB(MixCB):
+    def __init__(self, made):
+        self.made = [{"other": made}]
+
+    def other(self, trainer):
+        return self.made[0]["other"]
+
+
+class OfLoadersCB(MixCB):
+    def __init__(self, made):
+        MixCB.__init__(self, [made])
+
+    def before_fit(self, trainer):
+        trainer.dls.extra = self.made.pop()
+
+    def other(self, trainer):
+        return trainer.dls.extra
+
+
+class OfTrainerCB(OfLoadersCB):
+    def before_fit(self, trainer):
+        trainer.extra = self.made.pop()
+
+    def other(self, trainer):
+        return trainer.extra
+
+
+class InTurnCB:
+    "Small loaders and large ones, by turns, with one name more for that of now"
+
+    def __init__(self, made):
+        self.stages = [exact_loader(DATA, 12, seed=1), made]
+
+    def before_epoch(self, trainer):
+        if trainer.training:
+            trainer.dl = self.now = self.stages[trainer.epoch % 2]
+
+
+def around(made):
+    def before_epoch(trainer):
+        mixed_in(trainer, made)
+
+    return before_epoch
+
+
+HOLDERS = AttributeCB, InListCB, OfLoadersCB, OfTrainerCB, InTurnCB, around
+
+
+@pytest.mark.parametrize("every", ["epoch", 1])
+@pytest.mark.parametrize("make", [exact, plain, sampled])
+@pytest.mark.parametrize("holder", HOLDERS, ids=lambda o: o.__name__)
+def test_a_loader_goes_on_wherever_it_is_held(holder, make, every, tmp_path):
+    "Only an exact one that was itself an attribute of a callback did; others began anew without a word"
+    assert goes_on(lambda: [holder(make())], tmp_path, (7, 12), every=every) == []
