@@ -16,6 +16,7 @@ from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from ..basics.checks import warn
 from .generators import data_generators, generators_kept
 from .sampling import seeded_with
 
@@ -84,17 +85,29 @@ def _of_foreign(x):
     return [type(x).__name__]
 
 # %% ../../nbs/data/60_fingerprint.ipynb #93d3f0ae
-def _loose(x, depth=4):
-    "A copy of `x` whose attributes can be set without notice in `x`, and whose generators are others"
+_SMALL = 2**20 # Bytes of what is copied
+
+def _loose(x, shared, depth=4):
+    "A copy of `x` that can be changed without notice in `x`; tensors too large for it come to `shared`"
     if isinstance(x, torch.Generator): return x.clone_state()
     if isinstance(x, random.Random) or type(x).__module__.startswith('numpy.random'): return copy.deepcopy(x)
+    if type(x) is torch.Tensor: return _loose_tensor(x, shared)
+    if type(x).__module__ == 'numpy' and type(x).__name__ == 'ndarray' and x.nbytes <= _SMALL: return x.copy()
+    if type(x) in (list, dict, set) and (not depth or len(x) > 30): return _loose_container(x)
     if not depth: return x
-    if type(x) is list and len(x) <= 30: return [_loose(o, depth-1) for o in x]
-    if type(x) is dict and len(x) <= 30: return {k: _loose(v, depth-1) for k,v in x.items()}
+    if type(x) in (list, tuple) and len(x) <= 30: return type(x)(_loose(o, shared, depth-1) for o in x)
+    if type(x) is dict: return {k: _loose(v, shared, depth-1) for k,v in x.items()}
     if not _is_open(x): return x
     made = object.__new__(type(x))
-    made.__dict__.update({k: _loose(v, depth-1) for k,v in vars(x).items()})
+    made.__dict__.update({k: _loose(v, shared, depth-1) for k,v in vars(x).items()})
     return made
+
+def _loose_container(x): return x.copy() if 8*len(x) <= _SMALL else x
+
+def _loose_tensor(x, shared):
+    if x.layout == torch.strided and x.nbytes <= _SMALL: return x.detach().clone()
+    if not x.is_inference(): shared.append((x, x._version))
+    return x
 
 def _is_open(x):
     "Whether `x` is an ordinary object, made of its `__dict__` alone, that nobody tidies up after"
@@ -104,13 +117,13 @@ def _is_open(x):
 
 class _Plain: "An object that is made of its `__dict__` alone"
 
-def _reader(dataset):
+def _reader(dataset, shared):
     "A function that reads a row of `dataset` by its number, without a transform where that can be left out"
     if isinstance(dataset, Subset):
-        inner = _reader(dataset.dataset)
+        inner = _reader(dataset.dataset, shared)
         return lambda i: inner(int(dataset.indices[i]))
     if _is_hugging_face(dataset): return functools.partial(_raw_row, dataset)
-    loose = _loose(dataset)
+    loose = _loose(dataset, shared)
     return loose.__getitem__ if hasattr(loose, '__getitem__') else lambda i: loose.__getitems__([i])[0]
 
 def _is_hugging_face(dataset): return type(dataset).__module__ == 'datasets.arrow_dataset'
@@ -128,7 +141,8 @@ def _places(n):
 
 def _read_rows(dataset, n, work=2e-3, wait=5e-2):
     "By number the leaves of some rows, until so many seconds are over; None where a leaf is random"
-    read,rows = _reader(dataset),{}
+    shared = []
+    read,rows = _reader(dataset, shared),{}
     drawn = data_generators(SimpleNamespace(dataset=dataset)).values() # What the copy shares, deep inside
     worked,waited = time.thread_time()+work,time.perf_counter()+wait
     for i in _places(n):
@@ -136,7 +150,12 @@ def _read_rows(dataset, n, work=2e-3, wait=5e-2):
         if len(once) != len(again): return {}
         rows[i] = [a if _alike(a, b) else None for a,b in zip(once, again)]
         if (len(rows) > 3 and time.thread_time() > worked) or time.perf_counter() > waited: break
+    if any(x._version != was for x,was in shared): warn(_CHANGES.format(type(dataset).__name__))
     return {i: _short(row) for i,row in rows.items()}
+
+_CHANGES = ('To read a row of `{}` changes a large tensor that it holds, and rows were read, so that data '
+            'can be compared when a run goes on; so this run is another than without. Give the dataset an '
+            'attribute `fingerprint`, a text that says which data these are, and none is read.')
 
 def _short(row):
     "The leaves of a row, or one for the exact ones of very many"

@@ -2,9 +2,11 @@
 
 import random
 import shutil
+import warnings
 from functools import partial
 from itertools import count
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -17,6 +19,7 @@ from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.data.fingerprint import rows_of
 from isaac_loop.state.errors import ResumeMismatch, StateOwnerMissing
 from isaac_loop.state.store import CheckpointStore
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_trainer, same, tree
@@ -432,3 +435,38 @@ def test_another_loss_is_told(first, then, words, tmp_path, recwarn):
     else:
         with pytest.raises(ResumeMismatch, match="loss_func"):
             fit(make_run(then), 3, valid=False)
+
+
+class CountsReadings:
+    "Each row is fainter every time that it is read"
+
+    def __init__(self, n, kind):
+        self.x = Rows(n, augment=False)
+        self.seen = {"tensor": torch.zeros, "array": np.zeros, "list": lambda n: [0] * n}[kind](n)
+        self.parts = [dict(seen=self.seen)]
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        self.parts[0]["seen"][i] += 1
+        x, y = self.x[i]
+        return x / float(self.parts[0]["seen"][i]), y
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "list"])
+def test_a_dataset_that_notes_what_was_read_is_left_as_it_is(kind, tmp_path):
+    "Rows were read for the fingerprint from a copy that shared its tensors, so a checkpoint changed the run"
+    data = lambda: DataLoaders(DataLoader(CountsReadings(40, kind), 8), make_loaders().valid)
+    make = lambda *more: make_trainer([BasicTrainCB(), MetricsCB(), *more], data())
+    same(fit(make()), fit(make(CheckpointCB(tmp_path))))
+
+
+def test_a_dataset_whose_large_tensor_changes_when_it_is_read_is_named(tmp_path):
+    data = CountsReadings(40, "tensor")
+    data.parts[0]["seen"] = torch.zeros(2**19)
+    with pytest.warns(UserWarning, match="a row of `CountsReadings` changes a large tensor.*`fingerprint`"):
+        rows_of(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows_of(CountsReadings(40, "tensor"))
