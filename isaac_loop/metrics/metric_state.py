@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..basics.checks import warn
-from ..basics.tensors import OF_MODULES
+from ..basics.tensors import OF_MODULES, map_tensors
 from ..state.change_marks import SIMPLE, Marker, attributes_of, is_outside
 from ..state.changed_values import ANEW, Keeper, Putter, Unkept, is_plain
 from ..state.errors import UnsaveableState
@@ -49,8 +49,11 @@ def _counts(m, name, value):
     return name in m._defaults or (name not in _CACHES and is_number)
 
 # %% ../../nbs/metrics/08_metric_state.ipynb #bfe9ea17
+_NO_METRICS = SIMPLE | {torch.Tensor}
+
 def _holds_metrics(x):
     "Whether `x` is a metric or a module, or a container of some"
+    if type(x) in _NO_METRICS: return False
     if _is_metric(x) or isinstance(x, nn.Module): return True
     if not isinstance(x, (dict, list, tuple)): return False
     one_of_each = {type(o): o for o in (x.values() if isinstance(x, dict) else x)}.values()
@@ -73,12 +76,23 @@ def _owners(m, met=None):
 def _is_setting(m, name, x):
     "Whether a value is simple, or a short list of such; what is private in a metric of others is nobody's"
     if str(name).startswith('_') and (isinstance(m, nn.Module) or _saves_itself(m)): return False
+    if name in getattr(m, '_defaults', ()): return False # A state of torchmetrics
     return type(x) in SIMPLE or (type(x) in (list, tuple) and len(x) <= 20 and set(map(type, x)) <= SIMPLE)
 
 def _values(m):
     "What may be state or a setting of `m`; of one that saves itself, only settings"
-    own = _parted(m)[1]
-    return {k: o for k,o in own.items() if _is_setting(m, k, o)} if _saves_itself(m) else own
+    own,saves_itself = _parted(m)[1],_saves_itself(m)
+    if not (saves_itself or _is_of_torchmetrics(m)): return own
+    return {k: o for k,o in own.items() if _is_setting(m, k, o) or not saves_itself and _counts(m, k, o)}
+
+def _is_known(m): return _saves_itself(m) or _is_of_torchmetrics(m) # It tells what it counts in
+
+def _unknown(m): return [owner for owner in _owners(m) if not _is_known(owner)]
+
+def _marked(m):
+    "What of `m` is compared with the beginning: where it is known what `m` counts in, only settings"
+    values = _values(m)
+    return {k: o for k,o in values.items() if _is_setting(m, k, o)} if _is_known(m) else values
 
 def _device_of(held): return next((x.device for x in held if torch.is_tensor(x)), torch.device('cpu'))
 
@@ -106,7 +120,7 @@ class Noted:
     def _marks_of(self, owners):
         "By `id`, each owner, which is held so that its `id` stays, and the marks of its values"
         marker = Marker(self.world)
-        return {id(o): (o, {k: marker.mark(x) for k,x in _values(o).items()}) for o in owners}
+        return {id(o): (o, {k: marker.mark(x) for k,x in _marked(o).items()}) for o in owners}
 
     def mark_of(self, owner, name, of=None):
         "The mark that a value had when the fit began, or by other marks, or None"
@@ -130,9 +144,10 @@ class Noted:
         m, # A metric, before a pass
     ):
         "Reset `m`, and note what that changes"
-        before = self._marks_of(_owners(m))
+        if _is_known(m): return m.reset()
+        before = self._marks_of(_unknown(m))
         m.reset()
-        after = self._marks_of(_owners(m))
+        after = self._marks_of(_unknown(m))
         self.ready |= after
         for key,(owner,marks) in after.items():
             if key not in self.began: continue
@@ -178,7 +193,7 @@ class _Taking:
     def _kept(self, m, name, x):
         began,ready = (self.noted.mark_of(m, name, marks) for marks in (self.noted.began, self.noted.ready))
         made = self.keeper.keep(x, began, ready)
-        if not is_plain(made): raise Unkept
+        if not is_plain(map_tensors(lambda x: None, made)): raise Unkept # Tensors are, and looking would wait
         return made
 
     def _settings(self, m):
