@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 
 import torch
 from torch import nn, optim
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .errors import UnsaveableState
 from ..data.generators import drawn_from, set_drawn
@@ -92,6 +93,7 @@ class Keeper:
         if isinstance(x, torch.Tensor): return _kept_tensor(x)
         if isinstance(x, PurePath): return {_KIND: 'path', 'value': str(x)}
         if isinstance(x, torch.device): return {_KIND: 'device', 'value': str(x)}
+        if isinstance(x, _BaseDataLoaderIter) and x._num_yielded: raise Unkept # It stands in the middle
         if is_outside(x):
             if _is_another(ready, self.marker.mark(x)): raise Unkept
             return ANEW

@@ -323,3 +323,29 @@ HOLDERS = AttributeCB, InListCB, OfLoadersCB, OfTrainerCB, InTurnCB, around
 def test_a_loader_goes_on_wherever_it_is_held(holder, make, every, tmp_path):
     "Only an exact one that was itself an attribute of a callback did; others began anew without a word"
     assert goes_on(lambda: [holder(make())], tmp_path, (7, 12), every=every) == []
+
+
+class SemiCB:
+    "Takes unlabelled rows beside each batch, from a walk that it holds"
+
+    def __init__(self, make):
+        self.unlabelled = make()
+
+    def before_epoch(self, trainer):
+        self.it = iter(self.unlabelled)
+
+    def before_batch(self, trainer):
+        if trainer.training:
+            a, b = trainer.batch
+            trainer.batch = a + next(self.it)[0].mean(0), b
+
+
+@pytest.mark.parametrize("make", [exact, plain])
+def test_a_walk_over_a_loader_that_a_callback_holds_is_named(make, tmp_path):
+    "Only one over an exact loader was; with a plain one the run was another without a word"
+    _, told = run(lambda: [SemiCB(make)], 8, tmp_path, every=1)
+    assert ["`SemiCB.it` changed during this fit and cannot be kept" in o for o in told] == [True]
+
+
+def test_a_walk_that_is_made_anew_before_it_is_used_is_not_named(tmp_path):
+    assert goes_on(lambda: [SemiCB(plain)], tmp_path, (8, 14), every="epoch") == []
