@@ -55,12 +55,15 @@ def _of_class(owner):
 @lru_cache(maxsize=256)
 def _names_of_class(cls):
     "Their names, found once"
-    own = [base for base in cls.__mro__ if base.__module__.partition('.')[0] not in _OTHERS]
+    own = [base for base in cls.__mro__ if _is_own(base)]
     held = {}
     for base in reversed(own): held |= vars(base)
     return [k for k,o in held.items() if type(o) in (list, dict, set) and not k.startswith('__')]
 
 _OTHERS = {'builtins', 'isaac_loop', 'torch', 'torchvision', 'datasets', 'types', 'functools'}
+
+@lru_cache(maxsize=1024)
+def _is_own(kind): return str(kind.__module__).partition('.')[0] not in _OTHERS
 
 def _attributes(owner, without=()):
     "The attributes of `owner` that may be state"
@@ -135,9 +138,6 @@ def _is_of_model(name): return name == 'model' or name.startswith('model.')
 # %% ../../nbs/state/38_own_state.ipynb #4856456b
 def _is_layer(x): return isinstance(x, nn.Module) and not _is_own(type(x))
 
-@lru_cache(maxsize=1024)
-def _is_own(kind): return kind.__module__.partition('.')[0] not in _OTHERS
-
 def _of_layer(m):
     "What a run may set in a layer of PyTorch: simple values, tensors and containers of them"
     own = {k: o for k,o in vars(m).items() if k[0] != '_' and k not in OF_MODULES and type(o) in _OF_LAYERS}
@@ -173,8 +173,9 @@ def _of_plain(name, dl):
 
 def _is_users(x):
     "Whether a class of the user's own has made an object whose state nobody else tells"
-    is_value = type(x) in _OF_LAYERS or isinstance(x, Enum)
-    return not (is_value or is_installed(type(x).__module__) or tells_state(x))
+    if type(x) in _OF_LAYERS or isinstance(x, Enum) or is_installed(str(type(x).__module__)): return False
+    try: return not tells_state(x)
+    except Exception: return False # It does not let itself be looked into
 
 def _held_by(path, x):
     "Objects of classes of the user's own that one holds, with their names"
