@@ -213,25 +213,25 @@ def _of_data_loader(x): return [(f'.{part}', getattr(x, part)) for part in ('dat
 def _of_arrow(x): return [('.transform', (x.format['format_kwargs'] or {}).get('transform'))]
 
 # %% ../../nbs/data/55_generators.ipynb #f47be6b5
-def _reached(roots, is_wanted, ends=()):
+def _reached(roots, is_wanted, ends=(), read=None):
     "What is wanted, from pairs of path and object; what lies on several paths comes several times"
     near,far = deque(roots),deque()
-    n,seen = 0,{}
+    n,seen,read = 0,{},{} if read is None else read
     while (near or far) and n < _MANY:
         path,x = (near or far).popleft()
         kind = type(x)
         try:
             if is_wanted(kind): yield path.lstrip('.'),x
-            elif not (id(x) in seen or _is_end(kind) or issubclass(kind, ends)):
-                seen[id(x)] = x # Held, so that no `id` is given to another object
+            elif not (id(x) in seen or id(x) in read or _is_end(kind) or issubclass(kind, ends)):
+                (read if issubclass(kind, _CODE) else seen)[id(x)] = x # Held, so that its `id` stays its own
                 n += not issubclass(kind, _STRUCTURE)
                 (far if issubclass(kind, _HELD) else near).extend(_below(path, x))
         except Exception: continue
 
-def _found(roots):
+def _found(roots, read=None):
     "Generators by path, each once, from pairs of path and object"
     found,seen = {},set(map(id, _usual()))
-    for path,x in _reached(roots, _are_generators):
+    for path,x in _reached(roots, _are_generators, read=read):
         if id(x) not in seen: found[_new_name(path, found)] = x
         seen.add(id(x))
     return found
@@ -271,9 +271,10 @@ def _part_of(dl, name):
 # %% ../../nbs/data/55_generators.ipynb #08eef30b
 def held_generators(
     owners, # Models, loss functions, or other objects
+    read:dict=None, # Functions and classes that a former search has read, by `id`; this one adds its own
 )->dict: # Generators by path
     "The generators that objects hold"
-    return _found([('', owner) for owner in owners])
+    return _found([('', owner) for owner in owners], read)
 
 # %% ../../nbs/data/55_generators.ipynb #31340ee9
 _OF_LOOP = {'dls', 'dl', 'batches', 'batch', 'callbacks', '_named', 'plan', 'history', *private_state()}

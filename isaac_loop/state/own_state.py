@@ -199,7 +199,8 @@ def _others(trainer):
         _add_readers(found, f'dls.{name}', dl)
         _add_generators(found, f'dls.{name}', data_generators(dl))
     _add_generators(found, 'model', held_generators([model, loss_func]))
-    for cb in trainer.callbacks: _add_callbacks_generators(found, cb)
+    read = {} # What many callbacks share is read once
+    for cb in trainer.callbacks: _add_callbacks_generators(found, cb, read)
     return found | _parts(trainer, model, found['loss_func'])
 
 def _parts(trainer, model, loss_func):
@@ -217,12 +218,13 @@ def _add_modules(found, name, root):
     known = {id(m) for m in found.values()}
     found.update({f'{name}.{path}'.rstrip('.'): m for path,m in root.named_modules() if id(m) not in known})
 
-def _add_callbacks_generators(found, cb):
+def _add_callbacks_generators(found, cb, read=None):
     if _unasked(cb) is True or tells_state(cb): return
-    _add_generators(found, callback_name(cb), held_generators(owners_in(cb)), _looked_at(cb))
+    _add_generators(found, callback_name(cb), held_generators(owners_in(cb), read), _looked_at(cb))
 
 def _add_generators(found, name, generators, owner=None):
     "Add those that are no attribute of `owner`, or of what is in `found`"
+    if not generators: return
     known = {id(part) for x in [owner, *found.values()] for part in attributes_of(x).values()}
     deeper = {path: x for path,x in generators.items() if id(x) not in known}
     if deeper: found[f'{name}.generators'] = SimpleNamespace(**deeper)
