@@ -52,6 +52,8 @@ class ResumingCB:
     _before,_last = None,None # What batches of this pass may be made from; what the newest of them holds
     _walked,_in_step = None,False # What gives the batches of this pass; has each come with one of the loader?
     __repr__ = show_settings
+    def __getstate__(self): return {k: x for k,x in vars(self).items() if k != '_walked'} # No copy walks on
+
     def _begin(self, trainer, found, strict=True):
         "Walk over the epochs; `found` is weights and state to go on from, or None"
         check_states(trainer)

@@ -82,7 +82,8 @@ def is_iterator(x): return hasattr(type(x), '__next__')
 
 def attributes_of(x):
     "The attributes of any object, also those in slots"
-    own,found = getattr(x, '__dict__', {}),{}
+    try: own,found = getattr(x, '__dict__', {}),{}
+    except Exception: return {} # A property in its place fails
     for slot in reversed(slots_of(type(x))): # Of two with one name, that of the class itself is read
         with suppress(AttributeError): found[slot.__name__] = slot.__get__(x)
     return found | (own if isinstance(own, dict) else {})

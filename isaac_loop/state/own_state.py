@@ -174,7 +174,7 @@ def _of_plain(name, dl):
 def _is_users(x):
     "Whether a class of the user's own has made an object whose state nobody else tells"
     if type(x) in _OF_LAYERS or isinstance(x, Enum) or is_installed(str(type(x).__module__)): return False
-    try: return not tells_state(x)
+    try: return isinstance(getattr(x, '__dict__', {}), dict) and not tells_state(x)
     except Exception: return False # It does not let itself be looked into
 
 def _held_by(path, x):

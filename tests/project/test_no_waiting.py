@@ -180,6 +180,9 @@ ON_THE_DEVICE = {
     # In case of an interrupt while validating: with what the pass has gathered, part of it on the CPU
     ("cpu", "MetricsCB.state_dict()"): 4,
     ("cpu", "ClipGradCB.state_dict()"): 5,
+    # Whether what a metric holds has changed since the fit began
+    ("cpu", "change_marks"): 1,
+    ("numpy", "change_marks"): 1,
 }
 
 
