@@ -100,7 +100,8 @@ def _package(x): return str(x.__module__).partition('.')[0]
 # %% ../../nbs/state/39_kept_attributes.ipynb #44d92084
 def _of_function(f):
     "The attributes of a user's function, and the cells with what it has from around it"
-    return [] if _package(f) in _OF_OTHERS else [vars(f), *(f.__closure__ or ())]
+    package = str(f.__globals__.get('__name__')).partition('.')[0] # `wraps` gives a function another module
+    return [] if package in _OF_OTHERS else [vars(f), *(f.__closure__ or ())]
 
 def _of_cell(cell):
     "How to put back what a name around a function stands for, and what that leads to"
@@ -180,7 +181,7 @@ def _of_loss(loss_func):
     "Where to begin at a loss function"
     if isinstance(loss_func, partial): return [*loss_func.args, loss_func.keywords, *_of_loss(loss_func.func)]
     if isinstance(loss_func, FunctionType): return _of_function(loss_func)
-    return _of_owner(getattr(loss_func, '__self__', loss_func))
+    return _of_owner(loss_func.__self__ if isinstance(loss_func, MethodType) else loss_func)
 
 def _of_owner(x):
     "Where to begin at an object, which may be of a library"

@@ -453,3 +453,39 @@ def test_objects_without_end_do_not_hinder_an_evaluation():
     model.chain = first
     trained(model, EvaluatorCB(updates=1))
     assert model.chain is first
+
+
+def counting_like_cross_entropy():
+    n = 0
+
+    @functools.wraps(F.cross_entropy)
+    def loss(preds, targets):
+        nonlocal n
+        n += 1
+        return F.cross_entropy(preds, targets) * (1 + n / 10)
+
+    return loss
+
+
+class Around:
+    "Counts, and otherwise passes for what it holds, also for the object of a method"
+
+    def __init__(self, held):
+        self.held, self.n = held, 0
+
+    def __getattr__(self, name):
+        return getattr(self.held, name)
+
+    def __call__(self, preds, targets):
+        self.n += 1
+        return self.held(preds, targets) * (1 + self.n / 10)
+
+
+@pytest.mark.parametrize("loss", [counting_like_cross_entropy, lambda: Around(nn.CrossEntropyLoss().forward)])
+def test_a_loss_that_passes_for_another_keeps_its_count(loss):
+    set_seed(0)
+    alone = trained(nn.Linear(4, 2), loss_func=loss())
+    set_seed(0)
+    beside = make_trainer(nn.Linear(4, 2), EvaluatorCB(updates=1), loss_func=loss())
+    beside.fit(2, lr=0.1, valid=False)
+    assert all(map(torch.equal, alone.model.parameters(), beside.model.parameters()))
