@@ -103,7 +103,7 @@ def _entries(x):
     "Pairs of how it is reached and what it is, of what may lead on"
     kind = next(o for o in _HELD if isinstance(x, o))
     n = kind.__len__(x)
-    if n > _MANY: return []
+    if not 0 < n <= _MANY: return []
     values = list(dict.values(x) if kind is dict else kind.__iter__(x))
     if n > _ENTRIES and not is_generator(values[0]): return []
     if all(map(_is_end, set(map(type, values)))): return []
@@ -291,10 +291,11 @@ def own_generators(
 )->list:
     "Generators of random numbers that the parts of a trainer draw from, beside the usual ones"
     own = [x for name,x in vars(trainer).items() if name not in _OF_LOOP]
-    held = [x for callback in trainer.callbacks for x in owners_in(callback)]
+    own += [x for callback in trainer.callbacks for x in owners_in(callback)]
+    held = [('', x) for x in own if not _is_end(type(x))]
     loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
     roots = [pair for dl in loaders for pair in _roots_of(dl)]
-    return list(_found([*roots, *(('', x) for x in [*own, *held])]).values())
+    return list(_found(roots + held).values())
 
 # %% ../../nbs/data/55_generators.ipynb #ed28cf15
 def held_loaders_in(

@@ -221,6 +221,7 @@ def _pieces(values):
 
 def _joined(pieces):
     "One tensor, in double precision if there are several types"
+    if len(pieces) == 1: return pieces[0]
     is_plain = len({x.dtype for x in pieces}) < 2
     return torch.cat(pieces if is_plain else [x.double() for x in pieces])
 

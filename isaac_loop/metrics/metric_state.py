@@ -106,11 +106,11 @@ class Noted:
         model=None, # What is in it is saved elsewhere
         former=None, # The one of the fit before
     ):
-        modules = list(model.modules()) if isinstance(model, nn.Module) else []
+        owners,others = ([owner for m in some for owner in _owners(m)] for some in (metrics, copies))
+        modules = list(model.modules()) if owners and isinstance(model, nn.Module) else []
         held = [part for m in modules for part in (m, *m._parameters.values(), *m._buffers.values())]
         self.world,self.device = {id(o) for o in held},_device_of(held)
         self.told = former.told if former else set() # What was said to be lost, or to differ
-        owners,others = ([owner for m in some for owner in _owners(m)] for some in (metrics, copies))
         self.began,self.ready = self._marks_of(owners+others),{} # The latter: after the last `reset`
         self.ever = {id(o): former.changed_in(o) if former else set() for o in owners}
         self.ever |= {id(o): set(self.ever[id(owner)]) for owner,o in zip(owners, others)}

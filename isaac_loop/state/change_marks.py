@@ -17,6 +17,7 @@ from zlib import crc32
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..basics.tensors import OF_MODULES
 from ..data.generators import drawn_from
@@ -170,12 +171,15 @@ class Marker:
 
     def _mark(self, x):
         if id(x) in self.world or self.depth > _DEEP: return Mark(Same(x))
+        if isinstance(x, _BaseDataLoaderIter): return Mark(Same(x), x._num_yielded)
         if is_outside(x): return Mark(Same(x), _code_of(x), {i: self.mark(o) for i,o in enumerate(_held(x))})
         if nn.parameter.is_lazy(x): return Mark(Same(x), 'lazy') # Until it has a shape
         if isinstance(x, torch.Tensor): return Mark(Same(x), _state_of(x))
         if isinstance(x, (array, bytearray)): return Mark(value=(type(x), bytes(x)))
         if type(x).__module__ == 'numpy' and hasattr(x, 'tobytes'):
-            return Mark(value=(type(x), str(x.dtype), x.shape, x.tobytes()))
+            of_objects = x.dtype == object # Whose bytes say nothing of what is in them
+            parts = {i: self.mark(o) for i,o in enumerate(x.flat)} if of_objects else None
+            return Mark(Same(x) if of_objects else None, (type(x), str(x.dtype), x.shape, x.tobytes()), parts)
         drawn = drawn_from(x)
         if drawn is not None: return Mark(Same(x), repr(drawn.tolist() if torch.is_tensor(drawn) else drawn))
         if is_iterator(x): return Mark(Same(x), object())
@@ -187,7 +191,7 @@ class Marker:
         values = list(x.values()) if isinstance(x, dict) else list(x)
         keys = list(x) if isinstance(x, dict) else range(len(values))
         is_simple = set(map(type, values)) <= SIMPLE and set(map(type, keys)) <= SIMPLE
-        if is_simple: return Mark(value=(type(x), tuple(keys), tuple(values)))
-        if len(values) > _MANY: return Mark(Same(x), len(values))
+        if is_simple: return Mark(value=(type(x), tuple(keys), tuple(values), tuple(map(type, values))))
+        if len(values) > _MANY: return Mark(Same(x), tuple(map(id, values))) # Not what lies in each
         names = [k if type(k) in SIMPLE else id(k) for k in keys]
         return Mark(None, type(x), {k: self.part(o) for k,o in zip(names, values)})

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/state/39_kept_attributes.ipynb #14926b62
 import dis, sys
 from array import array
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from operator import is_
@@ -17,15 +17,17 @@ from types import CellType, FunctionType, MethodType
 import torch
 from torch import nn, optim
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Sampler
 
+from ..basics.checks import warn
 from ..basics.tensors import OF_MODULES
 from ..data.generators import is_generator
 from ..data.resumable_loaders import Resumable
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
-from .snapshot import is_outside, mementos_of, of_content, own_classes
+from .snapshot import is_outside, mementos_of, of_content, own_classes, put_all_back
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #f5626668
 def _shape_of(module):
@@ -65,26 +67,41 @@ def _values_in(module):
 def _hooks_of(module):
     "Hooks of the user's own that change what goes in or comes out"
     both = module._forward_hooks,module._forward_pre_hooks
-    return [hook for hooks in both for hook in hooks.values() if _changes_something(type(hook))]
+    found = [(hook, _code_of(hook)) for hooks in both for hook in hooks.values()]
+    return [hook for hook,f in found if f is not None and _gives_back(f.__code__)]
+
+def _code_of(hook):
+    "The function that a user has written for a hook, or None"
+    while isinstance(hook, partial): hook = hook.func
+    if not isinstance(hook, (FunctionType, MethodType)): hook = type(hook).__call__
+    f = getattr(hook, '__func__', hook)
+    return f if isinstance(f, FunctionType) and _globals_of(f) not in _OF_OTHERS else None
+
+def _globals_of(f):
+    "The package in which a function was written: `wraps` gives it another module"
+    return str(f.__globals__.get('__name__')).partition('.')[0]
+
+_OF_OTHERS = {'torch', 'torchvision', 'isaac_loop'} | sys.stdlib_module_names - {'types', 'argparse'}
 
 @lru_cache(maxsize=1024)
-def _changes_something(kind):
-    "Whether hooks of a class give anything back"
-    code = getattr(kind.__call__, '__code__', None) if own_classes(kind) else None
-    return code is not None and _gives_back(code)
-
 def _gives_back(code):
     "Whether code returns anything but None"
-    steps = list(dis.get_instructions(code))
-    before_ends = [before for before,step in zip(steps, steps[1:]) if step.opname == 'RETURN_VALUE']
-    ends = before_ends + [step for step in steps if step.opname == 'RETURN_CONST']
-    return any(step.opname not in ('LOAD_CONST', 'RETURN_CONST') or step.argval is not None for step in ends)
+    steps,told = list(dis.get_instructions(code)),set()
+    for before,step in zip(steps, steps[1:]):
+        if before.starts_line: told = set() # Names of what is called in this line
+        told.add(before.argval if before.opname in ('LOAD_METHOD', 'LOAD_ATTR') else None)
+        is_nothing = before.opname == 'LOAD_CONST' and before.argval is None
+        gathers = before.opname.startswith('CALL') and not _GATHER.isdisjoint(told)
+        if step.opname == 'RETURN_VALUE' and not (is_nothing or gathers): return True
+    return any(step.opname == 'RETURN_CONST' and step.argval is not None for step in steps)
+
+_GATHER = {'append', 'appendleft', 'extend', 'insert', 'update', 'setdefault', 'write'} # `lambda` returns None
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #dfb72eab
 _CONTAINERS = list,dict,set,deque,tuple,frozenset,array,bytearray
-_OPEN = *_CONTAINERS,torch.Tensor,nn.Module,MethodType,partial,CellType,type,Resumable
+_AROUND_THEM = UserDict,UserList,ChainMap
+_OPEN = *_CONTAINERS,*_AROUND_THEM,torch.Tensor,nn.Module,MethodType,partial,CellType,type,Resumable
 _ENDS = str,bytes,int,float,complex,type(None),nn.Parameter,optim.Optimizer,Trainer,DataLoader,Sampler
-_OF_OTHERS = {'torch', 'torchvision', 'isaac_loop'} | sys.stdlib_module_names - {'types', 'argparse'}
 
 @lru_cache(maxsize=4096)
 def _leads_on(kind):
@@ -100,8 +117,7 @@ def _package(x): return str(x.__module__).partition('.')[0]
 # %% ../../nbs/state/39_kept_attributes.ipynb #44d92084
 def _of_function(f):
     "The attributes of a user's function, and the cells with what it has from around it"
-    package = str(f.__globals__.get('__name__')).partition('.')[0] # `wraps` gives a function another module
-    return [] if package in _OF_OTHERS else [vars(f), *(f.__closure__ or ())]
+    return [] if _globals_of(f) in _OF_OTHERS else [vars(f), *(f.__closure__ or ())]
 
 def _of_cell(cell):
     "How to put back what a name around a function stands for, and what that leads to"
@@ -112,6 +128,14 @@ def _of_cell(cell):
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #e117a16c
 _LONG,_MANY = 1000,10_000
+_TOO_MANY = ('Model, loss function and trainer lead to more than {:,} objects, so an evaluation looks no '
+             'further: what it changes in the rest stays changed in the training. '
+             'Keep large structures in tensors or arrays.')
+
+def _times_written(x):
+    "How often a tensor was written to, as far as that is counted"
+    try: return None if is_lazy(x) else x._version
+    except Exception: return None
 
 @lru_cache(maxsize=4096)
 def _is_own(kind): return _package(kind) != 'torch'
@@ -119,7 +143,7 @@ def _is_own(kind): return _package(kind) != 'torch'
 class _Held:
     "All that some objects lead to, as it is now"
     def __init__(self, roots, without):
-        self.seen,self.mementos = {id(x): x for x in without},[]
+        self.seen,self.mementos,self.watched = {id(x): x for x in without},[],[]
         todo,n,seen = deque(roots),0,self.seen
         while todo and n < _MANY:
             x = todo.popleft()
@@ -129,6 +153,7 @@ class _Held:
             n += not is_module
             try: todo += self._of_module(x) if is_module else self._of_other(x)
             except Exception: pass
+        if any(_leads_on(type(x)) and id(x) not in seen for x in todo): warn(_TOO_MANY.format(_MANY))
 
     def _of_other(self, x):
         "Remember anything but a module; what it leads to"
@@ -145,7 +170,10 @@ class _Held:
         "Remember a module; what it leads to"
         is_own,reached = _is_own(type(module)),list(module._modules.values())
         self.mementos.append(_attributes_of(module, is_own))
-        if module._forward_hooks or module._forward_pre_hooks: reached += _hooks_of(module)
+        self.watched += [(x, _times_written(x)) for held in (module._parameters, module._buffers)
+                         for x in held.values() if x is not None]
+        if module._forward_hooks or module._forward_pre_hooks:
+            for hook in _hooks_of(module): reached += [hook, *_of_function(_code_of(hook))]
         if not is_own: return reached
         for x in _values_in(module): self._add_values(x)
         return reached + [x for k,x in vars(module).items() if k not in OF_MODULES] + _written(type(module))
@@ -160,11 +188,14 @@ class _Held:
     @torch.no_grad()
     def put_back(self):
         "Have everything be as it was; the first error is raised in the end"
-        errors = []
-        for put_back in self.mementos:
-            try: put_back()
-            except Exception as e: errors.append(e)
+        errors = put_all_back(self.mementos)
         if errors: raise errors[0]
+
+    def written_to(self):
+        "Tensors of modules that are not put back, and were written to; each once"
+        others = [(x, n) for x,n in self.watched if id(x) not in self.seen and n is not None]
+        written = [x for x,n in others if _times_written(x) != n]
+        return list({id(x): x for x in written}.values())
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #f8f76524
 _OF_LOOP = frozenset([*STATE, *private_state(), 'plan', '_preds_at']) # The last is of `epoch_preds`
@@ -203,4 +234,18 @@ def attributes_kept(
     loaders = [getattr(getattr(trainer, 'dls', None), name, None) for name in ('train', 'valid')]
     held = _Held(roots, without=[*vars(trainer).get('callbacks', ()), *loaders])
     try: yield
-    finally: held.put_back()
+    finally:
+        held.put_back()
+        written = held.written_to()
+        if written: warn(_WRITTEN.format(_names_of(written, trainer.model)))
+
+_WRITTEN = ('An evaluation wrote to {}, and the training goes on with that: weights that are trained, and '
+            "what layers of PyTorch hold, are not copied for an evaluation. If that is not meant, let "
+            '`forward` write there only `if self.training`.')
+
+def _names_of(written, model):
+    "Where tensors lie, as far as they are the model's"
+    kinds = [model.named_parameters(), model.named_buffers()] if isinstance(model, nn.Module) else []
+    names = {id(x): f'`model.{name}`' for pairs in kinds for name,x in pairs}
+    found = [names.get(id(x), f'a tensor {tuple(x.shape)}') for x in written]
+    return ', '.join(found[:4]) + (f' and {len(found)-4} more tensors' if len(found) > 4 else '')

@@ -118,7 +118,8 @@ def _same(a, b):
         if len(a) == len(b) == 625: return a == b # Python's numbers
         return len(a) == len(b) and all(map(_same, a, b))
     if torch.is_tensor(a): return torch.equal(a, b)
-    return bool((a == b).all()) if hasattr(a, 'all') else a == b
+    if not hasattr(a, 'tobytes'): return a == b
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 # %% ../../nbs/state/15_random_numbers.ipynb #e9aa0b93
 def set_random_state(
@@ -127,15 +128,20 @@ def set_random_state(
     "Let all random numbers go on from `state`"
     version,words,normal = state['python']
     if torch.is_tensor(words): words = tuple(words.tolist()) # As they are saved
-    random.setstate((version, words, normal))
+    if not _python_is_at(words, normal): random.setstate((version, words, normal)) # To set it takes long
     torch.set_rng_state(state['torch'])
-    if 'numpy' in state and not _numpy_is_at(state['numpy']): # To set it takes long
+    if 'numpy' in state and not _numpy_is_at(state['numpy']): # This as well
         sys.modules['numpy'].random.set_state(state['numpy'])
     if 'cuda' in state: torch.cuda.set_rng_state_all(state['cuda'])
     if 'mps' in state: torch.mps.set_rng_state(state['mps'])
 
+def _python_is_at(words, normal):
+    "Whether Python's numbers go on from these already, as far as that is seen at once"
+    known = _known_of_python(random.getstate).known()
+    return known is not None and known[1] is words and _of_python()[2] == normal
+
 def _numpy_is_at(state):
-    "Whether NumPy's numbers go on from `state` already, as far as that is seen at once"
+    "The same for NumPy's numbers, from `state`"
     known = _known_of_numpy(sys.modules['numpy'].random.get_state).known()
     return known is not None and _same(known, state)
 

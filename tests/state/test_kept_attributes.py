@@ -4,6 +4,7 @@ Each test trains once without and once with evaluations: the weights are the sam
 model, its loss function, a hook, a callback or a trainer of one's own keeps from one batch to the next.
 """
 
+import collections
 import copy
 import functools
 
@@ -23,6 +24,7 @@ from isaac_loop.all import (
     exact_loader,
     set_seed,
 )
+from isaac_loop.state.snapshot import put_all_back
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
@@ -489,3 +491,126 @@ def test_a_loss_that_passes_for_another_keeps_its_count(loss):
     beside = make_trainer(nn.Linear(4, 2), EvaluatorCB(updates=1), loss_func=loss())
     beside.fit(2, lr=0.1, valid=False)
     assert all(map(torch.equal, alone.model.parameters(), beside.model.parameters()))
+
+
+class Shift:
+    "Has hooks that shift outputs by what they have seen"
+
+    def __init__(self):
+        self.n, self.counts = 0, collections.UserDict(n=0)
+
+    def method(self, module, args, out):
+        self.n += 1
+        self.counts["n"] += 1
+        return out * (1 + (self.n + self.counts["n"]) / 10)
+
+
+def shifted(counts, module, args, out):
+    counts.append(1)
+    return out * (1 + len(counts) / 10)
+
+
+def closure():
+    n = 0
+
+    def hook(module, args, out):
+        nonlocal n
+        n += 1
+        return out * (1 + n / 10)
+
+    return hook
+
+
+HOOKS = {
+    "method": lambda: Shift().method,
+    "partial": lambda: functools.partial(shifted, []),
+    "closure": closure,
+}
+HOOKS["partial of a closure"] = lambda: functools.partial(closure())
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_changes_outputs_keeps_its_state_whatever_it_is(kind):
+    def model():
+        made = linear()
+        made.register_forward_hook(HOOKS[kind]())
+        return made
+
+    assert stays_the_same(model)
+
+
+def test_a_function_that_only_looks_keeps_what_it_saw():
+    seen, layer = [], linear()
+    layer.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    trained(layer, EvaluatorCB(updates=1))
+    assert len(seen) == 6 + 6 * 2
+
+
+class Clipped(nn.Module):
+    "Takes words, whose vectors PyTorch shortens in place"
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 4, max_norm=0.1), linear()
+
+    def forward(self, x):
+        return self.out(self.words((x.abs() * 4).long().clamp(max=8)[:, 0]))
+
+
+class Teacher(nn.Module):
+    "Has a second layer follow the first, also when it is evaluated"
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.teacher = linear(), linear().requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for p, q in zip(self.teacher.parameters(), self.out.parameters()):
+                p.lerp_(q, 0.1)
+        return self.out(x) + self.teacher(x)
+
+
+class Restless(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(4), linear()
+
+    def forward(self, x):
+        return self.out(self.norm.train()(x))
+
+
+WRITERS = {Clipped: "words.weight", Teacher: "teacher.weight", Restless: "norm.num_batches_tracked"}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("look", LOOKS)
+def test_an_evaluation_that_writes_to_weights_says_so(kind, look):
+    with pytest.warns(UserWarning, match=f"An evaluation wrote to `model.{WRITERS[kind]}`"):
+        trained(kind(), LOOKS[look]())
+
+
+def test_what_lies_behind_very_many_objects_is_not_looked_at_and_the_user_hears_it():
+    class Crowded(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.many = [[[i] for i in range(200)] for _ in range(60)]
+
+    with pytest.warns(UserWarning, match="more than 10,000 objects"):
+        trained(Crowded(), EvaluatorCB(updates=3))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_ctrl_c_while_things_are_put_back_leaves_nothing_undone(at):
+    done, waits = [], [True]
+
+    def step(i):
+        if i == at and waits and waits.pop():
+            raise KeyboardInterrupt
+        if i == 1:
+            done.append(i)
+            raise ValueError
+        done.append(i)
+
+    errors = put_all_back([functools.partial(step, i) for i in range(3)])
+    assert done == [0, 1, 2] and [type(e) for e in errors] == [KeyboardInterrupt, ValueError]

@@ -7,6 +7,7 @@ import enum
 import warnings
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -506,3 +507,74 @@ def test_what_is_made_from_another_setting_stays_as_the_script_makes_it(tmp_path
         second = run(3.0, 2)
     assert second.WeighCB.w == 3.0 and second.WeighCB.n == 2 * first.WeighCB.n
     assert run(3.0, 3).WeighCB.w == 3.0
+
+
+# ---- what is long, and what is equal but of another kind
+
+
+class Replay(Net):
+    "Remembers very many pairs, and takes the place of the oldest"
+
+    def keep(self):
+        self.pairs, self.n = [(i, torch.tensor(0.0)) for i in range(10_001)], 0
+
+    def scaled(self, y):
+        if self.training:
+            self.pairs[self.n % 10_001] = self.n, y.detach().mean()
+            self.n += 1
+        return y * (1 + self.pairs[0][1] + self.pairs[1][1])
+
+
+def test_very_many_pairs_go_on(tmp_path):
+    stopped_and_not(tmp_path, lambda: with_model(Replay), [4, 10])
+
+
+class Objects(Net):
+    "Keeps lists in an array"
+
+    def keep(self):
+        self.lists = np.empty(2, dtype=object)
+        self.lists[:] = [[], []]
+
+    def scaled(self, y):
+        if self.training:
+            self.lists[0].append(1)
+        return y * len(self.lists[0])
+
+
+class Flags(Net):
+    "Has numbers first, and truths later"
+
+    def keep(self):
+        self.n, self.flags = 0, [0, 1]
+
+    def scaled(self, y):
+        self.n += self.training
+        if self.n == 4:
+            self.flags = [False, True]
+        return y * (2 if self.flags[1] is True else 1)
+
+
+def test_truths_that_equal_the_numbers_of_before_go_on(tmp_path):
+    stopped_and_not(tmp_path, lambda: with_model(Flags), [6, 10])
+
+
+class StreamCB:
+    "Draws further batches from a loader of PyTorch, beginning once a fit"
+
+    def before_fit(self, trainer):
+        self.it = iter(DataLoader(torch.arange(100.0), 4))
+
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        trainer.batch = x + next(self.it).mean(), y
+
+
+@pytest.mark.parametrize(
+    "make, path",
+    [(lambda: with_model(Objects), "model.lists"), (lambda: with_callback(StreamCB()), "StreamCB.it")],
+)
+def test_what_cannot_be_kept_is_named(make, path):
+    trainer = fit(make(), 1)
+    with pytest.warns(UserWarning, match=f"`{path}` changed during this fit"):
+        trainer._own_state.take(trainer)
