@@ -95,7 +95,7 @@ def _gives_back(code):
         if step.opname == 'RETURN_VALUE' and not (is_nothing or gathers): return True
     return any(step.opname == 'RETURN_CONST' and step.argval is not None for step in steps)
 
-_GATHER = {'append', 'appendleft', 'extend', 'insert', 'update', 'setdefault', 'write'} # `lambda` returns None
+_GATHER = {'append', 'appendleft', 'extend', 'insert', 'update', 'setdefault', 'write'} # As a `lambda` does
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #dfb72eab
 _CONTAINERS = list,dict,set,deque,tuple,frozenset,array,bytearray

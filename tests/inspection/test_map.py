@@ -56,10 +56,21 @@ def beyond(entries, record, callback):
     ]
 
 
+def check_picture(map, callback):
+    "Is it well-formed, and does it have everybody?"
+    picture = ElementTree.fromstring(map.to_svg())
+    texts = [o.text for o in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count(callback_name(callback)) == len([o for o in map.entries if o.callback is callback])
+    ElementTree.fromstring(f"<div>{map.to_html()}</div>")
+    assert len(map.table()) == len(map.entries) and map.to_markdown().startswith("| event |")
+
+
 @pytest.mark.parametrize("name", WORKING)
-def test_what_is_seen_is_among_what_is_shown(name, tmp_path):
+def test_what_is_seen_is_among_what_a_well_formed_picture_shows(name, tmp_path):
     trainer, callback = working(name, tmp_path)
-    entries = all_entries(trainer)
+    map = trainer.map()
+    check_picture(map, callback)
+    entries = map.entries
     missing = beyond(entries, watched_fit(trainer), callback)
     missing = [o for o in missing if name not in KEEPS_ALL or o[1] != "reads"]
     unclear = [o for entry in entries if entry.callback is callback for o in entry.found.unclear]
@@ -216,17 +227,6 @@ def test_an_attribute_that_nobody_touches_is_an_error_that_says_so():
         trainer.who_reads("zzz")
     with pytest.raises(LookupError, match="`trainer.experiment` here. `trainer.map"):
         trainer.map("experiment")
-
-
-@pytest.mark.parametrize("name", WORKING)
-def test_every_picture_is_well_formed_and_has_everybody(name, tmp_path):
-    trainer, callback = working(name, tmp_path)
-    map = trainer.map()
-    picture = ElementTree.fromstring(map.to_svg())
-    texts = [o.text for o in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count(callback_name(callback)) == len([o for o in map.entries if o.callback is callback])
-    ElementTree.fromstring(f"<div>{map.to_html()}</div>")
-    assert len(map.table()) == len(map.entries) and map.to_markdown().startswith("| event |")
 
 
 def test_a_map_is_written_in_the_form_of_its_ending(tmp_path):

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source/50_read_expressions.ipynb #6ca4e9d7
 import ast, inspect
+from functools import lru_cache
 from types import FunctionType, MethodType
 
 from ...basics.source_code import negated
@@ -14,15 +15,20 @@ from .known_calls import FACTS, longer, shared
 from .method_source import to_follow
 from .read_assignments import Assignments
 from .read_statements import either, part_of
-from .read_values import Choice, Closure, Made, NOTHING, UNKNOWN
+from .read_values import Choice, Made, NOTHING, UNKNOWN
 from .read_values import Value, joined, looked_up
 
 # %% ../../../nbs/inspection/source/50_read_expressions.ipynb #1e512247
+@lru_cache(maxsize=1024)
+def _way(reader, kind):
+    "The method of a class of readers for a kind of expression"
+    return getattr(reader, f'of_{kind.__name__}', reader.of_others)
+
 class Expressions(Assignments):
     "Says what an expression stands for, and notes what of the trainer it reads"
     def value(self, node):
         "What the expression `node` stands for"
-        return getattr(self, f'of_{type(node).__name__}', self.of_others)(node)
+        return _way(type(self), type(node))(self, node)
 
     def of_others(self, node):
         "Comparisons, sums, texts and the like: something new, made of what is read there"
@@ -73,7 +79,7 @@ class Expressions(Assignments):
         return NOTHING
 
     def of_Lambda(self, node):
-        made = Closure(node, self.names, self.around, self.file)
+        made = self.closure(node)
         self.later(made)
         return Value(live=made)
 
@@ -107,9 +113,9 @@ class Attributes(Expressions):
         if any(shared(path) == 'gradients' for path in paths): self.note('reads', 'gradients', node)
         live = looked_up(owner.live, name) if owner.live is not UNKNOWN else UNKNOWN
         if isinstance(live, property): return self._of_property(live, owner)
-        known = self.kept_by(owner) or {}
-        if name not in known: return Value(paths, live)
-        kept = either(known[name])
+        known = self._looked_for(self.kept_by(owner), name)
+        if not known: return Value(paths, live)
+        kept = either(known)
         is_open = live is None or live is UNKNOWN
         return Value(paths | kept.paths, kept.live if is_open else live, kept.parts)
 
@@ -144,6 +150,13 @@ class Attributes(Expressions):
         self.doubt('reads an attribute whose name is made up', node)
         return NOTHING
 
+    def _looked_for(self, kept, name):
+        "What an attribute that is kept may be, as far as is known yet; how much that is, is noted"
+        if kept is None: return ()
+        known = kept.get(name, ())
+        self.used.setdefault((id(kept), name), (kept, len(known)))
+        return known
+
     def kept_by(self, owner):
         "What the callback keeps, or an object that it has made, by attribute"
         if owner.live is self.callback: return self.kept
@@ -154,4 +167,3 @@ class Attributes(Expressions):
         known = kept.setdefault(name, [])
         if any(o.paths == value.paths and o.live is value.live for o in known) or len(known) > 9: return
         known.append(value)
-        self.news += 1

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../../nbs/inspection/source/40_read_statements.ipynb #dcd58c7d
 import ast, sys
 from contextlib import contextmanager
+from functools import lru_cache
 
 from ...basics.source_code import negated
 from .read_values import Closure, UNKNOWN, Value
@@ -142,6 +143,10 @@ class BothWays(Ways):
         self._join(left)
 
 # %% ../../../nbs/inspection/source/40_read_statements.ipynb #2e3eee57
+def _facts_of(value):
+    "What tells a value from others"
+    return value.paths,id(value.live),value.new,value.graph,*map(_facts_of, value.parts or ())
+
 class Definitions(BothWays):
     "Follows what defines a name: functions inside, and imports"
     def later(self, made):
@@ -150,9 +155,19 @@ class Definitions(BothWays):
         with self.perhaps(): self.enter(made, [], {})
         self.guards = guarded
 
+    def closure(self, node):
+        "A function inside; where names stand for the same once more it is the same one"
+        key = node, *self.stack[-1:], *((name, *_facts_of(o)) for name,o in self.names.items())
+        if key not in self.closures:
+            made = Closure(node, self.names, self.around, self.file)
+            self.closures[key] = made,list(self.names.values()) # Held, so that each `id` stays its own
+        made = self.closures[key][0]
+        made.names = self.names # In which more may come
+        return made
+
     def do_FunctionDef(self, node):
         "A function inside: whoever calls it later does what stands in it"
-        made = Closure(node, self.names, self.around, self.file)
+        made = self.closure(node)
         self.names[node.name] = Value(live=made)
         self.later(made)
 
@@ -166,11 +181,16 @@ class Definitions(BothWays):
             self.names[alias.asname or alias.name] = Value(live=there.get(alias.name, UNKNOWN))
 
 # %% ../../../nbs/inspection/source/40_read_statements.ipynb #2d585178
+@lru_cache(maxsize=1024)
+def _way(reader, kind):
+    "The method of a class of readers for a kind of statement"
+    return getattr(reader, f'do_{kind.__name__}', reader.do_others)
+
 class Statements(Definitions):
     "Follows statements; expressions are another chapter"
     def block(self, statements):
         "Follow statements in their order"
-        for node in statements: getattr(self, f'do_{type(node).__name__}', self.do_others)(node)
+        for node in statements: _way(type(self), type(node))(self, node)
 
     def do_others(self, node):
         "Any statement: its expressions, then its bodies"

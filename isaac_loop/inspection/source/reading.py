@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source/70_reading.ipynb #5d3a6171
 import ast, builtins, inspect
-from functools import partial
+from functools import lru_cache, partial
 from types import MethodType
 
 from .known_calls import ANEW, asked_by, gives_weights, is_optimizer
@@ -22,11 +22,16 @@ from ...loop.shared_attributes import OFFERS
 # %% ../../../nbs/inspection/source/70_reading.ipynb #306df17c
 _LOOP = ('fit', 'one_epoch', 'one_batch') # Their events are in the plan already
 
+@lru_cache(maxsize=4096)
+def _special(reader, name):
+    "The method of a class of readers for calls of a function that takes names as text"
+    return getattr(reader, f'call_{name}', None)
+
 class Calls(NewObjects):
     "Follows calls, or knows what they do"
     def of_Call(self, node):
-        special = getattr(self, f'call_{getattr(node.func, "id", "")}', None)
-        if special is not None and node.func.id not in self.names: return special(node)
+        special = _special(type(self), getattr(node.func, 'id', ''))
+        if special is not None and node.func.id not in self.names: return special(self, node)
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else NOTHING
         f = self.of_Attribute(node.func) if isinstance(node.func, ast.Attribute) else self.value(node.func)
         args,named = [self.value(o) for o in node.args],{o.arg: self.value(o.value) for o in node.keywords}
@@ -157,12 +162,13 @@ class Reader(Builtins):
         self.trainer,self.callback = trainer,callback
         self.home = (type(callback).__module__ or '').partition('.')[0]
         self.kept,self.made = {},{} # What the callback keeps, by attribute; objects that it makes
-        self.news = 0 # How often something new was kept
+        self.closures = {} # Functions inside of methods
         self._begin()
 
     def _begin(self):
         self.found,self.stack,self.seen = Found(),[],{}
         self.said = {} # By call, what it does under conditions
+        self.used = {} # What is kept that was asked for, with how much was known of it
         self.names,self.around,self.returned = {},{},[]
         self.guards,self.doubts,self.asides = set(),0,0 # Conditions; those that only ask for training
         self.tests = () # Those that stand in an `if`
@@ -258,9 +264,11 @@ def handler_effects(
     handlers:dict, # By event
 )->dict: # For each event what is `Found`
     "What the handlers of one callback may do"
-    reader = Reader(trainer, callback)
+    reader,found,used = Reader(trainer, callback),{},{}
     for _ in range(4):
-        before = reader.news
-        found = {event: reader.read(handler) for event,handler in handlers.items()}
-        if before == reader.news: break
+        again = [event for event in handlers if event not in used or _is_more_known(used[event])]
+        for event in again: found[event],used[event] = reader.read(handlers[event]),reader.used
     return found
+
+def _is_more_known(used):
+    return any(len(kept.get(name, ())) > n for (_,name),(kept,n) in used.items())
