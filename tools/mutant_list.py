@@ -853,8 +853,8 @@ MUTANTS = [
     ),
     Mutant(
         "what a loss function keeps is forgotten",
-        "_others",
-        "found = {'loss_func': _looked_at(loss_func)}",
+        "others_of",
+        "found = {'loss_func': looked_at(loss_func)}",
         "found = {}",
         ["test_a_loss_function_goes_on_with_what_it_keeps"],
     ),

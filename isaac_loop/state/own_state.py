@@ -6,17 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/state/38_own_state.ipynb #be5e84b8
-from enum import Enum
-from functools import cached_property, lru_cache
-from types import MethodType, ModuleType, SimpleNamespace
-
 import torch
 from fastcore.basics import patch
 from torch import nn, optim
-from torch.utils.data import Subset
 
 from ..basics.checks import warn
-from ..basics.tensors import OF_MODULES
 from ..loop.events import callback_name
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
@@ -24,210 +18,10 @@ from ..loop.trainer import Trainer
 from .array_views import part_views
 from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, tells_state
 from .errors import UnsaveableState
-from .change_marks import CONTAINERS, SIMPLE, Mark, Marker, as_names, attributes_of
-from .change_marks import Code, Same, is_installed, part_of
-from ..data.generators import data_generators, held_generators, is_generator, owners_in
+from .change_marks import SIMPLE, Code, Mark, Marker, Same, part_of
+from .owners import World, add_generators_of, is_layer, is_part, looked_at
+from .owners import may_be_state, of_other, others_of, unasked
 from .plain_state import from_plain, plain
-from .run_parts import bare, parts_of
-
-# %% ../../nbs/state/38_own_state.ipynb #a7eee1b9
-_STATELESS = ('`{}.stateless` is {!r}, which does not say what may be forgotten when a run goes on. '
-              'Use the name of an attribute, several as a tuple, or True for all of them.')
-
-def _unasked(callback):
-    "Names of attributes that need not be kept, as the class and its bases say in `stateless`; True for all"
-    places = [getattr(callback, '__dict__', {}), *map(vars, type(callback).__mro__)]
-    said = [own['stateless'] for own in places if own.get('stateless')]
-    for names in said:
-        if names is not True and not isinstance(names, (str, *CONTAINERS)):
-            raise TypeError(_STATELESS.format(callback_name(callback), names))
-    if any(o is True for o in said): return True
-    return {name for names in said for name in as_names(names)}
-
-def _looked_at(callback):
-    "Whose attributes the state of `callback` is: of the object, for one of its methods"
-    return callback.__self__ if isinstance(callback, MethodType) else callback
-
-def _of_class(owner):
-    "Lists, dicts and sets in the class of a user: whoever adds to one keeps something there"
-    return {k: getattr(type(owner), k) for k in _names_of_class(type(owner)) if hasattr(type(owner), k)}
-
-@lru_cache(maxsize=256)
-def _names_of_class(cls):
-    "Their names, found once"
-    own = [base for base in cls.__mro__ if _is_own(base)]
-    held = {}
-    for base in reversed(own): held |= vars(base)
-    return [k for k,o in held.items() if type(o) in (list, dict, set) and not k.startswith('__')]
-
-_OTHERS = {'builtins', 'isaac_loop', 'torch', 'torchvision', 'datasets', 'types', 'functools'}
-
-@lru_cache(maxsize=1024)
-def _is_own(kind): return str(kind.__module__).partition('.')[0] not in _OTHERS
-
-def _attributes(owner, without=()):
-    "The attributes of `owner` that may be state"
-    held = _of_class(owner) | attributes_of(owner)
-    found = {k: o for k,o in held.items() if k not in without and k != 'stateless'}
-    if not isinstance(owner, ModuleType): return found
-    return {k: o for k,o in found.items() if not k.startswith('__')}
-
-# %% ../../nbs/state/38_own_state.ipynb #db5a1e7d
-_OF_BATCH = {'batch', 'preds', 'loss', '_split'} # Others come with the next one; who holds these holds values
-
-def _data_of(dl):
-    "The dataset of a loader, and that in a subset of it: what a run reads, however large"
-    data = getattr(dl, 'dataset', None)
-    return [data, *_data_of(data)] if isinstance(data, Subset) else [data]
-
-def _saved_tensors(m):
-    "Parameters and buffers of a module that its `state_dict` has"
-    buffers = [x for k,x in m._buffers.items() if k not in m._non_persistent_buffers_set]
-    return [*m._parameters.values(), *buffers]
-
-class _World:
-    "The ids of what the trainer has in attributes that the `loop` writes, and of its modules and optimizers"
-    def __init__(self, trainer, loop): self.trainer,self.loop = trainer,loop
-    def __contains__(self, x): return x in self.ids
-
-    @cached_property
-    def ids(self):
-        "Gathered when the first object is looked up; where callbacks hold only numbers, never"
-        kinds = (nn.Module, optim.Optimizer)
-        own = {k: o for k,o in attributes_of(self.trainer).items() if k in self.loop or isinstance(o, kinds)}
-        own = {k: o for k,o in own.items() if k not in _OF_BATCH}
-        modules = [m for value in own.values() if isinstance(value, nn.Module) for m in value.modules()]
-        opts = [o for o in own.values() if isinstance(o, optim.Optimizer)]
-        parts = [self.trainer, *own.values(), *self.trainer.callbacks, *modules]
-        parts += [p for m in modules for p in _saved_tensors(m) if p is not None]
-        parts += [p.grad for p in parts if isinstance(p, nn.Parameter) and p.grad is not None]
-        parts += [part for opt in opts for part in (opt.state, opt.param_groups, *opt.param_groups)]
-        loaders = [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
-        parts += [*loaders, *(data for dl in loaders for data in _data_of(dl))]
-        return {id(o) for o in parts if type(o) not in SIMPLE}
-
-# %% ../../nbs/state/38_own_state.ipynb #b31befaa
-def _of_other(name, owner):
-    "The attributes of a loss function, a module, an optimizer or a dataset that may be state"
-    if _is_layer(owner) and not name.startswith('dls.'): return _of_layer(owner) | _unsaved(name, owner)
-    without = _unasked(owner)
-    if without is True: return {}
-    if isinstance(owner, optim.Optimizer): return _attributes(owner, without | _of_optimizers())
-    if name.startswith('dls.'): return _of_reader(owner, without)
-    return _of_module(name, owner, without) if isinstance(owner, nn.Module) else _attributes(owner, without)
-
-def _of_reader(x, without):
-    "What is no data"
-    own = _attributes(x, without | OF_MODULES if isinstance(x, nn.Module) else without)
-    return {k: o for k,o in own.items() if type(o) in SIMPLE or isinstance(o, Enum) or is_generator(o)}
-
-def _of_module(name, m, without):
-    "The attributes of a module, and its tensors that no `state_dict` has"
-    own = _attributes(m, without | OF_MODULES) | _unsaved(name, m)
-    if not _is_of_model(name): return own
-    return {k: o for k,o in own.items() if not is_generator(o)} # These have a place of their own
-
-def _unsaved(name, m):
-    "Buffers that are not persistent; of a loss all, since the module of a method is nowhere else"
-    if name.startswith('loss_func'):
-        return {k: x for k,x in [*m._parameters.items(), *m._buffers.items()] if x is not None}
-    return {k: m._buffers.get(k) for k in getattr(m, '_non_persistent_buffers_set', ())}
-
-def _is_of_model(name): return name == 'model' or name.startswith('model.')
-
-# %% ../../nbs/state/38_own_state.ipynb #4856456b
-def _is_layer(x): return isinstance(x, nn.Module) and not _is_own(type(x))
-
-def _of_layer(m):
-    "What a run may set in a layer of PyTorch: simple values, tensors and containers of them"
-    own = {k: o for k,o in vars(m).items() if k[0] != '_' and k not in OF_MODULES and type(o) in _OF_LAYERS}
-    if torch.Tensor not in map(type, own.values()): return own
-    return {k: o for k,o in own.items() if getattr(o, 'grad_fn', None) is None} # Else made by a forward
-
-_OF_LAYERS = SIMPLE | {*CONTAINERS, torch.Tensor}
-
-@lru_cache(maxsize=1)
-def _of_optimizers():
-    "What every optimizer has, and what a schedule puts there"
-    return {*vars(optim.Optimizer([torch.zeros(1)], {})), 'step', '_opt_called'}
-
-# %% ../../nbs/state/38_own_state.ipynb #560fd2da
-def _add_readers(found, name, dl):
-    "Add who reads the data and is of a class of the user's own, with the objects that it holds"
-    data = getattr(dl, 'dataset', None)
-    while isinstance(data, Subset): data = data.dataset
-    readers = {f'{name}.dataset': data}
-    if not hasattr(dl, 'load_state_dict'): readers |= _of_plain(name, dl)
-    elif not hasattr(type(data), '__getitem__'): return
-    for path,x in readers.items():
-        if not _is_users(x): continue
-        for where,part in [(path, x), *_held_by(path, x)]:
-            if not any(part is known for known in found.values()): found[where] = part
-
-def _of_plain(name, dl):
-    "Who makes the batches of a loader that does not know its place"
-    samplers = {o: getattr(dl, o, None) for o in ('sampler', 'batch_sampler', 'collate_fn')}
-    inner = getattr(samplers['batch_sampler'], 'sampler', None)
-    found = {name: dl, f'{name}.batch_sampler.sampler': inner}
-    return found | {f'{name}.{k}': o for k,o in samplers.items()}
-
-def _is_users(x):
-    "Whether a class of the user's own has made an object whose state nobody else tells"
-    if type(x) in _OF_LAYERS or isinstance(x, Enum) or is_installed(str(type(x).__module__)): return False
-    try: return isinstance(getattr(x, '__dict__', {}), dict) and not tells_state(x)
-    except Exception: return False # It does not let itself be looked into
-
-def _held_by(path, x):
-    "Objects of classes of the user's own that one holds, with their names"
-    found = []
-    for name,part in attributes_of(x).items():
-        many = part if type(part) in (list, tuple) and len(part) <= 20 else ()
-        found += [(f'{path}.{name}', part), *((f'{path}.{name}[{i}]', one) for i,one in enumerate(many))]
-    return [(where, part) for where,part in found if _is_users(part)]
-
-# %% ../../nbs/state/38_own_state.ipynb #ee65c54d
-def _is_part(name): return _is_of_model(name) or name.startswith(('loss_func.', 'trainer.'))
-
-def _others(trainer):
-    "The loss function, modules, optimizers and readers of data, and what generators all of these hold"
-    loss_func,dls,model = (attributes_of(trainer).get(o) for o in ('loss_func', 'dls', 'model'))
-    model = bare(model)
-    found = {'loss_func': _looked_at(loss_func)}
-    for name in ('train', 'valid'):
-        dl = getattr(dls, name, None)
-        if getattr(dl, 'reads_again', False): continue
-        _add_readers(found, f'dls.{name}', dl)
-        _add_generators(found, f'dls.{name}', data_generators(dl))
-    _add_generators(found, 'model', held_generators([model, loss_func]))
-    read = {} # What many callbacks share is read once
-    for cb in trainer.callbacks: _add_callbacks_generators(found, cb, read)
-    return found | _parts(trainer, model, found['loss_func'])
-
-def _parts(trainer, model, loss_func):
-    "The modules inside model and loss, other modules of the trainer, and optimizers of a class of one's own"
-    roots = {'model': model, 'loss_func': loss_func}
-    roots |= {f'trainer.{k}': m for k,m in parts_of(trainer, nn.Module).items() if k not in roots}
-    found = {}
-    for name,root in roots.items():
-        if isinstance(root, nn.Module): _add_modules(found, name, root)
-    opts = parts_of(trainer, optim.Optimizer)
-    return found | {f'trainer.{k}': opt for k,opt in opts.items() if not is_installed(type(opt).__module__)}
-
-def _add_modules(found, name, root):
-    "Add modules with their paths; a hidden state may come with the first batch"
-    known = {id(m) for m in found.values()}
-    found.update({f'{name}.{path}'.rstrip('.'): m for path,m in root.named_modules() if id(m) not in known})
-
-def _add_callbacks_generators(found, cb, read=None):
-    if _unasked(cb) is True or tells_state(cb): return
-    _add_generators(found, callback_name(cb), held_generators(owners_in(cb), read), _looked_at(cb))
-
-def _add_generators(found, name, generators, owner=None):
-    "Add those that are no attribute of `owner`, or of what is in `found`"
-    if not generators: return
-    known = {id(part) for x in [owner, *found.values()] for part in attributes_of(x).values()}
-    deeper = {path: x for path,x in generators.items() if id(x) not in known}
-    if deeper: found[f'{name}.generators'] = SimpleNamespace(**deeper)
 
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
 def _nothing(): return None
@@ -253,25 +47,25 @@ class OwnState:
         "Attributes that may be state, by name; those of the trainer have no name"
         found,everybody = {},trainer.callbacks
         for cb in everybody if callbacks is None else callbacks:
-            owner,without = _looked_at(cb),_unasked(cb)
+            owner,without = looked_at(cb),unasked(cb)
             another = owner is not cb and any(owner is o for o in everybody)
             if without is True or tells_state(cb) or owner is trainer or another: continue
-            found[callback_name(cb)] = owner,_attributes(owner, without)
+            found[callback_name(cb)] = owner,may_be_state(owner, without)
         if callbacks is not None:
             held = {}
-            for cb in callbacks: _add_callbacks_generators(held, cb)
-            found |= {k: (o, _of_other(k, o)) for k,o in held.items()}
+            for cb in callbacks: add_generators_of(held, cb)
+            found |= {k: (o, of_other(k, o)) for k,o in held.items()}
         else:
             found[''] = self._own_of(trainer)
             taken = {id(o) for o in [trainer, *everybody]}
-            others = {k: o for k,o in _others(trainer).items() if id(o) not in taken}
-            if not layers: others = {k: o for k,o in others.items() if not (_is_part(k) and _is_layer(o))}
-            found |= {k: (o, _of_other(k, o)) for k,o in others.items()}
+            others = {k: o for k,o in others_of(trainer).items() if id(o) not in taken}
+            if not layers: others = {k: o for k,o in others.items() if not (is_part(k) and is_layer(o))}
+            found |= {k: (o, of_other(k, o)) for k,o in others.items()}
         return found
 
     def _own_of(self, trainer):
         "The trainer, and its attributes that may be state"
-        return trainer, _trainers_own(trainer, self.loop | (_unasked(trainer) or set()))
+        return trainer, _trainers_own(trainer, self.loop | (unasked(trainer) or set()))
 
     def note(self,
         trainer, # With callbacks
@@ -279,22 +73,22 @@ class OwnState:
         ready:bool=False, # Has every `before_fit` run?
     ):
         "Remember what there is now"
-        marker,marks = Marker(_World(trainer, self.loop)),self.ready if ready else self.begin
+        marker,marks = Marker(World(trainer, self.loop)),self.ready if ready else self.begin
         owners = self._owners(trainer, callbacks, layers=ready) # A script sets these before it fits
         for name,(_,own) in owners.items(): marks[name] = _marked(marker, own)
 
     def _changed(self, marker, name, own):
         "Names of attributes of `own` that have been set or changed, in their order"
-        marks = self.ready if _is_part(name) and name in self.ready else self.begin # Moved to a device
+        marks = self.ready if is_part(name) and name in self.ready else self.begin # Moved to a device
         was,ever = marks.get(name),self.ever.get(name, set())
         if isinstance(was, _Simple) and not ever and was.own == own: return []
         return [k for k,o in own.items() if k in ever or was is None or was.part(k) != marker.mark(o)]
 
     def close(self, trainer):
         "Note what has changed in this fit, for the next ones"
-        marker = Marker(_World(trainer, self.loop))
+        marker = Marker(World(trainer, self.loop))
         for name,(_,own) in self._owners(trainer, None).items():
-            if _is_part(name) and name not in self.ready: continue # The fit has not come as far
+            if is_part(name) and name not in self.ready: continue # The fit has not come as far
             self.ever.setdefault(name, set()).update(self._changed(marker, name, own))
 
 def _is_fixed(x): return type(x) in SIMPLE or (type(x) is tuple and set(map(type, x)) <= SIMPLE)
@@ -312,7 +106,7 @@ def _marked(marker, own):
 def _trainers_own(trainer, without):
     "Attributes of a trainer that neither the loop writes nor `take_state` saves as a part"
     kinds = (nn.Module, optim.Optimizer)
-    return {k: o for k,o in _attributes(trainer, without).items() if not isinstance(o, kinds)}
+    return {k: o for k,o in may_be_state(trainer, without).items() if not isinstance(o, kinds)}
 
 # %% ../../nbs/state/38_own_state.ipynb #16e030b1
 _CANNOT = ('{} changed during this fit and cannot be kept in a checkpoint, so a run that goes on will make '
@@ -329,16 +123,16 @@ def take(self:OwnState,
     every:bool=False, # Also what has not changed?
 )->dict: # Plain data, for `put`
     "The state that nobody tells, and the settings beside it"
-    keeper,owners = Keeper(_World(trainer, self.loop)),self._owners(trainer, of)
+    keeper,owners = Keeper(World(trainer, self.loop)),self._owners(trainer, of)
     if of is not None: owners[''] = self._own_of(trainer)
     found,unkept = {},[]
     for _,own in owners.values():
         for x in own.values():
             if type(x) not in SIMPLE: keeper.marker.part(x)
     for name,(_,own) in owners.items():
-        if _is_part(name) and not self._changed(keeper.marker, name, own): continue
+        if is_part(name) and not self._changed(keeper.marker, name, own): continue
         state,settings,lost = self._kept(keeper, name, own, every)
-        if name.startswith('dls.') or _is_part(name): settings = {} # Told elsewhere
+        if name.startswith('dls.') or is_part(name): settings = {} # Told elsewhere
         state,refused = _exactly(state, name, copy)
         made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
         if state or settings: found[name] = dict(state=state, settings=settings)
@@ -359,7 +153,7 @@ def _is_as_made(self:OwnState, marker, name, k, x):
 def _is_output(self:OwnState, name, k, x):
     "Whether a model has made another object in this fit, as for an output that is looked at later"
     was = part_of(self.ready.get(name), k)
-    return _is_part(name) and not (was and (was.who == Same(x) or isinstance(was.value, Code)))
+    return is_part(name) and not (was and (was.who == Same(x) or isinstance(was.value, Code)))
 
 def _exactly(state, name, copy):
     "What can be saved of `state`, as plain data with its exact types, and the names of the rest"
@@ -370,7 +164,7 @@ def _exactly(state, name, copy):
 def _warn_of_lost(unkept):
     "Say what will be made anew when a run goes on"
     what,them = _listed([_path(*o) for o in unkept]),'it' if len(unkept) == 1 else 'them'
-    asked = [name for name,_ in unkept if name != 'loss_func' and not _is_part(name)]
+    asked = [name for name,_ in unkept if name != 'loss_func' and not is_part(name)]
     instead = _OF_CALLBACK if asked else '' # Nobody asks a loss, or a model
     warn(_CANNOT.format(what, them, instead, tuple(k for _,k in unkept)))
 
@@ -413,7 +207,7 @@ def put(self:OwnState,
     between:bool=True, # Between two epochs? In a pass a loader that does not know its place is read again
 ):
     "Put back what was taken"
-    marker,putter,differ = Marker(_World(trainer, self.loop)),Putter(_device_of(trainer)),[]
+    marker,putter,differ = Marker(World(trainer, self.loop)),Putter(_device_of(trainer)),[]
     owners = self._owners(trainer, None)
     for name,(owner,own) in owners.items():
         if name not in saved or not (between or _knows_its_place(trainer, name)): continue
@@ -432,7 +226,7 @@ def put(self:OwnState,
 @patch
 def _marks_now(self:OwnState, trainer):
     "Marks of all attributes as they are"
-    marker = Marker(_World(trainer, self.loop))
+    marker = Marker(World(trainer, self.loop))
     return {name: _marked(marker, own) for name,(_,own) in self._owners(trainer, None).items()}
 
 def _knows_its_place(trainer, name):
