@@ -274,7 +274,8 @@ def held_generators(
     read:dict=None, # Functions and classes that a former search has read, by `id`; this one adds its own
 )->dict: # Generators by path
     "The generators that objects hold"
-    return _found([('', owner) for owner in owners], read)
+    roots = [('', owner) for owner in owners if not _is_end(type(owner))]
+    return _found(roots, read) if roots else {}
 
 # %% ../../nbs/data/55_generators.ipynb #31340ee9
 _OF_LOOP = {'dls', 'dl', 'batches', 'batch', 'callbacks', '_named', 'plan', 'history', *private_state()}
