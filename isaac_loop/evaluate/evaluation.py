@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..metrics.any_metric import check_no_options
+from ..metrics.any_metric import check_no_options, copied
 from ..metrics.losses import check_weigh
 from ..metrics.metrics import MetricsCB, recorders_of, weigh_of
 from ..basics.figures import wrapped, quiet
@@ -57,7 +57,8 @@ _NOTHING_MEASURED = ('No batch got to its end, so nothing was measured. Look for
 def _fresh(recorder, without):
     "A copy of a `MetricsCB` that counts for itself"
     fresh = copy.copy(recorder)
-    fresh.metrics = copy.deepcopy({name: m for name,m in recorder.metrics.items() if name not in without})
+    measured = {name: m for name,m in recorder.metrics.items() if name not in without}
+    fresh.metrics = copied(measured, '`validate`')
     return fresh
 
 # %% ../../nbs/evaluate/10_evaluation.ipynb #13838542

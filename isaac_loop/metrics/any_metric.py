@@ -6,7 +6,7 @@
 __all__ = ['MeanOf', 'MetricOn']
 
 # %% ../../nbs/metrics/06_any_metric.ipynb #9f68ac4b
-import inspect, math, numbers
+import copy, inspect, math, numbers
 from functools import partial
 
 import torch
@@ -203,6 +203,23 @@ def check_train_names(
     "Refuse metrics whose `train_` columns would hide others"
     for name in metrics:
         if f'train_{name}' in (*metrics, 'train_loss'): raise ValueError(_TRAIN_NAME.format(name))
+
+# %% ../../nbs/metrics/06_any_metric.ipynb #32783b15
+_NO_COPY = ('The metric `{}` cannot be copied, and {} needs a copy that counts for itself. Keep what cannot '
+            'be copied, such as a lock or an open file, out of its attributes, or give it `__deepcopy__`.')
+
+def copied(
+    metrics:dict, # By name
+    who:str, # What needs them, in words
+)->dict:
+    "Copies of metrics by name"
+    made,memo = {},{}
+    for name,m in metrics.items():
+        try: made[name] = copy.deepcopy(m, memo)
+        except Exception as error:
+            error.add_note(_NO_COPY.format(name, who))
+            raise
+    return made
 
 # %% ../../nbs/metrics/06_any_metric.ipynb #d1130001
 _UPDATED_WITH = ('The metric `{}` was updated with predictions {} and targets {}. If it takes other '

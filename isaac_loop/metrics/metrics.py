@@ -20,7 +20,7 @@ from ..loop.events import Order, callback_name
 from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
 from .any_metric import MeanOf, MetricOn
-from .any_metric import add_columns, check_apart, check_no_options, check_train_names
+from .any_metric import add_columns, check_apart, check_no_options, check_train_names, copied
 from .any_metric import named_metrics, note_update
 from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
 from .losses import merged_losses, rows_and_weight
@@ -58,7 +58,7 @@ class MetricsCB:
         self._summed = are_sums(getattr(trainer, 'loss_func', None), self.weigh)
         _check_owners(getattr(trainer, 'callbacks', ()))
         for name,m in self.metrics.items() if trainer.ranks.size > 1 else (): check_merges(name, m)
-        copies = copy.deepcopy(self.metrics) if self.train_metrics else {}
+        copies = copied(self.metrics, '`train_metrics=True`') if self.train_metrics else {}
         self._by_pass = {True: {f'train_{name}': m for name,m in copies.items()}, False: self.metrics}
         parameters = trainer.model.parameters() if hasattr(trainer.model, 'parameters') else ()
         parameter = next(iter(parameters), None)

@@ -7,6 +7,7 @@ was not.
 
 import copy
 import sys
+import threading
 import warnings
 from collections import OrderedDict
 from functools import partial
@@ -1135,3 +1136,28 @@ def test_in_a_fit_an_average_is_evaluated_as_the_validation_pass_evaluates_it():
     trainer.fit(2, lr=0.5)
     expected = trainer.history[-1]["valid_loss"]
     assert asks.found == pytest.approx((expected, expected), rel=1e-6)
+
+
+class LockedMetric:
+    def __init__(self):
+        self.lock, self.n = threading.Lock(), 0
+
+    def reset(self):
+        self.n = 0
+
+    def update(self, preds, targets):
+        self.n += len(preds)
+
+    def compute(self):
+        return self.n
+
+
+def test_a_metric_that_cannot_be_copied_is_told_by_its_name():
+    trainer = make_trainer([MetricsCB(show=False, seen=LockedMetric())])
+    with pytest.raises(TypeError) as error:
+        trainer.validate()
+    assert "`seen` cannot be copied, and `validate` needs a copy" in error.value.__notes__[0]
+    again = make_trainer([MetricsCB(show=False, train_metrics=True, seen=LockedMetric())])
+    with pytest.raises(TypeError) as error:
+        again.fit(1)
+    assert "`train_metrics=True` needs a copy" in error.value.__notes__[0]
