@@ -20,8 +20,8 @@ from ..loop.events import Order, callback_name
 from ..loop.passes import parts_of
 from ..loop.shared_attributes import offered
 from .any_metric import MeanOf, MetricOn
-from .any_metric import add_columns, check_apart, check_no_options, check_train_names, copied
-from .any_metric import named_metrics, note_update
+from .any_metric import add_columns, check_apart, check_no_options, check_train_names
+from .any_metric import copied, named_metrics, note_update
 from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
 from .losses import merged_losses, rows_and_weight
 from .merged_metrics import check_merges, computed_here, merged_metric, sent_state
