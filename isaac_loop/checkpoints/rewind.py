@@ -7,6 +7,8 @@ __all__ = ['RewindCB']
 
 # %% ../../nbs/checkpoints/30_rewind.ipynb #5972be77
 from fastcore.basics import patch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .resuming import ResumingCB, start_of_pass, warn_of_rates
 from ..basics.checks import check_count
@@ -16,6 +18,10 @@ from ..state.run_state import take_state
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/checkpoints/30_rewind.ipynb #22bc4f68
+def _is_lazy(model):
+    "Whether a model has no shape yet, and so nothing that could be kept"
+    return isinstance(model, nn.Module) and any(map(is_lazy, [*model.parameters(), *model.buffers()]))
+
 class RewindCB(ResumingCB):
     "Keep the state at chosen batches in memory, so that the run can be taken back"
     order = Order.SAVE-1 # A checkpoint beside it sees only what comes after the place
@@ -60,7 +66,7 @@ class RewindCB(ResumingCB):
         for place in sorted(self.states)[:-self.keep]: del self.states[place]
 
     def _epochs(self, trainer, epochs):
-        if self._found is None and not self.every: self._remember(trainer, 0)
+        if self._found is None and not self.every and not _is_lazy(trainer.model): self._remember(trainer, 0)
         yield from super()._epochs(trainer, epochs)
 
 # %% ../../nbs/checkpoints/30_rewind.ipynb #8e09bb22

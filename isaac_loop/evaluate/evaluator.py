@@ -79,8 +79,9 @@ def _run(self:EvaluatorCB, trainer, name, dl):
     "Run over one data set; what was measured, by name"
     self._pass.weigh = weigh_of(trainer) if self._weigh is None else self._weigh
     callbacks = [self._pass, self._limit(), self.callbacks_inside]
+    of_training = trainer.callbacks
     with trainer.side_run(callbacks) as side, ExitStack() as stack:
-        stack.enter_context(attributes_kept(side))
+        stack.enter_context(attributes_kept(side, of_training))
         ordered,rows = in_order(chosen_loader(side.dls, dl))
         if self.user_iter_callback is not None: rows = None # It is to see all of them
         ordered = stack.enter_context(shared_rows(side.ranks, ordered, rows))

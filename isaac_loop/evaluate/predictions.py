@@ -75,9 +75,10 @@ _NOT_WHOLE = 'The pass was not complete ({}), so {} all that the result covers.'
 def _looking_at(self:Trainer, dl, callbacks, *watchers, share=False):
     "Lend the trainer, with `watchers`, to passes over `dl` in the order of its rows"
     dl,whole,in_fit = chosen_loader(self.dls, dl),WholeCB(),self._fitting
+    of_training = self.callbacks
     self._checked.add(whole) # It is one of the library's own
     with self.side_run([callbacks, *watchers, whole]) as side, ExitStack() as stack:
-        if in_fit: stack.enter_context(attributes_kept(self))
+        if in_fit: stack.enter_context(attributes_kept(self, of_training))
         ordered,rows = in_order(dl)
         if n_batches(ordered) == 0: raise ValueError(_NO_BATCHES)
         ordered = stack.enter_context(shared_rows(self.ranks, ordered, rows if share else None))

@@ -171,6 +171,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
         _aside={}, # Random numbers of the last run on the side: where they began, and where they ended
+        _written={}, # By `id`, tensors that evaluations were seen to write to
         _own_state=None, # What has changed in callbacks that do not tell, since the fit began
         _black_box=None, # The callback that has kept the last batches, for `replay`
     )

@@ -132,9 +132,9 @@ def members_of(x):
 # %% ../../nbs/state/30_change_marks.ipynb #5c0c3eb9
 def _state_of(x):
     "The version of a tensor and a digest of its bytes"
-    return None if x.is_inference() else x._version, _digest(x)
+    return None if x.is_inference() else x._version, digest_of(x)
 
-def _digest(x):
+def digest_of(x):
     "A number that depends on every byte of a usual tensor, with its kind; None for a tensor of another sort"
     is_usual = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
     if not is_usual or x.is_nested or x.is_meta or x.is_quantized: return None

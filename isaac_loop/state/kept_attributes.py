@@ -27,6 +27,7 @@ from ..data.resumable_loaders import Resumable
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
+from .change_marks import digest_of
 from .snapshot import is_outside, mementos_of, of_content, own_classes, put_all_back
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #f5626668
@@ -73,7 +74,8 @@ def _hooks_of(module):
 def _code_of(hook):
     "The function that a user has written for a hook, or None"
     while isinstance(hook, partial): hook = hook.func
-    if not isinstance(hook, (FunctionType, MethodType)): hook = type(hook).__call__
+    if isinstance(hook, nn.Module): hook = type(hook).forward
+    elif not isinstance(hook, (FunctionType, MethodType)): hook = type(hook).__call__
     f = getattr(hook, '__func__', hook)
     return f if isinstance(f, FunctionType) and _globals_of(f) not in _OF_OTHERS else None
 
@@ -85,17 +87,19 @@ _OF_OTHERS = {'torch', 'torchvision', 'isaac_loop'} | sys.stdlib_module_names - 
 
 @lru_cache(maxsize=1024)
 def _gives_back(code):
-    "Whether code returns anything but None"
-    steps,told = list(dis.get_instructions(code)),set()
-    for before,step in zip(steps, steps[1:]):
-        if before.starts_line: told = set() # Names of what is called in this line
-        told.add(before.argval if before.opname in ('LOAD_METHOD', 'LOAD_ATTR') else None)
-        is_nothing = before.opname == 'LOAD_CONST' and before.argval is None
-        gathers = before.opname.startswith('CALL') and not _GATHER.isdisjoint(told)
-        if step.opname == 'RETURN_VALUE' and not (is_nothing or gathers): return True
-    return any(step.opname == 'RETURN_CONST' and step.argval is not None for step in steps)
+    "Whether code returns anything but None and what it was given, as far as it tells"
+    steps = list(dis.get_instructions(code))
+    ends = [before for before,step in zip(steps, steps[1:]) if step.opname == 'RETURN_VALUE']
+    ends += [step for step in steps if step.opname == 'RETURN_CONST']
+    written = {step.argval for step in steps if step.opname.startswith('STORE_FAST')}
+    given = set(code.co_varnames[:code.co_argcount+code.co_kwonlyargcount]) - written
+    return not all(_only_looks(step, given, code.co_name) for step in ends)
 
-_GATHER = {'append', 'appendleft', 'extend', 'insert', 'update', 'setdefault', 'write'} # As a `lambda` does
+def _only_looks(end, given, name):
+    "Whether the step before a function returns leaves what gives nothing back"
+    if end.opname in ('LOAD_CONST', 'RETURN_CONST'): return end.argval is None
+    if end.opname.startswith('LOAD_FAST'): return end.argval in given
+    return name == '<lambda>' and end.opname.startswith('CALL')
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #dfb72eab
 _CONTAINERS = list,dict,set,deque,tuple,frozenset,array,bytearray
@@ -132,11 +136,6 @@ _TOO_MANY = ('Model, loss function and trainer lead to more than {:,} objects, s
              'further: what it changes in the rest stays changed in the training. '
              'Keep large structures in tensors or arrays.')
 
-def _times_written(x):
-    "How often a tensor was written to, as far as that is counted"
-    try: return None if is_lazy(x) else x._version
-    except Exception: return None
-
 @lru_cache(maxsize=4096)
 def _is_own(kind): return _package(kind) != 'torch'
 
@@ -170,8 +169,7 @@ class _Held:
         "Remember a module; what it leads to"
         is_own,reached = _is_own(type(module)),list(module._modules.values())
         self.mementos.append(_attributes_of(module, is_own))
-        self.watched += [(x, _times_written(x)) for held in (module._parameters, module._buffers)
-                         for x in held.values() if x is not None]
+        self.watched += [x for held in (module._parameters, module._buffers) for x in held.values()]
         if module._forward_hooks or module._forward_pre_hooks:
             for hook in _hooks_of(module): reached += [hook, *_of_function(_code_of(hook))]
         if not is_own: return reached
@@ -191,11 +189,36 @@ class _Held:
         errors = put_all_back(self.mementos)
         if errors: raise errors[0]
 
-    def written_to(self):
-        "Tensors of modules that are not put back, and were written to; each once"
-        others = [(x, n) for x,n in self.watched if id(x) not in self.seen and n is not None]
-        written = [x for x,n in others if _times_written(x) != n]
-        return list({id(x): x for x in written}.values())
+# %% ../../nbs/state/39_kept_attributes.ipynb #73dafcc3
+_WRITTEN = ('An evaluation wrote to {}, and the training goes on with that: weights, and what layers of '
+            'PyTorch hold, are not copied for an evaluation. If that is not meant, let it be written to in '
+            'training only, as by `if self.training`.')
+
+def _mark_of(x):
+    "Where the values of a tensor lie, and how often they were written to, as far as that is counted"
+    try: return None if x is None or is_lazy(x) else (x._version, x.data_ptr())
+    except Exception: return None
+
+class _Watch:
+    "Which of many tensors are others in the end; `known` has those that were written to before, by `id`"
+    def __init__(self, tensors, known):
+        self.known,self.tensors = known,{id(x): x for x in tensors}
+        self.marks = {key: _mark_of(x) for key,x in self.tensors.items()}
+        self.digests = {key: digest_of(x) for key,x in self.tensors.items() if known.get(key) is x}
+
+    def written(self):
+        "Those that were seen to be written to once before, and have other values now"
+        found = [x for key,x in self.tensors.items() if None is not self.marks[key] != _mark_of(x)]
+        others = [x for x in found if id(x) in self.digests and self.digests[id(x)] != digest_of(x)]
+        self.known.update({id(x): x for x in found})
+        return others
+
+def _names_of(written, model):
+    "Where tensors lie, as far as they are the model's"
+    kinds = [model.named_parameters(), model.named_buffers()] if isinstance(model, nn.Module) else []
+    names = {id(x): f'`model.{name}`' for pairs in kinds for name,x in pairs}
+    found = [names.get(id(x), f'a tensor {tuple(x.shape)}') for x in written]
+    return ', '.join(found[:4]) + (f' and {len(found)-4} more tensors' if len(found) > 4 else '')
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #f8f76524
 _OF_LOOP = frozenset([*STATE, *private_state(), 'plan', '_preds_at']) # The last is of `epoch_preds`
@@ -226,26 +249,17 @@ def _counted(module):
 @contextmanager
 def attributes_kept(
     trainer, # Evaluates in the `with` block
+    callbacks=(), # Those that the training has, and the evaluation may not: they keep what they gather
 ):
     "Have model, loss function and trainer keep the attributes that they have now, and what these hold"
     beside = attributes_beside(trainer) + _of_loss(trainer.loss_func)
     counted = [x for module in beside if isinstance(module, nn.Module) for x in _counted(module)]
     roots = [*_of_owner(trainer.model), *beside, *counted, *_written(type(trainer))]
     loaders = [getattr(getattr(trainer, 'dls', None), name, None) for name in ('train', 'valid')]
-    held = _Held(roots, without=[*vars(trainer).get('callbacks', ()), *loaders])
+    held = _Held(roots, without=[*vars(trainer).get('callbacks', ()), *callbacks, *loaders])
+    watch = _Watch([x for x in held.watched if id(x) not in held.seen], vars(trainer).get('_written', {}))
     try: yield
     finally:
         held.put_back()
-        written = held.written_to()
+        written = watch.written()
         if written: warn(_WRITTEN.format(_names_of(written, trainer.model)))
-
-_WRITTEN = ('An evaluation wrote to {}, and the training goes on with that: weights that are trained, and '
-            "what layers of PyTorch hold, are not copied for an evaluation. If that is not meant, let "
-            '`forward` write there only `if self.training`.')
-
-def _names_of(written, model):
-    "Where tensors lie, as far as they are the model's"
-    kinds = [model.named_parameters(), model.named_buffers()] if isinstance(model, nn.Module) else []
-    names = {id(x): f'`model.{name}`' for pairs in kinds for name,x in pairs}
-    found = [names.get(id(x), f'a tensor {tuple(x.shape)}') for x in written]
-    return ', '.join(found[:4]) + (f' and {len(found)-4} more tensors' if len(found) > 4 else '')

@@ -64,7 +64,7 @@ def may_be_state(owner, without=()):
     return {k: o for k,o in found.items() if not k.startswith('__')}
 
 # %% ../../nbs/state/37_owners.ipynb #6494ba45
-_OF_BATCH = {'batch', 'preds', 'loss', '_split'} # Others come with the next one; who holds these holds values
+_OF_BATCH = {'batch', 'preds', 'loss', '_split'} # Nobody saves these: a callback that holds one keeps it
 
 def _data_of(dl):
     "The dataset of a loader, and that in a subset of it: what a run reads, however large"

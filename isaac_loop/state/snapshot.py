@@ -63,7 +63,7 @@ def _of_tensor(x):
     "A tensor's values, where they are stored, its gradient, whether it wants one, and its hooks"
     # To read hooks of the one, or values of the other, would end the program
     if hasattr(x, 'full_tensor') or _is_away(x): raise TypeError(_SHARDED)
-    kind,data = type(x),x.data
+    kind,data = type(x),_data_of(x)
     leaf,wanted = x.is_leaf,x.requires_grad
     grad = x.grad if leaf else None
     hooks = {o: getattr(x, o) for o in ('_backward_hooks', '_post_accumulate_grad_hooks')}
@@ -80,6 +80,11 @@ def _of_tensor(x):
             if getattr(x, name) is not hook: setattr(x, name, hook)
         if x.is_leaf: x.requires_grad,x.grad = wanted,grad
     return put_back, [*reached, *hooks.values()]
+
+def _data_of(x):
+    "The values of a tensor; those of a lazy one are empty"
+    if not is_lazy(x): return x.data
+    with torch._C.DisableTorchFunctionSubclass(): return x.data.as_subclass(torch.Tensor)
 
 def _once(x):
     "`x` without repetitions, which cannot be written to"

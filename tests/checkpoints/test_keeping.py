@@ -809,3 +809,11 @@ def test_after_a_failure_at_any_event_everything_is_as_it_was(error, order):
         start(trainer)
         assert tree(trainer.model.state_dict()) == tree(fresh.model.state_dict()), event
         assert trainer.history["valid_loss"][-2:] == fresh.history["valid_loss"], event
+
+
+def test_a_model_that_has_no_shape_yet_is_taken_back_to_a_batch():
+    batches = [(torch.randn(8, 4), torch.zeros(8).long())] * 4
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    trainer = Trainer(DataLoaders(batches), F.cross_entropy, optim.SGD, model, [BasicTrainCB(), RewindCB()])
+    trainer.fit(2, valid=False)
+    assert (1, 0) in trainer.RewindCB.states and (0, 0) not in trainer.RewindCB.states

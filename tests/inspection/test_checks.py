@@ -720,7 +720,19 @@ class ResetsAll(CountsOn):
             metric.reset()
 
 
+class ClearBad:
+    bad = False
+
+    def after_get_loss(self, trainer):
+        self.bad = bool(trainer.loss > 5)
+
+    def before_step(self, trainer):
+        if self.bad is True:
+            trainer.opt.zero_grad()
+
+
 RIGHT = {
+    "gradients of a bad batch are cleared": [ClearBad()],
     "a rate that is written in time, or for the optimizer as well": [RatesInTime()],
     "a model that trains again": [LookAndTrain()],
     "a model in evaluation in validation": [EvalInValidation()],

@@ -219,6 +219,20 @@ def test_what_has_no_source_is_said():
     assert trainer.map("hidden", observe=True).observed == ["`HiddenCB.after_batch` writes hidden"]
 
 
+class GroupsCB:
+    "Writes where several errors at once are caught"
+
+    def after_batch(self, trainer):
+        try:
+            len(trainer.batch)
+        except* ValueError:
+            trainer.trouble = 1
+
+
+def test_what_happens_where_several_errors_are_caught_is_shown():
+    assert "GroupsCB" in str(images_trainer([BasicTrainCB(), GroupsCB()]).who_writes("trouble"))
+
+
 def test_an_attribute_that_nobody_touches_is_an_error_that_says_so():
     trainer = images_trainer([BasicTrainCB()])
     with pytest.raises(LookupError, match="Did you mean `preds`"):

@@ -7,6 +7,7 @@ model, its loss function, a hook, a callback or a trainer of one's own keeps fro
 import collections
 import copy
 import functools
+import warnings
 
 import numpy as np
 import pytest
@@ -549,9 +550,9 @@ def test_a_function_that_only_looks_keeps_what_it_saw():
 class Clipped(nn.Module):
     "Takes words, whose vectors PyTorch shortens in place"
 
-    def __init__(self):
+    def __init__(self, norm=0.1):
         super().__init__()
-        self.words, self.out = nn.Embedding(9, 4, max_norm=0.1), linear()
+        self.words, self.out = nn.Embedding(9, 4, max_norm=norm), linear()
 
     def forward(self, x):
         return self.out(self.words((x.abs() * 4).long().clamp(max=8)[:, 0]))
@@ -614,3 +615,125 @@ def test_ctrl_c_while_things_are_put_back_leaves_nothing_undone(at):
 
     errors = put_all_back([functools.partial(step, i) for i in range(3)])
     assert done == [0, 1, 2] and [type(e) for e in errors] == [KeyboardInterrupt, ValueError]
+
+
+def with_hook(make_hook):
+    layer = linear()
+    layer.register_forward_hook(make_hook())
+    return trained(layer, EvaluatorCB(updates=1))
+
+
+def gatherers():
+    "Hooks that gather what they see, each with what it gathers in"
+    seen, some = [], []
+    store = SeenOutputs()
+
+    def returns(module, args, out):
+        seen.append(1)
+        return out
+
+    def calls(module, args, out, name="a"):
+        seen.append(name)
+
+    yield seen, returns
+    yield some, lambda module, args, out: some.append(dict(
+        mean=out.mean().item(),
+        std=out.std().item()))  # fmt: skip
+    more = []
+    yield more, lambda module, args, out: (lambda o: more.append(o))(len(out))
+    yield store, lambda module, args, out: store(module, args, out)
+
+
+@pytest.mark.parametrize("i", range(4))
+def test_what_a_hook_gathers_in_an_evaluation_stays_however_it_is_written(i):
+    held, hook = list(gatherers())[i]
+    with_hook(lambda: hook)
+    assert (held.n if isinstance(held, SeenOutputs) else len(held)) == 6 + 6 * 2
+
+
+class ActsCB:
+    "Looks at outputs, also in evaluations, by a function around its own method"
+
+    order = Order.RECORD
+
+    def before_fit(self, trainer):
+        self.seen = []
+        self.hook = trainer.model.register_forward_hook(lambda m, i, o: self.note(o) or o * 1)
+
+    def note(self, out):
+        self.seen.append(out.mean().item())
+
+    def cleanup_fit(self, trainer):
+        self.hook.remove()
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_callback_of_the_training_keeps_what_its_hook_gathers(look):
+    acts = ActsCB()
+    trained(linear(), acts, LOOKS[look]())
+    assert len(acts.seen) > 6
+
+
+class CentreModule(nn.Module):
+    "A module as a hook"
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, module, args, out):
+        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+        return out - self.mean
+
+
+def test_a_module_as_a_hook_keeps_its_state():
+    def model():
+        made = linear()
+        made.register_forward_hook(CentreModule())
+        return made
+
+    assert stays_the_same(model)
+
+
+class OwnEMA:
+    "Is evaluated with an average, and puts the weights back"
+
+    def before_fit(self, trainer):
+        self.average, self.own = copy.deepcopy(trainer.model.state_dict()), None
+
+    def after_step(self, trainer):
+        for k, v in trainer.model.state_dict().items():
+            self.average[k].lerp_(v, 0.1)
+
+    def before_epoch(self, trainer):
+        if not trainer.training:
+            self.own = copy.deepcopy(trainer.model.state_dict())
+            trainer.model.load_state_dict(self.average)
+
+    def cleanup_epoch(self, trainer):
+        if self.own is not None:
+            trainer.model.load_state_dict(self.own)
+        self.own = None
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("make, more", [(linear, [OwnEMA]), (lazy, []), (lambda: Clipped(100.0), [])])
+def test_who_writes_the_values_that_were_there_is_not_told_of(make, more):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "An evaluation wrote")
+        trained(make(), *[cb() for cb in more], EvaluatorCB(updates=1, at_start=True))
+
+
+class ByData(Teacher):
+    def forward(self, x):
+        for p, q in zip(self.teacher.parameters(), self.out.parameters()):
+            p.data = p.data * 0.9 + q.data * 0.1
+        return self.out(x) + self.teacher(x)
+
+
+def test_other_memory_for_a_weight_is_told_of():
+    with pytest.warns(UserWarning, match="An evaluation wrote to `model.teacher.weight`"):
+        trained(ByData(), EvaluatorCB(updates=1))

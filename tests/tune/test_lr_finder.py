@@ -991,3 +991,12 @@ def test_a_finder_says_what_it_found():
         f"{rule} {lr:.2g}" in repr(finder) for rule, lr in finder.suggestions().items()
     )
     assert repr(finder).endswith("; .plot() draws them)")
+
+
+def test_rates_are_found_for_a_model_that_has_no_shape_yet():
+    batches = [(torch.randn(8, 4), torch.zeros(8).long())] * 8
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    trainer = Trainer(DataLoaders(batches), F.cross_entropy, optim.SGD, model, [BasicTrainCB()])
+    trainer.lr_find()
+    trainer.fit(1, valid=False)
+    assert model[1].num_batches_tracked == len(batches)

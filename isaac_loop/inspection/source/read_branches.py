@@ -108,6 +108,8 @@ class Branches(Loops):
         with self.perhaps(): self.branches(*(o.body for o in node.handlers), [])
         self.block(node.finalbody)
 
+    do_TryStar = do_Try
+
     def do_With(self, node):
         for item in node.items:
             value = self.value(item.context_expr)

@@ -16,7 +16,8 @@ from .read_values import Closure, UNKNOWN, Value
 # %% ../../../nbs/inspection/source/40_read_statements.ipynb #efe9504f
 def only_presence(test):
     "Whether a condition only asks if there is something, as in `p.grad is not None`"
-    return isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot))
+    if not (isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot))): return False
+    return any(isinstance(o, ast.Constant) and o.value is None for o in (test.left, *test.comparators))
 
 def _asks_training(test):
     "Whether a condition is true in training passes, and in no others, as `trainer.training` is"
