@@ -10,7 +10,8 @@ import dis, gc, operator, re, sys
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
-from types import GeneratorType
+from itertools import zip_longest
+from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType
 
 import torch
 
@@ -63,6 +64,7 @@ def _use_of(name, step):
 _PASSING_ON = {'map', 'filter', 'zip', 'enumerate', 'islice', 'chain', 'starmap', 'zip_longest', 'takewhile',
                'dropwhile', 'compress', 'repeat', 'count'}
 _BARS = {'isaac_loop', 'tqdm', 'fastprogress', 'rich'} # What their generators hold has no part in the batches
+_OF_SEVERAL = map,zip,zip_longest # Which hold what they read in a tuple
 _MOST = 256 # So many texts and numbers are told at most
 
 class Standing:
@@ -84,6 +86,8 @@ class Standing:
         elif isinstance(x, GeneratorType): self._generator(x, depth)
         elif is_iterator(x): self._iterator(x, depth)
         elif (drawn := drawn_from(x)) is not None: self.told.append(_of_drawn(drawn))
+        elif isinstance(x, (FunctionType, MethodType)):
+            for part in _carried(x): self._value(part, depth+1)
         elif not is_outside(x) and _package(type(x)) != 'isaac_loop': self._object(x, depth)
 
     def _generator(self, x, depth):
@@ -108,10 +112,14 @@ class Standing:
         knows = left >= 0 and all(set(map(type, o)) <= SIMPLE for o in held)
         if not (knows or kind in _PASSING_ON): self.sure = False
         for rows in held if knows else (): self._value(rows, depth+1)
+        for f in filter(_may_remember, gc.get_referents(x)): self._value(f, depth+1)
         self._read_by(x, depth)
 
     def _read_by(self, x, depth):
-        for part in gc.get_referents(x):
+        held = gc.get_referents(x)
+        tuples = [o for o in held if type(o) is tuple] if type(x) in _OF_SEVERAL else []
+        held += [part for several in tuples for part in several]
+        for part in held:
             if is_iterator(part): self._value(part, depth+1)
 
     def _object(self, x, depth):
@@ -127,6 +135,16 @@ class Standing:
         else:
             self.told.append(f'{type(x).__name__} {len(parts)}')
             for part in parts: self._value(part, depth+1)
+
+def _may_remember(f):
+    "Whether a function, or an object that is called, may keep something from call to call"
+    return callable(f) and not isinstance(f, (type, BuiltinFunctionType)) and not is_iterator(f)
+
+def _carried(x):
+    "What a function has from around it, or whose method it is"
+    if isinstance(x, MethodType): return [x.__self__]
+    if (x.__module__ or '').partition('.')[0] in _BARS: return []
+    return [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]
 
 def _is_copied(x): return is_iterator(x) or isinstance(x, (*CONTAINERS, torch.Tensor)) or type(x) in SIMPLE
 

@@ -18,11 +18,27 @@ class Resumable:
     epoch,_done,_goes_on = 0,0,False
     _begins_anywhere = False # At no cost?
     _pass = _engine = _batches = None # The last pass; what it reads with; its persistent workers
+    _walked = () # Passes of loops, weakly, the outer ones first
 
     def __iter__(self):
         one_pass = _Pass(self, *self._next())
         self._pass = weakref.ref(one_pass)
         return one_pass
+
+    def loop_pass(self,
+        source, # Reads it, until `source.left` is true
+    ): # The pass
+        "Begin a pass that says where the loader is, whoever looks in between"
+        one_pass = iter(self)
+        if not isinstance(one_pass, _Pass): return one_pass # A subclass has its own
+        one_pass.source = weakref.ref(source)
+        self._walked = *(ref for ref in self._walked if ref() is not None),weakref.ref(one_pass)
+        return one_pass
+
+    def _read_by_loop(self):
+        "The pass of the innermost loop that is under way, or None"
+        passes = [ref() for ref in reversed(self._walked)]
+        return next((one for one in passes if one is not None and one.is_under_way()), None)
 
     def _next(self):
         "Where the next pass begins"
@@ -37,20 +53,25 @@ class Resumable:
     ):
         "Begin the next pass at the beginning of an epoch"
         self._place(whole_number(epoch, 'epoch', 'epochs are numbered from 0', least=0), 0)
+        self._walked = ()
 
     def _here(self):
         "Epoch and amount, where going on from now would begin"
+        one_pass = self._read_by_loop()
+        if one_pass is not None: return one_pass.epoch,one_pass.done
         return (self.epoch, self._done) if self.is_read() else self._next()
 
     def leave_pass(self):
         "Let the next pass be another epoch, though a cancel has left this one and somebody still holds it"
+        one_pass,self._walked = self._read_by_loop(),()
+        if one_pass is not None: self._place(one_pass.epoch, one_pass.done)
         self._place(*self._next(), self._goes_on)
 
     def is_read(self): return bool(self._pass and self._pass()) # Does anybody hold the last pass?
 
     def place_keeper(self):
         "A function that puts the loader back to where it is now, and the pass that somebody reads"
-        place = {name: getattr(self, name) for name in ('epoch', '_done', '_goes_on', '_pass')}
+        place = {name: getattr(self, name) for name in ('epoch', '_done', '_goes_on', '_pass', '_walked')}
         def put_back():
             moved = any(getattr(self, name) != was for name,was in place.items())
             vars(self).update(place)
@@ -60,7 +81,7 @@ class Resumable:
         return put_back
 
     def __getstate__(self): # A copy has no workers yet
-        return {**vars(self), '_pass': None, '_engine': None, '_batches': None}
+        return {**vars(self), '_pass': None, '_walked': (), '_engine': None, '_batches': None}
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #7822407e
 _TWO_PASSES = ('Another pass over this loader began before this one ended, such as a look by `show_batch`, '
@@ -71,6 +92,12 @@ class _Pass:
     "One walk through a loader, which keeps the loader's position up to date"
     def __init__(self, loader, epoch, done):
         self.loader,self.epoch,self.walk = loader,epoch,loader._walk(epoch, done)
+        self.done,self.source = done,None # How much was given; weakly, who reads it in a loop
+
+    def is_under_way(self):
+        "Whether a loop reads it, and has not come to the end"
+        source = self.source and self.source()
+        return source is not None and not source.left and self.walk is not None
 
     def __iter__(self): return self
     def __next__(self):
@@ -85,6 +112,7 @@ class _Pass:
             self.walk = None
             if isinstance(e, StopIteration): self.loader._place(self.epoch+1, 0)
             raise
+        self.done = done
         self.loader._place(self.epoch, done)
         return batch
 

@@ -43,7 +43,7 @@ class Batches:
     def __init__(self, dl, held=None):
         self.dl = self.chosen = dl # `trainer.dl` may be set to another
         self.held = held # What the loaders kept when the pass began
-        self.begun,self.over = False,False # Has the pass begun, is it to end?
+        self.begun,self.over,self.left = False,False,False # Has the pass begun, is it to end, was it left?
         self.given,self.last = 0,None # How many batches were drawn, and the last of them
         self.limit,self.first = None,0 # Of all batches in the pass; number of the one that comes next
         self.expected = n_batches(dl)
@@ -60,7 +60,9 @@ class Batches:
         if left is not None and hasattr(self.dl, 'load_state_dict'): # Others are read from their beginning
             left = max(left-self.first, 0)
             if not left: self._count_pass()
-        for batch in self.dl if left is None else islice(self.dl, left):
+        walk = getattr(self.dl, 'loop_pass', None) # Such a loader knows its place
+        batches = self.dl if walk is None else walk(self)
+        for batch in batches if left is None else islice(batches, left):
             self.given,self.last = self.given+1,batch
             yield batch
             if self.over: break
@@ -171,6 +173,7 @@ def one_pass(
         if steps: pass_checks.warn_of_own_batch(trainer, n_updates, steps)
         pass_checks.warn_of_more_updates(trainer)
     finally:
+        trainer._source.left = True
         trainer.plan.uses_chains = False
         if steps: steps.close()
         if not trainer._fitting: trainer._training = None

@@ -132,9 +132,9 @@ def members_of(x):
 # %% ../../nbs/state/30_change_marks.ipynb #5c0c3eb9
 def _state_of(x):
     "The version of a tensor and a digest of its bytes"
-    return None if x.is_inference() else x._version, digest_of(x)
+    return None if x.is_inference() else x._version, digest_of_bytes(x)
 
-def digest_of(x):
+def digest_of_bytes(x):
     "A number that depends on every byte of a usual tensor, with its kind; None for a tensor of another sort"
     is_usual = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
     if not is_usual or x.is_nested or x.is_meta or x.is_quantized: return None
@@ -177,9 +177,7 @@ class Marker:
         if isinstance(x, torch.Tensor): return Mark(Same(x), _state_of(x))
         if isinstance(x, (array, bytearray)): return Mark(value=(type(x), bytes(x)))
         if type(x).__module__ == 'numpy' and hasattr(x, 'tobytes'):
-            of_objects = x.dtype == object # Whose bytes say nothing of what is in them
-            parts = {i: self.mark(o) for i,o in enumerate(x.flat)} if of_objects else None
-            return Mark(Same(x) if of_objects else None, (type(x), str(x.dtype), x.shape, x.tobytes()), parts)
+            return Mark(value=(type(x), str(x.dtype), x.shape, x.tobytes()))
         drawn = drawn_from(x)
         if drawn is not None: return Mark(Same(x), repr(drawn.tolist() if torch.is_tensor(drawn) else drawn))
         if is_iterator(x): return Mark(Same(x), object())
@@ -192,6 +190,8 @@ class Marker:
         keys = list(x) if isinstance(x, dict) else range(len(values))
         is_simple = set(map(type, values)) <= SIMPLE and set(map(type, keys)) <= SIMPLE
         if is_simple: return Mark(value=(type(x), tuple(keys), tuple(values), tuple(map(type, values))))
-        if len(values) > _MANY: return Mark(Same(x), tuple(map(id, values))) # Not what lies in each
+        if len(values) > _MANY: # Not what lies in each
+            ids = (id(k) if type(k) not in SIMPLE else k for k in keys)
+            return Mark(Same(x), (tuple(ids), tuple(map(id, values))))
         names = [k if type(k) in SIMPLE else id(k) for k in keys]
         return Mark(None, type(x), {k: self.part(o) for k,o in zip(names, values)})

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #14926b62
-import dis, sys
+import dis, inspect, sys
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ from ..data.resumable_loaders import Resumable
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
-from .change_marks import digest_of
+from .change_marks import SIMPLE, digest_of_bytes
 from .snapshot import is_outside, mementos_of, of_content, own_classes, put_all_back
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #f5626668
@@ -76,7 +76,7 @@ def _code_of(hook):
     while isinstance(hook, partial): hook = hook.func
     if isinstance(hook, nn.Module): hook = type(hook).forward
     elif not isinstance(hook, (FunctionType, MethodType)): hook = type(hook).__call__
-    f = getattr(hook, '__func__', hook)
+    f = inspect.unwrap(getattr(hook, '__func__', hook))
     return f if isinstance(f, FunctionType) and _globals_of(f) not in _OF_OTHERS else None
 
 def _globals_of(f):
@@ -139,6 +139,8 @@ _TOO_MANY = ('Model, loss function and trainer lead to more than {:,} objects, s
 @lru_cache(maxsize=4096)
 def _is_own(kind): return _package(kind) != 'torch'
 
+def _is_fixed(x): return type(x) is tuple and all(type(o) in SIMPLE for o in x)
+
 class _Held:
     "All that some objects lead to, as it is now"
     def __init__(self, roots, without):
@@ -146,13 +148,14 @@ class _Held:
         todo,n,seen = deque(roots),0,self.seen
         while todo and n < _MANY:
             x = todo.popleft()
-            if not _leads_on(type(x)) or id(x) in seen: continue
+            if not _leads_on(type(x)) or id(x) in seen or _is_fixed(x): continue
             seen[id(x)] = x # Held, so that no `id` is given to another object
             is_module = isinstance(x, nn.Module)
             n += not is_module
             try: todo += self._of_module(x) if is_module else self._of_other(x)
             except Exception: pass
-        if any(_leads_on(type(x)) and id(x) not in seen for x in todo): warn(_TOO_MANY.format(_MANY))
+        further = [x for x in todo if _leads_on(type(x)) and id(x) not in seen and not _is_fixed(x)]
+        if further: warn(_TOO_MANY.format(_MANY))
 
     def _of_other(self, x):
         "Remember anything but a module; what it leads to"
@@ -204,12 +207,12 @@ class _Watch:
     def __init__(self, tensors, known):
         self.known,self.tensors = known,{id(x): x for x in tensors}
         self.marks = {key: _mark_of(x) for key,x in self.tensors.items()}
-        self.digests = {key: digest_of(x) for key,x in self.tensors.items() if known.get(key) is x}
+        self.digests = {key: digest_of_bytes(x) for key,x in self.tensors.items() if known.get(key) is x}
 
     def written(self):
         "Those that were seen to be written to once before, and have other values now"
         found = [x for key,x in self.tensors.items() if None is not self.marks[key] != _mark_of(x)]
-        others = [x for x in found if id(x) in self.digests and self.digests[id(x)] != digest_of(x)]
+        others = [x for x in found if id(x) in self.digests and self.digests[id(x)] != digest_of_bytes(x)]
         self.known.update({id(x): x for x in found})
         return others
 

@@ -3,6 +3,7 @@ Batches that something of the user's own stands around: a run that was cut goes 
 without a word, or is refused, or a warning names what cannot be seen.
 """
 
+import itertools
 import random
 import warnings
 from collections import deque
@@ -19,10 +20,11 @@ from isaac_loop.basics.tensors import set_seed
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.loop.events import CancelEpochException, Order
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.state.errors import ResumeMismatch
-from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from runs import Cut, CutCB
 
 x = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
@@ -349,3 +351,141 @@ def test_a_walk_over_a_loader_that_a_callback_holds_is_named(make, tmp_path):
 
 def test_a_walk_that_is_made_anew_before_it_is_used_is_not_named(tmp_path):
     assert goes_on(lambda: [SemiCB(plain)], tmp_path, (8, 14), every="epoch") == []
+
+
+# ---- looks at the training loader, and runs on the side over it, in the middle of a pass
+
+
+class PeekCB:
+    "Takes a batch of the training loader to look at"
+
+    def __init__(self, when="after_batch", keep=False):
+        self.when, self.keep, self.it = when, keep, None
+
+    def look(self, trainer):
+        it = iter(trainer.dls.train)
+        next(it)
+        self.it = it if self.keep else None
+
+    def before_batch(self, trainer):
+        if self.when == "before_batch" and trainer.training:
+            self.look(trainer)
+
+    def after_batch(self, trainer):
+        if self.when == "after_batch" and trainer.training:
+            self.look(trainer)
+
+
+class WholePeekCB:
+    "Walks over the whole training loader"
+
+    def after_batch(self, trainer):
+        if trainer.training and trainer.n_updates % 3 == 0:
+            self.n = sum(len(y) for _, y in trainer.dls.train)
+
+
+class WarmUpCB:
+    "Trains on the side with two batches of the same loader"
+
+    order = Order.DECIDE
+
+    def after_batch(self, trainer):
+        if trainer.training and trainer.n_updates % 3 == 0:
+            with trainer.side_run() as side:
+                side.fit(1, lr=0.1, valid=False, callbacks=NBatchCB(2))
+
+
+class SideCB:
+    "Evaluates on the side with the training loader"
+
+    order = Order.DECIDE
+
+    def after_batch(self, trainer):
+        if trainer.training and trainer.n_updates % 3 == 0:
+            with trainer.side_run() as side:
+                side.dls = DataLoaders(trainer.dls.train, trainer.dls.train)
+                side.fit(1, train=False)
+
+
+LOOKS = {
+    "after": lambda: [PeekCB()],
+    "before": lambda: [PeekCB("before_batch")],
+    "held": lambda: [PeekCB(keep=True)],
+    "whole": lambda: [WholePeekCB()],
+    "trains": lambda: [WarmUpCB()],
+    "evaluates": lambda: [SideCB()],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_look_at_the_training_loader_does_not_move_the_place(look, tmp_path):
+    goes_on(LOOKS[look], tmp_path, cuts=(2, 3, 5, 6, 8, 12, 13))
+
+
+class CancelCB:
+    "Leaves a pass early"
+
+    def after_batch(self, trainer):
+        if trainer.training and trainer.batch_num == 2 and trainer.epoch == 0:
+            raise CancelEpochException
+
+
+def test_a_look_in_a_pass_that_is_left_early_leaves_the_next_one_whole(tmp_path):
+    goes_on(lambda: [PeekCB(), CancelCB()], tmp_path, cuts=(2, 3, 5, 8))
+
+
+def mix(batches):
+    before = 0
+    for a, b in batches:
+        before = a + 0.5 * before * torch.rand(1)
+        yield before, b
+
+
+class Mixer:
+    def __init__(self):
+        self.before = 0
+
+    def __call__(self, batch):
+        self.before = batch[0] + 0.5 * self.before * torch.rand(1)
+        return self.before, batch[1]
+
+
+def mixer():
+    kept = [0]
+
+    def call(batch):
+        kept[0] = batch[0] + 0.5 * kept[0] * torch.rand(1)
+        return kept[0], batch[1]
+
+    return call
+
+
+def called(f, batches):
+    return (f(b) for b in batches)
+
+
+HIDDEN = {
+    "in a map": lambda cb, batches: map(tuple, mix(batches)),
+    "in a zip": lambda cb, batches: (b for b, _ in zip(mix(batches), itertools.count())),
+    "an object": lambda cb, batches: map(Mixer(), batches),
+    "a method": lambda cb, batches: map(Mixer().__call__, batches),
+    "a closure": lambda cb, batches: map(mixer(), batches),
+    "a closure that is called": lambda cb, batches: called(mixer(), batches),
+}
+
+
+@pytest.mark.parametrize("wrap", HIDDEN)
+def test_what_remembers_within_what_passes_on_is_not_overlooked(wrap, tmp_path):
+    make = lambda: [WrapCB(HIDDEN[wrap])]  # noqa: E731
+    run(make, 3, tmp_path)
+    with pytest.raises(ResumeMismatch, match="come others than in the saved run"):
+        run(make, None, tmp_path)
+
+
+def plain_map(cb, batches):
+    scale = 2.0
+    return map(lambda b: (b[0] * scale, b[1]), batches)
+
+
+def test_a_map_with_a_function_that_keeps_nothing_goes_on(tmp_path):
+    assert goes_on(lambda: [WrapCB(plain_map)], tmp_path) == []

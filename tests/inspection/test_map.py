@@ -219,6 +219,69 @@ def test_what_has_no_source_is_said():
     assert trainer.map("hidden", observe=True).observed == ["`HiddenCB.after_batch` writes hidden"]
 
 
+class ChainCB:
+    "What one method keeps, the next uses, against the order of events once"
+
+    def before_fit(self, trainer):
+        self.opt2 = self.saved
+
+    def before_epoch(self, trainer):
+        self.o = self.opt2
+
+    def before_batch(self, trainer):
+        self.opt3 = self.o
+
+    def after_batch(self, trainer):
+        self.opt3.step()
+
+    def after_epoch(self, trainer):
+        self.saved = trainer.opt
+
+
+class PartialCB:
+    "Calls a partial of what is known only later"
+
+    def before_fit(self, trainer):
+        self.p = partial(self.q, trainer)
+
+    def before_batch(self, trainer):
+        self.p()
+
+    def after_batch(self, trainer):
+        self.q = self.double
+
+    def double(self, trainer):
+        trainer.loss = trainer.loss * 2
+
+
+def read_loss(trainer):
+    return trainer.loss
+
+
+def halve_preds(trainer):
+    trainer.preds = trainer.preds / 2
+
+
+def guarded(action):
+    return lambda trainer: (lambda: lambda: action(trainer))()()
+
+
+reader, writer = guarded(read_loss), guarded(halve_preds)
+
+
+class TwoCB:
+    "Calls two functions that one function has made"
+
+    def after_get_loss(self, trainer):
+        reader(trainer)
+        writer(trainer)
+
+
+@pytest.mark.parametrize("kind, name", [(ChainCB, "model"), (PartialCB, "loss"), (TwoCB, "preds")])
+def test_what_is_known_in_a_roundabout_way_is_shown(kind, name):
+    assert kind.__name__ in str(images_trainer([BasicTrainCB(), kind()]).who_writes(name))
+
+
 class GroupsCB:
     "Writes where several errors at once are caught"
 

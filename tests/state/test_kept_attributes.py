@@ -522,11 +522,30 @@ def closure():
     return hook
 
 
+class Normed:
+    "Divides outputs by their mean size so far"
+
+    def __init__(self):
+        self.size = torch.ones(())
+
+    def update(self, out):
+        self.size = 0.9 * self.size + 0.1 * out.detach().abs().mean()
+        return out / self.size
+
+    def through(self, module, args, out):
+        return self.update(out)
+
+    @torch.no_grad()
+    def no_gradients(self, module, args):
+        return (self.update(args[0]),)
+
+
 HOOKS = {
     "method": lambda: Shift().method,
     "partial": lambda: functools.partial(shifted, []),
     "closure": closure,
 }
+HOOKS["method that updates"] = lambda: Normed().through
 HOOKS["partial of a closure"] = lambda: functools.partial(closure())
 
 
@@ -535,6 +554,15 @@ def test_a_hook_that_changes_outputs_keeps_its_state_whatever_it_is(kind):
     def model():
         made = linear()
         made.register_forward_hook(HOOKS[kind]())
+        return made
+
+    assert stays_the_same(model)
+
+
+def test_a_hook_on_inputs_that_computes_no_gradients_keeps_its_state():
+    def model():
+        made = linear()
+        made.register_forward_pre_hook(Normed().no_gradients)
         return made
 
     assert stays_the_same(model)

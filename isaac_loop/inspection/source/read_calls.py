@@ -156,5 +156,6 @@ class NewObjects(KnownCalls):
         "A function with some of its arguments"
         first,*others = call.args
         bound = self.made.setdefault((functools.partial, id(call.node)), Bound(first, others))
+        bound.is_other = bound.f.live != first.live # Known only now, perhaps
         bound.f,bound.args = first,others
         return Value(joined(call.given).paths, bound)

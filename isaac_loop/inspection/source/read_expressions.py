@@ -165,5 +165,6 @@ class Attributes(Expressions):
     def keep(self, kept, name, value):
         "Remember that an attribute `name` may be `value`"
         known = kept.setdefault(name, [])
-        if any(o.paths == value.paths and o.live is value.live for o in known) or len(known) > 9: return
+        is_known = any(o.paths == value.paths and o.live is value.live for o in known)
+        if is_known and not getattr(value.live, 'is_other', False) or len(known) > 9: return
         known.append(value)

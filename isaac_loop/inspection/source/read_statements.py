@@ -148,6 +148,11 @@ def _facts_of(value):
     "What tells a value from others"
     return value.paths,id(value.live),value.new,value.graph,*map(_facts_of, value.parts or ())
 
+@lru_cache(maxsize=4096)
+def _names_in(node):
+    "The names that a function inside reads"
+    return tuple(sorted({o.id for o in ast.walk(node) if isinstance(o, ast.Name)}))
+
 class Definitions(BothWays):
     "Follows what defines a name: functions inside, and imports"
     def later(self, made):
@@ -158,10 +163,11 @@ class Definitions(BothWays):
 
     def closure(self, node):
         "A function inside; where names stand for the same once more it is the same one"
-        key = node, *self.stack[-1:], *((name, *_facts_of(o)) for name,o in self.names.items())
+        around = (id(self.around.get(name, UNKNOWN)) for name in _names_in(node))
+        key = node, *around, *((name, *_facts_of(o)) for name,o in self.names.items())
         if key not in self.closures:
             made = Closure(node, self.names, self.around, self.file)
-            self.closures[key] = made,list(self.names.values()) # Held, so that each `id` stays its own
+            self.closures[key] = made,self.around,list(self.names.values()) # Held: each `id` stays its own
         made = self.closures[key][0]
         made.names = self.names # In which more may come
         return made

@@ -84,6 +84,7 @@ class Made:
 
 class Bound:
     "A function with some of its arguments, as `partial` gives it"
+    is_other = False # Than it was when somebody kept it
     def __init__(self, f, args): self.f,self.args = f,args
 
 class Parent:

@@ -266,8 +266,9 @@ def handler_effects(
     "What the handlers of one callback may do"
     reader,found,used = Reader(trainer, callback),{},{}
     for _ in range(4):
-        again = [event for event in handlers if event not in used or _is_more_known(used[event])]
-        for event in again: found[event],used[event] = reader.read(handlers[event]),reader.used
+        for event,handler in handlers.items():
+            if event in used and not _is_more_known(used[event]): continue
+            found[event],used[event] = reader.read(handler),reader.used
     return found
 
 def _is_more_known(used):
