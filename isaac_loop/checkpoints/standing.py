@@ -125,7 +125,7 @@ class Standing:
     def _object(self, x, depth):
         "Tell what a container or an object of the user's own holds"
         if isinstance(x, (set, frozenset)): x = sorted(x, key=repr)
-        if isinstance(x, Mapping): x = [*x.keys(), *x.values()]
+        if isinstance(x, Mapping): x = [part for key in sorted(x, key=repr) for part in (key, x[key])]
         is_list = isinstance(x, (list, tuple, deque))
         parts = list(x) if is_list else list(attributes_of(x).values())
         leaves = _leaves(parts) if is_list and set(map(type, parts)) <= SIMPLE else None
@@ -166,5 +166,5 @@ def stands_alike(
     if not others: return True
     return None if all(_is_fraction(a) and _is_fraction(b) for a,b in others) else False
 
-_FRACTION = _leaves(0.5)[0][0] # As the leaf of a number begins
-def _is_fraction(leaf): return isinstance(leaf, list) and leaf[0] == _FRACTION
+_FRACTION = _leaves(0.5)[0][0].partition(' ')[0] # As the leaf of a number, or of a list of them, begins
+def _is_fraction(leaf): return isinstance(leaf, list) and str(leaf[0]).startswith(_FRACTION)

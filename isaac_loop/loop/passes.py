@@ -60,8 +60,8 @@ class Batches:
         if left is not None and hasattr(self.dl, 'load_state_dict'): # Others are read from their beginning
             left = max(left-self.first, 0)
             if not left: self._count_pass()
-        walk = getattr(self.dl, 'loop_pass', None) # Such a loader knows its place
-        batches = self.dl if walk is None else walk(self)
+        knows_its_place = hasattr(type(self.dl), 'loop_pass') # What is around such a one may pass it on
+        batches = self.dl.loop_pass(self) if knows_its_place else self.dl
         for batch in batches if left is None else islice(batches, left):
             self.given,self.last = self.given+1,batch
             yield batch

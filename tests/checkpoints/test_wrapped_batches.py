@@ -8,6 +8,7 @@ import random
 import warnings
 from collections import deque
 from time import perf_counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -489,3 +490,46 @@ def plain_map(cb, batches):
 
 def test_a_map_with_a_function_that_keeps_nothing_goes_on(tmp_path):
     assert goes_on(lambda: [WrapCB(plain_map)], tmp_path) == []
+
+
+class Doubled:
+    "Stands around a loader, and passes on what it is asked"
+
+    def __init__(self, dl):
+        self.dl = dl
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "dl":
+            raise AttributeError(name)
+        return getattr(self.dl, name)
+
+    def __len__(self):
+        return len(self.dl)
+
+    def __iter__(self):
+        return ((a + 1000, b) for a, b in self.dl)
+
+
+def test_who_stands_around_a_loader_and_passes_on_what_it_is_asked_makes_the_batches():
+    seen = []
+    dls = DataLoaders(Doubled(exact_loader(DATA, 8, seed=3)))
+    trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(6, 2), [BasicTrainCB()])
+    look = SimpleNamespace(after_batch=lambda t: seen.append(t.batch[0].min().item()))
+    trainer.fit(1, valid=False, callbacks=look)
+    assert min(seen) > 900
+
+
+def timed(cb, batches):
+    times = []
+
+    def noisy(batch):
+        began = perf_counter()
+        out = batch[0] + torch.randn(1), batch[1]
+        times.append(perf_counter() - began)
+        return out
+
+    return map(noisy, batches)
+
+
+def test_times_that_a_function_of_a_map_notes_are_no_reason_to_refuse(tmp_path):
+    goes_on(lambda: [WrapCB(timed)], tmp_path)
