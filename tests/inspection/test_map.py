@@ -282,21 +282,6 @@ def test_what_is_known_in_a_roundabout_way_is_shown(kind, name):
     assert kind.__name__ in str(images_trainer([BasicTrainCB(), kind()]).who_writes(name))
 
 
-class HoldsCB:
-    "Calls a function that it has in an attribute"
-
-    def __init__(self, f):
-        self.f = f
-
-    def after_get_loss(self, trainer):
-        self.f(trainer)
-
-
-def test_a_function_in_an_attribute_is_no_method():
-    trainer = images_trainer([BasicTrainCB(), HoldsCB(halve_preds)])
-    assert "HoldsCB" in str(trainer.who_writes("preds"))
-
-
 class GroupsCB:
     "Writes where several errors at once are caught"
 

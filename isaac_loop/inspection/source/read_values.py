@@ -103,15 +103,9 @@ def looked_up(
         f = found.__func__ if isinstance(found, classmethod) else found.f
         return MethodType(f, obj if isinstance(obj, type) else type(obj))
     if isinstance(found, FunctionType):
-        is_own = isinstance(obj, (type, ModuleType)) or _lies_in(obj, name, found)
-        return found if is_own else MethodType(found, obj)
+        return found if isinstance(obj, (type, ModuleType)) else MethodType(found, obj)
     if type(found).__name__ == 'member_descriptor': return getattr(obj, name, UNKNOWN)
     return UNKNOWN if hasattr(type(found), '__get__') else found
-
-def _lies_in(obj, name, x):
-    "Whether an object has `x` in an attribute of its own, and not by its class"
-    try: return object.__getattribute__(obj, '__dict__').get(name) is x
-    except Exception: return False
 
 def _of_parent(parent, name):
     "A method of the classes after `parent.after`"
