@@ -105,6 +105,7 @@ class CheckpointCB(ResumingCB):
             note_left(trainer)
             self._fits.end(trainer, begun)
             self._found = self._share = self._end = None
+            self._walked = None # Which may hold worker processes
             self._run.close(in_use=self._writes.is_busy)
 
 def _check_unmonitored(every, keep_best):

@@ -48,8 +48,8 @@ class RewindCB(ResumingCB):
         self._begin(trainer, found)
 
     def cleanup_fit(self, trainer):
-        "Forget the state that was chosen"
-        self._found = None
+        "Forget the state that was chosen, and what was read"
+        self._found = self._walked = None
 
     def _between_batches(self, trainer):
         is_new = trainer.n_updates not in (0, self._at)

@@ -35,6 +35,13 @@ class Resumable:
         self._walked = *(ref for ref in self._walked if ref() is not None),weakref.ref(one_pass)
         return one_pass
 
+    def loop_left(self,
+        one_pass, # What `loop_pass` gave
+    ):
+        "Stand where a loop has left its pass, if somebody has looked since"
+        is_moved = isinstance(one_pass, _Pass) and self._pass() is not one_pass and one_pass.walk is not None
+        if is_moved and one_pass.done != one_pass.first: self._place(one_pass.epoch, one_pass.done)
+
     def _read_by_loop(self):
         "The pass of the innermost loop that is under way, or None"
         passes = [ref() for ref in reversed(self._walked)]
@@ -92,7 +99,8 @@ class _Pass:
     "One walk through a loader, which keeps the loader's position up to date"
     def __init__(self, loader, epoch, done):
         self.loader,self.epoch,self.walk = loader,epoch,loader._walk(epoch, done)
-        self.done,self.source = done,None # How much was given; weakly, who reads it in a loop
+        self.first = self.done = done # How much was given when it began, and now
+        self.source = None # Weakly, who reads it in a loop
 
     def is_under_way(self):
         "Whether a loop reads it, and has not come to the end"

@@ -44,6 +44,7 @@ class Batches:
         self.dl = self.chosen = dl # `trainer.dl` may be set to another
         self.held = held # What the loaders kept when the pass began
         self.begun,self.over,self.left = False,False,False # Has the pass begun, is it to end, was it left?
+        self.walk = None # Of a loader that knows its place, until it is left
         self.given,self.last = 0,None # How many batches were drawn, and the last of them
         self.limit,self.first = None,0 # Of all batches in the pass; number of the one that comes next
         self.expected = n_batches(dl)
@@ -61,12 +62,18 @@ class Batches:
             left = max(left-self.first, 0)
             if not left: self._count_pass()
         knows_its_place = hasattr(type(self.dl), 'loop_pass') # What is around such a one may pass it on
-        batches = self.dl.loop_pass(self) if knows_its_place else self.dl
+        self.walk = self.dl.loop_pass(self) if knows_its_place else None
+        batches = self.walk or self.dl
         for batch in batches if left is None else islice(batches, left):
             self.given,self.last = self.given+1,batch
             yield batch
             if self.over: break
         self.last = None
+
+    def leave(self):
+        "Let a loader that knows its place stand where this pass has come to"
+        if self.walk is not None: self.dl.loop_left(self.walk)
+        self.left,self.walk = True,None
 
     def _count_pass(self):
         "Have a loader that is not walked over know of the pass all the same"
@@ -173,7 +180,7 @@ def one_pass(
         if steps: pass_checks.warn_of_own_batch(trainer, n_updates, steps)
         pass_checks.warn_of_more_updates(trainer)
     finally:
-        trainer._source.left = True
+        trainer._source.leave()
         trainer.plan.uses_chains = False
         if steps: steps.close()
         if not trainer._fitting: trainer._training = None

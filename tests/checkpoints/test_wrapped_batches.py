@@ -3,6 +3,8 @@ Batches that something of the user's own stands around: a run that was cut goes 
 without a word, or is refused, or a warning names what cannot be seen.
 """
 
+import contextlib
+import gc
 import itertools
 import random
 import warnings
@@ -19,9 +21,10 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.checkpoints.rewind import RewindCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
-from isaac_loop.loop.events import CancelEpochException, Order
+from isaac_loop.loop.events import CancelEpochException, CancelFitException, Order
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.state.errors import ResumeMismatch
@@ -385,27 +388,27 @@ class WholePeekCB:
             self.n = sum(len(y) for _, y in trainer.dls.train)
 
 
-class WarmUpCB:
-    "Trains on the side with two batches of the same loader"
-
-    order = Order.DECIDE
-
-    def after_batch(self, trainer):
-        if trainer.training and trainer.n_updates % 3 == 0:
-            with trainer.side_run() as side:
-                side.fit(1, lr=0.1, valid=False, callbacks=NBatchCB(2))
-
-
 class SideCB:
-    "Evaluates on the side with the training loader"
+    "Runs on the side over the same loader"
 
     order = Order.DECIDE
+
+    def __init__(self, run):
+        self.run = run
 
     def after_batch(self, trainer):
         if trainer.training and trainer.n_updates % 3 == 0:
             with trainer.side_run() as side:
-                side.dls = DataLoaders(trainer.dls.train, trainer.dls.train)
-                side.fit(1, train=False)
+                self.run(side)
+
+
+def warm_up(side):
+    side.fit(1, lr=0.1, valid=False, callbacks=NBatchCB(2))
+
+
+def evaluate(side):
+    side.dls = DataLoaders(side.dls.train, side.dls.train)
+    side.fit(1, train=False)
 
 
 LOOKS = {
@@ -413,8 +416,8 @@ LOOKS = {
     "before": lambda: [PeekCB("before_batch")],
     "held": lambda: [PeekCB(keep=True)],
     "whole": lambda: [WholePeekCB()],
-    "trains": lambda: [WarmUpCB()],
-    "evaluates": lambda: [SideCB()],
+    "trains": lambda: [SideCB(warm_up)],
+    "evaluates": lambda: [SideCB(evaluate)],
 }
 
 
@@ -533,3 +536,58 @@ def timed(cb, batches):
 
 def test_times_that_a_function_of_a_map_notes_are_no_reason_to_refuse(tmp_path):
     goes_on(lambda: [WrapCB(timed)], tmp_path)
+
+
+class LimitCB:
+    "Three batches in each epoch"
+
+    def before_epoch(self, trainer):
+        if trainer.training:
+            trainer.batches = range(3)
+
+
+class LeaveCB:
+    "Leaves each training pass after its third batch"
+
+    def after_batch(self, trainer):
+        if trainer.training and trainer.batch_num == 2:
+            raise CancelEpochException
+
+
+class SliceCB:
+    def before_epoch(self, trainer):
+        if trainer.training:
+            trainer.batches = itertools.islice(trainer.batches, 3)
+
+
+LEAVERS = {"range": LimitCB, "cancel": LeaveCB, "islice": SliceCB, "NBatchCB": lambda: NBatchCB(3)}
+
+
+@pytest.mark.parametrize("leave", LEAVERS)
+@pytest.mark.parametrize("look", ["after", "before", "whole", "evaluates"])
+def test_a_look_at_the_batch_with_which_a_pass_is_left_changes_no_other_pass(leave, look, tmp_path):
+    def batches(*callbacks):
+        seen = []
+        note = SimpleNamespace(before_predict=lambda t: t.training and seen.append(t.batch[0].sum().item()))
+        trainer = Trainer(loaders(), F.cross_entropy, optim.SGD, nn.Linear(6, 2), [BasicTrainCB()])
+        trainer.fit(3, lr=0.1, callbacks=[note, *callbacks])
+        return seen
+
+    plain = batches(LEAVERS[leave]())
+    assert len(plain) == 9 and batches(LEAVERS[leave](), *LOOKS[look]()) == plain
+    goes_on(lambda: [LEAVERS[leave](), *LOOKS[look]()], tmp_path, cuts=(1, 2, 3, 5, 6))
+
+
+@pytest.mark.parametrize("error", [CancelFitException, Cut])
+def test_after_a_fit_that_was_left_nobody_reads_any_more(error, tmp_path):
+    def leave(trainer):
+        if trainer.n_updates == 2:
+            raise error
+
+    dls = loaders()
+    keeps = [CheckpointCB(tmp_path, every=1), RewindCB()]
+    trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(6, 2), [BasicTrainCB(), *keeps])
+    with contextlib.suppress(Cut):
+        trainer.fit(1, callbacks=SimpleNamespace(after_batch=leave))
+    gc.collect()
+    assert not dls.train.is_read()
