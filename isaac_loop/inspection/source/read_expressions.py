@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source/50_read_expressions.ipynb #6ca4e9d7
 import ast, inspect
-from functools import lru_cache
 from types import FunctionType, MethodType
 
 from ...basics.source_code import negated
@@ -16,19 +15,14 @@ from .method_source import to_follow
 from .read_assignments import Assignments
 from .read_statements import either, part_of
 from .read_values import Choice, Made, NOTHING, UNKNOWN
-from .read_values import Value, joined, looked_up
+from .read_values import Value, joined, looked_up, method_for
 
 # %% ../../../nbs/inspection/source/50_read_expressions.ipynb #1e512247
-@lru_cache(maxsize=1024)
-def _way(reader, kind):
-    "The method of a class of readers for a kind of expression"
-    return getattr(reader, f'of_{kind.__name__}', reader.of_others)
-
 class Expressions(Assignments):
     "Says what an expression stands for, and notes what of the trainer it reads"
     def value(self, node):
         "What the expression `node` stands for"
-        return _way(type(self), type(node))(self, node)
+        return method_for(type(self), 'of', type(node).__name__)(self, node)
 
     def of_others(self, node):
         "Comparisons, sums, texts and the like: something new, made of what is read there"

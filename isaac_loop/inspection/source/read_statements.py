@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from ...basics.source_code import negated
-from .read_values import Closure, UNKNOWN, Value
+from .read_values import Closure, UNKNOWN, Value, method_for
 
 # %% ../../../nbs/inspection/source/40_read_statements.ipynb #efe9504f
 def only_presence(test):
@@ -188,16 +188,11 @@ class Definitions(BothWays):
             self.names[alias.asname or alias.name] = Value(live=there.get(alias.name, UNKNOWN))
 
 # %% ../../../nbs/inspection/source/40_read_statements.ipynb #2d585178
-@lru_cache(maxsize=1024)
-def _way(reader, kind):
-    "The method of a class of readers for a kind of statement"
-    return getattr(reader, f'do_{kind.__name__}', reader.do_others)
-
 class Statements(Definitions):
     "Follows statements; expressions are another chapter"
     def block(self, statements):
         "Follow statements in their order"
-        for node in statements: _way(type(self), type(node))(self, node)
+        for node in statements: method_for(type(self), 'do', type(node).__name__)(self, node)
 
     def do_others(self, node):
         "Any statement: its expressions, then its bodies"

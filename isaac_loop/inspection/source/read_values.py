@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source/30_read_values.ipynb #0eb765ea
 import ast, inspect
+from functools import lru_cache
 from types import FunctionType, MethodType, ModuleType
 
 # %% ../../../nbs/inspection/source/30_read_values.ipynb #31d5c987
@@ -164,3 +165,13 @@ class Found:
         self.does.setdefault(deed, line)
         if sure: self.sure.add(('does', deed))
         if trains: self.trains.add(('does', deed))
+
+# %% ../../../nbs/inspection/source/30_read_values.ipynb #2ee0baaf
+@lru_cache(maxsize=4096)
+def method_for(
+    reader:type, # A class of readers
+    what:str, # 'of' for expressions, 'do' for statements, 'call' for calls
+    name:str, # Such as 'Attribute'
+): # None if there is none
+    "The method of a class of readers for something it meets"
+    return getattr(reader, f'{what}_{name}', getattr(reader, f'{what}_others', None))

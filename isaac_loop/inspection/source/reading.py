@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source/70_reading.ipynb #5d3a6171
 import ast, builtins, inspect
-from functools import lru_cache, partial
+from functools import partial
 from types import MethodType
 
 from .known_calls import ANEW, asked_by, gives_weights, is_optimizer
@@ -16,21 +16,16 @@ from .read_branches import switches_graphs_off
 from .read_calls import Called, NewObjects, unpacked
 from .read_statements import either
 from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN, Value
-from .read_values import joined, looked_up
+from .read_values import joined, looked_up, method_for
 from ...loop.shared_attributes import OFFERS
 
 # %% ../../../nbs/inspection/source/70_reading.ipynb #306df17c
 _LOOP = ('fit', 'one_epoch', 'one_batch') # Their events are in the plan already
 
-@lru_cache(maxsize=4096)
-def _special(reader, name):
-    "The method of a class of readers for calls of a function that takes names as text"
-    return getattr(reader, f'call_{name}', None)
-
 class Calls(NewObjects):
     "Follows calls, or knows what they do"
     def of_Call(self, node):
-        special = _special(type(self), getattr(node.func, 'id', ''))
+        special = method_for(type(self), 'call', getattr(node.func, 'id', ''))
         if special is not None and node.func.id not in self.names: return special(self, node)
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else NOTHING
         f = self.of_Attribute(node.func) if isinstance(node.func, ast.Attribute) else self.value(node.func)
