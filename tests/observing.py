@@ -45,7 +45,7 @@ def _items(x):
 MEMOS = (  # Of a trainer
     "_aside",  # Random numbers on the side go on
     "_checked",  # What need not be checked again
-    "_side_plans",  # What need not be worked out again
+    "_aside_known",  # What need not be worked out again
 )
 
 

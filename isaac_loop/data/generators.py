@@ -10,6 +10,7 @@ import dis, random, sys
 from collections import deque
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from operator import is_
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 
 import torch
@@ -147,8 +148,8 @@ def _attributes(x):
 
 def _of_module(own):
     parts = [(f'.{k}', o) for k,o in (own.get('_modules') or {}).items() if o is not None]
-    hooks = [(f'.{k}', list(own[k].values())) for k in ('_forward_hooks', '_forward_pre_hooks') if own.get(k)]
-    return parts + hooks
+    hooks = [(k, own[k].values()) for k in ('_forward_hooks', '_forward_pre_hooks') if own.get(k)]
+    return parts + [(f'.{k}[{i}]', hook) for k,some in hooks for i,hook in enumerate(some)]
 
 def _of_slots(x, slots):
     found = []
@@ -213,8 +214,8 @@ def _of_data_loader(x): return [(f'.{part}', getattr(x, part)) for part in ('dat
 def _of_arrow(x): return [('.transform', (x.format['format_kwargs'] or {}).get('transform'))]
 
 # %% ../../nbs/data/55_generators.ipynb #f47be6b5
-def _reached(roots, is_wanted, ends=(), read=None):
-    "What is wanted, from pairs of path and object; what lies on several paths comes several times"
+def _reached(roots, is_wanted, ends=(), read=None, met=None):
+    "What is wanted, from pairs of path and object, each time; `met` gets what lies on the way"
     near,far = deque(roots),deque()
     n,seen,read = 0,{},{} if read is None else read
     while (near or far) and n < _MANY:
@@ -225,20 +226,19 @@ def _reached(roots, is_wanted, ends=(), read=None):
             elif not (id(x) in seen or id(x) in read or _is_end(kind) or issubclass(kind, ends)):
                 (read if issubclass(kind, _CODE) else seen)[id(x)] = x # Held, so that its `id` stays its own
                 n += not issubclass(kind, _STRUCTURE)
-                (far if issubclass(kind, _HELD) else near).extend(_below(path, x))
+                if met is not None: met.append(x)
+                (far if issubclass(kind, _HELD) else near).extend([(path+how, o) for how,o in _parts(x)])
         except Exception: continue
 
-def _found(roots, read=None):
+def _found(roots, read=None, met=None):
     "Generators by path, each once, from pairs of path and object"
     found,seen = {},set(map(id, _usual()))
-    for path,x in _reached(roots, _are_generators, read=read):
+    for path,x in _reached(roots, _are_generators, read=read, met=met):
         if id(x) not in seen: found[_new_name(path, found)] = x
         seen.add(id(x))
     return found
 
 _STRUCTURE = nn.Module,*_CODE
-
-def _below(path, x): return [(path+how, o) for how,o in _parts(x)]
 
 def _usual():
     "The generators that belong to Python, PyTorch and NumPy"
@@ -287,16 +287,80 @@ def owners_in(
     own = getattr(callback, '__dict__', None)
     return [callback, *(own.values() if isinstance(own, dict) else ())]
 
+def _roots_in(trainer):
+    "Where to begin, as pairs of path and object"
+    own = [x for name,x in vars(trainer).items() if name not in _OF_LOOP]
+    own += [x for callback in trainer.callbacks for x in owners_in(callback)]
+    loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
+    roots = [pair for dl in loaders for pair in _roots_of(dl)]
+    return roots + [('', x) for x in own if not _is_end(type(x))]
+
 def own_generators(
     trainer, # With a model and loaders
 )->list:
     "Generators of random numbers that the parts of a trainer draw from, beside the usual ones"
-    own = [x for name,x in vars(trainer).items() if name not in _OF_LOOP]
-    own += [x for callback in trainer.callbacks for x in owners_in(callback)]
-    held = [('', x) for x in own if not _is_end(type(x))]
-    loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
-    roots = [pair for dl in loaders for pair in _roots_of(dl)]
-    return list(_found(roots + held).values())
+    return list(_found(_roots_in(trainer)).values())
+
+# %% ../../nbs/data/55_generators.ipynb #c4ab289b
+def _held_by(x):
+    "What decides where `x` leads"
+    kind = type(x)
+    if kind in (list, dict) and len(x) <= _ENTRIES: return _if_leading(x.values() if kind is dict else x)
+    if isinstance(x, type): return _all_in(_of_class(x)[0])
+    own = getattr(x, '__dict__', None) if _parts_of(kind) is _attributes else None
+    is_usual = type(own) is dict and len(own) <= _ENTRIES and not _of_class(kind)[1]
+    if is_usual: return _all_in(_spaces(own, kind))
+    found = _held_by_function(x) if kind is FunctionType else None
+    return [o for _,o in _parts(x)] if found is None else found
+
+def _if_leading(values): return [] if all(map(_is_end, set(map(type, values)))) else list(values)
+
+def _all_in(spaces): return [x for space in spaces for x in space.values()]
+
+def _spaces(own, kind):
+    in_module = '_modules','_forward_hooks','_forward_pre_hooks'
+    return [own, *map(own.get, in_module)] if issubclass(kind, nn.Module) else [own]
+
+def _held_by_function(f):
+    "The same of a function; None if it reads what is in a module of the user's own"
+    named = [f.__globals__.get(name) for name in _names_in(f.__code__)[0]]
+    modules = [o.__name__.partition('.')[0] for o in named if isinstance(o, ModuleType)]
+    if not _KNOWN.issuperset(modules): return None
+    cells = [cell.cell_contents for cell in f.__closure__ or () if _is_filled(cell)]
+    return [*named, *cells, f.__defaults__, *(f.__kwdefaults__ or {}).values(), *vars(f).values()]
+
+# %% ../../nbs/data/55_generators.ipynb #bd38cdfe
+def _leads_nowhere(x): return _is_end(type(x)) or (type(x) in _HELD and not _entries(x))
+
+def _are_alike(some, others):
+    "Whether these are the same objects, but for those that lead nowhere"
+    if len(some) != len(others): return False
+    return all(map(is_, some, others)) or all(map(_is_alike, some, others))
+
+def _is_alike(a, b): return a is b or (_leads_nowhere(a) and _leads_nowhere(b))
+
+def _leads_there(pair):
+    "Whether an object leads to the same as when it was met"
+    try: return _are_alike(_held_by(pair[0]), pair[1])
+    except Exception: return False
+
+class GeneratorSearch:
+    "Finds the `own_generators` of a trainer, again only if something on the way leads elsewhere now"
+    def __init__(self): self.roots,self.met,self.found = [],None,[]
+    def __reduce__(self): return GeneratorSearch,() # A copy has met nothing
+    def __call__(self, trainer):
+        roots = [x for _,x in _roots_in(trainer)]
+        if self.met is None or not (_are_alike(roots, self.roots) and all(map(_leads_there, self.met))):
+            met = []
+            found = list(_found([('', x) for x in roots], met=met).values())
+            self.roots,self.met,self.found = roots,[(x, _held_by(x)) for x in met if not _is_fixed(x)],found
+        return self.found
+
+def _is_fixed(x):
+    "Whether `x` always leads to the same"
+    if isinstance(x, type): return not _of_class(x)[0]
+    is_known = type(x) is FunctionType and _package(x) in _KNOWN
+    return is_known or type(x) in (tuple, frozenset, MethodType, BuiltinMethodType)
 
 # %% ../../nbs/data/55_generators.ipynb #ed28cf15
 def held_loaders_in(

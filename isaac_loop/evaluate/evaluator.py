@@ -78,7 +78,7 @@ class EvaluatorCB:
 def _run(self:EvaluatorCB, trainer, name, dl):
     "Run over one data set; what was measured, by name"
     self._pass.weigh = weigh_of(trainer) if self._weigh is None else self._weigh
-    callbacks = [self._pass, self._limit(), self.callbacks_inside]
+    callbacks = [o for o in (self._pass, self._limit(), self.callbacks_inside) if o is not None]
     of_training = trainer.callbacks
     with trainer.side_run(callbacks) as side, ExitStack() as stack:
         stack.enter_context(attributes_kept(side, of_training))

@@ -156,7 +156,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _named={}, # Callbacks by name, also after they have left the loop
         _guests=[], # Callbacks of this fit alone
         _checked=Checked(), # Callbacks that were found to be in order
-        _side_plans=None, # In a fit the plans of its runs on the side, by callbacks
+        _aside_known=None, # In a fit what its runs on the side need not work out again, such as their plans
         _fitting=False, # In a fit an object, another one in each
         _training=None, # The kind of pass; None between fits
         _source=Batches(()), # Where the batches of this pass come from
@@ -177,13 +177,17 @@ def private_state()->dict: # Attributes of a new trainer, by name
     )
 
 # %% ../../nbs/loop/29_fitting.ipynb #6529bc9b
+class KnownInFit(dict):
+    "What runs on the side need not work out again in this fit; a copy knows nothing"
+    def __reduce_ex__(self, protocol): return KnownInFit,()
+
 @contextmanager
 def _left_tidy(trainer):
     "Leave the trainer free for another fit, however this one ends"
     with_grad = torch.is_grad_enabled()
     try:
         trainer._fitting = object() # True, and another one in each fit
-        if not trainer._side_runs: trainer._side_plans = {}
+        if not trainer._side_runs: trainer._aside_known = KnownInFit()
         strangers = [cb for cb in trainer.callbacks if is_in(cb, trainer._guests)]
         trainer._remove(strangers, delete=True) # Left by an interrupt in an unlucky place
         trainer.plan.spans.clear()
@@ -198,7 +202,7 @@ def _left_tidy(trainer):
             if trainer._own_state is not None and not trainer._side_runs: trainer._own_state.close(trainer)
         finally: # An interrupt may come there too
             trainer._fitting = False
-            if not trainer._side_runs: trainer._side_plans = None
+            if not trainer._side_runs: trainer._aside_known = None
             _free(trainer, with_grad)
 
 def _free(trainer, with_grad):
@@ -228,12 +232,12 @@ def _detached(x):
 # %% ../../nbs/loop/29_fitting.ipynb #dd3c9ea1
 def _build_plan(trainer):
     "Work out the plan; a run on the side has the plan that it had before in this fit"
-    plan,callbacks = trainer.plan,list(trainer.callbacks)
-    keeps = trainer._side_runs and trainer._side_plans is not None and not plan.changes
+    plan,callbacks,known = trainer.plan,list(trainer.callbacks),trainer._aside_known
+    keeps = trainer._side_runs and known is not None and not plan.changes
     key = tuple(map(id, callbacks))
-    if keeps and key in trainer._side_plans: return plan.take(*trainer._side_plans[key][:2])
+    if keeps and key in known: return plan.take(*known[key][0])
     plan.build(callbacks)
-    if keeps: trainer._side_plans[key] = plan.entries,plan.chosen,callbacks # Held: no `id` serves twice
+    if keeps: known[key] = plan.taken(),callbacks # Held: no `id` serves twice
 
 @contextmanager
 def one_fit(

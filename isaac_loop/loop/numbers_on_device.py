@@ -234,6 +234,10 @@ def _and_one(blocks, batches, sent):
         batches,sent = before+batches,Sent(both, fresh=True)
     return [*blocks, (batches, sent)]
 
+_FEW = 16 # Rows that are read one by one: faster than as tensors
+
+def _is_here(x): return x.device.type == 'cpu' if isinstance(x, torch.Tensor) else True
+
 class PassNumbers:
     "Columns of numbers, with one in each for every batch of a pass"
     block = 64
@@ -265,9 +269,17 @@ class PassNumbers:
             self._held = _and_one(blocks, array('I', batches), sent),[]
         return self._held[0]
 
+    def _few_here(self):
+        "The rows, if there are few of them, no blocks, and all is on the CPU; else None"
+        blocks,rows = self._held
+        if blocks or len(rows) > _FEW: return None
+        return rows if all(map(_is_here, chain.from_iterable(rows))) else None
+
     @property
     def batches(self)->array:
         "Numbers of the batches"
+        rows = self._few_here()
+        if rows is not None: return array('I', [row[0] for row in rows])
         return array('I', chain.from_iterable(batches for batches,_ in self._blocks()))
 
     def tensors(self)->dict: # (n,) each, on the CPU, by name
@@ -279,6 +291,8 @@ class PassNumbers:
 
     def read(self)->dict: # Lists of floats by name
         "The columns; this waits for the device, once"
+        rows = self._few_here()
+        if rows is not None: return {name: [float(o[i]) for o in rows] for i,name in enumerate(self.names, 1)}
         return {name: column.double().tolist() for name,column in self.tensors().items()}
 
     def state_dict(self)->dict: # Tensors

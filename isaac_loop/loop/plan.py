@@ -92,12 +92,18 @@ class Plan(dict):
     def take(self,
         entries:dict, # By kind of pass and event: pairs of callback and handler
         chosen:dict=None, # What was selected of these before
+        chains:dict=None, # Those that were made of these before
     ):
         "Go by these"
         self._later,self._entries = None,entries
         self.chosen = {} if chosen is None else chosen
         self.forget_chains()
+        if chains is not None: self._chains = chains
         self.select(self.training)
+
+    def taken(self)->tuple: # For `take`, of another plan of the same callbacks
+        "What is worked out already"
+        return self.entries,self.chosen,self._chains
 
     def select(self,
         training:bool, # Whether the pass trains
@@ -116,6 +122,7 @@ class Plan(dict):
         self.chains = self._chains[self.training]
         for chains in old.values():
             for chain in chains.values(): chain.change()
+            chains.clear() # Another plan may take them over
 
     def __getstate__(self): return vars(self) | dict(_chains={}, chains={}) # No pickle takes these
 

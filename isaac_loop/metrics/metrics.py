@@ -60,10 +60,7 @@ class MetricsCB:
         for name,m in self.metrics.items() if trainer.ranks.size > 1 else (): check_merges(name, m)
         copies = copied(self.metrics, '`train_metrics=True`') if self.train_metrics else {}
         self._by_pass = {True: {f'train_{name}': m for name,m in copies.items()}, False: self.metrics}
-        parameters = trainer.model.parameters() if hasattr(trainer.model, 'parameters') else ()
-        parameter = next(iter(parameters), None)
-        for m in [*self.metrics.values(), *copies.values()]:
-            if parameter is not None and hasattr(m, 'to'): m.to(parameter.device)
+        if self.metrics: _move_to(trainer.model, [*self.metrics.values(), *copies.values()])
         self._noted = Noted(self.metrics.values(), copies.values(), trainer.model, self._noted)
 
     def before_epoch(self, trainer):
@@ -112,6 +109,13 @@ class MetricsCB:
         for name,value in metrics.items(): add_columns(columns, name, value)
         trainer.history.write_batches(trainer.training, batches, loss=losses)
         return columns
+
+def _move_to(model, metrics):
+    "Put metrics where the model is"
+    parameters = model.parameters() if hasattr(model, 'parameters') else ()
+    parameter = next(iter(parameters), None)
+    for m in metrics:
+        if parameter is not None and hasattr(m, 'to'): m.to(parameter.device)
 
 def _check_owners(callbacks):
     "Refuse a metric of two callbacks: what one has gathered the other would add to, or reset"

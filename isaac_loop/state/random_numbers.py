@@ -73,9 +73,12 @@ def _known_of_python(read):
 def _of_python():
     "The state of Python's generator"
     read = random.getstate # Of the generator that is in use; somebody may put another in its place
-    version,words,waits = _known_of_python(read)()
-    dice = getattr(read, '__self__', None)
-    return version, words, getattr(dice, 'gauss_next', waits) # An attribute, which lies elsewhere
+    state = _known_of_python(read)()
+    return *state[:2], _normal_after(state)
+
+def _normal_after(state):
+    "The second of two normal numbers, if it waits: an attribute, which lies elsewhere in memory"
+    return getattr(getattr(random.getstate, '__self__', None), 'gauss_next', state[2])
 
 @lru_cache(maxsize=2)
 def _known_of_numpy(read):
@@ -138,7 +141,7 @@ def set_random_state(
 def _python_is_at(words, normal):
     "Whether Python's numbers go on from these already, as far as that is seen at once"
     known = _known_of_python(random.getstate).known()
-    return known is not None and known[1] is words and _of_python()[2] == normal
+    return known is not None and known[1] is words and _normal_after(known) == normal
 
 def _numpy_is_at(state):
     "The same for NumPy's numbers, from `state`"

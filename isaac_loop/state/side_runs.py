@@ -20,7 +20,7 @@ from ..loop.trainer import Trainer
 from ..loop.history import History
 from ..loop.passes import forget
 from ..loop.callback_list import flat
-from ..data.generators import own_generators
+from ..data.generators import GeneratorSearch, own_generators
 from .kept_attributes import attributes_beside
 from .random_numbers import random_state, same_random_state, set_random_state
 from .snapshot import Snapshot
@@ -31,10 +31,14 @@ def _only_reads(callback):
     answers = lambda events: any(handler_of(callback, event) is not None for event in events)
     return answers(ROW_EVENTS) and not answers(event for event in EVENTS if event not in ROW_EVENTS)
 
-def _kept(callbacks, below):
-    "Those that take part in a run on the side"
+def _kept(callbacks, below, known=None):
+    "Those that take part in a run on the side; `known` has what was found before in this fit"
+    key = 'kept',below,*map(id, callbacks)
+    if known is not None and key in known: return known[key][0]
     stays = lambda cb: getattr(cb, 'order', 0) < below and not _only_reads(cb)
-    return [cb for cb in callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
+    kept = [cb for cb in callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
+    if known is not None: known[key] = kept,list(callbacks) # Held: no `id` serves twice
+    return kept
 
 # %% ../../nbs/state/40_side_runs.ipynb #f118024c
 def _parts_of(model):
@@ -91,6 +95,13 @@ def _put_modes_back(modes):
     for module,mode in modes:
         if module.training is not mode: module.training = mode
 
+# %% ../../nbs/state/40_side_runs.ipynb #a64c0378
+def _generators_of(trainer):
+    "The generators that the parts of a trainer draw from"
+    known = trainer._aside_known
+    if known is None: return own_generators(trainer)
+    return known.setdefault('search', GeneratorSearch())(trainer)
+
 # %% ../../nbs/state/40_side_runs.ipynb #3880686d
 def _undo(trainer, swaps):
     "Have `swaps` count no longer, which were undone in a run on the side"
@@ -112,12 +123,12 @@ def side_run(self:Trainer,
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
     if self._side_runs > 4: raise RuntimeError(_ENDLESS)
-    kept = _kept(self.callbacks, below)
+    kept = list(_kept(self.callbacks, below, self._aside_known))
     loop,slots = dict(vars(self)),_filled_slots(self)
     between_fits = not (self._fitting or self._side_runs)
     modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []
     modes = [(m, m.training) for m in [*modules, *_modules_beside(self)]]
-    world = SimpleNamespace(callbacks=kept, dls=self.dls, generators=own_generators(self))
+    world = SimpleNamespace(callbacks=kept, dls=self.dls, generators=_generators_of(self))
     before = Snapshot(world, keep=self._trained(modules))
     validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]

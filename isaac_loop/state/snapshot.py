@@ -293,7 +293,8 @@ class Snapshot:
         self.plan = plan if isinstance(plan, Plan) else None # Worked out anew when restoring
         self.fitting,self.training = own.get('_fitting'),getattr(self.plan, 'training', None)
         keep = keep if isinstance(keep, (list, tuple, set, frozenset)) else [keep]
-        seen,loaders = {id(o): o for o in [*keep, self.plan, own.get('_own_state')]},_loaders(own)
+        apart = self.plan,own.get('_own_state'),own.get('_aside_known')
+        seen,loaders = {id(o): o for o in [*keep, *apart]},_loaders(own)
         known = own_generators(trainer) if self.plan is not None else own.get('generators')
         self._searched = set() if known is None else set(map(id, loaders)) # Nothing more lies behind these
         self._walk([trainer, known], seen, loaders)
@@ -342,7 +343,7 @@ def put_all_back(
     return errors
 
 # %% ../../nbs/state/20_snapshot.ipynb #ea2a82bf
-_HERE = ('_fitting', '_training', 'exception') # Of a trainer: never put back
+_HERE = ('_fitting', '_training', '_aside_known', 'exception') # Of a trainer: never put back
 _PLACE = ('_source', 'stop_reason', 'interrupted', 'n_epochs', 'epochs', 'epoch', 'n_updates',
           'updates_per_epoch', 'dl', 'batches', 'n_batches', 'start_batch', 'batch_num') # Only within one fit
 

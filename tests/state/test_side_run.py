@@ -1111,3 +1111,46 @@ def test_a_lazy_module_keeps_the_shape_that_an_evaluation_has_given_it():
     with torch.no_grad():
         trainer.fit(1, train=False)
     assert type(trainer.model[0]) is nn.Linear and trainer.model[0].in_features == 4
+
+
+@pytest.mark.parametrize(
+    "event", ["before_fit", "before_epoch", "before_batch", "after_predict", "after_batch"]
+)
+def test_who_comes_and_goes_in_a_run_on_the_side_comes_and_goes_in_each(event):
+    "Chains of calls that such runs take over from one another are made anew where the callbacks change"
+
+    def visit(trainer):
+        heard.append(f"{event} {trainer.n_visits}")
+        if trainer.n_visits % 2 and not hasattr(trainer, "VisitorCB"):
+            trainer.add_callback(VisitorCB())
+        if trainer.n_visits % 4 == 3 and event != "before_fit":
+            trainer.remove_callback("VisitorCB", delete=True)
+
+    class VisitorCB:
+        def after_get_loss(self, trainer):
+            heard.append("visitor: loss")
+
+        def after_batch(self, trainer):
+            heard.append("visitor: batch")
+
+    class ManyCB:
+        order = Order.DECIDE
+
+        def after_batch(self, trainer):
+            if trainer.training and not trainer._side_runs:
+                self.n += 1
+                trainer.n_visits = self.n
+                fresh(trainer) if self.fresh else None
+                validate(trainer, visitor)
+
+    def fresh(trainer):
+        "No run on the side knows anything of the one before"
+        trainer._aside_known.clear()
+
+    found = []
+    for clears in (False, True):
+        heard, visitor, many = [], function(event, visit, Order.RECORD), ManyCB()
+        many.n, many.fresh = 0, clears
+        make_trainer([many]).fit(3)
+        found.append(heard)
+    assert found[0] == found[1] and "visitor: batch" in found[0]

@@ -1,0 +1,355 @@
+"""The search for generators that remembers what it has met: it finds whatever a new search would find
+
+The law: a fit with evaluations trains the same weights as one without, though a generator that it draws from
+gives way to another one between two evaluations.
+"""
+
+import contextlib
+import copy
+import functools
+import io
+import pickle
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop.all import BasicTrainCB, DataLoaders, EvaluatorCB, MetricsCB, Order, Trainer
+from isaac_loop.data import generators
+from isaac_loop.data.generators import GeneratorSearch, own_generators
+
+AT_TOP = random.Random(1)
+
+
+class Attribute:
+    def __init__(self):
+        self.rng = random.Random(1)
+
+    def draw(self):
+        return self.rng.random()
+
+    def swap(self, rng):
+        self.rng = rng
+
+
+class Nested(Attribute):
+    def __init__(self):
+        self.held = {"deep": [SimpleNamespace(rng=random.Random(1))]}
+
+    def draw(self):
+        return self.held["deep"][0].rng.random()
+
+    def swap(self, rng):
+        self.held["deep"][0].rng = rng
+
+
+class InList(Nested):
+    def swap(self, rng):
+        self.held["deep"][0] = SimpleNamespace(rng=rng)
+
+
+class Added(Attribute):
+    "Has no generator at all at first, only a container that leads nowhere"
+
+    def __init__(self):
+        self.held = {"n": 1}
+
+    def draw(self):
+        return self.held["rng"].random() if "rng" in self.held else 0.5
+
+    def swap(self, rng):
+        self.held["rng"] = rng
+
+
+class AddedAnew(Added):
+    "The container is another one each time"
+
+    def draw(self):
+        self.held = dict(self.held)
+        return super().draw()
+
+
+class Shared(Attribute):
+    rng = random.Random(1)
+
+    def __init__(self):
+        type(self).rng = random.Random(1)
+
+    def swap(self, rng):
+        type(self).rng = rng
+
+
+class Slot:
+    __slots__ = ("rng",)
+
+
+class Slotted(Attribute):
+    def __init__(self):
+        self.slot = Slot()
+        self.slot.rng = random.Random(1)
+
+    def draw(self):
+        return self.slot.rng.random()
+
+    def swap(self, rng):
+        self.slot.rng = rng
+
+
+class Closure(Attribute):
+    def __init__(self):
+        rng = random.Random(1)
+
+        def draw():
+            return rng.random()
+
+        def swap(other):
+            nonlocal rng
+            rng = other
+
+        self.draw, self.swap = draw, swap
+
+
+class Global(Attribute):
+    def __init__(self):
+        self.swap(random.Random(1))
+
+    def draw(self):
+        return AT_TOP.random()
+
+    def swap(self, rng):
+        globals()["AT_TOP"] = rng
+
+
+class Default(Attribute):
+    def __init__(self):
+        first = random.Random(1)
+
+        def draw(rng=first):
+            return rng.random()
+
+        self.draw = draw
+
+    def swap(self, rng):
+        self.draw.__defaults__ = (rng,)
+
+
+class Keyword(Default):
+    def __init__(self):
+        first = random.Random(1)
+
+        def draw(*, rng=first):
+            return rng.random()
+
+        self.draw = draw
+
+    def swap(self, rng):
+        self.draw.__kwdefaults__["rng"] = rng
+
+
+class OfFunction(Default):
+    def __init__(self):
+        def draw():
+            return draw.rng.random()
+
+        draw.rng, self.draw = random.Random(1), draw
+
+    def swap(self, rng):
+        self.draw.rng = rng
+
+
+class Partial(Attribute):
+    def __init__(self):
+        self.swap(random.Random(1))
+
+    def swap(self, rng):
+        self.draw = functools.partial(lambda rng: rng.random(), rng)
+
+
+class Dressed(Attribute):
+    "A whole method is exchanged in the class"
+
+    def __init__(self):
+        self.swap(random.Random(1))
+
+    def swap(self, rng):
+        type(self).draw = lambda self, rng=rng: rng.random()
+
+
+class NewDict(Attribute):
+    def swap(self, rng):
+        self.__dict__ = {**vars(self), "rng": rng}
+
+
+WAYS = [Attribute, Nested, InList, Added, AddedAnew, Shared, Slotted, Closure, Global, Default, Keyword]
+WAYS += [OfFunction, Partial, Dressed, NewDict]
+
+
+class NoiseCB:
+    "Draws for every batch, and draws from another generator from the fourth training batch on"
+
+    order = Order.FIRST
+
+    def __init__(self, source, at=3):
+        self.source, self.at = source, at
+
+    def before_batch(self, trainer):
+        if trainer.training and trainer.n_updates == self.at:
+            self.source.swap(random.Random(2))
+        x, y = trainer.batch
+        trainer.batch = x + self.source.draw(), y
+
+
+def batches(n=8):
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 3, generator=g), torch.randint(2, (4,), generator=g)) for _ in range(n)]
+
+
+def weights(source, *callbacks, evaluates=True, at=3):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    more = [EvaluatorCB(updates=1)] if evaluates else []
+    callbacks = [BasicTrainCB(), MetricsCB(show=False), NoiseCB(source, at), *more, *callbacks]
+    trainer = Trainer(DataLoaders(batches(), batches(2)), F.cross_entropy, optim.SGD, model, callbacks)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(2, 0.1, valid=False)
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_generator_that_comes_between_two_evaluations_is_put_back_as_well(way):
+    assert torch.equal(weights(way()), weights(way(), evaluates=False))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_swap_makes_a_difference(way):
+    assert not torch.equal(weights(way()), weights(way(), at=100))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Noise(nn.Module):
+    def __init__(self, rng):
+        super().__init__()
+        self.rng = rng
+
+    def forward(self, x):
+        return x + self.rng.random()
+
+
+def _new_part(model):
+    model.linear = nn.Sequential(model.linear, Noise(random.Random(4)))
+
+
+def _new_hook(model):
+    rng = random.Random(4)
+    model.linear.register_forward_hook(lambda m, args, out: out + rng.random())
+
+
+def _new_pre_hook(model):
+    rng = random.Random(4)
+    model.linear.register_forward_pre_hook(lambda m, args: (args[0] + rng.random(),))
+
+
+@pytest.mark.parametrize("change", [_new_part, _new_hook, _new_pre_hook])
+def test_a_layer_or_hook_that_comes_in_a_fit_is_seen(change):
+    class ChangeCB:
+        def after_batch(self, trainer):
+            if trainer.training and trainer.n_updates == 3:
+                change(trainer.model)
+
+    def trained(*more):
+        torch.manual_seed(0)
+        model = Layer()
+        callbacks = [BasicTrainCB(), ChangeCB(), *more]
+        dls = DataLoaders(batches(), batches(2))
+        with contextlib.redirect_stdout(io.StringIO()):
+            Trainer(dls, F.cross_entropy, optim.SGD, model, callbacks).fit(2, 0.1, valid=False)
+        return next(iter(model.parameters())).detach().clone()
+
+    assert torch.equal(trained(), trained(EvaluatorCB(updates=1)))
+
+
+def searches(monkeypatch, *callbacks, n=2):
+    "How often is there a new search, in a fit with an evaluation after each of 16 updates?"
+    found, usual = [], generators._found
+
+    def counting(roots, read=None, met=None):
+        found.append(met is not None)
+        return usual(roots, read, met)
+
+    monkeypatch.setattr(generators, "_found", counting)
+    weights(Attribute(), *callbacks)
+    return sum(found)
+
+
+class CountCB:
+    "What many callbacks of users do: numbers, lists and dicts that grow"
+
+    def before_fit(self, trainer):
+        self.n, self.losses, self.by_name, self.last = 0, [], {}, None
+
+    def after_batch(self, trainer):
+        self.n += 1
+        self.losses.append(float(trainer.loss.detach()))
+        self.by_name[f"{self.n}"] = self.losses[-1]
+        self.last = {"loss": self.losses[-1]}
+        self.tensor = trainer.loss.detach()
+
+
+def test_what_counts_needs_no_new_search(monkeypatch):
+    assert searches(monkeypatch) <= 3  # One, and one where the generator is another
+    assert searches(monkeypatch, CountCB()) <= 4
+
+
+@pytest.mark.parametrize("way", [Attribute, Nested, Closure, Default])
+def test_a_search_finds_what_a_new_one_finds(way):
+    source = way()
+    callbacks = [BasicTrainCB(), NoiseCB(source)]
+    trainer = Trainer(DataLoaders(batches()), F.cross_entropy, optim.SGD, nn.Linear(3, 2), callbacks)
+    search = GeneratorSearch()
+    assert search(trainer) is search(trainer)
+    other = random.Random(7)
+    source.swap(other)
+    assert any(x is other for x in search(trainer))
+    assert list(map(id, search(trainer))) == list(map(id, own_generators(trainer)))
+
+
+class CopyCB:
+    order = Order.RECORD
+
+    def __init__(self, copied):
+        self.copied = copied
+
+    def after_batch(self, trainer):
+        if trainer.n_updates == 5:
+            self.copied(trainer)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_trainer_can_be_copied_between_evaluations(copied):
+    weights(Attribute(), CopyCB(lambda trainer: copied(trainer._aside_known)))
+
+
+def test_what_is_known_of_runs_on_the_side_is_gone_after_a_fit():
+    trainer = Trainer(
+        DataLoaders(batches(), batches(2)),
+        F.cross_entropy,
+        optim.SGD,
+        nn.Linear(3, 2),
+        [BasicTrainCB(), EvaluatorCB(updates=1)],
+    )
+    kept = []
+    trainer.fit(1, callbacks=CopyCB(lambda trainer: kept.append((trainer.snapshot(), trainer._aside_known))))
+    assert trainer._aside_known is None and kept[0][1]
+    kept[0][0].restore()
+    assert trainer._aside_known is None
