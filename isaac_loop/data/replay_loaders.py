@@ -121,8 +121,15 @@ def state_dict(self:ReplayLoader)->dict: # Plain numbers
     epoch,batches = self._here()
     state,stream = dict(epoch=epoch, batches=batches, **self._identity()),None
     if self._goes_on: stream = self._stream
-    elif batches and _knows_its_place(self.loader): stream = self.loader.dataset.state_dict()
+    elif batches and self._knows_its_pass(): stream = self.loader.dataset.state_dict()
     return state if stream is None else state | dict(stream=stream)
+
+@patch
+def _knows_its_pass(self:ReplayLoader):
+    "Whether a stream can tell where this pass is: not if another one has begun since, for a look"
+    if not _knows_its_place(self.loader): return False
+    one_pass = self._read_by_loop()
+    return self._reads == (self._placed if one_pass is None else one_pass.number)
 
 @patch
 def _identity(self:ReplayLoader):

@@ -19,6 +19,8 @@ class Resumable:
     _begins_anywhere = False # At no cost?
     _pass = _engine = _batches = None # The last pass; what it reads with; its persistent workers
     _walked = () # Passes of loops, weakly, the outer ones first
+    _n_passes = 0 # How many there were; each has a number
+    _reads = _placed = 0 # Numbers of the one that began to read last, and of the one that says where it is
 
     def __iter__(self):
         one_pass = _Pass(self, *self._next())
@@ -29,18 +31,32 @@ class Resumable:
         source, # Reads it, until `source.left` is true
     ): # The pass
         "Begin a pass that says where the loader is, whoever looks in between"
-        one_pass = iter(self)
-        if not isinstance(one_pass, _Pass): return one_pass # A subclass has its own
+        before = self._n_passes
+        batches = iter(self)
+        if not isinstance(batches, _Pass): return self._around(source, batches, before)
+        self._enlist(source, batches)
+        return batches
+
+    def _enlist(self, source, one_pass):
         one_pass.source = weakref.ref(source)
         self._walked = *(ref for ref in self._walked if ref() is not None),weakref.ref(one_pass)
-        return one_pass
+
+    def _around(self, source, batches, before):
+        "What a subclass has put around a pass, which gives the first of `batches`"
+        one_pass = None
+        for batch in batches:
+            if one_pass is None:
+                one_pass = self._pass and self._pass()
+                if one_pass is not None and one_pass.number > before: self._enlist(source, one_pass)
+            yield batch
 
     def loop_left(self,
-        one_pass, # What `loop_pass` gave
+        source, # As for `loop_pass`
     ):
         "Stand where a loop has left its pass, if somebody has looked since"
-        is_moved = isinstance(one_pass, _Pass) and self._pass() is not one_pass and one_pass.walk is not None
-        if is_moved and one_pass.done != one_pass.first: self._place(one_pass.epoch, one_pass.done)
+        for one_pass in [one for ref in self._walked if (one := ref()) is not None]:
+            is_moved = self._pass() is not one_pass and one_pass.walk is not None
+            if one_pass.source() is source and is_moved and one_pass.done != one_pass.first: one_pass.place()
 
     def _read_by_loop(self):
         "The pass of the innermost loop that is under way, or None"
@@ -71,14 +87,15 @@ class Resumable:
     def leave_pass(self):
         "Let the next pass be another epoch, though a cancel has left this one and somebody still holds it"
         one_pass,self._walked = self._read_by_loop(),()
-        if one_pass is not None: self._place(one_pass.epoch, one_pass.done)
+        if one_pass is not None: one_pass.place()
         self._place(*self._next(), self._goes_on)
 
     def is_read(self): return bool(self._pass and self._pass()) # Does anybody hold the last pass?
 
     def place_keeper(self):
         "A function that puts the loader back to where it is now, and the pass that somebody reads"
-        place = {name: getattr(self, name) for name in ('epoch', '_done', '_goes_on', '_pass', '_walked')}
+        names = 'epoch','_done','_goes_on','_pass','_walked','_placed'
+        place = {name: getattr(self, name) for name in names}
         def put_back():
             moved = any(getattr(self, name) != was for name,was in place.items())
             vars(self).update(place)
@@ -101,6 +118,13 @@ class _Pass:
         self.loader,self.epoch,self.walk = loader,epoch,loader._walk(epoch, done)
         self.first = self.done = done # How much was given when it began, and now
         self.source = None # Weakly, who reads it in a loop
+        loader._n_passes = self.number = loader._n_passes+1
+        self.begun = False
+
+    def place(self):
+        "Have the loader stand behind what this pass has given"
+        self.loader._place(self.epoch, self.done)
+        self.loader._placed = self.number
 
     def is_under_way(self):
         "Whether a loop reads it, and has not come to the end"
@@ -115,13 +139,14 @@ class _Pass:
         if self.loader._pass() is not self: # Somebody has begun another pass, perhaps only to look
             if shares_workers: raise RuntimeError(_TWO_PASSES)
             self.loader._pass = weakref.ref(self)
+        if not self.begun: self.begun,self.loader._reads = True,self.number
         try: batch,done = next(self.walk)
         except BaseException as e:
             self.walk = None
             if isinstance(e, StopIteration): self.loader._place(self.epoch+1, 0)
             raise
         self.done = done
-        self.loader._place(self.epoch, done)
+        self.place()
         return batch
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #9cf767cc

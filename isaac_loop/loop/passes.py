@@ -72,7 +72,7 @@ class Batches:
 
     def leave(self):
         "Let a loader that knows its place stand where this pass has come to"
-        if self.walk is not None: self.dl.loop_left(self.walk)
+        if self.walk is not None: self.dl.loop_left(self)
         self.left,self.walk = True,None
 
     def _count_pass(self):

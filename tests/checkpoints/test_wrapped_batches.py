@@ -15,15 +15,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset as HuggingFace
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.checkpoints.rewind import RewindCB
 from isaac_loop.data.dataloaders import DataLoaders
-from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.data.exact_loaders import ExactLoader, exact_loader
 from isaac_loop.loop.events import CancelEpochException, CancelFitException, Order
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
@@ -37,7 +38,9 @@ OTHER = TensorDataset(x.flip(0), (x.sum(1) > 0).long().flip(0))
 
 
 def loaders(exact=True):
-    train = exact_loader(DATA, 8, seed=3) if exact else DataLoader(DATA, 8, shuffle=True)
+    train = exact_loader(DATA, 8, seed=3) if exact is True else None
+    if train is None:
+        train = exact() if exact else DataLoader(DATA, 8, shuffle=True)
     return DataLoaders(train, exact_loader(DATA, 16, shuffle=False))
 
 
@@ -385,7 +388,7 @@ class WholePeekCB:
 
     def after_batch(self, trainer):
         if trainer.training and trainer.n_updates % 3 == 0:
-            self.n = sum(len(y) for _, y in trainer.dls.train)
+            self.n = sum(1 for _ in trainer.dls.train)
 
 
 class SideCB:
@@ -424,6 +427,64 @@ LOOKS = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_look_at_the_training_loader_does_not_move_the_place(look, tmp_path):
     goes_on(LOOKS[look], tmp_path, cuts=(2, 3, 5, 6, 8, 12, 13))
+
+
+class OwnLoader(ExactLoader):
+    "Changes the batches on their way"
+
+    def __iter__(self):
+        for a, b in super().__iter__():
+            yield a + torch.rand(1), b
+
+
+class MappedLoader(ExactLoader):
+    def __iter__(self):
+        return map(lambda batch: (batch[0] * 2, batch[1]), super().__iter__())
+
+
+class Stream(IterableDataset):
+    "Tells where it is, by what is no number of its own"
+
+    def __init__(self):
+        self.place = {"at": 0, "first": 0}
+
+    def state_dict(self):
+        return dict(at=self.place["at"])
+
+    def load_state_dict(self, state):
+        self.place["first"] = state["at"]
+
+    def __iter__(self):
+        for i in range(self.place["first"], len(DATA)):
+            self.place["at"] = i + 1
+            yield DATA[i]
+
+
+def hugging_face():
+    rows = HuggingFace.from_dict({"x": x.tolist(), "y": DATA.tensors[1].tolist()})
+    return exact_loader(rows.to_iterable_dataset().with_format("torch"), 8, seed=3)
+
+
+LOADERS = {
+    "a generator": lambda: OwnLoader(DATA, 8, seed=3),
+    "a map": lambda: MappedLoader(DATA, 8, seed=3),
+    "a stream": lambda: exact_loader(Stream(), 8, seed=3),
+    "Hugging Face": hugging_face,
+}
+
+
+class PairCB:
+    order = Order.FIRST
+
+    def before_batch(self, trainer):
+        if isinstance(trainer.batch, dict):
+            trainer.batch = trainer.batch["x"], trainer.batch["y"]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_nor_does_a_look_at_a_loader_of_ones_own_or_at_a_stream(loader, look, tmp_path):
+    goes_on(lambda: [PairCB(), *LOOKS[look]()], tmp_path, cuts=(3, 5, 8), exact=LOADERS[loader])
 
 
 class CancelCB:
