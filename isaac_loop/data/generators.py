@@ -306,7 +306,7 @@ def _held_by(x):
     "What decides where `x` leads"
     kind = type(x)
     if kind in (list, dict) and len(x) <= _ENTRIES: return _if_leading(x.values() if kind is dict else x)
-    if isinstance(x, type): return _all_in(_of_class(x)[0])
+    if issubclass(kind, type): return _all_in(_of_class(x)[0])
     own = getattr(x, '__dict__', None) if _parts_of(kind) is _attributes else None
     is_usual = type(own) is dict and len(own) <= _ENTRIES and not _of_class(kind)[1]
     if is_usual: return _all_in(_spaces(own, kind))
@@ -339,10 +339,15 @@ def _are_alike(some, others):
 
 def _is_alike(a, b): return a is b or (_leads_nowhere(a) and _leads_nowhere(b))
 
+def _noted(x):
+    "What `x` holds; None if it fails when it is asked"
+    try: return _held_by(x)
+    except Exception: return None
+
 def _leads_there(pair):
-    "Whether an object leads to the same as when it was met"
-    try: return _are_alike(_held_by(pair[0]), pair[1])
-    except Exception: return False
+    "Whether an object leads to the same as when it was noted"
+    before,now = pair[1],_noted(pair[0])
+    return before is now if None in (before, now) else _are_alike(now, before)
 
 class GeneratorSearch:
     "Finds the `own_generators` of a trainer, again only if something on the way leads elsewhere now"
@@ -353,12 +358,12 @@ class GeneratorSearch:
         if self.met is None or not (_are_alike(roots, self.roots) and all(map(_leads_there, self.met))):
             met = []
             found = list(_found([('', x) for x in roots], met=met).values())
-            self.roots,self.met,self.found = roots,[(x, _held_by(x)) for x in met if not _is_fixed(x)],found
+            self.roots,self.met,self.found = roots,[(x, _noted(x)) for x in met if not _is_fixed(x)],found
         return self.found
 
 def _is_fixed(x):
     "Whether `x` always leads to the same"
-    if isinstance(x, type): return not _of_class(x)[0]
+    if issubclass(type(x), type): return not _of_class(x)[0]
     is_known = type(x) is FunctionType and _package(x) in _KNOWN
     return is_known or type(x) in (tuple, frozenset, MethodType, BuiltinMethodType)
 

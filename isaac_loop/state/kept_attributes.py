@@ -135,6 +135,9 @@ _LONG,_MANY = 1000,10_000
 _TOO_MANY = ('Model, loss function and trainer lead to more than {:,} objects, so an evaluation looks no '
              'further: what it changes in the rest stays changed in the training. '
              'Keep large structures in tensors or arrays.')
+_UNKEPT = ('Model, loss function or trainer lead to an object of class {} that an evaluation cannot keep '
+           '({}: {}): what it changes there stays changed in the training. If it does change something, let '
+           'it do so in training only, as by `if self.training`.')
 
 @lru_cache(maxsize=4096)
 def _is_own(kind): return _package(kind) != 'torch'
@@ -150,10 +153,10 @@ class _Held:
             x = todo.popleft()
             if not _leads_on(type(x)) or id(x) in seen or _is_fixed(x): continue
             seen[id(x)] = x # Held, so that no `id` is given to another object
-            is_module = isinstance(x, nn.Module)
+            is_module = issubclass(type(x), nn.Module)
             n += not is_module
             try: todo += self._of_module(x) if is_module else self._of_other(x)
-            except Exception: pass
+            except Exception as e: warn(_UNKEPT.format(type(x).__name__, type(e).__name__, e))
         further = [x for x in todo if _leads_on(type(x)) and id(x) not in seen and not _is_fixed(x)]
         if further: warn(_TOO_MANY.format(_MANY))
 
@@ -184,7 +187,7 @@ class _Held:
         if x is None or id(x) in self.seen: return
         self.seen[id(x)] = x
         try: self.mementos.append(of_content(x)[0])
-        except Exception: pass
+        except TypeError: pass # A weight of which each process has a part
 
     @torch.no_grad()
     def put_back(self):

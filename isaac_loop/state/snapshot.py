@@ -139,7 +139,7 @@ def _of_class(kind):
 def _own(x):
     "The `__dict__` of `x`, or None"
     try: own = object.__getattribute__(x, '__dict__')
-    except AttributeError: return None
+    except Exception: return None # There is none, or a property in its place fails
     return own if isinstance(own, dict) else None
 
 def _filled(x, slots):

@@ -765,3 +765,46 @@ class ByData(Teacher):
 def test_other_memory_for_a_weight_is_told_of():
     with pytest.warns(UserWarning, match="An evaluation wrote to `model.teacher.weight`"):
         trained(ByData(), EvaluatorCB(updates=1))
+
+
+class Unbound:
+    "Such as a proxy that stands for nothing yet"
+
+    @property
+    def __class__(self):
+        raise RuntimeError("nothing is bound")
+
+
+class Closed:
+    @property
+    def __dict__(self):
+        raise OSError("closed")
+
+
+class Holder(nn.Linear):
+    def __init__(self, held):
+        super().__init__(4, 2)
+        self.held, self.n_calls = [held], 0
+
+    def forward(self, x):
+        self.n_calls += 1
+        return super().forward(x) / self.n_calls
+
+
+def test_what_cannot_be_kept_is_named_and_the_rest_is_kept():
+    alone = trained(Holder(0))
+    with pytest.warns(UserWarning, match="class Unbound.*nothing is bound"):
+        evaluated = trained(Holder(Unbound()), EvaluatorCB(updates=1))
+    assert torch.equal(alone.model.weight, evaluated.model.weight)
+
+
+def test_what_does_not_show_its_attributes_hinders_nothing():
+    class OwnCB:
+        held = [Closed()]
+
+        def after_batch(self, trainer):
+            pass
+
+    alone = trained(Holder(0))
+    evaluated = trained(Holder(Closed()), OwnCB(), EvaluatorCB(updates=1))
+    assert torch.equal(alone.model.weight, evaluated.model.weight)
