@@ -481,10 +481,10 @@ class PairCB:
             trainer.batch = trainer.batch["x"], trainer.batch["y"]
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("look", ["after", "held", "whole", "trains"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_nor_does_a_look_at_a_loader_of_ones_own_or_at_a_stream(loader, look, tmp_path):
-    goes_on(lambda: [PairCB(), *LOOKS[look]()], tmp_path, cuts=(3, 5, 8), exact=LOADERS[loader])
+    goes_on(lambda: [PairCB(), *LOOKS[look]()], tmp_path, cuts=(3, 8), exact=LOADERS[loader])
 
 
 class CancelCB:
