@@ -176,7 +176,7 @@ def load_state_dict(self:ExactLoader,
     others = {name: changed[name] for name in _BATCHES if name in changed}
     was,now = listed(others, 0),listed(others, 1)
     if others: warn(_OTHER_BATCHES.format(was=was, now=now))
-    self.set_epoch(state['epoch'])
+    self._begin_epoch(state['epoch'])
     if state['samples']: self.start_at(state['samples'])
 
 # %% ../../nbs/data/30_exact_loaders.ipynb #a424831b

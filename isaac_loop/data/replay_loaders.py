@@ -6,7 +6,6 @@
 __all__ = ['ReplayLoader']
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #4916abbe
-import copy
 from itertools import count
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..basics.checks import warn
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
 from .resumable_loaders import explained
+from .stream_places import place_of
 from .sampling import WorkerStart, hashed, seed_with, seeded_with, whole_number
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #763d096e
@@ -76,8 +76,9 @@ def _check_repeats(loader):
 # %% ../../nbs/data/29_replay_loaders.ipynb #bc2f4bc6
 class ReplayLoader(Resumable):
     "Any loader, made repeatable; it goes on by reading the epoch again, or by the state of a stream"
-    _stream = _beginning = None # The state of a stream to go on from; the one that it had before it was read
-    _moved = False # Does the stream stand elsewhere than at its beginning?
+    _stream = None # The state of a stream to go on from
+    _place_of_stream = None # What is known of a stream that tells its place
+    _is_over = True # Has the last pass come to the end of its stream?
 
     def __init__(self,
         loader, # Gives batches anew each time it is iterated; or a function that makes such a thing
@@ -121,15 +122,22 @@ def state_dict(self:ReplayLoader)->dict: # Plain numbers
     epoch,batches = self._here()
     state,stream = dict(epoch=epoch, batches=batches, **self._identity()),None
     if self._goes_on: stream = self._stream
-    elif batches and self._knows_its_pass(): stream = self.loader.dataset.state_dict()
-    return state if stream is None else state | dict(stream=stream)
+    elif self._tells(batches): stream = self.loader.dataset.state_dict()
+    return state if stream is None else state | dict(stream=stream, known=self._place_known().state_dict())
 
 @patch
-def _knows_its_pass(self:ReplayLoader):
-    "Whether a stream can tell where this pass is: not if another one has begun since, for a look"
+def _tells(self:ReplayLoader, batches):
+    "Whether a stream can tell from where to go on"
     if not _knows_its_place(self.loader): return False
-    one_pass = self._read_by_loop()
-    return self._reads == (self._placed if one_pass is None else one_pass.number)
+    goes_on,one_pass = self._place_known().goes_on,self._read_by_loop()
+    if not batches: return not self._is_over and goes_on is not False # Perhaps the next pass goes on there
+    return goes_on or (self._alone if one_pass is None else one_pass.alone) # Else it may tell of a look
+
+@patch
+def _place_known(self:ReplayLoader):
+    "What is known of the stream"
+    if self._place_of_stream is None: self._place_of_stream = place_of(self.loader.dataset)
+    return self._place_of_stream
 
 @patch
 def _identity(self:ReplayLoader):
@@ -142,9 +150,19 @@ def load_state_dict(self:ReplayLoader,
 ):
     "Go on from a saved position in the next pass"
     check_same(changes(state, self._identity()), state['batches'])
-    self.set_epoch(state['epoch'])
+    self._begin_epoch(state['epoch'])
     if state['batches']: self.start_at(state['batches'])
-    self._stream = state.get('stream') if state['batches'] else None
+    self._stream = state.get('stream')
+    if self._stream is None or not _knows_its_place(self.loader): return
+    known = self._place_known()
+    if 'known' in state: known.load_state_dict(state['known'])
+    if state['batches'] or known.goes_on: return
+    self._stream = None
+    if known.goes_on is None: warn(_PERHAPS_ON)
+
+_PERHAPS_ON = ('A pass over a stream was left before its end, and the run was saved before another one had '
+               'shown whether it begins anew or goes on from there. It begins anew. If the stream goes on, '
+               'resume from a checkpoint within an epoch, or from a later one.')
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #8a4e2712
 @patch
@@ -171,16 +189,29 @@ def _fresh(self:ReplayLoader):
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #da24fb65
 @patch
-def _take_up(self:ReplayLoader, done):
-    "Let a stream that knows its place go there, or to its beginning; returns the number of its next batch"
-    stream,self._stream = self._stream if done else None,None # It may be of an earlier pass, looked at
-    if not _knows_its_place(self.loader): return 0
-    dataset = self.loader.dataset
-    if self._beginning is None: self._beginning = copy.deepcopy(dataset.state_dict())
-    if stream is not None: dataset.load_state_dict(copy.deepcopy(stream))
-    elif self._moved: dataset.load_state_dict(copy.deepcopy(self._beginning))
-    self._moved = stream is not None
-    return done if stream is not None else 0
+def _take_up(self:ReplayLoader, epoch, done):
+    "Let a stream that knows its place go on where it was, if that was told; whether it does"
+    stream,self._stream = self._stream,None
+    if not _knows_its_place(self.loader): return False
+    known,dataset = self._place_known(),self.loader.dataset
+    taken = stream is not None and (done > 0 or known.goes_on) # It may be of an earlier pass, looked at
+    if taken: known.load(dataset, stream)
+    elif known.begin(dataset): _set_epoch(dataset, epoch)
+    return taken
+
+@patch
+def _begun(self:ReplayLoader, source, epoch, batches, batch, taken):
+    "What gives the batches, and the first, once more if the stream has begun where it was taken up before"
+    if not _knows_its_place(self.loader): return batches,batch
+    known,stream,ended = self._place_known(),self.loader.dataset,batch is _end
+    if taken: known.taken_up(stream, ended)
+    if taken or known.begun(stream, ended): return batches,batch
+    known.rewind(stream)
+    _set_epoch(stream, epoch)
+    with seeded_with(self.seed, epoch): batches = iter(source)
+    batch = self._read(batches, source, epoch, 0)
+    known.begun(stream, batch is _end)
+    return batches,batch
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #56057d8d
 _end = object()
@@ -209,11 +240,14 @@ def _walk(self:ReplayLoader, epoch, done):
     source = batches = None
     try:
         source = self._source(epoch)
-        first = self._take_up(done)
+        taken = self._take_up(epoch, done)
+        first = done if taken else 0
         if done > first: _warn_of_reading(done, epoch)
         with seeded_with(self.seed, epoch): batches = iter(source)
         for i in count(first):
             batch = self._read(batches, source, epoch, i)
+            if i == first: batches,batch = self._begun(source, epoch, batches, batch, taken)
+            self._stream,self._is_over = None,batch is _end
             if batch is _end: break
             if i >= done: yield batch,i+1
         if i < done: raise ValueError(_TOO_SHORT.format(n=i, done=done))

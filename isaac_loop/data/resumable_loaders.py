@@ -13,6 +13,12 @@ from ..basics.checks import warn
 from .sampling import whole_number
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #ecbc30c0
+_WITHIN = ('`set_epoch({epoch})` was called while a loop reads this loader, so what is saved in this pass '
+           'could not say where it is. Call it between two passes, such as in `before_epoch`.')
+_OWN_BATCHES = ('`{}.__iter__` gives other batches than it reads, so the place that is saved is not that of '
+                'the batch which was used, and a run cannot go on from it exactly. Change each batch as it '
+                'comes, or put the rest around `trainer.batches` in `before_epoch`.')
+
 class Resumable:
     "A loader that knows its epoch, and how much of it was given"
     epoch,_done,_goes_on = 0,0,False
@@ -20,7 +26,9 @@ class Resumable:
     _pass = _engine = _batches = None # The last pass; what it reads with; its persistent workers
     _walked = () # Passes of loops, weakly, the outer ones first
     _n_passes = 0 # How many there were; each has a number
-    _reads = _placed = 0 # Numbers of the one that began to read last, and of the one that says where it is
+    _last_reader = None # Weakly, the pass that read last
+    _alone = True # Had the pass that said the place read alone?
+    _in_step = True # Has each batch of the last pass come with one that was read?
 
     def __iter__(self):
         one_pass = _Pass(self, *self._next())
@@ -44,10 +52,11 @@ class Resumable:
     def _around(self, source, batches, before):
         "What a subclass has put around a pass, which gives the first of `batches`"
         one_pass = None
-        for batch in batches:
-            if one_pass is None:
+        for n,batch in enumerate(batches, 1):
+            if n == 1:
                 one_pass = self._pass and self._pass()
                 if one_pass is not None and one_pass.number > before: self._enlist(source, one_pass)
+            self._in_step = one_pass is not None and one_pass.n_given == n
             yield batch
 
     def loop_left(self,
@@ -75,14 +84,31 @@ class Resumable:
         epoch:int, # Number of the epoch, from 0
     ):
         "Begin the next pass at the beginning of an epoch"
+        if self._read_by_loop() is not None: warn(_WITHIN.format(epoch=epoch))
+        self._begin_epoch(epoch)
+
+    def _begin_epoch(self, epoch):
         self._place(whole_number(epoch, 'epoch', 'epochs are numbered from 0', least=0), 0)
         self._walked = ()
 
     def _here(self):
         "Epoch and amount, where going on from now would begin"
         one_pass = self._read_by_loop()
+        if one_pass is not None or not self._in_step: self._tell_of_own_batches()
         if one_pass is not None: return one_pass.epoch,one_pass.done
         return (self.epoch, self._done) if self.is_read() else self._next()
+
+    def _tell_of_own_batches(self):
+        if not self._in_step: warn(_OWN_BATCHES.format(type(self).__name__))
+
+    def go_back(self,
+        state, # What `state_dict` gave
+    ):
+        "Load `state`; a loop that is still where it was then keeps its pass"
+        walked,one_pass = self._walked,self._read_by_loop()
+        self.load_state_dict(state)
+        if one_pass is not None and (one_pass.epoch, one_pass.done) == (self.epoch, self._done):
+            self._walked = walked
 
     def leave_pass(self):
         "Let the next pass be another epoch, though a cancel has left this one and somebody still holds it"
@@ -94,7 +120,7 @@ class Resumable:
 
     def place_keeper(self):
         "A function that puts the loader back to where it is now, and the pass that somebody reads"
-        names = 'epoch','_done','_goes_on','_pass','_walked','_placed'
+        names = 'epoch','_done','_goes_on','_pass','_walked','_alone'
         place = {name: getattr(self, name) for name in names}
         def put_back():
             moved = any(getattr(self, name) != was for name,was in place.items())
@@ -105,7 +131,8 @@ class Resumable:
         return put_back
 
     def __getstate__(self): # A copy has no workers yet
-        return {**vars(self), '_pass': None, '_walked': (), '_engine': None, '_batches': None}
+        alone = dict(_pass=None, _walked=(), _last_reader=None, _engine=None, _batches=None)
+        return vars(self) | alone
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #7822407e
 _TWO_PASSES = ('Another pass over this loader began before this one ended, such as a look by `show_batch`, '
@@ -119,12 +146,20 @@ class _Pass:
         self.first = self.done = done # How much was given when it began, and now
         self.source = None # Weakly, who reads it in a loop
         loader._n_passes = self.number = loader._n_passes+1
-        self.begun = False
+        self.alone,self.n_given = True,0 # Has no other pass been read since it began? Batches so far
 
     def place(self):
         "Have the loader stand behind what this pass has given"
         self.loader._place(self.epoch, self.done)
-        self.loader._placed = self.number
+        self.loader._alone = self.alone
+
+    def _note_reader(self):
+        "Note that this pass reads, and whether another one has done so since it began"
+        reader = self.loader._last_reader and self.loader._last_reader()
+        if reader is self: return
+        if reader is not None: reader.alone = False
+        if self.done != self.first: self.alone = False
+        self.loader._last_reader = weakref.ref(self)
 
     def is_under_way(self):
         "Whether a loop reads it, and has not come to the end"
@@ -139,13 +174,13 @@ class _Pass:
         if self.loader._pass() is not self: # Somebody has begun another pass, perhaps only to look
             if shares_workers: raise RuntimeError(_TWO_PASSES)
             self.loader._pass = weakref.ref(self)
-        if not self.begun: self.begun,self.loader._reads = True,self.number
+        self._note_reader()
         try: batch,done = next(self.walk)
         except BaseException as e:
             self.walk = None
             if isinstance(e, StopIteration): self.loader._place(self.epoch+1, 0)
             raise
-        self.done = done
+        self.done,self.n_given = done,self.n_given+1
         self.place()
         return batch
 

@@ -248,7 +248,8 @@ def _of_loader(x, is_searched=False):
     if isinstance(x, Resumable) and x.is_read() and not is_searched: return x.place_keeper(), drawn
     if hasattr(type(x), 'state_dict') and hasattr(type(x), 'load_state_dict'):
         state = copy.deepcopy(x.state_dict())
-        return lambda: x.load_state_dict(copy.deepcopy(state)), drawn
+        load = x.go_back if isinstance(x, Resumable) else x.load_state_dict
+        return lambda: load(copy.deepcopy(state)), drawn
     if isinstance(x, DataLoader): return _nothing, (x.generator, x.sampler, x.batch_sampler, *drawn)
 
 # %% ../../nbs/state/20_snapshot.ipynb #0b9cd1a1

@@ -1,0 +1,280 @@
+"""Streams that tell their place: a run that was cut goes on as one that was not
+
+Whatever the stream does at its next pass, begin anew, begin where it was told to, or go on; and whoever looks
+at it in between.
+"""
+
+import contextlib
+import io
+import warnings
+
+import pytest
+import torch
+from datasets import Dataset as HuggingFace
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset, TensorDataset
+
+from isaac_loop.all import BasicTrainCB, CheckpointCB, DataLoaders, NBatchCB, Trainer, exact_loader, set_seed
+from isaac_loop.data.exact_loaders import ExactLoader
+
+X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+
+
+class Anew(IterableDataset):
+    "Begins where it was told to"
+
+    at = first = 0
+
+    def state_dict(self):
+        return dict(at=self.at)
+
+    def load_state_dict(self, state):
+        self.first = state["at"]
+
+    def __iter__(self):
+        for i in range(self.first, 48):
+            self.at = i + 1
+            yield X[i], Y[i]
+
+
+class Lines(Anew):
+    "One cursor, as that of a file"
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        while self.at < 48:
+            self.at += 1
+            yield X[self.at - 1], Y[self.at - 1]
+        self.at = 0
+
+
+class On(Lines):
+    "Has no end"
+
+    def __iter__(self):
+        while True:
+            i, self.at = self.at, (self.at + 1) % 48
+            yield X[i], Y[i]
+
+
+class Epochs(Anew):
+    "Has another order in each epoch, and the epoch in its state"
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def state_dict(self):
+        return dict(epoch=self.epoch, at=self.at)
+
+    def load_state_dict(self, state):
+        self.epoch, self.first = state["epoch"], state["at"]
+
+    def __iter__(self):
+        order = torch.randperm(48, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for i in range(self.first, 48):
+            self.at = i + 1
+            yield X[order[i]], Y[order[i]]
+
+
+class Passes(Anew):
+    "Counts its passes in its state, and goes through several files"
+
+    n_passes = 0
+
+    def state_dict(self):
+        return dict(n_passes=self.n_passes, places=[dict(file=self.at // 24, row=self.at % 24)])
+
+    def load_state_dict(self, state):
+        self.n_passes = state["n_passes"]
+        self.first = state["places"][0]["file"] * 24 + state["places"][0]["row"]
+
+    def __iter__(self):
+        self.n_passes += 1
+        yield from super().__iter__()
+
+
+def hugging_face():
+    rows = HuggingFace.from_dict({"x": X.tolist(), "y": Y.tolist()})
+    return rows.to_iterable_dataset().with_format("torch")
+
+
+def as_pair(trainer):
+    batch = trainer.batch
+    if isinstance(batch, dict):
+        trainer.batch = batch["x"], batch["y"]
+
+
+as_pair.__name__, as_pair.name = "before_batch", "as_pair"
+
+
+def run(loader, folder=None, fails=None, cbs=(), every=1, n_epochs=3):
+    "Number of updates, and a weight"
+
+    def before_predict(trainer):
+        if trainer.training and trainer.n_updates == fails:
+            raise KeyError("cut")
+
+    set_seed(1)
+    more = [CheckpointCB(folder, every=every)] if folder else []
+    callbacks = [BasicTrainCB(), as_pair, *cbs, *more, before_predict]
+    trainer = Trainer(DataLoaders(loader, [(X, Y)]), F.cross_entropy, optim.SGD, nn.Linear(6, 2), callbacks)
+    with contextlib.suppress(KeyError), contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(n_epochs, lr=0.1)
+    return trainer.n_updates, trainer.model.weight[0, 0].item()
+
+
+def goes_on(make, tmp_path, cbs=(), cuts=(3, 6, 8), **options):
+    "Cut and gone on with, all is as in one run; what was warned of"
+    whole = run(make(), cbs=cbs, **options)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        for at in cuts:
+            run(make(), tmp_path / f"{at}", at, cbs, **options)
+            assert run(make(), tmp_path / f"{at}", None, cbs, **options) == whole, at
+    usual = "again and dropping", "Whether these are the data"
+    return [str(o.message) for o in told if not any(text in str(o.message) for text in usual)]
+
+
+STREAMS = [Anew, Lines, Epochs, Passes, hugging_face]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_stream_goes_on(stream, tmp_path):
+    assert goes_on(lambda: exact_loader(stream(), 8), tmp_path) == []
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_stream_goes_on_in_a_new_loader(stream, tmp_path):
+    "As in a notebook, where the cell with loaders and fit is run again"
+    whole, again = run(exact_loader(stream(), 8)), stream()
+    for at in (3, 6, 8):
+        run(exact_loader(again, 8), tmp_path / f"{at}", at)
+        found = run(exact_loader(again, 8), tmp_path / f"{at}")
+        if stream is not Lines:  # Which stands where the run was cut
+            assert found == whole, at
+
+
+@pytest.mark.parametrize("at", [2, 5, 6, 9])
+@pytest.mark.parametrize("limit", [4, 6])
+def test_a_stream_without_end_goes_on_where_it_is(at, limit, tmp_path):
+    make = lambda: exact_loader(On(), 8)
+    assert goes_on(make, tmp_path, [NBatchCB(limit)], cuts=[at]) == []
+
+
+@pytest.mark.parametrize("stream", [On, Anew])
+def test_a_stream_that_may_go_on_or_not_is_named_at_the_end_of_its_first_pass(stream, tmp_path):
+    run(exact_loader(stream(), 8), tmp_path, 5, [NBatchCB(4)], "epoch")
+    with pytest.warns(UserWarning, match="left before its end.*It begins anew"):
+        run(exact_loader(stream(), 8), tmp_path, None, [NBatchCB(4)], "epoch")
+
+
+@pytest.mark.parametrize("stream", [On, Anew])
+def test_after_two_passes_it_is_known(stream, tmp_path):
+    make = lambda: exact_loader(stream(), 8)
+    assert goes_on(make, tmp_path, [NBatchCB(4)], cuts=[9], every="epoch") == []
+
+
+def after_batch(trainer):
+    if trainer.training and trainer.batch_num % 2 == 0:
+        next(iter(trainer.dls.train))
+
+
+def test_a_look_takes_rows_from_a_cursor_in_each_run(tmp_path):
+    assert goes_on(lambda: exact_loader(Lines(), 8), tmp_path, [after_batch]) == []
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_snapshot_around_a_look_moves_nothing(stream, tmp_path):
+    if stream is Lines:
+        pytest.skip("A look takes rows from it")
+
+    def log(trainer):
+        with trainer.snapshot():
+            next(iter(trainer.dls.train))
+
+    assert goes_on(lambda: exact_loader(stream(), 8), tmp_path, [log], cuts=(3, 8)) == []
+
+
+def test_a_look_that_was_begun_before_and_is_read_within_moves_nothing(tmp_path):
+    def make():
+        loader = exact_loader(Anew(), 8)
+        peeks.append(iter(loader))
+        next(peeks[-1])
+        return loader
+
+    def after_batch(trainer):
+        if trainer.training:
+            next(peeks[-1], None)
+
+    peeks = []
+    goes_on(make, tmp_path, [after_batch])
+
+
+@pytest.mark.parametrize("data", [lambda: TensorDataset(X, Y), Anew])
+def test_a_snapshot_within_a_pass_does_not_let_later_looks_move_it(data, tmp_path):
+    def after_batch(trainer):
+        if trainer.training and trainer.batch_num == 1:
+            with trainer.snapshot():
+                pass
+        if trainer.training and trainer.batch_num == 3:
+            next(iter(trainer.dls.train))
+
+    assert goes_on(lambda: exact_loader(data(), 8), tmp_path, [after_batch], cuts=(4, 10)) == []
+
+
+class Ahead(ExactLoader):
+    "Holds one batch back"
+
+    def __iter__(self):
+        batches = super().__iter__()
+        ready = next(batches)
+        for batch in batches:
+            yield ready
+            ready = batch
+        yield ready
+
+
+class Cached(ExactLoader):
+    kept = None
+
+    def __iter__(self):
+        if self.kept is None:
+            self.kept = list(super().__iter__())
+        return iter(self.kept)
+
+
+class Twice(ExactLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+@pytest.mark.parametrize("kind", [Ahead, Cached, Twice])
+def test_a_loader_that_gives_other_batches_than_it_reads_is_named(kind, tmp_path):
+    with pytest.warns(UserWarning, match=f"`{kind.__name__}.__iter__` gives other batches"):
+        run(kind(TensorDataset(X, Y), 8), tmp_path, 3)
+
+
+def test_set_epoch_within_a_pass_is_named():
+    def before_batch(trainer):
+        trainer.dls.train.set_epoch(trainer.epoch)
+
+    with pytest.warns(UserWarning, match="`set_epoch.0.` was called while a loop reads"):
+        run(exact_loader(TensorDataset(X, Y), 8), cbs=[before_batch])
+
+
+def test_set_epoch_before_an_epoch_is_not_named():
+    def before_epoch(trainer):
+        if trainer.training:
+            trainer.dls.train.set_epoch(trainer.epoch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run(exact_loader(TensorDataset(X, Y), 8), cbs=[before_epoch])
