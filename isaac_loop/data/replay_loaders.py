@@ -21,9 +21,14 @@ from .sampling import WorkerStart, hashed, seed_with, seeded_with, whole_number
 # %% ../../nbs/data/29_replay_loaders.ipynb #763d096e
 class _SeededStream(IterableDataset):
     "A stream that begins each pass with its own random numbers in every worker"
-    def __init__(self, dataset, seed):
-        self.dataset,self.seed = dataset,seed
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_() # Workers read it
+    def __init__(self, dataset, seed, lasting):
+        self.dataset,self.seed,self.epoch = dataset,seed,0
+        if lasting: self.epoch = torch.zeros((), dtype=torch.int64).share_memory_() # Workers read it later on
+
+    def begin(self, epoch):
+        "Have the workers of the next pass know its epoch; those of a pass that is under way keep theirs"
+        if torch.is_tensor(self.epoch): self.epoch.fill_(epoch)
+        else: self.epoch = epoch
 
     def __iter__(self):
         epoch,info = int(self.epoch),get_worker_info()
@@ -41,7 +46,7 @@ def _with_seeds(loader, seed):
     "`loader`, made anew around a stream that seeds the workers"
     options = {name: getattr(loader, name) for name in ('batch_size', 'drop_last', 'collate_fn', *READING)}
     options |= dict(generator=torch.Generator(), worker_init_fn=WorkerStart(loader.worker_init_fn))
-    return DataLoader(_SeededStream(loader.dataset, seed), **options)
+    return DataLoader(_SeededStream(loader.dataset, seed, loader.persistent_workers), **options)
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #f986b2b2
 def _knows_its_place(loader):
@@ -171,7 +176,7 @@ def _source(self:ReplayLoader, epoch):
     if not all_well(getattr(self._engine, '_iterator', None)): self._engine = None
     if self._engine is None: self._engine = self._fresh()
     source = self._engine
-    if isinstance(getattr(source, 'dataset', None), _SeededStream): source.dataset.epoch.fill_(epoch)
+    if isinstance(getattr(source, 'dataset', None), _SeededStream): source.dataset.begin(epoch)
     parts = [getattr(source, name, None) for name in ('dataset', 'sampler', 'batch_sampler')]
     for part in (source, *parts, getattr(parts[0], 'dataset', None)):
         _set_epoch(part, epoch)

@@ -6,6 +6,7 @@ at it in between.
 
 import contextlib
 import io
+import time
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from datasets import Dataset as HuggingFace
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
 from isaac_loop.all import BasicTrainCB, CheckpointCB, DataLoaders, NBatchCB, Trainer, exact_loader, set_seed
 from isaac_loop.data.exact_loaders import ExactLoader
@@ -278,3 +279,28 @@ def test_set_epoch_before_an_epoch_is_not_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         run(exact_loader(TensorDataset(X, Y), 8), cbs=[before_epoch])
+
+
+class Noisy(IterableDataset):
+    "Read by workers, with random numbers"
+
+    def __iter__(self):
+        for i in range(get_worker_info().id, 48, 2):
+            yield X[i] + torch.rand(6), Y[i]
+
+
+def late(i):
+    "As if the second worker had to open a large file"
+    time.sleep(0.3 * i)
+
+
+def test_a_look_while_workers_begin_leaves_them_their_epoch():
+    def batches(looks):
+        loader, found = exact_loader(Noisy(), 8, num_workers=2, worker_init_fn=late), []
+        for n, batch in enumerate(loader):
+            found.append(batch[0].sum().item())
+            if looks and n == 0:
+                next(iter(loader))
+        return found
+
+    assert batches(looks=True) == batches(looks=False)
