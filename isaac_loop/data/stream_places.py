@@ -96,7 +96,9 @@ _PLACES = WeakKeyDictionary()
 
 def place_of(
     stream, # With `state_dict` and `load_state_dict`
-)->StreamPlace: # The same for each loader that reads it
+)->StreamPlace: # The same for each loader that reads it, if the stream can be a key
     "What is known of `stream`; if that is nothing, it is at its beginning now"
-    if stream not in _PLACES: _PLACES[stream] = StreamPlace(stream)
-    return _PLACES[stream]
+    try: known = _PLACES.get(stream)
+    except TypeError: return StreamPlace(stream)
+    if known is None: known = _PLACES[stream] = StreamPlace(stream)
+    return known
