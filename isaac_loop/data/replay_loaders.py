@@ -128,21 +128,45 @@ def state_dict(self:ReplayLoader)->dict: # Plain numbers
     state,stream = dict(epoch=epoch, batches=batches, **self._identity()),None
     if self._goes_on: stream = self._stream
     elif self._tells(batches): stream = self.loader.dataset.state_dict()
-    return state if stream is None else state | dict(stream=stream, known=self._place_known().state_dict())
+    if stream: state['stream'] = stream
+    return state | self._said_of_stream(batches)
 
 @patch
 def _tells(self:ReplayLoader, batches):
     "Whether a stream can tell from where to go on"
     if not _knows_its_place(self.loader): return False
-    goes_on,one_pass = self._place_known().goes_on,self._read_by_loop()
-    if not batches: return not self._is_over and goes_on is not False # Perhaps the next pass goes on there
-    return goes_on or (self._alone if one_pass is None else one_pass.alone) # Else it may tell of a look
+    known,one_pass = self._place_known(),self._read_by_loop()
+    if known.goes_on or not batches: return known.goes_on
+    if self._alone if one_pass is None else one_pass.alone: return True
+    if known.perhaps and known.goes_on is None: warn(_TAKEN_AWAY)
+    return False # It may tell of a look
+
+@patch
+def _said_of_stream(self:ReplayLoader, batches):
+    "What else is to be known of a stream that tells its place"
+    if not _knows_its_place(self.loader): return {}
+    known = self._place_known()
+    left = not batches and not self._is_over and known.is_open()
+    return dict(goes_on=known.goes_on, has_begun_anew=known.has_begun_anew, left=left)
+
+_TAKEN_AWAY = ('Somebody has read the stream of a training loader in the middle of a pass, such as for a '
+               'look, and the stream may have gone on from there, so that rows were taken away. A run that '
+               'is resumed would get them. Look at another stream of the same data.')
 
 @patch
 def _place_known(self:ReplayLoader):
     "What is known of the stream"
     if self._place_of_stream is None: self._place_of_stream = place_of(self.loader.dataset)
     return self._place_of_stream
+
+@patch
+def _beside_place(self:ReplayLoader):
+    "A function that has a stream be put back for its next pass, if it is to be now"
+    known = self._place_known() if _knows_its_place(self.loader) else None
+    if known is None: return lambda: None
+    moved = known.moved
+    def put_back(): known.moved = known.moved or moved
+    return put_back
 
 @patch
 def _identity(self:ReplayLoader):
@@ -158,16 +182,15 @@ def load_state_dict(self:ReplayLoader,
     self._begin_epoch(state['epoch'])
     if state['batches']: self.start_at(state['batches'])
     self._stream = state.get('stream')
-    if self._stream is None or not _knows_its_place(self.loader): return
+    if not _knows_its_place(self.loader): return
     known = self._place_known()
-    if 'known' in state: known.load_state_dict(state['known'])
-    if state['batches'] or known.goes_on: return
-    self._stream = None
-    if known.goes_on is None: warn(_PERHAPS_ON)
+    known.goes_on = known.goes_on or state.get('goes_on')
+    known.has_begun_anew = known.has_begun_anew or state.get('has_begun_anew', False)
+    if state.get('left') and known.is_open(): warn(_PERHAPS_ON)
 
 _PERHAPS_ON = ('A pass over a stream was left before its end, and the run was saved before another one had '
-               'shown whether it begins anew or goes on from there. It begins anew. If the stream goes on, '
-               'resume from a checkpoint within an epoch, or from a later one.')
+               'shown whether it begins anew or goes on from there. It begins anew. If the stream is one '
+               'that goes on, resume from a checkpoint of a later epoch, or begin anew.')
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #8a4e2712
 @patch
@@ -199,24 +222,28 @@ def _take_up(self:ReplayLoader, epoch, done):
     stream,self._stream = self._stream,None
     if not _knows_its_place(self.loader): return False
     known,dataset = self._place_known(),self.loader.dataset
-    taken = stream is not None and (done > 0 or known.goes_on) # It may be of an earlier pass, looked at
+    taken = stream is not None and bool(done > 0 or known.goes_on) # It may be of an earlier pass, looked at
     if taken: known.load(dataset, stream)
-    elif known.begin(dataset): _set_epoch(dataset, epoch)
+    elif known.begin(dataset, may_rewind=not self._is_look()):
+        if known.left and known.is_open(): warn(_PERHAPS_ON)
+        _set_epoch(dataset, epoch)
     return taken
 
 @patch
-def _begun(self:ReplayLoader, source, epoch, batches, batch, taken):
-    "What gives the batches, and the first, once more if the stream has begun where it was taken up before"
-    if not _knows_its_place(self.loader): return batches,batch
-    known,stream,ended = self._place_known(),self.loader.dataset,batch is _end
-    if taken: known.taken_up(stream, ended)
-    if taken or known.begun(stream, ended): return batches,batch
-    known.rewind(stream)
-    _set_epoch(stream, epoch)
-    with seeded_with(self.seed, epoch): batches = iter(source)
-    batch = self._read(batches, source, epoch, 0)
-    known.begun(stream, batch is _end)
-    return batches,batch
+def _is_look(self:ReplayLoader):
+    "Whether a loop is in the middle of another pass than that which begins now"
+    one_pass = self._read_by_loop()
+    return one_pass is not None and one_pass is not self._pass()
+
+@patch
+def _note(self:ReplayLoader, is_over, is_first, taken):
+    "Note that a batch was given, or that the pass is over"
+    if not self._is_look(): self._stream,self._is_over = None,is_over
+    if not _knows_its_place(self.loader): return
+    known = self._place_known()
+    if is_over: known.left = known.left and not taken
+    elif is_first and not taken: known.begun(self.loader.dataset)
+    if not is_over: known.given()
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #56057d8d
 _end = object()
@@ -251,8 +278,7 @@ def _walk(self:ReplayLoader, epoch, done):
         with seeded_with(self.seed, epoch): batches = iter(source)
         for i in count(first):
             batch = self._read(batches, source, epoch, i)
-            if i == first: batches,batch = self._begun(source, epoch, batches, batch, taken)
-            self._stream,self._is_over = None,batch is _end
+            self._note(batch is _end, i == first, taken)
             if batch is _end: break
             if i >= done: yield batch,i+1
         if i < done: raise ValueError(_TOO_SHORT.format(n=i, done=done))

@@ -6,7 +6,7 @@
 __all__ = ['WorkerCrashed']
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #1d76f854
-import weakref
+import copy, weakref
 from contextlib import suppress
 
 from ..basics.checks import warn
@@ -15,9 +15,9 @@ from .sampling import whole_number
 # %% ../../nbs/data/28_resumable_loaders.ipynb #ecbc30c0
 _WITHIN = ('`set_epoch({epoch})` was called while a loop reads this loader, so what is saved in this pass '
            'could not say where it is. Call it between two passes, such as in `before_epoch`.')
-_OWN_BATCHES = ('`{}.__iter__` gives other batches than it reads, so the place that is saved is not that of '
-                'the batch which was used, and a run cannot go on from it exactly. Change each batch as it '
-                'comes, or put the rest around `trainer.batches` in `before_epoch`.')
+_OWN_BATCHES = ('`{}.__iter__` has not read one batch for each that it gave. If it holds batches back, or '
+                'repeats some, the place that is saved is not that of the batch in use, and a run cannot go '
+                'on from it exactly. Put that around `trainer.batches`, in `before_epoch`.')
 
 class Resumable:
     "A loader that knows its epoch, and how much of it was given"
@@ -101,10 +101,19 @@ class Resumable:
     def _tell_of_own_batches(self):
         if not self._in_step: warn(_OWN_BATCHES.format(type(self).__name__))
 
-    def go_back(self,
-        state, # What `state_dict` gave
-    ):
-        "Load `state`; a loop that is still where it was then keeps its pass"
+    def way_back(self):
+        "A function that loads the state of now; a loop that is still where it is now keeps its pass"
+        state,put_back = copy.deepcopy(self.state_dict()),self._beside_place()
+        def go_back():
+            self._go_back(copy.deepcopy(state))
+            put_back()
+        return go_back
+
+    def _beside_place(self):
+        "A function that puts back what else says where the loader is"
+        return lambda: None
+
+    def _go_back(self, state):
         walked,one_pass = self._walked,self._read_by_loop()
         self.load_state_dict(state)
         if one_pass is not None and (one_pass.epoch, one_pass.done) == (self.epoch, self._done):
@@ -121,8 +130,9 @@ class Resumable:
     def place_keeper(self):
         "A function that puts the loader back to where it is now, and the pass that somebody reads"
         names = 'epoch','_done','_goes_on','_pass','_walked','_alone'
-        place = {name: getattr(self, name) for name in names}
+        place,beside = {name: getattr(self, name) for name in names},self._beside_place()
         def put_back():
+            beside()
             moved = any(getattr(self, name) != was for name,was in place.items())
             vars(self).update(place)
             if not (moved and self._begins_anywhere and self.is_read()): return

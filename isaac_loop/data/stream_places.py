@@ -5,38 +5,41 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/data/26_stream_places.ipynb #f63d7311
-import copy
+# %% ../../nbs/data/26_stream_places.ipynb #8592c744
+import copy, numbers
 from weakref import WeakKeyDictionary
 
-# %% ../../nbs/data/26_stream_places.ipynb #ea510930
-def _leaves(state, path=()):
-    "Numbers and words in a state, by the way to them"
-    if isinstance(state, (int, float, str)): return {path: state}
-    if isinstance(state, dict): pairs = state.items()
-    else: pairs = enumerate(state) if isinstance(state, (list, tuple)) else ()
-    return {deeper: leaf for key,part in pairs for deeper,leaf in _leaves(part, (*path, key)).items()}
+import torch
 
-def _moved(before, after):
-    "What is other `after` a batch than `before`"
-    known = _leaves(before)
-    return {path: leaf for path,leaf in _leaves(after).items() if known.get(path) != leaf}
+# %% ../../nbs/data/26_stream_places.ipynb #ca3d1670
+def _numbers(state, path=()):
+    "Numbers in a state, by the way to them"
+    if torch.is_tensor(state): state = state.item() if state.numel() == 1 else None
+    if isinstance(state, numbers.Real): return {path: state}
+    if not isinstance(state, (dict, list, tuple)) or len(state) > 100: return {}
+    pairs = state.items() if isinstance(state, dict) else enumerate(state)
+    return {deeper: x for key,part in pairs for deeper,x in _numbers(part, (*path, key)).items()}
 
-def _is_there(state, place):
-    "Whether a state is at a place, as of `_moved`"
-    leaves = _leaves(state)
-    return any(leaves.get(path) == leaf for path,leaf in place.items())
+def _is_ahead(now, before):
+    "Whether the numbers of one state are further on than those of another"
+    if now.keys() != before.keys(): return False
+    return now != before and all(now[path] >= before[path] for path in now)
 
-# %% ../../nbs/data/26_stream_places.ipynb #3e95fe40
+# %% ../../nbs/data/26_stream_places.ipynb #62bed058
+_MANY = 3 # Batches after which a stream that begins anew would be seen to be back
+
 class StreamPlace:
     "What is known of a stream that tells its place"
     def __init__(self,
         stream, # Was not read yet
     ):
         self.beginning = copy.deepcopy(stream.state_dict())
-        self.first = None # Where it is after the first batch of a pass, as of `_moved`
-        self.loaded = None # Where it is after the first batch behind a place that was loaded
-        self.goes_on = None # Does a pass begin where the last one ended? None while that is not known
+        self.goes_on = False if type(stream).__module__.startswith('datasets.') else None # None: not known
+        self.perhaps = False # Is it likely?
+        self.has_begun_anew = False # Was it seen to do so?
+        self.moved = False # Was it taken up in its middle, and not put back since?
+        self.left = False # Was it left before its end then?
+        self._before,self._n = {},0 # Where it was before the last pass, and how many batches that has given
 
     def load(self,
         stream, # To have go on
@@ -44,53 +47,40 @@ class StreamPlace:
     ):
         "Have the next pass begin behind `state`"
         stream.load_state_dict(copy.deepcopy(state))
-        self.loaded,self._from = 'unread',copy.deepcopy(state)
+        self.moved,self.left,self._n = True,True,0
 
     def begin(self,
-        stream, # Is to be read
-    )->bool: # Whether that has changed something
-        "Have the next pass be one from the beginning, if nothing was read since a place was loaded"
-        unread = self.loaded == 'unread'
-        if unread: self.rewind(stream)
-        return unread
+        stream, # Is to be read in a pass that is not taken up
+        may_rewind:bool=True, # Does nobody else read it?
+    )->bool: # Whether it was put back to its beginning
+        "Note where a stream is before a pass"
+        goes_back = self.moved and may_rewind and not self.goes_on
+        if goes_back: self.rewind(stream)
+        self._before = {} if goes_back else _numbers(stream.state_dict())
+        return goes_back
 
     def rewind(self, stream):
         "Put the stream back to its beginning"
         stream.load_state_dict(copy.deepcopy(self.beginning))
-        if self.loaded == 'unread': self.loaded = None
-
-    def taken_up(self,
-        stream, # Has given the first batch behind a place that was loaded, or has ended there
-        ended:bool, # Which of both
-    ):
-        "Note where that is"
-        self.loaded = {} if ended else _moved(self._from, stream.state_dict())
-        self._ends = ended
+        self.moved,self._n = False,0
 
     def begun(self,
-        stream, # Has given the first batch of a pass that did not begin at a place that was loaded, or none
-        ended:bool, # Which of both
-    )->bool: # False: it has begun behind the place that was loaded last, and has to be put back
-        "Note how a pass has begun"
-        state,is_back = stream.state_dict(),False
-        if self.loaded is not None: is_back = self._ends if ended else _is_there(state, self.loaded)
-        if is_back and self.goes_on is not True:
-            self.goes_on = False
-            return False
-        if ended or self.goes_on: return True
-        if not self.first: self.first = _moved(self.beginning, state)
-        elif self.goes_on is None: self.goes_on = not _is_there(state, self.first)
-        return True
+        stream, # Has given the first batch of such a pass
+    ):
+        "Note whether it has begun anew"
+        is_ahead = self._n > 0 and _is_ahead(_numbers(stream.state_dict()), self._before)
+        self.perhaps = self.perhaps or is_ahead
+        if self._n >= _MANY: self.has_begun_anew = self.has_begun_anew or not is_ahead
+        if self.goes_on is None and is_ahead and self._n >= _MANY: self.goes_on = True
+        self._n = 0
 
-    def state_dict(self)->dict: # Plain data
-        "What another process should know of the stream"
-        first = [[list(path), leaf] for path,leaf in (self.first or {}).items()]
-        return dict(goes_on=self.goes_on, first=first)
+    def given(self):
+        "Count a batch"
+        self._n += 1
 
-    def load_state_dict(self, state):
-        "Know what another process knew"
-        if self.goes_on is None: self.goes_on = state['goes_on']
-        if not self.first: self.first = {tuple(path): leaf for path,leaf in state['first']}
+    def is_open(self)->bool: # To warn of
+        "Whether nobody knows if a pass would begin anew or go on"
+        return self.goes_on is None and not self.has_begun_anew
 
 _PLACES = WeakKeyDictionary()
 

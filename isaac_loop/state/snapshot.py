@@ -247,9 +247,9 @@ def _of_loader(x, is_searched=False):
     drawn = [] if is_searched or not hasattr(x, 'dataset') else list(data_generators(x).values())
     if isinstance(x, Resumable) and x.is_read() and not is_searched: return x.place_keeper(), drawn
     if hasattr(type(x), 'state_dict') and hasattr(type(x), 'load_state_dict'):
+        if isinstance(x, Resumable): return x.way_back(), drawn
         state = copy.deepcopy(x.state_dict())
-        load = x.go_back if isinstance(x, Resumable) else x.load_state_dict
-        return lambda: load(copy.deepcopy(state)), drawn
+        return lambda: x.load_state_dict(copy.deepcopy(state)), drawn
     if isinstance(x, DataLoader): return _nothing, (x.generator, x.sampler, x.batch_sampler, *drawn)
 
 # %% ../../nbs/state/20_snapshot.ipynb #0b9cd1a1

@@ -10,6 +10,7 @@ import time
 import warnings
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset as HuggingFace
@@ -59,8 +60,8 @@ class On(Lines):
 
     def __iter__(self):
         while True:
-            i, self.at = self.at, (self.at + 1) % 48
-            yield X[i], Y[i]
+            self.at += 1
+            yield X[self.at % 48], Y[self.at % 48]
 
 
 class Epochs(Anew):
@@ -170,11 +171,16 @@ def test_a_stream_goes_on_in_a_new_loader(stream, tmp_path):
             assert found == whole, at
 
 
-@pytest.mark.parametrize("at", [2, 5, 6, 9])
 @pytest.mark.parametrize("limit", [4, 6])
-def test_a_stream_without_end_goes_on_where_it_is(at, limit, tmp_path):
+def test_a_stream_without_end_goes_on_where_it_is(limit, tmp_path):
     make = lambda: exact_loader(On(), 8)
-    assert goes_on(make, tmp_path, [NBatchCB(limit)], cuts=[at]) == []
+    assert goes_on(make, tmp_path, [NBatchCB(limit)], cuts=[limit + 1, limit + 2, 2 * limit + 1]) == []
+
+
+def test_where_it_was_cut_in_its_first_pass_the_user_hears_it(tmp_path):
+    run(exact_loader(On(), 8), tmp_path, 2, [NBatchCB(4)])
+    with pytest.warns(UserWarning, match="left before its end.*It begins anew"):
+        run(exact_loader(On(), 8), tmp_path, None, [NBatchCB(4)])
 
 
 @pytest.mark.parametrize("stream", [On, Anew])
@@ -195,8 +201,74 @@ def after_batch(trainer):
         next(iter(trainer.dls.train))
 
 
-def test_a_look_takes_rows_from_a_cursor_in_each_run(tmp_path):
-    assert goes_on(lambda: exact_loader(Lines(), 8), tmp_path, [after_batch]) == []
+def test_a_look_takes_rows_from_a_cursor_and_the_user_hears_it(tmp_path):
+    with pytest.warns(UserWarning, match="rows were taken away"):
+        run(exact_loader(Lines(), 8), tmp_path, 3, [after_batch])
+
+
+class Dropped(Anew):
+    "Leaves rows out at random"
+
+    def __iter__(self):
+        for i in range(self.first, 48):
+            self.at = i + 1
+            if torch.rand(()) < 0.7:
+                yield X[i], Y[i]
+
+
+class Chosen(Epochs):
+    "Leaves out others in each epoch"
+
+    def __iter__(self):
+        order = torch.randperm(48, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for i in range(self.first, 48):
+            self.at = i + 1
+            if X[order[i], 0] > -0.5:
+                yield X[order[i]], Y[order[i]]
+
+
+class OfTensor(Anew):
+    kind = torch.tensor
+
+    def state_dict(self):
+        return dict(at=self.kind(self.at), rows=[0.5] * 500)
+
+    def load_state_dict(self, state):
+        self.first = int(state["at"])
+
+
+class OfNumPy(OfTensor):
+    kind = np.int64
+
+
+class OfBytes(OfTensor):
+    def state_dict(self):
+        return dict(at=bytes([self.at]))
+
+    def load_state_dict(self, state):
+        self.first = state["at"][0]
+
+
+@pytest.mark.parametrize("stream", [Dropped, Chosen, OfTensor, OfNumPy, OfBytes])
+@pytest.mark.parametrize("limits", [(), [3]])
+def test_whatever_its_rows_and_its_state_are(stream, limits, tmp_path):
+    cbs = [NBatchCB(n) for n in limits]
+    told = goes_on(lambda: exact_loader(stream(), 8), tmp_path, cbs, cuts=(2, 6, 8), n_epochs=4)
+    assert all("left before its end" in text for text in told) and bool(told) <= bool(limits)
+
+
+class Silent(Anew):
+    "Tells nothing"
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_state_that_is_empty_tells_no_place(tmp_path):
+    goes_on(lambda: exact_loader(Silent(), 8), tmp_path)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -268,7 +340,7 @@ class Twice(ExactLoader):
 
 @pytest.mark.parametrize("kind", [Ahead, Cached, Twice])
 def test_a_loader_that_gives_other_batches_than_it_reads_is_named(kind, tmp_path):
-    with pytest.warns(UserWarning, match=f"`{kind.__name__}.__iter__` gives other batches"):
+    with pytest.warns(UserWarning, match=f"`{kind.__name__}.__iter__` has not read one batch"):
         run(kind(TensorDataset(X, Y), 8), tmp_path, 3)
 
 
