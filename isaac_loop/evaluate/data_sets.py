@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..basics.checks import did_you_mean
 from ..data.dataset_order import in_order
@@ -99,8 +99,12 @@ def check_sets(
         chosen,told = chosen_loader(trainer.dls, dl),dict(name=name, who=who)
         trains = chosen is getattr(trainer.dls, 'train', None)
         if trains and hasattr(chosen, '__next__'): raise TypeError(_TAKEN_AWAY.format(**told))
-        with same_random(): loader = in_order(chosen)[0]
-        if n_batches(loader) == 0: raise ValueError(_NO_BATCHES.format(**told))
+        if n_batches(chosen) == 0 and _is_empty(trainer, chosen): raise ValueError(_NO_BATCHES.format(**told))
+
+def _is_empty(trainer, dl):
+    "Whether a loader without a batch has none in the order of its rows either: that asks its sampler"
+    if not isinstance(dl, DataLoader): return True
+    with trainer.side_run(): return n_batches(in_order(dl)[0]) == 0
 
 _NO_BATCHES = ('The data set `{name}` of `{who}` has no batches, so there is nothing to evaluate. '
                'Is its dataset empty?')

@@ -26,6 +26,7 @@ from isaac_loop.checkpoints.best_weights import KeepBestCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.evaluate.evaluator import EvaluatorCB
+from isaac_loop.evaluate.reports import ReportCB
 from isaac_loop.log.loggers import LoggerCB
 from isaac_loop.metrics.any_metric import MeanOf
 from isaac_loop.metrics.metrics import MetricsCB
@@ -1249,3 +1250,45 @@ def test_a_cancel_after_the_last_batch_leaves_no_gap(event):
         warnings.simplefilter("error")
         assert trainer.validate() and len(trainer.get_preds()) == 22
         trainer.fit(1, lr=0.1, valid=False)
+
+
+class CountingSampler:
+    "Another order in each epoch: of a counter, and of a generator that is kept in a list"
+
+    def __init__(self):
+        self.epoch, self.generators = 0, [torch.Generator().manual_seed(2)]
+
+    def __iter__(self):
+        self.epoch += 1
+        order = torch.randperm(10, generator=self.generators[0]).tolist()
+        return iter(order if self.epoch % 2 else order[::-1])
+
+    def __len__(self):
+        return 10
+
+
+@pytest.mark.parametrize("dl", ["train", "valid"])
+@pytest.mark.parametrize("ask", ["in the fit", "by hand", "report"])
+def test_the_look_whether_a_loader_has_batches_draws_from_no_sampler(ask, dl):
+    "The validation has no whole batch, so only in the order of its rows there is one"
+
+    def trained(*callbacks):
+        set_seed(0)
+        sampler = CountingSampler()
+        short = DataLoader(DATA, 12, sampler=sampler, drop_last=True)
+        dls = DataLoaders(DataLoader(DATA, 4, sampler=sampler), short)
+        own = [BasicTrainCB(), MetricsCB(show=False)]
+        trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(4, 3), [*own, *callbacks])
+        trainer.fit(3, 0.1, valid=False)
+        return bits(trainer.model.weight), sampler.epoch
+
+    class LookCB:
+        order = Order.DECIDE
+
+        def log(self, trainer):
+            evaluator.evaluate(trainer)
+
+    evaluator = EvaluatorCB(dl, epochs=1)
+    report = ReportCB(dl=dl, rows=lambda preds, targets: len(preds))
+    asks = {"in the fit": evaluator, "by hand": LookCB(), "report": report}
+    assert trained(asks[ask]) == trained()
