@@ -8,14 +8,17 @@ __all__ = []
 # %% ../../nbs/loop/29_fitting.ipynb #c724ce85
 import sys
 from collections.abc import Mapping
-from contextlib import contextmanager, ExitStack
+from contextlib import contextmanager, ExitStack, suppress
+from functools import lru_cache
 from types import FunctionType
+from weakref import ref
 
 import torch
 
 from ..basics.checks import warn
 from . import advice, pass_checks
 from .callback_list import Checked, is_in
+from .events import EVENTS
 from .passes import Batches, forget, n_batches
 from .plan_checks import warn_of_findings
 
@@ -176,11 +179,29 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _black_box=None, # The callback that has kept the last batches, for `replay`
     )
 
-# %% ../../nbs/loop/29_fitting.ipynb #6529bc9b
+# %% ../../nbs/loop/29_fitting.ipynb #6ee702e9
+_MOST = 32
+
 class KnownInFit(dict):
-    "What runs on the side need not work out again in this fit; a copy knows nothing"
+    "What runs on the side need not work out again in this fit: what was found, and for which callbacks"
+    def __init__(self): self.seen = {} # By key, weakly: callbacks that have come once
     def __reduce_ex__(self, protocol): return KnownInFit,()
 
+    def keep(self,
+        key, # Says all that counts for what was found
+        callbacks, # For which it was found; held, so that no `id` in the key serves twice
+        found, # Anything
+    ):
+        "Have `found` under `key` if these very callbacks come a second time"
+        seen = self.seen.pop(key, ())
+        if len(seen) == len(callbacks) and all(note() is cb for note,cb in zip(seen, callbacks)):
+            if len(self) >= _MOST: self.clear()
+            self[key] = found,list(callbacks)
+            return
+        if len(self.seen) >= _MOST: self.seen.clear()
+        with suppress(TypeError): self.seen[key] = [ref(cb) for cb in callbacks] # Some cannot be noted
+
+# %% ../../nbs/loop/29_fitting.ipynb #6529bc9b
 @contextmanager
 def _left_tidy(trainer):
     "Leave the trainer free for another fit, however this one ends"
@@ -229,15 +250,40 @@ def _detached(x):
     if type(x) in (list, tuple): return type(x)(map(detached, x))
     return {k: detached(part) for k,part in x.items()} if type(x) is dict else detached(x)
 
+# %% ../../nbs/loop/29_fitting.ipynb #36646115
+FLAGS = 'order','in_side_runs','on_train','on_valid','on_ranks'
+
+def places_of(
+    callbacks, # Several
+    events=EVENTS, # That they may answer
+)->tuple: # Without the callbacks themselves
+    "A key for where callbacks take part: it is another one if a flag or a handler of an object is another"
+    names = _deciding(events)
+    return tuple([_place(cb, names) for cb in callbacks])
+
+@lru_cache(maxsize=64)
+def _deciding(events): return frozenset((*FLAGS, *events))
+
+def _place(cb, names):
+    own,asked = getattr(cb, '__dict__', ()),_asked(type(cb))
+    if not asked and names.isdisjoint(own): return id(cb),id(type(cb))
+    told = [(name, repr(own[name]) if name in FLAGS else id(own[name])) for name in own if name in names]
+    return id(cb),id(type(cb)),*told,*[repr(getattr(cb, name, None)) for name in asked]
+
+@lru_cache(maxsize=4096)
+def _asked(kind):
+    "Flags that a class works out each time"
+    return [name for name in FLAGS if isinstance(getattr(kind, name, None), property)]
+
 # %% ../../nbs/loop/29_fitting.ipynb #dd3c9ea1
 def _build_plan(trainer):
     "Work out the plan; a run on the side has the plan that it had before in this fit"
     plan,callbacks,known = trainer.plan,list(trainer.callbacks),trainer._aside_known
     keeps = trainer._side_runs and known is not None and not plan.changes
-    key = tuple(map(id, callbacks))
+    key = places_of(callbacks, plan.events) if keeps else None
     if keeps and key in known: return plan.take(*known[key][0])
     plan.build(callbacks)
-    if keeps: known[key] = plan.taken(),callbacks # Held: no `id` serves twice
+    if keeps: known.keep(key, callbacks, plan.taken())
 
 @contextmanager
 def one_fit(

@@ -15,6 +15,7 @@ from fastcore.basics import patch
 
 from ..basics.tensors import set_seed
 from ..loop.events import EVENTS, Order, ROW_EVENTS, handler_of
+from ..loop.fitting import places_of
 from ..loop.plan import Plan
 from ..loop.trainer import Trainer
 from ..loop.history import History
@@ -33,11 +34,11 @@ def _only_reads(callback):
 
 def _kept(callbacks, below, known=None):
     "Those that take part in a run on the side; `known` has what was found before in this fit"
-    key = 'kept',below,*map(id, callbacks)
+    key = None if known is None else ('kept', below, places_of(callbacks))
     if known is not None and key in known: return known[key][0]
     stays = lambda cb: getattr(cb, 'order', 0) < below and not _only_reads(cb)
     kept = [cb for cb in callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
-    if known is not None: known[key] = kept,list(callbacks) # Held: no `id` serves twice
+    if known is not None: known.keep(key, callbacks, kept)
     return kept
 
 # %% ../../nbs/state/40_side_runs.ipynb #f118024c

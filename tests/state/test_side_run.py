@@ -7,8 +7,10 @@ without. What happens inside, a cancel, an error, a request to stop, ends what h
 
 import collections
 import functools
+import gc
 import random
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -1154,3 +1156,78 @@ def test_who_comes_and_goes_in_a_run_on_the_side_comes_and_goes_in_each(event):
         make_trainer([many]).fit(3)
         found.append(heard)
     assert found[0] == found[1] and "visitor: batch" in found[0]
+
+
+class ScaleCB:
+    "Comes in for evaluations, or stays out of them, from the fourth update on"
+
+    def __init__(self, order, change):
+        self.order, self.change = order, change
+
+    def before_batch(self, trainer):
+        trainer.batch = trainer.batch[0] * 3, trainer.batch[1]
+        if trainer.training and trainer.n_updates == 4:
+            self.change(self)
+
+    @property
+    def on_valid(self):
+        return not hasattr(self, "stays_out")
+
+
+def set_handler(cb):
+    cb.before_batch = lambda trainer: None
+
+
+@pytest.mark.parametrize("evaluate", [{}, {"n_batches": 5}])
+@pytest.mark.parametrize(
+    "order, change",
+    [
+        (Order.DATA, lambda cb: setattr(cb, "order", Order.REPORT)),
+        (Order.REPORT, lambda cb: setattr(cb, "in_side_runs", True)),
+        (Order.DATA, lambda cb: setattr(cb, "on_ranks", 1)),
+        (Order.DATA, lambda cb: setattr(cb, "stays_out", True)),
+        (Order.DATA, set_handler),
+    ],
+)
+def test_who_changes_in_a_fit_where_it_takes_part_does_so_in_the_next_evaluation(order, change, evaluate):
+    "By whatever way one evaluates; a run that knows nothing of the one before says what is right"
+
+    class ForgetCB:
+        order = Order.SCHEDULE
+
+        def after_step(self, trainer):
+            trainer._aside_known.clear()
+            trainer._aside_known.seen.clear()
+
+    def evaluated(change, *callbacks):
+        evaluator = EvaluatorCB(updates=1, at_end=False, **evaluate)
+        trainer = make_trainer([ScaleCB(order, change), evaluator, *callbacks])
+        trainer.fit(3, valid=False)
+        return [loss for loss in trainer.history.batches["eval_loss"] if loss == loss]
+
+    found, without = evaluated(change), evaluated(lambda cb: None)
+    assert found == evaluated(change, ForgetCB()) and found[:3] == without[:3] and found[5:] != without[5:]
+
+
+def test_callbacks_of_one_evaluation_are_free_after_it():
+    class CollectCB:
+        def __init__(self):
+            self.found = []
+
+        def after_predict(self, trainer):
+            self.found.append(trainer.preds)
+
+    class LookCB:
+        order = Order.DECIDE
+
+        def after_batch(self, trainer):
+            if trainer.training:
+                collect = CollectCB()
+                trainer.validate(callbacks=collect)
+                kept.append(weakref.ref(collect.found[0]))
+                gc.collect()
+                alive.append(sum(ref() is not None for ref in kept))
+
+    kept, alive = [], []
+    make_trainer([LookCB()]).fit(2)
+    assert max(alive[1:]) <= 1  # The last, which `collect` holds itself
