@@ -11,7 +11,8 @@ from collections import deque
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from operator import is_
-from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -107,11 +108,13 @@ def _entries(x):
     if not 0 < n <= _MANY: return []
     values = list(dict.values(x) if kind is dict else kind.__iter__(x))
     if n > _ENTRIES and not is_generator(values[0]): return []
-    if all(map(_is_end, set(map(type, values)))): return []
+    if _are_ends(values): return []
     keys = map(_as_key, dict.keys(x)) if kind is dict else range(n)
     return [(f'[{k}]', o) for k,o in zip(keys, values)]
 
 def _as_key(k): return repr(k) if type(k) in (str, int, float, bool, type(None)) else type(k).__name__
+
+def _are_ends(values): return all(map(_is_end, set(map(type, values))))
 
 # %% ../../nbs/data/55_generators.ipynb #41af6ddb
 _MAKING = {'__init__', '__new__', '__post_init__', '__init_subclass__', '__annotations__', '__dict__'}
@@ -313,9 +316,12 @@ def _held_by(x):
     found = _held_by_function(x) if kind is FunctionType else None
     return [o for _,o in _parts(x)] if found is None else found
 
-def _if_leading(values): return [] if all(map(_is_end, set(map(type, values)))) else list(values)
+def _if_leading(values): return [] if _are_ends(values) else list(values)
 
-def _all_in(spaces): return [x for space in spaces for x in space.values()]
+def _all_in(spaces):
+    found = []
+    for space in spaces: found += space.values() # Faster than a comprehension
+    return found
 
 def _spaces(own, kind):
     in_module = '_modules','_forward_hooks','_forward_pre_hooks'
@@ -330,24 +336,54 @@ def _held_by_function(f):
     return [*named, *cells, f.__defaults__, *(f.__kwdefaults__ or {}).values(), *vars(f).values()]
 
 # %% ../../nbs/data/55_generators.ipynb #bd38cdfe
-def _leads_nowhere(x): return _is_end(type(x)) or (type(x) in _HELD and not _entries(x))
+_SETTINGS = (str, int, float, complex, type(None), torch.dtype, torch.device, ModuleType, property,
+             staticmethod, classmethod, MemberDescriptorType, GetSetDescriptorType)
 
-def _are_alike(some, others):
-    "Whether these are the same objects, but for those that lead nowhere"
-    if len(some) != len(others): return False
-    return all(map(is_, some, others)) or all(map(_is_alike, some, others))
+def _leads_nowhere(x):
+    kind = type(x)
+    is_small = kind in (list, dict) and len(x) <= _ENTRIES
+    if is_small: return not x or _are_ends(x.values() if kind is dict else x)
+    return _is_end(kind) or (kind in _HELD and not _entries(x))
 
-def _is_alike(a, b): return a is b or (_leads_nowhere(a) and _leads_nowhere(b))
+def _is_setting(x):
+    if type(x) is tuple: return all(isinstance(o, _SETTINGS) for o in x)
+    return isinstance(x, _SETTINGS)
 
-def _noted(x):
+def _noted(held, free=()):
+    "What is remembered of objects: None for one that leads nowhere, unless it is a setting or `free`"
+    return [x if id(x) in free or _is_setting(x) or not _leads_nowhere(x) else None for x in held]
+
+def _are_alike(now, noted):
+    "Whether these are the objects that were noted, but for those that lead nowhere"
+    if len(now) != len(noted): return False
+    return all(map(is_, now, noted)) or all(map(_is_alike, now, noted))
+
+def _is_alike(x, before):
+    if x is before: return True
+    return (before is None or _is_setting(before)) and _leads_nowhere(x)
+
+def _asked(x):
     "What `x` holds; None if it fails when it is asked"
     try: return _held_by(x)
     except Exception: return None
 
+def _note_of(x):
+    "An object and what is remembered of what it holds; a module keeps the dicts of its parts anyway"
+    held = _asked(x)
+    own = vars(x) if held is not None and isinstance(x, nn.Module) else {}
+    return x,None if held is None else _noted(held, {id(own.get(name)) for name in OF_MODULES if own})
+
 def _leads_there(pair):
     "Whether an object leads to the same as when it was noted"
-    before,now = pair[1],_noted(pair[0])
-    return before is now if None in (before, now) else _are_alike(now, before)
+    before,now = pair[1],_asked(pair[0])
+    return before is now if before is None or now is None else _are_alike(now, before)
+
+def _notes_of(met):
+    "Notes of objects that may lead elsewhere; a container that leads nowhere yet is asked by who holds it"
+    fixed = [x for x in met if _is_fixed(x)]
+    in_fixed = {id(part) for x in fixed for part in _asked(x) or ()} # Those ask nobody
+    is_asked = lambda x: _leads_nowhere(x) and id(x) not in in_fixed
+    return [_note_of(x) for x in met if not (_is_fixed(x) or is_asked(x))]
 
 class GeneratorSearch:
     "Finds the `own_generators` of a trainer, again only if something on the way leads elsewhere now"
@@ -358,7 +394,8 @@ class GeneratorSearch:
         if self.met is None or not (_are_alike(roots, self.roots) and all(map(_leads_there, self.met))):
             met = []
             found = list(_found([('', x) for x in roots], met=met).values())
-            self.roots,self.met,self.found = roots,[(x, _noted(x)) for x in met if not _is_fixed(x)],found
+            self.roots,self.found = _noted(roots),found
+            self.met = _notes_of(met)
         return self.found
 
 def _is_fixed(x):

@@ -258,17 +258,19 @@ def places_of(
     events=EVENTS, # That they may answer
 )->tuple: # Without the callbacks themselves
     "A key for where callbacks take part: it is another one if a flag or a handler of an object is another"
-    names = _deciding(events)
-    return tuple([_place(cb, names) for cb in callbacks])
+    names,key = _deciding(events),[]
+    for cb in callbacks:
+        own,kind = getattr(cb, '__dict__', ()),type(cb)
+        key += id(cb),id(kind)
+        if _asked(kind) or not names.isdisjoint(own): key += _own_places(cb, own, names)
+    return tuple(key)
 
 @lru_cache(maxsize=64)
 def _deciding(events): return frozenset((*FLAGS, *events))
 
-def _place(cb, names):
-    own,asked = getattr(cb, '__dict__', ()),_asked(type(cb))
-    if not asked and names.isdisjoint(own): return id(cb),id(type(cb))
+def _own_places(cb, own, names):
     told = [(name, repr(own[name]) if name in FLAGS else id(own[name])) for name in own if name in names]
-    return id(cb),id(type(cb)),*told,*[repr(getattr(cb, name, None)) for name in asked]
+    return told + [(name, repr(getattr(cb, name, None))) for name in _asked(type(cb))]
 
 @lru_cache(maxsize=4096)
 def _asked(kind):

@@ -10,6 +10,7 @@ import functools
 import io
 import pickle
 import random
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -353,3 +354,41 @@ def test_what_is_known_of_runs_on_the_side_is_gone_after_a_fit():
     assert trainer._aside_known is None and kept[0][1]
     kept[0][0].restore()
     assert trainer._aside_known is None
+
+
+@pytest.mark.parametrize(
+    "place", [lambda held: (held, 1), lambda held: held.append, lambda held: {"a": held}]
+)
+def test_a_list_that_leads_nowhere_yet_is_asked_again(place):
+    held = [1]
+    callback = NoiseCB(Attribute())
+    callback.placed = place(held)
+    callbacks = [BasicTrainCB(), callback]
+    trainer = Trainer(DataLoaders(batches()), F.cross_entropy, optim.SGD, nn.Linear(3, 2), callbacks)
+    search = GeneratorSearch()
+    search(trainer)
+    held.append(random.Random(7))
+    assert any(x is held[1] for x in search(trainer))
+
+
+@pytest.mark.parametrize("keep", [lambda x: x, lambda x: [x], lambda x: {"preds": x}])
+@pytest.mark.parametrize("owner", ["callback", "trainer"])
+def test_a_search_holds_nothing_that_leads_nowhere(keep, owner):
+    "What a callback has replaced is free, though there was an evaluation while it was there"
+
+    class KeepsCB:
+        order = Order.DECIDE
+
+        def after_batch(self, trainer):
+            if trainer.training:
+                (self if owner == "callback" else trainer).seen = keep(trainer.preds)
+                given.append(weakref.ref(trainer.preds))
+                alive.append(sum(ref() is not None for ref in given))
+                if trainer.n_updates == 2:
+                    trainer.validate()
+
+    given, alive = [], []
+    dls = DataLoaders(batches(), batches(2))
+    trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(3, 2), [BasicTrainCB(), KeepsCB()])
+    trainer.fit(1, valid=False)
+    assert len(set(alive)) == 1
