@@ -160,7 +160,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _guests=[], # Callbacks of this fit alone
         _checked=Checked(), # Callbacks that were found to be in order
         _aside_known=None, # In a fit what its runs on the side need not work out again, such as their plans
-        _fitting=False, # In a fit an object, another one in each
+        _fitting=False, # In a fit a `Fitting`
         _training=None, # The kind of pass; None between fits
         _source=Batches(()), # Where the batches of this pass come from
         _broken=False, # Did the last fit end in an error, perhaps with gradients left?
@@ -185,7 +185,7 @@ _MOST = 32
 class KnownInFit(dict):
     "What runs on the side need not work out again in this fit: what was found, and for which callbacks"
     def __init__(self): self.seen = {} # By key, weakly: callbacks that have come once
-    def __reduce_ex__(self, protocol): return KnownInFit,()
+    def __reduce_ex__(self, protocol): return type(None),() # A copy of the trainer is in no fit
 
     def keep(self,
         key, # Says all that counts for what was found
@@ -202,12 +202,17 @@ class KnownInFit(dict):
         with suppress(TypeError): self.seen[key] = [ref(cb) for cb in callbacks] # Some cannot be noted
 
 # %% ../../nbs/loop/29_fitting.ipynb #6529bc9b
+class Fitting:
+    "Says of a trainer that it is in a fit, another one in each; a copy of the trainer is in none"
+    __slots__ = ()
+    def __reduce_ex__(self, protocol): return bool,()
+
 @contextmanager
 def _left_tidy(trainer):
     "Leave the trainer free for another fit, however this one ends"
     with_grad = torch.is_grad_enabled()
     try:
-        trainer._fitting = object() # True, and another one in each fit
+        trainer._fitting = Fitting()
         if not trainer._side_runs: trainer._aside_known = KnownInFit()
         strangers = [cb for cb in trainer.callbacks if is_in(cb, trainer._guests)]
         trainer._remove(strangers, delete=True) # Left by an interrupt in an unlucky place

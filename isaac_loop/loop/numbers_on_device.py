@@ -236,7 +236,7 @@ def _and_one(blocks, batches, sent):
 
 _FEW = 16 # Rows that are read one by one: faster than as tensors
 
-def _is_here(x): return x.device.type == 'cpu' if isinstance(x, torch.Tensor) else True
+def _is_here(x): return not isinstance(x, torch.Tensor) or (x.device.type == 'cpu' and not x.is_complex())
 
 class PassNumbers:
     "Columns of numbers, with one in each for every batch of a pass"
@@ -270,7 +270,7 @@ class PassNumbers:
         return self._held[0]
 
     def _few_here(self):
-        "The rows, if there are few of them, no blocks, and all is on the CPU; else None"
+        "The rows, if there are few of them, no blocks, and all is on the CPU and real; else None"
         blocks,rows = self._held
         if blocks or len(rows) > _FEW: return None
         return rows if all(map(_is_here, chain.from_iterable(rows))) else None

@@ -124,7 +124,8 @@ class Plan(dict):
             for chain in chains.values(): chain.change()
             chains.clear() # Another plan may take them over
 
-    def __getstate__(self): return vars(self) | dict(_chains={}, chains={}) # No pickle takes these
+    def __getstate__(self): # No pickle takes chains, and a copy is in no span
+        return vars(self) | dict(_chains={}, chains={}, spans=[], leaving={})
 
     def __setstate__(self, state):
         vars(self).update(state)

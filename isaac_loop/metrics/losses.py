@@ -39,7 +39,7 @@ class Losses(PassNumbers):
         batch:int, # Number of the batch
     ):
         "Keep the loss of a batch"
-        super().add(batch, _kept(loss), size)
+        super().add(batch, _kept(loss), _kept(size) if isinstance(size, torch.Tensor) else size)
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave; earlier versions had two columns side by side

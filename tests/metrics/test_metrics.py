@@ -1372,3 +1372,24 @@ def test_a_loss_in_memory_that_is_written_to_later_is_what_it_was(kind):
     trainer.fit(1, lr=0.01, valid=False)
     before_step = [value + (kind == "parameter") for value in same.seen]  # It is written down after the step
     assert trainer.history.batches["loss"] == before_step
+
+
+def test_a_weight_may_be_one_tensor_that_is_written_anew_for_each_batch():
+    total = torch.zeros(())
+
+    def rewritten(batch):
+        return total.fill_(len(batch[1]))
+
+    trainer = make_trainer([MetricsCB(weigh=rewritten, show=False)])
+    assert trainer.validate() == trainer.validate(weigh=lambda batch: torch.tensor(len(batch[1])))
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.parametrize("n", [16, 17])
+def test_of_complex_losses_the_real_part_counts_however_many_batches_there_are(n):
+    def complex_loss(preds, targets):
+        return F.mse_loss(preds, targets) * (1 + 0.2j)
+
+    trainer = make_trainer([MetricsCB(show=False)], valid=[2] * n, loss_func=complex_loss)
+    real = make_trainer([MetricsCB(show=False)], valid=[2] * n)
+    assert trainer.validate()["valid_loss"] == pytest.approx(real.validate()["valid_loss"])

@@ -6,8 +6,10 @@ without. What happens inside, a cancel, an error, a request to stop, ends what h
 """
 
 import collections
+import copy
 import functools
 import gc
+import pickle
 import random
 import sys
 import weakref
@@ -1231,3 +1233,46 @@ def test_callbacks_of_one_evaluation_are_free_after_it():
     kept, alive = [], []
     make_trainer([LookCB()]).fit(2)
     assert max(alive[1:]) <= 1  # The last, which `collect` holds itself
+
+
+COPIES = []
+
+
+class CopyCB:
+    "Copies the trainer at an event"
+
+    order = Order.DECIDE
+
+    def __init__(self, event, copied):
+        self.copied, self.seen = copied, 0
+        setattr(self, event, self.keep)
+
+    def before_batch(self, trainer):
+        self.seen += not trainer.training
+
+    def keep(self, trainer):
+        if trainer._side_runs == 0 and not COPIES:
+            for name in ("preds", "loss"):
+                if hasattr(trainer, name):
+                    setattr(trainer, name, getattr(trainer, name).detach())
+            trainer.validate()
+            COPIES.append(self.copied(trainer))
+
+
+def pickled(x):
+    return pickle.loads(pickle.dumps(x))
+
+
+@pytest.mark.parametrize("event", ["before_fit", "after_batch", "log"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_that_is_made_in_a_fit_is_in_none(event, copied):
+    "It evaluates and trains like any trainer, with the callbacks that it has by then"
+    COPIES.clear()
+    make_trainer([CopyCB(event, copied)]).fit(2)
+    again = COPIES[0]
+    assert not again._fitting and not again.plan.spans and again._aside_known is None
+    before, again.CopyCB.order = again.CopyCB.seen, Order.DATA
+    assert again.validate() == again.validate()
+    assert again.CopyCB.seen == before  # Put back, as after each evaluation
+    again.fit(1)
+    assert again.CopyCB.seen == before + 2
