@@ -48,7 +48,8 @@ def in_order(
 )->tuple: # A loader, and the numbers of its rows in the dataset; None in their place if there are none
     "A loader of the same rows in the order of the dataset; a stream or another iterable as it is"
     if isinstance(dl, ExactLoader): dl = _plain_loader(dl)
-    if not isinstance(dl, DataLoader): return dl, None
+    is_whole = isinstance(dl, DataLoader) and hasattr(dl, 'sampler') # A subclass may leave the `__init__` out
+    if not is_whole: return dl, None
     ordered = copy.copy(dl)
     own = vars(ordered) # `DataLoader` forbids changes by assignment
     own.update(generator=None, persistent_workers=False, in_order=True, drop_last=False)

@@ -346,8 +346,8 @@ def _leads_nowhere(x):
     return _is_end(kind) or (kind in _HELD and not _entries(x))
 
 def _is_setting(x):
-    if type(x) is tuple: return all(isinstance(o, _SETTINGS) for o in x)
-    return isinstance(x, _SETTINGS)
+    if type(x) is tuple: return all(issubclass(type(o), _SETTINGS) for o in x)
+    return issubclass(type(x), _SETTINGS) # `isinstance` asks the object, which may fail
 
 def _noted(held, free=()):
     "What is remembered of objects: None for one that leads nowhere, unless it is a setting or `free`"
@@ -370,7 +370,7 @@ def _asked(x):
 def _note_of(x):
     "An object and what is remembered of what it holds; a module keeps the dicts of its parts anyway"
     held = _asked(x)
-    own = vars(x) if held is not None and isinstance(x, nn.Module) else {}
+    own = vars(x) if held is not None and issubclass(type(x), nn.Module) else {}
     return x,None if held is None else _noted(held, {id(own.get(name)) for name in OF_MODULES if own})
 
 def _leads_there(pair):

@@ -23,8 +23,8 @@ from ..state.plain_state import from_plain, plain
 # %% ../../nbs/evaluate/32_shared_evaluation.ipynb #3c1e9e8a
 def _twin(ordered, rows, ranks):
     "A loader of the same batches, of which this process reads a part; None if they cannot be cut"
-    in_batches = isinstance(ordered, DataLoader) and type(ordered.batch_sampler) is BatchSampler
-    if ranks.size == 1 or rows is None or not in_batches: return None
+    if ranks.size == 1 or rows is None: return None
+    if not isinstance(ordered, DataLoader) or type(ordered.batch_sampler) is not BatchSampler: return None
     whole = len(rows) == len(ordered.dataset)
     dataset = ordered.dataset if whole else Subset(ordered.dataset, rows)
     options = {option: getattr(ordered, option) for option in ('collate_fn', 'worker_init_fn', *READING)}

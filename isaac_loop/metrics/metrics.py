@@ -121,7 +121,8 @@ def _check_owners(callbacks):
     "Refuse a metric of two callbacks: what one has gathered the other would add to, or reset"
     own = [cb for cb in callbacks if isinstance(cb, MetricsCB)]
     held = [value for cb in callbacks for value in getattr(cb, '__dict__', {}).values()]
-    inner = [value for value in held if isinstance(value, MetricsCB) and all(value is not cb for cb in own)]
+    held = [value for value in held if issubclass(type(value), MetricsCB)] # `isinstance` asks the object
+    inner = [value for value in held if all(value is not cb for cb in own)]
     for group in (own, *([*own, one] for one in inner)): # Those of evaluators take turns
         check_apart((f'{callback_name(cb)}.{name}', m) for cb in group for name,m in cb.metrics.items())
 

@@ -250,7 +250,8 @@ def _of_loader(x, is_searched=False):
         if isinstance(x, Resumable): return x.way_back(), drawn
         state = copy.deepcopy(x.state_dict())
         return lambda: x.load_state_dict(copy.deepcopy(state)), drawn
-    if isinstance(x, DataLoader): return _nothing, (x.generator, x.sampler, x.batch_sampler, *drawn)
+    is_whole = isinstance(x, DataLoader) and hasattr(x, 'sampler') # A subclass may leave the `__init__` out
+    if is_whole: return _nothing, (x.generator, x.sampler, x.batch_sampler, *drawn)
 
 # %% ../../nbs/state/20_snapshot.ipynb #0b9cd1a1
 def _tells_its_place(x):

@@ -392,3 +392,18 @@ def test_a_search_holds_nothing_that_leads_nowhere(keep, owner):
     trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(3, 2), [BasicTrainCB(), KeepsCB()])
     trainer.fit(1, valid=False)
     assert len(set(alive)) == 1
+
+
+class RemoteObject:
+    def __getattribute__(self, name):
+        raise ConnectionError("not connected")
+
+
+def test_a_callback_that_watches_may_hold_an_object_that_fails_whenever_it_is_asked():
+    callback = CopyCB(lambda trainer: None)
+    callback.held, callback.pair = RemoteObject(), (RemoteObject(), [RemoteObject()])
+    callbacks = [BasicTrainCB(), MetricsCB(show=False), callback, EvaluatorCB(updates=2)]
+    dls = DataLoaders(batches(), batches(2))
+    trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(3, 2), callbacks)
+    trainer.fit(1)
+    assert trainer.n_updates == 8

@@ -146,9 +146,11 @@ def test_a_fit_works_out_the_plan_of_its_evaluations_once_and_again_when_callbac
     class Comes:
         def after_batch(self, trainer):
             if trainer.training and trainer.n_updates == 2:
-                trainer.add_callback(
-                    SimpleNamespace(name="late", before_get_loss=lambda trainer: seen.append(1))
-                )
+                trainer.add_callback(LateCB())
+
+    class LateCB:
+        def before_get_loss(self, trainer):
+            seen.append(1)
 
     seen = []
     assert plans(1) == plans(2)
@@ -1292,3 +1294,36 @@ def test_the_look_whether_a_loader_has_batches_draws_from_no_sampler(ask, dl):
     report = ReportCB(dl=dl, rows=lambda preds, targets: len(preds))
     asks = {"in the fit": evaluator, "by hand": LookCB(), "report": report}
     assert trained(asks[ask]) == trained()
+
+
+class BareLoader(DataLoader):
+    "A subclass that has left out the `__init__` of its base"
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+@pytest.mark.parametrize("where", ["train", "valid", "evaluated"])
+def test_a_loader_without_the_attributes_of_its_base_is_evaluated_like_a_list(where):
+    def found(kind):
+        loaders = {name: OTHER for name in ("train", "valid", "evaluated")}
+        loaders[where] = kind(OTHER)
+        set_seed(0)
+        evaluator = EvaluatorCB(loaders["evaluated"], updates=1, at_end=False)
+        trainer = Trainer(
+            DataLoaders(loaders["train"], loaders["valid"]),
+            F.cross_entropy,
+            optim.SGD,
+            nn.Linear(4, 3),
+            [BasicTrainCB(), MetricsCB(show=False), evaluator],
+        )
+        trainer.fit(2, 0.1)
+        return bits(trainer.model.weight), trainer.history.batches["eval_loss"]
+
+    assert str(found(BareLoader)) == str(found(list))
