@@ -236,7 +236,9 @@ def _and_one(blocks, batches, sent):
 
 _FEW = 16 # Rows that are read one by one: faster than as tensors
 
-def _is_here(x): return not isinstance(x, torch.Tensor) or (x.device.type == 'cpu' and not x.is_complex())
+def _is_here(x):
+    if type(x) is not torch.Tensor: return not isinstance(x, torch.Tensor) # One of another class may wait
+    return x.device.type == 'cpu' and not x.is_complex()
 
 class PassNumbers:
     "Columns of numbers, with one in each for every batch of a pass"
