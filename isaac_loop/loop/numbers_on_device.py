@@ -234,11 +234,7 @@ def _and_one(blocks, batches, sent):
         batches,sent = before+batches,Sent(both, fresh=True)
     return [*blocks, (batches, sent)]
 
-_FEW = 16 # Rows that are read one by one: faster than as tensors
-
-def _is_here(x):
-    if type(x) is not torch.Tensor: return not isinstance(x, torch.Tensor) # One of another class may wait
-    return x.device.type == 'cpu' and not x.is_complex()
+def _is_here(x): return not isinstance(x, torch.Tensor) or x.device.type == 'cpu'
 
 class PassNumbers:
     "Columns of numbers, with one in each for every batch of a pass"
@@ -271,17 +267,16 @@ class PassNumbers:
             self._held = _and_one(blocks, array('I', batches), sent),[]
         return self._held[0]
 
-    def _few_here(self):
-        "The rows, if there are few of them, no blocks, and all is on the CPU and real; else None"
+    def _rows_here(self):
+        "The rows, if there are no blocks yet, and all is on the CPU; else none"
         blocks,rows = self._held
-        if blocks or len(rows) > _FEW: return None
-        return rows if all(map(_is_here, chain.from_iterable(rows))) else None
+        return rows if not blocks and all(map(_is_here, chain.from_iterable(rows))) else []
 
     @property
     def batches(self)->array:
         "Numbers of the batches"
-        rows = self._few_here()
-        if rows is not None: return array('I', [row[0] for row in rows])
+        rows = self._rows_here()
+        if rows: return array('I', [row[0] for row in rows])
         return array('I', chain.from_iterable(batches for batches,_ in self._blocks()))
 
     def tensors(self)->dict: # (n,) each, on the CPU, by name
@@ -293,8 +288,10 @@ class PassNumbers:
 
     def read(self)->dict: # Lists of floats by name
         "The columns; this waits for the device, once"
-        rows = self._few_here()
-        if rows is not None: return {name: [float(o[i]) for o in rows] for i,name in enumerate(self.names, 1)}
+        rows = self._rows_here()
+        if rows:
+            columns = dict(zip(self.names, list(zip(*rows))[1:]))
+            return {name: _joined(_pieces(column)).double().tolist() for name,column in columns.items()}
         return {name: column.double().tolist() for name,column in self.tensors().items()}
 
     def state_dict(self)->dict: # Tensors
