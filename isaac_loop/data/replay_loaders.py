@@ -6,6 +6,7 @@
 __all__ = ['ReplayLoader']
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #4916abbe
+import copy
 from itertools import count
 
 import torch
@@ -127,8 +128,8 @@ def state_dict(self:ReplayLoader)->dict: # Plain numbers
     epoch,batches = self._here()
     state,stream = dict(epoch=epoch, batches=batches, **self._identity()),None
     if self._goes_on: stream = self._stream
-    elif self._tells(batches): stream = self.loader.dataset.state_dict()
-    if stream: state['stream'] = stream
+    elif self._tells(batches): stream = self.loader.dataset.state_dict() # Empty: it has nothing to remember
+    if stream is not None: state['stream'] = stream
     return state | self._said_of_stream(batches)
 
 @patch
@@ -161,12 +162,21 @@ def _place_known(self:ReplayLoader):
 
 @patch
 def _beside_place(self:ReplayLoader):
-    "A function that has a stream be put back for its next pass, if it is to be now"
-    known = self._place_known() if _knows_its_place(self.loader) else None
-    if known is None: return lambda: None
-    moved = known.moved
-    def put_back(): known.moved = known.moved or moved
+    "A function that forgets what was seen of a stream since, and who has read it, if it stands where it did"
+    if not _knows_its_place(self.loader): return lambda: None
+    known,stream = self._place_known(),self.loader.dataset
+    seen,state,one_pass = dict(vars(known)),copy.deepcopy(stream.state_dict()),self._read_by_loop()
+    readers = self._last_reader,self._alone,one_pass and one_pass.alone
+    def put_back():
+        vars(known).update(seen, moved=known.moved or seen['moved'])
+        if not _are_equal(stream.state_dict(), state): return
+        self._last_reader,self._alone = readers[:2]
+        if one_pass is not None: one_pass.alone = readers[2]
     return put_back
+
+def _are_equal(state, other):
+    try: return bool(state == other)
+    except (RuntimeError, ValueError): return False # As of tensors and arrays
 
 @patch
 def _identity(self:ReplayLoader):

@@ -279,7 +279,7 @@ def mementos_of(
     loader = _of_loader(x, is_searched) if below_loader and not isinstance(x, type) else None
     if loader:
         stream = getattr(x, 'dataset', None)
-        return [loader, _of_stream(stream)] if _tells_its_place(stream) else [loader]
+        return [_of_stream(stream), loader] if _tells_its_place(stream) else [loader]
     return [of_content(x)] if type(x) in _PLAIN else [of_content(x), of_attributes(x)]
 
 # %% ../../nbs/state/20_snapshot.ipynb #488cc2b6
