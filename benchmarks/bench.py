@@ -220,6 +220,7 @@ def main():
     args.starts = args.starts or (1 if args.quick else 3)
     found = measure(args)
     sections = [section(part, args.quick) for part in args.parts]
+    Path(args.out).mkdir(parents=True, exist_ok=True)
     path = report.write(found, args, sections, Path(args.out))
     say(f"See {os.path.relpath(path)}")
 
