@@ -28,7 +28,7 @@ class Resumable:
     _n_passes = 0 # How many there were; each has a number
     _last_reader = None # Weakly, the pass that read last
     _alone = True # Had the pass that said the place read alone?
-    _in_step = True # Has each batch of the last pass come with one that was read?
+    _in_step = True # Has each batch of a loop's pass come with one that was read?
 
     def __iter__(self):
         one_pass = _Pass(self, *self._next())
@@ -52,12 +52,14 @@ class Resumable:
     def _around(self, source, batches, before):
         "What a subclass has put around a pass, which gives the first of `batches`"
         one_pass = None
-        for n,batch in enumerate(batches, 1):
-            if n == 1:
-                one_pass = self._pass and self._pass()
-                if one_pass is not None and one_pass.number > before: self._enlist(source, one_pass)
-            self._in_step = one_pass is not None and one_pass.n_given == n
-            yield batch
+        try:
+            for n,batch in enumerate(batches, 1):
+                if n == 1:
+                    one_pass = self._pass and self._pass()
+                    if one_pass is not None and one_pass.number > before: self._enlist(source, one_pass)
+                self._in_step = one_pass is not None and one_pass.n_given == n
+                yield batch
+        finally: self._in_step = True # Between two passes the place is right again
 
     def loop_left(self,
         source, # As for `loop_pass`
@@ -94,12 +96,9 @@ class Resumable:
     def _here(self):
         "Epoch and amount, where going on from now would begin"
         one_pass = self._read_by_loop()
-        if one_pass is not None or not self._in_step: self._tell_of_own_batches()
+        if not self._in_step: warn(_OWN_BATCHES.format(type(self).__name__))
         if one_pass is not None: return one_pass.epoch,one_pass.done
         return (self.epoch, self._done) if self.is_read() else self._next()
-
-    def _tell_of_own_batches(self):
-        if not self._in_step: warn(_OWN_BATCHES.format(type(self).__name__))
 
     def way_back(self):
         "A function that loads the state of now; a loop that is still where it is now keeps its pass"

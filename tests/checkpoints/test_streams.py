@@ -371,3 +371,9 @@ def test_a_look_while_workers_begin_leaves_them_their_epoch():
         return found
 
     assert batches(looks=True) == batches(looks=False)
+
+
+@pytest.mark.parametrize("kind", [Ahead, Twice])
+def test_between_two_epochs_it_goes_on_and_is_not_named(kind, tmp_path):
+    make = lambda: kind(TensorDataset(X, Y), 8)
+    assert goes_on(make, tmp_path, cuts=[14], every="epoch") == []
