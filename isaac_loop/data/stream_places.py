@@ -28,12 +28,18 @@ def _is_ahead(now, before):
 # %% ../../nbs/data/26_stream_places.ipynb #62bed058
 _MANY = 3 # Batches after which a stream that begins anew would be seen to be back
 
+_NOT_YET = ('`{0}.state_dict` was asked before the first row, since a run that goes on has to come back to '
+            'the beginning. Let it tell the beginning then, for example by what `__init__` sets.')
+
 class StreamPlace:
     "What is known of a stream that tells its place"
     def __init__(self,
         stream, # Was not read yet
     ):
-        self.beginning = copy.deepcopy(stream.state_dict())
+        try: self.beginning = copy.deepcopy(stream.state_dict())
+        except Exception as error:
+            error.add_note(_NOT_YET.format(type(stream).__name__))
+            raise
         self.goes_on = False if type(stream).__module__.startswith('datasets.') else None # None: not known
         self.perhaps = False # Is it likely?
         self.has_begun_anew = False # Was it seen to do so?

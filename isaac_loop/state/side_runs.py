@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from ..basics.tensors import set_seed
 from ..loop.events import EVENTS, Order, ROW_EVENTS, handler_of
 from ..loop.fitting import places_of
+from ..loop.handlers import order_of
 from ..loop.plan import Plan
 from ..loop.trainer import Trainer
 from ..loop.history import History
@@ -36,7 +37,7 @@ def _kept(callbacks, below, known=None):
     "Those that take part in a run on the side; `known` has what was found before in this fit"
     key = None if known is None else ('kept', below, places_of(callbacks))
     if known is not None and key in known: return known[key][0]
-    stays = lambda cb: getattr(cb, 'order', 0) < below and not _only_reads(cb)
+    stays = lambda cb: order_of(cb) < below and not _only_reads(cb)
     kept = [cb for cb in callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
     if known is not None: known.keep(key, callbacks, kept)
     return kept

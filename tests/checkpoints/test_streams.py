@@ -377,3 +377,18 @@ def test_a_look_while_workers_begin_leaves_them_their_epoch():
 def test_between_two_epochs_it_goes_on_and_is_not_named(kind, tmp_path):
     make = lambda: kind(TensorDataset(X, Y), 8)
     assert goes_on(make, tmp_path, cuts=[14], every="epoch") == []
+
+
+class Late(Anew):
+    def state_dict(self):
+        return dict(at=self.begun)
+
+    def __iter__(self):
+        self.begun = 0
+        return super().__iter__()
+
+
+def test_a_stream_that_tells_nothing_before_its_first_row_hears_why():
+    with pytest.raises(AttributeError) as told:
+        run(exact_loader(Late(), 8))
+    assert any("`Late.state_dict` was asked before the first row" in note for note in told.value.__notes__)

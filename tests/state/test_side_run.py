@@ -1276,3 +1276,15 @@ def test_a_copy_that_is_made_in_a_fit_is_in_none(event, copied):
     assert again.CopyCB.seen == before  # Put back, as after each evaluation
     again.fit(1)
     assert again.CopyCB.seen == before + 2
+
+
+def test_an_order_that_is_no_number_any_more_is_named_in_the_next_evaluation():
+    class LateCB:
+        def before_fit(self, trainer):
+            self.order = "late"
+
+        def after_batch(self, trainer):
+            pass
+
+    with pytest.raises(TypeError, match="`LateCB.order` is 'late', but callbacks are sorted by it"):
+        make_trainer([LateCB(), EvaluatorCB(updates=1)]).fit(1)
