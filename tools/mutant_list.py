@@ -661,14 +661,14 @@ MUTANTS = [
     Mutant(
         "of NumPy's generator only the numbers are looked at, and not what waits",
         "_known_of_numpy",
-        "parts(dice) if is_usual() else None",
-        "parts(dice)[1:] if is_usual() else None",
+        "return [dice, source] if tells",
+        "return [source] if tells",
         ["test_the_second_of_two_normal_numbers_is_not_forgotten"],
     ),
     Mutant(
         "a generator of another kind is taken for the usual one",
         "_known_of_numpy",
-        "type(parts(dice)[1]) is numpy.MT19937",
+        "type(source) is numpy.MT19937",
         "True",
         ["test_another_kind_of_generator_is_read_each_time"],
     ),
@@ -888,9 +888,9 @@ MUTANTS = [
     ),
     Mutant(
         "what an evaluation draws from is searched for once in a fit",
-        "_is_alike",
-        "if x is before: return True",
-        "return True",
+        "Noted.is_like",
+        "if now[i] is not x: return False",
+        "pass",
         ["test_a_generator_that_comes_between_two_evaluations_is_put_back_as_well"],
     ),
     Mutant(

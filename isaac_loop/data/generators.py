@@ -10,9 +10,7 @@ import dis, random, sys
 from collections import deque
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from operator import is_
-from types import BuiltinMethodType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
-from types import ModuleType
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 
 import torch
 from torch import nn
@@ -82,54 +80,69 @@ def generators_kept(
 _LIBRARIES = {'torch', 'datasets', 'pyarrow', 'pandas', 'PIL', 'numpy', 'builtins', 'multiprocessing',
               'threading', '_thread', 'logging', 'io', 'isaac_loop'}
 _ENDS = str,bytes,int,float,complex,type(None),torch.Tensor,Trainer
-_HELD = list,tuple,dict,set,frozenset,deque
+HELD = list,tuple,dict,set,frozenset,deque
 _CODE = type,FunctionType,MethodType,BuiltinMethodType
-_GO_ON = *_HELD,*_CODE,DataLoader,Resumable,Dataset,Sampler,nn.Module # Of whichever library
+_GO_ON = *HELD,*_CODE,DataLoader,Resumable,Dataset,Sampler,nn.Module # Of whichever library
 
 @lru_cache(maxsize=4096)
-def _is_end(kind):
+def is_end(
+    kind:type, # Any class
+)->bool:
     "Whether objects of a class lead nowhere"
     if issubclass(kind, _ENDS): return True
-    if _package(kind) not in _LIBRARIES or _is_hugging_face(kind): return False
+    if package_of(kind) not in _LIBRARIES or _is_hugging_face(kind): return False
     return not (issubclass(kind, _GO_ON) or _are_generators(kind))
 
-_KNOWN = _LIBRARIES | sys.stdlib_module_names # Nothing in their code draws from a generator of a user
+KNOWN = _LIBRARIES | sys.stdlib_module_names # Nothing in their code draws from a generator of a user
 
-def _package(x): return str(x.__module__).partition('.')[0]
+def package_of(
+    x, # A class or a function
+)->str:
+    "The package in which it was written"
+    return str(x.__module__).partition('.')[0]
+
 def _is_hugging_face(kind): return kind.__module__ in ('datasets.arrow_dataset', 'datasets.iterable_dataset')
 
 # %% ../../nbs/data/55_generators.ipynb #5a48e2ab
-_ENTRIES,_MANY = 100,1000
+ENTRIES,_MANY = 100,1000
 
-def _entries(x):
+def entries_of(
+    x, # A container
+)->list: # None of one with many entries, unless they are generators
     "Pairs of how it is reached and what it is, of what may lead on"
-    kind = next(o for o in _HELD if isinstance(x, o))
+    kind = next(o for o in HELD if isinstance(x, o))
     n = kind.__len__(x)
     if not 0 < n <= _MANY: return []
     values = list(dict.values(x) if kind is dict else kind.__iter__(x))
-    if n > _ENTRIES and not is_generator(values[0]): return []
-    if _are_ends(values): return []
+    if n > ENTRIES and not is_generator(values[0]): return []
+    if are_ends(values): return []
     keys = map(_as_key, dict.keys(x)) if kind is dict else range(n)
     return [(f'[{k}]', o) for k,o in zip(keys, values)]
 
 def _as_key(k): return repr(k) if type(k) in (str, int, float, bool, type(None)) else type(k).__name__
 
-def _are_ends(values): return all(map(_is_end, set(map(type, values))))
+def are_ends(
+    values, # Several
+)->bool:
+    "Whether none of these objects leads anywhere"
+    return all(map(is_end, set(map(type, values))))
 
 # %% ../../nbs/data/55_generators.ipynb #41af6ddb
 _MAKING = {'__init__', '__new__', '__post_init__', '__init_subclass__', '__annotations__', '__dict__'}
 
 @lru_cache(maxsize=4096)
-def _of_class(kind):
+def namespaces_of(
+    kind:type, # Any class
+)->tuple: # A list of each
     "The namespaces of a class and its bases that a user has written, and the slots of its objects"
-    own = [vars(c) for c in kind.__mro__ if _package(c) not in _KNOWN]
+    own = [vars(c) for c in kind.__mro__ if package_of(c) not in KNOWN]
     return own,[part for held in own for part in held.values() if isinstance(part, MemberDescriptorType)]
 
 def _parts_of_class(kind):
     "Its attributes and methods as they are now"
-    pairs = [pair for own in _of_class(kind)[0] for pair in list(own.items())]
+    pairs = [pair for own in namespaces_of(kind)[0] for pair in list(own.items())]
     held = [(f'.{k}', _undressed(o)) for k,o in pairs if k not in _MAKING]
-    return [(how, o) for how,o in held if not _is_end(type(o))]
+    return [(how, o) for how,o in held if not is_end(type(o))]
 
 def _undressed(x):
     "The function in a property, a class method or a static one"
@@ -144,8 +157,8 @@ def _attributes(x):
     if not isinstance(own, dict) or len(own) > _MANY: own = {}
     is_module = issubclass(type(x), nn.Module)
     without = OF_MODULES if is_module else ()
-    held = [(f'.{k}', o) for k,o in list(own.items()) if k not in without and not _is_end(type(o))]
-    spaces,slots = _of_class(type(x))
+    held = [(f'.{k}', o) for k,o in list(own.items()) if k not in without and not is_end(type(o))]
+    spaces,slots = namespaces_of(type(x))
     of_class = [('', type(x))] if spaces else []
     return [*held, *(_of_module(own) if is_module else ()), *_of_slots(x, slots), *of_class]
 
@@ -164,52 +177,65 @@ def _of_slots(x, slots):
 # %% ../../nbs/data/55_generators.ipynb #b4c70fc4
 def _of_function(f):
     "What the surrounding names, default values, attributes, and names of the module hold for a function"
-    if _package(f) in _KNOWN: return []
+    if package_of(f) in KNOWN: return []
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    found = [(f'.{name}', cell.cell_contents) for name,cell in cells if _is_filled(cell)]
+    found = [(f'.{name}', cell.cell_contents) for name,cell in cells if is_filled(cell)]
     values = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
     found += [(f'({i})', o) for i,o in enumerate(values)] + [(f'.{k}', o) for k,o in vars(f).items()]
-    return [(how, o) for how,o in [*found, *_of_script(f)] if not _is_end(type(o))]
+    return [(how, o) for how,o in [*found, *_of_script(f)] if not is_end(type(o))]
 
-def _is_filled(cell):
+def is_filled(
+    cell, # Of a function
+)->bool:
+    "Whether the name that a cell stands for has a value by now"
     try: return cell.cell_contents is not None
     except ValueError: return False
 
 def _of_script(f):
-    names,further = _names_in(f.__code__)
+    names,further = names_in(f.__code__)
     held = [(name, f.__globals__[name]) for name in names if name in f.__globals__]
     modules = [(name, vars(o)) for name,o in held if isinstance(o, ModuleType)]
-    modules = [(name, own) for name,own in modules if own['__name__'].partition('.')[0] not in _KNOWN]
+    modules = [(name, own) for name,own in modules if own['__name__'].partition('.')[0] not in KNOWN]
     deeper = [(f'.{name}.{k}', own[k]) for name,own in modules for k in further if k in own]
     return [(f'.{name}', o) for name,o in held] + deeper
 
 @lru_cache(maxsize=4096)
-def _names_in(code):
+def names_in(
+    code, # Of a function
+)->tuple: # Two tuples
     "Names of the module, and names of attributes, that code reads, also that of functions in it"
     read = {o.argval for o in dis.get_instructions(code) if o.opname in ('LOAD_GLOBAL', 'LOAD_NAME')}
-    inner = [_names_in(o) for o in code.co_consts if isinstance(o, type(code))]
+    inner = [names_in(o) for o in code.co_consts if isinstance(o, type(code))]
     both = [read, set(code.co_names) - read]
     for names in inner: both = [mine.union(of_it) for mine,of_it in zip(both, names)]
     return tuple(tuple(sorted(names)) for names in both)
 
 # %% ../../nbs/data/55_generators.ipynb #454b5979
-def _parts(x):
+def ways_from(
+    x, # Any object
+)->list: # Pairs of text and object
     "What `x` leads to, and how"
     return _parts_of(type(x))(x)
 
 @lru_cache(maxsize=4096)
 def _parts_of(kind):
     "What tells the parts of objects of a class"
-    if kind in _HELD: return _entries
+    if kind in HELD: return entries_of
     if issubclass(kind, type): return _parts_of_class
     if kind is FunctionType: return _of_function
     if kind in (MethodType, BuiltinMethodType): return lambda x: [('', o) for o in _of_method(x)]
     if issubclass(kind, partial): return _of_partial
     if issubclass(kind, DataLoader): return _of_data_loader
     if kind.__module__ == 'datasets.arrow_dataset': return _of_arrow
-    if issubclass(kind, _HELD): return lambda x: _entries(x) + _attributes(x)
+    if issubclass(kind, HELD): return lambda x: entries_of(x) + _attributes(x)
     if issubclass(kind, Subset): return lambda x: [('', x.dataset)] + _attributes(x)
     return _attributes
+
+def is_told_by_attributes(
+    kind:type, # Any class
+)->bool:
+    "Whether objects of a class lead on by their `__dict__` alone"
+    return _parts_of(kind) is _attributes and not namespaces_of(kind)[1]
 
 def _of_method(x): return x.__self__,getattr(x, '__func__', None)
 def _of_partial(x): return [('.func', x.func), ('.args', x.args), ('.keywords', x.keywords)]
@@ -226,15 +252,19 @@ def _reached(roots, is_wanted, ends=(), read=None, met=None):
         kind = type(x)
         try:
             if is_wanted(kind): yield path.lstrip('.'),x
-            elif not (id(x) in seen or id(x) in read or _is_end(kind) or issubclass(kind, ends)):
+            elif not (id(x) in seen or id(x) in read or is_end(kind) or issubclass(kind, ends)):
                 (read if issubclass(kind, _CODE) else seen)[id(x)] = x # Held, so that its `id` stays its own
                 n += not issubclass(kind, _STRUCTURE)
                 if met is not None: met.append(x)
-                (far if issubclass(kind, _HELD) else near).extend([(path+how, o) for how,o in _parts(x)])
+                (far if issubclass(kind, HELD) else near).extend([(path+how, o) for how,o in ways_from(x)])
         except Exception: continue
 
-def _found(roots, read=None, met=None):
-    "Generators by path, each once, from pairs of path and object"
+def found_from(
+    roots, # Pairs of path and object
+    read:dict=None, # Functions and classes that a former search has read, by `id`; this one adds its own
+    met:list=None, # Gets what lies on the way
+)->dict: # Generators by path
+    "The generators to which objects lead, each once, but for the usual ones"
     found,seen = {},set(map(id, _usual()))
     for path,x in _reached(roots, _are_generators, read=read, met=met):
         if id(x) not in seen: found[_new_name(path, found)] = x
@@ -261,10 +291,10 @@ def data_generators(
     parts=PARTS, # Of the loader: where to begin; '' is the loader itself, if it is one of the user's own
 )->dict: # Generators by path, such as `dataset.tfm.rng`; each once
     "The generators that lie behind a loader, but for its own and those of its samplers"
-    return _found(_roots_of(dl, parts))
+    return found_from(_roots_of(dl, parts))
 
 def _roots_of(dl, parts=PARTS):
-    if isinstance(dl, _HELD): return [] # Of batches
+    if isinstance(dl, HELD): return [] # Of batches
     return [(part, _part_of(dl, part) if part else dl) for part in parts]
 
 def _part_of(dl, name):
@@ -277,8 +307,8 @@ def held_generators(
     read:dict=None, # Functions and classes that a former search has read, by `id`; this one adds its own
 )->dict: # Generators by path
     "The generators that objects hold"
-    roots = [('', owner) for owner in owners if not _is_end(type(owner))]
-    return _found(roots, read) if roots else {}
+    roots = [('', owner) for owner in owners if not is_end(type(owner))]
+    return found_from(roots, read) if roots else {}
 
 # %% ../../nbs/data/55_generators.ipynb #31340ee9
 _OF_LOOP = {'dls', 'dl', 'batches', 'batch', 'callbacks', '_named', 'plan', 'history', *private_state()}
@@ -290,119 +320,21 @@ def owners_in(
     own = getattr(callback, '__dict__', None)
     return [callback, *(own.values() if isinstance(own, dict) else ())]
 
-def _roots_in(trainer):
-    "Where to begin, as pairs of path and object"
+def roots_in(
+    trainer, # With a model and loaders
+)->list: # Pairs of path and object
+    "Where to begin"
     own = [x for name,x in vars(trainer).items() if name not in _OF_LOOP]
     own += [x for callback in trainer.callbacks for x in owners_in(callback)]
     loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
     roots = [pair for dl in loaders for pair in _roots_of(dl)]
-    return roots + [('', x) for x in own if not _is_end(type(x))]
+    return roots + [('', x) for x in own if not is_end(type(x))]
 
 def own_generators(
     trainer, # With a model and loaders
 )->list:
     "Generators of random numbers that the parts of a trainer draw from, beside the usual ones"
-    return list(_found(_roots_in(trainer)).values())
-
-# %% ../../nbs/data/55_generators.ipynb #c4ab289b
-def _held_by(x):
-    "What decides where `x` leads"
-    kind = type(x)
-    if kind in (list, dict) and len(x) <= _ENTRIES: return _if_leading(x.values() if kind is dict else x)
-    if issubclass(kind, type): return _all_in(_of_class(x)[0])
-    own = getattr(x, '__dict__', None) if _parts_of(kind) is _attributes else None
-    is_usual = type(own) is dict and len(own) <= _ENTRIES and not _of_class(kind)[1]
-    if is_usual: return _all_in(_spaces(own, kind))
-    found = _held_by_function(x) if kind is FunctionType else None
-    return [o for _,o in _parts(x)] if found is None else found
-
-def _if_leading(values): return [] if _are_ends(values) else list(values)
-
-def _all_in(spaces):
-    found = []
-    for space in spaces: found += space.values() # Faster than a comprehension
-    return found
-
-def _spaces(own, kind):
-    in_module = '_modules','_forward_hooks','_forward_pre_hooks'
-    return [own, *map(own.get, in_module)] if issubclass(kind, nn.Module) else [own]
-
-def _held_by_function(f):
-    "The same of a function; None if it reads what is in a module of the user's own"
-    named = [f.__globals__.get(name) for name in _names_in(f.__code__)[0]]
-    modules = [o.__name__.partition('.')[0] for o in named if isinstance(o, ModuleType)]
-    if not _KNOWN.issuperset(modules): return None
-    cells = [cell.cell_contents for cell in f.__closure__ or () if _is_filled(cell)]
-    return [*named, *cells, f.__defaults__, *(f.__kwdefaults__ or {}).values(), *vars(f).values()]
-
-# %% ../../nbs/data/55_generators.ipynb #bd38cdfe
-_SETTINGS = (str, int, float, complex, type(None), torch.dtype, torch.device, ModuleType, property,
-             staticmethod, classmethod, MemberDescriptorType, GetSetDescriptorType)
-
-def _leads_nowhere(x):
-    kind = type(x)
-    is_small = kind in (list, dict) and len(x) <= _ENTRIES
-    if is_small: return not x or _are_ends(x.values() if kind is dict else x)
-    return _is_end(kind) or (kind in _HELD and not _entries(x))
-
-def _is_setting(x):
-    if type(x) is tuple: return all(issubclass(type(o), _SETTINGS) for o in x)
-    return issubclass(type(x), _SETTINGS) # `isinstance` asks the object, which may fail
-
-def _noted(held, free=()):
-    "What is remembered of objects: None for one that leads nowhere, unless it is a setting or `free`"
-    return [x if id(x) in free or _is_setting(x) or not _leads_nowhere(x) else None for x in held]
-
-def _are_alike(now, noted):
-    "Whether these are the objects that were noted, but for those that lead nowhere"
-    if len(now) != len(noted): return False
-    return all(map(is_, now, noted)) or all(map(_is_alike, now, noted))
-
-def _is_alike(x, before):
-    if x is before: return True
-    return (before is None or _is_setting(before)) and _leads_nowhere(x)
-
-def _asked(x):
-    "What `x` holds; None if it fails when it is asked"
-    try: return _held_by(x)
-    except Exception: return None
-
-def _note_of(x):
-    "An object and what is remembered of what it holds; a module keeps the dicts of its parts anyway"
-    held = _asked(x)
-    own = vars(x) if held is not None and issubclass(type(x), nn.Module) else {}
-    return x,None if held is None else _noted(held, {id(own.get(name)) for name in OF_MODULES if own})
-
-def _leads_there(pair):
-    "Whether an object leads to the same as when it was noted"
-    before,now = pair[1],_asked(pair[0])
-    return before is now if before is None or now is None else _are_alike(now, before)
-
-def _notes_of(met):
-    "Notes of objects that may lead elsewhere; a container that leads nowhere yet is asked by who holds it"
-    fixed = [x for x in met if _is_fixed(x)]
-    in_fixed = {id(part) for x in fixed for part in _asked(x) or ()} # Those ask nobody
-    is_asked = lambda x: _leads_nowhere(x) and id(x) not in in_fixed
-    return [_note_of(x) for x in met if not (_is_fixed(x) or is_asked(x))]
-
-class GeneratorSearch:
-    "Finds the `own_generators` of a trainer, again only if something on the way leads elsewhere now"
-    def __init__(self): self.roots,self.met,self.found = [],None,[]
-    def __reduce__(self): return GeneratorSearch,() # A copy has met nothing
-    def __call__(self, trainer):
-        roots = [x for _,x in _roots_in(trainer)]
-        if self.met is None or not (_are_alike(roots, self.roots) and all(map(_leads_there, self.met))):
-            met = []
-            found = list(_found([('', x) for x in roots], met=met).values())
-            self.roots,self.found = _noted(roots),found
-            self.met = _notes_of(met)
-        return self.found
-
-def _is_fixed(x):
-    "Whether `x` always leads to the same"
-    if issubclass(type(x), type): return not _of_class(x)[0]
-    is_known = type(x) is FunctionType and _package(x) in _KNOWN
-    return is_known or type(x) in (tuple, frozenset, MethodType, BuiltinMethodType)
+    return list(found_from(roots_in(trainer)).values())
 
 # %% ../../nbs/data/55_generators.ipynb #ed28cf15
 def held_loaders_in(

@@ -7,7 +7,6 @@ __all__ = ['EvaluatorCB']
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #d1e62ff4
 import math, numbers, time
-from contextlib import ExitStack
 
 from fastcore.basics import patch
 
@@ -80,13 +79,12 @@ def _run(self:EvaluatorCB, trainer, name, dl):
     self._pass.weigh = weigh_of(trainer) if self._weigh is None else self._weigh
     callbacks = [o for o in (self._pass, self._limit(), self.callbacks_inside) if o is not None]
     of_training = trainer.callbacks
-    with trainer.side_run(callbacks) as side, ExitStack() as stack:
-        stack.enter_context(attributes_kept(side, of_training))
+    with trainer.side_run(callbacks) as side, attributes_kept(side, of_training):
         ordered,rows = in_order(chosen_loader(side.dls, dl))
         if self.user_iter_callback is not None: rows = None # It is to see all of them
-        ordered = stack.enter_context(shared_rows(side.ranks, ordered, rows))
-        side.dls = OtherData(side.dls, ordered, f'The data set `{name}`')
-        side.fit(1, train=False)
+        with shared_rows(side.ranks, ordered, rows) as read:
+            side.dls = OtherData(side.dls, read, f'The data set `{name}`')
+            side.fit(1, train=False)
         row = dict(side.history[-1]) if len(side.history) else {}
         self._stop = side.stop_reason # Of several processes, that on which all have agreed
         self._left = self._left or self._pass.gap

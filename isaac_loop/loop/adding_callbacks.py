@@ -47,12 +47,13 @@ def check_newcomers(
     gone=(), # Callbacks that leave at the same time
 )->list: # The callbacks that `new` replace, beside `gone`
     "Check each of `new`"
-    names,old = {callback_name(o): o for o in without(trainer.callbacks, gone)},[]
+    present,old = list(trainer.callbacks),[]
+    names = {callback_name(o): o for o in without(present, gone)}
     for i,cb in enumerate(new):
         if cb not in trainer._checked: _check_alone(trainer, cb)
         name = callback_name(cb)
         if isinstance(cb, Trainer): raise TypeError(_A_TRAINER)
-        if is_in(cb, [*trainer.callbacks, *new[:i]]): raise ValueError(_ADDED_TWICE.format(name))
+        if is_in(cb, [*present, *new[:i]]): raise ValueError(_ADDED_TWICE.format(name))
         ours = name in STATE or name in ELSEWHERE['Trainer'] or name in vars(trainer)
         if ours or hasattr(type(trainer), name): raise ValueError(_HIDES.format(name))
         if name in map(callback_name, new[:i]) or (name in names and not force):

@@ -57,7 +57,7 @@ class BatchRecord(Sequence):
     place = ('fit', 'epoch', 'training', 'batch') # Columns that say which batch a row is about
 
     def __init__(self):
-        self.columns = {name: self._stored(name, ()) for name in self.place}
+        self.columns = dict(fit=Runs(), epoch=Runs(), training=Runs(), batch=array('I'))
         self._pass = None # Fit, epoch and kind of the last pass
         self._first = 0 # Its first row
         self._rows = None # Its rows by batch, if they are not in order
@@ -75,13 +75,14 @@ class BatchRecord(Sequence):
         one_pass,batches = (fit, epoch, int(training)),array('I', batches)
         if one_pass != self._pass: self._pass,self._first,self._rows = one_pass,len(self),None
         rows = self._rows_of(batches)
-        for name,value in zip(self.place, one_pass): self.columns[name].fill(value, len(self))
+        n = len(self)
+        for name,value in zip(self.place, one_pass): self.columns[name].fill(value, n)
         for name,column in values.items():
             data,column = self.columns.setdefault(name, array('d')),list(column)
-            if rows == range(len(data), len(self)) and len(column) == len(rows):
+            if rows == range(len(data), n) and len(column) == len(rows):
                 data.extend(column)
                 continue
-            data.extend(repeat(math.nan, len(self)-len(data)))
+            data.extend(repeat(math.nan, n-len(data)))
             for row,value in zip(rows, column, strict=True): data[row] = value
 
     def _rows_of(self, batches):

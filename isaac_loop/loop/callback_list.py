@@ -30,14 +30,15 @@ def without(
     gone, # Those to leave out
 )->list: # By identity: callbacks may define `==`
     "`callbacks` but for those that are `gone`"
-    return [o for o in callbacks if not is_in(o, gone)]
+    known = set(map(id, gone))
+    return [o for o in callbacks if id(o) not in known]
 
 def is_in(
     callback, # Any object
     callbacks, # Several
 )->bool: # By identity
     "Whether this very object is among `callbacks`"
-    return any(callback is o for o in callbacks)
+    return id(callback) in map(id, callbacks)
 
 # %% ../../nbs/loop/26_callback_list.ipynb #112e1c1a
 def flat(

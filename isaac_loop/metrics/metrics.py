@@ -61,7 +61,8 @@ class MetricsCB:
         copies = copied(self.metrics, '`train_metrics=True`') if self.train_metrics else {}
         self._by_pass = {True: {f'train_{name}': m for name,m in copies.items()}, False: self.metrics}
         if self.metrics: _move_to(trainer.model, [*self.metrics.values(), *copies.values()])
-        self._noted = Noted(self.metrics.values(), copies.values(), trainer.model, self._noted)
+        is_new = bool(self.metrics) or self._noted is None # Without metrics there is nothing to note again
+        if is_new: self._noted = Noted(self.metrics.values(), copies.values(), trainer.model, self._noted)
 
     def before_epoch(self, trainer):
         "Reset losses and metrics; start the clock at the epoch's first pass"

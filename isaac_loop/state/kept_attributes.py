@@ -189,10 +189,9 @@ class _Held:
         try: self.mementos.append(of_content(x)[0])
         except TypeError: pass # A weight of which each process has a part
 
-    @torch.no_grad()
     def put_back(self):
         "Have everything be as it was; the first error is raised in the end"
-        errors = put_all_back(self.mementos)
+        with torch.no_grad(): errors = put_all_back(self.mementos)
         if errors: raise errors[0]
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #73dafcc3
@@ -202,7 +201,8 @@ _WRITTEN = ('An evaluation wrote to {}, and the training goes on with that: weig
 
 def _mark_of(x):
     "Where the values of a tensor lie, and how often they were written to, as far as that is counted"
-    try: return None if x is None or is_lazy(x) else (x._version, x.data_ptr())
+    is_usual = type(x) in (torch.Tensor, nn.Parameter)
+    try: return (x._version, x.data_ptr()) if is_usual or not (x is None or is_lazy(x)) else None
     except Exception: return None
 
 class _Watch:

@@ -84,11 +84,12 @@ def _normal_after(state):
 def _known_of_numpy(read):
     numpy = sys.modules['numpy'].random
     dice,trial = getattr(read, '__self__', None),numpy.RandomState(0)
-    parts = lambda dice: [dice, getattr(dice, '_bit_generator', None)]
     draws = [trial.random_sample]*2 + [trial.standard_normal]*2
-    tells = type(dice) is numpy.RandomState and leaves_traces(draws, parts(trial))
-    is_usual = lambda: tells and type(parts(dice)[1]) is numpy.MT19937 # Another can be put in its place
-    return KnownState(read, lambda: parts(dice) if is_usual() else None)
+    tells = type(dice) is numpy.RandomState and leaves_traces(draws, [trial, trial._bit_generator])
+    def parts():
+        source = getattr(dice, '_bit_generator', None) # Another can be put in its place
+        return [dice, source] if tells and type(source) is numpy.MT19937 else None
+    return KnownState(read, parts)
 
 def _of_numpy():
     "The state of NumPy's generator"

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/40_side_runs.ipynb #c0d20234
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -22,7 +22,8 @@ from ..loop.trainer import Trainer
 from ..loop.history import History
 from ..loop.passes import forget
 from ..loop.callback_list import flat
-from ..data.generators import GeneratorSearch, own_generators
+from ..data.generator_search import GeneratorSearch
+from ..data.generators import own_generators
 from .kept_attributes import attributes_beside
 from .random_numbers import random_state, same_random_state, set_random_state
 from .snapshot import Snapshot
@@ -78,7 +79,8 @@ def _filled_slots(trainer):
     "What the slots of a trainer hold, without asking what is missing for its message"
     found = {}
     for name in Trainer.__slots__:
-        with suppress(AttributeError): found[name] = object.__getattribute__(trainer, name)
+        try: found[name] = object.__getattribute__(trainer, name)
+        except AttributeError: pass
     return found
 
 # %% ../../nbs/state/40_side_runs.ipynb #b81b34cc

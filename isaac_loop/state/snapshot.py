@@ -37,11 +37,11 @@ def _of_list(x):
 
 def _of_dict(x):
     kind = OrderedDict if isinstance(x, OrderedDict) else dict # `Counter`, say, has an `update` of its own
-    items = list(kind.items(x))
+    keys,items = list(kind.keys(x)),list(kind.items(x))
     def put_back():
-        if list(kind.keys(x)) != [key for key,_ in items]: kind.clear(x) # Else it is never without its keys
+        if list(kind.keys(x)) != keys: kind.clear(x) # Else it is never without its keys
         kind.update(x, items)
-    return put_back, [part for pair in items for part in pair]
+    return put_back, list(chain.from_iterable(items))
 
 def _of_group(x):
     items = list(x)
@@ -150,6 +150,10 @@ def _filled(x, slots):
         except AttributeError: pass
     return found
 
+def _put_slots_back(x, slots, filled):
+    for slot in _filled(x, slots).keys() - filled.keys(): slot.__delete__(x)
+    for slot,value in filled.items(): slot.__set__(x, value)
+
 @lru_cache(maxsize=1024)
 def slots_of(
     kind:type, # Any class
@@ -169,13 +173,12 @@ def of_attributes(
     "The class of any object, its `__dict__` and its slots"
     kind,own = type(x),_own(x)
     slots_here,written = _facts_of(kind)
-    slots = _filled(x, slots_here)
+    slots = _filled(x, slots_here) if slots_here else {}
     if own is None and not slots and not hasattr(kind, '__slots__'): return _nothing, ()
     def put_back():
         if type(x) is not kind: object.__setattr__(x, '__class__', kind)
         if _own(x) is not own: object.__setattr__(x, '__dict__', own)
-        for slot in _filled(x, slots_here).keys() - slots.keys(): slot.__delete__(x)
-        for slot,value in slots.items(): slot.__set__(x, value)
+        if slots_here: _put_slots_back(x, slots_here, slots)
     return put_back, [own, *slots.values(), *written]
 
 # %% ../../nbs/state/20_snapshot.ipynb #543b7c50
@@ -213,6 +216,8 @@ def _without_batches(reached):
     only_tuples = {tuple}.issuperset(map(type, reached))
     if only_tuples and _USUAL.issuperset(map(type, chain.from_iterable(reached))): return ()
     return [o for o in reached if not _is_batch(o)]
+
+def _but_simple(reached): return [o for o in reached if not isinstance(o, _SIMPLE)]
 
 def _is_data(x):
     "Whether `x`, which a loader leads to, is what it loads"
@@ -307,7 +312,8 @@ class Snapshot:
         apart = set(map(id, loaders or ()))
         while todo:
             x = todo.pop()
-            if isinstance(x, _SIMPLE) or id(x) in seen or is_outside(x): continue
+            if isinstance(x, _SIMPLE) or id(x) in seen: continue
+            if type(x) not in _PLAIN and is_outside(x): continue
             if loaders is None and _is_data(x): continue
             is_loader = id(x) in apart or isinstance(x, (DataLoader, Sampler))
             if loaders is not None and is_loader: loaders.append(x)
@@ -316,7 +322,7 @@ class Snapshot:
                 for put_back,reached in mementos_of(x, loaders is None, id(x) in self._searched):
                     if put_back is not _nothing: self.mementos.append(put_back)
                     if loaders is None: reached = _without_batches(reached)
-                    todo += [o for o in reached if not isinstance(o, _SIMPLE)]
+                    todo += reached if len(reached) < 32 else _but_simple(reached)
 
     def __enter__(self): return self
     def __exit__(self, *args): self.restore()
@@ -356,13 +362,12 @@ def restore(self:Snapshot):
     finally: set_random_state(self.random)
 
 @patch
-@torch.no_grad()
 def put_back(self:Snapshot):
     "Put everything but random numbers back"
     own = _own(self.trainer) if self.plan is not None else {}
     names = _HERE if own.get('_fitting') is self.fitting else _HERE + _PLACE
     stays = {o: own[o] for o in names if o in own}
-    errors = put_all_back(self.mementos)
+    with torch.no_grad(): errors = put_all_back(self.mementos)
     if self.plan is not None: self._go_on(names, stays)
     if errors: raise errors[0]
 

@@ -19,8 +19,9 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop.all import BasicTrainCB, DataLoaders, EvaluatorCB, MetricsCB, Order, Trainer
-from isaac_loop.data import generators
-from isaac_loop.data.generators import GeneratorSearch, own_generators
+from isaac_loop.data import generator_search
+from isaac_loop.data.generator_search import GeneratorSearch
+from isaac_loop.data.generators import own_generators
 
 AT_TOP = random.Random(1)
 
@@ -71,6 +72,17 @@ class AddedAnew(Added):
     def draw(self):
         self.held = dict(self.held)
         return super().draw()
+
+
+class ByProperty(Attribute):
+    "A property gives it, and another one later"
+
+    def __init__(self):
+        first = random.Random(1)
+        type(self).rng = property(lambda self: first)
+
+    def swap(self, rng):
+        type(self).rng = property(lambda self: rng)
 
 
 class Shared(Attribute):
@@ -184,7 +196,20 @@ class NewDict(Attribute):
         self.__dict__ = {**vars(self), "rng": rng}
 
 
-WAYS = [Attribute, Nested, InList, Added, AddedAnew, Shared, Slotted, Closure, Global, Default, Keyword]
+WAYS = [
+    ByProperty,
+    Attribute,
+    Nested,
+    InList,
+    Added,
+    AddedAnew,
+    Shared,
+    Slotted,
+    Closure,
+    Global,
+    Default,
+    Keyword,
+]
 WAYS += [OfFunction, Partial, Dressed, NewDict]
 
 
@@ -282,13 +307,13 @@ def test_a_layer_or_hook_that_comes_in_a_fit_is_seen(change):
 
 def searches(monkeypatch, *callbacks, n=2):
     "How often is there a new search, in a fit with an evaluation after each of 16 updates?"
-    found, usual = [], generators._found
+    found, usual = [], generator_search.found_from
 
     def counting(roots, read=None, met=None):
         found.append(met is not None)
         return usual(roots, read, met)
 
-    monkeypatch.setattr(generators, "_found", counting)
+    monkeypatch.setattr(generator_search, "found_from", counting)
     weights(Attribute(), *callbacks)
     return sum(found)
 
