@@ -148,6 +148,10 @@ _ANOTHER = ('{} in the saved run, so the run would go on with other batches: {} 
             'the epoch. Choose in `before_fit` and `log`, keep the choice in an attribute, and make the '
             'batches of it in `before_epoch`. This run can go on from a checkpoint between two epochs, or '
             'with `strict=False` as another run.')
+_BY_LOADER = ('{} in the saved run, so the run would go on with other batches: {} makes them of '
+              'something that is not saved, such as an attribute of the loader. Keep that in its '
+              '`state_dict`, or make it anew in each pass. This run can go on from a checkpoint between two '
+              'epochs, or with `strict=False` as another run.')
 _PERHAPS = ('Batch {} of epoch {} came out otherwise when it was read again, since {} made it of random '
             'numbers or of weights that are others by now. The next ones come from the same batches of the '
             'loader, but it cannot be seen whether something is kept for them that is another too; keep '
@@ -165,14 +169,19 @@ def check_made_again(
     was,n = saved.get('place'),position['batches']-1
     here = _is_same_place(was, place) if was else None
     if here or (here is None and _is_same_batch(last, saved.get('last'))): return
-    names = ' or '.join(f'`{callback_name(cb)}`' for cb in makers_of(trainer)) or 'somebody'
+    names,makers = _names_of_makers(trainer),makers_of(trainer)
     perhaps = here is None and was and was['in_step'] and place['in_step']
     if perhaps: return warn(_PERHAPS.format(n, position['epoch'], names))
     where = f'atch {n} of epoch {position["epoch"]}'
     what = f'B{where} is another one than' if here is None else f'After b{where} come others than'
-    message = _ANOTHER.format(what, names)
+    message = (_ANOTHER if makers or not trainer._source.read_again else _BY_LOADER).format(what, names)
     if strict: raise ResumeMismatch(message)
     warn(message)
+
+def _names_of_makers(trainer):
+    loaders = [f'`{type(trainer.dl).__name__}.__iter__`'] if trainer._source.read_again else []
+    callbacks = [f'`{callback_name(cb)}`' for cb in makers_of(trainer)]
+    return ' or '.join(loaders + callbacks) or 'somebody'
 
 def _is_same_place(was, now):
     "Whether a pass stands where it stood; None if it cannot be said"

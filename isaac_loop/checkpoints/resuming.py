@@ -21,6 +21,7 @@ from .made_batches import put_before, put_begun, take_before, take_begun
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
+from ..data.resumable_loaders import goes_own_way
 from ..state.run_parts import all_parameters, check_states, generators, loaders_of, opt_defaults
 from ..state.run_state import put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state
@@ -114,6 +115,7 @@ def before_epoch(self:ResumingCB, trainer):
     "Begin the pass where the saved run stood"
     if not trainer.training: return
     self._is_wrapped = are_wrapped(trainer)
+    trainer._source.read_again = goes_own_way(trainer.dl)
     self._batches = self._resumes_in(trainer)
     if self._batches: trainer.start_batch = self._batches
     trainer.batches = self._pass(trainer, trainer.batches)
@@ -132,7 +134,8 @@ def _pass(self:ResumingCB, trainer, batches):
     done = self._batches
     handed,ahead,told = 0,None,False
     self._in_step = True
-    watched,set_anew = self._before is not None,trainer.dl is not trainer._source.chosen
+    watched,own_way = self._before is not None,trainer._source.read_again
+    set_anew = trainer.dl is not trainer._source.chosen
     if self._found and done:
         begun = take_begun(trainer) if watched else None
         state = self._restore(trainer)
@@ -144,7 +147,8 @@ def _pass(self:ResumingCB, trainer, batches):
     for batch in self._walked:
         self._as_given,handed = batch is trainer._source.last,handed+1
         self._in_step = self._in_step and drawn_in(trainer) == drawn+handed
-        if watched: self._last = parts_of_batch(batch) if set_anew or not self._as_given else None
+        is_made = own_way or (watched and (set_anew or not self._as_given))
+        self._last = parts_of_batch(batch) if is_made else None
         yield batch
         if 'batch_num' not in vars(trainer): continue # Read again, for another callback that resumes
         self._batches = trainer.batch_num+1
@@ -177,7 +181,8 @@ def start_of_pass(trainer):
     start,own,place = innermost._pass_start
     again,before = _is_elsewhere(innermost, trainer),outermost._before
     found = start | {'generators': own, 'loader': place, 'again': again}
-    if before is None or not (again or is_made(trainer, innermost._is_wrapped)): return found
+    noted = before is not None or trainer._source.read_again
+    if not noted or not (again or is_made(trainer, innermost._is_wrapped)): return found
     if not again: return found | {'before': before, 'last': None}
     place = place_in_pass(trainer, innermost._walked, innermost._in_step)
     return found | {'before': before, 'last': digest_of(innermost._last), 'place': place}
@@ -193,7 +198,8 @@ def _is_elsewhere(self, trainer):
     if hasattr(trainer.dl, 'load_state_dict'): drawn += source.first # Others are read from their beginning
     is_here = self._as_given and drawn == trainer.batch_num+1
     if not is_here: self._elsewhere = True
-    return self._elsewhere or _is_unsaved(trainer) or (self._is_wrapped and self._before is not None)
+    read_again = trainer._source.read_again or (self._is_wrapped and self._before is not None)
+    return self._elsewhere or _is_unsaved(trainer) or read_again
 
 def _is_unsaved(trainer):
     "Whether this pass walks over a loader whose place nobody saves, as one that `before_epoch` has set"

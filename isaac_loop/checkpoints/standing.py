@@ -17,7 +17,9 @@ import torch
 
 from ..data.fingerprint import _alike, _exact, _leaves
 from ..data.generators import drawn_from
-from ..data.resumable_loaders import _Pass
+from ..data.exact_loaders import ExactLoader
+from ..data.replay_loaders import ReplayLoader
+from ..data.resumable_loaders import _Pass, Resumable
 from ..loop.passes import Batches
 from ..state.change_marks import CONTAINERS, SIMPLE, attributes_of, is_iterator, is_outside
 
@@ -92,7 +94,8 @@ class Standing:
 
     def _generator(self, x, depth):
         "Tell where a generator waits, and what it will read"
-        if x.gi_code is Batches.__iter__.__code__ or x.gi_frame is None: return
+        if x.gi_frame is None: return
+        if x.gi_code is Batches.__iter__.__code__: return self._source(x.gi_frame.f_locals['self'], depth)
         package = x.gi_frame.f_globals.get('__name__') or ''
         if package.partition('.')[0] not in _BARS:
             n,names = _read_later(x.gi_code, x.gi_frame.f_lasti)
@@ -100,6 +103,13 @@ class Standing:
             self.told.append(f'{x.gi_code.co_name} {n}')
             for name in names: self._value(here.get(name), depth+1)
         self._read_by(x, depth)
+
+    def _source(self, source, depth):
+        "Tell of what a user's class has put around the passes of a loader, and keeps in it"
+        if not source.read_again: return
+        self._value(source.walk, depth)
+        for name,x in vars(source.dl).items():
+            if name not in _of_library(): self._value({name: x}, depth+1)
 
     def _iterator(self, x, depth):
         "Tell of a map, a walk over a list, or an iterator of the user's own"
@@ -135,6 +145,13 @@ class Standing:
         else:
             self.told.append(f'{type(x).__name__} {len(parts)}')
             for part in parts: self._value(part, depth+1)
+
+@lru_cache
+def _of_library():
+    "Names of the attributes that the library's own loaders have"
+    loaders = ExactLoader([0], 1),ReplayLoader([0])
+    for dl in loaders: list(dl) # Some come with the first batch
+    return {name for x in (*loaders, Resumable) for name in vars(x)}
 
 def _may_remember(f):
     "Whether a function, or an object that is called, may keep something from call to call"

@@ -45,6 +45,7 @@ class Batches:
         self.held = held # What the loaders kept when the pass began
         self.begun,self.over,self.left = False,False,False # Has the pass begun, is it to end, was it left?
         self.walk = None # Of a loader that knows its place, until it is left
+        self.read_again = False # Does a run that goes on in this pass have it read from its beginning?
         self.given,self.last = 0,None # How many batches were drawn, and the last of them
         self.limit,self.first = None,0 # Of all batches in the pass; number of the one that comes next
         self.expected = n_batches(dl)

@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
 from isaac_loop.all import BasicTrainCB, CheckpointCB, DataLoaders, NBatchCB, Trainer, exact_loader, set_seed
 from isaac_loop.data.exact_loaders import ExactLoader
+from isaac_loop.state.errors import ResumeMismatch
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
@@ -324,10 +325,71 @@ class Twice(ExactLoader):
             yield batch
 
 
+class Limited(ExactLoader):
+    "Stops after some batches, which it counts"
+
+    def __iter__(self):
+        for i, batch in enumerate(super().__iter__()):
+            if i == 4:
+                return
+            yield batch
+
+
+class Second(ExactLoader):
+    "Leaves every other batch out"
+
+    def __iter__(self):
+        return (batch for i, batch in enumerate(super().__iter__()) if i % 2)
+
+
+class Noise(ExactLoader):
+    "Draws by itself, once for the whole pass and once for each batch"
+
+    def __iter__(self):
+        scale = torch.rand(1)
+        for x, y in super().__iter__():
+            yield x * scale + torch.rand(6), y
+
+
+class Mapped(ExactLoader):
+    def __iter__(self):
+        return map(lambda pair: (pair[0] + 1, pair[1]), super().__iter__())
+
+
+@pytest.mark.parametrize("kind", [Ahead, Cached, Twice, Limited, Second, Noise, Mapped])
+def test_a_loader_with_a_way_of_its_own_goes_on_in_the_middle_of_an_epoch(kind, tmp_path):
+    make = lambda: kind(TensorDataset(X, Y), 8)
+    assert goes_on(make, tmp_path, cuts=[1, 2, 3]) == []
+    if kind is not Cached:  # Which knows no more what the first epoch was
+        assert goes_on(make, tmp_path, cuts=[4, 5, 7, 8, 10]) == []
+
+
+class Counting(ExactLoader):
+    "Scales by how many batches there have ever been"
+
+    n = 0
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            self.n += 1
+            yield x * self.n, y
+
+
+@pytest.mark.parametrize("kind", [Cached, Counting])
+def test_what_it_makes_of_things_that_are_not_saved_is_refused(kind, tmp_path):
+    run(kind(TensorDataset(X, Y), 8), tmp_path, 8)
+    with pytest.raises(ResumeMismatch, match=f"`{kind.__name__}.__iter__` makes them of something"):
+        run(kind(TensorDataset(X, Y), 8), tmp_path)
+
+
 @pytest.mark.parametrize("kind", [Ahead, Cached, Twice])
-def test_a_loader_that_gives_other_batches_than_it_reads_is_named(kind, tmp_path):
+def test_a_place_that_is_asked_for_by_another_way_is_named(kind):
+    def before_batch(trainer):
+        if trainer.training and trainer.batch_num:
+            trainer.dls.train.state_dict()
+
     with pytest.warns(UserWarning, match=f"`{kind.__name__}.__iter__` has not read one batch"):
-        run(kind(TensorDataset(X, Y), 8), tmp_path, 3)
+        run(kind(TensorDataset(X, Y), 8), cbs=[before_batch])
 
 
 def test_set_epoch_within_a_pass_is_named():
