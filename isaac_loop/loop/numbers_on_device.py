@@ -12,6 +12,8 @@ from operator import attrgetter
 
 import torch
 
+from torch.overrides import has_torch_function_unary
+
 from ..basics.tensors import map_tensors
 from .batch_record import BatchRecord, Runs, as_tensor
 
@@ -53,27 +55,44 @@ def one_number(
     if not torch.is_tensor(x): return float(x)
     return x.detach() if x.ndim == 0 else x.detach().reshape(())
 
-_NONE = torch.zeros(0, dtype=torch.float64)
+_n_watching = torch._C._len_torch_dispatch_stack
+
+def number_here(
+    x:torch.Tensor, # With one entry
+)->float: # Or an int; None where it lies on a device, or is watched, or is no such number
+    "The number in a tensor for which nobody waits"
+    if not x.is_cpu or has_torch_function_unary(x) or _n_watching(): return None
+    number = x.item()
+    return number if type(number) in (float, int) else None
+
+_NONE,_CPU = torch.zeros(0, dtype=torch.float64),torch.device('cpu')
 
 class _Blocks:
     "Gathers numbers, or tensors of one shape, and stacks them by the block"
     block = 64
-    def __init__(self): self._new,self._device = [],None
+    def __init__(self): self._new,self._kind = [],None # The latter: what the new ones are, see `_kept`
 
     def add(self,
         value, # A number, or a tensor of the same shape every time
     ):
         "Keep `value` where it is"
-        device = value.device if torch.is_tensor(value) else None
-        if device != self._device or len(self._new) == self.block: self._flush()
-        self._device = device
-        has_graph = device is not None and value.requires_grad
-        self._new.append(value.detach() if has_graph else value)
+        kind,kept = self._kept(value)
+        if kind != self._kind or len(self._new) == self.block: self._flush()
+        self._kind = kind
+        self._new.append(kept)
+
+    def _kept(self, value):
+        "What is kept; before it the device of a tensor, the `dtype` of one that was read at once, or None"
+        if not torch.is_tensor(value): return None,value
+        number = None if value.ndim else number_here(value)
+        if number is not None: return value.dtype,number
+        return value.device, value.detach() if value.requires_grad else value
 
     def _stacked(self):
-        in_python = self._device is None or not self._new
-        if not in_python: return torch.stack(self._new)
-        return torch.frombuffer(array('d', self._new), dtype=torch.float64) if self._new else _NONE
+        if not self._new: return _NONE
+        if isinstance(self._kind, torch.device): return torch.stack(self._new)
+        if self._kind is not None: return torch.tensor(self._new, dtype=self._kind)
+        return torch.frombuffer(array('d', self._new), dtype=torch.float64)
 
     def _flush(self):
         "Take the new values as one block"
@@ -225,6 +244,11 @@ def _joined(pieces):
     is_plain = len({x.dtype for x in pieces}) < 2
     return torch.cat(pieces if is_plain else [x.double() for x in pieces])
 
+def _numbers(values):
+    "Numbers and tensors without dimensions as floats; this waits for the device"
+    if set(map(type, values)) <= {int, float}: return list(map(float, values))
+    return _joined(_pieces(values)).double().tolist()
+
 def _and_one(blocks, batches, sent):
     "Blocks and another one; those that are here and no longer than it become one, so there are never many"
     blocks = list(blocks)
@@ -238,45 +262,58 @@ def _is_here(x): return not isinstance(x, torch.Tensor) or x.device.type == 'cpu
 
 class PassNumbers:
     "Columns of numbers, with one in each for every batch of a pass"
-    block = 64
+    block = 256
     def __init__(self,
         *names, # Of the columns
     ):
         self.names = names
-        self._held = [],[] # Blocks: numbers of batches, and columns on their way; and rows in no block yet
+        self._begin([])
+
+    def _begin(self, blocks):
+        "Go on behind `blocks`: pairs of numbers of batches, and columns on their way"
+        self._held = blocks,[],tuple([] for _ in self.names) # And rows in no block yet: the same, still open
 
     def __len__(self):
-        blocks,rows = self._held
-        return sum(len(batches) for batches,_ in blocks) + len(rows)
+        blocks,new,_ = self._held
+        return sum(len(batches) for batches,_ in blocks) + len(new)
 
     def add(self,
         batch:int, # Its number
         *values, # One for each column, as of `one_number`
     ):
         "Keep the numbers of a batch where they are"
-        rows = self._held[1]
-        rows.append((batch, *values))
-        if len(rows) >= self.block: self._blocks()
+        _,batches,columns = self._held
+        if len(columns[0]) > len(batches): self._columns() # Ctrl-C has come within a row
+        for column,value in zip(columns, values): column.append(value)
+        batches.append(batch)
+        if len(batches) >= self.block: self._blocks()
+
+    def _columns(self):
+        "The columns of the rows that are whole"
+        _,batches,columns = self._held
+        for column in columns: del column[len(batches):]
+        return columns
 
     def _blocks(self):
         "Make a block of the rows; all blocks"
-        blocks,rows = self._held
-        if rows:
-            batches,*columns = zip(*rows)
-            sent = Sent(list(map(_pieces, columns)), fresh=True)
-            self._held = _and_one(blocks, array('I', batches), sent),[]
+        blocks,batches,_ = self._held
+        if batches:
+            sent = Sent(list(map(_pieces, self._columns())), fresh=True)
+            self._begin(_and_one(blocks, array('I', batches), sent))
         return self._held[0]
 
     def _rows_here(self):
-        "The rows, if there are no blocks yet, and all is on the CPU; else none"
-        blocks,rows = self._held
-        return rows if not blocks and all(map(_is_here, chain.from_iterable(rows))) else []
+        "Numbers of batches and columns, if there are no blocks yet, and all is on the CPU; else none"
+        blocks,batches,_ = self._held
+        if blocks or not batches: return [],()
+        columns = self._columns()
+        return (batches, columns) if all(map(_is_here, chain.from_iterable(columns))) else ([], ())
 
     @property
     def batches(self)->array:
         "Numbers of the batches"
-        rows = self._rows_here()
-        if rows: return array('I', [row[0] for row in rows])
+        batches,_ = self._rows_here()
+        if batches: return array('I', batches)
         return array('I', chain.from_iterable(batches for batches,_ in self._blocks()))
 
     def tensors(self)->dict: # (n,) each, on the CPU, by name
@@ -288,10 +325,8 @@ class PassNumbers:
 
     def read(self)->dict: # Lists of floats by name
         "The columns; this waits for the device, once"
-        rows = self._rows_here()
-        if rows:
-            columns = dict(zip(self.names, list(zip(*rows))[1:]))
-            return {name: _joined(_pieces(column)).double().tolist() for name,column in columns.items()}
+        batches,columns = self._rows_here()
+        if batches: return dict(zip(self.names, map(_numbers, columns)))
         return {name: column.double().tolist() for name,column in self.tensors().items()}
 
     def state_dict(self)->dict: # Tensors
@@ -304,7 +339,7 @@ class PassNumbers:
         "Go on from saved columns"
         batches = array('I', torch.as_tensor(state['batches']).tolist())
         columns = [[torch.as_tensor(state['values'][name])] for name in self.names]
-        self._held = [(batches, Sent(columns))]*bool(batches),[]
+        self._begin([(batches, Sent(columns))]*bool(batches))
 
 # %% ../../nbs/loop/40_numbers_on_device.ipynb #91b0a85e
 class DeviceMean(_Blocks):
@@ -312,18 +347,25 @@ class DeviceMean(_Blocks):
     block = 512
     def __init__(self):
         super().__init__()
-        self._total,self._n = 0.,0
+        self._total,self._n,self._kind = 0.,0,_CPU # The latter: where they are
 
     def add(self,
         number, # A tensor with one entry, or a number
     ):
         "Count one more number"
-        number = torch.as_tensor(one_number(number)).float()
-        if number.device != self._device: # Those of a checkpoint come along
-            self._new = [new.to(number.device, non_blocking=True) for new in self._new]
-            self._device = number.device
-        super().add(number)
+        kind,kept = self._kept(one_number(number))
+        device = kind if isinstance(kind, torch.device) else _CPU
+        if device != self._kind: # Those of a checkpoint come along
+            self._new = [torch.as_tensor(new).float().to(device, non_blocking=True) for new in self._new]
+        self._kind = device
+        if len(self._new) == self.block: self._flush()
+        self._new.append(kept)
         self._n += 1
+
+    def _stacked(self):
+        "In single precision, wherever they are"
+        if not any(map(torch.is_tensor, self._new)): return torch.tensor(self._new, dtype=torch.float32)
+        return torch.stack([torch.as_tensor(new, device=self._kind).float() for new in self._new])
 
     def _take_block(self, block): self._total = self._total+block.sum()
 

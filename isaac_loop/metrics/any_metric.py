@@ -14,6 +14,7 @@ import torch
 from ..basics.checks import did_you_mean
 from ..basics.tensors import batch_size
 from ..loop.events import CancelException
+from ..loop.numbers_on_device import number_here
 
 # %% ../../nbs/metrics/06_any_metric.ipynb #a1239a80
 _NO_FUNCTION = '`f` is {!r}, which cannot be called with predictions and targets. Pass a function.'
@@ -44,8 +45,7 @@ class MeanOf:
         if n == 0: return
         value = self.f(preds, *targets)
         if type(value) is torch.Tensor and value.dtype is torch.bool and value.shape == (n,):
-            is_plain = value.is_cpu and value.layout is torch.strided
-            total = value.count_nonzero() if is_plain else value.sum() # As is faster there
+            total = _n_true(value)
         else: total = self._sum(value, n)
         self.total,self.n = self.total+total,self.n+n
 
@@ -64,9 +64,17 @@ class MeanOf:
 
     def compute(self):
         "The mean so far"
-        counted = torch.is_tensor(self.total) and not self.total.is_floating_point() # Whole numbers, exactly
-        total = self.total.float() if counted else self.total
-        return total/self.n if self.n else math.nan
+        if not self.n: return math.nan
+        is_tensor = torch.is_tensor(self.total)
+        counts = not self.total.is_floating_point() if is_tensor else type(self.total) is int
+        return (torch.as_tensor(self.total).float() if counts else self.total)/self.n # Whole numbers, exactly
+
+def _n_true(value):
+    "How many entries are True: on a device a tensor"
+    if not value.is_cpu or value.layout is not torch.strided: return value.sum() # As is faster there
+    count = value.count_nonzero()
+    number = number_here(count)
+    return count if number is None else number
 
 def _n_examples(preds, targets):
     "How many examples a batch has; without any rows it counts as one"

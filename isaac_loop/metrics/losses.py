@@ -13,7 +13,7 @@ import torch
 from ..basics.checks import check_choice
 from ..data.shared_loaders import rows_given, rows_of_all
 from ..basics.tensors import batch_size, batch_weight
-from ..loop.numbers_on_device import PassNumbers, one_number
+from ..loop.numbers_on_device import PassNumbers, number_here, one_number
 from ..loop.events import CancelException
 from ..train.example_losses import reduction_of
 
@@ -39,7 +39,10 @@ class Losses(PassNumbers):
         batch:int, # Number of the batch
     ):
         "Keep the loss of a batch"
-        super().add(batch, _kept(loss), _kept(size) if isinstance(size, torch.Tensor) else size)
+        number = number_here(loss) if type(loss) is torch.Tensor and not loss.ndim else None
+        if number is None: number = _kept(loss)
+        if isinstance(size, torch.Tensor): size = _kept(size)
+        PassNumbers.add(self, batch, number, size)
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave; earlier versions had two columns side by side
@@ -137,7 +140,7 @@ def rows_and_weight(
     if trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl): return _of_share(trainer, inputs, weigh)
     first = inputs[0] if inputs else None
     has_rows = type(first) is torch.Tensor and first.ndim # Those of most batches, without further ado
-    rows = len(first) if has_rows else rows_of(trainer.batch, inputs)
+    rows = first.size(0) if has_rows else rows_of(trainer.batch, inputs)
     return rows,rows if rows and weigh in _BY_ROWS else weight_of(trainer.batch, rows, weigh)
 
 def _of_share(trainer, inputs, weigh):

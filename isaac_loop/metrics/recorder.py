@@ -15,7 +15,7 @@ from ..basics.figures import whole_ticks, quiet
 from ..basics.settings import show_settings
 from ..basics.old_names import old_words
 from ..loop.events import Order
-from ..loop.numbers_on_device import PassNumbers, one_number
+from ..loop.numbers_on_device import PassNumbers, number_here, one_number
 from .losses import ended_in_error
 from ..loop.batch_record import BatchRecord
 from ..state.errors import ResumeMismatch
@@ -28,6 +28,8 @@ _NOT_ONE = ('`RecorderCB` asked for `{}` and got {}, but the history keeps one n
 def _checked(name, value):
     "A number as a float, or a copy of a tensor with one entry"
     if torch.is_tensor(value):
+        number = number_here(value) if value.numel() == 1 else None
+        if number is not None: return number
         if value.numel() == 1: return one_number(value).clone() # Some are changed in place
         raise TypeError(_NOT_ONE.format(name, f'a tensor of shape {tuple(value.shape)}'))
     if isinstance(value, numbers.Real): return float(value)

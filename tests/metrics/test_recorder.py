@@ -1,5 +1,6 @@
 "What is recorded is what each batch was trained with, whoever changes it and however the pass ends."
 
+import contextlib
 import math
 
 import matplotlib
@@ -9,6 +10,7 @@ import torch
 from guarded import run_guarded
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.overrides import BaseTorchFunctionMode
 
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
@@ -194,17 +196,21 @@ def test_recording_changes_nothing_and_waits_for_nothing():
         run_guarded([BasicTrainCB(), RecorderCB(loss2=lambda t: t.loss)], everything, 550)
 
 
-def test_what_is_kept_holds_no_graph():
+@pytest.mark.parametrize("watched", [True, False])
+def test_what_is_kept_holds_no_graph(watched):
+    "Watched, as on a device, it is a tensor"
     recorder = RecorderCB(loss2=lambda t: t.loss)
 
     class LookCB:
         order = Order.LAST
 
         def after_batch(self, trainer):
-            kept = [value for row in recorder._pass._held[1] for value in row[1:]]
-            assert kept and not any(value.requires_grad for value in kept)
+            kept = [value for column in recorder._pass._held[2] for value in column]
+            assert kept and not any(getattr(value, "requires_grad", False) for value in kept)
+            assert all(isinstance(value, torch.Tensor) for value in kept) == watched
 
-    make_trainer(recorder, LookCB()).fit(1, valid=False)
+    with BaseTorchFunctionMode() if watched else contextlib.nullcontext():
+        make_trainer(recorder, LookCB()).fit(1, valid=False)
 
 
 @pytest.mark.shows("MIN-10")

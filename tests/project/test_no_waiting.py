@@ -173,7 +173,7 @@ ALWAYS_ON_THE_CPU = {
     ("item", "averaging"): 1,  # How many updates are in the average
 }
 ON_THE_DEVICE = {
-    ("tolist", "metrics"): 4,  # Losses and their weights, in each pass
+    ("tolist", "metrics"): 3,  # Losses in each pass; weights of the one whose state was taken
     ("item", "any_metric"): 2,
     ("tolist", "recorder"): 1,
     ("tolist", "clipping"): 1,
