@@ -18,7 +18,8 @@ from ..basics.checks import check_flag, local_path, short_path, warn
 from ..basics.output import say
 from .background_writes import BackgroundWrites
 from .counted_fits import CountedFits, belongs_to, why_over
-from .resuming import CompleteAlready, ResumingCB, start_of_pass, warn_of_rates
+from .resuming import between_passes, CompleteAlready, ResumingCB
+from .resuming import start_of_pass, warn_of_rates
 from .run_on_disk import RunOnDisk, metrics_of
 from .when_to_save import NewestNumbers, When
 from .which_run import checked_resume
@@ -251,7 +252,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None,
     "Write a checkpoint of this position, with `parts` of the state and the `reason` to stop from before"
     self._writes.wait()
     self._tell_exchanged(trainer)
-    start = start_of_pass(trainer) if batches else None
+    start = start_of_pass(trainer) if batches else between_passes(trainer)
     weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
     if parts: state |= parts | dict(callbacks=state['callbacks'] | parts['callbacks'])
     if parts or reason: state['position']['stop_reason'] = reason

@@ -9,7 +9,7 @@ __all__ = []
 import torch
 
 from ..basics.checks import warn
-from .standing import Standing, stands_alike
+from .standing import kept_in, Standing, stands_alike
 from ..data.fingerprint import _alike, _leaves
 from ..loop.events import callback_name
 from ..state.errors import ResumeMismatch
@@ -134,7 +134,8 @@ def place_in_pass(
     standing = Standing(walked, [*parts, *held])
     known = trainer.dl is trainer._source.chosen # Others may have been made for this pass, of other rows
     sure,in_step = known and standing.sure,known and in_step
-    return dict(drawn=drawn_in(trainer), in_step=in_step, told=standing.told, sure=sure)
+    where = dict(drawn=drawn_in(trainer), in_step=in_step, told=standing.told, sure=sure)
+    return where | dict(kept=kept_in(trainer.dl))
 
 def drawn_in(
     trainer, # In a pass
@@ -149,9 +150,29 @@ _ANOTHER = ('{} in the saved run, so the run would go on with other batches: {} 
             'batches of it in `before_epoch`. This run can go on from a checkpoint between two epochs, or '
             'with `strict=False` as another run.')
 _BY_LOADER = ('{} in the saved run, so the run would go on with other batches: {} makes them of '
-              'something that is not saved, such as an attribute of the loader. Keep that in its '
-              '`state_dict`, or make it anew in each pass. This run can go on from a checkpoint between two '
-              'epochs, or with `strict=False` as another run.')
+              'something that is not saved, such as an attribute of the loader, or random numbers that are '
+              'drawn while the model draws as well. Let `state_dict` and `load_state_dict` of the loader '
+              'keep it, under a key of its own, or make it anew in each pass. With `strict=False` it goes '
+              'on as another run.')
+_KEPT = ('`{}` keeps {}, which the run does not save, and when it was saved that was otherwise: if batches '
+         'are made of it, the run goes on with others. Let `state_dict` and `load_state_dict` of the loader '
+         'keep it, under a key of its own, or make it anew in each pass.')
+
+def others_kept(
+    was:dict, # What `kept_in` told when the run was saved
+    now:dict, # The same, now
+)->list: # Names
+    "What is otherwise in a loader"
+    return [name for name in {**was, **now} if not (name in was and name in now
+            and stands_alike(was[name], now[name]))]
+
+def warn_of_kept(
+    trainer, # That goes on
+    names:list, # Of attributes of its training loader
+):
+    "Say that a loader keeps something that is not saved"
+    shown = ', '.join(f'`{name}`' for name in names)
+    if names: warn(_KEPT.format(type(trainer.dls.train).__name__, shown))
 _PERHAPS = ('Batch {} of epoch {} came out otherwise when it was read again, since {} made it of random '
             'numbers or of weights that are others by now. The next ones come from the same batches of the '
             'loader, but it cannot be seen whether something is kept for them that is another too; keep '
@@ -168,12 +189,15 @@ def check_made_again(
     "Refuse to go on with batches that are made otherwise than in the saved run"
     was,n = saved.get('place'),position['batches']-1
     here = _is_same_place(was, place) if was else None
-    if here or (here is None and _is_same_batch(last, saved.get('last'))): return
+    others = others_kept((was or {}).get('kept', {}), place.get('kept', {}))
+    is_same = _is_same_batch(last, saved.get('last'))
+    if here is not False and is_same: return warn_of_kept(trainer, others)
+    if here and not trainer._source.read_again: return
     names,makers = _names_of_makers(trainer),makers_of(trainer)
-    perhaps = here is None and was and was['in_step'] and place['in_step']
+    perhaps = not others and (was and was['in_step'] and place['in_step'] if here is None else here)
     if perhaps: return warn(_PERHAPS.format(n, position['epoch'], names))
     where = f'atch {n} of epoch {position["epoch"]}'
-    what = f'B{where} is another one than' if here is None else f'After b{where} come others than'
+    what = f'After b{where} come others than' if here is False else f'B{where} is another one than'
     message = (_ANOTHER if makers or not trainer._source.read_again else _BY_LOADER).format(what, names)
     if strict: raise ResumeMismatch(message)
     warn(message)

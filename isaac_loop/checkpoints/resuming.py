@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..basics.checks import warn
 from ..basics.settings import show_settings
 from .made_batches import are_wrapped, check_made_again, digest_of, is_made
+from .made_batches import others_kept, warn_of_kept
+from .standing import kept_in
 from .made_batches import drawn_in, parts_of_batch, place_in_pass
 from .made_batches import put_before, put_begun, take_before, take_begun
 from ..loop.events import CancelFitException, Order, callback_name
@@ -70,7 +72,9 @@ class ResumingCB:
         "`epochs`, without those that were done before"
         note_opts(trainer)
         if self._found: self._next = self._found[1]['position']['epoch']
-        if self._found and not self._found[1]['position']['batches']: self._restore(trainer)
+        if self._found and not self._found[1]['position']['batches']:
+            kept = (self._restore(trainer)['pass_start'] or {}).get('kept', {})
+            warn_of_kept(trainer, others_kept(kept, kept_in(getattr(trainer.dls, 'train', None))))
         first = self._next
         for epoch in epochs:
             if epoch < first: continue
@@ -142,6 +146,7 @@ def _pass(self:ResumingCB, trainer, batches):
         batches = self._rest(trainer, batches, state, done, begun)
     else:
         own = {name: o.get_state() for name,o in generators(trainer).items()}
+        if own_way: trainer.dl.leave_pass() # A cancel may have left the last one, which somebody still holds
         self._pass_start = compact_random_state(),own,_place_of(trainer.dl)
     self._walked,drawn = iter(batches),drawn_in(trainer)
     for batch in self._walked:
@@ -175,6 +180,11 @@ def _is_through(self:ResumingCB, trainer):
     with _named(self, trainer): self._pass_over(trainer)
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #ad1d1e74
+def between_passes(trainer):
+    "What no position of the training loader tells, for a checkpoint between two passes"
+    kept = kept_in(getattr(trainer.dls, 'train', None))
+    return dict(kept=kept) if kept else None
+
 def start_of_pass(trainer):
     "Random numbers and the loader's place when this pass began, and whether it must be read again"
     innermost,outermost = _resuming(trainer)

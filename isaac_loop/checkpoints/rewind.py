@@ -10,7 +10,7 @@ from fastcore.basics import patch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .resuming import ResumingCB, start_of_pass, warn_of_rates
+from .resuming import between_passes, ResumingCB, start_of_pass, warn_of_rates
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..state.run_checks import check_fits
@@ -61,7 +61,7 @@ class RewindCB(ResumingCB):
 
     def _remember(self, trainer, epoch, batches=0):
         self._at = trainer.n_updates
-        start = start_of_pass(trainer) if batches else None
+        start = start_of_pass(trainer) if batches else between_passes(trainer)
         self.states[epoch, batches] = take_state(trainer, epoch, batches, pass_start=start)
         for place in sorted(self.states)[:-self.keep]: del self.states[place]
 

@@ -9,17 +9,17 @@ __all__ = []
 import dis, gc, operator, re, sys
 from collections import deque
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import zip_longest
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType
 
 import torch
 
 from ..data.fingerprint import _alike, _exact, _leaves
-from ..data.generators import drawn_from
+from ..data.generators import drawn_from, names_in
 from ..data.exact_loaders import ExactLoader
 from ..data.replay_loaders import ReplayLoader
-from ..data.resumable_loaders import _Pass, Resumable
+from ..data.resumable_loaders import _Pass, goes_own_way, Resumable
 from ..loop.passes import Batches
 from ..state.change_marks import CONTAINERS, SIMPLE, attributes_of, is_iterator, is_outside
 
@@ -88,8 +88,9 @@ class Standing:
         elif isinstance(x, GeneratorType): self._generator(x, depth)
         elif is_iterator(x): self._iterator(x, depth)
         elif (drawn := drawn_from(x)) is not None: self.told.append(_of_drawn(drawn))
-        elif isinstance(x, (FunctionType, MethodType)):
+        elif isinstance(x, (FunctionType, MethodType, partial)):
             for part in _carried(x): self._value(part, depth+1)
+        elif isinstance(x, Resumable): self._value(x.state_dict(), depth+1)
         elif not is_outside(x) and _package(type(x)) != 'isaac_loop': self._object(x, depth)
 
     def _generator(self, x, depth):
@@ -102,14 +103,12 @@ class Standing:
             here = x.gi_frame.f_locals
             self.told.append(f'{x.gi_code.co_name} {n}')
             for name in names: self._value(here.get(name), depth+1)
+            for part in _of_script(x.gi_code, x.gi_frame.f_globals): self._value(part, depth+1)
         self._read_by(x, depth)
 
     def _source(self, source, depth):
-        "Tell of what a user's class has put around the passes of a loader, and keeps in it"
-        if not source.read_again: return
-        self._value(source.walk, depth)
-        for name,x in vars(source.dl).items():
-            if name not in _of_library(): self._value({name: x}, depth+1)
+        "Tell of what a user's class has put around the passes of a loader"
+        if source.read_again: self._value(source.walk, depth)
 
     def _iterator(self, x, depth):
         "Tell of a map, a walk over a list, or an iterator of the user's own"
@@ -146,13 +145,6 @@ class Standing:
             self.told.append(f'{type(x).__name__} {len(parts)}')
             for part in parts: self._value(part, depth+1)
 
-@lru_cache
-def _of_library():
-    "Names of the attributes that the library's own loaders have"
-    loaders = ExactLoader([0], 1),ReplayLoader([0])
-    for dl in loaders: list(dl) # Some come with the first batch
-    return {name for x in (*loaders, Resumable) for name in vars(x)}
-
 def _may_remember(f):
     "Whether a function, or an object that is called, may keep something from call to call"
     return callable(f) and not isinstance(f, (type, BuiltinFunctionType)) and not is_iterator(f)
@@ -160,8 +152,16 @@ def _may_remember(f):
 def _carried(x):
     "What a function has from around it, or whose method it is"
     if isinstance(x, MethodType): return [x.__self__]
+    if isinstance(x, partial): return [x.func, *x.args, *x.keywords.values()]
     if (x.__module__ or '').partition('.')[0] in _BARS: return []
-    return [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]
+    cells = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]
+    own = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *vars(x).values()]
+    return [*cells, *own, *_of_script(x.__code__, x.__globals__)]
+
+def _of_script(code, names):
+    "Numbers and small containers that code reads by a name of its module"
+    found = [names[name] for name in names_in(code)[0] if name in names]
+    return [x for x in found if type(x) in SIMPLE or (type(x) in CONTAINERS and len(x) <= 64)]
 
 def _is_copied(x): return is_iterator(x) or isinstance(x, (*CONTAINERS, torch.Tensor)) or type(x) in SIMPLE
 
@@ -172,6 +172,21 @@ def _of_drawn(state):
 def _package(kind): return str(kind.__module__).partition('.')[0]
 
 # %% ../../nbs/checkpoints/13_standing.ipynb #a1219aea
+@lru_cache
+def _of_library(kind):
+    "Names of the attributes that the library's own loaders of a kind have"
+    dl = ExactLoader([0], 1) if kind is ExactLoader else ReplayLoader([0])
+    list(dl) # Some come with the first batch
+    return vars(dl).keys() | vars(Resumable).keys()
+
+def kept_in(
+    dl, # A loader
+)->dict: # By name of the attribute, what a `Standing` of it tells
+    "What a user's class that has put something around the passes of a loader keeps in it"
+    if not goes_own_way(dl): return {}
+    usual = _of_library(ExactLoader if isinstance(dl, ExactLoader) else ReplayLoader)
+    return {name: Standing(x).told for name,x in vars(dl).items() if name not in usual}
+
 def stands_alike(
     saved:list, # What a `Standing` has told
     now:list, # The same, of another one

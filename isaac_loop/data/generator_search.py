@@ -58,7 +58,8 @@ def _in_function(f):
     modules = [o.__name__.partition('.')[0] for o in named if isinstance(o, ModuleType)]
     if not KNOWN.issuperset(modules): return _in_others(f)
     cells = [cell.cell_contents for cell in f.__closure__ or () if is_filled(cell)]
-    return [*named, *cells, f.__defaults__, *(f.__kwdefaults__ or {}).values(), *vars(f).values()]
+    defaults = *(f.__defaults__ or ()),*(f.__kwdefaults__ or {}).values()
+    return [*named, *cells, *defaults, *vars(f).values()]
 
 # %% ../../nbs/data/56_generator_search.ipynb #026f8819
 _DRESSED = property,staticmethod,classmethod # In a class, around functions
@@ -111,8 +112,8 @@ class _Way:
         self.x,self.kind,self.ask = x,type(x),_asker_of(type(x))
         held = _asked(x)
         own = vars(x) if held is not None and issubclass(type(x), nn.Module) else {}
-        fixed = {id(own.get(name)) for name in OF_MODULES if own} # A module keeps the dicts of its parts
-        self.noted = None if held is None else Noted(held, fixed)
+        dicts = [own[name] for name in OF_MODULES if isinstance(own.get(name), dict)] # A module keeps these
+        self.noted = None if held is None else Noted(held, set(map(id, dicts)))
 
     def is_as_before(self):
         "Whether the object leads to the same"

@@ -98,8 +98,9 @@ KNOWN = _LIBRARIES | sys.stdlib_module_names # Nothing in their code draws from 
 def package_of(
     x, # A class or a function
 )->str:
-    "The package in which it was written"
-    return str(x.__module__).partition('.')[0]
+    "The package in which it was written: `wraps` gives a function the `__module__` of another one"
+    written = x.__globals__.get('__name__') if isinstance(x, FunctionType) else x.__module__
+    return str(written).partition('.')[0]
 
 def _is_hugging_face(kind): return kind.__module__ in ('datasets.arrow_dataset', 'datasets.iterable_dataset')
 
@@ -297,6 +298,13 @@ def _roots_of(dl, parts=PARTS):
     if isinstance(dl, HELD): return [] # Of batches
     return [(part, _part_of(dl, part) if part else dl) for part in parts]
 
+def _own_class_of(dl):
+    "A loader of a user's own class, which may draw from what its attributes and methods lead to"
+    is_own = not isinstance(dl, _HELD_OR_NONE) and package_of(type(dl)) not in _LIBRARIES
+    return [('', dl), ('', type(dl))] if is_own else []
+
+_HELD_OR_NONE = *HELD,type(None)
+
 def _part_of(dl, name):
     try: return getattr(dl, name, None)
     except Exception: return None # A property that fails
@@ -324,10 +332,10 @@ def roots_in(
     trainer, # With a model and loaders
 )->list: # Pairs of path and object
     "Where to begin"
-    own = [x for name,x in vars(trainer).items() if name not in _OF_LOOP]
+    own = [type(trainer), *(x for name,x in vars(trainer).items() if name not in _OF_LOOP)]
     own += [x for callback in trainer.callbacks for x in owners_in(callback)]
     loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
-    roots = [pair for dl in loaders for pair in _roots_of(dl)]
+    roots = [pair for dl in loaders for pair in [*_roots_of(dl), *_own_class_of(dl)]]
     return roots + [('', x) for x in own if not is_end(type(x))]
 
 def own_generators(

@@ -23,8 +23,10 @@ def goes_own_way(
     dl, # Any loader
 )->bool:
     "Whether a user's class has put something around the passes of a loader that knows its place"
-    walks = getattr(type(dl), '__iter__', None)
-    return isinstance(dl, Resumable) and not str(walks.__module__).startswith('isaac_loop.')
+    if not isinstance(dl, Resumable): return False
+    walks = type(dl).__iter__
+    written = getattr(walks, '__globals__', {}).get('__name__', type(dl).__module__) # `wraps` leaves these
+    return not str(written).startswith('isaac_loop.')
 
 class Resumable:
     "A loader that knows its epoch, and how much of it was given"

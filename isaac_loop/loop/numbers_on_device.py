@@ -91,7 +91,7 @@ class _Blocks:
     def _stacked(self):
         if not self._new: return _NONE
         if isinstance(self._kind, torch.device): return torch.stack(self._new)
-        if self._kind is not None: return torch.tensor(self._new, dtype=self._kind)
+        if self._kind is not None: return torch.tensor(self._new, dtype=self._kind, device=_CPU)
         return torch.frombuffer(array('d', self._new), dtype=torch.float64)
 
     def _flush(self):
@@ -364,7 +364,8 @@ class DeviceMean(_Blocks):
 
     def _stacked(self):
         "In single precision, wherever they are"
-        if not any(map(torch.is_tensor, self._new)): return torch.tensor(self._new, dtype=torch.float32)
+        are_read = not any(map(torch.is_tensor, self._new))
+        if are_read: return torch.tensor(self._new, dtype=torch.float32, device=_CPU)
         return torch.stack([torch.as_tensor(new, device=self._kind).float() for new in self._new])
 
     def _take_block(self, block): self._total = self._total+block.sum()

@@ -65,9 +65,10 @@ class MeanOf:
     def compute(self):
         "The mean so far"
         if not self.n: return math.nan
-        is_tensor = torch.is_tensor(self.total)
-        counts = not self.total.is_floating_point() if is_tensor else type(self.total) is int
-        return (torch.as_tensor(self.total).float() if counts else self.total)/self.n # Whole numbers, exactly
+        total = self.total
+        if type(total) is int: total = torch.tensor(total, device='cpu') # As it would be on a device
+        is_count = torch.is_tensor(total) and not total.is_floating_point()
+        return (total.float() if is_count else total)/self.n
 
 def _n_true(value):
     "How many entries are True: on a device a tensor"

@@ -24,6 +24,7 @@ from ..basics.checks import warn
 from ..basics.tensors import OF_MODULES
 from ..data.generators import is_generator
 from ..data.resumable_loaders import Resumable
+from ..loop.callback_list import is_in
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
@@ -120,8 +121,9 @@ def _package(x): return str(x.__module__).partition('.')[0]
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #44d92084
 def _of_function(f):
-    "The attributes of a user's function, and the cells with what it has from around it"
-    return [] if _globals_of(f) in _OF_OTHERS else [vars(f), *(f.__closure__ or ())]
+    "The attributes of a user's function, its default values, and the cells with what it has from around it"
+    if _globals_of(f) in _OF_OTHERS: return []
+    return [vars(f), *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(), *(f.__closure__ or ())]
 
 def _of_cell(cell):
     "How to put back what a name around a function stands for, and what that leads to"
@@ -255,12 +257,14 @@ def _counted(module):
 @contextmanager
 def attributes_kept(
     trainer, # Evaluates in the `with` block
-    callbacks=(), # Those that the training has, and the evaluation may not: they keep what they gather
+    callbacks=(), # Of the training; what they gather stays, but for functions that take part in both
 ):
     "Have model, loss function and trainer keep the attributes that they have now, and what these hold"
     beside = attributes_beside(trainer) + _of_loss(trainer.loss_func)
     counted = [x for module in beside if isinstance(module, nn.Module) for x in _counted(module)]
     roots = [*_of_owner(trainer.model), *beside, *counted, *_written(type(trainer))]
+    take_part = [cb for cb in callbacks if is_in(cb, vars(trainer).get('callbacks', ()))]
+    roots += [x for cb in take_part if isinstance(cb, FunctionType) for x in _of_function(cb)]
     loaders = [getattr(getattr(trainer, 'dls', None), name, None) for name in ('train', 'valid')]
     held = _Held(roots, without=[*vars(trainer).get('callbacks', ()), *callbacks, *loaders])
     watch = _Watch([x for x in held.watched if id(x) not in held.seen], vars(trainer).get('_written', {}))

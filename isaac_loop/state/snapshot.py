@@ -43,6 +43,10 @@ def _of_dict(x):
         kind.update(x, items)
     return put_back, list(chain.from_iterable(items))
 
+def _of_fixed(x):
+    kind = tuple if isinstance(x, tuple) else frozenset
+    return _nothing, list(kind.__iter__(x)) # A subclass may have a `len` of its own
+
 def _of_group(x):
     items = list(x)
     def put_back():
@@ -228,7 +232,7 @@ def _is_data(x):
 _CONTENTS = {
     torch.Tensor: _of_tensor, dict: _of_dict,
     (list, array, bytearray): _of_list, (set, deque): _of_group,
-    (tuple, frozenset): lambda x: (_nothing, x),
+    (tuple, frozenset): _of_fixed,
     (torch.Generator, random.Random): _of_generator, type: _of_class,
     MethodType: lambda x: (_nothing, (x.__self__,)),
     partial: lambda x: (_nothing, (x.func, x.args, x.keywords))}

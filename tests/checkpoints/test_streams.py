@@ -5,6 +5,7 @@ at it in between.
 """
 
 import contextlib
+import functools
 import io
 import time
 import warnings
@@ -364,22 +365,141 @@ def test_a_loader_with_a_way_of_its_own_goes_on_in_the_middle_of_an_epoch(kind, 
         assert goes_on(make, tmp_path, cuts=[4, 5, 7, 8, 10]) == []
 
 
-class Counting(ExactLoader):
-    "Scales by how many batches there have ever been"
+def repeated(walk):
+    "A decorator as one writes it, which gives what it wraps its name and module"
 
-    n = 0
+    @functools.wraps(walk)
+    def walked(self):
+        for i, (x, y) in enumerate(walk(self)):
+            yield x * (1 + i), y
+            if i % 2:
+                yield x, y
+
+    return walked
+
+
+class Dressed(ExactLoader):
+    __iter__ = repeated(ExactLoader.__iter__)
+
+
+def test_a_way_that_is_dressed_as_the_librarys_goes_on_too(tmp_path):
+    assert goes_on(lambda: Dressed(TensorDataset(X, Y), 8), tmp_path, cuts=[2, 8, 12]) == []
+
+
+@pytest.mark.parametrize("kind", [Mapped, Noise, Twice])
+def test_passes_that_are_cut_short_go_on(kind, tmp_path):
+    make = lambda: kind(TensorDataset(X, Y), 8)
+    assert goes_on(make, tmp_path, [NBatchCB(4)], cuts=[2, 4, 5, 9]) == []
+
+
+class Keeping(ExactLoader):
+    "Keeps something of the batches that were given"
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.kept = 0
 
     def __iter__(self):
         for x, y in super().__iter__():
-            self.n += 1
-            yield x * self.n, y
+            self.kept = self.kept + 1
+            yield self.changed(x), y
+
+    def changed(self, x):
+        return x * self.kept
 
 
-@pytest.mark.parametrize("kind", [Cached, Counting])
+class Told(Keeping):
+    "The same, as the message says"
+
+    def state_dict(self):
+        return super().state_dict() | dict(count=self.kept)
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.kept = state["count"]
+
+
+class ForShow(Keeping):
+    def changed(self, x):
+        return x
+
+
+class Late(Keeping):
+    "Its fraction counts in the last batches of a pass alone"
+
+    def changed(self, x):
+        return x * self.kept**0.5 if self.given[0] > 24 else x
+
+
+class Beside(ExactLoader):
+    "Counts in its dataset"
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            self.dataset.n = getattr(self.dataset, "n", 0) + 1
+            yield x * self.dataset.n, y
+
+
+class Drawing(Keeping):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.kept, self.dice = 1, torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        for x, y in ExactLoader.__iter__(self):
+            yield x + torch.rand(6, generator=self.dice), y
+
+
+class Mixing(Drawing):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.other = ExactLoader(TensorDataset(X), 8, seed=5)
+
+    def __iter__(self):
+        for (x, y), (more,) in zip(ExactLoader.__iter__(self), self.other):
+            yield x + more, y
+
+
+def cut(kind, folder, at, every=1):
+    run(kind(TensorDataset(X, Y), 8), folder, at, every=every)
+    return lambda: run(kind(TensorDataset(X, Y), 8), folder, every=every)
+
+
+@pytest.mark.parametrize("kind", [Cached, Keeping, Drawing, Mixing])
 def test_what_it_makes_of_things_that_are_not_saved_is_refused(kind, tmp_path):
-    run(kind(TensorDataset(X, Y), 8), tmp_path, 8)
+    again = cut(kind, tmp_path, 8)
     with pytest.raises(ResumeMismatch, match=f"`{kind.__name__}.__iter__` makes them of something"):
-        run(kind(TensorDataset(X, Y), 8), tmp_path)
+        again()
+
+
+@pytest.mark.parametrize(
+    "kind, name", [(Keeping, "kept"), (Drawing, "dice"), (Mixing, "other"), (ForShow, "kept")]
+)
+def test_between_two_epochs_what_it_keeps_is_named(kind, name, tmp_path):
+    again = cut(kind, tmp_path, 8, "epoch")
+    with pytest.warns(UserWarning, match=f"`{kind.__name__}` keeps .*`{name}`"):
+        again()
+
+
+@pytest.mark.parametrize("kind", [ForShow, Late])
+def test_within_an_epoch_it_is_named_where_the_last_batch_is_the_same(kind, tmp_path):
+    again = cut(kind, tmp_path, 8)
+    with pytest.warns(UserWarning, match=f"`{kind.__name__}` keeps `kept`"):
+        again()
+
+
+def test_what_it_keeps_elsewhere_is_seen_by_the_batch(tmp_path):
+    again = cut(Beside, tmp_path, 8)
+    with pytest.warns(
+        UserWarning, match="came out otherwise when it was read again, since `Beside.__iter__`"
+    ):
+        again()
+
+
+def test_what_its_state_tells_goes_on(tmp_path):
+    make = lambda: Told(TensorDataset(X, Y), 8)
+    assert goes_on(make, tmp_path, cuts=[2, 8, 12, 13]) == []
+    assert goes_on(make, tmp_path / "between", cuts=[8], every="epoch") == []
 
 
 @pytest.mark.parametrize("kind", [Ahead, Cached, Twice])

@@ -4,6 +4,7 @@ without a word, or is refused, or a warning names what cannot be seen.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import random
@@ -529,6 +530,41 @@ def called(f, batches):
     return (f(b) for b in batches)
 
 
+def mixed_in_a_default():
+    def call(batch, kept=[0]):  # noqa: B006 - As people keep something
+        kept[0] = batch[0] + 0.5 * kept[0] * torch.rand(1)
+        return kept[0], batch[1]
+
+    return call
+
+
+def with_kept(kept, batch):
+    kept[0] = batch[0] + 0.5 * kept[0] * torch.rand(1)
+    return kept[0], batch[1]
+
+
+def by_an_attribute():
+    def call(batch):
+        call.kept = batch[0] + 0.5 * call.kept * torch.rand(1)
+        return call.kept, batch[1]
+
+    call.kept = 0
+    return call
+
+
+KEPT = [0]
+
+
+def mixed_in_the_script(batch):
+    return with_kept(KEPT, batch)
+
+
+def walked_with_the_script(batches):
+    for batch in batches:
+        KEPT[0] = batch[0] + 0.5 * KEPT[0] * torch.rand(1)
+        yield KEPT[0], batch[1]
+
+
 HIDDEN = {
     "in a map": lambda cb, batches: map(tuple, mix(batches)),
     "in a zip": lambda cb, batches: (b for b, _ in zip(mix(batches), itertools.count())),
@@ -536,6 +572,11 @@ HIDDEN = {
     "a method": lambda cb, batches: map(Mixer().__call__, batches),
     "a closure": lambda cb, batches: map(mixer(), batches),
     "a closure that is called": lambda cb, batches: called(mixer(), batches),
+    "a default value": lambda cb, batches: map(mixed_in_a_default(), batches),
+    "a partial": lambda cb, batches: map(functools.partial(with_kept, [0]), batches),
+    "an attribute of a function": lambda cb, batches: map(by_an_attribute(), batches),
+    "a name of the script": lambda cb, batches: map(mixed_in_the_script, batches),
+    "a name of the script in a generator": lambda cb, batches: walked_with_the_script(batches),
 }
 
 
@@ -543,6 +584,7 @@ HIDDEN = {
 def test_what_remembers_within_what_passes_on_is_not_overlooked(wrap, tmp_path):
     make = lambda: [WrapCB(HIDDEN[wrap])]  # noqa: E731
     run(make, 3, tmp_path)
+    KEPT[0] = 0
     with pytest.raises(ResumeMismatch, match="come others than in the saved run"):
         run(make, None, tmp_path)
 

@@ -74,6 +74,35 @@ class AddedAnew(Added):
         return super().draw()
 
 
+class EmptyDefault(Attribute):
+    "A default value that is filled later"
+
+    def __init__(self):
+        def draw(dice=[]):  # noqa: B006 - As people write a cache
+            return sum(o.random() for o in dice)
+
+        self.draw = draw
+
+    def swap(self, rng):
+        self.draw.__defaults__[0].append(rng)
+
+
+class DressedAsTorchs(Attribute):
+    "A function around one of PyTorch, whose module `wraps` copies"
+
+    def __init__(self):
+        self.held = [random.Random(1)]
+
+        @functools.wraps(F.mse_loss)
+        def draw():
+            return self.held[0].random()
+
+        self.draw = draw
+
+    def swap(self, rng):
+        self.held[0] = rng
+
+
 class ByProperty(Attribute):
     "A property gives it, and another one later"
 
@@ -198,6 +227,8 @@ class NewDict(Attribute):
 
 WAYS = [
     ByProperty,
+    EmptyDefault,
+    DressedAsTorchs,
     Attribute,
     Nested,
     InList,
@@ -348,6 +379,55 @@ def test_a_search_finds_what_a_new_one_finds(way):
     source.swap(other)
     assert any(x is other for x in search(trainer))
     assert list(map(id, search(trainer))) == list(map(id, own_generators(trainer)))
+
+
+class Mapped:
+    "A loader of a user's own, whose function closes over a generator"
+
+    def __init__(self, loader, f):
+        self.loader, self.f = loader, f
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        return ((self.f(x), y) for x, y in self.loader)
+
+
+class OfScript(Mapped):
+    def __iter__(self):
+        return ((x + AT_TOP.random(), y) for x, y in self.loader)
+
+
+class DrawingTrainer(Trainer):
+    def before_batch(self):
+        self.batch = self.batch[0] + AT_TOP.random(), self.batch[1]
+
+
+class RngTrainer(Trainer):
+    rng = random.Random(1)
+
+    def before_batch(self):
+        self.batch = self.batch[0] + self.rng.random(), self.batch[1]
+
+
+@pytest.mark.parametrize("kind", [Mapped, OfScript, DrawingTrainer, RngTrainer])
+def test_what_loaders_and_trainers_of_a_users_own_class_draw_from_is_put_back(kind):
+    def trained(*more):
+        torch.manual_seed(0)
+        dice, model = random.Random(1), nn.Linear(3, 2)
+        AT_TOP.seed(1), RngTrainer.rng.seed(1)
+        trains = issubclass(kind, Trainer)
+        make = (lambda n: batches(n)) if trains else (lambda n: kind(batches(n), lambda x: x + dice.random()))
+        of = kind if trains else Trainer
+        trainer = of(
+            DataLoaders(make(8), make(2)), F.cross_entropy, optim.SGD, model, [BasicTrainCB(), *more]
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.fit(2, 0.1, valid=False)
+        return model.weight.detach().clone()
+
+    assert torch.equal(trained(), trained(EvaluatorCB(updates=1)))
 
 
 class CopyCB:

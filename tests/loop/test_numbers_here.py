@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isaac_loop.all import BasicTrainCB, ClipGradCB, DataLoaders, LoggerCB, LossSpikeCB, MetricsCB, Order
-from isaac_loop.all import RecorderCB, Trainer
+from isaac_loop.all import MeanOf, RecorderCB, Trainer
 from isaac_loop.loop.numbers_on_device import DeviceMean, DeviceNumbers, PassNumbers, number_here
 
 X = torch.randn(90, 5, generator=torch.Generator().manual_seed(0))
@@ -194,3 +194,14 @@ def test_a_loss_that_is_written_to_later_is_kept_as_it_was():
         return trainer.history.batches["loss"]
 
     assert losses() == losses(WriteCB())
+
+
+def test_numbers_stay_on_the_cpu_whatever_device_is_the_default_when_they_are_read():
+    correct, numbers, mean = MeanOf(accuracy), DeviceNumbers(), DeviceMean()
+    correct.update(torch.eye(4, 2), torch.tensor([0, 1, 0, 1]))
+    for i in range(3):
+        numbers.add(torch.tensor(float(i)))
+        mean.add(torch.tensor(float(i)))
+    with torch.device("meta"):
+        found = correct.compute(), numbers.read(), mean.take()
+    assert [x.tolist() for x in found] == [0.75, [0, 1, 2], 1]

@@ -1076,6 +1076,95 @@ def test_a_loss_of_a_method_is_left_alone_with_its_object():
     assert losses(LOOKS["validate"]()) == losses()
 
 
+def counting_in_a_list():
+    seen = []
+
+    def before_batch(trainer):
+        seen.append(1)
+        x, y = trainer.batch
+        trainer.batch = x * min(1, len(seen) / 20), y
+
+    return before_batch
+
+
+def counting_by_nonlocal():
+    n = 0
+
+    def before_batch(trainer):
+        nonlocal n
+        n += 1
+        x, y = trainer.batch
+        trainer.batch = x * min(1, n / 20), y
+
+    return before_batch
+
+
+def counting_in_a_default():
+    def before_batch(trainer, n=[0]):  # noqa: B006 - As people keep something
+        n[0] += 1
+        x, y = trainer.batch
+        trainer.batch = x * min(1, n[0] / 20), y
+
+    return before_batch
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("make", [counting_in_a_list, counting_by_nonlocal, counting_in_a_default])
+def test_what_a_function_counts_as_a_callback_is_as_without_evaluations(make, look):
+    def fitted(*more):
+        trainer = recurrent(make(), *more)
+        return outcome(trainer)[0]
+
+    assert fitted(look()) == fitted()
+
+
+def test_what_a_function_gathers_for_an_evaluation_alone_stays():
+    gathered = []
+
+    def after_batch(trainer):
+        gathered.append(trainer.batch_num)
+
+    outcome(recurrent(EvaluatorCB(updates=1, callbacks=after_batch)))
+    assert gathered
+
+
+@pytest.mark.parametrize("key", [False, True])
+def test_a_loss_may_count_in_a_default_value(key):
+    def losses(*callbacks):
+        def loss(preds, targets, n=[0]):  # noqa: B006
+            n[0] += 1
+            return F.cross_entropy(preds, targets) * (1 + n[0] / 10)
+
+        def by_key(preds, targets, *, n=[0]):  # noqa: B006
+            return loss(preds, targets, n)
+
+        trainer = recurrent(*callbacks)
+        trainer.loss_func = by_key if key else loss
+        return outcome(trainer)
+
+    assert losses(LOOKS["validate"]()) == losses()
+
+
+class Span(tuple):
+    "Whose length nobody can tell while its end is open"
+
+    def __len__(self):
+        raise TypeError("open")
+
+
+def test_a_tuple_with_a_length_of_its_own_does_not_hinder_an_evaluation():
+    class SpanCB:
+        def __init__(self):
+            self.span = Span((3, None))
+
+        def before_batch(self, trainer):
+            pass
+
+    trainer = recurrent(SpanCB(), LOOKS["EvaluatorCB"]())
+    trainer.fit(1, 0.01)
+    assert tuple.__len__(trainer.SpanCB.span) == 2
+
+
 def test_a_run_on_the_side_that_trains_leaves_what_the_model_has_counted():
     def log(trainer):
         seen.append(trainer.model.n_calls)
