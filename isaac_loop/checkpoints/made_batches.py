@@ -159,12 +159,11 @@ _KEPT = ('`{}` keeps {}, which the run does not save, and when it was saved that
          'keep it, under a key of its own, or make it anew in each pass.')
 
 def others_kept(
-    was:dict, # What `kept_in` told when the run was saved
-    now:dict, # The same, now
+    was:dict, # What `kept_in` told when the run was saved, of what had changed in it
+    now:dict, # What it tells now
 )->list: # Names
     "What is otherwise in a loader"
-    return [name for name in {**was, **now} if not (name in was and name in now
-            and stands_alike(was[name], now[name]))]
+    return [name for name,told in was.items() if name not in now or not stands_alike(told, now[name])]
 
 def warn_of_kept(
     trainer, # That goes on

@@ -54,6 +54,7 @@ class ResumingCB:
     _is_wrapped = False # Has somebody put other batches in the place of the loader's?
     _before,_last = None,None # What batches of this pass may be made from; what the newest of them holds
     _walked,_in_step = None,False # What gives the batches of this pass; has each come with one of the loader?
+    _kept_before = {} # What the training loader kept when the fit began, see `kept_in`
     __repr__ = show_settings
     def __getstate__(self): return {k: x for k,x in vars(self).items() if k != '_walked'} # No copy walks on
 
@@ -65,6 +66,7 @@ class ResumingCB:
         self._before,self._last = None,None
         self._elsewhere = bool(found and (found[1]['pass_start'] or {}).get('again'))
         note_frozen(trainer)
+        self._kept_before = kept_in(getattr(trainer.dls, 'train', None))
         data_of(trainer), loss_of(trainer), script_facts(trainer) # As they are now, for all saves of this fit
         trainer.epochs = self._epochs(trainer, trainer.epochs)
 
@@ -182,8 +184,13 @@ def _is_through(self:ResumingCB, trainer):
 # %% ../../nbs/checkpoints/20_resuming.ipynb #ad1d1e74
 def between_passes(trainer):
     "What no position of the training loader tells, for a checkpoint between two passes"
-    kept = kept_in(getattr(trainer.dls, 'train', None))
+    kept = _kept_since(trainer, getattr(trainer.dls, 'train', None))
     return dict(kept=kept) if kept else None
+
+def _kept_since(trainer, dl):
+    "What has changed in a loader since the fit began: a path or a time that was given to it has no part"
+    before = _resuming(trainer)[0]._kept_before
+    return {name: told for name,told in kept_in(dl).items() if told != before.get(name)}
 
 def start_of_pass(trainer):
     "Random numbers and the loader's place when this pass began, and whether it must be read again"
@@ -195,6 +202,7 @@ def start_of_pass(trainer):
     if not noted or not (again or is_made(trainer, innermost._is_wrapped)): return found
     if not again: return found | {'before': before, 'last': None}
     place = place_in_pass(trainer, innermost._walked, innermost._in_step)
+    place['kept'] = _kept_since(trainer, trainer.dl)
     return found | {'before': before, 'last': digest_of(innermost._last), 'place': place}
 
 def _resuming(trainer):

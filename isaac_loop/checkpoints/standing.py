@@ -16,7 +16,7 @@ from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, Me
 import torch
 
 from ..data.fingerprint import _alike, _exact, _leaves
-from ..data.generators import drawn_from, names_in
+from ..data.generators import drawn_from
 from ..data.exact_loaders import ExactLoader
 from ..data.replay_loaders import ReplayLoader
 from ..data.resumable_loaders import _Pass, goes_own_way, Resumable
@@ -103,7 +103,6 @@ class Standing:
             here = x.gi_frame.f_locals
             self.told.append(f'{x.gi_code.co_name} {n}')
             for name in names: self._value(here.get(name), depth+1)
-            for part in _of_script(x.gi_code, x.gi_frame.f_globals): self._value(part, depth+1)
         self._read_by(x, depth)
 
     def _source(self, source, depth):
@@ -155,13 +154,7 @@ def _carried(x):
     if isinstance(x, partial): return [x.func, *x.args, *x.keywords.values()]
     if (x.__module__ or '').partition('.')[0] in _BARS: return []
     cells = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]
-    own = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *vars(x).values()]
-    return [*cells, *own, *_of_script(x.__code__, x.__globals__)]
-
-def _of_script(code, names):
-    "Numbers and small containers that code reads by a name of its module"
-    found = [names[name] for name in names_in(code)[0] if name in names]
-    return [x for x in found if type(x) in SIMPLE or (type(x) in CONTAINERS and len(x) <= 64)]
+    return [*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
 
 def _is_copied(x): return is_iterator(x) or isinstance(x, (*CONTAINERS, torch.Tensor)) or type(x) in SIMPLE
 
@@ -185,7 +178,15 @@ def kept_in(
     "What a user's class that has put something around the passes of a loader keeps in it"
     if not goes_own_way(dl): return {}
     usual = _of_library(ExactLoader if isinstance(dl, ExactLoader) else ReplayLoader)
-    return {name: Standing(x).told for name,x in vars(dl).items() if name not in usual}
+    return {name: _all_of(x) for name,x in vars(dl).items() if name not in usual}
+
+def _all_of(x):
+    "What a `Standing` tells, and of what is too much for it a digest"
+    standing = Standing(x)
+    if standing.sure: return standing.told
+    parts = x if isinstance(x, (*CONTAINERS, torch.Tensor)) else attributes_of(x)
+    rest = f'{len(parts)} parts' if len(parts) > 10_000 else repr(_leaves(parts))
+    return [*standing.told, _exact('rest', rest.encode())]
 
 def stands_alike(
     saved:list, # What a `Standing` has told

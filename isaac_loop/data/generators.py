@@ -300,10 +300,7 @@ def _roots_of(dl, parts=PARTS):
 
 def _own_class_of(dl):
     "A loader of a user's own class, which may draw from what its attributes and methods lead to"
-    is_own = not isinstance(dl, _HELD_OR_NONE) and package_of(type(dl)) not in _LIBRARIES
-    return [('', dl), ('', type(dl))] if is_own else []
-
-_HELD_OR_NONE = *HELD,type(None)
+    return [] if package_of(type(dl)) in _LIBRARIES else [('', dl), ('', type(dl))]
 
 def _part_of(dl, name):
     try: return getattr(dl, name, None)

@@ -24,7 +24,6 @@ from ..basics.checks import warn
 from ..basics.tensors import OF_MODULES
 from ..data.generators import is_generator
 from ..data.resumable_loaders import Resumable
-from ..loop.callback_list import is_in
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
@@ -257,14 +256,12 @@ def _counted(module):
 @contextmanager
 def attributes_kept(
     trainer, # Evaluates in the `with` block
-    callbacks=(), # Of the training; what they gather stays, but for functions that take part in both
+    callbacks=(), # Those that the training has, and the evaluation may not: they keep what they gather
 ):
     "Have model, loss function and trainer keep the attributes that they have now, and what these hold"
     beside = attributes_beside(trainer) + _of_loss(trainer.loss_func)
     counted = [x for module in beside if isinstance(module, nn.Module) for x in _counted(module)]
     roots = [*_of_owner(trainer.model), *beside, *counted, *_written(type(trainer))]
-    take_part = [cb for cb in callbacks if is_in(cb, vars(trainer).get('callbacks', ()))]
-    roots += [x for cb in take_part if isinstance(cb, FunctionType) for x in _of_function(cb)]
     loaders = [getattr(getattr(trainer, 'dls', None), name, None) for name in ('train', 'valid')]
     held = _Held(roots, without=[*vars(trainer).get('callbacks', ()), *callbacks, *loaders])
     watch = _Watch([x for x in held.watched if id(x) not in held.seen], vars(trainer).get('_written', {}))

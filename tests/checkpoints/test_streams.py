@@ -460,6 +460,43 @@ class Mixing(Drawing):
             yield x + more, y
 
 
+class Stamped(ExactLoader):
+    "Was given, or has noted when it was made, what is another one in each process"
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.start, self.config = time.perf_counter(), {"folder": f"run-{time.time_ns()}"}
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def test_what_was_given_to_a_loader_is_not_named(tmp_path):
+    make = lambda: Stamped(TensorDataset(X, Y), 8)
+    assert goes_on(make, tmp_path, cuts=[2, 8]) == []
+    assert goes_on(make, tmp_path / "between", cuts=[8], every="epoch") == []
+
+
+class Many(ExactLoader):
+    "Keeps much, of which a little counts in the last batches of a pass"
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.losses = {i: [] for i in range(48)}
+
+    def __iter__(self):
+        for i, (x, y) in enumerate(super().__iter__()):
+            yield x * (1 + len(self.losses[0])) if i > 2 else x, y
+        self.losses[0].append(x.mean().item())
+
+
+@pytest.mark.parametrize("every", [1, "epoch"])
+def test_of_much_that_it_keeps_a_little_is_seen(every, tmp_path):
+    again = cut(Many, tmp_path, 8, every)
+    with pytest.warns(UserWarning, match="`Many` keeps `losses`"):
+        again()
+
+
 def cut(kind, folder, at, every=1):
     run(kind(TensorDataset(X, Y), 8), folder, at, every=every)
     return lambda: run(kind(TensorDataset(X, Y), 8), folder, every=every)

@@ -1076,56 +1076,30 @@ def test_a_loss_of_a_method_is_left_alone_with_its_object():
     assert losses(LOOKS["validate"]()) == losses()
 
 
-def counting_in_a_list():
-    seen = []
-
-    def before_batch(trainer):
-        seen.append(1)
-        x, y = trainer.batch
-        trainer.batch = x * min(1, len(seen) / 20), y
-
-    return before_batch
-
-
-def counting_by_nonlocal():
-    n = 0
-
-    def before_batch(trainer):
-        nonlocal n
-        n += 1
-        x, y = trainer.batch
-        trainer.batch = x * min(1, n / 20), y
-
-    return before_batch
-
-
-def counting_in_a_default():
-    def before_batch(trainer, n=[0]):  # noqa: B006 - As people keep something
-        n[0] += 1
-        x, y = trainer.batch
-        trainer.batch = x * min(1, n[0] / 20), y
-
-    return before_batch
-
-
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-@pytest.mark.parametrize("make", [counting_in_a_list, counting_by_nonlocal, counting_in_a_default])
-def test_what_a_function_counts_as_a_callback_is_as_without_evaluations(make, look):
-    def fitted(*more):
-        trainer = recurrent(make(), *more)
-        return outcome(trainer)[0]
-
-    assert fitted(look()) == fitted()
-
-
-def test_what_a_function_gathers_for_an_evaluation_alone_stays():
-    gathered = []
+def test_what_functions_gather_in_an_evaluation_stays_also_if_a_callback_holds_it():
+    "In what they close over: that is not looked into"
+    gathered, hits = [], []
 
     def after_batch(trainer):
-        gathered.append(trainer.batch_num)
+        if trainer.training and len(hits) > 9999:
+            print("many")
 
-    outcome(recurrent(EvaluatorCB(updates=1, callbacks=after_batch)))
-    assert gathered
+    def after_predict(trainer):
+        if not trainer.training:
+            gathered.append(trainer.batch_num)
+
+    def look(tensors, store):
+        hits.append(1)
+
+    def done(store):
+        n = sum(hits)
+        hits.clear()
+        return {"n": n}
+
+    evaluator = EvaluatorCB(updates=1, user_iter_callback=look, user_epochs_done_callback=done)
+    trainer = recurrent(after_batch, after_predict, evaluator)
+    outcome(trainer)
+    assert gathered and min(row["eval_n"] for row in trainer.history) > 0
 
 
 @pytest.mark.parametrize("key", [False, True])
