@@ -116,7 +116,7 @@ def test_a_late_batch_calls_what_an_early_one_calls_and_there_are_no_more_object
     early, late = (64 * block + PLACE for block in ((9, 29) if careful else (1, 301)))
     counts = counted(late + 2, (early, late), SETS[name](tmp_path), BasicTrainCB() if careful else None)
     assert counts.calls[early] and counts.calls[late] == counts.calls[early]
-    assert abs(counts.objects[late] - counts.objects[early]) <= 100
+    assert abs(counts.objects[late] - counts.objects[early]) <= 1000  # Of 1,280 batches or more between them
 
 
 def answering(n_events):
