@@ -128,8 +128,8 @@ def state_dict(self:ReplayLoader)->dict: # Plain numbers
     epoch,batches = self._here()
     state,stream = dict(epoch=epoch, batches=batches, **self._identity()),None
     if self._goes_on: stream = self._stream
-    elif self._tells(batches): stream = self.loader.dataset.state_dict() # Empty: it has nothing to remember
-    if stream is not None: state['stream'] = stream
+    elif self._tells(batches): stream = self.loader.dataset.state_dict()
+    if stream: state['stream'] = stream # An empty one tells no place: the epoch is read again
     return state | self._said_of_stream(batches)
 
 @patch

@@ -259,6 +259,21 @@ def test_whatever_its_rows_and_its_state_are(stream, limits, tmp_path):
     assert all("left before its end" in text for text in told) and bool(told) <= bool(limits)
 
 
+class Silent(Anew):
+    "Tells nothing"
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_state_that_is_empty_tells_no_place(tmp_path):
+    "So the epoch is read again"
+    assert goes_on(lambda: exact_loader(Silent(), 8), tmp_path) == []
+
+
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_snapshot_around_a_look_moves_nothing(stream, tmp_path):
     if stream is Lines:
