@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..basics.checks import warn
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
 from .resumable_loaders import explained
-from .stream_places import place_of
+from .stream_places import place_of, remembers_nothing
 from .sampling import WorkerStart, hashed, seed_with, seeded_with, whole_number
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #763d096e
@@ -129,7 +129,7 @@ def state_dict(self:ReplayLoader)->dict: # Plain numbers
     state,stream = dict(epoch=epoch, batches=batches, **self._identity()),None
     if self._goes_on: stream = self._stream
     elif self._tells(batches): stream = self.loader.dataset.state_dict()
-    if stream: state['stream'] = stream # An empty one tells no place: the epoch is read again
+    if stream is not None: state['stream'] = stream
     return state | self._said_of_stream(batches)
 
 @patch
@@ -232,12 +232,15 @@ def _take_up(self:ReplayLoader, epoch, done):
     stream,self._stream = self._stream,None
     if not _knows_its_place(self.loader): return False
     known,dataset = self._place_known(),self.loader.dataset
+    if _is_empty(stream) and not remembers_nothing(dataset): stream = None # It has told no place
     taken = stream is not None and bool(done > 0 or known.goes_on) # It may be of an earlier pass, looked at
     if taken: known.load(dataset, stream)
     elif known.begin(dataset, may_rewind=not self._is_look()):
         if known.left and known.is_open(): warn(_PERHAPS_ON)
         _set_epoch(dataset, epoch)
     return taken
+
+def _is_empty(state): return isinstance(state, (dict, list, tuple)) and not state
 
 @patch
 def _is_look(self:ReplayLoader):

@@ -6,10 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/data/26_stream_places.ipynb #8592c744
-import copy, numbers
+import copy, io, numbers
 from weakref import WeakKeyDictionary
 
 import torch
+
+from .sampling import seeded_with
 
 # %% ../../nbs/data/26_stream_places.ipynb #ca3d1670
 def _numbers(state, path=()):
@@ -98,3 +100,18 @@ def place_of(
     except TypeError: return StreamPlace(stream)
     if known is None: known = _PLACES[stream] = StreamPlace(stream)
     return known
+
+# %% ../../nbs/data/26_stream_places.ipynb #2ae638d6
+def remembers_nothing(
+    stream, # Whose state is empty
+)->bool: # False also of one that cannot be copied, and of one that gives the same row each time
+    "Whether the rows of `stream` depend on random numbers, and not on those before"
+    def rows(*seeds):
+        with seeded_with(0): given = iter(copy.deepcopy(stream))
+        for seed in seeds:
+            with seeded_with(seed): row = next(given)
+            torch.save(row, written := io.BytesIO())
+            yield written.getvalue()
+    try: (first,second),(anew,) = rows(0, 1),rows(1)
+    except Exception: return False # It is read again, and whatever is wrong comes out there
+    return first != second == anew

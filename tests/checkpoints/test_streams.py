@@ -269,9 +269,33 @@ class Silent(Anew):
         pass
 
 
-def test_a_state_that_is_empty_tells_no_place(tmp_path):
+class SilentNoise(Silent):
+    "The same rows, with noise"
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield x + torch.rand(()), y
+
+
+class SilentSame(Silent):
+    "The first row for a while, and then others"
+
+    def __iter__(self):
+        for i in range(48):
+            yield X[max(0, i - 9)], Y[max(0, i - 9)]
+
+
+class SilentOpen(Silent):
+    "Cannot be copied"
+
+    def __init__(self):
+        self.source = open(__file__)
+
+
+@pytest.mark.parametrize("stream", [Silent, SilentNoise, SilentSame, SilentOpen])
+def test_a_state_that_is_empty_tells_no_place(stream, tmp_path):
     "So the epoch is read again"
-    assert goes_on(lambda: exact_loader(Silent(), 8), tmp_path) == []
+    assert goes_on(lambda: exact_loader(stream(), 8), tmp_path) == []
 
 
 @pytest.mark.parametrize("stream", STREAMS)
