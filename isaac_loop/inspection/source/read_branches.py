@@ -40,13 +40,39 @@ def _is_way_out(node, kinds):
     if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)): return False
     return _has_way_out(ast.iter_child_nodes(node), kinds)
 
+# %% ../../../nbs/inspection/source/42_read_branches.ipynb #388b5f80
+_IN_ONE = {ast.Gt: False, ast.Eq: True} # Whether there are more than one, whether there is one
+
+class Alone(Statements):
+    "Knows what conditions on the number of processes come to in a process that is alone"
+    is_alone = False
+
+    def decided(self, test):
+        "What a condition of the library comes to; None if it asks for anything else"
+        if not (self.is_alone and self.around.get('__name__', '').startswith('isaac_loop.')): return None
+        if isinstance(test, ast.BoolOp):
+            ends = isinstance(test.op, ast.Or) # One part that is like this decides
+            parts = {self.decided(part) for part in test.values}
+            return ends if ends in parts else None if None in parts else not ends
+        if isinstance(test, ast.Call): return False if self._of_ranks(test.func, 'shares') else None
+        if not isinstance(test, ast.Compare) or not self._of_ranks(test.left, 'size'): return None
+        with_one = [getattr(o, 'value', None) for o in test.comparators] == [1]
+        return _IN_ONE.get(type(test.ops[0])) if with_one else None
+
+    def _of_ranks(self, node, name):
+        is_named = isinstance(node, ast.Attribute) and node.attr == name
+        return is_named and ('ranks',) in self.value(node.value).paths
+
 # %% ../../../nbs/inspection/source/42_read_branches.ipynb #5ee61dbf
 UNWORDED = ast.Constant(...) # A condition that no words are found for
 
-class Choices(Statements):
+class Choices(Alone):
     "Follows what is done under a condition"
     def do_If(self, node):
         self.value(node.test)
+        is_so = self.decided(node.test)
+        taken = node.body if is_so else node.orelse
+        if is_so is not None and not _has_way_out(taken): return self.block(taken)
         guarded,asked = self.guards,_asked_for(node.test)
         self.guards = guarded | asked
         if node.orelse: self.both(node.test, node.body, node.orelse)

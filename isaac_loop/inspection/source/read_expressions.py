@@ -56,6 +56,8 @@ class Expressions(Assignments):
 
     def of_IfExp(self, node):
         self.value(node.test)
+        is_so = self.decided(node.test)
+        if is_so is not None: return self.value(node.body if is_so else node.orelse)
         with self.perhaps(node.test): first = self.value(node.body)
         with self.perhaps(negated(node.test)): return either([first, self.value(node.orelse)])
 

@@ -17,6 +17,7 @@ from .read_calls import Called, NewObjects, unpacked
 from .read_statements import either
 from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN, Value
 from .read_values import joined, looked_up, method_for
+from ...loop.ranks import Ranks, here
 from ...loop.shared_attributes import OFFERS
 
 # %% ../../../nbs/inspection/source/70_reading.ipynb #306df17c
@@ -156,6 +157,7 @@ class Reader(Builtins):
     ):
         self.trainer,self.callback = trainer,callback
         self.home = (type(callback).__module__ or '').partition('.')[0]
+        self.is_alone = type(vars(trainer).get('ranks')) is Ranks and here()[1] == 1
         self.kept,self.made = {},{} # What the callback keeps, by attribute; objects that it makes
         self.closures = {} # Functions inside of methods
         self._begin()
