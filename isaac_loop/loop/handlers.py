@@ -46,6 +46,12 @@ def has_own_batch(
     "Whether it has a `one_batch` of its own"
     return has_own(trainer, 'one_batch')
 
+def has_own_ways(
+    trainer, # Of any class
+)->bool:
+    "Whether it runs events otherwise than in one chain"
+    return has_own(trainer, 'run_callbacks', 'training') or 'run_callbacks' in vars(trainer)
+
 # %% ../../nbs/loop/22_handlers.ipynb #d2d31d74
 class TrainersOwn:
     "Stands in the plan for the trainer, whose own methods may be named after events"

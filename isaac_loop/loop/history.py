@@ -18,15 +18,11 @@ from .batch_record import BatchRecord, as_tensor
 from .methods_on_demand import bring_later
 
 # %% ../../nbs/loop/30_history.ipynb #c704ba16
-MEDIA = ('text', 'table', 'figure', 'image', 'audio') # Kinds of things in `history.media`
-
 _NO_EPOCH = ('The history has no epoch to write to yet. '
              'Write from `before_epoch` on, or call `start_epoch` first.')
 _NO_ROW = ('The history has no row yet: that of this epoch is begun by whoever writes first, mostly by '
            '`MetricsCB.cleanup_epoch`, and cleanups run in reverse, so it comes after those of a higher '
            '`order`. Read rows in `log`, or ask `if trainer.history`.')
-_NO_NAME = ('The history has no `{name}`; it has {names}.{hint} '
-            'Read one of those, or add a callback that writes it, such as `MetricsCB`.')
 
 class History(Sequence):
     "One row (a dict) per epoch: `fit`, `epoch`, and whatever callbacks write"
@@ -54,7 +50,9 @@ class History(Sequence):
         self._next,self._open,self._told = dict(fit=self.fit, epoch=epoch),True,set()
         self.media.clear()
 
-    def write(self, **columns):
+    def write(self,
+        **columns # Values by name, numbers as a rule; of one name the latest counts
+    ):
         "Write `columns` into the row of the present epoch"
         self._check_open()
         if self._next is not None:
@@ -63,77 +61,12 @@ class History(Sequence):
         self.rows[-1].update(columns)
         self._told -= columns.keys()
 
-    def write_batches(self,
-        training:bool, # Whether the pass trains
-        batches, # Numbers of the batches
-        **values, # For each column one number per batch
-    ):
-        "Write per-batch columns for the present epoch"
-        self._check_open()
-        place = self._next or self.rows[-1]
-        self.batches.write(place['fit'], place['epoch'], training, batches, **values)
-
-    def write_media(self,
-        name:str, # What it is called in a log, such as 'samples'
-        kind:str, # One of `MEDIA`
-        value, # By kind, see the table below
-        **about, # What else a log may need, such as `rate` of a sound in Hz
-    ):
-        "Put down something to look at or to listen to, until the next epoch begins"
-        self._check_open()
-        check_choice(kind, 'kind', MEDIA, f'no log would know what to do with `{name}`')
-        self.media.append(dict(name=name, kind=kind, value=value, **about))
-
     def _check_open(self):
         if not self._open: raise LookupError(_NO_EPOCH)
-
-    @property
-    def current(self):
-        "The row of the present epoch, or None if nobody has written to it"
-        return self.rows[-1] if self._open and self._next is None else None
-
-    @property
-    def news(self):
-        "The new columns of the present row: those that `measured` tells of, in `log` those not told of yet"
-        row = self.current or {}
-        if self._telling is not None: return {k: row[k] for k in self._telling if k in row}
-        return {k: v for k,v in row.items() if k not in self._told and k not in ('fit', 'epoch')}
-
-    @contextmanager
-    def telling(self,
-        names, # Columns of the present row
-    ):
-        "Have these columns alone as `news` within a `with` block, and count them as known afterwards"
-        outer,self._telling = self._telling,list(names)
-        try: yield
-        finally: self._telling,self._told = outer,self._told.union(names)
 
     def names(self)->list: # Fit, epoch and losses first, then as they first appear, the time last
         "All columns that some row has"
         return reading_order(name for row in self.rows for name in row)
-
-    def check_name(self,
-        name:str, # A column
-    ):
-        "Raise a `LookupError` with the names there are, if no row has `name`"
-        names = self.names()
-        if name in names: return
-        hint = did_you_mean(name, names)
-        raise LookupError(_NO_NAME.format(name=name, names=names or 'nothing yet', hint=hint))
-
-    def column(self,
-        name:str, # A column
-    )->list: # One value per row
-        "All values of `name`, `None` where a row has none"
-        self.check_name(name)
-        return [row.get(name) for row in self.rows]
-
-    def latest(self,
-        name:str, # A column
-    ): # Its value, or None if the newest row has none
-        "What the newest row says about `name`"
-        self.check_name(name)
-        return self.rows[-1].get(name)
 
     def __len__(self): return len(self.rows)
     def __getitem__(self, i):
@@ -151,6 +84,87 @@ class History(Sequence):
         raise AttributeError(f'`{type(self).__name__}` has no attribute `{name}`.{did_you_mean(name, known)}')
 
 bring_later(History)
+
+# %% ../../nbs/loop/30_history.ipynb #2199e374
+@patch(as_prop=True)
+def current(self:History):
+    "The row of the present epoch, or None if nobody has written to it"
+    return self.rows[-1] if self._open and self._next is None else None
+
+# %% ../../nbs/loop/30_history.ipynb #a6d1403c
+@patch(as_prop=True)
+def news(self:History):
+    "The new columns of the present row: those that `measured` tells of, in `log` those not told of yet"
+    row = self.current or {}
+    if self._telling is not None: return {k: row[k] for k in self._telling if k in row}
+    return {k: v for k,v in row.items() if k not in self._told and k not in ('fit', 'epoch')}
+
+@patch
+@contextmanager
+def telling(self:History,
+    names, # Columns of the present row
+):
+    "Have these columns alone as `news` within a `with` block, and count them as known afterwards"
+    outer,self._telling = self._telling,list(names)
+    try: yield
+    finally: self._telling,self._told = outer,self._told.union(names)
+
+# %% ../../nbs/loop/30_history.ipynb #71eecf95
+@patch
+def write_batches(self:History,
+    training:bool, # Whether the pass trains
+    batches, # Numbers of the batches
+    **values, # For each column one number per batch
+):
+    "Write per-batch columns for the present epoch"
+    self._check_open()
+    place = self._next or self.rows[-1]
+    self.batches.write(place['fit'], place['epoch'], training, batches, **values)
+
+# %% ../../nbs/loop/30_history.ipynb #bef00298
+MEDIA = ('text', 'table', 'figure', 'image', 'audio') # Kinds of things in `history.media`
+
+@patch
+def write_media(self:History,
+    name:str, # What it is called in a log, such as 'samples'
+    kind:str, # One of `MEDIA`
+    value, # By kind, see the table above
+    **about, # What else a log may need, such as `rate` of a sound in Hz
+):
+    "Put down something to look at or to listen to, until the next epoch begins"
+    self._check_open()
+    check_choice(kind, 'kind', MEDIA, f'no log would know what to do with `{name}`')
+    self.media.append(dict(name=name, kind=kind, value=value, **about))
+
+# %% ../../nbs/loop/30_history.ipynb #abb3428d
+_NO_NAME = ('The history has no `{name}`; it has {names}.{hint} '
+            'Read one of those, or add a callback that writes it, such as `MetricsCB`.')
+
+@patch
+def check_name(self:History,
+    name:str, # A column
+):
+    "Raise a `LookupError` with the names there are, if no row has `name`"
+    names = self.names()
+    if name in names: return
+    hint = did_you_mean(name, names)
+    raise LookupError(_NO_NAME.format(name=name, names=names or 'nothing yet', hint=hint))
+
+@patch
+def column(self:History,
+    name:str, # A column
+)->list: # One value per row
+    "All values of `name`, `None` where a row has none"
+    self.check_name(name)
+    return [row.get(name) for row in self.rows]
+
+@patch
+def latest(self:History,
+    name:str, # A column
+): # Its value, or None if the newest row has none
+    "What the newest row says about `name`"
+    self.check_name(name)
+    return self.rows[-1].get(name)
 
 # %% ../../nbs/loop/30_history.ipynb #d142ec08
 def updates_of_run(

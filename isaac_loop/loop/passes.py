@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from itertools import islice
 from operator import is_
 
+from fastcore.basics import patch
+
 from ..basics.tensors import SEQUENCES
 from . import advice, pass_checks
 from .handlers import has_own_batch
@@ -57,28 +59,32 @@ class Batches:
         n = n_batches(self.dl)
         return n if self.limit is None or (n is not None and n < self.limit) else self.limit
 
-    def __iter__(self):
-        left = self.limit
-        if left is not None and hasattr(self.dl, 'load_state_dict'): # Others are read from their beginning
-            left = max(left-self.first, 0)
-            if not left: self._count_pass()
-        knows_its_place = hasattr(type(self.dl), 'loop_pass') # What is around such a one may pass it on
-        self.walk = self.dl.loop_pass(self) if knows_its_place else None
-        batches = self.walk or self.dl
-        for batch in batches if left is None else islice(batches, left):
-            self.given,self.last = self.given+1,batch
-            yield batch
-            if self.over: break
-        self.last = None
+# %% ../../nbs/loop/24_passes.ipynb #b063c1f4
+@patch
+def __iter__(self:Batches):
+    n_left = self.limit
+    if n_left is not None and hasattr(self.dl, 'load_state_dict'): # Others are read from their beginning
+        n_left = max(n_left-self.first, 0)
+        if not n_left: self._count_pass()
+    knows_its_place = hasattr(type(self.dl), 'loop_pass') # What is around such a one may pass it on
+    self.walk = self.dl.loop_pass(self) if knows_its_place else None
+    batches = self.walk or self.dl
+    for batch in batches if n_left is None else islice(batches, n_left):
+        self.given,self.last = self.given+1,batch
+        yield batch
+        if self.over: break
+    self.last = None
 
-    def leave(self):
-        "Let a loader that knows its place stand where this pass has come to"
-        if self.walk is not None: self.dl.loop_left(self)
-        self.left,self.walk = True,None
+@patch
+def leave(self:Batches):
+    "Let a loader that knows its place stand where this pass has come to"
+    if self.walk is not None: self.dl.loop_left(self)
+    self.left,self.walk = True,None
 
-    def _count_pass(self):
-        "Have a loader that is not walked over know of the pass all the same"
-        if hasattr(self.dl, 'set_epoch'): self.dl.set_epoch(self.dl.state_dict()['epoch']+1)
+@patch
+def _count_pass(self:Batches):
+    "Have a loader that is not walked over know of the pass all the same"
+    if hasattr(self.dl, 'set_epoch'): self.dl.set_epoch(self.dl.state_dict()['epoch']+1)
 
 # %% ../../nbs/loop/24_passes.ipynb #6d07ef69
 def until_over(

@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/loop/15_plan.ipynb #e488f784
+from fastcore.basics import patch
+
 from . import advice
 from .callback_checks import check_steps
 from .events import EVENTS, Span, STEPS
@@ -101,10 +103,6 @@ class Plan(dict):
         if chains is not None: self._chains = chains
         self.select(self.training)
 
-    def taken(self)->tuple: # For `take`, of another plan of the same callbacks
-        "What is worked out already"
-        return self.entries,self.chosen,self._chains
-
     def select(self,
         training:bool, # Whether the pass trains
     ):
@@ -124,26 +122,36 @@ class Plan(dict):
             for chain in chains.values(): chain.change()
             chains.clear() # Another plan may take them over
 
-    def __getstate__(self): # No pickle takes chains, and a copy is in no span
-        return vars(self) | dict(_chains={}, chains={}, spans=[], leaving={})
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self.forget_chains()
-
-    def cleanups(self,
-        span:Span, # Has just been closed
-    )->tuple: # Handlers, those of callbacks that left in the span among them
-        "Whose cleanups are to run"
-        if not self.leaving: return self[span.cleanup]
-        owed = self.leaving.get(len(self.spans), [])
-        self.leaving = {depth: pairs for depth,pairs in self.leaving.items() if depth < len(self.spans)}
-        left = [pair for pair in owed if pair[1] not in self[span.cleanup]]
-        everybody = left + self.entries[self.training][span.cleanup]
-        return tuple(handler for _,handler in sorted(everybody, key=lambda pair: -order_of(pair[0])))
-
     def __missing__(self, event):
         if event in self.events and self._later is not None:
             self.build_now()
             return self[event]
         raise LookupError(advice.no_event(event, self.events))
+
+# %% ../../nbs/loop/15_plan.ipynb #b838adfa
+@patch
+def taken(self:Plan)->tuple: # For `take`, of another plan of the same callbacks
+    "What is worked out already"
+    return self.entries,self.chosen,self._chains
+
+@patch
+def __getstate__(self:Plan): # No pickle takes chains, and a copy is in no span
+    return vars(self) | dict(_chains={}, chains={}, spans=[], leaving={})
+
+@patch
+def __setstate__(self:Plan, state):
+    vars(self).update(state)
+    self.forget_chains()
+
+# %% ../../nbs/loop/15_plan.ipynb #8fe7897d
+@patch
+def cleanups(self:Plan,
+    span:Span, # Has just been closed
+)->tuple: # Handlers, those of callbacks that left in the span among them
+    "Whose cleanups are to run"
+    if not self.leaving: return self[span.cleanup]
+    owed = self.leaving.get(len(self.spans), [])
+    self.leaving = {depth: pairs for depth,pairs in self.leaving.items() if depth < len(self.spans)}
+    left = [pair for pair in owed if pair[1] not in self[span.cleanup]]
+    everybody = left + self.entries[self.training][span.cleanup]
+    return tuple(handler for _,handler in sorted(everybody, key=lambda pair: -order_of(pair[0])))

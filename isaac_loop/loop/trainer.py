@@ -10,12 +10,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 
 from . import advice, notes
 from .callback_list import ByName, exchanged
 from .events import CancelBatchException, CancelEpochException, CancelFitException
 from .fitting import one_fit, private_state
-from .handlers import has_own
+from .handlers import has_own_ways
 from .history import History
 from .methods_on_demand import bring_later
 from .new_trainer import check_new_trainer, explain_arguments
@@ -42,7 +43,7 @@ class Trainer(ByName):
         loss_func, # Called with predictions and targets
         opt_func, # Makes an optimizer from parameters and a rate, like `SGD`; None if you set `opt` yourself
         model, # What to train
-        callbacks, # One or several objects with methods named after events, or None
+        callbacks, # One or several: objects with methods named after events, functions so named, or None
         **kwargs # For `subclassing_method`
     ):
         self.dls,self.loss_func = dls,loss_func
@@ -98,8 +99,7 @@ class Trainer(ByName):
 
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
-        own_ways = has_own(self, 'run_callbacks', 'training') or 'run_callbacks' in vars(self)
-        self.plan.uses_chains = not own_ways
+        self.plan.uses_chains = not has_own_ways(self)
         for self.batch_num,self.batch in enumerate(until_over(self), self.start_batch):
             self.preds = self.loss = None # There may be none yet, and `del` needs some
             del self.preds,self.loss # Gone before the next forward pass needs the memory
@@ -134,36 +134,44 @@ class Trainer(ByName):
         if self.stop_reason is None: self.stop_reason = reason # The first one counts
         self._source.over = True
 
-    def write_measured(self,
-        **columns # As for `history.write`; of one name the row keeps the latest value
-    ):
-        "Write what was measured in the middle of an epoch, and let `measured` tell of it"
-        self.history.write(**columns)
-        with self.history.telling(columns): self.run_callbacks('measured')
-
-    def split(self,
-        batch # What the loader gave
-    )->tuple: # A tuple of inputs, and a tuple of targets
-        "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is then asked each time"
-        known,held,found = self._split
-        if known is batch and (held is None or still_holds(batch, held)): return found
-        found = split_batch(self.dls, batch) # This may change the batch
-        held = None if type(batch) is tuple else held_in(batch) # A tuple stays as it is
-        self._split = batch,held,found
-        return found
-
     @property
     def training(self):
         "Whether this pass trains; between fits, whether the model is in training mode"
         return self._training if self._training is not None else getattr(self.model, 'training', False)
 
-    @property
-    def total_updates(self):
-        "Optimizer updates in the whole fit, for callbacks that must know it beforehand, such as schedules"
-        self._planned = planned_updates(self)
-        return self._planned
-
     _usual_methods = dict(one_batch=one_batch, run_callbacks=run_callbacks, training=training)
 
 bring_later(Trainer)
 explain_arguments(Trainer)
+
+# %% ../../nbs/loop/20_trainer.ipynb #69e89954
+@patch
+def write_measured(self:Trainer,
+    **columns # As for `history.write`; of one name the row keeps the latest value
+):
+    "Write what was measured in the middle of an epoch, and let `measured` tell of it"
+    self.history.write(**columns)
+    with self.history.telling(columns): self.run_callbacks('measured')
+
+# %% ../../nbs/loop/20_trainer.ipynb #47effc3b
+@patch(as_prop=True)
+def total_updates(self:Trainer):
+    "Optimizer updates in the whole fit, for callbacks that must know it beforehand, such as schedules"
+    self._planned = planned_updates(self)
+    return self._planned
+
+# %% ../../nbs/loop/20_trainer.ipynb #79ec0e88
+@patch
+def split(self:Trainer,
+    batch # What the loader gave
+)->tuple: # A tuple of inputs, and a tuple of targets
+    "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is then asked each time"
+    dls = self.dls
+    one_input = getattr(dls, 'n_inp', 1) == 1 and getattr(dls, 'split', None) is None
+    if one_input and type(batch) is tuple and batch: return batch[:1],batch[1:] # Quicker than to remember
+    known,held,found = self._split
+    if known is batch and (held is None or still_holds(batch, held)): return found
+    found = split_batch(dls, batch) # This may change the batch
+    held = None if type(batch) is tuple else held_in(batch) # A tuple stays as it is
+    self._split = batch,held,found
+    return found

@@ -123,11 +123,16 @@ def test_several_inputs_and_targets_train_as_by_hand(seed, opt_func):
     assert same(ours, theirs)
 
 
+class ByName(Trainer):
+    def split(self, batch):
+        return (batch["image"],), (batch["label"],)
+
+
 @pytest.mark.shows("ISA-17")
 @over_seeds
-@pytest.mark.parametrize("style", ["mapping", "split"])
+@pytest.mark.parametrize("style", ["mapping", "split", "subclass"])
 def test_batches_of_dicts_train_as_by_hand(seed, style):
-    "The order of a mapping, or names in `split`"
+    "The order of a mapping, names in the loaders' `split`, or in that of a trainer"
     rows = make_rows(seed)
     dicts = [
         dict(image=x, label=y) if style == "mapping" else dict(label=y, other="text", image=x)
@@ -143,9 +148,9 @@ def test_batches_of_dicts_train_as_by_hand(seed, style):
                 opt.step()
                 opt.zero_grad()
 
-    cls = Trainer if style == "mapping" else odd("ByName")
+    cls = ByName if style == "subclass" else Trainer
     trainer = cls(
-        DataLoaders(dicts, dicts),
+        DataLoaders(dicts, dicts, split=odd("by_name") if style == "split" else None),
         F.cross_entropy,
         optim.AdamW,
         ours,

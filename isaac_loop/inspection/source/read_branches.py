@@ -26,7 +26,7 @@ def _leaves(body):
     "Whether a branch ends here for good"
     return bool(body) and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))
 
-def _returns(body):
+def _leaves_in_order(body):
     "Whether a branch leaves here, and not by an error"
     return bool(body) and isinstance(body[-1], (ast.Return, ast.Continue, ast.Break))
 
@@ -79,8 +79,8 @@ class Choices(Alone):
         else:
             with self.perhaps(node.test): self.branches(node.body, [])
         self.guards = guarded | (asked if _leaves(node.body) else set())
-        is_guard = _returns(node.body) and not _has_way_out([*node.body[:-1], *node.orelse])
-        if not only_presence(node.test) and _returns(node.body):
+        is_guard = _leaves_in_order(node.body) and not _has_way_out([*node.body[:-1], *node.orelse])
+        if not only_presence(node.test) and _leaves_in_order(node.body):
             self._doubt(True, asks_validation(node.test), negated(node.test) if is_guard else UNWORDED)
         elif _has_way_out([*node.body, *node.orelse]): self._doubt(True, False, UNWORDED)
 
