@@ -121,16 +121,20 @@ def start_at(self:ReplayLoader,
     batches = whole_number(batches, 'batches', 'batches are counted', least=0)
     self._place(self.epoch, batches, goes_on=True)
 
-# %% ../../nbs/data/29_replay_loaders.ipynb #43a75947
+# %% ../../nbs/data/29_replay_loaders.ipynb #b0c21e41
 @patch
-def state_dict(self:ReplayLoader)->dict: # Plain numbers
-    "The position behind the last batch, and what it depends on"
-    epoch,batches = self._here()
-    state,stream = dict(epoch=epoch, batches=batches, **self._identity()),None
-    if self._goes_on: stream = self._stream
-    elif self._tells(batches): stream = self.loader.dataset.state_dict()
-    if stream is not None: state['stream'] = stream
-    return state | self._said_of_stream(batches)
+def _place_known(self:ReplayLoader):
+    "What is known of the stream"
+    if self._place_of_stream is None: self._place_of_stream = place_of(self.loader.dataset)
+    return self._place_of_stream
+
+@patch
+def _said_of_stream(self:ReplayLoader, batches):
+    "What else is to be known of a stream that tells its place"
+    if not _knows_its_place(self.loader): return {}
+    known = self._place_known()
+    left = not batches and not self._is_over and known.is_open()
+    return dict(goes_on=known.goes_on, has_begun_anew=known.has_begun_anew, left=left)
 
 @patch
 def _tells(self:ReplayLoader, batches):
@@ -142,24 +146,11 @@ def _tells(self:ReplayLoader, batches):
     if known.perhaps and known.goes_on is None: warn(_TAKEN_AWAY)
     return False # It may tell of a look
 
-@patch
-def _said_of_stream(self:ReplayLoader, batches):
-    "What else is to be known of a stream that tells its place"
-    if not _knows_its_place(self.loader): return {}
-    known = self._place_known()
-    left = not batches and not self._is_over and known.is_open()
-    return dict(goes_on=known.goes_on, has_begun_anew=known.has_begun_anew, left=left)
-
 _TAKEN_AWAY = ('Somebody has read the stream of a training loader in the middle of a pass, such as for a '
                'look, and the stream may have gone on from there, so that rows were taken away. A run that '
                'is resumed would get them. Look at another stream of the same data.')
 
-@patch
-def _place_known(self:ReplayLoader):
-    "What is known of the stream"
-    if self._place_of_stream is None: self._place_of_stream = place_of(self.loader.dataset)
-    return self._place_of_stream
-
+# %% ../../nbs/data/29_replay_loaders.ipynb #03b6b1cd
 @patch
 def _beside_place(self:ReplayLoader):
     "A function that forgets what was seen of a stream since, and who has read it, if it stands where it did"
@@ -177,6 +168,17 @@ def _beside_place(self:ReplayLoader):
 def _are_equal(state, other):
     try: return bool(state == other)
     except (RuntimeError, ValueError): return False # As of tensors and arrays
+
+# %% ../../nbs/data/29_replay_loaders.ipynb #43a75947
+@patch
+def state_dict(self:ReplayLoader)->dict: # Plain numbers
+    "The position behind the last batch, and what it depends on"
+    epoch,batches = self._here()
+    state,stream = dict(epoch=epoch, batches=batches, **self._identity()),None
+    if self._goes_on: stream = self._stream
+    elif self._tells(batches): stream = self.loader.dataset.state_dict()
+    if stream is not None: state['stream'] = stream
+    return state | self._said_of_stream(batches)
 
 @patch
 def _identity(self:ReplayLoader):

@@ -10,6 +10,7 @@ import copy, io, numbers
 from weakref import WeakKeyDictionary
 
 import torch
+from fastcore.basics import patch
 
 from .sampling import seeded_with
 
@@ -28,8 +29,6 @@ def _is_ahead(now, before):
     return now != before and all(now[path] >= before[path] for path in now)
 
 # %% ../../nbs/data/26_stream_places.ipynb #62bed058
-_MANY = 3 # Batches after which a stream that begins anew would be seen to be back
-
 _NOT_YET = ('`{0}.state_dict` was asked before the first row, since a run that goes on has to come back to '
             'the beginning. Let it tell the beginning then, for example by what `__init__` sets.')
 
@@ -72,24 +71,31 @@ class StreamPlace:
         stream.load_state_dict(copy.deepcopy(self.beginning))
         self.moved,self._n = False,0
 
-    def begun(self,
-        stream, # Has given the first batch of such a pass
-    ):
-        "Note whether it has begun anew"
-        is_ahead = self._n > 0 and _is_ahead(_numbers(stream.state_dict()), self._before)
-        self.perhaps = self.perhaps or is_ahead
-        if self._n >= _MANY: self.has_begun_anew = self.has_begun_anew or not is_ahead
-        if self.goes_on is None and is_ahead and self._n >= _MANY: self.goes_on = True
-        self._n = 0
+# %% ../../nbs/data/26_stream_places.ipynb #e5e67c80
+_MANY = 3 # Batches after which a stream that begins anew would be seen to be back
 
-    def given(self):
-        "Count a batch"
-        self._n += 1
+@patch
+def begun(self:StreamPlace,
+    stream, # Has given the first batch of such a pass
+):
+    "Note whether it has begun anew"
+    is_ahead = self._n > 0 and _is_ahead(_numbers(stream.state_dict()), self._before)
+    self.perhaps = self.perhaps or is_ahead
+    if self._n >= _MANY: self.has_begun_anew = self.has_begun_anew or not is_ahead
+    if self.goes_on is None and is_ahead and self._n >= _MANY: self.goes_on = True
+    self._n = 0
 
-    def is_open(self)->bool: # To warn of
-        "Whether nobody knows if a pass would begin anew or go on"
-        return self.goes_on is None and not self.has_begun_anew
+@patch
+def given(self:StreamPlace):
+    "Count a batch"
+    self._n += 1
 
+@patch
+def is_open(self:StreamPlace)->bool: # To warn of
+    "Whether nobody knows if a pass would begin anew or go on"
+    return self.goes_on is None and not self.has_begun_anew
+
+# %% ../../nbs/data/26_stream_places.ipynb #f366caec
 _PLACES = WeakKeyDictionary()
 
 def place_of(
