@@ -90,7 +90,7 @@ def get_dataloaders(
     batch_size:int, # Rows in a training batch; validation keeps no gradients and takes twice as many
     shuffle:bool=True, # Shuffle the training rows?
     seed:int=None, # Makes the loaders exact: the same batches again, and a run can go on at the next one
-    in_memory:bool=None, # Keep all rows in memory? None: if they are few and plain
+    in_memory:bool=None, # Keep all rows in memory? None: plain columns of at most 256 MB
     **kwargs, # For both `DataLoader`s: `num_workers`, `collate_fn`, ...; `pin_memory` is on with CUDA
 )->tuple: # Two `DataLoader`s, None where there is no dataset
     "A loader for training and one for validation"
@@ -196,7 +196,7 @@ class DataLoaders:
         columns:list=None, # Columns to put into the batch, inputs first, or one; default: all, as they come
         n_inp:int=None, # How many of them are inputs; default: 1
         split=None, # Instead: a function of a batch that gives `(inputs, targets)`
-        in_memory:bool=None, # Keep all rows in memory? None: if they are few and plain
+        in_memory:bool=None, # Keep all rows in memory? None: plain columns of at most 256 MB
         **kwargs, # For `get_dataloaders` and both `DataLoader`s: `num_workers`, `shuffle`, `seed`, ...
     ):
         "Loaders for two splits; a batch is a tuple, unless a `collate_fn` of your own makes something else"

@@ -42,7 +42,7 @@ class EvaluatorCB:
         *, updates:int=None, # Evaluate after every so many optimizer updates
         epochs:int=None, # Evaluate after every so many epochs; default: 1, if `updates` is not given either
         at_start:bool=False, # Also before the first update, as columns `start_...`?
-        at_end:bool=True, # Also when the training ends, if that was no turn anyway?
+        at_end:bool=True, # Also when the training ends, unless it was measured just then?
         n_batches:int=None, # Look at the first batches only
         with_loss:bool=True, # Compute the loss? Data without targets have none
         weigh=None, # What each batch's loss is a mean over, as for `MetricsCB`; default: as the trainer's own

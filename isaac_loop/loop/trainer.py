@@ -156,7 +156,7 @@ def write_measured(self:Trainer,
 # %% ../../nbs/loop/20_trainer.ipynb #47effc3b
 @patch(as_prop=True)
 def total_updates(self:Trainer):
-    "Optimizer updates in the whole fit, for callbacks that must know it beforehand, such as schedules"
+    "Optimizer updates in the whole fit, known beforehand; a `ValueError` if no length is, and no limit"
     self._planned = planned_updates(self)
     return self._planned
 

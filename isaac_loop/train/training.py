@@ -42,7 +42,11 @@ class BasicTrainCB:
         "Clear the gradients"
         trainer.opt.zero_grad()
 
-    def explain(self, trainer, event, error):
+    def explain(self,
+        trainer, # In which a step has failed
+        event:str, # The step
+        error:Exception, # What it has raised
+    ):
         "Note on `error` what is nearly always the reason when this step fails"
         for note in reasons(trainer, event, error): error.add_note(note)
 
