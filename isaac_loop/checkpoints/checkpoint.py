@@ -46,7 +46,7 @@ class CheckpointCB(ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
         folder=None, # Where they live; default: `checkpoints` in the folder that `ExperimentCB` has made
-        every='epoch', # 'epoch', 'best', a number of updates, a `timedelta`, or a function: trainer -> save now?
+        every='epoch', # 'epoch', 'best', a number of updates, a `timedelta`, or a function of the trainer
         monitor:str=None, # Column of the history that says which is best
         mode:str=None, # 'min' when lower is better, 'max' when higher is; may be left out for a loss
         keep_last:int=2, # How many of the newest to keep, 2 or more; None for all
