@@ -14,7 +14,7 @@ from ..data.fingerprint import _alike, _leaves
 from ..loop.events import callback_name
 from ..state.errors import ResumeMismatch
 from ..state.random_numbers import plain_random_state, set_plain_random_state
-from ..state.run_parts import generators, held_loaders
+from ..state.run_parts import generators, held_loaders, reads_loaders
 from ..state.run_state import places_of, put_callbacks, put_held, put_position, take_callbacks
 
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #8d102732
@@ -36,7 +36,7 @@ def take_before(
 )->dict: # For `put_before`; None if nobody could need it
     "What batches of the coming pass may be made from"
     makers = makers_of(trainer)
-    if not makers: return None
+    if not makers and not reads_loaders(getattr(trainer.dls, 'train', None)): return None
     found = dict(random=plain_random_state(), n_updates=trainer.n_updates,
                  loaders=_next_places(trainer),
                  generators={name: o.get_state() for name,o in generators(trainer).items()})
@@ -100,7 +100,8 @@ def is_made(
 )->bool:
     "Whether somebody has set another loader, limited its batches, or wrapped those of one that is read again"
     source,read_again = trainer._source,not hasattr(trainer.dl, 'load_state_dict')
-    return source.limit is not None or trainer.dl is not source.chosen or (wrapped and read_again)
+    is_other = source.limit is not None or trainer.dl is not source.chosen
+    return is_other or (read_again and (wrapped or reads_loaders(trainer.dl)))
 
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #59a60309
 def parts_of_batch(

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..basics.checks import warn
+from .generators import held_loaders_in
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
 from .resumable_loaders import explained
 from .stream_places import place_of, remembers_nothing
@@ -217,8 +218,14 @@ def _source(self:ReplayLoader, epoch):
         _set_epoch(part, epoch)
         generator = getattr(part, 'generator', None)
         if isinstance(generator, torch.Generator): generator.manual_seed(hashed(self.seed, epoch)[1])
+    for dl in _read_by(source): _set_epoch(dl, epoch)
     if self.make: self._engine = None # Another one for the next pass
     return source
+
+def _read_by(source):
+    "Loaders that know their places, in one of a user's class"
+    if isinstance(source, (DataLoader, list, tuple)): return []
+    return [dl for dl in held_loaders_in([('', source)]).values() if isinstance(dl, Resumable)]
 
 @patch
 def _fresh(self:ReplayLoader):

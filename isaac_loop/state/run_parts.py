@@ -141,6 +141,11 @@ def held_loaders(trainer):
     found = {name: o for name,o in _beside(trainer).items() if isinstance(o, Resumable)}
     return {name: found[name] for name in sorted(found, key=len)}
 
+def reads_loaders(dl):
+    "Whether a loader does not know its position, and reads loaders of this library, which do"
+    if hasattr(dl, 'load_state_dict'): return False
+    return any(isinstance(o, Resumable) for o in held_loaders_in([('', dl)]).values())
+
 def _beside(trainer):
     "Loaders, by where they are, that are not the trainer's two"
     own = [cb for cb in trainer.callbacks if type(cb).__module__.partition('.')[0] != 'isaac_loop']
