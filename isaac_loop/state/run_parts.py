@@ -72,6 +72,25 @@ def opts_made(trainer):
     return {name: [type(opt).__name__, [[number(p) for p in group['params']] for group in opt.param_groups]]
             for name,opt in parts_of(trainer, optim.Optimizer).items()}
 
+# %% ../../nbs/state/56_run_parts.ipynb #bf23efad
+def held_parameters(trainer):
+    "What users' callbacks hold and gradients may be gathered on, beside the trainer's own, by path"
+    known,found = {id(p) for p in all_parameters(trainer)},{}
+    for cb in trainer.callbacks:
+        if type(cb).__module__.startswith('isaac_loop.') or getattr(cb, 'stateless', None) is True: continue
+        for name,x in getattr(cb, '__dict__', {}).items():
+            leaves = _leaves_of(f'{callback_name(cb)}.{name}', x)
+            found |= {path: p for path,p in leaves.items() if id(p) not in known}
+    return found
+
+def _leaves_of(path, x):
+    "Tensors that gradients belong to, in a module, a tensor, or a few of them"
+    if isinstance(x, nn.Module): return {f'{path}.{name}': p for name,p in x.named_parameters()}
+    if isinstance(x, torch.Tensor): return {path: x} if x.is_leaf and x.requires_grad else {}
+    several = x.items() if type(x) is dict else enumerate(x) if type(x) in (list, tuple) else ()
+    if not several or len(x) > 100: return {}
+    return {p: leaf for key,part in several for p,leaf in _leaves_of(f'{path}[{key!r}]', part).items()}
+
 # %% ../../nbs/state/56_run_parts.ipynb #e004bba7
 def bare(
     model, # Any model

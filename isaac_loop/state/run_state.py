@@ -19,7 +19,7 @@ from .errors import ResumeMismatch
 from .plain_state import Exactly, from_plain, plain
 from .random_numbers import compact_random_state, set_plain_random_state, undrawn
 from .run_parts import all_parameters, bare, differing, fill_empty, generators
-from .run_parts import held_loaders, loaders_of, opt_defaults, opts_made, parts_of
+from .run_parts import held_loaders, held_parameters, loaders_of, opt_defaults, opts_made, parts_of
 from .run_parts import stateful_callbacks, with_empty
 from .script_facts import opts_began, script_facts
 
@@ -132,7 +132,11 @@ def _gather(trainer):
                 opt_classes={name: type(opt).__name__ for name,opt in opts.items()},
                 opts={name: opt.state_dict() for name,opt in opts.items()},
                 modules={name: module.state_dict() for name,module in parts_of(trainer, nn.Module).items()},
-                grads={i: p.grad for i,p in enumerate(all_parameters(trainer)) if p.grad is not None}) | parts
+                grads={i: p.grad for i,p in _with_gradients(trainer) if p.grad is not None}) | parts
+
+def _with_gradients(trainer):
+    "Pairs of a number or a path and what gradients may be gathered on"
+    return [*enumerate(all_parameters(trainer)), *held_parameters(trainer).items()]
 
 def cut_names(
     trainer, # Any
@@ -219,12 +223,12 @@ def put_state(
         fill_empty(module, state['modules'][name])
         module.load_state_dict(state['modules'][name])
     for name,opt in parts_of(trainer, optim.Optimizer).items(): load_opt(opt, state['opts'][name])
-    for i,p in enumerate(all_parameters(trainer)):
-        grad = state['grads'].get(i)
-        p.grad = None if grad is None else part_like(grad.to(p.device, copy=True), p)
     trainer.history.load_state_dict(state['history'])
     trainer.n_updates = state['position']['n_updates']
     put_callbacks(trainer, state)
+    for i,p in _with_gradients(trainer):
+        grad = state['grads'].get(i)
+        p.grad = None if grad is None else part_like(grad.to(p.device, copy=True), p)
 
 def put_callbacks(
     trainer, # As for `put_state`
