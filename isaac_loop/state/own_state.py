@@ -6,6 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/state/38_own_state.ipynb #be5e84b8
+import dis
+from functools import lru_cache
+from types import CellType, FunctionType
+
 import torch
 from fastcore.basics import patch
 from torch import nn, optim
@@ -23,6 +27,24 @@ from .owners import World, add_generators_of, is_layer, is_part, looked_at
 from .owners import may_be_state, of_other, others_of, unasked
 from .plain_state import from_plain, plain
 
+# %% ../../nbs/state/38_own_state.ipynb #4ff82aef
+@lru_cache
+def _writes_outside(code):
+    "Names that a function writes by `nonlocal`"
+    written = {o.argval for o in dis.get_instructions(code) if o.opname in ('STORE_DEREF', 'DELETE_DEREF')}
+    return written & set(code.co_freevars)
+
+def _written_by(callbacks, marker):
+    "Marks of the variables that functions among `callbacks` write outside of them"
+    found = {}
+    for cb in callbacks:
+        if not isinstance(cb, FunctionType) or unasked(cb) is True: continue
+        names = _writes_outside(cb.__code__) - unasked(cb)
+        for name,cell in zip(cb.__code__.co_freevars, cb.__closure__ or ()):
+            if name not in names or cell == CellType(): continue
+            found[callback_name(cb), name] = marker.mark(cell.cell_contents)
+    return found
+
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
 def _nothing(): return None
 
@@ -38,6 +60,7 @@ class OwnState:
         self.loop = set(loop)
         self.begin,self.ready = {},{} # Marks from before and after `before_fit`
         self.back = {} # Marks of what was put back
+        self.outside = {} # By function and name, marks of variables that functions write outside of them
         self.told = former.told if former else set() # What was said to be lost
         ever = former.ever if former else {} # Names of what changed in any fit
         self.ever = {name: set(names) for name,names in ever.items()}
@@ -76,6 +99,8 @@ class OwnState:
         marker,marks = Marker(World(trainer, self.loop)),self.ready if ready else self.begin
         owners = self._owners(trainer, callbacks, layers=ready) # A script sets these before it fits
         for name,(_,own) in owners.items(): marks[name] = _marked(marker, own)
+        new = trainer.callbacks if callbacks is None else callbacks
+        if not ready: self.outside |= _written_by(new, marker)
 
     def _changed(self, marker, name, own):
         "Names of attributes of `own` that have been set or changed, in their order"
@@ -107,6 +132,21 @@ def _trainers_own(trainer, without):
     "Attributes of a trainer that neither the loop writes nor `take_state` saves as a part"
     kinds = (nn.Module, optim.Optimizer)
     return {k: o for k,o in may_be_state(trainer, without).items() if not isinstance(o, kinds)}
+
+# %% ../../nbs/state/38_own_state.ipynb #678e667b
+_OUTSIDE = ('{} changed during this fit, by `nonlocal`, and no checkpoint keeps {}, so a run that goes on '
+            'begins with {} anew and may be another run. Make it an attribute of the function, as by '
+            '`{}.{} = ...` before the fit; or, if nothing is lost, say so: `{}.stateless = {!r}`.')
+
+@patch
+def _warn_of_outside(self:OwnState, trainer, marker):
+    "Name once what functions have written outside of them"
+    now,was = _written_by(trainer.callbacks, marker),self.outside
+    new = [path for path,mark in now.items() if path not in self.told and was.get(path, mark) != mark]
+    self.told.update(new)
+    if not new: return
+    (who,name),them = new[0],'it' if len(new) == 1 else 'them'
+    warn(_OUTSIDE.format(_listed([_path(*o) for o in new]), them, them, who, name, who, name))
 
 # %% ../../nbs/state/38_own_state.ipynb #16e030b1
 _CANNOT = ('{} changed during this fit and cannot be kept in a checkpoint, so a run that goes on will make '
@@ -142,6 +182,7 @@ def take(self:OwnState,
     if of is not None: return found
     if unkept: _warn_of_lost(unkept)
     self.told.update(unkept)
+    self._warn_of_outside(trainer, keeper.marker)
     return found
 
 @patch

@@ -964,3 +964,58 @@ def test_what_a_loss_cannot_keep_is_named_without_the_ways_of_callbacks():
     with pytest.warns(UserWarning, match="`loss_func.rows` changed") as told:
         trainer._own_state.take(trainer)
     assert "before_fit" not in str(told[0].message) and "stateless = ('rows',)" in str(told[0].message)
+
+
+def warming(outside=True, **attributes):
+    "A function that counts batches: outside of itself, or in an attribute"
+    n = 0
+
+    def before_batch(trainer):
+        nonlocal n
+        if outside:
+            n += 1
+        else:
+            before_batch.n += 1
+        for group in trainer.opt.param_groups:
+            group["lr"] = 0.1 * min(1, (n if outside else before_batch.n) / 12)
+
+    vars(before_batch).update(attributes)
+    return before_batch
+
+
+def warmed(callback, folder, cut=None):
+    torch.manual_seed(1)
+    x = torch.randn(96, 4)
+
+    def before_backward(trainer):
+        if trainer.n_updates == cut:
+            raise KeyboardInterrupt
+
+    dls = DataLoaders(exact_loader(list(zip(x, x.sum(1, keepdim=True))), 16, seed=1))
+    callbacks = [BasicTrainCB(), callback, CheckpointCB(folder, every=1), before_backward]
+    trainer = Trainer(dls, F.mse_loss, optim.SGD, nn.Linear(4, 1), callbacks)
+    try:
+        trainer.fit(2, lr=0.1, valid=False)
+    except KeyboardInterrupt:
+        pass
+    return trainer.model.weight.tolist()
+
+
+def test_what_a_function_writes_outside_is_named_once(tmp_path):
+    with pytest.warns(UserWarning, match=r"`before_batch.n` changed .* by `nonlocal`") as told:
+        warmed(warming(), tmp_path)
+    assert len(told) == 1
+
+
+def test_in_an_attribute_it_goes_on(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = warmed(warming(False, n=0), tmp_path / "whole")
+        warmed(warming(False, n=0), tmp_path / "cut", 6)
+        assert warmed(warming(False, n=0), tmp_path / "cut") == whole
+
+
+def test_who_says_that_nothing_is_lost_hears_nothing(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warmed(warming(stateless="n"), tmp_path)
