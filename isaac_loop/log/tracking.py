@@ -14,6 +14,7 @@ from fastcore.basics import patch
 
 from ..basics.settings import show_settings
 from ..basics.checks import local_path
+from ..checkpoints.resuming import CompleteAlready
 from .file_values import beside, plain
 from .log_interface import Outlet
 from .row_files import CSVRunFolders, JSONRows, SQLiteRows
@@ -106,6 +107,7 @@ class TrackingCB:
         self.fit_stats,self.epoch_stats = [],[]
         self.batch_stats,self.fit_ends = _BatchRows(),[]
         self._trainer,self._open = None,False
+        self._is_new = True # Does the file hold nothing of this run that has to stay?
 
     def before_fit(self, trainer):
         "Note the model, the callbacks and all settings"
@@ -117,10 +119,12 @@ class TrackingCB:
             self._outlet.forget()
             self._outlet.tell('start', row)
         self.fit_stats.append(row)
+        if self._is_new and self._outlet is not None: self._await_earlier(trainer)
         self._open = True
 
     def log(self, trainer):
         "Note the rows of the epoch and of its batches"
+        self._is_new = False
         if self._outlet is not None: self._outlet.retry()
         self._note('epoch_stats', trainer.history[self._n_epochs:], trainer.n_updates)
         self._n_epochs = len(trainer.history)
@@ -130,9 +134,12 @@ class TrackingCB:
         "Note the batches of an unfinished epoch, and how the fit ended"
         if not self._open: return # It never began
         self._open = False
+        self._is_new = self._is_new and isinstance(trainer.exception, CompleteAlready)
         self._note_new_batches(trainer)
         self._note('fit_ends', [self._end_row(trainer)], trainer.n_updates)
-        if self._outlet is not None: self._outlet.retry()
+        if self._outlet is None: return
+        if self._is_new: self._take_back(trainer)
+        self._outlet.retry()
 
     def frames(self)->tuple: # Data frames of the fits, the epochs and the batches
         "Fits, epochs and batches as three data frames; needs pandas"
@@ -141,21 +148,31 @@ class TrackingCB:
 
     def _new_run(self, trainer):
         self.run,self.resumed,self._trainer = uuid.uuid4().hex[:12],None,weakref.ref(trainer)
+        self._is_new = True
         self._first = self._n_epochs,self._n_batches
 
     def _note(self, table, rows, step):
         "Keep `rows`, and write them"
         rows = [_with_run(self.run, row) for row in rows]
         getattr(self, table).extend(rows)
-        if rows and self._outlet is not None: self._outlet.send(rows, step, table)
+        if rows: self._send(rows, step, table)
 
     def _note_batches(self, batches, first, last, step):
-        "Keep where the rows of batches are, and write them, a block at a time"
+        "Keep where the rows of batches are, and write them"
         self.batch_stats.add(self.run, batches, first, last)
-        if self._outlet is None: return
+        self._send_batches(batches, first, last, step)
+
+    def _send_batches(self, batches, first, last, step):
+        "Write the rows of batches, a block at a time"
         for start in range(first, last, _BLOCK):
             block = _BatchRows().add(self.run, batches, start, min(start+_BLOCK, last))
-            self._outlet.send(block, step, 'batch_stats')
+            self._send(block, step, 'batch_stats')
+
+    def _send(self, rows, step, table):
+        "Write `rows`; those of a new run wait until something is trained"
+        if self._outlet is None: return
+        if self._is_new: self._outlet.unsent.append((rows, step, table))
+        else: self._outlet.send(rows, step, table)
 
     def _note_new_batches(self, trainer):
         batches,first = trainer.history.batches,self._n_batches
@@ -203,9 +220,9 @@ def load_state_dict(self:TrackingCB,
     has_ended = self._outlet is not None and self._outlet.log.has_ended(old, begun['fit'])
     if has_ended:
         if mine == old: self._new_run(trainer)
-        self.resumed = old
+        self.resumed,self._is_new = old,True
     else:
-        self.run,self.resumed = old,state.get('resumed')
+        self.run,self.resumed,self._is_new = old,state.get('resumed'),False
         times = [row['started'] for row in state['fit_stats'] if row['fit'] == begun['fit']]
         begun['started'] = [*times, begun['started']][0]
     self._forget({mine, old, self.run}, obsolete={mine, self.run} - ({old} if has_ended else set()))
@@ -231,5 +248,25 @@ def _note_again(self:TrackingCB, trainer, state, begun):
     self._note('epoch_stats', trainer.history[first_epoch:self._n_epochs], step)
     self._note_batches(trainer.history.batches, first_batch, self._n_batches, step)
     self._note('fit_ends', earlier(state['fit_ends']), step)
+
+@patch
+def _take_back(self:TrackingCB, trainer):
+    "Have the file as it was before a fit in which nothing was left to train"
+    self._outlet.forget()
+    self._outlet.log.obsolete = {self.run}
+    self._outlet.send([], trainer.n_updates, 'fit_stats')
+
+@patch
+def _await_earlier(self:TrackingCB, trainer):
+    "Have the rows of fits that were complete already wait for this one, which may train"
+    of_run,step = lambda rows: [row for row in rows if row['run'] == self.run],trainer.n_updates
+    fits = of_run(self.fit_stats)
+    if len(fits) == 1: return
+    self._outlet.log.obsolete = {self.run}
+    for table,rows in dict(fit_stats=fits, epoch_stats=of_run(self.epoch_stats)).items():
+        self._send(rows, step, table)
+    for run,record,first,last in self.batch_stats.parts:
+        if run == self.run: self._send_batches(record, first, last, step)
+    self._send(of_run(self.fit_ends), step, 'fit_ends')
 
 def _without_run(row): return {k: v for k,v in row.items() if k != 'run'}

@@ -906,6 +906,36 @@ def test_a_branch_of_a_tracked_run_that_is_complete_leaves_it_alone(name, tmp_pa
     ]
 
 
+@pytest.mark.parametrize("name", ["log.db", "log.jsonl", "log"])
+@pytest.mark.parametrize("n_fits", [1, 2])
+def test_a_tracked_run_that_is_complete_is_not_written_again_when_it_is_started(name, n_fits, tmp_path):
+    "Each start added the whole run once more, under another id"
+
+    def run():
+        trainer = make_trainer(simple(tmp_path / "store", TrackingCB(tmp_path / name)))
+        for _ in range(n_fits):
+            fit(trainer, 2)
+        return trainer
+
+    fit(make_trainer(simple(None, TrackingCB(tmp_path / name))), 1)  # Another run in the same place
+    whole = run()
+    before = tables_of(tmp_path / name)
+    assert [len(o) for o in before.values()] == [1 + n_fits, 1 + 2 * n_fits, 9 + 18 * n_fits, 1 + n_fits]
+    for _ in range(2):
+        again = run()
+        assert tables_of(tmp_path / name) == before
+        assert [len(o) for o in again.TrackingCB.frames()] == [len(o) for o in whole.TrackingCB.frames()]
+    fit(again, 1)
+    found, mine = tables_of(tmp_path / name), again.TrackingCB.run
+    for table, rows in before.items():
+        assert [o for o in found[table] if o["run"] != mine] == rows
+        n = {"epoch_stats": 2 * n_fits + 1, "batch_stats": 18 * n_fits + 9}.get(table, n_fits + 1)
+        ours = [o for o in found[table] if o["run"] == mine]
+        assert len(ours) == n and [int(o["fit"]) for o in ours] == sorted(int(o["fit"]) for o in ours)
+    (resumed,) = {o["resumed"] for o in found["fit_ends"] if o["run"] == mine and int(o["fit"]) == n_fits}
+    assert resumed == whole.TrackingCB.run
+
+
 def test_loading_the_best_says_why_there_is_none(tmp_path):
     "It was an AttributeError about None, and asked for a parameter that did not exist"
     trainer = make_trainer(simple())
