@@ -58,14 +58,17 @@ class ExportCB:
         self.folder = local_path(folder, 'ExportCB').absolute()
         self.every,self.parts,self.keep_last = every,parts,keep_last
         self.path,self._store,self._at = None,None,None
+        self._trained = False # Has this fit made a step, or is it complete from before?
 
     def before_fit(self, trainer):
         "Open the folder, and see whether the parts are there"
         _chosen(bare(trainer.model).state_dict(), self.parts)
         self._store,self._at = CheckpointStore(self.folder, keep_last=self.keep_last, keep_best=0),None
+        self._trained = False
 
     def after_step(self, trainer):
         "Export, if it is time"
+        self._trained = True
         if self.every == 'epoch': return
         due = self.every(trainer) if callable(self.every) else trainer.n_updates % self.every == 0
         if due: self._export(trainer)
@@ -81,10 +84,17 @@ def cleanup_fit(self:ExportCB, trainer):
     if self._store is None: return
     ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
     try:
-        if ended_well and trainer.n_updates: self._export(trainer)
+        if ended_well and trainer.n_updates and not self._is_there(trainer): self._export(trainer)
     finally:
         self._store.close()
         self._store = None
+
+@patch
+def _is_there(self:ExportCB, trainer):
+    "Whether a fit that was complete already was exported then"
+    found = [] if self._trained else [o for o in self._store.list() if o.step == updates_of_run(trainer)]
+    if found: self.path = found[-1].path
+    return bool(found)
 
 @patch
 def _export(self:ExportCB, trainer):
@@ -94,4 +104,5 @@ def _export(self:ExportCB, trainer):
     self._at = step
     weights = _chosen(bare(evaluated_model(trainer)).state_dict(), self.parts)
     info = dict(fit=trainer.history.fit)
-    self.path = self._store.save(weights, step=step, epoch=trainer.epoch, info=info)
+    epoch = getattr(trainer, 'epoch', None) # There is none if all was trained in an earlier start
+    self.path = self._store.save(weights, step=step, epoch=epoch, info=info)

@@ -4,6 +4,8 @@ The law of warm-up, stable, decay: what is saved before a decay goes on into a l
 been meant from the start.
 """
 
+import shutil
+
 import pytest
 import torch
 from runs import Cut, CutCB, fit, make_model, make_trainer, same, tree
@@ -78,6 +80,33 @@ def test_a_cancelled_fit_is_exported_and_a_failed_one_is_not(error, found, tmp_p
     assert steps(tmp_path) == found
     fit(trainer, 1)
     assert steps(tmp_path)[-1] == 9 + 7
+
+
+@pytest.mark.parametrize("every", ["epoch", 5, 100])
+@pytest.mark.parametrize("cut", [None, "after_fit"])
+def test_a_run_that_is_complete_already_keeps_its_export(cut, every, tmp_path, capsys):
+    "It ended with an AttributeError; an export that is missing is made up for"
+
+    def start(*more):
+        cbs = [ExportCB(tmp_path / "out", every), CheckpointCB(tmp_path / "full"), *more]
+        make_trainer([BasicTrainCB(), *cbs]).fit(2, valid=False)
+        return cbs[0].path
+
+    def files():
+        return {o: (o.read_bytes(), o.stat().st_mtime_ns) for o in (tmp_path / "out").glob("*/*")}
+
+    if cut:  # All is trained, and the end neither saved nor exported
+        with pytest.raises(Cut):
+            start(CutCB(cut, lambda t: True))
+    first = start()
+    before, weights = files(), tree(load_weights(first))
+    capsys.readouterr()
+    for _ in range(2):
+        assert start() == first and files() == before
+        assert "This fit is complete already" in capsys.readouterr().out
+    assert steps(tmp_path / "out") == {"epoch": [7, 14], 5: [5, 10, 14], 100: [14]}[every]
+    shutil.rmtree(tmp_path / "out")
+    assert tree(load_weights(start())) == weights and steps(tmp_path / "out") == [14]
 
 
 def test_beside_an_average_the_average_is_exported(tmp_path):
