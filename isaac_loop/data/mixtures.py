@@ -58,11 +58,17 @@ _TWO_MIX = ('`{mixer}` and `{other}` would both mix the same batch, and the loss
             'of them.')
 _NO_TARGETS = ('`{mixer}` mixes losses, but the batch has no targets to compute a second one from. Check '
                '`n_inp` or `split` of the loaders.')
+_NO_LOSS = ('`{mixer}` computes a second loss, for the targets of the partners, with `trainer.loss_func`, '
+            'but that is None. Give the trainer a `loss_func`; a `get_loss` of your own may call it, too.')
 
 def _check_alone(mixer, callbacks):
     "Refuse two callbacks that mix"
     others = [type(cb).__name__ for cb in callbacks if isinstance(cb, _MixCB) and cb is not mixer]
     if others: raise ValueError(_TWO_MIX.format(mixer=type(mixer).__name__, other=others[0]))
+
+def _check_loss(mixer, loss_func):
+    "Refuse a trainer with which no second loss can be computed"
+    if loss_func is None and mixer.p: raise ValueError(_NO_LOSS.format(mixer=type(mixer).__name__))
 
 def _check_targets(mixer, targets):
     "Refuse a batch for which no second loss can be computed"
@@ -71,8 +77,9 @@ def _check_targets(mixer, targets):
 # %% ../../nbs/data/46_mixtures.ipynb #e567122a
 @patch
 def before_fit(self:_MixCB, trainer):
-    "Make sure that nobody else mixes"
+    "Make sure that nobody else mixes, and that there is a loss to mix"
     _check_alone(self, trainer.callbacks)
+    _check_loss(self, trainer.loss_func)
 
 @patch
 def before_batch(self:_MixCB, trainer):

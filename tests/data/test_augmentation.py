@@ -530,6 +530,28 @@ def test_two_mixers_or_no_targets_are_errors():
         run([CutMixCB()], [(x.flatten(1), y) for x, y in make_batches()])
 
 
+@pytest.mark.parametrize("mixer", [MixUpCB, CutMixCB])
+def test_a_mixer_beside_a_get_loss_of_ones_own_says_before_the_first_batch_that_it_needs_a_loss(mixer):
+    "It was a TypeError about None; one that mixes nothing needs none"
+
+    class OwnCB(BasicTrainCB):
+        def get_loss(self, trainer):
+            trainer.loss = F.cross_entropy(trainer.preds, trainer.batch[1])
+
+    def fit(loss_func, p=1.0):
+        batches = make_batches()
+        trainer = Trainer(DataLoaders(batches), loss_func, optim.SGD, make_model(), [OwnCB(), mixer(p=p)])
+        seen.append(trainer)
+        trainer.fit(1, valid=False)
+        return trainer.n_updates
+
+    seen = []
+    with pytest.raises(ValueError, match=f"`{mixer.__name__}` computes a second loss.*Give the trainer"):
+        fit(None)
+    assert seen[0].n_updates == 0 and not hasattr(seen[0], "epoch")
+    assert fit(F.cross_entropy) == 3 == fit(None, p=0)
+
+
 def test_a_mixer_serves_again_after_an_error_and_in_another_trainer():
     mixer = MixUpCB()
     with pytest.raises(ZeroDivisionError):
