@@ -8,12 +8,17 @@ __all__ = ['run_map']
 # %% ../../nbs/log/33_run_facts.ipynb #32b02e63
 import inspect
 
+import torch
+
 from ..checkpoints.resuming import CompleteAlready
 from .file_values import brief_text, plain, simple
 from ..loop.events import callback_name
+from ..state.keeps_state import KeepsState
+from ..state.owners import unasked
 
 # %% ../../nbs/log/33_run_facts.ipynb #6193e29e
 _ABOUT_ITSELF = 'callbacks','stateless','on_ranks' # What it brings along, may forget, and where it runs
+_OF_A_RUN = 'frozen_for_now','evaluated','weights_swapped','n_averaged','gathered','hurried' # See `OFFERS`
 
 def settings(
     callback, # Any object
@@ -21,9 +26,26 @@ def settings(
     "The settings of a callback"
     name = callback_name(callback)
     attributes = sorted({*dir(type(callback)), *getattr(callback, '__dict__', {})})
-    public = [o for o in attributes if not o.startswith('_') and o not in _ABOUT_ITSELF]
+    left_out = {*_ABOUT_ITSELF, *_state_of(callback)}
+    public = [o for o in attributes if not o.startswith('_') and o not in left_out]
     values = {o: _value_of(callback, o) for o in public}
-    return {f'{name}.{o}': simple(v) for o,v in values.items() if not (callable(v) or inspect.ismodule(v))}
+    return {f'{name}.{o}': simple(v) for o,v in values.items() if not _is_no_setting(v)}
+
+def _is_no_setting(value):
+    "Whether a value is no setting: code, a module, parameters, or a collection of tensors"
+    if callable(value) or inspect.ismodule(value) or isinstance(value, torch.nn.Parameter): return True
+    if isinstance(value, dict): value = value.values()
+    elif not isinstance(value, (list, tuple, set, frozenset)): return False
+    return torch.is_tensor(next(iter(value), None))
+
+def _state_of(callback):
+    "Names of attributes that belong to a run, but for arguments of the callback"
+    try: found = unasked(callback)
+    except TypeError: found = True # Whoever saves the run will say what is wrong
+    found = {*_OF_A_RUN} if found is True else {*_OF_A_RUN, *found}
+    if isinstance(callback, KeepsState): found.update(callback._kept)
+    try: return found.difference(inspect.signature(type(callback)).parameters)
+    except (TypeError, ValueError): return found
 
 def _value_of(callback, attribute):
     "An attribute, or what happened instead"

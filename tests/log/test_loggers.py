@@ -20,6 +20,9 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.averaging import EMACB
+from isaac_loop.train.freezing import FreezeCB
+from isaac_loop.checkpoints.best_weights import KeepBestCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.checkpoints.rewind import RewindCB
 from isaac_loop.log.loggers import LoggerCB
@@ -33,6 +36,7 @@ from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelBatchException, CancelFitException
 from isaac_loop.loop.spans import with_cbs
 from isaac_loop.loop.trainer import Trainer
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
 from isaac_loop.show.media_files import media_file, wav_bytes
 from isaac_loop.basics.tensors import set_seed
 from runs import Cut, CutCB, fit, same
@@ -365,6 +369,35 @@ def test_logs_hear_what_is_trained_with_which_settings():
     ] and json.dumps(run)
     assert run["callbacks"][0]["settings"]["momentum"] == 0.9 and run["callbacks"][1]["order"] == 10
     assert [o["name"] for o in run_map(trainer)] == [o["name"] for o in run["callbacks"]]
+
+
+def test_what_belongs_to_a_run_is_no_setting_in_the_row_of_the_run(tmp_path):
+    "Frozen parameters stood there for `FreezeCB`; arguments and plain attributes still do"
+
+    class CountCB:
+        stateless = "n_seen", "limit"
+
+        def __init__(self, limit, weights):
+            self.limit, self.weights = limit, weights
+            self.n_seen, self.note, self.best = 0, "mine", [torch.ones(2)]
+
+        def after_batch(self, trainer):
+            self.n_seen += 1
+
+    log = LoggerCB(JSONLines(tmp_path / "log.jsonl"))
+    cbs = [BasicTrainCB(), MetricsCB(show=False), FreezeCB("0"), EMACB(0.9), KeepBestCB(), EarlyStoppingCB()]
+    fit(make_run([*cbs, CountCB(3, torch.ones(2)), log]), 1)
+    lines = [json.loads(o) for o in (tmp_path / "log.jsonl").read_text().splitlines()]
+    (run,) = [o for o in lines if o["table"] == "runs"]
+    told = {o["name"]: o["settings"] for o in run["callbacks"]}
+    assert told["FreezeCB"] == {"batch_norms": False, "on_valid": False, "ranges": "[('0', 0, None)]"}
+    assert told["CountCB"] == {"limit": 3, "note": "mine", "weights": "tensor([1., 1.])"}
+    assert not {"weights", "best_epoch", "seen", "judge"} & told["KeepBestCB"].keys()
+    assert not {"evaluated", "weights_swapped", "n_averaged"} & told["EMACB"].keys()
+    assert (told["EMACB"]["decay"], told["KeepBestCB"]["monitor"]) == (0.9, "valid_loss")
+    assert told["EarlyStoppingCB"]["patience"] == EarlyStoppingCB().patience
+    assert not {"best", "n_bad", "n_seen"} & told["EarlyStoppingCB"].keys()
+    assert "Parameter" not in json.dumps(run)
 
 
 # Watching only
