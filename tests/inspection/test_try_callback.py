@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from isaac_loop import CancelBatchException, CancelEpochException, DataLoaders, Order, Trainer
-from isaac_loop.callbacks import BasicTrainCB, FreezeCB, MetricsCB, RecorderCB
+from isaac_loop.callbacks import BasicTrainCB, EvaluatorCB, FreezeCB, MetricsCB, RecorderCB
 from isaac_loop.data import exact_loader
 from isaac_loop.inspection import try_callback
 from isaac_loop.inspection import BrokenPromise
@@ -477,3 +477,41 @@ def test_a_callback_that_fails_only_in_a_trial_gives_a_row():
     report = try_callback(Fragile(), promises=["evaluation", "waits"])
     assert report.broken == ["evaluation"] and "Fragile.before_epoch" in str(report["evaluation"])
     assert try_callback(3).broken == ["added"]
+
+
+class RemembersTheBest:
+    "Reads what an evaluation writes, in the events of a callback that takes part in it"
+
+    column = "valid_loss"
+
+    def before_fit(self, trainer):
+        self.best = 9.0
+
+    def log(self, trainer):
+        self.best = min(self.best, trainer.history.latest(self.column))
+
+
+class RemembersTheNewest(RemembersTheBest):
+    def log(self, trainer):
+        self.best = min(self.best, trainer.history[-1][self.column])
+
+
+@pytest.mark.parametrize("kind", [RemembersTheBest, RemembersTheNewest])
+def test_an_evaluation_is_recorded_as_by_those_who_evaluate(kind):
+    given = None, own_trainer()
+    assert all(try_callback(kind(), trainer, promises="evaluation").ok for trainer in given)
+    callbacks = [BasicTrainCB(), MetricsCB(show=False), kind(), EvaluatorCB(updates=1, at_start=True)]
+    trainer = own_trainer(callbacks=callbacks)
+    trainer.fit(1)
+    assert trainer.validate()["valid_loss"] > 0
+
+
+@pytest.mark.parametrize("column", ["train_loss", "accuracy"])
+def test_what_an_evaluation_does_not_write_is_missing_in_it(column):
+    class Asks(RemembersTheBest):
+        pass
+
+    Asks.column = column
+    accuracy = MetricsCB(accuracy=lambda preds, y: (preds.argmax(1) == y).float(), show=False)
+    report = try_callback(Asks(), callbacks=[BasicTrainCB(), accuracy], promises="evaluation")
+    assert report.broken == ["evaluation"] and f"no `{column}`" in str(report["evaluation"])

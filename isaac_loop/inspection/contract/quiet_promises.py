@@ -17,6 +17,7 @@ from ..run_results import outcome, told, unlike
 from ..waits import finding_waits, tensors_in
 from ...loop.events import Order, callback_name
 from ...loop.handlers import order_of
+from ...metrics.metrics import MetricsCB, recorders_of, weigh_of
 from ...state.random_numbers import undrawn
 
 # %% ../../../nbs/inspection/contract/50_quiet_promises.ipynb #c12d02fc
@@ -106,7 +107,7 @@ def evaluation(evidence):
     def evaluate(trainer):
         if evaluated or not trainer.training or trainer.batch_num != min(1, trials.n_train-1): return
         evaluated.append(True)
-        with trainer.side_run() as side:
+        with trainer.side_run(_recorder(trainer)) as side:
             side.plan.changes = (*side.plan.changes, calls_of(callbacks, watch))
             side.fit(1, train=False)
     def change(event, pairs): return [*pairs, (Watcher(), evaluate)] if event == 'after_batch' else pairs
@@ -119,6 +120,13 @@ def evaluation(evidence):
     if not evaluated: raise NotTried('the run ends before its second batch')
     what = told(found, 'without the evaluation', 'with it') if found else ''
     return [Fault(what + _ASIDE*bool(touched), '; '.join(touched))] if found else []
+
+def _recorder(trainer):
+    "Who records an evaluation, under a name of its own; None if nobody records the training either"
+    if not recorders_of(trainer): return None
+    recorder = MetricsCB(weigh=weigh_of(trainer), show=False)
+    recorder.name = 'validate_0'
+    return recorder
 
 _WATCHES = ('. An evaluation has a history of its own, and callbacks below `Order.RECORD` run in it: give '
             'one that only watches `order = Order.RECORD`')
