@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #6b7f1af0
-import ast
+import ast, copy
 from functools import partial
 
 import torch
@@ -93,11 +93,22 @@ def method_of(
     entry, # At an event
 )->tuple: # A `FunctionDef` and what it calls the trainer; None and an empty text where there is no source
     "The syntax tree of a user's own method"
-    f = function_of(handler_of(entry.callback, entry.event))[0] if users_own(entry) else None
+    f,given = function_of(handler_of(entry.callback, entry.event)) if users_own(entry) else (None, ())
     if f is None or package_of(f) == 'isaac_loop': return None,'' # It is inherited
     node = function_node(f)
     if not isinstance(node, ast.FunctionDef) or not node.args.args: return None,''
+    if given and given[0] is entry.callback: node = _with_self(node)
     return node,node.args.args[-1].arg
+
+def _with_self(node):
+    "The tree of a method whose first argument is called `self`, whatever the user calls it"
+    first = [*node.args.posonlyargs, *node.args.args][0].arg
+    if first == 'self': return node
+    node = copy.deepcopy(node)
+    for part in ast.walk(node):
+        name = {ast.Name: 'id', ast.arg: 'arg'}.get(type(part))
+        if name and getattr(part, name) == first: setattr(part, name, 'self')
+    return node
 
 def of_same(scene, entry): return [o for o in scene.entries if o.callback is entry.callback]
 
