@@ -521,6 +521,73 @@ class OfScores(Scores):
         self.accs.append(f1_score(trainer.preds.argmax(1), trainer.batch[1]).item())
 
 
+class Gathered(Lists):
+    def before_fit(self, trainer):
+        self.old = [p.detach().clone() for p in trainer.model.parameters()]
+
+    def cleanup_epoch(self, trainer):
+        if self.accs:
+            trainer.history.write(gathered=sum(self.accs) / len(self.accs))
+
+
+class OfWeights(Gathered):
+    on_valid = False
+
+    def after_batch(self, trainer):
+        pass
+
+
+@right
+class NormsOfWeights(OfWeights):
+    def before_step(self, trainer):
+        ps = list(trainer.model.parameters())
+        self.accs.append(sum(p.detach().square().sum() for p in ps).sqrt().item())
+
+
+@right
+class NormsOfGradients(OfWeights):
+    def before_step(self, trainer):
+        squares = []
+        for group in trainer.opt.param_groups:
+            squares.extend(p.grad.square().sum() for p in group["params"] if p.grad is not None)
+        total = torch.stack(squares).sum()
+        self.accs.append(math.sqrt(total.item()))
+
+
+@right
+class WaysFromTheStart(OfWeights):
+    def after_step(self, trainer):
+        pairs = zip(trainer.model.parameters(), self.old)
+        self.accs.append(sum((p.detach() - q).square().sum() for p, q in pairs).sqrt().item())
+
+
+@planted("mean_of_means")
+class ScoresBesideNorms(Gathered):
+    def after_batch(self, trainer):
+        norm = sum(p.detach().square().sum() for p in trainer.model.parameters())
+        found = trainer.preds.argmax(1)
+        self.accs.append((f1_score(found, trainer.batch[1]) + 0 * norm.sqrt()).item())
+
+
+class MeansOfGradients(Lists):
+    "A mean over weights is none over rows"
+
+    on_valid = False
+
+    def after_batch(self, trainer):
+        pass
+
+    def before_step(self, trainer):
+        self.accs.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).mean().item())
+
+    def after_epoch(self, trainer):
+        self.acc = sum(self.accs) / len(self.accs)
+
+
+def test_a_mean_over_means_of_gradients_is_right():
+    assert found_in(images_trainer([BasicTrainCB(), MeansOfGradients()], batch_size=5)) == []
+
+
 @planted("mean_of_means")
 class OfPerplexities:
     def before_epoch(self, trainer):

@@ -150,8 +150,9 @@ def means_of_means(scene):
     for entry in scene.entries:
         tree,_ = method_of(entry)
         if tree is None or entry.event not in ENDS or not users_own(entry): continue
-        batches = trees_at(of_same(scene, entry), OF_BATCH)
+        batches,trees = trees_at(of_same(scene, entry), OF_BATCH),methods_of(scene, entry)
         for node,name,added in [*_counted_sums(tree, batches), *_means_of_lists(tree, batches)]:
+            if all(_is_of_weights(o, batches, trees) for o in added): continue
             text = _NO_MEAN if all(map(is_no_mean, added)) else _OF_MEANS
             if text is _OF_MEANS and not (is_uneven and all(map(is_mean, added))): continue
             text = text.format(who=said(entry), sum=name, line=line_in(entry, node))
@@ -204,6 +205,53 @@ def is_no_mean(node):
     names = [getattr(f, 'attr', getattr(f, 'id', '')) for f in calls]
     words = [{*name.lower().split('_')} for name in names]
     return not is_mean(node) and any(o & _NO_MEANS and 'loss' not in o for o in words)
+
+def _values_of(name, tree):
+    "What a name or an attribute gets in a method, also as an entry, or from a loop"
+    found = []
+    for item in ast.walk(tree):
+        targets = getattr(item, 'targets', None) or [getattr(item, 'target', None)]
+        values = [getattr(item, 'value', None) or getattr(item, 'iter', None)]
+        if isinstance(item, ast.Call) and getattr(item.func, 'attr', '') in ('append', 'extend'):
+            targets,values = [item.func.value],item.args
+        stored = [part for target in targets if target is not None for part in _stored(target)]
+        if name in map(ast.unparse, stored): found += [o for o in values if o is not None]
+    return found
+
+def _stored(target):
+    "The names in a target, and what it sets entries of"
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return [part for item in target.elts for part in _stored(item)]
+    return _stored(target.value) if isinstance(target, (ast.Subscript, ast.Starred)) else [target]
+
+def _made_of(node, tree, trees):
+    "All parts of an expression in the method `tree`, and of what its names and attributes are set to"
+    todo,seen,parts = [node],set(),[]
+    while todo:
+        new = list(ast.walk(todo.pop()))
+        parts += new
+        for part in new:
+            name = ast.unparse(part) if isinstance(part, (ast.Name, ast.Attribute)) else ''
+            if not name or name in seen: continue
+            seen.add(name)
+            around = trees if '.' in name else [tree]
+            todo += [value for each in around for value in _values_of(name, each)]
+    return parts
+
+_OF_WEIGHTS = {'parameters', 'named_parameters', 'param_groups', 'grad'}
+_WITHOUT_ROWS = {'model', 'opt', 'lr', 'ranks', 'epoch', 'n_epochs', 'n_updates'} # Of the trainer
+
+def _is_of_weights(node, batches, trees):
+    "Whether an expression is made of weights or gradients, and of nothing that a batch has"
+    tree = next(o for o in batches if any(part is node for part in ast.walk(o)))
+    parts,trainers = _made_of(node, tree, trees),{o.args.args[-1].arg for o in trees}
+    read = [o for o in parts if isinstance(o, ast.Attribute)]
+    of_trainer = [o for o in read if getattr(o.value, 'id', '') in trainers]
+    n_named = sum(getattr(o, 'id', '') in trainers for o in parts)
+    if n_named > len(of_trainer) or any(o.attr not in _WITHOUT_ROWS for o in of_trainer): return False
+    weights = tuple(f'{name}.model.' for name in trainers)
+    return any(o.attr in _OF_WEIGHTS and not ast.unparse(o).endswith('autograd.grad')
+               or o.attr in ('weight', 'bias') and ast.unparse(o).startswith(weights) for o in read)
 
 def _last_is_shorter(dl):
     "Whether a loader is known to give a last batch of fewer rows"
