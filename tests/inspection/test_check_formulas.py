@@ -5,6 +5,7 @@ Each planted one is found by the name of its rule; in the right ones nothing is 
 
 import math
 import copy
+from collections import deque
 
 import pytest
 import torch
@@ -487,6 +488,39 @@ class OfListThatIsCleared(OfListThatGoesOn):
 class OfTheEndOfAList(OfListThatGoesOn):
     def after_epoch(self, trainer):
         trainer.history.write(hits=sum(self.accs[-3:]) / len(self.accs[-3:]))
+
+
+@right
+class OfAWindow:
+    def __init__(self):
+        self.recent = deque(maxlen=20)
+
+    def after_batch(self, trainer):
+        if trainer.training:
+            self.recent.append(trainer.loss.detach())
+
+    def log(self, trainer):
+        trainer.print(sum(self.recent) / len(self.recent))
+
+
+@right
+class OfAWindowOfAFit(OfAWindow):
+    def __init__(self):
+        pass
+
+    def before_fit(self, trainer):
+        self.recent = deque([], 20)
+
+
+@planted("mixed_mean")
+class OfAQueueWithoutEnd(OfAWindow):
+    def __init__(self):
+        self.recent = deque()
+
+
+@pytest.mark.parametrize("kind", [OfAWindow, OfAWindowOfAFit])
+def test_a_mean_over_a_window_is_meant(kind):
+    assert found_in(images_trainer([BasicTrainCB(), kind()], batch_size=5)) == []
 
 
 class OfList(Lists):

@@ -153,6 +153,7 @@ def means_of_means(scene):
         batches,trees = trees_at(of_same(scene, entry), OF_BATCH),methods_of(scene, entry)
         for node,name,added in [*_counted_sums(tree, batches), *_means_of_lists(tree, batches)]:
             if all(_is_of_weights(o, batches, trees) for o in added): continue
+            if _is_window(entry, name, trees): continue
             text = _NO_MEAN if all(map(is_no_mean, added)) else _OF_MEANS
             if text is _OF_MEANS and not (is_uneven and all(map(is_mean, added))): continue
             text = text.format(who=said(entry), sum=name, line=line_in(entry, node))
@@ -238,6 +239,14 @@ def _made_of(node, tree, trees):
             todo += [value for each in around for value in _values_of(name, each)]
     return parts
 
+def _is_window(entry, name, trees):
+    "Whether an attribute is a `deque` that keeps the newest of what was put in there, as somebody has meant"
+    held = getattr(entry.callback, name.removeprefix('self.'), None)
+    if getattr(held, 'maxlen', None) is not None: return True
+    made = [part for tree in trees for value in _values_of(name, tree) for part in ast.walk(value)]
+    calls = [o for o in made if isinstance(o, ast.Call) and ast.unparse(o.func).endswith('deque')]
+    return any(len(o.args) > 1 or any(k.arg == 'maxlen' for k in o.keywords) for o in calls)
+
 _OF_WEIGHTS = {'parameters', 'named_parameters', 'param_groups', 'grad'}
 _WITHOUT_ROWS = {'model', 'opt', 'lr', 'ranks', 'epoch', 'n_epochs', 'n_updates'} # Of the trainer
 
@@ -290,6 +299,7 @@ def mixed_lists(scene):
         batches = trees_at(mine, OF_BATCH)
         for node,name in filter(None, map(_mean_of_list, ast.walk(tree))):
             goes_on = _appended(batches, name) and not _set_anew(mine, name) and not _is_emptied(mine, name)
+            goes_on = goes_on and not _is_window(entry, name, methods_of(scene, entry))
             if not goes_on or any(o.found.unclear for o in mine): continue
             text = _MIXED_LIST.format(who=said(entry), name=name, line=line_in(entry, node))
             yield Finding('mixed_mean', text, [entry.callback])
