@@ -460,6 +460,12 @@ def test_numpy_draws_count_as_draws():
     assert try_callback(Watches(), promises="random").broken == ["random"]
 
 
+def test_a_generator_of_its_own_is_told_of():
+    told = try_callback(Sound(), promises="random")["random"].reason
+    assert "generator of its own" in told and "draws no random numbers" not in told
+    assert "draws no random numbers" in try_callback(Tells(), promises="random")["random"].reason
+
+
 def test_a_callback_that_fails_only_in_a_trial_gives_a_row():
     "It asks for what a run on the side does not have"
 

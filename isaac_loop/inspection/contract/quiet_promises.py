@@ -15,6 +15,7 @@ from ..leftovers import belongings, changes
 from ..observed_run import Touch, Watcher, at_borders, calls_of, place_of, watch_fits
 from ..run_results import outcome, told, unlike
 from ..waits import finding_waits, tensors_in
+from ...data.generators import is_generator
 from ...loop.events import Order, callback_name
 from ...loop.handlers import order_of
 from ...metrics.metrics import MetricsCB, recorders_of, weigh_of
@@ -80,7 +81,7 @@ def process(evidence):
 def random(evidence):
     "Train with its draws undone, and without it"
     drawn = list(dict.fromkeys(map(str, evidence.observed.drawn)))
-    if not drawn: raise NotTried('draws no random numbers')
+    if not drawn: raise NotTried(_OF_ITS_OWN if _has_generator(evidence) else 'draws no random numbers')
     outcomes = []
     for with_callback in (True, False):
         with evidence.trials.alone():
@@ -93,6 +94,12 @@ def random(evidence):
     yield Fault('only watches, and draws or sets random numbers that others need', ', '.join(drawn[:3]))
 
 _TRAINS = 'changes the training, and draws random numbers for it'
+_OF_ITS_OWN = 'draws from a generator of its own, if at all'
+
+def _has_generator(evidence):
+    "Whether a callback holds a generator of random numbers"
+    held = [getattr(cb, '__dict__', {}).values() for cb in evidence.observed.callbacks]
+    return any(is_generator(x) for values in held for x in values)
 
 def _undrawn(call, trainer, run):
     with undrawn(): run()
