@@ -19,7 +19,8 @@ from .errors import ResumeMismatch
 from .plain_state import Exactly, from_plain, plain
 from .random_numbers import compact_random_state, set_plain_random_state, undrawn
 from .run_parts import all_parameters, bare, differing, fill_empty, generators
-from .run_parts import held_loaders, held_parameters, loaders_of, opt_defaults, opts_made, parts_of
+from .run_parts import held_loaders, held_parameters, loaders_of, opt_defaults
+from .run_parts import opts_made, parts_of
 from .run_parts import stateful_callbacks, with_empty
 from .script_facts import opts_began, script_facts
 
