@@ -224,11 +224,16 @@ def put_state(
         fill_empty(module, state['modules'][name])
         module.load_state_dict(state['modules'][name])
     for name,opt in parts_of(trainer, optim.Optimizer).items(): load_opt(opt, state['opts'][name])
+    _put_gradients(enumerate(all_parameters(trainer)), state['grads']) # Callbacks may take them from there
     trainer.history.load_state_dict(state['history'])
     trainer.n_updates = state['position']['n_updates']
     put_callbacks(trainer, state)
-    for i,p in _with_gradients(trainer):
-        grad = state['grads'].get(i)
+    _put_gradients(held_parameters(trainer).items(), state['grads'])
+
+def _put_gradients(parameters, grads):
+    "Put gradients back, by numbers or paths"
+    for i,p in parameters:
+        grad = grads.get(i)
         p.grad = None if grad is None else part_like(grad.to(p.device, copy=True), p)
 
 def put_callbacks(
