@@ -83,13 +83,14 @@ def held_parameters(trainer):
             found |= {path: p for path,p in leaves.items() if id(p) not in known}
     return found
 
-def _leaves_of(path, x):
-    "Tensors that gradients belong to, in a module, a tensor, or a few of them"
+def _leaves_of(path, x, depth=3):
+    "Tensors that gradients belong to, in a module, a tensor, or a few of them; a list may hold itself"
     if isinstance(x, nn.Module): return {f'{path}.{name}': p for name,p in x.named_parameters()}
     if isinstance(x, torch.Tensor): return {path: x} if x.is_leaf and x.requires_grad else {}
     several = x.items() if type(x) is dict else enumerate(x) if type(x) in (list, tuple) else ()
-    if not several or len(x) > 100: return {}
-    return {p: leaf for key,part in several for p,leaf in _leaves_of(f'{path}[{key!r}]', part).items()}
+    if not several or len(x) > 100 or not depth: return {}
+    deeper = [_leaves_of(f'{path}[{key!r}]', part, depth-1) for key,part in several]
+    return {path: leaf for leaves in deeper for path,leaf in leaves.items()}
 
 # %% ../../nbs/state/56_run_parts.ipynb #e004bba7
 def bare(

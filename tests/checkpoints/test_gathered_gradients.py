@@ -63,6 +63,16 @@ class ListsCB(ScaleCB):
         self.all = [*self.own.values(), trainer.model]
 
 
+class AroundCB(CriticCB):
+    "Beside a list and a dict that hold themselves"
+
+    def before_fit(self, trainer):
+        super().before_fit(trainer)
+        self.ring, self.names = [], {}
+        self.ring.append(self.ring)
+        self.names["self"] = self.names
+
+
 class TellingCB(CriticCB):
     "Tells its state, but for the gradients"
 
@@ -92,7 +102,7 @@ def run(kind, folder, cut=None):
     return [p.tolist() for p in (*callback.held(), *model.parameters())]
 
 
-@pytest.mark.parametrize("kind", [CriticCB, ScaleCB, ListsCB, TellingCB])
+@pytest.mark.parametrize("kind", [CriticCB, ScaleCB, ListsCB, AroundCB, TellingCB])
 @pytest.mark.parametrize("cut", [1, 4, 8])
 def test_they_go_on(kind, cut, tmp_path):
     whole = run(kind, tmp_path / "whole")
