@@ -6,7 +6,7 @@
 __all__ = ['Table']
 
 # %% ../../nbs/basics/20_tables.ipynb #35989379
-import html, numbers, shutil, sys
+import numbers, shutil, sys
 from itertools import zip_longest
 from textwrap import wrap
 
@@ -134,11 +134,20 @@ def _wrapped_lines(cells, widths):
     rows = [zip_longest(*map(_in_lines, row, widths), fillvalue='') for row in cells]
     return [aligned(line, widths) for row in rows for line in row]
 
+# %% ../../nbs/basics/20_tables.ipynb #559d7135
+def escaped(
+    text:str, # As it is to be read
+    quote:bool=True, # Also in an attribute of a tag?
+)->str: # With names for what HTML takes for its own
+    "`text` as it stands in HTML"
+    import html # Holds the names of 2,000 characters, so it is loaded when a page is written
+    return html.escape(text, quote)
+
 # %% ../../nbs/basics/20_tables.ipynb #a7e1ac1c
-def _markdown_cell(text): return html.escape(text, quote=False).replace('|', '\\|')
+def _markdown_cell(text): return escaped(text, quote=False).replace('|', '\\|')
 
 def _html_row(line, tag):
-    return '<tr>' + ''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line) + '</tr>'
+    return '<tr>' + ''.join(f'<{tag}>{escaped(cell)}</{tag}>' for cell in line) + '</tr>'
 
 class Table:
     "Rows as a table: text when printed, Markdown in a notebook"

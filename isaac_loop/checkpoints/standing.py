@@ -199,5 +199,9 @@ def stands_alike(
     if not others: return True
     return None if all(_is_fraction(a) and _is_fraction(b) for a,b in others) else False
 
-_FRACTION = _leaves(0.5)[0][0].partition(' ')[0] # As the leaf of a number, or of a list of them, begins
-def _is_fraction(leaf): return isinstance(leaf, list) and str(leaf[0]).startswith(_FRACTION)
+@lru_cache
+def _fraction():
+    "As the leaf of a number, or of a list of them, begins"
+    return _leaves(0.5)[0][0].partition(' ')[0]
+
+def _is_fraction(leaf): return isinstance(leaf, list) and str(leaf[0]).startswith(_fraction())

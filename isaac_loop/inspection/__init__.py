@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from .trace import Trace as Trace
     from .comparison import compare as compare
     from .comparison import Comparison as Comparison
-    from .checks import CheckFailed as CheckFailed
-    from .checks import Findings as Findings
+    from .findings import CheckFailed as CheckFailed
+    from .findings import Findings as Findings
     from .loop_tables import event_table as event_table
     from .loop_tables import state_table as state_table
     from .loop_tables import callback_table as callback_table
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from .black_box import BlackBoxCB as BlackBoxCB
     from .replays import Replay as Replay
     from .ablation import Ablation as Ablation
-    from .callback_report import try_callback as try_callback
+    from .trying import try_callback as try_callback
     from .callback_report import BrokenPromise as BrokenPromise
     from .callback_report import CallbackReport as CallbackReport
-    from .script import Script as Script
+    from .script_text import Script as Script
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -53,7 +53,7 @@ def copied_or_same(
         return batch
 
 # %% ../../nbs/inspection/52_kept_batches.ipynb #5272f6c7
-@dataclass
+@dataclass(eq=False)
 class KeptBatch:
     "A batch as the loop got it, and what came of it"
     number:int # In its pass, from 0
@@ -61,7 +61,7 @@ class KeptBatch:
     random:dict # For `set_random_state`: the state when the loop got the batch
     loss:object = None # A copy of the loss, on its device; None if there was none
 
-@dataclass
+@dataclass(eq=False)
 class KeptPass:
     "What was kept of one pass over a loader"
     epoch:int

@@ -100,7 +100,7 @@ def check_same_shapes(
     if lines: raise ResumeMismatch(_OTHER.format('; '.join(lines[:5])))
 
 # %% ../../nbs/inspection/53_kept_runs.ipynb #8ee05188
-@dataclass
+@dataclass(eq=False)
 class KeptRun:
     "A copy of a run, and the batches since"
     weights:dict # As `take_run` gave them

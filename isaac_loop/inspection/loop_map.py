@@ -6,13 +6,12 @@
 __all__ = ['LoopMap']
 
 # %% ../../nbs/inspection/13_loop_map.ipynb #f90cd213
-import html
 from pathlib import Path
 
 from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean
-from ..basics.tables import Table
+from ..basics.tables import Table, escaped
 from .map_diagram import diagram, html_table
 from .map_entries import KINDS, all_entries
 from .observing import observe_batch
@@ -115,7 +114,7 @@ def to_svg(self:LoopMap)->str:
 def to_html(self:LoopMap)->str:
     "The picture, with the table below"
     lines = [text.replace('In parentheses', 'Fainter') for text in self._doubts()]
-    doubts = [f'<p style="font-size:85%">{html.escape(text)}</p>' for text in lines]
+    doubts = [f'<p style="font-size:85%">{escaped(text)}</p>' for text in lines]
     return '\n'.join([self.to_svg(), html_table(self.shown, self.attribute), *doubts])
 
 @patch

@@ -6,8 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/inspection/11_map_diagram.ipynb #94634e30
-import html
-
+from ..basics.tables import escaped
 from .map_entries import KINDS
 from ..loop.events import EVENTS, SPANS, STEPS
 
@@ -62,7 +61,7 @@ _WIDTH,_NAMES = 760,124 # Of all, and of the names of events
 def _text(x, y, text, size=11, **more):
     "A text, with its attributes"
     extra = ''.join(f' {k.replace("_", "-")}="{v}"' for k,v in more.items())
-    return f'<text x="{x}" y="{y}" font-size="{size}"{extra}>{html.escape(str(text))}</text>'
+    return f'<text x="{x}" y="{y}" font-size="{size}"{extra}>{escaped(str(text))}</text>'
 
 def _box(x, y, width, height, **more):
     "A box with round corners"
@@ -139,7 +138,7 @@ class Drawing:
         inside,edge = (0.25 if sure else 0.1, 0.9) if kind else (0.07, 0.35)
         style = dict(fill=colour, fill_opacity=inside, stroke=colour, stroke_opacity=edge)
         if kind and not sure: style['stroke_dasharray'] = '3 2'
-        title = f'<title>{html.escape(_told(entry))}</title>' if self.titles else ''
+        title = f'<title>{escaped(_told(entry))}</title>' if self.titles else ''
         body = [_box(x, self.y+3, round(width), 18, **style), _text(x+7, self.y+16, entry.name, 11)]
         if entry.may_leave: body.append(_box(x+width-2, self.y+8, 4, 8, **_WAY_OUT))
         if kind:
@@ -193,7 +192,7 @@ def _name(kind, text, attribute):
     name = text.strip('()')
     style = f'color:{COLOURS[kind]}' + (';opacity:.6' if text != name else '')
     if name == attribute: style += ';font-weight:bold'
-    return f'<span style="{style}">{html.escape(name)}</span>'
+    return f'<span style="{style}">{escaped(name)}</span>'
 
 def html_table(
     entries:list, # Of a map
@@ -207,7 +206,7 @@ def html_table(
 
 def _html_row(entry, attribute, leaves):
     touched = [' '.join(_name(kind, text, attribute) for text in entry.names(kind)) for kind in KINDS]
-    does = f'<span title="{html.escape(entry.does)}">{html.escape(entry.name)}</span>'
-    left = [html.escape(entry.may_leave)]*leaves
-    cells = f'<code>{entry.when}</code>',does,*touched,*left,f'<small>{html.escape(entry.where)}</small>'
+    does = f'<span title="{escaped(entry.does)}">{escaped(entry.name)}</span>'
+    left = [escaped(entry.may_leave)]*leaves
+    cells = f'<code>{entry.when}</code>',does,*touched,*left,f'<small>{escaped(entry.where)}</small>'
     return '<tr>' + ''.join(map(_CELL.format, cells)) + '</tr>'

@@ -7,22 +7,28 @@ __all__ = ['adapt']
 
 # %% ../../nbs/interop/10_adapters.ipynb #4e03e364
 import inspect
+from functools import cache
 
 from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean, warn
 from ..loop.events import EVENTS, handler_of
-from .aitoolbox import AIToolboxCB
 from .foreign_callback import ForeignCB, title_of
 from .foreign_trainer import Facade
-from .nemo import NeMoCB
-from .pytorch_accelerated import PytorchAcceleratedCB
-from .sonosco import SonoscoCB
 
 # %% ../../nbs/interop/10_adapters.ipynb #d18eb83c
-_ADAPTERS = AIToolboxCB, PytorchAcceleratedCB, NeMoCB, SonoscoCB # In the order in which they are asked
-_BY_NAME = [o for o in _ADAPTERS if o.certain] # Those that are recognised by the names of methods
-_EVENT_NAMES = [name for kind in _BY_NAME for name in (*kind.certain, *kind.further)]
+@cache
+def _adapters():
+    "One for each protocol, in the order in which they are asked; loaded by whoever adapts something"
+    from isaac_loop.interop.aitoolbox import AIToolboxCB
+    from isaac_loop.interop.nemo import NeMoCB
+    from isaac_loop.interop.pytorch_accelerated import PytorchAcceleratedCB
+    from isaac_loop.interop.sonosco import SonoscoCB
+    return AIToolboxCB, PytorchAcceleratedCB, NeMoCB, SonoscoCB
+
+def _by_name(): return [o for o in _adapters() if o.certain] # Those recognised by the names of methods
+
+def _event_names(): return [name for kind in _by_name() for name in (*kind.certain, *kind.further)]
 
 def _on_names(foreign):
     names = [*dir(type(foreign)), *getattr(foreign, '__dict__', {})]
@@ -33,7 +39,7 @@ def _kind_of(foreign):
     name,names = title_of(foreign),_on_names(foreign)
     if not names and any(handler_of(foreign, o) is not None for o in EVENTS):
         raise TypeError(_OURS.format(name=name))
-    kind = next((o for o in _ADAPTERS if o.recognises(foreign, set(names))), None)
+    kind = next((o for o in _adapters() if o.recognises(foreign, set(names))), None)
     if kind is None: raise TypeError(_NO_PROTOCOL.format(name=name, methods=_methods(names), known=_known()))
     return kind
 
@@ -44,10 +50,11 @@ _NO_PROTOCOL = ('`{name}` follows no protocol that `adapt` knows{methods} Known 
 def _methods(names):
     "The end of a sentence: methods that are of no protocol, and the event that the first may mean"
     if not names: return '.'
-    hints = [did_you_mean(o, _EVENT_NAMES, 0.8) for o in names if o not in _EVENT_NAMES]
+    known = _event_names()
+    hints = [did_you_mean(o, known, 0.8) for o in names if o not in known]
     return f': its methods are {names}.{next(filter(None, hints), "")}'
 
-def _known(): return ', '.join(f'{o.protocol} (`{o.certain[0]}`, ...)' for o in _BY_NAME)
+def _known(): return ', '.join(f'{o.protocol} (`{o.certain[0]}`, ...)' for o in _by_name())
 
 # %% ../../nbs/interop/10_adapters.ipynb #96ee6d17
 def _warn_of_misspelt(foreign, kind):
@@ -64,7 +71,7 @@ _NO_EVENT = '`{method}` is no event of {protocol}, so nobody will call it.{near}
 # %% ../../nbs/interop/10_adapters.ipynb #b630dcf5
 def _with_events(f):
     "A function that is named after an event as an object with that method; a plain callable stays as it is"
-    if not inspect.isroutine(f) or f.__name__ not in _EVENT_NAMES: return f
+    if not inspect.isroutine(f) or f.__name__ not in _event_names(): return f
     try: inspect.signature(f).bind(1, 0, {}, None)
     except TypeError: return type(f.__name__, (), {'__init__': lambda self: setattr(self, f.__name__, f)})()
     return f
@@ -93,7 +100,7 @@ def adapt(
     callback = _with_events(callback)
     kind = _kind_of(callback)
     _warn_of_misspelt(callback, kind)
-    settings = dict(test_step=test_step) if kind is SonoscoCB else {}
+    settings = dict(test_step=test_step) if kind.protocol == 'Sonosco' else {}
     return kind(callback, name, kind.order_of(callback) if order is None else order, **settings)
 
 _ADAPTED = '`{name}` has been adapted already. Give it to the trainer as it is.'

@@ -6,11 +6,11 @@
 __all__ = ['CSV', 'JSONLines', 'SQLite', 'Screen']
 
 # %% ../../nbs/log/10_log_files.ipynb #492218f3
-import itertools, re, sqlite3
+import itertools, re
 from collections import Counter
 
 from ..basics.output import say
-from .row_files import CSVRows, JSONRows, SQLiteRows
+from .row_files import CSVRows, JSONRows, SQLiteRows, file_errors
 from .run_facts import ENDED
 from ..basics.checks import local_path
 from ..show.media_files import check_folder, media_file
@@ -99,7 +99,7 @@ class _OneFile(_Files):
     def check(self):
         "Open the file, as a trial"
         try: self._rows.open_as_trial()
-        except (OSError, sqlite3.Error) as e:
+        except file_errors() as e:
             raise OSError(_NO_FILE.format(log=type(self).__name__, path=self.path, error=e)) from e
 
 class JSONLines(_OneFile):

@@ -6,9 +6,7 @@
 __all__ = ['Email', 'NotifyCB']
 
 # %% ../../nbs/log/70_notify.ipynb #e5474257
-import io, mimetypes, smtplib, ssl, traceback
-from email.message import EmailMessage
-from email.utils import formatdate, make_msgid
+import io, traceback
 
 from ..metrics.metrics import as_text
 from .run_facts import ENDED, outcome_of
@@ -63,6 +61,7 @@ class Email:
         files=None, # Attachments: bytes by file name
     ):
         "Send one mail"
+        import smtplib, ssl
         message = _mail(self.sender, self.recipients, subject, text, files or {})
         context = dict(context=self._context or ssl.create_default_context()) if self.tls else {}
         options = dict(timeout=self.timeout)
@@ -76,6 +75,9 @@ class Email:
 # %% ../../nbs/log/70_notify.ipynb #68b63580
 def _mail(sender, recipients, subject, text, files):
     "The message as it goes over the line"
+    import mimetypes
+    from email.message import EmailMessage
+    from email.utils import formatdate, make_msgid
     message = EmailMessage()
     message['From'],message['To'] = sender,', '.join(recipients)
     message['Subject'] = ' '.join(str(subject).split())

@@ -6,12 +6,26 @@
 __all__ = ['write_sqlite', 'write_jsonl', 'write_csv']
 
 # %% ../../nbs/log/34_row_files.ipynb #4d84a44a
-import csv, io, itertools, json, os, re, shutil, sqlite3
+import csv, io, itertools, json, os, re, shutil
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from .file_values import as_json, beside, clean_text, plain
 from ..show.media_files import replace_file
+
+# %% ../../nbs/log/34_row_files.ipynb #bec660bd
+def connected(
+    path, # The database
+    **options, # As `sqlite3.connect` takes them
+): # For `with`; it is closed at the end
+    "The database at `path`, which waits for other runs that are writing, up to a minute"
+    import sqlite3 # Loaded by whoever keeps rows so
+    return closing(sqlite3.connect(path, timeout=60, **options))
+
+def file_errors()->tuple:
+    "Errors of files, whatever they keep rows in"
+    import sqlite3
+    return OSError, sqlite3.Error
 
 # %% ../../nbs/log/34_row_files.ipynb #4516331a
 def _quoted(name): return '"' + name.replace('"', '""') + '"'
@@ -54,7 +68,7 @@ def write_sqlite(
 @contextmanager
 def _transaction(path):
     "All that is written inside, or nothing"
-    with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as db: # Closing undoes the rest
+    with connected(path, isolation_level=None) as db: # Closing undoes the rest
         db.execute('begin immediate') # If another run is writing, wait here, up to `timeout` seconds
         yield db
         db.execute('commit')
@@ -155,7 +169,7 @@ class SQLiteRows:
 
     def read(self, run, table=None):
         "Pairs of table and row, for one run, or for one table of it"
-        with closing(sqlite3.connect(self.path, timeout=60)) as db:
+        with connected(self.path) as db:
             names = [name for name in _tables(db) if table in (None, name)]
             return [(name, row) for name in names for row in _rows_of(db, name, run)]
 

@@ -6,7 +6,7 @@
 __all__ = ['TrackingCB']
 
 # %% ../../nbs/log/35_tracking.ipynb #06ceda26
-import sqlite3, time, uuid, weakref
+import time, uuid, weakref
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
@@ -17,7 +17,7 @@ from ..basics.checks import local_path
 from ..checkpoints.resuming import CompleteAlready
 from .file_values import beside, plain
 from .log_interface import Outlet
-from .row_files import CSVRunFolders, JSONRows, SQLiteRows
+from .row_files import CSVRunFolders, JSONRows, SQLiteRows, file_errors
 from .run_facts import ENDED, described, outcome_of, settings, source_of
 from ..loop.events import Order, callback_name
 
@@ -49,7 +49,7 @@ class RunTables:
         "Write the row of a fit, or say why that cannot be done"
         self.obsolete = set()
         try: self.row([run], 0, 'fit_stats')
-        except (OSError, sqlite3.Error) as e: raise OSError(_NO_PLACE.format(path=self.path, error=e)) from e
+        except file_errors() as e: raise OSError(_NO_PLACE.format(path=self.path, error=e)) from e
 
     def row(self, values, step, table):
         "Append a block of rows; before that, those of obsolete runs go"
@@ -61,7 +61,7 @@ class RunTables:
     def has_ended(self, run, fit):
         "Whether the file says that this fit of `run` came to its end"
         try: ends = [row for _,row in self.file.read(run, 'fit_ends')]
-        except (OSError, sqlite3.Error): return False
+        except file_errors(): return False
         return any(str(row['fit']) == str(fit) and row['outcome'] in ENDED for row in ends)
 
 # %% ../../nbs/log/35_tracking.ipynb #ababbe38

@@ -6,7 +6,7 @@
 __all__ = ['wav_bytes', 'media_file']
 
 # %% ../../nbs/show/70_media_files.ipynb #fb75196a
-import csv, io, os, tempfile, wave
+import csv, io, os, tempfile
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ def wav_bytes(
     rate:int=16_000, # Samples per second, in Hz
 )->bytes: # A file with 16 bits to a sample
     "A sound as WAV"
+    import wave
     sound = to_cpu(torch.as_tensor(sound)).float().nan_to_num().squeeze()
     if sound.ndim != 1: raise ValueError(_CHANNELS.format(tuple(sound.shape)))
     samples = (sound.clamp(-1, 1)*32767).round().to(torch.int16)

@@ -11,8 +11,6 @@ from threading import current_thread, main_thread
 
 import torch
 from fastcore.basics import patch
-from safetensors import safe_open
-from safetensors.torch import save as safetensors_bytes
 
 from .. import __version__
 from ..basics.checks import check_choice, local_path
@@ -108,6 +106,7 @@ _NO_WEIGHTS = 'The weights in `{}` cannot be read: {}. Use another checkpoint.'
 
 def _load_tensors(path):
     "All weights of a safetensors file, ours or not"
+    from safetensors import safe_open
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode): raise ValueError('it is not an ordinary file')
         with safe_open(str(path), 'pt') as file:
@@ -184,6 +183,7 @@ def packing(
     copy:bool=True, # Copy tensors that are on the CPU already?
 ): # Function that gives name to bytes, for each file of `CONTENT`
     "Have all that goes into the files at hand; with `copy` what changes later does not reach them"
+    from safetensors.torch import save as safetensors_bytes
     tensors,extra,notes = pack_weights(weights, copy)
     tree = {'state': plain(state, 'state', copy), 'extra': plain(extra, 'weights', copy)}
     return lambda: {MODEL_FILE: safetensors_bytes(tensors, notes), STATE_FILE: _state_bytes(tree)}

@@ -10,7 +10,6 @@ import math, os, re, string
 from pathlib import Path
 
 from fastcore.basics import patch
-from safetensors import safe_open
 
 from ..basics.checks import did_you_mean, local_path, warn
 from .checkpoint_files import Checkpoint, FILES, MANIFEST_FILE, MODEL_FILE
@@ -67,6 +66,7 @@ def _names(path):
 
 def are_our_weights(path):
     "Whether a file has weights that this library wrote"
+    from safetensors import safe_open
     try:
         with safe_open(str(path), 'pt') as file: return 'isaac_loop' in (file.metadata() or {})
     except Exception: return False

@@ -78,9 +78,14 @@ def test_every_name_that_a_face_lists_is_there():
     [
         ("isaac_loop.loop.events", {"torch"}),
         ("isaac_loop.loop.trainer", {"matplotlib", "pandas", "datasets"}),
+        ("isaac_loop.all", {"matplotlib", "pandas", "datasets", "torcheval", "torch._dynamo", "safetensors"}),
+        ("isaac_loop.all", {"sqlite3", "smtplib", "html.entities", "sysconfig"}),
+        ("isaac_loop.all", {f"isaac_loop.inspection.{o}" for o in ("checks", "script", "tried_promises")}),
+        ("isaac_loop.all", {f"isaac_loop.interop.{o}" for o in ("aitoolbox", "pytorch_accelerated", "nemo")}),
     ],
 )
 def test_importing_stays_light(module, unwanted):
+    "What a method, a file or a service needs is loaded by whoever asks for it"
     code = f"import sys, {module}; print({unwanted} & set(sys.modules) or 'nothing heavy')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "nothing heavy\n", done.stderr

@@ -10,7 +10,7 @@ import io
 
 import torch
 
-from ..checks import CheckFailed
+from ..findings import CheckFailed
 from .cut_runs import in_words
 from .resumed_run import resumed_run, saved_run
 from ..run_results import OTHER, as_value, is_time, outcome, told, unlike

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source/10_method_source.ipynb #b24b955c
-import ast, functools, inspect, linecache, os, sysconfig
+import ast, functools, inspect, linecache, os
 from types import FunctionType, MethodType
 
 from ...basics.source_code import syntax_tree
@@ -57,7 +57,6 @@ def place(
     return f'{inside if inside != path else os.path.basename(path)}:{line}'
 
 # %% ../../../nbs/inspection/source/10_method_source.ipynb #c16edc37
-_LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(o)) for o in ('stdlib', 'purelib', 'platlib'))
 _FOREIGN = ('torch', 'torcheval', 'numpy', 'fastcore', 'matplotlib', 'fastprogress', 'tqdm', 'accelerate')
 
 def to_follow(
@@ -70,7 +69,13 @@ def to_follow(
     if package == 'isaac_loop' or (home and package == home): return True
     code = getattr(inspect.unwrap(f), '__code__', None)
     if code is None or package in _FOREIGN: return False
-    return not os.path.realpath(code.co_filename).startswith(_LIBRARIES)
+    return not os.path.realpath(code.co_filename).startswith(_libraries())
+
+@functools.cache
+def _libraries():
+    "Where Python and what is installed stand"
+    import sysconfig # Reads a long list of how Python was built
+    return tuple(os.path.realpath(sysconfig.get_path(o)) for o in ('stdlib', 'purelib', 'platlib'))
 
 def function_of(
     handler, # A function, a bound method, a partial, an object with `__call__`
