@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/data/56_generator_search.ipynb #eeef615d
 from functools import lru_cache
+from operator import is_, itemgetter
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 
 from torch import nn
@@ -70,6 +71,11 @@ def _leads_nowhere(x):
     if is_small: return not x or are_ends(x.values() if kind is dict else x)
     return is_end(kind) or (kind in HELD and not entries_of(x))
 
+def _taking(places):
+    "A function that takes these places out of a list"
+    if len(places) > 1: return itemgetter(*places)
+    return lambda x: [x[i] for i in places]
+
 def _has_to_stay(x): return issubclass(type(x), _DRESSED) or not _leads_nowhere(x)
 
 class Noted:
@@ -78,13 +84,17 @@ class Noted:
         held:list, # Objects
         fixed=(), # The `id` of containers that are never exchanged
     ):
-        self.stay = [(i, x) for i,x in enumerate(held) if id(x) in fixed or _has_to_stay(x)]
+        self.stay = [i for i,x in enumerate(held) if id(x) in fixed or _has_to_stay(x)]
+        self.those_that_stay = _taking(self.stay)
+        self.stayed = self.those_that_stay(held)
         self._note_kinds(held)
 
     def _note_kinds(self, held):
         "Note the classes, and which objects have to be looked into each time"
-        self.kinds,stay = list(map(type, held)),{i for i,_ in self.stay}
-        self.open = [i for i,kind in enumerate(self.kinds) if i not in stay and not is_end(kind)]
+        self.kinds,stay = list(map(type, held)),set(self.stay)
+        changing = [i for i,kind in enumerate(self.kinds) if i not in stay and not is_end(kind)]
+        self.containers = _taking(changing)
+        self.leads_on = not all(self.kinds[i] in HELD for i in changing)
 
     def is_like(self,
         now:list, # Objects
@@ -94,11 +104,8 @@ class Noted:
         if kinds != self.kinds:
             if len(kinds) != len(self.kinds): return False
             self._note_kinds(now)
-        for i,x in self.stay:
-            if now[i] is not x: return False
-        for i in self.open:
-            if not _leads_nowhere(now[i]): return False
-        return True
+        if self.leads_on or not all(map(is_, self.those_that_stay(now), self.stayed)): return False
+        return all(map(_leads_nowhere, filter(None, self.containers(now)))) # An empty one leads nowhere
 
 # %% ../../nbs/data/56_generator_search.ipynb #fde31c25
 def _asked(x):
@@ -144,7 +151,7 @@ class GeneratorSearch:
         trainer, # With a model and loaders
     )->list:
         "The generators"
-        roots = [x for _,x in roots_in(trainer)]
+        roots = roots_in(trainer)
         if not self._is_known(roots): self._search(roots)
         return self.found
 

@@ -10,6 +10,7 @@ import dis, random, sys
 from collections import deque
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import chain
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 
 import torch
@@ -327,19 +328,19 @@ def owners_in(
 
 def roots_in(
     trainer, # With a model and loaders
-)->list: # Pairs of path and object
+)->list: # Objects
     "Where to begin"
-    own = [type(trainer), *(x for name,x in vars(trainer).items() if name not in _OF_LOOP)]
-    own += [x for callback in trainer.callbacks for x in owners_in(callback)]
+    own = vars(trainer)
+    held = chain.from_iterable(map(owners_in, trainer.callbacks))
     loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
-    roots = [pair for dl in loaders for pair in [*_roots_of(dl), *_own_class_of(dl)]]
-    return roots + [('', x) for x in own if not is_end(type(x))]
+    behind = [x for dl in loaders for _,x in [*_roots_of(dl), *_own_class_of(dl)]]
+    return [*behind, type(trainer), *map(own.get, sorted(own.keys() - _OF_LOOP)), *held]
 
 def own_generators(
     trainer, # With a model and loaders
 )->list:
     "Generators of random numbers that the parts of a trainer draw from, beside the usual ones"
-    return list(found_from(roots_in(trainer)).values())
+    return list(found_from([('', x) for x in roots_in(trainer)]).values())
 
 # %% ../../nbs/data/55_generators.ipynb #ed28cf15
 def held_loaders_in(

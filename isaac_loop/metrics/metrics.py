@@ -7,6 +7,7 @@ __all__ = ['MetricsCB']
 
 # %% ../../nbs/metrics/10_metrics.ipynb #ce6848ba
 import copy, time
+from itertools import chain
 
 import torch
 from fastcore.basics import patch
@@ -121,8 +122,9 @@ def _move_to(model, metrics):
 def _check_owners(callbacks):
     "Refuse a metric of two callbacks: what one has gathered the other would add to, or reset"
     own = [cb for cb in callbacks if isinstance(cb, MetricsCB)]
-    held = [value for cb in callbacks for value in getattr(cb, '__dict__', {}).values()]
-    held = [value for value in held if issubclass(type(value), MetricsCB)] # `isinstance` asks the object
+    held = list(chain.from_iterable(getattr(cb, '__dict__', {}).values() for cb in callbacks))
+    kinds = {kind for kind in set(map(type, held)) if issubclass(kind, MetricsCB)} # Most hold none
+    held = [value for value in held if type(value) in kinds] if kinds else [] # `isinstance` asks the object
     inner = [value for value in held if all(value is not cb for cb in own)]
     for group in (own, *([*own, one] for one in inner)): # Those of evaluators take turns
         check_apart((f'{callback_name(cb)}.{name}', m) for cb in group for name,m in cb.metrics.items())

@@ -41,7 +41,7 @@ def _of_dict(x):
     def put_back():
         if list(kind.keys(x)) != keys: kind.clear(x) # Else it is never without its keys
         kind.update(x, items)
-    return put_back, list(chain.from_iterable(items))
+    return put_back, list(kind.values(x) if {str}.issuperset(map(type, keys)) else chain.from_iterable(items))
 
 def _of_fixed(x):
     kind = tuple if isinstance(x, tuple) else frozenset
