@@ -889,8 +889,8 @@ MUTANTS = [
     Mutant(
         "what an evaluation draws from is searched for once in a fit",
         "Noted.is_like",
-        "if now[i] is not x: return False",
-        "pass",
+        "not all(map(is_, self.those_that_stay(now), self.stayed))",
+        "False",
         ["test_a_generator_that_comes_between_two_evaluations_is_put_back_as_well"],
     ),
     Mutant(

@@ -5,13 +5,10 @@
 # %% auto #0
 __all__ = ['place_of', 'DeviceRecord', 'histogram']
 
-# %% ../../nbs/loop/40_numbers_on_device.ipynb #d727448f
+# %% ../../nbs/loop/40_numbers_on_device.ipynb #59318cb7
 from array import array
-from itertools import chain, groupby
-from operator import attrgetter
 
 import torch
-
 from torch.overrides import has_torch_function_unary
 
 from ..basics.tensors import map_tensors
@@ -228,118 +225,6 @@ def _saved_places(places):
     "Tuples; earlier versions saved a list of them"
     if not isinstance(places, dict): return list(places)
     return list(zip(*(torch.as_tensor(column).tolist() for column in places.values())))
-
-# %% ../../nbs/loop/40_numbers_on_device.ipynb #b289ba32
-def _pieces(values):
-    "Numbers and tensors without dimensions as tensors, as few as there can be"
-    kinds = set(map(type, values))
-    if kinds <= {int, float}: return [torch.frombuffer(array('d', values), dtype=torch.float64)]
-    number = lambda x: torch.tensor(x, dtype=torch.float64)
-    if kinds != {torch.Tensor}: values = [x if isinstance(x, torch.Tensor) else number(x) for x in values]
-    return [torch.stack(list(group)) for _,group in groupby(values, key=attrgetter('device', 'dtype'))]
-
-def _joined(pieces):
-    "One tensor, in double precision if there are several types"
-    if len(pieces) == 1: return pieces[0]
-    is_plain = len({x.dtype for x in pieces}) < 2
-    return torch.cat(pieces if is_plain else [x.double() for x in pieces])
-
-def _numbers(values):
-    "Numbers and tensors without dimensions as floats; this waits for the device"
-    if set(map(type, values)) <= {int, float}: return list(map(float, values))
-    return _joined(_pieces(values)).double().tolist()
-
-def _and_one(blocks, batches, sent):
-    "Blocks and another one; those that are here and no longer than it become one, so there are never many"
-    blocks = list(blocks)
-    while blocks and len(blocks[-1][0]) <= len(batches) and blocks[-1][1].arrived() and sent.arrived():
-        before,first = blocks.pop()
-        both = [[_joined([*a, *b])] for a,b in zip(first.read(), sent.read())]
-        batches,sent = before+batches,Sent(both, fresh=True)
-    return [*blocks, (batches, sent)]
-
-def _is_here(x): return not isinstance(x, torch.Tensor) or x.device.type == 'cpu'
-
-class PassNumbers:
-    "Columns of numbers, with one in each for every batch of a pass"
-    block = 256
-    def __init__(self,
-        *names, # Of the columns
-    ):
-        self.names = names
-        self._begin([])
-
-    def _begin(self, blocks):
-        "Go on behind `blocks`: pairs of numbers of batches, and columns on their way"
-        self._held = blocks,[],tuple([] for _ in self.names) # And rows in no block yet: the same, still open
-
-    def __len__(self):
-        blocks,new,_ = self._held
-        return sum(len(batches) for batches,_ in blocks) + len(new)
-
-    def add(self,
-        batch:int, # Its number
-        *values, # One for each column, as of `one_number`
-    ):
-        "Keep the numbers of a batch where they are"
-        _,batches,columns = self._held
-        if len(columns[0]) > len(batches): self._columns() # Ctrl-C has come within a row
-        for column,value in zip(columns, values): column.append(value)
-        batches.append(batch)
-        if len(batches) >= self.block: self._blocks()
-
-    def _columns(self):
-        "The columns of the rows that are whole"
-        _,batches,columns = self._held
-        for column in columns: del column[len(batches):]
-        return columns
-
-    def _blocks(self):
-        "Make a block of the rows; all blocks"
-        blocks,batches,_ = self._held
-        if batches:
-            sent = Sent(list(map(_pieces, self._columns())), fresh=True)
-            self._begin(_and_one(blocks, array('I', batches), sent))
-        return self._held[0]
-
-    def _rows_here(self):
-        "Numbers of batches and columns, if there are no blocks yet, and all is on the CPU; else none"
-        blocks,batches,_ = self._held
-        if blocks or not batches: return [],()
-        columns = self._columns()
-        return (batches, columns) if all(map(_is_here, chain.from_iterable(columns))) else ([], ())
-
-    @property
-    def batches(self)->array:
-        "Numbers of the batches"
-        batches,_ = self._rows_here()
-        if batches: return array('I', batches)
-        return array('I', chain.from_iterable(batches for batches,_ in self._blocks()))
-
-    def tensors(self)->dict: # (n,) each, on the CPU, by name
-        "The columns as they were kept; this waits for the device, once"
-        found = {name: [] for name in self.names}
-        for _,sent in self._blocks():
-            for pieces,new in zip(found.values(), sent.read()): pieces += new
-        return {name: _joined(pieces) if pieces else _NONE for name,pieces in found.items()}
-
-    def read(self)->dict: # Lists of floats by name
-        "The columns; this waits for the device, once"
-        batches,columns = self._rows_here()
-        if batches: return dict(zip(self.names, map(_numbers, columns)))
-        return {name: column.double().tolist() for name,column in self.tensors().items()}
-
-    def state_dict(self)->dict: # Tensors
-        "Columns and numbers of batches; this waits for the device"
-        return dict(values=self.tensors(), batches=as_tensor(self.batches))
-
-    def load_state_dict(self,
-        state:dict, # What `state_dict` gave
-    ):
-        "Go on from saved columns"
-        batches = array('I', torch.as_tensor(state['batches']).tolist())
-        columns = [[torch.as_tensor(state['values'][name])] for name in self.names]
-        self._begin([(batches, Sent(columns))]*bool(batches))
 
 # %% ../../nbs/loop/40_numbers_on_device.ipynb #91b0a85e
 class DeviceMean(_Blocks):

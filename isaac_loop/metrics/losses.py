@@ -13,7 +13,8 @@ import torch
 from ..basics.checks import check_choice
 from ..data.shared_loaders import rows_given, rows_of_all
 from ..basics.tensors import batch_size, batch_weight
-from ..loop.numbers_on_device import PassNumbers, number_here, one_number
+from ..loop.numbers_on_device import number_here, one_number
+from ..loop.pass_numbers import PassNumbers
 from ..loop.events import CancelException
 from ..train.example_losses import reduction_of
 

@@ -15,7 +15,8 @@ from ..basics.figures import whole_ticks, quiet
 from ..basics.settings import show_settings
 from ..basics.old_names import old_words
 from ..loop.events import Order
-from ..loop.numbers_on_device import PassNumbers, number_here, one_number
+from ..loop.numbers_on_device import number_here, one_number
+from ..loop.pass_numbers import PassNumbers
 from .losses import ended_in_error
 from ..loop.batch_record import BatchRecord
 from ..state.errors import ResumeMismatch

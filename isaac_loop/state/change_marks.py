@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..basics.tensors import OF_MODULES
 from ..data.generators import drawn_from
-from .snapshot import slots_of
+from .mementos import slots_of
 
 # %% ../../nbs/state/30_change_marks.ipynb #9e581eea
 class Same:

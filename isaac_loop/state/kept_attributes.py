@@ -28,7 +28,8 @@ from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 from .change_marks import SIMPLE, digest_of_bytes
-from .snapshot import is_outside, mementos_of, of_content, own_classes, put_all_back
+from .mementos import is_outside, mementos_of, of_content, own_classes
+from .snapshot import put_all_back
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #f5626668
 def _shape_of(module):

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isaac_loop.all import BasicTrainCB, ClipGradCB, DataLoaders, LoggerCB, LossSpikeCB, MetricsCB, Order
 from isaac_loop.all import MeanOf, RecorderCB, Trainer
-from isaac_loop.loop.numbers_on_device import DeviceMean, DeviceNumbers, PassNumbers, number_here
+from isaac_loop.loop.numbers_on_device import DeviceMean, DeviceNumbers, number_here
+from isaac_loop.loop.pass_numbers import PassNumbers
 
 X = torch.randn(90, 5, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()

@@ -31,8 +31,9 @@ from isaac_loop.basics.tables import clock
 from isaac_loop.metrics.any_metric import MeanOf, MetricOn
 from isaac_loop.metrics.metrics import MetricsCB, as_text
 from isaac_loop.metrics.recorder import RecorderCB
-from isaac_loop.loop import numbers_on_device
-from isaac_loop.loop.numbers_on_device import PassNumbers, Sent
+from isaac_loop.loop import pass_numbers
+from isaac_loop.loop.numbers_on_device import Sent
+from isaac_loop.loop.pass_numbers import PassNumbers
 from isaac_loop.show.progress import ProgressCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
@@ -1291,7 +1292,7 @@ class InterruptedAt:
     "A trace function that raises Ctrl-C at one line of the code that keeps numbers, in one batch"
 
     functions = (PassNumbers.add, PassNumbers._columns, PassNumbers._blocks, PassNumbers._begin)
-    watched = {f.__code__ for f in (*functions, numbers_on_device._pieces, Sent.__init__)}
+    watched = {f.__code__ for f in (*functions, pass_numbers._pieces, Sent.__init__)}
 
     def __init__(self, batch, place=None):
         self.batch, self.place, self.seen = batch, place, []
