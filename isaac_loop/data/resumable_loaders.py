@@ -9,25 +9,12 @@ __all__ = ['WorkerCrashed']
 import copy, weakref
 from contextlib import suppress
 
+from fastcore.basics import patch
+
 from ..basics.checks import warn
 from .sampling import whole_number
 
-# %% ../../nbs/data/28_resumable_loaders.ipynb #ecbc30c0
-_WITHIN = ('`set_epoch({epoch})` was called while a loop reads this loader, so what is saved in this pass '
-           'could not say where it is. Call it between two passes, such as in `before_epoch`.')
-_OWN_BATCHES = ('`{}.__iter__` has not read one batch for each that it gave. If it holds batches back, or '
-                'repeats some, the place that is saved is not that of the batch in use, and a run cannot go '
-                'on from it exactly. Put that around `trainer.batches`, in `before_epoch`.')
-
-def goes_own_way(
-    dl, # Any loader
-)->bool:
-    "Whether a user's class has put something around the passes of a loader that knows its place"
-    if not isinstance(dl, Resumable): return False
-    walks = type(dl).__iter__
-    written = getattr(walks, '__globals__', {}).get('__name__', type(dl).__module__) # `wraps` leaves these
-    return not str(written).startswith('isaac_loop.')
-
+# %% ../../nbs/data/28_resumable_loaders.ipynb #d079c3b6
 class Resumable:
     "A loader that knows its epoch, and how much of it was given"
     epoch,_done,_goes_on = 0,0,False
@@ -44,46 +31,6 @@ class Resumable:
         self._pass = weakref.ref(one_pass)
         return one_pass
 
-    def loop_pass(self,
-        source, # Reads it, until `source.left` is true
-    ): # The pass
-        "Begin a pass that says where the loader is, whoever looks in between"
-        before = self._n_passes
-        batches = iter(self)
-        if not isinstance(batches, _Pass): return self._around(source, batches, before)
-        self._enlist(source, batches)
-        return batches
-
-    def _enlist(self, source, one_pass):
-        one_pass.source = weakref.ref(source)
-        self._walked = *(ref for ref in self._walked if ref() is not None),weakref.ref(one_pass)
-
-    def _around(self, source, batches, before):
-        "What a subclass has put around a pass, which gives the first of `batches`"
-        one_pass = None
-        try:
-            for n,batch in enumerate(batches, 1):
-                if n == 1:
-                    one_pass = self._pass and self._pass()
-                    if one_pass is not None and one_pass.number > before: self._enlist(source, one_pass)
-                is_in_step = one_pass is not None and one_pass.n_given == n
-                self._in_step = is_in_step or getattr(source, 'read_again', False)
-                yield batch
-        finally: self._in_step = True # Between two passes the place is right again
-
-    def loop_left(self,
-        source, # As for `loop_pass`
-    ):
-        "Stand where a loop has left its pass, if somebody has looked since"
-        for one_pass in [one for ref in self._walked if (one := ref()) is not None]:
-            is_moved = self._pass() is not one_pass and one_pass.walk is not None
-            if one_pass.source() is source and is_moved and one_pass.done != one_pass.first: one_pass.place()
-
-    def _read_by_loop(self):
-        "The pass of the innermost loop that is under way, or None"
-        passes = [ref() for ref in reversed(self._walked)]
-        return next((one for one in passes if one is not None and one.is_under_way()), None)
-
     def _next(self):
         "Where the next pass begins"
         in_epoch = self._goes_on or not self._done
@@ -92,62 +39,7 @@ class Resumable:
     def _place(self, epoch, done, goes_on=False):
         self.epoch,self._done,self._goes_on = epoch,done,goes_on
 
-    def set_epoch(self,
-        epoch:int, # Number of the epoch, from 0
-    ):
-        "Begin the next pass at the beginning of an epoch"
-        if self._read_by_loop() is not None: warn(_WITHIN.format(epoch=epoch))
-        self._begin_epoch(epoch)
-
-    def _begin_epoch(self, epoch):
-        self._place(whole_number(epoch, 'epoch', 'epochs are numbered from 0', least=0), 0)
-        self._walked = ()
-
-    def _here(self):
-        "Epoch and amount, where going on from now would begin"
-        one_pass = self._read_by_loop()
-        if not self._in_step: warn(_OWN_BATCHES.format(type(self).__name__))
-        if one_pass is not None: return one_pass.epoch,one_pass.done
-        return (self.epoch, self._done) if self.is_read() else self._next()
-
-    def way_back(self):
-        "A function that loads the state of now; a loop that is still where it is now keeps its pass"
-        state,put_back = copy.deepcopy(self.state_dict()),self._beside_place()
-        def go_back():
-            self._go_back(copy.deepcopy(state))
-            put_back()
-        return go_back
-
-    def _beside_place(self):
-        "A function that puts back what else says where the loader is"
-        return lambda: None
-
-    def _go_back(self, state):
-        walked,one_pass = self._walked,self._read_by_loop()
-        self.load_state_dict(state)
-        if one_pass is not None and (one_pass.epoch, one_pass.done) == (self.epoch, self._done):
-            self._walked = walked
-
-    def leave_pass(self):
-        "Let the next pass be another epoch, though a cancel has left this one and somebody still holds it"
-        one_pass,self._walked = self._read_by_loop(),()
-        if one_pass is not None: one_pass.place()
-        self._place(*self._next(), self._goes_on)
-
     def is_read(self): return bool(self._pass and self._pass()) # Does anybody hold the last pass?
-
-    def place_keeper(self):
-        "A function that puts the loader back to where it is now, and the pass that somebody reads"
-        names = 'epoch','_done','_goes_on','_pass','_walked','_alone'
-        place,beside = {name: getattr(self, name) for name in names},self._beside_place()
-        def put_back():
-            beside()
-            moved = any(getattr(self, name) != was for name,was in place.items())
-            vars(self).update(place)
-            if not (moved and self._begins_anywhere and self.is_read()): return
-            read = self._pass()
-            read.walk = self._walk(read.epoch, self._done)
-        return put_back
 
     def __getstate__(self): # A copy has no workers yet
         alone = dict(_pass=None, _walked=(), _last_reader=None, _engine=None, _batches=None)
@@ -202,6 +94,135 @@ class _Pass:
         self.done,self.n_given = done,self.n_given+1
         self.place()
         return batch
+
+# %% ../../nbs/data/28_resumable_loaders.ipynb #5ef18221
+@patch
+def loop_pass(self:Resumable,
+    source, # Reads it, until `source.left` is true
+): # The pass
+    "Begin a pass that says where the loader is, whoever looks in between"
+    before = self._n_passes
+    batches = iter(self)
+    if not isinstance(batches, _Pass): return self._around(source, batches, before)
+    self._enlist(source, batches)
+    return batches
+
+@patch
+def _enlist(self:Resumable, source, one_pass):
+    one_pass.source = weakref.ref(source)
+    self._walked = *(ref for ref in self._walked if ref() is not None),weakref.ref(one_pass)
+
+@patch
+def _read_by_loop(self:Resumable):
+    "The pass of the innermost loop that is under way, or None"
+    passes = [ref() for ref in reversed(self._walked)]
+    return next((one for one in passes if one is not None and one.is_under_way()), None)
+
+@patch
+def loop_left(self:Resumable,
+    source, # As for `loop_pass`
+):
+    "Stand where a loop has left its pass, if somebody has looked since"
+    for one_pass in [one for ref in self._walked if (one := ref()) is not None]:
+        is_moved = self._pass() is not one_pass and one_pass.walk is not None
+        if one_pass.source() is source and is_moved and one_pass.done != one_pass.first: one_pass.place()
+
+# %% ../../nbs/data/28_resumable_loaders.ipynb #3412b503
+_OWN_BATCHES = ('`{}.__iter__` has not read one batch for each that it gave. If it holds batches back, or '
+                'repeats some, the place that is saved is not that of the batch in use, and a run cannot go '
+                'on from it exactly. Put that around `trainer.batches`, in `before_epoch`.')
+
+@patch
+def _here(self:Resumable):
+    "Epoch and amount, where going on from now would begin"
+    one_pass = self._read_by_loop()
+    if not self._in_step: warn(_OWN_BATCHES.format(type(self).__name__))
+    if one_pass is not None: return one_pass.epoch,one_pass.done
+    return (self.epoch, self._done) if self.is_read() else self._next()
+
+@patch
+def _around(self:Resumable, source, batches, before):
+    "What a subclass has put around a pass, which gives the first of `batches`"
+    one_pass = None
+    try:
+        for n,batch in enumerate(batches, 1):
+            if n == 1:
+                one_pass = self._pass and self._pass()
+                if one_pass is not None and one_pass.number > before: self._enlist(source, one_pass)
+            is_in_step = one_pass is not None and one_pass.n_given == n
+            self._in_step = is_in_step or getattr(source, 'read_again', False)
+            yield batch
+    finally: self._in_step = True # Between two passes the place is right again
+
+def goes_own_way(
+    dl, # Any loader
+)->bool:
+    "Whether a user's class has put something around the passes of a loader that knows its place"
+    if not isinstance(dl, Resumable): return False
+    walks = type(dl).__iter__
+    written = getattr(walks, '__globals__', {}).get('__name__', type(dl).__module__) # `wraps` leaves these
+    return not str(written).startswith('isaac_loop.')
+
+# %% ../../nbs/data/28_resumable_loaders.ipynb #23f9cbb5
+_WITHIN = ('`set_epoch({epoch})` was called while a loop reads this loader, so what is saved in this pass '
+           'could not say where it is. Call it between two passes, such as in `before_epoch`.')
+
+@patch
+def set_epoch(self:Resumable,
+    epoch:int, # Number of the epoch, from 0
+):
+    "Begin the next pass at the beginning of an epoch"
+    if self._read_by_loop() is not None: warn(_WITHIN.format(epoch=epoch))
+    self._begin_epoch(epoch)
+
+@patch
+def _begin_epoch(self:Resumable, epoch):
+    self._place(whole_number(epoch, 'epoch', 'epochs are numbered from 0', least=0), 0)
+    self._walked = ()
+
+@patch
+def leave_pass(self:Resumable):
+    "Let the next pass be another epoch, though a cancel has left this one and somebody still holds it"
+    one_pass,self._walked = self._read_by_loop(),()
+    if one_pass is not None: one_pass.place()
+    self._place(*self._next(), self._goes_on)
+
+# %% ../../nbs/data/28_resumable_loaders.ipynb #f7a59477
+@patch
+def way_back(self:Resumable):
+    "A function that loads the state of now; a loop that is still where it is now keeps its pass"
+    state,put_back = copy.deepcopy(self.state_dict()),self._beside_place()
+    def go_back():
+        self._go_back(copy.deepcopy(state))
+        put_back()
+    return go_back
+
+@patch
+def _beside_place(self:Resumable):
+    "A function that puts back what else says where the loader is"
+    return lambda: None
+
+@patch
+def _go_back(self:Resumable, state):
+    walked,one_pass = self._walked,self._read_by_loop()
+    self.load_state_dict(state)
+    if one_pass is not None and (one_pass.epoch, one_pass.done) == (self.epoch, self._done):
+        self._walked = walked
+
+# %% ../../nbs/data/28_resumable_loaders.ipynb #11e144e9
+@patch
+def place_keeper(self:Resumable):
+    "A function that puts the loader back to where it is now, and the pass that somebody reads"
+    names = 'epoch','_done','_goes_on','_pass','_walked','_alone'
+    place,beside = {name: getattr(self, name) for name in names},self._beside_place()
+    def put_back():
+        beside()
+        moved = any(getattr(self, name) != was for name,was in place.items())
+        vars(self).update(place)
+        if not (moved and self._begins_anywhere and self.is_read()): return
+        read = self._pass()
+        read.walk = self._walk(read.epoch, self._done)
+    return put_back
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #9cf767cc
 class WorkerCrashed(RuntimeError):
