@@ -16,7 +16,7 @@ from torch import nn
 
 from .source.read_values import Found
 from .watched_calls import changed_plan, watching
-from .written import GENERATORS, KEYS, drawn_by, measured_in, memory_of, version_of
+from .seen_objects import GENERATORS, KEYS, drawn_by, measured_in, memory_of, version_of
 from ..loop import passes
 from ..loop.callback_list import exchanged
 from ..loop.events import Order

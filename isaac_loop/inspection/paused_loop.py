@@ -19,7 +19,9 @@ from .own_modes import Modes
 from .own_stack import check_thread, stack_for
 from .own_signals import Signals
 from .watched_calls import Call, changed_plan
-from .written import Copies, differences, look, look_at, own_differences
+from .copies import Copies
+from .seen_objects import look
+from .written import differences, look_at, own_differences
 
 # %% ../../nbs/inspection/28_paused_loop.ipynb #19eaa8de
 class Ended:

@@ -21,7 +21,9 @@ from ..loop.handlers import TrainersOwn
 from ..loop.passes import n_batches
 from .observing import marks, marks_of, passes_of
 from .watched_calls import Call, WayOut, changed_plan, several, watching
-from .written import Copies, EQUAL, described, kept_by, no_hint, still_has
+from .copies import Copies, EQUAL
+from .described import described
+from .written import kept_by, no_hint, still_has
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/18_trace.ipynb #9a6390d6

@@ -5,180 +5,19 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/inspection/17_written.ipynb #acd81ee3
-import math, random, weakref
-from collections import ChainMap, deque
-from itertools import islice
-from types import NoneType
+# %% ../../nbs/inspection/17_written.ipynb #fab5371b
+from collections import ChainMap
 
 import torch
 from torch import _C
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..basics.tables import short
-from ..loop.events import callback_name
-from ..loop.history import History
+from .copies import EQUAL
+from .described import described
+from .seen_objects import Seen, PLAIN, WHOLE, marked, only_moved, value_of
 from ..loop.trainer import Trainer
-from ..data.generators import drawn_from
 
-# %% ../../nbs/inspection/17_written.ipynb #b8c18f08
-class Seen:
-    "An object as it was, recognised again without being kept"
-    def __init__(self,
-        x, # Anything
-        told=None, # What tells of a change that its version does not
-    ):
-        try: self.object = weakref.ref(x)
-        except TypeError: self.object = None # Tuples, numbers, errors: nothing to hold them by
-        self.number,self.version = id(x),(version_of(x), told)
-        self.memory = memory_of(x)
-
-    def __eq__(self, other):
-        if not isinstance(other, Seen) or self.number != other.number: return False
-        if (self.version, self.memory) != (other.version, other.memory): return False
-        if (self.object is None) != (other.object is None): return False
-        return self.object is None or self.object() is other.object() is not None
-
-    __hash__ = None
-
-def version_of(
-    x, # Anything
-)->int: # None for what does not count
-    "How often a tensor was written to, in place"
-    try: return x._version if torch.is_tensor(x) and not x.is_inference() else None
-    except (RuntimeError, ValueError): return None # As a lazy one, before it has a shape
-
-def memory_of(
-    x, # Anything
-)->int: # An address; None for what is no tensor, or has none
-    "Where the numbers of a tensor lie"
-    try: return x.data_ptr() if torch.is_tensor(x) else None
-    except (RuntimeError, NotImplementedError, ValueError): return None # Sparse, lazy, or made up
-
-def only_moved(
-    before:list, # `Seen` tensors
-    after:list, # The same, later
-)->bool:
-    "Whether other memory was put behind tensors, as by `p.data = other`, and nothing was written to them"
-    marks = [[(o.number, o.version) for o in some] for some in (before, after)]
-    return marks[0] == marks[1] and before != after
-
-_PLAIN = (bool, int, float, complex, str, bytes, NoneType, range, torch.dtype, torch.device, torch.Size)
-_MOST = 100 # Entries of a list to look at
-KEYS = str,int,float,bool,NoneType # Of dicts, which can be compared and told
-
-_WALKS = {o.__iter__ for o in (list, tuple, dict, set, frozenset, deque)}
-
-def is_plain(
-    x, # Anything
-)->bool:
-    "Whether `x` is a container that may be looked into: one with an `__iter__` of its own might do something"
-    return isinstance(x, (list, tuple, dict, set, frozenset, deque)) and type(x).__iter__ in _WALKS
-
-def _mark(x, depth=4):
-    "`x` in a form that can be compared with a later one"
-    if isinstance(x, _PLAIN): return repr(x)
-    if isinstance(x, torch.nn.Module): return _module(x)
-    if isinstance(x, torch.optim.Optimizer): return _optimizer(x)
-    if isinstance(x, History): return _history(x)
-    if isinstance(x, GENERATORS): return Seen(x, drawn_by(x))
-    if depth and is_plain(x):
-        entries = x.items() if isinstance(x, dict) else x
-        return len(x),[_mark(o, depth-1) for o in islice(entries, _MOST)]
-    return Seen(x)
-
-GENERATORS = torch.Generator,random.Random
-
-def drawn_by(
-    x, # One of `GENERATORS`
-)->str:
-    "Where a generator of random numbers stands"
-    state = drawn_from(x)
-    return repr(state.tolist() if torch.is_tensor(state) else state)
-
-def _careful(x):
-    "The mark of what may be anything; if it cannot be looked into, it is enough which object it is"
-    try: return _mark(x)
-    except Exception: return Seen(x)
-
-def measured_in(
-    module, # With batch norms, perhaps
-)->dict: # By `id` of a buffer
-    "The sums of what batch norms have measured, as PyTorch writes to that without raising its version"
-    norms = [m for m in module.modules() if isinstance(m, _NormBase)]
-    held = [m._buffers.get(name) for m in norms for name in ('running_mean', 'running_var')]
-    with _C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        return {id(x): repr(x.sum().item()) for x in held if x is not None and _is_near(x)}
-
-def _module(x):
-    parameters,sums = list(x.parameters()),measured_in(x)
-    return dict(object=Seen(x), weights=list(map(Seen, parameters)),
-                buffers=[Seen(o, sums.get(id(o))) for o in x.buffers()],
-                gradients=[p.grad if p.grad is None else Seen(p.grad) for p in parameters],
-                mode=[o.training for o in x.modules()])
-
-def _optimizer(x):
-    options = [{k: _mark(v) for k,v in group.items() if k != 'params'} for group in x.param_groups]
-    return dict(object=Seen(x), options=options, state=[_mark(o) for o in x.state.values()])
-
-def _history(x):
-    row = x.current or {}
-    columns = {f'.{k}': repr(row[k]) for k in row}
-    return dict(object=Seen(x), fit=x.fit, rows=len(x), batches=len(x.batches), **columns)
-
-def look(
-    trainer:Trainer, # Nothing of it is kept
-)->dict: # By name of the attribute
-    "What the public attributes of `trainer` are now, to be compared with a later look"
-    with _C.DisableTorchFunction(): # No mode that counts calls sees this
-        values = {name: _value(trainer, name) for name in _names(trainer)}
-        marks = {name: Seen(value) if name in _WHOLE else _careful(value) for name,value in values.items()}
-        return marks | {'callbacks': list(map(Seen, trainer.callbacks))}
-
-_LEFT_OUT = 'plan', # Who answers what is no part of the state
-_WHOLE = 'dls','dl','batches' # What they hold is not looked at
-
-def _names(trainer):
-    own = [name for name in vars(trainer) if not name.startswith('_') and name not in _LEFT_OUT]
-    slots = [name for name in Trainer.__slots__ if hasattr(trainer, name)]
-    return [*own, *slots, 'training']
-
-def no_hint(name): return '' # Nobody has kept copies
-
-def _value(trainer, name): return trainer._training if name == 'training' else getattr(trainer, name)
-
-# %% ../../nbs/inspection/17_written.ipynb #99a4cdd8
-def differences(
-    before:dict, # An earlier look
-    after:dict, # A later one
-    trainer:Trainer, # As it is at the later one
-    ask:bool=True, # Tell one number by its value? Asking it may wait for the device
-    hints=no_hint, # Function that says of an attribute how far values lie apart, from `Copies`
-)->dict: # Texts by name of the attribute
-    "What was written between two looks"
-    changed = [name for name in after if name not in before or before[name] != after[name]]
-    values = {name: _value(trainer, name) for name in changed}
-    def change(name, value):
-        text = _change(before.get(name), after[name], value, ask, lambda part: hints(f'{name}.{part}'))
-        return _with_hint(text, value, hints(name))
-    found = {name: change(name, value) for name,value in values.items()}
-    found |= {name: type(values[name]).__name__ for name in _WHOLE if name in found}
-    return found | {name: 'removed' for name in before if name not in after}
-
-def _with_hint(text, value, hint):
-    "What is told by its value needs no difference"
-    is_number = torch.is_tensor(value) and value.ndim == 0
-    return f'{text} ({hint})' if hint and (hint == EQUAL or not is_number) else text
-
-def _change(before, after, value, ask, hint_of):
-    "What there is to tell of an attribute that was written"
-    if isinstance(before, dict) and isinstance(after, dict) and before['object'] == after['object']:
-        parts = [part for part in after if before.get(part) != after[part]]
-        told = {part: _part(part, value, _moved(before.get(part), after[part])) for part in _main(parts)}
-        return ', '.join(_with_hint(text, None, hint_of(part)) for part,text in told.items()) or 'a new row'
-    return described(value, ask=ask)
-
+# %% ../../nbs/inspection/17_written.ipynb #21ad20b1
 def _main(parts):
     "Of the history, columns that were written say more than that there is a row"
     columns = [part for part in parts if part.startswith('.') and part not in ('.fit', '.epoch')]
@@ -199,52 +38,46 @@ def _part(part, value, moved=False):
     if part == 'mode': return 'training mode' if value.training else 'evaluation mode'
     return 'gradients removed' if is_cleared else f'{part} exchanged' if moved else part
 
-_A_NUMBER = torch.Tensor,torch.nn.Parameter # Others may have to ask somebody for their value
+# %% ../../nbs/inspection/17_written.ipynb #03ee5f36
+def no_hint(name): return '' # Nobody has kept copies
 
-def described(
-    value, # Anything
-    depth:int=2, # How far to look into lists
-    ask:bool=True, # Tell one number by its value?
-)->str: # Short
-    "`value` in a few words: shape and type of a tensor, one number itself"
-    try: return _described(value, depth, ask)
-    except Exception: return type(value).__name__ # It cannot say what it is
+def differences(
+    before:dict, # An earlier look
+    after:dict, # A later one
+    trainer:Trainer, # As it is at the later one
+    ask:bool=True, # Tell one number by its value? Asking it may wait for the device
+    hints=no_hint, # Function that says of an attribute how far values lie apart, from `Copies`
+)->dict: # Texts by name of the attribute
+    "What was written between two looks"
+    changed = [name for name in after if name not in before or before[name] != after[name]]
+    values = {name: value_of(trainer, name) for name in changed}
+    def change(name, value):
+        text = _change(before.get(name), after[name], value, ask, lambda part: hints(f'{name}.{part}'))
+        return _with_hint(text, value, hints(name))
+    found = {name: change(name, value) for name,value in values.items()}
+    found |= {name: type(values[name]).__name__ for name in WHOLE if name in found}
+    return found | {name: 'removed' for name in before if name not in after}
 
-def _described(value, depth, ask):
-    if torch.is_tensor(value): return _tensor(value, ask)
-    if isinstance(value, str): return repr(value if len(value) < 40 else value[:37] + '...')
-    if isinstance(value, float): return short(value) if math.isfinite(value) else repr(value)
-    if isinstance(value, _PLAIN): return str(value)
-    if not (depth and is_plain(value)): return type(value).__name__
-    is_dict,first = isinstance(value, dict),islice(value.items() if isinstance(value, dict) else value, 4)
-    if is_dict: texts = [f'{_key(k)}: {described(v, depth-1, ask)}' for k,v in first]
-    else: texts = [_entry(o, depth-1, ask) for o in first]
-    more = f', ... ({len(value)} in all)' if len(value) > 4 else ''
-    return ', '.join(texts) + more or 'empty'
+def _with_hint(text, value, hint):
+    "What is told by its value needs no difference"
+    is_number = torch.is_tensor(value) and value.ndim == 0
+    return f'{text} ({hint})' if hint and (hint == EQUAL or not is_number) else text
 
-_TOLD = torch.Tensor,*_PLAIN,list,tuple,dict,set
+def _change(before, after, value, ask, hint_of):
+    "What there is to tell of an attribute that was written"
+    if isinstance(before, dict) and isinstance(after, dict) and before['object'] == after['object']:
+        parts = [part for part in after if before.get(part) != after[part]]
+        told = {part: _part(part, value, _moved(before.get(part), after[part])) for part in _main(parts)}
+        return ', '.join(_with_hint(text, None, hint_of(part)) for part,text in told.items()) or 'a new row'
+    return described(value, ask=ask)
 
-def _key(k): return str(k) if isinstance(k, KEYS) else described(k)
-
-def _one_number(x):
-    with _C.DisableTorchFunction(), _disable_current_modes(): return short(x.item())
-
-def _entry(x, depth, ask): return described(x, depth, ask) if isinstance(x, _TOLD) else callback_name(x)
-
-def _tensor(x, ask):
-    "A tensor: its value if that is one number, or else shape and type; and where it is, if that is no CPU"
-    is_number = x.ndim == 0 and type(x) in _A_NUMBER and x.device.type != 'meta'
-    if is_number and (ask or x.device.type == 'cpu'): return _one_number(x)
-    where = '' if x.device.type == 'cpu' else f' on {x.device}'
-    return f'{tuple(x.shape)} {str(x.dtype).removeprefix("torch.")}{where}'
-
-# %% ../../nbs/inspection/17_written.ipynb #cdd2ddfd
+# %% ../../nbs/inspection/17_written.ipynb #3c2864a3
 def kept_by(
     callback, # A callback, or any object
     trainer:Trainer, # What it has as well is left out
 )->dict: # By name, as 'self.name'
     "The public attributes of a callback, and those of plain objects among them"
-    shared = {id(value) for value in vars(trainer).values() if not isinstance(value, _PLAIN)}
+    shared = {id(value) for value in vars(trainer).values() if not isinstance(value, PLAIN)}
     found = {f'self.{k}': value for k,value in _public(callback).items() if id(value) not in shared}
     inner = {name: value for name,value in found.items() if _is_of(value, callback)}
     return found | {f'{name}.{k}': x for name,value in inner.items() for k,x in _public(value).items()}
@@ -261,13 +94,14 @@ def _is_of(x, callback):
     if isinstance(x, (torch.nn.Module, torch.Tensor, type)): return False
     return type(x).__module__ == type(callback).__module__ and hasattr(x, '__dict__')
 
+# %% ../../nbs/inspection/17_written.ipynb #36aec596
 def look_at(
     callback, # Nothing of it is kept
     trainer:Trainer, # The trainer that it works for
 )->dict: # By name of the attribute
     "What the public attributes of a callback are now, to be compared with a later look"
     held = kept_by(callback, trainer)
-    with _C.DisableTorchFunction(): return {name: _careful(value) for name,value in held.items()}
+    with _C.DisableTorchFunction(): return {name: marked(value) for name,value in held.items()}
 
 def own_differences(
     before:dict, # An earlier look
@@ -286,71 +120,3 @@ def still_has(
 )->bool:
     "Whether an attribute is there, though the trainer has it as well by now"
     return name.split('.')[1] in _public(callback)
-
-# %% ../../nbs/inspection/17_written.ipynb #d7df8d72
-_NUMBERS = 300_000 # Numbers that are copied at no great cost
-_COMPARED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool,
-             torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-def tensors_of(
-    trainer:Trainer, # At any moment
-)->dict: # Lists by name; those of the model are 'model.weights', 'model.buffers', 'model.gradients'
-    "The tensors in the attributes of `trainer`; None where there is no gradient"
-    model = vars(trainer).get('model')
-    names = [name for name in _names(trainer) if name not in (*_WHOLE, 'model')]
-    found = {name: _inside(_value(trainer, name)) for name in names}
-    if isinstance(model, torch.nn.Module):
-        weights,buffers = list(model.parameters()),list(model.buffers())
-        gradients = [p.grad for p in weights]
-        found |= {'model.weights': weights, 'model.buffers': buffers, 'model.gradients': gradients}
-    return {name: tensors for name,tensors in found.items() if tensors}
-
-def _inside(x, depth=2):
-    if torch.is_tensor(x): return [x]
-    if not (depth and is_plain(x)) or len(x) > _MOST: return []
-    entries = x.values() if isinstance(x, dict) else x
-    return [tensor for entry in entries for tensor in _inside(entry, depth-1)]
-
-def _is_near(x):
-    "Whether a tensor can be copied without waiting for anybody"
-    if x is None: return True
-    is_simple = type(x) in _A_NUMBER and x.layout == torch.strided and x.dtype in _COMPARED
-    return is_simple and x.device.type == 'cpu' and not torch.nn.parameter.is_lazy(x)
-
-class Copies:
-    "Numbers of a trainer as they were, of what is small and on the CPU"
-    def __init__(self, trainer):
-        self.kept,left = {},_NUMBERS
-        with _C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-            for name,tensors in tensors_of(trainer).items():
-                if not all(map(_is_near, tensors)): continue
-                left -= sum(x.numel() for x in tensors if x is not None)
-                if left < 0: break
-                self.kept[name] = [x if x is None else x.detach().clone() for x in tensors]
-
-    def hints(self,
-        trainer:Trainer, # As it is now
-    ): # Function of a name as in `tensors_of`, that gives a text; an empty one if nobody can tell
-        "How far the values of now lie apart from the copies"
-        now = tensors_of(trainer)
-        def hint(name):
-            if name not in self.kept or name not in now: return ''
-            with _C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-                return _hint(self.kept[name], now[name])
-        return hint
-
-EQUAL = 'values equal'
-
-def _hint(before, after):
-    "In words how far tensors lie apart; empty if they are not alike"
-    if len(before) != len(after) or not all(map(_are_alike, before, after)): return ''
-    pairs = [(a, b) for a,b in zip(before, after) if a is not None and a.numel()]
-    if all(((a == b) | ((a != a) & (b != b))).all() for a,b in pairs): return EQUAL if pairs else ''
-    floats = [pair for pair in pairs if pair[0].is_floating_point()] # A count says nothing beside them
-    pairs = floats if any((a != b).any() for a,b in floats) else pairs
-    largest = max((a.double()-b.double()).abs().max().item() for a,b in pairs)
-    return f'by up to {largest:.2g}' if math.isfinite(largest) else ''
-
-def _are_alike(a, b):
-    if a is None or b is None: return a is b
-    return _is_near(b) and (a.shape, a.dtype) == (b.shape, b.dtype)

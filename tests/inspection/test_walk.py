@@ -36,7 +36,7 @@ from isaac_loop.all import (
 )
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.inspection.moments import Moment, Moments
-from isaac_loop.inspection.written import Copies
+from isaac_loop.inspection.copies import Copies
 from isaac_loop.loop.events import EVENTS
 from small import StepsAsMethods, trainer_with
 

@@ -40,7 +40,7 @@ from .seen_views import VIEW_LOOKS
 from ..trial_folder import unseen
 from ..waits import tensors_in
 from ..watched_calls import watching
-from ..written import memory_of
+from ..seen_objects import memory_of
 from ...loop.events import CancelException, Order, callback_name
 from ...loop.handlers import has_own_batch
 from ...loop.passes import n_batches, parts_of

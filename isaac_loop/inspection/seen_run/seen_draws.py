@@ -10,7 +10,7 @@ import sys, weakref
 
 import torch
 
-from ..written import memory_of
+from ..seen_objects import memory_of
 
 # %% ../../../nbs/inspection/seen_run/34_seen_draws.ipynb #8d058ac8
 _NOISE = {'randn', 'randn_like', 'normal', 'normal_'}

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .seen_gradients import is_of_library, users_line
-from ..written import memory_of
+from ..seen_objects import memory_of
 
 # %% ../../../nbs/inspection/seen_run/20_seen_operations.ipynb #227ee6aa
 _PAIRED = {'add', 'sub', 'mul', 'div', 'pow', 'eq', 'ne', 'gt', 'lt', 'ge', 'le', '__eq__', '__ne__',

@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from ..written import memory_of
+from ..seen_objects import memory_of
 
 # %% ../../../nbs/inspection/seen_run/32_seen_views.ipynb #94b939fa
 _COMPARES = {'cosine_similarity', 'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
