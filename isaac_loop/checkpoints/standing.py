@@ -14,6 +14,7 @@ from itertools import zip_longest
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType
 
 import torch
+from fastcore.basics import patch
 
 from ..data.fingerprint import _alike, _exact, _leaves
 from ..data.generators import drawn_from
@@ -62,11 +63,8 @@ def _use_of(name, step):
     names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
     return next((verb for verb,o in zip(verbs, names) if o == name), None)
 
-# %% ../../nbs/checkpoints/13_standing.ipynb #cef130d2
-_PASSING_ON = {'map', 'filter', 'zip', 'enumerate', 'islice', 'chain', 'starmap', 'zip_longest', 'takewhile',
-               'dropwhile', 'compress', 'repeat', 'count'}
+# %% ../../nbs/checkpoints/13_standing.ipynb #347d451f
 _BARS = {'isaac_loop', 'tqdm', 'fastprogress', 'rich'} # What their generators hold has no part in the batches
-_OF_SEVERAL = map,zip,zip_longest # Which hold what they read in a tuple
 _MOST = 256 # So many texts and numbers are told at most
 
 class Standing:
@@ -93,61 +91,15 @@ class Standing:
         elif isinstance(x, Resumable): self._value(x.state_dict(), depth+1)
         elif not is_outside(x) and _package(type(x)) != 'isaac_loop': self._object(x, depth)
 
-    def _generator(self, x, depth):
-        "Tell where a generator waits, and what it will read"
-        if x.gi_frame is None: return
-        if x.gi_code is Batches.__iter__.__code__: return self._source(x.gi_frame.f_locals['self'], depth)
-        package = x.gi_frame.f_globals.get('__name__') or ''
-        if package.partition('.')[0] not in _BARS:
-            n,names = _read_later(x.gi_code, x.gi_frame.f_lasti)
-            here = x.gi_frame.f_locals
-            self.told.append(f'{x.gi_code.co_name} {n}')
-            for name in names: self._value(here.get(name), depth+1)
-        self._read_by(x, depth)
+def _is_copied(x): return is_iterator(x) or isinstance(x, (*CONTAINERS, torch.Tensor)) or type(x) in SIMPLE
 
-    def _source(self, source, depth):
-        "Tell of what a user's class has put around the passes of a loader"
-        if source.read_again: self._value(source.walk, depth)
+def _of_drawn(state):
+    "A short text for the state of a generator of random numbers"
+    return _exact('drawn', repr(state.tolist() if torch.is_tensor(state) else state).encode())
 
-    def _iterator(self, x, depth):
-        "Tell of a map, a walk over a list, or an iterator of the user's own"
-        if isinstance(x, _Pass): return self._value(x.loader.state_dict(), depth+1)
-        is_pythons,kind = type(x).__module__ in ('builtins', 'itertools'),type(x).__name__
-        left = operator.length_hint(x, -1) if is_pythons else -1
-        self.told.append(f'{kind} {left}')
-        if not is_pythons: return self._object(x, depth)
-        held = [o for o in gc.get_referents(x) if isinstance(o, (list, tuple))] if left >= 0 else []
-        knows = left >= 0 and all(set(map(type, o)) <= SIMPLE for o in held)
-        if not (knows or kind in _PASSING_ON): self.sure = False
-        for rows in held if knows else (): self._value(rows, depth+1)
-        for f in filter(_may_remember, gc.get_referents(x)): self._value(f, depth+1)
-        self._read_by(x, depth)
+def _package(kind): return str(kind.__module__).partition('.')[0]
 
-    def _read_by(self, x, depth):
-        held = gc.get_referents(x)
-        tuples = [o for o in held if type(o) is tuple] if type(x) in _OF_SEVERAL else []
-        held += [part for several in tuples for part in several]
-        for part in held:
-            if is_iterator(part): self._value(part, depth+1)
-
-    def _object(self, x, depth):
-        "Tell what a container or an object of the user's own holds"
-        if isinstance(x, (set, frozenset)): x = sorted(x, key=repr)
-        if isinstance(x, Mapping): x = [part for key in sorted(x, key=repr) for part in (key, x[key])]
-        is_list = isinstance(x, (list, tuple, deque))
-        parts = list(x) if is_list else list(attributes_of(x).values())
-        leaves = _leaves(parts) if is_list and set(map(type, parts)) <= SIMPLE else None
-        if not is_list: leaves = _leaves(x)
-        if leaves not in (None, [type(x).__name__]): self.told.extend(leaves)
-        elif depth > 6 or len(parts) > 64 or not (is_list or parts) or is_outside(x): self.sure = False
-        else:
-            self.told.append(f'{type(x).__name__} {len(parts)}')
-            for part in parts: self._value(part, depth+1)
-
-def _may_remember(f):
-    "Whether a function, or an object that is called, may keep something from call to call"
-    return callable(f) and not isinstance(f, (type, BuiltinFunctionType)) and not is_iterator(f)
-
+# %% ../../nbs/checkpoints/13_standing.ipynb #e11ab99f
 def _carried(x):
     "What a function has from around it, or whose method it is"
     if isinstance(x, MethodType): return [x.__self__]
@@ -156,13 +108,72 @@ def _carried(x):
     cells = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]
     return [*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
 
-def _is_copied(x): return is_iterator(x) or isinstance(x, (*CONTAINERS, torch.Tensor)) or type(x) in SIMPLE
+# %% ../../nbs/checkpoints/13_standing.ipynb #6059e99b
+@patch
+def _object(self:Standing, x, depth):
+    "Tell what a container or an object of the user's own holds"
+    if isinstance(x, (set, frozenset)): x = sorted(x, key=repr)
+    if isinstance(x, Mapping): x = [part for key in sorted(x, key=repr) for part in (key, x[key])]
+    is_list = isinstance(x, (list, tuple, deque))
+    parts = list(x) if is_list else list(attributes_of(x).values())
+    leaves = _leaves(parts) if is_list and set(map(type, parts)) <= SIMPLE else None
+    if not is_list: leaves = _leaves(x)
+    if leaves not in (None, [type(x).__name__]): self.told.extend(leaves)
+    elif depth > 6 or len(parts) > 64 or not (is_list or parts) or is_outside(x): self.sure = False
+    else:
+        self.told.append(f'{type(x).__name__} {len(parts)}')
+        for part in parts: self._value(part, depth+1)
 
-def _of_drawn(state):
-    "A short text for the state of a generator of random numbers"
-    return _exact('drawn', repr(state.tolist() if torch.is_tensor(state) else state).encode())
+# %% ../../nbs/checkpoints/13_standing.ipynb #2f5d2b73
+_PASSING_ON = {'map', 'filter', 'zip', 'enumerate', 'islice', 'chain', 'starmap', 'zip_longest', 'takewhile',
+               'dropwhile', 'compress', 'repeat', 'count'}
+_OF_SEVERAL = map,zip,zip_longest # Which hold what they read in a tuple
 
-def _package(kind): return str(kind.__module__).partition('.')[0]
+@patch
+def _iterator(self:Standing, x, depth):
+    "Tell of a map, a walk over a list, or an iterator of the user's own"
+    if isinstance(x, _Pass): return self._value(x.loader.state_dict(), depth+1)
+    is_pythons,kind = type(x).__module__ in ('builtins', 'itertools'),type(x).__name__
+    left = operator.length_hint(x, -1) if is_pythons else -1
+    self.told.append(f'{kind} {left}')
+    if not is_pythons: return self._object(x, depth)
+    held = [o for o in gc.get_referents(x) if isinstance(o, (list, tuple))] if left >= 0 else []
+    knows = left >= 0 and all(set(map(type, o)) <= SIMPLE for o in held)
+    if not (knows or kind in _PASSING_ON): self.sure = False
+    for rows in held if knows else (): self._value(rows, depth+1)
+    for f in filter(_may_remember, gc.get_referents(x)): self._value(f, depth+1)
+    self._read_by(x, depth)
+
+@patch
+def _read_by(self:Standing, x, depth):
+    held = gc.get_referents(x)
+    tuples = [o for o in held if type(o) is tuple] if type(x) in _OF_SEVERAL else []
+    held += [part for several in tuples for part in several]
+    for part in held:
+        if is_iterator(part): self._value(part, depth+1)
+
+def _may_remember(f):
+    "Whether a function, or an object that is called, may keep something from call to call"
+    return callable(f) and not isinstance(f, (type, BuiltinFunctionType)) and not is_iterator(f)
+
+# %% ../../nbs/checkpoints/13_standing.ipynb #fa3c13cf
+@patch
+def _generator(self:Standing, x, depth):
+    "Tell where a generator waits, and what it will read"
+    if x.gi_frame is None: return
+    if x.gi_code is Batches.__iter__.__code__: return self._source(x.gi_frame.f_locals['self'], depth)
+    package = x.gi_frame.f_globals.get('__name__') or ''
+    if package.partition('.')[0] not in _BARS:
+        n,names = _read_later(x.gi_code, x.gi_frame.f_lasti)
+        here = x.gi_frame.f_locals
+        self.told.append(f'{x.gi_code.co_name} {n}')
+        for name in names: self._value(here.get(name), depth+1)
+    self._read_by(x, depth)
+
+@patch
+def _source(self:Standing, source, depth):
+    "Tell of what a user's class has put around the passes of a loader"
+    if source.read_again: self._value(source.walk, depth)
 
 # %% ../../nbs/checkpoints/13_standing.ipynb #a1219aea
 @lru_cache
