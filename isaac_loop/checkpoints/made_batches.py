@@ -30,7 +30,7 @@ def _answer_of(owner):
 
 def _is_ours(x): return (getattr(x, '__module__', None) or '').partition('.')[0] == 'isaac_loop'
 
-# %% ../../nbs/checkpoints/15_made_batches.ipynb #8ea9de0b
+# %% ../../nbs/checkpoints/15_made_batches.ipynb #372570ea
 def take_before(
     trainer, # Between two epochs
 )->dict: # For `put_before`; None if nobody could need it
@@ -47,6 +47,7 @@ def _next_places(trainer):
     for dl in held_loaders(trainer).values(): dl.leave_pass()
     return places_of(trainer)
 
+# %% ../../nbs/checkpoints/15_made_batches.ipynb #d1d47582
 def put_before(
     trainer, # Is about to begin an epoch anew, in the middle of which it was saved
     state:dict, # The state that was saved
@@ -59,6 +60,13 @@ def put_before(
     put_position(trainer, before)
     set_plain_random_state(before['random'], strict=False)
 
+def _up_to(history, epoch):
+    "A saved history without the row of its last epoch"
+    now = history['fit'],epoch
+    rows = [row for row in history['rows'] if (row['fit'], row['epoch']) != now]
+    return history | dict(rows=rows, next=None, open=False, told=())
+
+# %% ../../nbs/checkpoints/15_made_batches.ipynb #1b9639d5
 def take_begun(
     trainer, # Has run `before_epoch` once more
 )->dict: # For `put_begun`
@@ -72,12 +80,6 @@ def put_begun(
     "Let what is put around the batches find what it found when the pass began"
     put_callbacks(trainer, begun, tell=False)
     put_held(trainer, begun['loaders'])
-
-def _up_to(history, epoch):
-    "A saved history without the row of its last epoch"
-    now = history['fit'],epoch
-    rows = [row for row in history['rows'] if (row['fit'], row['epoch']) != now]
-    return history | dict(rows=rows, next=None, open=False, told=())
 
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #017e1b05
 def are_wrapped(
@@ -103,7 +105,7 @@ def is_made(
     is_other = source.limit is not None or trainer.dl is not source.chosen
     return is_other or (read_again and (wrapped or reads_loaders(trainer.dl)))
 
-# %% ../../nbs/checkpoints/15_made_batches.ipynb #59a60309
+# %% ../../nbs/checkpoints/15_made_batches.ipynb #d15d24f6
 def parts_of_batch(
     batch, # What is handed on
     depth:int=3, # How far to look into containers
@@ -124,6 +126,7 @@ def digest_of(
     if not parts or any(_version(x) != was for x,was in parts if isinstance(x, torch.Tensor)): return None
     return [leaf for x,_ in parts[:64] for leaf in _leaves(x)]
 
+# %% ../../nbs/checkpoints/15_made_batches.ipynb #90364462
 def place_in_pass(
     trainer, # In a training pass
     walked, # The iterator that gives its batches
@@ -145,16 +148,7 @@ def drawn_in(
     source = trainer._source
     return source.given + (source.first if hasattr(trainer.dl, 'load_state_dict') else 0)
 
-_ANOTHER = ('{} in the saved run, so the run would go on with other batches: {} made them in '
-            '`before_epoch` from something that is no more, such as the weights from the beginning of '
-            'the epoch. Choose in `before_fit` and `log`, keep the choice in an attribute, and make the '
-            'batches of it in `before_epoch`. This run can go on from a checkpoint between two epochs, or '
-            'with `strict=False` as another run.')
-_BY_LOADER = ('{} in the saved run, so the run would go on with other batches: {} makes them of '
-              'something that is not saved, such as an attribute of the loader, or random numbers that are '
-              'drawn while the model draws as well. Let `state_dict` and `load_state_dict` of the loader '
-              'keep it, under a key of its own, or make it anew in each pass. With `strict=False` it goes '
-              'on as another run.')
+# %% ../../nbs/checkpoints/15_made_batches.ipynb #4100edb8
 _KEPT = ('`{}` keeps {}, which the run does not save, and when it was saved that was otherwise: if batches '
          'are made of it, the run goes on with others. Let `state_dict` and `load_state_dict` of the loader '
          'keep it, under a key of its own, or make it anew in each pass.')
@@ -173,6 +167,18 @@ def warn_of_kept(
     "Say that a loader keeps something that is not saved"
     shown = ', '.join(f'`{name}`' for name in names)
     if names: warn(_KEPT.format(type(trainer.dls.train).__name__, shown))
+
+# %% ../../nbs/checkpoints/15_made_batches.ipynb #0fde3143
+_ANOTHER = ('{} in the saved run, so the run would go on with other batches: {} made them in '
+            '`before_epoch` from something that is no more, such as the weights from the beginning of '
+            'the epoch. Choose in `before_fit` and `log`, keep the choice in an attribute, and make the '
+            'batches of it in `before_epoch`. This run can go on from a checkpoint between two epochs, or '
+            'with `strict=False` as another run.')
+_BY_LOADER = ('{} in the saved run, so the run would go on with other batches: {} makes them of '
+              'something that is not saved, such as an attribute of the loader, or random numbers that are '
+              'drawn while the model draws as well. Let `state_dict` and `load_state_dict` of the loader '
+              'keep it, under a key of its own, or make it anew in each pass. With `strict=False` it goes '
+              'on as another run.')
 _PERHAPS = ('Batch {} of epoch {} came out otherwise when it was read again, since {} made it of random '
             'numbers or of weights that are others by now. The next ones come from the same batches of the '
             'loader, but it cannot be seen whether something is kept for them that is another too; keep '
