@@ -68,7 +68,7 @@ def _check_alone(mixer, callbacks):
 
 def _check_loss(mixer, loss_func):
     "Refuse a trainer with which no second loss can be computed"
-    if loss_func is None and mixer.p: raise ValueError(_NO_LOSS.format(mixer=type(mixer).__name__))
+    if loss_func is None: raise ValueError(_NO_LOSS.format(mixer=type(mixer).__name__))
 
 def _check_targets(mixer, targets):
     "Refuse a batch for which no second loss can be computed"
@@ -77,9 +77,8 @@ def _check_targets(mixer, targets):
 # %% ../../nbs/data/46_mixtures.ipynb #e567122a
 @patch
 def before_fit(self:_MixCB, trainer):
-    "Make sure that nobody else mixes, and that there is a loss to mix"
+    "Make sure that nobody else mixes"
     _check_alone(self, trainer.callbacks)
-    _check_loss(self, trainer.loss_func)
 
 @patch
 def before_batch(self:_MixCB, trainer):
@@ -96,6 +95,7 @@ def before_batch(self:_MixCB, trainer):
 def after_get_loss(self:_MixCB, trainer):
     "Mix the loss with the one for the partners' targets"
     if self._partner is None: return
+    _check_loss(self, trainer.loss_func)
     targets = map_tensors(self._of_partner, trainer.split(trainer.batch)[1])
     trainer.loss = self._share*trainer.loss + (1-self._share)*trainer.loss_func(trainer.preds, *targets)
 

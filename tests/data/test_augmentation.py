@@ -531,7 +531,7 @@ def test_two_mixers_or_no_targets_are_errors():
 
 
 @pytest.mark.parametrize("mixer", [MixUpCB, CutMixCB])
-def test_a_mixer_beside_a_get_loss_of_ones_own_says_before_the_first_batch_that_it_needs_a_loss(mixer):
+def test_a_mixer_beside_a_get_loss_of_ones_own_says_in_the_first_batch_that_it_needs_a_loss(mixer):
     "It was a TypeError about None; one that mixes nothing needs none"
 
     class OwnCB(BasicTrainCB):
@@ -548,8 +548,35 @@ def test_a_mixer_beside_a_get_loss_of_ones_own_says_before_the_first_batch_that_
     seen = []
     with pytest.raises(ValueError, match=f"`{mixer.__name__}` computes a second loss.*Give the trainer"):
         fit(None)
-    assert seen[0].n_updates == 0 and not hasattr(seen[0], "epoch")
+    assert seen[0].n_updates == 0 == seen[0].batch_num
     assert fit(F.cross_entropy) == 3 == fit(None, p=0)
+
+
+@pytest.mark.parametrize("mixer", [MixUpCB, CutMixCB])
+def test_a_mixer_asks_for_a_loss_only_where_it_mixes(mixer):
+    "Predictions need none, and another callback may set one after the mixer's `before_fit`"
+
+    class PredictCB:
+        def predict(self, trainer):
+            trainer.preds = trainer.model(trainer.batch[0])
+
+    class LossCB:
+        order = Order.DATA + 1
+
+        def before_fit(self, trainer):
+            trainer.loss_func = F.cross_entropy
+
+    def make_trainer(*cbs):
+        batches = make_batches()
+        return Trainer(DataLoaders(batches, batches), None, optim.SGD, make_model(), [mixer(), *cbs])
+
+    assert len(make_trainer(BasicTrainCB()).get_preds().preds) == 24
+    trainer = make_trainer(PredictCB())
+    trainer.fit(1, train=False)
+    assert len(trainer.preds) == 8
+    trainer = make_trainer(BasicTrainCB(), LossCB())
+    trainer.fit(1)
+    assert trainer.n_updates == 3
 
 
 def test_a_mixer_serves_again_after_an_error_and_in_another_trainer():
