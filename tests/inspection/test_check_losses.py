@@ -5,6 +5,7 @@ right ones nothing is found.
 """
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -44,10 +45,10 @@ def net(n_out=3, *more, act=nn.ReLU):
     return nn.Sequential(nn.Linear(6, 16), act(), nn.Linear(16, n_out), *more)
 
 
-def with_loss(loss_func, make=classes, model=None, *cbs, **options):
+def with_loss(loss_func, make=classes, model=None, *cbs, weigh=None, **options):
     "A trainer with such a loss function"
     with_steps = BasicTrainCB() if not any(isinstance(cb, BasicTrainCB) for cb in cbs) else None
-    cbs = [cb for cb in (with_steps, *cbs, MetricsCB()) if cb is not None]
+    cbs = [cb for cb in (with_steps, *cbs, MetricsCB(weigh=weigh)) if cb is not None]
     return Trainer(loaders(make, **options), loss_func, optim.SGD, model or net(), cbs)
 
 
@@ -222,17 +223,89 @@ def positive_weight_turned():
 
 @right
 def weights_by_inverse_counts():
-    return with_loss(nn.CrossEntropyLoss(weight=0.5 / COUNTS), rare, net(2))
+    weight = 0.5 / COUNTS
+    return with_loss(nn.CrossEntropyLoss(weight=weight), rare, net(2), weigh=lambda o: weight[o[1]].sum())
 
 
 @right
 def one_class_left_out():
-    return with_loss(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0])), rare, net(2))
+    loss_func = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0]))
+    return with_loss(loss_func, rare, net(2), weigh=lambda batch: (batch[1] == 0).sum())
 
 
 @right
 def classes_alike():
-    return with_loss(nn.CrossEntropyLoss(weight=torch.tensor([2.0, 1.0, 1.0])))
+    weight = torch.tensor([2.0, 1.0, 1.0])
+    return with_loss(nn.CrossEntropyLoss(weight=weight), weigh=lambda batch: weight[batch[1]].sum())
+
+
+@planted("unweighed_loss")
+def classes_that_weigh_more():
+    return with_loss(nn.CrossEntropyLoss(weight=0.5 / COUNTS), rare, net(2))
+
+
+@planted("unweighed_loss")
+def classes_that_weigh_more_in_a_partial():
+    return with_loss(partial(F.cross_entropy, weight=torch.tensor([1.0, 2.0, 9.0])))
+
+
+@planted("unweighed_loss")
+def classes_that_weigh_more_in_a_callback():
+    def get_loss(self, trainer):
+        weight = torch.tensor([1.0, 2.0, 9.0])
+        trainer.loss = F.nll_loss(trainer.preds.log_softmax(1), trainer.batch[1], weight)
+
+    return in_callback(get_loss)
+
+
+def some_unknown(n):
+    x, y = classes(n)
+    y[torch.rand(n) < 0.4] = -100
+    return x, y
+
+
+@planted("unweighed_loss")
+def rows_without_label():
+    return with_loss(nn.CrossEntropyLoss(), some_unknown)
+
+
+@planted("unweighed_loss")
+def rows_without_label_in_validation_alone():
+    trainer = with_loss(F.cross_entropy)
+    trainer.dls.valid = loaders(some_unknown).valid
+    return trainer
+
+
+@right
+def rows_without_label_weighed():
+    return with_loss(F.cross_entropy, some_unknown, weigh=lambda batch: (batch[1] != -100).sum())
+
+
+@right
+def rows_without_label_summed():
+    return with_loss(nn.CrossEntropyLoss(reduction="sum"), some_unknown)
+
+
+@right
+def as_many_rows_without_label_in_each_batch():
+    def make(n):
+        x, y = classes(n)
+        y[::4] = -100
+        return x, y
+
+    trainer = with_loss(F.cross_entropy, make)
+    trainer.dls.train = DataLoader(trainer.dls.train.dataset, 16)
+    return trainer
+
+
+@right
+def no_label_that_is_ignored():
+    return with_loss(nn.CrossEntropyLoss(ignore_index=7), size=20)
+
+
+@right
+def classes_that_weigh_twice_as_much_each():
+    return with_loss(nn.CrossEntropyLoss(weight=torch.tensor([2.0, 2.0, 2.0])), size=20)
 
 
 def cut_to_zero(n):
@@ -390,15 +463,32 @@ def padding_in_a_loss_of_logarithms():
     return with_loss(loss_func, padded, Tagger())
 
 
+def words_in(batch):
+    return (batch[1] != 0).sum()
+
+
+@planted("unweighed_loss")
+def padding_ignored_and_rows_counted():
+    def loss_func(preds, y):
+        return F.cross_entropy(preds.transpose(1, 2), y, ignore_index=0)
+
+    return with_loss(loss_func, padded, Tagger())
+
+
 @right
 def padding_ignored():
-    return with_loss(lambda p, y: F.cross_entropy(p.transpose(1, 2), y, ignore_index=0), padded, Tagger())
+    def loss_func(preds, y):
+        return F.cross_entropy(preds.transpose(1, 2), y, ignore_index=0)
+
+    return with_loss(loss_func, padded, Tagger(), weigh=words_in)
 
 
 @right
 def padding_without_weight():
-    weight = torch.tensor([0.0, 1, 1, 1, 1])
-    return with_loss(lambda p, y: F.cross_entropy(p.transpose(1, 2), y, weight), padded, Tagger())
+    def loss_func(preds, y):
+        return F.cross_entropy(preds.transpose(1, 2), y, torch.tensor([0.0, 1, 1, 1, 1]))
+
+    return with_loss(loss_func, padded, Tagger(), weigh=words_in)
 
 
 @right
@@ -834,3 +924,24 @@ def test_each_mistake_is_found(make, names):
 @pytest.mark.parametrize("make", right, ids=[make.__name__ for make in right])
 def test_what_is_right_is_let_alone(make):
     assert [str(o) for o in seen_in(make())] == []
+
+
+def test_a_loss_of_weights_is_warned_of_and_weighed_right_as_the_warning_says():
+    weight = torch.tensor([1.0, 2.0, 9.0])
+    trainer = with_loss(nn.CrossEntropyLoss(weight))
+    with pytest.warns(UserWarning, match=r"divides by the weights.*weigh=lambda batch: weight\[batch\[1\]\]"):
+        [finding] = trainer.check(batches=3)
+    assert finding.name == "unweighed_loss" and not finding.spoils
+    assert trainer.check(batches=3, ignore="unweighed_loss") == []
+    x, y = trainer.dls.valid.dataset.tensors
+    whole = F.cross_entropy(trainer.model(x), y, weight).item()
+    for weigh, is_right in ((None, False), (lambda batch: weight[batch[1]].sum(), True)):
+        trainer.MetricsCB.weigh = weigh
+        trainer.fit(1, train=False)
+        assert (abs(trainer.history.latest("valid_loss") - whole) < 1e-5) == is_right
+
+
+def test_a_loss_of_weights_is_none_of_a_loop_without_a_history_of_losses():
+    trainer = with_loss(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 9.0])))
+    trainer.remove_callbacks(trainer.MetricsCB)
+    assert trainer.check(batches=3) == []

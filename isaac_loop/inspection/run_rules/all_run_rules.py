@@ -98,6 +98,7 @@ RUN_RULES |= {
     'not_finite': losses_that_are_none,
     'seeded_again': repeated_numbers,
     'wrong_column': check_columns.wrong_columns,
+    'unweighed_loss': check_columns.unweighed_losses,
     'keeps_graph': growing_graphs,
     'hooks_pile_up': growing_hooks,
     'some_rates': rates_of_some,

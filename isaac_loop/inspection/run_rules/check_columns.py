@@ -106,3 +106,37 @@ def _two_ways(f, a, b):
     return values if values and all(map(math.isfinite, values)) else None
 
 def _is_number(x): return isinstance(x, (int, float)) or isinstance(x, torch.Tensor) and x.numel() == 1
+
+# %% ../../../nbs/inspection/run_rules/14_check_columns.ipynb #ef88a029
+_UNWEIGHED = ('`{loss}` ({place}) divides by {what}, {least:.3g} to {most:.3g} for each row of a batch, and '
+              '`{who}` weighs the loss of a batch by its rows, so the loss that it writes for an epoch is '
+              'not the mean over all targets. Let it count the same: `MetricsCB(weigh=lambda batch: '
+              '{count})`.')
+
+def unweighed_losses(seen):
+    "Means over weights of targets, which the history weighs by rows"
+    who = next((cb for cb in recorders_of(seen) if cb.weigh is None), None)
+    for means in _means_of_passes(seen).values() if who is not None else ():
+        shares,first = [o.divisor/o.rows for o in means],means[0]
+        weighs,leaves_out = (any(getattr(o, name) for o in means) for name in ('weighs', 'leaves_out'))
+        if not (weighs or leaves_out) or max(shares) <= 1.01*min(shares): continue
+        what = 'the weights of its targets' if weighs else 'the targets that it does not ignore'
+        told = dict(who=callback_name(who), loss=first.name, place=first.place, what=what)
+        told |= dict(least=min(shares), most=max(shares), count=_count(first.ignored, weighs, leaves_out))
+        text = _UNWEIGHED.format(**told)
+        return [Finding('unweighed_loss', text, [who])]
+    return []
+
+def _count(ignored, weighs, leaves_out):
+    "How to count what such a loss is divided by"
+    counts = f'batch[1] != {ignored}'
+    if not weighs: return f'({counts}).sum()'
+    return f'weight[batch[1][{counts}]].sum()' if leaves_out else 'weight[batch[1]].sum()'
+
+def _means_of_passes(seen):
+    "By pass, the means over classes that were the loss of a batch"
+    found = {}
+    for batch in seen.batches:
+        own = [o for o in seen.losses.means if o.where == batch.where and o.value == batch.loss and o.rows]
+        if own: found.setdefault(batch.where[:2], []).append(own[0])
+    return found

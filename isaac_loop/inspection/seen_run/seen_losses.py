@@ -20,6 +20,7 @@ from .seen_origins import made_by
 class BatchOfCalls:
     "The batch that is being trained, and what of the model tells about it"
     def __init__(self, inputs=(), targets=(), model=None):
+        self.rows = len(inputs[0]) if len(inputs) and inputs[0].ndim else 0
         self.tokens = [x for x in inputs if x.ndim == 2 and x.dtype in (torch.int32, torch.int64)]
         self.constant = [y for y in targets if y.numel() and is_constant(y)]
         layers = model.modules() if isinstance(model, nn.Module) and self.tokens else ()
@@ -121,6 +122,7 @@ def _places(preds, shape):
 _NAMES = {'cross_entropy', 'nll_loss', 'kl_div', 'ctc_loss', 'binary_cross_entropy_with_logits', 'mse_loss',
           'l1_loss', 'smooth_l1_loss', 'huber_loss', 'log_softmax'}
 _OF_LOSSES = {getattr(F, name): inspect.signature(getattr(F, name)) for name in _NAMES}
+OF_CLASSES = 'cross_entropy','nll_loss'
 
 def beyond(y, made):
     "The share of targets that lie outside of what a sigmoid or a tanh can give"
@@ -154,7 +156,7 @@ class LossCall:
         batch,weight,ignored = calls.batch,self.given.get('weight'),self.given.get('ignore_index')
         self.rows = len(y) if y.ndim else 1
         self.one_less = any(y.numel() == o.numel()-len(o) for o in batch.tokens if o.shape[1] > 4)
-        of_classes = self.name in ('cross_entropy', 'nll_loss')
+        of_classes = self.name in OF_CLASSES
         if self.name.endswith(('mse_loss', 'l1_loss', 'huber_loss')): self.beyond = beyond(y, self.made)
         same = [o for o in batch.constant if o.numel() == y.numel()]
         first = float(y.detach().flatten()[0])
@@ -175,13 +177,33 @@ class LossCall:
             self.padding = max((counted_padding(y, o, ignored, weight) for o in batch.padding), default=0)
         self.weight,self.counts = weight,classes_in(y, weight, ignored)
 
+class MeanOfClasses:
+    "What a mean over classes was divided by"
+    def __init__(self,
+        call, # Of a loss function
+        given, # Its arguments by name
+        calls, # `LossCalls`, which knows the batch
+    ):
+        self.name,self.place,self.where = call.name,calls.calls.place(),calls.calls.moment()[0]
+        self.value,self.rows = float(call.result.detach()),calls.batch.rows
+        y,weight,self.ignored = given['target'],given['weight'],given['ignore_index']
+        counted = y[y != self.ignored]
+        self.divisor = float(len(counted) if weight is None else weight.detach()[counted].double().sum())
+        self.weighs = weight is not None and not is_constant(weight) # Do some targets weigh more than others?
+        self.leaves_out = len(counted) < y.numel()
+
+def divides_by_targets(name, given):
+    "Whether a loss function divides by the weights of targets"
+    return name in OF_CLASSES and given['reduction'] == 'mean' and not given['target'].is_floating_point()
+
 class LossCalls:
-    "Looks at each call of a loss function whose input wants a gradient"
+    "Looks at each call of a loss function; at most of them only where the input wants a gradient"
     name = 'losses'
     def __init__(self, calls):
         self.calls,self.notes = calls,calls.notes
         self.batch = BatchOfCalls()
         self.found = [] # Each `LossCall`
+        self.means = [] # Each `MeanOfClasses`, also of validation
         self.copied = None # Tokens that were targets
         self.only_copies = False # Need the model only copy them?
 
@@ -191,9 +213,13 @@ class LossCalls:
         if call.func not in _OF_LOSSES: return
         bound = _OF_LOSSES[call.func].bind(*call.args, **call.kwargs)
         bound.apply_defaults()
-        if not call.args[0].requires_grad: return
-        self.found.append(LossCall(call.name, bound.arguments, self))
-        if self.found[-1].copies and self.copied is None: self.copied = self.batch.tokens[0].clone()
+        given = bound.arguments
+        if call.args[0].requires_grad: self._add(LossCall(call.name, given, self))
+        if divides_by_targets(call.name, given): self.means.append(MeanOfClasses(call, given, self))
+
+    def _add(self, found):
+        self.found.append(found)
+        if found.copies and self.copied is None: self.copied = self.batch.tokens[0].clone()
 
     def begin(self, inputs, targets, model):
         "A batch has come"
