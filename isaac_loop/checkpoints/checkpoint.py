@@ -22,7 +22,7 @@ from .resuming import between_passes, CompleteAlready, ResumingCB
 from .resuming import start_of_pass, warn_of_rates
 from .run_on_disk import RunOnDisk, metrics_of
 from .when_to_save import NewestNumbers, When
-from .which_run import checked_resume
+from .which_run import checked_resume, explain_fresh, left_before
 from ..loop.events import CancelFitException, callback_name
 from ..loop.monitor import check_monitored, mode_of
 from ..loop.notes import whereabouts
@@ -30,6 +30,7 @@ from ..loop.shared_attributes import offered, offering
 from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
 from ..data.generators import data_generators, PARTS
+from ..state.errors import NoValidCheckpoint
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_folder import run_folder
 from ..state.run_parts import generators
@@ -163,7 +164,10 @@ def _to_resume(self:CheckpointCB, trainer):
 @patch
 def _look(self:CheckpointCB, trainer, mine):
     "Weights and state, or None, and why nothing is left to do in this fit, or None"
-    found = self._run.find(self.resume, mine, self.verify)
+    try: found = self._run.find(self.resume, mine, self.verify)
+    except NoValidCheckpoint as error:
+        if self.folder is None and self.resume == 'must': explain_fresh(error, trainer.experiment)
+        raise
     if found is None or not self._takes_up(trainer, *found):
         self._say_anew(trainer)
         return None,None,None
@@ -201,6 +205,8 @@ def _say_anew(self:CheckpointCB, trainer):
     weights = ', with the weights that the model has now'*later
     broken = ' (the fit before broke off)'*(later and not trainer._last_ended)
     say(f'beginning anew in {short_path(self._run.store.folder)}{which}{weights}{broken}')
+    looks_here = self.folder is None and self.resume == 'auto' and not later
+    if looks_here and (left := left_before(trainer.experiment)): warn(left)
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #4d1fb2d3
 _COMPLETE = ('This fit is complete already ({}): {} is where the run stands{} '

@@ -9,6 +9,7 @@ __all__ = []
 import os
 
 from ..basics.checks import local_path, short_path
+from ..state.atomic_folders import is_held
 from ..state.checkpoint_folder import CheckpointFolder
 from ..state.errors import CheckpointFormatTooNew, NoValidCheckpoint, ResumeMismatch
 from ..state.run_checks import check_is_run
@@ -83,6 +84,31 @@ def is_own(
 )->bool:
     "Whether `path` is the own folder, and no checkpoint elsewhere"
     return os.path.isdir(path) and os.path.samefile(path, store.folder)
+
+# %% ../../nbs/checkpoints/06_which_run.ipynb #f6699b3d
+_LEFT = ('The run of this name before has not come to its end, and has the checkpoint `{}`. This one begins '
+         "anew, since `ExperimentCB` has made a new folder for it. To go on there, pass `resume='latest'` to "
+         "`ExperimentCB`; if a new run is meant, pass `resume='never'` to `CheckpointCB`.")
+_FRESH = ('`ExperimentCB` has made this folder for a new run. To go on in that of the run before, pass '
+          "`resume='latest'` to it.")
+
+def left_before(
+    experiment, # Of the run, with a new folder
+)->str: # A warning, or None
+    "What to say of a run of the same name that has not ended, and is not going on elsewhere"
+    unfinished = getattr(experiment, 'unfinished', None)
+    if unfinished is None: return None
+    folder = unfinished/'checkpoints'
+    newest = CheckpointFolder(folder).latest() if folder.is_dir() else None
+    return None if newest is None or is_held(folder) else _LEFT.format(short_path(newest.path))
+
+def explain_fresh(
+    error, # There is no checkpoint
+    experiment, # Of the run, in whose folder it was looked for
+):
+    "Note on an error that nothing can be in a folder which was made just now"
+    folder = getattr(experiment, 'folder', None)
+    if folder is not None and not (folder/'run.json').exists(): error.add_note(_FRESH)
 
 # %% ../../nbs/checkpoints/06_which_run.ipynb #ede3c730
 _BY_HAND = ('`{}` was saved by hand after a fit that did not end, so nobody knows at which batch it stands. '

@@ -109,16 +109,25 @@ def _choose(self:ExperimentCB):
     except OSError as e:
         raise OSError(_NO_PLACE.format(place=found or parent, error=e.strerror or e)) from None
 
+@patch
+def _unfinished(self:ExperimentCB):
+    "Path of the newest folder of this name, if its run has not ended and this one begins anew; or None"
+    found = None if self.resume is not None else earlier_folder(self.root/self.project, self.experiment)
+    fits = read_record(found/_numbered('run.json', _n_starts(found))).get('fits') if found else None
+    return str(found) if fits and fits[-1].get('outcome') not in ENDED else None
+
 # %% ../../nbs/log/40_experiment.ipynb #f0f5e204
 @patch
 def _take(self:ExperimentCB, trainer):
     "Choose the folder of this run"
     self._of,self._kept,self._about = weakref.ref(trainer),False,None
     ranks = trainer.ranks
-    folder = Path(ranks.from_main(self._choose))
+    unfinished,folder = ranks.from_main(lambda: (self._unfinished(), self._choose()))
+    folder = Path(folder)
     stamp = folder.name.removeprefix(f'{self.experiment}_')
     self._main,self._rank = ranks.is_main,ranks.rank if ranks.size > 1 else None
-    self._about = Experiment(self.project, self.experiment, stamp, folder, self.hyper, self._url)
+    about = self.project,self.experiment,stamp,folder,self.hyper,self._url
+    self._about = Experiment(*about, unfinished and Path(unfinished))
 
 # %% ../../nbs/log/40_experiment.ipynb #86801819
 @patch
@@ -185,12 +194,11 @@ def _warn_of(path, e): warn(_NOT_WRITTEN.format(path=path, error=e))
 # %% ../../nbs/log/40_experiment.ipynb #858015bd
 def _numbered(name, n): return name if n == 1 else f'{Path(name).stem}-{n}{Path(name).suffix}'
 
-# %% ../../nbs/log/40_experiment.ipynb #dcdf3254
-@patch
-def _n_starts(self:ExperimentCB):
+def _n_starts(folder):
     "How many records there are"
-    return next(n for n in itertools.count() if not (self.folder/_numbered('run.json', n+1)).exists())
+    return next(n for n in itertools.count() if not (folder/_numbered('run.json', n+1)).exists())
 
+# %% ../../nbs/log/40_experiment.ipynb #dcdf3254
 @patch
 def _settle(self:ExperimentCB, n, which, how):
     "Note in the record of start `n` how those fits ended that were killed, and return them"
@@ -224,7 +232,7 @@ def _keep(self:ExperimentCB):
     self._kept = True
     self._open_log()
     if not self._main: return
-    n = self._n_starts()+1
+    n = _n_starts(self.folder)+1
     self._file = self.folder/_numbered('run.json', n)
     how = dict(outcome='broken off', reason=f'the run went on in {self._file.name}')
     self._settle(n-1, lambda row: row['outcome'] == 'running', how)
@@ -260,7 +268,7 @@ def _close_earlier(self:ExperimentCB, trainer, outcome):
     reason = trainer.stop_reason or 'only the end was left to a later start'
     how = dict(outcome=outcome, reason=reason, n_updates=trainer.n_updates)
     is_open = lambda row: row['fit'] == trainer.history.fit and row['outcome'] not in ENDED
-    if self._settle(self._n_starts(), is_open, how): self._open_log()
+    if self._settle(_n_starts(self.folder), is_open, how): self._open_log()
 
 # %% ../../nbs/log/40_experiment.ipynb #23804cdd
 @patch

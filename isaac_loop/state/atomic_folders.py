@@ -177,6 +177,15 @@ def _forget_locks():
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forget_locks)
 
+def is_held(
+    folder, # May have a lock
+)->bool:
+    "Whether somebody holds a folder just now"
+    try: FolderLock(folder).release()
+    except CheckpointFolderBusy: return True
+    except OSError: pass # Where nobody may write, or locks are unknown
+    return False
+
 # %% ../../nbs/state/74_atomic_folders.ipynb #1c406c8c
 def put_hint(folder, name, about):
     "Let a small file say `about`; it is the old one or the new one at any moment"

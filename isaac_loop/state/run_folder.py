@@ -30,6 +30,7 @@ class Experiment:
     folder:Path # Everything of the run is kept here
     hyper:dict = field(default_factory=dict) # Hyper-parameters, as plain types
     url:str = field(default=None, repr=False) # Where the folder is to be copied to, if anywhere
+    unfinished:Path = field(default=None, repr=False) # Of the run of this name before, if that has not ended
 
     def path(self,
         *parts, # Names of folders, and last of the file

@@ -41,6 +41,7 @@ from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import EVENTS, CancelFitException
 from isaac_loop.log.code_version import git_state
+from isaac_loop.state.errors import NoValidCheckpoint
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer
@@ -668,6 +669,64 @@ def test_an_interrupted_experiment_goes_on_in_its_folder(tmp_path):
         record(folder, "run-2.json")["fits"][0]["outcome"] == "finished"
         and (folder / "code" / "start-2" / "callbacks.py").exists()
     )
+
+
+def beginning(root, name="net", resume=None, **kwargs):
+    return small(ExperimentCB(root, "p", name, resume=resume), CheckpointCB(every=1, **kwargs))
+
+
+def broken_off(trainer):
+    with pytest.raises(Cut):
+        trainer.fit(2, callbacks=CutCB("before_batch", lambda t: t.epoch == 1))
+    return trainer
+
+
+def told_of_a_run_before(trainer):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(1)
+    return [str(o.message) for o in caught if "has not come to its end" in str(o.message)]
+
+
+def test_a_run_that_begins_anew_in_a_new_folder_tells_of_the_one_that_has_not_ended(tmp_path):
+    "Started again without `resume='latest'` it began anew, and nobody said that the one before waits"
+    left = broken_off(beginning(tmp_path)).CheckpointCB.path
+    (said,) = told_of_a_run_before(beginning(tmp_path))
+    assert left.relative_to(tmp_path).as_posix() in said and "pass `resume='latest'` to `Exp" in said
+    broken_off(beginning(tmp_path, resume="latest"))
+    assert told_of_a_run_before(beginning(tmp_path, resume="latest")) == []
+
+
+def test_a_run_that_is_meant_to_be_new_or_goes_on_is_told_nothing(tmp_path):
+    assert told_of_a_run_before(beginning(tmp_path)) == told_of_a_run_before(beginning(tmp_path)) == []
+    broken_off(beginning(tmp_path))
+    assert told_of_a_run_before(beginning(tmp_path, "other")) == []
+    assert told_of_a_run_before(beginning(tmp_path, folder=tmp_path / "own")) == []
+    broken_off(beginning(tmp_path))
+    never = small(ExperimentCB(tmp_path, "p", "net"), CheckpointCB(resume="never"))
+    assert told_of_a_run_before(never) == []
+
+
+def test_a_run_that_is_still_going_on_is_no_run_that_was_left(tmp_path):
+    "Two of one name beside one another"
+    told = []
+
+    def before_epoch(trainer):
+        if trainer.epoch == 1 and trainer.training:
+            told.append(told_of_a_run_before(beginning(tmp_path)))
+
+    beginning(tmp_path).fit(2, callbacks=before_epoch)
+    assert told == [[]]
+
+
+def test_who_must_go_on_in_a_folder_that_was_made_just_now_is_told_how(tmp_path):
+    broken_off(beginning(tmp_path))
+    with pytest.raises(NoValidCheckpoint) as caught:
+        small(ExperimentCB(tmp_path, "p", "net"), CheckpointCB(resume="must")).fit(2)
+    assert "pass `resume='latest'`" in "".join(caught.value.__notes__)
+    trainer = small(ExperimentCB(tmp_path, "p", "net", resume="latest"), CheckpointCB(resume="must"))
+    trainer.fit(2)
+    assert trainer.n_updates == 6
 
 
 @pytest.mark.parametrize("order", [35, 200])
