@@ -462,6 +462,81 @@ def test_a_fault_that_is_meant_is_silent_by_its_name(case):
         del callbacks[-1].silent
 
 
+class ReturnsLossCB(BasicTrainCB):
+    def get_loss(self, trainer):
+        return F.cross_entropy(trainer.preds, trainer.batch[1], label_smoothing=0.1)
+
+
+class ReturnsHalfLossCB(BasicTrainCB):
+    def __init__(self):
+        self.criterion = nn.CrossEntropyLoss()
+
+    def get_loss(self, trainer):
+        loss = self.criterion(trainer.preds, trainer.batch[1])
+        return loss / 2
+
+
+class ReturnsOwnLossCB(BasicTrainCB):
+    def get_loss(self, trainer):
+        return self.own(trainer)
+
+    def own(self, trainer):
+        return F.cross_entropy(trainer.preds, trainer.batch[1])
+
+
+class ReturnsPredsCB(BasicTrainCB):
+    def predict(self, trainer):
+        x, _ = trainer.batch
+        return trainer.model(x)
+
+
+class SetsInBaseCB(BasicTrainCB):
+    def get_loss(self, trainer):
+        return super().get_loss(trainer)
+
+
+class SetsInMethodCB(ReturnsOwnLossCB):
+    def own(self, trainer):
+        trainer.loss = F.cross_entropy(trainer.preds, trainer.batch[1])
+        return trainer.loss
+
+
+class SetsAndReturnsCB(BasicTrainCB):
+    def predict(self, trainer):
+        preds = trainer.model(trainer.batch[0])
+        trainer.preds = preds
+        return preds
+
+
+class SetsInFunctionCB(BasicTrainCB):
+    def get_loss(self, trainer):
+        return set_loss(trainer)
+
+
+def set_loss(trainer):
+    trainer.loss = F.cross_entropy(trainer.preds, trainer.batch[1])
+
+
+@pytest.mark.parametrize(
+    "callback,name",
+    [
+        (ReturnsLossCB, "loss"),
+        (ReturnsHalfLossCB, "loss"),
+        (ReturnsOwnLossCB, "loss"),
+        (ReturnsPredsCB, "preds"),
+    ],
+)
+def test_a_step_that_returns_what_it_is_to_set_is_found(callback, name):
+    "The loop said only that there is no loss, or trained with another one"
+    with pytest.warns(UserWarning, match=rf"as in `trainer.{name} = ...`\. \(return_ignored\)"):
+        images_trainer([callback()]).check()
+
+
+@pytest.mark.parametrize("callback", [SetsInBaseCB, SetsInMethodCB, SetsAndReturnsCB, SetsInFunctionCB])
+def test_a_step_that_sets_what_it_also_returns_is_let_alone(callback):
+    assert "return_ignored" not in found_in(images_trainer([callback()]))
+
+
 def test_a_finding_names_everybody_and_its_own_name():
     trainer = images_trainer([BasicTrainCB(), SecondStepCB()])
     with pytest.raises(CheckFailed, match="double_step") as failed:

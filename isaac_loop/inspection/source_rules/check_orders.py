@@ -9,7 +9,7 @@ __all__ = []
 import ast
 
 from ..source.method_source import function_node, function_of
-from .check_rules import asked_copies, happens, is_sure, said
+from .check_rules import asked_copies, happens, is_sure, method_of, said
 from .check_rules import steps_run
 from ...loop.events import STEPS, handler_of
 from ...loop.handlers import TrainersOwn, order_of
@@ -129,29 +129,51 @@ def _is_asked(scene, cb, run):
 
 # %% ../../../nbs/inspection/source_rules/04_check_orders.ipynb #e0c3e939
 _RETURNED = ('{who} returns `{what}`, and the loop does not look at what a method returns. Set it on the '
-             'trainer, as in `trainer.batch = ...`.')
+             'trainer, as in `trainer.{name} = ...`.')
+_SETS = {'predict': 'preds', 'get_loss': 'loss'} # What these steps are for
 _GRAPH = ('{who} collects predictions or losses together with what the backward pass needs of them '
           '({line}), so the memory of every batch is kept. Collect `.detach()` of them.')
+
+def _values_of(node):
+    "What a method returns"
+    inner = [o for o in ast.walk(node) if isinstance(o, (ast.FunctionDef, ast.Lambda)) and o is not node]
+    hidden = {id(node) for made in inner for node in ast.walk(made)}
+    return [o.value for o in ast.walk(node) if isinstance(o, ast.Return) and id(o) not in hidden]
 
 def _returned(f):
     "What a method returns that looks like a result: a name, an attribute, a tuple"
     node = function_node(f) if f is not None else None
     if not isinstance(node, ast.FunctionDef): return None
-    inner = [o for o in ast.walk(node) if isinstance(o, (ast.FunctionDef, ast.Lambda)) and o is not node]
-    hidden = {id(node) for made in inner for node in ast.walk(made)}
-    values = [o.value for o in ast.walk(node) if isinstance(o, ast.Return) and id(o) not in hidden]
+    values = _values_of(node)
     given = {arg.arg for arg in node.args.args}
     made = [value for value in values if isinstance(value, (ast.Name, ast.Tuple, ast.Subscript))]
     return next((ast.unparse(value) for value in made if getattr(value, 'id', None) not in given), None)
+
+def _not_set(entry):
+    "What a step returns, of whatever form, that is not set on the trainer"
+    name,(node,trainer) = _SETS[entry.event],method_of(entry)
+    if node is None or name in entry.found.writes: return None
+    values = [value for value in _values_of(node) if value is not None and not _is_none(value)]
+    return next((ast.unparse(value) for value in values if not _hands_on(value, trainer)), None)
+
+def _is_none(value): return isinstance(value, ast.Constant) and value.value is None
+
+def _hands_on(value, trainer):
+    "Whether the trainer is given to a function that may set it there, and is not read"
+    calls = [o for o in ast.walk(value) if isinstance(o, ast.Call)]
+    given = [o.func for o in calls if any(getattr(arg, 'id', None) == trainer for arg in o.args)]
+    return any(not (isinstance(f, ast.Attribute) and getattr(f.value, 'id', None) == 'self') for f in given)
 
 def lost_results(scene):
     "Methods that return something, which nobody takes"
     found = []
     for entry in scene.entries:
         if entry.callback is None or isinstance(entry.callback, TrainersOwn): continue
-        what = _returned(function_of(handler_of(entry.callback, entry.event))[0])
+        is_step = entry.event in _SETS and not entry.found.unclear
+        f = function_of(handler_of(entry.callback, entry.event))[0]
+        what = _not_set(entry) if is_step else _returned(f)
         if what is None: continue
-        text = _RETURNED.format(who=said(entry), what=what)
+        text = _RETURNED.format(who=said(entry), what=what, name=_SETS.get(entry.event, 'batch'))
         found.append(Finding('return_ignored', text, [entry.callback]))
     return found
 
