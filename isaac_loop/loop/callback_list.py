@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/loop/26_callback_list.ipynb #232113b8
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 
 from ..basics.checks import did_you_mean
@@ -41,6 +42,16 @@ def is_in(
     return id(callback) in map(id, callbacks)
 
 # %% ../../nbs/loop/26_callback_list.ipynb #112e1c1a
+_A_MAPPING = ('Callbacks were given as `{kind}` with the keys {keys}, and only the keys would be looked at. '
+              'Give a list, such as `list(callbacks.values())`; a callback is called as its own `name` says.')
+
+def listed(
+    callbacks, # Several
+)->list:
+    "Several callbacks as a list; a dict would give its keys"
+    if not isinstance(callbacks, Mapping): return list(callbacks)
+    raise TypeError(_A_MAPPING.format(kind=type(callbacks).__name__, keys=list(callbacks)))
+
 def flat(
     callbacks, # One, several, or None; groups may hold groups
     seen:tuple=(), # Groups that are being looked into
@@ -48,7 +59,7 @@ def flat(
     "All callbacks in `callbacks`, each group followed by its members"
     if callbacks is None or is_in(callbacks, seen): return []
     if not is_several(callbacks): return [callbacks, *flat(members(callbacks), (*seen, callbacks))]
-    given,found = list(callbacks),[]
+    given,found = listed(callbacks),[]
     for cb in given:
         brought = flat(cb, seen)
         if not is_several(cb): brought[1:] = without(brought[1:], given) # A member may stand beside its group
@@ -167,7 +178,7 @@ def exchanged(
     "The list of callbacks, after somebody has set it"
     mine = vars(trainer).get('callbacks')
     if callbacks is mine: return mine # `+=` has changed it
-    callbacks = list(callbacks) if is_several(callbacks) else [] if callbacks is None else [callbacks]
+    callbacks = listed(callbacks) if is_several(callbacks) else [] if callbacks is None else [callbacks]
     if not vars(trainer).get('_fitting'): return CallbackList(trainer, callbacks)
     trainer._exchange(callbacks)
     return mine

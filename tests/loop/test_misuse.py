@@ -32,6 +32,35 @@ from isaac_loop.loop.callback_checks import _is_in_order, check_callback
 from small import data, trainer_with
 
 
+def test_a_dict_of_callbacks_is_refused_by_its_name_and_lists_are_not():
+    "Its keys were taken for the callbacks: nothing ran of an empty one, and of others `str` was to blame"
+    match = r"given as `dict` with the keys \['mine'\].*list\(callbacks.values\(\)\)"
+    t = trainer_with()
+    for add in (
+        lambda o: trainer_with(o),
+        lambda o: t.add_callbacks(o),
+        lambda o: t.add_callbacks([[o]]),
+        lambda o: t.fit(1, callbacks=o),
+        lambda o: setattr(t, "callbacks", o),
+        lambda o: t.check(callbacks=o),
+    ):
+        with pytest.raises(TypeError, match=match):
+            add(dict(mine=MetricsCB(show=False)))
+        with pytest.raises(TypeError, match=r"given as `dict` with the keys \[\]"):
+            add({})
+    with pytest.raises(TypeError, match="`mappingproxy`"):
+        t.add_callbacks(vars(MetricsCB))
+
+    class OnesOwn(dict):
+        def before_fit(self, trainer):
+            self["begun"] = True
+
+    mine = OnesOwn(a=1)
+    t = trainer_with(mine, (EMACB(), [MetricsCB(show=False)]))
+    t.fit(1)
+    assert mine["begun"] and [type(o) for o in t.callbacks[-3:]] == [OnesOwn, EMACB, MetricsCB]
+
+
 @pytest.mark.shows("ISA-44")
 def test_a_step_of_the_trainer_and_one_of_a_callback_are_refused_together_unless_one_replaces():
     "Never two providers by accident"
