@@ -6,30 +6,22 @@
 __all__ = ['EvaluatorCB']
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #d1e62ff4
-import math, numbers, time
+import math, numbers
 
 from fastcore.basics import patch
 
 from ..metrics.any_metric import check_no_options
-from ..metrics.metrics import weigh_of
-from .data_sets import aside, check_columns, check_sets
-from .data_sets import chosen_loader, data_sets, same_random
-from .shared_evaluation import shared_rows
-from ..data.dataset_order import in_order
-from .epoch_predictions import evaluated_weights
-from .predictions import OtherData
-from ..train.training import NBatchCB
+from .data_sets import check_columns, check_sets, data_sets, same_random
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, warn
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException, Order, callback_name
 from ..basics.tables import row_text
-from .evaluation_pass import PassCB, agreed, askers, check_functions, check_metric_names
-from .evaluation_pass import check_returned_names, returned_numbers
-from ..state.kept_attributes import attributes_kept
+from .evaluation_pass import agreed, check_functions, check_metric_names
+from .one_evaluation import Evaluating
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #dd20e864
-class EvaluatorCB:
+class EvaluatorCB(Evaluating):
     "Evaluate every so many updates or epochs, at the start and at the end, without a trace in the training"
     order = Order.RECORD
     on_valid = False
@@ -61,131 +53,39 @@ class EvaluatorCB:
         if name: self.name = name
         self.sets,self.at_start,self.at_end = data_sets(dl, 'eval'),at_start,at_end
         self.updates,self.epochs = updates,1 if updates is None and epochs is None else epochs
-        self.n_batches,self.with_loss,self._weigh = n_batches,with_loss,weigh
-        self.write,self.report,self.callbacks_inside = write,report,callbacks
-        self.user_iter_callback,self.user_epochs_done_callback = user_iter_callback,user_epochs_done_callback
-        self.store = {} # For both functions; emptied before each evaluation
-        self._cancel = None # What a function of the user's has raised, for the training
-        self._stop,self._left = None,None # Why the training is to stop, and why an evaluation is not complete
-        self._askers = askers(eval_tensors or ['preds', 'targets'] + ['loss']*with_loss)
-        look = self._look if user_iter_callback else None
-        self._pass = PassCB(callback_name(self), metrics, with_loss, look, weigh)
-        self._dl,self._metrics = dl,metrics
+        self.report,self._dl,self._metrics = report,dl,metrics
+        super().__init__(metrics, user_iter_callback, user_epochs_done_callback, eval_tensors,
+                         n_batches, with_loss, weigh, write, callbacks)
 
-# %% ../../nbs/evaluate/40_evaluator.ipynb #ee57b051
+# %% ../../nbs/evaluate/40_evaluator.ipynb #7d98d255
 @patch
-def _run(self:EvaluatorCB, trainer, name, dl):
-    "Run over one data set; what was measured, by name"
-    self._pass.weigh = weigh_of(trainer) if self._weigh is None else self._weigh
-    callbacks = [o for o in (self._pass, self._limit(), self.callbacks_inside) if o is not None]
-    of_training = trainer.callbacks
-    with trainer.side_run(callbacks) as side, attributes_kept(side, of_training):
-        ordered,rows = in_order(chosen_loader(side.dls, dl))
-        if self.user_iter_callback is not None: rows = None # It is to see all of them
-        with shared_rows(side.ranks, ordered, rows) as read:
-            side.dls = OtherData(side.dls, read, f'The data set `{name}`')
-            side.fit(1, train=False)
-        row = dict(side.history[-1]) if len(side.history) else {}
-        self._stop = side.stop_reason # Of several processes, that on which all have agreed
-        self._left = self._left or self._pass.gap
-    if 'valid_loss' not in row: warn(_NOTHING_MEASURED.format(name, callback_name(self)))
-    left_out = ['fit', 'epoch', 'elapsed'] + ['valid_loss']*(not self.with_loss)
-    return {'loss' if k == 'valid_loss' else k: v for k,v in row.items() if k not in left_out}
-
-@patch
-def _limit(self:EvaluatorCB):
-    "A limit on the number of batches, with a name of its own"
-    if self.n_batches is None: return None
-    limit = NBatchCB(self.n_batches, on_train=False)
-    limit.name = f'{callback_name(self)}_limit'
-    return limit
-
-_NOTHING_MEASURED = ('No batch of `{}` got to its end, so `{}` has measured nothing. '
-                     'Look for a callback that cancels.')
-
-# %% ../../nbs/evaluate/40_evaluator.ipynb #ba905512
-@patch
-def _look(self:EvaluatorCB, trainer):
-    "Call the user's function for a batch, and note if it has had enough"
-    stopped,left = trainer.stop_reason,None
-    try: self.user_iter_callback({name: f(trainer) for name,f in self._askers.items()}, self.store)
-    except (CancelEpochException, CancelFitException) as cancel:
-        if isinstance(cancel, CancelFitException): self._cancel = cancel
-        left = f'{type(cancel).__name__}: {cancel}'.rstrip(': ')
-        raise
-    finally:
-        if trainer.stop_reason != stopped: left = self._stop = trainer.stop_reason
-        done = trainer.batch_num+1
-        if left is not None and done != trainer.n_batches:
-            self._left = f'{left}, after {done} batch{"es"*(done > 1)}'
-
-# %% ../../nbs/evaluate/40_evaluator.ipynb #11b4aa61
-@patch
-def _pass_on(self:EvaluatorCB, trainer, name):
-    "Let the training know of a stop, and the user of an evaluation that is not complete"
-    stop,left = self._stop,self._left
-    self._stop,self._left = None,None
-    if left is not None: warn(_LEFT_EARLY.format(name, left))
-    if stop is not None and trainer._fitting: trainer.request_stop(stop, everywhere=True)
-
-_LEFT_EARLY = 'The evaluation of `{}` was left early ({}), so its numbers are those of a part of the data.'
-
-# %% ../../nbs/evaluate/40_evaluator.ipynb #c074dcf7
-@patch
-def _done(self:EvaluatorCB, trainer):
-    "What the user's function for the end returns; a cancel is kept for later"
-    if self.user_epochs_done_callback is None or self._cancel is not None: return None
-    with aside(trainer.model):
-        try: return self.user_epochs_done_callback(self.store)
-        except CancelException as cancel: self._cancel = cancel
-
-@patch
-def _evaluate_one(self:EvaluatorCB, trainer, name, dl):
-    "Evaluate one data set: columns of the history, and what the user's function returned"
-    start = time.perf_counter()
-    self.store.clear()
-    self._cancel,self._stop,self._left = None,None,None
-    with evaluated_weights(trainer):
-        columns = self._run(trainer, name, dl)
-        self._pass_on(trainer, name)
-        returned = self._done(trainer)
-        self._cancel = agreed(trainer.ranks, self._cancel)
-    new = returned_numbers(returned) if self.write is None else {}
-    check_returned_names(new, columns)
-    theirs = trainer.ranks.gather([columns | new, time.perf_counter()-start])
-    columns = {f'{name}_{k}': v for k,v in theirs[0][0].items()} # Where all read all of it, what main has
-    return columns | {f'{name}_seconds': max(seconds for _,seconds in theirs)},returned
-
-# %% ../../nbs/evaluate/40_evaluator.ipynb #febb18b4
-@patch
-def before_fit(self:EvaluatorCB, trainer):
-    "Forget the last run, and look at names and data"
-    self._check(trainer)
-    self.n_evaluations,self._measured = 0,{} # How many, and what the last one gave
-    self._fresh = False # Is the model still the one that was measured last?
-    self._started,self._seen = False,0 # Was there a batch, and how many updates after the last one?
-    self._unwritten = [] # Batches that have no row yet
-    self._cancel = None
-
-@patch
-def columns(self:EvaluatorCB, trainer)->list: # One with `_*` at its end: further names
-    "The columns that this callback will write into the history"
-    names = [name for m in self._pass.metrics for name in (m, f'{m}_*')]
-    names += ['loss']*self.with_loss + ['seconds']
-    if self.user_epochs_done_callback is not None: names.append('*')
-    starts = [''] + ['start_']*self.at_start
-    return [f'{start}{name}_{column}' for start in starts for name in self.sets for column in names]
-
-@patch
-def _check(self:EvaluatorCB, trainer):
-    "Refuse columns that somebody else writes, and data sets without a batch"
-    check_columns(trainer, self, 'Give the data set another name: `EvaluatorCB({"other": dl})`.')
+def evaluate(self:EvaluatorCB,
+    trainer, # Has the model, and the callbacks that run it
+)->dict: # The columns that would be written
+    "Evaluate now, and write nothing"
     check_sets(trainer, self.sets, callback_name(self))
+    columns = {}
+    for name,dl in self.sets.items(): columns |= self._evaluate_one(trainer, name, dl)[0]
+    self._leave(*() if trainer._fitting else (CancelException,))
+    return columns
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #dc0acb3d
 @patch
 def _measure(self:EvaluatorCB, trainer):
-    "Evaluate all data sets"
+    "Evaluate all data sets, and tell the functions that write and report"
+    columns,returned = self._evaluate_all(trainer)
+    self.n_evaluations += 1
+    self._fresh,self._measured = True,columns
+    if self.write is None and self.report is None: return columns
+    try:
+        with same_random(): self._tell(trainer, columns, returned)
+    except CancelException as cancel: self._cancel = self._cancel or cancel
+    self._cancel = agreed(trainer.ranks, self._cancel)
+    return columns
+
+@patch
+def _evaluate_all(self:EvaluatorCB, trainer):
+    "Evaluate one data set after the other, until a function has had enough"
     columns,returned = {},[]
     for name,dl in self.sets.items():
         try: new,what = self._evaluate_one(trainer, name, dl)
@@ -196,37 +96,30 @@ def _measure(self:EvaluatorCB, trainer):
         columns |= new
         returned.append(what)
         if self._cancel is not None: break
-    self.n_evaluations += 1
-    self._fresh,self._measured = True,columns
-    if self.write is None and self.report is None: return columns
-    try:
-        with same_random(): self._tell(trainer, columns, returned)
-    except CancelException as cancel: self._cancel = self._cancel or cancel
-    self._cancel = agreed(trainer.ranks, self._cancel)
-    return columns
+    return columns,returned
 
-# %% ../../nbs/evaluate/40_evaluator.ipynb #570cce75
+# %% ../../nbs/evaluate/40_evaluator.ipynb #d05683cf
 @patch
-def _tell(self:EvaluatorCB, trainer, columns, returned):
-    "Call the functions that write and report"
-    for what in returned:
-        if self.write is not None and what is not None: self.write(trainer.history, what, trainer.n_updates)
-    text = f'after {trainer.n_updates} updates: ' + row_text(columns)
-    if self.report is not None and trainer.ranks.is_main: self.report(text)
+def columns(self:EvaluatorCB, trainer)->list: # One with `_*` at its end: further names
+    "The columns that this callback will write into the history"
+    names = [name for m in self._pass.metrics for name in (m, f'{m}_*')]
+    names += ['loss']*self.with_loss + ['seconds']
+    if self.user_epochs_done_callback is not None: names.append('*')
+    starts = [''] + ['start_']*self.at_start
+    return [f'{start}{name}_{column}' for start in starts for name in self.sets for column in names]
 
-# %% ../../nbs/evaluate/40_evaluator.ipynb #05b72f8e
 @patch
-def _leave(self:EvaluatorCB, *over):
-    "Raise the cancel that a function has raised, unless what it ends is `over`"
-    cancel,self._cancel = self._cancel,None
-    if cancel is not None and not isinstance(cancel, over): raise cancel
+def before_fit(self:EvaluatorCB, trainer):
+    "Forget the last run, and look at names and data"
+    check_columns(trainer, self, 'Give the data set another name: `EvaluatorCB({"other": dl})`.')
+    check_sets(trainer, self.sets, callback_name(self))
+    self.n_evaluations,self._measured = 0,{} # How many, and what the last one gave
+    self._fresh = False # Is the model still the one that was measured last?
+    self._started,self._seen = False,0 # Was there a batch, and how many updates after the last one?
+    self._unwritten = [] # Batches that have no row yet
+    self._cancel = None
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #d4e0da9d
-@patch
-def before_epoch(self:EvaluatorCB, trainer):
-    "Begin an epoch without an evaluation"
-    self._unwritten = []
-
 @patch
 def before_batch(self:EvaluatorCB, trainer):
     "Evaluate before the first update, if asked to"
@@ -238,7 +131,26 @@ def before_batch(self:EvaluatorCB, trainer):
     self._leave()
     self._fresh = False
 
+# %% ../../nbs/evaluate/40_evaluator.ipynb #87ae5879
+@patch
+def cleanup_epoch(self:EvaluatorCB, trainer):
+    "Evaluate when enough epochs are over, unless the model is still the one that was measured last"
+    if not isinstance(trainer.exception, (type(None), CancelEpochException)): return
+    if self._is_due(trainer) and not self._fresh: trainer.history.write(**self._measure(trainer))
+    self._leave(CancelEpochException, CancelBatchException, CancelStepException)
+
+@patch
+def _is_due(self:EvaluatorCB, trainer):
+    "Whether to evaluate at the end of this epoch"
+    last = trainer.stop_reason is not None or trainer.epoch+1 >= trainer.n_epochs
+    return (self.at_end and last) or (self.epochs is not None and (trainer.epoch+1) % self.epochs == 0)
+
 # %% ../../nbs/evaluate/40_evaluator.ipynb #9cc0adf7
+@patch
+def before_epoch(self:EvaluatorCB, trainer):
+    "Begin an epoch without an evaluation"
+    self._unwritten = []
+
 @patch
 def after_batch(self:EvaluatorCB, trainer):
     "Evaluate when there were enough updates"
@@ -267,20 +179,6 @@ def _after_update(self:EvaluatorCB, trainer, *over):
     trainer.write_measured(**row)
     self._leave(*over)
 
-# %% ../../nbs/evaluate/40_evaluator.ipynb #87ae5879
-@patch
-def cleanup_epoch(self:EvaluatorCB, trainer):
-    "Evaluate when enough epochs are over, unless the model is still the one that was measured last"
-    if not isinstance(trainer.exception, (type(None), CancelEpochException)): return
-    if self._is_due(trainer) and not self._fresh: trainer.history.write(**self._measure(trainer))
-    self._leave(CancelEpochException, CancelBatchException, CancelStepException)
-
-@patch
-def _is_due(self:EvaluatorCB, trainer):
-    "Whether to evaluate at the end of this epoch"
-    last = trainer.stop_reason is not None or trainer.epoch+1 >= trainer.n_epochs
-    return (self.at_end and last) or (self.epochs is not None and (trainer.epoch+1) % self.epochs == 0)
-
 # %% ../../nbs/evaluate/40_evaluator.ipynb #3c472f18
 @patch
 def after_fit(self:EvaluatorCB, trainer):
@@ -300,6 +198,15 @@ def cleanup_fit(self:EvaluatorCB, trainer):
 _NO_TURN = ('`{}` had no turn in this fit, so nothing was evaluated. '
             'Lower `updates` or `epochs`, or leave out `at_end=False`.')
 
+# %% ../../nbs/evaluate/40_evaluator.ipynb #570cce75
+@patch
+def _tell(self:EvaluatorCB, trainer, columns, returned):
+    "Call the functions that write and report"
+    for what in returned:
+        if self.write is not None and what is not None: self.write(trainer.history, what, trainer.n_updates)
+    text = f'after {trainer.n_updates} updates: ' + row_text(columns)
+    if self.report is not None and trainer.ranks.is_main: self.report(text)
+
 # %% ../../nbs/evaluate/40_evaluator.ipynb #49e39a78
 _KEPT = ('n_evaluations', '_seen', '_started', '_fresh', '_measured', '_unwritten')
 
@@ -315,15 +222,3 @@ def load_state_dict(self:EvaluatorCB,
     "Go on from a saved state"
     for name in _KEPT: setattr(self, name, state[name.strip('_')])
     self._measured,self._unwritten = dict(self._measured),list(self._unwritten)
-
-# %% ../../nbs/evaluate/40_evaluator.ipynb #7d98d255
-@patch
-def evaluate(self:EvaluatorCB,
-    trainer, # Has the model, and the callbacks that run it
-)->dict: # The columns that would be written
-    "Evaluate now, and write nothing"
-    check_sets(trainer, self.sets, callback_name(self))
-    columns = {}
-    for name,dl in self.sets.items(): columns |= self._evaluate_one(trainer, name, dl)[0]
-    self._leave(*() if trainer._fitting else (CancelException,))
-    return columns

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import isaac_loop.all as library
-from isaac_loop.evaluate import evaluator as evaluator_module
+from isaac_loop.evaluate import one_evaluation
 from isaac_loop.train.averaging import EMACB, SWACB
 from isaac_loop.checkpoints.best_weights import KeepBestCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
@@ -201,7 +201,7 @@ def without_times(found):
 @pytest.mark.parametrize("n", [4, 6])
 def test_a_state_goes_through_a_file_and_back_in_the_middle_of_a_run(name, n, tmp_path, monkeypatch):
     "Saved at any batch, read by the safe reader, saved again the same; and the run ends as if never stopped"
-    monkeypatch.setattr(evaluator_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(one_evaluation, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     whole, states = fit(make_trainer(with_one(name))), []
 
     def keep(trainer):

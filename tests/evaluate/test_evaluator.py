@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import isaac_loop.evaluate.evaluation  # noqa: F401
 import runs
-from isaac_loop.evaluate import evaluator as evaluator_module
+from isaac_loop.evaluate import one_evaluation
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.averaging import EMACB, SWACB
 from isaac_loop.checkpoints.best_weights import KeepBestCB
@@ -185,7 +185,7 @@ def test_every_module_is_back_in_its_own_mode_for_the_rest_of_the_epoch():
 
 def test_a_run_that_was_cut_goes_on_with_its_evaluations_and_with_what_they_steer(tmp_path, monkeypatch):
     "Saved at every batch, and gone on from each: no evaluation twice, and half of the patience used"
-    monkeypatch.setattr(evaluator_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(one_evaluation, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 
     def make(*more):
         steering = [
