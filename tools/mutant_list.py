@@ -462,7 +462,7 @@ MUTANTS = [
     ),
     Mutant(
         "a second interrupt saves all the same",
-        "_interrupted",
+        "is_interrupted",
         " and not any(offered(trainer, 'hurried'))",
         "",
         ["test_a_second_interrupt_in_validation_saves_nothing_either"],
@@ -490,8 +490,8 @@ MUTANTS = [
     ),
     Mutant(
         "another model is filled with what was saved",
-        "CheckpointCB._takes_up",
-        "if whose != 'a later fit': check_fits(trainer, weights, state, self.strict)",
+        "takes_up",
+        "if whose != 'a later fit': check_fits(trainer, weights, state, strict)",
         "pass",
         ["test_what_would_give_a_wrong_result_is_refused_with_both_sides"],
     ),
@@ -625,7 +625,7 @@ MUTANTS = [
     ),
     Mutant(
         "an interrupt does not say where the run was saved",
-        "CheckpointCB._say_how_to_go_on",
+        "note_how_to_go_on",
         "trainer.exception.add_note(said)",
         "pass",
         ["test_the_checkpoint_is_named_and_the_same_fit_goes_on_from_there"],

@@ -9,40 +9,31 @@ __all__ = ['CheckpointCB']
 from functools import partial
 from pathlib import Path
 
-from torch.utils.data import IterableDataset
-
 from fastcore.basics import patch
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
-from ..basics.checks import check_flag, local_path, short_path, warn
+from ..basics.checks import check_flag, local_path
 from ..basics.output import say
 from .background_writes import BackgroundWrites
-from .counted_fits import CountedFits, belongs_to, why_over
-from .resuming import between_passes, CompleteAlready, ResumingCB
-from .resuming import start_of_pass, warn_of_rates
-from .run_on_disk import RunOnDisk, metrics_of
-from .when_to_save import NewestNumbers, When
-from .which_run import checked_resume, explain_fresh, left_before
-from ..loop.events import CancelFitException, callback_name
+from .counted_fits import CountedFits
+from .going_on import note_how_to_go_on, tell_exchanged, to_resume
+from .resuming import between_passes, CompleteAlready, ResumingCB, start_of_pass
+from .run_on_disk import RunOnDisk, facts_about, metrics_of
+from .when_to_save import NewestNumbers, When, check_unmonitored
+from .when_to_save import is_interrupted, signal_of
+from .which_run import checked_resume
+from ..loop.events import CancelFitException
 from ..loop.monitor import check_monitored, mode_of
 from ..loop.notes import whereabouts
-from ..loop.shared_attributes import offered, offering
 from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
-from ..data.generators import data_generators, PARTS
-from ..state.errors import NoValidCheckpoint
-from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_folder import run_folder
-from ..state.run_parts import generators
-from ..state.script_facts import exchanged_opts, note_left, other_facts
+from ..state.script_facts import note_left
 from ..state.run_state import cut_names, put_weights, take_parts, take_state
 from ..state.states_of_processes import for_this_process, gather_states
 from ..state.store import check_keeping
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #b5719676
-_NO_MONITOR = ('`{}` needs to know what is best. '
-               "Pass a column of the history as `monitor`, such as 'valid_loss'.")
-
 class CheckpointCB(ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,
@@ -63,7 +54,7 @@ class CheckpointCB(ResumingCB):
         mode = mode_of(monitor, mode) if monitor is not None else 'min'
         check_keeping(keep_last, keep_best, None, mode)
         check_pattern(pattern)
-        if monitor is None: _check_unmonitored(every, keep_best)
+        if monitor is None: check_unmonitored(every, keep_best)
         self.folder,self.monitor,self.every = folder,monitor,every
         self.resume,self.strict,self.verify = checked_resume(resume),check_flag(strict, 'strict'),verify
         self.path = None # The newest checkpoint
@@ -77,136 +68,130 @@ class CheckpointCB(ResumingCB):
         self._found = self._share = None # Weights and state to go on from, and those of this process
         self._end = None # What a validation pass may change, as it was before it
 
-    def before_fit(self, trainer):
-        "Find out where to go on"
-        for name in (self.monitor, *metrics_of(self._run.options['pattern'])):
-            if name is not None: check_monitored(trainer, name, 'CheckpointCB')
-        self._run.open(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), trainer.ranks)
-        self._numbers.forget()
-        self._end,self._told_opts = None,False
-        self._begin(trainer, self._to_resume(trainer), self.strict)
-        self._when.start(trainer)
-
-    def measured(self, trainer):
-        "Note what was measured just now; if it is the best, it is saved when the batch is over"
-        self._numbers.note(trainer)
-
-    def after_fit(self, trainer):
-        "Save the end"
-        self._end = None
-        self._save(trainer, self._next_epoch(trainer), finished=True)
-
-    def cleanup_fit(self, trainer):
-        "Save what an interrupt or a cancel leaves, and let others use the folder"
-        begun = self._run.is_open # Somebody may have left the fit before this callback's turn
-        try:
-            self._writes.wait()
-            if begun: self._save_what_is_left(trainer)
-            if begun: self._say_how_to_go_on(trainer)
-        finally:
-            note_left(trainer)
-            self._fits.end(trainer, begun)
-            self._found = self._share = self._end = None
-            self._walked = None # Which may hold worker processes
-            self._run.close(in_use=self._writes.is_busy)
-
-def _check_unmonitored(every, keep_best):
-    "Refuse what would need a `monitor`"
-    wanted = "every='best'" if isinstance(every, str) and every == 'best' else None
-    if (keep_best or 0) > 1: wanted = wanted or f'keep_best={keep_best}'
-    if wanted: raise ValueError(_NO_MONITOR.format(wanted))
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #4f1b58ce
-_WORKERS = ('The training loader has persistent workers, whose random numbers cannot be saved, '
-            'so augmentation in them will not go on exactly. '
-            'Make the loader with `exact_loader`, or use workers that do not persist.')
-
-def _warn_of_workers(dl):
-    "Say that a loader has random numbers which are not saved"
-    if hasattr(dl, 'load_state_dict') or not getattr(dl, 'persistent_workers', False): return
-    warn(_WORKERS)
-
-_OWN_NUMBERS = ('{names} of `dls.{dl}` may draw random numbers that are not saved with this loader, so the '
-                'run may not go on exactly. {instead}raw from the usual sources, such as `torch.rand`.')
-_EXACT = 'Make it with `exact_loader` and without workers, or d'
-
-def _warn_of_own_numbers(trainer):
-    "Say that what a loader reads with has generators whose state nobody saves"
-    loaders = {name: getattr(trainer.dls, name, None) for name in ('train', 'valid')}
-    exact = [dl for dl in loaders.values() if hasattr(dl, 'load_state_dict') and not _unsaved(dl)]
-    saved = {id(x) for dl in exact for x in data_generators(dl).values()}
-    saved.update(map(id, generators(trainer).values()))
-    for name,dl in loaders.items():
-        found = [f'`{path}`' for path,x in _unsaved(dl).items() if id(x) not in saved]
-        saved.update(map(id, _unsaved(dl).values())) # Named once
-        instead = 'D' if isinstance(getattr(dl, 'dataset', None), IterableDataset) else _EXACT
-        if found: warn(_OWN_NUMBERS.format(names=', '.join(found), dl=name, instead=instead))
-
-def _unsaved(dl):
-    "The generators behind a loader that does not keep their state"
-    parts = *PARTS,'sampler','batch_sampler',''
-    if not hasattr(dl, 'load_state_dict'): return data_generators(dl, parts)
-    exact = not getattr(dl, 'reads_again', False) and not getattr(dl, 'num_workers', 0)
-    return {} if exact else data_generators(dl)
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #5d55d5b9
-_OTHERWISE = ('The run goes on otherwise than it was saved: {}. If that is not meant, make it as it was, or '
-              'begin anew in another folder.')
+# %% ../../nbs/checkpoints/10_checkpoint.ipynb #67fb5619
+@patch
+def before_fit(self:CheckpointCB, trainer):
+    "Find out where to go on"
+    for name in (self.monitor, *metrics_of(self._run.options['pattern'])):
+        if name is not None: check_monitored(trainer, name, 'CheckpointCB')
+    self._run.open(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), trainer.ranks)
+    self._numbers.forget()
+    self._end,self._told_opts = None,False
+    how = self.resume,self.verify,self.strict,self.folder is not None
+    found = to_resume(trainer, self._run, self._fits, *how)
+    self._begin(trainer, found, self.strict)
+    self._when.start(trainer)
 
 @patch
-def _to_resume(self:CheckpointCB, trainer):
-    "Weights and state to go on from, or None for a fresh start; main alone looks, and tells all"
-    mine = self._run.is_of(trainer)
-    self._fits.begin(trainer, mine)
-    weights,state,self._fits.over = trainer.ranks.from_main(lambda: self._look(trainer, mine))
-    return None if state is None else (weights, state)
+def after_fit(self:CheckpointCB, trainer):
+    "Save the end"
+    self._end = None
+    self._save(trainer, self._next_epoch(trainer), finished=True)
 
 @patch
-def _look(self:CheckpointCB, trainer, mine):
-    "Weights and state, or None, and why nothing is left to do in this fit, or None"
-    try: found = self._run.find(self.resume, mine, self.verify)
-    except NoValidCheckpoint as error:
-        if self.folder is None and self.resume == 'must': explain_fresh(error, trainer.experiment)
-        raise
-    if found is None or not self._takes_up(trainer, *found):
-        self._say_anew(trainer)
-        return None,None,None
-    position,where = found[1]['position'],self._run.where()
-    if not self._fits.over:
-        say(f'continuing from {where} (epoch {position["epoch"]}, batch {position["batches"]})')
-    return *found,self._fits.over
+def _next_epoch(self:CheckpointCB, trainer):
+    return max(self._next, trainer.epoch+1 if 'epoch' in vars(trainer) else 0)
+
+# %% ../../nbs/checkpoints/10_checkpoint.ipynb #ba0b5c85
+@patch
+def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None, finished=False, later=False):
+    "Write a checkpoint of this position, with `parts` of the state and the `reason` to stop from before"
+    self._writes.wait()
+    if not self._told_opts: self._told_opts = tell_exchanged(trainer)
+    start = start_of_pass(trainer) if batches else between_passes(trainer)
+    weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
+    if parts: state |= parts | dict(callbacks=state['callbacks'] | parts['callbacks'])
+    if parts or reason: state['position']['stop_reason'] = reason
+    state['checkpoint'] = self._numbers.state_dict()
+    state['position']['fit'] -= self._fits.lost
+    ranks = trainer.ranks
+    if ranks.size > 1: weights,state = gather_states(ranks, weights, state, cut_names(trainer))
+    metrics = self._numbers.of(trainer, between_epochs=not batches)
+    what = trainer,weights,state,epoch,metrics,facts_about(trainer)
+    noted = partial(self._note_saved, trainer)
+    if later: self._writes.begin(self._run.prepare(*what), noted, whereabouts(trainer))
+    else: noted(*self._run.save(*what))
+    self._when.start(trainer)
 
 @patch
-def _takes_up(self:CheckpointCB, trainer, weights, state):
-    "Whether this fit has to do with what was saved; if so, check that it fits, and what is left to do"
-    position,fit = state['position'],self._fits.number(trainer)
-    whose = belongs_to(position, fit)
-    if whose == 'an earlier fit': return False
-    self._fits.over = why_over(position, trainer, fit)
-    if whose != 'a later fit': check_fits(trainer, weights, state, self.strict)
-    if not self._fits.over: self._tell_what_differs(trainer, state)
-    return True
+def _note_saved(self:CheckpointCB, trainer, path, run_id):
+    "Note that a checkpoint is on the disk"
+    self.path,self._fits.saved = Path(path),True
+    self._run.saved(trainer, run_id)
+
+# %% ../../nbs/checkpoints/10_checkpoint.ipynb #2034a704
+@patch
+def _between_batches(self:CheckpointCB, trainer):
+    if self._is_due(trainer, self._when.after_batch):
+        self._save(trainer, trainer.epoch, self._batches, later=self._goes_on(trainer))
 
 @patch
-def _tell_what_differs(self:CheckpointCB, trainer, state):
-    "Say what has no effect, and what nobody can tell"
-    warn_of_rates(trainer, state, 'begin anew in another folder')
-    _warn_of_workers(trainer.dls.train)
-    _warn_of_own_numbers(trainer)
-    if others := other_facts(trainer, state): warn(_OTHERWISE.format('; '.join(others)))
-    if told := data_unchecked(trainer, state):
-        say(f'Whether these are the data of the saved run cannot be told: {told}.')
+def _between_epochs(self:CheckpointCB, trainer):
+    self._end = None
+    self._numbers.compare(trainer)
+    if self._is_due(trainer, self._when.after_epoch):
+        self._save(trainer, self._next, later=self._goes_on(trainer))
 
 @patch
-def _say_anew(self:CheckpointCB, trainer):
-    "Say that this fit begins anew, and with which weights"
-    fit,later = self._fits.number(trainer),trainer.history.fit > 0
-    which = f' (fit {fit} of this run, the first is 0)'*(fit > 0)
-    weights = ', with the weights that the model has now'*later
-    broken = ' (the fit before broke off)'*(later and not trainer._last_ended)
-    say(f'beginning anew in {short_path(self._run.store.folder)}{which}{weights}{broken}')
-    looks_here = self.folder is None and self.resume == 'auto' and not later
-    if looks_here and (left := left_before(trainer.experiment)): warn(left)
+def _is_due(self:CheckpointCB, trainer, asked):
+    "Whether to save now; what is due by time waits until the one before is written"
+    self._writes.look()
+    due = self._numbers.is_better() or (not self._writes.is_busy and asked(trainer))
+    return due or is_interrupted(trainer)
+
+@patch
+def _goes_on(self:CheckpointCB, trainer):
+    "Whether the loop need not wait until a checkpoint is written"
+    return self._when.by_time and trainer.ranks.size == 1 and not is_interrupted(trainer)
+
+# %% ../../nbs/checkpoints/10_checkpoint.ipynb #68cb059d
+@patch
+def cleanup_fit(self:CheckpointCB, trainer):
+    "Save what an interrupt or a cancel leaves, and let others use the folder"
+    begun = self._run.is_open # Somebody may have left the fit before this callback's turn
+    try:
+        self._writes.wait()
+        if begun: self._save_what_is_left(trainer)
+        if begun: note_how_to_go_on(trainer, self._run.store, self.resume)
+    finally:
+        note_left(trainer)
+        self._fits.end(trainer, begun)
+        self._found = self._share = self._end = None
+        self._walked = None # Which may hold worker processes
+        self._run.close(in_use=self._writes.is_busy)
+
+@patch
+def _save_what_is_left(self:CheckpointCB, trainer):
+    "Save a fit that was cancelled, and one that was interrupted in a validation pass"
+    cancelled = isinstance(trainer.exception, CancelFitException) and not self._fits.over
+    if cancelled:
+        reason = str(trainer.exception) or 'cancelled'
+        self._save(trainer, self._next_epoch(trainer), finished=True, reason=reason)
+    elif self._end and is_interrupted(trainer) and _all_leave(trainer):
+        self._save(trainer, trainer.epoch, self._batches, *self._end)
+
+def _all_leave(trainer):
+    "Whether every process leaves the fit here, by an interrupt; after an error none can be asked"
+    return trainer.ranks.size == 1 or isinstance(trainer.exception, (KeyboardInterrupt, SystemExit))
+
+# %% ../../nbs/checkpoints/10_checkpoint.ipynb #9fed6c7f
+@patch
+def measured(self:CheckpointCB, trainer):
+    "Note what was measured just now; if it is the best, it is saved when the batch is over"
+    self._numbers.note(trainer)
+
+# %% ../../nbs/checkpoints/10_checkpoint.ipynb #8d5c1f7a
+@patch
+def _restore(self:CheckpointCB, trainer):
+    "Put back what was saved, the callback's own numbers too; returns the state"
+    state = ResumingCB._restore(self, trainer)
+    self._share = None
+    self._fits.lost = trainer.history.fit-state['position']['fit']
+    if 'checkpoint' not in state: return state
+    if 'earlier_updates' not in state['history']: # It was a number of the checkpoint's own once
+        trainer.history.earlier_updates = state['checkpoint']['steps']
+    self._numbers.load_state_dict(state['checkpoint'])
+    return state
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #4d1fb2d3
 _COMPLETE = ('This fit is complete already ({}): {} is where the run stands{} '
@@ -241,130 +226,14 @@ def _take_result(self:CheckpointCB, trainer):
     if hasattr(trainer.model, 'train'): trainer.model.train(position['model_trains'])
     return True
 
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #5cb10688
-_ANOTHER = ('In the course of this fit {}. Started again, the script begins with the first one, which cannot '
-            'go on from what is saved. Have `opt_func` make it with all groups, and freeze what is to learn '
-            'later; or train on in a second `fit`, with another `opt_func`.')
-
+# %% ../../nbs/checkpoints/10_checkpoint.ipynb #3268b108
 @patch
-def _tell_exchanged(self:CheckpointCB, trainer):
-    "Say once in a fit that it has other optimizers than it began with"
-    told = [] if self._told_opts or not trainer.ranks.is_main else exchanged_opts(trainer)
-    if told: warn(_ANOTHER.format(' and '.join(told)))
-    self._told_opts = self._told_opts or bool(told)
+def _pass_over(self:CheckpointCB, trainer):
+    if signal_of(trainer) is not None: self._end = take_parts(trainer, steps_over=True),trainer.stop_reason
 
-@patch
-def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None, finished=False, later=False):
-    "Write a checkpoint of this position, with `parts` of the state and the `reason` to stop from before"
-    self._writes.wait()
-    self._tell_exchanged(trainer)
-    start = start_of_pass(trainer) if batches else between_passes(trainer)
-    weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
-    if parts: state |= parts | dict(callbacks=state['callbacks'] | parts['callbacks'])
-    if parts or reason: state['position']['stop_reason'] = reason
-    state['checkpoint'] = self._numbers.state_dict()
-    state['position']['fit'] -= self._fits.lost
-    ranks = trainer.ranks
-    if ranks.size > 1: weights,state = gather_states(ranks, weights, state, cut_names(trainer))
-    metrics = self._numbers.of(trainer, between_epochs=not batches)
-    what = trainer,weights,state,epoch,metrics,_about(trainer)
-    noted = partial(self._note_saved, trainer)
-    if later: self._writes.begin(self._run.prepare(*what), noted, whereabouts(trainer))
-    else: noted(*self._run.save(*what))
-    self._when.start(trainer)
-
-@patch
-def _note_saved(self:CheckpointCB, trainer, path, run_id):
-    "Note that a checkpoint is on the disk"
-    self.path,self._fits.saved = Path(path),True
-    self._run.saved(trainer, run_id)
-
+# %% ../../nbs/checkpoints/10_checkpoint.ipynb #c8feb476
 @patch
 def _mine(self:CheckpointCB, trainer):
     "What this process goes on from, worked out once"
     if self._found is not self._share: self._found = self._share = for_this_process(trainer, *self._found)
     return self._found
-
-@patch
-def _restore(self:CheckpointCB, trainer):
-    "Put back what was saved, the callback's own numbers too; returns the state"
-    state = ResumingCB._restore(self, trainer)
-    self._share = None
-    self._fits.lost = trainer.history.fit-state['position']['fit']
-    if 'checkpoint' not in state: return state
-    if 'earlier_updates' not in state['history']: # It was a number of the checkpoint's own once
-        trainer.history.earlier_updates = state['checkpoint']['steps']
-    self._numbers.load_state_dict(state['checkpoint'])
-    return state
-
-def _about(trainer):
-    "What people may want to know who find a checkpoint alone"
-    experiment = trainer.experiment.to_dict() if trainer.experiment is not None else {}
-    averages = [callback_name(cb) for cb in offering(trainer, 'evaluated')]
-    known = {k: experiment[k] for k in ('project', 'name', 'hyper') if k in experiment}
-    return known | ({'measured_with': averages[0]} if averages else {})
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #2034a704
-@patch
-def _between_batches(self:CheckpointCB, trainer):
-    if self._is_due(trainer, self._when.after_batch):
-        self._save(trainer, trainer.epoch, self._batches, later=self._goes_on(trainer))
-
-@patch
-def _between_epochs(self:CheckpointCB, trainer):
-    self._end = None
-    self._numbers.compare(trainer)
-    if self._is_due(trainer, self._when.after_epoch):
-        self._save(trainer, self._next, later=self._goes_on(trainer))
-
-@patch
-def _is_due(self:CheckpointCB, trainer, asked):
-    "Whether to save now; what is due by time waits until the one before is written"
-    self._writes.look()
-    due = self._numbers.is_better() or (not self._writes.is_busy and asked(trainer))
-    return due or _interrupted(trainer)
-
-@patch
-def _goes_on(self:CheckpointCB, trainer):
-    "Whether the loop need not wait until a checkpoint is written"
-    return self._when.by_time and trainer.ranks.size == 1 and not _interrupted(trainer)
-
-def _signal(trainer): return vars(trainer).get('interrupted') # None if nobody watches for signals
-def _interrupted(trainer): return bool(_signal(trainer)) and not any(offered(trainer, 'hurried'))
-
-# %% ../../nbs/checkpoints/10_checkpoint.ipynb #71e2054a
-@patch
-def _pass_over(self:CheckpointCB, trainer):
-    if _signal(trainer) is not None: self._end = take_parts(trainer, steps_over=True),trainer.stop_reason
-
-@patch
-def _save_what_is_left(self:CheckpointCB, trainer):
-    "Save a fit that was cancelled, and one that was interrupted in a validation pass"
-    cancelled = isinstance(trainer.exception, CancelFitException) and not self._fits.over
-    if cancelled:
-        reason = str(trainer.exception) or 'cancelled'
-        self._save(trainer, self._next_epoch(trainer), finished=True, reason=reason)
-    elif self._end and _interrupted(trainer) and _all_leave(trainer):
-        self._save(trainer, trainer.epoch, self._batches, *self._end)
-
-def _all_leave(trainer):
-    "Whether every process leaves the fit here, by an interrupt; after an error none can be asked"
-    return trainer.ranks.size == 1 or isinstance(trainer.exception, (KeyboardInterrupt, SystemExit))
-
-_NOTHING_YET = 'Nothing is saved yet, so the same `fit` begins anew.'
-_SAVED = 'The newest checkpoint is {}. {}'
-_THE_SAME = 'The same `fit` goes on from there, here or when the script is started again.'
-_NEVER = 'To go on from there, pass it as `resume`.'
-
-@patch
-def _say_how_to_go_on(self:CheckpointCB, trainer):
-    "Note on an interrupt where the run was saved"
-    if not isinstance(trainer.exception, (KeyboardInterrupt, SystemExit)) or not trainer.ranks.is_main: return
-    newest = self._run.store.latest() if self._run.store.run_id else None
-    how = _NEVER if self.resume == 'never' else _THE_SAME
-    said = _SAVED.format(short_path(newest.path), how) if newest else _NOTHING_YET
-    trainer.exception.add_note(said)
-
-@patch
-def _next_epoch(self:CheckpointCB, trainer):
-    return max(self._next, trainer.epoch+1 if 'epoch' in vars(trainer) else 0)

@@ -12,8 +12,10 @@ from fastcore.basics import patch
 
 from ..basics.checks import short_path
 from .which_run import branch_at, branches_of, check_place, is_new, is_own
+from ..loop.events import callback_name
 from ..loop.history import updates_of_run
 from ..loop.ranks import Ranks
+from ..loop.shared_attributes import offering
 from ..state.checkpoint_folder import STEP_NAME
 from ..state.store import CheckpointStore
 
@@ -97,6 +99,14 @@ def prepare(self:RunOnDisk, trainer, weights, state, epoch, metrics, about, copy
                                world_size=self.ranks.size, info=facts, copy=copy)
     run_id = self.store.run_id
     return lambda: (str(write()), run_id)
+
+# %% ../../nbs/checkpoints/07_run_on_disk.ipynb #6f96c356
+def facts_about(trainer):
+    "What people may want to know who find a checkpoint alone"
+    experiment = trainer.experiment.to_dict() if trainer.experiment is not None else {}
+    averages = [callback_name(cb) for cb in offering(trainer, 'evaluated')]
+    known = {k: experiment[k] for k in ('project', 'name', 'hyper') if k in experiment}
+    return known | ({'measured_with': averages[0]} if averages else {})
 
 # %% ../../nbs/checkpoints/07_run_on_disk.ipynb #132058ab
 @patch

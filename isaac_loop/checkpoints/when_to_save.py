@@ -10,6 +10,7 @@ import datetime, math, time
 from numbers import Integral
 
 from ..loop.monitor import Monitor
+from ..loop.shared_attributes import offered
 
 # %% ../../nbs/checkpoints/03_when_to_save.ipynb #1aeb8c12
 _NO_RULE = ('`every` is {!r}, which does not tell `CheckpointCB` when to save, so a crash could cost '
@@ -61,6 +62,25 @@ class When:
         if self.every == 'epoch': return True
         if self._alike(trainer): return self._is_due(trainer)
         return trainer.ranks.from_main(lambda: self._is_due(trainer))
+
+# %% ../../nbs/checkpoints/03_when_to_save.ipynb #03111e07
+_NO_MONITOR = ('`{}` needs to know what is best. '
+               "Pass a column of the history as `monitor`, such as 'valid_loss'.")
+
+def check_unmonitored(every, keep_best):
+    "Refuse what would need a `monitor`"
+    wanted = "every='best'" if isinstance(every, str) and every == 'best' else None
+    if (keep_best or 0) > 1: wanted = wanted or f'keep_best={keep_best}'
+    if wanted: raise ValueError(_NO_MONITOR.format(wanted))
+
+# %% ../../nbs/checkpoints/03_when_to_save.ipynb #a5ce0a3f
+def signal_of(trainer):
+    "The signal that has come, 0 for none yet; None if nobody watches for signals"
+    return vars(trainer).get('interrupted')
+
+def is_interrupted(trainer):
+    "Whether a signal has come that leaves the time to save"
+    return bool(signal_of(trainer)) and not any(offered(trainer, 'hurried'))
 
 # %% ../../nbs/checkpoints/03_when_to_save.ipynb #a7744ee4
 def _numbers_in(row):
