@@ -112,7 +112,7 @@ class ResumingCB:
     def _pass_over(self, trainer): "For a subclass: the training pass has given its last batch"
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #381f520f
-def _place_of(dl):
+def _position_of(dl):
     "Where a loader that knows its position stands"
     return dl.state_dict() if hasattr(dl, 'load_state_dict') else None
 
@@ -149,7 +149,7 @@ def _pass(self:ResumingCB, trainer, batches):
     else:
         own = {name: o.get_state() for name,o in generators(trainer).items()}
         if own_way: trainer.dl.leave_pass() # A cancel may have left the last one, which somebody still holds
-        self._pass_start = compact_random_state(),own,_place_of(trainer.dl)
+        self._pass_start = compact_random_state(),own,_position_of(trainer.dl)
     self._walked,drawn = iter(batches),drawn_in(trainer)
     for batch in self._walked:
         self._as_given,handed = batch is trainer._source.last,handed+1

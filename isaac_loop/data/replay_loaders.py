@@ -17,7 +17,7 @@ from ..basics.checks import warn
 from .generators import held_loaders_in
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
 from .resumable_loaders import explained
-from .stream_places import place_of, remembers_nothing
+from .stream_places import known_of_stream, remembers_nothing
 from .sampling import WorkerStart, hashed, seed_with, seeded_with, whole_number
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #763d096e
@@ -126,7 +126,7 @@ def start_at(self:ReplayLoader,
 @patch
 def _place_known(self:ReplayLoader):
     "What is known of the stream"
-    if self._place_of_stream is None: self._place_of_stream = place_of(self.loader.dataset)
+    if self._place_of_stream is None: self._place_of_stream = known_of_stream(self.loader.dataset)
     return self._place_of_stream
 
 @patch

@@ -98,7 +98,7 @@ def is_open(self:StreamPlace)->bool: # To warn of
 # %% ../../nbs/data/26_stream_places.ipynb #f366caec
 _PLACES = WeakKeyDictionary()
 
-def place_of(
+def known_of_stream(
     stream, # With `state_dict` and `load_state_dict`
 )->StreamPlace: # The same for each loader that reads it, if the stream can be a key
     "What is known of `stream`; if that is nothing, it is at its beginning now"

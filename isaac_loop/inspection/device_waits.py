@@ -47,7 +47,7 @@ def _asks_mask(packet, args):
     return bool(masks) and not one_number
 
 # %% ../../nbs/inspection/58_device_waits.ipynb #222d01f0
-def place_of(
+def file_and_line(
     path:str, # Of a file of source code
     line:int, # Number of the line
 )->str: # Such as 'train.py:12'
@@ -65,7 +65,7 @@ def place_of_code(
     if not hasattr(handler, '__code__'): handler = vars(type(handler)).get('__call__')
     is_ours = str(getattr(handler, '__module__', '')).startswith('isaac_loop.')
     code = None if is_ours else getattr(handler, '__code__', None)
-    return place_of(code.co_filename, code.co_firstlineno) if code is not None else ''
+    return file_and_line(code.co_filename, code.co_firstlineno) if code is not None else ''
 
 def line_of_user()->tuple: # Place and text, empty if all is PyTorch, and whether an optimizer is on the way
     "The innermost line on the way to here that neither belongs to PyTorch nor hides from tracebacks"
@@ -76,7 +76,7 @@ def line_of_user()->tuple: # Place and text, empty if all is PyTorch, and whethe
         frame = frame.f_back
     if frame is None: return '','',in_optimizer
     path,line = frame.f_code.co_filename,frame.f_lineno
-    return place_of(path, line),linecache.getline(path, line, frame.f_globals).strip(),in_optimizer
+    return file_and_line(path, line),linecache.getline(path, line, frame.f_globals).strip(),in_optimizer
 
 def _module_of(frame): return str(frame.f_globals.get('__name__'))
 

@@ -68,9 +68,9 @@ def line_of(
     "Where a handler is written"
     while hasattr(handler, 'handler'): handler = handler.handler # A `Call`
     code = getattr(handler, '__code__', None)
-    return '' if code is None else place_of(code.co_filename, code.co_firstlineno)
+    return '' if code is None else line_in_words(code.co_filename, code.co_firstlineno)
 
-def place_of(
+def line_in_words(
     path:str, # Of a file, or what stands for a cell of a notebook
     line:int, # Its number
 )->str: # Such as 'line 12 of my_callbacks.py'

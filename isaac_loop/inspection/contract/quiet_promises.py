@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from .cut_runs import in_words
 from .promises import Fault, NotTried, promise
 from ..leftovers import belongings, changes
-from ..observed_run import Touch, Watcher, at_borders, calls_of, place_of, watch_fits
+from ..observed_run import Touch, Watcher, at_borders, calls_of, line_in_words, watch_fits
 from ..run_results import outcome, told, unlike
 from ..waits import finding_waits, tensors_in
 from ...data.generators import is_generator
@@ -199,7 +199,8 @@ def waits(evidence):
         often = 'in every batch' if share > 0.9 else f'in {share:.0%} of the batches'
         call = f'`{touch.name}.{touch.event}`' if touch else where
         mend = _READ_LATE if share >= 0.5 else ''
-        found.append(Fault(f'{what} waits {often}{mend}', f'{call}, {place_of(*place)}', counts=share >= 0.5))
+        line = line_in_words(*place)
+        found.append(Fault(f'{what} waits {often}{mend}', f'{call}, {line}', counts=share >= 0.5))
     return found
 
 _READ_LATE = ('; what is only told: keep `.detach()` of the tensor, and read it once, in `cleanup_epoch`; '

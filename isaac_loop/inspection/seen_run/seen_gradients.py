@@ -15,7 +15,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..observed_run import place_of
+from ..observed_run import line_in_words
 from .seen_parameters import GradientParts, WeightMoves
 
 # %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #24cdcbd8
@@ -46,7 +46,7 @@ def users_line(
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != last:
         code = frame.f_code
-        if not is_of_library(code): return place_of(code.co_filename, frame.f_lineno)
+        if not is_of_library(code): return line_in_words(code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ''
 

@@ -72,18 +72,18 @@ class Notes:
         "Add a finding"
         if (kind, name) == ('changes', 'model') and not part: part = 'weights'
         sure,trains = not self.doubts,self.doubts == self.asides
-        self.found.note(kind, name, self.place_of(node), sure, trains, part, self.tests)
+        self.found.note(kind, name, self.file_and_line(node), sure, trains, part, self.tests)
 
     def do(self, deed, node):
         "Note a deed"
-        self.found.do(deed, self.place_of(node), not self.doubts, self.doubts == self.asides)
+        self.found.do(deed, self.file_and_line(node), not self.doubts, self.doubts == self.asides)
 
-    def place_of(self, node):
+    def file_and_line(self, node):
         return f'{self.file}:{node.lineno}'
 
     def doubt(self, what, node):
         "Note what cannot be followed"
-        text = f'{what} at {self.place_of(node)}'
+        text = f'{what} at {self.file_and_line(node)}'
         if text not in self.found.unclear: self.found.unclear.append(text)
 
 # %% ../../../nbs/inspection/source/40_read_statements.ipynb #66b7dd0a

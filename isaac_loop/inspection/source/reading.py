@@ -60,7 +60,7 @@ class Calls(NewObjects):
         into = call.name == 'write' and ('history',) in call.owner.paths
         if not (into or call.name == 'write_measured' and call.owner.is_trainer): return
         for name in call.named:
-            if name: self.found.columns.setdefault(name, (self.place_of(call.node), not self.doubts))
+            if name: self.found.columns.setdefault(name, (self.file_and_line(call.node), not self.doubts))
 
     def _of_trainer(self, call):
         "A method of the trainer"
