@@ -14,7 +14,7 @@ from torch import nn
 
 from ..metrics.any_metric import check_no_options, copied
 from ..metrics.losses import check_weigh
-from ..metrics.metrics import MetricsCB, recorders_of, weigh_of
+from ..metrics.metrics import MetricsCB, metrics_cbs, weigh_of
 from ..basics.figures import wrapped, quiet
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count
@@ -37,7 +37,7 @@ def validate(self:Trainer,
 )->dict: # `valid_loss` and the metrics
     "Loss and metrics over every row of a loader"
     if metrics: check_no_options(metrics, Trainer.validate)
-    own = recorders_of(self)
+    own = metrics_cbs(self)
     recorders = [_fresh(o, without=metrics) for o in own]
     check_weigh(weigh)
     weigh = weigh_of(self) if weigh is None else weigh

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch.nn.utils import get_total_norm
 
 import isaac_loop.evaluate.evaluation  # noqa: F401  More methods of the trainer
-from ..metrics.metrics import recorders_of
+from ..metrics.metrics import metrics_cbs
 from .foreign_callback import ForeignCB, method_of, title_of
 from .foreign_trainer import Facade, LateValues, loss_of, mean_of, missing
 
@@ -118,7 +118,7 @@ def _refresh(self:SonoscoCB, trainer, last):
     self._measures = _Measures(columns, trainer.validate, names)
 
 def _metrics_of(trainer):
-    return [f'val_{name}' for recorder in recorders_of(trainer) for name in recorder.metrics]
+    return [f'val_{name}' for cb in metrics_cbs(trainer) for name in cb.metrics]
 
 # %% ../../nbs/interop/60_sonosco.ipynb #7481ad6c
 @patch

@@ -26,7 +26,7 @@ from ..loop.numbers_on_device import DeviceMean, Sent
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.monitor import check_monitored
 from ..loop.shared_attributes import offered
-from ..metrics.metrics import recorders_of
+from ..metrics.metrics import metrics_cbs
 from ..train.optimizer_options import learning_rates
 
 # %% ../../nbs/log/05_loggers.ipynb #34c7e288
@@ -195,7 +195,7 @@ def _about(self:LoggerCB, trainer):
 
 def _validated(trainer):
     "Columns that are measured in the validation pass; one with `_*` stands for those of a metric with a dict"
-    columns = [name for cb in recorders_of(trainer) for name in cb.columns(trainer)]
+    columns = [name for cb in metrics_cbs(trainer) for name in cb.columns(trainer)]
     return [name for name in columns if not name.startswith('train_') and name != 'elapsed']
 
 # %% ../../nbs/log/05_loggers.ipynb #a9fbe2ae

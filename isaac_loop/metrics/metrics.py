@@ -130,7 +130,7 @@ def _check_owners(callbacks):
         check_apart((f'{callback_name(cb)}.{name}', m) for cb in group for name,m in cb.metrics.items())
 
 # %% ../../nbs/metrics/10_metrics.ipynb #366b0d0e
-def recorders_of(trainer):
+def metrics_cbs(trainer):
     "The trainer's own `MetricsCB`s"
     return [o for o in trainer.callbacks if isinstance(o, MetricsCB)]
 
@@ -139,7 +139,7 @@ def weigh_of(
     trainer, # May have a `MetricsCB`
 ): # Its `weigh`, or None
     "What the trainer's own `MetricsCB` weighs losses by"
-    return next((o.weigh for o in recorders_of(trainer)), None)
+    return next((o.weigh for o in metrics_cbs(trainer)), None)
 
 # %% ../../nbs/metrics/10_metrics.ipynb #b103f759
 @patch

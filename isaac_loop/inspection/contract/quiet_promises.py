@@ -18,7 +18,7 @@ from ..waits import finding_waits, tensors_in
 from ...data.generators import is_generator
 from ...loop.events import Order, callback_name
 from ...loop.handlers import order_of
-from ...metrics.metrics import MetricsCB, recorders_of, weigh_of
+from ...metrics.metrics import MetricsCB, metrics_cbs, weigh_of
 from ...state.random_numbers import undrawn
 
 # %% ../../../nbs/inspection/contract/50_quiet_promises.ipynb #c12d02fc
@@ -130,7 +130,7 @@ def evaluation(evidence):
 
 def _recorder(trainer):
     "Who records an evaluation, under a name of its own; None if nobody records the training either"
-    if not recorders_of(trainer): return None
+    if not metrics_cbs(trainer): return None
     recorder = MetricsCB(weigh=weigh_of(trainer), show=False)
     recorder.name = 'validate_0'
     return recorder

@@ -13,7 +13,7 @@ import torch
 from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 from ...metrics.any_metric import MeanOf
-from ...metrics.metrics import recorders_of
+from ...metrics.metrics import metrics_cbs
 
 # %% ../../../nbs/inspection/run_rules/14_check_columns.ipynb #19811122
 _COLUMN = ('The column `{name}` says {said:.4g} for epoch {epoch}. {what} over its {rows} rows is '
@@ -88,7 +88,7 @@ _OF_BATCHES = ('`{name}` of `{who}` is averaged over batches, which gives {mean:
 def means_of_functions(seen):
     "Functions among the metrics that are no mean over examples"
     if len(seen.measured) < 2: return
-    for cb in recorders_of(seen):
+    for cb in metrics_cbs(seen):
         for name,m in cb.metrics.items():
             found = _two_ways(m.f, *seen.measured) if isinstance(m, MeanOf) else None
             if found is None or abs(found[0]-found[1]) <= 0.005*max(map(abs, found)): continue

@@ -14,7 +14,7 @@ from .check_columns import means_of_functions
 from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 from ...metrics.any_metric import MeanOf
-from ...metrics.metrics import recorders_of
+from ...metrics.metrics import metrics_cbs
 
 # %% ../../../nbs/inspection/run_rules/32_check_probed.ipynb #f067bd5b
 _EXPS = ('`{name}` of `{who}` is the exponential of the mean of a batch, and is averaged over batches, which '
@@ -26,7 +26,7 @@ def means_of_exponentials(seen):
     if len(seen.measured) < 2 or any(True for _ in means_of_functions(seen)): return
     (preds,*targets),other = seen.measured
     sharper = preds*4 if preds.is_floating_point() else preds
-    for cb in recorders_of(seen):
+    for cb in metrics_cbs(seen):
         for name,m in cb.metrics.items():
             if isinstance(m, MeanOf) and _is_exponential(m.f, (sharper, *targets), other):
                 yield Finding('mean_of_exps', _EXPS.format(name=name, who=callback_name(cb)), [cb])
