@@ -895,14 +895,14 @@ MUTANTS = [
     ),
     Mutant(
         "a stream that was taken up stays at that place",
-        "StreamPlace.begin",
+        "StreamPlace.start_pass",
         "self.moved and may_rewind",
         "False and may_rewind",
         ["test_a_stream_goes_on"],
     ),
     Mutant(
         "a stream that goes on is put back to its beginning",
-        "StreamPlace.begun",
+        "StreamPlace.see_first_batch",
         "self.goes_on is None and is_ahead",
         "False and is_ahead",
         ["test_a_stream_without_end_goes_on_where_it_is"],

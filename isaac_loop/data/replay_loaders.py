@@ -134,7 +134,7 @@ def _said_of_stream(self:ReplayLoader, batches):
     "What else is to be known of a stream that tells its place"
     if not _knows_its_place(self.loader): return {}
     known = self._place_known()
-    left = not batches and not self._is_over and known.is_open()
+    left = not batches and not self._is_over and known.is_undecided()
     return dict(goes_on=known.goes_on, has_begun_anew=known.has_begun_anew, left=left)
 
 @patch
@@ -199,7 +199,7 @@ def load_state_dict(self:ReplayLoader,
     known = self._place_known()
     known.goes_on = known.goes_on or state.get('goes_on')
     known.has_begun_anew = known.has_begun_anew or state.get('has_begun_anew', False)
-    if state.get('left') and known.is_open(): warn(_PERHAPS_ON)
+    if state.get('left') and known.is_undecided(): warn(_PERHAPS_ON)
 
 _PERHAPS_ON = ('A pass over a stream was left before its end, and the run was saved before another one had '
                'shown whether it begins anew or goes on from there. It begins anew. If the stream is one '
@@ -244,8 +244,8 @@ def _take_up(self:ReplayLoader, epoch, done):
     if _is_empty(stream) and not remembers_nothing(dataset): stream = None # It has told no place
     taken = stream is not None and bool(done > 0 or known.goes_on) # It may be of an earlier pass, looked at
     if taken: known.load(dataset, stream)
-    elif known.begin(dataset, may_rewind=not self._is_look()):
-        if known.left and known.is_open(): warn(_PERHAPS_ON)
+    elif known.start_pass(dataset, may_rewind=not self._is_look()):
+        if known.was_left and known.is_undecided(): warn(_PERHAPS_ON)
         _set_epoch(dataset, epoch)
     return taken
 
@@ -263,8 +263,8 @@ def _note(self:ReplayLoader, is_over, is_first, taken):
     if not self._is_look(): self._stream,self._is_over = None,is_over
     if not _knows_its_place(self.loader): return
     known = self._place_known()
-    if is_over: known.left = known.left and not taken
-    elif is_first and not taken: known.begun(self.loader.dataset)
+    if is_over: known.was_left = known.was_left and not taken
+    elif is_first and not taken: known.see_first_batch(self.loader.dataset)
     if not is_over: known.given()
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #56057d8d

@@ -75,7 +75,7 @@ class _Pass:
     def is_under_way(self):
         "Whether a loop reads it, and has not come to the end"
         source = self.source and self.source()
-        return source is not None and not source.left and self.walk is not None
+        return source is not None and not source.was_left and self.walk is not None
 
     def __iter__(self): return self
     def __next__(self):
@@ -98,7 +98,7 @@ class _Pass:
 # %% ../../nbs/data/28_resumable_loaders.ipynb #5ef18221
 @patch
 def loop_pass(self:Resumable,
-    source, # Reads it, until `source.left` is true
+    source, # Reads it, until `source.was_left` is true
 ): # The pass
     "Begin a pass that says where the loader is, whoever looks in between"
     before = self._n_passes

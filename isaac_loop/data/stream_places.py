@@ -45,7 +45,7 @@ class StreamPlace:
         self.perhaps = False # Is it likely?
         self.has_begun_anew = False # Was it seen to do so?
         self.moved = False # Was it taken up in its middle, and not put back since?
-        self.left = False # Was it left before its end then?
+        self.was_left = False # Was it left before its end then?
         self._before,self._n = {},0 # Where it was before the last pass, and how many batches that has given
 
     def load(self,
@@ -54,9 +54,9 @@ class StreamPlace:
     ):
         "Have the next pass begin behind `state`"
         stream.load_state_dict(copy.deepcopy(state))
-        self.moved,self.left,self._n = True,True,0
+        self.moved,self.was_left,self._n = True,True,0
 
-    def begin(self,
+    def start_pass(self,
         stream, # Is to be read in a pass that is not taken up
         may_rewind:bool=True, # Does nobody else read it?
     )->bool: # Whether it was put back to its beginning
@@ -75,7 +75,7 @@ class StreamPlace:
 _MANY = 3 # Batches after which a stream that begins anew would be seen to be back
 
 @patch
-def begun(self:StreamPlace,
+def see_first_batch(self:StreamPlace,
     stream, # Has given the first batch of such a pass
 ):
     "Note whether it has begun anew"
@@ -91,7 +91,7 @@ def given(self:StreamPlace):
     self._n += 1
 
 @patch
-def is_open(self:StreamPlace)->bool: # To warn of
+def is_undecided(self:StreamPlace)->bool: # To warn of
     "Whether nobody knows if a pass would begin anew or go on"
     return self.goes_on is None and not self.has_begun_anew
 

@@ -45,7 +45,7 @@ class Batches:
     def __init__(self, dl, held=None):
         self.dl = self.chosen = dl # `trainer.dl` may be set to another
         self.held = held # What the loaders kept when the pass began
-        self.begun,self.over,self.left = False,False,False # Has the pass begun, is it to end, was it left?
+        self.begun,self.over,self.was_left = False,False,False # Has the pass begun, is it to end?
         self.walk = None # Of a loader that knows its place, until it is left
         self.read_again = False # Does a run that goes on in this pass have it read from its beginning?
         self.given,self.last = 0,None # How many batches were drawn, and the last of them
@@ -79,7 +79,7 @@ def __iter__(self:Batches):
 def leave(self:Batches):
     "Let a loader that knows its place stand where this pass has come to"
     if self.walk is not None: self.dl.loop_left(self)
-    self.left,self.walk = True,None
+    self.was_left,self.walk = True,None
 
 @patch
 def _count_pass(self:Batches):
